@@ -1,0 +1,95 @@
+#include "cpu.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cstdlib>
+#include <exception>
+#include <stdexcept>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "bindings.h"
+
+namespace fastdp {
+namespace {
+
+Isa detect() {
+    Isa best = Isa::portable;
+#if defined(__x86_64__) && defined(__GNUC__)
+    __builtin_cpu_init();
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) best = Isa::avx2;
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
+        __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl"))
+        best = Isa::avx512;
+#endif
+    const char *wish = std::getenv("FASTDP_ISA");
+    if (wish == nullptr || *wish == '\0') return best;
+    const std::string name(wish);
+    Isa asked;
+    if (name == "portable") asked = Isa::portable;
+    else if (name == "avx2") asked = Isa::avx2;
+    else if (name == "avx512") asked = Isa::avx512;
+    else throw std::invalid_argument("FASTDP_ISA is '" + name + "': use portable, avx2 or avx512");
+    if (asked > best) throw std::invalid_argument("FASTDP_ISA asks for " + name + ", which this processor lacks");
+    return asked;
+}
+
+std::atomic<int> threads{0};
+
+}  // namespace
+
+Isa isa() {
+    static const Isa found = detect();
+    return found;
+}
+
+int num_threads() {
+    const int set = threads.load();
+    if (set > 0) return set;
+    return std::max(1u, std::thread::hardware_concurrency());
+}
+
+void set_num_threads(int n) {
+    if (n < 1) throw std::invalid_argument("the number of threads must be at least 1");
+    threads.store(n);
+}
+
+void parallel_for(int64_t n, int64_t grain, const std::function<void(int64_t, int64_t)> &body) {
+    if (n <= 0) return;
+    const int64_t most = std::max<int64_t>(1, n / std::max<int64_t>(1, grain));
+    const int pieces = static_cast<int>(std::min<int64_t>(num_threads(), most));
+    if (pieces == 1) {
+        body(0, n);
+        return;
+    }
+    std::vector<std::exception_ptr> errors(pieces);
+    std::vector<std::thread> workers;
+    workers.reserve(pieces - 1);
+    auto run = [&](int piece) {
+        try {
+            body(n * piece / pieces, n * (piece + 1) / pieces);
+        } catch (...) {
+            errors[piece] = std::current_exception();
+        }
+    };
+    for (int piece = 1; piece < pieces; ++piece) workers.emplace_back(run, piece);
+    run(0);
+    for (auto &worker : workers) worker.join();
+    for (auto &error : errors)
+        if (error) std::rethrow_exception(error);
+}
+
+void bind_cpu(pybind11::module_ &m) {
+    m.def("isa", [] {
+        switch (isa()) {
+            case Isa::avx512: return "avx512";
+            case Isa::avx2: return "avx2";
+            default: return "portable";
+        }
+    });
+    m.def("num_threads", &num_threads);
+    m.def("set_num_threads", &set_num_threads);
+}
+
+}  // namespace fastdp

@@ -1,0 +1,9 @@
+// The extension's table of contents: each kernel file binds its own functions.
+#include <pybind11/pybind11.h>
+
+#include "bindings.h"
+
+PYBIND11_MODULE(_native, m) {
+    m.doc() = "fastdp's CPU kernels; pointers, shapes and strides cross this boundary (see fastdp/ops)";
+    fastdp::bind_cpu(m);
+}

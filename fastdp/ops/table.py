@@ -1,0 +1,69 @@
+"""The table of ops: each has one schema, one definition in torch, and an implementation per device where torch is slow."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+_library = torch.library.Library("fastdp", "DEF")
+
+#: Every op by name; filled as the modules of this package are imported.
+OPS: dict[str, Op] = {}
+
+
+class Op:
+    """One operation: callable on tensors of any device, registered as ``torch.ops.fastdp.<name>``.
+
+    A call in eager mode goes straight to the device's implementation; only while ``torch.compile`` traces does it pass
+    through the dispatcher, whose overhead would dominate the many small calls of a LoRA step.
+
+    Args:
+        schema: the schema of ``torch.library``, name included.
+        reference: the definition, in plain torch; runs wherever no faster implementation is registered.
+        fake: shapes and dtypes of the result, without data.
+        check: raises ValueError or TypeError, in one clear sentence, for arguments the op is not defined on.
+    """
+
+    def __init__(
+        self,
+        schema: str,
+        *,
+        reference: Callable[..., Any],
+        fake: Callable[..., Any],
+        check: Callable[..., None],
+    ):
+        self.name = schema.split("(", 1)[0]
+        self.schema = schema
+        self.reference = reference
+        self.check = check
+        self.implementations: dict[str, Callable[..., Any]] = {}
+        self.__doc__ = reference.__doc__
+        _library.define(schema)
+        _library.impl(self.name, self._run, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"fastdp::{self.name}", fake, lib=_library)
+        self._overload = getattr(torch.ops.fastdp, self.name).default
+        OPS[self.name] = self
+
+    def implement(self, device: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        """Decorate the implementation for a device type (``cpu``, ``cuda``)."""
+
+        def register(function: Callable[..., Any]) -> Callable[..., Any]:
+            self.implementations[device] = function
+            return function
+
+        return register
+
+    def _run(self, *args: Any) -> Any:
+        self.check(*args)
+        device = next(a.device.type for a in args if isinstance(a, torch.Tensor))
+        return self.implementations.get(device, self.reference)(*args)
+
+    def __call__(self, *args: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return self._overload(*args)
+        return self._run(*args)
+
+    def __repr__(self) -> str:
+        return f"fastdp.ops.{self.schema}"
