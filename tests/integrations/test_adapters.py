@@ -1,0 +1,165 @@
+"""The bottleneck adapter inside peft, and BitFit's choice of parameters."""
+
+import subprocess
+import sys
+
+import peft
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from fastdp.integrations.adapters import BottleneckConfig, BottleneckLayer, train_biases_only
+
+SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
+TOKENS = {"vocab_size": 64, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+
+
+def gpt2():
+    config = transformers.GPT2Config(n_layer=2, n_embd=32, n_head=2, n_positions=32, **TOKENS)
+    return transformers.GPT2LMHeadModel(config)
+
+
+def llama():
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL, **TOKENS))
+
+
+def bert():
+    config = transformers.BertConfig(**SMALL, **TOKENS, max_position_embeddings=32)
+    return transformers.BertForSequenceClassification(config)
+
+
+def roberta():
+    config = transformers.RobertaConfig(**SMALL, **TOKENS, max_position_embeddings=40)
+    return transformers.RobertaForSequenceClassification(config)
+
+
+def opt():
+    config = transformers.OPTConfig(
+        hidden_size=32, ffn_dim=48, num_hidden_layers=2, num_attention_heads=2, word_embed_proj_dim=32, **TOKENS
+    )
+    return transformers.OPTForCausalLM(config)
+
+
+def distilbert():
+    config = transformers.DistilBertConfig(dim=32, hidden_dim=48, n_layers=2, n_heads=2, vocab_size=64, pad_token_id=0)
+    return transformers.DistilBertForSequenceClassification(config)
+
+
+def gpt_neox():
+    return transformers.GPTNeoXForCausalLM(transformers.GPTNeoXConfig(**SMALL, **TOKENS))
+
+
+def phi():
+    return transformers.PhiForCausalLM(transformers.PhiConfig(**SMALL, **TOKENS))
+
+
+# model, number of feed-forward blocks
+MODELS = [(gpt2, 2), (llama, 2), (bert, 2), (roberta, 2), (opt, 2), (distilbert, 2), (gpt_neox, 2), (phi, 2)]
+
+
+def logits(model):
+    ids = torch.arange(3, 19).reshape(2, 8)
+    with torch.no_grad():
+        return model.eval()(input_ids=ids).logits
+
+
+def randomise(model):
+    generator = torch.Generator().manual_seed(1)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data.normal_(0, 0.3, generator=generator)
+
+
+@pytest.mark.parametrize(("build", "blocks"), MODELS, ids=lambda value: getattr(value, "__name__", ""))
+def test_bottleneck_on_stock_models(build, blocks, tmp_path):
+    model = build()
+    before = logits(model)
+    adapted = peft.get_peft_model(model, BottleneckConfig(bottleneck_size=5))
+    assert sum(isinstance(module, BottleneckLayer) for module in adapted.modules()) == blocks
+    assert torch.equal(logits(adapted), before), "a fresh adapter must not change the outputs"
+    trained = [name for name, parameter in adapted.named_parameters() if parameter.requires_grad]
+    assert len(trained) == 4 * blocks
+    assert all("bottleneck_" in name for name in trained)
+
+    randomise(adapted)
+    after = logits(adapted)
+    assert (after - before).abs().max() > 1e-3
+    adapted.save_pretrained(tmp_path)
+    plain = adapted.unload()
+    assert torch.equal(logits(plain), before), "unloading must give the model back"
+    assert torch.equal(logits(peft.PeftModel.from_pretrained(plain, tmp_path)), after)
+
+
+def test_bottleneck_computes_the_formula():
+    model = nn.Sequential()
+    model.add_module("fc2", nn.Linear(6, 4))
+    adapted = peft.get_peft_model(model, BottleneckConfig(bottleneck_size=3, nonlinearity="tanh"))
+    randomise(adapted)
+    layer = adapted.base_model.model.fc2
+    down, up = layer.bottleneck_down["default"], layer.bottleneck_up["default"]
+    x = torch.randn(2, 6)
+    h = layer.base_layer(x)
+    expected = h + torch.tanh(h @ down.weight.T + down.bias) @ up.weight.T + up.bias
+    torch.testing.assert_close(adapted(x), expected)
+
+
+def test_bottleneck_loads_in_a_new_process_after_import_fastdp(tmp_path):
+    model = gpt2()
+    model.save_pretrained(tmp_path / "base")
+    adapted = peft.get_peft_model(model, BottleneckConfig(task_type="CAUSAL_LM"))
+    randomise(adapted)
+    adapted.save_pretrained(tmp_path / "adapter")
+    torch.save(logits(adapted), tmp_path / "logits.pt")
+    script = (
+        "import sys, torch, peft, transformers, fastdp\n"
+        "base = transformers.GPT2LMHeadModel.from_pretrained(sys.argv[1] + '/base')\n"
+        "model = peft.PeftModel.from_pretrained(base, sys.argv[1] + '/adapter').eval()\n"
+        "with torch.no_grad(): got = model(input_ids=torch.arange(3, 19).reshape(2, 8)).logits\n"
+        "assert torch.equal(got, torch.load(sys.argv[1] + '/logits.pt'))\n"
+    )
+    subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=True)
+
+
+def test_second_adapter_switching_and_deletion():
+    model = peft.get_peft_model(gpt2(), BottleneckConfig(bottleneck_size=4))
+    randomise(model)
+    first = logits(model)
+    model.add_adapter("other", BottleneckConfig(bottleneck_size=2, nonlinearity="relu"))
+    model.set_adapter("other")
+    assert not torch.equal(logits(model), first)
+    model.delete_adapter("other")
+    model.set_adapter("default")
+    assert torch.equal(logits(model), first)
+
+
+def test_merging_is_refused_with_a_reason():
+    model = peft.get_peft_model(llama(), BottleneckConfig())
+    for merge in (model.merge_and_unload, model.merge_adapter):
+        with pytest.raises(ValueError, match="cannot be merged"):
+            merge()
+
+
+def test_bottleneck_bad_settings():
+    with pytest.raises(ValueError, match="at least 1"):
+        BottleneckConfig(bottleneck_size=0)
+    with pytest.raises(ValueError, match="nonlinearity"):
+        BottleneckConfig(nonlinearity="swishy")
+    with pytest.raises(ValueError, match="follows a linear layer"):
+        peft.get_peft_model(gpt2(), BottleneckConfig(target_modules=["wte"]))
+
+
+def test_bitfit_trains_biases_and_nothing_else():
+    model = bert()
+    trained = train_biases_only(model, also=("classifier",))
+    assert {name for name, parameter in model.named_parameters() if parameter.requires_grad} == set(trained)
+    assert "classifier.weight" in trained
+    assert all(name.endswith("bias") for name in trained if not name.startswith("classifier"))
+    assert sum(name.endswith("bias") for name in trained) == sum(
+        n.endswith("bias") for n, _ in model.named_parameters()
+    )
+
+
+def test_bitfit_refuses_a_model_without_biases():
+    with pytest.raises(ValueError, match="no bias"):
+        train_biases_only(llama())
