@@ -1,0 +1,111 @@
+"""The contract of a use: two factors over a flat token axis, cut into units by offsets.
+
+The gradient of unit b is ``sum over its tokens t of left[t] right[t]^T``. ``left`` is a matrix [N, m], or int64 ids [N] that stand
+for one-hot rows (an embedding); ``right`` is a matrix [N, n]; unit b owns the tokens ``offsets[b] .. offsets[b + 1]``.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def is_one_hot(left: Tensor) -> bool:
+    """Whether a left factor is a vector of ids rather than a matrix."""
+    return left.dim() == 1
+
+
+def accumulator(*factors: Tensor) -> torch.dtype:
+    """Dtype of sums over these factors: float32, or float64 once any of them is float64."""
+    return torch.float64 if any(factor.dtype == torch.float64 for factor in factors) else torch.float32
+
+
+def unit_bounds(offsets: Tensor) -> list[int]:
+    """The offsets as numbers. Waits for the device when they live on one, so fused GPU kernels never call this."""
+    return offsets.tolist()
+
+
+def common_length(bounds: Sequence[int]) -> int | None:
+    """The length of every unit when all are equally long, else None."""
+    if len(bounds) < 2:
+        return None
+    length = bounds[1] - bounds[0]
+    if all(end - start == length for start, end in zip(bounds[1:], bounds[2:])):
+        return length
+    return None
+
+
+def in_full_precision(function: _Function) -> _Function:
+    """Run without autograd and outside autocast, which would round the products of a norm to 16 bits."""
+
+    @functools.wraps(function)
+    def run(*args: Any) -> Any:
+        with torch.no_grad():
+            if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+                with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+                    return function(*args)
+            return function(*args)
+
+    return run  # type: ignore[return-value]
+
+
+def check_left(left: Tensor, name: str = "left") -> None:
+    """Raise TypeError or ValueError unless this is a float matrix or a vector of int64 ids."""
+    if left.dim() == 1:
+        if left.dtype != torch.int64:
+            raise TypeError(f"{name} is a vector of {left.dtype}: one-hot factors are int64 ids")
+    elif left.dim() != 2:
+        raise ValueError(f"{name} has {left.dim()} dimensions: it must be [tokens, m], or ids [tokens]")
+    elif left.dtype not in FLOATS:
+        raise TypeError(f"{name} is {left.dtype}: a matrix must be float32, bfloat16, float16 or float64")
+
+
+def check_pair(left: Tensor, right: Tensor, names: tuple[str, str] = ("left", "right")) -> None:
+    """Raise TypeError or ValueError unless two factors describe the same tokens on the same device."""
+    check_left(left, names[0])
+    if right.dim() != 2:
+        raise ValueError(f"{names[1]} has {right.dim()} dimensions: it must be [tokens, n]")
+    if right.dtype not in FLOATS:
+        raise TypeError(f"{names[1]} is {right.dtype}: it must be float32, bfloat16, float16 or float64")
+    if left.shape[0] != right.shape[0]:
+        raise ValueError(f"{names[0]} has {left.shape[0]} tokens and {names[1]} has {right.shape[0]}")
+    if left.device != right.device:
+        raise ValueError(f"{names[0]} is on {left.device} and {names[1]} on {right.device}")
+
+
+def check_offsets(offsets: Tensor, tokens: int, device: torch.device, name: str = "offsets") -> None:
+    """Raise TypeError or ValueError unless offsets cut ``tokens`` tokens into units.
+
+    The values are read only where that costs no wait for a device: when the offsets live on the CPU.
+    """
+    if offsets.dtype != torch.int64:
+        raise TypeError(f"{name} are {offsets.dtype}: they must be int64")
+    if offsets.dim() != 1 or offsets.shape[0] < 1:
+        raise ValueError(f"{name} have shape {tuple(offsets.shape)}: they must be a vector of units + 1 numbers")
+    if offsets.device.type != "cpu":
+        if offsets.device != device:
+            raise ValueError(f"{name} are on {offsets.device} and the factors on {device}")
+        return
+    bounds = offsets.tolist()
+    if bounds[0] != 0 or bounds[-1] != tokens:
+        raise ValueError(f"{name} run from {bounds[0]} to {bounds[-1]}: they must run from 0 to the {tokens} tokens")
+    for unit, (start, end) in enumerate(zip(bounds, bounds[1:])):
+        if end < start:
+            raise ValueError(f"{name} decrease from {start} to {end} at unit {unit}")
+
+
+def unit_gradient(left: Tensor, right: Tensor, start: int, end: int, rows: int | None = None) -> Tensor:
+    """Gradient [m, n] of the unit that owns tokens ``start .. end``; ids need the number of ``rows`` of the table."""
+    dtype = accumulator(left, right)
+    part = right[start:end].to(dtype)
+    if is_one_hot(left):
+        assert rows is not None
+        return part.new_zeros(rows, right.shape[1]).index_add_(0, left[start:end], part)
+    return left[start:end].to(dtype).T @ part
