@@ -4,4 +4,5 @@
 
 namespace fastdp {
 void bind_cpu(pybind11::module_ &m);
+void bind_noise(pybind11::module_ &m);
 }  // namespace fastdp

@@ -6,4 +6,5 @@
 PYBIND11_MODULE(_native, m) {
     m.doc() = "fastdp's CPU kernels; pointers, shapes and strides cross this boundary (see fastdp/ops)";
     fastdp::bind_cpu(m);
+    fastdp::bind_noise(m);
 }

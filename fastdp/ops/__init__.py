@@ -3,9 +3,11 @@
 from .entries import abs_sum as abs_sum
 from .entries import masked_sqnorm as masked_sqnorm
 from .entries import masked_weighted_sum as masked_weighted_sum
+from .noise import add_noise_ as add_noise_
 from .norms import cross_inner as cross_inner
 from .norms import sqnorm as sqnorm
 from .norms import sqnorm_group as sqnorm_group
+from .stream import NoiseStream as NoiseStream
 from .sums import column_sums as column_sums
 from .sums import per_unit as per_unit
 from .sums import weighted_sum as weighted_sum

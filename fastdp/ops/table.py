@@ -1,4 +1,4 @@
-"""The table of ops: each has one schema, one definition in torch, and an implementation per device where torch is slow."""
+"""The table of ops: each has one schema, one definition in torch, and an implementation per device."""
 
 from __future__ import annotations
 
@@ -24,6 +24,8 @@ class Op:
         reference: the definition, in plain torch; runs wherever no faster implementation is registered.
         fake: shapes and dtypes of the result, without data.
         check: raises ValueError or TypeError, in one clear sentence, for arguments the op is not defined on.
+        backward: ``(ctx, *gradients of the outputs) -> gradient of each argument``, for ops that have a gradient.
+        setup_context: ``(ctx, inputs, output)``, saves what ``backward`` needs.
     """
 
     def __init__(
@@ -33,6 +35,8 @@ class Op:
         reference: Callable[..., Any],
         fake: Callable[..., Any],
         check: Callable[..., None],
+        backward: Callable[..., Any] | None = None,
+        setup_context: Callable[..., None] | None = None,
     ):
         self.name = schema.split("(", 1)[0]
         self.schema = schema
@@ -43,6 +47,9 @@ class Op:
         _library.define(schema)
         _library.impl(self.name, self._run, "CompositeExplicitAutograd")
         torch.library.register_fake(f"fastdp::{self.name}", fake, lib=_library)
+        self.differentiable = backward is not None
+        if backward is not None:
+            torch.library.register_autograd(f"fastdp::{self.name}", backward, setup_context=setup_context, lib=_library)
         self._overload = getattr(torch.ops.fastdp, self.name).default
         OPS[self.name] = self
 
@@ -63,6 +70,13 @@ class Op:
     def __call__(self, *args: Any) -> Any:
         if torch.compiler.is_compiling():
             return self._overload(*args)
+        recorded = self.differentiable and torch.is_grad_enabled()
+        for a in args:
+            # Autograd, and tensors that hold no data of their own (fake, functional), exist only behind the dispatcher.
+            if isinstance(a, torch.Tensor) and (
+                (recorded and a.requires_grad) or type(a) not in (torch.Tensor, torch.nn.Parameter)
+            ):
+                return self._overload(*args)
         return self._run(*args)
 
     def __repr__(self) -> str:

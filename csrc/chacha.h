@@ -1,0 +1,27 @@
+// The package's one source of randomness: the ChaCha20 block function (RFC 8439, section 2.3) as a function of position.
+//
+// A draw is addressed by a Position: 256 bits of key, a tensor id and a step. The sixteen input words of block b are
+//   0..3   the constants of the RFC          13  tensor id (31 bits); the top bit is the domain flag
+//   4..11  the key                           14  low 32 bits of the step
+//   12     b, the block counter              15  high 32 bits of the step
+// With the domain flag set, the block holds only the second halves of 64-bit uniforms (see noise_lanes.inc), so it never
+// meets a block that was drawn for itself.
+#pragma once
+#include <cstdint>
+
+namespace fastdp {
+
+constexpr uint32_t kDomainFlag = 0x80000000u;
+
+struct Position {
+    uint32_t key[8];
+    uint32_t tensor;
+    uint32_t step_low;
+    uint32_t step_high;
+};
+static_assert(sizeof(Position) == 44, "a position crosses the Python boundary as eleven 32-bit words");
+
+// The sixteen words of one block.
+void chacha20_block(const Position &at, uint32_t block, uint32_t out[16]);
+
+}  // namespace fastdp

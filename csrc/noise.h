@@ -1,0 +1,70 @@
+// Gaussian noise at a position, and the loops over memory that consume it: one table of functions per instruction set.
+#pragma once
+#include <cstdint>
+#include <string>
+
+#include "chacha.h"
+#include "cpu.h"
+
+namespace fastdp {
+
+enum class Dtype { float32 = 0, bfloat16 = 1, float16 = 2 };
+
+// Blocks are made this many at a time by every path, so a buffer of kGroup * 16 words always holds whole vectors.
+constexpr int64_t kGroup = 16;
+constexpr int64_t kBlockWords = 16;
+// Elements worked on at once: the noise of a tile stays in the first-level cache between being made and being used.
+constexpr int64_t kTile = 4 * kGroup * kBlockWords;
+
+struct AdamWStep {
+    float std;             // of the noise added to the gradient sum
+    float inverse_divisor;
+    float keep;            // 1 - lr * weight_decay
+    float step_size;       // lr / (1 - beta1^t)
+    float beta1, beta2;
+    float inverse_correction2;  // 1 / (1 - beta2^t)
+    float eps;
+    bool corrected;        // subtract noise_variance from the second moment, not below `floor`
+    float noise_variance;
+    float floor;
+};
+
+struct NoiseLanes {
+    // Words of blocks [first, first + blocks); blocks is a multiple of kGroup.
+    void (*words)(const Position &at, uint32_t first, int64_t blocks, uint32_t *out);
+    // Their normals, in float32.
+    void (*normals)(const Position &at, uint32_t first, int64_t blocks, float *out);
+    // z[i] = half the sum of four normals: elements 16 b + k of blocks 4 b .. 4 b + 3 (`z` holds the four times longer input).
+    void (*fold)(float *z, int64_t n);
+    // x[i] = scale * x[i] + std * z[i], n <= kTile, any dtype; out may be x.
+    void (*scale_add)(const void *x, void *out, Dtype dtype, const float *z, float scale, float std, int64_t n);
+    void (*adamw)(void *param, Dtype dtype, const float *grad, float *mean, float *square, const float *z,
+                  const AdamWStep &step, int64_t n);
+    // sum of x[i] * y[i] in float64; y may be x.
+    double (*dot)(const void *x, const void *y, Dtype dtype, int64_t n);
+    // out[i] = scale * (g[i] - pull * x[i]), all of one dtype.
+    void (*pull_back)(const void *g, const void *x, void *out, Dtype dtype, float scale, float pull, int64_t n);
+};
+
+namespace portable { extern const NoiseLanes noise_lanes; }
+#if defined(__x86_64__) && defined(__GNUC__)
+namespace avx2 { extern const NoiseLanes noise_lanes; }
+namespace avx512 { extern const NoiseLanes noise_lanes; }
+#endif
+
+// The table of this processor, or of a named lower instruction set (tests compare them).
+const NoiseLanes &noise_lanes();
+const NoiseLanes &noise_lanes(const std::string &isa);
+
+// The radius sqrt(-2 ln u) of pair k of a block whose radius word has 16 zero top bits: u = (word 2^32 + second + .5) / 2^64,
+// `second` being the same word of the block with the domain flag.
+float wide_radius(const Position &at, uint32_t block, int k, uint32_t word);
+
+// Writes the noise of elements [first, first + n) to z, and returns where they begin: `first` need not begin a block.
+// n <= kTile, and z has room for kTile + kGroup * kBlockWords floats, four times as many when `folded` (secure rounding).
+const float *noise_tile(const NoiseLanes &lanes, const Position &at, bool folded, uint64_t first, int64_t n, float *z);
+constexpr int64_t kTileRoom = 4 * (kTile + kGroup * kBlockWords);
+
+inline int64_t width(Dtype dtype) { return dtype == Dtype::float32 ? 4 : 2; }
+
+}  // namespace fastdp

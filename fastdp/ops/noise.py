@@ -1,0 +1,146 @@
+"""Gaussian noise on the way through memory: ``add_noise_``, with the definition of the normals all noise ops share."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+
+from fastdp import _native
+from fastdp.ops.stream import MAX_ELEMENTS, POSITION_WORDS, Draw, NoiseStream, chacha20_words
+from fastdp.ops.table import Op
+
+#: The dtypes noise may be added to, with their numbers in ``csrc/noise.h``. Noise itself is always float32.
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
+
+def standard_normals(position: torch.Tensor, n: int, secure_rounding: bool = False) -> torch.Tensor:
+    """The definition of the noise: the normals of elements 0 .. n - 1 at ``position``, float64 [n]."""
+    if secure_rounding:
+        four = standard_normals(position, 64 * -(-n // 16)).reshape(-1, 4, 16)
+        return ((four[:, 0] + four[:, 1]) + (four[:, 2] + four[:, 3])).mul_(0.5).reshape(-1)[:n]
+    blocks = -(-n // 16)
+    words = chacha20_words(position, 0, blocks)
+    radius, angle = normal_parts(words[:, :8], chacha20_words(position, 0, blocks, second=True)[:, :8], words[:, 8:])
+    pairs = np.concatenate([radius * np.cos(angle), radius * np.sin(angle)], axis=1)
+    return torch.from_numpy(pairs.reshape(-1)[:n])
+
+
+def normal_parts(word: np.ndarray, second: np.ndarray, turn: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Radius and angle, float64, of pairs with radius words ``word``, their continuation ``second``, and ``turn``."""
+    w = word.astype(np.float64)
+    plain = (w + 0.5) / 2.0**32
+    wide = (w * 2.0**32 + second + 0.5) / 2.0**64
+    # Near 1 the logarithm is taken of the exact distance from 1; the two agree wherever both are accurate.
+    log = np.where(
+        plain > 0.5, np.log1p(-((2.0**32 - w) - 0.5) / 2.0**32), np.log(np.where(word < 1 << 16, wide, plain))
+    )
+    return np.sqrt(-2.0 * log), (turn.astype(np.float64) + 0.5) * (2.0 * np.pi / 2.0**32)
+
+
+def check_number(name: str, value: float, low: float = 0.0) -> None:
+    """Refuse what is not a finite number of at least ``low``."""
+    if not isinstance(value, (int, float)) or not math.isfinite(value) or value < low:
+        raise ValueError(f"{name} must be a finite number of at least {low:g}, got {value!r}")
+
+
+def check_tensor(name: str, x: torch.Tensor, dtypes: Any = DTYPES) -> None:
+    """Refuse what the noise kernels are not defined on: other dtypes and layouts, and more than 2^36 elements."""
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
+    if x.dtype not in dtypes or x.layout != torch.strided:
+        wanted = ", ".join(str(d).removeprefix("torch.") for d in dtypes)
+        raise TypeError(f"{name} must be a dense tensor of {wanted}, got {x.layout} {x.dtype}")
+    if x.numel() > MAX_ELEMENTS:
+        raise ValueError(f"{name} has {x.numel()} elements, more than the 2^36 that one position has noise for")
+
+
+def check_in_place(name: str, x: torch.Tensor) -> None:
+    """Refuse a tensor that cannot be written in place: autograd records it, or its elements share memory."""
+    if torch.is_grad_enabled() and x.requires_grad:
+        raise RuntimeError(f"{name} requires grad and would be changed in place: call this under torch.no_grad()")
+    if any(stride == 0 and size > 1 for stride, size in zip(x.stride(), x.shape)):
+        raise ValueError(f"{name} is an expanded view whose elements share memory: make it contiguous first")
+
+
+def check_position(position: torch.Tensor) -> None:
+    """Refuse what is not a position: int32 [11] on the CPU, as ``NoiseStream.take`` returns."""
+    if position.dtype != torch.int32 or position.shape != (POSITION_WORDS,) or not position.is_contiguous():
+        raise ValueError(
+            f"a position is int32 [{POSITION_WORDS}] from NoiseStream.take(), "
+            f"got {position.dtype} {list(position.shape)}"
+        )
+
+
+def check_stream(stream: NoiseStream | Draw) -> None:
+    """Refuse what cannot be drawn from."""
+    if not isinstance(stream, (NoiseStream, Draw)):
+        raise TypeError(
+            f"the last argument must be a NoiseStream (or stream.at(step, tensor)), got {type(stream).__name__}"
+        )
+
+
+def _check_add_noise(x: torch.Tensor, std: float, position: torch.Tensor, secure_rounding: bool) -> None:
+    check_tensor("x", x)
+    check_in_place("x", x)
+    check_number("std", std)
+    check_position(position)
+    if secure_rounding and x.numel() > MAX_ELEMENTS // 4:
+        raise ValueError(f"x has {x.numel()} elements, more than the 2^34 that secure rounding has noise for")
+
+
+def _reference_add_noise(x: torch.Tensor, std: float, position: torch.Tensor, secure_rounding: bool) -> None:
+    z = standard_normals(position, x.numel(), secure_rounding).to(device=x.device, dtype=torch.float32)
+    x.copy_(torch.add(x.float(), z.reshape(x.shape), alpha=std))
+
+
+_ADD_NOISE = Op(
+    "add_noise_(Tensor(a!) x, float std, Tensor position, bool secure_rounding) -> ()",
+    reference=_reference_add_noise,
+    fake=lambda x, std, position, secure_rounding: None,
+    check=_check_add_noise,
+)
+
+
+@_ADD_NOISE.implement("cpu")
+def _cpu_add_noise(x: torch.Tensor, std: float, position: torch.Tensor, secure_rounding: bool) -> None:
+    if std == 0.0:
+        return
+    flat = x.contiguous()
+    _native.add_noise(flat.data_ptr(), DTYPES[x.dtype], 0, x.numel(), std, position.data_ptr(), secure_rounding)
+    if flat is not x:
+        x.copy_(flat)
+
+
+def add_noise_(
+    x: torch.Tensor, std: float, stream: NoiseStream | Draw, *, secure_rounding: bool = False
+) -> torch.Tensor:
+    """Add independent normal noise of standard deviation ``std`` to ``x`` in place, and return ``x``.
+
+    Noise is made in float32 whatever the dtype of ``x``, and rounded once, after the addition. Element i of the
+    flattened tensor gets normal i of the claimed position, whatever the strides of ``x``.
+
+    Args:
+        x: any shape; float32, bfloat16 or float16; at most 2^36 elements.
+        std: in the units of ``x``; 0 leaves ``x`` as it is.
+        stream: a ``NoiseStream`` or one position of it; claimed even when ``std`` is 0.
+        secure_rounding: make each number as half the sum of four normals, so that the floating-point grid of a single
+            Box-Muller output no longer tells noised values apart (Holohan and Braghin 2021, arXiv 2112.05307, with
+            n = 2; the mode that Opacus calls secure). Costs four times the noise.
+
+    Raises:
+        ValueError: if ``std`` is negative or not finite, ``x`` is an expanded view, or it is too large.
+        TypeError: if the dtype or layout of ``x`` is another, or ``stream`` is no stream.
+        RuntimeError: if ``x`` requires grad and grad mode is on, or the position was drawn before.
+    """
+    check_stream(stream)
+    check_tensor("x", x)
+    check_in_place("x", x)
+    check_number("std", std)
+    _ADD_NOISE(x, float(std), stream.take(), secure_rounding)
+    torch.autograd.graph.increment_version(
+        x
+    )  # the eager path passes by the dispatcher, which would have counted the write
+    return x

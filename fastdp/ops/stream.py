@@ -1,0 +1,247 @@
+"""Where all of the package's randomness comes from: ChaCha20 keyed by the operating system, addressed by position.
+
+Layout, shared by every implementation (``csrc/chacha.h``, ``kernels/``). A *position* is eleven 32-bit words: the key
+(8, little endian), a tensor id (31 bits) and the low and high half of a 64-bit step. Block ``b`` at a position is the
+ChaCha20 block function of RFC 8439, section 2.3, on the state ``constants, key, b, tensor, step_low, step_high``; the
+top bit of the tensor word is a domain flag, set only for the second halves of 64-bit uniforms.
+
+The sixteen words ``w`` of block ``b`` give the standard normals of elements ``16 b .. 16 b + 15`` of a flattened
+tensor: for ``k`` in 0..7, with ``v`` the same block under the domain flag,
+
+* ``u = (w[k] + .5) / 2^32``, unless the top 16 bits of ``w[k]`` are zero: then ``u = (w[k] 2^32 + v[k] + .5) / 2^64``;
+* ``r = sqrt(-2 ln u)`` and ``theta = 2 pi (w[k + 8] + .5) / 2^32``;
+* element ``16 b + k`` is ``r cos(theta)`` and element ``16 b + 8 + k`` is ``r sin(theta)`` (Box and Muller, 1958).
+
+The largest radius is ``sqrt(2 * 65 * ln 2)`` = 9.49, reached with the probability it should have.
+
+With secure rounding, element ``16 b + k`` is half the sum of element ``k`` of blocks ``4 b .. 4 b + 3``.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from fractions import Fraction
+from typing import NoReturn
+
+import numpy as np
+import torch
+
+from fastdp import _native
+
+#: Words of a position: key (8), tensor id, low and high half of the step.
+POSITION_WORDS = 11
+#: Block counters are 32 bits wide, and a block makes 16 words.
+MAX_ELEMENTS = 1 << 36
+#: Tensor ids that ``at`` accepts are below this; those above belong to the stream's own draws.
+MAX_TENSORS = (1 << 31) - 16
+
+_DOMAIN_FLAG = np.uint32(1 << 31)
+_SERIAL_TENSOR = (1 << 31) - 1
+_CONSTANTS = np.array([0x61707865, 0x3320646E, 0x79622D32, 0x6B206574], np.uint32)
+
+
+class NoiseStream:
+    """A source of noise that never repeats itself: ChaCha20 (RFC 8439) with 32 bytes of key from the operating system.
+
+    An op that draws takes a stream as its last argument and claims the next unused position of it. An engine that wants
+    the noise of a tensor to be independent of the order of calls passes ``stream.at(step, tensor)`` instead.
+
+    The key is never shown, copied or saved: pickling, copying and ``state_dict`` raise TypeError. A process made by
+    ``os.fork`` gets a new key, so parent and child never share noise (unless built by ``unsafe_reproducible``).
+    """
+
+    __slots__ = ("__weakref__", "_at_step", "_claimed", "_key", "_lock", "_serial", "reproducible")
+
+    def __init__(self) -> None:
+        self._start(os.urandom(32), reproducible=False)
+
+    @classmethod
+    def unsafe_reproducible(cls, seed: int) -> NoiseStream:
+        """A stream anyone who knows ``seed`` can repeat, and so no protection at all: for tests only.
+
+        Raises:
+            ValueError: if the seed is negative or has more than 256 bits.
+        """
+        if not 0 <= int(seed) < 1 << 256:
+            raise ValueError(f"the seed must be between 0 and 2^256 - 1, got {seed}")
+        stream = cls.__new__(cls)
+        stream._start(int(seed).to_bytes(32, "little"), reproducible=True)
+        return stream
+
+    def _start(self, key: bytes, reproducible: bool) -> None:
+        #: True if the stream was built by ``unsafe_reproducible``: what it protects is not private.
+        self.reproducible = reproducible
+        self._key = np.frombuffer(key, dtype="<u4").astype(np.uint32)
+        self._serial = 0
+        self._at_step = 0
+        self._claimed: set[int] = set()
+        self._lock = threading.Lock()
+        _streams.add(self)
+
+    def at(self, step: int, tensor: int) -> Draw:
+        """The one draw of ``tensor`` (an id, 0 <= tensor < MAX_TENSORS) at ``step`` (0 <= step < 2^64).
+
+        The same key, step and tensor give the same noise on every device, whatever the threads and the order of calls.
+        Steps may not go back, and a position can be drawn once: a second draw raises RuntimeError.
+
+        Raises:
+            ValueError: if the step or the tensor id is out of range.
+        """
+        if not 0 <= step < 1 << 64:
+            raise ValueError(f"the step must be between 0 and 2^64 - 1, got {step}")
+        if not 0 <= tensor < MAX_TENSORS:
+            raise ValueError(f"the tensor id must be between 0 and {MAX_TENSORS - 1}, got {tensor}")
+        return Draw(self, int(step), int(tensor))
+
+    def take(self) -> torch.Tensor:
+        """Claim the next unused position: int32 [11], the words of the layout above, on the CPU."""
+        with self._lock:
+            serial = self._serial
+            self._serial += 1
+            return self._position(serial, _SERIAL_TENSOR)
+
+    def _take_at(self, step: int, tensor: int) -> torch.Tensor:
+        with self._lock:
+            if step < self._at_step:
+                raise RuntimeError(
+                    f"noise of step {step} was asked for after step {self._at_step}: "
+                    "steps may not go back, or noise would repeat"
+                )
+            if step > self._at_step:
+                self._at_step = step
+                self._claimed.clear()
+            if tensor in self._claimed:
+                raise RuntimeError(
+                    f"the noise of step {step}, tensor {tensor} was already drawn: a position is drawn once"
+                )
+            self._claimed.add(tensor)
+            return self._position(step, tensor)
+
+    def _position(self, step: int, tensor: int) -> torch.Tensor:
+        words = np.empty(POSITION_WORDS, np.uint32)
+        words[:8] = self._key
+        words[8] = tensor
+        words[9] = step & 0xFFFFFFFF
+        words[10] = step >> 32
+        return torch.from_numpy(words.view(np.int32))
+
+    def uniform64(self, n: int) -> np.ndarray:
+        """``n`` independent integers, uniform on 0 .. 2^64 - 1: uint64 [n].
+
+        Raises:
+            ValueError: if n is negative or above 2^35.
+        """
+        if not 0 <= n <= MAX_ELEMENTS // 2:
+            raise ValueError(f"the number of draws must be between 0 and 2^35, got {n}")
+        blocks = -(-n // 8)
+        words = np.empty(blocks * 16, dtype=np.uint32)
+        position = self.take()
+        _native.chacha20_words(words.ctypes.data, 0, blocks, position.data_ptr())
+        return words.astype("<u4", copy=False).view("<u8")[:n]
+
+    def bernoulli(self, n: int, probability: float) -> torch.Tensor:
+        """``n`` independent draws, each true with ``probability``, exact to 2^-64: bool [n], on the CPU.
+
+        Raises:
+            ValueError: if the probability is not in [0, 1], or n is negative.
+        """
+        if not 0.0 <= probability <= 1.0:
+            raise ValueError(f"the probability must be between 0 and 1, got {probability}")
+        draws = self.uniform64(n)
+        threshold = int(Fraction(probability) * (1 << 64))
+        if threshold == 1 << 64:
+            return torch.ones(n, dtype=torch.bool)
+        return torch.from_numpy(draws < np.uint64(threshold))
+
+    def permutation(self, n: int) -> torch.Tensor:
+        """The numbers 0 .. n - 1 in an order uniform over all n! orders: int64 [n], on the CPU."""
+        while True:
+            draws = self.uniform64(n)
+            order = np.argsort(draws)
+            ranked = draws[order]
+            # If no two draws are equal every order is equally likely; ties (probability n^2 / 2^65) are drawn anew.
+            if not np.any(ranked[1:] == ranked[:-1]):
+                return torch.from_numpy(order.astype(np.int64, copy=False))
+
+    def __repr__(self) -> str:
+        origin = "unsafe: reproducible from a seed" if self.reproducible else "keyed by the operating system"
+        return f"NoiseStream({origin})"
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise TypeError("a NoiseStream cannot be copied, pickled or saved: noise that can be repeated protects nothing")
+
+    def __copy__(self) -> NoReturn:
+        self.__reduce_ex__(2)
+
+    def __deepcopy__(self, memo: object) -> NoReturn:
+        self.__reduce_ex__(2)
+
+    def state_dict(self) -> NoReturn:
+        """Raises TypeError: a stream has no state that may be saved; a resumed run makes a new one."""
+        self.__reduce_ex__(2)
+
+
+class Draw:
+    """One position of a stream, to be passed to an op in the stream's place; it can be drawn once."""
+
+    __slots__ = ("_stream", "step", "tensor")
+
+    def __init__(self, stream: NoiseStream, step: int, tensor: int) -> None:
+        self._stream = stream
+        self.step = step
+        self.tensor = tensor
+
+    @property
+    def reproducible(self) -> bool:
+        """Whether the stream was built by ``NoiseStream.unsafe_reproducible``."""
+        return self._stream.reproducible
+
+    def take(self) -> torch.Tensor:
+        """Claim the position: int32 [11], as ``NoiseStream.take``. Raises RuntimeError if it was drawn before."""
+        return self._stream._take_at(self.step, self.tensor)
+
+    def __repr__(self) -> str:
+        return f"{self._stream!r}.at(step={self.step}, tensor={self.tensor})"
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        self._stream.__reduce_ex__(2)
+
+
+_streams: weakref.WeakSet[NoiseStream] = weakref.WeakSet()
+
+
+def _rekey_in_child() -> None:
+    for stream in list(_streams):
+        stream._lock = threading.Lock()
+        if not stream.reproducible:
+            stream._key = np.frombuffer(os.urandom(32), dtype=np.uint32).copy()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_rekey_in_child)
+
+
+def chacha20_words(position: torch.Tensor, first: int, blocks: int, second: bool = False) -> np.ndarray:
+    """The definition of the layout's words: uint32 [blocks, 16], the blocks from ``first`` on at ``position``.
+
+    ``second`` sets the domain flag. RFC 8439, section 2.3, in numpy.
+    """
+    at = position.cpu().numpy().view(np.uint32)
+    state = np.empty((16, blocks), np.uint32)
+    state[:4] = _CONSTANTS[:, None]
+    state[4:12] = at[:8, None]
+    state[12] = (first + np.arange(blocks, dtype=np.int64)).astype(np.uint32)
+    state[13] = at[8] | _DOMAIN_FLAG if second else at[8]
+    state[14:] = at[9:, None]
+    x = state.copy()
+    columns = ((0, 4, 8, 12), (1, 5, 9, 13), (2, 6, 10, 14), (3, 7, 11, 15))
+    diagonals = ((0, 5, 10, 15), (1, 6, 11, 12), (2, 7, 8, 13), (3, 4, 9, 14))
+    for _ in range(10):
+        for a, b, c, d in (*columns, *diagonals):
+            for target, source, other, bits in ((a, b, d, 16), (c, d, b, 12), (a, b, d, 8), (c, d, b, 7)):
+                x[target] += x[source]
+                mixed = x[other] ^ x[target]
+                x[other] = (mixed << np.uint32(bits)) | (mixed >> np.uint32(32 - bits))
+    return np.ascontiguousarray((x + state).T)
