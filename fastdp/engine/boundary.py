@@ -1,0 +1,68 @@
+"""Where the user's `backward()` enters the engine: at the model's loss, or at its outputs for a criterion outside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+class LossBoundary(torch.autograd.Function):
+    """A scalar loss whose backward hands the upstream gradient to the engine and runs everything inside it.
+
+    The upstream gradient is recorded and divided out: rescaling a loss must not move the clipping threshold.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, value: torch.Tensor, enter: Callable[[torch.Tensor], None]) -> Any:
+        ctx.enter = enter
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        ctx.enter(gradients[0])
+        return None, None, None
+
+
+class OutputBoundary(torch.autograd.Function):
+    """The model's outputs, whose backward hands their gradients to the engine."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, enter: Callable[..., None], *outputs: torch.Tensor) -> Any:
+        ctx.enter = enter
+        ctx.set_materialize_grads(False)
+        return tuple(output.detach() for output in outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        ctx.enter(gradients)
+        return (None, None, *[None] * len(gradients))
+
+
+def find_loss(output: Any) -> torch.Tensor | None:
+    """The scalar loss in what a model returned: a scalar, ``.loss``, ``["loss"]``, or the first of a tuple."""
+    if isinstance(output, torch.Tensor):
+        return output if output.dim() == 0 and output.requires_grad else None
+    if isinstance(output, dict):
+        loss = output.get("loss")
+    elif isinstance(output, (tuple, list)):
+        loss = output[0] if output else None
+    else:
+        loss = getattr(output, "loss", None)
+    if isinstance(loss, torch.Tensor) and loss.numel() == 1 and loss.requires_grad:
+        return loss
+    return None
+
+
+def replace_loss(output: Any, loss: torch.Tensor) -> Any:
+    """The same output around another loss."""
+    if isinstance(output, torch.Tensor):
+        return loss
+    if isinstance(output, dict):
+        output["loss"] = loss
+        return output
+    if isinstance(output, (tuple, list)):
+        return type(output)((loss, *output[1:]))
+    output.loss = loss
+    return output

@@ -1,0 +1,246 @@
+"""Patched forwards: where a module reads a trained parameter, the read is replaced by a use that captures."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch.overrides import TorchFunctionMode
+
+from fastdp.engine.uses import (
+    EmbeddingUse,
+    ExpandUse,
+    LayerNormUse,
+    LinearUse,
+    PerLane,
+    Tap,
+    UnsupportedUse,
+    is_detach,
+    is_metadata,
+)
+
+
+class Reads:
+    """Which parameters are trained, and for each read of one whether its input carries rows.
+
+    ``tap`` is set while a training forward pass (or the recomputation of a checkpointed piece of it) runs.
+    """
+
+    def __init__(self, trained: dict[str, torch.nn.Parameter]):
+        self.names = {id(p): name for name, p in trained.items()}
+        self.carries_rows: dict[tuple[str, str, int], bool] = {}
+        self.tap: Tap | None = None
+        self.mode_open = False
+
+    def is_trained(self, value: Any) -> bool:
+        return isinstance(value, torch.nn.Parameter) and id(value) in self.names
+
+    def rows(self, operation: str, parameter: torch.nn.Parameter, x: torch.Tensor) -> bool:
+        return self.carries_rows.get((operation, self.names[id(parameter)], x.dim()), True)
+
+
+class UseMode(TorchFunctionMode):
+    """Active inside the modules that read trained parameters, during training forwards only."""
+
+    def __init__(self, reads: Reads, tap: Tap):
+        super().__init__()
+        self.reads = reads
+        self.tap = tap
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not torch.is_grad_enabled() or is_metadata(func):
+            return func(*args, **kwargs)
+        handler = _HANDLERS.get(func)
+        if handler is not None:
+            result = handler(self.reads, self.tap, *args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        if is_detach(func):
+            return func(*args, **kwargs)
+        changed, new_args, new_kwargs = self._substitute(args, kwargs)
+        return func(*new_args, **new_kwargs) if changed else func(*args, **kwargs)
+
+    def _substitute(self, args: Any, kwargs: Any) -> tuple[bool, Any, Any]:
+        changed = False
+
+        def put(value: Any) -> Any:
+            nonlocal changed
+            if self.reads.is_trained(value):
+                changed = True
+                return PerLane(ExpandUse.apply(value, self.tap), self.tap.layout)
+            if isinstance(value, (list, tuple)) and any(isinstance(v, torch.Tensor) for v in value):
+                return type(value)(put(v) for v in value)
+            return value
+
+        return changed, [put(a) for a in args], {k: put(v) for k, v in kwargs.items()}
+
+
+def _linear(reads: Reads, tap: Tap, input: Any, weight: Any, bias: Any = None) -> Any:  # noqa: A002
+    return _product(reads, tap, "linear", input, weight, bias, swap=False)
+
+
+def _addmm(reads: Reads, tap: Tap, input: Any, mat1: Any, mat2: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:  # noqa: A002
+    if beta != 1 or alpha != 1 or reads.is_trained(mat1):
+        return NotImplemented
+    return _product(reads, tap, "addmm", mat1, mat2, input, swap=True)
+
+
+def _matmul(reads: Reads, tap: Tap, input: Any, other: Any) -> Any:  # noqa: A002
+    if not reads.is_trained(other) or other.dim() != 2 or reads.is_trained(input):
+        return NotImplemented
+    return _product(reads, tap, "matmul", input, other, None, swap=True)
+
+
+def _product(reads: Reads, tap: Tap, operation: str, x: Any, weight: Any, bias: Any, *, swap: bool) -> Any:
+    trained = (reads.is_trained(weight), reads.is_trained(bias))
+    if not any(trained) or isinstance(weight, PerLane) or isinstance(bias, PerLane):
+        return NotImplemented
+    layout = tap.layout
+    lanes, laned = None, False
+    if isinstance(x, PerLane):
+        x, laned = x.lanes, True
+    elif not reads.rows(operation, weight if trained[0] else bias, x):
+        lanes, laned = layout.lanes, True
+    out = LinearUse.apply(x, weight, bias, tap, swap, lanes, laned, trained)
+    return PerLane(out, layout) if laned else out
+
+
+def _embedding(
+    reads: Reads,
+    tap: Tap,
+    input: Any,  # noqa: A002
+    weight: Any,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Any:
+    if not reads.is_trained(weight):
+        return NotImplemented
+    if max_norm is not None or scale_grad_by_freq:
+        raise ValueError(
+            f"{reads.names[id(weight)]}: an embedding with max_norm or scale_grad_by_freq couples examples; unset it"
+        )
+    if padding_idx is not None and padding_idx < 0:
+        padding_idx += weight.shape[0]
+    if isinstance(input, PerLane):
+        return PerLane(EmbeddingUse.apply(input.lanes, weight, padding_idx, tap, True), tap.layout)
+    if reads.rows("embedding", weight, input):
+        return EmbeddingUse.apply(input, weight, padding_idx, tap, False)
+    ids = input.expand(tap.layout.lanes, *input.shape)
+    return PerLane(EmbeddingUse.apply(ids, weight, padding_idx, tap, True), tap.layout)
+
+
+def _layer_norm(
+    reads: Reads, tap: Tap, input: Any, normalized_shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5  # noqa: A002
+) -> Any:
+    trained = (reads.is_trained(weight), reads.is_trained(bias))
+    if not any(trained):
+        return NotImplemented
+    if len(normalized_shape) != 1 or isinstance(input, PerLane) or not reads.rows(
+        "layer_norm", weight if trained[0] else bias, input
+    ):
+        raise UnsupportedUse("layer_norm over several dimensions, or of a value without rows")
+    return LayerNormUse.apply(input, weight, bias, eps, tap, trained)
+
+
+def _rms_norm(reads: Reads, tap: Tap, input: Any, normalized_shape: Any, weight: Any = None, eps: Any = None) -> Any:  # noqa: A002
+    if not reads.is_trained(weight):
+        return NotImplemented
+    normed = F.rms_norm(input, normalized_shape, None, eps)
+    return torch.mul(normed, PerLane(ExpandUse.apply(weight, tap), tap.layout))
+
+
+def _conv2d(
+    reads: Reads,
+    tap: Tap,
+    input: Any,  # noqa: A002
+    weight: Any,
+    bias: Any = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    dilation: Any = 1,
+    groups: int = 1,
+) -> Any:
+    trained = (reads.is_trained(weight), reads.is_trained(bias))
+    if not any(trained):
+        return NotImplemented
+    if groups != 1 or isinstance(padding, str) or isinstance(input, PerLane) or not reads.rows(
+        "conv2d", weight if trained[0] else bias, input
+    ):
+        raise UnsupportedUse("a convolution with groups, named padding or an input without rows")
+    kernel, pair = weight.shape[2:], _pair(stride)
+    height, width = (
+        (size + 2 * pad - dil * (k - 1) - 1) // step + 1
+        for size, pad, dil, k, step in zip(input.shape[2:], _pair(padding), _pair(dilation), kernel, pair)
+    )
+    patches = F.unfold(input, kernel, dilation, padding, stride).transpose(1, 2)
+    out = LinearUse.apply(patches, weight, bias, tap, False, None, False, trained)
+    return out.transpose(1, 2).unflatten(2, (height, width))
+
+
+def _pair(value: Any) -> tuple[int, int]:
+    return (value, value) if isinstance(value, int) else tuple(value)
+
+
+_HANDLERS: dict[Any, Callable[..., Any]] = {
+    F.linear: _linear,
+    torch.addmm: _addmm,
+    torch.Tensor.addmm: _addmm,
+    torch.matmul: _matmul,
+    torch.mm: _matmul,
+    torch.Tensor.matmul: _matmul,
+    torch.Tensor.mm: _matmul,
+    torch.Tensor.__matmul__: _matmul,
+    F.embedding: _embedding,
+    F.layer_norm: _layer_norm,
+    F.rms_norm: _rms_norm,
+    F.conv2d: _conv2d,
+}
+
+#: The name under which each handled operation is recorded, keyed by torch's function.
+OPERATIONS = {function: handler.__name__.lstrip("_") for function, handler in _HANDLERS.items()}
+
+
+class PatchedForward:
+    """A module's forward that opens a `UseMode` while the engine records; otherwise it is the original.
+
+    Attributes of the module are never replaced, so state-dict keys stay what they were.
+    """
+
+    def __init__(self, module: torch.nn.Module, reads: Reads):
+        self.module = module
+        self.reads = reads
+        self.original: Callable[..., Any] = module.forward
+        self.had_own = "forward" in module.__dict__
+        functools.update_wrapper(self, self.original, updated=())
+        module.forward = self  # type: ignore[method-assign]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        tap = self.reads.tap
+        if tap is None or self.reads.mode_open:
+            return self.original(*args, **kwargs)
+        self.reads.mode_open = True
+        try:
+            with UseMode(self.reads, tap):
+                return self.original(*args, **kwargs)
+        finally:
+            self.reads.mode_open = False
+
+    def remove(self) -> None:
+        if self.had_own:
+            self.module.forward = self.original  # type: ignore[method-assign]
+        else:
+            del self.module.__dict__["forward"]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        # A copy of the model is a plain model: its own class's forward, bound to the copied module.
+        return functools.partial(type(self.module).forward, memo[id(self.module)])
+
+    def __reduce__(self) -> Any:
+        return functools.partial, (type(self.module).forward, self.module)

@@ -1,0 +1,141 @@
+"""How the rows and tokens of a micro-batch belong to units, the things whose contribution is clipped."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+
+@dataclass(frozen=True)
+class Ticket:
+    """What the loader tells the engine about one micro-batch.
+
+    Args:
+        row_units: for each row of the micro-batch its unit, non-decreasing and without gaps, ``[rows]`` int64.
+        weights: one weight a unit, 1 for a real unit and 0 for padding, ``[units]`` float32.
+        is_last: whether this micro-batch completes its logical batch.
+        token_units: for packed rows, the unit of every token, ``[rows, tokens]`` int64, -1 where there is none; each
+            unit is one contiguous run of the flattened rows.
+    """
+
+    row_units: torch.Tensor
+    weights: torch.Tensor
+    is_last: bool
+    token_units: torch.Tensor | None = None
+
+    @property
+    def rows(self) -> int:
+        if self.token_units is not None:
+            return self.token_units.shape[0]
+        return self.row_units.shape[0]
+
+    def layout(self, device: torch.device) -> Layout:
+        """The layout on ``device``; raises ValueError if a packed unit is not one contiguous run."""
+        if self.token_units is None:
+            units = self.weights.shape[0]
+            counts = torch.bincount(self.row_units, minlength=units)
+            identity = units == self.row_units.shape[0]
+            return Layout(self.rows, self.row_units.to(device), self.weights.to(device), counts, identity)
+        flat = self.token_units.reshape(-1).cpu()
+        starts = torch.ones_like(flat, dtype=torch.bool)
+        starts[1:] = flat[1:] != flat[:-1]
+        ids = flat[starts]
+        real = ids[ids >= 0]
+        if real.unique().numel() != real.numel():
+            raise ValueError("a packed unit must be one contiguous run of tokens; one of this batch is split in two")
+        weights = torch.where(ids >= 0, self.weights[ids.clamp(min=0)], 0.0)
+        segments = starts.cumsum(0) - 1
+        return Layout(
+            self.rows,
+            torch.arange(ids.numel(), device=device),
+            weights.to(device),
+            torch.bincount(segments),
+            identity=True,
+            token_segments=segments.view(self.token_units.shape).to(device),
+        )
+
+@dataclass
+class Layout:
+    """A micro-batch's map from rows (or packed tokens) to units, on the device of the model.
+
+    ``lanes`` are the copies that expanded parameters have: one a row, or one a segment of packed rows. Units sum
+    over lanes (a user's several rows), segments of padding are units of weight 0.
+    """
+
+    rows: int
+    lane_units: torch.Tensor
+    weights: torch.Tensor
+    counts: torch.Tensor
+    identity: bool
+    token_segments: torch.Tensor | None = None
+    _offsets: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def units(self) -> int:
+        return self.weights.shape[0]
+
+    @property
+    def lanes(self) -> int:
+        return self.lane_units.shape[0]
+
+    @property
+    def leading(self) -> int:
+        """How many leading dimensions of an activation the map covers: rows, or rows and tokens when packed."""
+        return 1 if self.token_segments is None else 2
+
+    def covers(self, tokens: int) -> bool:
+        """Whether a flat axis of this many tokens can be cut into the rows."""
+        if self.token_segments is not None:
+            return tokens == self.token_segments.numel()
+        return tokens % self.rows == 0
+
+    def offsets(self, tokens: int, *, laned: bool = False) -> torch.Tensor:
+        """Boundaries of the units on a flat axis of ``tokens`` tokens, int64 ``[units + 1]``.
+
+        ``laned`` says that the axis has one block of equal length a lane, as an expanded parameter has.
+        Raises ValueError where the axis cannot be cut. Counts live on the CPU, so a GPU is never waited for.
+        """
+        key = -tokens - 1 if laned else tokens
+        if key not in self._offsets:
+            packed = self.token_segments is not None
+            if (tokens % self.lanes) if laned else not self.covers(tokens):
+                raise ValueError(f"an axis of {tokens} tokens cannot be divided among {self.rows} rows")
+            if packed and laned:
+                counts = torch.full((self.units,), tokens // self.lanes)
+            else:
+                counts = self.counts if packed else self.counts * (tokens // self.rows)
+            offsets = torch.zeros(self.units + 1, dtype=torch.int64)
+            torch.cumsum(counts, 0, out=offsets[1:])
+            self._offsets[key] = offsets.to(self.weights.device, non_blocking=True)
+        return self._offsets[key]
+
+    def per_token(self, per_unit: torch.Tensor, tokens: int, *, laned: bool = False) -> torch.Tensor:
+        """``per_unit`` [units] repeated for every token of a flat axis: ``[tokens]``."""
+        if laned or self.token_segments is None:
+            repeats = tokens // self.lanes
+            per_lane = per_unit if self.identity else per_unit[self.lane_units]
+            return per_lane.repeat_interleave(repeats) if repeats != 1 else per_lane
+        return per_unit[self.token_segments.reshape(-1)]
+
+    def sum_lanes(self, values: torch.Tensor) -> torch.Tensor:
+        """Sum ``[lanes, ...]`` to ``[units, ...]``."""
+        if self.identity:
+            return values
+        out = values.new_zeros((self.units, *values.shape[1:]))
+        return out.index_add_(0, self.lane_units, values)
+
+    def spread(self, lanes: torch.Tensor, leading: torch.Size) -> torch.Tensor:
+        """A per-lane tensor ``[lanes, ...]`` laid against the leading sizes of an activation.
+
+        Gives ``[rows, ...]`` (each lane repeated where rows were folded into a longer first dimension), or
+        ``[rows, tokens, ...]`` for packed rows. Raises ValueError if the activation is not of the map's shape.
+        """
+        if self.token_segments is not None:
+            shape = self.token_segments.shape
+            if tuple(leading[:2]) != tuple(shape):
+                raise ValueError(f"an activation of leading shape {tuple(leading[:2])} does not follow the unit map")
+            return lanes.index_select(0, self.token_segments.reshape(-1)).unflatten(0, tuple(shape))
+        if leading[0] == self.rows:
+            return lanes
+        return lanes.repeat_interleave(leading[0] // self.rows, dim=0)

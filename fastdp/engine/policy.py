@@ -1,0 +1,66 @@
+"""What a method decides: the groups whose norms are bounded, the bounds, the noise, and the sensitivity they imply."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+
+@dataclass(frozen=True)
+class Policy:
+    """Clipping by groups: a unit's gradient in group k is scaled to norm at most ``bounds[k]``.
+
+    The released vector is the sum of the scaled gradients plus Gaussian noise of standard deviation ``stds[k]`` on every
+    coordinate of group k. Dividing each group by its own std gives a query of L2 sensitivity
+    sqrt(sum_k (bounds[k] / stds[k])^2) under unit noise, hence `noise_multiplier`.
+
+    Args:
+        bounds: C_k, one a group, > 0.
+        stds: noise standard deviation of each group, in the units of the summed gradient, >= 0.
+        group_of: the group of each trained parameter by name; a pair (inside, outside) for a masked parameter.
+        masks: boolean masks, of the parameter's shape, for the parameters whose group is a pair.
+    """
+
+    bounds: tuple[float, ...]
+    stds: tuple[float, ...]
+    group_of: Mapping[str, int | tuple[int, int]]
+    masks: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if len(self.bounds) != len(self.stds):
+            raise ValueError(f"{len(self.bounds)} clipping bounds but {len(self.stds)} noise levels")
+        for bound in self.bounds:
+            if not (bound > 0 and math.isfinite(bound)):
+                raise ValueError(f"max_grad_norm is {bound}: it must be a positive number")
+        for name, group in self.group_of.items():
+            if isinstance(group, tuple) != (name in self.masks):
+                raise ValueError(f"{name} needs a mask exactly if it lies in two groups")
+
+    @property
+    def noise_multiplier(self) -> float:
+        """The multiplier of the equivalent single Gaussian mechanism, 1 / sqrt(sum (C_k / std_k)^2)."""
+        if any(std == 0 for std in self.stds):
+            return 0.0
+        return 1 / math.sqrt(sum((c / s) ** 2 for c, s in zip(self.bounds, self.stds)))
+
+    def scales(self, squared: torch.Tensor) -> torch.Tensor:
+        """Squared norms ``[groups, units]`` -> factors ``[groups, units]`` in [0, 1].
+
+        A unit with a non-finite norm in any group gets 0 in all of them.
+        """
+        bounds = torch.tensor(self.bounds, dtype=torch.float32, device=squared.device).unsqueeze(1)
+        factors = torch.clamp(bounds / squared.sqrt(), max=1.0)
+        finite = torch.isfinite(squared).all(0)
+        return torch.where(finite, factors, 0.0)
+
+
+@dataclass(frozen=True)
+class Unclipped(Policy):
+    """No clipping and no noise: ordinary training on the same per-example objective."""
+
+    bounds: tuple[float, ...] = ()
+    stds: tuple[float, ...] = ()
+    group_of: Mapping[str, int | tuple[int, int]] = field(default_factory=dict)

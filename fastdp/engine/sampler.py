@@ -1,0 +1,226 @@
+"""Which units take part in each logical batch, and the loader that hands them out in micro-batches with tickets."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler
+
+from fastdp.engine.layout import Ticket
+from fastdp.ops.stream import NoiseStream
+
+
+class Units:
+    """The units of privacy of a data set and the examples of each.
+
+    Args:
+        size: number of examples.
+        user_ids: the user of each example, for user-level privacy; None makes every example a unit.
+        max_examples_per_user: at most so many of a user's examples are used, the first ones in the data set.
+    """
+
+    def __init__(
+        self, size: int, user_ids: Sequence[Hashable] | None = None, max_examples_per_user: int | None = None
+    ):
+        self.size = size
+        self.members: list[list[int]] | None = None
+        self.largest = 1
+        if user_ids is None:
+            return
+        if len(user_ids) != size:
+            raise ValueError(f"user_ids has {len(user_ids)} entries for {size} examples; give one an example")
+        if max_examples_per_user is None or max_examples_per_user < 1:
+            raise ValueError("with user_ids, state max_examples_per_user (at least 1): it bounds one user's share")
+        groups: dict[Hashable, list[int]] = {}
+        for index, user in enumerate(user_ids):
+            user = user.item() if isinstance(user, torch.Tensor) else user
+            members = groups.setdefault(user, [])
+            if len(members) < max_examples_per_user:
+                members.append(index)
+        self.members = list(groups.values())
+        self.largest = max(map(len, self.members))
+
+    def __len__(self) -> int:
+        return self.size if self.members is None else len(self.members)
+
+    def examples(self, unit: int) -> list[int]:
+        return [unit] if self.members is None else self.members[unit]
+
+
+class Sampler(Protocol):
+    """Draws the units of logical batches."""
+
+    kind: str
+
+    def epoch(self, steps: int) -> Iterator[list[int]]:
+        """The units of ``steps`` successive logical batches."""
+
+
+class PoissonSampler:
+    """Every unit joins every logical batch independently with probability ``sample_rate``."""
+
+    kind = "poisson"
+
+    def __init__(self, units: int, sample_rate: float, stream: NoiseStream):
+        if not 0 < sample_rate <= 1:
+            raise ValueError(f"sample rate {sample_rate} is outside (0, 1]: the batch size must be between 1 and N")
+        self.units, self.sample_rate, self.stream = units, sample_rate, stream
+
+    def epoch(self, steps: int) -> Iterator[list[int]]:
+        for _ in range(steps):
+            taken = torch.as_tensor(self.stream.bernoulli(self.units, self.sample_rate))
+            yield taken.nonzero().reshape(-1).tolist()
+
+
+class ShuffledSampler:
+    """A fresh permutation an epoch, cut into batches; accounted without amplification by sampling."""
+
+    kind = "shuffled"
+
+    def __init__(self, units: int, batch_size: int, stream: NoiseStream):
+        self.units, self.batch_size, self.stream = units, batch_size, stream
+
+    def epoch(self, steps: int) -> Iterator[list[int]]:
+        order = torch.as_tensor(self.stream.permutation(self.units)).tolist()
+        for step in range(steps):
+            yield order[step * self.batch_size : (step + 1) * self.batch_size]
+
+
+class PrivateLoader:
+    """Iterates one epoch in micro-batches; ``len`` counts logical steps, as learning-rate schedules do.
+
+    Each micro-batch's ticket goes to ``tickets`` in the order of delivery, and each backward pass consumes one.
+    An empty logical batch is delivered as one padding row of weight 0, since stock models crash on no rows at all.
+
+    Args:
+        loader: the user's DataLoader: its data set, collator, workers and pinning are kept; its sampler is replaced.
+        max_physical_batch_size: most examples in a micro-batch.
+        unit_map: name of the batch entry that holds the unit of every token, for collators that pack rows.
+    """
+
+    def __init__(
+        self,
+        loader: DataLoader,
+        sampler: Sampler,
+        units: Units,
+        steps_per_epoch: int,
+        max_physical_batch_size: int,
+        remaining: Callable[[], int],
+        unit_map: str | None = None,
+    ):
+        self.dataset: Dataset = loader.dataset
+        self.collate_fn = loader.collate_fn
+        self.batch_size = loader.batch_size
+        self.sampler = sampler
+        self.units = units
+        self.steps_per_epoch = steps_per_epoch
+        self.max_physical_batch_size = max_physical_batch_size
+        self.remaining = remaining
+        self.unit_map = unit_map
+        self.tickets: deque[Ticket] = deque()
+        self.on_restart: Callable[[], None] = lambda: None
+        self._options = {
+            "num_workers": loader.num_workers,
+            "collate_fn": loader.collate_fn,
+            "pin_memory": loader.pin_memory,
+            "timeout": loader.timeout,
+            "worker_init_fn": loader.worker_init_fn,
+            "prefetch_factor": loader.prefetch_factor,
+        }
+
+    def __len__(self) -> int:
+        return self.steps_per_epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        steps = min(self.steps_per_epoch, self.remaining())
+        self.tickets.clear()
+        self.on_restart()
+        waiting: deque[Ticket] = deque()
+        inner: DataLoader = DataLoader(self.dataset, batch_sampler=_Plan(self, steps, waiting), **self._options)
+        for batch in inner:
+            ticket = waiting.popleft()
+            if self.unit_map is not None:
+                batch, ticket = self._packed(batch, ticket)
+            self.tickets.append(ticket)
+            yield batch
+
+    def _packed(self, batch: Any, ticket: Ticket) -> tuple[Any, Ticket]:
+        if not hasattr(batch, "pop") or self.unit_map not in batch:
+            raise ValueError(f"the collator did not put the unit map '{self.unit_map}' into the batch")
+        token_units = batch.pop(self.unit_map)
+        most = int(token_units.max()) if token_units.numel() else -1
+        if most >= ticket.weights.shape[0]:
+            raise ValueError(
+                f"the unit map names unit {most} but the batch was packed from {ticket.weights.shape[0]} examples"
+            )
+        return batch, Ticket(ticket.row_units, ticket.weights, ticket.is_last, token_units)
+
+    def micro_batches(self, drawn: list[int]) -> Iterator[tuple[list[int], Ticket]]:
+        """The example indices and ticket of each micro-batch of one logical batch, whole units together."""
+        if not drawn:
+            yield [self.units.examples(0)[0]], _ticket([1], 0.0, is_last=True)
+            return
+        pieces: list[list[int]] = [[]]
+        filled = 0
+        for unit in drawn:
+            size = len(self.units.examples(unit))
+            if filled + size > self.max_physical_batch_size and pieces[-1]:
+                pieces.append([])
+                filled = 0
+            pieces[-1].append(unit)
+            filled += size
+        for number, piece in enumerate(pieces):
+            members = [self.units.examples(unit) for unit in piece]
+            last = number == len(pieces) - 1
+            yield [i for m in members for i in m], _ticket([len(m) for m in members], 1.0, is_last=last)
+
+
+def _ticket(sizes: list[int], weight: float, *, is_last: bool) -> Ticket:
+    row_units = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
+    return Ticket(row_units, torch.full((len(sizes),), weight), is_last)
+
+
+class _Plan:
+    """The batch sampler of the inner DataLoader: runs in the main process, queues a ticket for every index list."""
+
+    def __init__(self, loader: PrivateLoader, steps: int, waiting: deque[Ticket]):
+        self.loader, self.steps, self.waiting = loader, steps, waiting
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for drawn in self.loader.sampler.epoch(self.steps):
+            for indices, ticket in self.loader.micro_batches(drawn):
+                self.waiting.append(ticket)
+                yield indices
+
+
+def check_loader(loader: Any) -> None:
+    """Raise ValueError or TypeError for a loader whose batches could not be drawn as the accountant assumes."""
+    if not isinstance(loader, DataLoader):
+        raise TypeError(f"data_loader is a {type(loader).__name__}: give a torch.utils.data.DataLoader")
+    if isinstance(loader.dataset, IterableDataset):
+        raise ValueError("an iterable data set cannot be sampled at random; give one with __len__ and __getitem__")
+    if loader.batch_size is None:
+        raise ValueError("the loader has a batch_sampler of its own; give it batch_size instead, the engine samples")
+    if loader.drop_last:
+        raise ValueError("drop_last=True drops examples the accountant counts; set it to False")
+    if not isinstance(loader.sampler, (RandomSampler, SequentialSampler)):
+        raise ValueError(
+            f"the loader's {type(loader.sampler).__name__} would be replaced by private sampling; "
+            "remove it (shuffle=True is fine) and express weights otherwise"
+        )
+    if isinstance(loader.sampler, RandomSampler) and loader.sampler.replacement:
+        raise ValueError("sampling with replacement is not what the accountant assumes; drop replacement=True")
+    size = len(loader.dataset)  # type: ignore[arg-type]
+    if size == 0:
+        raise ValueError("the data set is empty; there is nothing to train on")
+    if loader.batch_size > size:
+        raise ValueError(f"batch size {loader.batch_size} exceeds the {size} examples: the sample rate would pass 1")
+
+
+def steps_per_epoch(units: int, batch_size: int) -> int:
+    """ceil(N / B), N and B counted in units."""
+    return math.ceil(units / batch_size)

@@ -1,0 +1,199 @@
+"""The first-step self-check: a few examples of the real batch, by the engine and by autograd one at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fastdp.engine.accumulator import Accumulator
+from fastdp.engine.batches import take_rows, take_tokens, tensors
+from fastdp.engine.boundary import find_loss
+from fastdp.engine.layout import Ticket
+from fastdp.engine.losses import LossTerms, combine, intercepted
+from fastdp.engine.policy import Policy
+
+if TYPE_CHECKING:
+    from fastdp.engine.engine import Engine
+
+_EXAMPLES = 3
+
+
+class SelfCheckError(RuntimeError):
+    """The engine's per-example gradients differ from autograd's; nothing was released."""
+
+
+@dataclass(frozen=True)
+class _Probe(Policy):
+    """The method's groups with known scales, different for each unit, and a place to note the norms."""
+
+    seen: list[torch.Tensor] = field(default_factory=list)
+
+    def scales(self, squared: torch.Tensor) -> torch.Tensor:
+        self.seen.append(squared.clone())
+        units = squared.shape[1]
+        steps = torch.arange(units, device=squared.device, dtype=torch.float32)
+        return (1 / (1 + steps)).expand(squared.shape[0], -1).clone()
+
+
+def compare(engine: Engine, args: Any, kwargs: Any, ticket: Ticket) -> None:
+    """Raise `SelfCheckError` unless norms and a weighted sum of gradients agree with one-at-a-time autograd.
+
+    Dropout is switched off meanwhile (it would differ between the two), autocast too, and the random state is restored.
+    """
+    singles, batch, small = _examples(args, kwargs, ticket)
+    policy = engine.accumulator.policy
+    probe = _Probe(policy.bounds, policy.stds, policy.group_of, policy.masks)
+    kept = engine.accumulator
+    device = next(iter(engine.parameters.values())).device
+    cuda = [device.index or 0] if device.type == "cuda" else []
+    engine.accumulator = Accumulator(engine.parameters, probe)
+    try:
+        with torch.random.fork_rng(devices=cuda), _steady(engine.model), torch.autocast(device.type, enabled=False):
+            seeds = _by_engine(engine, *batch, small)
+            squared, sums = probe.seen[0], engine.accumulator.sums
+            references = [_by_autograd(engine, *single, seeds, index) for index, single in enumerate(singles)]
+    finally:
+        engine.accumulator = kept
+    _judge(engine, policy, squared, sums, references)
+
+
+def _examples(args: Any, kwargs: Any, ticket: Ticket) -> tuple[list[Any], Any, Ticket]:
+    if ticket.token_units is not None:
+        shape = tuple(ticket.token_units.shape)
+        singles = []
+        for unit in ticket.token_units.unique().tolist():
+            if unit < 0:
+                continue
+            where = (ticket.token_units == unit).nonzero()
+            row, start, end = int(where[0, 0]), int(where[0, 1]), int(where[-1, 1]) + 1
+            if int(where[-1, 0]) != row:
+                raise ValueError("a packed unit runs over the end of its row; keep each in one row")
+            singles.append((take_tokens(args, row, start, end, shape), take_tokens(kwargs, row, start, end, shape)))
+        return singles, (args, kwargs), ticket
+    count = min(_EXAMPLES, max(2, ticket.rows))
+    index = torch.arange(count) % ticket.rows
+    batch = take_rows(args, index, ticket.rows), take_rows(kwargs, index, ticket.rows)
+    singles = [
+        (take_rows(args, index[i : i + 1], ticket.rows), take_rows(kwargs, index[i : i + 1], ticket.rows))
+        for i in range(count)
+    ]
+    return singles, batch, Ticket(torch.arange(count), torch.ones(count), is_last=True)
+
+
+def _by_engine(engine: Engine, args: Any, kwargs: Any, ticket: Ticket) -> list[torch.Tensor]:
+    output = engine.run_forward(args, kwargs, ticket, verify=True)
+    if engine.loss_reduction is None:
+        loss = find_loss(output)
+        assert loss is not None
+        loss.backward()
+        return []
+    found = [t for t in tensors(output) if t.requires_grad and t.dim() > 0]
+    seeds = [torch.randn_like(t) for t in found]
+    scale = ticket.rows if engine.loss_reduction == "mean" else 1
+    torch.autograd.backward(found, [s / scale for s in seeds])
+    return seeds
+
+
+def _by_autograd(engine: Engine, args: Any, kwargs: Any, seeds: list[torch.Tensor], index: int) -> dict[str, torch.Tensor]:
+    parameters = list(engine.parameters.values())
+    device = parameters[0].device
+    alone = Ticket(torch.zeros(1, dtype=torch.int64), torch.ones(1), is_last=True).layout(device)
+    terms = LossTerms(alone)
+    with intercepted(terms):
+        output = engine.plain_forward(*args, **kwargs)
+    if engine.loss_reduction is None:
+        total = find_loss(output)
+        assert total is not None
+        gradients = torch.autograd.grad(combine(total, terms, verify=True).sum(), parameters, allow_unused=True)
+    else:
+        found = [t for t in tensors(output) if t.requires_grad and t.dim() > 0]
+        own = [s[index : index + 1] for s in seeds]
+        gradients = torch.autograd.grad(found, parameters, own, allow_unused=True)
+    return {name: g.float() for name, g in zip(engine.parameters, gradients) if g is not None}
+
+
+def _judge(
+    engine: Engine,
+    policy: Policy,
+    squared: torch.Tensor,
+    sums: Mapping[str, torch.Tensor],
+    references: list[dict[str, torch.Tensor]],
+) -> None:
+    low = any(p.dtype != torch.float32 for p in engine.model.parameters() if p.is_floating_point())
+    tolerance = 0.1 if low else 1e-3
+    real = [i for i in range(squared.shape[1]) if float(engine_weight(engine, i, squared.shape[1], len(references))) > 0]
+    for unit, reference in zip(real, references):
+        truth = sum(float(g.double().square().sum()) for g in reference.values()) ** 0.5
+        measured = float(squared[:, unit].double().sum()) ** 0.5
+        if not abs(measured - truth) <= tolerance * truth + 1e-12:
+            raise SelfCheckError(
+                f"the gradient norm of an example is {measured:.6g} by the engine and {truth:.6g} by autograd on that "
+                f"example alone; the model couples examples, or {_worst(sums, references, real)} is read in a way the "
+                "engine does not know; nothing was released"
+            )
+    name, error = _deviation(sums, references, real)
+    if not error <= tolerance:
+        raise SelfCheckError(
+            f"the summed gradient of {name} differs from autograd's by {error:.2g} of its size; nothing was released"
+        )
+
+
+def engine_weight(engine: Engine, unit: int, units: int, examples: int) -> float:
+    """Whether a kernel unit is a real one: packed rows hold padding segments between the examples."""
+    if units == examples:
+        return 1.0
+    layout = engine.tickets[0].layout(torch.device("cpu"))
+    return float(layout.weights[unit])
+
+
+def _errors(
+    sums: Mapping[str, torch.Tensor], references: list[dict[str, torch.Tensor]], real: list[int]
+) -> Iterator[tuple[str, float]]:
+    names = {name for reference in references for name in reference}
+    scale = 0.0
+    rows = []
+    for name in names:
+        expected = sum(
+            (reference[name].double() / (1 + unit) for unit, reference in zip(real, references) if name in reference),
+            torch.zeros((), dtype=torch.float64),
+        )
+        assert isinstance(expected, torch.Tensor)
+        got = sums.get(name)
+        size = float(expected.norm())
+        gap = size if got is None else float((got.double() - expected).norm())
+        scale = max(scale, size)
+        rows.append((name, gap, size))
+    for name, gap, size in rows:
+        # A gradient that vanishes next to the others is rounding noise: it is judged on their scale.
+        yield name, gap / max(size, 1e-4 * scale, 1e-30)
+
+
+def _deviation(
+    sums: Mapping[str, torch.Tensor], references: list[dict[str, torch.Tensor]], real: list[int]
+) -> tuple[str, float]:
+    return max(_errors(sums, references, real), key=lambda pair: pair[1], default=("nothing", 0.0))
+
+
+def _worst(sums: Mapping[str, torch.Tensor], references: list[dict[str, torch.Tensor]], real: list[int]) -> str:
+    return _deviation(sums, references, real)[0]
+
+
+@contextmanager
+def _steady(model: torch.nn.Module) -> Iterator[None]:
+    """Every dropout rate of the model at 0, gradient checkpointing as it is."""
+    changed: list[tuple[Any, str, float]] = []
+    for module in model.modules():
+        for attribute, value in list(vars(module).items()):
+            is_rate = "drop" in attribute or (attribute == "p" and isinstance(module, torch.nn.modules.dropout._DropoutNd))
+            if is_rate and isinstance(value, float) and value:
+                changed.append((module, attribute, value))
+                setattr(module, attribute, 0.0)
+    try:
+        yield
+    finally:
+        for module, attribute, value in changed:
+            setattr(module, attribute, value)

@@ -1,0 +1,378 @@
+"""The operations that read trained parameters, each capturing in its backward what the per-example gradient is made of.
+
+A use of a matrix is a factor pair (L, R) over a flat token axis: the gradient of a unit is the sum over its tokens of
+L_t R_t^T. Nothing is captured in the forward pass: forward hooks fire twice, or never, under gradient checkpointing,
+while the backward of an `autograd.Function` runs exactly once a pass.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+
+from fastdp.engine.layout import Layout
+
+
+@dataclass(frozen=True)
+class Factors:
+    """One captured use: ``left`` [N, m] (or ids [N] of a one-hot factor) and ``right`` [N, n], over flat tokens.
+
+    ``laned`` says that tokens come in equal blocks a lane rather than a row (they differ when rows are packed), and
+    ``swap`` that the parameter is stored as [n, m], as HF's Conv1D does.
+    """
+
+    left: torch.Tensor
+    right: torch.Tensor
+    laned: bool = False
+    swap: bool = False
+
+    @property
+    def one_hot(self) -> bool:
+        return self.left.dim() == 1
+
+
+class Sink(Protocol):
+    """What a backward pass hands its captures to."""
+
+    def matrix(self, parameter: torch.nn.Parameter, factors: Factors, layout: Layout) -> None:
+        """Take one use of a matrix."""
+
+    def vector(self, parameter: torch.nn.Parameter, lanes: torch.Tensor, layout: Layout) -> None:
+        """Take the gradient of an expanded parameter, ``[lanes, *shape]``."""
+
+    def tokens(self, parameter: torch.nn.Parameter, gradient: torch.Tensor, layout: Layout, laned: bool) -> None:
+        """Take a bias's gradient by token, ``[N, m]``."""
+
+
+class Tap:
+    """Joins the captures of one forward pass to whichever sink its backward pass has opened."""
+
+    def __init__(self, layout: Layout):
+        self.layout = layout
+        self.sink: Sink | None = None
+
+    def open(self) -> Sink:
+        if self.sink is None:
+            raise RuntimeError(
+                "a gradient reached the model outside of its loss: call backward on the loss that the model (or your "
+                "criterion) returned, once a batch, and on nothing else"
+            )
+        return self.sink
+
+
+def _flat(x: torch.Tensor) -> torch.Tensor:
+    return x.reshape(-1, x.shape[-1])
+
+
+def _cast(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """Follow autocast, which does not reach inside an `autograd.Function`."""
+    if tensor is None or not torch.is_autocast_enabled(tensor.device.type) or not tensor.is_floating_point():
+        return tensor
+    return tensor.to(torch.get_autocast_dtype(tensor.device.type))
+
+
+class LinearUse(torch.autograd.Function):
+    """``x W^T + b`` (or ``x W + b`` when ``swap``) with W, b or both trained; x is [..., n], rows first.
+
+    With ``lanes`` given, x has no unit axis: the product is taken once and its result viewed for every lane.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        tap: Tap,
+        swap: bool,
+        lanes: int | None,
+        laned: bool,
+        trained: tuple[bool, bool],
+    ) -> torch.Tensor:
+        ctx.tap, ctx.swap, ctx.lanes, ctx.laned = tap, swap, lanes, laned
+        ctx.parameters = (weight if trained[0] else None, bias if trained[1] else None)
+        ctx.x_dtype = x.dtype
+        x, cast = _cast(x), _cast(weight)
+        assert x is not None
+        assert cast is not None
+        ctx.save_for_backward(x if trained[0] else None, cast if ctx.needs_input_grad[0] else None)
+        flat = cast if cast.dim() == 2 else cast.flatten(1)
+        out = F.linear(x, flat.t() if swap else flat, _cast(bias))
+        return out if lanes is None else out.expand(lanes, *out.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        gradient = gradients[0]
+        x, weight = ctx.saved_tensors
+        sink = ctx.tap.open()
+        matrix, bias = ctx.parameters
+        flat = _flat(gradient)
+        if bias is not None:
+            sink.tokens(bias, flat, ctx.tap.layout, ctx.laned)
+        if matrix is not None:
+            inputs = _flat(x if ctx.lanes is None else x.expand(ctx.lanes, *x.shape))
+            sink.matrix(matrix, Factors(flat, inputs, ctx.laned, ctx.swap), ctx.tap.layout)
+        back = None
+        if weight is not None:
+            weight = weight if weight.dim() == 2 else weight.flatten(1)
+            back = F.linear(gradient, weight if ctx.swap else weight.t()).to(ctx.x_dtype)
+        return back, None, None, None, None, None, None, None
+
+
+class EmbeddingUse(torch.autograd.Function):
+    """Rows of a table: ids [...] -> [..., n], ids with their units first. Padding rows get no gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, ids: torch.Tensor, table: torch.Tensor, padding_idx: int | None, tap: Tap, laned: bool
+    ) -> torch.Tensor:
+        ctx.tap, ctx.table, ctx.padding_idx, ctx.laned = tap, table, padding_idx, laned
+        ctx.save_for_backward(ids)
+        return F.embedding(ids, table)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        (ids,) = ctx.saved_tensors
+        ids, right = ids.reshape(-1), _flat(gradients[0])
+        if ctx.padding_idx is not None:
+            right = right.masked_fill((ids == ctx.padding_idx).unsqueeze(1), 0)
+        ctx.tap.open().matrix(ctx.table, Factors(ids, right, ctx.laned), ctx.tap.layout)
+        return None, None, None, None, None
+
+
+class LayerNormUse(torch.autograd.Function):
+    """`F.layer_norm` over the last dimension with trained weight or bias, saving what torch itself saves."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        eps: float,
+        tap: Tap,
+        trained: tuple[bool, bool],
+    ) -> torch.Tensor:
+        if torch.is_autocast_enabled(x.device.type):
+            x = x.float()
+        out, mean, rstd = torch.native_layer_norm(x, x.shape[-1:], weight, bias, eps)
+        ctx.tap = tap
+        ctx.parameters = (weight if trained[0] else None, bias if trained[1] else None)
+        ctx.affine = (weight, bias)
+        ctx.save_for_backward(x, mean, rstd)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        gradient = gradients[0].contiguous()
+        x, mean, rstd = ctx.saved_tensors
+        sink, layout = ctx.tap.open(), ctx.tap.layout
+        weight, bias = ctx.parameters
+        if bias is not None:
+            sink.tokens(bias, _flat(gradient), layout, False)
+        if weight is not None:
+            normed = (x - mean).mul_(rstd).mul_(gradient)
+            sink.tokens(weight, _flat(normed), layout, False)
+        back = None
+        if ctx.needs_input_grad[0]:
+            scale, shift = ctx.affine
+            back, _, _ = torch.ops.aten.native_layer_norm_backward(
+                gradient, x, x.shape[-1:], mean, rstd, scale, shift, [True, False, False]
+            )
+        return back, None, None, None, None, None
+
+
+class ExpandUse(torch.autograd.Function):
+    """A parameter expanded to one copy a lane, ``[lanes, *shape]``: autograd then gives its gradient by lane."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: torch.Tensor, tap: Tap) -> torch.Tensor:
+        ctx.tap, ctx.parameter = tap, parameter
+        return parameter.detach().expand(tap.layout.lanes, *parameter.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        ctx.tap.open().vector(ctx.parameter, gradients[0], ctx.tap.layout)
+        return None, None
+
+
+class UnsupportedUse(Exception):
+    """An operation for which no per-example rule is known; the model then takes the one-example route."""
+
+
+#: Element-wise operations, for which a tensor of lanes is like any other.
+_ELEMENTWISE = frozenset(
+    function
+    for name in (
+        "float bfloat16 half double to type_as add sub mul div neg exp sigmoid tanh rsub pow abs sqrt rsqrt square "
+        "clone contiguous __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ __neg__ __pow__ "
+        "add_ sub_ mul_ div_ __iadd__ __isub__ __imul__ __itruediv__ masked_fill where maximum minimum "
+        "true_divide addcmul lerp multiply subtract"
+    ).split()
+    for owner in (torch, torch.Tensor)
+    if (function := getattr(owner, name, None)) is not None
+)
+_JOINS = frozenset({torch.cat, torch.concat, torch.concatenate})
+_METADATA = frozenset(
+    "shape dtype device ndim layout is_cuda is_leaf requires_grad names is_sparse is_quantized is_meta size dim numel "
+    "nelement stride is_floating_point is_complex is_contiguous element_size get_device storage_offset __len__ "
+    "__repr__ __hash__ data_ptr ndimension retain_grad grad_fn grad _version untyped_storage is_inference "
+    "is_cpu is_mps is_xpu output_nr itemsize nbytes".split()
+)
+
+
+def is_metadata(function: Any) -> bool:
+    """Whether a torch function asks about a tensor without computing from its values."""
+    name = getattr(function, "__name__", "")
+    if name in ("__get__", "__set__"):
+        name = getattr(getattr(function, "__self__", None), "__name__", "")
+    return name in _METADATA
+
+
+def is_detach(function: Any) -> bool:
+    """Whether a torch function cuts its result from the graph."""
+    if function in (torch.Tensor.detach, torch.detach, torch.Tensor.detach_, torch.Tensor.numpy, torch.Tensor.item):
+        return True
+    return getattr(function, "__name__", "") == "__get__" and getattr(function.__self__, "__name__", "") == "data"
+
+
+class PerLane(torch.Tensor):
+    """A tensor that looks like one parameter (or a value computed from parameters alone) and is one copy a lane.
+
+    Code around it runs unchanged: operations among parameters act on each lane, and where the value first meets an
+    activation the lanes are laid along the activation's rows. All lanes hold the same values; they differ only in
+    which unit's gradient flows back into them.
+    """
+
+    lanes: torch.Tensor
+    unit_map: Layout
+
+    @staticmethod
+    def __new__(cls, lanes: torch.Tensor, layout: Layout) -> PerLane:
+        self = torch.Tensor._make_wrapper_subclass(cls, lanes.shape[1:], dtype=lanes.dtype, device=lanes.device)
+        self.lanes = lanes
+        self.unit_map = layout
+        return self
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"PerLane({self.lanes.shape[0]} x {list(self.lanes.shape[1:])})"
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if is_metadata(func):
+            first = args[0]
+            if getattr(getattr(func, "__self__", None), "__name__", "") == "requires_grad":
+                return first.lanes.requires_grad
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if is_detach(func):
+            return func(args[0].lanes[0], *args[1:], **kwargs)
+        return _apply(func, args, kwargs)
+
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise UnsupportedUse(f"{func} of a parameter below torch's function layer")
+
+
+def _apply(func: Any, args: Any, kwargs: Any) -> Any:
+    found: list[PerLane] = []
+    plain: list[torch.Tensor] = []
+
+    def sort(value: Any) -> None:
+        if isinstance(value, PerLane):
+            found.append(value)
+        elif isinstance(value, torch.Tensor):
+            plain.append(value)
+        elif isinstance(value, (list, tuple)):
+            for item in value:
+                sort(item)
+
+    sort(list(args))
+    sort(list(kwargs.values()))
+    layout = found[0].unit_map
+    activation = _activation(plain, layout)
+    if activation is not None:
+        return _meet(func, args, kwargs, activation, layout)
+    if func in _ELEMENTWISE and all(t.dim() == 0 for t in plain) and len({p.dim() for p in found}) == 1:
+        lanes = func(*_lanes(args), **_lanes(kwargs))
+        return PerLane(lanes, layout)
+    if func is F.linear and isinstance(args[0], PerLane) and len(found) == 1:
+        return PerLane(func(args[0].lanes, *args[1:], **kwargs), layout)
+
+    def one(*tensors: torch.Tensor) -> Any:
+        queue = list(tensors)
+
+        def put(value: Any) -> Any:
+            if isinstance(value, PerLane):
+                return queue.pop(0)
+            if isinstance(value, (list, tuple)):
+                return type(value)(put(item) for item in value)
+            return value
+
+        return func(*[put(a) for a in args], **{k: put(v) for k, v in kwargs.items()})
+
+    try:
+        result = torch.vmap(one, randomness="different")(*[p.lanes for p in found])
+    except RuntimeError as error:
+        raise UnsupportedUse(f"{getattr(func, '__name__', func)}: {error}") from error
+    if isinstance(result, torch.Tensor):
+        return PerLane(result, layout)
+    return type(result)(PerLane(r, layout) for r in result)
+
+
+def _lanes(values: Any) -> Any:
+    if isinstance(values, PerLane):
+        return values.lanes
+    if isinstance(values, dict):
+        return {k: _lanes(v) for k, v in values.items()}
+    if isinstance(values, (list, tuple)):
+        return type(values)(_lanes(v) for v in values)
+    return values
+
+
+def _activation(plain: list[torch.Tensor], layout: Layout) -> torch.Tensor | None:
+    """The tensor among the arguments that carries rows; vectors and scalars are taken for constants."""
+    for tensor in plain:
+        if tensor.dim() < 2:
+            continue
+        if layout.token_segments is not None:
+            if tuple(tensor.shape[:2]) == tuple(layout.token_segments.shape):
+                return tensor
+        elif tensor.shape[0] % layout.rows == 0:
+            return tensor
+    return None
+
+
+def _meet(func: Any, args: Any, kwargs: Any, activation: torch.Tensor, layout: Layout) -> Any:
+    if func not in _ELEMENTWISE and func not in _JOINS:
+        raise UnsupportedUse(f"{getattr(func, '__name__', func)} of a parameter and an activation")
+
+    def lay(value: Any) -> Any:
+        if isinstance(value, PerLane):
+            return _lay(value, activation, layout)
+        if isinstance(value, (list, tuple)):
+            return type(value)(lay(item) for item in value)
+        return value
+
+    return func(*[lay(a) for a in args], **{k: lay(v) for k, v in kwargs.items()})
+
+
+def _lay(value: PerLane, activation: torch.Tensor, layout: Layout) -> torch.Tensor:
+    lanes, shape, rank = value.lanes, value.lanes.shape[1:], activation.dim()
+    missing = rank - len(shape)
+    if missing >= layout.leading:
+        lanes = lanes.reshape(lanes.shape[0], *[1] * (missing - layout.leading), *shape)
+    elif missing == 0 and layout.token_segments is None and shape[0] == 1:
+        lanes = lanes.squeeze(1)
+    elif missing == 0 and layout.token_segments is None and shape[0] == layout.rows:
+        # The formula itself repeated the parameter for every row: row b reads the copy of its own lane.
+        lanes = torch.diagonal(lanes, 0, 0, 1).movedim(-1, 0)
+        return lanes
+    else:
+        raise UnsupportedUse(f"a parameter of shape {list(shape)} meets an activation of shape {list(activation.shape)}")
+    return layout.spread(lanes, activation.shape)
