@@ -1,0 +1,22 @@
+"""The `fastdp` command."""
+
+from __future__ import annotations
+
+import typer
+
+from fastdp.commands.doctor import doctor_command
+from fastdp.commands.privacy import calibrate_command, epsilon_command, verify_command
+from fastdp.commands.training import finetune_command, quickstart_command
+
+app = typer.Typer(
+    help="Fine-tune language models on private data, and state exactly what privacy was bought.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+app.command("quickstart")(quickstart_command)
+app.command("finetune")(finetune_command)
+app.command("calibrate")(calibrate_command)
+app.command("epsilon")(epsilon_command)
+app.command("verify")(verify_command)
+app.command("doctor")(doctor_command)

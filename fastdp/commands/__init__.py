@@ -1,0 +1,1 @@
+"""The commands of `fastdp`, one file a subject; `fastdp.cli` puts them together."""

@@ -1,0 +1,133 @@
+"""`fastdp finetune` and `fastdp quickstart`."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import math
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, Optional
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+from fastdp.commands.refusal import refusing
+from fastdp.finetune import FinetuneConfig, Reporter, Result, finetune, load_config
+from fastdp.finetune.config import setting_type
+
+console = Console()
+
+
+class ProgressReporter(Reporter):
+    """Draws a run as a line of phases and a bar of steps."""
+
+    def __init__(self, title: str = "") -> None:
+        self.title = title
+        self.epsilon = ""
+        self.bar: TaskID | None = None
+        self.progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[state]}"),
+            TimeRemainingColumn(),
+            console=console,
+        )
+
+    def __enter__(self) -> ProgressReporter:
+        self.progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.progress.stop()
+
+    def phase(self, text: str) -> None:
+        """Print the phase above the bar."""
+        self.progress.console.print(f"{self.title}[dim]{text}[/]", highlight=False)
+
+    def note(self, text: str) -> None:
+        """Print the note above the bar."""
+        self.progress.console.print(f"[yellow]note:[/] {text}", highlight=False)
+
+    def step(self, done: int, total: int, loss: float, epsilon: float | None) -> None:
+        """Move the bar."""
+        if self.bar is None:
+            self.bar = self.progress.add_task("steps", total=total, state="")
+        if epsilon is not None and math.isfinite(epsilon):
+            self.epsilon = f"  epsilon {epsilon:.2f}"
+        self.progress.update(self.bar, completed=done, state=f"loss {loss:.3f} (unprotected){self.epsilon}")
+
+
+def _with_settings(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command one flag for every setting of `FinetuneConfig`, passed on as a dict named `overrides`."""
+    fields = {field.name: field for field in dataclasses.fields(FinetuneConfig)}
+
+    def flag(name: str) -> inspect.Parameter:
+        kind: Any = setting_type(name)
+        text = fields[name].metadata["help"]
+        if fields[name].default is not None:
+            text += f" [default: {fields[name].default!r}]"
+        # Lists come as one value with commas, as in the YAML file's short form.
+        hint = Annotated[Optional[str if kind is list else kind], typer.Option(help=text, show_default=False)]  # noqa: UP045
+        return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=hint)
+
+    own = inspect.signature(command, eval_str=True).parameters
+    parameters = [own[name] for name in own if name != "overrides"]
+
+    def wrapper(**arguments: Any) -> None:
+        command(overrides={name: arguments.pop(name) for name in fields}, **arguments)
+
+    wrapper.__name__, wrapper.__doc__ = command.__name__, command.__doc__
+    wrapper.__signature__ = inspect.Signature(parameters + [flag(name) for name in fields])  # type: ignore[attr-defined]
+    wrapper.__annotations__ = {name: p.annotation for name, p in wrapper.__signature__.parameters.items()}  # type: ignore[attr-defined]
+    return wrapper
+
+
+@_with_settings
+@refusing
+def finetune_command(
+    *,
+    config: Annotated[Optional[Path], typer.Argument(help="YAML file of settings")] = None,  # noqa: UP045
+    resume: Annotated[
+        bool, typer.Option("--resume", help="go on with an interrupted run in the output folder")
+    ] = False,
+    overrides: dict[str, Any],
+) -> None:
+    """Fine-tune a model on private data; every setting of the config can also be given as a flag."""
+    # Bars of weights being loaded and of shards being written would break the one that shows the steps.
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    settings = load_config(config, overrides)
+    with ProgressReporter() as reporter:
+        result = finetune(settings, resume=resume, reporter=reporter)
+    _print_result(result)
+
+
+def _print_result(result: Result) -> None:
+    if result.before and result.after:
+        console.print(f"held out: {result.before.headline} before, [bold]{result.after.headline}[/] after")
+    if math.isfinite(result.epsilon):
+        console.print(
+            f"privacy: epsilon [bold]{result.epsilon:.3f}[/] at delta {result.delta:g} "
+            f"(noise multiplier {result.noise_multiplier:.4f}, {result.steps} steps)"
+        )
+    else:
+        console.print("privacy: [bold]none[/] (epsilon is infinite)")
+    console.print(
+        f"speed: {result.seconds_per_step:.2f} s a step, peak memory {result.peak_bytes / 2**20:.0f} MiB, "
+        f"{result.trained_parameters:,} trained parameters"
+    )
+    console.print(f"written to {result.output}: weights, card.md, card.json, metrics.jsonl, loss.png, epsilon.png")
+
+
+@refusing
+def quickstart_command(
+    output: Annotated[Path, typer.Option(help="folder for the runs")] = Path("runs/quickstart"),
+    seed: Annotated[int, typer.Option(help="seed of the generated records and of new weights")] = 0,
+) -> None:
+    """Fine-tune a small model on invented records, without and with privacy, and compare; needs no network."""
+    from fastdp.quickstart.run import quickstart
+
+    quickstart(output, seed, console, ProgressReporter)

@@ -1,0 +1,376 @@
+"""A fine-tuning run from start to end: everything that can be refused is refused before any budget is spent."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import DataLoader
+from transformers import PreTrainedTokenizerBase
+
+import fastdp
+from fastdp import plots
+from fastdp.data import Collator, DataError, Examples, Rows, causal_examples, classification_examples, read_rows
+from fastdp.finetune.config import ConfigError, FinetuneConfig, load_config
+from fastdp.finetune.evaluation import Quality, autocast, evaluate
+from fastdp.finetune.memory import PeakMemory
+from fastdp.finetune.models import (
+    choose_trained,
+    load_model,
+    load_tokenizer,
+    restore_trained,
+    save_weights,
+    trained_state,
+)
+
+CONFIG, METRICS, RESULT, CHECKPOINT = "config.yaml", "metrics.jsonl", "result.json", "checkpoint.pt"
+EPSILON_POINTS = 20
+
+
+class Reporter:
+    """Told what a run is doing; this one says nothing. The command line's draws progress bars."""
+
+    def phase(self, text: str) -> None:
+        """A part of the run begins."""
+
+    def note(self, text: str) -> None:
+        """Something the user should know, such as examples that were cut."""
+
+    def step(self, done: int, total: int, loss: float, epsilon: float | None) -> None:
+        """A logical step is done; `loss` is not protected by the guarantee."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run came to; `before` and `after` are None without held-out data."""
+
+    output: str
+    epsilon: float
+    delta: float
+    noise_multiplier: float
+    steps: int
+    trained_parameters: int
+    seconds_per_step: float
+    peak_bytes: int
+    before: Quality | None
+    after: Quality | None
+
+    def save(self, path: Path) -> None:
+        """Write as JSON; an infinite epsilon is written as the text "inf"."""
+        values = dataclasses.asdict(self) | {
+            "epsilon": self.epsilon if math.isfinite(self.epsilon) else "inf",
+            "before": self.before and self.before.as_dict(),
+            "after": self.after and self.after.as_dict(),
+        }
+        path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+
+
+def finetune(config: FinetuneConfig, resume: bool = False, reporter: Reporter | None = None) -> Result:
+    """Fine-tune as `config` says and write weights, card, metrics and plots to its output folder.
+
+    With `resume`, a run that was interrupted goes on from its last checkpoint; what it had spent stays spent, so it may
+    end after fewer updates than planned.
+
+    Raises:
+        ConfigError: for settings that do not hold, do not fit the model or differ from those of the resumed run.
+        DataError: for data files that cannot be used.
+    """
+    reporter = reporter or Reporter()
+    config.check()
+    output = Path(str(config.output))
+    _check_output(output, config, resume)
+    reporter.phase("reading data")
+    tables = [read_rows(str(config.train)), read_rows(config.eval) if config.eval else None]
+    tokenizer = load_tokenizer(config)
+    train, held_out = (_encode(table, tokenizer, config, reporter) for table in tables)
+    assert train is not None
+    if config.batch_size > len(train):
+        raise ConfigError(f"batch_size {config.batch_size} exceeds the {len(train)} training examples; lower it")
+    reporter.phase("loading the model")
+    model = choose_trained(load_model(config, tokenizer), config)
+    model.to(_device(config))
+    output.mkdir(parents=True, exist_ok=True)
+    config.save(output / CONFIG)
+    run = _Run(config, output, model, tokenizer, train, held_out, reporter)
+    return run.execute(resume)
+
+
+def _check_output(output: Path, config: FinetuneConfig, resume: bool) -> None:
+    if not resume:
+        held = next((name for name in (CONFIG, METRICS, RESULT, CHECKPOINT) if (output / name).exists()), None)
+        if held:
+            raise ConfigError(f"{output} already holds a run ({held}): choose another output, or pass --resume")
+        return
+    if not (output / CONFIG).exists():
+        raise ConfigError(f"there is no run to resume in {output}")
+    if (output / RESULT).exists():
+        raise ConfigError(f"the run in {output} is finished: there is nothing to resume")
+    earlier = dataclasses.asdict(load_config(output / CONFIG))
+    now = yaml.safe_load(yaml.safe_dump(dataclasses.asdict(config)))
+    changed = [name for name, value in now.items() if name != "device" and value != earlier[name]]
+    if changed:
+        raise ConfigError(f"a resumed run keeps its settings, but these differ: {', '.join(changed)}")
+
+
+def _device(config: FinetuneConfig) -> torch.device:
+    if config.device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(config.device)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError(f"device {config.device} cannot be used: {str(error).splitlines()[0]}") from None
+    return device
+
+
+def _encode(
+    table: Rows | None, tokenizer: PreTrainedTokenizerBase, config: FinetuneConfig, reporter: Reporter
+) -> Examples | None:
+    if table is None:
+        return None
+    if config.task == "classification":
+        examples = _classification(table, tokenizer, config)
+    elif config.prompt_column and config.target_column:
+        examples = causal_examples(
+            tokenizer,
+            table.column(config.target_column, "target_column"),
+            config.max_length,
+            table.column(config.prompt_column, "prompt_column"),
+            config.separator,
+        )
+    else:
+        examples = causal_examples(
+            tokenizer, table.column(_text_column(table, config), "text_column"), config.max_length
+        )
+    if examples.truncated:
+        reporter.note(
+            f"{examples.truncated} of {len(examples)} examples of {table.path} are longer than {config.max_length} "
+            "tokens and were cut (max_length)"
+        )
+    return examples
+
+
+def _classification(table: Rows, tokenizer: PreTrainedTokenizerBase, config: FinetuneConfig) -> Examples:
+    texts = table.column(_text_column(table, config), "text_column")
+    pairs = table.column(config.text_pair_column, "text_pair_column") if config.text_pair_column else None
+    index = {label: number for number, label in enumerate(config.labels or [])}
+    labels = []
+    for value, line in zip(table.column(config.label_column, "label_column"), table.lines):
+        if value not in index:
+            raise DataError(f"{table.path}, line {line}: label {value!r} is not one of labels: {', '.join(index)}")
+        labels.append(index[value])
+    return classification_examples(tokenizer, texts, labels, config.max_length, pairs)
+
+
+def _text_column(table: Rows, config: FinetuneConfig) -> str:
+    if config.text_column:
+        return config.text_column
+    others = [name for name in table.columns if config.task != "classification" or name != config.label_column]
+    if "text" in others or len(others) != 1:
+        return "text"
+    return others[0]
+
+
+class _Run:
+    """The state that the parts of one run share."""
+
+    def __init__(
+        self,
+        config: FinetuneConfig,
+        output: Path,
+        model: nn.Module,
+        tokenizer: PreTrainedTokenizerBase,
+        train: Examples,
+        held_out: Examples | None,
+        reporter: Reporter,
+    ) -> None:
+        self.config, self.output, self.model, self.tokenizer = config, output, model, tokenizer
+        self.train, self.held_out, self.reporter = train, held_out, reporter
+        assert tokenizer.pad_token_id is not None
+        self.collator = Collator(tokenizer.pad_token_id)
+        self.device = next(model.parameters()).device
+        self.updates = 0
+        self.before: Quality | None = None
+
+    def execute(self, resume: bool) -> Result:
+        """Evaluate, train, evaluate, write."""
+        checkpoint = self._load_checkpoint() if resume else None
+        self.before = Quality(**checkpoint["before"]) if checkpoint and checkpoint["before"] else None
+        if not checkpoint:
+            self.before = self._evaluate("evaluating before training")
+        self.model.train()
+        self._make_private()
+        if checkpoint:
+            self._restore(checkpoint)
+        self._keep_metrics(self.updates)
+        self.reporter.phase("training")
+        memory = PeakMemory(self.device)
+        seconds = self._train()
+        peak = memory.stop()
+        after = self._evaluate("evaluating after training")
+        return self._write(seconds, peak, after)
+
+    def _make_private(self) -> None:
+        config = self.config
+        parameters = [p for p in self.model.parameters() if p.requires_grad]
+        optimizer = torch.optim.AdamW(parameters, lr=config.learning_rate, weight_decay=config.weight_decay)
+        loader = DataLoader(self.train, batch_size=config.batch_size, shuffle=True, collate_fn=self.collator)
+        private_run = math.isfinite(float(config.epsilon or 0))
+        self.private = fastdp.make_private(
+            self.model,
+            optimizer,
+            loader,
+            method=fastdp.DPSGD(max_grad_norm=config.max_grad_norm) if private_run else fastdp.NonPrivate(),
+            target_epsilon=config.epsilon,
+            target_delta=config.delta,
+            epochs=config.epochs,
+            max_physical_batch_size=config.physical_batch_size,
+            sampling=config.sampling,
+            output_dir=str(self.output),
+        )
+        self.model, self.optimizer, self.loader = self.private
+        self.scheduler = LambdaLR(self.optimizer, _schedule(config, self.private.total_steps))
+
+    def _train(self) -> list[float]:
+        config, private = self.config, self.private
+        seconds: list[float] = []
+        losses: list[float] = []
+        every = max(1, private.total_steps // EPSILON_POINTS)
+        begin = time.perf_counter()
+        with open(self.output / METRICS, "a", encoding="utf-8") as metrics:
+            while private.steps_done < private.total_steps:
+                for batch in self.loader:
+                    batch = {key: value.to(self.device, non_blocking=True) for key, value in batch.items()}
+                    with autocast(self.device, config.precision):
+                        loss = self.model(**batch).loss
+                    loss.backward()
+                    self.optimizer.step()
+                    self.optimizer.zero_grad()
+                    losses.append(float(loss.detach()))
+                    if not private.last_step_done:
+                        continue
+                    seconds.append(time.perf_counter() - begin)
+                    self.updates += 1
+                    self.scheduler.step()
+                    known = self.updates % every == 0 or private.steps_done >= private.total_steps
+                    epsilon = private.epsilon() if known else None
+                    mean = sum(losses) / len(losses)
+                    metrics.write(json.dumps(self._metrics_row(seconds[-1], epsilon, mean)) + "\n")
+                    metrics.flush()
+                    self.reporter.step(private.steps_done, private.total_steps, mean, epsilon)
+                    losses.clear()
+                    if self.updates % config.checkpoint_every == 0:
+                        self._save_checkpoint()
+                    begin = time.perf_counter()
+        return seconds
+
+    def _metrics_row(self, seconds: float, epsilon: float | None, loss: float) -> dict[str, Any]:
+        row: dict[str, Any] = {
+            "step": self.updates,
+            "learning_rate": self.scheduler.get_last_lr()[0],
+            "seconds": seconds,
+        }
+        if epsilon is not None:
+            row["epsilon"] = epsilon if math.isfinite(epsilon) else "inf"
+        # A reader must not take the loss for a released figure: it is a function of the drawn examples without noise.
+        return row | {"unprotected": {"loss": loss}}
+
+    def _evaluate(self, phase: str) -> Quality | None:
+        if self.held_out is None:
+            return None
+        self.reporter.phase(phase)
+        config = self.config
+        return evaluate(self.model, self.held_out, self.collator, config.eval_batch_size, config.task, config.precision)
+
+    def _write(self, seconds: list[float], peak: int, after: Quality | None) -> Result:
+        self.reporter.phase("writing")
+        private = self.private
+        save_weights(self.model, self.tokenizer, self.output)
+        private.card().save(self.output / "card")
+        rows = [json.loads(line) for line in (self.output / METRICS).read_text(encoding="utf-8").splitlines()]
+        plots.loss_over_steps(rows, self.output / "loss.png")
+        plots.epsilon_over_steps(rows, self.output / "epsilon.png", self.config.epsilon, self.config.delta)
+        result = Result(
+            output=str(self.output),
+            epsilon=private.epsilon(),
+            delta=self.config.delta,
+            noise_multiplier=private.noise_multiplier,
+            steps=self.updates,
+            trained_parameters=sum(p.numel() for p in self.model.parameters() if p.requires_grad),
+            seconds_per_step=sum(seconds) / len(seconds) if seconds else math.nan,
+            peak_bytes=peak,
+            before=self.before,
+            after=after,
+        )
+        result.save(self.output / RESULT)
+        (self.output / CHECKPOINT).unlink(missing_ok=True)
+        return result
+
+    def _save_checkpoint(self) -> None:
+        state = {
+            "updates": self.updates,
+            "trained": trained_state(self.model),
+            "optimizer": self.optimizer.state_dict(),
+            "scheduler": self.scheduler.state_dict(),
+            "private": self.private.state_dict(),
+            "before": self.before and self.before.as_dict(),
+        }
+        # Written aside, synced and renamed: a kill at any point leaves the previous checkpoint or this one, whole.
+        aside = self.output / (CHECKPOINT + ".partial")
+        with open(aside, "wb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(aside, self.output / CHECKPOINT)
+
+    def _load_checkpoint(self) -> dict[str, Any] | None:
+        path = self.output / CHECKPOINT
+        if not path.exists():
+            self.reporter.note("the run was interrupted before its first checkpoint: it starts anew, its spending kept")
+            return None
+        return torch.load(path, map_location="cpu", weights_only=True)
+
+    def _restore(self, checkpoint: dict[str, Any]) -> None:
+        restore_trained(self.model, checkpoint["trained"])
+        self.optimizer.load_state_dict(checkpoint["optimizer"])
+        self.scheduler.load_state_dict(checkpoint["scheduler"])
+        self.private.load_state_dict(checkpoint["private"])
+        self.updates = checkpoint["updates"]
+
+    def _keep_metrics(self, updates: int) -> None:
+        """Drop the rows of updates that were lost with the process: they will be made again."""
+        path = self.output / METRICS
+        if not path.exists():
+            return
+        kept = []
+        for line in path.read_text(encoding="utf-8").splitlines():
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError:
+                break
+            if row["step"] <= updates:
+                kept.append(line + "\n")
+        path.write_text("".join(kept), encoding="utf-8")
+
+
+def _schedule(config: FinetuneConfig, total: int) -> Callable[[int], float]:
+    warm = config.warmup * total
+
+    def factor(step: int) -> float:
+        rise = min(1.0, (step + 1) / warm) if warm else 1.0
+        share = min(1.0, step / total)
+        fall = {"constant": 1.0, "linear": 1 - share, "cosine": 0.5 * (1 + math.cos(math.pi * share))}
+        return rise * fall[config.schedule]
+
+    return factor

@@ -1,0 +1,69 @@
+"""Figures of a run as PNG files: the loss and the privacy spent over its steps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+
+_SIZE = (6.4, 3.6)
+_DPI = 150
+_INK, _ACCENT = "#1b3a57", "#c4572b"
+
+
+def loss_over_steps(rows: Sequence[dict[str, Any]], path: str | Path) -> None:
+    """Training loss of each step, with its running mean; marked as unprotected, since the guarantee does not cover it.
+
+    Args:
+        rows: the rows of `metrics.jsonl`, with "step" and "unprotected": {"loss"}, in nats.
+        path: the PNG to write.
+    """
+    steps = [row["step"] for row in rows]
+    losses = [row["unprotected"]["loss"] for row in rows]
+    figure, axes = _figure("Training loss (unprotected: keep it with the private data)", "loss (nats)")
+    axes.plot(steps, losses, color=_INK, alpha=0.3, linewidth=1, label="step")
+    window = max(1, len(losses) // 20)
+    if window > 1:
+        means = [sum(losses[max(0, i - window + 1) : i + 1]) / min(i + 1, window) for i in range(len(losses))]
+        axes.plot(steps, means, color=_INK, linewidth=1.8, label=f"mean of {window} steps")
+        axes.legend(frameon=False)
+    figure.savefig(path, dpi=_DPI)
+
+
+def epsilon_over_steps(rows: Sequence[dict[str, Any]], path: str | Path, target: float | None, delta: float) -> None:
+    """Epsilon spent after each step at which it was computed, and the target.
+
+    Args:
+        rows: the rows of `metrics.jsonl`; those without a finite "epsilon" are left out.
+        path: the PNG to write.
+        target: the budget, drawn as a line when finite.
+        delta: named in the title, since an epsilon means nothing without it.
+    """
+    points = [(row["step"], row["epsilon"]) for row in rows if isinstance(row.get("epsilon"), (int, float))]
+    figure, axes = _figure(f"Privacy spent at delta = {delta:g}", "epsilon (upper bound)")
+    if points:
+        axes.plot(*zip(*points), color=_INK, marker="o", markersize=3, linewidth=1.8, label="spent")
+        if target is not None and math.isfinite(target):
+            axes.axhline(target, color=_ACCENT, linestyle="--", linewidth=1.2, label=f"target {target:g}")
+        axes.set_ylim(bottom=0)
+        axes.legend(frameon=False, loc="lower right")
+    else:
+        axes.text(0.5, 0.5, "no privacy: epsilon is infinite", ha="center", va="center", transform=axes.transAxes)
+        axes.set_yticks([])
+    figure.savefig(path, dpi=_DPI)
+
+
+def _figure(title: str, ylabel: str) -> tuple[Figure, Any]:
+    # A Figure of its own rather than pyplot: no display, no global state, safe beside a notebook's own figures.
+    figure = Figure(figsize=_SIZE, layout="constrained")
+    axes = figure.subplots()
+    axes.set_title(title, fontsize=10, loc="left")
+    axes.set_xlabel("step")
+    axes.set_ylabel(ylabel)
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    return figure, axes
