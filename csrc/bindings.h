@@ -5,4 +5,9 @@
 namespace fastdp {
 void bind_cpu(pybind11::module_ &m);
 void bind_noise(pybind11::module_ &m);
+void bind_clip_noise(pybind11::module_ &m);
+void bind_adamw(pybind11::module_ &m);
+void bind_direct_norms(pybind11::module_ &m);
+void bind_gram_norms(pybind11::module_ &m);
+void bind_onehot_norms(pybind11::module_ &m);
 }  // namespace fastdp

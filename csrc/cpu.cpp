@@ -47,7 +47,9 @@ Isa isa() {
 int num_threads() {
     const int set = threads.load();
     if (set > 0) return set;
-    return std::max(1u, std::thread::hardware_concurrency());
+    // Asked once: the answer costs a system call of several microseconds, more than a small kernel.
+    static const int found = static_cast<int>(std::max(1u, std::thread::hardware_concurrency()));
+    return found;
 }
 
 void set_num_threads(int n) {

@@ -56,7 +56,7 @@ void add_noise(uintptr_t x, int dtype, uint64_t first, int64_t n, double std, ui
     const NoiseLanes &lanes = noise_lanes();
     char *base = reinterpret_cast<char *>(x);
     py::gil_scoped_release unlocked;
-    parallel_for((n + kTile - 1) / kTile, 16, [&](int64_t begin, int64_t end) {
+    parallel_for((n + kTile - 1) / kTile, kNoiseGrain, [&](int64_t begin, int64_t end) {
         alignas(64) float room[kTileRoom];
         for (int64_t tile = begin; tile < end; ++tile) {
             const int64_t i = tile * kTile, count = std::min(kTile, n - i);
@@ -72,8 +72,8 @@ void words(uintptr_t out, uint32_t first, int64_t blocks, uintptr_t position, co
     const NoiseLanes &lanes = noise_lanes(name);
     uint32_t *base = reinterpret_cast<uint32_t *>(out);
     py::gil_scoped_release unlocked;
-    parallel_for((blocks + kGroup - 1) / kGroup, 64, [&](int64_t begin, int64_t end) {
-        uint32_t room[kGroup * kBlockWords];
+    parallel_for((blocks + kGroup - 1) / kGroup, 4 * kNoiseGrain, [&](int64_t begin, int64_t end) {
+        alignas(64) uint32_t room[kGroup * kBlockWords];
         for (int64_t group = begin; group < end; ++group) {
             const int64_t b = group * kGroup, count = std::min(kGroup, blocks - b);
             lanes.words(at, first + static_cast<uint32_t>(b), kGroup, room);
@@ -87,7 +87,7 @@ void normals(uintptr_t out, uint64_t first, int64_t n, uintptr_t position, bool 
     const NoiseLanes &lanes = noise_lanes(name);
     float *base = reinterpret_cast<float *>(out);
     py::gil_scoped_release unlocked;
-    parallel_for((n + kTile - 1) / kTile, 16, [&](int64_t begin, int64_t end) {
+    parallel_for((n + kTile - 1) / kTile, kNoiseGrain, [&](int64_t begin, int64_t end) {
         alignas(64) float room[kTileRoom];
         for (int64_t tile = begin; tile < end; ++tile) {
             const int64_t i = tile * kTile, count = std::min(kTile, n - i);

@@ -16,12 +16,15 @@ constexpr int64_t kBlockWords = 16;
 // Elements worked on at once: the noise of a tile stays in the first-level cache between being made and being used.
 constexpr int64_t kTile = 4 * kGroup * kBlockWords;
 
+// Tiles worth a thread of their own: about 70 us of noise, several times what starting a thread costs.
+constexpr int64_t kNoiseGrain = 64;
+
 struct AdamWStep {
     float std;             // of the noise added to the gradient sum
     float inverse_divisor;
     float keep;            // 1 - lr * weight_decay
     float step_size;       // lr / (1 - beta1^t)
-    float beta1, beta2;
+    float beta2, rest1, rest2;  // rest = 1 - beta, from float64: in float32 1 - .999f is off by 5e-5 of itself
     float inverse_correction2;  // 1 / (1 - beta2^t)
     float eps;
     bool corrected;        // subtract noise_variance from the second moment, not below `floor`
@@ -42,6 +45,8 @@ struct NoiseLanes {
                   const AdamWStep &step, int64_t n);
     // sum of x[i] * y[i] in float64; y may be x.
     double (*dot)(const void *x, const void *y, Dtype dtype, int64_t n);
+    void (*to_float)(const void *x, Dtype dtype, float *out, int64_t n);
+    void (*from_float)(const float *x, void *out, Dtype dtype, int64_t n);
     // out[i] = scale * (g[i] - pull * x[i]), all of one dtype.
     void (*pull_back)(const void *g, const void *x, void *out, Dtype dtype, float scale, float pull, int64_t n);
 };

@@ -1,5 +1,7 @@
-"""The kernels as functions on tensors of any device. Each module keeps an op's schema, contract and definition together."""
+"""The kernels as functions of tensors of any device; a module keeps an op's schema, contract and definition."""
 
+from .adamw import adamw_noise_step_ as adamw_noise_step_
+from .clip import clip_noise as clip_noise
 from .entries import abs_sum as abs_sum
 from .entries import masked_sqnorm as masked_sqnorm
 from .entries import masked_weighted_sum as masked_weighted_sum

@@ -1,0 +1,59 @@
+// AdamW on a noised gradient, in one pass: the noise never reaches memory.
+#include <algorithm>
+#include <cmath>
+
+#include "bindings.h"
+#include "noise.h"
+
+namespace fastdp {
+
+namespace py = pybind11;
+
+namespace {
+
+void adamw_noise_step(uintptr_t param, int dtype, uintptr_t grad, uintptr_t mean, uintptr_t square, int64_t n,
+                      uintptr_t position, bool folded, double std, double divisor, double lr, double beta1, double beta2,
+                      double eps, double weight_decay, int64_t step, bool corrected, double floor) {
+    const Position at = *reinterpret_cast<const Position *>(position);
+    const Dtype type = static_cast<Dtype>(dtype);
+    const NoiseLanes &lanes = noise_lanes();
+    AdamWStep s;
+    s.std = static_cast<float>(std);
+    s.inverse_divisor = static_cast<float>(1.0 / divisor);
+    s.keep = static_cast<float>(1.0 - lr * weight_decay);
+    s.step_size = static_cast<float>(lr / (1.0 - std::pow(beta1, static_cast<double>(step))));
+    s.beta2 = static_cast<float>(beta2);
+    s.rest1 = static_cast<float>(1.0 - beta1);
+    s.rest2 = static_cast<float>(1.0 - beta2);
+    s.inverse_correction2 = static_cast<float>(1.0 / (1.0 - std::pow(beta2, static_cast<double>(step))));
+    s.eps = static_cast<float>(eps);
+    s.corrected = corrected;
+    s.noise_variance = static_cast<float>(std / divisor * (std / divisor));
+    s.floor = static_cast<float>(floor);
+    char *p = reinterpret_cast<char *>(param);
+    const float *g = reinterpret_cast<const float *>(grad);
+    float *m = reinterpret_cast<float *>(mean);
+    float *v = reinterpret_cast<float *>(square);
+    py::gil_scoped_release unlocked;
+    parallel_for((n + kTile - 1) / kTile, kNoiseGrain, [&](int64_t begin, int64_t end) {
+        alignas(64) float room[kTileRoom];
+        std::fill(room, room + kTile, 0.f);
+        const float *z = room;
+        for (int64_t tile = begin; tile < end; ++tile) {
+            const int64_t i = tile * kTile, count = std::min(kTile, n - i);
+            if (s.std != 0.f) z = noise_tile(lanes, at, folded, i, count, room);
+            lanes.adamw(p + i * width(type), type, g + i, m + i, v + i, z, s, count);
+        }
+    });
+}
+
+}  // namespace
+
+void bind_adamw(py::module_ &m) {
+    m.def("adamw_noise_step", &adamw_noise_step, "noise and AdamW in one pass", py::arg("param"), py::arg("dtype"),
+          py::arg("grad"), py::arg("mean"), py::arg("square"), py::arg("n"), py::arg("position"), py::arg("folded"),
+          py::arg("std"), py::arg("divisor"), py::arg("lr"), py::arg("beta1"), py::arg("beta2"), py::arg("eps"),
+          py::arg("weight_decay"), py::arg("step"), py::arg("corrected"), py::arg("floor"));
+}
+
+}  // namespace fastdp

@@ -1,0 +1,193 @@
+// Per-example clipping and noise: one pass for the norms, one that scales, noises and writes. And the gradient of the clip.
+#include <algorithm>
+#include <cmath>
+#include <vector>
+
+#include "bindings.h"
+#include "noise.h"
+
+namespace fastdp {
+
+namespace py = pybind11;
+
+namespace {
+
+// Pieces of a row that are summed apart, so that one long row still occupies every thread. Their bounds do not depend on
+// the number of threads, hence neither do the sums.
+constexpr int64_t kPiece = 8192;
+
+// out[r] = sum over row r of x * y, in float64.
+void row_dots(const NoiseLanes &lanes, const char *x, const char *y, Dtype type, int64_t rows, int64_t length, double *out) {
+    const int64_t pieces = std::max<int64_t>(1, (length + kPiece - 1) / kPiece);
+    std::vector<double> partial(rows * pieces);
+    const int64_t grain = std::max<int64_t>(1, 256 * 1024 / std::max<int64_t>(1, std::min(length, kPiece)));
+    parallel_for(rows * pieces, grain, [&](int64_t begin, int64_t end) {
+        for (int64_t p = begin; p < end; ++p) {
+            const int64_t start = p % pieces * kPiece;
+            const int64_t offset = (p / pieces * length + start) * width(type);
+            partial[p] = lanes.dot(x + offset, y + offset, type, std::min(kPiece, length - start));
+        }
+    });
+    for (int64_t r = 0; r < rows; ++r) {
+        out[r] = 0;
+        for (int64_t p = 0; p < pieces; ++p) out[r] += partial[r * pieces + p];
+    }
+}
+
+// Rounded down, so that the float32 factor never leaves a row longer than the bound. A row that is not finite has no
+// direction: it is removed, like an example of norm 0.
+float clip_factor(double norm, double bound) {
+    if (!std::isfinite(norm)) return 0.f;
+    if (norm <= bound) return 1.f;
+    const double exact = bound / norm;
+    const float near = static_cast<float>(exact);
+    return near > exact ? std::nextafter(near, 0.f) : near;
+}
+
+// How much of x is taken from the gradient g, given <g, x>: <g, x> / |x|^2 where x was clipped.
+float pull_factor(double along, double norm, double bound) {
+    return norm > bound ? static_cast<float>(along / norm / norm) : 0.f;
+}
+
+// Calls body(row, first, count, offset in the tile) for the stretches of [i, i + n) that lie in one row.
+template <typename F>
+void by_row(int64_t i, int64_t n, int64_t length, const F &body) {
+    for (int64_t done = 0; done < n;) {
+        const int64_t row = (i + done) / length;
+        const int64_t count = std::min(n - done, (row + 1) * length - (i + done));
+        body(row, i + done, count, done);
+        done += count;
+    }
+}
+
+// Rows so short that a call for each would cost more than its work are taken many at a time, widened to float32 in a tile.
+constexpr int64_t kShort = 64;
+
+// As many short rows as fit a tile and end where a block of noise ends.
+int64_t rows_a_tile(int64_t length) { return kTile / length / kBlockWords * kBlockWords; }
+
+double short_dot(const float *x, const float *y, int64_t n) {
+    double sum = 0;
+    for (int64_t i = 0; i < n; ++i) sum += static_cast<double>(x[i]) * y[i];
+    return sum;
+}
+
+void clip_short_rows(const NoiseLanes &lanes, const Position &at, bool folded, Dtype type, const char *from, char *to,
+                     double *norms, int64_t rows, int64_t length, double bound, float std) {
+    const int64_t some = rows_a_tile(length);
+    parallel_for((rows + some - 1) / some, kNoiseGrain, [&](int64_t begin, int64_t end) {
+        alignas(64) float room[kTileRoom];
+        std::fill(room, room + kTile, 0.f);
+        const float *z = room;
+        float work[kTile];
+        for (int64_t group = begin; group < end; ++group) {
+            const int64_t first = group * some, last = std::min(rows, first + some);
+            const int64_t i = first * length, count = (last - first) * length;
+            if (std != 0.f) z = noise_tile(lanes, at, folded, i, count, room);
+            lanes.to_float(from + i * width(type), type, work, count);
+            for (int64_t r = first; r < last; ++r) {
+                float *row = work + (r - first) * length;
+                norms[r] = std::sqrt(short_dot(row, row, length));
+                const float factor = clip_factor(norms[r], bound);
+                for (int64_t j = 0; j < length; ++j) row[j] = factor == 0.f ? 0.f : factor * row[j];
+            }
+            for (int64_t j = 0; j < count; ++j) work[j] += std * z[j];
+            lanes.from_float(work, to + i * width(type), type, count);
+        }
+    });
+}
+
+void short_backward(const NoiseLanes &lanes, Dtype type, const char *grad, const char *from, char *to, const double *norms,
+                    int64_t rows, int64_t length, double bound) {
+    const int64_t some = rows_a_tile(length);
+    parallel_for((rows + some - 1) / some, 4 * kNoiseGrain, [&](int64_t begin, int64_t end) {
+        float g[kTile], x[kTile];
+        for (int64_t group = begin; group < end; ++group) {
+            const int64_t first = group * some, last = std::min(rows, first + some);
+            const int64_t i = first * length, count = (last - first) * length;
+            lanes.to_float(grad + i * width(type), type, g, count);
+            lanes.to_float(from + i * width(type), type, x, count);
+            for (int64_t r = first; r < last; ++r) {
+                float *a = g + (r - first) * length;
+                const float *b = x + (r - first) * length;
+                const float factor = clip_factor(norms[r], bound);
+                const float pull = pull_factor(short_dot(a, b, length), norms[r], bound);
+                for (int64_t j = 0; j < length; ++j) a[j] = factor == 0.f ? 0.f : factor * (a[j] - pull * b[j]);
+            }
+            lanes.from_float(g, to + i * width(type), type, count);
+        }
+    });
+}
+
+void clip_noise(uintptr_t x, uintptr_t out, uintptr_t norm, int dtype, int64_t rows, int64_t length, double bound, double std,
+                uintptr_t position, bool folded) {
+    const Position at = *reinterpret_cast<const Position *>(position);
+    const Dtype type = static_cast<Dtype>(dtype);
+    const NoiseLanes &lanes = noise_lanes();
+    const char *from = reinterpret_cast<const char *>(x);
+    char *to = reinterpret_cast<char *>(out);
+    double *norms = reinterpret_cast<double *>(norm);
+    py::gil_scoped_release unlocked;
+    if (length > 0 && length < kShort)
+        return clip_short_rows(lanes, at, folded, type, from, to, norms, rows, length, bound, static_cast<float>(std));
+    row_dots(lanes, from, from, type, rows, length, norms);
+    std::vector<float> factor(rows);
+    for (int64_t r = 0; r < rows; ++r) {
+        norms[r] = std::sqrt(norms[r]);
+        factor[r] = clip_factor(norms[r], bound);
+    }
+    const int64_t n = rows * length;
+    parallel_for((n + kTile - 1) / kTile, kNoiseGrain, [&](int64_t begin, int64_t end) {
+        alignas(64) float room[kTileRoom];
+        std::fill(room, room + kTile, 0.f);
+        const float *z = room;
+        for (int64_t tile = begin; tile < end; ++tile) {
+            const int64_t i = tile * kTile, count = std::min(kTile, n - i);
+            if (std != 0) z = noise_tile(lanes, at, folded, i, count, room);
+            by_row(i, count, length, [&](int64_t row, int64_t first, int64_t some, int64_t o_z) {
+                lanes.scale_add(from + first * width(type), to + first * width(type), type, z + o_z, factor[row],
+                                static_cast<float>(std), some);
+            });
+        }
+    });
+}
+
+// With y = x min(1, C / |x|): dx = g where nothing was clipped, and C / |x| (g - x <g, x> / |x|^2) elsewhere.
+void clip_backward(uintptr_t grad, uintptr_t x, uintptr_t norm, uintptr_t out, int dtype, int64_t rows, int64_t length,
+                   double bound) {
+    const Dtype type = static_cast<Dtype>(dtype);
+    const NoiseLanes &lanes = noise_lanes();
+    const char *g = reinterpret_cast<const char *>(grad);
+    const char *from = reinterpret_cast<const char *>(x);
+    char *to = reinterpret_cast<char *>(out);
+    const double *norms = reinterpret_cast<const double *>(norm);
+    py::gil_scoped_release unlocked;
+    if (length > 0 && length < kShort) return short_backward(lanes, type, g, from, to, norms, rows, length, bound);
+    std::vector<double> along(rows);
+    row_dots(lanes, g, from, type, rows, length, along.data());
+    std::vector<float> factor(rows), pull(rows);
+    for (int64_t r = 0; r < rows; ++r) {
+        factor[r] = clip_factor(norms[r], bound);
+        pull[r] = pull_factor(along[r], norms[r], bound);
+    }
+    const int64_t n = rows * length;
+    parallel_for((n + kTile - 1) / kTile, 4 * kNoiseGrain, [&](int64_t begin, int64_t end) {
+        const int64_t i = begin * kTile, stop = std::min(end * kTile, n);
+        by_row(i, stop - i, length, [&](int64_t row, int64_t first, int64_t count, int64_t) {
+            const int64_t offset = first * width(type);
+            lanes.pull_back(g + offset, from + offset, to + offset, type, factor[row], pull[row], count);
+        });
+    });
+}
+
+}  // namespace
+
+void bind_clip_noise(py::module_ &m) {
+    m.def("clip_noise", &clip_noise, "per-example clipping and noise", py::arg("x"), py::arg("out"), py::arg("norm"),
+          py::arg("dtype"), py::arg("rows"), py::arg("length"), py::arg("bound"), py::arg("std"), py::arg("position"),
+          py::arg("folded"));
+    m.def("clip_backward", &clip_backward, "the gradient of per-example clipping", py::arg("grad"), py::arg("x"),
+          py::arg("norm"), py::arg("out"), py::arg("dtype"), py::arg("rows"), py::arg("length"), py::arg("bound"));
+}
+
+}  // namespace fastdp

@@ -1,0 +1,170 @@
+"""Per-example clipping and noise of a hidden tensor in the forward pass (EW-FT, DP-Forward), and its gradient."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fastdp import _native
+from fastdp.ops.noise import DTYPES, check_number, check_position, check_stream, check_tensor, standard_normals
+from fastdp.ops.stream import MAX_ELEMENTS, Draw, NoiseStream
+from fastdp.ops.table import Op
+
+
+def _check_shape(x: torch.Tensor, max_norm: float, std: float, secure_rounding: bool) -> None:
+    check_tensor("x", x)
+    if x.dim() < 1:
+        raise ValueError("x must have a first dimension of examples, got a tensor of no dimensions")
+    check_number("std", std)
+    check_number("max_norm", max_norm)
+    if max_norm == 0.0:
+        raise ValueError("max_norm must be greater than 0")
+    if secure_rounding and x.numel() > MAX_ELEMENTS // 4:
+        raise ValueError(f"x has {x.numel()} elements, more than the 2^34 that secure rounding has noise for")
+
+
+def _check_clip(x: torch.Tensor, max_norm: float, std: float, position: torch.Tensor, secure_rounding: bool) -> None:
+    _check_shape(x, max_norm, std, secure_rounding)
+    check_position(position)
+
+
+def _factors(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
+    """``min(1, max_norm / norm)``, and 0 for a norm that is not finite: float64, same shape."""
+    finite = torch.isfinite(norm)
+    return torch.where(finite, (max_norm / norm.clamp_min(max_norm)), torch.zeros_like(norm))
+
+
+def _reference_clip_noise(
+    x: torch.Tensor, max_norm: float, std: float, position: torch.Tensor, secure_rounding: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    rows = x.reshape(x.shape[0], -1) if x.numel() else x.reshape(x.shape[0], 0)
+    norm = torch.linalg.vector_norm(rows.double(), dim=1)
+    factor = _factors(norm, max_norm)[:, None]
+    clipped = torch.where(factor > 0.0, rows.double() * factor, 0.0)
+    z = standard_normals(position, x.numel(), secure_rounding).to(x.device).reshape(rows.shape)
+    return (clipped + std * z).to(x.dtype).reshape(x.shape), norm
+
+
+def _reference_backward(grad: torch.Tensor, x: torch.Tensor, norm: torch.Tensor, max_norm: float) -> torch.Tensor:
+    shape = (x.shape[0], -1) if x.numel() else (x.shape[0], 0)
+    g, rows = grad.reshape(shape).double(), x.reshape(shape).double()
+    factor = _factors(norm, max_norm)[:, None]
+    pull = torch.where(norm > max_norm, (g * rows).sum(1) / norm.square(), 0.0)[:, None]
+    return torch.where(factor > 0.0, factor * (g - pull * rows), 0.0).to(x.dtype).reshape(x.shape)
+
+
+def _check_backward(grad: torch.Tensor, x: torch.Tensor, norm: torch.Tensor, max_norm: float) -> None:
+    check_tensor("x", x)
+    if grad.shape != x.shape or grad.dtype != x.dtype:
+        raise ValueError(f"the gradient must be {x.dtype} {list(x.shape)}, got {grad.dtype} {list(grad.shape)}")
+    if norm.shape != x.shape[:1] or norm.dtype != torch.float64:
+        raise ValueError(f"norm must be float64 [{x.shape[0]}], got {norm.dtype} {list(norm.shape)}")
+    check_number("max_norm", max_norm)
+
+
+_CLIP_BACKWARD = Op(
+    "clip_noise_backward(Tensor grad, Tensor x, Tensor norm, float max_norm) -> Tensor",
+    reference=_reference_backward,
+    fake=lambda grad, x, norm, max_norm: torch.empty_like(x, memory_format=torch.contiguous_format),
+    check=_check_backward,
+)
+
+
+@_CLIP_BACKWARD.implement("cpu")
+def _cpu_backward(grad: torch.Tensor, x: torch.Tensor, norm: torch.Tensor, max_norm: float) -> torch.Tensor:
+    g, flat, norm = grad.contiguous(), x.contiguous(), norm.contiguous()
+    out = torch.empty_like(flat, memory_format=torch.contiguous_format)
+    rows = x.shape[0]
+    _native.clip_backward(
+        g.data_ptr(),
+        flat.data_ptr(),
+        norm.data_ptr(),
+        out.data_ptr(),
+        DTYPES[x.dtype],
+        rows,
+        x.numel() // rows if rows else 0,
+        max_norm,
+    )
+    return out
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    ctx.max_norm = inputs[1]
+    ctx.save_for_backward(inputs[0], output[1])
+    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, grad: torch.Tensor | None, grad_norm: None) -> tuple[Any, ...]:
+    if grad is None:
+        return None, None, None, None, None
+    x, norm = ctx.saved_tensors
+    return _CLIP_BACKWARD(grad, x, norm, ctx.max_norm), None, None, None, None
+
+
+_CLIP_NOISE = Op(
+    "clip_noise(Tensor x, float max_norm, float std, Tensor position, bool secure_rounding) -> (Tensor, Tensor)",
+    reference=_reference_clip_noise,
+    fake=lambda x, max_norm, std, position, secure_rounding: (
+        torch.empty_like(x, memory_format=torch.contiguous_format),
+        x.new_empty(x.shape[0], dtype=torch.float64),
+    ),
+    check=_check_clip,
+    backward=_backward,
+    setup_context=_setup_context,
+)
+
+
+@_CLIP_NOISE.implement("cpu")
+def _cpu_clip_noise(
+    x: torch.Tensor, max_norm: float, std: float, position: torch.Tensor, secure_rounding: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    flat = x.contiguous()
+    out = torch.empty_like(flat, memory_format=torch.contiguous_format)
+    rows = x.shape[0]
+    norm = torch.empty(rows, dtype=torch.float64)
+    _native.clip_noise(
+        flat.data_ptr(),
+        out.data_ptr(),
+        norm.data_ptr(),
+        DTYPES[x.dtype],
+        rows,
+        x.numel() // rows if rows else 0,
+        max_norm,
+        std,
+        position.data_ptr(),
+        secure_rounding,
+    )
+    return out, norm
+
+
+def clip_noise(
+    x: torch.Tensor, max_norm: float, std: float, stream: NoiseStream | Draw, *, secure_rounding: bool = False
+) -> torch.Tensor:
+    """Scale each example to Frobenius norm at most ``max_norm``, and add normal noise of standard deviation ``std``.
+
+    ``y[b] = x[b] min(1, max_norm / |x[b]|) + std z[b]``, the release of DP-Forward (Du et al. 2023, arXiv 2309.06746)
+    and EW-FT. Two examples differ by at most ``2 max_norm`` after the clip: the sensitivity of a local guarantee.
+    Norms are summed in float64; the scaled value and the noise are added in float32 and rounded once to the dtype of
+    ``x``. An example that holds an infinity or a NaN is removed by selection: its output is noise alone, its
+    gradient zero. Differentiable once in ``x``: the gradient is that of the clip, the noise being a constant.
+
+    Args:
+        x: [B, ...], at least one dimension; float32, bfloat16 or float16. Noise is placed by the flattened index.
+        max_norm: the bound C, in the units of ``x``, greater than 0.
+        std: in the units of ``x``; 0 clips only.
+        stream: a ``NoiseStream`` or one position of it.
+        secure_rounding: as in ``add_noise_``.
+
+    Returns:
+        A new contiguous tensor of the shape and dtype of ``x``.
+
+    Raises:
+        ValueError: if ``max_norm`` or ``std`` is out of range, or ``x`` has no dimension or too many elements.
+        TypeError: if the dtype or layout of ``x`` is another, or ``stream`` is no stream.
+        RuntimeError: if the position was drawn before.
+    """
+    check_stream(stream)
+    _check_shape(x, max_norm, std, secure_rounding)
+    return _CLIP_NOISE(x, float(max_norm), float(std), stream.take(), secure_rounding)[0]
