@@ -1,0 +1,106 @@
+"""``adamw_noise_step_``: noise and AdamW in one pass over memory, 28 bytes an element in float32."""
+
+import torch
+import triton
+import triton.language as tl
+
+from .chacha import BLOCKS, normals
+from .launch import beside, on_device_of
+
+
+@triton.jit
+def _step(
+    p_param, p_grad, p_mean, p_square, o_x, m_x, z,
+    std, inverse_divisor, keep, step_size, lerp1, beta2, rest2, inverse_correction2, eps, noise_variance, floor,
+    CORRECTED: tl.constexpr,
+):  # fmt: skip
+    grad = tl.load(p_grad + o_x, mask=m_x)
+    mean = tl.load(p_mean + o_x, mask=m_x)
+    square = tl.load(p_square + o_x, mask=m_x)
+    param = tl.load(p_param + o_x, mask=m_x).to(tl.float32)
+    g = tl.fma(z, std, grad) * inverse_divisor
+    mean = tl.fma(lerp1, g - mean, mean)
+    square = tl.fma(g * g, rest2, square * beta2)
+    if CORRECTED:
+        under = tl.sqrt(tl.maximum(square * inverse_correction2 - noise_variance, floor))
+    else:
+        under = tl.sqrt(square * inverse_correction2) + eps
+    tl.store(p_mean + o_x, mean, mask=m_x)
+    tl.store(p_square + o_x, square, mask=m_x)
+    param = param * keep - step_size * mean / under
+    tl.store(p_param + o_x, param.to(p_param.dtype.element_ty), mask=m_x)
+
+
+@triton.jit(do_not_specialize=["n"])
+def _adamw_kernel(
+    p_param, p_grad, p_mean, p_square, p_position, n,
+    std, inverse_divisor, keep, step_size, lerp1, beta2, rest2, inverse_correction2, eps, noise_variance, floor,
+    b_blocks: tl.constexpr, CORRECTED: tl.constexpr, FOLDED: tl.constexpr,
+):  # fmt: skip
+    first = tl.program_id(0).to(tl.int64) * b_blocks
+    block = first + tl.arange(0, b_blocks)
+    z = normals(p_position, block.to(tl.uint32), FOLDED)
+    o_x = block[:, None] * 16 + tl.arange(0, 16)[None, :]
+    # A mask on single elements forbids wide loads and stores, so only the last program has one.
+    if (first + b_blocks) * 16 <= n:
+        _step(p_param, p_grad, p_mean, p_square, o_x, None, z, std, inverse_divisor, keep, step_size, lerp1, beta2, rest2,
+              inverse_correction2, eps, noise_variance, floor, CORRECTED)  # fmt: skip
+    else:
+        _step(p_param, p_grad, p_mean, p_square, o_x, o_x < n, z, std, inverse_divisor, keep, step_size, lerp1, beta2, rest2,
+              inverse_correction2, eps, noise_variance, floor, CORRECTED)  # fmt: skip
+
+
+def adamw_noise_step_(
+    param: torch.Tensor,
+    grad_sum: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    position: torch.Tensor,
+    std: float,
+    divisor: float,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    step: int,
+    variance_floor: float | None,
+    secure_rounding: bool = False,
+) -> None:
+    """One step of AdamW in place on ``g = (grad_sum + std z) / divisor``, z at ``position`` (int32 [11]).
+
+    With ``variance_floor`` the second moment is freed of the noise's variance (DP-AdamBC, arXiv 2312.14334, algorithm 1).
+    All tensors have one shape; ``param`` is float32, bfloat16 or float16, the others float32; strided ones are copied once.
+    The numbers of a step are computed in float64 and reach the kernel as float32: no step compiles another kernel.
+    """
+    if param.numel() == 0:
+        return
+    written = (param, exp_avg, exp_avg_sq)
+    flat = [x.contiguous() for x in written]
+    with on_device_of(param):
+        _adamw_kernel[(triton.cdiv(param.numel(), 16 * BLOCKS),)](
+            flat[0],
+            grad_sum.contiguous(),
+            flat[1],
+            flat[2],
+            beside(position, param),
+            param.numel(),
+            float(std),
+            1.0 / divisor,
+            1.0 - lr * weight_decay,
+            lr / (1.0 - beta1**step),
+            1.0 - beta1,
+            float(beta2),
+            1.0 - beta2,
+            1.0 / (1.0 - beta2**step),
+            float(eps),
+            (std / divisor) ** 2,
+            float(variance_floor or 0.0),
+            b_blocks=BLOCKS,
+            CORRECTED=variance_floor is not None,
+            FOLDED=secure_rounding,
+            num_warps=4,
+        )
+    for x, result in zip(written, flat):
+        if result is not x:
+            x.copy_(result)

@@ -1,0 +1,191 @@
+"""``clip_noise``: each example scaled to a bounded norm, plus noise; and the gradient of the clip. Reads twice, writes once.
+
+Norms are summed in float64, chunk by chunk in a fixed order, so that a large finite example is not taken for an infinite
+one and two runs give the same bits.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from .chacha import BLOCKS, normals
+from .launch import beside, on_device_of
+
+# Elements that one program of the dot products reads: large enough that its float64 sums hide behind the loads.
+_CHUNK = 16384
+_STEP = 2048
+
+
+@triton.jit(do_not_specialize=["width", "chunks"])
+def _row_dots_kernel(
+    p_x, p_y, p_partial, width, chunks, b_step: tl.constexpr, b_chunk: tl.constexpr, ALIGNED: tl.constexpr
+):
+    if ALIGNED:  # what Triton finds out by itself where a number may be specialised; wide loads depend on it
+        width = tl.multiple_of(width, 16)
+    pid = tl.program_id(0).to(tl.int64)
+    row = pid // chunks
+    start = (pid % chunks) * b_chunk
+    total = tl.zeros((b_step,), tl.float64)
+    for i in range(0, b_chunk, b_step):
+        o_row = start + i + tl.arange(0, b_step)
+        x = tl.load(p_x + row * width + o_row, mask=o_row < width, other=0.0).to(tl.float64)
+        y = tl.load(p_y + row * width + o_row, mask=o_row < width, other=0.0).to(tl.float64)
+        total += x * y
+    tl.store(p_partial + pid, tl.sum(total, 0))
+
+
+@triton.jit
+def _in_order(p_partial, row, chunks, b_chunks: tl.constexpr):
+    total = tl.zeros((b_chunks,), tl.float64)
+    for i in range(0, chunks, b_chunks):
+        o_chunk = i + tl.arange(0, b_chunks)
+        total += tl.load(p_partial + row * chunks + o_chunk, mask=o_chunk < chunks, other=0.0)
+    return tl.sum(total, 0)
+
+
+@triton.jit
+def _factor(norm, max_norm):
+    # min(1, max_norm / norm), and 0 for a norm that is not finite
+    return tl.where(norm < float("inf"), max_norm / tl.where(norm > max_norm, norm, max_norm), 0.0)
+
+
+@triton.jit(do_not_specialize=["chunks"])
+def _forward_factor_kernel(p_partial, p_norm, p_scale, chunks, max_norm, b_chunks: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    norm = tl.sqrt(_in_order(p_partial, row, chunks, b_chunks))
+    tl.store(p_norm + row, norm)
+    tl.store(p_scale + row, _factor(norm, max_norm).to(tl.float32))
+
+
+@triton.jit(do_not_specialize=["chunks"])
+def _backward_factor_kernel(p_partial, p_norm, p_scale, p_pull, chunks, max_norm, b_chunks: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    dot = _in_order(p_partial, row, chunks, b_chunks)
+    norm = tl.load(p_norm + row)
+    pull = tl.where(norm > max_norm, dot / (norm * norm), 0.0)
+    tl.store(p_scale + row, _factor(norm, max_norm).to(tl.float32))
+    tl.store(p_pull + row, pull.to(tl.float32))
+
+
+@triton.jit
+def _rows_of(first, o_tile, width, b_tile: tl.constexpr):
+    # Rows of the elements first + o_tile, with one 64-bit division a program instead of one an element.
+    row = first // width
+    within = first - row * width + o_tile
+    if width >= b_tile:
+        rows = row + (within >= width).to(tl.int64)
+    else:
+        rows = row + (within.to(tl.int32) // width.to(tl.int32)).to(tl.int64)
+    return rows
+
+
+@triton.jit
+def _scale_add(p_x, p_out, o_x, m_x, z, scale, std):
+    x = tl.load(p_x + o_x, mask=m_x).to(tl.float32)
+    # A scale of zero removes the example by selection: zero times NaN would be NaN.
+    kept = tl.where(scale != 0.0, x * scale, 0.0)
+    tl.store(p_out + o_x, tl.fma(z, std, kept).to(p_out.dtype.element_ty), mask=m_x)
+
+
+@triton.jit(do_not_specialize=["n", "width"])
+def _apply_kernel(
+    p_x, p_out, p_scale, p_position, n, width, std, b_blocks: tl.constexpr, NOISY: tl.constexpr, FOLDED: tl.constexpr
+):
+    first = tl.program_id(0).to(tl.int64) * b_blocks
+    block = first + tl.arange(0, b_blocks)
+    o_tile = tl.arange(0, b_blocks)[:, None] * 16 + tl.arange(0, 16)[None, :]
+    o_x = first * 16 + o_tile
+    rows = _rows_of(first * 16, o_tile, width.to(tl.int64), b_blocks * 16)
+    scale = tl.load(p_scale + rows, mask=o_x < n, other=0.0)
+    if NOISY:
+        z = normals(p_position, block.to(tl.uint32), FOLDED)
+    else:
+        z = tl.zeros((b_blocks, 16), tl.float32)
+    # A mask on single elements forbids wide loads and stores, so only the last program has one.
+    if (first + b_blocks) * 16 <= n:
+        _scale_add(p_x, p_out, o_x, None, z, scale, std)
+    else:
+        _scale_add(p_x, p_out, o_x, o_x < n, z, scale, std)
+
+
+@triton.jit(do_not_specialize=["n", "width"])
+def _pull_back_kernel(
+    p_grad, p_x, p_out, p_scale, p_pull, n, width, b_tile: tl.constexpr, ALIGNED: tl.constexpr
+):
+    if ALIGNED:
+        n = tl.multiple_of(n, 16)
+    first = tl.program_id(0).to(tl.int64) * b_tile
+    o_tile = tl.arange(0, b_tile)
+    o_x = first + o_tile
+    m_x = o_x < n
+    rows = _rows_of(first, o_tile, width.to(tl.int64), b_tile)
+    scale = tl.load(p_scale + rows, mask=m_x, other=0.0)
+    pull = tl.load(p_pull + rows, mask=m_x, other=0.0)
+    g = tl.load(p_grad + o_x, mask=m_x).to(tl.float32)
+    x = tl.load(p_x + o_x, mask=m_x).to(tl.float32)
+    out = tl.where(scale != 0.0, scale * tl.fma(-pull, x, g), 0.0)
+    tl.store(p_out + o_x, out.to(p_out.dtype.element_ty), mask=m_x)
+
+
+def _row_dots(x: torch.Tensor, y: torch.Tensor, rows: int, width: int) -> tuple[torch.Tensor, int]:
+    chunks = max(1, triton.cdiv(width, _CHUNK))
+    partial = torch.empty(rows, chunks, dtype=torch.float64, device=x.device)
+    _row_dots_kernel[(rows * chunks,)](
+        x, y, partial, width, chunks, b_step=_STEP, b_chunk=_CHUNK, ALIGNED=width % 16 == 0, num_warps=4
+    )
+    return partial, chunks
+
+
+def clip_noise(
+    x: torch.Tensor, max_norm: float, std: float, position: torch.Tensor, secure_rounding: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``x[b] min(1, max_norm / |x[b]|) + std z`` for x [B, ...], any strides, and the norms, float64 [B].
+
+    An example with an infinity or a NaN becomes noise alone.
+    """
+    flat = x.contiguous()
+    out = torch.empty_like(flat, memory_format=torch.contiguous_format)
+    rows = x.shape[0]
+    norm = torch.zeros(rows, dtype=torch.float64, device=x.device)
+    if x.numel() == 0:
+        return out, norm
+    width = x.numel() // rows
+    with on_device_of(x):
+        partial, chunks = _row_dots(flat, flat, rows, width)
+        scale = torch.empty(rows, dtype=torch.float32, device=x.device)
+        _forward_factor_kernel[(rows,)](partial, norm, scale, chunks, max_norm, b_chunks=128, num_warps=1)
+        _apply_kernel[(triton.cdiv(x.numel(), 16 * BLOCKS),)](
+            flat,
+            out,
+            scale,
+            beside(position, x),
+            x.numel(),
+            width,
+            std,
+            b_blocks=BLOCKS,
+            NOISY=std != 0.0,
+            FOLDED=secure_rounding,
+            num_warps=4,
+        )
+    return out, norm
+
+
+def clip_noise_backward(grad: torch.Tensor, x: torch.Tensor, norm: torch.Tensor, max_norm: float) -> torch.Tensor:
+    """Gradient of the clip of :func:`clip_noise`: ``factor (g - x <g, x> / |x|^2)`` where an example was clipped."""
+    grad, flat = grad.contiguous(), x.contiguous()
+    out = torch.empty_like(flat, memory_format=torch.contiguous_format)
+    if x.numel() == 0:
+        return out
+    rows = x.shape[0]
+    width = x.numel() // rows
+    with on_device_of(x):
+        partial, chunks = _row_dots(grad, flat, rows, width)
+        scale = torch.empty(rows, dtype=torch.float32, device=x.device)
+        pull = torch.empty_like(scale)
+        _backward_factor_kernel[(rows,)](
+            partial, norm.contiguous(), scale, pull, chunks, max_norm, b_chunks=128, num_warps=1
+        )
+        _pull_back_kernel[(triton.cdiv(x.numel(), _STEP),)](
+            grad, flat, out, scale, pull, x.numel(), width, b_tile=_STEP, ALIGNED=x.numel() % 16 == 0, num_warps=4
+        )
+    return out
