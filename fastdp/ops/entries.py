@@ -152,7 +152,8 @@ def _check_masked_weighted_sum_inplace(
 
 
 MASKED_WEIGHTED_SUM = Op(
-    "masked_weighted_sum(Tensor left, Tensor right, Tensor weights_masked, Tensor weights_unmasked, Tensor mask) -> Tensor",
+    "masked_weighted_sum(Tensor left, Tensor right, Tensor weights_masked, Tensor weights_unmasked, Tensor mask) "
+    "-> Tensor",
     reference=_masked_weighted_sum_reference,
     fake=_masked_weighted_sum_fake,
     check=_check_masked_weighted_sum,
@@ -174,7 +175,7 @@ def masked_weighted_sum(
     mask: Tensor,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Sum of all tokens' gradients with one weight for the masked and another for the unmasked entries (Rap-FT's two blocks).
+    """Sum of all tokens' gradients, with one weight for masked and another for unmasked entries (Rap-FT's two blocks).
 
     A token whose weight is 0 for an entry is left out of it by selection, as in :func:`weighted_sum`.
 

@@ -1,7 +1,8 @@
 """The contract of a use: two factors over a flat token axis, cut into units by offsets.
 
-The gradient of unit b is ``sum over its tokens t of left[t] right[t]^T``. ``left`` is a matrix [N, m], or int64 ids [N] that stand
-for one-hot rows (an embedding); ``right`` is a matrix [N, n]; unit b owns the tokens ``offsets[b] .. offsets[b + 1]``.
+The gradient of unit b is ``sum over its tokens t of left[t] right[t]^T``. ``left`` is a matrix [N, m], or int64
+ids [N] that stand for one-hot rows (an embedding); ``right`` is a matrix [N, n]; unit b owns the tokens from
+``offsets[b]`` to ``offsets[b + 1]``.
 """
 
 from __future__ import annotations

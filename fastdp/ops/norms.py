@@ -64,13 +64,13 @@ def sqnorm(left: Tensor, right: Tensor, offsets: Tensor, route: str = "auto") ->
     """Squared Frobenius norm of each unit's gradient, without keeping the gradient.
 
     ``gram`` sums ``(L L^T o R R^T)[t, s]`` over the pairs of tokens of a unit, T^2 (m + n) flop by symmetry;
-    ``direct`` squares the gradient tile by tile, 2 T m n flop. One-hot factors take neither: tokens of a unit that share an id are
-    added up and squared, one pass over ``right`` whatever the route.
+    ``direct`` squares the gradient tile by tile, 2 T m n flop. One-hot factors take neither: tokens of a unit that
+    share an id are added up and squared, one pass over ``right`` whatever the route.
 
     Args:
         left: [N, m] float32, bfloat16, float16 or float64, any strides; or int64 ids [N].
         right: [N, n], float, any strides.
-        offsets: int64 [B + 1], from 0 to N, not decreasing; on the CPU or with the factors. Units may be empty (norm 0).
+        offsets: int64 [B + 1], from 0 to N, not decreasing; on the CPU or with the factors. An empty unit has norm 0.
         route: ``gram``, ``direct``, or ``auto`` for the cheaper by a count of flops.
 
     Returns:
@@ -196,7 +196,7 @@ def cross_inner(
 ) -> Tensor:
     """Inner product of the gradients that two uses of one matrix give each unit (tied weights).
 
-    ``sum over t of use 1, s of use 2, in the unit, of <left1[t], left2[s]> <right1[t], right2[s]>``; neither gradient is built.
+    The sum over tokens t of use 1 and s of use 2, in the unit, of ``<left1[t], left2[s]> <right1[t], right2[s]>``.
 
     Args:
         left1, left2: [N1, m] and [N2, m] float, or int64 ids; an id against a matrix picks the matrix's column.

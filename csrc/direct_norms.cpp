@@ -1,0 +1,138 @@
+// Norms that look at each entry of a unit's gradient L^T R: squared, absolute, and squared under a mask.
+//
+// A block of the gradient is computed into a buffer of 6 x 64 floats, reduced and forgotten; the largest scratch is a unit's
+// panel of columns. A BLAS would have to write each product out and a second pass read it back.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <algorithm>
+#include <stdexcept>
+#include <vector>
+
+#include "bindings.h"
+#include "cpu.h"
+#include "factor.h"
+#include "outer_block.h"
+#include "team.h"
+
+namespace fastdp {
+namespace {
+
+enum class Measure { square = 0, absolute = 1, masked_square = 2 };
+
+struct Panels {
+    std::vector<float> left, right;
+};
+
+// Columns [start, start + count) of tokens [first, last) as rows of `pitch` floats, zero past `count`.
+void pack(const Factor &factor, int64_t first, int64_t last, int64_t start, int64_t count, int64_t pitch,
+          std::vector<float> &out) {
+    out.resize(std::max<int64_t>(out.size(), (last - first) * pitch));
+    for (int64_t t = first; t < last; ++t) {
+        float *row = out.data() + (t - first) * pitch;
+        read_row(factor, t, start, count, row);
+        std::fill(row + count, row + pitch, 0.0f);
+    }
+}
+
+void direct_norms(const FactorTuple &left_tuple, const FactorTuple &right_tuple, const std::vector<int64_t> &bounds,
+                  int measure_number, uintptr_t mask_address, uintptr_t out_address, int threads) {
+    const Factor left = factor_of(left_tuple), right = factor_of(right_tuple);
+    const auto measure = static_cast<Measure>(measure_number);
+    const int64_t units = static_cast<int64_t>(bounds.size()) - 1, m = left.width, n = right.width;
+    const int64_t panels = (n + kBlockColumns - 1) / kBlockColumns;
+    const uint64_t *mask = reinterpret_cast<const uint64_t *>(mask_address);
+    float *out = reinterpret_cast<float *>(out_address);
+    pybind11::gil_scoped_release release;
+
+    const BlockKernels &kernels = block_kernels();
+    std::vector<double> partial(units * panels * 2);
+    team_for(units * panels, threads, [&](int64_t item) {
+        static thread_local Panels packed;
+        const int64_t unit = item / panels, panel = item % panels;
+        const int64_t first = bounds[unit], last = bounds[unit + 1], tokens = last - first;
+        if (tokens == 0) return;
+        const int64_t columns = std::min(kBlockColumns, n - panel * kBlockColumns);
+        const uint64_t valid = columns == 64 ? ~uint64_t(0) : (uint64_t(1) << columns) - 1;
+        pack(right, first, last, panel * kBlockColumns, columns, kBlockColumns, packed.right);
+        alignas(64) float block[kBlockRows * kBlockColumns];
+        for (int64_t start = 0; start < m; start += kChunkRows) {
+            const int64_t rows = std::min(kChunkRows, m - start);
+            pack(left, first, last, start, rows, kChunkRows, packed.left);
+            float sums[2] = {0, 0};
+            for (int64_t row = 0; row < rows; row += kBlockRows) {
+                const int64_t count = std::min(kBlockRows, rows - row);
+                kernels.outer(packed.left.data() + row, packed.right.data(), tokens, columns, block);
+                for (int64_t i = 0; i < count; ++i) {
+                    const float *entries = block + i * kBlockColumns;
+                    if (measure == Measure::absolute) {
+                        sums[0] += kernels.sum_absolute(entries, valid);
+                    } else {
+                        const uint64_t chosen = measure == Measure::square ? valid : mask[(start + row + i) * panels + panel] & valid;
+                        sums[0] += kernels.sum_square(entries, chosen);
+                        if (measure == Measure::masked_square) sums[1] += kernels.sum_square(entries, valid & ~chosen);
+                    }
+                }
+            }
+            partial[item * 2] += sums[0];
+            partial[item * 2 + 1] += sums[1];
+        }
+    });
+    const int64_t parts = measure == Measure::masked_square ? 2 : 1;
+    for (int64_t part = 0; part < parts; ++part) {
+        for (int64_t unit = 0; unit < units; ++unit) {
+            double total = 0;
+            for (int64_t panel = 0; panel < panels; ++panel) total += partial[(unit * panels + panel) * 2 + part];
+            out[part * units + unit] = static_cast<float>(total);
+        }
+    }
+}
+
+// The sum over tokens of w_t L_t R_t^T with one weight for masked and another for unmasked entries, added to `out`. Runs of
+// tokens with the same pair of weights (a unit's) are multiplied once and scaled under the mask as they are added.
+void masked_weighted_sum(const FactorTuple &left_tuple, const FactorTuple &right_tuple, const std::vector<int64_t> &bounds,
+                         const std::vector<float> &masked, const std::vector<float> &unmasked, uintptr_t mask_address,
+                         uintptr_t out_address, int64_t out_row, int threads) {
+    const Factor left = factor_of(left_tuple), right = factor_of(right_tuple);
+    const int64_t m = left.width, n = right.width;
+    const int64_t panels = (n + kBlockColumns - 1) / kBlockColumns, chunks = (m + kChunkRows - 1) / kChunkRows;
+    const uint64_t *mask = reinterpret_cast<const uint64_t *>(mask_address);
+    float *out = reinterpret_cast<float *>(out_address);
+    pybind11::gil_scoped_release release;
+
+    const BlockKernels &kernels = block_kernels();
+    team_for(panels * chunks, threads, [&](int64_t item) {
+        static thread_local Panels packed;
+        const int64_t panel = item % panels, start = item / panels * kChunkRows;
+        const int64_t columns = std::min(kBlockColumns, n - panel * kBlockColumns), rows = std::min(kChunkRows, m - start);
+        alignas(64) float block[kBlockRows * kBlockColumns];
+        for (size_t run = 0; run < masked.size(); ++run) {
+            const int64_t first = bounds[run], last = bounds[run + 1];
+            if (first == last || (masked[run] == 0 && unmasked[run] == 0)) continue;
+            pack(right, first, last, panel * kBlockColumns, columns, kBlockColumns, packed.right);
+            pack(left, first, last, start, rows, kChunkRows, packed.left);
+            for (int64_t row = 0; row < rows; row += kBlockRows) {
+                kernels.outer(packed.left.data() + row, packed.right.data(), last - first, columns, block);
+                for (int64_t i = 0; i < std::min(kBlockRows, rows - row); ++i) {
+                    const uint64_t chosen = mask[(start + row + i) * panels + panel];
+                    const float *entries = block + i * kBlockColumns;
+                    float *target = out + (start + row + i) * out_row + panel * kBlockColumns;
+                    kernels.add_weighted(entries, chosen, masked[run], unmasked[run], columns, target);
+                }
+            }
+        }
+    });
+}
+
+}  // namespace
+
+void bind_direct_norms(pybind11::module_ &m) {
+    namespace py = pybind11;
+    m.def("direct_norms", &direct_norms, py::arg("left"), py::arg("right"), py::arg("bounds"), py::arg("measure"),
+          py::arg("mask"), py::arg("out"), py::arg("threads"));
+    m.def("masked_weighted_sum", &masked_weighted_sum, py::arg("left"), py::arg("right"), py::arg("bounds"),
+          py::arg("masked"), py::arg("unmasked"), py::arg("mask"), py::arg("out"), py::arg("out_row"),
+          py::arg("threads"));
+}
+
+}  // namespace fastdp

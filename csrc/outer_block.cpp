@@ -1,0 +1,154 @@
+#include "outer_block.h"
+
+#include <stdexcept>
+
+#include "cpu.h"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace fastdp {
+namespace {
+
+#if defined(__x86_64__)
+
+#define FASTDP_AVX2 __attribute__((target("avx2,fma")))
+#define FASTDP_AVX512 __attribute__((target("avx512f,avx512dq,avx512bw,avx512vl")))
+
+FASTDP_AVX2 void outer_avx2(const float *left, const float *right, int64_t tokens, int64_t columns, float *block) {
+    for (int64_t j = 0; j < columns; j += 16) {
+        __m256 sum[6][2];
+        for (auto &row : sum) row[0] = row[1] = _mm256_setzero_ps();
+        const float *l = left, *r = right + j;
+        for (int64_t t = 0; t < tokens; ++t, l += kChunkRows, r += kBlockColumns) {
+            const __m256 r0 = _mm256_loadu_ps(r), r1 = _mm256_loadu_ps(r + 8);
+#pragma GCC unroll 6
+            for (int i = 0; i < 6; ++i) {
+                const __m256 li = _mm256_broadcast_ss(l + i);
+                sum[i][0] = _mm256_fmadd_ps(li, r0, sum[i][0]);
+                sum[i][1] = _mm256_fmadd_ps(li, r1, sum[i][1]);
+            }
+        }
+        for (int i = 0; i < 6; ++i) {
+            _mm256_storeu_ps(block + i * kBlockColumns + j, sum[i][0]);
+            _mm256_storeu_ps(block + i * kBlockColumns + j + 8, sum[i][1]);
+        }
+    }
+}
+
+FASTDP_AVX2 inline __m256 lanes_of(uint64_t chosen, int group) {
+    const __m256i bit = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
+    const __m256i byte = _mm256_set1_epi32(static_cast<int>((chosen >> (8 * group)) & 0xff));
+    return _mm256_castsi256_ps(_mm256_cmpeq_epi32(_mm256_and_si256(byte, bit), bit));
+}
+
+FASTDP_AVX2 inline float sum_of(__m256 v) {
+    __m128 half = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+    half = _mm_add_ps(half, _mm_movehl_ps(half, half));
+    return _mm_cvtss_f32(_mm_add_ss(half, _mm_movehdup_ps(half)));
+}
+
+FASTDP_AVX2 float sum_square_avx2(const float *entries, uint64_t chosen) {
+    __m256 sum = _mm256_setzero_ps();
+    for (int group = 0; group < 8; ++group) {
+        const __m256 x = _mm256_and_ps(_mm256_loadu_ps(entries + 8 * group), lanes_of(chosen, group));
+        sum = _mm256_fmadd_ps(x, x, sum);
+    }
+    return sum_of(sum);
+}
+
+FASTDP_AVX2 float sum_absolute_avx2(const float *entries, uint64_t chosen) {
+    const __m256 magnitude = _mm256_castsi256_ps(_mm256_set1_epi32(0x7fffffff));
+    __m256 sum = _mm256_setzero_ps();
+    for (int group = 0; group < 8; ++group) {
+        const __m256 x = _mm256_and_ps(_mm256_loadu_ps(entries + 8 * group), lanes_of(chosen, group));
+        sum = _mm256_add_ps(sum, _mm256_and_ps(x, magnitude));
+    }
+    return sum_of(sum);
+}
+
+FASTDP_AVX2 void add_weighted_avx2(const float *entries, uint64_t mask, float masked, float unmasked, int64_t columns,
+                                   float *target) {
+    for (int64_t j = 0; j < columns; ++j) {
+        const float weight = (mask >> j) & 1 ? masked : unmasked;
+        if (weight != 0) target[j] += weight * entries[j];
+    }
+}
+
+template <int kVectors>
+FASTDP_AVX512 void outer_avx512(const float *left, const float *right, int64_t tokens, float *block) {
+    __m512 sum[6][kVectors];
+#pragma GCC unroll 6
+    for (int i = 0; i < 6; ++i)
+#pragma GCC unroll 4
+        for (int j = 0; j < kVectors; ++j) sum[i][j] = _mm512_setzero_ps();
+    for (int64_t t = 0; t < tokens; ++t, left += kChunkRows, right += kBlockColumns) {
+        __m512 r[kVectors];
+#pragma GCC unroll 4
+        for (int j = 0; j < kVectors; ++j) r[j] = _mm512_loadu_ps(right + 16 * j);
+#pragma GCC unroll 6
+        for (int i = 0; i < 6; ++i) {
+            const __m512 l = _mm512_set1_ps(left[i]);
+#pragma GCC unroll 4
+            for (int j = 0; j < kVectors; ++j) sum[i][j] = _mm512_fmadd_ps(l, r[j], sum[i][j]);
+        }
+    }
+#pragma GCC unroll 6
+    for (int i = 0; i < 6; ++i)
+#pragma GCC unroll 4
+        for (int j = 0; j < kVectors; ++j) _mm512_storeu_ps(block + i * kBlockColumns + 16 * j, sum[i][j]);
+}
+
+FASTDP_AVX512 void outer_avx512_any(const float *left, const float *right, int64_t tokens, int64_t columns, float *block) {
+    if (columns > 48) outer_avx512<4>(left, right, tokens, block);
+    else if (columns > 32) outer_avx512<3>(left, right, tokens, block);
+    else if (columns > 16) outer_avx512<2>(left, right, tokens, block);
+    else outer_avx512<1>(left, right, tokens, block);
+}
+
+FASTDP_AVX512 float sum_square_avx512(const float *entries, uint64_t chosen) {
+    __m512 sum = _mm512_setzero_ps();
+    for (int group = 0; group < 4; ++group) {
+        const __m512 x = _mm512_maskz_loadu_ps(static_cast<__mmask16>(chosen >> (16 * group)), entries + 16 * group);
+        sum = _mm512_fmadd_ps(x, x, sum);
+    }
+    return _mm512_reduce_add_ps(sum);
+}
+
+FASTDP_AVX512 float sum_absolute_avx512(const float *entries, uint64_t chosen) {
+    __m512 sum = _mm512_setzero_ps();
+    for (int group = 0; group < 4; ++group) {
+        const __m512 x = _mm512_maskz_loadu_ps(static_cast<__mmask16>(chosen >> (16 * group)), entries + 16 * group);
+        sum = _mm512_add_ps(sum, _mm512_abs_ps(x));
+    }
+    return _mm512_reduce_add_ps(sum);
+}
+
+FASTDP_AVX512 void add_weighted_avx512(const float *entries, uint64_t mask, float masked, float unmasked, int64_t columns,
+                                       float *target) {
+    const uint64_t valid = columns == 64 ? ~uint64_t(0) : (uint64_t(1) << columns) - 1;
+    const uint64_t touched = valid & (masked != 0 ? (unmasked != 0 ? ~uint64_t(0) : mask) : ~mask);
+    for (int64_t j = 0; j < columns; j += 16) {
+        const auto lanes = static_cast<__mmask16>(touched >> j);
+        const __m512 weight =
+            _mm512_mask_blend_ps(static_cast<__mmask16>(mask >> j), _mm512_set1_ps(unmasked), _mm512_set1_ps(masked));
+        const __m512 old = _mm512_maskz_loadu_ps(lanes, target + j);
+        _mm512_mask_storeu_ps(target + j, lanes, _mm512_fmadd_ps(weight, _mm512_maskz_loadu_ps(lanes, entries + j), old));
+    }
+}
+#endif
+
+}  // namespace
+
+const BlockKernels &block_kernels() {
+#if defined(__x86_64__)
+    static const BlockKernels avx2{outer_avx2, sum_square_avx2, sum_absolute_avx2, add_weighted_avx2};
+    static const BlockKernels avx512{outer_avx512_any, sum_square_avx512, sum_absolute_avx512, add_weighted_avx512};
+    if (isa() == Isa::avx512) return avx512;
+    if (isa() == Isa::avx2) return avx2;
+#endif
+    throw std::runtime_error("direct kernels need AVX2; the torch route serves other processors");
+}
+
+}  // namespace fastdp

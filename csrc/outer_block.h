@@ -1,0 +1,24 @@
+// A block of L^T R in registers, and what its rows are reduced to, for each instruction set.
+#pragma once
+#include <cstdint>
+
+namespace fastdp {
+
+constexpr int64_t kBlockRows = 6;      // with 64 columns, 24 vectors of 16 lanes: the most that leave room for operands
+constexpr int64_t kBlockColumns = 64;  // one word of a mask
+constexpr int64_t kChunkRows = 96;     // columns of L packed at a time
+
+struct BlockKernels {
+    // block[6][64] = sum over tokens of left[t][0..6] right[t][0..64]^T; left has a pitch of kChunkRows, right of kBlockColumns.
+    // Only the first `columns` (rounded up to a vector) are computed.
+    void (*outer)(const float *left, const float *right, int64_t tokens, int64_t columns, float *block);
+    // Sums over those of 64 entries whose bit is set.
+    float (*sum_square)(const float *entries, uint64_t chosen);
+    float (*sum_absolute)(const float *entries, uint64_t chosen);
+    // target[j] += (bit j of mask ? masked : unmasked) * entries[j] for `columns` entries; a weight of 0 leaves target alone.
+    void (*add_weighted)(const float *entries, uint64_t mask, float masked, float unmasked, int64_t columns, float *target);
+};
+
+const BlockKernels &block_kernels();
+
+}  // namespace fastdp

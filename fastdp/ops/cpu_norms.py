@@ -1,0 +1,192 @@
+"""Norms on processors: the C++ kernels of csrc/ where the instruction set has one, torch otherwise and for float64."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from fastdp import _native
+
+from . import torch_norms
+from .entries import (
+    ABS_SUM,
+    MASKED_SQNORM,
+    MASKED_WEIGHTED_SUM,
+    MASKED_WEIGHTED_SUM_INPLACE,
+)
+from .factors import accumulator, is_one_hot, unit_bounds
+from .norms import CROSS_INNER, SQNORM, SQNORM_GROUP
+
+_ELEMENT = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_NO_FACTOR = (0, 0, 0, 0, 0)
+_SQUARE, _ABSOLUTE, _MASKED_SQUARE = range(3)
+_HAS_KERNELS = _native.isa() != "portable"
+
+# The Gram kernel does T^2 (m + n) flop and the direct one 2 T m n; from 16 tokens on their measured rates are this far apart.
+_GRAM_RATE_OVER_DIRECT = 1.1
+
+_packed_masks: Any = WeakIdKeyDictionary()
+
+
+def _served(*factors: Tensor) -> bool:
+    """Whether the kernels read these factors."""
+    return _HAS_KERNELS and all(f.dtype in _ELEMENT or is_one_hot(f) for f in factors)
+
+
+def _factor(matrix: Tensor) -> tuple[int, int, int, int, int]:
+    """What csrc/factor.h reads of a matrix. The caller keeps the tensor alive."""
+    return matrix.data_ptr(), _ELEMENT[matrix.dtype], matrix.shape[1], matrix.stride(0), matrix.stride(1)
+
+
+def _left(left: Tensor) -> tuple[tuple[int, int, int, int, int], int, int]:
+    if is_one_hot(left):
+        return _NO_FACTOR, left.data_ptr(), left.stride(0)
+    return _factor(left), 0, 0
+
+
+def packed(mask: Tensor) -> np.ndarray:
+    """The bits of a mask [m, n], each row padded to words of 64; kept for as long as the mask lives unchanged."""
+    known = _packed_masks.get(mask)
+    if known is not None and known[0] == mask._version:
+        return known[1]
+    m, n = mask.shape
+    words = np.zeros((m, (n + 63) // 64 * 8), dtype=np.uint8)
+    words[:, : (n + 7) // 8] = np.packbits(mask.numpy(), axis=1, bitorder="little")
+    _packed_masks[mask] = (mask._version, words)
+    return words
+
+
+def _cheaper_route(m: int, n: int, bounds: Sequence[int]) -> str:
+    pairs = sum((end - start) ** 2 for start, end in zip(bounds, bounds[1:]))
+    return "gram" if pairs * (m + n) <= _GRAM_RATE_OVER_DIRECT * 2 * bounds[-1] * m * n else "direct"
+
+
+def _gram(lefts: Sequence[Tensor], right: Tensor, bounds: list[int]) -> Tensor:
+    norms = torch.empty(len(lefts), len(bounds) - 1)
+    _native.gram_sqnorm(
+        [_factor(left) for left in lefts], _factor(right), bounds, norms.data_ptr(), torch.get_num_threads()
+    )
+    return norms
+
+
+def _direct(left: Tensor, right: Tensor, bounds: list[int], measure: int, mask: int = 0) -> Tensor:
+    norms = torch.empty(2 if measure == _MASKED_SQUARE else 1, len(bounds) - 1)
+    _native.direct_norms(
+        _factor(left), _factor(right), bounds, measure, mask, norms.data_ptr(), torch.get_num_threads()
+    )
+    return norms
+
+
+@SQNORM.implement("cpu")
+def sqnorm(left: Tensor, right: Tensor, offsets: Tensor, route: str) -> Tensor:
+    """:func:`fastdp.ops.sqnorm` on a processor."""
+    if not _served(left, right):
+        return torch_norms.sqnorm(left, right, offsets, route)
+    bounds = unit_bounds(offsets)
+    if is_one_hot(left):
+        norms = torch.empty(len(bounds) - 1)
+        threads = torch.get_num_threads()
+        _native.onehot_sqnorm(left.data_ptr(), left.stride(0), _factor(right), bounds, norms.data_ptr(), threads)
+        return norms
+    if route == "auto":
+        route = _cheaper_route(left.shape[1], right.shape[1], bounds)
+    if route == "gram":
+        return _gram([left], right, bounds)[0]
+    return _direct(left, right, bounds, _SQUARE)[0]
+
+
+@SQNORM_GROUP.implement("cpu")
+def sqnorm_group(lefts: Sequence[Tensor], right: Tensor, offsets: Tensor) -> Tensor:
+    """:func:`fastdp.ops.sqnorm_group` on a processor."""
+    if not _served(right, *lefts):
+        return torch_norms.sqnorm_group(lefts, right, offsets)
+    return _gram(lefts, right, unit_bounds(offsets))
+
+
+@CROSS_INNER.implement("cpu")
+def cross_inner(
+    left1: Tensor, right1: Tensor, left2: Tensor, right2: Tensor, offsets1: Tensor, offsets2: Tensor
+) -> Tensor:
+    """:func:`fastdp.ops.cross_inner` on a processor."""
+    if not _served(left1, right1, left2, right2):
+        return torch_norms.cross_inner(left1, right1, left2, right2, offsets1, offsets2)
+    bounds1, bounds2 = unit_bounds(offsets1), unit_bounds(offsets2)
+    products = torch.empty(len(bounds1) - 1)
+    _native.cross_inner(
+        _left(left1),
+        _factor(right1),
+        _left(left2),
+        _factor(right2),
+        bounds1,
+        bounds2,
+        products.data_ptr(),
+        torch.get_num_threads(),
+    )
+    return products
+
+
+@ABS_SUM.implement("cpu")
+def abs_sum(left: Tensor, right: Tensor, offsets: Tensor) -> Tensor:
+    """:func:`fastdp.ops.abs_sum` on a processor."""
+    if not _served(left, right):
+        return torch_norms.abs_sum(left, right, offsets)
+    return _direct(left, right, unit_bounds(offsets), _ABSOLUTE)[0]
+
+
+@MASKED_SQNORM.implement("cpu")
+def masked_sqnorm(left: Tensor, right: Tensor, offsets: Tensor, mask: Tensor) -> Tensor:
+    """:func:`fastdp.ops.masked_sqnorm` on a processor."""
+    if not _served(left, right):
+        return torch_norms.masked_sqnorm(left, right, offsets, mask)
+    bits = packed(mask)
+    return _direct(left, right, unit_bounds(offsets), _MASKED_SQUARE, bits.ctypes.data)
+
+
+def _runs(*weights: Tensor) -> list[int]:
+    """Bounds of the runs of tokens over which every one of these weights stays the same."""
+    if weights[0].shape[0] == 0:
+        return [0]
+    change = weights[0][1:] != weights[0][:-1]
+    for other in weights[1:]:
+        change |= other[1:] != other[:-1]
+    return [0, *(change.nonzero()[:, 0] + 1).tolist(), weights[0].shape[0]]
+
+
+@MASKED_WEIGHTED_SUM_INPLACE.implement("cpu")
+def masked_weighted_sum_(
+    out: Tensor, left: Tensor, right: Tensor, weights_masked: Tensor, weights_unmasked: Tensor, mask: Tensor
+) -> None:
+    """``fastdp.ops.masked_weighted_sum(..., out=out)`` on a processor."""
+    bounds = _runs(weights_masked, weights_unmasked)
+    few_runs = len(bounds) - 1 <= right.shape[0] // 8
+    if not (few_runs and _served(left, right) and out.dtype == torch.float32 and out.stride(1) == 1):
+        MASKED_WEIGHTED_SUM_INPLACE.reference(out, left, right, weights_masked, weights_unmasked, mask)
+        return
+    first = torch.tensor(bounds[:-1])
+    bits = packed(mask)
+    _native.masked_weighted_sum(
+        _factor(left),
+        _factor(right),
+        bounds,
+        weights_masked[first].tolist(),
+        weights_unmasked[first].tolist(),
+        bits.ctypes.data,
+        out.data_ptr(),
+        out.stride(0),
+        torch.get_num_threads(),
+    )
+
+
+@MASKED_WEIGHTED_SUM.implement("cpu")
+def masked_weighted_sum(
+    left: Tensor, right: Tensor, weights_masked: Tensor, weights_unmasked: Tensor, mask: Tensor
+) -> Tensor:
+    """:func:`fastdp.ops.masked_weighted_sum` on a processor."""
+    out = right.new_zeros(left.shape[1], right.shape[1], dtype=accumulator(left, right))
+    masked_weighted_sum_(out, left, right, weights_masked, weights_unmasked, mask)
+    return out
