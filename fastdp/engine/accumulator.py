@@ -200,7 +200,10 @@ def _merge(uses: list[Factors], layout: Layout) -> list[Factors]:
     """Join uses of one kind and length along each unit's tokens, so that k uses need one Gram and not k^2 cross terms."""
     first = uses[0]
     alike = all(
-        u.one_hot == first.one_hot and u.swap == first.swap and u.laned == first.laned and u.right.shape == first.right.shape
+        u.one_hot == first.one_hot
+        and u.swap == first.swap
+        and u.laned == first.laned
+        and u.right.shape == first.right.shape
         for u in uses
     )
     if len(uses) < 3 or not alike or layout.token_segments is not None:
@@ -272,8 +275,13 @@ class Accumulator:
         self.units: torch.Tensor | int = 0
 
     def run(
-        self, backward: Callable[[bool], None], open_sink: Callable[[object], None], layout: Layout,
-        expected: Mapping[str, int], *, two_pass: bool,
+        self,
+        backward: Callable[[bool], None],
+        open_sink: Callable[[object], None],
+        layout: Layout,
+        expected: Mapping[str, int],
+        *,
+        two_pass: bool,
     ) -> None:
         """Clip and add one micro-batch.
 
@@ -360,6 +368,7 @@ class Accumulator:
     def _masked_rows(self, name: str, use: Factors, inside: torch.Tensor, outside: torch.Tensor) -> None:
         shape = self.parameters[name].shape
         parts = [
-            ops.weighted_sum(use.left, use.right, w, torch.zeros(shape, device=use.right.device)) for w in (inside, outside)
+            ops.weighted_sum(use.left, use.right, w, torch.zeros(shape, device=use.right.device))
+            for w in (inside, outside)
         ]
         self._sum(name, torch.where(self.policy.masks[name], parts[0], parts[1]))

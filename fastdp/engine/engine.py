@@ -253,7 +253,9 @@ class Engine:
         if reason is not None:
             self.route, self.reason = ONE_EXAMPLE, reason
             if ticket.token_units is not None:
-                raise ValueError(f"packed rows need a per-example rule for every parameter, and one is missing: {reason}")
+                raise ValueError(
+                    f"packed rows need a per-example rule for every parameter, and one is missing: {reason}"
+                )
             warnings.warn(
                 f"this model takes the one-example route, exact but several times slower: {reason}", stacklevel=2
             )
@@ -291,7 +293,9 @@ class Engine:
         if self.loss_reduction is None:
             losses = [find_loss(output) for output in outputs]
             if any(loss is None for loss in losses):
-                raise ValueError("the model returned no loss: pass labels to it, or state loss_reduction to make_private")
+                raise ValueError(
+                    "the model returned no loss: pass labels to it, or state loss_reduction to make_private"
+                )
             rows = torch.stack([loss.reshape(()) for loss in losses])  # type: ignore[union-attr]
             targets = [[(loss, None)] for loss in losses]
         else:

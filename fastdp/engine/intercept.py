@@ -76,7 +76,8 @@ class UseMode(TorchFunctionMode):
                 return type(value)(put(v) for v in value)
             return value
 
-        return changed, [put(a) for a in args], {k: put(v) for k, v in kwargs.items()}
+        new_args, new_kwargs = [put(a) for a in args], {k: put(v) for k, v in kwargs.items()}
+        return changed, new_args, new_kwargs
 
 
 def _linear(reads: Reads, tap: Tap, input: Any, weight: Any, bias: Any = None) -> Any:  # noqa: A002
@@ -137,13 +138,21 @@ def _embedding(
 
 
 def _layer_norm(
-    reads: Reads, tap: Tap, input: Any, normalized_shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5  # noqa: A002
+    reads: Reads,
+    tap: Tap,
+    input: Any,
+    normalized_shape: Any,
+    weight: Any = None,
+    bias: Any = None,
+    eps: float = 1e-5,  # noqa: A002
 ) -> Any:
     trained = (reads.is_trained(weight), reads.is_trained(bias))
     if not any(trained):
         return NotImplemented
-    if len(normalized_shape) != 1 or isinstance(input, PerLane) or not reads.rows(
-        "layer_norm", weight if trained[0] else bias, input
+    if (
+        len(normalized_shape) != 1
+        or isinstance(input, PerLane)
+        or not reads.rows("layer_norm", weight if trained[0] else bias, input)
     ):
         raise UnsupportedUse("layer_norm over several dimensions, or of a value without rows")
     return LayerNormUse.apply(input, weight, bias, eps, tap, trained)
@@ -170,8 +179,11 @@ def _conv2d(
     trained = (reads.is_trained(weight), reads.is_trained(bias))
     if not any(trained):
         return NotImplemented
-    if groups != 1 or isinstance(padding, str) or isinstance(input, PerLane) or not reads.rows(
-        "conv2d", weight if trained[0] else bias, input
+    if (
+        groups != 1
+        or isinstance(padding, str)
+        or isinstance(input, PerLane)
+        or not reads.rows("conv2d", weight if trained[0] else bias, input)
     ):
         raise UnsupportedUse("a convolution with groups, named padding or an input without rows")
     kernel, pair = weight.shape[2:], _pair(stride)

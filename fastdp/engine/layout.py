@@ -55,6 +55,7 @@ class Ticket:
             token_segments=segments.view(self.token_units.shape).to(device),
         )
 
+
 @dataclass
 class Layout:
     """A micro-batch's map from rows (or packed tokens) to units, on the device of the model.

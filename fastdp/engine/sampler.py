@@ -23,9 +23,7 @@ class Units:
         max_examples_per_user: at most so many of a user's examples are used, the first ones in the data set.
     """
 
-    def __init__(
-        self, size: int, user_ids: Sequence[Hashable] | None = None, max_examples_per_user: int | None = None
-    ):
+    def __init__(self, size: int, user_ids: Sequence[Hashable] | None = None, max_examples_per_user: int | None = None):
         self.size = size
         self.members: list[list[int]] | None = None
         self.largest = 1

@@ -98,7 +98,9 @@ def _by_engine(engine: Engine, args: Any, kwargs: Any, ticket: Ticket) -> list[t
     return seeds
 
 
-def _by_autograd(engine: Engine, args: Any, kwargs: Any, seeds: list[torch.Tensor], index: int) -> dict[str, torch.Tensor]:
+def _by_autograd(
+    engine: Engine, args: Any, kwargs: Any, seeds: list[torch.Tensor], index: int
+) -> dict[str, torch.Tensor]:
     parameters = list(engine.parameters.values())
     device = parameters[0].device
     alone = Ticket(torch.zeros(1, dtype=torch.int64), torch.ones(1), is_last=True).layout(device)
@@ -125,7 +127,9 @@ def _judge(
 ) -> None:
     low = any(p.dtype != torch.float32 for p in engine.model.parameters() if p.is_floating_point())
     tolerance = 0.1 if low else 1e-3
-    real = [i for i in range(squared.shape[1]) if float(engine_weight(engine, i, squared.shape[1], len(references))) > 0]
+    real = [
+        i for i in range(squared.shape[1]) if float(engine_weight(engine, i, squared.shape[1], len(references))) > 0
+    ]
     for unit, reference in zip(real, references):
         truth = sum(float(g.double().square().sum()) for g in reference.values()) ** 0.5
         measured = float(squared[:, unit].double().sum()) ** 0.5
@@ -188,7 +192,9 @@ def _steady(model: torch.nn.Module) -> Iterator[None]:
     changed: list[tuple[Any, str, float]] = []
     for module in model.modules():
         for attribute, value in list(vars(module).items()):
-            is_rate = "drop" in attribute or (attribute == "p" and isinstance(module, torch.nn.modules.dropout._DropoutNd))
+            is_rate = "drop" in attribute or (
+                attribute == "p" and isinstance(module, torch.nn.modules.dropout._DropoutNd)
+            )
             if is_rate and isinstance(value, float) and value:
                 changed.append((module, attribute, value))
                 setattr(module, attribute, 0.0)

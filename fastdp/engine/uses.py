@@ -215,7 +215,8 @@ _ELEMENTWISE = frozenset(
     for owner in (torch, torch.Tensor)
     if (function := getattr(owner, name, None)) is not None
 )
-_JOINS = frozenset({torch.cat, torch.concat, torch.concatenate})
+#: Operations that take a laid-out parameter beside an activation as they would take a second activation.
+_JOINS = frozenset({torch.cat, torch.concat, torch.concatenate, F.scaled_dot_product_attention})
 _METADATA = frozenset(
     "shape dtype device ndim layout is_cuda is_leaf requires_grad names is_sparse is_quantized is_meta size dim numel "
     "nelement stride is_floating_point is_complex is_contiguous element_size get_device storage_offset __len__ "
@@ -272,7 +273,6 @@ class PerLane(torch.Tensor):
         if is_detach(func):
             return func(args[0].lanes[0], *args[1:], **kwargs)
         return _apply(func, args, kwargs)
-
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -374,5 +374,7 @@ def _lay(value: PerLane, activation: torch.Tensor, layout: Layout) -> torch.Tens
         lanes = torch.diagonal(lanes, 0, 0, 1).movedim(-1, 0)
         return lanes
     else:
-        raise UnsupportedUse(f"a parameter of shape {list(shape)} meets an activation of shape {list(activation.shape)}")
+        raise UnsupportedUse(
+            f"a parameter of shape {list(shape)} meets an activation of shape {list(activation.shape)}"
+        )
     return layout.spread(lanes, activation.shape)

@@ -1,0 +1,485 @@
+"""`make_private`: a model, an optimizer and a loader, joined so that each optimizer step is one accounted release."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import uuid
+import warnings
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch.utils.data import DataLoader
+
+from fastdp import accounting
+from fastdp.engine.engine import Engine
+from fastdp.engine.policy import Policy
+from fastdp.engine.release import Release
+from fastdp.engine.sampler import PoissonSampler, PrivateLoader, Sampler, ShuffledSampler, Units, check_loader, steps_per_epoch
+from fastdp.ops.stream import NoiseStream
+
+_STATE_VERSION = 1
+#: Attribute that marks a model or optimizer which an engine already drives.
+_MARK = "_fastdp_private"
+
+
+class Method(Protocol):
+    """What a method supplies: data for the engine."""
+
+    mechanism: str
+    adaptive: Any
+    bias_correction: bool
+    weight_averaging: float | None
+
+    def policy(self, parameters: dict[str, torch.nn.Parameter], noise_multiplier: float) -> Policy:
+        """Groups, bounds and noise for these parameters at a total noise multiplier."""
+
+    def describe(self) -> dict[str, Any]:
+        """The settings, for the card."""
+
+
+class BudgetSpent(RuntimeError):
+    """More steps were asked for than the budget holds."""
+
+
+class Private:
+    """A private training run; unpacks to ``(model, optimizer, data_loader)``.
+
+    Attributes:
+        noise_multiplier: noise standard deviation over sensitivity of one release.
+        sample_rate: probability with which a unit joins a logical batch.
+        steps_per_epoch, total_steps: logical steps of an epoch, and of the whole budget.
+        last_step_done: whether the latest ``optimizer.step()`` released a logical batch (earlier micro-batches do nothing).
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        data_loader: PrivateLoader,
+        method: Method,
+        engine: Engine,
+        release: Release,
+        ledger: accounting.Ledger,
+        settings: dict[str, Any],
+    ):
+        self.model = model
+        self.optimizer = optimizer
+        self.data_loader = data_loader
+        self.method = method
+        self.ledger = ledger
+        self.settings = settings
+        self.noise_multiplier: float = settings["noise_multiplier"]
+        self.sample_rate: float = settings["sample_rate"]
+        self.steps_per_epoch: int = settings["steps_per_epoch"]
+        self.target_delta: float | None = settings["delta"]
+        self.last_step_done = False
+        self.nonfinite_examples = 0
+        self._engine = engine
+        self._release = release
+        self._backwards_seen = 0
+        self._epsilons: dict[tuple[int, float], float] = {}
+        self._average: dict[str, torch.Tensor] | None = None
+        self._hooks = [optimizer.register_step_pre_hook(self._before_step), optimizer.register_step_post_hook(self._after_step)]
+        data_loader.remaining = lambda: self._require_budget()
+        data_loader.on_restart = engine.abandon
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from (self.model, self.optimizer, self.data_loader)
+
+    @property
+    def total_steps(self) -> int:
+        return self.ledger.budget_steps
+
+    @property
+    def steps_done(self) -> int:
+        """Logical steps released or, after a crash, possibly released."""
+        return self.ledger.spent_steps
+
+    @property
+    def route(self) -> str | None:
+        """How per-example gradients are obtained: ``uses``, ``one-example`` or ``ordinary``; None before the first batch."""
+        return self._engine.route
+
+    def _require_budget(self) -> int:
+        remaining = self.total_steps - self.steps_done
+        if remaining <= 0:
+            raise BudgetSpent(
+                f"all {self.total_steps} budgeted steps are spent; call private.extend(epochs) to train on and pay for it"
+            )
+        return remaining
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        engine = self._engine
+        if (args and args[0] is not None) or kwargs.get("closure") is not None:
+            raise ValueError("a closure would run backward passes inside step(); call backward() first and step() without it")
+        if engine.backwards == self._backwards_seen:
+            raise RuntimeError("step() without backward(): call backward() on the loss of this batch first")
+        self._backwards_seen = engine.backwards
+        self.last_step_done = engine.complete
+        if not engine.complete:
+            return
+        accumulator = engine.accumulator
+        unclipped = accumulator.unclipped
+        self.nonfinite_examples += int(accumulator.nonfinite)
+        self._release(accumulator.sums, accumulator.policy)
+        if self.method.adaptive is not None and self.noise_multiplier > 0:
+            accumulator.policy = self.method.adaptive.updated(
+                accumulator.policy, float(unclipped), self._release.expected_batch_size, self._release.stream
+            )
+        if hasattr(optimizer, "noise_variance") and self.method.bias_correction:
+            optimizer.noise_variance = (accumulator.policy.stds[0] / self._release.expected_batch_size) ** 2
+        accumulator.reset()
+        engine.complete = False
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        decay = self.method.weight_averaging
+        if decay is None or not self.last_step_done:
+            return
+        parameters = self._engine.parameters
+        if self._average is None:
+            self._average = {name: p.detach().clone() for name, p in parameters.items()}
+            return
+        for name, average in self._average.items():
+            average.lerp_(parameters[name].detach().to(average.dtype), 1 - decay)
+
+    @contextmanager
+    def averaged(self) -> Iterator[torch.nn.Module]:
+        """The model with the averaged weights in place of the latest, for evaluation or saving.
+
+        Raises RuntimeError if weight averaging is off or no step was taken.
+        """
+        if self._average is None:
+            raise RuntimeError("there is no average yet: set weight_averaging in the method and take a step")
+        parameters = self._engine.parameters
+        latest = {name: p.detach().clone() for name, p in parameters.items()}
+        with torch.no_grad():
+            for name, parameter in parameters.items():
+                parameter.copy_(self._average[name])
+        try:
+            yield self.model
+        finally:
+            with torch.no_grad():
+                for name, parameter in parameters.items():
+                    parameter.copy_(latest[name])
+
+    def epsilon(self, delta: float | None = None) -> float:
+        """Privacy spent so far, an upper bound (PLD, pessimistic), at ``delta`` (default: the target).
+
+        inf without noise; 0 before the first step.
+        """
+        delta = self.target_delta if delta is None else delta
+        if self.steps_done == 0:
+            return 0.0
+        if self.noise_multiplier == 0:
+            return math.inf
+        if delta is None:
+            raise ValueError("no target_delta was given; pass delta")
+        key = (self.steps_done, delta)
+        if key not in self._epsilons:
+            self._epsilons[key] = accounting.epsilon(
+                self.ledger.event(), delta, adjacency=self.settings["adjacency"]
+            )
+        return self._epsilons[key]
+
+    def extend(self, epochs: float) -> None:
+        """Add epochs to the budget; the total epsilon grows and is accounted anew."""
+        if not epochs > 0:
+            raise ValueError(f"epochs is {epochs}: extend by a positive number")
+        self.ledger.extend(self.total_steps + math.ceil(epochs * self.steps_per_epoch))
+
+    def card(self) -> accounting.Card:
+        """What was bought: mechanism, unit, sampling, epsilon and delta, the event, what is unprotected."""
+        stream = self._release.stream
+        return accounting.Card.build(
+            mechanism=self.method.describe(),
+            unit=self.settings["unit"],
+            adjacency=self.settings["adjacency"],
+            sampling=self.settings["sampling"],
+            sample_rate=self.sample_rate,
+            dataset_size=self.settings["dataset_size"],
+            noise_multiplier=self.noise_multiplier,
+            event=self.ledger.event(),
+            delta=self.target_delta,
+            target_epsilon=self.settings["target_epsilon"],
+            planned_steps=self.total_steps,
+            spent_steps=self.steps_done,
+            noise_source={
+                "generator": "ChaCha20",
+                "key": "unsafe_reproducible" if stream.reproducible else "operating system",
+                "secure_rounding": self._release.secure_rounding,
+            },
+            model={
+                "name": getattr(getattr(self.model, "config", None), "_name_or_path", "") or type(self.model).__name__,
+                "trained_parameters": sum(p.numel() for p in self._engine.parameters.values()),
+                "route": self.route,
+            },
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Step counts and spent budget, for a checkpoint; never a key, so a resumed run repeats no noise."""
+        return {
+            "version": _STATE_VERSION,
+            "model": self.settings["fingerprint"],
+            "run_id": self.ledger.run_id,
+            "steps_done": self.steps_done,
+            "noise_multiplier": self.noise_multiplier,
+            "bounds": list(self._engine.accumulator.policy.bounds),
+            "stds": list(self._engine.accumulator.policy.stds),
+            "average": self._average,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore step counts; the spent budget becomes the larger of the checkpoint's and the ledger's.
+
+        Raises ValueError for a state of another version or model, or with another noise level.
+        """
+        if state.get("version") != _STATE_VERSION:
+            raise ValueError(f"this checkpoint's privacy state has version {state.get('version')}; expected {_STATE_VERSION}")
+        if state["model"] != self.settings["fingerprint"]:
+            raise ValueError("this checkpoint belongs to another model: its trained parameters differ in name or shape")
+        if state["noise_multiplier"] != self.noise_multiplier:
+            raise ValueError(
+                f"this checkpoint was made at noise multiplier {state['noise_multiplier']:.6g}, the run has "
+                f"{self.noise_multiplier:.6g}; give the same privacy arguments"
+            )
+        self.ledger.restore(state["steps_done"])
+        policy = self._engine.accumulator.policy
+        if policy.bounds:
+            self._engine.accumulator.policy = type(policy)(
+                tuple(state["bounds"]), tuple(state["stds"]), policy.group_of, policy.masks
+            )
+        self._average = state["average"]
+
+    def detach(self) -> None:
+        """Give model and optimizer back as they were before `make_private`; the ledger is closed."""
+        for hook in self._hooks:
+            hook.remove()
+        self._engine.close()
+        self.ledger.close()
+        for owner in (self.model, self.optimizer):
+            owner.__dict__.pop(_MARK, None)
+
+
+def make_private(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    data_loader: DataLoader,
+    *,
+    method: Any = None,
+    target_epsilon: float | None = None,
+    target_delta: float | None = None,
+    epochs: float | None = None,
+    noise_multiplier: float | None = None,
+    max_physical_batch_size: int | None = None,
+    sampling: str = "poisson",
+    adjacency: str = "add_remove",
+    user_ids: Sequence[Hashable] | None = None,
+    max_examples_per_user: int | None = None,
+    unit_map: str | None = None,
+    loss_reduction: str | None = None,
+    output_dir: str | os.PathLike[str] | None = None,
+    resume: bool = False,
+    secure_rounding: bool = False,
+    two_pass: bool | None = None,
+    self_check: bool = True,
+    unsafe_seed: int | None = None,
+) -> Private:
+    """Make training private: the same model and optimizer objects, and a loader to iterate over instead.
+
+    Args:
+        model: its parameters with ``requires_grad`` are trained; its forward returns the loss (or see loss_reduction).
+        optimizer: any `torch.optim.Optimizer` over those parameters.
+        data_loader: its ``batch_size`` is the logical batch size (in users with ``user_ids``), its data set must have a
+            length; the sampler is replaced.
+        method: `fastdp.DPSGD` (default), or another method's settings.
+        target_epsilon: budget to calibrate the noise for; inf means no noise. Or give noise_multiplier.
+        target_delta: failure probability of the guarantee, below 1/N.
+        epochs: passes over the data that the budget must last for; ceil(N / B) logical steps each.
+        noise_multiplier: noise standard deviation over sensitivity; 0 means no privacy, and the card says so.
+        max_physical_batch_size: most examples in one forward pass; memory, not privacy.
+        sampling: "poisson", or "shuffled" (accounted without amplification).
+        adjacency: "add_remove" or "replace_one".
+        user_ids: the user of each example, to protect users instead of examples.
+        max_examples_per_user: examples of one user that are used, with user_ids.
+        unit_map: for collators that pack rows, the batch entry naming the example of every token.
+        loss_reduction: "mean" or "sum", for a criterion outside the model; the model then need not return a loss.
+        output_dir: where the ledger is kept; None keeps it in memory, and a crash forgets it.
+        resume: continue the ledger found in output_dir.
+        secure_rounding: noise in the form that resists floating-point attacks.
+        two_pass: run backward twice and keep no activations' factors; None: when gradient checkpointing is on.
+        self_check: compare the first batch with one-at-a-time autograd before anything is released.
+        unsafe_seed: makes sampling and noise reproducible, which protects nothing; for tests.
+
+    Raises:
+        ValueError, TypeError: for what cannot be made private, before any budget is spent.
+    """
+    from fastdp.methods.dpsgd import DPSGD
+
+    method = DPSGD() if method is None else method
+    _check_model(model, optimizer)
+    check_loader(data_loader)
+    if sampling not in ("poisson", "shuffled"):
+        raise ValueError(f"sampling is '{sampling}': use 'poisson' or 'shuffled'")
+    if adjacency not in ("add_remove", "replace_one"):
+        raise ValueError(f"adjacency is '{adjacency}': use 'add_remove' or 'replace_one'")
+    if loss_reduction not in (None, "mean", "sum"):
+        raise ValueError(f"loss_reduction is '{loss_reduction}': use 'mean' or 'sum', or None if the model returns its loss")
+    if epochs is None or not (epochs > 0 and math.isfinite(epochs)):
+        raise ValueError(f"epochs is {epochs}: state how many passes over the data the budget must last for")
+    size = len(data_loader.dataset)  # type: ignore[arg-type]
+    units = Units(size, user_ids, max_examples_per_user)
+    batch_size = int(data_loader.batch_size or 1)
+    if batch_size > len(units):
+        raise ValueError(f"batch size {batch_size} exceeds the {len(units)} units: the sample rate would pass 1")
+    physical = max_physical_batch_size or max(batch_size, units.largest)
+    if physical < units.largest:
+        raise ValueError(
+            f"a user has up to {units.largest} examples but max_physical_batch_size is {physical}: raise it, or lower "
+            "max_examples_per_user"
+        )
+    per_epoch = steps_per_epoch(len(units), batch_size)
+    steps = math.ceil(epochs * per_epoch)
+    sample_rate = batch_size / len(units)
+    _check_delta(target_delta, target_epsilon, noise_multiplier, method.mechanism, len(units))
+
+    def event(sigma: float) -> Any:
+        return accounting.dpsgd(
+            noise_multiplier=sigma, sample_rate=sample_rate, steps=steps, sampling=sampling, steps_per_epoch=per_epoch
+        )
+
+    sigma = _noise_multiplier(method, target_epsilon, target_delta, noise_multiplier, event, adjacency)
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    policy = method.policy(trained, sigma)
+    if method.bias_correction and not hasattr(optimizer, "noise_variance"):
+        raise ValueError("bias_correction needs fastdp.optim.Adam or fastdp.optim.AdamW: other optimizers cannot apply it")
+    settings = {
+        "noise_multiplier": sigma,
+        "sample_rate": sample_rate,
+        "steps_per_epoch": per_epoch,
+        "sampling": sampling,
+        "adjacency": adjacency,
+        "unit": "example" if user_ids is None else f"user (at most {max_examples_per_user} examples)",
+        "dataset_size": len(units),
+        "delta": target_delta,
+        "target_epsilon": target_epsilon,
+        "fingerprint": fingerprint(trained),
+    }
+    ledger = _open_ledger(output_dir, resume, settings, method, event(sigma), steps)
+    make = NoiseStream if unsafe_seed is None else None
+    noise = make() if make else NoiseStream.unsafe_reproducible(2 * int(unsafe_seed or 0))
+    draws = make() if make else NoiseStream.unsafe_reproducible(2 * int(unsafe_seed or 0) + 1)
+    sampler: Sampler = (
+        PoissonSampler(len(units), sample_rate, draws)
+        if sampling == "poisson"
+        else ShuffledSampler(len(units), batch_size, draws)
+    )
+    loader = PrivateLoader(data_loader, sampler, units, per_epoch, physical, lambda: steps, unit_map)
+    engine = Engine(
+        model, policy, loader.tickets, loss_reduction=loss_reduction, two_pass=two_pass, check=self_check
+    )
+    release = Release(trained, ledger, noise, batch_size, secure_rounding=secure_rounding)
+    private = Private(model, optimizer, loader, method, engine, release, ledger, settings)
+    for owner in (model, optimizer):
+        owner.__dict__[_MARK] = True
+    return private
+
+
+def fingerprint(parameters: dict[str, torch.nn.Parameter]) -> str:
+    """A digest of the trained parameters' names and shapes, by which a checkpoint knows its model."""
+    text = "\n".join(f"{name} {list(p.shape)}" for name, p in parameters.items())
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _check_model(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    if model.__dict__.get(_MARK):
+        raise ValueError("this model is private already; call detach() on the first run before starting another")
+    if optimizer.__dict__.get(_MARK):
+        raise ValueError("this optimizer already serves a private model; make a new one for each model")
+    if isinstance(model, (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)):
+        raise ValueError("give the bare model, not a DataParallel or DistributedDataParallel wrapper")
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.modules.batchnorm._BatchNorm):
+            raise ValueError(f"{name} is a batch normalisation, which mixes examples; replace it by group or layer norm")
+        if isinstance(module, torch.nn.Embedding) and module.max_norm is not None:
+            raise ValueError(f"{name} has max_norm, which rewrites rows by what the batch contains; set it to None")
+    config = getattr(model, "config", None)
+    if getattr(config, "output_router_logits", False) and getattr(config, "router_aux_loss_coef", 0):
+        raise ValueError("the model adds a balancing loss across the batch; set config.output_router_logits = False")
+    trained = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
+    if not trained:
+        raise ValueError("the model has no trained parameter: every requires_grad is False")
+    given = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    known = {id(p) for p in model.parameters()}
+    if given - known:
+        raise ValueError("the optimizer also holds parameters of another model; give each model an optimizer of its own")
+    for key, name in trained.items():
+        if key not in given:
+            raise ValueError(f"{name} is trained but the optimizer does not hold it: add it, or set requires_grad=False")
+
+
+def _check_delta(
+    delta: float | None, epsilon: float | None, noise_multiplier: float | None, mechanism: str, units: int
+) -> None:
+    if (epsilon is None) == (noise_multiplier is None) and mechanism != "non-private":
+        raise ValueError("give either target_epsilon or noise_multiplier")
+    if noise_multiplier is not None and not (noise_multiplier >= 0 and math.isfinite(noise_multiplier)):
+        raise ValueError(f"noise_multiplier is {noise_multiplier}: it must be 0 or more")
+    if epsilon is not None and not epsilon > 0:
+        raise ValueError(f"target_epsilon is {epsilon}: it must be positive (inf for no privacy)")
+    if delta is None:
+        if epsilon is not None and math.isfinite(epsilon):
+            raise ValueError("target_epsilon needs target_delta, a probability well below 1/N")
+        return
+    if not 0 < delta < 1:
+        raise ValueError(f"target_delta is {delta}: it must lie between 0 and 1")
+    if delta >= 1 / units:
+        warnings.warn(
+            f"target_delta {delta:g} is not below 1/N = {1 / units:.3g}: it would allow publishing a whole example",
+            stacklevel=3,
+        )
+
+
+def _noise_multiplier(
+    method: Any, epsilon: float | None, delta: float | None, given: float | None, event: Any, adjacency: str
+) -> float:
+    if method.mechanism == "non-private":
+        if epsilon is not None and math.isfinite(epsilon):
+            raise ValueError(f"the non-private method cannot meet target_epsilon {epsilon}; leave it out or choose DPSGD")
+        return 0.0
+    if given is not None:
+        return float(given)
+    assert epsilon is not None
+    if math.isinf(epsilon):
+        return 0.0
+    assert delta is not None
+    return accounting.calibrate(event, epsilon, delta, adjacency=adjacency)
+
+
+def _open_ledger(
+    output_dir: str | os.PathLike[str] | None, resume: bool, settings: dict[str, Any], method: Any, event: Any, steps: int
+) -> accounting.Ledger:
+    header = {
+        "run_id": uuid.uuid4().hex,
+        "mechanism": method.describe(),
+        **{k: settings[k] for k in ("fingerprint", "unit", "adjacency", "sampling", "sample_rate", "dataset_size")},
+        "noise_multiplier": settings["noise_multiplier"],
+    }
+    path = None if output_dir is None else Path(output_dir) / "ledger.jsonl"
+    if path is None:
+        return accounting.Ledger.create(None, header, event=event, budget_steps=steps)
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return accounting.Ledger.create(path, header, event=event, budget_steps=steps)
+    if not resume:
+        raise ValueError(f"{path.parent} already holds a run's ledger; pass resume=True to continue it, or choose another folder")
+    ledger = accounting.Ledger.open(path)
+    for key in ("fingerprint", "unit", "adjacency", "sampling", "sample_rate", "noise_multiplier"):
+        if ledger.header.get(key) != header[key]:
+            ledger.close()
+            raise ValueError(f"the ledger in {path.parent} was written with another {key}; resume with the same arguments")
+    return ledger

@@ -1,0 +1,193 @@
+"""Stock Hugging Face models at small random configurations, and a batch for each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import peft
+import torch
+import transformers as hf
+
+import fastdp
+
+VOCABULARY = 61
+
+
+def _decoder(config: type, model: type, **options: Any) -> Callable[[], torch.nn.Module]:
+    def build() -> torch.nn.Module:
+        settings = {
+            "vocab_size": VOCABULARY,
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "max_position_embeddings": 64,
+            "pad_token_id": 0,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+        }
+        return model(config(**{**settings, **options}))
+
+    return build
+
+
+def _t5() -> torch.nn.Module:
+    return hf.T5ForConditionalGeneration(
+        hf.T5Config(
+            vocab_size=VOCABULARY, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, decoder_start_token_id=0
+        )
+    )
+
+
+def _bart() -> torch.nn.Module:
+    return hf.BartForConditionalGeneration(
+        hf.BartConfig(
+            vocab_size=VOCABULARY,
+            d_model=32,
+            encoder_layers=2,
+            decoder_layers=2,
+            encoder_attention_heads=4,
+            decoder_attention_heads=4,
+            encoder_ffn_dim=48,
+            decoder_ffn_dim=48,
+            max_position_embeddings=64,
+            pad_token_id=0,
+            bos_token_id=1,
+            eos_token_id=2,
+            decoder_start_token_id=2,
+            forced_eos_token_id=2,
+        )
+    )
+
+
+MODELS: dict[str, Callable[[], torch.nn.Module]] = {
+    "gpt2": lambda: hf.GPT2LMHeadModel(
+        hf.GPT2Config(
+            vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=64, bos_token_id=1, eos_token_id=2
+        )
+    ),
+    "llama": _decoder(hf.LlamaConfig, hf.LlamaForCausalLM, num_key_value_heads=2),
+    "mistral": _decoder(hf.MistralConfig, hf.MistralForCausalLM, num_key_value_heads=2),
+    "qwen3": _decoder(hf.Qwen3Config, hf.Qwen3ForCausalLM, num_key_value_heads=2, head_dim=8),
+    "gemma3": _decoder(hf.Gemma3TextConfig, hf.Gemma3ForCausalLM, num_key_value_heads=2, head_dim=8),
+    "phi": _decoder(hf.PhiConfig, hf.PhiForCausalLM),
+    "opt": _decoder(hf.OPTConfig, hf.OPTForCausalLM, ffn_dim=48, word_embed_proj_dim=32),
+    "gpt-neox": _decoder(hf.GPTNeoXConfig, hf.GPTNeoXForCausalLM),
+    "bert": _decoder(hf.BertConfig, hf.BertForSequenceClassification, num_labels=3),
+    "bert-mlm": _decoder(hf.BertConfig, hf.BertForMaskedLM),
+    "roberta": _decoder(hf.RobertaConfig, hf.RobertaForSequenceClassification, num_labels=3),
+    "distilbert": _decoder(
+        hf.DistilBertConfig, hf.DistilBertForSequenceClassification, dim=32, hidden_dim=48, n_layers=2, n_heads=4
+    ),
+    "electra": _decoder(hf.ElectraConfig, hf.ElectraForSequenceClassification, embedding_size=16),
+    "albert": _decoder(hf.AlbertConfig, hf.AlbertForSequenceClassification, embedding_size=16),
+    "t5": _t5,
+    "bart": _bart,
+    "vit": lambda: hf.ViTForImageClassification(
+        hf.ViTConfig(
+            image_size=16,
+            patch_size=4,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_labels=3,
+        )
+    ),
+}
+
+_CLASSIFIERS = frozenset({"bert", "roberta", "distilbert", "electra", "albert", "vit"})
+_TARGETS = {
+    "gpt2": ["c_attn", "c_proj"],
+    "gpt-neox": ["query_key_value", "dense"],
+    "distilbert": ["q_lin", "v_lin"],
+    "t5": ["q", "v"],
+    "bert": ["query", "value"],
+    "bert-mlm": ["query", "value"],
+    "roberta": ["query", "value"],
+    "electra": ["query", "value"],
+    "albert": ["query", "value"],
+    "vit": ["q_proj", "v_proj", "query", "value"],
+}
+_TASKS = {"t5": "SEQ_2_SEQ_LM", "bart": "SEQ_2_SEQ_LM"}
+
+
+def task_type(name: str) -> str | None:
+    """PEFT's name for what a model does."""
+    if name in _CLASSIFIERS:
+        return None if name == "vit" else "SEQ_CLS"
+    return _TASKS.get(name, None if name == "bert-mlm" else "CAUSAL_LM")
+
+
+def lora_targets(name: str) -> list[str]:
+    return _TARGETS.get(name, ["q_proj", "v_proj"])
+
+
+def build(name: str, tuning: str = "full", seed: int = 0) -> torch.nn.Module:
+    """A model in training mode without dropout; ``tuning`` is full or the name of a parameter-efficient method."""
+    torch.manual_seed(seed)
+    model = MODELS[name]()
+    for module in model.modules():
+        for attribute, value in list(vars(module).items()):
+            if "drop" in attribute and isinstance(value, float):
+                setattr(module, attribute, 0.0)
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    model = _tune(model, name, tuning)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            # Zero initial values (biases, LoRA's B) would hide errors: every parameter gets some.
+            if parameter.requires_grad:
+                parameter.add_(0.05 * torch.randn_like(parameter))
+    return model.train()
+
+
+def _tune(model: torch.nn.Module, name: str, tuning: str) -> torch.nn.Module:
+    task = task_type(name)
+    if tuning == "full":
+        return model
+    if tuning == "bitfit":
+        for parameter_name, parameter in model.named_parameters():
+            parameter.requires_grad_(parameter_name.split(".")[-1] in ("bias", "beta"))
+        return model
+    if tuning == "ia3":
+        wide = {"gpt2": (["c_attn", "mlp.c_proj"], ["mlp.c_proj"]), "llama": (["k_proj", "down_proj"], ["down_proj"])}
+        targets, feedforward = wide[name]
+        config: Any = peft.IA3Config(task_type=task, target_modules=targets, feedforward_modules=feedforward)
+    elif tuning in ("lora", "dora"):
+        config = peft.LoraConfig(
+            task_type=task, r=3, target_modules=lora_targets(name), lora_dropout=0.0, use_dora=tuning == "dora"
+        )
+    elif tuning == "prompt":
+        config = peft.PromptTuningConfig(task_type=task, num_virtual_tokens=4)
+    elif tuning == "prefix":
+        config = peft.PrefixTuningConfig(task_type=task, num_virtual_tokens=4)
+    elif tuning == "bottleneck":
+        config = fastdp.BottleneckConfig(task_type=task, bottleneck_size=5)
+    else:
+        raise ValueError(f"unknown tuning {tuning}")
+    return peft.get_peft_model(model, config)
+
+
+def batch(name: str, rows: int = 4, tokens: int = 11, seed: int = 1) -> dict[str, torch.Tensor]:
+    """A batch whose rows differ in length, with repeated tokens and ignored labels."""
+    generator = torch.Generator().manual_seed(seed)
+    if name == "vit":
+        return {
+            "pixel_values": torch.randn(rows, 3, 16, 16, generator=generator),
+            "labels": torch.randint(0, 3, (rows,), generator=generator),
+        }
+    ids = torch.randint(3, 20, (rows, tokens), generator=generator)
+    lengths = torch.arange(rows) % 3 + tokens - 2
+    mask = (torch.arange(tokens) < lengths.unsqueeze(1)).long()
+    ids = ids * mask
+    if name in _CLASSIFIERS:
+        labels = torch.randint(0, 3, (rows,), generator=generator)
+    elif name in ("t5", "bart"):
+        labels = torch.randint(3, 20, (rows, tokens - 3), generator=generator)
+        labels[0, 4:] = -100
+    else:
+        labels = ids.masked_fill(mask == 0, -100)
+        labels[-1, : tokens // 2] = -100
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
