@@ -35,6 +35,7 @@ from fastdp.finetune.models import (
 )
 
 CONFIG, METRICS, RESULT, CHECKPOINT = "config.yaml", "metrics.jsonl", "result.json", "checkpoint.pt"
+LEDGER = "ledger.jsonl"
 EPSILON_POINTS = 20
 
 
@@ -100,15 +101,19 @@ def finetune(config: FinetuneConfig, resume: bool = False, reporter: Reporter | 
     reporter.phase("loading the model")
     model = choose_trained(load_model(config, tokenizer), config)
     model.to(_device(config))
-    output.mkdir(parents=True, exist_ok=True)
-    config.save(output / CONFIG)
     run = _Run(config, output, model, tokenizer, train, held_out, reporter)
-    return run.execute(resume)
+    try:
+        run.make_private(resume)
+        return run.execute(resume)
+    except Exception:
+        if not resume:
+            run.forget_if_nothing_was_spent()
+        raise
 
 
 def _check_output(output: Path, config: FinetuneConfig, resume: bool) -> None:
     if not resume:
-        held = next((name for name in (CONFIG, METRICS, RESULT, CHECKPOINT) if (output / name).exists()), None)
+        held = next((name for name in (CONFIG, LEDGER, METRICS, RESULT) if (output / name).exists()), None)
         if held:
             raise ConfigError(f"{output} already holds a run ({held}): choose another output, or pass --resume")
         return
@@ -200,47 +205,56 @@ class _Run:
         assert tokenizer.pad_token_id is not None
         self.collator = Collator(tokenizer.pad_token_id)
         self.device = next(model.parameters()).device
+        self.private: Any = None
         self.updates = 0
         self.before: Quality | None = None
 
-    def execute(self, resume: bool) -> Result:
-        """Evaluate, train, evaluate, write."""
-        checkpoint = self._load_checkpoint() if resume else None
-        self.before = Quality(**checkpoint["before"]) if checkpoint and checkpoint["before"] else None
-        if not checkpoint:
-            self.before = self._evaluate("evaluating before training")
-        self.model.train()
-        self._make_private()
-        if checkpoint:
-            self._restore(checkpoint)
-        self._keep_metrics(self.updates)
-        self.reporter.phase("training")
-        memory = PeakMemory(self.device)
-        seconds = self._train()
-        peak = memory.stop()
-        after = self._evaluate("evaluating after training")
-        return self._write(seconds, peak, after)
-
-    def _make_private(self) -> None:
+    def make_private(self, resume: bool) -> None:
+        """Hand model, optimizer and loader to the engine, which opens the ledger in the output folder."""
         config = self.config
+        self.output.mkdir(parents=True, exist_ok=True)
+        config.save(self.output / CONFIG)
         parameters = [p for p in self.model.parameters() if p.requires_grad]
         optimizer = torch.optim.AdamW(parameters, lr=config.learning_rate, weight_decay=config.weight_decay)
         loader = DataLoader(self.train, batch_size=config.batch_size, shuffle=True, collate_fn=self.collator)
-        private_run = math.isfinite(float(config.epsilon or 0))
+        with_privacy = math.isfinite(float(config.epsilon or 0))
         self.private = fastdp.make_private(
             self.model,
             optimizer,
             loader,
-            method=fastdp.DPSGD(max_grad_norm=config.max_grad_norm) if private_run else fastdp.NonPrivate(),
+            method=fastdp.DPSGD(max_grad_norm=config.max_grad_norm) if with_privacy else fastdp.NonPrivate(),
             target_epsilon=config.epsilon,
             target_delta=config.delta,
             epochs=config.epochs,
             max_physical_batch_size=config.physical_batch_size,
             sampling=config.sampling,
             output_dir=str(self.output),
+            resume=resume,
         )
         self.model, self.optimizer, self.loader = self.private
         self.scheduler = LambdaLR(self.optimizer, _schedule(config, self.private.total_steps))
+
+    def forget_if_nothing_was_spent(self) -> None:
+        """After a failure before the first release, leave no run behind that would have to be resumed."""
+        if self.private is None or self.private.steps_done == 0:
+            for name in (CONFIG, LEDGER, METRICS):
+                (self.output / name).unlink(missing_ok=True)
+
+    def execute(self, resume: bool) -> Result:
+        """Evaluate, train, evaluate, write."""
+        checkpoint = self._load_checkpoint() if resume else None
+        if checkpoint:
+            self._restore(checkpoint)
+        else:
+            self.before = self._evaluate("evaluating before training")
+        self._keep_metrics(self.updates)
+        self.model.train()
+        self.reporter.phase("training")
+        memory = PeakMemory(self.device)
+        seconds = self._train()
+        peak = memory.stop()
+        after = self._evaluate("evaluating after training")
+        return self._write(seconds, peak, after)
 
     def _train(self) -> list[float]:
         config, private = self.config, self.private
@@ -347,6 +361,7 @@ class _Run:
         self.scheduler.load_state_dict(checkpoint["scheduler"])
         self.private.load_state_dict(checkpoint["private"])
         self.updates = checkpoint["updates"]
+        self.before = Quality(**checkpoint["before"]) if checkpoint["before"] else None
 
     def _keep_metrics(self, updates: int) -> None:
         """Drop the rows of updates that were lost with the process: they will be made again."""

@@ -1,7 +1,8 @@
 """How the quickstart's public model was made: `python -m fastdp.quickstart.recipe OUTPUT` makes it again.
 
-A GPT-2 of 4 layers, 128 wide, with a byte-level BPE of 1,024 tokens, trained from nothing on generated prose
-(`corpus.public_text`) and on nothing else. It has never seen a visit note, so the private records are new to it.
+A GPT-2 of 4 layers, 128 wide, with a byte-level BPE of 1,536 tokens, trained from nothing on generated prose
+(`corpus.public_text`) and on nothing else. It has never seen a patient's record: the words are
+known to it, the form and the people are not.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from tokenizers import ByteLevelBPETokenizer
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 END = "<|endoftext|>"
-VOCABULARY = 1024
+VOCABULARY = 1536
 CONTEXT = 128
 PARAGRAPHS = 24_000
 BATCH = 32
-STEPS = 1_500
+STEPS = 800
 PEAK_LEARNING_RATE = 3e-3
 SEED = 0
 

@@ -1,0 +1,49 @@
+# Each target sets itself up: it needs Python 3.10 or later with its headers, a C++ compiler and make.
+#
+#   PYTHON=python3.12     the interpreter the environment is made with
+#   VENV=/path/to/env     another environment; an existing one is used as it is, and a torch it has is kept
+#   DATA=path  OUT=path   where `make bench` finds real data and puts its rows
+
+PYTHON ?= python3
+VENV ?= .venv
+DATA ?= ../shared
+OUT ?= bench/results
+PIP = $(VENV)/bin/python -m pip --disable-pip-version-check -q
+SOURCES = $(wildcard csrc/*) setup.py pyproject.toml constraints.txt
+
+.PHONY: quickstart test test-full bench gpu clean
+
+quickstart: $(VENV)/.fastdp
+	$(VENV)/bin/fastdp quickstart
+
+test: $(VENV)/.fastdp-test
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(VENV)/bin/python -m pytest -q -n 2
+
+test-full: $(VENV)/.fastdp-test
+	HF_HUB_OFFLINE=1 $(VENV)/bin/python -m pytest -q -m "slow or not slow"
+
+bench: $(VENV)/.fastdp-test
+	$(VENV)/bin/fastdp bench --help
+
+gpu: $(VENV)/.fastdp-test
+	$(VENV)/bin/python -m pytest -q tests/kernels
+
+clean:
+	rm -rf build dist *.egg-info fastdp/_native*.so .venv
+
+# torch comes first and alone: an index may offer a build for this machine that the constraints, read together with the
+# requirements of everything else, would turn down. After that it is left out of the constraints, so that a torch which
+# the environment already had is not replaced.
+$(VENV)/.fastdp: $(SOURCES)
+	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -c "import torch" 2>/dev/null || $(PIP) install $$(grep '^torch==' constraints.txt)
+	grep -v '^torch==' constraints.txt > $(VENV)/constraints.txt
+	$(PIP) install -c $(VENV)/constraints.txt -e .
+	touch $@
+
+$(VENV)/.fastdp-test: $(VENV)/.fastdp
+	$(PIP) install -c $(VENV)/constraints.txt -e ".[test]"
+	touch $@

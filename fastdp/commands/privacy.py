@@ -1,0 +1,114 @@
+"""`fastdp calibrate`, `fastdp epsilon` and `fastdp verify`: what a run would cost, or did."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from fastdp.commands.refusal import refusing
+
+console = Console()
+
+Examples = Annotated[int, typer.Option(min=1, help="examples in the training data, N")]
+BatchSize = Annotated[int, typer.Option(min=1, help="expected examples in a step, B")]
+Epochs = Annotated[float, typer.Option(help="passes over the data: ceil(N / B) steps each")]
+Delta = Annotated[float, typer.Option(help="probability that the guarantee may fail")]
+Sampling = Annotated[str, typer.Option(help="poisson, or shuffled (accounted without amplification)")]
+Adjacency = Annotated[str, typer.Option(help="add_remove or replace_one")]
+
+
+def _event(examples: int, batch_size: int, epochs: float, sampling: str) -> tuple[Callable[[float], Any], int]:
+    """The event of a DP-SGD run as a function of its noise multiplier, and its number of steps."""
+    from fastdp import accounting
+
+    if batch_size > examples:
+        raise ValueError(f"batch size {batch_size} exceeds the {examples} examples: the sample rate would pass 1")
+    if not epochs > 0:
+        raise ValueError(f"epochs must be greater than 0, not {epochs}")
+    if sampling not in ("poisson", "shuffled"):
+        raise ValueError(f"sampling must be poisson or shuffled, not {sampling!r}")
+    per_epoch = math.ceil(examples / batch_size)
+    steps = math.ceil(epochs * per_epoch)
+
+    def event(noise_multiplier: float) -> Any:
+        return accounting.dpsgd(
+            noise_multiplier=noise_multiplier,
+            sample_rate=batch_size / examples,
+            steps=steps,
+            sampling=sampling,
+            steps_per_epoch=per_epoch,
+        )
+
+    return event, steps
+
+
+@refusing
+def calibrate_command(
+    epsilon: Annotated[float, typer.Option(help="budget to spend")],
+    examples: Examples,
+    batch_size: BatchSize,
+    epochs: Epochs,
+    delta: Delta = 1e-5,
+    sampling: Sampling = "poisson",
+    adjacency: Adjacency = "add_remove",
+) -> None:
+    """The noise that a planned DP-SGD run needs to stay within a budget."""
+    from fastdp import accounting
+
+    event, steps = _event(examples, batch_size, epochs, sampling)
+    sigma = accounting.calibrate(event, epsilon, delta, adjacency=adjacency)
+    spent = accounting.epsilon(event(sigma), delta, adjacency=adjacency)
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    table.add_row("noise multiplier", f"[bold]{sigma:.6f}[/]")
+    table.add_row("epsilon", f"{spent:.5f} at delta {delta:g} (upper bound, PLD)")
+    table.add_row("steps", f"{steps}, sample rate {batch_size / examples:.6g} ({sampling})")
+    console.print(table)
+
+
+@refusing
+def epsilon_command(
+    noise_multiplier: Annotated[float, typer.Option(help="noise standard deviation over sensitivity")],
+    examples: Examples,
+    batch_size: BatchSize,
+    epochs: Epochs,
+    delta: Delta = 1e-5,
+    sampling: Sampling = "poisson",
+    adjacency: Adjacency = "add_remove",
+) -> None:
+    """What a DP-SGD run costs, by each accountant; PLD's figure is the one that certifies."""
+    from fastdp import accounting
+
+    if not noise_multiplier > 0:
+        raise ValueError(
+            f"noise_multiplier must be greater than 0, not {noise_multiplier}: without it epsilon is infinite"
+        )
+    event, steps = _event(examples, batch_size, epochs, sampling)
+    table = Table(title=f"{steps} steps at delta {delta:g}", title_justify="left")
+    table.add_column("accountant")
+    table.add_column("epsilon", justify="right")
+    table.add_column("")
+    remarks = {"pld": "upper bound, certifies", "prv": "upper bound, cross-check", "rdp": "upper bound, loose"}
+    for accountant, remark in remarks.items():
+        try:
+            figure = f"{accounting.epsilon(event(noise_multiplier), delta, accountant, adjacency=adjacency):.5f}"
+        except (ValueError, RuntimeError, OverflowError, MemoryError) as error:
+            if accountant == "pld":
+                raise
+            figure, remark = "-", f"not applicable: {error}"
+        table.add_row(accountant, figure, remark)
+    console.print(table)
+
+
+@refusing
+def verify_command(card: Annotated[Path, typer.Argument(help="card.json of a run")]) -> None:
+    """Recompute a card's epsilon from the event that the card states, and compare."""
+    from fastdp import accounting
+
+    verdict = accounting.verify(card)
+    console.print(verdict)

@@ -1,0 +1,89 @@
+"""The quickstart itself: one model and one set of records, fine-tuned without and with privacy, side by side."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable
+from importlib import resources
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from fastdp.finetune import ConfigError, FinetuneConfig, Reporter, Result, finetune
+from fastdp.quickstart.corpus import private_records
+
+TRAIN, HELD_OUT = 3_072, 400
+EPSILON, DELTA = 8.0, 1e-5
+BATCH = 256
+# Noise makes small steps wasteful and long training costly: the private run takes larger steps and a few more of them.
+WITHOUT = {"epsilon": math.inf, "epochs": 2, "batch_size": 64, "learning_rate": 4e-3, "schedule": "linear"}
+WITH = {"epsilon": EPSILON, "epochs": 4, "batch_size": BATCH, "learning_rate": 8e-3, "schedule": "linear"}
+
+
+def quickstart(output: Path, seed: int, console: Console, reporter: Callable[[str], Reporter]) -> None:
+    """Write the records, run both trainings and print the table.
+
+    Args:
+        output: folder for records and runs; it must not hold an earlier quickstart.
+        seed: of the records and of new weights.
+        console: where the table goes.
+        reporter: makes the context manager that shows one run's progress, given a title.
+
+    Raises:
+        ConfigError: when `output` holds an earlier quickstart.
+    """
+    begin = time.perf_counter()
+    if (output / "train.jsonl").exists():
+        raise ConfigError(f"{output} already holds a quickstart: remove it, or choose another with --output")
+    output.mkdir(parents=True, exist_ok=True)
+    records = private_records(TRAIN + HELD_OUT, seed)
+    for name, part in (("train", records[:TRAIN]), ("held_out", records[TRAIN:])):
+        lines = (json.dumps({"text": record}) + "\n" for record in part)
+        (output / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
+    console.print(
+        f"{TRAIN} records of people who do not exist, for example:\n  [italic]{records[0]}[/]", highlight=False
+    )
+    with resources.as_file(resources.files(__package__) / "model") as model:
+        results = {}
+        for name, settings in (("without privacy", WITHOUT), (f"epsilon {EPSILON:g}", WITH)):
+            config = FinetuneConfig(
+                model=str(model),
+                train=str(output / "train.jsonl"),
+                eval=str(output / "held_out.jsonl"),
+                output=str(output / name.replace(" ", "-")),
+                delta=DELTA,
+                max_length=80,
+                physical_batch_size=64,
+                eval_batch_size=64,
+                seed=seed,
+                **settings,  # type: ignore[arg-type]
+            )
+            with reporter(f"{name}: ") as progress:  # type: ignore[attr-defined]
+                results[name] = finetune(config, reporter=progress)
+    console.print(_table(results))
+    console.print(f"{time.perf_counter() - begin:.0f} s in all; written to:")
+    for result in results.values():
+        console.print(f"  {result.output}: adapter, card.md, card.json, metrics.jsonl, loss.png, epsilon.png")
+
+
+def _table(results: dict[str, Result]) -> Table:
+    table = Table(title="Held-out records", title_justify="left")
+    table.add_column("fine-tuning")
+    for heading in ("perplexity", "epsilon spent", "s a step", "peak memory"):
+        table.add_column(heading, justify="right")
+    before = next(iter(results.values())).before
+    assert before is not None
+    table.add_row("none", f"{before.perplexity:.1f}", "0", "", "")
+    for name, result in results.items():
+        assert result.after is not None
+        table.add_row(
+            name,
+            f"[bold]{result.after.perplexity:.2f}[/]",
+            f"{result.epsilon:.2f} (delta {result.delta:g})" if math.isfinite(result.epsilon) else "infinite",
+            f"{result.seconds_per_step:.2f}",
+            f"{result.peak_bytes / 2**20:.0f} MiB",
+        )
+    return table
