@@ -1,0 +1,203 @@
+"""AdamW with noise in one pass, against torch's AdamW given the same noise."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fastdp.ops import NoiseStream, adamw_noise_step_
+from fastdp.ops.noise import standard_normals
+from fastdp.ops.table import OPS
+from tests.ops.noise_paths import DTYPES, ODD_SHAPES
+
+HYPER = {"lr": 3e-3, "betas": (0.9, 0.99), "eps": 1e-6, "weight_decay": 0.1}
+
+
+def stream(seed: int = 1) -> NoiseStream:
+    return NoiseStream.unsafe_reproducible(seed)
+
+
+def torch_steps(param: torch.Tensor, sums: list[torch.Tensor], dtype: torch.dtype, secure: bool = False):
+    """Torch's AdamW in ``dtype`` on the noised means; the noise is the definition's."""
+    at = stream()
+    w = torch.nn.Parameter(param.to(dtype))
+    optimizer = torch.optim.AdamW([w], **HYPER)
+    for total in sums:
+        z = standard_normals(at.take(), w.numel(), secure).reshape(w.shape)
+        w.grad = ((total.double() + 0.7 * z) / 32.0).to(dtype)
+        optimizer.step()
+    state = optimizer.state[w]
+    return w.detach(), state["exp_avg"], state["exp_avg_sq"]
+
+
+def our_steps(param: torch.Tensor, sums: list[torch.Tensor], **options):
+    at, mean, square = stream(), torch.zeros(param.shape), torch.zeros(param.shape)
+    for i, total in enumerate(sums):
+        adamw_noise_step_(param, total, mean, square, 0.7, at, divisor=32.0, step=i + 1, **HYPER, **options)
+    return param, mean, square
+
+
+@pytest.mark.parametrize("secure", [False, True])
+@pytest.mark.parametrize("shape", ODD_SHAPES)
+def test_three_steps_against_torch(shape, secure):
+    """Within twice the error of torch's own float32 AdamW on the same noise, both measured from float64."""
+    generator = torch.Generator().manual_seed(1)
+    param = torch.randn(shape, generator=generator)
+    sums = [8 * torch.randn(shape, generator=generator) for _ in range(3)]
+    kept = [s.clone() for s in sums]
+    ours = our_steps(param.clone(), sums, secure_rounding=secure)
+    truth = torch_steps(param, sums, torch.float64, secure)
+    same = torch_steps(param, sums, torch.float32, secure)
+    for a, t, b in zip(ours, truth, same):
+        if t.numel():
+            error, allowed = (a.double() - t).abs().max(), (b.double() - t).abs().max()
+            # one float32 rounding of the largest entry is allowed where torch's error happens to be nothing
+            assert error <= 2 * allowed + 2.0**-24 * t.abs().max()
+    assert all(torch.equal(a, b) for a, b in zip(sums, kept)), "the sum was changed"
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:])
+def test_low_precision_parameters_are_rounded_once(dtype):
+    generator = torch.Generator().manual_seed(2)
+    param = torch.randn(1001, generator=generator).to(dtype)
+    sums = [torch.randn(1001, generator=generator)]
+    ours, *moments = our_steps(param.clone(), sums)
+    exact, *expected = our_steps(param.float(), sums)
+    assert torch.equal(ours, exact.to(dtype))
+    assert all(torch.equal(a, b) for a, b in zip(moments, expected))
+
+
+@pytest.mark.parametrize("floor", [1e-9, 1e-3, 10.0])
+def test_variance_correction(floor):
+    """DP-AdamBC: the root of max(unbiased second moment - (std / divisor)^2, floor), in float64."""
+    generator = torch.Generator().manual_seed(3)
+    param, total = torch.randn(2000, generator=generator), torch.randn(2000, generator=generator)
+    mean, square = torch.randn(2000, generator=generator), torch.rand(2000, generator=generator) * 1e-2
+    std, divisor, step = 2.0, 16.0, 5
+    z = standard_normals(stream().take(), 2000)
+    g = (total.double() + std * z) / divisor
+    m = 0.9 * mean.double() + 0.1 * g
+    v = 0.99 * square.double() + 0.01 * g**2
+    under = (v / (1 - 0.99**step) - (std / divisor) ** 2).clamp_min(floor)
+    update = m / (1 - 0.9**step) / under.sqrt()
+    expected = param.double() * (1 - 3e-3 * 0.1) - 3e-3 * update
+    assert 0 < int((under == floor).sum()) <= 2000
+    adamw_noise_step_(
+        param, total, mean, square, std, stream(), divisor=divisor, step=step, variance_floor=floor, **HYPER
+    )
+    # cancellation in v - variance: an error of 8 roundings of v, halved by the root
+    spread = 2.0**-24 * (6 + 4 * (v / (1 - 0.99**step)) / under)
+    slack = (
+        3e-3 * update.abs() * spread
+        + 2.0**-23 * expected.abs()
+        + 3e-3 * 2.0**-21 * (mean.abs() + g.abs()) / under.sqrt()
+    )
+    assert ((param.double() - expected).abs() <= slack).all()
+
+
+def test_variance_correction_removes_what_noise_adds():
+    """With no signal the corrected second moment is 0 on average; the raw one is the noise's variance."""
+    n, square, at = 100_000, torch.zeros(100_000), stream()
+    mean, param = torch.zeros(n), torch.zeros(n)
+    for step in range(1, 4):
+        adamw_noise_step_(
+            param, torch.zeros(n), mean, square, 2.0, at, divisor=4.0, step=step, variance_floor=1e-8, **HYPER
+        )
+    unbiased = square.double().mean() / (1 - 0.99**3)
+    # sd of the mean of n squares of weight 1/3 each: .25 sqrt(2/3) / sqrt(n); 5 of them
+    assert abs(float(unbiased) - 0.25) < 5 * 0.25 * math.sqrt(2 / 3 / n)
+
+
+@settings(deadline=None)
+@given(shape=st.lists(st.integers(1, 12), min_size=2, max_size=3), seed=st.integers(0, 99))
+def test_strides_do_not_matter(shape, seed):
+    generator = torch.Generator().manual_seed(seed)
+    plain = [torch.rand(shape, generator=generator) for _ in range(4)]
+    turned = [x.transpose(0, -1).contiguous().transpose(0, -1) for x in plain]
+    for tensors in (plain, turned):
+        adamw_noise_step_(*tensors, 1.0, stream(seed), divisor=2.0, lr=0.1, step=1)
+    assert all(torch.equal(a, b) for a, b in zip(plain, turned))
+
+
+def test_no_noise():
+    param, total = torch.randn(100), torch.randn(100)
+    w = torch.nn.Parameter(param.clone())
+    w.grad = total / 4.0
+    torch.optim.AdamW([w], lr=0.01).step()
+    adamw_noise_step_(param, total, torch.zeros(100), torch.zeros(100), 0.0, stream(), divisor=4.0, lr=0.01, step=1)
+    torch.testing.assert_close(param, w.detach(), rtol=1e-6, atol=1e-7)
+
+
+def test_nothing_next_to_the_tensors_is_written():
+    for n in (1, 7, 17, 1023, 1025):
+        whole = [torch.full((n + 32,), float("nan")) for _ in range(4)]
+        parts = [x[16 : 16 + n] for x in whole]
+        for x in parts:
+            x.fill_(0.5)
+        adamw_noise_step_(*parts, 1.0, stream(), divisor=2.0, lr=0.1, step=1)
+        for x, part in zip(whole, parts):
+            assert part.isfinite().all()
+            assert x[:16].isnan().all()
+            assert x[16 + n :].isnan().all()
+
+
+def arguments(**changes):
+    names = ("param", "grad_sum", "exp_avg", "exp_avg_sq")
+    tensors = [changes.pop(name, torch.zeros(2, 3)) for name in names]
+    keywords = {"std": 1.0, "stream": stream(), "divisor": 8.0, "lr": 0.1, "step": 1, **changes}
+    return tensors, keywords
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "sentence"),
+    [
+        ({"std": -1.0}, ValueError, "std must be"),
+        ({"std": float("nan")}, ValueError, "std must be"),
+        ({"divisor": 0.0}, ValueError, "divisor must be greater than 0"),
+        ({"divisor": -1.0}, ValueError, "divisor must be"),
+        ({"lr": float("inf")}, ValueError, "lr must be"),
+        ({"betas": (1.0, 0.9)}, ValueError, "betas must be below 1"),
+        ({"betas": (0.9, -0.1)}, ValueError, r"betas\[1\] must be"),
+        ({"eps": -1e-8}, ValueError, "eps must be"),
+        ({"weight_decay": -0.1}, ValueError, "weight_decay must be"),
+        ({"step": 0}, ValueError, "step counts from 1"),
+        ({"variance_floor": 0.0}, ValueError, "variance_floor must be greater than 0"),
+        ({"grad_sum": torch.zeros(3, 2)}, ValueError, "grad_sum must have the shape and device of param"),
+        ({"exp_avg": torch.zeros(2, 3, device="meta")}, ValueError, "exp_avg must have the shape and device"),
+        (
+            {"exp_avg_sq": torch.zeros(2, 3, dtype=torch.bfloat16)},
+            TypeError,
+            "exp_avg_sq must be a dense tensor of float32",
+        ),
+        ({"param": torch.zeros(2, 3, dtype=torch.float64)}, TypeError, "param must be a dense tensor"),
+        ({"param": torch.zeros(2, 3, requires_grad=True)}, RuntimeError, "param requires grad"),
+        ({"exp_avg": torch.zeros(1, 1).expand(2, 3)}, ValueError, "exp_avg is an expanded view"),
+        ({"stream": None}, TypeError, "must be a NoiseStream"),
+    ],
+)
+def test_bad_arguments_change_nothing(changes, error, sentence):
+    tensors, keywords = arguments(**changes)
+    with pytest.raises(error, match=sentence):
+        adamw_noise_step_(*tensors, **keywords)
+    assert not any(x.any() for x in tensors if not x.is_meta)
+
+
+def op_arguments(n: int = 129) -> tuple:
+    generator = torch.Generator().manual_seed(4)
+    tensors = [torch.rand(n, generator=generator) for _ in range(4)]
+    return (*tensors, stream().take(), 0.5, 4.0, 0.01, 0.9, 0.999, 1e-8, 0.01, 3, None, False)
+
+
+def test_opcheck():
+    torch.library.opcheck(torch.ops.fastdp.adamw_noise_step_.default, op_arguments())
+
+
+@pytest.mark.parametrize("floor", [None, 1e-3])
+def test_reference_agrees(floor):
+    ours, defined = op_arguments(), op_arguments()
+    OPS["adamw_noise_step_"](*ours[:-2], floor, False)
+    OPS["adamw_noise_step_"].reference(*defined[:-2], floor, False)
+    for a, b in zip(ours[:4], defined[:4]):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)

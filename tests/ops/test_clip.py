@@ -1,0 +1,233 @@
+"""Per-example clip and noise: the definition, its gradient, and what it refuses."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fastdp.ops import NoiseStream, clip_noise
+from fastdp.ops.noise import standard_normals
+from fastdp.ops.table import OPS
+from tests.ops.noise_paths import DTYPES, NORMAL_ERROR
+
+SHAPES = [(1, 1), (1,), (5,), (7, 129), (3, 7, 11), (129, 1), (33, 64), (2, 257, 123), (1, 20_001), (0, 4), (4, 0)]
+
+
+@pytest.fixture(autouse=True)
+def _poisoned():
+    """Uninitialised outputs are filled with NaN."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    assert torch.empty(1).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(before)
+
+
+def stream(seed: int = 1) -> NoiseStream:
+    return NoiseStream.unsafe_reproducible(seed)
+
+
+def noise(shape: tuple[int, ...], secure: bool = False) -> torch.Tensor:
+    return standard_normals(stream().take(), math.prod(shape), secure).reshape(shape)
+
+
+def composed(x: torch.Tensor, max_norm: float, std: float, z: torch.Tensor) -> torch.Tensor:
+    """The formula in torch, for autograd to differentiate."""
+    norm = torch.linalg.vector_norm(x.reshape(x.shape[0], math.prod(x.shape[1:])), dim=1)
+    factor = (max_norm / norm).clamp(max=1.0)
+    return x * factor.reshape(-1, *[1] * (x.dim() - 1)) + std * z
+
+
+@pytest.mark.parametrize("secure", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_forward_and_gradient_against_float64(shape, dtype, secure):
+    generator = torch.Generator().manual_seed(len(shape))
+    x = torch.randn(shape, generator=generator).to(dtype)
+    g = torch.randn(shape, generator=generator).to(dtype)
+    max_norm = 0.8 * math.sqrt(max(1, math.prod(shape[1:])))  # about half of the examples are longer
+    z = noise(shape, secure)
+    x64 = x.double().requires_grad_()
+    truth = composed(x64, max_norm, 0.6, z)
+    truth.backward(g.double())
+
+    ours = x.clone().requires_grad_()
+    y = clip_noise(ours, max_norm, 0.6, stream(), secure_rounding=secure)
+    y.backward(g)
+    assert y.dtype == ours.grad.dtype == dtype
+    eps, half = torch.finfo(dtype).eps, 2.0**-24
+    tiny = torch.finfo(dtype).smallest_normal * eps  # the step of subnormals
+    size = z.abs() + 8.0 * secure
+    bound = 0.6 * (NORMAL_ERROR + 2 * half) * size + 3 * half * x.abs() + 1.001 * (half + eps / 2) * truth.abs() + tiny
+    assert ((y.double() - truth).abs() <= bound).all()
+    # the gradient's two terms are each rounded three times in float32, their difference once more in the dtype
+    norm = torch.linalg.vector_norm(x.double().reshape(shape[0], math.prod(shape[1:])), dim=1)
+    along = (g.double() * x.double()).reshape(shape[0], math.prod(shape[1:])).sum(1).abs() / norm.square().clamp_min(
+        1e-30
+    )
+    pulled = along.reshape(-1, *[1] * (len(shape) - 1)) * x.double().abs()
+    limit = 4 * half * (g.double().abs() + pulled) + eps / 2 * 1.001 * x64.grad.abs() + tiny
+    assert ((ours.grad.double() - x64.grad).abs() <= limit).all()
+
+
+@pytest.mark.parametrize("shape", [(6, 5), (4, 130)])
+def test_gradient_against_finite_differences(shape):
+    """The reference in float64 pieces: (f(x + h d) - f(x - h d)) / 2h along random directions, noise off."""
+    torch.manual_seed(0)
+    x = torch.randn(shape, dtype=torch.float64)
+    max_norm = 0.9 * math.sqrt(shape[1])
+    g = torch.randn(shape, dtype=torch.float64)
+    norm = torch.linalg.vector_norm(x, dim=1)
+    grad = OPS["clip_noise_backward"](g.float(), x.float(), norm, max_norm).double()
+    for _ in range(5):
+        d = torch.randn(shape, dtype=torch.float64)
+        h = 1e-5
+        zero = torch.zeros(shape, dtype=torch.float64)
+        slope = ((composed(x + h * d, max_norm, 0, zero) - composed(x - h * d, max_norm, 0, zero)) * g).sum() / (2 * h)
+        assert float((grad * d).sum()) == pytest.approx(float(slope), rel=1e-5, abs=1e-4)
+
+
+@settings(deadline=None)
+@given(
+    rows=st.integers(1, 40),
+    length=st.integers(1, 90),
+    max_norm=st.floats(1e-3, 1e3),
+    scale=st.floats(1e-3, 1e3),
+    seed=st.integers(0, 99),
+)
+def test_without_noise_no_example_is_longer_than_the_bound(rows, length, max_norm, scale, seed):
+    """In float32 too: the factor is rounded down, so only the last rounding of each entry is left."""
+    x = torch.randn(rows, length, generator=torch.Generator().manual_seed(seed)) * scale
+    y = clip_noise(x, max_norm, 0.0, stream())
+    assert float(torch.linalg.vector_norm(y.double(), dim=1).max()) <= max_norm * (1 + 2.0**-24)
+    short = torch.linalg.vector_norm(x.double(), dim=1) <= max_norm
+    assert torch.equal(y[short], x[short])
+
+
+@pytest.mark.parametrize("length", [9, 100])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_an_example_that_is_not_finite_becomes_noise_alone(bad, length):
+    x = torch.randn(5, length)
+    x[2, 3] = bad
+    x.requires_grad_()
+    y = clip_noise(x, 1.0, 0.5, stream())
+    y.backward(torch.ones_like(y))
+    z = noise((5, length))
+    torch.testing.assert_close(y[2].double(), 0.5 * z[2], rtol=1e-6, atol=0)
+    assert y.isfinite().all()
+    assert x.grad[2].eq(0).all()
+    assert x.grad.isfinite().all()
+    assert x.grad[[0, 1, 3, 4]].ne(0).any(dim=1).all()
+
+
+@pytest.mark.parametrize("length", [9, 100])
+def test_a_huge_finite_example_is_clipped_not_removed(length):
+    """Its squares overflow float32: the norm is summed in float64."""
+    x = torch.full((2, length), 1e30)
+    y = clip_noise(x, 1.0, 0.0, stream())
+    torch.testing.assert_close(y, torch.full_like(x, 1 / math.sqrt(length)))
+
+
+@pytest.mark.parametrize("std", [0.0, 1.0])
+def test_zero_examples_have_no_direction_and_get_a_plain_gradient(std):
+    x = torch.zeros(3, 70, requires_grad=True)
+    y = clip_noise(x, 1.0, std, stream())
+    y.backward(torch.ones_like(y))
+    assert y.isfinite().all()
+    assert torch.equal(x.grad, torch.ones_like(x))
+
+
+def test_the_noise_is_that_of_the_flattened_position():
+    """The same position through another shape, row length and batch split gives the same noise."""
+    flat = clip_noise(torch.zeros(1, 6006), 1.0, 1.0, stream())
+    for shape in ((6006, 1), (143, 42), (42, 143), (6, 7, 143)):
+        assert torch.equal(clip_noise(torch.zeros(shape), 1.0, 1.0, stream()).reshape(1, -1), flat)
+
+
+def test_strided_inputs():
+    x = torch.randn(40, 9).t()
+    g = torch.randn(40, 9).t()
+    for view in (x, x[:, ::3]):
+        a, b = view.detach().requires_grad_(), view.contiguous().requires_grad_()
+        grad = g[:, : view.shape[1]]
+        y = clip_noise(a, 1.0, 0.3, stream())
+        y.backward(grad)
+        expected = clip_noise(b, 1.0, 0.3, stream())
+        expected.backward(grad.contiguous())
+        assert y.is_contiguous()
+        assert torch.equal(y, expected)
+        assert torch.equal(a.grad, b.grad)
+
+
+def test_no_gradient_is_recorded_without_need():
+    assert not clip_noise(torch.randn(3, 4), 1.0, 1.0, stream()).requires_grad
+    with torch.no_grad():
+        assert not clip_noise(torch.randn(3, 4, requires_grad=True), 1.0, 1.0, stream()).requires_grad
+
+
+def test_compiled_forward_and_backward():
+    at, twin = stream(), stream()
+
+    @torch.compile(backend="aot_eager")
+    def layer(x):
+        return clip_noise(x * 2, 1.0, 0.5, at) * 3
+
+    for _ in range(3):
+        x = torch.randn(4, 6, requires_grad=True)
+        x2 = x.detach().clone().requires_grad_()
+        y, expected = layer(x), clip_noise(x2 * 2, 1.0, 0.5, twin) * 3
+        y.sum().backward()
+        expected.sum().backward()
+        torch.testing.assert_close(y, expected, rtol=0, atol=0)
+        torch.testing.assert_close(x.grad, x2.grad)
+
+
+def test_opcheck():
+    at = stream().take()
+    for shape in ((4, 6), (3, 5, 30)):
+        x = torch.randn(shape, requires_grad=True)
+        torch.library.opcheck(torch.ops.fastdp.clip_noise.default, (x, 1.0, 0.5, at, False))
+    x = torch.randn(4, 6)
+    norm = torch.linalg.vector_norm(x.double(), dim=1)
+    torch.library.opcheck(torch.ops.fastdp.clip_noise_backward.default, (torch.randn(4, 6), x, norm, 1.0))
+
+
+@pytest.mark.parametrize("shape", [(5, 9), (5, 200), (0, 3), (3, 0)])
+def test_reference_agrees(shape):
+    x, g, at = torch.randn(shape), torch.randn(shape), stream().take()
+    for ours, truth in zip(
+        OPS["clip_noise"](x, 2.0, 0.5, at, False), OPS["clip_noise"].reference(x, 2.0, 0.5, at, False)
+    ):
+        torch.testing.assert_close(ours, truth)
+    norm = torch.linalg.vector_norm(x.double(), dim=1)
+    backward = OPS["clip_noise_backward"]
+    torch.testing.assert_close(backward(g, x, norm, 2.0), backward.reference(g, x, norm, 2.0))
+
+
+@pytest.mark.parametrize(
+    ("x", "max_norm", "std", "error", "sentence"),
+    [
+        (torch.zeros(2, 3), 0.0, 1.0, ValueError, "max_norm must be greater than 0"),
+        (torch.zeros(2, 3), -1.0, 1.0, ValueError, "max_norm must be a finite number"),
+        (torch.zeros(2, 3), float("nan"), 1.0, ValueError, "max_norm must be a finite number"),
+        (torch.zeros(2, 3), 1.0, -1.0, ValueError, "std must be a finite number"),
+        (torch.zeros(()), 1.0, 1.0, ValueError, "first dimension of examples"),
+        (torch.zeros(2, 3, dtype=torch.float64), 1.0, 1.0, TypeError, "float32, bfloat16, float16"),
+    ],
+)
+def test_bad_arguments(x, max_norm, std, error, sentence):
+    at = stream()
+    with pytest.raises(error, match=sentence):
+        clip_noise(x, max_norm, std, at)
+    assert torch.equal(at.take(), stream().take())
+
+
+def test_bad_gradient_arguments():
+    backward = OPS["clip_noise_backward"]
+    x, norm = torch.zeros(2, 3), torch.ones(2, dtype=torch.float64)
+    with pytest.raises(ValueError, match="the gradient must be"):
+        backward(torch.zeros(2, 4), x, norm, 1.0)
+    with pytest.raises(ValueError, match="norm must be float64"):
+        backward(x, x, norm.float(), 1.0)

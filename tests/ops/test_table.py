@@ -1,0 +1,121 @@
+"""The table of ops: which implementation a call reaches, and by which way."""
+
+import pytest
+import torch
+
+from fastdp.ops import table
+from fastdp.ops.table import OPS, Op
+
+calls: list[str] = []
+
+
+def _check(x: torch.Tensor, factor: float) -> None:
+    if factor < 0:
+        raise ValueError("factor must be at least 0")
+
+
+def _reference(x: torch.Tensor, factor: float) -> torch.Tensor:
+    """Scale by a factor."""
+    calls.append("reference")
+    return x * factor
+
+
+def _scaled(name: str, **options) -> Op:
+    return Op(
+        f"{name}(Tensor x, float factor) -> Tensor",
+        reference=_reference,
+        fake=lambda x, factor: torch.empty_like(x),
+        check=_check,
+        **options,
+    )
+
+
+PLAIN = _scaled("test_plain")
+SMOOTH = _scaled(
+    "test_smooth",
+    setup_context=lambda ctx, inputs, output: setattr(ctx, "factor", inputs[1]),
+    backward=lambda ctx, grad: (grad * ctx.factor, None),
+)
+for _op in (PLAIN, SMOOTH):
+    del OPS[_op.name]  # other tests walk the table
+
+
+@PLAIN.implement("cpu")
+def _cpu(x: torch.Tensor, factor: float) -> torch.Tensor:
+    calls.append("cpu")
+    return x * factor
+
+
+@pytest.fixture(autouse=True)
+def _forget():
+    calls.clear()
+
+
+def test_the_device_decides():
+    assert torch.equal(PLAIN(torch.ones(2), 3.0), torch.full((2,), 3.0))
+    assert PLAIN(torch.ones(2, device="meta"), 3.0).is_meta
+    SMOOTH(torch.ones(2), 3.0)
+    assert calls == ["cpu", "reference", "reference"]
+
+
+def test_the_registered_op_runs_the_same_implementation():
+    assert torch.equal(torch.ops.fastdp.test_plain(torch.ones(2), 3.0), torch.full((2,), 3.0))
+    assert calls == ["cpu"]
+
+
+def test_arguments_are_checked_both_ways():
+    for call in (PLAIN, torch.ops.fastdp.test_plain):
+        with pytest.raises(ValueError, match="factor must be at least 0"):
+            call(torch.ones(2), -1.0)
+    assert calls == []
+
+
+def test_eager_calls_pass_by_the_dispatcher_unless_autograd_records():
+    class Seen(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            names.append(func.name())
+            return func(*args, **(kwargs or {}))
+
+    names: list[str] = []
+    with Seen():
+        SMOOTH(torch.ones(2), 3.0)
+        with torch.no_grad():
+            SMOOTH(torch.ones(2, requires_grad=True), 3.0)
+        assert "fastdp::test_smooth" not in names
+        SMOOTH(torch.ones(2, requires_grad=True), 3.0)
+    assert names.count("fastdp::test_smooth") == 1
+
+
+def test_gradient():
+    x = torch.ones(2, requires_grad=True)
+    SMOOTH(x, 3.0).sum().backward()
+    assert x.grad.tolist() == [3.0, 3.0]
+
+
+def test_fake_tensors_take_the_fake_implementation():
+    with torch._subclasses.FakeTensorMode():
+        x = torch.empty(2, 3)
+        y = PLAIN(x, 3.0)
+    assert tuple(y.shape) == (2, 3)
+    assert calls == []
+
+
+def test_compiled_calls_are_one_node_of_the_graph():
+    targets: list[str] = []
+
+    def backend(graph, inputs):
+        targets.extend(str(node.target) for node in graph.graph.nodes)
+        return graph.forward
+
+    assert torch.compile(lambda x: PLAIN(x + 1, 2.0), backend=backend, fullgraph=True)(torch.ones(2)).tolist() == [4, 4]
+    assert any("test_plain" in target for target in targets)
+
+
+def test_every_op_has_a_definition_and_a_sentence():
+    assert OPS
+    for name, op in OPS.items():
+        assert op.name == name
+        assert hasattr(torch.ops.fastdp, name)
+        assert name in repr(op)
+    assert PLAIN.__doc__ == "Scale by a factor."
+    assert table.__doc__
