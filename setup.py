@@ -12,6 +12,7 @@ native = Pybind11Extension(
     "fastdp._native",
     sorted(str(path) for path in Path("csrc").glob("*.cpp")),
     include_dirs=["csrc"],
+    depends=sorted(str(path) for path in Path("csrc").iterdir() if path.suffix in (".h", ".inc")),
     cxx_std=17,
     extra_compile_args=["-O3", "-pthread", "-fvisibility=hidden"],
     extra_link_args=["-pthread"],
