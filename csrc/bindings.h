@@ -10,4 +10,5 @@ void bind_adamw(pybind11::module_ &m);
 void bind_direct_norms(pybind11::module_ &m);
 void bind_gram_norms(pybind11::module_ &m);
 void bind_onehot_norms(pybind11::module_ &m);
+void bind_snap(pybind11::module_ &m);
 }  // namespace fastdp

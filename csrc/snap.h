@@ -1,0 +1,36 @@
+// Loops over the rows of an embedding table, in the form the processor likes best; shared by snap and exponential choice.
+#pragma once
+#include <cstdint>
+#include <cstring>
+
+#include "cpu.h"
+
+// Bodies are written once over 16 lanes of GCC's vector types and inlined into one function per instruction set, so that
+// no template of the standard library is ever compiled for a processor that may lack the instructions.
+#if defined(__x86_64__) && defined(__GNUC__)
+#define FASTDP_HAS_X86 1
+#define FASTDP_AVX512 __attribute__((target("avx512f,avx512dq,avx512bw,avx512vl,avx2,fma")))
+#define FASTDP_AVX2 __attribute__((target("avx2,fma")))
+#else
+#define FASTDP_HAS_X86 0
+#endif
+#define FASTDP_BODY static inline __attribute__((always_inline))
+
+namespace fastdp {
+
+typedef float f16 __attribute__((vector_size(64), aligned(4)));
+typedef int32_t i16 __attribute__((vector_size(64), aligned(4)));
+typedef uint16_t h16 __attribute__((vector_size(32), aligned(2)));
+typedef float f8 __attribute__((vector_size(32), aligned(4)));
+typedef double d8 __attribute__((vector_size(64)));
+
+constexpr int kLanes = 16;
+
+// Squared Euclidean distance in float64: every difference and square is of float64 values, summed in one fixed order.
+double squared_distance(const float *a, const float *b, int64_t d);
+
+// The largest magnitude of a row, as the bits of a float; at or above kNonFinite the row holds a NaN or an infinity.
+constexpr int32_t kNonFinite = 0x7f800000;
+int32_t largest_bits(const float *row, int64_t d);
+
+}  // namespace fastdp

@@ -1,0 +1,146 @@
+"""Nearest rows of an embedding table, and the d_chi mechanism on top of them: ``snap`` and ``private_snap``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from fastdp import _native
+from fastdp.ops.factors import in_full_precision
+from fastdp.ops.table import Op
+
+#: The dtypes of rows; 16-bit rows are compared by the exact distances of the numbers they hold.
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+#: Rows searched at once and rows of the table multiplied at once: with d = 768, 9 MB of scratch in all.
+_ROWS = 2048
+_TILE = 1024
+
+
+def check_table(table: Tensor, name: str = "table") -> None:
+    """Raise TypeError or ValueError unless this is a table of rows [V, d], V between 1 and 2^31 - 1."""
+    if table.dim() != 2:
+        raise ValueError(f"{name} has {table.dim()} dimensions: it must be [rows, d]")
+    if table.dtype not in DTYPES:
+        raise TypeError(f"{name} is {table.dtype}: rows must be float32, bfloat16 or float16")
+    if not 0 < table.shape[0] < 1 << 31:
+        raise ValueError(f"{name} has {table.shape[0]} rows: it must have between 1 and 2^31 - 1")
+
+
+def _check_snap(x: Tensor, table: Tensor) -> None:
+    check_table(table)
+    if x.dim() != 2 or x.shape[1] != table.shape[1]:
+        raise ValueError(f"x has shape {tuple(x.shape)}: it must be [N, {table.shape[1]}], as wide as the table's rows")
+    if x.dtype not in DTYPES:
+        raise TypeError(f"x is {x.dtype}: rows must be float32, bfloat16 or float16")
+    if x.device != table.device:
+        raise ValueError(f"x is on {x.device} and the table on {table.device}")
+
+
+def _refuse_row(name: str, row: int) -> None:
+    raise ValueError(f"row {row} of {name} holds a NaN or an infinity: it has no nearest row, and is nobody's")
+
+
+def refuse_non_finite(name: str, rows: Tensor) -> None:
+    """Raise ValueError, naming the first row, if a row holds a NaN or an infinity."""
+    bad = (~torch.isfinite(rows).all(1)).nonzero()
+    if len(bad):
+        _refuse_row(name, int(bad[0]))
+
+
+def survey(name: str, rows: Tensor) -> int:
+    """As ``refuse_non_finite``, for contiguous float32 rows on the CPU; returns the bits of the largest magnitude."""
+    bad, bits = _native.survey(rows.data_ptr(), *rows.shape)
+    if bad >= 0:
+        _refuse_row(name, bad)
+    return bits
+
+
+@in_full_precision
+def _snap_reference(x: Tensor, table: Tensor) -> Tensor:
+    refuse_non_finite("table", table)
+    refuse_non_finite("x", x)
+    wide = table.double()
+    nearest = [(wide - row.double()).square().sum(1).argmin() for row in x]
+    return torch.stack(nearest) if nearest else _snap_fake(x, table)
+
+
+def _snap_fake(x: Tensor, table: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0], dtype=torch.int64)
+
+
+SNAP = Op("snap(Tensor x, Tensor table) -> Tensor", reference=_snap_reference, fake=_snap_fake, check=_check_snap)
+
+
+def centre_of(table: Tensor) -> Tensor:
+    """About the mean row. Distances do not depend on it, but rows of a trained table are much shorter around it."""
+    return table[:: -(-table.shape[0] // 1024)].mean(0, dtype=torch.float64).float()
+
+
+def _multiplies_in_bf16() -> bool:
+    # Where the user lets torch round the factors of a float32 product, bfloat16 ones have the smaller error to allow for.
+    backend = getattr(torch.backends.mkldnn, "matmul", None)
+    rounds = getattr(backend, "fp32_precision", "none") not in ("none", "ieee")
+    return _native.has_bf16_products() or rounds or torch.get_float32_matmul_precision() != "highest"
+
+
+@in_full_precision
+def search(rows: Callable[[int, int], Tensor], n: int, table: Tensor, table_bits: int) -> Tensor:
+    """The nearest row of ``table`` (contiguous float32) to each of ``n`` rows, which ``rows(begin, end)`` makes.
+
+    The products are torch's own (``torch.mm``), tile by tile; the passes before and after them are ``csrc/snap.cpp``.
+    """
+    size, d = table.shape
+    result = torch.zeros(n, dtype=torch.int64)
+    if n == 0 or d == 0:
+        return result
+    half = _multiplies_in_bf16()
+    dtype = torch.bfloat16 if half else torch.float32
+    centre = centre_of(table)
+    finder = _native.Snap(table.data_ptr(), size, d, centre.data_ptr(), table_bits, half)
+    most, width = min(n, _ROWS), min(size, _TILE)
+    rounded, tile = torch.empty(most, d, dtype=dtype), torch.empty(width, d, dtype=dtype)
+    products = torch.empty(most * width + 16, dtype=dtype)
+    for begin in range(0, n, _ROWS):
+        x = rows(begin, min(n, begin + _ROWS))
+        finder.begin(x.data_ptr(), len(x), rounded.data_ptr())
+        for first in range(0, size, width):
+            count = min(width, size - first)
+            finder.tile(first, count, tile.data_ptr())
+            out = products[: len(x) * count].view(len(x), count)
+            torch.mm(rounded[: len(x)], tile[:count].t(), out=out)
+            finder.scan(first, count, out.data_ptr())
+        finder.finish(result[begin:].data_ptr())
+    return result
+
+
+@SNAP.implement("cpu")
+def _snap_cpu(x: Tensor, table: Tensor) -> Tensor:
+    table = table.detach().float().contiguous()
+    bits = survey("table", table)
+    x = x.detach().float().contiguous()
+    survey("x", x)
+    return search(lambda begin, end: x[begin:end], len(x), table, bits)
+
+
+def snap(x: Tensor, table: Tensor) -> Tensor:
+    """Index of the table's row nearest to each row of ``x`` in Euclidean distance, ties to the lowest index.
+
+    Exact: the answer is the row whose squared distance, computed in float64 from the very numbers given, is smallest.
+    Rows as near as that, equal rows above all, count as ties. A first pass in bfloat16 (float32 where the processor has
+    no bfloat16 products) rules out every row that a proven bound on its error allows to; what is left, a few rows for
+    each of ``x``, is compared in float64. Needs O(N) memory beside tiles of a fixed size.
+
+    Args:
+        x: [N, d], float32, bfloat16 or float16, any strides.
+        table: [V, d], likewise, V >= 1, on the same device. On a CPU a 16-bit table is widened to float32 as a whole.
+
+    Returns:
+        int64 [N].
+
+    Raises:
+        ValueError: another shape or device, an empty table, or a row of either that holds a NaN or an infinity.
+        TypeError: another dtype.
+    """
+    return SNAP(x, table)
