@@ -122,6 +122,7 @@ _ADAMW = Op(
     fake=lambda *args: None,
     check=_check,
 )
+_ADAMW.implement_with_triton("adamw")
 
 
 @_ADAMW.implement("cpu")

@@ -69,6 +69,7 @@ _CLIP_BACKWARD = Op(
     fake=lambda grad, x, norm, max_norm: torch.empty_like(x, memory_format=torch.contiguous_format),
     check=_check_backward,
 )
+_CLIP_BACKWARD.implement_with_triton("clip_noise")
 
 
 @_CLIP_BACKWARD.implement("cpu")
@@ -114,6 +115,7 @@ _CLIP_NOISE = Op(
     backward=_backward,
     setup_context=_setup_context,
 )
+_CLIP_NOISE.implement_with_triton("clip_noise")
 
 
 @_CLIP_NOISE.implement("cpu")

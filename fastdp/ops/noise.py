@@ -102,6 +102,7 @@ _ADD_NOISE = Op(
     fake=lambda x, std, position, secure_rounding: None,
     check=_check_add_noise,
 )
+_ADD_NOISE.implement_with_triton("noise")
 
 
 @_ADD_NOISE.implement("cpu")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 from collections.abc import Callable
 from typing import Any
 
@@ -61,6 +63,21 @@ class Op:
             return function
 
         return register
+
+    def implement_with_triton(self, module: str) -> None:
+        """Use the function of this op's name in ``fastdp.kernels.<module>`` on CUDA; imported when first called.
+
+        Where Triton is not installed the definition runs there.
+        """
+
+        def first_call(*args: Any) -> Any:
+            chosen = self.reference
+            if importlib.util.find_spec("triton") is not None:
+                chosen = getattr(importlib.import_module(f"fastdp.kernels.{module}"), self.name)
+            self.implementations["cuda"] = chosen
+            return chosen(*args)
+
+        self.implementations["cuda"] = first_call
 
     def _run(self, *args: Any) -> Any:
         self.check(*args)

@@ -1,5 +1,11 @@
 """The table of ops: which implementation a call reaches, and by which way."""
 
+import importlib
+import importlib.util
+import inspect
+import sys
+import types
+
 import pytest
 import torch
 
@@ -84,6 +90,45 @@ def test_eager_calls_pass_by_the_dispatcher_unless_autograd_records():
         assert "fastdp::test_smooth" not in names
         SMOOTH(torch.ones(2, requires_grad=True), 3.0)
     assert names.count("fastdp::test_smooth") == 1
+
+
+def test_triton_implementations_are_imported_when_first_called(monkeypatch):
+    op = _scaled("test_lazy")
+    del OPS[op.name]
+    op.implement_with_triton("made_up")
+    first = op.implementations["cuda"]
+    with pytest.raises(ModuleNotFoundError, match="made_up"):
+        first(torch.ones(2), 3.0)
+    module = types.ModuleType("fastdp.kernels.made_up")
+    module.test_lazy = lambda x, factor: x - factor
+    monkeypatch.setitem(sys.modules, "fastdp.kernels.made_up", module)
+    assert first(torch.ones(2), 3.0).tolist() == [-2, -2]
+    assert op.implementations["cuda"] is module.test_lazy
+
+
+def test_without_triton_the_definition_runs_on_cuda(monkeypatch):
+    op = _scaled("test_no_triton")
+    del OPS[op.name]
+    op.implement_with_triton("made_up")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert op.implementations["cuda"](torch.ones(2), 3.0).tolist() == [3, 3]
+    assert op.implementations["cuda"] is op.reference
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
+@pytest.mark.parametrize(
+    ("name", "module"),
+    [
+        ("add_noise_", "noise"),
+        ("clip_noise", "clip_noise"),
+        ("clip_noise_backward", "clip_noise"),
+        ("adamw_noise_step_", "adamw"),
+    ],
+)
+def test_noise_kernels_take_the_arguments_of_their_schema(name, module):
+    kernel = getattr(importlib.import_module(f"fastdp.kernels.{module}"), name)
+    schema = getattr(torch.ops.fastdp, name).default._schema
+    assert list(inspect.signature(kernel).parameters) == [argument.name for argument in schema.arguments]
 
 
 def test_gradient():
