@@ -1,4 +1,5 @@
-// Squared norms of an embedding's per-unit gradients: rows of R with the same id within a unit add up, then are squared.
+// An embedding's gradients: their per-unit squared norms, where rows of R with the same id within a unit add up before they
+// are squared, and their weighted sum.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -61,12 +62,37 @@ void onehot_sqnorm(uintptr_t ids_address, int64_t ids_stride, const FactorTuple 
         out[unit] = static_cast<float>(std::accumulate(parts.begin() + unit * panels, parts.begin() + (unit + 1) * panels, 0.0));
 }
 
+// out[ids[t]] += weights[t] * R[t]. Each thread owns columns, so tokens are added in their order whatever the threads.
+void onehot_add(uintptr_t ids_address, int64_t ids_stride, const FactorTuple &right_tuple, int64_t tokens,
+                uintptr_t weights_address, uintptr_t out_address, int64_t out_stride, int threads) {
+    const int64_t *ids = reinterpret_cast<const int64_t *>(ids_address);
+    const float *weights = reinterpret_cast<const float *>(weights_address);
+    float *out = reinterpret_cast<float *>(out_address);
+    const Factor right = factor_of(right_tuple);
+    const int64_t columns = std::clamp<int64_t>(right.width / std::max(1, threads) / 16 * 16, 16, kColumns);
+    pybind11::gil_scoped_release release;
+
+    team_for((right.width + columns - 1) / columns, threads, [&](int64_t panel) {
+        const int64_t start = panel * columns, count = std::min(columns, right.width - start);
+        float row[kColumns];
+        for (int64_t t = 0; t < tokens; ++t) {
+            const float weight = weights[t];
+            if (weight == 0) continue;
+            read_row(right, t, start, count, row);
+            float *target = out + ids[t * ids_stride] * out_stride + start;
+            for (int64_t j = 0; j < count; ++j) target[j] += weight * row[j];
+        }
+    });
+}
+
 }  // namespace
 
 void bind_onehot_norms(pybind11::module_ &m) {
     namespace py = pybind11;
     m.def("onehot_sqnorm", &onehot_sqnorm, py::arg("ids"), py::arg("ids_stride"), py::arg("right"), py::arg("bounds"),
           py::arg("out"), py::arg("threads"));
+    m.def("onehot_add", &onehot_add, py::arg("ids"), py::arg("ids_stride"), py::arg("right"), py::arg("tokens"),
+          py::arg("weights"), py::arg("out"), py::arg("out_stride"), py::arg("threads"));
 }
 
 }  // namespace fastdp

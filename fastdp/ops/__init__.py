@@ -1,6 +1,7 @@
 """The kernels as functions of tensors of any device; a module keeps an op's schema, contract and definition."""
 
 from . import cpu_norms as cpu_norms
+from . import cpu_sums as cpu_sums
 from .adamw import adamw_noise_step_ as adamw_noise_step_
 from .clip import clip_noise as clip_noise
 from .entries import abs_sum as abs_sum

@@ -19,15 +19,14 @@ from .entries import (
     MASKED_WEIGHTED_SUM,
     MASKED_WEIGHTED_SUM_INPLACE,
 )
-from .factors import accumulator, is_one_hot, unit_bounds
+from .factors import ELEMENT, accumulator, is_one_hot, native_factor, unit_bounds
 from .norms import CROSS_INNER, SQNORM, SQNORM_GROUP
 
-_ELEMENT = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _NO_FACTOR = (0, 0, 0, 0, 0)
 _SQUARE, _ABSOLUTE, _MASKED_SQUARE = range(3)
 _HAS_KERNELS = _native.isa() != "portable"
 
-# The Gram kernel does T^2 (m + n) flop and the direct one 2 T m n; from 16 tokens on their measured rates are this far apart.
+# The Gram kernel does T^2 (m + n) flop and the direct one 2 T m n, at rates that differ by this from 16 tokens on.
 _GRAM_RATE_OVER_DIRECT = 1.1
 
 _packed_masks: Any = WeakIdKeyDictionary()
@@ -35,18 +34,13 @@ _packed_masks: Any = WeakIdKeyDictionary()
 
 def _served(*factors: Tensor) -> bool:
     """Whether the kernels read these factors."""
-    return _HAS_KERNELS and all(f.dtype in _ELEMENT or is_one_hot(f) for f in factors)
-
-
-def _factor(matrix: Tensor) -> tuple[int, int, int, int, int]:
-    """What csrc/factor.h reads of a matrix. The caller keeps the tensor alive."""
-    return matrix.data_ptr(), _ELEMENT[matrix.dtype], matrix.shape[1], matrix.stride(0), matrix.stride(1)
+    return _HAS_KERNELS and all(f.dtype in ELEMENT or is_one_hot(f) for f in factors)
 
 
 def _left(left: Tensor) -> tuple[tuple[int, int, int, int, int], int, int]:
     if is_one_hot(left):
         return _NO_FACTOR, left.data_ptr(), left.stride(0)
-    return _factor(left), 0, 0
+    return native_factor(left), 0, 0
 
 
 def packed(mask: Tensor) -> np.ndarray:
@@ -69,7 +63,7 @@ def _cheaper_route(m: int, n: int, bounds: Sequence[int]) -> str:
 def _gram(lefts: Sequence[Tensor], right: Tensor, bounds: list[int]) -> Tensor:
     norms = torch.empty(len(lefts), len(bounds) - 1)
     _native.gram_sqnorm(
-        [_factor(left) for left in lefts], _factor(right), bounds, norms.data_ptr(), torch.get_num_threads()
+        [native_factor(left) for left in lefts], native_factor(right), bounds, norms.data_ptr(), torch.get_num_threads()
     )
     return norms
 
@@ -77,7 +71,7 @@ def _gram(lefts: Sequence[Tensor], right: Tensor, bounds: list[int]) -> Tensor:
 def _direct(left: Tensor, right: Tensor, bounds: list[int], measure: int, mask: int = 0) -> Tensor:
     norms = torch.empty(2 if measure == _MASKED_SQUARE else 1, len(bounds) - 1)
     _native.direct_norms(
-        _factor(left), _factor(right), bounds, measure, mask, norms.data_ptr(), torch.get_num_threads()
+        native_factor(left), native_factor(right), bounds, measure, mask, norms.data_ptr(), torch.get_num_threads()
     )
     return norms
 
@@ -91,7 +85,7 @@ def sqnorm(left: Tensor, right: Tensor, offsets: Tensor, route: str) -> Tensor:
     if is_one_hot(left):
         norms = torch.empty(len(bounds) - 1)
         threads = torch.get_num_threads()
-        _native.onehot_sqnorm(left.data_ptr(), left.stride(0), _factor(right), bounds, norms.data_ptr(), threads)
+        _native.onehot_sqnorm(left.data_ptr(), left.stride(0), native_factor(right), bounds, norms.data_ptr(), threads)
         return norms
     if route == "auto":
         route = _cheaper_route(left.shape[1], right.shape[1], bounds)
@@ -119,9 +113,9 @@ def cross_inner(
     products = torch.empty(len(bounds1) - 1)
     _native.cross_inner(
         _left(left1),
-        _factor(right1),
+        native_factor(right1),
         _left(left2),
-        _factor(right2),
+        native_factor(right2),
         bounds1,
         bounds2,
         products.data_ptr(),
@@ -170,8 +164,8 @@ def masked_weighted_sum_(
     first = torch.tensor(bounds[:-1])
     bits = packed(mask)
     _native.masked_weighted_sum(
-        _factor(left),
-        _factor(right),
+        native_factor(left),
+        native_factor(right),
         bounds,
         weights_masked[first].tolist(),
         weights_unmasked[first].tolist(),

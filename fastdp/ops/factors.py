@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+ELEMENT = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as csrc/factor.h numbers them
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
@@ -26,6 +27,11 @@ def is_one_hot(left: Tensor) -> bool:
 def accumulator(*factors: Tensor) -> torch.dtype:
     """Dtype of sums over these factors: float32, or float64 once any of them is float64."""
     return torch.float64 if any(factor.dtype == torch.float64 for factor in factors) else torch.float32
+
+
+def native_factor(matrix: Tensor) -> tuple[int, int, int, int, int]:
+    """What csrc/factor.h reads of a matrix on the CPU. The caller keeps the tensor alive."""
+    return matrix.data_ptr(), ELEMENT[matrix.dtype], matrix.shape[1], matrix.stride(0), matrix.stride(1)
 
 
 def unit_bounds(offsets: Tensor) -> list[int]:

@@ -1,0 +1,114 @@
+"""Sums on processors: torch's own matrix products, on factors read in place wherever their dtype and layout allow."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fastdp import _native
+
+from .factors import (
+    ELEMENT,
+    accumulator,
+    common_length,
+    in_full_precision,
+    is_one_hot,
+    native_factor,
+    unit_bounds,
+)
+from .sums import COLUMN_SUMS, PER_UNIT, WEIGHTED_SUM, WEIGHTED_SUM_INPLACE
+
+_SLAB_BYTES = 4 << 20  # of a factor cast to float32 at a time: beyond a cache's size longer slabs gain nothing
+_SHORTEST_RUN = 64  # tokens: a product over fewer costs more in reading and writing `out` than copying them together
+
+
+@PER_UNIT.implement("cpu")
+@in_full_precision
+def per_unit(left: Tensor, right: Tensor, offsets: Tensor) -> Tensor:
+    """:func:`fastdp.ops.per_unit` on a processor: one batched product for equal lengths, else one a unit."""
+    bounds = unit_bounds(offsets)
+    dtype = accumulator(left, right)
+    left, right = left.to(dtype), right.to(dtype)
+    length = common_length(bounds)
+    if length is not None:
+        shape = (len(bounds) - 1, length)
+        return torch.bmm(left.unflatten(0, shape).mT, right.unflatten(0, shape))
+    gradients = right.new_empty(len(bounds) - 1, left.shape[1], right.shape[1])
+    for gradient, start, end in zip(gradients, bounds, bounds[1:]):
+        torch.mm(left[start:end].T, right[start:end], out=gradient)
+    return gradients
+
+
+@COLUMN_SUMS.implement("cpu")
+@in_full_precision
+def column_sums(left: Tensor, offsets: Tensor) -> Tensor:
+    """:func:`fastdp.ops.column_sums` on a processor."""
+    bounds = unit_bounds(offsets)
+    dtype = accumulator(left)
+    length = common_length(bounds)
+    if length is not None:
+        return left.unflatten(0, (len(bounds) - 1, length)).sum(1, dtype=dtype)
+    sums = left.new_empty(len(bounds) - 1, left.shape[1], dtype=dtype)
+    for row, start, end in zip(sums, bounds, bounds[1:]):
+        torch.sum(left[start:end], 0, dtype=dtype, out=row)
+    return sums
+
+
+def _kept_runs(weights: Tensor) -> list[tuple[int, int]]:
+    """Runs of tokens whose weight is not 0."""
+    zero = (weights == 0).to(torch.int8)
+    edges = torch.diff(zero, prepend=zero.new_ones(1), append=zero.new_ones(1)).nonzero()[:, 0].tolist()
+    return list(zip(edges[::2], edges[1::2]))
+
+
+def _add_products(out: Tensor, left: Tensor, right: Tensor, weights: Tensor) -> None:
+    """Add the weighted sum of tokens that are all kept: the narrower factor is scaled, the wider one read in place."""
+    dtype = out.dtype
+    weights = weights.to(dtype).unsqueeze(1)
+    m, n = out.shape
+    slab = left.shape[0]
+    if left.dtype != dtype or right.dtype != dtype:
+        slab = max(_SHORTEST_RUN, _SLAB_BYTES // (4 * max(m, n, 1)))
+    for start in range(0, left.shape[0], slab):
+        tokens = slice(start, start + slab)
+        a, b, w = left[tokens].to(dtype), right[tokens].to(dtype), weights[tokens]
+        a, b = (a * w, b) if m < n else (a, b * w)
+        torch.addmm(out, a.T, b, out=out)
+
+
+@WEIGHTED_SUM_INPLACE.implement("cpu")
+@in_full_precision
+def weighted_sum_(out: Tensor, left: Tensor, right: Tensor, weights: Tensor) -> None:
+    """``fastdp.ops.weighted_sum(..., out=out)`` on a processor."""
+    if is_one_hot(left):
+        if right.dtype in ELEMENT and out.dtype == weights.dtype == torch.float32 and out.stride(1) == 1:
+            weights = weights.contiguous()
+            _native.onehot_add(
+                left.data_ptr(),
+                left.stride(0),
+                native_factor(right),
+                right.shape[0],
+                weights.data_ptr(),
+                out.data_ptr(),
+                out.stride(0),
+                torch.get_num_threads(),
+            )
+        else:
+            WEIGHTED_SUM_INPLACE.reference(out, left, right, weights)
+        return
+    runs = _kept_runs(weights)
+    if len(runs) * _SHORTEST_RUN > right.shape[0] and len(runs) > 1:
+        kept = weights.nonzero()[:, 0]
+        left, right, weights = left.index_select(0, kept), right.index_select(0, kept), weights[kept]
+        runs = [(0, right.shape[0])]
+    for start, end in runs:
+        _add_products(out, left[start:end], right[start:end], weights[start:end])
+
+
+@WEIGHTED_SUM.implement("cpu")
+def weighted_sum(left: Tensor, right: Tensor, weights: Tensor, rows: int | None) -> Tensor:
+    """:func:`fastdp.ops.weighted_sum` on a processor."""
+    m = rows if is_one_hot(left) else left.shape[1]
+    out = right.new_zeros(m, right.shape[1], dtype=accumulator(left, right))
+    weighted_sum_(out, left, right, weights)
+    return out
