@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -19,11 +19,16 @@ Examples = Annotated[int, typer.Option(min=1, help="examples in the training dat
 BatchSize = Annotated[int, typer.Option(min=1, help="expected examples in a step, B")]
 Epochs = Annotated[float, typer.Option(help="passes over the data: ceil(N / B) steps each")]
 Delta = Annotated[float, typer.Option(help="probability that the guarantee may fail")]
-Sampling = Annotated[str, typer.Option(help="poisson, or shuffled (accounted without amplification)")]
-Adjacency = Annotated[str, typer.Option(help="add_remove or replace_one")]
+Sampling = Annotated[
+    Literal["poisson", "shuffled"], typer.Option(help="shuffled batches are accounted without amplification")
+]
+Adjacency = Annotated[Literal["add_remove", "replace_one"], typer.Option(help="what neighbouring data sets are")]
+Accountant = Literal["pld", "prv", "rdp"]
 
 
-def _event(examples: int, batch_size: int, epochs: float, sampling: str) -> tuple[Callable[[float], Any], int]:
+def _event(
+    examples: int, batch_size: int, epochs: float, sampling: Literal["poisson", "shuffled"]
+) -> tuple[Callable[[float], Any], int]:
     """The event of a DP-SGD run as a function of its noise multiplier, and its number of steps."""
     from fastdp import accounting
 
@@ -31,8 +36,6 @@ def _event(examples: int, batch_size: int, epochs: float, sampling: str) -> tupl
         raise ValueError(f"batch size {batch_size} exceeds the {examples} examples: the sample rate would pass 1")
     if not epochs > 0:
         raise ValueError(f"epochs must be greater than 0, not {epochs}")
-    if sampling not in ("poisson", "shuffled"):
-        raise ValueError(f"sampling must be poisson or shuffled, not {sampling!r}")
     per_epoch = math.ceil(examples / batch_size)
     steps = math.ceil(epochs * per_epoch)
 
@@ -93,7 +96,11 @@ def epsilon_command(
     table.add_column("accountant")
     table.add_column("epsilon", justify="right")
     table.add_column("")
-    remarks = {"pld": "upper bound, certifies", "prv": "upper bound, cross-check", "rdp": "upper bound, loose"}
+    remarks: dict[Accountant, str] = {
+        "pld": "upper bound, certifies",
+        "prv": "upper bound, cross-check",
+        "rdp": "upper bound, loose",
+    }
     for accountant, remark in remarks.items():
         try:
             figure = f"{accounting.epsilon(event(noise_multiplier), delta, accountant, adjacency=adjacency):.5f}"

@@ -8,7 +8,7 @@ import math
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, Optional
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -66,12 +66,12 @@ def _with_settings(command: Callable[..., None]) -> Callable[..., None]:
     fields = {field.name: field for field in dataclasses.fields(FinetuneConfig)}
 
     def flag(name: str) -> inspect.Parameter:
-        kind: Any = setting_type(name)
+        # Lists come as one value with commas, as in the YAML file's short form.
+        kind: Any = str if setting_type(name) is list else setting_type(name)
         text = fields[name].metadata["help"]
         if fields[name].default is not None:
-            text += f" [default: {fields[name].default!r}]"
-        # Lists come as one value with commas, as in the YAML file's short form.
-        hint = Annotated[Optional[str if kind is list else kind], typer.Option(help=text, show_default=False)]  # noqa: UP045
+            text += f" (default {fields[name].default!r})"
+        hint = Annotated[kind | None, typer.Option(help=text, show_default=False)]  # type: ignore[valid-type]
         return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=hint)
 
     own = inspect.signature(command, eval_str=True).parameters
@@ -90,7 +90,7 @@ def _with_settings(command: Callable[..., None]) -> Callable[..., None]:
 @refusing
 def finetune_command(
     *,
-    config: Annotated[Optional[Path], typer.Argument(help="YAML file of settings")] = None,  # noqa: UP045
+    config: Annotated[Path | None, typer.Argument(help="YAML file of settings")] = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="go on with an interrupted run in the output folder")
     ] = False,

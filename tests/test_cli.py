@@ -1,0 +1,132 @@
+"""The command: its figures, its refusals in one sentence, and a run from the shell."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from fastdp.cli import app
+from tests.test_finetune import files, model_folder  # noqa: F401 - fixtures
+
+runner = CliRunner()
+
+
+def run(*arguments):
+    return runner.invoke(app, [str(argument) for argument in arguments], env={"COLUMNS": "200", "NO_COLOR": "1"})
+
+
+def refused(*arguments):
+    """The one sentence a command refuses with."""
+    result = run(*arguments)
+    assert result.exit_code != 0
+    message = result.stderr.strip()
+    assert message.startswith("error: ")
+    assert "\n" not in message
+    assert "Traceback" not in result.output
+    return message
+
+
+PLAN = ("--examples", 67349, "--batch-size", 32, "--epochs", 3)
+
+
+def test_epsilon_gives_the_known_figures():
+    """32 of 67,349 examples at noise .5 for 6,315 steps: 3.04736 by PLD, 4.1525 by RDP."""
+    output = run("epsilon", "--noise-multiplier", 0.5, *PLAN).output
+    figures = dict(re.findall(r"(pld|prv|rdp)\W+([\d.]+)", output))
+    assert "6315 steps" in output
+    assert float(figures["pld"]) == pytest.approx(3.04736, abs=2e-4)
+    assert 3.047 < float(figures["prv"]) < 3.06
+    assert float(figures["rdp"]) == pytest.approx(4.1525, abs=1e-3)
+
+
+def test_calibrate_is_the_inverse_of_epsilon():
+    output = run("calibrate", "--epsilon", 3.05, *PLAN).output
+    sigma = float(re.search(r"noise multiplier\s+([\d.]+)", output).group(1))
+    assert sigma == pytest.approx(0.5, abs=1e-3)
+    assert float(re.search(r"epsilon\s+([\d.]+)", output).group(1)) <= 3.05
+
+
+def test_privacy_commands_refuse_what_makes_no_sense():
+    assert "exceeds" in refused("calibrate", "--epsilon", 8, "--examples", 10, "--batch-size", 11, "--epochs", 1)
+    assert "epochs" in refused("calibrate", "--epsilon", 8, "--examples", 10, "--batch-size", 5, "--epochs", 0)
+    assert "epsilon" in refused("calibrate", "--epsilon", -1, *PLAN)
+    assert "delta" in refused("calibrate", "--epsilon", 8, *PLAN, "--delta", 2)
+    assert "infinite" in refused("epsilon", "--noise-multiplier", 0, *PLAN)
+
+
+def test_doctor_reports_the_environment():
+    output = run("doctor").output
+    for expected in ("instruction set", "torch", "threads", "GPU", "triton"):
+        assert expected in output
+
+
+@pytest.mark.parametrize("peft", ["full", "lora"])
+def test_doctor_lists_every_trained_parameter(model_folder, peft):  # noqa: F811
+    output = run("doctor", model_folder, "--peft", peft).output
+    expected = ["transformer.wte.weight", "transformer.h.1.mlp.c_proj.bias"] if peft == "full" else ["lora_A", "lora_B"]
+    for name in expected:
+        assert name in output
+
+
+def test_finetune_from_flags_alone_and_verify(model_folder, files, tmp_path):  # noqa: F811
+    output = tmp_path / "run"
+    data = files / "text.jsonl"
+    arguments = ["--model", model_folder, "--train", data, "--eval", data, "--output", output, "--epsilon", 8]
+    arguments += ["--delta", 1e-3, "--batch-size", 16, "--epochs", 1, "--max-length", 48, "--peft", "ia3"]
+    result = run("finetune", *arguments)
+    assert result.exit_code == 0, result.output
+    assert "perplexity" in result.output
+    assert yaml.safe_load((output / "config.yaml").read_text())["peft"] == "ia3"
+    assert "already holds a run" in refused("finetune", *arguments)
+
+    assert run("verify", output / "card.json").exit_code == 0
+    card = json.loads((output / "card.json").read_text())
+    claimed = json.dumps(card).replace(str(card["epsilon"]), str(card["epsilon"] / 2))
+    (tmp_path / "forged.json").write_text(claimed)
+    assert run("verify", tmp_path / "forged.json").exit_code != 0
+
+
+def test_finetune_refusals(model_folder, files, tmp_path):  # noqa: F811
+    assert "model is missing" in refused("finetune")
+    assert "cannot read the config" in refused("finetune", tmp_path / "absent.yaml")
+    bad = tmp_path / "bad.csv"
+    bad.write_bytes(b"mr,ref\nx,y\nz\n")
+    arguments = ["--model", model_folder, "--train", bad, "--output", tmp_path / "run", "--epsilon", 8]
+    assert "bad.csv, line 3" in refused("finetune", *arguments)
+    assert not (tmp_path / "run").exists()
+    assert "verify" in run("--help").output
+    assert refused("verify", tmp_path / "absent.json")
+
+
+@pytest.mark.slow
+def test_a_killed_run_resumes_within_its_budget(model_folder, files, tmp_path):  # noqa: F811
+    output = tmp_path / "run"
+    command = [sys.executable, "-m", "fastdp", "finetune", "--model", model_folder, "--train", files / "text.jsonl"]
+    command += ["--output", output, "--epsilon", 8, "--delta", 1e-3, "--batch-size", 4, "--epochs", 20]
+    command += ["--max-length", 48, "--checkpoint-every", 5]
+    command = [str(part) for part in command]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    for kill_after in (3, 12, 30):
+        process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
+        metrics = output / "metrics.jsonl"
+        deadline = time.monotonic() + 120
+        while time.monotonic() < deadline and process.poll() is None:
+            if metrics.exists() and len(metrics.read_text().splitlines()) >= kill_after:
+                break
+            time.sleep(0.005)
+        process.send_signal(signal.SIGKILL)
+        assert process.wait() == -signal.SIGKILL
+        if "--resume" not in command:
+            command.append("--resume")
+    subprocess.run(command, env=environment, check=True, stdout=subprocess.DEVNULL)
+    card = json.loads((output / "card.json").read_text())
+    assert card["epsilon"] <= 8
+    result = json.loads((output / "result.json").read_text())
+    assert 0 < result["steps"] < 20 * 12

@@ -1,0 +1,308 @@
+"""A whole run on a tiny model: what it writes, what it refuses, and how it goes on after being stopped."""
+
+import csv
+import json
+import math
+import shutil
+from importlib import resources
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+import transformers
+import yaml
+
+from fastdp.data import Collator, causal_examples
+from fastdp.finetune import ConfigError, FinetuneConfig, Reporter, finetune, load_config
+from fastdp.finetune.evaluation import evaluate
+from fastdp.quickstart.corpus import private_records
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory):
+    """A random GPT-2 of two layers with the tokenizer of the quickstart's model."""
+    folder = tmp_path_factory.mktemp("model")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(str(resources.files("fastdp.quickstart") / "model"))
+    tokenizer.save_pretrained(folder)
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        n_layer=2, n_embd=32, n_head=2, n_positions=64, vocab_size=len(tokenizer), bos_token_id=0, eos_token_id=0
+    )
+    transformers.GPT2LMHeadModel(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def files(tmp_path_factory):
+    """Records as JSON lines, as prompt and target columns, and with labels."""
+    folder = tmp_path_factory.mktemp("data")
+    records = private_records(48, seed=1)
+    (folder / "text.jsonl").write_text("".join(json.dumps({"text": record}) + "\n" for record in records))
+    with open(folder / "pairs.csv", "w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["mr", "ref"])
+        writer.writerows(record.split(". ", 1) for record in records)
+    lines = [f"{record}\t{'often' if 'twice' in record else 'seldom'}\n" for record in records]
+    (folder / "labels.tsv").write_text("sentence\tlabel\n" + "".join(lines))
+    return folder
+
+
+@pytest.fixture
+def config(model_folder, files, tmp_path):
+    return FinetuneConfig(
+        model=str(model_folder),
+        train=str(files / "text.jsonl"),
+        eval=str(files / "text.jsonl"),
+        output=str(tmp_path / "run"),
+        epsilon=8.0,
+        delta=1e-3,
+        max_length=48,
+        epochs=1,
+        batch_size=16,
+        physical_batch_size=8,
+        checkpoint_every=2,
+        lora_r=2,
+        bottleneck_size=4,
+        prompt_tokens=3,
+    )
+
+
+def with_settings(config, **settings):
+    return FinetuneConfig(**{**vars(config), **settings})
+
+
+def logits(model, ids):
+    with torch.no_grad():
+        return model.eval()(input_ids=ids).logits
+
+
+def test_lora_run_writes_everything_and_loads_in_plain_peft(config, model_folder, tmp_path, monkeypatch):
+    seen = {}
+
+    def remember(model, *args):
+        seen["logits"] = logits(model, torch.arange(1, 13).reshape(2, 6))
+        return original(model, *args)
+
+    from fastdp.finetune import run
+
+    original = run.save_weights
+    monkeypatch.setattr(run, "save_weights", remember)
+    result = finetune(config)
+    output = tmp_path / "run"
+    assert {path.name for path in output.iterdir()} >= {
+        *("adapter", "card.json", "card.md", "config.yaml", "metrics.jsonl", "result.json", "loss.png", "epsilon.png"),
+    }
+    assert not (output / "checkpoint.pt").exists()
+    assert 0 < result.epsilon <= 8
+    assert result.steps == 3
+    rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert rows[-1]["epsilon"] == pytest.approx(result.epsilon)
+    assert all(set(row["unprotected"]) == {"loss"} for row in rows), "the loss must be marked as unprotected"
+    assert load_config(output / "config.yaml") == config
+    base = transformers.AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+    loaded = peft.PeftModel.from_pretrained(base, output / "adapter")
+    assert torch.equal(logits(loaded, torch.arange(1, 13).reshape(2, 6)), seen["logits"])
+
+
+@pytest.mark.parametrize("kind", ["full", "bitfit", "bottleneck", "prompt", "ia3"])
+def test_every_kind_of_fine_tuning_runs_and_loads(config, kind, model_folder, tmp_path):
+    result = finetune(with_settings(config, peft=kind, epochs=1, batch_size=24, learning_rate=0.05))
+    assert 0 < result.epsilon <= 8
+    assert result.before.perplexity != result.after.perplexity
+    output = tmp_path / "run"
+    if kind in ("full", "bitfit"):
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(output / "model")
+    else:
+        base = transformers.AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+        loaded = peft.PeftModel.from_pretrained(base, output / "adapter")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model_folder)
+    texts = [json.loads(line)["text"] for line in Path(config.eval).read_text().splitlines()]
+    again = evaluate(loaded, causal_examples(tokenizer, texts, 48), Collator(0), 5, "causal-lm")
+    assert again.perplexity == pytest.approx(result.after.perplexity, rel=1e-5)
+
+
+def test_without_privacy_the_same_path_learns(config):
+    result = finetune(with_settings(config, epsilon=math.inf, epochs=4, learning_rate=0.02))
+    assert math.isinf(result.epsilon)
+    assert result.noise_multiplier == 0
+    assert result.after.loss < result.before.loss - 0.3
+    assert json.loads((Path(config.output) / "result.json").read_text())["epsilon"] == "inf"
+
+
+def test_classification(config, files):
+    settings = {"task": "classification", "text_column": "sentence", "labels": ["often", "seldom"]}
+    data = {"train": str(files / "labels.tsv"), "eval": str(files / "labels.tsv")}
+    result = finetune(with_settings(config, **settings, **data))
+    assert 0 <= result.after.accuracy <= 1
+    assert result.after.perplexity is None
+    assert result.after.count == 48
+
+
+def test_prompt_and_target_columns(config, files):
+    data = {"train": str(files / "pairs.csv"), "eval": str(files / "pairs.csv")}
+    result = finetune(with_settings(config, **data, prompt_column="mr", target_column="ref"))
+    whole = finetune(with_settings(config, output=config.output + "2"))
+    assert result.after.count < whole.after.count, "the prompt's tokens are not scored"
+
+
+def test_perplexity_is_the_token_mean_of_transformers(model_folder, files):
+    model = transformers.AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model_folder)
+    texts = [json.loads(line)["text"] for line in (files / "text.jsonl").read_text().splitlines()]
+    examples = causal_examples(tokenizer, texts, 48)
+    total = count = 0
+    for example in examples:
+        batch = Collator(0)([example])
+        with torch.no_grad():
+            loss = model(**batch).loss.item()
+        tokens = len(example["input_ids"]) - 1
+        total, count = total + loss * tokens, count + tokens
+    for batch_size in (1, 7, 48):
+        quality = evaluate(model, examples, Collator(0), batch_size, "causal-lm")
+        assert quality.count == count
+        assert quality.perplexity == pytest.approx(math.exp(total / count), rel=1e-5)
+
+
+class StopAfter(Reporter):
+    """Ends the run like a kill would, after some steps: nothing after the step gets to run."""
+
+    def __init__(self, steps):
+        self.left = steps
+
+    def step(self, *_):
+        self.left -= 1
+        if self.left == 0:
+            raise SystemExit
+
+
+def test_resume_keeps_spent_budget_and_ends_within_the_target(config, tmp_path):
+    config = with_settings(config, epochs=4)
+    with pytest.raises(SystemExit):
+        finetune(config, reporter=StopAfter(7))
+    assert (tmp_path / "run" / "checkpoint.pt").exists()
+    with pytest.raises(ConfigError, match="already holds a run"):
+        finetune(config)
+    with pytest.raises(ConfigError, match="these differ: learning_rate"):
+        finetune(with_settings(config, learning_rate=1.0), resume=True)
+    result = finetune(config, resume=True)
+    assert result.epsilon <= 8
+    assert result.before is not None
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == list(range(1, result.steps + 1))
+    # Seven steps were released and six of them kept: the budget of twelve holds five more.
+    assert 6 < result.steps <= 11
+    with pytest.raises(ConfigError, match="is finished"):
+        finetune(config, resume=True)
+
+
+def test_resume_before_the_first_checkpoint_starts_anew_but_remembers(config, tmp_path):
+    with pytest.raises(SystemExit):
+        finetune(config, reporter=StopAfter(1))
+    result = finetune(config, resume=True)
+    assert result.steps <= 2
+    assert result.epsilon <= 8
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"model": "./absent/model"}, "there is no model folder"),
+        ({"train": "absent.csv"}, "there is no file absent.csv"),
+        ({"text_column": "body"}, "has no column 'body'"),
+        ({"batch_size": 49}, "exceeds the 48 training examples"),
+        ({"max_length": 65}, "has 64 positions, too few for 65"),
+        ({"peft": "prompt", "max_length": 62}, "too few for 65"),
+        ({"peft": "lora", "target_modules": ["absent"]}, "does not fit"),
+        ({"device": "cuda:99"}, "cannot be used"),
+        ({"epsilon": 1e-9}, ""),
+    ],
+)
+def test_refusals_leave_nothing_behind(config, settings, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        finetune(with_settings(config, **settings))
+    left = list((tmp_path / "run").iterdir()) if (tmp_path / "run").exists() else []
+    assert not left
+
+
+def test_an_unknown_label_names_its_line(config, files):
+    settings = {"task": "classification", "text_column": "sentence", "labels": ["often", "never"]}
+    with pytest.raises(ValueError, match=r"labels\.tsv, line \d+: label 'seldom' is not one of labels: often, never"):
+        finetune(with_settings(config, **settings, train=str(files / "labels.tsv"), eval=None))
+
+
+def test_a_checkpoint_of_another_model_is_refused(config, tmp_path):
+    with pytest.raises(SystemExit):
+        finetune(with_settings(config, epochs=4), reporter=StopAfter(3))
+    other = with_settings(config, epochs=4, lora_r=3, output=str(tmp_path / "other"))
+    with pytest.raises(SystemExit):
+        finetune(other, reporter=StopAfter(3))
+    shutil.copy(tmp_path / "run" / "checkpoint.pt", tmp_path / "other" / "checkpoint.pt")
+    with pytest.raises(ConfigError, match="of another model"):
+        finetune(other, resume=True)
+    assert (tmp_path / "other" / "ledger.jsonl").exists(), "a refused resume must not forget what was spent"
+
+
+def test_settings_from_yaml_and_flags(tmp_path):
+    path = tmp_path / "a.yaml"
+    path.write_text("learning_rate: 1e-3\nepsilon: inf\nlabels: [0, 1]\nmax_length: 64.0\n")
+    config = load_config(path, {"epsilon": 3, "labels": "yes,no", "model": None})
+    assert config.learning_rate == 1e-3
+    assert config.epsilon == 3
+    assert config.labels == ["yes", "no"]
+    assert config.max_length == 64
+    assert config.model is None
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("lerning_rate: 1", "unknown setting 'lerning_rate'; did you mean learning_rate"),
+        ("zzzz: 1", "known settings: model"),
+        ("learning_rate: fast", "learning_rate must be a number, not 'fast'"),
+        ("epochs: [1]", "epochs must be a number"),
+        ("batch_size: 1.5", "batch_size must be a whole number"),
+        ("gradient_checkpointing: maybe", "must be true or false"),
+        ("- a", "must hold settings"),
+        ("a: [", "line 2: not valid YAML"),
+    ],
+)
+def test_bad_yaml(tmp_path, text, message):
+    path = tmp_path / "a.yaml"
+    path.write_text(text + "\n")
+    with pytest.raises(ConfigError, match=message):
+        load_config(path)
+    with pytest.raises(ConfigError, match="cannot read the config"):
+        load_config(tmp_path / "absent.yaml")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"model": None}, "model is missing"),
+        ({"epsilon": None}, "epsilon is missing"),
+        ({"epsilon": 0.0}, "epsilon must be greater than 0"),
+        ({"epsilon": math.nan}, "epsilon must be greater than 0"),
+        ({"delta": 1.0}, "delta must lie between"),
+        ({"peft": "loar"}, "peft must be one of full, lora"),
+        ({"epochs": 0}, "epochs must be greater than 0"),
+        ({"warmup": 1.0}, "warmup must be at least 0 and below 1"),
+        ({"task": "classification"}, "labels must list"),
+        ({"task": "classification", "labels": ["a", "a", "b"]}, "a label twice"),
+        ({"task": "classification", "labels": ["a", "b"], "prompt_column": "x"}, "belong to causal-lm"),
+        ({"labels": ["a", "b"]}, "belong to classification"),
+        ({"prompt_column": "x"}, "go together"),
+        ({"prompt_column": "x", "target_column": "y", "text_column": "z"}, "not both"),
+    ],
+)
+def test_bad_settings(config, settings, message):
+    with pytest.raises(ConfigError, match=message):
+        with_settings(config, **settings).check()
+
+
+def test_examples_of_the_repository_are_valid():
+    for path in Path(__file__).parent.parent.glob("examples/*.yaml"):
+        needed = {"model": "m", "train": "t", "eval": "e", "output": "o", "epsilon": 8}
+        load_config(path, needed).check()
+        assert not set(needed) & set(yaml.safe_load(path.read_text()))

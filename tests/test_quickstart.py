@@ -1,0 +1,80 @@
+"""The quickstart's texts and model; the whole of it, which takes minutes, in the slow tier."""
+
+import json
+import random
+from importlib import resources
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from typer.testing import CliRunner
+
+from fastdp.cli import app
+from fastdp.data import Collator, causal_examples
+from fastdp.finetune.evaluation import evaluate
+from fastdp.quickstart import recipe
+from fastdp.quickstart.corpus import expand, private_records, public_text, read_grammar
+
+MODEL = Path(str(resources.files("fastdp.quickstart"))) / "model"
+
+
+def test_texts_are_functions_of_the_seed():
+    assert private_records(20, 3) == private_records(20, 3)
+    assert private_records(20, 3) != private_records(20, 4)
+    assert private_records(30, 3)[:20] == private_records(20, 3)
+    assert public_text(5, 3) == public_text(5, 3)
+
+
+def test_every_record_is_of_another_person():
+    records = private_records(2_000, 0)
+    names = {record.removeprefix("Patient: ").partition(",")[0] for record in records}
+    assert len(names) == 2_000
+
+
+def test_the_grammar_is_closed():
+    """Every symbol that an alternative mentions exists, and no text keeps a brace."""
+    grammar = read_grammar()
+    for symbol in grammar:
+        rng = random.Random(symbol)
+        for _ in range(50):
+            assert "{" not in expand(grammar, symbol, rng)
+
+
+def test_the_model_knows_public_prose_and_not_the_records():
+    tokenizer = transformers.AutoTokenizer.from_pretrained(MODEL)
+    model = transformers.AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+    public = causal_examples(tokenizer, public_text(40, seed=1), 128)
+    private = causal_examples(tokenizer, private_records(40, seed=1), 128)
+    known = evaluate(model, public, Collator(0), 40, "causal-lm").perplexity
+    unknown = evaluate(model, private, Collator(0), 40, "causal-lm").perplexity
+    assert known < 6
+    assert unknown > 3 * known
+
+
+def test_the_model_is_small_and_is_what_the_recipe_describes():
+    size = sum(entry.stat().st_size for entry in MODEL.iterdir())
+    assert size <= 4 * 2**20
+    config = json.loads((MODEL / "config.json").read_text())
+    assert config["vocab_size"] == recipe.VOCABULARY
+    assert config["n_positions"] == recipe.CONTEXT
+    tokenizer = transformers.AutoTokenizer.from_pretrained(MODEL)
+    again = recipe.train_tokenizer(public_text(recipe.PARAGRAPHS, recipe.SEED))
+    assert again.get_vocab() == tokenizer.get_vocab()
+    text = "Any text at all: \u00e9, \u4e2d, \U0001f600."
+    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+
+
+@pytest.mark.slow
+def test_quickstart_learns_with_privacy(tmp_path):
+    output = tmp_path / "quickstart"
+    result = CliRunner().invoke(app, ["quickstart", "--output", str(output)])
+    assert result.exit_code == 0, result.output
+    runs = {folder.name: json.loads((folder / "result.json").read_text()) for folder in output.glob("*/")}
+    private, plain = runs["epsilon-8"], runs["without-privacy"]
+    assert private["epsilon"] <= 8
+    assert plain["after"]["perplexity"] < private["after"]["perplexity"]
+    assert private["after"]["perplexity"] < private["before"]["perplexity"] / 2
+    again = CliRunner().invoke(app, ["quickstart", "--output", str(output)])
+    assert again.exit_code != 0
+    assert "already holds a quickstart" in again.stderr
