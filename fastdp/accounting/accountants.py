@@ -1,0 +1,160 @@
+"""`epsilon` of an event by three accountants, each an upper bound or nothing."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from typing import Any, Literal
+
+from dp_accounting.dp_event import DpEvent
+
+from fastdp.accounting import pld
+from fastdp.accounting.events import Flat, flatten
+from fastdp.accounting.pld import Adjacency
+
+Accountant = Literal["pld", "prv", "rdp"]
+
+#: Error of the PRV accountant in epsilon; it is part of the bound, and grows where memory asks for it.
+_PRV_ERROR = 0.01
+#: Most grid points of a PRV domain (long doubles, some ten arrays): about 0.7 GB. Opacus issue 602 ate all there was.
+_PRV_POINTS = 4_000_000
+#: Below this the rounding errors of double precision weigh as much as delta itself.
+SMALLEST_DELTA = 1e-11
+
+
+class Epsilon(float):
+    """An upper bound on epsilon: a float that remembers where it comes from.
+
+    Attributes:
+        delta: the delta it belongs to.
+        accountant: ``pld``, ``prv`` or ``rdp``.
+        adjacency: ``add_remove`` or ``replace_one``.
+        interval: discretisation of a PLD figure; None for a closed form and for other accountants.
+        certified: True for PLD alone. PRV looks at the removal of a unit only, and RDP follows Opacus's orders: both
+            are cross-checks.
+    """
+
+    delta: float
+    accountant: Accountant
+    adjacency: Adjacency
+    interval: float | None
+
+    def __new__(
+        cls, value: float, delta: float, accountant: Accountant, adjacency: Adjacency, interval: float | None = None
+    ) -> Epsilon:
+        """A float with its origin attached."""
+        self = super().__new__(cls, value)
+        self.delta, self.accountant, self.adjacency, self.interval = delta, accountant, adjacency, interval
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """For copy and pickle."""
+        return type(self), (float(self), self.delta, self.accountant, self.adjacency, self.interval)
+
+    @property
+    def certified(self) -> bool:
+        """Whether this figure may be stated as a guarantee."""
+        return self.accountant == "pld"
+
+
+def check_delta(delta: float) -> float:
+    """``delta`` as a float; raises ValueError unless it lies in (0, 1) and above the reach of rounding errors."""
+    delta = float(delta)
+    if not 0 < delta < 1:
+        raise ValueError(f"delta is {delta}: it must lie between 0 and 1")
+    if delta < SMALLEST_DELTA:
+        raise ValueError(f"delta is {delta}: below {SMALLEST_DELTA} rounding errors would decide the figure")
+    return delta
+
+
+def check_adjacency(adjacency: str) -> None:
+    """Raise ValueError for an unknown adjacency."""
+    if adjacency not in ("add_remove", "replace_one"):
+        raise ValueError(f"adjacency is {adjacency!r}: choose 'add_remove' or 'replace_one'")
+
+
+def epsilon(
+    event: DpEvent, delta: float, accountant: Accountant = "pld", adjacency: Adjacency = "add_remove"
+) -> Epsilon:
+    """Upper bound on epsilon of ``event`` at ``delta``.
+
+    ``pld`` certifies: privacy loss distributions rounded pessimistically in both directions, on a grid of 1e-4 (1e-5
+    for epsilon below 0.05; coarser, and looser, where a grid would not fit in memory). ``prv`` is prv_accountant's
+    *upper* bound, never its estimate (Gopi et al. 2021, Theorem 5.5). ``rdp`` is Opacus's RDP accountant. These two know
+    no replacement of a unit under sampling.
+
+    Returns 0 where nothing was released, inf where something was released without noise, and inf where an accountant
+    reaches no bound (PRV and RDP overflow at very small multipliers).
+
+    Raises ValueError for an unknown accountant, adjacency or kind of event, and for delta outside (0, 1).
+    """
+    delta = check_delta(delta)
+    check_adjacency(adjacency)
+    if accountant not in ("pld", "prv", "rdp"):
+        raise ValueError(f"accountant is {accountant!r}: choose 'pld', 'prv' or 'rdp'")
+    flat = flatten(event)
+    interval: float | None = None
+    if not flat.private:
+        value = math.inf
+    elif flat.empty:
+        value = 0.0
+    elif accountant == "pld":
+        value, interval = pld.certified_epsilon(flat, delta, adjacency)
+    else:
+        value = (_prv if accountant == "prv" else _rdp)(_one_direction(flat, accountant, adjacency), delta)
+    return Epsilon(value, delta, accountant, adjacency, interval)
+
+
+def _one_direction(flat: Flat, accountant: str, adjacency: Adjacency) -> Flat:
+    if adjacency == "add_remove":
+        return flat
+    if flat.sampled:
+        raise ValueError(f"the {accountant} accountant cannot replace a unit under sampling: use accountant='pld'")
+    return Flat((), 4 * flat.mu_squared)
+
+
+def _prv(flat: Flat, delta: float) -> float:
+    from prv_accountant import PRVAccountant
+    from prv_accountant.accountant import compute_safe_domain_size
+    from prv_accountant.privacy_random_variables import GaussianMechanism, PoissonSubsampledGaussianMechanism
+
+    variables: list[Any] = [PoissonSubsampledGaussianMechanism(q, z) for q, z, _ in flat.sampled]
+    counts = [count for _, _, count in flat.sampled]
+    if flat.mu_squared > 0:
+        variables.append(GaussianMechanism(flat.mu_squared**-0.5))
+        counts.append(1)
+    delta_error = delta / 1000
+    error = _PRV_ERROR
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            width = compute_safe_domain_size(variables, counts, eps_error=error, delta_error=delta_error)
+            if not math.isfinite(width):
+                return math.inf
+            mesh = math.sqrt(sum(counts) / 2 * math.log(12 / delta_error))
+            error = max(error, 2 * width * mesh / _PRV_POINTS)
+            if error > width / 4:
+                return math.inf
+            accountant = PRVAccountant(
+                prvs=variables, max_self_compositions=counts, eps_error=error, delta_error=delta_error
+            )
+            _, _, upper = accountant.compute_epsilon(delta, counts)
+    except (OverflowError, RuntimeError, ValueError, FloatingPointError, IndexError):
+        return math.inf
+    return float(upper) if upper == upper else math.inf
+
+
+def _rdp(flat: Flat, delta: float) -> float:
+    from opacus.accountants import RDPAccountant
+
+    accountant = RDPAccountant()
+    accountant.history = [(z, q, count) for q, z, count in flat.sampled]
+    if flat.mu_squared > 0:
+        accountant.history.append((flat.mu_squared**-0.5, 1.0, 1))
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            value = float(accountant.get_epsilon(delta))
+    except (OverflowError, ValueError, FloatingPointError):
+        return math.inf
+    return max(value, 0.0) if value == value else math.inf

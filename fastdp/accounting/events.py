@@ -1,0 +1,232 @@
+"""What was released, as `dp_accounting` events: builders, the event of n releases, the flat form accountants read."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Literal, SupportsIndex
+
+from dp_accounting import dp_event
+from dp_accounting.dp_event import DpEvent
+
+Sampling = Literal["poisson", "shuffled"]
+
+
+def as_count(value: SupportsIndex, what: str) -> int:
+    """A Python int >= 0 from any integer type; raises ValueError otherwise (prv_accountant fails on numpy integers)."""
+    try:
+        count = operator.index(value)
+    except TypeError:
+        raise ValueError(f"{what} is {value!r}: it must be a whole number") from None
+    if count < 0:
+        raise ValueError(f"{what} is {count}: it must be 0 or more")
+    return count
+
+
+def _as_multiplier(value: float) -> float:
+    multiplier = float(value)
+    if not (math.isfinite(multiplier) and multiplier >= 0):
+        raise ValueError(f"noise multiplier is {multiplier}: it must be finite and 0 or more")
+    return multiplier
+
+
+def _as_rate(value: float) -> float:
+    rate = float(value)
+    if not 0 < rate <= 1:
+        raise ValueError(f"sample rate is {rate}: it must lie in (0, 1]")
+    return rate
+
+
+def gaussian(noise_multiplier: float) -> DpEvent:
+    """One Gaussian release over all units; ``noise_multiplier`` is noise std over L2 sensitivity (0: no privacy)."""
+    return dp_event.GaussianDpEvent(_as_multiplier(noise_multiplier))
+
+
+def poisson_gaussian(noise_multiplier: float, sample_rate: float) -> DpEvent:
+    """One Gaussian release of a sample that each unit joins independently with probability ``sample_rate``."""
+    return dp_event.PoissonSampledDpEvent(_as_rate(sample_rate), gaussian(noise_multiplier))
+
+
+def selection(noise_multiplier: float, releases: int = 1, sample_rate: float | None = None) -> DpEvent:
+    """Noisy statistics by which parameters are chosen (a relevance map, partition magnitudes), ``releases`` times.
+
+    Each is a Gaussian release of an L2-clipped vector sum; the choice made from it is post-processing.
+    ``sample_rate`` None means that every unit takes part in every release.
+    """
+    one = gaussian(noise_multiplier) if sample_rate is None else poisson_gaussian(noise_multiplier, sample_rate)
+    return EventModel(one).event(releases)
+
+
+def compose(*events: DpEvent) -> DpEvent:
+    """Several releases of the same data set, each of which may depend on the earlier ones."""
+    kept = [event for event in events if not isinstance(event, dp_event.NoOpDpEvent)]
+    if not kept:
+        return dp_event.NoOpDpEvent()
+    return kept[0] if len(kept) == 1 else dp_event.ComposedDpEvent(kept)
+
+
+def joint_multiplier(noise_multipliers: Iterable[float]) -> float:
+    """Multiplier of one Gaussian release equal to several made of the *same* sample: 1 / sqrt(sum 1/z_i^2).
+
+    Statistics of one Poisson sample (a gradient and the count of adaptive clipping) share its randomness, so they may
+    not be composed as if each had been sampled afresh.
+    """
+    multipliers = [_as_multiplier(z) for z in noise_multipliers]
+    if not multipliers or 0.0 in multipliers:
+        return 0.0
+    return 1 / math.sqrt(sum(z**-2 for z in multipliers))
+
+
+@dataclass(frozen=True)
+class EventModel:
+    """The event of n releases of one kind, for any n.
+
+    Attributes:
+        one: event of a single use of every unit.
+        releases_per_use: how many consecutive releases together touch each unit at most once. 1 with Poisson
+            sampling. With shuffled batches one epoch of ``steps_per_epoch`` releases is one use (the batches are
+            disjoint, so an epoch is one Gaussian mechanism of the same multiplier), and a begun epoch counts whole.
+    """
+
+    one: DpEvent
+    releases_per_use: int = 1
+
+    def __post_init__(self) -> None:
+        if as_count(self.releases_per_use, "releases_per_use") < 1:
+            raise ValueError("releases_per_use is 0: it must be at least 1")
+
+    def uses(self, releases: int) -> int:
+        """How often a unit may have been used in ``releases`` releases: the ceiling of their quotient."""
+        return -(-as_count(releases, "number of releases") // self.releases_per_use)
+
+    def round_up(self, releases: int) -> int:
+        """``releases`` with a begun epoch counted whole: what is spent once the next release starts a new pass."""
+        return self.uses(releases) * self.releases_per_use
+
+    def event(self, releases: int) -> DpEvent:
+        """Event of ``releases`` releases; none at all is `NoOpDpEvent`."""
+        uses = self.uses(releases)
+        if uses == 0 or isinstance(self.one, dp_event.NoOpDpEvent):
+            return dp_event.NoOpDpEvent()
+        return self.one if uses == 1 else dp_event.SelfComposedDpEvent(self.one, uses)
+
+
+def dpsgd_model(
+    noise_multiplier: float,
+    sample_rate: float,
+    sampling: Sampling = "poisson",
+    steps_per_epoch: int | None = None,
+) -> EventModel:
+    """Event of n steps of DP-SGD.
+
+    Args:
+        noise_multiplier: noise std over sensitivity of one step; 0 is no privacy.
+        sample_rate: expected batch size over the number of units, in (0, 1].
+        sampling: ``poisson`` is amplified by sampling; ``shuffled`` is accounted without amplification.
+        steps_per_epoch: releases in one pass over the shuffled units; needed for ``shuffled`` only.
+
+    Raises ValueError for values out of range and for another sampling.
+    """
+    if sampling == "poisson":
+        return EventModel(poisson_gaussian(noise_multiplier, sample_rate))
+    if sampling != "shuffled":
+        raise ValueError(f"sampling is {sampling!r}: choose 'poisson' or 'shuffled'")
+    _as_rate(sample_rate)
+    if steps_per_epoch is None:
+        raise ValueError("shuffled sampling is accounted by epochs: give steps_per_epoch")
+    if as_count(steps_per_epoch, "steps_per_epoch") < 1:
+        raise ValueError("steps_per_epoch is 0: it must be at least 1")
+    return EventModel(gaussian(noise_multiplier), operator.index(steps_per_epoch))
+
+
+def dpsgd(
+    noise_multiplier: float,
+    sample_rate: float,
+    steps: int,
+    sampling: Sampling = "poisson",
+    steps_per_epoch: int | None = None,
+) -> DpEvent:
+    """Event of ``steps`` steps of DP-SGD; the arguments are those of `dpsgd_model`."""
+    return dpsgd_model(noise_multiplier, sample_rate, sampling, steps_per_epoch).event(steps)
+
+
+@dataclass(frozen=True)
+class Flat:
+    """An event as accountants need it: equal releases merged.
+
+    Attributes:
+        sampled: (sample rate, noise multiplier, count) of the Poisson-sampled Gaussian releases, sorted.
+        mu_squared: sum of 1/z^2 over the Gaussian releases without sampling; they are one release of 1/sqrt of it.
+        private: False if anything was released without noise.
+    """
+
+    sampled: tuple[tuple[float, float, int], ...]
+    mu_squared: float
+    private: bool = True
+
+    @property
+    def empty(self) -> bool:
+        """True if nothing was released."""
+        return self.private and not self.sampled and self.mu_squared == 0
+
+    @property
+    def unamplified_mu_squared(self) -> float:
+        """mu^2 of the same releases without sampling, which dominates them."""
+        return self.mu_squared + sum(count / z**2 for _, z, count in self.sampled)
+
+
+def flatten(event: DpEvent) -> Flat:
+    """Merge the equal releases inside ``event``. Raises ValueError for a kind of event no accountant here supports."""
+    sampled: dict[tuple[float, float], int] = {}
+    unsampled: dict[float, int] = {}
+    private = _collect(event, 1, sampled, unsampled)
+    terms = sorted((q, z, count) for (q, z), count in sampled.items())
+    mu_squared = math.fsum(count / z**2 for z, count in unsampled.items())
+    return Flat(tuple(terms), mu_squared, private)
+
+
+def _collect(event: Any, count: int, sampled: dict[tuple[float, float], int], unsampled: dict[float, int]) -> bool:
+    if count == 0 or isinstance(event, dp_event.NoOpDpEvent):
+        return True
+    if isinstance(event, dp_event.NonPrivateDpEvent):
+        return False
+    if isinstance(event, dp_event.SelfComposedDpEvent):
+        return _collect(event.event, count * as_count(event.count, "count"), sampled, unsampled)
+    if isinstance(event, dp_event.ComposedDpEvent):
+        private = [_collect(part, count, sampled, unsampled) for part in event.events]
+        return all(private)
+    if isinstance(event, dp_event.GaussianDpEvent):
+        z = _as_multiplier(event.noise_multiplier)
+        if z > 0:
+            unsampled[z] = unsampled.get(z, 0) + count
+        return z > 0
+    if isinstance(event, dp_event.PoissonSampledDpEvent):
+        return _collect_sampled(event, count, sampled, unsampled)
+    raise ValueError(f"{type(event).__name__} is not an event this package can account for")
+
+
+def _collect_sampled(
+    event: dp_event.PoissonSampledDpEvent,
+    count: int,
+    sampled: dict[tuple[float, float], int],
+    unsampled: dict[float, int],
+) -> bool:
+    rate = float(event.sampling_probability)
+    if not 0 <= rate <= 1:
+        raise ValueError(f"sample rate is {rate}: it must lie in (0, 1]")
+    inner = flatten(event.event)
+    if inner.sampled:
+        raise ValueError("a Poisson sample of a Poisson sample is not an event this package can account for")
+    if rate == 0 or inner.empty:
+        return True
+    if not inner.private:
+        return False
+    # Gaussian releases of one and the same sample are one Gaussian release of it.
+    z = inner.mu_squared**-0.5
+    if rate == 1:
+        unsampled[z] = unsampled.get(z, 0) + count
+    else:
+        sampled[rate, z] = sampled.get((rate, z), 0) + count
+    return True

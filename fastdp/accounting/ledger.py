@@ -1,0 +1,369 @@
+"""The ledger: what a run released, reserved on disk before it is released, so that no crash can forget it."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from dataclasses import dataclass, replace
+from datetime import datetime, timezone
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from dp_accounting.dp_event import DpEvent
+
+from fastdp.accounting import journal as journals
+from fastdp.accounting.events import EventModel, as_count, compose
+from fastdp.accounting.journal import Journal, LedgerError
+from fastdp.accounting.serialisation import canonical, deserialise, serialise
+
+FORMAT, VERSION = "fastdp.ledger", 1
+STEP = "step"
+
+
+class BudgetExceeded(LedgerError):
+    """A release that the budget does not hold."""
+
+
+@dataclass(frozen=True)
+class _Account:
+    """One kind of release: its event, and counts of releases. ``used <= reserved`` while a run is alive."""
+
+    model: EventModel
+    budget: int
+    block: int
+    used: int = 0
+    reserved: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "event": serialise(self.model.one),
+            "releases_per_use": self.model.releases_per_use,
+            "budget": self.budget,
+            "block": self.block,
+        }
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> _Account:
+        model = EventModel(deserialise(fields["event"]), fields["releases_per_use"])
+        return cls(model, as_count(fields["budget"], "budget"), as_count(fields["block"], "block"))
+
+
+def _account(event: EventModel, budget: int, block: int | None) -> _Account:
+    if not isinstance(event, EventModel):
+        raise TypeError("a ledger takes the event of one release as an EventModel, such as dpsgd_model(...) returns")
+    budget = as_count(budget, "budget")
+    # A crash forfeits what is left of a block; a fiftieth of the budget is little to lose, and few writes.
+    block = min(max(budget // 50, 1), 64) if block is None else as_count(block, "block")
+    if block < 1:
+        raise ValueError("block is 0: it must be at least 1")
+    return _Account(event, budget, block)
+
+
+class Ledger:
+    """Counts releases of each kind against a budget.
+
+    With a path, releases are reserved in blocks on disk, in a chain of digests, before the first of a block is made.
+    After a crash the whole block counts as spent: the count is never below the truth. `close` gives back what a block
+    did not use. Without a path the same rules hold in memory.
+
+    Make one with `create` or `open`; one process at a time holds the file.
+
+    Attributes:
+        header: what `create` was given, with ``run_id``.
+        path: the file, or None.
+    """
+
+    def __init__(
+        self, header: dict[str, Any], accounts: dict[str, _Account], journal: Journal | None, path: Path | None
+    ):
+        self.header = header
+        self.path = path
+        self._accounts = accounts
+        self._journal = journal
+        self._heads: set[str] = set()
+        self._closed = False
+
+    @classmethod
+    def create(
+        cls,
+        path: str | os.PathLike[str] | None,
+        header: dict[str, Any],
+        *,
+        event: EventModel,
+        budget_steps: int,
+        block: int | None = None,
+    ) -> Ledger:
+        """A new ledger whose kind ``step`` has ``budget_steps`` releases of ``event``.
+
+        Args:
+            path: a file that does not exist yet in a folder that does; None keeps the ledger in memory.
+            header: JSON values to keep with it (model fingerprint, data set size, unit, adjacency, target);
+                ``run_id`` is added if missing.
+            block: releases reserved at a time; default a fiftieth of the budget, at most 64.
+
+        Raises FileExistsError, ValueError for a count out of range, TypeError for a header that is not JSON.
+        """
+        header = {"run_id": uuid.uuid4().hex, **header}
+        accounts = {STEP: _account(event, budget_steps, block)}
+        body = {
+            "record": "header",
+            "format": FORMAT,
+            "version": VERSION,
+            "time": _now(),
+            "header": header,
+            "kinds": {kind: account.to_json() for kind, account in accounts.items()},
+        }
+        canonical(body)
+        if path is None:
+            return cls(header, accounts, None, None)
+        ledger = cls(header, accounts, Journal.create(Path(path), body), Path(path))
+        ledger._remember_head()
+        return ledger
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str]) -> Ledger:
+        """Continue the ledger of an earlier process.
+
+        What that process had reserved counts as spent unless it closed the ledger. A torn last line counts as one more
+        block. Releases with shuffled batches restart at a new epoch, since the next one draws a new order.
+
+        Raises FileNotFoundError, and LedgerError if another process holds it or it was altered.
+        """
+        path = Path(path)
+        journal, history = Journal.open(path)
+        try:
+            header, accounts = _replay(history, path)
+            ledger = cls(header, accounts, journal, path)
+            ledger._heads = set(history.digests)
+            if history.torn:
+                ledger._append("recover", {"total": {kind: account.used for kind, account in accounts.items()}})
+            ledger.begin_pass()
+        except BaseException:
+            journal.close()
+            raise
+        return ledger
+
+    @classmethod
+    def read(cls, path: str | os.PathLike[str]) -> Ledger:
+        """The ledger as it stands, for looking at: takes no lock, writes nothing and refuses to record."""
+        path = Path(path)
+        history = journals.read(path)
+        if not history.bodies:
+            raise LedgerError(f"{path} holds no complete record: its run ended before it released anything")
+        ledger = cls(*_replay(history, path), None, path)
+        ledger._heads = set(history.digests)
+        ledger._closed = True
+        return ledger
+
+    @property
+    def run_id(self) -> str:
+        """Identifies the run; the same after a resume."""
+        return self.header["run_id"]
+
+    @property
+    def head(self) -> str | None:
+        """Digest of the last record, for a checkpoint to keep (see `restore`); None without a file."""
+        return None if self._journal is None else self._journal.head
+
+    @property
+    def kinds(self) -> dict[str, EventModel]:
+        """The event of each kind of release, by name."""
+        return {kind: account.model for kind, account in self._accounts.items()}
+
+    @property
+    def spent_steps(self) -> int:
+        """Training steps spent, never below the truth."""
+        return self.spent(STEP)
+
+    @property
+    def budget_steps(self) -> int:
+        """Training steps the budget holds."""
+        return self.budget(STEP)
+
+    def spent(self, kind: str) -> int:
+        """Releases of a kind spent, never below the truth."""
+        return self._find(kind).used
+
+    def budget(self, kind: str) -> int:
+        """Releases of a kind the budget holds."""
+        return self._find(kind).budget
+
+    def remaining(self, kind: str = STEP) -> int:
+        """Releases of a kind that may still be made."""
+        account = self._find(kind)
+        return max(account.budget - account.used, 0)
+
+    def event(self) -> DpEvent:
+        """Event of all that was spent, of every kind."""
+        return compose(*(account.model.event(account.used) for account in self._accounts.values()))
+
+    def budget_event(self) -> DpEvent:
+        """Event of the whole budget, or of what was spent where that is more."""
+        return compose(*(a.model.event(max(a.budget, a.used)) for a in self._accounts.values()))
+
+    def declare(self, kind: str, event: EventModel, budget: int, *, block: int = 1) -> None:
+        """Add a kind of release, such as ``selection``, with a budget of its own.
+
+        Declaring it again with the same event is allowed, so that a resumed run may; the larger budget stands.
+        Raises LedgerError if the kind exists with another event.
+        """
+        account = _account(event, budget, block)
+        known = self._accounts.get(kind)
+        if known is not None:
+            if known.model != event:
+                raise LedgerError(f"the ledger already has releases of kind {kind!r} with another event")
+            if budget > known.budget:
+                self.extend(budget, kind)
+            return
+        self._append("declare", {"of": kind, "kind": account.to_json()})
+        self._accounts[kind] = account
+
+    def reserve(self, releases: int | None = None, kind: str = STEP) -> None:
+        """Make sure that the next ``releases`` (default: a block, or what is left) are reserved on disk.
+
+        Raises BudgetExceeded, and reserves nothing, if the budget does not hold them.
+        """
+        account = self._find(kind)
+        wanted = min(account.block, self.remaining(kind)) if releases is None else as_count(releases, "releases")
+        if account.used + wanted > account.budget:
+            raise BudgetExceeded(
+                f"{wanted} more releases of kind {kind!r} would pass the budget of {account.budget} "
+                f"({account.used} are spent); extend the budget to go on"
+            )
+        total = account.used + wanted
+        if total > account.reserved:
+            self._append("reserve", {"of": kind, "total": total})
+            self._accounts[kind] = replace(account, reserved=total)
+
+    def record(self, kind: str = STEP) -> None:
+        """Note one release, before it is made. Writes to disk only where a new block begins.
+
+        Raises BudgetExceeded if the budget does not hold it; the release must not be made then.
+        """
+        account = self._find(kind)
+        self._require_open()
+        if account.used >= account.budget:
+            raise BudgetExceeded(
+                f"all {account.budget} budgeted releases of kind {kind!r} are spent; extend the budget to go on"
+            )
+        if account.used >= account.reserved:
+            self.reserve(kind=kind)
+            account = self._accounts[kind]
+        self._accounts[kind] = replace(account, used=account.used + 1)
+
+    def begin_pass(self) -> None:
+        """Note that the sampler draws a new order: where batches are shuffled, an epoch begun before counts whole.
+
+        Without this, two orders cut short and joined could use a unit twice in what would be counted as one epoch.
+        Does nothing where each release is sampled afresh.
+        """
+        for kind, account in self._accounts.items():
+            used = account.model.round_up(account.used)
+            self._accounts[kind] = replace(account, used=used, reserved=max(account.reserved, used))
+
+    def extend(self, new_budget: int, kind: str = STEP) -> None:
+        """Raise the budget of a kind to ``new_budget`` releases in all. Raises ValueError if that is not more."""
+        account = self._find(kind)
+        if as_count(new_budget, "new budget") <= account.budget:
+            raise ValueError(f"the budget is {account.budget} releases already: extend it to more, not to {new_budget}")
+        self._append("extend", {"of": kind, "budget": int(new_budget)})
+        self._accounts[kind] = replace(account, budget=int(new_budget))
+
+    def restore(self, steps: int, head: str | None = None) -> None:
+        """Agree with a checkpoint: what is spent becomes the larger of the two counts, so neither is rolled back.
+
+        Args:
+            steps: `spent_steps` when the checkpoint was written.
+            head: `head` when it was written. Raises LedgerError if the file's history does not hold it, as after the
+                file was cut back or replaced by an older copy.
+        """
+        if head is not None and self.path is not None and head not in self._heads:
+            raise LedgerError(
+                f"{self.path} does not hold the history this checkpoint was written with: it was cut back or replaced"
+            )
+        account = self._find(STEP)
+        if as_count(steps, "steps") <= account.used:
+            return
+        total = account.model.round_up(steps)
+        self._append("reserve", {"of": STEP, "total": total})
+        self._accounts[STEP] = replace(account, used=total, reserved=max(total, account.reserved))
+
+    def close(self) -> None:
+        """Give back what is reserved and unused, and release the file. May be called again."""
+        if self._closed:
+            return
+        self._append("close", {"total": {kind: account.used for kind, account in self._accounts.items()}})
+        self._closed = True
+        if self._journal is not None:
+            self._journal.close()
+
+    def __enter__(self) -> Ledger:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _find(self, kind: str) -> _Account:
+        if kind not in self._accounts:
+            raise LedgerError(f"the ledger knows no releases of kind {kind!r}; declare it first")
+        return self._accounts[kind]
+
+    def _append(self, record: str, fields: dict[str, Any]) -> None:
+        self._require_open()
+        if self._journal is not None:
+            self._journal.append({"record": record, "time": _now(), **fields})
+            self._remember_head()
+
+    def _require_open(self) -> None:
+        if self._closed or (self._journal is not None and not self._journal.writable):
+            raise LedgerError("the ledger is closed, or another process's: nothing may be released under it here")
+
+    def _remember_head(self) -> None:
+        if self._journal is not None:
+            self._heads.add(self._journal.head)
+
+
+def _now() -> str:
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")
+
+
+def _replay(history: journals.History, path: Path) -> tuple[dict[str, Any], dict[str, _Account]]:
+    """Header and accounts after every record; ``used`` is what must be counted as spent."""
+    first, *rest = history.bodies
+    if first.get("record") != "header" or first.get("format") != FORMAT:
+        raise LedgerError(f"{path} is not a ledger of this package")
+    if first.get("version") != VERSION:
+        raise LedgerError(f"{path} has ledger version {first.get('version')!r}; this package reads {VERSION}")
+    try:
+        accounts = {kind: _Account.from_json(fields) for kind, fields in first["kinds"].items()}
+        for body in rest:
+            _apply(accounts, body)
+        header = dict(first["header"])
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise LedgerError(f"{path} holds a record this package cannot read: {error!r}") from None
+    for kind, account in accounts.items():
+        spent = account.used
+        if history.torn:
+            # Whatever was being written, no release had been made under it; one block is more than the truth.
+            spent = max(spent, min(spent + account.block, account.budget))
+        accounts[kind] = replace(account, used=spent, reserved=spent)
+    return header, accounts
+
+
+def _apply(accounts: dict[str, _Account], body: dict[str, Any]) -> None:
+    record = body["record"]
+    if record == "declare":
+        accounts[body["of"]] = _Account.from_json(body["kind"])
+    elif record == "extend":
+        accounts[body["of"]] = replace(accounts[body["of"]], budget=as_count(body["budget"], "budget"))
+    elif record == "reserve":
+        total = as_count(body["total"], "total")
+        accounts[body["of"]] = replace(accounts[body["of"]], used=total, reserved=total)
+    elif record in ("recover", "close"):
+        for kind, total in body["total"].items():
+            accounts[kind] = replace(accounts[kind], used=as_count(total, "total"), reserved=total)
+    else:
+        raise ValueError(f"unknown record {record!r}")
