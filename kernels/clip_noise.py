@@ -20,8 +20,10 @@ _STEP = 2048
 def _row_dots_kernel(
     p_x, p_y, p_partial, width, chunks, b_step: tl.constexpr, b_chunk: tl.constexpr, ALIGNED: tl.constexpr
 ):
-    if ALIGNED:  # what Triton finds out by itself where a number may be specialised; wide loads depend on it
-        width = tl.multiple_of(width, 16)
+    if (
+        ALIGNED
+    ):  # a way to say so that Triton believes: wide loads depend on it, and specialised numbers would recompile
+        width = width // 16 * 16
     pid = tl.program_id(0).to(tl.int64)
     row = pid // chunks
     start = (pid % chunks) * b_chunk
@@ -109,11 +111,9 @@ def _apply_kernel(
 
 
 @triton.jit(do_not_specialize=["n", "width"])
-def _pull_back_kernel(
-    p_grad, p_x, p_out, p_scale, p_pull, n, width, b_tile: tl.constexpr, ALIGNED: tl.constexpr
-):
+def _pull_back_kernel(p_grad, p_x, p_out, p_scale, p_pull, n, width, b_tile: tl.constexpr, ALIGNED: tl.constexpr):
     if ALIGNED:
-        n = tl.multiple_of(n, 16)
+        n = n // 16 * 16
     first = tl.program_id(0).to(tl.int64) * b_tile
     o_tile = tl.arange(0, b_tile)
     o_x = first + o_tile

@@ -1,8 +1,10 @@
-"""What every launcher needs: the device a launch goes to, and small tensors moved there without waiting."""
+"""What every launcher needs: the device a launch goes to, small tensors moved there, how many programs fill it."""
 
 import contextlib
+import functools
 
 import torch
+import triton
 
 
 def on_device_of(tensor: torch.Tensor) -> contextlib.AbstractContextManager[object]:
@@ -13,3 +15,22 @@ def on_device_of(tensor: torch.Tensor) -> contextlib.AbstractContextManager[obje
 def beside(small: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     """``small`` on the device of ``tensor``; the copy is queued, the host does not wait for the device."""
     return small.to(tensor.device, non_blocking=True)
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+def splits_to_fill(tensor: torch.Tensor, programs: int, most: int) -> int:
+    """In how many parts, at most ``most``, the work of each of ``programs`` programs is cut so that all processors have some.
+
+    Depends on shapes and the device alone, so the order of a sum is the same in every run.
+    """
+    wanted = 4 * _multiprocessors(tensor.device)
+    return max(1, min(most, triton.cdiv(wanted, max(1, programs))))
+
+
+def row_tile(tokens: int, units: int, largest: int) -> int:
+    """Length of the row tiles for units of about ``tokens / units`` tokens: a power of two from 16 to ``largest``."""
+    return min(largest, max(16, triton.next_power_of_2(triton.cdiv(tokens, max(1, units)))))

@@ -1,0 +1,112 @@
+"""Norms by tiles of each unit's gradient: squared, absolute, and squared under a mask and outside it.
+
+A program makes one tile of one unit's gradient in registers, over all tokens of the unit, and keeps only its sum.
+Flop: 2 T m n a unit; the factors are read once for each row or column of tiles, mostly from the second-level cache.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from .launch import beside, on_device_of
+from .mask import load_mask, pack_mask
+from .reduce import sum_parts
+from .tiles import outer_tile
+
+SQUARE = tl.constexpr(0)
+ABSOLUTE = tl.constexpr(1)
+MASKED_SQUARE = tl.constexpr(2)
+
+
+@triton.jit(do_not_specialize=["units", "tiles_n", "tiles"])
+def _direct_kernel(
+    p_left, p_right, p_offsets, p_bits, p_parts, units, tiles_n, tiles, m, n, bytes_a_row,
+    stride_lt, stride_lm, stride_rt, stride_rn,
+    b_m: tl.constexpr, b_n: tl.constexpr, b_t: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    # All tiles of a unit run close together in time: its factors stay in the second-level cache.
+    pid = tl.program_id(0).to(tl.int64)
+    unit = pid // tiles
+    tile = (pid % tiles).to(tl.int32)
+    o_m = (tile // tiles_n) * b_m + tl.arange(0, b_m)
+    o_n = (tile % tiles_n) * b_n + tl.arange(0, b_n)
+    m_m = o_m < m
+    m_n = o_n < n
+    start = tl.load(p_offsets + unit)
+    end = tl.load(p_offsets + unit + 1)
+    gradient = outer_tile(p_left, p_right, start, end, o_m, o_n, m_m, m_n, stride_lt, stride_lm, stride_rt, stride_rn,
+                          b_m, b_n, b_t, PRECISION)  # fmt: skip
+    if KIND == ABSOLUTE:
+        tl.store(p_parts + pid, tl.sum(tl.sum(tl.abs(gradient), 1), 0))
+    else:
+        square = gradient * gradient
+        if KIND == MASKED_SQUARE:
+            inside = load_mask(p_bits, o_m, o_n, m_m, m_n, bytes_a_row)
+            tl.store(p_parts + pid, tl.sum(tl.sum(tl.where(inside, square, 0.0), 1), 0))
+            square = tl.where(inside, 0.0, square)
+            tl.store(p_parts + units.to(tl.int64) * tiles + pid, tl.sum(tl.sum(square, 1), 0))
+        else:
+            tl.store(p_parts + pid, tl.sum(tl.sum(square, 1), 0))
+
+
+def _launch(
+    left: torch.Tensor, right: torch.Tensor, offsets: torch.Tensor, bits: torch.Tensor | None, kind: int, precision: str
+) -> torch.Tensor:
+    units, m, n = offsets.shape[0] - 1, left.shape[1], right.shape[1]
+    rows = 2 if bits is not None else 1
+    if units == 0 or m == 0 or n == 0:
+        return torch.zeros(rows, units, dtype=torch.float32, device=right.device)
+    offsets = beside(offsets, right)
+    wide = torch.float32 in (left.dtype, right.dtype)
+    b_m, b_n = (side_tile(m, wide), side_tile(n, wide))
+    tiles_n = triton.cdiv(n, b_n)
+    tiles = triton.cdiv(m, b_m) * tiles_n
+    parts = torch.empty(rows, units * tiles, dtype=torch.float32, device=right.device)
+    with on_device_of(right):
+        _direct_kernel[(units * tiles,)](
+            left,
+            right,
+            offsets,
+            parts if bits is None else bits,
+            parts,
+            units,
+            tiles_n,
+            tiles,
+            m,
+            n,
+            0 if bits is None else bits.shape[1],
+            *left.stride(),
+            *right.stride(),
+            b_m=b_m,
+            b_n=b_n,
+            b_t=32 if wide else 64,
+            KIND=kind,
+            PRECISION=precision,
+            num_warps=8 if b_m * b_n > 4096 else 4,
+            num_stages=3,
+        )
+    return sum_parts(parts, offsets, tiles, 0)
+
+
+def side_tile(width: int, wide: bool) -> int:
+    """Side of the tiles of a gradient that is ``width`` wide: 128 (64 for float32 factors), or less for narrow ones."""
+    return min(64 if wide else 128, max(16, triton.next_power_of_2(width)))
+
+
+def direct_sqnorm(
+    left: torch.Tensor, right: torch.Tensor, offsets: torch.Tensor, precision: str = "ieee"
+) -> torch.Tensor:
+    """Squared norms [B], float32, of left [N, m] and right [N, n]; float32, bfloat16 or float16, any strides."""
+    return _launch(left, right, offsets, None, SQUARE.value, precision)[0]
+
+
+def abs_sum(left: torch.Tensor, right: torch.Tensor, offsets: torch.Tensor, precision: str = "ieee") -> torch.Tensor:
+    """L1 norms [B], float32, of left [N, m] and right [N, n]; as :func:`direct_sqnorm`."""
+    return _launch(left, right, offsets, None, ABSOLUTE.value, precision)[0]
+
+
+def masked_sqnorm(
+    left: torch.Tensor, right: torch.Tensor, offsets: torch.Tensor, mask: torch.Tensor, precision: str = "ieee"
+) -> torch.Tensor:
+    """Squared norms [2, B], float32, of the entries where ``mask`` (bool [m, n]) is True, then where it is False."""
+    return _launch(left, right, offsets, pack_mask(mask), MASKED_SQUARE.value, precision)

@@ -1,0 +1,74 @@
+"""The two tile products that norms are made of: rows against rows (Gram), and columns against columns over tokens (outer).
+
+Rows, columns and tokens outside a factor are loaded as zero, so nothing of a neighbouring unit, not even a NaN, can enter.
+"""
+
+import os
+
+import triton
+import triton.language as tl
+
+# The interpreter multiplies the bit patterns of bfloat16 as if they were integers: there, operands are widened first.
+INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+
+
+@triton.jit
+def multiply(a, b, acc, PRECISION: tl.constexpr):
+    """``acc + a @ b`` in float32; 16-bit operands are exact in the products, PRECISION is for float32 ones."""
+    if a.dtype != b.dtype or INTERPRETED:
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
+    return tl.dot(a, b, acc, input_precision=PRECISION)
+
+
+@triton.jit
+def gram_tile(
+    p_a, o_a, m_a, stride_at, stride_ak, p_b, o_b, m_b, stride_bt, stride_bk, width,
+    b_a: tl.constexpr, b_b: tl.constexpr, b_k: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """[b_a, b_b]: the inner products of rows ``o_a`` of a [., width] and rows ``o_b`` of b [., width]."""
+    acc = tl.zeros((b_a, b_b), tl.float32)
+    o_k = tl.arange(0, b_k)
+    p_rows_a = p_a + o_a[:, None] * stride_at
+    p_rows_b = p_b + o_b[None, :] * stride_bt
+    for k in range(0, width, b_k):
+        m_k = o_k < width - k
+        o_ak = (k + o_k).to(tl.int64)
+        a = tl.load(p_rows_a + o_ak[None, :] * stride_ak, mask=m_a[:, None] & m_k[None, :], other=0.0)
+        b = tl.load(p_rows_b + o_ak[:, None] * stride_bk, mask=m_b[None, :] & m_k[:, None], other=0.0)
+        acc = multiply(a, b, acc, PRECISION)
+    return acc
+
+
+@triton.jit
+def outer_tile(
+    p_left, p_right, start, end, o_m, o_n, m_m, m_n, stride_lt, stride_lm, stride_rt, stride_rn,
+    b_m: tl.constexpr, b_n: tl.constexpr, b_t: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """[b_m, b_n]: the sum over tokens ``start .. end`` of left[t, o_m] right[t, o_n]."""
+    acc = tl.zeros((b_m, b_n), tl.float32)
+    o_t = tl.arange(0, b_t)
+    p_l = p_left + o_m[:, None].to(tl.int64) * stride_lm + (start + o_t)[None, :].to(tl.int64) * stride_lt
+    p_r = p_right + (start + o_t)[:, None].to(tl.int64) * stride_rt + o_n[None, :].to(tl.int64) * stride_rn
+    for t in range(start, end, b_t):
+        m_t = o_t < end - t
+        left = tl.load(p_l, mask=m_m[:, None] & m_t[None, :], other=0.0)
+        right = tl.load(p_r, mask=m_t[:, None] & m_n[None, :], other=0.0)
+        acc = multiply(left, right, acc, PRECISION)
+        p_l += b_t * stride_lt
+        p_r += b_t * stride_rt
+    return acc
+
+
+@triton.jit
+def unit_of_slot(p_offsets, slot, units, b_tile: tl.constexpr):
+    """The unit that owns a slot. Slots number the row tiles of all units: unit b owns those from offsets[b] // b_tile + b.
+
+    There are ``tokens // b_tile + units`` slots whatever the lengths, so a grid can be sized without asking the device.
+    """
+    before = 0
+    for first in range(0, units, 1024):
+        o_b = first + tl.arange(0, 1024)
+        offset = tl.load(p_offsets + o_b, mask=o_b < units, other=0)
+        before += tl.sum(((o_b < units) & (offset // b_tile + o_b <= slot)).to(tl.int32), 0)
+    return before - 1
