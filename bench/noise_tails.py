@@ -72,7 +72,7 @@ def main() -> None:
         "tails": rows,
         "device": platform.processor() or platform.machine(),
         "instruction_set": _native.isa(),
-        "threads": _native.num_threads(),
+        "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "commit": commit(),
     }

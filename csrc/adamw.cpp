@@ -13,7 +13,8 @@ namespace {
 
 void adamw_noise_step(uintptr_t param, int dtype, uintptr_t grad, uintptr_t mean, uintptr_t square, int64_t n,
                       uintptr_t position, bool folded, double std, double divisor, double lr, double beta1, double beta2,
-                      double eps, double weight_decay, int64_t step, bool corrected, double floor) {
+                      double eps, double weight_decay, int64_t step, bool corrected, double floor,
+                      int threads) {
     const Position at = *reinterpret_cast<const Position *>(position);
     const Dtype type = static_cast<Dtype>(dtype);
     const NoiseLanes &lanes = noise_lanes();
@@ -35,9 +36,9 @@ void adamw_noise_step(uintptr_t param, int dtype, uintptr_t grad, uintptr_t mean
     float *m = reinterpret_cast<float *>(mean);
     float *v = reinterpret_cast<float *>(square);
     py::gil_scoped_release unlocked;
-    parallel_for((n + kTile - 1) / kTile, kNoiseGrain, [&](int64_t begin, int64_t end) {
+    share_out((n + kTile - 1) / kTile, kTilesAnItem, threads, [&](int64_t begin, int64_t end) {
         alignas(64) float room[kTileRoom];
-        std::fill(room, room + kTile, 0.f);
+        if (s.std == 0.f) std::fill(room, room + kTile, 0.f);
         const float *z = room;
         for (int64_t tile = begin; tile < end; ++tile) {
             const int64_t i = tile * kTile, count = std::min(kTile, n - i);
@@ -53,7 +54,8 @@ void bind_adamw(py::module_ &m) {
     m.def("adamw_noise_step", &adamw_noise_step, "noise and AdamW in one pass", py::arg("param"), py::arg("dtype"),
           py::arg("grad"), py::arg("mean"), py::arg("square"), py::arg("n"), py::arg("position"), py::arg("folded"),
           py::arg("std"), py::arg("divisor"), py::arg("lr"), py::arg("beta1"), py::arg("beta2"), py::arg("eps"),
-          py::arg("weight_decay"), py::arg("step"), py::arg("corrected"), py::arg("floor"));
+          py::arg("weight_decay"), py::arg("step"), py::arg("corrected"), py::arg("floor"),
+          py::arg("threads"));
 }
 
 }  // namespace fastdp

@@ -17,11 +17,12 @@ namespace {
 constexpr int64_t kPiece = 8192;
 
 // out[r] = sum over row r of x * y, in float64.
-void row_dots(const NoiseLanes &lanes, const char *x, const char *y, Dtype type, int64_t rows, int64_t length, double *out) {
+void row_dots(const NoiseLanes &lanes, const char *x, const char *y, Dtype type, int64_t rows, int64_t length, double *out,
+              int threads) {
     const int64_t pieces = std::max<int64_t>(1, (length + kPiece - 1) / kPiece);
     std::vector<double> partial(rows * pieces);
-    const int64_t grain = std::max<int64_t>(1, 256 * 1024 / std::max<int64_t>(1, std::min(length, kPiece)));
-    parallel_for(rows * pieces, grain, [&](int64_t begin, int64_t end) {
+    const int64_t together = std::max<int64_t>(1, 8 * kPiece / std::max<int64_t>(1, std::min(length, kPiece)));
+    share_out(rows * pieces, together, threads, [&](int64_t begin, int64_t end) {
         for (int64_t p = begin; p < end; ++p) {
             const int64_t start = p % pieces * kPiece;
             const int64_t offset = (p / pieces * length + start) * width(type);
@@ -73,11 +74,11 @@ double short_dot(const float *x, const float *y, int64_t n) {
 }
 
 void clip_short_rows(const NoiseLanes &lanes, const Position &at, bool folded, Dtype type, const char *from, char *to,
-                     double *norms, int64_t rows, int64_t length, double bound, float std) {
+                     double *norms, int64_t rows, int64_t length, double bound, float std, int threads) {
     const int64_t some = rows_a_tile(length);
-    parallel_for((rows + some - 1) / some, kNoiseGrain, [&](int64_t begin, int64_t end) {
+    share_out((rows + some - 1) / some, kTilesAnItem, threads, [&](int64_t begin, int64_t end) {
         alignas(64) float room[kTileRoom];
-        std::fill(room, room + kTile, 0.f);
+        if (std == 0.f) std::fill(room, room + kTile, 0.f);
         const float *z = room;
         float work[kTile];
         for (int64_t group = begin; group < end; ++group) {
@@ -98,9 +99,9 @@ void clip_short_rows(const NoiseLanes &lanes, const Position &at, bool folded, D
 }
 
 void short_backward(const NoiseLanes &lanes, Dtype type, const char *grad, const char *from, char *to, const double *norms,
-                    int64_t rows, int64_t length, double bound) {
+                    int64_t rows, int64_t length, double bound, int threads) {
     const int64_t some = rows_a_tile(length);
-    parallel_for((rows + some - 1) / some, 4 * kNoiseGrain, [&](int64_t begin, int64_t end) {
+    share_out((rows + some - 1) / some, 4 * kTilesAnItem, threads, [&](int64_t begin, int64_t end) {
         float g[kTile], x[kTile];
         for (int64_t group = begin; group < end; ++group) {
             const int64_t first = group * some, last = std::min(rows, first + some);
@@ -120,7 +121,7 @@ void short_backward(const NoiseLanes &lanes, Dtype type, const char *grad, const
 }
 
 void clip_noise(uintptr_t x, uintptr_t out, uintptr_t norm, int dtype, int64_t rows, int64_t length, double bound, double std,
-                uintptr_t position, bool folded) {
+                uintptr_t position, bool folded, int threads) {
     const Position at = *reinterpret_cast<const Position *>(position);
     const Dtype type = static_cast<Dtype>(dtype);
     const NoiseLanes &lanes = noise_lanes();
@@ -129,17 +130,18 @@ void clip_noise(uintptr_t x, uintptr_t out, uintptr_t norm, int dtype, int64_t r
     double *norms = reinterpret_cast<double *>(norm);
     py::gil_scoped_release unlocked;
     if (length > 0 && length < kShort)
-        return clip_short_rows(lanes, at, folded, type, from, to, norms, rows, length, bound, static_cast<float>(std));
-    row_dots(lanes, from, from, type, rows, length, norms);
+        return clip_short_rows(lanes, at, folded, type, from, to, norms, rows, length, bound, static_cast<float>(std),
+                               threads);
+    row_dots(lanes, from, from, type, rows, length, norms, threads);
     std::vector<float> factor(rows);
     for (int64_t r = 0; r < rows; ++r) {
         norms[r] = std::sqrt(norms[r]);
         factor[r] = clip_factor(norms[r], bound);
     }
     const int64_t n = rows * length;
-    parallel_for((n + kTile - 1) / kTile, kNoiseGrain, [&](int64_t begin, int64_t end) {
+    share_out((n + kTile - 1) / kTile, kTilesAnItem, threads, [&](int64_t begin, int64_t end) {
         alignas(64) float room[kTileRoom];
-        std::fill(room, room + kTile, 0.f);
+        if (std == 0) std::fill(room, room + kTile, 0.f);
         const float *z = room;
         for (int64_t tile = begin; tile < end; ++tile) {
             const int64_t i = tile * kTile, count = std::min(kTile, n - i);
@@ -154,7 +156,7 @@ void clip_noise(uintptr_t x, uintptr_t out, uintptr_t norm, int dtype, int64_t r
 
 // With y = x min(1, C / |x|): dx = g where nothing was clipped, and C / |x| (g - x <g, x> / |x|^2) elsewhere.
 void clip_backward(uintptr_t grad, uintptr_t x, uintptr_t norm, uintptr_t out, int dtype, int64_t rows, int64_t length,
-                   double bound) {
+                   double bound, int threads) {
     const Dtype type = static_cast<Dtype>(dtype);
     const NoiseLanes &lanes = noise_lanes();
     const char *g = reinterpret_cast<const char *>(grad);
@@ -162,16 +164,16 @@ void clip_backward(uintptr_t grad, uintptr_t x, uintptr_t norm, uintptr_t out, i
     char *to = reinterpret_cast<char *>(out);
     const double *norms = reinterpret_cast<const double *>(norm);
     py::gil_scoped_release unlocked;
-    if (length > 0 && length < kShort) return short_backward(lanes, type, g, from, to, norms, rows, length, bound);
+    if (length > 0 && length < kShort) return short_backward(lanes, type, g, from, to, norms, rows, length, bound, threads);
     std::vector<double> along(rows);
-    row_dots(lanes, g, from, type, rows, length, along.data());
+    row_dots(lanes, g, from, type, rows, length, along.data(), threads);
     std::vector<float> factor(rows), pull(rows);
     for (int64_t r = 0; r < rows; ++r) {
         factor[r] = clip_factor(norms[r], bound);
         pull[r] = pull_factor(along[r], norms[r], bound);
     }
     const int64_t n = rows * length;
-    parallel_for((n + kTile - 1) / kTile, 4 * kNoiseGrain, [&](int64_t begin, int64_t end) {
+    share_out((n + kTile - 1) / kTile, 4 * kTilesAnItem, threads, [&](int64_t begin, int64_t end) {
         const int64_t i = begin * kTile, stop = std::min(end * kTile, n);
         by_row(i, stop - i, length, [&](int64_t row, int64_t first, int64_t count, int64_t) {
             const int64_t offset = first * width(type);
@@ -185,9 +187,10 @@ void clip_backward(uintptr_t grad, uintptr_t x, uintptr_t norm, uintptr_t out, i
 void bind_clip_noise(py::module_ &m) {
     m.def("clip_noise", &clip_noise, "per-example clipping and noise", py::arg("x"), py::arg("out"), py::arg("norm"),
           py::arg("dtype"), py::arg("rows"), py::arg("length"), py::arg("bound"), py::arg("std"), py::arg("position"),
-          py::arg("folded"));
+          py::arg("folded"), py::arg("threads"));
     m.def("clip_backward", &clip_backward, "the gradient of per-example clipping", py::arg("grad"), py::arg("x"),
-          py::arg("norm"), py::arg("out"), py::arg("dtype"), py::arg("rows"), py::arg("length"), py::arg("bound"));
+          py::arg("norm"), py::arg("out"), py::arg("dtype"), py::arg("rows"), py::arg("length"), py::arg("bound"),
+          py::arg("threads"));
 }
 
 }  // namespace fastdp

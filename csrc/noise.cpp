@@ -50,13 +50,14 @@ const float *noise_tile(const NoiseLanes &lanes, const Position &at, bool folded
 
 namespace {
 
-void add_noise(uintptr_t x, int dtype, uint64_t first, int64_t n, double std, uintptr_t position, bool folded) {
+void add_noise(uintptr_t x, int dtype, uint64_t first, int64_t n, double std, uintptr_t position, bool folded,
+               int threads) {
     const Position at = *reinterpret_cast<const Position *>(position);
     const Dtype type = static_cast<Dtype>(dtype);
     const NoiseLanes &lanes = noise_lanes();
     char *base = reinterpret_cast<char *>(x);
     py::gil_scoped_release unlocked;
-    parallel_for((n + kTile - 1) / kTile, kNoiseGrain, [&](int64_t begin, int64_t end) {
+    share_out((n + kTile - 1) / kTile, kTilesAnItem, threads, [&](int64_t begin, int64_t end) {
         alignas(64) float room[kTileRoom];
         for (int64_t tile = begin; tile < end; ++tile) {
             const int64_t i = tile * kTile, count = std::min(kTile, n - i);
@@ -67,12 +68,12 @@ void add_noise(uintptr_t x, int dtype, uint64_t first, int64_t n, double std, ui
     });
 }
 
-void words(uintptr_t out, uint32_t first, int64_t blocks, uintptr_t position, const std::string &name) {
+void words(uintptr_t out, uint32_t first, int64_t blocks, uintptr_t position, int threads, const std::string &name) {
     const Position at = *reinterpret_cast<const Position *>(position);
     const NoiseLanes &lanes = noise_lanes(name);
     uint32_t *base = reinterpret_cast<uint32_t *>(out);
     py::gil_scoped_release unlocked;
-    parallel_for((blocks + kGroup - 1) / kGroup, 4 * kNoiseGrain, [&](int64_t begin, int64_t end) {
+    share_out((blocks + kGroup - 1) / kGroup, 4 * kTilesAnItem, threads, [&](int64_t begin, int64_t end) {
         alignas(64) uint32_t room[kGroup * kBlockWords];
         for (int64_t group = begin; group < end; ++group) {
             const int64_t b = group * kGroup, count = std::min(kGroup, blocks - b);
@@ -82,12 +83,13 @@ void words(uintptr_t out, uint32_t first, int64_t blocks, uintptr_t position, co
     });
 }
 
-void normals(uintptr_t out, uint64_t first, int64_t n, uintptr_t position, bool folded, const std::string &name) {
+void normals(uintptr_t out, uint64_t first, int64_t n, uintptr_t position, bool folded, int threads,
+             const std::string &name) {
     const Position at = *reinterpret_cast<const Position *>(position);
     const NoiseLanes &lanes = noise_lanes(name);
     float *base = reinterpret_cast<float *>(out);
     py::gil_scoped_release unlocked;
-    parallel_for((n + kTile - 1) / kTile, kNoiseGrain, [&](int64_t begin, int64_t end) {
+    share_out((n + kTile - 1) / kTile, kTilesAnItem, threads, [&](int64_t begin, int64_t end) {
         alignas(64) float room[kTileRoom];
         for (int64_t tile = begin; tile < end; ++tile) {
             const int64_t i = tile * kTile, count = std::min(kTile, n - i);
@@ -101,11 +103,11 @@ void normals(uintptr_t out, uint64_t first, int64_t n, uintptr_t position, bool 
 
 void bind_noise(py::module_ &m) {
     m.def("add_noise", &add_noise, "x + std N(0, 1) in place", py::arg("x"), py::arg("dtype"), py::arg("first"), py::arg("n"),
-          py::arg("std"), py::arg("position"), py::arg("folded"));
+          py::arg("std"), py::arg("position"), py::arg("folded"), py::arg("threads"));
     m.def("chacha20_words", &words, "the words of blocks [first, first + blocks)", py::arg("out"), py::arg("first"),
-          py::arg("blocks"), py::arg("position"), py::arg("isa") = "");
+          py::arg("blocks"), py::arg("position"), py::arg("threads"), py::arg("isa") = "");
     m.def("noise_normals", &normals, "the normals of elements [first, first + n)", py::arg("out"), py::arg("first"),
-          py::arg("n"), py::arg("position"), py::arg("folded") = false, py::arg("isa") = "");
+          py::arg("n"), py::arg("position"), py::arg("folded"), py::arg("threads"), py::arg("isa") = "");
 }
 
 }  // namespace fastdp

@@ -1,10 +1,12 @@
 // Gaussian noise at a position, and the loops over memory that consume it: one table of functions per instruction set.
 #pragma once
+#include <algorithm>
 #include <cstdint>
 #include <string>
 
 #include "chacha.h"
 #include "cpu.h"
+#include "team.h"
 
 namespace fastdp {
 
@@ -16,8 +18,8 @@ constexpr int64_t kBlockWords = 16;
 // Elements worked on at once: the noise of a tile stays in the first-level cache between being made and being used.
 constexpr int64_t kTile = 4 * kGroup * kBlockWords;
 
-// Tiles worth a thread of their own: about 70 us of noise, several times what starting a thread costs.
-constexpr int64_t kNoiseGrain = 64;
+// Tiles taken at once by a thread, about 17 us of noise.
+constexpr int64_t kTilesAnItem = 16;
 
 struct AdamWStep {
     float std;             // of the noise added to the gradient sum
@@ -69,6 +71,15 @@ float wide_radius(const Position &at, uint32_t block, int k, uint32_t word);
 // n <= kTile, and z has room for kTile + kGroup * kBlockWords floats, four times as many when `folded` (secure rounding).
 const float *noise_tile(const NoiseLanes &lanes, const Position &at, bool folded, uint64_t first, int64_t n, float *z);
 constexpr int64_t kTileRoom = 4 * (kTile + kGroup * kBlockWords);
+
+// Calls body(begin, end) over [0, n) in items of `piece`, on at most `threads` threads, each of which has at least four
+// items to start for. Where the pieces are cut must not matter to the result.
+template <typename F>
+void share_out(int64_t n, int64_t piece, int threads, const F &body) {
+    const int64_t items = (n + piece - 1) / piece;
+    team_for(items, static_cast<int>(std::clamp<int64_t>(items / 4, 1, std::max(1, threads))),
+             [&](int64_t item) { body(item * piece, std::min(n, (item + 1) * piece)); });
+}
 
 inline int64_t width(Dtype dtype) { return dtype == Dtype::float32 ? 4 : 2; }
 

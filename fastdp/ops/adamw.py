@@ -14,7 +14,7 @@ from fastdp.ops.noise import (
     check_tensor,
     standard_normals,
 )
-from fastdp.ops.stream import MAX_ELEMENTS, Draw, NoiseStream
+from fastdp.ops.stream import MAX_ELEMENTS, Draw, NoiseStream, native_threads
 from fastdp.ops.table import Op
 
 
@@ -165,6 +165,7 @@ def _cpu(
         step,
         variance_floor is not None,
         variance_floor or 0.0,
+        native_threads(),
     )
     for x, result in zip(written, flat):
         if result is not x:

@@ -8,7 +8,7 @@ import torch
 
 from fastdp import _native
 from fastdp.ops.noise import DTYPES, check_number, check_position, check_stream, check_tensor, standard_normals
-from fastdp.ops.stream import MAX_ELEMENTS, Draw, NoiseStream
+from fastdp.ops.stream import MAX_ELEMENTS, Draw, NoiseStream, native_threads
 from fastdp.ops.table import Op
 
 
@@ -86,6 +86,7 @@ def _cpu_backward(grad: torch.Tensor, x: torch.Tensor, norm: torch.Tensor, max_n
         rows,
         x.numel() // rows if rows else 0,
         max_norm,
+        native_threads(),
     )
     return out
 
@@ -137,6 +138,7 @@ def _cpu_clip_noise(
         std,
         position.data_ptr(),
         secure_rounding,
+        native_threads(),
     )
     return out, norm
 

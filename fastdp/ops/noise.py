@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from fastdp import _native
-from fastdp.ops.stream import MAX_ELEMENTS, POSITION_WORDS, Draw, NoiseStream, chacha20_words
+from fastdp.ops.stream import MAX_ELEMENTS, POSITION_WORDS, Draw, NoiseStream, chacha20_words, native_threads
 from fastdp.ops.table import Op
 
 #: The dtypes noise may be added to, with their numbers in ``csrc/noise.h``. Noise itself is always float32.
@@ -110,7 +110,9 @@ def _cpu_add_noise(x: torch.Tensor, std: float, position: torch.Tensor, secure_r
     if std == 0.0:
         return
     flat = x.contiguous()
-    _native.add_noise(flat.data_ptr(), DTYPES[x.dtype], 0, x.numel(), std, position.data_ptr(), secure_rounding)
+    _native.add_noise(
+        flat.data_ptr(), DTYPES[x.dtype], 0, x.numel(), std, position.data_ptr(), secure_rounding, native_threads()
+    )
     if flat is not x:
         x.copy_(flat)
 

@@ -138,7 +138,7 @@ class NoiseStream:
         blocks = -(-n // 8)
         words = np.empty(blocks * 16, dtype=np.uint32)
         position = self.take()
-        _native.chacha20_words(words.ctypes.data, 0, blocks, position.data_ptr())
+        _native.chacha20_words(words.ctypes.data, 0, blocks, position.data_ptr(), native_threads())
         return words.astype("<u4", copy=False).view("<u8")[:n]
 
     def bernoulli(self, n: int, probability: float) -> torch.Tensor:
@@ -210,9 +210,17 @@ class Draw:
 
 
 _streams: weakref.WeakSet[NoiseStream] = weakref.WeakSet()
+_forked = False
+
+
+def native_threads() -> int:
+    """Threads for a kernel: torch's number; 1 in a forked process, where the OpenMP runtime's threads are missing."""
+    return 1 if _forked else torch.get_num_threads()
 
 
 def _rekey_in_child() -> None:
+    global _forked
+    _forked = True
     for stream in list(_streams):
         stream._lock = threading.Lock()
         if not stream.reproducible:

@@ -33,7 +33,6 @@ assert native.isa() == sys.argv[2]
 given = dict(np.load(io.BytesIO(sys.stdin.buffer.read())))
 position = given.pop("position")
 threads = int(given.pop("threads"))
-native.set_num_threads(threads)
 out = {}
 for dtype in range(3):
     for folded in (False, True):
@@ -41,22 +40,23 @@ for dtype in range(3):
         y, norm, back = np.empty_like(x), np.empty(rows), np.empty_like(x)
         length = x.size // rows
         native.clip_noise(x.ctypes.data, y.ctypes.data, norm.ctypes.data, dtype, rows, length, 2.5, 0.7,
-                          position.ctypes.data, folded)
+                          position.ctypes.data, folded, threads)
         native.clip_backward(given[f"g{dtype}"].ctypes.data, x.ctypes.data, norm.ctypes.data, back.ctypes.data, dtype,
-                             rows, length, 2.5)
+                             rows, length, 2.5, threads)
         p, m, v = x.copy(), given["m"].copy(), given["v"].copy()
         native.adamw_noise_step(p.ctypes.data, dtype, given["sum"].ctypes.data, m.ctypes.data, v.ctypes.data, p.size,
-                                position.ctypes.data, folded, 0.7, 32.0, 1e-2, 0.9, 0.999, 1e-8, 0.1, 3, folded, 1e-3)
-        native.add_noise(x.ctypes.data, dtype, 0, x.size, 0.7, position.ctypes.data, folded)
+                                position.ctypes.data, folded, 0.7, 32.0, 1e-2, 0.9, 0.999, 1e-8, 0.1, 3, folded, 1e-3,
+                                threads)
+        native.add_noise(x.ctypes.data, dtype, 0, x.size, 0.7, position.ctypes.data, folded, threads)
         out.update({f"{name}-{dtype}-{folded}": value for name, value in
                     dict(add=x, clip=y, norm=norm, back=back, param=p, mean=m, square=v).items()})
 for dtype in (1, 2):
     bits = np.arange(1 << 16).astype(np.uint16).view(np.int16)
-    native.add_noise(bits.ctypes.data, dtype, 0, bits.size, 1e-45, position.ctypes.data, False)
+    native.add_noise(bits.ctypes.data, dtype, 0, bits.size, 1e-45, position.ctypes.data, False, threads)
     out[f"bits-{dtype}"] = bits
 for std in (30000.0, 1e-6):
     alone = np.zeros(1 << 16, np.int16)
-    native.add_noise(alone.ctypes.data, 2, 0, alone.size, std, position.ctypes.data, False)
+    native.add_noise(alone.ctypes.data, 2, 0, alone.size, std, position.ctypes.data, False, threads)
     out[f"alone-{std:g}"] = alone
 buffer = io.BytesIO()
 np.savez(buffer, **out)

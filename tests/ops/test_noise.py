@@ -20,9 +20,9 @@ from fastdp.ops.table import OPS
 from tests.ops.noise_paths import DTYPES, NORMAL_ERROR, ODD_SHAPES, PATHS, inputs, run_path
 
 
-def native_normals(at: torch.Tensor, n: int, isa: str, first: int = 0, folded: bool = False) -> np.ndarray:
+def native_normals(at: torch.Tensor, n: int, isa: str, first: int = 0, folded: bool = False, threads: int = 1):
     out = np.full(n + 16, np.nan, np.float32)
-    _native.noise_normals(out.ctypes.data, first, n, at.data_ptr(), folded, isa)
+    _native.noise_normals(out.ctypes.data, first, n, at.data_ptr(), folded, threads, isa)
     assert np.isnan(out[n:]).all(), "wrote past the end"
     return out[:n]
 
@@ -69,9 +69,9 @@ WIDE = [(904716998, 6, 0), (481321075, 7, 1), (600722903, 3, 1), (324306011, 0, 
 def test_radius_words_without_top_bits_are_widened(isa, block, k, word):
     at = position(0)
     w, v = np.empty((1, 16), np.uint32), np.empty((1, 16), np.uint32)
-    _native.chacha20_words(w.ctypes.data, block, 1, at.data_ptr(), isa)
+    _native.chacha20_words(w.ctypes.data, block, 1, at.data_ptr(), 1, isa)
     at[8] |= -(1 << 31)
-    _native.chacha20_words(v.ctypes.data, block, 1, at.data_ptr(), isa)
+    _native.chacha20_words(v.ctypes.data, block, 1, at.data_ptr(), 1, isa)
     assert w[0, k] == word
     u = (word * 2.0**32 + float(v[0, k]) + 0.5) / 2.0**64
     radius = math.sqrt(-2 * math.log(u))
@@ -114,14 +114,10 @@ def test_noise_does_not_depend_on_how_it_is_cut(isa, pieces, folded):
 
 @pytest.mark.parametrize("isa", PATHS)
 def test_noise_does_not_depend_on_threads(isa):
-    before = _native.num_threads()
-    try:
-        _native.set_num_threads(1)
-        one = native_normals(position(), 300_001, isa)
-        _native.set_num_threads(3)
-        np.testing.assert_array_equal(native_normals(position(), 300_001, isa).view(np.uint32), one.view(np.uint32))
-    finally:
-        _native.set_num_threads(before)
+    one = native_normals(position(), 300_001, isa)
+    for threads in (2, 3):
+        many = native_normals(position(), 300_001, isa, threads=threads)
+        np.testing.assert_array_equal(many.view(np.uint32), one.view(np.uint32))
 
 
 @pytest.mark.parametrize("isa", PATHS)

@@ -24,7 +24,7 @@ def position(key: bytes, nonce: bytes) -> torch.Tensor:
 
 def native_words(at: torch.Tensor, first: int, blocks: int, isa: str) -> np.ndarray:
     out = np.zeros((blocks, 16), np.uint32)
-    _native.chacha20_words(out.ctypes.data, first, blocks, at.data_ptr(), isa)
+    _native.chacha20_words(out.ctypes.data, first, blocks, at.data_ptr(), 1, isa)
     return out
 
 
