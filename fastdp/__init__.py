@@ -1,5 +1,36 @@
 """Fine-tuning language models on private data, fast, with a privacy figure that holds."""
 
-from fastdp.integrations.adapters import BottleneckConfig
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["BottleneckConfig"]
+from fastdp import accounting, ops, optim
+from fastdp.engine.private import Private, make_private
+from fastdp.integrations.adapters import BottleneckConfig
+from fastdp.methods.dpsgd import DPSGD, AdaptiveClipping, NonPrivate
+from fastdp.ops.stream import NoiseStream
+
+if TYPE_CHECKING:
+    from fastdp.integrations.trainer import DPTrainer, PrivacyArguments
+
+__all__ = [
+    "DPSGD",
+    "AdaptiveClipping",
+    "BottleneckConfig",
+    "DPTrainer",
+    "NoiseStream",
+    "NonPrivate",
+    "Private",
+    "PrivacyArguments",
+    "accounting",
+    "make_private",
+    "ops",
+    "optim",
+]
+
+
+def __getattr__(name: str) -> Any:
+    # transformers' Trainer needs accelerate, which is an extra: it is imported when asked for.
+    if name in ("DPTrainer", "PrivacyArguments"):
+        from fastdp.integrations import trainer
+
+        return getattr(trainer, name)
+    raise AttributeError(f"module 'fastdp' has no attribute {name!r}")

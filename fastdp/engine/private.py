@@ -42,10 +42,6 @@ class Method(Protocol):
         """The settings, for the card."""
 
 
-class BudgetSpent(RuntimeError):
-    """More steps were asked for than the budget holds."""
-
-
 class Private:
     """A private training run; unpacks to ``(model, optimizer, data_loader)``.
 
@@ -86,7 +82,7 @@ class Private:
         self._average: dict[str, torch.Tensor] | None = None
         self._hooks = [optimizer.register_step_pre_hook(self._before_step), optimizer.register_step_post_hook(self._after_step)]
         data_loader.remaining = lambda: self._require_budget()
-        data_loader.on_restart = engine.abandon
+        data_loader.on_restart = self._restart
 
     def __iter__(self) -> Iterator[Any]:
         yield from (self.model, self.optimizer, self.data_loader)
@@ -108,10 +104,14 @@ class Private:
     def _require_budget(self) -> int:
         remaining = self.total_steps - self.steps_done
         if remaining <= 0:
-            raise BudgetSpent(
+            raise accounting.BudgetExceeded(
                 f"all {self.total_steps} budgeted steps are spent; call private.extend(epochs) to train on and pay for it"
             )
         return remaining
+
+    def _restart(self) -> None:
+        self._engine.abandon()
+        self.ledger.begin_pass()
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         engine = self._engine
@@ -226,6 +226,7 @@ class Private:
             "version": _STATE_VERSION,
             "model": self.settings["fingerprint"],
             "run_id": self.ledger.run_id,
+            "ledger_head": self.ledger.head,
             "steps_done": self.steps_done,
             "noise_multiplier": self.noise_multiplier,
             "bounds": list(self._engine.accumulator.policy.bounds),
@@ -247,7 +248,7 @@ class Private:
                 f"this checkpoint was made at noise multiplier {state['noise_multiplier']:.6g}, the run has "
                 f"{self.noise_multiplier:.6g}; give the same privacy arguments"
             )
-        self.ledger.restore(state["steps_done"])
+        self.ledger.restore(state["steps_done"], state["ledger_head"])
         policy = self._engine.accumulator.policy
         if policy.bounds:
             self._engine.accumulator.policy = type(policy)(
@@ -347,10 +348,11 @@ def make_private(
     sample_rate = batch_size / len(units)
     _check_delta(target_delta, target_epsilon, noise_multiplier, method.mechanism, len(units))
 
+    def model_of(sigma: float) -> accounting.EventModel:
+        return accounting.dpsgd_model(sigma, sample_rate, sampling, per_epoch)  # type: ignore[arg-type]
+
     def event(sigma: float) -> Any:
-        return accounting.dpsgd(
-            noise_multiplier=sigma, sample_rate=sample_rate, steps=steps, sampling=sampling, steps_per_epoch=per_epoch
-        )
+        return model_of(sigma).event(steps)
 
     sigma = _noise_multiplier(method, target_epsilon, target_delta, noise_multiplier, event, adjacency)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -369,7 +371,7 @@ def make_private(
         "target_epsilon": target_epsilon,
         "fingerprint": fingerprint(trained),
     }
-    ledger = _open_ledger(output_dir, resume, settings, method, event(sigma), steps)
+    ledger = _open_ledger(output_dir, resume, settings, method, model_of(sigma), steps)
     make = NoiseStream if unsafe_seed is None else None
     noise = make() if make else NoiseStream.unsafe_reproducible(2 * int(unsafe_seed or 0))
     draws = make() if make else NoiseStream.unsafe_reproducible(2 * int(unsafe_seed or 0) + 1)

@@ -134,9 +134,9 @@ class PrivateLoader:
         return self.steps_per_epoch
 
     def __iter__(self) -> Iterator[Any]:
-        steps = min(self.steps_per_epoch, self.remaining())
         self.tickets.clear()
         self.on_restart()
+        steps = min(self.steps_per_epoch, self.remaining())
         waiting: deque[Ticket] = deque()
         inner: DataLoader = DataLoader(self.dataset, batch_sampler=_Plan(self, steps, waiting), **self._options)
         for batch in inner:

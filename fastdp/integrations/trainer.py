@@ -1,0 +1,234 @@
+"""`DPTrainer`: transformers' Trainer, each of whose optimizer steps is one private release."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+from transformers import Trainer, TrainingArguments
+
+from fastdp.engine.private import Private, make_private
+
+#: The privacy state's file inside a Trainer checkpoint.
+STATE_FILE = "fastdp_state.pt"
+#: What Trainer logs of the private data without protection, and the name under which it is shown instead.
+_UNPROTECTED = {"loss": "unprotected_loss", "train_loss": "unprotected_train_loss"}
+
+
+@dataclass(frozen=True)
+class PrivacyArguments:
+    """Privacy settings of a `DPTrainer`; the meaning of each is that of `fastdp.make_private`'s argument.
+
+    ``per_device_train_batch_size`` of the training arguments is the logical batch size;
+    ``user_id_column`` names the data set's column of user ids, for user-level privacy.
+    """
+
+    target_epsilon: float | None = None
+    target_delta: float | None = None
+    noise_multiplier: float | None = None
+    method: Any = None
+    max_physical_batch_size: int | None = None
+    sampling: str = "poisson"
+    adjacency: str = "add_remove"
+    user_id_column: str | None = None
+    max_examples_per_user: int | None = None
+    unit_map: str | None = None
+    secure_rounding: bool = False
+    two_pass: bool | None = None
+
+
+class LogicalLoader:
+    """Yields whole logical batches, each a list of micro-batches, so that one Trainer step is one release."""
+
+    def __init__(self, private: Private):
+        self.private = private
+        self.dataset: Dataset = private.data_loader.dataset
+        self.batch_size = private.data_loader.batch_size
+
+    def __len__(self) -> int:
+        return len(self.private.data_loader)
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        loader = self.private.data_loader
+        batches: list[Any] = []
+        for batch in loader:
+            batches.append(batch)
+            if loader.tickets[-1].is_last:
+                yield batches
+                batches = []
+
+
+class DPTrainer(Trainer):
+    """A Trainer that trains privately.
+
+    ``per_device_train_batch_size`` counts the units of a logical batch; memory is bounded by
+    ``privacy.max_physical_batch_size`` instead of gradient accumulation. Trainer's own gradient clipping is switched off,
+    its ``grad_norm`` (computed from the private data, before noise) is never logged, and the training loss is shown as
+    ``unprotected_loss``. The ledger and the card are written to ``output_dir``.
+
+    Args:
+        privacy: budget and method.
+        Everything else: as for `transformers.Trainer`.
+
+    Raises:
+        ValueError: for training arguments that cannot be combined with private training, naming each.
+    """
+
+    def __init__(self, *args: Any, privacy: PrivacyArguments, **kwargs: Any):
+        arguments = kwargs.get("args") or (args[1] if len(args) > 1 else None)
+        _check_arguments(arguments, kwargs)
+        super().__init__(*args, **kwargs)
+        self.privacy = privacy
+        self.private: Private | None = None
+        # The clipping that counts is per example; a second one on the noisy sum would only distort it.
+        self.args.max_grad_norm = 0.0
+        # Batches are drawn afresh after a resume: skipping would spend draws and protect nothing.
+        self.args.ignore_data_skip = True
+
+    def get_train_dataloader(self) -> Any:
+        """The loader of logical batches; makes the run private on first use."""
+        if self.private is None:
+            self.private = self._make_private()
+        return LogicalLoader(self.private)
+
+    def _make_private(self) -> Private:
+        if self.train_dataset is None:
+            raise ValueError("DPTrainer needs a train_dataset")
+        if isinstance(self.train_dataset, IterableDataset):
+            raise ValueError("an iterable data set cannot be sampled at random; give one with __len__ and __getitem__")
+        users = None
+        if self.privacy.user_id_column is not None:
+            # Read before Trainer drops the columns that the model's forward does not name.
+            users = [example[self.privacy.user_id_column] for example in self.train_dataset]  # type: ignore[attr-defined]
+        dataset, collator = self.train_dataset, self.data_collator
+        if hasattr(dataset, "column_names"):
+            dataset = self._remove_unused_columns(dataset, description="training")  # type: ignore[arg-type]
+        else:
+            collator = self._get_collator_with_removed_columns(collator, description="training")
+        loader: DataLoader = DataLoader(
+            dataset,
+            batch_size=self.args.per_device_train_batch_size,
+            shuffle=True,
+            collate_fn=collator,
+            num_workers=self.args.dataloader_num_workers,
+            pin_memory=self.args.dataloader_pin_memory and torch.cuda.is_available(),
+        )
+        epochs = self.args.num_train_epochs
+        if self.args.max_steps > 0:
+            units = len(set(users)) if users is not None else len(dataset)  # type: ignore[arg-type]
+            epochs = self.args.max_steps / -(-units // self.args.per_device_train_batch_size)
+        privacy = self.privacy
+        resuming = (Path(self.args.output_dir) / "ledger.jsonl").exists()
+        return make_private(
+            self.model,
+            self.create_optimizer(),
+            loader,
+            method=privacy.method,
+            target_epsilon=privacy.target_epsilon,
+            target_delta=privacy.target_delta,
+            noise_multiplier=privacy.noise_multiplier,
+            epochs=epochs,
+            max_physical_batch_size=privacy.max_physical_batch_size,
+            sampling=privacy.sampling,
+            adjacency=privacy.adjacency,
+            user_ids=users,
+            max_examples_per_user=privacy.max_examples_per_user,
+            unit_map=privacy.unit_map,
+            output_dir=self.args.output_dir,
+            resume=resuming and self._resumes,
+            secure_rounding=privacy.secure_rounding,
+            two_pass=privacy.two_pass,
+        )
+
+    _resumes = False
+
+    def train(self, resume_from_checkpoint: Any = None, **kwargs: Any) -> Any:
+        """Train, then write the card; ``resume_from_checkpoint`` also restores the spent budget."""
+        self._resumes = bool(resume_from_checkpoint)
+        output = super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
+        assert self.private is not None
+        self.private.card().save(Path(self.args.output_dir) / "card.json")
+        return output
+
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> Any:
+        """One logical batch; the number of tokens in it stays unsaid, since losses are means by example."""
+        batch = next(epoch_iterator, None)
+        return ([] if batch is None else [batch]), None
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        """Forward and backward over the micro-batches of one logical batch; the optimizer's step releases it."""
+        model.train()
+        losses = []
+        for micro_batch in inputs:
+            prepared = self._prepare_inputs(micro_batch)
+            with self.compute_loss_context_manager():
+                loss = self.compute_loss(model, prepared)
+            self.accelerator.backward(loss)
+            losses.append(loss.detach())
+        return torch.stack(losses).mean()
+
+    def floating_point_ops(self, inputs: Any) -> int:
+        """Operations of a logical batch."""
+        return sum(super(DPTrainer, self).floating_point_ops(micro_batch) for micro_batch in inputs)
+
+    def _track_num_input_tokens(self, inputs: Any) -> None:
+        """The number of tokens of a private batch is not recorded."""
+
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> None:
+        """The norm before the noise is private; it is neither logged nor saved."""
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Log with epsilon, and with what is unprotected marked as such."""
+        marked = {_UNPROTECTED.get(key, key): value for key, value in logs.items()}
+        if self.private is not None and "learning_rate" in logs:
+            marked["epsilon"] = self.private.epsilon()
+        super().log(marked, *args, **kwargs)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        super()._save_optimizer_and_scheduler(output_dir)
+        if self.private is not None:
+            torch.save(self.private.state_dict(), Path(output_dir) / STATE_FILE)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is None or self.private is None:
+            return
+        path = Path(checkpoint) / STATE_FILE
+        if not path.exists():
+            raise ValueError(f"{checkpoint} has no {STATE_FILE}: it is no checkpoint of a private run")
+        self.private.load_state_dict(torch.load(path, weights_only=True))
+
+
+def _check_arguments(arguments: TrainingArguments | None, kwargs: dict[str, Any]) -> None:
+    if arguments is None:
+        raise ValueError("DPTrainer needs args=TrainingArguments(...): the budget depends on batch size and epochs")
+    refused = {
+        "gradient_accumulation_steps": arguments.gradient_accumulation_steps != 1,
+        "label_smoothing_factor": arguments.label_smoothing_factor != 0,
+        "fp16": arguments.fp16,
+        "auto_find_batch_size": arguments.auto_find_batch_size,
+        "torch_compile": arguments.torch_compile,
+        "dataloader_drop_last": arguments.dataloader_drop_last,
+    }
+    hints = {
+        "gradient_accumulation_steps": "set per_device_train_batch_size to the logical batch and bound memory by "
+        "privacy.max_physical_batch_size",
+        "label_smoothing_factor": "it replaces the model's loss by one over the whole batch",
+        "fp16": "its loss scaling would move the clipping threshold; use bf16",
+        "auto_find_batch_size": "the accountant needs the batch size before training",
+        "torch_compile": "the engine reads the model as it runs",
+        "dataloader_drop_last": "it drops examples the accountant counts",
+    }
+    for name, found in refused.items():
+        if found:
+            raise ValueError(f"{name} cannot be used with DPTrainer: {hints[name]}")
+    if kwargs.get("compute_loss_func") is not None:
+        raise ValueError("compute_loss_func cannot be used with DPTrainer: it sees the whole batch, not each example")
+    if kwargs.get("model_init") is not None:
+        raise ValueError("model_init cannot be used with DPTrainer: each trial would spend budget; pass a model")
+    if arguments.world_size > 1:
+        raise ValueError("DPTrainer runs in one process; start it without a distributed launcher")

@@ -1,0 +1,71 @@
+"""The definition that the engine is compared with: autograd, one example at a time, in float64."""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+
+import torch
+
+from fastdp.engine.engine import Engine
+from fastdp.engine.layout import Ticket
+from fastdp.engine.policy import Policy
+
+
+def per_example_loss(logits: torch.Tensor, batch: dict[str, torch.Tensor], *, shift: bool) -> torch.Tensor:
+    """Mean over one example's own tokens of the cross-entropy, written out; 0 without labels."""
+    labels = batch["labels"]
+    if shift:
+        logits, labels = logits[:, :-1], labels[:, 1:]
+    if labels.dim() == 1:
+        logits, labels = logits.unsqueeze(1), labels.unsqueeze(1)
+    kept = labels != -100
+    chosen = torch.log_softmax(logits.double(), -1).gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    return -(chosen * kept).sum() / max(1, int(kept.sum()))
+
+
+def one_at_a_time(
+    model: torch.nn.Module, batch: dict[str, torch.Tensor], *, shift: bool
+) -> list[dict[str, torch.Tensor]]:
+    """The gradient of each example's loss by a plain copy of the model in float64."""
+    exact = copy.deepcopy(model).double()
+    names = [name for name, p in exact.named_parameters() if p.requires_grad]
+    gradients = []
+    rows = next(iter(batch.values())).shape[0]
+    for row in range(rows):
+        single = {k: v[row : row + 1] for k, v in batch.items()}
+        single = {k: v.double() if v.is_floating_point() else v for k, v in single.items()}
+        logits = exact(**single).logits
+        loss = per_example_loss(logits, single, shift=shift)
+        found = torch.autograd.grad(loss, [p for p in exact.parameters() if p.requires_grad], allow_unused=True)
+        gradients.append({n: g if g is not None else torch.zeros(()) for n, g in zip(names, found)})
+    return gradients
+
+
+def norms(gradients: list[dict[str, torch.Tensor]]) -> torch.Tensor:
+    """Norm of each example's gradient over all parameters."""
+    return torch.stack([torch.stack([g.square().sum() for g in gradient.values()]).sum().sqrt() for gradient in gradients])
+
+
+class Recording(Policy):
+    """Flat clipping that remembers the norms it saw."""
+
+    seen: list[torch.Tensor] = []
+
+    def scales(self, squared: torch.Tensor) -> torch.Tensor:
+        Recording.seen.append(squared.detach().sqrt())
+        return super().scales(squared)
+
+
+def engine_for(model: torch.nn.Module, bound: float, **options: object) -> tuple[Engine, deque[Ticket]]:
+    """An engine with flat clipping at ``bound`` and the queue that feeds it."""
+    names = [name for name, p in model.named_parameters() if p.requires_grad]
+    Recording.seen = []
+    tickets: deque[Ticket] = deque()
+    policy = Recording((bound,), (0.0,), dict.fromkeys(names, 0))
+    return Engine(model, policy, tickets, **options), tickets  # type: ignore[arg-type]
+
+
+def ticket(rows: int, *, last: bool = True) -> Ticket:
+    """A micro-batch in which every row is a unit."""
+    return Ticket(torch.arange(rows), torch.ones(rows), last)
