@@ -1,0 +1,174 @@
+"""The d_chi (multivariate Laplace) mechanism on a public table: ``private_snap``.
+
+Layout of its randomness, shared by every implementation. Token i of the flattened ids draws from one position:
+
+* block ``D i + b``, ``D = ceil(d / 16)``: normals ``16 b .. 16 b + 15`` of the token (``stream.py``), its direction;
+* block ``2^32 - 1 - (16 i + a)``: attempt a, of 16, at its radius. With u0, u1, u2 the 64-bit uniforms of the block's
+  words (0, 1), (2, 3), (4, 5), low word first: ``sqrt(-2 ln u0) cos(2 pi u1)`` is the normal and u2 the uniform of
+  Marsaglia and Tsang's method.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fastdp import _native
+from fastdp.ops.factors import in_full_precision
+from fastdp.ops.noise import check_position, check_stream, standard_normals
+from fastdp.ops.snap import SNAP, check_table, refuse_non_finite, search, survey
+from fastdp.ops.stream import Draw, NoiseStream, chacha20_words
+from fastdp.ops.table import Op
+
+_ATTEMPTS = 16
+_COUNTERS = 1 << 32
+
+
+def check_ids(ids: Tensor, table: Tensor) -> None:
+    """Raise TypeError, ValueError or IndexError unless these are int64 indices of the table's rows."""
+    check_table(table)
+    if ids.dtype != torch.int64:
+        raise TypeError(f"ids are {ids.dtype}: they must be int64")
+    if ids.device != table.device:
+        raise ValueError(f"ids are on {ids.device} and the table on {table.device}")
+    if ids.numel():
+        low, high = (int(v) for v in torch.aminmax(ids))
+        if low < 0 or high >= table.shape[0]:
+            raise IndexError(f"id {low if low < 0 else high} is outside the table of {table.shape[0]} rows")
+
+
+def per_token(name: str, value: float | Tensor, ids: Tensor, least: float) -> Tensor:
+    """``value`` as float64, a scalar or one a token; ValueError where it is not finite, or not above ``least``."""
+    tensor = torch.as_tensor(value, dtype=torch.float64, device=ids.device).detach()
+    if tensor.dim() and tensor.shape != ids.shape:
+        raise ValueError(f"{name} has shape {tuple(tensor.shape)}: it must be a number, or one for each of {ids.shape}")
+    good = torch.isfinite(tensor) & (tensor > least)
+    if not bool(good.all()):
+        raise ValueError(f"{name} must be finite and above {least:g}, got {float(tensor[~good].flatten()[0])}")
+    return tensor
+
+
+def _check_private_snap(ids: Tensor, table: Tensor, eta: Tensor, position: Tensor) -> None:
+    check_ids(ids, table)
+    check_position(position)
+    per_token("eta", eta, ids, 0.0)
+    if table.shape[1] == 0:
+        raise ValueError("the table's rows are empty: no direction to add noise in")
+    if ids.numel() * (-(-table.shape[1] // 16) + _ATTEMPTS) > _COUNTERS:
+        raise ValueError(f"{ids.numel()} tokens of width {table.shape[1]} are more than one position has noise for")
+
+
+def uniforms(words: np.ndarray) -> np.ndarray:
+    """64-bit uniforms on (0, 1], float64 [..., k], of words [..., 2 k], low word first."""
+    return (np.ascontiguousarray(words).astype("<u4", copy=False).view("<u8").astype(np.float64) + 0.5) * 2.0**-64
+
+
+def gamma_variates(position: Tensor, n: int, shape: float) -> np.ndarray:
+    """The definition of the radii: independent Gamma(shape, 1), shape >= 1, of tokens 0 .. n - 1, float64 [n].
+
+    Marsaglia and Tsang, "A simple method for generating gamma variables", ACM TOMS 26 (2000).
+    """
+    d = shape - 1 / 3
+    c = 1 / math.sqrt(9 * d)
+    words = chacha20_words(position, _COUNTERS - _ATTEMPTS * n, _ATTEMPTS * n)[::-1].reshape(n, _ATTEMPTS, 16)
+    u = uniforms(words[..., :6])
+    x = np.sqrt(-2 * np.log(u[..., 0])) * np.cos(2 * np.pi * u[..., 1])
+    v = np.maximum(1 + c * x, 0.0) ** 3
+    with np.errstate(divide="ignore", invalid="ignore"):
+        accepted = (v > 0) & (np.log(u[..., 2]) < 0.5 * x * x + d - d * v + d * np.log(v))
+    first = np.where(accepted.any(1), accepted.argmax(1), _ATTEMPTS - 1)
+    return d * v[np.arange(n), first]
+
+
+def dchi_noise(position: Tensor, n: int, d: int) -> Tensor:
+    """The definition of the noise for eta = 1: float64 [n, d], of density proportional to exp(-||noise||)."""
+    width = 16 * -(-d // 16)
+    z = standard_normals(position, n * width).reshape(n, width)[:, :d].float().double()
+    return z * (torch.from_numpy(gamma_variates(position, n, float(d))) / z.norm(dim=1))[:, None]
+
+
+@in_full_precision
+def _private_snap_reference(ids: Tensor, table: Tensor, eta: Tensor, position: Tensor) -> Tensor:
+    refuse_non_finite("table", table)
+    noise = dchi_noise(position, ids.numel(), table.shape[1]).to(table.device)
+    noise /= eta.expand(ids.shape).reshape(-1, 1)
+    noisy = table.float()[ids.reshape(-1)] + noise.float()
+    _refuse_overflow(bool(torch.isfinite(noisy).all()))
+    return SNAP.reference(noisy, table.float()).view(ids.shape)
+
+
+def _refuse_overflow(finite: bool) -> None:
+    if not finite:
+        raise ValueError("eta is so small that the noise is beyond float32: the answer would not depend on the table")
+
+
+PRIVATE_SNAP = Op(
+    "private_snap(Tensor ids, Tensor table, Tensor eta, Tensor position) -> Tensor",
+    reference=_private_snap_reference,
+    fake=lambda ids, table, eta, position: torch.empty_like(ids, memory_format=torch.contiguous_format),
+    check=_check_private_snap,
+)
+
+
+@PRIVATE_SNAP.implement("cpu")
+def _private_snap_cpu(ids: Tensor, table: Tensor, eta: Tensor, position: Tensor) -> Tensor:
+    table = table.detach().float().contiguous()
+    bits = survey("table", table)
+    flat, eta = ids.reshape(-1).contiguous(), eta.reshape(-1).contiguous()
+    stride = int(eta.numel() > 1)
+    d = table.shape[1]
+
+    def noisy(begin: int, end: int) -> Tensor:
+        rows = torch.empty(end - begin, d)
+        _native.dchi_rows(
+            table.data_ptr(),
+            flat[begin:].data_ptr(),
+            eta[stride * begin :].data_ptr(),
+            stride,
+            begin,
+            end - begin,
+            d,
+            position.data_ptr(),
+            rows.data_ptr(),
+        )
+        _refuse_overflow(_native.survey(rows.data_ptr(), end - begin, d)[0] < 0)
+        return rows
+
+    return search(noisy, flat.numel(), table, bits).view(ids.shape)
+
+
+def private_snap(ids: Tensor, table: Tensor, eta: float | Tensor, stream: NoiseStream | Draw) -> Tensor:
+    """Replace each token by the row nearest to its own row plus noise: the d_chi (multivariate Laplace) mechanism.
+
+    The noise of a token is ``r u``: u uniform on the sphere and one ``r ~ Gamma(d, 1 / eta)`` a token, so its density is
+    proportional to ``exp(-eta ||noise||)`` (Feyisetan et al., WSDM 2020, section 2.6; text privatization in the SAP paper).
+    With one eta for all, replacing a token by another changes the law of its output by a factor of at most
+    ``exp(eta * distance of their rows)``, and the nearest row of a public table is post-processing. **Where eta depends
+    on the token itself that bound does not hold.** The mean of r is ``d / eta``: in high dimension tokens change from
+    never to always over a narrow range of eta, so report the share left unchanged beside eta.
+
+    A token's randomness depends on the stream and its place among the flattened ids alone, not on threads or tiles.
+    Rows and noise are float32; the nearest row is exact (see ``snap``), equal rows answer with the lowest index.
+
+    Args:
+        ids: int64, any shape, rows of the table, which they stay on the device of.
+        table: [V, d], float32 (16-bit tables are widened), d >= 1; must not itself depend on private data.
+        eta: in units of 1 / distance, above 0: a number, or a tensor of the shape of ``ids``.
+        stream: a ``NoiseStream`` or one position of it; never the generator that made the table.
+
+    Returns:
+        int64, of the shape of ``ids``.
+
+    Raises:
+        IndexError: an id outside the table.
+        ValueError: eta that is not above 0 and finite, or so small that noise overflows; wrong shapes or devices; an
+            empty table, or one with a row that holds a NaN or an infinity.
+        TypeError: wrong dtypes, or no stream.
+        RuntimeError: the position was drawn before.
+    """
+    check_stream(stream)
+    check_ids(ids, table)
+    return PRIVATE_SNAP(ids, table, per_token("eta", eta, ids, 0.0), stream.take())
