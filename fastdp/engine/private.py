@@ -115,7 +115,8 @@ class Private:
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         engine = self._engine
-        if (args and args[0] is not None) or kwargs.get("closure") is not None:
+        # torch hands the optimizer itself as the first argument.
+        if any(given is not None for given in (*args[1:], kwargs.get("closure"))):
             raise ValueError("a closure would run backward passes inside step(); call backward() first and step() without it")
         if engine.backwards == self._backwards_seen:
             raise RuntimeError("step() without backward(): call backward() on the loss of this batch first")
