@@ -1,11 +1,236 @@
-"""The cheapest exact route for a use."""
+"""The cheapest exact route to a use's norms, from a cost model with constants measured on the device.
+
+Three routes give the same per-unit squared norms. ``gram`` multiplies Gram matrices of the two factors; ``direct``
+computes each gradient tile by tile and squares it; both leave the factors for the weighted sum, one more product.
+``instantiate`` keeps the per-unit gradients, so the weighted sum only reads them back; it is allowed where they are
+smaller than the factors.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable
+
 import torch
 
+from fastdp import ops
 
-def plan(m: int, n: int, length: int, units: int, *, one_hot: bool = False, dtype: torch.dtype = torch.float32, device: object = None, keeps_factors: bool = True) -> str:
-    """Route."""
+ROUTES = ("gram", "direct", "instantiate")
+
+# Squaring and adding up an entry of a gradient takes the direct kernel as long as multiplying this many tokens into it.
+_ENTRY_TOKENS = 3
+# The Gram kernel computes blocks of this many tokens a side, and whole blocks on the diagonal.
+_GRAM_BLOCK = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Constants:
+    """Speeds of one device, all threads of it together."""
+
+    device: str  # what was measured, and how
+    gram_flops: float  # a second, in the Gram kernel, counting T (T + 4) (m + n) a unit
+    direct_flops: float  # a second, in the direct kernel
+    product_flops: float  # a second, in matrix products
+    bandwidth: float  # bytes a second, read or written
+    call_seconds: float  # of an op that does nothing
+
+
+#: Defaults by device type and width of an element in bytes; float32 stands in for a width that is not listed.
+DEFAULTS: dict[tuple[str, int], Constants] = {
+    ("cpu", 4): Constants(
+        "2 cores of an AMD EPYC (Zen 4), AVX-512, by fit",
+        gram_flops=1.9e11,
+        direct_flops=1.8e11,
+        product_flops=1.7e11,
+        bandwidth=1.6e10,
+        call_seconds=1.5e-5,
+    ),
+    ("cuda", 4): Constants(
+        "assumed for an H200, not measured: 60% of the data sheet's rates",
+        gram_flops=4.0e13,
+        direct_flops=4.0e13,
+        product_flops=4.0e13,
+        bandwidth=3.8e12,
+        call_seconds=1.0e-5,
+    ),
+    ("cuda", 2): Constants(
+        "assumed for an H200, not measured: 60% of the data sheet's rates",
+        gram_flops=5.9e14,
+        direct_flops=5.9e14,
+        product_flops=5.9e14,
+        bandwidth=3.8e12,
+        call_seconds=1.0e-5,
+    ),
+}
+
+
+def constants_for(device: torch.device | str, dtype: torch.dtype) -> Constants:
+    """The default constants of a device; a device of another kind is taken for a CPU."""
+    kind = torch.device(device).type
+    return DEFAULTS.get((kind, dtype.itemsize)) or DEFAULTS.get((kind, 4)) or DEFAULTS["cpu", 4]
+
+
+def allowed(
+    route: str, m: int, n: int, length: int, units: int, *, one_hot: bool = False, dtype: torch.dtype = torch.float32
+) -> bool:
+    """Whether a route may be taken: ``instantiate`` only where float32 gradients are smaller than their factors."""
+    if route != "instantiate":
+        return True
+    return not one_hot and 4 * m * n < length * (m + n) * dtype.itemsize
+
+
+def predicted_seconds(
+    route: str,
+    m: int,
+    n: int,
+    length: int,
+    units: int,
+    *,
+    one_hot: bool = False,
+    keeps_factors: bool = True,
+    dtype: torch.dtype = torch.float32,
+    constants: Constants | None = None,
+    device: torch.device | str = "cpu",
+) -> float:
+    """Time of a use's norms and, if ``keeps_factors``, of the weighted sum that follows.
+
+    Args:
+        route: ``gram``, ``direct`` or ``instantiate``.
+        m, n: rows and columns of the matrix; for a one-hot left factor m is not looked at.
+        length: tokens a unit; where lengths differ, their root mean square.
+        units: units in the batch.
+        one_hot: the left factor is ids: gram and direct are then the same pass over the right factor.
+        keeps_factors: False where norms alone are wanted, as in the first of two passes under checkpointing.
+        dtype: of the factors.
+        constants: the device's; by default those of ``DEFAULTS``.
+        device: picks the defaults.
+
+    Raises:
+        ValueError: an unknown route.
+    """
+    if route not in ROUTES:
+        raise ValueError(f"route is '{route}': use one of {', '.join(ROUTES)}")
+    if constants is None:
+        constants = constants_for(device, dtype)
+    tokens, entries, width = units * length, units * m * n, dtype.itemsize
     if one_hot:
-        return "gram"
-    if units * m * n <= units * length * (m + n):
-        return "instantiate"
-    return "gram"
+        passes = 1 + (
+            3 if keeps_factors else 0
+        )  # norms read the rows; the sum reads them, and reads and writes its own
+        return constants.call_seconds * (1 + keeps_factors) + passes * tokens * n * width / constants.bandwidth
+    product = 2 * tokens * m * n / constants.product_flops
+    factors = tokens * (m + n) * width / constants.bandwidth
+    if route == "instantiate":
+        passes = 3 if keeps_factors else 2  # written, read for the norms, read for the sum
+        seconds = product + factors + passes * 4 * entries / constants.bandwidth
+        return seconds + constants.call_seconds * (2 + keeps_factors)
+    if route == "gram":
+        padded = _GRAM_BLOCK * math.ceil(length / _GRAM_BLOCK)
+        seconds = units * padded * (padded + _GRAM_BLOCK) * (m + n) / constants.gram_flops
+    else:
+        seconds = 2 * (tokens + _ENTRY_TOKENS * units) * m * n / constants.direct_flops
+    seconds += factors + constants.call_seconds
+    if keeps_factors:
+        scaled = 3 * 4 * tokens * min(m, n) / constants.bandwidth  # the narrower factor: read, written scaled, read
+        seconds += product + scaled + constants.call_seconds
+    return seconds
+
+
+def plan(
+    m: int,
+    n: int,
+    length: int,
+    units: int,
+    *,
+    one_hot: bool = False,
+    keeps_factors: bool = True,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    constants: Constants | None = None,
+) -> str:
+    """The allowed route with the least predicted time; arguments as in :func:`predicted_seconds`."""
+
+    def cost(route: str) -> float:
+        return predicted_seconds(
+            route,
+            m,
+            n,
+            length,
+            units,
+            one_hot=one_hot,
+            keeps_factors=keeps_factors,
+            dtype=dtype,
+            constants=constants,
+            device=device,
+        )
+
+    return min((r for r in ROUTES if allowed(r, m, n, length, units, one_hot=one_hot, dtype=dtype)), key=cost)
+
+
+def _seconds(work: Callable[[], object], device: torch.device, repeats: int = 5) -> float:
+    """Least time of a few runs: what else the machine does only adds."""
+
+    def wait() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    work()
+    times = []
+    for _ in range(repeats):
+        wait()
+        start = time.perf_counter()
+        work()
+        wait()
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+def fit(device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> Constants:
+    """Measure a device's constants, in about a second.
+
+    Args:
+        device: where to run.
+        dtype: of the factors.
+
+    Returns:
+        Constants whose ``device`` names the device and the threads used.
+    """
+    device = torch.device(device)
+    units, length, m, n = 8, 128, 512, 512
+    if device.type == "cuda":
+        units, length, m, n = 8, 1024, 4096, 4096
+    generator = torch.Generator().manual_seed(0)
+
+    def factor(tokens: int, columns: int) -> torch.Tensor:
+        return torch.randn(tokens, columns, generator=generator).to(device, dtype)
+
+    def offsets(count: int, each: int) -> torch.Tensor:
+        return torch.arange(0, (count + 1) * each, each, device=device)
+
+    left, right, bounds = factor(units * length, m), factor(units * length, n), offsets(units, length)
+    tiny, tiny_bounds = factor(1, 1), offsets(1, 1)
+    source = torch.zeros(1 << (24 if device.type == "cpu" else 28), device=device)
+    target = torch.empty_like(source)
+    call = _seconds(lambda: ops.sqnorm(tiny, tiny, tiny_bounds, "gram"), device, repeats=50)
+    bandwidth = 2 * 4 * source.numel() / _seconds(lambda: target.copy_(source), device)
+    overhead = call + units * length * (m + n) * dtype.itemsize / bandwidth
+    flops = 2 * units * length * m * n
+
+    def rate(work: Callable[[], object], flops: float) -> float:
+        took = _seconds(work, device)
+        return flops / max(took - overhead, took / 2)
+
+    return Constants(
+        device=torch.cuda.get_device_name(device)
+        if device.type == "cuda"
+        else f"cpu, {torch.get_num_threads()} threads",
+        gram_flops=rate(
+            lambda: ops.sqnorm(left, right, bounds, "gram"), units * length * (length + _GRAM_BLOCK) * (m + n)
+        ),
+        direct_flops=rate(lambda: ops.sqnorm(left, right, bounds, "direct"), flops * (length + _ENTRY_TOKENS) / length),
+        product_flops=rate(lambda: torch.mm(left.T, right), flops),
+        bandwidth=bandwidth,
+        call_seconds=call,
+    )

@@ -161,7 +161,7 @@ def masked_weighted_sum_(
     if not (few_runs and _served(left, right) and out.dtype == torch.float32 and out.stride(1) == 1):
         MASKED_WEIGHTED_SUM_INPLACE.reference(out, left, right, weights_masked, weights_unmasked, mask)
         return
-    first = torch.tensor(bounds[:-1])
+    first = torch.tensor(bounds[:-1], dtype=torch.int64)
     bits = packed(mask)
     _native.masked_weighted_sum(
         native_factor(left),

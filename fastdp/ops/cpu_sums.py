@@ -108,7 +108,7 @@ def weighted_sum_(out: Tensor, left: Tensor, right: Tensor, weights: Tensor) -> 
 @WEIGHTED_SUM.implement("cpu")
 def weighted_sum(left: Tensor, right: Tensor, weights: Tensor, rows: int | None) -> Tensor:
     """:func:`fastdp.ops.weighted_sum` on a processor."""
-    m = rows if is_one_hot(left) else left.shape[1]
+    m = rows if rows is not None else left.shape[1]
     out = right.new_zeros(m, right.shape[1], dtype=accumulator(left, right))
     weighted_sum_(out, left, right, weights)
     return out

@@ -128,7 +128,7 @@ def _weighted_sum_reference(left: Tensor, right: Tensor, weights: Tensor, rows: 
 
 
 def _weighted_sum_fake(left: Tensor, right: Tensor, weights: Tensor, rows: int | None) -> Tensor:
-    m = rows if is_one_hot(left) else left.shape[1]
+    m = rows if rows is not None else left.shape[1]
     return right.new_empty(m, right.shape[1], dtype=accumulator(left, right))
 
 

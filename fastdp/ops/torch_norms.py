@@ -1,4 +1,4 @@
-"""Norms and inner products in plain torch, a unit at a time: for devices and processors without kernels of their own.
+"""Norms and inner products in plain torch, a unit at a time: for processors and dtypes without kernels of their own.
 
 Unlike the definitions these keep no gradient of a unit whole: the Gram route holds T x T for one unit, the direct route
 a band of rows.
@@ -11,9 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from .entries import ABS_SUM, MASKED_SQNORM
 from .factors import accumulator, in_full_precision, is_one_hot, unit_bounds
-from .norms import CROSS_INNER, SQNORM, SQNORM_GROUP
 
 _BAND = 256  # rows of a gradient at a time on the direct route
 
@@ -134,13 +132,3 @@ def masked_sqnorm(left: Tensor, right: Tensor, offsets: Tensor, mask: Tensor) ->
     if not parts:
         return right.new_zeros(2, 0, dtype=accumulator(left, right))
     return torch.stack(parts, 1)
-
-
-for _op, _function in (
-    (SQNORM, sqnorm),
-    (SQNORM_GROUP, sqnorm_group),
-    (CROSS_INNER, cross_inner),
-    (ABS_SUM, abs_sum),
-    (MASKED_SQNORM, masked_sqnorm),
-):
-    _op.implement("cuda")(_function)

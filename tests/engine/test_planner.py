@@ -1,0 +1,86 @@
+"""The planner takes the route it predicts to be cheapest, and instantiates only what is smaller than its factors."""
+
+import time
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fastdp.engine.planner import DEFAULTS, ROUTES, Constants, allowed, constants_for, fit, plan, predicted_seconds
+
+sizes = st.integers(1, 20_000)
+shapes = st.fixed_dictionaries({"m": sizes, "n": sizes, "length": st.integers(0, 8192), "units": st.integers(1, 512)})
+settings_of_a_use = st.fixed_dictionaries(
+    {
+        "one_hot": st.booleans(),
+        "keeps_factors": st.booleans(),
+        "dtype": st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+        "device": st.sampled_from(["cpu", "cuda", "meta"]),
+    }
+)
+
+
+@given(shape=shapes, use=settings_of_a_use)
+def test_no_allowed_route_is_predicted_faster_than_the_chosen_one(shape, use):
+    chosen = plan(**shape, **use)
+    least = predicted_seconds(chosen, **shape, **use)
+    assert least > 0
+    for route in ROUTES:
+        if allowed(route, **shape, one_hot=use["one_hot"], dtype=use["dtype"]):
+            assert least <= predicted_seconds(route, **shape, **use)
+
+
+@given(shape=shapes, use=settings_of_a_use)
+def test_gradients_are_instantiated_only_where_smaller_than_their_factors(shape, use):
+    if plan(**shape, **use) == "instantiate":
+        assert not use["one_hot"]
+        gradients = 4 * shape["units"] * shape["m"] * shape["n"]
+        factors = use["dtype"].itemsize * shape["units"] * shape["length"] * (shape["m"] + shape["n"])
+        assert gradients < factors
+
+
+@given(shape=shapes, use=settings_of_a_use, route=st.sampled_from(ROUTES))
+def test_more_units_and_longer_ones_never_cost_less(shape, use, route):
+    cost = predicted_seconds(route, **shape, **use)
+    assert predicted_seconds(route, **{**shape, "units": shape["units"] + 1}, **use) >= cost
+    assert predicted_seconds(route, **{**shape, "length": shape["length"] + 1}, **use) >= cost
+
+
+def test_well_known_shapes():
+    assert plan(8, 512, 128, 8) == "instantiate"  # LoRA
+    assert plan(512, 2048, 128, 8) == "gram"  # short sequences
+    assert plan(8192, 512, 128, 8) == "gram"  # a head
+    assert plan(512, 512, 1, 8) == "gram"  # one token a unit
+    assert plan(512, 512, 1024, 8) == "instantiate"  # long ones: the gradients are smaller and the sum reads them
+    assert plan(512, 512, 1024, 8, keeps_factors=False) == "direct"  # long ones of which only norms are wanted
+    assert plan(8192, 512, 128, 8, one_hot=True) != "instantiate"
+
+
+def test_constants_decide():
+    slow_gram = Constants(
+        "made up", gram_flops=1e6, direct_flops=1e12, product_flops=1e12, bandwidth=1e11, call_seconds=0
+    )
+    assert plan(512, 2048, 128, 8, constants=slow_gram) == "direct"
+
+
+def test_every_default_says_what_it_was_measured_on():
+    for (kind, _), constants in DEFAULTS.items():
+        assert constants.device
+        assert constants_for(kind, torch.float32) in DEFAULTS.values()
+    assert constants_for("cpu", torch.bfloat16) is DEFAULTS["cpu", 4]
+
+
+def test_an_unknown_route_is_refused():
+    with pytest.raises(ValueError, match="route is 'ghost'"):
+        predicted_seconds("ghost", 1, 1, 1, 1)
+
+
+def test_fit_measures_every_constant_quickly():
+    start = time.process_time()
+    constants = fit("cpu")
+    assert time.process_time() - start < 20  # seconds of processor time; about one on an idle machine
+    assert "cpu" in constants.device
+    for rate in (constants.gram_flops, constants.direct_flops, constants.product_flops, constants.bandwidth):
+        assert 1e7 < rate < 1e15
+    assert 0 < constants.call_seconds < 1

@@ -1,0 +1,314 @@
+"""Squared norms, inner products and L1 norms of per-unit gradients against float64, one unit at a time."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fastdp import ops
+from fastdp.ops.table import OPS
+
+from .uses import DTYPES, RAGGED, factor, gradients, offsets_of, relative_error
+
+BOUND = 1e-5  # of DESIGN section 8: factors of 16 bits are widened exactly, so it holds for every dtype
+SHAPES = ((1, 1), (7, 1), (1, 129), (257, 123), (64, 64), (96, 65), (5, 1100))
+LAYOUTS = ("plain", "rows", "transposed", "strided")
+ROUTES = ("auto", "gram", "direct")
+
+
+def squared(left, right, offsets, rows=None):
+    return gradients(left, right, offsets, rows).square().sum((1, 2))
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize(("m", "n"), SHAPES)
+def test_sqnorm_of_ragged_units(m, n, route):
+    offsets = offsets_of(RAGGED)
+    left, right = factor(int(offsets[-1]), m, 0), factor(int(offsets[-1]), n, 1)
+    got = ops.sqnorm(left, right, offsets, route=route)
+    assert got.dtype == torch.float32
+    assert relative_error(got, squared(left, right, offsets)) <= BOUND
+
+
+@pytest.mark.parametrize("length", [1, 16, 64, 128, 197])
+def test_sqnorm_of_equal_units(length):
+    offsets = offsets_of([length] * 5)
+    left, right = factor(5 * length, 129, 2), factor(5 * length, 257, 3)
+    for route in ROUTES:
+        assert relative_error(ops.sqnorm(left, right, offsets, route), squared(left, right, offsets)) <= BOUND
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_norm_reads_every_dtype_and_layout(dtype, layout):
+    offsets = offsets_of(RAGGED)
+    tokens = int(offsets[-1])
+    left, right = factor(tokens, 67, 4, dtype, layout), factor(tokens, 129, 5, dtype, layout)
+    mask = torch.rand(67, 129, generator=torch.Generator().manual_seed(6)) < 0.3
+    ids = torch.randint(0, 5, (2 * tokens,), generator=torch.Generator().manual_seed(7))[::2]
+    truth = gradients(left, right, offsets)
+    squares = truth.square()
+    for route in ROUTES:
+        assert relative_error(ops.sqnorm(left, right, offsets, route), squares.sum((1, 2))) <= BOUND
+    assert relative_error(ops.abs_sum(left, right, offsets), truth.abs().sum((1, 2))) <= BOUND
+    parts = torch.stack([(squares * mask).sum((1, 2)), (squares * ~mask).sum((1, 2))])
+    assert relative_error(ops.masked_sqnorm(left, right, offsets, mask), parts) <= BOUND
+    assert relative_error(ops.sqnorm(ids, right, offsets), squared(ids, right, offsets, 5)) <= BOUND
+    group = ops.sqnorm_group([left, right], right, offsets)
+    assert relative_error(group[0], squares.sum((1, 2))) <= BOUND
+    assert relative_error(group[1], squared(right, right, offsets)) <= BOUND
+
+
+def test_factors_may_differ_in_dtype():
+    offsets = offsets_of([9, 3])
+    left, right = factor(12, 8, 8, torch.bfloat16), factor(12, 6, 9, torch.float16)
+    for route in ROUTES:
+        assert relative_error(ops.sqnorm(left, right, offsets, route), squared(left, right, offsets)) <= BOUND
+
+
+def test_float64_factors_stay_float64():
+    offsets = offsets_of(RAGGED)
+    tokens = int(offsets[-1])
+    left, right = factor(tokens, 11, 10).double(), factor(tokens, 13, 11).double()
+    mask = torch.ones(11, 13, dtype=torch.bool)
+    truth = gradients(left, right, offsets)
+    for route in ROUTES:
+        assert relative_error(ops.sqnorm(left, right, offsets, route), truth.square().sum((1, 2))) <= 1e-12
+    assert relative_error(ops.abs_sum(left, right, offsets), truth.abs().sum((1, 2))) <= 1e-12
+    assert relative_error(ops.masked_sqnorm(left, right, offsets, mask)[0], truth.square().sum((1, 2))) <= 1e-12
+    assert relative_error(ops.sqnorm_group([left], right, offsets)[0], truth.square().sum((1, 2))) <= 1e-12
+    inner = ops.cross_inner(left, right, left, right, offsets, offsets)
+    assert relative_error(inner, truth.square().sum((1, 2))) <= 1e-12
+
+
+@pytest.mark.parametrize("n", [1, 7, 512, 1100])
+def test_repeated_ids_add_up_before_they_are_squared(n):
+    offsets = offsets_of(RAGGED)
+    tokens = int(offsets[-1])
+    right = factor(tokens, n, 12)
+    few = torch.randint(0, 4, (tokens,), generator=torch.Generator().manual_seed(13))
+    assert relative_error(ops.sqnorm(few, right, offsets), squared(few, right, offsets, 4)) <= BOUND
+    opposite = torch.cat([right[:1], -right[:1]])
+    assert float(ops.sqnorm(torch.tensor([3, 3]), opposite, offsets_of([2]))) == 0
+
+
+@pytest.mark.parametrize("kinds", ["matrix-matrix", "ids-matrix", "matrix-ids", "ids-ids"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_cross_inner(kinds, dtype):
+    rows, n = 67, 129
+    offsets1, offsets2 = offsets_of(RAGGED), offsets_of([3, 70, 0, 1, 64, 130, 2, 5])
+    uses = []
+    for seed, (kind, offsets) in enumerate(zip(kinds.split("-"), (offsets1, offsets2))):
+        tokens = int(offsets[-1])
+        ids = torch.randint(0, rows, (tokens,), generator=torch.Generator().manual_seed(seed))
+        left = factor(tokens, rows, seed, dtype) if kind == "matrix" else ids
+        uses.append((left, factor(tokens, n, 20 + seed, dtype), offsets))
+    grads = [gradients(left, right, offsets, rows) for left, right, offsets in uses]
+    got = ops.cross_inner(uses[0][0], uses[0][1], uses[1][0], uses[1][1], offsets1, offsets2).double()
+    truth = (grads[0] * grads[1]).sum((1, 2))
+    # The error is against the sizes of the two gradients: their inner product may be as small as it likes.
+    size = grads[0].square().sum((1, 2)).sqrt() * grads[1].square().sum((1, 2)).sqrt()
+    assert bool(((got - truth).abs() <= BOUND * size).all())
+
+
+def test_sum_of_two_uses_is_the_norm_of_their_sum():
+    """Tied embeddings: |E + H|^2 = |E|^2 + |H|^2 + 2 <E, H>, none of it p x d."""
+    offsets = offsets_of([33, 1, 0, 64])
+    ids = torch.randint(0, 50, (98,), generator=torch.Generator().manual_seed(1))
+    head, rows, hidden = factor(98, 50, 2), factor(98, 24, 3), factor(98, 24, 4)
+    truth = (gradients(ids, rows, offsets, 50) + gradients(head, hidden, offsets)).square().sum((1, 2))
+    got = ops.sqnorm(ids, rows, offsets) + ops.sqnorm(head, hidden, offsets)
+    got += 2 * ops.cross_inner(ids, rows, head, hidden, offsets, offsets)
+    assert relative_error(got, truth) <= BOUND
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    lengths=st.lists(st.integers(0, 70), max_size=6),
+    m=st.integers(1, 140),
+    n=st.integers(1, 140),
+    route=st.sampled_from(ROUTES),
+    seed=st.integers(0, 2**31),
+)
+def test_any_units_and_sizes(lengths, m, n, route, seed):
+    offsets = offsets_of(lengths)
+    tokens = int(offsets[-1])
+    left, right = factor(tokens, m, seed), factor(tokens, n, seed + 1)
+    got = ops.sqnorm(left, right, offsets, route)
+    absolute = ops.abs_sum(left, right, offsets)
+    assert got.shape == absolute.shape == (len(lengths),)
+    if lengths:
+        truth = gradients(left, right, offsets)
+        assert relative_error(got, truth.square().sum((1, 2))) <= BOUND
+        assert relative_error(absolute, truth.abs().sum((1, 2))) <= BOUND
+
+
+@settings(max_examples=25, deadline=None)
+@given(scale=st.floats(2**-20, 2**20), length=st.integers(1, 70), seed=st.integers(0, 2**31))
+def test_scaling_and_orthogonality(scale, length, seed):
+    """Norms scale with the square of a factor, and the norm of units apart does not see its neighbours."""
+    left, right = factor(2 * length, 9, seed), factor(2 * length, 21, seed + 1)
+    both, first = offsets_of([length, length]), offsets_of([length])
+    once = ops.sqnorm(left, right, both, "gram")
+    assert relative_error(ops.sqnorm(left * scale, right, both, "gram"), once.double() * scale**2) <= BOUND
+    assert torch.equal(ops.sqnorm(left[:length], right[:length], first, "gram"), once[:1])
+
+
+def test_non_finite_units_do_not_reach_their_neighbours():
+    offsets = offsets_of([5, 5, 5])
+    left, right = factor(15, 70, 1), factor(15, 90, 2)
+    left[7, 3] = float("nan")
+    mask = torch.zeros(70, 90, dtype=torch.bool)
+    ids = torch.arange(15)
+    results = [ops.sqnorm(left, right, offsets, route) for route in ROUTES]
+    results += [ops.abs_sum(left, right, offsets), ops.masked_sqnorm(left, right, offsets, mask)[1]]
+    results.append(ops.cross_inner(left, right, left, right, offsets, offsets))
+    right[7, 3] = float("inf")
+    results.append(ops.sqnorm(ids, right, offsets))
+    for result in results:
+        assert torch.isfinite(result).tolist() == [True, False, True]
+
+
+def test_nan_in_one_part_of_a_mask_leaves_the_other():
+    left, right = torch.ones(3, 70), torch.ones(3, 130)
+    left[1, 69] = float("nan")
+    mask = torch.zeros(70, 130, dtype=torch.bool)
+    mask[69] = True
+    masked, unmasked = ops.masked_sqnorm(left, right, offsets_of([3]), mask)
+    assert masked.isnan()
+    assert float(unmasked) == 69 * 130 * 9
+
+
+def test_a_changed_mask_is_packed_again():
+    left, right, offsets = factor(4, 5, 1), factor(4, 6, 2), offsets_of([4])
+    mask = torch.zeros(5, 6, dtype=torch.bool)
+    assert float(ops.masked_sqnorm(left, right, offsets, mask)[0]) == 0
+    mask[2, 3] = True
+    truth = gradients(left, right, offsets).square()[:, 2, 3]
+    assert relative_error(ops.masked_sqnorm(left, right, offsets, mask)[0], truth) <= BOUND
+
+
+def test_autocast_and_autograd_do_not_touch_the_result():
+    offsets = offsets_of(RAGGED)
+    left, right = factor(int(offsets[-1]), 33, 1).requires_grad_(), factor(int(offsets[-1]), 65, 2)
+    plain = ops.sqnorm(left.double(), right.double(), offsets, "gram")
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(ops.sqnorm(left.double(), right.double(), offsets, "gram"), plain)
+        got = ops.sqnorm(left, right, offsets, "gram")
+    assert relative_error(got, plain) <= BOUND
+    assert not got.requires_grad
+
+
+def test_threads_do_not_change_the_result():
+    offsets = offsets_of([130, 67, 3])
+    left, right = factor(200, 300, 1), factor(200, 200, 2)
+    mask = torch.rand(300, 200) < 0.5
+    ids = torch.randint(0, 9, (200,))
+    threads = torch.get_num_threads()
+    results = []
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            results.append(
+                torch.cat(
+                    [
+                        ops.sqnorm(left, right, offsets, "gram"),
+                        ops.sqnorm(left, right, offsets, "direct"),
+                        ops.sqnorm(ids, right, offsets),
+                        ops.abs_sum(left, right, offsets),
+                        *ops.masked_sqnorm(left, right, offsets, mask),
+                        ops.cross_inner(left, right, ids, right, offsets, offsets),
+                    ]
+                )
+            )
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
+
+
+@pytest.mark.parametrize("isa", ["portable", "avx2"])
+def test_other_instruction_sets(isa):
+    from fastdp import _native
+
+    if ("portable", "avx2", "avx512").index(_native.isa()) <= ("portable", "avx2").index(isa):
+        pytest.skip(f"this run uses {_native.isa()} already")
+    chosen = "layout and (plain or strided) or ragged_units and 257 or cross_inner and ids or nan_in_one"
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__, "-k", chosen]
+    done = subprocess.run(command, env={**os.environ, "FASTDP_ISA": isa}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:]
+
+
+@pytest.mark.parametrize("name", ["sqnorm", "sqnorm_group", "cross_inner", "abs_sum", "masked_sqnorm"])
+def test_opcheck(name):
+    offsets, left, right = offsets_of([4, 0, 3]), factor(7, 5, 1), factor(7, 6, 2)
+    ids, mask = torch.tensor([0, 4, 4, 1, 2, 0, 0]), torch.rand(5, 6) < 0.5
+    arguments = {
+        "sqnorm": [(left, right, offsets, "gram"), (ids, right, offsets, "auto")],
+        "sqnorm_group": [([left, right], right, offsets)],
+        "cross_inner": [(left, right, ids, right, offsets, offsets)],
+        "abs_sum": [(left, right, offsets)],
+        "masked_sqnorm": [(left, right, offsets, mask)],
+    }[name]
+    overload = getattr(torch.ops.fastdp, name).default
+    for args in arguments:
+        torch.library.opcheck(overload, args)
+        torch.testing.assert_close(overload(*args), OPS[name].reference(*args), rtol=BOUND, atol=0)
+
+
+def test_compiled_calls_take_the_registered_op():
+    offsets, left, right = offsets_of([4, 3]), factor(7, 5, 1), factor(7, 6, 2)
+    compiled = torch.compile(lambda a, b: ops.sqnorm(a, b, offsets, "gram") + 1, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(left, right), ops.sqnorm(left, right, offsets, "gram") + 1)
+
+
+LEFT, RIGHT, OFFSETS = torch.ones(6, 3), torch.ones(6, 4), torch.tensor([0, 2, 6])
+MASK = torch.ones(3, 4, dtype=torch.bool)
+BAD = [
+    (lambda: ops.sqnorm(LEFT[:5], RIGHT, OFFSETS), ValueError, "left has 5 tokens and right has 6"),
+    (lambda: ops.sqnorm(LEFT.int(), RIGHT, OFFSETS), TypeError, "left is torch.int32"),
+    (lambda: ops.sqnorm(LEFT[:, 0], RIGHT, OFFSETS), TypeError, "one-hot factors are int64 ids"),
+    (lambda: ops.sqnorm(LEFT[None], RIGHT, OFFSETS), ValueError, "left has 3 dimensions"),
+    (lambda: ops.sqnorm(LEFT, RIGHT[0], OFFSETS), ValueError, "right has 1 dimensions"),
+    (lambda: ops.sqnorm(LEFT, RIGHT.bool(), OFFSETS), TypeError, "right is torch.bool"),
+    (lambda: ops.sqnorm(LEFT, RIGHT.to("meta"), OFFSETS), ValueError, "left is on cpu and right on meta"),
+    (lambda: ops.sqnorm(LEFT, RIGHT, OFFSETS.int()), TypeError, "offsets are torch.int32"),
+    (lambda: ops.sqnorm(LEFT, RIGHT, OFFSETS[None]), ValueError, "offsets have shape"),
+    (lambda: ops.sqnorm(LEFT, RIGHT, OFFSETS[:0]), ValueError, "offsets have shape"),
+    (lambda: ops.sqnorm(LEFT, RIGHT, OFFSETS[:2]), ValueError, "from 0 to 2: they must run from 0 to the 6"),
+    (lambda: ops.sqnorm(LEFT, RIGHT, torch.tensor([0, 4, 2, 6])), ValueError, "decrease from 4 to 2 at unit 1"),
+    (lambda: ops.sqnorm(LEFT, RIGHT, OFFSETS, "ghost"), ValueError, "route is 'ghost'"),
+    (lambda: ops.sqnorm_group([], RIGHT, OFFSETS), ValueError, "lefts is empty"),
+    (lambda: ops.sqnorm_group([LEFT, LEFT[:2]], RIGHT, OFFSETS), ValueError, r"lefts\[1\] has 2 tokens"),
+    (lambda: ops.sqnorm_group([torch.zeros(6).long()], RIGHT, OFFSETS), ValueError, "one-hot factors share no Gram"),
+    (lambda: ops.cross_inner(LEFT, RIGHT, LEFT, LEFT, OFFSETS, OFFSETS), ValueError, "right1 is 4 wide and right2 3"),
+    (lambda: ops.cross_inner(LEFT, RIGHT, RIGHT, RIGHT, OFFSETS, OFFSETS), ValueError, "left1 is 3 wide and left2 4"),
+    (
+        lambda: ops.cross_inner(LEFT, RIGHT, LEFT, RIGHT, OFFSETS, torch.tensor([0, 6])),
+        ValueError,
+        "offsets1 cut 2 units and offsets2 1",
+    ),
+    (
+        lambda: ops.cross_inner(torch.tensor([0, 1, 2, 3, 0, 0]), RIGHT, LEFT, RIGHT, OFFSETS, OFFSETS),
+        ValueError,
+        "left1 has id 3: ids run from 0 to 2",
+    ),
+    (
+        lambda: ops.cross_inner(LEFT, RIGHT, torch.tensor([0, 1, 2, -3, 0, 0]), RIGHT, OFFSETS, OFFSETS),
+        ValueError,
+        "left2 has id -3",
+    ),
+    (lambda: ops.abs_sum(torch.zeros(6).long(), RIGHT, OFFSETS), ValueError, "left is a vector of ids"),
+    (lambda: ops.masked_sqnorm(LEFT, RIGHT, OFFSETS, MASK.T), ValueError, r"mask has shape \(4, 3\)"),
+    (lambda: ops.masked_sqnorm(LEFT, RIGHT, OFFSETS, MASK.int()), TypeError, "mask is torch.int32"),
+]
+
+
+@pytest.mark.parametrize(("call", "error", "message"), BAD)
+def test_bad_input(call, error, message):
+    with pytest.raises(error, match=message):
+        call()

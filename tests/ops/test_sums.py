@@ -1,0 +1,240 @@
+"""Per-unit gradients and weighted sums against float64, and what a weight of zero keeps out."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fastdp import ops
+from fastdp.ops.table import OPS
+
+from .uses import DTYPES, RAGGED, factor, gradients, offsets_of
+
+LAYOUTS = ("plain", "rows", "transposed", "strided")
+
+
+def rounding(left, right, weights=None):
+    """Twice what float32 may lose in a sum over these tokens: for each entry, gamma_N times the sum of magnitudes.
+
+    A dot product of N terms errs by at most gamma_N = N u / (1 - N u) of the sum of its terms' magnitudes (Higham 2002,
+    section 3.1), u = 2^-24; scaling by a weight adds one rounding to each term, adding to `out` one more.
+    """
+    left, right = left.double().abs(), right.double().abs()
+    if weights is not None:
+        right = right * weights.double().abs().unsqueeze(1)
+    terms = (left.shape[0] + 3) * 2.0**-24
+    return 2 * terms / (1 - terms) * (left.T @ right)
+
+
+def assert_close(got, truth, bound):
+    assert got.shape == truth.shape
+    assert bool(torch.isfinite(got).all())
+    assert bool(((got.double() - truth).abs() <= bound).all())
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("lengths", [RAGGED, (33, 33, 33)])
+def test_per_unit_and_column_sums(lengths, dtype, layout):
+    offsets = offsets_of(lengths)
+    tokens = int(offsets[-1])
+    left, right = factor(tokens, 7, 1, dtype, layout), factor(tokens, 129, 2, dtype, layout)
+    got = ops.per_unit(left, right, offsets)
+    assert got.dtype == torch.float32
+    assert_close(got, gradients(left, right, offsets), rounding(left, right))
+    sums = ops.column_sums(left, offsets)
+    truth = gradients(left, torch.ones(tokens, 1), offsets)[:, :, 0]
+    assert_close(sums, truth, rounding(left, torch.ones(tokens, 1))[:, 0])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("m", "n"), [(1, 1), (7, 129), (257, 123)])
+def test_weighted_sum(m, n, dtype, layout):
+    left, right = factor(150, m, 1, dtype, layout), factor(150, n, 2, dtype, layout)
+    weights = torch.rand(150, generator=torch.Generator().manual_seed(3)) - 0.3
+    truth = left.double().T @ (right.double() * weights.double().unsqueeze(1))
+    bound = rounding(left, right, weights)
+    assert_close(ops.weighted_sum(left, right, weights), truth, bound)
+    out = torch.full((n, m), 2.0).T
+    assert ops.weighted_sum(left, right, weights, out=out) is out
+    assert_close(out, truth + 2, bound + 2.0**-23 * (2 + truth.abs()))
+
+
+ZEROED = {
+    "none": [],
+    "a unit": list(range(40, 80)),
+    "the first": [0],
+    "every other": list(range(0, 150, 2)),
+    "all": list(range(150)),
+}
+
+
+@pytest.mark.parametrize("zeroed", ZEROED)
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
+def test_rows_of_weight_zero_never_reach_a_sum(zeroed, poison):
+    left, right, weights = factor(150, 33, 1), factor(150, 65, 2), torch.rand(150) + 0.1
+    weights[ZEROED[zeroed]] = 0
+    truth = left.double().T @ (right.double() * weights.double().unsqueeze(1))
+    bound = rounding(left, right, weights)
+    ids = torch.randint(0, 9, (150,))
+    table = torch.zeros(9, 65).double().index_add_(0, ids, right.double() * weights.double().unsqueeze(1))
+    size = torch.zeros(9, 65).double().index_add_(0, ids, (right * weights.unsqueeze(1)).double().abs())
+    left[ZEROED[zeroed]], right[ZEROED[zeroed]] = poison, poison
+    assert_close(ops.weighted_sum(left, right, weights), truth, bound)
+    assert_close(ops.weighted_sum(ids, right, weights, rows=9), table, 153 * 2.0**-23 * size)
+    mask = torch.rand(33, 65) < 0.5
+    assert_close(ops.masked_weighted_sum(left, right, weights, weights, mask), truth, bound)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sum_of_one_hot_rows(dtype):
+    right, weights = factor(150, 131, 1, dtype, "rows"), torch.rand(150) - 0.5
+    ids = torch.randint(0, 11, (300,), generator=torch.Generator().manual_seed(1))[::2]
+    terms = right.double() * weights.double().unsqueeze(1)
+    truth = torch.zeros(12, 131).double().index_add_(0, ids, terms)
+    bound = 153 * 2.0**-23 * torch.zeros(12, 131).double().index_add_(0, ids, terms.abs())
+    assert_close(ops.weighted_sum(ids, right, weights, rows=12), truth, bound)
+    out = torch.ones(12, 131)
+    ops.weighted_sum(ids, right, weights, out=out)
+    assert_close(out, truth + 1, bound + 2.0**-23 * (1 + truth.abs()))
+    assert torch.equal(out[11], torch.ones(131))
+
+
+def masked_truth(left, right, masked, unmasked, mask):
+    left, right = left.double(), right.double()
+    sums = [left.T @ (right * weights.double().unsqueeze(1)) for weights in (masked, unmasked)]
+    return torch.where(mask, *sums)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("each", [1, 50], ids=["a weight a token", "a weight a unit"])
+def test_masked_weighted_sum(each, dtype, layout):
+    left, right = factor(150, 103, 1, dtype, layout), factor(150, 129, 2, dtype, layout)
+    generator = torch.Generator().manual_seed(3)
+    masked, unmasked = (torch.rand(150 // each, generator=generator).repeat_interleave(each) for _ in range(2))
+    mask = torch.rand(103, 129, generator=generator) < 0.4
+    truth = masked_truth(left, right, masked, unmasked, mask)
+    bound = rounding(left, right, torch.maximum(masked, unmasked))
+    assert_close(ops.masked_weighted_sum(left, right, masked, unmasked, mask), truth, bound)
+    for out in (torch.ones(103, 129), torch.ones(129, 103).T, torch.ones(103, 140)[:, 5:134]):
+        ops.masked_weighted_sum(left, right, masked, unmasked, mask, out)
+        assert_close(out, truth + 1, bound + 2.0**-23 * (1 + truth.abs()))
+
+
+def test_a_weight_of_zero_keeps_nan_out_of_its_part_only():
+    left, right = torch.ones(20, 70), torch.ones(20, 130)
+    left[:10] = float("nan")
+    masked, unmasked = torch.ones(20), torch.ones(20)
+    masked[:10] = 0
+    mask = torch.zeros(70, 130, dtype=torch.bool)
+    mask[:, ::3] = True
+    got = ops.masked_weighted_sum(left, right, masked, unmasked, mask)
+    assert torch.equal(got.isnan(), ~mask)
+    assert bool((got[mask] == 10).all())
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    lengths=st.lists(st.integers(0, 40), max_size=5),
+    m=st.integers(1, 100),
+    n=st.integers(1, 100),
+    zero=st.sets(st.integers(0, 4)),
+    seed=st.integers(0, 2**31),
+)
+def test_sums_of_any_units(lengths, m, n, zero, seed):
+    """The weighted sum is the combination of per-unit gradients, whichever units are left out."""
+    offsets = offsets_of(lengths)
+    tokens = int(offsets[-1])
+    left, right = factor(tokens, m, seed), factor(tokens, n, seed + 1)
+    scales = torch.tensor([0.0 if unit in zero else 1.0 + unit for unit in range(len(lengths))])
+    weights = scales.repeat_interleave(torch.tensor(lengths, dtype=torch.int64))
+    truth = torch.zeros(m, n).double()
+    if lengths:
+        truth = (gradients(left, right, offsets) * scales.double()[:, None, None]).sum(0)
+        assert_close(ops.per_unit(left, right, offsets), gradients(left, right, offsets), rounding(left, right))
+    assert_close(ops.weighted_sum(left, right, weights), truth, rounding(left, right, weights))
+    mask = torch.rand(m, n, generator=torch.Generator().manual_seed(seed)) < 0.5
+    both = ops.masked_weighted_sum(left, right, weights, 2 * weights, mask)
+    assert_close(both, torch.where(mask, truth, 2 * truth), 2 * rounding(left, right, weights))
+
+
+def test_float64_sums_stay_float64():
+    left, right, weights = factor(20, 5, 1).double(), factor(20, 6, 2).double(), torch.rand(20)
+    truth = left.T @ (right * weights.double().unsqueeze(1))
+    got = ops.weighted_sum(left, right, weights)
+    assert got.dtype == torch.float64
+    torch.testing.assert_close(got, truth, rtol=1e-13, atol=1e-14)
+
+
+def test_autocast_does_not_round_a_sum():
+    left, right, weights = factor(20, 5, 1), factor(20, 6, 2), torch.rand(20)
+    with torch.autocast("cpu", torch.bfloat16):
+        got = ops.weighted_sum(left, right, weights)
+        gradient = ops.per_unit(left, right, offsets_of([20]))
+    assert torch.equal(got, ops.weighted_sum(left, right, weights))
+    assert torch.equal(gradient, ops.per_unit(left, right, offsets_of([20])))
+
+
+def test_a_sum_into_out_allocates_no_matrix_of_its_size():
+    left, right, weights = factor(16, 1024, 1), factor(16, 2048, 2), torch.rand(16)
+    out = torch.zeros(1024, 2048)
+    with torch.profiler.profile(profile_memory=True) as profile:
+        ops.weighted_sum(left, right, weights, out=out)
+    taken = [event.cpu_memory_usage for event in profile.events() if event.cpu_memory_usage > 0]
+    assert taken
+    assert sum(taken) < out.nbytes / 4
+
+
+@pytest.mark.parametrize(
+    "name", ["per_unit", "column_sums", "weighted_sum", "weighted_sum_", "masked_weighted_sum", "masked_weighted_sum_"]
+)
+def test_opcheck(name):
+    offsets, left, right = offsets_of([4, 0, 3]), factor(7, 5, 1), factor(7, 6, 2)
+    ids, mask, weights = torch.tensor([0, 4, 4, 1, 2, 0, 0]), torch.rand(5, 6) < 0.5, torch.rand(7)
+    arguments = {
+        "per_unit": [(left, right, offsets)],
+        "column_sums": [(left, offsets)],
+        "weighted_sum": [(left, right, weights, None), (ids, right, weights, 9)],
+        "weighted_sum_": [(torch.zeros(5, 6), left, right, weights), (torch.zeros(9, 6), ids, right, weights)],
+        "masked_weighted_sum": [(left, right, weights, weights, mask)],
+        "masked_weighted_sum_": [(torch.zeros(5, 6), left, right, weights, weights, mask)],
+    }[name]
+    overload = getattr(torch.ops.fastdp, name).default
+    for args in arguments:
+        torch.library.opcheck(overload, args)
+        if not name.endswith("_"):
+            torch.testing.assert_close(overload(*args), OPS[name].reference(*args), rtol=1e-5, atol=1e-6)
+
+
+LEFT, RIGHT, OFFSETS, WEIGHTS = torch.ones(6, 3), torch.ones(6, 4), torch.tensor([0, 2, 6]), torch.ones(6)
+IDS, MASK = torch.zeros(6, dtype=torch.int64), torch.ones(3, 4, dtype=torch.bool)
+BAD = [
+    (lambda: ops.per_unit(IDS, RIGHT, OFFSETS), ValueError, "left is a vector of ids"),
+    (lambda: ops.per_unit(LEFT, RIGHT, OFFSETS[1:]), ValueError, "offsets run from 2 to 6"),
+    (lambda: ops.column_sums(IDS, OFFSETS), ValueError, "left is a vector of ids"),
+    (lambda: ops.column_sums(LEFT, OFFSETS[:1]), ValueError, "offsets run from 0 to 0"),
+    (lambda: ops.weighted_sum(LEFT, RIGHT, WEIGHTS[:5]), ValueError, r"weights have shape \(5,\)"),
+    (lambda: ops.weighted_sum(LEFT, RIGHT, WEIGHTS.half()), TypeError, "weights are torch.float16"),
+    (lambda: ops.weighted_sum(LEFT, RIGHT, WEIGHTS.to("meta")), ValueError, "weights are on meta"),
+    (lambda: ops.weighted_sum(LEFT, RIGHT, WEIGHTS, torch.zeros(4, 3)), ValueError, r"out has shape \(4, 3\)"),
+    (lambda: ops.weighted_sum(LEFT, RIGHT, WEIGHTS, MASK), TypeError, "out is torch.bool"),
+    (lambda: ops.weighted_sum(IDS, RIGHT, WEIGHTS), ValueError, "state the rows of the table"),
+    (lambda: ops.weighted_sum(IDS + 9, RIGHT, WEIGHTS, rows=9), ValueError, "left has id 9: ids run from 0 to 8"),
+    (lambda: ops.weighted_sum(IDS - 1, RIGHT, WEIGHTS, torch.zeros(9, 4)), ValueError, "left has id -1"),
+    (lambda: ops.weighted_sum(LEFT, RIGHT, WEIGHTS, rows=5), ValueError, "rows is 5, but left is 3 wide"),
+    (lambda: ops.masked_weighted_sum(IDS, RIGHT, WEIGHTS, WEIGHTS, MASK), ValueError, "left is a vector of ids"),
+    (
+        lambda: ops.masked_weighted_sum(LEFT, RIGHT, WEIGHTS, WEIGHTS[1:], MASK),
+        ValueError,
+        "weights_unmasked have shape",
+    ),
+    (lambda: ops.masked_weighted_sum(LEFT, RIGHT, WEIGHTS, WEIGHTS, MASK[1:]), ValueError, "mask has shape"),
+]
+
+
+@pytest.mark.parametrize(("call", "error", "message"), BAD)
+def test_bad_input(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
