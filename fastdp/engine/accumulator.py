@@ -11,7 +11,7 @@ from fastdp import ops
 from fastdp.engine.layout import Layout
 from fastdp.engine.planner import plan
 from fastdp.engine.policy import Policy
-from fastdp.engine.uses import Factors
+from fastdp.engine.uses import Factors, UnsupportedUse
 
 
 @dataclass
@@ -23,6 +23,17 @@ class _Entry:
 
     def add(self, instance: torch.Tensor) -> None:
         self.instance = instance if self.instance is None else self.instance + instance
+
+
+@dataclass(frozen=True)
+class Route:
+    """How a parameter's norms were found in the latest pass, and the sizes that decided it."""
+
+    name: str
+    rows: int
+    columns: int
+    tokens: int
+    units: int
 
 
 class _Captures:
@@ -52,6 +63,7 @@ class NormSink(_Captures):
         self.layout = layout
         self.expected = expected
         self.keep = keep
+        self.routes = accumulator.routes
         self.entries: dict[str, _Entry] = {}
         self.squared = torch.zeros(len(self.policy.bounds), layout.units, device=layout.weights.device)
         self._pending: list[tuple[str, torch.Tensor]] = []
@@ -63,28 +75,37 @@ class NormSink(_Captures):
         return name, self.entries.setdefault(name, _Entry())
 
     def tokens(self, parameter: torch.nn.Parameter, gradient: torch.Tensor, layout: Layout, laned: bool) -> None:
-        _, entry = self._entry(parameter)
+        name, entry = self._entry(parameter)
+        self.routes[name] = Route("token sums", gradient.shape[1], 1, gradient.shape[0], layout.units)
         entry.add(self._per_unit(gradient, layout, laned))
 
     def vector(self, parameter: torch.nn.Parameter, lanes: torch.Tensor, layout: Layout) -> None:
-        _, entry = self._entry(parameter)
+        name, entry = self._entry(parameter)
+        self.routes[name] = Route("expanded", parameter.numel(), 1, layout.lanes, layout.units)
         entry.add(layout.sum_lanes(lanes.float()))
 
     def matrix(self, parameter: torch.nn.Parameter, factors: Factors, layout: Layout) -> None:
         name, entry = self._entry(parameter)
         offsets = layout.offsets(factors.right.shape[0], laned=factors.laned)
         single = self.expected.get(name, 1) == 1
+        tokens, columns = factors.right.shape
+        rows = parameter.shape[0] if factors.one_hot else factors.left.shape[1]
         if name in self.policy.masks:
+            self.routes[name] = Route("masked", rows, columns, tokens, layout.units)
             entry.factors.append(factors)
             return
         route = plan(
-            factors.right.shape[1] if factors.one_hot else factors.left.shape[1],
-            factors.right.shape[1],
-            factors.right.shape[0] // max(1, layout.units),
+            rows,
+            columns,
+            tokens // max(1, layout.units),
             layout.units,
             one_hot=factors.one_hot,
+            keeps_factors=self.keep,
             dtype=factors.right.dtype,
             device=factors.right.device,
+        )
+        self.routes[name] = Route(
+            "row sums" if factors.one_hot else route, rows, columns, tokens, layout.units
         )
         if route == "instantiate" and not factors.one_hot:
             left, right = (factors.right, factors.left) if factors.swap else (factors.left, factors.right)
@@ -108,6 +129,7 @@ class NormSink(_Captures):
             shared is not None
             and shared.data_ptr() == factors.right.data_ptr()
             and shared.shape == factors.right.shape
+            and shared.stride() == factors.right.stride()
             and self._shared_laned == factors.laned
         )
         if not same:
@@ -155,7 +177,7 @@ class NormSink(_Captures):
         if entry.instance is not None:
             for use in entry.factors:
                 if use.one_hot:
-                    raise RuntimeError(f"{name} is read as a table and in another way; use the one-example route")
+                    raise UnsupportedUse(f"{name} is read as a table and in another way")
                 left, right = (use.right, use.left) if use.swap else (use.left, use.right)
                 entry.add(ops.per_unit(left, right, layout.offsets(left.shape[0], laned=use.laned)))
             entry.factors.clear()
@@ -167,7 +189,7 @@ class NormSink(_Captures):
             for other in uses[:index]:
                 others = layout.offsets(other.right.shape[0], laned=other.laned)
                 if use.swap != other.swap:
-                    raise RuntimeError(f"{name} is used both as it is and transposed; use the one-example route")
+                    raise UnsupportedUse(f"{name} is used both as it is and transposed")
                 cross = ops.cross_inner(use.left, use.right, other.left, other.right, offsets, others)
                 self._square(name, 2 * cross)
         self._drop(entry)
@@ -265,6 +287,7 @@ class Accumulator:
         self.parameters = parameters
         self.names = {id(p): name for name, p in parameters.items()}
         self.policy = policy
+        self.routes: dict[str, Route] = {}
         self.reset()
 
     def reset(self) -> None:
