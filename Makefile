@@ -37,13 +37,16 @@ clean:
 # torch comes first and alone: an index may offer a build for this machine that the constraints, read together with the
 # requirements of everything else, would turn down. After that it is left out of the constraints, so that a torch which
 # the environment already had is not replaced.
-$(VENV)/.fastdp: $(SOURCES)
+$(VENV)/.torch: constraints.txt
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -c "import torch" 2>/dev/null || $(PIP) install $$(grep '^torch==' constraints.txt)
 	grep -v '^torch==' constraints.txt > $(VENV)/constraints.txt
+	touch $@
+
+$(VENV)/.fastdp: $(VENV)/.torch $(SOURCES)
 	$(PIP) install -c $(VENV)/constraints.txt -e .
 	touch $@
 
-$(VENV)/.fastdp-test: $(VENV)/.fastdp
+$(VENV)/.fastdp-test: $(VENV)/.torch $(SOURCES)
 	$(PIP) install -c $(VENV)/constraints.txt -e ".[test]"
-	touch $@
+	touch $@ $(VENV)/.fastdp
