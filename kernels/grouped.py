@@ -1,0 +1,139 @@
+"""Per-unit gradients and their squared norms for many small matrices at once: the adapters of a LoRA step in one launch.
+
+Addresses, shapes and strides of all problems stand in one table in device memory. A program has one matrix and one unit: it
+makes the gradient tile by tile, stores it and adds up its squares in order, so there is nothing left to reduce.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+
+from .launch import beside, on_device_of
+from .tiles import outer_tile
+
+_FIELDS = tl.constexpr(12)
+
+
+@triton.jit(do_not_specialize=["units"])
+def _grouped_kernel(
+    p_table, p_offsets, p_norms, units,
+    NARROW: tl.constexpr, WIDE: tl.constexpr, CONTIGUOUS: tl.constexpr, NARROW_ALIGNED: tl.constexpr,
+    WIDE_ALIGNED: tl.constexpr, b_m: tl.constexpr, b_n: tl.constexpr, b_t: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    problem = tl.program_id(0).to(tl.int64)
+    unit = tl.program_id(1).to(tl.int64)
+    p_row = p_table + problem * _FIELDS
+    narrow_at = tl.load(p_row)
+    wide_at = tl.load(p_row + 1)
+    out_at = tl.load(p_row + 2)
+    m = tl.load(p_row + 3)
+    n = tl.load(p_row + 4)
+    stride_at = tl.load(p_row + 5)
+    stride_ak = tl.load(p_row + 6)
+    stride_bt = tl.load(p_row + 7)
+    stride_bk = tl.load(p_row + 8)
+    stride_ob = tl.load(p_row + 9)
+    stride_om = tl.load(p_row + 10)
+    stride_on = tl.load(p_row + 11)
+    # What the launcher knows of all problems, said so that Triton believes it: wide loads depend on it.
+    if NARROW_ALIGNED:
+        m = m // 8 * 8
+        stride_at = stride_at // 8 * 8
+    if WIDE_ALIGNED:
+        n = n // 8 * 8
+        stride_bt = stride_bt // 8 * 8
+    if CONTIGUOUS:
+        stride_ak = 1
+        stride_bk = 1
+    p_narrow = narrow_at.to(tl.pointer_type(NARROW))
+    p_wide = wide_at.to(tl.pointer_type(WIDE))
+    if NARROW_ALIGNED:
+        p_narrow = tl.multiple_of(p_narrow, 16)
+    if WIDE_ALIGNED:
+        p_wide = tl.multiple_of(p_wide, 16)
+    p_out = out_at.to(tl.pointer_type(tl.float32)) + unit * stride_ob
+    start = tl.load(p_offsets + unit)
+    end = tl.load(p_offsets + unit + 1)
+    total = 0.0
+    for first_m in range(0, m, b_m):
+        o_m = first_m + tl.arange(0, b_m)
+        for first_n in range(0, n, b_n):
+            o_n = first_n + tl.arange(0, b_n)
+            gradient = outer_tile(p_narrow, p_wide, start, end, o_m, o_n, o_m < m, o_n < n, stride_at, stride_ak,
+                                  stride_bt, stride_bk, b_m, b_n, b_t, PRECISION)  # fmt: skip
+            total += tl.sum(tl.sum(gradient * gradient, 1), 0)
+            p_tile = p_out + o_m[:, None] * stride_om + o_n[None, :] * stride_on
+            tl.store(p_tile, gradient, mask=(o_m < m)[:, None] & (o_n < n)[None, :])
+    tl.store(p_norms + problem * units + unit, total)
+
+
+_TRITON = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+def _row(left: torch.Tensor, right: torch.Tensor, gradient: torch.Tensor) -> tuple[list[int], bool, bool, bool]:
+    """A problem's line of the table with its narrow factor first, and whether it is contiguous and aligned."""
+    unit, to_m, to_n = gradient.stride()
+    if left.shape[1] > right.shape[1]:
+        left, right, to_m, to_n = right, left, to_n, to_m
+    row = [left.data_ptr(), right.data_ptr(), gradient.data_ptr(), left.shape[1], right.shape[1]]
+    row += [*left.stride(), *right.stride(), unit, to_m, to_n]
+    narrow, wide = (
+        factor.data_ptr() % 16 == 0 and factor.shape[1] % 8 == 0 and factor.stride(0) % 8 == 0
+        for factor in (left, right)
+    )
+    return row, left.stride(1) == 1 and right.stride(1) == 1, narrow, wide
+
+
+def per_unit_group(
+    lefts: Sequence[torch.Tensor], rights: Sequence[torch.Tensor], offsets: torch.Tensor, precision: str = "ieee"
+) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Gradients of each unit for k matrices, float32 [B, m_i, n_i] each, and their squared norms, float32 [k, B].
+
+    lefts [N, m_i] and rights [N, n_i]: float32, bfloat16 or float16, any strides; offsets int64 [B + 1]. One launch for all
+    matrices whose narrow and wide factors have the same dtypes: in practice, one.
+    """
+    units = offsets.shape[0] - 1
+    device = offsets.device if not rights else rights[0].device
+    sizes = [units * left.shape[1] * right.shape[1] for left, right in zip(lefts, rights)]
+    flat = torch.empty(sum(sizes), dtype=torch.float32, device=device)
+    gradients = [
+        part.view(units, left.shape[1], right.shape[1]) for part, left, right in zip(flat.split(sizes), lefts, rights)
+    ]
+    norms = torch.empty(len(lefts), units, dtype=torch.float32, device=device)
+    groups: dict[tuple[torch.dtype, torch.dtype], list[int]] = {}
+    for i, (left, right) in enumerate(zip(lefts, rights)):
+        narrow, wide = (right, left) if left.shape[1] > right.shape[1] else (left, right)
+        groups.setdefault((narrow.dtype, wide.dtype), []).append(i)
+    offsets = beside(offsets, flat)
+    for (narrow_dtype, wide_dtype), members in groups.items():
+        rows, contiguous, narrow_aligned, wide_aligned = zip(
+            *(_row(lefts[i], rights[i], gradients[i]) for i in members)
+        )
+        table = torch.tensor(rows, dtype=torch.int64)
+        b_m = min(64 if all(contiguous) else 32, max(16, triton.next_power_of_2(int(table[:, 3].max()))))
+        single = torch.float32 in (narrow_dtype, wide_dtype)
+        some = norms if len(groups) == 1 else torch.empty(len(members), units, dtype=torch.float32, device=device)
+        if units:
+            with on_device_of(flat):
+                _grouped_kernel[(len(members), units)](
+                    beside(table, flat),
+                    offsets,
+                    some,
+                    units,
+                    NARROW=_TRITON[narrow_dtype],
+                    WIDE=_TRITON[wide_dtype],
+                    CONTIGUOUS=all(contiguous),
+                    NARROW_ALIGNED=all(narrow_aligned),
+                    WIDE_ALIGNED=all(wide_aligned),
+                    b_m=b_m,
+                    b_n=128,
+                    b_t=32 if single else 64,
+                    PRECISION=precision,
+                    num_warps=8 if single or b_m > 32 else 4,
+                    num_stages=3,
+                )
+        if len(groups) > 1:
+            norms[members] = some
+    return gradients, norms
