@@ -209,6 +209,7 @@ class Private:
             target_epsilon=self.settings["target_epsilon"],
             planned_steps=self.total_steps,
             spent_steps=self.steps_done,
+            run_id=self.ledger.run_id,
             noise_source={
                 "generator": "ChaCha20",
                 "key": "unsafe_reproducible" if stream.reproducible else "operating system",
