@@ -2,6 +2,7 @@
 
 from fastdp.accounting.accountants import Epsilon, epsilon
 from fastdp.accounting.calibration import calibrate
+from fastdp.accounting.card import Card
 from fastdp.accounting.events import (
     EventModel,
     compose,
@@ -14,23 +15,39 @@ from fastdp.accounting.events import (
 )
 from fastdp.accounting.journal import LedgerError
 from fastdp.accounting.ledger import BudgetExceeded, Ledger
+from fastdp.accounting.schedules import (
+    epoch_weighted_schedule,
+    largest_mu,
+    local_event,
+    sound_schedule,
+    uniform_schedule,
+)
 from fastdp.accounting.serialisation import deserialise, serialise
+from fastdp.accounting.verification import VerificationResult, verify
 
 __all__ = [
     "BudgetExceeded",
+    "Card",
     "Epsilon",
     "EventModel",
     "Ledger",
     "LedgerError",
+    "VerificationResult",
     "calibrate",
     "compose",
     "dpsgd",
     "dpsgd_model",
     "deserialise",
+    "epoch_weighted_schedule",
     "epsilon",
     "gaussian",
     "joint_multiplier",
+    "largest_mu",
+    "local_event",
     "poisson_gaussian",
     "selection",
     "serialise",
+    "sound_schedule",
+    "uniform_schedule",
+    "verify",
 ]

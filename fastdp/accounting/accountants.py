@@ -19,7 +19,7 @@ _PRV_ERROR = 0.01
 #: Most grid points of a PRV domain (long doubles, some ten arrays): about 0.7 GB. Opacus issue 602 ate all there was.
 _PRV_POINTS = 4_000_000
 #: Below this the rounding errors of double precision weigh as much as delta itself.
-SMALLEST_DELTA = 1e-11
+SMALLEST_DELTA = 1e-12
 
 
 class Epsilon(float):
@@ -80,8 +80,8 @@ def epsilon(
 
     ``pld`` certifies: privacy loss distributions rounded pessimistically in both directions, on a grid of 1e-4 (1e-5
     for epsilon below 0.05; coarser, and looser, where a grid would not fit in memory). ``prv`` is prv_accountant's
-    *upper* bound, never its estimate (Gopi et al. 2021, Theorem 5.5). ``rdp`` is Opacus's RDP accountant. These two know
-    no replacement of a unit under sampling.
+    *upper* bound, never its estimate (Gopi et al. 2021, Theorem 5.5). ``rdp`` is Opacus's RDP accountant. These two
+    know no replacement of a unit under sampling.
 
     Returns 0 where nothing was released, inf where something was released without noise, and inf where an accountant
     reaches no bound (PRV and RDP overflow at very small multipliers).

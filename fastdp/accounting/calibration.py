@@ -20,6 +20,7 @@ LEAST, MOST = 1e-3, 1e5
 #: Relative distance from the target at which a search ends, always on the side of more noise.
 CLOSE = 2e-5
 _EVALUATIONS = 100
+_CERTIFICATIONS = 6
 #: How epsilon usually falls with noise (d log epsilon / d log multiplier); only the first step of a search uses it.
 _USUAL_SLOPE = -2.5
 
@@ -32,8 +33,9 @@ def calibrate(
     adjacency: Adjacency = "add_remove",
     accountant: Accountant = "pld",
     dataset_size: int | None = None,
+    tolerance: float = 3e-4,
 ) -> float:
-    """The least noise multiplier, up to 0.1%, at which ``event_fn(multiplier)`` costs at most ``epsilon`` at ``delta``.
+    """The least noise multiplier at which ``event_fn(multiplier)`` costs at most ``epsilon`` at ``delta``.
 
     With ``pld`` the search runs on a coarse pessimistic grid and the result is certified on the fine one, so that
     `epsilon(event_fn(result), delta)` is at most the target. ``epsilon=inf`` returns 0.
@@ -41,6 +43,7 @@ def calibrate(
     Args:
         event_fn: from a noise multiplier to an event that costs less the larger it is.
         dataset_size: number of units, to warn where delta >= 1/N.
+        tolerance: how far below the target epsilon the result's may lie, relatively.
 
     Raises ValueError for an epsilon that is not positive, delta outside (0, 1), and a target out of reach.
     """
@@ -52,7 +55,7 @@ def calibrate(
     guess = _first_guess(event_fn, epsilon, delta, adjacency)
     if accountant != "pld":
         return least_safe(lambda z: float(epsilon_of(event_fn(z), delta, accountant, adjacency)), epsilon, guess).at
-    return _by_pld(event_fn, epsilon, delta, adjacency, guess)
+    return _by_pld(event_fn, epsilon, delta, adjacency, guess, tolerance)
 
 
 def check_target(epsilon: float, delta: float, dataset_size: int | None) -> None:
@@ -79,25 +82,30 @@ def search_grid(epsilon: float) -> float:
 
 
 def _by_pld(
-    event_fn: Callable[[float], DpEvent], epsilon: float, delta: float, adjacency: Adjacency, guess: float
+    event_fn: Callable[[float], DpEvent],
+    epsilon: float,
+    delta: float,
+    adjacency: Adjacency,
+    guess: float,
+    tolerance: float,
 ) -> float:
     grid = search_grid(epsilon)
     found = least_safe(lambda z: search_cost(flatten(event_fn(z)), delta, adjacency, grid), epsilon, guess, close=1e-3)
-    multiplier = found.at
-    if 0 < found.cost < math.inf and found.slope < 0:
-        # The excess of connect-the-dots is about quadratic in the grid, so two coarse grids foretell the fine figure.
-        # 1.1 is a little less than 4/3, because a figure foretold too low costs a second certification.
-        half = search_cost(flatten(event_fn(multiplier)), delta, adjacency, grid / 2)
-        foretold = found.cost - 1.1 * max(found.cost - half, 0.0)
-        multiplier *= math.exp(math.log(epsilon * (1 - 5e-5) / foretold) / found.slope)
-    while not _certified(event_fn(multiplier), epsilon, delta, adjacency):
-        multiplier *= 1 + 1e-4
-    return multiplier
-
-
-def _certified(event: DpEvent, epsilon: float, delta: float, adjacency: Adjacency) -> bool:
-    flat = flatten(event)
-    return flat.private and (flat.empty or pld.certifies(flat, epsilon, delta, adjacency))
+    if found.cost == 0:
+        return found.at
+    # The excess of connect-the-dots is about quadratic in the grid, so two coarse grids foretell the fine figure.
+    # 1.1 is a little less than 4/3, because a figure foretold too low costs a second certification.
+    half = search_cost(flatten(event_fn(found.at)), delta, adjacency, grid / 2)
+    certified = found.cost - 1.1 * max(found.cost - half, 0.0)
+    multiplier, best = found.at, found.at
+    for _ in range(_CERTIFICATIONS):
+        multiplier *= math.exp(math.log(epsilon * (1 - tolerance / 3) / certified) / found.slope)
+        certified = float(epsilon_of(event_fn(multiplier), delta, "pld", adjacency))
+        if certified <= epsilon:
+            best = multiplier
+            if certified >= epsilon * (1 - tolerance):
+                break
+    return best
 
 
 def _first_guess(event_fn: Callable[[float], DpEvent], epsilon: float, delta: float, adjacency: Adjacency) -> float:
@@ -160,7 +168,7 @@ def least_safe(
             low = x
             if x >= math.log(most):
                 raise ValueError(
-                    f"epsilon {target:g} is out of reach: it would still be {value:.4g} at noise multiplier {most:.4g}; "
+                    f"epsilon {target:g} is out of reach: it is still {value:.4g} at noise multiplier {most:.4g}; "
                     "allow more, or release less"
                 )
         else:

@@ -1,0 +1,159 @@
+"""Noise multipliers epoch by epoch: EW-FT's Algorithm 1 as printed, and schedules whose guarantee holds.
+
+The paper (Zhang et al., Sci China Inf Sci 69, 142106, section 5.2) accounts its release as if each batch were a secret
+Poisson sample. Its server sees who sends what, so sampling amplifies nothing: `epoch_weighted_schedule` and
+`uniform_schedule` reproduce the paper and guarantee far less than their epsilon. `sound_schedule` is what to use.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Literal
+
+from dp_accounting.dp_event import DpEvent
+
+from fastdp.accounting import pld
+from fastdp.accounting.accountants import check_delta
+from fastdp.accounting.accountants import epsilon as epsilon_of
+from fastdp.accounting.calibration import calibrate, check_target, least_safe, search_cost
+from fastdp.accounting.events import EventModel, as_count, compose, flatten, gaussian, poisson_gaussian
+
+Reading = Literal["printed", "text"]
+
+#: Algorithm 1 stops within this distance of the target; here always on its safe side.
+_TOLERANCE = 1e-4
+
+
+def epoch_weighted_schedule(
+    dataset_size: int,
+    batch_size: int,
+    epochs: int,
+    epsilon: float,
+    delta: float,
+    step_distance: float,
+    reading: Reading = "printed",
+) -> list[float]:
+    """Noise multipliers of epochs 1 to E, falling, by Algorithm 1 (EWPBA).
+
+    A pivot is calibrated to ``epsilon - 1`` (lines 1-12); the last epoch's multiplier is then lowered, and the earlier
+    ones raised from it, until the whole costs ``epsilon`` (lines 13-33), with releases accounted as Poisson-sampled at
+    rate batch_size / dataset_size. PLD takes the place of the paper's PRV estimate: the result's upper bound is at most
+    ``epsilon``. One epoch is calibrated to ``epsilon`` itself, where the printed increment divides by zero.
+
+    Args:
+        step_distance: S, how much larger the differences between early epochs are than between late ones; positive.
+        reading: ``printed`` counts epochs from 1 and drops a partial batch, as the pseudocode does; ``text`` counts
+            from 0 and keeps it, which gives the two halves that the text describes.
+
+    Raises ValueError for epsilon <= 1 with several epochs (the printed search has no target then), and for sizes,
+    delta or step_distance out of range.
+    """
+    rate, steps, epochs, delta = _check(dataset_size, batch_size, epochs, epsilon, delta, reading)
+    if not (step_distance > 0 and math.isfinite(step_distance)):
+        raise ValueError(f"step_distance is {step_distance}: it must be positive")
+    if epochs == 1:
+        return [calibrate(lambda z: _schedule_event([z], rate, steps), epsilon, delta)]
+    if epsilon <= 1:
+        raise ValueError(f"epsilon is {epsilon}: Algorithm 1 calibrates to epsilon - 1 and needs more than 1")
+    pivot = calibrate(lambda z: _schedule_event([z] * epochs, rate, steps), epsilon - 1, delta, tolerance=1e-5)
+
+    def schedule(last: float) -> list[float]:
+        return _shape(last, pivot, epochs, step_distance, reading)
+
+    def event(last: float) -> DpEvent:
+        return _schedule_event(schedule(last), rate, steps)
+
+    def coarse(last: float) -> float:
+        return search_cost(flatten(event(last)), delta, "add_remove", pld.COARSE)
+
+    close, low, high = _TOLERANCE / epsilon / 4, pivot / 100, pivot
+    found = least_safe(coarse, epsilon, 0.95 * pivot, close=close, least=low, most=high)
+    # The fine grid's figure is the same fraction of the coarse one's nearby; the last word is the fine grid's.
+    ratio = epsilon_of(event(found.at), delta) / found.cost
+    last = least_safe(lambda z: ratio * coarse(z), epsilon, found.at, close=close, least=low, most=high).at
+    return schedule(last if epsilon_of(event(last), delta) <= epsilon else found.at)
+
+
+def uniform_schedule(
+    dataset_size: int, batch_size: int, epochs: int, epsilon: float, delta: float, reading: Reading = "printed"
+) -> list[float]:
+    """One noise multiplier for all epochs, accounted as `epoch_weighted_schedule` is: the paper's baseline."""
+    rate, steps, epochs, delta = _check(dataset_size, batch_size, epochs, epsilon, delta, reading)
+    return [calibrate(lambda z: _schedule_event([z] * epochs, rate, steps), epsilon, delta, tolerance=1e-5)] * epochs
+
+
+def sound_schedule(epochs: int, epsilon: float, delta: float, shape: Sequence[float] | None = None) -> list[float]:
+    """Noise multipliers of ``epochs`` releases of one user's record that cost ``epsilon`` in all, without sampling.
+
+    Multipliers are of the *local sensitivity*: for records clipped to norm C any one may become any other, so it is 2 C
+    and the noise std of epoch i is ``2 * C * multiplier``. Several Gaussian releases are one of mu^2 = sum 1/z_i^2.
+    Releasing once and reusing the release is ``epochs=1``, and the least noise.
+
+    Args:
+        shape: relative multipliers of the epochs, such as `epoch_weighted_schedule` returns; default all equal.
+
+    Raises ValueError for values out of range.
+    """
+    delta = check_delta(delta)
+    check_target(epsilon, delta, None)
+    epochs = as_count(epochs, "epochs")
+    weights = [1.0] * epochs if shape is None else [float(weight) for weight in shape]
+    if epochs < 1 or len(weights) != epochs:
+        raise ValueError(f"a schedule needs a relative multiplier for each of its {epochs} epochs, got {len(weights)}")
+    if not all(weight > 0 and math.isfinite(weight) for weight in weights):
+        raise ValueError("the relative multipliers of a schedule must be positive")
+    if math.isinf(epsilon):
+        return [0.0] * epochs
+    one = 1 / largest_mu(epsilon, delta)
+    scale = one * math.sqrt(math.fsum(weight**-2 for weight in weights))
+    return [scale * weight for weight in weights]
+
+
+def largest_mu(epsilon: float, delta: float) -> float:
+    """The largest sensitivity over noise std whose Gaussian release costs at most ``epsilon`` at ``delta``."""
+    low, high = 0.0, 1.0
+    while pld.gaussian_epsilon(high, delta) <= epsilon:
+        low, high = high, 2 * high
+    while high - low > 1e-9 * high:
+        middle = (low + high) / 2
+        low, high = (middle, high) if pld.gaussian_epsilon(middle, delta) <= epsilon else (low, middle)
+    return low
+
+
+def local_event(multipliers: Sequence[float]) -> DpEvent:
+    """Event of one release of a record per multiplier (of its local sensitivity), with no amplification."""
+    return compose(*(gaussian(multiplier) for multiplier in multipliers))
+
+
+def _check(
+    dataset_size: int, batch_size: int, epochs: int, epsilon: float, delta: float, reading: str
+) -> tuple[float, int, int, float]:
+    delta = check_delta(delta)
+    dataset_size, batch_size = as_count(dataset_size, "dataset_size"), as_count(batch_size, "batch_size")
+    epochs = as_count(epochs, "epochs")
+    if not 0 < batch_size <= dataset_size:
+        raise ValueError(f"batch_size is {batch_size}: it must lie between 1 and dataset_size, {dataset_size}")
+    if epochs < 1:
+        raise ValueError("epochs is 0: a schedule needs at least one")
+    if reading not in ("printed", "text"):
+        raise ValueError(f"reading is {reading!r}: choose 'printed' or 'text'")
+    check_target(epsilon, delta, dataset_size)
+    if math.isinf(epsilon):
+        raise ValueError("epsilon is infinite: there is no noise to schedule")
+    whole, rest = divmod(dataset_size, batch_size)
+    return batch_size / dataset_size, whole + (reading == "text" and rest > 0), epochs, delta
+
+
+def _shape(last: float, pivot: float, epochs: int, step_distance: float, reading: Reading) -> list[float]:
+    """Lines 15-26 and 34: from the last epoch's multiplier upwards, reversed."""
+    small = 4 * (pivot - last) / ((epochs - 1) * (step_distance + 1))
+    multipliers = [last]
+    first = 1 if reading == "printed" else 0
+    for counter in range(first, first + epochs - 1):
+        multipliers.append(multipliers[-1] + (small if counter < epochs / 2 - 1 else step_distance * small))
+    return multipliers[::-1]
+
+
+def _schedule_event(multipliers: Sequence[float], rate: float, steps: int) -> DpEvent:
+    return compose(*(EventModel(poisson_gaussian(z, rate)).event(steps) for z in multipliers))
