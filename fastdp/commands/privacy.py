@@ -117,5 +117,7 @@ def verify_command(card: Annotated[Path, typer.Argument(help="card.json of a run
     """Recompute a card's epsilon from the event that the card states, and compare."""
     from fastdp import accounting
 
-    verdict = accounting.verify(card)
-    console.print(verdict)
+    result = accounting.verify(card)
+    if not result:
+        raise ValueError(f"{card} does not hold: {result.reason}")
+    console.print(f"[bold]{'holds' if result.guarantee else 'holds, and claims no guarantee'}[/]: {result.reason}")

@@ -109,6 +109,9 @@ def finetune(config: FinetuneConfig, resume: bool = False, reporter: Reporter | 
         if not resume:
             run.forget_if_nothing_was_spent()
         raise
+    finally:
+        if run.private is not None:
+            run.private.detach()
 
 
 def _check_output(output: Path, config: FinetuneConfig, resume: bool) -> None:

@@ -1,0 +1,87 @@
+"""`fastdp doctor`: what this machine has, and how each trained parameter of a model would be handled."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from fastdp.commands.refusal import refusing
+
+console = Console()
+
+PACKAGES = (
+    "torch",
+    "transformers",
+    "peft",
+    "accelerate",
+    "datasets",
+    "opacus",
+    "dp-accounting",
+    "prv-accountant",
+    "triton",
+)
+
+
+@refusing
+def doctor_command(
+    model: Annotated[str | None, typer.Argument(help="folder or name of a Hugging Face model")] = None,
+    task: Annotated[str, typer.Option(help="causal-lm or classification")] = "causal-lm",
+    peft: Annotated[str, typer.Option(help="full, lora, bitfit, bottleneck, prompt or ia3")] = "full",
+    length: Annotated[int, typer.Option(help="tokens of an example, for the costs")] = 64,
+) -> None:
+    """Report the environment; with a model, each trained parameter's uses, route and cost, or why it has none."""
+    console.print(_environment())
+    if model is not None:
+        _describe(model, task, peft, length)
+
+
+def _environment() -> Table:
+    from fastdp import _native
+
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    table.add_row("fastdp", importlib.metadata.version("fastdp"))
+    table.add_row("python", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
+    for package in PACKAGES:
+        try:
+            table.add_row(package, importlib.metadata.version(package))
+        except importlib.metadata.PackageNotFoundError:
+            table.add_row(package, "[dim]not installed[/]")
+    table.add_row("instruction set", f"{_native.isa()} (of the C++ kernels, chosen at run time)")
+    table.add_row("threads", f"{torch.get_num_threads()} of {os.cpu_count()} processors")
+    if torch.cuda.is_available():
+        for index in range(torch.cuda.device_count()):
+            properties = torch.cuda.get_device_properties(index)
+            memory = properties.total_memory / 2**30
+            table.add_row(
+                f"cuda:{index}",
+                f"{properties.name}, {memory:.0f} GiB, capability {properties.major}.{properties.minor}",
+            )
+    else:
+        table.add_row("GPU", "none that torch can use")
+    return table
+
+
+def _describe(name: str, task: str, peft: str, length: int) -> None:
+    from fastdp.engine.describe import describe
+    from fastdp.finetune import FinetuneConfig
+    from fastdp.finetune.models import choose_trained, load_model, load_tokenizer
+
+    config = FinetuneConfig(model=name, task=task, peft=peft, max_length=length, labels=["no", "yes"])
+    tokenizer = load_tokenizer(config)
+    model = choose_trained(load_model(config, tokenizer), config)
+    ids = torch.randint(0, len(tokenizer), (3, length))
+    labels = ids if task == "causal-lm" else torch.tensor([0, 1, 0])
+    rows = describe(model, {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels})
+    table = Table(title=f"{name}: {len(rows)} trained parameters ({peft})", title_justify="left")
+    for heading in ("parameter", "uses", "route", "cost", "why"):
+        table.add_column(heading, overflow="fold")
+    for row in rows:
+        table.add_row(row.parameter, row.uses, row.route, row.cost, row.why)
+    console.print(table)
