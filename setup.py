@@ -19,6 +19,6 @@ native = Pybind11Extension(
 )
 
 setup(
-    packages=[*find_packages(include=["fastdp", "fastdp.*"]), "fastdp.kernels"],
+    packages=[*find_packages(include=["fastdp", "fastdp.*"]), "fastdp.kernels", "fastdp.bench"],
     ext_modules=[native],
 )

@@ -1,0 +1,69 @@
+"""What every result file says about where its figures come from."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import tempfile
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_PACKAGES = ("fastdp", "torch", "triton", "transformers", "peft", "opacus", "numpy")
+
+
+def environment() -> dict[str, Any]:
+    """Device, instruction set, threads, versions and commit."""
+    from fastdp import _native
+
+    device = torch.cuda.get_device_name(0) if torch.cuda.is_available() else _processor()
+    return {
+        "device": device,
+        "instruction_set": _native.isa(),
+        "threads": torch.get_num_threads(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "python": platform.python_version(),
+        "versions": {name: found for name in _PACKAGES if (found := _version(name))},
+        "commit": _commit(),
+    }
+
+
+def write(path: str | os.PathLike[str], figures: Any) -> None:
+    """Write figures with their environment, in one piece."""
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps({"environment": environment(), "figures": figures}, indent=1) + "\n"
+    with tempfile.NamedTemporaryFile("w", dir=target.parent, delete=False) as file:
+        file.write(text)
+    os.chmod(file.name, 0o644)
+    os.replace(file.name, target)
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "unknown")
+
+
+def _commit() -> str | None:
+    """The source's commit, with a mark if the tree differs from it; None outside a checkout."""
+    root = Path(__file__).resolve().parent
+    try:
+        head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True, check=True)
+        changed = subprocess.run(["git", "status", "--porcelain", "-uno"], cwd=root, capture_output=True, text=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return head.stdout.strip() + ("+changes" if changed.stdout.strip() else "")
