@@ -16,8 +16,9 @@ Accountant = Literal["pld", "prv", "rdp"]
 
 #: Error of the PRV accountant in epsilon; it is part of the bound, and grows where memory asks for it.
 _PRV_ERROR = 0.01
-#: Most grid points of a PRV domain (long doubles, some ten arrays): about 0.7 GB. Opacus issue 602 ate all there was.
-_PRV_POINTS = 4_000_000
+#: Most grid points of a PRV domain: long doubles in some ten arrays, 0.2 GB. Opacus issue 602 ate all there was.
+_PRV_POINTS = 1_000_000
+_PRV_LARGEST_ERROR = 1.0
 #: Below this the rounding errors of double precision weigh as much as delta itself.
 SMALLEST_DELTA = 1e-12
 
@@ -79,12 +80,13 @@ def epsilon(
     """Upper bound on epsilon of ``event`` at ``delta``.
 
     ``pld`` certifies: privacy loss distributions rounded pessimistically in both directions, on a grid of 1e-4 (1e-5
-    for epsilon below 0.05; coarser, and looser, where a grid would not fit in memory). ``prv`` is prv_accountant's
+    for epsilon below 0.05; coarser above 10, and where a grid would not fit in memory). ``prv`` is prv_accountant's
     *upper* bound, never its estimate (Gopi et al. 2021, Theorem 5.5). ``rdp`` is Opacus's RDP accountant. These two
     know no replacement of a unit under sampling.
 
     Returns 0 where nothing was released, inf where something was released without noise, and inf where an accountant
-    reaches no bound (PRV and RDP overflow at very small multipliers).
+    reaches no bound (PRV and RDP overflow at very small multipliers; PRV's grid is capped in size, and above epsilon
+    of some hundreds no grid within the cap is fine enough).
 
     Raises ValueError for an unknown accountant, adjacency or kind of event, and for delta outside (0, 1).
     """
@@ -133,7 +135,7 @@ def _prv(flat: Flat, delta: float) -> float:
                 return math.inf
             mesh = math.sqrt(sum(counts) / 2 * math.log(12 / delta_error))
             error = max(error, 2 * width * mesh / _PRV_POINTS)
-            if error > width / 4:
+            if error > _PRV_LARGEST_ERROR:
                 return math.inf
             accountant = PRVAccountant(
                 prvs=variables, max_self_compositions=counts, eps_error=error, delta_error=delta_error

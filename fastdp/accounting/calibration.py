@@ -12,7 +12,7 @@ from dp_accounting.dp_event import DpEvent
 from fastdp.accounting import pld
 from fastdp.accounting.accountants import Accountant, check_adjacency, check_delta
 from fastdp.accounting.accountants import epsilon as epsilon_of
-from fastdp.accounting.events import Flat, flatten
+from fastdp.accounting.events import Flat, flatten, squared_ratio
 from fastdp.accounting.pld import Adjacency
 
 #: Noise multipliers a search looks at.
@@ -118,7 +118,7 @@ def _first_guess(event_fn: Callable[[float], DpEvent], epsilon: float, delta: fl
             return False
         mu_squared = flat.mu_squared
         for q, z, count in flat.sampled:
-            mu_squared += count * min(q**2 * math.expm1(min(z**-2, 700.0)), z**-2)
+            mu_squared += count * min(q**2 * math.expm1(min(squared_ratio(z), 700.0)), squared_ratio(z))
         return pld.gaussian_epsilon(min(factor * math.sqrt(mu_squared), 1e3), delta) <= epsilon
 
     low, high = math.log(LEAST), math.log(MOST)

@@ -69,6 +69,8 @@ class Card(dict[str, Any]):
         Args:
             mechanism: name and settings of the method.
             unit: what is protected: an example, a user, a record.
+            sampling: ``poisson``, ``shuffled``, or how else units came to a release.
+            noise_multiplier: of one step, as it stands in the event.
             event: what was spent, not what was planned.
             delta: None states no epsilon, and so no guarantee.
             noise_source: ``generator``, ``key`` (``unsafe_reproducible`` voids the guarantee) and ``secure_rounding``.
@@ -166,9 +168,8 @@ class Card(dict[str, Any]):
 
 def digest(card: Mapping[str, Any]) -> str:
     """SHA-256 (hex) of the card without its digest. It shows accidents and careless edits; it is no signature."""
-    return hashlib.sha256(
-        canonical({key: value for key, value in card.items() if key != "digest"}).encode()
-    ).hexdigest()
+    body = {key: value for key, value in card.items() if key != "digest"}
+    return hashlib.sha256(canonical(body).encode()).hexdigest()
 
 
 def _finite(value: float) -> float | str:
@@ -252,6 +253,7 @@ def _markdown(card: Card) -> str:
             "",
         ]
     grid = "closed form" if bound["grid"] is None else f"grid {bound['grid']:g}"
+    title = "Epsilon of the event (no guarantee)" if card["guarantee"] == "none" else "Epsilon, upper bound"
     rows: list[tuple[str, Any]] = [
         ("Mechanism", _inline(card["mechanism"])),
         ("Unit", card["unit"]),
@@ -261,7 +263,7 @@ def _markdown(card: Card) -> str:
         ("Units", card["dataset_size"]),
         ("Noise multiplier", card["noise_multiplier"]),
         ("Steps", f"{card['steps']['spent']} spent of {card['steps']['planned']} planned"),
-        ("Epsilon, upper bound", f"{_rounded_up(bound['upper_bound'])} (PLD, {grid})"),
+        (title, f"{_rounded_up(bound['upper_bound'])} (PLD, {grid})"),
         ("Delta", bound["delta"]),
         ("Target epsilon", _rounded_up(bound["target"])),
         *((f"Cross-check: {name}", _rounded_up(value)) for name, value in bound["cross_checks"].items()),
@@ -272,9 +274,9 @@ def _markdown(card: Card) -> str:
         ("Written", card["created"]),
     ]
     lines += ["| | |", "|---|---|", *(f"| {name} | {_cell(value)} |" for name, value in rows if value is not None), ""]
-    for title, key in (("Assumed", "assumptions"), ("Not protected", "unprotected"), ("Notes", "notes")):
+    for heading, key in (("Assumed", "assumptions"), ("Not protected", "unprotected"), ("Notes", "notes")):
         if card[key]:
-            lines += [f"## {title}", "", *(f"- {entry}" for entry in card[key]), ""]
+            lines += [f"## {heading}", "", *(f"- {entry}" for entry in card[key]), ""]
     lines += [
         "## Event",
         "",

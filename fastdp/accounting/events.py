@@ -39,6 +39,11 @@ def _as_rate(value: float) -> float:
     return rate
 
 
+def squared_ratio(multiplier: float) -> float:
+    """1/z^2, inf where it overflows."""
+    return (1 / multiplier) * (1 / multiplier) if multiplier > 1e-150 else math.inf
+
+
 def gaussian(noise_multiplier: float) -> DpEvent:
     """One Gaussian release over all units; ``noise_multiplier`` is noise std over L2 sensitivity (0: no privacy)."""
     return dp_event.GaussianDpEvent(_as_multiplier(noise_multiplier))
@@ -76,7 +81,7 @@ def joint_multiplier(noise_multipliers: Iterable[float]) -> float:
     multipliers = [_as_multiplier(z) for z in noise_multipliers]
     if not multipliers or 0.0 in multipliers:
         return 0.0
-    return 1 / math.sqrt(sum(z**-2 for z in multipliers))
+    return 1 / math.sqrt(sum(map(squared_ratio, multipliers)))
 
 
 @dataclass(frozen=True)
@@ -174,7 +179,7 @@ class Flat:
     @property
     def unamplified_mu_squared(self) -> float:
         """mu^2 of the same releases without sampling, which dominates them."""
-        return self.mu_squared + sum(count / z**2 for _, z, count in self.sampled)
+        return self.mu_squared + sum(count * squared_ratio(z) for _, z, count in self.sampled)
 
 
 def flatten(event: DpEvent) -> Flat:
@@ -183,7 +188,7 @@ def flatten(event: DpEvent) -> Flat:
     unsampled: dict[float, int] = {}
     private = _collect(event, 1, sampled, unsampled)
     terms = sorted((q, z, count) for (q, z), count in sampled.items())
-    mu_squared = math.fsum(count / z**2 for z, count in unsampled.items())
+    mu_squared = sum(count * squared_ratio(z) for z, count in unsampled.items())
     return Flat(tuple(terms), mu_squared, private)
 
 
@@ -224,7 +229,9 @@ def _collect_sampled(
     if not inner.private:
         return False
     # Gaussian releases of one and the same sample are one Gaussian release of it.
-    z = inner.mu_squared**-0.5
+    z = 1 / math.sqrt(inner.mu_squared)
+    if z == 0:
+        return False
     if rate == 1:
         unsampled[z] = unsampled.get(z, 0) + count
     else:

@@ -12,17 +12,19 @@ from dp_accounting.pld.privacy_loss_mechanism import AdjacencyType, GaussianPriv
 from numpy.typing import NDArray
 from scipy import special
 
-from fastdp.accounting.events import Flat
+from fastdp.accounting.events import Flat, squared_ratio
 
 Adjacency = Literal["add_remove", "replace_one"]
 
-#: Discretisation of a certified figure, of a small one, and of a search.
+#: Discretisation of a certified figure (up to epsilon 10, then in proportion), of a small one, and of a search.
 FINE, FINEST, COARSE = 1e-4, 1e-5, 1e-3
 _SMALL_EPSILON = 0.05
 #: Most grid points of a composed distribution: some 0.6 GB at the peak of the Fourier transform.
 _MAX_POINTS = 4_000_000
 #: Widest single privacy loss worth a grid; beyond, sampling buys nothing that matters.
 _MAX_RANGE = 2e4
+#: Beyond this sensitivity over noise std an epsilon (5e11) is infinite for every purpose.
+_LARGEST_MU = 1e6
 
 
 class _SampledGaussian(GaussianPrivacyLoss):
@@ -140,7 +142,12 @@ def gaussian_delta(mu: float, epsilon: float) -> float:
 
 
 def gaussian_epsilon(mu: float, delta: float) -> float:
-    """Epsilon of a Gaussian mechanism, exact up to a relative 1e-9 and rounded upwards; 0 where delta allows it."""
+    """Epsilon of a Gaussian mechanism, exact up to a relative 1e-9 and rounded upwards; 0 where delta allows it.
+
+    inf for mu above 1e6.
+    """
+    if mu > _LARGEST_MU:
+        return math.inf
     if mu == 0 or gaussian_delta(mu, 0.0) <= delta:
         return 0.0
     low, high = 0.0, 1.0
@@ -163,7 +170,7 @@ def _bounds_by_gaussian(flat: Flat, delta: float, adjacency: Adjacency) -> float
 
 def _coarsest(flat: Flat, adjacency: Adjacency) -> float | None:
     """The grid below which a single loss has over 50,000 points, or None where losses are too wide for any grid."""
-    mu = max(1 / z for _, z, _ in flat.sampled) * (2 if adjacency == "replace_one" else 1)
+    mu = max(math.sqrt(squared_ratio(z)) for _, z, _ in flat.sampled) * (2 if adjacency == "replace_one" else 1)
     width = mu**2 / 2 + 10 * mu
     return None if width > _MAX_RANGE else width / 50_000
 
@@ -186,7 +193,7 @@ def certifying_interval(flat: Flat, epsilon: float, adjacency: Adjacency) -> flo
         return None
     coarse = max(COARSE, coarsest)
     points = max(pmf.size for pmf in distributions(flat, adjacency, coarse))
-    wanted = FINEST if epsilon < _SMALL_EPSILON else FINE
+    wanted = FINEST if epsilon < _SMALL_EPSILON else FINE * max(1.0, epsilon / 10)
     return min(coarse, max(wanted, coarse * points / _MAX_POINTS))
 
 

@@ -80,15 +80,14 @@ def verify(card: Mapping[str, Any] | str | os.PathLike[str]) -> VerificationResu
         _check_consistent(fields, flat)
         delta = fields["epsilon"].get("delta")
         recomputed = None if delta is None else float(epsilon(event, delta, adjacency=fields["adjacency"]))
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, OverflowError) as error:
         return VerificationResult(False, False, claimed, None, str(error))
     if fields["guarantee"] == "none":
         reasons = "; ".join(map(str, fields["why_no_guarantee"])) or "it gives no reason"
         return VerificationResult(True, False, claimed, recomputed, f"the card claims no guarantee: {reasons}")
     if claimed is None or recomputed is None:
-        return VerificationResult(
-            False, False, claimed, recomputed, "the card claims a guarantee but states no epsilon"
-        )
+        reason = "the card claims a guarantee but states no epsilon"
+        return VerificationResult(False, False, claimed, recomputed, reason)
     if math.isinf(recomputed) or claimed < recomputed * (1 - _ROOM):
         reason = f"the card claims epsilon {claimed:.6g} but its event costs {recomputed:.6g} at delta {delta:g}"
         return VerificationResult(False, False, claimed, recomputed, reason)
