@@ -54,7 +54,9 @@ CASES = {
 }
 
 
-def measure(case: str, steps: int = 7, warmup: int = 2, implementations: tuple[str, ...] = IMPLEMENTATIONS) -> list[dict]:
+def measure(
+    case: str, steps: int = 7, warmup: int = 2, implementations: tuple[str, ...] = IMPLEMENTATIONS
+) -> list[dict]:
     """Rows of {case, implementation, seconds, peak_bytes, ratio_time, ratio_memory}, or the exception raised.
 
     Ratios are to non-private in the same run: time by the median of step-by-step ratios, so that a machine whose speed
@@ -252,7 +254,13 @@ def _fastdp(case: Case, model: torch.nn.Module, examples: list[Any], device: tor
 
 
 def _opacus(
-    case: Case, model: torch.nn.Module, optimizer: Any, batch: dict[str, torch.Tensor], examples: list[Any], *, ghost: bool
+    case: Case,
+    model: torch.nn.Module,
+    optimizer: Any,
+    batch: dict[str, torch.Tensor],
+    examples: list[Any],
+    *,
+    ghost: bool,
 ) -> Callable[[], None]:
     from opacus import PrivacyEngine
     from torch.utils.data import DataLoader

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import typer
 
+from fastdp.commands.bench import bench_app
 from fastdp.commands.doctor import doctor_command
 from fastdp.commands.privacy import calibrate_command, epsilon_command, verify_command
 from fastdp.commands.training import finetune_command, quickstart_command
@@ -20,3 +21,4 @@ app.command("calibrate")(calibrate_command)
 app.command("epsilon")(epsilon_command)
 app.command("verify")(verify_command)
 app.command("doctor")(doctor_command)
+app.add_typer(bench_app, name="bench")

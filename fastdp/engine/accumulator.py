@@ -104,9 +104,7 @@ class NormSink(_Captures):
             dtype=factors.right.dtype,
             device=factors.right.device,
         )
-        self.routes[name] = Route(
-            "row sums" if factors.one_hot else route, rows, columns, tokens, layout.units
-        )
+        self.routes[name] = Route("row sums" if factors.one_hot else route, rows, columns, tokens, layout.units)
         if route == "instantiate" and not factors.one_hot:
             left, right = (factors.right, factors.left) if factors.swap else (factors.left, factors.right)
             entry.add(ops.per_unit(left, right, offsets))

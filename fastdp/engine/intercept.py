@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812
+import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from fastdp.engine.uses import (
@@ -80,17 +80,17 @@ class UseMode(TorchFunctionMode):
         return changed, new_args, new_kwargs
 
 
-def _linear(reads: Reads, tap: Tap, input: Any, weight: Any, bias: Any = None) -> Any:  # noqa: A002
+def _linear(reads: Reads, tap: Tap, input: Any, weight: Any, bias: Any = None) -> Any:
     return _product(reads, tap, "linear", input, weight, bias, swap=False)
 
 
-def _addmm(reads: Reads, tap: Tap, input: Any, mat1: Any, mat2: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:  # noqa: A002
+def _addmm(reads: Reads, tap: Tap, input: Any, mat1: Any, mat2: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
     if beta != 1 or alpha != 1 or reads.is_trained(mat1):
         return NotImplemented
     return _product(reads, tap, "addmm", mat1, mat2, input, swap=True)
 
 
-def _matmul(reads: Reads, tap: Tap, input: Any, other: Any) -> Any:  # noqa: A002
+def _matmul(reads: Reads, tap: Tap, input: Any, other: Any) -> Any:
     if not reads.is_trained(other) or other.dim() != 2 or reads.is_trained(input):
         return NotImplemented
     return _product(reads, tap, "matmul", input, other, None, swap=True)
@@ -113,7 +113,7 @@ def _product(reads: Reads, tap: Tap, operation: str, x: Any, weight: Any, bias: 
 def _embedding(
     reads: Reads,
     tap: Tap,
-    input: Any,  # noqa: A002
+    input: Any,
     weight: Any,
     padding_idx: int | None = None,
     max_norm: float | None = None,
@@ -144,7 +144,7 @@ def _layer_norm(
     normalized_shape: Any,
     weight: Any = None,
     bias: Any = None,
-    eps: float = 1e-5,  # noqa: A002
+    eps: float = 1e-5,
 ) -> Any:
     trained = (reads.is_trained(weight), reads.is_trained(bias))
     if not any(trained):
@@ -158,7 +158,7 @@ def _layer_norm(
     return LayerNormUse.apply(input, weight, bias, eps, tap, trained)
 
 
-def _rms_norm(reads: Reads, tap: Tap, input: Any, normalized_shape: Any, weight: Any = None, eps: Any = None) -> Any:  # noqa: A002
+def _rms_norm(reads: Reads, tap: Tap, input: Any, normalized_shape: Any, weight: Any = None, eps: Any = None) -> Any:
     if not reads.is_trained(weight):
         return NotImplemented
     normed = F.rms_norm(input, normalized_shape, None, eps)
@@ -168,7 +168,7 @@ def _rms_norm(reads: Reads, tap: Tap, input: Any, normalized_shape: Any, weight:
 def _conv2d(
     reads: Reads,
     tap: Tap,
-    input: Any,  # noqa: A002
+    input: Any,
     weight: Any,
     bias: Any = None,
     stride: Any = 1,

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812
+import torch.nn.functional as F
 
 from fastdp.engine.layout import Layout
 
@@ -102,7 +102,7 @@ def intercepted(terms: LossTerms) -> Iterator[None]:
 
 def _class_loss(original: Callable[..., torch.Tensor], terms: LossTerms) -> Callable[..., torch.Tensor]:
     def loss(
-        input: torch.Tensor,  # noqa: A002
+        input: torch.Tensor,
         target: torch.Tensor,
         weight: torch.Tensor | None = None,
         size_average: bool | None = None,
@@ -130,7 +130,7 @@ def _class_loss(original: Callable[..., torch.Tensor], terms: LossTerms) -> Call
 
 
 def _elementwise_loss(original: Callable[..., torch.Tensor], terms: LossTerms) -> Callable[..., torch.Tensor]:
-    def loss(input: torch.Tensor, target: torch.Tensor, *args: Any, reduction: str = "mean", **options: Any) -> Any:  # noqa: A002
+    def loss(input: torch.Tensor, target: torch.Tensor, *args: Any, reduction: str = "mean", **options: Any) -> Any:
         if reduction == "none" or not torch.is_grad_enabled() or not input.requires_grad:
             return original(input, target, *args, reduction=reduction, **options)
         scalar = terms.add(original(input, target, *args, reduction="none", **options), None)

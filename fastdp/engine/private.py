@@ -19,7 +19,15 @@ from fastdp import accounting
 from fastdp.engine.engine import Engine
 from fastdp.engine.policy import Policy
 from fastdp.engine.release import Release
-from fastdp.engine.sampler import PoissonSampler, PrivateLoader, Sampler, ShuffledSampler, Units, check_loader, steps_per_epoch
+from fastdp.engine.sampler import (
+    PoissonSampler,
+    PrivateLoader,
+    Sampler,
+    ShuffledSampler,
+    Units,
+    check_loader,
+    steps_per_epoch,
+)
 from fastdp.ops.stream import NoiseStream
 
 _STATE_VERSION = 1
@@ -80,7 +88,10 @@ class Private:
         self._backwards_seen = 0
         self._epsilons: dict[tuple[int, float], float] = {}
         self._average: dict[str, torch.Tensor] | None = None
-        self._hooks = [optimizer.register_step_pre_hook(self._before_step), optimizer.register_step_post_hook(self._after_step)]
+        self._hooks = [
+            optimizer.register_step_pre_hook(self._before_step),
+            optimizer.register_step_post_hook(self._after_step),
+        ]
         data_loader.remaining = lambda: self._require_budget()
         data_loader.on_restart = self._restart
 
@@ -117,7 +128,9 @@ class Private:
         engine = self._engine
         # torch hands the optimizer itself as the first argument.
         if any(given is not None for given in (*args[1:], kwargs.get("closure"))):
-            raise ValueError("a closure would run backward passes inside step(); call backward() first and step() without it")
+            raise ValueError(
+                "a closure would run backward passes inside step(); call backward() first and step() without it"
+            )
         if engine.backwards == self._backwards_seen:
             raise RuntimeError("step() without backward(): call backward() on the loss of this batch first")
         self._backwards_seen = engine.backwards
@@ -182,9 +195,7 @@ class Private:
             raise ValueError("no target_delta was given; pass delta")
         key = (self.steps_done, delta)
         if key not in self._epsilons:
-            self._epsilons[key] = accounting.epsilon(
-                self.ledger.event(), delta, adjacency=self.settings["adjacency"]
-            )
+            self._epsilons[key] = accounting.epsilon(self.ledger.event(), delta, adjacency=self.settings["adjacency"])
         return self._epsilons[key]
 
     def extend(self, epochs: float) -> None:
@@ -242,7 +253,9 @@ class Private:
         Raises ValueError for a state of another version or model, or with another noise level.
         """
         if state.get("version") != _STATE_VERSION:
-            raise ValueError(f"this checkpoint's privacy state has version {state.get('version')}; expected {_STATE_VERSION}")
+            raise ValueError(
+                f"this checkpoint's privacy state has version {state.get('version')}; expected {_STATE_VERSION}"
+            )
         if state["model"] != self.settings["fingerprint"]:
             raise ValueError("this checkpoint belongs to another model: its trained parameters differ in name or shape")
         if state["noise_multiplier"] != self.noise_multiplier:
@@ -331,7 +344,9 @@ def make_private(
     if adjacency not in ("add_remove", "replace_one"):
         raise ValueError(f"adjacency is '{adjacency}': use 'add_remove' or 'replace_one'")
     if loss_reduction not in (None, "mean", "sum"):
-        raise ValueError(f"loss_reduction is '{loss_reduction}': use 'mean' or 'sum', or None if the model returns its loss")
+        raise ValueError(
+            f"loss_reduction is '{loss_reduction}': use 'mean' or 'sum', or None if the model returns its loss"
+        )
     if epochs is None or not (epochs > 0 and math.isfinite(epochs)):
         raise ValueError(f"epochs is {epochs}: state how many passes over the data the budget must last for")
     size = len(data_loader.dataset)  # type: ignore[arg-type]
@@ -360,7 +375,9 @@ def make_private(
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     policy = method.policy(trained, sigma)
     if method.bias_correction and not hasattr(optimizer, "noise_variance"):
-        raise ValueError("bias_correction needs fastdp.optim.Adam or fastdp.optim.AdamW: other optimizers cannot apply it")
+        raise ValueError(
+            "bias_correction needs fastdp.optim.Adam or fastdp.optim.AdamW: other optimizers cannot apply it"
+        )
     settings = {
         "noise_multiplier": sigma,
         "sample_rate": sample_rate,
@@ -383,9 +400,7 @@ def make_private(
         else ShuffledSampler(len(units), batch_size, draws)
     )
     loader = PrivateLoader(data_loader, sampler, units, per_epoch, physical, lambda: steps, unit_map)
-    engine = Engine(
-        model, policy, loader.tickets, loss_reduction=loss_reduction, two_pass=two_pass, check=self_check
-    )
+    engine = Engine(model, policy, loader.tickets, loss_reduction=loss_reduction, two_pass=two_pass, check=self_check)
     release = Release(trained, ledger, noise, batch_size, secure_rounding=secure_rounding)
     private = Private(model, optimizer, loader, method, engine, release, ledger, settings)
     for owner in (model, optimizer):
@@ -408,7 +423,9 @@ def _check_model(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> No
         raise ValueError("give the bare model, not a DataParallel or DistributedDataParallel wrapper")
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.modules.batchnorm._BatchNorm):
-            raise ValueError(f"{name} is a batch normalisation, which mixes examples; replace it by group or layer norm")
+            raise ValueError(
+                f"{name} is a batch normalisation, which mixes examples; replace it by group or layer norm"
+            )
         if isinstance(module, torch.nn.Embedding) and module.max_norm is not None:
             raise ValueError(f"{name} has max_norm, which rewrites rows by what the batch contains; set it to None")
     config = getattr(model, "config", None)
@@ -420,10 +437,14 @@ def _check_model(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> No
     given = {id(p) for group in optimizer.param_groups for p in group["params"]}
     known = {id(p) for p in model.parameters()}
     if given - known:
-        raise ValueError("the optimizer also holds parameters of another model; give each model an optimizer of its own")
+        raise ValueError(
+            "the optimizer also holds parameters of another model; give each model an optimizer of its own"
+        )
     for key, name in trained.items():
         if key not in given:
-            raise ValueError(f"{name} is trained but the optimizer does not hold it: add it, or set requires_grad=False")
+            raise ValueError(
+                f"{name} is trained but the optimizer does not hold it: add it, or set requires_grad=False"
+            )
 
 
 def _check_delta(
@@ -453,7 +474,9 @@ def _noise_multiplier(
 ) -> float:
     if method.mechanism == "non-private":
         if epsilon is not None and math.isfinite(epsilon):
-            raise ValueError(f"the non-private method cannot meet target_epsilon {epsilon}; leave it out or choose DPSGD")
+            raise ValueError(
+                f"the non-private method cannot meet target_epsilon {epsilon}; leave it out or choose DPSGD"
+            )
         return 0.0
     if given is not None:
         return float(given)
@@ -465,7 +488,12 @@ def _noise_multiplier(
 
 
 def _open_ledger(
-    output_dir: str | os.PathLike[str] | None, resume: bool, settings: dict[str, Any], method: Any, event: Any, steps: int
+    output_dir: str | os.PathLike[str] | None,
+    resume: bool,
+    settings: dict[str, Any],
+    method: Any,
+    event: Any,
+    steps: int,
 ) -> accounting.Ledger:
     header = {
         "run_id": uuid.uuid4().hex,
@@ -480,10 +508,14 @@ def _open_ledger(
         path.parent.mkdir(parents=True, exist_ok=True)
         return accounting.Ledger.create(path, header, event=event, budget_steps=steps)
     if not resume:
-        raise ValueError(f"{path.parent} already holds a run's ledger; pass resume=True to continue it, or choose another folder")
+        raise ValueError(
+            f"{path.parent} already holds a run's ledger; pass resume=True to continue it, or choose another folder"
+        )
     ledger = accounting.Ledger.open(path)
     for key in ("fingerprint", "unit", "adjacency", "sampling", "sample_rate", "noise_multiplier"):
         if ledger.header.get(key) != header[key]:
             ledger.close()
-            raise ValueError(f"the ledger in {path.parent} was written with another {key}; resume with the same arguments")
+            raise ValueError(
+                f"the ledger in {path.parent} was written with another {key}; resume with the same arguments"
+            )
     return ledger

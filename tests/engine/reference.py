@@ -44,7 +44,9 @@ def one_at_a_time(
 
 def norms(gradients: list[dict[str, torch.Tensor]]) -> torch.Tensor:
     """Norm of each example's gradient over all parameters."""
-    return torch.stack([torch.stack([g.square().sum() for g in gradient.values()]).sum().sqrt() for gradient in gradients])
+    return torch.stack(
+        [torch.stack([g.square().sum() for g in gradient.values()]).sum().sqrt() for gradient in gradients]
+    )
 
 
 class Recording(Policy):

@@ -142,7 +142,9 @@ class DPSGD:
 
     def describe(self) -> dict[str, Any]:
         """The settings, for the card."""
-        groups = self.groups if isinstance(self.groups, (str, type(None))) else {k: list(v) for k, v in self.groups.items()}
+        groups = (
+            self.groups if isinstance(self.groups, (str, type(None))) else {k: list(v) for k, v in self.groups.items()}
+        )
         bound = dict(self.max_grad_norm) if isinstance(self.max_grad_norm, Mapping) else self.max_grad_norm
         return {
             "name": self.mechanism,

@@ -1,0 +1,92 @@
+"""`fastdp bench`: the benchmarks, each of which writes its figures with device, versions and commit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from fastdp.commands.refusal import refusing
+
+bench_app = typer.Typer(help="Measure this machine: steps, kernels, the planner.", no_args_is_help=True)
+console = Console()
+
+Json = Annotated[Path | None, typer.Option("--json", help="write the rows, with device, versions and commit")]
+
+
+@bench_app.command("step")
+@refusing
+def step_command(
+    case: Annotated[str, typer.Option(help="one case, or 'all' for every CPU case, 'gpu' for every GPU case")] = "all",
+    steps: Annotated[int, typer.Option(help="steps timed")] = 7,
+    json: Json = None,
+) -> None:
+    """Time and memory of one training step: non-private, fastdp, and Opacus in both its modes."""
+    from fastdp.bench import step as bench
+
+    groups = {
+        "all": [name for name, c in bench.CASES.items() if not c.gpu],
+        "gpu": [name for name, c in bench.CASES.items() if c.gpu],
+    }
+    rows: list[dict[str, Any]] = []
+    for name in groups.get(case, [case]):
+        with console.status(f"{name} ..."):
+            rows += bench.measure(name, steps)
+        _print(f"{name}", rows[-len(bench.IMPLEMENTATIONS) :])
+        _write(json, rows)
+
+
+@bench_app.command("kernels")
+@refusing
+def kernels_command(
+    only: Annotated[str | None, typer.Option(help="only ops whose name holds this")] = None,
+    turns: Annotated[int, typer.Option(help="runs of each")] = 7,
+    json: Json = None,
+) -> None:
+    """Each op against its floor and its alternatives; nothing is timed whose result is wrong."""
+    from fastdp.bench import kernels as bench
+
+    with console.status("kernels ..."):
+        rows = bench.measure(turns, only)
+    for row in rows:
+        _print(f"{row['op']} {row.get('size', '')}", [{k: v for k, v in row.items() if k not in ("op", "size")}])
+    _write(json, rows)
+    if any("failed" in row for row in rows):
+        raise typer.Exit(1)
+
+
+@bench_app.command("planner")
+@refusing
+def planner_command(json: Json = None) -> None:
+    """Refit the planner's constants on this device, and compare its predictions with measurements."""
+    from fastdp.bench import planner as bench
+
+    with console.status("planner ..."):
+        figures = bench.measure()
+    _print("constants", [figures["constants"]])
+    _print("predicted against measured", figures["rows"])
+    _write(json, figures)
+
+
+def _print(title: str, rows: list[dict[str, Any]]) -> None:
+    keys = list(dict.fromkeys(key for row in rows for key in row))
+    table = Table(title=title, title_justify="left")
+    for key in keys:
+        table.add_column(key, overflow="fold")
+    for row in rows:
+        table.add_row(*(_text(row.get(key, "")) for key in keys))
+    console.print(table)
+
+
+def _text(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _write(path: Path | None, figures: Any) -> None:
+    if path is not None:
+        from fastdp.bench.record import write
+
+        write(path, figures)
