@@ -41,18 +41,23 @@ class OutputBoundary(torch.autograd.Function):
 
 
 def find_loss(output: Any) -> torch.Tensor | None:
-    """The scalar loss in what a model returned: a scalar, ``.loss``, ``["loss"]``, or the first of a tuple."""
+    """The scalar loss in what a model returned: a scalar, ``.loss``, ``["loss"]``, or the first of a tuple.
+
+    Raises ValueError for a ``loss`` that is not a scalar.
+    """
     if isinstance(output, torch.Tensor):
         return output if output.dim() == 0 and output.requires_grad else None
-    if isinstance(output, dict):
-        loss = output.get("loss")
-    elif isinstance(output, (tuple, list)):
-        loss = output[0] if output else None
-    else:
-        loss = getattr(output, "loss", None)
-    if isinstance(loss, torch.Tensor) and loss.numel() == 1 and loss.requires_grad:
-        return loss
-    return None
+    if isinstance(output, (tuple, list)):
+        first = output[0] if output else None
+        return first if isinstance(first, torch.Tensor) and first.numel() == 1 and first.requires_grad else None
+    loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
+    if not isinstance(loss, torch.Tensor) or not loss.requires_grad:
+        return None
+    if loss.numel() != 1:
+        raise ValueError(
+            f"the model's loss has shape {list(loss.shape)}, not that of a scalar: let the model average it over the examples"
+        )
+    return loss
 
 
 def replace_loss(output: Any, loss: torch.Tensor) -> Any:

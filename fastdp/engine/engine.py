@@ -120,6 +120,7 @@ class Engine:
         """The forward pass by the chosen route, its loss or outputs replaced by a boundary."""
         device = next(iter(self.parameters.values())).device
         layout = ticket.layout(device)
+        layout.constants = self._constants()
         if self.route == ONE_EXAMPLE:
             return self._one_at_a_time(args, kwargs, ticket, layout)
         tap, terms = Tap(layout), LossTerms(layout)
@@ -148,6 +149,10 @@ class Engine:
         waiting = Pass(ticket, layout, backward, tap, verify)
         value = masked_mean(per_unit.detach(), layout.weights)
         return replace_loss(output, self._loss(value, waiting))
+
+    def _constants(self) -> frozenset[int]:
+        fixed = (p for p in self.model.parameters() if id(p) not in self.reads.names)
+        return frozenset(t.untyped_storage().data_ptr() for t in (*self.model.buffers(), *fixed))
 
     def _loss(self, value: torch.Tensor, waiting: Pass) -> torch.Tensor:
         def enter(upstream: torch.Tensor) -> None:

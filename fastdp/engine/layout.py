@@ -70,6 +70,8 @@ class Layout:
     counts: torch.Tensor
     identity: bool
     token_segments: torch.Tensor | None = None
+    #: Storage addresses of the model's buffers and frozen parameters: their sizes may equal the number of rows by chance.
+    constants: frozenset[int] = frozenset()
     _offsets: dict[int, torch.Tensor] = field(default_factory=dict)
 
     @property

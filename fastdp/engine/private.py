@@ -7,6 +7,7 @@ import math
 import os
 import uuid
 import warnings
+import weakref
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,8 +32,8 @@ from fastdp.engine.sampler import (
 from fastdp.ops.stream import NoiseStream
 
 _STATE_VERSION = 1
-#: Attribute that marks a model or optimizer which an engine already drives.
-_MARK = "_fastdp_private"
+#: Models and optimizers which an engine drives; held here, not on them, so that their copies are plain.
+_DRIVEN: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 class Method(Protocol):
@@ -133,22 +134,45 @@ class Private:
             )
         if engine.backwards == self._backwards_seen:
             raise RuntimeError("step() without backward(): call backward() on the loss of this batch first")
+        self._refuse_unclipped(optimizer)
         self._backwards_seen = engine.backwards
         self.last_step_done = engine.complete
         if not engine.complete:
             return
         accumulator = engine.accumulator
-        unclipped = accumulator.unclipped
         self.nonfinite_examples += int(accumulator.nonfinite)
         self._release(accumulator.sums, accumulator.policy)
-        if self.method.adaptive is not None and self.noise_multiplier > 0:
-            accumulator.policy = self.method.adaptive.updated(
-                accumulator.policy, float(unclipped), self._release.expected_batch_size, self._release.stream
-            )
         if hasattr(optimizer, "noise_variance") and self.method.bias_correction:
             optimizer.noise_variance = (accumulator.policy.stds[0] / self._release.expected_batch_size) ** 2
+        if self.method.adaptive is not None and self.noise_multiplier > 0:
+            accumulator.policy = self.method.adaptive.updated(
+                accumulator.policy,
+                float(accumulator.unclipped),
+                float(accumulator.units),
+                self._release.expected_batch_size,
+                self._release.stream,
+            )
         accumulator.reset()
         engine.complete = False
+
+    def _refuse_unclipped(self, optimizer: torch.optim.Optimizer) -> None:
+        """Until a release, every gradient the optimizer would apply is None; one that is not has not been clipped."""
+        trained = {id(p) for p in self._engine.parameters.values()}
+        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+            known = id(parameter) in trained
+            if parameter.grad is None and parameter.requires_grad == known:
+                continue
+            found = {id(p): name for name, p in self.model.named_parameters()}
+            name = found.get(id(parameter), "a parameter of the optimizer that is not the model's")
+            parameter.grad = None
+            if parameter.requires_grad != known:
+                raise RuntimeError(
+                    f"{name} was frozen, unfrozen or given to the optimizer after make_private; call detach() and make the "
+                    "run private anew"
+                )
+            raise RuntimeError(
+                f"{name} holds a gradient at step() that was not clipped: let backward() start from the model's loss alone"
+            )
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         decay = self.method.weight_averaging
@@ -278,7 +302,7 @@ class Private:
         self._engine.close()
         self.ledger.close()
         for owner in (self.model, self.optimizer):
-            owner.__dict__.pop(_MARK, None)
+            _DRIVEN.discard(owner)
 
 
 def make_private(
@@ -404,7 +428,7 @@ def make_private(
     release = Release(trained, ledger, noise, batch_size, secure_rounding=secure_rounding)
     private = Private(model, optimizer, loader, method, engine, release, ledger, settings)
     for owner in (model, optimizer):
-        owner.__dict__[_MARK] = True
+        _DRIVEN.add(owner)
     return private
 
 
@@ -415,9 +439,9 @@ def fingerprint(parameters: dict[str, torch.nn.Parameter]) -> str:
 
 
 def _check_model(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    if model.__dict__.get(_MARK):
+    if model in _DRIVEN:
         raise ValueError("this model is private already; call detach() on the first run before starting another")
-    if optimizer.__dict__.get(_MARK):
+    if optimizer in _DRIVEN:
         raise ValueError("this optimizer already serves a private model; make a new one for each model")
     if isinstance(model, (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)):
         raise ValueError("give the bare model, not a DataParallel or DistributedDataParallel wrapper")

@@ -338,7 +338,7 @@ def _lanes(values: Any) -> Any:
 def _activation(plain: list[torch.Tensor], layout: Layout) -> torch.Tensor | None:
     """The tensor among the arguments that carries rows; vectors and scalars are taken for constants."""
     for tensor in plain:
-        if tensor.dim() < 2:
+        if tensor.dim() < 2 or tensor.untyped_storage().data_ptr() in layout.constants:
             continue
         if layout.token_segments is not None:
             if tuple(tensor.shape[:2]) == tuple(layout.token_segments.shape):

@@ -47,14 +47,17 @@ class AdaptiveClipping:
             )
         return rest**-0.5
 
-    def updated(self, policy: Policy, unclipped: float, expected_batch_size: float, stream: NoiseStream) -> Policy:
-        """The policy of the next step, from this step's count of unclipped units.
+    def updated(
+        self, policy: Policy, unclipped: float, units: float, expected_batch_size: float, stream: NoiseStream
+    ) -> Policy:
+        """The policy of the next step, from this step's count of unclipped units among the ``units`` that took part.
 
-        Each unit reports 1/2 or -1/2, so one unit moves the sum by 1/2 (section 2.2 of the paper).
+        Each unit reports 1/2 or -1/2, so one unit more or less moves the sum by 1/2 (section 2.2 of the paper); taking
+        half the expected batch size off the count instead would let it move by 1, for which the noise is too small.
         """
         from fastdp import ops
 
-        shifted = torch.tensor([unclipped - expected_batch_size / 2], dtype=torch.float32)
+        shifted = torch.tensor([unclipped - units / 2], dtype=torch.float32)
         fraction = float(ops.add_noise_(shifted, self.count_noise_std, stream)) / expected_batch_size + 0.5
         factor = math.exp(-self.learning_rate * (min(max(fraction, 0.0), 1.0) - self.target_quantile))
         return replace(
