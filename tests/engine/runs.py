@@ -1,0 +1,150 @@
+"""Small models, data and runs that the tests of the engine share, and the definition they are compared with."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader
+
+import fastdp
+from fastdp.engine.private import Private
+
+FEATURES, CLASSES = 5, 3
+Batch = dict[str, torch.Tensor]
+
+
+class Classifier(nn.Module):
+    """Two linear layers and their own cross-entropy."""
+
+    def __init__(self, seed: int = 0):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.first = nn.Linear(FEATURES, 7)
+        self.second = nn.Linear(7, CLASSES)
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(torch.tanh(self.first(x)))
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
+        logits = self.logits(x)
+        loss = None if labels is None else F.cross_entropy(logits, labels)
+        return {"loss": loss, "logits": logits}
+
+
+class Odd(Classifier):
+    """Reads a trained matrix in a way no per-example rule is known for."""
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(torch.tanh(torch.einsum("bi,oi->bo", x, self.first.weight) + self.first.bias))
+
+
+def examples(count: int = 24, seed: int = 0) -> list[dict[str, Any]]:
+    """Rows of features of different sizes, so that some are clipped and some are not, and a class."""
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        {"x": (1 + i % 4) * torch.randn(FEATURES, generator=generator), "labels": i % CLASSES} for i in range(count)
+    ]
+
+
+def collate(items: Sequence[Mapping[str, Any]]) -> Batch:
+    return {"x": torch.stack([i["x"] for i in items]), "labels": torch.tensor([i["labels"] for i in items])}
+
+
+def loader(data: Sequence[Any] | None = None, batch_size: int = 8, **options: Any) -> DataLoader:
+    data = examples() if data is None else data
+    return DataLoader(data, batch_size=batch_size, **{"collate_fn": collate, **options})  # type: ignore[arg-type]
+
+
+def start(
+    model: nn.Module | None = None,
+    data_loader: DataLoader | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    **options: Any,
+) -> Private:
+    """A private run, without noise and with a learning rate of 0 unless told otherwise."""
+    model = Classifier() if model is None else model
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.SGD(trained, lr=0.0) if optimizer is None else optimizer
+    data_loader = loader() if data_loader is None else data_loader
+    if "target_epsilon" not in options:
+        options = {"noise_multiplier": 0.0, **options}
+    return fastdp.make_private(model, optimizer, data_loader, **{"epochs": 2, "unsafe_seed": 3, **options})
+
+
+def logical_step(
+    private: Private, iterator: Iterator[Any] | None = None
+) -> tuple[dict[str, torch.Tensor], list[Batch]]:
+    """Train on one logical batch; the gradients the optimizer was given, and the micro-batches."""
+    iterator = iter(private.data_loader) if iterator is None else iterator
+    batches = []
+    private.optimizer.zero_grad()
+    for batch in iterator:
+        batches.append(batch)
+        private.model(**batch)["loss"].backward()
+        private.optimizer.step()
+        if private.last_step_done:
+            break
+    gradients = {n: p.grad.clone() for n, p in private.model.named_parameters() if p.grad is not None}
+    private.optimizer.zero_grad()
+    return gradients, batches
+
+
+def join(batches: Sequence[Batch]) -> Batch:
+    return {key: torch.cat([b[key] for b in batches]) for key in batches[0]}
+
+
+def one_by_one(model: nn.Module, batch: Batch) -> list[dict[str, torch.Tensor]]:
+    """The gradient of each row's own loss, by a plain copy of the model in float64."""
+    exact = copy.deepcopy(model).double()
+    names = [n for n, p in exact.named_parameters() if p.requires_grad]
+    parameters = [p for p in exact.parameters() if p.requires_grad]
+    gradients = []
+    for row in range(len(next(iter(batch.values())))):
+        single = {k: v[row : row + 1] for k, v in batch.items()}
+        single = {k: v.double() if v.is_floating_point() else v for k, v in single.items()}
+        found = torch.autograd.grad(exact(**single)["loss"], parameters, allow_unused=True)
+        gradients.append({n: torch.zeros_like(p) if g is None else g for n, p, g in zip(names, parameters, found)})
+    return gradients
+
+
+def clipped_sum(
+    gradients: Sequence[Mapping[str, torch.Tensor]], bounds: Mapping[str, float] | float
+) -> dict[str, torch.Tensor]:
+    """The sum of gradients scaled to norm at most their bound; ``bounds`` by parameter joins equal keys' values.
+
+    A float bounds the norm over all parameters; a mapping bounds that of each parameter alone.
+    """
+    total: dict[str, torch.Tensor] = {}
+    for gradient in gradients:
+        whole = torch.stack([g.square().sum() for g in gradient.values()]).sum().sqrt()
+        for name, g in gradient.items():
+            size, bound = (whole, bounds) if isinstance(bounds, float) else (g.norm(), bounds[name])
+            part = g * (bound / size).clamp(max=1)
+            total[name] = total[name] + part if name in total else part
+    return total
+
+
+def sizes(gradients: Sequence[Mapping[str, torch.Tensor]]) -> torch.Tensor:
+    """Norm of each gradient over all parameters."""
+    return torch.stack([torch.stack([g.square().sum() for g in one.values()]).sum().sqrt() for one in gradients])
+
+
+def error(got: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> float:
+    """Distance of two sets of tensors over the size of the second, all parameters together."""
+    assert got.keys() == expected.keys()
+    gap = sum(float((got[n].double() - expected[n].double()).square().sum()) for n in expected)
+    size = sum(float(e.double().square().sum()) for e in expected.values())
+    return (gap / max(size, 1e-300)) ** 0.5
+
+
+def state(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {n: t.detach().clone() for n, t in model.state_dict().items()}
+
+
+def same(a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
