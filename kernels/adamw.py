@@ -69,9 +69,10 @@ def adamw_noise_step_(
 ) -> None:
     """One step of AdamW in place on ``g = (grad_sum + std z) / divisor``, z at ``position`` (int32 [11]).
 
-    With ``variance_floor`` the second moment is freed of the noise's variance (DP-AdamBC, arXiv 2312.14334, algorithm 1).
-    All tensors have one shape; ``param`` is float32, bfloat16 or float16, the others float32; strided ones are copied once.
-    The numbers of a step are computed in float64 and reach the kernel as float32: no step compiles another kernel.
+    With ``variance_floor`` the second moment is freed of the noise's variance (DP-AdamBC, arXiv 2312.14334, algorithm
+    1). All tensors have one shape; ``param`` is float32, bfloat16 or float16, the others float32; strided ones are
+    copied once. The numbers of a step are computed in float64 and reach the kernel as float32: no step compiles
+    another kernel.
     """
     if param.numel() == 0:
         return

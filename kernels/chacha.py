@@ -1,8 +1,9 @@
 """Standard normals from ChaCha20 by position, on the device: the layout that every noise kernel shares.
 
-A position is eleven 32-bit words: key (8), tensor id (31 bits, the top bit is the domain flag), step low, step high. The
-state of block b is that of RFC 8439, section 2.3: constants, key, b, tensor id, step. Its sixteen words ``w`` give the
-normals of elements ``16 b .. 16 b + 15``: word k (k < 8) the radius and word k + 8 the angle of the elements k and k + 8.
+A position is eleven 32-bit words: key (8), tensor id (31 bits, the top bit is the domain flag), step low, step high.
+The state of block b is that of RFC 8439, section 2.3: constants, key, b, tensor id, step. Its sixteen words ``w``
+give the normals of elements ``16 b .. 16 b + 15``: word k (k < 8) the radius and word k + 8 the angle of the elements
+k and k + 8.
 
 Positions are read from memory, never passed as numbers: Triton would compile a kernel for some values of a number.
 """
@@ -34,7 +35,8 @@ def _quarter(a, b, c, d):
 
 @triton.jit
 def _interleave8(a, b, c, d, e, f, g, h):
-    # Eight vectors [B] to one tile [B, 8]: joining puts the newest bit of the index last, so the widest stride goes first.
+    # Eight vectors [B] to one tile [B, 8]: joining puts the newest bit of the index last, so the widest stride goes
+    # first.
     even = tl.join(tl.join(a, e), tl.join(c, g))
     odd = tl.join(tl.join(b, f), tl.join(d, h))
     return tl.reshape(tl.join(even, odd), (a.shape[0], 8))
@@ -47,8 +49,9 @@ def chacha20_words(p_position, block, flag):
     B should be at least the number of threads.
     """
     nothing = block ^ block
-    # A load of at least one element a thread is what Triton takes layouts from: with the key as vectors, the sixteen words
-    # of a block stay in one thread through the joins. As scalars, each join went through shared memory (49 barriers).
+    # A load of at least one element a thread is what Triton takes layouts from: with the key as vectors, the sixteen
+    # words of a block stay in one thread through the joins. As scalars, each join went through shared memory (49
+    # barriers).
     p_key = p_position + nothing.to(tl.int32)
     k0 = tl.load(p_key + 0).to(tl.uint32, bitcast=True)
     k1 = tl.load(p_key + 1).to(tl.uint32, bitcast=True)
@@ -124,8 +127,8 @@ def _wide_radius_squared(word, second):
 
 @triton.jit
 def _turn(word):
-    # cos and sin of 2 pi (word + 1/2) / 2^32: top bits give the quadrant, rounded to nearest; the rest, exact as a signed
-    # integer, is an angle of at most pi / 4, here in units of pi / 4.
+    # cos and sin of 2 pi (word + 1/2) / 2^32: top bits give the quadrant, rounded to nearest; the rest, exact as a
+    # signed integer, is an angle of at most pi / 4, here in units of pi / 4.
     shifted = word + 0x20000000
     t = (((word << 2).to(tl.int32, bitcast=True) >> 2).to(tl.float32) + 0.5) * (1.0 / 536870912.0)
     s = t * t
@@ -146,7 +149,8 @@ def _turn(word):
 def _box_muller(p_position, block):
     first, last = chacha20_words(p_position, block, tl.full((), 0, tl.uint32))
     square = _radius_squared(first)
-    # Tails beyond 6 sigma: a word below 2^16 is continued by 32 more bits. Few tiles hold one, so few make the second block.
+    # Tails beyond 6 sigma: a word below 2^16 is continued by 32 more bits. Few tiles hold one, so few make the second
+    # block.
     if tl.min(tl.min(first, 1), 0) < 65536:
         second, _ = chacha20_words(p_position, block, tl.full((), DOMAIN_FLAG, tl.uint32))
         square = tl.where(first < 65536, _wide_radius_squared(first, second), square)

@@ -1,7 +1,7 @@
 """``clip_noise``: each example scaled to a bounded norm, plus noise; and the gradient of the clip. Reads twice, writes once.
 
-Norms are summed in float64, chunk by chunk in a fixed order, so that a large finite example is not taken for an infinite
-one and two runs give the same bits.
+Norms are summed in float64, chunk by chunk in a fixed order, so that a large finite example is not taken for an
+infinite one and two runs give the same bits.
 """
 
 import torch

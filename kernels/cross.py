@@ -1,6 +1,7 @@
 """Inner products of two uses of one matrix (tied weights): ``sum over t, s of <L1_t, L2_s> <R1_t, R2_s>`` for each unit.
 
-A left factor may be one-hot: two ids multiply to whether they are equal, an id and a dense row to the row's entry there.
+A left factor may be one-hot: two ids multiply to whether they are equal, an id and a dense row to the row's entry
+there.
 """
 
 import torch

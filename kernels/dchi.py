@@ -1,7 +1,8 @@
 """Rows of a table plus d_chi noise, one token a program: the first half of ``private_snap``.
 
-Token i draws its direction from blocks ``D i + b`` of its position (D = ceil(d / 16)) and attempt a at its radius from block
-``2^32 - 1 - (16 i + a)``: Marsaglia and Tsang's method for Gamma(d, 1), in float64, with all 16 attempts made at once.
+Token i draws its direction from blocks ``D i + b`` of its position (D = ceil(d / 16)) and attempt a at its radius
+from block ``2^32 - 1 - (16 i + a)``: Marsaglia and Tsang's method for Gamma(d, 1), in float64, with all 16 attempts
+made at once.
 """
 
 import torch

@@ -10,7 +10,7 @@ import triton.language as tl
 
 from .launch import beside, on_device_of
 from .mask import load_mask, pack_mask
-from .reduce import sum_parts
+from .reduce import sum_slots
 from .tiles import outer_tile
 
 SQUARE = tl.constexpr(0)
@@ -85,7 +85,7 @@ def _launch(
             num_warps=8 if b_m * b_n > 4096 else 4,
             num_stages=3,
         )
-    return sum_parts(parts, offsets, tiles, 0)
+    return sum_slots(parts, units, tiles)
 
 
 def side_tile(width: int, wide: bool) -> int:

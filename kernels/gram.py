@@ -57,8 +57,9 @@ def gram_sqnorm_group(
 ) -> torch.Tensor:
     """Squared norms [k, B], float32, of k uses (lefts [N, m_i]) that share ``right`` [N, n]; offsets int64 [B + 1].
 
-    The Gram matrix of ``right`` is made once for two uses, as many as the registers hold beside it. float32, bfloat16 or float16, any strides, empty units.
-    ``precision``: of products of float32 factors, ``ieee`` or ``tf32x3``. ``splits``: programs a row of tiles is dealt to.
+    The Gram matrix of ``right`` is made once for two uses, as many as the registers hold beside it. float32, bfloat16
+    or float16, any strides, empty units. ``precision``: of products of float32 factors, ``ieee`` or ``tf32x3``.
+    ``splits``: programs a row of tiles is dealt to.
     """
     units, tokens = offsets.shape[0] - 1, right.shape[0]
     if units == 0 or tokens == 0:
@@ -94,4 +95,5 @@ def gram_sqnorm_group(
                 num_stages=4,
             )
             results.append(sum_parts(parts, offsets, splits, b_t))
-    return torch.cat(results)
+    # A norm far below its terms may come out below zero by their rounding.
+    return torch.cat(results).clamp_min_(0.0)

@@ -1,7 +1,8 @@
 """Per-unit gradients and their squared norms for many small matrices at once: the adapters of a LoRA step in one launch.
 
-Addresses, shapes and strides of all problems stand in one table in device memory. A program has one matrix and one unit: it
-makes the gradient tile by tile, stores it and adds up its squares in order, so there is nothing left to reduce.
+Addresses, shapes and strides of all problems stand in one table in device memory. A program has one matrix and one
+unit: it makes the gradient tile by tile, stores it and adds up its squares in order, so there is nothing left to
+reduce. Only where that would leave processors idle are the tiles of a gradient dealt to several programs.
 """
 
 from collections.abc import Sequence
@@ -10,20 +11,23 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import beside, on_device_of
+from .launch import beside, on_device_of, splits_to_fill
+from .reduce import sum_slots
 from .tiles import outer_tile
 
 _FIELDS = tl.constexpr(12)
+_WIDE_TILE = 128
 
 
-@triton.jit(do_not_specialize=["units"])
+@triton.jit(do_not_specialize=["units", "splits"])
 def _grouped_kernel(
-    p_table, p_offsets, p_norms, units,
+    p_table, p_offsets, p_norms, units, splits,
     NARROW: tl.constexpr, WIDE: tl.constexpr, CONTIGUOUS: tl.constexpr, NARROW_ALIGNED: tl.constexpr,
     WIDE_ALIGNED: tl.constexpr, b_m: tl.constexpr, b_n: tl.constexpr, b_t: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     problem = tl.program_id(0).to(tl.int64)
     unit = tl.program_id(1).to(tl.int64)
+    split = tl.program_id(2)
     p_row = p_table + problem * _FIELDS
     narrow_at = tl.load(p_row)
     wide_at = tl.load(p_row + 1)
@@ -59,14 +63,14 @@ def _grouped_kernel(
     total = 0.0
     for first_m in range(0, m, b_m):
         o_m = first_m + tl.arange(0, b_m)
-        for first_n in range(0, n, b_n):
+        for first_n in range(split * b_n, n, splits * b_n):
             o_n = first_n + tl.arange(0, b_n)
             gradient = outer_tile(p_narrow, p_wide, start, end, o_m, o_n, o_m < m, o_n < n, stride_at, stride_ak,
                                   stride_bt, stride_bk, b_m, b_n, b_t, PRECISION)  # fmt: skip
             total += tl.sum(tl.sum(gradient * gradient, 1), 0)
             p_tile = p_out + o_m[:, None] * stride_om + o_n[None, :] * stride_on
             tl.store(p_tile, gradient, mask=(o_m < m)[:, None] & (o_n < n)[None, :])
-    tl.store(p_norms + problem * units + unit, total)
+    tl.store(p_norms + (problem * units + unit) * splits + split, total)
 
 
 _TRITON = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -87,12 +91,16 @@ def _row(left: torch.Tensor, right: torch.Tensor, gradient: torch.Tensor) -> tup
 
 
 def per_unit_group(
-    lefts: Sequence[torch.Tensor], rights: Sequence[torch.Tensor], offsets: torch.Tensor, precision: str = "ieee"
+    lefts: Sequence[torch.Tensor],
+    rights: Sequence[torch.Tensor],
+    offsets: torch.Tensor,
+    precision: str = "ieee",
+    splits: int | None = None,
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
     """Gradients of each unit for k matrices, float32 [B, m_i, n_i] each, and their squared norms, float32 [k, B].
 
-    lefts [N, m_i] and rights [N, n_i]: float32, bfloat16 or float16, any strides; offsets int64 [B + 1]. One launch for all
-    matrices whose narrow and wide factors have the same dtypes: in practice, one.
+    lefts [N, m_i] and rights [N, n_i]: float32, bfloat16 or float16, any strides; offsets int64 [B + 1]. One launch
+    for all matrices whose narrow and wide factors have the same dtypes: in practice, one.
     """
     units = offsets.shape[0] - 1
     device = offsets.device if not rights else rights[0].device
@@ -102,6 +110,8 @@ def per_unit_group(
         part.view(units, left.shape[1], right.shape[1]) for part, left, right in zip(flat.split(sizes), lefts, rights)
     ]
     norms = torch.empty(len(lefts), units, dtype=torch.float32, device=device)
+    if norms.numel() == 0:
+        return gradients, norms
     groups: dict[tuple[torch.dtype, torch.dtype], list[int]] = {}
     for i, (left, right) in enumerate(zip(lefts, rights)):
         narrow, wide = (right, left) if left.shape[1] > right.shape[1] else (left, right)
@@ -112,28 +122,33 @@ def per_unit_group(
             *(_row(lefts[i], rights[i], gradients[i]) for i in members)
         )
         table = torch.tensor(rows, dtype=torch.int64)
-        b_m = min(64 if all(contiguous) else 32, max(16, triton.next_power_of_2(int(table[:, 3].max()))))
+        narrowest, widest = (int(width) for width in table[:, 3:5].amax(0))
+        b_m = min(64 if all(contiguous) else 32, max(16, triton.next_power_of_2(narrowest)))
         single = torch.float32 in (narrow_dtype, wide_dtype)
-        some = norms if len(groups) == 1 else torch.empty(len(members), units, dtype=torch.float32, device=device)
-        if units:
-            with on_device_of(flat):
-                _grouped_kernel[(len(members), units)](
-                    beside(table, flat),
-                    offsets,
-                    some,
-                    units,
-                    NARROW=_TRITON[narrow_dtype],
-                    WIDE=_TRITON[wide_dtype],
-                    CONTIGUOUS=all(contiguous),
-                    NARROW_ALIGNED=all(narrow_aligned),
-                    WIDE_ALIGNED=all(wide_aligned),
-                    b_m=b_m,
-                    b_n=128,
-                    b_t=32 if single else 64,
-                    PRECISION=precision,
-                    num_warps=8 if single or b_m > 32 else 4,
-                    num_stages=3,
-                )
-        if len(groups) > 1:
-            norms[members] = some
+        programs = len(members) * units
+        dealt = splits or splits_to_fill(flat, programs, triton.cdiv(widest, _WIDE_TILE))
+        parts = torch.empty(1, programs * dealt, dtype=torch.float32, device=device)
+        with on_device_of(flat):
+            _grouped_kernel[(len(members), units, dealt)](
+                beside(table, flat),
+                offsets,
+                parts,
+                units,
+                dealt,
+                NARROW=_TRITON[narrow_dtype],
+                WIDE=_TRITON[wide_dtype],
+                CONTIGUOUS=all(contiguous),
+                NARROW_ALIGNED=all(narrow_aligned),
+                WIDE_ALIGNED=all(wide_aligned),
+                b_m=b_m,
+                b_n=_WIDE_TILE,
+                b_t=32 if single else 64,
+                PRECISION=precision,
+                num_warps=8 if single or b_m > 32 else 4,
+                num_stages=3,
+            )
+        of_members = parts if dealt == 1 else sum_slots(parts, programs, dealt)
+        if len(groups) == 1:
+            return gradients, of_members.view(len(lefts), units)
+        norms[members] = of_members.view(len(members), units)
     return gradients, norms

@@ -1,7 +1,7 @@
 """One-hot left factors (embeddings): norms and sums of the rows of ``right`` that share an id.
 
-Tokens are put in order of (unit, id) or of id alone, so equal ids are neighbours. A program that stands at the first token of
-a run adds the run up, in its order: no atomics, and two runs of the program give the same bits.
+Tokens are put in order of (unit, id) or of id alone, so equal ids are neighbours. A program that stands at the first
+token of a run adds the run up, in its order: no atomics, and two runs of the program give the same bits.
 """
 
 import torch
@@ -92,9 +92,7 @@ def onehot_sqnorm(ids: torch.Tensor, right: torch.Tensor, offsets: torch.Tensor)
     keys, order = torch.sort(units_of_tokens(offsets, tokens) << 31 | ids, stable=True)
     parts = torch.empty(1, tokens + units, dtype=torch.float32, device=right.device)
     with on_device_of(right):
-        _norm_kernel[(tokens,)](
-            order, keys, right, parts, tokens, n, *right.stride(), b_t=4, b_n=_COLUMNS, num_warps=4
-        )
+        _norm_kernel[(tokens,)](order, keys, right, parts, tokens, n, *right.stride(), b_t=4, b_n=_COLUMNS, num_warps=4)
     return sum_parts(parts, offsets, 1, 1)[0]
 
 

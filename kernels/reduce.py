@@ -27,15 +27,24 @@ def _sum_parts_kernel(p_parts, p_out, p_offsets, units, columns, parts, b_tile: 
     tl.store(p_out + row * units + unit, tl.sum(total, 0))
 
 
-def sum_parts(parts: torch.Tensor, offsets: torch.Tensor, per_slot: int, b_tile: int) -> torch.Tensor:
-    """Sum the partial results [rows, slots * per_slot] of each unit: float32 [rows, units].
-
-    ``b_tile``: the length of the row tiles that slots number (``tiles.unit_of_slot``), or 0 where unit b has slot b.
-    """
-    rows, units = parts.shape[0], offsets.shape[0] - 1
+def _launch(parts: torch.Tensor, offsets: torch.Tensor, units: int, per_slot: int, b_tile: int) -> torch.Tensor:
+    rows = parts.shape[0]
     out = torch.empty(rows, units, dtype=torch.float32, device=parts.device)
     with on_device_of(parts):
         _sum_parts_kernel[(units, rows)](
             parts, out, offsets, units, parts.shape[1], per_slot, b_tile=b_tile, b=128, num_warps=1
         )
     return out
+
+
+def sum_parts(parts: torch.Tensor, offsets: torch.Tensor, per_slot: int, b_tile: int) -> torch.Tensor:
+    """Sum partial results [rows, slots * per_slot] by unit: float32 [rows, B].
+
+    Slots number the row tiles, ``b_tile`` tokens long, of all units: see ``tiles.unit_of_slot``.
+    """
+    return _launch(parts, offsets, offsets.shape[0] - 1, per_slot, b_tile)
+
+
+def sum_slots(parts: torch.Tensor, slots: int, per_slot: int) -> torch.Tensor:
+    """Sum partial results [rows, slots * per_slot] by slot: float32 [rows, slots]."""
+    return _launch(parts, parts, slots, per_slot, 0)

@@ -1,9 +1,9 @@
 """``snap``: the nearest row of a table, exactly, in O(N) times the number of groups of 32 rows.
 
-A first pass on the matrix units, in bfloat16, gives ``|e|^2 / 2 - <x, e>`` up to a proven error for every pair, of which only
-the least of each group of 32 rows of the table is kept. A second pass compares in float64 the rows of those groups whose
-least is within twice the error of the least of all: a few groups for each x, all of them if all are as near as that.
-No atomics: each x has one program, which takes groups in order, so ties go to the lowest index.
+A first pass on the matrix units, in bfloat16, gives ``|e|^2 / 2 - <x, e>`` up to a proven error for every pair, of
+which only the least of each group of 32 rows of the table is kept. A second pass compares in float64 the rows of
+those groups whose least is within twice the error of the least of all: a few groups for each x, all of them if all
+are as near as that. No atomics: each x has one program, which takes groups in order, so ties go to the lowest index.
 """
 
 import torch
@@ -90,7 +90,9 @@ def _resolve_kernel(
     least = float("inf")
     for first in range(0, groups, b_scan):
         o_g = first + tl.arange(0, b_scan)
-        least = tl.minimum(least, tl.min(tl.load(p_least + row * groups + o_g, mask=o_g < groups, other=float("inf")), 0))
+        least = tl.minimum(
+            least, tl.min(tl.load(p_least + row * groups + o_g, mask=o_g < groups, other=float("inf")), 0)
+        )
     most = tl.load(p_most)  # half the largest squared norm of the table
     # |x| |e| = 2 sqrt(half half); the last term covers products that underflow.
     error = product_error * 2.0 * tl.sqrt(tl.load(p_half_x + row)) * tl.sqrt(most) + norm_error * most + 1e-36
@@ -133,8 +135,8 @@ def named_bad_row(bad: torch.Tensor) -> int | None:
 def snap(x: torch.Tensor, table: torch.Tensor, half_x: torch.Tensor, half_table: torch.Tensor) -> torch.Tensor:
     """Index int64 [N] of the row of table [V, d] nearest to each row of x [N, d] in float64, ties to the lowest index.
 
-    Both finite, float32, bfloat16 or float16, any strides; ``half_*`` as :func:`survey` returns them. Scratch: x in bfloat16
-    and one float32 for each x and 32 rows of the table.
+    Both finite, float32, bfloat16 or float16, any strides; ``half_*`` as :func:`survey` returns them. Scratch: x in
+    bfloat16 and one float32 for each x and 32 rows of the table.
     """
     (rows, width), size = x.shape, table.shape[0]
     index = torch.zeros(rows, dtype=torch.int64, device=x.device)

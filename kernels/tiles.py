@@ -1,6 +1,7 @@
 """The two tile products that norms are made of: rows against rows (Gram), and columns against columns over tokens (outer).
 
-Rows, columns and tokens outside a factor are loaded as zero, so nothing of a neighbouring unit, not even a NaN, can enter.
+Rows, columns and tokens outside a factor are loaded as zero, so nothing of a neighbouring unit, not even a NaN, can
+enter.
 """
 
 import os

@@ -1,9 +1,9 @@
 """Weighted sums of all tokens' gradients: one matrix product over the tokens, weights applied on load.
 
-A block of tokens is multiplied with its weights divided by the largest of them, and the product added with that largest
-weight as a factor, in float32. Where one unit fills the block, and so one weight, the quotient is 1 and nothing is rounded:
-with 16-bit factors the sum of a clipped unit is then as long as it was clipped to, not longer by a rounding of its rows.
-Tokens of weight 0 are not loaded, so a NaN in one never meets the sum.
+A block of tokens is multiplied with its weights divided by the largest of them, and the product added with that
+largest weight as a factor, in float32. Where one unit fills the block, and so one weight, the quotient is 1 and
+nothing is rounded: with 16-bit factors the sum of a clipped unit is then as long as it was clipped to, not longer by
+a rounding of its rows. Tokens of weight 0 are not loaded, so a NaN in one never meets the sum.
 """
 
 import torch
@@ -109,7 +109,9 @@ def _masked_weighted_kernel(
             product = _selected(left, right, quotient_inside, zero, PRECISION)
             other = _selected(left, right, quotient_outside, zero, PRECISION)
         acc += tl.where(inside, scale_inside * product, scale_outside * other)
-    p_tile = p_out + split * stride_split + o_m[:, None].to(tl.int64) * stride_om + o_n[None, :].to(tl.int64) * stride_on
+    p_tile = (
+        p_out + split * stride_split + o_m[:, None].to(tl.int64) * stride_om + o_n[None, :].to(tl.int64) * stride_on
+    )
     m_tile = (o_m < m)[:, None] & (o_n < n)[None, :]
     tl.store(p_tile, tl.load(p_tile, mask=m_tile, other=0.0) + acc, mask=m_tile)
 
@@ -138,9 +140,9 @@ def weighted_sum_(
 ) -> None:
     """``out += sum over t of weights[t] left[t] right[t]^T``, plus ``std`` times the normals of ``position`` if given.
 
-    ``out`` float32 [m, n], any strides; left [N, m] and right [N, n] float32, bfloat16 or float16, any strides; weights [N]
-    float32. Noise is made in the epilogue where n is a multiple of 16, else in a pass of its own; it is the same noise.
-    ``splits``: parts of the token axis, added up in order.
+    ``out`` float32 [m, n], any strides; left [N, m] and right [N, n] float32, bfloat16 or float16, any strides;
+    weights [N] float32. Noise is made in the epilogue where n is a multiple of 16, else in a pass of its own; it is
+    the same noise. ``splits``: parts of the token axis, added up in order.
     """
     tokens, m, n = right.shape[0], left.shape[1], right.shape[1]
     wide = torch.float32 in (left.dtype, right.dtype)

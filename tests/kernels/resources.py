@@ -48,7 +48,7 @@ def compiled(
     num_warps: int = 4,
     num_stages: int = 3,
 ) -> Resources:
-    """Compile for ``sm_<capability>``. ``arguments``: a type (``*bf16``, ``i64``, ``fp32``), a value for a constexpr, a tuple of these.
+    """Compile for ``sm_<capability>``, with the types of arguments (``*bf16``, ``i64``, ...) and the values of constexprs.
 
     ``aligned`` names pointers on 16 bytes and numbers that are multiples of 16, as the launcher would find them.
     """

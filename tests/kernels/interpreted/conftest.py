@@ -1,0 +1,21 @@
+"""The interpreter computes with numpy, which warns where a GPU is silent: NaN and infinities are given on purpose here."""
+
+import numpy as np
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def _memory_starts_as_nan():
+    """What a launcher allocates and a kernel forgets to write shows up as NaN."""
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    assert torch.empty(3).isnan().all()
+    with np.errstate(all="ignore"):
+        yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(autouse=True)
+def _same_draws():
+    torch.manual_seed(0)

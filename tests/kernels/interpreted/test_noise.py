@@ -1,0 +1,167 @@
+"""Noise in Triton equals the definition within rounding; AdamW and the clip with it."""
+
+import numpy as np
+import pytest
+import torch
+import triton
+import triton.language as tl
+from fastdp.kernels.adamw import adamw_noise_step_
+from fastdp.kernels.chacha import _radius_squared, _turn, _wide_radius_squared, chacha20_words
+from fastdp.kernels.choice import uniforms
+from fastdp.kernels.clip_noise import clip_noise, clip_noise_backward
+from fastdp.kernels.noise import add_noise_
+
+from fastdp import ops
+from fastdp.ops.noise import normal_parts, standard_normals
+from fastdp.ops.stream import chacha20_words as defined_words
+from fastdp.ops.table import OPS
+from tests.ops.noise_paths import NORMAL_ERROR
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+#: Half a unit in the last place, relative.
+ROUNDING = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+
+
+def position():
+    return ops.NoiseStream.unsafe_reproducible(5).at(2**33 + 7, 77).take()
+
+
+@triton.jit
+def _words_kernel(p_position, p_first, p_last, first, flag, b: tl.constexpr):
+    block = first.to(tl.uint32) + tl.arange(0, b).to(tl.uint32)
+    low, high = chacha20_words(p_position, block, flag.to(tl.uint32))
+    o = tl.arange(0, b)[:, None] * 8 + tl.arange(0, 8)[None, :]
+    tl.store(p_first + o, low.to(tl.int32, bitcast=True))
+    tl.store(p_last + o, high.to(tl.int32, bitcast=True))
+
+
+@triton.jit
+def _parts_kernel(p_word, p_second, p_plain, p_wide, p_cos, p_sin, b: tl.constexpr):
+    o = tl.arange(0, b)
+    word = tl.load(p_word + o).to(tl.uint32, bitcast=True)
+    second = tl.load(p_second + o).to(tl.uint32, bitcast=True)
+    tl.store(p_plain + o, _radius_squared(word))
+    tl.store(p_wide + o, _wide_radius_squared(word, second))
+    cosine, sine = _turn(word)
+    tl.store(p_cos + o, cosine)
+    tl.store(p_sin + o, sine)
+
+
+@pytest.mark.parametrize("first", [0, 2**32 - 16])
+@pytest.mark.parametrize("second", [False, True])
+def test_words_are_those_of_the_definition(first, second):
+    low, high = torch.empty(16, 8, dtype=torch.int32), torch.empty(16, 8, dtype=torch.int32)
+    _words_kernel[(1,)](position(), low, high, first, (1 << 31) if second else 0, b=16)
+    words = np.concatenate([low.numpy(), high.numpy()], axis=1).view(np.uint32)
+    assert np.array_equal(words, defined_words(position(), first, 16, second))
+
+
+def test_vector_of_rfc_8439():
+    """Section 2.3.2: key 00..1f, nonce 00:00:00:09:00:00:00:4a:00:00:00:00, block 1."""
+    key = np.arange(32, dtype=np.uint8).view("<u4")
+    at = torch.from_numpy(np.concatenate([key, [0x09000000, 0x4A000000, 0]]).astype(np.uint32).view(np.int32))
+    low, high = torch.empty(16, 8, dtype=torch.int32), torch.empty(16, 8, dtype=torch.int32)
+    _words_kernel[(1,)](at, low, high, 1, 0, b=16)
+    assert low.numpy().view(np.uint32)[0, :4].tolist() == [0xE4E7F110, 0x15593BD1, 0x1FDD0F50, 0xC47120A3]
+    assert high.numpy().view(np.uint32)[0, 4:].tolist() == [0xD19C12B5, 0xB94E16DE, 0xE883D0CB, 0x4E3C50A2]
+
+
+def test_radius_and_angle_at_the_edges():
+    edges = [
+        0,
+        1,
+        2,
+        65535,
+        65536,
+        2**23,
+        2**24 + 1,
+        2**29 - 1,
+        2**29,
+        2**31 - 1,
+        2**31,
+        2**31 + 1,
+        2**32 - 2,
+        2**32 - 1,
+    ]
+    rng = np.random.default_rng(0)
+    word = np.array(edges + rng.integers(0, 2**32, 256 - len(edges)).tolist(), dtype=np.uint64).astype(np.uint32)
+    second = np.concatenate([[0], rng.integers(0, 2**32, 255)]).astype(np.uint32)
+    plain, wide, cosine, sine = (torch.empty(256) for _ in range(4))
+    as_int = [torch.from_numpy(w.view(np.int32)) for w in (word, second)]
+    _parts_kernel[(1,)](*as_int, plain, wide, cosine, sine, b=256)
+    radius, angle = normal_parts(word, second, word)
+    got = np.where(word < 65536, wide.double().sqrt().numpy(), plain.double().sqrt().numpy())
+    assert np.abs(got / radius - 1).max() <= NORMAL_ERROR
+    assert radius.max() > 9.4
+    assert np.abs(cosine.numpy() - np.cos(angle)).max() <= NORMAL_ERROR
+    assert np.abs(sine.numpy() - np.sin(angle)).max() <= NORMAL_ERROR
+
+
+def radii(n, folded):
+    """The largest radius among those that make each normal: its error is relative to that."""
+    blocks = 16 * -(-n // 16)
+    if folded:
+        return radii(4 * blocks, False).reshape(-1, 4, 16).amax(1).reshape(-1)[:n] * 2
+    pairs = standard_normals(position(), blocks).reshape(-1, 2, 8)
+    return pairs.norm(dim=1, keepdim=True).expand(-1, 2, 8).reshape(-1)[:n]
+
+
+@pytest.mark.parametrize("folded", [False, True])
+@pytest.mark.parametrize("n", [1, 7, 129, 2061])
+def test_normals_equal_the_definition(n, folded):
+    x = torch.zeros(n)
+    add_noise_(x, 1.0, position(), folded)
+    error = (x.double() - standard_normals(position(), n, folded)).abs()
+    assert bool((error <= NORMAL_ERROR * radii(n, folded)).all())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_add_noise_to_every_dtype_and_layout(dtype):
+    for x in (torch.randn(33, 7), torch.randn(7, 33).T, torch.randn(33, 14)[:, ::2], torch.randn(0, 3)):
+        x = x.to(dtype)
+        truth = x.double() + 0.7 * standard_normals(position(), x.numel()).view(x.shape)
+        add_noise_(x, 0.7, position(), False)
+        assert bool(((x.double() - truth).abs() <= 2 * ROUNDING[dtype] * truth.abs() + 1e-5 * 0.7).all())
+    kept = torch.randn(5)
+    before = kept.clone()
+    add_noise_(kept, 0.0, position(), False)
+    assert torch.equal(kept, before)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("floor", [None, 1e-4])
+def test_adamw_step(dtype, floor):
+    param, moments = torch.randn(257, 9).to(dtype), (torch.randn(257, 9), torch.randn(257, 9), torch.rand(257, 9))
+    numbers = (0.7, 8.0, 1e-2, 0.9, 0.999, 1e-8, 0.1, 5, floor, False)
+    got = [param.clone(), *(m.clone() for m in moments)]
+    truth = [param.clone(), *(m.clone() for m in moments)]
+    adamw_noise_step_(*got, position(), *numbers)
+    OPS["adamw_noise_step_"].reference(*truth, position(), *numbers)
+    for x, y in zip(got[1:], truth[1:]):
+        torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(got[0], truth[0], rtol=2 * ROUNDING[dtype] + 1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("shape", [(3, 7), (2, 129, 17), (1, 2500), (5, 1), (4, 0), (0, 3)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_clip_noise_and_its_gradient(shape, dtype):
+    x, grad = (3 * torch.randn(shape)).to(dtype), torch.randn(shape).to(dtype)
+    if shape[0] > 2 and x.numel():
+        x[1].view(-1)[0] = float("nan")
+        x[2].view(-1)[-1] = float("inf")
+    got, norm = clip_noise(x, 2.0, 0.5, position(), False)
+    truth, true_norm = OPS["clip_noise"].reference(x, 2.0, 0.5, position(), False)
+    finite = true_norm.isfinite()
+    torch.testing.assert_close(norm[finite], true_norm[finite], rtol=1e-12, atol=0.0)
+    assert torch.equal(norm.isfinite(), finite)
+    torch.testing.assert_close(got, truth, rtol=2 * ROUNDING[dtype], atol=1e-6)
+    back = clip_noise_backward(grad, x, true_norm, 2.0)
+    torch.testing.assert_close(
+        back, OPS["clip_noise_backward"].reference(grad, x, true_norm, 2.0), rtol=2 * ROUNDING[dtype], atol=1e-6
+    )
+
+
+def test_uniforms_of_tokens():
+    words = defined_words(position(), 0, 64 * 300)[::64, :2].astype(np.float64)
+    truth = (words[:, 1] * 2.0**32 + words[:, 0] + 0.5) * 2.0**-64
+    assert np.abs(uniforms(position(), 300, torch.device("cpu")).numpy() - truth).max() <= 2.0**-52

@@ -1,0 +1,145 @@
+"""Norms and inner products in Triton against float64, one unit at a time, on odd shapes, dtypes and layouts."""
+
+import pytest
+import torch
+from fastdp.kernels import cross, direct, gram, grouped, mask, onehot
+
+import fastdp.ops.cuda
+from fastdp.ops.table import OPS
+from tests.ops.uses import DTYPES, RAGGED, factor, gradients, offsets_of, relative_error
+
+BOUND = 1e-5  # of DESIGN section 8; 16-bit factors are widened exactly, so it holds for every dtype
+SHAPES = ((1, 1), (7, 129), (257, 123))
+
+
+def squared(left, right, offsets, rows=None):
+    return gradients(left, right, offsets, rows).square().sum((1, 2))
+
+
+@pytest.mark.parametrize("precision", ["ieee", "tf32x3"])
+@pytest.mark.parametrize(("m", "n"), SHAPES)
+def test_gram_and_direct_norms_of_ragged_units(m, n, precision):
+    offsets = offsets_of(RAGGED)
+    left, right = factor(int(offsets[-1]), m, 0), factor(int(offsets[-1]), n, 1)
+    truth = squared(left, right, offsets)
+    splits = 1 if precision == "ieee" else 3
+    assert relative_error(gram.gram_sqnorm_group([left], right, offsets, precision, splits)[0], truth) <= BOUND
+    assert relative_error(direct.direct_sqnorm(left, right, offsets, precision), truth) <= BOUND
+
+
+@pytest.mark.parametrize("layout", ["rows", "transposed", "strided"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_norm_reads_every_dtype_and_layout(dtype, layout):
+    offsets = offsets_of((7, 0, 33, 20))
+    tokens = int(offsets[-1])
+    left, right = factor(tokens, 67, 4, dtype, layout), factor(tokens, 33, 5, dtype, layout)
+    bits = torch.rand(67, 33) < 0.3
+    ids = torch.randint(0, 5, (2 * tokens,))[::2]
+    truth = gradients(left, right, offsets)
+    squares = truth.square()
+    assert relative_error(gram.gram_sqnorm_group([left], right, offsets)[0], squares.sum((1, 2))) <= BOUND
+    assert relative_error(direct.direct_sqnorm(left, right, offsets), squares.sum((1, 2))) <= BOUND
+    assert relative_error(direct.abs_sum(left, right, offsets), truth.abs().sum((1, 2))) <= BOUND
+    parts = torch.stack([(squares * bits).sum((1, 2)), (squares * ~bits).sum((1, 2))])
+    assert relative_error(direct.masked_sqnorm(left, right, offsets, bits), parts) <= BOUND
+    assert relative_error(onehot.onehot_sqnorm(ids, right, offsets), squared(ids, right, offsets, 5)) <= BOUND
+
+
+def test_factors_of_two_dtypes():
+    offsets = offsets_of((5, 12))
+    left, right = factor(17, 9, 0, torch.bfloat16), factor(17, 11, 1, torch.float32)
+    for got in (gram.gram_sqnorm_group([left], right, offsets)[0], direct.direct_sqnorm(left, right, offsets)):
+        assert relative_error(got, squared(left, right, offsets)) <= BOUND
+
+
+def test_a_group_shares_its_right_factor():
+    offsets = offsets_of((70, 0, 3))
+    lefts = [factor(73, m, m) for m in (5, 64, 17)]
+    right = factor(73, 12, 1)
+    truth = torch.stack([squared(left, right, offsets) for left in lefts])
+    assert relative_error(gram.gram_sqnorm_group(lefts, right, offsets, splits=2), truth) <= BOUND
+
+
+def test_the_packed_mask():
+    for m, n in ((1, 1), (3, 8), (5, 129)):
+        dense = torch.rand(m, 2 * n)[:, ::2] < 0.5
+        columns = torch.arange(n)
+        bits = mask.pack_mask(dense).int()
+        assert torch.equal((bits[:, columns // 8] >> (columns % 8)) & 1 == 1, dense)
+
+
+@pytest.mark.parametrize("kinds", ["dense-dense", "ids-dense", "dense-ids", "ids-ids"])
+@pytest.mark.parametrize("dtype", DTYPES[:2])
+def test_cross_terms_of_tied_weights(kinds, dtype):
+    lengths, others = (5, 0, 7, 70, 4), (3, 4, 0, 33, 1)
+    offsets1, offsets2 = offsets_of(lengths), offsets_of(others)
+    vocabulary, n = 11, 33
+    right1, right2 = factor(sum(lengths), n, 0, dtype, "strided"), factor(sum(others), n, 1, dtype)
+    lefts = []
+    for kind, tokens in zip(kinds.split("-"), (sum(lengths), sum(others))):
+        lefts.append(
+            torch.randint(0, vocabulary, (tokens,))
+            if kind == "ids"
+            else factor(tokens, vocabulary, 2, dtype, "transposed")
+        )
+    one = gradients(lefts[0], right1, offsets1, vocabulary)
+    two = gradients(lefts[1], right2, offsets2, vocabulary)
+    truth, size = (one * two).sum((1, 2)), (one.norm(dim=(1, 2)) * two.norm(dim=(1, 2)))
+    for splits in (1, 2):
+        got = cross.cross_inner(lefts[0], right1, lefts[1], right2, offsets1, offsets2, splits=splits)
+        assert bool(((got - truth).abs() <= BOUND * size).all())
+
+
+def test_many_matrices_in_one_launch():
+    offsets = offsets_of((5, 0, 42))
+    shapes = ((4, 33), (257, 8), (16, 48), (1, 1))
+    lefts = [factor(47, m, i, layout="transposed" if i == 0 else "plain") for i, (m, _) in enumerate(shapes)]
+    rights = [factor(47, n, 10 + i) for i, (_, n) in enumerate(shapes)]
+    lefts.append(factor(47, 17, 20, torch.bfloat16))
+    rights.append(factor(47, 16, 21, torch.bfloat16))
+    for splits in (1, 2):
+        got, norms = grouped.per_unit_group(lefts, rights, offsets, splits=splits)
+        for part, norm, left, right in zip(got, norms, lefts, rights):
+            truth = gradients(left, right, offsets)
+            size = gradients(left.abs(), right.abs(), offsets)
+            assert bool(((part - truth).abs() <= 50 * 2.0**-24 * size).all())
+            assert relative_error(norm, truth.square().sum((1, 2))) <= BOUND
+
+
+def test_a_nan_stays_in_its_unit():
+    offsets = offsets_of((5, 60, 9))
+    left, right = factor(74, 7, 0), factor(74, 9, 1)
+    left[6, 3], right[64, 2] = float("inf"), float("nan")
+    bits = torch.rand(7, 9) < 0.5
+    ids = torch.randint(0, 4, (74,))
+    for got in (
+        gram.gram_sqnorm_group([left], right, offsets)[0],
+        direct.direct_sqnorm(left, right, offsets),
+        direct.abs_sum(left, right, offsets),
+        direct.masked_sqnorm(left, right, offsets, bits).sum(0),
+        onehot.onehot_sqnorm(ids, right, offsets),
+        cross.cross_inner(left, right, left, right, offsets, offsets),
+        grouped.per_unit_group([left], [right], offsets)[1][0],
+    ):
+        assert got.isfinite().tolist() == [True, False, True]
+
+
+def test_ops_reach_the_kernels():
+    """The functions registered for CUDA, with offsets on the host, empty batches and the float64 way out."""
+    assert fastdp.ops.cuda is not None
+    on_gpu = {name: op.implementations["cuda"] for name, op in OPS.items() if "cuda" in op.implementations}
+    offsets = offsets_of((3, 0, 6))
+    left, right = factor(9, 5, 0), factor(9, 4, 1)
+    truth = gradients(left, right, offsets)
+    for route in ("auto", "gram", "direct"):
+        assert relative_error(on_gpu["sqnorm"](left, right, offsets, route), truth.square().sum((1, 2))) <= BOUND
+    assert relative_error(on_gpu["sqnorm_group"]([left], right, offsets)[0], truth.square().sum((1, 2))) <= BOUND
+    torch.testing.assert_close(on_gpu["per_unit"](left, right, offsets), truth.float())
+    sums = torch.stack([left[a:b].sum(0) for a, b in ((0, 3), (3, 3), (3, 9))])
+    torch.testing.assert_close(on_gpu["column_sums"](left, offsets), sums)
+    wide = on_gpu["sqnorm"](left.double(), right.double(), offsets, "auto")
+    assert wide.dtype == torch.float64
+    nothing = offsets_of(())
+    assert on_gpu["sqnorm"](left[:0], right[:0], nothing, "gram").shape == (0,)
+    assert on_gpu["abs_sum"](left[:0], right[:0], offsets_of((0, 0))).tolist() == [0.0, 0.0]
+    assert on_gpu["masked_sqnorm"](left[:0], right[:0], nothing, torch.ones(5, 4, dtype=torch.bool)).shape == (2, 0)

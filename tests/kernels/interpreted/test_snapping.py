@@ -1,0 +1,95 @@
+"""Nearest rows, d_chi rows and the exponential choice in Triton against their definitions."""
+
+import pytest
+import torch
+from fastdp.kernels.dchi import dchi_rows
+from fastdp.kernels.snap import named_bad_row, survey
+
+import fastdp.ops.cuda
+from fastdp import ops
+from fastdp.ops.private_snap import dchi_noise
+from fastdp.ops.table import OPS
+from tests.ops.uses import factor
+
+ON_GPU = {name: op.implementations["cuda"] for name, op in OPS.items() if "cuda" in op.implementations}
+
+
+def position():
+    return ops.NoiseStream.unsafe_reproducible(9).at(4, 5).take()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("n", "size", "d"), [(1, 1, 1), (7, 257, 123), (129, 33, 7)])
+def test_snap_is_exact(n, size, d, dtype):
+    assert fastdp.ops.cuda is not None
+    x, table = factor(n, d, 0, dtype, "strided"), factor(size, d, 1, dtype, "transposed")
+    if size > 200:
+        table[200] = table[7]
+        x[0] = table[7]
+    got = ON_GPU["snap"](x, table)
+    assert torch.equal(got, OPS["snap"].reference(x, table))
+    assert size <= 200 or got[0] == 7
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("scale", [0.0, 1e-30, 1e18, 1e30])
+def test_snap_where_the_first_pass_says_nothing(scale):
+    """Equal rows, and numbers whose squares float32 cannot hold: every group is compared in float64."""
+    table = scale * factor(70, 5, 1)
+    x = table[[3, 69, 40]].clone()
+    assert torch.equal(ON_GPU["snap"](x, table), OPS["snap"].reference(x, table))
+
+
+def test_snap_tells_rows_a_float32_distance_cannot():
+    row = torch.full((1, 40), 100.0)
+    table = row.repeat(65, 1)
+    table[:, 0] += torch.arange(65).flip(0) * 2.0**-17
+    assert ON_GPU["snap"](row, table).tolist() == [64]
+
+
+def test_a_row_without_a_nearest_one_is_named():
+    table = factor(40, 6, 0)
+    x = factor(20, 6, 1)
+    x[13, 2], x[9, 5] = float("nan"), float("-inf")
+    assert named_bad_row(survey(x)[1]) == 9
+    assert named_bad_row(survey(table)[1]) is None
+    with pytest.raises(ValueError, match="row 9 of x"):
+        ON_GPU["snap"](x, table)
+    table[31, 0] = float("nan")
+    with pytest.raises(ValueError, match="row 31 of table"):
+        ON_GPU["private_snap"](
+            torch.zeros(3, dtype=torch.int64), table, torch.ones((), dtype=torch.float64), position()
+        )
+
+
+@pytest.mark.parametrize("d", [1, 123, 300])
+def test_dchi_rows(d):
+    table, ids = factor(40, d, 0), torch.randint(0, 40, (2,))
+    for eta in (torch.tensor(1.5, dtype=torch.float64), torch.rand(2, dtype=torch.float64) + 0.5):
+        got = dchi_rows(ids, table, eta.reshape(-1), position())
+        truth = table[ids].double() + dchi_noise(position(), 2, d) / eta.reshape(-1, 1)
+        assert float((got - truth).abs().max() / truth.abs().max()) <= 1e-6
+
+
+def test_private_snap():
+    table, ids = factor(60, 12, 0), torch.randint(0, 60, (2, 2))
+    eta = 3.0 * torch.rand(2, 2, dtype=torch.float64) + 1.0
+    got = ON_GPU["private_snap"](ids, table, eta, position())
+    assert torch.equal(got, OPS["private_snap"].reference(ids, table, eta, position()))
+    with pytest.raises(ValueError, match="eta is so small"):
+        ON_GPU["private_snap"](ids[:1, :1], table, torch.tensor(1e-300, dtype=torch.float64), position())
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_exponential_choice_draw_by_draw(full):
+    table, ids = factor(50, 9, 0), torch.randint(0, 50, (61,))
+    table[20] = table[3]
+    scale = torch.tensor(1.5, dtype=torch.float64)
+    rest = (None, None, None)
+    if full:
+        prior = torch.randn(50, dtype=torch.float64)
+        prior[-3:] = -float("inf")
+        scale = torch.rand(61, dtype=torch.float64).round(decimals=1)
+        rest = (2.0, prior, torch.rand(50, dtype=torch.float64))
+    got = ON_GPU["exponential_choice"](ids, table, scale, position(), *rest)
+    assert torch.equal(got, OPS["exponential_choice"].reference(ids, table, scale, position(), *rest))

@@ -1,0 +1,233 @@
+"""Every kernel compiled for GPUs that need not be there: it fits, spills nothing and uses the matrix units it should.
+
+Arguments are typed as the launchers pass them: pointers on 16 bytes, widths and row strides multiples of 16, inner strides 1.
+"""
+
+from dataclasses import replace
+
+import pytest
+
+pytest.importorskip("triton")
+
+import triton.language as tl
+from fastdp.kernels import (
+    adamw,
+    chacha,
+    choice,
+    clip_noise,
+    cross,
+    dchi,
+    direct,
+    gram,
+    grouped,
+    mask,
+    noise,
+    onehot,
+    reduce,
+    snap,
+    weighted,
+)
+from triton.runtime.jit import JITFunction
+
+from .resources import SHARED_LIMIT, compiled
+
+#: Instructions of the matrix units; tiles at least 64 wide must not fall back to those of the generation before.
+MATRIX = {80: ("HMMA",), 90: ("HGMMA",), 100: ("UTCHMMA", "UTCQMMA")}
+
+ROWS = {"p_order": "*i64", "p_keys": "*i64", "p_right": "*bf16", **numbers("tokens", "n", "stride_rt"), "stride_rn": 1}
+APPLY = {
+    "p_x": "*bf16",
+    "p_out": "*bf16",
+    "p_scale": "*fp32",
+    "p_position": "*i32",
+    **numbers("n", "width", kind="i64"),
+}
+PULL = {"p_grad": "*bf16", "p_x": "*bf16", "p_out": "*bf16", "p_scale": "*fp32", "p_pull": "*fp32"}
+FACTORS = {"p_partial": "*fp64", "p_norm": "*fp64", "p_scale": "*fp32", "chunks": "i32", "max_norm": "fp32"}
+DCHI = {"p_table": "*fp32", "p_ids": "*i64", "p_eta": "*fp64", "p_position": "*i32", "p_out": "*fp32"}
+
+CASES = {
+    "noise": Case(
+        noise._add_noise_kernel,
+        {"p_x": "*fp32", "p_position": "*i32", "n": "i64", "std": "fp32"},
+        {"b_blocks": chacha.BLOCKS, "FOLDED": False},
+    ),
+    "noise-folded-bf16": Case(
+        noise._add_noise_kernel,
+        {"p_x": "*bf16", "p_position": "*i32", "n": "i64", "std": "fp32"},
+        {"b_blocks": chacha.BLOCKS, "FOLDED": True},
+        slow=True,
+    ),
+    "adamw": Case(
+        adamw._adamw_kernel,
+        {
+            **{"p_param": "*bf16", "p_grad": "*fp32", "p_mean": "*fp32", "p_square": "*fp32", "p_position": "*i32"},
+            "n": "i64",
+            **numbers(*ADAMW, kind="fp32"),
+        },
+        {"b_blocks": chacha.BLOCKS, "CORRECTED": True, "FOLDED": False},
+    ),
+    "clip-norms": Case(
+        clip_noise._row_dots_kernel,
+        {"p_x": "*bf16", "p_y": "*bf16", "p_partial": "*fp64", **numbers("width", "chunks")},
+        {"b_step": clip_noise._STEP, "b_chunk": clip_noise._CHUNK, "ALIGNED": True},
+    ),
+    "clip-factors": Case(clip_noise._forward_factor_kernel, FACTORS, {"b_chunks": 128}, 1),
+    "clip-factors-backward": Case(
+        clip_noise._backward_factor_kernel, {**FACTORS, "p_pull": "*fp32"}, {"b_chunks": 128}, 1, slow=True
+    ),
+    "clip-apply": Case(
+        clip_noise._apply_kernel, {**APPLY, "std": "fp32"}, {"b_blocks": chacha.BLOCKS, "NOISY": True, "FOLDED": False}
+    ),
+    "clip-backward": Case(
+        clip_noise._pull_back_kernel,
+        {**PULL, **numbers("n", "width", kind="i64")},
+        {"b_tile": clip_noise._STEP, "ALIGNED": True},
+    ),
+    "gram-bf16": gram_case("bf16", 1, 128, 64, 8),
+    "gram-bf16-pair": gram_case("bf16", 2, 128, 64, 8),
+    "gram-bf16-short": replace(gram_case("bf16", 1, 32, 64, 4, slow=True), narrow=True),
+    "gram-fp32": gram_case("fp32", 1, 64, 32, 8),
+    "gram-fp32-pair": gram_case("fp32", 2, 64, 32, 8, slow=True),
+    "gram-tf32x3": gram_case("fp32", 1, 64, 32, 8, "tf32x3", slow=True),
+    "direct-bf16": direct_case("bf16", direct.SQUARE, 128, 128, 64, 8),
+    "direct-fp16-narrow": replace(direct_case("fp16", direct.SQUARE, 16, 128, 64, 4, slow=True), narrow=True),
+    "direct-masked-bf16": direct_case("bf16", direct.MASKED_SQUARE, 128, 128, 64, 8),
+    "direct-absolute-fp32": direct_case("fp32", direct.ABSOLUTE, 64, 64, 32, 4),
+    "direct-masked-fp32": direct_case("fp32", direct.MASKED_SQUARE, 64, 64, 32, 4, slow=True),
+    "weighted-bf16": weighted_case("bf16", 128, 128, 64, 8, False),
+    "weighted-bf16-noise": weighted_case("bf16", 128, 64, 64, 8, True),
+    "weighted-bf16-noise-folded": weighted_case("bf16", 128, 64, 64, 8, True, True, slow=True),
+    "weighted-fp32": weighted_case("fp32", 64, 64, 32, 4, False, slow=True),
+    "weighted-fp32-noise": weighted_case("fp32", 64, 64, 32, 4, True, slow=True),
+    "masked-weighted-bf16": masked_weighted_case("bf16", 128, 64, 64, 8),
+    "masked-weighted-fp32": masked_weighted_case("fp32", 64, 64, 32, 4, slow=True),
+    "cross-dense-bf16": cross_case("bf16", cross.DENSE, 128, 64, 8, slow=True),
+    "cross-id-dense-bf16": cross_case("bf16", cross.ID_AGAINST_DENSE, 64, 64, 4),
+    "cross-ids-bf16": cross_case("bf16", cross.IDS, 128, 64, 8, slow=True),
+    "cross-dense-fp32": cross_case("fp32", cross.DENSE, 64, 32, 8, slow=True),
+    "grouped-bf16": replace(grouped_case(tl.bfloat16, 16, 64, 4), narrow=True),
+    "grouped-bf16-64": grouped_case(tl.bfloat16, 64, 64, 8, slow=True),
+    "grouped-fp32": grouped_case(tl.float32, 16, 32, 8, slow=True),
+    "onehot-norm": Case(onehot._norm_kernel, {**ROWS, "p_parts": "*fp32"}, {"b_t": 4, "b_n": onehot._COLUMNS}),
+    "onehot-scatter": Case(
+        onehot._scatter_kernel,
+        {**ROWS, "p_weights": "*fp32", "p_out": "*fp32", "stride_om": "i32", "stride_on": 1},
+        {"b_t": 4, "b_n": onehot._COLUMNS},
+        slow=True,
+    ),
+    "pack": Case(
+        mask._pack_kernel,
+        {"p_mask": "*u8", "p_bits": "*u8", **numbers("rows", "columns", "bytes_a_row", "stride_m"), "stride_n": 1},
+        {"b": 512},
+        slow=True,
+    ),
+    "sum-parts": Case(
+        reduce._sum_parts_kernel,
+        {"p_parts": "*fp32", "p_out": "*fp32", "p_offsets": "*i64", **numbers("units", "columns", "parts")},
+        {"b_tile": 128, "b": 128},
+        1,
+    ),
+    "snap-bf16": snap_case("bf16", 128, 8),
+    "snap-fp32": snap_case("fp32", 128, 8),
+    "snap-few": snap_case("fp32", 16, 4, slow=True),
+    "snap-resolve": Case(snap._resolve_kernel, RESOLVE, {"b_scan": 1024, "b_group": 32, "b_k": 64}),
+    "snap-survey": Case(
+        snap._survey_kernel,
+        {"p_x": "*fp32", "p_half": "*fp32", "p_bad": "*i64", **numbers("rows", "width", "stride_t"), "stride_k": 1},
+        {"b_t": 8, "b_k": 256},
+        slow=True,
+    ),
+    # The float64 cosine keeps a path for huge angles, whose table is the stack; angles here are below 2 pi.
+    "dchi": Case(
+        dchi._dchi_kernel,
+        {**DCHI, **numbers("width", "stride_eta", "stride_et"), "stride_ek": 1},
+        {"b_blocks": 64},
+        2,
+        stack=40,
+    ),
+    "uniforms": Case(
+        choice._uniform_kernel, {"p_position": "*i32", "p_out": "*fp64", "n": "i32"}, {"b": 128}, slow=True
+    ),
+}
+
+
+def check(case, capability):
+    aligned = tuple(
+        name
+        for name in case.types
+        if name not in VARYING
+        and (name.startswith(("p_", "stride", "lefts", "widths")) or name in ("m", "n", "width", "bytes_a_row"))
+    )
+    found = compiled(
+        case.kernel,
+        {**case.types, **case.constants},
+        capability,
+        aligned=aligned,
+        num_warps=case.num_warps,
+        num_stages=case.num_stages,
+    )
+    assert found.shared <= SHARED_LIMIT[capability]
+    assert found.registers * 32 * case.num_warps <= 65536
+    assert found.stack == case.stack
+    assert found.spills == 0 or case.stack
+    if case.matrix:
+        names = ("HMMA", *MATRIX[capability]) if case.narrow else MATRIX[capability]
+        assert any(found.has(name) for name in names)
+    if case.asynchronous:
+        assert found.has("LDGSTS") or found.has("UBLKCP") or found.has("UTMALDG")
+    return found
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if not case.slow])
+def test_fits_an_h200(name):
+    check(CASES[name], 90)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.slow])
+def test_every_variant_fits_an_h200(name):
+    check(CASES[name], 90)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", [80, 100])
+@pytest.mark.parametrize("name", list(CASES))
+def test_fits_its_neighbours(name, capability):
+    check(CASES[name], capability)
+
+
+def test_every_kernel_is_compiled_somewhere():
+    modules = (
+        adamw,
+        choice,
+        clip_noise,
+        cross,
+        dchi,
+        direct,
+        gram,
+        grouped,
+        mask,
+        noise,
+        onehot,
+        reduce,
+        snap,
+        weighted,
+    )
+    kernels = {
+        f"{module.__name__}.{name}"
+        for module in modules
+        for name, value in vars(module).items()
+        if name.endswith("_kernel") and isinstance(value, JITFunction)
+    }
+    assert kernels == {f"{case.kernel.fn.__module__}.{case.kernel.fn.__name__}" for case in CASES.values()}
+
+
+def test_no_kernel_is_compiled_again_for_another_batch():
+    """Token, unit and vocabulary counts, and what follows from them, are not specialised; seeds and keys are memory."""
+    for case in CASES.values():
+        for parameter in case.kernel.params:
+            if parameter.name in VARYING:
+                assert parameter.do_not_specialize, f"{case.kernel.fn.__name__}: {parameter.name}"
+            assert "seed" not in parameter.name
+            assert "step" not in parameter.name or parameter.name in ("step_size", "b_step")

@@ -1,0 +1,27 @@
+"""Every kernel under Triton's interpreter: a process of its own, since Triton reads the switch when it is imported."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+
+
+@pytest.mark.parametrize("files", [("test_noise.py", "test_snapping.py"), ("test_norms.py", "test_sums.py")])
+def test_kernels_against_their_definitions(files):
+    pytest.importorskip("triton")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    for name in ("PYTEST_XDIST_WORKER", "PYTEST_ADDOPTS"):
+        environment.pop(name, None)
+    run = subprocess.run(
+        [*command, *(str(HERE / "interpreted" / name) for name in files)],
+        cwd=HERE.parent.parent,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stdout[-8000:] + run.stderr[-2000:]
