@@ -16,25 +16,38 @@ namespace {
 #define FASTDP_AVX2 __attribute__((target("avx2,fma")))
 #define FASTDP_AVX512 __attribute__((target("avx512f,avx512dq,avx512bw,avx512vl")))
 
-FASTDP_AVX2 void outer_avx2(const float *left, const float *right, int64_t tokens, int64_t columns, float *block) {
+template <int kRows>
+FASTDP_AVX2 void outer_avx2(Rows left, Rows right, int64_t tokens, int64_t columns, float *block, bool add) {
     for (int64_t j = 0; j < columns; j += 16) {
-        __m256 sum[6][2];
-        for (auto &row : sum) row[0] = row[1] = _mm256_setzero_ps();
-        const float *l = left, *r = right + j;
-        for (int64_t t = 0; t < tokens; ++t, l += kChunkRows, r += kBlockColumns) {
+        __m256 sum[kRows][2];
+#pragma GCC unroll 6
+        for (int i = 0; i < kRows; ++i) {
+            const float *held = block + i * kBlockColumns + j;
+            sum[i][0] = add ? _mm256_loadu_ps(held) : _mm256_setzero_ps();
+            sum[i][1] = add ? _mm256_loadu_ps(held + 8) : _mm256_setzero_ps();
+        }
+        const float *l = left.data, *r = right.data + j;
+        for (int64_t t = 0; t < tokens; ++t, l += left.pitch, r += right.pitch) {
             const __m256 r0 = _mm256_loadu_ps(r), r1 = _mm256_loadu_ps(r + 8);
 #pragma GCC unroll 6
-            for (int i = 0; i < 6; ++i) {
+            for (int i = 0; i < kRows; ++i) {
                 const __m256 li = _mm256_broadcast_ss(l + i);
                 sum[i][0] = _mm256_fmadd_ps(li, r0, sum[i][0]);
                 sum[i][1] = _mm256_fmadd_ps(li, r1, sum[i][1]);
             }
         }
-        for (int i = 0; i < 6; ++i) {
+#pragma GCC unroll 6
+        for (int i = 0; i < kRows; ++i) {
             _mm256_storeu_ps(block + i * kBlockColumns + j, sum[i][0]);
             _mm256_storeu_ps(block + i * kBlockColumns + j + 8, sum[i][1]);
         }
     }
+}
+
+void outer_avx2_any(Rows left, Rows right, int64_t tokens, int64_t rows, int64_t columns, float *block, bool add) {
+    static constexpr void (*by_rows[6])(Rows, Rows, int64_t, int64_t, float *, bool) = {
+        outer_avx2<1>, outer_avx2<2>, outer_avx2<3>, outer_avx2<4>, outer_avx2<5>, outer_avx2<6>};
+    by_rows[rows - 1](left, right, tokens, columns, block, add);
 }
 
 FASTDP_AVX2 inline __m256 lanes_of(uint64_t chosen, int group) {
@@ -76,35 +89,45 @@ FASTDP_AVX2 void add_weighted_avx2(const float *entries, uint64_t mask, float ma
     }
 }
 
-template <int kVectors>
-FASTDP_AVX512 void outer_avx512(const float *left, const float *right, int64_t tokens, float *block) {
-    __m512 sum[6][kVectors];
+template <int kRows, int kVectors>
+FASTDP_AVX512 void outer_avx512(Rows left, Rows right, int64_t tokens, float *block, bool add) {
+    __m512 sum[kRows][kVectors];
 #pragma GCC unroll 6
-    for (int i = 0; i < 6; ++i)
+    for (int i = 0; i < kRows; ++i)
 #pragma GCC unroll 4
-        for (int j = 0; j < kVectors; ++j) sum[i][j] = _mm512_setzero_ps();
-    for (int64_t t = 0; t < tokens; ++t, left += kChunkRows, right += kBlockColumns) {
-        __m512 r[kVectors];
+        for (int j = 0; j < kVectors; ++j)
+            sum[i][j] = add ? _mm512_loadu_ps(block + i * kBlockColumns + 16 * j) : _mm512_setzero_ps();
+    const float *l = left.data, *r = right.data;
+    for (int64_t t = 0; t < tokens; ++t, l += left.pitch, r += right.pitch) {
+        __m512 x[kVectors];
 #pragma GCC unroll 4
-        for (int j = 0; j < kVectors; ++j) r[j] = _mm512_loadu_ps(right + 16 * j);
+        for (int j = 0; j < kVectors; ++j) x[j] = _mm512_loadu_ps(r + 16 * j);
 #pragma GCC unroll 6
-        for (int i = 0; i < 6; ++i) {
-            const __m512 l = _mm512_set1_ps(left[i]);
+        for (int i = 0; i < kRows; ++i) {
+            const __m512 li = _mm512_set1_ps(l[i]);
 #pragma GCC unroll 4
-            for (int j = 0; j < kVectors; ++j) sum[i][j] = _mm512_fmadd_ps(l, r[j], sum[i][j]);
+            for (int j = 0; j < kVectors; ++j) sum[i][j] = _mm512_fmadd_ps(li, x[j], sum[i][j]);
         }
     }
 #pragma GCC unroll 6
-    for (int i = 0; i < 6; ++i)
+    for (int i = 0; i < kRows; ++i)
 #pragma GCC unroll 4
         for (int j = 0; j < kVectors; ++j) _mm512_storeu_ps(block + i * kBlockColumns + 16 * j, sum[i][j]);
 }
 
-FASTDP_AVX512 void outer_avx512_any(const float *left, const float *right, int64_t tokens, int64_t columns, float *block) {
-    if (columns > 48) outer_avx512<4>(left, right, tokens, block);
-    else if (columns > 32) outer_avx512<3>(left, right, tokens, block);
-    else if (columns > 16) outer_avx512<2>(left, right, tokens, block);
-    else outer_avx512<1>(left, right, tokens, block);
+template <int kVectors>
+void outer_avx512_any(Rows left, Rows right, int64_t tokens, int64_t rows, float *block, bool add) {
+    static constexpr void (*by_rows[6])(Rows, Rows, int64_t, float *, bool) = {
+        outer_avx512<1, kVectors>, outer_avx512<2, kVectors>, outer_avx512<3, kVectors>,
+        outer_avx512<4, kVectors>, outer_avx512<5, kVectors>, outer_avx512<6, kVectors>};
+    by_rows[rows - 1](left, right, tokens, block, add);
+}
+
+void outer_avx512_any(Rows left, Rows right, int64_t tokens, int64_t rows, int64_t columns, float *block, bool add) {
+    if (columns > 48) outer_avx512_any<4>(left, right, tokens, rows, block, add);
+    else if (columns > 32) outer_avx512_any<3>(left, right, tokens, rows, block, add);
+    else if (columns > 16) outer_avx512_any<2>(left, right, tokens, rows, block, add);
+    else outer_avx512_any<1>(left, right, tokens, rows, block, add);
 }
 
 FASTDP_AVX512 float sum_square_avx512(const float *entries, uint64_t chosen) {
@@ -143,7 +166,7 @@ FASTDP_AVX512 void add_weighted_avx512(const float *entries, uint64_t mask, floa
 
 const BlockKernels &block_kernels() {
 #if defined(__x86_64__)
-    static const BlockKernels avx2{outer_avx2, sum_square_avx2, sum_absolute_avx2, add_weighted_avx2};
+    static const BlockKernels avx2{outer_avx2_any, sum_square_avx2, sum_absolute_avx2, add_weighted_avx2};
     static const BlockKernels avx512{outer_avx512_any, sum_square_avx512, sum_absolute_avx512, add_weighted_avx512};
     if (isa() == Isa::avx512) return avx512;
     if (isa() == Isa::avx2) return avx2;

@@ -6,12 +6,18 @@ namespace fastdp {
 
 constexpr int64_t kBlockRows = 6;      // with 64 columns, 24 vectors of 16 lanes: the most that leave room for operands
 constexpr int64_t kBlockColumns = 64;  // one word of a mask
-constexpr int64_t kChunkRows = 96;     // columns of L packed at a time
+constexpr int64_t kChunkRows = 96;     // columns of L taken at a time
+
+// Tokens of a factor as rows of floats, `pitch` apart.
+struct Rows {
+    const float *data;
+    int64_t pitch;
+};
 
 struct BlockKernels {
-    // block[6][64] = sum over tokens of left[t][0..6] right[t][0..64]^T; left has a pitch of kChunkRows, right of kBlockColumns.
-    // Only the first `columns` (rounded up to a vector) are computed.
-    void (*outer)(const float *left, const float *right, int64_t tokens, int64_t columns, float *block);
+    // block[i][j] (+)= sum over tokens of left[t][i] right[t][j], for i < rows <= 6 and j < columns <= 64. Of right, columns
+    // are read up to the next multiple of 16.
+    void (*outer)(Rows left, Rows right, int64_t tokens, int64_t rows, int64_t columns, float *block, bool add);
     // Sums over those of 64 entries whose bit is set.
     float (*sum_square)(const float *entries, uint64_t chosen);
     float (*sum_absolute)(const float *entries, uint64_t chosen);

@@ -18,7 +18,9 @@ from .factors import (
 )
 from .sums import COLUMN_SUMS, PER_UNIT, WEIGHTED_SUM, WEIGHTED_SUM_INPLACE
 
-_SLAB_BYTES = 4 << 20  # of a factor cast to float32 at a time: beyond a cache's size longer slabs gain nothing
+# Tokens multiplied at a time: the scaled copy of the narrower factor is used again from the cache, and products this deep
+# lose nothing by reading and writing the sum once more.
+_SLAB = 256
 _SHORTEST_RUN = 64  # tokens: a product over fewer costs more in reading and writing `out` than copying them together
 
 
@@ -56,6 +58,8 @@ def column_sums(left: Tensor, offsets: Tensor) -> Tensor:
 
 def _kept_runs(weights: Tensor) -> list[tuple[int, int]]:
     """Runs of tokens whose weight is not 0."""
+    if int(torch.count_nonzero(weights)) == weights.shape[0]:
+        return [(0, weights.shape[0])]
     zero = (weights == 0).to(torch.int8)
     edges = torch.diff(zero, prepend=zero.new_ones(1), append=zero.new_ones(1)).nonzero()[:, 0].tolist()
     return list(zip(edges[::2], edges[1::2]))
@@ -63,17 +67,17 @@ def _kept_runs(weights: Tensor) -> list[tuple[int, int]]:
 
 def _add_products(out: Tensor, left: Tensor, right: Tensor, weights: Tensor) -> None:
     """Add the weighted sum of tokens that are all kept: the narrower factor is scaled, the wider one read in place."""
-    dtype = out.dtype
-    weights = weights.to(dtype).unsqueeze(1)
-    m, n = out.shape
-    slab = left.shape[0]
-    if left.dtype != dtype or right.dtype != dtype:
-        slab = max(_SHORTEST_RUN, _SLAB_BYTES // (4 * max(m, n, 1)))
-    for start in range(0, left.shape[0], slab):
-        tokens = slice(start, start + slab)
-        a, b, w = left[tokens].to(dtype), right[tokens].to(dtype), weights[tokens]
-        a, b = (a * w, b) if m < n else (a, b * w)
-        torch.addmm(out, a.T, b, out=out)
+    weights = weights.unsqueeze(1)
+    narrow = left if out.shape[0] < out.shape[1] else right
+    scaled = out.new_empty(min(_SLAB, left.shape[0]), narrow.shape[1])
+    for start in range(0, left.shape[0], _SLAB):
+        tokens = slice(start, start + _SLAB)
+        part = narrow[tokens]
+        part = torch.mul(part, weights[tokens], out=scaled[: part.shape[0]])
+        if narrow is left:
+            torch.addmm(out, part.T, right[tokens].to(out.dtype), out=out)
+        else:
+            torch.addmm(out, left[tokens].to(out.dtype).T, part, out=out)
 
 
 @WEIGHTED_SUM_INPLACE.implement("cpu")
