@@ -71,6 +71,22 @@ def planner_command(json: Json = None) -> None:
     _write(json, figures)
 
 
+@bench_app.command("plot")
+@refusing
+def plot_command(
+    results: Annotated[Path, typer.Option(help="folder with kernels.json and planner.json")] = Path(
+        "bench/results/cpu"
+    ),
+    output: Annotated[Path, typer.Option(help="folder for the pictures")] = Path("docs/pictures"),
+) -> None:
+    """Draw the roofline and the planner's predictions from result files."""
+    from fastdp.bench import plots
+
+    for name, draw in (("kernels", plots.roofline), ("planner", plots.planner)):
+        draw(results / f"{name}.json", output / f"{name}.png")
+        console.print(f"wrote {output / name}.png")
+
+
 def _print(title: str, rows: list[dict[str, Any]]) -> None:
     keys = list(dict.fromkeys(key for row in rows for key in row))
     table = Table(title=title, title_justify="left")

@@ -1,0 +1,69 @@
+"""Pictures of committed results: a roofline of the ops, and the planner's predictions against measurements."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+
+def roofline(results: Path, picture: Path) -> None:
+    """Arithmetic intensity against achieved rate for each op in ``results``, under the two measured ceilings."""
+    found = json.loads(results.read_text())
+    floor, *rows = found["figures"]
+    bandwidth, matmul = floor["copy_bytes_per_second"], floor["matmul_flops_per_second"]
+    figure, (axes, bars) = plt.subplots(1, 2, figsize=(13, 5.5), layout="constrained")
+    intensities = [10 ** (x / 10) for x in range(-10, 41)]
+    axes.plot(intensities, [min(matmul, bandwidth * i) / 1e9 for i in intensities], color="black", label="ceiling")
+    for row in rows:
+        if row.get("flops_per_second", 0) > 0:
+            intensity = row["flops_per_second"] / row["bytes_per_second"]
+            axes.plot(intensity, row["flops_per_second"] / 1e9, "o", label=row["op"])
+    axes.set(xscale="log", yscale="log", xlabel="operations a byte (least possible traffic)", ylabel="GFLOP/s")
+    axes.set_title("Ops that multiply matrices")
+    axes.legend(fontsize=8)
+    timed = [row for row in rows if "share_of_floor" in row]
+    bars.barh([row["op"] for row in timed], [row["share_of_floor"] for row in timed], color="tab:blue")
+    bars.axvline(1.0, color="black", linewidth=1)
+    bars.invert_yaxis()
+    bars.set_xlabel("share of the floor: 1 is the measured matmul rate or copy bandwidth")
+    environment = found["environment"]
+    figure.suptitle(f"{environment['device']}, {environment['threads']} threads, {environment['instruction_set']}")
+    _save(figure, picture)
+
+
+def planner(results: Path, picture: Path) -> None:
+    """Predicted against measured seconds of every shape and route."""
+    found: dict[str, Any] = json.loads(results.read_text())
+    rows = found["figures"]["rows"]
+    figure, axes = plt.subplots(figsize=(6.5, 6), layout="constrained")
+    for route, marker in (("gram", "o"), ("direct", "s"), ("instantiate", "^")):
+        own = [row for row in rows if row["route"] == route]
+        axes.plot([r["predicted"] for r in own], [r["measured"] for r in own], marker, label=route)
+    chosen = [row for row in rows if row["chosen"]]
+    axes.plot(
+        [r["predicted"] for r in chosen],
+        [r["measured"] for r in chosen],
+        "o",
+        markersize=13,
+        fillstyle="none",
+        color="black",
+        label="chosen",
+    )
+    ends = [min(r["predicted"] for r in rows), max(r["predicted"] for r in rows)]
+    axes.plot(ends, ends, color="grey", linewidth=1)
+    axes.set(xscale="log", yscale="log", xlabel="predicted seconds", ylabel="measured seconds")
+    axes.legend()
+    figure.suptitle(f"{found['environment']['device']}, {found['environment']['threads']} threads")
+    _save(figure, picture)
+
+
+def _save(figure: Any, picture: Path) -> None:
+    picture.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(picture, dpi=110)
+    plt.close(figure)
