@@ -2,11 +2,10 @@
 #
 #   PYTHON=python3.12     the interpreter the environment is made with
 #   VENV=/path/to/env     another environment; an existing one is used as it is, and a torch it has is kept
-#   DATA=path  OUT=path   where `make bench` finds real data and puts its rows
+#   OUT=path              where `make bench` and `make gpu` put their figures
 
 PYTHON ?= python3
 VENV ?= .venv
-DATA ?= ../shared
 OUT ?= bench/results
 PIP = $(VENV)/bin/python -m pip --disable-pip-version-check -q
 SOURCES = $(wildcard csrc/*) setup.py pyproject.toml constraints.txt
@@ -26,10 +25,16 @@ test-full: $(VENV)/.fastdp-test
 	HF_HUB_OFFLINE=1 $(VENV)/bin/python -m pytest -q -m "slow or not slow"
 
 bench: $(VENV)/.fastdp-test
-	$(VENV)/bin/fastdp bench --help
+	$(VENV)/bin/fastdp bench step --json $(OUT)/cpu/step.json
+	$(VENV)/bin/fastdp bench kernels --json $(OUT)/cpu/kernels.json
+	$(VENV)/bin/fastdp bench planner --json $(OUT)/cpu/planner.json
+	$(VENV)/bin/fastdp bench plot --results $(OUT)/cpu
 
 gpu: $(VENV)/.fastdp-test
-	$(VENV)/bin/python -m pytest -q tests/kernels
+	$(VENV)/bin/python -c "import torch, sys; sys.exit(None if torch.cuda.is_available() else 'make gpu needs a GPU')"
+	$(VENV)/bin/python -m pytest -q tests/kernels tests/ops tests/engine
+	$(VENV)/bin/fastdp bench step --case gpu --json $(OUT)/gpu/step.json
+	$(VENV)/bin/fastdp bench kernels --json $(OUT)/gpu/kernels.json
 
 clean:
 	rm -rf build dist *.egg-info fastdp/_native*.so .venv
