@@ -12,8 +12,8 @@ namespace py = pybind11;
 namespace {
 
 void adamw_noise_step(uintptr_t param, int dtype, uintptr_t grad, uintptr_t mean, uintptr_t square, int64_t n,
-                      uintptr_t position, bool folded, double std, double divisor, double lr, double beta1, double beta2,
-                      double eps, double weight_decay, int64_t step, bool corrected, double floor,
+                      uintptr_t position, bool folded, double std, double divisor, double lr, double beta1,
+                      double beta2, double eps, double weight_decay, int64_t step, bool corrected, double floor,
                       int threads) {
     const Position at = *reinterpret_cast<const Position *>(position);
     const Dtype type = static_cast<Dtype>(dtype);
@@ -42,7 +42,14 @@ void adamw_noise_step(uintptr_t param, int dtype, uintptr_t grad, uintptr_t mean
         const float *z = room;
         for (int64_t tile = begin; tile < end; ++tile) {
             const int64_t i = tile * kTile, count = std::min(kTile, n - i);
-            if (s.std != 0.f) z = noise_tile(lanes, at, folded, i, count, room);
+            if (s.std != 0.f && folded) {
+                z = noise_tile(lanes, at, folded, i, count, room);
+            } else if (s.std != 0.f) {
+                const auto bytes = [i](const float *x) { return reinterpret_cast<const char *>(x + i); };
+                const char *const ahead[4] = {p + i * width(type), bytes(g), bytes(m), bytes(v)};
+                const int64_t groups = (count + kGroup * kBlockWords - 1) / (kGroup * kBlockWords);
+                lanes.normals_ahead(at, static_cast<uint32_t>(i / kBlockWords), groups * kGroup, room, ahead);
+            }
             lanes.adamw(p + i * width(type), type, g + i, m + i, v + i, z, s, count);
         }
     });

@@ -1,11 +1,11 @@
-// The package's one source of randomness: the ChaCha20 block function (RFC 8439, section 2.3) as a function of position.
+// The package's one source of randomness: the ChaCha20 block function (RFC 8439, section 2.3) by position.
 //
 // A draw is addressed by a Position: 256 bits of key, a tensor id and a step. The sixteen input words of block b are
 //   0..3   the constants of the RFC          13  tensor id (31 bits); the top bit is the domain flag
 //   4..11  the key                           14  low 32 bits of the step
 //   12     b, the block counter              15  high 32 bits of the step
-// With the domain flag set, the block holds only the second halves of 64-bit uniforms (see noise_lanes.inc), so it never
-// meets a block that was drawn for itself.
+// With the domain flag set, the block holds only the second halves of 64-bit uniforms (see wide_radius in noise.h), so
+// it never meets a block that was drawn for itself.
 #pragma once
 #include <cstdint>
 

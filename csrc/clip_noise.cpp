@@ -1,4 +1,5 @@
-// Per-example clipping and noise: one pass for the norms, one that scales, noises and writes. And the gradient of the clip.
+// Per-example clipping and noise: one pass for the norms, one that scales, noises and writes. And the gradient of the
+// clip.
 #include <algorithm>
 #include <cmath>
 #include <vector>
@@ -12,13 +13,13 @@ namespace py = pybind11;
 
 namespace {
 
-// Pieces of a row that are summed apart, so that one long row still occupies every thread. Their bounds do not depend on
-// the number of threads, hence neither do the sums.
+// Pieces of a row that are summed apart, so that one long row still occupies every thread. Their bounds do not depend
+// on the number of threads, hence neither do the sums.
 constexpr int64_t kPiece = 8192;
 
 // out[r] = sum over row r of x * y, in float64.
-void row_dots(const NoiseLanes &lanes, const char *x, const char *y, Dtype type, int64_t rows, int64_t length, double *out,
-              int threads) {
+void row_dots(const NoiseLanes &lanes, const char *x, const char *y, Dtype type, int64_t rows, int64_t length,
+              double *out, int threads) {
     const int64_t pieces = std::max<int64_t>(1, (length + kPiece - 1) / kPiece);
     std::vector<double> partial(rows * pieces);
     const int64_t together = std::max<int64_t>(1, 8 * kPiece / std::max<int64_t>(1, std::min(length, kPiece)));
@@ -61,7 +62,8 @@ void by_row(int64_t i, int64_t n, int64_t length, const F &body) {
     }
 }
 
-// Rows so short that a call for each would cost more than its work are taken many at a time, widened to float32 in a tile.
+// Rows so short that a call for each would cost more than its work are taken many at a time, widened to float32 in a
+// tile.
 constexpr int64_t kShort = 64;
 
 // As many short rows as fit a tile and end where a block of noise ends.
@@ -98,8 +100,8 @@ void clip_short_rows(const NoiseLanes &lanes, const Position &at, bool folded, D
     });
 }
 
-void short_backward(const NoiseLanes &lanes, Dtype type, const char *grad, const char *from, char *to, const double *norms,
-                    int64_t rows, int64_t length, double bound, int threads) {
+void short_backward(const NoiseLanes &lanes, Dtype type, const char *grad, const char *from, char *to,
+                    const double *norms, int64_t rows, int64_t length, double bound, int threads) {
     const int64_t some = rows_a_tile(length);
     share_out((rows + some - 1) / some, 4 * kTilesAnItem, threads, [&](int64_t begin, int64_t end) {
         float g[kTile], x[kTile];
@@ -120,8 +122,8 @@ void short_backward(const NoiseLanes &lanes, Dtype type, const char *grad, const
     });
 }
 
-void clip_noise(uintptr_t x, uintptr_t out, uintptr_t norm, int dtype, int64_t rows, int64_t length, double bound, double std,
-                uintptr_t position, bool folded, int threads) {
+void clip_noise(uintptr_t x, uintptr_t out, uintptr_t norm, int dtype, int64_t rows, int64_t length, double bound,
+                double std, uintptr_t position, bool folded, int threads) {
     const Position at = *reinterpret_cast<const Position *>(position);
     const Dtype type = static_cast<Dtype>(dtype);
     const NoiseLanes &lanes = noise_lanes();
@@ -164,7 +166,8 @@ void clip_backward(uintptr_t grad, uintptr_t x, uintptr_t norm, uintptr_t out, i
     char *to = reinterpret_cast<char *>(out);
     const double *norms = reinterpret_cast<const double *>(norm);
     py::gil_scoped_release unlocked;
-    if (length > 0 && length < kShort) return short_backward(lanes, type, g, from, to, norms, rows, length, bound, threads);
+    if (length > 0 && length < kShort)
+        return short_backward(lanes, type, g, from, to, norms, rows, length, bound, threads);
     std::vector<double> along(rows);
     row_dots(lanes, g, from, type, rows, length, along.data(), threads);
     std::vector<float> factor(rows), pull(rows);

@@ -3,11 +3,9 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdlib>
-#include <exception>
 #include <stdexcept>
 #include <string>
 #include <thread>
-#include <vector>
 
 #include "bindings.h"
 
@@ -55,31 +53,6 @@ int num_threads() {
 void set_num_threads(int n) {
     if (n < 1) throw std::invalid_argument("the number of threads must be at least 1");
     threads.store(n);
-}
-
-void parallel_for(int64_t n, int64_t grain, const std::function<void(int64_t, int64_t)> &body) {
-    if (n <= 0) return;
-    const int64_t most = std::max<int64_t>(1, n / std::max<int64_t>(1, grain));
-    const int pieces = static_cast<int>(std::min<int64_t>(num_threads(), most));
-    if (pieces == 1) {
-        body(0, n);
-        return;
-    }
-    std::vector<std::exception_ptr> errors(pieces);
-    std::vector<std::thread> workers;
-    workers.reserve(pieces - 1);
-    auto run = [&](int piece) {
-        try {
-            body(n * piece / pieces, n * (piece + 1) / pieces);
-        } catch (...) {
-            errors[piece] = std::current_exception();
-        }
-    };
-    for (int piece = 1; piece < pieces; ++piece) workers.emplace_back(run, piece);
-    run(0);
-    for (auto &worker : workers) worker.join();
-    for (auto &error : errors)
-        if (error) std::rethrow_exception(error);
 }
 
 void bind_cpu(pybind11::module_ &m) {

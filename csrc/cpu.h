@@ -1,8 +1,5 @@
-// What the processor can do, asked once, and the package's one thread loop.
+// What the processor can do, asked once.
 #pragma once
-#include <cstdint>
-#include <functional>
-
 namespace fastdp {
 
 enum class Isa { portable = 0, avx2 = 1, avx512 = 2 };
@@ -13,9 +10,5 @@ Isa isa();
 
 int num_threads();
 void set_num_threads(int n);
-
-// Calls body(begin, end) over [0, n) cut into at most num_threads() contiguous pieces of at least
-// `grain` items, on as many threads; the caller's thread takes the first. An exception in a piece is rethrown.
-void parallel_for(int64_t n, int64_t grain, const std::function<void(int64_t, int64_t)> &body);
 
 }  // namespace fastdp

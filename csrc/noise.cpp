@@ -102,8 +102,8 @@ void normals(uintptr_t out, uint64_t first, int64_t n, uintptr_t position, bool 
 }  // namespace
 
 void bind_noise(py::module_ &m) {
-    m.def("add_noise", &add_noise, "x + std N(0, 1) in place", py::arg("x"), py::arg("dtype"), py::arg("first"), py::arg("n"),
-          py::arg("std"), py::arg("position"), py::arg("folded"), py::arg("threads"));
+    m.def("add_noise", &add_noise, "x + std N(0, 1) in place", py::arg("x"), py::arg("dtype"), py::arg("first"),
+          py::arg("n"), py::arg("std"), py::arg("position"), py::arg("folded"), py::arg("threads"));
     m.def("chacha20_words", &words, "the words of blocks [first, first + blocks)", py::arg("out"), py::arg("first"),
           py::arg("blocks"), py::arg("position"), py::arg("threads"), py::arg("isa") = "");
     m.def("noise_normals", &normals, "the normals of elements [first, first + n)", py::arg("out"), py::arg("first"),

@@ -39,7 +39,10 @@ struct NoiseLanes {
     void (*words)(const Position &at, uint32_t first, int64_t blocks, uint32_t *out);
     // Their normals, in float32.
     void (*normals)(const Position &at, uint32_t first, int64_t blocks, float *out);
-    // z[i] = half the sum of four normals: elements 16 b + k of blocks 4 b .. 4 b + 3 (`z` holds the four times longer input).
+    // The same, while 64 bytes a block of four arrays are fetched into the cache.
+    void (*normals_ahead)(const Position &at, uint32_t first, int64_t blocks, float *out, const char *const ahead[4]);
+    // z[i] = half the sum of four normals: elements 16 b + k of blocks 4 b .. 4 b + 3 (`z` holds the four times
+    // longer input).
     void (*fold)(float *z, int64_t n);
     // x[i] = scale * x[i] + std * z[i], n <= kTile, any dtype; out may be x.
     void (*scale_add)(const void *x, void *out, Dtype dtype, const float *z, float scale, float std, int64_t n);
@@ -63,21 +66,22 @@ namespace avx512 { extern const NoiseLanes noise_lanes; }
 const NoiseLanes &noise_lanes();
 const NoiseLanes &noise_lanes(const std::string &isa);
 
-// The radius sqrt(-2 ln u) of pair k of a block whose radius word has 16 zero top bits: u = (word 2^32 + second + .5) / 2^64,
-// `second` being the same word of the block with the domain flag.
+// The radius sqrt(-2 ln u) of pair k of a block whose radius word has 16 zero top bits: u = (word 2^32 + second + .5)
+// / 2^64, `second` being the same word of the block with the domain flag.
 float wide_radius(const Position &at, uint32_t block, int k, uint32_t word);
 
 // Writes the noise of elements [first, first + n) to z, and returns where they begin: `first` need not begin a block.
-// n <= kTile, and z has room for kTile + kGroup * kBlockWords floats, four times as many when `folded` (secure rounding).
+// n <= kTile, and z has room for kTile + kGroup * kBlockWords floats, four times as many when `folded` (secure
+// rounding).
 const float *noise_tile(const NoiseLanes &lanes, const Position &at, bool folded, uint64_t first, int64_t n, float *z);
 constexpr int64_t kTileRoom = 4 * (kTile + kGroup * kBlockWords);
 
-// Calls body(begin, end) over [0, n) in items of `piece`, on at most `threads` threads, each of which has at least four
+// Calls body(begin, end) over [0, n) in items of `piece`, on at most `threads` threads, each of which has at least two
 // items to start for. Where the pieces are cut must not matter to the result.
 template <typename F>
 void share_out(int64_t n, int64_t piece, int threads, const F &body) {
     const int64_t items = (n + piece - 1) / piece;
-    team_for(items, static_cast<int>(std::clamp<int64_t>(items / 4, 1, std::max(1, threads))),
+    team_for(items, static_cast<int>(std::clamp<int64_t>(items / 2, 1, std::max(1, threads))),
              [&](int64_t item) { body(item * piece, std::min(n, (item + 1) * piece)); });
 }
 

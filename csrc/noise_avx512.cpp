@@ -4,7 +4,8 @@
 #if defined(__x86_64__) && defined(__GNUC__)
 #include <immintrin.h>
 #if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx512f,avx512dq,avx512bw,avx512vl,avx2,fma,f16c"))), apply_to = function)
+#pragma clang attribute push(__attribute__((target("avx512f,avx512dq,avx512bw,avx512vl,avx2,fma,f16c"))), \
+                             apply_to = function)
 #else
 #pragma GCC push_options
 #pragma GCC target("avx512f,avx512dq,avx512bw,avx512vl,avx2,fma,f16c")
@@ -65,7 +66,8 @@ inline void transpose(const vf w[16], float *out) {
 
 }  // namespace
 
-const NoiseLanes noise_lanes = {words, normals, fold, scale_add, adamw, dot, to_float, from_float, pull_back};
+const NoiseLanes noise_lanes = {words, normals, normals_ahead, fold,       scale_add,
+                                adamw, dot,     to_float,      from_float, pull_back};
 
 }  // namespace avx512
 }  // namespace fastdp

@@ -1,6 +1,11 @@
-// Noise in plain C++ with the compiler's own vectors of four: any processor. A fused multiply-add would be a library call on
-// the oldest x86-64, so products and sums are rounded apart here; the normals differ from the other paths by that rounding.
+// Noise in plain C++ with the compiler's own vectors of four: any processor. A fused multiply-add would be a library
+// call on the oldest x86-64, so products and sums are rounded apart here; the normals differ from the other paths by
+// that rounding.
 #include <cmath>
+
+#if defined(__SSE2__)
+#include <emmintrin.h>
+#endif
 
 #include "noise.h"
 
@@ -19,6 +24,9 @@ template <int n>
 inline vu rotl(vu x) { return (x << n) | (x >> (32 - n)); }
 inline vf fma(vf a, vf b, vf c) { return a * b + c; }
 inline vf sqrt(vf x) {
+#if defined(__SSE2__)
+    return (vf)_mm_sqrt_ps((__m128)x);
+#endif
     for (int l = 0; l < LANES; ++l) x[l] = std::sqrt(x[l]);
     return x;
 }
@@ -72,7 +80,8 @@ inline void transpose(const vf w[16], float *out) {
 
 }  // namespace
 
-const NoiseLanes noise_lanes = {words, normals, fold, scale_add, adamw, dot, to_float, from_float, pull_back};
+const NoiseLanes noise_lanes = {words, normals, normals_ahead, fold,       scale_add,
+                                adamw, dot,     to_float,      from_float, pull_back};
 
 }  // namespace portable
 }  // namespace fastdp
