@@ -26,10 +26,13 @@ class LossBoundary(torch.autograd.Function):
 
 
 class OutputBoundary(torch.autograd.Function):
-    """The model's outputs, whose backward hands their gradients to the engine."""
+    """The model's outputs, whose backward hands their gradients to the engine.
+
+    They come in a list, where autograd does not see them: it would go on into the graph that the engine has used up.
+    """
 
     @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, enter: Callable[..., None], *outputs: torch.Tensor) -> Any:
+    def forward(ctx: Any, anchor: torch.Tensor, enter: Callable[..., None], outputs: list[torch.Tensor]) -> Any:
         ctx.enter = enter
         ctx.set_materialize_grads(False)
         return tuple(output.detach() for output in outputs)
@@ -37,7 +40,7 @@ class OutputBoundary(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         ctx.enter(gradients)
-        return (None, None, *[None] * len(gradients))
+        return None, None, None
 
 
 def find_loss(output: Any) -> torch.Tensor | None:

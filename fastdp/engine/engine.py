@@ -178,7 +178,7 @@ class Engine:
 
         waiting = Pass(ticket, layout, backward, tap, verify)
         anchor = torch.zeros((), device=found[0].device, requires_grad=True)
-        outer = OutputBoundary.apply(anchor, lambda upstream: self._backward(waiting, upstream), *found)
+        outer = OutputBoundary.apply(anchor, lambda upstream: self._backward(waiting, upstream), found)
         replaced = {id(t): o for t, o in zip(found, outer)}
         return map_tensors(output, lambda t: replaced.get(id(t), t))
 
@@ -321,7 +321,7 @@ class Engine:
             return replace_loss(merged, self._loss(value, waiting))
         flat = [torch.cat([row[i] for row in found]) for i in range(len(found[0]))]
         anchor = torch.zeros((), device=flat[0].device, requires_grad=True)
-        outer = OutputBoundary.apply(anchor, lambda upstream: self._backward(waiting, upstream), *flat)
+        outer = OutputBoundary.apply(anchor, lambda upstream: self._backward(waiting, upstream), flat)
         queue = deque(outer)
         return map_tensors(merged, lambda t: queue.popleft() if t.requires_grad and t.dim() > 0 else t)
 
