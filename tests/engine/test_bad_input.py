@@ -1,0 +1,497 @@
+"""What is refused: each in one clear sentence, with nothing lost and no budget spent."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from transformers import DataCollatorWithFlattening
+
+import fastdp
+from fastdp.accounting import BudgetExceeded, LedgerError
+from fastdp.engine.selfcheck import SelfCheckError
+from tests.engine.models import build
+from tests.engine.runs import CLASSES, FEATURES, Classifier, examples, loader, logical_step, same, start, state
+
+PRIVATE = {"noise_multiplier": 1.0, "target_delta": 1e-4}
+
+
+def one_sentence(error: BaseException) -> None:
+    """Assert that a message is one sentence of readable length, without an end that invites another."""
+    text = str(error)
+    assert 20 < len(text) < 350, text
+    assert "\n" not in text
+    assert not re.search(r"[.!?] +[A-Z]", text), f"more than one sentence: {text}"
+    assert not text.endswith("."), text
+
+
+@contextmanager
+def refused(
+    kind: type[BaseException], match: str, private: Any = None, model: nn.Module | None = None
+) -> Iterator[None]:
+    """The block raises ``kind`` in one sentence; model, budget and optimizer are as they were before it."""
+    model = private.model if private is not None else model
+    before = None if model is None else state(model)
+    spent = None if private is None else (private.steps_done, private.epsilon())
+    with pytest.raises(kind, match=match) as caught:
+        yield
+    one_sentence(caught.value)
+    if model is not None:
+        assert before is not None
+        assert same(state(model), before)
+    if private is not None:
+        assert (private.steps_done, private.epsilon()) == spent
+
+
+def test_refusals_before_the_start_leave_everything_as_it_was(tmp_path: Path) -> None:
+    model = Classifier()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with refused(ValueError, "target_epsilon is -1.0", model=model):
+        start(model, optimizer=optimizer, target_epsilon=-1.0, target_delta=1e-4, output_dir=tmp_path / "run")
+    assert "forward" not in model.__dict__
+    assert not optimizer._optimizer_step_pre_hooks
+    assert not (tmp_path / "run").exists()
+    start(model, optimizer=optimizer)
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"target_epsilon": 0.0, "target_delta": 1e-4}, "target_epsilon is 0.0"),
+        ({"target_epsilon": math.nan, "target_delta": 1e-4}, "target_epsilon is nan"),
+        ({"target_epsilon": 8.0}, "needs target_delta"),
+        ({"target_epsilon": 8.0, "target_delta": 0.0}, "target_delta is 0.0"),
+        ({"target_epsilon": 8.0, "target_delta": 1.0}, "target_delta is 1.0"),
+        ({"target_epsilon": 8.0, "target_delta": math.nan}, "target_delta is nan"),
+        ({"target_epsilon": 1e-7, "target_delta": 1e-10, "epochs": 1000}, "out of reach"),
+        ({"target_epsilon": 8.0, "target_delta": 1e-4, "noise_multiplier": 1.0}, "either target_epsilon or"),
+        ({"noise_multiplier": None}, "either target_epsilon or"),
+        ({"noise_multiplier": -1.0}, "noise_multiplier is -1.0"),
+        ({"noise_multiplier": math.inf}, "noise_multiplier is inf"),
+        ({"epochs": None}, "epochs is None"),
+        ({"epochs": 0}, "epochs is 0"),
+        ({"epochs": math.inf}, "epochs is inf"),
+        ({"sampling": "weighted"}, "sampling is 'weighted'"),
+        ({"adjacency": "neighbouring"}, "adjacency is 'neighbouring'"),
+        ({"loss_reduction": "none"}, "loss_reduction is 'none'"),
+        ({"user_ids": [0, 1]}, "2 entries for 24 examples"),
+        ({"user_ids": list(range(24))}, "state max_examples_per_user"),
+        ({"user_ids": [i // 6 for i in range(24)], "max_examples_per_user": 6}, "batch size 8 exceeds the 4 units"),
+        (
+            {"user_ids": [i // 3 for i in range(24)], "max_examples_per_user": 3, "max_physical_batch_size": 2},
+            "up to 3 examples but max_physical_batch_size is 2",
+        ),
+        ({"method": fastdp.DPSGD(bias_correction=True)}, r"bias_correction needs fastdp\.optim"),
+        (
+            {"method": fastdp.NonPrivate(), "target_epsilon": 8.0, "target_delta": 1e-4},
+            "cannot meet target_epsilon 8.0",
+        ),
+        ({"method": fastdp.DPSGD(groups={"only": ["first.*"]})}, "no group's pattern matches .*'second.weight'"),
+        (
+            {"method": fastdp.DPSGD({"a": 1.0}, groups={"a": ["first.*"], "b": ["*"]})},
+            "no entry for the group 'b'",
+        ),
+        (
+            {"method": fastdp.DPSGD(adaptive=fastdp.AdaptiveClipping(count_noise_std=0.4)), "noise_multiplier": 1.0},
+            "leaves nothing for the gradient",
+        ),
+    ],
+)
+def test_settings_out_of_range(options: dict[str, Any], match: str) -> None:
+    model = Classifier()
+    with refused(ValueError, match, model=model):
+        start(model, **options)
+    assert "forward" not in model.__dict__
+
+
+@pytest.mark.parametrize(
+    "build_method",
+    [
+        lambda: fastdp.DPSGD(max_grad_norm=0.0),
+        lambda: fastdp.DPSGD(max_grad_norm=math.nan),
+        lambda: fastdp.DPSGD(groups="per-layer"),
+        lambda: fastdp.DPSGD(weight_averaging=1.0),
+        lambda: fastdp.AdaptiveClipping(target_quantile=0.0),
+        lambda: fastdp.AdaptiveClipping(learning_rate=-1.0),
+    ],
+)
+def test_methods_out_of_range(build_method: Callable[[], Any]) -> None:
+    with refused(ValueError, "."):
+        build_method()
+
+
+class Stream(IterableDataset):
+    def __iter__(self) -> Iterator[Any]:
+        return iter(examples())
+
+
+@pytest.mark.parametrize(
+    ("make", "kind", "match"),
+    [
+        (lambda: [1, 2], TypeError, "give a torch.utils.data.DataLoader"),
+        (lambda: DataLoader(Stream(), batch_size=8), ValueError, "iterable data set"),
+        (lambda: loader(drop_last=True), ValueError, "drop_last=True"),
+        (lambda: loader(batch_size=25), ValueError, "sample rate would pass 1"),
+        (lambda: DataLoader([], batch_size=8), ValueError, "empty"),
+        (
+            lambda: DataLoader(examples(), batch_sampler=BatchSampler(SequentialSampler(range(24)), 4, False)),
+            ValueError,
+            "batch_sampler",
+        ),
+        (
+            lambda: loader(sampler=torch.utils.data.WeightedRandomSampler([1.0] * 24, 24)),
+            ValueError,
+            "WeightedRandomSampler",
+        ),
+        (lambda: loader(sampler=RandomSampler(range(24), replacement=True)), ValueError, "with replacement"),
+    ],
+)
+def test_loaders_that_cannot_be_sampled(make: Callable[[], Any], kind: type[Exception], match: str) -> None:
+    with refused(kind, match):
+        start(data_loader=make())
+
+
+def test_sample_rate_outside_of_its_range() -> None:
+    from fastdp.engine.sampler import PoissonSampler
+
+    for rate in (0.0, -0.1, 1.01, math.nan):
+        with refused(ValueError, r"outside \(0, 1\]"):
+            PoissonSampler(10, rate, fastdp.NoiseStream())
+
+
+def _with(module: nn.Module) -> nn.Module:
+    model = Classifier()
+    model.add_module("extra", module)
+    return model
+
+
+def _frozen() -> nn.Module:
+    return Classifier().requires_grad_(False)
+
+
+@pytest.mark.parametrize(
+    ("make", "match"),
+    [
+        (lambda: _with(nn.BatchNorm1d(3)), "extra is a batch normalisation"),
+        (lambda: _with(nn.Embedding(3, 2, max_norm=1.0)), "extra has max_norm"),
+        (lambda: nn.DataParallel(Classifier()), "bare model"),
+    ],
+)
+def test_models_that_mix_examples(make: Callable[[], nn.Module], match: str) -> None:
+    with refused(ValueError, match):
+        start(make())
+
+
+def test_a_model_with_nothing_to_train() -> None:
+    model = _frozen()
+    with refused(ValueError, "no trained parameter"):
+        start(model, optimizer=torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1))
+    with refused(ValueError, "no trained parameter"):
+        fastdp.optim.AdamW(model, loader(), epochs=1, noise_multiplier=1.0)
+
+
+def test_a_balancing_loss_across_the_batch() -> None:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    config = MixtralConfig(
+        vocab_size=11,
+        hidden_size=8,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        num_local_experts=2,
+        output_router_logits=True,
+    )
+    with refused(ValueError, "output_router_logits = False"):
+        start(MixtralForCausalLM(config))
+
+
+class Added(Classifier):
+    """Adds to its loss something that depends on the whole batch."""
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
+        output = super().forward(x, labels)
+        output["loss"] = output["loss"] + output["logits"].mean(0).square().sum()
+        return output
+
+
+class Contrast(Classifier):
+    """Scores each example against the others of its batch."""
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
+        logits = self.logits(x)
+        return {"loss": F.cross_entropy(logits @ logits.T, torch.arange(len(x)))}
+
+
+class Centred(Classifier):
+    """Subtracts the batch's mean, as batch normalisation does."""
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        return super().logits(x - x.mean(0))
+
+
+class Vector(Classifier):
+    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
+        return {"loss": F.cross_entropy(self.logits(x), labels, reduction="none")}
+
+
+class Silent(Classifier):
+    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
+        return {"logits": self.logits(x)}
+
+
+@pytest.mark.parametrize(
+    ("make", "kind", "match"),
+    [
+        (Added, ValueError, "depends on the whole batch"),
+        (Centred, SelfCheckError, "couples examples"),
+        (Contrast, SelfCheckError, "couples examples"),
+        (Vector, ValueError, "not that of a scalar"),
+        (Silent, ValueError, "returned no loss"),
+    ],
+)
+def test_losses_that_cannot_be_told_apart_by_example(
+    make: Callable[[], nn.Module], kind: type[Exception], match: str
+) -> None:
+    private = start(make(), **PRIVATE)
+    batch = next(iter(private.data_loader))
+    with refused(kind, match, private):
+        private.model(**batch)
+    assert all(p.grad is None for p in private.model.parameters())
+
+
+def test_a_criterion_that_is_not_a_scalar() -> None:
+    private = start(Silent(), loss_reduction="mean", **PRIVATE)
+    batch = next(iter(private.data_loader))
+    logits = private.model(**batch)["logits"]
+    with pytest.raises(RuntimeError, match="scalar outputs"):
+        F.cross_entropy(logits, batch["labels"], reduction="none").backward()
+    assert private.steps_done == 0
+
+
+def test_a_flattening_collator_without_a_unit_map() -> None:
+    data = [{"input_ids": torch.randint(3, 20, (4 + i % 3,)).tolist()} for i in range(24)]
+    private = start(build("llama"), loader(data, collate_fn=DataCollatorWithFlattening()), **PRIVATE)
+    batch = next(iter(private.data_loader))
+    with refused(ValueError, r"handed out \d+ rows but the model was called with", private):
+        private.model(**batch)
+
+
+def test_a_unit_map_that_is_missing_or_names_a_stranger() -> None:
+    private = start(unit_map="units", **PRIVATE)
+    with refused(ValueError, "did not put the unit map 'units'", private):
+        next(iter(private.data_loader))
+
+    def strangers(items: Any) -> Any:
+        return {"x": torch.zeros(1, 3, FEATURES), "units": torch.tensor([[0, 1, 99]])}
+
+    private = start(data_loader=loader(collate_fn=strangers), unit_map="units", **PRIVATE)
+    with refused(ValueError, "names unit 99", private):
+        next(iter(private.data_loader))
+
+    def split(items: Any) -> Any:
+        labels = torch.zeros(1, 3, dtype=torch.int64)
+        return {"x": torch.zeros(1, 3, FEATURES), "labels": labels, "units": torch.tensor([[0, 1, 0]])}
+
+    private = start(data_loader=loader(collate_fn=split), unit_map="units", **PRIVATE)
+    batch = next(iter(private.data_loader))
+    with refused(ValueError, "one contiguous run", private):
+        private.model(**batch)
+
+
+def test_step_without_backward() -> None:
+    private = start(**PRIVATE)
+    with refused(RuntimeError, r"step\(\) without backward\(\)", private):
+        private.optimizer.step()
+    logical_step(private)
+    with refused(RuntimeError, r"step\(\) without backward\(\)", private):
+        private.optimizer.step()
+
+
+def test_a_closure() -> None:
+    private = start(**PRIVATE)
+    with refused(ValueError, "closure", private):
+        private.optimizer.step(lambda: torch.zeros(()))
+
+
+def test_a_second_backward_on_one_batch() -> None:
+    private = start(max_physical_batch_size=2, **PRIVATE)
+    iterator = iter(private.data_loader)
+    loss = private.model(**next(iterator))["loss"]
+    loss.backward(retain_graph=True)
+    with refused(RuntimeError, r"second backward\(\) on one batch", private):
+        loss.backward()
+    batch = next(iterator)
+    twice = [private.model(**batch)["loss"] for _ in range(2)]
+    twice[0].backward()
+    with refused(RuntimeError, "in the order in which the loader handed out", private):
+        twice[1].backward()
+
+
+def test_batches_from_elsewhere() -> None:
+    private = start(**PRIVATE)
+    with refused(RuntimeError, "no batch is outstanding", private):
+        private.model(torch.zeros(2, FEATURES), torch.zeros(2, dtype=torch.int64))
+    next(iter(private.data_loader))
+    with refused(ValueError, "must go through forward and backward once", private):
+        private.model(torch.zeros(23, FEATURES), torch.zeros(23, dtype=torch.int64))
+
+
+def test_a_loss_of_the_wrong_sign() -> None:
+    private = start(**PRIVATE)
+    batch = next(iter(private.data_loader))
+    with refused(ValueError, "must be positive", private):
+        (-private.model(**batch)["loss"]).backward()
+
+
+def test_gradients_that_were_not_clipped() -> None:
+    private = start(max_physical_batch_size=2, **PRIVATE)
+    iterator = iter(private.data_loader)
+    weight = private.model.first.weight
+    loss = private.model(**next(iterator))["loss"] + weight.square().sum()
+    with refused(RuntimeError, r"first\.weight holds a gradient before the backward pass", private):
+        loss.backward()
+    private.model(**next(iter(private.data_loader)))["loss"].backward()
+    weight.grad = torch.ones_like(weight)
+    with refused(RuntimeError, r"first\.weight holds a gradient at step\(\)", private):
+        private.optimizer.step()
+    assert weight.grad is None
+
+
+def test_parameters_unfrozen_after_the_start() -> None:
+    model = Classifier()
+    model.first.requires_grad_(False)
+    private = start(model, optimizer=torch.optim.SGD(model.parameters(), lr=1.0), **PRIVATE)
+    logical_step(private)
+    model.first.requires_grad_(True)
+    iterator = iter(private.data_loader)
+    private.model(**next(iterator))["loss"].backward()
+    with refused(RuntimeError, r"first\.weight was frozen, unfrozen", private):
+        private.optimizer.step()
+
+
+def test_two_models_on_one_optimizer() -> None:
+    one, two = Classifier(), Classifier(1)
+    optimizer = torch.optim.SGD([*one.parameters(), *two.parameters()], lr=0.1)
+    with refused(ValueError, "give each model an optimizer of its own", model=one):
+        start(one, optimizer=optimizer)
+    optimizer = torch.optim.SGD(one.parameters(), lr=0.1)
+    private = start(one, optimizer=optimizer)
+    with refused(ValueError, "this model is private already"):
+        start(one, optimizer=torch.optim.SGD(one.parameters(), lr=0.1))
+    with refused(ValueError, "this optimizer already serves a private model"):
+        start(two, optimizer=optimizer)
+    with refused(ValueError, "is trained but the optimizer does not hold it"):
+        start(two, optimizer=torch.optim.SGD(two.first.parameters(), lr=0.1))
+    private.detach()
+    start(one, optimizer=optimizer)
+
+
+def test_more_steps_than_were_budgeted_unless_extended() -> None:
+    private = start(epochs=1, **PRIVATE)
+    iterator = iter(private.data_loader)
+    for _ in range(3):
+        logical_step(private, iterator)
+    assert next(iterator, None) is None
+    spent = private.epsilon()
+    with refused(BudgetExceeded, r"all 3 budgeted steps are spent; call private\.extend", private):
+        next(iter(private.data_loader))
+    with refused(ValueError, "extend by a positive number", private):
+        private.extend(-1)
+    private.extend(1)
+    logical_step(private)
+    assert private.total_steps == 6
+    assert private.epsilon() > spent
+
+
+def test_a_delta_that_would_publish_an_example() -> None:
+    with pytest.warns(UserWarning, match="not below 1/N") as caught:
+        start(noise_multiplier=1.0, target_delta=0.1)
+    one_sentence(caught[0].message)  # type: ignore[arg-type]
+
+
+def test_a_checkpoint_of_another_model_noise_or_version() -> None:
+    private = start(**PRIVATE)
+    logical_step(private)
+    saved = private.state_dict()
+
+    class Wider(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.only = nn.Linear(FEATURES, CLASSES)
+
+        def forward(self, x: torch.Tensor, labels: torch.Tensor) -> Any:
+            return {"loss": F.cross_entropy(self.only(x), labels)}
+
+    fresh = start(Wider(), **PRIVATE)
+    with refused(ValueError, "belongs to another model", fresh):
+        fresh.load_state_dict(saved)
+    louder = start(noise_multiplier=2.0, target_delta=1e-4)
+    with refused(ValueError, "made at noise multiplier 1, the run has 2", louder):
+        louder.load_state_dict(saved)
+    with refused(ValueError, "version None", fresh):
+        fresh.load_state_dict({})
+
+
+def _two_steps(folder: Path) -> dict[str, Any]:
+    private = start(output_dir=folder, **PRIVATE)
+    for _ in range(2):
+        logical_step(private)
+    saved = private.state_dict()
+    private.detach()
+    return saved
+
+
+def test_a_ledger_that_was_altered_cut_back_or_is_in_use(tmp_path: Path) -> None:
+    saved = _two_steps(tmp_path)
+    path = tmp_path / "ledger.jsonl"
+    with refused(ValueError, "already holds a run's ledger"):
+        start(output_dir=tmp_path, **PRIVATE)
+    with refused(ValueError, "written with another noise_multiplier"):
+        start(output_dir=tmp_path, resume=True, noise_multiplier=3.0, target_delta=1e-4)
+    whole = path.read_bytes()
+    lines = whole.splitlines(keepends=True)
+
+    record = json.loads(lines[1])
+    record["body"]["total"] = 0
+    path.write_bytes(b"".join([lines[0], json.dumps(record).encode() + b"\n", *lines[2:]]))
+    with refused(LedgerError, "altered or damaged: line 2"):
+        start(output_dir=tmp_path, resume=True, **PRIVATE)
+
+    path.write_bytes(b"".join(lines[:2]))
+    private = start(output_dir=tmp_path, resume=True, **PRIVATE)
+    with refused(LedgerError, "cut back or replaced", private):
+        private.load_state_dict(saved)
+    private.detach()
+
+    path.write_bytes(whole)
+    private = start(output_dir=tmp_path, resume=True, **PRIVATE)
+    private.load_state_dict(saved)
+    with refused(LedgerError, "in use by another run", private):
+        start(output_dir=tmp_path, resume=True, **PRIVATE)
+    assert private.steps_done == 2
+
+
+def test_a_non_finite_example_is_counted_and_training_goes_on() -> None:
+    data = examples()
+    data[3]["x"][0] = math.inf
+    private = start(
+        data_loader=loader(data), max_physical_batch_size=4, self_check=False, sampling="shuffled", epochs=1
+    )
+    for batch in private.data_loader:
+        private.model(**batch)["loss"].backward()
+        private.optimizer.step()
+        private.optimizer.zero_grad()
+    assert private.nonfinite_examples == 1
+    assert all(bool(t.isfinite().all()) for t in state(private.model).values())
