@@ -39,9 +39,10 @@ def test_per_unit_and_column_sums(lengths, dtype, layout):
     offsets = offsets_of(lengths)
     tokens = int(offsets[-1])
     left, right = factor(tokens, 7, 1, dtype, layout), factor(tokens, 129, 2, dtype, layout)
-    got = ops.per_unit(left, right, offsets)
-    assert got.dtype == torch.float32
-    assert_close(got, gradients(left, right, offsets), rounding(left, right))
+    for one, other in ((left, right), (right, left)):
+        got = ops.per_unit(one, other, offsets)
+        assert got.dtype == torch.float32
+        assert_close(got, gradients(one, other, offsets), rounding(one, other))
     sums = ops.column_sums(left, offsets)
     truth = gradients(left, torch.ones(tokens, 1), offsets)[:, :, 0]
     assert_close(sums, truth, rounding(left, torch.ones(tokens, 1))[:, 0])
@@ -49,7 +50,7 @@ def test_per_unit_and_column_sums(lengths, dtype, layout):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("m", "n"), [(1, 1), (7, 129), (257, 123)])
+@pytest.mark.parametrize(("m", "n"), [(1, 1), (7, 129), (129, 7), (257, 123)])
 def test_weighted_sum(m, n, dtype, layout):
     left, right = factor(150, m, 1, dtype, layout), factor(150, n, 2, dtype, layout)
     weights = torch.rand(150, generator=torch.Generator().manual_seed(3)) - 0.3
