@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -41,6 +41,25 @@ class OutputBoundary(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> Any:
         ctx.enter(gradients)
         return None, None, None
+
+
+def plain_gradients(
+    tops: Sequence[torch.Tensor], seeds: Sequence[torch.Tensor], parameters: Iterable[torch.nn.Parameter]
+) -> list[torch.Tensor | None]:
+    """Gradients of the parameters, by a backward pass whose `.grad` are put back as they were.
+
+    Under reentrant checkpointing `torch.autograd.grad` raises, or misses what lies inside the checkpointed pieces.
+    """
+    parameters = list(parameters)
+    kept = [p.grad for p in parameters]
+    for parameter in parameters:
+        parameter.grad = None
+    try:
+        torch.autograd.backward(tops, seeds)
+        return [p.grad for p in parameters]
+    finally:
+        for parameter, gradient in zip(parameters, kept):
+            parameter.grad = gradient
 
 
 def find_loss(output: Any) -> torch.Tensor | None:

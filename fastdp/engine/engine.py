@@ -14,7 +14,7 @@ import torch
 from fastdp.engine import selfcheck
 from fastdp.engine.accumulator import Accumulator
 from fastdp.engine.batches import has_rows, map_tensors, take_rows, tensors
-from fastdp.engine.boundary import LossBoundary, OutputBoundary, find_loss, replace_loss
+from fastdp.engine.boundary import LossBoundary, OutputBoundary, find_loss, plain_gradients, replace_loss
 from fastdp.engine.intercept import PatchedForward, Reads
 from fastdp.engine.layout import Layout, Ticket
 from fastdp.engine.losses import LossTerms, combine, intercepted, masked_mean
@@ -280,6 +280,8 @@ class Engine:
         try:
             if self.check:
                 selfcheck.compare(self, args, kwargs, ticket)
+            else:
+                selfcheck.attempt(self, args, kwargs, ticket)
             return None
         except UnsupportedUse as error:
             for patch in reversed(self._patches):
@@ -326,7 +328,6 @@ class Engine:
         return map_tensors(merged, lambda t: queue.popleft() if t.requires_grad and t.dim() > 0 else t)
 
     def _one_unit(self, unit: int, rows: list[Any], upstream: Any, layout: Layout, count: int) -> None:
-        parameters = list(self.parameters.values())
         tops, seeds = [], []
         for row, targets in rows:
             for position, (tensor, _) in enumerate(targets):
@@ -338,7 +339,7 @@ class Engine:
                 else:
                     scale = float(count) if self.loss_reduction == "mean" else 1.0
                     seeds.append(upstream[position][row : row + 1] * scale)
-        gradients = torch.autograd.grad(tops, parameters, seeds, allow_unused=True)
+        gradients = plain_gradients(tops, seeds, self.parameters.values())
         accumulator, policy = self.accumulator, self.accumulator.policy
         squared = torch.zeros(len(policy.bounds), 1, device=layout.weights.device)
         instances = {}

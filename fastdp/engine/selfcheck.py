@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -11,7 +12,7 @@ import torch
 
 from fastdp.engine.accumulator import Accumulator
 from fastdp.engine.batches import take_rows, take_tokens, tensors
-from fastdp.engine.boundary import find_loss
+from fastdp.engine.boundary import find_loss, plain_gradients
 from fastdp.engine.layout import Ticket
 from fastdp.engine.losses import LossTerms, combine, intercepted
 from fastdp.engine.policy import Policy
@@ -36,7 +37,8 @@ class _Probe(Policy):
         self.seen.append(squared.clone())
         units = squared.shape[1]
         steps = torch.arange(units, device=squared.device, dtype=torch.float32)
-        return (1 / (1 + steps)).expand(squared.shape[0], -1).clone()
+        known = torch.where(torch.isfinite(squared).all(0), 1 / (1 + steps), 0.0)
+        return known.expand(squared.shape[0], -1).clone()
 
 
 def compare(engine: Engine, args: Any, kwargs: Any, ticket: Ticket) -> None:
@@ -61,11 +63,18 @@ def compare(engine: Engine, args: Any, kwargs: Any, ticket: Ticket) -> None:
     _judge(engine, policy, squared, sums, references)
 
 
+def attempt(engine: Engine, args: Any, kwargs: Any, ticket: Ticket) -> None:
+    """A forward pass for nothing but to raise `UnsupportedUse` where an operation has no per-example rule."""
+    device = next(iter(engine.parameters.values())).device
+    with torch.random.fork_rng(devices=[device.index or 0] if device.type == "cuda" else []):
+        engine.run_forward(args, kwargs, ticket, verify=True)
+
+
 def _examples(args: Any, kwargs: Any, ticket: Ticket) -> tuple[list[Any], Any, Ticket]:
     if ticket.token_units is not None:
         shape = tuple(ticket.token_units.shape)
         singles = []
-        for unit in ticket.token_units.unique().tolist():
+        for unit in ticket.token_units.reshape(-1).unique_consecutive().tolist():
             if unit < 0:
                 continue
             where = (ticket.token_units == unit).nonzero()
@@ -110,11 +119,12 @@ def _by_autograd(
     if engine.loss_reduction is None:
         total = find_loss(output)
         assert total is not None
-        gradients = torch.autograd.grad(combine(total, terms, verify=True).sum(), parameters, allow_unused=True)
+        loss = combine(total, terms, verify=True).sum()
+        gradients = plain_gradients([loss], [torch.ones_like(loss)], parameters)
     else:
         found = [t for t in tensors(output) if t.requires_grad and t.dim() > 0]
         own = [s[index : index + 1] for s in seeds]
-        gradients = torch.autograd.grad(found, parameters, own, allow_unused=True)
+        gradients = plain_gradients(found, own, parameters)
     return {name: g.float() for name, g in zip(engine.parameters, gradients) if g is not None}
 
 
@@ -130,9 +140,18 @@ def _judge(
     real = [
         i for i in range(squared.shape[1]) if float(engine_weight(engine, i, squared.shape[1], len(references))) > 0
     ]
-    for unit, reference in zip(real, references):
-        truth = sum(float(g.double().square().sum()) for g in reference.values()) ** 0.5
-        measured = float(squared[:, unit].double().sum()) ** 0.5
+    sizes = [
+        (float(squared[:, unit].double().sum()) ** 0.5, _size(reference)) for unit, reference in zip(real, references)
+    ]
+    # An example that both find not to be finite takes no part; it is not held against the others.
+    kept = [i for i, (measured, truth) in enumerate(sizes) if math.isfinite(measured) or math.isfinite(truth)]
+    if not kept:
+        raise SelfCheckError(
+            "no example of the first batch that was looked at has a finite gradient, so the engine cannot be checked; "
+            "nothing was released"
+        )
+    real, references = [real[i] for i in kept], [references[i] for i in kept]
+    for measured, truth in (sizes[i] for i in kept):
         if not abs(measured - truth) <= tolerance * truth + 1e-12:
             raise SelfCheckError(
                 f"the gradient norm of an example is {measured:.6g} by the engine and {truth:.6g} by autograd on that "
@@ -144,6 +163,10 @@ def _judge(
         raise SelfCheckError(
             f"the summed gradient of {name} differs from autograd's by {error:.2g} of its size; nothing was released"
         )
+
+
+def _size(gradient: Mapping[str, torch.Tensor]) -> float:
+    return sum(float(g.double().square().sum()) for g in gradient.values()) ** 0.5
 
 
 def engine_weight(engine: Engine, unit: int, units: int, examples: int) -> float:
