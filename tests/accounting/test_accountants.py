@@ -1,0 +1,211 @@
+"""Epsilon by PLD, PRV and RDP: known figures, limits, and what must hold for any event."""
+
+import copy
+import math
+import pickle
+
+import pytest
+from dp_accounting import dp_event
+from dp_accounting.pld import PLDAccountant
+from dp_accounting.privacy_accountant import NeighboringRelation
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fastdp import accounting
+from fastdp.accounting import pld
+from fastdp.accounting.events import flatten
+
+SST2 = accounting.dpsgd(noise_multiplier=0.5, sample_rate=32 / 67349, steps=6315)
+RATE, STEPS = 256 / 42000, 821
+
+
+def test_pld_figures():
+    assert pld.epsilon_at(flatten(SST2), 1e-5, "add_remove", 1e-3) == pytest.approx(3.0496, abs=5e-5)
+    found = accounting.epsilon(SST2, 1e-5)
+    assert found == pytest.approx(3.04736, abs=5e-6)
+    assert found.certified
+    assert found.interval == 1e-4
+    assert accounting.epsilon(accounting.dpsgd(0.6, RATE, STEPS), 1e-5) == pytest.approx(4.664, abs=5e-4)
+
+
+def test_prv_reports_its_upper_bound():
+    found = accounting.epsilon(SST2, 1e-5, "prv")
+    assert found == pytest.approx(3.058, abs=5e-4)
+    assert not found.certified
+
+
+def test_rdp_figure():
+    found = accounting.epsilon(SST2, 1e-5, "rdp")
+    assert found == pytest.approx(4.1525, abs=5e-5)
+    assert not found.certified
+
+
+@pytest.mark.parametrize(
+    ("extra", "expected"),
+    [
+        (None, 1.007),
+        (accounting.selection(2.0, sample_rate=0.02), 1.0078),
+        (accounting.selection(1.0, sample_rate=0.02), 1.0206),
+        (accounting.selection(10.0), 1.0706),
+    ],
+)
+def test_rapft_figures(extra, expected):
+    """A fixed mask at beta .7, sigma .6 has multiplier .986394; private maps are composed with it."""
+    multiplier = 0.6 / math.sqrt(0.7**3 + 0.3**3)
+    assert multiplier == pytest.approx(0.986394, abs=1e-6)
+    event = accounting.dpsgd(multiplier, RATE, STEPS)
+    event = event if extra is None else accounting.compose(event, extra)
+    assert accounting.epsilon(event, 1e-5) == pytest.approx(expected, abs=5e-4)
+
+
+@pytest.mark.parametrize(
+    ("multiplier", "selection", "by_rdp", "by_pld"),
+    [(2.10175, 1.76514, 0.5, 0.4200), (1.93970, 1.29578, None, 0.5), (1.00436, 0.90683, 2.0, 1.490)],
+)
+def test_frost_figures(multiplier, selection, by_rdp, by_pld):
+    """Training and five selections composed, which have different rates and multipliers."""
+    event = accounting.compose(
+        accounting.dpsgd(multiplier, 1024 / 67349, 197), accounting.selection(selection, 5, sample_rate=0.02)
+    )
+    delta = 1 / (2 * 67349)
+    assert accounting.epsilon(event, delta) == pytest.approx(by_pld, rel=2e-3)
+    if by_rdp is not None:
+        assert accounting.epsilon(event, delta, "rdp") == pytest.approx(by_rdp, rel=1e-3)
+
+
+@pytest.mark.parametrize("adjacency", ["add_remove", "replace_one"])
+@pytest.mark.parametrize(
+    ("rate", "multiplier", "count"), [(0.02, 0.8, 50), (0.5, 3.0, 20), (0.001, 0.45, 7), (1.0, 4.0, 1)]
+)
+def test_agrees_with_dp_accounting(adjacency, rate, multiplier, count):
+    """The divergences computed for all losses at once are those the library computes one by one."""
+    relation = {
+        "add_remove": NeighboringRelation.ADD_OR_REMOVE_ONE,
+        "replace_one": NeighboringRelation.REPLACE_ONE,
+    }[adjacency]
+    event = accounting.dpsgd(multiplier, rate, count)
+    theirs = PLDAccountant(relation, value_discretization_interval=1e-3).compose(event).get_epsilon(1e-5)
+    ours = pld.epsilon_at(flatten(event), 1e-5, adjacency, 1e-3)
+    assert ours == pytest.approx(theirs, rel=1e-6)
+
+
+@pytest.mark.parametrize("delta", [1e-5, 1e-8, 1e-10])
+def test_rounding_never_carries_a_composition_below_the_truth(delta):
+    """Many compositions of a Gaussian have a closed form; the Fourier transform alone falls below it for small delta."""
+    count, multiplier = 6315, 60.0
+    flat = flatten(accounting.poisson_gaussian(multiplier, 1 - 1e-12))
+    flat = type(flat)(((*flat.sampled[0][:2], count),), 0.0)
+    truth = pld.gaussian_epsilon(math.sqrt(count) / multiplier, delta)
+    assert pld.epsilon_at(flat, delta, "add_remove", 1e-4) >= truth * (1 - 1e-6)
+
+
+def test_too_small_a_delta_for_so_many_releases_is_refused():
+    with pytest.raises(ValueError, match="rounding errors"):
+        accounting.epsilon(accounting.dpsgd(1.0, 0.01, 100_000), 1e-11)
+
+
+@pytest.mark.parametrize(("mu", "delta", "expected"), [(1.66603, 1e-5, 8.0), (4.2165, 1e-5, 26.18)])
+def test_gaussian_closed_form(mu, delta, expected):
+    assert accounting.epsilon(accounting.gaussian(1 / mu), delta) == pytest.approx(expected, rel=2e-4)
+
+
+def test_replacing_a_unit_doubles_the_sensitivity():
+    one = accounting.epsilon(accounting.gaussian(1.5), 1e-5)
+    for accountant in ("pld", "prv", "rdp"):
+        replaced = accounting.epsilon(accounting.gaussian(3.0), 1e-5, accountant, "replace_one")
+        added = accounting.epsilon(accounting.gaussian(1.5), 1e-5, accountant)
+        assert replaced == pytest.approx(added, rel=1e-9)
+    assert one == accounting.epsilon(accounting.gaussian(3.0), 1e-5, adjacency="replace_one")
+
+
+@pytest.mark.parametrize("accountant", ["prv", "rdp"])
+def test_replacing_under_sampling_is_for_pld_alone(accountant):
+    with pytest.raises(ValueError, match="pld"):
+        accounting.epsilon(SST2, 1e-5, accountant, "replace_one")
+
+
+@pytest.mark.parametrize("accountant", ["pld", "prv", "rdp"])
+def test_limits(accountant):
+    assert accounting.epsilon(accounting.dpsgd(0.5, 0.01, 0), 1e-5, accountant) == 0.0
+    assert accounting.epsilon(accounting.dpsgd(0.0, 0.01, 5), 1e-5, accountant) == math.inf
+    assert accounting.epsilon(dp_event.NonPrivateDpEvent(), 1e-5, accountant) == math.inf
+
+
+@pytest.mark.parametrize("multiplier", [1e-320, 1e-9, 1e-3, 0.06])
+def test_very_small_multipliers_end_in_a_bound(multiplier):
+    """prv_accountant overflows at .05-.08 and would fill memory below; a bound may be loose but not low."""
+    event = accounting.dpsgd(multiplier, 0.001, 10)
+    certified = accounting.epsilon(event, 1e-5)
+    assert certified > 50
+    assert accounting.epsilon(event, 1e-5, "prv") >= certified * (1 - 1e-3)
+
+
+def test_small_epsilon_is_certified_on_a_finer_grid():
+    found = accounting.epsilon(accounting.dpsgd(10.0, 0.001, 1000), 1e-5)
+    assert found.interval == 1e-5
+    assert 0.0067 < found < 0.0080
+
+
+def test_memory_stays_capped_where_losses_are_wide():
+    """100,000 steps at a small multiplier would ask for a grid of hundreds of millions of points at 1e-4."""
+    flat = flatten(accounting.dpsgd(0.2, 0.001, 100_000))
+    grid = pld.certifying_interval(flat, 100.0, "add_remove")
+    assert max(pmf.size for pmf in pld.distributions(flat, "add_remove", grid)) <= 1.1 * 4_000_000
+
+
+@pytest.mark.parametrize("delta", [0.0, 1.0, -1e-5, math.nan, 1e-13])
+def test_delta_out_of_range_is_refused(delta):
+    with pytest.raises(ValueError, match="delta"):
+        accounting.epsilon(SST2, delta)
+
+
+def test_unknown_accountant_and_adjacency_are_refused():
+    with pytest.raises(ValueError, match="accountant"):
+        accounting.epsilon(SST2, 1e-5, "gdp")
+    with pytest.raises(ValueError, match="adjacency"):
+        accounting.epsilon(SST2, 1e-5, adjacency="swap")
+
+
+def test_an_epsilon_survives_copies_with_its_origin():
+    found = accounting.epsilon(accounting.gaussian(1.0), 1e-5)
+    for twin in (copy.deepcopy(found), pickle.loads(pickle.dumps(found))):
+        assert twin == found
+        assert (twin.accountant, twin.delta, twin.adjacency) == ("pld", 1e-5, "add_remove")
+
+
+_rates = st.floats(min_value=1e-3, max_value=0.3)
+_multipliers = st.floats(min_value=0.7, max_value=5.0)
+_steps = st.integers(min_value=1, max_value=300)
+
+
+@given(_rates, _multipliers, _steps, st.sampled_from(["add_remove", "replace_one"]))
+@settings(max_examples=15, deadline=None)
+def test_epsilon_is_monotone(rate, multiplier, steps, adjacency):
+    """In steps, in the rate, and against the noise; the slack is the pessimism of the grids."""
+
+    def cost(rate, multiplier, steps):
+        event = accounting.dpsgd(multiplier, rate, steps)
+        return pld.search_epsilon(flatten(event), 1e-5, adjacency)
+
+    here = cost(rate, multiplier, steps)
+    room = 1e-3 * here + 2e-3
+    assert cost(rate, multiplier, steps + 20) >= here - room
+    assert cost(min(1.5 * rate, 1.0), multiplier, steps) >= here - room
+    assert cost(rate, 1.3 * multiplier, steps) <= here + room
+
+
+@given(_rates, _multipliers, _steps)
+@settings(max_examples=10, deadline=None)
+def test_pld_is_not_above_rdp_nor_above_no_sampling(rate, multiplier, steps):
+    event = accounting.dpsgd(multiplier, rate, steps)
+    certified = accounting.epsilon(event, 1e-5)
+    assert certified <= accounting.epsilon(event, 1e-5, "rdp") * (1 + 1e-3) + 1e-3
+    assert certified <= accounting.epsilon(accounting.dpsgd(multiplier, 1.0, steps), 1e-5)
+
+
+@given(st.floats(min_value=0.05, max_value=20.0), st.sampled_from([1e-3, 1e-5, 1e-9]))
+@settings(max_examples=50, deadline=None)
+def test_the_closed_form_meets_its_delta(mu, delta):
+    found = pld.gaussian_epsilon(mu, delta)
+    assert pld.gaussian_delta(mu, found) <= delta
+    assert found == 0 or pld.gaussian_delta(mu, found * (1 - 1e-7)) > delta * (1 - 1e-4)

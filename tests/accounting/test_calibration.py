@@ -1,0 +1,109 @@
+"""Calibration: the result is certified, near the target, and bad targets are refused."""
+
+import math
+import warnings
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fastdp import accounting
+from fastdp.accounting.calibration import least_safe
+
+
+def _sst2(multiplier):
+    return accounting.dpsgd(multiplier, 32 / 67349, 6315)
+
+
+@pytest.mark.parametrize("epsilon", [0.5, 3.04736, 8.0])
+def test_sst2_run_is_certified_and_close(epsilon):
+    multiplier = accounting.calibrate(_sst2, epsilon, 1e-5)
+    assert type(multiplier) is float
+    assert epsilon * (1 - 5e-4) <= accounting.epsilon(_sst2(multiplier), 1e-5) <= epsilon
+    if epsilon == 3.04736:
+        assert multiplier == pytest.approx(0.5, rel=2e-4)
+
+
+@given(
+    st.floats(min_value=0.05, max_value=20.0),
+    st.floats(min_value=1e-3, max_value=0.2),
+    st.integers(min_value=1, max_value=300),
+    st.sampled_from(["add_remove", "replace_one"]),
+    st.sampled_from(["poisson", "shuffled"]),
+)
+@settings(max_examples=10, deadline=None)
+def test_result_is_certified(epsilon, rate, steps, adjacency, sampling):
+    def event(multiplier):
+        return accounting.dpsgd(multiplier, rate, steps, sampling, 25)
+
+    multiplier = accounting.calibrate(event, epsilon, 1e-6, adjacency=adjacency)
+    found = accounting.epsilon(event(multiplier), 1e-6, adjacency=adjacency)
+    assert found <= epsilon
+    # Where the grid changes with the size of epsilon the figure may jump by its pessimism.
+    assert found >= 0.97 * epsilon
+
+
+@pytest.mark.parametrize("accountant", ["rdp", "prv"])
+def test_other_accountants(accountant):
+    """RDP and PRV calibrate to their own bounds, as papers do."""
+
+    def event(multiplier):
+        return accounting.dpsgd(multiplier, 0.02, 50)
+
+    multiplier = accounting.calibrate(event, 2.0, 1e-5, accountant=accountant)
+    assert 2.0 * (1 - 1e-4) <= accounting.epsilon(event(multiplier), 1e-5, accountant) <= 2.0
+
+
+def test_a_gaussian_is_calibrated_exactly():
+    assert accounting.calibrate(accounting.gaussian, 8.0, 1e-5) == pytest.approx(1 / 1.66603, rel=1e-3)
+    exact = accounting.calibrate(accounting.gaussian, 8.0, 1e-5, tolerance=1e-6)
+    assert exact == pytest.approx(1 / accounting.largest_mu(8.0, 1e-5), rel=1e-6)
+
+
+def test_part_of_the_event_may_be_fixed():
+    def event(multiplier):
+        return accounting.compose(accounting.dpsgd(multiplier, 0.02, 50), accounting.selection(5.0))
+
+    multiplier = accounting.calibrate(event, 2.0, 1e-5)
+    assert accounting.epsilon(event(multiplier), 1e-5) <= 2.0
+    with pytest.raises(ValueError, match="out of reach"):
+        accounting.calibrate(event, 0.5, 1e-5)
+
+
+def test_infinite_epsilon_needs_no_noise():
+    assert accounting.calibrate(_sst2, math.inf, 1e-5) == 0.0
+
+
+@pytest.mark.parametrize("epsilon", [0.0, -1.0, math.nan])
+def test_epsilon_must_be_positive(epsilon):
+    with pytest.raises(ValueError, match="epsilon"):
+        accounting.calibrate(_sst2, epsilon, 1e-5)
+
+
+@pytest.mark.parametrize("delta", [0.0, 1.0, 2.0, -1e-5])
+def test_delta_must_be_a_probability(delta):
+    with pytest.raises(ValueError, match="delta"):
+        accounting.calibrate(_sst2, 1.0, delta)
+
+
+def test_large_delta_warns():
+    with pytest.warns(UserWarning, match="1/N"):
+        accounting.calibrate(accounting.gaussian, 1.0, 1e-3, dataset_size=1000)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        accounting.calibrate(accounting.gaussian, 1.0, 1e-3, dataset_size=999)
+
+
+@given(
+    st.floats(min_value=-2, max_value=4), st.floats(min_value=0.3, max_value=4), st.floats(min_value=-3, max_value=5)
+)
+@settings(max_examples=50, deadline=None)
+def test_search_ends_on_the_safe_side(log_scale, power, log_start):
+    """A power law with a pole, from any start."""
+
+    def cost(x):
+        return math.inf if x < 0.01 else math.exp(log_scale) * x**-power + 1e-9
+
+    found = least_safe(cost, 1.0, math.exp(log_start))
+    assert cost(found.at) <= 1.0
+    assert found.at <= 0.0101 or cost(found.at) >= 1 - 3e-5

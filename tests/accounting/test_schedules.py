@@ -1,0 +1,113 @@
+"""Schedules: EW-FT's Algorithm 1 as printed, what it really guarantees, and the sound ones."""
+
+import math
+
+import pytest
+
+from fastdp import accounting
+from fastdp.accounting.schedules import _shape
+
+SST2 = {"dataset_size": 67349, "batch_size": 32, "epochs": 3, "epsilon": 8.0, "delta": 1e-5}
+PRINTED = [0.461663, 0.415841, 0.370020]
+
+
+def _cost(schedule, steps):
+    return accounting.epsilon(accounting.compose(*(accounting.dpsgd(z, 32 / 67349, steps) for z in schedule)), 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("reading", "expected", "steps"),
+    [("printed", PRINTED, 2104), ("text", [0.433308, 0.394793, 0.375535], 2105)],
+)
+def test_algorithm_1(reading, expected, steps):
+    found = accounting.epoch_weighted_schedule(**SST2, step_distance=2, reading=reading)
+    assert found == pytest.approx(expected, rel=1.5e-4)
+    assert 8.0 - 1e-3 <= _cost(found, steps) <= 8.0
+
+
+def test_uniform():
+    found = accounting.uniform_schedule(**SST2)
+    assert found == pytest.approx([0.390495] * 3, rel=5e-5)
+
+
+def test_one_epoch_is_the_uniform_schedule():
+    """The printed increment divides by E - 1."""
+    arguments = {**SST2, "dataset_size": 320, "epochs": 1, "epsilon": 2.0}
+    found = accounting.epoch_weighted_schedule(**arguments, step_distance=2)
+    assert found == pytest.approx(accounting.uniform_schedule(**arguments), rel=1e-3)
+
+
+@pytest.mark.parametrize("reading", ["printed", "text"])
+@pytest.mark.parametrize("epochs", [2, 3, 4, 7])
+@pytest.mark.parametrize("step_distance", [1, 2, 4])
+def test_shape_follows_the_pseudocode(reading, epochs, step_distance):
+    """Lines 15-26 transcribed loop by loop."""
+    last, pivot = 0.31, 0.4
+    small = 4 * (pivot - last) / ((epochs - 1) * (step_distance + 1))
+    expected, new = [last], last
+    counters = range(1, epochs) if reading == "printed" else range(epochs - 1)
+    for counter in counters:
+        if counter < epochs / 2 - 1:
+            new = new + small
+        else:
+            new = new + step_distance * small
+        expected.append(new)
+    expected.reverse()
+    assert _shape(last, pivot, epochs, step_distance, reading) == pytest.approx(expected, rel=1e-12)
+
+
+def test_what_epsilon_8_really_is():
+    """Each user's record is released once an epoch to a server that sees whose it is: nothing is amplified."""
+    event = accounting.local_event(PRINTED)
+    assert math.sqrt(sum(z**-2 for z in PRINTED)) == pytest.approx(4.2165, abs=1e-4)
+    assert accounting.epsilon(event, 1e-5) == pytest.approx(26.18, abs=0.01)
+    # With noise std C z, the literal text, one record may still become any other: sensitivity 2 C.
+    assert accounting.epsilon(event, 1e-5, adjacency="replace_one") == pytest.approx(70.72, abs=0.02)
+
+
+def test_sound_figures():
+    assert accounting.largest_mu(8.0, 1e-5) == pytest.approx(1.66603, abs=1e-5)
+    assert accounting.sound_schedule(3, 8.0, 1e-5) == pytest.approx([1.03963] * 3, abs=1e-5)
+    assert accounting.sound_schedule(3, 8.0, 1e-5, shape=PRINTED) == pytest.approx(
+        [1.16840, 1.05243, 0.93646], abs=2e-5
+    )
+    assert accounting.sound_schedule(1, 8.0, 1e-5) == pytest.approx([0.60023], abs=1e-5)
+
+
+@pytest.mark.parametrize(("epsilon", "once", "thrice"), [(2.0, 1.9938, 3.4534), (4.0, 1.0812, 1.8726)])
+def test_sound_figures_at_other_targets(epsilon, once, thrice):
+    assert accounting.sound_schedule(1, epsilon, 1e-5) == pytest.approx([once], abs=1e-4)
+    assert accounting.sound_schedule(3, epsilon, 1e-5) == pytest.approx([thrice] * 3, abs=1e-4)
+
+
+@pytest.mark.parametrize("shape", [None, [1.0], [3.0, 2.0, 2.0, 1.0]])
+def test_sound_schedules_cost_their_target(shape):
+    epochs = 4 if shape is None else len(shape)
+    schedule = accounting.sound_schedule(epochs, 3.0, 1e-6, shape)
+    found = accounting.epsilon(accounting.local_event(schedule), 1e-6)
+    assert 3.0 * (1 - 1e-6) <= found <= 3.0
+
+
+@pytest.mark.parametrize(
+    ("changed", "match"),
+    [
+        ({"epsilon": 1.0}, "needs more than 1"),
+        ({"epsilon": 0.0}, "positive"),
+        ({"epsilon": math.inf}, "infinite"),
+        ({"delta": 0.0}, "delta"),
+        ({"batch_size": 0}, "batch_size"),
+        ({"batch_size": 70000}, "batch_size"),
+        ({"epochs": 0}, "epochs"),
+        ({"step_distance": 0}, "step_distance"),
+        ({"reading": "both"}, "reading"),
+    ],
+)
+def test_values_out_of_range_are_refused(changed, match):
+    with pytest.raises(ValueError, match=match):
+        accounting.epoch_weighted_schedule(**{**SST2, "step_distance": 2, **changed})
+
+
+@pytest.mark.parametrize("shape", [[1.0, 2.0], [1.0, 0.0, 1.0], [1.0, math.nan, 1.0]])
+def test_shapes_out_of_range_are_refused(shape):
+    with pytest.raises(ValueError, match="relative multiplier"):
+        accounting.sound_schedule(3, 8.0, 1e-5, shape)
