@@ -12,4 +12,5 @@ void bind_gram_norms(pybind11::module_ &m);
 void bind_onehot_norms(pybind11::module_ &m);
 void bind_snap(pybind11::module_ &m);
 void bind_snap_noise(pybind11::module_ &m);
+void bind_exponential(pybind11::module_ &m);
 }  // namespace fastdp

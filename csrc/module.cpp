@@ -14,4 +14,5 @@ PYBIND11_MODULE(_native, m) {
     fastdp::bind_onehot_norms(m);
     fastdp::bind_snap(m);
     fastdp::bind_snap_noise(m);
+    fastdp::bind_exponential(m);
 }

@@ -1,0 +1,234 @@
+"""The exponential mechanism over a whole vocabulary: ``exponential_choice``, and its law, ``choice_log_probabilities``."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fastdp import _native
+from fastdp.ops.factors import in_full_precision
+from fastdp.ops.noise import check_position, check_stream
+from fastdp.ops.private_snap import check_ids, per_token, uniforms
+from fastdp.ops.snap import centre_of, refuse_non_finite, survey
+from fastdp.ops.stream import Draw, NoiseStream, chacha20_words
+from fastdp.ops.table import Op
+
+#: Blocks of a position that belong to one token.
+_BLOCKS = 64
+#: Products of eight-bit entries of a row this wide still add up in 32 bits.
+_WIDEST = 1 << 16
+
+
+def _check_rows(name: str, value: Tensor | None, table: Tensor) -> None:
+    if value is None:
+        return
+    if value.shape != table.shape[:1] or value.dtype != torch.float64 or value.device != table.device:
+        raise ValueError(
+            f"{name} is {value.dtype} {list(value.shape)} on {value.device}: "
+            f"it must have one number for each of the table's {table.shape[0]} rows"
+        )
+
+
+def _check_choice(
+    ids: Tensor,
+    table: Tensor,
+    scale: Tensor,
+    position: Tensor,
+    cap: float | None,
+    log_prior: Tensor | None,
+    candidate_scale: Tensor | None,
+) -> None:
+    check_ids(ids, table)
+    check_position(position)
+    per_token("scale", scale, ids, -math.ulp(0.0))
+    if cap is not None and not 0.0 < cap < math.inf:
+        raise ValueError(f"cap must be finite and above 0, got {cap}")
+    _check_rows("log_prior", log_prior, table)
+    _check_rows("candidate_scale", candidate_scale, table)
+    if log_prior is not None and not (bool((log_prior < math.inf).all()) and bool(torch.isfinite(log_prior).any())):
+        raise ValueError("log_prior must hold numbers or -inf, at least one of them a number")
+    if candidate_scale is not None and not bool((torch.isfinite(candidate_scale) & (candidate_scale >= 0)).all()):
+        raise ValueError("candidate_scale must be finite and at least 0")
+    if ids.numel() > (1 << 32) // _BLOCKS:
+        raise ValueError(f"{ids.numel()} tokens are more than one position has draws for: at most 2^26")
+    if table.shape[1] > _WIDEST:
+        raise ValueError(f"the table's rows have {table.shape[1]} entries: at most {_WIDEST}")
+
+
+def _log_weights(
+    token: int, wide: Tensor, scale: float, cap: float | None, log_prior: Tensor | None, candidate_scale: Tensor | None
+) -> Tensor:
+    distance = (wide - wide[token]).square().sum(1).sqrt()
+    if cap is not None:
+        distance = distance.clamp(max=cap)
+    weight = -scale * (distance if candidate_scale is None else candidate_scale * distance)
+    return weight if log_prior is None else weight + log_prior
+
+
+@in_full_precision
+def _choice_reference(
+    ids: Tensor,
+    table: Tensor,
+    scale: Tensor,
+    position: Tensor,
+    cap: float | None,
+    log_prior: Tensor | None,
+    candidate_scale: Tensor | None,
+) -> Tensor:
+    refuse_non_finite("table", table)
+    wide = table.double()
+    words = chacha20_words(position, 0, _BLOCKS * ids.numel())[::_BLOCKS, :2]
+    draws = torch.from_numpy(uniforms(words)).to(table.device)
+    result = torch.empty_like(ids).view(-1) if ids.is_contiguous() else ids.new_empty(ids.numel())
+    flat, scales = ids.reshape(-1), scale.expand(ids.shape).reshape(-1)
+    laws, law = torch.stack([flat.double(), scales]).unique(dim=1, return_inverse=True)
+    for k in range(laws.shape[1]):
+        token, strength = int(laws[0, k]), float(laws[1, k])
+        weights = _log_weights(token, wide, strength, cap, log_prior, candidate_scale).softmax(0)
+        ends = weights.cumsum(0)
+        mine = law == k
+        at = torch.searchsorted(ends, draws[mine] * ends[-1], right=True)
+        result[mine] = at.clamp(max=int(weights.nonzero()[-1]))
+    return result.view(ids.shape)
+
+
+def _choice_fake(
+    ids: Tensor,
+    table: Tensor,
+    scale: Tensor,
+    position: Tensor,
+    cap: float | None = None,
+    log_prior: Tensor | None = None,
+    candidate_scale: Tensor | None = None,
+) -> Tensor:
+    return torch.empty_like(ids, memory_format=torch.contiguous_format)
+
+
+EXPONENTIAL_CHOICE = Op(
+    "exponential_choice(Tensor ids, Tensor table, Tensor scale, Tensor position, float? cap, "
+    "Tensor? log_prior, Tensor? candidate_scale) -> Tensor",
+    reference=_choice_reference,
+    fake=_choice_fake,
+    check=_check_choice,
+)
+
+
+@EXPONENTIAL_CHOICE.implement("cpu")
+def _choice_cpu(
+    ids: Tensor,
+    table: Tensor,
+    scale: Tensor,
+    position: Tensor,
+    cap: float | None,
+    log_prior: Tensor | None,
+    candidate_scale: Tensor | None,
+) -> Tensor:
+    table = table.detach().float().contiguous()
+    bits = survey("table", table)
+    result = torch.empty(ids.shape, dtype=torch.int64)
+    if not ids.numel():
+        return result
+    flat = ids.reshape(-1).numpy()
+    scales = np.broadcast_to(scale.numpy(), ids.shape).reshape(-1) if scale.dim() else np.full(1, float(scale))
+    order = np.lexsort((scales, flat)) if scale.dim() else np.argsort(flat, kind="stable")
+    sorted_ids = flat[order]
+    sorted_scales = scales[order] if scale.dim() else np.broadcast_to(scales, len(order))
+    new = np.ones(len(order) + 1, bool)
+    new[1:-1] = (sorted_ids[1:] != sorted_ids[:-1]) | (sorted_scales[1:] != sorted_scales[:-1])
+    starts = np.flatnonzero(new)
+    law_ids, law_scales = sorted_ids[starts[:-1]], sorted_scales[starts[:-1]].copy()
+    prior = None if log_prior is None else log_prior.contiguous()
+    slopes = None if candidate_scale is None else candidate_scale.contiguous()
+    centre = centre_of(table)
+    _native.exponential_choice(
+        table=table.data_ptr(),
+        rows=table.shape[0],
+        d=table.shape[1],
+        centre=centre.data_ptr(),
+        table_bits=bits,
+        order=order.ctypes.data,
+        starts=starts.ctypes.data,
+        laws=len(law_ids),
+        law_ids=law_ids.ctypes.data,
+        law_scales=law_scales.ctypes.data,
+        log_prior=0 if prior is None else prior.data_ptr(),
+        slopes=0 if slopes is None else slopes.data_ptr(),
+        cap=math.inf if cap is None else cap,
+        position=position.data_ptr(),
+        out=result.data_ptr(),
+    )
+    return result
+
+
+def _rows_as_double(value: Tensor | None, table: Tensor) -> Tensor | None:
+    return None if value is None else value.detach().to(device=table.device, dtype=torch.float64)
+
+
+@torch.no_grad()
+def choice_log_probabilities(
+    token: int,
+    table: Tensor,
+    scale: float,
+    cap: float | None = None,
+    log_prior: Tensor | None = None,
+    candidate_scale: Tensor | None = None,
+) -> Tensor:
+    """The law that ``exponential_choice`` draws from for one token: log probabilities, float64 [V].
+
+    Arguments as there, for a single id and scale. For exact checks of privacy bounds on small tables.
+    """
+    prior, slopes = _rows_as_double(log_prior, table), _rows_as_double(candidate_scale, table)
+    return _log_weights(token, table.double(), scale, cap, prior, slopes).log_softmax(0)
+
+
+def exponential_choice(
+    ids: Tensor,
+    table: Tensor,
+    scale: float | Tensor,
+    stream: NoiseStream | Draw,
+    cap: float | None = None,
+    *,
+    log_prior: Tensor | None = None,
+    candidate_scale: Tensor | None = None,
+) -> Tensor:
+    """Draw a row for each token by the exponential mechanism over the whole table (McSherry and Talwar, FOCS 2007).
+
+    Token i becomes w with probability proportional to ``pi_w exp(-scale_i c_w min(dist(i, w), cap))``, dist being the
+    Euclidean distance of their rows. With one scale for all: ``scale = eta / 2`` gives ``eta * distance`` metric privacy,
+    with or without a prior; ``scale = epsilon / (2 R)`` and ``cap = R`` give epsilon-local DP; ``scale = 1 / 2`` and
+    ``candidate_scale = eta_w`` give ``max(eta_w) * distance``. **A scale that depends on the token itself voids these.**
+
+    The definition is the inverse of the distribution function in float64, at a 64-bit uniform of the token's own. On a
+    CPU the same law is drawn by rejection: an eight-bit bound of every distance proposes, the float64 distance decides
+    (``csrc/exponential.cpp``), so the two agree in law and not draw by draw. Distances are computed once for each distinct
+    id. A token's randomness depends on the stream and its place among the flattened ids alone, not on threads, grouping
+    or the other tokens. Scratch: V d bytes, and at most 504 V / 2 bytes of sums; nothing of size N V.
+
+    Args:
+        ids: int64, any shape, rows of the table.
+        table: [V, d], float32 (16-bit tables are widened), d <= 65,536; must not itself depend on private data.
+        scale: in units of 1 / distance, at least 0: a number, or a tensor of the shape of ``ids``.
+        stream: a ``NoiseStream`` or one position of it.
+        cap: distances above it count as it; None for no cap.
+        log_prior: [V], log pi_w up to a constant, -inf for rows never to be drawn; public.
+        candidate_scale: [V], c_w >= 0; public.
+
+    Returns:
+        int64, of the shape of ``ids``.
+
+    Raises:
+        IndexError: an id outside the table.
+        ValueError: a number out of range or NaN; wrong shapes or devices; a NaN or infinity in the table.
+        TypeError: wrong dtypes, or no stream.
+        RuntimeError: the position was drawn before.
+    """
+    check_stream(stream)
+    check_ids(ids, table)
+    scales = per_token("scale", scale, ids, -math.ulp(0.0))
+    prior, slopes = _rows_as_double(log_prior, table), _rows_as_double(candidate_scale, table)
+    return EXPONENTIAL_CHOICE(
+        ids, table, scales, stream.take(), None if cap is None else float(cap), prior, slopes
+    )
