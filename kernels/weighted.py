@@ -26,13 +26,13 @@ def _block_scale(weight):
 
 @triton.jit
 def _store(p_out, p_position, acc, o_m, o_n, m, n, stride_om, stride_on, std,
-           b_m: tl.constexpr, b_n: tl.constexpr, NOISY: tl.constexpr, FOLDED: tl.constexpr):  # fmt: skip
+           b_m: tl.constexpr, b_n: tl.constexpr, NOISY: tl.constexpr):  # fmt: skip
     p_tile = p_out + o_m[:, None].to(tl.int64) * stride_om + o_n[None, :].to(tl.int64) * stride_on
     m_tile = (o_m < m)[:, None] & (o_n < n)[None, :]
     if NOISY:
         # n is a multiple of 16, so each block of normals lies within a row.
         o_block = (tl.min(o_n, 0) // 16 + tl.arange(0, b_n // 16))[None, :] + o_m[:, None].to(tl.int64) * (n // 16)
-        z = normals(p_position, tl.reshape(o_block, (b_m * b_n // 16,)).to(tl.uint32), FOLDED)
+        z = normals(p_position, tl.reshape(o_block, (b_m * b_n // 16,)).to(tl.uint32), False)
         acc = tl.fma(tl.reshape(z, (b_m, b_n)), std, acc)
     tl.store(p_tile, tl.load(p_tile, mask=m_tile, other=0.0) + acc, mask=m_tile)
 
@@ -41,8 +41,7 @@ def _store(p_out, p_position, acc, o_m, o_n, m, n, stride_om, stride_on, std,
 def _weighted_kernel(
     p_left, p_right, p_weights, p_out, p_position, tokens, length, tiles_n, m, n,
     stride_lt, stride_lm, stride_rt, stride_rn, stride_split, stride_om, stride_on, std,
-    b_m: tl.constexpr, b_n: tl.constexpr, b_t: tl.constexpr, NOISY: tl.constexpr, FOLDED: tl.constexpr,
-    PRECISION: tl.constexpr,
+    b_m: tl.constexpr, b_n: tl.constexpr, b_t: tl.constexpr, NOISY: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
     split = tl.program_id(1).to(tl.int64)
@@ -64,7 +63,7 @@ def _weighted_kernel(
         left = (left.to(tl.float32) * quotient[None, :]).to(left.dtype)
         acc += scale * multiply(left, right, tl.zeros((b_m, b_n), tl.float32), PRECISION)
     _store(p_out + split * stride_split, p_position, acc, o_m, o_n, m, n, stride_om, stride_on, std, b_m, b_n,
-           NOISY, FOLDED)  # fmt: skip
+           NOISY)  # fmt: skip
 
 
 @triton.jit
@@ -151,7 +150,7 @@ def weighted_sum_(
     tiles_n = triton.cdiv(n, b_n)
     tiles = triton.cdiv(m, b_m) * tiles_n
     parts, stride, splits, length = _split(out, tokens, tiles, b_t, splits)
-    fused = noisy and splits == 1 and n % 16 == 0
+    fused = noisy and not secure_rounding and splits == 1 and n % 16 == 0
     if fused and b_m * b_n > 8192:  # the state of the cipher has to fit into the registers beside the sum
         b_n = 64
         tiles_n = triton.cdiv(n, b_n)
@@ -178,7 +177,6 @@ def weighted_sum_(
                 b_n=b_n,
                 b_t=b_t,
                 NOISY=fused,
-                FOLDED=secure_rounding,
                 PRECISION=precision,
                 num_warps=8 if b_m * b_n > 4096 else 4,
                 num_stages=3,
@@ -231,7 +229,7 @@ def masked_weighted_sum_(
             b_n=b_n,
             b_t=b_t,
             PRECISION=precision,
-            num_warps=8 if b_m * b_n > 4096 else 4,
+            num_warps=8 if wide or b_m * b_n > 4096 else 4,
             num_stages=3,
         )
     if splits > 1:
