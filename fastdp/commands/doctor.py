@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from fastdp.commands.quiet import quiet_libraries
 from fastdp.commands.refusal import refusing
 
 console = Console()
@@ -37,6 +38,7 @@ def doctor_command(
     length: Annotated[int, typer.Option(help="tokens of an example, for the costs")] = 64,
 ) -> None:
     """Report the environment; with a model, each trained parameter's uses, route and cost, or why it has none."""
+    quiet_libraries()
     console.print(_environment())
     if model is not None:
         _describe(model, task, peft, length)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import math
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,6 +13,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
+from fastdp.commands.quiet import quiet_libraries
 from fastdp.commands.refusal import refusing
 from fastdp.finetune import FinetuneConfig, Reporter, Result, finetune, load_config
 from fastdp.finetune.config import setting_type
@@ -46,7 +46,7 @@ class ProgressReporter(Reporter):
 
     def phase(self, text: str) -> None:
         """Print the phase above the bar."""
-        self.progress.console.print(f"{self.title}[dim]{text}[/]", highlight=False)
+        self.progress.console.print(f"[dim]{self.title}{text}[/]", highlight=False)
 
     def note(self, text: str) -> None:
         """Print the note above the bar."""
@@ -97,8 +97,7 @@ def finetune_command(
     overrides: dict[str, Any],
 ) -> None:
     """Fine-tune a model on private data; every setting of the config can also be given as a flag."""
-    # Bars of weights being loaded and of shards being written would break the one that shows the steps.
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    quiet_libraries()
     settings = load_config(config, overrides)
     with ProgressReporter() as reporter:
         result = finetune(settings, resume=resume, reporter=reporter)
@@ -130,4 +129,5 @@ def quickstart_command(
     """Fine-tune a small model on invented records, without and with privacy, and compare; needs no network."""
     from fastdp.quickstart.run import quickstart
 
+    quiet_libraries()
     quickstart(output, seed, console, ProgressReporter)
