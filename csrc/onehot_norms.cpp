@@ -78,9 +78,10 @@ void onehot_add(uintptr_t ids_address, int64_t ids_stride, const FactorTuple &ri
         for (int64_t t = 0; t < tokens; ++t) {
             const float weight = weights[t];
             if (weight == 0) continue;
-            read_row(right, t, start, count, row);
+            const float *from = right.plain() ? right.row(t) + start : row;
+            if (from == row) read_row(right, t, start, count, row);
             float *target = out + ids[t * ids_stride] * out_stride + start;
-            for (int64_t j = 0; j < count; ++j) target[j] += weight * row[j];
+            for (int64_t j = 0; j < count; ++j) target[j] += weight * from[j];
         }
     });
 }
