@@ -239,6 +239,10 @@ class Engine:
         for name, parameter in self.parameters.items():
             if parameter.grad is not None:
                 parameter.grad = None
+                if self._preparing:
+                    raise UnsupportedUse(
+                        f"{name} is read where no module's forward runs, as in a checkpointed function"
+                    )
                 raise RuntimeError(
                     f"{name} holds a gradient {when} that was not clipped: call optimizer.zero_grad() after step(), and "
                     "let no loss term use parameters directly"
