@@ -1,0 +1,150 @@
+"""A release is the clipped sum over the expected batch size, plus noise of the stated size, and nothing else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from scipy import stats
+from torch import nn
+
+import fastdp
+from fastdp.engine.policy import Policy
+from fastdp.engine.release import Release
+from tests.engine.runs import FEATURES, clipped_sum, join, loader, logical_step, one_by_one, start
+
+#: How often a statistical test of this file may fail with nothing wrong; each draws fresh noise.
+FALSE_ALARM = 1e-9
+
+
+class Wide(nn.Module):
+    """Enough parameters for their noise to be measured."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(FEATURES, 1500), nn.Linear(1500, 3)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> Any:
+        return {"loss": F.cross_entropy(self.second(torch.tanh(self.first(x))), labels)}
+
+
+class NoLedger:
+    def record(self, kind: str = "step") -> None:
+        """Notes nothing."""
+
+
+def standard(noise: torch.Tensor) -> None:
+    """Assert that numbers could be independent standard normals."""
+    values = noise.double().reshape(-1)
+    count = values.numel()
+    assert count > 10_000
+    assert stats.kstest(values.numpy(), "norm").pvalue > FALSE_ALARM
+    square = float(values.square().sum())
+    assert 2 * min(stats.chi2.cdf(square, count), stats.chi2.sf(square, count)) > FALSE_ALARM
+    assert 2 * stats.norm.sf(abs(float(values.sum())) / count**0.5) > FALSE_ALARM
+    neighbours = float((values[1:] * values[:-1]).sum()) / (count - 1) ** 0.5
+    assert 2 * stats.norm.sf(abs(neighbours)) > FALSE_ALARM
+
+
+@pytest.mark.parametrize("physical", [None, 1, 3])
+@pytest.mark.parametrize("secure", [False, True])
+def test_what_is_added_to_the_clipped_sum_is_normal_with_std_sigma_c(physical: int | None, secure: bool) -> None:
+    sigma, bound = 1.7, 0.4
+    private = start(
+        Wide(),
+        noise_multiplier=sigma,
+        sampling="shuffled",  # so that no batch is empty
+        unsafe_seed=None,
+        max_physical_batch_size=physical,
+        method=fastdp.DPSGD(max_grad_norm=bound),
+        secure_rounding=secure,
+    )
+    got, batches = logical_step(private)
+    clipped = clipped_sum(one_by_one(private.model, join(batches)), bound)
+    standard(torch.cat([((8 * got[n].double() - clipped[n]) / (sigma * bound)).reshape(-1) for n in got]))
+
+
+@pytest.mark.parametrize(
+    ("method", "std"),
+    [
+        (fastdp.DPSGD(max_grad_norm=0.4, groups="per_layer"), 0.4),
+        (fastdp.DPSGD({"a": 0.3, "b": 0.4}, groups={"a": ["first.*"], "b": ["*"]}), 0.5),
+        (fastdp.DPSGD(max_grad_norm=0.4, adaptive=fastdp.AdaptiveClipping(count_noise_std=5.0)), 0.4),
+    ],
+)
+def test_groups_and_adaptive_clipping_have_the_noise_they_are_accounted_with(method: fastdp.DPSGD, std: float) -> None:
+    sigma = 2.0
+    options: dict[str, Any] = {"method": method, "unsafe_seed": 7}
+    noisy = start(Wide(), noise_multiplier=sigma, **options)
+    policy = noisy._engine.accumulator.policy
+    got, _ = logical_step(noisy)
+    silent, _ = logical_step(start(Wide(), noise_multiplier=0.0, **options))
+    if method.adaptive is None:
+        assert policy.noise_multiplier == pytest.approx(sigma)
+        total = sigma * std
+    else:
+        # The count of unclipped units is paid for out of the same multiplier: z^-2 = z_gradient^-2 + (2 sigma_b)^-2.
+        assert policy.noise_multiplier**-2 + (2 * 5.0) ** -2 == pytest.approx(sigma**-2)
+        total = policy.noise_multiplier * std
+    standard(torch.cat([(8 * (got[n].double() - silent[n]) / total).reshape(-1) for n in got]))
+
+
+def test_noise_differs_between_steps_tensors_and_runs() -> None:
+    def noise(private: Any) -> torch.Tensor:
+        got, _ = logical_step(private)
+        return torch.cat([got["first.weight"].reshape(-1), got["second.weight"].reshape(-1)])
+
+    # A bound so small that the clipped sum disappears.
+    options: dict[str, Any] = {"noise_multiplier": 1e6, "unsafe_seed": None}
+    private = start(Wide(), **options)
+    draws = torch.stack([noise(private) for _ in range(3)] + [noise(start(Wide(), **options)) for _ in range(2)])
+    halves = torch.cat([draws[:, :4500], draws[:, 4500:9000]])
+    correlation = torch.corrcoef(halves)[tuple(torch.triu_indices(10, 10, 1))]
+    assert 2 * stats.norm.sf(float(correlation.abs().max()) * 4500**0.5) * correlation.numel() > FALSE_ALARM
+
+
+def test_masked_groups_have_each_their_own_noise() -> None:
+    parameter = nn.Parameter(torch.zeros(200, 300))
+    mask = torch.rand(200, 300) < 0.3
+    policy = Policy((1.0, 1.0), (0.5, 4.0), {"w": (0, 1)}, {"w": mask})
+    Release({"w": parameter}, NoLedger(), fastdp.NoiseStream(), 10.0)({}, policy)
+    assert parameter.grad is not None
+    noise = 10 * parameter.grad
+    standard(noise[mask] / 0.5)
+    standard(noise[~mask] / 4.0)
+    assert policy.noise_multiplier == pytest.approx((1 / 0.25 + 1 / 16) ** -0.5)
+
+
+def test_parameters_without_a_gradient_get_noise_too() -> None:
+    parameters = {"used": nn.Parameter(torch.zeros(3)), "unused": nn.Parameter(torch.zeros(20_000))}
+    policy = Policy((1.0,), (3.0,), dict.fromkeys(parameters, 0))
+    Release(parameters, NoLedger(), fastdp.NoiseStream(), 4.0)({"used": torch.ones(3)}, policy)
+    assert parameters["unused"].grad is not None
+    standard(4 * parameters["unused"].grad / 3)
+
+
+def test_nothing_is_released_when_the_ledger_refuses() -> None:
+    class Full:
+        def record(self, kind: str = "step") -> None:
+            raise fastdp.accounting.BudgetExceeded("the budget is spent")
+
+    parameter = nn.Parameter(torch.zeros(3))
+    release = Release({"w": parameter}, Full(), fastdp.NoiseStream(), 4.0)
+    sums = {"w": torch.ones(3)}
+    with pytest.raises(fastdp.accounting.BudgetExceeded):
+        release(sums, Policy((1.0,), (3.0,), {"w": 0}))
+    assert parameter.grad is None
+    assert torch.equal(sums["w"], torch.ones(3))
+
+
+def test_the_ledger_is_told_before_any_noise_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    private = start(Wide(), loader(), noise_multiplier=1.0)
+    order: list[str] = []
+    record, drawn = private.ledger.record, fastdp.ops.add_noise_
+    monkeypatch.setattr(private.ledger, "record", lambda kind="step": (order.append("ledger"), record(kind))[1])
+    monkeypatch.setattr(fastdp.ops, "add_noise_", lambda *a, **k: (order.append("noise"), drawn(*a, **k))[1])
+    logical_step(private)
+    assert order == ["ledger"] + ["noise"] * 4

@@ -1,0 +1,376 @@
+"""A private run from outside: budget, card, optimizers, clipping that adapts, averages, checkpoints and crashes."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from scipy import stats
+from torch import nn
+
+import fastdp
+from fastdp.accounting import Ledger, deserialise, epsilon
+from fastdp.engine.policy import Policy
+from tests.engine.runs import (
+    Classifier,
+    clipped_sum,
+    error,
+    examples,
+    join,
+    loader,
+    logical_step,
+    one_by_one,
+    same,
+    start,
+    state,
+)
+
+PRIVATE: dict[str, Any] = {"noise_multiplier": 1.0, "target_delta": 1e-4}
+
+
+def train(private: Any, epochs: int) -> list[float]:
+    """Train and return epsilon after each release."""
+    spent = []
+    for _ in range(epochs):
+        for batch in private.data_loader:
+            private.model(**batch)["loss"].backward()
+            private.optimizer.step()
+            private.optimizer.zero_grad()
+            if private.last_step_done:
+                spent.append(private.epsilon())
+    return spent
+
+
+@pytest.mark.parametrize("sampling", ["poisson", "shuffled"])
+def test_epsilon_grows_to_its_target_and_never_above(sampling: str) -> None:
+    private = start(target_epsilon=3.0, target_delta=1e-3, epochs=2, sampling=sampling)
+    assert private.epsilon() == 0
+    spent = train(private, 2)
+    assert len(spent) == private.total_steps == 6
+    assert spent == sorted(spent)
+    assert 0 < spent[0] < spent[-1] <= 3.0
+    assert spent[-1] > 2.97, "the noise is no more than was asked for"
+
+
+def test_no_noise_is_no_privacy_and_the_card_says_so() -> None:
+    for options in ({"noise_multiplier": 0.0}, {"target_epsilon": math.inf, "target_delta": 1e-4}):
+        private = start(unsafe_seed=None, **options)
+        train(private, 1)
+        assert private.epsilon(1e-4) == math.inf
+        card = private.card()
+        assert card["guarantee"] == "none"
+        assert any("noise" in reason for reason in card["why_no_guarantee"])
+    private = start(method=fastdp.NonPrivate(), noise_multiplier=None)
+    train(private, 1)
+    assert private.route == "ordinary"
+    assert private.epsilon(1e-4) == math.inf
+
+
+def test_the_non_private_baseline_is_the_mean_gradient_over_the_expected_batch() -> None:
+    private = start(method=fastdp.NonPrivate(), noise_multiplier=None, max_physical_batch_size=3)
+    got, batches = logical_step(private)
+    total = clipped_sum(one_by_one(private.model, join(batches)), math.inf)
+    assert error(got, {n: t / 8 for n, t in total.items()}) < 1e-5
+
+
+def test_the_card_states_what_the_ledger_holds(tmp_path: Path) -> None:
+    private = start(output_dir=tmp_path, unsafe_seed=None, **PRIVATE)
+    train(private, 1)
+    card = private.card()
+    assert deserialise(card["event"]) == private.ledger.event()
+    assert card["epsilon"]["upper_bound"] == pytest.approx(private.epsilon())
+    assert card["epsilon"]["delta"] == 1e-4
+    assert card["guarantee"] != "none"
+    assert card["steps"]["spent"] == 3
+    path = tmp_path / "card.json"
+    card.save(path)
+    assert json.loads(path.read_text())["run_id"] == private.ledger.run_id
+    assert Ledger.read(tmp_path / "ledger.jsonl").spent_steps == 3
+
+
+def test_extending_pays_for_more() -> None:
+    private = start(epochs=1, **PRIVATE)
+    before = train(private, 1)
+    private.extend(0.5)
+    assert private.total_steps == 5
+    after = train(private, 1)
+    assert len(after) == 2
+    assert after[-1] > before[-1]
+    assert after[-1] == pytest.approx(float(epsilon(fastdp.accounting.dpsgd(1.0, 8 / 24, 5), 1e-4)))
+
+
+class TestOptimizers:
+    """`fastdp.optim`: torch's classes, torch's steps."""
+
+    @pytest.mark.parametrize(
+        ("ours", "theirs", "options"),
+        [
+            (fastdp.optim.SGD, torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01, "nesterov": True}),
+            (fastdp.optim.Adam, torch.optim.Adam, {"lr": 0.01, "betas": (0.8, 0.9), "weight_decay": 0.02}),
+            (fastdp.optim.AdamW, torch.optim.AdamW, {"lr": 0.01, "eps": 1e-6, "weight_decay": 0.1}),
+        ],
+    )
+    def test_steps_are_torch_s_for_the_same_gradients(self, ours: Any, theirs: Any, options: dict[str, Any]) -> None:
+        model, plain = Classifier(), Classifier()
+        optimizer = ours(model, loader(), **options, noise_multiplier=0.5, epochs=3, unsafe_seed=1)
+        assert isinstance(optimizer, torch.optim.Optimizer)
+        if ours is fastdp.optim.SGD:
+            assert isinstance(optimizer, torch.optim.SGD)
+        reference = theirs(plain.parameters(), **options)
+        for batch in (b for _ in range(2) for b in optimizer.data_loader):
+            model(**batch)["loss"].backward()
+            optimizer.step()
+            for p, q in zip(model.parameters(), plain.parameters()):
+                q.grad = None if p.grad is None else p.grad.clone()
+            reference.step()
+            optimizer.zero_grad()
+            for p, q in zip(model.parameters(), plain.parameters()):
+                assert torch.allclose(p, q, rtol=1e-6, atol=1e-8)
+        saved = optimizer.state_dict()
+        reference.load_state_dict(saved)
+        assert len(saved["state"]) == 4
+
+    def test_schedulers_work(self) -> None:
+        optimizer = fastdp.optim.AdamW(Classifier(), loader(), lr=0.1, epochs=1, noise_multiplier=0.5)
+        schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, len(optimizer.data_loader))
+        for batch in optimizer.data_loader:
+            optimizer.private.model(**batch)["loss"].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(0.01)
+
+    @pytest.mark.parametrize("ours", [fastdp.optim.Adam, fastdp.optim.AdamW])
+    def test_bias_correction_follows_its_formula(self, ours: Any) -> None:
+        """DP-AdamBC, algorithm 1: theta - lr m_hat / sqrt(max(v_hat - (sigma C / B)^2, floor))."""
+        model = Classifier()
+        sigma, bound, lr, (beta1, beta2) = 0.3, 0.5, 0.01, (0.9, 0.99)
+        optimizer = ours(
+            model,
+            loader(),
+            lr=lr,
+            betas=(beta1, beta2),
+            weight_decay=0.0,
+            method=fastdp.DPSGD(max_grad_norm=bound, bias_correction=True),
+            noise_multiplier=sigma,
+            epochs=3,
+            unsafe_seed=2,
+        )
+        optimizer.floor = 1e-4
+        theta = {n: p.detach().double().clone() for n, p in model.named_parameters()}
+        m = {n: torch.zeros_like(t) for n, t in theta.items()}
+        v = {n: torch.zeros_like(t) for n, t in theta.items()}
+        floored = 0
+        for t, batch in enumerate(optimizer.data_loader, 1):
+            model(**batch)["loss"].backward()
+            optimizer.step()
+            for name, p in model.named_parameters():
+                g = p.grad.double()
+                m[name] = beta1 * m[name] + (1 - beta1) * g
+                v[name] = beta2 * v[name] + (1 - beta2) * g**2
+                second = v[name] / (1 - beta2**t) - (sigma * bound / 8) ** 2
+                floored += int((second < 1e-4).sum())
+                theta[name] -= lr * m[name] / (1 - beta1**t) / second.clamp(min=1e-4).sqrt()
+                assert torch.allclose(p.double(), theta[name], rtol=1e-5, atol=1e-6)
+            optimizer.zero_grad()
+        assert 0 < floored < 3 * sum(p.numel() for p in model.parameters())
+
+    def test_bias_correction_uses_the_noise_of_its_own_step(self) -> None:
+        method = fastdp.DPSGD(bias_correction=True, adaptive=fastdp.AdaptiveClipping())
+        optimizer = fastdp.optim.AdamW(Classifier(), loader(), method=method, epochs=1, unsafe_seed=1, **PRIVATE)
+        for batch in optimizer.data_loader:
+            std = optimizer.private._engine.accumulator.policy.stds[0]
+            optimizer.private.model(**batch)["loss"].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if optimizer.private.last_step_done:
+                assert optimizer.noise_variance == (std / 8) ** 2
+                assert optimizer.private._engine.accumulator.policy.stds[0] != std
+
+
+class TestAdaptiveClipping:
+    """Andrew et al. 2021, algorithm 1."""
+
+    def test_the_threshold_finds_its_quantile(self) -> None:
+        adaptive = fastdp.AdaptiveClipping(target_quantile=0.5, learning_rate=0.3, count_noise_std=0.6)
+        method = fastdp.DPSGD(max_grad_norm=50.0, adaptive=adaptive)
+        data = loader(batch_size=24)
+        private = start(data_loader=data, method=method, noise_multiplier=1.0, epochs=40, target_delta=1e-4)
+        norms = torch.stack(
+            [
+                torch.cat([g.reshape(-1) for g in row.values()]).norm()
+                for row in one_by_one(private.model, join([_all()]))
+            ]
+        )
+        bounds = []
+        for _ in range(40):
+            logical_step(private)
+            bounds.append(private._engine.accumulator.policy.bounds[0])
+        settled = sum(bounds[-10:]) / 10
+        assert float((norms < settled).double().mean()) == pytest.approx(0.5, abs=0.2)
+        ratio = {round(s / b, 6) for s, b in [(private._engine.accumulator.policy.stds[0], bounds[-1])]}
+        assert ratio == {round(adaptive.gradient_multiplier(1.0), 6)}, "noise follows the threshold"
+
+    def test_one_unit_moves_the_released_count_by_one_half(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        released: list[float] = []
+        monkeypatch.setattr(fastdp.ops, "add_noise_", lambda x, std, *a, **k: (released.append(float(x)), x)[1])
+        policy = Policy((1.0,), (2.0,), {"w": 0})
+        update = fastdp.AdaptiveClipping().updated
+        for unclipped, units in ((5, 9), (6, 10), (5, 10)):  # one unit more, whole or clipped
+            update(policy, unclipped, units, 8.0, fastdp.NoiseStream())
+        assert released == [0.5, 1.0, 0.0]
+
+    def test_the_count_comes_from_the_units_that_took_part(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        released: list[float] = []
+        drawn = fastdp.ops.add_noise_
+
+        def watch(x: torch.Tensor, std: float, *args: Any, **kwargs: Any) -> torch.Tensor:
+            if x.numel() == 1:
+                released.append(float(x))
+            return drawn(x, std, *args, **kwargs)
+
+        monkeypatch.setattr(fastdp.ops, "add_noise_", watch)
+        bound = 2.0
+        private = start(method=fastdp.DPSGD(max_grad_norm=bound, adaptive=fastdp.AdaptiveClipping()), **PRIVATE)
+        _, batches = logical_step(private)
+        rows = one_by_one(private.model, join(batches))
+        whole = sum(torch.cat([g.reshape(-1) for g in row.values()]).norm() <= bound for row in rows)
+        assert 0 < int(whole) < len(rows)
+        assert released == [float(whole) - len(rows) / 2]
+
+    def test_nothing_adapts_without_noise(self) -> None:
+        private = start(method=fastdp.DPSGD(adaptive=fastdp.AdaptiveClipping()))
+        logical_step(private)
+        assert private._engine.accumulator.policy.bounds == (1.0,)
+
+
+def _all() -> dict[str, torch.Tensor]:
+    return {
+        "x": torch.stack([e["x"] for e in examples()]),
+        "labels": torch.tensor([e["labels"] for e in examples()]),
+    }
+
+
+def test_weight_averaging() -> None:
+    model = Classifier()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    private = start(model, optimizer=optimizer, method=fastdp.DPSGD(weight_averaging=0.8), max_physical_batch_size=3)
+    with pytest.raises(RuntimeError, match="no average yet"), private.averaged():
+        pass
+    expected: dict[str, torch.Tensor] | None = None
+    for _ in range(3):
+        logical_step(private)
+        now = {n: t.double() for n, t in state(model).items()}
+        expected = now if expected is None else {n: 0.8 * expected[n] + 0.2 * now[n] for n in now}
+    latest = state(model)
+    assert expected is not None
+    with private.averaged() as averaged:
+        assert averaged is model
+        assert error(state(model), expected) < 1e-6
+    assert same(state(model), latest)
+    again = start(Classifier(), method=fastdp.DPSGD(weight_averaging=0.8))
+    again.load_state_dict(private.state_dict())
+    with again.averaged():
+        assert error(state(again.model), expected) < 1e-6
+
+
+def test_a_state_holds_counts_and_no_key(tmp_path: Path) -> None:
+    private = start(unsafe_seed=None, output_dir=tmp_path, **PRIVATE)
+    train(private, 1)
+    torch.save(private.state_dict(), tmp_path / "state.pt")
+    saved = torch.load(tmp_path / "state.pt", weights_only=True)
+    written = (tmp_path / "state.pt").read_bytes() + (tmp_path / "ledger.jsonl").read_bytes()
+    for stream in (private._release.stream, private.data_loader.sampler.stream):
+        key = stream._key.tobytes()
+        assert key not in written
+        assert key.hex().encode() not in written
+    assert saved["steps_done"] == 3
+
+
+def test_the_spent_budget_is_the_larger_of_checkpoint_and_ledger(tmp_path: Path) -> None:
+    private = start(output_dir=tmp_path, **PRIVATE)
+    logical_step(private)
+    early = private.state_dict()
+    logical_step(private)
+    private.load_state_dict(early)
+    assert private.steps_done == 2, "loading an early state gives nothing back"
+    late = private.state_dict()
+    private.detach()
+    other = start(**PRIVATE)
+    other.load_state_dict({**late, "ledger_head": None})
+    assert other.steps_done == 2
+    assert len(train(other, 2)) == 4
+
+
+def test_a_resumed_run_goes_on_where_it_was(tmp_path: Path) -> None:
+    adaptive = fastdp.DPSGD(adaptive=fastdp.AdaptiveClipping(count_noise_std=2.0))
+    options: dict[str, Any] = {**PRIVATE, "method": adaptive, "output_dir": tmp_path}
+    private = start(**options)
+    for _ in range(2):
+        logical_step(private)
+    saved, policy = private.state_dict(), private._engine.accumulator.policy
+    private.detach()
+    resumed = start(resume=True, **options)
+    resumed.load_state_dict(saved)
+    assert resumed.steps_done == 2
+    assert resumed._engine.accumulator.policy.bounds == policy.bounds != (1.0,)
+    assert resumed.ledger.run_id == private.ledger.run_id
+    assert len(train(resumed, 2)) == 4
+
+
+class TestKilled:
+    """SIGKILL between lines: the books are never below the truth, the total never above the budget."""
+
+    BUDGET = 24
+
+    def run(self, folder: Path, seed: int, budget: int) -> Any:
+        program = [sys.executable, "-m", "tests.engine.killed_run", str(folder), str(seed), str(budget)]
+        done = subprocess.run(program, capture_output=True, text=True, timeout=500, cwd=Path(__file__).parents[2])
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout.splitlines()[-1]), done.stderr
+
+    def judge(self, outcome: Any, budget: int, errors: str) -> None:
+        observations, noise = outcome["observations"], [json.loads(line) for line in outcome["noise"]]
+        assert observations[-1]["status"] == 0, errors
+        assert len(observations) > 5, "killed a few times at least"
+        for before, after in zip([{"released": 0, "spent": 0}, *observations], observations):
+            assert after["spent"] >= after["released"]
+            assert after["spent"] <= budget
+            assert after["spent"] >= before["spent"]
+        assert len(noise) == observations[-1]["released"] <= budget
+        assert observations[-1]["spent"] == budget
+        assert len({tuple(n) for n in noise}) == len(noise), "noise repeats"
+        values = torch.tensor(noise).reshape(-1).double()
+        assert stats.kstest(values.numpy(), "norm").pvalue > 1e-9
+
+    def test_killed_between_any_two_lines(self, tmp_path: Path) -> None:
+        outcome, errors = self.run(tmp_path, 20261, self.BUDGET)
+        self.judge(outcome, self.BUDGET, errors)
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("seed", range(8))
+    def test_killed_many_times_with_blocks_of_several_steps(self, tmp_path: Path, seed: int) -> None:
+        outcome, errors = self.run(tmp_path, seed, 180)
+        self.judge(outcome, 180, errors)
+
+
+def test_parameters_of_the_model_alone_are_touched() -> None:
+    class Half(Classifier):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("constant", torch.ones(2))
+            self.first.requires_grad_(False)
+
+    model: nn.Module = Half()
+    before = state(model)
+    private = start(model, optimizer=torch.optim.SGD(model.parameters(), lr=1.0), **PRIVATE)
+    logical_step(private)
+    after = state(model)
+    changed = {n for n in before if not torch.equal(before[n], after[n])}
+    assert changed == {"second.weight", "second.bias"}

@@ -1,0 +1,232 @@
+"""Who takes part in a logical batch, and how it reaches the engine."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import stats
+
+import fastdp
+from fastdp.engine.layout import Ticket
+from fastdp.engine.sampler import PoissonSampler, PrivateLoader, ShuffledSampler, Units, steps_per_epoch
+from tests.engine.runs import collate, loader, logical_step, start
+
+#: How often a statistical test of this file may fail with nothing wrong; each draws fresh randomness.
+FALSE_ALARM = 1e-9
+
+
+def test_poisson_sampling_includes_every_unit_with_the_stated_probability_and_independently() -> None:
+    units, rate, steps = 60, 0.3, 4000
+    drawn = torch.zeros(steps, units)
+    for step, taken in enumerate(PoissonSampler(units, rate, fastdp.NoiseStream()).epoch(steps)):
+        drawn[step, taken] = 1
+    scores = (drawn.sum(0) - steps * rate) / (steps * rate * (1 - rate)) ** 0.5
+    assert stats.chi2.sf(float(scores.square().sum()), units) > FALSE_ALARM
+    batch_sizes = drawn.sum(1)
+    spread = float((batch_sizes - units * rate).square().sum()) / (units * rate * (1 - rate))
+    # The sum of `steps` squared standardised binomials; its variance is 2 + (1 - 6 pq) / (n pq) a step.
+    excess = (1 - 6 * rate * (1 - rate)) / (units * rate * (1 - rate))
+    assert 2 * stats.norm.sf(abs(spread - steps) / (steps * (2 + excess)) ** 0.5) > FALSE_ALARM
+    centred = drawn - drawn.mean(0)
+    pairs = torch.corrcoef(centred.T)[tuple(torch.triu_indices(units, units, 1))]
+    assert 2 * stats.norm.sf(float(pairs.abs().max()) * steps**0.5) * pairs.numel() > FALSE_ALARM
+    following = (centred[1:] * centred[:-1]).sum() / centred.square().sum()
+    assert 2 * stats.norm.sf(abs(float(following)) * (steps * units) ** 0.5) > FALSE_ALARM
+
+
+def test_poisson_sampling_at_rate_one_takes_everybody() -> None:
+    assert list(PoissonSampler(5, 1.0, fastdp.NoiseStream()).epoch(2)) == [[0, 1, 2, 3, 4]] * 2
+
+
+@given(units=st.integers(1, 40), batch_size=st.integers(1, 40))
+@settings(max_examples=40, deadline=None)
+def test_shuffled_batches_cover_every_unit_once_an_epoch(units: int, batch_size: int) -> None:
+    batch_size = min(batch_size, units)
+    sampler = ShuffledSampler(units, batch_size, fastdp.NoiseStream())
+    batches = list(sampler.epoch(steps_per_epoch(units, batch_size)))
+    assert sorted(unit for batch in batches for unit in batch) == list(range(units))
+    assert all(len(batch) == batch_size for batch in batches[:-1])
+
+
+def test_shuffled_epochs_differ() -> None:
+    sampler = ShuffledSampler(30, 30, fastdp.NoiseStream())
+    assert next(sampler.epoch(1)) != next(sampler.epoch(1))
+
+
+def _loader(
+    data: Any, sampler: Any, steps: int, physical: int, units: Units | None = None, **options: Any
+) -> PrivateLoader:
+    units = Units(len(data)) if units is None else units
+    inner = torch.utils.data.DataLoader(data, batch_size=4, collate_fn=torch.tensor, **options)
+    return PrivateLoader(inner, sampler, units, steps, physical, lambda: steps)
+
+
+class Script:
+    """A sampler that hands out what it was told to."""
+
+    kind = "script"
+
+    def __init__(self, batches: list[list[int]]):
+        self.batches = batches
+
+    def epoch(self, steps: int) -> Any:
+        return iter(self.batches[:steps])
+
+
+logical_batches = st.lists(st.lists(st.integers(0, 19), unique=True, max_size=12), min_size=1, max_size=6)
+
+
+@given(batches=logical_batches, physical=st.integers(1, 13))
+@settings(max_examples=60, deadline=None)
+def test_micro_batches_hold_each_logical_batch_whole_and_in_order(batches: list[list[int]], physical: int) -> None:
+    private = _loader(list(range(20)), Script(batches), len(batches), physical)
+    pieces = list(zip(private, _following(private.tickets)))
+    read: list[list[int]] = [[]]
+    for rows, ticket in pieces:
+        assert len(rows) == ticket.rows <= physical
+        read[-1] += [int(r) for r, w in zip(rows, ticket.weights[ticket.row_units]) if w > 0]
+        if ticket.is_last:
+            read.append([])
+    assert read == [*batches, []]
+    assert sum(ticket.is_last for _, ticket in pieces) == len(batches)
+
+
+def _following(tickets: deque[Ticket]) -> Any:
+    while True:
+        yield tickets.popleft()
+
+
+@given(
+    owners=st.lists(st.integers(0, 5), min_size=1, max_size=25),
+    most=st.integers(1, 4),
+    extra=st.integers(0, 5),
+)
+@settings(max_examples=60, deadline=None)
+def test_a_user_s_examples_stay_together_and_are_bounded(owners: list[int], most: int, extra: int) -> None:
+    units = Units(len(owners), owners, most)
+    counts = Counter(owners)
+    assert len(units) == len(counts)
+    assert units.largest == min(most, max(counts.values()))
+    private = _loader(list(range(len(owners))), Script([list(range(len(units)))]), 1, units.largest + extra, units)
+    seen: Counter[int] = Counter()
+    for rows, ticket in zip(private, _following(private.tickets)):
+        assert len(rows) <= units.largest + extra
+        of_unit = [
+            {owners[int(r)] for r, u in zip(rows, ticket.row_units) if u == unit} for unit in range(len(ticket.weights))
+        ]
+        assert all(len(users) == 1 for users in of_unit), "a unit is one user"
+        assert len(set().union(*of_unit)) == len(of_unit), "and a user one unit"
+        seen.update(owners[int(r)] for r in rows)
+    assert seen == {user: min(count, most) for user, count in counts.items()}
+
+
+def test_users_may_be_named_by_anything_hashable() -> None:
+    assert len(Units(4, torch.tensor([3, 3, 5, 3]), 2)) == 2  # type: ignore[arg-type]
+    assert Units(4, ["a", "b", "a", "a"], 2).members == [[0, 2], [1]]
+
+
+def test_an_empty_batch_is_one_padding_row() -> None:
+    private = _loader(list(range(20)), Script([[], [3]]), 2, 4)
+    (empty, first), (_, second) = zip(private, _following(private.tickets))
+    assert len(empty) == 1
+    assert first.is_last
+    assert second.is_last
+    assert first.weights.tolist() == [0.0]
+    assert second.weights.tolist() == [1.0]
+
+
+def test_tickets_come_first_in_first_out_and_are_forgotten_on_a_restart() -> None:
+    private = start(max_physical_batch_size=2)
+    iterator = iter(private.data_loader)
+    ahead = [next(iterator) for _ in range(3)]
+    assert len(private.data_loader.tickets) == 3
+    losses = [private.model(**ahead[0])["loss"]]
+    losses[0].backward()
+    assert len(private.data_loader.tickets) == 2
+    next(iter(private.data_loader))
+    assert len(private.data_loader.tickets) == 1
+
+
+@pytest.mark.parametrize("sampling", ["poisson", "shuffled"])
+def test_len_counts_logical_steps(sampling: str) -> None:
+    private = start(data_loader=loader(batch_size=7), sampling=sampling, max_physical_batch_size=2, epochs=3)
+    assert len(private.data_loader) == 4
+    assert private.total_steps == 12
+    for epoch in range(3):
+        taken = 0
+        for batch in private.data_loader:
+            private.model(**batch)["loss"].backward()
+            private.optimizer.step()
+            private.optimizer.zero_grad()
+            taken += private.last_step_done
+        assert taken == 4, f"epoch {epoch}"
+
+
+def test_len_counts_users_where_users_are_the_units() -> None:
+    private = start(
+        data_loader=loader(batch_size=3), user_ids=[i % 7 for i in range(24)], max_examples_per_user=2, epochs=1.5
+    )
+    assert len(private.data_loader) == 3
+    assert private.total_steps == 5
+    assert private.sample_rate == 3 / 7
+
+
+def test_a_restart_in_mid_epoch_wastes_no_poisson_step_and_a_whole_shuffled_epoch() -> None:
+    options: dict[str, Any] = {"noise_multiplier": 1.0, "target_delta": 1e-4, "epochs": 2}
+    private = start(**options)
+    logical_step(private)
+    logical_step(private)
+    assert private.steps_done == 2
+    private = start(sampling="shuffled", **options)
+    logical_step(private)
+    logical_step(private)
+    # Two orders cut short and joined could use a unit twice in what would be counted as one epoch.
+    assert private.steps_done == 4
+
+
+def test_the_last_epoch_ends_with_the_budget() -> None:
+    private = start(epochs=4 / 3)
+    taken = []
+    for _ in range(2):
+        iterator = iter(private.data_loader)
+        before = private.steps_done
+        while private.steps_done < private.total_steps and private.steps_done - before < 3:
+            logical_step(private, iterator)
+        assert next(iterator, None) is None
+        taken.append(private.steps_done - before)
+    assert taken == [3, 1]
+
+
+@pytest.mark.parametrize("make", [lambda: {"num_workers": 2}, lambda: {"shuffle": True}])
+def test_workers_and_shuffling_loaders_hand_out_matching_tickets(make: Callable[[], dict[str, Any]]) -> None:
+    data = list(range(20))
+    private = _loader(data, PoissonSampler(20, 0.4, fastdp.NoiseStream()), 6, 3, **make())
+    logical = 0
+    for rows, ticket in zip(private, _following(private.tickets)):
+        assert len(rows) == ticket.rows
+        logical += ticket.is_last
+    assert logical == 6
+
+
+def test_two_runs_draw_differently_unless_seeded() -> None:
+    def drawn(seed: int | None) -> list[list[int]]:
+        private = start(unsafe_seed=seed, epochs=20)
+        return list(private.data_loader.sampler.epoch(20))
+
+    assert drawn(None) != drawn(None)
+    assert drawn(1) == drawn(1) != drawn(2)
+    torch.manual_seed(0)
+    first = drawn(None)
+    torch.manual_seed(0)
+    assert drawn(None) != first, "torch's seed is for weights only"
+
+
+def test_the_user_s_collator_is_kept() -> None:
+    private = start()
+    assert private.data_loader.collate_fn is collate
