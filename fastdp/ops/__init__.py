@@ -3,6 +3,8 @@
 from . import cpu_norms as cpu_norms
 from . import cpu_sums as cpu_sums
 from .adamw import adamw_noise_step_ as adamw_noise_step_
+from .choice import choice_log_probabilities as choice_log_probabilities
+from .choice import exponential_choice as exponential_choice
 from .clip import clip_noise as clip_noise
 from .entries import abs_sum as abs_sum
 from .entries import masked_sqnorm as masked_sqnorm
@@ -11,6 +13,8 @@ from .noise import add_noise_ as add_noise_
 from .norms import cross_inner as cross_inner
 from .norms import sqnorm as sqnorm
 from .norms import sqnorm_group as sqnorm_group
+from .private_snap import private_snap as private_snap
+from .snap import snap as snap
 from .stream import NoiseStream as NoiseStream
 from .sums import column_sums as column_sums
 from .sums import per_unit as per_unit

@@ -11,7 +11,7 @@ from torch import Tensor
 from fastdp import _native
 from fastdp.ops.factors import in_full_precision
 from fastdp.ops.noise import check_position, check_stream
-from fastdp.ops.private_snap import check_ids, per_token, uniforms
+from fastdp.ops.private_snap import check_ids, check_per_token, per_token, uniforms
 from fastdp.ops.snap import centre_of, refuse_non_finite, survey
 from fastdp.ops.stream import Draw, NoiseStream, chacha20_words
 from fastdp.ops.table import Op
@@ -43,7 +43,7 @@ def _check_choice(
 ) -> None:
     check_ids(ids, table)
     check_position(position)
-    per_token("scale", scale, ids, -math.ulp(0.0))
+    check_per_token("scale", scale, ids, positive=False)
     if cap is not None and not 0.0 < cap < math.inf:
         raise ValueError(f"cap must be finite and above 0, got {cap}")
     _check_rows("log_prior", log_prior, table)
@@ -226,9 +226,7 @@ def exponential_choice(
         RuntimeError: the position was drawn before.
     """
     check_stream(stream)
-    check_ids(ids, table)
-    scales = per_token("scale", scale, ids, -math.ulp(0.0))
     prior, slopes = _rows_as_double(log_prior, table), _rows_as_double(candidate_scale, table)
     return EXPONENTIAL_CHOICE(
-        ids, table, scales, stream.take(), None if cap is None else float(cap), prior, slopes
+        ids, table, per_token(scale, ids), stream.take(), None if cap is None else float(cap), prior, slopes
     )

@@ -40,21 +40,27 @@ def check_ids(ids: Tensor, table: Tensor) -> None:
             raise IndexError(f"id {low if low < 0 else high} is outside the table of {table.shape[0]} rows")
 
 
-def per_token(name: str, value: float | Tensor, ids: Tensor, least: float) -> Tensor:
-    """``value`` as float64, a scalar or one a token; ValueError where it is not finite, or not above ``least``."""
-    tensor = torch.as_tensor(value, dtype=torch.float64, device=ids.device).detach()
-    if tensor.dim() and tensor.shape != ids.shape:
-        raise ValueError(f"{name} has shape {tuple(tensor.shape)}: it must be a number, or one for each of {ids.shape}")
-    good = torch.isfinite(tensor) & (tensor > least)
+def per_token(value: float | Tensor, ids: Tensor) -> Tensor:
+    """``value``, a number or a tensor, as float64 where the ids are."""
+    return torch.as_tensor(value, dtype=torch.float64, device=ids.device).detach()
+
+
+def check_per_token(name: str, value: Tensor, ids: Tensor, positive: bool) -> None:
+    """Raise ValueError unless this is one number, or one for each id, and all are finite and above (or at least) 0."""
+    if value.dim() and value.shape != ids.shape:
+        raise ValueError(
+            f"{name} has shape {list(value.shape)}: it must be a number, or one for each of {list(ids.shape)}"
+        )
+    good = torch.isfinite(value) & (value > 0 if positive else value >= 0)
     if not bool(good.all()):
-        raise ValueError(f"{name} must be finite and above {least:g}, got {float(tensor[~good].flatten()[0])}")
-    return tensor
+        wrong = float(value[~good].flatten()[0])
+        raise ValueError(f"{name} must be finite and {'above' if positive else 'at least'} 0, got {wrong}")
 
 
 def _check_private_snap(ids: Tensor, table: Tensor, eta: Tensor, position: Tensor) -> None:
     check_ids(ids, table)
     check_position(position)
-    per_token("eta", eta, ids, 0.0)
+    check_per_token("eta", eta, ids, positive=True)
     if table.shape[1] == 0:
         raise ValueError("the table's rows are empty: no direction to add noise in")
     if ids.numel() * (-(-table.shape[1] // 16) + _ATTEMPTS) > _COUNTERS:
@@ -170,5 +176,4 @@ def private_snap(ids: Tensor, table: Tensor, eta: float | Tensor, stream: NoiseS
         RuntimeError: the position was drawn before.
     """
     check_stream(stream)
-    check_ids(ids, table)
-    return PRIVATE_SNAP(ids, table, per_token("eta", eta, ids, 0.0), stream.take())
+    return PRIVATE_SNAP(ids, table, per_token(eta, ids), stream.take())
