@@ -115,7 +115,7 @@ def main(folder: Path, seed: int, budget: int) -> None:
     observations = []
     for _ in range(200):
         # Sometimes within the first lines of a run, where files are created and read; mostly within a few steps.
-        status = attempt(folder, budget, chance.choice((60, 400, 2000)) * chance.randint(1, 100) // 100 + 1)
+        status = attempt(folder, budget, chance.choice((60, 400, 100 * budget)) * chance.randint(1, 100) // 100 + 1)
         released = len((folder / "noise").read_text().splitlines()) if (folder / "noise").exists() else 0
         path = folder / "ledger.jsonl"
         try:
