@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 HERE = Path(__file__).parent
@@ -12,7 +13,9 @@ HERE = Path(__file__).parent
 
 @pytest.mark.parametrize("files", [("test_noise.py", "test_snapping.py"), ("test_norms.py", "test_sums.py")])
 def test_kernels_against_their_definitions(files):
-    pytest.importorskip("triton")
+    triton = pytest.importorskip("triton")
+    if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7) and np.lib.NumpyVersion(np.__version__) >= "2.4.0":
+        pytest.skip("the interpreter of this Triton turns arrays of one element into numbers, which numpy 2.4 refuses")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     for name in ("PYTEST_XDIST_WORKER", "PYTEST_ADDOPTS"):
