@@ -120,7 +120,7 @@ class Engine:
         """The forward pass by the chosen route, its loss or outputs replaced by a boundary."""
         device = next(iter(self.parameters.values())).device
         layout = ticket.layout(device)
-        layout.constants = self._constants()
+        layout.constants, layout.meetings, layout.learning = self._constants(), self.reads.meetings, self._preparing
         if self.route == ONE_EXAMPLE:
             return self._one_at_a_time(args, kwargs, ticket, layout)
         tap, terms = Tap(layout), LossTerms(layout)

@@ -32,6 +32,7 @@ class Reads:
     def __init__(self, trained: dict[str, torch.nn.Parameter]):
         self.names = {id(p): name for name, p in trained.items()}
         self.carries_rows: dict[tuple[str, str, int], bool] = {}
+        self.meetings: dict[tuple[str, int, int], bool] = {}
         self.tap: Tap | None = None
         self.mode_open = False
 

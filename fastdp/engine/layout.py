@@ -72,6 +72,9 @@ class Layout:
     token_segments: torch.Tensor | None = None
     #: Storage addresses of the model's buffers and frozen parameters: their sizes may equal the number of rows by chance.
     constants: frozenset[int] = frozenset()
+    #: Whether an operation (name, dimensions of the parameter and of the other) met an activation, noted while learning.
+    meetings: dict[tuple[str, int, int], bool] = field(default_factory=dict)
+    learning: bool = False
     _offsets: dict[int, torch.Tensor] = field(default_factory=dict)
 
     @property

@@ -295,7 +295,7 @@ def _apply(func: Any, args: Any, kwargs: Any) -> Any:
     sort(list(args))
     sort(list(kwargs.values()))
     layout = found[0].unit_map
-    activation = _activation(plain, layout)
+    activation = _activation(func, max(p.dim() for p in found), plain, layout)
     if activation is not None:
         return _meet(func, args, kwargs, activation, layout)
     if func in _ELEMENTWISE and all(t.dim() == 0 for t in plain) and len({p.dim() for p in found}) == 1:
@@ -335,15 +335,24 @@ def _lanes(values: Any) -> Any:
     return values
 
 
-def _activation(plain: list[torch.Tensor], layout: Layout) -> torch.Tensor | None:
-    """The tensor among the arguments that carries rows; vectors and scalars are taken for constants."""
+def _activation(func: Any, rank: int, plain: list[torch.Tensor], layout: Layout) -> torch.Tensor | None:
+    """The tensor among the arguments that carries rows; vectors and scalars are taken for constants.
+
+    A constant may be as long as a batch by chance: what it was when the engine was checked is what it remains.
+    """
     for tensor in plain:
         if tensor.dim() < 2 or tensor.untyped_storage().data_ptr() in layout.constants:
             continue
         if layout.token_segments is not None:
-            if tuple(tensor.shape[:2]) == tuple(layout.token_segments.shape):
-                return tensor
-        elif tensor.shape[0] % layout.rows == 0:
+            fits = tuple(tensor.shape[:2]) == tuple(layout.token_segments.shape)
+        else:
+            fits = tensor.shape[0] % layout.rows == 0
+        meeting = (getattr(func, "__name__", str(func)), rank, tensor.dim())
+        # One row is broadcast, whatever it is; only longer ones can be mistaken.
+        ambiguous = tensor.shape[0] > 1
+        if ambiguous and layout.learning and layout.meetings.setdefault(meeting, fits) != fits:
+            raise UnsupportedUse(f"{meeting[0]} of a parameter and a constant of {tensor.dim()} dimensions")
+        if fits and (not ambiguous or layout.meetings.get(meeting, True)):
             return tensor
     return None
 
