@@ -25,6 +25,7 @@ _MAX_POINTS = 4_000_000
 _MAX_RANGE = 2e4
 #: Mass outside the window of a composition; it counts as infinite loss.
 _TAIL = 1e-15
+_ORDERS = 40
 #: Beyond this sensitivity over noise std an epsilon (5e11) is infinite for every purpose.
 _LARGEST_MU = 1e6
 
@@ -136,15 +137,18 @@ def _chernoff(masses: NDArray[np.float64], times: int, side: int) -> int:
     places = np.arange(masses.size, dtype=np.float64)
     logs = np.log(np.maximum(masses, 1e-300))
     bound = float((masses.size - 1) * times) if side > 0 else 0.0
-    order, worse = 0.25 / masses.size, 0
-    while worse < 2:
+    order, previous, worse = 0.25 / masses.size, math.inf, 0
+    for _ in range(_ORDERS):
         terms = logs + side * order * places
         largest = float(terms.max())
         log_moment = largest + math.log(float(np.exp(terms - largest).sum()))
         found = side * (times * log_moment + math.log(2 / _TAIL)) / order
-        # The bound has one minimum over the order, so it is past it once it grows.
-        worse = 0 if side * found < side * bound else worse + 1
         bound = min(bound, found) if side > 0 else max(bound, found)
+        # The bound has one minimum over the order: past it, or level with its limit, a larger order gains nothing.
+        worse = worse + 1 if side * found >= previous - 1e-3 * abs(previous) else 0
+        if worse == 2:
+            break
+        previous = side * found
         order *= 1.7
     return math.ceil(bound) if side > 0 else math.floor(bound)
 
@@ -267,7 +271,7 @@ def certified_epsilon(flat: Flat, delta: float, adjacency: Adjacency) -> tuple[f
         found = epsilon_at(flat, delta, adjacency, used)
         finer = certifying_interval(flat, found, adjacency)
         assert finer is not None
-        if finer >= used:
+        if finer > 0.7 * used:
             break
         used = finer
     return (found, used) if found < ceiling else (ceiling, None)

@@ -134,7 +134,7 @@ def test_limits(accountant):
 @pytest.mark.parametrize("multiplier", [1e-320, 1e-9, 1e-3, 0.06])
 def test_very_small_multipliers_end_in_a_bound(multiplier):
     """prv_accountant overflows at .05-.08 and would fill memory below; a bound may be loose but not low."""
-    event = accounting.dpsgd(multiplier, 0.001, 10)
+    event = accounting.dpsgd(multiplier, 0.001, 1000)
     certified = accounting.epsilon(event, 1e-5)
     assert certified > 50
     assert accounting.epsilon(event, 1e-5, "prv") >= certified * (1 - 1e-3)
@@ -179,7 +179,7 @@ _steps = st.integers(min_value=1, max_value=300)
 
 
 @given(_rates, _multipliers, _steps, st.sampled_from(["add_remove", "replace_one"]))
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=10, deadline=None)
 def test_epsilon_is_monotone(rate, multiplier, steps, adjacency):
     """In steps, in the rate, and against the noise; the slack is the pessimism of the grids."""
 
@@ -195,7 +195,7 @@ def test_epsilon_is_monotone(rate, multiplier, steps, adjacency):
 
 
 @given(_rates, _multipliers, _steps)
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=6, deadline=None)
 def test_pld_is_not_above_rdp_nor_above_no_sampling(rate, multiplier, steps):
     event = accounting.dpsgd(multiplier, rate, steps)
     certified = accounting.epsilon(event, 1e-5)

@@ -31,7 +31,7 @@ def test_sst2_run_is_certified_and_close(epsilon):
     st.sampled_from(["add_remove", "replace_one"]),
     st.sampled_from(["poisson", "shuffled"]),
 )
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=8, deadline=None)
 def test_result_is_certified(epsilon, rate, steps, adjacency, sampling):
     def event(multiplier):
         return accounting.dpsgd(multiplier, rate, steps, sampling, 25)

@@ -1,0 +1,231 @@
+"""The card and its verification."""
+
+import json
+import math
+import os
+
+import pytest
+
+from fastdp import accounting
+from fastdp.accounting import Card, verify
+from fastdp.accounting.card import digest
+
+RATE, STEPS = 0.02, 40
+
+
+def _card(**changed):
+    fields = {
+        "mechanism": {"name": "DPSGD", "max_grad_norm": 1.0},
+        "unit": "example",
+        "adjacency": "add_remove",
+        "sampling": "poisson",
+        "sample_rate": RATE,
+        "dataset_size": 10_000,
+        "noise_multiplier": 1.0,
+        "event": accounting.dpsgd(1.0, RATE, STEPS),
+        "delta": 1e-5,
+        "target_epsilon": 8.0,
+        "planned_steps": 50,
+        "spent_steps": STEPS,
+        "noise_source": {"generator": "ChaCha20", "key": "operating system", "secure_rounding": False},
+        "model": {"name": "gpt2", "trained_parameters": 1234},
+        "cross_check": False,
+        **changed,
+    }
+    return Card.build(**fields)
+
+
+def _resealed(card, **changed):
+    """The card of someone who alters it and knows how to renew its digest."""
+    body = {**card, **changed}
+    body["digest"] = digest(body)
+    return body
+
+
+def test_a_card_verifies_from_its_file_alone(tmp_path):
+    card = _card(cross_check=True)
+    found = accounting.epsilon(accounting.dpsgd(1.0, RATE, STEPS), 1e-5)
+    assert card["epsilon"]["upper_bound"] == found
+    assert card["epsilon"]["accountant"] == "pld"
+    assert card.event == accounting.dpsgd(1.0, RATE, STEPS)
+    checks = card["epsilon"]["cross_checks"]
+    assert found - 0.005 <= checks["prv_upper_bound"] <= found + 0.02
+    assert checks["rdp"] > found
+    json_path, markdown_path = card.save(tmp_path / "out" / "card.json")
+    assert (json_path.name, markdown_path.name) == ("card.json", "card.md")
+    assert Card.load(json_path) == card
+    for form in (card, dict(card), json_path, str(json_path), json_path.read_text()):
+        result = verify(form)
+        assert result
+        assert result.guarantee
+        assert result.recomputed == pytest.approx(found, rel=1e-6)
+
+
+def test_markdown_states_what_matters():
+    text = _card(notes=["a note"], unprotected=["the mask"]).to_markdown()
+    found = accounting.epsilon(accounting.dpsgd(1.0, RATE, STEPS), 1e-5)
+    shown = float(text.split("epsilon <= ")[1].split(" ")[0])
+    assert found <= shown <= found + 1e-4
+    for part in (
+        "delta = 1e-05",
+        "40 spent of 50 planned",
+        "hyper-parameters",
+        "training loss",
+        "the mask",
+        "a note",
+        "poisson_sampled",
+        "10000, is public",
+        "secure_rounding: False",
+        "floating-point",
+        "gpt2",
+    ):
+        assert part in text
+
+
+@pytest.mark.parametrize(
+    ("changed", "match"),
+    [
+        ({"noise_multiplier": 0.0, "event": accounting.dpsgd(0.0, RATE, STEPS)}, "without noise"),
+        ({"noise_source": {"key": "unsafe_reproducible"}}, "reproducible key"),
+        ({"flaws": ["the mask was computed from private data"]}, "private data"),
+        ({"delta": None}, "no delta"),
+    ],
+)
+def test_no_guarantee_is_said_and_verified_as_none(changed, match):
+    card = _card(**changed)
+    assert card["guarantee"] == "none"
+    assert match in card["why_no_guarantee"][0]
+    assert "**Guarantee: none.**" in card.to_markdown()
+    assert "epsilon <=" not in card.to_markdown()
+    result = verify(card)
+    assert result.holds
+    assert not result.guarantee
+    assert match in result.reason
+
+
+def test_an_infinite_epsilon_is_json():
+    card = _card(noise_multiplier=0.0, event=accounting.dpsgd(0.0, RATE, STEPS))
+    assert card["epsilon"]["upper_bound"] == "inf"
+    assert verify(json.loads(card.to_json())).claimed == math.inf
+
+
+def test_a_run_that_released_nothing_costs_nothing():
+    result = verify(_card(event=accounting.dpsgd(1.0, RATE, 0), spent_steps=0))
+    assert result.guarantee
+    assert result.claimed == 0.0
+
+
+def test_shuffled_batches_are_verified_by_epochs():
+    card = _card(
+        sampling="shuffled",
+        sample_rate=0.1,
+        noise_multiplier=3.0,
+        event=accounting.dpsgd(3.0, 0.1, 25, "shuffled", 10),
+        spent_steps=25,
+    )
+    assert verify(card).guarantee
+    assert any("no amplification" in assumption for assumption in card["assumptions"])
+    fewer = accounting.serialise(accounting.dpsgd(3.0, 0.1, 20, "shuffled", 10))
+    assert "fewer" in verify(_resealed(card, event=fewer)).reason
+
+
+def test_large_delta_is_noted():
+    assert any("1/N" in assumption for assumption in _card(delta=1e-4)["assumptions"])
+
+
+@pytest.mark.parametrize("field", ["epsilon", "event", "steps", "unit", "noise_multiplier", "model", "assumptions"])
+def test_an_altered_field_is_found(field):
+    card = _card()
+    other = _card(
+        unit="user",
+        noise_multiplier=2.0,
+        event=accounting.dpsgd(2.0, RATE, 41),
+        spent_steps=41,
+        model={"name": "other"},
+        dataset_size=20_000,
+    )
+    result = verify({**card, field: other[field]})
+    assert not result
+    assert "altered" in result.reason
+
+
+@pytest.mark.parametrize("factor", [0.0, 0.5, 0.99, 1 - 1e-4])
+def test_a_lower_claim_is_found(factor):
+    card = _card()
+    claim = {**card["epsilon"], "upper_bound": factor * card["epsilon"]["upper_bound"]}
+    result = verify(_resealed(card, epsilon=claim))
+    assert not result
+    assert "its event costs" in result.reason
+    assert result.recomputed == pytest.approx(card["epsilon"]["upper_bound"])
+
+
+def test_a_higher_claim_holds():
+    card = _card()
+    assert verify(_resealed(card, epsilon={**card["epsilon"], "upper_bound": 8.0}))
+
+
+def test_an_event_of_fewer_steps_than_the_card_states_is_found():
+    card = _card()
+    event = accounting.dpsgd(1.0, RATE, STEPS - 1)
+    claim = {**card["epsilon"], "upper_bound": float(accounting.epsilon(event, 1e-5))}
+    result = verify(_resealed(card, event=accounting.serialise(event), epsilon=claim))
+    assert "its event holds 39" in result.reason
+
+
+@pytest.mark.parametrize(
+    ("changed", "match"),
+    [
+        ({"guarantee": "differential privacy", "noise_source": {"key": "unsafe_reproducible"}}, "reproducible key"),
+        ({"why_no_guarantee": ["something"]}, "reasons why there is none"),
+        ({"event": {"format": "fastdp.event", "version": 1, "event": {"kind": "laplace"}}}, "laplace"),
+        ({"event": {"format": "fastdp.event", "version": 7, "event": {"kind": "no_op"}}}, "version 7"),
+        ({"steps": {"planned": 1, "spent": -1}}, "spent steps"),
+        ({"steps": {"planned": 1}}, "spent steps"),
+        ({"adjacency": "swap"}, "adjacency"),
+        ({"epsilon": {"upper_bound": "low", "delta": 1e-5}}, "not a number"),
+        ({"epsilon": {"upper_bound": 1.0, "delta": 0.0}}, "delta"),
+        ({"epsilon": {"upper_bound": 1.0, "delta": None}}, "states no epsilon"),
+        ({"epsilon": 3}, "epsilon is missing or of the wrong type"),
+        ({"unit": None}, "unit is missing or of the wrong type"),
+        ({"version": 2}, "schema version 2"),
+        ({"format": "other"}, "not a card"),
+    ],
+)
+def test_malformed_cards_are_refused_in_a_sentence(changed, match):
+    result = verify(_resealed(_card(), **changed))
+    assert not result
+    assert match in result.reason
+    assert "\n" not in result.reason
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"format": "fastdp.card", "version": 1}', "[" * 100_000])
+def test_what_is_no_card_is_refused(text, tmp_path):
+    assert not verify(text)
+    path = tmp_path / "card.json"
+    path.write_text(text)
+    assert not verify(path)
+
+
+def test_a_missing_file_is_an_error(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        verify(tmp_path / "absent.json")
+
+
+def test_a_failed_save_keeps_the_old_card(tmp_path, monkeypatch):
+    card = _card()
+    card.save(tmp_path / "card")
+    before = (tmp_path / "card.json").read_bytes()
+
+    def refuse(source, target):
+        raise OSError("no")
+
+    monkeypatch.setattr(os, "replace", refuse)
+    with pytest.raises(OSError, match="no"):
+        _card(unit="user").save(tmp_path / "card")
+    assert (tmp_path / "card.json").read_bytes() == before
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["card.json", "card.md"]
+
+
+def test_values_that_are_not_json_are_refused():
+    with pytest.raises(TypeError):
+        _card(model={"name": object()})
