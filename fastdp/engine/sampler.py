@@ -121,6 +121,8 @@ class PrivateLoader:
         self.unit_map = unit_map
         self.tickets: deque[Ticket] = deque()
         self.on_restart: Callable[[], None] = lambda: None
+        #: Set by a caller that takes several micro-batches before their backward passes, and checks them itself.
+        self.look_ahead = False
         self._options = {
             "num_workers": loader.num_workers,
             "collate_fn": loader.collate_fn,
@@ -140,11 +142,21 @@ class PrivateLoader:
         waiting: deque[Ticket] = deque()
         inner: DataLoader = DataLoader(self.dataset, batch_sampler=_Plan(self, steps, waiting), **self._options)
         for batch in inner:
+            if not self.look_ahead:
+                self.require_consumed()
             ticket = waiting.popleft()
             if self.unit_map is not None:
                 batch, ticket = self._packed(batch, ticket)
             self.tickets.append(ticket)
             yield batch
+
+    def require_consumed(self) -> None:
+        """Raise RuntimeError if a batch was handed out and never differentiated: its ticket would go to another."""
+        if self.tickets:
+            raise RuntimeError(
+                "the previous batch was skipped: call backward() on the loss of every batch the private loader yields, or "
+                "start its iteration anew, which discards the logical batch that was begun"
+            )
 
     def _packed(self, batch: Any, ticket: Ticket) -> tuple[Any, Ticket]:
         if not hasattr(batch, "pop") or self.unit_map not in batch:

@@ -54,11 +54,13 @@ class LogicalLoader:
 
     def __iter__(self) -> Iterator[list[Any]]:
         loader = self.private.data_loader
+        loader.look_ahead = True
         batches: list[Any] = []
         for batch in loader:
             batches.append(batch)
             if loader.tickets[-1].is_last:
                 yield batches
+                loader.require_consumed()
                 batches = []
 
 
