@@ -205,6 +205,32 @@ def test_resume_before_the_first_checkpoint_starts_anew_but_remembers(config, tm
     assert result.epsilon <= 8
 
 
+def test_budget_spent_without_a_checkpoint_is_not_passed_off_as_a_run(config, tmp_path):
+    config = with_settings(config, checkpoint_every=100)
+    with pytest.raises(SystemExit):
+        finetune(config, reporter=StopAfter(3))
+    with pytest.raises(ConfigError, match="before its first checkpoint"):
+        finetune(config, resume=True)
+    assert not (tmp_path / "run" / "card.json").exists()
+
+
+def test_stopped_between_training_and_writing_nothing_is_lost(config, monkeypatch):
+    from fastdp.finetune import run
+
+    original = run.save_weights
+
+    def stop(*_):
+        raise SystemExit
+
+    monkeypatch.setattr(run, "save_weights", stop)
+    with pytest.raises(SystemExit):
+        finetune(config)
+    monkeypatch.setattr(run, "save_weights", original)
+    result = finetune(config, resume=True)
+    assert result.steps == 3
+    assert result.after.perplexity != result.before.perplexity
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -216,7 +242,7 @@ def test_resume_before_the_first_checkpoint_starts_anew_but_remembers(config, tm
         ({"peft": "prompt", "max_length": 62}, "too few for 65"),
         ({"peft": "lora", "target_modules": ["absent"]}, "does not fit"),
         ({"device": "cuda:99"}, "cannot be used"),
-        ({"epsilon": 1e-9}, ""),
+        ({"epsilon": 1e-9}, "1e-09"),
     ],
 )
 def test_refusals_leave_nothing_behind(config, settings, message, tmp_path):

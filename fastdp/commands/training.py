@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from fastdp.commands.quiet import quiet_libraries
-from fastdp.commands.refusal import refusing
+from fastdp.commands.refusal import errors, refusing
 from fastdp.finetune import FinetuneConfig, Reporter, Result, finetune, load_config
 from fastdp.finetune.config import setting_type
 
@@ -99,8 +99,12 @@ def finetune_command(
     """Fine-tune a model on private data; every setting of the config can also be given as a flag."""
     quiet_libraries()
     settings = load_config(config, overrides)
-    with ProgressReporter() as reporter:
-        result = finetune(settings, resume=resume, reporter=reporter)
+    try:
+        with ProgressReporter() as reporter:
+            result = finetune(settings, resume=resume, reporter=reporter)
+    except KeyboardInterrupt:
+        errors.print("stopped; the same command with --resume goes on from the last checkpoint")
+        raise typer.Exit(130) from None
     _print_result(result)
 
 

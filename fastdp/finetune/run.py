@@ -250,12 +250,18 @@ class _Run:
             self._restore(checkpoint)
         else:
             self.before = self._evaluate("evaluating before training")
+        if self.updates == 0 and self.private.steps_done >= self.private.total_steps:
+            raise ConfigError(
+                f"the run in {self.output} had spent its whole budget before its first checkpoint, so there is nothing to "
+                "go on from; a new run, with a smaller checkpoint_every, is a new release of the data"
+            )
         self._keep_metrics(self.updates)
         self.model.train()
         self.reporter.phase("training")
         memory = PeakMemory(self.device)
         seconds = self._train()
         peak = memory.stop()
+        self._save_checkpoint()
         after = self._evaluate("evaluating after training")
         return self._write(seconds, peak, after)
 
