@@ -73,7 +73,7 @@ struct RowTerms {
     float lost;    // |a - a'|, times |b|
     float spill;   // relative error of s (its own rounding) and of the arithmetic here
     float square;  // relative error of rho |b|^2 / 2
-    float floor;   // absolute: products and squares that underflow
+    float floor;   // absolute: products and squares that underflow, and the rounding of float64 distances
 };
 
 constexpr int64_t kBlock = 16 * kLanes;
@@ -224,7 +224,10 @@ class Snap {
             terms.lost = row.lost * (1 + 0x1p-20f);
             terms.spill = half_ ? 0x1p-8f * 1.01f + 0x1p-20f : 0x1p-20f;
             terms.square = (d_ / 8 + 64) * 0x1p-23f + 0x1p-20f;
-            terms.floor = static_cast<float>(d_) * 0x1p-100f * (1 + terms.rho);
+            // Also what float64 cannot tell apart, so that a row goes only if its float64 distance is the larger one.
+            const double same = std::ldexp(static_cast<double>(row.norm) * row.norm, e - table_exponent_);
+            terms.floor = static_cast<float>(d_) * 0x1p-100f * (1 + terms.rho) +
+                          static_cast<float>(same * static_cast<double>(d_ + 8) * 0x1p-51);
         });
     }
 

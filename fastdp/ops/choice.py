@@ -81,7 +81,7 @@ def _choice_reference(
     refuse_non_finite("table", table)
     wide = table.double()
     words = chacha20_words(position, 0, _BLOCKS * ids.numel())[::_BLOCKS, :2]
-    draws = torch.from_numpy(uniforms(words)).to(table.device)
+    draws = torch.from_numpy(uniforms(words)[:, 0]).to(table.device)
     result = torch.empty_like(ids).view(-1) if ids.is_contiguous() else ids.new_empty(ids.numel())
     flat, scales = ids.reshape(-1), scale.expand(ids.shape).reshape(-1)
     laws, law = torch.stack([flat.double(), scales]).unique(dim=1, return_inverse=True)
