@@ -242,7 +242,6 @@ def test_stopped_between_training_and_writing_nothing_is_lost(config, monkeypatc
         ({"peft": "prompt", "max_length": 62}, "too few for 65"),
         ({"peft": "lora", "target_modules": ["absent"]}, "does not fit"),
         ({"device": "cuda:99"}, "cannot be used"),
-        ({"epsilon": 1e-9}, "1e-09"),
     ],
 )
 def test_refusals_leave_nothing_behind(config, settings, message, tmp_path):
