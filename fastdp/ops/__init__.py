@@ -2,6 +2,7 @@
 
 from . import cpu_norms as cpu_norms
 from . import cpu_sums as cpu_sums
+from . import cuda as cuda
 from .adamw import adamw_noise_step_ as adamw_noise_step_
 from .choice import choice_log_probabilities as choice_log_probabilities
 from .choice import exponential_choice as exponential_choice

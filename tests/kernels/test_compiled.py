@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-triton = pytest.importorskip("triton")
+pytest.importorskip("triton")
 
+import triton
 import triton.language as tl
 from fastdp.kernels import (
     adamw,

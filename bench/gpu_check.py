@@ -1,0 +1,259 @@
+"""Correctness of every GPU op on the GPU at hand, against its definition in float64: JSON, and a non-zero exit on failure.
+
+Besides values: that two runs give the same bits, that nothing waits for the device where offsets live on it, and that
+other batches compile no kernel anew. What the test suite checks under the interpreter is checked here on machine
+code.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bench.record import environment, write
+from fastdp import ops
+from fastdp.ops.noise import standard_normals
+from fastdp.ops.private_snap import dchi_noise
+from fastdp.ops.table import OPS
+
+NORMS = 1e-5  # of DESIGN section 8
+#: Of a float32 normal relative to its radius: its roundings, the polynomials and the device's square root.
+NORMALS = 8 * 2.0**-24 + 6e-8
+ROUNDING = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+LENGTHS = {
+    "ragged": (7, 0, 1, 65, 4, 129, 16, 0),
+    "equal": (128,) * 6,
+    "long": (1500, 37),
+}
+SHAPES = ((1, 1), (7, 129), (257, 123), (768, 768), (16, 1024))
+Result = tuple[float, float]
+
+
+def offsets_of(lengths: tuple[int, ...]) -> Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0)
+
+
+def factor(tokens: int, columns: int, dtype: torch.dtype, transposed: bool = False) -> Tensor:
+    shape = (columns, tokens) if transposed else (tokens, columns)
+    values = torch.randn(shape, device="cuda").to(dtype)
+    return values.T if transposed else values
+
+
+def in_double(left: Tensor, right: Tensor, offsets: Tensor, rows: int = 0) -> Tensor:
+    """The gradients of all units, float64 [B, m, n]."""
+    bounds = offsets.tolist()
+    if left.dim() == 1:
+        left = torch.nn.functional.one_hot(left, rows)
+    return torch.stack([left[a:b].double().T @ right[a:b].double() for a, b in zip(bounds, bounds[1:])])
+
+
+def apart(got: Tensor, truth: Tensor, size: Tensor | None = None) -> float:
+    """Largest error relative to ``size``, or to the truth itself; infinite if something is not finite."""
+    if not bool(torch.isfinite(got).all()):
+        return float("inf")
+    size = truth.abs() if size is None else size
+    error = (got.double() - truth).abs()
+    return float(torch.where(error == 0, 0.0, error / size).max()) if error.numel() else 0.0
+
+
+def norms() -> Iterator[tuple[str, Result]]:
+    for dtype in ROUNDING:
+        for name, lengths in LENGTHS.items():
+            for m, n in SHAPES if name == "ragged" else SHAPES[2:4]:
+                offsets = offsets_of(lengths).cuda()
+                tokens = sum(lengths)
+                left, right = factor(tokens, m, dtype, dtype is torch.float16), factor(tokens, n, dtype)
+                truth = in_double(left, right, offsets)
+                squares = truth.square()
+                label = f"{str(dtype)[6:]} {name} {m}x{n}"
+                for route in ("gram", "direct", "auto"):
+                    got = ops.sqnorm(left, right, offsets, route)
+                    yield f"sqnorm {route} {label}", (apart(got, squares.sum((1, 2))), NORMS)
+                pair = ops.sqnorm_group([left, left, right], right, offsets)
+                both = torch.stack([squares.sum((1, 2))] * 2)
+                yield f"sqnorm_group {label}", (apart(pair[:2], both), NORMS)
+                yield f"abs_sum {label}", (apart(ops.abs_sum(left, right, offsets), truth.abs().sum((1, 2))), NORMS)
+                mask = torch.rand(m, n, device="cuda") < 0.3
+                parts = torch.stack([(squares * mask).sum((1, 2)), (squares * ~mask).sum((1, 2))])
+                yield f"masked_sqnorm {label}", (apart(ops.masked_sqnorm(left, right, offsets, mask), parts), NORMS)
+                size = in_double(left.abs(), right.abs(), offsets)
+                got = ops.per_unit(left, right, offsets)
+                yield f"per_unit {label}", (apart(got, truth, size), (max(lengths) + 8) * 2.0**-24)
+                ids = torch.randint(0, m, (tokens,), device="cuda")
+                table = in_double(ids, right, offsets, m)
+                yield f"sqnorm ids {label}", (apart(ops.sqnorm(ids, right, offsets), table.square().sum((1, 2))), NORMS)
+                long = truth.norm(dim=(1, 2)) * table.norm(dim=(1, 2))
+                got = ops.cross_inner(ids, right, left, right, offsets, offsets)
+                yield f"cross_inner {label}", (apart(got, (truth * table).sum((1, 2)), long), NORMS)
+
+
+def sums() -> Iterator[tuple[str, Result]]:
+    for dtype, rounding in ROUNDING.items():
+        for tokens, m, n in ((1, 1, 1), (129, 7, 133), (1000, 257, 123), (1024, 768, 768)):
+            left, right = factor(tokens, m, dtype), factor(tokens, n, dtype, True)
+            weights, others = torch.rand(tokens, device="cuda"), torch.rand(tokens, device="cuda")
+            if tokens > 10:
+                weights[5] = others[5] = 0.0
+                left[5], right[5, 0] = float("nan"), float("inf")
+            kept = weights != 0
+            clean, clear = left[kept].double(), right[kept].double()
+
+            def exact(w: Tensor, clean: Tensor = clean, clear: Tensor = clear, kept: Tensor = kept) -> Tensor:
+                return clean.T @ (w[kept, None].double() * clear)
+
+            size = clean.abs().T @ clear.abs()
+            bound = (tokens + 8) * 2.0**-24 + (0.0 if dtype is torch.float32 else rounding)
+            label = f"{str(dtype)[6:]} {tokens} {m}x{n}"
+            yield f"weighted_sum {label}", (apart(ops.weighted_sum(left, right, weights), exact(weights), size), bound)
+            mask = torch.rand(m, n, device="cuda") < 0.3
+            got = ops.masked_weighted_sum(left, right, weights, others, mask)
+            truth = torch.where(mask, exact(weights), exact(others))
+            yield f"masked_weighted_sum {label}", (apart(got, truth, size), bound)
+            ids = torch.randint(0, m, (tokens,), device="cuda")
+            truth = torch.zeros(m, n, dtype=torch.float64, device="cuda")
+            size = truth.index_add(0, ids[kept], clear.abs())
+            truth = truth.index_add(0, ids[kept], weights[kept, None].double() * clear)
+            got = ops.weighted_sum(ids, right, weights, rows=m)
+            yield f"weighted_sum ids {label}", (apart(got, truth, size.clamp_min(1e-30)), (tokens + 8) * 2.0**-24)
+
+
+def position(tensor: int = 1) -> Tensor:
+    return ops.NoiseStream.unsafe_reproducible(7).at(3, tensor).take()
+
+
+def noise() -> Iterator[tuple[str, Result]]:
+    for n in (1, 16, 2061, 1 << 20):
+        for folded in (False, True):
+            x = torch.zeros(n, device="cuda")
+            OPS["add_noise_"](x, 1.0, position(), folded)
+            error = float((x.cpu().double() - standard_normals(position(), n, folded)).abs().max())
+            yield f"add_noise_ folded={folded} {n}", (error, NORMALS * 9.5)
+    for dtype, rounding in ROUNDING.items():
+        x, grad = (
+            (3 * torch.randn(5, 129, 17, device="cuda")).to(dtype),
+            torch.randn(5, 129, 17, device="cuda").to(dtype),
+        )
+        x[1, 0, 0] = float("nan")
+        clip, back = OPS["clip_noise"], OPS["clip_noise_backward"]
+        got, norm = clip(x, 2.0, 0.5, position(), False)
+        truth, true_norm = clip.reference(x.cpu(), 2.0, 0.5, position(), False)
+        label = str(dtype)[6:]
+        yield f"clip_noise {label}", (apart(got.cpu(), truth.double(), truth.double().abs() + 0.1), 4 * rounding + 1e-5)
+        finite = true_norm.isfinite()
+        yield f"clip_noise norms {label}", (apart(norm.cpu()[finite], true_norm[finite]), 1e-12)
+        got = back(grad, x, norm, 2.0)
+        truth = back.reference(grad.cpu(), x.cpu(), true_norm, 2.0).double()
+        yield f"clip_noise_backward {label}", (apart(got.cpu(), truth, truth.abs() + 0.1), 4 * rounding + 1e-5)
+        for floor in (None, 1e-4):
+            state = [torch.randn(257, 123, device="cuda").to(dtype), *torch.rand(3, 257, 123, device="cuda")]
+            host = [x.cpu().clone() for x in state]
+            numbers = (0.7, 8.0, 1e-2, 0.9, 0.999, 1e-8, 0.1, 5, floor, False)
+            OPS["adamw_noise_step_"](*state, position(), *numbers)
+            OPS["adamw_noise_step_"].reference(*host, position(), *numbers)
+            worst = max(apart(a.cpu(), b.double(), b.double().abs() + 0.1) for a, b in zip(state, host))
+            yield f"adamw_noise_step_ floor={floor} {label}", (worst, 4 * rounding + 1e-5)
+
+
+def snapping() -> Iterator[tuple[str, Result]]:
+    for dtype in ROUNDING:
+        for n, size, d in ((1, 1, 1), (7, 257, 123), (129, 5003, 768)):
+            x, table = factor(n, d, dtype), factor(size, d, dtype)
+            if size > 200:
+                table[200] = table[7]
+                x[0] = table[7]
+            distance = torch.stack([(table.double() - row.double()).square().sum(1) for row in x])
+            wrong = (ops.snap(x, table) != distance.argmin(1)).double().mean()
+            yield f"snap {str(dtype)[6:]} {n} {size} {d}", (float(wrong), 0.0)
+    table, ids = factor(900, 96, torch.float32), torch.randint(0, 900, (64,), device="cuda")
+    eta = torch.rand(64, dtype=torch.float64, device="cuda") * 20 + 5
+    got = OPS["private_snap"](ids, table, eta, position())
+    rows = (table[ids].double() + dchi_noise(position(), 64, 96).cuda() / eta[:, None]).float().double()
+    distance = torch.stack([(table.double() - row).square().sum(1) for row in rows])
+    taken = distance.gather(1, got[:, None])[:, 0]
+    yield "private_snap", (float((taken / distance.amin(1) - 1).max()), 1e-5)
+    scale = torch.tensor(1.5, dtype=torch.float64, device="cuda")
+    stream = ops.NoiseStream.unsafe_reproducible(7)
+    many = torch.zeros(20000, dtype=torch.int64, device="cuda")
+    draws = ops.exponential_choice(many, table[:50], float(scale), stream)
+    law = ops.choice_log_probabilities(0, table[:50], float(scale)).exp().cpu()
+    seen = torch.bincount(draws.cpu(), minlength=50).double()
+    deviation = (seen - 20000 * law).abs() / (20000 * law * (1 - law)).sqrt().clamp_min(1.0)
+    # A normal passes 6.5 once in 10^10; 50 rows.
+    yield "exponential_choice frequencies, in standard deviations", (float(deviation.max()), 6.5)
+
+
+def behaviour() -> Iterator[tuple[str, Result]]:
+    """Same bits twice, no waiting, no compilation for another batch."""
+    from fastdp.kernels import direct, gram, onehot, weighted
+
+    kernels = (gram._gram_kernel, direct._direct_kernel, onehot._norm_kernel, weighted._weighted_kernel)
+
+    def batch(lengths: tuple[int, ...], vocabulary: int) -> list[Tensor]:
+        offsets = offsets_of(lengths).cuda()
+        tokens = sum(lengths)
+        left, right = factor(tokens, 256, torch.bfloat16), factor(tokens, 128, torch.bfloat16)
+        ids, weights = torch.randint(0, vocabulary, (tokens,), device="cuda"), torch.rand(tokens, device="cuda")
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return [
+                *(ops.sqnorm(left, right, offsets, route) for route in ("gram", "direct")),
+                ops.sqnorm(ids, right, offsets),
+                ops.weighted_sum(left, right, weights),
+                ops.cross_inner(left, right, left, right, offsets, offsets),
+                ops.per_unit(left, right, offsets),
+                ops.column_sums(left, offsets),
+            ]
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    def compiled() -> int:
+        return sum(len(kernel.device_caches[torch.cuda.current_device()][0]) for kernel in kernels)
+
+    torch.manual_seed(1)
+    first = batch((100, 128, 71), 50)
+    before = compiled()
+    torch.manual_seed(1)
+    second = batch((100, 128, 71), 50)
+    yield "runs that differ", (float(sum(not torch.equal(a, b) for a, b in zip(first, second))), 0.0)
+    batch((99, 127), 51)
+    batch((97, 65, 128, 101, 80), 1000)
+    yield "kernels compiled for another batch", (float(compiled() - before), 0.0)
+
+
+def figures() -> list[dict[str, Any]]:
+    """One row a check: its name, the error found, the bound, and whether it holds."""
+    groups: tuple[Callable[[], Iterator[tuple[str, Result]]], ...] = (norms, sums, noise, snapping, behaviour)
+    rows: list[dict[str, Any]] = []
+    for group in groups:
+        torch.manual_seed(0)
+        try:
+            for name, (error, bound) in group():
+                rows.append({"check": name, "error": error, "bound": bound, "holds": error <= bound})
+        except Exception as reason:  # one broken kernel must not hide what the others do
+            rows.append({"check": group.__name__, "holds": False, "raised": f"{type(reason).__name__}: {reason}"})
+    return rows
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", help="also write the rows to this file")
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("this checks the kernels of a GPU, and there is none", file=sys.stderr)
+        return 2
+    rows = figures()
+    print(json.dumps({"environment": environment(), "figures": rows}, indent=1))
+    if arguments.json:
+        write(arguments.json, rows)
+    return 0 if all(row["holds"] for row in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
