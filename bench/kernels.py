@@ -189,7 +189,8 @@ def _noise(device: torch.device, n: int) -> Iterator[Case]:
     fused = torch.optim.AdamW([parameter], lr=1e-4, fused=True)
 
     def own() -> None:
-        ops.adamw_noise_step_(*state, 1.0, stream, divisor=256.0, lr=1e-4, step=10)
+        weight, grad_sum, first, second = state
+        ops.adamw_noise_step_(weight, grad_sum, first, second, 1.0, stream, divisor=256.0, lr=1e-4, step=10)
 
     def two() -> None:
         ops.add_noise_(state[1], 1.0, stream)
@@ -198,8 +199,10 @@ def _noise(device: torch.device, n: int) -> Iterator[Case]:
     def check_step() -> tuple[float, float]:
         base = [torch.randn(1003, device=device) for _ in range(3)] + [torch.rand(1003, device=device)]
         got = [t.clone() for t in base]
+        fixed = ops.NoiseStream.unsafe_reproducible(3)
+        weight, grad_sum, first, second = got
         ops.adamw_noise_step_(
-            *got, 0.5, ops.NoiseStream.unsafe_reproducible(3), divisor=8.0, lr=1e-2, step=4, weight_decay=0.01
+            weight, grad_sum, first, second, 0.5, fixed, divisor=8.0, lr=1e-2, step=4, weight_decay=0.01
         )
         noisy = base[1].clone()
         ops.add_noise_(noisy, 0.5, ops.NoiseStream.unsafe_reproducible(3))

@@ -445,7 +445,11 @@ def _check_model(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> No
         raise ValueError("this optimizer already serves a private model; make a new one for each model")
     if isinstance(model, (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)):
         raise ValueError("give the bare model, not a DataParallel or DistributedDataParallel wrapper")
-    if torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+    if (
+        torch.distributed.is_available()
+        and torch.distributed.is_initialized()
+        and torch.distributed.get_world_size() > 1
+    ):
         # Each process would draw its own batches and its own noise, which nobody has accounted for.
         raise ValueError("private training runs in one process; start it without a distributed launcher")
     for name, module in model.named_modules():
@@ -497,7 +501,7 @@ def _check_delta(
 
 
 def _noise_multiplier(
-    method: Any, epsilon: float | None, delta: float | None, given: float | None, event: Any, adjacency: str
+    method: Any, epsilon: float | None, delta: float | None, given: float | None, event: Any, adjacency: Any
 ) -> float:
     if method.mechanism == "non-private":
         if epsilon is not None and math.isfinite(epsilon):

@@ -123,7 +123,7 @@ class PrivateLoader:
         self.on_restart: Callable[[], None] = lambda: None
         #: Set by a caller that takes several micro-batches before their backward passes, and checks them itself.
         self.look_ahead = False
-        self._options = {
+        self._options: dict[str, Any] = {
             "num_workers": loader.num_workers,
             "collate_fn": loader.collate_fn,
             "pin_memory": loader.pin_memory,

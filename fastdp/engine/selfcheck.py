@@ -55,9 +55,9 @@ def compare(engine: Engine, args: Any, kwargs: Any, ticket: Ticket) -> None:
     engine.accumulator = Accumulator(engine.parameters, probe)
     try:
         with torch.random.fork_rng(devices=cuda), _steady(engine.model), torch.autocast(device.type, enabled=False):
-            seeds = _by_engine(engine, *batch, small)
+            seeds = _by_engine(engine, batch, small)
             squared, sums = probe.seen[0], engine.accumulator.sums
-            references = [_by_autograd(engine, *single, seeds, index) for index, single in enumerate(singles)]
+            references = [_by_autograd(engine, single, seeds, index) for index, single in enumerate(singles)]
     finally:
         engine.accumulator = kept
     _judge(engine, policy, squared, sums, references)
@@ -70,9 +70,9 @@ def attempt(engine: Engine, args: Any, kwargs: Any, ticket: Ticket) -> None:
         engine.run_forward(args, kwargs, ticket, verify=True)
 
 
-def _examples(args: Any, kwargs: Any, ticket: Ticket) -> tuple[list[Any], Any, Ticket]:
+def _examples(args: Any, kwargs: Any, ticket: Ticket) -> tuple[list[tuple[Any, Any]], tuple[Any, Any], Ticket]:
     if ticket.token_units is not None:
-        shape = tuple(ticket.token_units.shape)
+        shape = (ticket.token_units.shape[0], ticket.token_units.shape[1])
         singles = []
         for unit in ticket.token_units.reshape(-1).unique_consecutive().tolist():
             if unit < 0:
@@ -93,8 +93,8 @@ def _examples(args: Any, kwargs: Any, ticket: Ticket) -> tuple[list[Any], Any, T
     return singles, batch, Ticket(torch.arange(count), torch.ones(count), is_last=True)
 
 
-def _by_engine(engine: Engine, args: Any, kwargs: Any, ticket: Ticket) -> list[torch.Tensor]:
-    output = engine.run_forward(args, kwargs, ticket, verify=True)
+def _by_engine(engine: Engine, call: tuple[Any, Any], ticket: Ticket) -> list[torch.Tensor]:
+    output = engine.run_forward(*call, ticket, verify=True)
     if engine.loss_reduction is None:
         loss = find_loss(output)
         assert loss is not None
@@ -108,13 +108,14 @@ def _by_engine(engine: Engine, args: Any, kwargs: Any, ticket: Ticket) -> list[t
 
 
 def _by_autograd(
-    engine: Engine, args: Any, kwargs: Any, seeds: list[torch.Tensor], index: int
+    engine: Engine, call: tuple[Any, Any], seeds: list[torch.Tensor], index: int
 ) -> dict[str, torch.Tensor]:
     parameters = list(engine.parameters.values())
     device = parameters[0].device
     alone = Ticket(torch.zeros(1, dtype=torch.int64), torch.ones(1), is_last=True).layout(device)
     terms = LossTerms(alone)
     with intercepted(terms):
+        args, kwargs = call
         output = engine.plain_forward(*args, **kwargs)
     if engine.loss_reduction is None:
         total = find_loss(output)

@@ -67,7 +67,7 @@ def _flat(x: torch.Tensor) -> torch.Tensor:
     return x.reshape(-1, x.shape[-1])
 
 
-def _cast(tensor: torch.Tensor | None) -> torch.Tensor | None:
+def _cast(tensor: Any) -> Any:
     """Follow autocast, which does not reach inside an `autograd.Function`."""
     if tensor is None or not torch.is_autocast_enabled(tensor.device.type) or not tensor.is_floating_point():
         return tensor
@@ -96,8 +96,6 @@ class LinearUse(torch.autograd.Function):
         ctx.parameters = (weight if trained[0] else None, bias if trained[1] else None)
         ctx.x_dtype = x.dtype
         x, cast = _cast(x), _cast(weight)
-        assert x is not None
-        assert cast is not None
         ctx.save_for_backward(x if trained[0] else None, cast if ctx.needs_input_grad[0] else None)
         flat = cast if cast.dim() == 2 else cast.flatten(1)
         out = F.linear(x, flat.t() if swap else flat, _cast(bias))
@@ -258,7 +256,7 @@ class PerLane(torch.Tensor):
         self.unit_map = layout
         return self
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"PerLane({self.lanes.shape[0]} x {list(self.lanes.shape[1:])})"
 
     @classmethod
@@ -275,7 +273,9 @@ class PerLane(torch.Tensor):
         return _apply(func, args, kwargs)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         raise UnsupportedUse(f"{func} of a parameter below torch's function layer")
 
 
