@@ -106,7 +106,9 @@ def _single(sigma: float, q: float, interval: float, direction: AdjacencyType) -
     assert bounds.epsilon_lower is not None
     assert bounds.epsilon_upper is not None
     low, high = math.floor(bounds.epsilon_lower / interval), math.ceil(bounds.epsilon_upper / interval)
-    deltas = np.minimum.accumulate(mechanism.get_delta_for_epsilon(np.arange(low, high + 1) * interval))
+    deltas = mechanism.get_delta_for_epsilon(np.arange(low, high + 1) * interval)
+    # The curve falls; where rounding makes it rise, the larger value is the safe one.
+    deltas = np.maximum.accumulate(deltas[::-1])[::-1]
     slopes = -np.diff(deltas) / math.expm1(interval)
     masses = np.empty_like(deltas)
     masses[0] = 1 - deltas[0] - slopes[0]
