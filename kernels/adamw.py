@@ -100,6 +100,7 @@ def adamw_noise_step_(
             b_blocks=BLOCKS,
             CORRECTED=variance_floor is not None,
             FOLDED=secure_rounding,
+            enable_fp_fusion=True,
             num_warps=4,
         )
     for x, result in zip(written, flat):

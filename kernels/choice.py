@@ -34,7 +34,9 @@ def uniforms(position: torch.Tensor, n: int, device: torch.device) -> torch.Tens
     out = torch.empty(n, dtype=torch.float64, device=device)
     if n:
         with on_device_of(out):
-            _uniform_kernel[(triton.cdiv(n, 128),)](beside(position, out), out, n, b=128, num_warps=4)
+            _uniform_kernel[(triton.cdiv(n, 128),)](
+                beside(position, out), out, n, b=128, enable_fp_fusion=True, num_warps=4
+            )
     return out
 
 

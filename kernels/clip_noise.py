@@ -131,7 +131,16 @@ def _row_dots(x: torch.Tensor, y: torch.Tensor, rows: int, width: int) -> tuple[
     chunks = max(1, triton.cdiv(width, _CHUNK))
     partial = torch.empty(rows, chunks, dtype=torch.float64, device=x.device)
     _row_dots_kernel[(rows * chunks,)](
-        x, y, partial, width, chunks, b_step=_STEP, b_chunk=_CHUNK, ALIGNED=width % 16 == 0, num_warps=4
+        x,
+        y,
+        partial,
+        width,
+        chunks,
+        b_step=_STEP,
+        b_chunk=_CHUNK,
+        ALIGNED=width % 16 == 0,
+        enable_fp_fusion=True,
+        num_warps=4,
     )
     return partial, chunks
 
@@ -153,7 +162,9 @@ def clip_noise(
     with on_device_of(x):
         partial, chunks = _row_dots(flat, flat, rows, width)
         scale = torch.empty(rows, dtype=torch.float32, device=x.device)
-        _forward_factor_kernel[(rows,)](partial, norm, scale, chunks, max_norm, b_chunks=128, num_warps=1)
+        _forward_factor_kernel[(rows,)](
+            partial, norm, scale, chunks, max_norm, b_chunks=128, enable_fp_fusion=True, num_warps=1
+        )
         _apply_kernel[(triton.cdiv(x.numel(), 16 * BLOCKS),)](
             flat,
             out,
@@ -165,6 +176,7 @@ def clip_noise(
             b_blocks=BLOCKS,
             NOISY=std != 0.0,
             FOLDED=secure_rounding,
+            enable_fp_fusion=True,
             num_warps=4,
         )
     return out, norm
@@ -183,9 +195,19 @@ def clip_noise_backward(grad: torch.Tensor, x: torch.Tensor, norm: torch.Tensor,
         scale = torch.empty(rows, dtype=torch.float32, device=x.device)
         pull = torch.empty_like(scale)
         _backward_factor_kernel[(rows,)](
-            partial, norm.contiguous(), scale, pull, chunks, max_norm, b_chunks=128, num_warps=1
+            partial, norm.contiguous(), scale, pull, chunks, max_norm, b_chunks=128, enable_fp_fusion=True, num_warps=1
         )
         _pull_back_kernel[(triton.cdiv(x.numel(), _STEP),)](
-            grad, flat, out, scale, pull, x.numel(), width, b_tile=_STEP, ALIGNED=x.numel() % 16 == 0, num_warps=4
+            grad,
+            flat,
+            out,
+            scale,
+            pull,
+            x.numel(),
+            width,
+            b_tile=_STEP,
+            ALIGNED=x.numel() % 16 == 0,
+            enable_fp_fusion=True,
+            num_warps=4,
         )
     return out

@@ -77,6 +77,7 @@ def dchi_rows(ids: torch.Tensor, table: torch.Tensor, eta: torch.Tensor, positio
             int(eta.numel() > 1),
             *table.stride(),
             b_blocks=b_blocks,
+            enable_fp_fusion=True,
             num_warps=min(8, max(1, b_blocks // 32)),
         )
     return out

@@ -82,6 +82,7 @@ def _launch(
             b_t=32 if wide else 64,
             KIND=kind,
             PRECISION=precision,
+            enable_fp_fusion=True,
             num_warps=8 if b_m * b_n > 4096 else 4,
             num_stages=3,
         )

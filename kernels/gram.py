@@ -91,6 +91,7 @@ def gram_sqnorm_group(
                 b_t=b_t,
                 b_k=32 if wide else 64,
                 PRECISION=precision,
+                enable_fp_fusion=True,
                 num_warps=8 if wide or b_t == 128 else 4,
                 num_stages=4,
             )

@@ -144,6 +144,7 @@ def per_unit_group(
                 b_n=_WIDE_TILE,
                 b_t=32 if single else 64,
                 PRECISION=precision,
+                enable_fp_fusion=True,
                 num_warps=8 if single or b_m > 32 else 4,
                 num_stages=3,
             )

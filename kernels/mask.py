@@ -25,7 +25,15 @@ def pack_mask(mask: torch.Tensor) -> torch.Tensor:
     if bits.numel():
         with on_device_of(mask):
             _pack_kernel[(triton.cdiv(bits.numel(), 512),)](
-                mask.view(torch.uint8), bits, rows, columns, bits.shape[1], *mask.stride(), b=512, num_warps=4
+                mask.view(torch.uint8),
+                bits,
+                rows,
+                columns,
+                bits.shape[1],
+                *mask.stride(),
+                b=512,
+                enable_fp_fusion=True,
+                num_warps=4,
             )
     return bits
 

@@ -37,7 +37,14 @@ def add_noise_(x: torch.Tensor, std: float, position: torch.Tensor, secure_round
     flat = x.contiguous()
     with on_device_of(x):
         _add_noise_kernel[(triton.cdiv(x.numel(), 16 * BLOCKS),)](
-            flat, beside(position, x), x.numel(), std, b_blocks=BLOCKS, FOLDED=secure_rounding, num_warps=4
+            flat,
+            beside(position, x),
+            x.numel(),
+            std,
+            b_blocks=BLOCKS,
+            FOLDED=secure_rounding,
+            enable_fp_fusion=True,
+            num_warps=4,
         )
     if flat is not x:
         x.copy_(flat)

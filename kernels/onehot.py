@@ -92,7 +92,19 @@ def onehot_sqnorm(ids: torch.Tensor, right: torch.Tensor, offsets: torch.Tensor)
     keys, order = torch.sort(units_of_tokens(offsets, tokens) << 31 | ids, stable=True)
     parts = torch.empty(1, tokens + units, dtype=torch.float32, device=right.device)
     with on_device_of(right):
-        _norm_kernel[(tokens,)](order, keys, right, parts, tokens, n, *right.stride(), b_t=4, b_n=_COLUMNS, num_warps=4)
+        _norm_kernel[(tokens,)](
+            order,
+            keys,
+            right,
+            parts,
+            tokens,
+            n,
+            *right.stride(),
+            b_t=4,
+            b_n=_COLUMNS,
+            enable_fp_fusion=True,
+            num_warps=4,
+        )
     return sum_parts(parts, offsets, 1, 1)[0]
 
 
@@ -115,5 +127,6 @@ def onehot_weighted_sum_(out: torch.Tensor, ids: torch.Tensor, right: torch.Tens
             *out.stride(),
             b_t=4,
             b_n=_COLUMNS,
+            enable_fp_fusion=True,
             num_warps=4,
         )

@@ -32,7 +32,16 @@ def _launch(parts: torch.Tensor, offsets: torch.Tensor, units: int, per_slot: in
     out = torch.empty(rows, units, dtype=torch.float32, device=parts.device)
     with on_device_of(parts):
         _sum_parts_kernel[(units, rows)](
-            parts, out, offsets, units, parts.shape[1], per_slot, b_tile=b_tile, b=128, num_warps=1
+            parts,
+            out,
+            offsets,
+            units,
+            parts.shape[1],
+            per_slot,
+            b_tile=b_tile,
+            b=128,
+            enable_fp_fusion=True,
+            num_warps=1,
         )
     return out
 

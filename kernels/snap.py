@@ -122,7 +122,9 @@ def survey(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     bad = torch.full((1,), _NO_ROW, dtype=torch.int64, device=x.device)
     if rows:
         with on_device_of(x):
-            _survey_kernel[(triton.cdiv(rows, 8),)](x, half, bad, rows, width, *x.stride(), b_t=8, b_k=256, num_warps=4)
+            _survey_kernel[(triton.cdiv(rows, 8),)](
+                x, half, bad, rows, width, *x.stride(), b_t=8, b_k=256, enable_fp_fusion=True, num_warps=4
+            )
     return half, bad
 
 
@@ -167,6 +169,7 @@ def snap(x: torch.Tensor, table: torch.Tensor, half_x: torch.Tensor, half_table:
             b_x=b_x,
             b_k=64,
             b_group=_GROUP,
+            enable_fp_fusion=True,
             num_warps=8 if b_x == 128 else 4,
             num_stages=3,
         )
@@ -187,6 +190,7 @@ def snap(x: torch.Tensor, table: torch.Tensor, half_x: torch.Tensor, half_table:
             b_scan=1024,
             b_group=_GROUP,
             b_k=64,
+            enable_fp_fusion=True,
             num_warps=4,
         )
     return index

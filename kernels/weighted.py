@@ -49,7 +49,6 @@ def _weighted_kernel(
     o_n = (tile % tiles_n) * b_n + tl.arange(0, b_n)
     start = split * length
     end = tl.minimum(start + length, tokens)
-    o_t = start + tl.arange(0, b_t)
     p_l = p_left + o_m[:, None].to(tl.int64) * stride_lm
     p_r = p_right + o_n[None, :].to(tl.int64) * stride_rn
     acc = tl.zeros((b_m, b_n), tl.float32)
@@ -178,6 +177,7 @@ def weighted_sum_(
                 b_t=b_t,
                 NOISY=fused,
                 PRECISION=precision,
+                enable_fp_fusion=True,
                 num_warps=8 if b_m * b_n > 4096 else 4,
                 num_stages=3,
             )
@@ -229,6 +229,7 @@ def masked_weighted_sum_(
             b_n=b_n,
             b_t=b_t,
             PRECISION=precision,
+            enable_fp_fusion=True,
             num_warps=8 if wide or b_m * b_n > 4096 else 4,
             num_stages=3,
         )
