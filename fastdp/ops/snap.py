@@ -13,9 +13,11 @@ from fastdp.ops.table import Op
 
 #: The dtypes of rows; 16-bit rows are compared by the exact distances of the numbers they hold.
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-#: Rows searched at once and rows of the table multiplied at once: with d = 768, 9 MB of scratch in all.
+#: Rows searched at once; rows of the table multiplied at once, and entries of those. A tile ends in a barrier, at which
+#: threads wait for one that shares its core with others; with 4,096 rows that is rare, and scratch is below 32 MB.
 _ROWS = 2048
-_TILE = 1024
+_TILE = 4096
+_TILE_ENTRIES = 1 << 22
 
 
 def check_table(table: Tensor, name: str = "table") -> None:
@@ -99,7 +101,7 @@ def search(rows: Callable[[int, int], Tensor], n: int, table: Tensor, table_bits
     dtype = torch.bfloat16 if half else torch.float32
     centre = centre_of(table)
     finder = _native.Snap(table.data_ptr(), size, d, centre.data_ptr(), table_bits, half)
-    most, width = min(n, _ROWS), min(size, _TILE)
+    most, width = min(n, _ROWS), min(size, _TILE, max(256, _TILE_ENTRIES // d))
     rounded, tile = torch.empty(most, d, dtype=dtype), torch.empty(width, d, dtype=dtype)
     products = torch.empty(most * width + 16, dtype=dtype)
     for begin in range(0, n, _ROWS):
