@@ -14,7 +14,7 @@ from fastdp.ops.table import Op
 #: The dtypes of rows; 16-bit rows are compared by the exact distances of the numbers they hold.
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 #: Rows searched at once; rows of the table multiplied at once, and entries of those. A tile ends in a barrier, at which
-#: threads wait for one that shares its core with others; with 4,096 rows that is rare, and scratch is below 32 MB.
+#: threads wait for one that shares its core with others; with 4,096 rows that is rare, and scratch stays below 32 MB (64 MB in float32).
 _ROWS = 2048
 _TILE = 4096
 _TILE_ENTRIES = 1 << 22
