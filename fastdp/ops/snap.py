@@ -14,7 +14,8 @@ from fastdp.ops.table import Op
 #: The dtypes of rows; 16-bit rows are compared by the exact distances of the numbers they hold.
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 #: Rows searched at once; rows of the table multiplied at once, and entries of those. A tile ends in a barrier, at which
-#: threads wait for one that shares its core with others; with 4,096 rows that is rare, and scratch stays below 32 MB (64 MB in float32).
+#: threads wait for one that shares its core with others; with 4,096 rows that is rare, and scratch stays below 32 MB
+#: (64 MB in float32).
 _ROWS = 2048
 _TILE = 4096
 _TILE_ENTRIES = 1 << 22
@@ -81,7 +82,7 @@ def centre_of(table: Tensor) -> Tensor:
 
 
 def _multiplies_in_bf16() -> bool:
-    # Where the user lets torch round the factors of a float32 product, bfloat16 ones have the smaller error to allow for.
+    # Where the user lets torch round the factors of a float32 product, only bfloat16 ones have an error that is known.
     backend = getattr(torch.backends.mkldnn, "matmul", None)
     rounds = getattr(backend, "fp32_precision", "none") not in ("none", "ieee")
     return _native.has_bf16_products() or rounds or torch.get_float32_matmul_precision() != "highest"
