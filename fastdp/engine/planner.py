@@ -75,10 +75,13 @@ def constants_for(device: torch.device | str, dtype: torch.dtype) -> Constants:
 def allowed(
     route: str, m: int, n: int, length: int, units: int, *, one_hot: bool = False, dtype: torch.dtype = torch.float32
 ) -> bool:
-    """Whether a route may be taken: ``instantiate`` only where float32 gradients are smaller than their factors."""
+    """Whether a route may be taken: ``instantiate`` only where gradients take half the memory of the larger factor or less.
+
+    The right factor is often shared with other uses, or kept by the model itself, so that letting go of it frees nothing.
+    """
     if route != "instantiate":
         return True
-    return not one_hot and 4 * m * n < length * (m + n) * dtype.itemsize
+    return not one_hot and 2 * 4 * m * n <= length * max(m, n) * dtype.itemsize
 
 
 def predicted_seconds(

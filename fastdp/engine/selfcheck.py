@@ -57,10 +57,15 @@ def compare(engine: Engine, args: Any, kwargs: Any, ticket: Ticket) -> None:
         with torch.random.fork_rng(devices=cuda), _steady(engine.model), torch.autocast(device.type, enabled=False):
             seeds = _by_engine(engine, batch, small)
             squared, sums = probe.seen[0], engine.accumulator.sums
-            references = [_by_autograd(engine, single, seeds, index) for index, single in enumerate(singles)]
+            units = _real_units(small, squared.shape[1])
+            found = _Comparison(sums)
+            for index, (unit, single) in enumerate(zip(units, singles)):
+                measured = float(squared[:, unit].double().sum()) ** 0.5
+                found.add(measured, 1 / (1 + unit), _by_autograd(engine, single, seeds, index))
     finally:
         engine.accumulator = kept
-    _judge(engine, policy, squared, sums, references)
+    low = any(p.dtype != torch.float32 for p in engine.model.parameters() if p.is_floating_point())
+    found.judge(tolerance=0.1 if low else 1e-3)
 
 
 def attempt(engine: Engine, args: Any, kwargs: Any, ticket: Ticket) -> None:
@@ -129,85 +134,66 @@ def _by_autograd(
     return {name: g.float() for name, g in zip(engine.parameters, gradients) if g is not None}
 
 
-def _judge(
-    engine: Engine,
-    policy: Policy,
-    squared: torch.Tensor,
-    sums: Mapping[str, torch.Tensor],
-    references: list[dict[str, torch.Tensor]],
-) -> None:
-    low = any(p.dtype != torch.float32 for p in engine.model.parameters() if p.is_floating_point())
-    tolerance = 0.1 if low else 1e-3
-    real = [
-        i for i in range(squared.shape[1]) if float(engine_weight(engine, i, squared.shape[1], len(references))) > 0
-    ]
-    sizes = [
-        (float(squared[:, unit].double().sum()) ** 0.5, _size(reference)) for unit, reference in zip(real, references)
-    ]
-    # An example that both find not to be finite takes no part; it is not held against the others.
-    kept = [i for i, (measured, truth) in enumerate(sizes) if math.isfinite(measured) or math.isfinite(truth)]
-    if not kept:
-        raise SelfCheckError(
-            "no example of the first batch that was looked at has a finite gradient, so the engine cannot be checked; "
-            "nothing was released"
-        )
-    real, references = [real[i] for i in kept], [references[i] for i in kept]
-    for measured, truth in (sizes[i] for i in kept):
-        if not abs(measured - truth) <= tolerance * truth + 1e-12:
+def _real_units(ticket: Ticket, units: int) -> list[int]:
+    """The kernel's units that are examples: packed rows hold segments of padding between them."""
+    if ticket.token_units is None:
+        return list(range(units))
+    weights = ticket.layout(torch.device("cpu")).weights
+    return [unit for unit in range(units) if float(weights[unit]) > 0]
+
+
+class _Comparison:
+    """The engine's sums less autograd's gradients, example by example, so that one gradient at a time is in memory."""
+
+    def __init__(self, sums: dict[str, torch.Tensor]):
+        self.residual = sums
+        self.scale = dict.fromkeys(sums, 0.0)
+        self.norms: list[tuple[float, float]] = []
+
+    def add(self, measured: float, weight: float, gradients: Mapping[str, torch.Tensor]) -> None:
+        """Take one example: its norm by the engine, its weight in the sum, and its gradient by autograd."""
+        sizes = {name: float(g.double().norm()) for name, g in gradients.items()}
+        truth = math.sqrt(sum(size**2 for size in sizes.values()))
+        if not math.isfinite(measured) and not math.isfinite(truth):
+            # An example that both find not to be finite takes no part; it is not held against the others.
+            return
+        self.norms.append((measured, truth))
+        for name, gradient in gradients.items():
+            self.scale[name] = self.scale.get(name, 0.0) + weight * sizes[name]
+            if name in self.residual:
+                self.residual[name].sub_(gradient, alpha=weight)
+            else:
+                self.residual[name] = gradient * -weight
+
+    def judge(self, *, tolerance: float) -> None:
+        """Raise `SelfCheckError` if a norm or a sum is off by more than ``tolerance`` of its size."""
+        if not self.norms:
             raise SelfCheckError(
-                f"the gradient norm of an example is {measured:.6g} by the engine and {truth:.6g} by autograd on that "
-                f"example alone; the model couples examples, or {_worst(sums, references, real)} is read in a way the "
-                "engine does not know; nothing was released"
+                "no example of the first batch that was looked at has a finite gradient, so the engine cannot be checked; "
+                "nothing was released"
             )
-    name, error = _deviation(sums, references, real)
-    if not error <= tolerance:
-        raise SelfCheckError(
-            f"the summed gradient of {name} differs from autograd's by {error:.2g} of its size; nothing was released"
-        )
+        worst, error = self._worst()
+        for measured, truth in self.norms:
+            if not (math.isfinite(measured) and abs(measured - truth) <= tolerance * truth + 1e-12):
+                raise SelfCheckError(
+                    f"the gradient norm of an example is {measured:.6g} by the engine and {truth:.6g} by autograd on that "
+                    f"example alone; the model couples examples, or {worst} is read in a way the engine does not know; "
+                    "nothing was released"
+                )
+        if not error <= tolerance:
+            raise SelfCheckError(
+                f"the summed gradient of {worst} differs from autograd's by {error:.2g} of its size; nothing was released"
+            )
 
-
-def _size(gradient: Mapping[str, torch.Tensor]) -> float:
-    return sum(float(g.double().square().sum()) for g in gradient.values()) ** 0.5
-
-
-def engine_weight(engine: Engine, unit: int, units: int, examples: int) -> float:
-    """Whether a kernel unit is a real one: packed rows hold padding segments between the examples."""
-    if units == examples:
-        return 1.0
-    layout = engine.tickets[0].layout(torch.device("cpu"))
-    return float(layout.weights[unit])
-
-
-def _errors(
-    sums: Mapping[str, torch.Tensor], references: list[dict[str, torch.Tensor]], real: list[int]
-) -> Iterator[tuple[str, float]]:
-    names = {name for reference in references for name in reference}
-    scale = 0.0
-    rows = []
-    for name in names:
-        expected = sum(
-            (reference[name].double() / (1 + unit) for unit, reference in zip(real, references) if name in reference),
-            torch.zeros((), dtype=torch.float64),
-        )
-        assert isinstance(expected, torch.Tensor)
-        got = sums.get(name)
-        size = float(expected.norm())
-        gap = size if got is None else float((got.double() - expected).norm())
-        scale = max(scale, size)
-        rows.append((name, gap, size))
-    for name, gap, size in rows:
-        # A gradient that vanishes next to the others is rounding noise: it is judged on their scale.
-        yield name, gap / max(size, 1e-4 * scale, 1e-30)
-
-
-def _deviation(
-    sums: Mapping[str, torch.Tensor], references: list[dict[str, torch.Tensor]], real: list[int]
-) -> tuple[str, float]:
-    return max(_errors(sums, references, real), key=lambda pair: pair[1], default=("nothing", 0.0))
-
-
-def _worst(sums: Mapping[str, torch.Tensor], references: list[dict[str, torch.Tensor]], real: list[int]) -> str:
-    return _deviation(sums, references, real)[0]
+    def _worst(self) -> tuple[str, float]:
+        most = max(self.scale.values(), default=0.0)
+        errors = {
+            # A gradient that vanishes next to the others is rounding noise: it is judged on their scale.
+            name: float(gap.double().norm()) / max(self.scale.get(name, 0.0), 1e-4 * most, 1e-30)
+            for name, gap in self.residual.items()
+        }
+        # A gap that is NaN is the worst of all.
+        return max(errors.items(), key=lambda pair: (math.isnan(pair[1]), pair[1]), default=("nothing", 0.0))
 
 
 @contextmanager

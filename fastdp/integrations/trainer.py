@@ -48,12 +48,17 @@ class LogicalLoader:
         self.private = private
         self.dataset: Dataset = private.data_loader.dataset
         self.batch_size = private.data_loader.batch_size
+        self._begun = False
 
     def __len__(self) -> int:
         return len(self.private.data_loader)
 
     def __iter__(self) -> Iterator[list[Any]]:
         loader = self.private.data_loader
+        if self._begun and self.private.steps_done >= self.private.total_steps:
+            # A resumed run has fewer steps left than its epochs ask for: it ends at its budget.
+            return
+        self._begun = True
         loader.look_ahead = True
         batches: list[Any] = []
         for batch in loader:

@@ -124,6 +124,7 @@ def test_trap_02_every_backward_before_a_step_counts(monkeypatch: pytest.MonkeyP
 
     check()
     private = start()
+    private.data_loader.look_ahead = True
     first, second = [batch for batch, _ in zip(private.data_loader, range(2))]
     private.model(**first)["loss"].backward()
     with pytest.raises(RuntimeError, match=r"optimizer.step\(\) has not been called"):

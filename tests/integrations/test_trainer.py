@@ -1,0 +1,187 @@
+"""DPTrainer: each of Trainer's steps is one release, and nothing private is logged or saved."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from transformers import GPT2LMHeadModel, TrainingArguments
+
+import fastdp
+from fastdp.integrations.trainer import STATE_FILE
+from tests.engine.models import build
+
+ROWS = 24
+
+
+def examples(users: bool = False) -> Dataset:
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(3, 60, (ROWS, 9), generator=generator).tolist()
+    columns: dict[str, Any] = {"input_ids": ids, "labels": ids}
+    if users:
+        columns["user"] = [f"user {i % 8}" for i in range(ROWS)]
+    return Dataset.from_dict(columns)
+
+
+def collate(items: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    assert "user" not in items[0], "user ids are not for the model"
+    return {key: torch.tensor([item[key] for item in items]) for key in items[0]}
+
+
+def trainer(path: Path, privacy: dict[str, Any] | None = None, users: bool = False, **options: Any) -> fastdp.DPTrainer:
+    settings: dict[str, Any] = {
+        "per_device_train_batch_size": 6,
+        "num_train_epochs": 2,
+        "logging_steps": 1,
+        "save_steps": 3,
+        "learning_rate": 1e-3,
+        "report_to": "none",
+        "disable_tqdm": True,
+        "use_cpu": True,
+        **options,
+    }
+    budget = {"noise_multiplier": 1.0, "target_delta": 1e-3, "max_physical_batch_size": 4, **(privacy or {})}
+    return fastdp.DPTrainer(
+        model=build("gpt2"),
+        args=TrainingArguments(output_dir=str(path), **settings),
+        train_dataset=examples(users),
+        data_collator=collate,
+        privacy=fastdp.PrivacyArguments(**budget),
+    )
+
+
+def test_a_run_spends_its_budget_and_leaves_a_card(tmp_path: Path) -> None:
+    made = trainer(tmp_path)
+    before = {name: p.detach().clone() for name, p in made.model.named_parameters()}
+    made.train()
+    private = made.private
+    assert private is not None
+    assert made.state.global_step == private.steps_done == private.total_steps == 8
+    assert any(not torch.equal(p, before[name]) for name, p in made.model.named_parameters())
+    card = json.loads((tmp_path / "card.json").read_text())
+    assert card["epsilon"]["upper_bound"] == pytest.approx(private.epsilon())
+    assert card["steps"] == {"planned": 8, "spent": 8}
+
+
+def test_what_is_not_private_is_not_logged_or_is_marked(tmp_path: Path) -> None:
+    made = trainer(tmp_path)
+    made.train()
+    logged = made.state.log_history
+    keys = {key for entry in logged for key in entry}
+    assert "grad_norm" not in keys, "the norm before noise"
+    assert "loss" not in keys
+    assert "train_loss" not in keys
+    assert {"unprotected_loss", "epsilon"} <= keys
+    spent = [entry["epsilon"] for entry in logged if "epsilon" in entry]
+    assert spent == sorted(spent)
+    for file in tmp_path.rglob("trainer_state.json"):
+        assert "grad_norm" not in file.read_text()
+
+
+def test_resume_continues_the_budget(tmp_path: Path) -> None:
+    made = trainer(tmp_path, max_steps=8)
+    made.train()
+    assert made.private is not None
+    made.private.detach()
+    checkpoint = tmp_path / "checkpoint-3"
+    state = torch.load(checkpoint / STATE_FILE, weights_only=True)
+    assert state["steps_done"] == 3
+    assert not any("key" in name for name in state), "a key is never saved"
+    again = trainer(tmp_path, max_steps=8)
+    # All eight steps were released before: going back to an earlier checkpoint buys none of them again.
+    with pytest.raises(fastdp.accounting.BudgetExceeded):
+        again.train(resume_from_checkpoint=str(checkpoint))
+
+
+def test_a_run_cut_short_resumes_within_its_target(tmp_path: Path) -> None:
+    class Stop(RuntimeError):
+        pass
+
+    made = trainer(tmp_path)
+    original = made.training_step
+
+    def failing(*args: Any, **kwargs: Any) -> torch.Tensor:
+        if made.state.global_step == 5:
+            raise Stop
+        return original(*args, **kwargs)
+
+    made.training_step = failing  # type: ignore[method-assign]
+    with pytest.raises(Stop):
+        made.train()
+    assert made.private is not None
+    made.private.detach()
+    again = trainer(tmp_path)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    assert again.private is not None
+    assert again.private.steps_done == 8
+    # Five were released before the interruption, so three were left.
+    assert again.state.global_step == 3 + 3
+
+
+def test_users_are_the_unit_and_their_column_reaches_no_batch(tmp_path: Path) -> None:
+    made = trainer(
+        tmp_path,
+        {"user_id_column": "user", "max_examples_per_user": 2},
+        users=True,
+        per_device_train_batch_size=4,
+        num_train_epochs=1,
+    )
+    made.train()
+    assert made.private is not None
+    assert made.private.sample_rate == 4 / 8
+    assert made.private.total_steps == 2
+
+
+def test_the_upstream_scale_of_the_loss_does_not_move_the_threshold(tmp_path: Path) -> None:
+    sums = []
+    for factor in (1.0, 1000.0):
+        made = trainer(tmp_path / str(factor))
+        loader = made.get_train_dataloader()
+        private = made.private
+        assert private is not None
+        torch.manual_seed(0)
+        batch = collate([examples()[i] for i in range(4)])
+        private.data_loader.tickets.append(next(private.data_loader.micro_batches([0, 1, 2, 3]))[1])
+        loss = made.model(**batch).loss * factor
+        loss.backward()
+        sums.append(private._engine.accumulator.sums["transformer.wpe.weight"].clone())
+        assert len(loader) == 4
+    assert torch.allclose(sums[0], sums[1])
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("gradient_accumulation_steps", 2),
+        ("label_smoothing_factor", 0.1),
+        ("auto_find_batch_size", True),
+        ("dataloader_drop_last", True),
+    ],
+)
+def test_arguments_that_would_break_the_guarantee_are_refused(tmp_path: Path, option: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=option):
+        trainer(tmp_path, **{option: value})
+
+
+def test_a_loss_over_the_whole_batch_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="compute_loss_func"):
+        fastdp.DPTrainer(
+            model=build("gpt2"),
+            args=TrainingArguments(output_dir=str(tmp_path), report_to="none", use_cpu=True),
+            compute_loss_func=lambda outputs, labels, **_: outputs.loss,
+            privacy=fastdp.PrivacyArguments(noise_multiplier=1.0),
+        )
+
+
+def test_the_trained_model_loads_in_plain_transformers(tmp_path: Path) -> None:
+    made = trainer(tmp_path / "run", num_train_epochs=1)
+    made.train()
+    made.save_model(str(tmp_path / "saved"))
+    plain = GPT2LMHeadModel.from_pretrained(tmp_path / "saved").eval()
+    batch = collate([examples()[0]])
+    with torch.no_grad():
+        assert torch.equal(plain(**batch).logits, made.model.eval()(**batch).logits)
