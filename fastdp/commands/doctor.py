@@ -82,7 +82,9 @@ def _describe(name: str, task: str, peft: str, length: int) -> None:
     labels = ids if task == "causal-lm" else torch.tensor([0, 1, 0])
     rows = describe(model, {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels})
     table = Table(title=f"{name}: {len(rows)} trained parameters ({peft})", title_justify="left")
-    for heading in ("parameter", "uses", "route", "cost", "why"):
+    # Names are what a reader searches for: they stay whole, and the other columns give way.
+    table.add_column("parameter", no_wrap=True, min_width=max(len(row.parameter) for row in rows))
+    for heading in ("uses", "route", "cost", "why"):
         table.add_column(heading, overflow="fold")
     for row in rows:
         table.add_row(row.parameter, row.uses, row.route, row.cost, row.why)

@@ -372,7 +372,7 @@ def _fork(work):
 
 def _until_killed(path, pipe):
     """Resume or begin the run and report each release after it is made."""
-    ledger = Ledger.open(path) if path.exists() else Ledger.create(path, {}, event=STEP, budget_steps=20_000, block=50)
+    ledger = Ledger.open(path) if path.exists() else Ledger.create(path, {}, event=STEP, budget_steps=10**9, block=50)
     while ledger.remaining():
         ledger.record()
         os.write(pipe, b"x")
