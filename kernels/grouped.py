@@ -104,10 +104,9 @@ def per_unit_group(
     """
     units = offsets.shape[0] - 1
     device = offsets.device if not rights else rights[0].device
-    sizes = [units * left.shape[1] * right.shape[1] for left, right in zip(lefts, rights)]
-    flat = torch.empty(sum(sizes), dtype=torch.float32, device=device)
     gradients = [
-        part.view(units, left.shape[1], right.shape[1]) for part, left, right in zip(flat.split(sizes), lefts, rights)
+        torch.empty(units, left.shape[1], right.shape[1], dtype=torch.float32, device=device)
+        for left, right in zip(lefts, rights)
     ]
     norms = torch.empty(len(lefts), units, dtype=torch.float32, device=device)
     if norms.numel() == 0:
@@ -116,7 +115,7 @@ def per_unit_group(
     for i, (left, right) in enumerate(zip(lefts, rights)):
         narrow, wide = (right, left) if left.shape[1] > right.shape[1] else (left, right)
         groups.setdefault((narrow.dtype, wide.dtype), []).append(i)
-    offsets = beside(offsets, flat)
+    offsets = beside(offsets, norms)
     for (narrow_dtype, wide_dtype), members in groups.items():
         rows, contiguous, narrow_aligned, wide_aligned = zip(
             *(_row(lefts[i], rights[i], gradients[i]) for i in members)
@@ -126,11 +125,11 @@ def per_unit_group(
         b_m = min(64 if all(contiguous) else 32, max(16, triton.next_power_of_2(narrowest)))
         single = torch.float32 in (narrow_dtype, wide_dtype)
         programs = len(members) * units
-        dealt = splits or splits_to_fill(flat, programs, triton.cdiv(widest, _WIDE_TILE))
+        dealt = splits or splits_to_fill(norms, programs, triton.cdiv(widest, _WIDE_TILE))
         parts = torch.empty(1, programs * dealt, dtype=torch.float32, device=device)
-        with on_device_of(flat):
+        with on_device_of(norms):
             _grouped_kernel[(len(members), units, dealt)](
-                beside(table, flat),
+                beside(table, norms),
                 offsets,
                 parts,
                 units,

@@ -20,8 +20,11 @@ class _Entry:
 
     factors: list[Factors] = field(default_factory=list)
     instance: torch.Tensor | None = None
+    #: Squared norms of ``instance``, where they came with it.
+    squared: torch.Tensor | None = None
 
-    def add(self, instance: torch.Tensor) -> None:
+    def add(self, instance: torch.Tensor, squared: torch.Tensor | None = None) -> None:
+        self.squared = squared if self.instance is None else None
         self.instance = instance if self.instance is None else self.instance + instance
 
 
@@ -69,6 +72,9 @@ class NormSink(_Captures):
         self._pending: list[tuple[str, torch.Tensor]] = []
         self._shared: torch.Tensor | None = None
         self._shared_laned = False
+        self._small: dict[tuple[int, bool], list[tuple[str, torch.Tensor, torch.Tensor]]] = {}
+        self._held_bytes = 0
+        self._may_hold_bytes = _may_hold(layout.weights.device) if keep else 0
 
     def _entry(self, parameter: torch.nn.Parameter) -> tuple[str, _Entry]:
         name = self.names[id(parameter)]
@@ -106,8 +112,7 @@ class NormSink(_Captures):
         )
         self.routes[name] = Route("row sums" if factors.one_hot else route, rows, columns, tokens, layout.units)
         if route == "instantiate" and not factors.one_hot:
-            left, right = (factors.right, factors.left) if factors.swap else (factors.left, factors.right)
-            entry.add(ops.per_unit(left, right, offsets))
+            self._instantiate(name, factors)
             return
         entry.factors.append(factors)
         if not single:
@@ -119,6 +124,23 @@ class NormSink(_Captures):
         else:
             self._square(name, ops.sqnorm(factors.left, factors.right, offsets, route))
             self._drop(entry)
+
+    def _instantiate(self, name: str, factors: Factors) -> None:
+        """Wait for other small matrices (LoRA's): a GPU makes the gradients of all of them in one launch."""
+        left, right = (factors.right, factors.left) if factors.swap else (factors.left, factors.right)
+        self._small.setdefault((right.shape[0], factors.laned), []).append((name, left, right))
+        self._held_bytes += left.nbytes + right.nbytes
+        if self._held_bytes > self._may_hold_bytes:
+            self._flush_small()
+
+    def _flush_small(self) -> None:
+        for (tokens, laned), uses in self._small.items():
+            names, lefts, rights = zip(*uses)
+            gradients, squared = ops.per_unit_group(lefts, rights, self.layout.offsets(tokens, laned=laned))
+            for name, gradient, row in zip(names, gradients, squared):
+                self.entries[name].add(gradient, row)
+        self._small.clear()
+        self._held_bytes = 0
 
     def _defer(self, name: str, factors: Factors) -> None:
         """Wait for other uses that read the same input (q, k and v; gate and up): its Gram matrix serves them all."""
@@ -157,6 +179,7 @@ class NormSink(_Captures):
     def finish(self) -> torch.Tensor:
         """Squared norms ``[groups, units]``, complete."""
         self._flush()
+        self._flush_small()
         for name, entry in self.entries.items():
             if name in self.policy.masks:
                 self._masked(name, entry)
@@ -164,7 +187,8 @@ class NormSink(_Captures):
             if entry.factors and (self.expected.get(name, 1) > 1 or entry.instance is not None):
                 self._several(name, entry)
             if entry.instance is not None:
-                self._square(name, entry.instance.flatten(1).square().sum(1))
+                squared = entry.squared if entry.squared is not None else entry.instance.flatten(1).square().sum(1)
+                self._square(name, squared)
                 if not self.keep:
                     entry.instance = None
         return self.squared
@@ -214,6 +238,15 @@ class NormSink(_Captures):
         self.squared[outside] += torch.where(mask, 0, square).flatten(1).sum(1)
         if not self.keep:
             entry.instance = None
+
+
+def _may_hold(device: torch.device) -> int:
+    """Bytes of factors that small matrices may hold back until they are multiplied in one launch.
+
+    Every use holds what ordinary training has let go of by then. On a GPU a 32nd of its memory is far below what the
+    activations of the layers between have left behind; on a processor there is no launch to save, so nothing waits.
+    """
+    return torch.cuda.get_device_properties(device).total_memory // 32 if device.type == "cuda" else 0
 
 
 def _merge(uses: list[Factors], layout: Layout) -> list[Factors]:

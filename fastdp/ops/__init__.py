@@ -19,4 +19,5 @@ from .snap import snap as snap
 from .stream import NoiseStream as NoiseStream
 from .sums import column_sums as column_sums
 from .sums import per_unit as per_unit
+from .sums import per_unit_group as per_unit_group
 from .sums import weighted_sum as weighted_sum

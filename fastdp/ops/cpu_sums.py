@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -16,7 +18,7 @@ from .factors import (
     native_factor,
     unit_bounds,
 )
-from .sums import COLUMN_SUMS, PER_UNIT, WEIGHTED_SUM, WEIGHTED_SUM_INPLACE
+from .sums import COLUMN_SUMS, PER_UNIT, PER_UNIT_GROUP, WEIGHTED_SUM, WEIGHTED_SUM_INPLACE
 
 # Tokens multiplied at a time: the scaled copy of the narrower factor is used again from the cache, and products this deep
 # lose nothing by reading and writing the sum once more.
@@ -31,8 +33,9 @@ _SHORTEST_RUN = 64  # tokens: a product over fewer costs more in reading and wri
 def per_unit(left: Tensor, right: Tensor, offsets: Tensor) -> Tensor:
     """:func:`fastdp.ops.per_unit` on a processor: one batched product for equal lengths, else one a unit."""
     bounds = unit_bounds(offsets)
-    dtype = accumulator(left, right)
-    left, right = left.to(dtype), right.to(dtype)
+    if left.dtype != torch.float32 or right.dtype != torch.float32:
+        dtype = accumulator(left, right)
+        left, right = left.to(dtype), right.to(dtype)
     if right.shape[1] <= _NARROW < left.shape[1]:
         return _per_unit(right, left, bounds).mT.contiguous()
     return _per_unit(left, right, bounds)
@@ -41,12 +44,22 @@ def per_unit(left: Tensor, right: Tensor, offsets: Tensor) -> Tensor:
 def _per_unit(left: Tensor, right: Tensor, bounds: list[int]) -> Tensor:
     length = common_length(bounds)
     if length is not None:
-        shape = (len(bounds) - 1, length)
-        return torch.bmm(left.unflatten(0, shape).mT, right.unflatten(0, shape))
+        units = len(bounds) - 1
+        return torch.bmm(left.view(units, length, left.shape[1]).mT, right.view(units, length, right.shape[1]))
     gradients = right.new_empty(len(bounds) - 1, left.shape[1], right.shape[1])
     for gradient, start, end in zip(gradients, bounds, bounds[1:]):
         torch.mm(left[start:end].T, right[start:end], out=gradient)
     return gradients
+
+
+@PER_UNIT_GROUP.implement("cpu")
+@in_full_precision
+def per_unit_group(lefts: Sequence[Tensor], rights: Sequence[Tensor], offsets: Tensor) -> tuple[list[Tensor], Tensor]:
+    """:func:`fastdp.ops.per_unit_group` on a processor: one batched product a matrix, as many as there are."""
+    gradients = [per_unit(left, right, offsets) for left, right in zip(lefts, rights)]
+    norms = [gradient.flatten(1).square().sum(1) for gradient in gradients]
+    dtype = accumulator(*gradients)
+    return gradients, torch.stack([norm.to(dtype) for norm in norms])
 
 
 @COLUMN_SUMS.implement("cpu")

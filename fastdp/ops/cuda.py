@@ -24,7 +24,7 @@ from .factors import is_one_hot
 from .norms import CROSS_INNER, SQNORM, SQNORM_GROUP
 from .private_snap import PRIVATE_SNAP, _refuse_overflow
 from .snap import SNAP, refuse_non_finite
-from .sums import COLUMN_SUMS, PER_UNIT, WEIGHTED_SUM, WEIGHTED_SUM_INPLACE
+from .sums import COLUMN_SUMS, PER_UNIT, PER_UNIT_GROUP, WEIGHTED_SUM, WEIGHTED_SUM_INPLACE
 from .table import Op
 
 
@@ -118,6 +118,12 @@ def masked_sqnorm(left: Tensor, right: Tensor, offsets: Tensor, mask: Tensor) ->
 def per_unit(left: Tensor, right: Tensor, offsets: Tensor) -> Tensor:
     """:func:`fastdp.ops.per_unit` on a CUDA device."""
     return _kernels("grouped").per_unit_group([left], [right], offsets)[0][0]
+
+
+@_serve(PER_UNIT_GROUP, PER_UNIT_GROUP.reference, 2)
+def per_unit_group(lefts: Sequence[Tensor], rights: Sequence[Tensor], offsets: Tensor) -> tuple[list[Tensor], Tensor]:
+    """:func:`fastdp.ops.per_unit_group` on a CUDA device: one launch for all matrices of the same dtypes."""
+    return _kernels("grouped").per_unit_group(lefts, rights, offsets)
 
 
 @_serve(COLUMN_SUMS, COLUMN_SUMS.reference, 1)

@@ -26,7 +26,10 @@ def is_one_hot(left: Tensor) -> bool:
 
 def accumulator(*factors: Tensor) -> torch.dtype:
     """Dtype of sums over these factors: float32, or float64 once any of them is float64."""
-    return torch.float64 if any(factor.dtype == torch.float64 for factor in factors) else torch.float32
+    for factor in factors:
+        if factor.dtype == torch.float64:
+            return torch.float64
+    return torch.float32
 
 
 def native_factor(matrix: Tensor) -> tuple[int, int, int, int, int]:
@@ -40,13 +43,12 @@ def unit_bounds(offsets: Tensor) -> list[int]:
 
 
 def common_length(bounds: Sequence[int]) -> int | None:
-    """The length of every unit when all are equally long, else None."""
+    """The length of every unit when all are equally long, else None; ``bounds`` begin at 0."""
     if len(bounds) < 2:
         return None
-    length = bounds[1] - bounds[0]
-    if all(end - start == length for start, end in zip(bounds[1:], bounds[2:])):
-        return length
-    return None
+    length = bounds[1]
+    # Lists are compared at once: a loop over the units takes as long as multiplying a small matrix.
+    return length if bounds == [length * unit for unit in range(len(bounds))] else None
 
 
 def in_full_precision(function: _Function) -> _Function:
@@ -54,11 +56,13 @@ def in_full_precision(function: _Function) -> _Function:
 
     @functools.wraps(function)
     def run(*args: Any) -> Any:
-        with torch.no_grad():
-            if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
-                with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
-                    return function(*args)
-            return function(*args)
+        if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+            with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False), torch.no_grad():
+                return function(*args)
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                return function(*args)
+        return function(*args)
 
     return run  # type: ignore[return-value]
 
@@ -103,9 +107,9 @@ def check_offsets(offsets: Tensor, tokens: int, device: torch.device, name: str 
     bounds = offsets.tolist()
     if bounds[0] != 0 or bounds[-1] != tokens:
         raise ValueError(f"{name} run from {bounds[0]} to {bounds[-1]}: they must run from 0 to the {tokens} tokens")
-    for unit, (start, end) in enumerate(zip(bounds, bounds[1:])):
-        if end < start:
-            raise ValueError(f"{name} decrease from {start} to {end} at unit {unit}")
+    if bounds != sorted(bounds):
+        unit = next(unit for unit, (start, end) in enumerate(zip(bounds, bounds[1:])) if end < start)
+        raise ValueError(f"{name} decrease from {bounds[unit]} to {bounds[unit + 1]} at unit {unit}")
 
 
 def unit_gradient(left: Tensor, right: Tensor, start: int, end: int, rows: int | None = None) -> Tensor:

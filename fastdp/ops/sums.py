@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -61,6 +63,66 @@ def per_unit(left: Tensor, right: Tensor, offsets: Tensor) -> Tensor:
         TypeError, ValueError: a dtype, shape, device or offset outside the above.
     """
     return PER_UNIT(left, right, offsets)
+
+
+@in_full_precision
+def _per_unit_group_reference(
+    lefts: Sequence[Tensor], rights: Sequence[Tensor], offsets: Tensor
+) -> tuple[list[Tensor], Tensor]:
+    gradients = [_per_unit_reference(left, right, offsets) for left, right in zip(lefts, rights)]
+    dtype = accumulator(*lefts, *rights)
+    return gradients, torch.stack([gradient.to(dtype).square().sum((1, 2)) for gradient in gradients])
+
+
+def _per_unit_group_fake(
+    lefts: Sequence[Tensor], rights: Sequence[Tensor], offsets: Tensor
+) -> tuple[list[Tensor], Tensor]:
+    gradients = [_per_unit_fake(left, right, offsets) for left, right in zip(lefts, rights)]
+    return gradients, rights[0].new_empty(len(lefts), offsets.shape[0] - 1, dtype=accumulator(*lefts, *rights))
+
+
+def _check_per_unit_group(lefts: Sequence[Tensor], rights: Sequence[Tensor], offsets: Tensor) -> None:
+    if not lefts or len(lefts) != len(rights):
+        raise ValueError(f"there are {len(lefts)} lefts and {len(rights)} rights: give as many of each, at least one")
+    tokens, device = rights[0].shape[0], rights[0].device
+    for number, (left, right) in enumerate(zip(lefts, rights)):
+        check_pair(left, right, (f"lefts[{number}]", f"rights[{number}]"))
+        if is_one_hot(left):
+            raise ValueError(f"lefts[{number}] is a vector of ids: the gradients of a table are not instantiated")
+        if right.shape[0] != tokens or right.device != device:
+            raise ValueError(
+                f"rights[{number}] has {right.shape[0]} tokens on {right.device} and rights[0] {tokens} on {device}: "
+                "all of a group belong to the same tokens"
+            )
+    check_offsets(offsets, tokens, device)
+
+
+PER_UNIT_GROUP = Op(
+    "per_unit_group(Tensor[] lefts, Tensor[] rights, Tensor offsets) -> (Tensor[], Tensor)",
+    reference=_per_unit_group_reference,
+    fake=_per_unit_group_fake,
+    check=_check_per_unit_group,
+)
+
+
+def per_unit_group(lefts: Sequence[Tensor], rights: Sequence[Tensor], offsets: Tensor) -> tuple[list[Tensor], Tensor]:
+    """Gradients of each unit for k matrices over the same tokens, and their squared norms: the adapters of a LoRA step.
+
+    On a GPU one launch makes them all; on a processor they are made one after another.
+
+    Args:
+        lefts: k matrices [N, m_i], float, any strides.
+        rights: k matrices [N, n_i], float, any strides.
+        offsets: int64 [B + 1], from 0 to N, not decreasing; on the CPU or with the factors.
+
+    Returns:
+        k gradients [B, m_i, n_i], float32 (float64 if one of the two factors is float64), zero for empty units; and
+        their squared norms [k, B], float32 (float64 if any factor is float64).
+
+    Raises:
+        TypeError, ValueError: no matrices, lists of two lengths, ids, other tokens, or what :func:`per_unit` refuses.
+    """
+    return PER_UNIT_GROUP(list(lefts), list(rights), offsets)
 
 
 @in_full_precision

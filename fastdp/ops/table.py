@@ -53,6 +53,8 @@ class Op:
         if backward is not None:
             torch.library.register_autograd(f"fastdp::{self.name}", backward, setup_context=setup_context, lib=_library)
         self._overload = getattr(torch.ops.fastdp, self.name).default
+        #: Which argument says the device: the first that is a tensor or a list of them.
+        self._first = [str(a.type) in ("Tensor", "List[Tensor]") for a in self._overload._schema.arguments].index(True)
         OPS[self.name] = self
 
     def implement(self, device: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -81,7 +83,8 @@ class Op:
 
     def _run(self, *args: Any) -> Any:
         self.check(*args)
-        device = next(a.device.type for a in args if isinstance(a, torch.Tensor))
+        first = args[self._first]
+        device = (first if isinstance(first, torch.Tensor) else first[0]).device.type
         return self.implementations.get(device, self.reference)(*args)
 
     def __call__(self, *args: Any) -> Any:
@@ -90,10 +93,11 @@ class Op:
         recorded = self.differentiable and torch.is_grad_enabled()
         for a in args:
             # Autograd, and tensors that hold no data of their own (fake, functional), exist only behind the dispatcher.
-            if isinstance(a, torch.Tensor) and (
-                (recorded and a.requires_grad) or type(a) not in (torch.Tensor, torch.nn.Parameter)
-            ):
-                return self._overload(*args)
+            for x in a if type(a) is list else (a,):
+                if isinstance(x, torch.Tensor) and (
+                    (recorded and x.requires_grad) or type(x) not in (torch.Tensor, torch.nn.Parameter)
+                ):
+                    return self._overload(*args)
         return self._run(*args)
 
     def __repr__(self) -> str:

@@ -8,9 +8,10 @@ from hypothesis import strategies as st
 from fastdp import ops
 from fastdp.ops.table import OPS
 
-from .uses import DTYPES, RAGGED, factor, gradients, offsets_of
+from .uses import DTYPES, RAGGED, factor, gradients, offsets_of, relative_error
 
 LAYOUTS = ("plain", "rows", "transposed", "strided")
+EXACT = 1e-5
 
 
 def rounding(left, right, weights=None):
@@ -46,6 +47,35 @@ def test_per_unit_and_column_sums(lengths, dtype, layout):
     sums = ops.column_sums(left, offsets)
     truth = gradients(left, torch.ones(tokens, 1), offsets)[:, :, 0]
     assert_close(sums, truth, rounding(left, torch.ones(tokens, 1))[:, 0])
+
+
+SMALL = ((4, 129), (129, 4), (1, 1), (16, 16), (0, 3))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("lengths", [RAGGED, (33, 33, 33), ()])
+def test_a_group_of_small_matrices(lengths, dtype, layout):
+    offsets = offsets_of(lengths)
+    tokens = int(offsets[-1])
+    lefts = [factor(tokens, m, i, dtype, layout) for i, (m, _) in enumerate(SMALL)]
+    rights = [factor(tokens, n, 9 + i, torch.float32 if i else dtype) for i, (_, n) in enumerate(SMALL)]
+    made, norms = ops.per_unit_group(lefts, rights, offsets)
+    assert norms.shape == (len(SMALL), len(lengths))
+    for got, norm, left, right in zip(made, norms, lefts, rights):
+        assert torch.equal(got, ops.per_unit(left, right, offsets))
+        if lengths:
+            truth = gradients(left, right, offsets)
+            assert_close(got, truth, rounding(left, right))
+            assert relative_error(norm, truth.square().sum((1, 2))) <= EXACT
+
+
+def test_a_unit_of_a_group_is_its_own():
+    offsets, left, right = offsets_of([3, 4, 2]), factor(9, 5, 1), factor(9, 6, 2)
+    left[4, 1] = float("nan")
+    (made, *_), norms = ops.per_unit_group([left, right], [right, left], offsets)
+    assert norms.isfinite().tolist() == [[True, False, True]] * 2
+    assert made.isfinite().all(2).all(1).tolist() == [True, False, True]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -189,13 +219,23 @@ def test_a_sum_into_out_allocates_no_matrix_of_its_size():
 
 
 @pytest.mark.parametrize(
-    "name", ["per_unit", "column_sums", "weighted_sum", "weighted_sum_", "masked_weighted_sum", "masked_weighted_sum_"]
+    "name",
+    [
+        "per_unit",
+        "per_unit_group",
+        "column_sums",
+        "weighted_sum",
+        "weighted_sum_",
+        "masked_weighted_sum",
+        "masked_weighted_sum_",
+    ],
 )
 def test_opcheck(name):
     offsets, left, right = offsets_of([4, 0, 3]), factor(7, 5, 1), factor(7, 6, 2)
     ids, mask, weights = torch.tensor([0, 4, 4, 1, 2, 0, 0]), torch.rand(5, 6) < 0.5, torch.rand(7)
     arguments = {
         "per_unit": [(left, right, offsets)],
+        "per_unit_group": [([left, right], [right, left], offsets), ([left], [right.double()], offsets)],
         "column_sums": [(left, offsets)],
         "weighted_sum": [(left, right, weights, None), (ids, right, weights, 9)],
         "weighted_sum_": [(torch.zeros(5, 6), left, right, weights), (torch.zeros(9, 6), ids, right, weights)],
@@ -214,6 +254,23 @@ IDS, MASK = torch.zeros(6, dtype=torch.int64), torch.ones(3, 4, dtype=torch.bool
 BAD = [
     (lambda: ops.per_unit(IDS, RIGHT, OFFSETS), ValueError, "left is a vector of ids"),
     (lambda: ops.per_unit(LEFT, RIGHT, OFFSETS[1:]), ValueError, "offsets run from 2 to 6"),
+    (lambda: ops.per_unit(LEFT, RIGHT, torch.tensor([0, 4, 2, 6])), ValueError, "decrease from 4 to 2 at unit 1"),
+    (lambda: ops.per_unit_group([], [], OFFSETS), ValueError, "there are 0 lefts and 0 rights"),
+    (lambda: ops.per_unit_group([LEFT], [RIGHT, RIGHT], OFFSETS), ValueError, "there are 1 lefts and 2 rights"),
+    (lambda: ops.per_unit_group([LEFT, IDS], [RIGHT] * 2, OFFSETS), ValueError, r"lefts\[1\] is a vector of ids"),
+    (
+        lambda: ops.per_unit_group([LEFT, LEFT[1:]], [RIGHT, RIGHT[1:]], OFFSETS),
+        ValueError,
+        r"rights\[1\] has 5 tokens",
+    ),
+    (
+        lambda: ops.per_unit_group([LEFT, LEFT.to("meta")], [RIGHT, RIGHT.to("meta")], OFFSETS),
+        ValueError,
+        r"rights\[1\] has 6 tokens on meta",
+    ),
+    (lambda: ops.per_unit_group([LEFT], [RIGHT[1:]], OFFSETS), ValueError, r"lefts\[0\] has 6 tokens and rights\[0\]"),
+    (lambda: ops.per_unit_group([LEFT.long()], [RIGHT], OFFSETS), TypeError, r"lefts\[0\] is torch.int64"),
+    (lambda: ops.per_unit_group([LEFT], [RIGHT], OFFSETS.int()), TypeError, "offsets are torch.int32"),
     (lambda: ops.column_sums(IDS, OFFSETS), ValueError, "left is a vector of ids"),
     (lambda: ops.column_sums(LEFT, OFFSETS[:1]), ValueError, "offsets run from 0 to 0"),
     (lambda: ops.weighted_sum(LEFT, RIGHT, WEIGHTS[:5]), ValueError, r"weights have shape \(5,\)"),

@@ -90,6 +90,32 @@ def test_cross_terms_of_tied_weights(kinds, dtype):
         assert bool(((got - truth).abs() <= BOUND * size).all())
 
 
+@pytest.fixture
+def launches(monkeypatch):
+    """The grids that the grouped kernel is launched on, in order."""
+    kernel, grids = grouped._grouped_kernel, []
+
+    class Counted:
+        def __getitem__(self, grid):
+            grids.append(grid)
+            return kernel[grid]
+
+    monkeypatch.setattr(grouped, "_grouped_kernel", Counted())
+    return grids
+
+
+def test_the_adapters_of_a_model_are_one_launch(launches):
+    offsets = offsets_of((3, 0, 6))
+    wide = [factor(9, 24, i) for i in range(16)]
+    narrow = [factor(9, 4, 100 + i) for i in range(16)]
+    made, norms = OPS["per_unit_group"].implementations["cuda"](narrow + wide, wide + narrow, offsets)
+    assert launches == [(32, 3, 1)]
+    for got, norm, left, right in zip(made, norms, narrow + wide, wide + narrow):
+        truth = gradients(left, right, offsets)
+        torch.testing.assert_close(got, truth.float())
+        assert relative_error(norm, truth.square().sum((1, 2))) <= BOUND
+
+
 def test_many_matrices_in_one_launch():
     offsets = offsets_of((5, 0, 42))
     shapes = ((4, 33), (257, 8), (16, 48), (1, 1))
@@ -135,6 +161,12 @@ def test_ops_reach_the_kernels():
         assert relative_error(on_gpu["sqnorm"](left, right, offsets, route), truth.square().sum((1, 2))) <= BOUND
     assert relative_error(on_gpu["sqnorm_group"]([left], right, offsets)[0], truth.square().sum((1, 2))) <= BOUND
     torch.testing.assert_close(on_gpu["per_unit"](left, right, offsets), truth.float())
+    (made, transposed), norms = on_gpu["per_unit_group"]([left, right], [right, left], offsets)
+    torch.testing.assert_close(made, truth.float())
+    torch.testing.assert_close(transposed, truth.float().mT)
+    assert relative_error(norms, torch.stack([truth.square().sum((1, 2))] * 2)) <= BOUND
+    wide, norms = on_gpu["per_unit_group"]([left.double()], [right], offsets)
+    assert wide[0].dtype == norms.dtype == torch.float64
     sums = torch.stack([left[a:b].sum(0) for a, b in ((0, 3), (3, 3), (3, 9))])
     torch.testing.assert_close(on_gpu["column_sums"](left, offsets), sums)
     wide = on_gpu["sqnorm"](left.double(), right.double(), offsets, "auto")

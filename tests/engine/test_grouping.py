@@ -1,0 +1,69 @@
+"""LoRA's small matrices in groups: the same sums however many wait for each other, and no more held than allowed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fastdp import ops
+from fastdp.engine import accumulator as accumulators
+from tests.engine.models import batch, build
+from tests.engine.reference import Recording, engine_for, ticket
+
+EVERYTHING = 1 << 40
+
+
+def step(name: str, may_hold: int, monkeypatch: pytest.MonkeyPatch) -> tuple[torch.Tensor, dict, list[list[int]]]:
+    """Norms, sums, and the bytes of the factors in each group of the step itself."""
+    groups: list[list[int]] = []
+
+    def counted(lefts, rights, offsets):
+        groups.append([left.nbytes + right.nbytes for left, right in zip(lefts, rights)])
+        return ops.per_unit_group(lefts, rights, offsets)
+
+    seen = type("Ops", (), {**vars(ops), "per_unit_group": staticmethod(counted)})
+    monkeypatch.setattr(accumulators, "ops", seen)
+    monkeypatch.setattr(accumulators, "_may_hold", lambda device: may_hold)
+    # So short are the tests' texts that other routes are cheaper.
+    monkeypatch.setattr(accumulators, "plan", lambda *sizes, **use: "instantiate")
+    engine, tickets = engine_for(build(name, "lora"), 0.5, check=False)
+    tickets.append(ticket(4))
+    engine.model(**batch(name)).loss.backward()
+    assert engine.route == "uses", engine.reason
+    return Recording.seen[-1], engine.accumulator.sums, groups
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_grouping_changes_no_sum(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    norms, sums, alone = step(name, 0, monkeypatch)
+    matrices = len(sums)
+    assert [len(group) for group in alone] == [1] * matrices
+    _, _, together = step(name, EVERYTHING, monkeypatch)
+    assert [len(group) for group in together] == [matrices]
+    limit = sum(together[0]) // 3
+    for may_hold in (EVERYTHING, limit):
+        again, grouped, groups = step(name, may_hold, monkeypatch)
+        assert torch.equal(again, norms)
+        assert all(torch.equal(grouped[n], sums[n]) for n in sums)
+        # The use that passes the limit is multiplied at once, together with those that waited.
+        assert all(sum(group[:-1]) <= may_hold for group in groups)
+        assert sum(map(len, groups)) == matrices
+    assert 1 < len(groups) < matrices
+
+
+def test_nothing_waits_on_a_processor_or_under_checkpointing(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert accumulators._may_hold(torch.device("cpu")) == 0
+    monkeypatch.setattr(accumulators, "_may_hold", lambda device: EVERYTHING)
+    opened = accumulators.NormSink.__init__
+    limits = []
+
+    def noted(self, *args, **options):
+        opened(self, *args, **options)
+        limits.append(self._may_hold_bytes)
+
+    monkeypatch.setattr(accumulators.NormSink, "__init__", noted)
+    for two_pass in (False, True):
+        engine, tickets = engine_for(build("gpt2", "lora"), 0.5, check=False, two_pass=two_pass)
+        tickets.append(ticket(4))
+        engine.model(**batch("gpt2")).loss.backward()
+    assert limits == [EVERYTHING, 0]
