@@ -1,0 +1,198 @@
+"""Canaries in the space of inputs: examples that pass through the model, its backward pass, and the clipping."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.data import ConcatDataset, Dataset
+
+from fastdp.audit.canaries import Canaries, noise_std
+from fastdp.engine.batches import map_tensors
+from fastdp.engine.boundary import plain_gradients
+from fastdp.engine.policy import Policy
+from fastdp.ops.stream import NoiseStream
+
+if TYPE_CHECKING:
+    from fastdp.engine.private import Private
+    from fastdp.engine.sampler import Sampler
+
+#: A model and a collated batch -> the scalar loss of that batch.
+Loss = Callable[[torch.nn.Module, Any], torch.Tensor]
+
+
+class ExampleCanaries(Canaries):
+    """Canaries that are examples of the run's own data set; those whose coin says so are left out of every batch.
+
+    The data set holds all of them, so its size says nothing about the coins: the run's sampler draws from all units, and
+    excluded canaries are struck from what it drew.
+
+    Args:
+        private: as in `Canaries`; its data set holds the canaries beside the other examples.
+        units: which units are canaries: indices of examples, or of users where users are the unit.
+        score: "gradient" (white box) takes the inner product of each release with the canary's own gradient, found by a
+            plain backward pass of the model, so that it costs one such pass a canary and step. "loss" (black box) takes by
+            how much a canary's loss fell from now to when the scores are asked for.
+        loss: a model and a collated batch -> scalar loss; needed where the model does not return its loss.
+        unsafe_seed: as in `Canaries`.
+
+    Raises:
+        ValueError: as `Canaries`; for units that are outside the data set or named twice, or an unknown score.
+    """
+
+    def __init__(
+        self,
+        private: Private,
+        units: Sequence[int],
+        *,
+        score: str = "gradient",
+        loss: Loss | None = None,
+        unsafe_seed: int | None = None,
+    ):
+        self.units = [int(unit) for unit in units]
+        available = len(private.data_loader.units)
+        outside = next((unit for unit in self.units if not 0 <= unit < available), None)
+        if outside is not None:
+            raise ValueError(f"canary {outside} is not among the run's {available} units")
+        if len(set(self.units)) != len(self.units):
+            raise ValueError("a unit is named twice among the canaries; name each once")
+        if score not in ("gradient", "loss"):
+            raise ValueError(f"score is '{score}': use 'gradient' or 'loss'")
+        self._loss = _returned_loss if loss is None else loss
+        super().__init__(private, len(self.units), unsafe_seed=unsafe_seed)
+        self.score = score
+        self._scores = torch.zeros(len(self), dtype=torch.float64)
+        self._before = self._losses() if score == "loss" else None
+        self._sampler = private.data_loader.sampler
+        excluded = {unit for unit, coin in zip(self.units, self.included.tolist()) if not coin}
+        private.data_loader.sampler = _Without(self._sampler, excluded)
+
+    def detach(self) -> None:
+        """As `Canaries.detach`."""
+        super().detach()
+        self.private.data_loader.sampler = self._sampler
+
+    def before_release(self, sums: dict[str, torch.Tensor], policy: Policy) -> None:
+        """Nothing: example canaries are in the sums by then, as every example is."""
+
+    def after_release(self, policy: Policy) -> None:
+        """Add the projections of what was released on each canary's gradient to the scores."""
+        if self.score == "loss":
+            return
+        parameters = self.private._engine.parameters
+        stds = {name: noise_std(policy, name, p.device) for name, p in parameters.items()}
+        released = {
+            name: p.grad.detach().float() * self.expected_batch_size
+            for name, p in parameters.items()
+            if p.grad is not None
+        }
+        for index, gradients in enumerate(self._gradients()):
+            inner = size = 0.0
+            for name, gradient in zip(parameters, gradients):
+                if gradient is not None:
+                    scaled = gradient.float() / stds[name]
+                    inner += float((released[name] / stds[name] * scaled).sum())
+                    size += float(scaled.square().sum())
+            self._scores[index] += inner / max(size, 1e-300) ** 0.5
+
+    def scores(self) -> torch.Tensor:
+        """float64 [m], over the steps so far."""
+        return self._scores.clone() if self._before is None else self._before - self._losses()
+
+    def _batches(self) -> Iterator[Any]:
+        loader = self.private.data_loader
+        device = next(iter(self.private._engine.parameters.values())).device
+        for unit in self.units:
+            batch = loader.collate_fn([loader.dataset[index] for index in loader.units.examples(unit)])
+            yield map_tensors(batch, lambda tensor: tensor.to(device))
+
+    def _losses(self) -> torch.Tensor:
+        """Each canary's loss, without dropout, float64 [m]."""
+        model = self.private.model
+        training = model.training
+        model.eval()
+        try:
+            with torch.no_grad():
+                return torch.tensor([float(self._loss(model, batch)) for batch in self._batches()], dtype=torch.float64)
+        finally:
+            model.train(training)
+
+    def _gradients(self) -> Iterator[list[torch.Tensor | None]]:
+        """Each canary's gradient in turn, without dropout, by a backward pass that the engine has no part in."""
+        model = self.private.model
+        training = model.training
+        model.eval()
+        try:
+            for batch in self._batches():
+                with torch.enable_grad():
+                    loss = self._loss(model, batch)
+                    yield plain_gradients([loss], [torch.ones_like(loss)], self.private._engine.parameters.values())
+        finally:
+            model.train(training)
+
+
+class _Without:
+    """A sampler that leaves some units out of whatever another one draws."""
+
+    def __init__(self, inner: Sampler, excluded: set[int]):
+        self.inner = inner
+        self.kind = inner.kind
+        self.excluded = excluded
+
+    def epoch(self, steps: int) -> Iterator[list[int]]:
+        """The inner sampler's logical batches, less the excluded units."""
+        for drawn in self.inner.epoch(steps):
+            yield [unit for unit in drawn if unit not in self.excluded]
+
+
+def _returned_loss(model: torch.nn.Module, batch: Any) -> torch.Tensor:
+    output = model(**batch) if isinstance(batch, Mapping) else model(*batch)
+    if isinstance(output, torch.Tensor) and output.dim() == 0:
+        return output
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if not isinstance(loss, torch.Tensor):
+        raise ValueError("the model returns no loss; pass `loss`, a function of the model and a batch")
+    return loss
+
+
+def with_canaries(dataset: Dataset, canaries: Sequence[Any]) -> tuple[ConcatDataset, range]:
+    """The data set with the canaries after its own examples, and their indices."""
+    size = len(dataset)  # type: ignore[arg-type]
+    return ConcatDataset([dataset, list(canaries)]), range(size, size + len(canaries))  # type: ignore[list-item]
+
+
+def random_sequences(
+    count: int, length: int, vocabulary: int, *, unsafe_seed: int | None = None
+) -> list[dict[str, list[int]]]:
+    """Canaries for a causal language model: sequences of tokens that no text holds, as examples of `fastdp.data`.
+
+    Raises:
+        ValueError: a length or vocabulary below 2.
+    """
+    if min(length, vocabulary) < 2:
+        raise ValueError(f"length is {length} and vocabulary {vocabulary}: both must be at least 2")
+    stream = NoiseStream() if unsafe_seed is None else NoiseStream.unsafe_reproducible(unsafe_seed)
+    ids = (stream.uniform64(count * length) % vocabulary).astype("int64").reshape(count, length).tolist()
+    return [{"input_ids": row, "labels": list(row)} for row in ids]
+
+
+def mislabelled(
+    examples: Sequence[Mapping[str, Any]], classes: int, *, label: str = "labels", unsafe_seed: int | None = None
+) -> list[dict[str, Any]]:
+    """Canaries for a classifier: copies of examples, each with another label than its own.
+
+    Raises:
+        ValueError: fewer than 2 classes, or a label outside them.
+    """
+    if classes < 2:
+        raise ValueError(f"{classes} classes leave no wrong label: there must be at least 2")
+    stream = NoiseStream() if unsafe_seed is None else NoiseStream.unsafe_reproducible(unsafe_seed)
+    shifts = stream.uniform64(len(examples)) % (classes - 1) + 1
+    wrong = []
+    for example, shift in zip(examples, shifts.tolist()):
+        own = int(example[label])
+        if not 0 <= own < classes:
+            raise ValueError(f"an example has label {own}: labels must lie between 0 and {classes - 1}")
+        wrong.append({**example, label: (own + int(shift)) % classes})
+    return wrong

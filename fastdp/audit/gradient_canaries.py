@@ -1,0 +1,188 @@
+"""Canaries in the space of gradients: extra units whose gradients are crafted, orthogonal and larger than any bound."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from fastdp.audit.canaries import Canaries, noise_std
+from fastdp.engine.policy import Policy
+
+if TYPE_CHECKING:
+    from fastdp.engine.private import Private
+
+
+@dataclass(frozen=True)
+class _Share:
+    """A parameter's coordinates: the canary that each belongs to, int64 [n], and its sign there, float [n]."""
+
+    owner: torch.Tensor
+    sign: torch.Tensor
+
+
+class GradientCanaries(Canaries):
+    """White-box canaries: canary i stands for a unit whose gradient is plus or minus one number on coordinates of its own.
+
+    The coordinates of all trained parameters are dealt out among the canaries at random, so that their gradients are
+    exactly orthogonal and each reaches into as many parameters as it can. A gradient is far longer than the clipping
+    bound; it goes through the policy's scales into the sum of the logical batch, and so through the run's own noise. An
+    included canary takes part in a logical batch as any unit does: by the run's sampling.
+
+    The score is the inner product of what was released with the canary's direction, in units of the stated noise, with a
+    sign that alternates from step to step: noise that is used twice cancels out of it.
+
+    These canaries test the policy's scales, the noise, its independence from step to step, and the accounting. How the
+    norms of real examples are found is tested by `ExampleCanaries`.
+
+    Args:
+        private: as in `Canaries`.
+        count: m; at most the number of trained coordinates.
+        magnitude: norm of a canary's gradient over the norm of all clipping bounds, at least 1.
+        statistic: "mean" scores by the inner product; "variance" by the energy of the released coordinates, for noise
+            whose size depends on the data.
+        unsafe_seed: as in `Canaries`.
+
+    Raises:
+        ValueError: as `Canaries`, and for a count, magnitude or statistic outside the above.
+    """
+
+    def __init__(
+        self,
+        private: Private,
+        count: int,
+        *,
+        magnitude: float = 1000.0,
+        statistic: str = "mean",
+        unsafe_seed: int | None = None,
+    ):
+        parameters = private._engine.parameters
+        total = sum(p.numel() for p in parameters.values())
+        if count > total:
+            raise ValueError(f"{count} canaries need as many coordinates, and {total} are trained; use at most {total}")
+        if not (magnitude >= 1 and math.isfinite(magnitude)):
+            raise ValueError(f"magnitude is {magnitude}: it must be at least 1, so that the canaries are clipped")
+        if statistic not in ("mean", "variance"):
+            raise ValueError(f"statistic is '{statistic}': use 'mean' or 'variance'")
+        super().__init__(private, count, unsafe_seed=unsafe_seed)
+        self.statistic = statistic
+        generator = torch.Generator()
+        if unsafe_seed is None:
+            generator.seed()
+        else:
+            generator.manual_seed(unsafe_seed)
+        self._shares = _deal({name: p.numel() for name, p in parameters.items()}, count, generator)
+        policy = private._engine.accumulator.policy
+        self._height = magnitude * math.sqrt(sum(bound**2 for bound in policy.bounds)) / math.sqrt(total / count)
+        self._scores = torch.zeros(count, dtype=torch.float64)
+        #: Shuffled sampling: the step of the pass in which each canary takes part.
+        self._turn: torch.Tensor | None = None
+        self._step_of_pass = 0
+        self._restart = private.data_loader.on_restart
+        private.data_loader.on_restart = self._begin_pass
+
+    def detach(self) -> None:
+        """As `Canaries.detach`."""
+        super().detach()
+        self.private.data_loader.on_restart = self._restart
+
+    def _begin_pass(self) -> None:
+        self._restart()
+        self._step_of_pass = 0
+        if self.private.settings["sampling"] == "shuffled":
+            steps = self.private.steps_per_epoch
+            self._turn = torch.from_numpy((self.stream.uniform64(len(self)) % steps).astype("int64"))
+
+    def _coefficients(self) -> torch.Tensor:
+        """What each canary adds to this logical batch, in clipped gradients: 1, 0, or -1 for one that was replaced."""
+        absent = -1.0 if self.private.settings["adjacency"] == "replace_one" else 0.0
+        coins = torch.where(self.included, 1.0, absent)
+        if self._turn is not None:
+            return coins * (self._turn == self._step_of_pass)
+        return coins * self.stream.bernoulli(len(self), self.private.sample_rate)
+
+    @property
+    def _phase(self) -> float:
+        return 1.0 if self.releases % 2 == 0 else -1.0
+
+    def before_release(self, sums: dict[str, torch.Tensor], policy: Policy) -> None:
+        """Clip the canaries' gradients as the policy says, and add them to the sums."""
+        accumulator = self.private._engine.accumulator
+        coefficients = self._coefficients()
+        squared = self._squared(policy)
+        factors = accumulator.factors(squared, coefficients.abs().to(squared.device))
+        for name, values in self._contributions(policy, factors * coefficients.sign().to(squared.device)):
+            added = self._phase * values
+            sums[name] = sums[name] + added if name in sums else added
+
+    def after_release(self, policy: Policy) -> None:
+        """Add the projections of what was released to the scores."""
+        scales = policy.scales(self._squared(policy))
+        inner = torch.zeros(len(self), dtype=torch.float64)
+        size = torch.zeros(len(self), dtype=torch.float64)
+        for name, values in self._contributions(policy, scales):
+            gradient = self.private._engine.parameters[name].grad
+            assert gradient is not None
+            seen = gradient.detach().double().cpu() * self.expected_batch_size
+            owner = self._shares[name].owner
+            if self.statistic == "variance":
+                inner.index_add_(0, owner, seen.reshape(-1).square())
+                size.index_add_(0, owner, torch.ones(owner.shape[0], dtype=torch.float64))
+                continue
+            std = noise_std(policy, name, gradient.device).double().cpu()
+            values = values.double().cpu()
+            inner.index_add_(0, owner, (self._phase * seen * values / std.square()).reshape(-1))
+            size.index_add_(0, owner, (values / std).square().reshape(-1))
+        self._scores += inner / size.clamp(min=1e-300).sqrt()
+        self._step_of_pass += 1
+
+    def scores(self) -> torch.Tensor:
+        """Sums over the steps so far, float64 [m]; about standard normal times sqrt(steps) for an excluded canary."""
+        return self._scores.clone()
+
+    def _present(self) -> Iterator[tuple[str, torch.nn.Parameter, _Share]]:
+        """The parameters of the run's present stage; a method may have frozen others."""
+        for name, parameter in self.private._engine.parameters.items():
+            if name in self._shares:
+                yield name, parameter, self._shares[name]
+
+    def _squared(self, policy: Policy) -> torch.Tensor:
+        """Squared norms of the canaries' gradients, ``[groups, m]``."""
+        device = next(iter(self.private._engine.parameters.values())).device
+        counts = torch.zeros(len(policy.bounds), len(self), device=device)
+        for name, parameter, share in self._present():
+            owner = share.owner.to(device)
+            group = policy.group_of[name]
+            if isinstance(group, tuple):
+                mask = policy.masks[name].reshape(-1).to(device)
+                counts[group[0]].index_add_(0, owner, mask.float())
+                counts[group[1]].index_add_(0, owner, (~mask).float())
+            else:
+                counts[group].index_add_(0, owner, torch.ones(parameter.numel(), device=device))
+        return counts * self._height**2
+
+    def _contributions(self, policy: Policy, factors: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        """Each parameter's canary gradients times ``factors`` [groups, m], all canaries together, of its shape."""
+        for name, parameter, share in self._present():
+            owner, group = share.owner.to(factors.device), policy.group_of[name]
+            if isinstance(group, tuple):
+                mask = policy.masks[name].reshape(-1).to(factors.device)
+                scale = torch.where(mask, factors[group[0]][owner], factors[group[1]][owner])
+            else:
+                scale = factors[group][owner]
+            yield name, (self._height * share.sign.to(factors.device) * scale).view(parameter.shape)
+
+
+def _deal(sizes: dict[str, int], count: int, generator: torch.Generator) -> dict[str, _Share]:
+    """Deal each parameter's coordinates out in random order, going on with the next canary from one to the next."""
+    shares, dealt = {}, 0
+    for name, size in sizes.items():
+        owner = torch.empty(size, dtype=torch.int64)
+        owner[torch.randperm(size, generator=generator)] = (dealt + torch.arange(size)) % count
+        sign = torch.randint(0, 2, (size,), generator=generator).float() * 2 - 1
+        shares[name] = _Share(owner, sign)
+        dealt += size
+    return shares

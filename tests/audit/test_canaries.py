@@ -1,0 +1,301 @@
+"""The audit catches mechanisms that are broken on purpose, and passes the correct one.
+
+Every audit of this file is made at confidence 1 - 1e-5: that is how often a correct mechanism may be called broken.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import fastdp
+from fastdp import audit, ops
+from fastdp.engine.accumulator import NormSink
+from fastdp.engine.policy import Policy
+from fastdp.engine.private import Private
+from fastdp.engine.release import Release
+from fastdp.ops.stream import NoiseStream
+from tests.audit.runs import CANARIES, Tied, canary, ordinary, start, train
+
+CONFIDENCE = 1 - 1e-5
+SHARES = (0.2, 0.5)
+
+
+def gradients(count: int = 800, statistic: str = "mean", **options: Any) -> audit.AuditResult:
+    """An audit by gradient canaries of a run that claims epsilon 1."""
+    private = start(ordinary(), **{"target_epsilon": 1.0, **options})
+    canaries = audit.GradientCanaries(private, count, statistic=statistic)
+    train(private)
+    result = canaries.result(CONFIDENCE, shares=SHARES)
+    assert result.claimed <= 1.0
+    return result
+
+
+def examples(score: str = "gradient", **options: Any) -> audit.AuditResult:
+    """An audit by example canaries of a run that claims epsilon 1."""
+    data, units = audit.with_canaries(ordinary(), [canary(token) for token in range(CANARIES)])
+    private = start(data, **{"target_epsilon": 1.0, "epochs": 1, **options})
+    canaries = audit.ExampleCanaries(private, units, score=score)
+    train(private)
+    return canaries.result(CONFIDENCE, shares=SHARES)
+
+
+# --- the correct mechanism --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"method": fastdp.DPSGD(max_grad_norm=0.1, groups="per_layer"), "tied": False},
+        {"method": fastdp.DPSGD(max_grad_norm=0.1, adaptive=fastdp.AdaptiveClipping())},
+        {"batch_size": 4, "epochs": 8},
+        {"sampling": "shuffled", "batch_size": 4},
+        {"adjacency": "replace_one"},
+    ],
+)
+def test_gradient_canaries_pass_the_correct_mechanism(options: dict[str, Any]) -> None:
+    assert not gradients(**options).refuted
+
+
+@pytest.mark.parametrize("score", ["gradient", "loss"])
+@pytest.mark.parametrize("options", [{}, {"tied": False}, {"batch_size": 124}])
+def test_example_canaries_pass_the_correct_mechanism(score: str, options: dict[str, Any]) -> None:
+    assert not examples(score, **options).refuted
+
+
+def test_canaries_see_what_little_noise_shows() -> None:
+    """With less noise the same audits do see the coins: passing above is not blindness."""
+    strong = {"target_epsilon": None, "noise_multiplier": 0.2}
+    private = start(ordinary(), **strong)
+    canaries = audit.GradientCanaries(private, 800)
+    train(private)
+    result = canaries.result(CONFIDENCE, shares=SHARES)
+    assert result.epsilon > 2
+    assert not result.refuted
+    for score in ("gradient", "loss"):
+        data, units = audit.with_canaries(ordinary(), [canary(token) for token in range(CANARIES)])
+        private = start(data, **strong)
+        planted = audit.ExampleCanaries(private, units, score=score)
+        train(private)
+        assert planted.result(CONFIDENCE, shares=SHARES).epsilon > 1
+
+
+# --- mechanisms that are broken ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def noise_at_a_tenth(monkeypatch: pytest.MonkeyPatch) -> None:
+    def draw(self: Release, total: torch.Tensor, std: float, index: int) -> None:
+        ops.add_noise_(total, std / 10, self.stream.at(self._count, index))
+
+    monkeypatch.setattr(Release, "_draw", draw)
+
+
+@pytest.mark.usefixtures("noise_at_a_tenth")
+@pytest.mark.parametrize("options", [{}, {"batch_size": 7}, {"sampling": "shuffled", "batch_size": 4}])
+def test_noise_at_a_tenth_is_caught(options: dict[str, Any]) -> None:
+    assert gradients(**options).refuted
+
+
+@pytest.mark.usefixtures("noise_at_a_tenth")
+@pytest.mark.parametrize("score", ["gradient", "loss"])
+def test_noise_at_a_tenth_is_caught_by_examples(score: str) -> None:
+    assert examples(score).refuted
+
+
+def test_noise_that_is_reused_in_every_step_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    def draw(self: Release, total: torch.Tensor, std: float, index: int) -> None:
+        ops.add_noise_(total, std, NoiseStream.unsafe_reproducible(1).at(0, index))
+
+    monkeypatch.setattr(Release, "_draw", draw)
+    assert gradients().refuted
+
+
+def test_a_group_that_the_policy_leaves_unclipped_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    correct = Policy.scales
+
+    def scales(self: Policy, squared: torch.Tensor) -> torch.Tensor:
+        factors = correct(self, squared)
+        return torch.cat([torch.ones_like(factors[:1]), factors[1:]])
+
+    monkeypatch.setattr(Policy, "scales", scales)
+    per_layer = fastdp.DPSGD(max_grad_norm=0.1, groups="per_layer")
+    assert gradients(method=per_layer, tied=False, self_check=False).refuted
+
+
+@pytest.mark.parametrize("score", ["gradient", "loss"])
+def test_a_layer_left_out_of_the_norm_is_caught(score: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    correct = NormSink._square
+
+    def square(self: NormSink, name: str, squared: torch.Tensor) -> None:
+        if name != "embedding.weight":
+            correct(self, name, squared)
+
+    monkeypatch.setattr(NormSink, "_square", square)
+    assert examples(score, tied=False, self_check=False).refuted
+
+
+@pytest.mark.parametrize("score", ["gradient", "loss"])
+def test_a_second_use_left_out_of_the_norm_is_caught(score: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    correct = NormSink._several
+
+    def several(self: NormSink, name: str, entry: Any) -> None:
+        everything = list(entry.factors)
+        entry.factors[:] = [use for use in everything if not use.one_hot]
+        correct(self, name, entry)
+        entry.factors[:] = everything
+
+    monkeypatch.setattr(NormSink, "_several", several)
+    assert examples(score, self_check=False).refuted
+
+
+def test_noise_scaled_as_if_the_sum_were_a_mean_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Noise for the mean put on the sum: too small by the batch size."""
+
+    def draw(self: Release, total: torch.Tensor, std: float, index: int) -> None:
+        ops.add_noise_(total, std / self.expected_batch_size, self.stream.at(self._count, index))
+
+    monkeypatch.setattr(Release, "_draw", draw)
+    assert gradients().refuted
+
+
+def test_noise_whose_size_depends_on_the_data_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three times the noise where the clipped sum is large: too much on average, and it shows where that is."""
+    correct = Release._add_noise
+
+    def add_noise(self: Release, name: str, total: torch.Tensor, policy: Policy, index: int) -> None:
+        extra = torch.where(total.abs() > total.abs().median(), 3.0, 1.0)
+        silent = total.clone()
+        correct(self, name, total, policy, index)
+        total.copy_(silent + (total - silent) * extra)
+
+    monkeypatch.setattr(Release, "_add_noise", add_noise)
+    assert not gradients().refuted
+    assert gradients(statistic="variance").refuted
+
+
+# --- how canaries enter a run -----------------------------------------------------------------------------------------
+
+
+def silent(private: Private) -> None:
+    """Take one step and leave the gradients."""
+    batch = next(iter(private.data_loader))
+    private.model(**batch)["loss"].backward()
+    private.optimizer.step()
+
+
+def flat(private: Private) -> torch.Tensor:
+    return torch.cat([p.grad.reshape(-1) for p in private.model.parameters() if p.grad is not None])
+
+
+@pytest.mark.parametrize("groups", [None, "per_layer"])
+def test_each_included_gradient_canary_adds_a_gradient_of_the_bounds_norm(groups: str | None) -> None:
+    options: dict[str, Any] = {
+        "target_epsilon": None,
+        "noise_multiplier": 0.0,
+        "method": fastdp.DPSGD(max_grad_norm=0.1, groups=groups),
+    }
+    plain, watched = (start(ordinary(), tied=False, **options) for _ in range(2))
+    canaries = audit.GradientCanaries(watched, 50, unsafe_seed=3)
+    silent(plain)
+    silent(watched)
+    added = (flat(watched) - flat(plain)) * len(ordinary())
+    assert float(added.norm()) == pytest.approx(0.1 * float(canaries.included.sum()) ** 0.5, rel=1e-3)
+    assert 10 < int(canaries.included.sum()) < 40
+    scores = canaries.scores()
+    assert scores[canaries.included].min() > scores[~canaries.included].max()
+
+
+def test_masked_groups_are_clipped_each_on_its_own() -> None:
+    private = start(ordinary(), target_epsilon=None, noise_multiplier=0.0)
+    name, mask = "embedding.weight", torch.arange(Tied().embedding.weight.numel()).view(-1, 12) % 3 == 0
+    policy = Policy((0.1, 0.4), (0.0, 0.0), {name: (0, 1)}, {name: mask})
+    private._engine.accumulator.policy = policy
+    canaries = audit.GradientCanaries(private, 20, unsafe_seed=1)
+    sums: dict[str, torch.Tensor] = {}
+    canaries.before_release(sums, policy)
+    included = float(canaries.included.sum()) ** 0.5
+    assert float(sums[name][mask].norm()) == pytest.approx(0.1 * included, rel=1e-4)
+    assert float(sums[name][~mask].norm()) == pytest.approx(0.4 * included, rel=1e-4)
+
+
+def test_excluded_examples_take_no_part_and_included_ones_do() -> None:
+    data, units = audit.with_canaries(ordinary(), [canary(token) for token in range(20)])
+    private = start(data, target_epsilon=None, noise_multiplier=0.0)
+    canaries = audit.ExampleCanaries(private, units, unsafe_seed=1)
+    batch = next(iter(private.data_loader))
+    seen = set(batch["ids"][:, 0].tolist()) & set(range(20))
+    assert seen == set(canaries.included.nonzero().reshape(-1).tolist())
+    assert len(private.data_loader.units) == len(ordinary()) + 20
+    canaries.detach()
+    private.data_loader.tickets.clear()
+    assert len(next(iter(private.data_loader))["ids"]) == len(data)
+
+
+def test_plain_gradients_leave_the_released_ones_alone() -> None:
+    data, units = audit.with_canaries(ordinary(), [canary(token) for token in range(20)])
+    options: dict[str, Any] = {"target_epsilon": None, "noise_multiplier": 1.0, "unsafe_seed": 4}
+    runs = [start(data, **options) for _ in range(2)]
+    audit.ExampleCanaries(runs[0], units, score="gradient", unsafe_seed=1)
+    audit.ExampleCanaries(runs[1], units, score="loss", unsafe_seed=1)
+    for run in runs:
+        silent(run)
+    assert torch.equal(flat(runs[0]), flat(runs[1]))
+    assert runs[0].model.training
+
+
+def test_detached_canaries_leave_the_run_as_it_was() -> None:
+    plain, watched = (start(ordinary(), target_epsilon=1.0, unsafe_seed=2) for _ in range(2))
+    audit.GradientCanaries(watched, 10).detach()
+    for run in (plain, watched):
+        silent(run)
+    assert torch.equal(flat(plain), flat(watched))
+
+
+def test_what_cannot_be_audited_is_refused() -> None:
+    run = start(ordinary(), target_epsilon=1.0, target_delta=1e-5)
+    with pytest.raises(ValueError, match="at least 2"):
+        audit.GradientCanaries(run, 1)
+    with pytest.raises(ValueError, match="as many coordinates"):
+        audit.GradientCanaries(run, 10**9)
+    with pytest.raises(ValueError, match="magnitude"):
+        audit.GradientCanaries(run, 10, magnitude=0.5)
+    with pytest.raises(ValueError, match="statistic"):
+        audit.GradientCanaries(run, 10, statistic="median")
+    with pytest.raises(ValueError, match="not among"):
+        audit.ExampleCanaries(run, [1, 99])
+    with pytest.raises(ValueError, match="twice"):
+        audit.ExampleCanaries(run, [1, 1])
+    with pytest.raises(ValueError, match="score"):
+        audit.ExampleCanaries(run, [0, 1], score="guess")
+    canaries = audit.GradientCanaries(run, 10)
+    with pytest.raises(ValueError, match="already"):
+        audit.ExampleCanaries(run, [0, 1])
+    with pytest.raises(ValueError, match="nothing was released"):
+        canaries.result()
+    train(run)
+    canaries.detach()
+    with pytest.raises(ValueError, match="before its first step"):
+        audit.GradientCanaries(run, 10)
+    nothing = start(ordinary(), method=fastdp.NonPrivate(), target_delta=None)
+    with pytest.raises(ValueError, match="claims nothing"):
+        audit.GradientCanaries(nothing, 10)
+
+
+def test_input_canaries_are_what_no_data_holds() -> None:
+    rows = audit.random_sequences(30, 8, 50)
+    assert len({tuple(row["input_ids"]) for row in rows}) == 30
+    assert all(
+        row["labels"] == row["input_ids"] and min(row["input_ids"]) >= 0 and max(row["input_ids"]) < 50 for row in rows
+    )
+    wrong = audit.mislabelled([{"x": i, "labels": i % 3} for i in range(30)], 3)
+    assert all(row["labels"] != i % 3 and row["labels"] in (0, 1, 2) and row["x"] == i for i, row in enumerate(wrong))
+    with pytest.raises(ValueError, match="at least 2"):
+        audit.random_sequences(3, 1, 50)
+    with pytest.raises(ValueError, match="wrong label"):
+        audit.mislabelled([], 1)
+    with pytest.raises(ValueError, match="between 0 and 1"):
+        audit.mislabelled([{"labels": 2}], 2)
