@@ -10,6 +10,7 @@ from fastdp.ops.stream import NoiseStream
 
 if TYPE_CHECKING:
     from fastdp.integrations.trainer import DPTrainer, PrivacyArguments
+    from fastdp.methods.selective import SelectivePerturbation
 
 __all__ = [
     "DPSGD",
@@ -20,6 +21,7 @@ __all__ = [
     "NonPrivate",
     "Private",
     "PrivacyArguments",
+    "SelectivePerturbation",
     "accounting",
     "make_private",
     "ops",
@@ -33,4 +35,8 @@ def __getattr__(name: str) -> Any:
         from fastdp.integrations import trainer
 
         return getattr(trainer, name)
+    if name == "SelectivePerturbation":
+        from fastdp.methods import selective
+
+        return getattr(selective, name)
     raise AttributeError(f"module 'fastdp' has no attribute {name!r}")

@@ -1,0 +1,283 @@
+"""The exponential mechanism over a vocabulary: as the paper prints it, and in three forms whose guarantee holds.
+
+With x the private token, w a candidate, dist their rows' Euclidean distance:
+
+* ``local``: Pr[w | x] ~ exp(-epsilon min(dist, R) / (2 R)) over the whole vocabulary. For any two tokens x, x' and any w
+  the weights differ by a factor of at most exp(epsilon / 2), and so do their sums: epsilon-local DP.
+* ``metric``: Pr[w | x] ~ exp(-epsilon dist / 2) over the whole vocabulary: epsilon * dist(x, x') metric privacy.
+* ``partition``: as ``local``, among the tokens of x's cell of a public partition: epsilon-local DP between tokens of one
+  cell; which cell it is, is not hidden.
+* ``paper``: Pr[w | x] ~ exp(-epsilon alpha dist / (4 d)) among the tokens within distance d of x (equations 2 to 5). The
+  candidates differ from token to token, so an outcome may be possible under one and impossible under another, and a token
+  without a neighbour is sent as it is: **no epsilon holds**.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fastdp.ops.choice import choice_log_probabilities, exponential_choice
+from fastdp.ops.stream import NoiseStream
+
+FORMS = ("local", "metric", "partition", "paper")
+#: Fewest tokens in a cell of a partition; one alone would be sent as it is.
+SMALLEST_CELL = 2
+# Rows of distances that one step of the paper's form holds.
+_CHUNK = 64
+
+
+def paper_probabilities(token: int, table: Tensor, epsilon: float, radius: float, alpha: float = 1.0) -> Tensor:
+    """The law that the paper prints for one private token: float64 [V], zero outside its radius (equations 2 to 5).
+
+    Args:
+        token: row of the private token.
+        table: [V, d] rows, or [V] for rows of one number.
+        epsilon, alpha: as printed; both positive.
+        radius: d of equation 2, positive.
+
+    Raises:
+        ValueError: for a number out of range.
+        IndexError: for a token outside the table.
+    """
+    _check_positive(epsilon=epsilon, radius=radius, alpha=alpha)
+    rows = table.double() if table.dim() > 1 else table.double().unsqueeze(1)
+    if not 0 <= token < len(rows):
+        raise IndexError(f"token {token} is outside a table of {len(rows)} rows")
+    return _paper_laws(torch.tensor([token]), rows, torch.tensor([epsilon], dtype=torch.float64), radius, alpha, None)[
+        0
+    ]
+
+
+def _paper_laws(
+    tokens: Tensor, rows: Tensor, epsilons: Tensor, radius: float, alpha: float, candidates: Tensor | None
+) -> Tensor:
+    """Laws of several tokens, [n, V] float64, each at its own epsilon."""
+    distances = torch.cdist(rows[tokens], rows, compute_mode="donot_use_mm_for_euclid_dist")
+    outside = distances > radius
+    if candidates is not None:
+        # The token itself stays a candidate, as printed: otherwise one without a neighbour could not be replaced at all.
+        outside |= ~candidates
+        outside[torch.arange(len(tokens)), tokens] = False
+    weights = -epsilons[:, None] * alpha * distances / (4 * radius)
+    return weights.masked_fill(outside, -math.inf).softmax(1)
+
+
+@dataclass(frozen=True)
+class TokenMechanism:
+    """One form of the mechanism on one public table.
+
+    Attributes:
+        form: one of ``local``, ``metric``, ``partition``, ``paper``.
+        table: [V, d] float rows; public, and the same for all who train together.
+        radius: R or d above, in the table's unit of distance; ``metric`` has none.
+        alpha: the paper's factor; other forms have none.
+        candidates: bool [V], tokens that may be drawn, or None for all; public.
+        cells: int64 [V], the public partition; ``partition`` only.
+    """
+
+    form: str
+    table: Tensor
+    radius: float | None = None
+    alpha: float = 1.0
+    candidates: Tensor | None = None
+    cells: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if self.form not in FORMS:
+            raise ValueError(f"mechanism is {self.form!r}: use one of {', '.join(FORMS)}")
+        _check_table(self.table)
+        if self.form != "metric":
+            _check_positive(radius=self.radius)
+        if self.form == "paper":
+            _check_positive(alpha=self.alpha)
+        if self.candidates is not None and int(self.candidates.sum()) < SMALLEST_CELL:
+            raise ValueError("fewer than two tokens may be drawn: every private token would become the same one")
+        if self.form == "partition":
+            self._check_cells()
+
+    def _check_cells(self) -> None:
+        if self.cells is None or self.cells.shape != self.table.shape[:1] or self.cells.dtype != torch.int64:
+            raise ValueError(f"the partition needs one int64 cell for each of the table's {len(self.table)} rows")
+        allowed = self.cells if self.candidates is None else self.cells[self.candidates]
+        sizes = torch.bincount(allowed, minlength=int(self.cells.max()) + 1)
+        for cell in self.cells.unique().tolist():
+            if sizes[cell] < SMALLEST_CELL:
+                raise ValueError(
+                    f"cell {cell} of the partition holds {int(sizes[cell])} tokens: it would send them as they are; "
+                    "join it with another"
+                )
+
+    def log_probabilities(self, token: int, epsilon: float) -> Tensor:
+        """Exact law of one private token: log probabilities, float64 [V], -inf for what cannot be drawn."""
+        if self.form == "paper":
+            epsilons = torch.tensor([epsilon], dtype=torch.float64)
+            rows = self.table.double()
+            law = _paper_laws(torch.tensor([token]), rows, epsilons, self._radius, self.alpha, self.candidates)[0]
+            return law.log()
+        rows, local, prior = self._cell_of(token)
+        found = choice_log_probabilities(local, self.table[rows], *self._scale_and_cap(epsilon), log_prior=prior)
+        return torch.full((len(self.table),), -math.inf, dtype=torch.float64).index_copy(0, rows, found)
+
+    def draw(self, ids: Tensor, epsilon: float | Tensor, stream: NoiseStream) -> Tensor:
+        """One independent draw for each id, at ``epsilon`` (a number, or float64 like ``ids``): int64 [n] to [n].
+
+        Raises:
+            IndexError: an id outside the table.
+            ValueError: an epsilon that is not positive and finite.
+        """
+        epsilons = torch.as_tensor(epsilon, dtype=torch.float64)
+        if not bool((torch.isfinite(epsilons) & (epsilons > 0)).all()):
+            raise ValueError("every epsilon must be positive and finite")
+        if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < len(self.table):
+            raise IndexError(f"an id lies outside the table of {len(self.table)} rows")
+        if not ids.numel():
+            return ids.clone()
+        if self.form == "paper":
+            return self._draw_paper(ids, epsilons.expand(ids.shape), stream)
+        if self.form == "partition":
+            return self._draw_partition(ids, epsilons, stream)
+        return self._choose(ids, self.table, epsilons, stream, self._prior())
+
+    @property
+    def _radius(self) -> float:
+        assert self.radius is not None
+        return self.radius
+
+    def _scale_and_cap(self, epsilon: float) -> tuple[float, float | None]:
+        return (epsilon / 2, None) if self.form == "metric" else (epsilon / (2 * self._radius), self._radius)
+
+    def _prior(self) -> Tensor | None:
+        if self.candidates is None:
+            return None
+        return torch.zeros(len(self.table), dtype=torch.float64).masked_fill(~self.candidates, -math.inf)
+
+    def _cell_of(self, token: int) -> tuple[Tensor, int, Tensor | None]:
+        """Rows of the token's cell, the token's place among them, and their prior; the whole table without a partition."""
+        prior = self._prior()
+        if self.cells is None or self.form != "partition":
+            return torch.arange(len(self.table)), token, prior
+        rows = (self.cells == self.cells[token]).nonzero().flatten()
+        return rows, int((rows == token).nonzero()), None if prior is None else prior[rows]
+
+    def _choose(
+        self, ids: Tensor, table: Tensor, epsilons: Tensor, stream: NoiseStream, prior: Tensor | None
+    ) -> Tensor:
+        scale, cap = (epsilons / 2, None) if self.form == "metric" else (epsilons / (2 * self._radius), self._radius)
+        return exponential_choice(ids, table, scale if scale.dim() else float(scale), stream, cap, log_prior=prior)
+
+    def _draw_partition(self, ids: Tensor, epsilons: Tensor, stream: NoiseStream) -> Tensor:
+        assert self.cells is not None
+        result = torch.empty_like(ids)
+        cell_of = self.cells[ids]
+        for cell in cell_of.unique().tolist():
+            mine = cell_of == cell
+            token = int(ids[mine][0])
+            rows, _, prior = self._cell_of(token)
+            place = torch.full((len(self.table),), -1, dtype=torch.int64)
+            place[rows] = torch.arange(len(rows))
+            own = epsilons[mine] if epsilons.dim() else epsilons
+            result[mine] = rows[self._choose(place[ids[mine]], self.table[rows], own, stream, prior)]
+        return result
+
+    def _draw_paper(self, ids: Tensor, epsilons: Tensor, stream: NoiseStream) -> Tensor:
+        rows = self.table.double()
+        laws, law_of = torch.stack([ids.double(), epsilons]).unique(dim=1, return_inverse=True)
+        # 53 bits of a 64-bit draw: what a float64 in [0, 1) holds.
+        draws = torch.from_numpy((stream.uniform64(len(ids)) >> 11).astype("float64") * 2.0**-53)
+        result = torch.empty_like(ids)
+        for start in range(0, laws.shape[1], _CHUNK):
+            tokens, strengths = laws[0, start : start + _CHUNK].long(), laws[1, start : start + _CHUNK]
+            ends = _paper_laws(tokens, rows, strengths, self._radius, self.alpha, self.candidates).cumsum(1)
+            mine = ((law_of >= start) & (law_of < start + _CHUNK)).nonzero().flatten()
+            own = ends[law_of[mine] - start]
+            at = torch.searchsorted(own, (draws[mine] * own[:, -1])[:, None], right=True).flatten()
+            result[mine] = at
+        return result
+
+
+def public_radius(table: Tensor, rows: int = 512) -> float:
+    """The median distance between ``rows`` evenly spaced rows of a public table: the radius where none is given.
+
+    Computed from public data alone and without randomness, so that all who hold the table agree on it.
+
+    Raises:
+        ValueError: if all rows of the table are equal.
+    """
+    _check_table(table)
+    step = max(1, len(table) // rows)
+    sample = table[::step].double()
+    distances = torch.pdist(sample)
+    positive = distances[distances > 0]
+    if not len(positive):
+        sample = torch.cat([sample[:1], table[_farthest(table) : _farthest(table) + 1].double()])
+        positive = torch.pdist(sample)
+    return float(positive.median())
+
+
+def balanced_partition(table: Tensor, cells: int) -> Tensor:
+    """A public partition of a public table into ``cells`` cells of near-equal size and near rows: int64 [V].
+
+    Halves the largest cell at the median along its direction of greatest spread until there are enough.
+
+    Raises:
+        ValueError: unless 1 <= cells <= V / 2.
+    """
+    _check_table(table)
+    if not 1 <= cells <= len(table) // SMALLEST_CELL:
+        raise ValueError(
+            f"a table of {len(table)} rows has room for 1 to {len(table) // SMALLEST_CELL} cells, not {cells}"
+        )
+    wide = table.double()
+    parts = [torch.arange(len(table))]
+    while len(parts) < cells:
+        largest = max(range(len(parts)), key=lambda index: len(parts[index]))
+        part = parts.pop(largest)
+        centred = wide[part] - wide[part].mean(0)
+        axis = _leading_axis(centred)
+        order = part[torch.argsort(centred @ axis, stable=True)]
+        parts += [order[: len(order) // 2], order[len(order) // 2 :]]
+    result = torch.empty(len(table), dtype=torch.int64)
+    for cell, part in enumerate(parts):
+        result[part] = cell
+    return result
+
+
+def diameter_bound(table: Tensor) -> float:
+    """An upper bound of the distance between any two rows: twice the largest distance from their mean."""
+    wide = table.double()
+    return 2 * float((wide - wide.mean(0)).norm(dim=1).max())
+
+
+def _leading_axis(centred: Tensor, turns: int = 20) -> Tensor:
+    """Direction of greatest spread by power iteration from a fixed start, so that it is the same everywhere."""
+    axis = torch.ones(centred.shape[1], dtype=torch.float64)
+    for _ in range(turns):
+        turned = centred.T @ (centred @ axis)
+        length = float(turned.norm())
+        if length == 0:
+            return axis
+        axis = turned / length
+    return axis
+
+
+def _farthest(table: Tensor) -> int:
+    return int((table - table[0]).norm(dim=1).argmax())
+
+
+def _check_table(table: Tensor) -> None:
+    if table.dim() != 2 or len(table) < SMALLEST_CELL or not table.is_floating_point():
+        raise ValueError("the table must be a matrix of floating-point rows, one a token, at least two of them")
+    if not bool(torch.isfinite(table).all()):
+        raise ValueError("the table holds a NaN or an infinity: take another model's embedding")
+    if bool((table == table[0]).all()):
+        raise ValueError("all rows of the table are equal: it says nothing about tokens; take a trained embedding")
+
+
+def _check_positive(**values: float | None) -> None:
+    for name, value in values.items():
+        if value is None or not (value > 0 and math.isfinite(value)):
+            raise ValueError(f"{name} is {value}: it must be positive and finite")

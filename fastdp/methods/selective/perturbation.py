@@ -1,0 +1,315 @@
+"""`SelectivePerturbation`: private tokens of texts replaced once, at the source, with the budget of each text recorded."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import math
+import os
+import tempfile
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from fastdp.accounting.serialisation import canonical
+from fastdp.methods.selective.card import SelectiveCard
+from fastdp.methods.selective.mechanism import (
+    FORMS,
+    TokenMechanism,
+    balanced_partition,
+    diameter_bound,
+    public_radius,
+)
+from fastdp.methods.selective.quality import DetectorQuality
+from fastdp.methods.selective.rules import RuleDetector
+from fastdp.methods.selective.spans import PrivacyDetector, PrivacyPolicy, token_mask
+from fastdp.ops.stream import NoiseStream
+
+BUDGETS = ("token", "text")
+SCOPES = ("private", "all")
+
+
+@dataclass(frozen=True)
+class PerturbedTexts:
+    """Texts as token ids, private tokens replaced: all that training may see of them.
+
+    Attributes:
+        ids: token ids of each text, without the tokenizer's special tokens.
+        private: which of them were replaced; keep it with the private data.
+        epsilons: budget spent on each text, the sum over its private tokens (``metric``: per unit of distance).
+        settings: what it was made with, as on the card.
+        reproducible: whether the draws came from a reproducible key.
+        from_cache: whether they were read back rather than drawn, at no further cost.
+    """
+
+    ids: list[list[int]]
+    private: list[list[bool]]
+    epsilons: list[float]
+    settings: dict[str, Any]
+    reproducible: bool
+    from_cache: bool = False
+
+    @property
+    def private_tokens(self) -> int:
+        """Number of replaced tokens in all texts."""
+        return sum(map(sum, self.private))
+
+    def texts(self, tokenizer: Any) -> list[str]:
+        """The perturbed texts for a reader; train on ``ids``, as encoding these anew may give other tokens."""
+        return [tokenizer.decode(ids) for ids in self.ids]
+
+    def card(self, quality: DetectorQuality | None = None) -> SelectiveCard:
+        """What was bought; ``quality`` states the detector's miss rate (`measure_detector`)."""
+        notes = [] if self.private_tokens else ["the detector found no private token: nothing was perturbed"]
+        return SelectiveCard.of_run(
+            settings=self.settings,
+            epsilons=self.epsilons,
+            private_tokens=self.private_tokens,
+            tokens=sum(map(len, self.ids)),
+            reproducible=self.reproducible,
+            quality=quality,
+            notes=notes,
+        )
+
+
+@dataclass(frozen=True)
+class SelectivePerturbation:
+    """Replace the private tokens of texts by draws of the exponential mechanism over a public vocabulary.
+
+    After Pan and Wu, "Selective Privacy-Preserving Federated Learning for Large Language Model Fine-Tuning" (equations 1
+    to 5, algorithm 1). What the guarantee covers is the value of each token that the detector reports, and nothing else:
+    see `SelectiveCard`'s list.
+
+    Args:
+        epsilon: budget of each private token, or of each text (``budget``). k private tokens compose to k epsilons.
+        mechanism: ``local`` (default), ``metric``, ``partition`` or ``paper``; see `fastdp.methods.selective.mechanism`.
+            ``paper`` carries no guarantee, and its card says so.
+        budget: ``token``, or ``text`` to share epsilon equally among a text's private tokens.
+        radius: cap of distances (``local``, ``partition``) or the paper's d; None for the public table's median distance.
+        alpha: the paper's factor.
+        cells: number of cells of the public partition.
+        scope: ``private`` tokens alone, or ``all`` (the baseline that perturbs every token).
+        detector: finds private text; the rule detector by default.
+        policy: which of it is private.
+
+    Raises:
+        ValueError: for settings out of range, in one sentence.
+    """
+
+    epsilon: float
+    mechanism: str = "local"
+    budget: str = "token"
+    radius: float | None = None
+    alpha: float = 1.0
+    cells: int = 64
+    scope: str = "private"
+    detector: PrivacyDetector = field(default_factory=RuleDetector)
+    policy: PrivacyPolicy = field(default_factory=PrivacyPolicy)
+
+    def __post_init__(self) -> None:
+        for name, value, choices in (
+            ("mechanism", self.mechanism, FORMS),
+            ("budget", self.budget, BUDGETS),
+            ("scope", self.scope, SCOPES),
+        ):
+            if value not in choices:
+                raise ValueError(f"{name} is {value!r}: use one of {', '.join(choices)}")
+        for name, number in (("epsilon", self.epsilon), ("alpha", self.alpha), ("radius", self.radius)):
+            if number is not None and not (number > 0 and math.isfinite(number)):
+                raise ValueError(f"{name} is {number}: it must be positive and finite")
+        if self.cells < 1:
+            raise ValueError(f"cells is {self.cells}: a partition has at least one")
+
+    def __call__(
+        self,
+        texts: Sequence[str],
+        tokenizer: Any,
+        table: Tensor | nn.Module,
+        *,
+        max_length: int | None = None,
+        cache: str | os.PathLike[str] | None = None,
+        stream: NoiseStream | None = None,
+    ) -> PerturbedTexts:
+        """Perturb ``texts`` once.
+
+        Args:
+            texts: private.
+            tokenizer: fast, with character offsets; public.
+            table: [V, d] token embeddings of a public model, or the model itself.
+            max_length: tokens of a text that are kept; those cut off cost nothing.
+            cache: file beside the private data. If it exists it is read back at no cost, and refused if it was made from
+                other texts or with other settings, since a second draw would be a second release.
+            stream: source of the draws; a new one by default.
+
+        Warns if no private token is found. Raises ValueError for a tokenizer or table that does not fit, spans outside
+        their text, and a cache of something else.
+        """
+        matrix = _table(table)
+        encoded = _encode(tokenizer, texts, max_length)
+        radius = self._radius(matrix)
+        settings = self.describe() | {"radius": radius, "table": _fingerprint(matrix), "max_length": max_length}
+        path = None if cache is None else Path(cache)
+        if path is not None and path.exists():
+            return _read(path, settings, encoded["input_ids"])
+        private = self._private(texts, encoded)
+        if not any(map(any, private)):
+            warnings.warn("the detector found no private token: nothing is perturbed", stacklevel=2)
+        stream = NoiseStream() if stream is None else stream
+        ids, epsilons = self._draw(encoded["input_ids"], private, self._mechanism(matrix, radius, tokenizer), stream)
+        found = PerturbedTexts(ids, private, epsilons, settings, stream.reproducible)
+        if path is not None:
+            _write(path, found, encoded["input_ids"])
+        return found
+
+    def describe(self) -> dict[str, Any]:
+        """The settings, for the card; JSON values."""
+        return {
+            "name": "selective perturbation",
+            "mechanism": self.mechanism,
+            "epsilon": self.epsilon,
+            "budget": self.budget,
+            "radius": self.radius,
+            "alpha": self.alpha if self.mechanism == "paper" else None,
+            "cells": self.cells if self.mechanism == "partition" else None,
+            "scope": self.scope,
+            "detector": {"name": "every token"} if self.scope == "all" else self.detector.describe(),
+            "policy": self.policy.describe(),
+        }
+
+    def _radius(self, matrix: Tensor) -> float | None:
+        if self.mechanism == "metric":
+            return None
+        radius = public_radius(matrix) if self.radius is None else self.radius
+        farthest = diameter_bound(matrix)
+        if radius > farthest:
+            raise ValueError(
+                f"radius is {radius:g}, but no two rows of the table are farther apart than {farthest:g}: lower it"
+            )
+        return radius
+
+    def _mechanism(self, matrix: Tensor, radius: float | None, tokenizer: Any) -> TokenMechanism:
+        # Rows beyond the tokenizer's own (a table padded to a round size) and special tokens are never drawn.
+        candidates = torch.arange(len(matrix)) < len(tokenizer)
+        special = [token for token in tokenizer.all_special_ids if token < len(matrix)]
+        candidates[special] = False
+        cells = None
+        if self.mechanism == "partition":
+            usable = candidates.nonzero().flatten()
+            cells = torch.zeros(len(matrix), dtype=torch.int64)
+            cells[usable] = balanced_partition(matrix[usable], self.cells)
+        return TokenMechanism(self.mechanism, matrix, radius, self.alpha, candidates, cells)
+
+    def _private(self, texts: Sequence[str], encoded: dict[str, Any]) -> list[list[bool]]:
+        if self.scope == "all":
+            return [[True] * len(ids) for ids in encoded["input_ids"]]
+        found = self.detector.detect(texts)
+        if len(found) != len(texts):
+            raise ValueError(f"the detector returned {len(found)} lists of spans for {len(texts)} texts")
+        return [
+            token_mask(offsets, self.policy.private(text, spans))
+            for text, spans, offsets in zip(texts, found, encoded["offset_mapping"])
+        ]
+
+    def _draw(
+        self, ids: list[list[int]], private: list[list[bool]], mechanism: TokenMechanism, stream: NoiseStream
+    ) -> tuple[list[list[int]], list[float]]:
+        """Replaced ids and the budget of each text; every private token of all texts is drawn in one call."""
+        tokens = [token for own, mask in zip(ids, private) for token, hidden in zip(own, mask) if hidden]
+        if tokens and max(tokens) >= len(mechanism.table):
+            raise ValueError(
+                f"the tokenizer's id {max(tokens)} has no row in the table of {len(mechanism.table)}: take the tokenizer "
+                "and the table of one model"
+            )
+        counts = [sum(mask) for mask in private]
+        if self.budget == "text":
+            shares = [self.epsilon / count for count in counts for _ in range(count)]
+            epsilon: float | Tensor = torch.tensor(shares, dtype=torch.float64)
+            epsilons = [self.epsilon if count else 0.0 for count in counts]
+        else:
+            epsilon = self.epsilon
+            epsilons = [count * self.epsilon for count in counts]
+        drawn = iter(mechanism.draw(torch.tensor(tokens, dtype=torch.int64), epsilon, stream).tolist())
+        replaced = [[next(drawn) if hidden else token for token, hidden in zip(*pair)] for pair in zip(ids, private)]
+        return replaced, epsilons
+
+
+def _table(source: Tensor | nn.Module) -> Tensor:
+    if isinstance(source, nn.Module):
+        source = source.get_input_embeddings().weight  # type: ignore[operator]
+    return source.detach().float().cpu().contiguous()
+
+
+def _encode(tokenizer: Any, texts: Sequence[str], max_length: int | None) -> dict[str, Any]:
+    if not getattr(tokenizer, "is_fast", False):
+        raise ValueError("the tokenizer gives no character offsets, so spans cannot be aligned: use a fast one")
+    if not texts:
+        return {"input_ids": [], "offset_mapping": []}
+    encoded = tokenizer(list(texts), add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    return {key: [own[:max_length] for own in encoded[key]] for key in ("input_ids", "offset_mapping")}
+
+
+def _fingerprint(matrix: Tensor) -> str:
+    return hashlib.sha256(matrix.numpy().tobytes()).hexdigest()
+
+
+def _keyed_digest(salt: str, ids: list[list[int]]) -> str:
+    # With a salt of its own, so that the same text in two caches does not show.
+    return hmac.new(bytes.fromhex(salt), canonical(ids).encode(), hashlib.sha256).hexdigest()
+
+
+def _write(path: Path, found: PerturbedTexts, original: list[list[int]]) -> None:
+    """One file, written aside, synced and renamed: a crash leaves no draw that a second one could be compared with."""
+    salt = os.urandom(16).hex()
+    tensors = {
+        "ids": torch.tensor([token for own in found.ids for token in own], dtype=torch.int64),
+        "private": torch.tensor([hidden for own in found.private for hidden in own], dtype=torch.bool),
+        "lengths": torch.tensor([len(own) for own in found.ids], dtype=torch.int64),
+        "epsilons": torch.tensor(found.epsilons, dtype=torch.float64),
+    }
+    metadata = {
+        "settings": canonical(found.settings),
+        "reproducible": json.dumps(found.reproducible),
+        "salt": salt,
+        "digest": _keyed_digest(salt, original),
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, aside = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    os.close(descriptor)
+    try:
+        save_file(tensors, aside, metadata)
+        with open(aside, "rb") as file:
+            os.fsync(file.fileno())
+        os.replace(aside, path)
+    except BaseException:
+        Path(aside).unlink(missing_ok=True)
+        raise
+
+
+def _read(path: Path, settings: dict[str, Any], original: list[list[int]]) -> PerturbedTexts:
+    try:
+        with safe_open(path, "pt") as file:  # type: ignore[no-untyped-call]
+            metadata = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        made_with = json.loads(metadata["settings"])
+        same_texts = hmac.compare_digest(metadata["digest"], _keyed_digest(metadata["salt"], original))
+    except (SafetensorError, OSError, KeyError, ValueError) as error:
+        raise ValueError(f"{path} is no cache of perturbed texts: {error}") from None
+    again = "perturbing anew would spend a second budget on what both share; name another file if you mean it"
+    if made_with != json.loads(canonical(settings)):
+        differing = next(key for key in settings if made_with.get(key) != json.loads(canonical(settings))[key])
+        raise ValueError(f"{path} was made with another {differing}; {again}")
+    if not same_texts:
+        raise ValueError(f"{path} was made from other texts or another tokenizer; {again}")
+    lengths = tensors["lengths"].tolist()
+    ids = [part.tolist() for part in tensors["ids"].split(lengths)] if lengths else []
+    private = [part.tolist() for part in tensors["private"].split(lengths)] if lengths else []
+    reproducible = json.loads(metadata["reproducible"])
+    return PerturbedTexts(ids, private, tensors["epsilons"].tolist(), made_with, reproducible, from_cache=True)

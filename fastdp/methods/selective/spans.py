@@ -1,0 +1,133 @@
+"""What a detector of private text reports, and the policy that decides which of it is private."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+_WORD = re.compile(r"\w+")
+
+
+@dataclass(frozen=True)
+class Span:
+    """Characters ``start`` to ``end`` (exclusive) of a text, taken for an ``entity`` with a ``score`` in [0, 1]."""
+
+    entity: str
+    start: int
+    end: int
+    score: float = 1.0
+
+
+@runtime_checkable
+class PrivacyDetector(Protocol):
+    """Finds private text. Whatever it misses is not protected, so state its miss rate (see `measure_detector`)."""
+
+    def detect(self, texts: Sequence[str]) -> list[list[Span]]:
+        """The spans of each text, in any order; they may overlap."""
+
+    def describe(self) -> dict[str, Any]:
+        """Name and settings, for the card; JSON values."""
+
+
+@dataclass(frozen=True)
+class PrivacyPolicy:
+    """What counts as private of what a detector reports.
+
+    Args:
+        entities: the kinds that are private; None for every kind that the detector knows.
+        threshold: least score, for every kind or by kind (a kind without one has 0).
+        whole_words: widen a span to the words it touches, so that no part of a word is left in the clear.
+
+    Raises:
+        ValueError: for a threshold outside [0, 1], or no entity at all.
+    """
+
+    entities: frozenset[str] | None = None
+    threshold: float | Mapping[str, float] = 0.0
+    whole_words: bool = True
+
+    def __post_init__(self) -> None:
+        if self.entities is not None:
+            object.__setattr__(self, "entities", frozenset(self.entities))
+            if not self.entities:
+                raise ValueError("entities is empty, so nothing would be private; name some, or give None for all")
+        thresholds = self.threshold.values() if isinstance(self.threshold, Mapping) else [self.threshold]
+        for value in thresholds:
+            if not 0 <= value <= 1:
+                raise ValueError(f"threshold is {value}: a score lies between 0 and 1")
+
+    def private(self, text: str, spans: Sequence[Span]) -> list[tuple[int, int]]:
+        """The private stretches of ``text``: disjoint, in order; overlapping spans become one.
+
+        Raises:
+            ValueError: for a span that is empty, backwards or outside the text, or whose score is not in [0, 1].
+        """
+        kept = []
+        for span in spans:
+            _check(span, text)
+            least = self.threshold.get(span.entity, 0.0) if isinstance(self.threshold, Mapping) else self.threshold
+            if span.score >= least and (self.entities is None or span.entity in self.entities):
+                kept.append((span.start, span.end))
+        if self.whole_words and kept:
+            words = [match.span() for match in _WORD.finditer(text)]
+            kept = [_widen(stretch, words) for stretch in kept]
+        return merge(kept)
+
+    def describe(self) -> dict[str, Any]:
+        """The settings, for the card."""
+        return {
+            "entities": None if self.entities is None else sorted(self.entities),
+            "threshold": dict(self.threshold) if isinstance(self.threshold, Mapping) else self.threshold,
+            "whole_words": self.whole_words,
+        }
+
+
+def merge(stretches: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The union of half-open intervals, as disjoint ones in order."""
+    merged: list[tuple[int, int]] = []
+    for start, end in sorted(stretches):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
+        else:
+            merged.append((start, end))
+    return merged
+
+
+def token_mask(
+    offsets: Sequence[tuple[int, int]], stretches: Sequence[tuple[int, int]], special: Sequence[int] | None = None
+) -> list[bool]:
+    """Which tokens touch a private stretch of their text.
+
+    Args:
+        offsets: start and end character of each token, as a fast tokenizer gives them. Several tokens may share a
+            character (the bytes of one letter); a token of no characters inside a stretch is private too.
+        stretches: disjoint and in order, as `PrivacyPolicy.private` returns them.
+        special: 1 for tokens that the tokenizer added, which stand for no text and are never private.
+    """
+    mask = []
+    for index, (start, end) in enumerate(offsets):
+        added = special is not None and bool(special[index])
+        last = max(end, start + 1)
+        mask.append(not added and any(start < to and last > since for since, to in stretches))
+    return mask
+
+
+def _check(span: Span, text: str) -> None:
+    if not 0 <= span.start < span.end <= len(text):
+        raise ValueError(
+            f"a {span.entity} span covers characters {span.start} to {span.end} of a text of {len(text)}: the detector "
+            "must report half-open ranges inside the text"
+        )
+    if not (math.isfinite(span.score) and 0 <= span.score <= 1):
+        raise ValueError(f"a {span.entity} span has score {span.score}: a score lies between 0 and 1")
+
+
+def _widen(stretch: tuple[int, int], words: Sequence[tuple[int, int]]) -> tuple[int, int]:
+    start, end = stretch
+    touched = [word for word in words if word[0] < end and word[1] > start]
+    if not touched:
+        return stretch
+    return min(start, touched[0][0]), max(end, touched[-1][1])

@@ -1,0 +1,110 @@
+"""Any Hugging Face token-classification model as a detector of private text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from fastdp.methods.selective.spans import Span
+
+
+class TokenClassificationDetector:
+    """A named-entity model as a `PrivacyDetector`: labels O, B-X, I-X (or plain X) become spans of entity X.
+
+    Args:
+        model: a model for token classification, whose ``config.id2label`` names the labels.
+        tokenizer: its fast tokenizer.
+        batch_size: windows in one forward pass; a text longer than the model is cut into overlapping windows.
+        stride: tokens that neighbouring windows share.
+
+    Raises:
+        ValueError: for a tokenizer without character offsets, or a stride that leaves a window nothing of its own.
+    """
+
+    def __init__(self, model: nn.Module, tokenizer: Any, batch_size: int = 16, stride: int = 32) -> None:
+        if not getattr(tokenizer, "is_fast", False):
+            raise ValueError("the detector needs a fast tokenizer, which gives the characters of each token")
+        config: Any = model.config
+        self.model = model
+        self.tokenizer = tokenizer
+        self.batch_size = batch_size
+        self.stride = stride
+        self.labels: dict[int, str] = {int(key): value for key, value in config.id2label.items()}
+        self.window = min(tokenizer.model_max_length, getattr(config, "max_position_embeddings", 512))
+        if not 0 <= stride < self.window - tokenizer.num_special_tokens_to_add():
+            raise ValueError(f"stride is {stride}: it must be below the model's {self.window} tokens")
+
+    def detect(self, texts: Sequence[str]) -> list[list[Span]]:
+        """The spans of each text; a span's score is the mean probability of its tokens' labels."""
+        found: list[list[Span]] = [[] for _ in texts]
+        if not any(texts):
+            return found
+        encoded = self.tokenizer(
+            list(texts),
+            truncation=True,
+            max_length=self.window,
+            stride=self.stride,
+            return_overflowing_tokens=True,
+            return_offsets_mapping=True,
+            return_special_tokens_mask=True,
+        )
+        keys = [key for key in ("input_ids", "attention_mask", "token_type_ids") if key in encoded]
+        for start in range(0, len(encoded["input_ids"]), self.batch_size):
+            rows = range(start, min(start + self.batch_size, len(encoded["input_ids"])))
+            batch = self.tokenizer.pad({key: [encoded[key][row] for row in rows] for key in keys}, return_tensors="pt")
+            for row, (scores, labels) in zip(rows, self._predict(batch)):
+                spans = _spans(
+                    [self.labels[label] for label in labels],
+                    scores,
+                    encoded["offset_mapping"][row],
+                    encoded["special_tokens_mask"][row],
+                )
+                found[encoded["overflow_to_sample_mapping"][row]] += spans
+        return found
+
+    def describe(self) -> dict[str, Any]:
+        """Name and settings, for the card."""
+        config: Any = self.model.config
+        return {
+            "name": "token classification",
+            "model": getattr(config, "_name_or_path", "") or type(self.model).__name__,
+            "labels": sorted(set(self.labels.values())),
+        }
+
+    def _predict(self, batch: Any) -> Iterator[tuple[list[float], list[int]]]:
+        device = next(self.model.parameters()).device
+        was_training = self.model.training
+        self.model.eval()
+        try:
+            with torch.inference_mode():
+                logits = self.model(**{key: value.to(device) for key, value in batch.items()}).logits
+        finally:
+            self.model.train(was_training)
+        best = logits.float().softmax(-1).max(-1)
+        yield from zip(best.values.tolist(), best.indices.tolist())
+
+
+def _spans(
+    labels: Sequence[str], scores: Sequence[float], offsets: Sequence[tuple[int, int]], special: Sequence[int]
+) -> Iterator[Span]:
+    """Runs of tokens of one entity; a B- label begins a new run."""
+    entity, start, end, seen = "", 0, 0, []
+    for label, score, (since, to), added in zip(labels, scores, offsets, special):
+        mark, _, name = label.partition("-")
+        if mark not in ("B", "I", "E", "S", "L", "U") or not name:
+            mark, name = "I", "" if label == "O" else label
+        if added or to <= since:
+            continue
+        if entity and (name != entity or mark in ("B", "S", "U")):
+            yield Span(entity, start, end, min(1.0, sum(seen) / len(seen)))
+            entity = ""
+        if name:
+            if not entity:
+                entity, start, seen = name, since, []
+            end = to
+            seen.append(score)
+    if entity:
+        yield Span(entity, start, end, min(1.0, sum(seen) / len(seen)))

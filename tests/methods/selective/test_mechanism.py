@@ -1,0 +1,180 @@
+"""The laws: the printed figures, exact bounds of the sound forms on small tables, draws against laws, and what is refused."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.stats import chisquare
+
+from fastdp import NoiseStream
+from fastdp.methods.selective import TokenMechanism, balanced_partition, paper_probabilities, public_radius
+from fastdp.methods.selective.mechanism import diameter_bound
+
+LINE = torch.arange(6.0)
+
+
+def test_printed_figures():
+    """The law of equation 5 on the table {0, ..., 5} with d = 2, alpha = 1, epsilon = 1."""
+    zero = [0.37576, 0.33160, 0.29264, 0, 0, 0]
+    one = [0.24903, 0.28218, 0.24903, 0.21976, 0, 0]
+    torch.testing.assert_close(
+        paper_probabilities(0, LINE, 1.0, 2.0, 1.0), torch.tensor(zero).double(), atol=5e-6, rtol=0
+    )
+    torch.testing.assert_close(
+        paper_probabilities(1, LINE, 1.0, 2.0, 1.0), torch.tensor(one).double(), atol=5e-6, rtol=0
+    )
+
+
+def hockey_stick(first, second, epsilon):
+    return float((first - math.exp(epsilon) * second).clamp(min=0).sum())
+
+
+def test_paper_has_no_guarantee():
+    """At the printed epsilon a fifth of the outcomes of 1 betray it against 0; those of 0 against 5 do always, at any epsilon."""
+    law = {token: paper_probabilities(token, LINE, 1.0, 2.0, 1.0) for token in (0, 1, 5)}
+    assert hockey_stick(law[1], law[0], 1.0) == pytest.approx(0.2198, abs=5e-5)
+    assert hockey_stick(law[0], law[5], 1.0) == pytest.approx(1.0)
+    assert hockey_stick(law[0], law[5], 50.0) == pytest.approx(1.0)
+
+
+def test_paper_sends_an_isolated_token_as_it_is():
+    table = torch.tensor([[0.0], [1.0], [2.0], [100.0]])
+    drawn = TokenMechanism("paper", table, radius=5.0).draw(torch.full((50,), 3), 0.1, NoiseStream())
+    assert (drawn == 3).all()
+
+
+tables = st.integers(2, 7).flatmap(
+    lambda rows: st.lists(st.lists(st.floats(-3, 3, width=32), min_size=2, max_size=2), min_size=rows, max_size=rows)
+)
+
+
+def distinct(table):
+    return not bool((table == table[0]).all())
+
+
+@settings(max_examples=40, deadline=None)
+@given(tables, st.floats(0.05, 20), st.floats(0.05, 5), st.integers(0, 2**7 - 1))
+def test_local_form_is_epsilon_local(rows, epsilon, radius, allowed):
+    """For every pair of tokens and every outcome the log ratio is at most epsilon, and the supports are equal."""
+    table = torch.tensor(rows)
+    candidates = torch.tensor([bool(allowed >> row & 1) for row in range(len(rows))])
+    if not distinct(table) or candidates.sum() < 2:
+        return
+    mechanism = TokenMechanism("local", table, radius, candidates=candidates)
+    laws = torch.stack([mechanism.log_probabilities(token, epsilon) for token in range(len(table))])
+    assert (torch.isinf(laws) == ~candidates).all()
+    spread = laws[:, candidates].max(0).values - laws[:, candidates].min(0).values
+    assert float(spread.max()) <= epsilon + 1e-9
+
+
+@settings(max_examples=40, deadline=None)
+@given(tables, st.floats(0.05, 20))
+def test_metric_form_is_epsilon_times_distance(rows, epsilon):
+    table = torch.tensor(rows)
+    if not distinct(table):
+        return
+    mechanism = TokenMechanism("metric", table)
+    laws = torch.stack([mechanism.log_probabilities(token, epsilon) for token in range(len(table))])
+    distances = torch.cdist(table.double(), table.double(), compute_mode="donot_use_mm_for_euclid_dist")
+    ratios = (laws[:, None] - laws[None]).abs().max(2).values
+    assert (ratios <= epsilon * distances + 1e-7).all()
+
+
+@settings(max_examples=40, deadline=None)
+@given(tables.filter(lambda rows: len(rows) >= 4), st.floats(0.05, 20), st.floats(0.05, 5))
+def test_partition_is_epsilon_local_within_cells(rows, epsilon, radius):
+    """Within a cell as the local form; nothing of another cell can be drawn."""
+    table = torch.tensor(rows)
+    if not distinct(table):
+        return
+    cells = balanced_partition(table, 2)
+    mechanism = TokenMechanism("partition", table, radius, cells=cells)
+    for cell in range(2):
+        own = cells == cell
+        laws = torch.stack([mechanism.log_probabilities(int(token), epsilon) for token in own.nonzero()])
+        assert torch.isinf(laws[:, ~own]).all()
+        assert float((laws[:, own].max(0).values - laws[:, own].min(0).values).max()) <= epsilon + 1e-9
+
+
+@pytest.mark.parametrize("form", ["local", "metric", "partition", "paper"])
+def test_draws_follow_the_law(form):
+    """Chi-square of 40,000 draws of each of three tokens; false alarms: 3 in 10^6 for each form."""
+    table = torch.tensor([[0.0, 0.0], [1.0, 0.0], [0.5, 1.0], [2.0, 1.0], [0.0, 1.5], [2.5, 0.0], [1.0, 1.0]])
+    candidates = torch.tensor([True] * 6 + [False])
+    cells = torch.tensor([0, 0, 0, 1, 1, 1, 0])
+    mechanism = TokenMechanism(form, table, None if form == "metric" else 1.6, 1.0, candidates, cells)
+    ids = torch.tensor([0, 3, 6]).repeat(40_000)
+    stream = NoiseStream()
+    drawn = mechanism.draw(ids, 2.5, stream)
+    for token in (0, 3, 6):
+        law = mechanism.log_probabilities(token, 2.5).exp().numpy()
+        counts = torch.bincount(drawn[ids == token], minlength=len(table)).numpy()
+        possible = law > 0
+        assert counts[~possible].sum() == 0
+        assert chisquare(counts[possible], 40_000 * law[possible] / law.sum()).pvalue > 1e-6
+
+
+def test_an_epsilon_for_each_token():
+    """A tiny and a huge epsilon in one call: the first spreads, the second stays."""
+    table = torch.randn(50, 4, generator=torch.Generator().manual_seed(0))
+    ids = torch.arange(50).repeat(40)
+    epsilons = torch.where(torch.arange(2000) % 2 == 0, 1e-3, 1e4).double()
+    for form in ("local", "metric", "paper", "partition"):
+        mechanism = TokenMechanism(form, table, None if form == "metric" else 2.0, cells=balanced_partition(table, 2))
+        kept = mechanism.draw(ids, epsilons, NoiseStream()) == ids
+        assert kept[1::2].all()
+        assert kept[::2].float().mean() < 0.5
+
+
+def test_partition_is_balanced_and_deterministic():
+    table = torch.randn(257, 8, generator=torch.Generator().manual_seed(1))
+    cells = balanced_partition(table, 16)
+    assert torch.equal(cells, balanced_partition(table, 16))
+    sizes = torch.bincount(cells)
+    assert len(sizes) == 16
+    assert sizes.max() - sizes.min() <= 2
+    inside = torch.stack([torch.pdist(table[cells == cell]).mean() for cell in range(16)]).mean()
+    assert inside < torch.pdist(table).mean()
+
+
+def test_radius_and_diameter_come_from_the_table():
+    table = torch.tensor([[0.0], [1.0], [3.0]])
+    assert public_radius(table) == 2.0
+    assert diameter_bound(table) >= 3.0
+    mostly_equal = torch.zeros(5000, 2)
+    mostly_equal[77] = 1.0
+    assert public_radius(mostly_equal) == pytest.approx(math.sqrt(2))
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: TokenMechanism("laplace", torch.eye(3), 1.0), "mechanism is 'laplace'"),
+        (lambda: TokenMechanism("local", torch.ones(4, 2), 1.0), "all rows of the table are equal"),
+        (lambda: TokenMechanism("local", torch.eye(3), 0.0), "radius is 0.0"),
+        (lambda: TokenMechanism("local", torch.eye(3), None), "radius is None"),
+        (lambda: TokenMechanism("paper", torch.eye(3), 1.0, alpha=-1.0), "alpha is -1.0"),
+        (lambda: TokenMechanism("metric", torch.tensor([[0.0], [math.nan]])), "NaN"),
+        (
+            lambda: TokenMechanism("metric", torch.eye(3), candidates=torch.tensor([True, False, False])),
+            "fewer than two",
+        ),
+        (lambda: TokenMechanism("partition", torch.eye(3), 1.0), "one int64 cell"),
+        (lambda: TokenMechanism("partition", torch.eye(3), 1.0, cells=torch.tensor([0, 0, 1])), "cell 1 .* holds 1"),
+        (lambda: balanced_partition(torch.eye(5), 3), "room for 1 to 2 cells"),
+        (lambda: TokenMechanism("metric", torch.eye(3)).draw(torch.tensor([0]), 0.0, NoiseStream()), "every epsilon"),
+        (lambda: paper_probabilities(0, LINE, -1.0, 1.0, 1.0), "epsilon is -1.0"),
+    ],
+)
+def test_refused(build, message):
+    with pytest.raises(ValueError, match=message):
+        build()
+
+
+def test_ids_outside_the_table():
+    with pytest.raises(IndexError, match="outside the table"):
+        TokenMechanism("metric", torch.eye(3)).draw(torch.tensor([3]), 1.0, NoiseStream())
+    with pytest.raises(IndexError, match="outside a table"):
+        paper_probabilities(6, LINE, 1.0, 1.0, 1.0)

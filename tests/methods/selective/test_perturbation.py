@@ -1,0 +1,217 @@
+"""`SelectivePerturbation`: what is replaced, what it costs, the cache, the card, and what is refused."""
+
+import pytest
+import torch
+
+import fastdp
+from fastdp import NoiseStream
+from fastdp.methods.selective import (
+    PrivacyPolicy,
+    RuleDetector,
+    SelectiveCard,
+    SelectivePerturbation,
+    Span,
+    measure_detector,
+    read_labelled_spans,
+)
+
+from .tokenizers_for_tests import quickstart, word_tokenizer
+
+TEXTS = ["Please call Richard McCray on 0393 1144137.", "Nothing to see.", "Anna paid with 4111 1111 1111 1111."]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return quickstart()
+
+
+def encoded(tokenizer, texts=TEXTS):
+    return tokenizer(list(texts), add_special_tokens=False)["input_ids"]
+
+
+@pytest.mark.parametrize("mechanism", ["local", "metric", "partition", "paper"])
+def test_only_private_tokens_change(model, mechanism):
+    tokenizer, table = model
+    found = SelectivePerturbation(0.01, mechanism)(TEXTS, tokenizer, table)
+    original = encoded(tokenizer)
+    assert [len(own) for own in found.ids] == [len(own) for own in original]
+    for new, old, private in zip(found.ids, original, found.private):
+        assert all(n == o for n, o, hidden in zip(new, old, private) if not hidden)
+    assert found.ids[1] == original[1]
+    changed = sum(n != o for new, old in zip(found.ids, original) for n, o in zip(new, old))
+    assert changed > (0 if mechanism == "paper" else 0.5 * found.private_tokens)
+    special = set(tokenizer.all_special_ids)
+    assert not special & {token for own in found.ids for token in own}
+
+
+def test_private_words_are_gone(model):
+    """At a small epsilon no piece of a private word stays where it was, but by a chance of one in a thousand a token."""
+    tokenizer, table = model
+    found = SelectivePerturbation(0.01)(TEXTS, tokenizer, table)
+    texts = found.texts(tokenizer)
+    assert "McCray" not in texts[0]
+    assert "1111 1111" not in texts[2]
+    assert texts[0].startswith("Please call")
+
+
+def test_budget_of_each_text(model):
+    tokenizer, table = model
+    by_token = SelectivePerturbation(2.0)(TEXTS, tokenizer, table)
+    assert by_token.epsilons == [2.0 * sum(own) for own in by_token.private]
+    assert by_token.epsilons[1] == 0
+    by_text = SelectivePerturbation(2.0, budget="text")(TEXTS, tokenizer, table)
+    assert by_text.epsilons == [2.0, 0.0, 2.0]
+
+
+def test_a_large_epsilon_changes_nothing(model):
+    tokenizer, table = model
+    assert SelectivePerturbation(1e5)(TEXTS, tokenizer, table).ids == encoded(tokenizer)
+
+
+def test_every_token(model):
+    tokenizer, table = model
+    found = SelectivePerturbation(0.01, scope="all")(TEXTS, tokenizer, table)
+    assert found.private_tokens == sum(map(len, encoded(tokenizer)))
+    assert found.card()["settings"]["detector"] == {"name": "every token"}
+
+
+def test_truncated_tokens_cost_nothing(model):
+    tokenizer, table = model
+    found = SelectivePerturbation(1.0)(TEXTS, tokenizer, table, max_length=4)
+    assert max(map(len, found.ids)) == 4
+    assert found.epsilons[0] <= 4.0
+
+
+def test_drawn_once_and_kept(model, tmp_path):
+    tokenizer, table = model
+    perturb = SelectivePerturbation(0.5)
+    first = perturb(TEXTS, tokenizer, table, cache=tmp_path / "client" / "perturbed.safetensors")
+    second = perturb(TEXTS, tokenizer, table, cache=tmp_path / "client" / "perturbed.safetensors")
+    assert (second.ids, second.epsilons, second.private) == (first.ids, first.epsilons, first.private)
+    assert second.from_cache
+    assert not first.from_cache
+    assert perturb(TEXTS, tokenizer, table).ids != first.ids
+    assert [path.name for path in (tmp_path / "client").iterdir()] == ["perturbed.safetensors"]
+
+
+def test_a_cache_of_something_else_is_refused(model, tmp_path):
+    tokenizer, table = model
+    path = tmp_path / "perturbed.safetensors"
+    SelectivePerturbation(0.5)(TEXTS, tokenizer, table, cache=path)
+    with pytest.raises(ValueError, match="another epsilon; perturbing anew would spend a second budget"):
+        SelectivePerturbation(0.6)(TEXTS, tokenizer, table, cache=path)
+    with pytest.raises(ValueError, match="other texts"):
+        SelectivePerturbation(0.5)(TEXTS[:2], tokenizer, table, cache=path)
+    with pytest.raises(ValueError, match="another table"):
+        SelectivePerturbation(0.5, radius=1.0)(TEXTS, tokenizer, table + 1, cache=_made(tmp_path, tokenizer, table))
+    path.write_bytes(b"rubbish")
+    with pytest.raises(ValueError, match="no cache of perturbed texts"):
+        SelectivePerturbation(0.5)(TEXTS, tokenizer, table, cache=path)
+
+
+def _made(folder, tokenizer, table):
+    SelectivePerturbation(0.5, radius=1.0)(TEXTS, tokenizer, table, cache=folder / "other")
+    return folder / "other"
+
+
+def test_no_private_token_is_said_and_no_failure(model):
+    tokenizer, table = model
+    with pytest.warns(UserWarning, match="no private token"):
+        found = SelectivePerturbation(1.0)(["nothing here"], tokenizer, table)
+    assert found.ids == encoded(tokenizer, ["nothing here"])
+    assert "no private token" in found.card()["notes"][0]
+
+
+def test_no_text_at_all(model):
+    tokenizer, table = model
+    with pytest.warns(UserWarning, match="no private token"):
+        assert SelectivePerturbation(1.0)([], tokenizer, table).ids == []
+
+
+def test_a_private_word_outside_the_vocabulary_is_replaced_too():
+    """Its id is the special unknown token's: it is private like any other, and never drawn."""
+    tokenizer = word_tokenizer(["call", "now", "please", "later"])
+    found = SelectivePerturbation(0.1)(["call Anna now"], tokenizer, torch.eye(5))
+    assert found.private == [[False, True, False]]
+    assert found.ids[0][1] != tokenizer.unk_token_id
+
+
+def test_rows_that_pad_the_table_are_never_drawn():
+    tokenizer = word_tokenizer(["call", "now"])
+    table = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
+    found = SelectivePerturbation(0.01)(["call Anna now"] * 200, tokenizer, table)
+    assert max(token for own in found.ids for token in own) < 3
+
+
+class Wrong:
+    def __init__(self, spans):
+        self.spans = spans
+
+    def detect(self, texts):
+        return self.spans
+
+    def describe(self):
+        return {"name": "wrong"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"epsilon": 0.0}, "epsilon is 0.0"),
+        ({"epsilon": float("inf")}, "epsilon is inf"),
+        ({"epsilon": 1.0, "radius": -1.0}, "radius is -1.0"),
+        ({"epsilon": 1.0, "mechanism": "gaussian"}, "mechanism is 'gaussian'"),
+        ({"epsilon": 1.0, "budget": "corpus"}, "budget is 'corpus'"),
+        ({"epsilon": 1.0, "cells": 0}, "cells is 0"),
+    ],
+)
+def test_settings_out_of_range(settings, message):
+    with pytest.raises(ValueError, match=message):
+        SelectivePerturbation(**settings)
+
+
+def test_refused_when_called(model):
+    tokenizer, table = model
+    with pytest.raises(ValueError, match="lower it"):
+        SelectivePerturbation(1.0, radius=1e6)(TEXTS, tokenizer, table)
+    with pytest.raises(ValueError, match="all rows of the table are equal"):
+        SelectivePerturbation(1.0)(TEXTS, tokenizer, torch.ones(2000, 3))
+    with pytest.raises(ValueError, match="has no row in the table"):
+        SelectivePerturbation(1.0, scope="all")(TEXTS, tokenizer, table[:300])
+    with pytest.raises(ValueError, match="covers characters 0 to 999"):
+        SelectivePerturbation(1.0, detector=Wrong([[Span("X", 0, 999)], [], []]))(TEXTS, tokenizer, table)
+    with pytest.raises(ValueError, match="0 lists of spans for 3 texts"):
+        SelectivePerturbation(1.0, detector=Wrong([]))(TEXTS, tokenizer, table)
+    with pytest.raises(ValueError, match="no character offsets"):
+        SelectivePerturbation(1.0)(TEXTS, object(), table)
+
+
+def test_card(model, tmp_path):
+    tokenizer, table = model
+    labels = [[Span("PERSON", 12, 26), Span("COMPANY", 0, 6)], [], []]
+    quality = measure_detector(RuleDetector(), TEXTS, labels, corpus="three sentences")
+    card = SelectivePerturbation(2.0)(TEXTS, tokenizer, table).card(quality)
+    assert card["guarantee"].startswith("epsilon-local differential privacy")
+    text = card.to_markdown()
+    assert "50.0% of labelled spans" in text
+    assert "three sentences" in text
+    assert "missed" in text
+    json_path, markdown_path = card.save(tmp_path / "card")
+    assert SelectiveCard.load(json_path) == card
+    assert markdown_path.read_text() == text
+
+
+def test_cards_that_state_no_guarantee(model):
+    tokenizer, table = model
+    paper = SelectivePerturbation(2.0, "paper", radius=1.0)(TEXTS, tokenizer, table).card()
+    assert paper["guarantee"] == "none"
+    assert any("no epsilon holds" in reason for reason in paper["why_no_guarantee"])
+    repeatable = SelectivePerturbation(2.0)(TEXTS, tokenizer, table, stream=NoiseStream.unsafe_reproducible(1))
+    assert repeatable.card()["guarantee"] == "none"
+    assert "not measured" in repeatable.card().to_markdown()
+
+
+def test_public_names():
+    assert fastdp.SelectivePerturbation is SelectivePerturbation
+    assert read_labelled_spans is not None
+    assert PrivacyPolicy().describe()["entities"] is None

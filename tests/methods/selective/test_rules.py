@@ -1,0 +1,88 @@
+"""The rule detector: each kind of private text, its checksums, and what it must leave alone."""
+
+import time
+
+import pytest
+
+from fastdp.methods.selective import PrivacyDetector, RuleDetector
+from fastdp.methods.selective.rules import iban_valid, luhn_valid
+
+
+def found(text, entity, **settings):
+    (spans,) = RuleDetector(entities=(entity,), **settings).detect([text])
+    return [text[span.start : span.end] for span in spans]
+
+
+@pytest.mark.parametrize(
+    ("entity", "text", "expected"),
+    [
+        ("EMAIL_ADDRESS", "Write to jo.doe+x@mail.example.org, please", "jo.doe+x@mail.example.org"),
+        ("CREDIT_CARD", "card 4111 1111 1111 1111.", "4111 1111 1111 1111"),
+        ("CREDIT_CARD", "card 378282246310005", "378282246310005"),
+        ("IBAN_CODE", "to GB82WEST12345698765432 today", "GB82WEST12345698765432"),
+        ("IBAN_CODE", "to DE89 3704 0044 0532 0130 00 BANK", "DE89 3704 0044 0532 0130 00"),
+        ("IP_ADDRESS", "from 192.168.10.254, at night", "192.168.10.254"),
+        ("IP_ADDRESS", "from 2001:db8::8a2e:370:7334.", "2001:db8::8a2e:370:7334"),
+        ("PHONE_NUMBER", "call +41 (0)85 806 98 67 now", "+41 (0)85 806 98 67"),
+        ("PHONE_NUMBER", "call 0393 1144137", "0393 1144137"),
+        ("US_SSN", "number 710-31-0236 of hers", "710-31-0236"),
+        ("DATE_TIME", "on 1985-11-18 22:50:23 sharp", "1985-11-18 22:50:23"),
+        ("DATE_TIME", "born 8/5/1989", "8/5/1989"),
+        ("DATE_TIME", "the 3rd of March 2021", "3rd of March 2021"),
+        ("DATE_TIME", "on Feb 7, 2020 again", "Feb 7, 2020"),
+        ("STREET_ADDRESS", "at 615 Benedum Drive, Apt. 4 now", "615 Benedum Drive, Apt. 4"),
+        ("STREET_ADDRESS", "in der Lindenstraße 12", "Lindenstraße 12"),
+        ("DOMAIN_NAME", "see https://www.example.org/a?b=c for it", "https://www.example.org/a?b=c"),
+        ("PERSON", "yesterday Richard McCray came", "Richard McCray"),
+        ("PERSON", "I met Dr. Szöllösy there", "Szöllösy"),
+        ("PERSON", "my name is Rubija", "Rubija"),
+        ("PERSON", "then we saw Will Smith", "Will Smith"),
+    ],
+)
+def test_found(entity, text, expected):
+    assert expected in found(text, entity)
+
+
+@pytest.mark.parametrize(
+    ("entity", "text"),
+    [
+        ("CREDIT_CARD", "order 4111 1111 1111 1112"),
+        ("IBAN_CODE", "code GB82WEST12345698765433"),
+        ("IP_ADDRESS", "version 999.1.2.3 and time 12:30"),
+        ("PHONE_NUMBER", "only 12 345"),
+        ("PHONE_NUMBER", "born 1985-11-18"),
+        ("EMAIL_ADDRESS", "a@b and @home"),
+        ("PERSON", "Will you come in May? The hill is green."),
+        ("DATE_TIME", "it costs 2,500 or 12345"),
+    ],
+)
+def test_left_alone(entity, text):
+    assert not found(text, entity)
+
+
+def test_own_names_in_any_case():
+    assert found("they know QUORRA and zed", "PERSON", names=frozenset({"Quorra"})) == ["QUORRA"]
+    assert RuleDetector(names=frozenset({"Quorra"})).describe()["own_names"] == 1
+    assert "uorra" not in repr(RuleDetector(names=frozenset({"Quorra"})))
+
+
+def test_checksums():
+    assert luhn_valid("79927398713")
+    assert not any(luhn_valid(f"7992739871{digit}") for digit in "012456789")
+    assert iban_valid("NO9386011117947")
+    assert not iban_valid("NO9386011117948")
+
+
+def test_is_a_detector_and_refuses_unknown_entities():
+    assert isinstance(RuleDetector(), PrivacyDetector)
+    with pytest.raises(ValueError, match="no entity 'MOOD'"):
+        RuleDetector(entities=("MOOD",))
+
+
+@pytest.mark.parametrize(
+    "text", ["a" * 50_000, "1" * 50_000, "1 " * 25_000, "Aa " * 15_000, ":" * 50_000, "a." * 25_000 + "@"]
+)
+def test_hostile_text_takes_linear_time(text):
+    begin = time.process_time()
+    RuleDetector().detect([text])
+    assert time.process_time() - begin < 4
