@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import uuid
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -172,6 +173,11 @@ class Ledger:
         return {kind: account.model for kind, account in self._accounts.items()}
 
     @property
+    def untouched(self) -> bool:
+        """Whether nothing of any kind was spent."""
+        return not any(account.used for account in self._accounts.values())
+
+    @property
     def spent_steps(self) -> int:
         """Training steps spent, never below the truth."""
         return self.spent(STEP)
@@ -270,24 +276,25 @@ class Ledger:
         self._append("extend", {"of": kind, "budget": int(new_budget)})
         self._accounts[kind] = replace(account, budget=int(new_budget))
 
-    def restore(self, steps: int, head: str | None = None) -> None:
+    def restore(self, spent: int | Mapping[str, int], head: str | None = None) -> None:
         """Agree with a checkpoint: what is spent becomes the larger of the two counts, so neither is rolled back.
 
         Args:
-            steps: `spent_steps` when the checkpoint was written.
+            spent: releases of each kind when the checkpoint was written, or of training steps alone.
             head: `head` when it was written. Raises LedgerError if the file's history does not hold it, as after the
-                file was cut back or replaced by an older copy.
+                file was cut back or replaced by an older copy, and for a kind that was not declared.
         """
         if head is not None and self.path is not None and head not in self._heads:
             raise LedgerError(
                 f"{self.path} does not hold the history this checkpoint was written with: it was cut back or replaced"
             )
-        account = self._find(STEP)
-        if as_count(steps, "steps") <= account.used:
-            return
-        total = account.model.round_up(steps)
-        self._append("reserve", {"of": STEP, "total": total})
-        self._accounts[STEP] = replace(account, used=total, reserved=max(total, account.reserved))
+        for kind, count in (spent if isinstance(spent, Mapping) else {STEP: spent}).items():
+            account = self._find(kind)
+            if as_count(count, "releases") <= account.used:
+                continue
+            total = account.model.round_up(count)
+            self._append("reserve", {"of": kind, "total": total})
+            self._accounts[kind] = replace(account, used=total, reserved=max(total, account.reserved))
 
     def close(self) -> None:
         """Give back what is reserved and unused, and release the file. May be called again."""

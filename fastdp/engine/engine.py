@@ -49,6 +49,7 @@ class Engine:
             its loss.
         two_pass: run the backward pass twice and keep no factors; None decides by whether checkpointing is on.
         check: compare the first micro-batch with one-at-a-time autograd before anything is released.
+        accumulator: takes the captures instead of an `Accumulator`, for other sums of per-example gradients than clipped ones.
     """
 
     def __init__(
@@ -60,11 +61,12 @@ class Engine:
         loss_reduction: str | None = None,
         two_pass: bool | None = None,
         check: bool = True,
+        accumulator: Accumulator | None = None,
         on_route: Callable[[str, str | None], None] = lambda route, reason: None,
     ):
         self.model = model
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self.accumulator = Accumulator(self.parameters, policy)
+        self.accumulator = accumulator or Accumulator(self.parameters, policy)
         self.tickets = tickets
         self.loss_reduction = loss_reduction
         self.two_pass = two_pass
@@ -344,23 +346,12 @@ class Engine:
                     scale = float(count) if self.loss_reduction == "mean" else 1.0
                     seeds.append(upstream[position][row : row + 1] * scale)
         gradients = plain_gradients(tops, seeds, self.parameters.values())
-        accumulator, policy = self.accumulator, self.accumulator.policy
-        squared = torch.zeros(len(policy.bounds), 1, device=layout.weights.device)
-        instances = {}
-        for name, gradient in zip(self.parameters, gradients):
-            if gradient is None:
-                continue
-            instance = instances[name] = gradient.float().unsqueeze(0)
-            group = policy.group_of[name]
-            if isinstance(group, tuple):
-                inside = torch.where(policy.masks[name], instance[0], 0).square().sum()
-                squared[group[0]] += inside
-                squared[group[1]] += torch.where(policy.masks[name], 0, instance[0]).square().sum()
-            else:
-                squared[group] += instance.square().sum()
-        factors = accumulator.factors(squared, layout.weights[unit : unit + 1])
-        for name, instance in instances.items():
-            accumulator.add_instance(name, instance, factors)
+        instances = {
+            name: gradient.float().unsqueeze(0)
+            for name, gradient in zip(self.parameters, gradients)
+            if gradient is not None
+        }
+        self.accumulator.add_unit(instances, layout.weights[unit : unit + 1])
 
 
 class _RootForward:

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 import os
 import uuid
 import warnings
 import weakref
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
 
 from fastdp import accounting
 from fastdp.engine.engine import Engine
+from fastdp.engine.method import Budget, Method, Outcome, Preparation, Schedule
 from fastdp.engine.policy import Policy
 from fastdp.engine.release import Release
 from fastdp.engine.sampler import (
@@ -29,26 +31,12 @@ from fastdp.engine.sampler import (
     check_loader,
     steps_per_epoch,
 )
+from fastdp.engine.stages import Stages
 from fastdp.ops.stream import NoiseStream
 
 _STATE_VERSION = 1
 #: Models and optimizers which an engine drives; held here, not on them, so that their copies are plain.
 _DRIVEN: weakref.WeakSet[Any] = weakref.WeakSet()
-
-
-class Method(Protocol):
-    """What a method supplies: data for the engine."""
-
-    mechanism: str
-    adaptive: Any
-    bias_correction: bool
-    weight_averaging: float | None
-
-    def policy(self, parameters: dict[str, torch.nn.Parameter], noise_multiplier: float) -> Policy:
-        """Groups, bounds and noise for these parameters at a total noise multiplier."""
-
-    def describe(self) -> dict[str, Any]:
-        """The settings, for the card."""
 
 
 class Private:
@@ -66,16 +54,15 @@ class Private:
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer,
         data_loader: PrivateLoader,
-        method: Method,
-        engine: Engine,
-        release: Release,
+        stages: Stages,
         ledger: accounting.Ledger,
         settings: dict[str, Any],
+        open_preparation: Callable[[], Preparation],
     ):
         self.model = model
         self.optimizer = optimizer
         self.data_loader = data_loader
-        self.method = method
+        self.method = stages.method
         self.ledger = ledger
         self.settings = settings
         self.noise_multiplier: float = settings["noise_multiplier"]
@@ -84,10 +71,11 @@ class Private:
         self.target_delta: float | None = settings["delta"]
         self.last_step_done = False
         self.nonfinite_examples = 0
-        self._engine = engine
-        self._release = release
+        self._stages = stages
+        self._release = stages.release
+        self._open_preparation = open_preparation
         self._backwards_seen = 0
-        self._epsilons: dict[tuple[int, float], float] = {}
+        self._epsilons: dict[tuple[tuple[int, ...], float], float] = {}
         self._average: dict[str, torch.Tensor] | None = None
         self._hooks = [
             optimizer.register_step_pre_hook(self._before_step),
@@ -124,6 +112,25 @@ class Private:
     def _restart(self) -> None:
         self._engine.abandon()
         self.ledger.begin_pass()
+        self.prepare()
+
+    @property
+    def _engine(self) -> Engine:
+        return self._stages.engine
+
+    @property
+    def outcome(self) -> Outcome:
+        """What the method's latest preparation released, by name: a mask, a selection. Empty before the first."""
+        return self._stages.outcome
+
+    def prepare(self) -> None:
+        """Make the release that the method needs before the next step, if one is due.
+
+        Happens by itself when iteration over the loader begins, and after a step.
+        """
+        if self.steps_done < self.total_steps and self._stages.due(self.steps_done):
+            self._stages.prepare(self._open_preparation())
+            self._backwards_seen = 0
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         engine = self._engine
@@ -175,8 +182,14 @@ class Private:
             )
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if not self.last_step_done:
+            return
+        self._update_average()
+        self.prepare()
+
+    def _update_average(self) -> None:
         decay = self.method.weight_averaging
-        if decay is None or not self.last_step_done:
+        if decay is None:
             return
         parameters = self._engine.parameters
         if self._average is None:
@@ -211,13 +224,13 @@ class Private:
         inf without noise; 0 before the first step.
         """
         delta = self.target_delta if delta is None else delta
-        if self.steps_done == 0:
+        if self.ledger.untouched:
             return 0.0
         if self.noise_multiplier == 0:
             return math.inf
         if delta is None:
             raise ValueError("no target_delta was given; pass delta")
-        key = (self.steps_done, delta)
+        key = (tuple(self.ledger.spent(kind) for kind in self.ledger.kinds), delta)
         if key not in self._epsilons:
             self._epsilons[key] = accounting.epsilon(self.ledger.event(), delta, adjacency=self.settings["adjacency"])
         return self._epsilons[key]
@@ -255,6 +268,8 @@ class Private:
                 "trained_parameters": sum(p.numel() for p in self._engine.parameters.values()),
                 "route": self.route,
             },
+            flaws=self.method.flaws(),
+            notes=self.method.notes(self),
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -269,6 +284,9 @@ class Private:
             "bounds": list(self._engine.accumulator.policy.bounds),
             "stds": list(self._engine.accumulator.policy.stds),
             "average": self._average,
+            "spent": {kind: self.ledger.spent(kind) for kind in self.ledger.kinds},
+            "outcome": dict(self.outcome),
+            "prepared_step": self._stages.prepared_step,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -287,7 +305,10 @@ class Private:
                 f"this checkpoint was made at noise multiplier {state['noise_multiplier']:.6g}, the run has "
                 f"{self.noise_multiplier:.6g}; give the same privacy arguments"
             )
-        self.ledger.restore(state["steps_done"], state["ledger_head"])
+        self.ledger.restore(state["spent"], state["ledger_head"])
+        if state["prepared_step"] >= 0:
+            self._stages.adopt(state["outcome"], state["prepared_step"])
+            self._backwards_seen = 0
         policy = self._engine.accumulator.policy
         if policy.bounds:
             self._engine.accumulator.policy = type(policy)(
@@ -299,7 +320,7 @@ class Private:
         """Give model and optimizer back as they were before `make_private`; the ledger is closed."""
         for hook in self._hooks:
             hook.remove()
-        self._engine.close()
+        self._stages.close()
         self.ledger.close()
         for owner in (self.model, self.optimizer):
             _DRIVEN.discard(owner)
@@ -389,15 +410,22 @@ def make_private(
     sample_rate = batch_size / len(units)
     _check_delta(target_delta, target_epsilon, noise_multiplier, method.mechanism, len(units))
 
-    def model_of(sigma: float) -> accounting.EventModel:
-        return accounting.dpsgd_model(sigma, sample_rate, sampling, per_epoch)  # type: ignore[arg-type]
-
-    def event(sigma: float) -> Any:
-        return model_of(sigma).event(steps)
-
-    sigma = _noise_multiplier(method, target_epsilon, target_delta, noise_multiplier, event, adjacency)
+    schedule = Schedule(
+        units=len(units),
+        batch_size=batch_size,
+        steps=steps,
+        steps_per_epoch=per_epoch,
+        sampling=sampling,
+        adjacency=adjacency,
+        target_epsilon=target_epsilon,
+        delta=target_delta,
+        noise_multiplier=noise_multiplier,
+    )
+    budget = method.budget(schedule)
+    sigma = budget.noise_multiplier
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    policy = method.policy(trained, sigma)
+    # Made once here for its refusals, before a ledger exists.
+    method.policy(trained, sigma, {})
     if method.bias_correction and not hasattr(optimizer, "noise_variance"):
         raise ValueError(
             "bias_correction needs fastdp.optim.Adam or fastdp.optim.AdamW: other optimizers cannot apply it"
@@ -414,22 +442,57 @@ def make_private(
         "target_epsilon": target_epsilon,
         "fingerprint": fingerprint(trained),
     }
-    ledger = _open_ledger(output_dir, resume, settings, method, model_of(sigma), steps)
-    make = NoiseStream if unsafe_seed is None else None
-    noise = make() if make else NoiseStream.unsafe_reproducible(2 * int(unsafe_seed or 0))
-    draws = make() if make else NoiseStream.unsafe_reproducible(2 * int(unsafe_seed or 0) + 1)
+    ledger = _open_ledger(output_dir, resume, settings, method, schedule, budget)
+    open_stream = _streams(unsafe_seed)
+    noise, draws = open_stream(), open_stream()
     sampler: Sampler = (
         PoissonSampler(len(units), sample_rate, draws)
         if sampling == "poisson"
         else ShuffledSampler(len(units), batch_size, draws)
     )
     loader = PrivateLoader(data_loader, sampler, units, per_epoch, physical, lambda: steps, unit_map)
-    engine = Engine(model, policy, loader.tickets, loss_reduction=loss_reduction, two_pass=two_pass, check=self_check)
     release = Release(trained, ledger, noise, batch_size, secure_rounding=secure_rounding)
-    private = Private(model, optimizer, loader, method, engine, release, ledger, settings)
+
+    def open_engine(policy: Policy) -> Engine:
+        return Engine(model, policy, loader.tickets, loss_reduction=loss_reduction, two_pass=two_pass, check=self_check)
+
+    def open_sample(rate: float) -> PrivateLoader:
+        once = PoissonSampler(len(units), rate, open_stream())
+        return PrivateLoader(data_loader, once, units, 1, physical, lambda: 1, unit_map)
+
+    def open_preparation() -> Preparation:
+        return Preparation(
+            model=model,
+            parameters=trained,
+            step=ledger.spent_steps,
+            batch_size=batch_size,
+            units=len(units),
+            noise_multiplier=sigma,
+            stream=open_stream(),
+            record=ledger.record,
+            outcome=stages.outcome,
+            open_loader=open_sample,
+            returns_loss=loss_reduction is None,
+        )
+
+    stages = Stages(
+        model, optimizer, method, sigma, release, open_engine, None if output_dir is None else Path(output_dir)
+    )
+    if resume:
+        stages.load()
+    private = Private(model, optimizer, loader, stages, ledger, settings, open_preparation)
     for owner in (model, optimizer):
         _DRIVEN.add(owner)
     return private
+
+
+def _streams(unsafe_seed: int | None) -> Callable[[], NoiseStream]:
+    """Opens one stream after another, each with a key of its own."""
+    if unsafe_seed is None:
+        return NoiseStream
+    seed = int(unsafe_seed)
+    seeds = itertools.chain((2 * seed, 2 * seed + 1), itertools.count((seed + 1) << 64))
+    return lambda: NoiseStream.unsafe_reproducible(next(seeds))
 
 
 def fingerprint(parameters: dict[str, torch.nn.Parameter]) -> str:
@@ -500,31 +563,13 @@ def _check_delta(
         )
 
 
-def _noise_multiplier(
-    method: Any, epsilon: float | None, delta: float | None, given: float | None, event: Any, adjacency: Any
-) -> float:
-    if method.mechanism == "non-private":
-        if epsilon is not None and math.isfinite(epsilon):
-            raise ValueError(
-                f"the non-private method cannot meet target_epsilon {epsilon}; leave it out or choose DPSGD"
-            )
-        return 0.0
-    if given is not None:
-        return float(given)
-    assert epsilon is not None
-    if math.isinf(epsilon):
-        return 0.0
-    assert delta is not None
-    return accounting.calibrate(event, epsilon, delta, adjacency=adjacency)
-
-
 def _open_ledger(
     output_dir: str | os.PathLike[str] | None,
     resume: bool,
     settings: dict[str, Any],
-    method: Any,
-    event: Any,
-    steps: int,
+    method: Method,
+    schedule: Schedule,
+    budget: Budget,
 ) -> accounting.Ledger:
     header = {
         "run_id": uuid.uuid4().hex,
@@ -532,6 +577,19 @@ def _open_ledger(
         **{k: settings[k] for k in ("fingerprint", "unit", "adjacency", "sampling", "sample_rate", "dataset_size")},
         "noise_multiplier": settings["noise_multiplier"],
     }
+    ledger = _ledger_at(output_dir, resume, header, schedule.step(budget.noise_multiplier), schedule.steps)
+    for side in budget.side:
+        ledger.declare(side.kind, side.event, side.count)
+    return ledger
+
+
+def _ledger_at(
+    output_dir: str | os.PathLike[str] | None,
+    resume: bool,
+    header: dict[str, Any],
+    event: accounting.EventModel,
+    steps: int,
+) -> accounting.Ledger:
     path = None if output_dir is None else Path(output_dir) / "ledger.jsonl"
     if path is None:
         return accounting.Ledger.create(None, header, event=event, budget_steps=steps)

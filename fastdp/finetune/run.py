@@ -94,7 +94,7 @@ def finetune(config: FinetuneConfig, resume: bool = False, reporter: Reporter | 
     reporter.phase("reading data")
     tables = [read_rows(str(config.train)), read_rows(config.eval) if config.eval else None]
     tokenizer = load_tokenizer(config)
-    train, held_out = (_encode(table, tokenizer, config, reporter) for table in tables)
+    train, held_out = (None if table is None else encode_rows(table, tokenizer, config, reporter) for table in tables)
     assert train is not None
     if config.batch_size > len(train):
         raise ConfigError(f"batch_size {config.batch_size} exceeds the {len(train)} training examples; lower it")
@@ -142,11 +142,14 @@ def _device(config: FinetuneConfig) -> torch.device:
     return device
 
 
-def _encode(
-    table: Rows | None, tokenizer: PreTrainedTokenizerBase, config: FinetuneConfig, reporter: Reporter
-) -> Examples | None:
-    if table is None:
-        return None
+def encode_rows(
+    table: Rows, tokenizer: PreTrainedTokenizerBase, config: FinetuneConfig, reporter: Reporter
+) -> Examples:
+    """Examples of a table as the settings say: for classification, or for a causal model with or without prompts.
+
+    Raises:
+        DataError: a column that is missing, or a row that does not fit it.
+    """
     if config.task == "classification":
         examples = _classification(table, tokenizer, config)
     elif config.prompt_column and config.target_column:
@@ -239,7 +242,7 @@ class _Run:
 
     def forget_if_nothing_was_spent(self) -> None:
         """After a failure before the first release, leave no run behind that would have to be resumed."""
-        if self.private is None or self.private.steps_done == 0:
+        if self.private is None or self.private.ledger.untouched:
             for name in (CONFIG, LEDGER, METRICS):
                 (self.output / name).unlink(missing_ok=True)
 

@@ -160,6 +160,7 @@ class TestOptimizers:
             method=fastdp.DPSGD(max_grad_norm=bound, bias_correction=True),
             noise_multiplier=sigma,
             epochs=3,
+            max_physical_batch_size=24,
             unsafe_seed=2,
         )
         optimizer.floor = 1e-4

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from fastdp.engine.method import Budget, Method, Outcome, Schedule
 from fastdp.engine.policy import Policy, Unclipped
 from fastdp.ops.stream import NoiseStream
 
@@ -68,7 +69,7 @@ class AdaptiveClipping:
 
 
 @dataclass(frozen=True)
-class DPSGD:
+class DPSGD(Method):
     """Per-example clipping and Gaussian noise, for any optimizer.
 
     Args:
@@ -101,7 +102,9 @@ class DPSGD:
         if self.weight_averaging is not None and not 0 < self.weight_averaging < 1:
             raise ValueError(f"weight_averaging is {self.weight_averaging}: a decay lies between 0 and 1")
 
-    def policy(self, parameters: Mapping[str, torch.nn.Parameter], noise_multiplier: float) -> Policy:
+    def policy(
+        self, parameters: Mapping[str, torch.nn.Parameter], noise_multiplier: float, outcome: Outcome | None = None
+    ) -> Policy:
         """The policy for these trained parameters at a total ``noise_multiplier``.
 
         Every coordinate gets the same noise, noise_multiplier times sqrt(sum_k C_k^2): K groups are one vector whose
@@ -160,7 +163,7 @@ class DPSGD:
 
 
 @dataclass(frozen=True)
-class NonPrivate:
+class NonPrivate(Method):
     """No clipping and no noise: the baseline, on the same per-example objective, sampling and batch size."""
 
     weight_averaging: float | None = None
@@ -168,7 +171,17 @@ class NonPrivate:
     adaptive: None = field(default=None, init=False)
     bias_correction: bool = field(default=False, init=False)
 
-    def policy(self, parameters: Mapping[str, torch.nn.Parameter], noise_multiplier: float) -> Policy:
+    def budget(self, schedule: Schedule) -> Budget:
+        """No noise; raises ValueError if a finite epsilon is asked for."""
+        if schedule.target_epsilon is not None and math.isfinite(schedule.target_epsilon):
+            raise ValueError(
+                f"the non-private method cannot meet target_epsilon {schedule.target_epsilon}; leave it out or choose DPSGD"
+            )
+        return Budget(0.0)
+
+    def policy(
+        self, parameters: Mapping[str, torch.nn.Parameter], noise_multiplier: float, outcome: Outcome | None = None
+    ) -> Policy:
         """A policy that neither clips nor adds noise."""
         return Unclipped()
 
