@@ -6,6 +6,7 @@ from fastdp import accounting, ops, optim
 from fastdp.engine.private import Private, make_private
 from fastdp.integrations.adapters import BottleneckConfig
 from fastdp.methods.dpsgd import DPSGD, AdaptiveClipping, NonPrivate
+from fastdp.methods.ewft import EWFT
 from fastdp.ops.stream import NoiseStream
 
 if TYPE_CHECKING:
@@ -17,6 +18,7 @@ __all__ = [
     "AdaptiveClipping",
     "BottleneckConfig",
     "DPTrainer",
+    "EWFT",
     "NoiseStream",
     "NonPrivate",
     "Private",

@@ -1,0 +1,110 @@
+"""Where the blocks of a stock transformer are: the places at which its forward pass can be cut or perturbed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """Paths below the base model. ``embeddings`` gives the hidden state, ``stage`` holds what it is made with."""
+
+    embeddings: str
+    stage: tuple[str, ...]
+    blocks: str
+    final: str | None
+    causal: bool
+
+
+_BERT = _Layout("embeddings", ("embeddings",), "encoder.layer", None, causal=False)
+_GPT2 = _Layout("drop", ("wte", "wpe", "drop"), "h", "ln_f", causal=True)
+_LLAMA = _Layout("embed_tokens", ("embed_tokens",), "layers", "norm", causal=True)
+_LAYOUTS = {
+    **dict.fromkeys(("bert", "roberta", "xlm-roberta", "camembert"), _BERT),
+    "gpt2": _GPT2,
+    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), _LLAMA),
+}
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """The parts of a stock model, from its input to its last hidden state.
+
+    Attributes:
+        model: the transformers model, out of any PEFT wrapper.
+        base: the model without its head; it may be ``model`` itself.
+        embeddings: the module whose output is the hidden state before the first block.
+        stage: the modules which that hidden state is made with.
+        blocks: the encoder or decoder blocks, in order.
+        final: the norm after the last block, or None.
+        causal: whether a block attends to earlier positions only.
+    """
+
+    model: nn.Module
+    base: nn.Module
+    embeddings: nn.Module
+    stage: tuple[nn.Module, ...]
+    blocks: nn.ModuleList
+    final: nn.Module | None
+    causal: bool
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of the hidden state."""
+        config: Any = self.base.config
+        return int(config.hidden_size)
+
+    def place(self, layer: int | str) -> tuple[int, nn.Module]:
+        """Blocks before a layer, and the module whose output is the hidden state there.
+
+        Args:
+            layer: 0 or ``embeddings`` for the embedding output, k for the output of block k (counted from 1),
+                ``output`` for the final one, after the last norm.
+
+        Raises ValueError for a layer that does not exist.
+        """
+        count = len(self.blocks)
+        if layer in ("embeddings", 0) and not isinstance(layer, bool):
+            return 0, self.embeddings
+        if layer == "output":
+            return count, self.blocks[-1] if self.final is None else self.final
+        if isinstance(layer, int) and not isinstance(layer, bool) and 1 <= layer <= count:
+            return layer, self.blocks[layer - 1]
+        raise ValueError(
+            f"layer is {layer!r}: this model has 'embeddings' (or 0), blocks 1 to {count}, and 'output' to choose from"
+        )
+
+    def before(self, layer: int | str) -> Iterator[nn.Module]:
+        """The modules that compute the hidden state at a layer."""
+        count, module = self.place(layer)
+        yield from self.stage
+        yield from self.blocks[:count]
+        if module is self.final:
+            yield self.final
+
+
+def find_blocks(model: nn.Module) -> Blocks:
+    """The parts of a model of the BERT, RoBERTa, GPT-2 or Llama family, with any head or none, PEFT-wrapped or not.
+
+    Raises ValueError for another architecture.
+    """
+    if hasattr(model, "get_base_model"):
+        model = model.get_base_model()
+    kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
+    layout = _LAYOUTS.get(kind)
+    if layout is None:
+        raise ValueError(f"the blocks of a {kind} model are not known: use one of {', '.join(_LAYOUTS)}")
+    base: Any = getattr(model, "base_model", model)
+    return Blocks(
+        model=model,
+        base=base,
+        embeddings=base.get_submodule(layout.embeddings),
+        stage=tuple(base.get_submodule(path) for path in layout.stage),
+        blocks=base.get_submodule(layout.blocks),
+        final=None if layout.final is None else base.get_submodule(layout.final),
+        causal=layout.causal or bool(getattr(model.config, "is_decoder", False)),
+    )

@@ -1,0 +1,15 @@
+"""EW-FT: local differential privacy in the forward pass, with noise that follows the epoch; DP-Forward, its baseline."""
+
+from fastdp.methods.ewft.autoencoder import StackedAutoencoder as StackedAutoencoder
+from fastdp.methods.ewft.autoencoder import TrainedPrivately as TrainedPrivately
+from fastdp.methods.ewft.autoencoder import train_autoencoder as train_autoencoder
+from fastdp.methods.ewft.method import EWFT as EWFT
+from fastdp.methods.ewft.noise import NoiseSchedule as NoiseSchedule
+from fastdp.methods.ewft.noise import dp_forward as dp_forward
+from fastdp.methods.ewft.noise import epoch_weighted as epoch_weighted
+from fastdp.methods.ewft.noise import paper as paper
+from fastdp.methods.ewft.noise import paper_epoch_weighted as paper_epoch_weighted
+from fastdp.methods.ewft.noise import paper_uniform as paper_uniform
+from fastdp.methods.ewft.noise import release_once as release_once
+from fastdp.methods.ewft.noise import shaped as shaped
+from fastdp.methods.ewft.noise import uniform as uniform

@@ -1,0 +1,86 @@
+"""Schedules: the figures that are known, what the paper's epsilon really is, and DP-Forward's calibration."""
+
+import math
+
+import pytest
+from scipy import optimize, stats
+
+from fastdp import accounting
+from fastdp.methods import ewft
+
+PRINTED = [0.461663, 0.415841, 0.370020]
+DELTA = 1e-5
+
+
+@pytest.mark.parametrize(("scale", "cost"), [("2C", 26.18), ("C", 70.72)])
+def test_what_the_printed_epsilon_8_is(scale, cost):
+    schedule = ewft.paper(PRINTED, 8.0, DELTA, scale)
+    assert schedule.epsilon() == pytest.approx(cost, rel=4e-4)
+    assert any("Poisson" in flaw for flaw in schedule.flaws)
+    assert any("half" in flaw for flaw in schedule.flaws) == (scale == "C")
+
+
+@pytest.mark.parametrize(
+    ("schedule", "ratios"),
+    [
+        (ewft.release_once(8.0, DELTA), [2 * 0.60023]),
+        (ewft.uniform(3, 8.0, DELTA), [2 * 1.03963] * 3),
+        (ewft.shaped(PRINTED, 8.0, DELTA), [2 * 1.16840, 2 * 1.05243, 2 * 0.93646]),
+        (ewft.release_once(2.0, DELTA), [2 * 1.9938]),
+        (ewft.uniform(3, 2.0, DELTA), [2 * 3.4534] * 3),
+        (ewft.release_once(4.0, DELTA), [2 * 1.0812]),
+        (ewft.uniform(3, 4.0, DELTA), [2 * 1.8726] * 3),
+    ],
+)
+def test_sound_noise_over_the_clipping_norm(schedule, ratios):
+    assert list(schedule.ratios) == pytest.approx(ratios, rel=1e-4)
+    assert schedule.target_epsilon * (1 - 1e-5) <= schedule.epsilon() <= schedule.target_epsilon
+    assert not schedule.flaws
+
+
+def test_epoch_weighted_is_the_printed_shape_at_a_sound_level():
+    sizes = {"dataset_size": 320, "batch_size": 32}
+    sound = ewft.epoch_weighted(3, 4.0, DELTA, **sizes)
+    printed = ewft.paper_epoch_weighted(epochs=3, epsilon=4.0, delta=DELTA, **sizes)
+    assert sound.ratios[0] > sound.ratios[1] > sound.ratios[2]
+    assert [a / b for a, b in zip(sound.ratios, printed.ratios)] == pytest.approx(
+        [sound.ratios[0] / printed.ratios[0]] * 3
+    )
+    assert sound.epsilon() <= 4.0 < printed.epsilon()
+
+
+@pytest.mark.parametrize("epsilon", [0.5, 1.0])
+def test_algorithm_1_has_no_target_at_epsilon_of_1_or_less(epsilon):
+    with pytest.raises(ValueError, match="needs more than 1"):
+        ewft.epoch_weighted(3, epsilon, DELTA, dataset_size=320, batch_size=32)
+
+
+@pytest.mark.parametrize("epsilon", [0.5, 2.0, 8.0, 20.0])
+def test_dp_forward_is_the_analytic_gaussian_mechanism(epsilon):
+    """Balle and Wang (ICML 2018), theorem 8, at sensitivity 2 C."""
+
+    def excess(mu):
+        normal = stats.norm.cdf
+        return normal(mu / 2 - epsilon / mu) - math.exp(epsilon) * normal(-mu / 2 - epsilon / mu) - DELTA
+
+    mu = optimize.brentq(excess, 1e-3, 50)
+    (ratio,) = ewft.dp_forward(1, epsilon, DELTA).ratios
+    assert ratio == pytest.approx(2 / mu, rel=1e-5)
+
+
+def test_the_classical_formula_is_not_used():
+    """sqrt(2 ln(1.25 / delta)) / epsilon holds for epsilon below 1 only; at 16 it adds too little noise."""
+    classical = 2 * math.sqrt(2 * math.log(1.25 / DELTA)) / 16
+    assert accounting.epsilon(accounting.gaussian(classical), DELTA, adjacency="replace_one") > 16
+    assert ewft.release_once(16.0, DELTA).ratios[0] > classical
+
+
+def test_noise_out_of_range_is_refused():
+    for ratios in ((), (-1.0,), (math.nan,), (math.inf,)):
+        with pytest.raises(ValueError, match="finite noise"):
+            ewft.NoiseSchedule("wrong", ratios, DELTA)
+    with pytest.raises(ValueError, match="one noise level"):
+        ewft.NoiseSchedule("wrong", (1.0, 2.0), DELTA, reuse=True)
+    with pytest.raises(ValueError, match="choose '2C' or 'C'"):
+        ewft.paper(PRINTED, 8.0, DELTA, "4C")
+    assert ewft.NoiseSchedule("none", (0.0,), DELTA).epsilon() == math.inf
