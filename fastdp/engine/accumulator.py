@@ -360,6 +360,22 @@ class Accumulator:
             while entry.factors:
                 self.add_factors(name, entry.factors.pop(), factors, layout)
 
+    def add_unit(self, instances: Mapping[str, torch.Tensor], weight: torch.Tensor) -> None:
+        """Clip and add one unit from its whole gradients ``[1, ...]``, weight ``[1]``: the one-example route."""
+        policy = self.policy
+        squared = torch.zeros(len(policy.bounds), 1, device=weight.device)
+        for name, instance in instances.items():
+            group = policy.group_of[name]
+            if isinstance(group, tuple):
+                mask = policy.masks[name]
+                squared[group[0]] += torch.where(mask, instance[0], 0).square().sum()
+                squared[group[1]] += torch.where(mask, 0, instance[0]).square().sum()
+            else:
+                squared[group] += instance.square().sum()
+        factors = self.factors(squared, weight)
+        for name, instance in instances.items():
+            self.add_instance(name, instance, factors)
+
     def factors(self, squared: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """Scales ``[groups, units]`` of the policy times the units' weights, counting what was dropped or left whole."""
         real = weights > 0
