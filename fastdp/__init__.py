@@ -6,7 +6,9 @@ from fastdp import accounting, ops, optim
 from fastdp.engine.private import Private, make_private
 from fastdp.integrations.adapters import BottleneckConfig
 from fastdp.methods.dpsgd import DPSGD, AdaptiveClipping, NonPrivate
+from fastdp.methods.rapft import RapFT
 from fastdp.methods.ewft import EWFT
+from fastdp.methods.sap import TextPrivatizer
 from fastdp.ops.stream import NoiseStream
 
 if TYPE_CHECKING:
@@ -23,7 +25,9 @@ __all__ = [
     "NonPrivate",
     "Private",
     "PrivacyArguments",
+    "RapFT",
     "SelectivePerturbation",
+    "TextPrivatizer",
     "accounting",
     "make_private",
     "ops",

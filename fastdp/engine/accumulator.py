@@ -96,10 +96,6 @@ class NormSink(_Captures):
         single = self.expected.get(name, 1) == 1
         tokens, columns = factors.right.shape
         rows = parameter.shape[0] if factors.one_hot else factors.left.shape[1]
-        if name in self.policy.masks:
-            self.routes[name] = Route("masked", rows, columns, tokens, layout.units)
-            entry.factors.append(factors)
-            return
         route = plan(
             rows,
             columns,
@@ -113,6 +109,10 @@ class NormSink(_Captures):
         self.routes[name] = Route("row sums" if factors.one_hot else route, rows, columns, tokens, layout.units)
         if route == "instantiate" and not factors.one_hot:
             self._instantiate(name, factors)
+            return
+        if name in self.policy.masks:
+            self.routes[name] = Route("masked", rows, columns, tokens, layout.units)
+            entry.factors.append(factors)
             return
         entry.factors.append(factors)
         if not single:
@@ -233,9 +233,11 @@ class NormSink(_Captures):
             entry.instance = _materialise(entry, self.layout, shape)
             entry.factors.clear()
         assert entry.instance is not None
-        square = entry.instance.reshape(self.layout.units, *mask.shape).square()
-        self.squared[inside] += torch.where(mask, square, 0).flatten(1).sum(1)
-        self.squared[outside] += torch.where(mask, 0, square).flatten(1).sum(1)
+        weight = mask.reshape(-1).float()
+        # One product instead of two selections: a gradient that is not finite makes both NaN, which drops its unit.
+        squared = entry.instance.flatten(1).square() @ torch.stack([weight, 1 - weight], 1)
+        self.squared[inside] += squared[:, 0]
+        self.squared[outside] += squared[:, 1]
         if not self.keep:
             entry.instance = None
 

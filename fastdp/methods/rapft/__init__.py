@@ -1,0 +1,18 @@
+"""Rap-FT: a mask by layer-wise relevance, and noise shaped by it (Wang et al., IEEE TIFS 2025)."""
+
+from fastdp.methods.rapft.allocation import EllipsoidPolicy as EllipsoidPolicy
+from fastdp.methods.rapft.allocation import effective_noise_multiplier as effective_noise_multiplier
+from fastdp.methods.rapft.allocation import masked_policy as masked_policy
+from fastdp.methods.rapft.allocation import optimal_stds as optimal_stds
+from fastdp.methods.rapft.allocation import printed_bounds as printed_bounds
+from fastdp.methods.rapft.allocation import printed_noise_multiplier as printed_noise_multiplier
+from fastdp.methods.rapft.initialisation import Initialisation as Initialisation
+from fastdp.methods.rapft.masks import weak_masks as weak_masks
+from fastdp.methods.rapft.method import RapFT as RapFT
+from fastdp.methods.rapft.relevance import Conservation as Conservation
+from fastdp.methods.rapft.relevance import Propagator as Propagator
+from fastdp.methods.rapft.rules import Propagation as Propagation
+from fastdp.methods.rapft.sources import NoisyMap as NoisyMap
+from fastdp.methods.rapft.sources import PrivateSubset as PrivateSubset
+from fastdp.methods.rapft.sources import PublicMap as PublicMap
+from fastdp.methods.rapft.warmup import warm_up as warm_up

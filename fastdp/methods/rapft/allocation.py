@@ -1,0 +1,179 @@
+"""Bounds and noise of the two blocks, and the policies that follow: the printed shape, the optimal one, the ellipsoid.
+
+A mask splits the trained coordinates into a weak block w and a strong block s, with n_w and n_s coordinates and the
+fractions r_w = n_w / (n_w + n_s) and r_s = 1 - r_w. Equations are those of Wang et al., "Balancing differential privacy
+and utility" (IEEE TIFS 2025).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from fastdp.engine.policy import Policy
+
+WEAK, STRONG = 0, 1
+ALLOCATIONS = ("printed", "optimal", "ellipsoid")
+
+
+def _check_fraction(weak_fraction: float) -> float:
+    fraction = float(weak_fraction)
+    if not 0 < fraction < 1:
+        raise ValueError(
+            f"the weak block holds a fraction {fraction:g} of the coordinates and the strong one {1 - fraction:g}: both "
+            "must be above 0; change the irrelevance ratio"
+        )
+    return fraction
+
+
+def shape_factor(weak_fraction: float) -> float:
+    """sqrt(r_w^3 + r_s^3), by which the printed noise exceeds what its multiplier needs; in [1/2, 1).
+
+    Raises ValueError for a fraction outside (0, 1).
+    """
+    r = _check_fraction(weak_fraction)
+    return math.sqrt(r**3 + (1 - r) ** 3)
+
+
+def effective_noise_multiplier(noise_multiplier: float, weak_fraction: float) -> float:
+    """The multiplier of the one Gaussian mechanism that the printed algorithm is, for a fixed mask.
+
+    Blocks clipped to C r^2 (equation 21) with noise of std sigma C sqrt(r) (equation 22, whose "rac" is a lost fraction)
+    have, divided each by its own std, sensitivity sqrt(sum r_k^4 / (sigma^2 r_k)) = sqrt(r_w^3 + r_s^3) / sigma.
+
+    Args:
+        noise_multiplier: sigma of equation 22, >= 0.
+        weak_fraction: r_w, in (0, 1).
+
+    Raises ValueError for values out of range.
+    """
+    if not noise_multiplier >= 0:
+        raise ValueError(f"noise_multiplier is {noise_multiplier}: it must be 0 or more")
+    return noise_multiplier / shape_factor(weak_fraction)
+
+
+def printed_noise_multiplier(noise_multiplier: float, weak_fraction: float) -> float:
+    """The sigma of equation 22 at which the printed algorithm has ``noise_multiplier`` in truth; inverse of the above."""
+    return noise_multiplier * shape_factor(weak_fraction)
+
+
+def printed_bounds(max_grad_norm: float, weak_fraction: float) -> tuple[float, float]:
+    """C r_w^2 and C r_s^2 (equation 21). Raises ValueError for a fraction outside (0, 1)."""
+    r = _check_fraction(weak_fraction)
+    return max_grad_norm * r**2, max_grad_norm * (1 - r) ** 2
+
+
+def printed_stds(
+    noise_multiplier: float, max_grad_norm: float, weak_fraction: float, bounds: Sequence[float]
+) -> tuple[float, float]:
+    """Noise in the proportion sqrt(r_w) : sqrt(r_s) of equation 22, whose multiplier for ``bounds`` is the one given.
+
+    With the printed bounds this is equation 22 at sigma = `printed_noise_multiplier`.
+    """
+    r = _check_fraction(weak_fraction)
+    shape = (max_grad_norm * math.sqrt(r), max_grad_norm * math.sqrt(1 - r))
+    scale = noise_multiplier * math.sqrt(sum((c / s) ** 2 for c, s in zip(bounds, shape)))
+    return scale * shape[0], scale * shape[1]
+
+
+def optimal_stds(
+    noise_multiplier: float,
+    bounds: Sequence[float],
+    sizes: Sequence[float],
+    weights: Sequence[float] = (1.0, 1.0),
+) -> tuple[float, ...]:
+    """The noise of least weighted variance sum a_k n_k s_k^2 at a given multiplier.
+
+    Minimising it under sum (C_k / s_k)^2 = 1 / sigma^2 gives s_k^2 = sigma^2 C_k / sqrt(a_k n_k) sum_j C_j sqrt(a_j n_j)
+    (Lagrange: a_k n_k s_k^4 is proportional to C_k^2).
+
+    Args:
+        noise_multiplier: sigma, of the whole.
+        bounds: C_k, > 0.
+        sizes: n_k, numbers of coordinates or their proportions, > 0.
+        weights: a_k, what a unit of variance in block k costs, > 0.
+    """
+    roots = [math.sqrt(a * n) for a, n in zip(weights, sizes)]
+    total = sum(c * root for c, root in zip(bounds, roots))
+    return tuple(noise_multiplier * math.sqrt(c / root * total) for c, root in zip(bounds, roots))
+
+
+@dataclass(frozen=True)
+class EllipsoidPolicy(Policy):
+    """Joint clipping to an ellipsoid: ``bounds`` are its semi-axes s_k, one a group.
+
+    A unit's gradient g is scaled by min(1, 1/||h||) with h = (g_k / s_k)_k, so that ||h|| <= 1 after it. Group k gets
+    noise of std ``stds[k]``.
+
+    Sensitivity: divide group k of the released sum by its own std. The noise becomes standard, and one unit more or less
+    moves the sum by (s_k h_k / std_k)_k with ||h|| <= 1, whose norm is at most max_k s_k / std_k. The multiplier is
+    therefore min_k std_k / s_k; with std_k = sigma s_k it is sigma itself. The bound of `Policy`, 1 / sqrt(sum (s_k /
+    std_k)^2), would be sigma / sqrt(2): it holds for a box, in whose corners this clip leaves nothing.
+    """
+
+    @property
+    def noise_multiplier(self) -> float:
+        """min_k std_k / s_k."""
+        return min(std / axis for std, axis in zip(self.stds, self.bounds))
+
+    def scales(self, squared: torch.Tensor) -> torch.Tensor:
+        """Squared norms ``[groups, units]`` -> one factor a unit, repeated for every group; 0 for a non-finite unit."""
+        axes = torch.tensor(self.bounds, dtype=torch.float32, device=squared.device).unsqueeze(1)
+        joint = (squared.sqrt() / axes).square().sum(0).sqrt()
+        factors = torch.where(torch.isfinite(joint), torch.clamp(1 / joint, max=1.0), 0.0)
+        return factors.expand_as(squared)
+
+
+def flat_policy(names: Sequence[str], max_grad_norm: float, noise_multiplier: float) -> Policy:
+    """DP-SGD's own policy, for steps before there is a mask."""
+    return Policy((max_grad_norm,), (noise_multiplier * max_grad_norm,), dict.fromkeys(names, 0))
+
+
+def weak_fraction(masks: Mapping[str, torch.Tensor]) -> float:
+    """r_w of a mask (True is weak), over all trained coordinates. Raises ValueError if either block is empty."""
+    weak = sum(int(mask.sum()) for mask in masks.values())
+    return _check_fraction(weak / sum(mask.numel() for mask in masks.values()))
+
+
+def masked_policy(
+    masks: Mapping[str, torch.Tensor],
+    *,
+    allocation: str,
+    max_grad_norm: float,
+    noise_multiplier: float,
+    bounds: tuple[float, float] | None = None,
+    weights: tuple[float, float] = (1.0, 1.0),
+) -> Policy:
+    """The policy of two blocks, whose multiplier is ``noise_multiplier`` exactly, whatever the allocation.
+
+    Args:
+        masks: for each trained parameter a boolean tensor of its shape, True where it is weak.
+        allocation: ``printed``; ``optimal`` (`optimal_stds`); ``ellipsoid``: the noise of ``optimal``, and a clip to the
+            ellipsoid through the corners of the box of the bounds, which leaves whole whatever the box leaves whole.
+        max_grad_norm: C.
+        bounds: C_w and C_s in place of the printed C r_w^2 and C r_s^2.
+        weights: a_w and a_s of `optimal_stds`.
+
+    Raises ValueError if a block is empty (r_s = 0).
+    """
+    r = weak_fraction(masks)
+    chosen = printed_bounds(max_grad_norm, r) if bounds is None else bounds
+    groups = {name: _group(mask) for name, mask in masks.items()}
+    split = {name: mask for name, mask in masks.items() if isinstance(groups[name], tuple)}
+    if allocation == "printed":
+        return Policy(chosen, printed_stds(noise_multiplier, max_grad_norm, r, chosen), groups, split)
+    sizes = (r, 1 - r)
+    if allocation == "optimal":
+        return Policy(chosen, optimal_stds(noise_multiplier, chosen, sizes, weights), groups, split)
+    axes = optimal_stds(1.0, chosen, sizes, weights)
+    return EllipsoidPolicy(axes, tuple(noise_multiplier * axis for axis in axes), groups, split)
+
+
+def _group(mask: torch.Tensor) -> int | tuple[int, int]:
+    weak = int(mask.sum())
+    if weak == mask.numel():
+        return WEAK
+    return STRONG if weak == 0 else (WEAK, STRONG)

@@ -1,0 +1,96 @@
+"""From relevance to a mask: min-max a layer, ranking, threshold (equations 18 and 19, lines 3 to 9 of algorithm 1)."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Mapping
+
+import torch
+
+RANKINGS = ("layer", "map")
+
+
+def check_ratio(irrelevance_ratio: float) -> float:
+    """beta as a float. Raises ValueError outside (.5, 1]: the weak block must be the larger one."""
+    ratio = float(irrelevance_ratio)
+    if not 0.5 < ratio <= 1:
+        raise ValueError(
+            f"irrelevance_ratio is {irrelevance_ratio}: it must be above .5 and at most 1, so that most coordinates are weak"
+        )
+    return ratio
+
+
+def normalised(relevance: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Relevance of each layer (a trained parameter) moved to [0, 1] by its own minimum and maximum.
+
+    A layer whose values are all equal, for which that is 0/0, becomes 0.
+
+    Raises:
+        ValueError: for a value that is not finite, and where every layer is all of one value (such as 0 everywhere): there
+            is nothing to rank.
+    """
+    ranges = {name: (float(values.min()), float(values.max())) for name, values in relevance.items()}
+    for name, (low, high) in ranges.items():
+        if not (math.isfinite(low) and math.isfinite(high)):
+            raise ValueError(f"the relevance of {name} is not finite; raise the epsilon of the propagation rule")
+    tied = [name for name, (low, high) in ranges.items() if low == high]
+    if len(tied) == len(ranges):
+        what = "0" if all(ranges[name] == (0.0, 0.0) for name in tied) else "tied within each layer"
+        raise ValueError(
+            f"every relevance is {what}, so nothing can be ranked: parameters that start at zero (LoRA's B, an adapter's "
+            "last matrix) have none; set map_after to some private steps, or call methods.rapft.warm_up first"
+        )
+    if tied:
+        warnings.warn(
+            f"all relevances of {tied[0]}{' and others' if len(tied) > 1 else ''} are equal: its coordinates are told "
+            "apart by position alone",
+            stacklevel=3,
+        )
+    return {
+        name: (values - ranges[name][0]) / ((ranges[name][1] - ranges[name][0]) or 1.0)
+        for name, values in relevance.items()
+    }
+
+
+def weak_masks(
+    relevance: Mapping[str, torch.Tensor], irrelevance_ratio: float, ranking: str = "layer"
+) -> dict[str, torch.Tensor]:
+    """True where a coordinate is weak: among the ceil(beta n) least relevant ones.
+
+    Equal relevances are ranked by position, so that a block's size never depends on the data; the printed "<= threshold"
+    would call all of them weak, and all of the map where they are many.
+
+    Args:
+        relevance: by trained parameter, of its shape; min-max normalised here.
+        irrelevance_ratio: beta, in (.5, 1].
+        ranking: ``layer`` ranks each parameter on its own, as the text of section V-C does; ``map`` ranks all of them
+            together, as algorithm 1 does.
+
+    Raises:
+        ValueError: for beta out of range, relevance that cannot be ranked, and where nothing is left strong (r_s = 0).
+    """
+    ratio = check_ratio(irrelevance_ratio)
+    scaled = normalised(relevance)
+    if ranking == "layer":
+        masks = {name: _least(values, ratio) for name, values in scaled.items()}
+    elif ranking == "map":
+        joined = _least(torch.cat([values.reshape(-1) for values in scaled.values()]), ratio)
+        parts = joined.split([values.numel() for values in scaled.values()])
+        masks = {name: part.view(values.shape) for (name, values), part in zip(scaled.items(), parts)}
+    else:
+        raise ValueError(f"ranking is '{ranking}': choose one of {', '.join(RANKINGS)}")
+    if all(bool(mask.all()) for mask in masks.values()):
+        raise ValueError(
+            f"at irrelevance ratio {ratio:g} every coordinate is weak and none is strong (r_s = 0): lower the ratio"
+        )
+    return masks
+
+
+def _least(values: torch.Tensor, ratio: float) -> torch.Tensor:
+    flat = values.reshape(-1)
+    # 1e-9 keeps a product such as .7 * 10 = 7.000000000000001 from being rounded up.
+    count = min(math.ceil(ratio * flat.numel() - 1e-9), flat.numel())
+    mask = torch.zeros(flat.numel(), dtype=torch.bool, device=flat.device)
+    mask[torch.argsort(flat, stable=True)[:count]] = True
+    return mask.view(values.shape)

@@ -1,0 +1,200 @@
+"""Rap-FT as a method of the engine: a mask by relevance, two blocks, and noise shaped by them.
+
+Wang et al., "Balancing differential privacy and utility: a relevance-based adaptive private fine-tuning framework for
+language models" (IEEE TIFS 2025), algorithm 1.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fastdp import accounting
+from fastdp.engine.method import Budget, Method, Outcome, Preparation, Schedule
+from fastdp.engine.policy import Policy
+from fastdp.methods.rapft.allocation import (
+    ALLOCATIONS,
+    effective_noise_multiplier,
+    flat_policy,
+    masked_policy,
+    printed_noise_multiplier,
+)
+from fastdp.methods.rapft.initialisation import Initialisation
+from fastdp.methods.rapft.masks import RANKINGS, check_ratio, weak_masks
+from fastdp.methods.rapft.relevance import Propagator, require_values
+from fastdp.methods.rapft.rules import Propagation
+from fastdp.methods.rapft.sources import NoisyMap, PrivateSubset, PublicMap
+
+if TYPE_CHECKING:
+    from fastdp.engine.private import Private
+
+MODES = ("sound", "paper")
+_PRIVATE_MASK = (
+    "the mask was computed from private examples without noise: neighbouring data sets then get noise of different "
+    "covariances, so that no epsilon holds, whatever the noise (take the mask from PublicMap or NoisyMap)"
+)
+
+
+@dataclass(frozen=True)
+class RapFT(Method):
+    """Clipping and noise in two blocks, the strongly and the weakly relevant coordinates.
+
+    Until the first mask exists the steps are those of DP-SGD at the same noise multiplier.
+
+    Args:
+        source: where the mask comes from: `PublicMap` (free), `NoisyMap` (a release, paid for out of the budget), or in
+            ``paper`` mode `PrivateSubset` (no guarantee; the default there).
+        mode: ``sound``: the noise multiplier of the run is that of the whole mechanism. ``paper``: sigma is taken for that
+            of DP-SGD, as printed, which overstates epsilon; the card gives the true figure beside the printed one.
+        max_grad_norm: C.
+        irrelevance_ratio: beta, in (.5, 1].
+        allocation: ``printed`` (equations 21 and 22), ``optimal`` or ``ellipsoid``; see `allocation.masked_policy`.
+        bounds: C_w and C_s in place of the printed C r^2; for ``optimal`` and ``ellipsoid``.
+        weights: what a unit of noise variance costs in the weak and in the strong block; for the same two.
+        ranking: ``layer`` or ``map``; see `masks.weak_masks`.
+        propagation, initialisation: how relevance is computed.
+        map_after: steps before the first mask. Parameters that start at zero (LoRA's B) have no relevance at step 0.
+        map_every: steps between masks; None keeps the first.
+
+    Raises:
+        ValueError: for a setting out of range, and for a mask that would be computed from private data unaccounted for.
+    """
+
+    source: PublicMap | NoisyMap | PrivateSubset | None = None
+    mode: str = "sound"
+    max_grad_norm: float = 1.0
+    irrelevance_ratio: float = 0.7
+    allocation: str = "printed"
+    bounds: tuple[float, float] | None = None
+    weights: tuple[float, float] = (1.0, 1.0)
+    ranking: str = "layer"
+    propagation: Propagation = Propagation()
+    initialisation: Initialisation = Initialisation()
+    map_after: int = 0
+    map_every: int | None = None
+    weight_averaging: float | None = None
+    mechanism: str = field(default="Rap-FT", init=False)
+
+    def __post_init__(self) -> None:
+        for name, choices in (("mode", MODES), ("allocation", ALLOCATIONS), ("ranking", RANKINGS)):
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name} is '{getattr(self, name)}': choose one of {', '.join(choices)}")
+        check_ratio(self.irrelevance_ratio)
+        if not (self.max_grad_norm > 0 and math.isfinite(self.max_grad_norm)):
+            raise ValueError(f"max_grad_norm is {self.max_grad_norm}: it must be a positive number")
+        if self.weight_averaging is not None and not 0 < self.weight_averaging < 1:
+            raise ValueError(f"weight_averaging is {self.weight_averaging}: a decay lies between 0 and 1")
+        for name, pair in (("bounds", self.bounds), ("weights", self.weights)):
+            if pair is not None and not (len(pair) == 2 and all(v > 0 and math.isfinite(v) for v in pair)):
+                raise ValueError(f"{name} is {pair}: give two positive numbers, for the weak and the strong block")
+        if self.allocation == "printed" and (self.bounds is not None or self.weights != (1.0, 1.0)):
+            raise ValueError("bounds and weights belong to allocation='optimal' or 'ellipsoid'; leave them out")
+        if self.map_after < 0 or (self.map_every is not None and self.map_every < 1):
+            raise ValueError("map_after must be 0 or more steps, and map_every at least 1")
+        self._check_mode()
+
+    def _check_mode(self) -> None:
+        if self.mode == "paper":
+            if self.source is None:
+                object.__setattr__(self, "source", PrivateSubset())
+            if self.allocation != "printed":
+                raise ValueError(f"allocation '{self.allocation}' is not the paper's: set mode='sound'")
+            return
+        if self.source is None or isinstance(self.source, PrivateSubset):
+            raise ValueError(
+                "a mask computed from private data as they are breaks the guarantee: give source=PublicMap(batches) or "
+                "source=NoisyMap(noise_multiplier, sample_rate), or set mode='paper', which guarantees nothing"
+            )
+
+    def prepares_at(self, step: int) -> bool:
+        """A mask before step ``map_after``, and every ``map_every`` steps from there."""
+        since = step - self.map_after
+        return since == 0 or (since > 0 and self.map_every is not None and since % self.map_every == 0)
+
+    def budget(self, schedule: Schedule) -> Budget:
+        """The multiplier of a step, and the noised maps.
+
+        In ``paper`` mode the budget is met as printed, by DP-SGD's sigma; what is accounted for is its true multiplier.
+        """
+        assert self.source is not None
+        masks = sum(self.prepares_at(step) for step in range(schedule.steps))
+        if masks == 0:
+            raise ValueError(
+                f"map_after is {self.map_after} but the run has {schedule.steps} steps: no mask would ever be made"
+            )
+        side = self.source.side(masks)
+        multiplier = schedule.multiplier(side)
+        if self.mode == "paper":
+            multiplier = effective_noise_multiplier(multiplier, self.irrelevance_ratio)
+        return Budget(multiplier, side)
+
+    def prepare(self, preparation: Preparation) -> Outcome:
+        """The mask: relevance, min-max, ranking. True is weak."""
+        assert self.source is not None
+        require_values(preparation.parameters)
+        propagator = Propagator(preparation.model, preparation.parameters, self.propagation, self.initialisation)
+        relevance = self.source.relevance(propagator, preparation)
+        return weak_masks(relevance, self.irrelevance_ratio, self.ranking)
+
+    def policy(
+        self, parameters: Mapping[str, torch.nn.Parameter], noise_multiplier: float, outcome: Outcome | None = None
+    ) -> Policy:
+        """The two blocks of the mask, or DP-SGD while there is none; the multiplier is ``noise_multiplier`` in both."""
+        if not outcome:
+            return flat_policy(list(parameters), self.max_grad_norm, noise_multiplier)
+        return masked_policy(
+            {name: outcome[name].to(parameter.device) for name, parameter in parameters.items()},
+            allocation=self.allocation,
+            max_grad_norm=self.max_grad_norm,
+            noise_multiplier=noise_multiplier,
+            bounds=self.bounds,
+            weights=self.weights,
+        )
+
+    def describe(self) -> dict[str, Any]:
+        """The settings, for the card."""
+        assert self.source is not None
+        return {
+            "name": self.mechanism,
+            "mode": self.mode,
+            "max_grad_norm": self.max_grad_norm,
+            "irrelevance_ratio": self.irrelevance_ratio,
+            "allocation": self.allocation,
+            "bounds": None if self.bounds is None else list(self.bounds),
+            "weights": list(self.weights),
+            "ranking": self.ranking,
+            "mask": self.source.describe(),
+            "propagation": vars(self.propagation),
+            "initialisation": vars(self.initialisation),
+            "map_after": self.map_after,
+            "map_every": self.map_every,
+            "weight_averaging": self.weight_averaging,
+        }
+
+    def flaws(self) -> Sequence[str]:
+        """Why ``paper`` mode with a private mask guarantees nothing."""
+        return (_PRIVATE_MASK,) if isinstance(self.source, PrivateSubset) else ()
+
+    def notes(self, private: Private) -> Sequence[str]:
+        """In ``paper`` mode, what its own accounting would state, beside the true figure."""
+        if self.mode != "paper" or private.noise_multiplier == 0 or private.target_delta is None:
+            return ()
+        sigma = printed_noise_multiplier(private.noise_multiplier, self.irrelevance_ratio)
+        settings = private.settings
+        stated = accounting.dpsgd(
+            sigma, private.sample_rate, private.steps_done, settings["sampling"], private.steps_per_epoch
+        )
+        adjacency = settings["adjacency"]
+        epsilons = [
+            float(accounting.epsilon(event, private.target_delta, adjacency=adjacency))
+            for event in (stated, private.ledger.event())
+        ]
+        return (
+            f"the paper accounts for these steps as DP-SGD at noise multiplier {sigma:.6g}, which would state epsilon "
+            f"{epsilons[0]:.4g}; for a fixed mask they are one Gaussian mechanism of multiplier "
+            f"{private.noise_multiplier:.6g}, whose epsilon is {epsilons[1]:.4g}",
+        )

@@ -1,0 +1,476 @@
+"""Layer-wise relevance propagation as rules for backward passes through stock models.
+
+In place of a gradient the backward pass carries messages s = R / z, the relevance of an activation over its value. For a
+linear map z_i = sum_j x_j w_ji + b_i equation 6 then reads s_j = sum_i w_ji s_i: the ordinary backward pass. The relevance of an
+input is x s (equation 6), that of a parameter is its value times what autograd calls its gradient (equation 13). What
+is not linear gets a backward rule of its own, put in place while the model's own forward runs:
+
+* activations and softmax hand on the relevance of each element (s_in = s y / x);
+* products of two activations halve the message, residual sums rescale theirs by branch: the normalisation of equation 11;
+* layer and RMS norms are linear maps once their root is held.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from transformers.activations import ACT2CLS
+
+from fastdp.engine.intercept import Reads, UseMode
+from fastdp.engine.uses import PerLane, Tap, is_metadata
+
+RULES = ("epsilon", "alpha_beta")
+#: Keeps quotients of functions that vanish at 0 finite there; too small to absorb relevance.
+_TINY = 1e-9
+
+
+@dataclass(frozen=True)
+class Propagation:
+    """The rule for linear layers and the stabiliser of every denominator.
+
+    Args:
+        rule: ``epsilon``: equation 6 with z + epsilon sign(z) for z. ``alpha_beta``: positive and negative contributions
+            apart (equation 4).
+        epsilon: added to denominators, in the units of the activation; what it absorbs is lost to conservation.
+        alpha: weight of the positive part; beta is 1 - alpha. The paper's experiments take 0.5.
+
+    Raises ValueError for an unknown rule, epsilon below 0, or alpha below 0.
+    """
+
+    rule: str = "epsilon"
+    epsilon: float = 1e-3
+    alpha: float = 0.5
+
+    def __post_init__(self) -> None:
+        if self.rule not in RULES:
+            raise ValueError(f"the propagation rule is '{self.rule}': choose one of {', '.join(RULES)}")
+        if not self.epsilon >= 0:
+            raise ValueError(f"epsilon of the propagation rule is {self.epsilon}: it must be 0 or more")
+        if not self.alpha >= 0:
+            raise ValueError(f"alpha of the propagation rule is {self.alpha}: it must be 0 or more")
+
+
+@dataclass
+class Audit:
+    """Where relevance went, for the conservation check (equations 5 and 9): totals over the batch."""
+
+    output: float = 0.0
+    inputs: float = 0.0
+    absorbed: float = 0.0
+
+
+@dataclass(frozen=True)
+class Context:
+    """What the rules of one pass share: the settings, the number of rows, and an audit if there is to be one."""
+
+    settings: Propagation
+    rows: int
+    audit: Audit | None = None
+
+
+def stabilised(z: torch.Tensor, epsilon: float) -> torch.Tensor:
+    """z + epsilon sign(z), with sign(0) = 1."""
+    return z + torch.copysign(z.new_tensor(epsilon), z)
+
+
+def begin(values: torch.Tensor, context: Context) -> torch.Tensor:
+    """Let relevance flow through values that the model reads or looks up, and end there."""
+    values = values if values.requires_grad else values.requires_grad_()
+    audit, found = context.audit, values.detach()
+    if audit is not None:
+
+        def note(message: torch.Tensor) -> None:
+            audit.inputs += float((found * message).double().sum())
+
+        values.register_hook(note)
+    return values
+
+
+class _Damp(torch.autograd.Function):
+    """Identity whose backward multiplies the message by z / (z + epsilon sign z): the epsilon rule of one layer."""
+
+    @staticmethod
+    def forward(ctx: Any, z: torch.Tensor, context: Context) -> torch.Tensor:
+        ctx.context = context
+        ctx.save_for_backward(z)
+        return z.view_as(z)
+
+    @staticmethod
+    def backward(ctx: Any, *messages: Any) -> Any:
+        (z,) = ctx.saved_tensors
+        epsilon = ctx.context.settings.epsilon
+        damped = z.abs().add_(epsilon).reciprocal_().mul_(-epsilon).add_(1).mul_(messages[0])
+        if ctx.context.audit is not None:
+            _absorb(ctx.context, z, messages[0] - damped)
+        return damped, None
+
+
+class _Absorbs(torch.autograd.Function):
+    """Identity that notes the relevance ``share * s`` which stays in a layer, as a bias's does."""
+
+    @staticmethod
+    def forward(ctx: Any, z: torch.Tensor, share: torch.Tensor, context: Context) -> torch.Tensor:
+        ctx.context = context
+        ctx.save_for_backward(share)
+        return z.view_as(z)
+
+    @staticmethod
+    def backward(ctx: Any, *messages: Any) -> Any:
+        _absorb(ctx.context, ctx.saved_tensors[0], messages[0])
+        return messages[0], None, None
+
+
+def _absorb(context: Context, value: torch.Tensor, message: torch.Tensor) -> None:
+    if context.audit is not None:
+        context.audit.absorbed += float((value * message).double().sum())
+
+
+class _HandOn(torch.autograd.Function):
+    """y = f(x) element by element (softmax included), with R_x = R_y: the message becomes s y / x."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, y: torch.Tensor, epsilon: float, context: Context) -> torch.Tensor:
+        ctx.epsilon, ctx.context = epsilon, context
+        ctx.save_for_backward(x, y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *messages: Any) -> Any:
+        x, y = ctx.saved_tensors
+        back = messages[0] * y / stabilised(x, ctx.epsilon)
+        if ctx.context.audit is not None:
+            _absorb(ctx.context, y, messages[0])
+            _absorb(ctx.context, x, -back)
+        return back.to(x.dtype), None, None, None
+
+
+class _Half(torch.autograd.Function):
+    """Identity that halves the message.
+
+    Both factors of a product find the whole relevance in their own gradient, sum_j R_j^X = sum_q R_q^Y = sum_i R_i, for
+    which equation 11 gives each of them one half.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *messages: Any) -> Any:
+        return messages[0] * 0.5
+
+
+class _Split(torch.autograd.Function):
+    """x + y of equal shapes, with the normalisation of equation 11, an example at a time.
+
+    Equation 11 multiplies branch X by |sum R^X| / (|sum R^X| + |sum R^Y|) * sum R / sum R^X, which is written here as
+    sign(sum R^X) sum R / (|sum R^X| + |sum R^Y|): the same, and finite for a branch without relevance (LoRA's at B = 0).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, y: torch.Tensor, rows: int) -> torch.Tensor:
+        ctx.rows = rows if x.dim() > 0 and x.shape[0] % rows == 0 else 1
+        ctx.save_for_backward(x, y)
+        return x + y
+
+    @staticmethod
+    def backward(ctx: Any, *messages: Any) -> Any:
+        x, y = ctx.saved_tensors
+        s = messages[0].reshape(ctx.rows, -1)
+        left = torch.linalg.vecdot(s, x.reshape(ctx.rows, -1)).unsqueeze(1)
+        right = torch.linalg.vecdot(s, y.reshape(ctx.rows, -1)).unsqueeze(1)
+        share = (left + right) / (left.abs() + right.abs()).clamp(min=torch.finfo(s.dtype).tiny)
+        return (s * (share * left.sign())).view_as(x), (s * (share * right.sign())).view_as(y), None
+
+
+class _AlphaBeta(torch.autograd.Function):
+    """A linear layer under the alpha-beta rule (equation 4), with the relevance of its own parameters (equation 13).
+
+    z_ji = x_j w_ji is positive where the signs agree: Z+ = x+ w+ + x- w- + b+, Z- = x+ w- + x- w+ + b-. An output that has
+    contributions of one sign only gives it the whole weight. ``weight`` is [m, n]; x is [..., n].
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        mode: RelevanceMode,
+        trained: tuple[torch.nn.Parameter | None, torch.nn.Parameter | None],
+        swap: bool,
+    ) -> torch.Tensor:
+        ctx.mode, ctx.trained, ctx.swap = mode, trained, swap
+        out = F.linear(x, weight, bias)
+        ctx.save_for_backward(x, weight, bias, out)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *messages: Any) -> Any:
+        x, weight, bias, out = ctx.saved_tensors
+        alpha, mode = ctx.mode.context.settings.alpha, ctx.mode
+        up, down = x.clamp(min=0), x.clamp(max=0)
+        grow, shrink = weight.clamp(min=0), weight.clamp(max=0)
+        positive = F.linear(up, grow, None if bias is None else bias.clamp(min=0)) + F.linear(down, shrink)
+        negative = F.linear(up, shrink, None if bias is None else bias.clamp(max=0)) + F.linear(down, grow)
+        some, less = positive > 0, negative < 0
+        relevance = messages[0] * out
+        plus = torch.where(some, torch.where(less, alpha, 1.0) * relevance / positive, 0.0)
+        minus = torch.where(less, torch.where(some, 1 - alpha, 1.0) * relevance / negative, 0.0)
+        if bias is not None:
+            _absorb(mode.context, bias, torch.where(bias > 0, plus, minus))
+        mode.take_signed(ctx.trained, (up, down), (plus, minus), bias, swap=ctx.swap)
+        rising = F.linear(plus, grow.t()) + F.linear(minus, shrink.t())
+        falling = F.linear(plus, shrink.t()) + F.linear(minus, grow.t())
+        return torch.where(x < 0, falling, rising), None, None, None, None, None
+
+
+class RelevanceMode(UseMode):
+    """Active while a model's forward runs: the engine's captures, with the rules above around them.
+
+    Every activation must require a gradient, so that two activations can be told from an activation and a constant;
+    outputs of embeddings are made to.
+    """
+
+    def __init__(self, reads: Reads, tap: Tap, context: Context):
+        super().__init__(reads, tap)
+        self.context = context
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        rule = _HANDLERS.get(func)
+        if rule is None or not torch.is_grad_enabled() or is_metadata(func):
+            return self.plain(func, *args, **kwargs)
+        result = rule(self, func, *args, **kwargs)
+        return self.plain(func, *args, **kwargs) if result is NotImplemented else result
+
+    def plain(self, func: Any, *args: Any, **kwargs: Any) -> Any:
+        """The operation itself, its trained parameters captured."""
+        return super().__torch_function__(func, (), args, kwargs)
+
+    def flows(self, value: Any) -> bool:
+        """Whether a value is an activation: relevance flows through it, and it is no parameter."""
+        return (
+            isinstance(value, torch.Tensor)
+            and value.requires_grad
+            and value.is_floating_point()
+            and not isinstance(value, PerLane)
+            and not self.reads.is_trained(value)
+        )
+
+    def take_signed(
+        self,
+        trained: tuple[torch.nn.Parameter | None, torch.nn.Parameter | None],
+        inputs: tuple[torch.Tensor, torch.Tensor],
+        messages: tuple[torch.Tensor, torch.Tensor],
+        bias: torch.Tensor | None,
+        *,
+        swap: bool,
+    ) -> None:
+        """Hand the sink a linear layer's parameters under the alpha-beta rule, as the gradient that yields w g = R^w."""
+        sink: Any = self.tap.open()
+        (up, down), (plus, minus) = ([t.reshape(-1, t.shape[-1]) for t in pair] for pair in (inputs, messages))
+        matrix, vector = trained
+        if vector is not None:
+            assert bias is not None
+            sink.tokens(vector, torch.where(bias > 0, plus, minus), self.tap.layout, False)
+        if matrix is not None:
+            sink.signed(matrix, ((plus, up), (minus, down)), ((plus, down), (minus, up)), self.tap.layout, swap)
+
+
+def _linear(mode: RelevanceMode, func: Any, input: Any, weight: Any, bias: Any = None) -> Any:
+    if not mode.flows(input):
+        return NotImplemented
+    return _product(mode, func, (input, weight, bias), input, weight, bias, swap=False)
+
+
+def _addmm(mode: RelevanceMode, func: Any, input: Any, mat1: Any, mat2: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
+    if beta != 1 or alpha != 1 or not mode.flows(mat1) or mode.flows(mat2) or mode.flows(input):
+        return NotImplemented
+    return _product(mode, func, (input, mat1, mat2), mat1, mat2, input, swap=True)
+
+
+def _product(mode: RelevanceMode, func: Any, args: Any, x: Any, weight: Any, bias: Any, *, swap: bool) -> Any:
+    context = mode.context
+    if context.settings.rule == "alpha_beta" and not isinstance(weight, PerLane):
+        trained = (weight if mode.reads.is_trained(weight) else None, bias if mode.reads.is_trained(bias) else None)
+        matrix = weight.detach().t() if swap else weight.detach()
+        return _AlphaBeta.apply(x, matrix, None if bias is None else bias.detach(), mode, trained, swap)
+    out = mode.plain(func, *args)
+    if bias is not None and context.audit is not None:
+        out = _Absorbs.apply(out, bias.detach(), context)
+    return _Damp.apply(out, context) if context.settings.epsilon > 0 else out
+
+
+def _add(mode: RelevanceMode, func: Any, input: Any, other: Any, **options: Any) -> Any:
+    if options or not (mode.flows(input) and mode.flows(other)):
+        return NotImplemented
+    left, right = torch.broadcast_tensors(input, other)
+    return _Split.apply(left, right, mode.context.rows)
+
+
+def _times(mode: RelevanceMode, func: Any, input: Any, other: Any, **options: Any) -> Any:
+    if not (mode.flows(input) and mode.flows(other)):
+        return NotImplemented
+    return func(_Half.apply(input), _Half.apply(other), **options)
+
+
+def _hand_on(mode: RelevanceMode, func: Any, input: Any, *args: Any, **options: Any) -> Any:
+    if not mode.flows(input):
+        return NotImplemented
+    with torch.no_grad():
+        y = func(input, *args, **options)
+    return _HandOn.apply(input, y, _TINY, mode.context)
+
+
+def _softmax(mode: RelevanceMode, func: Any, input: Any, *args: Any, **options: Any) -> Any:
+    if not mode.flows(input):
+        return NotImplemented
+    with torch.no_grad():
+        y = func(input, *args, **options)
+    # softmax(0) is not 0, so that here the stabiliser matters.
+    return _HandOn.apply(input, y, max(mode.context.settings.epsilon, _TINY), mode.context)
+
+
+def _attention(
+    mode: RelevanceMode,
+    func: Any,
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Any:
+    """Attention by its definition: two products of activations with a softmax between them."""
+    if not (mode.flows(query) and mode.flows(key) and mode.flows(value)):
+        return NotImplemented
+    if dropout_p:
+        raise ValueError("relevance is propagated without dropout: put the model into eval mode")
+    if enable_gqa:
+        groups = query.shape[-3] // key.shape[-3]
+        key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
+    scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+    scores = _times(mode, torch.matmul, query, key.transpose(-2, -1)) * scale
+    masked = scores
+    if is_causal:
+        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+    if attn_mask is not None:
+        with torch.no_grad():
+            closed = attn_mask.logical_not() if attn_mask.dtype == torch.bool else None
+            masked = scores + attn_mask if closed is None else scores.masked_fill(closed, -torch.inf)
+    with torch.no_grad():
+        # A row whose keys are all masked is 0 rather than NaN, as in torch's own kernels.
+        weights = torch.nan_to_num(torch.softmax(masked, -1))
+    weights = _HandOn.apply(scores, weights, max(mode.context.settings.epsilon, _TINY), mode.context)
+    return _times(mode, torch.matmul, weights, value)
+
+
+def _layer_norm(
+    mode: RelevanceMode,
+    func: Any,
+    input: Any,
+    normalized_shape: Any,
+    weight: Any = None,
+    bias: Any = None,
+    eps: float = 1e-5,
+) -> Any:
+    if not mode.flows(input):
+        return NotImplemented
+    dims = tuple(range(-len(normalized_shape), 0))
+    centred = input - input.mean(dims, keepdim=True)
+    held = torch.rsqrt(centred.detach().square().mean(dims, keepdim=True) + eps)
+    return _affine(mode, centred * held, weight, bias)
+
+
+def _rms_norm(
+    mode: RelevanceMode, func: Any, input: Any, normalized_shape: Any, weight: Any = None, eps: float | None = None
+) -> Any:
+    if not mode.flows(input):
+        return NotImplemented
+    dims = tuple(range(-len(normalized_shape), 0))
+    eps = torch.finfo(input.dtype).eps if eps is None else eps
+    held = torch.rsqrt(input.detach().square().mean(dims, keepdim=True) + eps)
+    return _affine(mode, input * held, weight, None)
+
+
+def _affine(mode: RelevanceMode, normed: torch.Tensor, weight: Any, bias: Any) -> torch.Tensor:
+    if weight is not None:
+        normed = mode.plain(torch.mul, normed, weight)
+    if bias is not None:
+        normed = mode.plain(torch.add, normed, bias)
+        if mode.context.audit is not None:
+            normed = _Absorbs.apply(normed, bias.detach(), mode.context)
+    return normed
+
+
+def _held(mode: RelevanceMode, func: Any, input: Any, *args: Any, **options: Any) -> Any:
+    """The inverse root of an RMS norm written out: a constant to relevance."""
+    if not mode.flows(input):
+        return NotImplemented
+    with torch.no_grad():
+        return func(input, *args, **options)
+
+
+def _embedding(mode: RelevanceMode, func: Any, *args: Any, **options: Any) -> Any:
+    out = mode.plain(func, *args, **options)
+    if isinstance(out, PerLane):
+        begin(out.lanes, mode.context)
+        return out
+    return begin(out, mode.context)
+
+
+_HANDLERS: dict[Any, Callable[..., Any]] = {
+    F.linear: _linear,
+    torch.addmm: _addmm,
+    torch.Tensor.addmm: _addmm,
+    F.layer_norm: _layer_norm,
+    F.rms_norm: _rms_norm,
+    F.embedding: _embedding,
+    F.scaled_dot_product_attention: _attention,
+    **dict.fromkeys(
+        (torch.add, torch.Tensor.add, torch.Tensor.__add__, torch.Tensor.__radd__, torch.Tensor.__iadd__), _add
+    ),
+    **dict.fromkeys((torch.mul, torch.Tensor.mul, torch.Tensor.__mul__, torch.Tensor.__rmul__), _times),
+    **dict.fromkeys((torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.bmm, torch.Tensor.bmm), _times),
+    **dict.fromkeys((F.gelu, F.silu, F.relu, F.tanh, torch.tanh, torch.Tensor.tanh, torch.relu), _hand_on),
+    **dict.fromkeys((F.softmax, torch.softmax, torch.Tensor.softmax), _softmax),
+    **dict.fromkeys((torch.rsqrt, torch.Tensor.rsqrt), _held),
+}
+
+_ACTIVATIONS = tuple({kind[0] if isinstance(kind, tuple) else kind for kind in ACT2CLS.values()})
+
+
+@contextmanager
+def activations_hand_on(model: torch.nn.Module, context: Context) -> Iterator[None]:
+    """While open, activation modules are one element-wise function each, however many operations they are written in.
+
+    GPT-2's GELU multiplies x by a function of x; taken apart, that is a product of two activations.
+    """
+    patched = []
+    for module in model.modules():
+        if not isinstance(module, _ACTIVATIONS) or "forward" in vars(module):
+            continue
+
+        def forward(x: torch.Tensor, original: Callable[..., torch.Tensor] = module.forward) -> torch.Tensor:
+            if not (torch.is_grad_enabled() and x.requires_grad):
+                return original(x)
+            with torch.no_grad():
+                y = original(x)
+            return _HandOn.apply(x, y, _TINY, context)
+
+        module.forward = forward  # type: ignore[assignment]
+        patched.append(module)
+    try:
+        yield
+    finally:
+        for module in patched:
+            del module.forward

@@ -1,0 +1,175 @@
+"""Where a mask may come from: public examples, a noised map of private ones, or (as printed) private ones as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from fastdp import accounting, ops
+from fastdp.engine.method import Preparation, SideRelease
+from fastdp.methods.rapft.relevance import Map, Propagator
+
+#: The releases of noised maps, by their name in the ledger.
+RELEVANCE = "relevance"
+
+
+@dataclass(frozen=True)
+class PublicMap:
+    """Relevance averaged over public examples (equation 18); costs no privacy.
+
+    Args:
+        batches: mappings of the model's arguments, labels included, such as a collator makes.
+    """
+
+    batches: Sequence[Mapping[str, Any]] = field(repr=False)
+
+    def __post_init__(self) -> None:
+        if len(self.batches) == 0:
+            raise ValueError("PublicMap has no batches: give some public examples, or use NoisyMap")
+
+    def side(self, count: int) -> tuple[SideRelease, ...]:
+        """Nothing is released."""
+        return ()
+
+    def relevance(self, propagator: Propagator, preparation: Preparation) -> Map:
+        """The sum of the examples' maps."""
+        return _added(propagator.total(batch) for batch in self.batches)
+
+    def describe(self) -> dict[str, Any]:
+        """For the card."""
+        return {"kind": "public", "batches": len(self.batches)}
+
+
+@dataclass(frozen=True)
+class NoisyMap:
+    """Relevance of a Poisson sample of the private examples, released with noise of its own.
+
+    Each example's map (all trained parameters as one vector) is clipped to L2 norm c_R, the maps are summed, and
+    N(0, sigma_R^2 c_R^2) is added to every coordinate: one Poisson-sampled Gaussian release of multiplier sigma_R.
+    Min-max, ranking and mask come after the noise and are free. Noise after min-max would protect nothing: one example
+    can move every normalised value from 0 to 1.
+
+    Args:
+        noise_multiplier: sigma_R, > 0.
+        sample_rate: q_R, in (0, 1].
+        max_norm: c_R, > 0.
+
+    Raises ValueError for values out of range.
+    """
+
+    noise_multiplier: float
+    sample_rate: float
+    max_norm: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not self.noise_multiplier > 0:
+            raise ValueError(
+                f"noise_multiplier of the relevance map is {self.noise_multiplier}: a map of private examples needs noise "
+                "above 0, or take it from public ones (PublicMap)"
+            )
+        _check_rate(self.sample_rate)
+        if not self.max_norm > 0:
+            raise ValueError(f"max_norm of the relevance map is {self.max_norm}: it must be positive")
+
+    def side(self, count: int) -> tuple[SideRelease, ...]:
+        """``count`` releases of a noised map."""
+        event = accounting.EventModel(accounting.poisson_gaussian(self.noise_multiplier, self.sample_rate))
+        return (SideRelease(RELEVANCE, event, count),)
+
+    def relevance(self, propagator: Propagator, preparation: Preparation) -> Map:
+        """One noised sum of clipped maps, recorded before it is made."""
+        preparation.record(RELEVANCE)
+        total = self.clipped_sum(propagator, sampled(preparation, self.sample_rate))
+        for index, values in enumerate(total.values()):
+            ops.add_noise_(values, self.noise_multiplier * self.max_norm, preparation.stream.at(0, index))
+        return total
+
+    def clipped_sum(self, propagator: Propagator, batches: Iterator[Mapping[str, Any]]) -> Map:
+        """The sum of the examples' maps, each scaled to norm at most c_R; one that is not finite counts as 0."""
+        total = {name: torch.zeros_like(p, dtype=torch.float32) for name, p in propagator.parameters.items()}
+        for batch in batches:
+            for maps in propagator.examples(batch):
+                add_clipped(total, maps, self.max_norm)
+        return total
+
+    def describe(self) -> dict[str, Any]:
+        """For the card."""
+        return {"kind": "noised", **vars(self)}
+
+
+@dataclass(frozen=True)
+class PrivateSubset:
+    """Relevance averaged over a sample of the private examples, without noise: what algorithm 1 does.
+
+    The mask then depends on the data, and no epsilon holds; `RapFT` takes it in ``paper`` mode only.
+
+    Args:
+        sample_rate: share of the examples, in (0, 1].
+    """
+
+    sample_rate: float = 0.02
+
+    def __post_init__(self) -> None:
+        _check_rate(self.sample_rate)
+
+    def side(self, count: int) -> tuple[SideRelease, ...]:
+        """Not accounted for: the card says that there is no guarantee."""
+        return ()
+
+    def relevance(self, propagator: Propagator, preparation: Preparation) -> Map:
+        """The sum of the examples' maps."""
+        found = [propagator.total(batch) for batch in sampled(preparation, self.sample_rate)]
+        if not found:
+            raise ValueError("the sample for the relevance map is empty: raise its sample_rate")
+        return _added(iter(found))
+
+    def describe(self) -> dict[str, Any]:
+        """For the card."""
+        return {"kind": "private, not noised", **vars(self)}
+
+
+def _check_rate(rate: float) -> None:
+    if not 0 < rate <= 1:
+        raise ValueError(f"sample_rate of the relevance map is {rate}: it must lie in (0, 1]")
+
+
+def sampled(preparation: Preparation, rate: float) -> Iterator[Mapping[str, Any]]:
+    """The batches of one Poisson sample, the padding row of an empty one left out.
+
+    Raises ValueError where a unit is not one row.
+    """
+    for batch, weights in preparation.sample(rate):
+        if not isinstance(batch, Mapping):
+            raise ValueError(f"relevance needs batches that are mappings, not a {type(batch).__name__}")
+        rows = next(v.shape[0] for v in batch.values() if isinstance(v, torch.Tensor) and v.dim() > 0)
+        if rows != weights.shape[0]:
+            raise ValueError("a relevance map of users or packed rows is not supported: take it from PublicMap")
+        if bool((weights > 0).all()):
+            yield batch
+
+
+def add_clipped(total: Map, maps: Map, max_norm: float) -> None:
+    """Add each example's map, scaled to L2 norm at most ``max_norm`` over all parameters together.
+
+    Args:
+        total: by parameter, float32, added to in place.
+        maps: by parameter, ``[rows, *shape]``.
+        max_norm: c_R; one example more or less moves ``total`` by at most this.
+    """
+    norms = torch.stack([torch.linalg.vector_norm(m.flatten(1), dim=1) for m in maps.values()])
+    norm = torch.linalg.vector_norm(norms, dim=0)
+    finite = torch.isfinite(norm)
+    factors = torch.where(finite, (max_norm / norm).clamp(max=1.0), 0.0)
+    for name, values in maps.items():
+        flat = torch.where(finite.unsqueeze(1), values.flatten(1), 0.0)
+        total[name] += (factors @ flat).view(total[name].shape)
+
+
+def _added(maps: Iterator[Map]) -> Map:
+    total = next(maps)
+    for one in maps:
+        total = {name: values + one[name] for name, values in total.items()}
+    return total
