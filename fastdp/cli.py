@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import typer
 
+from fastdp.commands.attack import attack_command
 from fastdp.commands.bench import bench_app
 from fastdp.commands.doctor import doctor_command
 from fastdp.commands.privacy import calibrate_command, epsilon_command, verify_command
@@ -21,4 +22,5 @@ app.command("calibrate")(calibrate_command)
 app.command("epsilon")(epsilon_command)
 app.command("verify")(verify_command)
 app.command("doctor")(doctor_command)
+app.command("attack")(attack_command)
 app.add_typer(bench_app, name="bench")

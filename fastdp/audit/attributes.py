@@ -1,0 +1,100 @@
+"""Attribute inference: a classifier that reads a private attribute off released representations (SAP, section 4.1)."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+
+@dataclass(frozen=True)
+class AttributeResult:
+    """How often the attribute was inferred.
+
+    Attributes:
+        accuracy: share of the attacked examples whose attribute was guessed.
+        majority: what always guessing their most frequent attribute would give.
+        empirical_privacy: 1 - accuracy.
+        known, attacked: examples with known attributes, and attacked ones.
+    """
+
+    accuracy: float
+    majority: float
+    empirical_privacy: float
+    known: int
+    attacked: int
+
+    def as_dict(self) -> dict[str, Any]:
+        """For a JSON file."""
+        return dataclasses.asdict(self)
+
+
+def pooled(released: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+    """Mean over the tokens of each sequence: [N, T, d] -> [N, d]; ``mask``, bool [N, T], says which tokens are there."""
+    if mask is None:
+        return released.float().mean(1)
+    weights = mask.to(released.device).float().unsqueeze(-1)
+    return (released.float() * weights).sum(1) / weights.sum(1).clamp(min=1)
+
+
+def attribute_inference(
+    known: torch.Tensor,
+    attributes: torch.Tensor,
+    attacked: torch.Tensor,
+    truth: torch.Tensor,
+    *,
+    hidden: int = 0,
+    weight_decay: float = 1e-3,
+    iterations: int = 200,
+    seed: int = 0,
+) -> AttributeResult:
+    """Train a classifier on representations whose attribute is known, and use it on the others.
+
+    Args:
+        known, attacked: representations [K, d] and [N, d]; see `pooled`.
+        attributes, truth: their attributes, int64 [K] and [N], counted from 0.
+        hidden: width of a hidden layer; 0 makes the classifier linear.
+
+    Raises:
+        ValueError: shapes that do not fit, or fewer than two attributes among the known.
+    """
+    for rows, labels in ((known, attributes), (attacked, truth)):
+        if rows.dim() != 2 or labels.shape != rows.shape[:1] or not len(rows):
+            raise ValueError(
+                f"representations of shape {list(rows.shape)} and attributes of shape {list(labels.shape)}: they must be "
+                "[N, d] and [N]"
+            )
+    if attributes.unique().numel() < 2:
+        raise ValueError("the known examples all have one attribute: there is nothing to learn")
+    centre, spread = known.float().mean(0), known.float().std(0).clamp(min=1e-6)
+    model = _train((known.float() - centre) / spread, attributes, hidden, weight_decay, iterations, seed)
+    with torch.no_grad():
+        guessed = model((attacked.float() - centre) / spread).argmax(-1)
+    accuracy = float((guessed == truth).double().mean())
+    majority = float(truth.bincount().max()) / len(truth)
+    return AttributeResult(accuracy, majority, 1 - accuracy, len(known), len(attacked))
+
+
+def _train(
+    rows: torch.Tensor, labels: torch.Tensor, hidden: int, weight_decay: float, iterations: int, seed: int
+) -> nn.Module:
+    classes = int(labels.max()) + 1
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        wide: list[nn.Module] = [nn.Linear(rows.shape[1], hidden), nn.ReLU()] if hidden else []
+        model = nn.Sequential(*wide, nn.Linear(hidden or rows.shape[1], classes)).to(rows.device)
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=iterations, line_search_fn="strong_wolfe")
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        penalty = sum(p.square().sum() for p in model.parameters() if p.dim() > 1)
+        loss = F.cross_entropy(model(rows), labels) + weight_decay / 2 * penalty
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    return model

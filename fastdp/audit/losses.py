@@ -1,0 +1,68 @@
+"""The loss of each example under a model: what a black-box attacker sees of a language model or classifier."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from fastdp.data import IGNORED, Collator
+
+#: Told how many of how many are done.
+Progress = Callable[[int, int], None]
+
+
+def silent(done: int, total: int) -> None:
+    """Progress that nobody watches."""
+
+
+def example_losses(
+    model: nn.Module,
+    examples: Sequence[dict[str, Any]],
+    collator: Collator,
+    batch_size: int = 32,
+    progress: Progress = silent,
+) -> torch.Tensor:
+    """Mean cross-entropy over each example's labelled tokens, or its label, in nats: float64 [N], on the CPU.
+
+    The perplexity of a text is its exponential. Without gradients and dropout; the model's mode is put back.
+
+    Args:
+        examples: as `fastdp.data.causal_examples` or `classification_examples` make them.
+
+    Raises:
+        ValueError: no examples, or one without a labelled token.
+    """
+    if not len(examples):
+        raise ValueError("there are no examples to attack")
+    device = next(model.parameters()).device
+    # By length, which spares padding and changes no example's loss.
+    order = sorted(range(len(examples)), key=lambda index: len(examples[index]["input_ids"]))
+    losses = torch.zeros(len(examples), dtype=torch.float64)
+    training = model.training
+    model.eval()
+    try:
+        with torch.inference_mode():
+            for start in range(0, len(order), batch_size):
+                chosen = order[start : start + batch_size]
+                batch = {key: value.to(device) for key, value in collator([examples[i] for i in chosen]).items()}
+                labels = batch.pop("labels")
+                losses[torch.tensor(chosen)] = _losses(model(**batch).logits.float(), labels).double().cpu()
+                progress(min(start + batch_size, len(order)), len(order))
+    finally:
+        model.train(training)
+    if bool(torch.isnan(losses).any()):
+        raise ValueError(f"example {int(torch.isnan(losses).nonzero()[0])} has no labelled token, and so no loss")
+    return losses
+
+
+def _losses(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    if labels.dim() == 1:
+        return F.cross_entropy(logits, labels, reduction="none")
+    # Soft prompts put their own positions in front: the text's are the last ones.
+    logits, labels = logits[:, -labels.shape[1] :][:, :-1], labels[:, 1:]
+    each = F.cross_entropy(logits.transpose(1, 2), labels, ignore_index=IGNORED, reduction="none")
+    return each.sum(1) / (labels != IGNORED).sum(1)

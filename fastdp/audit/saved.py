@@ -1,0 +1,67 @@
+"""Loading what a run left behind: its output folder, or any model's own."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import peft
+from torch import nn
+from transformers import AutoConfig, PreTrainedTokenizerBase
+
+from fastdp.finetune.config import ConfigError, FinetuneConfig, load_config
+from fastdp.finetune.models import load_model, load_tokenizer
+from fastdp.finetune.run import CONFIG
+
+#: Longest example, in tokens, for a model that no run has set one for.
+_LENGTH = 128
+
+
+def load_saved(
+    folder: str | Path, overrides: dict[str, Any] | None = None
+) -> tuple[nn.Module, PreTrainedTokenizerBase, FinetuneConfig]:
+    """A fine-tuned model, its tokenizer, and the settings that say how its data are read.
+
+    Args:
+        folder: what `fastdp finetune` wrote to (its base model must be where it was), or a folder of transformers.
+        overrides: settings that replace the run's own, such as ``text_column``; those that are None are left alone.
+
+    Raises:
+        ConfigError: no such folder, a run that has no weights yet, or a model that cannot be loaded.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise ConfigError(f"there is no folder {folder}: name the output of a run, or a model's folder")
+    given = {name: value for name, value in (overrides or {}).items() if value is not None}
+    if not (folder / CONFIG).exists():
+        config = dataclasses.replace(_of_model(folder), **given)
+        tokenizer = load_tokenizer(config)
+        return load_model(config, tokenizer).eval(), tokenizer, config
+    config = load_config(folder / CONFIG, given)
+    whole, adapter = folder / "model", folder / "adapter"
+    if whole.is_dir():
+        tokenizer = load_tokenizer(dataclasses.replace(config, model=str(whole)))
+        return load_model(dataclasses.replace(config, model=str(whole)), tokenizer).eval(), tokenizer, config
+    if not adapter.is_dir():
+        raise ConfigError(f"the run in {folder} has written no weights yet: finish it with --resume")
+    tokenizer = load_tokenizer(dataclasses.replace(config, model=str(adapter)))
+    base: Any = load_model(config, tokenizer)
+    return peft.PeftModel.from_pretrained(base, str(adapter)).eval(), tokenizer, config
+
+
+def _of_model(folder: Path) -> FinetuneConfig:
+    """Settings for a model that no run describes: the task from its architecture, the labels from its own names."""
+    try:
+        settings = AutoConfig.from_pretrained(folder)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{folder} is neither a run nor a model: {str(error).splitlines()[0]}") from None
+    names = getattr(settings, "architectures", None) or [""]
+    classifier = "SequenceClassification" in names[0]
+    length = min(_LENGTH, getattr(settings, "max_position_embeddings", None) or _LENGTH)
+    return FinetuneConfig(
+        model=str(folder),
+        task="classification" if classifier else "causal-lm",
+        labels=[str(settings.id2label[i]) for i in range(settings.num_labels)] if classifier else None,
+        max_length=length,
+    )

@@ -1,0 +1,269 @@
+"""`fastdp attack`: what a model gives away about the data it was trained on, by the attacks of the papers."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from fastdp.commands.quiet import quiet_libraries
+from fastdp.commands.refusal import refusing
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+    from transformers import PreTrainedTokenizerBase
+
+    from fastdp.data import Examples
+    from fastdp.finetune import FinetuneConfig
+
+console = Console()
+
+KINDS = ("membership", "extraction", "reconstruction", "inversion")
+
+
+@refusing
+def attack_command(
+    model: Annotated[Path, typer.Argument(help="output folder of a run, or a model's folder")],
+    kind: Annotated[str, typer.Option(help=f"one of {', '.join(KINDS)}")] = "membership",
+    train: Annotated[Path | None, typer.Option(help="the data the model was trained on")] = None,
+    held_out: Annotated[Path | None, typer.Option(help="membership: data of the same kind it never saw")] = None,
+    reference: Annotated[
+        list[Path] | None,
+        typer.Option(help="membership: a model that saw neither file, for the likelihood ratio; may be repeated"),
+    ] = None,
+    names: Annotated[
+        Path | None, typer.Option(help="extraction, reconstruction: names in the training data, one a line")
+    ] = None,
+    decoys: Annotated[
+        Path | None, typer.Option(help="extraction, reconstruction: names of the same kind not in it, one a line")
+    ] = None,
+    base: Annotated[
+        Path | None, typer.Option(help="extraction: model before training, whose names do not count")
+    ] = None,
+    samples: Annotated[int, typer.Option(help="extraction: texts to generate")] = 100,
+    length: Annotated[int, typer.Option(help="extraction: new tokens of a text")] = 256,
+    candidates: Annotated[int, typer.Option(help="reconstruction: names tried for each sentence")] = 64,
+    eta: Annotated[
+        float | None, typer.Option(help="inversion: noise of the released embeddings; without it, none")
+    ] = None,
+    limit: Annotated[int, typer.Option(help="most rows taken from a file, at random")] = 1000,
+    text_column: Annotated[str | None, typer.Option(help="column with the text, where a run has not set it")] = None,
+    label_column: Annotated[str | None, typer.Option(help="column with the label, where a run has not set it")] = None,
+    batch_size: Annotated[int, typer.Option(help="examples in memory at once")] = 32,
+    seed: Annotated[int, typer.Option(help="seed of the rows, names and texts that are drawn")] = 0,
+    json: Annotated[Path | None, typer.Option("--json", help="write the figures")] = None,
+) -> None:
+    """Attack a model: membership, extraction or reconstruction of its training data, or inversion of its embeddings."""
+    if kind not in KINDS:
+        raise ValueError(f"there is no attack named {kind}: choose {', '.join(KINDS)}")
+    for name, value in (
+        *(("samples", samples), ("length", length), ("limit", limit)),
+        *(("candidates", candidates), ("batch-size", batch_size)),
+    ):
+        if value < 1:
+            raise ValueError(f"{name} is {value}: it must be at least 1")
+    quiet_libraries()
+    setting = _Setting(model, {"text_column": text_column, "label_column": label_column}, limit, batch_size, seed)
+    if kind == "membership":
+        figures = _membership(setting, _needed(train, "train"), _needed(held_out, "held-out"), reference or [])
+    elif kind == "extraction":
+        figures = _extraction(setting, _needed(names, "names"), decoys, base, samples, length)
+    elif kind == "reconstruction":
+        figures = _reconstruction(setting, _needed(train, "train"), _needed(names, "names"), decoys, candidates)
+    else:
+        figures = _inversion(setting, _needed(train, "train"), eta)
+    for title, row in figures.items():
+        console.print(f"[bold]{title}[/]: " + ", ".join(f"{key} {_shown(value)}" for key, value in row.items()))
+    if json is not None:
+        _write(json, {"model": str(model), "kind": kind, "seed": seed, "figures": figures})
+
+
+Figures = dict[str, dict[str, Any]]
+
+
+class _Setting:
+    """The model under attack, loaded when it is needed, and what all attacks ask of the command line."""
+
+    def __init__(self, folder: Path, overrides: dict[str, Any], limit: int, batch_size: int, seed: int):
+        from fastdp.audit.saved import load_saved
+
+        self.overrides, self.limit, self.batch_size, self.seed = overrides, limit, batch_size, seed
+        with console.status("loading the model"):
+            loaded = load_saved(folder, overrides)
+        self.model: nn.Module = loaded[0]
+        self.tokenizer: PreTrainedTokenizerBase = loaded[1]
+        self.config: FinetuneConfig = loaded[2]
+
+    def examples(self, path: Path) -> Examples:
+        """At most ``limit`` rows of a file, drawn at random, encoded as the run did."""
+        from fastdp.data import Rows, read_rows
+        from fastdp.finetune.run import Reporter, encode_rows
+
+        table = read_rows(path)
+        chosen = self.draw(list(range(len(table))))
+        rows, lines = [table.rows[i] for i in chosen], [table.lines[i] for i in chosen]
+        return encode_rows(Rows(table.path, table.columns, rows, lines), self.tokenizer, self.config, Reporter())
+
+    def draw(self, items: list[Any]) -> list[Any]:
+        """At most ``limit`` of them, at random but in their order."""
+        if len(items) <= self.limit:
+            return items
+        chosen = random.Random(self.seed).sample(range(len(items)), self.limit)
+        return [items[i] for i in sorted(chosen)]
+
+    def require(self, task: str, kind: str) -> None:
+        """Raise ValueError unless the model is of the task that an attack is about."""
+        if self.config.task != task:
+            raise ValueError(f"the {kind} attack needs a {task} model, and this one is for {self.config.task}")
+
+    def losses(self, model: nn.Module, examples: Examples, title: str) -> torch.Tensor:
+        """The loss of each example under one of the models."""
+        from fastdp.audit import example_losses
+        from fastdp.data import Collator
+
+        assert self.tokenizer.pad_token_id is not None
+        with _progress(title) as progress:
+            return example_losses(
+                model, examples.items, Collator(self.tokenizer.pad_token_id), self.batch_size, progress
+            )
+
+
+def _membership(setting: _Setting, train: Path, held_out: Path, references: list[Path]) -> Figures:
+    import torch
+
+    from fastdp.audit import likelihood_ratio, membership
+    from fastdp.audit.saved import load_saved
+
+    members, others = setting.examples(train), setting.examples(held_out)
+    inside = setting.losses(setting.model, members, "members")
+    outside = setting.losses(setting.model, others, "others")
+    figures = {"membership by loss": membership(-inside, -outside).as_dict()}
+    if not references:
+        return figures
+    rows = []
+    for number, folder in enumerate(references, start=1):
+        other, tokenizer, _ = load_saved(folder, setting.overrides)
+        if tokenizer.get_vocab() != setting.tokenizer.get_vocab():
+            raise ValueError(f"the reference model {folder} has another vocabulary; its likelihoods cannot be compared")
+        title = f"reference {number} of {len(references)}"
+        rows.append((setting.losses(other, members, title), setting.losses(other, others, title)))
+    ratio_inside = likelihood_ratio(inside, torch.stack([row[0] for row in rows]))
+    ratio_outside = likelihood_ratio(outside, torch.stack([row[1] for row in rows]))
+    return figures | {"membership by likelihood ratio": membership(ratio_inside, ratio_outside).as_dict()}
+
+
+def _extraction(
+    setting: _Setting, names: Path, decoys: Path | None, base: Path | None, samples: int, length: int
+) -> Figures:
+    from fastdp.audit import NameFinder, extraction, generate
+    from fastdp.audit.saved import load_saved
+
+    setting.require("causal-lm", "extraction")
+    planted, others = _lines(names), _lines(decoys) if decoys else []
+    positions = getattr(setting.model.config, "max_position_embeddings", None)
+    length = length if positions is None else min(length, positions - 1)
+    options: dict[str, Any] = {"length": length, "batch_size": setting.batch_size, "seed": setting.seed}
+    known: set[str] = set()
+    if base is not None:
+        before, tokenizer, _ = load_saved(base)
+        with _progress("texts of the base model") as progress:
+            texts = generate(before, tokenizer, samples, progress=progress, **options)
+        find = NameFinder([*planted, *others])
+        known = {name for text in texts for name in find(text)}
+    with _progress("texts") as progress:
+        texts = generate(setting.model, setting.tokenizer, samples, progress=progress, **options)
+    return {"extraction": extraction(texts, planted, others, known).as_dict()}
+
+
+def _reconstruction(setting: _Setting, train: Path, names: Path, decoys: Path | None, candidates: int) -> Figures:
+    from fastdp.audit import NameFinder, reconstruction, strike_out
+    from fastdp.data import read_rows
+
+    setting.require("causal-lm", "reconstruction")
+    config = setting.config
+    table = read_rows(train)
+    column = config.target_column or config.text_column or ("text" if "text" in table.columns else table.columns[0])
+    planted = _lines(names)
+    pool = sorted({*planted, *(_lines(decoys) if decoys else [])})
+    find = NameFinder(planted)
+    targets = [strike_out(text, found[0]) for text in table.column(column, "text_column") if (found := find(text))]
+    if not targets:
+        raise ValueError(f"no row of {train} holds a name of {names} in its column {column!r}")
+    targets = setting.draw(targets)
+    drawn = random.Random(setting.seed)
+    tried = []
+    for target in targets:
+        wrong = [name for name in pool if name != target.answer]
+        tried.append([target.answer, *drawn.sample(wrong, min(len(wrong), candidates - 1))])
+    with _progress("sentences") as progress:
+        result = reconstruction(
+            setting.model,
+            setting.tokenizer,
+            targets,
+            tried,
+            max_length=config.max_length,
+            batch_size=setting.batch_size,
+            progress=progress,
+        )
+    return {"reconstruction": result.as_dict()}
+
+
+def _inversion(setting: _Setting, train: Path, eta: float | None) -> Figures:
+    import torch
+
+    from fastdp import NoiseStream, ops
+    from fastdp.audit import inversion, nearest_tokens
+
+    table = setting.model.get_input_embeddings().weight.detach()  # type: ignore[operator]
+    ids = torch.tensor([token for example in setting.examples(train).items for token in example["input_ids"]])
+    special = torch.tensor(setting.tokenizer.all_special_ids or [-1])
+    with console.status("searching"):
+        if eta is None:
+            guessed = nearest_tokens(table[ids], table)
+        else:
+            # The nearest row to a noised embedding, which is what the attack looks for, is what private_snap returns.
+            guessed = ops.private_snap(ids, table, eta, NoiseStream())
+    return {"inversion": {"eta": eta} | inversion(guessed, ids, ~torch.isin(ids, special)).as_dict()}
+
+
+def _needed(path: Path | None, option: str) -> Path:
+    if path is None:
+        raise ValueError(f"this attack needs a file: name it with --{option}")
+    return path
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} cannot be read as lines of text: {error}") from None
+    found = list(dict.fromkeys(line for line in lines if line))
+    if not found:
+        raise ValueError(f"{path} holds no names; put one on each line")
+    return found
+
+
+@contextmanager
+def _progress(title: str) -> Iterator[Callable[[int, int], None]]:
+    """A bar; gives the function that moves it."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task(title, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def _shown(value: Any) -> str:
+    return f"{value:.4f}" if isinstance(value, float) else str(value)
+
+
+def _write(path: Path, values: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")

@@ -1,0 +1,41 @@
+"""The name that was struck out is the likeliest to a model that learned the sentence."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from fastdp import audit
+from tests.audit.conftest import DECOYS, PLANTED, sentences
+
+
+def test_a_learned_name_is_put_back_and_an_unknown_one_is_not(learned: SimpleNamespace) -> None:
+    targets = [audit.strike_out(text, name) for text, name in zip(sentences(PLANTED), PLANTED)]
+    everyone = [[*PLANTED, *DECOYS]] * len(targets)
+    after = audit.reconstruction(learned.model, learned.tokenizer, targets, everyone, max_length=40)
+    before = audit.reconstruction(learned.before, learned.tokenizer, targets, everyone, max_length=40)
+    assert after.top1 >= 5 / 6
+    assert before.top1 <= 3 / 6
+    assert after.chance == pytest.approx(1 / 12)
+    assert after.targets == 6
+
+
+def test_candidates_can_be_sampled_from_the_model(learned: SimpleNamespace) -> None:
+    target = audit.Target("", " was treated for gout.", "Boris Quade")
+    found = audit.sampled_candidates(
+        learned.model, learned.tokenizer, target, audit.NameFinder([*PLANTED, *DECOYS]), count=30, length=12
+    )
+    assert set(found) & set(PLANTED)
+    result = audit.reconstruction(learned.model, learned.tokenizer, [target, target], [["Boris Quade"], []])
+    assert (result.top1, result.chance) == (0.5, 0.5)
+
+
+def test_gaps_that_are_none_are_refused(learned: SimpleNamespace) -> None:
+    assert audit.strike_out("Ann met Ann", "Ann") == audit.Target("", " met Ann", "Ann")
+    assert audit.strike_out("Ann met Ann", "Ann").filled("Zoe") == "Zoe met Ann"
+    for name in ("", "Zoe"):
+        with pytest.raises(ValueError, match="not in its text"):
+            audit.strike_out("Ann met Ann", name)
+    with pytest.raises(ValueError, match="one for each"):
+        audit.reconstruction(learned.model, learned.tokenizer, [audit.Target("", "", "Ann")], [])
