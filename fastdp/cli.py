@@ -8,6 +8,7 @@ from fastdp.commands.attack import attack_command
 from fastdp.commands.bench import bench_app
 from fastdp.commands.doctor import doctor_command
 from fastdp.commands.privacy import calibrate_command, epsilon_command, verify_command
+from fastdp.commands.privatize import privatize_command
 from fastdp.commands.training import finetune_command, quickstart_command
 
 app = typer.Typer(
@@ -22,5 +23,6 @@ app.command("calibrate")(calibrate_command)
 app.command("epsilon")(epsilon_command)
 app.command("verify")(verify_command)
 app.command("doctor")(doctor_command)
+app.command("privatize")(privatize_command)
 app.command("attack")(attack_command)
 app.add_typer(bench_app, name="bench")

@@ -1,0 +1,153 @@
+"""`fastdp privatize`: a file of texts in, the same file with every text privatized out."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from fastdp.commands.quiet import quiet_libraries
+from fastdp.commands.refusal import refusing
+
+if TYPE_CHECKING:
+    from fastdp import TextPrivatizer
+
+console = Console()
+
+_SUFFIXES = (".csv", ".tsv", ".jsonl", ".txt")
+STATEMENT = ".privacy.json"
+
+
+@refusing
+def privatize_command(
+    source: Annotated[Path, typer.Argument(help="texts: .csv, .tsv, .jsonl or .txt", metavar="IN")],
+    target: Annotated[Path, typer.Argument(help="file to write, of any of these kinds", metavar="OUT")],
+    eta: Annotated[float, typer.Option(help="privacy parameter in units of 1 / distance; small is private")],
+    model: Annotated[str, typer.Option(help="folder or name of the model whose embeddings and tokenizer are used")],
+    text_column: Annotated[str, typer.Option(help="column with the text")] = "text",
+    keep: Annotated[
+        list[str] | None, typer.Option(help="column to copy AS IT IS, unprotected; may be repeated")
+    ] = None,
+    ids: Annotated[bool, typer.Option("--ids", help="write token ids instead of text (.jsonl)")] = False,
+    mechanism: Annotated[
+        Literal["laplace", "exponential"], typer.Option(help="noise and nearest row, or the exponential mechanism")
+    ] = "laplace",
+    unknown: Annotated[Literal["perturb", "refuse"], typer.Option(help="what to do with unknown words")] = "perturb",
+    merge_duplicates: Annotated[
+        bool, typer.Option("--merge-duplicates", help="let tokens with equal rows answer for one another")
+    ] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="replace OUT if it exists")] = False,
+) -> None:
+    """Replace every token of every text by a random near one, so that the file may leave (metric privacy, d_chi).
+
+    Only the text column and the columns named by --keep are written. What holds is written beside OUT.
+    """
+    quiet_libraries()
+    from fastdp.data import read_rows
+
+    _check_target(source, target, ids, overwrite)
+    if keep and target.suffix.lower() == ".txt":
+        raise ValueError("a .txt file holds texts alone: write .csv, .tsv or .jsonl to keep columns")
+    rows = read_rows(source)
+    texts = rows.column(text_column, "--text-column")
+    kept = {name: rows.column(name, "--keep") for name in keep or []}
+    if text_column in kept:
+        raise ValueError(f"--keep {text_column} would copy the text itself: leave it out")
+    privatizer = _privatizer(model, eta, mechanism, unknown, merge_duplicates)
+    shown = privatizer.displacement()
+    console.print(
+        f"eta {eta:g}: {shown.unchanged:.1%} of the vocabulary's tokens stay what they were, "
+        f"mean displacement {shown.mean_displacement:.4g}"
+    )
+    begin = time.perf_counter()
+    done = privatizer.stream_texts(texts, output="ids" if ids else "text")
+    _write(target, text_column, kept, _watched(done, len(texts)))
+    seconds = time.perf_counter() - begin
+    statement = {**privatizer.statement(), "displacement": vars(shown), "columns_copied_unprotected": list(kept)}
+    path = target.with_suffix(STATEMENT)
+    path.write_text(json.dumps(statement, indent=2) + "\n", encoding="utf-8")
+    rate = privatizer.tokens_released / max(seconds, 1e-9)
+    console.print(f"{len(texts):,} texts, {privatizer.tokens_released:,} tokens, {rate:,.0f} tokens a second")
+    console.print(f"wrote {target} and {path}")
+
+
+def _check_target(source: Path, target: Path, ids: bool, overwrite: bool) -> None:
+    if target.suffix.lower() not in _SUFFIXES:
+        raise ValueError(f"{target} is of no known kind: use one of {', '.join(_SUFFIXES)}")
+    if ids and target.suffix.lower() != ".jsonl":
+        raise ValueError("--ids needs a .jsonl file to write lists of ids to")
+    if target.resolve() == source.resolve():
+        raise ValueError("OUT is IN: the private texts would be overwritten")
+    if target.exists() and not overwrite:
+        raise ValueError(f"{target} exists: choose another file, or pass --overwrite")
+
+
+def _privatizer(name: str, eta: float, mechanism: str, unknown: str, merge_duplicates: bool) -> TextPrivatizer:
+    from transformers import AutoModel, AutoTokenizer
+
+    from fastdp import TextPrivatizer
+    from fastdp.methods.sap.importance import check_eta
+
+    check_eta(eta)
+    return TextPrivatizer(
+        AutoModel.from_pretrained(name),
+        eta=eta,
+        tokenizer=AutoTokenizer.from_pretrained(name),
+        mechanism=mechanism,
+        unknown=unknown,
+        duplicates="merge" if merge_duplicates else "refuse",
+    )
+
+
+def _watched(values: Iterator[Any], total: int) -> Iterator[Any]:
+    with Progress(
+        TextColumn("texts"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), console=console
+    ) as progress:
+        bar = progress.add_task("texts", total=total)
+        for value in values:
+            yield value
+            progress.advance(bar)
+
+
+def _write(target: Path, text_column: str, kept: dict[str, list[str]], values: Iterator[Any]) -> None:
+    """In one piece: a run that is stopped leaves no file that looks finished."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, name = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8", newline="") as file:
+            _write_rows(file, target.suffix.lower(), text_column, kept, values)
+        os.chmod(name, 0o644)
+        os.replace(name, target)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+def _write_rows(file: IO[str], kind: str, text_column: str, kept: dict[str, list[str]], values: Iterator[Any]) -> None:
+    rows = ([value, *(column[at] for column in kept.values())] for at, value in enumerate(values))
+    if kind == ".jsonl":
+        for value, *others in rows:
+            name = text_column if isinstance(value, str) else "input_ids"
+            file.write(json.dumps({name: value, **dict(zip(kept, others))}, ensure_ascii=False) + "\n")
+    elif kind == ".csv":
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow([text_column, *kept])
+        writer.writerows(rows)
+    elif kind == ".tsv":
+        file.write("\t".join([text_column, *kept]) + "\n")
+        file.writelines("\t".join(_on_one_line(field) for field in row) + "\n" for row in rows)
+    else:
+        file.writelines(_on_one_line(value) + "\n" for value, *_ in rows)
+
+
+def _on_one_line(text: str) -> str:
+    return " ".join(text.split()) if any(mark in text for mark in "\t\r\n") else text

@@ -1,0 +1,92 @@
+"""The customer's side of a split after encoder blocks: noise on the rows of the hidden state."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastdp import ops
+from fastdp.methods.sap.importance import check_eta
+from fastdp.ops.private_snap import gamma_variates
+from fastdp.ops.stream import NoiseStream
+
+_TRAINABLE = (
+    "the bottom is trained: every pass releases each text anew, and at the bottom's new weights, which are computed from "
+    "the texts without noise and shape what is released of every other text"
+)
+_REPRODUCIBLE = "the noise came from a reproducible key, which whoever knows it can subtract"
+
+
+def add_dchi_noise(rows: Tensor, eta: float, stream: NoiseStream) -> Tensor:
+    """Rows [..., d] plus multivariate Laplace noise, density ~ exp(-eta ||noise||), independent for each row.
+
+    The noise of a row is ``r u``: u uniform on the sphere, one r ~ Gamma(d, 1 / eta) a row (not one a coordinate).
+    Differentiable in ``rows``. Raises ValueError for eta not above 0.
+    """
+    check_eta(eta)
+    width = rows.shape[-1]
+    count = rows.numel() // width if width else 0
+    direction = ops.add_noise_(torch.zeros(count, width), 1.0, stream)
+    radius = torch.from_numpy(gamma_variates(stream.take(), count, float(width))) / eta
+    noise = direction * (radius / direction.double().norm(dim=1))[:, None].float()
+    return rows + noise.reshape(rows.shape).to(rows.device, rows.dtype)
+
+
+class PrivateBottom:
+    """Runs a bottom and perturbs each row of what it returns: all that leaves the customer.
+
+    Two texts of one length are told apart by at most ``eta * sum_j ||h_j - h'_j||`` nats: after encoder blocks a single
+    changed token moves every row, so the distance is that of all rows. Rows of padding leave as zeros.
+
+    Args:
+        bottom: the bottom of `split_model`. With trainable parameters it gets gradients, and every call is a further
+            release of its texts; frozen, it runs without dropout, and each text should be sent once and kept.
+        eta: privacy parameter of a row, in units of 1 / distance.
+        unsafe_seed: randomness that whoever knows the seed can repeat: for tests.
+
+    Attributes:
+        rows_released: rows of text that left.
+    """
+
+    def __init__(self, bottom: nn.Module, *, eta: float, unsafe_seed: int | None = None):
+        self.bottom, self.eta = bottom, check_eta(eta)
+        self.trainable = any(p.requires_grad for p in bottom.parameters())
+        self.stream = NoiseStream() if unsafe_seed is None else NoiseStream.unsafe_reproducible(unsafe_seed)
+        self.rows_released = 0
+
+    def __call__(self, input_ids: Tensor, attention_mask: Tensor | None = None, **inputs: Any) -> Tensor:
+        """Model inputs [B, T] -> perturbed hidden states [B, T, d]."""
+        if not self.trainable:
+            self.bottom.eval()
+        with torch.set_grad_enabled(self.trainable and torch.is_grad_enabled()):
+            hidden = self.bottom(input_ids, attention_mask, **inputs)
+            noisy = add_dchi_noise(hidden, self.eta, self.stream)
+            if attention_mask is not None:
+                noisy = noisy * attention_mask[:, :, None].to(noisy.dtype)
+        self.rows_released += int(input_ids.numel() if attention_mask is None else attention_mask.sum())
+        return noisy
+
+    def statement(self, releases: int = 1) -> dict[str, Any]:
+        """What holds for a text that was sent ``releases`` times, as JSON values.
+
+        Raises ValueError for a number of releases below 1.
+        """
+        if releases < 1:
+            raise ValueError(f"releases is {releases}: it must be at least 1")
+        flaws = [_REPRODUCIBLE] if self.stream.reproducible else []
+        flaws += [_TRAINABLE] if self.trainable else []
+        return {
+            "format": "fastdp.statement",
+            "mechanism": {"name": "multivariate Laplace noise on hidden rows", "bottom_trained": self.trainable},
+            "eta": self.eta,
+            "guarantee": "none" if flaws else "metric differential privacy (d_chi)",
+            "why_no_guarantee": flaws,
+            "unit": "one text, among texts of its length",
+            "bound": f"exp({self.eta * releases:g} * the sum over positions of the distance of the hidden rows)",
+            "releases_of_a_text": releases,
+            "rows_released": self.rows_released,
+            "assumptions": ["the bottom's weights are public"],
+            "unprotected": ["the length of each text", "labels, and gradients of the output layer"],
+        }

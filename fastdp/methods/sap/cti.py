@@ -1,0 +1,129 @@
+"""Adaptive perturbation of contributing tokens: the paper's form, and three whose metric bound holds.
+
+`paper` gives each token noise of its own eta. The ratio of two tokens' output densities is then unbounded, or does not
+vanish with their distance: d_chi privacy holds only between tokens of equal eta. The sound forms keep the idea, that
+tokens which matter to the task survive more often, in mechanisms whose bound is proved:
+
+* ``prior``: Pr[w | x] ~ exp(tilt UI_w) exp(-eta dist(x, w) / 2), which is eta dist(x, x') private;
+* ``candidates``: Pr[w | x] ~ exp(-eta_w dist(x, w) / 2), which is max(eta_w) dist(x, x') private;
+* ``elastic``: Pr[w | x] ~ exp(-e(x, w) / 2) for the metric e(x, w) = ||eta_x (x - m) - eta_w (w - m)||, m the mean row,
+  which is e(x, x') private: eta times the distance between tokens of one eta, and more between others.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from dp_accounting.dp_event import DpEvent
+from torch import Tensor
+
+from fastdp.methods.sap.importance import adaptive_eta, middle_importance, utility_importance
+
+Form = Literal["prior", "candidates", "elastic", "paper"]
+FORMS: tuple[str, ...] = ("prior", "candidates", "elastic", "paper")
+
+_NOT_METRIC = (
+    "eta depends on the token that it protects: the bound eta * distance holds only between tokens of equal eta, and "
+    "between others no bound that vanishes with their distance does"
+)
+_PRIVATE_COUNTS = "the importance of tokens was counted in the private texts and their labels without noise"
+
+
+@dataclass(frozen=True)
+class CTI:
+    """Which tokens contribute to which class, and how a privatizer favours them.
+
+    Attributes:
+        importance: float64 [classes, tokens], one column for each row of the embedding table.
+        supported: bool [tokens]; a token without support never gets more than the basic eta.
+        source: ``public``, ``private`` (allowed in the `paper` form only), or the event of `noised_counts`.
+        form: see the module.
+        tilt: of the prior, at least 0; 1 makes a token as many times likelier as it is likelier in its class.
+        c0: of equation (6); None for the middle of the importances.
+    """
+
+    importance: Tensor
+    supported: Tensor
+    source: str | DpEvent
+    form: str = "prior"
+    tilt: float = 1.0
+    c0: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.form not in FORMS:
+            raise ValueError(f"form is {self.form!r}: choose one of {', '.join(FORMS)}")
+        if isinstance(self.source, str) and self.source not in ("public", "private"):
+            raise ValueError("source is 'public', or the event of noised_counts, or (paper form only) 'private'")
+        if self.source == "private" and self.form != "paper":
+            raise ValueError(
+                "counts of the private texts reveal them: count public texts, or use noised_counts and pass its event"
+            )
+        if not self.tilt >= 0:
+            raise ValueError(f"tilt is {self.tilt}: it must be at least 0")
+        if self.importance.dim() != 2 or self.supported.shape != self.importance.shape[1:]:
+            raise ValueError("importance must be [classes, tokens] and supported [tokens]")
+        if not bool(torch.isfinite(self.importance).all()):
+            raise ValueError("importance must be finite: smooth the counts")
+
+    @classmethod
+    def from_counts(
+        cls,
+        counts: Tensor,
+        *,
+        source: str | DpEvent,
+        form: str = "prior",
+        smoothing: float = 1.0,
+        min_support: float = 20.0,
+        tilt: float = 1.0,
+        c0: float | None = None,
+    ) -> CTI:
+        """From counts [classes, tokens]; see `utility_importance`.
+
+        ``min_support`` is the least number of occurrences, over all classes, with which a token may be favoured: a rare
+        token that one class alone has (a name, say) would otherwise be protected least. For noised counts take several
+        times the noise's std. The `paper` form ignores it.
+        """
+        importance = utility_importance(counts, smoothing)
+        supported = torch.as_tensor(counts).double().sum(0) >= (0.0 if form == "paper" else min_support)
+        if form != "paper":
+            importance = torch.where(supported, importance, importance.clamp(max=0.0))
+        return cls(importance, supported, source, form, tilt, c0)
+
+    @property
+    def classes(self) -> int:
+        """Number of classes."""
+        return self.importance.shape[0]
+
+    def importance_of(self, label: int | None) -> Tensor:
+        """Importance of each token [tokens] to a class; None, as in inference, takes the largest over classes.
+
+        Raises ValueError for a class that does not exist.
+        """
+        if label is None:
+            return self.importance.amax(0)
+        if not 0 <= label < self.classes:
+            raise ValueError(f"label {label} is not one of {self.classes} classes")
+        return self.importance[label]
+
+    def eta_of(self, label: int | None, eta0: float) -> Tensor:
+        """Eta of each token [tokens], equation (6); at most eta0 for tokens without support."""
+        c0 = middle_importance(self.importance) if self.c0 is None else self.c0
+        eta = adaptive_eta(self.importance_of(label), eta0, c0)
+        return torch.where(self.supported, eta, eta.clamp(max=eta0))
+
+    def flaws(self) -> list[str]:
+        """Why the form carries no metric bound; empty for the sound ones."""
+        found = [_NOT_METRIC] if self.form == "paper" else []
+        return found + ([_PRIVATE_COUNTS] if self.source == "private" else [])
+
+    def describe(self) -> dict[str, Any]:
+        """The settings, for a statement."""
+        return {
+            "form": self.form,
+            "tilt": self.tilt if self.form == "prior" else None,
+            "c0": None if self.form == "prior" else middle_importance(self.importance) if self.c0 is None else self.c0,
+            "supported_tokens": int(self.supported.sum()),
+            "counts": self.source if isinstance(self.source, str) else "private texts, with noise",
+        }

@@ -1,0 +1,144 @@
+"""Contributing tokens (CTI): how much a token tells about a class, and the eta it gets for that (section 4.4)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from dp_accounting.dp_event import DpEvent
+from torch import Tensor
+
+from fastdp import accounting, ops
+from fastdp.ops.stream import NoiseStream
+
+
+def utility_importance(counts: Tensor, smoothing: float = 1.0) -> Tensor:
+    """Utility importance of each token to each class, equation (5), in nats.
+
+    ``UI[c, m] = mean over classes c' != c of ln(p(m | c) / p(m | c'))``, with ``p(m | c)`` the smoothed share of token m
+    among the tokens of class c. Computed from private texts it is a release of them: use public texts or `noised_counts`.
+
+    Args:
+        counts: [classes, tokens], at least 0; occurrences of each token in the texts of each class.
+        smoothing: added to every count, so that a token that a class lacks has a finite importance.
+
+    Returns:
+        float64 [classes, tokens].
+
+    Raises:
+        ValueError: fewer than two classes; counts below 0 or not finite; a class without tokens; no smoothing where a
+            count is 0.
+    """
+    counts = torch.as_tensor(counts).double()
+    if counts.dim() != 2 or counts.shape[0] < 2 or counts.shape[1] < 1:
+        raise ValueError(
+            f"counts have shape {list(counts.shape)}: they must be [classes, tokens], of at least two classes"
+        )
+    if not bool((torch.isfinite(counts) & (counts >= 0)).all()):
+        raise ValueError("counts must be finite and at least 0")
+    if not (smoothing >= 0 and math.isfinite(smoothing)):
+        raise ValueError(f"smoothing is {smoothing}: it must be finite and at least 0")
+    empty = (counts.sum(1) == 0).nonzero()
+    if len(empty):
+        raise ValueError(f"class {int(empty[0])} has no tokens: its shares are not defined; leave the class out")
+    counts = counts + smoothing
+    if not bool((counts > 0).all()):
+        raise ValueError("a token is absent from a class, which makes its importance infinite: use a smoothing above 0")
+    share = (counts / counts.sum(1, keepdim=True)).log()
+    others = counts.shape[0] - 1
+    return share - (share.sum(0, keepdim=True) - share) / others
+
+
+def adaptive_eta(importance: Tensor, eta0: float, c0: float) -> Tensor:
+    """The privacy parameter of each token and class, equation (6): ``2 eta0 / (1 + exp(-UI + c0))``, in (0, 2 eta0).
+
+    Args:
+        importance: [classes, tokens], of `utility_importance`.
+        eta0: the basic privacy parameter, in units of 1 / distance.
+        c0: the importance that gets eta0 itself; see `middle_importance` for the paper's choice.
+
+    Returns:
+        float64, of the shape of ``importance``. Raises ValueError for values out of range.
+    """
+    check_eta(eta0)
+    importance = torch.as_tensor(importance).double()
+    if not math.isfinite(c0) or not bool(torch.isfinite(importance).all()):
+        raise ValueError("importance and c0 must be finite: smooth the counts")
+    return 2 * eta0 * torch.sigmoid(importance - c0)
+
+
+def middle_importance(importance: Tensor) -> float:
+    """The paper's c0: the middle between the largest and the smallest importance (section 5.1)."""
+    low, high = torch.aminmax(torch.as_tensor(importance).double())
+    return float(low + high) / 2
+
+
+def check_eta(eta: float) -> float:
+    """``eta`` as a float; raises ValueError unless it is finite and above 0."""
+    if isinstance(eta, Tensor) and eta.dim():
+        raise ValueError(
+            "eta is one number for all tokens: where it depends on the token itself, no bound holds (see CTI)"
+        )
+    if not (float(eta) > 0 and math.isfinite(float(eta))):
+        raise ValueError(f"eta is {float(eta)}: it must be finite and above 0")
+    return float(eta)
+
+
+def count_tokens(texts: Sequence[Sequence[int]], labels: Sequence[int], classes: int, vocabulary: int) -> Tensor:
+    """Occurrences of each token id in the texts of each class, float64 [classes, vocabulary].
+
+    Raises ValueError if texts and labels differ in number, or an id or label is out of range.
+    """
+    counts = torch.zeros(classes, vocabulary, dtype=torch.float64)
+    for ids, label in _pairs(texts, labels, classes, vocabulary):
+        counts[label] += torch.bincount(ids, minlength=vocabulary)
+    return counts
+
+
+def noised_counts(
+    texts: Sequence[Sequence[int]],
+    labels: Sequence[int],
+    classes: int,
+    vocabulary: int,
+    *,
+    noise_multiplier: float,
+    stream: NoiseStream,
+    max_norm: float = 5.0,
+) -> tuple[Tensor, DpEvent]:
+    """Counts of **private** texts with central differential privacy, and the event to account for.
+
+    Each text's vector of counts, which lies in the row of its label, is clipped to L2 norm ``max_norm``; the sum gets
+    normal noise of std ``noise_multiplier * max_norm``, in every class and for every token of the public vocabulary.
+
+    Returns:
+        Counts float64 [classes, vocabulary], those below 0 raised to 0, and the event of the release.
+
+    Raises:
+        ValueError: as `count_tokens`; noise_multiplier not above 0; max_norm not above 0.
+    """
+    if not (noise_multiplier > 0 and max_norm > 0 and math.isfinite(noise_multiplier * max_norm)):
+        raise ValueError("noise_multiplier and max_norm of noised counts must be finite and above 0")
+    counts = torch.zeros(classes, vocabulary, dtype=torch.float64)
+    for ids, label in _pairs(texts, labels, classes, vocabulary):
+        tokens, times = ids.unique(return_counts=True)
+        times = times.double()
+        counts[label, tokens] += times * min(1.0, max_norm / max(float(times.norm()), 1e-12))
+    noisy = ops.add_noise_(counts.float(), noise_multiplier * max_norm, stream)
+    return noisy.double().clamp_min(0), accounting.gaussian(noise_multiplier)
+
+
+def _pairs(
+    texts: Sequence[Sequence[int]], labels: Sequence[int], classes: int, vocabulary: int
+) -> list[tuple[Tensor, int]]:
+    if len(texts) != len(labels):
+        raise ValueError(f"{len(texts)} texts but {len(labels)} labels")
+    pairs = []
+    for text, label in zip(texts, labels):
+        ids = torch.as_tensor(text, dtype=torch.int64).reshape(-1)
+        if not 0 <= int(label) < classes:
+            raise ValueError(f"label {label} is not one of {classes} classes")
+        if ids.numel() and not (int(ids.min()) >= 0 and int(ids.max()) < vocabulary):
+            raise ValueError(f"a token id is outside the vocabulary of {vocabulary}")
+        pairs.append((ids, int(label)))
+    return pairs

@@ -1,0 +1,419 @@
+"""Text privatization before text leaves: each token is replaced by a random one near it (section 4.3)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import repeat
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from fastdp import ops
+from fastdp.accounting.serialisation import serialise
+from fastdp.methods.sap.cti import CTI
+from fastdp.methods.sap.importance import check_eta
+from fastdp.ops.stream import NoiseStream
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Output = Literal["text", "ids"]
+
+_UNPROTECTED = (
+    "the number of tokens of each text",
+    "where special and padding tokens are",
+    "labels, and gradients of the output layer, from which labels can be read",
+    "what several tokens say together: the bounds of a text's tokens add up",
+)
+
+
+@dataclass(frozen=True)
+class Displacement:
+    """What an eta does to the tokens of the vocabulary, which is public.
+
+    Attributes:
+        eta: the basic privacy parameter.
+        unchanged: share of tokens that stay what they were; they leave in the clear.
+        mean_displacement: mean distance between the row of a token and that of its replacement.
+        tokens: how many were tried, spread evenly over the vocabulary.
+    """
+
+    eta: float
+    unchanged: float
+    mean_displacement: float
+    tokens: int
+
+
+class TextPrivatizer:
+    """Replaces tokens at random, so that near tokens are hard to tell apart: eta * distance metric privacy a token.
+
+    Called with text it returns text, with ids it returns ids; of each token nothing but its replacement leaves. Every call
+    is a release of its own: the same text sent E times costs E times as much.
+
+    Args:
+        table_or_model: the embedding table [V, d], public, or a model with input embeddings.
+        eta: privacy parameter, in units of 1 / distance. Small is private; look at `displacement` before choosing.
+        tokenizer: needed for text; it also tells which tokens are special, and which stands for unknown words.
+        mechanism: ``laplace`` (multivariate Laplace noise and the nearest row) or ``exponential``.
+        cti: favour tokens that contribute to the task; its sound forms are draws of the exponential mechanism.
+        special: ``keep`` lets special tokens stay where they are, and never draws one; ``perturb`` treats them as others.
+            Padding always stays.
+        unknown: ``perturb`` replaces the unknown token as any other, ``refuse`` raises ValueError where it occurs.
+        duplicates: ``refuse`` a table with equal rows, or ``merge`` them: such tokens answer for one another.
+        special_ids, unknown_id: what a tokenizer would tell, without one.
+        unsafe_seed: randomness that whoever knows the seed can repeat: for tests.
+
+    Raises:
+        ValueError: for eta not above 0, a table with a NaN or an infinity or with equal rows, settings that do not fit.
+    """
+
+    def __init__(
+        self,
+        table_or_model: Tensor | nn.Module,
+        *,
+        eta: float,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        mechanism: str | None = None,
+        cti: CTI | None = None,
+        special: str = "keep",
+        unknown: str = "perturb",
+        duplicates: str = "refuse",
+        special_ids: Sequence[int] = (),
+        unknown_id: int | None = None,
+        unsafe_seed: int | None = None,
+    ):
+        self.eta = check_eta(eta)
+        self.tokenizer, self.cti = tokenizer, cti
+        self.special, self.unknown = special, unknown
+        self.mechanism = mechanism or ("laplace" if cti is None or cti.form == "paper" else "exponential")
+        self._check_choices(duplicates)
+        table = _table(table_or_model)
+        self._unknown_id = _unknown(tokenizer) if unknown_id is None else unknown_id
+        self._kept = _kept_tokens(table.shape[0], tokenizer, special, special_ids, self._unknown_id)
+        self._ids = (~self._kept & _decodable(table.shape[0], tokenizer)).nonzero().flatten()
+        self._row_of = torch.full((table.shape[0],), -1, dtype=torch.int64)
+        self._row_of[self._ids] = torch.arange(len(self._ids))
+        self._rows = table[self._ids].contiguous()
+        if len(self._rows) < 2:
+            raise ValueError("fewer than two tokens are left to draw from: nothing would be hidden")
+        _check_rows(self._rows, self._ids, duplicates)
+        if cti is not None and cti.importance.shape[1] != table.shape[0]:
+            raise ValueError(f"cti tells of {cti.importance.shape[1]} tokens, the table has {table.shape[0]}")
+        self.stream = NoiseStream() if unsafe_seed is None else NoiseStream.unsafe_reproducible(unsafe_seed)
+        self.tokens_released = 0
+
+    def _check_choices(self, duplicates: str) -> None:
+        for name, value, choices in (
+            ("mechanism", self.mechanism, ("laplace", "exponential")),
+            ("special", self.special, ("keep", "perturb")),
+            ("unknown", self.unknown, ("perturb", "refuse")),
+            ("duplicates", duplicates, ("refuse", "merge")),
+        ):
+            if value not in choices:
+                raise ValueError(f"{name} is {value!r}: choose {' or '.join(map(repr, choices))}")
+        form = None if self.cti is None else self.cti.form
+        if form == "paper" and self.mechanism != "laplace":
+            raise ValueError("the paper's CTI adds Laplace noise: leave mechanism out")
+        if form not in (None, "paper") and self.mechanism != "exponential":
+            raise ValueError(f"CTI in the {form!r} form is a draw of the exponential mechanism: leave mechanism out")
+
+    # Use
+
+    def __call__(
+        self,
+        inputs: Any,
+        *,
+        labels: Any = None,
+        attention_mask: Tensor | None = None,
+        output: Output | None = None,
+    ) -> Any:
+        """Privatize text or ids.
+
+        Args:
+            inputs: a text or a list of texts; or ids: an int64 tensor of any shape, a list, or a list of lists.
+            labels: with CTI, the class of each text (or row of ids); None uses the largest importance over classes.
+            attention_mask: of the shape of a tensor of ids; positions at 0 are padding and stay.
+            output: ``ids`` returns lists of ids for texts.
+
+        Returns:
+            The same form as ``inputs``, or ids.
+
+        Raises:
+            ValueError: text without a tokenizer, labels that do not fit, an unknown token under ``unknown='refuse'``.
+            IndexError: an id outside the vocabulary.
+        """
+        if isinstance(inputs, str):
+            return self._texts([inputs], None if labels is None else [labels], output)[0]
+        if isinstance(inputs, Tensor):
+            return self._tensor(inputs, labels, attention_mask)
+        items = list(inputs)
+        if items and isinstance(items[0], str):
+            return self._texts(items, labels, output)
+        if items and isinstance(items[0], (list, tuple)):
+            return self._lists(items, labels)
+        return self._lists([items], None if labels is None else [labels])[0]
+
+    def stream_texts(
+        self,
+        texts: Iterable[str],
+        labels: Iterable[int | None] | None = None,
+        *,
+        output: Output = "text",
+        batch_tokens: int = 8192,
+    ) -> Iterator[Any]:
+        """Privatize any number of texts, in order, holding about ``batch_tokens`` of them at a time."""
+        held: list[str] = []
+        held_labels: list[int | None] = []
+        size = 0
+        for text, label in zip(texts, repeat(None) if labels is None else labels):
+            held.append(text)
+            held_labels.append(label)
+            # Four characters a token is near enough to bound memory.
+            size += 1 + len(text) // 4
+            if size >= batch_tokens:
+                yield from self._texts(held, None if labels is None else held_labels, output)
+                held, held_labels, size = [], [], 0
+        if held:
+            yield from self._texts(held, None if labels is None else held_labels, output)
+
+    def _texts(self, texts: list[str], labels: Sequence[int | None] | None, output: Output | None) -> list[Any]:
+        if self.tokenizer is None:
+            raise ValueError("text needs a tokenizer: give TextPrivatizer one, or give ids")
+        # A text that spells out a special token means its letters: as the token itself it would leave in the clear.
+        encoded = self.tokenizer(texts, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"]
+        private = self._lists(encoded, labels)
+        if output == "ids":
+            return private
+        return self.tokenizer.batch_decode(private, clean_up_tokenization_spaces=False)
+
+    def _lists(self, rows: Sequence[Sequence[int]], labels: Sequence[int | None] | None) -> list[list[int]]:
+        lengths = [len(row) for row in rows]
+        if labels is not None and len(labels) != len(rows):
+            raise ValueError(f"{len(labels)} labels for {len(rows)} texts: give one for each")
+        flat = torch.tensor([token for row in rows for token in row], dtype=torch.int64)
+        spread = None if labels is None else [label for label, n in zip(labels, lengths) for _ in range(n)]
+        private = self._privatize(flat, spread).tolist()
+        ends = torch.tensor(lengths, dtype=torch.int64).cumsum(0).tolist()
+        return [private[end - n : end] for end, n in zip(ends, lengths)]
+
+    def _tensor(self, ids: Tensor, labels: Any, mask: Tensor | None) -> Tensor:
+        flat = ids.reshape(-1).cpu()
+        spread = None
+        if labels is not None:
+            given = torch.as_tensor(labels).reshape(-1)
+            if given.numel() not in (1, ids.shape[0] if ids.dim() else 1):
+                raise ValueError(f"{given.numel()} labels for {ids.shape[0]} rows of ids: give one for each")
+            shape = (-1,) + (1,) * (ids.dim() - 1)
+            spread = given.reshape(shape).expand(ids.shape).reshape(-1).tolist()
+        if mask is None:
+            return self._privatize(flat, spread).reshape(ids.shape).to(ids.device)
+        if mask.shape != ids.shape:
+            raise ValueError(f"attention_mask has shape {list(mask.shape)}, the ids {list(ids.shape)}")
+        real = mask.reshape(-1).cpu() != 0
+        chosen = None if spread is None else [label for label, use in zip(spread, real.tolist()) if use]
+        result = flat.clone()
+        result[real] = self._privatize(flat[real], chosen)
+        return result.reshape(ids.shape).to(ids.device)
+
+    def _privatize(self, ids: Tensor, labels: Sequence[int | None] | None) -> Tensor:
+        """int64 [n] -> [n]: the mechanism on every token that is not kept."""
+        size = len(self._row_of)
+        if ids.numel() and not (int(ids.min()) >= 0 and int(ids.max()) < size):
+            raise IndexError(f"a token id is outside the vocabulary of {size}")
+        if self.unknown == "refuse" and self._unknown_id is not None and bool((ids == self._unknown_id).any()):
+            raise ValueError("a text holds an unknown token: pass unknown='perturb' to replace it like any other")
+        moved = ~self._kept[ids]
+        rows = self._row_of[ids[moved]]
+        if bool((rows < 0).any()):
+            raise IndexError("a token id has a row in the table but is not in the tokenizer's vocabulary")
+        result = ids.clone()
+        if labels is None or self.cti is None:
+            result[moved] = self._ids[self._draw(rows, None)]
+        else:
+            wanted = torch.tensor([-1 if label is None else int(label) for label in labels])[moved]
+            drawn = torch.empty_like(rows)
+            for label in wanted.unique().tolist():
+                mine = wanted == label
+                drawn[mine] = self._draw(rows[mine], None if label == -1 else label)
+            result[moved] = self._ids[drawn]
+        self.tokens_released += int(moved.sum())
+        return result
+
+    def _draw(self, rows: Tensor, label: int | None) -> Tensor:
+        if self.mechanism == "laplace":
+            eta = self.eta if self.cti is None else self._per_row(self.cti.eta_of(label, self.eta))[rows]
+            return ops.private_snap(rows, self._rows, eta, self.stream)
+        table, scale, extra = self._law(label)
+        return ops.exponential_choice(rows, table, scale, self.stream, **extra)
+
+    def _law(self, label: int | None) -> tuple[Tensor, float, dict[str, Tensor]]:
+        """Table, scale and weights of `exponential_choice`."""
+        cti = self.cti
+        if cti is None:
+            return self._rows, self.eta / 2, {}
+        if cti.form == "prior":
+            return self._rows, self.eta / 2, {"log_prior": cti.tilt * self._per_row(cti.importance_of(label))}
+        eta = self._per_row(cti.eta_of(label, self.eta))
+        if cti.form == "candidates":
+            return self._rows, 0.5, {"candidate_scale": eta}
+        return _stretched(self._rows, eta), 0.5, {}
+
+    def _per_row(self, value: Tensor) -> Tensor:
+        return value[self._ids]
+
+    # What it does
+
+    def displacement(self, tokens: int = 2000) -> Displacement:
+        """Share left unchanged and mean displacement, tried on tokens spread evenly over the public vocabulary.
+
+        In high dimension both change from one extreme to the other within a narrow range of eta.
+        """
+        step = max(1, len(self._rows) // max(1, tokens))
+        rows = torch.arange(0, len(self._rows), step)
+        drawn = self._draw(rows, None)
+        moved = (self._rows[drawn].double() - self._rows[rows].double()).norm(dim=1)
+        return Displacement(self.eta, float((drawn == rows).double().mean()), float(moved.mean()), len(rows))
+
+    def log_probabilities(self, token: int, label: int | None = None) -> Tensor:
+        """Log probability of each id as the replacement of a token, float64 [V]; -inf for ids that are never drawn.
+
+        Raises ValueError for the Laplace mechanism, whose probabilities have no closed form.
+        """
+        if self.mechanism == "laplace":
+            raise ValueError("the Laplace mechanism's probabilities have no closed form: use mechanism='exponential'")
+        table, scale, extra = self._law(label)
+        law = ops.choice_log_probabilities(int(self._row_of[token]), table, scale, **extra)
+        result = torch.full((len(self._row_of),), -torch.inf, dtype=torch.float64)
+        result[self._ids] = law
+        return result
+
+    def bound(self, token: int, other: int, label: int | None = None) -> float:
+        """How far, in nats, the laws of two tokens' replacements may differ; inf where no bound holds.
+
+        For texts of one length the bounds of their positions add up.
+        """
+        a, b = int(self._row_of[token]), int(self._row_of[other])
+        if a == b:
+            return 0.0
+        if min(a, b) < 0:
+            return float("inf")
+        distance = float((self._rows[a].double() - self._rows[b].double()).norm())
+        if self.cti is None or self.cti.form == "prior":
+            return self.eta * distance
+        eta = self._per_row(self.cti.eta_of(label, self.eta))
+        if self.cti.form == "candidates":
+            return float(eta.max()) * distance
+        if self.cti.form == "elastic":
+            stretched = _stretched(self._rows, eta).double()
+            return float((stretched[a] - stretched[b]).norm())
+        return float(eta[a]) * distance if eta[a] == eta[b] else float("inf")
+
+    def statement(self) -> dict[str, Any]:
+        """What is and is not protected, as JSON values, with the unchanged share and mean displacement at this eta."""
+        flaws = [] if self.cti is None else self.cti.flaws()
+        if self.stream.reproducible:
+            flaws.append("the noise came from a reproducible key, which whoever knows it can subtract")
+        counts = None if self.cti is None or isinstance(self.cti.source, str) else serialise(self.cti.source)
+        return {
+            "format": "fastdp.statement",
+            "mechanism": {"name": self.mechanism, "cti": None if self.cti is None else self.cti.describe()},
+            "eta": self.eta,
+            "guarantee": "none" if flaws else "metric differential privacy (d_chi)",
+            "why_no_guarantee": flaws,
+            "unit": "one token, with the other tokens of its text given",
+            "bound": self._bound_in_words(),
+            "displacement": asdict(self.displacement()),
+            "policy": {"special": self.special, "unknown": self.unknown, "padding": "keep"},
+            "vocabulary": len(self._rows),
+            "tokens_released": self.tokens_released,
+            "event_of_counts": counts,
+            "assumptions": [
+                "the embedding table is public, and does not depend on the texts",
+                "each text is released once: E releases of a text cost E times the bound",
+            ],
+            "unprotected": list(_UNPROTECTED),
+        }
+
+    def _bound_in_words(self) -> str:
+        form = None if self.cti is None else self.cti.form
+        if form == "paper":
+            return "none between tokens of different eta; eta * distance between those of equal eta"
+        if form == "candidates":
+            eta = float(self._per_row(self.cti.eta_of(None, self.eta)).max()) if self.cti is not None else self.eta
+            return f"exp({eta:g} * distance of the tokens' rows): the largest eta of any candidate"
+        if form == "elastic":
+            return "exp(distance of the tokens' rows, each stretched about the mean row by its own eta)"
+        return f"exp({self.eta:g} * distance of the tokens' rows)"
+
+
+def _table(given: Tensor | nn.Module) -> Tensor:
+    if isinstance(given, nn.Module):
+        embeddings: Any = getattr(given, "get_input_embeddings", lambda: None)()
+        if embeddings is None:
+            raise ValueError(f"{type(given).__name__} has no input embeddings: give their table")
+        given = embeddings.weight
+    if given.dim() != 2 or not given.is_floating_point():
+        raise ValueError(f"the table is {given.dtype} {list(given.shape)}: it must be rows of floats, [V, d]")
+    return given.detach().to("cpu", torch.float32)
+
+
+def _unknown(tokenizer: PreTrainedTokenizerBase | None) -> int | None:
+    if tokenizer is None:
+        return None
+    # Byte-level vocabularies know every word, and name a token of another role here.
+    others = (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id)
+    return None if tokenizer.unk_token_id in others else tokenizer.unk_token_id
+
+
+def _kept_tokens(
+    size: int,
+    tokenizer: PreTrainedTokenizerBase | None,
+    special: str,
+    special_ids: Sequence[int],
+    unknown_id: int | None,
+) -> Tensor:
+    ids = {int(i) for i in special_ids}
+    if tokenizer is not None:
+        ids |= set(tokenizer.all_special_ids)
+    padding = None if tokenizer is None else tokenizer.pad_token_id
+    if special == "perturb":
+        ids = set()
+    kept = torch.zeros(size, dtype=torch.bool)
+    for token in (ids | ({padding} if padding is not None else set())) - {unknown_id}:
+        if not 0 <= token < size:
+            raise ValueError(f"special token {token} is outside the table of {size} rows")
+        kept[token] = True
+    return kept
+
+
+def _decodable(size: int, tokenizer: PreTrainedTokenizerBase | None) -> Tensor:
+    """Rows beyond the vocabulary, as tables of round sizes have, stand for no token."""
+    return torch.arange(size) < (size if tokenizer is None else len(tokenizer))
+
+
+def _check_rows(rows: Tensor, ids: Tensor, duplicates: str) -> None:
+    bad = (~torch.isfinite(rows).all(1)).nonzero()
+    if len(bad):
+        raise ValueError(f"the table's row of token {int(ids[bad[0]])} holds a NaN or an infinity")
+    if duplicates == "merge":
+        return
+    # A sum of 64-bit products tells rows apart; only those that share one are compared.
+    weights = torch.randint(1, 1 << 62, (rows.shape[1],), generator=torch.Generator().manual_seed(0))
+    keys = ((rows + 0.0).view(torch.int32).long() * weights).sum(1)
+    order = keys.argsort(stable=True)
+    same = (keys[order][1:] == keys[order][:-1]).nonzero().flatten()
+    for at in same.tolist():
+        a, b = order[at], order[at + 1]
+        if torch.equal(rows[a], rows[b]):
+            raise ValueError(
+                f"tokens {int(ids[a])} and {int(ids[b])} have equal rows, so neither can be told from the other: pass "
+                "duplicates='merge' to let them answer for one another"
+            )
+
+
+def _stretched(rows: Tensor, eta: Tensor) -> Tensor:
+    """Rows of the elastic metric, in nats: eta_w (w - m)."""
+    wide = rows.double()
+    return ((wide - wide.mean(0)) * eta[:, None]).float()

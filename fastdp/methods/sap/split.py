@@ -1,0 +1,110 @@
+"""Cutting a stock model in two: a bottom for the customer, a top for the vendor (section 4.2).
+
+Neither half copies a forward pass. Each is the stock model with the modules of the other half replaced by ones that pass
+on what they are given, so state-dict keys and the names that adapters target stay those of the whole model.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastdp.methods.blocks import Blocks, find_blocks
+
+
+class Passed(nn.Module):
+    """In place of a block that the other half runs: hands on its hidden state."""
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """The hidden state as it came."""
+        return hidden_states
+
+
+class Arrived(nn.Module):
+    """In place of BERT's embeddings in the top: the hidden state arrives ready, as ``inputs_embeds``."""
+
+    def __init__(self, embeddings: nn.Module):
+        super().__init__()
+        # The vendor's own table, under its own name: heads may be tied to it.
+        self.word_embeddings = embeddings.word_embeddings
+
+    def forward(self, inputs_embeds: Tensor | None = None, **kwargs: Any) -> Tensor:
+        """The hidden state as it came."""
+        if inputs_embeds is None:
+            raise ValueError("the top of a split model takes hidden states: pass inputs_embeds, not input_ids")
+        return inputs_embeds
+
+
+class NoPositions(nn.Module):
+    """In place of GPT-2's position table in the top: the hidden state has its positions already."""
+
+    def forward(self, position_ids: Tensor) -> Tensor:
+        """Zeros [1, T, 1], whole numbers so that a sum keeps the dtype of the hidden state."""
+        return torch.zeros_like(position_ids)[..., None]
+
+
+class Bottom(nn.Module):
+    """The customer's half: model inputs to the hidden state [B, T, d] after the last of its blocks."""
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, **inputs: Any) -> Tensor:
+        """Hidden states [B, T, d]."""
+        return self.model(input_ids=input_ids, attention_mask=attention_mask, **inputs).last_hidden_state
+
+
+def split_model(model: nn.Module, after: int = 0, *, trainable_bottom: bool = False) -> tuple[Bottom, nn.Module]:
+    """Bottom and top of a model of the BERT, RoBERTa, GPT-2 or Llama family.
+
+    The bottom is a copy, and holds the embeddings and the first ``after`` blocks, no weight above them. The top shares
+    its weights with ``model`` (which is left as it was) and is called with ``inputs_embeds`` [B, T, d] and the attention
+    mask; it has the head and can be wrapped by PEFT. ``top(inputs_embeds=bottom(**inputs), ...)`` computes what the model
+    does. A causal classifier then reads the last position: pad on the left.
+
+    Args:
+        after: blocks in the bottom; 0 cuts at the embedding output.
+        trainable_bottom: leave the bottom's gradients on. Every pass over the data is then a release of its own.
+
+    Raises:
+        ValueError: for another architecture, or a number of blocks that the model does not have.
+    """
+    blocks = find_blocks(model)
+    if isinstance(after, bool) or not isinstance(after, int) or not 0 <= after <= len(blocks.blocks):
+        raise ValueError(f"after is {after!r}: the model has 0 to {len(blocks.blocks)} blocks to split after")
+    bottom = _bottom(blocks, after)
+    bottom.requires_grad_(trainable_bottom)
+    return bottom, _top(blocks, after)
+
+
+def _bottom(blocks: Blocks, after: int) -> Bottom:
+    memo: dict[int, Any] = {id(block): Passed() for block in blocks.blocks[after:]}
+    pooler = getattr(blocks.base, "pooler", None)
+    if blocks.final is not None:
+        memo[id(blocks.final)] = nn.Identity()
+    if pooler is not None:
+        memo[id(pooler)] = nn.Identity()
+    base = copy.deepcopy(blocks.base, memo)
+    if pooler is not None:
+        base.pooler = None
+    base.config.use_cache = False
+    return Bottom(base)
+
+
+def _top(blocks: Blocks, after: int) -> nn.Module:
+    memo: dict[int, Any] = {id(block): Passed() for block in blocks.blocks[:after]}
+    arrives = hasattr(blocks.embeddings, "word_embeddings")
+    if arrives:
+        memo[id(blocks.embeddings)] = Arrived(blocks.embeddings)
+    elif len(blocks.stage) > 1:
+        _, positions, dropout = blocks.stage
+        memo[id(positions)], memo[id(dropout)] = NoPositions(), nn.Identity()
+    # Weights are shared, not copied: a vendor's model may fill its memory.
+    memo |= {id(p): p for p in blocks.model.parameters()}
+    top = copy.deepcopy(blocks.model, memo)
+    top.config.use_cache = False
+    return top

@@ -1,0 +1,140 @@
+"""Metric bounds of every form, exactly, on small tables; and the proof by example that the paper's form has none."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fastdp import TextPrivatizer, accounting
+from fastdp.methods.sap import CTI
+from tests.ops.test_private_snap import FALSE_ALARM, chi_square, line_law
+
+
+def instance(seed, form, spread=1.0, tokens=9, width=3, classes=2):
+    generator = torch.Generator().manual_seed(seed)
+    table = spread * torch.randn(tokens, width, generator=generator)
+    counts = torch.randint(0, 40, (classes, tokens), generator=generator) + 1
+    return table, CTI.from_counts(counts, source="public", form=form, min_support=15, tilt=2.0)
+
+
+@given(
+    st.integers(0, 10_000),
+    st.sampled_from(["prior", "candidates", "elastic", None]),
+    st.floats(0.01, 30),
+    st.floats(0.05, 5),
+    st.sampled_from([None, 0, 1]),
+)
+@settings(max_examples=80, deadline=None)
+def test_sound_forms_keep_their_bound(seed, form, eta, spread, label):
+    """max over outcomes of |ln Pr[w | x] - ln Pr[w | x']| <= bound(x, x'), for all pairs."""
+    table, cti = instance(seed, form or "prior", spread)
+    privatizer = TextPrivatizer(table, eta=eta, mechanism="exponential", cti=None if form is None else cti)
+    laws = torch.stack([privatizer.log_probabilities(x, label) for x in range(len(table))])
+    assert torch.allclose(laws.exp().sum(1), torch.ones(len(table), dtype=torch.float64))
+    for x in range(len(table)):
+        for other in range(len(table)):
+            worst = float((laws[x] - laws[other]).abs().max())
+            assert worst <= privatizer.bound(x, other, label) * (1 + 1e-9) + 1e-9
+
+
+def test_what_each_bound_is():
+    eta = 2.0
+    table, cti = instance(1, "prior")
+    distance = float((table[0].double() - table[1].double()).norm())
+    assert TextPrivatizer(table, eta=eta, cti=cti).bound(0, 1) == pytest.approx(eta * distance)
+    table, cti = instance(1, "candidates")
+    largest = float(cti.eta_of(0, eta).max())
+    assert TextPrivatizer(table, eta=eta, cti=cti).bound(0, 1, 0) == pytest.approx(largest * distance)
+    table, cti = instance(1, "elastic")
+    same = CTI(torch.zeros(2, len(table)), cti.supported, "public", "elastic")
+    # Where all etas are equal the elastic metric is eta times the distance.
+    assert TextPrivatizer(table, eta=eta, cti=same).bound(0, 1) == pytest.approx(eta * distance, rel=1e-6)
+
+
+def test_the_papers_form_violates_d_chi():
+    """Two tokens side by side with different etas: the ratio is e^22 where d_chi at the largest eta allows e^0.1.
+
+    Exact probabilities of the nearest of three points to Laplace noise; this must stay so, or the statement's `none`
+    would be wrong.
+    """
+    points, etas = np.array([0.0, 0.01, 5.0]), (10.0, 1.0)
+    laws = [line_law(points, points[x], etas[x]) for x in (0, 1)]
+    ratio = abs(math.log(laws[0][2] / laws[1][2]))
+    assert ratio == pytest.approx(22.5, abs=0.2)
+    assert ratio > 200 * max(etas) * 0.01
+    # With one eta for both the bound holds.
+    equal = [line_law(points, points[x], 10.0) for x in (0, 1)]
+    assert np.abs(np.log(equal[0] / equal[1])).max() <= 10.0 * 0.01 + 1e-4  # cancellation in the far tail
+
+
+def test_the_papers_form_is_what_the_privatizer_draws():
+    """The etas of that example come out of equation (6), and the tokens follow their law."""
+    points = np.array([0.0, 0.01, 1.0])
+    table = torch.tensor(points, dtype=torch.float32)[:, None]
+    importance = torch.tensor([[1.5, -1.5, 0.0]] * 2, dtype=torch.float64)
+    cti = CTI(importance, torch.ones(3, dtype=torch.bool), "private", "paper", c0=0.0)
+    privatizer = TextPrivatizer(table, eta=4.0, cti=cti, unsafe_seed=5)
+    etas = cti.eta_of(None, 4.0)
+    assert etas.tolist() == pytest.approx([8 / (1 + math.exp(-1.5)), 8 / (1 + math.exp(1.5)), 4.0])
+    for token in (0, 1):
+        drawn = privatizer(torch.full((40_000,), token))
+        assert chi_square(drawn, line_law(points, points[token], float(etas[token]))) > FALSE_ALARM
+    assert privatizer.bound(0, 1) == math.inf
+    statement = privatizer.statement()
+    assert statement["guarantee"] == "none"
+    assert len(statement["why_no_guarantee"]) == 3
+
+
+def test_draws_follow_the_law_of_each_class():
+    table, cti = instance(3, "prior", spread=0.5)
+    privatizer = TextPrivatizer(table, eta=3.0, cti=cti, unsafe_seed=6)
+    ids = torch.full((30_000, 1), 2)
+    labels = torch.arange(30_000).remainder(2)
+    drawn = privatizer(ids, labels=labels)
+    for label in (0, 1):
+        law = privatizer.log_probabilities(2, label).exp().numpy()
+        assert chi_square(drawn[labels == label], law) > FALSE_ALARM
+    assert chi_square(privatizer(ids), privatizer.log_probabilities(2).exp().numpy()) > FALSE_ALARM
+
+
+def test_rare_tokens_of_one_class_are_not_favoured():
+    """A name that one class alone has: importance .72 and eta 67 without support, at most the basic eta with it."""
+    counts = torch.tensor([[8, 1, 20, 1], [2, 9, 20, 0]])
+    printed = CTI.from_counts(counts, source="private", form="paper", c0=0.0)
+    assert float(printed.eta_of(0, 50.0)[3]) == pytest.approx(67.31, abs=5e-3)
+    for form in ("prior", "candidates", "elastic"):
+        sound = CTI.from_counts(counts, source="public", form=form, min_support=5, c0=0.0)
+        assert float(sound.eta_of(0, 50.0)[3]) <= 50.0
+        assert float(sound.importance[0, 3]) <= 0
+        assert float(sound.eta_of(0, 50.0)[0]) == pytest.approx(75.54, abs=5e-3)
+
+
+def test_private_counts_need_noise():
+    counts = torch.tensor([[8, 1], [2, 9]])
+    with pytest.raises(ValueError, match="noised_counts"):
+        CTI.from_counts(counts, source="private")
+    event = accounting.gaussian(2.0)
+    cti = CTI.from_counts(counts, source=event, min_support=1)
+    statement = TextPrivatizer(torch.randn(2, 3), eta=1.0, cti=cti).statement()
+    assert accounting.deserialise(statement["event_of_counts"]) == event
+
+
+@pytest.mark.parametrize(
+    ("changed", "match"),
+    [
+        ({"form": "other"}, "choose one of"),
+        ({"source": "mine"}, "source is"),
+        ({"tilt": -1.0}, "tilt"),
+        ({"supported": torch.ones(4, dtype=torch.bool)}, "supported"),
+        ({"importance": torch.full((2, 3), math.nan)}, "smooth"),
+    ],
+)
+def test_refusals(changed, match):
+    settings = {"importance": torch.zeros(2, 3), "supported": torch.ones(3, dtype=torch.bool), "source": "public"}
+    with pytest.raises(ValueError, match=match):
+        CTI(**{**settings, **changed})
+    with pytest.raises(ValueError, match="not one of 2 classes"):
+        CTI(**settings).importance_of(2)

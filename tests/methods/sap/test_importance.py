@@ -1,0 +1,100 @@
+"""Utility importance, eta and noised counts. The statistical test fails by chance once in 10^8 runs."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import stats
+
+from fastdp import accounting
+from fastdp.methods import sap
+from fastdp.ops import NoiseStream
+
+#: good, bad, the, zoe
+COUNTS = torch.tensor([[8, 1, 20, 1], [2, 9, 20, 0]])
+
+
+def test_known_figures():
+    importance = sap.utility_importance(COUNTS, smoothing=1)
+    assert importance[0].tolist() == pytest.approx([1.1276, -1.5805, 0.0290, 0.7221], abs=5e-5)
+    assert sap.adaptive_eta(importance, 50, 0)[0].tolist() == pytest.approx([75.54, 17.07, 50.73, 67.31], rel=2e-4)
+
+
+@given(
+    st.integers(2, 4).flatmap(
+        lambda classes: st.lists(
+            st.lists(st.integers(0, 50), min_size=5, max_size=5).filter(sum), min_size=classes, max_size=classes
+        )
+    )
+)
+@settings(max_examples=50, deadline=None)
+def test_importance_is_the_mean_log_ratio(rows):
+    counts = torch.tensor(rows)
+    found = sap.utility_importance(counts, 0.5)
+    share = (counts + 0.5) / (counts + 0.5).sum(1, keepdim=True)
+    for c in range(len(rows)):
+        others = [o for o in range(len(rows)) if o != c]
+        expected = torch.stack([(share[c] / share[o]).log() for o in others]).mean(0)
+        assert torch.allclose(found[c], expected.double(), atol=1e-5)
+    assert torch.allclose(found.sum(0), torch.zeros(5, dtype=torch.float64), atol=1e-9)
+    eta = sap.adaptive_eta(found, 3.0, sap.middle_importance(found))
+    assert ((eta > 0) & (eta < 6)).all()
+
+
+@pytest.mark.parametrize(
+    ("counts", "smoothing", "match"),
+    [
+        ([[1, 2]], 1, "two classes"),
+        ([1, 2], 1, "two classes"),
+        ([[1, 2], [0, 0]], 1, "class 1 has no tokens"),
+        ([[1, 2], [0, 1]], 0, "smoothing"),
+        ([[1, -2], [1, 1]], 1, "at least 0"),
+        ([[1, math.nan], [1, 1]], 1, "finite"),
+        ([[1, 2], [1, 1]], -1, "smoothing"),
+    ],
+)
+def test_refused_counts(counts, smoothing, match):
+    with pytest.raises(ValueError, match=match):
+        sap.utility_importance(torch.tensor(counts), smoothing)
+
+
+@pytest.mark.parametrize("eta", [0, -1, math.nan, math.inf])
+def test_refused_eta(eta):
+    with pytest.raises(ValueError, match="above 0"):
+        sap.adaptive_eta(torch.zeros(2, 3), eta, 0)
+    with pytest.raises(ValueError, match="finite"):
+        sap.adaptive_eta(torch.full((2, 3), math.inf), 1, 0)
+
+
+def test_counts_of_texts():
+    counts = sap.count_tokens([[0, 0, 3], [1], [3]], [0, 1, 1], classes=2, vocabulary=4)
+    assert counts.tolist() == [[2, 0, 0, 1], [0, 1, 0, 1]]
+    for texts, labels, match in (([[0]], [0, 1], "labels"), ([[0]], [2], "classes"), ([[4]], [0], "vocabulary")):
+        with pytest.raises(ValueError, match=match):
+            sap.count_tokens(texts, labels, 2, 4)
+
+
+def test_noised_counts_clip_each_text_and_cover_every_cell():
+    vocabulary, multiplier, bound = 20_000, 2.0, 3.0
+    texts = [[0] * 400, [1, 2]]
+    counts, event = sap.noised_counts(
+        texts,
+        [0, 1],
+        2,
+        vocabulary,
+        noise_multiplier=multiplier,
+        max_norm=bound,
+        stream=NoiseStream.unsafe_reproducible(0),
+    )
+    assert event == accounting.gaussian(multiplier)
+    # One text, however long, moves the sum by at most the bound.
+    assert abs(counts[0, 0] - bound) < 6 * multiplier * bound
+    # Half of the cells hold the positive half of a normal of std 6: 40,000 draws.
+    cells = counts.flatten()[3:].numpy()
+    positive = cells[cells > 0]
+    assert stats.binomtest(len(positive), len(cells)).pvalue > 1e-9
+    assert stats.kstest(positive, stats.halfnorm(scale=multiplier * bound).cdf).pvalue > 1e-9
+    with pytest.raises(ValueError, match="above 0"):
+        sap.noised_counts(texts, [0, 1], 2, 4, noise_multiplier=0, stream=NoiseStream())

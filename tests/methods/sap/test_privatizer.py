@@ -1,0 +1,241 @@
+"""TextPrivatizer: what it moves and what it leaves, in every form of input, and what it refuses."""
+
+import math
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+import fastdp
+from fastdp.methods.sap import CTI
+from tests.ops.test_private_snap import FALSE_ALARM, chi_square, line_law
+
+WORDS = [f"w{i}" for i in range(40)]
+SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    vocabulary = {word: i for i, word in enumerate(SPECIAL + WORDS + ["[", "]", "SEP"])}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, pad_token="[PAD]", unk_token="[UNK]", cls_token="[CLS]", sep_token="[SEP]"
+    )
+
+
+@pytest.fixture(scope="module")
+def table(tokenizer):
+    return torch.randn(len(tokenizer), 6, generator=torch.Generator().manual_seed(0))
+
+
+def privatizer(table, eta=0.01, **options):
+    return fastdp.TextPrivatizer(table, eta=eta, unsafe_seed=0, **options)
+
+
+def test_large_eta_changes_nothing_and_small_eta_everything(table, tokenizer):
+    texts = ["w1 w2 w3", "", "w39"]
+    assert privatizer(table, 1e6, tokenizer=tokenizer)(texts) == texts
+    hidden = privatizer(table, tokenizer=tokenizer)(["w1 " * 300])[0].split()
+    assert len(hidden) == 300
+    assert sum(word == "w1" for word in hidden) < 100
+    assert len(set(hidden)) > 5
+
+
+def test_special_and_padding_tokens_stay_and_are_never_drawn(table, tokenizer):
+    ids = torch.tensor([[2, 5, 6, 7, 3, 0, 0]] * 400)
+    private = privatizer(table, tokenizer=tokenizer)(ids)
+    for column in (0, 4, 5, 6):
+        assert (private[:, column] == ids[:, column]).all()
+    moved = private[:, 1:4]
+    assert not torch.isin(moved, torch.tensor([0, 2, 3])).any()
+    assert (moved != ids[:, 1:4]).float().mean() > 0.8
+    perturbed = privatizer(table, tokenizer=tokenizer, special="perturb")(ids)
+    assert (perturbed[:, 0] != 2).float().mean() > 0.8
+    assert (perturbed[:, 5:] == 0).all()
+
+
+def test_masked_positions_stay(table):
+    ids = torch.arange(40).reshape(4, 10)
+    mask = torch.ones_like(ids)
+    mask[:, 7:] = 0
+    private = privatizer(table)(ids, attention_mask=mask)
+    assert (private[:, 7:] == ids[:, 7:]).all()
+    assert (private[:, :7] != ids[:, :7]).float().mean() > 0.8
+    with pytest.raises(ValueError, match="attention_mask has shape"):
+        privatizer(table)(ids, attention_mask=mask[:2])
+
+
+def test_unknown_words_do_not_leave_unchanged(table, tokenizer):
+    text = "xyzzy " * 300
+    private = privatizer(table, tokenizer=tokenizer)(text).split()
+    assert sum(word == "[UNK]" for word in private) < 100
+    with pytest.raises(ValueError, match="unknown token"):
+        privatizer(table, tokenizer=tokenizer, unknown="refuse")(text)
+    assert privatizer(table, 1e6, tokenizer=tokenizer, unknown="refuse")("w5") == "w5"
+
+
+def test_a_special_token_spelled_out_in_a_text_is_text(table, tokenizer):
+    ids = privatizer(table, 1e6, tokenizer=tokenizer)("w1 [SEP] w2", output="ids")
+    assert 3 not in ids
+    assert len(ids) == 5
+
+
+def test_forms_of_input_agree(table, tokenizer):
+    def fresh():
+        return privatizer(table, 2.0, tokenizer=tokenizer)
+
+    texts = ["w1 w2 w3 w4", "w5", "w6 w7"]
+    ids = [[5, 6, 7, 8], [9], [10, 11]]
+    as_ids = fresh()(ids)
+    assert as_ids != ids
+    assert fresh()(texts, output="ids") == as_ids
+    assert fresh()(texts) == [" ".join(f"w{i - 4}" if i > 3 else "[UNK]" for i in row) for row in as_ids]
+    assert fresh()(ids[0]) == as_ids[0]
+    assert fresh()(texts[0], output="ids") == as_ids[0]
+    assert list(fresh().stream_texts(iter(texts), output="ids")) == as_ids
+    flat = torch.tensor([i for row in ids for i in row])
+    assert fresh()(flat).tolist() == [i for row in as_ids for i in row]
+    assert fresh()(flat.reshape(1, 7, 1)).shape == (1, 7, 1)
+    assert fresh()([]) == []
+
+
+def test_streaming_takes_no_more_than_it_needs(table, tokenizer):
+    taken = 0
+
+    def source():
+        nonlocal taken
+        for _ in range(1000):
+            taken += 1
+            yield "w1 w2 w3 w4"
+
+    stream = privatizer(table, 1e6, tokenizer=tokenizer).stream_texts(source(), batch_tokens=64)
+    assert next(stream) == "w1 w2 w3 w4"
+    assert taken < 40
+    assert sum(1 for _ in stream) == 999
+    assert taken == 1000
+
+
+def test_tokens_follow_the_law_of_multivariate_laplace_noise():
+    points = torch.tensor([-2.0, 0.0, 0.25, 1.5])
+    private = privatizer(points[:, None], 1.3)(torch.full((40_000,), 2))
+    assert chi_square(private, line_law(points.double().numpy(), 0.25, 1.3)) > FALSE_ALARM
+
+
+def test_noise_does_not_share_a_seed_with_the_table():
+    """Directions equal to rows of the table: the same generator, seeded alike, made both."""
+    torch.manual_seed(0)
+    table = torch.randn(500, 64)
+    torch.manual_seed(0)
+    outer = torch.cat([table, 1e3 * torch.nn.functional.normalize(torch.randn(500, 64))])
+    torch.manual_seed(0)
+    private = fastdp.TextPrivatizer(outer, eta=0.5)(torch.arange(500))
+    # With the table's own randomness as direction, row i would go to its far image 500 + i.
+    assert (private == torch.arange(500) + 500).float().mean() < 0.05
+
+
+def test_displacement_and_the_cliff():
+    table = torch.randn(3000, 300, generator=torch.Generator().manual_seed(0))
+    found = [privatizer(table, eta).displacement(300) for eta in (1.0, 30.0, 1000.0)]
+    unchanged = [entry.unchanged for entry in found]
+    assert unchanged[0] < 0.02
+    assert unchanged[-1] == 1.0
+    assert found[0].mean_displacement > 20 > found[-1].mean_displacement == 0
+    assert found[0].tokens == 300
+
+
+def test_statement(table, tokenizer):
+    made = fastdp.TextPrivatizer(table, eta=3.0, tokenizer=tokenizer)
+    made(["w1 w2"])
+    statement = made.statement()
+    assert statement["guarantee"].startswith("metric")
+    assert statement["tokens_released"] == 2
+    assert statement["displacement"]["eta"] == 3.0
+    assert 0 <= statement["displacement"]["unchanged"] <= 1
+    assert statement["vocabulary"] == len(tokenizer) - 3
+    assert privatizer(table).statement()["guarantee"] == "none"
+
+
+def test_labels(table, tokenizer):
+    counts = torch.ones(2, len(table))
+    counts[0, 6] = counts[1, 7] = 1e6
+    cti = CTI.from_counts(counts, source="public", tilt=1.0, min_support=0)
+    made = privatizer(table, 0.01, tokenizer=tokenizer, cti=cti)
+    texts = ["w9 " * 50, "w9 " * 50]
+    first, second = made(texts, labels=[0, 1], output="ids")
+    assert first.count(6) > 40
+    assert second.count(7) > 40
+    assert set(made(texts[0], output="ids")) <= {6, 7}
+    assert made("w9 " * 50, labels=1, output="ids").count(7) > 40
+    grid = made(torch.full((2, 50), 13), labels=torch.tensor([0, 1]))
+    assert (grid[0] == 6).sum() > 40
+    assert (grid[1] == 7).sum() > 40
+    for wrong in ([0], [0, 1, 0]):
+        with pytest.raises(ValueError, match="one for each"):
+            made(texts, labels=wrong)
+    with pytest.raises(ValueError, match="one for each"):
+        made(torch.full((2, 5), 13), labels=[0, 1, 1])
+
+
+def test_models_give_their_table():
+    from tests.engine.models import build
+
+    model = build("bert")
+    private = fastdp.TextPrivatizer(model, eta=1e6)(torch.arange(10))
+    assert private.tolist() == list(range(10))
+    with pytest.raises(ValueError, match="no input embeddings"):
+        fastdp.TextPrivatizer(torch.nn.Linear(2, 2), eta=1.0)
+
+
+@pytest.mark.parametrize("eta", [0, -3, math.nan, math.inf, torch.ones(5)])
+def test_refused_eta(table, eta):
+    with pytest.raises(ValueError, match="eta is"):
+        fastdp.TextPrivatizer(table, eta=eta)
+
+
+def test_refused_tables(table):
+    for value in (math.nan, math.inf):
+        broken = table.clone()
+        broken[7, 2] = value
+        with pytest.raises(ValueError, match="token 7 holds a NaN"):
+            fastdp.TextPrivatizer(broken, eta=1.0)
+    doubled = torch.cat([table, table[3:4]])
+    with pytest.raises(ValueError, match="tokens 3 and 47 have equal rows"):
+        fastdp.TextPrivatizer(doubled, eta=1.0)
+    assert fastdp.TextPrivatizer(doubled, eta=1e6, duplicates="merge")(torch.tensor([47])).tolist() == [3]
+    signed = torch.tensor([[0.0, 1.0], [-0.0, 1.0], [1.0, 1.0]])
+    with pytest.raises(ValueError, match="equal rows"):
+        fastdp.TextPrivatizer(signed, eta=1.0)
+    for wrong in (table[0], torch.ones(3, 4, dtype=torch.int64)):
+        with pytest.raises(ValueError, match="rows of floats"):
+            fastdp.TextPrivatizer(wrong, eta=1.0)
+    with pytest.raises(ValueError, match="fewer than two"):
+        fastdp.TextPrivatizer(table[:3], eta=1.0, special_ids=[0, 1])
+
+
+def test_other_refusals(table, tokenizer):
+    made = privatizer(table)
+    for ids in (torch.tensor([47]), torch.tensor([-1])):
+        with pytest.raises(IndexError, match="outside the vocabulary"):
+            made(ids)
+    with pytest.raises(ValueError, match="needs a tokenizer"):
+        made("w1")
+    padded = torch.cat([table, torch.randn(3, 6)])
+    with pytest.raises(IndexError, match="not in the tokenizer"):
+        privatizer(padded, tokenizer=tokenizer)(torch.tensor([48]))
+    for option, value in (("mechanism", "gauss"), ("special", "drop"), ("unknown", "keep"), ("duplicates", "keep")):
+        with pytest.raises(ValueError, match=option):
+            privatizer(table, **{option: value})
+    counts = torch.ones(2, len(table))
+    prior, paper = (CTI.from_counts(counts, source="public", form=form) for form in ("prior", "paper"))
+    with pytest.raises(ValueError, match="leave mechanism out"):
+        privatizer(table, cti=prior, mechanism="laplace")
+    with pytest.raises(ValueError, match="leave mechanism out"):
+        privatizer(table, cti=paper, mechanism="exponential")
+    with pytest.raises(ValueError, match="the table has 46"):
+        privatizer(table[:46], cti=prior)
+    with pytest.raises(ValueError, match="no closed form"):
+        made.log_probabilities(1)
+    with pytest.raises(ValueError, match="outside the table"):
+        privatizer(table, special_ids=[99])
