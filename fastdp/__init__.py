@@ -6,8 +6,9 @@ from fastdp import accounting, ops, optim
 from fastdp.engine.private import Private, make_private
 from fastdp.integrations.adapters import BottleneckConfig
 from fastdp.methods.dpsgd import DPSGD, AdaptiveClipping, NonPrivate
-from fastdp.methods.rapft import RapFT
 from fastdp.methods.ewft import EWFT
+from fastdp.methods.frost import DPFrost
+from fastdp.methods.rapft import RapFT
 from fastdp.methods.sap import TextPrivatizer
 from fastdp.ops.stream import NoiseStream
 
@@ -19,6 +20,7 @@ __all__ = [
     "DPSGD",
     "AdaptiveClipping",
     "BottleneckConfig",
+    "DPFrost",
     "DPTrainer",
     "EWFT",
     "NoiseStream",

@@ -113,6 +113,8 @@ class Method:
     adaptive: Any = None
     bias_correction: bool = False
     weight_averaging: float | None = None
+    #: Whether `trained` may leave parameters out; the optimizer may then hold no parameter that is frozen.
+    freezes: bool = False
 
     def budget(self, schedule: Schedule) -> Budget:
         """Noise multiplier and other releases; every event in it is paid for before anything is released."""
@@ -162,7 +164,9 @@ class Preparation:
         step: logical steps done.
         batch_size, units: expected units in a logical batch, and units in the data set.
         noise_multiplier: of a training step.
+        budget: what the method asked for, its other releases among it.
         stream: noise for this preparation alone.
+        secure_rounding: whether noise is to be drawn in the form that resists floating-point attacks.
         record: notes one release of a kind in the ledger; call it before the release is made.
         outcome: what the previous preparation returned; empty at the first.
     """
@@ -173,11 +177,13 @@ class Preparation:
     batch_size: int
     units: int
     noise_multiplier: float
+    budget: Budget
     stream: NoiseStream
     record: Callable[[str], None]
     outcome: Outcome
     open_loader: Callable[[float], PrivateLoader]
     returns_loss: bool = True
+    secure_rounding: bool = False
 
     def sample(self, rate: float) -> Iterator[tuple[Any, torch.Tensor]]:
         """One Poisson sample of the units at ``rate``, in micro-batches of the model's device.

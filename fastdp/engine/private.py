@@ -167,10 +167,14 @@ class Private:
         trained = {id(p) for p in self._engine.parameters.values()}
         for parameter in (p for group in optimizer.param_groups for p in group["params"]):
             known = id(parameter) in trained
+            if not known and self.method.freezes:
+                raise ValueError(
+                    f"{self._name(parameter)} is frozen and stands in the optimizer's groups: take it out; the method puts in "
+                    "what it chooses"
+                )
             if parameter.grad is None and parameter.requires_grad == known:
                 continue
-            found = {id(p): name for name, p in self.model.named_parameters()}
-            name = found.get(id(parameter), "a parameter of the optimizer that is not the model's")
+            name = self._name(parameter)
             parameter.grad = None
             if parameter.requires_grad != known:
                 raise RuntimeError(
@@ -180,6 +184,10 @@ class Private:
             raise RuntimeError(
                 f"{name} holds a gradient at step() that was not clipped: let backward() start from the model's loss alone"
             )
+
+    def _name(self, parameter: torch.Tensor) -> str:
+        found = {id(p): name for name, p in self.model.named_parameters()}
+        return found.get(id(parameter), "a parameter of the optimizer that is not the model's")
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if not self.last_step_done:
@@ -426,6 +434,8 @@ def make_private(
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     # Made once here for its refusals, before a ledger exists.
     method.policy(trained, sigma, {})
+    if method.freezes:
+        _refuse_frozen(model, optimizer)
     if method.bias_correction and not hasattr(optimizer, "noise_variance"):
         raise ValueError(
             "bias_correction needs fastdp.optim.Adam or fastdp.optim.AdamW: other optimizers cannot apply it"
@@ -468,11 +478,13 @@ def make_private(
             batch_size=batch_size,
             units=len(units),
             noise_multiplier=sigma,
+            budget=budget,
             stream=open_stream(),
             record=ledger.record,
             outcome=stages.outcome,
             open_loader=open_sample,
             returns_loss=loss_reduction is None,
+            secure_rounding=secure_rounding,
         )
 
     stages = Stages(
@@ -538,6 +550,16 @@ def _check_model(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> No
         if key not in given:
             raise ValueError(
                 f"{name} is trained but the optimizer does not hold it: add it, or set requires_grad=False"
+            )
+
+
+def _refuse_frozen(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    for name, parameter in model.named_parameters():
+        if id(parameter) in held and not parameter.requires_grad:
+            raise ValueError(
+                f"{name} is frozen and stands in the optimizer's groups: give the optimizer the parameters with "
+                "requires_grad=True, from which the method chooses"
             )
 
 

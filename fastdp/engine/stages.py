@@ -66,6 +66,8 @@ class Stages:
         self.engine.close()
         training = self.model.training
         self._train(self.parameters)
+        # After a step its gradients are still there, and would be taken for ones that nothing has clipped.
+        self.model.zero_grad(set_to_none=True)
         try:
             outcome = dict(self.method.prepare(preparation))
             self._save(outcome, preparation.step)

@@ -1,0 +1,197 @@
+"""Partition-wise gradient magnitudes of a sample, from the engine's captures (Definition 8)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from fastdp import ops
+from fastdp.engine.accumulator import Accumulator, NormSink, Route
+from fastdp.engine.layout import Layout
+from fastdp.engine.policy import Policy
+from fastdp.engine.uses import Factors
+from fastdp.methods.frost.magnitudes import Magnitude
+from fastdp.methods.frost.partitions import Partition
+
+
+class AbsoluteSink(NormSink):
+    """Sums absolute values where `NormSink` sums squares: `squared` then holds L1 norms, ``[partitions, units]``.
+
+    L1 norms of two uses of one parameter do not add up to that of their sum, so the gradient of a parameter used more than
+    once is put together, one unit at a time.
+    """
+
+    def __init__(self, accumulator: Accumulator, layout: Layout, expected: Mapping[str, int], *, keep: bool):
+        super().__init__(accumulator, layout, expected, keep=keep)
+        self.shapes = {name: p.shape for name, p in accumulator.parameters.items()}
+
+    def matrix(self, parameter: torch.nn.Parameter, factors: Factors, layout: Layout) -> None:
+        name, entry = self._entry(parameter)
+        tokens, columns = factors.right.shape
+        rows = parameter.shape[0] if factors.one_hot else factors.left.shape[1]
+        self.routes[name] = Route("absolute", rows, columns, tokens, layout.units)
+        entry.factors.append(factors)
+        if self.expected.get(name, 1) > 1:
+            return
+        if len(entry.factors) > 1:
+            raise RuntimeError(f"{name} was used more often than when the model was traced; its norm cannot be trusted")
+        if factors.one_hot:
+            norms = _table_norms(factors, layout, rows)
+        else:
+            norms = ops.abs_sum(factors.left, factors.right, layout.offsets(tokens, laned=factors.laned))
+        self._square(name, norms)
+        self._drop(entry)
+
+    def finish(self) -> torch.Tensor:
+        """L1 norms ``[partitions, units]``, complete."""
+        for name, entry in self.entries.items():
+            if entry.factors and (self.expected.get(name, 1) > 1 or entry.instance is not None):
+                whole = PerUnit(entry.factors, entry.instance, self.layout, self.shapes[name])
+                self._square(name, torch.stack([whole[unit].abs_().sum() for unit in range(self.layout.units)]))
+            elif entry.instance is not None:
+                self._square(name, entry.instance.flatten(1).abs().sum(1))
+        return self.squared
+
+
+def _table_norms(use: Factors, layout: Layout, rows: int) -> torch.Tensor:
+    """L1 norm of each unit's gradient of a table: tokens of a unit that read the same row are added up first."""
+    tokens = use.right.shape[0]
+    units = layout.per_token(torch.arange(layout.units, device=use.left.device), tokens, laned=use.laned)
+    keys, where = torch.unique(units * rows + use.left, return_inverse=True)
+    sums = torch.zeros(len(keys), use.right.shape[1], device=use.right.device).index_add_(0, where, use.right.float())
+    norms = torch.zeros(layout.units, device=use.right.device)
+    return norms.index_add_(0, keys // rows, sums.abs_().sum(1))
+
+
+class PerUnit:
+    """The gradients of one parameter, unit by unit, from all of its uses in a micro-batch; one at a time is in memory."""
+
+    def __init__(self, uses: Sequence[Factors], instance: torch.Tensor | None, layout: Layout, shape: torch.Size):
+        self.uses = [(use, layout.offsets(use.right.shape[0], laned=use.laned).tolist()) for use in uses]
+        self.instance = instance
+        self.shape = shape
+        self.device = layout.weights.device
+
+    def __getitem__(self, unit: int) -> torch.Tensor:
+        """The gradient of one unit, float32 in the parameter's shape, newly made."""
+        total = torch.zeros(self.shape, device=self.device)
+        if self.instance is not None:
+            total += self.instance[unit].reshape(self.shape)
+        flat = total.view(total.shape[0], -1)
+        for use, bounds in self.uses:
+            here = slice(bounds[unit], bounds[unit + 1])
+            if use.one_hot:
+                flat.index_add_(0, use.left[here], use.right[here].float())
+            else:
+                left, right = (use.right, use.left) if use.swap else (use.left, use.right)
+                flat.addmm_(left[here].float().T, right[here].float())
+        return total
+
+
+class MagnitudeAccumulator(Accumulator):
+    """Clipped sums over a sample, as the engine runs it, and the magnitudes of the partitions in them.
+
+    With absolute values and alpha = 1 (MGNA) a partition's magnitude is the sum of its clipped examples' L1 norms, so no
+    gradient is ever formed. The other magnitudes are norms of a summed vector: signed sums come from factor pairs, absolute
+    ones from one example's gradient at a time.
+
+    Args:
+        parameters: the parameters of the partitions, and no others; all of them trained.
+        partitions: what is compared.
+        magnitude: which of the three, and the clipping.
+        vectors: keep the summed vectors in `sums` even where the magnitudes need none.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, torch.nn.Parameter],
+        partitions: Sequence[Partition],
+        magnitude: Magnitude,
+        *,
+        vectors: bool = False,
+    ):
+        count = len(partitions)
+        owner = {name: index for index, partition in enumerate(partitions) for name in partition.parameters}
+        device = next(iter(parameters.values())).device
+        self.magnitude = magnitude
+        self.partitions = partitions
+        self.sizes = torch.tensor([partition.size for partition in partitions], dtype=torch.float64, device=device)
+        self.absolute = magnitude.kind == "MGNA"
+        self.vectors = vectors or not (self.absolute and magnitude.norm_order == 1)
+        super().__init__(parameters, Policy((1.0,) * count, (0.0,) * count, owner))
+
+    def reset(self) -> None:
+        """Forget the sums: a new sample begins."""
+        super().reset()
+        self.totals = torch.zeros_like(self.sizes)
+
+    def run(
+        self,
+        backward: Callable[[bool], None],
+        open_sink: Callable[[object], None],
+        layout: Layout,
+        expected: Mapping[str, int],
+        *,
+        two_pass: bool,
+    ) -> None:
+        """Clip and add one micro-batch; in one pass, so with ``two_pass`` its factors stay for as long as the pass."""
+        kind = AbsoluteSink if self.magnitude.norm_order == 1 else NormSink
+        sink = kind(self, layout, expected, keep=self.vectors)
+        open_sink(sink)
+        backward(False)
+        scales = self._scales(sink.finish(), layout.weights)
+        while sink.entries and self.vectors:
+            name, entry = sink.entries.popitem()
+            if self.absolute:
+                self._add_absolute(
+                    name, PerUnit(entry.factors, entry.instance, layout, self.parameters[name].shape), scales
+                )
+                continue
+            factors = scales.float().expand(len(self.partitions), -1)
+            if entry.instance is not None:
+                self.add_instance(name, entry.instance, factors)
+            while entry.factors:
+                self.add_factors(name, entry.factors.pop(), factors, layout)
+
+    def add_unit(self, instances: Mapping[str, torch.Tensor], weight: torch.Tensor) -> None:
+        """Clip and add one unit from its whole gradients ``[1, ...]``: the one-example route."""
+        powers = torch.zeros(len(self.partitions), 1, device=weight.device)
+        for name, instance in instances.items():
+            group = self.policy.group_of[name]
+            assert isinstance(group, int)
+            powers[group] += instance.abs().sum() if self.magnitude.norm_order == 1 else instance.square().sum()
+        scales = self._scales(powers, weight)
+        if not self.vectors:
+            return
+        for name, instance in instances.items():
+            self.add_instance(
+                name, instance.abs() if self.absolute else instance, scales.float().expand(len(self.partitions), -1)
+            )
+
+    def _scales(self, powers: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """Clipping factors ``[units]`` from sums of |gradient|^alpha ``[partitions, units]``; adds what needs no vector."""
+        powers = powers.double()
+        scales = torch.where(weights > 0, self.magnitude.scales(powers, self.sizes) * weights, 0.0)
+        if not self.vectors:
+            self.totals += (torch.where(scales > 0, powers, 0.0) @ scales) / self.sizes
+        return scales
+
+    def _add_absolute(self, name: str, gradients: PerUnit, scales: torch.Tensor) -> None:
+        total = self.sums.setdefault(name, torch.zeros(self.parameters[name].shape, device=scales.device))
+        for unit, scale in enumerate(scales.tolist()):
+            if scale > 0:
+                total.add_(gradients[unit].abs_(), alpha=scale)
+
+    def magnitudes(self) -> torch.Tensor:
+        """The magnitudes without noise, float64 ``[partitions]``: private until noise of their sensitivity is added."""
+        if not self.vectors:
+            return self.totals
+        powers = torch.zeros_like(self.sizes)
+        for name, total in self.sums.items():
+            group = self.policy.group_of[name]
+            assert isinstance(group, int)
+            powers[group] += (total.abs() if self.magnitude.norm_order == 1 else total.square()).sum(
+                dtype=torch.float64
+            )
+        return (powers / self.sizes) ** (1 / self.magnitude.norm_order)

@@ -1,0 +1,85 @@
+"""ComputeSigma: the noise of training and of selection that share one budget (Algorithms 2 and 3)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from dp_accounting.dp_event import DpEvent
+
+from fastdp import accounting
+from fastdp.accounting.accountants import Accountant
+from fastdp.accounting.pld import Adjacency
+
+
+def check_selection(budget_ratio: float, selection_steps: int, selection_rate: float) -> None:
+    """Raise ValueError for r_e, T or q_ps out of range."""
+    if not 0 < budget_ratio < 1:
+        raise ValueError(
+            f"budget_ratio is {budget_ratio}: training gets this share of epsilon and selection needs the rest, so it must "
+            "lie between 0 and 1"
+        )
+    if selection_steps < 1 or selection_steps != int(selection_steps):
+        raise ValueError(f"selection_steps is {selection_steps}: it must be a whole number of at least 1")
+    if not 0 < selection_rate <= 1:
+        raise ValueError(f"selection_rate is {selection_rate}: it must lie in (0, 1]")
+
+
+def compute_sigma(
+    dataset_size: int,
+    batch_size: int,
+    epochs: float,
+    epsilon: float,
+    delta: float,
+    budget_ratio: float = 0.9,
+    selection_steps: int = 5,
+    selection_rate: float = 0.02,
+    accountant: Accountant = "pld",
+) -> tuple[float, float]:
+    """(sigma_sgd, sigma_ps), the noise multipliers of training and of selection (ComputeSigma, Algorithm 3).
+
+    Training is calibrated alone to ``budget_ratio * epsilon``, then selection so that both cost ``epsilon``. Training
+    makes floor(epochs * dataset_size / batch_size) steps at rate batch_size / dataset_size, as printed.
+
+    Args:
+        selection_steps: T, or K times T where the selection is repeated K times.
+        selection_rate: q_ps.
+        accountant: ``rdp`` as the paper has it, which adds more noise than needed; ``pld`` certifies.
+
+    Raises ValueError for values out of range.
+    """
+    check_selection(budget_ratio, selection_steps, selection_rate)
+    if not 0 < batch_size <= dataset_size:
+        raise ValueError(f"batch_size is {batch_size}: it must lie between 1 and dataset_size, {dataset_size}")
+    steps = int(epochs * dataset_size // batch_size)
+    if steps < 1:
+        raise ValueError(f"{epochs} epochs of {dataset_size} examples in batches of {batch_size} are not one step")
+    rate = batch_size / dataset_size
+    return split_budget(
+        lambda sigma: accounting.dpsgd(sigma, rate, steps),
+        lambda sigma: accounting.selection(sigma, selection_steps, selection_rate),
+        epsilon,
+        delta,
+        budget_ratio,
+        accountant,
+    )
+
+
+def split_budget(
+    training: Callable[[float], DpEvent],
+    selection: Callable[[float], DpEvent],
+    epsilon: float,
+    delta: float,
+    budget_ratio: float,
+    accountant: Accountant,
+    adjacency: Adjacency = "add_remove",
+) -> tuple[float, float]:
+    """Noise multipliers of training and selection from the events of each at a multiplier (lines 4 to 6)."""
+    sgd = accounting.calibrate(training, budget_ratio * epsilon, delta, accountant=accountant, adjacency=adjacency)
+    chosen = accounting.calibrate(
+        lambda sigma: accounting.compose(training(sgd), selection(sigma)),
+        epsilon,
+        delta,
+        accountant=accountant,
+        adjacency=adjacency,
+    )
+    return sgd, chosen

@@ -1,0 +1,113 @@
+"""The other ways to choose: by chance, by value, and single entries."""
+
+import pytest
+import torch
+
+from fastdp.methods.frost import DPFrost
+from fastdp.methods.frost.masked import MaskedPolicy, largest
+from tests.engine.runs import collate, examples, logical_step, one_by_one
+from tests.methods.frost.test_method import Deep, start, trained
+
+
+def test_what_reads_no_private_data_costs_nothing() -> None:
+    for method in (
+        DPFrost(unfreezing_ratio=0.5, choose_by="random"),
+        DPFrost(unfreezing_ratio=0.5, choose_by="values"),
+        DPFrost(unfreezing_ratio=0.5, choose_by="values", granularity="parameters"),
+    ):
+        private = start(method=method, target_epsilon=3.0, target_delta=1e-3)
+        assert list(private.ledger.kinds) == ["step"]
+        next(iter(private.data_loader))
+        assert private.epsilon() == 0
+        assert "reads no private data" in private.card()["notes"][0]
+
+
+def test_random_partitions_depend_on_the_seed_alone() -> None:
+    chosen = []
+    for seed in (0, 0, 1, 2, 3):
+        private = start(method=DPFrost(unfreezing_ratio=0.5, choose_by="random", seed=seed))
+        next(iter(private.data_loader))
+        chosen.append(trained(private))
+    assert chosen[0] == chosen[1]
+    assert len({frozenset(c) for c in chosen}) > 1
+
+
+def test_partitions_by_value_are_those_with_the_largest_mean() -> None:
+    model = Deep()
+    with torch.no_grad():
+        model.layers[1].weight.mul_(100)
+    private = start(model, DPFrost(unfreezing_ratio=0.4, choose_by="values"))
+    next(iter(private.data_loader))
+    assert {"layers.1.weight", "layers.1.bias"} <= trained(private)
+
+
+def test_single_entries_by_value_are_the_only_ones_that_move() -> None:
+    model = Deep()
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.0)
+    method = DPFrost(unfreezing_ratio=0.25, choose_by="values", granularity="parameters")
+    private = start(model, method, optimizer=optimizer, noise_multiplier=1.0)
+    logical_step(private)
+    flat = torch.cat([p.reshape(-1) for p in before.values()]).abs()
+    threshold = flat.sort(descending=True).values[int(0.25 * len(flat))]
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter != before[name], before[name].abs() > threshold), name
+
+
+@pytest.mark.parametrize("order", [1, 2])
+def test_single_entries_by_noisy_gradients(order: int) -> None:
+    """PARAM: one vector of all clipped absolute gradients is released; its largest entries are chosen."""
+    model = Deep()
+    gradients = one_by_one(model, collate(examples(24)))
+    norms = [torch.cat([g.reshape(-1) for g in one.values()]).norm(p=order) for one in gradients]
+    clipped = [{n: g.abs() * (0.1 / norm).clamp(max=1) for n, g in one.items()} for one, norm in zip(gradients, norms)]
+    scores = {n: torch.stack([one[n] for one in clipped]).sum(0) for n in clipped[0]}
+    expected = largest(scores, 0.1)
+    method = DPFrost(
+        unfreezing_ratio=0.1,
+        granularity="parameters",
+        max_grad_norm=0.1,
+        norm_order=order,
+        selection_steps=1,
+        selection_rate=1.0,
+        selection_noise_multiplier=0.0,
+    )
+    private = start(model, method)
+    next(iter(private.data_loader))
+    assert private.ledger.spent("selection") == 1
+    masks = {name.removeprefix("mask."): mask for name, mask in private.outcome.items()}
+    assert sum(int(m.sum()) for m in masks.values()) == sum(int(m.sum()) for m in expected.values()) == 14
+    # Near the last place entries may change places by rounding; what is chosen is worth the same.
+    found, best = (sum(float(scores[n][m[n]].sum()) for n in scores) for m in (masks, expected))
+    assert found == pytest.approx(best, rel=1e-5)
+    assert trained(private) == {name for name, mask in masks.items() if mask.any()}
+
+
+def test_noise_reaches_every_entry_of_a_single_entry_selection() -> None:
+    """With noise that drowns the gradients the choice is even: 12 of the 123 entries, few of which lie in the last layer."""
+    method = DPFrost(
+        unfreezing_ratio=0.1,
+        granularity="parameters",
+        selection_steps=1,
+        selection_rate=1.0,
+        selection_noise_multiplier=1e6,
+    )
+    private = start(method=method, noise_multiplier=1.0)
+    next(iter(private.data_loader))
+    last = sum(int(mask.sum()) for name, mask in private.outcome.items() if "layers.3" in name)
+    assert last <= 9
+
+
+def test_masked_gradients_are_clipped_inside_and_zero_outside() -> None:
+    mask = torch.tensor([True, False])
+    policy = MaskedPolicy.of({"a": mask}, 0.5, 2.0)
+    assert policy.noise_multiplier == 2.0
+    scales = policy.scales(torch.tensor([[4.0, 0.01], [1.0, 1.0]]))
+    assert torch.allclose(scales, torch.tensor([[0.25, 1.0], [0.0, 0.0]]))
+
+
+def test_ties_at_the_last_place_are_left_out() -> None:
+    masks = largest({"a": torch.tensor([3.0, 2.0, 2.0, 1.0])}, 0.5)
+    assert masks["a"].tolist() == [True, False, False, False]
+    with pytest.raises(ValueError, match="is not one"):
+        largest({"a": torch.ones(4)}, 0.1)
