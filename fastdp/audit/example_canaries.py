@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,8 +15,9 @@ from fastdp.engine.policy import Policy
 from fastdp.ops.stream import NoiseStream
 
 if TYPE_CHECKING:
+    from fastdp.engine.method import Preparation
     from fastdp.engine.private import Private
-    from fastdp.engine.sampler import Sampler
+    from fastdp.engine.sampler import PrivateLoader, Sampler
 
 #: A model and a collated batch -> the scalar loss of that batch.
 Loss = Callable[[torch.nn.Module, Any], torch.Tensor]
@@ -32,8 +33,11 @@ class ExampleCanaries(Canaries):
         private: as in `Canaries`; its data set holds the canaries beside the other examples.
         units: which units are canaries: indices of examples, or of users where users are the unit.
         score: "gradient" (white box) takes the inner product of each release with the canary's own gradient, found by a
-            plain backward pass of the model, so that it costs one such pass a canary and step. "loss" (black box) takes by
-            how much a canary's loss fell from now to when the scores are asked for.
+            plain backward pass of the model. "variance" takes the energy of the release where that gradient lies, for noise
+            whose size depends on the data. "loss" (black box) takes by how much a canary's loss fell from now to when the
+            scores are asked for.
+        refresh_every: steps after which the canaries' gradients are found anew, at one backward pass a canary. Above 1 they
+            are kept in between: as many numbers as canaries times trained parameters.
         loss: a model and a collated batch -> scalar loss; needed where the model does not return its loss.
         unsafe_seed: as in `Canaries`.
 
@@ -47,6 +51,7 @@ class ExampleCanaries(Canaries):
         units: Sequence[int],
         *,
         score: str = "gradient",
+        refresh_every: int = 1,
         loss: Loss | None = None,
         unsafe_seed: int | None = None,
     ):
@@ -57,21 +62,27 @@ class ExampleCanaries(Canaries):
             raise ValueError(f"canary {outside} is not among the run's {available} units")
         if len(set(self.units)) != len(self.units):
             raise ValueError("a unit is named twice among the canaries; name each once")
-        if score not in ("gradient", "loss"):
-            raise ValueError(f"score is '{score}': use 'gradient' or 'loss'")
+        if score not in ("gradient", "variance", "loss"):
+            raise ValueError(f"score is '{score}': use 'gradient', 'variance' or 'loss'")
+        if refresh_every < 1:
+            raise ValueError(f"refresh_every is {refresh_every}: it must be at least 1 step")
         self._loss = _returned_loss if loss is None else loss
         super().__init__(private, len(self.units), unsafe_seed=unsafe_seed)
-        self.score = score
+        self.score, self.refresh_every = score, refresh_every
+        self._kept: list[list[torch.Tensor | None]] = []
         self._scores = torch.zeros(len(self), dtype=torch.float64)
         self._before = self._losses() if score == "loss" else None
         self._sampler = private.data_loader.sampler
         excluded = {unit for unit, coin in zip(self.units, self.included.tolist()) if not coin}
         private.data_loader.sampler = _Without(self._sampler, excluded)
+        self._open_preparation = private._open_preparation
+        private._open_preparation = lambda: _preparation_without(self._open_preparation(), excluded)
 
     def detach(self) -> None:
         """As `Canaries.detach`."""
         super().detach()
         self.private.data_loader.sampler = self._sampler
+        self.private._open_preparation = self._open_preparation
 
     def before_release(self, sums: dict[str, torch.Tensor], policy: Policy) -> None:
         """Nothing: example canaries are in the sums by then, as every example is."""
@@ -81,20 +92,20 @@ class ExampleCanaries(Canaries):
         if self.score == "loss":
             return
         parameters = self.private._engine.parameters
-        stds = {name: noise_std(policy, name, p.device) for name, p in parameters.items()}
-        released = {
-            name: p.grad.detach().float() * self.expected_batch_size
-            for name, p in parameters.items()
-            if p.grad is not None
-        }
-        for index, gradients in enumerate(self._gradients()):
+        stds = [noise_std(policy, name, p.device) for name, p in parameters.items()]
+        released = [
+            None if p.grad is None else p.grad.detach().float() * self.expected_batch_size for p in parameters.values()
+        ]
+        for index, gradients in enumerate(self._directions()):
             inner = size = 0.0
-            for name, gradient in zip(parameters, gradients):
-                if gradient is not None:
-                    scaled = gradient.float() / stds[name]
-                    inner += float((released[name] / stds[name] * scaled).sum())
-                    size += float(scaled.square().sum())
-            self._scores[index] += inner / max(size, 1e-300) ** 0.5
+            for seen, gradient, std in zip(released, gradients, stds):
+                if gradient is None or seen is None:
+                    continue
+                scaled = gradient.float() / std
+                product = seen / std * scaled if self.score == "gradient" else (seen * scaled).square()
+                inner += float(product.sum())
+                size += float(scaled.square().sum())
+            self._scores[index] += inner / max(size, 1e-300) ** (0.5 if self.score == "gradient" else 1.0)
 
     def scores(self) -> torch.Tensor:
         """float64 [m], over the steps so far."""
@@ -117,6 +128,13 @@ class ExampleCanaries(Canaries):
                 return torch.tensor([float(self._loss(model, batch)) for batch in self._batches()], dtype=torch.float64)
         finally:
             model.train(training)
+
+    def _directions(self) -> Iterable[list[torch.Tensor | None]]:
+        if self.refresh_every == 1:
+            return self._gradients()
+        if self.releases % self.refresh_every == 0:
+            self._kept = list(self._gradients())
+        return self._kept
 
     def _gradients(self) -> Iterator[list[torch.Tensor | None]]:
         """Each canary's gradient in turn, without dropout, by a backward pass that the engine has no part in."""
@@ -144,6 +162,19 @@ class _Without:
         """The inner sampler's logical batches, less the excluded units."""
         for drawn in self.inner.epoch(steps):
             yield [unit for unit in drawn if unit not in self.excluded]
+
+
+def _preparation_without(preparation: Preparation, excluded: set[int]) -> Preparation:
+    """A preparation whose samples leave some units out too: a method must not see through them what training does not."""
+    open_loader = preparation.open_loader
+
+    def opened(rate: float) -> PrivateLoader:
+        loader = open_loader(rate)
+        loader.sampler = _Without(loader.sampler, excluded)
+        return loader
+
+    preparation.open_loader = opened
+    return preparation
 
 
 def _returned_loss(model: torch.nn.Module, batch: Any) -> torch.Tensor:

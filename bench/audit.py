@@ -1,0 +1,172 @@
+"""Audits of faults that are too weak for the test suite: noise at half its size, and a mask computed from private data.
+
+Each case trains a small model in full batches with canaries, and states the lower bound on epsilon that they show beside
+what the run claims. The correct mechanism stands beside each fault: its bound must stay below its claim.
+
+    python -m bench.audit --json bench/results/audit/faults.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader
+
+import fastdp
+from fastdp import audit
+from fastdp.engine.private import Private
+from fastdp.methods.rapft import PrivateSubset, PublicMap, RapFT
+
+CONFIDENCE = 0.95
+DELTA = 1e-5
+
+
+class Linear(nn.Module):
+    """A classifier of 160,000 coordinates: room for as many canaries."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(400, 400)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> Any:
+        return {"loss": F.cross_entropy(self.layer(x), labels)}
+
+
+def train(private: Private) -> None:
+    """Spend the whole budget."""
+    while private.steps_done < private.total_steps:
+        for batch in private.data_loader:
+            output = private.model(**batch)
+            output["loss"].backward()
+            private.optimizer.step()
+            private.optimizer.zero_grad()
+
+
+def halved_noise(canaries: int, factor: float, epsilon: float = 2.0, steps: int = 4) -> audit.AuditResult:
+    """DP-SGD whose noise is ``factor`` times what it claims, audited by gradient canaries."""
+    rows = [{"x": torch.randn(400), "labels": torch.tensor(i)} for i in range(8)]
+    model = Linear()
+    private = fastdp.make_private(
+        model,
+        torch.optim.SGD(model.parameters(), lr=1e-3),
+        DataLoader(rows, batch_size=len(rows)),  # type: ignore[arg-type]
+        target_epsilon=epsilon,
+        target_delta=DELTA,
+        epochs=steps,
+    )
+    accumulator = private._engine.accumulator
+    weaker = tuple(std * factor for std in accumulator.policy.stds)
+    accumulator.policy = dataclasses.replace(accumulator.policy, stds=weaker)
+    planted = audit.GradientCanaries(private, canaries)
+    train(private)
+    # One number of guesses, chosen beforehand: for a weak fault, the 2% of which the scores are surest.
+    return planted.result(CONFIDENCE, shares=(0.02,))
+
+
+def mask(canaries: int, private_mask: bool, epsilon: float = 2.0, steps: int = 60) -> audit.AuditResult:
+    """Rap-FT, its mask from the private examples or from public ones, audited by examples with a token of their own.
+
+    A token that no example holds has no relevance, so its row of the embedding is weak and gets the larger noise: the
+    canary whose row is noised less was there.
+    """
+    from transformers import BertConfig, BertForSequenceClassification
+
+    torch.manual_seed(0)
+    ordinary, width = 8, 8
+    model = BertForSequenceClassification(
+        BertConfig(
+            vocab_size=canaries + ordinary,
+            hidden_size=width,
+            num_hidden_layers=1,
+            num_attention_heads=1,
+            intermediate_size=width,
+            max_position_embeddings=4,
+            hidden_dropout_prob=0.0,
+            attention_probs_dropout_prob=0.0,
+        )
+    )
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name.endswith("word_embeddings.weight"))
+    with torch.no_grad():
+        model.bert.embeddings.word_embeddings.weight.normal_()
+    rows = [{"input_ids": torch.full((2,), canaries + i), "labels": torch.tensor(i % 2)} for i in range(ordinary)]
+    data, units = audit.with_canaries(
+        rows,  # type: ignore[arg-type]
+        [{"input_ids": torch.full((2,), i), "labels": torch.tensor(i % 2)} for i in range(canaries)],
+    )
+    public = {key: torch.stack([row[key] for row in rows]) for key in rows[0]}
+    method = (
+        RapFT(mode="paper", source=PrivateSubset(sample_rate=1.0))
+        if private_mask
+        else RapFT(source=PublicMap([public]))
+    )
+    private = fastdp.make_private(
+        model,
+        torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.0),
+        DataLoader(data, batch_size=len(data)),
+        method=method,
+        target_epsilon=epsilon,
+        target_delta=DELTA,
+        epochs=steps,
+    )
+    planted = audit.ExampleCanaries(private, units, score="variance", refresh_every=steps)
+    train(private)
+    return audit.conclude(
+        -planted.scores(),
+        planted.included,
+        claimed=private.epsilon(),
+        delta=DELTA,
+        confidence=CONFIDENCE,
+        shares=(0.5,),
+    )
+
+
+Case = Callable[[], audit.AuditResult]
+
+CASES: dict[str, Case] = {
+    **{f"DP-SGD, {m:,} canaries": (lambda m=m: halved_noise(m, 1.0)) for m in (20_000, 80_000)},
+    **{f"DP-SGD, noise halved, {m:,} canaries": (lambda m=m: halved_noise(m, 0.5)) for m in (5_000, 20_000, 80_000)},
+    "Rap-FT, public mask, 1,000 canaries": lambda: mask(1_000, private_mask=False),
+    "Rap-FT as printed, private mask, 1,000 canaries": lambda: mask(1_000, private_mask=True),
+}
+
+
+def measure(runs: int = 5, only: str = "") -> list[dict[str, Any]]:
+    """A row for each case and run."""
+    rows = []
+    for name, case in CASES.items():
+        if only not in name:
+            continue
+        for run in range(runs):
+            begin = time.perf_counter()
+            result = case()
+            row = {"case": name, "run": run, **result.as_dict(), "seconds": time.perf_counter() - begin}
+            print(f"{name}: {result}", flush=True)
+            rows.append(row)
+    return rows
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run, print and write."""
+    from fastdp.bench import record
+
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--only", default="", help="only cases whose name holds this")
+    parser.add_argument("--json")
+    options = parser.parse_args(arguments)
+    rows = measure(options.runs, options.only)
+    if options.json:
+        record.write(options.json, rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,100 @@
+"""Audits of runs by other methods than DP-SGD: their groups, masks and stages are the run's own, not the audit's."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from fastdp.bench import audit as faults
+from torch.utils.data import DataLoader
+
+import fastdp
+from fastdp import audit
+from fastdp.engine.private import Private
+from fastdp.methods.rapft import NoisyMap, PublicMap, RapFT
+
+CONFIDENCE = 1 - 1e-5
+
+
+def rows(count: int) -> list[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, 61, (count, 5), generator=generator)
+    return [{"input_ids": row, "labels": row} for row in ids]
+
+
+def public() -> list[dict[str, torch.Tensor]]:
+    return [{key: torch.stack([row[key] for row in rows(3)]) for key in ("input_ids", "labels")}]
+
+
+def start(method: Any) -> Private:
+    torch.manual_seed(0)
+    settings = transformers.GPT2Config(
+        vocab_size=61, n_embd=16, n_layer=1, n_head=2, n_positions=8, bos_token_id=1, eos_token_id=2
+    )
+    settings.attn_pdrop = settings.embd_pdrop = settings.resid_pdrop = 0.0
+    model = transformers.GPT2LMHeadModel(settings)
+    return fastdp.make_private(
+        model,
+        torch.optim.SGD(model.parameters(), lr=1e-4),
+        DataLoader(rows(6), batch_size=6),  # type: ignore[arg-type]
+        method=method,
+        target_epsilon=1.0,
+        target_delta=1e-8,
+        epochs=4,
+    )
+
+
+def train(private: Private, noise: float = 1.0) -> None:
+    for _ in range(private.total_steps):
+        for batch in private.data_loader:
+            accumulator = private._engine.accumulator
+            if noise != 1.0 and private.steps_done == 0:
+                stds = tuple(std * noise for std in accumulator.policy.stds)
+                accumulator.policy = dataclasses.replace(accumulator.policy, stds=stds)
+            private.model(**batch)["loss"].backward()
+            private.optimizer.step()
+            private.optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("allocation", ["printed", "ellipsoid"])
+def test_a_masked_mechanism_passes_and_is_caught_at_a_tenth_of_its_noise(allocation: str) -> None:
+    results = []
+    for noise in (1.0, 0.1):
+        private = start(RapFT(source=PublicMap(public()), allocation=allocation))
+        canaries = audit.GradientCanaries(private, 600)
+        train(private, noise)
+        results.append(canaries.result(CONFIDENCE, shares=(0.2, 0.5)))
+    assert not results[0].refuted
+    assert results[1].refuted
+
+
+def test_a_method_prepares_without_the_excluded_canaries() -> None:
+    private = start(RapFT(source=NoisyMap(noise_multiplier=20.0, sample_rate=1.0)))
+    canaries = audit.ExampleCanaries(private, range(6), unsafe_seed=1)
+    seen = [
+        tuple(ids)
+        for batch, weights in private._open_preparation().sample(1.0)
+        for ids, weight in zip(batch["input_ids"].tolist(), weights)
+        if weight
+    ]
+    expected = [tuple(row["input_ids"].tolist()) for row, coin in zip(rows(6), canaries.included) if coin]
+    assert seen == expected
+    assert 0 < len(expected) < 6
+    canaries.detach()
+    assert sum(len(batch["labels"]) for batch, _ in private._open_preparation().sample(1.0)) == 6
+
+
+@pytest.mark.slow
+def test_a_mask_from_private_data_is_caught_and_one_from_public_data_passes() -> None:
+    assert faults.mask(300, private_mask=True).refuted
+    assert not faults.mask(300, private_mask=False).refuted
+
+
+@pytest.mark.slow
+def test_halved_noise_is_caught_and_whole_noise_passes() -> None:
+    """At 95%: of three audits of the faulty mechanism most must catch it, of the correct one none may."""
+    assert sum(faults.halved_noise(80_000, 0.5).refuted for _ in range(3)) >= 2
+    assert sum(faults.halved_noise(80_000, 1.0).refuted for _ in range(3)) == 0
