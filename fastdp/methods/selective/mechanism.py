@@ -56,7 +56,9 @@ def _paper_laws(
     tokens: Tensor, rows: Tensor, epsilons: Tensor, radius: float, alpha: float, candidates: Tensor | None
 ) -> Tensor:
     """Laws of several tokens, [n, V] float64, each at its own epsilon."""
-    distances = torch.cdist(rows[tokens], rows, compute_mode="donot_use_mm_for_euclid_dist")
+    # By matrix product, a hundred times faster: in float64 it errs near 1e-8, except between a row and itself.
+    distances = torch.cdist(rows[tokens], rows, compute_mode="use_mm_for_euclid_dist")
+    distances[torch.arange(len(tokens)), tokens] = 0.0
     outside = distances > radius
     if candidates is not None:
         # The token itself stays a candidate, as printed: otherwise one without a neighbour could not be replaced at all.

@@ -1,0 +1,110 @@
+"""The model of a federated run: a public base that every machine loads for itself, and the adapter that travels."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastdp.data import Collator, Examples, read_rows
+from fastdp.federated.config import FederatedConfig
+from fastdp.federated.wire import Layout
+from fastdp.finetune.config import FinetuneConfig
+from fastdp.finetune.evaluation import Quality, evaluate
+from fastdp.finetune.models import (
+    choose_trained,
+    load_model,
+    load_tokenizer,
+    restore_trained,
+    save_weights,
+    trained_state,
+)
+
+
+@dataclass
+class AdaptedModel:
+    """A base model with its adapter.
+
+    Attributes:
+        layout: of the adapter, in the model's own order.
+        base: digest of everything that is not trained, by which machines know that they mean the same model.
+    """
+
+    config: FederatedConfig
+    tokenizer: Any
+    model: nn.Module
+    layout: Layout
+    base: str
+
+    @classmethod
+    def load(cls, config: FederatedConfig) -> AdaptedModel:
+        """Load the base, and make an adapter from the run's seed. Raises ConfigError as `fastdp finetune` does."""
+        settings = FinetuneConfig(
+            model=config.model,
+            peft=config.peft,
+            bottleneck_size=config.bottleneck_size,
+            lora_r=config.lora_r,
+            lora_alpha=config.lora_alpha,
+            max_length=config.max_length,
+            seed=config.seed,
+        )
+        tokenizer = load_tokenizer(settings)
+        model = choose_trained(load_model(settings, tokenizer), settings)
+        return cls(config, tokenizer, model, Layout.of(trained_state(model)), _digest_of_frozen(model))
+
+    @property
+    def adapter(self) -> dict[str, Tensor]:
+        """A copy of the adapter."""
+        return trained_state(self.model)
+
+    @adapter.setter
+    def adapter(self, state: dict[str, Tensor]) -> None:
+        restore_trained(self.model, {name: state[name] for name, _, _ in self.layout.entries})
+
+    @property
+    def collator(self) -> Collator:
+        """Pads with the tokenizer's padding token."""
+        return Collator(self.tokenizer.pad_token_id)
+
+    def texts(self, path: str) -> list[str]:
+        """The text column of a file."""
+        return read_rows(path).column(self.config.text_column, "text_column")
+
+    def examples(self, ids: list[list[int]]) -> Examples:
+        """Token ids of texts, begun and ended as the tokenizer does, every token to be learned."""
+        start = [token for token in [self.tokenizer.bos_token_id] if token is not None]
+        end = [token for token in [self.tokenizer.eos_token_id] if token is not None]
+        full = [start + own + end for own in ids]
+        items = [{"input_ids": own, "labels": list(own)} for own in (own[: self.config.max_length] for own in full)]
+        return Examples(items, sum(len(own) > self.config.max_length for own in full))
+
+    def encode(self, texts: list[str]) -> list[list[int]]:
+        """Token ids without special tokens, cut to the room that `max_length` leaves."""
+        encoded = self.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else []
+        return [own[: self.room] for own in encoded]
+
+    @property
+    def room(self) -> int:
+        """Tokens of a text that fit into an example."""
+        return max(1, self.config.max_length - self.tokenizer.num_special_tokens_to_add() - 2)
+
+    def quality(self, examples: Examples) -> Quality:
+        """Perplexity on held-out examples."""
+        return evaluate(self.model, examples, self.collator, self.config.eval_batch_size, "causal-lm")
+
+    def save(self, output: Path) -> Path:
+        """Write the adapter as peft writes it; returns its folder."""
+        return save_weights(self.model, self.tokenizer, output)
+
+
+def _digest_of_frozen(model: nn.Module) -> str:
+    digest = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            digest.update(f"{name} {parameter.dtype} {list(parameter.shape)}\n".encode())
+            digest.update(parameter.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()

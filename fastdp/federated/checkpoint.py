@@ -1,0 +1,87 @@
+"""The server's checkpoint: global adapter, rounds done and their figures in one file, written whole."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from fastdp.accounting.serialisation import canonical
+from fastdp.federated.config import MAY_CHANGE, FederatedConfig
+
+NAME = "server.safetensors"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A server between two rounds.
+
+    Attributes:
+        adapter: the global adapter.
+        rounds_done: number of rounds behind it.
+        population: clients connected when the run began, which central DP counts on.
+        rows: what was reported of each round.
+        ledger_head: of central DP's ledger (see `Ledger.restore`).
+    """
+
+    adapter: dict[str, Tensor]
+    rounds_done: int
+    population: int
+    rows: list[dict[str, Any]]
+    ledger_head: str | None = None
+
+    def save(self, folder: Path, config: FederatedConfig) -> None:
+        """Write aside, sync and rename: a kill leaves the previous checkpoint or this one."""
+        metadata = {
+            "config": canonical(config.as_dict()),
+            "rounds_done": str(self.rounds_done),
+            "population": str(self.population),
+            "rows": canonical(self.rows),
+            "ledger_head": canonical(self.ledger_head),
+        }
+        aside = folder / (NAME + ".partial")
+        save_file({name: tensor.contiguous() for name, tensor in self.adapter.items()}, aside, metadata)
+        with open(aside, "rb") as file:
+            os.fsync(file.fileno())
+        os.replace(aside, folder / NAME)
+
+    @classmethod
+    def load(cls, folder: Path, config: FederatedConfig) -> Checkpoint | None:
+        """The checkpoint in ``folder``, or None if there is none.
+
+        Raises:
+            ValueError: if it is of a run with other settings, damaged, or there and ``resume`` is off.
+        """
+        path = folder / NAME
+        if not path.exists():
+            return None
+        if not config.resume:
+            raise ValueError(f"{folder} already holds a run: set resume to continue it, or name another output")
+        try:
+            with safe_open(path, "pt") as file:  # type: ignore[no-untyped-call]
+                metadata = file.metadata() or {}
+                # Not in the order of the file: the bytes of an adapter follow the model's own order.
+                adapter = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            settings = json.loads(metadata["config"])
+            done, population = int(metadata["rounds_done"]), int(metadata["population"])
+            rows, head = json.loads(metadata["rows"]), json.loads(metadata["ledger_head"])
+        except (SafetensorError, OSError, KeyError, ValueError) as error:
+            raise ValueError(f"{path} is no checkpoint that can be read: {error}") from None
+        _refuse_other(settings, config, folder)
+        return cls(adapter, done, population, rows, head)
+
+
+def _refuse_other(settings: Mapping[str, Any], config: FederatedConfig, folder: Path) -> None:
+    for key, value in config.as_dict().items():
+        if key not in MAY_CHANGE and settings.get(key) != value:
+            raise ValueError(
+                f"the run in {folder} was made with {key} {settings.get(key)!r}, not {value!r}: resume with the same "
+                "settings, or name another output"
+            )

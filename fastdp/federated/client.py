@@ -1,0 +1,97 @@
+"""The Flower ``ClientApp``: receives the global adapter, trains it on the client's perturbed texts, returns it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache, wraps
+from typing import Any
+
+import torch
+
+from fastdp.federated.adapter import AdaptedModel
+from fastdp.federated.config import FederatedConfig
+from fastdp.federated.messages import Order, update_record
+from fastdp.federated.site import Site
+
+# After ours: `messages` says what to install where Flower is missing.
+from flwr.app import Context, Message, MetricRecord, RecordDict  # isort: skip
+from flwr.clientapp import ClientApp  # isort: skip
+
+app = ClientApp()
+
+Handler = Callable[[Message, Context], Message]
+
+
+def discreet(handler: Handler) -> Handler:
+    """Let only sentences of ours reach the server: another error's text may quote a private one."""
+
+    @wraps(handler)
+    def guarded(message: Message, context: Context) -> Message:
+        try:
+            return handler(message, context)
+        except ValueError:
+            raise
+        except Exception as error:
+            raise RuntimeError(f"the client failed with {type(error).__name__}; its own log says more") from error
+
+    return guarded
+
+
+@app.train()
+@discreet
+def train(message: Message, context: Context) -> Message:
+    """One round of local fine-tuning."""
+    site, order = _site(context), Order.from_record(message.content)
+    _accept(site.adapted, order)
+    fitted = site.fit(order.round_number)
+    return Message(update_record(site.adapted.layout, site.adapted.adapter, fitted), reply_to=message)
+
+
+@app.evaluate()
+@discreet
+def evaluate(message: Message, context: Context) -> Message:
+    """Perplexity of the global adapter on the client's own held-out texts, unprotected."""
+    config = FederatedConfig.read(context.run_config, context.node_config)
+    if not config.eval:
+        raise ValueError("this client has no held-out texts: set eval in its node config")
+    adapted = _adapted(config)
+    _accept(adapted, Order.from_record(message.content))
+    quality = adapted.quality(adapted.examples(adapted.encode(adapted.texts(config.eval))))
+    metrics = MetricRecord({"loss": quality.loss, "num-tokens": quality.count})
+    return Message(RecordDict({"metrics": metrics}), reply_to=message)
+
+
+def _accept(adapted: AdaptedModel, order: Order) -> None:
+    """Load the server's adapter. Raises ValueError if it is for another model."""
+    if order.base != adapted.base:
+        raise ValueError("the server's base model is not this client's: both must load the same public model")
+    problem = adapted.layout.difference(order.layout)
+    if problem is not None:
+        raise ValueError(f"the server's adapter is not this client's: {problem}")
+    adapted.adapter = adapted.layout.unpack(order.adapter)
+
+
+def _site(context: Context) -> Site:
+    config = FederatedConfig.read(context.run_config, context.node_config)
+    index = int(context.node_config.get("partition-id", 0))
+    return _site_of(config, index, int(context.node_config.get("num-partitions", 1)))
+
+
+# A process of a simulation serves many clients in many rounds: it loads the model once, and perturbs and encodes each
+# client's texts once. One model serves all, since an order brings its adapter with it.
+@lru_cache(maxsize=1)
+def _adapted(config: FederatedConfig) -> AdaptedModel:
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    return AdaptedModel.load(config)
+
+
+@lru_cache(maxsize=64)
+def _site_of(config: FederatedConfig, index: int, clients: int) -> Site:
+    return Site.of_partition(_adapted(config), index, clients)
+
+
+def forget(*_: Any) -> None:
+    """Drop what this process has loaded, as between two runs."""
+    _site_of.cache_clear()
+    _adapted.cache_clear()

@@ -1,0 +1,297 @@
+"""Start Flower's own processes: a SuperLink for a simulation, or one with SuperNodes under TLS and node authentication.
+
+Flower's programs do all the work; this module writes their certificates and keys, chooses free ports, keeps telemetry,
+update checks and the installation of packages at start off, and ends what it started.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import ipaddress
+import json
+import os
+import shutil
+import signal
+import socket
+import ssl
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+#: Simulated clients share this machine; one is served at a time unless told otherwise.
+CONNECTION = "fastdp"
+_OFF = {
+    "FLWR_TELEMETRY_ENABLED": "0",
+    "FLWR_DISABLE_UPDATE_CHECK": "1",
+    "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "PYTHONUNBUFFERED": "1",
+}
+
+
+@dataclass
+class Federation:
+    """Flower's processes below one folder; a context manager that ends them all.
+
+    Args:
+        folder: for Flower's home, certificates, keys and logs. Nothing is written elsewhere.
+        simulation: clients are simulated in the SuperLink's process tree instead of connecting.
+        start_seconds: how long a process may take to answer.
+        environment: further variables for every process.
+    """
+
+    folder: Path
+    simulation: bool = False
+    start_seconds: float = 120.0
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.folder = Path(self.folder).resolve()
+        self.port = free_port()
+        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+
+    def __enter__(self) -> Federation:
+        try:
+            self._start()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def address(self) -> str:
+        """Host and port of the SuperLink."""
+        return f"127.0.0.1:{self.port}"
+
+    @property
+    def certificate(self) -> Path:
+        """Of the authority that signed the SuperLink's certificate."""
+        return self.folder / "tls" / "ca.crt"
+
+    def _start(self) -> None:
+        (self.folder / "home").mkdir(parents=True, exist_ok=True)
+        arguments = ["--host", "127.0.0.1", "--port", str(self.port), "--disable-runtime-dependency-installation"]
+        if self.simulation:
+            arguments += ["--insecure", "--simulation"]
+            secured = "insecure = true"
+        else:
+            make_certificates(self.folder / "tls")
+            arguments += ["--ssl-ca-certfile", str(self.certificate), "--enable-supernode-auth"]
+            arguments += ["--ssl-certfile", str(self.folder / "tls" / "server.crt")]
+            arguments += ["--ssl-keyfile", str(self.folder / "tls" / "server.key")]
+            secured = f"root-certificates = {json.dumps(str(self.certificate))}"
+        (self.folder / "home" / "config.toml").write_text(
+            f'[superlink]\ndefault = "{CONNECTION}"\n\n[superlink.{CONNECTION}]\naddress = "{self.address}"\n{secured}\n',
+            encoding="utf-8",
+        )
+        self._spawn("superlink", "flower-superlink", arguments)
+        self._wait_until_healthy()
+
+    def add_client(self, name: str, node_config: Mapping[str, Any]) -> subprocess.Popen[bytes]:
+        """Make a key pair, register its public half, and start a SuperNode that proves it holds the other.
+
+        Args:
+            name: of the client; names its key and log.
+            node_config: its settings, such as the file it trains on; they do not leave its machine.
+        """
+        private, public = make_node_key(self.folder / "keys", name)
+        self.flwr("supernode", "register", str(public), CONNECTION)
+        return self.start_client(name, private, node_config)
+
+    def start_client(self, name: str, private_key: Path, node_config: Mapping[str, Any]) -> subprocess.Popen[bytes]:
+        """Start a SuperNode whose key is registered, or one that must be turned away."""
+        values = " ".join(f"{key}={json.dumps(value)}" for key, value in node_config.items())
+        arguments = ["--superlink", self.address, "--root-certificates", str(self.certificate)]
+        arguments += ["--auth-supernode-private-key", str(private_key), "--node-config", values]
+        return self._spawn(name, "flower-supernode", [*arguments, "--port", str(free_port())])
+
+    def run(self, app: Path, settings: Mapping[str, Any], clients: int | None = None, timeout: float = 3600) -> str:
+        """``flwr run`` with these settings, to its end; returns its log.
+
+        Args:
+            app: folder of the Flower app.
+            settings: of the run config, with underscores or dashes.
+            clients: number of simulated clients.
+            timeout: seconds.
+
+        Raises:
+            RuntimeError: if ``flwr run`` itself fails; a failure inside the run is in the log.
+            subprocess.TimeoutExpired: past the timeout.
+        """
+        path = self.folder / "run_config.toml"
+        path.write_text("".join(f"{k.replace('_', '-')} = {json.dumps(v)}\n" for k, v in settings.items()), "utf-8")
+        arguments = ["run", str(app), CONNECTION, "--stream", "--run-config", str(path)]
+        if clients is not None:
+            options = f"num-supernodes={clients} client-resources-num-cpus=1 init-args-num-cpus=1"
+            arguments += ["--federation-config", options]
+        return self.flwr(*arguments, timeout=timeout)
+
+    def flwr(self, *arguments: str, timeout: float = 120) -> str:
+        """One command of Flower's, with this federation's home; returns what it prints. Raises RuntimeError if it fails."""
+        found = subprocess.run(
+            [_program("flwr"), *arguments],
+            env=self._environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            timeout=timeout,
+        )
+        text = found.stdout.decode(errors="replace")
+        if found.returncode:
+            raise RuntimeError(f"flwr {arguments[0]} failed:\n{text[-2000:]}")
+        return text
+
+    def kill(self, name: str) -> None:
+        """End a client as a power cut would: its SuperNode and all it started, at once."""
+        process = self.processes[name]
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+    def close(self) -> None:
+        """End all processes, clients first."""
+        for process in reversed(self.processes.values()):
+            _end(process)
+
+    def _spawn(self, name: str, program: str, arguments: Sequence[str]) -> subprocess.Popen[bytes]:
+        log = self.folder / f"{name}.log"
+        with open(log, "ab") as file:
+            # A session of its own, so that what the process starts can be ended with it.
+            process = subprocess.Popen(
+                [_program(program), *arguments],
+                env=self._environment(),
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        self.processes[name] = process
+        return process
+
+    def _environment(self) -> dict[str, str]:
+        # Flower starts its helpers by name, so they must be found where this Python's programs are.
+        path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+        return {**os.environ, **_OFF, **self.environment, "PATH": path, "FLWR_HOME": str(self.folder / "home")}
+
+    def _wait_until_healthy(self) -> None:
+        context = None if self.simulation else ssl.create_default_context(cafile=str(self.certificate))
+        url = f"http{'' if self.simulation else 's'}://{self.address}/health"
+        end = time.monotonic() + self.start_seconds
+        while time.monotonic() < end:
+            if self.processes["superlink"].poll() is not None:
+                break
+            try:
+                with urllib.request.urlopen(url, timeout=5, context=context):
+                    return
+            except (urllib.error.URLError, OSError):
+                time.sleep(0.2)
+        log = (self.folder / "superlink.log").read_text(errors="replace")
+        raise RuntimeError(f"the SuperLink did not start within {self.start_seconds:g} s:\n{log[-2000:]}")
+
+
+def free_port() -> int:
+    """A TCP port of this machine that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def make_certificates(folder: Path, host: str = "localhost", address: str = "127.0.0.1", days: int = 30) -> None:
+    """An authority (``ca.crt``) and a server certificate it signed (``server.crt``, ``server.key``), for a trial.
+
+    Raises:
+        ImportError: without the package ``cryptography``, which comes with Flower.
+    """
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+    from cryptography.x509.oid import NameOID
+
+    folder.mkdir(parents=True, exist_ok=True)
+    now = datetime.datetime.now(datetime.timezone.utc)
+
+    def certificate(subject: str, key: Any, issuer: str, signer: Any, authority: bool) -> Any:
+        name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, subject)])
+        builder = x509.CertificateBuilder().subject_name(name).public_key(key.public_key())
+        builder = builder.issuer_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, issuer)]))
+        builder = builder.serial_number(x509.random_serial_number())
+        builder = builder.not_valid_before(now - datetime.timedelta(minutes=5))
+        builder = builder.not_valid_after(now + datetime.timedelta(days=days))
+        builder = builder.add_extension(x509.BasicConstraints(ca=authority, path_length=None), critical=True)
+        names = [x509.DNSName(host), x509.IPAddress(ipaddress.ip_address(address))]
+        builder = builder.add_extension(x509.SubjectAlternativeName(names), critical=False)
+        own = x509.SubjectKeyIdentifier.from_public_key(key.public_key())
+        builder = builder.add_extension(own, critical=False)
+        theirs = x509.AuthorityKeyIdentifier.from_issuer_public_key(signer.public_key())
+        builder = builder.add_extension(theirs, critical=False)
+        usage = x509.KeyUsage(
+            digital_signature=not authority, content_commitment=False, key_encipherment=False,
+            data_encipherment=False, key_agreement=False, key_cert_sign=authority, crl_sign=authority,
+            encipher_only=False, decipher_only=False,
+        )  # fmt: skip
+        return builder.add_extension(usage, critical=True).sign(signer, hashes.SHA384())
+
+    authority_key, server_key = ec.generate_private_key(ec.SECP384R1()), ec.generate_private_key(ec.SECP384R1())
+    authority_name = "fastdp trial authority"
+    authority = certificate(authority_name, authority_key, authority_name, authority_key, True)
+    server = certificate(host, server_key, authority_name, authority_key, False)
+    pem = serialization.Encoding.PEM
+    (folder / "ca.crt").write_bytes(authority.public_bytes(pem))
+    (folder / "server.crt").write_bytes(server.public_bytes(pem))
+    plain = serialization.NoEncryption()
+    private = server_key.private_bytes(pem, serialization.PrivateFormat.PKCS8, plain)
+    _write_secret(folder / "server.key", private)
+
+
+def make_node_key(folder: Path, name: str) -> tuple[Path, Path]:
+    """A SuperNode's key pair (P-384, OpenSSH form): paths of the private and the public half."""
+    from cryptography.hazmat.primitives import serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    folder.mkdir(parents=True, exist_ok=True)
+    key = ec.generate_private_key(ec.SECP384R1())
+    private, public = folder / name, folder / f"{name}.pub"
+    plain = serialization.NoEncryption()
+    _write_secret(private, key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.OpenSSH, plain))
+    public.write_bytes(
+        key.public_key().public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH)
+    )
+    return private, public
+
+
+def _write_secret(path: Path, content: bytes) -> None:
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+        file.write(content)
+
+
+def _program(name: str) -> str:
+    """Path of one of Flower's programs. Raises ImportError if Flower is not installed."""
+    beside = Path(sys.executable).parent / name
+    found = str(beside) if beside.exists() else shutil.which(name)
+    if found is None:
+        raise ImportError("federated runs need Flower, on Python 3.11 or later: pip install 'fastdp[federated]'")
+    return found
+
+
+def _end(process: subprocess.Popen[bytes], patience: float = 15.0) -> None:
+    """Ask a process and all of its session to end, and see that they do."""
+    if process.poll() is None:
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(patience)
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+    process.wait()

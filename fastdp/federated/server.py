@@ -1,0 +1,288 @@
+"""The Flower ``ServerApp``: distributes the adapter, checks and averages what comes back, evaluates, and can be resumed."""
+
+from __future__ import annotations
+
+import logging
+import math
+import random
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from fastdp import accounting
+from fastdp.data import Examples
+from fastdp.federated import reports
+from fastdp.federated.adapter import AdaptedModel
+from fastdp.federated.aggregation import Aggregator, Bounds, RefusedUpdate
+from fastdp.federated.checkpoint import Checkpoint
+from fastdp.federated.config import FederatedConfig
+from fastdp.federated.messages import Order, read_update
+from fastdp.ops.stream import NoiseStream
+
+# After ours: `messages` says what to install where Flower is missing.
+from flwr.app import Context, Message, MessageType, RecordDict  # isort: skip
+from flwr.serverapp import Grid, ServerApp  # isort: skip
+
+#: Replies fetched at a time, so that memory does not grow with the number of clients.
+_AT_ONCE = 4
+_POLL_SECONDS = 0.1
+_LONGEST_REASON = 300
+
+log = logging.getLogger("flwr")
+app = ServerApp()
+
+
+@app.main()
+def main(grid: Grid, context: Context) -> None:
+    """Run the rounds that the run config asks for."""
+    Server(grid, FederatedConfig.read(context.run_config)).run()
+
+
+@dataclass
+class Round:
+    """One round's outcome, as it is reported."""
+
+    number: int
+    sampled: int
+    accepted: int = 0
+    missing: int = 0
+    refused: list[dict[str, str]] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    client_seconds: float = 0.0
+
+    def row(self, perplexity: float | None, seconds: float, void: bool) -> dict[str, Any]:
+        """JSON values."""
+        return {
+            "round": self.number,
+            "sampled": self.sampled,
+            "accepted": self.accepted,
+            "refused": self.refused,
+            "missing": self.missing,
+            "void": void,
+            "perplexity": perplexity,
+            "seconds": seconds,
+            "client_seconds": self.client_seconds,
+            "unprotected": {"loss": sum(self.losses) / len(self.losses) if self.losses else None},
+        }
+
+
+class Server:
+    """The server of one run.
+
+    Args:
+        grid: Flower's connection to the clients.
+        config: the run's settings.
+        stream: sampling and noise of central DP; a new one by default.
+
+    Raises:
+        ValueError: for settings that do not fit what ``output`` holds.
+    """
+
+    def __init__(self, grid: Grid, config: FederatedConfig, stream: NoiseStream | None = None) -> None:
+        self.grid = grid
+        self.config = config
+        self.stream = NoiseStream() if stream is None else stream
+        self.output = Path(config.output)
+        self.output.mkdir(parents=True, exist_ok=True)
+        found = Checkpoint.load(self.output, config)
+        self.adapted = AdaptedModel.load(config)
+        self.rounds_done = 0
+        self.rows: list[dict[str, Any]] = []
+        self.population = 0
+        if found is not None:
+            self.rounds_done, self.rows, self.population = found.rounds_done, found.rows, found.population
+            self.adapted.adapter = found.adapter
+        self.ledger = self._open_ledger(found) if config.central else None
+        self.held_out: Examples | None = None
+        if config.evaluation == "server":
+            self.held_out = self.adapted.examples(self.adapted.encode(self.adapted.texts(config.eval)))
+
+    def run(self) -> None:
+        """Run the remaining rounds, each followed by a checkpoint; then write adapter, cards and picture.
+
+        Raises:
+            ValueError: if fewer clients connect than a round needs; the checkpoint stays, to resume from.
+        """
+        try:
+            for number in range(self.rounds_done + 1, self.config.rounds + 1):
+                if self.ledger is not None and not self.ledger.remaining():
+                    log.warning("the budget of %d releases is spent: the run ends here", self.ledger.budget_steps)
+                    break
+                self._play(number)
+            self._finish()
+        finally:
+            if self.ledger is not None:
+                self.ledger.close()
+
+    def _play(self, number: int) -> None:
+        begin = time.perf_counter()
+        nodes = self._connected()
+        self.population = self.population or len(nodes)
+        chosen = self._sample(nodes)
+        played = Round(number, len(chosen))
+        aggregator = self._gather(played, chosen)
+        adapter = self._release(aggregator)
+        if adapter is not None:
+            self.adapted.adapter = adapter
+        played.accepted = aggregator.accepted
+        perplexity = self._perplexity(nodes)
+        seconds = time.perf_counter() - begin
+        self.rows.append(played.row(perplexity, seconds, void=adapter is None))
+        self.rounds_done = number
+        head = None if self.ledger is None else self.ledger.head
+        Checkpoint(self.adapted.adapter, number, self.population, self.rows, head).save(self.output, self.config)
+        reports.write_rounds(self.rows, self.output)
+        shown = "not measured" if perplexity is None else f"{perplexity:.2f}"
+        log.info("round %d: %d of %d accepted, perplexity %s", number, played.accepted, played.sampled, shown)
+
+    def _connected(self) -> list[int]:
+        """Nodes that are there, waiting for enough of them."""
+        end = time.monotonic() + self.config.wait_seconds
+        while len(nodes := list(self.grid.get_node_ids())) < self.config.min_clients:
+            if time.monotonic() > end:
+                raise ValueError(
+                    f"{len(nodes)} clients are connected after {self.config.wait_seconds:g} s, but a round needs "
+                    f"{self.config.min_clients}: connect more, or lower min_clients"
+                )
+            time.sleep(_POLL_SECONDS)
+        return nodes
+
+    def _sample(self, nodes: Sequence[int]) -> list[int]:
+        if self.config.central:
+            # Each client independently, as the accountant assumes; who was drawn stays with the server.
+            drawn = self.stream.bernoulli(len(nodes), self.config.fraction).tolist()
+            return [node for node, taken in zip(nodes, drawn) if taken]
+        wanted = max(self.config.min_clients, math.ceil(self.config.fraction * len(nodes)))
+        return random.SystemRandom().sample(list(nodes), wanted)
+
+    def _gather(self, played: Round, chosen: Sequence[int]) -> Aggregator:
+        config = self.config
+        aggregator = Aggregator(
+            self.adapted.adapter,
+            Bounds(config.max_update_norm, config.max_examples),
+            weighted=config.aggregation == "examples",
+            clip=config.client_clip if config.central else None,
+        )
+        for node, reply in self._exchange(MessageType.TRAIN, chosen, played.number):
+            if reply is None:
+                played.missing += 1
+                log.warning("client %d did not answer in round %d", node, played.number)
+                continue
+            try:
+                self._add(aggregator, played, reply)
+            except RefusedUpdate as refusal:
+                reason = str(refusal)[:_LONGEST_REASON]
+                played.refused.append({"client": str(node), "reason": reason})
+                log.warning("update of client %d refused: %s", node, reason)
+        return aggregator
+
+    def _add(self, aggregator: Aggregator, played: Round, reply: Message) -> None:
+        if reply.has_error():
+            raise RefusedUpdate(f"it reports an error: {reply.error.reason}")
+        try:
+            layout, data, examples, metrics = read_update(reply.content)
+        except (KeyError, TypeError, ValueError) as error:
+            raise RefusedUpdate(f"it is no update: {error}") from None
+        aggregator.add(layout, data, examples)
+        for name in ("loss", "seconds"):
+            if not math.isfinite(metrics.get(name, math.nan)):
+                metrics[name] = 0.0
+        played.losses.append(metrics["loss"])
+        played.client_seconds += max(0.0, metrics["seconds"])
+
+    def _release(self, aggregator: Aggregator) -> dict[str, Tensor] | None:
+        """The new global adapter, or None if the round changes nothing."""
+        if self.ledger is not None:
+            # Released whoever took part: not to release would tell how many did.
+            self.ledger.record()
+            expected = self.config.fraction * self.population
+            return aggregator.noisy_mean(self.config.client_noise_multiplier, expected, self.stream)
+        if aggregator.accepted < self.config.min_clients:
+            return None
+        return aggregator.mean()
+
+    def _exchange(self, kind: str, nodes: Sequence[int], number: int) -> Iterator[tuple[int, Message | None]]:
+        """Send the adapter to ``nodes`` and yield their replies as they come; None for those that stay away."""
+        content = self._order(number)
+        seconds = self.config.round_seconds
+        waiting: dict[str, int] = {}
+        for node in nodes:
+            (message_id, *_) = [*self.grid.push_messages([Message(content, node, kind, ttl=seconds)]), None]
+            if message_id is None:
+                yield node, None
+            else:
+                waiting[message_id] = node
+        end = time.monotonic() + seconds
+        while waiting and time.monotonic() < end:
+            ids = iter(list(waiting))
+            while group := list(islice(ids, _AT_ONCE)):
+                for reply in self.grid.pull_messages(group):
+                    node = waiting.pop(reply.metadata.reply_to_message_id, None)
+                    if node is not None:
+                        yield node, reply
+            time.sleep(_POLL_SECONDS if waiting else 0)
+        for node in waiting.values():
+            yield node, None
+
+    def _order(self, number: int) -> RecordDict:
+        layout = self.adapted.layout
+        return Order(layout.pack(self.adapted.adapter), layout.to_json(), number, self.adapted.base).to_record()
+
+    def _perplexity(self, nodes: Sequence[int]) -> float | None:
+        if self.held_out is not None:
+            return self.adapted.quality(self.held_out).perplexity
+        if self.config.evaluation == "none":
+            return None
+        loss, tokens = 0.0, 0.0
+        for node, reply in self._exchange(MessageType.EVALUATE, nodes, self.rounds_done + 1):
+            if reply is None or reply.has_error():
+                log.warning("client %d did not evaluate", node)
+                continue
+            metrics = reply.content.metric_records.get("metrics", {})
+            own, count = metrics.get("loss"), metrics.get("num-tokens")
+            if not isinstance(own, float) or not isinstance(count, int) or not (math.isfinite(own) and count > 0):
+                log.warning("client %d reports no perplexity that can be used", node)
+                continue
+            loss, tokens = loss + own * count, tokens + count
+        return math.exp(min(loss / tokens, 700.0)) if tokens else None
+
+    def _open_ledger(self, found: Checkpoint | None) -> accounting.Ledger:
+        config = self.config
+        path = self.output / "ledger.jsonl"
+        event = accounting.dpsgd_model(config.client_noise_multiplier, config.fraction)
+        if not path.exists():
+            if found is not None:
+                raise ValueError(f"{self.output} has a checkpoint but lost its ledger: what was spent is not known")
+            header = {"unit": "client", "adjacency": "add_remove", "client_clip": config.client_clip}
+            return accounting.Ledger.create(path, header, event=event, budget_steps=config.rounds, block=1)
+        if found is None and not config.resume:
+            raise ValueError(f"{self.output} already holds a run's ledger: set resume, or name another output")
+        ledger = accounting.Ledger.open(path)
+        try:
+            if ledger.kinds["step"] != event or ledger.header.get("client_clip") != config.client_clip:
+                raise ValueError(f"the ledger in {self.output} is of a run with other noise, clip or fraction")
+            if found is not None:
+                ledger.restore(found.rounds_done, found.ledger_head)
+            if config.rounds > ledger.budget_steps:
+                ledger.extend(config.rounds)
+        except BaseException:
+            ledger.close()
+            raise
+        return ledger
+
+    def _finish(self) -> None:
+        self.adapted.save(self.output)
+        reports.RunCard.of_run(self.config, self.rows, self.population).save(self.output / reports.CARD)
+        reports.perplexity_by_round(self.rows, self.output / "perplexity.png")
+        if self.ledger is not None:
+            model = {
+                "name": self.config.model,
+                "trained_parameters": sum(t.numel() for t in self.adapted.adapter.values()),
+            }
+            card = reports.central_card(self.config, self.ledger, self.population, model, self.stream.reproducible)
+            card.save(self.output / "card")

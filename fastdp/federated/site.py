@@ -1,0 +1,198 @@
+"""One client: its texts, perturbed once; its local training; its card. Nothing here knows of the network."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+import fastdp
+from fastdp.data import Examples, read_rows
+from fastdp.federated.adapter import AdaptedModel
+from fastdp.federated.config import FederatedConfig
+from fastdp.federated.partitioning import partition
+from fastdp.methods.selective import (
+    DetectorQuality,
+    PresidioDetector,
+    PrivacyDetector,
+    PrivacyPolicy,
+    RuleDetector,
+    SelectivePerturbation,
+    TokenClassificationDetector,
+    measure_detector,
+    read_labelled_spans,
+)
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """What a round of local training says besides the adapter.
+
+    Attributes:
+        examples: size of the client's data set.
+        seconds: of training alone.
+        loss: mean training loss of the last pass; without perturbation and DP-SGD it is a function of the raw texts.
+    """
+
+    examples: int
+    seconds: float
+    loss: float
+
+
+class Site:
+    """A client's data and how it trains.
+
+    Args:
+        adapted: the model, shared by the clients of a process.
+        name: of the client; names its folder below ``state``.
+        texts: its own texts; private.
+
+    Raises:
+        ValueError: for no text at all, and what `SelectivePerturbation` refuses.
+    """
+
+    def __init__(self, adapted: AdaptedModel, name: str, texts: list[str]) -> None:
+        if not texts:
+            raise ValueError(f"{name} holds no example: give it data, or leave it out of the run")
+        self.adapted = adapted
+        self.config = adapted.config
+        self.name = name
+        self.folder = state_folder(self.config) / name
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.examples = self._prepare(texts)
+
+    @classmethod
+    def of_partition(cls, adapted: AdaptedModel, index: int, clients: int) -> Site:
+        """The client whose share of the run's ``train`` file is number ``index`` of ``clients``."""
+        config = adapted.config
+        rows = read_rows(config.train)
+        texts = rows.column(config.text_column, "text_column")
+        if config.partition != "own":
+            sources = rows.column(config.source_column, "source_column") if config.source_column else None
+            parts = partition(
+                len(texts), clients, config.partition, seed=config.seed, sources=sources, alpha=config.dirichlet_alpha
+            )
+            texts = [texts[row] for row in parts[index]]
+        return cls(adapted, f"client-{index}", texts)
+
+    def _prepare(self, texts: list[str]) -> Examples:
+        config, adapted = self.config, self.adapted
+        if config.perturbation == "none":
+            return adapted.examples(adapted.encode(texts))
+        detector = make_detector(config)
+        perturb = SelectivePerturbation(
+            config.epsilon,
+            config.mechanism,
+            budget=config.budget,
+            radius=config.radius or None,
+            alpha=config.alpha,
+            cells=config.cells,
+            scope="all" if config.perturbation == "all" else "private",
+            detector=detector,
+            policy=PrivacyPolicy(threshold=config.threshold),
+        )
+        found = perturb(
+            texts,
+            adapted.tokenizer,
+            adapted.model,
+            max_length=adapted.room,
+            cache=self.folder / "perturbed.safetensors",
+        )
+        quality = None if perturb.scope == "all" else _quality(config, detector)
+        found.card(quality).save(self.folder / "card")
+        return adapted.examples(found.ids)
+
+    def fit(self, round_number: int) -> Fitted:
+        """Train the model's adapter on this client's examples for a round's passes."""
+        config = self.config
+        torch.manual_seed(_seed_of(config.seed, self.name, round_number))
+        model = self.adapted.model.train()
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        optimizer = torch.optim.AdamW(trained, lr=config.learning_rate, weight_decay=0.0)
+        size = min(config.batch_size, len(self.examples))
+        loader: Any = DataLoader(self.examples, batch_size=size, shuffle=True, collate_fn=self.adapted.collator)
+        begin = time.perf_counter()
+        if config.dpsgd_epsilon > 0:
+            loss = self._fit_privately(model, optimizer, loader)
+        else:
+            loss = _passes(model, optimizer, loader, config.local_epochs)
+        return Fitted(len(self.examples), time.perf_counter() - begin, loss)
+
+    def _fit_privately(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, loader: Any) -> float:
+        config = self.config
+        private = fastdp.make_private(
+            model,
+            optimizer,
+            loader,
+            method=fastdp.DPSGD(max_grad_norm=config.dpsgd_max_grad_norm),
+            target_epsilon=config.dpsgd_epsilon,
+            target_delta=config.dpsgd_delta,
+            epochs=config.rounds * config.local_epochs,
+            max_physical_batch_size=config.physical_batch_size,
+            output_dir=self.folder,
+            resume=(self.folder / "ledger.jsonl").exists(),
+        )
+        try:
+            loss = _passes(model, optimizer, private.data_loader, config.local_epochs)
+            private.card().save(self.folder / "card_dpsgd")
+        finally:
+            private.detach()
+        return loss
+
+
+def _passes(model: torch.nn.Module, optimizer: torch.optim.Optimizer, loader: Any, epochs: int) -> float:
+    """Mean loss of the last pass."""
+    loss = torch.zeros(())
+    batches = 0
+    for _ in range(epochs):
+        loss, batches = torch.zeros(()), 0
+        for batch in loader:
+            found = model(**batch).loss
+            found.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            loss += found.detach()
+            batches += 1
+    return float(loss) / max(batches, 1)
+
+
+def _seed_of(*parts: object) -> int:
+    """A seed that is the same in every process, unlike ``hash`` of a text."""
+    return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:7], "little")
+
+
+def state_folder(config: FederatedConfig) -> Path:
+    """Where clients keep what must survive a round; by default beside the server's folder, in a simulation."""
+    return Path(config.state) if config.state else Path(config.output) / "clients"
+
+
+def make_detector(config: FederatedConfig) -> PrivacyDetector:
+    """The detector that the settings name.
+
+    Raises:
+        ValueError: if names are given to a detector that has no list of them.
+    """
+    if config.detector == "rules":
+        names = Path(config.names).read_text(encoding="utf-8").split("\n") if config.names else []
+        return RuleDetector(names=frozenset(name.strip() for name in names if name.strip()))
+    if config.names:
+        raise ValueError(f"names are for the rule detector; the detector is {config.detector}")
+    if config.detector == "presidio":
+        return PresidioDetector()
+    from transformers import AutoModelForTokenClassification, AutoTokenizer
+
+    model = AutoModelForTokenClassification.from_pretrained(config.detector)
+    return TokenClassificationDetector(model, AutoTokenizer.from_pretrained(config.detector))
+
+
+def _quality(config: FederatedConfig, detector: PrivacyDetector) -> DetectorQuality | None:
+    if not config.labelled_spans:
+        return None
+    texts, labels = read_labelled_spans(config.labelled_spans)
+    policy = PrivacyPolicy(threshold=config.threshold)
+    return measure_detector(detector, texts, labels, policy, corpus=Path(config.labelled_spans).name)
