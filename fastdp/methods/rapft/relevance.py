@@ -167,7 +167,7 @@ class Propagator:
         flowing = {k: begin(v.detach(), context) if v.is_floating_point() else v for k, v in inputs.items()}
         with RelevanceMode(reads, tap, context):
             output = self.model(**flowing)
-        logits = getattr(output, "logits", None)
+        logits = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
         if logits is None:
             raise ValueError("relevance starts at a model's logits, and this model returns none")
         if logits.dim() == 2:

@@ -274,9 +274,11 @@ class RelevanceMode(UseMode):
         swap: bool,
     ) -> None:
         """Hand the sink a linear layer's parameters under the alpha-beta rule, as the gradient that yields w g = R^w."""
+        matrix, vector = trained
+        if matrix is None and vector is None:
+            return
         sink: Any = self.tap.open()
         (up, down), (plus, minus) = ([t.reshape(-1, t.shape[-1]) for t in pair] for pair in (inputs, messages))
-        matrix, vector = trained
         if vector is not None:
             assert bias is not None
             sink.tokens(vector, torch.where(bias > 0, plus, minus), self.tap.layout, False)

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from fastdp.engine.boundary import find_loss
+
 
 def warm_up(
     model: torch.nn.Module, batches: Sequence[Mapping[str, Any]], learning_rate: float = 1e-3, steps: int | None = None
@@ -28,7 +30,7 @@ def warm_up(
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=learning_rate)
     for step in range(len(batches) if steps is None else steps):
-        loss = model(**batches[step % len(batches)]).loss
+        loss = find_loss(model(**batches[step % len(batches)]))
         if loss is None:
             raise ValueError("the model returned no loss: warm_up needs batches with labels")
         loss.backward()

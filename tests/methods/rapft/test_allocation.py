@@ -1,0 +1,189 @@
+"""Bounds and noise of the two blocks: the figures of the printed guarantee, and the sensitivity of every policy."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fastdp import accounting
+from fastdp.engine.accumulator import Accumulator
+from fastdp.engine.policy import Policy
+from fastdp.methods import rapft
+from fastdp.methods.rapft import allocation
+
+RATE, STEPS, DELTA = 256 / 42000, 821, 1e-5
+SHAPES = {"a.weight": (3, 4), "b.bias": (5,)}
+
+
+def epsilon(multiplier: float) -> float:
+    return float(accounting.epsilon(accounting.dpsgd(multiplier, RATE, STEPS), DELTA))
+
+
+@pytest.mark.parametrize(("weak", "expected"), [(0.6, 1.13389), (0.7, 0.986394), (0.8, 0.83205), (0.9, 0.70225)])
+def test_effective_multiplier(weak, expected):
+    assert rapft.effective_noise_multiplier(0.6, weak) == pytest.approx(expected, rel=1e-5)
+    assert rapft.printed_noise_multiplier(expected, weak) == pytest.approx(0.6, rel=1e-5)
+
+
+def test_sound_mode_scales_the_printed_sigma():
+    assert rapft.printed_noise_multiplier(1.0, 0.7) == pytest.approx(0.6083, rel=1e-4)
+
+
+def test_stated_and_true_epsilon():
+    assert epsilon(0.6) == pytest.approx(4.664, rel=2e-4)
+    assert epsilon(rapft.effective_noise_multiplier(0.6, 0.7)) == pytest.approx(1.007, rel=1e-3)
+
+
+@pytest.mark.parametrize(("rate", "sigma", "expected"), [(0.02, 2.0, 1.0078), (0.02, 1.0, 1.0206), (1.0, 10.0, 1.0706)])
+def test_epsilon_with_a_noised_map(rate, sigma, expected):
+    steps = accounting.dpsgd(rapft.effective_noise_multiplier(0.6, 0.7), RATE, STEPS)
+    (side,) = rapft.NoisyMap(sigma, rate).side(1)
+    found = accounting.epsilon(accounting.compose(steps, side.event.event(side.count)), DELTA)
+    assert float(found) == pytest.approx(expected, rel=5e-4)
+
+
+def test_wrong_and_tempting_noise():
+    sigma, bounds = 0.6, rapft.printed_bounds(1.0, 0.7)
+    own = Policy(bounds, tuple(sigma * math.sqrt(r) * c for r, c in zip((0.7, 0.3), bounds)), {})
+    each = Policy(bounds, tuple(sigma * c for c in bounds), {})
+    assert epsilon(own.noise_multiplier) == pytest.approx(59.3, rel=1e-3)
+    assert epsilon(each.noise_multiplier) == pytest.approx(14.8, rel=3e-3)
+
+
+def test_a_mask_from_private_data_breaks_the_guarantee():
+    """One pair of coordinates that changes sides with the data set: delta(8) after 50 steps, by 200,000 draws."""
+    draws = np.random.default_rng(0).chisquare(50, (2, 200_000))
+    # log of the density ratio of noise of variances proportional to (.7, .3) and to (.3, .7)
+    loss = draws[0] * (0.7 / 0.3 - 1) / 2 + draws[1] * (0.3 / 0.7 - 1) / 2
+    delta = np.maximum(0, 1 - np.exp(8 - loss)).mean()
+    # Standard error .0005: a fair run fails once in 10^15.
+    assert delta == pytest.approx(0.92, abs=0.005)
+
+
+def test_optimal_noise_of_the_printed_bounds():
+    stds = rapft.optimal_stds(1.0, rapft.printed_bounds(1.0, 0.7), (0.7, 0.3))
+    assert stds == pytest.approx((0.51862, 0.27471), rel=2e-5)
+
+
+@given(
+    bounds=st.tuples(st.floats(0.05, 20), st.floats(0.05, 20)),
+    sizes=st.tuples(st.floats(0.05, 0.95), st.floats(0.05, 0.95)),
+    weights=st.tuples(st.floats(0.1, 10), st.floats(0.1, 10)),
+    tilt=st.floats(0.3, 3),
+)
+def test_no_other_noise_of_the_same_multiplier_has_less_weighted_variance(bounds, sizes, weights, tilt):
+    best = rapft.optimal_stds(0.8, bounds, sizes, weights)
+    assert Policy(bounds, best, {}).noise_multiplier == pytest.approx(0.8)
+    other = Policy(bounds, (best[0] * tilt, best[1]), {})
+    other_stds = [s * 0.8 / other.noise_multiplier for s in other.stds]
+
+    def cost(stds):
+        return sum(a * n * s**2 for a, n, s in zip(weights, sizes, stds))
+
+    assert cost(best) <= cost(other_stds) * (1 + 1e-9)
+
+
+def random_masks(seed: int, ratio: float) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    masks = {name: torch.rand(shape, generator=generator) < ratio for name, shape in SHAPES.items()}
+    masks["a.weight"][0, 0], masks["a.weight"][0, 1] = True, False
+    return masks
+
+
+def policy_of(kind: str, masks: dict[str, torch.Tensor], bounds: tuple[float, float] | None = None) -> Policy:
+    own = None if kind == "printed" else bounds
+    return rapft.masked_policy(masks, allocation=kind, max_grad_norm=1.3, noise_multiplier=0.9, bounds=own)
+
+
+@pytest.mark.parametrize("kind", allocation.ALLOCATIONS)
+@settings(max_examples=500, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    ratio=st.floats(0.1, 0.95),
+    log_scale=st.floats(-3, 6),
+    strong=st.floats(1e-3, 1e3),
+    bounds=st.none() | st.tuples(st.floats(0.05, 5), st.floats(0.05, 5)),
+)
+def test_one_unit_moves_the_release_by_no_more_than_stated(kind, seed, ratio, log_scale, strong, bounds):
+    """The sum before noise, each group over its own std: its distance between neighbours is at most 1 / multiplier."""
+    masks = random_masks(seed, ratio)
+    policy = policy_of(kind, masks, bounds)
+    assert policy.noise_multiplier == pytest.approx(0.9)
+    generator = torch.Generator().manual_seed(seed + 1)
+    parameters = {name: torch.nn.Parameter(torch.zeros(shape)) for name, shape in SHAPES.items()}
+    accumulator = Accumulator(parameters, policy)
+
+    def unit():
+        gradients = {
+            name: 10**log_scale * torch.randn(1, *shape, generator=generator) for name, shape in SHAPES.items()
+        }
+        return {name: g * torch.where(masks[name], 1.0, strong) for name, g in gradients.items()}
+
+    accumulator.add_unit(unit(), torch.ones(1))
+    before = {name: total.clone() for name, total in accumulator.sums.items()}
+    accumulator.add_unit(unit(), torch.ones(1))
+    squared = 0.0
+    for name, total in accumulator.sums.items():
+        std = torch.where(masks[name], policy.stds[0], policy.stds[1])
+        squared += float(((total - before[name]).double() / std).square().sum())
+    # Sums of two terms in float32, of size at most two bounds: 1e-5 is far above their rounding.
+    assert math.sqrt(squared) <= (1 + 1e-5) / policy.noise_multiplier
+
+
+@pytest.mark.parametrize("kind", allocation.ALLOCATIONS)
+def test_the_stated_sensitivity_is_reached(kind):
+    """No policy pays for more than it uses: gradients that are large in both blocks move the sum by 1 / multiplier."""
+    masks = random_masks(3, 0.7)
+    policy = policy_of(kind, masks)
+    scales = policy.scales(torch.tensor([[1e8], [1e8]]))
+    moved = math.sqrt(sum((float(s) * 1e4 / std) ** 2 for s, std in zip(scales, policy.stds)))
+    assert moved == pytest.approx(1 / policy.noise_multiplier, rel=1e-5)
+
+
+@given(weak=st.floats(0.01, 100), strong=st.floats(0.01, 100))
+def test_the_ellipsoid_leaves_whole_what_the_box_leaves_whole(weak, strong):
+    masks = random_masks(5, 0.7)
+    box, ellipsoid = policy_of("optimal", masks), policy_of("ellipsoid", masks)
+    assert box.stds == pytest.approx(ellipsoid.stds)
+    norms = torch.tensor([[weak * box.bounds[0]], [strong * box.bounds[1]]])
+    if weak <= 1 and strong <= 1:
+        assert float(ellipsoid.scales(norms.square()).min()) >= 1 - 1e-6
+
+
+def test_a_unit_that_is_not_finite_is_dropped_whole():
+    policy = policy_of("ellipsoid", random_masks(1, 0.7))
+    scales = policy.scales(torch.tensor([[1.0, torch.nan, torch.inf], [1.0, 1.0, 1.0]]))
+    assert scales[:, 1:].eq(0).all()
+    assert scales[:, 0].gt(0).all()
+
+
+def test_parameters_of_one_block_have_no_mask():
+    masks = {
+        "a": torch.ones(4, dtype=torch.bool),
+        "b": torch.zeros(3, dtype=torch.bool),
+        "c": torch.tensor([True, False]),
+    }
+    policy = rapft.masked_policy(masks, allocation="printed", max_grad_norm=1.0, noise_multiplier=1.0)
+    assert policy.group_of == {"a": 0, "b": 1, "c": (0, 1)}
+    assert list(policy.masks) == ["c"]
+
+
+@pytest.mark.parametrize("weak", [0.0, 1.0, -0.1, 1.2, math.nan])
+def test_an_empty_block_is_refused(weak):
+    with pytest.raises(ValueError, match="both must be above 0"):
+        rapft.effective_noise_multiplier(0.6, weak)
+
+
+def test_all_weak_is_refused():
+    with pytest.raises(ValueError, match="both must be above 0"):
+        policy_of("printed", {"a": torch.ones(4, dtype=torch.bool)})
+
+
+def test_negative_noise_is_refused():
+    with pytest.raises(ValueError, match="noise_multiplier"):
+        rapft.effective_noise_multiplier(-1.0, 0.7)

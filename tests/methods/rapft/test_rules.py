@@ -1,0 +1,185 @@
+"""The propagation rules, each against its equation written out."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fastdp.engine.intercept import Reads
+from fastdp.engine.layout import Ticket
+from fastdp.engine.uses import Tap
+from fastdp.methods.rapft import Propagation
+from fastdp.methods.rapft.rules import Audit, Context, RelevanceMode, stabilised
+
+ROWS = 3
+SEEDS = st.integers(0, 10**6)
+FEW = settings(max_examples=25, deadline=None)
+
+
+class Messages:
+    """Runs one operation under the rules and gives the relevance of its inputs."""
+
+    def __init__(self, **options):
+        layout = Ticket(torch.arange(ROWS), torch.ones(ROWS), is_last=True).layout(torch.device("cpu"))
+        self.audit = Audit()
+        self.context = Context(Propagation(**options), ROWS, self.audit)
+        self.mode = RelevanceMode(Reads({}), Tap(layout), self.context)
+
+    def __call__(self, operation, *inputs, relevance):
+        inputs = [x.detach().requires_grad_() for x in inputs]
+        with self.mode:
+            out = operation(*inputs)
+        out.backward(relevance / stabilised(out.detach(), 1e-300))
+        return [x.detach() * x.grad for x in inputs]
+
+
+def draw(seed: int, *shapes):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+
+
+@FEW
+@given(seed=SEEDS, epsilon=st.floats(0, 0.5))
+def test_epsilon_rule(seed, epsilon):
+    x, w, b, r = draw(seed, (ROWS, 4), (5, 4), (5,), (ROWS, 5))
+    (found,) = Messages(epsilon=epsilon)(lambda t: F.linear(t, w, b), x, relevance=r)
+    z = x @ w.t() + b
+    share = (x.unsqueeze(1) * w) / (z + epsilon * z.sign()).unsqueeze(2)
+    assert torch.allclose(found, (share * r.unsqueeze(2)).sum(1), rtol=1e-9, atol=1e-12)
+
+
+@FEW
+@given(seed=SEEDS, alpha=st.sampled_from([0.0, 0.5, 1.0, 2.0]))
+def test_alpha_beta_rule(seed, alpha):
+    x, w, b, r = draw(seed, (ROWS, 4), (5, 4), (5,), (ROWS, 5))
+    messages = Messages(rule="alpha_beta", alpha=alpha)
+    (found,) = messages(lambda t: F.linear(t, w, b), x, relevance=r)
+    expected = torch.zeros_like(x)
+    for n in range(ROWS):
+        for i in range(5):
+            z = x[n] * w[i]
+            up, down = z.clamp(min=0), z.clamp(max=0)
+            plus, minus = up.sum() + b[i].clamp(min=0), down.sum() + b[i].clamp(max=0)
+            weights = (alpha, 1 - alpha) if plus > 0 and minus < 0 else (float(plus > 0), float(minus < 0))
+            for weight, part, total in ((weights[0], up, plus), (weights[1], down, minus)):
+                if total != 0:
+                    expected[n] += r[n, i] * weight * part / total
+    assert torch.allclose(found, expected, rtol=1e-8, atol=1e-10)
+    assert float(found.sum()) + messages.audit.absorbed == pytest.approx(float(r.sum()), abs=1e-8)
+
+
+@FEW
+@given(seed=SEEDS)
+def test_residual_sums_follow_equation_11_for_each_example(seed):
+    x, y, r = draw(seed, (ROWS, 2, 4), (ROWS, 2, 4), (ROWS, 2, 4))
+    left, right = Messages()(lambda a, b: a + b, x, y, relevance=r)
+    for n in range(ROWS):
+        own = x[n] / (x[n] + y[n]) * r[n], y[n] / (x[n] + y[n]) * r[n]
+        sums = [float(part.sum()) for part in own]
+        for part, total, found in zip(own, sums, (left[n], right[n])):
+            expected = part * abs(total) / (abs(sums[0]) + abs(sums[1])) * float(r[n].sum()) / total
+            assert torch.allclose(found, expected, rtol=1e-7, atol=1e-9)
+        assert float((left[n] + right[n]).sum()) == pytest.approx(float(r[n].sum()), abs=1e-8)
+
+
+def test_a_branch_without_relevance_leaves_all_of_it_to_the_other():
+    (x, r) = draw(1, (ROWS, 4), (ROWS, 4))
+    left, right = Messages()(lambda a, b: a + b, x, torch.zeros_like(x), relevance=r)
+    assert torch.allclose(left, r)
+    assert not right.any()
+
+
+def test_a_constant_takes_no_relevance():
+    (x, c, r) = draw(2, (ROWS, 4), (4,), (ROWS, 4))
+    (found,) = Messages()(lambda a: a + c, x, relevance=r)
+    assert torch.allclose(found, r * x / (x + c))
+
+
+@pytest.mark.parametrize("operation", [torch.matmul, lambda a, b: a @ b, torch.bmm])
+def test_products_give_each_factor_one_half(operation):
+    x, y, r = draw(3, (ROWS, 2, 4), (ROWS, 4, 5), (ROWS, 2, 5))
+    left, right = Messages()(operation, x, y, relevance=r)
+    share = (x.unsqueeze(-1) * y.unsqueeze(1)) / (x @ y).unsqueeze(2) * r.unsqueeze(2)
+    assert torch.allclose(left, share.sum(-1) / 2)
+    assert torch.allclose(right, share.sum(1) / 2)
+
+
+@pytest.mark.parametrize("function", [F.gelu, F.silu, torch.tanh])
+def test_activations_hand_their_relevance_on(function):
+    x, r = draw(4, (ROWS, 6), (ROWS, 6))
+    (found,) = Messages()(function, x, relevance=r)
+    assert torch.allclose(found, r, rtol=1e-6)
+
+
+def test_relu_keeps_the_relevance_of_what_it_lets_pass():
+    x, r = draw(5, (ROWS, 6), (ROWS, 6))
+    with torch.no_grad():
+        passed = x > 0
+    (found,) = Messages()(F.relu, x, relevance=r * passed)
+    assert torch.allclose(found, r * passed, rtol=1e-6)
+
+
+def test_layer_norm_is_linear_once_its_deviation_is_held():
+    x, w, b, r = draw(6, (ROWS, 2, 5), (5,), (5,), (ROWS, 2, 5))
+    messages = Messages()
+    (found,) = messages(lambda t: F.layer_norm(t, (5,), w, b), x, relevance=r)
+    deviation = (x.var(-1, unbiased=False, keepdim=True) + 1e-5).sqrt()
+    matrix = (torch.eye(5, dtype=torch.float64) - 1 / 5) * w.unsqueeze(1)
+    z = (x / deviation) @ matrix.t() + b
+    expected = torch.einsum("btj,ij,bti->btj", x / deviation, matrix, r / z)
+    assert torch.allclose(found, expected)
+    assert float(found.sum()) + messages.audit.absorbed == pytest.approx(float(r.sum()))
+
+
+def test_rms_norm_conserves():
+    x, w, r = draw(7, (ROWS, 2, 5), (5,), (ROWS, 2, 5))
+    for norm in (
+        lambda t: F.rms_norm(t, (5,), w, 1e-6),
+        lambda t: w * (t * torch.rsqrt(t.pow(2).mean(-1, keepdim=True) + 1e-6)),
+    ):
+        (found,) = Messages()(norm, x, relevance=r)
+        assert torch.allclose(found, r)
+
+
+@pytest.mark.parametrize("masking", ["none", "causal", "boolean", "additive"])
+def test_attention_is_its_definition_and_conserves(masking):
+    q, k, v, r = draw(8, (ROWS, 2, 4, 3), (ROWS, 2, 4, 3), (ROWS, 2, 4, 3), (ROWS, 2, 4, 3))
+    keep = torch.ones(4, 4, dtype=torch.bool).tril()
+    masks = {
+        "none": {},
+        "causal": {"is_causal": True},
+        "boolean": {"attn_mask": keep},
+        "additive": {"attn_mask": torch.zeros(4, 4, dtype=torch.float64).masked_fill(~keep, -torch.inf)},
+    }
+    options = masks[masking]
+    messages = Messages(epsilon=1e-12)
+    outs = []
+
+    def attend(q, k, v):
+        outs.append(F.scaled_dot_product_attention(q, k, v, **options))
+        return outs[-1]
+
+    parts = messages(attend, q, k, v, relevance=r)
+    assert torch.allclose(outs[0], F.scaled_dot_product_attention(q, k, v, **options))
+    # Half goes to the values; the weights' half is shared by queries and keys.
+    total = float(r.sum())
+    assert float(parts[2].sum()) == pytest.approx(total / 2, rel=1e-6)
+    assert float(parts[0].sum()) == pytest.approx(total / 4, rel=1e-5)
+    assert float(parts[1].sum()) == pytest.approx(total / 4, rel=1e-5)
+
+
+def test_attention_with_shared_keys():
+    q, k, v, r = draw(9, (ROWS, 4, 4, 3), (ROWS, 2, 4, 3), (ROWS, 2, 4, 3), (ROWS, 4, 4, 3))
+    parts = Messages(epsilon=1e-12)(
+        lambda a, b, c: F.scaled_dot_product_attention(a, b, c, enable_gqa=True), q, k, v, relevance=r
+    )
+    assert sum(float(p.sum()) for p in parts) == pytest.approx(float(r.sum()), rel=1e-5)
+
+
+@pytest.mark.parametrize("options", [{"rule": "gamma"}, {"epsilon": -1.0}, {"alpha": -0.1}])
+def test_bad_settings(options):
+    with pytest.raises(ValueError):
+        Propagation(**options)
