@@ -8,12 +8,12 @@ in the same run.
 
 from __future__ import annotations
 
+import functools
 import math
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,7 +21,49 @@ import torch
 from fastdp import ops
 from fastdp.ops.table import OPS
 
+from .memory import of_cases, on_gpu
+
 Function = Callable[[], Any]
+
+#: Calls shorter than this are repeated within a turn.
+_TURN_SECONDS = 2e-3
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How large the cases are.
+
+    Args:
+        elements: of the noise ops.
+        hidden: rows, tokens and width of the embeddings that are clipped and noised.
+        units, length: units in a batch, and tokens of each.
+        rows, columns: of a layer's matrix.
+        adapters, rank: how many small matrices a LoRA step has, and their rank.
+        vocabulary, width: of the table that is snapped to.
+        queries: rows to snap.
+        draws, distinct: ids of the exponential choice, and how many of them differ.
+    """
+
+    elements: int
+    hidden: tuple[int, int, int]
+    units: int
+    length: int
+    rows: int
+    columns: int
+    adapters: int
+    rank: int
+    vocabulary: int
+    width: int
+    queries: int
+    draws: int
+    distinct: int
+
+
+SIZES = {
+    "cpu": Sizes(1 << 24, (64, 128, 768), 8, 128, 2048, 512, 24, 4, 50_257, 768, 1024, 100_000, 2000),
+    "cuda": Sizes(1 << 28, (256, 512, 768), 32, 1024, 2048, 512, 128, 16, 50_257, 768, 1024, 100_000, 2000),
+    "small": Sizes(1 << 12, (4, 5, 48), 3, 17, 33, 20, 4, 2, 257, 48, 9, 60, 20),
+}
 
 
 @dataclass(frozen=True)
@@ -42,39 +84,66 @@ class Case:
     alternatives: dict[str, Function]
     flops: float = 0.0
     bytes: float = 0.0
-    notes: dict[str, float] = field(default_factory=dict)
 
 
-def measure(turns: int = 7, only: str | None = None, device: str | None = None) -> list[dict[str, Any]]:
-    """One row a case: seconds, rate, share of the floor, peak bytes, and ratios to the alternatives (above 1: slower)."""
-    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    bandwidth, matmul = floors(where)
-    rows: list[dict[str, Any]] = [
-        {"op": "floor", "device": str(where), "copy_bytes_per_second": bandwidth, "matmul_flops_per_second": matmul}
-    ]
-    for case in cases(where):
-        if only is None or only in case.op:
-            rows.append(_measure(case, turns, where, bandwidth, matmul))
-    return rows
+def measure(
+    turns: int = 7, only: str | None = None, sizes: str | None = None, compiled: bool = True
+) -> Iterator[dict[str, Any]]:
+    """Floors first, then one row a case: seconds, rate, share of the floor, peak bytes, speedups over the alternatives.
+
+    Args:
+        turns: how often each is timed; a turn repeats short calls.
+        only: measure only ops whose name holds this.
+        sizes: a name in ``SIZES``; by default that of the device.
+        compiled: whether alternatives that take a compiler half a minute are measured.
+
+    Raises:
+        ValueError: unknown sizes, or no op of this name.
+    """
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    sizes = sizes or device.type
+    if sizes not in SIZES:
+        raise ValueError(f"there are no sizes '{sizes}'; choose one of {', '.join(SIZES)}")
+    if only is not None and not names(only):
+        raise ValueError(f"there is no op '{only}'; choose one of {', '.join(names())}")
+    # Before this process has buffers and threads of its own.
+    peaks = {} if device.type == "cuda" else of_cases(sizes, only)
+    bandwidth, matmul = floors(device, small=sizes == "small")
+    yield {"op": "floor", "device": str(device), "copy_bytes_per_second": bandwidth, "matmul_flops_per_second": matmul}
+    for case in cases(device, SIZES[sizes], only):
+        alternatives = {k: f for k, f in case.alternatives.items() if compiled or k != "torch.compile"}
+        with torch.no_grad():
+            row = _measure(case, alternatives, turns, device, bandwidth, matmul)
+        if "failed" not in row:
+            row |= {"peak_bytes": on_gpu(case.run)} if device.type == "cuda" else peaks[case.op]
+        yield row
 
 
-def _measure(case: Case, turns: int, device: torch.device, bandwidth: float, matmul: float) -> dict[str, Any]:
+def _measure(
+    case: Case,
+    alternatives: dict[str, Function],
+    turns: int,
+    device: torch.device,
+    bandwidth: float,
+    matmul: float,
+) -> dict[str, Any]:
     row: dict[str, Any] = {"op": case.op, "size": case.size}
     error, allowed = case.check()
     if not error <= allowed:
         row["failed"] = f"error {error:.3g} exceeds {allowed:.3g}: no speed is reported for a wrong result"
         return row
     row["error"] = error
-    functions = {"fastdp": case.run, **case.alternatives}
+    functions = {"fastdp": case.run, **alternatives}
+    repeats: dict[str, int] = {}
+    for name, function in functions.items():
+        _seconds(function, device)  # compiles, loads, allocates
+        repeats[name] = max(1, math.ceil(_TURN_SECONDS / max(_seconds(function, device), 1e-7)))
     times: dict[str, list[float]] = {name: [] for name in functions}
-    for turn in range(turns + 1):
+    for _ in range(turns):
         for name, function in functions.items():
-            seconds = _seconds(function, device)
-            if turn:
-                times[name].append(seconds)
+            times[name].append(_seconds(function, device, repeats[name]))
     own = times["fastdp"]
     row["seconds"] = statistics.median(own)
-    row["peak_bytes"] = peak_bytes(case.run, device)
     floor = max(case.bytes / bandwidth, case.flops / matmul)
     row["floor_seconds"] = floor
     row["share_of_floor"] = floor / row["seconds"]
@@ -83,70 +152,53 @@ def _measure(case: Case, turns: int, device: torch.device, bandwidth: float, mat
     for name, other in times.items():
         if name != "fastdp":
             row[f"speedup over {name}"] = statistics.median(b / a for a, b in zip(own, other))
-    row.update(case.notes)
     return row
 
 
-def _seconds(function: Function, device: torch.device) -> float:
+def _seconds(function: Function, device: torch.device, repeats: int = 1) -> float:
+    """Mean of so many calls in a row."""
     if device.type == "cuda":
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
-        function()
+        for _ in range(repeats):
+            function()
         end.record()
         torch.cuda.synchronize()
-        return start.elapsed_time(end) / 1e3
+        return start.elapsed_time(end) / 1e3 / repeats
     begun = time.perf_counter()
-    function()
-    return time.perf_counter() - begun
+    for _ in range(repeats):
+        function()
+    return (time.perf_counter() - begun) / repeats
 
 
-def peak_bytes(function: Function, device: torch.device) -> int | None:
-    """Memory a call takes above its start, its result included; None where the system does not tell."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        kept = function()
-        del kept
-        return torch.cuda.max_memory_allocated() - before
-    try:
-        # Linux: 5 sets the process's high-water mark back to what it holds now.
-        Path("/proc/self/clear_refs").write_text("5")
-        before = _status("VmRSS")
-        kept = function()
-        del kept
-        return max(0, _status("VmHWM") - before)
-    except OSError:
-        return None
-
-
-def _status(key: str) -> int:
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key))
-    return int(line.split()[1]) * 1024
-
-
-def floors(device: torch.device) -> tuple[float, float]:
+def floors(device: torch.device, small: bool = False) -> tuple[float, float]:
     """Copy bandwidth in bytes a second (read and written), and float32 matmul rate (bfloat16 on a GPU)."""
-    big = torch.empty(1 << (28 if device.type == "cuda" else 25), device=device)
+    big = torch.empty(1 << (28 if device.type == "cuda" else 16 if small else 25), device=device)
     other = torch.empty_like(big)
     copy = statistics.median(_seconds(lambda: other.copy_(big), device) for _ in range(7))
-    size, dtype = (8192, torch.bfloat16) if device.type == "cuda" else (1536, torch.float32)
+    size, dtype = (8192, torch.bfloat16) if device.type == "cuda" else (128 if small else 1536, torch.float32)
     a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
     product = statistics.median([_seconds(lambda: a @ b, device) for _ in range(8)][1:])
     return 2 * big.numel() * 4 / copy, 2 * size**3 / product
 
 
-def cases(device: torch.device) -> Iterator[Case]:
-    """Every case, sized for the device."""
+def cases(device: torch.device, sizes: Sizes, only: str | None = None) -> Iterator[Case]:
+    """Cases whose name holds ``only``, or all; a group makes its inputs when it is reached, and lets go of them after."""
     torch.manual_seed(0)
-    gpu = device.type == "cuda"
-    yield from _noise(device, 1 << (28 if gpu else 24))
-    yield from _norms(device, torch.bfloat16 if gpu else torch.float32, *((32, 1024) if gpu else (8, 128)))
-    yield from _snap(device)
+    for group, members in _GROUPS.items():
+        if only is None or any(only in name for name in members):
+            yield from (case for case in group(device, sizes) if only is None or only in case.op)
 
 
-def _compiled(function: Callable[..., Any], *args: Any) -> Function:
-    compiled = torch.compile(function)
-    return lambda: compiled(*args)
+def names(only: str | None = None) -> list[str]:
+    """Names of the cases that hold ``only``, or of all."""
+    return [name for members in _GROUPS.values() for name in members if only is None or only in name]
+
+
+def _torch(function: Callable[..., Any], *args: Any) -> dict[str, Function]:
+    """The formula in torch, as it is and compiled: on the first call, since the compiler takes seconds to import."""
+    compiled = functools.cache(lambda: torch.compile(function, dynamic=False))
+    return {"torch": lambda: function(*args), "torch.compile": lambda: compiled()(*args)}
 
 
 def _relative(got: torch.Tensor, truth: torch.Tensor) -> float:
@@ -154,21 +206,18 @@ def _relative(got: torch.Tensor, truth: torch.Tensor) -> float:
     return gap / max(float(truth.double().norm()), 1e-300) if math.isfinite(gap) else math.inf
 
 
-def _noise(device: torch.device, n: int) -> Iterator[Case]:
+def _noise(device: torch.device, sizes: Sizes) -> Iterator[Case]:
+    n = sizes.elements
     stream = ops.NoiseStream()
     x = torch.zeros(n, device=device)
     scratch = torch.empty_like(x)
 
     def check_noise() -> tuple[float, float]:
         small = torch.zeros(4099, device=device)
-        fixed = ops.NoiseStream.unsafe_reproducible(7)
-        ops.add_noise_(small, 1.0, fixed)
+        ops.add_noise_(small, 1.0, ops.NoiseStream.unsafe_reproducible(7))
         reference = torch.zeros(4099)
         OPS["add_noise_"].reference(reference, 1.0, ops.NoiseStream.unsafe_reproducible(7).take(), False)
         return _relative(small.cpu(), reference), 1e-5
-
-    def plain(v: torch.Tensor) -> torch.Tensor:
-        return v + torch.randn_like(v)
 
     yield Case(
         "add_noise_",
@@ -177,8 +226,8 @@ def _noise(device: torch.device, n: int) -> Iterator[Case]:
         check_noise,
         {
             "torch normal_": lambda: scratch.normal_(),
-            "torch randn and add_": lambda: x.add_(torch.randn_like(x)),
-            "torch.compile": _compiled(plain, x),
+            "torch.normal": lambda: torch.normal(0.0, 1.0, x.shape, device=device, out=scratch),
+            **_torch(lambda v: v.add_(torch.randn_like(v)), x),
         },
         bytes=8.0 * n,
     )
@@ -198,9 +247,8 @@ def _noise(device: torch.device, n: int) -> Iterator[Case]:
 
     def check_step() -> tuple[float, float]:
         base = [torch.randn(1003, device=device) for _ in range(3)] + [torch.rand(1003, device=device)]
-        got = [t.clone() for t in base]
+        weight, grad_sum, first, second = [t.clone() for t in base]
         fixed = ops.NoiseStream.unsafe_reproducible(3)
-        weight, grad_sum, first, second = got
         ops.adamw_noise_step_(
             weight, grad_sum, first, second, 0.5, fixed, divisor=8.0, lr=1e-2, step=4, weight_decay=0.01
         )
@@ -211,7 +259,7 @@ def _noise(device: torch.device, n: int) -> Iterator[Case]:
         check = torch.optim.AdamW([q], lr=1e-2, weight_decay=0.01)
         check.state[q] = {"step": torch.tensor(3.0), "exp_avg": base[2].clone(), "exp_avg_sq": base[3].clone()}
         check.step()
-        return _relative(got[0], q.detach()), 1e-5
+        return _relative(weight, q.detach()), 1e-5
 
     yield Case(
         "adamw_noise_step_",
@@ -221,156 +269,65 @@ def _noise(device: torch.device, n: int) -> Iterator[Case]:
         {"add_noise_ and torch's fused AdamW": two},
         bytes=28.0 * n,
     )
+    yield from _clip_noise(device, sizes, stream)
 
-    hidden = torch.randn(64, 128, 768, device=device)
+
+def _clip_noise(device: torch.device, sizes: Sizes, stream: ops.NoiseStream) -> Iterator[Case]:
+    hidden = torch.randn(sizes.hidden, device=device)
+    upstream = torch.randn_like(hidden)
+    size = " x ".join(map(str, sizes.hidden))
 
     def composed(v: torch.Tensor) -> torch.Tensor:
         scale = (1.0 / v.flatten(1).norm(dim=1)).clamp(max=1.0).view(-1, 1, 1)
         return v * scale + 0.1 * torch.randn_like(v)
 
+    def with_gradient(function: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        with torch.enable_grad():
+            leaf = hidden.detach().requires_grad_()
+            return torch.autograd.grad(function(leaf), leaf, upstream)[0]
+
     def check_clip() -> tuple[float, float]:
-        got = ops.clip_noise(hidden[:3], 1.0, 0.0, stream)
         truth = hidden[:3].double()
-        return _relative(got, truth * (1.0 / truth.flatten(1).norm(dim=1)).clamp(max=1).view(-1, 1, 1)), 1e-6
+        truth = truth * (1.0 / truth.flatten(1).norm(dim=1)).clamp(max=1).view(-1, 1, 1)
+        return _relative(ops.clip_noise(hidden[:3], 1.0, 0.0, stream), truth), 1e-6
+
+    def check_gradient() -> tuple[float, float]:
+        got = with_gradient(lambda v: ops.clip_noise(v, 1.0, 0.1, stream))
+        with torch.enable_grad():
+            leaf = hidden[:3].double().requires_grad_()
+            scaled = leaf * (1.0 / leaf.flatten(1).norm(dim=1)).clamp(max=1).view(-1, 1, 1)
+            truth = torch.autograd.grad(scaled, leaf, upstream[:3].double())[0]
+        return _relative(got[:3], truth), 1e-5
 
     yield Case(
         "clip_noise",
-        "64 x 128 x 768 float32",
+        f"{size} float32",
         lambda: ops.clip_noise(hidden, 1.0, 0.1, stream),
         check_clip,
-        {"torch": lambda: composed(hidden), "torch.compile": _compiled(composed, hidden)},
+        _torch(composed, hidden),
         bytes=12.0 * hidden.numel(),
     )
-
-
-def _norms(device: torch.device, dtype: torch.dtype, units: int, length: int) -> Iterator[Case]:
-    m, n = 2048, 512
-    offsets = torch.arange(units + 1, device=device) * length
-    tokens = units * length
-    width = dtype.itemsize
-    left, left2 = (torch.randn(tokens, m, device=device, dtype=dtype) for _ in range(2))
-    right = torch.randn(tokens, n, device=device, dtype=dtype)
-    weights = torch.rand(tokens, device=device)
-    tolerance = 1e-5 if dtype == torch.float32 else 1e-2
-
-    def batched(a: torch.Tensor) -> torch.Tensor:
-        return a.view(units, length, -1)
-
-    def full_gram(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        x, y = batched(a), batched(b)
-        return (torch.bmm(x, x.mT) * torch.bmm(y, y.mT)).sum((1, 2))
-
-    def materialised(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        return torch.bmm(batched(a).mT, batched(b))
-
-    def checked(name: str, got: Callable[[], torch.Tensor], *arguments: Any) -> Callable[[], tuple[float, float]]:
-        def check() -> tuple[float, float]:
-            exact = [_wider(a) for a in arguments]
-            return _relative(got(), OPS[name].reference(*exact)), tolerance
-
-        return check
-
-    gram = float(units * length**2 * (m + n))
-    factors = float(tokens * (m + n) * width)
     yield Case(
-        "sqnorm",
-        f"{units} x {length}, {m} x {n}",
-        lambda: ops.sqnorm(left, right, offsets),
-        checked("sqnorm", lambda: ops.sqnorm(left, right, offsets), left, right, offsets, "auto"),
-        {
-            "torch": lambda: full_gram(left, right),
-            "torch.compile": _compiled(full_gram, left, right),
-            **_opacus_norm(batched(left), batched(right)),
-            "the layer's weight gradient": lambda: left.mT @ right,
-        },
-        flops=gram,
-        bytes=factors,
+        "clip_noise and its gradient",
+        f"{size} float32",
+        lambda: with_gradient(lambda v: ops.clip_noise(v, 1.0, 0.1, stream)),
+        check_gradient,
+        {"torch": lambda: with_gradient(composed)},
+        # Backward reads the upstream gradient and the input twice, for their inner product first.
+        bytes=(12.0 + 20.0) * hidden.numel(),
     )
-    yield Case(
-        "sqnorm_group",
-        f"2 of {units} x {length}, {m} x {n}",
-        lambda: ops.sqnorm_group([left, left2], right, offsets),
-        checked("sqnorm_group", lambda: ops.sqnorm_group([left, left2], right, offsets), [left, left2], right, offsets),
-        {"two sqnorm": lambda: (ops.sqnorm(left, right, offsets), ops.sqnorm(left2, right, offsets))},
-        flops=float(units * length**2 * (2 * m + n)),
-        bytes=float(tokens * (2 * m + n) * width),
-    )
-    yield Case(
-        "cross_inner",
-        f"{units} x {length}, {m} x {n}",
-        lambda: ops.cross_inner(left, right, left2, right, offsets, offsets),
-        checked(
-            "cross_inner",
-            lambda: ops.cross_inner(left, right, left2, right, offsets, offsets),
-            *(left, right, left2, right, offsets, offsets),
-        ),
-        {
-            "torch": lambda: (
-                torch.bmm(batched(left), batched(left2).mT) * torch.bmm(batched(right), batched(right).mT)
-            ).sum((1, 2))
-        },
-        flops=2 * gram,
-        bytes=float(tokens * 2 * (m + n) * width),
-    )
-    ids = torch.randint(0, 50, (tokens,), device=device)
-    yield Case(
-        "sqnorm of an embedding",
-        f"{units} x {length}, {n}",
-        lambda: ops.sqnorm(ids, right, offsets),
-        checked("sqnorm", lambda: ops.sqnorm(ids, right, offsets), ids, right, offsets, "auto"),
-        {
-            "torch": lambda: (
-                torch.bmm(batched(right), batched(right).mT) * (ids.view(units, -1, 1) == ids.view(units, 1, -1))
-            ).sum((1, 2))
-        },
-        bytes=float(tokens * n * width),
-    )
-    yield Case(
-        "weighted_sum",
-        f"{tokens}, {m} x {n}",
-        lambda: ops.weighted_sum(left, right, weights),
-        checked("weighted_sum", lambda: ops.weighted_sum(left, right, weights), left, right, weights, None),
-        {"torch": lambda: (left * weights.unsqueeze(1).to(dtype)).mT @ right, "unweighted": lambda: left.mT @ right},
-        flops=2.0 * tokens * m * n,
-        bytes=factors,
-    )
-    thin = torch.randn(tokens, 4, device=device, dtype=dtype)
-    yield Case(
-        "per_unit",
-        f"{units} x {length}, 4 x {n}",
-        lambda: ops.per_unit(thin, right, offsets),
-        checked("per_unit", lambda: ops.per_unit(thin, right, offsets), thin, right, offsets),
-        {
-            "torch": lambda: torch.bmm(batched(thin).mT, batched(right)),
-            "the layer's weight gradient": lambda: thin.mT @ right,
-        },
-        flops=8.0 * tokens * n,
-        bytes=float(tokens * (n + 4) * width),
-    )
-    mask = torch.rand(m, n, device=device) < 0.5
 
-    def torch_masked() -> torch.Tensor:
-        square = materialised(left, right).float().square()
-        return torch.stack([(square * mask).sum((1, 2)), (square * ~mask).sum((1, 2))])
 
-    yield Case(
-        "masked_sqnorm",
-        f"{units} x {length}, {m} x {n}",
-        lambda: ops.masked_sqnorm(left, right, offsets, mask),
-        checked("masked_sqnorm", lambda: ops.masked_sqnorm(left, right, offsets, mask), left, right, offsets, mask),
-        {"torch, materialised": torch_masked},
-        flops=2.0 * tokens * m * n,
-        bytes=factors,
-    )
-    yield Case(
-        "abs_sum",
-        f"{units} x {length}, {m} x {n}",
-        lambda: ops.abs_sum(left, right, offsets),
-        checked("abs_sum", lambda: ops.abs_sum(left, right, offsets), left, right, offsets),
-        {"torch, materialised": lambda: materialised(left, right).float().abs().sum((1, 2))},
-        flops=2.0 * tokens * m * n,
-        bytes=factors,
-    )
+def _dtype(device: torch.device) -> torch.dtype:
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
+def _checked(
+    device: torch.device, name: str, got: Callable[[], torch.Tensor], *arguments: Any
+) -> Callable[[], tuple[float, float]]:
+    """Of the result against the definition on float64 arguments."""
+    tolerance = 1e-5 if _dtype(device) == torch.float32 else 1e-2
+    return lambda: (_relative(got(), OPS[name].reference(*map(_wider, arguments))), tolerance)
 
 
 def _wider(value: Any) -> Any:
@@ -379,15 +336,219 @@ def _wider(value: Any) -> Any:
     return value.double() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
 
 
+def _norms(device: torch.device, sizes: Sizes) -> Iterator[Case]:
+    dtype, units, length, m, n = _dtype(device), sizes.units, sizes.length, sizes.rows, sizes.columns
+    offsets = torch.arange(units + 1, device=device) * length
+    tokens, width = units * length, dtype.itemsize
+    left, left2 = (torch.randn(tokens, m, device=device, dtype=dtype) for _ in range(2))
+    right = torch.randn(tokens, n, device=device, dtype=dtype)
+    layer = f"{units} x {length}, {m} x {n}"
+
+    def batched(a: torch.Tensor) -> torch.Tensor:
+        return a.view(units, length, -1)
+
+    def full_gram(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, d: torch.Tensor) -> torch.Tensor:
+        return (torch.bmm(batched(a), batched(c).mT) * torch.bmm(batched(b), batched(d).mT)).sum((1, 2))
+
+    gram = float(units * length**2 * (m + n))
+    factors = float(tokens * (m + n) * width)
+    yield Case(
+        "sqnorm",
+        layer,
+        lambda: ops.sqnorm(left, right, offsets),
+        _checked(device, "sqnorm", lambda: ops.sqnorm(left, right, offsets), left, right, offsets, "auto"),
+        {
+            **_torch(full_gram, left, right, left, right),
+            **_opacus_norm(batched(left), batched(right)),
+            "the layer's weight gradient": lambda: left.mT @ right,
+        },
+        flops=gram,
+        bytes=factors,
+    )
+    direct = {"flops": 2.0 * tokens * m * n, "bytes": factors}
+    yield Case(
+        "sqnorm, direct",
+        layer,
+        lambda: ops.sqnorm(left, right, offsets, "direct"),
+        _checked(device, "sqnorm", lambda: ops.sqnorm(left, right, offsets, "direct"), left, right, offsets, "auto"),
+        {"torch": lambda: torch.bmm(batched(left).mT, batched(right)).float().square().sum((1, 2))},
+        **direct,
+    )
+    yield Case(
+        "sqnorm_group",
+        f"2 of {layer}",
+        lambda: ops.sqnorm_group([left, left2], right, offsets),
+        _checked(
+            device,
+            "sqnorm_group",
+            lambda: ops.sqnorm_group([left, left2], right, offsets),
+            *([left, left2], right, offsets),
+        ),
+        {"two sqnorm": lambda: (ops.sqnorm(left, right, offsets), ops.sqnorm(left2, right, offsets))},
+        flops=float(units * length**2 * (2 * m + n)),
+        bytes=float(tokens * (2 * m + n) * width),
+    )
+    yield Case(
+        "cross_inner",
+        layer,
+        lambda: ops.cross_inner(left, right, left2, right, offsets, offsets),
+        _checked(
+            device,
+            "cross_inner",
+            lambda: ops.cross_inner(left, right, left2, right, offsets, offsets),
+            *(left, right, left2, right, offsets, offsets),
+        ),
+        _torch(full_gram, left, right, left2, right),
+        flops=2 * gram,
+        bytes=2 * factors,
+    )
+    ids = torch.randint(0, 50, (tokens,), device=device)
+
+    def equal_ids(i: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        same = i.view(units, -1, 1) == i.view(units, 1, -1)
+        return (torch.bmm(batched(b), batched(b).mT) * same).sum((1, 2))
+
+    yield Case(
+        "sqnorm of an embedding",
+        f"{units} x {length}, {n}",
+        lambda: ops.sqnorm(ids, right, offsets),
+        _checked(device, "sqnorm", lambda: ops.sqnorm(ids, right, offsets), ids, right, offsets, "auto"),
+        _torch(equal_ids, ids, right),
+        bytes=float(tokens * n * width),
+    )
+    mask = torch.rand(m, n, device=device) < 0.5
+
+    def masked(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        square = torch.bmm(batched(a).mT, batched(b)).float().square()
+        return torch.stack([(square * mask).sum((1, 2)), (square * ~mask).sum((1, 2))])
+
+    yield Case(
+        "masked_sqnorm",
+        layer,
+        lambda: ops.masked_sqnorm(left, right, offsets, mask),
+        _checked(
+            device, "masked_sqnorm", lambda: ops.masked_sqnorm(left, right, offsets, mask), left, right, offsets, mask
+        ),
+        _torch(masked, left, right),
+        **direct,
+    )
+    yield Case(
+        "abs_sum",
+        layer,
+        lambda: ops.abs_sum(left, right, offsets),
+        _checked(device, "abs_sum", lambda: ops.abs_sum(left, right, offsets), left, right, offsets),
+        _torch(lambda a, b: torch.bmm(batched(a).mT, batched(b)).float().abs().sum((1, 2)), left, right),
+        **direct,
+    )
+
+
 def _opacus_norm(left: torch.Tensor, right: torch.Tensor) -> dict[str, Function]:
-    from opacus.grad_sample.linear import compute_linear_norm_sample
-
     layer = torch.nn.Linear(right.shape[2], left.shape[2], bias=False, device=left.device, dtype=left.dtype)
-    return {"Opacus's norm sampler": lambda: compute_linear_norm_sample(layer, [right], left)}
+
+    def sampled() -> Any:
+        from opacus.grad_sample.linear import compute_linear_norm_sample
+
+        return compute_linear_norm_sample(layer, [right], left)
+
+    return {"Opacus's norm sampler": sampled}
 
 
-def _snap(device: torch.device) -> Iterator[Case]:
-    vocabulary, width, rows = 50_257, 768, 1024
+def _sums(device: torch.device, sizes: Sizes) -> Iterator[Case]:
+    dtype, units, length, m, n = _dtype(device), sizes.units, sizes.length, sizes.rows, sizes.columns
+    offsets = torch.arange(units + 1, device=device) * length
+    tokens, width = units * length, dtype.itemsize
+    left, right = (torch.randn(tokens, k, device=device, dtype=dtype) for k in (m, n))
+    weights, others = (torch.rand(units, device=device).repeat_interleave(length) for _ in range(2))
+    product = {"flops": 2.0 * tokens * m * n, "bytes": float(tokens * (m + n) * width + 4 * m * n)}
+
+    def scaled(w: torch.Tensor) -> torch.Tensor:
+        return (left * w.unsqueeze(1).to(dtype)).mT @ right
+
+    yield Case(
+        "weighted_sum",
+        f"{tokens}, {m} x {n}",
+        lambda: ops.weighted_sum(left, right, weights),
+        _checked(device, "weighted_sum", lambda: ops.weighted_sum(left, right, weights), left, right, weights, None),
+        {**_torch(scaled, weights), "unweighted": lambda: left.mT @ right},
+        **product,
+    )
+    ids = torch.randint(0, m, (tokens,), device=device)
+    table = torch.zeros(m, n, device=device)
+    yield Case(
+        "weighted_sum of an embedding",
+        f"{tokens}, {m} x {n}",
+        lambda: ops.weighted_sum(ids, right, weights, table),
+        _checked(device, "weighted_sum", lambda: ops.weighted_sum(ids, right, weights, rows=m), ids, right, weights, m),
+        _torch(lambda w: table.index_add_(0, ids, (right * w.unsqueeze(1)).to(table.dtype)), weights),
+        # Each row is read, and its line of the table read and written.
+        bytes=float(tokens * n * (width + 8)),
+    )
+    mask = torch.rand(m, n, device=device) < 0.5
+    yield Case(
+        "masked_weighted_sum",
+        f"{tokens}, {m} x {n}",
+        lambda: ops.masked_weighted_sum(left, right, weights, others, mask),
+        _checked(
+            device,
+            "masked_weighted_sum",
+            lambda: ops.masked_weighted_sum(left, right, weights, others, mask),
+            *(left, right, weights, others, mask),
+        ),
+        _torch(lambda v, w: torch.where(mask, scaled(v), scaled(w)), weights, others),
+        **product,
+    )
+    yield Case(
+        "column_sums",
+        f"{units} x {length}, {m}",
+        lambda: ops.column_sums(left, offsets),
+        _checked(device, "column_sums", lambda: ops.column_sums(left, offsets), left, offsets),
+        _torch(lambda a: a.view(units, length, m).float().sum(1), left),
+        bytes=float(tokens * m * width),
+    )
+    yield from _adapters(device, sizes, offsets)
+
+
+def _adapters(device: torch.device, sizes: Sizes, offsets: torch.Tensor) -> Iterator[Case]:
+    dtype, units, length, k, r, n = _dtype(device), sizes.units, sizes.length, sizes.adapters, sizes.rank, sizes.columns
+    tokens, width = units * length, dtype.itemsize
+    lefts = [torch.randn(tokens, r, device=device, dtype=dtype) for _ in range(k)]
+    rights = [torch.randn(tokens, n, device=device, dtype=dtype) for _ in range(k)]
+
+    def instantiated(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return torch.bmm(a.view(units, length, r).mT, b.view(units, length, n)).float()
+
+    def one_by_one() -> list[torch.Tensor]:
+        return [instantiated(a, b).flatten(1).square().sum(1) for a, b in zip(lefts, rights)]
+
+    yield Case(
+        "per_unit",
+        f"{units} x {length}, {r} x {n}",
+        lambda: ops.per_unit(lefts[0], rights[0], offsets),
+        _checked(device, "per_unit", lambda: ops.per_unit(lefts[0], rights[0], offsets), lefts[0], rights[0], offsets),
+        {**_torch(instantiated, lefts[0], rights[0]), "the layer's weight gradient": lambda: lefts[0].mT @ rights[0]},
+        flops=2.0 * tokens * r * n,
+        bytes=float(tokens * (n + r) * width + 4 * units * r * n),
+    )
+
+    def check_group() -> tuple[float, float]:
+        made, norms = ops.per_unit_group(lefts, rights, offsets)
+        truths, squares = OPS["per_unit_group"].reference(_wider(lefts), _wider(rights), offsets)
+        error = max(_relative(got, truth) for got, truth in zip([*made, norms], [*truths, squares]))
+        return error, 1e-5 if dtype == torch.float32 else 1e-2
+
+    yield Case(
+        "per_unit_group",
+        f"{k} of {units} x {length}, {r} x {n}",
+        lambda: ops.per_unit_group(lefts, rights, offsets),
+        check_group,
+        {"torch, one by one": one_by_one},
+        flops=2.0 * k * tokens * r * n,
+        bytes=k * float(tokens * (n + r) * width + 4 * units * r * n),
+    )
+
+
+def _snap(device: torch.device, sizes: Sizes) -> Iterator[Case]:
+    vocabulary, width, rows = sizes.vocabulary, sizes.width, sizes.queries
     stream = ops.NoiseStream()
     table = torch.randn(vocabulary, width, device=device)
     x = table[torch.randint(0, vocabulary, (rows,), device=device)] + torch.randn(rows, width, device=device)
@@ -400,18 +561,16 @@ def _snap(device: torch.device) -> Iterator[Case]:
         found = ops.snap(x[:64], table)
         best = distances.min(1).values
         gap = (distances.gather(1, found.unsqueeze(1)).squeeze(1) - best).clamp(min=0)
-        return float((gap / best.abs().clamp(min=1)).max()), 1e-6
+        return float((gap / best.abs().clamp(min=1)).max()), 1e-12
 
-    flops = 2.0 * rows * vocabulary * width
-    bytes_ = 4.0 * (vocabulary + rows) * width
+    product = {"flops": 2.0 * rows * vocabulary * width, "bytes": 4.0 * (vocabulary + rows) * width}
     yield Case(
         "snap",
         f"{rows} of {vocabulary} x {width}",
         lambda: ops.snap(x, table),
         check_snap,
         {"torch.cdist and argmin": lambda: torch.cdist(x, table).argmin(1), "one matmul": lambda: x @ table.mT},
-        flops=flops,
-        bytes=bytes_,
+        **product,
     )
 
     def check_private() -> tuple[float, float]:
@@ -424,11 +583,10 @@ def _snap(device: torch.device) -> Iterator[Case]:
         lambda: ops.private_snap(ids, table, eta, stream),
         check_private,
         {"snap": lambda: ops.snap(x, table)},
-        flops=flops,
-        bytes=bytes_,
+        **product,
     )
-    distinct = torch.randperm(vocabulary, device=device)[:2000]
-    many = distinct[torch.randint(0, 2000, (100_000,), device=device)]
+    distinct = torch.randperm(vocabulary, device=device)[: sizes.distinct]
+    many = distinct[torch.randint(0, sizes.distinct, (sizes.draws,), device=device)]
     queries = table[distinct] + 0.1
 
     def check_choice() -> tuple[float, float]:
@@ -437,10 +595,34 @@ def _snap(device: torch.device) -> Iterator[Case]:
 
     yield Case(
         "exponential_choice",
-        f"100000 ids, 2000 distinct, of {vocabulary} x {width}",
+        f"{sizes.draws} ids, {sizes.distinct} distinct, of {vocabulary} x {width}",
         lambda: ops.exponential_choice(many, table, 2.0, stream),
         check_choice,
-        {"snap of the 2000": lambda: ops.snap(queries, table)},
-        flops=2.0 * 2000 * vocabulary * width,
-        bytes=bytes_,
+        {"snap of the distinct": lambda: ops.snap(queries, table)},
+        flops=2.0 * sizes.distinct * vocabulary * width,
+        bytes=4.0 * vocabulary * width,
     )
+
+
+#: The groups of cases, with the names of theirs.
+_GROUPS: dict[Callable[[torch.device, Sizes], Iterator[Case]], tuple[str, ...]] = {
+    _noise: ("add_noise_", "adamw_noise_step_", "clip_noise", "clip_noise and its gradient"),
+    _norms: (
+        "sqnorm",
+        "sqnorm, direct",
+        "sqnorm_group",
+        "cross_inner",
+        "sqnorm of an embedding",
+        "masked_sqnorm",
+        "abs_sum",
+    ),
+    _sums: (
+        "weighted_sum",
+        "weighted_sum of an embedding",
+        "masked_weighted_sum",
+        "column_sums",
+        "per_unit",
+        "per_unit_group",
+    ),
+    _snap: ("snap", "private_snap", "exponential_choice"),
+}

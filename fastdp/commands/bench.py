@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,6 +14,7 @@ from fastdp.commands.refusal import refusing
 
 bench_app = typer.Typer(help="Measure this machine: steps, kernels, the planner.", no_args_is_help=True)
 console = Console()
+SUITES = ("rapft", "frost", "ewft")
 
 Json = Annotated[Path | None, typer.Option("--json", help="write the rows, with device, versions and commit")]
 
@@ -44,16 +46,23 @@ def step_command(
 def kernels_command(
     only: Annotated[str | None, typer.Option(help="only ops whose name holds this")] = None,
     turns: Annotated[int, typer.Option(help="runs of each")] = 7,
+    sizes: Annotated[str | None, typer.Option(help="cpu, cuda or small; by default those of the device")] = None,
+    compiled: Annotated[bool, typer.Option(help="also time what torch.compile makes of the formulas")] = True,
     json: Json = None,
 ) -> None:
     """Each op against its floor and its alternatives; nothing is timed whose result is wrong."""
     from fastdp.bench import kernels as bench
 
-    with console.status("kernels ..."):
-        rows = bench.measure(turns, only)
-    for row in rows:
+    rows: list[dict[str, Any]] = []
+    measured = bench.measure(turns, only, sizes, compiled)
+    while True:
+        with console.status("kernels ..."):
+            row = next(measured, None)
+        if row is None:
+            break
+        rows.append(row)
         _print(f"{row['op']} {row.get('size', '')}", [{k: v for k, v in row.items() if k not in ("op", "size")}])
-    _write(json, rows)
+        _write(json, rows)
     if any("failed" in row for row in rows):
         raise typer.Exit(1)
 
@@ -69,6 +78,21 @@ def planner_command(json: Json = None) -> None:
     _print("constants", [figures["constants"]])
     _print("predicted against measured", figures["rows"])
     _write(json, figures)
+
+
+@bench_app.command("utility", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+@refusing
+def utility_command(
+    context: typer.Context,
+    suite: Annotated[str, typer.Option(help=f"one of {', '.join(SUITES)}; its own options follow (see -- --help)")],
+) -> None:
+    """A paper's comparison at equal true epsilon; rows are written as they come, and the same command goes on from there.
+
+    Suites take --json, --pictures, --seeds, --minutes and --size default|tiny|full, and the paths of models and data.
+    """
+    if suite not in SUITES:
+        raise ValueError(f"there is no suite '{suite}'; choose one of {', '.join(SUITES)}")
+    importlib.import_module(f"fastdp.bench.utility.{suite}").main(context.args)
 
 
 @bench_app.command("plot")

@@ -32,16 +32,19 @@ _SHORTEST_RUN = 64  # tokens: a product over fewer costs more in reading and wri
 @in_full_precision
 def per_unit(left: Tensor, right: Tensor, offsets: Tensor) -> Tensor:
     """:func:`fastdp.ops.per_unit` on a processor: one batched product for equal lengths, else one a unit."""
-    bounds = unit_bounds(offsets)
+    return _per_unit(left, right, unit_bounds(offsets))
+
+
+def _per_unit(left: Tensor, right: Tensor, bounds: list[int]) -> Tensor:
     if left.dtype != torch.float32 or right.dtype != torch.float32:
         dtype = accumulator(left, right)
         left, right = left.to(dtype), right.to(dtype)
     if right.shape[1] <= _NARROW < left.shape[1]:
-        return _per_unit(right, left, bounds).mT.contiguous()
-    return _per_unit(left, right, bounds)
+        return _products(right, left, bounds).mT.contiguous()
+    return _products(left, right, bounds)
 
 
-def _per_unit(left: Tensor, right: Tensor, bounds: list[int]) -> Tensor:
+def _products(left: Tensor, right: Tensor, bounds: list[int]) -> Tensor:
     length = common_length(bounds)
     if length is not None:
         units = len(bounds) - 1
@@ -56,10 +59,10 @@ def _per_unit(left: Tensor, right: Tensor, bounds: list[int]) -> Tensor:
 @in_full_precision
 def per_unit_group(lefts: Sequence[Tensor], rights: Sequence[Tensor], offsets: Tensor) -> tuple[list[Tensor], Tensor]:
     """:func:`fastdp.ops.per_unit_group` on a processor: one batched product a matrix, as many as there are."""
-    gradients = [per_unit(left, right, offsets) for left, right in zip(lefts, rights)]
-    norms = [gradient.flatten(1).square().sum(1) for gradient in gradients]
+    bounds = unit_bounds(offsets)
+    gradients = [_per_unit(left, right, bounds) for left, right in zip(lefts, rights)]
     dtype = accumulator(*gradients)
-    return gradients, torch.stack([norm.to(dtype) for norm in norms])
+    return gradients, torch.stack([gradient.flatten(1).square().sum(1, dtype=dtype) for gradient in gradients])
 
 
 @COLUMN_SUMS.implement("cpu")

@@ -1,0 +1,101 @@
+"""Peak memory of a call, its inputs not counted; on a processor in a process of its own.
+
+In a process that has run other things a call takes up what they left behind, and seems to need nothing. The process
+is started with a C library that gives every block of 64 KiB and more back to the system when it is freed.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+
+
+def growth(function: Callable[[], Any]) -> int | None:
+    """Bytes of resident memory that a call takes above its start, result included; None where the system does not tell."""
+    gc.collect()
+    try:
+        # Linux: 5 sets the process's high-water mark back to what it holds now.
+        Path("/proc/self/clear_refs").write_text("5")
+        before = _status("VmRSS")
+        kept = function()
+        del kept
+        return max(0, _status("VmHWM") - before)
+    except OSError:
+        return None
+
+
+def _status(key: str) -> int:
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key))
+    return int(line.split()[1]) * 1024
+
+
+def on_gpu(function: Callable[[], Any]) -> int:
+    """Bytes that a call takes on the current CUDA device above its start, result included."""
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    kept = function()
+    del kept
+    return torch.cuda.max_memory_allocated() - before
+
+
+def of_cases(sizes: str, only: str | None) -> dict[str, dict[str, int | None]]:
+    """Of each case of ``bench.kernels`` on a processor: ``peak_bytes``, and ``first_peak_bytes`` of a process's first call.
+
+    The first call also counts what libraries load, and keep, when they are first used.
+
+    Raises:
+        RuntimeError: a process failed.
+    """
+    done = subprocess.run(
+        [sys.executable, "-m", "fastdp.bench.memory", sizes, only or ""],
+        env={**os.environ, **_ENVIRONMENT},
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode:
+        raise RuntimeError(f"peak memory was not measured: {(done.stderr.strip().splitlines() or ['killed'])[-1]}")
+    return {figures.pop("op"): figures for figures in map(json.loads, done.stdout.splitlines())}
+
+
+def _measure(op: str, sizes: str) -> None:
+    from .kernels import SIZES, cases
+
+    case = next(case for case in cases(torch.device("cpu"), SIZES[sizes], op) if case.op == op)
+    with torch.no_grad():
+        first, later = growth(case.run), growth(case.run)
+    print(json.dumps({"op": op, "first_peak_bytes": first, "peak_bytes": later}), flush=True)
+
+
+def _measure_each(sizes: str, only: str) -> None:
+    """Each case in a child: what takes seconds to import is imported once, and no thread runs before the children part."""
+    from .kernels import names
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    for op in names(only):
+        child = os.fork()
+        if child == 0:
+            torch.set_num_threads(threads)
+            try:
+                _measure(op, sizes)
+            except BaseException:
+                traceback.print_exc()
+                os._exit(1)
+            os._exit(0)
+        if os.waitpid(child, 0)[1]:
+            sys.exit(f"{op} failed")
+
+
+if __name__ == "__main__":
+    _measure_each(*sys.argv[1:])

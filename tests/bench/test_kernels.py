@@ -1,0 +1,94 @@
+"""The microbenchmarks: every op has a case, a wrong result gets no speed, memory is that of a process of its own."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from fastdp.bench import kernels, memory
+from typer.testing import CliRunner
+
+from fastdp.cli import app
+from fastdp.ops.table import OPS
+
+CPU = torch.device("cpu")
+
+
+def test_every_op_has_a_case():
+    benched = {name.split(",")[0].split(" ")[0].removesuffix("_") for name in kernels.names()}
+    # The gradient of an op is benched with it.
+    defined = {name.removesuffix("_").removesuffix("_backward") for name in OPS}
+    assert benched == defined
+
+
+def test_names_are_those_of_the_cases():
+    made = [case.op for case in kernels.cases(CPU, kernels.SIZES["small"])]
+    assert made == kernels.names()
+    assert [case.op for case in kernels.cases(CPU, kernels.SIZES["small"], "snap")] == ["snap", "private_snap"]
+
+
+@pytest.mark.parametrize("case", kernels.cases(CPU, kernels.SIZES["small"]), ids=kernels.names())
+def test_every_op_passes_its_check(case):
+    error, allowed = case.check()
+    assert error <= allowed
+
+
+@pytest.mark.parametrize("error", [1e-3, float("nan"), float("inf")])
+def test_a_wrong_result_gets_no_speed(error):
+    case = kernels.Case("made up", "", lambda: None, lambda: (error, 1e-5), {"torch": lambda: None})
+    row = kernels._measure(case, case.alternatives, 1, CPU, 1e9, 1e9)
+    assert set(row) == {"op", "size", "failed"}
+
+
+def test_figures_of_a_case():
+    calls: list[str] = []
+    case = kernels.Case(
+        "made up",
+        "",
+        lambda: calls.append("own"),
+        lambda: (0.0, 1e-5),
+        {"torch": lambda: torch.zeros(1 << 16).exp_()},
+        flops=1e3,
+        bytes=2e3,
+    )
+    row = kernels._measure(case, case.alternatives, 3, CPU, 1e9, 1e12)
+    assert row["floor_seconds"] == 2e-6
+    assert row["share_of_floor"] == pytest.approx(2e-6 / row["seconds"])
+    assert row["flops_per_second"] == pytest.approx(1e3 / row["seconds"])
+    assert row["speedup over torch"] > 1
+    assert len(calls) > 5, "short calls are repeated within a turn"
+
+
+def test_growth_is_the_peak_and_not_what_is_left():
+    def peak():
+        big = torch.ones(8_000_000)
+        return big[:4].clone()
+
+    grown = memory.growth(peak)
+    if grown is None:
+        pytest.skip("this system does not tell a process's peak memory")
+    assert 30e6 < grown < 45e6
+    assert memory.growth(lambda: None) < 1e6
+
+
+def test_command_measures_and_writes(tmp_path):
+    path = tmp_path / "kernels.json"
+    arguments = ["bench", "kernels", "--only", "column", "--turns", "1", "--sizes", "small", "--no-compiled"]
+    result = CliRunner().invoke(app, [*arguments, "--json", str(path)])
+    assert result.exit_code == 0, result.output
+    written = json.loads(path.read_text())
+    assert {"device", "instruction_set", "threads", "versions", "commit"} <= set(written["environment"])
+    floor, row = written["figures"]
+    assert floor["op"] == "floor"
+    assert row["op"] == "column_sums"
+    assert "speedup over torch" in row
+    assert "speedup over torch.compile" not in row
+    assert row["peak_bytes"] is None or row["first_peak_bytes"] >= 0
+
+
+@pytest.mark.parametrize("option", [("--sizes", "huge"), ("--only", "nothing")])
+def test_unknown_names_are_refused(option):
+    result = CliRunner().invoke(app, ["bench", "kernels", *option])
+    assert result.exit_code == 1
+    assert "choose one of" in result.output
