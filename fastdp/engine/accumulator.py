@@ -228,6 +228,13 @@ class NormSink(_Captures):
             self.squared[outside] += squared[1]
             self._drop(entry)
             return
+        if len(entry.factors) == 1 and entry.instance is None:
+            units, ids, gradients = table_rows(entry.factors[0], self.layout, mask.shape[0])
+            square, chosen = gradients.square(), mask[ids]
+            self.squared[inside].index_add_(0, units, torch.where(chosen, square, 0).sum(1))
+            self.squared[outside].index_add_(0, units, torch.where(chosen, 0, square).sum(1))
+            self._drop(entry)
+            return
         if entry.factors:
             shape = (self.layout.units, mask.shape[0], mask[0].numel())
             entry.instance = _materialise(entry, self.layout, shape)
@@ -240,6 +247,19 @@ class NormSink(_Captures):
         self.squared[outside] += squared[:, 1]
         if not self.keep:
             entry.instance = None
+
+
+def table_rows(use: Factors, layout: Layout, rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What each unit's gradient of a table consists of: ``units`` [K], row ``ids`` [K] and their ``gradients`` [K, n].
+
+    Tokens of a unit that read the same row are added up; no unit's whole table is formed.
+    """
+    tokens = use.right.shape[0]
+    units = layout.per_token(torch.arange(layout.units, device=use.left.device), tokens, laned=use.laned)
+    keys, where = torch.unique(units * rows + use.left, return_inverse=True)
+    gradients = torch.zeros(len(keys), use.right.shape[1], device=use.right.device)
+    gradients.index_add_(0, where, use.right.float())
+    return keys // rows, keys % rows, gradients
 
 
 def _may_hold(device: torch.device) -> int:

@@ -196,8 +196,10 @@ class Preparation:
             ticket = loader.tickets.popleft()
             yield self._placed(batch), ticket.weights
 
-    def differentiate(self, rate: float, accumulator: Accumulator) -> None:
+    def differentiate(self, rate: float, accumulator: Accumulator, *, check: bool = True) -> None:
         """Run the per-example engine over one Poisson sample at ``rate``, into ``accumulator``.
+
+        ``check`` may be off where an earlier sample was checked with these parameters, or more of them.
 
         Raises ValueError if the model does not return its loss.
         """
@@ -206,7 +208,7 @@ class Preparation:
         if not self.returns_loss:
             raise ValueError("this method needs a model that returns its loss: leave loss_reduction out")
         loader = self.open_loader(rate)
-        engine = Engine(self.model, accumulator.policy, loader.tickets, accumulator=accumulator)
+        engine = Engine(self.model, accumulator.policy, loader.tickets, accumulator=accumulator, check=check)
         try:
             for batch in loader:
                 batch = self._placed(batch)

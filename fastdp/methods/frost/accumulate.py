@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from fastdp import ops
-from fastdp.engine.accumulator import Accumulator, NormSink, Route
+from fastdp.engine.accumulator import Accumulator, NormSink, Route, table_rows
 from fastdp.engine.layout import Layout
 from fastdp.engine.policy import Policy
 from fastdp.engine.uses import Factors
@@ -55,13 +55,10 @@ class AbsoluteSink(NormSink):
 
 
 def _table_norms(use: Factors, layout: Layout, rows: int) -> torch.Tensor:
-    """L1 norm of each unit's gradient of a table: tokens of a unit that read the same row are added up first."""
-    tokens = use.right.shape[0]
-    units = layout.per_token(torch.arange(layout.units, device=use.left.device), tokens, laned=use.laned)
-    keys, where = torch.unique(units * rows + use.left, return_inverse=True)
-    sums = torch.zeros(len(keys), use.right.shape[1], device=use.right.device).index_add_(0, where, use.right.float())
-    norms = torch.zeros(layout.units, device=use.right.device)
-    return norms.index_add_(0, keys // rows, sums.abs_().sum(1))
+    """L1 norm of each unit's gradient of a table."""
+    units, _, gradients = table_rows(use, layout, rows)
+    norms = torch.zeros(layout.units, device=gradients.device)
+    return norms.index_add_(0, units, gradients.abs_().sum(1))
 
 
 class PerUnit:

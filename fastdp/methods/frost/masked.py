@@ -45,4 +45,4 @@ def largest(scores: Mapping[str, torch.Tensor], ratio: float) -> dict[str, torch
     if count < 1:
         raise ValueError(f"unfreezing_ratio {ratio:g} of {flat.numel():,} parameters is not one: raise it")
     threshold = torch.kthvalue(flat, flat.numel() - count).values
-    return {name: score > threshold.to(score.device) for name, score in scores.items()}
+    return {name: score.float() > threshold.to(score.device) for name, score in scores.items()}

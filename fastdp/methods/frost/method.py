@@ -191,7 +191,7 @@ class DPFrost(Method):
         sizes = [partition.size for partition in remaining]
         magnitude = self._magnitude
         sensitivity = magnitude.sensitivity(sizes)
-        accumulator = self._accumulate(preparation, remaining)
+        accumulator = self._accumulate(preparation, remaining, check=t == 1)
         noisy = (accumulator.magnitudes() / sensitivity).float()
         self._add_noise(preparation, noisy, t)
         return noisy.double().cpu().numpy() * sensitivity, sensitivity
@@ -201,7 +201,7 @@ class DPFrost(Method):
         return Magnitude(self.magnitude, self.norm_order, self.max_grad_norm)
 
     def _accumulate(
-        self, preparation: Preparation, remaining: Sequence[Partition], *, vectors: bool = False
+        self, preparation: Preparation, remaining: Sequence[Partition], *, vectors: bool = False, check: bool = True
     ) -> MagnitudeAccumulator:
         """Record the release, and sum over one Poisson sample with everything but ``remaining`` frozen."""
         names = {name for partition in remaining for name in partition.parameters}
@@ -210,7 +210,7 @@ class DPFrost(Method):
         parameters = {name: p for name, p in preparation.parameters.items() if name in names}
         accumulator = MagnitudeAccumulator(parameters, remaining, self._magnitude, vectors=vectors)
         preparation.record(_KIND)
-        preparation.differentiate(self.selection_rate, accumulator)
+        preparation.differentiate(self.selection_rate, accumulator, check=check)
         return accumulator
 
     def _add_noise(self, preparation: Preparation, values: torch.Tensor, *position: int) -> None:

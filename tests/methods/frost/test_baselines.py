@@ -1,10 +1,14 @@
 """The other ways to choose: by chance, by value, and single entries."""
 
+from collections import deque
+
 import pytest
 import torch
 
+from fastdp.engine.engine import Engine
 from fastdp.methods.frost import DPFrost
 from fastdp.methods.frost.masked import MaskedPolicy, largest
+from tests.engine import models, reference
 from tests.engine.runs import collate, examples, logical_step, one_by_one
 from tests.methods.frost.test_method import Deep, start, trained
 
@@ -104,6 +108,25 @@ def test_masked_gradients_are_clipped_inside_and_zero_outside() -> None:
     assert policy.noise_multiplier == 2.0
     scales = policy.scales(torch.tensor([[4.0, 0.01], [1.0, 1.0]]))
     assert torch.allclose(scales, torch.tensor([[0.25, 1.0], [0.0, 0.0]]))
+
+
+@pytest.mark.parametrize("name", ["bert", "gpt2"])
+def test_masked_gradients_of_a_model_with_tables(name: str) -> None:
+    """What the engine clips and sums inside masks is what autograd gives, example by example; tables included."""
+    model, batch = models.build(name), models.batch(name)
+    generator = torch.Generator().manual_seed(0)
+    masks = {n: torch.rand(p.shape, generator=generator) < 0.3 for n, p in model.named_parameters()}
+    gradients = reference.one_at_a_time(model, batch, shift=name == "gpt2")
+    inside = [{n: torch.where(masks[n], g, 0) for n, g in one.items()} for one in gradients]
+    norms = reference.norms(inside)
+    policy = MaskedPolicy.of(masks, float(norms.median()) * 1.001, 0.0)
+    engine = Engine(model, policy, deque([reference.ticket(4)]))
+    model(**batch).loss.backward()
+    engine.close()
+    for n, total in engine.accumulator.sums.items():
+        parts = [one[n] * (policy.bounds[0] / norm).clamp(max=1) for one, norm in zip(inside, norms)]
+        expected = torch.stack([part.expand(masks[n].shape) for part in parts]).sum(0)
+        assert torch.allclose(total.double(), expected, rtol=1e-3, atol=1e-5), n
 
 
 def test_ties_at_the_last_place_are_left_out() -> None:
