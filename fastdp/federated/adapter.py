@@ -21,6 +21,7 @@ from fastdp.finetune.models import (
     load_tokenizer,
     restore_trained,
     save_weights,
+    trained_names,
     trained_state,
 )
 
@@ -54,16 +55,19 @@ class AdaptedModel:
         )
         tokenizer = load_tokenizer(settings)
         model = choose_trained(load_model(settings, tokenizer), settings)
-        return cls(config, tokenizer, model, Layout.of(trained_state(model)), _digest_of_frozen(model))
+        return cls(
+            config, tokenizer, model, Layout.of(trained_state(model, trained_names(model))), _digest_of_frozen(model)
+        )
 
     @property
     def adapter(self) -> dict[str, Tensor]:
         """A copy of the adapter."""
-        return trained_state(self.model)
+        return trained_state(self.model, trained_names(self.model))
 
     @adapter.setter
     def adapter(self, state: dict[str, Tensor]) -> None:
-        restore_trained(self.model, {name: state[name] for name, _, _ in self.layout.entries})
+        names = [name for name, _, _ in self.layout.entries]
+        restore_trained(self.model, {name: state[name] for name in names}, names)
 
     @property
     def collator(self) -> Collator:

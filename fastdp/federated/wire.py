@@ -79,7 +79,9 @@ class Layout:
         state, at = {}, 0
         for name, dtype, shape in self.entries:
             count = math.prod(shape)
-            flat = torch.frombuffer(bytearray(data[at : at + _SIZES[dtype] * count]), dtype=_DTYPES[dtype], count=count)
-            state[name] = flat.reshape(shape)
-            at += _SIZES[dtype] * count
+            size = _SIZES[dtype] * count
+            # torch reads no empty buffer.
+            flat = torch.frombuffer(bytearray(data[at : at + size]), dtype=_DTYPES[dtype]) if size else torch.empty(0)
+            state[name] = flat.to(_DTYPES[dtype]).reshape(shape)
+            at += size
         return state

@@ -1,0 +1,156 @@
+"""The server's arithmetic: equation 7, weights, every refusal with the sum unchanged, clipping and noise."""
+
+import json
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.stats import kstest
+
+from fastdp import NoiseStream
+from fastdp.federated import Aggregator, Bounds, Layout, RefusedUpdate
+
+START = {"a.down": torch.ones(3, 2), "b.up": torch.full((4,), 2.0)}
+LAYOUT = Layout.of(START)
+BOUNDS = Bounds(max_norm=50.0, max_examples=100)
+
+
+def update(value):
+    return {"a.down": torch.full((3, 2), float(value)), "b.up": torch.full((4,), -float(value))}
+
+
+def add(aggregator, state, examples=1):
+    return aggregator.add(Layout.of(state).to_json(), Layout.of(state).pack(state), examples)
+
+
+def test_mean_is_equation_7():
+    aggregator = Aggregator(START, BOUNDS)
+    for value in (1.0, 2.0, 6.0):
+        add(aggregator, update(value), examples=7)
+    mean = aggregator.mean()
+    torch.testing.assert_close(mean["a.down"], torch.full((3, 2), 3.0))
+    torch.testing.assert_close(mean["b.up"], torch.full((4,), -3.0))
+    assert list(mean) == list(START)
+
+
+def test_weighted_by_examples():
+    aggregator = Aggregator(START, BOUNDS, weighted=True)
+    add(aggregator, update(1.0), examples=3)
+    add(aggregator, update(5.0), examples=1)
+    torch.testing.assert_close(aggregator.mean()["a.down"], torch.full((3, 2), 2.0))
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.floats(-9, 9, width=32), min_size=1, max_size=9), st.booleans())
+def test_order_does_not_matter_and_means_are_bounded(values, weighted):
+    def mean(order):
+        aggregator = Aggregator(START, BOUNDS, weighted=weighted)
+        for value in order:
+            add(aggregator, update(value), examples=2)
+        return aggregator.mean()["a.down"]
+
+    torch.testing.assert_close(mean(values), mean(values[::-1]))
+    assert min(values) - 1e-5 <= float(mean(values).min()) <= float(mean(values).max()) <= max(values) + 1e-5
+
+
+def changed(**tensors):
+    return {**update(3.0), **tensors}
+
+
+def renamed():
+    return {"a.down": torch.ones(3, 2), "b.other": torch.ones(4)}
+
+
+REFUSALS = {
+    "a further name": (changed(**{"c.extra": torch.ones(1)}), 1, "'c.extra' that the adapter lacks"),
+    "another name": (renamed(), 1, "'b.other'"),
+    "a missing name": ({"a.down": torch.ones(3, 2)}, 1, "lacks the tensor 'b.up'"),
+    "another shape": (changed(**{"b.up": torch.ones(2, 2)}), 1, "has shape"),
+    "another dtype": (changed(**{"b.up": torch.ones(4, dtype=torch.bfloat16)}), 1, "is bfloat16, not float32"),
+    "another order": (dict(reversed(update(3.0).items())), 1, "another order"),
+    "a NaN": (changed(**{"b.up": torch.tensor([1.0, math.nan, 1.0, 1.0])}), 1, "NaN or an infinity"),
+    "an infinity": (changed(**{"b.up": torch.tensor([1.0, math.inf, 1.0, 1.0])}), 1, "NaN or an infinity"),
+    "no example": (update(3.0), 0, "number of examples is 0"),
+    "a negative count": (update(3.0), -5, "number of examples is -5"),
+    "too many examples": (update(3.0), 101, "outside 1 to 100"),
+    "a fraction of an example": (update(3.0), 2.5, "no whole number"),
+    "a boolean count": (update(3.0), True, "no whole number"),
+    "a norm beyond the bound": (update(1000.0), 1, "beyond the bound 50"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_refused_and_the_rest_goes_on(case):
+    """The mean is to the bit what it is without the refused update."""
+    state, examples, message = REFUSALS[case]
+    aggregator, without = Aggregator(START, BOUNDS), Aggregator(START, BOUNDS)
+    for one in (aggregator, without):
+        add(one, update(1.0))
+    with pytest.raises(RefusedUpdate, match=message):
+        add(aggregator, state, examples)
+    for one in (aggregator, without):
+        add(one, update(4.0))
+    assert aggregator.accepted == without.accepted == 2
+    for name, tensor in aggregator.mean().items():
+        assert torch.equal(tensor, without.mean()[name])
+
+
+@pytest.mark.parametrize(
+    "layout", ["", "[", "{}", "7", "null", '[["a"]]', "[[[],[],[]]]", json.dumps([["x" * 10_000, "f", [1]]])]
+)
+def test_layouts_that_cannot_be_read(layout):
+    aggregator = Aggregator(START, BOUNDS)
+    with pytest.raises(RefusedUpdate) as refusal:
+        aggregator.add(layout, LAYOUT.pack(update(1.0)), 1)
+    assert len(str(refusal.value)) < 200
+    assert aggregator.accepted == 0
+
+
+@pytest.mark.parametrize("size", [0, 1, 39, 41, 4000])
+def test_buffers_of_another_size(size):
+    with pytest.raises(RefusedUpdate, match=f"holds {size} bytes, not 40"):
+        Aggregator(START, BOUNDS).add(LAYOUT.to_json(), b"\0" * size, 1)
+
+
+def test_no_mean_of_nothing():
+    with pytest.raises(ValueError, match="no update was accepted"):
+        Aggregator(START, BOUNDS).mean()
+
+
+def test_clipping_bounds_each_client():
+    """One client's share of the sum has norm at most the clip, and keeps its direction."""
+    aggregator = Aggregator(START, Bounds(1e9, 100), clip=0.5)
+    norm = add(aggregator, update(1000.0))
+    moved = aggregator._sum
+    assert norm > 1000
+    assert 0.4999 < float(moved.norm()) <= 0.5
+    small = Aggregator(START, Bounds(1e9, 100), clip=100.0)
+    add(small, update(1.5))
+    torch.testing.assert_close(small.mean()["a.down"], torch.full((3, 2), 1.5))
+
+
+def test_noise_of_central_dp():
+    """Kolmogorov-Smirnov of 20,000 coordinates against std z C / expected (false alarms: 1 in 10^6)."""
+    start = {"w": torch.zeros(20_000)}
+    aggregator = Aggregator(start, Bounds(1e9, 100), clip=2.0)
+    noisy = aggregator.noisy_mean(1.5, expected=4.0, stream=NoiseStream())["w"].double().numpy()
+    assert kstest(noisy, "norm", args=(0, 1.5 * 2.0 / 4.0)).pvalue > 1e-6
+
+
+def test_central_dp_divides_by_the_expected_number():
+    aggregator = Aggregator({"w": torch.zeros(4)}, Bounds(1e9, 100), clip=10.0)
+    for _ in range(3):
+        add(aggregator, {"w": torch.ones(4)})
+    result = aggregator.noisy_mean(1e-9, expected=6.0, stream=NoiseStream())["w"]
+    torch.testing.assert_close(result, torch.full((4,), 0.5))
+
+
+def test_what_central_dp_refuses():
+    with pytest.raises(ValueError, match="equal weights"):
+        Aggregator(START, BOUNDS, weighted=True, clip=1.0)
+    with pytest.raises(ValueError, match="not clipped"):
+        Aggregator(START, BOUNDS).noisy_mean(1.0, 1.0, NoiseStream())
+    with pytest.raises(ValueError, match="must be positive"):
+        Aggregator(START, BOUNDS, clip=1.0).noisy_mean(0.0, 1.0, NoiseStream())

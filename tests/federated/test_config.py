@@ -1,0 +1,66 @@
+"""Settings: what is accepted, refused, and a node's own."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from fastdp.federated import FederatedConfig
+from fastdp.federated.config import MAY_CHANGE
+
+NEEDED = {"model": "m", "output": "o", "eval": "e"}
+
+
+def test_reads_flowers_run_config():
+    config = FederatedConfig.read({"model": "m", "output": "o", "eval": "e", "max-update-norm": 7, "min-clients": 3})
+    assert config.max_update_norm == 7.0
+    assert config.min_clients == 3
+
+
+def test_a_nodes_own_settings_take_precedence_and_no_others_do():
+    config = FederatedConfig.read(
+        NEEDED | {"train": "all.csv"}, {"train": "own.csv", "epsilon": 99.0, "partition-id": 1}
+    )
+    assert config.train == "own.csv"
+    assert config.epsilon == 8.0
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"epsilom": 1.0}, "unknown setting 'epsilom'; did you mean epsilon"),
+        ({"rounds": "three"}, "rounds must be a whole number"),
+        ({"rounds": True}, "rounds must be a whole number"),
+        ({"rounds": 0}, "rounds is 0"),
+        ({"model": ""}, "model is missing"),
+        ({"epsilon": -1.0}, "epsilon is -1.0"),
+        ({"radius": -1.0}, "radius is -1.0"),
+        ({"fraction": 0.0}, "fraction is 0.0"),
+        ({"fraction": 1.5}, "fraction is 1.5"),
+        ({"aggregation": "median"}, "aggregation is 'median'"),
+        ({"client-clip": 1.0}, "go together"),
+        ({"client-clip": 1.0, "client-noise-multiplier": 1.0, "aggregation": "examples"}, "cannot weight"),
+        ({"partition": "source"}, "needs source_column"),
+        ({"eval": ""}, "needs eval"),
+        ({"client-delta": 1.0}, "client_delta is 1.0"),
+        ({"threshold": 2.0}, "threshold is 2.0"),
+    ],
+)
+def test_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        FederatedConfig.read(NEEDED | settings)
+
+
+def test_the_examples_app_lists_every_setting_with_its_default():
+    tomllib = pytest.importorskip("tomllib", reason="the standard library reads TOML from Python 3.11 on")
+    path = Path(__file__).parents[2] / "examples" / "federated" / "pyproject.toml"
+    written = tomllib.loads(path.read_text())["tool"]["flwr"]["app"]["config"]
+    expected = {field.name.replace("_", "-"): field.default for field in dataclasses.fields(FederatedConfig)}
+    assert written == expected
+
+
+def test_digest_ignores_only_what_a_resumed_run_may_change():
+    config = FederatedConfig.read(NEEDED)
+    assert dataclasses.replace(config, rounds=9, resume=True).digest() == config.digest()
+    assert dataclasses.replace(config, epsilon=9.0).digest() != config.digest()
+    assert set(MAY_CHANGE) <= set(config.as_dict())

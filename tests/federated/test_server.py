@@ -1,0 +1,363 @@
+"""The server against clients in this process: honest ones, broken and hostile ones, absent ones; resume and central DP."""
+
+import copy
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("flwr", reason="flwr is the optional extra 'federated', for Python 3.11 or later")
+
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+
+from fastdp.accounting import Card, Ledger, dpsgd
+from fastdp.federated import FederatedConfig
+from fastdp.federated import client as client_app
+from fastdp.federated.server import Server
+
+from .conftest import small
+from .grid import LocalGrid, failing, federation, replaying, reporting, tampering
+
+
+def run(settings, grid):
+    server = Server(grid, FederatedConfig.read(settings))
+    server.run()
+    return server
+
+
+def rows_of(settings):
+    lines = (Path(settings["output"]) / "rounds.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def test_a_run_lowers_perplexity_and_leaves_what_it_says(settings):
+    grid = federation(settings, 3)
+    run(settings, grid)
+    rows = rows_of(settings)
+    assert [row["accepted"] for row in rows] == [3, 3]
+    assert rows[1]["perplexity"] < rows[0]["perplexity"]
+    output = Path(settings["output"])
+    for name in ("adapter", "run_card.json", "run_card.md", "perplexity.png", "server.safetensors"):
+        assert (output / name).exists(), name
+    assert "clients train on their texts as they are" in (output / "run_card.md").read_text()
+
+
+def test_the_mean_of_two_rounds_is_equation_7(settings):
+    """The server's adapter is the mean of what its clients returned, to float32."""
+    seen = []
+
+    def remember(reply):
+        from fastdp.federated.messages import read_update
+
+        seen.append(read_update(reply.content)[1])
+
+    grid = federation(settings, 2)
+    grid.clients = {node: tampering(answer, remember) for node, answer in grid.clients.items()}
+    server = run(settings | {"rounds": 1}, grid)
+    returned = [server.adapted.layout.unpack(data) for data in seen]
+    for name, tensor in server.adapted.adapter.items():
+        expected = (returned[0][name].double() + returned[1][name].double()) / 2
+        torch.testing.assert_close(tensor.double(), expected, atol=1e-6, rtol=1e-6)
+
+
+def put(name, value):
+    def change(reply):
+        reply.content.metric_records["metrics"][name] = value
+
+    return change
+
+
+def with_bytes(make):
+    def change(reply):
+        record = reply.content.array_records["arrays"]
+        data = make(record["adapter"].data)
+        record["adapter"] = Array("uint8", (len(data),), record["adapter"].stype, data)
+
+    return change
+
+
+def with_layout(edit):
+    def change(reply):
+        record = reply.content.config_records["layout"]
+        record["layout"] = json.dumps(edit(json.loads(record["layout"])), sort_keys=True, separators=(",", ":"))
+
+    return change
+
+
+def other_name(entries):
+    return [["stolen", *entries[0][1:]], *entries[1:]]
+
+
+def other_shape(entries):
+    return [[entries[0][0], entries[0][1], entries[0][2][::-1]], *entries[1:]]
+
+
+def other_dtype(entries):
+    return [[entries[0][0], "float16", entries[0][2]], *entries[1:]]
+
+
+def first_number(value):
+    return lambda data: torch.tensor([value], dtype=torch.float32).numpy().tobytes() + data[4:]
+
+
+def other_storage(reply):
+    data = reply.content.array_records["arrays"]["adapter"].data
+    reply.content.array_records["arrays"]["adapter"] = Array("uint8", (len(data),), "pickle", data)
+
+
+def replaced(content):
+    return lambda reply: Message(content, reply_to=_asked[-1])
+
+
+WRONG_KINDS = {
+    "arrays": ArrayRecord(),
+    "layout": ConfigRecord({"layout": 5}),
+    "metrics": MetricRecord({"num-examples": 1}),
+}
+_asked: list[Message] = []
+HOSTILE = {
+    "another name": (with_layout(other_name), "'stolen' that the adapter lacks"),
+    "another shape": (with_layout(other_shape), "has shape"),
+    "another dtype": (with_layout(other_dtype), "is float16"),
+    "a missing tensor": (with_layout(lambda entries: entries[1:]), "lacks the tensor"),
+    "too few bytes": (with_bytes(lambda data: data[:-4]), "bytes, not"),
+    "a NaN": (with_bytes(first_number(math.nan)), "NaN or an infinity"),
+    "an infinity": (with_bytes(first_number(-math.inf)), "NaN or an infinity"),
+    "a huge norm": (with_bytes(first_number(1e30)), "beyond the bound"),
+    "no examples": (put("num-examples", 0), "number of examples is 0"),
+    "impossible examples": (put("num-examples", 10**12), "outside 1 to"),
+    "a fraction of an example": (put("num-examples", 1.5), "no whole number"),
+    "no update at all": (replaced(RecordDict({"metrics": MetricRecord({"x": 1})})), "it is no update"),
+    "records of other kinds": (replaced(RecordDict(WRONG_KINDS)), "it is no update"),
+    "another storage": (other_storage, "stored as 'pickle'"),
+    "an error": (None, "out of battery"),
+}
+
+
+@pytest.fixture(scope="module")
+def trained(world, tmp_path_factory):
+    """Replies of three clients to the first round's order, and settings under which they stay valid."""
+    settings = small(world, tmp_path_factory.mktemp("trained")) | {"rounds": 1, "evaluation": "none"}
+    contents = []
+    grid = federation(settings, 3)
+    keep = lambda reply: contents.append(copy.deepcopy(reply.content))  # noqa: E731
+    grid.clients = {node: tampering(answer, keep) for node, answer in grid.clients.items()}
+    run(settings, grid)
+    return contents
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_a_hostile_update_is_refused_and_changes_nothing(settings, trained, case):
+    """The global adapter is to the bit the one of a round without the hostile client; the round goes on, and it is reported."""
+    change, message = HOSTILE[case]
+    settings = settings | {"rounds": 1, "evaluation": "none"}
+    two = {100 + index: replaying(content) for index, content in enumerate(trained[:2])}
+
+    def remembering(order):
+        _asked.append(order)
+        return replaying(trained[2])(order)
+
+    hostile = failing if change is None else tampering(remembering, change)
+    server = run(settings, LocalGrid({102: hostile, **two}))
+    (row,) = rows_of(settings)
+    assert row["accepted"] == 2
+    (refusal,) = row["refused"]
+    assert refusal["client"] == "102"
+    assert message in refusal["reason"]
+    expected = run(settings | {"output": settings["output"] + "-alone"}, LocalGrid(two)).adapted.adapter
+    for name, tensor in server.adapted.adapter.items():
+        torch.testing.assert_close(tensor, expected[name], atol=1e-8, rtol=0)
+
+
+def test_metrics_that_are_no_numbers_are_ignored(settings, trained):
+    settings = settings | {"rounds": 1, "evaluation": "none"}
+    grid = LocalGrid(
+        {index: tampering(replaying(content), put("loss", math.nan)) for index, content in enumerate(trained)}
+    )
+    run(settings, grid)
+    assert math.isfinite(rows_of(settings)[0]["unprotected"]["loss"])
+
+
+def test_a_client_that_stays_away_is_not_waited_for_for_ever(settings, trained):
+    settings = settings | {"round_seconds": 1.0, "rounds": 1, "evaluation": "none"}
+    run(settings, LocalGrid({1: lambda message: None, 2: replaying(trained[0]), 3: replaying(trained[1])}))
+    (row,) = rows_of(settings)
+    assert (row["accepted"], row["missing"]) == (2, 1)
+
+
+def test_too_few_updates_change_nothing(settings, trained):
+    settings = settings | {"rounds": 1}
+    grid = LocalGrid({1: failing, 2: replaying(trained[0])})
+    server = Server(grid, FederatedConfig.read(settings))
+    before = server.adapted.adapter
+    server.run()
+    assert rows_of(settings)[0]["void"]
+    assert all(torch.equal(before[name], tensor) for name, tensor in server.adapted.adapter.items())
+
+
+def test_too_few_clients(settings):
+    with pytest.raises(ValueError, match="1 clients are connected after 0.3 s, but a round needs 2"):
+        run(settings, federation(settings, 1))
+
+
+def test_an_empty_client_is_reported_and_the_round_goes_on(settings):
+    settings = settings | {"rounds": 1, "partition": "source", "source_column": "text", "evaluation": "none"}
+    grid = federation(settings, 25)
+    grid.clients = {node: reporting(grid.clients[node]) for node in (100, 101, 124)}
+    run(settings, grid)
+    (row,) = rows_of(settings)
+    assert row["accepted"] == 2
+    assert "holds no example" in row["refused"][0]["reason"]
+
+
+def test_an_unforeseen_failure_of_a_client_quotes_nothing(settings, monkeypatch):
+    def quoting(*arguments):
+        raise KeyError("Anna's diagnosis")
+
+    settings = settings | {"rounds": 1, "evaluation": "none"}
+    monkeypatch.setattr(client_app, "_site", quoting)
+    grid = federation(settings, 2)
+
+    grid.clients = {node: reporting(answer) for node, answer in grid.clients.items()}
+    run(settings, grid)
+    reasons = [refusal["reason"] for refusal in rows_of(settings)[0]["refused"]]
+    assert all("KeyError" in reason and "diagnosis" not in reason for reason in reasons)
+
+
+def test_another_base_model_is_noticed_by_the_client(settings, world):
+    settings = settings | {"rounds": 1, "evaluation": "none"}
+    grid = federation(settings, 2)
+    server = Server(grid, FederatedConfig.read(settings))
+    server.adapted.base = "0" * 64
+    with pytest.raises(ValueError, match="the server's base model is not this client's"):
+        server.run()
+
+
+def test_memory_does_not_grow_with_clients(settings, trained):
+    """At most one group of replies is alive at a time, of 24."""
+    settings = settings | {"rounds": 1, "evaluation": "none"}
+    grid = LocalGrid(dict.fromkeys(range(24), replaying(trained[0])))
+    run(settings, grid)
+    assert rows_of(settings)[0]["accepted"] == 24
+    assert grid.alive <= 5
+
+
+def test_sampling_of_clients(settings, trained):
+    settings = settings | {"fraction": 0.5, "rounds": 1, "evaluation": "none"}
+    grid = LocalGrid(dict.fromkeys(range(6), replaying(trained[0])))
+    run(settings, grid)
+    assert len(grid.sent) == len({node for node, _ in grid.sent}) == 3
+
+
+def test_perplexity_by_the_clients(settings):
+    settings = settings | {"evaluation": "clients", "rounds": 1}
+    run(settings, federation(settings, 2))
+    by_clients = rows_of(settings)[0]["perplexity"]
+    assert math.isfinite(by_clients)
+    assert by_clients > 1
+
+
+class Stopped(Exception):
+    pass
+
+
+def test_resume_continues_with_the_adapter_and_the_rounds(settings, trained):
+    grid = LocalGrid(dict.fromkeys(range(2), replaying(trained[0])))
+    server = Server(grid, FederatedConfig.read(settings | {"rounds": 3}))
+    play = server._play
+
+    def stop_before_the_third(number):
+        if number == 3:
+            raise Stopped
+        play(number)
+
+    server._play = stop_before_the_third
+    with pytest.raises(Stopped):
+        server.run()
+    kept = server.adapted.adapter
+    with pytest.raises(ValueError, match="already holds a run: set resume"):
+        Server(grid, FederatedConfig.read(settings | {"rounds": 3}))
+    resumed = Server(grid, FederatedConfig.read(settings | {"rounds": 3, "resume": True}))
+    assert all(torch.equal(kept[name], tensor) for name, tensor in resumed.adapted.adapter.items())
+    resumed.run()
+    assert [row["round"] for row in rows_of(settings)] == [1, 2, 3]
+
+
+def test_resume_with_another_config_is_refused(settings, trained):
+    run(settings | {"rounds": 1}, LocalGrid(dict.fromkeys(range(2), replaying(trained[0]))))
+    with pytest.raises(ValueError, match="made with learning_rate 0.005, not 0.1"):
+        Server(LocalGrid({}), FederatedConfig.read(settings | {"learning_rate": 0.1, "resume": True}))
+    (Path(settings["output"]) / "server.safetensors").write_bytes(b"rubbish")
+    with pytest.raises(ValueError, match="no checkpoint that can be read"):
+        Server(LocalGrid({}), FederatedConfig.read(settings | {"resume": True}))
+
+
+CENTRAL = {
+    "client_clip": 0.5,
+    "client_noise_multiplier": 1.0,
+    "fraction": 0.5,
+    "evaluation": "none",
+    "client_delta": 1e-3,
+}
+
+
+def test_central_dp_is_certified(settings, trained):
+    """The card's event is the rounds' Poisson-sampled Gaussian; the clients are the units."""
+    settings = settings | CENTRAL | {"rounds": 3}
+    run(settings, LocalGrid(dict.fromkeys(range(4), replaying(trained[0]))))
+    card = Card.load(Path(settings["output"]) / "card.json")
+    assert card["unit"] == "client"
+    assert card["sample_rate"] == 0.5
+    assert card["steps"] == {"planned": 3, "spent": 3}
+    assert card["guarantee"] == "differential privacy"
+    assert card.event == dpsgd(1.0, 0.5, 3)
+
+
+def test_central_dp_releases_whoever_takes_part(settings):
+    """With no accepted update at all the round is noise, and paid for."""
+    settings = settings | CENTRAL | {"rounds": 1}
+    grid = LocalGrid(dict.fromkeys(range(3), failing))
+    server = Server(grid, FederatedConfig.read(settings))
+    before = server.adapted.adapter
+    server.run()
+    assert not rows_of(settings)[0]["void"]
+    assert all(not torch.equal(before[name], tensor) for name, tensor in server.adapted.adapter.items())
+
+
+def test_central_dp_killed_after_its_release_forgets_nothing(settings, trained):
+    """A crash between release and checkpoint: the release stays counted, and the resumed run ends a round early."""
+    settings = settings | CENTRAL | {"rounds": 2}
+    grid = LocalGrid(dict.fromkeys(range(3), replaying(trained[0])))
+    server = Server(grid, FederatedConfig.read(settings))
+    release = server._release
+
+    def crash(aggregator):
+        release(aggregator)
+        raise Stopped
+
+    server._release = crash
+    with pytest.raises(Stopped):
+        server.run()
+    resumed = Server(grid, FederatedConfig.read(settings | {"resume": True}))
+    resumed.run()
+    assert resumed.rounds_done == 1
+    ledger = Ledger.read(Path(settings["output"]) / "ledger.jsonl")
+    assert ledger.spent_steps == 2
+
+
+def test_central_dp_with_another_noise_or_a_lost_ledger(settings, trained):
+    settings = settings | CENTRAL | {"rounds": 1}
+    run(settings, LocalGrid(dict.fromkeys(range(3), replaying(trained[0]))))
+    ledger = Path(settings["output"]) / "ledger.jsonl"
+    kept = ledger.read_bytes()
+    ledger.unlink()
+    with pytest.raises(ValueError, match="lost its ledger"):
+        Server(LocalGrid({}), FederatedConfig.read(settings | {"resume": True}))
+    ledger.write_bytes(kept)
+    (Path(settings["output"]) / "server.safetensors").unlink()
+    with pytest.raises(ValueError, match="already holds a run's ledger"):
+        Server(LocalGrid({}), FederatedConfig.read(settings))
+    with pytest.raises(ValueError, match="other noise, clip or fraction"):
+        Server(LocalGrid({}), FederatedConfig.read(settings | {"resume": True, "client_noise_multiplier": 2.0}))

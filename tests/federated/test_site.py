@@ -1,0 +1,118 @@
+"""A client by itself: its partition, its perturbed texts, its cards, its training, DP-SGD and what it refuses."""
+
+import dataclasses
+import json
+import warnings
+
+import pytest
+import torch
+
+from fastdp.accounting import Card
+from fastdp.federated import FederatedConfig
+from fastdp.federated.adapter import AdaptedModel
+from fastdp.federated.site import Site, make_detector
+from fastdp.methods.selective import SelectiveCard
+
+
+def adapted(settings, **changes):
+    return AdaptedModel.load(FederatedConfig.read(settings | changes))
+
+
+def test_training_changes_the_adapter_alone(settings):
+    model = adapted(settings)
+    before, base = model.adapter, model.base
+    fitted = Site.of_partition(model, 0, 2).fit(1)
+    assert fitted.examples == 12
+    assert fitted.loss > 0
+    assert any(not torch.equal(before[name], tensor) for name, tensor in model.adapter.items())
+    model.adapter = before
+    assert adapted(settings).base == base
+
+
+def test_clients_share_the_data(settings):
+    model = adapted(settings)
+    sizes = [len(Site.of_partition(model, index, 5).examples) for index in range(5)]
+    assert sum(sizes) == 24
+
+
+def test_perturbed_once_for_all_rounds(settings):
+    model = adapted(settings, perturbation="selective", epsilon=0.5)
+    first = Site.of_partition(model, 0, 2)
+    again = Site.of_partition(model, 0, 2)
+    plain = Site.of_partition(adapted(settings), 0, 2)
+    assert first.examples.items == again.examples.items
+    assert first.examples.items != plain.examples.items
+    lengths = [[len(item["input_ids"]) for item in site.examples.items] for site in (first, plain)]
+    assert lengths[0] == lengths[1]
+    card = SelectiveCard.load(first.folder / "card.json")
+    assert card["guarantee"].startswith("epsilon-local")
+    assert card["budget"]["releases"] == 1
+
+
+def test_every_token(settings):
+    model = adapted(settings, perturbation="all", epsilon=0.5)
+    site = Site.of_partition(model, 0, 2)
+    card = SelectiveCard.load(site.folder / "card.json")
+    assert card["tokens"]["private"] == card["tokens"]["all"]
+
+
+def test_another_epsilon_does_not_reuse_the_draws(settings):
+    Site.of_partition(adapted(settings, perturbation="selective", epsilon=0.5), 0, 2)
+    with pytest.raises(ValueError, match="another epsilon"):
+        Site.of_partition(adapted(settings, perturbation="selective", epsilon=5.0), 0, 2)
+
+
+def test_miss_rate_on_the_card(settings, tmp_path):
+    labelled = tmp_path / "labelled.json"
+    spans = [{"entity_type": "PERSON", "start_position": 0, "end_position": 4}]
+    labelled.write_text(json.dumps([{"full_text": "Anna is here", "spans": spans}]))
+    model = adapted(settings, perturbation="selective", labelled_spans=str(labelled))
+    site = Site.of_partition(model, 0, 2)
+    assert SelectiveCard.load(site.folder / "card.json")["detector_quality"]["span_miss_rate"] == 0.0
+
+
+def test_an_organisations_own_names(settings, tmp_path):
+    (tmp_path / "names.txt").write_text("Quorra\n\n Zed \n")
+    config = FederatedConfig.read(settings | {"names": str(tmp_path / "names.txt")})
+    (spans,) = make_detector(config).detect(["ask quorra"])
+    assert [(span.start, span.end) for span in spans] == [(4, 10)]
+    with pytest.raises(ValueError, match="names are for the rule detector"):
+        make_detector(dataclasses.replace(config, detector="presidio"))
+
+
+def test_a_client_without_data_says_so(settings):
+    with pytest.raises(ValueError, match="client-30 holds no example"):
+        Site.of_partition(adapted(settings), 30, 31)
+
+
+def fit_privately(settings, rounds):
+    """Cards after each round of DP-SGD at a client."""
+    site = Site.of_partition(adapted(settings, dpsgd_epsilon=8.0, batch_size=6, rounds=rounds), 0, 2)
+    cards = []
+    for number in range(rounds):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            site.fit(number + 1)
+        cards.append(Card.load(site.folder / "card_dpsgd.json"))
+    return cards
+
+
+def test_dpsgd_at_the_client(settings):
+    (card,) = fit_privately(settings, 1)
+    assert card["steps"] == {"planned": 2, "spent": 2}
+    assert card["epsilon"]["upper_bound"] <= 8.0
+    assert card["guarantee"] == "differential privacy"
+
+
+@pytest.mark.slow
+def test_dpsgd_at_the_client_counts_all_rounds(settings):
+    """Two rounds of one pass: the ledger continues, and the card never passes the target."""
+    first, second = fit_privately(settings, 2)
+    assert [card["steps"]["spent"] for card in (first, second)] == [2, 4]
+    assert first["epsilon"]["upper_bound"] < second["epsilon"]["upper_bound"] <= 8.0
+
+
+def test_lora_travels_too(settings):
+    model = adapted(settings, peft="lora", lora_r=2)
+    assert all("lora" in name for name, _, _ in model.layout.entries)
+    Site.of_partition(model, 0, 2).fit(1)
