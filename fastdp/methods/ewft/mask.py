@@ -28,7 +28,7 @@ def hide_padding(
     if _NAME in kwargs:
         return args, {**kwargs, _NAME: mask}
     names = list(inspect.signature(module.forward).parameters)
-    position = names.index(_NAME)
+    position = names.index(_NAME) if _NAME in names else len(args)
     if position >= len(args):
         return args, kwargs
     return (*args[:position], mask, *args[position + 1 :]), kwargs

@@ -1,0 +1,318 @@
+"""SAP's figures 2 and 4 and tables 2 and 3 at laptop size: MiniLM on a slice of SST-2.
+
+    python -m bench.utility.sap --model MODEL --sst2 FOLDER --json bench/results/utility/sap.json --pictures docs/pictures
+
+EP is the paper's empirical privacy: one minus the share of tokens that embedding inversion recovers. UA is the accuracy on
+held-out texts that are privatized as the training texts are. Beside eta stands what it guarantees for the median pair of
+tokens, in nats, and for how many pairs it guarantees nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastdp import TextPrivatizer, audit
+from fastdp.commands.quiet import quiet_libraries
+from fastdp.methods.sap import CTI, PrivateBottom, count_tokens, split_model
+
+from . import tops
+from .table import Run, Table, mean_of, measure
+
+#: Forms by mechanism. The exponential mechanism leaves as many tokens unchanged at a fraction of the eta: its odds are over
+#: the vocabulary's tokens, where Laplace noise has the whole space to get lost in.
+LAPLACE = ("SAP", "CTI paper")
+EXPONENTIAL = ("exponential", "CTI prior", "CTI candidates", "CTI elastic")
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much is run."""
+
+    train: int = 256
+    held_out: int = 300
+    length: int = 32
+    counted: int = 4000
+    etas: tuple[float, ...] = (50.0, 65.0, 80.0, 100.0)
+    exponential_etas: tuple[float, ...] = (11.0, 14.0, 17.0, 21.0)
+    hidden_etas: tuple[float, ...] = (60.0, 150.0)
+    splits: tuple[int, ...] = (1, 2)
+    trained_from: int = 4
+    epochs: int = 3
+    batch_size: int = 32
+    learning_rate: float = 2e-4
+    attacked: int = 6
+    attacked_length: int = 12
+    attack_steps: int = 120
+
+
+TINY = Size(
+    train=32,
+    held_out=16,
+    length=16,
+    counted=100,
+    etas=(75.0,),
+    exponential_etas=(18.0,),
+    hidden_etas=(100.0,),
+    splits=(1,),
+    epochs=1,
+    attacked=1,
+    attacked_length=4,
+    attack_steps=3,
+)
+FULL = Size(
+    train=60614,
+    held_out=872,
+    length=64,
+    counted=60614,
+    etas=(45.0, 50.0, 55.0, 60.0, 65.0, 70.0, 80.0, 90.0, 110.0),
+    exponential_etas=(8.0, 10.0, 12.0, 14.0, 16.0, 18.0, 20.0, 23.0, 26.0),
+    hidden_etas=(30.0, 60.0, 100.0, 150.0, 250.0),
+    splits=(1, 2, 3, 4),
+    trained_from=0,
+    attacked=64,
+    attack_steps=400,
+)
+
+
+@dataclass
+class Bench:
+    """The model and texts of a seed, kept between rows."""
+
+    model: Path
+    sst2: Path
+    size: Size
+    _held: dict[str, Any] = field(default_factory=dict)
+
+    def texts(self, seed: int) -> tuple[Any, ...]:
+        """Tokenizer, model, training and held-out texts, and counts for CTI of texts that count as public."""
+        if self._held.get("seed") != seed:
+            from transformers import AutoTokenizer
+
+            size, tokenizer = self.size, AutoTokenizer.from_pretrained(self.model)
+            model = tops.load(self.model, seed)
+            train = tops.read_texts(self.sst2 / "train.tsv", tokenizer, size.length, size.train, seed)
+            held_out = tops.read_texts(self.sst2 / "test.tsv", tokenizer, size.length, size.held_out, seed)
+            other = tops.read_texts(self.sst2 / "dev.tsv", tokenizer, size.length, size.counted, seed)
+            rows = [ids[mask.bool()][1:-1] for ids, mask in zip(other.ids, other.mask)]
+            counts = count_tokens(rows, other.labels.tolist(), 2, len(tokenizer))  # type: ignore[arg-type]
+            self._held = {"seed": seed, "value": (tokenizer, model, train, held_out, counts)}
+        return self._held["value"]
+
+    def run(self, row: dict[str, Any]) -> dict[str, Any]:
+        """One row of a figure or table."""
+        part = {"figure 2": self.figure_2, "figure 4": self.figure_4, "table 2": self.table_2, "table 3": self.table_3}
+        return part[row["part"]](row)
+
+    def figure_2(self, row: dict[str, Any]) -> dict[str, Any]:
+        """Tokens privatized at the embedding: EP and UA by eta, with and without CTI."""
+        tokenizer, model, train, held_out, counts = self.texts(row["seed"])
+        if row["eta"] is None:
+            return {"UA": self._utility(model, train, held_out, row["seed"])}
+        mechanism = "laplace" if row["form"] in LAPLACE else "exponential"
+        cti = _cti(row["form"], counts)
+        privatizer = TextPrivatizer(model, eta=row["eta"], tokenizer=tokenizer, mechanism=mechanism, cti=cti)
+        # A customer knows the labels of its training texts; in inference there are none.
+        labels = train.labels if privatizer.cti is not None else None
+        sent = train.with_ids(privatizer(train.ids, labels=labels, attention_mask=train.mask))
+        asked = held_out.with_ids(privatizer(held_out.ids, attention_mask=held_out.mask))
+        shown = privatizer.displacement()
+        return {
+            "UA": self._utility(model, sent, asked, row["seed"]),
+            "EP": _recovered(sent.ids, train).empirical_privacy,
+            "unchanged_of_vocabulary": shown.unchanged,
+            "mean_displacement": shown.mean_displacement,
+            **_bounds(privatizer, counts),
+        }
+
+    def figure_4(self, row: dict[str, Any]) -> dict[str, Any]:
+        """EP by split position, without privatization."""
+        _, model, *_ = self.texts(row["seed"])
+        bottom, _ = split_model(model, row["after"])
+        return {"EP": self._attack(bottom.eval(), row["seed"], None)}
+
+    def table_2(self, row: dict[str, Any]) -> dict[str, Any]:
+        """EP and UA by split position and eta, with noise on the hidden rows."""
+        _, model, train, held_out, _ = self.texts(row["seed"])
+        bottom, top = split_model(model, row["after"])
+        private = PrivateBottom(bottom, eta=row["eta"]) if row["eta"] is not None else bottom.eval()
+        with torch.no_grad():
+            states = [
+                torch.cat([private(ids, mask) for ids, mask in zip(t.ids.split(64), t.mask.split(64))])
+                for t in (train, held_out)
+            ]
+        utility = self._trained(model, top, states, train, held_out, row["seed"])
+        return {"UA": utility, "EP": self._attack(bottom.eval(), row["seed"], row["eta"])}
+
+    def table_3(self, row: dict[str, Any]) -> dict[str, Any]:
+        """A frozen embedding, released once, or a trained one, released afresh in every epoch."""
+        tokenizer, model, train, held_out, _ = self.texts(row["seed"])
+        privatizer = TextPrivatizer(model, eta=row["eta"], tokenizer=tokenizer)
+        releases = self.size.epochs if row["trained_embedding"] else 1
+        sent = [privatizer(train.ids, attention_mask=train.mask) for _ in range(releases)]
+        ever = torch.stack([ids == train.ids for ids in sent]).any(0)
+        state = {name: value.clone() for name, value in model.state_dict().items()}
+        model.get_input_embeddings().weight.requires_grad_(row["trained_embedding"])
+        self._train_whole(model, train, sent, row["seed"])
+        asked = privatizer(held_out.ids, attention_mask=held_out.mask)
+        found = self._judge_whole(model, held_out.with_ids(asked))
+        model.load_state_dict(state)
+        model.requires_grad_(True)
+        return {"UA": found, "EP": _recovered(torch.where(ever, train.ids, -1), train).empirical_privacy}
+
+    def _utility(self, model: Any, train: tops.Texts, held_out: tops.Texts, seed: int) -> float:
+        bottom, top = split_model(model, self.size.trained_from)
+        states = [tops.hidden_states(bottom, texts) for texts in (train, held_out)]
+        return self._trained(model, top, states, train, held_out, seed)
+
+    def _trained(
+        self, model: Any, top: Any, states: list[Tensor], train: tops.Texts, held_out: tops.Texts, seed: int
+    ) -> float:
+        state = {name: value.clone() for name, value in model.state_dict().items()}
+        torch.manual_seed(seed)
+        size = self.size
+        tops.train_top(
+            top,
+            lambda epoch: states[0],
+            train,
+            epochs=size.epochs,
+            batch_size=size.batch_size,
+            learning_rate=size.learning_rate,
+            seed=seed,
+        )
+        found = tops.accuracy(top, states[1], held_out)
+        model.load_state_dict(state)
+        return found
+
+    def _train_whole(self, model: Any, train: tops.Texts, sent: list[Tensor], seed: int) -> None:
+        size, generator = self.size, torch.Generator().manual_seed(seed)
+        torch.manual_seed(seed)
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=size.learning_rate / 4)
+        model.train()
+        for epoch in range(size.epochs):
+            ids = sent[min(epoch, len(sent) - 1)]
+            for rows in torch.randperm(len(train.labels), generator=generator).split(size.batch_size):
+                model(input_ids=ids[rows], attention_mask=train.mask[rows], labels=train.labels[rows]).loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+    @torch.no_grad()
+    def _judge_whole(self, model: Any, texts: tops.Texts) -> float:
+        model.eval()
+        found = [
+            model(input_ids=ids, attention_mask=mask).logits.argmax(1)
+            for ids, mask in zip(texts.ids.split(64), texts.mask.split(64))
+        ]
+        return float((torch.cat(found) == texts.labels).double().mean())
+
+    def _attack(self, bottom: Any, seed: int, eta: float | None) -> float:
+        """EP against inversion of the bottom's hidden rows, of the first tokens of the longest texts."""
+        _, _, _, held_out, _ = self.texts(seed)
+        size = self.size
+        chosen = held_out.mask.sum(1).argsort(descending=True)[: size.attacked]
+        ids = held_out.ids[chosen, 1 : 1 + size.attacked_length]
+        with torch.no_grad():
+            released = bottom(ids) if eta is None else PrivateBottom(bottom, eta=eta)(ids)
+        embeddings = bottom.model.get_input_embeddings()
+        guessed = audit.optimised_tokens(
+            released, audit.from_embeddings(bottom, embeddings), embeddings.weight, steps=size.attack_steps
+        )
+        return audit.inversion(guessed, ids).empirical_privacy
+
+
+def _cti(form: str, counts: Tensor) -> CTI | None:
+    if not form.startswith("CTI "):
+        return None
+    return CTI.from_counts(counts, source="public", form=form.removeprefix("CTI "))
+
+
+def _recovered(guessed: Tensor, texts: tops.Texts) -> audit.InversionResult:
+    """Over the tokens of texts proper: special tokens and padding hide nothing."""
+    inner = texts.mask.bool() & (texts.ids != texts.ids[:, :1])
+    last = texts.mask.sum(1) - 1
+    inner[torch.arange(len(last)), last] = False
+    return audit.inversion(guessed, texts.ids, inner)
+
+
+def _bounds(privatizer: TextPrivatizer, counts: Tensor, pairs: int = 300) -> dict[str, Any]:
+    """The median bound of pairs of tokens that occur, in nats, and the share of pairs without any."""
+    occurring = (counts.sum(0) > 0).nonzero().flatten()
+    drawn = torch.randint(0, len(occurring), (pairs, 2), generator=torch.Generator().manual_seed(0))
+    bounds = sorted(privatizer.bound(a, b) for a, b in occurring[drawn].tolist() if a != b)
+    middle = bounds[len(bounds) // 2]
+    return {
+        "median_bound": middle if math.isfinite(middle) else "inf",
+        "pairs_without_bound": sum(map(math.isinf, bounds)) / len(bounds),
+    }
+
+
+def settings(size: Size, seeds: int) -> Iterator[dict[str, Any]]:
+    """One row each; the first seed of everything comes first."""
+    for seed in range(seeds):
+        yield {"part": "figure 2", "form": "none", "eta": None, "seed": seed}
+        for forms, etas in ((LAPLACE, size.etas), (EXPONENTIAL, size.exponential_etas)):
+            for eta in etas:
+                for form in forms:
+                    yield {"part": "figure 2", "form": form, "eta": eta, "seed": seed}
+        for after in range(5):
+            yield {"part": "figure 4", "after": after, "seed": seed}
+        for eta in size.etas[2:3] or size.etas:
+            for trained in (False, True):
+                yield {"part": "table 3", "eta": eta, "trained_embedding": trained, "seed": seed}
+        for after in size.splits:
+            for hidden_eta in (*size.hidden_etas, None):
+                yield {"part": "table 2", "after": after, "eta": hidden_eta, "seed": seed}
+
+
+def plot(rows: list[dict[str, Any]], folder: Path) -> None:
+    """EP against UA of every form, and EP by split position."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12, 4.2), layout="constrained")
+    trade, split = figure.subplots(1, 2)
+    for form in LAPLACE + EXPONENTIAL:
+        etas = sorted({row["eta"] for row in rows if row.get("form") == form})
+        points = [[mean_of(rows, value, part="figure 2", form=form, eta=eta) for value in ("EP", "UA")] for eta in etas]
+        known = [point for point in points if None not in point]
+        if known:
+            trade.plot(*zip(*known), marker="o", label=form + (" (no bound)" if form == "CTI paper" else ""))
+    trade.set(xlabel="empirical privacy", ylabel="accuracy", title="SAP at the embedding, by eta")
+    trade.legend(fontsize=8)
+    positions = sorted({row["after"] for row in rows if row["part"] == "figure 4"})
+    split.plot(positions, [mean_of(rows, "EP", part="figure 4", after=k) for k in positions], marker="o")
+    split.set(xlabel="blocks in the bottom", ylabel="empirical privacy", title="no noise", xticks=positions)
+    folder.mkdir(parents=True, exist_ok=True)
+    figure.savefig(folder / "sap.png", dpi=150)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure what is missing, then draw."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser.add_argument("--model", type=Path, required=True, help="folder of all-MiniLM-L6-v2 or another encoder")
+    parser.add_argument("--sst2", type=Path, required=True, help="folder with train.tsv, dev.tsv and test.tsv")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--pictures", type=Path)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--minutes", type=float, default=25.0)
+    parser.add_argument("--size", choices=("default", "tiny", "full"), default="default")
+    parser.add_argument("--only", default="", help="only parts whose name holds this")
+    options = parser.parse_args(arguments)
+    quiet_libraries()
+    size = {"default": Size(), "tiny": TINY, "full": FULL}[options.size]
+    bench, table = Bench(options.model, options.sst2, size), Table(options.json)
+    wanted = (row for row in settings(size, options.seeds) if options.only in row["part"])
+    runs: Iterator[Run] = ((row, lambda row=row: bench.run(row)) for row in wanted)  # type: ignore[misc]
+    measure(table, runs, options.minutes)
+    if options.pictures:
+        plot(table.rows, options.pictures)
+
+
+if __name__ == "__main__":
+    main()
