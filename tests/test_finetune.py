@@ -131,6 +131,70 @@ def test_without_privacy_the_same_path_learns(config):
     assert json.loads((Path(config.output) / "result.json").read_text())["epsilon"] == "inf"
 
 
+RAPFT = {"irrelevance_ratio": 0.6, "allocation": "optimal", "map_after": 1}
+
+
+@pytest.mark.parametrize(
+    ("peft_kind", "method", "options", "kinds"),
+    [
+        ("lora", "rapft", {**RAPFT, "source": {"kind": "noisy", "noise_multiplier": 4.0, "sample_rate": 0.2}}, 2),
+        ("bitfit", "rapft", {**RAPFT, "source": {"kind": "public", "data": "PUBLIC", "examples": 6}}, 1),
+        ("full", "rapft", {"mode": "paper", "propagation": {"rule": "alpha_beta"}}, 1),
+        ("full", "frost", {"unfreezing_ratio": 0.5, "selection_steps": 2, "selection_rate": 0.2}, 2),
+    ],
+)
+def test_methods_by_their_options(config, files, tmp_path, peft_kind, method, options, kinds):
+    source = options.get("source", {})
+    if source.get("data") == "PUBLIC":
+        options = {**options, "source": {**source, "data": str(files / "text.jsonl")}}
+    result = finetune(with_settings(config, peft=peft_kind, method=method, method_options=options, epochs=2))
+    assert result.steps == 6
+    assert 0 < result.epsilon <= 8
+    card = json.loads((tmp_path / "run" / "card.json").read_text())
+    assert card["mechanism"]["name"] == {"rapft": "Rap-FT", "frost": "DP-FROST"}[method]
+    assert (card["guarantee"] == "none") == (options.get("mode") == "paper")
+    assert json.dumps(card["event"]).count("poisson_sampled") == kinds
+    assert result.before.perplexity != result.after.perplexity
+
+
+def test_a_stopped_run_resumes_with_the_partitions_it_had_chosen(config, tmp_path):
+    options = {"unfreezing_ratio": 0.5, "selection_steps": 2, "selection_rate": 0.2}
+    settings = with_settings(config, peft="full", method="frost", method_options=options, epochs=4)
+    with pytest.raises(SystemExit):
+        finetune(settings, reporter=StopAfter(5))
+    [kept] = (tmp_path / "run").glob("preparation-*")
+    before = kept.read_bytes()
+    result = finetune(settings, resume=True)
+    assert kept.read_bytes() == before
+    assert 0 < result.epsilon <= 8
+    assert result.trained_parameters < sum(p.numel() for p in load_base(config).parameters()) / 2
+
+
+def load_base(config):
+    return transformers.AutoModelForCausalLM.from_pretrained(config.model)
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "message"),
+    [
+        ("rapft", {"irelevance_ratio": 0.7}, "no option 'irelevance_ratio'; did you mean irrelevance_ratio"),
+        ("rapft", {}, "breaks the guarantee"),
+        ("rapft", {"source": {"kind": "public"}}, "needs data"),
+        ("rapft", {"source": {"kind": "nosy"}}, "choose one of public, noisy"),
+        ("rapft", {"source": "noisy"}, "must be a mapping"),
+        ("rapft", {"source": {"kind": "noisy", "noise_multiplier": 1.0}}, "sample_rate"),
+        ("frost", {"unfreezing_ratio": 2.0}, "must lie between 0 and 1"),
+        ("frost", {"unfreezing_ratio": 1e-9}, "smallest"),
+        ("dpsgd", {"groups": "each"}, "per_layer"),
+    ],
+)
+def test_a_method_that_cannot_be_made_leaves_nothing_behind(config, method, options, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        finetune(with_settings(config, method=method, method_options=options))
+    left = list((tmp_path / "run").iterdir()) if (tmp_path / "run").exists() else []
+    assert not left
+
+
 def test_classification(config, files):
     settings = {"task": "classification", "text_column": "sentence", "labels": ["often", "seldom"]}
     data = {"train": str(files / "labels.tsv"), "eval": str(files / "labels.tsv")}
@@ -272,7 +336,10 @@ def test_a_checkpoint_of_another_model_is_refused(config, tmp_path):
 def test_settings_from_yaml_and_flags(tmp_path):
     path = tmp_path / "a.yaml"
     path.write_text("learning_rate: 1e-3\nepsilon: inf\nlabels: [0, 1]\nmax_length: 64.0\n")
-    config = load_config(path, {"epsilon": 3, "labels": "yes,no", "model": None})
+    config = load_config(
+        path, {"epsilon": 3, "labels": "yes,no", "method_options": "{groups: per_layer}", "model": None}
+    )
+    assert config.method_options == {"groups": "per_layer"}
     assert config.learning_rate == 1e-3
     assert config.epsilon == 3
     assert config.labels == ["yes", "no"]
@@ -289,6 +356,7 @@ def test_settings_from_yaml_and_flags(tmp_path):
         ("epochs: [1]", "epochs must be a number"),
         ("batch_size: 1.5", "batch_size must be a whole number"),
         ("gradient_checkpointing: maybe", "must be true or false"),
+        ("method_options: 3", "must be a mapping"),
         ("- a", "must hold settings"),
         ("a: [", "line 2: not valid YAML"),
     ],

@@ -66,8 +66,8 @@ def _with_settings(command: Callable[..., None]) -> Callable[..., None]:
     fields = {field.name: field for field in dataclasses.fields(FinetuneConfig)}
 
     def flag(name: str) -> inspect.Parameter:
-        # Lists come as one value with commas, as in the YAML file's short form.
-        kind: Any = str if setting_type(name) is list else setting_type(name)
+        # Lists and mappings come as one value, as in the YAML file's short form.
+        kind: Any = str if setting_type(name) in (list, dict) else setting_type(name)
         text = fields[name].metadata["help"]
         if fields[name].default is not None:
             text += f" (default {fields[name].default!r})"

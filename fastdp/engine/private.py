@@ -487,11 +487,8 @@ def make_private(
             secure_rounding=secure_rounding,
         )
 
-    stages = Stages(
-        model, optimizer, method, sigma, release, open_engine, None if output_dir is None else Path(output_dir)
-    )
-    if resume:
-        stages.load()
+    folder = None if output_dir is None else Path(output_dir)
+    stages = Stages(model, optimizer, method, sigma, release, open_engine, folder, resume and folder is not None)
     private = Private(model, optimizer, loader, stages, ledger, settings, open_preparation)
     for owner in (model, optimizer):
         _DRIVEN.add(owner)

@@ -7,15 +7,15 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from fastdp.engine.engine import Engine
 from fastdp.engine.method import Method, Outcome, Preparation
 from fastdp.engine.policy import Policy
 from fastdp.engine.release import Release
 
-OUTCOME_FILE = "preparation.safetensors"
+#: What each preparation released, by the step it ran before.
+_OUTCOME_FILE = "preparation-{step:08d}.safetensors"
 
 
 class Stages:
@@ -28,6 +28,7 @@ class Stages:
         release: receives the trained parameters of each stage.
         open_engine: an engine for a policy over the parameters that are trained just then.
         folder: where outcomes are kept for a resumed run; None keeps them in memory.
+        resume: take outcomes found in the folder instead of releasing them again.
     """
 
     def __init__(
@@ -39,6 +40,7 @@ class Stages:
         release: Release,
         open_engine: Callable[[Policy], Engine],
         folder: Path | None,
+        resume: bool = False,
     ):
         self.model = model
         self.optimizer = optimizer
@@ -50,7 +52,8 @@ class Stages:
         #: The step before which the latest preparation ran; -1 before the first.
         self.prepared_step = -1
         self._open_engine = open_engine
-        self._file = None if folder is None else folder / OUTCOME_FILE
+        self._folder = folder
+        self._resume = resume
         self._groups = [list(group["params"]) for group in optimizer.param_groups]
         self.engine = self._open()
 
@@ -61,8 +64,10 @@ class Stages:
     def prepare(self, preparation: Preparation) -> None:
         """Let the method make its release, keep the outcome, and open the next stage.
 
-        A method that fails leaves the stage as it was.
+        A release that an earlier process made and kept is not made again. A method that fails leaves the stage as it was.
         """
+        if self._resume and self._adopt_stored(preparation.step):
+            return
         self.engine.close()
         training = self.model.training
         self._train(self.parameters)
@@ -88,16 +93,14 @@ class Stages:
         self.engine.close()
         self._train(self.parameters)
 
-    def load(self) -> bool:
-        """Adopt what an earlier process kept in the folder; False if there is nothing."""
-        if self._file is None or not self._file.exists():
-            return False
-        with safe_open(self._file, "pt") as stored:
-            names = stored.keys()
-            outcome = {name: stored.get_tensor(name) for name in names}
-            step = int(stored.metadata()["step"])
-        self.adopt(outcome, step)
-        return True
+    def _adopt_stored(self, step: int) -> bool:
+        assert self._folder is not None
+        for earlier in range(step, self.prepared_step, -1):
+            path = self._folder / _OUTCOME_FILE.format(step=earlier)
+            if path.exists():
+                self.adopt(load_file(path), earlier)
+                return True
+        return False
 
     def _open(self) -> Engine:
         names = self.method.trained(self.parameters, self.outcome) if self.outcome else list(self.parameters)
@@ -117,9 +120,9 @@ class Stages:
             group["params"] = [p for p in everything if id(p) in kept or id(p) not in known]
 
     def _save(self, outcome: Outcome, step: int) -> None:
-        if self._file is None:
+        if self._folder is None:
             return
-        aside = self._file.with_suffix(".partial")
-        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in outcome.items()}
-        save_file(tensors, aside, metadata={"step": str(step)})
-        os.replace(aside, self._file)
+        path = self._folder / _OUTCOME_FILE.format(step=step)
+        aside = path.with_suffix(".partial")
+        save_file({name: tensor.detach().cpu().contiguous() for name, tensor in outcome.items()}, aside)
+        os.replace(aside, path)

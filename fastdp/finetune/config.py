@@ -21,6 +21,7 @@ class ConfigError(ValueError):
 CHOICES = {
     "task": ("causal-lm", "classification"),
     "peft": ("full", "lora", "bitfit", "bottleneck", "prompt", "ia3"),
+    "method": ("dpsgd", "rapft", "frost"),
     "sampling": ("poisson", "shuffled"),
     "schedule": ("constant", "linear", "cosine"),
     "precision": ("float32", "bfloat16"),
@@ -60,6 +61,8 @@ class FinetuneConfig:
 
     epsilon: float | None = _setting("privacy budget to spend; inf trains without privacy")
     delta: float = _setting("probability that the guarantee may fail; keep it well below 1 / examples", 1e-5)
+    method: str = _setting("dpsgd, rapft or frost", "dpsgd")
+    method_options: dict[str, Any] | None = _setting("arguments of the method, as in {irrelevance_ratio: 0.7}")
     max_grad_norm: float = _setting("bound on one example's gradient", 1.0)
     sampling: str = _setting("poisson (accounted with amplification) or shuffled (without)", "poisson")
 
@@ -140,7 +143,7 @@ _HINTS = typing.get_type_hints(FinetuneConfig)
 
 
 def setting_type(name: str) -> type:
-    """The type of a setting apart from None: str, int, float, bool or list."""
+    """The type of a setting apart from None: str, int, float, bool, list or dict."""
     hint = _HINTS[name]
     if isinstance(hint, types.UnionType):
         hint = next(arm for arm in typing.get_args(hint) if arm is not type(None))
@@ -154,6 +157,11 @@ def _convert(name: str, value: Any) -> Any:
     try:
         if kind is list:
             return [str(item) for item in (value.split(",") if isinstance(value, str) else value)]
+        if kind is dict:
+            loaded = yaml.safe_load(value) if isinstance(value, str) else value
+            if not isinstance(loaded, dict):
+                raise ValueError
+            return loaded
         if kind is bool:
             if not isinstance(value, bool):
                 raise ValueError
@@ -163,8 +171,15 @@ def _convert(name: str, value: Any) -> Any:
         if kind is int and int(value) != float(value):
             raise ValueError
         return kind(value)
-    except (TypeError, ValueError, OverflowError):
-        wanted = {str: "text", int: "a whole number", float: "a number", bool: "true or false", list: "a list"}[kind]
+    except (TypeError, ValueError, OverflowError, yaml.YAMLError):
+        wanted = {
+            str: "text",
+            int: "a whole number",
+            float: "a number",
+            bool: "true or false",
+            list: "a list",
+            dict: "a mapping such as {name: value}",
+        }[kind]
         raise ConfigError(f"{name} must be {wanted}, not {value!r}") from None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -129,24 +130,29 @@ def save_weights(model: nn.Module, tokenizer: PreTrainedTokenizerBase, output: P
     return folder
 
 
-def trained_state(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The trained parameters by name, on the CPU: what a checkpoint needs besides the pretrained model."""
-    return {name: p.detach().cpu().clone() for name, p in model.named_parameters() if p.requires_grad}
+def trained_names(model: nn.Module) -> list[str]:
+    """The parameters that are trained just now; a method may freeze some of them later."""
+    return [name for name, p in model.named_parameters() if p.requires_grad]
 
 
-def restore_trained(model: nn.Module, state: dict[str, torch.Tensor]) -> None:
+def trained_state(model: nn.Module, names: Sequence[str]) -> dict[str, torch.Tensor]:
+    """These parameters by name, on the CPU: what a checkpoint needs besides the pretrained model."""
+    parameters = dict(model.named_parameters())
+    return {name: parameters[name].detach().cpu().clone() for name in names}
+
+
+def restore_trained(model: nn.Module, state: dict[str, torch.Tensor], names: Sequence[str]) -> None:
     """Put back what `trained_state` gave.
 
     Raises:
         ConfigError: when the checkpoint is of a model with other trained parameters.
     """
-    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    shapes = {name: p.shape for name, p in parameters.items()}
-    if shapes != {name: tensor.shape for name, tensor in state.items()}:
+    parameters = dict(model.named_parameters())
+    if {name: parameters[name].shape for name in names} != {name: tensor.shape for name, tensor in state.items()}:
         raise ConfigError("the checkpoint is of another model: its trained parameters differ from this run's")
     with torch.no_grad():
-        for name, parameter in parameters.items():
-            parameter.copy_(state[name])
+        for name, tensor in state.items():
+            parameters[name].copy_(tensor)
 
 
 def _check_folder(name: str | None) -> None:

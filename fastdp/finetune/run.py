@@ -16,7 +16,7 @@ import torch
 import yaml
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Subset
 from transformers import PreTrainedTokenizerBase
 
 import fastdp
@@ -25,12 +25,14 @@ from fastdp.data import Collator, DataError, Examples, Rows, causal_examples, cl
 from fastdp.finetune.config import ConfigError, FinetuneConfig, load_config
 from fastdp.finetune.evaluation import Quality, autocast, evaluate
 from fastdp.finetune.memory import PeakMemory
+from fastdp.finetune.methods import choose_method
 from fastdp.finetune.models import (
     choose_trained,
     load_model,
     load_tokenizer,
     restore_trained,
     save_weights,
+    trained_names,
     trained_state,
 )
 
@@ -220,15 +222,15 @@ class _Run:
         config = self.config
         self.output.mkdir(parents=True, exist_ok=True)
         config.save(self.output / CONFIG)
+        self.names = trained_names(self.model)
         parameters = [p for p in self.model.parameters() if p.requires_grad]
         optimizer = torch.optim.AdamW(parameters, lr=config.learning_rate, weight_decay=config.weight_decay)
         loader = DataLoader(self.train, batch_size=config.batch_size, shuffle=True, collate_fn=self.collator)
-        with_privacy = math.isfinite(float(config.epsilon or 0))
         self.private = fastdp.make_private(
             self.model,
             optimizer,
             loader,
-            method=fastdp.DPSGD(max_grad_norm=config.max_grad_norm) if with_privacy else fastdp.NonPrivate(),
+            method=choose_method(config, self._read_public),
             target_epsilon=config.epsilon,
             target_delta=config.delta,
             epochs=config.epochs,
@@ -239,6 +241,12 @@ class _Run:
         )
         self.model, self.optimizer, self.loader = self.private
         self.scheduler = LambdaLR(self.optimizer, _schedule(config, self.private.total_steps))
+
+    def _read_public(self, path: str, count: int) -> list[dict[str, torch.Tensor]]:
+        examples = encode_rows(read_rows(path), self.tokenizer, self.config, self.reporter)
+        chosen = Subset(examples, range(min(count, len(examples))))
+        loader = DataLoader(chosen, batch_size=self.config.physical_batch_size, collate_fn=self.collator)
+        return [{key: value.to(self.device) for key, value in batch.items()} for batch in loader]
 
     def forget_if_nothing_was_spent(self) -> None:
         """After a failure before the first release, leave no run behind that would have to be resumed."""
@@ -346,7 +354,7 @@ class _Run:
     def _save_checkpoint(self) -> None:
         state = {
             "updates": self.updates,
-            "trained": trained_state(self.model),
+            "trained": trained_state(self.model, self.names),
             "optimizer": self.optimizer.state_dict(),
             "scheduler": self.scheduler.state_dict(),
             "private": self.private.state_dict(),
@@ -368,10 +376,11 @@ class _Run:
         return torch.load(path, map_location="cpu", weights_only=True)
 
     def _restore(self, checkpoint: dict[str, Any]) -> None:
-        restore_trained(self.model, checkpoint["trained"])
+        restore_trained(self.model, checkpoint["trained"], self.names)
+        # First, since a method may have left some parameters out of the optimizer whose state comes next.
+        self.private.load_state_dict(checkpoint["private"])
         self.optimizer.load_state_dict(checkpoint["optimizer"])
         self.scheduler.load_state_dict(checkpoint["scheduler"])
-        self.private.load_state_dict(checkpoint["private"])
         self.updates = checkpoint["updates"]
         self.before = Quality(**checkpoint["before"]) if checkpoint["before"] else None
 

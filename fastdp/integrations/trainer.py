@@ -201,13 +201,13 @@ class DPTrainer(Trainer):
             torch.save(self.private.state_dict(), Path(output_dir) / STATE_FILE)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is not None and self.private is not None:
+            path = Path(checkpoint) / STATE_FILE
+            if not path.exists():
+                raise ValueError(f"{checkpoint} has no {STATE_FILE}: it is no checkpoint of a private run")
+            # First, since a method may have left some parameters out of the optimizer whose state comes next.
+            self.private.load_state_dict(torch.load(path, weights_only=True))
         super()._load_optimizer_and_scheduler(checkpoint)
-        if checkpoint is None or self.private is None:
-            return
-        path = Path(checkpoint) / STATE_FILE
-        if not path.exists():
-            raise ValueError(f"{checkpoint} has no {STATE_FILE}: it is no checkpoint of a private run")
-        self.private.load_state_dict(torch.load(path, weights_only=True))
 
 
 def _check_arguments(arguments: TrainingArguments | None, kwargs: dict[str, Any]) -> None:

@@ -1,0 +1,77 @@
+"""The method of a run, made from the config's `method` and `method_options`."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import fastdp
+from fastdp.engine.method import Method
+from fastdp.finetune.config import ConfigError, FinetuneConfig
+from fastdp.methods.rapft import Initialisation, NoisyMap, PrivateSubset, Propagation, PublicMap
+
+#: Batches of a file of public examples, of which at most so many are used.
+ReadPublic = Callable[[str, int], Sequence[Mapping[str, Any]]]
+
+_SOURCES = {"noisy": NoisyMap, "private": PrivateSubset}
+_NESTED = {"propagation": Propagation, "initialisation": Initialisation}
+_PUBLIC_EXAMPLES = 64
+
+
+def choose_method(config: FinetuneConfig, read_public: ReadPublic) -> Method:
+    """The method that a config names; without privacy (epsilon inf) there is none, whatever it names.
+
+    ``method_options`` are the arguments of `fastdp.DPSGD`, `fastdp.RapFT` or `fastdp.DPFrost`. Rap-FT's ``source`` is a
+    mapping: ``{kind: noisy, noise_multiplier: 2, sample_rate: .02}``, ``{kind: public, data: PATH, examples: 64}``, or in
+    ``paper`` mode ``{kind: private}``.
+
+    Raises:
+        ConfigError: for an option that the method does not have, or a value that it refuses.
+    """
+    if math.isinf(float(config.epsilon or 0)):
+        return fastdp.NonPrivate()
+    kind = {"dpsgd": fastdp.DPSGD, "rapft": fastdp.RapFT, "frost": fastdp.DPFrost}[config.method]
+    options = dict(config.method_options or {})
+    if config.method == "rapft":
+        for name, nested in _NESTED.items():
+            if name in options:
+                options[name] = _made(nested, _mapping(options[name], name), name)
+        if "source" in options:
+            options["source"] = _source(_mapping(options["source"], "source"), read_public)
+    return _made(kind, {"max_grad_norm": config.max_grad_norm} | options, "method_options")
+
+
+def _source(options: dict[str, Any], read_public: ReadPublic) -> Any:
+    kind = options.pop("kind", None)
+    if kind == "public":
+        if "data" not in options:
+            raise ConfigError("source of kind public needs data: the file with the public examples")
+        path, count = str(options.pop("data")), int(options.pop("examples", _PUBLIC_EXAMPLES))
+        if options:
+            raise ConfigError(f"source of kind public has data and examples, not {', '.join(options)}")
+        return PublicMap(read_public(path, count))
+    if kind not in _SOURCES:
+        raise ConfigError(f"source has kind {kind!r}: choose one of public, {', '.join(_SOURCES)}")
+    return _made(_SOURCES[kind], options, "source")
+
+
+def _mapping(value: Any, name: str) -> dict[str, Any]:
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{name} must be a mapping of settings, not {value!r}")
+    return dict(value)
+
+
+def _made(kind: Any, options: Mapping[str, Any], where: str) -> Any:
+    known = [field.name for field in dataclasses.fields(kind) if field.init]
+    for name in options:
+        if name not in known:
+            nearest = difflib.get_close_matches(str(name), known, n=1)
+            hint = f"did you mean {nearest[0]}?" if nearest else f"there are {', '.join(known)}"
+            raise ConfigError(f"{where}: {kind.__name__} has no option {name!r}; {hint}")
+    try:
+        return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in options.items()})
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{where}: {error}") from None

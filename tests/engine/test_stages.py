@@ -1,0 +1,202 @@
+"""Releases between training steps: what a method prepares is paid for, kept, resumed and undone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fastdp
+from fastdp import accounting, ops
+from fastdp.accounting import BudgetExceeded, epsilon
+from fastdp.engine.method import Budget, Method, Outcome, Preparation, Schedule, SideRelease
+from fastdp.engine.policy import Policy
+from tests.engine.runs import Classifier, loader, start
+
+RATE, NOISE = 0.5, 2.0
+
+
+@dataclass(frozen=True)
+class Choosy(Method):
+    """Trains ``first`` or ``second``, by a noisy count of a sample; ``every`` steps anew."""
+
+    every: int = 100
+    budgeted: int = 1
+    fails: bool = False
+    mechanism: str = field(default="choosy", init=False)
+
+    def budget(self, schedule: Schedule) -> Budget:
+        model = accounting.EventModel(accounting.poisson_gaussian(NOISE, RATE))
+        side = (SideRelease("count", model, self.budgeted),)
+        return Budget(schedule.multiplier(side), side)
+
+    def prepares_at(self, step: int) -> bool:
+        return step % self.every == 0
+
+    def prepare(self, preparation: Preparation) -> Outcome:
+        preparation.record("count")
+        if self.fails:
+            raise RuntimeError("a fault of the method")
+        count = torch.tensor([sum(float(weights.sum()) for _, weights in preparation.sample(RATE))])
+        ops.add_noise_(count, NOISE, preparation.stream)
+        return {"count": count, "choice": torch.tensor(len(preparation.outcome) and 1)}
+
+    def trained(self, parameters: Mapping[str, torch.nn.Parameter], outcome: Outcome) -> Sequence[str]:
+        prefix = ("first", "second")[int(outcome["choice"])]
+        return [name for name in parameters if name.startswith(prefix)]
+
+    def policy(
+        self, parameters: Mapping[str, torch.nn.Parameter], noise_multiplier: float, outcome: Outcome | None = None
+    ) -> Policy:
+        return Policy((1.0,), (noise_multiplier,), dict.fromkeys(parameters, 0))
+
+    def describe(self) -> dict[str, Any]:
+        return {"name": self.mechanism}
+
+
+def run(private: Any, steps: int) -> None:
+    """Train until ``steps`` logical steps are done."""
+    while private.steps_done < steps:
+        for batch in private.data_loader:
+            private.model(**batch)["loss"].backward()
+            private.optimizer.step()
+            private.optimizer.zero_grad()
+            if private.steps_done >= steps and private.last_step_done:
+                return
+
+
+def make(method: Method, **options: Any) -> Any:
+    model = Classifier()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    return start(
+        model, loader(), optimizer, method=method, **{"noise_multiplier": 1.0, "target_delta": 1e-3, **options}
+    )
+
+
+def values(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def moved(before: Mapping[str, torch.Tensor], model: torch.nn.Module) -> set[str]:
+    return {name.partition(".")[0] for name, p in model.named_parameters() if not torch.equal(before[name], p)}
+
+
+def test_nothing_is_released_before_the_loader_is_iterated() -> None:
+    private = make(Choosy())
+    assert private.ledger.spent("count") == 0
+    assert private.epsilon() == 0.0
+
+
+def test_a_preparation_is_paid_for_beside_the_steps() -> None:
+    private = make(Choosy(), noise_multiplier=None, target_epsilon=4.0)
+    run(private, private.total_steps)
+    steps = accounting.dpsgd(private.noise_multiplier, private.sample_rate, private.total_steps)
+    both = accounting.compose(steps, accounting.poisson_gaussian(NOISE, RATE))
+    assert private.epsilon() == pytest.approx(float(epsilon(both, 1e-3)))
+    assert private.epsilon() <= 4.0
+    assert float(epsilon(steps, 1e-3)) < 0.99 * private.epsilon(), "the preparation was free"
+    assert accounting.verify(private.card())
+
+
+def test_what_is_not_trained_is_frozen_and_leaves_the_optimizer() -> None:
+    private = make(Choosy())
+    before = values(private.model)
+    run(private, 2)
+    assert moved(before, private.model) == {"first"}
+    held = [p for group in private.optimizer.param_groups for p in group["params"]]
+    assert {id(p) for p in held} == {id(p) for p in private.model.first.parameters()}
+    assert not any(p.requires_grad for p in private.model.second.parameters())
+    private.detach()
+    assert all(p.requires_grad for p in private.model.parameters())
+    assert len(private.optimizer.param_groups[0]["params"]) == 4
+
+
+def test_a_second_preparation_replaces_the_first() -> None:
+    private = make(Choosy(every=3, budgeted=2))
+    run(private, 3)
+    before = values(private.model)
+    run(private, 5)
+    assert moved(before, private.model) == {"second"}
+    assert private.ledger.spent("count") == 2
+
+
+def test_no_more_preparations_than_were_budgeted() -> None:
+    private = make(Choosy(every=2, budgeted=1))
+    with pytest.raises(BudgetExceeded, match="'count' are spent"):
+        run(private, 3)
+
+
+def test_a_method_that_fails_has_spent_and_leaves_a_model_that_works() -> None:
+    private = make(Choosy(fails=True))
+    with pytest.raises(RuntimeError, match="a fault of the method"):
+        run(private, 1)
+    assert private.ledger.spent("count") == 1
+    private.detach()
+    batch = next(iter(loader()))
+    private.model(**batch)["loss"].backward()
+    assert all(p.grad is not None for p in private.model.parameters())
+
+
+def test_a_resumed_run_takes_the_outcome_that_was_kept(tmp_path: Path) -> None:
+    first = make(Choosy(), output_dir=tmp_path)
+    run(first, 2)
+    kept = float(first.outcome["count"])
+    first.detach()
+    second = make(Choosy(), output_dir=tmp_path, resume=True)
+    run(second, 4)
+    assert float(second.outcome["count"]) == kept
+    assert second.ledger.spent("count") == 1
+
+
+def test_without_the_kept_outcome_a_resumed_run_is_refused(tmp_path: Path) -> None:
+    """As after a kill between the record and the file: the budget may have been used, so it counts as used."""
+    first = make(Choosy(), output_dir=tmp_path)
+    run(first, 1)
+    first.detach()
+    for path in tmp_path.glob("preparation-*"):
+        path.unlink()
+    second = make(Choosy(), output_dir=tmp_path, resume=True)
+    with pytest.raises(BudgetExceeded):
+        run(second, 3)
+
+
+def test_a_new_run_does_not_take_another_runs_outcome(tmp_path: Path) -> None:
+    first = make(Choosy(), output_dir=tmp_path)
+    run(first, 1)
+    first.detach()
+    (tmp_path / "ledger.jsonl").unlink()
+    second = make(Choosy(), output_dir=tmp_path)
+    run(second, 1)
+    assert second.ledger.spent("count") == 1
+
+
+def test_a_checkpoint_carries_the_outcome_and_what_it_cost() -> None:
+    first = make(Choosy())
+    run(first, 2)
+    state = first.state_dict()
+    second = make(Choosy())
+    second.load_state_dict(state)
+    assert float(second.outcome["count"]) == float(first.outcome["count"])
+    assert second.epsilon() == first.epsilon()
+    second.optimizer.load_state_dict(first.optimizer.state_dict())
+    run(second, 4)
+    assert second.ledger.spent("count") == 1
+
+
+def test_the_card_says_what_the_method_says_of_itself() -> None:
+    @dataclass(frozen=True)
+    class Flawed(Choosy):
+        def flaws(self) -> Sequence[str]:
+            return ("its count is not what it seems",)
+
+    card = make(Flawed()).card()
+    assert card["guarantee"] == "none"
+    assert "its count is not what it seems" in card["why_no_guarantee"]
+
+
+def test_dpsgd_prepares_nothing() -> None:
+    assert not any(fastdp.DPSGD().prepares_at(step) for step in range(10))
