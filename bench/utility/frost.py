@@ -1,0 +1,412 @@
+"""DP-FROST's tables 1, 3, 4 and 6 at laptop size: a small encoder on SST-2, at equal true epsilon.
+
+    fastdp bench utility --suite frost --model MODEL --train train.tsv --eval dev.tsv --json frost.json --pictures FOLDER
+
+Every private row spends its ``epsilon`` truly (PLD), selection included. A run takes few steps, but its batches are drawn from,
+and accounted over, all training examples; selection rates are lower than the paper's in the same measure, so that selection
+takes its share of the examples that a run looks at.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import peft
+import torch
+import transformers as hf
+from fastdp.bench.utility.table import Run, Table, measure
+from torch.utils.data import DataLoader, Subset
+
+import fastdp
+from fastdp.data import Collator, Examples, classification_examples, read_rows
+from fastdp.engine.method import Budget, Method, Schedule
+from fastdp.finetune.evaluation import evaluate
+
+RATIO = 0.25**2
+LEARNING_RATES = {
+    "non-private": 5e-4,
+    "full": 5e-4,
+    "random": 1e-3,
+    "values": 1e-3,
+    "parameters": 1e-3,
+    "lora": 3e-3,
+    "adapter": 3e-3,
+    "frost": 1e-3,
+}
+#: What a table's rows start from.
+FROST: dict[str, Any] = {
+    "part": "accuracy",
+    "form": "frost",
+    "magnitude": "MGNA",
+    "norm_order": 1,
+    "selection_steps": 5,
+    "selections": 1,
+}
+PEFT = ("lora", "adapter")
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much is run.
+
+    Args:
+        rates: selection rates that are compared; the first is the usual one.
+        timed: steps timed, and examples in the population whose selection is timed.
+    """
+
+    steps: int = 12
+    batch_size: int = 96
+    length: int = 24
+    held_out: int = 500
+    epsilons: tuple[float, ...] = (0.5, 2.0, 8.0)
+    rates: tuple[float, ...] = (1e-3, 3e-4, 3e-3, 1e-2)
+    repeats: tuple[int, ...] = (2, 4)
+    timed: tuple[int, int] = (7, 3000)
+
+
+TINY = Size(2, 16, 12, 24, (2.0,), (2e-4, 4e-4), (2,), (1, 200))
+FULL = Size(177, 1024, 64, 6735, rates=(0.02, 1.0, 0.1, 0.05, 0.01), timed=(20, 60000))
+
+
+class Bench:
+    """The data, and one run of any row.
+
+    Args:
+        model: folder of an encoder with its tokenizer.
+        train, held_out: TSV files with the columns ``sentence`` and ``label``, 0 or 1.
+    """
+
+    def __init__(self, model: Path, train: Path, held_out: Path, size: Size):
+        self.folder, self.size = model, size
+        self.tokenizer = hf.AutoTokenizer.from_pretrained(model)
+        self.collator = Collator(self.tokenizer.pad_token_id)
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.train = self._examples(train)
+        chosen = self._examples(held_out)
+        if len(chosen) < size.held_out or len(self.train) < size.batch_size:
+            raise ValueError(
+                f"{held_out} needs {size.held_out} rows and {train} {size.batch_size} for this size of the benchmark"
+            )
+        stride = len(chosen) // size.held_out
+        self.held_out = Examples(chosen.items[::stride][: size.held_out], 0)
+        self.delta = 1 / (2 * len(self.train))
+        self.budget = cache(self._budget)
+
+    def _examples(self, path: Path) -> Examples:
+        rows = read_rows(str(path))
+        texts, labels = rows.column("sentence", "the texts"), rows.column("label", "the labels")
+        return classification_examples(self.tokenizer, texts, [int(label) for label in labels], self.size.length)
+
+    def placed(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The batch on the benchmark's device."""
+        return {key: value.to(self.device) for key, value in batch.items()}
+
+    def model(self, form: str, seed: int, rank: int = 8) -> torch.nn.Module:
+        """A fresh model in training mode without dropout, which would differ between the methods."""
+        torch.manual_seed(seed)
+        model: Any = hf.AutoModelForSequenceClassification.from_pretrained(self.folder, num_labels=2)
+        if form in PEFT:
+            task: Any = {"task_type": "SEQ_CLS"}
+            lora = peft.LoraConfig(
+                r=rank, lora_alpha=2 * rank, target_modules=["query", "key", "value", "dense"], **task
+            )
+            model = peft.get_peft_model(model, lora if form == "lora" else fastdp.BottleneckConfig(**task))
+        for module in model.modules():
+            if isinstance(module, torch.nn.Dropout):
+                module.p = 0.0
+        return model.to(self.device).train()
+
+    def method(self, row: dict[str, Any], **options: Any) -> Method:
+        """The method of a row."""
+        form, size = row["form"], self.size
+        if form == "non-private":
+            return fastdp.NonPrivate()
+        if form in ("full", *PEFT):
+            return fastdp.DPSGD()
+        if form == "random":
+            return fastdp.DPFrost(unfreezing_ratio=RATIO, choose_by="random", seed=row["seed"])
+        if form == "values":
+            return fastdp.DPFrost(unfreezing_ratio=RATIO, choose_by="values", granularity="parameters")
+        if form == "parameters":
+            options |= {"granularity": "parameters"}
+        if row["selections"] > 1:
+            options |= {"select_every": math.ceil(size.steps / row["selections"])}
+        return fastdp.DPFrost(
+            unfreezing_ratio=RATIO,
+            magnitude=row["magnitude"],
+            norm_order=row["norm_order"],
+            selection_steps=row["selection_steps"],
+            selection_rate=row["selection_rate"],
+            **options,
+        )
+
+    def _budget(self, method: Method, epsilon: float) -> Budget:
+        """The noise of a method; the same for all seeds, so found once."""
+        size, units = self.size, len(self.train)
+        per_epoch = math.ceil(units / size.batch_size)
+        return method.budget(
+            Schedule(units, size.batch_size, size.steps, per_epoch, "poisson", "add_remove", epsilon, self.delta, None)
+        )
+
+    def start(
+        self, model: torch.nn.Module, row: dict[str, Any], data: Any = None, steps: float | None = None
+    ) -> fastdp.Private:
+        """The private run of a row, not begun."""
+        size, options = self.size, {}
+        method = self.method(row)
+        if row["form"] != "non-private":
+            plain = replace(method, seed=0) if row["form"] == "random" else method  # type: ignore[type-var]
+            budget = self.budget(plain, row["epsilon"])
+            options["noise_multiplier"] = budget.noise_multiplier
+            if budget.side:
+                # The multiplier lies inside the event that the ledger will hold.
+                one: Any = budget.side[0].event.one
+                method = self.method(row, selection_noise_multiplier=one.event.noise_multiplier)
+        data = self.train if data is None else data
+        steps = size.steps if steps is None else steps
+        trained = [p for p in model.parameters() if p.requires_grad]
+        return fastdp.make_private(
+            model,
+            torch.optim.AdamW(trained, lr=LEARNING_RATES[row["form"]], weight_decay=0.0),
+            DataLoader(data, batch_size=size.batch_size, collate_fn=self.collator),
+            method=method,
+            target_delta=1 / (2 * len(data)),
+            # Half a step less is rounded up to a whole one, whatever the rounding of the quotient.
+            epochs=(steps - 0.5) / math.ceil(len(data) / size.batch_size),
+            max_physical_batch_size=64,
+            **options,
+        )
+
+    def run(self, row: dict[str, Any]) -> dict[str, Any]:
+        """Select, train and evaluate once."""
+        model = self.model(row["form"], row["seed"])
+        names = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        run = self.start(model, row)
+        begin = time.perf_counter()
+        run.prepare()
+        selected = time.perf_counter()
+        while run.steps_done < run.total_steps:
+            for batch in run.data_loader:
+                model(**self.placed(batch)).loss.backward()
+                run.optimizer.step()
+                run.optimizer.zero_grad()
+        end = time.perf_counter()
+        quality = evaluate(model, self.held_out, self.collator, 64, "classification")
+        true = run.epsilon() if row["form"] != "non-private" else math.inf
+        found = {
+            "accuracy": quality.accuracy,
+            "true_epsilon": true if math.isfinite(true) else "inf",
+            "noise_multiplier": run.noise_multiplier,
+            "trained_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
+            "selection_seconds": selected - begin,
+            "training_seconds": end - selected,
+        }
+        if row["form"] == "frost":
+            assert isinstance(run.method, fastdp.DPFrost)
+            found["selected"] = run.method.chosen(names, run.outcome)
+        run.detach()
+        return found
+
+    def time(self, row: dict[str, Any]) -> dict[str, Any]:
+        """A step of DP-FROST over one of LoRA with as many trained parameters, taking turns; and selection's share.
+
+        The share is of the paper's setting: five releases at rate .02 over some examples, beside three epochs of training
+        on them, whose time is that of the steps measured here.
+        """
+        steps, population = self.size.timed
+        chosen = {**FROST, "selection_rate": 0.02, "epsilon": 8.0, "seed": 0}
+        frost = self.model("frost", 0)
+        data = Subset(self.train, range(min(population, len(self.train))))  # type: ignore[arg-type]
+        run = self.start(frost, chosen, data, 10_000)
+        begin = time.perf_counter()
+        run.prepare()
+        selection = time.perf_counter() - begin
+        size = sum(p.numel() for p in frost.parameters() if p.requires_grad)
+        rank = self._rank(size)
+        lora = self.model("lora", 0, rank)
+        other = self.start(lora, {**chosen, "form": "lora"}, data, 10_000)
+        times: list[list[float]] = [[], []]
+        counts = [0, 0]
+        loops = [self._micro_batches(run), self._micro_batches(other)]
+        for turn in range(steps + 2):
+            for which, loop in enumerate(loops):
+                begin = time.perf_counter()
+                examples = next(loop)
+                if turn >= 2:
+                    times[which].append((time.perf_counter() - begin) / examples)
+                    counts[which] += examples
+        training = statistics.median(times[0]) * 3 * len(data)
+        found = {
+            "frost_parameters": size,
+            "lora_parameters": sum(p.numel() for p in lora.parameters() if p.requires_grad),
+            "lora_rank": rank,
+            "step_ratio": statistics.median(a / b for a, b in zip(*times)),
+            "selection_seconds": selection,
+            "selection_share": selection / (selection + training),
+        }
+        run.detach()
+        other.detach()
+        return found
+
+    def _rank(self, size: int) -> int:
+        """The rank at which LoRA trains about ``size`` parameters."""
+        one, two = (
+            sum(p.numel() for p in self.model("lora", 0, rank).parameters() if p.requires_grad) for rank in (1, 2)
+        )
+        return max(1, round((size - 2 * one + two) / (two - one)))
+
+    def _micro_batches(self, run: fastdp.Private) -> Iterator[int]:
+        """Endless micro-batches, each with the step it completes if it does; yields how many examples it held."""
+        while True:
+            for batch in run.data_loader:
+                placed = self.placed(batch)
+                run.model(**placed).loss.backward()
+                run.optimizer.step()
+                run.optimizer.zero_grad()
+                yield len(placed["labels"])
+
+
+def settings(size: Size, seeds: int) -> Iterator[dict[str, Any]]:
+    """The rows of accuracy, no setting twice; the first seed of everything comes first."""
+    least, usual = size.epsilons[0], size.rates[0]
+    frost = {**FROST, "selection_rate": usual}
+    rows: list[dict[str, Any]] = [{"part": "accuracy", "form": "non-private", "epsilon": "inf"}]
+    for epsilon in size.epsilons:
+        rows += [{"part": "accuracy", "form": form, "epsilon": epsilon} for form in ("full", "random", "values", *PEFT)]
+        rows.append({**frost, "epsilon": epsilon})
+    rows.append({**frost, "form": "parameters", "selection_steps": 1, "epsilon": least})
+    for kind in ("MG", "MGN", "MGNA"):
+        rows += [{**frost, "magnitude": kind, "selection_steps": steps, "epsilon": least} for steps in (1, 5)]
+    rows += [{**frost, "selections": repeats, "epsilon": least} for repeats in size.repeats]
+    rows += [{**frost, "selection_rate": rate, "epsilon": least} for rate in size.rates]
+    for seed in range(seeds):
+        seen: list[dict[str, Any]] = []
+        for row in rows:
+            if row not in seen:
+                seen.append(row)
+                yield {**row, "seed": seed}
+
+
+def runs(bench: Bench, seeds: int) -> Iterator[Run]:
+    """Everything that is measured, the cheap parts first."""
+    row: dict[str, Any] = {"part": "time"}
+    yield row, partial(bench.time, row)
+    for row in settings(bench.size, seeds):
+        yield row, partial(bench.run, row)
+
+
+def spread(rows: Sequence[dict[str, Any]], **setting: Any) -> tuple[float, float] | None:
+    """Mean and standard deviation of the accuracy over the seeds of a setting; None without rows."""
+    found = [
+        row["accuracy"]
+        for row in rows
+        if row["part"] == "accuracy" and all(row.get(key) == value for key, value in setting.items())
+    ]
+    if not found:
+        return None
+    return statistics.mean(found), statistics.stdev(found) if len(found) > 1 else 0.0
+
+
+def tables(rows: Sequence[dict[str, Any]], size: Size) -> str:
+    """The paper's tables in Markdown: mean and standard deviation of the accuracy in per cent."""
+
+    def cell(**setting: Any) -> str:
+        found = spread(rows, **setting)
+        return "-" if found is None else f"{100 * found[0]:.2f} ± {100 * found[1]:.2f}"
+
+    least, usual = size.epsilons[0], {**FROST, "selection_rate": size.rates[0]}
+    head = "| method | " + " | ".join(f"epsilon {epsilon:g}" for epsilon in size.epsilons) + " |"
+    lines = ["Table 1", "", head, "|---" * (1 + len(size.epsilons)) + "|"]
+    plain = cell(form="non-private")
+    lines.append(f"| non-private | {' | '.join([plain] * len(size.epsilons))} |")
+    for form in ("full", "random", "values", *PEFT):
+        lines.append(f"| {form} | {' | '.join(cell(form=form, epsilon=e) for e in size.epsilons)} |")
+    lines.append(f"| frost | {' | '.join(cell(**usual, epsilon=e) for e in size.epsilons)} |")
+    lines += ["", f"Table 3, epsilon {least:g}", "", "| method | accuracy |", "|---|---|"]
+    lines.append(f"| PARAM | {cell(form='parameters', epsilon=least)} |")
+    for kind in ("MG", "MGN", "MGNA"):
+        for steps, name in ((1, f"DP-{kind} (single)"), (5, f"DP-{kind}")):
+            setting = {**usual, "magnitude": kind, "selection_steps": steps, "epsilon": least}
+            lines.append(f"| {name} | {cell(**setting)} |")
+    lines += ["", f"Table 4, epsilon {least:g}", "", "| selections | accuracy |", "|---|---|"]
+    lines += [f"| {k} | {cell(**{**usual, 'selections': k, 'epsilon': least})} |" for k in (1, *size.repeats)]
+    lines += ["", f"Table 6, epsilon {least:g}", "", "| selection rate | accuracy |", "|---|---|"]
+    for rate in sorted(size.rates, reverse=True):
+        lines.append(f"| {rate:g} | {cell(**{**usual, 'selection_rate': rate, 'epsilon': least})} |")
+    return "\n".join(lines) + "\n"
+
+
+def plot(rows: Sequence[dict[str, Any]], size: Size, folder: Path) -> None:
+    """Accuracy against epsilon, and which partitions were selected in which iteration."""
+    from matplotlib.figure import Figure
+
+    folder.mkdir(parents=True, exist_ok=True)
+    figure = Figure(figsize=(6.4, 4.4), layout="constrained")
+    axes = figure.subplots()
+    usual = {**FROST, "selection_rate": size.rates[0]}
+    for form in ("full", "random", "values", *PEFT, "frost"):
+        setting = usual if form == "frost" else {"form": form}
+        points = [(e, spread(rows, **{**setting, "epsilon": e})) for e in size.epsilons]
+        drawn = [(e, *point) for e, point in points if point]
+        if drawn:
+            axes.errorbar(*zip(*drawn), marker="o", capsize=3, label=form)
+    plain = spread(rows, form="non-private")
+    if plain:
+        axes.axhline(plain[0], color="grey", linestyle="--", label="non-private")
+    axes.set(xscale="log", xlabel="true epsilon", ylabel="accuracy")
+    axes.set_xticks(size.epsilons, [f"{e:g}" for e in size.epsilons])
+    axes.legend(fontsize=8)
+    figure.savefig(folder / "frost-epsilon.png", dpi=130)
+    _plot_selected([row for row in rows if all(row.get(key) == value for key, value in usual.items())], folder)
+
+
+def _plot_selected(rows: Sequence[dict[str, Any]], folder: Path) -> None:
+    from matplotlib.figure import Figure
+
+    if not rows:
+        return
+    rows = sorted(rows, key=lambda row: (row["epsilon"], row["seed"]))
+    names = sorted({name for row in rows for name in row["selected"]})
+    grid = [[row["selected"].get(name, math.nan) for row in rows] for name in names]
+    figure = Figure(figsize=(3.5 + 0.35 * len(rows), 1.2 + 0.16 * len(names)), layout="constrained")
+    axes = figure.subplots()
+    image = axes.imshow(grid, aspect="auto", cmap="viridis", vmin=1, vmax=FROST["selection_steps"])
+    axes.set_yticks(range(len(names)), [name.replace("bert.encoder.layer.", "layer ") for name in names], fontsize=6)
+    axes.set_xticks(range(len(rows)), [f"{row['epsilon']:g}" for row in rows], fontsize=7)
+    axes.set(xlabel="epsilon, one column a seed", title="partitions, by the iteration that selected them")
+    figure.colorbar(image, ax=axes, label="iteration", ticks=range(1, FROST["selection_steps"] + 1))
+    figure.savefig(folder / "frost-selected.png", dpi=130)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure what is missing, then draw."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser.add_argument("--model", type=Path, required=True, help="folder of all-MiniLM-L6-v2 or another encoder")
+    parser.add_argument("--train", type=Path, required=True, help="TSV with the columns sentence and label")
+    parser.add_argument("--eval", type=Path, required=True, help="TSV of the same form, held out")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--pictures", type=Path)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--minutes", type=float, default=25.0)
+    parser.add_argument("--size", choices=("default", "tiny", "full"), default="default")
+    options = parser.parse_args(arguments)
+    hf.logging.set_verbosity_error()
+    hf.utils.logging.disable_progress_bar()
+    size = {"default": Size(), "tiny": TINY, "full": FULL}[options.size]
+    bench, table = Bench(options.model, options.train, options.eval, size), Table(options.json)
+    done = measure(table, runs(bench, options.seeds), options.minutes)
+    print(tables(table.rows, size), flush=True)
+    if options.pictures and done:
+        plot(table.rows, size, options.pictures)
+
+
+if __name__ == "__main__":
+    main()
