@@ -19,6 +19,6 @@ native = Pybind11Extension(
 )
 
 setup(
-    packages=[*find_packages(include=["fastdp", "fastdp.*"]), "fastdp.kernels", "fastdp.bench"],
+    packages=[*find_packages(include=["fastdp", "fastdp.*"]), "fastdp.kernels", "fastdp.bench", "fastdp.bench.utility"],
     ext_modules=[native],
 )

@@ -1,0 +1,433 @@
+"""Rap-FT's tables I, II, IV and figure 5 at laptop size: a small GPT-2 on E2E references, at equal true epsilon.
+
+    fastdp bench utility --suite rapft --model MODEL --train train.csv --eval test.csv --json rapft.json --pictures FOLDER
+
+Every private row spends its ``epsilon`` truly, but for those of form ``paper``: they meet it as printed, and ``true_epsilon``
+says what they cost for a fixed mask. All rows of one kind of fine-tuning share learning rate, steps and batch size.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import peft
+import torch
+import transformers as hf
+from fastdp.bench.utility.table import Run, Table, measure
+from torch.utils.data import DataLoader
+
+import fastdp
+from fastdp.data import Collator, Examples, causal_examples, read_rows
+from fastdp.engine.method import Method, Schedule
+from fastdp.finetune.evaluation import evaluate
+from fastdp.finetune.memory import PeakMemory
+from fastdp.integrations.adapters import train_biases_only
+from fastdp.methods import rapft
+
+DELTA = 1e-5
+TUNINGS = ("adapter", "bitfit", "lora")
+FORMS = ("printed", "optimal", "ellipsoid")
+LEARNING_RATES = {"adapter": 3e-3, "bitfit": 5e-3, "lora": 5e-3}
+#: The noised map of form ``noised``: sigma_R and q_R.
+NOISED = (2.0, 0.02)
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much is run. Steps and batch size are few, but are drawn from, and accounted over, all training examples."""
+
+    steps: int = 8
+    batch_size: int = 40
+    length: int = 64
+    held_out: int = 96
+    public: int = 64
+    epsilons: tuple[float, ...] = (3.0, 5.0, 7.0)
+    tunings: tuple[str, ...] = TUNINGS
+    ratios: tuple[float, ...] = (0.55, 0.6, 0.7, 0.8, 0.9)
+    initialisations: tuple[tuple[str, dict[str, Any]], ...] = (
+        ("naive", {}),
+        ("top_k", {"k": 5}),
+        ("top_p", {"p": 0.9}),
+        ("beam", {"beams": 5}),
+    )
+    timed: int = 7
+
+
+TINY = Size(2, 8, 32, 8, 8, (5.0,), ("lora",), (0.7, 0.9), (("top_p", {"p": 0.9}), ("top_k", {"k": 5})), 2)
+FULL = Size(
+    820,
+    256,
+    128,
+    4000,
+    64,
+    initialisations=(
+        ("naive", {}),
+        *(("top_k", {"k": k}) for k in (2, 5, 10)),
+        *(("top_p", {"p": p}) for p in (0.85, 0.9, 0.95)),
+        *(("beam", {"beams": b}) for b in (2, 5, 10)),
+    ),
+)
+
+
+class Bench:
+    """The data, and one run of any row.
+
+    Args:
+        model: folder of a causal language model with its tokenizer.
+        train, held_out: CSV files with a column ``ref``; some of the second, never evaluated on, are the public ones.
+    """
+
+    def __init__(self, model: Path, train: Path, held_out: Path, size: Size):
+        self.folder, self.size = model, size
+        tokenizer = hf.AutoTokenizer.from_pretrained(model)
+        self.collator = Collator(
+            tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+        )
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.train = self._examples(tokenizer, train)
+        rest = self._examples(tokenizer, held_out).items
+        if len(rest) < size.public + size.held_out or len(self.train) < size.batch_size:
+            raise ValueError(
+                f"{held_out} needs {size.public + size.held_out} rows and {train} {size.batch_size} for this size"
+            )
+        chosen = rest[:: max(1, len(rest) // (size.public + size.held_out))]
+        self.public = [
+            self.placed(self.collator(chosen[i : min(i + 32, size.public)])) for i in range(0, size.public, 32)
+        ]
+        self.held_out = Examples(chosen[size.public : size.public + size.held_out], 0)
+        self.multiplier = cache(self._multiplier)
+
+    def _examples(self, tokenizer: Any, path: Path) -> Examples:
+        return causal_examples(tokenizer, read_rows(str(path)).column("ref", "the references"), self.size.length)
+
+    def placed(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The batch on the benchmark's device."""
+        return {key: value.to(self.device) for key, value in batch.items()}
+
+    @property
+    def per_epoch(self) -> int:
+        return math.ceil(len(self.train) / self.size.batch_size)
+
+    def model(self, tuning: str, seed: int) -> torch.nn.Module:
+        """A fresh model with its trained parameters, in training mode without dropout."""
+        torch.manual_seed(seed)
+        model: Any = hf.AutoModelForCausalLM.from_pretrained(self.folder)
+        if tuning == "bitfit":
+            train_biases_only(model)
+        else:
+            task: Any = {"task_type": "CAUSAL_LM"}
+            lora = peft.LoraConfig(r=4, lora_alpha=32, **task)
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message=".*fan_in_fan_out.*")
+                model = peft.get_peft_model(model, lora if tuning == "lora" else fastdp.BottleneckConfig(**task))
+        for module in model.modules():
+            if isinstance(module, torch.nn.Dropout):
+                module.p = 0.0
+        return model.to(self.device).train()
+
+    def method(self, row: dict[str, Any]) -> Method:
+        """The method of a row; parameters that start at zero are ranked after two private steps."""
+        form = row["form"]
+        if form in ("non-private", "dpsgd"):
+            return fastdp.NonPrivate() if form == "non-private" else fastdp.DPSGD()
+        source: Any = rapft.PublicMap(self.public)
+        if form == "noised":
+            source = rapft.NoisyMap(*NOISED)
+        if form == "paper":
+            source = rapft.PrivateSubset(self.size.public / len(self.train))
+        return fastdp.RapFT(
+            source,
+            mode="paper" if form == "paper" else "sound",
+            allocation=form if form in ("optimal", "ellipsoid") else "printed",
+            irrelevance_ratio=row["irrelevance_ratio"],
+            initialisation=rapft.Initialisation(row["initialisation"], **row["initialised_by"]),
+            map_after=0 if row["tuning"] == "bitfit" else min(2, self.size.steps - 1),
+        )
+
+    def _multiplier(self, epsilon: float, noised: bool) -> float:
+        size = self.size
+        schedule = Schedule(
+            len(self.train), size.batch_size, size.steps, self.per_epoch, "poisson", "add_remove", epsilon, DELTA, None
+        )
+        return schedule.multiplier(rapft.NoisyMap(*NOISED).side(1) if noised else ())
+
+    def run(self, row: dict[str, Any]) -> dict[str, Any]:
+        """Train once and evaluate: perplexity, true epsilon, noise multiplier, seconds a step."""
+        size = self.size
+        model = self.model(row["tuning"], row["seed"])
+        trained = [p for p in model.parameters() if p.requires_grad]
+        private = row["form"] != "non-private"
+        run = fastdp.make_private(
+            model,
+            torch.optim.AdamW(trained, lr=LEARNING_RATES[row["tuning"]], weight_decay=1e-2),
+            DataLoader(self.train, batch_size=size.batch_size, collate_fn=self.collator),
+            method=self.method(row),
+            noise_multiplier=self.multiplier(row["epsilon"], row["form"] == "noised") if private else None,
+            target_delta=DELTA,
+            # Half a step less is rounded up to a whole one, whatever the rounding of the quotient.
+            epochs=(size.steps - 0.5) / self.per_epoch,
+            max_physical_batch_size=32,
+        )
+        begin = time.perf_counter()
+        while run.steps_done < run.total_steps:
+            for batch in run.data_loader:
+                model(**self.placed(batch)).loss.backward()
+                run.optimizer.step()
+                run.optimizer.zero_grad()
+        seconds = (time.perf_counter() - begin) / size.steps
+        quality = evaluate(model, self.held_out, self.collator, 32, "causal-lm")
+        true = run.epsilon() if private else math.inf
+        found = {
+            "perplexity": quality.perplexity,
+            "true_epsilon": true if math.isfinite(true) else "inf",
+            "noise_multiplier": run.noise_multiplier,
+            "seconds_per_step": seconds,
+        }
+        run.detach()
+        return found
+
+    def initialisation(self, row: dict[str, Any]) -> dict[str, Any]:
+        """Time and memory of the relevance map of the public examples (table IV), and of a training step on them."""
+        model = self.model("lora", 0)
+        self._warm(model)
+        propagator = self._propagator(model, rapft.Initialisation(row["initialisation"], **row["initialised_by"]))
+        propagator.total(self.public[0])
+        seconds, peaks = [], []
+        for _ in range(min(3, self.size.timed)):
+            memory = PeakMemory(self.device)
+            start = memory.stop()
+            begin = time.perf_counter()
+            for batch in self.public:
+                propagator.total(batch)
+            seconds.append(time.perf_counter() - begin)
+            peaks.append(memory.stop() - start)
+        return {"map_seconds": statistics.median(seconds), "map_bytes": statistics.median(peaks)}
+
+    def _warm(self, model: torch.nn.Module) -> None:
+        rapft.warm_up(model, self.public, LEARNING_RATES["lora"])
+
+    def _propagator(self, model: torch.nn.Module, initialisation: rapft.Initialisation) -> rapft.Propagator:
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        return rapft.Propagator(model, trained, initialisation=initialisation)
+
+    def relevance(self, row: dict[str, Any]) -> dict[str, Any]:
+        """Mean size of relevance by trained parameter, over the public examples."""
+        model = self.model(row["tuning"], 0)
+        self._warm(model)
+        maps = [self._propagator(model, rapft.Initialisation()).total(batch) for batch in self.public]
+        total = {name: sum(m[name] for m in maps) for name in maps[0]}
+        return {"relevance": {name: float(values.abs().mean()) / self.size.public for name, values in total.items()}}
+
+    def step(self, row: dict[str, Any]) -> dict[str, Any]:
+        """Seconds of a Rap-FT step over those of a DP-SGD step, taking turns, and of the map of 64 examples over a step
+        on as many.
+        """
+        methods = {"dpsgd": fastdp.DPSGD(), "printed": None, "ellipsoid": None}
+        steps = {name: self._stepper(row["tuning"], name) for name in methods}
+        times: dict[str, list[float]] = {name: [] for name in methods}
+        for turn in range(self.size.timed + 2):
+            for name, step in steps.items():
+                begin = time.perf_counter()
+                next(step)
+                if turn >= 2:
+                    times[name].append(time.perf_counter() - begin)
+        model = self.model(row["tuning"], 0)
+        self._warm(model)
+        propagator = self._propagator(model, rapft.Initialisation())
+        seconds = []
+        for _ in range(min(4, self.size.timed)):
+            begin = time.perf_counter()
+            for batch in self.public:
+                propagator.total(batch)
+            seconds.append(time.perf_counter() - begin)
+        return {
+            "dpsgd_seconds": statistics.median(times["dpsgd"]),
+            **{
+                f"{name}_ratio": statistics.median(a / b for a, b in zip(times[name], times["dpsgd"]))
+                for name in ("printed", "ellipsoid")
+            },
+            # The first pass traces the model.
+            "map_over_step": statistics.median(seconds[1:] or seconds) / statistics.median(times["dpsgd"]),
+        }
+
+    def _stepper(self, tuning: str, form: str) -> Iterator[None]:
+        """Endless training steps on the public examples, all of them in each."""
+        model = self.model(tuning, 0)
+        self._warm(model)
+        method: Method = fastdp.DPSGD()
+        if form != "dpsgd":
+            method = fastdp.RapFT(rapft.PublicMap(self.public), allocation=form)
+        trained = [p for p in model.parameters() if p.requires_grad]
+        rows = [
+            {key: value[i] for key, value in batch.items()}
+            for batch in self.public
+            for i in range(len(batch["labels"]))
+        ]
+        length = min(len(row["labels"]) for row in rows)
+        examples: Any = [{key: value[:length] for key, value in row.items()} for row in rows]
+        run = fastdp.make_private(
+            model,
+            torch.optim.AdamW(trained, lr=1e-5),
+            DataLoader(examples, batch_size=len(examples)),
+            method=method,
+            noise_multiplier=1.0,
+            epochs=10_000,
+            sampling="shuffled",
+            max_physical_batch_size=32,
+        )
+        while True:
+            for batch in run.data_loader:
+                model(**batch).loss.backward()
+                run.optimizer.step()
+                run.optimizer.zero_grad()
+                if run.last_step_done:
+                    yield
+
+
+def settings(size: Size, seeds: int) -> Iterator[dict[str, Any]]:
+    """The rows of perplexity, no setting twice; the first seed of everything comes first."""
+    base = {"part": "perplexity", "irrelevance_ratio": 0.7, "initialisation": "top_p", "initialised_by": {"p": 0.9}}
+    middle = 5.0
+    rows: list[dict[str, Any]] = []
+    for tuning in size.tunings:
+        rows.append({**base, "tuning": tuning, "form": "non-private", "epsilon": "inf"})
+        for epsilon in size.epsilons:
+            rows += [{**base, "tuning": tuning, "form": form, "epsilon": epsilon} for form in ("dpsgd", *FORMS)]
+        rows += [{**base, "tuning": tuning, "form": form, "epsilon": middle} for form in ("noised", "paper")]
+    swept = {**base, "tuning": "lora", "form": "printed", "epsilon": middle}
+    rows += [{**swept, "irrelevance_ratio": ratio} for ratio in size.ratios]
+    rows += [{**swept, "initialisation": kind, "initialised_by": by} for kind, by in size.initialisations]
+    for seed in range(seeds):
+        seen: list[dict[str, Any]] = []
+        for row in rows:
+            if row not in seen:
+                seen.append(row)
+                yield {**row, "seed": seed}
+
+
+def runs(bench: Bench, seeds: int) -> Iterator[Run]:
+    """Everything that is measured, the cheap parts first."""
+    for tuning in bench.size.tunings:
+        row: dict[str, Any] = {"part": "step", "tuning": tuning}
+        yield row, partial(bench.step, row)
+        row = {"part": "relevance", "tuning": tuning}
+        yield row, partial(bench.relevance, row)
+    for kind, by in FULL.initialisations if bench.size != TINY else TINY.initialisations:
+        row = {"part": "initialisation", "initialisation": kind, "initialised_by": by}
+        yield row, partial(bench.initialisation, row)
+    for row in settings(bench.size, seeds):
+        yield row, partial(bench.run, row)
+
+
+def spread(rows: Sequence[dict[str, Any]], **setting: Any) -> tuple[float, float] | None:
+    """Mean and standard deviation of the perplexity over the seeds of a setting; None without rows."""
+    found = [
+        row["perplexity"]
+        for row in rows
+        if row["part"] == "perplexity" and all(row.get(key) == value for key, value in setting.items())
+    ]
+    if not found:
+        return None
+    return statistics.mean(found), statistics.stdev(found) if len(found) > 1 else 0.0
+
+
+def plot(rows: Sequence[dict[str, Any]], folder: Path) -> None:
+    """Perplexity against epsilon and against the irrelevance ratio, and a heat map of relevance by layer."""
+    from matplotlib.figure import Figure
+
+    folder.mkdir(parents=True, exist_ok=True)
+    tunings = [t for t in TUNINGS if any(row.get("tuning") == t for row in rows)]
+    figure = Figure(figsize=(4.4 * len(tunings), 4), layout="constrained")
+    default = {"irrelevance_ratio": 0.7, "initialisation": "top_p", "initialised_by": {"p": 0.9}}
+    for axes, tuning in zip(figure.subplots(1, len(tunings), squeeze=False)[0], tunings):
+        for form in ("dpsgd", *FORMS):
+            epsilons = sorted({r["epsilon"] for r in rows if r.get("form") == form and r["tuning"] == tuning})
+            points = [spread(rows, form=form, tuning=tuning, epsilon=e, **default) for e in epsilons]
+            means, deviations = zip(*(p for p in points if p))
+            axes.errorbar(epsilons, means, deviations, marker="o", capsize=3, label=form)
+        plain = spread(rows, form="non-private", tuning=tuning)
+        if plain:
+            axes.axhline(plain[0], color="grey", linestyle="--", label="non-private")
+        axes.set(title=tuning, xlabel="true epsilon", ylabel="perplexity")
+        axes.legend(fontsize=8)
+    figure.savefig(folder / "rapft-epsilon.png", dpi=130)
+    _plot_sweep(rows, folder / "rapft-ratio.png")
+    _plot_relevance(rows, folder / "rapft-relevance.png")
+
+
+def _plot_sweep(rows: Sequence[dict[str, Any]], picture: Path) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(5.5, 4), layout="constrained")
+    axes = figure.subplots()
+    swept = {
+        "form": "printed",
+        "tuning": "lora",
+        "epsilon": 5.0,
+        "initialisation": "top_p",
+        "initialised_by": {"p": 0.9},
+    }
+    ratios = sorted({r["irrelevance_ratio"] for r in rows if all(r.get(k) == v for k, v in swept.items())})
+    means, deviations = zip(*(spread(rows, irrelevance_ratio=ratio, **swept) or (math.nan, 0.0) for ratio in ratios))
+    axes.errorbar(ratios, means, deviations, marker="o", capsize=3, label="printed shape")
+    base = spread(rows, form="dpsgd", tuning="lora", epsilon=5.0)
+    if base:
+        axes.axhline(base[0], color="grey", linestyle="--", label="DP-SGD")
+    axes.set(xlabel="irrelevance ratio", ylabel="perplexity", title="LoRA at true epsilon 5")
+    axes.legend()
+    figure.savefig(picture, dpi=130)
+
+
+def _plot_relevance(rows: Sequence[dict[str, Any]], picture: Path) -> None:
+    from matplotlib.figure import Figure
+
+    found = [row for row in rows if row["part"] == "relevance"]
+    figure = Figure(figsize=(5 * len(found), 4.5), layout="constrained")
+    for axes, row in zip(figure.subplots(1, len(found), squeeze=False)[0], found):
+        layers: dict[str, dict[int, float]] = {}
+        for name, value in row["relevance"].items():
+            before, _, after = name.partition(".h.")
+            number, _, rest = after.partition(".")
+            if number.isdigit():
+                layers.setdefault(rest.replace(".default", ""), {})[int(number)] = value
+        depth = 1 + max(index for values in layers.values() for index in values)
+        grid = [[math.log10(max(values.get(i, 0.0), 1e-12)) for i in range(depth)] for values in layers.values()]
+        image = axes.imshow(grid, aspect="auto", cmap="viridis")
+        axes.set_yticks(range(len(layers)), list(layers), fontsize=7)
+        axes.set(title=row["tuning"], xlabel="block", xticks=range(depth))
+        figure.colorbar(image, ax=axes, label="log10 mean |relevance|")
+    figure.savefig(picture, dpi=130)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure what is missing, then draw."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser.add_argument("--model", type=Path, required=True, help="folder of a small GPT-2")
+    parser.add_argument("--train", type=Path, required=True, help="CSV with a column ref")
+    parser.add_argument("--eval", type=Path, required=True, help="CSV of the same form, held out")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--pictures", type=Path)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--minutes", type=float, default=25.0)
+    parser.add_argument("--size", choices=("default", "tiny", "full"), default="default")
+    options = parser.parse_args(arguments)
+    hf.logging.set_verbosity_error()
+    hf.utils.logging.disable_progress_bar()
+    size = {"default": Size(), "tiny": TINY, "full": FULL}[options.size]
+    bench, table = Bench(options.model, options.train, options.eval, size), Table(options.json)
+    done = measure(table, runs(bench, options.seeds), options.minutes)
+    if options.pictures and done:
+        plot(table.rows, options.pictures)
+
+
+if __name__ == "__main__":
+    main()
