@@ -1,0 +1,118 @@
+"""Flower's own processes: `flwr run` in simulation; in the slow tier the deployed form, with a client killed in mid-round."""
+
+import json
+import ssl
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("flwr", reason="flwr is the optional extra 'federated', for Python 3.11 or later")
+
+from fastdp.federated.launch import Federation, make_certificates, make_node_key
+from fastdp.methods.selective import SelectiveCard
+
+ROOT = Path(__file__).parents[2]
+APP = ROOT / "examples" / "federated"
+OFFLINE = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+
+
+def rows_of(settings):
+    return [json.loads(line) for line in (Path(settings["output"]) / "rounds.jsonl").read_text().splitlines()]
+
+
+def test_flwr_run_in_simulation(settings, tmp_path):
+    """Three clients, three rounds, private tokens perturbed once; perplexity falls, cards are there, nothing is left running."""
+    settings = settings | {"rounds": 3, "min_clients": 3, "perturbation": "selective", "round_seconds": 300.0}
+    with Federation(tmp_path / "flower", simulation=True, environment=OFFLINE) as federation:
+        log = federation.run(APP, settings, clients=3, timeout=600)
+        processes = list(federation.processes.values())
+    assert (Path(settings["output"]) / "run_card.json").exists(), log[-3000:]
+    rows = rows_of(settings)
+    assert [row["accepted"] for row in rows] == [3, 3, 3]
+    assert rows[2]["perplexity"] < rows[0]["perplexity"]
+    for index in range(3):
+        card = SelectiveCard.load(Path(settings["output"]) / "clients" / f"client-{index}" / "card.json")
+        assert card["guarantee"].startswith("epsilon-local")
+    assert all(process.poll() is not None for process in processes)
+
+
+def test_certificates_and_keys_are_what_flower_reads(tmp_path):
+    """openssl's own check of the chain, and Flower's own reading of the key."""
+    from flwr.supercore.primitives.asymmetric import uses_nist_ec_curve
+
+    make_certificates(tmp_path)
+    context = ssl.create_default_context(cafile=str(tmp_path / "ca.crt"))
+    context.load_verify_locations(str(tmp_path / "server.crt"))
+    server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    server.load_cert_chain(tmp_path / "server.crt", tmp_path / "server.key")
+    _handshake(context, server)
+    private, public = make_node_key(tmp_path, "one")
+    from cryptography.hazmat.primitives.serialization import load_ssh_private_key, load_ssh_public_key
+
+    assert uses_nist_ec_curve(load_ssh_public_key(public.read_bytes()))
+    assert load_ssh_private_key(private.read_bytes(), None).public_key() == load_ssh_public_key(public.read_bytes())
+    assert private.stat().st_mode & 0o077 == 0
+    assert (tmp_path / "server.key").stat().st_mode & 0o077 == 0
+
+
+def _handshake(client_context, server_context):
+    """A TLS handshake in memory: raises if the client does not trust the server."""
+    to_client, to_server = ssl.MemoryBIO(), ssl.MemoryBIO()
+    client = client_context.wrap_bio(to_client, to_server, server_hostname="127.0.0.1")
+    server = server_context.wrap_bio(to_server, to_client, server_side=True)
+    done = set()
+    for _ in range(10):
+        for side in (client, server):
+            try:
+                side.do_handshake()
+                done.add(side)
+            except ssl.SSLWantReadError:
+                continue
+        if len(done) == 2:
+            return
+    raise AssertionError("the handshake did not end")
+
+
+def _kill_when(sign, kill):
+    """Wait for a file to appear, then ``kill``."""
+    while not sign.exists():
+        time.sleep(0.05)
+    kill()
+
+
+@pytest.mark.slow
+def test_deployed_with_tls_and_authentication_and_a_client_killed_in_mid_round(settings, world, tmp_path):
+    """Three SuperNodes with keys of their own train; one is killed while it trains, and the run goes on to its end.
+
+    A fourth, whose key nobody registered, is turned away. Each client has a file of its own.
+    """
+    texts = (world / "train.jsonl").read_text().splitlines(keepends=True)
+    output = Path(settings["output"])
+    settings = settings | {
+        "rounds": 3, "min_clients": 2, "perturbation": "selective", "partition": "own", "train": "",
+        "round_seconds": 90.0, "wait_seconds": 300.0, "local_epochs": 300,
+    }  # fmt: skip
+    with Federation(tmp_path / "flower", environment=OFFLINE, start_seconds=300) as federation:
+        for index in range(3):
+            own = tmp_path / f"own-{index}.jsonl"
+            own.write_text("".join(texts[8 * index : 8 * index + 8]))
+            state = str(tmp_path / f"state-{index}")
+            federation.add_client(f"client-{index}", {"train": str(own), "state": state, "partition-id": index})
+        stranger, _ = make_node_key(tmp_path / "flower" / "keys", "stranger")
+        turned_away = federation.start_client("stranger", stranger, {"partition-id": 9})
+        # The card is written when the texts are perturbed, just before training begins.
+        card = tmp_path / "state-2" / "client-2" / "card.json"
+        killer = threading.Thread(target=_kill_when, args=(card, lambda: federation.kill("client-2")), daemon=True)
+        killer.start()
+        log = federation.run(APP, settings, timeout=1500)
+        killer.join(1)
+        assert card.exists()
+        assert federation.processes["client-2"].poll() is not None
+        assert turned_away.poll() not in (None, 0)
+    assert (output / "run_card.json").exists(), log[-3000:]
+    rows = rows_of(settings)
+    assert len(rows) == 3
+    assert rows[0]["sampled"] == rows[0]["accepted"] + rows[0]["missing"] + len(rows[0]["refused"])
+    assert [row["accepted"] for row in rows] == [2, 2, 2]
