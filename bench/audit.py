@@ -12,6 +12,7 @@ import argparse
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -50,7 +51,7 @@ def train(private: Private) -> None:
             private.optimizer.zero_grad()
 
 
-def halved_noise(canaries: int, factor: float, epsilon: float = 2.0, steps: int = 4) -> audit.AuditResult:
+def weaker_noise(canaries: int, factor: float, epsilon: float = 2.0, steps: int = 4) -> audit.AuditResult:
     """DP-SGD whose noise is ``factor`` times what it claims, audited by gradient canaries."""
     rows = [{"x": torch.randn(400), "labels": torch.tensor(i)} for i in range(8)]
     model = Linear()
@@ -132,10 +133,13 @@ def mask(canaries: int, private_mask: bool, epsilon: float = 2.0, steps: int = 6
 Case = Callable[[], audit.AuditResult]
 
 CASES: dict[str, Case] = {
-    **{f"DP-SGD, {m:,} canaries": (lambda m=m: halved_noise(m, 1.0)) for m in (20_000, 80_000)},
-    **{f"DP-SGD, noise halved, {m:,} canaries": (lambda m=m: halved_noise(m, 0.5)) for m in (5_000, 20_000, 80_000)},
-    "Rap-FT, public mask, 1,000 canaries": lambda: mask(1_000, private_mask=False),
-    "Rap-FT as printed, private mask, 1,000 canaries": lambda: mask(1_000, private_mask=True),
+    "DP-SGD, 20,000 canaries": partial(weaker_noise, 20_000, 1.0),
+    "DP-SGD, 80,000 canaries": partial(weaker_noise, 80_000, 1.0),
+    "DP-SGD, noise halved, 5,000 canaries": partial(weaker_noise, 5_000, 0.5),
+    "DP-SGD, noise halved, 20,000 canaries": partial(weaker_noise, 20_000, 0.5),
+    "DP-SGD, noise halved, 80,000 canaries": partial(weaker_noise, 80_000, 0.5),
+    "Rap-FT, public mask, 1,000 canaries": partial(mask, 1_000, private_mask=False),
+    "Rap-FT as printed, private mask, 1,000 canaries": partial(mask, 1_000, private_mask=True),
 }
 
 

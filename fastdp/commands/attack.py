@@ -54,6 +54,9 @@ def attack_command(
     eta: Annotated[
         float | None, typer.Option(help="inversion: noise of the released embeddings; without it, none")
     ] = None,
+    blocks: Annotated[
+        int, typer.Option(help="inversion: blocks below the cut; above 0 by optimisation, which takes seconds a row")
+    ] = 0,
     limit: Annotated[int, typer.Option(help="most rows taken from a file, at random")] = 1000,
     text_column: Annotated[str | None, typer.Option(help="column with the text, where a run has not set it")] = None,
     label_column: Annotated[str | None, typer.Option(help="column with the label, where a run has not set it")] = None,
@@ -79,9 +82,10 @@ def attack_command(
     elif kind == "reconstruction":
         figures = _reconstruction(setting, _needed(train, "train"), _needed(names, "names"), decoys, candidates)
     else:
-        figures = _inversion(setting, _needed(train, "train"), eta)
+        figures = _inversion(setting, _needed(train, "train"), eta, blocks)
     for title, row in figures.items():
-        console.print(f"[bold]{title}[/]: " + ", ".join(f"{key} {_shown(value)}" for key, value in row.items()))
+        text = ", ".join(f"{key} {_shown(value)}" for key, value in row.items() if value is not None)
+        console.print(f"[bold]{title}[/]: {text}", highlight=False, soft_wrap=True)
     if json is not None:
         _write(json, {"model": str(model), "kind": kind, "seed": seed, "figures": figures})
 
@@ -216,22 +220,52 @@ def _reconstruction(setting: _Setting, train: Path, names: Path, decoys: Path | 
     return {"reconstruction": result.as_dict()}
 
 
-def _inversion(setting: _Setting, train: Path, eta: float | None) -> Figures:
+def _inversion(setting: _Setting, train: Path, eta: float | None, blocks: int) -> Figures:
     import torch
 
     from fastdp import NoiseStream, ops
     from fastdp.audit import inversion, nearest_tokens
 
+    if blocks < 0:
+        raise ValueError(f"blocks is {blocks}: it must be 0 (the embeddings alone) or more")
+    if blocks and eta is not None:
+        raise ValueError("eta is the noise of released embeddings: leave it out where there are blocks below the cut")
+    rows = [torch.tensor(example["input_ids"]) for example in setting.examples(train).items]
+    ids = torch.cat(rows)
     table = setting.model.get_input_embeddings().weight.detach()  # type: ignore[operator]
-    ids = torch.tensor([token for example in setting.examples(train).items for token in example["input_ids"]])
+    if blocks:
+        guessed = _behind(setting.model, rows, table, blocks)
+    elif eta is None:
+        guessed = nearest_tokens(table[ids], table)
+    else:
+        # The nearest row to a noised embedding, which is what the attack looks for, is what private_snap returns.
+        guessed = ops.private_snap(ids, table, eta, NoiseStream())
     special = torch.tensor(setting.tokenizer.all_special_ids or [-1])
-    with console.status("searching"):
-        if eta is None:
-            guessed = nearest_tokens(table[ids], table)
-        else:
-            # The nearest row to a noised embedding, which is what the attack looks for, is what private_snap returns.
-            guessed = ops.private_snap(ids, table, eta, NoiseStream())
-    return {"inversion": {"eta": eta} | inversion(guessed, ids, ~torch.isin(ids, special)).as_dict()}
+    result = inversion(guessed, ids, ~torch.isin(ids, special))
+    return {"inversion": {"eta": eta, "blocks": blocks} | result.as_dict()}
+
+
+def _behind(model: nn.Module, rows: list[torch.Tensor], table: torch.Tensor, blocks: int) -> torch.Tensor:
+    """The optimisation attack on what leaves the last of ``blocks`` blocks, row by row."""
+    import torch
+
+    from fastdp.audit import from_embeddings, optimised_tokens
+
+    model.requires_grad_(False)
+
+    def bottom(ids: torch.Tensor) -> torch.Tensor:
+        states = model(input_ids=ids, output_hidden_states=True).hidden_states
+        if blocks >= len(states):
+            raise ValueError(f"the model has {len(states) - 1} blocks, fewer than {blocks}")
+        return states[blocks]
+
+    run = from_embeddings(bottom, model.get_input_embeddings())  # type: ignore[operator]
+    guessed = []
+    with _progress("rows") as progress:
+        for done, ids in enumerate(rows, start=1):
+            guessed.append(optimised_tokens(bottom(ids[None]), run, table)[0])
+            progress(done, len(rows))
+    return torch.cat(guessed)
 
 
 def _needed(path: Path | None, option: str) -> Path:

@@ -34,7 +34,7 @@ def learned(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     _save(model, tokenizer, folder / "before")
     batch = Collator(0)(causal_examples(tokenizer, sentences(PLANTED), 40).items)
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
-    for _ in range(70):
+    for _ in range(55):
         optimizer.zero_grad()
         model(**batch).loss.backward()
         optimizer.step()

@@ -48,7 +48,7 @@ def test_extraction_reconstruction_and_inversion(learned: SimpleNamespace, tmp_p
     folder = learned.folder
     lists = ("--names", folder / "names.txt", "--decoys", folder / "decoys.txt")
     said = figures(
-        folder / "after", tmp_path, "--kind", "extraction", *lists, "--base", folder / "before", "--samples", 24
+        folder / "after", tmp_path, "--kind", "extraction", *lists, "--base", folder / "before", "--samples", 16
     )
     assert said["extraction"]["recall"] >= 1 / 3
     filled = figures(
@@ -69,6 +69,8 @@ def test_extraction_reconstruction_and_inversion(learned: SimpleNamespace, tmp_p
     assert clear["empirical_privacy"] == 0.0
     noised = figures(folder / "after", tmp_path, *kind, "--eta", 0.01)["inversion"]
     assert noised["empirical_privacy"] > 0.9
+    deeper = figures(folder / "after", tmp_path, *kind, "--blocks", 1, "--limit", 1)["inversion"]
+    assert deeper["recovered"] > 0.5
 
 
 @pytest.mark.parametrize("kind", ["model", "adapter"])
@@ -111,6 +113,8 @@ def test_refusals_are_one_sentence(learned: SimpleNamespace, tmp_path: Path) -> 
         (folder / "after", ("--kind", "extraction", "--names", tmp_path / "no.txt"), "cannot be read"),
         (folder / "after", (*reconstruction, "--names", folder / "decoys.txt"), "holds a name"),
         (folder / "after", ("--kind", "inversion", "--train", train, "--eta", -1), "eta must be"),
+        (folder / "after", ("--kind", "inversion", "--train", train, "--eta", 1, "--blocks", 1), "leave it out"),
+        (folder / "after", ("--kind", "inversion", "--train", train, "--blocks", 7), "the model has 1 blocks"),
     ):
         result = attack(target, *arguments)
         assert result.exit_code == 1

@@ -96,5 +96,5 @@ def test_a_mask_from_private_data_is_caught_and_one_from_public_data_passes() ->
 @pytest.mark.slow
 def test_halved_noise_is_caught_and_whole_noise_passes() -> None:
     """At 95%: of three audits of the faulty mechanism most must catch it, of the correct one none may."""
-    assert sum(faults.halved_noise(80_000, 0.5).refuted for _ in range(3)) >= 2
-    assert sum(faults.halved_noise(80_000, 1.0).refuted for _ in range(3)) == 0
+    assert sum(faults.weaker_noise(80_000, 0.5).refuted for _ in range(3)) >= 2
+    assert sum(faults.weaker_noise(80_000, 1.0).refuted for _ in range(3)) == 0
