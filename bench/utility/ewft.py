@@ -28,7 +28,7 @@ from . import tops
 from .table import Run, Table, mean_of, measure
 
 DELTA = 1e-5
-PAPER = {"dataset_size": 67349, "batch_size": 32, "epochs": 3}
+PAPER: dict[str, Any] = {"dataset_size": 67349, "batch_size": 32, "epochs": 3}
 MECHANISMS = ("DP-Forward", "only EWPBA", "only autoencoder", "EW-FT")
 
 

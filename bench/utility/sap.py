@@ -284,7 +284,8 @@ def plot(rows: list[dict[str, Any]], folder: Path) -> None:
         if known:
             trade.plot(*zip(*known), marker="o", label=form + (" (no bound)" if form == "CTI paper" else ""))
     trade.set(xlabel="empirical privacy", ylabel="accuracy", title="SAP at the embedding, by eta")
-    trade.legend(fontsize=8)
+    if trade.lines:
+        trade.legend(fontsize=8)
     positions = sorted({row["after"] for row in rows if row["part"] == "figure 4"})
     split.plot(positions, [mean_of(rows, "EP", part="figure 4", after=k) for k in positions], marker="o")
     split.set(xlabel="blocks in the bottom", ylabel="empirical privacy", title="no noise", xticks=positions)

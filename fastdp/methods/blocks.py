@@ -92,8 +92,9 @@ def find_blocks(model: nn.Module) -> Blocks:
 
     Raises ValueError for another architecture.
     """
-    if hasattr(model, "get_base_model"):
-        model = model.get_base_model()
+    wrapper: Any = model
+    if hasattr(wrapper, "get_base_model"):
+        model = wrapper.get_base_model()
     kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
     layout = _LAYOUTS.get(kind)
     if layout is None:

@@ -248,7 +248,7 @@ class TextPrivatizer:
         table, scale, extra = self._law(label)
         return ops.exponential_choice(rows, table, scale, self.stream, **extra)
 
-    def _law(self, label: int | None) -> tuple[Tensor, float, dict[str, Tensor]]:
+    def _law(self, label: int | None) -> tuple[Tensor, float, dict[str, Any]]:
         """Table, scale and weights of `exponential_choice`."""
         cti = self.cti
         if cti is None:
@@ -349,14 +349,15 @@ class TextPrivatizer:
 
 
 def _table(given: Tensor | nn.Module) -> Tensor:
+    table: Any = given
     if isinstance(given, nn.Module):
         embeddings: Any = getattr(given, "get_input_embeddings", lambda: None)()
         if embeddings is None:
             raise ValueError(f"{type(given).__name__} has no input embeddings: give their table")
-        given = embeddings.weight
-    if given.dim() != 2 or not given.is_floating_point():
-        raise ValueError(f"the table is {given.dtype} {list(given.shape)}: it must be rows of floats, [V, d]")
-    return given.detach().to("cpu", torch.float32)
+        table = embeddings.weight
+    if table.dim() != 2 or not table.is_floating_point():
+        raise ValueError(f"the table is {table.dtype} {list(table.shape)}: it must be rows of floats, [V, d]")
+    return table.detach().to("cpu", torch.float32)
 
 
 def _unknown(tokenizer: PreTrainedTokenizerBase | None) -> int | None:

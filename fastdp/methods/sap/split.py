@@ -88,7 +88,7 @@ def _bottom(blocks: Blocks, after: int) -> Bottom:
         memo[id(blocks.final)] = nn.Identity()
     if pooler is not None:
         memo[id(pooler)] = nn.Identity()
-    base = copy.deepcopy(blocks.base, memo)
+    base: Any = copy.deepcopy(blocks.base, memo)
     if pooler is not None:
         base.pooler = None
     base.config.use_cache = False
@@ -105,6 +105,6 @@ def _top(blocks: Blocks, after: int) -> nn.Module:
         memo[id(positions)], memo[id(dropout)] = NoPositions(), nn.Identity()
     # Weights are shared, not copied: a vendor's model may fill its memory.
     memo |= {id(p): p for p in blocks.model.parameters()}
-    top = copy.deepcopy(blocks.model, memo)
+    top: Any = copy.deepcopy(blocks.model, memo)
     top.config.use_cache = False
     return top
