@@ -24,17 +24,23 @@ test: $(VENV)/.fastdp-test
 test-full: $(VENV)/.fastdp-test
 	HF_HUB_OFFLINE=1 $(VENV)/bin/python -m pytest -q -m "slow or not slow"
 
+# Figures of the CPU, in $(OUT)/cpu, and the pictures drawn from them. Nothing else should run beside it.
 bench: $(VENV)/.fastdp-test
 	$(VENV)/bin/fastdp bench step --json $(OUT)/cpu/step.json
 	$(VENV)/bin/fastdp bench kernels --json $(OUT)/cpu/kernels.json
+	$(VENV)/bin/python -m pytest -q tests/bench/microbenchmarks.py --benchmark-only --benchmark-max-time=0.2
 	$(VENV)/bin/fastdp bench planner --json $(OUT)/cpu/planner.json
 	$(VENV)/bin/fastdp bench plot --results $(OUT)/cpu
 
+# Figures of a GPU, in $(OUT)/gpu: 120 + 120 + 240 seconds at most, so 8 minutes. Each stage writes as it goes and runs
+# whatever became of the one before; a kernel that is wrong gets no speed. Fails if any stage did.
 gpu: $(VENV)/.fastdp-test
 	$(VENV)/bin/python -c "import torch, sys; sys.exit(None if torch.cuda.is_available() else 'make gpu needs a GPU')"
-	$(VENV)/bin/python -m pytest -q tests/kernels tests/ops tests/engine
-	$(VENV)/bin/fastdp bench step --case gpu --json $(OUT)/gpu/step.json
-	$(VENV)/bin/fastdp bench kernels --json $(OUT)/gpu/kernels.json
+	failed=; \
+	timeout 120 $(VENV)/bin/python -m bench.gpu_check --json $(OUT)/gpu/check.json || failed="$$failed check"; \
+	timeout 120 $(VENV)/bin/fastdp bench kernels --no-compiled --json $(OUT)/gpu/kernels.json || failed="$$failed kernels"; \
+	timeout 240 $(VENV)/bin/fastdp bench step --case gpu --json $(OUT)/gpu/step.json || failed="$$failed step"; \
+	test -z "$$failed" || { echo "failed or out of time:$$failed"; exit 1; }
 
 clean:
 	rm -rf build dist *.egg-info fastdp/_native*.so .venv
