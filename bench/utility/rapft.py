@@ -224,7 +224,7 @@ class Bench:
         model = self.model(row["tuning"], 0)
         self._warm(model)
         maps = [self._propagator(model, rapft.Initialisation()).total(batch) for batch in self.public]
-        total = {name: sum(m[name] for m in maps) for name in maps[0]}
+        total = {name: torch.stack([m[name] for m in maps]).sum(0) for name in maps[0]}
         return {"relevance": {name: float(values.abs().mean()) / self.size.public for name, values in total.items()}}
 
     def step(self, row: dict[str, Any]) -> dict[str, Any]:
