@@ -1,4 +1,4 @@
-"""Pictures of committed results: a roofline of the ops, and the planner's predictions against measurements."""
+"""Committed results for the eye: a roofline of the ops, the planner's predictions against measurements, a table."""
 
 from __future__ import annotations
 
@@ -61,6 +61,46 @@ def planner(results: Path, picture: Path) -> None:
     axes.legend()
     figure.suptitle(f"{found['environment']['device']}, {found['environment']['threads']} threads")
     _save(figure, picture)
+
+
+_TABLE = ("<!-- table: begin -->", "<!-- table: end -->")
+
+
+def table(results: Path) -> str:
+    """The microbenchmarks in ``results`` as Markdown, a line an op."""
+    found: dict[str, Any] = json.loads(results.read_text())
+    environment = found["environment"]
+    lines = [
+        f"{environment['device']}, {environment['threads']} threads, {environment['instruction_set']}, "
+        f"torch {environment['versions']['torch']}.",
+        "",
+        "| op | size | seconds | share of the floor | memory beside inputs | speed over |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in found["figures"][1:]:
+        if "failed" in row:
+            lines.append(f"| `{row['op']}` | {row['size']} | {row['failed']} | | | |")
+            continue
+        others = "; ".join(f"{k.removeprefix('speedup over ')} {v:.2f}x" for k, v in row.items() if "speedup" in k)
+        taken = row.get("first_peak_bytes")
+        memory = "not told" if taken is None else f"{taken / 1e6:.1f} MB"
+        cells = (f"`{row['op']}`", row["size"], f"{row['seconds']:.4g}", f"{row['share_of_floor']:.2f}", memory, others)
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def insert(document: Path, text: str) -> None:
+    """Put ``text`` between the document's two marks of a table.
+
+    Raises:
+        ValueError: the document has no such marks.
+    """
+    begin, end = _TABLE
+    before, found, rest = document.read_text().partition(begin)
+    _, closed, after = rest.partition(end)
+    if not found or not closed:
+        raise ValueError(f"{document} has no lines '{begin}' and '{end}': put them where the table belongs")
+    document.write_text(f"{before}{begin}\n{text}\n{end}{after}")
 
 
 def _save(figure: Any, picture: Path) -> None:

@@ -14,7 +14,7 @@ from fastdp.commands.refusal import refusing
 
 bench_app = typer.Typer(help="Measure this machine: steps, kernels, the planner.", no_args_is_help=True)
 console = Console()
-SUITES = ("rapft", "frost", "ewft")
+SUITES = ("rapft", "frost", "ewft", "federated")
 
 Json = Annotated[Path | None, typer.Option("--json", help="write the rows, with device, versions and commit")]
 
@@ -102,9 +102,13 @@ def plot_command(
         "bench/results/cpu"
     ),
     output: Annotated[Path, typer.Option(help="folder for the pictures")] = Path("docs/pictures"),
+    document: Annotated[Path, typer.Option(help="page whose table of ops is written anew")] = Path("docs/kernels.md"),
 ) -> None:
-    """Draw the roofline and the planner's predictions from result files."""
+    """Draw the roofline and the planner's predictions from result files, and write the table of ops."""
     from fastdp.bench import plots
+
+    plots.insert(document, plots.table(results / "kernels.json"))
+    console.print(f"wrote the table of {document}")
 
     for name, draw in (("kernels", plots.roofline), ("planner", plots.planner)):
         draw(results / f"{name}.json", output / f"{name}.png")

@@ -1,0 +1,51 @@
+"""The table of ops in the documents is what the committed results say."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from fastdp.bench import plots
+
+ROOT = Path(__file__).parents[2]
+ENVIRONMENT = {"device": "a processor", "threads": 2, "instruction_set": "avx2", "versions": {"torch": "2"}}
+ROW = {"op": "snap", "size": "3 of 4", "seconds": 0.01234, "share_of_floor": 0.5, "speedup over torch": 2.0}
+FLOOR = {"op": "floor"}
+
+
+def results(path: Path, *rows: dict) -> Path:
+    path.write_text(json.dumps({"environment": ENVIRONMENT, "figures": [FLOOR, *rows]}))
+    return path
+
+
+def test_the_documents_show_the_committed_results():
+    shown = (ROOT / "docs" / "kernels.md").read_text()
+    assert plots.table(ROOT / "bench" / "results" / "cpu" / "kernels.json") in shown
+
+
+def test_a_line_an_op(tmp_path):
+    rows = [
+        {**ROW, "first_peak_bytes": 2_500_000},
+        {**ROW, "peak_bytes": None},
+        {"op": "x", "size": "", "failed": "bad"},
+    ]
+    text = plots.table(results(tmp_path / "kernels.json", *rows))
+    assert text.splitlines()[0] == "a processor, 2 threads, avx2, torch 2."
+    assert text.splitlines()[4:] == [
+        "| `snap` | 3 of 4 | 0.01234 | 0.50 | 2.5 MB | torch 2.00x |",
+        "| `snap` | 3 of 4 | 0.01234 | 0.50 | not told | torch 2.00x |",
+        "| `x` |  | bad | | | |",
+    ]
+
+
+def test_insertion_replaces_the_table_and_nothing_else(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("before\n<!-- table: begin -->\nold\n<!-- table: end -->\nafter\n")
+    for text in ("new", "newer"):
+        plots.insert(page, text)
+        assert page.read_text() == f"before\n<!-- table: begin -->\n{text}\n<!-- table: end -->\nafter\n"
+    page.write_text("no marks\n")
+    with pytest.raises(ValueError, match="has no lines"):
+        plots.insert(page, "new")
+    assert page.read_text() == "no marks\n"
