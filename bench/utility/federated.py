@@ -1,0 +1,329 @@
+"""Federated selective DP: the paper's figures 3 and 4, what the detector finds, how fast tokens are drawn.
+
+Perplexity by round without privacy, with private tokens perturbed, and with every token perturbed, at several epsilons and
+numbers of clients, on WikiText-2 and on texts with labelled private spans. The rounds use the clients' and the server's own
+code (`Site`, `Aggregator`) in one process; what Flower's processes cost beyond that is measured apart (``--overhead``).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from matplotlib.figure import Figure
+
+from fastdp import NoiseStream
+from fastdp.federated import Aggregator, Bounds, FederatedConfig
+from fastdp.federated.adapter import AdaptedModel
+from fastdp.federated.site import Site
+from fastdp.methods.selective import (
+    RuleDetector,
+    TokenMechanism,
+    balanced_partition,
+    measure_detector,
+    public_radius,
+    read_labelled_spans,
+)
+
+from .. import record
+from .table import Run, Table, measure
+
+SCHEMES = ("none", "selective", "all")
+DATA = ("wikitext2", "pii_spans")
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much is run."""
+
+    texts: int = 360
+    held_out: int = 120
+    rounds: int = 4
+    epsilons: tuple[float, ...] = (0.1, 1.0, 8.0, 32.0)
+    clients: int = 4
+    more_clients: tuple[int, ...] = (2, 16)
+    learning_rate: float = 2e-3
+
+
+TINY = Size(texts=24, held_out=8, rounds=2, epsilons=(1.0,), clients=2, more_clients=())
+FULL = Size(texts=2_000, held_out=600, rounds=20, epsilons=(0.1, 1.0, 4.0, 8.0, 16.0, 32.0, 64.0))
+
+
+class Bench:
+    """Texts in files, as clients read them, and runs over them."""
+
+    def __init__(self, model: Path, wikitext: Path, pii: Path, size: Size, folder: Path) -> None:
+        self.model, self.size, self.folder = model, size, folder
+        # The model was pretrained on WikiText's train part: clients hold its validation part instead.
+        lines = {
+            "wikitext2": (_paragraphs(wikitext / "valid.txt"), _paragraphs(wikitext / "test.txt")),
+            "pii_spans": _halves(read_labelled_spans(pii)[0]),
+        }
+        for data, (train, held_out) in lines.items():
+            _write_texts(folder / f"{data}.train.jsonl", train[: size.texts])
+            _write_texts(folder / f"{data}.eval.jsonl", held_out[: size.held_out])
+
+    def config(self, row: dict[str, Any], output: Path) -> FederatedConfig:
+        """The settings of a row's run."""
+        return FederatedConfig(
+            model=str(self.model),
+            train=str(self.folder / f"{row['data']}.train.jsonl"),
+            eval=str(self.folder / f"{row['data']}.eval.jsonl"),
+            output=str(output),
+            rounds=self.size.rounds,
+            learning_rate=self.size.learning_rate,
+            perturbation=row["scheme"],
+            epsilon=row["epsilon"] or 1.0,
+            seed=row["seed"],
+        )
+
+    def run(self, row: dict[str, Any]) -> dict[str, Any]:
+        """Perplexity before the first round and after each, and what was perturbed."""
+        with tempfile.TemporaryDirectory() as output, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            config = self.config(row, Path(output))
+            adapted = AdaptedModel.load(config)
+            held_out = adapted.examples(adapted.encode(adapted.texts(config.eval)))
+            sites = [Site.of_partition(adapted, index, row["clients"]) for index in range(row["clients"])]
+            cards = [json.loads((site.folder / "card.json").read_text()) for site in sites if row["scheme"] != "none"]
+            perplexities = [adapted.quality(held_out).perplexity]
+            adapter = adapted.adapter
+            for number in range(1, config.rounds + 1):
+                aggregator = Aggregator(adapter, Bounds(config.max_update_norm, config.max_examples))
+                for site in sites:
+                    adapted.adapter = adapter
+                    fitted = site.fit(number)
+                    aggregator.add(adapted.layout.to_json(), adapted.layout.pack(adapted.adapter), fitted.examples)
+                adapter = adapted.adapter = aggregator.mean()
+                perplexities.append(adapted.quality(held_out).perplexity)
+            tokens = sum(card["tokens"]["all"] for card in cards)
+            return {
+                "perplexities": perplexities,
+                "private_share": sum(card["tokens"]["private"] for card in cards) / tokens if tokens else 0.0,
+                "largest_epsilon_of_a_text": max((c["budget"]["largest_of_a_text"] for c in cards), default=None),
+            }
+
+
+def settings(size: Size, seeds: int) -> Iterator[dict[str, Any]]:
+    """Rows to measure, the paper's figures first."""
+    for seed in range(seeds):
+        for data in DATA:
+            for scheme in SCHEMES:
+                for epsilon in size.epsilons if scheme != "none" else (None,):
+                    row = {"data": data, "scheme": scheme, "epsilon": epsilon, "clients": size.clients}
+                    yield {**row, "rounds": size.rounds, "seed": seed}
+        for clients in size.more_clients:
+            row = {"data": "pii_spans", "scheme": "selective", "epsilon": 8.0, "clients": clients}
+            yield {**row, "rounds": size.rounds, "seed": seed}
+
+
+def detector_quality(pii: Path) -> dict[str, Any]:
+    """Precision and recall of the rule detector by entity."""
+    texts, labels = read_labelled_spans(pii)
+    return measure_detector(RuleDetector(), texts, labels, corpus=pii.name).as_dict()
+
+
+def draw_speed(seconds: float = 2.0) -> list[dict[str, Any]]:
+    """Tokens drawn a second, every id as likely as another, which is harder than text."""
+    rows = []
+    for rows_of_table, width, bar in ((8_192, 256, 20_000), (30_522, 384, 5_000)):
+        generator = torch.Generator().manual_seed(0)
+        table = torch.randn(rows_of_table, width, generator=generator)
+        for form in ("local", "metric", "partition", "paper"):
+            cells = balanced_partition(table, 64) if form == "partition" else None
+            mechanism = TokenMechanism(form, table, None if form == "metric" else public_radius(table), cells=cells)
+            count, spent = 500, 0.0
+            while spent < seconds / 4:
+                count *= 2
+                ids = torch.randint(0, rows_of_table, (count,), generator=generator)
+                begin = time.perf_counter()
+                mechanism.draw(ids, 8.0, NoiseStream())
+                spent = time.perf_counter() - begin
+            row = {"vocabulary": rows_of_table, "width": width, "mechanism": form, "tokens_per_second": count / spent}
+            rows.append({**row, "bar": bar if form == "local" else None})
+    return rows
+
+
+def secure_aggregation(clients: int = 4, size: int = 132_352) -> list[dict[str, Any]]:
+    """What Flower's SecAgg+ arithmetic does to a mean of small updates: relative L2 error of the mean change.
+
+    Its own quantisation, weighting and extraction without the masks, which cancel; adapters of std 0.02 with changes of
+    std 1e-3, at its defaults and at the finest settings that its 32-bit sums hold.
+    """
+    from flwr.common.secure_aggregation.ndarrays_arithmetic import factor_combine, factor_extract
+    from flwr.common.secure_aggregation.quantization import dequantize, quantize
+
+    rng = np.random.default_rng(0)
+    start = rng.normal(0, 0.02, size)
+    finals = [start + rng.normal(0, 1e-3, size) for _ in range(clients)]
+    true = np.mean(finals, axis=0) - start
+    rows = []
+    for name, clip, target, most, examples in (
+        ("its defaults", 8.0, 1 << 22, 1000.0, 375),
+        ("its defaults, max_weight = examples", 8.0, 1 << 22, 375.0, 375),
+        ("finest: clip 0.25, 2^29 levels, max_weight = examples", 0.25, 1 << 29, 375.0, 375),
+    ):
+        total: list[Any] = []
+        for final in finals:
+            share = round(examples / most * target)
+            quantised = factor_combine(share, quantize([final * (share / target)], clip, target))
+            total = quantised if not total else [a.astype(np.int64) + b for a, b in zip(total, quantised)]
+        weight, found = factor_extract([np.asarray(part) for part in total])
+        mean = dequantize(found, clip, target)[0]
+        # As the workflow does: the clip's shift was added once a client, and the sum is divided by the summed weights.
+        mean = (mean - (clients - 1) * clip) / (weight / target)
+        error = float(np.linalg.norm(mean - start - true) / np.linalg.norm(true))
+        rows.append({"settings": name, "clients": clients, "relative_error_of_the_mean_change": error})
+    return rows
+
+
+def overhead(bench: Bench, clients: int = 4) -> dict[str, Any]:
+    """One `flwr run` in simulation: rounds against the clients' own training, and the start-up apart."""
+    from fastdp.federated.launch import Federation
+
+    app = Path(__file__).resolve().parents[2] / "examples" / "federated"
+    with tempfile.TemporaryDirectory() as folder:
+        row = {"data": "pii_spans", "scheme": "selective", "epsilon": 8.0, "clients": clients, "seed": 0}
+        config = bench.config(row, Path(folder) / "out")
+        settings = {**config.as_dict(), "min_clients": clients, "evaluation": "none"}
+        begin = time.perf_counter()
+        with Federation(Path(folder) / "flower", simulation=True) as federation:
+            federation.run(app, settings, clients=clients)
+        total = time.perf_counter() - begin
+        rounds = [json.loads(line) for line in (Path(folder) / "out" / "rounds.jsonl").read_text().splitlines()]
+    # The first round also loads the model and perturbs the texts.
+    later = rounds[1:]
+    ratio = sum(r["seconds"] for r in later) / sum(r["client_seconds"] for r in later)
+    return {
+        "clients": clients,
+        "seconds": total,
+        "start_up_seconds": total - sum(r["seconds"] for r in rounds),
+        "first_round_seconds": rounds[0]["seconds"],
+        "round_over_training": ratio,
+        "rounds": [{key: r[key] for key in ("round", "seconds", "client_seconds")} for r in rounds],
+    }
+
+
+def plot(rows: Sequence[dict[str, Any]], folder: Path) -> None:
+    """Figure 3 (schemes) and figure 4 (epsilons) for both data sets, as one picture."""
+    folder.mkdir(parents=True, exist_ok=True)
+    figure = Figure(figsize=(11, 7), layout="constrained")
+    panels = figure.subplots(2, 2)
+    for column, data in enumerate(DATA):
+        own = [row for row in rows if row["data"] == data]
+        base = [row for row in own if row["scheme"] == "none"]
+        most = max((row["clients"] for row in base), default=0)
+        shown = [row for row in own if row["clients"] == most]
+        for row in _mean_over_seeds([r for r in shown if r["epsilon"] in (None, 1.0)]):
+            name = {"none": "no privacy", "selective": "private tokens", "all": "every token"}[row["scheme"]]
+            panels[0][column].plot(row["perplexities"], marker="o", markersize=3, label=name)
+        panels[0][column].set_title(f"{data}: schemes at epsilon 1, {most} clients", fontsize=10, loc="left")
+        for row in _mean_over_seeds([r for r in shown if r["scheme"] == "selective"]):
+            panels[1][column].plot(row["perplexities"], marker="o", markersize=3, label=f"epsilon {row['epsilon']:g}")
+        panels[1][column].set_title(f"{data}: private tokens by epsilon", fontsize=10, loc="left")
+    for axes in panels.flatten():
+        axes.set(xlabel="round", ylabel="held-out perplexity", yscale="log")
+        axes.grid(alpha=0.25)
+        if axes.lines:
+            axes.legend(fontsize=8, frameon=False)
+    figure.savefig(folder / "federated.png", dpi=110)
+
+
+def plot_detector(quality: dict[str, Any], folder: Path) -> None:
+    """Recall and precision by entity."""
+    folder.mkdir(parents=True, exist_ok=True)
+    figure = Figure(figsize=(7, 5), layout="constrained")
+    axes = figure.subplots()
+    names = sorted(quality["by_entity"], key=lambda name: quality["by_entity"][name]["recall"] or 0)
+    places = np.arange(len(names))
+    for shift, key, colour in ((-0.2, "recall", "#1b3a57"), (0.2, "precision", "#c4572b")):
+        values = [quality["by_entity"][name][key] or 0.0 for name in names]
+        axes.barh(places + shift, values, height=0.4, label=key, color=colour)
+    axes.set_yticks(places, [f"{name} ({quality['by_entity'][name]['labelled']})" for name in names], fontsize=8)
+    axes.set_title(f"Rule detector on {quality['corpus']}", fontsize=10, loc="left")
+    axes.legend(frameon=False)
+    figure.savefig(folder / "federated_detector.png", dpi=110)
+
+
+def _mean_over_seeds(rows: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    groups: dict[tuple[Any, Any], list[dict[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault((row["scheme"], row["epsilon"]), []).append(row)
+    for own in groups.values():
+        yield {**own[0], "perplexities": np.mean([row["perplexities"] for row in own], axis=0).tolist()}
+
+
+def _paragraphs(path: Path) -> list[str]:
+    lines = (line.strip() for line in path.read_text(encoding="utf-8").splitlines())
+    return [line for line in lines if len(line) > 200 and not line.startswith("=")]
+
+
+def _halves(texts: list[str]) -> tuple[list[str], list[str]]:
+    """Train and held-out texts; those made from one template fall on both sides, as in the data set itself."""
+    usable = [text for text in texts if len(text) > 60]
+    return [t for i, t in enumerate(usable) if i % 4], [t for i, t in enumerate(usable) if not i % 4]
+
+
+def _write_texts(path: Path, texts: Sequence[str]) -> None:
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure what is missing, then draw."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser.add_argument("--model", type=Path, help="folder of a causal model, such as gpt2-mini")
+    parser.add_argument("--wikitext", type=Path, help="folder with valid.txt and test.txt")
+    parser.add_argument("--pii", type=Path, required=True, help="labelled spans, such as synth_dataset_v2.json")
+    parser.add_argument("--json", type=Path, help="rows of the rounds; other results are written beside it")
+    parser.add_argument("--pictures", type=Path)
+    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--minutes", type=float, default=25.0)
+    parser.add_argument("--size", choices=("default", "tiny", "full"), default="default")
+    parser.add_argument("--detector", action="store_true", help="only what the detector finds")
+    parser.add_argument("--speed", action="store_true", help="only tokens a second, and SecAgg+'s precision")
+    parser.add_argument("--overhead", action="store_true", help="only one flwr run against the clients' training")
+    options = parser.parse_args(arguments)
+    if options.detector or options.speed:
+        found: dict[str, Any] = {}
+        if options.detector:
+            found["detector"] = detector_quality(options.pii)
+            if options.pictures:
+                plot_detector(found["detector"], options.pictures)
+        if options.speed:
+            found |= {"draws": draw_speed(), "secure_aggregation": secure_aggregation()}
+        _keep(found, options.json)
+        return
+    if options.model is None or options.wikitext is None:
+        parser.error("the rounds need --model and --wikitext")
+    size = {"default": Size(), "tiny": TINY, "full": FULL}[options.size]
+    with tempfile.TemporaryDirectory() as folder:
+        bench = Bench(options.model, options.wikitext, options.pii, size, Path(folder))
+        if options.overhead:
+            _keep({"overhead": overhead(bench)}, options.json)
+            return
+        table = Table(options.json)
+        runs: Iterator[Run] = ((row, lambda row=row: bench.run(row)) for row in settings(size, options.seeds))  # type: ignore[misc]
+        measure(table, runs, options.minutes)
+    if options.pictures:
+        plot(table.rows, options.pictures)
+
+
+def _keep(found: dict[str, Any], path: Path | None) -> None:
+    """Write each result to a file of its name beside ``path``, and print it."""
+    for name, figures in found.items():
+        print(json.dumps({name: figures}), flush=True)
+        if path is not None:
+            record.write(path.parent / f"{name}.json", figures)
+
+
+if __name__ == "__main__":
+    main()
