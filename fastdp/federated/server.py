@@ -222,9 +222,8 @@ class Server:
             ids = iter(list(waiting))
             while group := list(islice(ids, _AT_ONCE)):
                 for reply in self.grid.pull_messages(group):
-                    node = waiting.pop(reply.metadata.reply_to_message_id, None)
-                    if node is not None:
-                        yield node, reply
+                    if reply.metadata.reply_to_message_id in waiting:
+                        yield waiting.pop(reply.metadata.reply_to_message_id), reply
             time.sleep(_POLL_SECONDS if waiting else 0)
         for node in waiting.values():
             yield node, None
@@ -243,7 +242,7 @@ class Server:
             if reply is None or reply.has_error():
                 log.warning("client %d did not evaluate", node)
                 continue
-            metrics = reply.content.metric_records.get("metrics", {})
+            metrics: dict[str, Any] = dict(reply.content.metric_records.get("metrics", {}))
             own, count = metrics.get("loss"), metrics.get("num-tokens")
             if not isinstance(own, float) or not isinstance(count, int) or not (math.isfinite(own) and count > 0):
                 log.warning("client %d reports no perplexity that can be used", node)

@@ -243,7 +243,8 @@ class SelectivePerturbation:
 
 def _table(source: Tensor | nn.Module) -> Tensor:
     if isinstance(source, nn.Module):
-        source = source.get_input_embeddings().weight  # type: ignore[operator]
+        weight: Tensor = source.get_input_embeddings().weight  # type: ignore[operator]
+        return _table(weight.detach())
     return source.detach().float().cpu().contiguous()
 
 

@@ -90,7 +90,8 @@ _TITLED = re.compile(
     rf"\b(?:Mr|Mrs|Ms|Miss|Dr|Prof|Sir|Madam|Lady|Lord)\b\.? ?({_CAPITALISED}(?: {_CAPITALISED}){{0,2}})"
 )
 _INTRODUCED = re.compile(
-    rf"(?i:\b(?:my name is|name is|name:|patient:|customer:|i am called|i'm|i am|call me|regards,|sincerely,|yours,|this is|name of))\s+"
+    r"(?i:\b(?:my name is|name is|name:|patient:|customer:|i am called|i'm|i am|call me|regards,|sincerely,|yours,|this is|"
+    r"name of))\s+"
     rf"({_CAPITALISED}(?: (?:{_CAPITAL}\.|{_CAPITALISED})){{0,3}})"
 )
 _WORDS = re.compile(rf"{_CAPITAL}\.|\w[\w'’-]*")

@@ -91,7 +91,8 @@ def _spans(
     labels: Sequence[str], scores: Sequence[float], offsets: Sequence[tuple[int, int]], special: Sequence[int]
 ) -> Iterator[Span]:
     """Runs of tokens of one entity; a B- label begins a new run."""
-    entity, start, end, seen = "", 0, 0, []
+    entity, start, end = "", 0, 0
+    seen: list[float] = []
     for label, score, (since, to), added in zip(labels, scores, offsets, special):
         mark, _, name = label.partition("-")
         if mark not in ("B", "I", "E", "S", "L", "U") or not name:
