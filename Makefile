@@ -26,10 +26,10 @@ test-full: $(VENV)/.fastdp-test
 
 # Figures of the CPU, in $(OUT)/cpu, and the pictures drawn from them. Nothing else should run beside it.
 bench: $(VENV)/.fastdp-test
-	$(VENV)/bin/fastdp bench step --json $(OUT)/cpu/step.json
-	$(VENV)/bin/fastdp bench kernels --json $(OUT)/cpu/kernels.json
-	$(VENV)/bin/python -m pytest -q tests/bench/microbenchmarks.py --benchmark-only --benchmark-max-time=0.2
-	$(VENV)/bin/fastdp bench planner --json $(OUT)/cpu/planner.json
+	OMP_PROC_BIND=true $(VENV)/bin/fastdp bench step --json $(OUT)/cpu/step.json
+	OMP_PROC_BIND=true $(VENV)/bin/fastdp bench kernels --json $(OUT)/cpu/kernels.json
+	OMP_PROC_BIND=true $(VENV)/bin/python -m pytest -q tests/bench/microbenchmarks.py --benchmark-only --benchmark-max-time=0.2
+	OMP_PROC_BIND=true $(VENV)/bin/fastdp bench planner --json $(OUT)/cpu/planner.json
 	$(VENV)/bin/fastdp bench plot --results $(OUT)/cpu
 
 # Figures of a GPU, in $(OUT)/gpu: 120 + 120 + 240 seconds at most, so 8 minutes. Each stage writes as it goes and runs

@@ -18,7 +18,8 @@ from typing import Any
 
 import torch
 
-_ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+#: Makes the C library give every larger block back when it is freed, instead of keeping it in its heap.
+ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 
 
 def growth(function: Callable[[], Any]) -> int | None:
@@ -59,7 +60,7 @@ def of_cases(sizes: str, only: str | None) -> dict[str, dict[str, int | None]]:
     """
     done = subprocess.run(
         [sys.executable, "-m", "fastdp.bench.memory", sizes, only or ""],
-        env={**os.environ, **_ENVIRONMENT},
+        env={**os.environ, **ENVIRONMENT},
         capture_output=True,
         text=True,
     )

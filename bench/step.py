@@ -1,24 +1,32 @@
 """One training step: non-private, fastdp, and Opacus in both its modes, alternating, each in a process of its own.
 
-A step is forward, backward and `optimizer.step()` of AdamW on one batch of fixed size, with clipping and noise where the
-implementation has them. Peak memory counts from after the imports, so it holds the model, its optimizer and the step.
+A step is a batch of fixed size from a loader, forward, backward and `optimizer.step()` of AdamW, with clipping and noise
+where the implementation has them. Peak memory counts from after the imports, so it holds data, model, optimizer and step.
+
+On a processor memory is measured in processes of its own, whose C library gives freed blocks back to the system: what
+it finds is what was in use at once. In the timed processes the library keeps freed blocks in a heap with holes; their
+peak is reported beside it.
 """
 
 from __future__ import annotations
 
 import gc
 import json
+import os
 import resource
 import statistics
 import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from .memory import ENVIRONMENT
 
 IMPLEMENTATIONS = ("non-private", "fastdp", "opacus-hooks", "opacus-ghost")
 LEARNING_RATE = 1e-4
@@ -60,24 +68,23 @@ def measure(
     """Rows of {case, implementation, seconds, peak_bytes, ratio_time, ratio_memory}, or the exception raised.
 
     Ratios are to non-private in the same run: time by the median of step-by-step ratios, so that a machine whose speed
-    drifts is compared with itself.
+    drifts is compared with itself. On a processor ``heap_bytes`` and ``ratio_heap`` are those of the timed processes.
 
     Raises ValueError for an unknown case.
     """
     if case not in CASES:
         raise ValueError(f"there is no case '{case}'; choose one of {', '.join(CASES)}")
-    workers = {name: _Worker(case, name) for name in implementations}
-    try:
+    with ExitStack() as stack:
+        workers = {name: stack.enter_context(_Worker(case, name, os.environ)) for name in implementations}
         for _ in range(warmup):
             for worker in workers.values():
                 worker.ask("step")
         for _ in range(steps):
             for worker in workers.values():
                 worker.times.append(worker.ask("step"))
-        peaks = {name: worker.ask("peak") for name, worker in workers.items()}
-    finally:
-        for worker in workers.values():
-            worker.stop()
+        heaps = {name: worker.ask("peak") for name, worker in workers.items()}
+    on_gpu = torch.cuda.is_available()
+    peaks = heaps if on_gpu else {name: _peak_alone(case, name) for name, w in workers.items() if w.error is None}
     base = workers["non-private"]
     rows = []
     for name, worker in workers.items():
@@ -85,17 +92,26 @@ def measure(
         if worker.error is not None:
             row["error"] = worker.error
         else:
-            times, base_times = list(worker.times), list(base.times)
-            row["seconds"] = statistics.median(times)
+            row["seconds"] = statistics.median(worker.times)
             row["peak_bytes"] = peaks[name]
-            row["ratio_time"] = statistics.median(a / b for a, b in zip(times, base_times))
+            row["ratio_time"] = statistics.median(a / b for a, b in zip(worker.times, base.times))
             row["ratio_memory"] = peaks[name] / peaks["non-private"]
+            if not on_gpu:
+                row["heap_bytes"] = heaps[name]
+                row["ratio_heap"] = heaps[name] / heaps["non-private"]
         rows.append(row)
     return rows
 
 
+def _peak_alone(case: str, implementation: str) -> int:
+    with _Worker(case, implementation, os.environ | ENVIRONMENT) as worker:
+        for _ in range(3):
+            worker.ask("step")
+        return worker.ask("peak")
+
+
 class _Worker:
-    def __init__(self, case: str, implementation: str):
+    def __init__(self, case: str, implementation: str, environment: Mapping[str, str]):
         self.times: list[float] = []
         self.error: str | None = None
         self.process = subprocess.Popen(
@@ -104,6 +120,7 @@ class _Worker:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             text=True,
+            env=dict(environment),
         )
         self.ask(None)
 
@@ -124,7 +141,10 @@ class _Worker:
         self.error = answer.get("error")
         return answer.get("value", 0.0)
 
-    def stop(self) -> None:
+    def __enter__(self) -> _Worker:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         assert self.process.stdin is not None
         self.process.stdin.close()
         self.process.wait(60)
@@ -207,18 +227,27 @@ def _build(case: Case, implementation: str) -> Callable[[], None]:
     examples = _examples(case, 4 * case.rows)
     if implementation == "fastdp":
         return _fastdp(case, model, examples, device)
-    batch = {key: torch.stack([e[key] for e in examples[: case.rows]]).to(device) for key in examples[0]}
+    batches = _batches(case, examples, device)
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer: Any = torch.optim.AdamW(trained, lr=LEARNING_RATE)
     if implementation == "non-private":
 
         def step() -> None:
-            model(**batch).loss.backward()
+            model(**next(batches)).loss.backward()
             optimizer.step()
             optimizer.zero_grad()
 
         return step
-    return _opacus(case, model, optimizer, batch, examples, ghost=implementation == "opacus-ghost")
+    return _opacus(case, model, optimizer, batches, examples, ghost=implementation == "opacus-ghost")
+
+
+def _batches(case: Case, examples: list[Any], device: torch.device) -> Iterator[dict[str, torch.Tensor]]:
+    from torch.utils.data import DataLoader
+
+    loader: DataLoader = DataLoader(examples, batch_size=case.rows, shuffle=True)  # type: ignore[arg-type]
+    while True:
+        for batch in loader:
+            yield {key: value.to(device) for key, value in batch.items()}
 
 
 def _fastdp(case: Case, model: torch.nn.Module, examples: list[Any], device: torch.device) -> Callable[[], None]:
@@ -257,7 +286,7 @@ def _opacus(
     case: Case,
     model: torch.nn.Module,
     optimizer: Any,
-    batch: dict[str, torch.Tensor],
+    batches: Iterator[dict[str, torch.Tensor]],
     examples: list[Any],
     *,
     ghost: bool,
@@ -278,14 +307,15 @@ def _opacus(
         poisson_sampling=False,
         **options,
     )
-    inputs = {key: value for key, value in batch.items() if key != "labels"}
-    labels = batch["labels"]
+    private, private_optimizer = made[0], made[1]
 
     def step() -> None:
+        batch = next(batches)
         if not ghost:
             private(**batch).loss.backward()
         else:
-            logits = private(**inputs).logits
+            labels = batch.pop("labels")
+            logits = private(**batch).logits
             if logits.dim() == 3:
                 logits, target = logits[:, :-1].flatten(0, 1), labels[:, 1:]
                 loss = made[2](logits, target.flatten(), shape=target.shape)
@@ -295,7 +325,6 @@ def _opacus(
         private_optimizer.step()
         private_optimizer.zero_grad()
 
-    private, private_optimizer = made[0], made[1]
     return step
 
 
