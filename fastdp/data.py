@@ -238,17 +238,20 @@ def classification_examples(
 
 @dataclass(frozen=True)
 class Collator:
-    """Pads examples on the right to the longest of the batch; the attention mask covers what was there before.
+    """Pads examples on the right to the longest of the batch, or to ``length`` tokens where lengths must not show.
+
+    The attention mask covers what was there before.
 
     The mask comes from lengths, not from comparing with the padding token, which in GPT-2's vocabulary is also the end
     token and carries a label.
     """
 
     pad_token: int
+    length: int | None = None
 
     def __call__(self, examples: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor]:
         """[B] examples -> input_ids, attention_mask and other token fields int64 [B, T]; labels [B, T] or [B]."""
-        longest = max(len(example["input_ids"]) for example in examples)
+        longest = self.length or max(len(example["input_ids"]) for example in examples)
         fill = {"input_ids": self.pad_token, "labels": IGNORED}
 
         def padded(values: list[int], key: str) -> list[int]:

@@ -111,7 +111,9 @@ def finetune_command(
 def _print_result(result: Result) -> None:
     if result.before and result.after:
         console.print(f"held out: {result.before.headline} before, [bold]{result.after.headline}[/] after")
-    if math.isfinite(result.epsilon):
+    if result.privacy is not None:
+        console.print(f"privacy: {result.privacy}", highlight=False)
+    elif math.isfinite(result.epsilon):
         console.print(
             f"privacy: epsilon [bold]{result.epsilon:.3f}[/] at delta {result.delta:g} "
             f"(noise multiplier {result.noise_multiplier:.4f}, {result.steps} steps)"
@@ -122,7 +124,8 @@ def _print_result(result: Result) -> None:
         f"speed: {result.seconds_per_step:.2f} s a step, peak memory {result.peak_bytes / 2**20:.0f} MiB, "
         f"{result.trained_parameters:,} trained parameters"
     )
-    console.print(f"written to {result.output}: weights, card.md, card.json, metrics.jsonl, loss.png, epsilon.png")
+    written = sorted(path.name for path in Path(result.output).iterdir())
+    console.print(f"written to {result.output}: {', '.join(written)}")
 
 
 @refusing

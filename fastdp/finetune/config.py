@@ -21,7 +21,7 @@ class ConfigError(ValueError):
 CHOICES = {
     "task": ("causal-lm", "classification"),
     "peft": ("full", "lora", "bitfit", "bottleneck", "prompt", "ia3"),
-    "method": ("dpsgd", "rapft", "frost"),
+    "method": ("dpsgd", "rapft", "frost", "ewft", "sap"),
     "sampling": ("poisson", "shuffled"),
     "schedule": ("constant", "linear", "cosine"),
     "precision": ("float32", "bfloat16"),
@@ -61,7 +61,7 @@ class FinetuneConfig:
 
     epsilon: float | None = _setting("privacy budget to spend; inf trains without privacy")
     delta: float = _setting("probability that the guarantee may fail; keep it well below 1 / examples", 1e-5)
-    method: str = _setting("dpsgd, rapft or frost", "dpsgd")
+    method: str = _setting("dpsgd, rapft, frost, ewft or sap", "dpsgd")
     method_options: dict[str, Any] | None = _setting("arguments of the method, as in {irrelevance_ratio: 0.7}")
     max_grad_norm: float = _setting("bound on one example's gradient", 1.0)
     sampling: str = _setting("poisson (accounted with amplification) or shuffled (without)", "poisson")
@@ -89,12 +89,12 @@ class FinetuneConfig:
         for name, what in (("model", "a model"), ("train", "training data"), ("output", "an output folder")):
             if not getattr(self, name):
                 raise ConfigError(f"{name} is missing: name {what} in the config or with --{name}")
-        if self.epsilon is None:
+        if self.epsilon is None and self.method != "sap":
             raise ConfigError("epsilon is missing: state a privacy budget such as 8, or inf to train without privacy")
         for name, choices in CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ConfigError(f"{name} must be one of {', '.join(choices)}, not {getattr(self, name)!r}")
-        if not self.epsilon > 0:
+        if self.epsilon is not None and not self.epsilon > 0:
             raise ConfigError(f"epsilon must be greater than 0, not {self.epsilon}")
         if not 0 < self.delta < 1:
             raise ConfigError(f"delta must lie between 0 and 1, not {self.delta}")

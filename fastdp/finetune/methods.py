@@ -13,9 +13,11 @@ from fastdp.engine.method import Method
 from fastdp.finetune.config import ConfigError, FinetuneConfig
 from fastdp.methods.rapft import Initialisation, NoisyMap, PrivateSubset, Propagation, PublicMap
 
-#: Batches of a file of public examples, of which at most so many are used.
-ReadPublic = Callable[[str, int], Sequence[Mapping[str, Any]]]
+#: Batches of a file of public examples, of which at most so many are used; by another collator than the run's, if given.
+ReadPublic = Callable[..., Sequence[Mapping[str, Any]]]
 
+#: Methods whose privacy does not come from the training steps.
+LOCAL = ("ewft", "sap")
 _SOURCES = {"noisy": NoisyMap, "private": PrivateSubset}
 _NESTED = {"propagation": Propagation, "initialisation": Initialisation}
 _PUBLIC_EXAMPLES = 64
@@ -31,7 +33,7 @@ def choose_method(config: FinetuneConfig, read_public: ReadPublic) -> Method:
     Raises:
         ConfigError: for an option that the method does not have, or a value that it refuses.
     """
-    if math.isinf(float(config.epsilon or 0)):
+    if config.method in LOCAL or math.isinf(float(config.epsilon or 0)):
         return fastdp.NonPrivate()
     kind = {"dpsgd": fastdp.DPSGD, "rapft": fastdp.RapFT, "frost": fastdp.DPFrost}[config.method]
     options = dict(config.method_options or {})

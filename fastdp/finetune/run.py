@@ -24,8 +24,9 @@ from fastdp import plots
 from fastdp.data import Collator, DataError, Examples, Rows, causal_examples, classification_examples, read_rows
 from fastdp.finetune.config import ConfigError, FinetuneConfig, load_config
 from fastdp.finetune.evaluation import Quality, autocast, evaluate
+from fastdp.finetune.local import open_local
 from fastdp.finetune.memory import PeakMemory
-from fastdp.finetune.methods import choose_method
+from fastdp.finetune.methods import LOCAL, choose_method
 from fastdp.finetune.models import (
     choose_trained,
     load_model,
@@ -68,11 +69,14 @@ class Result:
     peak_bytes: int
     before: Quality | None
     after: Quality | None
+    #: What a local method says of its privacy, in a sentence.
+    privacy: str | None = None
 
     def save(self, path: Path) -> None:
         """Write as JSON; an infinite epsilon is written as the text "inf"."""
         values = dataclasses.asdict(self) | {
             "epsilon": self.epsilon if math.isfinite(self.epsilon) else "inf",
+            "noise_multiplier": None if math.isnan(self.noise_multiplier) else self.noise_multiplier,
             "before": self.before and self.before.as_dict(),
             "after": self.after and self.after.as_dict(),
         }
@@ -91,6 +95,10 @@ def finetune(config: FinetuneConfig, resume: bool = False, reporter: Reporter | 
     """
     reporter = reporter or Reporter()
     config.check()
+    if resume and config.method in LOCAL:
+        raise ConfigError(
+            f"a run of {config.method} cannot be resumed: nobody knows which records had been released; start anew"
+        )
     output = Path(str(config.output))
     _check_output(output, config, resume)
     reporter.phase("reading data")
@@ -112,8 +120,7 @@ def finetune(config: FinetuneConfig, resume: bool = False, reporter: Reporter | 
             run.forget_if_nothing_was_spent()
         raise
     finally:
-        if run.private is not None:
-            run.private.detach()
+        run.close()
 
 
 def _check_output(output: Path, config: FinetuneConfig, resume: bool) -> None:
@@ -216,6 +223,10 @@ class _Run:
         self.private: Any = None
         self.updates = 0
         self.before: Quality | None = None
+        self.local = open_local(config, model, tokenizer, train, held_out, self._read_public)
+        if self.local is not None:
+            self.train, self.held_out = self.local.train, self.local.held_out
+            self.collator = self.local.collator
 
     def make_private(self, resume: bool) -> None:
         """Hand model, optimizer and loader to the engine, which opens the ledger in the output folder."""
@@ -223,6 +234,7 @@ class _Run:
         self.output.mkdir(parents=True, exist_ok=True)
         config.save(self.output / CONFIG)
         self.names = trained_names(self.model)
+        local = self.local
         parameters = [p for p in self.model.parameters() if p.requires_grad]
         optimizer = torch.optim.AdamW(parameters, lr=config.learning_rate, weight_decay=config.weight_decay)
         loader = DataLoader(self.train, batch_size=config.batch_size, shuffle=True, collate_fn=self.collator)
@@ -231,22 +243,30 @@ class _Run:
             optimizer,
             loader,
             method=choose_method(config, self._read_public),
-            target_epsilon=config.epsilon,
+            target_epsilon=math.inf if local else config.epsilon,
             target_delta=config.delta,
             epochs=config.epochs,
             max_physical_batch_size=config.physical_batch_size,
-            sampling=config.sampling,
+            # Each record takes part in each epoch, as it has been released for it.
+            sampling="shuffled" if local else config.sampling,
             output_dir=str(self.output),
             resume=resume,
         )
         self.model, self.optimizer, self.loader = self.private
         self.scheduler = LambdaLR(self.optimizer, _schedule(config, self.private.total_steps))
 
-    def _read_public(self, path: str, count: int) -> list[dict[str, torch.Tensor]]:
+    def _read_public(self, path: str, count: int, collator: Collator | None = None) -> list[dict[str, torch.Tensor]]:
         examples = encode_rows(read_rows(path), self.tokenizer, self.config, self.reporter)
         chosen = Subset(examples, range(min(count, len(examples))))
-        loader = DataLoader(chosen, batch_size=self.config.physical_batch_size, collate_fn=self.collator)
+        loader = DataLoader(chosen, batch_size=self.config.physical_batch_size, collate_fn=collator or self.collator)
         return [{key: value.to(self.device) for key, value in batch.items()} for batch in loader]
+
+    def close(self) -> None:
+        """Give the model back as it was."""
+        if self.private is not None:
+            self.private.detach()
+        if self.local is not None:
+            self.local.close()
 
     def forget_if_nothing_was_spent(self) -> None:
         """After a failure before the first release, leave no run behind that would have to be resumed."""
@@ -284,6 +304,8 @@ class _Run:
         begin = time.perf_counter()
         with open(self.output / METRICS, "a", encoding="utf-8") as metrics:
             while private.steps_done < private.total_steps:
+                if self.local is not None:
+                    self.local.begin_epoch(private.steps_done // private.steps_per_epoch + 1)
                 for batch in self.loader:
                     batch = {key: value.to(self.device, non_blocking=True) for key, value in batch.items()}
                     with autocast(self.device, config.precision):
@@ -294,11 +316,13 @@ class _Run:
                     losses.append(float(loss.detach()))
                     if not private.last_step_done:
                         continue
+                    if self.local is not None:
+                        self.local.step(config.batch_size)
                     seconds.append(time.perf_counter() - begin)
                     self.updates += 1
                     self.scheduler.step()
                     known = self.updates % every == 0 or private.steps_done >= private.total_steps
-                    epsilon = private.epsilon() if known else None
+                    epsilon = self._epsilon() if known else None
                     mean = sum(losses) / len(losses)
                     metrics.write(json.dumps(self._metrics_row(seconds[-1], epsilon, mean)) + "\n")
                     metrics.flush()
@@ -308,6 +332,9 @@ class _Run:
                         self._save_checkpoint()
                     begin = time.perf_counter()
         return seconds
+
+    def _epsilon(self) -> float:
+        return self.private.epsilon() if self.local is None else self.local.epsilon()
 
     def _metrics_row(self, seconds: float, epsilon: float | None, loss: float) -> dict[str, Any]:
         row: dict[str, Any] = {
@@ -331,21 +358,26 @@ class _Run:
         self.reporter.phase("writing")
         private = self.private
         save_weights(self.model, self.tokenizer, self.output)
-        private.card().save(self.output / "card")
+        if self.local is None:
+            private.card().save(self.output / "card")
+        else:
+            self.local.save(self.output)
         rows = [json.loads(line) for line in (self.output / METRICS).read_text(encoding="utf-8").splitlines()]
         plots.loss_over_steps(rows, self.output / "loss.png")
-        plots.epsilon_over_steps(rows, self.output / "epsilon.png", self.config.epsilon, self.config.delta)
+        if self.config.epsilon is not None:
+            plots.epsilon_over_steps(rows, self.output / "epsilon.png", self.config.epsilon, self.config.delta)
         result = Result(
             output=str(self.output),
-            epsilon=private.epsilon(),
+            epsilon=self._epsilon(),
             delta=self.config.delta,
-            noise_multiplier=private.noise_multiplier,
+            noise_multiplier=private.noise_multiplier if self.local is None else self.local.noise,
             steps=self.updates,
             trained_parameters=sum(p.numel() for p in self.model.parameters() if p.requires_grad),
             seconds_per_step=sum(seconds) / len(seconds) if seconds else math.nan,
             peak_bytes=peak,
             before=self.before,
             after=after,
+            privacy=None if self.local is None else self.local.privacy(),
         )
         result.save(self.output / RESULT)
         (self.output / CHECKPOINT).unlink(missing_ok=True)

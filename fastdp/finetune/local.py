@@ -1,0 +1,247 @@
+"""Runs whose privacy enters before or inside the forward pass: EW-FT and SAP, by the config's `method_options`."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+import fastdp
+from fastdp.data import IGNORED, Collator, Examples
+from fastdp.finetune.config import ConfigError, FinetuneConfig
+from fastdp.finetune.methods import ReadPublic
+from fastdp.methods import ewft
+
+STATEMENT, PERTURBATION = "statement.json", "perturbation.pt"
+_PRIVATIZER = ("eta", "mechanism", "special", "unknown", "duplicates")
+_PUBLIC_EXAMPLES = 512
+_PASSES = 3
+
+
+class Local(Protocol):
+    """What the run of a local method asks of it; its training steps add no noise of their own.
+
+    Attributes:
+        train, held_out: the examples to use.
+        collator: makes batches of them.
+        noise: noise std over the clipping bound, or nan where there is no such thing.
+    """
+
+    train: Examples
+    held_out: Examples | None
+    collator: Collator
+    noise: float
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Called before each pass over the data, counted from 1."""
+
+    def step(self, batch_size: int) -> None:
+        """Called after each update of the model, whose gradients are sums over about ``batch_size`` examples."""
+
+    def epsilon(self) -> float:
+        """What was spent on a training record, in the method's own sense; inf if it is no epsilon at all."""
+
+    def privacy(self) -> str:
+        """One sentence for the person who started the run."""
+
+    def save(self, output: Path) -> None:
+        """Write what holds, and what is needed beside the weights."""
+
+    def close(self) -> None:
+        """Leave the model as it was."""
+
+
+def open_local(
+    config: FinetuneConfig,
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    train: Examples,
+    held_out: Examples | None,
+    read_public: ReadPublic,
+) -> Local | None:
+    """The local method that a config names; None for the others, and without privacy (epsilon inf).
+
+    Raises:
+        ConfigError: for an option that the method does not have, or a value that it refuses.
+    """
+    options = dict(config.method_options or {})
+    try:
+        if config.method == "sap":
+            return Privatized(config, model, tokenizer, train, held_out, options)
+        if config.method == "ewft" and math.isfinite(float(config.epsilon or 0)):
+            return Perturbed(config, model, tokenizer, train, held_out, options, read_public)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"method_options: {error}") from None
+    return None
+
+
+class Privatized:
+    """SAP: tokens are replaced by `fastdp.TextPrivatizer` once, before anything is trained on them.
+
+    Options are the privatizer's: ``eta``, ``mechanism``, ``special``, ``unknown``, ``duplicates``. The held-out texts are
+    privatized too, as those of a customer who queries the model will be.
+    """
+
+    noise = math.nan
+
+    def __init__(
+        self,
+        config: FinetuneConfig,
+        model: nn.Module,
+        tokenizer: PreTrainedTokenizerBase,
+        train: Examples,
+        held_out: Examples | None,
+        options: dict[str, Any],
+    ) -> None:
+        if config.epsilon is not None:
+            raise ConfigError("sap guarantees eta times a distance, not an epsilon: leave epsilon out and set eta")
+        if "eta" not in options:
+            raise ConfigError("method_options of sap needs eta; `fastdp privatize` shows what one leaves unchanged")
+        unknown = [name for name in options if name not in _PRIVATIZER]
+        if unknown:
+            raise ConfigError(f"method_options of sap has no {unknown[0]!r}; there are {', '.join(_PRIVATIZER)}")
+        self._privatizer = fastdp.TextPrivatizer(model, tokenizer=tokenizer, **options)
+        self.train = self._private(train)
+        self.held_out = None if held_out is None else self._private(held_out)
+        assert tokenizer.pad_token_id is not None
+        self.collator = Collator(tokenizer.pad_token_id)
+
+    def _private(self, examples: Examples) -> Examples:
+        rows = self._privatizer([item["input_ids"] for item in examples.items])
+        items = []
+        for item, row in zip(examples.items, rows):
+            labels = item["labels"]
+            if isinstance(labels, list):
+                labels = [IGNORED if label == IGNORED else token for label, token in zip(labels, row)]
+            items.append(item | {"input_ids": row, "labels": labels})
+        return Examples(items, examples.truncated)
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Nothing: every epoch sees the same replaced tokens."""
+
+    def step(self, batch_size: int) -> None:
+        """Nothing: only the model is trained."""
+
+    def epsilon(self) -> float:
+        """inf: the guarantee is a metric one."""
+        return math.inf
+
+    def privacy(self) -> str:
+        """The bound, and how much it leaves as it was."""
+        statement = self._privatizer.statement()
+        if statement["guarantee"] == "none":
+            return f"none: {'; '.join(statement['why_no_guarantee'])}"
+        share = statement["displacement"]["unchanged"]
+        return f"{statement['bound']}, a token; {share:.1%} of the vocabulary's tokens stay what they are"
+
+    def save(self, output: Path) -> None:
+        """The statement; there is no card, since there is no epsilon."""
+        (output / STATEMENT).write_text(json.dumps(self._privatizer.statement(), indent=2) + "\n", encoding="utf-8")
+
+    def close(self) -> None:
+        """Nothing was attached to the model."""
+
+
+class Perturbed:
+    """EW-FT: `fastdp.EWFT` in the model's forward pass, in training and in evaluation.
+
+    Options: ``layer``, ``autoencoder`` (sizes, or none), ``noise`` (``release_once``, ``uniform``, ``dp_forward``,
+    ``epoch_weighted`` or ``paper_epoch_weighted``), ``max_norm``, ``lengths``, and for the autoencoder ``public``, a file of
+    public examples in the form of the training data, of which ``public_examples`` are used in ``public_passes`` passes.
+    """
+
+    def __init__(
+        self,
+        config: FinetuneConfig,
+        model: nn.Module,
+        tokenizer: PreTrainedTokenizerBase,
+        train: Examples,
+        held_out: Examples | None,
+        options: dict[str, Any],
+        read_public: ReadPublic,
+    ) -> None:
+        if config.epochs != int(config.epochs):
+            raise ConfigError("epochs must be a whole number for ewft: its noise belongs to whole passes over the data")
+        public = options.pop("public", None)
+        count, passes = options.pop("public_examples", _PUBLIC_EXAMPLES), options.pop("public_passes", _PASSES)
+        sizes = options.pop("autoencoder", (64,))
+        if sizes is not None and public is None:
+            raise ConfigError(
+                "ewft's autoencoder must learn from public text: name a file with public in method_options, or set "
+                "autoencoder: null"
+            )
+        # Every batch has the one length, so that none tells how long a text is.
+        self.collator = Collator(int(tokenizer.pad_token_id or 0), config.max_length)
+        schedule = _schedule(options.pop("noise", "release_once"), config, len(train))
+        self._ewft = fastdp.EWFT(
+            model,
+            layer=options.pop("layer", "embeddings"),
+            noise=schedule,
+            sequence_length=config.max_length,
+            dataset_size=len(train),
+            autoencoder=None if sizes is None else tuple(sizes),
+            **options,
+        )
+        if public is not None and sizes is not None:
+            batches = list(read_public(str(public), int(count), self.collator))
+            self._ewft.train_autoencoder([batch for _ in range(int(passes)) for batch in batches])
+        numbered = [item | {"example_ids": number} for number, item in enumerate(train.items)]
+        self.train, self.held_out = Examples(numbered, train.truncated), held_out
+        self._decoder = self._ewft.trained_parameters()
+        # The engine's optimizer holds the model's parameters alone; these stand beside it and see noisy codes only.
+        self._optimizer = torch.optim.AdamW(self._decoder, lr=config.learning_rate) if self._decoder else None
+        self.noise = schedule.ratios[-1]
+
+    def begin_epoch(self, epoch: int) -> None:
+        """The noise of this epoch, and its release in the ledger."""
+        self._ewft.set_epoch(epoch)
+
+    def step(self, batch_size: int) -> None:
+        """Train the autoencoder's decoder."""
+        if self._optimizer is None:
+            return
+        for parameter in self._decoder:
+            if parameter.grad is not None:
+                parameter.grad /= batch_size
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+    def epsilon(self) -> float:
+        """Of one user's sequence, over all releases of training; inf where there is no guarantee."""
+        return math.inf if self._ewft.flaws() else self._ewft.epsilon()
+
+    def privacy(self) -> str:
+        """The figure with its unit, or why there is none."""
+        if self._ewft.flaws():
+            return f"none: {'; '.join(self._ewft.flaws())}"
+        return f"epsilon {self._ewft.epsilon():.3f} at delta {self._ewft.noise.delta:g} for one user's sequence (local)"
+
+    def save(self, output: Path) -> None:
+        """The card, and the perturbation's state: the weights alone perturb nothing."""
+        self._ewft.card().save(output / "card")
+        torch.save(self._ewft.state_dict(), output / PERTURBATION)
+
+    def close(self) -> None:
+        """Take the hooks out of the model."""
+        self._ewft.remove()
+
+
+def _schedule(kind: str, config: FinetuneConfig, size: int) -> ewft.NoiseSchedule:
+    epochs, epsilon, delta = int(config.epochs), float(config.epsilon or 0), config.delta
+    sizes = {"dataset_size": size, "batch_size": config.batch_size}
+    schedules: dict[str, Callable[[], ewft.NoiseSchedule]] = {
+        "release_once": lambda: ewft.release_once(epsilon, delta),
+        "uniform": lambda: ewft.uniform(epochs, epsilon, delta),
+        "dp_forward": lambda: ewft.dp_forward(epochs, epsilon, delta),
+        "epoch_weighted": lambda: ewft.epoch_weighted(epochs, epsilon, delta, **sizes),
+        "paper_epoch_weighted": lambda: ewft.paper_epoch_weighted(epochs=epochs, epsilon=epsilon, delta=delta, **sizes),
+    }
+    if kind not in schedules:
+        raise ConfigError(f"noise of ewft is {kind!r}: choose one of {', '.join(schedules)}")
+    return schedules[kind]()
