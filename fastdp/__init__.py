@@ -15,6 +15,7 @@ from fastdp.ops.stream import NoiseStream
 if TYPE_CHECKING:
     from fastdp.integrations.trainer import DPTrainer, PrivacyArguments
     from fastdp.methods.selective import SelectivePerturbation
+    from fastdp.split import SplitCustomer, SplitVendor
 
 __all__ = [
     "DPSGD",
@@ -29,6 +30,8 @@ __all__ = [
     "PrivacyArguments",
     "RapFT",
     "SelectivePerturbation",
+    "SplitCustomer",
+    "SplitVendor",
     "TextPrivatizer",
     "accounting",
     "make_private",
@@ -47,4 +50,9 @@ def __getattr__(name: str) -> Any:
         from fastdp.methods import selective
 
         return getattr(selective, name)
+    # gRPC is an extra too.
+    if name in ("SplitCustomer", "SplitVendor"):
+        from fastdp import split
+
+        return getattr(split, name)
     raise AttributeError(f"module 'fastdp' has no attribute {name!r}")

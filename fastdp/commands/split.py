@@ -1,0 +1,289 @@
+"""`fastdp split`: certificates, the vendor's service, and the customer."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from fastdp.commands.quiet import quiet_libraries
+from fastdp.commands.refusal import errors, refusing
+
+if TYPE_CHECKING:
+    from fastdp import SplitCustomer, TextPrivatizer
+    from fastdp.methods.sap import PrivateBottom
+
+split_app = typer.Typer(
+    help="Fine-tune a vendor's model on a customer's texts: the texts stay, privatized rows travel.",
+    no_args_is_help=True,
+)
+console = Console()
+
+_ADDRESS = "localhost:7443"
+Address = Annotated[str, typer.Option(help="host:port of the vendor")]
+Insecure = Annotated[bool, typer.Option("--insecure", help="no TLS and no certificates; on this machine alone")]
+
+
+@split_app.command("certificates")
+@refusing
+def certificates_command(
+    folder: Annotated[Path, typer.Argument(help="folder to write below; what it has already is kept")],
+    customer: Annotated[list[str] | None, typer.Option(help="name of a customer; may be repeated")] = None,
+    host: Annotated[
+        list[str] | None, typer.Option(help="name or address of the vendor's machine; may be repeated")
+    ] = None,
+    days: Annotated[int, typer.Option(help="how long certificates are valid", min=1)] = 365,
+) -> None:
+    """Write an authority, the vendor's certificate and one for each customer, each into a folder of its own."""
+    from fastdp.split.certificates import make_certificates
+
+    made = make_certificates(folder, customer or ["customer"], [*(host or []), "localhost", "127.0.0.1", "::1"], days)
+    for path in made:
+        console.print(f"wrote {path}", highlight=False)
+    if not made:
+        console.print(f"{folder} has all of these already")
+
+
+@split_app.command("vendor")
+@refusing
+def vendor_command(
+    model: Annotated[str, typer.Option(help="folder or name of the pretrained model that is served")],
+    folder: Annotated[Path, typer.Option(help="for customers' runs and rows; start again with it to go on")] = Path(
+        "split-vendor"
+    ),
+    address: Address = _ADDRESS,
+    certificates: Annotated[
+        Path | None,
+        typer.Option(help="folder of certificates; on this machine it is made if it is not there, for one 'customer'"),
+    ] = None,
+    insecure: Insecure = False,
+    allow: Annotated[
+        list[str] | None, typer.Option(help="a customer to let in; by default all with a certificate; may be repeated")
+    ] = None,
+    classes: Annotated[int, typer.Option(help="classes of the output", min=2)] = 2,
+    after: Annotated[
+        int, typer.Option(help="blocks in the bottom, which customers get; 0 cuts at the embeddings", min=0)
+    ] = 0,
+    lora_r: Annotated[int, typer.Option(help="rank of each customer's LoRA adapter", min=1)] = 8,
+    max_tokens: Annotated[int, typer.Option(help="most tokens of an example", min=1)] = 512,
+    max_batch: Annotated[int, typer.Option(help="most examples of a step", min=1)] = 64,
+    keep_every: Annotated[int, typer.Option(help="steps between writes of a run to disk", min=1)] = 1,
+    threads: Annotated[int, typer.Option(help="torch threads; 0 leaves torch's choice", min=0)] = 0,
+    seed: Annotated[int, typer.Option(help="seed of new heads and adapters")] = 0,
+) -> None:
+    """Serve the top of a model. Each customer trains an adapter of its own over it, and sends no text."""
+    quiet_libraries()
+    import torch
+
+    from fastdp.split.vendor import Limits, SplitVendor, default_lora
+
+    if threads:
+        torch.set_num_threads(threads)
+    own = None if insecure else _vendor_certificates(certificates, address)
+    network, tokenizer = _load(model, classes, seed)
+    vendor = SplitVendor(
+        network,
+        folder,
+        after=after,
+        tokenizer=tokenizer,
+        lora=default_lora(network, lora_r),
+        limits=Limits(max_tokens=max_tokens, max_batch=max_batch),
+        keep_every=keep_every,
+    )
+    with vendor.serve(address, own, insecure=insecure, allowed=frozenset(allow) if allow else None) as service:
+        # A plain stop is as good as an interrupt: calls end and runs are kept.
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        if insecure:
+            errors.print("[yellow]warning:[/] no TLS: anybody on this machine can be any customer", highlight=False)
+        console.print(
+            f"serving {model} at {service.address}, {classes} classes, {after} blocks in the bottom", highlight=False
+        )
+        service.wait()
+
+
+@split_app.command("customer")
+@refusing
+def customer_command(
+    folder: Annotated[Path, typer.Option(help="for what must survive: run again with it to go on")] = Path(
+        "split-customer"
+    ),
+    address: Address = _ADDRESS,
+    certificates: Annotated[Path | None, typer.Option(help="this customer's own folder of certificates")] = None,
+    insecure: Insecure = False,
+    eta: Annotated[
+        float | None, typer.Option(help="privacy parameter in units of 1 / distance; small is private")
+    ] = None,
+    noise: Annotated[
+        Literal["tokens", "rows"], typer.Option(help="replace tokens before the bottom, or add noise to its rows")
+    ] = "tokens",
+    mechanism: Annotated[
+        Literal["laplace", "exponential"],
+        typer.Option(help="of tokens: noise and nearest row, or the exponential mechanism"),
+    ] = "exponential",
+    train: Annotated[Path | None, typer.Option(help="texts and labels to train on: .csv, .tsv, .jsonl")] = None,
+    eval: Annotated[
+        Path | None, typer.Option(help="texts and labels to measure accuracy on; they are released too")
+    ] = None,
+    predict: Annotated[Path | None, typer.Option(help="texts to classify")] = None,
+    output: Annotated[Path | None, typer.Option(help="file for the classes of --predict (.jsonl)")] = None,
+    text_column: Annotated[str, typer.Option(help="column with the text")] = "sentence",
+    label_column: Annotated[str, typer.Option(help="column with the class, 0, 1, ...")] = "label",
+    limit: Annotated[int | None, typer.Option(help="use the first so many rows of each file", min=1)] = None,
+    epochs: Annotated[int, typer.Option(help="passes over the examples", min=1)] = 3,
+    batch_size: Annotated[int, typer.Option(help="examples in a step", min=1)] = 32,
+    learning_rate: Annotated[float, typer.Option(help="of the vendor's AdamW")] = 1e-3,
+    max_tokens: Annotated[int, typer.Option(help="longer texts are cut", min=1)] = 64,
+    dtype: Annotated[
+        Literal["float32", "bfloat16", "float16"], typer.Option(help="of the rows on the wire")
+    ] = "float32",
+    seed: Annotated[int, typer.Option(help="of the order of examples; never of noise")] = 0,
+    patience: Annotated[float, typer.Option(help="seconds to wait for a vendor that does not answer")] = 300.0,
+    discard: Annotated[
+        bool, typer.Option("--discard", help="have the vendor delete the run and the rows first")
+    ] = False,
+) -> None:
+    """Train on a vendor's model, or use it, without sending a text. Run it again after a stop and it goes on."""
+    quiet_libraries()
+    from fastdp.split.customer import SplitCustomer
+
+    if output is not None and predict is None:
+        raise ValueError("--output is for the classes of --predict: name the texts")
+    if eta is None and (train or eval or predict):
+        raise ValueError(
+            "--eta is missing: choose how much a text's tokens are changed (fastdp privatize shows what it does)"
+        )
+    with SplitCustomer(
+        address,
+        folder,
+        certificates,
+        insecure=insecure,
+        learning_rate=learning_rate,
+        batch_size=batch_size,
+        dtype=dtype,
+        max_tokens=max_tokens,
+        seed=seed,
+        patience=patience,
+    ) as customer:
+        if discard:
+            customer.discard()
+            console.print("the vendor has deleted the run and the rows")
+        if eta is None:
+            return
+        privatizer = _privatizer(customer, eta, noise, mechanism)
+        if train is not None:
+            texts, labels = _labelled(train, text_column, label_column, limit)
+            _train(customer, privatizer, texts, labels, epochs)
+        if eval is not None:
+            texts, labels = _labelled(eval, text_column, label_column, limit)
+            found = customer.predict(texts, privatizer).argmax(1).tolist()
+            accuracy = sum(map(int.__eq__, found, labels)) / len(labels)
+            console.print(f"accuracy {accuracy:.4f} on {len(labels)} texts", highlight=False)
+        if predict is not None:
+            _predict(customer, privatizer, _texts(predict, text_column, limit), output)
+        console.print(f"wrote {customer.save_statement(privatizer)}", highlight=False)
+
+
+def _vendor_certificates(folder: Path | None, address: str) -> Path:
+    from fastdp.split.certificates import VENDOR, make_certificates
+    from fastdp.split.channel import check_insecure
+
+    if folder is None:
+        raise ValueError("name a folder with --certificates (fastdp split certificates makes one), or pass --insecure")
+    if not folder.exists():
+        try:
+            check_insecure(address)
+        except ValueError:
+            raise ValueError(
+                f"there is no folder {folder}: fastdp split certificates makes one, for this address and your customers"
+            ) from None
+        for made in make_certificates(folder, ["customer"]):
+            console.print(f"wrote {made}", highlight=False)
+    return folder / VENDOR
+
+
+def _load(name: str, classes: int, seed: int) -> tuple[Any, Any]:
+    import torch
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    torch.manual_seed(seed)
+    model = AutoModelForSequenceClassification.from_pretrained(name, num_labels=classes, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(name)
+    if model.config.pad_token_id is None:
+        model.config.pad_token_id = tokenizer.eos_token_id
+    return model.to("cuda" if torch.cuda.is_available() else "cpu"), tokenizer
+
+
+def _privatizer(customer: SplitCustomer, eta: float, noise: str, mechanism: str) -> TextPrivatizer | PrivateBottom:
+    from fastdp.methods.sap import PrivateBottom, TextPrivatizer
+
+    if noise == "rows":
+        return PrivateBottom(customer.bottom, eta=eta)
+    return TextPrivatizer(
+        customer.bottom.model, eta=eta, tokenizer=customer.tokenizer, mechanism=mechanism, duplicates="merge"
+    )
+
+
+def _texts(path: Path, column: str, limit: int | None) -> list[str]:
+    from fastdp.data import read_rows
+
+    return read_rows(path).column(column, "--text-column")[:limit]
+
+
+def _labelled(path: Path, text_column: str, label_column: str, limit: int | None) -> tuple[list[str], list[int]]:
+    from fastdp.data import read_rows
+
+    rows = read_rows(path)
+    texts, labels = (
+        rows.column(text_column, "--text-column")[:limit],
+        rows.column(label_column, "--label-column")[:limit],
+    )
+    for line, label in zip(rows.lines, labels):
+        if not label.isdecimal():
+            raise ValueError(f"{path}, line {line}: the label {label!r} is no class number (0, 1, ...)")
+    return texts, [int(label) for label in labels]
+
+
+def _train(
+    customer: SplitCustomer,
+    privatizer: TextPrivatizer | PrivateBottom,
+    texts: list[str],
+    labels: list[int],
+    epochs: int,
+) -> None:
+    with Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[state]}"),
+        TimeRemainingColumn(),
+        console=console,
+    ) as progress:
+        sending = progress.add_task("texts", total=len(texts), state="privatized and sent once")
+        customer.send(texts, labels, privatizer, on_example=lambda sent, _: progress.update(sending, completed=sent))
+        progress.update(sending, completed=len(texts))
+        steps = progress.add_task("steps", total=None, state="")
+        customer.train(
+            epochs,
+            lambda done, total, loss: progress.update(
+                steps, completed=done, total=total, state=f"loss {loss:.3f} (unprotected)"
+            ),
+        )
+
+
+def _predict(
+    customer: SplitCustomer, privatizer: TextPrivatizer | PrivateBottom, texts: list[str], output: Path | None
+) -> None:
+    found = customer.predict(texts, privatizer).softmax(1)
+    lines = [
+        json.dumps({"class": int(row.argmax()), "probability": round(float(row.max()), 4)}) + "\n" for row in found
+    ]
+    if output is None:
+        console.print("".join(lines), end="", highlight=False)
+    else:
+        output.write_text("".join(lines), encoding="utf-8")
+        console.print(f"wrote {output}", highlight=False)

@@ -1,0 +1,125 @@
+"""The bottom on its way to the customer: its weights and the tokenizer in one safetensors file, and its config as JSON."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedTokenizerBase
+
+from fastdp.accounting.serialisation import canonical
+from fastdp.methods.sap import Bottom, split_model
+
+FILE = "bottom.safetensors"
+_WEIGHTS, _TOKENIZER = "weights/", "tokenizer/"
+#: Files of a tokenizer that travel; no other name is ever written on the customer's disk.
+_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "vocab.txt",
+    "vocab.json",
+    "merges.txt",
+)
+_UNSENT = ("architectures", "_name_or_path", "auto_map", "id2label", "label2id", "transformers_version")
+
+
+@dataclass(frozen=True)
+class PackedBottom:
+    """A bottom in a file.
+
+    Attributes:
+        path: of the file.
+        config: the transformers config, as JSON.
+        digest: SHA-256 of the weights, in hex.
+    """
+
+    path: Path
+    config: str
+    digest: str
+
+
+def pack_bottom(bottom: Bottom, tokenizer: PreTrainedTokenizerBase | None, folder: Path) -> PackedBottom:
+    """Write the bottom and the tokenizer to ``folder``, in one piece."""
+    folder.mkdir(parents=True, exist_ok=True)
+    weights = {name: value.detach().cpu().contiguous() for name, value in bottom.state_dict().items()}
+    tensors = {_WEIGHTS + name: value for name, value in weights.items()}
+    if tokenizer is not None:
+        with tempfile.TemporaryDirectory() as place:
+            tokenizer.save_pretrained(place)
+            for file in filter(Path.exists, (Path(place) / name for name in _FILES)):
+                tensors[_TOKENIZER + file.name] = torch.frombuffer(bytearray(file.read_bytes()), dtype=torch.uint8)
+    path = folder / FILE
+    aside = path.with_suffix(".partial")
+    save_file(tensors, aside)
+    os.replace(aside, path)
+    config: Any = bottom.model.config
+    settings = json.loads(config.to_json_string(use_diff=True))
+    return PackedBottom(path, canonical({k: v for k, v in settings.items() if k not in _UNSENT}), _digest(weights))
+
+
+def unpack_bottom(packed: PackedBottom, after: int) -> tuple[Bottom, PreTrainedTokenizerBase | None]:
+    """The frozen bottom, and the tokenizer if there is one; its files are written beside the weights.
+
+    Shapes are compared with those of the config before anything of their size is made.
+
+    Raises:
+        ValueError: for a file that is damaged, of another digest, or does not fit the config.
+    """
+    try:
+        with safe_open(packed.path, "pt") as file:  # type: ignore[no-untyped-call]
+            names = [name.removeprefix(_WEIGHTS) for name in file.keys() if name.startswith(_WEIGHTS)]  # noqa: SIM118
+            shapes = {name: list(file.get_slice(_WEIGHTS + name).get_shape()) for name in names}
+            with torch.device("meta"):
+                expected = {
+                    name: list(value.shape) for name, value in _build(packed.config, after).state_dict().items()
+                }
+            if shapes != expected:
+                raise ValueError("its weights are not those of its config")
+            weights = {name: file.get_tensor(_WEIGHTS + name) for name in names}
+            if _digest(weights) != packed.digest:
+                raise ValueError("its weights are not those that the vendor announced")
+            texts = {name: file.get_tensor(_TOKENIZER + name) for name in _FILES if _TOKENIZER + name in file.keys()}  # noqa: SIM118
+    except Exception as error:
+        # Another's config may make transformers raise anything.
+        raise ValueError(f"the bottom in {packed.path} cannot be used: {error}") from None
+    bottom = _build(packed.config, after)
+    bottom.load_state_dict(weights)
+    return bottom.eval(), _tokenizer(texts, packed.path.parent / "tokenizer")
+
+
+def _build(config: str, after: int) -> Bottom:
+    """A bottom of random weights. Raises ValueError for an architecture that is not known."""
+    settings = json.loads(config)
+    made = AutoConfig.for_model(settings.pop("model_type"), **settings)
+    made.num_hidden_layers = after
+    if getattr(made, "layer_types", None) is not None:
+        made.layer_types = made.layer_types[:after]
+    return split_model(AutoModel.from_config(made), after)[0]
+
+
+def _tokenizer(texts: Mapping[str, Tensor], folder: Path) -> PreTrainedTokenizerBase | None:
+    if not texts:
+        return None
+    folder.mkdir(exist_ok=True)
+    for name, content in texts.items():
+        (folder / name).write_bytes(content.numpy().tobytes())
+    return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+
+
+def _digest(weights: Mapping[str, Tensor]) -> str:
+    found = hashlib.sha256()
+    for name in sorted(weights):
+        found.update(f"{name} {weights[name].dtype} {list(weights[name].shape)} ".encode())
+        found.update(weights[name].contiguous().flatten().view(torch.uint8).numpy())
+    return found.hexdigest()

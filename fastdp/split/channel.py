@@ -1,0 +1,50 @@
+"""What both ends of the network share: gRPC itself, the method's name, addresses, and what an end may do without TLS."""
+
+from __future__ import annotations
+
+import ipaddress
+from pathlib import Path
+
+from fastdp.split.wire import CHUNK
+
+try:
+    import grpc as grpc
+except ImportError:
+    raise ImportError("a split model over the network needs gRPC: pip install 'fastdp[split]'") from None
+
+METHOD = "/fastdp.split/Exchange"
+#: Name of the call's metadata that says who calls, where there are no certificates.
+CUSTOMER = "fastdp-customer"
+#: A message of gRPC is one chunk; more is turned away before it is read.
+OPTIONS = [
+    ("grpc.max_receive_message_length", CHUNK + (1 << 10)),
+    ("grpc.max_send_message_length", CHUNK + (1 << 10)),
+]
+
+
+def host_and_port(address: str) -> tuple[str, int]:
+    """The parts of ``host:port``; an IPv6 host stands in brackets. Raises ValueError for another form."""
+    host, _, port = address.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not host or not port.isdecimal() or int(port) > 65535:
+        raise ValueError(f"{address!r} is no address: write host:port")
+    return host, int(port)
+
+
+def check_insecure(address: str) -> None:
+    """Raises ValueError for an address that other machines can reach."""
+    host, _ = host_and_port(address)
+    try:
+        loopback = ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        loopback = host == "localhost"
+    if not loopback:
+        raise ValueError(f"insecure is for this machine alone, and {host} is not: use certificates, or 127.0.0.1")
+
+
+def check_one(certificates: Path | None, insecure: bool) -> None:
+    """Raises ValueError unless there are certificates, or ``insecure``, and not both."""
+    if (certificates is None) != insecure:
+        raise ValueError(
+            "give a folder of certificates (fastdp split certificates makes one), or insecure, and not both"
+        )

@@ -1,0 +1,414 @@
+"""The customer's side: texts and labels stay here; privatized rows and gradients of the output leave."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fastdp.accounting.serialisation import canonical
+from fastdp.data import Collator
+from fastdp.methods.sap import PrivateBottom, TextPrivatizer
+from fastdp.split.bottom import FILE, PackedBottom, unpack_bottom
+from fastdp.split.connection import Connection
+from fastdp.split.operations import DTYPES, SERVED, Served, replies
+from fastdp.split.store import ExampleStore
+from fastdp.split.wire import Message, Outgoing, Rejected
+
+RECORD, BOTTOM, LOSSES, STATEMENT = "customer.json", "bottom.json", "losses.jsonl", "statement.json"
+#: Steps begun anew one after another, without one taken, before it is no restart of the vendor's any more.
+_PATIENCE = 10
+#: Room for headers in a message with rows.
+_HEADERS = 1 << 16
+
+Privatizer = TextPrivatizer | PrivateBottom
+
+
+class SplitCustomer:
+    """Trains and uses a vendor's model on texts that do not leave: a context manager.
+
+    Each text is privatized once, kept in ``folder``, and sent once. Training then exchanges example numbers, logits and
+    their gradients. After a kill of either side the same calls go on where it stopped, and give the same adapter as
+    without it.
+
+    Args:
+        address: host and port of the vendor.
+        folder: for the bottom, the privatized rows and the run's record. It must survive: without it texts would have to be
+            released again.
+        certificates: the customer's own folder of `make_certificates`.
+        insecure, name: no TLS, on this machine alone, and who calls then.
+        learning_rate, weight_decay: of the vendor's AdamW for this customer.
+        batch_size: examples in a step.
+        dtype: of the rows: float32, bfloat16 or float16.
+        max_tokens: longer texts are cut; by default what the vendor takes.
+        seed: of the order of examples and of dropout, never of noise.
+        deadline: longest a call may last, in seconds.
+        patience: how long to wait for a vendor that does not answer, in seconds.
+
+    Attributes:
+        bottom: the vendor's bottom, frozen.
+        tokenizer: the vendor's tokenizer, or None if it sent none.
+        served: what the vendor serves.
+
+    Raises:
+        ImportError: without gRPC or cryptography.
+        ConnectionError: if the vendor cannot be reached.
+        ValueError: for settings or certificates that cannot be used, and a vendor that refuses (`Rejected`).
+    """
+
+    def __init__(
+        self,
+        address: str,
+        folder: str | Path,
+        certificates: str | Path | None = None,
+        *,
+        insecure: bool = False,
+        name: str = "customer",
+        learning_rate: float = 1e-3,
+        weight_decay: float = 0.01,
+        batch_size: int = 32,
+        dtype: str = "float32",
+        max_tokens: int | None = None,
+        seed: int = 0,
+        deadline: float = 120.0,
+        patience: float = 300.0,
+    ):
+        if dtype not in DTYPES:
+            raise ValueError(f"dtype is {dtype!r}: use one of {', '.join(DTYPES)}")
+        if batch_size < 1:
+            raise ValueError(f"batch_size is {batch_size}: it must be at least 1")
+        self.folder = Path(folder)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.batch_size, self.seed, self.dtype = batch_size, seed, dtype
+        self._optimizer = {"learning_rate": learning_rate, "weight_decay": weight_decay}
+        self._connection = Connection(
+            address,
+            None if certificates is None else Path(certificates),
+            insecure=insecure,
+            name=name,
+            deadline=deadline,
+            patience=patience,
+        )
+        try:
+            described = self._connection.call(Outgoing("describe"), replies(None)).fields
+            self.served = Served(**{key: described[key] for key in SERVED})
+            self._forms = replies(self.served)
+            if batch_size > self.served.max_batch:
+                raise ValueError(f"batch_size is {batch_size}: this vendor takes {self.served.max_batch} at most")
+            self.max_tokens = min(max_tokens or self.served.max_tokens, self.served.max_tokens)
+            self.record = self._read_record()
+            self.bottom, self.tokenizer = self._receive_bottom()
+            self._store = ExampleStore(self.folder / "released", self.served.width, getattr(torch, dtype))
+        except BaseException:
+            self._connection.close()
+            raise
+        self._labels: Tensor | None = None
+
+    # Use
+
+    def send(
+        self,
+        texts: Sequence[str],
+        labels: Sequence[int],
+        privatizer: Privatizer,
+        *,
+        pairs: Sequence[str] | None = None,
+        on_example: Callable[[int, int], None] | None = None,
+    ) -> None:
+        """Privatize each text once and send it once; called again with the same texts it goes on with what is missing.
+
+        Args:
+            texts: private.
+            labels: class of each text; they stay here, but see the gradients of `train`.
+            privatizer: of the tokens, or of the bottom's rows (a `PrivateBottom` of this customer's bottom).
+            pairs: second text of each example, for tasks on pairs.
+            on_example: called with the number of examples sent, and of all.
+
+        Raises:
+            ValueError: for labels that do not fit, other texts, privatizer or bottom than the folder was begun with.
+        """
+        if len(labels) != len(texts) or not len(texts):
+            raise ValueError(f"{len(labels)} labels for {len(texts)} texts: give one for each, and at least one text")
+        if not all(0 <= int(label) < self.served.classes for label in labels):
+            raise ValueError(
+                f"a label is not one of 0 to {self.served.classes - 1}, the classes of this vendor's model"
+            )
+        self._check_privatizer(privatizer)
+        examples = self._encode(texts, pairs)
+        self._keep_to({"examples": _digest([examples, list(map(int, labels))]), "privatizer": _describe(privatizer)})
+        self._labels = torch.tensor([int(label) for label in labels])
+        sent = self._open()["examples"]
+        if sent > self._store.count:
+            raise ValueError(
+                f"the vendor holds {sent} examples, and {self.folder} only {self._store.count}: discard the run, or bring "
+                "the folder back"
+            )
+        while sent < len(examples):
+            if sent == self._store.count:
+                block = slice(sent, sent + self._block())
+                self._store.append(*self._release(examples[block], privatizer, self._labels[block]))
+            sent = self._put(sent)
+            if on_example is not None:
+                on_example(sent, len(examples))
+
+    def train(self, epochs: int, on_step: Callable[[int, int, float], None] | None = None) -> list[float]:
+        """Train the adapter on what was sent, up to ``epochs`` passes in all, from wherever the run is.
+
+        The vendor gets the gradient of each batch's logits, from which it can tell the labels.
+
+        Args:
+            epochs: passes over the examples since the run began.
+            on_step: called with the steps taken, those there will be, and the loss.
+
+        Returns:
+            The loss of each step taken here; none if the run was complete. They are kept in ``losses.jsonl`` too, and are
+            computed from the labels: do not publish them.
+
+        Raises:
+            ValueError: before `send`, or for logits that are not finite.
+        """
+        labels = self._labels
+        if labels is None:
+            raise ValueError("nothing was sent yet: call send with the texts and labels first")
+        self._keep_to({"batch_size": self.batch_size})
+        total = epochs * math.ceil(len(labels) / self.batch_size)
+        losses: list[float] = []
+        step, failed = self._open()["step"], 0
+        with open(self.folder / LOSSES, "a", encoding="utf-8") as log:
+            while step < total:
+                try:
+                    done, loss = self._step(step, labels)
+                except Rejected as refusal:
+                    # The vendor was killed, and holds the step's forward pass no more, or none of the last steps.
+                    failed += 1
+                    if refusal.code != "ABORTED" or failed > _PATIENCE:
+                        raise
+                    step = self._open()["step"]
+                    continue
+                step, failed = done, 0
+                losses.append(loss)
+                log.write(canonical({"step": step, "loss": loss}) + "\n")
+                log.flush()
+                if on_step is not None:
+                    on_step(step, total, loss)
+        return losses
+
+    def predict(self, texts: Sequence[str], privatizer: Privatizer, *, pairs: Sequence[str] | None = None) -> Tensor:
+        """Logits [N, classes] of texts by this customer's adapter. Each call releases its texts anew.
+
+        Raises ValueError before `send`, or for a privatizer of another bottom.
+        """
+        self._check_privatizer(privatizer)
+        examples = self._encode(texts, pairs)
+        self.record["predicted"] += len(examples)
+        self._write_record()
+        found = []
+        for begin in range(0, len(examples), self._block()):
+            rows, lengths = self._release(examples[begin : begin + self._block()], privatizer, None)
+            message = Outgoing.of("predict", {}, {"rows": rows, "lengths": torch.tensor(lengths)})
+            found.append(self._call(message).tensors["logits"])
+        return torch.cat(found) if found else torch.empty(0, self.served.classes)
+
+    def discard(self) -> None:
+        """Have the vendor delete the run and what was sent; `send` begins another, with the rows that are kept here."""
+        self._call(Outgoing("discard"))
+        self.record |= {"run": uuid.uuid4().hex, "batch_size": None}
+        self._write_record()
+        (self.folder / LOSSES).unlink(missing_ok=True)
+
+    def statement(self, privatizer: Privatizer) -> dict[str, Any]:
+        """What holds and what does not, with what has left so far, as JSON values."""
+        lengths = self._store.lengths(0, self._store.count)
+        return {
+            **privatizer.statement(),
+            "examples_sent": len(lengths),
+            "rows_sent": sum(lengths),
+            "texts_sent_for_prediction": self.record["predicted"],
+            "vendor_learns": [
+                "the privatized rows, and the length of each text",
+                "which examples share a batch",
+                "the gradient of each output, which tells the label of each example",
+                "how often and when texts are sent for prediction",
+            ],
+            "customer_learns": ["the bottom's weights and the tokenizer", "the outputs of its own adapter"],
+        }
+
+    def save_statement(self, privatizer: Privatizer) -> Path:
+        """Write `statement` to the folder, and return its path."""
+        path = self.folder / STATEMENT
+        _write_json(path, self.statement(privatizer))
+        return path
+
+    def close(self) -> None:
+        """Let the connection and the files go; the run stays."""
+        self._connection.close()
+        self._store.close()
+
+    def __enter__(self) -> SplitCustomer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # Steps
+
+    def _step(self, step: int, labels: Tensor) -> tuple[int, float]:
+        """Steps taken after this one, and its loss."""
+        indices = batch_of(step, len(labels), self.batch_size, self.seed)
+        message = Outgoing.of("forward", {"step": step}, {"indices": indices})
+        logits = self._call(message).tensors["logits"]
+        if logits.shape[0] != len(indices) or not bool(torch.isfinite(logits).all()):
+            raise ValueError(f"the logits of step {step} are not finite, or not of the batch: lower the learning rate")
+        logits.requires_grad_()
+        loss = F.cross_entropy(logits, labels[indices])
+        (gradient,) = torch.autograd.grad(loss, logits)
+        answer = self._call(Outgoing.of("backward", {"step": step}, {"gradient": gradient}))
+        return answer.fields["step"], float(loss)
+
+    def _put(self, first: int) -> int:
+        """Send kept examples from ``first`` on, as many as a message takes. Returns the number that the vendor has."""
+        lengths = self._store.lengths(first, self._block())
+        rows, lengths = self._store.read(first, len(lengths))
+        message = Outgoing.of("put", {"first": first}, {"rows": rows, "lengths": torch.tensor(lengths)})
+        return self._call(message).fields["examples"]
+
+    def _block(self) -> int:
+        """Examples that fit in any message, however long they are."""
+        longest = self.max_tokens * self.served.width * getattr(torch, self.dtype).itemsize
+        return max(1, min(self.served.max_batch, (self.served.max_message_bytes - _HEADERS) // longest))
+
+    def _release(
+        self, examples: list[dict[str, list[int]]], privatizer: Privatizer, labels: Tensor | None
+    ) -> tuple[Tensor, list[int]]:
+        """Privatized rows [sum of lengths, width] and lengths: what may leave."""
+        batch = Collator(0)(examples)
+        ids, mask = batch.pop("input_ids"), batch.pop("attention_mask")
+        with torch.no_grad():
+            if isinstance(privatizer, PrivateBottom):
+                hidden = privatizer(ids, mask, **batch)
+            else:
+                private = privatizer(ids, attention_mask=mask, labels=None if privatizer.cti is None else labels)
+                hidden = self.bottom(private, mask, **batch)
+        return hidden[mask.bool()].to(getattr(torch, self.dtype)), mask.sum(1).tolist()
+
+    def _encode(self, texts: Sequence[str], pairs: Sequence[str] | None) -> list[dict[str, list[int]]]:
+        """Ids of each text. A special token that is spelled out means its letters: as itself it would leave in the clear."""
+        if self.tokenizer is None:
+            raise ValueError("the vendor sent no tokenizer: set customer.tokenizer to the model's")
+        config: Any = self.bottom.model.config
+        keys = ("input_ids", "token_type_ids") if hasattr(config, "type_vocab_size") else ("input_ids",)
+        arguments = (list(texts),) if pairs is None else (list(texts), list(pairs))
+        found = self.tokenizer(*arguments, truncation=True, max_length=self.max_tokens, split_special_tokens=True)
+        examples = [{key: found[key][at] for key in keys if key in found} for at in range(len(texts))]
+        for at, example in enumerate(examples):
+            if not example["input_ids"]:
+                raise ValueError(f"text {at} has no tokens: leave it out")
+        return examples
+
+    def _check_privatizer(self, privatizer: Privatizer) -> None:
+        if isinstance(privatizer, PrivateBottom):
+            if privatizer.bottom is not self.bottom:
+                raise ValueError("the PrivateBottom is of another bottom: make it with customer.bottom")
+            if privatizer.trainable:
+                raise ValueError(
+                    "the bottom is trainable: each pass would release every text anew, so the network program takes a frozen one"
+                )
+        elif not isinstance(privatizer, TextPrivatizer):
+            raise ValueError("a TextPrivatizer or a PrivateBottom is needed: nothing is sent as it is")
+
+    # The run and its folder
+
+    def _open(self) -> dict[str, Any]:
+        settings = {
+            **self._optimizer,
+            "run": self.record["run"],
+            "bottom": self.served.bottom,
+            "classes": self.served.classes,
+            "dtype": self.dtype,
+            "seed": self.seed,
+        }
+        return self._call(Outgoing("open", settings)).fields
+
+    def _call(self, message: Outgoing) -> Message:
+        return self._connection.call(message, self._forms)
+
+    def _receive_bottom(self) -> tuple[Any, Any]:
+        """From the folder, or from the vendor into it."""
+        path = self.folder / FILE
+        known = json.loads((self.folder / BOTTOM).read_text()) if (self.folder / BOTTOM).exists() else None
+        if known is None or known["digest"] != self.served.bottom:
+            if known is not None and self.record["examples"] is not None:
+                raise ValueError(f"{self.folder} was begun with another bottom than this vendor's: use another folder")
+            aside = path.with_suffix(".partial")
+            fields = self._connection.call(Outgoing("bottom"), self._forms, aside).fields
+            os.replace(aside, path)
+            known = {**fields, "digest": self.served.bottom}
+            _write_json(self.folder / BOTTOM, known)
+        if known["after"] != self.served.after:
+            raise ValueError(f"the bottom has {known['after']} blocks, and the vendor says {self.served.after}")
+        return unpack_bottom(PackedBottom(path, known["config"], known["digest"]), known["after"])
+
+    def _read_record(self) -> dict[str, Any]:
+        path = self.folder / RECORD
+        if path.exists():
+            return json.loads(path.read_text())
+        fresh = {"run": uuid.uuid4().hex, "examples": None, "privatizer": None, "batch_size": None, "predicted": 0}
+        _write_json(path, fresh)
+        return fresh
+
+    def _write_record(self) -> None:
+        _write_json(self.folder / RECORD, self.record)
+
+    def _keep_to(self, settings: Mapping[str, Any]) -> None:
+        """Write settings down the first time; refuse others later."""
+        for key, value in settings.items():
+            if self.record[key] not in (None, value):
+                raise ValueError(
+                    f"{self.folder} was begun with other {key.replace('_', ' ')}: use those, or another folder"
+                )
+            self.record[key] = value
+        self._write_record()
+
+
+def batch_of(step: int, examples: int, batch_size: int, seed: int) -> Tensor:
+    """Numbers of the examples of a step: each pass is a permutation of its own, the last batch of it may be smaller."""
+    epoch, at = divmod(step, math.ceil(examples / batch_size))
+    generator = torch.Generator().manual_seed((seed * 1_000_003 + epoch) % (1 << 63))
+    return torch.randperm(examples, generator=generator)[at * batch_size : (at + 1) * batch_size]
+
+
+def _describe(privatizer: Privatizer) -> dict[str, Any]:
+    """The settings of a privatizer, by which a resumed run recognises it."""
+    described: dict[str, Any] = {"eta": privatizer.eta}
+    if isinstance(privatizer, TextPrivatizer):
+        cti = privatizer.cti
+        described |= {"mechanism": privatizer.mechanism, "special": privatizer.special, "unknown": privatizer.unknown}
+        described["cti"] = None if cti is None else {k: v for k, v in cti.describe().items() if v is not None}
+    return described
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(canonical(value).encode()).hexdigest()
+
+
+def _write_json(path: Path, value: Any) -> None:
+    """Aside, synced and renamed: a kill leaves the old file or the new one."""
+    aside = path.with_suffix(".partial")
+    with open(aside, "w", encoding="utf-8") as file:
+        json.dump(value, file, indent=2)
+        file.write("\n")
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(aside, path)

@@ -1,0 +1,178 @@
+"""What customer and vendor say to each other: each operation's fields and tensors, both ways.
+
+The customer asks, the vendor answers under the same name:
+
+* ``describe``: what is served, and whether the customer has a run.
+* ``bottom``: the bottom's weights and the tokenizer, as a file.
+* ``open``: begin a run, or take it up; asked again it changes nothing.
+* ``put``: privatized rows of the next examples, to keep.
+* ``forward``: logits of a batch of kept examples, for a step.
+* ``backward``: the gradient of that step's logits; the vendor takes the step and keeps it.
+* ``predict``: logits of privatized rows that are not kept.
+* ``discard``: delete the run and everything kept of it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from fastdp.split.wire import FLOATS, Expect, Rejected, TensorSpec
+
+#: A customer's name is its folder's too.
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
+NAME_IN_WORDS = "1 to 64 letters, digits, '.', '_' or '-', and begin with a letter or digit"
+DTYPES = ("float32", "bfloat16", "float16")
+_COUNT = 1 << 53
+#: More digits than any sensible number of rows of a message: the payload's limit is what binds.
+_ROWS = 1 << 40
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A whole number within bounds, both included."""
+
+    low: int
+    high: int
+
+    def check(self, name: str, value: Any) -> None:
+        """Raises Rejected for anything else."""
+        if not isinstance(value, int) or isinstance(value, bool) or not self.low <= value <= self.high:
+            raise Rejected(f"{name} must be a whole number from {self.low} to {self.high}")
+
+
+@dataclass(frozen=True)
+class Real:
+    """A finite number within bounds, both included."""
+
+    low: float
+    high: float
+
+    def check(self, name: str, value: Any) -> None:
+        """Raises Rejected for anything else."""
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not number or not self.low <= value <= self.high:
+            raise Rejected(f"{name} must be a number from {self.low:g} to {self.high:g}")
+
+
+@dataclass(frozen=True)
+class Word:
+    """A text that a pattern matches whole."""
+
+    pattern: str
+
+    def check(self, name: str, value: Any) -> None:
+        """Raises Rejected for anything else."""
+        if not isinstance(value, str) or re.fullmatch(self.pattern, value, re.DOTALL) is None:
+            raise Rejected(f"{name} must be a text of the form {self.pattern}")
+
+
+Kind = Whole | Real | Word
+
+
+@dataclass(frozen=True)
+class Form:
+    """Fields and tensors of a message; tensors of None arrive in a file."""
+
+    fields: Mapping[str, Kind]
+    tensors: Mapping[str, TensorSpec] | None
+
+
+@dataclass(frozen=True)
+class Served:
+    """What a vendor serves, as ``describe`` tells it.
+
+    Attributes:
+        bottom: SHA-256 of the file with the bottom and the tokenizer, in hex.
+        width: of the hidden state.
+        classes: of the output.
+        after: blocks in the bottom.
+        max_tokens: most tokens of an example.
+        max_batch: most examples of a step, or of a message with rows.
+        max_message_bytes: most bytes of a payload.
+    """
+
+    bottom: str
+    width: int
+    classes: int
+    after: int
+    max_tokens: int
+    max_batch: int
+    max_message_bytes: int
+
+
+HEX64 = Word("[0-9a-f]{64}")
+SERVED: dict[str, Kind] = {
+    "bottom": HEX64,
+    "width": Whole(1, 1 << 20),
+    "classes": Whole(2, 1 << 16),
+    "after": Whole(0, 1 << 12),
+    "max_tokens": Whole(1, 1 << 20),
+    "max_batch": Whole(1, 1 << 16),
+    "max_message_bytes": Whole(1, 1 << 32),
+}
+SETTINGS: dict[str, Kind] = {
+    "run": Word("[0-9a-f]{32}"),
+    "bottom": HEX64,
+    "classes": Whole(2, 1 << 16),
+    "dtype": Word("|".join(DTYPES)),
+    "learning_rate": Real(1e-9, 10.0),
+    "weight_decay": Real(0.0, 10.0),
+    "seed": Whole(0, (1 << 53) - 1),
+}
+_POSITION: dict[str, Kind] = {"step": Whole(0, _COUNT), "examples": Whole(0, _COUNT)}
+
+
+def requests(served: Served) -> dict[str, Form]:
+    """What the vendor accepts."""
+    rows = TensorSpec(FLOATS, ((1, _ROWS), served.width))
+    lengths = TensorSpec(("I64",), ((1, served.max_batch),))
+    step: dict[str, Kind] = {"step": Whole(0, _COUNT)}
+    gradient = TensorSpec(("F32",), ((1, served.max_batch), served.classes))
+    return {
+        "describe": Form({}, {}),
+        "bottom": Form({}, {}),
+        "open": Form(SETTINGS, {}),
+        "put": Form({"first": Whole(0, _COUNT)}, {"lengths": lengths, "rows": rows}),
+        "forward": Form(step, {"indices": TensorSpec(("I64",), ((1, served.max_batch),))}),
+        "backward": Form(step, {"gradient": gradient}),
+        "predict": Form({}, {"lengths": lengths, "rows": rows}),
+        "discard": Form({}, {}),
+    }
+
+
+def replies(served: Served | None) -> dict[str, Form]:
+    """What the customer accepts; before it knows what is served, only that and the bottom."""
+    first = {
+        "describe": Form({**SERVED, "open": Whole(0, 1)}, {}),
+        "bottom": Form({"config": Word(".{2,60000}"), "after": Whole(0, 1 << 12)}, None),
+    }
+    if served is None:
+        return first
+    logits = TensorSpec(("F32",), ((1, served.max_batch), served.classes))
+    return first | {
+        "open": Form(_POSITION, {}),
+        "put": Form({"examples": Whole(0, _COUNT)}, {}),
+        "forward": Form({"step": Whole(0, _COUNT)}, {"logits": logits}),
+        "backward": Form({"step": Whole(0, _COUNT), "replayed": Whole(0, 1)}, {}),
+        "predict": Form({}, {"logits": logits}),
+        "discard": Form({}, {}),
+    }
+
+
+def expecting(forms: Mapping[str, Form]) -> Expect:
+    """The check of `receive` for messages of these forms."""
+
+    def expect(op: str, fields: dict[str, Any]) -> Mapping[str, TensorSpec] | None:
+        if op not in forms:
+            raise Rejected(f"there is no operation {ascii(op)[:40]} here: there are {', '.join(forms)}")
+        form = forms[op]
+        if set(fields) != set(form.fields):
+            raise Rejected(f"{op} takes the fields {sorted(form.fields)}, not {ascii(sorted(fields))[:80]}")
+        for name, kind in form.fields.items():
+            kind.check(name, fields[name])
+        return form.tensors
+
+    return expect

@@ -1,0 +1,116 @@
+"""One customer's run: its own adapter and optimizer over the shared top, the step it is at, and what is kept on disk."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from fastdp.accounting.serialisation import canonical
+
+NAME = "run.safetensors"
+
+
+class Run:
+    """Adapter parameters, AdamW's state, and the number of steps taken.
+
+    Args:
+        parameters: by name; they are copied.
+        settings: what the customer opened the run with: learning_rate, weight_decay, seed and others.
+
+    Attributes:
+        step: steps taken.
+        digest: of the message of the last one, by which its replay is recognised.
+        kept: steps taken when the run was last kept on disk; -1 if it never was.
+    """
+
+    def __init__(self, parameters: Mapping[str, Tensor], settings: Mapping[str, Any]):
+        self.settings = dict(settings)
+        self.parameters = {name: p.detach().clone().requires_grad_() for name, p in parameters.items()}
+        self.optimizer = torch.optim.AdamW(
+            list(self.parameters.values()), lr=settings["learning_rate"], weight_decay=settings["weight_decay"]
+        )
+        self.step, self.digest, self.kept = 0, "", -1
+
+    def take_step(self, logits: Tensor, gradient: Tensor, digest: str) -> None:
+        """Backward from the logits' gradient, and the optimizer's step."""
+        logits.backward(gradient.to(logits.device, logits.dtype))
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.step += 1
+        self.digest = digest
+
+    def save(self, folder: Path) -> None:
+        """Write aside, sync and rename: a kill leaves the previous state or this one."""
+        tensors = {f"parameter/{name}": p.detach().cpu().contiguous() for name, p in self.parameters.items()}
+        for name, p in self.parameters.items():
+            tensors |= {f"{key}/{name}": value.cpu() for key, value in self.optimizer.state[p].items()}
+        metadata = {"settings": canonical(self.settings), "step": str(self.step), "digest": self.digest}
+        aside = folder / (NAME + ".partial")
+        save_file(tensors, aside, metadata)
+        _sync(aside)
+        os.replace(aside, folder / NAME)
+        _sync(folder)
+        self.kept = self.step
+
+    @staticmethod
+    def is_in(folder: Path) -> bool:
+        """Whether a run is kept there."""
+        return (folder / NAME).exists()
+
+    @classmethod
+    def load(cls, folder: Path, template: Mapping[str, Tensor]) -> Run | None:
+        """The run kept in ``folder``, or None if there is none.
+
+        Raises:
+            ValueError: if it is damaged, or its parameters have other names or shapes than ``template``.
+        """
+        path = folder / NAME
+        if not cls.is_in(folder):
+            return None
+        try:
+            with safe_open(path, "pt") as file:  # type: ignore[no-untyped-call]
+                metadata = file.metadata() or {}
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            settings, step = json.loads(metadata["settings"]), int(metadata["step"])
+            run = cls(_parameters(tensors, template), settings)
+            run.digest = metadata["digest"]
+        except (SafetensorError, OSError, KeyError, ValueError) as error:
+            raise ValueError(f"{path} is no run that can be taken up: {error}") from None
+        run._restore_optimizer(tensors)
+        run.step = run.kept = step
+        return run
+
+    def _restore_optimizer(self, tensors: Mapping[str, Tensor]) -> None:
+        state: dict[int, dict[str, Tensor]] = {}
+        for number, name in enumerate(self.parameters):
+            keys = [key for key in ("step", "exp_avg", "exp_avg_sq") if f"{key}/{name}" in tensors]
+            if keys:
+                state[number] = {key: tensors[f"{key}/{name}"] for key in keys}
+        groups = self.optimizer.state_dict()["param_groups"]
+        self.optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+def _parameters(tensors: Mapping[str, Tensor], template: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    found = {}
+    for name, own in template.items():
+        kept = tensors.get(f"parameter/{name}")
+        if kept is None or kept.shape != own.shape:
+            raise ValueError("it was made with another model or adapter")
+        found[name] = kept.to(own.device, own.dtype)
+    return found
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,157 @@
+"""The vendor on the network: who calls, for how long, in what chunks; and every refusal with its reason.
+
+A refusal ends one call. Nothing a customer sends reaches another's run, and an unforeseen error ends the call alone too.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from fastdp.split.certificates import Credentials, check_certificate
+from fastdp.split.channel import CUSTOMER, METHOD, OPTIONS, check_insecure, check_one, grpc, host_and_port
+from fastdp.split.operations import expecting
+from fastdp.split.wire import Outgoing, Rejected, receive
+
+if TYPE_CHECKING:
+    from fastdp.split.vendor import SplitVendor
+
+log = logging.getLogger(__name__)
+
+
+class Service:
+    """A vendor that answers at an address; a context manager. See `SplitVendor.serve`.
+
+    Attributes:
+        address: host and port, with the port that was taken.
+    """
+
+    def __init__(
+        self,
+        vendor: SplitVendor,
+        address: str,
+        certificates: Path | None,
+        insecure: bool,
+        allowed: frozenset[str] | None,
+    ):
+        check_one(certificates, insecure)
+        host, port = host_and_port(address)
+        if insecure:
+            check_insecure(address)
+        self.vendor, self.allowed, self.insecure = vendor, allowed, insecure
+        self._expect = expecting(vendor.forms)
+        self._calls: Counter[str] = Counter()
+        self._lock = threading.Lock()
+        threads = 2 * vendor.limits.max_customers
+        self._server = grpc.server(
+            ThreadPoolExecutor(threads, "fastdp-call"),
+            handlers=[_Methods(self._exchange)],
+            options=[*OPTIONS, ("grpc.so_reuseport", 0)],
+            maximum_concurrent_rpcs=threads,
+        )
+        target = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        try:
+            taken = self._listen(target, certificates)
+        except RuntimeError as error:
+            raise OSError(f"cannot listen at {address}: {error}") from None
+        self.address = f"{target.rpartition(':')[0]}:{taken}"
+        self._server.start()
+
+    def _listen(self, target: str, certificates: Path | None) -> int:
+        if certificates is None:
+            return self._server.add_insecure_port(target)
+        own = Credentials.load(certificates)
+        secured = grpc.ssl_server_credentials([(own.key, own.certificate)], own.authority, require_client_auth=True)
+        return self._server.add_secure_port(target, secured)
+
+    def wait(self, seconds: float | None = None) -> bool:
+        """Wait for the service to end; True if the time ran out first."""
+        return self._server.wait_for_termination(seconds)
+
+    def close(self, grace: float = 5.0) -> None:
+        """Take no more calls, let those that run end within ``grace`` seconds, and keep every run."""
+        self._server.stop(grace).wait()
+        self.vendor.close()
+
+    def __enter__(self) -> Service:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _exchange(self, chunks: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+        try:
+            reply = self._answer(chunks, context)
+        except Rejected as refusal:
+            log.info("refused: %s", refusal)
+            context.abort(getattr(grpc.StatusCode, refusal.code), str(refusal))
+        except grpc.RpcError:
+            # The customer went away in the middle of its message.
+            return
+        except Exception:
+            log.exception("a call failed")
+            context.abort(grpc.StatusCode.INTERNAL, "the vendor failed to answer; its own log says more")
+        yield from reply
+
+    def _answer(self, chunks: Iterator[bytes], context: grpc.ServicerContext) -> Outgoing:
+        remaining, most = context.time_remaining(), self.vendor.limits.deadline
+        if remaining is None or remaining > most:
+            raise Rejected(f"a call must have a deadline, of at most {most:g} seconds")
+        name = self._name(context)
+        with self._place(name):
+            message = receive(chunks, self._expect, self.vendor.limits.max_message_bytes)
+            return self.vendor.answer(name, message, context.time_remaining())
+
+    def _name(self, context: grpc.ServicerContext) -> str:
+        """Who calls. Raises Rejected for a customer that is not let in."""
+        if self.insecure:
+            given: dict[str, Any] = dict(context.invocation_metadata())
+            name = str(given.get(CUSTOMER, "customer"))
+        else:
+            found = context.auth_context()
+            # The handshake has checked it, but a connection may outlive its certificate.
+            try:
+                check_certificate(found["x509_pem_cert"][0])
+                name = found["x509_common_name"][0].decode()
+            except (ValueError, KeyError) as error:
+                raise Rejected(str(error), "UNAUTHENTICATED") from None
+        if self.allowed is not None and name not in self.allowed:
+            raise Rejected(f"{ascii(name)[:70]} is not a customer here", "PERMISSION_DENIED")
+        return name
+
+    @contextmanager
+    def _place(self, name: str) -> Iterator[None]:
+        """One of the calls that a customer may make at once, so that none takes all threads."""
+        with self._lock:
+            if self._calls[name] >= self.vendor.limits.calls:
+                raise Rejected(
+                    f"{self.vendor.limits.calls} calls of yours are being answered: come back later", "UNAVAILABLE"
+                )
+            self._calls[name] += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._calls[name] -= 1
+                if not self._calls[name]:
+                    del self._calls[name]
+
+
+class _Methods(grpc.GenericRpcHandler):
+    """The one method, whose requests and replies are chunks as they are."""
+
+    def __init__(self, exchange: Any):
+        self._handler = grpc.stream_stream_rpc_method_handler(exchange)
+
+    def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler | None:
+        """The handler of a call, or None for an unknown method."""
+        return self._handler if handler_call_details.method == METHOD else None

@@ -1,0 +1,160 @@
+"""Privatized examples on disk: rows appended in order and never changed, read by number.
+
+Both sides keep them so. The customer privatizes each text once and sends what it kept, however often it is killed; the
+vendor reads batches from what arrived, so that its memory does not grow with the data.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from array import array
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fastdp.accounting.serialisation import canonical
+
+ROWS, RECORDS = "rows.bin", "rows.jsonl"
+
+
+class ExampleStore:
+    """Examples of rows [T_i, width] of one dtype.
+
+    An append is durable once it returns: rows are synced before the record that counts them. What a kill leaves of an
+    unfinished append is cut off when the store is opened.
+
+    Args:
+        folder: made if it is not there.
+        width: of a row.
+        dtype: of the rows.
+
+    Raises:
+        ValueError: if the folder holds rows of another kind, or lost some.
+    """
+
+    def __init__(self, folder: Path, width: int, dtype: torch.dtype):
+        self.folder, self.width, self.dtype = folder, width, dtype
+        folder.mkdir(parents=True, exist_ok=True)
+        self._ends = array("q", [0])
+        self._digests: dict[int, str] = {}
+        self._records = open(folder / RECORDS, "a+b")  # noqa: SIM115
+        self._rows = os.open(folder / ROWS, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            self._read_records()
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def count(self) -> int:
+        """Number of examples."""
+        return len(self._ends) - 1
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the rows."""
+        return self._ends[-1] * self._row_bytes
+
+    @property
+    def _row_bytes(self) -> int:
+        return self.width * self.dtype.itemsize
+
+    def lengths(self, first: int, count: int) -> list[int]:
+        """Rows of each of ``count`` examples from ``first`` on; fewer where they end."""
+        ends = self._ends[first : first + count + 1]
+        return [end - begin for begin, end in zip(ends, ends[1:])]
+
+    def append(self, rows: Tensor, lengths: Sequence[int], digest: str = "") -> None:
+        """Add examples.
+
+        Args:
+            rows: [sum(lengths), width], of the store's dtype.
+            lengths: rows of each example.
+            digest: of the message that brought them; see `digest_of`.
+        """
+        assert rows.dtype == self.dtype
+        assert tuple(rows.shape) == (sum(lengths), self.width)
+        data = memoryview(rows.contiguous().view(torch.uint8).numpy()).cast("B")
+        at = self.nbytes
+        while data:
+            written = os.pwrite(self._rows, data, at)
+            data, at = data[written:], at + written
+        os.fsync(self._rows)
+        record = {"first": self.count, "lengths": list(lengths), "digest": digest}
+        self._records.write(canonical(record).encode() + b"\n")
+        self._records.flush()
+        os.fsync(self._records.fileno())
+        self._count_in(record["first"], lengths, digest)  # type: ignore[arg-type]
+
+    def digest_of(self, first: int) -> str | None:
+        """The digest of the append that began with example ``first``, or None if none did."""
+        return self._digests.get(first)
+
+    def read(self, first: int, count: int) -> tuple[Tensor, list[int]]:
+        """Rows and lengths of consecutive examples, as `append` took them."""
+        lengths = self.lengths(first, count)
+        rows = torch.empty(sum(lengths), self.width, dtype=self.dtype)
+        self._fill(rows, self._ends[first])
+        return rows, lengths
+
+    def batch(self, indices: Sequence[int], *, left: bool) -> tuple[Tensor, Tensor]:
+        """Rows of the examples [B, T, width], zeros where they are padded, and their mask int64 [B, T].
+
+        Every index must be that of an example.
+        """
+        lengths = [self._ends[index + 1] - self._ends[index] for index in indices]
+        longest = max(lengths)
+        rows = torch.zeros(len(lengths), longest, self.width, dtype=self.dtype)
+        mask = torch.zeros(len(lengths), longest, dtype=torch.int64)
+        for at, (index, length) in enumerate(zip(indices, lengths)):
+            begin = longest - length if left else 0
+            self._fill(rows[at, begin : begin + length], self._ends[index])
+            mask[at, begin : begin + length] = 1
+        return rows, mask
+
+    def _fill(self, rows: Tensor, begin: int) -> None:
+        """Read into a contiguous tensor."""
+        view = memoryview(rows.view(torch.uint8).numpy()).cast("B")
+        at = begin * self._row_bytes
+        while view:
+            got = os.preadv(self._rows, [view], at)
+            if not got:
+                raise OSError(f"{self.folder / ROWS} lost rows that were there")
+            view, at = view[got:], at + got
+
+    def _read_records(self) -> None:
+        kind = canonical({"width": self.width, "dtype": str(self.dtype)}).encode() + b"\n"
+        self._records.seek(0)
+        if not self._records.readline().endswith(b"\n"):
+            self._records.truncate(0)
+            self._records.write(kind)
+            self._records.flush()
+        self._records.seek(0)
+        if self._records.readline() != kind:
+            raise ValueError(f"{self.folder} holds examples of another width or dtype: use another folder")
+        whole = self._records.tell()
+        for line in self._records:
+            if not line.endswith(b"\n"):
+                break
+            record = json.loads(line)
+            self._count_in(record["first"], record["lengths"], record["digest"])
+            whole += len(line)
+        self._records.truncate(whole)
+        self._records.seek(0, os.SEEK_END)
+        if os.fstat(self._rows).st_size < self.nbytes:
+            raise ValueError(f"{self.folder / ROWS} is shorter than its records say: it was damaged")
+        os.ftruncate(self._rows, self.nbytes)
+
+    def _count_in(self, first: int, lengths: Sequence[int], digest: str) -> None:
+        ends = self._ends[-1] + np.cumsum(lengths)
+        self._ends.extend(ends.tolist())
+        self._digests[first] = digest
+
+    def close(self) -> None:
+        """Let the files go."""
+        self._records.close()
+        os.close(self._rows)

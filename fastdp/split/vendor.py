@@ -1,0 +1,468 @@
+"""The vendor's side: one frozen top for all, and for each customer an adapter, an optimizer and what it sent.
+
+Nothing here knows of the network: `SplitVendor.answer` takes a checked message and the name of who sent it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import threading
+import uuid
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import CancelledError, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as TooLate
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import peft
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from fastdp.methods.blocks import find_blocks
+from fastdp.methods.sap import split_model
+from fastdp.split.bottom import pack_bottom
+from fastdp.split.operations import NAME, NAME_IN_WORDS, Served, requests
+from fastdp.split.run import Run
+from fastdp.split.store import ExampleStore
+from fastdp.split.wire import Message, Outgoing, Rejected
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from fastdp.split.service import Service
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+_DISCARDED = ".discarded-"
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one vendor takes from its customers. What does not fit is refused with a reason, or asked to come back.
+
+    Attributes:
+        max_tokens: most tokens of an example.
+        max_batch: most examples of a step.
+        max_examples: most examples that a customer may store.
+        max_stored_bytes: most bytes of rows that a customer may store.
+        max_message_bytes: most bytes of a message's payload.
+        max_customers: most customers with a run, and with a forward pass held in memory.
+        calls: most calls of one customer at once.
+        queue: most batches that wait to be computed.
+        deadline: longest a call may last, in seconds.
+    """
+
+    max_tokens: int = 512
+    max_batch: int = 64
+    max_examples: int = 1_000_000
+    max_stored_bytes: int = 16 << 30
+    max_message_bytes: int = 16 << 20
+    max_customers: int = 64
+    calls: int = 4
+    queue: int = 64
+    deadline: float = 600.0
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            if not value > 0:
+                raise ValueError(f"{name} is {value}: a limit must be above 0")
+
+
+class _Customer:
+    """A customer with a run; its calls take turns."""
+
+    def __init__(self, run: Run, store: ExampleStore):
+        self.run, self.store = run, store
+        self.lock = threading.Lock()
+
+
+class SplitVendor:
+    """Serves the top of a split classifier: customers train adapters of their own over it, and use them.
+
+    Computation happens in one thread, a batch at a time; batches wait in a bounded queue. Every acknowledged step and
+    example is on disk, so that a vendor which is killed and started again loses none of them.
+
+    Args:
+        model: a classifier of the BERT, RoBERTa, GPT-2 or Llama family; public weights stay as they are.
+        folder: for the bottom's file and the customers' runs and examples; a new vendor on it takes them up.
+        after: blocks in the customers' bottom.
+        tokenizer: sent along with the bottom, if given.
+        lora: the adapter that each customer gets; by default rank 8 on the attention's queries and values.
+        limits: see `Limits`.
+        keep_every: steps between writes of a run to disk; above 1 a kill sets customers back, who then repeat the steps.
+
+    Raises:
+        ValueError: for a model that cannot be split there, or limits that it does not meet.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        folder: str | Path,
+        *,
+        after: int = 0,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        lora: peft.LoraConfig | None = None,
+        limits: Limits | None = None,
+        keep_every: int = 1,
+    ):
+        if keep_every < 1:
+            raise ValueError(f"keep_every is {keep_every}: it must be at least 1")
+        limits = limits or Limits()
+        self.folder, self.limits, self.keep_every = Path(folder), limits, keep_every
+        blocks = find_blocks(model)
+        config: Any = model.config
+        bottom, top = split_model(model, after)
+        self.causal, self.device = blocks.causal, next(model.parameters()).device
+        self.dtype = next(model.parameters()).dtype
+        self.bottom = pack_bottom(bottom, tokenizer, self.folder)
+        top.requires_grad_(False)
+        self.top: Any = peft.get_peft_model(top, lora or default_lora(model))  # type: ignore[arg-type]
+        self._template = {name: p for name, p in self.top.named_parameters() if p.requires_grad}
+        self.served = Served(
+            bottom=self.bottom.digest,
+            width=blocks.hidden_size,
+            classes=int(config.num_labels),
+            after=after,
+            max_tokens=min(limits.max_tokens, getattr(config, "max_position_embeddings", limits.max_tokens)),
+            max_batch=limits.max_batch,
+            max_message_bytes=limits.max_message_bytes,
+        )
+        longest = self.served.max_tokens * self.served.width * 4 + (1 << 16)
+        if longest > limits.max_message_bytes:
+            raise ValueError(
+                f"max_message_bytes is {limits.max_message_bytes}: one example of {self.served.max_tokens} tokens takes "
+                f"{longest}"
+            )
+        self.forms = requests(self.served)
+        self._customers: dict[str, _Customer] = {}
+        # Of each customer the step and logits of its last forward pass, with what its backward pass needs.
+        self._held: OrderedDict[str, tuple[int, Tensor]] = OrderedDict()
+        self._lock = threading.Lock()
+        self._places = threading.BoundedSemaphore(limits.queue)
+        self._compute = ThreadPoolExecutor(1, "fastdp-top")
+        self._operations: dict[str, Callable[[str, Message, float], Outgoing]] = {
+            op: getattr(self, f"_{op}") for op in self.forms
+        }
+        for left in self._runs.glob(f"{_DISCARDED}*"):
+            shutil.rmtree(left)
+
+    @property
+    def _runs(self) -> Path:
+        return self.folder / "customers"
+
+    def serve(
+        self,
+        address: str = "localhost:7443",
+        certificates: str | Path | None = None,
+        *,
+        insecure: bool = False,
+        allowed: frozenset[str] | None = None,
+    ) -> Service:
+        """Start to answer at an address; close what this returns, or use it as a context.
+
+        Args:
+            address: host and port; port 0 takes a free one.
+            certificates: folder with the vendor's key and certificate, and the authority's certificate.
+            insecure: no TLS and no proof of who a customer is; on this machine alone.
+            allowed: names of the customers that are let in; None for all that the authority has signed.
+
+        Raises:
+            ImportError: without gRPC.
+            ValueError: for certificates that cannot be used, or ``insecure`` on an address that others can reach.
+            OSError: for an address that is taken.
+        """
+        from fastdp.split.service import Service
+
+        return Service(self, address, None if certificates is None else Path(certificates), insecure, allowed)
+
+    def answer(self, name: str, message: Message, seconds: float) -> Outgoing:
+        """Do what a customer asks.
+
+        Args:
+            name: of the customer, as its certificate has it.
+            message: checked against `operations.requests`.
+            seconds: how long it may take.
+
+        Raises:
+            Rejected: with the reason. Nothing has changed then, for this customer or another.
+        """
+        if NAME.fullmatch(name) is None:
+            raise Rejected(f"a customer's name must be {NAME_IN_WORDS}", "UNAUTHENTICATED")
+        return self._operations[message.op](name, message, seconds)
+
+    def close(self) -> None:
+        """Finish what is being computed, and keep every run."""
+        self._compute.shutdown(cancel_futures=True)
+        with self._lock:
+            for name, customer in self._customers.items():
+                if customer.run.kept != customer.run.step:
+                    customer.run.save(self._runs / name)
+                customer.store.close()
+            self._customers.clear()
+
+    # Operations
+
+    def _describe(self, name: str, message: Message, seconds: float) -> Outgoing:
+        return Outgoing("describe", {**asdict(self.served), "open": int(self._find(name) is not None)})
+
+    def _bottom(self, name: str, message: Message, seconds: float) -> Outgoing:
+        return Outgoing("bottom", {"config": self.bottom.config, "after": self.served.after}, self.bottom.path)
+
+    def _open(self, name: str, message: Message, seconds: float) -> Outgoing:
+        wanted = message.fields
+        for key, own in (("bottom", self.served.bottom), ("classes", self.served.classes)):
+            if wanted[key] != own:
+                raise Rejected(f"the run's {key} is {wanted[key]}, this vendor's {own}", "FAILED_PRECONDITION")
+        customer = self._find(name) or self._begin(name, wanted)
+        for key, value in customer.run.settings.items():
+            if wanted[key] != value:
+                raise Rejected(
+                    f"your run here has {key} {value}, not {wanted[key]}: take it up from the folder it was begun in, or "
+                    "discard it",
+                    "FAILED_PRECONDITION",
+                )
+        return Outgoing("open", {"step": customer.run.step, "examples": customer.store.count})
+
+    def _put(self, name: str, message: Message, seconds: float) -> Outgoing:
+        first, rows, lengths = message.fields["first"], message.tensors["rows"], self._lengths(message)
+        with self._turn(name, seconds) as customer:
+            store = customer.store
+            if rows.dtype != store.dtype:
+                raise Rejected(f"rows are {rows.dtype}, and this run's are {store.dtype}")
+            if store.digest_of(first) != message.digest:
+                if first < store.count:
+                    raise Rejected(
+                        f"example {first} is here already, with other contents: each example is sent once",
+                        "ALREADY_EXISTS",
+                    )
+                if first > store.count:
+                    raise Rejected(f"example {store.count} comes next, not {first}", "ABORTED")
+                if store.count + len(lengths) > self.limits.max_examples:
+                    raise Rejected(
+                        f"{self.limits.max_examples} examples are the most that is kept", "RESOURCE_EXHAUSTED"
+                    )
+                if store.nbytes + rows.nbytes > self.limits.max_stored_bytes:
+                    raise Rejected(
+                        f"{self.limits.max_stored_bytes} bytes are the most that is kept", "RESOURCE_EXHAUSTED"
+                    )
+                self._submit(lambda: _check_finite("rows", rows), seconds)
+                store.append(rows, lengths, message.digest)
+            return Outgoing("put", {"examples": store.count})
+
+    def _forward(self, name: str, message: Message, seconds: float) -> Outgoing:
+        step, indices = message.fields["step"], message.tensors["indices"].tolist()
+        with self._turn(name, seconds) as customer:
+            run = customer.run
+            if step != run.step:
+                raise Rejected(f"the run is at step {run.step}, not {step}", "ABORTED")
+            if not all(0 <= index < customer.store.count for index in indices):
+                raise Rejected(f"an index is out of range: there are {customer.store.count} examples")
+            with self._lock:
+                self._held.pop(name, None)
+
+            def compute() -> Tensor:
+                return self._logits(run, *customer.store.batch(indices, left=self.causal), train=True)
+
+            logits = self._submit(compute, seconds)
+            with self._lock:
+                self._held[name] = (step, logits)
+                while len(self._held) > self.limits.max_customers:
+                    self._held.popitem(last=False)
+            return Outgoing.of("forward", {"step": step}, {"logits": logits.float()})
+
+    def _backward(self, name: str, message: Message, seconds: float) -> Outgoing:
+        step, gradient = message.fields["step"], message.tensors["gradient"]
+        with self._turn(name, seconds) as customer:
+            run = customer.run
+            if step == run.step - 1 and message.digest == run.digest:
+                return Outgoing("backward", {"step": run.step, "replayed": 1})
+            if step < run.step:
+                raise Rejected(
+                    f"step {step} is taken already, and is not taken twice: the run is at step {run.step}",
+                    "ALREADY_EXISTS",
+                )
+            with self._lock:
+                held, logits = self._held.get(name, (-1, torch.empty(0)))
+            if held != step:
+                raise Rejected(f"no forward pass of step {step} is held: begin the step again", "ABORTED")
+            if gradient.shape != logits.shape:
+                raise Rejected(f"the gradient is for {len(gradient)} examples, the step has {len(logits)}")
+
+            def take() -> None:
+                _check_finite("the gradient", gradient)
+                with self._lock:
+                    self._held.pop(name, None)
+                run.take_step(logits, gradient, message.digest)
+
+            with self._dropped_if_it_fails(name):
+                self._submit(take, seconds)
+                if run.step % self.keep_every == 0:
+                    run.save(self._runs / name)
+            return Outgoing("backward", {"step": run.step, "replayed": 0})
+
+    def _predict(self, name: str, message: Message, seconds: float) -> Outgoing:
+        rows, lengths = message.tensors["rows"], self._lengths(message)
+        with self._turn(name, seconds) as customer:
+            run = customer.run
+
+            def compute() -> Tensor:
+                _check_finite("rows", rows)
+                padded, mask = _pad(rows, lengths, left=self.causal)
+                return self._logits(run, padded, mask, train=False)
+
+            return Outgoing.of("predict", {}, {"logits": self._submit(compute, seconds).float()})
+
+    def _discard(self, name: str, message: Message, seconds: float) -> Outgoing:
+        if self._find(name) is not None:
+            with self._turn(name, seconds) as customer, self._lock:
+                del self._customers[name]
+                self._held.pop(name, None)
+                customer.store.close()
+                aside = self._runs / f"{_DISCARDED}{uuid.uuid4().hex}"
+                os.replace(self._runs / name, aside)
+            shutil.rmtree(aside)
+        return Outgoing("discard")
+
+    # Customers
+
+    def _find(self, name: str) -> _Customer | None:
+        with self._lock:
+            if name not in self._customers:
+                folder = self._runs / name
+                try:
+                    run = Run.load(folder, self._template)
+                    if run is None:
+                        return None
+                    store = ExampleStore(folder, self.served.width, getattr(torch, run.settings["dtype"]))
+                except ValueError as error:
+                    log.error("the run of %s cannot be taken up: %s", name, error)
+                    raise Rejected(f"your run cannot be taken up: {error}", "FAILED_PRECONDITION") from None
+                self._customers[name] = _Customer(run, store)
+            return self._customers[name]
+
+    def _begin(self, name: str, settings: Mapping[str, Any]) -> _Customer:
+        with self._lock:
+            folder = self._runs / name
+            if not folder.exists():
+                self._runs.mkdir(parents=True, exist_ok=True)
+                if sum(1 for _ in self._runs.iterdir()) >= self.limits.max_customers:
+                    raise Rejected(
+                        f"{self.limits.max_customers} customers are the most that are served", "RESOURCE_EXHAUSTED"
+                    )
+                folder.mkdir()
+            if not Run.is_in(folder):
+                Run(self._template, settings).save(folder)
+        customer = self._find(name)
+        assert customer is not None
+        return customer
+
+    @contextmanager
+    def _turn(self, name: str, seconds: float) -> Iterator[_Customer]:
+        """The customer, for one call at a time."""
+        customer = self._find(name)
+        if customer is None:
+            raise Rejected("you have no run here: open one first", "FAILED_PRECONDITION")
+        if not customer.lock.acquire(timeout=seconds):
+            raise Rejected("another call of yours is still being answered: come back later", "UNAVAILABLE")
+        try:
+            if self._customers.get(name) is not customer:
+                raise Rejected("your run was closed meanwhile: take it up again", "ABORTED")
+            yield customer
+        finally:
+            customer.lock.release()
+
+    @contextmanager
+    def _dropped_if_it_fails(self, name: str) -> Iterator[None]:
+        """What memory holds may be ahead of the disk after a failure: forget it, so that the disk counts."""
+        try:
+            yield
+        except Rejected:
+            raise
+        except BaseException:
+            with self._lock:
+                customer = self._customers.pop(name)
+                self._held.pop(name, None)
+                customer.store.close()
+            raise
+
+    # Computation
+
+    def _submit(self, work: Callable[[], T], seconds: float) -> T:
+        """Run in the computing thread, after what waits there.
+
+        Raises Rejected if too much waits, or the time runs out first.
+        """
+        if not self._places.acquire(blocking=False):
+            raise Rejected(f"{self.limits.queue} batches are waiting already: come back later", "UNAVAILABLE")
+        try:
+            future = self._compute.submit(work)
+        except RuntimeError:
+            self._places.release()
+            raise Rejected("the vendor is closing: come back later", "UNAVAILABLE") from None
+        future.add_done_callback(lambda _: self._places.release())
+        try:
+            return future.result(seconds)
+        except TooLate:
+            if not future.cancel():
+                # It has begun: its outcome must be known before the customer's next call.
+                return future.result()
+            raise Rejected("the batch waited longer than the call may last: come back later", "UNAVAILABLE") from None
+        except CancelledError:
+            raise Rejected("the vendor is closing: come back later", "UNAVAILABLE") from None
+
+    def _logits(self, run: Run, rows: Tensor, mask: Tensor, *, train: bool) -> Tensor:
+        """Logits [B, classes]; the dropout of a step depends on the run's seed and the step alone."""
+        inputs = {"inputs_embeds": rows.to(self.device, self.dtype), "attention_mask": mask.to(self.device)}
+        devices = [self.device.index or 0] if self.device.type == "cuda" else []
+        self.top.train(train)
+        with torch.set_grad_enabled(train), torch.random.fork_rng(devices):
+            torch.manual_seed((run.settings["seed"] * 1_000_003 + run.step) % (1 << 63))
+            return functional_call(self.top, run.parameters, (), inputs, tie_weights=False).logits
+
+    def _lengths(self, message: Message) -> list[int]:
+        lengths = message.tensors["lengths"].tolist()
+        if not all(1 <= length <= self.served.max_tokens for length in lengths):
+            raise Rejected(f"a length is out of range: examples have 1 to {self.served.max_tokens} tokens")
+        if sum(lengths) != len(message.tensors["rows"]):
+            raise Rejected(f"the lengths add up to {sum(lengths)}, and there are {len(message.tensors['rows'])} rows")
+        return lengths
+
+
+def default_lora(model: nn.Module, rank: int = 8) -> peft.LoraConfig:
+    """LoRA of scale 2 on the attention's queries and values, and the head whole."""
+    kind = getattr(model.config, "model_type", "")
+    targets = (
+        ["c_attn"] if kind == "gpt2" else ["q_proj", "v_proj"] if find_blocks(model).causal else ["query", "value"]
+    )
+    return peft.LoraConfig(
+        task_type="SEQ_CLS",
+        r=rank,
+        lora_alpha=2 * rank,
+        lora_dropout=0.0,
+        target_modules=targets,
+        fan_in_fan_out=kind == "gpt2",
+    )
+
+
+def _check_finite(name: str, values: Tensor) -> None:
+    if not bool(torch.isfinite(values).all()):
+        raise Rejected(f"{name}: a NaN or an infinity is among the values")
+
+
+def _pad(rows: Tensor, lengths: list[int], *, left: bool) -> tuple[Tensor, Tensor]:
+    """Rows [N, d] of consecutive examples as [B, T, d] with zeros, and the mask int64 [B, T]."""
+    longest = max(lengths)
+    places = torch.arange(longest)
+    count = torch.tensor(lengths)[:, None]
+    mask = places >= longest - count if left else places < count
+    padded = torch.zeros(len(lengths), longest, rows.shape[1], dtype=rows.dtype)
+    padded[mask] = rows
+    return padded, mask.long()

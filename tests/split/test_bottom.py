@@ -1,0 +1,44 @@
+"""The bottom that arrives computes what the vendor's does, and holds nothing above it."""
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from fastdp.methods.sap import split_model
+from fastdp.split.bottom import PackedBottom, pack_bottom, unpack_bottom
+from tests.engine.models import batch, build
+from tests.split.world import make_tokenizer
+
+
+@pytest.mark.parametrize("after", [0, 1])
+@pytest.mark.parametrize("name", ["bert", "roberta", "gpt2", "llama", "qwen3"])
+def test_it_arrives_whole(name, after, tmp_path):
+    bottom, _ = split_model(build(name).eval(), after)
+    packed = pack_bottom(bottom, make_tokenizer(), tmp_path)
+    found, tokenizer = unpack_bottom(packed, after)
+    inputs = batch(name)
+    inputs.pop("labels")
+    assert torch.equal(found(**inputs), bottom.eval()(**inputs))
+    assert not any(p.requires_grad for p in found.parameters())
+    assert tokenizer("w3 w5 nonsense")["input_ids"] == [2, 7, 9, 1, 3]
+    with safe_open(packed.path, "pt") as file:
+        sent = {name.removeprefix("weights/") for name in file.keys() if name.startswith("weights/")}  # noqa: SIM118
+    assert sent == set(bottom.state_dict())
+    assert pack_bottom(bottom, None, tmp_path / "again").digest == packed.digest
+
+
+def test_refusals(tmp_path):
+    packed = pack_bottom(split_model(build("bert"), 1)[0], None, tmp_path)
+    assert unpack_bottom(packed, 1)[1] is None
+    wide = packed.config.replace('"hidden_size":32', '"hidden_size":320000')
+    other = packed.config.replace('"bert"', '"t5"')
+    for changed, after, match in (
+        (packed, 0, "not those of its config"),
+        (PackedBottom(packed.path, packed.config, "0" * 64), 1, "not those that the vendor announced"),
+        (PackedBottom(packed.path, wide, packed.digest), 1, "not those of its config"),
+        (PackedBottom(packed.path, other, packed.digest), 1, "cannot be used"),
+        (PackedBottom(packed.path, "{}", packed.digest), 1, "cannot be used"),
+        (PackedBottom(tmp_path / "none", packed.config, packed.digest), 1, "cannot be used"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            unpack_bottom(changed, after)

@@ -1,0 +1,178 @@
+"""Messages survive the wire; whatever else arrives is refused, before anything of its size is allocated."""
+
+import json
+import struct
+import tracemalloc
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fastdp.split.wire import (
+    CHUNK,
+    FLOATS,
+    MAGIC,
+    MAX_HEADER,
+    PREAMBLE,
+    VERSION,
+    Outgoing,
+    Rejected,
+    TensorSpec,
+    receive,
+)
+
+SPECS = {"rows": TensorSpec(FLOATS, ((1, 1 << 30), 4)), "lengths": TensorSpec(("I64",), ((1, 9),))}
+
+
+def expect(op, fields):
+    return SPECS if op == "put" else {}
+
+
+def message(rows=5, dtype=torch.float32):
+    return Outgoing.of("put", {"first": 3}, {"rows": torch.randn(rows, 4).to(dtype), "lengths": torch.tensor([rows])})
+
+
+def joined(chunks, most=1 << 30):
+    return receive(iter(chunks), expect, most)
+
+
+@given(st.integers(1, 40), st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
+@settings(max_examples=25, deadline=None)
+def test_a_message_arrives_as_it_was_sent(rows, dtype):
+    sent = message(rows, dtype)
+    found = joined(sent)
+    assert (found.op, found.fields) == ("put", {"first": 3})
+    again = joined(sent)
+    assert found.digest == again.digest
+    assert found.tensors["rows"].dtype == dtype
+    assert torch.equal(found.tensors["rows"], again.tensors["rows"])
+    assert found.tensors["lengths"].tolist() == [rows]
+    assert found.digest != joined(message(rows, dtype)).digest
+
+
+def test_large_messages_travel_in_chunks_of_a_mebibyte(tmp_path):
+    sent = message(200_000)
+    chunks = list(sent)
+    assert [len(chunk) for chunk in chunks[:-1]] == [CHUNK] * 3
+    assert 0 < len(chunks[-1]) <= CHUNK
+    whole = joined(chunks).tensors["rows"]
+    (tmp_path / "payload").write_bytes(sent.payload)
+    from_file = Outgoing("put", {"first": 3}, tmp_path / "payload")
+    assert list(from_file) == chunks
+    with open(tmp_path / "copy", "wb") as file:
+        receive(iter(from_file), lambda op, fields: None, 1 << 30, file)
+    assert (tmp_path / "copy").read_bytes() == sent.payload
+    assert whole.shape == (200_000, 4)
+
+
+@given(st.data())
+@settings(max_examples=60, deadline=None)
+def test_chunks_cut_lost_doubled_or_added_are_refused(data):
+    chunks = list(message(120_000))
+    kind = data.draw(st.sampled_from(["cut", "lose", "double", "add", "none"]))
+    at = data.draw(st.integers(0, len(chunks) - 1))
+    if kind == "cut":
+        chunks[at] = chunks[at][: data.draw(st.integers(0, len(chunks[at]) - 1))]
+    elif kind == "lose":
+        del chunks[at]
+    elif kind == "double":
+        chunks.insert(at, chunks[at])
+    elif kind == "add":
+        chunks.append(b"x")
+    else:
+        chunks = []
+    with pytest.raises(Rejected):
+        joined(chunks)
+
+
+def raw(header, payload=b"", version=VERSION, magic=MAGIC, says=None):
+    head = header if isinstance(header, bytes) else json.dumps(header).encode()
+    data = PREAMBLE.pack(magic, version, len(head), len(payload) if says is None else says) + head + payload
+    return [data[at : at + CHUNK] for at in range(0, len(data), CHUNK)]
+
+
+def tensors(**changes):
+    entries = {
+        "lengths": {"dtype": "I64", "shape": [1], "data_offsets": [0, 8]},
+        "rows": {"dtype": "F32", "shape": [2, 4], "data_offsets": [8, 40]},
+    }
+    for name, change in changes.items():
+        entries[name] = entries.get(name, {}) | change if isinstance(change, dict) else change
+    header = json.dumps(entries).encode()
+    header += b" " * (-len(header) % 8)
+    return struct.pack("<Q", len(header)) + header + bytes(40)
+
+
+PUT = {"op": "put", "fields": {}}
+
+
+def test_the_hand_made_message_is_good():
+    """So that the refusals below are for what each of them changes."""
+    assert joined(raw(PUT, tensors())).tensors["rows"].shape == (2, 4)
+
+
+@pytest.mark.parametrize(
+    ("chunks", "match"),
+    [
+        (raw(PUT, tensors(), version=2), "version 2"),
+        (raw(PUT, tensors(), magic=b"http"), "mark of this protocol"),
+        ([b"fdps"], "preamble"),
+        (raw(b"{", tensors()), "no JSON"),
+        (raw(b'{"op": NaN, "fields": {}}', tensors()), "no JSON"),
+        (raw(b"[" * 60_000, tensors()), "no JSON"),
+        (raw(b"\xff\xfe", tensors()), "no JSON"),
+        (raw([1], tensors()), "object"),
+        (raw({"op": "put"}, tensors()), "op and fields"),
+        (raw({"op": 1, "fields": {}}, tensors()), "text"),
+        (raw({"op": "put", "fields": {}, "more": 1}, tensors()), "nothing else"),
+        (raw(b" " * (MAX_HEADER + 1)), "header takes"),
+        (raw(PUT, tensors(), says=1 << 40), "oversized"),
+        (raw(PUT), "too short"),
+        (raw(PUT, tensors()[:44]), "impossible length"),
+        (raw(PUT, struct.pack("<Q", 1 << 60) + bytes(100)), "impossible length"),
+        (raw({"op": "describe", "fields": {}}, tensors()), "takes no tensors"),
+        (raw(PUT, tensors(rows={"dtype": "F64"})), "dtype 'F64'"),
+        (raw(PUT, tensors(rows={"dtype": ["F32"]})), "dtype"),
+        (raw(PUT, tensors(rows={"shape": [2, 5]})), "shape"),
+        (raw(PUT, tensors(rows={"shape": [0, 4]})), "shape"),
+        (raw(PUT, tensors(rows={"shape": [2.0, 4]})), "shape"),
+        (raw(PUT, tensors(rows={"shape": [True, 4]})), "shape"),
+        (raw(PUT, tensors(rows={"shape": [8]})), "shape"),
+        (raw(PUT, tensors(rows={"shape": "24"})), "shape"),
+        (raw(PUT, tensors(rows={"shape": [3, 4]})), "do not fit"),
+        (raw(PUT, tensors(rows={"shape": [10**30, 4]})), "shape"),
+        (raw(PUT, tensors(rows={"shape": [1 << 29, 4]})), "do not fit"),
+        (raw(PUT, tensors(rows={"data_offsets": [0, 32]})), "overlap"),
+        (raw(PUT, tensors(rows={"data_offsets": [-8, 24]})), "two whole"),
+        (raw(PUT, tensors(rows={"data_offsets": [8]})), "two whole"),
+        (raw(PUT, tensors(rows={"more": 1})), "must have a dtype"),
+        (raw(PUT, tensors(rows=7)), "must have a dtype"),
+        (raw(PUT, tensors(other={"dtype": "F32", "shape": [1], "data_offsets": [0, 4]})), "they must be"),
+        (raw(PUT, tensors() + bytes(8)), "fill the payload"),
+    ],
+)
+def test_refusals(chunks, match):
+    with pytest.raises(Rejected, match=match):
+        joined(chunks)
+
+
+def test_nothing_is_allocated_for_what_is_refused():
+    """A first chunk that announces 512 MiB of a dtype that is not taken, or more than may come."""
+    big = 1 << 29
+    entries = {
+        "rows": {"dtype": "F64", "shape": [big // 32, 4], "data_offsets": [0, big]},
+        "lengths": {"dtype": "I64", "shape": [1], "data_offsets": [big, big + 8]},
+    }
+    header = json.dumps(entries).encode()
+    header += b" " * (-len(header) % 8)
+    payload = struct.pack("<Q", len(header)) + header
+    (first,) = raw(PUT, payload, says=len(payload) + big + 8)
+    first += bytes(CHUNK - len(first))
+    for most, match in ((1 << 30, "dtype"), (1 << 20, "oversized")):
+        tracemalloc.start()
+        with pytest.raises(Rejected, match=match):
+            joined([first], most)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert peak < 4 * CHUNK
