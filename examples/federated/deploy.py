@@ -25,7 +25,9 @@ def main() -> None:
     parser.add_argument("--eval", type=Path, required=True, help="held-out texts at the server")
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--client", action="append", required=True, metavar="NAME=FILE", help="once for each client")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting, as in pyproject.toml")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="a setting, as in pyproject.toml"
+    )
     options = parser.parse_args()
     output = options.output.resolve()
     clients = dict(entry.split("=", 1) for entry in options.client)
