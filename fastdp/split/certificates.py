@@ -8,6 +8,7 @@ from __future__ import annotations
 import datetime
 import ipaddress
 import os
+import secrets
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -101,7 +102,8 @@ def make_certificates(
     made = []
     if not (authority / _KEY).exists():
         key = ec.generate_private_key(ec.SECP256R1())
-        certificate = _signed("fastdp split authority", key, None, None, _AUTHORITY_DAYS)
+        # Of a name of its own: two authorities of one name would be taken for each other until a signature fails.
+        certificate = _signed(f"fastdp split authority {secrets.token_hex(4)}", key, None, None, _AUTHORITY_DAYS)
         _write(authority, key, certificate, certificate)
         made.append(authority)
     ca_key: Any = serialization.load_pem_private_key((authority / _KEY).read_bytes(), None)

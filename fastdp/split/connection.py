@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 import time
@@ -17,6 +18,10 @@ from fastdp.split.wire import Message, Outgoing, Rejected, receive
 _MOST_OF_AN_ANSWER, _MOST_OF_A_FILE = 1 << 28, 1 << 36
 _RECONNECT = [("grpc.initial_reconnect_backoff_ms", 100), ("grpc.max_reconnect_backoff_ms", 1000)]
 _PAUSE, _LONGEST_PAUSE = 0.05, 2.0
+#: How gRPC says that this end turned the other's certificate down.
+_UNTRUSTED = "TSI_PROTOCOL_FAILURE"
+
+log = logging.getLogger(__name__)
 
 
 class Connection:
@@ -67,15 +72,19 @@ class Connection:
 
         Raises:
             Rejected: with the vendor's reason, or because the answer is none that may be accepted.
-            ConnectionError: if the vendor could not be reached for the time that patience lasts.
+            ConnectionError: if the vendor could not be reached for the time that patience lasts, or cannot be verified.
         """
         begun = time.monotonic()
-        pause = _PAUSE
+        pause, warned = _PAUSE, False
         while True:
             try:
                 return self._once(message, forms, into)
             except grpc.RpcError as error:
                 code, details = error.code().name, error.details() or ""
+                if _UNTRUSTED in details:
+                    raise ConnectionError(
+                        f"the certificate at {self.address} is not one of your authority's for this address ({details})"
+                    ) from None
                 if not _may_pass(code, details):
                     raise Rejected(details, code) from None
                 if time.monotonic() - begun + pause > self.patience:
@@ -83,6 +92,9 @@ class Connection:
                         f"the vendor at {self.address} did not answer within {self.patience:g} seconds ({details}): check the "
                         "address, and that both ends' certificates are of one authority and valid"
                     ) from None
+            if pause >= _LONGEST_PAUSE and not warned:
+                warned = True
+                log.warning("no answer from %s yet (%s): trying for %g seconds", self.address, details, self.patience)
             # Many customers wait for one vendor to come back: not all should return at once.
             time.sleep(pause * random.uniform(0.5, 1.0))
             pause = min(2 * pause, _LONGEST_PAUSE)
@@ -111,4 +123,4 @@ def _may_pass(code: str, details: str) -> bool:
     """Whether a call that failed so may succeed when it is repeated."""
     if code == "RESOURCE_EXHAUSTED":
         return "Concurrent RPC limit" in details
-    return code in ("UNAVAILABLE", "DEADLINE_EXCEEDED", "CANCELLED") and "CERTIFICATE_VERIFY_FAILED" not in details
+    return code in ("UNAVAILABLE", "DEADLINE_EXCEEDED", "CANCELLED")

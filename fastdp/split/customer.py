@@ -275,7 +275,7 @@ class SplitCustomer:
         loss = F.cross_entropy(logits, labels[indices])
         (gradient,) = torch.autograd.grad(loss, logits)
         answer = self._call(Outgoing.of("backward", {"step": step}, {"gradient": gradient}))
-        return answer.fields["step"], float(loss)
+        return answer.fields["step"], float(loss.detach())
 
     def _put(self, first: int) -> int:
         """Send kept examples from ``first`` on, as many as a message takes. Returns the number that the vendor has."""

@@ -155,6 +155,7 @@ class ExampleStore:
         self._digests[first] = digest
 
     def close(self) -> None:
-        """Let the files go."""
-        self._records.close()
-        os.close(self._rows)
+        """Let the files go, once."""
+        if not self._records.closed:
+            self._records.close()
+            os.close(self._rows)

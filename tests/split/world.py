@@ -16,12 +16,13 @@ ETA = 40.0
 
 def make_tokenizer():
     backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="[UNK]"))
-    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
     backend.post_processor = processors.TemplateProcessing(
         single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
     )
     special = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
-    return PreTrainedTokenizerFast(tokenizer_object=backend, **special)
+    names = ["input_ids", "token_type_ids", "attention_mask"]
+    return PreTrainedTokenizerFast(tokenizer_object=backend, model_input_names=names, **special)
 
 
 def make_model(dropout=0.0, width=16, layers=2):
@@ -79,5 +80,13 @@ def train_in_process(model, store, labels, batches, after=0, learning_rate=1e-3)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(float(loss))
+        losses.append(float(loss.detach()))
     return losses, {name: p.detach() for name, p in trained.items()}
+
+
+def merged_model(model, adapter):
+    """The whole model with a trained adapter, in evaluation."""
+    whole = peft.get_peft_model(model, default_lora(model))
+    missing = whole.load_state_dict(adapter, strict=False)
+    assert not missing.unexpected_keys
+    return whole.eval()

@@ -1,0 +1,228 @@
+"""The customer's side: each text is released once, whatever happens; and its run is the one it would be without stops."""
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+import fastdp
+from fastdp.methods.sap import PrivateBottom, split_model
+from fastdp.split import Rejected
+from fastdp.split.customer import batch_of
+from fastdp.split.wire import Outgoing
+from tests.split.world import make_model, make_tokenizer, make_vendor, merged_model, noisy_rows, train_in_process
+
+
+def adapter(service, name="alice"):
+    return {key: value.detach().clone() for key, value in service.vendor._find(name).run.parameters.items()}
+
+
+@pytest.mark.parametrize("after", [0, 1])
+def test_training_is_that_of_one_process(tmp_path, customer_of, corpus, after):
+    texts, labels = corpus
+    with make_vendor(tmp_path / "vendor", after=after).serve("127.0.0.1:0", insecure=True) as service:
+        customer = customer_of(service, learning_rate=0.02)
+        bottom = split_model(make_model(), after)[0]
+        assert all(torch.equal(v, bottom.state_dict()[k]) for k, v in customer.bottom.state_dict().items())
+        progress = []
+        customer.send(texts, labels, noisy_rows(customer), on_example=lambda *counts: progress.append(counts))
+        assert progress == [(8, 24), (16, 24), (24, 24)]
+        losses = customer.train(5)
+        batches = [batch_of(step, 24, 8, 0) for step in range(15)]
+        expected, trained = train_in_process(make_model(), customer._store, labels, batches, after, learning_rate=0.02)
+        assert losses == expected
+        assert sum(losses[-3:]) < sum(losses[:3])
+        assert all(torch.equal(value, trained[key]) for key, value in adapter(service).items())
+        logged = [json.loads(line) for line in (customer.folder / "losses.jsonl").read_text().splitlines()]
+        assert [row["loss"] for row in logged] == losses
+        assert customer.train(5) == []
+        # The adapter is what predicts; at this eta the noise hardly matters.
+        quiet = PrivateBottom(customer.bottom, eta=1e7)
+        ids = make_tokenizer()(texts[:3], padding=True, return_tensors="pt")
+        model = make_model().eval()
+        plain = model(**ids).logits
+        found = customer.predict(texts[:3], quiet)
+        assert found.shape == (3, 2)
+        assert not torch.allclose(found, plain, atol=1e-3)
+        with torch.no_grad():
+            merged = merged_model(model, trained)
+            assert torch.allclose(found, merged(**ids).logits, atol=1e-3)
+
+
+def test_every_pass_is_a_permutation():
+    for epoch in range(3):
+        batches = [batch_of(4 * epoch + at, 13, 4, 7) for at in range(4)]
+        assert [len(batch) for batch in batches] == [4, 4, 4, 1]
+        assert sorted(torch.cat(batches).tolist()) == list(range(13))
+    assert batch_of(0, 13, 4, 7).tolist() != batch_of(4, 13, 4, 7).tolist()
+    assert batch_of(0, 13, 4, 7).tolist() == batch_of(0, 13, 4, 7).tolist()
+
+
+def test_each_text_is_privatized_once(service, customer_of, corpus):
+    """The process ends after a part was sent; another goes on, and draws noise for the rest alone."""
+    texts, labels = corpus
+    customer = customer_of(service)
+
+    class Killed(Exception):
+        pass
+
+    def kill(sent, _):
+        if sent == 16:
+            raise Killed
+
+    with pytest.raises(Killed):
+        customer.send(texts, labels, noisy_rows(customer), on_example=kill)
+    before = customer._store.read(0, 16)[0]
+    customer.close()
+    again = customer_of(service)
+    private = noisy_rows(again)
+    again.send(texts, labels, private)
+    assert private.rows_released == sum(again._store.lengths(16, 8))
+    assert torch.equal(again._store.read(0, 16)[0], before)
+    assert torch.equal(service.vendor._find("alice").store.read(0, 24)[0], again._store.read(0, 24)[0])
+    again.send(texts, labels, private)
+    assert private.rows_released == sum(again._store.lengths(16, 8))
+    # A vendor that lost everything gets the same rows, not new ones.
+    again.discard()
+    again.send(texts, labels, private)
+    assert torch.equal(service.vendor._find("alice").store.read(0, 16)[0], before)
+    assert private.rows_released == sum(again._store.lengths(16, 8))
+    statement = json.loads(again.save_statement(private).read_text())
+    assert statement["examples_sent"] == 24
+    assert statement["rows_sent"] == sum(again._store.lengths(0, 24))
+
+
+def test_a_stopped_customer_goes_on_where_it_was(service, customer_of, corpus):
+    texts, labels = corpus
+    whole = customer_of(service, "whole")
+    whole.send(texts, labels, noisy_rows(whole))
+    whole.train(3)
+    first = customer_of(service, "alice")
+    first.send(texts, labels, noisy_rows(first))
+    done = []
+
+    def kill(step, *_):
+        done.append(step)
+        if step == 4:
+            # A forward pass is held when the process ends.
+            first._call(Outgoing.of("forward", {"step": 4}, {"indices": torch.arange(3)}))
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        first.train(3, kill)
+    first.close()
+    second = customer_of(service, "alice")
+    second.send(texts, labels, noisy_rows(second))
+    second.train(3, lambda step, *_: done.append(step))
+    assert done == list(range(1, 10))
+    assert all(torch.equal(value, adapter(service)[key]) for key, value in adapter(service, "whole").items())
+
+
+def test_tokens_are_replaced_before_the_bottom(service, customer_of, corpus):
+    """Rows that leave are the bottom's rows of the tokens that were drawn; special tokens spelled out are words."""
+    texts, labels = corpus
+    customer = customer_of(service)
+    words = fastdp.TextPrivatizer(
+        customer.bottom.model, eta=1e6, tokenizer=customer.tokenizer, mechanism="exponential", unsafe_seed=1
+    )
+    customer.send(texts, labels, words)
+    ids = make_tokenizer()(texts[:1], return_tensors="pt")
+    rows, lengths = customer._store.read(0, 1)
+    assert lengths == [ids["input_ids"].shape[1]]
+    # At this eta no token changes.
+    assert torch.allclose(rows, customer.bottom(**ids)[0], atol=1e-6)
+    assert customer._encode(["[SEP] w1"], None)[0]["input_ids"] == [2, 1, 1, 1, 5, 3]
+    assert customer._encode(["w1"], ["w2"])[0] == {"input_ids": [2, 5, 3, 6, 3], "token_type_ids": [0, 0, 0, 1, 1]}
+    assert words.tokens_released == sum(len(text.split()) for text in texts)
+
+
+def test_nothing_else_leaves(service, customer_of, corpus, monkeypatch):
+    """Every message of a whole run: its fields and tensors, none of which holds ids, labels or texts."""
+    texts, labels = corpus
+    sent = []
+    customer = customer_of(service)
+    call = customer._connection.call
+    monkeypatch.setattr(
+        customer._connection, "call", lambda message, *rest: sent.append(message) or call(message, *rest)
+    )
+    customer.send(texts, labels, noisy_rows(customer))
+    customer.train(1)
+    customer.predict(texts[:3], noisy_rows(customer))
+    assert [m.op for m in sent] == ["open", "put", "put", "put", "open", *["forward", "backward"] * 3, "predict"]
+    settings = {"run", "bottom", "classes", "dtype", "learning_rate", "weight_decay", "seed"}
+    fields = {"open": settings, "put": {"first"}, "forward": {"step"}, "backward": {"step"}, "predict": set()}
+    for message in sent:
+        assert set(message.fields) == fields[message.op]
+        content = b"".join(message)
+        assert not any(word.encode() in content for text in texts for word in text.split() if len(word) > 2)
+    served = [m for m in sent if m.op in ("put", "predict")]
+    assert all(b'"rows"' in m.payload and b'"lengths"' in m.payload and b"input_ids" not in m.payload for m in served)
+
+
+def test_refusals(service, customer_of, corpus, tmp_path):
+    texts, labels = corpus
+    customer = customer_of(service)
+    private = noisy_rows(customer)
+    trainable = split_model(make_model(), 0, trainable_bottom=True)[0]
+    with pytest.raises(ValueError, match="call send"):
+        customer.train(1)
+    for arguments, match in (
+        ((texts, labels[1:], private), "labels for"),
+        (([], [], private), "at least one"),
+        ((texts, [2] * 24, private), "not one of 0 to 1"),
+        ((texts, labels, PrivateBottom(trainable, eta=1.0)), "another bottom"),
+        ((texts, labels, lambda ids: ids), "nothing is sent as it is"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            customer.send(*arguments)
+    assert customer._store.count == 0
+    customer.bottom.requires_grad_(True)
+    with pytest.raises(ValueError, match="trainable"):
+        customer.send(texts, labels, PrivateBottom(customer.bottom, eta=1.0))
+    customer.bottom.requires_grad_(False)
+    customer.send(texts, labels, private)
+    with pytest.raises(ValueError, match="other examples"):
+        customer.send(texts[:-1], labels[:-1], private)
+    with pytest.raises(ValueError, match="other privatizer"):
+        customer.send(texts, labels, PrivateBottom(customer.bottom, eta=1.0))
+    bob = customer_of(service, "bob")
+    with pytest.raises(Rejected, match="open one first"):
+        bob.predict(texts[:1], noisy_rows(bob))
+    for options, match in (
+        ({"batch_size": 9}, "takes 8 at most"),
+        ({"dtype": "int8"}, "dtype"),
+        ({"batch_size": 0}, "least 1"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            customer_of(service, "carol", **options)
+    customer.close()
+    hasty = customer_of(service, learning_rate=0.5)
+    with pytest.raises(Rejected, match="learning_rate"):
+        hasty.send(texts, labels, noisy_rows(hasty))
+    # The folder is lost: the vendor's rows are not sent again with other noise.
+    (tmp_path / "alice").rename(tmp_path / "lost")
+    fresh = customer_of(service)
+    with pytest.raises(Rejected, match="discard it"):
+        fresh.send(texts, labels, noisy_rows(fresh))
+    with make_vendor(tmp_path / "other", after=1).serve("127.0.0.1:0", insecure=True) as other:
+        (tmp_path / "alice").rename(tmp_path / "unused")
+        (tmp_path / "lost").rename(tmp_path / "alice")
+        with pytest.raises(ValueError, match="another bottom"):
+            customer_of(other)
+
+
+def test_customers_at_once(service, customer_of, corpus):
+    """Four customers send and train at the same time, each of them as if it were alone."""
+    texts, labels = corpus
+    customers = [customer_of(service, f"customer-{number}", seed=number) for number in range(4)]
+
+    def work(customer):
+        customer.send(texts, labels, noisy_rows(customer))
+        return customer.train(2)
+
+    with ThreadPoolExecutor(4) as pool:
+        losses = list(pool.map(work, customers))
+    for customer, found in zip(customers, losses):
+        batches = [batch_of(step, 24, 8, customer.seed) for step in range(6)]
+        assert found == train_in_process(make_model(), customer._store, labels, batches)[0]

@@ -1,0 +1,166 @@
+"""`fastdp split`: vendor and customer in processes of their own, over TLS, killed and started again."""
+
+import contextlib
+import csv
+import json
+import multiprocessing
+import os
+import signal
+import socket
+import time
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from fastdp.commands.split import _load
+from fastdp.split.customer import batch_of
+from fastdp.split.run import NAME
+from fastdp.split.store import ExampleStore
+from tests.split.world import make_model, make_texts, make_tokenizer, train_in_process
+from tests.test_cli import refused, run
+
+EPOCHS, EXAMPLES, BATCH = 40, 24, 8
+STEPS = EPOCHS * EXAMPLES // BATCH
+
+
+def command(arguments, log):
+    """In a child process: the command line, with its output in a file."""
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    from fastdp.cli import app
+
+    app([str(argument) for argument in arguments])
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    """A model's folder and a file of labelled texts."""
+    folder = tmp_path_factory.mktemp("world")
+    make_model().save_pretrained(folder / "model")
+    make_tokenizer().save_pretrained(folder / "model")
+    with open(folder / "train.csv", "w", newline="") as file:
+        csv.writer(file).writerows([("sentence", "label"), *zip(*make_texts(EXAMPLES))])
+    return folder
+
+
+@pytest.fixture(scope="module")
+def processes():
+    """Starts commands in processes forked from one that has imported everything, and ends them."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["fastdp.split", "fastdp.split.service", "fastdp.cli", "transformers.models.bert"])
+    started = []
+
+    def start(log, *arguments):
+        process = context.Process(target=command, args=(arguments, log), daemon=True)
+        process.start()
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        process.join(10)
+
+
+def free_port():
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+def wait_for(condition, process, log, seconds=60):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert process.is_alive(), log.read_text()
+        assert time.monotonic() < end, log.read_text()
+        time.sleep(0.02)
+
+
+def losses_by_step(folder):
+    path = folder / "losses.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    rows = [json.loads(line) for line in lines]
+    return {row["step"]: row["loss"] for row in rows}, len(rows)
+
+
+def test_two_processes_train_over_tls_and_survive_kills(world, processes, tmp_path):
+    """kill -9 of the vendor twice and of the customer once: the run is bit for bit that of one process without stops."""
+    address = f"localhost:{free_port()}"
+    vendor_log, customer_log = tmp_path / "vendor.log", tmp_path / "customer.log"
+    folder = tmp_path / "customer"
+
+    def vendor():
+        options = ("--folder", tmp_path / "vendor", "--address", address, "--certificates", tmp_path / "certificates")
+        process = processes(vendor_log, "split", "vendor", "--model", world / "model", "--max-tokens", 16, *options)
+        wait_for(lambda: vendor_log.read_text().count("serving") == started + 1, process, vendor_log)
+        return process
+
+    def customer():
+        options = ("--folder", folder, "--address", address, "--certificates", tmp_path / "certificates" / "customer")
+        train = ("--train", world / "train.csv", "--epochs", EPOCHS, "--batch-size", BATCH, "--eta", 30)
+        return processes(customer_log, "split", "customer", *options, *train, "--eval", world / "train.csv")
+
+    vendor_log.touch()
+    started = 0
+    serving, training = vendor(), customer()
+    for stopped, after in (("vendor", 10), ("customer", 30), ("vendor", 60)):
+        wait_for(lambda after=after: losses_by_step(folder)[1] >= after, training, customer_log)
+        victim = serving if stopped == "vendor" else training
+        os.kill(victim.pid, signal.SIGKILL)
+        victim.join(10)
+        if stopped == "vendor":
+            started += 1
+            serving = vendor()
+        else:
+            assert losses_by_step(folder)[1] < STEPS
+            training = customer()
+    training.join(90)
+    assert training.exitcode == 0, customer_log.read_text()
+    assert "accuracy" in customer_log.read_text()
+    # An orderly stop ends it too.
+    serving.terminate()
+    serving.join(30)
+    assert serving.exitcode == 130, vendor_log.read_text()
+
+    losses, written = losses_by_step(folder)
+    assert sorted(losses) == list(range(1, STEPS + 1))
+    # A step whose answer was lost with the vendor may be logged when it is recognised, never twice.
+    assert written == STEPS
+    store = ExampleStore(folder / "released", 16, torch.float32)
+    batches = [batch_of(step, EXAMPLES, BATCH, 0) for step in range(STEPS)]
+    model, _ = _load(str(world / "model"), 2, 0)
+    expected, adapter = train_in_process(model, store, make_texts(EXAMPLES)[1], batches)
+    store.close()
+    assert list(losses.values()) == expected
+    kept = load_file(tmp_path / "vendor" / "customers" / "customer" / NAME)
+    assert all(torch.equal(kept[f"parameter/{name}"], value) for name, value in adapter.items())
+    statement = json.loads((folder / "statement.json").read_text())
+    assert (statement["examples_sent"], statement["texts_sent_for_prediction"]) == (EXAMPLES, EXAMPLES)
+    assert statement["guarantee"].startswith("metric")
+
+
+def test_certificates_command(tmp_path):
+    result = run("split", "certificates", tmp_path / "c", "--customer", "alice", "--host", "vendor.example")
+    assert result.exit_code == 0, result.output
+    assert sorted(path.name for path in (tmp_path / "c").iterdir()) == ["alice", "authority", "vendor"]
+    assert "has all of these already" in run("split", "certificates", tmp_path / "c", "--customer", "alice").output
+    refused("cannot name a customer", "split", "certificates", tmp_path / "c", "--customer", "../x")
+
+
+def test_refusals(world, tmp_path):
+    vendor = ("split", "vendor", "--model", world / "model", "--folder", tmp_path / "v")
+    refused("--certificates", *vendor)
+    refused("there is no folder", *vendor, "--certificates", tmp_path / "none", "--address", "0.0.0.0:7443")
+    refused("this machine alone", *vendor, "--insecure", "--address", "0.0.0.0:7443")
+    customer = ("split", "customer", "--folder", tmp_path / "c")
+    refused("--eta is missing", *customer, "--insecure", "--train", world / "train.csv")
+    refused("name the texts", *customer, "--insecure", "--output", tmp_path / "out.jsonl")
+    refused("give a folder of certificates", *customer, "--eta", 1, "--train", world / "train.csv")
+    refused("has no certificates", *customer, "--eta", 1, "--certificates", tmp_path / "none")
+    refused(
+        "did not answer within 0.2 seconds",
+        *(*customer, "--insecure", "--eta", 1, "--address", f"127.0.0.1:{free_port()}", "--patience", 0.2),
+    )

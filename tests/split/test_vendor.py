@@ -1,0 +1,311 @@
+"""Training through the vendor is training; every step is taken once; what cannot be accepted changes nothing."""
+
+import threading
+
+import pytest
+import torch
+from safetensors.torch import load
+
+from fastdp.split import Limits, Rejected
+from fastdp.split.customer import batch_of
+from fastdp.split.operations import expecting
+from fastdp.split.run import Run
+from fastdp.split.store import ExampleStore
+from fastdp.split.wire import Outgoing, receive
+from tests.split.world import LIMITS, make_model, make_vendor, train_in_process
+
+WIDTH = 16
+
+
+def settings(vendor, **changes):
+    return {
+        "run": "0" * 32,
+        "bottom": vendor.served.bottom,
+        "classes": 2,
+        "dtype": "float32",
+        "learning_rate": 1e-2,
+        "weight_decay": 0.01,
+        "seed": 5,
+        **changes,
+    }
+
+
+def ask(vendor, op, fields=None, tensors=None, name="alice"):
+    """As through the network: the answer's fields and tensors."""
+    sent = Outgoing.of(op, fields or {}, tensors)
+    message = receive(iter(sent), expecting(vendor.forms), vendor.limits.max_message_bytes)
+    answer = vendor.answer(name, message, 20.0)
+    return load(answer.payload)["logits"] if answer.payload else answer.fields
+
+
+def rows_of(lengths, seed=0):
+    rows = torch.randn(sum(lengths), WIDTH, generator=torch.Generator().manual_seed(seed))
+    return {"rows": rows, "lengths": torch.tensor(lengths)}
+
+
+def begin(vendor, name="alice", examples=12, **changes):
+    ask(vendor, "open", settings(vendor, **changes), name=name)
+    lengths = [3 + at % 4 for at in range(examples)]
+    for first in range(0, examples, 6):
+        ask(vendor, "put", {"first": first}, rows_of(lengths[first : first + 6], first), name)
+
+
+def take(vendor, step, name="alice", seed=5, examples=12):
+    """One step of a customer whose labels alternate."""
+    indices = batch_of(step, examples, 4, seed)
+    logits = ask(vendor, "forward", {"step": step}, {"indices": indices}, name).requires_grad_()
+    loss = torch.nn.functional.cross_entropy(logits, indices % 2)
+    (gradient,) = torch.autograd.grad(loss, logits)
+    ask(vendor, "backward", {"step": step}, {"gradient": gradient}, name)
+    return float(loss.detach()), gradient
+
+
+def adapter(vendor, name="alice"):
+    return {key: value.detach().clone() for key, value in vendor._find(name).run.parameters.items()}
+
+
+@pytest.fixture
+def vendor(tmp_path):
+    made = make_vendor(tmp_path / "vendor")
+    yield made
+    made.close()
+
+
+def test_steps_are_those_of_plain_pytorch(vendor, tmp_path):
+    begin(vendor)
+    losses = [take(vendor, step)[0] for step in range(7)]
+    # A file has one owner at a time.
+    found = adapter(vendor)
+    vendor.close()
+    store = ExampleStore(tmp_path / "vendor" / "customers" / "alice", WIDTH, torch.float32)
+    batches = [batch_of(step, 12, 4, 5) for step in range(7)]
+    labels = [at % 2 for at in range(12)]
+    expected, trained = train_in_process(make_model(), store, labels, batches, learning_rate=1e-2)
+    store.close()
+    assert losses == expected
+    assert set(found) == set(trained)
+    assert all(torch.equal(found[key], trained[key]) for key in trained)
+
+
+def test_a_vendor_that_was_killed_goes_on_bit_for_bit_with_dropout(tmp_path):
+    whole, broken = (make_vendor(tmp_path / name, dropout=0.3) for name in ("whole", "broken"))
+    for each in (whole, broken):
+        begin(each)
+        for step in range(3):
+            take(each, step)
+    # A forward pass in memory is lost with the vendor; the customer asks for it again.
+    ask(broken, "forward", {"step": 3}, {"indices": batch_of(3, 12, 4, 5)})
+    revived = make_vendor(tmp_path / "broken", dropout=0.3)
+    assert ask(revived, "open", settings(revived)) == {"step": 3, "examples": 12}
+    with pytest.raises(Rejected, match="begin the step again") as refused:
+        ask(revived, "backward", {"step": 3}, {"gradient": torch.zeros(4, 2)})
+    assert refused.value.code == "ABORTED"
+    for each in (whole, revived):
+        for step in range(3, 6):
+            take(each, step)
+    assert all(torch.equal(value, adapter(revived)[key]) for key, value in adapter(whole).items())
+    for each in (whole, broken, revived):
+        each.close()
+
+
+def test_steps_between_writes_are_taken_again(tmp_path):
+    """With keep_every=4 a kill after six steps leaves four; a regular stop leaves all."""
+    vendor = make_vendor(tmp_path, keep_every=4)
+    begin(vendor)
+    for step in range(6):
+        take(vendor, step)
+    after_six = adapter(vendor)
+    revived = make_vendor(tmp_path, keep_every=4)
+    assert ask(revived, "open", settings(revived))["step"] == 4
+    with pytest.raises(Rejected, match="at step 4, not 6") as refused:
+        ask(revived, "forward", {"step": 6}, {"indices": torch.tensor([0])})
+    assert refused.value.code == "ABORTED"
+    for step in (4, 5):
+        take(revived, step)
+    assert all(torch.equal(value, after_six[key]) for key, value in adapter(revived).items())
+    revived.close()
+    assert Run.load(tmp_path / "customers" / "alice", after_six).step == 6
+    vendor.close()
+
+
+def test_a_replayed_step_is_answered_and_not_taken_twice(vendor):
+    begin(vendor)
+    _, gradient = take(vendor, 0)
+    before = adapter(vendor)
+    again = {"gradient": gradient}
+    assert ask(vendor, "backward", {"step": 0}, again) == {"step": 1, "replayed": 1}
+    with pytest.raises(Rejected, match="not taken twice") as refused:
+        ask(vendor, "backward", {"step": 0}, {"gradient": gradient * 2})
+    assert refused.value.code == "ALREADY_EXISTS"
+    take(vendor, 1)
+    with pytest.raises(Rejected, match="not taken twice"):
+        ask(vendor, "backward", {"step": 0}, again)
+    assert not all(torch.equal(value, before[key]) for key, value in adapter(vendor).items())
+    assert vendor._find("alice").run.step == 2
+
+
+def test_a_replay_is_recognised_after_a_kill(tmp_path):
+    """The vendor took the step and was killed before it said so."""
+    vendor = make_vendor(tmp_path)
+    begin(vendor)
+    _, gradient = take(vendor, 0)
+    revived = make_vendor(tmp_path)
+    assert ask(revived, "backward", {"step": 0}, {"gradient": gradient}) == {"step": 1, "replayed": 1}
+    lengths = [3 + at % 4 for at in range(6)]
+    assert ask(revived, "put", {"first": 0}, rows_of(lengths, 0)) == {"examples": 12}
+    with pytest.raises(Rejected, match="here already, with other contents") as refused:
+        ask(revived, "put", {"first": 0}, rows_of(lengths, 1))
+    assert refused.value.code == "ALREADY_EXISTS"
+    vendor.close()
+    revived.close()
+
+
+def test_customers_do_not_notice_each_other(tmp_path):
+    """Interleaved steps of two, and steps of each alone, end in the same adapters."""
+    both, alone = make_vendor(tmp_path / "both", dropout=0.2), make_vendor(tmp_path / "alone", dropout=0.2)
+    for name in ("alice", "bob"):
+        begin(both, name, seed=len(name))
+        begin(alone, name, seed=len(name))
+    for step in range(3):
+        ask(both, "forward", {"step": step}, {"indices": torch.tensor([1, 2])}, "bob")
+        take(both, step, "alice", seed=5)
+        take(both, step, "bob", seed=3)
+    for name, seed in (("alice", 5), ("bob", 3)):
+        for step in range(3):
+            take(alone, step, name, seed)
+        assert all(torch.equal(value, adapter(both, name)[key]) for key, value in adapter(alone, name).items())
+    assert not torch.equal(*(adapter(both, name).popitem()[1] for name in ("alice", "bob")))
+    both.close()
+    alone.close()
+
+
+def test_prediction_uses_the_customers_adapter_and_keeps_nothing(vendor):
+    for name in ("alice", "bob"):
+        begin(vendor, name)
+    rows = rows_of([4, 2, 7], 9)
+    first = ask(vendor, "predict", None, rows, "alice")
+    assert torch.equal(first, ask(vendor, "predict", None, rows, "bob"))
+    take(vendor, 0, "alice")
+    assert not torch.equal(first, ask(vendor, "predict", None, rows, "alice"))
+    assert torch.equal(first, ask(vendor, "predict", None, rows, "bob"))
+    assert vendor._find("alice").store.count == 12
+    # Padding has no say.
+    assert torch.allclose(ask(vendor, "predict", None, rows_of([4], 9), "bob"), first[:1], atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("op", "fields", "tensors", "match"),
+    [
+        ("put", {"first": 13}, rows_of([2]), "comes next"),
+        ("put", {"first": 12}, rows_of([2]) | {"lengths": torch.tensor([3])}, "add up"),
+        ("put", {"first": 12}, rows_of([17]), "length is out of range"),
+        (
+            "put",
+            {"first": 12},
+            {"rows": torch.zeros(2, WIDTH), "lengths": torch.tensor([-1, 3])},
+            "length is out of range",
+        ),
+        ("put", {"first": 12}, {"rows": torch.zeros(2, WIDTH + 1), "lengths": torch.tensor([2])}, "shape"),
+        ("put", {"first": 12}, {"rows": torch.zeros(2, WIDTH).half(), "lengths": torch.tensor([2])}, "rows are"),
+        ("put", {"first": 12}, {"rows": torch.zeros(2, WIDTH).double(), "lengths": torch.tensor([2])}, "dtype"),
+        ("put", {"first": 12}, {"rows": torch.full((2, WIDTH), torch.nan), "lengths": torch.tensor([2])}, "NaN"),
+        ("put", {"first": 12}, {"rows": torch.full((2, WIDTH), torch.inf), "lengths": torch.tensor([2])}, "NaN"),
+        ("put", {"first": -1}, rows_of([2]), "whole number"),
+        ("put", {"first": True}, rows_of([2]), "whole number"),
+        ("put", {}, rows_of([2]), "takes the fields"),
+        ("put", {"first": 12}, rows_of([1] * 9), "shape"),
+        ("predict", {}, {"rows": torch.full((2, WIDTH), torch.nan), "lengths": torch.tensor([2])}, "NaN"),
+        ("forward", {"step": 1}, {"indices": torch.tensor([12])}, "out of range"),
+        ("forward", {"step": 1}, {"indices": torch.tensor([-1])}, "out of range"),
+        ("forward", {"step": 0}, {"indices": torch.tensor([0])}, "at step 1"),
+        ("backward", {"step": 1}, {"gradient": torch.full((4, 2), torch.nan)}, "NaN"),
+        ("backward", {"step": 1}, {"gradient": torch.zeros(3, 2)}, "3 examples"),
+        ("backward", {"step": 1}, {"gradient": torch.zeros(4, 3)}, "shape"),
+        ("backward", {"step": 2}, {"gradient": torch.zeros(4, 2)}, "begin the step again"),
+        ("open", {"learning_rate": 0.5}, None, "learning_rate"),
+        ("open", {"run": "1" * 32}, None, "discard it"),
+        ("open", {"classes": 3}, None, "classes is 3, this vendor's 2"),
+        ("open", {"bottom": "f" * 64}, None, "bottom"),
+        ("open", {"dtype": "float64"}, None, "dtype"),
+        ("open", {"learning_rate": 1e300}, None, "learning_rate must be"),
+        ("train", {}, None, "no operation"),
+    ],
+)
+def test_what_is_rejected_changes_nothing(vendor, op, fields, tensors, match):
+    begin(vendor)
+    take(vendor, 0)
+    ask(vendor, "forward", {"step": 1}, {"indices": torch.tensor([0, 1, 2, 3])})
+    before = adapter(vendor)
+    if op == "open":
+        fields = settings(vendor, **fields)
+    with pytest.raises(Rejected, match=match):
+        ask(vendor, op, fields, tensors)
+    run, store = vendor._find("alice").run, vendor._find("alice").store
+    assert (run.step, store.count) == (1, 12)
+    assert all(torch.equal(value, adapter(vendor)[key]) for key, value in before.items())
+    # The forward pass is still held, unless it is what was asked for anew.
+    assert ask(vendor, "backward", {"step": 1}, {"gradient": torch.ones(4, 2)}) == {"step": 2, "replayed": 0}
+
+
+def test_limits(tmp_path):
+    small = Limits(
+        max_tokens=16, max_batch=8, max_message_bytes=1 << 18, max_examples=8, max_stored_bytes=900, max_customers=1
+    )
+    vendor = make_vendor(tmp_path, limits=small)
+    with pytest.raises(Rejected, match="open one first"):
+        ask(vendor, "put", {"first": 0}, rows_of([2]))
+    ask(vendor, "open", settings(vendor))
+    with pytest.raises(Rejected, match="1 customers are the most") as refused:
+        ask(vendor, "open", settings(vendor), name="bob")
+    assert refused.value.code == "RESOURCE_EXHAUSTED"
+    ask(vendor, "put", {"first": 0}, rows_of([1] * 6))
+    with pytest.raises(Rejected, match="8 examples are the most"):
+        ask(vendor, "put", {"first": 6}, rows_of([1] * 3))
+    with pytest.raises(Rejected, match="900 bytes are the most"):
+        ask(vendor, "put", {"first": 6}, rows_of([9]))
+    assert ask(vendor, "discard") == {}
+    assert list((tmp_path / "customers").iterdir()) == []
+    assert ask(vendor, "discard") == {}
+    assert ask(vendor, "open", settings(vendor, run="1" * 32), name="bob") == {"step": 0, "examples": 0}
+    with pytest.raises(Rejected, match="name must be"):
+        ask(vendor, "open", settings(vendor), name="../bob")
+    vendor.close()
+    for changes, match in (({"max_message_bytes": 1000}, "one example of"), ({"queue": 0}, "above 0")):
+        with pytest.raises(ValueError, match=match):
+            make_vendor(tmp_path, limits=Limits(**{**vars(LIMITS), **changes}))
+    with pytest.raises(ValueError, match="keep_every"):
+        make_vendor(tmp_path, keep_every=0)
+
+
+def test_a_full_queue_asks_to_come_back(tmp_path):
+    vendor = make_vendor(tmp_path, limits=Limits(**{**vars(LIMITS), "queue": 1}))
+    begin(vendor)
+    begun, go_on = threading.Event(), threading.Event()
+    work = threading.Thread(target=vendor._submit, args=(lambda: (begun.set(), go_on.wait(10)), 20.0))
+    work.start()
+    assert begun.wait(10)
+    with pytest.raises(Rejected, match="come back later") as refused:
+        take(vendor, 0)
+    assert refused.value.code == "UNAVAILABLE"
+    go_on.set()
+    work.join()
+    take(vendor, 0)
+    vendor.close()
+
+
+def test_a_run_that_cannot_be_kept_goes_back_to_the_disk(vendor, monkeypatch):
+    """The disk is full: the step was computed, but is not acknowledged, and is taken again from what is kept."""
+    begin(vendor)
+    take(vendor, 0)
+    before = adapter(vendor)
+
+    def full(*_):
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(Run, "save", full)
+    with pytest.raises(OSError, match="no space"):
+        take(vendor, 1)
+    monkeypatch.undo()
+    assert vendor._find("alice").run.step == 1
+    assert all(torch.equal(value, before[key]) for key, value in adapter(vendor).items())
+    take(vendor, 1)
