@@ -234,7 +234,7 @@ class Perturbed:
 
 def _schedule(kind: str, config: FinetuneConfig, size: int) -> ewft.NoiseSchedule:
     epochs, epsilon, delta = int(config.epochs), float(config.epsilon or 0), config.delta
-    sizes = {"dataset_size": size, "batch_size": config.batch_size}
+    sizes: dict[str, Any] = {"dataset_size": size, "batch_size": config.batch_size}
     schedules: dict[str, Callable[[], ewft.NoiseSchedule]] = {
         "release_once": lambda: ewft.release_once(epsilon, delta),
         "uniform": lambda: ewft.uniform(epochs, epsilon, delta),
