@@ -121,5 +121,5 @@ def _digest(weights: Mapping[str, Tensor]) -> str:
     found = hashlib.sha256()
     for name in sorted(weights):
         found.update(f"{name} {weights[name].dtype} {list(weights[name].shape)} ".encode())
-        found.update(weights[name].contiguous().flatten().view(torch.uint8).numpy())
+        found.update(weights[name].contiguous().flatten().view(torch.uint8).numpy().data)
     return found.hexdigest()

@@ -78,7 +78,7 @@ class ExampleStore:
         """
         assert rows.dtype == self.dtype
         assert tuple(rows.shape) == (sum(lengths), self.width)
-        data = memoryview(rows.contiguous().view(torch.uint8).numpy()).cast("B")
+        data = rows.contiguous().view(torch.uint8).numpy().data.cast("B")
         at = self.nbytes
         while data:
             written = os.pwrite(self._rows, data, at)
@@ -118,7 +118,7 @@ class ExampleStore:
 
     def _fill(self, rows: Tensor, begin: int) -> None:
         """Read into a contiguous tensor."""
-        view = memoryview(rows.view(torch.uint8).numpy()).cast("B")
+        view = rows.view(torch.uint8).numpy().data.cast("B")
         at = begin * self._row_bytes
         while view:
             got = os.preadv(self._rows, [view], at)
