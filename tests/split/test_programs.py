@@ -20,7 +20,7 @@ from fastdp.split.store import ExampleStore
 from tests.split.world import make_model, make_texts, make_tokenizer, train_in_process
 from tests.test_cli import refused, run
 
-EPOCHS, EXAMPLES, BATCH = 40, 24, 8
+EPOCHS, EXAMPLES, BATCH = 20, 24, 8
 STEPS = EPOCHS * EXAMPLES // BATCH
 
 
@@ -71,7 +71,7 @@ def free_port():
         return found.getsockname()[1]
 
 
-def wait_for(condition, process, log, seconds=60):
+def wait_for(condition, process, log, seconds=120):
     end = time.monotonic() + seconds
     while not condition():
         assert process.is_alive(), log.read_text()
@@ -106,7 +106,7 @@ def test_two_processes_train_over_tls_and_survive_kills(world, processes, tmp_pa
     vendor_log.touch()
     started = 0
     serving, training = vendor(), customer()
-    for stopped, after in (("vendor", 10), ("customer", 30), ("vendor", 60)):
+    for stopped, after in (("vendor", 8), ("customer", 20), ("vendor", 36)):
         wait_for(lambda after=after: losses_by_step(folder)[1] >= after, training, customer_log)
         victim = serving if stopped == "vendor" else training
         os.kill(victim.pid, signal.SIGKILL)
@@ -117,7 +117,7 @@ def test_two_processes_train_over_tls_and_survive_kills(world, processes, tmp_pa
         else:
             assert losses_by_step(folder)[1] < STEPS
             training = customer()
-    training.join(90)
+    training.join(120)
     assert training.exitcode == 0, customer_log.read_text()
     assert "accuracy" in customer_log.read_text()
     # An orderly stop ends it too.
@@ -127,7 +127,6 @@ def test_two_processes_train_over_tls_and_survive_kills(world, processes, tmp_pa
 
     losses, written = losses_by_step(folder)
     assert sorted(losses) == list(range(1, STEPS + 1))
-    # A step whose answer was lost with the vendor may be logged when it is recognised, never twice.
     assert written == STEPS
     store = ExampleStore(folder / "released", 16, torch.float32)
     batches = [batch_of(step, EXAMPLES, BATCH, 0) for step in range(STEPS)]
@@ -147,20 +146,19 @@ def test_certificates_command(tmp_path):
     assert result.exit_code == 0, result.output
     assert sorted(path.name for path in (tmp_path / "c").iterdir()) == ["alice", "authority", "vendor"]
     assert "has all of these already" in run("split", "certificates", tmp_path / "c", "--customer", "alice").output
-    refused("cannot name a customer", "split", "certificates", tmp_path / "c", "--customer", "../x")
+    assert "cannot name a customer" in refused("split", "certificates", tmp_path / "c", "--customer", "../x")
 
 
 def test_refusals(world, tmp_path):
     vendor = ("split", "vendor", "--model", world / "model", "--folder", tmp_path / "v")
-    refused("--certificates", *vendor)
-    refused("there is no folder", *vendor, "--certificates", tmp_path / "none", "--address", "0.0.0.0:7443")
-    refused("this machine alone", *vendor, "--insecure", "--address", "0.0.0.0:7443")
+    assert "--certificates" in refused(*vendor)
+    assert "there is no folder" in refused(*vendor, "--certificates", tmp_path / "none", "--address", "0.0.0.0:7443")
+    assert "this machine alone" in refused(*vendor, "--insecure", "--address", "0.0.0.0:7443")
     customer = ("split", "customer", "--folder", tmp_path / "c")
-    refused("--eta is missing", *customer, "--insecure", "--train", world / "train.csv")
-    refused("name the texts", *customer, "--insecure", "--output", tmp_path / "out.jsonl")
-    refused("give a folder of certificates", *customer, "--eta", 1, "--train", world / "train.csv")
-    refused("has no certificates", *customer, "--eta", 1, "--certificates", tmp_path / "none")
-    refused(
-        "did not answer within 0.2 seconds",
+    assert "--eta is missing" in refused(*customer, "--insecure", "--train", world / "train.csv")
+    assert "name the texts" in refused(*customer, "--insecure", "--output", tmp_path / "out.jsonl")
+    assert "give a folder of certificates" in refused(*customer, "--eta", 1, "--train", world / "train.csv")
+    assert "has no certificates" in refused(*customer, "--eta", 1, "--certificates", tmp_path / "none")
+    assert "did not answer within 0.2 seconds" in refused(
         *(*customer, "--insecure", "--eta", 1, "--address", f"127.0.0.1:{free_port()}", "--patience", 0.2),
     )

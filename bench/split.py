@@ -1,0 +1,305 @@
+"""A training step over loopback TLS against the same step in one process; and many customers that send at once.
+
+The vendor runs in a process of its own, as it does in use, and so does each half of the comparison: the customer's process
+takes one step in itself, then one through the vendor, alternating. Batches are read from disk on both sides.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .memory import ENVIRONMENT
+from .record import write
+
+_ETA = 100.0
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A BERT of random weights, and a batch. The default is MiniLM-L6 with 32 texts of 64 tokens."""
+
+    layers: int = 6
+    width: int = 384
+    vocabulary: int = 30522
+    rows: int = 32
+    tokens: int = 64
+
+
+SHAPES = {"default": Shape(), "tiny": Shape(2, 32, 200, 4, 8)}
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Measure, print, and write to --json."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", choices=SHAPES, default="default")
+    parser.add_argument("--steps", type=int, default=7, help="steps timed")
+    parser.add_argument("--customers", type=int, default=32)
+    parser.add_argument("--json", type=Path, help="write the figures, with device, versions and commit")
+    parser.add_argument("--serve", type=Path, help=argparse.SUPPRESS)
+    given = parser.parse_args(arguments)
+    shape = SHAPES[given.size]
+    if given.serve is not None:
+        serve(shape, given.serve)
+        return
+    figures = {"shape": vars(shape), "step": step(shape, given.steps), "load": load(shape, given.customers)}
+    print(json.dumps(figures, indent=1))
+    if given.json is not None:
+        write(given.json, figures)
+
+
+def make_model(shape: Shape) -> Any:
+    """The same weights in every process."""
+    from transformers import BertConfig, BertForSequenceClassification
+
+    torch.manual_seed(0)
+    return BertForSequenceClassification(
+        BertConfig(
+            vocab_size=shape.vocabulary,
+            hidden_size=shape.width,
+            intermediate_size=4 * shape.width,
+            num_hidden_layers=shape.layers,
+            num_attention_heads=max(1, shape.width // 32),
+            num_labels=2,
+            hidden_dropout_prob=0.0,
+            attention_probs_dropout_prob=0.0,
+        )
+    )
+
+
+class IdsOfText:
+    """In place of a tokenizer: a text is its ids, and every text is as long as the batch needs."""
+
+    def __call__(self, texts: list[str], **_: Any) -> dict[str, list[list[int]]]:
+        """Ids of each text."""
+        return {"input_ids": [[int(token) for token in text.split()] for text in texts]}
+
+
+def texts_of(shape: Shape, count: int, seed: int) -> tuple[list[str], list[int]]:
+    """Texts of exactly ``shape.tokens`` tokens, and labels."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, shape.vocabulary, (count, shape.tokens), generator=generator).tolist()
+    return [" ".join(map(str, row)) for row in ids], torch.randint(0, 2, (count,), generator=generator).tolist()
+
+
+# The vendor's process
+
+
+def serve(shape: Shape, folder: Path) -> None:
+    """Serve until standard input ends, answering ``memory`` with what the process holds."""
+    from fastdp.split import Limits, SplitVendor
+
+    limits = Limits(max_tokens=shape.tokens, max_batch=shape.rows)
+    vendor = SplitVendor(make_model(shape), folder / "vendor", limits=limits)
+    with vendor.serve("localhost:0", folder / "certificates" / "vendor") as service:
+        print(json.dumps({"address": service.address, **_memory()}), flush=True)
+        for _ in sys.stdin:
+            print(json.dumps({**_memory(), **_expected(vendor)}), flush=True)
+
+
+def _memory() -> dict[str, int]:
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return {
+        "resident_bytes": int(status["VmRSS"].split()[0]) << 10,
+        "peak_bytes": int(status["VmHWM"].split()[0]) << 10,
+    }
+
+
+def _expected(vendor: Any) -> dict[str, int]:
+    """Adapters with their optimizers, and what each customer's batch holds until its backward pass."""
+    runs = [customer.run for customer in vendor._customers.values()]
+    adapters = sum(
+        p.nbytes + sum(value.nbytes for value in run.optimizer.state[p].values())
+        for run in runs
+        for p in run.parameters.values()
+    )
+    return {"adapter_bytes": adapters, "examples": sum(customer.store.count for customer in vendor._customers.values())}
+
+
+class _Vendor:
+    """The process of `serve`; a context manager."""
+
+    def __init__(self, shape: Shape, folder: Path, customers: list[str], environment: Mapping[str, str]):
+        from fastdp.split import make_certificates
+
+        make_certificates(folder / "certificates", customers)
+        name = next(name for name, known in SHAPES.items() if known == shape)
+        command = [sys.executable, "-m", __spec__.name, "--size", name, "--serve", str(folder)]
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=dict(environment)
+        )
+        self.started = self._read()
+        self.address = self.started["address"]
+
+    def _read(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        return json.loads(self.process.stdout.readline())
+
+    def memory(self) -> dict[str, Any]:
+        """What the process holds now."""
+        assert self.process.stdin is not None
+        print("memory", file=self.process.stdin, flush=True)
+        return self._read()
+
+    def __enter__(self) -> _Vendor:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait(60)
+
+
+def _customer(vendor: _Vendor, shape: Shape, folder: Path, name: str) -> Any:
+    from fastdp.split import SplitCustomer
+
+    customer = SplitCustomer(
+        vendor.address,
+        folder / f"state-{name}",
+        folder / "certificates" / name,
+        batch_size=shape.rows,
+        max_tokens=shape.tokens,
+    )
+    customer.tokenizer = IdsOfText()  # type: ignore[assignment]
+    return customer
+
+
+# What is measured
+
+
+def step(shape: Shape, steps: int) -> dict[str, Any]:
+    """Median seconds of a step in one process and through the vendor, and their ratio.
+
+    Refuses to report if the losses of the two differ.
+    """
+    from fastdp.methods.sap import PrivateBottom
+    from fastdp.split.customer import batch_of
+
+    texts, labels = texts_of(shape, 4 * shape.rows, 1)
+    times: dict[str, list[float]] = {"in_process": [], "over_tls": []}
+    with (
+        tempfile.TemporaryDirectory() as place,
+        _Vendor(shape, Path(place), ["alice"], os.environ) as vendor,
+        _customer(vendor, shape, Path(place), "alice") as customer,
+    ):
+        customer.send(texts, labels, PrivateBottom(customer.bottom, eta=_ETA))
+        alone = _InProcess(shape, customer, torch.tensor(labels))
+        for number in range(steps + 2):
+            begin = time.perf_counter()
+            expected = alone.step(batch_of(number, len(texts), shape.rows, 0))
+            middle = time.perf_counter()
+            _, found = customer._step(number, torch.tensor(labels))
+            end = time.perf_counter()
+            # Dropout is off, so that both compute the same.
+            if not abs(found - expected) < 1e-4:
+                raise RuntimeError(f"the loss of step {number} is {found}, and {expected} in one process")
+            times["in_process"].append(middle - begin)
+            times["over_tls"].append(end - middle)
+    times = {name: found[2:] for name, found in times.items()}
+    ratio = statistics.median(b / a for a, b in zip(times["in_process"], times["over_tls"]))
+    return {
+        **{f"{name}_seconds": statistics.median(found) for name, found in times.items()},
+        "ratio": ratio,
+        "bar": 1.25,
+    }
+
+
+class _InProcess:
+    """The same step without a network: the vendor's top, adapter and optimizer, and rows from the same store."""
+
+    def __init__(self, shape: Shape, customer: Any, labels: Tensor):
+        import peft
+
+        from fastdp.methods.sap import split_model
+        from fastdp.split.vendor import default_lora
+
+        model = make_model(shape)
+        top = split_model(model)[1]
+        top.requires_grad_(False)
+        self.top = peft.get_peft_model(top, default_lora(model)).train()  # type: ignore[arg-type]
+        trained = [p for p in self.top.parameters() if p.requires_grad]
+        self.optimizer = torch.optim.AdamW(trained, lr=1e-3, weight_decay=0.01)
+        self.store, self.labels = customer._store, labels
+
+    def step(self, indices: Tensor) -> float:
+        rows, mask = self.store.batch(indices.tolist(), left=False)
+        logits = self.top(inputs_embeds=rows, attention_mask=mask).logits
+        loss = torch.nn.functional.cross_entropy(logits, self.labels[indices])
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return float(loss.detach())
+
+
+def load(shape: Shape, customers: int) -> dict[str, Any]:
+    """Customers that send all at once, and each take a step: what arrived, and the vendor's memory.
+
+    Memory is what the vendor's process grew by since it began to serve, over its customers' adapters and optimizers and
+    one batch each. A batch is what its step holds between forward and backward, measured with one customer alone.
+    """
+    names = [f"customer-{number}" for number in range(customers)]
+    with (
+        tempfile.TemporaryDirectory() as place,
+        _Vendor(shape, Path(place), [*names, "first"], os.environ | ENVIRONMENT) as vendor,
+    ):
+        folder = Path(place)
+        texts, labels = texts_of(shape, shape.rows, 2)
+        first = _customer(vendor, shape, folder, "first")
+        _send_and_step(first, texts, labels)
+        warm = vendor.memory()
+        _send_and_step(first, texts, labels, hold=True)
+        held = vendor.memory()
+        batch = held["resident_bytes"] - warm["resident_bytes"]
+        everyone = [_customer(vendor, shape, folder, name) for name in names]
+        begin = time.perf_counter()
+        with ThreadPoolExecutor(customers) as pool:
+            list(pool.map(lambda customer: _send_and_step(customer, texts, labels, hold=True), everyone))
+        seconds = time.perf_counter() - begin
+        after = vendor.memory()
+        for customer in [first, *everyone]:
+            customer.close()
+    grown = after["peak_bytes"] - warm["resident_bytes"]
+    allowed = after["adapter_bytes"] + (customers + 1) * batch
+    return {
+        "customers": customers,
+        "seconds": seconds,
+        "examples_sent": (customers + 1) * shape.rows,
+        "examples_arrived": after["examples"],
+        "adapter_bytes": after["adapter_bytes"],
+        "batch_bytes": batch,
+        "grown_bytes": grown,
+        "ratio": grown / allowed,
+        "bar": 1.5,
+    }
+
+
+def _send_and_step(customer: Any, texts: list[str], labels: list[int], hold: bool = False) -> None:
+    """Send; then take a step, or leave it between forward and backward."""
+    from fastdp.methods.sap import PrivateBottom
+    from fastdp.split.wire import Outgoing
+
+    customer.send(texts, labels, PrivateBottom(customer.bottom, eta=_ETA))
+    position = customer._open()["step"]
+    if hold:
+        message = Outgoing.of("forward", {"step": position}, {"indices": torch.arange(len(texts))})
+        customer._call(message)
+    else:
+        customer._step(position, torch.tensor(labels))
+
+
+if __name__ == "__main__":
+    main()
