@@ -2,10 +2,9 @@
 
     fastdp bench utility --suite frost --model MODEL --train train.tsv --eval dev.tsv --json frost.json --pictures FOLDER
 
-Every private row spends its ``epsilon`` truly (PLD), selection included. A run takes few steps, but its batches are drawn from,
-and accounted over, all training examples; selection rates are lower than the paper's in the same measure, so that selection
-takes its share of the examples that a run looks at. Learning rates are tried first, on held-out examples of their own; like the
-paper's own choice of them, that is not accounted for.
+Every private row spends its ``epsilon`` truly (PLD), selection included. At laptop size the lower blocks of the encoder are
+frozen for every method and computed once, which leaves time for the batch sizes that private training needs. Learning rates
+are tried first, on held-out examples of their own; like the paper's own choice of them, that is not accounted for.
 """
 
 from __future__ import annotations
@@ -23,22 +22,22 @@ from typing import Any
 import peft
 import torch
 import transformers as hf
+from fastdp.bench.utility import tops
 from fastdp.bench.utility.table import Run, Table, measure
-from torch.utils.data import DataLoader, Subset
+from torch.utils.data import DataLoader, Dataset
 
 import fastdp
-from fastdp.data import Collator, Examples, classification_examples, read_rows
 from fastdp.engine.method import Budget, Method, Schedule
-from fastdp.finetune.evaluation import evaluate
+from fastdp.methods.sap import split_model
 
-RATIO = 0.25**3
+RATIO = 0.25**2
 #: Learning rates that are tried before the rest, each once at the middle epsilon; rows of the other forms take a neighbour's.
 TRIED = {
-    "full": (1e-4, 3e-4, 1e-3),
-    "values": (1e-4, 3e-4, 1e-3),
-    "lora": (3e-4, 1e-3, 3e-3),
-    "adapter": (3e-4, 1e-3, 3e-3),
-    "frost": (3e-4, 1e-3, 3e-3),
+    "full": (3e-4, 1e-3, 3e-3),
+    "values": (3e-4, 1e-3, 3e-3),
+    "lora": (1e-3, 3e-3, 1e-2),
+    "adapter": (1e-3, 3e-3, 1e-2),
+    "frost": (1e-3, 3e-3, 1e-2),
 }
 SHARED = {"random": "frost", "parameters": "values"}
 PLAIN_RATE = 3e-4
@@ -59,22 +58,52 @@ class Size:
     """How much is run.
 
     Args:
+        train: training examples.
+        frozen: blocks, from below, that no method trains.
         rates: selection rates that are compared; the first is the usual one.
         timed: steps timed, and examples in the population whose selection is timed.
     """
 
-    steps: int = 4
+    train: int = 20000
+    steps: int = 16
     batch_size: int = 512
     length: int = 16
-    held_out: int = 500
+    frozen: int = 4
+    held_out: int = 800
     epsilons: tuple[float, ...] = (0.5, 2.0, 8.0)
-    rates: tuple[float, ...] = (1e-3, 3e-4, 3e-3)
+    rates: tuple[float, ...] = (0.01, 0.003, 0.03)
     repeats: tuple[int, ...] = (2, 4)
     timed: tuple[int, int] = (7, 3000)
 
 
-TINY = Size(2, 16, 12, 24, (2.0,), (2e-4, 4e-4), (2,), (1, 200))
-FULL = Size(177, 1024, 64, 3300, rates=(0.02, 1.0, 0.1, 0.05, 0.01), timed=(20, 60000))
+TINY = Size(300, 2, 16, 12, 4, 24, (2.0,), (0.02, 0.05), (2,), (1, 200))
+FULL = Size(60614, 177, 1024, 64, 0, 3300, rates=(0.02, 1.0, 0.1, 0.05, 0.01), timed=(20, 60000))
+
+
+class Rows(Dataset):
+    """Texts, or their hidden states after the frozen blocks; an example is its index until it is collated."""
+
+    def __init__(self, texts: tops.Texts, hidden: torch.Tensor | None):
+        self.texts, self.hidden = texts, hidden
+
+    def __len__(self) -> int:
+        return len(self.texts.labels)
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+    def collate(self, indices: list[int]) -> dict[str, torch.Tensor]:
+        """The batch of these examples."""
+        rows = torch.tensor(indices)
+        named = (
+            {"input_ids": self.texts.ids[rows]} if self.hidden is None else {"inputs_embeds": self.hidden[rows].float()}
+        )
+        return {**named, "attention_mask": self.texts.mask[rows], "labels": self.texts.labels[rows]}
+
+    def first(self, count: int) -> Rows:
+        """The first examples, as texts."""
+        cut = tops.Texts(self.texts.ids[:count], self.texts.mask[:count], self.texts.labels[:count])
+        return Rows(cut, None)
 
 
 class Bench:
@@ -87,35 +116,38 @@ class Bench:
 
     def __init__(self, model: Path, train: Path, held_out: Path, size: Size):
         self.folder, self.size = model, size
-        self.tokenizer = hf.AutoTokenizer.from_pretrained(model)
-        self.collator = Collator(self.tokenizer.pad_token_id)
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self.train = self._examples(train)
-        chosen = self._examples(held_out)
-        if len(chosen) < 2 * size.held_out or len(self.train) < size.batch_size:
-            raise ValueError(
-                f"{held_out} needs {2 * size.held_out} rows and {train} {size.batch_size} for this size of the benchmark"
-            )
-        spaced = chosen.items[:: len(chosen) // (2 * size.held_out)]
-        self.held_out = Examples(spaced[: size.held_out], 0)
-        self.tuned_on = Examples(spaced[size.held_out : 2 * size.held_out], 0)
-        self.rates: dict[str, float] = {}
+        tokenizer = hf.AutoTokenizer.from_pretrained(model)
+        held = tops.read_texts(held_out, tokenizer, size.length, 2 * size.held_out, seed=0)
+        if len(held.labels) < 2 * size.held_out:
+            raise ValueError(f"{held_out} needs {2 * size.held_out} rows for this size of the benchmark")
+        half = size.held_out
+        self.train = self._rows(tops.read_texts(train, tokenizer, size.length, size.train, seed=0))
+        self.held_out = self._rows(tops.Texts(held.ids[:half], held.mask[:half], held.labels[:half]))
+        self.tuned_on = self._rows(tops.Texts(held.ids[half:], held.mask[half:], held.labels[half:]))
         self.delta = 1 / (2 * len(self.train))
+        self.rates: dict[str, float] = {}
         self.budget = cache(self._budget)
 
-    def _examples(self, path: Path) -> Examples:
-        rows = read_rows(str(path))
-        texts, labels = rows.column("sentence", "the texts"), rows.column("label", "the labels")
-        return classification_examples(self.tokenizer, texts, [int(label) for label in labels], self.size.length)
+    def _rows(self, texts: tops.Texts) -> Rows:
+        if self.size.frozen == 0:
+            return Rows(texts, None)
+        bottom, _ = split_model(tops.load(self.folder, 0), self.size.frozen)
+        # Half precision: the states of all examples stay in memory.
+        return Rows(texts, tops.hidden_states(bottom, texts).half())
 
     def placed(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The batch on the benchmark's device."""
         return {key: value.to(self.device) for key, value in batch.items()}
 
-    def model(self, form: str, seed: int, rank: int = 8) -> torch.nn.Module:
-        """A fresh model in training mode without dropout, which would differ between the methods."""
-        torch.manual_seed(seed)
-        model: Any = hf.AutoModelForSequenceClassification.from_pretrained(self.folder, num_labels=2)
+    def model(self, form: str, seed: int, rank: int = 8, *, whole: bool = False) -> torch.nn.Module:
+        """A fresh model, or what of it lies above the frozen blocks, in training mode without dropout, which would differ
+        between the methods.
+        """
+        model: Any = tops.load(self.folder, seed)
+        if not whole and self.size.frozen:
+            _, model = split_model(model, self.size.frozen)
+            model.get_input_embeddings().requires_grad_(False)
         if form in PEFT:
             task: Any = {"task_type": "SEQ_CLS"}
             lora = peft.LoraConfig(
@@ -160,7 +192,7 @@ class Bench:
         )
 
     def start(
-        self, model: torch.nn.Module, row: dict[str, Any], data: Any = None, steps: float | None = None
+        self, model: torch.nn.Module, row: dict[str, Any], data: Rows | None = None, steps: float | None = None
     ) -> fastdp.Private:
         """The private run of a row, not begun."""
         size = self.size
@@ -180,7 +212,7 @@ class Bench:
         return fastdp.make_private(
             model,
             torch.optim.AdamW(trained, lr=self._learning_rate(row), weight_decay=0.0),
-            DataLoader(data, batch_size=size.batch_size, collate_fn=self.collator),
+            DataLoader(data, batch_size=size.batch_size, collate_fn=data.collate),
             method=method,
             target_delta=1 / (2 * len(data)),
             # Half a step less is rounded up to a whole one, whatever the rounding of the quotient.
@@ -217,10 +249,9 @@ class Bench:
                 run.optimizer.zero_grad()
         end = time.perf_counter()
         held_out = self.tuned_on if row["part"] == "rate" else self.held_out
-        quality = evaluate(model, held_out, self.collator, 64, "classification")
         true = run.epsilon() if row["form"] != "non-private" else math.inf
         found: dict[str, Any] = {
-            "accuracy": quality.accuracy,
+            "accuracy": self._accuracy(model, held_out),
             "true_epsilon": true if math.isfinite(true) else "inf",
             "noise_multiplier": run.noise_multiplier,
             "used_learning_rate": self._learning_rate(row),
@@ -234,23 +265,33 @@ class Bench:
         run.detach()
         return found
 
+    @torch.no_grad()
+    def _accuracy(self, model: torch.nn.Module, rows: Rows) -> float:
+        model.eval()
+        right = 0
+        for indices in torch.arange(len(rows)).split(64):
+            batch = self.placed(rows.collate(indices.tolist()))
+            right += int((model(**batch).logits.argmax(1) == batch["labels"]).sum())
+        return right / len(rows)
+
     def time(self, row: dict[str, Any]) -> dict[str, Any]:
-        """A step of DP-FROST over one of LoRA with as many trained parameters, taking turns; and selection's share.
+        """A step of DP-FROST over one of LoRA with as many trained parameters, taking turns, and selection's share; of the
+        whole model.
 
         The share is of the paper's setting: five releases at rate .02 over some examples, beside three epochs of training
         on them, whose time is that of the steps measured here.
         """
         steps, population = self.size.timed
         chosen = {**FROST, "selection_rate": 0.02, "epsilon": 8.0, "seed": 0}
-        frost = self.model("frost", 0)
-        data = Subset(self.train, range(min(population, len(self.train))))  # type: ignore[arg-type]
+        frost = self.model("frost", 0, whole=True)
+        data = self.train.first(population)
         run = self.start(frost, chosen, data, 10_000)
         begin = time.perf_counter()
         run.prepare()
         selection = time.perf_counter() - begin
         size = sum(p.numel() for p in frost.parameters() if p.requires_grad)
         rank = self._rank(size)
-        lora = self.model("lora", 0, rank)
+        lora = self.model("lora", 0, rank, whole=True)
         other = self.start(lora, {**chosen, "form": "lora"}, data, 10_000)
         times: list[list[float]] = [[], []]
         counts = [0, 0]
@@ -278,7 +319,8 @@ class Bench:
     def _rank(self, size: int) -> int:
         """The rank at which LoRA trains about ``size`` parameters."""
         one, two = (
-            sum(p.numel() for p in self.model("lora", 0, rank).parameters() if p.requires_grad) for rank in (1, 2)
+            sum(p.numel() for p in self.model("lora", 0, rank, whole=True).parameters() if p.requires_grad)
+            for rank in (1, 2)
         )
         return max(1, round((size - 2 * one + two) / (two - one)))
 
