@@ -145,7 +145,8 @@ def test_certificates_command(tmp_path):
     result = run("split", "certificates", tmp_path / "c", "--customer", "alice", "--host", "vendor.example")
     assert result.exit_code == 0, result.output
     assert sorted(path.name for path in (tmp_path / "c").iterdir()) == ["alice", "authority", "vendor"]
-    assert "has all of these already" in run("split", "certificates", tmp_path / "c", "--customer", "alice").output
+    again = run("split", "certificates", tmp_path / "c", "--customer", "alice").output
+    assert "has all of these already" in " ".join(again.split())
     assert "cannot name a customer" in refused("split", "certificates", tmp_path / "c", "--customer", "../x")
 
 
