@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -102,7 +103,7 @@ class Schedule:
         return accounting.calibrate(event, self.target_epsilon, self.delta, adjacency=self.adjacency)  # type: ignore[arg-type]
 
 
-class Method:
+class Method(ABC):
     """A method as data for the engine; subclasses are frozen dataclasses of public settings.
 
     A method that needs more than a policy declares its other releases in `budget` and makes them in `prepare`, which runs
@@ -126,12 +127,14 @@ class Method:
 
     def prepare(self, preparation: Preparation) -> Outcome:
         """Make a release besides the training steps; what it returns is kept and handed to `trained` and `policy`."""
+        # Reached only by a method whose `prepares_at` promises what it does not define; most prepare nothing.
         raise NotImplementedError(f"{self.mechanism} says when to prepare, but not how")
 
     def trained(self, parameters: Mapping[str, torch.nn.Parameter], outcome: Outcome) -> Sequence[str]:
         """Names of the parameters to train from here on; the others are frozen and leave the optimizer."""
         return list(parameters)
 
+    @abstractmethod
     def policy(
         self, parameters: Mapping[str, torch.nn.Parameter], noise_multiplier: float, outcome: Outcome | None = None
     ) -> Policy:
@@ -139,11 +142,10 @@ class Method:
 
         ``outcome`` is empty before the first preparation.
         """
-        raise NotImplementedError(f"{self.mechanism} has no policy")
 
+    @abstractmethod
     def describe(self) -> dict[str, Any]:
         """The settings, for the card."""
-        raise NotImplementedError(f"{self.mechanism} does not describe itself")
 
     def flaws(self) -> Sequence[str]:
         """Why the method as set carries no guarantee; any voids the card's."""

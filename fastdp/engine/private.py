@@ -34,7 +34,7 @@ from fastdp.engine.sampler import (
 from fastdp.engine.stages import Stages
 from fastdp.ops.stream import NoiseStream
 
-_STATE_VERSION = 1
+_STATE_VERSION = 2
 #: Models and optimizers which an engine drives; held here, not on them, so that their copies are plain.
 _DRIVEN: weakref.WeakSet[Any] = weakref.WeakSet()
 
