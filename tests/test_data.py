@@ -149,6 +149,7 @@ def test_classification_examples(tokenizer):
     assert examples.truncated == 1
     assert len(examples[0]["input_ids"]) == 5
     assert [example["labels"] for example in examples] == [1, 0]
+    assert examples.lengths == [len(example["input_ids"]) for example in examples]
 
 
 def test_collator_masks_padding_and_not_the_end_token_that_looks_like_it(tokenizer):

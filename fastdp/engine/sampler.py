@@ -94,6 +94,9 @@ class PrivateLoader:
     Each micro-batch's ticket goes to ``tickets`` in the order of delivery, and each backward pass consumes one.
     An empty logical batch is delivered as one padding row of weight 0, since stock models crash on no rows at all.
 
+    A data set with an attribute ``lengths``, one number an example, has each logical batch cut into micro-batches of like
+    lengths, the longest first: less padding, and a shortage of memory shows at once. The sums are over the same units.
+
     Args:
         loader: the user's DataLoader: its data set, collator, workers and pinning are kept; its sampler is replaced.
         max_physical_batch_size: most examples in a micro-batch.
@@ -119,6 +122,7 @@ class PrivateLoader:
         self.max_physical_batch_size = max_physical_batch_size
         self.remaining = remaining
         self.unit_map = unit_map
+        self.lengths = _lengths(self.dataset)
         self.tickets: deque[Ticket] = deque()
         self.on_restart: Callable[[], None] = lambda: None
         #: Set by a caller that takes several micro-batches before their backward passes, and checks them itself.
@@ -174,6 +178,8 @@ class PrivateLoader:
         if not drawn:
             yield [self.units.examples(0)[0]], _ticket([1], 0.0, is_last=True)
             return
+        if self.lengths is not None:
+            drawn = sorted(drawn, key=self._longest, reverse=True)
         pieces: list[list[int]] = [[]]
         filled = 0
         for unit in drawn:
@@ -187,6 +193,19 @@ class PrivateLoader:
             members = [self.units.examples(unit) for unit in piece]
             last = number == len(pieces) - 1
             yield [i for m in members for i in m], _ticket([len(m) for m in members], 1.0, is_last=last)
+
+    def _longest(self, unit: int) -> int:
+        assert self.lengths is not None
+        return max(self.lengths[index] for index in self.units.examples(unit))
+
+
+def _lengths(dataset: Any) -> Sequence[int] | None:
+    lengths = getattr(dataset, "lengths", None)
+    if lengths is not None and len(lengths) != len(dataset):
+        raise ValueError(
+            f"the data set's lengths has {len(lengths)} entries for {len(dataset)} examples; give one an example"
+        )
+    return lengths
 
 
 def _ticket(sizes: list[int], weight: float, *, is_last: bool) -> Ticket:

@@ -97,6 +97,46 @@ def test_micro_batches_hold_each_logical_batch_whole_and_in_order(batches: list[
     assert sum(ticket.is_last for _, ticket in pieces) == len(batches)
 
 
+class Lengthy(list):
+    """Examples that are their own index, with a length each."""
+
+    lengths: list[int]
+
+
+@given(
+    lengths=st.lists(st.integers(1, 9), min_size=6, max_size=30),
+    owners=st.integers(1, 6),
+    physical=st.integers(5, 9),
+    data=st.data(),
+)
+@settings(max_examples=60, deadline=None)
+def test_examples_of_like_lengths_share_micro_batches(
+    lengths: list[int], owners: int, physical: int, data: st.DataObject
+) -> None:
+    rows = Lengthy(range(len(lengths)))
+    rows.lengths = lengths
+    units = Units(len(rows), [i % owners for i in rows], 5)
+    drawn = data.draw(st.lists(st.integers(0, len(units) - 1), unique=True, min_size=1))
+    private = _loader(rows, Script([drawn]), 1, physical, units)
+    longest = []
+    seen = []
+    for batch, ticket in zip(private, _following(private.tickets)):
+        of_unit: dict[int, int] = {}
+        for row, unit in zip(batch.tolist(), ticket.row_units.tolist()):
+            of_unit[unit] = max(of_unit.get(unit, 0), lengths[row])
+            seen.append(row)
+        longest += of_unit.values()
+    assert longest == sorted(longest, reverse=True), "units come by their longest example, longest first"
+    assert sorted(seen) == sorted(i for unit in drawn for i in units.examples(unit)), "and none is lost"
+
+
+def test_lengths_are_one_an_example() -> None:
+    rows = Lengthy(range(8))
+    rows.lengths = [1, 2]
+    with pytest.raises(ValueError, match="2 entries for 8 examples"):
+        _loader(rows, Script([]), 1, 4)
+
+
 def _following(tickets: deque[Ticket]) -> Any:
     while True:
         yield tickets.popleft()
