@@ -1,9 +1,12 @@
 """EW-FT's tables 3 to 7 at laptop size: MiniLM on a slice of SST-2, at the printed epsilon and at the true one.
 
-    python -m bench.utility.ewft --model MODEL --sst2 FOLDER --public FILE --json bench/results/utility/ewft.json
+    python -m bench.utility.ewft --model MODEL --sst2 FOLDER --public FILE --pii FILE \\
+        --json bench/results/utility/ewft.json --pictures docs/pictures
 
 The layers below the perturbation are frozen and computed once. `paper` rows add the noise that the paper prints for its own
 67,349 examples; ``true_epsilon`` is what that really costs. `sound` rows spend the printed epsilon, truly.
+Attribute inference attacks the noisy codes of texts with labelled private spans, each sent as one query in inference; see
+`attributes`. ``query_epsilon`` is what such a query costs.
 """
 
 from __future__ import annotations
@@ -20,11 +23,12 @@ import torch
 from torch import Tensor
 
 import fastdp
+from fastdp import audit
 from fastdp.commands.quiet import quiet_libraries
 from fastdp.methods import ewft
 from fastdp.methods.sap import split_model
 
-from . import tops
+from . import attributes, tops
 from .table import Run, Table, mean_of, measure
 
 DELTA = 1e-5
@@ -47,10 +51,13 @@ class Size:
     learning_rate: float = 2e-4
     public: int = 512
     autoencoder_passes: int = 4
+    subjects: int = 720
 
 
-TINY = Size(train=32, held_out=16, length=16, lengths=(16,), layers=(6,), layer=6, public=32, autoencoder_passes=1)
-FULL = Size(train=60614, held_out=872, length=64, lengths=(16, 32, 64, 128), layers=(1, 2, 3, 4, 5, 6))
+TINY = Size(
+    train=32, held_out=16, length=16, lengths=(16,), layers=(6,), layer=6, public=32, autoencoder_passes=1, subjects=60
+)
+FULL = Size(train=60614, held_out=872, length=64, lengths=(16, 32, 64, 128), layers=(1, 2, 3, 4, 5, 6), subjects=1500)
 
 
 @cache
@@ -82,8 +89,10 @@ class Bench:
     model: Path
     sst2: Path
     public: Path
+    pii: Path
     size: Size
     _held: dict[Any, Any] = field(default_factory=dict)
+    _asked: dict[Any, Any] = field(default_factory=dict)
 
     def states(self, layer: int, length: int, seed: int) -> tuple[Any, ...]:
         """Model, texts and hidden states at a layer; those of the latest seed and layer are kept."""
@@ -101,7 +110,44 @@ class Bench:
             self._held = {"key": key, "value": (model, train, held_out, public, *states)}
         return self._held["value"]
 
+    def subjects(self, layer: int, length: int, seed: int) -> tuple[attributes.Subjects, list[Tensor]]:
+        """Texts with private attributes, known and attacked, and their hidden states at a layer; the latest are kept."""
+        key = (layer, length, seed)
+        if self._asked.get("key") != key:
+            from transformers import AutoTokenizer
+
+            tokenizer = AutoTokenizer.from_pretrained(self.model)
+            found = attributes.read_subjects(self.pii, tokenizer, length, self.size.subjects, seed)
+            bottom, _ = split_model(self.states(layer, length, seed)[0], layer)
+            states = [tops.hidden_states(bottom, texts) for texts in (found.known, found.attacked)]
+            self._asked = {"key": key, "value": (found, states)}
+        return self._asked["value"]
+
     def run(self, row: dict[str, Any]) -> dict[str, Any]:
+        """One row of a table."""
+        return self.accuracy(row) if row["part"] == "accuracy" else self.attribute_inference(row)
+
+    def attribute_inference(self, row: dict[str, Any]) -> dict[str, Any]:
+        """What is inferred from noisy codes pooled over the sequence; without noise, from the hidden rows of its tokens."""
+        model, _, _, public, _, _, public_hidden = self.states(row["layer"], row["length"], row["seed"])
+        subjects, states = self.subjects(row["layer"], row["length"], row["seed"])
+        texts = (subjects.known, subjects.attacked)
+        if row["form"] == "none":
+            known, attacked = (audit.pooled(hidden, t.mask.bool()) for hidden, t in zip(states, texts))
+            return attributes.attack(subjects, known, attacked)
+        torch.manual_seed(row["seed"])
+        _, top = split_model(model, row["layer"])
+        private = self._attach(top, self._noise(row), row, public, public_hidden)
+        released = [
+            # Lengths are hidden: the receiver cannot tell which rows are padding.
+            torch.cat([audit.pooled(codes) for codes in private.released_codes(_batches(hidden, t.mask))])
+            for hidden, t in zip(states, texts)
+        ]
+        found = attributes.attack(subjects, *released) | {"query_epsilon": private.inference_epsilon()}
+        private.remove()
+        return found
+
+    def accuracy(self, row: dict[str, Any]) -> dict[str, Any]:
         """Train and evaluate one setting."""
         size = self.size
         model, train, held_out, public, hidden, held_hidden, public_hidden = self.states(
@@ -148,18 +194,18 @@ class Bench:
             autoencoder=row["autoencoder"] or None,
         )
         if private.autoencoder is not None:
-            batches = [
-                {"inputs_embeds": hidden, "attention_mask": mask}
-                for hidden, mask in zip(states.split(32), public.mask.split(32))
-            ]
-            private.train_autoencoder(batches * self.size.autoencoder_passes)
+            private.train_autoencoder(_batches(states, public.mask) * self.size.autoencoder_passes)
         return private
+
+
+def _batches(states: Tensor, mask: Tensor) -> list[dict[str, Tensor]]:
+    return [{"inputs_embeds": h, "attention_mask": m} for h, m in zip(states.split(32), mask.split(32))]
 
 
 def settings(size: Size, seeds: int) -> Iterator[dict[str, Any]]:
     """One row each, no setting twice; the first seed of everything comes first."""
-    base = {"layer": size.layer, "length": size.length, "epsilon": 8.0, "step_distance": 2.0, "autoencoder": [64]}
-    base["mechanism"] = "EW-FT"
+    base: dict[str, Any] = {"part": "accuracy", "layer": size.layer, "length": size.length, "epsilon": 8.0}
+    base |= {"step_distance": 2.0, "autoencoder": [64], "mechanism": "EW-FT"}
     changes: list[dict[str, Any]] = [{"length": length} for length in size.lengths]
     changes += [{"autoencoder": sizes} for sizes in ([4], [64], [256], [64, 4], [256, 64, 4])]
     changes += [{"step_distance": float(distance)} for distance in (1, 2, 3, 4)]
@@ -177,6 +223,11 @@ def settings(size: Size, seeds: int) -> Iterator[dict[str, Any]]:
     forms += [
         {**base, "layer": layer, "form": "none", "mechanism": "non-private", "autoencoder": []} for layer in size.layers
     ]
+    attacked = {**base, "part": "attribute inference"}
+    for layer in size.layers:
+        forms += [{**attacked, "layer": layer, "form": form} for form in ("paper", "sound")]
+        forms.append({**attacked, "layer": layer, "form": "once", "mechanism": "release once"})
+        forms.append({**attacked, "layer": layer, "form": "none", "mechanism": "non-private", "autoencoder": []})
     for seed in range(seeds):
         seen: list[dict[str, Any]] = []
         # Rows of one layer and length share hidden states.
@@ -227,11 +278,13 @@ def step_time(model: Path, steps: int = 7, length: int = 64, batch_size: int = 3
 
 
 def plot(rows: list[dict[str, Any]], folder: Path) -> None:
-    """Accuracy by layer, and the noise of each schedule."""
+    """Accuracy by layer, the noise of each schedule, and attributes inferred by layer."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(12, 4.2), layout="constrained")
-    axes, noise = figure.subplots(1, 2)
+    figure = Figure(figsize=(17, 4.2), layout="constrained")
+    axes, noise, inferred = figure.subplots(1, 3)
+    _plot_attributes([row for row in rows if row["part"] == "attribute inference"], inferred)
+    rows = [row for row in rows if row["part"] == "accuracy"]
     layers = sorted({row["layer"] for row in rows if row["form"] == "none"})
     for form, style in (("paper", "-"), ("sound", "--")):
         for mechanism, color in (("DP-Forward", "tab:orange"), ("EW-FT", "tab:blue")):
@@ -257,12 +310,27 @@ def plot(rows: list[dict[str, Any]], folder: Path) -> None:
     figure.savefig(folder / "ewft.png", dpi=150)
 
 
+def _plot_attributes(rows: list[dict[str, Any]], axes: Any) -> None:
+    layers = sorted({row["layer"] for row in rows})
+    for color, name in zip(("tab:blue", "tab:orange", "tab:green"), attributes.ATTRIBUTES):
+        for form, style in (("none", "-"), ("paper", "--"), ("once", "-.")):
+            means = [mean_of(rows, f"{name}_accuracy", layer=layer, form=form) for layer in layers]
+            shown = {"none": "no noise", "paper": "paper", "once": "released once"}[form]
+            axes.plot(layers, means, style, color=color, marker="o", label=f"{name}, {shown}")
+        chance = [mean_of(rows, f"{name}_majority", layer=layer, form="none") for layer in layers]
+        axes.plot(layers, chance, ":", color=color)
+    title = "attribute inference; dotted: always the most frequent"
+    axes.set(xlabel="blocks before the perturbation", ylabel="attack accuracy", title=title, xticks=layers)
+    axes.legend(fontsize=7)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure what is missing, then draw."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
     parser.add_argument("--model", type=Path, required=True, help="folder of all-MiniLM-L6-v2 or another encoder")
-    parser.add_argument("--sst2", type=Path, required=True, help="folder with train.tsv and test.tsv")
-    parser.add_argument("--public", type=Path, required=True, help="plain text for the autoencoders")
+    parser.add_argument("--sst2", type=Path, help="folder with train.tsv and test.tsv")
+    parser.add_argument("--public", type=Path, help="plain text for the autoencoders")
+    parser.add_argument("--pii", type=Path, help="labelled spans, such as synth_dataset_v2.json")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--pictures", type=Path)
     parser.add_argument("--seeds", type=int, default=3)
@@ -274,8 +342,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.step_time:
         print(step_time(options.model), flush=True)
         return
+    if options.sst2 is None or options.public is None or options.pii is None:
+        parser.error("the tables need --sst2, --public and --pii")
     size = {"default": Size(), "tiny": TINY, "full": FULL}[options.size]
-    bench, table = Bench(options.model, options.sst2, options.public, size), Table(options.json)
+    bench, table = Bench(options.model, options.sst2, options.public, options.pii, size), Table(options.json)
     runs: Iterator[Run] = ((row, lambda row=row: bench.run(row)) for row in settings(size, options.seeds))  # type: ignore[misc]
     measure(table, runs, options.minutes)
     if options.pictures:

@@ -1,10 +1,12 @@
-"""SAP's figures 2 and 4 and tables 2 and 3 at laptop size: MiniLM on a slice of SST-2.
+"""SAP's figures 2 and 4 and tables 2 and 3 at laptop size: MiniLM on a slice of SST-2; and attribute inference.
 
-    python -m bench.utility.sap --model MODEL --sst2 FOLDER --json bench/results/utility/sap.json --pictures docs/pictures
+    python -m bench.utility.sap --model MODEL --sst2 FOLDER --pii FILE --json bench/results/utility/sap.json \\
+        --pictures docs/pictures
 
 EP is the paper's empirical privacy: one minus the share of tokens that embedding inversion recovers. UA is the accuracy on
 held-out texts that are privatized as the training texts are. Beside eta stands what it guarantees for the median pair of
-tokens, in nats, and for how many pairs it guarantees nothing.
+tokens, in nats, and for how many pairs it guarantees nothing. Attribute inference attacks what is released of texts with
+labelled private spans: the rows of privatized tokens, or hidden rows with noise, pooled; see `attributes`.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from fastdp import TextPrivatizer, audit
 from fastdp.commands.quiet import quiet_libraries
 from fastdp.methods.sap import CTI, PrivateBottom, count_tokens, split_model
 
-from . import tops
+from . import attributes, tops
 from .table import Run, Table, mean_of, measure
 
 #: Forms by mechanism. The exponential mechanism leaves as many tokens unchanged at a fraction of the eta: its odds are over
@@ -51,6 +53,7 @@ class Size:
     attacked: int = 6
     attacked_length: int = 12
     attack_steps: int = 120
+    subjects: int = 720
 
 
 TINY = Size(
@@ -66,6 +69,7 @@ TINY = Size(
     attacked=1,
     attacked_length=4,
     attack_steps=3,
+    subjects=60,
 )
 FULL = Size(
     train=60614,
@@ -79,6 +83,7 @@ FULL = Size(
     trained_from=0,
     attacked=64,
     attack_steps=400,
+    subjects=1500,
 )
 
 
@@ -88,8 +93,10 @@ class Bench:
 
     model: Path
     sst2: Path
+    pii: Path
     size: Size
     _held: dict[str, Any] = field(default_factory=dict)
+    _subjects: dict[int, attributes.Subjects] = field(default_factory=dict)
 
     def texts(self, seed: int) -> tuple[Any, ...]:
         """Tokenizer, model, training and held-out texts, and counts for CTI of texts that count as public."""
@@ -108,7 +115,13 @@ class Bench:
 
     def run(self, row: dict[str, Any]) -> dict[str, Any]:
         """One row of a figure or table."""
-        part = {"figure 2": self.figure_2, "figure 4": self.figure_4, "table 2": self.table_2, "table 3": self.table_3}
+        part = {
+            "figure 2": self.figure_2,
+            "figure 4": self.figure_4,
+            "table 2": self.table_2,
+            "table 3": self.table_3,
+            "attribute inference": self.attribute_inference,
+        }
         return part[row["part"]](row)
 
     def figure_2(self, row: dict[str, Any]) -> dict[str, Any]:
@@ -116,9 +129,7 @@ class Bench:
         tokenizer, model, train, held_out, counts = self.texts(row["seed"])
         if row["eta"] is None:
             return {"UA": self._utility(model, train, held_out, row["seed"])}
-        mechanism = "laplace" if row["form"] in LAPLACE else "exponential"
-        cti = _cti(row["form"], counts)
-        privatizer = TextPrivatizer(model, eta=row["eta"], tokenizer=tokenizer, mechanism=mechanism, cti=cti)
+        privatizer = _privatizer(row, model, tokenizer, counts)
         # A customer knows the labels of its training texts; in inference there are none.
         labels = train.labels if privatizer.cti is not None else None
         sent = train.with_ids(privatizer(train.ids, labels=labels, attention_mask=train.mask))
@@ -144,10 +155,7 @@ class Bench:
         bottom, top = split_model(model, row["after"])
         private = PrivateBottom(bottom, eta=row["eta"]) if row["eta"] is not None else bottom.eval()
         with torch.no_grad():
-            states = [
-                torch.cat([private(ids, mask) for ids, mask in zip(t.ids.split(64), t.mask.split(64))])
-                for t in (train, held_out)
-            ]
+            states = [_by_rows(private, t) for t in (train, held_out)]
         utility = self._trained(model, top, states, train, held_out, row["seed"])
         return {"UA": utility, "EP": self._attack(bottom.eval(), row["seed"], row["eta"])}
 
@@ -166,6 +174,31 @@ class Bench:
         model.load_state_dict(state)
         model.requires_grad_(True)
         return {"UA": found, "EP": _recovered(torch.where(ever, train.ids, -1), train).empirical_privacy}
+
+    def attribute_inference(self, row: dict[str, Any]) -> dict[str, Any]:
+        """What is inferred of the texts of others from their privatized tokens, or from hidden rows with noise."""
+        tokenizer, model, _, _, counts = self.texts(row["seed"])
+        subjects = self._read_subjects(tokenizer, row["seed"])
+        texts = (subjects.known, subjects.attacked)
+        if row["after"]:
+            bottom, _ = split_model(model, row["after"])
+            private = PrivateBottom(bottom, eta=row["eta"]) if row["eta"] is not None else bottom.eval()
+            with torch.no_grad():
+                released = [_by_rows(private, t) for t in texts]
+        else:
+            sent = [t.ids for t in texts]
+            if row["eta"] is not None:
+                privatizer = _privatizer(row, model, tokenizer, counts)
+                sent = [privatizer(t.ids, attention_mask=t.mask) for t in texts]
+            released = [model.get_input_embeddings().weight.detach()[ids] for ids in sent]
+        known, attacked = (audit.pooled(rows, t.mask.bool()) for rows, t in zip(released, texts))
+        return attributes.attack(subjects, known, attacked)
+
+    def _read_subjects(self, tokenizer: Any, seed: int) -> attributes.Subjects:
+        if seed not in self._subjects:
+            size = self.size
+            self._subjects = {seed: attributes.read_subjects(self.pii, tokenizer, size.length, size.subjects, seed)}
+        return self._subjects[seed]
 
     def _utility(self, model: Any, train: tops.Texts, held_out: tops.Texts, seed: int) -> float:
         bottom, top = split_model(model, self.size.trained_from)
@@ -227,6 +260,16 @@ class Bench:
         return audit.inversion(guessed, ids).empirical_privacy
 
 
+def _by_rows(bottom: Any, texts: tops.Texts) -> Tensor:
+    return torch.cat([bottom(ids, mask) for ids, mask in zip(texts.ids.split(64), texts.mask.split(64))])
+
+
+def _privatizer(row: dict[str, Any], model: Any, tokenizer: Any, counts: Tensor) -> TextPrivatizer:
+    mechanism = "laplace" if row["form"] in LAPLACE else "exponential"
+    cti = _cti(row["form"], counts)
+    return TextPrivatizer(model, eta=row["eta"], tokenizer=tokenizer, mechanism=mechanism, cti=cti)
+
+
 def _cti(form: str, counts: Tensor) -> CTI | None:
     if not form.startswith("CTI "):
         return None
@@ -256,11 +299,13 @@ def _bounds(privatizer: TextPrivatizer, counts: Tensor, pairs: int = 300) -> dic
 def settings(size: Size, seeds: int) -> Iterator[dict[str, Any]]:
     """One row each; the first seed of everything comes first."""
     for seed in range(seeds):
-        yield {"part": "figure 2", "form": "none", "eta": None, "seed": seed}
-        for forms, etas in ((LAPLACE, size.etas), (EXPONENTIAL, size.exponential_etas)):
-            for eta in etas:
-                for form in forms:
-                    yield {"part": "figure 2", "form": form, "eta": eta, "seed": seed}
+        for part in ("figure 2", "attribute inference"):
+            place = {"after": 0} if part == "attribute inference" else {}
+            yield {"part": part, "form": "none", "eta": None, "seed": seed, **place}
+            for forms, etas in ((LAPLACE, size.etas), (EXPONENTIAL, size.exponential_etas)):
+                for eta in etas:
+                    for form in forms:
+                        yield {"part": part, "form": form, "eta": eta, "seed": seed, **place}
         for after in range(5):
             yield {"part": "figure 4", "after": after, "seed": seed}
         for eta in size.etas[2:3] or size.etas:
@@ -268,15 +313,16 @@ def settings(size: Size, seeds: int) -> Iterator[dict[str, Any]]:
                 yield {"part": "table 3", "eta": eta, "trained_embedding": trained, "seed": seed}
         for after in size.splits:
             for hidden_eta in (*size.hidden_etas, None):
-                yield {"part": "table 2", "after": after, "eta": hidden_eta, "seed": seed}
+                for part in ("table 2", "attribute inference"):
+                    yield {"part": part, "after": after, "eta": hidden_eta, "seed": seed}
 
 
 def plot(rows: list[dict[str, Any]], folder: Path) -> None:
-    """EP against UA of every form, and EP by split position."""
+    """EP against UA of every form, EP by split position, and attributes inferred against tokens recovered."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(12, 4.2), layout="constrained")
-    trade, split = figure.subplots(1, 2)
+    figure = Figure(figsize=(17, 4.2), layout="constrained")
+    trade, split, inferred = figure.subplots(1, 3)
     for form in LAPLACE + EXPONENTIAL:
         etas = sorted({row["eta"] for row in rows if row.get("form") == form})
         points = [[mean_of(rows, value, part="figure 2", form=form, eta=eta) for value in ("EP", "UA")] for eta in etas]
@@ -289,8 +335,29 @@ def plot(rows: list[dict[str, Any]], folder: Path) -> None:
     positions = sorted({row["after"] for row in rows if row["part"] == "figure 4"})
     split.plot(positions, [mean_of(rows, "EP", part="figure 4", after=k) for k in positions], marker="o")
     split.set(xlabel="blocks in the bottom", ylabel="empirical privacy", title="no noise", xticks=positions)
+    _plot_attributes(rows, inferred)
     folder.mkdir(parents=True, exist_ok=True)
     figure.savefig(folder / "sap.png", dpi=150)
+
+
+def _plot_attributes(rows: list[dict[str, Any]], axes: Any) -> None:
+    """Accuracy of the attribute attack by EP against inversion at the same eta; dotted: the most frequent value's share."""
+    for color, name in zip(("tab:blue", "tab:orange", "tab:green"), attributes.ATTRIBUTES):
+        for form, style in (("SAP", "-"), ("exponential", "--")):
+            etas = sorted({row["eta"] for row in rows if row.get("form") == form})
+            points = [(0.0, mean_of(rows, f"{name}_accuracy", form="none"))]
+            for eta in etas:
+                recovered = mean_of(rows, "EP", part="figure 2", form=form, eta=eta)
+                points.append((recovered, mean_of(rows, f"{name}_accuracy", form=form, eta=eta)))  # type: ignore[arg-type]
+            known = sorted(point for point in points if None not in point)  # type: ignore[type-var]
+            if known:
+                axes.plot(*zip(*known), style, color=color, marker="o", label=f"{name}, {form}")
+        chance = mean_of(rows, f"{name}_majority", form="none")
+        if chance is not None:
+            axes.axhline(chance, color=color, linestyle=":")
+    axes.set(xlabel="empirical privacy against inversion", ylabel="attack accuracy", title="attribute inference")
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(fontsize=8)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -298,6 +365,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
     parser.add_argument("--model", type=Path, required=True, help="folder of all-MiniLM-L6-v2 or another encoder")
     parser.add_argument("--sst2", type=Path, required=True, help="folder with train.tsv, dev.tsv and test.tsv")
+    parser.add_argument("--pii", type=Path, required=True, help="labelled spans, such as synth_dataset_v2.json")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--pictures", type=Path)
     parser.add_argument("--seeds", type=int, default=3)
@@ -307,7 +375,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     quiet_libraries()
     size = {"default": Size(), "tiny": TINY, "full": FULL}[options.size]
-    bench, table = Bench(options.model, options.sst2, size), Table(options.json)
+    bench, table = Bench(options.model, options.sst2, options.pii, size), Table(options.json)
     wanted = (row for row in settings(size, options.seeds) if options.only in row["part"])
     runs: Iterator[Run] = ((row, lambda row=row: bench.run(row)) for row in wanted)  # type: ignore[misc]
     measure(table, runs, options.minutes)

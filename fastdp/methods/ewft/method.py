@@ -38,7 +38,7 @@ _UNPROTECTED = (
 
 
 class _Reached(Exception):
-    """Ends a forward pass at the perturbed layer; carries the hidden state there."""
+    """Ends a forward pass at the perturbed layer; carries the hidden state there, or its noisy code."""
 
     def __init__(self, hidden: Tensor):
         self.hidden = hidden
@@ -125,7 +125,8 @@ class EWFT:
         self._ids: Tensor | None = None
         self._mask: Tensor | None = None
         self._token_labels = False
-        self._tap = self._sealed = False
+        self._tap: str | None = None
+        self._sealed = False
         self._hooks = self._attach(model, module)
 
     # Setting up
@@ -243,20 +244,25 @@ class EWFT:
     def hidden_states(self, batches: Iterable[Mapping[str, Any]]) -> Iterator[Tensor]:
         """Hidden states [B, T, d] at the layer, without noise, of **public** batches of model inputs."""
         for batch in batches:
-            yield self._hidden_state(batch)
+            yield self._tapped(batch, "hidden")
+
+    def released_codes(self, batches: Iterable[Mapping[str, Any]]) -> Iterator[Tensor]:
+        """Noisy codes [B, T, k] of batches of queries: all that their receiver gets. Each row is a release, and counted."""
+        for batch in batches:
+            yield self._tapped(batch, "code")
 
     @torch.no_grad()
-    def _hidden_state(self, batch: Mapping[str, Any]) -> Tensor:
+    def _tapped(self, batch: Mapping[str, Any], tap: str) -> Tensor:
         base = self.blocks.base
         training = base.training
         base.eval()
-        self._tap = True
+        self._tap = tap
         try:
             base(**{key: value for key, value in batch.items() if key not in ("labels", "example_ids")})
         except _Reached as reached:
             return reached.hidden
         finally:
-            self._tap = False
+            self._tap = None
             base.train(training)
         raise RuntimeError("the forward pass never came to the perturbed layer")
 
@@ -304,7 +310,7 @@ class EWFT:
         mask = argument(module, args, kwargs)
         self._mask = mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
         last_token_read = self.lengths == "hidden" and self.blocks.causal and hasattr(self.blocks.model, "score")
-        if last_token_read and not self._tap and self._mask is not None and not bool(self._mask[:, -1].all()):
+        if last_token_read and self._tap != "hidden" and self._mask is not None and not bool(self._mask[:, -1].all()):
             raise ValueError(
                 "this classifier reads the last token, whose place would give the length away: pad on the left "
                 "(tokenizer.padding_side = 'left'), or pass lengths='public'"
@@ -317,13 +323,15 @@ class EWFT:
     def _perturb(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         hidden = output[0] if isinstance(output, tuple) else output
         self._check_hidden(hidden)
-        if self._tap:
+        if self._tap == "hidden":
             raise _Reached(hidden)
         if self.bottom_trained or self.joint_autoencoder:
             released = self._release(self._code(hidden))
         else:
             with torch.no_grad():
                 released = self._release(self._code(hidden))
+        if self._tap == "code":
+            raise _Reached(released)
         decoded = released if self.autoencoder is None else self.autoencoder.decode(released).to(hidden.dtype)
         return (decoded, *output[1:]) if isinstance(output, tuple) else decoded
 
@@ -333,7 +341,7 @@ class EWFT:
                 f"a batch has {hidden.shape[1]} tokens a row, not {self.sequence_length}: pad (and cut) every sequence to "
                 "sequence_length, as in tokenizer(..., padding='max_length', max_length=...), or its length gives it away"
             )
-        if self._tap:
+        if self._tap == "hidden":
             return
         # A recomputation would draw other noise than the forward pass did.
         if torch._C._current_graph_task_id() != -1:

@@ -63,6 +63,23 @@ def test_each_example_is_clipped_as_a_whole(name, layer):
     assert hidden.flatten(1).norm(dim=1).tolist() == pytest.approx([0.25] * ROWS, rel=1e-5)
 
 
+@pytest.mark.parametrize("autoencoder", [None, (5,)])
+def test_released_codes_are_what_a_receiver_gets_of_queries(autoencoder):
+    model = build("bert")
+    private = attach(model, max_norm=0.25, autoencoder=autoencoder)
+    inputs = full_batch("bert")
+    if autoencoder:
+        with pytest.raises(RuntimeError, match="has not been trained"):
+            list(private.released_codes([inputs]))
+        private.train_autoencoder([inputs])
+    (hidden,), (codes,) = private.hidden_states([inputs]), private.released_codes([inputs])
+    expected = hidden if autoencoder is None else private.autoencoder.encode(hidden)
+    norms = expected.flatten(1).norm(dim=1)
+    assert torch.allclose(codes, expected * (0.25 / norms).clamp(max=1)[:, None, None], atol=1e-5)
+    assert private.inference_releases == ROWS
+    assert model.training
+
+
 def test_noise_is_that_of_sensitivity_2_c():
     """Clipped to C with noise for sensitivity 1, or C, the guarantee would fail: std = 2 C sigma."""
     model, bound, rows = build("bert").eval(), 0.3, 40
