@@ -73,7 +73,7 @@ class Size:
     epsilons: tuple[float, ...] = (0.5, 2.0, 8.0)
     rates: tuple[float, ...] = (0.01, 0.003, 0.03)
     repeats: tuple[int, ...] = (2, 4)
-    timed: tuple[int, int] = (7, 3000)
+    timed: tuple[int, int] = (7, 20000)
 
 
 TINY = Size(300, 2, 16, 12, 4, 24, (2.0,), (0.02, 0.05), (2,), (1, 200))
