@@ -71,6 +71,19 @@ def test_a_masked_mechanism_passes_and_is_caught_at_a_tenth_of_its_noise(allocat
     assert results[1].refuted
 
 
+def test_training_after_a_selection_passes_and_is_caught_at_a_tenth_of_its_noise() -> None:
+    results = []
+    for noise in (1.0, 0.1):
+        private = start(fastdp.DPFrost(unfreezing_ratio=0.7, selection_steps=2, selection_rate=0.5))
+        canaries = audit.GradientCanaries(private, 600)
+        train(private, noise)
+        frozen = [p for p in private.model.parameters() if not p.requires_grad]
+        assert frozen, "the selection froze nothing, and the canaries all reached what was trained"
+        results.append(canaries.result(CONFIDENCE, shares=(0.2, 0.5)))
+    assert not results[0].refuted
+    assert results[1].refuted
+
+
 def test_a_method_prepares_without_the_excluded_canaries() -> None:
     private = start(RapFT(source=NoisyMap(noise_multiplier=20.0, sample_rate=1.0)))
     canaries = audit.ExampleCanaries(private, range(6), unsafe_seed=1)
