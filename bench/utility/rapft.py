@@ -40,6 +40,9 @@ FORMS = ("printed", "optimal", "ellipsoid")
 LEARNING_RATES = {"adapter": 1.2e-2, "bitfit": 4e-2, "lora": 1e-2}
 #: The noised map of form ``noised``: sigma_R and q_R.
 NOISED = (2.0, 0.02)
+#: What is not swept in a row, and the epsilon of those that are not compared at every one.
+USUAL: dict[str, Any] = {"irrelevance_ratio": 0.7, "initialisation": "top_p", "initialised_by": {"p": 0.9}}
+MIDDLE = 5.0
 
 
 @dataclass(frozen=True)
@@ -296,15 +299,14 @@ class Bench:
 
 def settings(size: Size, seeds: int) -> Iterator[dict[str, Any]]:
     """The rows of perplexity, no setting twice; the first seed of everything comes first."""
-    base = {"part": "perplexity", "irrelevance_ratio": 0.7, "initialisation": "top_p", "initialised_by": {"p": 0.9}}
-    middle = 5.0
+    base = {"part": "perplexity", **USUAL}
     rows: list[dict[str, Any]] = []
     for tuning in size.tunings:
         rows.append({**base, "tuning": tuning, "form": "non-private", "epsilon": "inf"})
         for epsilon in size.epsilons:
             rows += [{**base, "tuning": tuning, "form": form, "epsilon": epsilon} for form in ("dpsgd", *FORMS)]
-        rows += [{**base, "tuning": tuning, "form": form, "epsilon": middle} for form in ("noised", "paper")]
-    swept = {**base, "tuning": "lora", "form": "printed", "epsilon": middle}
+        rows += [{**base, "tuning": tuning, "form": form, "epsilon": MIDDLE} for form in ("noised", "paper")]
+    swept = {**base, "tuning": "lora", "form": "printed", "epsilon": MIDDLE}
     rows += [{**swept, "irrelevance_ratio": ratio} for ratio in size.ratios]
     rows += [{**swept, "initialisation": kind, "initialised_by": by} for kind, by in size.initialisations]
     for seed in range(seeds):
@@ -341,6 +343,47 @@ def spread(rows: Sequence[dict[str, Any]], **setting: Any) -> tuple[float, float
     return statistics.mean(found), statistics.stdev(found) if len(found) > 1 else 0.0
 
 
+def tables(rows: Sequence[dict[str, Any]], size: Size) -> str:
+    """The paper's tables in Markdown: mean and standard deviation of the perplexity, and what maps and steps take."""
+
+    def cell(**setting: Any) -> str:
+        found = spread(rows, **setting)
+        return "-" if found is None else f"{found[0]:.1f} ± {found[1]:.1f}"
+
+    def form_row(tuning: str, form: str, name: str, epsilons: Sequence[float]) -> str:
+        cells = [cell(**{**USUAL, "tuning": tuning, "form": form, "epsilon": epsilon}) for epsilon in epsilons]
+        return f"| {tuning} | {name} | {' | '.join(cells)} |"
+
+    lines = ["| trained | method | " + " | ".join(f"epsilon {e:g}" for e in size.epsilons) + " |"]
+    lines.append("|---" * (2 + len(size.epsilons)) + "|")
+    for tuning in size.tunings:
+        plain = cell(form="non-private", tuning=tuning)
+        lines.append(f"| {tuning} | non-private | {' | '.join([plain] * len(size.epsilons))} |")
+        for form in ("dpsgd", *FORMS):
+            lines.append(form_row(tuning, form, form, size.epsilons))
+        for form in ("noised", "paper"):
+            true = {row["true_epsilon"] for row in rows if row.get("form") == form and row["tuning"] == tuning}
+            name = f"{form} (true epsilon {', '.join(f'{value:.3g}' for value in sorted(true))})"
+            lines.append(form_row(tuning, form, name, size.epsilons))
+    swept = {**USUAL, "form": "printed", "tuning": "lora", "epsilon": MIDDLE}
+    lines += ["", f"LoRA, printed shape, epsilon {MIDDLE:g}", "", "| irrelevance ratio | perplexity |", "|---|---|"]
+    for ratio in sorted({*size.ratios, USUAL["irrelevance_ratio"]}):
+        lines.append(f"| {ratio:g} | {cell(**{**swept, 'irrelevance_ratio': ratio})} |")
+    lines += ["", "| initialisation | perplexity | seconds of the map | MB of the map |", "|---|---|---|---|"]
+    for row in rows:
+        if row["part"] == "initialisation":
+            kind, by = row["initialisation"], row["initialised_by"]
+            quality = cell(**{**swept, "initialisation": kind, "initialised_by": by})
+            name = " ".join([kind, *(f"{value:g}" for value in by.values())])
+            lines.append(f"| {name} | {quality} | {row['map_seconds']:.2f} | {row['map_bytes'] / 1e6:.0f} |")
+    lines += ["", "| step of | printed over DP-SGD | ellipsoid over DP-SGD | map over step |", "|---|---|---|---|"]
+    for row in rows:
+        if row["part"] == "step":
+            times = (row[key] for key in ("printed_ratio", "ellipsoid_ratio", "map_over_step"))
+            lines.append(f"| {row['tuning']} | {' | '.join(f'{time:.2f}' for time in times)} |")
+    return "\n".join(lines) + "\n"
+
+
 def plot(rows: Sequence[dict[str, Any]], folder: Path) -> None:
     """Perplexity against epsilon and against the irrelevance ratio, and a heat map of relevance by layer."""
     from matplotlib.figure import Figure
@@ -348,11 +391,10 @@ def plot(rows: Sequence[dict[str, Any]], folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     tunings = [t for t in TUNINGS if any(row.get("tuning") == t for row in rows)]
     figure = Figure(figsize=(4.4 * len(tunings), 4), layout="constrained")
-    default = {"irrelevance_ratio": 0.7, "initialisation": "top_p", "initialised_by": {"p": 0.9}}
     for axes, tuning in zip(figure.subplots(1, len(tunings), squeeze=False)[0], tunings):
         for form in ("dpsgd", *FORMS):
             epsilons = sorted({r["epsilon"] for r in rows if r.get("form") == form and r["tuning"] == tuning})
-            points = [spread(rows, form=form, tuning=tuning, epsilon=e, **default) for e in epsilons]
+            points = [spread(rows, form=form, tuning=tuning, epsilon=e, **USUAL) for e in epsilons]
             means, deviations = zip(*(p for p in points if p))
             axes.errorbar(epsilons, means, deviations, marker="o", capsize=3, label=form)
         plain = spread(rows, form="non-private", tuning=tuning)
@@ -370,20 +412,15 @@ def _plot_sweep(rows: Sequence[dict[str, Any]], picture: Path) -> None:
 
     figure = Figure(figsize=(5.5, 4), layout="constrained")
     axes = figure.subplots()
-    swept = {
-        "form": "printed",
-        "tuning": "lora",
-        "epsilon": 5.0,
-        "initialisation": "top_p",
-        "initialised_by": {"p": 0.9},
-    }
+    swept = {**USUAL, "form": "printed", "tuning": "lora", "epsilon": MIDDLE}
+    del swept["irrelevance_ratio"]
     ratios = sorted({r["irrelevance_ratio"] for r in rows if all(r.get(k) == v for k, v in swept.items())})
     means, deviations = zip(*(spread(rows, irrelevance_ratio=ratio, **swept) or (math.nan, 0.0) for ratio in ratios))
     axes.errorbar(ratios, means, deviations, marker="o", capsize=3, label="printed shape")
-    base = spread(rows, form="dpsgd", tuning="lora", epsilon=5.0)
+    base = spread(rows, form="dpsgd", tuning="lora", epsilon=MIDDLE)
     if base:
         axes.axhline(base[0], color="grey", linestyle="--", label="DP-SGD")
-    axes.set(xlabel="irrelevance ratio", ylabel="perplexity", title="LoRA at true epsilon 5")
+    axes.set(xlabel="irrelevance ratio", ylabel="perplexity", title=f"LoRA at true epsilon {MIDDLE:g}")
     axes.legend()
     figure.savefig(picture, dpi=130)
 
@@ -426,6 +463,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     size = {"default": Size(), "tiny": TINY, "full": FULL}[options.size]
     bench, table = Bench(options.model, options.train, options.eval, size), Table(options.json)
     done = measure(table, runs(bench, options.seeds), options.minutes)
+    print(tables(table.rows, size), flush=True)
     if options.pictures and done:
         plot(table.rows, options.pictures)
 

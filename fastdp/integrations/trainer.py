@@ -75,7 +75,8 @@ class DPTrainer(Trainer):
     ``per_device_train_batch_size`` counts the units of a logical batch; memory is bounded by
     ``privacy.max_physical_batch_size`` instead of gradient accumulation. Trainer's own gradient clipping is switched off,
     its ``grad_norm`` (computed from the private data, before noise) is never logged, and the training loss is shown as
-    ``unprotected_loss``. The ledger and the card are written to ``output_dir``.
+    ``unprotected_loss``. With ``train_sampling_strategy="group_by_length"`` each logical batch, drawn at random as ever, is
+    cut into micro-batches of like lengths. The ledger and the card are written to ``output_dir``.
 
     Args:
         privacy: budget and method.
@@ -130,7 +131,8 @@ class DPTrainer(Trainer):
             epochs = self.args.max_steps / -(-units // self.args.per_device_train_batch_size)
         privacy = self.privacy
         resuming = (Path(self.args.output_dir) / "ledger.jsonl").exists()
-        return make_private(
+        lengths = self._lengths()
+        private = make_private(
             self.model,
             self.create_optimizer(),
             loader,
@@ -150,6 +152,21 @@ class DPTrainer(Trainer):
             secure_rounding=privacy.secure_rounding,
             two_pass=privacy.two_pass,
         )
+        if lengths is not None:
+            private.data_loader.lengths = lengths
+        return private
+
+    def _lengths(self) -> list[int] | None:
+        """Tokens of each example where training groups by length, from the column that holds them or by counting."""
+        # Earlier releases of transformers 5 have a flag instead of the strategy.
+        strategy = getattr(self.args, "train_sampling_strategy", None)
+        if strategy != "group_by_length" and not getattr(self.args, "group_by_length", False):
+            return None
+        dataset: Any = self.train_dataset
+        column = self.args.length_column_name
+        if column in getattr(dataset, "column_names", ()):
+            return list(dataset[column])
+        return [len(example["input_ids"]) for example in dataset]
 
     _resumes = False
 

@@ -177,6 +177,18 @@ def test_a_loss_over_the_whole_batch_is_refused(tmp_path: Path) -> None:
         )
 
 
+@pytest.mark.parametrize("column", [True, False])
+def test_grouping_by_length_orders_micro_batches(tmp_path: Path, column: bool) -> None:
+    made = trainer(tmp_path, train_sampling_strategy="group_by_length")
+    if column:
+        made.train_dataset = made.train_dataset.add_column("length", [i % 7 for i in range(ROWS)])
+    loader = made.get_train_dataloader().private.data_loader
+    assert list(loader.lengths) == ([i % 7 for i in range(ROWS)] if column else [9] * ROWS)
+    if column:
+        indices = [i for piece, _ in loader.micro_batches(list(range(ROWS))) for i in piece]
+        assert [i % 7 for i in indices] == sorted((i % 7 for i in range(ROWS)), reverse=True)
+
+
 def test_the_trained_model_loads_in_plain_transformers(tmp_path: Path) -> None:
     made = trainer(tmp_path / "run", num_train_epochs=1)
     made.train()
