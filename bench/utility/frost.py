@@ -33,8 +33,8 @@ from fastdp.methods.sap import split_model
 RATIO = 0.25**2
 #: Learning rates that are tried before the rest, each once at the middle epsilon; rows of the other forms take a neighbour's.
 TRIED = {
-    "full": (1e-3, 3e-3, 1e-2),
-    "values": (1e-3, 3e-3, 1e-2),
+    "full": (3e-3, 1e-2, 3e-2),
+    "values": (3e-3, 1e-2, 3e-2),
     "lora": (3e-3, 1e-2, 3e-2),
     "adapter": (3e-3, 1e-2, 3e-2),
     "frost": (3e-3, 1e-2, 3e-2),
@@ -65,7 +65,7 @@ class Size:
     """
 
     train: int = 20000
-    steps: int = 14
+    steps: int = 10
     batch_size: int = 512
     length: int = 16
     frozen: int = 4
