@@ -17,6 +17,7 @@ import socket
 import ssl
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -26,7 +27,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-#: Simulated clients share this machine; one is served at a time unless told otherwise.
 CONNECTION = "fastdp"
 _OFF = {
     "FLWR_TELEMETRY_ENABLED": "0",
@@ -35,15 +35,26 @@ _OFF = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "PYTHONUNBUFFERED": "1",
 }
+#: Ray gives up on parts of itself that are slow to answer, as they are on a machine that is busy with something else.
+_PATIENT = {
+    "RAY_agent_register_timeout_ms": "300000",
+    "RAY_worker_register_timeout_seconds": "300",
+    "RAY_health_check_timeout_ms": "60000",
+}
 
 
 @dataclass
 class Federation:
     """Flower's processes below one folder; a context manager that ends them all.
 
+    A simulation's clients run on Ray, which is started here before any run, and which Flower then finds. Ray gives its own
+    daemon a fixed half minute to start. On a busy machine that may not do, so such a start is tried again, for as long as
+    ``start_seconds``; nothing has been trained by then, and no client knows of it.
+
     Args:
-        folder: for Flower's home, certificates, keys and logs. Nothing is written elsewhere.
-        simulation: clients are simulated in the SuperLink's process tree instead of connecting.
+        folder: for Flower's home, certificates, keys and logs. Ray's files, whose paths must be short, are below the
+            system's temporary folder, and are removed at the end.
+        simulation: clients are simulated on this machine, one at a time, instead of connecting.
         start_seconds: how long a process may take to answer.
         environment: further variables for every process.
     """
@@ -57,6 +68,8 @@ class Federation:
         self.folder = Path(self.folder).resolve()
         self.port = free_port()
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._ray_port = free_port()
+        self._ray_folder: Path | None = None
 
     def __enter__(self) -> Federation:
         try:
@@ -98,7 +111,31 @@ class Federation:
             encoding="utf-8",
         )
         self._spawn("superlink", "flower-superlink", arguments)
+        if self.simulation:
+            self._start_ray()
         self._wait_until_healthy()
+
+    def _start_ray(self) -> None:
+        """Ray's head node for one client at a time."""
+        self._ray_folder = Path(tempfile.mkdtemp(prefix="fastdp-ray-"))
+        options = {
+            "port": self._ray_port, "ray-client-server-port": free_port(), "dashboard-agent-listen-port": free_port(),
+            "node-ip-address": "127.0.0.1", "num-cpus": 1, "object-store-memory": 1 << 28, "include-dashboard": "false",
+            "temp-dir": self._ray_folder,
+        }  # fmt: skip
+        arguments = ["start", "--head", "--block", "--no-monitor"]
+        arguments += [f"--{name}={value}" for name, value in options.items()]
+        end = time.monotonic() + self.start_seconds
+        process = self._spawn("ray", "ray", arguments)
+        # Ray writes its address there once it is up.
+        while not (self._ray_folder / "ray_current_cluster").exists():
+            if time.monotonic() >= end:
+                log = (self.folder / "ray.log").read_text(errors="replace")
+                raise RuntimeError(f"Ray did not start within {self.start_seconds:g} s:\n{log[-2000:]}")
+            if process.poll() is not None:
+                _end(process)
+                process = self._spawn("ray", "ray", arguments)
+            time.sleep(0.1)
 
     def add_client(self, name: str, node_config: Mapping[str, Any]) -> subprocess.Popen[bytes]:
         """Make a key pair, register its public half, and start a SuperNode that proves it holds the other.
@@ -135,8 +172,7 @@ class Federation:
         path.write_text("".join(f"{k.replace('_', '-')} = {json.dumps(v)}\n" for k, v in settings.items()), "utf-8")
         arguments = ["run", str(app), CONNECTION, "--stream", "--run-config", str(path)]
         if clients is not None:
-            options = f"num-supernodes={clients} client-resources-num-cpus=1 init-args-num-cpus=1"
-            arguments += ["--federation-config", options]
+            arguments += ["--federation-config", f"num-supernodes={clients} client-resources-num-cpus=1"]
         return self.flwr(*arguments, timeout=timeout)
 
     def flwr(self, *arguments: str, timeout: float = 120) -> str:
@@ -163,6 +199,8 @@ class Federation:
         """End all processes, clients first."""
         for process in reversed(self.processes.values()):
             _end(process)
+        if self._ray_folder is not None:
+            shutil.rmtree(self._ray_folder, ignore_errors=True)
 
     def _spawn(self, name: str, program: str, arguments: Sequence[str]) -> subprocess.Popen[bytes]:
         log = self.folder / f"{name}.log"
@@ -182,7 +220,10 @@ class Federation:
     def _environment(self) -> dict[str, str]:
         # Flower starts its helpers by name, so they must be found where this Python's programs are.
         path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-        return {**os.environ, **_OFF, **self.environment, "PATH": path, "FLWR_HOME": str(self.folder / "home")}
+        found = {**os.environ, **_OFF, **self.environment, "PATH": path, "FLWR_HOME": str(self.folder / "home")}
+        if self.simulation:
+            found |= {**_PATIENT, "RAY_ADDRESS": f"127.0.0.1:{self._ray_port}"}
+        return found
 
     def _wait_until_healthy(self) -> None:
         context = None if self.simulation else ssl.create_default_context(cafile=str(self.certificate))

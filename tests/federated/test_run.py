@@ -2,6 +2,8 @@
 
 import json
 import ssl
+import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -10,6 +12,7 @@ import pytest
 
 pytest.importorskip("flwr", reason="flwr is the optional extra 'federated', for Python 3.11 or later")
 
+from fastdp.federated import launch
 from fastdp.federated.launch import Federation, make_certificates, make_node_key
 from fastdp.methods.selective import SelectiveCard
 
@@ -22,11 +25,10 @@ def rows_of(settings):
     return [json.loads(line) for line in (Path(settings["output"]) / "rounds.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.slow  # Ray gives its daemon 30 seconds to start, which is too little beside other tests on two cores
 def test_flwr_run_in_simulation(settings, tmp_path):
     """Three clients, three rounds, private tokens perturbed once; perplexity falls, cards are there, nothing is left running."""
     settings = settings | {"rounds": 3, "min_clients": 3, "perturbation": "selective", "round_seconds": 300.0}
-    with Federation(tmp_path / "flower", simulation=True, environment=OFFLINE) as federation:
+    with Federation(tmp_path / "flower", simulation=True, environment=OFFLINE, start_seconds=300) as federation:
         log = federation.run(APP, settings, clients=3, timeout=600)
         processes = list(federation.processes.values())
     assert (Path(settings["output"]) / "run_card.json").exists(), log[-3000:]
@@ -37,6 +39,59 @@ def test_flwr_run_in_simulation(settings, tmp_path):
         card = SelectiveCard.load(Path(settings["output"]) / "clients" / f"client-{index}" / "card.json")
         assert card["guarantee"].startswith("epsilon-local")
     assert all(process.poll() is not None for process in processes)
+
+
+SUPERLINK = """
+import http.server, sys
+class Healthy(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+port = int(sys.argv[sys.argv.index("--port") + 1])
+http.server.HTTPServer(("127.0.0.1", port), Healthy).serve_forever()
+"""
+RAY = """
+import pathlib, sys, time
+tries = pathlib.Path(__file__).with_suffix(".tries")
+with open(tries, "a") as file:
+    file.write("x")
+if len(tries.read_text()) < 3:
+    sys.exit("The current node timed out during startup.")
+folder = next(a.split("=", 1)[1] for a in sys.argv if a.startswith("--temp-dir="))
+(pathlib.Path(folder) / "ray_current_cluster").write_text("127.0.0.1:1")
+time.sleep(600)
+"""
+
+
+@pytest.fixture
+def programs(tmp_path, monkeypatch):
+    """A SuperLink that is healthy at once, and a Ray that is up at its third start."""
+    for name, code in (("flower-superlink", SUPERLINK), ("ray", RAY)):
+        (tmp_path / name).write_text(f"#!{sys.executable}\n{code}")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setattr(launch, "_program", lambda name: str(tmp_path / name))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    return tmp_path
+
+
+def test_a_ray_that_is_slow_to_start_is_started_again(programs):
+    with Federation(programs / "flower", simulation=True) as federation:
+        assert (programs / "ray.tries").read_text() == "xxx"
+        assert all(process.poll() is None for process in federation.processes.values())
+        assert len(list(programs.glob("fastdp-ray-*"))) == 1
+    assert all(process.poll() is not None for process in federation.processes.values())
+    assert not list(programs.glob("fastdp-ray-*"))
+
+
+def test_a_ray_that_never_starts_is_given_up_with_its_log(programs):
+    (programs / "ray").write_text(f"#!{sys.executable}\nraise SystemExit('no room')")
+    with (
+        pytest.raises(RuntimeError, match=r"Ray did not start within 1 s:\n(?s:.*)no room"),
+        Federation(programs / "flower", simulation=True, start_seconds=1),
+    ):
+        raise AssertionError("it began without Ray")
+    assert not list(programs.glob("fastdp-ray-*"))
 
 
 def test_certificates_and_keys_are_what_flower_reads(tmp_path):
