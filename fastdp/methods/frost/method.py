@@ -293,7 +293,7 @@ class DPFrost(Method):
         notes = []
         if not self._private:
             notes.append(f"what is trained was chosen by {self.choose_by}, which reads no private data")
-        elif self.mode == "paper" and private.target_delta is not None and private.noise_multiplier > 0:
+        elif self.mode == "paper" and private.settings["target_epsilon"] is not None and private.noise_multiplier > 0:
             true = accounting.epsilon(
                 private.ledger.budget_event(), private.target_delta, adjacency=private.settings["adjacency"]
             )

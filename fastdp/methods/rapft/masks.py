@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -80,17 +80,27 @@ def weak_masks(
         masks = {name: part.view(values.shape) for (name, values), part in zip(scaled.items(), parts)}
     else:
         raise ValueError(f"ranking is '{ranking}': choose one of {', '.join(RANKINGS)}")
-    if all(bool(mask.all()) for mask in masks.values()):
-        raise ValueError(
-            f"at irrelevance ratio {ratio:g} every coordinate is weak and none is strong (r_s = 0): lower the ratio"
-        )
+    check_strong([mask.numel() for mask in masks.values()], ratio, ranking)
     return masks
+
+
+def check_strong(sizes: Sequence[int], irrelevance_ratio: float, ranking: str) -> None:
+    """Raise ValueError if no coordinate of parameters of these sizes would be strong (r_s = 0), whatever the data."""
+    if all(_weak(size, irrelevance_ratio) == size for size in (sizes if ranking == "layer" else [sum(sizes)])):
+        raise ValueError(
+            f"at irrelevance ratio {irrelevance_ratio:g} every coordinate is weak and none is strong (r_s = 0): lower the "
+            "ratio"
+        )
+
+
+def _weak(size: int, ratio: float) -> int:
+    """How many of ``size`` coordinates are weak."""
+    # 1e-9 keeps a product such as .7 * 10 = 7.000000000000001 from being rounded up.
+    return min(math.ceil(ratio * size - 1e-9), size)
 
 
 def _least(values: torch.Tensor, ratio: float) -> torch.Tensor:
     flat = values.reshape(-1)
-    # 1e-9 keeps a product such as .7 * 10 = 7.000000000000001 from being rounded up.
-    count = min(math.ceil(ratio * flat.numel() - 1e-9), flat.numel())
     mask = torch.zeros(flat.numel(), dtype=torch.bool, device=flat.device)
-    mask[torch.argsort(flat, stable=True)[:count]] = True
+    mask[torch.argsort(flat, stable=True)[: _weak(flat.numel(), ratio)]] = True
     return mask.view(values.shape)

@@ -24,7 +24,7 @@ from fastdp.methods.rapft.allocation import (
     printed_noise_multiplier,
 )
 from fastdp.methods.rapft.initialisation import Initialisation
-from fastdp.methods.rapft.masks import RANKINGS, check_ratio, weak_masks
+from fastdp.methods.rapft.masks import RANKINGS, check_ratio, check_strong, weak_masks
 from fastdp.methods.rapft.relevance import Propagator, require_values
 from fastdp.methods.rapft.rules import Propagation
 from fastdp.methods.rapft.sources import NoisyMap, PrivateSubset, PublicMap
@@ -143,8 +143,12 @@ class RapFT(Method):
     def policy(
         self, parameters: Mapping[str, torch.nn.Parameter], noise_multiplier: float, outcome: Outcome | None = None
     ) -> Policy:
-        """The two blocks of the mask, or DP-SGD while there is none; the multiplier is ``noise_multiplier`` in both."""
+        """The two blocks of the mask, or DP-SGD while there is none; the multiplier is ``noise_multiplier`` in both.
+
+        Raises ValueError if the mask to come would leave nothing strong, which the sizes alone decide.
+        """
         if not outcome:
+            check_strong([p.numel() for p in parameters.values()], self.irrelevance_ratio, self.ranking)
             return flat_policy(list(parameters), self.max_grad_norm, noise_multiplier)
         return masked_policy(
             {name: outcome[name].to(parameter.device) for name, parameter in parameters.items()},

@@ -84,7 +84,12 @@ class NoisyMap:
         preparation.record(RELEVANCE)
         total = self.clipped_sum(propagator, sampled(preparation, self.sample_rate))
         for index, values in enumerate(total.values()):
-            ops.add_noise_(values, self.noise_multiplier * self.max_norm, preparation.stream.at(0, index))
+            ops.add_noise_(
+                values,
+                self.noise_multiplier * self.max_norm,
+                preparation.stream.at(0, index),
+                secure_rounding=preparation.secure_rounding,
+            )
         return total
 
     def clipped_sum(self, propagator: Propagator, batches: Iterator[Mapping[str, Any]]) -> Map:

@@ -128,6 +128,12 @@ def test_the_paper_mode_states_what_its_epsilon_is_worth() -> None:
     assert f"costs epsilon {true:.4f}, not the 3" in note
 
 
+def test_the_paper_mode_states_no_such_epsilon_where_noise_was_given() -> None:
+    method = DPFrost(**{**SETTINGS, "selection_noise_multiplier": 1.0}, mode="paper")  # type: ignore[arg-type]
+    private = start(method=method, noise_multiplier=1.0, target_delta=1e-3)
+    assert not any("RDP" in note for note in private.card()["notes"])
+
+
 @pytest.mark.parametrize(("every", "epochs", "count"), [(None, 2, 1), (2, 2, 3), (6, 2, 1), (4, 2, 2)])
 def test_repeated_selection_is_accounted_for_each_time(every: int | None, epochs: int, count: int) -> None:
     method = DPFrost(**SETTINGS, select_every=every)  # type: ignore[arg-type]

@@ -93,6 +93,7 @@ def test_a_noised_map_has_the_noise_it_is_accounted_with():
     class Sampled:
         recorded: list[str] = []
         stream = fastdp.NoiseStream.unsafe_reproducible(5)
+        secure_rounding = False
 
         def record(self, kind: str) -> None:
             self.recorded.append(kind)
@@ -248,6 +249,36 @@ def test_nothing_is_spent_on_a_zero_matrix():
     with pytest.raises(ValueError, match="second.weight is zero throughout"):
         next(iter(private.data_loader))
     assert private.epsilon() == 0
+    private.detach()
+
+
+@pytest.mark.parametrize(("ratio", "ranking"), [(1.0, "layer"), (1.0, "map"), (0.999, "layer")])
+def test_a_ratio_that_leaves_nothing_strong_is_refused_before_anything_is_spent(ratio, ranking, tmp_path):
+    method = RapFT(NoisyMap(1.0, 0.5), irrelevance_ratio=ratio, ranking=ranking)
+    with pytest.raises(ValueError, match="r_s = 0"):
+        start(Classifier(), method=method, noise_multiplier=1.0, target_delta=1e-3, output_dir=tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("secure", [False, True])
+def test_the_noise_of_a_map_is_in_the_form_that_the_card_names(secure, monkeypatch):
+    forms = []
+
+    def drawn(values, std, stream, *, secure_rounding=False):
+        forms.append(secure_rounding)
+        return values
+
+    monkeypatch.setattr("fastdp.ops.add_noise_", drawn)
+    private = start(
+        Classifier(),
+        method=RapFT(NoisyMap(1.0, 0.5)),
+        noise_multiplier=1.0,
+        target_delta=1e-3,
+        secure_rounding=secure,
+    )
+    private.prepare()
+    assert set(forms) == {secure}
+    assert private.card()["noise_source"]["secure_rounding"] is secure
     private.detach()
 
 
