@@ -125,6 +125,11 @@ class DPFrost(Method):
             return Budget(schedule.multiplier())
         count = self.selection_steps * sum(self.prepares_at(step) for step in range(schedule.steps))
         if self.selection_noise_multiplier is not None:
+            if self.selection_noise_multiplier == 0 and math.isfinite(schedule.target_epsilon or math.inf):
+                raise ValueError(
+                    f"selection_noise_multiplier is 0, at which no selection meets target_epsilon {schedule.target_epsilon:g}: "
+                    "raise it, or leave it out to have it calibrated"
+                )
             side = self._side(self.selection_noise_multiplier, count)
             return Budget(schedule.multiplier([side]), (side,))
         if schedule.noise_multiplier is not None and schedule.noise_multiplier > 0:

@@ -230,6 +230,12 @@ def test_refuses_a_noise_level_without_that_of_the_selection() -> None:
         start(method=DPFrost(unfreezing_ratio=0.5), noise_multiplier=1.0, target_delta=1e-3)
 
 
+def test_refuses_a_budget_that_a_selection_without_noise_cannot_meet(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="selection_noise_multiplier is 0"):
+        start(target_epsilon=3.0, target_delta=1e-3, output_dir=tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
 def test_refuses_an_optimizer_that_holds_a_frozen_parameter() -> None:
     model = Deep()
     model.layers[0].requires_grad_(False)
