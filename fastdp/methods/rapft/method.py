@@ -93,11 +93,17 @@ class RapFT(Method):
                 raise ValueError(f"{name} is {pair}: give two positive numbers, for the weak and the strong block")
         if self.allocation == "printed" and (self.bounds is not None or self.weights != (1.0, 1.0)):
             raise ValueError("bounds and weights belong to allocation='optimal' or 'ellipsoid'; leave them out")
-        if self.map_after < 0 or (self.map_every is not None and self.map_every < 1):
-            raise ValueError("map_after must be 0 or more steps, and map_every at least 1")
+        for steps, least in ((self.map_after, 0), (1 if self.map_every is None else self.map_every, 1)):
+            if steps != int(steps) or steps < least:
+                raise ValueError("map_after must be 0 or more whole steps, and map_every at least 1")
         self._check_mode()
 
     def _check_mode(self) -> None:
+        if not isinstance(self.source, (PublicMap, NoisyMap, PrivateSubset, type(None))):
+            raise ValueError(
+                f"source is a {type(self.source).__name__}: give PublicMap(batches), NoisyMap(noise_multiplier, sample_rate) "
+                "or, in paper mode, PrivateSubset(sample_rate)"
+            )
         if self.mode == "paper":
             if self.source is None:
                 object.__setattr__(self, "source", PrivateSubset())

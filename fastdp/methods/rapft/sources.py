@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -65,14 +66,14 @@ class NoisyMap:
     max_norm: float = 1.0
 
     def __post_init__(self) -> None:
-        if not self.noise_multiplier > 0:
+        if not (self.noise_multiplier > 0 and math.isfinite(self.noise_multiplier)):
             raise ValueError(
-                f"noise_multiplier of the relevance map is {self.noise_multiplier}: a map of private examples needs noise "
-                "above 0, or take it from public ones (PublicMap)"
+                f"noise_multiplier of the relevance map is {self.noise_multiplier}: a map of private examples needs finite "
+                "noise above 0, or take it from public ones (PublicMap)"
             )
         _check_rate(self.sample_rate)
-        if not self.max_norm > 0:
-            raise ValueError(f"max_norm of the relevance map is {self.max_norm}: it must be positive")
+        if not (self.max_norm > 0 and math.isfinite(self.max_norm)):
+            raise ValueError(f"max_norm of the relevance map is {self.max_norm}: it must be positive and finite")
 
     def side(self, count: int) -> tuple[SideRelease, ...]:
         """``count`` releases of a noised map."""

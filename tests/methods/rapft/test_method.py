@@ -210,7 +210,10 @@ def test_paper_mode_with_a_public_mask_has_a_guarantee():
         ({"bounds": (1.0, 1.0)}, "belong to"),
         ({"weights": (1.0, 2.0)}, "belong to"),
         ({"map_after": -1}, "map_after"),
+        ({"map_after": 1.5}, "whole steps"),
         ({"map_every": 0}, "map_every"),
+        ({"map_every": 2.5}, "whole steps"),
+        ({"source": [{"x": 1}]}, r"source is a list: give PublicMap"),
         ({"weight_averaging": 1.0}, "weight_averaging"),
     ],
 )
@@ -220,7 +223,10 @@ def test_bad_settings(settings, message):
         RapFT(**({"source": public(), **settings} if needs_source else settings))
 
 
-@pytest.mark.parametrize("options", [(0.0, 0.1), (-1.0, 0.1), (1.0, 0.0), (1.0, 1.5), (1.0, 0.1, 0.0)])
+@pytest.mark.parametrize(
+    "options",
+    [(0.0, 0.1), (-1.0, 0.1), (math.inf, 0.1), (1.0, 0.0), (1.0, 1.5), (1.0, 0.1, 0.0), (1.0, 0.1, math.inf)],
+)
 def test_a_noised_map_needs_noise_and_a_rate(options):
     with pytest.raises(ValueError, match="of the relevance map"):
         NoisyMap(*options)
