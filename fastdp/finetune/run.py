@@ -69,7 +69,7 @@ class Result:
     peak_bytes: int
     before: Quality | None
     after: Quality | None
-    #: What a local method says of its privacy, in a sentence.
+    #: What a local method says of its privacy, in a sentence; or why a method as its paper prints it guarantees nothing.
     privacy: str | None = None
 
     def save(self, path: Path) -> None:
@@ -334,7 +334,16 @@ class _Run:
         return seconds
 
     def _epsilon(self) -> float:
-        return self.private.epsilon() if self.local is None else self.local.epsilon()
+        if self.local is not None:
+            return self.local.epsilon()
+        # The event of a flawed method has an epsilon too, which nobody was promised.
+        return math.inf if self.private.method.flaws() else self.private.epsilon()
+
+    def _privacy(self) -> str | None:
+        if self.local is not None:
+            return self.local.privacy()
+        flaws = self.private.method.flaws()
+        return f"none: {'; '.join(flaws)}" if flaws else None
 
     def _metrics_row(self, seconds: float, epsilon: float | None, loss: float) -> dict[str, Any]:
         row: dict[str, Any] = {
@@ -377,7 +386,7 @@ class _Run:
             peak_bytes=peak,
             before=self.before,
             after=after,
-            privacy=None if self.local is None else self.local.privacy(),
+            privacy=self._privacy(),
         )
         result.save(self.output / RESULT)
         (self.output / CHECKPOINT).unlink(missing_ok=True)
