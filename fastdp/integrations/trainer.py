@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -209,7 +210,8 @@ class DPTrainer(Trainer):
         """Log with epsilon, and with what is unprotected marked as such."""
         marked = {_UNPROTECTED.get(key, key): value for key, value in logs.items()}
         if self.private is not None and "learning_rate" in logs:
-            marked["epsilon"] = self.private.epsilon()
+            # A method as its paper prints it may guarantee nothing, whatever its event costs.
+            marked["epsilon"] = math.inf if self.private.method.flaws() else self.private.epsilon()
         super().log(marked, *args, **kwargs)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,16 @@ def test_what_is_not_private_is_not_logged_or_is_marked(tmp_path: Path) -> None:
     assert spent == sorted(spent)
     for file in tmp_path.rglob("trainer_state.json"):
         assert "grad_norm" not in file.read_text()
+
+
+def test_a_method_without_a_guarantee_logs_no_epsilon(tmp_path: Path) -> None:
+    class Flawed(fastdp.DPSGD):
+        def flaws(self) -> list[str]:
+            return ["as printed"]
+
+    run = trainer(tmp_path, privacy={"method": Flawed()})
+    run.train()
+    assert {entry["epsilon"] for entry in run.state.log_history if "epsilon" in entry} == {math.inf}
 
 
 def test_resume_continues_the_budget(tmp_path: Path) -> None:
