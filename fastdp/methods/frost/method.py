@@ -296,15 +296,14 @@ class DPFrost(Method):
     def notes(self, private: Private) -> Sequence[str]:
         """What the selection cost and, in `paper` mode, what its figure is really worth."""
         notes = []
+        stated, delta = private.settings["target_epsilon"], private.target_delta
         if not self._private:
             notes.append(f"what is trained was chosen by {self.choose_by}, which reads no private data")
-        elif self.mode == "paper" and private.settings["target_epsilon"] is not None and private.noise_multiplier > 0:
-            true = accounting.epsilon(
-                private.ledger.budget_event(), private.target_delta, adjacency=private.settings["adjacency"]
-            )
+        elif self.mode == "paper" and stated is not None and delta is not None and private.noise_multiplier > 0:
+            true = accounting.epsilon(private.ledger.budget_event(), delta, adjacency=private.settings["adjacency"])
             notes.append(
-                f"noise calibrated by RDP, as printed: the whole budget costs epsilon {true:.4f}, not the "
-                f"{private.settings['target_epsilon']:g} that it states; the excess noise buys nothing"
+                f"noise calibrated by RDP, as printed: the whole budget costs epsilon {true:.4f}, not the {stated:g} that it "
+                "states; the excess noise buys nothing"
             )
         return notes
 
