@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -26,8 +27,12 @@ from fastdp.ops.stream import NoiseStream
 FORMS = ("local", "metric", "partition", "paper")
 #: Fewest tokens in a cell of a partition; one alone would be sent as it is.
 SMALLEST_CELL = 2
-# Rows of distances that one step of the paper's form holds.
+# Rows of distances that one step of the paper's form holds, and pairs of rows compared at once.
 _CHUNK = 64
+_PAIRS = 4096
+# Draws for each token, by turns, of which one has to fall within the paper's radius: a further draw for the same token
+# costs far less than the first.
+_TRIES = (1, 16, 128)
 
 
 def paper_probabilities(token: int, table: Tensor, epsilon: float, radius: float, alpha: float = 1.0) -> Tensor:
@@ -171,34 +176,90 @@ class TokenMechanism:
         scale, cap = (epsilons / 2, None) if self.form == "metric" else (epsilons / (2 * self._radius), self._radius)
         return exponential_choice(ids, table, scale if scale.dim() else float(scale), stream, cap, log_prior=prior)
 
+    @cached_property
+    def _by_cell(self) -> _Cells:
+        assert self.cells is not None
+        order = torch.argsort(self.cells, stable=True)
+        sizes = torch.bincount(self.cells)
+        starts = sizes.cumsum(0) - sizes
+        place = torch.empty_like(order)
+        place[order] = torch.arange(len(order)) - starts[self.cells[order]]
+        prior = self._prior()
+        return _Cells(order, starts, sizes, place, self.table[order], None if prior is None else prior[order])
+
     def _draw_partition(self, ids: Tensor, epsilons: Tensor, stream: NoiseStream) -> Tensor:
         assert self.cells is not None
-        result = torch.empty_like(ids)
-        cell_of = self.cells[ids]
-        for cell in cell_of.unique().tolist():
-            mine = cell_of == cell
-            token = int(ids[mine][0])
-            rows, _, prior = self._cell_of(token)
-            place = torch.full((len(self.table),), -1, dtype=torch.int64)
-            place[rows] = torch.arange(len(rows))
-            own = epsilons[mine] if epsilons.dim() else epsilons
-            result[mine] = rows[self._choose(place[ids[mine]], self.table[rows], own, stream, prior)]
+        cells, result = self._by_cell, torch.empty_like(ids)
+        of = self.cells[ids]
+        order = torch.argsort(of, stable=True)
+        for mine in order.split(torch.bincount(of).tolist()):
+            if not len(mine):
+                continue
+            cell = int(of[mine[0]])
+            own = slice(int(cells.starts[cell]), int(cells.starts[cell] + cells.sizes[cell]))
+            strengths = epsilons[mine] if epsilons.dim() else epsilons
+            prior = None if cells.prior is None else cells.prior[own]
+            drawn = self._choose(cells.place[ids[mine]], cells.table[own], strengths, stream, prior)
+            result[mine] = cells.order[own][drawn]
         return result
 
     def _draw_paper(self, ids: Tensor, epsilons: Tensor, stream: NoiseStream) -> Tensor:
+        """Draws from the whole vocabulary, of which the first within the radius counts, which is the law as printed.
+
+        A token for which none does, or that may not be drawn itself, is drawn from its law entry by entry.
+        """
+        result = torch.full_like(ids, -1)
+        scales = epsilons * self.alpha / (4 * self._radius)
+        left = torch.arange(len(ids)) if self.candidates is None else self.candidates[ids].nonzero().flatten()
+        for tries in _TRIES:
+            if not len(left):
+                break
+            again = left.repeat_interleave(tries)
+            drawn = exponential_choice(ids[again], self.table, scales[again], stream, log_prior=self._prior())
+            near = self._within(ids[again], drawn).view(-1, tries)
+            first = drawn.view(-1, tries).gather(1, near.int().argmax(1, keepdim=True)).flatten()
+            found = near.any(1)
+            result[left[found]] = first[found]
+            left = left[~found]
+        rest = (result < 0).nonzero().flatten()
+        if len(rest):
+            result[rest] = self._draw_from_laws(ids[rest], epsilons[rest], stream)
+        return result
+
+    def _within(self, ids: Tensor, drawn: Tensor) -> Tensor:
+        near = [
+            (self.table[a].double() - self.table[b].double()).norm(dim=1) <= self._radius
+            for a, b in zip(ids.split(_PAIRS), drawn.split(_PAIRS))
+        ]
+        return torch.cat(near)
+
+    def _draw_from_laws(self, ids: Tensor, epsilons: Tensor, stream: NoiseStream) -> Tensor:
         rows = self.table.double()
         laws, law_of = torch.stack([ids.double(), epsilons]).unique(dim=1, return_inverse=True)
         # 53 bits of a 64-bit draw: what a float64 in [0, 1) holds.
         draws = torch.from_numpy((stream.uniform64(len(ids)) >> 11).astype("float64") * 2.0**-53)
         result = torch.empty_like(ids)
+        sharing = torch.argsort(law_of, stable=True).split(torch.bincount(law_of).tolist())
         for start in range(0, laws.shape[1], _CHUNK):
             tokens, strengths = laws[0, start : start + _CHUNK].long(), laws[1, start : start + _CHUNK]
             ends = _paper_laws(tokens, rows, strengths, self._radius, self.alpha, self.candidates).cumsum(1)
-            mine = ((law_of >= start) & (law_of < start + _CHUNK)).nonzero().flatten()
-            own = ends[law_of[mine] - start]
-            at = torch.searchsorted(own, (draws[mine] * own[:, -1])[:, None], right=True).flatten()
-            result[mine] = at
+            for end, mine in zip(ends, sharing[start : start + _CHUNK]):
+                result[mine] = torch.searchsorted(end, draws[mine] * end[-1], right=True)
         return result
+
+
+@dataclass(frozen=True)
+class _Cells:
+    """A partition's tokens, cell by cell: their order, where cells start and how many they hold, each token's place in its
+    cell, and rows and prior in that order.
+    """
+
+    order: Tensor
+    starts: Tensor
+    sizes: Tensor
+    place: Tensor
+    table: Tensor
+    prior: Tensor | None
 
 
 def public_radius(table: Tensor, rows: int = 512) -> float:

@@ -116,6 +116,25 @@ def test_draws_follow_the_law(form):
         assert chisquare(counts[possible], 40_000 * law[possible] / law.sum()).pvalue > 1e-6
 
 
+def test_the_paper_form_draws_its_law_where_draws_from_the_whole_vocabulary_seldom_fall_within_the_radius():
+    """Chi-square of 2,000 draws of each of two tokens with 3 of 900 rows in reach; false alarms: 2 in 10^6."""
+    generator = torch.Generator().manual_seed(0)
+    far = torch.randn(894, 3, generator=generator)
+    far *= 2 / far.norm(dim=1, keepdim=True)
+    near = torch.tensor([[0.0, 0.0, 0.0], [0.3, 0.0, 0.0], [0.0, 0.7, 0.0]])
+    table = torch.cat([near, far, near + 100])
+    mechanism = TokenMechanism("paper", table, radius=1.0)
+    ids = torch.tensor([0, 897]).repeat(2_000)
+    drawn = mechanism.draw(ids, 0.5, NoiseStream())
+    for token in (0, 897):
+        law = mechanism.log_probabilities(token, 0.5).exp()
+        possible = (law > 0).nonzero().flatten()
+        assert len(possible) == 3
+        counts = torch.bincount(drawn[ids == token], minlength=len(table))
+        assert int(counts[possible].sum()) == 2_000
+        assert chisquare(counts[possible].numpy(), 2_000 * law[possible].numpy()).pvalue > 1e-6
+
+
 def test_an_epsilon_for_each_token():
     """A tiny and a huge epsilon in one call: the first spreads, the second stays."""
     table = torch.randn(50, 4, generator=torch.Generator().manual_seed(0))
