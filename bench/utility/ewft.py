@@ -245,7 +245,11 @@ def step_time(model: Path, steps: int = 7, length: int = 64, batch_size: int = 3
     plain, perturbed = tops.load(model, 0), tops.load(model, 0)
     layer = 3
     private = fastdp.EWFT(
-        perturbed, layer=layer, noise=ewft.uniform(1, 8.0, DELTA), sequence_length=length, dataset_size=10**9
+        perturbed,
+        layer=layer,
+        noise=ewft.uniform(1, 8.0, DELTA),
+        sequence_length=length,
+        dataset_size=(steps + 1) * batch_size,
     )
     assert private.autoencoder is not None
     private.autoencoder.trained_on = "public"
@@ -267,8 +271,9 @@ def step_time(model: Path, steps: int = 7, length: int = 64, batch_size: int = 3
     seconds: list[list[float]] = [[], []]
     for turn in range(steps + 1):
         for which, (net, optimizer) in enumerate(zip((plain.train(), perturbed.train()), optimizers)):
+            ids = {"example_ids": torch.arange(batch_size) + turn * batch_size} if which else {}
             begin = time.perf_counter()
-            net(**batch).loss.backward()
+            net(**batch, **ids).loss.backward()
             optimizer.step()
             optimizer.zero_grad()
             if turn:

@@ -60,6 +60,7 @@ class Card(dict[str, Any]):
         target_epsilon: float | None = None,
         run_id: str | None = None,
         flaws: Sequence[str] = (),
+        assumptions: Sequence[str] = (),
         notes: Sequence[str] = (),
         unprotected: Sequence[str] = (),
         cross_check: bool = True,
@@ -76,7 +77,7 @@ class Card(dict[str, Any]):
             noise_source: ``generator``, ``key`` (``unsafe_reproducible`` voids the guarantee) and ``secure_rounding``.
             model: ``name``, ``trained_parameters`` and whatever else describes what was trained.
             flaws: why the method as run carries no guarantee, as `paper` modes must state; any voids the guarantee.
-            notes, unprotected: what the method adds to the card's own.
+            assumptions, notes, unprotected: what the method adds to the card's own.
             cross_check: also compute PRV's upper bound and RDP, which takes seconds.
 
         Raises ValueError for an event or delta that cannot be accounted for, TypeError for values that are not JSON.
@@ -118,7 +119,7 @@ class Card(dict[str, Any]):
             "steps": {"planned": int(planned_steps), "spent": int(spent_steps)},
             "noise_source": dict(noise_source),
             "model": dict(model),
-            "assumptions": _assumptions(sampling, adjacency, dataset_size, delta, noise_source),
+            "assumptions": [*_assumptions(sampling, adjacency, dataset_size, delta, noise_source), *assumptions],
             "unprotected": [*_UNPROTECTED, *unprotected],
             "notes": list(notes),
             "software": _software(),

@@ -133,6 +133,11 @@ def test_large_delta_is_noted():
     assert any("1/N" in assumption for assumption in _card(delta=1e-4)["assumptions"])
 
 
+def test_a_methods_assumptions_stand_beside_the_cards_own():
+    own = _card()["assumptions"]
+    assert _card(assumptions=("each record came once",))["assumptions"] == [*own, "each record came once"]
+
+
 @pytest.mark.parametrize("field", ["epsilon", "event", "steps", "unit", "noise_multiplier", "model", "assumptions"])
 def test_an_altered_field_is_found(field):
     card = _card()

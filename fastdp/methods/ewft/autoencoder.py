@@ -31,19 +31,36 @@ class StackedAutoencoder(nn.Module):
         trained_on: None until it is trained, ``"public"``, or a `TrainedPrivately`. Kept with its state dict.
 
     Raises:
-        ValueError: if there is no size, or one below 1.
+        ValueError: if there is no size, or one below 1; for a ``trained_on`` that is none of these.
     """
 
     def __init__(self, width: int, sizes: Sequence[int]):
         super().__init__()
         self.width = int(width)
         self.sizes = tuple(int(size) for size in sizes)
-        if not self.sizes or min(self.sizes) < 1 or width < 1:
+        if not self.sizes:
+            raise ValueError(
+                "the autoencoder has no sizes: give one at least, as in (64,), or autoencoder=None for none"
+            )
+        if min(self.sizes) < 1 or width < 1:
             raise ValueError(f"an autoencoder of width {width} and sizes {list(sizes)}: each must be at least 1")
         down = (self.width, *self.sizes)
         self.encoder = _stack(down)
         self.decoder = _stack(down[::-1])
-        self.trained_on: str | TrainedPrivately | None = None
+        self._trained_on: str | TrainedPrivately | None = None
+
+    @property
+    def trained_on(self) -> str | TrainedPrivately | None:
+        """What its weights were learned from."""
+        return self._trained_on
+
+    @trained_on.setter
+    def trained_on(self, value: str | TrainedPrivately | None) -> None:
+        if value not in (None, "public") and not isinstance(value, TrainedPrivately):
+            raise ValueError(
+                f"trained_on is {value!r}: it must be 'public', TrainedPrivately(event) for private records, or None"
+            )
+        self._trained_on = value
 
     def encode(self, hidden: Tensor) -> Tensor:
         """[..., width] -> [..., sizes[-1]]"""

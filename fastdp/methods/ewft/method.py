@@ -31,6 +31,9 @@ _JOINT_AUTOENCODER = "the autoencoder is trained together with the model, on seq
 _TOKEN_LABELS = (
     "labels were given for every token: where they are the text itself, training on them reveals what the noise hides"
 )
+_UNCHECKED = (
+    "each record was used at most once an epoch: nobody checked, since the run was allowed to go without example_ids"
+)
 _UNPROTECTED = (
     "labels: the guarantee covers a sequence, not the label that comes with it",
     "which sequence belongs to whom, and when it is used",
@@ -70,18 +73,21 @@ class EWFT:
         lengths: ``hidden`` lets the layers that follow attend to padding too, since their mask would show each length;
             ``public`` leaves the mask alone, and the card says so.
         joint_autoencoder: train the autoencoder with the model, as the paper does; this voids the guarantee.
+        unchecked_records: train without ``example_ids``, if the loader surely uses each record once an epoch. Only the
+            number of rows is looked at then, and the card states the assumption.
         secure_rounding: as in `fastdp.ops.clip_noise`.
         output_dir: where the ledger is kept; None keeps it in memory.
-        resume: go on with the ledger in ``output_dir``.
+        resume: go on with the ledger in ``output_dir``, with the same arguments.
         unsafe_seed: noise that whoever knows the seed can repeat: for tests, and the card says so.
 
-    In training mode each forward pass releases the records of its batch. `set_epoch` says which noise applies; a schedule
-    that releases once needs ``example_ids`` [B], ints from 0 to N - 1, among the model's inputs (they are taken out before
-    the model sees them). Outside of training mode every row is a release of its own, at the noise of the last epoch, and
-    is counted in ``inference_releases``.
+    In training mode each forward pass releases the records of its batch. `set_epoch` says which noise applies, and
+    ``example_ids`` [B], ints from 0 to N - 1 among the model's inputs, which records they are (they are taken out before
+    the model sees them): a record that comes a second time in an epoch is refused. Outside of training mode every row is
+    a release of its own, at the noise of the last epoch, and is counted in ``inference_releases``.
 
     Raises:
-        ValueError: for a layer that does not exist, an autoencoder of another width, or values out of range.
+        ValueError: for a layer that does not exist, an autoencoder of another width, values out of range, a model that has
+            an EWFT already, or a ledger in ``output_dir`` that is not to be resumed, or not by these arguments.
     """
 
     def __init__(
@@ -97,26 +103,34 @@ class EWFT:
         bottom: str = "frozen",
         lengths: str = "hidden",
         joint_autoencoder: bool = False,
+        unchecked_records: bool = False,
         secure_rounding: bool = False,
         output_dir: str | os.PathLike[str] | None = None,
         resume: bool = False,
         unsafe_seed: int | None = None,
     ):
         _check_settings(sequence_length, dataset_size, max_norm, bottom, lengths)
+        if unchecked_records and noise.reuse:
+            raise ValueError(
+                "a schedule that releases once finds its releases by example_ids: leave unchecked_records out"
+            )
         self.blocks: Blocks = find_blocks(model)
+        self._check_alone()
         self.layer, self.noise, self.max_norm = layer, noise, float(max_norm)
         self.sequence_length, self.dataset_size = int(sequence_length), int(dataset_size)
         self.lengths, self.secure_rounding = lengths, secure_rounding
+        self.unchecked_records = unchecked_records
         self._after, module = self.blocks.place(layer)
         self._check_lengths_can_be_hidden()
         self.autoencoder = self._autoencoder(autoencoder)
         self.joint_autoencoder = joint_autoencoder
         self.bottom_trained = bottom == "trained"
+        self._token_labels = False
+        self.ledger = self._open_ledger(output_dir, resume)
         self.frozen_parameters = [] if self.bottom_trained else self._freeze_bottom()
         if self.autoencoder is not None:
             self.autoencoder.encoder.requires_grad_(joint_autoencoder)
         self.stream = NoiseStream() if unsafe_seed is None else NoiseStream.unsafe_reproducible(unsafe_seed)
-        self.ledger = self._open_ledger(output_dir, resume)
         self.epoch: int | None = None
         self.inference_releases = 0
         self._rows = 0
@@ -124,12 +138,16 @@ class EWFT:
         self._codes: Tensor | None = None
         self._ids: Tensor | None = None
         self._mask: Tensor | None = None
-        self._token_labels = False
         self._tap: str | None = None
         self._sealed = False
         self._hooks = self._attach(model, module)
 
     # Setting up
+
+    def _check_alone(self) -> None:
+        hooks = self.blocks.base._forward_pre_hooks.values()
+        if any(isinstance(getattr(hook, "__self__", None), EWFT) for hook in hooks):
+            raise ValueError("this model has an EWFT already, and both would perturb: call remove() on the first")
 
     def _autoencoder(self, given: Sequence[int] | StackedAutoencoder | None) -> StackedAutoencoder | None:
         if given is None:
@@ -158,29 +176,31 @@ class EWFT:
 
     def _open_ledger(self, output_dir: str | os.PathLike[str] | None, resume: bool) -> accounting.Ledger:
         path = None if output_dir is None else Path(output_dir) / "ledger.jsonl"
-        if resume:
-            if path is None:
-                raise ValueError("resume needs the output_dir of the earlier run")
-            return self._check_resumed(accounting.Ledger.open(path))
-        if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
         header = {
             "mechanism": self.noise.name,
             "dataset_size": self.dataset_size,
             "unit": "one user's sequence",
             "adjacency": "replace_one",
-            "ratios": list(self.noise.ratios),
+            "noise_std_over_max_norm": list(self.noise.ratios),
+            "unchecked_records": self.unchecked_records,
+            "flaws": self.flaws(),
         }
+        if resume:
+            if path is None:
+                raise ValueError("resume needs the output_dir of the earlier run")
+            if not path.exists():
+                raise ValueError(f"there is no ledger to resume in {path.parent}: leave resume out")
+            return _check_resumed(accounting.Ledger.open(path), header)
+        if path is not None:
+            if path.exists():
+                raise ValueError(
+                    f"{path.parent} already holds a run's ledger: pass resume=True to continue it, or another output_dir"
+                )
+            path.parent.mkdir(parents=True, exist_ok=True)
         models = [accounting.EventModel(accounting.gaussian(ratio)) for ratio in self.noise.ratios]
         ledger = accounting.Ledger.create(path, header, event=models[0], budget_steps=1)
         for epoch, model in enumerate(models[1:], start=2):
             ledger.declare(_kind(epoch), model, 1)
-        return ledger
-
-    def _check_resumed(self, ledger: accounting.Ledger) -> accounting.Ledger:
-        if ledger.header.get("ratios") != list(self.noise.ratios):
-            ledger.close()
-            raise ValueError("the ledger to resume was begun with another noise schedule: give the same one")
         return ledger
 
     def _attach(self, model: nn.Module, module: nn.Module) -> list[Any]:
@@ -309,13 +329,23 @@ class EWFT:
             self._ids = self._checked_ids(kwargs.pop("example_ids"))
         mask = argument(module, args, kwargs)
         self._mask = mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
-        last_token_read = self.lengths == "hidden" and self.blocks.causal and hasattr(self.blocks.model, "score")
-        if last_token_read and self._tap != "hidden" and self._mask is not None and not bool(self._mask[:, -1].all()):
-            raise ValueError(
-                "this classifier reads the last token, whose place would give the length away: pad on the left "
-                "(tokenizer.padding_side = 'left'), or pass lengths='public'"
-            )
+        if self._tap != "hidden":
+            self._check_last_token(argument(module, args, kwargs, "input_ids"))
         return args, kwargs
+
+    def _check_last_token(self, ids: Tensor | None) -> None:
+        """Refuse a batch of a classifier that would read another than the last position, since that tells the length."""
+        if self.lengths == "public" or not self.blocks.causal or not hasattr(self.blocks.model, "score"):
+            return
+        config: Any = self.blocks.model.config
+        masked = self._mask is not None and not bool(self._mask[:, -1].all())
+        # transformers looks for the last token that is not padding in the ids, whatever the mask says.
+        padded = ids is not None and config.pad_token_id is not None and bool((ids[:, -1] == config.pad_token_id).any())
+        if masked or padded:
+            raise ValueError(
+                "this classifier reads the last token that is not padding, whose place would give the length away: pad on "
+                "the left (tokenizer.padding_side = 'left') with a token that ends no text, or pass lengths='public'"
+            )
 
     def _hide_lengths(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return hide_padding(module, args, kwargs, self.blocks.causal)
@@ -377,7 +407,7 @@ class EWFT:
         return ops.clip_noise(code, self.max_norm, std, self.stream, secure_rounding=self.secure_rounding)
 
     def _count(self, rows: int, ids: Tensor | None) -> None:
-        """Refuse a batch that would release a record twice in an epoch: by id, or by number where there are none."""
+        """Refuse a batch that would release a record twice in an epoch: by id, or, where that was asked for, by number."""
         if ids is not None:
             self._seen = torch.zeros(self.dataset_size, dtype=torch.bool) if self._seen is None else self._seen
             if bool(self._seen[ids].any()):
@@ -385,6 +415,11 @@ class EWFT:
                     "a record comes a second time in this epoch: each is released once, so sample without replacement"
                 )
             self._seen[ids] = True
+        elif not self.unchecked_records:
+            raise ValueError(
+                "training releases each record once an epoch, and must know which those of a batch are: pass example_ids [B]"
+                ", or unchecked_records=True if the loader surely uses each record once"
+            )
         elif self._rows + rows > self.dataset_size:
             raise RuntimeError(
                 f"more than dataset_size = {self.dataset_size} records in epoch {self.epoch}: a second release would not "
@@ -494,6 +529,7 @@ class EWFT:
                 "bottom": "trained" if self.bottom_trained else "frozen",
             },
             flaws=self.flaws(),
+            assumptions=(_UNCHECKED,) if self.unchecked_records else (),
             notes=(
                 "local differential privacy: the figure holds against whoever receives the perturbed sequences",
                 f"each inference query is a further release of epsilon {_shown(self.inference_epsilon())} about the "
@@ -549,6 +585,18 @@ def _check_settings(sequence_length: int, dataset_size: int, max_norm: float, bo
         raise ValueError(f"bottom is {bottom!r}: choose 'frozen' or 'trained'")
     if lengths not in ("hidden", "public"):
         raise ValueError(f"lengths is {lengths!r}: choose 'hidden' or 'public'")
+
+
+def _check_resumed(ledger: accounting.Ledger, header: Mapping[str, Any]) -> accounting.Ledger:
+    """The ledger; raises ValueError, and lets its file go, if it was begun with another header."""
+    changed = [key for key, value in header.items() if ledger.header.get(key) != value]
+    if changed:
+        ledger.close()
+        raise ValueError(
+            f"the ledger to resume was written with another {changed[0]}: resume with the same arguments, or begin anew in "
+            "another output_dir"
+        )
+    return ledger
 
 
 def _kind(epoch: int) -> str:

@@ -40,8 +40,22 @@ def test_provenance_is_kept_with_the_weights():
     assert fresh.trained_on is None
 
 
+def test_provenance_is_public_or_has_an_event():
+    """Any other word would pass for a guarantee on the card."""
+    autoencoder = StackedAutoencoder(8, (4,))
+    for value in ("private", "", True):
+        with pytest.raises(ValueError, match="TrainedPrivately"):
+            autoencoder.trained_on = value
+    state = {**autoencoder.state_dict(), "_extra_state": "private"}
+    with pytest.raises(ValueError, match="TrainedPrivately"):
+        autoencoder.load_state_dict(state)
+    assert autoencoder.trained_on is None
+
+
 def test_bad_input():
-    for width, sizes in ((8, ()), (8, (0,)), (0, (4,))):
+    with pytest.raises(ValueError, match="autoencoder=None for none"):
+        StackedAutoencoder(8, ())
+    for width, sizes in ((8, (0,)), (0, (4,))):
         with pytest.raises(ValueError, match="at least 1"):
             StackedAutoencoder(width, sizes)
     with pytest.raises(ValueError, match="9 wide"):

@@ -33,6 +33,11 @@ def full_batch(name, rows=ROWS):
     return inputs
 
 
+def numbered(name):
+    """A batch of all records, for training."""
+    return batch(name, rows=ROWS, tokens=TOKENS) | {"example_ids": torch.arange(ROWS)}
+
+
 def seen_after(private, layer, run):
     """The hidden state that leaves a layer, as what follows receives it."""
     caught = []
@@ -146,7 +151,7 @@ def test_frozen_bottom_gets_no_gradient_and_the_decoder_does():
     model = build("bert")
     private = trained(model)
     private.set_epoch(1)
-    model(**batch("bert", rows=ROWS, tokens=TOKENS)).loss.backward()
+    model(**numbered("bert")).loss.backward()
     assert private.frozen_parameters
     for name, parameter in model.named_parameters():
         below = name in private.frozen_parameters
@@ -161,7 +166,7 @@ def test_a_trained_bottom_gets_gradients_and_voids_the_guarantee():
     model = build("bert")
     private = trained(model, bottom="trained")
     private.set_epoch(1)
-    model(**batch("bert", rows=ROWS, tokens=TOKENS)).loss.backward()
+    model(**numbered("bert")).loss.backward()
     assert all(p.grad is not None for name, p in model.named_parameters() if "word_embeddings" in name)
     card = private.card()
     assert card["guarantee"] == "none"
@@ -240,7 +245,7 @@ def test_kept_releases_are_used_after_a_restart(tmp_path):
 def test_epochs_and_their_counts(tmp_path):
     model = build("bert")
     private = trained(model, output_dir=tmp_path)
-    inputs = batch("bert", rows=ROWS, tokens=TOKENS)
+    inputs = numbered("bert")
     assert private.epsilon() == 0
     with pytest.raises(RuntimeError, match="set_epoch"):
         model(**inputs)
@@ -249,21 +254,78 @@ def test_epochs_and_their_counts(tmp_path):
     private.set_epoch(1)
     model(**inputs)
     half = private.epsilon()
-    with pytest.raises(RuntimeError, match="more than dataset_size"):
-        model(**inputs)
     private.set_epoch(2)
-    model(**inputs, example_ids=torch.arange(ROWS))
+    model(**inputs)
+    # The same batch again, as of a loader that draws with replacement or was begun anew, would be a second release.
     with pytest.raises(RuntimeError, match="second time"):
-        model(**inputs, example_ids=torch.arange(ROWS))
+        model(**{key: value[:1] for key, value in inputs.items()})
     with pytest.raises(RuntimeError, match="released already"):
         private.set_epoch(1)
     assert half < private.epsilon() == pytest.approx(8.0, rel=1e-4)
     private.remove()
-    with pytest.raises(ValueError, match="another noise schedule"):
-        attach(model, ewft.uniform(2, 4.0, DELTA), output_dir=tmp_path, resume=True)
     again = attach(model, ewft.uniform(2, 8.0, DELTA), output_dir=tmp_path, resume=True)
     with pytest.raises(accounting.BudgetExceeded, match="allow_again"):
         again.set_epoch(2)
+
+
+@pytest.mark.parametrize("form", [ewft.uniform, ewft.dp_forward])
+def test_records_are_told_apart_or_the_card_says_that_they_were_not(form):
+    inputs = batch("bert", rows=ROWS, tokens=TOKENS)
+    model = build("bert")
+    private = trained(model, noise=form(2, 8.0, DELTA))
+    private.set_epoch(1)
+    with pytest.raises(ValueError, match="example_ids"):
+        model(**inputs)
+    assert not any("nobody checked" in assumption for assumption in private.card()["assumptions"])
+    private.remove()
+    trusting = trained(model, noise=form(2, 8.0, DELTA), unchecked_records=True)
+    trusting.set_epoch(1)
+    model(**inputs)
+    with pytest.raises(RuntimeError, match="more than dataset_size"):
+        model(**inputs)
+    assert any("nobody checked" in assumption for assumption in trusting.card()["assumptions"])
+    trusting.remove()
+    with pytest.raises(ValueError, match="leave unchecked_records out"):
+        attach(model, ewft.release_once(8.0, DELTA), unchecked_records=True)
+
+
+PRINTED = ewft.paper([0.46, 0.42], 8.0, DELTA)
+SOUND = ewft.uniform(2, 8.0, DELTA)
+
+
+@pytest.mark.parametrize(
+    ("begun", "changed", "named"),
+    [
+        (SOUND, {"noise": ewft.uniform(2, 4.0, DELTA)}, "noise_std_over_max_norm"),
+        (PRINTED, {"noise": ewft.NoiseSchedule("mine", PRINTED.ratios, DELTA)}, "mechanism"),
+        (PRINTED, {"noise": ewft.NoiseSchedule(PRINTED.name, PRINTED.ratios, DELTA)}, "flaws"),
+        (SOUND, {"dataset_size": ROWS + 3}, "dataset_size"),
+        (SOUND, {"bottom": "trained"}, "flaws"),
+        (SOUND, {"unchecked_records": True}, "unchecked_records"),
+    ],
+)
+def test_a_ledger_goes_on_under_the_same_arguments_alone(tmp_path, begun, changed, named):
+    model = build("bert")
+    settings = {"noise": begun, "output_dir": tmp_path}
+    with pytest.raises(ValueError, match="leave resume out"):
+        attach(model, **settings, resume=True)
+    attach(model, **settings).remove()
+    with pytest.raises(ValueError, match="resume=True to continue it, or another output_dir"):
+        attach(model, **settings)
+    with pytest.raises(ValueError, match=f"another {named}: resume with the same arguments"):
+        attach(model, **{**settings, **changed}, resume=True)
+    attach(model, **settings, resume=True).remove()
+
+
+def test_one_perturbation_a_model():
+    model = build("bert")
+    first = attach(model)
+    wrapped = peft.get_peft_model(model, peft.LoraConfig(task_type=task_type("bert"), r=2, target_modules=["query"]))
+    for same in (model, wrapped):
+        with pytest.raises(ValueError, match=r"call remove\(\) on the first"):
+            attach(same)
+    first.remove()
+    attach(model)
 
 
 def test_the_card_holds_and_says_what_is_not_covered():
@@ -271,7 +333,7 @@ def test_the_card_holds_and_says_what_is_not_covered():
     private = trained(model)
     for epoch in (1, 2):
         private.set_epoch(epoch)
-        model(**batch("bert", rows=ROWS, tokens=TOKENS))
+        model(**numbered("bert"))
     model.eval()
     model(**full_batch("bert"))
     private.stream.reproducible = False  # as from the operating system; the seed here is for the test alone
@@ -294,7 +356,7 @@ def test_the_papers_form_states_its_true_epsilon_and_no_guarantee():
     private = attach(model.train(), noise, autoencoder=(4,), bottom="trained", joint_autoencoder=True)
     for epoch in (1, 2, 3):
         private.set_epoch(epoch)
-        model(**batch("bert", rows=ROWS, tokens=TOKENS))
+        model(**numbered("bert"))
     card = private.card()
     assert card["guarantee"] == "none"
     assert card["epsilon"]["upper_bound"] == pytest.approx(26.18, abs=0.01)
@@ -307,9 +369,9 @@ def test_a_privately_trained_autoencoder_adds_its_event():
     private = attach(model, ewft.uniform(1, 4.0, DELTA), autoencoder=(4,))
     private.set_epoch(1)
     with pytest.raises(RuntimeError, match="has not been trained"):
-        model(**batch("bert", rows=ROWS, tokens=TOKENS))
+        model(**numbered("bert"))
     private.autoencoder.trained_on = ewft.TrainedPrivately(accounting.dpsgd(2.0, 0.1, 20))
-    model(**batch("bert", rows=ROWS, tokens=TOKENS))
+    model(**numbered("bert"))
     alone = accounting.epsilon(accounting.gaussian(private.noise.ratios[0]), DELTA, adjacency="replace_one")
     assert alone == pytest.approx(4.0, rel=1e-4)
     assert private.epsilon() > 4.3
@@ -319,7 +381,7 @@ def test_labels_that_are_the_text_void_the_guarantee():
     model = build("gpt2").train()
     private = attach(model, ewft.uniform(1, 8.0, DELTA))
     private.set_epoch(1)
-    model(**batch("gpt2", rows=ROWS, tokens=TOKENS))
+    model(**numbered("gpt2"))
     assert any("labels" in flaw for flaw in private.flaws())
 
 
@@ -343,7 +405,7 @@ def test_checkpointing_releases_once(reentrant):
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     private = trained(model)
     private.set_epoch(1)
-    model(**batch("bert", rows=ROWS, tokens=TOKENS)).loss.backward()
+    model(**numbered("bert")).loss.backward()
     assert private._rows == ROWS
     assert all(p.grad is not None for name, p in model.named_parameters() if "layer.1" in name)
 
@@ -415,4 +477,9 @@ def test_a_classifier_that_reads_the_last_token_needs_padding_on_the_left():
     inputs.pop("labels")
     with pytest.raises(ValueError, match="pad on the left"):
         model(**inputs)
+    # Without a mask, and with one that says otherwise, the model finds the last token by its padding.
+    inputs["input_ids"] = inputs["input_ids"].clamp(min=1) * inputs["attention_mask"]
+    for mask in ({}, {"attention_mask": torch.ones_like(inputs["attention_mask"])}):
+        with pytest.raises(ValueError, match="pad on the left"):
+            model(input_ids=inputs["input_ids"], **mask)
     model(**{key: value.flip(1) for key, value in inputs.items()})
