@@ -218,7 +218,9 @@ class Ledger:
         known = self._accounts.get(kind)
         if known is not None:
             if known.model != event:
-                raise LedgerError(f"the ledger already has releases of kind {kind!r} with another event")
+                raise LedgerError(
+                    f"the ledger already has releases of kind {kind!r} with another event; give the arguments it was begun with"
+                )
             if budget > known.budget:
                 self.extend(budget, kind)
             return

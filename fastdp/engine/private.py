@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import math
 import os
-import uuid
-import warnings
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,8 +15,11 @@ import torch
 from torch.utils.data import DataLoader
 
 from fastdp import accounting
+from fastdp.accounting.ledger import STEP
+from fastdp.engine.checks import check_budget, check_model, refuse_frozen
 from fastdp.engine.engine import Engine
-from fastdp.engine.method import Budget, Method, Outcome, Preparation, Schedule
+from fastdp.engine.method import Outcome, Preparation, Schedule
+from fastdp.engine.opening import fingerprint, opened_ledger
 from fastdp.engine.policy import Policy
 from fastdp.engine.release import Release
 from fastdp.engine.sampler import (
@@ -229,12 +229,12 @@ class Private:
     def epsilon(self, delta: float | None = None) -> float:
         """Privacy spent so far, an upper bound (PLD, pessimistic), at ``delta`` (default: the target).
 
-        inf without noise; 0 before the first step.
+        inf without noise, and for a method whose guarantee is void (the card says why); 0 before the first step.
         """
         delta = self.target_delta if delta is None else delta
         if self.ledger.untouched:
             return 0.0
-        if self.noise_multiplier == 0:
+        if self.noise_multiplier == 0 or self.method.flaws():
             return math.inf
         if delta is None:
             raise ValueError("no target_delta was given; pass delta")
@@ -244,10 +244,16 @@ class Private:
         return self._epsilons[key]
 
     def extend(self, epochs: float) -> None:
-        """Add epochs to the budget; the total epsilon grows and is accounted anew."""
+        """Add epochs to the budget, and what the method releases in them; epsilon grows and is accounted anew."""
         if not epochs > 0:
             raise ValueError(f"epochs is {epochs}: extend by a positive number")
-        self.ledger.extend(self.total_steps + math.ceil(epochs * self.steps_per_epoch))
+        total = self.total_steps + math.ceil(epochs * self.steps_per_epoch)
+        before, after = (sum(map(self.method.prepares_at, range(steps))) for steps in (self.total_steps, total))
+        if after > before:
+            for kind in self.ledger.kinds.keys() - {STEP}:
+                # Every preparation makes as many releases of a kind as the others.
+                self.ledger.extend(self.ledger.budget(kind) // before * after, kind)
+        self.ledger.extend(total)
 
     def card(self) -> accounting.Card:
         """What was bought: mechanism, unit, sampling, epsilon and delta, the event, what is unprotected."""
@@ -390,7 +396,8 @@ def make_private(
     from fastdp.methods.dpsgd import DPSGD
 
     method = DPSGD() if method is None else method
-    _check_model(model, optimizer)
+    _refuse_driven(model, optimizer)
+    check_model(model, optimizer)
     check_loader(data_loader)
     if sampling not in ("poisson", "shuffled"):
         raise ValueError(f"sampling is '{sampling}': use 'poisson' or 'shuffled'")
@@ -416,7 +423,7 @@ def make_private(
     per_epoch = steps_per_epoch(len(units), batch_size)
     steps = math.ceil(epochs * per_epoch)
     sample_rate = batch_size / len(units)
-    _check_delta(target_delta, target_epsilon, noise_multiplier, method.mechanism, len(units))
+    check_budget(target_delta, target_epsilon, noise_multiplier, method.mechanism, len(units))
 
     schedule = Schedule(
         units=len(units),
@@ -435,7 +442,7 @@ def make_private(
     # Made once here for its refusals, before a ledger exists.
     method.policy(trained, sigma, {})
     if method.freezes:
-        _refuse_frozen(model, optimizer)
+        refuse_frozen(model, optimizer)
     if method.bias_correction and not hasattr(optimizer, "noise_variance"):
         raise ValueError(
             "bias_correction needs fastdp.optim.Adam or fastdp.optim.AdamW: other optimizers cannot apply it"
@@ -452,44 +459,46 @@ def make_private(
         "target_epsilon": target_epsilon,
         "fingerprint": fingerprint(trained),
     }
-    ledger = _open_ledger(output_dir, resume, settings, method, schedule, budget)
-    open_stream = _streams(unsafe_seed)
-    noise, draws = open_stream(), open_stream()
-    sampler: Sampler = (
-        PoissonSampler(len(units), sample_rate, draws)
-        if sampling == "poisson"
-        else ShuffledSampler(len(units), batch_size, draws)
-    )
-    loader = PrivateLoader(data_loader, sampler, units, per_epoch, physical, lambda: steps, unit_map)
-    release = Release(trained, ledger, noise, batch_size, secure_rounding=secure_rounding)
-
-    def open_engine(policy: Policy) -> Engine:
-        return Engine(model, policy, loader.tickets, loss_reduction=loss_reduction, two_pass=two_pass, check=self_check)
-
-    def open_sample(rate: float) -> PrivateLoader:
-        once = PoissonSampler(len(units), rate, open_stream())
-        return PrivateLoader(data_loader, once, units, 1, physical, lambda: 1, unit_map)
-
-    def open_preparation() -> Preparation:
-        return Preparation(
-            model=model,
-            parameters=trained,
-            step=ledger.spent_steps,
-            batch_size=batch_size,
-            units=len(units),
-            noise_multiplier=sigma,
-            budget=budget,
-            stream=open_stream(),
-            record=ledger.record,
-            outcome=stages.outcome,
-            open_loader=open_sample,
-            returns_loss=loss_reduction is None,
-            secure_rounding=secure_rounding,
+    with opened_ledger(output_dir, resume, settings, method, schedule, budget) as ledger:
+        open_stream = _streams(unsafe_seed)
+        noise, draws = open_stream(), open_stream()
+        sampler: Sampler = (
+            PoissonSampler(len(units), sample_rate, draws)
+            if sampling == "poisson"
+            else ShuffledSampler(len(units), batch_size, draws)
         )
+        loader = PrivateLoader(data_loader, sampler, units, per_epoch, physical, lambda: steps, unit_map)
+        release = Release(trained, ledger, noise, batch_size, secure_rounding=secure_rounding)
 
-    folder = None if output_dir is None else Path(output_dir)
-    stages = Stages(model, optimizer, method, sigma, release, open_engine, folder, resume and folder is not None)
-    private = Private(model, optimizer, loader, stages, ledger, settings, open_preparation)
+        def open_engine(policy: Policy) -> Engine:
+            return Engine(
+                model, policy, loader.tickets, loss_reduction=loss_reduction, two_pass=two_pass, check=self_check
+            )
+
+        def open_sample(rate: float) -> PrivateLoader:
+            once = PoissonSampler(len(units), rate, open_stream())
+            return PrivateLoader(data_loader, once, units, 1, physical, lambda: 1, unit_map)
+
+        def open_preparation() -> Preparation:
+            return Preparation(
+                model=model,
+                parameters=trained,
+                step=ledger.spent_steps,
+                batch_size=batch_size,
+                units=len(units),
+                noise_multiplier=sigma,
+                budget=budget,
+                stream=open_stream(),
+                record=ledger.record,
+                outcome=stages.outcome,
+                open_loader=open_sample,
+                returns_loss=loss_reduction is None,
+                secure_rounding=secure_rounding,
+            )
+
+        folder = None if output_dir is None else Path(output_dir)
+        stages = Stages(model, optimizer, method, sigma, release, open_engine, folder, resume and folder is not None)
+        private = Private(model, optimizer, loader, stages, ledger, settings, open_preparation)
     for owner in (model, optimizer):
         _DRIVEN.add(owner)
     return private
@@ -504,126 +513,8 @@ def _streams(unsafe_seed: int | None) -> Callable[[], NoiseStream]:
     return lambda: NoiseStream.unsafe_reproducible(next(seeds))
 
 
-def fingerprint(parameters: dict[str, torch.nn.Parameter]) -> str:
-    """A digest of the trained parameters' names and shapes, by which a checkpoint knows its model."""
-    text = "\n".join(f"{name} {list(p.shape)}" for name, p in parameters.items())
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _check_model(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def _refuse_driven(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
     if model in _DRIVEN:
         raise ValueError("this model is private already; call detach() on the first run before starting another")
     if optimizer in _DRIVEN:
         raise ValueError("this optimizer already serves a private model; make a new one for each model")
-    if isinstance(model, (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)):
-        raise ValueError("give the bare model, not a DataParallel or DistributedDataParallel wrapper")
-    if (
-        torch.distributed.is_available()
-        and torch.distributed.is_initialized()
-        and torch.distributed.get_world_size() > 1
-    ):
-        # Each process would draw its own batches and its own noise, which nobody has accounted for.
-        raise ValueError("private training runs in one process; start it without a distributed launcher")
-    for name, module in model.named_modules():
-        if isinstance(module, torch.nn.modules.batchnorm._BatchNorm):
-            raise ValueError(
-                f"{name} is a batch normalisation, which mixes examples; replace it by group or layer norm"
-            )
-        if isinstance(module, torch.nn.Embedding) and module.max_norm is not None:
-            raise ValueError(f"{name} has max_norm, which rewrites rows by what the batch contains; set it to None")
-    config = getattr(model, "config", None)
-    if getattr(config, "output_router_logits", False) and getattr(config, "router_aux_loss_coef", 0):
-        raise ValueError("the model adds a balancing loss across the batch; set config.output_router_logits = False")
-    trained = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
-    if not trained:
-        raise ValueError("the model has no trained parameter: every requires_grad is False")
-    given = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    known = {id(p) for p in model.parameters()}
-    if given - known:
-        raise ValueError(
-            "the optimizer also holds parameters of another model; give each model an optimizer of its own"
-        )
-    for key, name in trained.items():
-        if key not in given:
-            raise ValueError(
-                f"{name} is trained but the optimizer does not hold it: add it, or set requires_grad=False"
-            )
-
-
-def _refuse_frozen(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    for name, parameter in model.named_parameters():
-        if id(parameter) in held and not parameter.requires_grad:
-            raise ValueError(
-                f"{name} is frozen and stands in the optimizer's groups: give the optimizer the parameters with "
-                "requires_grad=True, from which the method chooses"
-            )
-
-
-def _check_delta(
-    delta: float | None, epsilon: float | None, noise_multiplier: float | None, mechanism: str, units: int
-) -> None:
-    if (epsilon is None) == (noise_multiplier is None) and mechanism != "non-private":
-        raise ValueError("give either target_epsilon or noise_multiplier")
-    if noise_multiplier is not None and not (noise_multiplier >= 0 and math.isfinite(noise_multiplier)):
-        raise ValueError(f"noise_multiplier is {noise_multiplier}: it must be 0 or more")
-    if epsilon is not None and not epsilon > 0:
-        raise ValueError(f"target_epsilon is {epsilon}: it must be positive (inf for no privacy)")
-    if delta is None:
-        if epsilon is not None and math.isfinite(epsilon):
-            raise ValueError("target_epsilon needs target_delta, a probability well below 1/N")
-        return
-    if not 0 < delta < 1:
-        raise ValueError(f"target_delta is {delta}: it must lie between 0 and 1")
-    if delta >= 1 / units:
-        warnings.warn(
-            f"target_delta {delta:g} is not below 1/N = {1 / units:.3g}: it would allow publishing a whole example",
-            stacklevel=3,
-        )
-
-
-def _open_ledger(
-    output_dir: str | os.PathLike[str] | None,
-    resume: bool,
-    settings: dict[str, Any],
-    method: Method,
-    schedule: Schedule,
-    budget: Budget,
-) -> accounting.Ledger:
-    header = {
-        "run_id": uuid.uuid4().hex,
-        "mechanism": method.describe(),
-        **{k: settings[k] for k in ("fingerprint", "unit", "adjacency", "sampling", "sample_rate", "dataset_size")},
-        "noise_multiplier": settings["noise_multiplier"],
-    }
-    ledger = _ledger_at(output_dir, resume, header, schedule.step(budget.noise_multiplier), schedule.steps)
-    for side in budget.side:
-        ledger.declare(side.kind, side.event, side.count)
-    return ledger
-
-
-def _ledger_at(
-    output_dir: str | os.PathLike[str] | None,
-    resume: bool,
-    header: dict[str, Any],
-    event: accounting.EventModel,
-    steps: int,
-) -> accounting.Ledger:
-    path = None if output_dir is None else Path(output_dir) / "ledger.jsonl"
-    if path is None:
-        return accounting.Ledger.create(None, header, event=event, budget_steps=steps)
-    if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        return accounting.Ledger.create(path, header, event=event, budget_steps=steps)
-    if not resume:
-        raise ValueError(
-            f"{path.parent} already holds a run's ledger; pass resume=True to continue it, or choose another folder"
-        )
-    ledger = accounting.Ledger.open(path)
-    for key in ("fingerprint", "unit", "adjacency", "sampling", "sample_rate", "noise_multiplier"):
-        if ledger.header.get(key) != header[key]:
-            ledger.close()
-            raise ValueError(
-                f"the ledger in {path.parent} was written with another {key}; resume with the same arguments"
-            )
-    return ledger

@@ -336,8 +336,7 @@ class _Run:
     def _epsilon(self) -> float:
         if self.local is not None:
             return self.local.epsilon()
-        # The event of a flawed method has an epsilon too, which nobody was promised.
-        return math.inf if self.private.method.flaws() else self.private.epsilon()
+        return self.private.epsilon()
 
     def _privacy(self) -> str | None:
         if self.local is not None:

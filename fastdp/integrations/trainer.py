@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -211,7 +210,7 @@ class DPTrainer(Trainer):
         marked = {_UNPROTECTED.get(key, key): value for key, value in logs.items()}
         if self.private is not None and "learning_rate" in logs:
             # A method as its paper prints it may guarantee nothing, whatever its event costs.
-            marked["epsilon"] = math.inf if self.private.method.flaws() else self.private.epsilon()
+            marked["epsilon"] = self.private.epsilon()
         super().log(marked, *args, **kwargs)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -130,6 +131,21 @@ def test_no_more_preparations_than_were_budgeted() -> None:
         run(private, 3)
 
 
+def test_extending_pays_for_the_preparations_to_come() -> None:
+    private = make(Choosy(every=2, budgeted=2), epochs=1)
+    assert private.total_steps == 3
+    run(private, 3)
+    before = private.epsilon()
+    private.extend(1.0)
+    run(private, 6)
+    assert private.ledger.spent("count") == private.ledger.budget("count") == 3
+    both = accounting.compose(
+        accounting.dpsgd(1.0, private.sample_rate, 6), *[accounting.poisson_gaussian(NOISE, RATE)] * 3
+    )
+    assert private.epsilon() == pytest.approx(float(epsilon(both, 1e-3)))
+    assert private.epsilon() > before
+
+
 def test_a_method_that_fails_has_spent_and_leaves_a_model_that_works() -> None:
     private = make(Choosy(fails=True))
     with pytest.raises(RuntimeError, match="a fault of the method"):
@@ -193,7 +209,10 @@ def test_the_card_says_what_the_method_says_of_itself() -> None:
         def flaws(self) -> Sequence[str]:
             return ("its count is not what it seems",)
 
-    card = make(Flawed()).card()
+    private = make(Flawed())
+    run(private, 1)
+    assert private.epsilon() == math.inf, "no epsilon is an upper bound for what guarantees nothing"
+    card = private.card()
     assert card["guarantee"] == "none"
     assert "its count is not what it seems" in card["why_no_guarantee"]
 

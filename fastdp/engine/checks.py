@@ -1,0 +1,79 @@
+"""What `make_private` refuses before anything is spent: models, optimizers and budgets that cannot be made private."""
+
+from __future__ import annotations
+
+import math
+import warnings
+
+import torch
+
+
+def check_model(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Raise ValueError for a model that mixes examples, runs in several processes, or does not fit its optimizer."""
+    if isinstance(model, (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)):
+        raise ValueError("give the bare model, not a DataParallel or DistributedDataParallel wrapper")
+    if (
+        torch.distributed.is_available()
+        and torch.distributed.is_initialized()
+        and torch.distributed.get_world_size() > 1
+    ):
+        # Each process would draw its own batches and its own noise, which nobody has accounted for.
+        raise ValueError("private training runs in one process; start it without a distributed launcher")
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.modules.batchnorm._BatchNorm):
+            raise ValueError(
+                f"{name} is a batch normalisation, which mixes examples; replace it by group or layer norm"
+            )
+        if isinstance(module, torch.nn.Embedding) and module.max_norm is not None:
+            raise ValueError(f"{name} has max_norm, which rewrites rows by what the batch contains; set it to None")
+    config = getattr(model, "config", None)
+    if getattr(config, "output_router_logits", False) and getattr(config, "router_aux_loss_coef", 0):
+        raise ValueError("the model adds a balancing loss across the batch; set config.output_router_logits = False")
+    trained = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
+    if not trained:
+        raise ValueError("the model has no trained parameter: every requires_grad is False")
+    given = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    known = {id(p) for p in model.parameters()}
+    if given - known:
+        raise ValueError(
+            "the optimizer also holds parameters of another model; give each model an optimizer of its own"
+        )
+    for key, name in trained.items():
+        if key not in given:
+            raise ValueError(
+                f"{name} is trained but the optimizer does not hold it: add it, or set requires_grad=False"
+            )
+
+
+def refuse_frozen(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Raise ValueError for a frozen parameter in the optimizer's groups, where the method is to choose what is trained."""
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    for name, parameter in model.named_parameters():
+        if id(parameter) in held and not parameter.requires_grad:
+            raise ValueError(
+                f"{name} is frozen and stands in the optimizer's groups: give the optimizer the parameters with "
+                "requires_grad=True, from which the method chooses"
+            )
+
+
+def check_budget(
+    delta: float | None, epsilon: float | None, noise_multiplier: float | None, mechanism: str, units: int
+) -> None:
+    """Raise ValueError for a budget out of range or stated twice, or not at all; warn of a delta not below 1/N."""
+    if (epsilon is None) == (noise_multiplier is None) and mechanism != "non-private":
+        raise ValueError("give either target_epsilon or noise_multiplier")
+    if noise_multiplier is not None and not (noise_multiplier >= 0 and math.isfinite(noise_multiplier)):
+        raise ValueError(f"noise_multiplier is {noise_multiplier}: it must be 0 or more")
+    if epsilon is not None and not epsilon > 0:
+        raise ValueError(f"target_epsilon is {epsilon}: it must be positive (inf for no privacy)")
+    if delta is None:
+        if epsilon is not None and math.isfinite(epsilon):
+            raise ValueError("target_epsilon needs target_delta, a probability well below 1/N")
+        return
+    if not 0 < delta < 1:
+        raise ValueError(f"target_delta is {delta}: it must lie between 0 and 1")
+    if delta >= 1 / units:
+        warnings.warn(
+            f"target_delta {delta:g} is not below 1/N = {1 / units:.3g}: it would allow publishing a whole example",
+            stacklevel=3,
+        )
