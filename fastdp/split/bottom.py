@@ -41,7 +41,7 @@ class PackedBottom:
     Attributes:
         path: of the file.
         config: the transformers config, as JSON.
-        digest: SHA-256 of the weights, in hex.
+        digest: SHA-256 of the weights and of the tokenizer's files, in hex.
     """
 
     path: Path
@@ -52,8 +52,7 @@ class PackedBottom:
 def pack_bottom(bottom: Bottom, tokenizer: PreTrainedTokenizerBase | None, folder: Path) -> PackedBottom:
     """Write the bottom and the tokenizer to ``folder``, in one piece."""
     folder.mkdir(parents=True, exist_ok=True)
-    weights = {name: value.detach().cpu().contiguous() for name, value in bottom.state_dict().items()}
-    tensors = {_WEIGHTS + name: value for name, value in weights.items()}
+    tensors = {_WEIGHTS + name: value.detach().cpu().contiguous() for name, value in bottom.state_dict().items()}
     if tokenizer is not None:
         with tempfile.TemporaryDirectory() as place:
             tokenizer.save_pretrained(place)
@@ -65,7 +64,7 @@ def pack_bottom(bottom: Bottom, tokenizer: PreTrainedTokenizerBase | None, folde
     os.replace(aside, path)
     config: Any = bottom.model.config
     settings = json.loads(config.to_json_string(use_diff=True))
-    return PackedBottom(path, canonical({k: v for k, v in settings.items() if k not in _UNSENT}), _digest(weights))
+    return PackedBottom(path, canonical({k: v for k, v in settings.items() if k not in _UNSENT}), _digest(tensors))
 
 
 def unpack_bottom(packed: PackedBottom, after: int) -> tuple[Bottom, PreTrainedTokenizerBase | None]:
@@ -87,9 +86,10 @@ def unpack_bottom(packed: PackedBottom, after: int) -> tuple[Bottom, PreTrainedT
             if shapes != expected:
                 raise ValueError("its weights are not those of its config")
             weights = {name: file.get_tensor(_WEIGHTS + name) for name in names}
-            if _digest(weights) != packed.digest:
-                raise ValueError("its weights are not those that the vendor announced")
             texts = {name: file.get_tensor(_TOKENIZER + name) for name in _FILES if _TOKENIZER + name in file.keys()}  # noqa: SIM118
+            named = {_WEIGHTS + name: value for name, value in weights.items()}
+            if _digest(named | {_TOKENIZER + name: value for name, value in texts.items()}) != packed.digest:
+                raise ValueError("its weights or its tokenizer are not those that the vendor announced")
     except Exception as error:
         # Another's config may make transformers raise anything.
         raise ValueError(f"the bottom in {packed.path} cannot be used: {error}") from None
@@ -117,9 +117,9 @@ def _tokenizer(texts: Mapping[str, Tensor], folder: Path) -> PreTrainedTokenizer
     return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
 
 
-def _digest(weights: Mapping[str, Tensor]) -> str:
+def _digest(tensors: Mapping[str, Tensor]) -> str:
     found = hashlib.sha256()
-    for name in sorted(weights):
-        found.update(f"{name} {weights[name].dtype} {list(weights[name].shape)} ".encode())
-        found.update(weights[name].contiguous().flatten().view(torch.uint8).numpy().data)
+    for name in sorted(tensors):
+        found.update(f"{name} {tensors[name].dtype} {list(tensors[name].shape)} ".encode())
+        found.update(tensors[name].contiguous().flatten().view(torch.uint8).numpy().data)
     return found.hexdigest()

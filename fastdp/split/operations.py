@@ -85,7 +85,7 @@ class Served:
     """What a vendor serves, as ``describe`` tells it.
 
     Attributes:
-        bottom: SHA-256 of the file with the bottom and the tokenizer, in hex.
+        bottom: SHA-256 of the bottom's weights and the tokenizer's files, in hex.
         width: of the hidden state.
         classes: of the output.
         after: blocks in the bottom.

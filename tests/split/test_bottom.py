@@ -24,7 +24,19 @@ def test_it_arrives_whole(name, after, tmp_path):
     with safe_open(packed.path, "pt") as file:
         sent = {name.removeprefix("weights/") for name in file.keys() if name.startswith("weights/")}  # noqa: SIM118
     assert sent == set(bottom.state_dict())
-    assert pack_bottom(bottom, None, tmp_path / "again").digest == packed.digest
+    assert pack_bottom(bottom, make_tokenizer(), tmp_path / "again").digest == packed.digest
+
+
+def test_the_tokenizer_is_under_the_digest_too(tmp_path):
+    bottom, _ = split_model(build("bert"), 1)
+    tokenizer = make_tokenizer()
+    packed = pack_bottom(bottom, tokenizer, tmp_path / "first")
+    assert pack_bottom(bottom, None, tmp_path / "none").digest != packed.digest
+    tokenizer.add_tokens(["another"])
+    other = pack_bottom(bottom, tokenizer, tmp_path / "second")
+    assert other.digest != packed.digest
+    with pytest.raises(ValueError, match="its tokenizer are not those that the vendor announced"):
+        unpack_bottom(PackedBottom(other.path, packed.config, packed.digest), 1)
 
 
 def test_refusals(tmp_path):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import fastdp
-from fastdp.methods.sap import PrivateBottom, split_model
+from fastdp.methods.sap import CTI, PrivateBottom, split_model
 from fastdp.split import Rejected
 from fastdp.split.customer import batch_of
 from fastdp.split.wire import Outgoing
@@ -210,6 +210,25 @@ def test_refusals(service, customer_of, corpus, tmp_path):
         (tmp_path / "lost").rename(tmp_path / "alice")
         with pytest.raises(ValueError, match="another bottom"):
             customer_of(other)
+
+
+def test_a_run_goes_on_with_the_same_counts_and_table_alone(service, customer_of, corpus):
+    texts, labels = corpus
+    customer = customer_of(service)
+    table = customer.bottom.model.get_input_embeddings().weight.detach()
+    counts = torch.ones(2, len(table))
+
+    def words(table, counts):
+        cti = CTI.from_counts(counts, source="public", min_support=1)
+        return fastdp.TextPrivatizer(table, eta=9.0, tokenizer=customer.tokenizer, cti=cti)
+
+    customer.send(texts, labels, words(table, counts))
+    other = counts.clone()
+    other[0, 7] = 50
+    for changed in (words(100 * table, counts), words(table, other)):
+        with pytest.raises(ValueError, match="other privatizer"):
+            customer.send(texts, labels, changed)
+    customer.send(texts, labels, words(table, counts))
 
 
 def test_customers_at_once(service, customer_of, corpus):

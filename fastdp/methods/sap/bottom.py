@@ -23,7 +23,8 @@ def add_dchi_noise(rows: Tensor, eta: float, stream: NoiseStream) -> Tensor:
     """Rows [..., d] plus multivariate Laplace noise, density ~ exp(-eta ||noise||), independent for each row.
 
     The noise of a row is ``r u``: u uniform on the sphere, one r ~ Gamma(d, 1 / eta) a row (not one a coordinate).
-    Differentiable in ``rows``. Raises ValueError for eta not above 0.
+    Rows of half precision are added to it as float32 and rounded after: noise on a coarse grid of its own would give each
+    row its own set of possible values. Differentiable in ``rows``. Raises ValueError for eta not above 0.
     """
     check_eta(eta)
     width = rows.shape[-1]
@@ -31,7 +32,8 @@ def add_dchi_noise(rows: Tensor, eta: float, stream: NoiseStream) -> Tensor:
     direction = ops.add_noise_(torch.zeros(count, width), 1.0, stream)
     radius = torch.from_numpy(gamma_variates(stream.take(), count, float(width))) / eta
     noise = direction * (radius / direction.double().norm(dim=1))[:, None].float()
-    return rows + noise.reshape(rows.shape).to(rows.device, rows.dtype)
+    wide = torch.promote_types(rows.dtype, torch.float32)
+    return (rows.to(wide) + noise.reshape(rows.shape).to(rows.device, wide)).to(rows.dtype)
 
 
 class PrivateBottom:

@@ -80,9 +80,13 @@ def check_eta(eta: float) -> float:
         raise ValueError(
             "eta is one number for all tokens: where it depends on the token itself, no bound holds (see CTI)"
         )
-    if not (float(eta) > 0 and math.isfinite(float(eta))):
-        raise ValueError(f"eta is {float(eta)}: it must be finite and above 0")
-    return float(eta)
+    try:
+        number = float(eta)
+    except (TypeError, ValueError):
+        raise ValueError(f"eta is {eta!r}: it must be a number, finite and above 0") from None
+    if not (number > 0 and math.isfinite(number)):
+        raise ValueError(f"eta is {number}: it must be finite and above 0")
+    return number
 
 
 def count_tokens(texts: Sequence[Sequence[int]], labels: Sequence[int], classes: int, vocabulary: int) -> Tensor:
@@ -139,6 +143,9 @@ def _pairs(
         if not 0 <= int(label) < classes:
             raise ValueError(f"label {label} is not one of {classes} classes")
         if ids.numel() and not (int(ids.min()) >= 0 and int(ids.max()) < vocabulary):
-            raise ValueError(f"a token id is outside the vocabulary of {vocabulary}")
+            raise ValueError(
+                f"a token id of {int(ids.min())} to {int(ids.max())} is outside the vocabulary of {vocabulary}: count over the "
+                "rows of the table that the ids belong to"
+            )
         pairs.append((ids, int(label)))
     return pairs

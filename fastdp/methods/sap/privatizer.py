@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import repeat
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fastdp import ops
-from fastdp.accounting.serialisation import serialise
+from fastdp.accounting.serialisation import canonical, serialise
 from fastdp.methods.sap.cti import CTI
 from fastdp.methods.sap.importance import check_eta
 from fastdp.ops.stream import NoiseStream
@@ -141,8 +142,8 @@ class TextPrivatizer:
             The same form as ``inputs``, or ids.
 
         Raises:
-            ValueError: text without a tokenizer, labels that do not fit, an unknown token under ``unknown='refuse'``.
-            IndexError: an id outside the vocabulary.
+            ValueError: text without a tokenizer, labels that do not fit, an unknown token under ``unknown='refuse'``, ids that
+                are no whole numbers or outside the vocabulary.
         """
         if isinstance(inputs, str):
             return self._texts([inputs], None if labels is None else [labels], output)[0]
@@ -192,7 +193,8 @@ class TextPrivatizer:
         lengths = [len(row) for row in rows]
         if labels is not None and len(labels) != len(rows):
             raise ValueError(f"{len(labels)} labels for {len(rows)} texts: give one for each")
-        flat = torch.tensor([token for row in rows for token in row], dtype=torch.int64)
+        tokens = [token for row in rows for token in row]
+        flat = torch.tensor(tokens) if tokens else torch.empty(0, dtype=torch.int64)
         spread = None if labels is None else [label for label, n in zip(labels, lengths) for _ in range(n)]
         private = self._privatize(flat, spread).tolist()
         ends = torch.tensor(lengths, dtype=torch.int64).cumsum(0).tolist()
@@ -220,14 +222,22 @@ class TextPrivatizer:
     def _privatize(self, ids: Tensor, labels: Sequence[int | None] | None) -> Tensor:
         """int64 [n] -> [n]: the mechanism on every token that is not kept."""
         size = len(self._row_of)
-        if ids.numel() and not (int(ids.min()) >= 0 and int(ids.max()) < size):
-            raise IndexError(f"a token id is outside the vocabulary of {size}")
+        if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+            raise ValueError(f"the ids are {ids.dtype}: give whole numbers, as a tokenizer does")
+        ids = ids.long()
+        outside = ids[(ids < 0) | (ids >= size)]
+        if len(outside):
+            raise ValueError(
+                f"token id {int(outside[0])} is outside the vocabulary of {size}: give the ids of this table's tokenizer"
+            )
         if self.unknown == "refuse" and self._unknown_id is not None and bool((ids == self._unknown_id).any()):
             raise ValueError("a text holds an unknown token: pass unknown='perturb' to replace it like any other")
         moved = ~self._kept[ids]
         rows = self._row_of[ids[moved]]
         if bool((rows < 0).any()):
-            raise IndexError("a token id has a row in the table but is not in the tokenizer's vocabulary")
+            raise ValueError(
+                "a token id has a row in the table but is not in the tokenizer's vocabulary: encode with this tokenizer"
+            )
         result = ids.clone()
         if labels is None or self.cti is None:
             result[moved] = self._ids[self._draw(rows, None)]
@@ -288,6 +298,16 @@ class TextPrivatizer:
         result = torch.full((len(self._row_of),), -torch.inf, dtype=torch.float64)
         result[self._ids] = law
         return result
+
+    def digest(self) -> str:
+        """SHA-256, in hex, of all that its draws follow but the noise: settings, rows and the importance of tokens."""
+        cti = self.cti
+        settings = [self.eta, self.mechanism, self.special, self.unknown]
+        found = hashlib.sha256(canonical([*settings, None if cti is None else cti.describe()]).encode())
+        for tensor in (self._ids, self._rows, *(() if cti is None else (cti.importance, cti.supported))):
+            found.update(f"{tensor.dtype} {list(tensor.shape)} ".encode())
+            found.update(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
+        return found.hexdigest()
 
     def bound(self, token: int, other: int, label: int | None = None) -> float:
         """How far, in nats, the laws of two tokens' replacements may differ; inf where no bound holds.

@@ -27,6 +27,16 @@ def test_noise_has_one_gamma_radius_a_row_and_a_uniform_direction(width):
         assert stats.kstest(along, stats.beta(0.5, (width - 1) / 2).cdf).pvalue > 1e-9
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_rounded_after_the_sum(dtype):
+    """Noise rounded to the rows' grid first would give each row its own set of possible values."""
+    rows = torch.randn(200, 5, generator=torch.Generator().manual_seed(0)).to(dtype)
+    noisy = add_dchi_noise(rows, 20.0, NoiseStream.unsafe_reproducible(1))
+    exact = add_dchi_noise(rows.float(), 20.0, NoiseStream.unsafe_reproducible(1))
+    assert noisy.dtype == dtype
+    assert torch.equal(noisy, exact.to(dtype))
+
+
 def inputs_of(name):
     inputs = batch(name)
     inputs.pop("labels")

@@ -188,7 +188,25 @@ def test_models_give_their_table():
         fastdp.TextPrivatizer(torch.nn.Linear(2, 2), eta=1.0)
 
 
-@pytest.mark.parametrize("eta", [0, -3, math.nan, math.inf, torch.ones(5)])
+def test_a_digest_tells_privatizers_apart(table, tokenizer):
+    """By everything that its draws follow, such as a table a hundred times as wide or other counts."""
+    ones = torch.ones(2, len(table))
+    other = ones.clone()
+    other[0, 5] = 90
+    made = [
+        privatizer(table),
+        privatizer(100 * table),
+        privatizer(table, 0.02),
+        privatizer(table, tokenizer=tokenizer),
+        *(privatizer(table, cti=CTI.from_counts(c, source="public", min_support=1)) for c in (ones, other)),
+        privatizer(table, cti=CTI.from_counts(ones, source="public", min_support=1, form="elastic")),
+        privatizer(table, cti=CTI.from_counts(ones, source="public", min_support=9)),
+    ]
+    assert len({entry.digest() for entry in made}) == len(made)
+    assert privatizer(table.clone()).digest() == made[0].digest()
+
+
+@pytest.mark.parametrize("eta", [0, -3, math.nan, math.inf, torch.ones(5), "x", None])
 def test_refused_eta(table, eta):
     with pytest.raises(ValueError, match="eta is"):
         fastdp.TextPrivatizer(table, eta=eta)
@@ -216,13 +234,19 @@ def test_refused_tables(table):
 
 def test_other_refusals(table, tokenizer):
     made = privatizer(table)
-    for ids in (torch.tensor([47]), torch.tensor([-1])):
-        with pytest.raises(IndexError, match="outside the vocabulary"):
+    for ids in (torch.tensor([3, 47]), [47], [[1], [47]]):
+        with pytest.raises(ValueError, match="token id 47 is outside the vocabulary of 47: give the ids"):
             made(ids)
+    with pytest.raises(ValueError, match="token id -1 is outside"):
+        made(torch.tensor([-1]))
+    for ids in (torch.tensor([1.5]), [1.5], [[1, 2.5]], torch.tensor([True])):
+        with pytest.raises(ValueError, match="give whole numbers"):
+            made(ids)
+    assert made(torch.tensor([[]], dtype=torch.int64)).shape == (1, 0)
     with pytest.raises(ValueError, match="needs a tokenizer"):
         made("w1")
     padded = torch.cat([table, torch.randn(3, 6)])
-    with pytest.raises(IndexError, match="not in the tokenizer"):
+    with pytest.raises(ValueError, match="not in the tokenizer"):
         privatizer(padded, tokenizer=tokenizer)(torch.tensor([48]))
     for option, value in (("mechanism", "gauss"), ("special", "drop"), ("unknown", "keep"), ("duplicates", "keep")):
         with pytest.raises(ValueError, match=option):
