@@ -59,7 +59,7 @@ class Aggregator:
         self._weight = 0.0
 
     def add(self, layout: str, data: bytes, examples: object) -> float:
-        """Check one update and add it; returns the norm of its difference from the global adapter.
+        """Check one update, which may be hostile, and add it; returns the norm of its difference from the global adapter.
 
         Args:
             layout: what the client says its bytes are, as `Layout.to_json` writes it.
@@ -68,8 +68,27 @@ class Aggregator:
 
         Raises:
             RefusedUpdate: for other names, shapes, dtypes or sizes; a NaN or infinity; an impossible number of examples;
-                a norm beyond the bound.
+                a norm beyond the bound; whatever else keeps it from being read.
         """
+        try:
+            change, norm, count = self._checked(layout, data, examples)
+        except RefusedUpdate:
+            raise
+        except Exception as error:
+            # Nothing was added yet. What one client sends must not end the run of the others.
+            raise RefusedUpdate(f"it cannot be read: {type(error).__name__}") from error
+        weight = float(count) if self.weighted else 1.0
+        if self.clip is not None and norm > self.clip:
+            # A little below the bound, so that rounding of the products cannot pass it.
+            change *= self.clip / norm * (1 - 1e-12)
+        self._sum.add_(change, alpha=weight)
+        self._weight += weight
+        self.accepted += 1
+        self.examples += count
+        return norm
+
+    def _checked(self, layout: str, data: bytes, examples: object) -> tuple[Tensor, float, int]:
+        """The update's difference from the global adapter, the norm of that, and its number of examples."""
         if not isinstance(examples, int) or isinstance(examples, bool):
             raise RefusedUpdate(f"its number of examples is {str(examples)[:40]!r}, which is no whole number")
         if not 1 <= examples <= self.bounds.max_examples:
@@ -85,15 +104,7 @@ class Aggregator:
         norm = float(change.norm())
         if norm > self.bounds.max_norm:
             raise RefusedUpdate(f"its change has norm {norm:.4g}, beyond the bound {self.bounds.max_norm:g}")
-        weight = float(examples) if self.weighted else 1.0
-        if self.clip is not None and norm > self.clip:
-            # A little below the bound, so that rounding of the products cannot pass it.
-            change *= self.clip / norm * (1 - 1e-12)
-        self._sum.add_(change, alpha=weight)
-        self._weight += weight
-        self.accepted += 1
-        self.examples += examples
-        return norm
+        return change, norm, examples
 
     def mean(self) -> dict[str, Tensor]:
         """The new global adapter: the weighted mean of those accepted. Raises ValueError if there are none."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from functools import lru_cache, wraps
 from typing import Any
@@ -11,28 +12,34 @@ import torch
 from fastdp.federated.adapter import AdaptedModel
 from fastdp.federated.config import FederatedConfig
 from fastdp.federated.messages import Order, update_record
+from fastdp.federated.refusal import ClientRefusal
 from fastdp.federated.site import Site
 
 # After ours: `messages` says what to install where Flower is missing.
 from flwr.app import Context, Message, MetricRecord, RecordDict  # isort: skip
 from flwr.clientapp import ClientApp  # isort: skip
 
+log = logging.getLogger("flwr")
 app = ClientApp()
 
 Handler = Callable[[Message, Context], Message]
 
 
 def discreet(handler: Handler) -> Handler:
-    """Let only sentences of ours reach the server: another error's text may quote a private one."""
+    """Let only `ClientRefusal` reach the server in words: another error's text may quote a private one.
+
+    What is raised carries no cause either: in a simulation Flower sends the text of the whole chain.
+    """
 
     @wraps(handler)
     def guarded(message: Message, context: Context) -> Message:
         try:
             return handler(message, context)
-        except ValueError:
-            raise
+        except ClientRefusal as refusal:
+            raise refusal from None
         except Exception as error:
-            raise RuntimeError(f"the client failed with {type(error).__name__}; its own log says more") from error
+            log.exception("this client failed; the server is told no more than the kind of error")
+            raise RuntimeError(f"the client failed with {type(error).__name__}; its own log says more") from None
 
     return guarded
 
@@ -51,9 +58,9 @@ def train(message: Message, context: Context) -> Message:
 @discreet
 def evaluate(message: Message, context: Context) -> Message:
     """Perplexity of the global adapter on the client's own held-out texts, unprotected."""
-    config = FederatedConfig.read(context.run_config, context.node_config)
+    config = _config(context)
     if not config.eval:
-        raise ValueError("this client has no held-out texts: set eval in its node config")
+        raise ClientRefusal("this client has no held-out texts: set eval in its node config")
     adapted = _adapted(config)
     _accept(adapted, Order.from_record(message.content))
     quality = adapted.quality(adapted.examples(adapted.encode(adapted.texts(config.eval))))
@@ -62,17 +69,25 @@ def evaluate(message: Message, context: Context) -> Message:
 
 
 def _accept(adapted: AdaptedModel, order: Order) -> None:
-    """Load the server's adapter. Raises ValueError if it is for another model."""
+    """Load the server's adapter. Raises ClientRefusal if it is for another model."""
     if order.base != adapted.base:
-        raise ValueError("the server's base model is not this client's: both must load the same public model")
+        raise ClientRefusal("the server's base model is not this client's: both must load the same public model")
     problem = adapted.layout.difference(order.layout)
     if problem is not None:
-        raise ValueError(f"the server's adapter is not this client's: {problem}")
+        raise ClientRefusal(f"the server's adapter is not this client's: {problem}")
     adapted.adapter = adapted.layout.unpack(order.adapter)
 
 
+def _config(context: Context) -> FederatedConfig:
+    try:
+        return FederatedConfig.read(context.run_config, context.node_config)
+    except ValueError as error:
+        # It quotes settings, which hold no text of the client's.
+        raise ClientRefusal(str(error)) from None
+
+
 def _site(context: Context) -> Site:
-    config = FederatedConfig.read(context.run_config, context.node_config)
+    config = _config(context)
     index = int(context.node_config.get("partition-id", 0))
     return _site_of(config, index, int(context.node_config.get("num-partitions", 1)))
 

@@ -126,6 +126,11 @@ class FederatedConfig:
             raise ValueError(
                 "central DP cannot weight by numbers of examples, which are private and unbounded: use aggregation mean"
             )
+        if self.central and self.evaluation == "clients":
+            raise ValueError(
+                "central DP cannot evaluate at the clients: the perplexities of their texts carry no noise and are in no "
+                "epsilon; evaluate at the server, or set evaluation to none"
+            )
         if self.partition == "source" and not self.source_column:
             raise ValueError("partition by source needs source_column, the column that names a row's source")
         if self.evaluation == "server" and not self.eval:

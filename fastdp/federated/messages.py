@@ -41,7 +41,9 @@ class Order:
 
 def update_record(layout: Layout, state: Mapping[str, Tensor], fitted: Fitted) -> RecordDict:
     """A client's reply to an order to train."""
-    metrics = MetricRecord({"num-examples": fitted.examples, "seconds": fitted.seconds, "loss": fitted.loss})
+    metrics = MetricRecord({"num-examples": fitted.examples, "seconds": fitted.seconds})
+    if fitted.loss is not None:
+        metrics["loss"] = fitted.loss
     return RecordDict(
         {
             "arrays": _arrays(layout.pack(state)),

@@ -20,12 +20,23 @@ from fastdp.methods.selective.card import GUARANTEES
 ROUNDS, CARD = "rounds.jsonl", "run_card"
 
 
+#: What a server of central DP holds and must not publish: the epsilon counts on nobody knowing who was sampled.
+KEPT_BY_THE_SERVER = (
+    f"{ROUNDS}, server.safetensors and the server's log hold who was sampled and refused, how many answered in each round, and "
+    "losses that clients reported without noise: they must stay with the server"
+)
+
+
 class RunCard(Card):
     """The card of a run: who was promised what, and who has to be trusted for it."""
 
     @classmethod
     def of_run(cls, config: FederatedConfig, rows: Sequence[Mapping[str, Any]], clients: int) -> RunCard:
-        """The card of the rounds in ``rows``, of a run that began with ``clients`` clients."""
+        """The card of the rounds in ``rows``, of a run that began with ``clients`` clients.
+
+        It names no client. With central DP it does not state either how many took part, which the epsilon counts on nobody
+        knowing.
+        """
         promises, flaws = _promises(config)
         body = {
             "format": "fastdp.federated-run-card",
@@ -36,19 +47,11 @@ class RunCard(Card):
             "clients": clients,
             "rounds": len(rows),
             "void_rounds": sum(bool(row["void"]) for row in rows),
-            "updates": {
-                "accepted": sum(row["accepted"] for row in rows),
-                "refused": sum(len(row["refused"]) for row in rows),
-                "missing": sum(row["missing"] for row in rows),
-            },
+            "updates": None if config.central else _updates(rows),
             "perplexity": [row["perplexity"] for row in rows],
             "settings": config.as_dict(),
             "trusted": _trusted(config),
-            "unprotected": [
-                "what every client's own card lists as not protected",
-                "who took part, when, for how long, and with how many examples",
-                "training losses that clients report, and the choice of a round by held-out perplexity",
-            ],
+            "unprotected": _unprotected(config),
         }
         body = json.loads(canonical(body))
         return cls(body, digest=digest(body))
@@ -59,11 +62,14 @@ class RunCard(Card):
         lines += [f"- **{promise}**" for promise in self["promises"]]
         lines += [f"- **No guarantee:** {flaw}" for flaw in self["no_guarantee"]]
         updates = self["updates"]
+        taken = "not stated: who was sampled is secret"
+        if updates is not None:
+            taken = f"{updates['accepted']} accepted, {updates['refused']} refused, {updates['missing']} missing"
         figures = [f"{value:.2f}" for value in self["perplexity"] if value is not None]
         rows = [
             ("Rounds", f"{self['rounds']}, of which {self['void_rounds']} changed nothing"),
             ("Clients", f"{self['clients']} at the beginning"),
-            ("Updates", f"{updates['accepted']} accepted, {updates['refused']} refused, {updates['missing']} missing"),
+            ("Updates", taken),
             (
                 "Perplexity",
                 f"{figures[0]} after the first round, {figures[-1]} after the last" if figures else "not measured",
@@ -86,7 +92,7 @@ def _promises(config: FederatedConfig) -> tuple[list[str], list[str]]:
         what = "every token" if config.perturbation == "all" else "the private tokens that the detector finds"
         promises.append(
             f"Against the server and everyone else: {GUARANTEES[config.mechanism]}, epsilon {config.epsilon:g} a "
-            f"{config.budget}, for {what}; drawn once, whatever the number of rounds"
+            f"{config.budget}, for {what}; drawn once in this run, whatever the number of its rounds"
         )
     if config.dpsgd_epsilon > 0:
         promises.append(
@@ -96,6 +102,33 @@ def _promises(config: FederatedConfig) -> tuple[list[str], list[str]]:
     if config.central:
         promises.append("Against everyone but the server: each client as a whole, at the epsilon of card.json")
     return promises, flaws
+
+
+def _updates(rows: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+    return {
+        "accepted": sum(row["accepted"] for row in rows),
+        "refused": sum(len(row["refused"]) for row in rows),
+        "missing": sum(row["missing"] for row in rows),
+    }
+
+
+def _unprotected(config: FederatedConfig) -> list[str]:
+    found = [
+        "what every client's own card lists as not protected",
+        "who took part, when, for how long, and with how many examples",
+        "the choice of a round by held-out perplexity",
+    ]
+    if config.perturbation != "none":
+        found.append(
+            "further runs: where a client does not keep its draws (state), its tokens are drawn anew, at a second budget"
+        )
+    if config.dpsgd_epsilon == 0:
+        found.append("training losses that clients report")
+    if config.evaluation == "clients":
+        found.append("perplexities of their own held-out texts that clients report without noise")
+    if config.central:
+        found.append(KEPT_BY_THE_SERVER)
+    return found
 
 
 def _trusted(config: FederatedConfig) -> list[str]:
@@ -130,7 +163,10 @@ def central_card(
             "secure_rounding": False,
         },
         model=model,
-        unprotected=["everything against the server itself, which sees each update before the noise"],
+        unprotected=[
+            "everything against the server itself, which sees each update before the noise",
+            KEPT_BY_THE_SERVER,
+        ],
     )
 
 

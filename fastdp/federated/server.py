@@ -32,6 +32,8 @@ from flwr.serverapp import Grid, ServerApp  # isort: skip
 _AT_ONCE = 4
 _POLL_SECONDS = 0.1
 _LONGEST_REASON = 300
+#: A loss or a time in seconds beyond this is no measurement; a sum of such would be no number.
+_LARGEST_METRIC = 1e9
 
 log = logging.getLogger("flwr")
 app = ServerApp()
@@ -122,7 +124,7 @@ class Server:
     def _play(self, number: int) -> None:
         begin = time.perf_counter()
         nodes = self._connected()
-        self.population = self.population or len(nodes)
+        self._begin(len(nodes))
         chosen = self._sample(nodes)
         played = Round(number, len(chosen))
         aggregator = self._gather(played, chosen)
@@ -139,6 +141,18 @@ class Server:
         reports.write_rounds(self.rows, self.output)
         shown = "not measured" if perplexity is None else f"{perplexity:.2f}"
         log.info("round %d: %d of %d accepted, perplexity %s", number, played.accepted, played.sampled, shown)
+
+    def _begin(self, clients: int) -> None:
+        """At the first round: the number of clients that central DP counts on, however many come later."""
+        if self.population:
+            return
+        self.population = clients
+        if self.config.central and self.config.client_delta >= 1 / clients:
+            log.warning(
+                "client_delta %g is not below 1/clients = %.3g: it would allow publishing a whole client",
+                self.config.client_delta,
+                1 / clients,
+            )
 
     def _connected(self) -> list[int]:
         """Nodes that are there, waiting for enough of them."""
@@ -188,12 +202,13 @@ class Server:
             layout, data, examples, metrics = read_update(reply.content)
         except (KeyError, TypeError, ValueError) as error:
             raise RefusedUpdate(f"it is no update: {error}") from None
+        except Exception as error:
+            raise RefusedUpdate(f"it is no update: {type(error).__name__}") from error
         aggregator.add(layout, data, examples)
-        for name in ("loss", "seconds"):
-            if not math.isfinite(metrics.get(name, math.nan)):
-                metrics[name] = 0.0
-        played.losses.append(metrics["loss"])
-        played.client_seconds += max(0.0, metrics["seconds"])
+        usable = {name: value for name, value in metrics.items() if 0 <= value <= _LARGEST_METRIC}
+        if "loss" in usable:
+            played.losses.append(usable["loss"])
+        played.client_seconds += usable.get("seconds", 0.0)
 
     def _release(self, aggregator: Aggregator) -> dict[str, Tensor] | None:
         """The new global adapter, or None if the round changes nothing."""
@@ -244,7 +259,11 @@ class Server:
                 continue
             metrics: dict[str, Any] = dict(reply.content.metric_records.get("metrics", {}))
             own, count = metrics.get("loss"), metrics.get("num-tokens")
-            if not isinstance(own, float) or not isinstance(count, int) or not (math.isfinite(own) and count > 0):
+            if (
+                not isinstance(own, float)
+                or not isinstance(count, int)
+                or not (0 <= own <= _LARGEST_METRIC and count > 0)
+            ):
                 log.warning("client %d reports no perplexity that can be used", node)
                 continue
             loss, tokens = loss + own * count, tokens + count

@@ -16,6 +16,7 @@ from fastdp.data import Examples, read_rows
 from fastdp.federated.adapter import AdaptedModel
 from fastdp.federated.config import FederatedConfig
 from fastdp.federated.partitioning import partition
+from fastdp.federated.refusal import ClientRefusal
 from fastdp.methods.selective import (
     DetectorQuality,
     PresidioDetector,
@@ -36,12 +37,13 @@ class Fitted:
     Attributes:
         examples: size of the client's data set.
         seconds: of training alone.
-        loss: mean training loss of the last pass; without perturbation and DP-SGD it is a function of the raw texts.
+        loss: mean training loss of the last pass, without noise: a function of what was trained on, raw or perturbed. None
+            with DP-SGD, whose epsilon covers the adapter and would not cover this.
     """
 
     examples: int
     seconds: float
-    loss: float
+    loss: float | None
 
 
 class Site:
@@ -53,12 +55,13 @@ class Site:
         texts: its own texts; private.
 
     Raises:
-        ValueError: for no text at all, and what `SelectivePerturbation` refuses.
+        ClientRefusal: for no text at all.
+        ValueError: for what `SelectivePerturbation` refuses.
     """
 
     def __init__(self, adapted: AdaptedModel, name: str, texts: list[str]) -> None:
         if not texts:
-            raise ValueError(f"{name} holds no example: give it data, or leave it out of the run")
+            raise ClientRefusal(f"{name} holds no example: give it data, or leave it out of the run")
         self.adapted = adapted
         self.config = adapted.config
         self.name = name
@@ -117,13 +120,14 @@ class Site:
         size = min(config.batch_size, len(self.examples))
         loader: Any = DataLoader(self.examples, batch_size=size, shuffle=True, collate_fn=self.adapted.collator)
         begin = time.perf_counter()
+        loss = None
         if config.dpsgd_epsilon > 0:
-            loss = self._fit_privately(model, optimizer, loader)
+            self._fit_privately(model, optimizer, loader)
         else:
             loss = _passes(model, optimizer, loader, config.local_epochs)
         return Fitted(len(self.examples), time.perf_counter() - begin, loss)
 
-    def _fit_privately(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, loader: Any) -> float:
+    def _fit_privately(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, loader: Any) -> None:
         config = self.config
         private = fastdp.make_private(
             model,
@@ -138,11 +142,10 @@ class Site:
             resume=(self.folder / "ledger.jsonl").exists(),
         )
         try:
-            loss = _passes(model, optimizer, private.data_loader, config.local_epochs)
+            _passes(model, optimizer, private.data_loader, config.local_epochs)
             private.card().save(self.folder / "card_dpsgd")
         finally:
             private.detach()
-        return loss
 
 
 def _passes(model: torch.nn.Module, optimizer: torch.optim.Optimizer, loader: Any, epochs: int) -> float:

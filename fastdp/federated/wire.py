@@ -50,7 +50,7 @@ class Layout:
             return None
         try:
             theirs = {str(name): (dtype, tuple(shape)) for name, dtype, shape in json.loads(text)}
-        except (ValueError, TypeError):
+        except (ValueError, TypeError, RecursionError):
             return "its layout cannot be read"
         own = {name: (dtype, shape) for name, dtype, shape in self.entries}
         for name in theirs.keys() - own.keys():

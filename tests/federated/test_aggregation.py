@@ -108,6 +108,24 @@ def test_layouts_that_cannot_be_read(layout):
     assert aggregator.accepted == 0
 
 
+@pytest.mark.parametrize("step", ["difference", "unpack"])
+def test_a_failure_that_nobody_foresaw_is_a_refusal(monkeypatch, step):
+    """Whatever a client's bytes break before they are added: refused, and the next update counts alone."""
+
+    def breaking(*arguments):
+        raise RecursionError("too deep")
+
+    aggregator = Aggregator(START, BOUNDS)
+    data = LAYOUT.pack(update(1.0))
+    with monkeypatch.context() as patch:
+        patch.setattr(Layout, step, breaking)
+        with pytest.raises(RefusedUpdate, match="^it cannot be read: RecursionError$"):
+            aggregator.add(LAYOUT.to_json(), data, 1)
+    add(aggregator, update(4.0))
+    assert aggregator.accepted == 1
+    torch.testing.assert_close(aggregator.mean()["a.down"], torch.full((3, 2), 4.0))
+
+
 @pytest.mark.parametrize("size", [0, 1, 39, 41, 4000])
 def test_buffers_of_another_size(size):
     with pytest.raises(RefusedUpdate, match=f"holds {size} bytes, not 40"):

@@ -40,6 +40,10 @@ def test_a_nodes_own_settings_take_precedence_and_no_others_do():
         ({"aggregation": "median"}, "aggregation is 'median'"),
         ({"client-clip": 1.0}, "go together"),
         ({"client-clip": 1.0, "client-noise-multiplier": 1.0, "aggregation": "examples"}, "cannot weight"),
+        (
+            {"client-clip": 1.0, "client-noise-multiplier": 1.0, "evaluation": "clients"},
+            "central DP cannot evaluate at the clients",
+        ),
         ({"partition": "source"}, "needs source_column"),
         ({"eval": ""}, "needs eval"),
         ({"client-delta": 1.0}, "client_delta is 1.0"),

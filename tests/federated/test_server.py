@@ -2,7 +2,10 @@
 
 import copy
 import json
+import logging
 import math
+import traceback
+import warnings
 from pathlib import Path
 
 import pytest
@@ -13,8 +16,10 @@ pytest.importorskip("flwr", reason="flwr is the optional extra 'federated', for 
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 
 from fastdp.accounting import Card, Ledger, dpsgd
-from fastdp.federated import FederatedConfig
+from fastdp.federated import FederatedConfig, server
 from fastdp.federated import client as client_app
+from fastdp.federated.refusal import ClientRefusal
+from fastdp.federated.reports import RunCard
 from fastdp.federated.server import Server
 
 from .conftest import small
@@ -86,6 +91,13 @@ def with_layout(edit):
     return change
 
 
+def with_text(text):
+    def change(reply):
+        reply.content.config_records["layout"]["layout"] = text
+
+    return change
+
+
 def other_name(entries):
     return [["stolen", *entries[0][1:]], *entries[1:]]
 
@@ -122,6 +134,7 @@ HOSTILE = {
     "another shape": (with_layout(other_shape), "has shape"),
     "another dtype": (with_layout(other_dtype), "is float16"),
     "a missing tensor": (with_layout(lambda entries: entries[1:]), "lacks the tensor"),
+    "a layout nested without end": (with_text("[" * 200_000), "its layout cannot be read"),
     "too few bytes": (with_bytes(lambda data: data[:-4]), "bytes, not"),
     "a NaN": (with_bytes(first_number(math.nan)), "NaN or an infinity"),
     "an infinity": (with_bytes(first_number(-math.inf)), "NaN or an infinity"),
@@ -171,13 +184,63 @@ def test_a_hostile_update_is_refused_and_changes_nothing(settings, trained, case
         torch.testing.assert_close(tensor, expected[name], atol=1e-8, rtol=0)
 
 
-def test_metrics_that_are_no_numbers_are_ignored(settings, trained):
+def test_a_failure_that_nobody_foresaw_refuses_one_update(settings, trained, monkeypatch):
+    """Whatever breaks while a client's update is read, the round goes on with the others."""
     settings = settings | {"rounds": 1, "evaluation": "none"}
-    grid = LocalGrid(
-        {index: tampering(replaying(content), put("loss", math.nan)) for index, content in enumerate(trained)}
-    )
+    original, asked = server.read_update, []
+
+    def breaking(record):
+        asked.append(record)
+        if len(asked) == 1:
+            raise RecursionError("too deep")
+        return original(record)
+
+    monkeypatch.setattr(server, "read_update", breaking)
+    run(settings, LocalGrid({100 + index: replaying(content) for index, content in enumerate(trained)}))
+    (row,) = rows_of(settings)
+    assert row["accepted"] == 2
+    assert row["refused"][0]["reason"] == "it is no update: RecursionError"
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, 1e308, -1.0])
+def test_metrics_that_no_client_can_measure_are_ignored(settings, trained, value):
+    """Two losses of 1e308 have no finite sum; no row could be written of them."""
+    settings = settings | {"rounds": 1, "evaluation": "none"}
+    wrong = [tampering(replaying(content), put("loss", value)) for content in trained[:2]]
+    wrong = [tampering(answer, put("seconds", value)) for answer in wrong]
+    run(settings, LocalGrid(dict(enumerate([*wrong, replaying(trained[2])]))))
+    (row,) = rows_of(settings)
+    metrics = trained[2].metric_records["metrics"]
+    assert row["accepted"] == 3
+    assert (row["unprotected"]["loss"], row["client_seconds"]) == (metrics["loss"], metrics["seconds"])
+
+
+def test_a_perplexity_that_no_client_can_measure_is_ignored(settings):
+    """Losses of both signs beyond all bounds would make the sum no number."""
+    settings = settings | {"evaluation": "clients", "rounds": 1}
+    grid = federation(settings, 3)
+
+    def exaggerating(answer, value):
+        return lambda message: tampering(answer, put("loss", value))(message)
+
+    grid.clients = {
+        node: exaggerating(answer, value) if value else answer
+        for (node, answer), value in zip(grid.clients.items(), (1e308, -1e308, None))
+    }
     run(settings, grid)
-    assert math.isfinite(rows_of(settings)[0]["unprotected"]["loss"])
+    assert 1 < rows_of(settings)[0]["perplexity"] < math.inf
+
+
+def test_dpsgd_at_the_client_sends_no_loss(settings):
+    settings = settings | {"rounds": 1, "evaluation": "none", "dpsgd_epsilon": 8.0, "batch_size": 6}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        run(settings, federation(settings, 2))
+    (row,) = rows_of(settings)
+    assert row["accepted"] == 2
+    assert row["unprotected"]["loss"] is None
+    card = RunCard.load(Path(settings["output"]) / "run_card.json")
+    assert not any("training losses" in entry for entry in card["unprotected"])
 
 
 def test_a_client_that_stays_away_is_not_waited_for_for_ever(settings, trained):
@@ -212,9 +275,41 @@ def test_an_empty_client_is_reported_and_the_round_goes_on(settings):
     assert "holds no example" in row["refused"][0]["reason"]
 
 
-def test_an_unforeseen_failure_of_a_client_quotes_nothing(settings, monkeypatch):
+def _key_error():
+    raise KeyError("Anna's diagnosis")
+
+
+def _value_error():
+    return float("Anna's diagnosis")
+
+
+def _of_json():
+    return json.loads("Anna's diagnosis")
+
+
+def _of_bytes():
+    return b"Anna's diagnosis \xff".decode("utf-8")
+
+
+def _chained():
+    try:
+        _value_error()
+    except ValueError:
+        raise ClientRefusal("it cannot take part") from None
+
+
+QUOTING = {
+    "KeyError": _key_error,
+    "ValueError": _value_error,
+    "JSONDecodeError": _of_json,
+    "UnicodeDecodeError": _of_bytes,
+}
+
+
+@pytest.mark.parametrize("fault", QUOTING)
+def test_an_unforeseen_failure_of_a_client_quotes_nothing(settings, monkeypatch, fault):
     def quoting(*arguments):
-        raise KeyError("Anna's diagnosis")
+        return QUOTING[fault]()
 
     settings = settings | {"rounds": 1, "evaluation": "none"}
     monkeypatch.setattr(client_app, "_site", quoting)
@@ -223,7 +318,29 @@ def test_an_unforeseen_failure_of_a_client_quotes_nothing(settings, monkeypatch)
     grid.clients = {node: reporting(answer) for node, answer in grid.clients.items()}
     run(settings, grid)
     reasons = [refusal["reason"] for refusal in rows_of(settings)[0]["refused"]]
-    assert all("KeyError" in reason and "diagnosis" not in reason for reason in reasons)
+    assert len(reasons) == 2
+    assert all(fault in reason and "diagnosis" not in reason for reason in reasons)
+
+
+@pytest.mark.parametrize("fault", [*QUOTING.values(), _chained])
+def test_what_a_client_raises_quotes_nothing_in_its_chain(fault):
+    """Flower's simulation sends the text of an error and of all that it says it was caused by."""
+    with pytest.raises((RuntimeError, ClientRefusal)) as raised:
+        client_app.discreet(lambda message, context: fault())(None, None)
+    told = "".join(traceback.format_exception_only(raised.value))
+    assert "diagnosis" not in told
+    assert raised.value.__cause__ is None
+    assert raised.value.__suppress_context__
+
+
+def test_settings_that_do_not_fit_are_told(settings):
+    settings = settings | {"rounds": 1, "evaluation": "none"}
+    grid = federation(settings, 2)
+    broken = {node: reporting(answer) for node, answer in federation(settings | {"epsilon": -1.0}, 2).clients.items()}
+    run(settings, LocalGrid(grid.clients | {node + 100: answer for node, answer in broken.items()}))
+    (row,) = rows_of(settings)
+    assert row["accepted"] == 2
+    assert all("epsilon is -1.0" in refusal["reason"] for refusal in row["refused"])
 
 
 def test_another_base_model_is_noticed_by_the_client(settings, world):
@@ -313,6 +430,39 @@ def test_central_dp_is_certified(settings, trained):
     assert card["steps"] == {"planned": 3, "spent": 3}
     assert card["guarantee"] == "differential privacy"
     assert card.event == dpsgd(1.0, 0.5, 3)
+
+
+def test_central_dp_publishes_nothing_of_who_took_part(settings, trained):
+    """Its epsilon counts on the sample being secret: no card holds a client's number or how many answered."""
+    settings = settings | CENTRAL | {"rounds": 1, "fraction": 1.0}
+    run(settings, LocalGrid({7770001: replaying(trained[0]), 7770002: failing, 7770003: lambda message: None}))
+    (row,) = rows_of(settings)
+    assert (row["accepted"], row["missing"], row["refused"][0]["client"]) == (1, 1, "7770002")
+    output = Path(settings["output"])
+    run_card, card = RunCard.load(output / "run_card.json"), Card.load(output / "card.json")
+    assert run_card["updates"] is None
+    assert "not stated: who was sampled is secret" in run_card.to_markdown()
+    for name in ("run_card.json", "run_card.md", "card.json", "card.md"):
+        assert "777000" not in (output / name).read_text(), name
+    for found in (run_card, card):
+        assert any(entry.startswith("rounds.jsonl") for entry in found["unprotected"])
+    assert any(entry.startswith("training loss and other metrics") for entry in card["unprotected"])
+
+
+def test_central_dp_with_a_delta_that_promises_nothing(settings, trained, caplog):
+    grid = LocalGrid(dict.fromkeys(range(4), replaying(trained[0])))
+    said = "is not below 1/clients = 0.25"
+    for delta, expected in ((0.25, True), (0.2, False)):
+        caplog.clear()
+        logging.getLogger("flwr").addHandler(caplog.handler)
+        try:
+            run(
+                settings | CENTRAL | {"rounds": 1, "client_delta": delta, "output": f"{settings['output']}-{delta}"},
+                grid,
+            )
+        finally:
+            logging.getLogger("flwr").removeHandler(caplog.handler)
+        assert (said in caplog.text) == expected
 
 
 def test_central_dp_releases_whoever_takes_part(settings):

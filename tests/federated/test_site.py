@@ -10,6 +10,7 @@ import torch
 from fastdp.accounting import Card
 from fastdp.federated import FederatedConfig
 from fastdp.federated.adapter import AdaptedModel
+from fastdp.federated.refusal import ClientRefusal
 from fastdp.federated.site import Site, make_detector
 from fastdp.methods.selective import SelectiveCard
 
@@ -81,18 +82,18 @@ def test_an_organisations_own_names(settings, tmp_path):
 
 
 def test_a_client_without_data_says_so(settings):
-    with pytest.raises(ValueError, match="client-30 holds no example"):
+    with pytest.raises(ClientRefusal, match="client-30 holds no example"):
         Site.of_partition(adapted(settings), 30, 31)
 
 
 def fit_privately(settings, rounds):
-    """Cards after each round of DP-SGD at a client."""
+    """Cards after each round of DP-SGD at a client, which reports no loss: no epsilon would cover it."""
     site = Site.of_partition(adapted(settings, dpsgd_epsilon=8.0, batch_size=6, rounds=rounds), 0, 2)
     cards = []
     for number in range(rounds):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            site.fit(number + 1)
+            assert site.fit(number + 1).loss is None
         cards.append(Card.load(site.folder / "card_dpsgd.json"))
     return cards
 

@@ -34,6 +34,12 @@ def test_refused():
         layout.pack({"w": torch.ones(3)})
 
 
+@pytest.mark.parametrize("text", ["[" * 200_000, '{"a":' * 200_000, '[["w", "float32", 5]]'])
+def test_layouts_that_cannot_be_read(text):
+    """Nesting too deep for Python's parser is one more thing that cannot be read."""
+    assert Layout.of({"w": torch.ones(2)}).difference(text) == "its layout cannot be read"
+
+
 def test_bytes_of_a_message_are_the_adapters_and_five_per_cent():
     """All objects of Flower's message, of a bottleneck of 16 and LoRA of 4 in four layers of width 256."""
     pytest.importorskip("flwr", reason="flwr is the optional extra 'federated'")

@@ -11,6 +11,7 @@ import tempfile
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -122,11 +123,16 @@ class SelectivePerturbation:
         ):
             if value not in choices:
                 raise ValueError(f"{name} is {value!r}: use one of {', '.join(choices)}")
+        for name in ("epsilon", "alpha", "cells"):
+            if not _is_number(getattr(self, name)):
+                raise ValueError(f"{name} is {getattr(self, name)!r}: it must be a number")
+        if self.radius is not None and not _is_number(self.radius):
+            raise ValueError(f"radius is {self.radius!r}: it must be a number, or None for the table's median distance")
         for name, number in (("epsilon", self.epsilon), ("alpha", self.alpha), ("radius", self.radius)):
             if number is not None and not (number > 0 and math.isfinite(number)):
                 raise ValueError(f"{name} is {number}: it must be positive and finite")
-        if self.cells < 1:
-            raise ValueError(f"cells is {self.cells}: a partition has at least one")
+        if self.cells < 1 or self.cells != int(self.cells):
+            raise ValueError(f"cells is {self.cells}: a partition has a whole number of them, at least one")
 
     def __call__(
         self,
@@ -146,7 +152,8 @@ class SelectivePerturbation:
             table: [V, d] token embeddings of a public model, or the model itself.
             max_length: tokens of a text that are kept; those cut off cost nothing.
             cache: file beside the private data. If it exists it is read back at no cost, and refused if it was made from
-                other texts or with other settings, since a second draw would be a second release.
+                other texts or with other settings (a detector's own names are compared too), since a second draw would be a
+                second release.
             stream: source of the draws; a new one by default.
 
         Warns if no private token is found. Raises ValueError for a tokenizer or table that does not fit, spans outside
@@ -158,7 +165,7 @@ class SelectivePerturbation:
         settings = self.describe() | {"radius": radius, "table": _fingerprint(matrix), "max_length": max_length}
         path = None if cache is None else Path(cache)
         if path is not None and path.exists():
-            return _read(path, settings, encoded["input_ids"])
+            return _read(path, settings, self._private_settings(), encoded["input_ids"])
         private = self._private(texts, encoded)
         if not any(map(any, private)):
             warnings.warn("the detector found no private token: nothing is perturbed", stacklevel=2)
@@ -166,7 +173,7 @@ class SelectivePerturbation:
         ids, epsilons = self._draw(encoded["input_ids"], private, self._mechanism(matrix, radius, tokenizer), stream)
         found = PerturbedTexts(ids, private, epsilons, settings, stream.reproducible)
         if path is not None:
-            _write(path, found, encoded["input_ids"])
+            _write(path, found, self._private_settings(), encoded["input_ids"])
         return found
 
     def describe(self) -> dict[str, Any]:
@@ -183,6 +190,11 @@ class SelectivePerturbation:
             "detector": {"name": "every token"} if self.scope == "all" else self.detector.describe(),
             "policy": self.policy.describe(),
         }
+
+    def _private_settings(self) -> Any:
+        """Of the detector, if it is asked and has any."""
+        settings = None if self.scope == "all" else getattr(self.detector, "private_settings", None)
+        return None if settings is None else settings()
 
     def _radius(self, matrix: Tensor) -> float | None:
         if self.mechanism == "metric":
@@ -261,12 +273,16 @@ def _fingerprint(matrix: Tensor) -> str:
     return hashlib.sha256(matrix.numpy().tobytes()).hexdigest()
 
 
-def _keyed_digest(salt: str, ids: list[list[int]]) -> str:
+def _keyed_digest(salt: str, value: Any) -> str:
     # With a salt of its own, so that the same text in two caches does not show.
-    return hmac.new(bytes.fromhex(salt), canonical(ids).encode(), hashlib.sha256).hexdigest()
+    return hmac.new(bytes.fromhex(salt), canonical(value).encode(), hashlib.sha256).hexdigest()
 
 
-def _write(path: Path, found: PerturbedTexts, original: list[list[int]]) -> None:
+def _is_number(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def _write(path: Path, found: PerturbedTexts, private_settings: Any, original: list[list[int]]) -> None:
     """One file, written aside, synced and renamed: a crash leaves no draw that a second one could be compared with."""
     salt = os.urandom(16).hex()
     tensors = {
@@ -280,6 +296,7 @@ def _write(path: Path, found: PerturbedTexts, original: list[list[int]]) -> None
         "reproducible": json.dumps(found.reproducible),
         "salt": salt,
         "digest": _keyed_digest(salt, original),
+        "private_settings": _keyed_digest(salt, private_settings),
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, aside = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
@@ -294,19 +311,23 @@ def _write(path: Path, found: PerturbedTexts, original: list[list[int]]) -> None
         raise
 
 
-def _read(path: Path, settings: dict[str, Any], original: list[list[int]]) -> PerturbedTexts:
+def _read(path: Path, settings: dict[str, Any], private_settings: Any, original: list[list[int]]) -> PerturbedTexts:
     try:
         with safe_open(path, "pt") as file:  # type: ignore[no-untyped-call]
             metadata = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         made_with = json.loads(metadata["settings"])
-        same_texts = hmac.compare_digest(metadata["digest"], _keyed_digest(metadata["salt"], original))
+        salt = metadata["salt"]
+        same_texts = hmac.compare_digest(metadata["digest"], _keyed_digest(salt, original))
+        same_names = hmac.compare_digest(metadata["private_settings"], _keyed_digest(salt, private_settings))
     except (SafetensorError, OSError, KeyError, ValueError) as error:
         raise ValueError(f"{path} is no cache of perturbed texts: {error}") from None
     again = "perturbing anew would spend a second budget on what both share; name another file if you mean it"
     if made_with != json.loads(canonical(settings)):
         differing = next(key for key in settings if made_with.get(key) != json.loads(canonical(settings))[key])
         raise ValueError(f"{path} was made with another {differing}; {again}")
+    if not same_names:
+        raise ValueError(f"{path} was made with other private settings of the detector, such as its own names; {again}")
     if not same_texts:
         raise ValueError(f"{path} was made from other texts or another tokenizer; {again}")
     lengths = tensors["lengths"].tolist()

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ipaddress
 import re
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from fastdp.methods.selective.names import AMBIGUOUS, GIVEN_NAMES, SURNAMES
@@ -95,6 +97,8 @@ _INTRODUCED = re.compile(
     rf"({_CAPITALISED}(?: (?:{_CAPITAL}\.|{_CAPITALISED})){{0,3}})"
 )
 _WORDS = re.compile(rf"{_CAPITAL}\.|\w[\w'’-]*")
+_PARTS = re.compile(r"[^\W_]+")
+_KNOWN = GIVEN_NAMES | SURNAMES
 _INITIAL = re.compile(rf"{_CAPITAL}\.?")
 _SENTENCE = re.compile(r"(?:^|[.!?:]\s|\n)\s*$")
 
@@ -108,12 +112,13 @@ class RuleDetector:
     as "my name is". It has no notion of context: measure its miss rate on your own text (`measure_detector`).
 
     Args:
-        names: further names to look for, such as those of an organisation's own customers; matched as whole words,
-            whatever their case. They are private data: the card states how many there are, not which.
+        names: further names to look for, such as those of an organisation's own customers, of one or several words; matched
+            as whole words or parts of a compound ("Anna" in "Anna-Maria", all of which is then private), whatever their
+            case. They are private data: the card states how many there are, not which.
         entities: the kinds to look for.
 
     Raises:
-        ValueError: for an entity it does not know.
+        ValueError: for an entity it does not know, or a name without a letter or digit.
     """
 
     names: frozenset[str] = field(default=frozenset(), repr=False)
@@ -124,6 +129,8 @@ class RuleDetector:
         unknown = [entity for entity in self.entities if entity not in ENTITIES]
         if unknown:
             raise ValueError(f"the rule detector knows no entity {unknown[0]!r}; it knows {', '.join(ENTITIES)}")
+        if not all(map(_parts, self.names)):
+            raise ValueError("names holds one without a letter or digit, which no text can be searched for: remove it")
 
     def detect(self, texts: Sequence[str]) -> list[list[Span]]:
         """The spans of each text; those of different kinds may overlap."""
@@ -132,6 +139,10 @@ class RuleDetector:
     def describe(self) -> dict[str, Any]:
         """Name and settings, for the card."""
         return {"name": "rules", "entities": list(self.entities), "own_names": len(self.names)}
+
+    def private_settings(self) -> dict[str, Any]:
+        """The names themselves, which no card shows."""
+        return {"names": sorted(self.names)}
 
     def _find(self, entity: str, text: str) -> Iterator[Span]:
         if entity == "PERSON":
@@ -145,23 +156,51 @@ class RuleDetector:
             for match in pattern.finditer(text):
                 yield Span("PERSON", match.start(1), match.end(1), score)
         words = list(_WORDS.finditer(text))
+        yield from self._own_names(text, words)
         for index, word in enumerate(words):
-            if word.group().casefold() in self.names:
-                yield Span("PERSON", word.start(), word.end(), 1.0)
-                continue
-            known = _bare(word.group())
-            if not word.group()[0].isupper() or known not in GIVEN_NAMES | SURNAMES:
+            known = _known(word.group())
+            if not known:
                 continue
             last = _last_of_name(text, words, index)
             alone = last == index
-            doubtful = known in AMBIGUOUS and (alone or bool(_SENTENCE.search(text[: word.start()])))
+            doubtful = known <= AMBIGUOUS and (alone or bool(_SENTENCE.search(text[: word.start()])))
             if not (doubtful and alone):
                 yield Span("PERSON", word.start(), words[last].end(), 0.6 if doubtful else 0.9)
 
+    @cached_property
+    def _own(self) -> dict[str, tuple[set[tuple[str, ...]], list[int]]]:
+        """By first part: the names that begin with it, and how many parts they have."""
+        found: dict[str, set[tuple[str, ...]]] = {}
+        for name in self.names:
+            parts = _parts(name)
+            found.setdefault(parts[0], set()).add(parts)
+        return {first: (names, sorted(set(map(len, names)))) for first, names in found.items()}
 
-def _bare(word: str) -> str:
-    """A word without a possessive ending, folded as the lists are."""
-    return re.sub(r"['’]s$", "", word).casefold()
+    def _own_names(self, text: str, words: Sequence[re.Match[str]]) -> Iterator[Span]:
+        """Own names, each widened to the words it touches: the rest of a compound name is as private."""
+        if not self.names:
+            return
+        places = list(_PARTS.finditer(text))
+        folded = [place.group().casefold() for place in places]
+        starts = [word.start() for word in words]
+        for index, first in enumerate(folded):
+            names, lengths = self._own.get(first, (set(), []))
+            for length in lengths:
+                if tuple(folded[index : index + length]) in names:
+                    start, end = places[index].start(), places[index + length - 1].end()
+                    since, to = bisect_right(starts, start) - 1, bisect_right(starts, end - 1) - 1
+                    yield Span("PERSON", words[since].start(), words[to].end(), 1.0)
+
+
+def _parts(name: str) -> tuple[str, ...]:
+    """A name's runs of letters and digits, folded: what its parts may be joined by does not matter."""
+    return tuple(part.casefold() for part in _PARTS.findall(name))
+
+
+def _known(word: str) -> frozenset[str]:
+    """Capitalised parts of a word without its possessive ending that are in the lists."""
+    bare = re.sub(r"['’]s$", "", word)
+    return frozenset(part.casefold() for part in bare.split("-") if part[:1].isupper()) & _KNOWN
 
 
 def _last_of_name(text: str, words: Sequence[re.Match[str]], index: int) -> int:

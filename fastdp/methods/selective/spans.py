@@ -23,7 +23,11 @@ class Span:
 
 @runtime_checkable
 class PrivacyDetector(Protocol):
-    """Finds private text. Whatever it misses is not protected, so state its miss rate (see `measure_detector`)."""
+    """Finds private text. Whatever it misses is not protected, so state its miss rate (see `measure_detector`).
+
+    A detector whose settings are private in part may have ``private_settings()``, JSON values that no card shows: kept draws
+    are then refused when they change, of which only a keyed digest is written.
+    """
 
     def detect(self, texts: Sequence[str]) -> list[list[Span]]:
         """The spans of each text, in any order; they may overlap."""

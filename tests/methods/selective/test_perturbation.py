@@ -109,6 +109,21 @@ def test_a_cache_of_something_else_is_refused(model, tmp_path):
         SelectivePerturbation(0.5)(TEXTS, tokenizer, table, cache=path)
 
 
+def test_a_cache_made_with_other_names_is_refused(model, tmp_path):
+    """As many names as before, but others: the draws would leave the new one in the clear. The cache names none of them."""
+    tokenizer, table = model
+    path = tmp_path / "perturbed.safetensors"
+
+    def with_names(*names):
+        return SelectivePerturbation(0.5, detector=RuleDetector(names=frozenset(names)))
+
+    with_names("Quorra")(TEXTS, tokenizer, table, cache=path)
+    assert with_names("quorra")(TEXTS, tokenizer, table, cache=path).from_cache
+    with pytest.raises(ValueError, match="such as its own names; perturbing anew would spend a second budget"):
+        with_names("Nothing")(TEXTS, tokenizer, table, cache=path)
+    assert b"uorra" not in path.read_bytes()
+
+
 def _made(folder, tokenizer, table):
     SelectivePerturbation(0.5, radius=1.0)(TEXTS, tokenizer, table, cache=folder / "other")
     return folder / "other"
@@ -159,6 +174,13 @@ class Wrong:
     [
         ({"epsilon": 0.0}, "epsilon is 0.0"),
         ({"epsilon": float("inf")}, "epsilon is inf"),
+        ({"epsilon": "1"}, "epsilon is '1': it must be a number"),
+        ({"epsilon": None}, "epsilon is None: it must be a number"),
+        ({"epsilon": True}, "epsilon is True: it must be a number"),
+        ({"epsilon": 1.0, "alpha": "a"}, "alpha is 'a': it must be a number"),
+        ({"epsilon": 1.0, "radius": "2"}, "radius is '2': it must be a number, or None"),
+        ({"epsilon": 1.0, "cells": 2.5}, "cells is 2.5"),
+        ({"epsilon": 1.0, "cells": "8"}, "cells is '8': it must be a number"),
         ({"epsilon": 1.0, "radius": -1.0}, "radius is -1.0"),
         ({"epsilon": 1.0, "mechanism": "gaussian"}, "mechanism is 'gaussian'"),
         ({"epsilon": 1.0, "budget": "corpus"}, "budget is 'corpus'"),

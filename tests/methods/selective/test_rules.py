@@ -66,6 +66,40 @@ def test_own_names_in_any_case():
     assert "uorra" not in repr(RuleDetector(names=frozenset({"Quorra"})))
 
 
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("ask Quorra-Lin today", "Quorra-Lin"),
+        ("ask lin-quorra today", "lin-quorra"),
+        ("it is Quorra's turn", "Quorra's"),
+        ("user quorra_77 wrote", "quorra_77"),
+        ("they met zed o’dunn yesterday", "zed o’dunn"),
+        ("they met Zed-O'Dunn", "Zed-O'Dunn"),
+    ],
+)
+def test_own_names_in_compounds_and_of_several_words(text, expected):
+    assert expected in found(text, "PERSON", names=frozenset({"Quorra", "Zed O'Dunn"}))
+
+
+def test_an_own_name_alone_does_not_match_other_words():
+    assert not found("quorral and dunn and zed's", "PERSON", names=frozenset({"Quorra", "Zed O'Dunn"}))
+
+
+def test_an_own_name_leaves_what_the_lists_find():
+    """The surname that follows a known name stays private when that name is given too."""
+    assert "Anna Zukowska" in found("then Anna Zukowska came", "PERSON", names=frozenset({"Anna"}))
+
+
+@pytest.mark.parametrize("text", ["then Anna-Maria came", "the Anna-Zukowska case"])
+def test_known_names_with_a_hyphen(text):
+    assert any(name.startswith("Anna-") for name in found(text, "PERSON"))
+
+
+def test_a_name_of_nothing_is_refused():
+    with pytest.raises(ValueError, match="without a letter or digit"):
+        RuleDetector(names=frozenset({"Quorra", "--"}))
+
+
 def test_checksums():
     assert luhn_valid("79927398713")
     assert not any(luhn_valid(f"7992739871{digit}") for digit in "012456789")
