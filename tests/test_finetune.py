@@ -13,6 +13,7 @@ import torch
 import transformers
 import yaml
 
+from fastdp import accounting
 from fastdp.data import Collator, causal_examples
 from fastdp.finetune import ConfigError, FinetuneConfig, Reporter, finetune, load_config
 from fastdp.finetune.evaluation import evaluate
@@ -214,6 +215,55 @@ def test_text_is_privatized_before_training(config, files, tmp_path, monkeypatch
     assert "stay what they are" in result.privacy
 
 
+def test_contributing_tokens_of_a_text(config, files, tmp_path):
+    cti = {"form": "prior", "noise_multiplier": 2.0, "max_norm": 3.0}
+    settings = {"epsilon": None, "method": "sap"}
+    options = {"eta": 20.0, "duplicates": "merge", "cti": cti}
+    result = finetune(classify(config, files, **settings, method_options=options))
+    counts = json.loads((tmp_path / "run" / "statement.json").read_text())["epsilon_of_counts"]
+    assert counts["epsilon"] == pytest.approx(accounting.epsilon(accounting.gaussian(2.0), config.delta))
+    assert f"epsilon {counts['epsilon']:.3f} at delta 0.001 for the counts" in result.privacy
+    (tmp_path / "public.tsv").write_text((files / "labels.tsv").read_text())
+    known = options | {"cti": {"public": str(tmp_path / "public.tsv"), "min_support": 1}}
+    finetune(classify(config, files, **settings, method_options=known, output=str(tmp_path / "known")))
+    statement = json.loads((tmp_path / "known" / "statement.json").read_text())
+    assert statement["mechanism"]["cti"]["counts"] == "public"
+    # The paper's form runs, and says what it is.
+    printed = {"eta": 20.0, "duplicates": "merge", "cti": {"form": "paper"}}
+    result = finetune(classify(config, files, **settings, method_options=printed, output=str(tmp_path / "printed")))
+    assert result.privacy.startswith("none: eta depends on the token")
+    for wrong, match in (
+        ({"form": "prior"}, "reveal them"),
+        ({"public": str(files / "labels.tsv")}, "the training data itself"),
+        ({"form": "prior", "noise": 2.0}, "unexpected keyword argument 'noise'"),
+        ("prior", "must be a mapping"),
+    ):
+        with pytest.raises(ConfigError, match=match):
+            finetune(
+                classify(config, files, **settings, method_options=options | {"cti": wrong}, output=str(tmp_path / "x"))
+            )
+    with pytest.raises(ConfigError, match="task: classification"):
+        finetune(with_settings(config, **settings, method_options=options, output=str(tmp_path / "x")))
+    assert not (tmp_path / "x" / "config.yaml").exists()
+
+
+def test_a_stopped_run_of_a_local_method_leaves_a_record_of_what_was_released(config, files, tmp_path):
+    options = {"layer": 1, "autoencoder": None, "noise": "release_once"}
+    settings = classify(config, files, method="ewft", method_options=options, epochs=2)
+    with pytest.raises(SystemExit):
+        finetune(settings, reporter=StopAfter(2))
+    path = tmp_path / "run" / "releases" / "ledger.jsonl"
+    assert accounting.Ledger.read(path).spent_steps == 1
+    with pytest.raises(ConfigError, match="a second time, at the full price again"):
+        finetune(settings, resume=True)
+    with pytest.raises(ConfigError, match="already holds a run"):
+        finetune(settings)
+    # Ended before anything was released, it leaves none.
+    with pytest.raises(ConfigError, match="stopped early"):
+        finetune(with_settings(settings, output=str(tmp_path / "other")), reporter=Failing())
+    assert not (tmp_path / "other" / "releases").exists()
+
+
 def test_a_stopped_run_resumes_with_the_partitions_it_had_chosen(config, tmp_path):
     options = {"unfreezing_ratio": 0.5, "selection_steps": 2, "selection_rate": 0.2}
     settings = with_settings(config, peft="full", method="frost", method_options=options, epochs=4)
@@ -247,6 +297,7 @@ def load_base(config):
         ("ewft", {"autoencoder": None, "noise": "brown"}, "choose one of release_once"),
         ("ewft", {"autoencoder": None, "layer": 7}, "layer"),
         ("ewft", {"autoencoder": None, "depth": 7}, "depth"),
+        ("ewft", {"autoencoder": [4], "public": "missing.jsonl"}, "missing.jsonl"),
         ("sap", {"eta": 1.0}, "leave epsilon out"),
     ],
 )
@@ -289,6 +340,14 @@ def test_perplexity_is_the_token_mean_of_transformers(model_folder, files):
         quality = evaluate(model, examples, Collator(0), batch_size, "causal-lm")
         assert quality.count == count
         assert quality.perplexity == pytest.approx(math.exp(total / count), rel=1e-5)
+
+
+class Failing(Reporter):
+    """Refuses as the evaluation before training begins."""
+
+    def phase(self, text):
+        if text == "evaluating before training":
+            raise ConfigError("stopped early")
 
 
 class StopAfter(Reporter):

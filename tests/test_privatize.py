@@ -8,6 +8,8 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 
+import fastdp
+from fastdp import accounting
 from tests.test_cli import refused, run
 
 WORDS = ["[PAD]", "[UNK]", *(f"w{i}" for i in range(60))]
@@ -64,6 +66,104 @@ def test_small_eta_and_ids(folder, reviews, tmp_path):
     ids = [json.loads(line)["input_ids"] for line in out.read_text().splitlines()]
     assert all(len(row) == 2 for row in ids)
     assert sum(row[0] == 2 + i % 60 for i, row in enumerate(ids)) < 25
+
+
+CLASSES = ("--label", "0", "--label", "1")
+
+
+@pytest.fixture
+def public(tmp_path):
+    """Class 0 speaks of w0, w2 and w4, class 1 of w1, w3 and w5."""
+    path = tmp_path / "public.csv"
+    rows = [["w0 w2 w4", 0], ["w1 w3 w5", 1]] * 30
+    with open(path, "w", newline="") as file:
+        csv.writer(file).writerows([["text", "label"], *rows])
+    return path
+
+
+def written(path):
+    """Words of each class in a file with the label kept."""
+    with open(path, newline="") as file:
+        rows = list(csv.DictReader(file))
+    return [[word for row in rows if row["label"] == label for word in row["text"].split()] for label in "01"]
+
+
+def test_public_counts_favour_tokens_of_the_class_that_leaves_anyway(folder, reviews, public, tmp_path):
+    """Of 50 words some 62% are of their class; a threshold of 20% is 6 standard deviations away, either way."""
+    out = tmp_path / "out.csv"
+    plan = (
+        "privatize",
+        reviews,
+        out,
+        "--eta",
+        0.01,
+        "--model",
+        folder,
+        *CLASSES,
+        "--cti",
+        "prior",
+        "--cti-public",
+        public,
+    )
+    result = run(*plan, "--keep", "label")
+    assert result.exit_code == 0, result.output
+    assert "6 tokens occur often enough to be favoured; public counts" in " ".join(result.output.split())
+    for words, own in zip(written(out), ({"w0", "w2", "w4"}, {"w1", "w3", "w5"})):
+        assert sum(word in own for word in words) > 0.2 * len(words)
+    statement = json.loads((tmp_path / "out.privacy.json").read_text())
+    assert statement["guarantee"].startswith("metric")
+    assert statement["mechanism"]["cti"]["counts"] == "public"
+    assert statement["epsilon_of_counts"] is None
+    # A label that stays must not show: both classes then favour the words of both.
+    labels = []
+    stream = fastdp.TextPrivatizer.stream_texts
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            fastdp.TextPrivatizer,
+            "stream_texts",
+            lambda self, t, known, **o: labels.append(known) or stream(self, t, **o),
+        )
+        assert run(*plan, "--overwrite").exit_code == 0
+    assert labels == [None]
+
+
+def test_noised_counts_are_accounted_for_and_the_papers_form_guarantees_nothing(folder, reviews, tmp_path):
+    out = tmp_path / "out.csv"
+    plan = ("privatize", reviews, out, "--eta", 1, "--model", folder, *CLASSES)
+    result = run(*plan, "--cti", "elastic", "--cti-noise", 2, "--cti-delta", 1e-6)
+    assert result.exit_code == 0, result.output
+    epsilon = accounting.epsilon(accounting.gaussian(2.0), 1e-6)
+    assert f"counts at epsilon {epsilon:.4g} and delta 1e-06" in " ".join(result.output.split())
+    statement = json.loads((tmp_path / "out.privacy.json").read_text())
+    assert statement["epsilon_of_counts"]["epsilon"] == pytest.approx(epsilon)
+    assert accounting.deserialise(statement["event_of_counts"]) == accounting.gaussian(2.0)
+    assert statement["guarantee"].startswith("metric")
+    result = run(*plan, "--cti", "paper", "--overwrite")
+    assert result.exit_code == 0, result.output
+    assert "no guarantee" in result.output
+    statement = json.loads((tmp_path / "out.privacy.json").read_text())
+    assert statement["guarantee"] == "none"
+    assert any("without noise" in reason for reason in statement["why_no_guarantee"])
+
+
+def test_contributing_tokens_that_cannot_be_sound_are_refused(folder, reviews, public, tmp_path):
+    out = tmp_path / "out.csv"
+    plan = ("privatize", reviews, out, "--eta", 1, "--model", folder)
+    for options, words in (
+        ((*CLASSES, "--cti", "prior"), "--cti-public"),
+        ((*CLASSES, "--cti", "prior", "--cti-public", reviews), "the file of private texts"),
+        ((*CLASSES, "--cti", "prior", "--cti-public", public, "--cti-noise", 1), "either"),
+        ((*CLASSES, "--cti", "prior", "--cti-noise", 0), "above 0"),
+        ((*CLASSES, "--cti", "prior", "--cti-noise", 1, "--mechanism", "laplace"), "leave mechanism out"),
+        ((*CLASSES, "--cti", "prior", "--cti-noise", 1, "--cti-delta", 2), "delta"),
+        (("--cti", "prior", "--cti-noise", 1), "--label"),
+        (("--label", "0", "--label", "0", "--cti", "prior", "--cti-noise", 1), "once"),
+        (("--label", "0", "--label", "2", "--cti", "prior", "--cti-noise", 1), "line 3: the label '1'"),
+        (("--cti-noise", 1), "name its form"),
+        (CLASSES, "give its form"),
+    ):
+        assert words in refused(*plan, *options)
+    assert not out.exists()
 
 
 def test_refusals(folder, reviews, tmp_path):

@@ -15,11 +15,21 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from fastdp.commands.contributing import (
+    Contributing,
+    Delta,
+    Form,
+    Noise,
+    Public,
+    show_contributing,
+    show_displacement,
+)
 from fastdp.commands.quiet import quiet_libraries
 from fastdp.commands.refusal import refusing
 
 if TYPE_CHECKING:
     from fastdp import TextPrivatizer
+    from fastdp.data import Rows
 
 console = Console()
 
@@ -39,8 +49,17 @@ def privatize_command(
     ] = None,
     ids: Annotated[bool, typer.Option("--ids", help="write token ids instead of text (.jsonl)")] = False,
     mechanism: Annotated[
-        Literal["laplace", "exponential"], typer.Option(help="noise and nearest row, or the exponential mechanism")
-    ] = "laplace",
+        Literal["laplace", "exponential"] | None,
+        typer.Option(help="noise and nearest row (the default without --cti), or the exponential mechanism"),
+    ] = None,
+    cti: Form = None,
+    cti_public: Public = None,
+    cti_noise: Noise = None,
+    cti_delta: Delta = 1e-5,
+    label_column: Annotated[str, typer.Option(help="column with the class, for --cti")] = "label",
+    label: Annotated[
+        list[str] | None, typer.Option(help="a class of --cti, which counts as public; name every one")
+    ] = None,
     unknown: Annotated[Literal["perturb", "refuse"], typer.Option(help="what to do with unknown words")] = "perturb",
     merge_duplicates: Annotated[
         bool, typer.Option("--merge-duplicates", help="let tokens with equal rows answer for one another")
@@ -55,6 +74,11 @@ def privatize_command(
     from fastdp.data import read_rows
 
     _check_target(source, target, ids, overwrite)
+    chosen, classes = Contributing.chosen(cti, cti_public, cti_noise, cti_delta, source), label or []
+    if classes and not chosen:
+        raise ValueError("--label names the classes of --cti: give its form, or leave --label out")
+    if chosen and len(set(classes)) < max(2, len(classes)):
+        raise ValueError("--cti tells classes apart: name each of them once with --label, two at least")
     if keep and target.suffix.lower() == ".txt":
         raise ValueError("a .txt file holds texts alone: write .csv, .tsv or .jsonl to keep columns")
     rows = read_rows(source)
@@ -62,14 +86,19 @@ def privatize_command(
     kept = {name: rows.column(name, "--keep") for name in keep or []}
     if text_column in kept:
         raise ValueError(f"--keep {text_column} would copy the text itself: leave it out")
-    privatizer = _privatizer(model, eta, mechanism, unknown, merge_duplicates)
-    shown = privatizer.displacement()
-    console.print(
-        f"eta {eta:g}: {shown.unchanged:.1%} of the vocabulary's tokens stay what they were, "
-        f"mean displacement {shown.mean_displacement:.4g}"
-    )
+    if chosen is None:
+        counted = None
+    elif chosen.public is None:
+        counted = (texts, class_numbers(rows, label_column, classes))
+    else:
+        public = read_rows(chosen.public)
+        counted = (public.column(text_column, "--text-column"), class_numbers(public, label_column, classes))
+    privatizer = _privatizer(model, eta, mechanism, unknown, merge_duplicates, chosen, counted, len(classes))
+    shown = show_displacement(privatizer, console)
     begin = time.perf_counter()
-    done = privatizer.stream_texts(texts, output="ids" if ids else "text")
+    # A label that leaves anyway may say which tokens are favoured; one that stays must not show in them.
+    known = class_numbers(rows, label_column, classes) if chosen and label_column in kept else None
+    done = privatizer.stream_texts(texts, known, output="ids" if ids else "text")
     _write(target, text_column, kept, _watched(done, len(texts)))
     seconds = time.perf_counter() - begin
     statement = {**privatizer.statement(), "displacement": vars(shown), "columns_copied_unprotected": list(kept)}
@@ -91,18 +120,42 @@ def _check_target(source: Path, target: Path, ids: bool, overwrite: bool) -> Non
         raise ValueError(f"{target} exists: choose another file, or pass --overwrite")
 
 
-def _privatizer(name: str, eta: float, mechanism: str, unknown: str, merge_duplicates: bool) -> TextPrivatizer:
+def class_numbers(rows: Rows, column: str, classes: list[str]) -> list[int]:
+    """The labels as places in the list of classes. Raises ValueError, with the line, for one that is not in it."""
+    labels = rows.column(column, "--label-column")
+    for line, label in zip(rows.lines, labels):
+        if label not in classes:
+            raise ValueError(f"{rows.path}, line {line}: the label {label!r} is not among --label {', '.join(classes)}")
+    return [classes.index(label) for label in labels]
+
+
+def _privatizer(
+    name: str,
+    eta: float,
+    mechanism: str | None,
+    unknown: str,
+    merge_duplicates: bool,
+    chosen: Contributing | None,
+    counted: tuple[list[str], list[int]] | None,
+    classes: int,
+) -> TextPrivatizer:
     from transformers import AutoModel, AutoTokenizer
 
     from fastdp import TextPrivatizer
     from fastdp.methods.sap.importance import check_eta
 
     check_eta(eta)
+    network, tokenizer = AutoModel.from_pretrained(name), AutoTokenizer.from_pretrained(name)
+    cti = None
+    if chosen is not None and counted is not None:
+        cti = chosen.count(tokenizer, network.get_input_embeddings().weight.shape[0], *counted, classes)
+        show_contributing(cti, console)
     return TextPrivatizer(
-        AutoModel.from_pretrained(name),
+        network,
         eta=eta,
-        tokenizer=AutoTokenizer.from_pretrained(name),
+        tokenizer=tokenizer,
         mechanism=mechanism,
+        cti=cti,
         unknown=unknown,
         duplicates="merge" if merge_duplicates else "refuse",
     )

@@ -11,12 +11,21 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from fastdp.commands.contributing import (
+    Contributing,
+    Delta,
+    Form,
+    Noise,
+    Public,
+    show_contributing,
+    show_displacement,
+)
 from fastdp.commands.quiet import quiet_libraries
 from fastdp.commands.refusal import errors, refusing
 
 if TYPE_CHECKING:
     from fastdp import SplitCustomer, TextPrivatizer
-    from fastdp.methods.sap import PrivateBottom
+    from fastdp.methods.sap import CTI, PrivateBottom
 
 split_app = typer.Typer(
     help="Fine-tune a vendor's model on a customer's texts: the texts stay, privatized rows travel.",
@@ -25,6 +34,7 @@ split_app = typer.Typer(
 console = Console()
 
 _ADDRESS = "localhost:7443"
+COUNTS = "counts.pt"
 Address = Annotated[str, typer.Option(help="host:port of the vendor")]
 Insecure = Annotated[bool, typer.Option("--insecure", help="no TLS and no certificates; on this machine alone")]
 
@@ -122,9 +132,13 @@ def customer_command(
         Literal["tokens", "rows"], typer.Option(help="replace tokens before the bottom, or add noise to its rows")
     ] = "tokens",
     mechanism: Annotated[
-        Literal["laplace", "exponential"],
-        typer.Option(help="of tokens: noise and nearest row, or the exponential mechanism"),
-    ] = "exponential",
+        Literal["laplace", "exponential"] | None,
+        typer.Option(help="of tokens: noise and nearest row, or the exponential mechanism (the default without --cti)"),
+    ] = None,
+    cti: Form = None,
+    cti_public: Public = None,
+    cti_noise: Noise = None,
+    cti_delta: Delta = 1e-5,
     train: Annotated[Path | None, typer.Option(help="texts and labels to train on: .csv, .tsv, .jsonl")] = None,
     eval: Annotated[
         Path | None, typer.Option(help="texts and labels to measure accuracy on; they are released too")
@@ -149,6 +163,7 @@ def customer_command(
 ) -> None:
     """Train on a vendor's model, or use it, without sending a text. Run it again after a stop and it goes on."""
     quiet_libraries()
+    from fastdp.methods.sap import PrivateBottom
     from fastdp.split.customer import SplitCustomer
 
     if output is not None and predict is None:
@@ -157,6 +172,9 @@ def customer_command(
         raise ValueError(
             "--eta is missing: choose how much a text's tokens are changed (fastdp privatize shows what it does)"
         )
+    chosen = Contributing.chosen(cti, cti_public, cti_noise, cti_delta, train)
+    if chosen and noise == "rows":
+        raise ValueError("--cti chooses among tokens: leave out --noise rows, or --cti")
     with SplitCustomer(
         address,
         folder,
@@ -174,9 +192,17 @@ def customer_command(
             console.print("the vendor has deleted the run and the rows")
         if eta is None:
             return
-        privatizer = _privatizer(customer, eta, noise, mechanism)
-        if train is not None:
-            texts, labels = _labelled(train, text_column, label_column, limit)
+        labelled = None if train is None else _labelled(train, text_column, label_column, limit)
+        counts = None
+        if chosen and chosen.public:
+            counts = _counts(customer, chosen, _labelled(chosen.public, text_column, label_column, None))
+        elif chosen:
+            counts = _counts(customer, chosen, labelled)
+        privatizer = _privatizer(customer, eta, noise, mechanism, counts)
+        if not isinstance(privatizer, PrivateBottom):
+            show_displacement(privatizer, console)
+        if labelled is not None:
+            texts, labels = labelled
             _train(customer, privatizer, texts, labels, epochs)
         if eval is not None:
             texts, labels = _labelled(eval, text_column, label_column, limit)
@@ -218,13 +244,35 @@ def _load(name: str, classes: int, seed: int) -> tuple[Any, Any]:
     return model.to("cuda" if torch.cuda.is_available() else "cpu"), tokenizer
 
 
-def _privatizer(customer: SplitCustomer, eta: float, noise: str, mechanism: str) -> TextPrivatizer | PrivateBottom:
+def _counts(customer: SplitCustomer, chosen: Contributing, labelled: tuple[list[str], list[int]] | None) -> CTI:
+    """Contributing tokens; those of private texts are counted once, and kept in the customer's folder before use."""
+    path = customer.folder / COUNTS
+    cti = chosen.kept(path) if chosen.public is None else None
+    if cti is None:
+        if labelled is None:
+            raise ValueError("--cti without --cti-public counts the texts of --train: name them")
+        table: Any = customer.bottom.model.get_input_embeddings()
+        cti = chosen.count(customer.tokenizer, table.weight.shape[0], *labelled, customer.served.classes)
+        if chosen.public is None:
+            cti.save(path)
+    show_contributing(cti, console)
+    return cti
+
+
+def _privatizer(
+    customer: SplitCustomer, eta: float, noise: str, mechanism: str | None, cti: CTI | None
+) -> TextPrivatizer | PrivateBottom:
     from fastdp.methods.sap import PrivateBottom, TextPrivatizer
 
     if noise == "rows":
         return PrivateBottom(customer.bottom, eta=eta)
     return TextPrivatizer(
-        customer.bottom.model, eta=eta, tokenizer=customer.tokenizer, mechanism=mechanism, duplicates="merge"
+        customer.bottom.model,
+        eta=eta,
+        tokenizer=customer.tokenizer,
+        mechanism=mechanism or (None if cti else "exponential"),
+        cti=cti,
+        duplicates="merge",
     )
 
 

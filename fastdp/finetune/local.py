@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,9 +17,11 @@ from fastdp.data import IGNORED, Collator, Examples
 from fastdp.finetune.config import ConfigError, FinetuneConfig
 from fastdp.finetune.methods import ReadPublic
 from fastdp.methods import ewft
+from fastdp.methods.sap import CTI
 
-STATEMENT, PERTURBATION = "statement.json", "perturbation.pt"
-_PRIVATIZER = ("eta", "mechanism", "special", "unknown", "duplicates")
+STATEMENT, PERTURBATION, RELEASES = "statement.json", "perturbation.pt", "releases"
+_PRIVATIZER = ("eta", "mechanism", "special", "unknown", "duplicates", "cti")
+_ALL = 1 << 53
 _PUBLIC_EXAMPLES = 512
 _PASSES = 3
 
@@ -50,11 +52,14 @@ class Local(Protocol):
     def privacy(self) -> str:
         """One sentence for the person who started the run."""
 
+    def untouched(self) -> bool:
+        """Whether nothing was released so far, apart from what the engine's ledger knows of."""
+
     def save(self, output: Path) -> None:
         """Write what holds, and what is needed beside the weights."""
 
     def close(self) -> None:
-        """Leave the model as it was."""
+        """Leave the model as it was, and no record behind of a run that released nothing."""
 
 
 def open_local(
@@ -73,7 +78,7 @@ def open_local(
     options = dict(config.method_options or {})
     try:
         if config.method == "sap":
-            return Privatized(config, model, tokenizer, train, held_out, options)
+            return Privatized(config, model, tokenizer, train, held_out, options, read_public)
         if config.method == "ewft" and math.isfinite(float(config.epsilon or 0)):
             return Perturbed(config, model, tokenizer, train, held_out, options, read_public)
     except (TypeError, ValueError) as error:
@@ -84,8 +89,10 @@ def open_local(
 class Privatized:
     """SAP: tokens are replaced by `fastdp.TextPrivatizer` once, before anything is trained on them.
 
-    Options are the privatizer's: ``eta``, ``mechanism``, ``special``, ``unknown``, ``duplicates``. The held-out texts are
-    privatized too, as those of a customer who queries the model will be.
+    Options are the privatizer's: ``eta``, ``mechanism``, ``special``, ``unknown``, ``duplicates``, and ``cti``, a mapping of
+    the arguments of `CTI.from_texts` with ``public``, a file of public examples in the form of the training data; without
+    it the training texts are counted, with ``noise_multiplier``. The held-out texts are privatized too, as those of a
+    customer who queries the model will be.
     """
 
     noise = math.nan
@@ -98,6 +105,7 @@ class Privatized:
         train: Examples,
         held_out: Examples | None,
         options: dict[str, Any],
+        read_public: ReadPublic,
     ) -> None:
         if config.epsilon is not None:
             raise ConfigError("sap guarantees eta times a distance, not an epsilon: leave epsilon out and set eta")
@@ -106,14 +114,48 @@ class Privatized:
         unknown = [name for name in options if name not in _PRIVATIZER]
         if unknown:
             raise ConfigError(f"method_options of sap has no {unknown[0]!r}; there are {', '.join(_PRIVATIZER)}")
-        self._privatizer = fastdp.TextPrivatizer(model, tokenizer=tokenizer, **options)
-        self.train = self._private(train)
-        self.held_out = None if held_out is None else self._private(held_out)
         assert tokenizer.pad_token_id is not None
         self.collator = Collator(tokenizer.pad_token_id)
+        if options.get("cti") is not None:
+            options["cti"] = self._contributing(options["cti"], config, model, train, read_public)
+        self._privatizer = fastdp.TextPrivatizer(model, tokenizer=tokenizer, **options)
+        known = [item["labels"] for item in train.items] if self._privatizer.cti else None
+        self.train = self._private(train, known)
+        self.held_out = None if held_out is None else self._private(held_out, None)
 
-    def _private(self, examples: Examples) -> Examples:
-        rows = self._privatizer([item["input_ids"] for item in examples.items])
+    def _contributing(
+        self, options: Any, config: FinetuneConfig, model: nn.Module, train: Examples, read_public: ReadPublic
+    ) -> CTI:
+        if not isinstance(options, Mapping):
+            raise ConfigError(f"cti must be a mapping such as {{form: prior, public: FILE}}, not {options!r}")
+        if config.task != "classification":
+            raise ConfigError("cti favours tokens that tell classes apart: it needs task: classification")
+        arguments = dict(options)
+        public = arguments.pop("public", None)
+        if public is None:
+            texts, labels = [item["input_ids"] for item in train.items], [item["labels"] for item in train.items]
+        else:
+            if Path(str(public)).resolve() == Path(str(config.train)).resolve():
+                raise ConfigError("public of cti is the training data itself, which is private: name public texts")
+            batches = read_public(str(public), _ALL, self.collator)
+            masks = [batch["attention_mask"].bool() for batch in batches]
+            texts = [
+                row[real].tolist() for batch, mask in zip(batches, masks) for row, real in zip(batch["input_ids"], mask)
+            ]
+            labels = [int(label) for batch in batches for label in batch["labels"]]
+        table: Any = model.get_input_embeddings()  # type: ignore[operator]
+        return CTI.from_texts(
+            texts,
+            labels,
+            classes=len(config.labels or []),
+            vocabulary=table.weight.shape[0],
+            public=public is not None,
+            delta=config.delta,
+            **arguments,
+        )
+
+    def _private(self, examples: Examples, classes: list[int] | None) -> Examples:
+        rows = self._privatizer([item["input_ids"] for item in examples.items], labels=classes)
         items = []
         for item, row in zip(examples.items, rows):
             labels = item["labels"]
@@ -137,8 +179,15 @@ class Privatized:
         statement = self._privatizer.statement()
         if statement["guarantee"] == "none":
             return f"none: {'; '.join(statement['why_no_guarantee'])}"
-        share = statement["displacement"]["unchanged"]
-        return f"{statement['bound']}, a token; {share:.1%} of the vocabulary's tokens stay what they are"
+        share, counts = statement["displacement"]["unchanged"], statement["epsilon_of_counts"]
+        words = f"{statement['bound']}, a token; {share:.1%} of the vocabulary's tokens stay what they are"
+        if counts is None:
+            return words
+        return f"{words}; epsilon {counts['epsilon']:.3f} at delta {counts['delta']:g} for the counts, {counts['unit']}"
+
+    def untouched(self) -> bool:
+        """Whatever was drawn stays in memory until the engine's first step."""
+        return True
 
     def save(self, output: Path) -> None:
         """The statement; there is no card, since there is no epsilon."""
@@ -186,11 +235,16 @@ class Perturbed:
             sequence_length=config.max_length,
             dataset_size=len(train),
             autoencoder=None if sizes is None else tuple(sizes),
+            output_dir=Path(str(config.output)) / RELEASES,
             **options,
         )
-        if public is not None and sizes is not None:
-            batches = list(read_public(str(public), int(count), self.collator))
-            self._ewft.train_autoencoder([batch for _ in range(int(passes)) for batch in batches])
+        try:
+            if public is not None and sizes is not None:
+                batches = list(read_public(str(public), int(count), self.collator))
+                self._ewft.train_autoencoder([batch for _ in range(int(passes)) for batch in batches])
+        except BaseException:
+            self.close()
+            raise
         numbered = [item | {"example_ids": number} for number, item in enumerate(train.items)]
         self.train, self.held_out = Examples(numbered, train.truncated), held_out
         self._decoder = self._ewft.trained_parameters()
@@ -227,9 +281,17 @@ class Perturbed:
         self._ewft.card().save(output / "card")
         torch.save(self._ewft.state_dict(), output / PERTURBATION)
 
+    def untouched(self) -> bool:
+        """Whether no epoch has begun."""
+        return self._ewft.ledger.untouched
+
     def close(self) -> None:
-        """Take the hooks out of the model."""
+        """Take the hooks out of the model; the ledger stays in the output folder if it holds anything."""
         self._ewft.remove()
+        path = self._ewft.ledger.path
+        if self.untouched() and path is not None and path.exists():
+            path.unlink()
+            path.parent.rmdir()
 
 
 def _schedule(kind: str, config: FinetuneConfig, size: int) -> ewft.NoiseSchedule:

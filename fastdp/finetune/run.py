@@ -97,7 +97,8 @@ def finetune(config: FinetuneConfig, resume: bool = False, reporter: Reporter | 
     config.check()
     if resume and config.method in LOCAL:
         raise ConfigError(
-            f"a run of {config.method} cannot be resumed: nobody knows which records had been released; start anew"
+            f"a run of {config.method} cannot be resumed: nobody knows which records had been released; a new run, in another "
+            "output, releases every record a second time, at the full price again"
         )
     output = Path(str(config.output))
     _check_output(output, config, resume)
@@ -270,7 +271,8 @@ class _Run:
 
     def forget_if_nothing_was_spent(self) -> None:
         """After a failure before the first release, leave no run behind that would have to be resumed."""
-        if self.private is None or self.private.ledger.untouched:
+        locally = self.local is None or self.local.untouched()
+        if locally and (self.private is None or self.private.ledger.untouched):
             for name in (CONFIG, LEDGER, METRICS):
                 (self.output / name).unlink(missing_ok=True)
 

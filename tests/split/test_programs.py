@@ -13,8 +13,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from fastdp import accounting
 from fastdp.commands.split import _load
-from fastdp.split.customer import batch_of
+from fastdp.split.customer import SplitCustomer, batch_of
 from fastdp.split.run import NAME
 from fastdp.split.store import ExampleStore
 from tests.split.world import make_model, make_texts, make_tokenizer, train_in_process
@@ -141,6 +142,45 @@ def test_two_processes_train_over_tls_and_survive_kills(world, processes, tmp_pa
     statement = json.loads((folder / "statement.json").read_text())
     assert (statement["examples_sent"], statement["texts_sent_for_prediction"]) == (EXAMPLES, EXAMPLES)
     assert statement["guarantee"].startswith("metric")
+
+
+def test_contributing_tokens_of_private_texts_are_counted_once(world, service, tmp_path):
+    folder = tmp_path / "c"
+    start = ("split", "customer", "--insecure", "--address", service.address, "--folder", folder, "--eta", 9)
+    start = (*start, "--cti", "prior", "--batch-size", 8)
+    data = ("--train", world / "train.csv", "--epochs", 1)
+    assert "counts of the private texts reveal them" in refused(*start, *data)
+    assert "leave out --noise rows" in refused(*start, *data, "--cti-noise", 1, "--noise", "rows")
+    assert "counts the texts of --train" in refused(*start, "--cti-noise", 1, "--predict", world / "train.csv")
+    result = run(*start, *data, "--cti-noise", 1)
+    assert result.exit_code == 0, result.output
+    kept = (folder / "counts.pt").read_bytes()
+    statement = json.loads((folder / "statement.json").read_text())
+    assert statement["guarantee"].startswith("metric")
+    assert statement["epsilon_of_counts"]["epsilon"] == pytest.approx(
+        accounting.epsilon(accounting.gaussian(1.0), 1e-5)
+    )
+    # Another draw would be another release, and another privatizer than the run was begun with.
+    for more in (data, ("--predict", world / "train.csv")):
+        result = run(*start, *more, "--cti-noise", 1)
+        assert result.exit_code == 0, result.output
+    assert (folder / "counts.pt").read_bytes() == kept
+    assert "made with another --cti or --cti-noise" in refused(*start, *data, "--cti-noise", 2)
+    public = (*start, *data, "--cti-public")
+    assert "the file of private texts" in refused(*public, world / "train.csv")
+    (tmp_path / "public.csv").write_text((world / "train.csv").read_text())
+    assert "other privatizer" in refused(*public, tmp_path / "public.csv")
+
+
+def test_the_unchanged_share_is_shown_before_anything_leaves(world, service, tmp_path, monkeypatch):
+    def stop(*_, **__):
+        raise ValueError("nothing was sent yet")
+
+    monkeypatch.setattr(SplitCustomer, "send", stop)
+    start = ("split", "customer", "--insecure", "--address", service.address, "--folder", tmp_path / "c")
+    result = run(*start, "--eta", 1e6, "--batch-size", 8, "--train", world / "train.csv")
+    assert "nothing was sent yet" in result.stderr
+    assert "100.0% of the vocabulary's tokens stay what they were" in " ".join(result.output.split())
 
 
 def test_certificates_command(tmp_path):

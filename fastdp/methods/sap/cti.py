@@ -12,14 +12,26 @@ tokens which matter to the task survive more often, in mechanisms whose bound is
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from dp_accounting.dp_event import DpEvent
 from torch import Tensor
 
-from fastdp.methods.sap.importance import adaptive_eta, middle_importance, utility_importance
+from fastdp import accounting
+from fastdp.methods.sap.importance import (
+    adaptive_eta,
+    count_tokens,
+    middle_importance,
+    noised_counts,
+    utility_importance,
+)
+from fastdp.ops.stream import NoiseStream
 
 Form = Literal["prior", "candidates", "elastic", "paper"]
 FORMS: tuple[str, ...] = ("prior", "candidates", "elastic", "paper")
@@ -27,6 +39,10 @@ FORMS: tuple[str, ...] = ("prior", "candidates", "elastic", "paper")
 _NOT_METRIC = (
     "eta depends on the token that it protects: the bound eta * distance holds only between tokens of equal eta, and "
     "between others no bound that vanishes with their distance does"
+)
+_REVEALED = (
+    "counts of the private texts reveal them: count public texts, or noise the counts (noise_multiplier, noised_counts) and "
+    "account for their event"
 )
 _PRIVATE_COUNTS = "the importance of tokens was counted in the private texts and their labels without noise"
 
@@ -42,6 +58,7 @@ class CTI:
         form: see the module.
         tilt: of the prior, at least 0; 1 makes a token as many times likelier as it is likelier in its class.
         c0: of equation (6); None for the middle of the importances.
+        delta: of the epsilon that is stated for noised counts.
     """
 
     importance: Tensor
@@ -50,6 +67,7 @@ class CTI:
     form: str = "prior"
     tilt: float = 1.0
     c0: float | None = None
+    delta: float = 1e-5
 
     def __post_init__(self) -> None:
         if self.form not in FORMS:
@@ -57,11 +75,11 @@ class CTI:
         if isinstance(self.source, str) and self.source not in ("public", "private"):
             raise ValueError("source is 'public', or the event of noised_counts, or (paper form only) 'private'")
         if self.source == "private" and self.form != "paper":
-            raise ValueError(
-                "counts of the private texts reveal them: count public texts, or use noised_counts and pass its event"
-            )
+            raise ValueError(_REVEALED)
         if not self.tilt >= 0:
             raise ValueError(f"tilt is {self.tilt}: it must be at least 0")
+        if not 0 < self.delta < 1:
+            raise ValueError(f"delta is {self.delta}: it must lie between 0 and 1")
         if self.importance.dim() != 2 or self.supported.shape != self.importance.shape[1:]:
             raise ValueError("importance must be [classes, tokens] and supported [tokens]")
         if not bool(torch.isfinite(self.importance).all()):
@@ -91,6 +109,64 @@ class CTI:
             importance = torch.where(supported, importance, importance.clamp(max=0.0))
         return cls(importance, supported, source, form, tilt, c0)
 
+    @classmethod
+    def from_texts(
+        cls,
+        texts: Sequence[Sequence[int]],
+        labels: Sequence[int],
+        *,
+        classes: int,
+        vocabulary: int,
+        public: bool,
+        form: str = "prior",
+        noise_multiplier: float | None = None,
+        max_norm: float = 5.0,
+        min_support: float | None = None,
+        tilt: float = 1.0,
+        c0: float | None = None,
+        delta: float = 1e-5,
+        stream: NoiseStream | None = None,
+    ) -> CTI:
+        """From texts as ids: public ones, or private ones, whose counts get the noise of `noised_counts`.
+
+        Args:
+            labels: class of each text, below ``classes``.
+            vocabulary: rows of the embedding table.
+            noise_multiplier, max_norm: of the counts of private texts; see `noised_counts`.
+            min_support: see `from_counts`; by default 20, and with noise at least 4 times the std of the sum over classes.
+
+        Raises ValueError as `from_counts` and `noised_counts` do; for public texts with noise, and for private texts
+        without it except in the `paper` form, which then says that it guarantees nothing.
+        """
+        if public and noise_multiplier is not None:
+            raise ValueError("counts of public texts need no noise: leave noise_multiplier out, or the public texts")
+        if not public and noise_multiplier is None and form != "paper":
+            raise ValueError(_REVEALED)
+        support = 20.0
+        source: str | DpEvent = "public" if public else "private"
+        if noise_multiplier is None:
+            counts = count_tokens(texts, labels, classes, vocabulary)
+        else:
+            counts, source = noised_counts(
+                texts,
+                labels,
+                classes,
+                vocabulary,
+                noise_multiplier=noise_multiplier,
+                max_norm=max_norm,
+                stream=stream or NoiseStream(),
+            )
+            support = max(support, 4 * math.sqrt(classes) * noise_multiplier * max_norm)
+        made = cls.from_counts(
+            counts,
+            source=source,
+            form=form,
+            min_support=support if min_support is None else min_support,
+            tilt=tilt,
+            c0=c0,
+        )
+        return replace(made, delta=delta)
+
     @property
     def classes(self) -> int:
         """Number of classes."""
@@ -117,6 +193,26 @@ class CTI:
         """Why the form carries no metric bound; empty for the sound ones."""
         found = [_NOT_METRIC] if self.form == "paper" else []
         return found + ([_PRIVATE_COUNTS] if self.source == "private" else [])
+
+    def epsilon_of_counts(self) -> float:
+        """What the counts cost at ``delta``, for one text with its label, added or removed; inf for `private` ones."""
+        if isinstance(self.source, str):
+            return 0.0 if self.source == "public" else math.inf
+        return float(accounting.epsilon(self.source, self.delta))
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write to a file, in one piece: noised counts are drawn once, since a second draw is a second release."""
+        source = self.source if isinstance(self.source, str) else accounting.serialise(self.source)
+        aside = Path(path).with_suffix(".partial")
+        torch.save({**vars(self), "source": source}, aside)
+        os.replace(aside, path)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> CTI:
+        """What `save` wrote."""
+        kept = torch.load(path, weights_only=True)
+        source = kept["source"]
+        return cls(**{**kept, "source": source if isinstance(source, str) else accounting.deserialise(source)})
 
     def describe(self) -> dict[str, Any]:
         """The settings, for a statement."""

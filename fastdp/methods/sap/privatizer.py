@@ -349,11 +349,21 @@ class TextPrivatizer:
             "vocabulary": len(self._rows),
             "tokens_released": self.tokens_released,
             "event_of_counts": counts,
+            "epsilon_of_counts": None if counts is None else self._counts_in_words(),
             "assumptions": [
                 "the embedding table is public, and does not depend on the texts",
                 "each text is released once: E releases of a text cost E times the bound",
             ],
             "unprotected": list(_UNPROTECTED),
+        }
+
+    def _counts_in_words(self) -> dict[str, Any]:
+        """What noised counts cost, beside the bound."""
+        assert self.cti is not None
+        return {
+            "epsilon": self.cti.epsilon_of_counts(),
+            "delta": self.cti.delta,
+            "unit": "one text with its label, added or removed",
         }
 
     def _bound_in_words(self) -> str:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from fastdp import TextPrivatizer, accounting
 from fastdp.methods.sap import CTI
+from fastdp.ops import NoiseStream
 from tests.ops.test_private_snap import FALSE_ALARM, chi_square, line_law
 
 
@@ -120,6 +121,50 @@ def test_private_counts_need_noise():
     cti = CTI.from_counts(counts, source=event, min_support=1)
     statement = TextPrivatizer(torch.randn(2, 3), eta=1.0, cti=cti).statement()
     assert accounting.deserialise(statement["event_of_counts"]) == event
+
+
+TEXTS, LABELS = [[0, 0, 3], [1], [3]] * 20, [0, 1, 1] * 20
+
+
+def of_texts(**options):
+    return CTI.from_texts(TEXTS, LABELS, **{"classes": 2, "vocabulary": 4, "public": False, **options})
+
+
+def test_from_texts_counts_public_ones_or_noises_private_ones():
+    counts = torch.tensor([[40.0, 0, 0, 20], [0, 20, 0, 20]])
+    known, expected = of_texts(public=True), CTI.from_counts(counts, source="public")
+    assert torch.equal(known.importance, expected.importance)
+    assert known.supported.tolist() == [True, True, False, True]
+    assert known.epsilon_of_counts() == 0
+    noised = of_texts(noise_multiplier=0.5, delta=1e-6, stream=NoiseStream.unsafe_reproducible(0))
+    assert noised.source == accounting.gaussian(0.5)
+    assert noised.epsilon_of_counts() == pytest.approx(accounting.epsilon(accounting.gaussian(0.5), 1e-6))
+    assert not torch.equal(noised.importance, known.importance)
+    # Noise alone must not lend support: a token of no text has some, of std 50 in each class, and nearly never 283.
+    loud = of_texts(noise_multiplier=10.0, stream=NoiseStream.unsafe_reproducible(0))
+    assert not loud.supported[2]
+    assert of_texts(form="paper").source == "private"
+    assert of_texts(form="paper").epsilon_of_counts() == math.inf
+    for options, match in (
+        ({}, "reveal them"),
+        ({"form": "elastic"}, "reveal them"),
+        ({"public": True, "noise_multiplier": 1.0}, "need no noise"),
+        ({"noise_multiplier": 0.0}, "above 0"),
+        ({"noise_multiplier": 1.0, "delta": 0.0}, "delta"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            of_texts(**options)
+
+
+@pytest.mark.parametrize("options", [{"public": True}, {"noise_multiplier": 2.0, "delta": 1e-6}, {"form": "paper"}])
+def test_kept_counts_come_back_as_they_were(tmp_path, options):
+    made = of_texts(**options)
+    made.save(tmp_path / "counts.pt")
+    found = CTI.load(tmp_path / "counts.pt")
+    assert torch.equal(found.importance, made.importance)
+    assert torch.equal(found.supported, made.supported)
+    settings = ("source", "form", "tilt", "c0", "delta")
+    assert [getattr(found, name) for name in settings] == [getattr(made, name) for name in settings]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,124 @@
+"""Contributing tokens (CTI) from the command line: which texts are counted, and what the counts cost."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+from rich.console import Console
+
+if TYPE_CHECKING:
+    from fastdp import TextPrivatizer
+    from fastdp.methods.sap import CTI
+    from fastdp.methods.sap.privatizer import Displacement
+
+Form = Annotated[
+    Literal["prior", "candidates", "elastic", "paper"] | None,
+    typer.Option("--cti", help="favour tokens that tell classes apart, in this form; paper guarantees nothing"),
+]
+Public = Annotated[
+    Path | None, typer.Option("--cti-public", help="public labelled texts to count tokens in, with the same columns")
+]
+Noise = Annotated[
+    float | None,
+    typer.Option("--cti-noise", help="count the private texts, with normal noise of this multiplier"),
+]
+Delta = Annotated[float, typer.Option("--cti-delta", help="of the epsilon that is stated for noised counts")]
+
+
+@dataclass(frozen=True)
+class Contributing:
+    """What the options --cti, --cti-public, --cti-noise and --cti-delta ask for."""
+
+    form: str
+    public: Path | None
+    noise: float | None
+    delta: float
+
+    @classmethod
+    def chosen(
+        cls, form: str | None, public: Path | None, noise: float | None, delta: float, private: Path | None
+    ) -> Contributing | None:
+        """None without --cti.
+
+        Raises ValueError, before anything is read, for options that do not go together, and where counts would give the
+        private texts away under a form that promises otherwise.
+        """
+        if form is None:
+            if public is not None or noise is not None:
+                raise ValueError("--cti-public and --cti-noise say what --cti counts: name its form")
+            return None
+        if public is not None and noise is not None:
+            raise ValueError("counts of public texts need no noise: give either --cti-public or --cti-noise")
+        if public is not None and private is not None and public.resolve() == private.resolve():
+            raise ValueError(
+                f"--cti-public {public} is the file of private texts: name public ones, or use --cti-noise"
+            )
+        if public is None and noise is None and form != "paper":
+            raise ValueError(
+                "counts of the private texts reveal them: name public texts with --cti-public, or noise the counts with "
+                "--cti-noise (--cti paper counts them as they are, and guarantees nothing)"
+            )
+        return cls(form, public, noise, delta)
+
+    def count(self, tokenizer: Any, vocabulary: int, texts: Sequence[str], labels: Sequence[int], classes: int) -> CTI:
+        """Counts of the public or the private texts, as it was asked for."""
+        from fastdp.methods.sap import CTI
+
+        encoded = tokenizer(list(texts), add_special_tokens=False, split_special_tokens=True, verbose=False)
+        return CTI.from_texts(
+            encoded["input_ids"],
+            labels,
+            classes=classes,
+            vocabulary=vocabulary,
+            public=self.public is not None,
+            form=self.form,
+            noise_multiplier=self.noise,
+            delta=self.delta,
+        )
+
+    def kept(self, path: Path) -> CTI | None:
+        """Counts of private texts from an earlier call, which are not drawn again; None if there are none.
+
+        Raises ValueError if they were made by other options.
+        """
+        from fastdp import accounting
+        from fastdp.methods.sap import CTI
+
+        if not path.exists():
+            return None
+        found = CTI.load(path)
+        if (found.form, found.source) != (
+            self.form,
+            "private" if self.noise is None else accounting.gaussian(self.noise),
+        ):
+            raise ValueError(
+                f"{path} holds counts that were made with another --cti or --cti-noise: use those, or another folder, for "
+                "which the texts are counted, and paid for, again"
+            )
+        return replace(found, delta=self.delta)
+
+
+def show_contributing(cti: CTI, console: Console) -> None:
+    """One line: how many tokens may be favoured, and what is known of the texts that were counted."""
+    cost = cti.epsilon_of_counts()
+    counts = (
+        "public counts" if cti.source == "public" else f"counts at epsilon {cost:.4g} and delta {cti.delta:g} a text"
+    )
+    if cti.flaws():
+        counts = f"no guarantee: {'; '.join(cti.flaws())}"
+    supported = int(cti.supported.sum())
+    console.print(f"cti {cti.form}: {supported:,} tokens occur often enough to be favoured; {counts}", highlight=False)
+
+
+def show_displacement(privatizer: TextPrivatizer, console: Console) -> Displacement:
+    """One line: what eta leaves in the clear."""
+    shown = privatizer.displacement()
+    console.print(
+        f"eta {privatizer.eta:g}: {shown.unchanged:.1%} of the vocabulary's tokens stay what they were, "
+        f"mean displacement {shown.mean_displacement:.4g}"
+    )
+    return shown
