@@ -3,7 +3,8 @@
     fastdp bench utility --suite rapft --model MODEL --train train.csv --eval test.csv --json rapft.json --pictures FOLDER
 
 Every private row spends its ``epsilon`` truly, but for those of form ``paper``: they meet it as printed, with a mask from
-private examples, so that none is true of them; ``fixed_mask_epsilon`` says what their steps alone cost. All rows of one kind of fine-tuning share learning rate, steps and batch size.
+private examples, so that no epsilon is true of them; ``fixed_mask_epsilon`` says what their steps alone cost. All rows of one
+kind of fine-tuning share learning rate, steps and batch size.
 """
 
 from __future__ import annotations
