@@ -29,7 +29,7 @@ from fastdp.methods import ewft
 from fastdp.methods.sap import split_model
 
 from . import attributes, tops
-from .table import Run, Table, mean_of, measure
+from .table import Table, add_options, mean_of, measure_rows
 
 DELTA = 1e-5
 PAPER: dict[str, Any] = {"dataset_size": 67349, "batch_size": 32, "epochs": 3}
@@ -336,11 +336,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--sst2", type=Path, help="folder with train.tsv and test.tsv")
     parser.add_argument("--public", type=Path, help="plain text for the autoencoders")
     parser.add_argument("--pii", type=Path, help="labelled spans, such as synth_dataset_v2.json")
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--pictures", type=Path)
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--minutes", type=float, default=25.0)
-    parser.add_argument("--size", choices=("default", "tiny", "full"), default="default")
+    add_options(parser)
     parser.add_argument("--step-time", action="store_true", help="only the time of a step")
     options = parser.parse_args(arguments)
     quiet_libraries()
@@ -351,8 +347,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error("the tables need --sst2, --public and --pii")
     size = {"default": Size(), "tiny": TINY, "full": FULL}[options.size]
     bench, table = Bench(options.model, options.sst2, options.public, options.pii, size), Table(options.json)
-    runs: Iterator[Run] = ((row, lambda row=row: bench.run(row)) for row in settings(size, options.seeds))  # type: ignore[misc]
-    measure(table, runs, options.minutes)
+    measure_rows(table, settings(size, options.seeds), bench.run, options.minutes)
     if options.pictures:
         plot(table.rows, options.pictures)
 

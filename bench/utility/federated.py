@@ -35,7 +35,7 @@ from fastdp.methods.selective import (
 )
 
 from .. import record
-from .table import Run, Table, measure
+from .table import Table, add_options, measure_rows
 
 SCHEMES = ("none", "selective", "all")
 DATA = ("wikitext2", "pii_spans")
@@ -279,15 +279,14 @@ def _write_texts(path: Path, texts: Sequence[str]) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure what is missing, then draw."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0],  # type: ignore[union-attr]
+        epilog="Results other than the rounds are written beside --json.",
+    )
     parser.add_argument("--model", type=Path, help="folder of a causal model, such as gpt2-mini")
     parser.add_argument("--wikitext", type=Path, help="folder with valid.txt and test.txt")
     parser.add_argument("--pii", type=Path, required=True, help="labelled spans, such as synth_dataset_v2.json")
-    parser.add_argument("--json", type=Path, help="rows of the rounds; other results are written beside it")
-    parser.add_argument("--pictures", type=Path)
-    parser.add_argument("--seeds", type=int, default=1)
-    parser.add_argument("--minutes", type=float, default=25.0)
-    parser.add_argument("--size", choices=("default", "tiny", "full"), default="default")
+    add_options(parser, seeds=1)
     parser.add_argument("--detector", action="store_true", help="only what the detector finds")
     parser.add_argument("--speed", action="store_true", help="only tokens a second, and SecAgg+'s precision")
     parser.add_argument("--overhead", action="store_true", help="only one flwr run against the clients' training")
@@ -311,8 +310,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             _keep({"overhead": overhead(bench)}, options.json)
             return
         table = Table(options.json)
-        runs: Iterator[Run] = ((row, lambda row=row: bench.run(row)) for row in settings(size, options.seeds))  # type: ignore[misc]
-        measure(table, runs, options.minutes)
+        measure_rows(table, settings(size, options.seeds), bench.run, options.minutes)
     if options.pictures:
         plot(table.rows, options.pictures)
 

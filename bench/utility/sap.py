@@ -26,7 +26,7 @@ from fastdp.commands.quiet import quiet_libraries
 from fastdp.methods.sap import CTI, PrivateBottom, count_tokens, split_model
 
 from . import attributes, tops
-from .table import Run, Table, mean_of, measure
+from .table import Table, add_options, mean_of, measure_rows
 
 #: Forms by mechanism. The exponential mechanism leaves as many tokens unchanged at a fraction of the eta: its odds are over
 #: the vocabulary's tokens, where Laplace noise has the whole space to get lost in.
@@ -366,19 +366,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--model", type=Path, required=True, help="folder of all-MiniLM-L6-v2 or another encoder")
     parser.add_argument("--sst2", type=Path, required=True, help="folder with train.tsv, dev.tsv and test.tsv")
     parser.add_argument("--pii", type=Path, required=True, help="labelled spans, such as synth_dataset_v2.json")
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--pictures", type=Path)
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--minutes", type=float, default=25.0)
-    parser.add_argument("--size", choices=("default", "tiny", "full"), default="default")
+    add_options(parser)
     parser.add_argument("--only", default="", help="only parts whose name holds this")
     options = parser.parse_args(arguments)
     quiet_libraries()
     size = {"default": Size(), "tiny": TINY, "full": FULL}[options.size]
     bench, table = Bench(options.model, options.sst2, options.pii, size), Table(options.json)
     wanted = (row for row in settings(size, options.seeds) if options.only in row["part"])
-    runs: Iterator[Run] = ((row, lambda row=row: bench.run(row)) for row in wanted)  # type: ignore[misc]
-    measure(table, runs, options.minutes)
+    measure_rows(table, wanted, bench.run, options.minutes)
     if options.pictures:
         plot(table.rows, options.pictures)
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +51,22 @@ def measure(table: Table, runs: Iterable[Run], minutes: float) -> bool:
         table.add(row)
         print(json.dumps(row), flush=True)
     return True
+
+
+def measure_rows(
+    table: Table, rows: Iterable[dict[str, Any]], run: Callable[[dict[str, Any]], dict[str, Any]], minutes: float
+) -> bool:
+    """As `measure`, where one function measures every row from its setting."""
+    return measure(table, ((row, partial(run, row)) for row in rows), minutes)
+
+
+def add_options(parser: argparse.ArgumentParser, seeds: int = 3) -> None:
+    """The options that suites share; ``seeds`` is the default of one."""
+    parser.add_argument("--json", type=Path, help="rows as they come, with device, versions and commit")
+    parser.add_argument("--pictures", type=Path, help="folder to draw into once all is measured")
+    parser.add_argument("--seeds", type=int, default=seeds)
+    parser.add_argument("--minutes", type=float, default=25.0, help="how long to go on; the same command resumes")
+    parser.add_argument("--size", choices=("default", "tiny", "full"), default="default")
 
 
 def mean_of(rows: list[dict[str, Any]], value: str, **setting: Any) -> float | None:
