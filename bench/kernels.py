@@ -416,6 +416,27 @@ def _norms(device: torch.device, sizes: Sizes) -> Iterator[Case]:
         _torch(equal_ids, ids, right),
         bytes=float(tokens * n * width),
     )
+    rows_mask = torch.rand(50, n, device=device) < 0.5
+
+    def by_rows(i: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        table = b.new_zeros(units, 50, n, dtype=torch.float32)
+        owner = torch.arange(units, device=device).repeat_interleave(length)
+        square = table.index_put_((owner, i), b.float(), accumulate=True).square()
+        return torch.stack([(square * rows_mask).sum((1, 2)), (square * ~rows_mask).sum((1, 2))])
+
+    yield Case(
+        "masked_sqnorm of an embedding",
+        f"{units} x {length}, {n}",
+        lambda: ops.masked_sqnorm(ids, right, offsets, rows_mask),
+        _checked(
+            device,
+            "masked_sqnorm",
+            lambda: ops.masked_sqnorm(ids, right, offsets, rows_mask),
+            *(ids, right, offsets, rows_mask),
+        ),
+        _torch(by_rows, ids, right),
+        bytes=float(tokens * n * width),
+    )
     mask = torch.rand(m, n, device=device) < 0.5
 
     def masked(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -506,6 +527,34 @@ def _sums(device: torch.device, sizes: Sizes) -> Iterator[Case]:
         bytes=float(tokens * m * width),
     )
     yield from _adapters(device, sizes, offsets)
+    yield from _instances(device, sizes)
+
+
+def _instances(device: torch.device, sizes: Sizes) -> Iterator[Case]:
+    units, m, n = sizes.units, sizes.rows, sizes.rank
+    instances, mask = torch.randn(units, m, n, device=device), torch.rand(m, n, device=device) < 0.5
+    weights, others = torch.rand(units, device=device), torch.rand(units, device=device)
+    size, once = f"{units} x {m} x {n}", 4.0 * units * m * n
+
+    def masked(x: torch.Tensor) -> torch.Tensor:
+        square = x.square()
+        return torch.stack([(square * mask).sum((1, 2)), (square * ~mask).sum((1, 2))])
+
+    for name, arguments, formula, written in (
+        ("instance_sqnorm", (instances,), lambda x: x.square().sum((1, 2)), 0.0),
+        ("instance_masked_sqnorm", (instances, mask), masked, 0.0),
+        ("instance_sum", (instances, weights), lambda x: (weights @ x.flatten(1)).view(m, n), 4.0 * m * n),
+        (
+            "instance_masked_sum",
+            (instances, weights, others, mask),
+            lambda x: torch.where(mask, (weights @ x.flatten(1)).view(m, n), (others @ x.flatten(1)).view(m, n)),
+            4.0 * m * n,
+        ),
+    ):
+        run = functools.partial(getattr(ops, name), *arguments)
+        yield Case(
+            name, size, run, _checked(device, name, run, *arguments), _torch(formula, instances), bytes=once + written
+        )
 
 
 def _adapters(device: torch.device, sizes: Sizes, offsets: torch.Tensor) -> Iterator[Case]:
@@ -613,6 +662,7 @@ _GROUPS: dict[Callable[[torch.device, Sizes], Iterator[Case]], tuple[str, ...]] 
         "sqnorm_group",
         "cross_inner",
         "sqnorm of an embedding",
+        "masked_sqnorm of an embedding",
         "masked_sqnorm",
         "abs_sum",
     ),
@@ -623,6 +673,10 @@ _GROUPS: dict[Callable[[torch.device, Sizes], Iterator[Case]], tuple[str, ...]] 
         "column_sums",
         "per_unit",
         "per_unit_group",
+        "instance_sqnorm",
+        "instance_masked_sqnorm",
+        "instance_sum",
+        "instance_masked_sum",
     ),
     _snap: ("snap", "private_snap", "exponential_choice"),
 }

@@ -10,6 +10,7 @@ void bind_adamw(pybind11::module_ &m);
 void bind_direct_norms(pybind11::module_ &m);
 void bind_gram_norms(pybind11::module_ &m);
 void bind_onehot_norms(pybind11::module_ &m);
+void bind_instances(pybind11::module_ &m);
 void bind_snap(pybind11::module_ &m);
 void bind_snap_noise(pybind11::module_ &m);
 void bind_exponential(pybind11::module_ &m);

@@ -20,8 +20,6 @@ namespace {
 
 constexpr int64_t kChunkTokens = 256;  // tokens at a time: the rows of L they touch stay within reach of address translation
 
-enum class Measure { square = 0, absolute = 1, masked_square = 2 };
-
 struct Panels {
     std::vector<float> left, right;
 };
@@ -79,24 +77,16 @@ void direct_norms(const FactorTuple &left_tuple, const FactorTuple &right_tuple,
         const int64_t first = bounds[unit], last = bounds[unit + 1], tokens = last - first;
         if (tokens == 0) return;
         const int64_t columns = std::min(kBlockColumns, n - panel * kBlockColumns);
-        const uint64_t valid = columns == 64 ? ~uint64_t(0) : (uint64_t(1) << columns) - 1;
+        const uint64_t valid = first_bits(columns);
         const Rows r = right_panel(right, first, last, panel * kBlockColumns, columns, m, panels_of_thread);
         alignas(64) float band[kChunkRows * kBlockColumns];
         for (int64_t start = 0; start < m; start += kChunkRows) {
             const int64_t rows = std::min(kChunkRows, m - start);
             compute_band(kernels, left, r, first, last, start, rows, columns, panels_of_thread, band);
             float sums[2] = {0, 0};
-            for (int64_t row = 0; row < rows; ++row) {
-                const float *entries = band + row * kBlockColumns;
-                if (measure == Measure::absolute) {
-                    sums[0] += kernels.sum_absolute(entries, valid);
-                    continue;
-                }
-                const uint64_t chosen =
-                    measure == Measure::square ? valid : mask[(start + row) * panels + panel] & valid;
-                sums[0] += kernels.sum_square(entries, chosen);
-                if (measure == Measure::masked_square) sums[1] += kernels.sum_square(entries, valid & ~chosen);
-            }
+            for (int64_t row = 0; row < rows; ++row)
+                add_measure(kernels, measure, band + row * kBlockColumns, valid,
+                            measure == Measure::masked_square ? mask[(start + row) * panels + panel] : 0, sums);
             partial[item * 2] += sums[0];
             partial[item * 2 + 1] += sums[1];
         }

@@ -12,6 +12,7 @@ PYBIND11_MODULE(_native, m) {
     fastdp::bind_direct_norms(m);
     fastdp::bind_gram_norms(m);
     fastdp::bind_onehot_norms(m);
+    fastdp::bind_instances(m);
     fastdp::bind_snap(m);
     fastdp::bind_snap_noise(m);
     fastdp::bind_exponential(m);

@@ -89,6 +89,14 @@ FASTDP_AVX2 void add_weighted_avx2(const float *entries, uint64_t mask, float ma
     }
 }
 
+FASTDP_AVX2 void add_row_avx2(const float *entries, float weight, int64_t count, float *target) {
+    const __m256 factor = _mm256_set1_ps(weight);
+    int64_t j = 0;
+    for (; j + 8 <= count; j += 8)
+        _mm256_storeu_ps(target + j, _mm256_fmadd_ps(factor, _mm256_loadu_ps(entries + j), _mm256_loadu_ps(target + j)));
+    for (; j < count; ++j) target[j] += weight * entries[j];
+}
+
 template <int kRows, int kVectors>
 FASTDP_AVX512 void outer_avx512(Rows left, Rows right, int64_t tokens, float *block, bool add) {
     __m512 sum[kRows][kVectors];
@@ -160,14 +168,25 @@ FASTDP_AVX512 void add_weighted_avx512(const float *entries, uint64_t mask, floa
         _mm512_mask_storeu_ps(target + j, lanes, _mm512_fmadd_ps(weight, _mm512_maskz_loadu_ps(lanes, entries + j), old));
     }
 }
+
+FASTDP_AVX512 void add_row_avx512(const float *entries, float weight, int64_t count, float *target) {
+    const __m512 factor = _mm512_set1_ps(weight);
+    for (int64_t j = 0; j < count; j += 16) {
+        const auto lanes = static_cast<__mmask16>(count - j >= 16 ? 0xffff : (1 << (count - j)) - 1);
+        const __m512 x = _mm512_maskz_loadu_ps(lanes, entries + j), sum = _mm512_maskz_loadu_ps(lanes, target + j);
+        _mm512_mask_storeu_ps(target + j, lanes, _mm512_fmadd_ps(factor, x, sum));
+    }
+}
 #endif
 
 }  // namespace
 
 const BlockKernels &block_kernels() {
 #if defined(__x86_64__)
-    static const BlockKernels avx2{outer_avx2_any, sum_square_avx2, sum_absolute_avx2, add_weighted_avx2};
-    static const BlockKernels avx512{outer_avx512_any, sum_square_avx512, sum_absolute_avx512, add_weighted_avx512};
+    static const BlockKernels avx2{outer_avx2_any, sum_square_avx2, sum_absolute_avx2, add_weighted_avx2,
+                                   add_row_avx2};
+    static const BlockKernels avx512{outer_avx512_any, sum_square_avx512, sum_absolute_avx512,
+                                     add_weighted_avx512, add_row_avx512};
     if (isa() == Isa::avx512) return avx512;
     if (isa() == Isa::avx2) return avx2;
 #endif

@@ -23,8 +23,29 @@ struct BlockKernels {
     float (*sum_absolute)(const float *entries, uint64_t chosen);
     // target[j] += (bit j of mask ? masked : unmasked) * entries[j] for `columns` entries; a weight of 0 leaves target alone.
     void (*add_weighted)(const float *entries, uint64_t mask, float masked, float unmasked, int64_t columns, float *target);
+    // target[j] += weight * entries[j] for `count` entries.
+    void (*add_row)(const float *entries, float weight, int64_t count, float *target);
 };
 
 const BlockKernels &block_kernels();
+
+// What the entries of a gradient are reduced to; only masked_square has a second sum.
+enum class Measure { square = 0, absolute = 1, masked_square = 2 };
+
+// Adds the measure of those of 64 entries that `valid` names to `sums`; under a mask, of those outside it to sums[1].
+inline void add_measure(const BlockKernels &kernels, Measure measure, const float *entries, uint64_t valid, uint64_t mask,
+                        float *sums) {
+    if (measure == Measure::absolute) {
+        sums[0] += kernels.sum_absolute(entries, valid);
+    } else if (measure == Measure::square) {
+        sums[0] += kernels.sum_square(entries, valid);
+    } else {
+        sums[0] += kernels.sum_square(entries, valid & mask);
+        sums[1] += kernels.sum_square(entries, valid & ~mask);
+    }
+}
+
+// The bits of the first `columns` of 64.
+inline uint64_t first_bits(int64_t columns) { return columns >= 64 ? ~uint64_t(0) : (uint64_t(1) << columns) - 1; }
 
 }  // namespace fastdp

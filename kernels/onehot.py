@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
+from .direct import ABSOLUTE, MASKED_SQUARE, SQUARE
 from .launch import beside, on_device_of
 from .reduce import sum_parts
 
@@ -45,33 +46,58 @@ def _starts_a_run(p_keys, at):
     return (at == 0) | (tl.load(p_keys + at) != tl.load(p_keys + at - 1, mask=at > 0, other=-1))
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit
+def _inside(p_mask, row, o_n, m_n, stride_mm, stride_mn):
+    return tl.load(p_mask + row * stride_mm + o_n.to(tl.int64) * stride_mn, mask=m_n, other=0) != 0
+
+
+@triton.jit(do_not_specialize=["tokens", "slots"])
 def _norm_kernel(
-    p_order, p_keys, p_right, p_parts, tokens, n, stride_rt, stride_rn, b_t: tl.constexpr, b_n: tl.constexpr
-):
+    p_order, p_keys, p_right, p_mask, p_parts, tokens, slots, n, stride_rt, stride_rn, stride_mm, stride_mn,
+    b_t: tl.constexpr, b_n: tl.constexpr, KIND: tl.constexpr,
+):  # fmt: skip
     at = tl.program_id(0).to(tl.int64)
+    key = tl.load(p_keys + at)
     total = tl.zeros((b_n,), tl.float32)
+    outside = tl.zeros((b_n,), tl.float32)
     if _starts_a_run(p_keys, at):
         for first in range(0, n, b_n):
             o_n = first + tl.arange(0, b_n)
-            row = _add_run(p_order, p_keys, p_right, p_right, at, tokens, o_n, o_n < n, stride_rt, stride_rn,
+            m_n = o_n < n
+            row = _add_run(p_order, p_keys, p_right, p_right, at, tokens, o_n, m_n, stride_rt, stride_rn,
                            b_t, b_n, False)  # fmt: skip
-            total += row * row
+            if KIND == ABSOLUTE:
+                total += tl.abs(row)
+            elif KIND == MASKED_SQUARE:
+                inside = _inside(p_mask, key & 0x7FFFFFFF, o_n, m_n, stride_mm, stride_mn)
+                total += tl.where(inside, row * row, 0.0)
+                outside += tl.where(inside, 0.0, row * row)
+            else:
+                total += row * row
     # Slot of a tile of one token: see tiles.unit_of_slot.
-    tl.store(p_parts + at + (tl.load(p_keys + at) >> 31), tl.sum(total, 0))
+    slot = at + (key >> 31)
+    tl.store(p_parts + slot, tl.sum(total, 0))
+    if KIND == MASKED_SQUARE:
+        tl.store(p_parts + slots.to(tl.int64) + slot, tl.sum(outside, 0))
 
 
 @triton.jit(do_not_specialize=["tokens"])
 def _scatter_kernel(
-    p_order, p_keys, p_right, p_weights, p_out, tokens, n, stride_rt, stride_rn, stride_om, stride_on,
-    b_t: tl.constexpr, b_n: tl.constexpr,
+    p_order, p_keys, p_right, p_weights, p_outside, p_mask, p_out, tokens, n,
+    stride_rt, stride_rn, stride_om, stride_on, stride_mm, stride_mn,
+    b_t: tl.constexpr, b_n: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     at = tl.program_id(0).to(tl.int64)
     o_n = tl.program_id(1) * b_n + tl.arange(0, b_n)
     m_n = o_n < n
     if _starts_a_run(p_keys, at):
+        key = tl.load(p_keys + at)
         row = _add_run(p_order, p_keys, p_right, p_weights, at, tokens, o_n, m_n, stride_rt, stride_rn, b_t, b_n, True)
-        p_row = p_out + tl.load(p_keys + at) * stride_om + o_n.to(tl.int64) * stride_on
+        if MASKED:
+            other = _add_run(p_order, p_keys, p_right, p_outside, at, tokens, o_n, m_n, stride_rt, stride_rn,
+                             b_t, b_n, True)  # fmt: skip
+            row = tl.where(_inside(p_mask, key, o_n, m_n, stride_mm, stride_mn), row, other)
+        p_row = p_out + key * stride_om + o_n.to(tl.int64) * stride_on
         tl.store(p_row, tl.load(p_row, mask=m_n) + row, mask=m_n)
 
 
@@ -80,53 +106,90 @@ def units_of_tokens(offsets: torch.Tensor, tokens: int) -> torch.Tensor:
     return torch.searchsorted(offsets[1:], torch.arange(tokens, device=offsets.device), right=True)
 
 
-def onehot_sqnorm(ids: torch.Tensor, right: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """Squared norms [B], float32, of the gradients of a table: ids int64 [N] (below 2^31), right [N, n], any strides.
-
-    Tokens of a unit that share an id add up before they are squared.
-    """
-    units, (tokens, n) = offsets.shape[0] - 1, right.shape
+def _norms(
+    ids: torch.Tensor, right: torch.Tensor, offsets: torch.Tensor, mask: torch.Tensor | None, kind: int
+) -> torch.Tensor:
+    units, (tokens, n), rows = offsets.shape[0] - 1, right.shape, 1 if mask is None else 2
     if units == 0 or tokens == 0:
-        return torch.zeros(units, dtype=torch.float32, device=right.device)
+        return torch.zeros(rows, units, dtype=torch.float32, device=right.device)
     offsets = beside(offsets, right)
     keys, order = torch.sort(units_of_tokens(offsets, tokens) << 31 | ids, stable=True)
-    parts = torch.empty(1, tokens + units, dtype=torch.float32, device=right.device)
+    parts = torch.empty(rows, tokens + units, dtype=torch.float32, device=right.device)
     with on_device_of(right):
         _norm_kernel[(tokens,)](
             order,
             keys,
             right,
+            parts if mask is None else mask.view(torch.uint8),
             parts,
             tokens,
+            tokens + units,
             n,
             *right.stride(),
+            *((0, 0) if mask is None else mask.stride()),
             b_t=4,
             b_n=_COLUMNS,
+            KIND=kind,
             enable_fp_fusion=True,
             num_warps=4,
         )
-    return sum_parts(parts, offsets, 1, 1)[0]
+    return sum_parts(parts, offsets, 1, 1)
 
 
-def onehot_weighted_sum_(out: torch.Tensor, ids: torch.Tensor, right: torch.Tensor, weights: torch.Tensor) -> None:
-    """``out[ids[t]] += weights[t] right[t]`` for all tokens t; out float32 [V, n], right [N, n], any strides."""
+def onehot_sqnorm(ids: torch.Tensor, right: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """Squared norms [B], float32, of the gradients of a table: ids int64 [N] (below 2^31), right [N, n], any strides.
+
+    Tokens of a unit that share an id add up before they are squared.
+    """
+    return _norms(ids, right, offsets, None, SQUARE.value)[0]
+
+
+def onehot_abs_sum(ids: torch.Tensor, right: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """L1 norms [B], float32, of the gradients of a table; as :func:`onehot_sqnorm`."""
+    return _norms(ids, right, offsets, None, ABSOLUTE.value)[0]
+
+
+def onehot_masked_sqnorm(
+    ids: torch.Tensor, right: torch.Tensor, offsets: torch.Tensor, mask: torch.Tensor
+) -> torch.Tensor:
+    """Squared norms [2, B], float32, of the entries where ``mask`` (bool [V, n]) is True, then where it is False."""
+    return _norms(ids, right, offsets, mask, MASKED_SQUARE.value)
+
+
+def onehot_weighted_sum_(
+    out: torch.Tensor,
+    ids: torch.Tensor,
+    right: torch.Tensor,
+    weights: torch.Tensor,
+    weights_unmasked: torch.Tensor | None = None,
+    mask: torch.Tensor | None = None,
+) -> None:
+    """``out[ids[t]] += weights[t] right[t]`` for all tokens t; out float32 [V, n], right [N, n], any strides.
+
+    Where ``mask`` (bool [V, n]) is False the weights are ``weights_unmasked``.
+    """
     tokens, n = right.shape
     if tokens == 0 or n == 0:
         return
     keys, order = torch.sort(ids, stable=True)
+    masked = mask is not None and weights_unmasked is not None
     with on_device_of(out):
         _scatter_kernel[(tokens, triton.cdiv(n, _COLUMNS))](
             order,
             keys,
             right,
             weights,
+            weights_unmasked if masked else weights,
+            mask.view(torch.uint8) if masked else weights,
             out,
             tokens,
             n,
             *right.stride(),
             *out.stride(),
+            *(mask.stride() if masked else (0, 0)),
             b_t=4,
             b_n=_COLUMNS,
+            MASKED=masked,
             enable_fp_fusion=True,
             num_warps=4,
         )

@@ -219,47 +219,27 @@ class NormSink(_Captures):
     def _masked(self, name: str, entry: _Entry) -> None:
         inside, outside = self.policy.group_of[name]  # type: ignore[misc]
         mask = self.policy.masks[name]
-        if len(entry.factors) == 1 and entry.instance is None and not entry.factors[0].one_hot:
+        if len(entry.factors) == 1 and entry.instance is None:
             use = entry.factors[0]
             offsets = self.layout.offsets(use.right.shape[0], laned=use.laned)
             left, right = (use.right, use.left) if use.swap else (use.left, use.right)
-            squared = ops.masked_sqnorm(left, right, offsets, mask.reshape(mask.shape[0], -1))
-            self.squared[inside] += squared[0]
-            self.squared[outside] += squared[1]
+            squared = ops.masked_sqnorm(left, right, offsets, _as_matrix(mask))
             self._drop(entry)
-            return
-        if len(entry.factors) == 1 and entry.instance is None:
-            units, ids, gradients = table_rows(entry.factors[0], self.layout, mask.shape[0])
-            square, chosen = gradients.square(), mask[ids]
-            self.squared[inside].index_add_(0, units, torch.where(chosen, square, 0).sum(1))
-            self.squared[outside].index_add_(0, units, torch.where(chosen, 0, square).sum(1))
-            self._drop(entry)
-            return
-        if entry.factors:
-            shape = (self.layout.units, mask.shape[0], mask[0].numel())
-            entry.instance = _materialise(entry, self.layout, shape)
-            entry.factors.clear()
-        assert entry.instance is not None
-        weight = mask.reshape(-1).float()
-        # One product instead of two selections: a gradient that is not finite makes both NaN, which drops its unit.
-        squared = entry.instance.flatten(1).square() @ torch.stack([weight, 1 - weight], 1)
-        self.squared[inside] += squared[:, 0]
-        self.squared[outside] += squared[:, 1]
-        if not self.keep:
-            entry.instance = None
+        else:
+            if entry.factors:
+                entry.instance = _materialise(entry, self.layout, mask.shape)
+                entry.factors.clear()
+            assert entry.instance is not None
+            squared = ops.instance_masked_sqnorm(entry.instance.view(-1, *mask.shape), mask)
+            if not self.keep:
+                entry.instance = None
+        self.squared[inside] += squared[0]
+        self.squared[outside] += squared[1]
 
 
-def table_rows(use: Factors, layout: Layout, rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What each unit's gradient of a table consists of: ``units`` [K], row ``ids`` [K] and their ``gradients`` [K, n].
-
-    Tokens of a unit that read the same row are added up; no unit's whole table is formed.
-    """
-    tokens = use.right.shape[0]
-    units = layout.per_token(torch.arange(layout.units, device=use.left.device), tokens, laned=use.laned)
-    keys, where = torch.unique(units * rows + use.left, return_inverse=True)
-    gradients = torch.zeros(len(keys), use.right.shape[1], device=use.right.device)
-    gradients.index_add_(0, where, use.right.float())
-    return keys // rows, keys % rows, gradients
+def _as_matrix(mask: torch.Tensor) -> torch.Tensor:
+    """A mask of two dimensions as it is, so that its packed bits are found again; others flattened behind the first."""
+    return mask if mask.dim() == 2 else mask.flatten(1)
 
 
 def _may_hold(device: torch.device) -> int:
@@ -291,19 +271,21 @@ def _merge(uses: list[Factors], layout: Layout) -> list[Factors]:
     return [Factors(join([u.left for u in uses]), join([u.right for u in uses]), first.laned, first.swap)]
 
 
-def _materialise(entry: _Entry, layout: Layout, shape: tuple[int, int, int]) -> torch.Tensor:
-    """Per-unit gradients ``[units, rows, columns]`` of a masked parameter that is used in several ways."""
-    total = torch.zeros(shape, device=layout.weights.device)
+def _materialise(entry: _Entry, layout: Layout, shape: torch.Size) -> torch.Tensor:
+    """Per-unit gradients ``[units, *shape]`` of a masked parameter that is used in several ways."""
+    total = torch.zeros((layout.units, *shape), device=layout.weights.device)
     if entry.instance is not None:
-        total += entry.instance.reshape(shape)
+        total += entry.instance.view(total.shape)
+    flat = total.flatten(2)
     for use in entry.factors:
         offsets = layout.offsets(use.right.shape[0], laned=use.laned)
         if use.one_hot:
+            every = torch.ones(use.right.shape[0], device=total.device)
             for unit, (start, end) in enumerate(zip(offsets[:-1].tolist(), offsets[1:].tolist())):
-                total[unit].index_add_(0, use.left[start:end], use.right[start:end].float())
+                ops.weighted_sum(use.left[start:end], use.right[start:end], every[start:end], flat[unit])
         else:
             left, right = (use.right, use.left) if use.swap else (use.left, use.right)
-            total += ops.per_unit(left, right, offsets)
+            flat += ops.per_unit(left, right, offsets)
     return total
 
 
@@ -389,11 +371,9 @@ class Accumulator:
         for name, instance in instances.items():
             group = policy.group_of[name]
             if isinstance(group, tuple):
-                mask = policy.masks[name]
-                squared[group[0]] += torch.where(mask, instance[0], 0).square().sum()
-                squared[group[1]] += torch.where(mask, 0, instance[0]).square().sum()
+                squared[list(group)] += ops.instance_masked_sqnorm(instance, policy.masks[name])
             else:
-                squared[group] += instance.square().sum()
+                squared[group] += ops.instance_sqnorm(instance)
         factors = self.factors(squared, weight)
         for name, instance in instances.items():
             self.add_instance(name, instance, factors)
@@ -417,15 +397,11 @@ class Accumulator:
     def add_instance(self, name: str, instance: torch.Tensor, factors: torch.Tensor) -> None:
         """Add instantiated per-unit gradients ``[units, ...]``; rows of weight 0 are selected out, NaN and all."""
         weights, outside = self._weights(name, factors)
-        shape = self.parameters[name].shape
-        flat = instance.reshape(instance.shape[0], -1)
-        flat = torch.where((weights > 0).unsqueeze(1), flat, 0.0)
-        total = weights @ flat
-        if outside is not None:
-            total = torch.where(self.policy.masks[name].reshape(-1), total, outside @ flat)
-        self._sum(name, total.view(shape))
-
-    def _sum(self, name: str, total: torch.Tensor) -> None:
+        instance = instance.reshape(-1, *self.parameters[name].shape)
+        if outside is None:
+            total = ops.instance_sum(instance, weights)
+        else:
+            total = ops.instance_masked_sum(instance, weights, outside, self.policy.masks[name])
         if name in self.sums:
             self.sums[name] += total
         else:
@@ -438,29 +414,14 @@ class Accumulator:
         weights = layout.per_token(inside, tokens, laned=use.laned)
         shape = self.parameters[name].shape
         out = self.sums.get(name)
-        if use.one_hot:
-            if outside is not None:
-                self._masked_rows(name, use, weights, layout.per_token(outside, tokens, laned=use.laned))
-                return
-            if out is None:
-                out = self.sums[name] = torch.zeros(shape, device=use.right.device)
-            ops.weighted_sum(use.left, use.right, weights, out)
-            return
+        if out is None and use.one_hot:
+            out = self.sums[name] = torch.zeros(shape, device=use.right.device)
         left, right = (use.right, use.left) if use.swap else (use.left, use.right)
-        flat = None if out is None else out.view(left.shape[1], right.shape[1])
+        flat = None if out is None else out.view(shape[0], -1)
         if outside is None:
             flat = ops.weighted_sum(left, right, weights, flat)
         else:
             other = layout.per_token(outside, tokens, laned=use.laned)
-            mask = self.policy.masks[name].reshape(left.shape[1], right.shape[1])
-            flat = ops.masked_weighted_sum(left, right, weights, other, mask, flat)
+            flat = ops.masked_weighted_sum(left, right, weights, other, _as_matrix(self.policy.masks[name]), flat)
         if out is None:
             self.sums[name] = flat.view(shape)
-
-    def _masked_rows(self, name: str, use: Factors, inside: torch.Tensor, outside: torch.Tensor) -> None:
-        shape = self.parameters[name].shape
-        parts = [
-            ops.weighted_sum(use.left, use.right, w, torch.zeros(shape, device=use.right.device))
-            for w in (inside, outside)
-        ]
-        self._sum(name, torch.where(self.policy.masks[name], parts[0], parts[1]))

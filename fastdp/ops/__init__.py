@@ -1,5 +1,6 @@
 """The kernels as functions of tensors of any device; a module keeps an op's schema, contract and definition."""
 
+from . import cpu_instances as cpu_instances
 from . import cpu_norms as cpu_norms
 from . import cpu_sums as cpu_sums
 from . import cuda as cuda
@@ -10,6 +11,11 @@ from .clip import clip_noise as clip_noise
 from .entries import abs_sum as abs_sum
 from .entries import masked_sqnorm as masked_sqnorm
 from .entries import masked_weighted_sum as masked_weighted_sum
+from .instances import instance_abs_sum as instance_abs_sum
+from .instances import instance_masked_sqnorm as instance_masked_sqnorm
+from .instances import instance_masked_sum as instance_masked_sum
+from .instances import instance_sqnorm as instance_sqnorm
+from .instances import instance_sum as instance_sum
 from .noise import add_noise_ as add_noise_
 from .norms import cross_inner as cross_inner
 from .norms import sqnorm as sqnorm

@@ -23,8 +23,8 @@ from .factors import ELEMENT, accumulator, is_one_hot, native_factor, unit_bound
 from .norms import CROSS_INNER, SQNORM, SQNORM_GROUP
 
 _NO_FACTOR = (0, 0, 0, 0, 0)
-_SQUARE, _ABSOLUTE, _MASKED_SQUARE = range(3)
-_HAS_KERNELS = _native.isa() != "portable"
+SQUARE, ABSOLUTE, MASKED_SQUARE = range(3)  # as csrc/outer_block.h numbers them
+HAS_KERNELS = _native.isa() != "portable"
 
 # The Gram kernel does T^2 (m + n) flop and the direct one 2 T m n, at rates that differ by this from 16 tokens on.
 _GRAM_RATE_OVER_DIRECT = 0.95
@@ -34,7 +34,7 @@ _packed_masks: Any = WeakIdKeyDictionary()
 
 def _served(*factors: Tensor) -> bool:
     """Whether the kernels read these factors."""
-    return _HAS_KERNELS and all(f.dtype in ELEMENT or is_one_hot(f) for f in factors)
+    return HAS_KERNELS and all(f.dtype in ELEMENT or is_one_hot(f) for f in factors)
 
 
 def _left(left: Tensor) -> tuple[tuple[int, int, int, int, int], int, int]:
@@ -43,16 +43,21 @@ def _left(left: Tensor) -> tuple[tuple[int, int, int, int, int], int, int]:
     return native_factor(left), 0, 0
 
 
-def packed(mask: Tensor) -> np.ndarray:
-    """The bits of a mask [m, n], each row padded to words of 64; kept for as long as the mask lives unchanged."""
+def packed(mask: Tensor, *, flat: bool = False) -> np.ndarray:
+    """The bits of a mask [m, n], each row padded to words of 64; kept for as long as the mask lives unchanged.
+
+    ``flat`` takes a mask of any shape as one row.
+    """
     known = _packed_masks.get(mask)
-    if known is not None and known[0] == mask._version:
-        return known[1]
-    m, n = mask.shape
-    words = np.zeros((m, (n + 63) // 64 * 8), dtype=np.uint8)
-    words[:, : (n + 7) // 8] = np.packbits(mask.numpy(), axis=1, bitorder="little")
-    _packed_masks[mask] = (mask._version, words)
-    return words
+    if known is None or known[0] != mask._version:
+        known = _packed_masks[mask] = (mask._version, {})
+    if flat not in known[1]:
+        rows = mask.reshape(1, -1) if flat else mask
+        m, n = rows.shape
+        words = np.zeros((m, (n + 63) // 64 * 8), dtype=np.uint8)
+        words[:, : (n + 7) // 8] = np.packbits(rows.numpy(), axis=1, bitorder="little")
+        known[1][flat] = words
+    return known[1][flat]
 
 
 def _cheaper_route(m: int, n: int, bounds: Sequence[int]) -> str:
@@ -69,11 +74,31 @@ def _gram(lefts: Sequence[Tensor], right: Tensor, bounds: list[int]) -> Tensor:
 
 
 def _direct(left: Tensor, right: Tensor, bounds: list[int], measure: int, mask: int = 0) -> Tensor:
-    norms = torch.empty(2 if measure == _MASKED_SQUARE else 1, len(bounds) - 1)
+    norms = torch.empty(2 if measure == MASKED_SQUARE else 1, len(bounds) - 1)
     _native.direct_norms(
         native_factor(left), native_factor(right), bounds, measure, mask, norms.data_ptr(), torch.get_num_threads()
     )
     return norms
+
+
+def _onehot(ids: Tensor, right: Tensor, bounds: list[int], measure: int, mask: int = 0) -> Tensor:
+    norms = torch.empty(2 if measure == MASKED_SQUARE else 1, len(bounds) - 1)
+    _native.onehot_norms(
+        ids.data_ptr(),
+        ids.stride(0),
+        native_factor(right),
+        bounds,
+        measure,
+        mask,
+        norms.data_ptr(),
+        torch.get_num_threads(),
+    )
+    return norms
+
+
+def _by_entries(left: Tensor, right: Tensor, bounds: list[int], measure: int, mask: int = 0) -> Tensor:
+    """By looking at each entry: of the gradient's tiles, or of the rows that a table's gradient consists of."""
+    return (_onehot if is_one_hot(left) else _direct)(left, right, bounds, measure, mask)
 
 
 @SQNORM.implement("cpu")
@@ -83,15 +108,12 @@ def sqnorm(left: Tensor, right: Tensor, offsets: Tensor, route: str) -> Tensor:
         return torch_norms.sqnorm(left, right, offsets, route)
     bounds = unit_bounds(offsets)
     if is_one_hot(left):
-        norms = torch.empty(len(bounds) - 1)
-        threads = torch.get_num_threads()
-        _native.onehot_sqnorm(left.data_ptr(), left.stride(0), native_factor(right), bounds, norms.data_ptr(), threads)
-        return norms
+        return _onehot(left, right, bounds, SQUARE)[0]
     if route == "auto":
         route = _cheaper_route(left.shape[1], right.shape[1], bounds)
     if route == "gram":
         return _gram([left], right, bounds)[0]
-    return _direct(left, right, bounds, _SQUARE)[0]
+    return _direct(left, right, bounds, SQUARE)[0]
 
 
 @SQNORM_GROUP.implement("cpu")
@@ -129,7 +151,7 @@ def abs_sum(left: Tensor, right: Tensor, offsets: Tensor) -> Tensor:
     """:func:`fastdp.ops.abs_sum` on a processor."""
     if not _served(left, right):
         return torch_norms.abs_sum(left, right, offsets)
-    return _direct(left, right, unit_bounds(offsets), _ABSOLUTE)[0]
+    return _by_entries(left, right, unit_bounds(offsets), ABSOLUTE)[0]
 
 
 @MASKED_SQNORM.implement("cpu")
@@ -138,7 +160,7 @@ def masked_sqnorm(left: Tensor, right: Tensor, offsets: Tensor, mask: Tensor) ->
     if not _served(left, right):
         return torch_norms.masked_sqnorm(left, right, offsets, mask)
     bits = packed(mask)
-    return _direct(left, right, unit_bounds(offsets), _MASKED_SQUARE, bits.ctypes.data)
+    return _by_entries(left, right, unit_bounds(offsets), MASKED_SQUARE, bits.ctypes.data)
 
 
 def _runs(*weights: Tensor) -> list[int]:
@@ -156,9 +178,37 @@ def masked_weighted_sum_(
     out: Tensor, left: Tensor, right: Tensor, weights_masked: Tensor, weights_unmasked: Tensor, mask: Tensor
 ) -> None:
     """``fastdp.ops.masked_weighted_sum(..., out=out)`` on a processor."""
+    if not (_served(left, right) and out.dtype == torch.float32 and out.stride(1) == 1):
+        MASKED_WEIGHTED_SUM_INPLACE.reference(out, left, right, weights_masked, weights_unmasked, mask)
+    elif is_one_hot(left):
+        _onehot_masked_sum(out, left, right, weights_masked.float(), weights_unmasked.float(), mask)
+    else:
+        _runs_masked_sum(out, left, right, weights_masked, weights_unmasked, mask)
+
+
+def _onehot_masked_sum(
+    out: Tensor, ids: Tensor, right: Tensor, weights_masked: Tensor, weights_unmasked: Tensor, mask: Tensor
+) -> None:
+    masked, unmasked, bits = weights_masked.contiguous(), weights_unmasked.contiguous(), packed(mask)
+    _native.onehot_masked_add(
+        ids.data_ptr(),
+        ids.stride(0),
+        native_factor(right),
+        right.shape[0],
+        masked.data_ptr(),
+        unmasked.data_ptr(),
+        bits.ctypes.data,
+        out.data_ptr(),
+        out.stride(0),
+        torch.get_num_threads(),
+    )
+
+
+def _runs_masked_sum(
+    out: Tensor, left: Tensor, right: Tensor, weights_masked: Tensor, weights_unmasked: Tensor, mask: Tensor
+) -> None:
     bounds = _runs(weights_masked, weights_unmasked)
-    few_runs = len(bounds) - 1 <= right.shape[0] // 8
-    if not (few_runs and _served(left, right) and out.dtype == torch.float32 and out.stride(1) == 1):
+    if len(bounds) - 1 > right.shape[0] // 8:
         MASKED_WEIGHTED_SUM_INPLACE.reference(out, left, right, weights_masked, weights_unmasked, mask)
         return
     first = torch.tensor(bounds[:-1], dtype=torch.int64)
@@ -181,6 +231,6 @@ def masked_weighted_sum(
     left: Tensor, right: Tensor, weights_masked: Tensor, weights_unmasked: Tensor, mask: Tensor
 ) -> Tensor:
     """:func:`fastdp.ops.masked_weighted_sum` on a processor."""
-    out = right.new_zeros(left.shape[1], right.shape[1], dtype=accumulator(left, right))
+    out = right.new_zeros(mask.shape, dtype=accumulator(left, right))
     masked_weighted_sum_(out, left, right, weights_masked, weights_unmasked, mask)
     return out

@@ -18,6 +18,7 @@ from .factors import (
     native_factor,
     unit_bounds,
 )
+from .instances import instance_sqnorm
 from .sums import COLUMN_SUMS, PER_UNIT, PER_UNIT_GROUP, WEIGHTED_SUM, WEIGHTED_SUM_INPLACE
 
 # Tokens multiplied at a time: the scaled copy of the narrower factor is used again from the cache, and products this deep
@@ -62,7 +63,7 @@ def per_unit_group(lefts: Sequence[Tensor], rights: Sequence[Tensor], offsets: T
     bounds = unit_bounds(offsets)
     gradients = [_per_unit(left, right, bounds) for left, right in zip(lefts, rights)]
     dtype = accumulator(*gradients)
-    return gradients, torch.stack([gradient.flatten(1).square().sum(1, dtype=dtype) for gradient in gradients])
+    return gradients, torch.stack([instance_sqnorm(gradient).to(dtype) for gradient in gradients])
 
 
 @COLUMN_SUMS.implement("cpu")

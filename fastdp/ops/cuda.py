@@ -21,6 +21,7 @@ from . import torch_norms
 from .choice import EXPONENTIAL_CHOICE
 from .entries import ABS_SUM, MASKED_SQNORM, MASKED_WEIGHTED_SUM, MASKED_WEIGHTED_SUM_INPLACE
 from .factors import is_one_hot
+from .instances import INSTANCE_ABS_SUM, INSTANCE_MASKED_SQNORM, INSTANCE_MASKED_SUM, INSTANCE_SQNORM, INSTANCE_SUM
 from .norms import CROSS_INNER, SQNORM, SQNORM_GROUP
 from .private_snap import PRIVATE_SNAP, _refuse_overflow
 from .snap import SNAP, refuse_non_finite
@@ -105,12 +106,17 @@ def cross_inner(
 @_serve(ABS_SUM, torch_norms.abs_sum, 2)
 def abs_sum(left: Tensor, right: Tensor, offsets: Tensor) -> Tensor:
     """:func:`fastdp.ops.abs_sum` on a CUDA device."""
+    if is_one_hot(left):
+        return _kernels("onehot").onehot_abs_sum(left, right, offsets)
     return _kernels("direct").abs_sum(left, right, offsets)
 
 
 @_serve(MASKED_SQNORM, torch_norms.masked_sqnorm, 2)
 def masked_sqnorm(left: Tensor, right: Tensor, offsets: Tensor, mask: Tensor) -> Tensor:
     """:func:`fastdp.ops.masked_sqnorm` on a CUDA device."""
+    if is_one_hot(left):
+        _assert_ids(left, mask.shape[0])
+        return _kernels("onehot").onehot_masked_sqnorm(left, right, offsets, mask)
     return _kernels("direct").masked_sqnorm(left, right, offsets, mask)
 
 
@@ -158,7 +164,11 @@ def masked_weighted_sum_(
     out: Tensor, left: Tensor, right: Tensor, weights_masked: Tensor, weights_unmasked: Tensor, mask: Tensor
 ) -> None:
     """:func:`fastdp.ops.masked_weighted_sum` into ``out`` on a CUDA device."""
-    _kernels("weighted").masked_weighted_sum_(out, left, right, weights_masked, weights_unmasked, mask)
+    if is_one_hot(left):
+        _assert_ids(left, out.shape[0])
+        _kernels("onehot").onehot_weighted_sum_(out, left, right, weights_masked, weights_unmasked, mask)
+    else:
+        _kernels("weighted").masked_weighted_sum_(out, left, right, weights_masked, weights_unmasked, mask)
 
 
 @_serve(MASKED_WEIGHTED_SUM, MASKED_WEIGHTED_SUM.reference, 2)
@@ -166,9 +176,40 @@ def masked_weighted_sum(
     left: Tensor, right: Tensor, weights_masked: Tensor, weights_unmasked: Tensor, mask: Tensor
 ) -> Tensor:
     """:func:`fastdp.ops.masked_weighted_sum` on a CUDA device."""
-    out = torch.zeros(left.shape[1], right.shape[1], device=right.device)
+    out = torch.zeros(mask.shape, device=right.device)
     masked_weighted_sum_(out, left, right, weights_masked, weights_unmasked, mask)
     return out
+
+
+@_serve(INSTANCE_SQNORM, INSTANCE_SQNORM.reference, 1)
+def instance_sqnorm(instances: Tensor) -> Tensor:
+    """:func:`fastdp.ops.instance_sqnorm` on a CUDA device."""
+    return _kernels("instances").instance_sqnorm(instances)
+
+
+@_serve(INSTANCE_ABS_SUM, INSTANCE_ABS_SUM.reference, 1)
+def instance_abs_sum(instances: Tensor) -> Tensor:
+    """:func:`fastdp.ops.instance_abs_sum` on a CUDA device."""
+    return _kernels("instances").instance_abs_sum(instances)
+
+
+@_serve(INSTANCE_MASKED_SQNORM, INSTANCE_MASKED_SQNORM.reference, 1)
+def instance_masked_sqnorm(instances: Tensor, mask: Tensor) -> Tensor:
+    """:func:`fastdp.ops.instance_masked_sqnorm` on a CUDA device."""
+    return _kernels("instances").instance_masked_sqnorm(instances, mask)
+
+
+@_serve(INSTANCE_SUM, INSTANCE_SUM.reference, 1)
+def instance_sum(instances: Tensor, weights: Tensor) -> Tensor:
+    """:func:`fastdp.ops.instance_sum` on a CUDA device."""
+    return _kernels("instances").instance_sum(instances, weights.contiguous())
+
+
+@_serve(INSTANCE_MASKED_SUM, INSTANCE_MASKED_SUM.reference, 1)
+def instance_masked_sum(instances: Tensor, weights_masked: Tensor, weights_unmasked: Tensor, mask: Tensor) -> Tensor:
+    """:func:`fastdp.ops.instance_masked_sum` on a CUDA device."""
+    weights = weights_masked.contiguous(), weights_unmasked.contiguous()
+    return _kernels("instances").instance_sum(instances, *weights, mask)
 
 
 @_serve(SNAP, SNAP.reference, 2)

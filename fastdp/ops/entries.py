@@ -6,29 +6,28 @@ import torch
 from torch import Tensor
 
 from .factors import accumulator, check_offsets, check_pair, in_full_precision, is_one_hot, unit_bounds, unit_gradient
+from .norms import check_ids, table_rows
 from .sums import check_sum_into, check_weights, weighted_sum
 from .table import Op
-
-
-def _check_dense(left: Tensor, right: Tensor) -> None:
-    check_pair(left, right)
-    if is_one_hot(left):
-        raise ValueError("left is a vector of ids: this op is defined on matrices [tokens, m]")
 
 
 def _check_mask(mask: Tensor, left: Tensor, right: Tensor) -> None:
     if mask.dtype != torch.bool:
         raise TypeError(f"mask is {mask.dtype}: it must be bool")
-    if mask.shape != (left.shape[1], right.shape[1]):
-        raise ValueError(f"mask has shape {tuple(mask.shape)}: the gradient has {(left.shape[1], right.shape[1])}")
+    rows = mask.shape[0] if is_one_hot(left) and mask.dim() == 2 else left.shape[-1]
+    if mask.shape != (rows, right.shape[1]):
+        raise ValueError(f"mask has shape {tuple(mask.shape)}: the gradient has {(rows, right.shape[1])}")
     if mask.device != right.device:
         raise ValueError(f"mask is on {mask.device} and the factors on {right.device}")
+    if is_one_hot(left):
+        check_ids(left, mask.shape[0])
 
 
 @in_full_precision
 def _abs_sum_reference(left: Tensor, right: Tensor, offsets: Tensor) -> Tensor:
     bounds = unit_bounds(offsets)
-    sums = [unit_gradient(left, right, a, b).abs().sum() for a, b in zip(bounds, bounds[1:])]
+    rows = table_rows(left)
+    sums = [unit_gradient(left, right, a, b, rows).abs().sum() for a, b in zip(bounds, bounds[1:])]
     return torch.stack(sums) if sums else _abs_sum_fake(left, right, offsets)
 
 
@@ -37,7 +36,7 @@ def _abs_sum_fake(left: Tensor, right: Tensor, offsets: Tensor) -> Tensor:
 
 
 def _check_abs_sum(left: Tensor, right: Tensor, offsets: Tensor) -> None:
-    _check_dense(left, right)
+    check_pair(left, right)
     check_offsets(offsets, right.shape[0], right.device)
 
 
@@ -53,7 +52,7 @@ def abs_sum(left: Tensor, right: Tensor, offsets: Tensor) -> Tensor:
     """L1 norm of each unit's gradient, tile by tile: DP-FROST's partition norms.
 
     Args:
-        left: [N, m], float, any strides.
+        left: [N, m], float, any strides; or int64 ids [N], whose tokens add up within a unit before they are measured.
         right: [N, n], float, any strides.
         offsets: int64 [B + 1], from 0 to N, not decreasing; on the CPU or with the factors.
 
@@ -71,7 +70,7 @@ def _masked_sqnorm_reference(left: Tensor, right: Tensor, offsets: Tensor, mask:
     bounds = unit_bounds(offsets)
     result = torch.zeros_like(_masked_sqnorm_fake(left, right, offsets, mask))
     for unit, (start, end) in enumerate(zip(bounds, bounds[1:])):
-        squares = unit_gradient(left, right, start, end).square()
+        squares = unit_gradient(left, right, start, end, mask.shape[0]).square()
         result[0, unit] = torch.where(mask, squares, 0).sum()
         result[1, unit] = torch.where(mask, 0, squares).sum()
     return result
@@ -82,7 +81,7 @@ def _masked_sqnorm_fake(left: Tensor, right: Tensor, offsets: Tensor, mask: Tens
 
 
 def _check_masked_sqnorm(left: Tensor, right: Tensor, offsets: Tensor, mask: Tensor) -> None:
-    _check_dense(left, right)
+    check_pair(left, right)
     check_offsets(offsets, right.shape[0], right.device)
     _check_mask(mask, left, right)
 
@@ -99,7 +98,7 @@ def masked_sqnorm(left: Tensor, right: Tensor, offsets: Tensor, mask: Tensor) ->
     """Squared norms of the masked and of the unmasked part of each unit's gradient, in one pass over its tiles.
 
     Args:
-        left: [N, m], float, any strides.
+        left: [N, m], float, any strides; or int64 ids [N] of rows of a table, the mask's.
         right: [N, n], float, any strides.
         offsets: int64 [B + 1], from 0 to N, not decreasing; on the CPU or with the factors.
         mask: bool [m, n].
@@ -116,8 +115,8 @@ def masked_sqnorm(left: Tensor, right: Tensor, offsets: Tensor, mask: Tensor) ->
 def _masked_weighted_sum_inplace_reference(
     out: Tensor, left: Tensor, right: Tensor, weights_masked: Tensor, weights_unmasked: Tensor, mask: Tensor
 ) -> None:
-    masked = weighted_sum(left, right, weights_masked)
-    unmasked = weighted_sum(left, right, weights_unmasked)
+    masked = weighted_sum(left, right, weights_masked, rows=mask.shape[0])
+    unmasked = weighted_sum(left, right, weights_unmasked, rows=mask.shape[0])
     out.add_(torch.where(mask, masked, unmasked))
 
 
@@ -132,13 +131,13 @@ def _masked_weighted_sum_reference(
 def _masked_weighted_sum_fake(
     left: Tensor, right: Tensor, weights_masked: Tensor, weights_unmasked: Tensor, mask: Tensor
 ) -> Tensor:
-    return right.new_empty(left.shape[1], right.shape[1], dtype=accumulator(left, right))
+    return right.new_empty(mask.shape, dtype=accumulator(left, right))
 
 
 def _check_masked_weighted_sum(
     left: Tensor, right: Tensor, weights_masked: Tensor, weights_unmasked: Tensor, mask: Tensor
 ) -> None:
-    _check_dense(left, right)
+    check_pair(left, right)
     check_weights(weights_masked, right, "weights_masked")
     check_weights(weights_unmasked, right, "weights_unmasked")
     _check_mask(mask, left, right)
@@ -180,7 +179,7 @@ def masked_weighted_sum(
     A token whose weight is 0 for an entry is left out of it by selection, as in :func:`weighted_sum`.
 
     Args:
-        left: [N, m], float, any strides.
+        left: [N, m], float, any strides; or int64 ids [N] of rows of a table, the mask's.
         right: [N, n], float, any strides.
         weights_masked: [N], float32 or float64: weights where ``mask`` is True.
         weights_unmasked: [N], float32 or float64: weights where it is False.

@@ -21,7 +21,7 @@ from .table import Op
 ROUTES = ("auto", "gram", "direct")
 
 
-def _rows(*lefts: Tensor) -> int | None:
+def table_rows(*lefts: Tensor) -> int | None:
     """Rows that a table must have for these left factors: of the matrix among them, else past the largest id."""
     for left in lefts:
         if not is_one_hot(left):
@@ -36,7 +36,7 @@ def _per_unit_results(results: list[Tensor], like: Tensor, dtype: torch.dtype) -
 @in_full_precision
 def _sqnorm_reference(left: Tensor, right: Tensor, offsets: Tensor, route: str) -> Tensor:
     bounds = unit_bounds(offsets)
-    rows = _rows(left)
+    rows = table_rows(left)
     norms = [unit_gradient(left, right, a, b, rows).square().sum() for a, b in zip(bounds, bounds[1:])]
     return _per_unit_results(norms, right, accumulator(left, right))
 
@@ -136,7 +136,7 @@ def _cross_inner_reference(
     left1: Tensor, right1: Tensor, left2: Tensor, right2: Tensor, offsets1: Tensor, offsets2: Tensor
 ) -> Tensor:
     bounds1, bounds2 = unit_bounds(offsets1), unit_bounds(offsets2)
-    rows = _rows(left1, left2)
+    rows = table_rows(left1, left2)
     dtype = accumulator(left1, right1, left2, right2)
     products = [
         (unit_gradient(left1, right1, a, b, rows).to(dtype) * unit_gradient(left2, right2, c, d, rows)).sum()

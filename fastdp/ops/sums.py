@@ -204,6 +204,16 @@ def check_weights(weights: Tensor, right: Tensor, name: str = "weights") -> None
         raise ValueError(f"{name} are on {weights.device} and the factors on {right.device}")
 
 
+def check_unit_weights(weights: Tensor, instances: Tensor, name: str = "weights") -> None:
+    """Raise TypeError or ValueError unless there is one float32 weight a unit, beside the instances."""
+    if weights.dtype not in (torch.float32, torch.float64):
+        raise TypeError(f"{name} are {weights.dtype}: they must be float32 or float64")
+    if weights.shape != instances.shape[:1]:
+        raise ValueError(f"{name} have shape {tuple(weights.shape)}: one a unit is ({instances.shape[0]},)")
+    if weights.device != instances.device:
+        raise ValueError(f"{name} are on {weights.device} and the instances on {instances.device}")
+
+
 def check_sum_into(out: Tensor, left: Tensor, right: Tensor) -> None:
     """Raise TypeError or ValueError unless ``out`` can take the sum of these factors."""
     if out.dtype not in (torch.float32, torch.float64):

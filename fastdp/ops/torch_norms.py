@@ -40,15 +40,17 @@ def gram_sqnorm(lefts: Sequence[Tensor], right: Tensor, bounds: Sequence[int]) -
     return norms
 
 
-def onehot_sqnorm(ids: Tensor, right: Tensor, bounds: Sequence[int]) -> Tensor:
-    """Squared norms [B] of an embedding: rows with the same id within a unit are added up, then squared."""
+def onehot_parts(
+    ids: Tensor, right: Tensor, bounds: Sequence[int], measure: Callable[[Tensor, Tensor], Tensor]
+) -> list[Tensor]:
+    """``measure(distinct ids, rows)`` for each unit of an embedding: rows with the same id are added up first."""
     dtype = accumulator(right)
-    norms = []
+    parts = []
     for start, end in zip(bounds, bounds[1:]):
-        _, group = torch.unique(ids[start:end], return_inverse=True)
-        rows = right.new_zeros(end - start, right.shape[1], dtype=dtype)
-        norms.append(rows.index_add_(0, group, right[start:end].to(dtype)).square().sum())
-    return _stack(norms, right, dtype)
+        distinct, group = torch.unique(ids[start:end], return_inverse=True)
+        rows = right.new_zeros(len(distinct), right.shape[1], dtype=dtype)
+        parts.append(measure(distinct, rows.index_add_(0, group, right[start:end].to(dtype))))
+    return parts
 
 
 def by_bands(
@@ -72,7 +74,9 @@ def sqnorm(left: Tensor, right: Tensor, offsets: Tensor, route: str) -> Tensor:
     """:func:`fastdp.ops.sqnorm` in torch."""
     bounds = unit_bounds(offsets)
     if is_one_hot(left):
-        return onehot_sqnorm(left, right, bounds)
+        return _stack(
+            onehot_parts(left, right, bounds, lambda _, rows: rows.square_().sum()), right, accumulator(right)
+        )
     if route == "auto":
         route = cheaper_route(left.shape[1], right.shape[1], bounds)
     if route == "gram":
@@ -115,7 +119,11 @@ def cross_inner(
 @in_full_precision
 def abs_sum(left: Tensor, right: Tensor, offsets: Tensor) -> Tensor:
     """:func:`fastdp.ops.abs_sum` in torch."""
-    sums = by_bands(left, right, unit_bounds(offsets), lambda band, row: band.abs_().sum())
+    bounds = unit_bounds(offsets)
+    if is_one_hot(left):
+        sums = onehot_parts(left, right, bounds, lambda _, rows: rows.abs_().sum())
+    else:
+        sums = by_bands(left, right, bounds, lambda band, row: band.abs_().sum())
     return _stack(sums, right, accumulator(left, right))
 
 
@@ -123,12 +131,15 @@ def abs_sum(left: Tensor, right: Tensor, offsets: Tensor) -> Tensor:
 def masked_sqnorm(left: Tensor, right: Tensor, offsets: Tensor, mask: Tensor) -> Tensor:
     """:func:`fastdp.ops.masked_sqnorm` in torch."""
 
-    def measure(band: Tensor, row: int) -> Tensor:
-        band = band.square_()
-        chosen = mask[row : row + _BAND]
-        return torch.stack([torch.where(chosen, band, 0).sum(), torch.where(chosen, 0, band).sum()])
+    def measure(entries: Tensor, chosen: Tensor) -> Tensor:
+        squares = entries.square_()
+        return torch.stack([torch.where(chosen, squares, 0).sum(), torch.where(chosen, 0, squares).sum()])
 
-    parts = by_bands(left, right, unit_bounds(offsets), measure)
+    bounds = unit_bounds(offsets)
+    if is_one_hot(left):
+        parts = onehot_parts(left, right, bounds, lambda distinct, rows: measure(rows, mask[distinct]))
+    else:
+        parts = by_bands(left, right, bounds, lambda band, row: measure(band, mask[row : row + _BAND]))
     if not parts:
         return right.new_zeros(2, 0, dtype=accumulator(left, right))
     return torch.stack(parts, 1)

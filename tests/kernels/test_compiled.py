@@ -22,6 +22,7 @@ from fastdp.kernels import (
     direct,
     gram,
     grouped,
+    instances,
     mask,
     noise,
     onehot,
@@ -169,6 +170,33 @@ PULL = {"p_grad": "*bf16", "p_x": "*bf16", "p_out": "*bf16", "p_scale": "*fp32",
 FACTORS = {"p_partial": "*fp64", "p_norm": "*fp64", "p_scale": "*fp32", "chunks": "i32", "max_norm": "fp32"}
 DCHI = {"p_table": "*fp32", "p_ids": "*i64", "p_eta": "*fp64", "p_position": "*i32", "p_out": "*fp32"}
 
+
+def instance_norm_case(dtype, kind, slow=False):
+    types = {"p_x": f"*{dtype}", "p_mask": "*u8", "p_parts": "*fp32", **numbers("units", "chunks", "n")}
+    return Case(instances._instance_norm_kernel, types, {"b": instances._CHUNK, "KIND": kind.value}, slow=slow)
+
+
+def instance_sum_case(dtype, masked, slow=False):
+    types = {"p_x": f"*{dtype}", "p_inside": "*fp32", "p_outside": "*fp32", "p_mask": "*u8", "p_out": "*fp32"}
+    constants = {"b": instances._COLUMNS, "MASKED": masked}
+    return Case(instances._instance_sum_kernel, {**types, **numbers("units", "n")}, constants, slow=slow)
+
+
+def onehot_norm_case(kind, slow=False):
+    types = {**ROWS, "p_mask": "*u8", "p_parts": "*fp32", "slots": "i32", "stride_mm": "i32", "stride_mn": 1}
+    return Case(onehot._norm_kernel, types, {"b_t": 4, "b_n": onehot._COLUMNS, "KIND": kind.value}, slow=slow)
+
+
+def onehot_scatter_case(masked, slow=False):
+    types = {
+        **ROWS,
+        **{"p_weights": "*fp32", "p_outside": "*fp32", "p_mask": "*u8", "p_out": "*fp32"},
+        **{"stride_om": "i32", "stride_on": 1, "stride_mm": "i32", "stride_mn": 1},
+    }
+    constants = {"b_t": 4, "b_n": onehot._COLUMNS, "MASKED": masked}
+    return Case(onehot._scatter_kernel, types, constants, slow=slow)
+
+
 CASES = {
     "noise": Case(
         noise._add_noise_kernel,
@@ -231,13 +259,16 @@ CASES = {
     "grouped-bf16": replace(grouped_case(tl.bfloat16, 16, 64, 4), narrow=True),
     "grouped-bf16-64": grouped_case(tl.bfloat16, 64, 64, 8, slow=True),
     "grouped-fp32": grouped_case(tl.float32, 16, 32, 8, slow=True),
-    "onehot-norm": Case(onehot._norm_kernel, {**ROWS, "p_parts": "*fp32"}, {"b_t": 4, "b_n": onehot._COLUMNS}),
-    "onehot-scatter": Case(
-        onehot._scatter_kernel,
-        {**ROWS, "p_weights": "*fp32", "p_out": "*fp32", "stride_om": "i32", "stride_on": 1},
-        {"b_t": 4, "b_n": onehot._COLUMNS},
-        slow=True,
-    ),
+    "instance-norm": instance_norm_case("fp32", direct.SQUARE),
+    "instance-masked-norm": instance_norm_case("fp32", direct.MASKED_SQUARE, slow=True),
+    "instance-absolute-bf16": instance_norm_case("bf16", direct.ABSOLUTE, slow=True),
+    "instance-sum": instance_sum_case("fp32", False),
+    "instance-masked-sum": instance_sum_case("fp32", True, slow=True),
+    "onehot-norm": onehot_norm_case(direct.SQUARE),
+    "onehot-absolute": onehot_norm_case(direct.ABSOLUTE, slow=True),
+    "onehot-masked": onehot_norm_case(direct.MASKED_SQUARE),
+    "onehot-scatter": onehot_scatter_case(False, slow=True),
+    "onehot-masked-scatter": onehot_scatter_case(True, slow=True),
     "pack": Case(
         mask._pack_kernel,
         {"p_mask": "*u8", "p_bits": "*u8", **numbers("rows", "columns", "bytes_a_row", "stride_m"), "stride_n": 1},
@@ -333,6 +364,7 @@ def test_every_kernel_is_compiled_somewhere():
         direct,
         gram,
         grouped,
+        instances,
         mask,
         noise,
         onehot,

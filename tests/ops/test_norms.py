@@ -57,7 +57,14 @@ def test_every_norm_reads_every_dtype_and_layout(dtype, layout):
     assert relative_error(ops.abs_sum(left, right, offsets), truth.abs().sum((1, 2))) <= BOUND
     parts = torch.stack([(squares * mask).sum((1, 2)), (squares * ~mask).sum((1, 2))])
     assert relative_error(ops.masked_sqnorm(left, right, offsets, mask), parts) <= BOUND
-    assert relative_error(ops.sqnorm(ids, right, offsets), squared(ids, right, offsets, 5)) <= BOUND
+    table, rows = (
+        gradients(ids, right, offsets, 5),
+        torch.rand(5, 129, generator=torch.Generator().manual_seed(8)) < 0.3,
+    )
+    assert relative_error(ops.sqnorm(ids, right, offsets), table.square().sum((1, 2))) <= BOUND
+    assert relative_error(ops.abs_sum(ids, right, offsets), table.abs().sum((1, 2))) <= BOUND
+    parts = torch.stack([(table.square() * rows).sum((1, 2)), (table.square() * ~rows).sum((1, 2))])
+    assert relative_error(ops.masked_sqnorm(ids, right, offsets, rows), parts) <= BOUND
     group = ops.sqnorm_group([left, right], right, offsets)
     assert relative_error(group[0], squares.sum((1, 2))) <= BOUND
     assert relative_error(group[1], squared(right, right, offsets)) <= BOUND
@@ -81,6 +88,11 @@ def test_float64_factors_stay_float64():
     assert relative_error(ops.abs_sum(left, right, offsets), truth.abs().sum((1, 2))) <= 1e-12
     assert relative_error(ops.masked_sqnorm(left, right, offsets, mask)[0], truth.square().sum((1, 2))) <= 1e-12
     assert relative_error(ops.sqnorm_group([left], right, offsets)[0], truth.square().sum((1, 2))) <= 1e-12
+    ids, rows = torch.arange(tokens) % 3, torch.rand(3, 13) < 0.5
+    table = gradients(ids, right, offsets, 3)
+    assert relative_error(ops.abs_sum(ids, right, offsets), table.abs().sum((1, 2))) <= 1e-12
+    parts = torch.stack([(table.square() * rows).sum((1, 2)), (table.square() * ~rows).sum((1, 2))])
+    assert relative_error(ops.masked_sqnorm(ids, right, offsets, rows), parts) <= 1e-12
     inner = ops.cross_inner(left, right, left, right, offsets, offsets)
     assert relative_error(inner, truth.square().sum((1, 2))) <= 1e-12
 
@@ -92,6 +104,10 @@ def test_repeated_ids_add_up_before_they_are_squared(n):
     right = factor(tokens, n, 12)
     few = torch.randint(0, 4, (tokens,), generator=torch.Generator().manual_seed(13))
     assert relative_error(ops.sqnorm(few, right, offsets), squared(few, right, offsets, 4)) <= BOUND
+    truth, mask = gradients(few, right, offsets, 4), torch.rand(4, n) < 0.5
+    parts = torch.stack([(truth.square() * mask).sum((1, 2)), (truth.square() * ~mask).sum((1, 2))])
+    assert relative_error(ops.masked_sqnorm(few, right, offsets, mask), parts) <= BOUND
+    assert relative_error(ops.abs_sum(few, right, offsets), truth.abs().sum((1, 2))) <= BOUND
     opposite = torch.cat([right[:1], -right[:1]])
     assert float(ops.sqnorm(torch.tensor([3, 3]), opposite, offsets_of([2]))) == 0
 
@@ -168,7 +184,9 @@ def test_non_finite_units_do_not_reach_their_neighbours():
     results += [ops.abs_sum(left, right, offsets), ops.masked_sqnorm(left, right, offsets, mask)[1]]
     results.append(ops.cross_inner(left, right, left, right, offsets, offsets))
     right[7, 3] = float("inf")
-    results.append(ops.sqnorm(ids, right, offsets))
+    table = torch.zeros(15, 90, dtype=torch.bool)
+    results += [ops.sqnorm(ids, right, offsets), ops.abs_sum(ids, right, offsets)]
+    results.append(ops.masked_sqnorm(ids, right, offsets, table)[1])
     for result in results:
         assert torch.isfinite(result).tolist() == [True, False, True]
 
@@ -181,6 +199,12 @@ def test_nan_in_one_part_of_a_mask_leaves_the_other():
     masked, unmasked = ops.masked_sqnorm(left, right, offsets_of([3]), mask)
     assert masked.isnan()
     assert float(unmasked) == 69 * 130 * 9
+    right[1, 129] = float("nan")
+    mask = torch.zeros(2, 130, dtype=torch.bool)
+    mask[1] = True
+    masked, unmasked = ops.masked_sqnorm(torch.tensor([0, 1, 1]), right, offsets_of([3]), mask)
+    assert masked.isnan()
+    assert float(unmasked) == 130
 
 
 def test_a_changed_mask_is_packed_again():
@@ -221,6 +245,8 @@ def test_threads_do_not_change_the_result():
                         ops.sqnorm(ids, right, offsets),
                         ops.abs_sum(left, right, offsets),
                         *ops.masked_sqnorm(left, right, offsets, mask),
+                        ops.abs_sum(ids, right, offsets),
+                        *ops.masked_sqnorm(ids, right, offsets, mask[:9]),
                         ops.cross_inner(left, right, ids, right, offsets, offsets),
                     ]
                 )
@@ -237,7 +263,9 @@ def test_other_instruction_sets(isa):
 
     if ("portable", "avx2", "avx512").index(_native.isa()) <= ("portable", "avx2").index(isa):
         pytest.skip(f"this run uses {_native.isa()} already")
-    chosen = "layout and (plain or strided) or ragged_units and 257 or cross_inner and ids or nan_in_one"
+    chosen = (
+        "layout and (plain or strided) or repeated_ids or ragged_units and 257 or cross_inner and ids or nan_in_one"
+    )
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__, "-k", chosen]
     done = subprocess.run(command, env={**os.environ, "FASTDP_ISA": isa}, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:]
@@ -251,8 +279,8 @@ def test_opcheck(name):
         "sqnorm": [(left, right, offsets, "gram"), (ids, right, offsets, "auto")],
         "sqnorm_group": [([left, right], right, offsets)],
         "cross_inner": [(left, right, ids, right, offsets, offsets)],
-        "abs_sum": [(left, right, offsets)],
-        "masked_sqnorm": [(left, right, offsets, mask)],
+        "abs_sum": [(left, right, offsets), (ids, right, offsets)],
+        "masked_sqnorm": [(left, right, offsets, mask), (ids, right, offsets, mask)],
     }[name]
     overload = getattr(torch.ops.fastdp, name).default
     for args in arguments:
@@ -302,7 +330,12 @@ BAD = [
         ValueError,
         "left2 has id -3",
     ),
-    (lambda: ops.abs_sum(torch.zeros(6).long(), RIGHT, OFFSETS), ValueError, "left is a vector of ids"),
+    (
+        lambda: ops.masked_sqnorm(torch.tensor([0, 1, 2, 3, 0, 0]), RIGHT, OFFSETS, MASK),
+        ValueError,
+        "left has id 3: ids run from 0 to 2",
+    ),
+    (lambda: ops.masked_sqnorm(torch.zeros(6).long(), RIGHT, OFFSETS, MASK[0]), ValueError, "mask has shape"),
     (lambda: ops.masked_sqnorm(LEFT, RIGHT, OFFSETS, MASK.T), ValueError, r"mask has shape \(4, 3\)"),
     (lambda: ops.masked_sqnorm(LEFT, RIGHT, OFFSETS, MASK.int()), TypeError, "mask is torch.int32"),
 ]

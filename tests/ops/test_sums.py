@@ -132,6 +132,32 @@ def test_sum_of_one_hot_rows(dtype):
     assert torch.equal(out[11], torch.ones(131))
 
 
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
+@pytest.mark.parametrize("n", [1, 131, 700])
+def test_masked_sum_of_one_hot_rows(n, dtype):
+    right, masked, unmasked = factor(150, n, 1, dtype, "rows"), torch.rand(150) - 0.5, torch.rand(150) - 0.5
+    ids = torch.randint(0, 11, (300,), generator=torch.Generator().manual_seed(1))[::2]
+    mask = torch.rand(12, n, generator=torch.Generator().manual_seed(2)) < 0.4
+    masked[7], unmasked[9] = 0, 0
+    masked[20] = unmasked[20] = 0
+    sums, sizes = [], []
+    for weights in (masked, unmasked):
+        terms = right.double() * weights.double().unsqueeze(1)
+        sums.append(torch.zeros(12, n).double().index_add_(0, ids, terms))
+        sizes.append(torch.zeros(12, n).double().index_add_(0, ids, terms.abs()))
+    truth, bound = torch.where(mask, *sums), 153 * 2.0**-23 * torch.where(mask, *sizes)
+    right[20] = float("nan")
+    got = ops.masked_weighted_sum(ids, right, masked, unmasked, mask)
+    assert got.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    assert_close(got, truth, bound)
+    out = torch.ones(12, n)
+    ops.masked_weighted_sum(ids, right.float(), masked, unmasked, mask, out)
+    assert_close(out, truth + 1, bound + 2.0**-22 * (1 + truth.abs()))
+    right[7] = float("nan")
+    got = ops.masked_weighted_sum(ids, right, masked, unmasked, mask)
+    assert torch.equal(got.isnan(), (torch.arange(12) == ids[7]).unsqueeze(1) & ~mask)
+
+
 def masked_truth(left, right, masked, unmasked, mask):
     left, right = left.double(), right.double()
     sums = [left.T @ (right * weights.double().unsqueeze(1)) for weights in (masked, unmasked)]
@@ -239,8 +265,8 @@ def test_opcheck(name):
         "column_sums": [(left, offsets)],
         "weighted_sum": [(left, right, weights, None), (ids, right, weights, 9)],
         "weighted_sum_": [(torch.zeros(5, 6), left, right, weights), (torch.zeros(9, 6), ids, right, weights)],
-        "masked_weighted_sum": [(left, right, weights, weights, mask)],
-        "masked_weighted_sum_": [(torch.zeros(5, 6), left, right, weights, weights, mask)],
+        "masked_weighted_sum": [(left, right, weights, weights, mask), (ids, right, weights, weights, mask)],
+        "masked_weighted_sum_": [(torch.zeros(5, 6), f, right, weights, weights, mask) for f in (left, ids)],
     }[name]
     overload = getattr(torch.ops.fastdp, name).default
     for args in arguments:
@@ -282,7 +308,11 @@ BAD = [
     (lambda: ops.weighted_sum(IDS + 9, RIGHT, WEIGHTS, rows=9), ValueError, "left has id 9: ids run from 0 to 8"),
     (lambda: ops.weighted_sum(IDS - 1, RIGHT, WEIGHTS, torch.zeros(9, 4)), ValueError, "left has id -1"),
     (lambda: ops.weighted_sum(LEFT, RIGHT, WEIGHTS, rows=5), ValueError, "rows is 5, but left is 3 wide"),
-    (lambda: ops.masked_weighted_sum(IDS, RIGHT, WEIGHTS, WEIGHTS, MASK), ValueError, "left is a vector of ids"),
+    (
+        lambda: ops.masked_weighted_sum(IDS + 3, RIGHT, WEIGHTS, WEIGHTS, MASK),
+        ValueError,
+        "left has id 3: ids run from 0 to 2",
+    ),
     (
         lambda: ops.masked_weighted_sum(LEFT, RIGHT, WEIGHTS, WEIGHTS[1:], MASK),
         ValueError,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from fastdp import ops
-from fastdp.engine.accumulator import Accumulator, NormSink, Route, table_rows
+from fastdp.engine.accumulator import Accumulator, NormSink, Route
 from fastdp.engine.layout import Layout
 from fastdp.engine.policy import Policy
 from fastdp.engine.uses import Factors
@@ -36,11 +36,8 @@ class AbsoluteSink(NormSink):
             return
         if len(entry.factors) > 1:
             raise RuntimeError(f"{name} was used more often than when the model was traced; its norm cannot be trusted")
-        if factors.one_hot:
-            norms = _table_norms(factors, layout, rows)
-        else:
-            norms = ops.abs_sum(factors.left, factors.right, layout.offsets(tokens, laned=factors.laned))
-        self._square(name, norms)
+        offsets = layout.offsets(tokens, laned=factors.laned)
+        self._square(name, ops.abs_sum(factors.left, factors.right, offsets))
         self._drop(entry)
 
     def finish(self) -> torch.Tensor:
@@ -48,17 +45,12 @@ class AbsoluteSink(NormSink):
         for name, entry in self.entries.items():
             if entry.factors and (self.expected.get(name, 1) > 1 or entry.instance is not None):
                 whole = PerUnit(entry.factors, entry.instance, self.layout, self.shapes[name])
-                self._square(name, torch.stack([whole[unit].abs_().sum() for unit in range(self.layout.units)]))
+                self._square(
+                    name, torch.cat([ops.instance_abs_sum(whole[unit][None]) for unit in range(self.layout.units)])
+                )
             elif entry.instance is not None:
-                self._square(name, entry.instance.flatten(1).abs().sum(1))
+                self._square(name, ops.instance_abs_sum(entry.instance))
         return self.squared
-
-
-def _table_norms(use: Factors, layout: Layout, rows: int) -> torch.Tensor:
-    """L1 norm of each unit's gradient of a table."""
-    units, _, gradients = table_rows(use, layout, rows)
-    norms = torch.zeros(layout.units, device=gradients.device)
-    return norms.index_add_(0, units, gradients.abs_().sum(1))
 
 
 class PerUnit:
@@ -78,11 +70,9 @@ class PerUnit:
         flat = total.view(total.shape[0], -1)
         for use, bounds in self.uses:
             here = slice(bounds[unit], bounds[unit + 1])
-            if use.one_hot:
-                flat.index_add_(0, use.left[here], use.right[here].float())
-            else:
-                left, right = (use.right, use.left) if use.swap else (use.left, use.right)
-                flat.addmm_(left[here].float().T, right[here].float())
+            left, right = (use.right, use.left) if use.swap else (use.left, use.right)
+            every = torch.ones(bounds[unit + 1] - bounds[unit], device=self.device)
+            ops.weighted_sum(left[here], right[here], every, flat)
         return total
 
 
@@ -157,7 +147,8 @@ class MagnitudeAccumulator(Accumulator):
         for name, instance in instances.items():
             group = self.policy.group_of[name]
             assert isinstance(group, int)
-            powers[group] += instance.abs().sum() if self.magnitude.norm_order == 1 else instance.square().sum()
+            norm = ops.instance_abs_sum if self.magnitude.norm_order == 1 else ops.instance_sqnorm
+            powers[group] += norm(instance)
         scales = self._scales(powers, weight)
         if not self.vectors:
             return

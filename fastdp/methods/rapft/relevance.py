@@ -58,15 +58,15 @@ class _MapSink:
         count = parameter.shape[0]
         units = torch.arange(layout.units, device=factors.left.device)
         owner = layout.per_token(units, factors.left.shape[0], laned=factors.laned)
-        out = factors.right.new_zeros((layout.units * count, *parameter.shape[1:]), dtype=torch.float32)
-        self._add(parameter, out.index_add_(0, owner * count + factors.left, factors.right.float()))
+        every = torch.ones(factors.left.shape[0], device=factors.left.device)
+        keys = owner * count + factors.left
+        self._add(parameter, ops.weighted_sum(keys, factors.right, every, rows=layout.units * count))
 
     def vector(self, parameter: torch.nn.Parameter, lanes: torch.Tensor, layout: Layout) -> None:
         self._add(parameter, layout.sum_lanes(lanes.float()))
 
     def tokens(self, parameter: torch.nn.Parameter, gradient: torch.Tensor, layout: Layout, laned: bool) -> None:
-        lanes = gradient.reshape(layout.lanes, -1, gradient.shape[1])
-        self._add(parameter, layout.sum_lanes(lanes.sum(1, dtype=torch.float32)))
+        self._add(parameter, ops.column_sums(gradient, layout.offsets(gradient.shape[0], laned=laned)))
 
     def signed(self, parameter: torch.nn.Parameter, growing: Any, shrinking: Any, layout: Layout, swap: bool) -> None:
         """A matrix under the alpha-beta rule: pairs of (messages, inputs) for its positive and its negative weights."""

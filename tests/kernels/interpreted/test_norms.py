@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from fastdp.kernels import cross, direct, gram, grouped, mask, onehot
+from fastdp.kernels import cross, direct, gram, grouped, instances, mask, onehot
 
 import fastdp.ops.cuda
 from fastdp.ops.table import OPS
@@ -42,7 +42,23 @@ def test_every_norm_reads_every_dtype_and_layout(dtype, layout):
     assert relative_error(direct.abs_sum(left, right, offsets), truth.abs().sum((1, 2))) <= BOUND
     parts = torch.stack([(squares * bits).sum((1, 2)), (squares * ~bits).sum((1, 2))])
     assert relative_error(direct.masked_sqnorm(left, right, offsets, bits), parts) <= BOUND
-    assert relative_error(onehot.onehot_sqnorm(ids, right, offsets), squared(ids, right, offsets, 5)) <= BOUND
+    table, rows = gradients(ids, right, offsets, 5), torch.rand(10, 66)[::2, ::2] < 0.3
+    squares = table.square()
+    assert relative_error(onehot.onehot_sqnorm(ids, right, offsets), squares.sum((1, 2))) <= BOUND
+    assert relative_error(onehot.onehot_abs_sum(ids, right, offsets), table.abs().sum((1, 2))) <= BOUND
+    parts = torch.stack([(squares * rows).sum((1, 2)), (squares * ~rows).sum((1, 2))])
+    assert relative_error(onehot.onehot_masked_sqnorm(ids, right, offsets, rows), parts) <= BOUND
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("units", "shape"), [(3, (7, 13)), (2, (4099,)), (1, (1,)), (3, (0,)), (0, (5,))])
+def test_norms_of_instantiated_gradients(units, shape, dtype):
+    given, bits = torch.randn(units, *shape).to(dtype), torch.rand(shape) < 0.3
+    rows, chosen = given.double().flatten(1), bits.reshape(-1)
+    parts = torch.stack([(rows.square() * chosen).sum(1), (rows.square() * ~chosen).sum(1)])
+    assert relative_error(instances.instance_sqnorm(given), rows.square().sum(1)) <= BOUND
+    assert relative_error(instances.instance_abs_sum(given), rows.abs().sum(1)) <= BOUND
+    assert relative_error(instances.instance_masked_sqnorm(given, bits), parts) <= BOUND
 
 
 def test_factors_of_two_dtypes():
@@ -144,6 +160,10 @@ def test_a_nan_stays_in_its_unit():
         direct.abs_sum(left, right, offsets),
         direct.masked_sqnorm(left, right, offsets, bits).sum(0),
         onehot.onehot_sqnorm(ids, right, offsets),
+        onehot.onehot_abs_sum(ids, right, offsets),
+        onehot.onehot_masked_sqnorm(ids, right, offsets, bits[:4]).sum(0),
+        instances.instance_sqnorm(torch.stack([right[0], right[64], right[70]])),
+        instances.instance_masked_sqnorm(torch.stack([right[0], right[64], right[70]]), bits[0]).sum(0),
         cross.cross_inner(left, right, left, right, offsets, offsets),
         grouped.per_unit_group([left], [right], offsets)[1][0],
     ):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from fastdp.kernels.instances import instance_sum
 from fastdp.kernels.onehot import onehot_weighted_sum_
 from fastdp.kernels.weighted import masked_weighted_sum_, weighted_sum_
 
@@ -115,6 +116,31 @@ def test_one_hot_sums(dtype):
     truth = start.double().clone().index_add_(0, ids, rows)
     size = start.double().abs().index_add_(0, ids, rows.abs())
     assert bool(((out - truth).abs() <= 20 * 2.0**-24 * size).all())
+    others, mask = torch.rand(tokens), torch.rand(2 * vocabulary, n)[::2] < 0.4
+    others[3] = 0.0
+    rows = torch.where(others[:, None] != 0, right.double(), 0.0) * others[:, None].double()
+    other = start.double().clone().index_add_(0, ids, rows)
+    size = torch.maximum(size, start.double().abs().index_add_(0, ids, rows.abs()))
+    out = start.clone()
+    onehot_weighted_sum_(out, ids, right, weights, others, mask)
+    assert bool(((out - torch.where(mask, truth, other)).abs() <= 20 * 2.0**-24 * size).all())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("units", "shape"), [(5, (7, 13)), (2, (1025,)), (3, (0,)), (0, (5,))])
+def test_sums_of_instantiated_gradients(units, shape, dtype):
+    given, weights, others = torch.randn(units, *shape).to(dtype), torch.rand(units), torch.rand(units)
+    mask = torch.rand(shape) < 0.4
+    if units > 2:
+        weights[1], others[2] = 0.0, 0.0
+        weights[0] = others[0] = 0.0
+        given[0] = NAN
+    wide = given.double().flatten(1).nan_to_num()
+    sums = [(w.double() @ wide).view(shape) for w in (weights, others)]
+    bound = 8 * 2.0**-24 * wide.abs().sum(0).view(shape)
+    assert bool(((instance_sum(given, weights) - sums[0]).abs() <= bound).all())
+    got = instance_sum(given, weights, others, mask)
+    assert bool(((got - torch.where(mask, *sums)).abs() <= bound).all())
 
 
 def test_ops_reach_the_kernels():

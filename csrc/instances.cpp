@@ -1,0 +1,97 @@
+// Instantiated per-unit gradients, rows [units][size] of floats: their norms, and their weighted sums, in one reading.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <algorithm>
+#include <vector>
+
+#include "bindings.h"
+#include "outer_block.h"
+#include "team.h"
+
+namespace fastdp {
+namespace {
+
+constexpr int64_t kChunk = 1 << 13;         // entries of an item: as floats half a first-level cache
+constexpr int64_t kEntriesAThread = 1 << 15;  // fewer are done before another thread has woken up
+
+// 64 entries from `from`, of which `count` are real. AVX2 reads all of them whatever the mask, so a row's end is copied.
+const float *whole_block(const float *from, int64_t count, float *room) {
+    if (count >= kBlockColumns) return from;
+    std::fill(std::copy(from, from + count, room), room + kBlockColumns, 0.0f);
+    return room;
+}
+
+int threads_for(int64_t entries, int threads) {
+    return static_cast<int>(std::clamp<int64_t>(entries / kEntriesAThread, 1, threads));
+}
+
+// Norms of each row; `mask` holds the bits of one row.
+void instance_norms(uintptr_t instances, int64_t units, int64_t size, int measure_number, uintptr_t mask_address,
+                    uintptr_t out_address, int threads) {
+    const float *rows = reinterpret_cast<const float *>(instances);
+    const uint64_t *mask = reinterpret_cast<const uint64_t *>(mask_address);
+    const auto measure = static_cast<Measure>(measure_number);
+    const int64_t chunks = std::max<int64_t>(1, (size + kChunk - 1) / kChunk);
+    float *out = reinterpret_cast<float *>(out_address);
+    pybind11::gil_scoped_release release;
+
+    const BlockKernels &kernels = block_kernels();
+    std::vector<double> parts(units * chunks * 2);
+    team_for(units * chunks, threads_for(units * size, threads), [&](int64_t item) {
+        const int64_t unit = item / chunks, start = item % chunks * kChunk, end = std::min(size, start + kChunk);
+        float sums[2] = {0, 0}, room[kBlockColumns];
+        for (int64_t i = start; i < end; i += kBlockColumns)
+            add_measure(kernels, measure, whole_block(rows + unit * size + i, end - i, room), ~uint64_t(0),
+                        measure == Measure::masked_square ? mask[i / kBlockColumns] : 0, sums);
+        parts[item * 2] = sums[0];
+        parts[item * 2 + 1] = sums[1];
+    });
+    for (int64_t part = 0; part < (measure == Measure::masked_square ? 2 : 1); ++part) {
+        for (int64_t unit = 0; unit < units; ++unit) {
+            double total = 0;
+            for (int64_t chunk = 0; chunk < chunks; ++chunk) total += parts[(unit * chunks + chunk) * 2 + part];
+            out[part * units + unit] = static_cast<float>(total);
+        }
+    }
+}
+
+// out[i] = sum over units of weight * row[i]: the unit's masked weight where the bit of `mask` is set, else its unmasked
+// one; without a mask the masked weight everywhere. A weight of 0 selects the row out.
+void instance_sum(uintptr_t instances, int64_t units, int64_t size, uintptr_t masked_address, uintptr_t unmasked_address,
+                  uintptr_t mask_address, uintptr_t out_address, int threads) {
+    const float *rows = reinterpret_cast<const float *>(instances);
+    const float *masked = reinterpret_cast<const float *>(masked_address);
+    const float *unmasked = reinterpret_cast<const float *>(unmasked_address);
+    const uint64_t *mask = reinterpret_cast<const uint64_t *>(mask_address);
+    float *out = reinterpret_cast<float *>(out_address);
+    pybind11::gil_scoped_release release;
+
+    const BlockKernels &kernels = block_kernels();
+    team_for((size + kChunk - 1) / kChunk, threads_for(units * size, threads), [&](int64_t item) {
+        const int64_t start = item * kChunk, end = std::min(size, start + kChunk);
+        std::fill(out + start, out + end, 0.0f);
+        for (int64_t unit = 0; unit < units; ++unit) {
+            const float *row = rows + unit * size;
+            if (mask == nullptr) {
+                if (masked[unit] != 0) kernels.add_row(row + start, masked[unit], end - start, out + start);
+            } else if (masked[unit] != 0 || unmasked[unit] != 0) {
+                for (int64_t i = start; i < end; i += kBlockColumns)
+                    kernels.add_weighted(row + i, mask[i / kBlockColumns], masked[unit], unmasked[unit],
+                                         std::min(kBlockColumns, end - i), out + i);
+            }
+        }
+    });
+}
+
+}  // namespace
+
+void bind_instances(pybind11::module_ &m) {
+    namespace py = pybind11;
+    m.def("instance_norms", &instance_norms, py::arg("instances"), py::arg("units"), py::arg("size"),
+          py::arg("measure"), py::arg("mask"), py::arg("out"), py::arg("threads"));
+    m.def("instance_sum", &instance_sum, py::arg("instances"), py::arg("units"), py::arg("size"), py::arg("masked"),
+          py::arg("unmasked"), py::arg("mask"), py::arg("out"), py::arg("threads"));
+}
+
+}  // namespace fastdp

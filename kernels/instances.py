@@ -1,0 +1,124 @@
+"""Norms and weighted sums of per-unit gradients that lie in memory: vectors, adapters, the one-example route.
+
+Both read each gradient once. A program of the norms measures one chunk of one unit; a program of the sums owns a chunk of
+the result and adds the units up in their order, so two runs give the same bits.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from .direct import ABSOLUTE, MASKED_SQUARE, SQUARE
+from .launch import on_device_of
+from .reduce import sum_slots
+
+_CHUNK = 4096
+_COLUMNS = 1024
+
+
+@triton.jit(do_not_specialize=["units", "chunks"])
+def _instance_norm_kernel(p_x, p_mask, p_parts, units, chunks, n, b: tl.constexpr, KIND: tl.constexpr):
+    pid = tl.program_id(0).to(tl.int64)
+    o_x = (pid % chunks) * b + tl.arange(0, b)
+    m_x = o_x < n
+    x = tl.load(p_x + (pid // chunks) * n + o_x, mask=m_x, other=0.0).to(tl.float32)
+    if KIND == ABSOLUTE:
+        tl.store(p_parts + pid, tl.sum(tl.abs(x), 0))
+    else:
+        square = x * x
+        if KIND == MASKED_SQUARE:
+            inside = tl.load(p_mask + o_x, mask=m_x, other=0) != 0
+            tl.store(p_parts + pid, tl.sum(tl.where(inside, square, 0.0), 0))
+            square = tl.where(inside, 0.0, square)
+            tl.store(p_parts + units.to(tl.int64) * chunks + pid, tl.sum(square, 0))
+        else:
+            tl.store(p_parts + pid, tl.sum(square, 0))
+
+
+@triton.jit(do_not_specialize=["units"])
+def _instance_sum_kernel(p_x, p_inside, p_outside, p_mask, p_out, units, n, b: tl.constexpr, MASKED: tl.constexpr):
+    o_x = tl.program_id(0).to(tl.int64) * b + tl.arange(0, b)
+    m_x = o_x < n
+    if MASKED:
+        inside = tl.load(p_mask + o_x, mask=m_x, other=0) != 0
+    total = tl.zeros((b,), tl.float32)
+    p_row = p_x + o_x
+    for unit in range(units):
+        weight = tl.where(m_x, tl.load(p_inside + unit).to(tl.float32), 0.0)
+        if MASKED:
+            weight = tl.where(inside | ~m_x, weight, tl.load(p_outside + unit).to(tl.float32))
+        # An entry of weight 0 is not loaded: zero times NaN would be NaN.
+        x = tl.load(p_row, mask=weight != 0.0, other=0.0)
+        total += weight * x.to(tl.float32)
+        p_row += n
+    tl.store(p_out + o_x, total, mask=m_x)
+
+
+def _norms(instances: torch.Tensor, mask: torch.Tensor | None, kind: int) -> torch.Tensor:
+    units, rows = instances.shape[0], 1 if mask is None else 2
+    if instances.numel() == 0:
+        return torch.zeros(rows, units, dtype=torch.float32, device=instances.device)
+    instances = instances.contiguous()
+    n = instances.numel() // units
+    chunks = triton.cdiv(n, _CHUNK)
+    parts = torch.empty(rows, units * chunks, dtype=torch.float32, device=instances.device)
+    with on_device_of(instances):
+        _instance_norm_kernel[(units * chunks,)](
+            instances,
+            parts if mask is None else mask.contiguous().view(torch.uint8),
+            parts,
+            units,
+            chunks,
+            n,
+            b=_CHUNK,
+            KIND=kind,
+            enable_fp_fusion=True,
+            num_warps=4,
+        )
+    return sum_slots(parts, units, chunks)
+
+
+def instance_sqnorm(instances: torch.Tensor) -> torch.Tensor:
+    """Squared norms [B], float32, of gradients [B, ...]; float32, bfloat16 or float16, strided ones are copied once."""
+    return _norms(instances, None, SQUARE.value)[0]
+
+
+def instance_abs_sum(instances: torch.Tensor) -> torch.Tensor:
+    """L1 norms [B], float32, of gradients [B, ...]; as :func:`instance_sqnorm`."""
+    return _norms(instances, None, ABSOLUTE.value)[0]
+
+
+def instance_masked_sqnorm(instances: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Squared norms [2, B], float32, of the entries where ``mask`` (bool) is True, then where it is False."""
+    return _norms(instances, mask, MASKED_SQUARE.value)
+
+
+def instance_sum(
+    instances: torch.Tensor,
+    weights: torch.Tensor,
+    weights_unmasked: torch.Tensor | None = None,
+    mask: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """``sum over units of weights[b] instances[b]``, float32; where ``mask`` is False the weights are ``weights_unmasked``.
+
+    ``instances`` [B, ...] float32, bfloat16 or float16, strided ones are copied once; weights [B] contiguous.
+    """
+    instances = instances.contiguous()
+    out = torch.zeros(instances.shape[1:], dtype=torch.float32, device=instances.device)
+    if out.numel():
+        masked = mask is not None and weights_unmasked is not None
+        with on_device_of(out):
+            _instance_sum_kernel[(triton.cdiv(out.numel(), _COLUMNS),)](
+                instances,
+                weights,
+                weights_unmasked if masked else weights,
+                mask.contiguous().view(torch.uint8) if masked else weights,
+                out,
+                instances.shape[0],
+                out.numel(),
+                b=_COLUMNS,
+                MASKED=masked,
+                enable_fp_fusion=True,
+                num_warps=4,
+            )
+    return out

@@ -1,0 +1,187 @@
+"""Norms and weighted sums of instantiated gradients against float64."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fastdp import ops
+from fastdp.ops.table import OPS
+
+from .uses import DTYPES, relative_error
+
+BOUND = 1e-5  # of DESIGN section 8
+SHAPES = ((1,), (63,), (64,), (768,), (7, 13), (3, 5, 11), (9001,), (0,))
+
+
+def instances_of(units, shape, seed, dtype=torch.float32):
+    return torch.randn(units, *shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def drawn(shape, seed, share=0.5):
+    return torch.rand(shape, generator=torch.Generator().manual_seed(seed)) < share
+
+
+def parts_of(instances, mask):
+    squares = instances.double().flatten(1).square()
+    return torch.stack([(squares * mask.reshape(-1)).sum(1), (squares * ~mask.reshape(-1)).sum(1)])
+
+
+def summed(instances, weights):
+    """The sum, and what float32 may lose in it (see `rounding` of the factor sums)."""
+    terms = instances.double() * weights.double().view(-1, *[1] * (instances.dim() - 1))
+    return terms.sum(0), (instances.shape[0] + 3) * 2.0**-23 * terms.abs().sum(0)
+
+
+def assert_close(got, truth, bound):
+    assert got.shape == truth.shape
+    assert bool(((got.double() - truth).abs() <= bound).all())
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("units", [0, 1, 5])
+def test_every_shape_and_dtype(units, shape, dtype):
+    instances, mask = instances_of(units, shape, 0, dtype), drawn(shape, 1)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    squared, absolute = ops.instance_sqnorm(instances), ops.instance_abs_sum(instances)
+    both = ops.instance_masked_sqnorm(instances, mask)
+    assert squared.dtype == absolute.dtype == both.dtype == wide
+    assert relative_error(squared, instances.double().flatten(1).square().sum(1)) <= BOUND
+    assert relative_error(absolute, instances.double().flatten(1).abs().sum(1)) <= BOUND
+    assert relative_error(both, parts_of(instances, mask)) <= BOUND
+    weights, others = torch.rand(units) - 0.3, torch.rand(units) - 0.3
+    (one, bound), (other, other_bound) = summed(instances, weights), summed(instances, others)
+    assert_close(ops.instance_sum(instances, weights), one, bound)
+    got = ops.instance_masked_sum(instances, weights, others, mask)
+    assert_close(got, torch.where(mask, one, other), torch.where(mask, bound, other_bound))
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    units=st.integers(1, 6), size=st.integers(1, 20_000), zero=st.sets(st.integers(0, 5)), seed=st.integers(0, 2**31)
+)
+def test_any_size_and_any_units_left_out(units, size, zero, seed):
+    instances, mask = instances_of(units, (size,), seed), drawn((size,), seed)
+    assert relative_error(ops.instance_sqnorm(instances), instances.double().square().sum(1)) <= BOUND
+    assert relative_error(ops.instance_masked_sqnorm(instances, mask), parts_of(instances, mask)) <= BOUND
+    weights = torch.tensor([0.0 if unit in zero else 1.0 + unit for unit in range(units)])
+    one, bound = summed(instances, weights)
+    instances[weights == 0] = float("nan")
+    assert_close(ops.instance_sum(instances, weights), one, bound)
+    got = ops.instance_masked_sum(instances, weights, 2 * weights, mask)
+    assert_close(got, torch.where(mask, one, 2 * one), 2 * bound)
+
+
+def test_strided_instances_and_weights():
+    wide = instances_of(4, (6, 10), 0)
+    instances, weights, mask = wide.mT, torch.rand(8)[::2], drawn((6, 10), 1).T
+    assert relative_error(ops.instance_masked_sqnorm(instances, mask), parts_of(wide, mask.T.contiguous())) <= BOUND
+    one, bound = summed(instances, weights)
+    assert_close(ops.instance_sum(instances, weights), one, bound)
+    assert_close(ops.instance_masked_sum(wide, weights, weights, mask.T), one.T, bound.T)
+
+
+def test_a_unit_that_is_not_finite_marks_itself_alone():
+    instances, mask = torch.ones(3, 130), torch.zeros(130, dtype=torch.bool)
+    instances[1, 129], mask[129] = float("nan"), True
+    for norms in (ops.instance_sqnorm(instances), ops.instance_abs_sum(instances)):
+        assert norms.isfinite().tolist() == [True, False, True]
+    masked, unmasked = ops.instance_masked_sqnorm(instances, mask)
+    assert masked.isfinite().tolist() == [True, False, True]
+    assert unmasked.tolist() == [129, 129, 129]
+
+
+def test_a_weight_of_zero_keeps_nan_out_of_its_part_only():
+    instances, mask = torch.ones(2, 70), drawn((70,), 3)
+    instances[0] = float("nan")
+    got = ops.instance_masked_sum(instances, torch.tensor([0.0, 2.0]), torch.ones(2), mask)
+    assert torch.equal(got.isnan(), ~mask)
+    assert bool((got[mask] == 2).all())
+
+
+def test_a_changed_mask_is_packed_again():
+    instances, mask = instances_of(2, (5, 6), 1), torch.zeros(5, 6, dtype=torch.bool)
+    assert ops.instance_masked_sqnorm(instances, mask)[0].tolist() == [0, 0]
+    mask[2, 3] = True
+    assert relative_error(ops.instance_masked_sqnorm(instances, mask), parts_of(instances, mask)) <= BOUND
+    # The same mask over factors has its own layout of bits.
+    left, right, offsets = torch.ones(2, 5), instances[:, 0], torch.tensor([0, 1, 2])
+    truth = parts_of(left[:, :, None] * right[:, None, :], mask)
+    assert relative_error(ops.masked_sqnorm(left, right, offsets, mask), truth) <= BOUND
+
+
+def test_threads_do_not_change_the_result():
+    instances, mask, weights = instances_of(3, (50_001,), 1), drawn((50_001,), 2), torch.rand(3)
+    threads = torch.get_num_threads()
+    results = []
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            norms = [ops.instance_sqnorm(instances), *ops.instance_masked_sqnorm(instances, mask)]
+            results.append(torch.cat([*norms, ops.instance_masked_sum(instances, weights, -weights, mask)]))
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
+
+
+@pytest.mark.parametrize("isa", ["portable", "avx2"])
+def test_other_instruction_sets(isa):
+    from fastdp import _native
+
+    if ("portable", "avx2", "avx512").index(_native.isa()) <= ("portable", "avx2").index(isa):
+        pytest.skip(f"this run uses {_native.isa()} already")
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-x",
+        "-p",
+        "no:cacheprovider",
+        __file__,
+        "-k",
+        "every_shape or keeps",
+    ]
+    done = subprocess.run(command, env={**os.environ, "FASTDP_ISA": isa}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:]
+
+
+@pytest.mark.parametrize("name", [name for name in OPS if name.startswith("instance_")])
+def test_opcheck(name):
+    instances, mask, weights = instances_of(4, (3, 5), 0), drawn((3, 5), 1), torch.rand(4)
+    arguments = {
+        "instance_sqnorm": (instances,),
+        "instance_abs_sum": (instances,),
+        "instance_masked_sqnorm": (instances, mask),
+        "instance_sum": (instances, weights),
+        "instance_masked_sum": (instances, weights, -weights, mask),
+    }[name]
+    overload = getattr(torch.ops.fastdp, name).default
+    torch.library.opcheck(overload, arguments)
+    torch.testing.assert_close(overload(*arguments), OPS[name].reference(*arguments), rtol=BOUND, atol=1e-6)
+
+
+ROWS, MASK, WEIGHTS = torch.ones(4, 3, 5), torch.ones(3, 5, dtype=torch.bool), torch.ones(4)
+BAD = [
+    (lambda: ops.instance_sqnorm(torch.tensor(1.0)), ValueError, "instances has no dimensions"),
+    (lambda: ops.instance_abs_sum(ROWS.int()), TypeError, "instances is torch.int32"),
+    (lambda: ops.instance_masked_sqnorm(ROWS, MASK.T), ValueError, r"mask has shape \(5, 3\): a gradient has \(3, 5\)"),
+    (lambda: ops.instance_masked_sqnorm(ROWS, MASK.int()), TypeError, "mask is torch.int32"),
+    (lambda: ops.instance_masked_sqnorm(ROWS, MASK.to("meta")), ValueError, "mask is on meta"),
+    (lambda: ops.instance_sum(ROWS, WEIGHTS[1:]), ValueError, r"weights have shape \(3,\): one a unit is \(4,\)"),
+    (lambda: ops.instance_sum(ROWS, WEIGHTS.half()), TypeError, "weights are torch.float16"),
+    (lambda: ops.instance_sum(ROWS, WEIGHTS.to("meta")), ValueError, "weights are on meta"),
+    (lambda: ops.instance_masked_sum(ROWS, WEIGHTS, WEIGHTS[:1], MASK), ValueError, "weights_unmasked have shape"),
+]
+
+
+@pytest.mark.parametrize(("call", "error", "message"), BAD)
+def test_bad_input(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
