@@ -402,6 +402,9 @@ class Accumulator:
             total = ops.instance_sum(instance, weights)
         else:
             total = ops.instance_masked_sum(instance, weights, outside, self.policy.masks[name])
+        self._sum(name, total)
+
+    def _sum(self, name: str, total: torch.Tensor) -> None:
         if name in self.sums:
             self.sums[name] += total
         else:
