@@ -123,7 +123,8 @@ def mask(canaries: int, private_mask: bool, epsilon: float = 2.0, steps: int = 6
     return audit.conclude(
         -planted.scores(),
         planted.included,
-        claimed=private.epsilon(),
+        # Of the event, as the paper accounts for it: the run itself states no epsilon where its mask is private.
+        claimed=float(fastdp.accounting.epsilon(private.ledger.event(), DELTA)),
         delta=DELTA,
         confidence=CONFIDENCE,
         shares=(0.5,),
