@@ -446,8 +446,9 @@ def plot(rows: Sequence[dict[str, Any]], size: Size, folder: Path) -> None:
     if plain:
         axes.axhline(plain[0], color="grey", linestyle="--", label="non-private")
     axes.set(xscale="log", xlabel="true epsilon", ylabel="accuracy")
+    axes.minorticks_off()
     axes.set_xticks(size.epsilons, [f"{e:g}" for e in size.epsilons])
-    axes.legend(fontsize=8)
+    axes.legend(fontsize=8, loc="center left")
     figure.savefig(folder / "frost-epsilon.png", dpi=130)
     _plot_selected([row for row in rows if all(row.get(key) == value for key, value in usual.items())], folder)
 
