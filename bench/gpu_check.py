@@ -136,6 +136,25 @@ def sums(device: str) -> Iterator[tuple[str, Result]]:
             yield f"weighted_sum ids {label}", (apart(got, truth, size.clamp_min(1e-30)), (tokens + 8) * 2.0**-24)
 
 
+def instances(device: str) -> Iterator[tuple[str, Result]]:
+    """Per-unit gradients that are there as they are: norms relative to themselves, sums to the sums of absolute values."""
+    for dtype in ROUNDING:
+        for units, m, n in ((1, 1, 1), (7, 33, 129), (64, 16, 768)):
+            made, mask = factor(device, units * m, n, dtype).view(units, m, n), torch.rand(m, n, device=device) < 0.3
+            weights, others = torch.rand(units, device=device), torch.rand(units, device=device)
+            wide, label = made.double(), f"{str(dtype)[6:]} {units} x {m}x{n}"
+            squares = wide.square()
+            parts = torch.stack([(squares * mask).sum((1, 2)), (squares * ~mask).sum((1, 2))])
+            yield f"instance_sqnorm {label}", (apart(ops.instance_sqnorm(made), squares.sum((1, 2))), NORMS)
+            yield f"instance_abs_sum {label}", (apart(ops.instance_abs_sum(made), wide.abs().sum((1, 2))), NORMS)
+            yield f"instance_masked_sqnorm {label}", (apart(ops.instance_masked_sqnorm(made, mask), parts), NORMS)
+            sums = [torch.einsum("b,bmn->mn", w.double(), wide) for w in (weights, others)]
+            size = wide.abs().sum(0)
+            yield f"instance_sum {label}", (apart(ops.instance_sum(made, weights), sums[0], size), NORMS)
+            got = ops.instance_masked_sum(made, weights, others, mask)
+            yield f"instance_masked_sum {label}", (apart(got, torch.where(mask, sums[0], sums[1]), size), NORMS)
+
+
 def position(tensor: int = 1) -> Tensor:
     return ops.NoiseStream.unsafe_reproducible(7).at(3, tensor).take()
 
@@ -257,7 +276,7 @@ def behaviour(device: str) -> Iterator[tuple[str, Result]]:
 
 
 Group = Callable[[str], Iterator[tuple[str, Result]]]
-VALUES: tuple[Group, ...] = (norms, sums, noise, snapping)
+VALUES: tuple[Group, ...] = (norms, sums, instances, noise, snapping)
 
 
 def checks(group: Group, device: str) -> Iterator[dict[str, Any]]:

@@ -542,6 +542,7 @@ def _instances(device: torch.device, sizes: Sizes) -> Iterator[Case]:
 
     for name, arguments, formula, written in (
         ("instance_sqnorm", (instances,), lambda x: x.square().sum((1, 2)), 0.0),
+        ("instance_abs_sum", (instances,), lambda x: x.abs().sum((1, 2)), 0.0),
         ("instance_masked_sqnorm", (instances, mask), masked, 0.0),
         ("instance_sum", (instances, weights), lambda x: (weights @ x.flatten(1)).view(m, n), 4.0 * m * n),
         (
@@ -674,6 +675,7 @@ _GROUPS: dict[Callable[[torch.device, Sizes], Iterator[Case]], tuple[str, ...]] 
         "per_unit",
         "per_unit_group",
         "instance_sqnorm",
+        "instance_abs_sum",
         "instance_masked_sqnorm",
         "instance_sum",
         "instance_masked_sum",

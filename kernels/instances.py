@@ -107,12 +107,14 @@ def instance_sum(
     out = torch.zeros(instances.shape[1:], dtype=torch.float32, device=instances.device)
     if out.numel():
         masked = mask is not None and weights_unmasked is not None
+        unmasked = weights if weights_unmasked is None else weights_unmasked
+        bits = weights if mask is None else mask.contiguous().view(torch.uint8)
         with on_device_of(out):
             _instance_sum_kernel[(triton.cdiv(out.numel(), _COLUMNS),)](
                 instances,
                 weights,
-                weights_unmasked if masked else weights,
-                mask.contiguous().view(torch.uint8) if masked else weights,
+                unmasked,
+                bits,
                 out,
                 instances.shape[0],
                 out.numel(),

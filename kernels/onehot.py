@@ -173,20 +173,23 @@ def onehot_weighted_sum_(
         return
     keys, order = torch.sort(ids, stable=True)
     masked = mask is not None and weights_unmasked is not None
+    # A kernel without a mask never reads these, and has no optional arguments.
+    unmasked = weights if weights_unmasked is None else weights_unmasked
+    bits = weights if mask is None else mask.view(torch.uint8)
     with on_device_of(out):
         _scatter_kernel[(tokens, triton.cdiv(n, _COLUMNS))](
             order,
             keys,
             right,
             weights,
-            weights_unmasked if masked else weights,
-            mask.view(torch.uint8) if masked else weights,
+            unmasked,
+            bits,
             out,
             tokens,
             n,
             *right.stride(),
             *out.stride(),
-            *(mask.stride() if masked else (0, 0)),
+            *(bits.stride() if masked else (0, 0)),
             b_t=4,
             b_n=_COLUMNS,
             MASKED=masked,
