@@ -1,10 +1,14 @@
 """The other ways to choose: by chance, by value, and single entries."""
 
+import math
 from collections import deque
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from fastdp.engine.accumulator import Accumulator
 from fastdp.engine.engine import Engine
 from fastdp.methods.frost import DPFrost
 from fastdp.methods.frost.masked import MaskedPolicy, largest
@@ -134,3 +138,33 @@ def test_ties_at_the_last_place_are_left_out() -> None:
     assert masks["a"].tolist() == [True, False, False, False]
     with pytest.raises(ValueError, match="is not one"):
         largest({"a": torch.ones(4)}, 0.1)
+
+
+@settings(max_examples=500, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    ratio=st.floats(0.05, 0.95),
+    log_scale=st.floats(-3, 6),
+    bound=st.floats(0.05, 5),
+    undone=st.booleans(),
+)
+def test_one_example_moves_the_chosen_entries_by_no_more_than_the_bound(
+    seed: int, ratio: float, log_scale: float, bound: float, undone: bool
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    shapes = {"a": (3, 4), "b": (5,)}
+    masks = {name: torch.rand(shape, generator=generator) < ratio for name, shape in shapes.items()}
+    policy = MaskedPolicy.of(masks, bound, 1.0)
+    accumulator = Accumulator({name: torch.nn.Parameter(torch.zeros(shape)) for name, shape in shapes.items()}, policy)
+
+    def unit() -> dict[str, torch.Tensor]:
+        return {name: 10**log_scale * torch.randn(1, *shape, generator=generator) for name, shape in shapes.items()}
+
+    first = unit()
+    accumulator.add_unit(first, torch.ones(1))
+    before = {name: total.clone() for name, total in accumulator.sums.items()}
+    # An example that undoes another cancels in the sum, and must not escape its bound by it.
+    accumulator.add_unit({name: -g for name, g in first.items()} if undone else unit(), torch.ones(1))
+    moved = {name: (total - before[name]).double() for name, total in accumulator.sums.items()}
+    assert math.sqrt(sum(float(part.square().sum()) for part in moved.values())) <= bound * (1 + 1e-5)
+    assert all(not part[~masks[name]].any() for name, part in moved.items()), "an entry outside was released"
