@@ -23,7 +23,7 @@ import peft
 import torch
 import transformers as hf
 from fastdp.bench.utility import tops
-from fastdp.bench.utility.table import Run, Table, measure
+from fastdp.bench.utility.table import Run, Table, add_options, measure
 from torch.utils.data import DataLoader, Dataset
 
 import fastdp
@@ -477,11 +477,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--model", type=Path, required=True, help="folder of all-MiniLM-L6-v2 or another encoder")
     parser.add_argument("--train", type=Path, required=True, help="TSV with the columns sentence and label")
     parser.add_argument("--eval", type=Path, required=True, help="TSV of the same form, held out")
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--pictures", type=Path)
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--minutes", type=float, default=25.0)
-    parser.add_argument("--size", choices=("default", "tiny", "full"), default="default")
+    add_options(parser)
     options = parser.parse_args(arguments)
     hf.logging.set_verbosity_error()
     hf.utils.logging.disable_progress_bar()

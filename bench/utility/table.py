@@ -65,8 +65,9 @@ def add_options(parser: argparse.ArgumentParser, seeds: int = 3) -> None:
     parser.add_argument("--json", type=Path, help="rows as they come, with device, versions and commit")
     parser.add_argument("--pictures", type=Path, help="folder to draw into once all is measured")
     parser.add_argument("--seeds", type=int, default=seeds)
-    parser.add_argument("--minutes", type=float, default=25.0, help="how long to go on; the same command resumes")
+    parser.add_argument("--minutes", type=float, default=60.0, help="how long to go on; the same command resumes")
     parser.add_argument("--size", choices=("default", "tiny", "full"), default="default")
+    parser.add_argument("--full", dest="size", action="store_const", const="full", help="the paper's size, for a GPU")
 
 
 def mean_of(rows: list[dict[str, Any]], value: str, **setting: Any) -> float | None:
