@@ -1,11 +1,8 @@
 #include "cpu.h"
 
-#include <algorithm>
-#include <atomic>
 #include <cstdlib>
 #include <stdexcept>
 #include <string>
-#include <thread>
 
 #include "bindings.h"
 
@@ -27,13 +24,11 @@ Isa detect() {
     Isa asked;
     if (name == "portable") asked = Isa::portable;
     else if (name == "avx2") asked = Isa::avx2;
-    else if (name == "avx512") asked = Isa::avx512;
-    else throw std::invalid_argument("FASTDP_ISA is '" + name + "': use portable, avx2 or avx512");
+    else if (name == "avx512" || name == "amx") asked = Isa::avx512;
+    else throw std::invalid_argument("FASTDP_ISA is '" + name + "': use portable, avx2, avx512 or amx");
     if (asked > best) throw std::invalid_argument("FASTDP_ISA asks for " + name + ", which this processor lacks");
     return asked;
 }
-
-std::atomic<int> threads{0};
 
 }  // namespace
 
@@ -42,17 +37,9 @@ Isa isa() {
     return found;
 }
 
-int num_threads() {
-    const int set = threads.load();
-    if (set > 0) return set;
-    // Asked once: the answer costs a system call of several microseconds, more than a small kernel.
-    static const int found = static_cast<int>(std::max(1u, std::thread::hardware_concurrency()));
-    return found;
-}
-
-void set_num_threads(int n) {
-    if (n < 1) throw std::invalid_argument("the number of threads must be at least 1");
-    threads.store(n);
+bool may_use_amx() {
+    const char *wish = std::getenv("FASTDP_ISA");
+    return isa() == Isa::avx512 && (wish == nullptr || *wish == '\0' || std::string(wish) == "amx");
 }
 
 void bind_cpu(pybind11::module_ &m) {
@@ -63,8 +50,6 @@ void bind_cpu(pybind11::module_ &m) {
             default: return "portable";
         }
     });
-    m.def("num_threads", &num_threads);
-    m.def("set_num_threads", &set_num_threads);
 }
 
 }  // namespace fastdp

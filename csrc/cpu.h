@@ -5,10 +5,11 @@ namespace fastdp {
 enum class Isa { portable = 0, avx2 = 1, avx512 = 2 };
 
 // The best instruction set of this processor, lowered by the environment variable FASTDP_ISA
-// (portable | avx2 | avx512) so that every code path can be tested on one machine.
+// (portable | avx2 | avx512 | amx) so that every code path can be tested on one machine.
 Isa isa();
 
-int num_threads();
-void set_num_threads(int n);
+// Whether matrix tiles may be tried beside AVX-512: unless FASTDP_ISA asks for less.
+bool may_use_amx();
+
 
 }  // namespace fastdp

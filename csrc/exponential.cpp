@@ -6,17 +6,21 @@
 // lower bound of the distance from an integer product, hence an upper bound of the weight. Integers do not round: the
 // proposals, and so the draws, are the same for any number of threads and any order of work.
 //
-// The table's rows are taken sixteen at a time. A first pass over all of them keeps one number a group, the sum of its
-// bounds; a draw picks a group, recomputes its sixteen bounds, picks one, and is accepted with exact weight / bound.
-// Attempt a of token i uses words 0-5 (a even) or 8-13 (a odd) of block 64 i + a / 2: group, row in the group, acceptance.
+// A first pass keeps the bound of every row, in one byte a row and law (csrc/exponential.h), as far down as 2^-61 of the
+// largest weight that the law may have; a smaller bound is kept as that, which is larger and so still a bound. A draw picks
+// a block of 256 rows from the running sum of the blocks' bounds, then one of its rows, and is accepted with exact weight /
+// bound. A law whose weights are so small that the floor would stand above them is weighed again with a start of its own.
+// Attempt a of token i uses words 0-7 (a even) or 8-15 (a odd) of block 64 i + a / 2: block, lane, acceptance, row of the lane.
 // A token whose 126 attempts all fail draws from the exact distribution, computed for its law, with block 64 i + 63.
 #include <pybind11/pybind11.h>
 
 #include <algorithm>
 #include <cmath>
 #include <cstdlib>
+#include <cstring>
 #include <limits>
 #include <memory>
+#include <mutex>
 #include <new>
 #include <stdexcept>
 #include <vector>
@@ -36,7 +40,11 @@ namespace {
 
 constexpr int kAttempts = 126;
 constexpr int64_t kBlocksAToken = 64;
-constexpr int64_t kLawsAtOnce = 504;
+constexpr int64_t kLawsAtOnce = 512;
+constexpr int64_t kTokensAtOnce = 16;  // whose proposed rows are fetched while others are looked at
+constexpr double kLevelsANat = kLevelsADoubling * 1.4426950408889634;
+// What a level may be too low by: float32 arithmetic, and rounding up by adding 0.9999 and cutting off.
+constexpr double kLevelError = 0x1p-8, kNearlyOne = 0.9999;
 
 double uniform(const uint32_t *w) {
     return (static_cast<double>((static_cast<uint64_t>(w[1]) << 32) | w[0]) + 0.5) * 0x1p-64;
@@ -49,17 +57,50 @@ float up(double x) {
 
 float down(double x) { return -up(-x); }
 
-// Draws touch a few kilobytes anywhere in the codes: with pages of 2 MiB, where Linux gives them, they miss no page table.
-uint8_t *new_codes(int64_t bytes) {
-    constexpr int64_t page = 1 << 21;
-    bytes = (bytes + page - 1) / page * page;
-    void *codes = std::aligned_alloc(page, bytes);
-    if (codes == nullptr) throw std::bad_alloc();
+struct Free {
+    void operator()(uint8_t *at) const { std::free(at); }
+};
+
+struct Memory {
+    int64_t bytes = 0;
+    std::unique_ptr<uint8_t, Free> at;
+};
+
+// Memory for one call. That of the latest is kept for the next one, up to kKept: pages that are new to a process take a
+// fifth of a call's time. Draws touch a few kilobytes anywhere in it: with pages of 2 MiB, where Linux gives them, they
+// miss no page table.
+class Scratch {
+  public:
+    explicit Scratch(int64_t bytes) {
+        {
+            const std::lock_guard<std::mutex> lock(mutex_);
+            std::swap(mine_, kept_);
+        }
+        if (mine_.bytes >= bytes) return;
+        mine_.bytes = (bytes + kPage - 1) / kPage * kPage;
+        mine_.at.reset();  // before more is asked for
+        mine_.at.reset(static_cast<uint8_t *>(std::aligned_alloc(kPage, mine_.bytes)));
+        if (!mine_.at) throw std::bad_alloc();
 #if defined(__linux__)
-    madvise(codes, bytes, MADV_HUGEPAGE);
+        madvise(mine_.at.get(), mine_.bytes, MADV_HUGEPAGE);
 #endif
-    return static_cast<uint8_t *>(codes);
-}
+    }
+    ~Scratch() {
+        if (mine_.bytes > kKept) return;
+        const std::lock_guard<std::mutex> lock(mutex_);
+        std::swap(mine_, kept_);
+    }
+    Scratch(const Scratch &) = delete;
+    Scratch &operator=(const Scratch &) = delete;
+
+    uint8_t *at() const { return mine_.at.get(); }
+
+  private:
+    static constexpr int64_t kPage = 1 << 21, kKept = 1 << 26;
+    static inline std::mutex mutex_;
+    static inline Memory kept_;
+    Memory mine_;
+};
 
 struct Request {
     const float *table, *centre;
@@ -67,6 +108,7 @@ struct Request {
     int exponent;               // of the table's scale
     const int64_t *order;       // tokens, those of one law together
     const int64_t *starts;      // [laws + 1], into order
+    int64_t laws;
     const int64_t *law_ids;     // [laws], not decreasing
     const double *law_scales;   // [laws]
     const double *log_prior;    // [rows] or null
@@ -74,15 +116,19 @@ struct Request {
     double cap;
     Position at;
     int64_t *out;
+    int threads;
 };
 
 class Chooser {
   public:
     explicit Chooser(const Request &request)
-        : r_(request), groups_((r_.rows + kLanes - 1) / kLanes), quads_((r_.d + 3) / 4), kernels_(exponential_kernels()),
-          codes_(new_codes(groups_ * group_bytes()), &std::free), features_(groups_) {
-        team_for((groups_ + 15) / 16, num_threads(), [&](int64_t item) {
-            for (int64_t g = item * 16; g < std::min(groups_, (item + 1) * 16); ++g) pack(g);
+        : r_(request), blocks_((r_.rows + kBlockRowsOfTable - 1) / kBlockRowsOfTable), groups_(blocks_ * kBlockGroups),
+          quads_((r_.d + 63) / 64 * 16), kernels_(exponential_kernels()),
+          scratch_(blocks_ * kBlockRowsOfTable * (width() + std::min(r_.laws, kLawsAtOnce))), codes_(scratch_.at()),
+          levels_(codes_ + groups_ * group_bytes()), features_(groups_) {
+        for (int64_t row = 0; row < r_.rows; ++row) largest_prior_ = std::max(largest_prior_, prior(row));
+        team_for(blocks_, r_.threads, [&](int64_t block) {
+            for (int64_t g = block * kBlockGroups; g < (block + 1) * kBlockGroups; ++g) pack(g);
         });
     }
 
@@ -93,43 +139,51 @@ class Chooser {
             if (ids.empty() || ids.back() != r_.law_ids[law]) ids.push_back(r_.law_ids[law]);
             owner.push_back(static_cast<int64_t>(ids.size()) - 1);
         }
-        const int64_t n = static_cast<int64_t>(ids.size()), padded = (n + kIdsAtOnce - 1) / kIdsAtOnce * kIdsAtOnce;
-        std::vector<int8_t> left(padded * quads_ * 4, 0);
-        for (int64_t i = 0; i < n; ++i) unpack(ids[i], &left[i * quads_ * 4]);
-        std::vector<LawTerms> terms;
-        std::vector<int64_t> first_law(n + 1, last - first);
-        for (int64_t law = first; law < last; ++law) {
-            const int64_t i = owner[law - first];
-            first_law[i] = std::min(first_law[i], law - first);
-            terms.push_back(terms_of(law, &left[i * quads_ * 4]));
-        }
-        sums_.resize((last - first) * groups_);
-        tops_.resize((last - first) * groups_);
-        team_for((groups_ + kGroupsAtOnce - 1) / kGroupsAtOnce, num_threads(), [&](int64_t item) {
-            const int64_t g = item * kGroupsAtOnce, count = std::min<int64_t>(kGroupsAtOnce, groups_ - g);
-            int32_t dots[kIdsAtOnce * kGroupsAtOnce * kLanes];
-            for (int64_t i = 0; i < n; i += kIdsAtOnce) {
-                kernels_.dots(&left[i * quads_ * 4], codes(g), codes(g + count - 1), quads_, dots);
-                for (int64_t k = i; k < std::min(n, i + kIdsAtOnce); ++k)
-                    for (int64_t law = first_law[k]; law < first_law[k + 1]; ++law)
-                        for (int64_t h = 0; h < count; ++h)
-                            kernels_.sum(terms[law], features_[g + h], dots + ((k - i) * kGroupsAtOnce + h) * kLanes,
-                                         tops_[law * groups_ + g + h], sums_[law * groups_ + g + h]);
-            }
+        const int64_t n = static_cast<int64_t>(ids.size()), laws = last - first, at_once = kernels_.ids_at_once;
+        std::vector<int8_t> left((n + at_once - 1) / at_once * at_once * width(), 0);
+        std::vector<LawTerms> terms(laws);
+        std::vector<int64_t> first_law(n + 1, laws);
+        for (int64_t law = laws - 1; law >= 0; --law) first_law[owner[law]] = law;
+        team_for(n, r_.threads, [&](int64_t i) {
+            std::vector<int8_t> code(width());
+            unpack(ids[i], code.data());
+            kernels_.place(code.data(), i % at_once, quads_, left.data() + i / at_once * at_once * width());
+            for (int64_t law = first_law[i]; law < first_law[i + 1]; ++law) terms[law] = terms_of(first + law, code.data());
         });
-        team_for(last - first, num_threads(), [&](int64_t law) {
-            draw(first + law, terms[law], &left[owner[law] * quads_ * 4], &tops_[law * groups_], &sums_[law * groups_]);
+        masses_.resize(laws * blocks_);
+        team_for(blocks_, r_.threads, [&](int64_t block) {
+            weigh_block(block, left.data(), n, terms, owner, levels_ + block * laws * kBlockRowsOfTable);
+        });
+        team_for(laws, r_.threads, [&](int64_t law) {
+            Weights w{levels_ + law * kBlockRowsOfTable, laws * kBlockRowsOfTable, &masses_[law * blocks_],
+                      -kLevelError / kLevelsANat, {}};
+            draw(first + law, terms[law], w);
         });
     }
 
   private:
-    int64_t group_bytes() const { return quads_ * 4 * kLanes; }
-    const uint8_t *codes(int64_t group) const { return codes_.get() + group * group_bytes(); }
+    // What a law's draws are made from.
+    struct Weights {
+        const uint8_t *levels;  // of block b from levels + b * stride
+        int64_t stride;
+        const double *masses;  // of each block the sum of its weights
+        double shift;          // log weights are less by the largest prior and more by this
+        std::vector<double> ends;  // running sum of the masses
+    };
+
+    struct Proposal {
+        int64_t row;
+        double bound;
+    };
+
+    int64_t width() const { return 4 * quads_; }
+    int64_t group_bytes() const { return width() * kLanes; }
+    const uint8_t *codes(int64_t group) const { return codes_ + group * group_bytes(); }
     double slope(int64_t row) const { return r_.slopes ? r_.slopes[row] : 1.0; }
     double prior(int64_t row) const { return r_.log_prior ? r_.log_prior[row] : 0.0; }
 
     void pack(int64_t group) {
-        uint8_t *to = codes_.get() + group * group_bytes();
+        uint8_t *to = codes_ + group * group_bytes();
         std::fill(to, to + group_bytes(), uint8_t{128});
         GroupTerms &terms = features_[group];
         const float scale = std::ldexp(1.0f, -r_.exponent);
@@ -137,18 +191,20 @@ class Chooser {
             const int64_t row = group * kLanes + k;
             const bool real = row < r_.rows;
             const EightBits bits = real ? kernels_.round(r_.table + row * r_.d, r_.centre, r_.d, scale, to + 4 * k) : EightBits{};
-            terms.step[k] = bits.step;
-            terms.square[k] = bits.square;
+            terms.step[k] = 2 * bits.step;
+            terms.square[k] = bits.square * kSquareKept;
             terms.lost[k] = bits.lost;
-            terms.slope[k] = real ? std::max(0.0f, down(slope(row))) : 0.0f;
-            terms.prior[k] = real ? up(prior(row)) : -std::numeric_limits<float>::infinity();
+            terms.slope[k] = real ? std::max(0.0f, down(std::min(kLimit, slope(row)))) : 0.0f;
+            const bool possible = real && prior(row) > -std::numeric_limits<double>::infinity();
+            terms.prior[k] = possible ? up(std::max(-kLimit, (prior(row) - largest_prior_) * kLevelsANat))
+                                      : -std::numeric_limits<float>::infinity();
+            terms.least[k] = possible ? kLeastLevel : 0;
         }
     }
 
     void unpack(int64_t row, int8_t *to) const {
         const uint8_t *from = codes(row / kLanes) + 4 * (row % kLanes);
-        for (int64_t i = 0; i < 4 * quads_; ++i)
-            to[i] = static_cast<int8_t>(from[i / 4 * 4 * kLanes + i % 4] - 128);
+        for (int64_t i = 0; i < width(); ++i) to[i] = static_cast<int8_t>(from[i / 4 * 4 * kLanes + i % 4] - 128);
     }
 
     LawTerms terms_of(int64_t law, const int8_t *code) const {
@@ -156,47 +212,138 @@ class Chooser {
         const GroupTerms &own = features_[id / kLanes];
         const int64_t lane = id % kLanes;
         int32_t sum = 0;
-        for (int64_t i = 0; i < 4 * quads_; ++i) sum += code[i];
-        // A smaller slope or cap than the true one only loosens the bound, so both may be rounded, and limited, downwards.
-        const double limit = 1e30;
-        return {own.step[lane],
+        for (int64_t i = 0; i < width(); ++i) sum += code[i];
+        // A smaller slope or cap than the true one only loosens the bound, so both may be rounded, and limited, downwards;
+        // 2^-20 of it is more than float32 loses in the level.
+        return {id,
+                own.step[lane] / 2,
                 own.square[lane],
                 own.lost[lane],
                 128 * sum,
-                down(std::min(limit, std::ldexp(r_.law_scales[law], r_.exponent)) * (1 - 0x1p-30)),
-                down(std::min(limit, std::ldexp(r_.cap, -r_.exponent)))};
+                down(std::min(kLimit, std::ldexp(r_.law_scales[law], r_.exponent) * kLevelsANat) * (1 - 0x1p-20)),
+                down(std::min(kLimit, std::ldexp(r_.cap, -r_.exponent))),
+                up(kTopLevel + kNearlyOne)};
+    }
+
+    void weigh_block(int64_t block, const int8_t *left, int64_t n, const std::vector<LawTerms> &terms,
+                     const std::vector<int64_t> &owner, uint8_t *levels) {
+        const int64_t at_once = kernels_.ids_at_once, laws = static_cast<int64_t>(terms.size());
+        alignas(64) int32_t dots[kIdsATile * kGroupsAtOnce * kLanes];
+        std::vector<float> sums(laws * kLanes);
+        const bool plain = r_.log_prior == nullptr && r_.slopes == nullptr && std::isinf(r_.cap) &&
+                           (block + 1) * kBlockRowsOfTable <= r_.rows;
+        const auto weigh = plain ? kernels_.weigh_plain : kernels_.weigh;
+        kernels_.enter();
+        for (int64_t g = block * kBlockGroups; g < (block + 1) * kBlockGroups; g += kGroupsAtOnce) {
+            int64_t law = 0;
+            for (int64_t i = 0; i < n; i += at_once) {
+                fetch_share(g + kGroupsAtOnce, i, std::min(n, i + at_once), n);
+                kernels_.dots(left + i * width(), codes(g), codes(g + 1), quads_, dots);
+                const int64_t begin = law;
+                while (law < laws && owner[law] < i + at_once) ++law;
+                weigh(&terms[begin], &owner[begin], i, law - begin, &features_[g], dots,
+                      levels + begin * kBlockRowsOfTable + g % kBlockGroups * kLanes, &sums[begin * kLanes]);
+            }
+        }
+        kernels_.leave();
+        kernels_.fold(sums.data(), laws, &masses_[block], blocks_);
+    }
+
+    // Asks for parts [from, to) of n of the codes of two groups, so that they are near when their turn comes.
+    void fetch_share(int64_t group, int64_t from, int64_t to, int64_t n) const {
+        if (group >= groups_) return;
+        const int64_t bytes = kGroupsAtOnce * group_bytes();
+        for (int64_t at = from * bytes / n / 64 * 64; at < to * bytes / n; at += 64)
+            __builtin_prefetch(codes(group) + at, 0, 2);
     }
 
     double log_weight(int64_t law, int64_t row) const {
         const int64_t id = r_.law_ids[law];
         const double distance =
             row == id ? 0.0 : std::sqrt(squared_distance(r_.table + id * r_.d, r_.table + row * r_.d, r_.d));
-        return prior(row) - r_.law_scales[law] * slope(row) * std::min(distance, r_.cap);
+        return (prior(row) - largest_prior_) - r_.law_scales[law] * (slope(row) * std::min(distance, r_.cap));
     }
 
-    void draw(int64_t law, const LawTerms &terms, const int8_t *left, const float *tops, const float *sums) const {
-        float top = tops[0];
-        for (int64_t g = 1; g < groups_; ++g) top = std::max(top, tops[g]);
-        std::vector<float> bounds(groups_ + kLanes);
-        kernels_.weights(tops, sums, top, groups_, bounds.data());
-        std::vector<double> ends(groups_);
+    double add_up(Weights &w) const {
+        w.ends.resize(blocks_);
         double total = 0;
-        for (int64_t g = 0; g < groups_; ++g) ends[g] = total += bounds[g];
+        for (int64_t b = 0; b < blocks_; ++b) w.ends[b] = total += w.masses[b];
+        return total;
+    }
+
+    struct OwnWeights {
+        std::vector<uint8_t> levels;
+        std::vector<double> masses;
+    };
+
+    // Weighs a law again, with its own highest level at the top.
+    void raise(LawTerms terms, Weights &w, OwnWeights &own) const {
+        std::vector<int8_t> code(width());
+        unpack(terms.id, code.data());
+        int32_t dots[kGroupsAtOnce * kLanes];
+        float top = -std::numeric_limits<float>::infinity();
+        for (int64_t g = 0; g < groups_; ++g) {
+            kernels_.one(code.data(), codes(g), quads_, dots);
+            top = std::max(top, kernels_.top(terms, features_[g], dots));
+        }
+        // Lower by what float32 may lose at the height of the largest weight, so that no level passes the top one.
+        const double more = std::min(kLimit, std::max(0.0, kTopLevel + kNearlyOne - top - std::abs(top) * 0x1p-20));
+        terms.start = up(kTopLevel + kNearlyOne + more);
+        own.levels.resize(blocks_ * kBlockRowsOfTable);
+        own.masses.resize(blocks_);
+        const int64_t owner = 0;
+        for (int64_t block = 0; block < blocks_; ++block) {
+            float sums[kLanes] = {};
+            for (int64_t g = block * kBlockGroups; g < (block + 1) * kBlockGroups; g += kGroupsAtOnce) {
+                for (int h = 0; h < kGroupsAtOnce; ++h) kernels_.one(code.data(), codes(g + h), quads_, dots + h * kLanes);
+                kernels_.weigh(&terms, &owner, 0, 1, &features_[g], dots, &own.levels[g * kLanes], sums);
+            }
+            kernels_.fold(sums, 1, &own.masses[block], 1);
+        }
+        w.levels = own.levels.data();
+        w.stride = kBlockRowsOfTable;
+        w.masses = own.masses.data();
+        w.shift += more / kLevelsANat;
+    }
+
+    void draw(int64_t law, const LawTerms &terms, Weights &w) const {
+        OwnWeights own;
+        // What rows at the least level add is below a sixteenth, or the law gets a start of its own.
+        if (add_up(w) < 16.0 * static_cast<double>(r_.rows) * value(kLeastLevel)) {
+            raise(terms, w, own);
+            add_up(w);
+        }
         std::vector<double> exact;
-        for (int64_t k = r_.starts[law]; k < r_.starts[law + 1]; ++k) {
+        for (int64_t k = r_.starts[law]; k < r_.starts[law + 1]; k += kTokensAtOnce)
+            draw_tokens(law, w, k, std::min(k + kTokensAtOnce, r_.starts[law + 1]), exact);
+    }
+
+    // Tokens order[first .. last): their first attempts side by side, so that the rows arrive together.
+    void draw_tokens(int64_t law, const Weights &w, int64_t first, int64_t last, std::vector<double> &exact) const {
+        uint32_t words[kTokensAtOnce][16];
+        Proposal proposals[kTokensAtOnce];
+        for (int64_t k = first; k < last; ++k) {
+            chacha20_block(r_.at, static_cast<uint32_t>(kBlocksAToken * r_.order[k]), words[k - first]);
+            proposals[k - first] = propose(w, words[k - first]);
+            const float *row = r_.table + proposals[k - first].row * r_.d;
+            for (int64_t i = 0; i < r_.d; i += 16) __builtin_prefetch(row + i);
+        }
+        for (int64_t k = first; k < last; ++k) {
             const int64_t token = r_.order[k];
-            int64_t row = -1;
-            uint32_t words[16];
-            for (int a = 0; a < kAttempts && row < 0; ++a) {
-                if (a % 2 == 0) chacha20_block(r_.at, static_cast<uint32_t>(kBlocksAToken * token + a / 2), words);
-                row = attempt(law, terms, left, ends, bounds, top, words + 8 * (a % 2));
+            uint32_t *mine = words[k - first];
+            Proposal proposal = proposals[k - first];
+            bool taken = accepted(law, w, proposal, mine);
+            for (int a = 1; a < kAttempts && !taken; ++a) {
+                if (a % 2 == 0) chacha20_block(r_.at, static_cast<uint32_t>(kBlocksAToken * token + a / 2), mine);
+                proposal = propose(w, mine + 8 * (a % 2));
+                taken = accepted(law, w, proposal, mine + 8 * (a % 2));
             }
-            if (row < 0) {
-                if (exact.empty()) exact = distribution(law, top);
-                chacha20_block(r_.at, static_cast<uint32_t>(kBlocksAToken * token + kBlocksAToken - 1), words);
-                row = pick(exact, uniform(words) * exact.back());
+            if (!taken) {
+                if (exact.empty()) exact = distribution(law);
+                chacha20_block(r_.at, static_cast<uint32_t>(kBlocksAToken * token + kBlocksAToken - 1), mine);
+                proposal.row = pick(exact, uniform(mine) * exact.back());
             }
-            r_.out[token] = row;
+            r_.out[token] = proposal.row;
         }
     }
 
@@ -207,52 +354,78 @@ class Chooser {
         return (at != ends.end() ? at : std::lower_bound(ends.begin(), ends.end(), ends.back())) - ends.begin();
     }
 
-    int64_t attempt(int64_t law, const LawTerms &terms, const int8_t *left, const std::vector<double> &ends,
-                    const std::vector<float> &bounds, float top, const uint32_t *words) const {
-        const int64_t g = pick(ends, uniform(words) * ends.back());
-        int32_t dots[kLanes];
-        float weights[kLanes];
-        kernels_.one(left, codes(g), quads_, dots);
-        kernels_.weigh(terms, features_[g], dots, weights);
-        double sum = 0, passed = 0;
-        for (float w : weights) sum += w;
-        const double target = uniform(words + 2) * sum;
-        int k = 0;
-        while (k < kLanes - 1 && (passed += weights[k]) <= target) ++k;
-        const int64_t row = g * kLanes + k;
-        if (row >= r_.rows) return -1;
-        const double proposed = bounds[g] * (weights[k] / sum), weight = std::exp(log_weight(law, row) - top);
-        if (weight > proposed)
-            throw std::logic_error("exponential_choice: a weight is above its bound, so its draws would be wrong");
-        return uniform(words + 4) * proposed < weight ? row : -1;
+    static double value(uint8_t level) {
+        const uint32_t bits = static_cast<uint32_t>(level) << kLevelShift;
+        float x;
+        std::memcpy(&x, &bits, sizeof x);
+        return x;
     }
 
-    std::vector<double> distribution(int64_t law, float top) const {
+    Proposal propose(const Weights &w, const uint32_t *words) const {
+        const int64_t block = pick(w.ends, uniform(words) * w.ends.back());
+        const uint8_t *levels = w.levels + block * w.stride;
+        float cells[kLanes];
+        kernels_.cells(levels, cells);
+        double sum = 0;
+        for (const float cell : cells) sum += cell;
+        double left = uniform(words + 2) * sum;
+        int lane = 0, group = 0;
+        for (; lane < kLanes - 1 && left >= cells[lane]; ++lane) left -= cells[lane];
+        // The float sums decide between lanes alone: a weight that vanished in one keeps its share within the lane.
+        double column[kBlockGroups], lane_sum = 0;
+        for (int g = 0; g < kBlockGroups; ++g) lane_sum += column[g] = value(levels[g * kLanes + lane]);
+        left = uniform(words + 6) * lane_sum;
+        for (; group < kBlockGroups - 1 && left >= column[group]; ++group) left -= column[group];
+        // A weight of 0, or a row past the table's end, is met only where rounding leaves something over.
+        const int64_t row = (block * kBlockGroups + group) * kLanes + lane;
+        if (row >= r_.rows || column[group] == 0) return {0, 0.0};
+        return {row, w.masses[block] * (cells[lane] / sum) * (column[group] / lane_sum)};
+    }
+
+    bool accepted(int64_t law, const Weights &w, const Proposal &proposal, const uint32_t *words) const {
+        if (proposal.bound == 0) return false;
+        const double weight = std::exp(log_weight(law, proposal.row) + w.shift) * value(kTopLevel);
+        if (weight > proposal.bound)
+            throw std::logic_error("exponential_choice: a weight is above its bound, so its draws would be wrong");
+        return uniform(words + 4) * proposal.bound < weight;
+    }
+
+    std::vector<double> distribution(int64_t law) const {
         std::vector<double> ends(r_.rows);
+        for (int64_t row = 0; row < r_.rows; ++row) ends[row] = log_weight(law, row);
+        const double most = *std::max_element(ends.begin(), ends.end());
+        if (!std::isfinite(most))
+            throw std::domain_error("no row has a weight for id " + std::to_string(r_.law_ids[law]) +
+                                    ": its scale times every distance is beyond float64");
         double total = 0;
-        for (int64_t row = 0; row < r_.rows; ++row) ends[row] = total += std::exp(log_weight(law, row) - top);
+        for (double &end : ends) end = total += std::exp(end - most);
         return ends;
     }
 
+    static constexpr double kLimit = 1e30;
+    static constexpr float kSquareKept = 1 - 0x1p-20f;
+
     const Request r_;
-    const int64_t groups_, quads_;
+    const int64_t blocks_, groups_, quads_;
     const ExponentialKernels &kernels_;
-    std::unique_ptr<uint8_t, decltype(&std::free)> codes_;
+    double largest_prior_ = -std::numeric_limits<double>::infinity();
+    Scratch scratch_;
+    uint8_t *const codes_, *const levels_;
     std::vector<GroupTerms> features_;
-    std::vector<float> sums_, tops_;
+    std::vector<double> masses_;  // [laws][blocks]
 };
 
 void exponential_choice(uintptr_t table, int64_t rows, int64_t d, uintptr_t centre, int32_t table_bits, uintptr_t order,
                         uintptr_t starts, int64_t laws, uintptr_t law_ids, uintptr_t law_scales, uintptr_t log_prior,
-                        uintptr_t slopes, double cap, uintptr_t position, uintptr_t out) {
+                        uintptr_t slopes, double cap, uintptr_t position, uintptr_t out, int threads) {
     float largest;
     std::memcpy(&largest, &table_bits, sizeof largest);
     const int exponent = table_bits == 0 ? 0 : std::max(-126, std::min(126, std::ilogb(largest) + 1));
     Chooser chooser({reinterpret_cast<const float *>(table), reinterpret_cast<const float *>(centre), rows, d, exponent,
-                     reinterpret_cast<const int64_t *>(order), reinterpret_cast<const int64_t *>(starts),
+                     reinterpret_cast<const int64_t *>(order), reinterpret_cast<const int64_t *>(starts), laws,
                      reinterpret_cast<const int64_t *>(law_ids), reinterpret_cast<const double *>(law_scales),
                      reinterpret_cast<const double *>(log_prior), reinterpret_cast<const double *>(slopes), cap,
-                     *reinterpret_cast<const Position *>(position), reinterpret_cast<int64_t *>(out)});
+                     *reinterpret_cast<const Position *>(position), reinterpret_cast<int64_t *>(out), threads});
     for (int64_t first = 0; first < laws; first += kLawsAtOnce) chooser.choose(first, std::min(laws, first + kLawsAtOnce));
 }
 
@@ -263,7 +436,9 @@ void bind_exponential(pybind11::module_ &m) {
     m.def("exponential_choice", &exponential_choice, py::call_guard<py::gil_scoped_release>(), py::arg("table"),
           py::arg("rows"), py::arg("d"), py::arg("centre"), py::arg("table_bits"), py::arg("order"), py::arg("starts"),
           py::arg("laws"), py::arg("law_ids"), py::arg("law_scales"), py::arg("log_prior"), py::arg("slopes"),
-          py::arg("cap"), py::arg("position"), py::arg("out"));
+          py::arg("cap"), py::arg("position"), py::arg("out"), py::arg("threads"));
+    m.def("has_matrix_tiles", [] { return exponential_kernels().ids_at_once == kIdsATile; },
+          "whether exponential_choice multiplies in the processor's matrix unit");
 }
 
 }  // namespace fastdp

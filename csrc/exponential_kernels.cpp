@@ -1,7 +1,15 @@
-// Integer products by VNNI where there is one, by multiply-add of pairs with AVX2, in plain C++ elsewhere: all equal.
+// Integer products by AMX or VNNI where there is one, by multiply-add of pairs with AVX2, in plain C++ elsewhere: all equal.
 #include "exponential.h"
 
 #include <cmath>
+
+#if FASTDP_HAS_X86 && defined(__linux__) && (defined(__clang__) ? __clang_major__ >= 12 : __GNUC__ >= 11)
+#include <sys/syscall.h>
+#include <unistd.h>
+#define FASTDP_HAS_AMX 1
+#else
+#define FASTDP_HAS_AMX 0
+#endif
 
 #if FASTDP_HAS_X86
 #include <immintrin.h>
@@ -11,6 +19,7 @@
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #endif
 #define FASTDP_VNNI __attribute__((target("avx512f,avx512dq,avx512bw,avx512vl,avx512vnni,avx2,fma")))
+#define FASTDP_AMX __attribute__((target("amx-tile,amx-int8")))
 #endif
 
 namespace fastdp {
@@ -55,117 +64,137 @@ FASTDP_BODY EightBits round_body(const float *row, const float *centre, int64_t 
         const f16 rest = z - __builtin_convertvector(code, f16) * step;
         losses += rest * rest;
         codes += code * code;
-        for (int64_t k = 0; k < n; ++k) to[(i + k) / 4 * 4 * kLanes + k % 4] = static_cast<uint8_t>(code[k] + 128);
+        const b16 bytes = __builtin_convertvector(code + 128, b16);
+        if (n == kLanes) {
+            for (int64_t k = 0; k < kLanes; k += 4)
+                std::memcpy(to + (i + k) * kLanes, reinterpret_cast<const uint8_t *>(&bytes) + k, 4);
+        } else {
+            for (int64_t k = 0; k < n; ++k) to[(i + k) / 4 * 4 * kLanes + k % 4] = bytes[k];
+        }
     }
     int64_t square = 0;
     for (int k = 0; k < kLanes; ++k) square += codes[k];
-    // As for snap (csrc/snap.cpp): rounded sums, the rounding of z itself, and squares that vanish below 2^-126.
-    const float grown = 1 + (d / 8 + 64) * 0x1p-23f, floor = std::sqrt(static_cast<float>(d)) * 0x1p-60f;
+    // As for snap (csrc/snap.cpp): rounded sums, the rounding of z itself, and what vanishes below 2^-126: squares, and,
+    // where the caller flushes such numbers to zero, products of two steps.
+    const float grown = 1 + (d / 8 + 64) * 0x1p-23f, floor = std::sqrt(static_cast<float>(d)) * 0x1p-55f;
     return {step, step * step * static_cast<float>(square),
             std::sqrt(total_body(losses)) * grown + std::sqrt(total_body(squares)) * grown * 0x1p-20f + floor};
 }
 
-// exp(x) for x <= 0, relative error below 2^-20; exp(-87) below -87.
-FASTDP_BODY void exponential(f16 &x) {
-    const f16 least = f16{} - 87.0f;
-    x = x > least ? x : least;
-    const f16 shifted = x * 1.44269504f + 0x1.8p23f;
-    const i16 n = (i16)shifted - 0x4b400000;
-    const f16 whole = shifted - 0x1.8p23f;
-    const f16 r = (x - whole * 0.693359375f) + whole * 2.12194440e-4f;
-    const f16 p = 1.0f + r * (1.0f + r * (0.5f + r * (0.16666667f + r * (0.041666668f + r * (0.0083333338f + r * 0.0013888889f)))));
-    x = p * (f16)((n + 127) << 23);
+// A lower bound of the root, 0 for 0. With y a guess of 1 / sqrt(x) and r = y sqrt(x), x y c (k - x y y) = sqrt(x) c r (k - r r),
+// and c r (k - r r) is at most c 2 (k / 3)^1.5 = 1 - 2^-20 for any r: below the root whatever the guess, and within .14% of it
+// for this one. No approximate instruction: draws agree between processors.
+FASTDP_BODY void root_body(f16 &x) {
+    constexpr float k = 2.38924456f, c = 0.703494f;
+    const f16 y = (f16)(0x5f1ffff9 - ((i16)x >> 1)), xy = x * y;
+    x = (xy * c) * (k - xy * y);
 }
 
-// Lower bounds, squared, of the distances between rounded rows.
-FASTDP_BODY void squares_body(const LawTerms &law, const GroupTerms &group, const int32_t *dots, f16 &distance) {
-    f16 step, square;
-    i16 dot;
-    std::memcpy(&step, group.step, sizeof step);
-    std::memcpy(&square, group.square, sizeof square);
-    std::memcpy(&dot, dots, sizeof dot);
-    const f16 zero = {};
-    const f16 product = __builtin_convertvector(dot - law.bias, f16) * (step * law.step);
-    // The rounding errors of these lines are below 2^-20 of the sum of the squares.
-    distance = (square + law.square) * (1 - 0x1p-20f) - 2.0f * product;
-    distance = distance > zero ? distance : zero;
+FASTDP_BODY void value_body(const uint8_t *levels, f16 &x) {
+    b16 level;
+    std::memcpy(&level, levels, sizeof level);
+    x = (f16)(__builtin_convertvector(level, i16) << kLevelShift);
 }
 
-// Upper bounds of the log weights, from lower bounds of the distances between rounded rows.
-FASTDP_BODY void logs_body(const LawTerms &law, const GroupTerms &group, const f16 &between, f16 &bound) {
-    f16 lost, slope, prior;
-    std::memcpy(&lost, group.lost, sizeof lost);
-    std::memcpy(&slope, group.slope, sizeof slope);
-    std::memcpy(&prior, group.prior, sizeof prior);
-    const f16 zero = {}, cap = zero + law.cap;
-    f16 distance = between * (1 - 0x1p-22f) - (lost + law.lost);
-    distance = distance > zero ? distance : zero;
-    distance = distance < cap ? distance : cap;
-    const f16 fall = slope * law.scale * distance;
-    const f16 size = (f16)((i16)prior & 0x7fffffff), most = zero + 1e30f, least = zero - 1e38f;
-    // Raised by more than float32 can lose here and in the exponential.
-    bound = (prior - fall) + ((size < most ? size : most) + fall) * 0x1p-20f + 0x1p-14f;
-    bound = bound > least ? bound : least;
+FASTDP_BODY void cells_body(const uint8_t *levels, float *cells) {
+    f16 sum = {};
+    for (int64_t i = 0; i < kBlockRowsOfTable; i += kLanes) {
+        f16 x;
+        value_body(levels + i, x);
+        sum += x;
+    }
+    std::memcpy(cells, &sum, sizeof sum);
 }
 
-FASTDP_BODY void weights_body(const float *tops, const float *sums, float top, int64_t n, float *bounds) {
-    for (int64_t g = 0; g < n; g += kLanes) {
-        f16 x, s;
-        load_tail(tops + g, n - g, x);
-        load_tail(sums + g, n - g, s);
-        x -= top;
-        exponential(x);
-        x *= s * (1 + 0x1p-16f);
-        std::memcpy(bounds + g, &x, sizeof x);
+FASTDP_BODY void fold_body(const float *sums, int64_t laws, double *masses, int64_t stride) {
+    for (int64_t l = 0; l < laws; ++l) {
+        f8 half[2];
+        std::memcpy(half, sums + l * kLanes, sizeof half);
+        const f8 x = half[0] + half[1];
+        masses[l * stride] = ((x[0] + x[4]) + (x[1] + x[5])) + ((x[2] + x[6]) + (x[3] + x[7]));
     }
 }
 
 template <class Target>
-constexpr ExponentialKernels kernels_of = {&Target::round, &Target::dots, &Target::one,
-                                           &Target::sum,   &Target::weigh, &Target::weights};
+constexpr ExponentialKernels kernels_of = {
+    Target::kIds,  &Target::enter, &Target::leave,                 &Target::round,                &Target::place,
+    &Target::dots, &Target::one,   &Target::template weigh<false>, &Target::template weigh<true>, &Target::top,
+    &Target::cells, &Target::fold};
 
-// What is the same for every instruction set but for `root`, `greatest` and `total`, which each names its own.
+// What is the same for every instruction set but for `at_least`, `at_most` and `store`, which each names its own.
 #define FASTDP_COMMON(attribute)                                                                                     \
     attribute static EightBits round(const float *row, const float *centre, int64_t d, float scale, uint8_t *to) {   \
         return round_body(row, centre, d, scale, to);                                                                \
     }                                                                                                                \
-    attribute static float bounds(const LawTerms &law, const GroupTerms &group, const int32_t *dots, f16 &bound) {   \
-        f16 distance;                                                                                                \
-        squares_body(law, group, dots, distance);                                                                    \
-        root(distance);                                                                                              \
-        logs_body(law, group, distance, bound);                                                                      \
-        const float top = greatest(bound);                                                                           \
-        bound -= top;                                                                                                \
-        exponential(bound);                                                                                          \
-        return top;                                                                                                  \
+    attribute static void cells(const uint8_t *levels, float *cells) { cells_body(levels, cells); }                  \
+    attribute static void fold(const float *sums, int64_t laws, double *masses, int64_t stride) {                    \
+        fold_body(sums, laws, masses, stride);                                                                       \
     }                                                                                                                \
-    attribute static void sum(const LawTerms &law, const GroupTerms &group, const int32_t *dots, float &top,         \
-                              float &sum) {                                                                          \
-        f16 bound;                                                                                                   \
-        top = bounds(law, group, dots, bound);                                                                       \
-        sum = total(bound);                                                                                          \
+    /* Levels before they are rounded, from upper bounds of the log weights, from lower bounds of the distances. */  \
+    /* `plain`: without caps, slopes, priors and rows that are never drawn. */                                       \
+    template <bool plain>                                                                                            \
+    attribute static inline void height(const LawTerms &law, const f16 *group, const int32_t *dots, f16 &t) {        \
+        i16 dot;                                                                                                     \
+        std::memcpy(&dot, dots, sizeof dot);                                                                         \
+        /* The rounding errors of a square are below 2^-21 of the sum of the two, which are lowered by 2^-20. */     \
+        t = (group[1] + law.square) - __builtin_convertvector(dot - law.bias, f16) * (group[0] * law.step);          \
+        at_least(t, f16{});                                                                                          \
+        root_body(t);                                                                                                \
+        t = t - law.lost - group[2];                                                                                 \
+        at_least(t, f16{});                                                                                          \
+        if (plain) {                                                                                                 \
+            t = law.start - t * law.scale;                                                                           \
+        } else {                                                                                                     \
+            at_most(t, f16{} + law.cap);                                                                             \
+            t = (group[4] + law.start) - t * group[3] * law.scale;                                                   \
+        }                                                                                                            \
     }                                                                                                                \
-    attribute static void weigh(const LawTerms &law, const GroupTerms &group, const int32_t *dots, float *weights) { \
-        f16 bound;                                                                                                   \
-        bounds(law, group, dots, bound);                                                                             \
-        std::memcpy(weights, &bound, sizeof bound);                                                                  \
+    template <bool plain>                                                                                            \
+    attribute static void weigh(const LawTerms *laws, const int64_t *owner, int64_t first, int64_t count,            \
+                                const GroupTerms *groups, const int32_t *dots, uint8_t *levels, float *sums) {       \
+        f16 group[kGroupsAtOnce][6];                                                                                 \
+        std::memcpy(group, groups, sizeof group);                                                                    \
+        for (int64_t l = 0; l < count; ++l, levels += kBlockRowsOfTable, sums += kLanes) {                           \
+            const int32_t *mine = dots + (owner[l] - first) * kGroupsAtOnce * kLanes;                                \
+            f16 sum, t;                                                                                              \
+            std::memcpy(&sum, sums, sizeof sum);                                                                     \
+            for (int h = 0; h < kGroupsAtOnce; ++h) {                                                                \
+                height<plain>(laws[l], group[h], mine + h * kLanes, t);                                              \
+                at_least(t, plain ? f16{} + kLeastLevel : group[h][5]);                                              \
+                const i16 level = __builtin_convertvector(t, i16);                                                   \
+                store(level, levels + h * kLanes);                                                                   \
+                sum += (f16)(level << kLevelShift);                                                                  \
+            }                                                                                                        \
+            std::memcpy(sums, &sum, sizeof sum);                                                                     \
+        }                                                                                                            \
     }                                                                                                                \
-    attribute static void weights(const float *tops, const float *sums, float top, int64_t n, float *bounds) {       \
-        weights_body(tops, sums, top, n, bounds);                                                                    \
+    attribute static float top(const LawTerms &law, const GroupTerms &terms, const int32_t *dots) {                  \
+        f16 group[6], t;                                                                                             \
+        std::memcpy(group, &terms, sizeof group);                                                                    \
+        height<false>(law, group, dots, t);                                                                          \
+        float most = t[0];                                                                                           \
+        for (int k = 1; k < kLanes; ++k) most = t[k] > most ? t[k] : most;                                           \
+        return most;                                                                                                 \
     }
 
-#define FASTDP_LANE_LOOPS(attribute)                                                \
-    attribute static void root(f16 &x) {                                            \
-        for (int k = 0; k < kLanes; ++k) x[k] = std::sqrt(x[k]);                    \
-    }                                                                               \
-    attribute static float greatest(const f16 &x) {                                 \
-        float top = x[0];                                                           \
-        for (int k = 1; k < kLanes; ++k) top = x[k] > top ? x[k] : top;             \
-        return top;                                                                 \
-    }                                                                               \
-    attribute static float total(const f16 &x) { return total_body(x); }
+#define FASTDP_LANE_LOOPS(attribute)                                                           \
+    static constexpr int kIds = 12;                                                            \
+    attribute static inline void at_least(f16 &x, const f16 &least) { x = x > least ? x : least; } \
+    attribute static inline void at_most(f16 &x, const f16 &most) { x = x < most ? x : most; } \
+    attribute static inline void store(const i16 &level, uint8_t *to) {                        \
+        const b16 bytes = __builtin_convertvector(level, b16);                                 \
+        std::memcpy(to, &bytes, sizeof bytes);                                                 \
+    }
 
-struct Portable {
+struct ByRows {
+    static void enter() {}
+    static void leave() {}
+    static void place(const int8_t *code, int64_t k, int64_t quads, int8_t *left) {
+        std::memcpy(left + k * 4 * quads, code, 4 * quads);
+    }
+};
+
+struct Portable : ByRows {
     FASTDP_LANE_LOOPS()
     FASTDP_COMMON()
     static void one(const int8_t *left, const uint8_t *group, int64_t quads, int32_t *dots) {
@@ -175,7 +204,7 @@ struct Portable {
                 for (int j = 0; j < 4; ++j) dots[k] += left[j] * group[4 * k + j];
     }
     static void dots(const int8_t *left, const uint8_t *group0, const uint8_t *group1, int64_t quads, int32_t *dots) {
-        for (int k = 0; k < kIdsAtOnce; ++k, dots += kGroupsAtOnce * kLanes, left += 4 * quads) {
+        for (int k = 0; k < kIds; ++k, dots += kGroupsAtOnce * kLanes, left += 4 * quads) {
             one(left, group0, quads, dots);
             one(left, group1, quads, dots + kLanes);
         }
@@ -183,7 +212,7 @@ struct Portable {
 };
 
 #if FASTDP_HAS_X86
-struct Avx2 {
+struct Avx2 : ByRows {
     FASTDP_LANE_LOOPS(FASTDP_AVX2)
     FASTDP_COMMON(FASTDP_AVX2)
     FASTDP_AVX2 static void one(const int8_t *left, const uint8_t *group, int64_t quads, int32_t *dots) {
@@ -191,7 +220,7 @@ struct Avx2 {
     }
     FASTDP_AVX2 static void dots(const int8_t *left, const uint8_t *group0, const uint8_t *group1, int64_t quads,
                                  int32_t *dots) {
-        for (int k = 0; k < kIdsAtOnce; k += 4) {
+        for (int k = 0; k < kIds; k += 4) {
             rows<4>(left + 4 * quads * k, group0, quads, dots + k * kGroupsAtOnce * kLanes, kGroupsAtOnce * kLanes);
             rows<4>(left + 4 * quads * k, group1, quads, dots + (k * kGroupsAtOnce + 1) * kLanes, kGroupsAtOnce * kLanes);
         }
@@ -224,10 +253,13 @@ struct Avx2 {
     }
 };
 
-struct Vnni {
-    FASTDP_VNNI static void root(f16 &x) { x = (f16)_mm512_sqrt_ps((__m512)x); }
-    FASTDP_VNNI static float greatest(const f16 &x) { return _mm512_reduce_max_ps((__m512)x); }
-    FASTDP_VNNI static float total(const f16 &x) { return _mm512_reduce_add_ps((__m512)x); }
+struct Vnni : ByRows {
+    static constexpr int kIds = 12;
+    FASTDP_VNNI static inline void at_least(f16 &x, const f16 &least) { x = (f16)_mm512_max_ps((__m512)x, (__m512)least); }
+    FASTDP_VNNI static inline void at_most(f16 &x, const f16 &most) { x = (f16)_mm512_min_ps((__m512)x, (__m512)most); }
+    FASTDP_VNNI static inline void store(const i16 &level, uint8_t *to) {
+        _mm_storeu_si128(reinterpret_cast<__m128i *>(to), _mm512_cvtepi32_epi8((__m512i)level));
+    }
     FASTDP_COMMON(FASTDP_VNNI)
     FASTDP_VNNI static void one(const int8_t *left, const uint8_t *group, int64_t quads, int32_t *dots) {
         __m512i sum[4];  // four chains: one would wait for its own latency
@@ -242,18 +274,18 @@ struct Vnni {
     // Twelve rows times thirty-two: 24 of the 32 registers are sums, so each byte loaded is used many times.
     FASTDP_VNNI static void dots(const int8_t *left, const uint8_t *group0, const uint8_t *group1, int64_t quads,
                                  int32_t *dots) {
-        __m512i low[kIdsAtOnce], high[kIdsAtOnce];
-        for (int k = 0; k < kIdsAtOnce; ++k) low[k] = high[k] = _mm512_setzero_si512();
+        __m512i low[kIds], high[kIds];
+        for (int k = 0; k < kIds; ++k) low[k] = high[k] = _mm512_setzero_si512();
         for (int64_t i = 0; i < quads; ++i) {
             const __m512i a = _mm512_loadu_si512(group0 + i * 4 * kLanes), b = _mm512_loadu_si512(group1 + i * 4 * kLanes);
 #pragma GCC unroll 12
-            for (int k = 0; k < kIdsAtOnce; ++k) {
+            for (int k = 0; k < kIds; ++k) {
                 low[k] = step(low[k], a, left + (k * quads + i) * 4);
                 high[k] = step(high[k], b, left + (k * quads + i) * 4);
             }
         }
 #pragma GCC unroll 12
-        for (int k = 0; k < kIdsAtOnce; ++k) {
+        for (int k = 0; k < kIds; ++k) {
             _mm512_storeu_si512(dots + k * kGroupsAtOnce * kLanes, low[k]);
             _mm512_storeu_si512(dots + (k * kGroupsAtOnce + 1) * kLanes, high[k]);
         }
@@ -266,12 +298,68 @@ struct Vnni {
         return _mm512_dpbusd_epi32(sum, table, _mm512_set1_epi32(four));
     }
 };
+
+#if FASTDP_HAS_AMX
+struct alignas(64) Tiles {
+    uint8_t palette = 1, start_row = 0, reserved[14] = {};
+    uint16_t bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+    uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+};
+
+// Products of 32 rows with 32 of the table, 64 entries at a time, in the matrix unit; the rest as Vnni.
+struct Amx : Vnni {
+    static constexpr int kIds = kIdsATile;
+    FASTDP_AMX static void enter() {
+        // Not on the stack: compilers take the instruction to read eight bytes, and leave the others unwritten.
+        static const Tiles tiles;
+        _tile_loadconfig(&tiles);
+    }
+    FASTDP_AMX static void leave() { _tile_release(); }
+    // Tiles of sixteen rows by 64 codes, each in one piece: what is loaded follows what was loaded before.
+    static void place(const int8_t *code, int64_t k, int64_t quads, int8_t *left) {
+        for (int64_t i = 0; i < 4 * quads; i += 64)
+            std::memcpy(left + k / kLanes * kLanes * 4 * quads + i * kLanes + k % kLanes * 64, code + i, 64);
+    }
+    FASTDP_AMX static void dots(const int8_t *left, const uint8_t *group0, const uint8_t *group1, int64_t quads,
+                                int32_t *dots) {
+        const int64_t width = 4 * quads, out = kGroupsAtOnce * kLanes * sizeof(int32_t);
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_zero(2);
+        _tile_zero(3);
+        for (int64_t i = 0; i < width; i += 64) {
+            _tile_loadd(4, left + i * kLanes, 64);
+            _tile_loadd(5, left + (width + i) * kLanes, 64);
+            _tile_loadd(6, group0 + i * kLanes, 64);
+            _tile_loadd(7, group1 + i * kLanes, 64);
+            _tile_dpbsud(0, 4, 6);
+            _tile_dpbsud(1, 4, 7);
+            _tile_dpbsud(2, 5, 6);
+            _tile_dpbsud(3, 5, 7);
+        }
+        _tile_stored(0, dots, out);
+        _tile_stored(1, dots + kLanes, out);
+        _tile_stored(2, dots + kLanes * kGroupsAtOnce * kLanes, out);
+        _tile_stored(3, dots + kLanes * kGroupsAtOnce * kLanes + kLanes, out);
+    }
+};
+
+// Linux lends the tiles' registers to processes that ask; without an answer nothing is lost but speed.
+bool tiles_granted() {
+    constexpr int kRequestPermission = 0x1023, kTileData = 18;
+    static const bool granted = __builtin_cpu_supports("amx-int8") && syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+    return granted;
+}
+#endif
 #endif
 
 }  // namespace
 
 const ExponentialKernels &exponential_kernels() {
 #if FASTDP_HAS_X86
+#if FASTDP_HAS_AMX
+    if (may_use_amx() && __builtin_cpu_supports("avx512vnni") && tiles_granted()) return kernels_of<Amx>;
+#endif
     if (isa() == Isa::avx512 && __builtin_cpu_supports("avx512vnni")) return kernels_of<Vnni>;
     if (isa() >= Isa::avx2) return kernels_of<Avx2>;
 #endif

@@ -198,10 +198,10 @@ constexpr int64_t kRowsAnItem = 16;
 
 class Snap {
   public:
-    Snap(uintptr_t table, int64_t rows, int64_t d, uintptr_t centre, int32_t table_bits, bool half)
+    Snap(uintptr_t table, int64_t rows, int64_t d, uintptr_t centre, int32_t table_bits, bool half, int threads)
         : table_(reinterpret_cast<const float *>(table)), rows_(rows), d_(d),
           centre_(reinterpret_cast<const float *>(centre)), centre_bits_(largest_bits(centre_, d)),
-          table_exponent_(exponent(table_bits)), half_(half), lanes_(lanes()) {}
+          table_exponent_(exponent(table_bits)), half_(half), threads_(threads), lanes_(lanes()) {}
 
     // Begins a search for n rows of x, and writes them, rounded, to `out` [n, d].
     void begin(uintptr_t x, int64_t n, uintptr_t out) {
@@ -267,7 +267,7 @@ class Snap {
   private:
     template <class Body>
     void each(int64_t n, const Body &body) {
-        team_for((n + kRowsAnItem - 1) / kRowsAnItem, num_threads(), [&](int64_t item) {
+        team_for((n + kRowsAnItem - 1) / kRowsAnItem, threads_, [&](int64_t item) {
             for (int64_t i = item * kRowsAnItem; i < std::min(n, (item + 1) * kRowsAnItem); ++i) body(i);
         });
     }
@@ -323,6 +323,7 @@ class Snap {
     int32_t centre_bits_;
     int table_exponent_;
     bool half_;
+    int threads_;
     const Lanes &lanes_;
     std::vector<RowTerms> terms_;
     std::vector<float> least_, half_square_, norm_, lost_;
@@ -333,12 +334,12 @@ class Snap {
 };
 
 // (first row with a NaN or an infinity, or -1; the largest magnitude as the bits of a float)
-std::pair<int64_t, int32_t> survey(uintptr_t pointer, int64_t rows, int64_t d) {
+std::pair<int64_t, int32_t> survey(uintptr_t pointer, int64_t rows, int64_t d, int threads) {
     const float *table = reinterpret_cast<const float *>(pointer);
     constexpr int64_t piece = 1024;
     std::atomic<int64_t> bad{rows};
     std::atomic<int32_t> most{0};
-    team_for((rows + piece - 1) / piece, num_threads(), [&](int64_t item) {
+    team_for((rows + piece - 1) / piece, threads, [&](int64_t item) {
         int32_t local = 0;
         for (int64_t i = item * piece; i < std::min(rows, (item + 1) * piece); ++i) {
             const int32_t bits = largest_bits(table + i * d, d);
@@ -369,13 +370,13 @@ void bind_snap(pybind11::module_ &m) {
     namespace py = pybind11;
     using free = py::call_guard<py::gil_scoped_release>;
     py::class_<Snap>(m, "Snap", "a search for nearest rows; every pointer is of contiguous float32 unless it holds products")
-        .def(py::init<uintptr_t, int64_t, int64_t, uintptr_t, int32_t, bool>(), py::arg("table"), py::arg("rows"),
-             py::arg("d"), py::arg("centre"), py::arg("table_bits"), py::arg("half"))
+        .def(py::init<uintptr_t, int64_t, int64_t, uintptr_t, int32_t, bool, int>(), py::arg("table"), py::arg("rows"),
+             py::arg("d"), py::arg("centre"), py::arg("table_bits"), py::arg("half"), py::arg("threads"))
         .def("begin", &Snap::begin, free(), py::arg("x"), py::arg("n"), py::arg("out"))
         .def("tile", &Snap::tile, free(), py::arg("first"), py::arg("n"), py::arg("out"))
         .def("scan", &Snap::scan, free(), py::arg("first"), py::arg("n"), py::arg("scores"))
         .def("finish", &Snap::finish, free(), py::arg("out"));
-    m.def("survey", &survey, free(), py::arg("table"), py::arg("rows"), py::arg("d"));
+    m.def("survey", &survey, free(), py::arg("table"), py::arg("rows"), py::arg("d"), py::arg("threads"));
     m.def("has_bf16_products", &has_bf16_products);
 }
 

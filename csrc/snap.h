@@ -20,6 +20,7 @@ namespace fastdp {
 
 typedef float f16 __attribute__((vector_size(64), aligned(4)));
 typedef int32_t i16 __attribute__((vector_size(64), aligned(4)));
+typedef uint8_t b16 __attribute__((vector_size(16), aligned(1)));
 typedef uint16_t h16 __attribute__((vector_size(32), aligned(2)));
 typedef float f8 __attribute__((vector_size(32), aligned(4)));
 typedef double d8 __attribute__((vector_size(64)));

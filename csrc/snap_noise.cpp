@@ -47,7 +47,7 @@ double norm(const float *z, int64_t n) {
 
 // out[k] = table[ids[k]] + noise of token first + k; eta has one entry a token, or one in all (eta_stride 0).
 void dchi_rows(uintptr_t table_at, uintptr_t ids_at, uintptr_t eta_at, int64_t eta_stride, int64_t first, int64_t n,
-               int64_t d, uintptr_t position_at, uintptr_t out_at) {
+               int64_t d, uintptr_t position_at, uintptr_t out_at, int threads) {
     const float *table = reinterpret_cast<const float *>(table_at);
     const int64_t *ids = reinterpret_cast<const int64_t *>(ids_at);
     const double *eta = reinterpret_cast<const double *>(eta_at);
@@ -57,7 +57,7 @@ void dchi_rows(uintptr_t table_at, uintptr_t ids_at, uintptr_t eta_at, int64_t e
     const int64_t blocks = (d + kBlockWords - 1) / kBlockWords;
     // Tokens are taken together until their blocks fill whole vectors.
     const int64_t together = std::max<int64_t>(1, 4 * kGroup / blocks);
-    team_for((n + together - 1) / together, num_threads(), [&](int64_t item) {
+    team_for((n + together - 1) / together, threads, [&](int64_t item) {
         const int64_t begin = item * together, end = std::min(n, begin + together);
         const int64_t made = ((end - begin) * blocks + kGroup - 1) / kGroup * kGroup;
         std::vector<float> normals(made * kBlockWords);
@@ -79,7 +79,7 @@ void bind_snap_noise(pybind11::module_ &m) {
     namespace py = pybind11;
     m.def("dchi_rows", &dchi_rows, py::call_guard<py::gil_scoped_release>(), py::arg("table"), py::arg("ids"),
           py::arg("eta"), py::arg("eta_stride"), py::arg("first"), py::arg("n"), py::arg("d"), py::arg("position"),
-          py::arg("out"));
+          py::arg("out"), py::arg("threads"));
 }
 
 }  // namespace fastdp

@@ -13,7 +13,7 @@ from fastdp.ops.factors import in_full_precision
 from fastdp.ops.noise import check_position, check_stream
 from fastdp.ops.private_snap import check_ids, check_per_token, per_token, uniforms
 from fastdp.ops.snap import centre_of, refuse_non_finite, survey
-from fastdp.ops.stream import Draw, NoiseStream, chacha20_words
+from fastdp.ops.stream import Draw, NoiseStream, chacha20_words, native_threads
 from fastdp.ops.table import Op
 
 #: Blocks of a position that belong to one token.
@@ -87,7 +87,10 @@ def _choice_reference(
     laws, law = torch.stack([flat.double(), scales]).unique(dim=1, return_inverse=True)
     for k in range(laws.shape[1]):
         token, strength = int(laws[0, k]), float(laws[1, k])
-        weights = _log_weights(token, wide, strength, cap, log_prior, candidate_scale).softmax(0)
+        logs = _log_weights(token, wide, strength, cap, log_prior, candidate_scale)
+        if not math.isfinite(float(logs.max())):
+            raise ValueError(f"no row has a weight for id {token}: its scale times every distance is beyond float64")
+        weights = logs.softmax(0)
         ends = weights.cumsum(0)
         mine = law == k
         at = torch.searchsorted(ends, draws[mine] * ends[-1], right=True)
@@ -132,8 +135,10 @@ def _choice_cpu(
     if not ids.numel():
         return result
     flat = ids.reshape(-1).numpy()
-    scales = np.broadcast_to(scale.numpy(), ids.shape).reshape(-1) if scale.dim() else np.full(1, float(scale))
-    order = np.lexsort((scales, flat)) if scale.dim() else np.argsort(flat, kind="stable")
+    scales = np.broadcast_to(scale.double().numpy(), ids.shape).reshape(-1) if scale.dim() else np.full(1, float(scale))
+    # Keys of sixteen bits are sorted by their digits, ten times faster than by comparison.
+    keys = flat.astype(np.uint16) if table.shape[0] <= 1 << 16 else flat
+    order = np.lexsort((scales, flat)) if scale.dim() else np.argsort(keys, kind="stable")
     sorted_ids = flat[order]
     sorted_scales = scales[order] if scale.dim() else np.broadcast_to(scales, len(order))
     new = np.ones(len(order) + 1, bool)
@@ -159,6 +164,7 @@ def _choice_cpu(
         cap=math.inf if cap is None else cap,
         position=position.data_ptr(),
         out=result.data_ptr(),
+        threads=native_threads(),
     )
     return result
 
@@ -204,8 +210,10 @@ def exponential_choice(
     The definition is the inverse of the distribution function in float64, at a 64-bit uniform of the token's own. On a
     CPU the same law is drawn by rejection: an eight-bit bound of every distance proposes, the float64 distance decides
     (``csrc/exponential.cpp``), so the two agree in law and not draw by draw. Distances are computed once for each distinct
-    id. A token's randomness depends on the stream and its place among the flattened ids alone, not on threads, grouping
-    or the other tokens. Scratch: V d bytes, and at most 504 V / 2 bytes of sums; nothing of size N V.
+    id; processors with matrix tiles (AMX) multiply in them. A token's randomness depends on the stream and its place among
+    the flattened ids alone, not on threads, grouping or the other tokens. A uniform has 53 bits, so that probabilities
+    are right to about 2^-50 in all: no epsilon here counts that delta. Scratch: V d bytes, and at most 512 V bytes of
+    bounds; nothing of size N V. Up to 64 MB of it are kept for the next call.
 
     Args:
         ids: int64, any shape, rows of the table.
@@ -221,7 +229,8 @@ def exponential_choice(
 
     Raises:
         IndexError: an id outside the table.
-        ValueError: a number out of range or NaN; wrong shapes or devices; a NaN or infinity in the table.
+        ValueError: a number out of range or NaN; wrong shapes or devices; a NaN or infinity in the table; an id for which no
+            row has a weight above 0, even in float64.
         TypeError: wrong dtypes, or no stream.
         RuntimeError: the position was drawn before.
     """

@@ -20,7 +20,7 @@ from fastdp import _native
 from fastdp.ops.factors import in_full_precision
 from fastdp.ops.noise import check_position, check_stream, standard_normals
 from fastdp.ops.snap import SNAP, check_table, refuse_non_finite, search, survey
-from fastdp.ops.stream import Draw, NoiseStream, chacha20_words
+from fastdp.ops.stream import Draw, NoiseStream, chacha20_words, native_threads
 from fastdp.ops.table import Op
 
 _ATTEMPTS = 16
@@ -139,8 +139,9 @@ def _private_snap_cpu(ids: Tensor, table: Tensor, eta: Tensor, position: Tensor)
             d,
             position.data_ptr(),
             rows.data_ptr(),
+            native_threads(),
         )
-        _refuse_overflow(_native.survey(rows.data_ptr(), end - begin, d)[0] < 0)
+        _refuse_overflow(_native.survey(rows.data_ptr(), end - begin, d, native_threads())[0] < 0)
         return rows
 
     return search(noisy, flat.numel(), table, bits).view(ids.shape)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fastdp import _native
 from fastdp.ops.factors import in_full_precision
+from fastdp.ops.stream import native_threads
 from fastdp.ops.table import Op
 
 #: The dtypes of rows; 16-bit rows are compared by the exact distances of the numbers they hold.
@@ -54,7 +55,7 @@ def refuse_non_finite(name: str, rows: Tensor) -> None:
 
 def survey(name: str, rows: Tensor) -> int:
     """As ``refuse_non_finite``, for contiguous float32 rows on the CPU; returns the bits of the largest magnitude."""
-    bad, bits = _native.survey(rows.data_ptr(), *rows.shape)
+    bad, bits = _native.survey(rows.data_ptr(), *rows.shape, native_threads())
     if bad >= 0:
         _refuse_row(name, bad)
     return bits
@@ -101,7 +102,7 @@ def search(rows: Callable[[int, int], Tensor], n: int, table: Tensor, table_bits
     half = _multiplies_in_bf16()
     dtype = torch.bfloat16 if half else torch.float32
     centre = centre_of(table)
-    finder = _native.Snap(table.data_ptr(), size, d, centre.data_ptr(), table_bits, half)
+    finder = _native.Snap(table.data_ptr(), size, d, centre.data_ptr(), table_bits, half, native_threads())
     most, width = min(n, _ROWS), min(size, _TILE, max(256, _TILE_ENTRIES // d))
     rounded, tile = torch.empty(most, d, dtype=dtype), torch.empty(width, d, dtype=dtype)
     products = torch.empty(most * width + 16, dtype=dtype)

@@ -5,9 +5,11 @@ the file.
 """
 
 import math
+import multiprocessing
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -72,6 +74,24 @@ CASES = {
     "prior against the token": (rows(129, 7), 1.0, {"log_prior": torch.where(torch.arange(129) == 3, -300.0, PRIOR)}),
     "slopes": (rows(129, 7), 0.5, {"candidate_scale": torch.linspace(0, 4, 129)}),
     "all": (rows(129, 7), 0.7, {"cap": 2.0, "log_prior": PRIOR, "candidate_scale": torch.linspace(2, 0, 129)}),
+    # The token's own row is out of reach and all others are far: every weight is far below what a prior would allow.
+    "far from all": (
+        torch.cat([rows(20, 6), 100 + rows(80, 6)]),
+        1.0,
+        {"log_prior": torch.where(torch.arange(100) < 20, -math.inf, 0.0)},
+    ),
+    "far from all, beyond float32": (
+        torch.cat([rows(20, 6), 100 + rows(80, 6)]),
+        300.0,
+        {"log_prior": torch.where(torch.arange(100) < 20, -math.inf, 0.0)},
+    ),
+    "far from all, where float32 counts by thousands": (
+        torch.cat([rows(20, 6), 100 + rows(80, 6)]),
+        1e8,
+        {"log_prior": torch.where(torch.arange(100) < 20, -math.inf, 0.0)},
+    ),
+    "prior of forty nats": (rows(700, 70), 0.3, {"log_prior": torch.linspace(0, -40, 700).roll(9)}),
+    "more rows than a block": (rows(1030, 65), 0.4, {}),
     "equal rows": (torch.ones(50, 6), 3.0, {}),
     "pairs of rows": (rows(60, 5).repeat(2, 1), 1.0, {}),
     "outlier dimension": (rows(200, 16) * torch.tensor([100.0] + [1.0] * 15), 0.5, {}),
@@ -135,13 +155,75 @@ def test_place_alone_decides():
     other = torch.cat([ids[:60], ids[:60].repeat(14)])
     assert torch.equal(tokens[:60], exponential_choice(other, table, 1.0, stream(9))[:60])
     assert torch.equal(tokens.view(30, 30), exponential_choice(ids.view(30, 30), table, torch.ones(30, 30), stream(9)))
-    before = _native.num_threads()
+    before = torch.get_num_threads()
     try:
         for threads in (1, 3):
-            _native.set_num_threads(threads)
+            torch.set_num_threads(threads)
             assert torch.equal(tokens, exponential_choice(ids, table, 1.0, stream(9)))
     finally:
-        _native.set_num_threads(before)
+        torch.set_num_threads(before)
+
+
+def test_calls_at_once_and_one_after_another_do_not_mix():
+    # The scratch of a call is kept for the next one: calls of other sizes, before or meanwhile, change nothing.
+    asked = [(rows(v, d, v), torch.arange(4000).remainder(v)) for v, d in ((900, 70), (33, 200), (5000, 20), (700, 65))]
+    alone = [exponential_choice(ids, table, 0.7, stream(5)) for table, ids in asked]
+    with ThreadPoolExecutor(4) as pool:
+        together = list(pool.map(lambda one: exponential_choice(one[1], one[0], 0.7, stream(5)), asked * 5))
+    assert all(torch.equal(a, b) for a, b in zip(alone * 5, together, strict=True))
+
+
+def test_products_beyond_float64():
+    # Scale times slope overflows, but the token's own distance is 0: all weight lies on it.
+    table = rows(3, 2)
+    steep = {"candidate_scale": torch.full((3,), 1e200, dtype=torch.float64)}
+    for choose in (exponential_choice, by_reference):
+        assert choose(torch.full((50,), 2), table, 1e200, stream(6), **steep).eq(2).all()
+    # Where even the nearest row that may be drawn is out of reach, nothing is drawn at all.
+    away = {"log_prior": torch.tensor([-math.inf, 0.0, 0.0])}
+    for choose in (exponential_choice, by_reference):
+        with pytest.raises(ValueError, match="no row has a weight for id 0"):
+            choose(torch.zeros(5, dtype=torch.int64), 1e3 * table, 1.7e308, stream(6), **away)
+
+
+def test_scales_of_another_dtype_in_the_registered_op():
+    table, ids, position = rows(40, 3), torch.arange(40), stream(7).take()
+    op = torch.ops.fastdp.exponential_choice
+    found = [
+        op(ids, table, torch.full((40,), 300.0, dtype=d), position, None, None, None)
+        for d in (torch.float32, torch.float64)
+    ]
+    assert torch.equal(*found)
+    assert torch.equal(found[0], ids)
+
+
+def test_numbers_flushed_to_zero_leave_a_bound():
+    # The kernel raises if a weight is above its bound. Distances of 2^-57 of the table's largest entry.
+    tiny = rows(300, 8) * torch.exp2(-torch.linspace(56, 64, 300))[:, None]
+    table = torch.cat([tiny, torch.ones(1, 8), -torch.ones(1, 8)])
+    torch.set_flush_denormal(True)
+    try:
+        for scale in (2.0**52, 2.0**56, 2.0**60):
+            exponential_choice(torch.arange(300).repeat(20), table, scale, stream(8))
+    finally:
+        torch.set_flush_denormal(False)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="Windows starts processes anew and has no fork")
+def test_a_forked_process_draws_too():
+    table, ids = rows(2000, 32), torch.arange(2000)
+    here = exponential_choice(ids, table, 1.0, stream(9)), snap(table, table), private_snap(ids, table, 9.0, stream(9))
+    context = multiprocessing.get_context("fork")
+    with context.Pool(1) as pool:
+        there = pool.apply_async(_drawn, (table.numpy(),)).get(60)
+    assert all(torch.equal(a, torch.from_numpy(b)) for a, b in zip(here, there, strict=True))
+
+
+def _drawn(table):
+    torch.set_num_threads(1)
+    table, ids = torch.from_numpy(table), torch.arange(len(table))
+    drawn = exponential_choice(ids, table, 1.0, stream(9)), snap(table, table), private_snap(ids, table, 9.0, stream(9))
+    return [tokens.numpy() for tokens in drawn]
 
 
 def test_positions():
@@ -285,7 +367,7 @@ torch.save((snap(given["x"], table), private_snap(ids, table, 9.0, at), exponent
 """
 
 
-@pytest.mark.parametrize("isa", _PATHS[: _PATHS.index(_native.isa())])
+@pytest.mark.parametrize("isa", _PATHS[: _PATHS.index(_native.isa()) + _native.has_matrix_tiles()])
 def test_lower_instruction_sets_agree(isa, tmp_path):
     table = rows(333, 37)
     x, ids = rows(150, 37, 1), torch.arange(2000).remainder(333)

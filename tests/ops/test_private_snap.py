@@ -33,7 +33,7 @@ def native_noise(n, d, eta=1.0, seed=0):
     table, ids, out = torch.zeros(1, d), torch.zeros(n, dtype=torch.int64), torch.empty(n, d)
     position, etas = stream(seed).take(), torch.tensor([eta], dtype=torch.float64)
     _native.dchi_rows(
-        table.data_ptr(), ids.data_ptr(), etas.data_ptr(), 0, 0, n, d, position.data_ptr(), out.data_ptr()
+        table.data_ptr(), ids.data_ptr(), etas.data_ptr(), 0, 0, n, d, position.data_ptr(), out.data_ptr(), 1
     )
     return out.double()
 
@@ -181,13 +181,13 @@ def test_place_alone_decides(monkeypatch):
     assert torch.equal(tokens.view(20, 25), private_snap(ids.view(20, 25), table, eta.view(20, 25), stream(9)))
     monkeypatch.setattr(search, "_ROWS", 33)
     monkeypatch.setattr(search, "_TILE", 48)
-    before = _native.num_threads()
+    before = torch.get_num_threads()
     try:
         for threads in (1, 3):
-            _native.set_num_threads(threads)
+            torch.set_num_threads(threads)
             assert torch.equal(tokens, private_snap(ids, table, eta, stream(9)))
     finally:
-        _native.set_num_threads(before)
+        torch.set_num_threads(before)
 
 
 def test_positions():
