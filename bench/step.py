@@ -1,7 +1,9 @@
 """One training step: non-private, fastdp, and Opacus in both its modes, alternating, each in a process of its own.
 
-A step is a batch of fixed size from a loader, forward, backward and `optimizer.step()` of AdamW, with clipping and noise
-where the implementation has them. Peak memory counts from after the imports, so it holds data, model, optimizer and step.
+A step is a batch of fixed size from a loader, forward, backward and `optimizer.step()` of torch's AdamW, with clipping and
+noise where the implementation has them. Where all is trained the update counts, so there the non-private step also runs
+with torch's fused AdamW, and ours with `fastdp.optim.AdamW`, which fuses noise and update. Peak memory counts from after
+the imports, so it holds data, model, optimizer and step.
 
 On a processor memory is measured in processes of its own, whose C library gives freed blocks back to the system: what
 it finds is what was in use at once. In the timed processes the library keeps freed blocks in a heap with holes; their
@@ -29,6 +31,7 @@ import torch
 from .memory import ENVIRONMENT
 
 IMPLEMENTATIONS = ("non-private", "fastdp", "opacus-hooks", "opacus-ghost")
+FUSED = ("non-private-fused", "fastdp-fused")
 LEARNING_RATE = 1e-4
 
 
@@ -63,9 +66,11 @@ CASES = {
 
 
 def measure(
-    case: str, steps: int = 7, warmup: int = 2, implementations: tuple[str, ...] = IMPLEMENTATIONS
-) -> list[dict]:
+    case: str, steps: int = 7, warmup: int = 2, implementations: tuple[str, ...] | None = None
+) -> list[dict[str, Any]]:
     """Rows of {case, implementation, seconds, peak_bytes, ratio_time, ratio_memory}, or the exception raised.
+
+    Without a choice of implementations all, and where everything is trained those with fused optimizers too.
 
     Ratios are to non-private in the same run: time by the median of step-by-step ratios, so that a machine whose speed
     drifts is compared with itself. On a processor ``heap_bytes`` and ``ratio_heap`` are those of the timed processes.
@@ -74,6 +79,8 @@ def measure(
     """
     if case not in CASES:
         raise ValueError(f"there is no case '{case}'; choose one of {', '.join(CASES)}")
+    if implementations is None:
+        implementations = IMPLEMENTATIONS + (FUSED if CASES[case].tuning == "full" else ())
     with ExitStack() as stack:
         workers = {name: stack.enter_context(_Worker(case, name, os.environ)) for name in implementations}
         for _ in range(warmup):
@@ -225,12 +232,12 @@ def _build(case: Case, implementation: str) -> Callable[[], None]:
     model = _tuned(case, model)
     model.train()
     examples = _examples(case, 4 * case.rows)
-    if implementation == "fastdp":
-        return _fastdp(case, model, examples, device)
+    if implementation in ("fastdp", "fastdp-fused"):
+        return _fastdp(case, model, examples, device, fused=implementation == "fastdp-fused")
     batches = _batches(case, examples, device)
     trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer: Any = torch.optim.AdamW(trained, lr=LEARNING_RATE)
-    if implementation == "non-private":
+    optimizer: Any = torch.optim.AdamW(trained, lr=LEARNING_RATE, fused=implementation == "non-private-fused" or None)
+    if implementation in ("non-private", "non-private-fused"):
 
         def step() -> None:
             model(**next(batches)).loss.backward()
@@ -250,22 +257,20 @@ def _batches(case: Case, examples: list[Any], device: torch.device) -> Iterator[
             yield {key: value.to(device) for key, value in batch.items()}
 
 
-def _fastdp(case: Case, model: torch.nn.Module, examples: list[Any], device: torch.device) -> Callable[[], None]:
+def _fastdp(
+    case: Case, model: torch.nn.Module, examples: list[Any], device: torch.device, *, fused: bool
+) -> Callable[[], None]:
     from torch.utils.data import DataLoader
 
     import fastdp
 
     loader: DataLoader = DataLoader(examples, batch_size=case.rows)  # type: ignore[arg-type]
-    trained = [p for p in model.parameters() if p.requires_grad]
-    private = fastdp.make_private(
-        model,
-        torch.optim.AdamW(trained, lr=LEARNING_RATE),
-        loader,
-        noise_multiplier=1.0,
-        target_delta=1e-5,
-        epochs=10_000,
-        sampling="shuffled",
-    )
+    privacy: dict[str, Any] = {"noise_multiplier": 1.0, "target_delta": 1e-5, "epochs": 10_000, "sampling": "shuffled"}
+    if fused:
+        private = fastdp.optim.AdamW(model, loader, lr=LEARNING_RATE, **privacy).private
+    else:
+        trained = [p for p in model.parameters() if p.requires_grad]
+        private = fastdp.make_private(model, torch.optim.AdamW(trained, lr=LEARNING_RATE), loader, **privacy)
 
     def batches() -> Any:
         while True:

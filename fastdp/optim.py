@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import math
+from functools import partial
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
 
+from fastdp import ops
 from fastdp.engine.private import Private, make_private
+from fastdp.engine.release import Update
+from fastdp.ops.stream import Draw
 
 
 class _Private:
@@ -65,6 +70,67 @@ class CorrectedAdam(torch.optim.AdamW):
 
     noise_variance: float = 0.0
     floor: float = 5e-8
+    fused: bool = True
+
+    def noisy_update(self) -> Update | None:
+        """What takes this step on a sum and its noise in one pass, as the groups are now; None with ``fused`` off."""
+        if not self.fused:
+            return None
+        return partial(self._noisy_update, {id(p): group for group in self.param_groups for p in group["params"]})
+
+    @torch.no_grad()
+    def _noisy_update(
+        self,
+        group_of: dict[int, dict[str, Any]],
+        parameter: torch.nn.Parameter,
+        total: torch.Tensor,
+        std: float,
+        draw: Draw,
+        *,
+        divisor: float,
+        secure_rounding: bool,
+    ) -> bool:
+        """As `Update`, by `fastdp.ops.adamw_noise_step_`.
+
+        False for a parameter that is not float32, or with weight decay of Adam's kind or another option that the op lacks.
+        """
+        group = group_of.get(id(parameter))
+        if group is None or parameter.dtype != torch.float32:
+            return False
+        if group["amsgrad"] or group["maximize"] or group["differentiable"]:
+            return False
+        if group["weight_decay"] and not group["decoupled_weight_decay"]:
+            return False
+        if self.noise_variance > 0 and not math.isclose((std / divisor) ** 2, self.noise_variance):
+            return False
+        state = self._state_of(parameter)
+        state["step"] += 1
+        ops.adamw_noise_step_(
+            parameter,
+            total,
+            state["exp_avg"],
+            state["exp_avg_sq"],
+            std,
+            draw,
+            divisor=divisor,
+            lr=float(group["lr"]),
+            betas=(float(group["betas"][0]), float(group["betas"][1])),
+            eps=group["eps"],
+            weight_decay=group["weight_decay"],
+            step=int(state["step"]),
+            variance_floor=self.floor if self.noise_variance > 0 else None,
+            secure_rounding=secure_rounding,
+        )
+        return True
+
+    def _state_of(self, parameter: torch.Tensor) -> dict[str, Any]:
+        """Torch's own state of a parameter, begun if it is new."""
+        state = self.state[parameter]
+        if not state:
+            state["step"] = torch.tensor(0.0)
+            state["exp_avg"] = torch.zeros_like(parameter)
+            state["exp_avg_sq"] = torch.zeros_like(parameter)
+        return state
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -81,11 +147,7 @@ class CorrectedAdam(torch.optim.AdamW):
         return None
 
     def _corrected(self, parameter: torch.Tensor, group: dict[str, Any], beta1: float, beta2: float) -> None:
-        state = self.state[parameter]
-        if not state:
-            state["step"] = torch.tensor(0.0)
-            state["exp_avg"] = torch.zeros_like(parameter)
-            state["exp_avg_sq"] = torch.zeros_like(parameter)
+        state = self._state_of(parameter)
         gradient = parameter.grad
         assert gradient is not None
         state["step"] += 1
@@ -108,6 +170,8 @@ class AdamW(_Private, CorrectedAdam):
         model: its parameters with ``requires_grad`` are trained.
         data_loader: a DataLoader; iterate over ``optimizer.data_loader`` afterwards.
         lr, betas, eps, weight_decay: as in torch.
+        fused: draw the noise within the update, in one pass over memory; the gradients of `float32` parameters then stay
+            None. False, or a hook of yours before the step: noisy gradients are set first, as by any other optimizer.
         privacy: keyword arguments of `fastdp.make_private`.
     """
 
@@ -119,16 +183,18 @@ class AdamW(_Private, CorrectedAdam):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
+        fused: bool = True,
         **privacy: Any,
     ):
         torch.optim.AdamW.__init__(self, _trained(model), lr, betas, eps, weight_decay)
+        self.fused = fused
         self._start(model, data_loader, privacy)
 
 
 class Adam(_Private, CorrectedAdam):
     """`torch.optim.Adam` with private gradients: AdamW's arithmetic with weight decay added to the gradient.
 
-    Args as for `AdamW`; ``weight_decay`` is 0 by default.
+    Args as for `AdamW`; ``weight_decay`` is 0 by default; above 0 the update is not fused.
     """
 
     def __init__(
@@ -139,9 +205,11 @@ class Adam(_Private, CorrectedAdam):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
+        fused: bool = True,
         **privacy: Any,
     ):
         torch.optim.AdamW.__init__(self, _trained(model), lr, betas, eps, weight_decay)
+        self.fused = fused
         for group in self.param_groups:
             group["decoupled_weight_decay"] = False
         self.defaults["decoupled_weight_decay"] = False

@@ -10,6 +10,7 @@ import torch
 
 from fastdp.audit.guessing import SHARES, AuditResult, conclude
 from fastdp.engine.policy import Policy, Unclipped
+from fastdp.engine.release import Update
 from fastdp.ops.stream import NoiseStream
 
 if TYPE_CHECKING:
@@ -110,8 +111,13 @@ class ObservedRelease:
         self._inner = inner
         self._canaries = canaries
 
-    def __call__(self, sums: dict[str, torch.Tensor], policy: Policy, *, kind: str = _STEP) -> None:
-        """Release as the inner one does; other kinds than training steps pass unobserved."""
+    def __call__(
+        self, sums: dict[str, torch.Tensor], policy: Policy, *, kind: str = _STEP, update: Update | None = None
+    ) -> None:
+        """Release as the inner one does; other kinds than training steps pass unobserved.
+
+        An optimizer's ``update`` is left out, for what it applies is not seen as a gradient.
+        """
         if kind != _STEP:
             self._inner(sums, policy, kind=kind)
             return

@@ -148,9 +148,12 @@ class Private:
             return
         accumulator = engine.accumulator
         self.nonfinite_examples += int(accumulator.nonfinite)
-        self._release(accumulator.sums, accumulator.policy)
         if hasattr(optimizer, "noise_variance") and self.method.bias_correction:
             optimizer.noise_variance = (accumulator.policy.stds[0] / self._release.expected_batch_size) ** 2
+        # Another hook before the step may want to see gradients.
+        alone = len(optimizer._optimizer_step_pre_hooks) == 1
+        update = optimizer.noisy_update() if alone and hasattr(optimizer, "noisy_update") else None
+        self._release(accumulator.sums, accumulator.policy, update=update)
         if self.method.adaptive is not None and self.noise_multiplier > 0:
             accumulator.policy = self.method.adaptive.updated(
                 accumulator.policy,

@@ -1,4 +1,4 @@
-"""The one place where something leaves the private side: ledger first, then noise, then `.grad`."""
+"""The one place where something leaves the private side: ledger first, then noise, then `.grad` or the parameter itself."""
 
 from __future__ import annotations
 
@@ -9,7 +9,23 @@ import torch
 
 from fastdp import ops
 from fastdp.engine.policy import Policy
-from fastdp.ops.stream import NoiseStream
+from fastdp.ops.stream import Draw, NoiseStream
+
+
+class Update(Protocol):
+    """An optimizer's own step on ``(total + std z) / divisor``, which need not make that gradient."""
+
+    def __call__(
+        self,
+        parameter: torch.nn.Parameter,
+        total: torch.Tensor,
+        std: float,
+        draw: Draw,
+        *,
+        divisor: float,
+        secure_rounding: bool,
+    ) -> bool:
+        """Update the parameter with the noise of ``draw``; False, and nothing done, if this one needs its gradient."""
 
 
 class Recorder(Protocol):
@@ -46,10 +62,18 @@ class Release:
         self.secure_rounding = secure_rounding
         self._count = 0
 
-    def __call__(self, sums: dict[str, torch.Tensor], policy: Policy, *, kind: str = "step") -> None:
+    def __call__(
+        self,
+        sums: dict[str, torch.Tensor],
+        policy: Policy,
+        *,
+        kind: str = "step",
+        update: Update | None = None,
+    ) -> None:
         """Record, add noise and set `.grad`, rounded to the parameter's dtype only after the noise is in.
 
-        ``sums`` is emptied: each buffer becomes a gradient.
+        ``update`` takes the parameters it can; their `.grad` stays None. ``sums`` is emptied: each other buffer becomes a
+        gradient.
         """
         self.ledger.record(kind)
         for index, (name, parameter) in enumerate(self.parameters.items()):
@@ -57,9 +81,24 @@ class Release:
             if total is None:
                 total = torch.zeros(parameter.shape, device=parameter.device)
             total = total.contiguous()
+            if update is not None and self._updated(name, total, policy, index, update):
+                continue
             self._add_noise(name, total, policy, index)
             parameter.grad = total.div_(self.expected_batch_size).to(parameter.dtype)
         self._count += 1
+
+    def _updated(self, name: str, total: torch.Tensor, policy: Policy, index: int, update: Update) -> bool:
+        group = policy.group_of.get(name, 0)
+        if isinstance(group, tuple):
+            return False
+        return update(
+            self.parameters[name],
+            total,
+            (policy.stds or (0.0,))[group],
+            self.stream.at(self._count, index),
+            divisor=self.expected_batch_size,
+            secure_rounding=self.secure_rounding,
+        )
 
     def _add_noise(self, name: str, total: torch.Tensor, policy: Policy, index: int) -> None:
         group = policy.group_of.get(name, 0)

@@ -118,7 +118,8 @@ class TestOptimizers:
     )
     def test_steps_are_torch_s_for_the_same_gradients(self, ours: Any, theirs: Any, options: dict[str, Any]) -> None:
         model, plain = Classifier(), Classifier()
-        optimizer = ours(model, loader(), **options, noise_multiplier=0.5, epochs=3, unsafe_seed=1)
+        unfused = {} if ours is fastdp.optim.SGD else {"fused": False}
+        optimizer = ours(model, loader(), **options, **unfused, noise_multiplier=0.5, epochs=3, unsafe_seed=1)
         assert isinstance(optimizer, torch.optim.Optimizer)
         if ours is fastdp.optim.SGD:
             assert isinstance(optimizer, torch.optim.SGD)
@@ -135,6 +136,57 @@ class TestOptimizers:
         saved = optimizer.state_dict()
         reference.load_state_dict(saved)
         assert len(saved["state"]) == 4
+
+    @pytest.mark.parametrize("ours", [fastdp.optim.Adam, fastdp.optim.AdamW])
+    @pytest.mark.parametrize(
+        "method",
+        [
+            fastdp.DPSGD(max_grad_norm=0.5),
+            fastdp.DPSGD(max_grad_norm=0.5, bias_correction=True),
+            fastdp.DPSGD(groups="per_layer"),
+        ],
+        ids=["flat", "corrected", "groups"],
+    )
+    def test_noise_within_the_update_is_noise_before_it(self, ours: Any, method: Any) -> None:
+        models = []
+        for fused in (True, False):
+            model = Classifier()
+            optimizer = ours(model, loader(), lr=0.01, method=method, fused=fused, epochs=2, unsafe_seed=1, **PRIVATE)
+            optimizer.floor = 1e-4
+            for batch in (b for _ in range(2) for b in optimizer.data_loader):
+                model(**batch)["loss"].backward()
+                optimizer.step()
+                done = optimizer.private.last_step_done
+                assert all((p.grad is None) == (fused or not done) for p in model.parameters())
+                optimizer.zero_grad()
+            models.append((model, optimizer.state_dict()["state"]))
+        (model, ours_state), (other, their_state) = models
+        for p, q in zip(model.parameters(), other.parameters(), strict=True):
+            assert torch.allclose(p, q, rtol=1e-5, atol=1e-7)
+        for index, of in their_state.items():
+            assert of.keys() == ours_state[index].keys()
+            assert all(torch.allclose(value, ours_state[index][key], rtol=1e-5, atol=1e-9) for key, value in of.items())
+
+    @pytest.mark.parametrize(
+        "reason", ["weight decay of Adam's kind", "an option the op lacks", "a hook that may look"]
+    )
+    def test_what_cannot_be_fused_gets_its_gradient(self, reason: str) -> None:
+        model = Classifier()
+        ours, decay = (fastdp.optim.Adam, 0.1) if "decay" in reason else (fastdp.optim.AdamW, 0.0)
+        optimizer = ours(model, loader(), weight_decay=decay, epochs=1, **PRIVATE)
+        seen: list[bool] = []
+        if "option" in reason:
+            optimizer.param_groups[0]["maximize"] = True
+        if "hook" in reason:
+            optimizer.register_step_pre_hook(
+                lambda *_: seen.append(all(p.grad is not None for p in model.parameters()))
+            )
+        before = [p.detach().clone() for p in model.parameters()]
+        gradients, _ = logical_step(optimizer.private)
+        assert gradients.keys() == dict(model.named_parameters()).keys()
+        assert not any(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+        assert not seen or seen[-1]
+        assert bool(seen) == ("hook" in reason)
 
     def test_schedulers_work(self) -> None:
         optimizer = fastdp.optim.AdamW(Classifier(), loader(), lr=0.1, epochs=1, noise_multiplier=0.5)
@@ -162,6 +214,7 @@ class TestOptimizers:
             epochs=3,
             max_physical_batch_size=24,
             unsafe_seed=2,
+            fused=False,
         )
         optimizer.floor = 1e-4
         theta = {n: p.detach().double().clone() for n, p in model.named_parameters()}
