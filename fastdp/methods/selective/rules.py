@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
+import unicodedata
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -125,7 +126,9 @@ class RuleDetector:
     entities: tuple[str, ...] = ENTITIES
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "names", frozenset(name.casefold() for name in self.names))
+        object.__setattr__(
+            self, "names", frozenset(unicodedata.normalize("NFC", name).casefold() for name in self.names)
+        )
         unknown = [entity for entity in self.entities if entity not in ENTITIES]
         if unknown:
             raise ValueError(f"the rule detector knows no entity {unknown[0]!r}; it knows {', '.join(ENTITIES)}")
@@ -134,7 +137,7 @@ class RuleDetector:
 
     def detect(self, texts: Sequence[str]) -> list[list[Span]]:
         """The spans of each text; those of different kinds may overlap."""
-        return [[span for entity in self.entities for span in self._find(entity, text)] for text in texts]
+        return [self._spans(text) for text in texts]
 
     def describe(self) -> dict[str, Any]:
         """Name and settings, for the card."""
@@ -143,6 +146,15 @@ class RuleDetector:
     def private_settings(self) -> dict[str, Any]:
         """The names themselves, which no card shows."""
         return {"names": sorted(self.names)}
+
+    def _spans(self, text: str) -> list[Span]:
+        if unicodedata.is_normalized("NFC", text):
+            return self._spans_of(text)
+        composed, places = _composed(text)
+        return [Span(s.entity, places[s.start], places[s.end], s.score) for s in self._spans_of(composed)]
+
+    def _spans_of(self, composed: str) -> list[Span]:
+        return [span for entity in self.entities for span in self._find(entity, composed)]
 
     def _find(self, entity: str, text: str) -> Iterator[Span]:
         if entity == "PERSON":
@@ -190,6 +202,17 @@ class RuleDetector:
                     start, end = places[index].start(), places[index + length - 1].end()
                     since, to = bisect_right(starts, start) - 1, bisect_right(starts, end - 1) - 1
                     yield Span("PERSON", words[since].start(), words[to].end(), 1.0)
+
+
+def _composed(text: str) -> tuple[str, list[int]]:
+    """The text with letters and their accents in one character each, and where each of its characters (and the end) was."""
+    starts = [i for i, letter in enumerate(text) if i == 0 or not unicodedata.combining(letter)]
+    pieces, places = [], []
+    for start, end in zip(starts, [*starts[1:], len(text)]):
+        piece = unicodedata.normalize("NFC", text[start:end])
+        pieces.append(piece)
+        places += [start] * len(piece)
+    return "".join(pieces), [*places, len(text)]
 
 
 def _parts(name: str) -> tuple[str, ...]:

@@ -1,8 +1,11 @@
 """The rule detector: each kind of private text, its checksums, and what it must leave alone."""
 
 import time
+import unicodedata
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from fastdp.methods.selective import PrivacyDetector, RuleDetector
 from fastdp.methods.selective.rules import iban_valid, luhn_valid
@@ -88,6 +91,22 @@ def test_an_own_name_alone_does_not_match_other_words():
 def test_an_own_name_leaves_what_the_lists_find():
     """The surname that follows a known name stays private when that name is given too."""
     assert "Anna Zukowska" in found("then Anna Zukowska came", "PERSON", names=frozenset({"Anna"}))
+
+
+@pytest.mark.parametrize("form", ["NFC", "NFD"])
+@pytest.mark.parametrize("name_form", ["NFC", "NFD"])
+def test_accents_in_characters_of_their_own(form, name_form):
+    text = unicodedata.normalize(form, "Élodie wrote to zoë ångström, born on 3 May 1990, and to Ms. Ødegård.")
+    names = frozenset({unicodedata.normalize(name_form, "Zoë Ångström")})
+    spans = RuleDetector(names=names).detect([text])[0]
+    composed = {unicodedata.normalize("NFC", text[span.start : span.end]) for span in spans}
+    assert {"zoë ångström", "3 May 1990", "Ødegård"} <= composed
+
+
+@given(st.text(alphabet="aeéèñ\u0301\u0327 Zü.1\u1100\u1161", max_size=30))
+def test_spans_of_any_form_lie_in_the_text(text):
+    for span in RuleDetector(names=frozenset({"é", "Zü"})).detect([text])[0]:
+        assert 0 <= span.start < span.end <= len(text)
 
 
 @pytest.mark.parametrize("text", ["then Anna-Maria came", "the Anna-Zukowska case"])
