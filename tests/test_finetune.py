@@ -191,6 +191,29 @@ def test_a_perturbed_forward_pass(config, files, tmp_path, noise):
     assert (tmp_path / "run" / "perturbation.pt").exists()
 
 
+def test_layers_below_the_noise_learn_from_public_text_alone(config, files, tmp_path):
+    options = {
+        "layer": 1,
+        "autoencoder": [8],
+        "rehearsal": {"public": str(files / "eval_labels.tsv"), "examples": 12, "passes": 2, "learning_rate": 0.01},
+    }
+    table = (files / "labels.tsv").read_text().splitlines()
+    (files / "eval_labels.tsv").write_text("\n".join(table) + "\n")
+    settings = classify(config, files, method="ewft", method_options=options, epochs=1)
+    result = finetune(settings)
+    assert 7.9 < result.epsilon <= 8
+    card = json.loads((tmp_path / "run" / "card.json").read_text())
+    assert card["guarantee"] != "none"
+    again = {**options, "rehearsal": {"public": str(files / "labels.tsv")}}
+    with pytest.raises(ConfigError, match="the training data itself, which is private"):
+        finetune(with_settings(settings, method_options=again, output=str(tmp_path / "other")))
+    with pytest.raises(ConfigError, match="leave public out beside it"):
+        finetune(with_settings(settings, method_options=options | {"public": "x.tsv"}, output=str(tmp_path / "other")))
+    again = {**options, "rehearsal": {"public": "x.tsv", "rate": 1}}
+    with pytest.raises(ConfigError, match="rehearsal must be a mapping of public"):
+        finetune(with_settings(settings, method_options=again, output=str(tmp_path / "other")))
+
+
 def test_text_is_privatized_before_training(config, files, tmp_path, monkeypatch):
     from fastdp.finetune import run
 

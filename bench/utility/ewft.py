@@ -3,10 +3,16 @@
     python -m bench.utility.ewft --model MODEL --sst2 FOLDER --public FILE --pii FILE \\
         --json bench/results/utility/ewft.json --pictures docs/pictures
 
-The layers below the perturbation are frozen and computed once. `paper` rows add the noise that the paper prints for its own
-67,349 examples; ``true_epsilon`` is what that really costs. `sound` rows spend the printed epsilon, truly.
-Attribute inference attacks the noisy codes of texts with labelled private spans, each sent as one query in inference; see
-`attributes`. ``query_epsilon`` is what such a query costs.
+The lower blocks (`Size.frozen`) are frozen in every row and computed once. What is trained below the noise differs by row:
+
+- ``bottom: private``: the blocks between learn from the private texts, below the noise, as in the paper. No guarantee.
+- ``bottom: public``: they learn, under the same clip and noise, from other labelled texts that count as public, and are then
+  frozen; the blocks above the noise go on to learn from the private texts.
+- ``bottom: pretrained``: nothing below the noise learns.
+
+`paper` rows add the noise that the paper prints for its own 67,349 examples; ``true_epsilon`` is what these releases really
+cost. `sound` and `once` rows spend the printed epsilon, truly. Attribute inference attacks the noisy codes of texts with
+labelled private spans, each sent as one query in inference; ``query_epsilon`` is what such a query costs.
 """
 
 from __future__ import annotations
@@ -23,11 +29,12 @@ import torch
 from torch import Tensor
 
 import fastdp
-from fastdp import audit
+from fastdp import accounting, audit
 from fastdp.commands.quiet import quiet_libraries
 from fastdp.methods import ewft
 from fastdp.methods.sap import split_model
 
+from .. import record
 from . import attributes, tops
 from .table import Table, add_options, mean_of, measure_rows
 
@@ -40,24 +47,28 @@ MECHANISMS = ("DP-Forward", "only EWPBA", "only autoencoder", "EW-FT")
 class Size:
     """How much is run."""
 
-    train: int = 512
-    held_out: int = 400
-    length: int = 32
-    lengths: tuple[int, ...] = (16, 32, 48)
-    layers: tuple[int, ...] = (2, 4, 6)
-    layer: int = 4
+    train: int = 2048
+    public: int = 2048
+    unlabelled: int = 512
+    held_out: int = 872
+    length: int = 16
+    lengths: tuple[int, ...] = (16, 32)
+    frozen: int = 4
+    layers: tuple[int, ...] = (4, 5, 6)
+    layer: int = 6
     epochs: int = 3
     batch_size: int = 32
     learning_rate: float = 2e-4
-    public: int = 512
     autoencoder_passes: int = 4
     subjects: int = 720
 
 
 TINY = Size(
-    train=32, held_out=16, length=16, lengths=(16,), layers=(6,), layer=6, public=32, autoencoder_passes=1, subjects=60
+    train=32, public=32, unlabelled=32, held_out=16, lengths=(16,), layers=(5, 6), autoencoder_passes=1, subjects=60
 )
-FULL = Size(train=60614, held_out=872, length=64, lengths=(16, 32, 64, 128), layers=(1, 2, 3, 4, 5, 6), subjects=1500)
+FULL = Size(
+    train=40000, public=20000, length=64, lengths=(16, 32, 64, 128), frozen=0, layers=(1, 2, 3, 4, 5, 6), subjects=1500
+)
 
 
 @cache
@@ -82,100 +93,110 @@ def schedule(form: str, weighted: bool, epsilon: float, step_distance: float) ->
     return ewft.dp_forward(PAPER["epochs"], epsilon, DELTA)
 
 
+@dataclass(frozen=True)
+class Part:
+    """Texts and their hidden states [N, T, d] after the frozen blocks."""
+
+    texts: tops.Texts
+    states: Tensor
+
+    def batches(self) -> list[dict[str, Tensor]]:
+        """Inputs of the model above, without labels."""
+        pairs = zip(self.states.split(32), self.texts.mask.split(32))
+        return [{"inputs_embeds": states, "attention_mask": mask} for states, mask in pairs]
+
+
 @dataclass
 class Bench:
-    """Texts and hidden states, kept between rows."""
+    """Texts and hidden states, kept between rows of a seed and length."""
 
     model: Path
     sst2: Path
-    public: Path
+    unlabelled: Path
     pii: Path
     size: Size
     _held: dict[Any, Any] = field(default_factory=dict)
-    _asked: dict[Any, Any] = field(default_factory=dict)
 
-    def states(self, layer: int, length: int, seed: int) -> tuple[Any, ...]:
-        """Model, texts and hidden states at a layer; those of the latest seed and layer are kept."""
-        key = (layer, length, seed)
-        if self._held.get("key") != key:
+    def parts(self, length: int, seed: int) -> dict[str, Any]:
+        """The model and, by name, the texts."""
+        if self._held.get("key") != (length, seed):
             from transformers import AutoTokenizer
 
-            tokenizer = AutoTokenizer.from_pretrained(self.model)
-            size, model = self.size, tops.load(self.model, seed)
-            train = tops.read_texts(self.sst2 / "train.tsv", tokenizer, length, size.train, seed)
-            held_out = tops.read_texts(self.sst2 / "test.tsv", tokenizer, length, size.held_out, seed)
-            public = tops.read_public(self.public, tokenizer, length, size.public)
-            bottom, _ = split_model(model, layer)
-            states = [tops.hidden_states(bottom, texts) for texts in (train, held_out, public)]
-            self._held = {"key": key, "value": (model, train, held_out, public, *states)}
-        return self._held["value"]
-
-    def subjects(self, layer: int, length: int, seed: int) -> tuple[attributes.Subjects, list[Tensor]]:
-        """Texts with private attributes, known and attacked, and their hidden states at a layer; the latest are kept."""
-        key = (layer, length, seed)
-        if self._asked.get("key") != key:
-            from transformers import AutoTokenizer
-
-            tokenizer = AutoTokenizer.from_pretrained(self.model)
-            found = attributes.read_subjects(self.pii, tokenizer, length, self.size.subjects, seed)
-            bottom, _ = split_model(self.states(layer, length, seed)[0], layer)
-            states = [tops.hidden_states(bottom, texts) for texts in (found.known, found.attacked)]
-            self._asked = {"key": key, "value": (found, states)}
-        return self._asked["value"]
+            tokenizer, model, size = AutoTokenizer.from_pretrained(self.model), tops.load(self.model, seed), self.size
+            subjects = attributes.read_subjects(self.pii, tokenizer, length, size.subjects, seed)
+            texts = {
+                "train": tops.read_texts(self.sst2 / "train.tsv", tokenizer, length, size.train, seed),
+                "public": tops.read_texts(self.sst2 / "dev.tsv", tokenizer, length, size.public, seed),
+                "held_out": tops.read_texts(self.sst2 / "test.tsv", tokenizer, length, size.held_out, seed),
+                "unlabelled": tops.read_public(self.unlabelled, tokenizer, length, size.unlabelled),
+                "known": subjects.known,
+                "attacked": subjects.attacked,
+            }
+            bottom, _ = split_model(model, size.frozen)
+            parts = {name: Part(each, tops.hidden_states(bottom, each)) for name, each in texts.items()}
+            self._held = {"key": (length, seed), "model": model, "subjects": subjects, **parts}
+        return self._held
 
     def run(self, row: dict[str, Any]) -> dict[str, Any]:
-        """One row of a table."""
-        return self.accuracy(row) if row["part"] == "accuracy" else self.attribute_inference(row)
-
-    def attribute_inference(self, row: dict[str, Any]) -> dict[str, Any]:
-        """What is inferred from noisy codes pooled over the sequence; without noise, from the hidden rows of its tokens."""
-        model, _, _, public, _, _, public_hidden = self.states(row["layer"], row["length"], row["seed"])
-        subjects, states = self.subjects(row["layer"], row["length"], row["seed"])
-        texts = (subjects.known, subjects.attacked)
-        if row["form"] == "none":
-            known, attacked = (audit.pooled(hidden, t.mask.bool()) for hidden, t in zip(states, texts))
-            return attributes.attack(subjects, known, attacked)
+        """Train and evaluate one setting, and attack its releases."""
+        parts = self.parts(row["length"], row["seed"])
+        state = {name: value.clone() for name, value in parts["model"].state_dict().items()}
         torch.manual_seed(row["seed"])
-        _, top = split_model(model, row["layer"])
-        private = self._attach(top, self._noise(row), row, public, public_hidden)
-        released = [
-            # Lengths are hidden: the receiver cannot tell which rows are padding.
-            torch.cat([audit.pooled(codes) for codes in private.released_codes(_batches(hidden, t.mask))])
-            for hidden, t in zip(states, texts)
+        _, top = split_model(parts["model"], self.size.frozen)
+        try:
+            return self._without_noise(top, row) if row["form"] == "none" else self._with_noise(top, row)
+        finally:
+            # The top shares its weights with the model, which the next row starts from again.
+            parts["model"].load_state_dict(state)
+            parts["model"].requires_grad_(True)
+
+    def _without_noise(self, top: torch.nn.Module, row: dict[str, Any]) -> dict[str, Any]:
+        parts = self.parts(row["length"], row["seed"])
+        bottom, _ = split_model(parts["model"], row["layer"])
+        # What a receiver of the pretrained layers' states would get.
+        sent = [
+            audit.pooled(tops.hidden_states(bottom, parts[name].texts), parts[name].texts.mask.bool())
+            for name in ("known", "attacked")
         ]
-        found = attributes.attack(subjects, *released) | {"query_epsilon": private.inference_epsilon()}
-        private.remove()
-        return found
+        found = attributes.attack(parts["subjects"], *sent)
+        self._train(top, parts["train"], row["seed"])
+        held_out = parts["held_out"]
+        return {"accuracy": tops.accuracy(top, held_out.states, held_out.texts), **found}
 
-    def accuracy(self, row: dict[str, Any]) -> dict[str, Any]:
-        """Train and evaluate one setting."""
-        size = self.size
-        model, train, held_out, public, hidden, held_hidden, public_hidden = self.states(
-            row["layer"], row["length"], row["seed"]
-        )
-        state = {name: value.clone() for name, value in model.state_dict().items()}
-        _, top = split_model(model, row["layer"])
-        torch.manual_seed(row["seed"])
-        noise = None if row["form"] == "none" else self._noise(row)
-        private = None if noise is None else self._attach(top, noise, row, public, public_hidden)
-        tops.train_top(
-            top,
-            lambda epoch: hidden,
-            train,
-            epochs=size.epochs,
-            batch_size=size.batch_size,
-            learning_rate=size.learning_rate,
-            seed=row["seed"],
-            extra=() if private is None else private.trained_parameters(),
-            begin_epoch=None if private is None else private.set_epoch,
-            ids=private is not None,
-        )
-        found: dict[str, Any] = {"accuracy": tops.accuracy(top, held_hidden, held_out)}
-        if private is not None and noise is not None:
-            found |= {"true_epsilon": private.epsilon(), "noise_std_over_max_norm": list(noise.ratios)}
-            private.remove()
-        # The top shares its weights with the model, which the next row starts from again.
-        model.load_state_dict(state)
+    def _with_noise(self, top: torch.nn.Module, row: dict[str, Any]) -> dict[str, Any]:
+        parts = self.parts(row["length"], row["seed"])
+        noise = self._noise(row)
+        autoencoder = row["autoencoder"] or None
+        if row["bottom"] == "public":
+            # Not by `ewft.rehearse`: here each epoch's own noise, and the loop that all three kinds of bottom share.
+            levels = noise.ratios * (self.size.epochs if noise.reuse else 1)
+            rehearsal = ewft.paper(levels, row["epsilon"], DELTA, "C")
+            tuning = self._attach(top, rehearsal, row, autoencoder, len(parts["public"].texts.labels), trained=True)
+            self._train(top, parts["public"], row["seed"], tuning)
+            tuning.remove()
+            autoencoder = tuning.autoencoder
+            if autoencoder is not None:
+                autoencoder.trained_on = "public"
+        trained = row["bottom"] == "private"
+        private = self._attach(top, noise, row, autoencoder, self.size.train, trained=trained)
+        self._train(top, parts["train"], row["seed"], private)
+        held_out = parts["held_out"]
+        found: dict[str, Any] = {
+            "accuracy": tops.accuracy(top, held_out.states, held_out.texts),
+            "true_epsilon": noise.epsilon(),
+            "noise_std_over_max_norm": list(noise.ratios),
+        }
+        if row["attacked"]:
+            # Lengths are hidden: the receiver cannot tell which rows are padding.
+            sent = [
+                torch.cat([audit.pooled(codes) for codes in private.released_codes(parts[name].batches())])
+                for name in ("known", "attacked")
+            ]
+            found |= attributes.attack(parts["subjects"], *sent)
+            found["query_epsilon"] = accounting.epsilon(
+                accounting.local_event(noise.ratios[-1:]), DELTA, adjacency="replace_one"
+            )
+        private.remove()
         return found
 
     def _noise(self, row: dict[str, Any]) -> ewft.NoiseSchedule:
@@ -183,58 +204,82 @@ class Bench:
         return schedule(row["form"], weighted, row["epsilon"], row["step_distance"])
 
     def _attach(
-        self, top: torch.nn.Module, noise: ewft.NoiseSchedule, row: dict[str, Any], public: tops.Texts, states: Tensor
+        self,
+        top: torch.nn.Module,
+        noise: ewft.NoiseSchedule,
+        row: dict[str, Any],
+        autoencoder: Any,
+        records: int,
+        *,
+        trained: bool,
     ) -> fastdp.EWFT:
         private = fastdp.EWFT(
             top,
-            layer="embeddings",
+            layer=row["layer"],
             noise=noise,
             sequence_length=row["length"],
-            dataset_size=self.size.train,
-            autoencoder=row["autoencoder"] or None,
+            dataset_size=records,
+            autoencoder=autoencoder,
+            bottom="trained" if trained else "frozen",
+            joint_autoencoder=trained,
         )
-        if private.autoencoder is not None:
-            private.train_autoencoder(_batches(states, public.mask) * self.size.autoencoder_passes)
+        if private.autoencoder is not None and private.autoencoder.trained_on is None:
+            unlabelled = self.parts(row["length"], row["seed"])["unlabelled"]
+            private.train_autoencoder(unlabelled.batches() * self.size.autoencoder_passes)
         return private
 
-
-def _batches(states: Tensor, mask: Tensor) -> list[dict[str, Tensor]]:
-    return [{"inputs_embeds": h, "attention_mask": m} for h, m in zip(states.split(32), mask.split(32))]
+    def _train(self, top: torch.nn.Module, part: Part, seed: int, private: fastdp.EWFT | None = None) -> None:
+        tops.train_top(
+            top,
+            lambda epoch: part.states,
+            part.texts,
+            epochs=self.size.epochs,
+            batch_size=self.size.batch_size,
+            learning_rate=self.size.learning_rate,
+            seed=seed,
+            extra=() if private is None else private.trained_parameters(),
+            begin_epoch=None if private is None else private.set_epoch,
+            ids=private is not None,
+        )
 
 
 def settings(size: Size, seeds: int) -> Iterator[dict[str, Any]]:
     """One row each, no setting twice; the first seed of everything comes first."""
-    base: dict[str, Any] = {"part": "accuracy", "layer": size.layer, "length": size.length, "epsilon": 8.0}
-    base |= {"step_distance": 2.0, "autoencoder": [64], "mechanism": "EW-FT"}
-    changes: list[dict[str, Any]] = [{"length": length} for length in size.lengths]
-    changes += [{"autoencoder": sizes} for sizes in ([4], [64], [256], [64, 4], [256, 64, 4])]
-    changes += [{"step_distance": float(distance)} for distance in (1, 2, 3, 4)]
-    for layer in size.layers:
+    base: dict[str, Any] = {"layer": size.layer, "length": size.length, "epsilon": 8.0, "step_distance": 2.0}
+    base |= {"autoencoder": [64], "mechanism": "EW-FT", "attacked": False}
+    paper, sound = {"form": "paper", "bottom": "private"}, {"form": "sound", "bottom": "public"}
+    once = {"form": "once", "bottom": "public", "mechanism": "release once"}
+    rows: list[dict[str, Any]] = []
+    # Table 3, lengths and layers; table 4, autoencoders; table 5, step distances; table 6, mechanisms; table 7, epsilons.
+    rows += [{"layer": layer, **form} for layer in size.layers for form in (paper, once)]
+    rows += [{"length": length, **form} for length in size.lengths for form in (paper, once)]
+    rows += [{"autoencoder": sizes, **form} for sizes in ([4], [256], [256, 64, 4]) for form in (paper, once)]
+    rows += [{"step_distance": distance, **paper} for distance in (1.0, 3.0, 4.0)]
+    for layer in size.layers[1:]:
         for mechanism in MECHANISMS:
-            sizes = [64] if "autoencoder" in mechanism or mechanism == "EW-FT" else []
-            changes.append({"layer": layer, "mechanism": mechanism, "autoencoder": sizes})
-    for epsilon in (2.0, 4.0):
-        changes += [
-            {"epsilon": epsilon},
-            {"epsilon": epsilon, "mechanism": "DP-Forward", "autoencoder": []},
-        ]
-    forms = [{**base, **change, "form": form} for change in changes for form in ("paper", "sound")]
-    forms += [{**base, "form": "once", "mechanism": "release once", "epsilon": epsilon} for epsilon in (2.0, 4.0, 8.0)]
-    forms += [
-        {**base, "layer": layer, "form": "none", "mechanism": "non-private", "autoencoder": []} for layer in size.layers
+            sizes = [64] if mechanism in ("only autoencoder", "EW-FT") else []
+            rows.append({"layer": layer, "mechanism": mechanism, "autoencoder": sizes, **paper})
+    for epsilon in (2.0, 4.0, 8.0):
+        rows += [{"epsilon": epsilon, "attacked": True, **form} for form in (paper, once)]
+        rows.append({"epsilon": epsilon, "mechanism": "DP-Forward", "autoencoder": [], **paper})
+    rows += [{"attacked": True, **sound}, {"mechanism": "DP-Forward", "autoencoder": [], **sound}]
+    # What no epsilon that anybody prints would buy; and what the pretrained layers alone would, without public labels.
+    rows += [{"epsilon": epsilon, "attacked": True, **once} for epsilon in (100.0, 1000.0)]
+    rows += [{"epsilon": epsilon, **once, "bottom": "pretrained"} for epsilon in (8.0, 1000.0)]
+    rows += [
+        {"length": length, "form": "none", "bottom": "private", "mechanism": "non-private", "attacked": True}
+        for length in size.lengths
     ]
-    attacked = {**base, "part": "attribute inference"}
-    for layer in size.layers:
-        forms += [{**attacked, "layer": layer, "form": form} for form in ("paper", "sound")]
-        forms.append({**attacked, "layer": layer, "form": "once", "mechanism": "release once"})
-        forms.append({**attacked, "layer": layer, "form": "none", "mechanism": "non-private", "autoencoder": []})
+    whole = [{**base, **row} for row in rows]
+    # A setting that is attacked somewhere needs no second row that is not.
+    whole = [row for row in whole if row["attacked"] or {**row, "attacked": True} not in whole]
     for seed in range(seeds):
         seen: list[dict[str, Any]] = []
-        # Rows of one layer and length share hidden states.
-        for form in sorted(forms, key=lambda row: (row["layer"], row["length"])):
-            if form not in seen:
-                seen.append(form)
-                yield {**form, "seed": seed}
+        # Rows of one length share hidden states.
+        for row in sorted(whole, key=lambda row: row["length"]):
+            if row not in seen:
+                seen.append(row)
+                yield {**row, "seed": seed}
 
 
 def step_time(model: Path, steps: int = 7, length: int = 64, batch_size: int = 32) -> dict[str, Any]:
@@ -283,50 +328,73 @@ def step_time(model: Path, steps: int = 7, length: int = 64, batch_size: int = 3
 
 
 def plot(rows: list[dict[str, Any]], folder: Path) -> None:
-    """Accuracy by layer, the noise of each schedule, and attributes inferred by layer."""
+    """Accuracy by layer, what is inferred against accuracy, and the noise of each schedule."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(17, 4.2), layout="constrained")
-    axes, noise, inferred = figure.subplots(1, 3)
-    _plot_attributes([row for row in rows if row["part"] == "attribute inference"], inferred)
-    rows = [row for row in rows if row["part"] == "accuracy"]
-    layers = sorted({row["layer"] for row in rows if row["form"] == "none"})
-    for form, style in (("paper", "-"), ("sound", "--")):
-        for mechanism, color in (("DP-Forward", "tab:orange"), ("EW-FT", "tab:blue")):
-            means = [
-                mean_of(rows, "accuracy", layer=layer, form=form, mechanism=mechanism, epsilon=8.0, step_distance=2.0)
-                for layer in layers
-            ]
-            axes.plot(layers, means, style, color=color, marker="o", label=f"{mechanism}, {form}")
-    plain = [mean_of(rows, "accuracy", layer=layer, form="none") for layer in layers]
-    axes.plot(layers, plain, color="grey", label="non-private")
-    axes.set(xlabel="blocks before the perturbation", ylabel="accuracy", title="printed epsilon 8", xticks=layers)
-    axes.legend(fontsize=8)
+    figure = Figure(figsize=(17, 4.4), layout="constrained")
+    by_layer, privacy, noise = figure.subplots(1, 3)
+    _plot_layers(rows, by_layer)
+    _plot_privacy(rows, privacy)
     drawn = set()
     for row in rows:
         ratios = tuple(row.get("noise_std_over_max_norm", ()))
-        label = f"{row['mechanism']}, {row['form']}, S={row['step_distance']:g}"
-        if len(ratios) > 1 and row["epsilon"] == 8.0 and (label, ratios) not in drawn and "EWPBA" not in label:
+        label = f"{row['mechanism']}, {row['form']}"
+        if row["mechanism"] == "EW-FT":
+            label += f", S={row['step_distance']:g}"
+        if len(ratios) > 1 and row["epsilon"] == 8.0 and (label, ratios) not in drawn and "only" not in label:
             drawn.add((label, ratios))
             noise.plot(range(1, len(ratios) + 1), ratios, marker="o", label=f"{label}: true {row['true_epsilon']:.1f}")
-    noise.set(xlabel="epoch", ylabel="noise std / C", title="schedules and their true epsilon")
+    noise.set(xlabel="epoch", ylabel="noise std / C", title="schedules printed as epsilon 8, and their true epsilon")
+    noise.xaxis.get_major_locator().set_params(integer=True)
     noise.legend(fontsize=7)
     folder.mkdir(parents=True, exist_ok=True)
     figure.savefig(folder / "ewft.png", dpi=150)
 
 
-def _plot_attributes(rows: list[dict[str, Any]], axes: Any) -> None:
+def _plot_layers(rows: list[dict[str, Any]], axes: Any) -> None:
+    length = min(row["length"] for row in rows)
     layers = sorted({row["layer"] for row in rows})
-    for color, name in zip(("tab:blue", "tab:orange", "tab:green"), attributes.ATTRIBUTES):
-        for form, style in (("none", "-"), ("paper", "--"), ("once", "-.")):
-            means = [mean_of(rows, f"{name}_accuracy", layer=layer, form=form) for layer in layers]
-            shown = {"none": "no noise", "paper": "paper", "once": "released once"}[form]
-            axes.plot(layers, means, style, color=color, marker="o", label=f"{name}, {shown}")
-        chance = [mean_of(rows, f"{name}_majority", layer=layer, form="none") for layer in layers]
-        axes.plot(layers, chance, ":", color=color)
-    title = "attribute inference; dotted: always the most frequent"
-    axes.set(xlabel="blocks before the perturbation", ylabel="attack accuracy", title=title, xticks=layers)
+    shared: dict[str, Any] = {"epsilon": 8.0, "step_distance": 2.0, "length": length}
+    for form, style, marker in (("paper", "-", "o"), ("sound", "--", "D")):
+        for color, name in zip(("tab:orange", "tab:green", "tab:red", "tab:blue"), MECHANISMS):
+            sizes = [64] if name in ("only autoencoder", "EW-FT") else []
+            means = [
+                mean_of(rows, "accuracy", layer=layer, form=form, mechanism=name, autoencoder=sizes, **shared)
+                for layer in layers
+            ]
+            if any(mean is not None for mean in means):
+                axes.plot(layers, means, style, color=color, marker=marker, label=f"{name}, {form}")
+    once = [
+        mean_of(rows, "accuracy", layer=layer, form="once", autoencoder=[64], bottom="public", **shared)
+        for layer in layers
+    ]
+    axes.plot(layers, once, "-.", color="black", marker="s", label="released once")
+    plain = mean_of(rows, "accuracy", form="none", length=length)
+    if plain is not None:
+        axes.axhline(plain, color="grey", label="without noise")
+    axes.set(xlabel="blocks before the noise", ylabel="accuracy", title="printed epsilon 8", xticks=layers)
     axes.legend(fontsize=7)
+
+
+def _plot_privacy(rows: list[dict[str, Any]], axes: Any) -> None:
+    attacked = [row for row in rows if row["attacked"]]
+    points: dict[tuple[str, float, str], list[dict[str, Any]]] = {}
+    for row in attacked:
+        if row["bottom"] != "pretrained" and row["length"] == min(r["length"] for r in attacked):
+            points.setdefault((row["form"], row["epsilon"], row["mechanism"]), []).append(row)
+    for color, name in zip(("tab:blue", "tab:orange", "tab:green"), attributes.ATTRIBUTES):
+        for form, marker in (("none", "s"), ("paper", "x"), ("sound", "o"), ("once", "^")):
+            found = [
+                (mean_of(of, f"{name}_EP"), mean_of(of, "accuracy"), of[0])
+                for key, of in points.items()
+                if key[0] == form
+            ]
+            axes.scatter(
+                [x for x, _, _ in found], [y for _, y, _ in found], marker=marker, color=color, label=f"{name}, {form}"
+            )
+    title = "attributes inferred from codes; printed epsilon 2 to 1000"
+    axes.set(xlabel="empirical privacy (1 - attack accuracy)", ylabel="accuracy", title=title)
+    axes.legend(fontsize=6, ncols=2)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -337,11 +405,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--public", type=Path, help="plain text for the autoencoders")
     parser.add_argument("--pii", type=Path, help="labelled spans, such as synth_dataset_v2.json")
     add_options(parser)
-    parser.add_argument("--step-time", action="store_true", help="only the time of a step")
+    parser.add_argument("--step-time", action="store_true", help="only the time of a step; into --json")
     options = parser.parse_args(arguments)
     quiet_libraries()
     if options.step_time:
-        print(step_time(options.model), flush=True)
+        found = step_time(options.model)
+        print(found, flush=True)
+        if options.json:
+            record.write(options.json, found)
         return
     if options.sst2 is None or options.public is None or options.pii is None:
         parser.error("the tables need --sst2, --public and --pii")

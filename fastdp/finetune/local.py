@@ -17,6 +17,7 @@ from fastdp.data import IGNORED, Collator, Examples
 from fastdp.finetune.config import ConfigError, FinetuneConfig
 from fastdp.finetune.methods import ReadPublic
 from fastdp.methods import ewft
+from fastdp.methods.blocks import find_blocks
 from fastdp.methods.sap import CTI
 
 STATEMENT, PERTURBATION, RELEASES = "statement.json", "perturbation.pt", "releases"
@@ -203,6 +204,8 @@ class Perturbed:
     Options: ``layer``, ``autoencoder`` (sizes, or none), ``noise`` (``release_once``, ``uniform``, ``dp_forward``,
     ``epoch_weighted`` or ``paper_epoch_weighted``), ``max_norm``, ``lengths``, and for the autoencoder ``public``, a file of
     public examples in the form of the training data, of which ``public_examples`` are used in ``public_passes`` passes.
+    ``rehearsal`` trains what lies below the noise on public examples first (`ewft.rehearse`): a mapping of ``public``, a
+    file of them, and if wanted ``examples``, ``passes`` and ``learning_rate``.
     """
 
     def __init__(
@@ -220,26 +223,38 @@ class Perturbed:
         public = options.pop("public", None)
         count, passes = options.pop("public_examples", _PUBLIC_EXAMPLES), options.pop("public_passes", _PASSES)
         sizes = options.pop("autoencoder", (64,))
-        if sizes is not None and public is None:
+        rehearsal = _rehearsal(options.pop("rehearsal", None), config)
+        if sizes is not None and public is None and rehearsal is None:
             raise ConfigError(
                 "ewft's autoencoder must learn from public text: name a file with public in method_options, or set "
                 "autoencoder: null"
             )
+        if public is not None and rehearsal is not None:
+            raise ConfigError("with rehearsal the autoencoder learns from its texts: leave public out beside it")
         # Every batch has the one length, so that none tells how long a text is.
         self.collator = Collator(int(tokenizer.pad_token_id or 0), config.max_length)
         schedule = _schedule(options.pop("noise", "release_once"), config, len(train))
+        layer = options.pop("layer", "embeddings")
+        autoencoder: Any = None if sizes is None else tuple(sizes)
+        if rehearsal is not None:
+            if autoencoder is not None:
+                autoencoder = ewft.StackedAutoencoder(find_blocks(model).hidden_size, autoencoder)
+            shared = {name: options[name] for name in ("max_norm", "lengths") if name in options}
+            batches = read_public(str(rehearsal.pop("public")), int(rehearsal.pop("examples", _ALL)), self.collator)
+            sequence: dict[str, Any] = {"layer": layer, "noise": schedule, "sequence_length": config.max_length}
+            ewft.rehearse(model, batches, **sequence, autoencoder=autoencoder, **shared, **rehearsal)
         self._ewft = fastdp.EWFT(
             model,
-            layer=options.pop("layer", "embeddings"),
+            layer=layer,
             noise=schedule,
             sequence_length=config.max_length,
             dataset_size=len(train),
-            autoencoder=None if sizes is None else tuple(sizes),
+            autoencoder=autoencoder,
             output_dir=Path(str(config.output)) / RELEASES,
             **options,
         )
         try:
-            if public is not None and sizes is not None:
+            if public is not None and self._ewft.autoencoder is not None:
                 batches = list(read_public(str(public), int(count), self.collator))
                 self._ewft.train_autoencoder([batch for _ in range(int(passes)) for batch in batches])
         except BaseException:
@@ -292,6 +307,19 @@ class Perturbed:
         if self.untouched() and path is not None and path.exists():
             path.unlink()
             path.parent.rmdir()
+
+
+def _rehearsal(options: Any, config: FinetuneConfig) -> dict[str, Any] | None:
+    if options is None:
+        return None
+    known = ("public", "examples", "passes", "learning_rate")
+    if not isinstance(options, Mapping) or "public" not in options or not set(options) <= set(known):
+        raise ConfigError(
+            f"rehearsal must be a mapping of public, a file, and of {', '.join(known[1:])}; not {options!r}"
+        )
+    if Path(str(options["public"])).resolve() == Path(str(config.train)).resolve():
+        raise ConfigError("public of rehearsal is the training data itself, which is private: name public texts")
+    return dict(options)
 
 
 def _schedule(kind: str, config: FinetuneConfig, size: int) -> ewft.NoiseSchedule:

@@ -13,3 +13,4 @@ from fastdp.methods.ewft.noise import paper_uniform as paper_uniform
 from fastdp.methods.ewft.noise import release_once as release_once
 from fastdp.methods.ewft.noise import shaped as shaped
 from fastdp.methods.ewft.noise import uniform as uniform
+from fastdp.methods.ewft.rehearsal import rehearse as rehearse

@@ -182,6 +182,8 @@ class EWFT:
             "unit": "one user's sequence",
             "adjacency": "replace_one",
             "noise_std_over_max_norm": list(self.noise.ratios),
+            "layer": self.layer,
+            "max_norm": self.max_norm,
             "unchecked_records": self.unchecked_records,
             "flaws": self.flaws(),
         }

@@ -302,6 +302,8 @@ SOUND = ewft.uniform(2, 8.0, DELTA)
         (SOUND, {"dataset_size": ROWS + 3}, "dataset_size"),
         (SOUND, {"bottom": "trained"}, "flaws"),
         (SOUND, {"unchecked_records": True}, "unchecked_records"),
+        (SOUND, {"layer": "output"}, "layer"),
+        (SOUND, {"max_norm": 2.5}, "max_norm"),
     ],
 )
 def test_a_ledger_goes_on_under_the_same_arguments_alone(tmp_path, begun, changed, named):
