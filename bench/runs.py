@@ -14,8 +14,19 @@ import yaml
 
 from . import record
 
-_PATHS = ("model", "train", "eval", "output")
-_STATED = ("guarantee", "epsilon", "sample_rate", "steps", "dataset_size")
+_PATHS = ("model", "train", "eval", "output", "public", "data")
+_STATED = ("guarantee", "bound", "displacement", "epsilon", "sample_rate", "steps", "dataset_size")
+
+
+def _without_folders(settings: dict[str, Any]) -> dict[str, Any]:
+    """Settings with the names of files in place of their paths, in mappings within them too."""
+    kept: dict[str, Any] = {}
+    for name, value in settings.items():
+        if isinstance(value, dict):
+            kept[name] = _without_folders(value)
+        else:
+            kept[name] = Path(value).name if name in _PATHS and value else value
+    return kept
 
 
 def gather(folder: Path) -> dict[str, Any]:
@@ -23,18 +34,17 @@ def gather(folder: Path) -> dict[str, Any]:
 
     Raises FileNotFoundError for a folder without one.
     """
-    settings = yaml.safe_load((folder / "config.yaml").read_text())
-    for name in _PATHS:
-        if settings.get(name):
-            settings[name] = Path(settings[name]).name
+    settings = _without_folders(yaml.safe_load((folder / "config.yaml").read_text()))
     figures = json.loads((folder / "result.json").read_text())
     figures.pop("output", None)
-    card = json.loads((folder / "card.json").read_text())
+    # SAP's guarantee is no epsilon, and stands in a statement.
+    card = folder / "card.json"
+    stated = json.loads((card if card.exists() else folder / "statement.json").read_text())
     return {
         "run": folder.name,
         "settings": settings,
         "figures": figures,
-        "card": {name: card[name] for name in _STATED},
+        "card": {name: stated[name] for name in _STATED if name in stated},
     }
 
 

@@ -36,8 +36,9 @@ def step_command(
     rows: list[dict[str, Any]] = []
     for name in groups.get(case, [case]):
         with console.status(f"{name} ..."):
-            rows += bench.measure(name, steps)
-        _print(f"{name}", rows[-len(bench.IMPLEMENTATIONS) :])
+            found = bench.measure(name, steps)
+        _print(name, found)
+        rows += found
         _write(json, rows)
 
 
