@@ -1,6 +1,8 @@
 """The audit catches mechanisms that are broken on purpose, and passes the correct one.
 
 Every audit of this file is made at confidence 1 - 1e-5: that is how often a correct mechanism may be called broken.
+Noise at a tenth is missed by one audit in a hundred or so (by losses 5 of 140): it is looked for up to four times, which
+misses about twice in a million.
 """
 
 from __future__ import annotations
@@ -98,13 +100,13 @@ def noise_at_a_tenth(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("noise_at_a_tenth")
 @pytest.mark.parametrize("options", [{"batch_size": 7}, {"sampling": "shuffled", "batch_size": 4}])
 def test_noise_at_a_tenth_is_caught(options: dict[str, Any]) -> None:
-    assert gradients(**options).refuted
+    assert any(gradients(**options).refuted for _ in range(4))
 
 
 @pytest.mark.usefixtures("noise_at_a_tenth")
 @pytest.mark.parametrize("score", ["gradient", "loss"])
 def test_noise_at_a_tenth_is_caught_by_examples(score: str) -> None:
-    assert examples(score).refuted
+    assert any(examples(score).refuted for _ in range(4))
 
 
 def test_noise_that_is_reused_in_every_step_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
