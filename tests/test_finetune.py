@@ -17,6 +17,7 @@ from fastdp import accounting
 from fastdp.data import Collator, causal_examples
 from fastdp.finetune import ConfigError, FinetuneConfig, Reporter, finetune, load_config
 from fastdp.finetune.evaluation import evaluate
+from fastdp.methods import ewft
 from fastdp.quickstart.corpus import private_records
 
 
@@ -191,7 +192,7 @@ def test_a_perturbed_forward_pass(config, files, tmp_path, noise):
     assert (tmp_path / "run" / "perturbation.pt").exists()
 
 
-def test_layers_below_the_noise_learn_from_public_text_alone(config, files, tmp_path):
+def test_layers_below_the_noise_learn_from_public_text_alone(config, files, tmp_path, monkeypatch):
     options = {
         "layer": 1,
         "autoencoder": [8],
@@ -212,6 +213,10 @@ def test_layers_below_the_noise_learn_from_public_text_alone(config, files, tmp_
     again = {**options, "rehearsal": {"public": "x.tsv", "rate": 1}}
     with pytest.raises(ConfigError, match="rehearsal must be a mapping of public"):
         finetune(with_settings(settings, method_options=again, output=str(tmp_path / "other")))
+    monkeypatch.setattr(ewft, "rehearse", lambda *args, **kwargs: pytest.fail("rehearsed before it refused"))
+    for fault in ({"bottom": "x"}, {"layer": 9}, {"sequence_length": 8}, {"max_norm": -1.0}, {"unknown": 1}):
+        with pytest.raises(ConfigError, match=str(next(iter(fault)))):
+            finetune(with_settings(settings, method_options=options | fault, output=str(tmp_path / "other")))
 
 
 def test_text_is_privatized_before_training(config, files, tmp_path, monkeypatch):

@@ -22,6 +22,7 @@ from fastdp.methods.sap import CTI
 
 STATEMENT, PERTURBATION, RELEASES = "statement.json", "perturbation.pt", "releases"
 _PRIVATIZER = ("eta", "mechanism", "special", "unknown", "duplicates", "cti")
+_REHEARSED = ("layer", "noise", "sequence_length", "autoencoder", "max_norm", "lengths")
 _ALL = 1 << 53
 _PUBLIC_EXAMPLES = 512
 _PASSES = 3
@@ -234,18 +235,11 @@ class Perturbed:
         # Every batch has the one length, so that none tells how long a text is.
         self.collator = Collator(int(tokenizer.pad_token_id or 0), config.max_length)
         schedule = _schedule(options.pop("noise", "release_once"), config, len(train))
-        layer = options.pop("layer", "embeddings")
         autoencoder: Any = None if sizes is None else tuple(sizes)
-        if rehearsal is not None:
-            if autoencoder is not None:
-                autoencoder = ewft.StackedAutoencoder(find_blocks(model).hidden_size, autoencoder)
-            shared = {name: options[name] for name in ("max_norm", "lengths") if name in options}
-            batches = read_public(str(rehearsal.pop("public")), int(rehearsal.pop("examples", _ALL)), self.collator)
-            sequence: dict[str, Any] = {"layer": layer, "noise": schedule, "sequence_length": config.max_length}
-            ewft.rehearse(model, batches, **sequence, autoencoder=autoencoder, **shared, **rehearsal)
-        self._ewft = fastdp.EWFT(
-            model,
-            layer=layer,
+        if rehearsal is not None and autoencoder is not None:
+            autoencoder = ewft.StackedAutoencoder(find_blocks(model).hidden_size, autoencoder)
+        arguments: dict[str, Any] = dict(
+            layer=options.pop("layer", "embeddings"),
             noise=schedule,
             sequence_length=config.max_length,
             dataset_size=len(train),
@@ -253,6 +247,12 @@ class Perturbed:
             output_dir=Path(str(config.output)) / RELEASES,
             **options,
         )
+        if rehearsal is not None:
+            _refuse_before_rehearsal(model, arguments)
+            shared = {name: value for name, value in arguments.items() if name in _REHEARSED}
+            batches = read_public(str(rehearsal.pop("public")), int(rehearsal.pop("examples", _ALL)), self.collator)
+            ewft.rehearse(model, batches, **shared, **rehearsal)
+        self._ewft = fastdp.EWFT(model, **arguments)
         try:
             if public is not None and self._ewft.autoencoder is not None:
                 batches = list(read_public(str(public), int(count), self.collator))
@@ -307,6 +307,15 @@ class Perturbed:
         if self.untouched() and path is not None and path.exists():
             path.unlink()
             path.parent.rmdir()
+
+
+def _refuse_before_rehearsal(model: nn.Module, arguments: dict[str, Any]) -> None:
+    """Raise now what `fastdp.EWFT` would raise after minutes of rehearsal."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    fastdp.EWFT(model, **arguments | {"output_dir": None}).remove()
+    # It froze the layers that are to rehearse.
+    for parameter in trained:
+        parameter.requires_grad_()
 
 
 def _rehearsal(options: Any, config: FinetuneConfig) -> dict[str, Any] | None:
