@@ -151,7 +151,7 @@ class RuleDetector:
         if unicodedata.is_normalized("NFC", text):
             return self._spans_of(text)
         composed, places = _composed(text)
-        return [Span(s.entity, places[s.start], places[s.end], s.score) for s in self._spans_of(composed)]
+        return [Span(s.entity, places[s.start][0], places[s.end - 1][1], s.score) for s in self._spans_of(composed)]
 
     def _spans_of(self, composed: str) -> list[Span]:
         return [span for entity in self.entities for span in self._find(entity, composed)]
@@ -204,15 +204,28 @@ class RuleDetector:
                     yield Span("PERSON", words[since].start(), words[to].end(), 1.0)
 
 
-def _composed(text: str) -> tuple[str, list[int]]:
-    """The text with letters and their accents in one character each, and where each of its characters (and the end) was."""
-    starts = [i for i, letter in enumerate(text) if i == 0 or not unicodedata.combining(letter)]
-    pieces, places = [], []
-    for start, end in zip(starts, [*starts[1:], len(text)]):
-        piece = unicodedata.normalize("NFC", text[start:end])
-        pieces.append(piece)
-        places += [start] * len(piece)
-    return "".join(pieces), [*places, len(text)]
+def _composed(text: str) -> tuple[str, list[tuple[int, int]]]:
+    """The text with each letter and its accents in one character where there is one, and where each came from, start to end."""
+    pieces: list[str] = []
+    for letter in text:
+        # Besides accents, the parts of a Korean syllable compose, and these are letters by themselves.
+        if pieces and (unicodedata.combining(letter) or not _apart(pieces[-1], letter)):
+            pieces[-1] += letter
+        else:
+            pieces.append(letter)
+    composed, places, start = [], [], 0
+    for piece in pieces:
+        composed.append(unicodedata.normalize("NFC", piece))
+        places += [(start, start + len(piece))] * len(composed[-1])
+        start += len(piece)
+    return "".join(composed), places
+
+
+def _apart(piece: str, letter: str) -> bool:
+    def nfc(text: str) -> str:
+        return unicodedata.normalize("NFC", text)
+
+    return nfc(piece + letter) == nfc(piece) + nfc(letter)
 
 
 def _parts(name: str) -> tuple[str, ...]:
