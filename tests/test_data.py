@@ -104,7 +104,7 @@ def test_missing_column_and_value(tmp_path):
         table.column("other", "text_column")
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(rows=st.lists(st.dictionaries(st.sampled_from("ab"), st.text(max_size=8), min_size=2), min_size=1, max_size=5))
 def test_jsonl_gives_back_any_text(tmp_path_factory, rows):
     path = write(tmp_path_factory.mktemp("any"), "a.jsonl", "\n".join(map(json.dumps, rows)))
@@ -126,7 +126,7 @@ def test_plain_text_is_learned_whole(tokenizer):
     assert example["input_ids"][-1] == tokenizer.eos_token_id
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     prompt=st.text(alphabet="abc ", max_size=60),
     target=st.text(alphabet="xyz ", max_size=60),

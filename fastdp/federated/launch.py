@@ -66,9 +66,8 @@ class Federation:
 
     def __post_init__(self) -> None:
         self.folder = Path(self.folder).resolve()
-        self.port = free_port()
+        self.port, *self._ray_ports = free_ports(4)
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
-        self._ray_port = free_port()
         self._ray_folder: Path | None = None
 
     def __enter__(self) -> Federation:
@@ -118,8 +117,9 @@ class Federation:
     def _start_ray(self) -> None:
         """Ray's head node for one client at a time."""
         self._ray_folder = Path(tempfile.mkdtemp(prefix="fastdp-ray-"))
+        port, client_port, agent_port = self._ray_ports
         options = {
-            "port": self._ray_port, "ray-client-server-port": free_port(), "dashboard-agent-listen-port": free_port(),
+            "port": port, "ray-client-server-port": client_port, "dashboard-agent-listen-port": agent_port,
             "node-ip-address": "127.0.0.1", "num-cpus": 1, "object-store-memory": 1 << 28, "include-dashboard": "false",
             "temp-dir": self._ray_folder,
         }  # fmt: skip
@@ -153,7 +153,7 @@ class Federation:
         values = " ".join(f"{key}={json.dumps(value)}" for key, value in node_config.items())
         arguments = ["--superlink", self.address, "--root-certificates", str(self.certificate)]
         arguments += ["--auth-supernode-private-key", str(private_key), "--node-config", values]
-        return self._spawn(name, "flower-supernode", [*arguments, "--port", str(free_port())])
+        return self._spawn(name, "flower-supernode", [*arguments, "--port", str(free_ports(1)[0])])
 
     def run(self, app: Path, settings: Mapping[str, Any], clients: int | None = None, timeout: float = 3600) -> str:
         """``flwr run`` with these settings, to its end; returns its log.
@@ -222,7 +222,7 @@ class Federation:
         path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
         found = {**os.environ, **_OFF, **self.environment, "PATH": path, "FLWR_HOME": str(self.folder / "home")}
         if self.simulation:
-            found |= {**_PATIENT, "RAY_ADDRESS": f"127.0.0.1:{self._ray_port}"}
+            found |= {**_PATIENT, "RAY_ADDRESS": f"127.0.0.1:{self._ray_ports[0]}"}
         return found
 
     def _wait_until_healthy(self) -> None:
@@ -241,11 +241,13 @@ class Federation:
         raise RuntimeError(f"the SuperLink did not start within {self.start_seconds:g} s:\n{log[-2000:]}")
 
 
-def free_port() -> int:
-    """A TCP port of this machine that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def free_ports(count: int) -> list[int]:
+    """Different TCP ports of this machine that nobody listens on."""
+    with contextlib.ExitStack() as held:
+        probes = [held.enter_context(socket.socket()) for _ in range(count)]
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [int(probe.getsockname()[1]) for probe in probes]
 
 
 def make_certificates(folder: Path, host: str = "localhost", address: str = "127.0.0.1", days: int = 30) -> None:

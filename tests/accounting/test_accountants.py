@@ -179,7 +179,7 @@ _steps = st.integers(min_value=1, max_value=300)
 
 
 @given(_rates, _multipliers, _steps, st.sampled_from(["add_remove", "replace_one"]))
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 def test_epsilon_is_monotone(rate, multiplier, steps, adjacency):
     """In steps, in the rate, and against the noise; the slack is the pessimism of the grids."""
 
@@ -195,7 +195,7 @@ def test_epsilon_is_monotone(rate, multiplier, steps, adjacency):
 
 
 @given(_rates, _multipliers, _steps)
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=6)
 def test_pld_is_not_above_rdp_nor_above_no_sampling(rate, multiplier, steps):
     event = accounting.dpsgd(multiplier, rate, steps)
     certified = accounting.epsilon(event, 1e-5)
@@ -204,7 +204,7 @@ def test_pld_is_not_above_rdp_nor_above_no_sampling(rate, multiplier, steps):
 
 
 @given(st.floats(min_value=0.05, max_value=20.0), st.sampled_from([1e-3, 1e-5, 1e-9]))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_the_closed_form_meets_its_delta(mu, delta):
     found = pld.gaussian_epsilon(mu, delta)
     assert pld.gaussian_delta(mu, found) <= delta

@@ -31,7 +31,7 @@ def test_sst2_run_is_certified_and_close(epsilon):
     st.sampled_from(["add_remove", "replace_one"]),
     st.sampled_from(["poisson", "shuffled"]),
 )
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 def test_result_is_certified(epsilon, rate, steps, adjacency, sampling):
     def event(multiplier):
         return accounting.dpsgd(multiplier, rate, steps, sampling, 25)
@@ -97,7 +97,7 @@ def test_large_delta_warns():
 @given(
     st.floats(min_value=-2, max_value=4), st.floats(min_value=0.4, max_value=4), st.floats(min_value=-3, max_value=5)
 )
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_search_ends_on_the_safe_side(log_scale, power, log_start):
     """A power law with a pole, from any start."""
 

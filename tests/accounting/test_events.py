@@ -132,7 +132,7 @@ def test_a_sample_of_a_sample_is_refused():
 
 
 @given(_events)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_serialisation_round_trip(event):
     document = accounting.serialise(event)
     text = canonical(document)

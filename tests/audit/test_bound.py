@@ -17,7 +17,7 @@ from fastdp import audit
 FALSE_ALARM = 1e-6
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(data=st.data(), m=st.integers(1, 30), epsilon=st.floats(0, 6), delta=st.floats(0, 1))
 def test_it_is_the_formula_of_theorem_3_1(data: st.DataObject, m: int, epsilon: float, delta: float) -> None:
     r = data.draw(st.integers(0, m))
@@ -30,7 +30,7 @@ def test_it_is_the_formula_of_theorem_3_1(data: st.DataObject, m: int, epsilon: 
     )
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(data=st.data(), r=st.integers(1, 150), delta=st.sampled_from([0.0, 1e-9, 1e-5, 1e-3]))
 def test_the_lower_bound_is_where_the_p_value_crosses_and_grows_with_what_was_right(
     data: st.DataObject, r: int, delta: float

@@ -16,7 +16,7 @@ from tests.audit.conftest import DECOYS, PLANTED, sentences
 scores = st.lists(st.integers(-4, 4), min_size=1, max_size=12).map(lambda values: torch.tensor(values).float())
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(members=scores, others=scores)
 def test_auc_is_the_probability_that_a_member_scores_higher(members: torch.Tensor, others: torch.Tensor) -> None:
     pairs = members.unsqueeze(1) - others

@@ -45,7 +45,7 @@ def test_poisson_sampling_at_rate_one_takes_everybody() -> None:
 
 
 @given(units=st.integers(1, 40), batch_size=st.integers(1, 40))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_shuffled_batches_cover_every_unit_once_an_epoch(units: int, batch_size: int) -> None:
     batch_size = min(batch_size, units)
     sampler = ShuffledSampler(units, batch_size, fastdp.NoiseStream())
@@ -83,7 +83,7 @@ logical_batches = st.lists(st.lists(st.integers(0, 19), unique=True, max_size=12
 
 
 @given(batches=logical_batches, physical=st.integers(1, 13))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_micro_batches_hold_each_logical_batch_whole_and_in_order(batches: list[list[int]], physical: int) -> None:
     private = _loader(list(range(20)), Script(batches), len(batches), physical)
     pieces = list(zip(private, _following(private.tickets)))
@@ -109,7 +109,7 @@ class Lengthy(list):
     physical=st.integers(5, 9),
     data=st.data(),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_examples_of_like_lengths_share_micro_batches(
     lengths: list[int], owners: int, physical: int, data: st.DataObject
 ) -> None:
@@ -147,7 +147,7 @@ def _following(tickets: deque[Ticket]) -> Any:
     most=st.integers(1, 4),
     extra=st.integers(0, 5),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_a_user_s_examples_stay_together_and_are_bounded(owners: list[int], most: int, extra: int) -> None:
     units = Units(len(owners), owners, most)
     counts = Counter(owners)

@@ -42,7 +42,7 @@ def test_weighted_by_examples():
     torch.testing.assert_close(aggregator.mean()["a.down"], torch.full((3, 2), 2.0))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.lists(st.floats(-9, 9, width=32), min_size=1, max_size=9), st.booleans())
 def test_order_does_not_matter_and_means_are_bounded(values, weighted):
     def mean(order):

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from fastdp.federated import partition
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.integers(0, 200),
     st.integers(1, 20),

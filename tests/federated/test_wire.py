@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from fastdp.federated import Layout
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     st.lists(
         st.tuples(st.lists(st.integers(0, 4), max_size=3), st.sampled_from([torch.float32, torch.bfloat16])), max_size=5

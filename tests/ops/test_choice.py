@@ -264,7 +264,7 @@ def test_strides_dtypes_and_empty():
 bounds = st.tuples(st.integers(2, 30), st.integers(1, 6), st.integers(0, 2**31))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(size=bounds, eta=st.floats(0.01, 50), tilt=st.booleans())
 def test_half_eta_is_metric_private(size, eta, tilt):
     v, d, seed = size
@@ -275,7 +275,7 @@ def test_half_eta_is_metric_private(size, eta, tilt):
     assert ((laws[:, None] - laws[None]).amax(2) <= eta * distance + 1e-9).all()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(size=bounds, epsilon=st.floats(0.01, 20), radius=st.floats(0.1, 10))
 def test_capped_is_locally_private(size, epsilon, radius):
     v, d, seed = size
@@ -284,7 +284,7 @@ def test_capped_is_locally_private(size, epsilon, radius):
     assert float((laws[:, None] - laws[None]).max()) <= epsilon + 1e-9
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(size=bounds, eta=st.floats(0.1, 20))
 def test_candidate_scales_cost_their_largest(size, eta):
     v, d, seed = size
@@ -295,7 +295,7 @@ def test_candidate_scales_cost_their_largest(size, eta):
     assert ((laws[:, None] - laws[None]).amax(2) <= float(slopes.max()) * distance + 1e-9).all()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     size=st.tuples(st.integers(1, 70), st.integers(1, 40), st.integers(0, 2**31)),
     magnitude=st.integers(-30, 30),

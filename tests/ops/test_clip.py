@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fastdp.ops import NoiseStream, clip_noise
@@ -89,7 +89,6 @@ def test_gradient_against_finite_differences(shape):
         assert float((grad * d).sum()) == pytest.approx(float(slope), rel=1e-5, abs=1e-4)
 
 
-@settings(deadline=None)
 @given(
     rows=st.integers(1, 40),
     length=st.integers(1, 90),

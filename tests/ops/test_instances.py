@@ -61,7 +61,7 @@ def test_every_shape_and_dtype(units, shape, dtype):
     assert_close(got, torch.where(mask, one, other), torch.where(mask, bound, other_bound))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     units=st.integers(1, 6), size=st.integers(1, 20_000), zero=st.sets(st.integers(0, 5)), seed=st.integers(0, 2**31)
 )

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
@@ -103,7 +103,6 @@ def test_radius_is_accurate_near_zero():
 
 
 @pytest.mark.parametrize("isa", PATHS)
-@settings(deadline=None)
 @given(st.lists(st.integers(1, 5000), min_size=1, max_size=6), st.booleans())
 def test_noise_does_not_depend_on_how_it_is_cut(isa, pieces, folded):
     whole = native_normals(position(), sum(pieces), isa, folded=folded)
@@ -160,7 +159,6 @@ def test_add_noise_on_odd_shapes(shape, dtype, secure):
     assert ((y.double() - truth).abs() <= bound).all()
 
 
-@settings(deadline=None)
 @given(
     shape=st.lists(st.integers(1, 9), min_size=2, max_size=4),
     seed=st.integers(0, 99),

@@ -103,7 +103,7 @@ def test_exact_where_rounding_hurts(name):
 
 
 @pytest.mark.usefixtures("_first_pass")
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     n=st.integers(0, 9),
     v=st.integers(1, 200),

@@ -192,7 +192,7 @@ def test_a_weight_of_zero_keeps_nan_out_of_its_part_only():
     assert bool((got[mask] == 10).all())
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     lengths=st.lists(st.integers(0, 40), max_size=5),
     m=st.integers(1, 100),

@@ -24,7 +24,7 @@ def filled(folder, blocks, dtype=torch.float32):
     st.booleans(),
     st.randoms(use_true_random=False),
 )
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_examples_come_back_as_they_were(tmp_path_factory, blocks, dtype, left, random):
     folder = tmp_path_factory.mktemp("store")
     store, examples = filled(folder, blocks, dtype)

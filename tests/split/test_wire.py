@@ -38,7 +38,7 @@ def joined(chunks, most=1 << 30):
 
 
 @given(st.integers(1, 40), st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_a_message_arrives_as_it_was_sent(rows, dtype):
     sent = message(rows, dtype)
     found = joined(sent)
@@ -67,7 +67,7 @@ def test_large_messages_travel_in_chunks_of_a_mebibyte(tmp_path):
 
 
 @given(st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_chunks_cut_lost_doubled_or_added_are_refused(data):
     chunks = list(message(120_000))
     kind = data.draw(st.sampled_from(["cut", "lose", "double", "add", "none"]))

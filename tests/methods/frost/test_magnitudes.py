@@ -169,7 +169,7 @@ def _neighbours(
 
 
 @pytest.mark.parametrize(("kind", "order"), KINDS)
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(seed=st.integers(0, 2**32 - 1), others=st.integers(0, 2), scale=st.sampled_from([1e-2, 1.0, 1e2]))
 def test_one_example_moves_the_magnitudes_by_no_more_than_stated(
     kind: str, order: int, seed: int, others: int, scale: float

@@ -66,7 +66,7 @@ def test_an_early_choice_stands_out_by_the_gap() -> None:
     assert shy.iteration[5] == 3
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     sizes=st.lists(st.integers(1, 1000), min_size=2, max_size=12),
     steps=st.integers(1, 5),

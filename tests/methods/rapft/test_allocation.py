@@ -101,7 +101,7 @@ def policy_of(kind: str, masks: dict[str, torch.Tensor], bounds: tuple[float, fl
 
 
 @pytest.mark.parametrize("kind", allocation.ALLOCATIONS)
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(
     seed=st.integers(0, 10**6),
     ratio=st.floats(0.1, 0.95),

@@ -34,7 +34,7 @@ def test_top_k():
     assert torch.allclose(found.sum(-1), probabilities.topk(3).values.sum(-1))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(seed=st.integers(0, 10**6), p=st.floats(0.05, 1.0), spread=st.floats(0.01, 8))
 def test_top_p_keeps_the_fewest_likeliest_that_reach_p(seed, p, spread):
     """With logits spread little, more than the first few tokens are needed, and the whole vocabulary is sorted."""
@@ -48,7 +48,7 @@ def test_top_p_keeps_the_fewest_likeliest_that_reach_p(seed, p, spread):
         assert float(ordered[: size - 1].sum()) < p + 1e-5
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(seed=st.integers(0, 10**6), beams=st.integers(1, 5))
 def test_beam_keeps_the_tokens_of_the_likeliest_paths(seed, beams):
     logits = random_logits(seed, rows=1, length=3, words=6, spread=1.0)

@@ -16,7 +16,7 @@ from fastdp.methods.rapft.rules import Audit, Context, RelevanceMode, stabilised
 
 ROWS = 3
 SEEDS = st.integers(0, 10**6)
-FEW = settings(max_examples=25, deadline=None)
+FEW = settings(max_examples=25)
 
 
 class Messages:

@@ -28,7 +28,7 @@ def instance(seed, form, spread=1.0, tokens=9, width=3, classes=2):
     st.floats(0.05, 5),
     st.sampled_from([None, 0, 1]),
 )
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_sound_forms_keep_their_bound(seed, form, eta, spread, label):
     """max over outcomes of |ln Pr[w | x] - ln Pr[w | x']| <= bound(x, x'), for all pairs."""
     table, cti = instance(seed, form or "prior", spread)

@@ -29,7 +29,7 @@ def test_known_figures():
         )
     )
 )
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_importance_is_the_mean_log_ratio(rows):
     counts = torch.tensor(rows)
     found = sap.utility_importance(counts, 0.5)

@@ -54,7 +54,7 @@ def distinct(table):
     return not bool((table == table[0]).all())
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(tables, st.floats(0.05, 20), st.floats(0.05, 5), st.integers(0, 2**7 - 1))
 def test_local_form_is_epsilon_local(rows, epsilon, radius, allowed):
     """For every pair of tokens and every outcome the log ratio is at most epsilon, and the supports are equal."""
@@ -69,7 +69,7 @@ def test_local_form_is_epsilon_local(rows, epsilon, radius, allowed):
     assert float(spread.max()) <= epsilon + 1e-9
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(tables, st.floats(0.05, 20))
 def test_metric_form_is_epsilon_times_distance(rows, epsilon):
     table = torch.tensor(rows)
@@ -82,7 +82,7 @@ def test_metric_form_is_epsilon_times_distance(rows, epsilon):
     assert (ratios <= epsilon * distances + 1e-7).all()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(tables.filter(lambda rows: len(rows) >= 4), st.floats(0.05, 20), st.floats(0.05, 5))
 def test_partition_is_epsilon_local_within_cells(rows, epsilon, radius):
     """Within a cell as the local form; nothing of another cell can be drawn."""
@@ -100,7 +100,7 @@ def test_partition_is_epsilon_local_within_cells(rows, epsilon, radius):
 
 @pytest.mark.parametrize("form", ["local", "metric", "partition", "paper"])
 def test_draws_follow_the_law(form):
-    """Chi-square of 40,000 draws of each of three tokens; false alarms: 3 in 10^6 for each form."""
+    """Chi-square of 40,000 draws of each of three tokens; false alarms: 3 in 10^8 for each form."""
     table = torch.tensor([[0.0, 0.0], [1.0, 0.0], [0.5, 1.0], [2.0, 1.0], [0.0, 1.5], [2.5, 0.0], [1.0, 1.0]])
     candidates = torch.tensor([True] * 6 + [False])
     cells = torch.tensor([0, 0, 0, 1, 1, 1, 0])
@@ -113,7 +113,7 @@ def test_draws_follow_the_law(form):
         counts = torch.bincount(drawn[ids == token], minlength=len(table)).numpy()
         possible = law > 0
         assert counts[~possible].sum() == 0
-        assert chisquare(counts[possible], 40_000 * law[possible] / law.sum()).pvalue > 1e-6
+        assert chisquare(counts[possible], 40_000 * law[possible] / law.sum()).pvalue > 1e-8
 
 
 def test_the_paper_form_draws_its_law_where_draws_from_the_whole_vocabulary_seldom_fall_within_the_radius():
