@@ -207,12 +207,13 @@ def test_release_once_is_reused_in_every_epoch():
         part = {key: value[rows] for key, value in inputs.items()}
         return seen_after(private, 1, lambda: model(**part, example_ids=torch.tensor(ids)))
 
+    # The codes are the same, but the decoder's products round differently with the number of rows on some processors.
     first = epoch([0, 1, 2], [0, 1, 2])
-    assert torch.equal(epoch([2, 0], [2, 0]), first[[2, 0]])
+    torch.testing.assert_close(epoch([2, 0], [2, 0]), first[[2, 0]])
     rest = epoch([3, 1], [3, 1])
-    assert torch.equal(rest[1], first[1])
+    torch.testing.assert_close(rest[1], first[1])
     private.set_epoch(2)
-    assert torch.equal(epoch([0, 1, 2, 3], [0, 1, 2, 3]), torch.cat([first, rest[:1]]))
+    torch.testing.assert_close(epoch([0, 1, 2, 3], [0, 1, 2, 3]), torch.cat([first, rest[:1]]))
     assert private.ledger.spent_steps == 1
     assert private.epsilon() == pytest.approx(8.0, rel=1e-4)
 
