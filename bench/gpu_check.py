@@ -25,7 +25,7 @@ from fastdp.ops.noise import standard_normals
 from fastdp.ops.private_snap import dchi_noise
 from fastdp.ops.table import OPS
 
-NORMS = 1e-5  # of DESIGN section 8
+NORMS = 1e-5  # what docs/kernels.md promises
 #: Of a float32 normal relative to its radius: its roundings, the polynomials and the device's square root.
 NORMALS = 8 * 2.0**-24 + 6e-8
 ROUNDING = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}

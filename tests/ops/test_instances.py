@@ -14,7 +14,7 @@ from fastdp.ops.table import OPS
 
 from .uses import DTYPES, relative_error
 
-BOUND = 1e-5  # of DESIGN section 8
+BOUND = 1e-5  # what docs/kernels.md promises
 SHAPES = ((1,), (63,), (64,), (768,), (7, 13), (3, 5, 11), (9001,), (0,))
 
 

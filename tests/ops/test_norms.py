@@ -15,7 +15,7 @@ from fastdp.ops.table import OPS
 
 from .uses import DTYPES, RAGGED, factor, gradients, offsets_of, relative_error
 
-BOUND = 1e-5  # of DESIGN section 8: factors of 16 bits are widened exactly, so it holds for every dtype
+BOUND = 1e-5  # what docs/kernels.md promises: factors of 16 bits are widened exactly, so it holds for every dtype
 SHAPES = ((1, 1), (7, 1), (1, 129), (257, 123), (64, 64), (96, 65), (5, 1100))
 LAYOUTS = ("plain", "rows", "transposed", "strided")
 ROUTES = ("auto", "gram", "direct")

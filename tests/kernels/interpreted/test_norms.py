@@ -8,7 +8,7 @@ import fastdp.ops.cuda
 from fastdp.ops.table import OPS
 from tests.ops.uses import DTYPES, RAGGED, factor, gradients, offsets_of, relative_error
 
-BOUND = 1e-5  # of DESIGN section 8; 16-bit factors are widened exactly, so it holds for every dtype
+BOUND = 1e-5  # what docs/kernels.md promises; 16-bit factors are widened exactly, so it holds for every dtype
 SHAPES = ((1, 1), (7, 129), (257, 123))
 
 
