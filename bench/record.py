@@ -59,11 +59,12 @@ def _processor() -> str:
 
 
 def _commit() -> str | None:
-    """The source's commit, with a mark if the tree differs from it; None outside a checkout."""
+    """The source's commit, with a mark if the tree differs from it but in results; None outside a checkout."""
     root = Path(__file__).resolve().parent
     try:
         head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True, check=True)
-        changed = subprocess.run(["git", "status", "--porcelain", "-uno"], cwd=root, capture_output=True, text=True)
+        status = ["git", "status", "--porcelain", "-uno", "--", ":/", ":!results"]
+        changed = subprocess.run(status, cwd=root, capture_output=True, text=True)
     except (OSError, subprocess.CalledProcessError):
         return None
     return head.stdout.strip() + ("+changes" if changed.stdout.strip() else "")

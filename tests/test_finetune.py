@@ -201,7 +201,19 @@ def test_layers_below_the_noise_learn_from_public_text_alone(config, files, tmp_
     table = (files / "labels.tsv").read_text().splitlines()
     (files / "eval_labels.tsv").write_text("\n".join(table) + "\n")
     settings = classify(config, files, method="ewft", method_options=options, epochs=1)
+    learned = []
+
+    def rehearse(model, *args, **kwargs):
+        below = next(p for name, p in model.named_parameters() if ".h.0." in name and "lora_B" in name)
+        before = below.detach().clone()
+        losses = rehearsed(model, *args, **kwargs)
+        learned.append(not torch.equal(below, before))
+        return losses
+
+    rehearsed = ewft.rehearse
+    monkeypatch.setattr(ewft, "rehearse", rehearse)
     result = finetune(settings)
+    assert learned == [True]
     assert 7.9 < result.epsilon <= 8
     card = json.loads((tmp_path / "run" / "card.json").read_text())
     assert card["guarantee"] != "none"

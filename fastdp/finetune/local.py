@@ -22,6 +22,7 @@ from fastdp.methods.sap import CTI
 
 STATEMENT, PERTURBATION, RELEASES = "statement.json", "perturbation.pt", "releases"
 _PRIVATIZER = ("eta", "mechanism", "special", "unknown", "duplicates", "cti")
+_FOLLOWS = ("sequence_length", "dataset_size", "output_dir", "resume")
 _REHEARSED = ("layer", "noise", "sequence_length", "autoencoder", "max_norm", "lengths")
 _ALL = 1 << 53
 _PUBLIC_EXAMPLES = 512
@@ -221,6 +222,11 @@ class Perturbed:
     ) -> None:
         if config.epochs != int(config.epochs):
             raise ConfigError("epochs must be a whole number for ewft: its noise belongs to whole passes over the data")
+        follows = [name for name in _FOLLOWS if name in options]
+        if follows:
+            raise ConfigError(
+                f"{follows[0]} of ewft follows from the run's own settings: leave it out of method_options"
+            )
         public = options.pop("public", None)
         count, passes = options.pop("public_examples", _PUBLIC_EXAMPLES), options.pop("public_passes", _PASSES)
         sizes = options.pop("autoencoder", (64,))
@@ -310,7 +316,7 @@ class Perturbed:
 
 
 def _refuse_before_rehearsal(model: nn.Module, arguments: dict[str, Any]) -> None:
-    """Raise now what `fastdp.EWFT` would raise after minutes of rehearsal."""
+    """Raise now what `fastdp.EWFT` would raise of its arguments after minutes of rehearsal."""
     trained = [p for p in model.parameters() if p.requires_grad]
     fastdp.EWFT(model, **arguments | {"output_dir": None}).remove()
     # It froze the layers that are to rehearse.

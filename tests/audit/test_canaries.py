@@ -1,8 +1,8 @@
 """The audit catches mechanisms that are broken on purpose, and passes the correct one.
 
 Every audit of this file is made at confidence 1 - 1e-5: that is how often a correct mechanism may be called broken.
-Noise at a tenth is missed by one audit in a hundred or so (by losses 5 of 140): it is looked for up to four times, which
-misses about twice in a million.
+Noise at a tenth is missed by an audit in a hundred or fewer, by losses in 5 of 140: it is looked for up to four times, which
+misses about twice in a million. Noise that is somewhat weaker is missed more seldom still, and looked for twice.
 """
 
 from __future__ import annotations

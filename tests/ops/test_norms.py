@@ -146,9 +146,8 @@ def test_sum_of_two_uses_is_the_norm_of_their_sum():
 @settings(max_examples=40)
 @given(
     lengths=st.lists(st.integers(0, 70), max_size=6),
-    # A gradient of one or two entries may happen to be nearly nothing, and then no relative error is small.
-    m=st.integers(4, 140),
-    n=st.integers(4, 140),
+    m=st.integers(1, 140),
+    n=st.integers(1, 140),
     route=st.sampled_from(ROUTES),
     seed=st.integers(0, 2**31),
 )
@@ -161,8 +160,13 @@ def test_any_units_and_sizes(lengths, m, n, route, seed):
     assert got.shape == absolute.shape == (len(lengths),)
     if lengths:
         truth = gradients(left, right, offsets)
-        assert relative_error(got, truth.square().sum((1, 2))) <= BOUND
-        assert relative_error(absolute, truth.abs().sum((1, 2))) <= BOUND
+        terms = gradients(left.abs(), right.abs(), offsets)
+        # A gradient of few entries may nearly vanish: an error is then measured against what cancelled in it.
+        share = 0.1 if m * n < 16 else 0.0
+        for found, size in ((got, torch.square), (absolute, torch.abs)):
+            exact = size(truth).sum((1, 2))
+            least = size(share * terms).sum((1, 2))
+            assert bool(((found - exact).abs() <= BOUND * torch.maximum(exact, least)).all())
 
 
 @settings(max_examples=25)
@@ -229,7 +233,7 @@ def test_autocast_and_autograd_do_not_touch_the_result():
     assert not got.requires_grad
 
 
-@pytest.mark.skipif(not cpu_norms.HAS_KERNELS, reason="torch's own products do")
+@pytest.mark.skipif(not cpu_norms.HAS_KERNELS, reason="torch's products change with the threads")
 def test_threads_do_not_change_the_result():
     offsets = offsets_of([130, 67, 3])
     left, right = factor(200, 300, 1), factor(200, 200, 2)

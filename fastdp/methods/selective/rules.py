@@ -126,9 +126,8 @@ class RuleDetector:
     entities: tuple[str, ...] = ENTITIES
 
     def __post_init__(self) -> None:
-        object.__setattr__(
-            self, "names", frozenset(unicodedata.normalize("NFC", name).casefold() for name in self.names)
-        )
+        # Not folded before they are split: the small "İ" is two characters, of which one belongs to no word.
+        object.__setattr__(self, "names", frozenset(unicodedata.normalize("NFC", name) for name in self.names))
         unknown = [entity for entity in self.entities if entity not in ENTITIES]
         if unknown:
             raise ValueError(f"the rule detector knows no entity {unknown[0]!r}; it knows {', '.join(ENTITIES)}")
@@ -145,7 +144,7 @@ class RuleDetector:
 
     def private_settings(self) -> dict[str, Any]:
         """The names themselves, which no card shows."""
-        return {"names": sorted(self.names)}
+        return {"names": sorted({" ".join(_parts(name)) for name in self.names})}
 
     def _spans(self, text: str) -> list[Span]:
         if unicodedata.is_normalized("NFC", text):
@@ -206,18 +205,17 @@ class RuleDetector:
 
 def _composed(text: str) -> tuple[str, list[tuple[int, int]]]:
     """The text with each letter and its accents in one character where there is one, and where each came from, start to end."""
-    pieces: list[str] = []
-    for letter in text:
+    starts: list[int] = []
+    for index, letter in enumerate(text):
+        if unicodedata.combining(letter) and starts:
+            continue
         # Besides accents, the parts of a Korean syllable compose, and these are letters by themselves.
-        if pieces and (unicodedata.combining(letter) or not _apart(pieces[-1], letter)):
-            pieces[-1] += letter
-        else:
-            pieces.append(letter)
-    composed, places, start = [], [], 0
-    for piece in pieces:
-        composed.append(unicodedata.normalize("NFC", piece))
-        places += [(start, start + len(piece))] * len(composed[-1])
-        start += len(piece)
+        if not starts or letter < "\u0300" or _apart(text[starts[-1] : index], letter):
+            starts.append(index)
+    composed, places = [], []
+    for start, end in zip(starts, [*starts[1:], len(text)]):
+        composed.append(unicodedata.normalize("NFC", text[start:end]))
+        places += [(start, end)] * len(composed[-1])
     return "".join(composed), places
 
 
