@@ -20,10 +20,11 @@ def roofline(results: Path, picture: Path) -> None:
     figure, (axes, bars) = plt.subplots(1, 2, figsize=(13, 5.5), layout="constrained")
     intensities = [10 ** (x / 10) for x in range(-10, 41)]
     axes.plot(intensities, [min(matmul, bandwidth * i) / 1e9 for i in intensities], color="black", label="ceiling")
-    for row in rows:
-        if row.get("flops_per_second", 0) > 0:
-            intensity = row["flops_per_second"] / row["bytes_per_second"]
-            axes.plot(intensity, row["flops_per_second"] / 1e9, "o", label=row["op"])
+    multiplying = [row for row in rows if row.get("flops_per_second", 0) > 0]
+    for index, row in enumerate(multiplying):
+        intensity = row["flops_per_second"] / row["bytes_per_second"]
+        # Ten colours, then the next marker.
+        axes.plot(intensity, row["flops_per_second"] / 1e9, "os^"[index // 10 % 3], label=row["op"])
     axes.set(xscale="log", yscale="log", xlabel="operations a byte (least possible traffic)", ylabel="GFLOP/s")
     axes.set_title("Ops that multiply matrices")
     axes.legend(fontsize=8)
