@@ -84,7 +84,7 @@ def test_bottleneck_on_stock_models(build, blocks, tmp_path):
 
     randomise(adapted)
     after = logits(adapted)
-    assert (after - before).abs().max() > 1e-3
+    assert (after - before).abs().max() > 1e-4
     adapted.save_pretrained(tmp_path)
     plain = adapted.unload()
     assert torch.equal(logits(plain), before), "unloading must give the model back"
