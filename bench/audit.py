@@ -22,8 +22,8 @@ from torch.utils.data import DataLoader
 
 import fastdp
 from fastdp import audit
-from fastdp.engine.private import Private
 from fastdp.methods.rapft import PrivateSubset, PublicMap, RapFT
+from fastdp.private.run import Private
 
 CONFIDENCE = 0.95
 DELTA = 1e-5

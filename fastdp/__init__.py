@@ -1,20 +1,24 @@
 """Fine-tuning language models on private data, fast, with a privacy figure that holds."""
 
+import importlib
+import importlib.abc
+import importlib.util
+import sys
 from typing import TYPE_CHECKING, Any
 
-from fastdp import accounting, ops, optim
-from fastdp.engine.private import Private, make_private
-from fastdp.integrations.adapters import BottleneckConfig
-from fastdp.methods.dpsgd import DPSGD, AdaptiveClipping, NonPrivate
-from fastdp.methods.ewft import EWFT
-from fastdp.methods.frost import DPFrost
-from fastdp.methods.rapft import RapFT
-from fastdp.methods.sap import TextPrivatizer
-from fastdp.ops.stream import NoiseStream
-
 if TYPE_CHECKING:
+    from fastdp import accounting, ops, optim
+    from fastdp.entry import make_private
+    from fastdp.integrations.adapters import BottleneckConfig
     from fastdp.integrations.trainer import DPTrainer, PrivacyArguments
+    from fastdp.methods.dpsgd import DPSGD, AdaptiveClipping, NonPrivate
+    from fastdp.methods.ewft import EWFT
+    from fastdp.methods.frost import DPFrost
+    from fastdp.methods.rapft import RapFT
+    from fastdp.methods.sap import TextPrivatizer
     from fastdp.methods.selective import SelectivePerturbation
+    from fastdp.ops.stream import NoiseStream
+    from fastdp.private.run import Private
     from fastdp.split import SplitCustomer, SplitVendor
 
 __all__ = [
@@ -39,20 +43,61 @@ __all__ = [
     "optim",
 ]
 
+#: Where each public name lives; a module is imported when its name is first asked for.
+_HOMES = {
+    "AdaptiveClipping": "fastdp.methods.dpsgd",
+    "BottleneckConfig": "fastdp.integrations.adapters",
+    "DPFrost": "fastdp.methods.frost",
+    "DPSGD": "fastdp.methods.dpsgd",
+    "DPTrainer": "fastdp.integrations.trainer",
+    "EWFT": "fastdp.methods.ewft",
+    "NoiseStream": "fastdp.ops.stream",
+    "NonPrivate": "fastdp.methods.dpsgd",
+    "Private": "fastdp.private.run",
+    "PrivacyArguments": "fastdp.integrations.trainer",
+    "RapFT": "fastdp.methods.rapft",
+    "SelectivePerturbation": "fastdp.methods.selective",
+    "SplitCustomer": "fastdp.split",
+    "SplitVendor": "fastdp.split",
+    "TextPrivatizer": "fastdp.methods.sap",
+    "make_private": "fastdp.entry",
+}
+
 
 def __getattr__(name: str) -> Any:
-    # transformers' Trainer needs accelerate, which is an extra: it is imported when asked for.
-    if name in ("DPTrainer", "PrivacyArguments"):
-        from fastdp.integrations import trainer
-
-        return getattr(trainer, name)
-    if name == "SelectivePerturbation":
-        from fastdp.methods import selective
-
-        return getattr(selective, name)
-    # gRPC is an extra too.
-    if name in ("SplitCustomer", "SplitVendor"):
-        from fastdp import split
-
-        return getattr(split, name)
+    if name in _HOMES:
+        value = getattr(importlib.import_module(_HOMES[name]), name)
+        globals()[name] = value
+        return value
+    if importlib.util.find_spec(f"fastdp.{name}") is not None:
+        return importlib.import_module(f"fastdp.{name}")
     raise AttributeError(f"module 'fastdp' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+class _BesidePeft(importlib.abc.MetaPathFinder):
+    """Makes the bottleneck known to peft once peft is imported, which takes four seconds and not every user needs."""
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
+        if name != "peft":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.loader is not None:
+            run = spec.loader.exec_module
+
+            def then_adapters(module: Any) -> None:
+                run(module)
+                importlib.import_module("fastdp.integrations.adapters")
+
+            spec.loader.exec_module = then_adapters  # type: ignore[method-assign]
+        return spec
+
+
+if "peft" in sys.modules:
+    importlib.import_module("fastdp.integrations.adapters")
+else:
+    sys.meta_path.insert(0, _BesidePeft())

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from fastdp import ops
-from fastdp.engine.private import Private, make_private
-from fastdp.engine.release import Update
+import fastdp.ops as ops
+from fastdp.entry import make_private
 from fastdp.ops.stream import Draw
+from fastdp.private.release import Update
+from fastdp.private.run import Private
 
 
 class _Private:

@@ -27,8 +27,8 @@ from fastdp.bench.utility.table import Run, Table, add_options, measure
 from torch.utils.data import DataLoader, Dataset
 
 import fastdp
-from fastdp.engine.method import Budget, Method, Schedule
 from fastdp.methods.sap import split_model
+from fastdp.private.method import Budget, Method, Schedule
 
 RATIO = 0.25**2
 #: Learning rates that are tried before the rest, each once at the middle epsilon; rows of the other forms take a neighbour's.

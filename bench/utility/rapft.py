@@ -28,11 +28,11 @@ from torch.utils.data import DataLoader
 
 import fastdp
 from fastdp.data import Collator, Examples, causal_examples, read_rows
-from fastdp.engine.method import Method, Schedule
 from fastdp.finetune.evaluation import evaluate
 from fastdp.finetune.memory import PeakMemory
 from fastdp.integrations.adapters import train_biases_only
 from fastdp.methods import rapft
+from fastdp.private.method import Method, Schedule
 
 DELTA = 1e-5
 TUNINGS = ("adapter", "bitfit", "lora")

@@ -10,11 +10,11 @@ import torch
 
 from fastdp.audit.guessing import SHARES, AuditResult, conclude
 from fastdp.engine.policy import Policy, Unclipped
-from fastdp.engine.release import Update
 from fastdp.ops.stream import NoiseStream
+from fastdp.private.release import Update
 
 if TYPE_CHECKING:
-    from fastdp.engine.private import Private
+    from fastdp.private.run import Private
 
 #: The only kind of release in which canaries take part.
 _STEP = "step"

@@ -15,9 +15,9 @@ from fastdp.engine.policy import Policy
 from fastdp.ops.stream import NoiseStream
 
 if TYPE_CHECKING:
-    from fastdp.engine.method import Preparation
-    from fastdp.engine.private import Private
-    from fastdp.engine.sampler import PrivateLoader, Sampler
+    from fastdp.private.method import Preparation
+    from fastdp.private.run import Private
+    from fastdp.private.sampler import PrivateLoader, Sampler
 
 #: A model and a collated batch -> the scalar loss of that batch.
 Loss = Callable[[torch.nn.Module, Any], torch.Tensor]

@@ -13,7 +13,7 @@ from fastdp.audit.canaries import Canaries, noise_std
 from fastdp.engine.policy import Policy
 
 if TYPE_CHECKING:
-    from fastdp.engine.private import Private
+    from fastdp.private.run import Private
 
 
 @dataclass(frozen=True)

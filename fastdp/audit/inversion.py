@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fastdp import ops
+import fastdp.ops as ops
 from fastdp.audit.losses import Progress, silent
 
 

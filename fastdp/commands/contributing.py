@@ -85,7 +85,7 @@ class Contributing:
 
         Raises ValueError if they were made by other options.
         """
-        from fastdp import accounting
+        import fastdp.accounting as accounting
         from fastdp.methods.sap import CTI
 
         if not path.exists():

@@ -45,7 +45,7 @@ def doctor_command(
 
 
 def _environment() -> Table:
-    from fastdp import _native
+    import fastdp._native as _native
 
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     table.add_row("fastdp", importlib.metadata.version("fastdp"))

@@ -30,7 +30,7 @@ def _event(
     examples: int, batch_size: int, epochs: float, sampling: Literal["poisson", "shuffled"]
 ) -> tuple[Callable[[float], Any], int]:
     """The event of a DP-SGD run as a function of its noise multiplier, and its number of steps."""
-    from fastdp import accounting
+    import fastdp.accounting as accounting
 
     if batch_size > examples:
         raise ValueError(f"batch size {batch_size} exceeds the {examples} examples: the sample rate would pass 1")
@@ -62,7 +62,7 @@ def calibrate_command(
     adjacency: Adjacency = "add_remove",
 ) -> None:
     """The noise that a planned DP-SGD run needs to stay within a budget."""
-    from fastdp import accounting
+    import fastdp.accounting as accounting
 
     event, steps = _event(examples, batch_size, epochs, sampling)
     sigma = accounting.calibrate(event, epsilon, delta, adjacency=adjacency)
@@ -85,7 +85,7 @@ def epsilon_command(
     adjacency: Adjacency = "add_remove",
 ) -> None:
     """What a DP-SGD run costs, by each accountant; PLD's figure is the one that certifies."""
-    from fastdp import accounting
+    import fastdp.accounting as accounting
 
     if not noise_multiplier > 0:
         raise ValueError(
@@ -115,7 +115,7 @@ def epsilon_command(
 @refusing
 def verify_command(card: Annotated[Path, typer.Argument(help="card.json of a run")]) -> None:
     """Recompute a card's epsilon from the event that the card states, and compare."""
-    from fastdp import accounting
+    import fastdp.accounting as accounting
 
     result = accounting.verify(card)
     if not result:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from fastdp import ops
+import fastdp.ops as ops
 from fastdp.engine.layout import Layout
 from fastdp.engine.planner import plan
 from fastdp.engine.policy import Policy

@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 import torch
 
-from fastdp import ops
+import fastdp.ops as ops
 
 ROUTES = ("gram", "direct", "instantiate")
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fastdp import ops
+import fastdp.ops as ops
 from fastdp.federated.wire import Layout
 from fastdp.ops.stream import NoiseStream
 

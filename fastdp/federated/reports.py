@@ -11,7 +11,7 @@ from typing import Any
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from fastdp import accounting
+import fastdp.accounting as accounting
 from fastdp.accounting.card import Card, digest
 from fastdp.accounting.serialisation import canonical
 from fastdp.federated.config import FederatedConfig

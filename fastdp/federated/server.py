@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fastdp import accounting
+import fastdp.accounting as accounting
 from fastdp.data import Examples
 from fastdp.federated import reports
 from fastdp.federated.adapter import AdaptedModel

@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import fastdp
-from fastdp.engine.method import Method
 from fastdp.finetune.config import ConfigError, FinetuneConfig
 from fastdp.methods.rapft import Initialisation, NoisyMap, PrivateSubset, Propagation, PublicMap
+from fastdp.private.method import Method
 
 #: Batches of a file of public examples, of which at most so many are used; by another collator than the run's, if given.
 ReadPublic = Callable[..., Sequence[Mapping[str, Any]]]

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Subset
 from transformers import PreTrainedTokenizerBase
 
 import fastdp
-from fastdp import plots
+import fastdp.plots as plots
 from fastdp.data import Collator, DataError, Examples, Rows, causal_examples, classification_examples, read_rows
 from fastdp.finetune.config import ConfigError, FinetuneConfig, load_config
 from fastdp.finetune.evaluation import Quality, autocast, evaluate

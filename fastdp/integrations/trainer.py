@@ -11,7 +11,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from transformers import Trainer, TrainingArguments
 
-from fastdp.engine.private import Private, make_private
+from fastdp.entry import make_private
+from fastdp.private.run import Private
 
 #: The privacy state's file inside a Trainer checkpoint.
 STATE_FILE = "fastdp_state.pt"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from fastdp import _native
+import fastdp._native as _native
 from fastdp.ops.noise import (
     DTYPES,
     check_in_place,

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fastdp import _native
+import fastdp._native as _native
 from fastdp.ops.factors import in_full_precision
 from fastdp.ops.noise import check_position, check_stream
 from fastdp.ops.private_snap import check_ids, check_per_token, per_token, uniforms

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from fastdp import _native
+import fastdp._native as _native
 from fastdp.ops.noise import DTYPES, check_number, check_position, check_stream, check_tensor, standard_normals
 from fastdp.ops.stream import MAX_ELEMENTS, Draw, NoiseStream, native_threads
 from fastdp.ops.table import Op

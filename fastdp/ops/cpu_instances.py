@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fastdp import _native
+import fastdp._native as _native
 
 from .cpu_norms import ABSOLUTE, HAS_KERNELS, MASKED_SQUARE, SQUARE, packed
 from .instances import INSTANCE_ABS_SUM, INSTANCE_MASKED_SQNORM, INSTANCE_MASKED_SUM, INSTANCE_SQNORM, INSTANCE_SUM

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from fastdp import _native
+import fastdp._native as _native
 
 from . import torch_norms
 from .entries import (

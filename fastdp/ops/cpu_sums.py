@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fastdp import _native
+import fastdp._native as _native
 
 from .factors import (
     ELEMENT,

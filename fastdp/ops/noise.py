@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fastdp import _native
+import fastdp._native as _native
 from fastdp.ops.stream import MAX_ELEMENTS, POSITION_WORDS, Draw, NoiseStream, chacha20_words, native_threads
 from fastdp.ops.table import Op
 

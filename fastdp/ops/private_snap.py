@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fastdp import _native
+import fastdp._native as _native
 from fastdp.ops.factors import in_full_precision
 from fastdp.ops.noise import check_position, check_stream, standard_normals
 from fastdp.ops.snap import SNAP, check_table, refuse_non_finite, search, survey

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from fastdp import _native
+import fastdp._native as _native
 from fastdp.ops.factors import in_full_precision
 from fastdp.ops.stream import native_threads
 from fastdp.ops.table import Op

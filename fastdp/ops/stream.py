@@ -28,7 +28,7 @@ from typing import NoReturn
 import numpy as np
 import torch
 
-from fastdp import _native
+import fastdp._native as _native
 
 #: Words of a position: key (8), tensor id, low and high half of the step.
 POSITION_WORDS = 11

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import fastdp
-from fastdp.engine.private import Private
+from fastdp.private.run import Private
 
 #: Tokens that no other example holds, one a canary; then the tokens of the others; the last token is every label.
 CANARIES, ORDINARY, WIDTH = 240, 8, 12

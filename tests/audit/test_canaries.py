@@ -16,9 +16,9 @@ import fastdp
 from fastdp import audit, ops
 from fastdp.engine.accumulator import NormSink
 from fastdp.engine.policy import Policy
-from fastdp.engine.private import Private
-from fastdp.engine.release import Release
 from fastdp.ops.stream import NoiseStream
+from fastdp.private.release import Release
+from fastdp.private.run import Private
 from tests.audit.runs import CANARIES, Tied, canary, ordinary, start, train
 
 CONFIDENCE = 1 - 1e-5

@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader
 
 import fastdp
 from fastdp import audit
-from fastdp.engine.private import Private
 from fastdp.methods.rapft import NoisyMap, PublicMap, RapFT
+from fastdp.private.run import Private
 
 CONFIDENCE = 1 - 1e-5
 

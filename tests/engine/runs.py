@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import fastdp
-from fastdp.engine.private import Private
+from fastdp.private.run import Private
 
 FEATURES, CLASSES = 5, 3
 Batch = dict[str, torch.Tensor]

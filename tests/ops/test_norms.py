@@ -233,7 +233,9 @@ def test_autocast_and_autograd_do_not_touch_the_result():
     assert not got.requires_grad
 
 
-@pytest.mark.skipif(not cpu_norms.HAS_KERNELS, reason="torch's products change with the threads")
+@pytest.mark.skipif(
+    not cpu_norms.HAS_KERNELS, reason="without kernels torch multiplies, and its sums depend on the threads"
+)
 def test_threads_do_not_change_the_result():
     offsets = offsets_of([130, 67, 3])
     left, right = factor(200, 300, 1), factor(200, 200, 2)

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from fastdp.engine.method import Budget, Method, Outcome, Schedule
 from fastdp.engine.policy import Policy, Unclipped
 from fastdp.ops.stream import NoiseStream
+from fastdp.private.method import Budget, Method, Outcome, Schedule
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class AdaptiveClipping:
         Each unit reports 1/2 or -1/2, so one unit more or less moves the sum by 1/2 (section 2.2 of the paper); taking
         half the expected batch size off the count instead would let it move by 1, for which the noise is too small.
         """
-        from fastdp import ops
+        import fastdp.ops as ops
 
         shifted = torch.tensor([unclipped - units / 2], dtype=torch.float32)
         fraction = float(ops.add_noise_(shifted, self.count_noise_std, stream)) / expected_batch_size + 0.5

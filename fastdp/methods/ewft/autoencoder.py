@@ -9,7 +9,7 @@ import torch
 from dp_accounting.dp_event import DpEvent
 from torch import Tensor, nn
 
-from fastdp import ops
+import fastdp.ops as ops
 from fastdp.ops.stream import NoiseStream
 
 

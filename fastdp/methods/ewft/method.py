@@ -12,7 +12,8 @@ import torch
 from dp_accounting.dp_event import DpEvent
 from torch import Tensor, nn
 
-from fastdp import accounting, ops
+import fastdp.accounting as accounting
+import fastdp.ops as ops
 from fastdp.accounting.ledger import STEP
 from fastdp.methods.blocks import Blocks, find_blocks
 from fastdp.methods.ewft.autoencoder import StackedAutoencoder, TrainedPrivately, train_autoencoder

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from dp_accounting.dp_event import DpEvent
 
-from fastdp import accounting
+import fastdp.accounting as accounting
 from fastdp.accounting.schedules import Reading
 
 #: Std of the noise for a multiplier sigma: what sensitivity 2 C calls for, or the paper's literal "standard deviation".

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from fastdp import ops
+import fastdp.ops as ops
 from fastdp.engine.accumulator import Accumulator, NormSink, Route
 from fastdp.engine.layout import Layout
 from fastdp.engine.policy import Policy

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import torch
 
-from fastdp import accounting, ops
+import fastdp.accounting as accounting
+import fastdp.ops as ops
 from fastdp.accounting.pld import Adjacency
-from fastdp.engine.method import Budget, Method, Outcome, Preparation, Schedule, SideRelease
 from fastdp.engine.policy import Policy
 from fastdp.methods.frost.accumulate import MagnitudeAccumulator
 from fastdp.methods.frost.magnitudes import Kind, Magnitude
@@ -21,9 +21,10 @@ from fastdp.methods.frost.masked import MaskedPolicy, largest
 from fastdp.methods.frost.partitions import Declared, Partition, split
 from fastdp.methods.frost.selection import check_ratio, fill, select_partitions
 from fastdp.methods.frost.sigma import check_selection, split_budget
+from fastdp.private.method import Budget, Method, Outcome, Preparation, Schedule, SideRelease
 
 if TYPE_CHECKING:
-    from fastdp.engine.private import Private
+    from fastdp.private.run import Private
 
 _KIND = "selection"
 _MASK = "mask."

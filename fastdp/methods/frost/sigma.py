@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from dp_accounting.dp_event import DpEvent
 
-from fastdp import accounting
+import fastdp.accounting as accounting
 from fastdp.accounting.accountants import Accountant
 from fastdp.accounting.pld import Adjacency
 

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fastdp import accounting
-from fastdp.engine.method import Budget, Method, Outcome, Preparation, Schedule
+import fastdp.accounting as accounting
 from fastdp.engine.policy import Policy
 from fastdp.methods.rapft.allocation import (
     ALLOCATIONS,
@@ -28,9 +27,10 @@ from fastdp.methods.rapft.masks import RANKINGS, check_ratio, check_strong, weak
 from fastdp.methods.rapft.relevance import Propagator, require_values
 from fastdp.methods.rapft.rules import Propagation
 from fastdp.methods.rapft.sources import NoisyMap, PrivateSubset, PublicMap
+from fastdp.private.method import Budget, Method, Outcome, Preparation, Schedule
 
 if TYPE_CHECKING:
-    from fastdp.engine.private import Private
+    from fastdp.private.run import Private
 
 MODES = ("sound", "paper")
 _PRIVATE_MASK = (

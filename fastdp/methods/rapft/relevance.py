@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from fastdp import ops
+import fastdp.ops as ops
 from fastdp.engine.batches import take_rows, tensors
 from fastdp.engine.intercept import Reads
 from fastdp.engine.layout import Layout, Ticket

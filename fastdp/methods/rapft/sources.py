@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
-from fastdp import accounting, ops
-from fastdp.engine.method import Preparation, SideRelease
+import fastdp.accounting as accounting
+import fastdp.ops as ops
 from fastdp.methods.rapft.relevance import Map, Propagator
+from fastdp.private.method import Preparation, SideRelease
 
 #: The releases of noised maps, by their name in the ledger.
 RELEVANCE = "relevance"

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastdp import ops
+import fastdp.ops as ops
 from fastdp.methods.sap.importance import check_eta
 from fastdp.ops.private_snap import gamma_variates
 from fastdp.ops.stream import NoiseStream

@@ -23,7 +23,7 @@ import torch
 from dp_accounting.dp_event import DpEvent
 from torch import Tensor
 
-from fastdp import accounting
+import fastdp.accounting as accounting
 from fastdp.methods.sap.importance import (
     adaptive_eta,
     count_tokens,

@@ -9,7 +9,8 @@ import torch
 from dp_accounting.dp_event import DpEvent
 from torch import Tensor
 
-from fastdp import accounting, ops
+import fastdp.accounting as accounting
+import fastdp.ops as ops
 from fastdp.ops.stream import NoiseStream
 
 

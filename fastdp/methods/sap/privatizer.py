@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
-from fastdp import ops
+import fastdp.ops as ops
 from fastdp.accounting.serialisation import canonical, serialise
 from fastdp.methods.sap.cti import CTI
 from fastdp.methods.sap.importance import check_eta

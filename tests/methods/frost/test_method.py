@@ -13,9 +13,9 @@ from torch.utils.data import DataLoader
 import fastdp
 from fastdp import accounting
 from fastdp.accounting import BudgetExceeded
-from fastdp.engine.method import Schedule
-from fastdp.engine.private import Private
 from fastdp.methods.frost import DPFrost, split
+from fastdp.private.method import Schedule
+from fastdp.private.run import Private
 from tests.engine import models
 from tests.engine.runs import CLASSES, FEATURES, collate, examples, logical_step
 

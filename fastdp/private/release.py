@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from fastdp import ops
+import fastdp.ops as ops
 from fastdp.engine.policy import Policy
 from fastdp.ops.stream import Draw, NoiseStream
 

@@ -12,7 +12,7 @@ from torch import nn
 
 import fastdp
 from fastdp.engine.policy import Policy
-from fastdp.engine.release import Release
+from fastdp.private.release import Release
 from tests.engine.runs import FEATURES, clipped_sum, join, loader, logical_step, one_by_one, start
 
 #: How often a statistical test of this file may fail with nothing wrong; each draws fresh noise.

@@ -19,13 +19,12 @@ from torch import nn
 import fastdp
 from fastdp.accounting import Ledger
 from fastdp.engine import accumulator as accumulators
-from fastdp.engine import private as privates
-from fastdp.engine import release as releases
 from fastdp.engine.losses import LossTerms
 from fastdp.engine.policy import Policy
-from fastdp.engine.sampler import PrivateLoader, ShuffledSampler
 from fastdp.engine.selfcheck import SelfCheckError
 from fastdp.ops.noise import standard_normals
+from fastdp.private import release as releases
+from fastdp.private.sampler import PrivateLoader, ShuffledSampler
 from tests.engine.models import batch as model_batch
 from tests.engine.models import build
 from tests.engine.reference import Recording, engine_for, ticket
@@ -185,8 +184,8 @@ def test_trap_05_the_accountant_describes_the_sampler_that_ran(monkeypatch: pyte
     with pytest.raises(ValueError, match="WeightedRandomSampler would be replaced"):
         start(data_loader=loader(sampler=torch.utils.data.WeightedRandomSampler([1.0] * 24, 24)))
 
-    always_amplified = privates.accounting.dpsgd_model
-    monkeypatch.setattr(privates.accounting, "dpsgd_model", lambda sigma, rate, *_: always_amplified(sigma, rate))
+    always_amplified = fastdp.accounting.dpsgd_model
+    monkeypatch.setattr(fastdp.accounting, "dpsgd_model", lambda sigma, rate, *_: always_amplified(sigma, rate))
     notices(lambda: check("shuffled"))
 
 

@@ -384,7 +384,7 @@ class TestKilled:
     BUDGET = 24
 
     def run(self, folder: Path, seed: int, budget: int) -> Any:
-        program = [sys.executable, "-m", "tests.engine.killed_run", str(folder), str(seed), str(budget)]
+        program = [sys.executable, "-m", "tests.private.killed_run", str(folder), str(seed), str(budget)]
         done = subprocess.run(program, capture_output=True, text=True, timeout=500, cwd=Path(__file__).parents[2])
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout.splitlines()[-1]), done.stderr

@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from fastdp.engine.engine import Engine
-from fastdp.engine.method import Method, Outcome, Preparation
 from fastdp.engine.policy import Policy
-from fastdp.engine.release import Release
+from fastdp.private.method import Method, Outcome, Preparation
+from fastdp.private.release import Release
 
 #: What each preparation released, by the step it ran before.
 _OUTCOME_FILE = "preparation-{step:08d}.safetensors"

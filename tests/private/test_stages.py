@@ -14,8 +14,8 @@ import torch
 import fastdp
 from fastdp import accounting, ops
 from fastdp.accounting import BudgetExceeded, epsilon
-from fastdp.engine.method import Budget, Method, Outcome, Preparation, Schedule, SideRelease
 from fastdp.engine.policy import Policy
+from fastdp.private.method import Budget, Method, Outcome, Preparation, Schedule, SideRelease
 from tests.engine.runs import Classifier, loader, start
 
 RATE, NOISE = 0.5, 2.0

@@ -1,6 +1,6 @@
 """A training run that is killed between lines and resumed until its budget is spent; run as a program by its test.
 
-    python -m tests.engine.killed_run FOLDER SEED BUDGET
+    python -m tests.private.killed_run FOLDER SEED BUDGET
 
 The parent imports everything, runs no backward pass (autograd does not survive a fork) and forks one child an attempt. A
 child kills itself with SIGKILL before a random line of the files that keep the books. Prints one JSON line.
@@ -20,12 +20,11 @@ from typing import Any
 import torch
 
 from fastdp.accounting import BudgetExceeded, Ledger, LedgerError, journal, ledger
-from fastdp.engine import private as privates
-from fastdp.engine import release as releases
-from fastdp.engine import sampler
+from fastdp.private import release as releases
+from fastdp.private import run, sampler
 from tests.engine.runs import Classifier, start
 
-WATCHED = {module.__file__ for module in (privates, releases, sampler, ledger, journal)}
+WATCHED = {module.__file__ for module in (run, releases, sampler, ledger, journal)}
 
 
 def observe_noise(log: Path) -> None:

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from fastdp import accounting
-from fastdp.engine.method import Budget, Method, Schedule
+import fastdp.accounting as accounting
+from fastdp.private.method import Budget, Method, Schedule
 
 
 def fingerprint(parameters: dict[str, torch.nn.Parameter]) -> str:

@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fastdp import accounting
+import fastdp.accounting as accounting
 from fastdp.engine.batches import map_tensors
 from fastdp.engine.policy import Policy
-from fastdp.engine.sampler import PrivateLoader
 from fastdp.ops.stream import NoiseStream
+from fastdp.private.sampler import PrivateLoader
 
 if TYPE_CHECKING:
     from fastdp.engine.accumulator import Accumulator
-    from fastdp.engine.private import Private
+    from fastdp.private.run import Private
 
 #: What came out of a method's preparation, by name: masks, a selection. It is what was released, so it may be saved.
 Outcome = Mapping[str, torch.Tensor]

@@ -14,7 +14,7 @@ from scipy import stats
 
 import fastdp
 from fastdp.engine.layout import Ticket
-from fastdp.engine.sampler import PoissonSampler, PrivateLoader, ShuffledSampler, Units, steps_per_epoch
+from fastdp.private.sampler import PoissonSampler, PrivateLoader, ShuffledSampler, Units, steps_per_epoch
 from tests.engine.runs import collate, loader, logical_step, start
 
 #: How often a statistical test of this file may fail with nothing wrong; each draws fresh randomness.

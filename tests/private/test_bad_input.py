@@ -162,7 +162,7 @@ def test_loaders_that_cannot_be_sampled(make: Callable[[], Any], kind: type[Exce
 
 
 def test_sample_rate_outside_of_its_range() -> None:
-    from fastdp.engine.sampler import PoissonSampler
+    from fastdp.private.sampler import PoissonSampler
 
     for rate in (0.0, -0.1, 1.01, math.nan):
         with refused(ValueError, r"outside \(0, 1\]"):
