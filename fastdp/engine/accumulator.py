@@ -67,6 +67,7 @@ class NormSink(_Captures):
         self.expected = expected
         self.keep = keep
         self.routes = accumulator.routes
+        self.tables = accumulator.tables
         self.entries: dict[str, _Entry] = {}
         self.squared = torch.zeros(len(self.policy.bounds), layout.units, device=layout.weights.device)
         self._pending: list[tuple[str, torch.Tensor]] = []
@@ -107,7 +108,8 @@ class NormSink(_Captures):
             device=factors.right.device,
         )
         self.routes[name] = Route("row sums" if factors.one_hot else route, rows, columns, tokens, layout.units)
-        if route == "instantiate" and not factors.one_hot:
+        # The gradient of a table has no small form, and its cross term with this use needs both as factors.
+        if route == "instantiate" and not factors.one_hot and name not in self.tables:
             self._instantiate(name, factors)
             return
         if name in self.policy.masks:
@@ -323,6 +325,8 @@ class Accumulator:
         self.names = {id(p): name for name, p in parameters.items()}
         self.policy = policy
         self.routes: dict[str, Route] = {}
+        #: Parameters that some use reads by row; the engine's trace says which.
+        self.tables: frozenset[str] = frozenset()
         self.reset()
 
     def reset(self) -> None:

@@ -275,7 +275,7 @@ class Engine:
     def _try_uses(self, args: Any, kwargs: Any, ticket: Ticket) -> str | None:
         assert self.trace is not None
         self.reads.carries_rows = self.trace.carries_rows
-        self.expected = self.trace.uses
+        self.expected, self.accumulator.tables = self.trace.uses, self.trace.tables
         modules = dict(self.model.named_modules())
         for name in self.trace.modules:
             if name:

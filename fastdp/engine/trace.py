@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from fastdp.engine.batches import take_rows
@@ -40,6 +41,11 @@ class Trace:
     unread: list[str]
     conflict: str | None = None
     uses: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def tables(self) -> frozenset[str]:
+        """Parameters whose rows are looked up, whatever else reads them (a tied head does)."""
+        return frozenset(read.parameter for read in self.reads if read.operation == OPERATIONS[F.embedding])
 
     @property
     def modules(self) -> list[str]:

@@ -80,3 +80,21 @@ def _shifted_for_prompts(
 
 def _trained(model: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
     return [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+
+
+@pytest.mark.parametrize("length", [6, 40, 130])
+def test_a_tied_head_stays_exact_when_a_later_batch_is_long(length: int) -> None:
+    """From about twice the width on, a head's gradients are smaller than its factors; the table's never are."""
+    import transformers as hf
+
+    torch.manual_seed(0)
+    sizes = {"n_layer": 1, "n_embd": 16, "n_head": 2, "vocab_size": 257, "n_positions": 160}
+    model = hf.GPT2LMHeadModel(hf.GPT2Config(**sizes, embd_pdrop=0.0, attn_pdrop=0.0, resid_pdrop=0.0)).train()
+    ids = torch.randint(0, 257, (2, length), generator=torch.Generator().manual_seed(1))
+    truth = norms(one_at_a_time(model, {"input_ids": ids, "labels": ids}, shift=True))
+    engine, tickets = engine_for(model, 1e6)
+    for tokens in (6, length):
+        tickets.append(ticket(2, last=False))
+        model(input_ids=ids[:, :tokens], labels=ids[:, :tokens]).loss.backward()
+    assert engine.route == "uses", engine.reason
+    assert relative(Recording.seen[-1][0], truth) < TOLERANCE
