@@ -6,12 +6,13 @@ import json
 import os
 import platform
 import subprocess
-import tempfile
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
+
+import fastdp.files as files
 
 _PACKAGES = ("fastdp", "torch", "triton", "transformers", "peft", "opacus", "numpy")
 
@@ -34,13 +35,7 @@ def environment() -> dict[str, Any]:
 
 def write(path: str | os.PathLike[str], figures: Any) -> None:
     """Write figures with their environment, in one piece."""
-    target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps({"environment": environment(), "figures": figures}, indent=1) + "\n"
-    with tempfile.NamedTemporaryFile("w", dir=target.parent, delete=False) as file:
-        file.write(text)
-    os.chmod(file.name, 0o644)
-    os.replace(file.name, target)
+    files.write(path, json.dumps({"environment": environment(), "figures": figures}, indent=1) + "\n", public=True)
 
 
 def _version(name: str) -> str | None:

@@ -7,7 +7,6 @@ import json
 import math
 import os
 import platform
-import tempfile
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from functools import lru_cache
@@ -17,6 +16,7 @@ from typing import Any
 
 from dp_accounting.dp_event import DpEvent
 
+import fastdp.files as files
 from fastdp.accounting.accountants import check_adjacency, epsilon
 from fastdp.accounting.events import flatten
 from fastdp.accounting.pld import Adjacency
@@ -160,11 +160,10 @@ class Card(dict[str, Any]):
         stem = Path(path)
         if stem.suffix in (".json", ".md"):
             stem = stem.with_suffix("")
-        stem.parent.mkdir(parents=True, exist_ok=True)
-        files = (stem.with_name(stem.name + ".json"), stem.with_name(stem.name + ".md"))
-        for file, text in zip(files, (self.to_json(), self.to_markdown())):
-            _write_whole(file, text)
-        return files
+        written = (stem.with_name(stem.name + ".json"), stem.with_name(stem.name + ".md"))
+        for path, text in zip(written, (self.to_json(), self.to_markdown())):
+            files.write(path, text, public=True)
+        return written
 
 
 def digest(card: Mapping[str, Any]) -> str:
@@ -218,20 +217,6 @@ def _software() -> dict[str, str]:
         except PackageNotFoundError:
             continue
     return found
-
-
-def _write_whole(path: Path, text: str) -> None:
-    descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(name, 0o644)
-        os.replace(name, path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
 
 
 def _rounded_up(value: float | str | None) -> str:

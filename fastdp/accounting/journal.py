@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import fastdp.files as files
 from fastdp.accounting.serialisation import canonical
 
 _START = "0" * 64
@@ -99,15 +100,11 @@ class Journal:
     def create(cls, path: Path, body: dict[str, Any]) -> Journal:
         """A new file with its first record, durable on return. Raises FileExistsError if there is one already."""
         canonical(body)
-        descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        descriptor = files.private(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC)
         _lock(descriptor, path)
         journal = cls(path, descriptor, History([], [], b"", terminated=True))
         journal.append(body)
-        directory = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(directory)
-        finally:
-            os.close(directory)
+        files.sync(path.parent)
         return journal
 
     @classmethod

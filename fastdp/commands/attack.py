@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,6 +12,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+import fastdp.files as files
 from fastdp.commands.quiet import quiet_libraries
 from fastdp.commands.refusal import refusing
 
@@ -299,5 +299,4 @@ def _shown(value: Any) -> str:
 
 
 def _write(path: Path, values: dict[str, Any]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+    files.write_json(path, values)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import os
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +13,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+import fastdp.files as files
 from fastdp.commands.contributing import (
     Contributing,
     Delta,
@@ -103,7 +102,7 @@ def privatize_command(
     seconds = time.perf_counter() - begin
     statement = {**privatizer.statement(), "displacement": vars(shown), "columns_copied_unprotected": list(kept)}
     path = target.with_suffix(STATEMENT)
-    path.write_text(json.dumps(statement, indent=2) + "\n", encoding="utf-8")
+    files.write_json(path, statement, public=True)
     rate = privatizer.tokens_released / max(seconds, 1e-9)
     console.print(f"{len(texts):,} texts, {privatizer.tokens_released:,} tokens, {rate:,.0f} tokens a second")
     console.print(f"wrote {target} and {path}")
@@ -173,16 +172,8 @@ def _watched(values: Iterator[Any], total: int) -> Iterator[Any]:
 
 def _write(target: Path, text_column: str, kept: dict[str, list[str]], values: Iterator[Any]) -> None:
     """In one piece: a run that is stopped leaves no file that looks finished."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, name = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8", newline="") as file:
-            _write_rows(file, target.suffix.lower(), text_column, kept, values)
-        os.chmod(name, 0o644)
-        os.replace(name, target)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
+    with files.whole(target, public=True) as aside, open(aside, "w", encoding="utf-8", newline="") as file:
+        _write_rows(file, target.suffix.lower(), text_column, kept, values)
 
 
 def _write_rows(file: IO[str], kind: str, text_column: str, kept: dict[str, list[str]], values: Iterator[Any]) -> None:

@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+import fastdp.files as files
 from fastdp.commands.contributing import (
     Contributing,
     Delta,
@@ -333,5 +334,5 @@ def _predict(
     if output is None:
         console.print("".join(lines), end="", highlight=False)
     else:
-        output.write_text("".join(lines), encoding="utf-8")
+        files.write(output, "".join(lines))
         console.print(f"wrote {output}", highlight=False)

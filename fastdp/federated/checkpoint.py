@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
+import fastdp.files as files
 from fastdp.accounting.serialisation import canonical
 from fastdp.federated.config import MAY_CHANGE, FederatedConfig
 
@@ -38,7 +37,7 @@ class Checkpoint:
     ledger_head: str | None = None
 
     def save(self, folder: Path, config: FederatedConfig) -> None:
-        """Write aside, sync and rename: a kill leaves the previous checkpoint or this one."""
+        """Keep it in ``folder``: a kill leaves the previous checkpoint or this one."""
         metadata = {
             "config": canonical(config.as_dict()),
             "rounds_done": str(self.rounds_done),
@@ -46,11 +45,7 @@ class Checkpoint:
             "rows": canonical(self.rows),
             "ledger_head": canonical(self.ledger_head),
         }
-        aside = folder / (NAME + ".partial")
-        save_file({name: tensor.contiguous() for name, tensor in self.adapter.items()}, aside, metadata)
-        with open(aside, "rb") as file:
-            os.fsync(file.fileno())
-        os.replace(aside, folder / NAME)
+        files.save_tensors(folder / NAME, self.adapter, metadata)
 
     @classmethod
     def load(cls, folder: Path, config: FederatedConfig) -> Checkpoint | None:

@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 import fastdp.accounting as accounting
+import fastdp.files as files
 from fastdp.accounting.card import Card, digest
 from fastdp.accounting.serialisation import canonical
 from fastdp.federated.config import FederatedConfig
@@ -172,10 +173,7 @@ def central_card(
 
 def write_rounds(rows: Sequence[Mapping[str, Any]], output: Path) -> None:
     """All rounds so far, one JSON object a line."""
-    text = "".join(json.dumps(row) + "\n" for row in rows)
-    aside = output / (ROUNDS + ".partial")
-    aside.write_text(text, encoding="utf-8")
-    aside.replace(output / ROUNDS)
+    files.write(output / ROUNDS, "".join(json.dumps(row) + "\n" for row in rows))
 
 
 def perplexity_by_round(rows: Sequence[Mapping[str, Any]], path: Path) -> None:

@@ -13,6 +13,8 @@ from typing import Any
 
 import yaml
 
+import fastdp.files as files
+
 
 class ConfigError(ValueError):
     """A setting that is unknown, missing or out of range; the message says which and what to write instead."""
@@ -131,7 +133,7 @@ class FinetuneConfig:
 
     def save(self, path: str | Path) -> None:
         """Write every setting as YAML; `load_config` reads it back."""
-        Path(path).write_text(yaml.safe_dump(dataclasses.asdict(self), sort_keys=False), encoding="utf-8")
+        files.write(path, yaml.safe_dump(dataclasses.asdict(self), sort_keys=False))
 
 
 _POSITIVE = (

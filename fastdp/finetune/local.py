@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -13,6 +12,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 import fastdp
+import fastdp.files as files
 from fastdp.data import IGNORED, Collator, Examples
 from fastdp.finetune.config import ConfigError, FinetuneConfig
 from fastdp.finetune.methods import ReadPublic
@@ -194,7 +194,7 @@ class Privatized:
 
     def save(self, output: Path) -> None:
         """The statement; there is no card, since there is no epsilon."""
-        (output / STATEMENT).write_text(json.dumps(self._privatizer.statement(), indent=2) + "\n", encoding="utf-8")
+        files.write_json(output / STATEMENT, self._privatizer.statement(), public=True)
 
     def close(self) -> None:
         """Nothing was attached to the model."""
@@ -300,7 +300,8 @@ class Perturbed:
     def save(self, output: Path) -> None:
         """The card, and the perturbation's state: the weights alone perturb nothing."""
         self._ewft.card().save(output / "card")
-        torch.save(self._ewft.state_dict(), output / PERTURBATION)
+        with files.whole(output / PERTURBATION) as aside:
+            torch.save(self._ewft.state_dict(), aside)
 
     def untouched(self) -> bool:
         """Whether no epoch has begun."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from torch.utils.data import DataLoader, Subset
 from transformers import PreTrainedTokenizerBase
 
 import fastdp
+import fastdp.files as files
 import fastdp.plots as plots
 from fastdp.data import Collator, DataError, Examples, Rows, causal_examples, classification_examples, read_rows
 from fastdp.finetune.config import ConfigError, FinetuneConfig, load_config
@@ -80,7 +80,7 @@ class Result:
             "before": self.before and self.before.as_dict(),
             "after": self.after and self.after.as_dict(),
         }
-        path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+        files.write_json(path, values)
 
 
 def finetune(config: FinetuneConfig, resume: bool = False, reporter: Reporter | None = None) -> Result:
@@ -304,7 +304,7 @@ class _Run:
         losses: list[float] = []
         every = max(1, private.total_steps // EPSILON_POINTS)
         begin = time.perf_counter()
-        with open(self.output / METRICS, "a", encoding="utf-8") as metrics:
+        with files.appending(self.output / METRICS) as metrics:
             while private.steps_done < private.total_steps:
                 if self.local is not None:
                     self.local.begin_epoch(private.steps_done // private.steps_per_epoch + 1)
@@ -402,13 +402,8 @@ class _Run:
             "private": self.private.state_dict(),
             "before": self.before and self.before.as_dict(),
         }
-        # Written aside, synced and renamed: a kill at any point leaves the previous checkpoint or this one, whole.
-        aside = self.output / (CHECKPOINT + ".partial")
-        with open(aside, "wb") as file:
-            torch.save(state, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(aside, self.output / CHECKPOINT)
+        with files.whole(self.output / CHECKPOINT) as aside:
+            torch.save(state, aside)
 
     def _load_checkpoint(self) -> dict[str, Any] | None:
         path = self.output / CHECKPOINT
@@ -439,7 +434,7 @@ class _Run:
                 break
             if row["step"] <= updates:
                 kept.append(line + "\n")
-        path.write_text("".join(kept), encoding="utf-8")
+        files.write(path, "".join(kept))
 
 
 def _schedule(config: FinetuneConfig, total: int) -> Callable[[int], float]:

@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from transformers import Trainer, TrainingArguments
 
+import fastdp.files as files
 from fastdp.entry import make_private
 from fastdp.private.run import Private
 
@@ -217,7 +218,8 @@ class DPTrainer(Trainer):
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)
         if self.private is not None:
-            torch.save(self.private.state_dict(), Path(output_dir) / STATE_FILE)
+            with files.whole(Path(output_dir) / STATE_FILE) as aside:
+                torch.save(self.private.state_dict(), aside)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None and self.private is not None:

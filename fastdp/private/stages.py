@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
+import fastdp.files as files
 from fastdp.engine.engine import Engine
 from fastdp.engine.policy import Policy
 from fastdp.private.method import Method, Outcome, Preparation
@@ -122,7 +122,4 @@ class Stages:
     def _save(self, outcome: Outcome, step: int) -> None:
         if self._folder is None:
             return
-        path = self._folder / _OUTCOME_FILE.format(step=step)
-        aside = path.with_suffix(".partial")
-        save_file({name: tensor.detach().cpu().contiguous() for name, tensor in outcome.items()}, aside)
-        os.replace(aside, path)
+        files.save_tensors(self._folder / _OUTCOME_FILE.format(step=step), outcome)

@@ -12,6 +12,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+import fastdp.files as files
 from fastdp.finetune import ConfigError, FinetuneConfig, Reporter, Result, finetune
 from fastdp.quickstart.corpus import private_records
 
@@ -40,7 +41,7 @@ def quickstart(output: Path, seed: int, console: Console, reporter: Callable[[st
     records = private_records(TRAIN + HELD_OUT, seed)
     for name, part in (("train", records[:TRAIN]), ("held_out", records[TRAIN:])):
         lines = (json.dumps({"text": record}) + "\n" for record in part)
-        (output / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
+        files.write(output / f"{name}.jsonl", "".join(lines))
     console.print(
         f"{TRAIN} records of people who do not exist, for example:\n  [italic]{records[0]}[/]", highlight=False
     )

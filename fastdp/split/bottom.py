@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,10 +12,10 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedTokenizerBase
 
+import fastdp.files as files
 from fastdp.accounting.serialisation import canonical
 from fastdp.methods.sap import Bottom, split_model
 
@@ -51,7 +50,6 @@ class PackedBottom:
 
 def pack_bottom(bottom: Bottom, tokenizer: PreTrainedTokenizerBase | None, folder: Path) -> PackedBottom:
     """Write the bottom and the tokenizer to ``folder``, in one piece."""
-    folder.mkdir(parents=True, exist_ok=True)
     tensors = {_WEIGHTS + name: value.detach().cpu().contiguous() for name, value in bottom.state_dict().items()}
     if tokenizer is not None:
         with tempfile.TemporaryDirectory() as place:
@@ -59,9 +57,7 @@ def pack_bottom(bottom: Bottom, tokenizer: PreTrainedTokenizerBase | None, folde
             for file in filter(Path.exists, (Path(place) / name for name in _FILES)):
                 tensors[_TOKENIZER + file.name] = torch.frombuffer(bytearray(file.read_bytes()), dtype=torch.uint8)
     path = folder / FILE
-    aside = path.with_suffix(".partial")
-    save_file(tensors, aside)
-    os.replace(aside, path)
+    files.save_tensors(path, tensors)
     config: Any = bottom.model.config
     settings = json.loads(config.to_json_string(use_diff=True))
     return PackedBottom(path, canonical({k: v for k, v in settings.items() if k not in _UNSENT}), _digest(tensors))
@@ -113,7 +109,7 @@ def _tokenizer(texts: Mapping[str, Tensor], folder: Path) -> PreTrainedTokenizer
         return None
     folder.mkdir(exist_ok=True)
     for name, content in texts.items():
-        (folder / name).write_bytes(content.numpy().tobytes())
+        files.write(folder / name, content.numpy().tobytes())
     return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
 
 

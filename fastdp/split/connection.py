@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import random
 import time
 from collections.abc import Mapping
@@ -106,10 +105,7 @@ class Connection:
             if into is None:
                 return receive(answer, expect, _MOST_OF_AN_ANSWER)
             with open(into, "wb") as file:
-                found = receive(answer, expect, _MOST_OF_A_FILE, file)
-                file.flush()
-                os.fsync(file.fileno())
-            return found
+                return receive(answer, expect, _MOST_OF_A_FILE, file)
         except Rejected as refusal:
             answer.cancel()
             raise Rejected(f"the vendor's answer to {message.op} cannot be used: {refusal}", "DATA_LOSS") from None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+import fastdp.files as files
 from fastdp.accounting.serialisation import canonical
 from fastdp.data import Collator
 from fastdp.methods.sap import PrivateBottom, TextPrivatizer
@@ -184,7 +184,7 @@ class SplitCustomer:
         total = epochs * math.ceil(len(labels) / self.batch_size)
         losses: list[float] = []
         step, failed = self._open()["step"], 0
-        with open(self.folder / LOSSES, "a", encoding="utf-8") as log:
+        with files.appending(self.folder / LOSSES) as log:
             while step < total:
                 try:
                     done, loss = self._step(step, labels)
@@ -246,7 +246,7 @@ class SplitCustomer:
     def save_statement(self, privatizer: Privatizer) -> Path:
         """Write `statement` to the folder, and return its path."""
         path = self.folder / STATEMENT
-        _write_json(path, self.statement(privatizer))
+        files.write_json(path, self.statement(privatizer))
         return path
 
     def close(self) -> None:
@@ -351,11 +351,10 @@ class SplitCustomer:
         if known is None or known["digest"] != self.served.bottom:
             if known is not None and self.record["examples"] is not None:
                 raise ValueError(f"{self.folder} was begun with another bottom than this vendor's: use another folder")
-            aside = path.with_suffix(".partial")
-            fields = self._connection.call(Outgoing("bottom"), self._forms, aside).fields
-            os.replace(aside, path)
+            with files.whole(path) as aside:
+                fields = self._connection.call(Outgoing("bottom"), self._forms, aside).fields
             known = {**fields, "digest": self.served.bottom}
-            _write_json(self.folder / BOTTOM, known)
+            files.write_json(self.folder / BOTTOM, known)
         if known["after"] != self.served.after:
             raise ValueError(f"the bottom has {known['after']} blocks, and the vendor says {self.served.after}")
         return unpack_bottom(PackedBottom(path, known["config"], known["digest"]), known["after"])
@@ -365,11 +364,11 @@ class SplitCustomer:
         if path.exists():
             return json.loads(path.read_text())
         fresh = {"run": uuid.uuid4().hex, "examples": None, "privatizer": None, "batch_size": None, "predicted": 0}
-        _write_json(path, fresh)
+        files.write_json(path, fresh)
         return fresh
 
     def _write_record(self) -> None:
-        _write_json(self.folder / RECORD, self.record)
+        files.write_json(self.folder / RECORD, self.record)
 
     def _keep_to(self, settings: Mapping[str, Any]) -> None:
         """Write settings down the first time; refuse others later."""
@@ -398,14 +397,3 @@ def _describe(privatizer: Privatizer) -> dict[str, Any]:
 
 def _digest(value: Any) -> str:
     return hashlib.sha256(canonical(value).encode()).hexdigest()
-
-
-def _write_json(path: Path, value: Any) -> None:
-    """Aside, synced and renamed: a kill leaves the old file or the new one."""
-    aside = path.with_suffix(".partial")
-    with open(aside, "w", encoding="utf-8") as file:
-        json.dump(value, file, indent=2)
-        file.write("\n")
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(aside, path)

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
+import fastdp.files as files
 from fastdp.accounting.serialisation import canonical
 
 NAME = "run.safetensors"
@@ -48,16 +47,12 @@ class Run:
         self.digest = digest
 
     def save(self, folder: Path) -> None:
-        """Write aside, sync and rename: a kill leaves the previous state or this one."""
-        tensors = {f"parameter/{name}": p.detach().cpu().contiguous() for name, p in self.parameters.items()}
+        """Keep the state on disk: a kill leaves the previous one or this one."""
+        tensors: dict[str, Tensor] = {f"parameter/{name}": p for name, p in self.parameters.items()}
         for name, p in self.parameters.items():
-            tensors |= {f"{key}/{name}": value.cpu() for key, value in self.optimizer.state[p].items()}
+            tensors |= {f"{key}/{name}": value for key, value in self.optimizer.state[p].items()}
         metadata = {"settings": canonical(self.settings), "step": str(self.step), "digest": self.digest}
-        aside = folder / (NAME + ".partial")
-        save_file(tensors, aside, metadata)
-        _sync(aside)
-        os.replace(aside, folder / NAME)
-        _sync(folder)
+        files.save_tensors(folder / NAME, tensors, metadata)
         self.kept = self.step
 
     @staticmethod
@@ -106,11 +101,3 @@ def _parameters(tensors: Mapping[str, Tensor], template: Mapping[str, Tensor]) -
             raise ValueError("it was made with another model or adapter")
         found[name] = kept.to(own.device, own.dtype)
     return found
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

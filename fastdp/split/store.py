@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+import fastdp.files as files
 from fastdp.accounting.serialisation import canonical
 
 ROWS, RECORDS = "rows.bin", "rows.jsonl"
@@ -41,8 +42,8 @@ class ExampleStore:
         folder.mkdir(parents=True, exist_ok=True)
         self._ends = array("q", [0])
         self._digests: dict[int, str] = {}
-        self._records = open(folder / RECORDS, "a+b")  # noqa: SIM115
-        self._rows = os.open(folder / ROWS, os.O_RDWR | os.O_CREAT, 0o600)
+        self._records = open(folder / RECORDS, "a+b", opener=files.private)  # noqa: SIM115
+        self._rows = files.private(folder / ROWS, os.O_RDWR | os.O_CREAT)
         try:
             self._read_records()
         except BaseException:

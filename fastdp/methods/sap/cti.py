@@ -16,7 +16,6 @@ import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -24,6 +23,7 @@ from dp_accounting.dp_event import DpEvent
 from torch import Tensor
 
 import fastdp.accounting as accounting
+import fastdp.files as files
 from fastdp.methods.sap.importance import (
     adaptive_eta,
     count_tokens,
@@ -203,9 +203,8 @@ class CTI:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write to a file, in one piece: noised counts are drawn once, since a second draw is a second release."""
         source = self.source if isinstance(self.source, str) else accounting.serialise(self.source)
-        aside = Path(path).with_suffix(".partial")
-        torch.save({**vars(self), "source": source}, aside)
-        os.replace(aside, path)
+        with files.whole(path) as aside:
+            torch.save({**vars(self), "source": source}, aside)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> CTI:

@@ -7,7 +7,6 @@ import hmac
 import json
 import math
 import os
-import tempfile
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -17,9 +16,9 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
+import fastdp.files as files
 from fastdp.accounting.serialisation import canonical
 from fastdp.methods.selective.card import SelectiveCard
 from fastdp.methods.selective.mechanism import (
@@ -283,7 +282,7 @@ def _is_number(value: object) -> bool:
 
 
 def _write(path: Path, found: PerturbedTexts, private_settings: Any, original: list[list[int]]) -> None:
-    """One file, written aside, synced and renamed: a crash leaves no draw that a second one could be compared with."""
+    """One file, written whole: a crash leaves no draw that a second one could be compared with."""
     salt = os.urandom(16).hex()
     tensors = {
         "ids": torch.tensor([token for own in found.ids for token in own], dtype=torch.int64),
@@ -298,17 +297,7 @@ def _write(path: Path, found: PerturbedTexts, private_settings: Any, original: l
         "digest": _keyed_digest(salt, original),
         "private_settings": _keyed_digest(salt, private_settings),
     }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, aside = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    os.close(descriptor)
-    try:
-        save_file(tensors, aside, metadata)
-        with open(aside, "rb") as file:
-            os.fsync(file.fileno())
-        os.replace(aside, path)
-    except BaseException:
-        Path(aside).unlink(missing_ok=True)
-        raise
+    files.save_tensors(path, tensors, metadata)
 
 
 def _read(path: Path, settings: dict[str, Any], private_settings: Any, original: list[list[int]]) -> PerturbedTexts:
