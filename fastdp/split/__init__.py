@@ -6,7 +6,8 @@ stores on both sides and the run of one customer are plain Python and torch.
 
 from fastdp.split.certificates import make_certificates
 from fastdp.split.customer import SplitCustomer
-from fastdp.split.vendor import Limits, SplitVendor
+from fastdp.split.limits import Limits
+from fastdp.split.vendor import SplitVendor
 from fastdp.split.wire import Rejected
 
 __all__ = ["Limits", "Rejected", "SplitCustomer", "SplitVendor", "make_certificates"]

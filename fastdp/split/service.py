@@ -13,17 +13,28 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from fastdp.split.certificates import Credentials, check_certificate
 from fastdp.split.channel import CUSTOMER, METHOD, OPTIONS, check_insecure, check_one, grpc, host_and_port
-from fastdp.split.operations import expecting
-from fastdp.split.wire import Outgoing, Rejected, receive
-
-if TYPE_CHECKING:
-    from fastdp.split.vendor import SplitVendor
+from fastdp.split.limits import Limits
+from fastdp.split.operations import Form, expecting
+from fastdp.split.wire import Message, Outgoing, Rejected, receive
 
 log = logging.getLogger(__name__)
+
+
+class Vendor(Protocol):
+    """What the network needs of a `SplitVendor`."""
+
+    limits: Limits
+    forms: dict[str, Form]
+
+    def answer(self, name: str, message: Message, seconds: float) -> Outgoing:
+        """Answer one checked message of the customer ``name`` within so many seconds."""
+
+    def close(self) -> None:
+        """Take no more work."""
 
 
 class Service:
@@ -35,7 +46,7 @@ class Service:
 
     def __init__(
         self,
-        vendor: SplitVendor,
+        vendor: Vendor,
         address: str,
         certificates: Path | None,
         insecure: bool,

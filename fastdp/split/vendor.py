@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as TooLate
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -27,6 +27,7 @@ from torch.func import functional_call
 from fastdp.methods.blocks import find_blocks
 from fastdp.methods.sap import split_model
 from fastdp.split.bottom import pack_bottom
+from fastdp.split.limits import Limits
 from fastdp.split.operations import NAME, NAME_IN_WORDS, Served, requests
 from fastdp.split.run import Run
 from fastdp.split.store import ExampleStore
@@ -41,38 +42,6 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _DISCARDED = ".discarded-"
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What one vendor takes from its customers. What does not fit is refused with a reason, or asked to come back.
-
-    Attributes:
-        max_tokens: most tokens of an example.
-        max_batch: most examples of a step.
-        max_examples: most examples that a customer may store.
-        max_stored_bytes: most bytes of rows that a customer may store.
-        max_message_bytes: most bytes of a message's payload.
-        max_customers: most customers with a run, and with a forward pass held in memory.
-        calls: most calls of one customer at once.
-        queue: most batches that wait to be computed.
-        deadline: longest a call may last, in seconds.
-    """
-
-    max_tokens: int = 512
-    max_batch: int = 64
-    max_examples: int = 1_000_000
-    max_stored_bytes: int = 16 << 30
-    max_message_bytes: int = 16 << 20
-    max_customers: int = 64
-    calls: int = 4
-    queue: int = 64
-    deadline: float = 600.0
-
-    def __post_init__(self) -> None:
-        for name, value in asdict(self).items():
-            if not value > 0:
-                raise ValueError(f"{name} is {value}: a limit must be above 0")
 
 
 class _Customer:

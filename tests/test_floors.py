@@ -1,0 +1,134 @@
+"""The house keeps its floors: no import goes upward or round in a circle, and no module reads another's private names."""
+
+import ast
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+#: Lowest first; whatever is not named here is a program and stands above them all.
+FLOORS = (
+    {"_native", "files", "kernels", "ops", "tls"},
+    {"accounting", "engine"},
+    {"private"},
+    {"methods"},
+    {"entry", "integrations", "optim"},
+)
+#: Private names of other people's libraries that are read for want of public ones, and why.
+FOREIGN = {
+    "_BatchNorm": "the base class of torch's batch normalisations",
+    "_DropoutNd": "the base class of torch's dropouts",
+    "_C": "the id of the backward pass that is running",
+    "_current_graph_task_id": "the same",
+    "_make_wrapper_subclass": "how torch makes a tensor that holds no data",
+    "_version": "whether a tensor was written to",
+    "_assert_async": "a check on the device that the host does not wait for",
+    "_schema": "the arguments of a registered operator",
+    "_forward_pre_hooks": "the order in which a module's hooks run",
+    "_optimizer_step_pre_hooks": "whether somebody else looks at gradients before the step",
+    "_tokenizer": "the tokenizer that transformers wraps",
+}
+#: What is still to be mended; nothing may be added.
+CIRCLES = [
+    {"fastdp.engine.engine", "fastdp.engine.selfcheck"},
+    {"fastdp.methods.ewft.callback", "fastdp.methods.ewft.method"},
+    {"fastdp.private.method", "fastdp.private.run", "fastdp.private.stages"},
+]
+READS = {
+    "fastdp.audit.canaries": {"_release", "_engine"},
+    "fastdp.audit.example_canaries": {"_engine"},
+    "fastdp.audit.gradient_canaries": {"_engine"},
+    "fastdp.methods.frost.accumulate": {"_drop", "_entry", "_square"},
+    "fastdp.ops.cuda": {"_refuse_overflow"},
+}
+
+
+def modules():
+    found = {}
+    for folder, prefix in (("fastdp", ""), ("kernels", "fastdp.")):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            name = prefix + ".".join(path.relative_to(ROOT).with_suffix("").parts)
+            found[name.removesuffix(".__init__")] = ast.parse(path.read_text())
+    return found
+
+
+MODULES = modules()
+
+
+def imports(tree):
+    """Modules of the package that a module imports, wherever in it, annotations' imports included."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name.split(".")[0] == "fastdp")
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "fastdp":
+            for alias in node.names:
+                inner = f"{node.module}.{alias.name}"
+                yield inner if inner in MODULES else node.module
+
+
+# The root hands out public names when asked for them; what it imports for annotations alone is no floor's business.
+GRAPH = {name: set(imports(tree)) for name, tree in MODULES.items() if name != "fastdp"}
+
+
+def floor(module):
+    room = module.split(".")[1]
+    return next((height for height, rooms in enumerate(FLOORS) if room in rooms), len(FLOORS))
+
+
+def test_no_import_goes_upward():
+    upward = [
+        (name, found)
+        for name, every in GRAPH.items()
+        for found in every
+        if (floor(name) < len(FLOORS) if found == "fastdp" else floor(found) > floor(name))
+    ]
+    assert upward == []
+
+
+def reached(start):
+    seen, waiting = set(), [start]
+    while waiting:
+        new = (GRAPH.get(waiting.pop(), set()) & GRAPH.keys()) - seen
+        seen |= new
+        waiting += new
+    return seen
+
+
+def test_no_imports_run_in_a_circle():
+    reach = {name: reached(name) for name in GRAPH}
+    circles = {
+        frozenset(other for other in reach[name] if name in reach[other]) for name in GRAPH if name in reach[name]
+    }
+    assert circles == set(map(frozenset, CIRCLES))
+
+
+def private_names(tree):
+    """Names with a leading underscore that a module defines: functions, classes, attributes and assignments."""
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            yield node.name
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self":
+            yield node.attr
+
+
+def private_reads(tree):
+    """Names with a leading underscore that a module reads of something, and of what."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            yield node.attr, ast.unparse(node.value)
+        elif isinstance(node, ast.ImportFrom):
+            yield from ((alias.name, str(node.module)) for alias in node.names)
+
+
+def test_no_module_reads_anothers_private_names():
+    """What a class of ours inherits from another library, such as a hook that it overrides, is its own."""
+    defined = {name: set(private_names(tree)) for name, tree in MODULES.items()}
+    ours = set().union(*defined.values())
+    found = {}
+    for name, tree in MODULES.items():
+        for attribute, owner in private_reads(tree):
+            private = attribute.startswith("_") and not attribute.startswith("__") and attribute != "_native"
+            inherited = owner in ("self", "cls", "super()") and attribute not in ours
+            if private and not inherited and attribute not in defined[name] and attribute not in FOREIGN:
+                found.setdefault(name, set()).add(attribute)
+    assert found == READS
