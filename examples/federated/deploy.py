@@ -26,6 +26,13 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--client", action="append", required=True, metavar="NAME=FILE", help="once for each client")
     parser.add_argument(
+        "--policy",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="what each client insists on; by default perturbation=selective and epsilon=8",
+    )
+    parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="a setting, as in pyproject.toml"
     )
     options = parser.parse_args()
@@ -37,12 +44,13 @@ def main() -> None:
         "output": str(output / "server"),
         "partition": "own",
         "min_clients": min(2, len(clients)),
-        **{key: _value(value) for key, value in (entry.split("=", 1) for entry in options.set)},
+        **_values(options.set),
     }
+    policy = {"perturbation": "selective", "epsilon": 8.0} | _values(options.policy)
     with Federation(output / "flower") as federation:
         for index, (name, file) in enumerate(clients.items()):
             own = {"train": str(Path(file).resolve()), "state": str(output / name), "partition-id": index}
-            federation.add_client(name, own)
+            federation.add_client(name, own | policy)
         log = federation.run(APP, settings)
     rounds = output / "server" / "rounds.jsonl"
     if not rounds.exists():
@@ -50,6 +58,11 @@ def main() -> None:
     for row in map(json.loads, rounds.read_text().splitlines()):
         print(f"round {row['round']}: {row['accepted']} updates, perplexity {row['perplexity']:.2f}")
     print(f"cards: {output / 'server' / 'run_card.md'} and one below each client's folder")
+
+
+def _values(entries: list[str]) -> dict[str, object]:
+    """KEY=VALUE entries as settings."""
+    return {key: _value(value) for key, value in (entry.split("=", 1) for entry in entries)}
 
 
 def _value(text: str) -> object:

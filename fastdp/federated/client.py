@@ -12,6 +12,7 @@ import torch
 from fastdp.federated.adapter import AdaptedModel
 from fastdp.federated.config import FederatedConfig
 from fastdp.federated.messages import Order, update_record
+from fastdp.federated.policy import NodeSettingError
 from fastdp.federated.refusal import ClientRefusal
 from fastdp.federated.site import Site
 
@@ -59,8 +60,10 @@ def train(message: Message, context: Context) -> Message:
 def evaluate(message: Message, context: Context) -> Message:
     """Perplexity of the global adapter on the client's own held-out texts, unprotected."""
     config = _config(context)
+    if config.evaluation != "clients":
+        raise ClientRefusal(f"this run's evaluation is {config.evaluation}, so no client evaluates")
     if not config.eval:
-        raise ClientRefusal("this client has no held-out texts: set eval in its node config")
+        raise ClientRefusal("this client has no held-out texts: only eval in its own node config names them")
     adapted = _adapted(config)
     _accept(adapted, Order.from_record(message.content))
     quality = adapted.quality(adapted.examples(adapted.encode(adapted.texts(config.eval))))
@@ -81,6 +84,9 @@ def _accept(adapted: AdaptedModel, order: Order) -> None:
 def _config(context: Context) -> FederatedConfig:
     try:
         return FederatedConfig.read(context.run_config, context.node_config)
+    except NodeSettingError:
+        # It quotes the client's own settings: for its log, not for the server.
+        raise
     except ValueError as error:
         # It quotes settings, which hold no text of the client's.
         raise ClientRefusal(str(error)) from None

@@ -6,30 +6,26 @@ import dataclasses
 import difflib
 import hashlib
 import math
-import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from fastdp.accounting.serialisation import canonical
+from fastdp.federated.policy import PERTURBATIONS, NodePolicy
+from fastdp.federated.settings import converted, types_of
+from fastdp.federated.settings import setting as _setting
 
 CHOICES = {
     "peft": ("bottleneck", "lora"),
     "aggregation": ("mean", "examples"),
     "evaluation": ("server", "clients", "none"),
     "partition": ("iid", "dirichlet", "source", "own"),
-    "perturbation": ("none", "selective", "all"),
+    "perturbation": PERTURBATIONS,
     "mechanism": ("local", "metric", "partition", "paper"),
     "budget": ("token", "text"),
 }
-#: What an organisation may set for itself, in its SuperNode's node config.
-OF_A_NODE = ("model", "train", "eval", "state", "names", "labelled_spans", "threads")
 #: What a resumed run may change without becoming another run.
 MAY_CHANGE = ("rounds", "resume", "wait_seconds", "round_seconds", "threads")
-
-
-def _setting(help: str, default: Any) -> Any:
-    return dataclasses.field(default=default, metadata={"help": help})
 
 
 @dataclass(frozen=True)
@@ -41,11 +37,13 @@ class FederatedConfig:
     """
 
     model: str = _setting("folder or name of the public pretrained model, on every machine", "")
-    train: str = _setting("texts to train on: .csv, .tsv, .jsonl, .txt; a SuperNode's own takes its place", "")
+    train: str = _setting("texts that a simulation shares out: .csv, .tsv, .jsonl, .txt; a SuperNode has its own", "")
     eval: str = _setting("held-out texts for perplexity", "")
     text_column: str = _setting("column with the text", "text")
     output: str = _setting("the server's folder: checkpoint, figures, cards, adapter", "")
-    state: str = _setting("folder for what a client keeps: perturbed texts, ledger, card (default: beside output)", "")
+    state: str = _setting(
+        "simulation: folder for what clients keep (default: beside output); a SuperNode has its own", ""
+    )
 
     rounds: int = _setting("rounds of the run", 3)
     fraction: float = _setting("share of clients that a round samples", 1.0)
@@ -84,10 +82,14 @@ class FederatedConfig:
     radius: float = _setting("cap or radius of distances; 0: the table's median distance", 0.0)
     alpha: float = _setting("the paper's factor", 1.0)
     cells: int = _setting("cells of the public partition", 64)
-    detector: str = _setting("rules, presidio, or the folder of a token classification model", "rules")
+    detector: str = _setting(
+        "rules, presidio, or the folder of a token classification model; several joined by ' + '", "rules"
+    )
     threshold: float = _setting("least score of a span that counts as private", 0.0)
-    names: str = _setting("file of an organisation's own names, one a line; stays with the client", "")
-    labelled_spans: str = _setting("labelled spans to measure the detector's misses on, for the card", "")
+    names: str = _setting("simulation: file of names that the rules look for, one a line; a SuperNode has its own", "")
+    labelled_spans: str = _setting(
+        "simulation: labelled spans to measure the detector's misses on; a SuperNode has its own", ""
+    )
 
     client_clip: float = _setting("central DP: bound on a client's update; 0 for none", 0.0)
     client_noise_multiplier: float = _setting("central DP: noise std over client_clip", 0.0)
@@ -133,8 +135,6 @@ class FederatedConfig:
             )
         if self.partition == "source" and not self.source_column:
             raise ValueError("partition by source needs source_column, the column that names a row's source")
-        if self.evaluation == "server" and not self.eval:
-            raise ValueError("evaluation at the server needs eval, a file of held-out texts; or set evaluation to none")
 
     @property
     def central(self) -> bool:
@@ -143,15 +143,24 @@ class FederatedConfig:
 
     @classmethod
     def read(cls, run: Mapping[str, Any], node: Mapping[str, Any] | None = None) -> FederatedConfig:
-        """Settings from Flower's run config and, for what is a node's own, its node config; keys may have dashes.
+        """Settings from Flower's run config, tightened by a node's own policy if there is a node; keys may have dashes.
 
         Raises:
-            ValueError: for an unknown setting (with the nearest known one), or a value of another type.
+            ValueError: for an unknown setting of the run (with the nearest known one), or a value of another type.
+            NodeSettingError: for whatever `NodePolicy` refuses.
+            ClientRefusal: for a run that this node does not take part in.
         """
-        own = {key.replace("-", "_"): value for key, value in (node or {}).items()}
+        policy = None if node is None else NodePolicy.read(node)
         settings = {key.replace("-", "_"): value for key, value in run.items()}
-        settings |= {key: value for key, value in own.items() if key in OF_A_NODE}
-        return cls(**{name: _convert(name, value) for name, value in settings.items()})
+        for name in settings:
+            if name not in _TYPES:
+                nearest = difflib.get_close_matches(name, _TYPES, n=1)
+                hint = f"; did you mean {nearest[0]}?" if nearest else f"; known settings: {', '.join(_TYPES)}"
+                raise ValueError(f"unknown setting {name!r}{hint}")
+        found = cls(**{name: converted(name, value, _TYPES) for name, value in settings.items()})
+        if found.evaluation == "server" and not found.eval:
+            raise ValueError("evaluation at the server needs eval, a file of held-out texts; or set evaluation to none")
+        return found if policy is None else policy.tighten(found)
 
     def as_dict(self) -> dict[str, Any]:
         """Every setting."""
@@ -168,18 +177,4 @@ _POSITIVE = (
     *("lora_r", "lora_alpha", "local_epochs", "batch_size", "physical_batch_size", "learning_rate", "max_length"),
     *("eval_batch_size", "dirichlet_alpha", "epsilon", "alpha", "cells", "dpsgd_max_grad_norm"),
 )
-_TYPES = typing.get_type_hints(FederatedConfig)
-
-
-def _convert(name: str, value: Any) -> Any:
-    if name not in _TYPES:
-        nearest = difflib.get_close_matches(name, _TYPES, n=1)
-        hint = f"; did you mean {nearest[0]}?" if nearest else f"; known settings: {', '.join(_TYPES)}"
-        raise ValueError(f"unknown setting {name!r}{hint}")
-    kind = _TYPES[name]
-    if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    if type(value) is not kind:
-        wanted = {str: "text", int: "a whole number", float: "a number", bool: "true or false"}[kind]
-        raise ValueError(f"{name} must be {wanted}, not {value!r}")
-    return value
+_TYPES = types_of(FederatedConfig)

@@ -18,6 +18,7 @@ from fastdp.federated.config import FederatedConfig
 from fastdp.federated.partitioning import partition
 from fastdp.federated.refusal import ClientRefusal
 from fastdp.methods.selective import (
+    AnyOf,
     DetectorQuality,
     PresidioDetector,
     PrivacyDetector,
@@ -71,8 +72,10 @@ class Site:
 
     @classmethod
     def of_partition(cls, adapted: AdaptedModel, index: int, clients: int) -> Site:
-        """The client whose share of the run's ``train`` file is number ``index`` of ``clients``."""
+        """Client number ``index`` of ``clients``: its share of the ``train`` file, or all of a file of its own."""
         config = adapted.config
+        if not config.train:
+            raise ClientRefusal("a simulation needs train, the file that its clients share: set it in the run config")
         rows = read_rows(config.train)
         texts = rows.column(config.text_column, "text_column")
         if config.partition != "own":
@@ -87,7 +90,7 @@ class Site:
         config, adapted = self.config, self.adapted
         if config.perturbation == "none":
             return adapted.examples(adapted.encode(texts))
-        detector = make_detector(config)
+        detector = RuleDetector() if config.perturbation == "all" else make_detector(config)
         perturb = SelectivePerturbation(
             config.epsilon,
             config.mechanism,
@@ -175,22 +178,28 @@ def state_folder(config: FederatedConfig) -> Path:
 
 
 def make_detector(config: FederatedConfig) -> PrivacyDetector:
-    """The detector that the settings name.
+    """The detector that the settings name; several joined by " + " find what any of them does.
 
     Raises:
         ValueError: if names are given to a detector that has no list of them.
     """
-    if config.detector == "rules":
-        names = Path(config.names).read_text(encoding="utf-8").split("\n") if config.names else []
-        return RuleDetector(names=frozenset(name.strip() for name in names if name.strip()))
-    if config.names:
+    kinds = config.detector.split(" + ")
+    if config.names and "rules" not in kinds:
         raise ValueError(f"names are for the rule detector; the detector is {config.detector}")
-    if config.detector == "presidio":
+    found = [_detector(kind, config.names) for kind in kinds]
+    return found[0] if len(found) == 1 else AnyOf(tuple(found))
+
+
+def _detector(kind: str, names: str) -> PrivacyDetector:
+    if kind == "rules":
+        listed = Path(names).read_text(encoding="utf-8").split("\n") if names else []
+        return RuleDetector(names=frozenset(name.strip() for name in listed if name.strip()))
+    if kind == "presidio":
         return PresidioDetector()
     from transformers import AutoModelForTokenClassification, AutoTokenizer
 
-    model = AutoModelForTokenClassification.from_pretrained(config.detector)
-    return TokenClassificationDetector(model, AutoTokenizer.from_pretrained(config.detector))
+    model = AutoModelForTokenClassification.from_pretrained(kind)
+    return TokenClassificationDetector(model, AutoTokenizer.from_pretrained(kind))
 
 
 def _quality(config: FederatedConfig, detector: PrivacyDetector) -> DetectorQuality | None:

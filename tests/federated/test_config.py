@@ -1,4 +1,4 @@
-"""Settings: what is accepted, refused, and a node's own."""
+"""Settings of a run: what is accepted and refused."""
 
 import dataclasses
 from pathlib import Path
@@ -15,14 +15,6 @@ def test_reads_flowers_run_config():
     config = FederatedConfig.read({"model": "m", "output": "o", "eval": "e", "max-update-norm": 7, "min-clients": 3})
     assert config.max_update_norm == 7.0
     assert config.min_clients == 3
-
-
-def test_a_nodes_own_settings_take_precedence_and_no_others_do():
-    config = FederatedConfig.read(
-        NEEDED | {"train": "all.csv"}, {"train": "own.csv", "epsilon": 99.0, "partition-id": 1}
-    )
-    assert config.train == "own.csv"
-    assert config.epsilon == 8.0
 
 
 @pytest.mark.parametrize(

@@ -155,7 +155,9 @@ def test_deployed_with_tls_and_authentication_and_a_client_killed_in_mid_round(s
             own = tmp_path / f"own-{index}.jsonl"
             own.write_text("".join(texts[8 * index : 8 * index + 8]))
             state = str(tmp_path / f"state-{index}")
-            federation.add_client(f"client-{index}", {"train": str(own), "state": state, "partition-id": index})
+            policy = {"perturbation": "selective", "epsilon": 8.0}
+            node = {"train": str(own), "state": state, "partition-id": index} | policy
+            federation.add_client(f"client-{index}", node)
         stranger, _ = make_node_key(tmp_path / "flower" / "keys", "stranger")
         stranger_process = federation.start_client("stranger", stranger, {"partition-id": 9})
         # The card is written when the texts are perturbed, just before training begins.

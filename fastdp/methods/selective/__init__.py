@@ -11,10 +11,11 @@ from fastdp.methods.selective.perturbation import PerturbedTexts, SelectivePertu
 from fastdp.methods.selective.presidio import PresidioDetector
 from fastdp.methods.selective.quality import DetectorQuality, measure_detector, read_labelled_spans
 from fastdp.methods.selective.rules import RuleDetector
-from fastdp.methods.selective.spans import PrivacyDetector, PrivacyPolicy, Span, token_mask
+from fastdp.methods.selective.spans import AnyOf, PrivacyDetector, PrivacyPolicy, Span, token_mask
 from fastdp.methods.selective.token_classification import TokenClassificationDetector
 
 __all__ = [
+    "AnyOf",
     "DetectorQuality",
     "PerturbedTexts",
     "PresidioDetector",

@@ -37,6 +37,26 @@ class PrivacyDetector(Protocol):
 
 
 @dataclass(frozen=True)
+class AnyOf:
+    """A detector that finds what any of several does."""
+
+    detectors: tuple[PrivacyDetector, ...]
+
+    def detect(self, texts: Sequence[str]) -> list[list[Span]]:
+        """The spans of all of them."""
+        found = [detector.detect(texts) for detector in self.detectors]
+        return [[span for spans in own for span in spans] for own in zip(*found, strict=True)]
+
+    def describe(self) -> dict[str, Any]:
+        """Each by its name and settings."""
+        return {"name": "any of several", "detectors": [detector.describe() for detector in self.detectors]}
+
+    def private_settings(self) -> Any:
+        """Those of each that has any."""
+        return [getattr(detector, "private_settings", lambda: None)() for detector in self.detectors]
+
+
+@dataclass(frozen=True)
 class PrivacyPolicy:
     """What counts as private of what a detector reports.
 

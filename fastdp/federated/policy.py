@@ -1,0 +1,190 @@
+"""What an organisation decides for itself, in its SuperNode's node config: private paths, and floors that no run goes below.
+
+The run's settings come from the server, which a client need not trust with its texts. A client therefore trains by the
+stricter of the run's settings and its own policy, and not at all where neither is the stricter.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from fastdp.federated.refusal import ClientRefusal
+from fastdp.federated.settings import converted, setting, types_of
+
+if TYPE_CHECKING:
+    from fastdp.federated.config import FederatedConfig
+
+PERTURBATIONS = ("none", "selective", "all")
+#: For each mechanism those whose bound implies its own: ``local`` holds among all tokens, so also among those of a cell.
+LEAST = {"local": ("local",), "partition": ("partition", "local"), "metric": ("metric",)}
+#: What marks a client of Flower's simulation, where the owner of the run is the owner of the texts.
+_SIMULATED = {"partition_id", "num_partitions"}
+_OF_A_PERTURBATION = ("epsilon", "mechanism", "budget", "cells")
+_OF_A_DETECTOR = ("detector", "threshold", "names", "labelled_spans")
+
+
+class NodeSettingError(ValueError):
+    """A node config that cannot hold. It may quote private paths, so it is for the client's own log alone."""
+
+
+@dataclass(frozen=True)
+class NodePolicy:
+    """The settings of one node; each is a key of its node config, with dashes.
+
+    Raises:
+        NodeSettingError: for a setting that is missing, out of range, or has no effect beside the others.
+    """
+
+    train: str = setting("this node's own texts: .csv, .tsv, .jsonl, .txt", "")
+    state: str = setting(
+        "folder for draws, ledger and card; one for all runs, since other draws are another release", ""
+    )
+    eval: str = setting("own held-out texts: naming them allows their loss, unprotected, to leave if the run asks", "")
+    text_column: str = setting("column with the text", "text")
+    model: str = setting("where this machine has the run's public model", "")
+    names: str = setting("file of the organisation's own names, one a line", "")
+    labelled_spans: str = setting("labelled spans to measure the detector's misses on, for the card", "")
+    threads: int = setting("torch threads; 0 leaves the run's choice", 0)
+    partition_id: int = setting("number of this node; names its folder below state", 0)
+
+    perturbation: str = setting("least that is perturbed: none, selective (private tokens), or all", "")
+    epsilon: float = setting("largest budget of a private token, or text", 0.0)
+    mechanism: str = setting("weakest mechanism: local, partition or metric", "local")
+    budget: str = setting("token; or text, which a token's budget does not satisfy", "token")
+    cells: int = setting("most cells of the partition", 0)
+    detector: str = setting("always asked, beside the run's: rules, presidio, or a folder", "rules")
+    threshold: float = setting("largest least score of a span that counts as private", 0.0)
+    dpsgd_epsilon: float = setting("largest budget of DP-SGD at this node; 0 asks for none", 0.0)
+    dpsgd_delta: float = setting("largest delta of DP-SGD at this node", 1e-5)
+
+    @classmethod
+    def read(cls, node: Mapping[str, Any]) -> NodePolicy | None:
+        """The policy in a node config, whose keys may have dashes; None for a client of a simulation.
+
+        Raises:
+            NodeSettingError: for a setting that no node has (with the nearest known one), or of another type, besides what
+                the class refuses.
+        """
+        given = {key.replace("-", "_"): value for key, value in node.items()}
+        if "num_partitions" in given:
+            others = sorted(set(given) - _SIMULATED)
+            if others:
+                raise NodeSettingError(
+                    f"num_partitions marks a client of a simulation, which has no {others[0]} of its own: leave "
+                    "num_partitions out of the node config"
+                )
+            return None
+        for key in given:
+            if key not in _TYPES:
+                raise NodeSettingError(_unknown(key))
+        try:
+            policy = cls(**{key: converted(key, value, _TYPES) for key, value in given.items()})
+        except NodeSettingError:
+            raise
+        except ValueError as error:
+            raise NodeSettingError(str(error)) from None
+        policy._check(given)
+        return policy
+
+    def _check(self, given: Mapping[str, Any]) -> None:
+        for name, what in (
+            ("train", "the file with this node's own texts"),
+            ("state", "a folder beside them, the same for all runs, for what must be drawn once alone"),
+            ("perturbation", f"the least that you allow, one of {', '.join(PERTURBATIONS)}"),
+        ):
+            if not getattr(self, name):
+                raise NodeSettingError(f"{name} is missing: name {what} in the node config")
+        for name, choices in (
+            ("perturbation", PERTURBATIONS),
+            ("mechanism", tuple(LEAST)),
+            ("budget", ("token", "text")),
+        ):
+            if getattr(self, name) not in choices:
+                raise NodeSettingError(f"{name} is {getattr(self, name)!r}: use one of {', '.join(choices)}")
+        self._check_effects(given)
+        for name, wanted in (("epsilon", self.perturbation != "none"), ("cells", self.mechanism == "partition")):
+            value = getattr(self, name)
+            if wanted and name not in given:
+                raise NodeSettingError(f"{name} is missing: set the largest that you allow in the node config")
+            if name in given and not (value > 0 and math.isfinite(value)):
+                raise NodeSettingError(f"{name} is {value}: it must be positive and finite")
+        for name in ("dpsgd_epsilon", "threads", "partition_id"):
+            if not (getattr(self, name) >= 0 and math.isfinite(getattr(self, name))):
+                raise NodeSettingError(f"{name} is {getattr(self, name)}: it must be 0 or more")
+        if not 0 <= self.threshold <= 1:
+            raise NodeSettingError(f"threshold is {self.threshold}: a score lies between 0 and 1")
+        if not 0 < self.dpsgd_delta < 1:
+            raise NodeSettingError(f"dpsgd_delta is {self.dpsgd_delta}: it lies between 0 and 1")
+
+    def _check_effects(self, given: Mapping[str, Any]) -> None:
+        """A setting that changes nothing is a promise that nobody keeps."""
+        idle: list[tuple[tuple[str, ...], bool, str]] = [
+            (_OF_A_PERTURBATION, self.perturbation == "none", "perturbation is none"),
+            (_OF_A_DETECTOR, self.perturbation != "selective", f"perturbation is {self.perturbation}"),
+            (("cells",), self.mechanism != "partition", f"the mechanism is {self.mechanism}"),
+            (("names",), self.detector != "rules", "the detector has no list of names"),
+            (("dpsgd_delta",), self.dpsgd_epsilon == 0, "dpsgd_epsilon asks for no DP-SGD"),
+        ]
+        for names, holds, why in idle:
+            found = next((name for name in names if holds and name in given), None)
+            if found:
+                raise NodeSettingError(f"{found} has no effect where {why}: change that, or leave {found} out")
+
+    def tighten(self, run: FederatedConfig) -> FederatedConfig:
+        """The run's settings with this node's paths, and in all that protects its texts the stricter of both.
+
+        Raises:
+            ClientRefusal: where neither of two mechanisms is the stricter.
+        """
+        found: dict[str, Any] = {
+            name: getattr(self, name) for name in ("train", "state", "eval", "text_column", "names", "labelled_spans")
+        }
+        found |= {"model": self.model or run.model, "threads": self.threads or run.threads, "partition": "own"}
+        if self.perturbation != "none":
+            found |= self._perturbation(run)
+        if self.dpsgd_epsilon > 0:
+            found["dpsgd_epsilon"] = min(self.dpsgd_epsilon, run.dpsgd_epsilon or math.inf)
+            found["dpsgd_delta"] = min(self.dpsgd_delta, run.dpsgd_delta)
+        return dataclasses.replace(run, **found)
+
+    def _perturbation(self, run: FederatedConfig) -> dict[str, Any]:
+        found: dict[str, Any] = {
+            "perturbation": max(self.perturbation, run.perturbation, key=PERTURBATIONS.index),
+            "threshold": min(self.threshold, run.threshold),
+            "detector": " + ".join(dict.fromkeys([self.detector, *run.detector.split(" + ")])),
+        }
+        own = {"mechanism": self.mechanism, "epsilon": self.epsilon, "budget": self.budget}
+        if self.mechanism == "partition":
+            own["cells"] = self.cells
+        if run.perturbation == "none":
+            return found | own | {"detector": self.detector}
+        if run.mechanism in LEAST[self.mechanism]:
+            own["mechanism"] = run.mechanism
+        elif run.mechanism != "paper" and self.mechanism not in LEAST[run.mechanism]:
+            raise ClientRefusal(
+                f"this client's mechanism is {self.mechanism} and the run's {run.mechanism}, neither of which is the stricter: "
+                "agree on one"
+            )
+        own["epsilon"] = min(self.epsilon, run.epsilon)
+        own["budget"] = "text" if "text" in (self.budget, run.budget) else "token"
+        if "cells" in own:
+            own["cells"] = min(self.cells, run.cells)
+        return found | own
+
+
+_TYPES = types_of(NodePolicy)
+
+
+def _unknown(key: str) -> str:
+    from fastdp.federated.config import FederatedConfig
+
+    if key in types_of(FederatedConfig):
+        return f"{key} is the run's to set, not a node's: leave it out of the node config"
+    nearest = difflib.get_close_matches(key, _TYPES, n=1)
+    hint = f"; did you mean {nearest[0]}?" if nearest else f"; there are {', '.join(_TYPES)}"
+    return f"a node has no setting {key!r}{hint}"

@@ -1,0 +1,258 @@
+"""A client's own policy: floors that the run may only tighten, private paths from the node alone, nothing dropped in silence."""
+
+import dataclasses
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fastdp.federated import FederatedConfig
+from fastdp.federated.policy import LEAST, NodePolicy, NodeSettingError
+
+NEEDED = {"model": "m", "output": "o", "eval": "e"}
+OWN = {"train": "own.csv", "state": "kept", "perturbation": "selective", "epsilon": 1.0}
+
+
+def read(run=(), **node):
+    """The settings that a node trains by; a value of None takes a key of OWN out."""
+    given = {name.replace("_", "-"): value for name, value in (OWN | node).items() if value is not None}
+    return FederatedConfig.read(NEEDED | dict(run), given)
+
+
+def test_a_nodes_floors_rule_where_the_run_asks_for_less():
+    found = read({"perturbation": "none"}, perturbation="all", epsilon=1.0, dpsgd_epsilon=1.0)
+    assert (found.perturbation, found.epsilon, found.mechanism, found.dpsgd_epsilon) == ("all", 1.0, "local", 1.0)
+
+
+def test_a_run_may_be_stricter_than_a_node():
+    found = read({"perturbation": "all", "epsilon": 0.5, "budget": "text", "dpsgd-epsilon": 2.0}, dpsgd_epsilon=3.0)
+    assert (found.perturbation, found.epsilon, found.budget, found.dpsgd_epsilon) == ("all", 0.5, "text", 2.0)
+
+
+@pytest.mark.parametrize(
+    ("own", "run", "found"),
+    [
+        ("local", "paper", "local"),
+        ("local", "partition", "local"),
+        ("partition", "local", "local"),
+        ("partition", "paper", "partition"),
+        ("metric", "metric", "metric"),
+    ],
+)
+def test_the_stricter_mechanism_is_used(own, run, found):
+    assert read({"mechanism": run}, mechanism=own, cells=8 if own == "partition" else None).mechanism == found
+
+
+@pytest.mark.parametrize(("own", "run"), [("local", "metric"), ("metric", "local"), ("partition", "metric")])
+def test_mechanisms_that_bound_different_things_are_refused(own, run):
+    with pytest.raises(ValueError, match=f"{own}.*{run}.*neither"):
+        read({"mechanism": run}, mechanism=own, cells=8 if own == "partition" else None)
+
+
+def test_a_mechanism_of_a_run_that_perturbs_nothing_does_not_matter():
+    assert read({"perturbation": "none", "mechanism": "metric"}, mechanism="local").mechanism == "local"
+
+
+settings_of_runs = st.fixed_dictionaries(
+    {
+        "perturbation": st.sampled_from(("none", "selective", "all")),
+        "mechanism": st.sampled_from(("local", "metric", "partition", "paper")),
+        "epsilon": st.floats(0.01, 1e9),
+        "budget": st.sampled_from(("token", "text")),
+        "threshold": st.floats(0, 1),
+        "cells": st.integers(1, 10**6),
+        "dpsgd-epsilon": st.floats(0, 1e9),
+        "dpsgd-delta": st.floats(1e-12, 0.99),
+        "train": st.just("/etc/passwd"),
+        "eval": st.just("/etc/passwd"),
+        "state": st.just("/tmp/elsewhere"),
+        "names": st.just("/etc/passwd"),
+        "labelled-spans": st.just("/etc/passwd"),
+        "text-column": st.just("secret"),
+        "detector": st.just("presidio"),
+        "partition": st.sampled_from(("iid", "own", "dirichlet")),
+    }
+)
+
+
+@given(settings_of_runs, st.sampled_from(("selective", "all")), st.sampled_from(("local", "partition")))
+def test_no_run_loosens_a_nodes_policy(run, perturbation, mechanism):
+    """Whatever the server asks for: refused, or at least as strict in everything, and no path but the node's own."""
+    node = {"perturbation": perturbation, "mechanism": mechanism, "epsilon": 2.0, "cells": 8}
+    try:
+        found = read(run, **node | {"cells": 8 if mechanism == "partition" else None}, dpsgd_epsilon=3.0)
+    except ValueError as refusal:
+        assert "neither" in str(refusal)
+        assert run["mechanism"] == "metric"
+        return
+    order = ("none", "selective", "all")
+    assert order.index(found.perturbation) >= order.index(perturbation)
+    assert found.mechanism in {"local": ("local",), "partition": ("local", "partition")}[mechanism]
+    assert found.epsilon <= 2.0
+    assert found.threshold == 0.0
+    assert 0 < found.dpsgd_epsilon <= 3.0
+    assert found.dpsgd_delta <= 1e-5
+    assert mechanism == "local" or found.cells <= 8
+    assert (found.train, found.eval, found.state, found.names, found.labelled_spans) == ("own.csv", "", "kept", "", "")
+    assert found.text_column == "text"
+    assert "rules" in found.detector.split(" + ")
+
+
+def test_detectors_of_both_find_what_either_does():
+    assert read({"detector": "presidio"}).detector == "rules + presidio"
+    assert read({"detector": "rules"}).detector == "rules"
+    assert read({"detector": "rules"}, detector="folder").detector == "folder + rules"
+
+
+def test_private_paths_come_from_the_node_alone():
+    with pytest.raises(NodeSettingError, match="train is missing"):
+        read({"train": "/etc/passwd"}, train=None)
+    with pytest.raises(NodeSettingError, match="state is missing"):
+        read({"state": "/tmp/elsewhere"}, state=None)
+    assert read(eval="held.csv").eval == "held.csv"
+    assert read({"evaluation": "clients", "eval": "own.csv"}).eval == ""
+
+
+@pytest.mark.parametrize(
+    ("node", "message"),
+    [
+        ({"epsilom": 1.0}, "no setting 'epsilom'; did you mean epsilon"),
+        ({"perturbaton": "all"}, "did you mean perturbation"),
+        ({"learning_rate": 0.1}, "learning_rate is the run's to set"),
+        ({"perturbation": None}, "perturbation is missing"),
+        ({"epsilon": None}, "epsilon is missing"),
+        ({"perturbation": "none"}, "epsilon has no effect"),
+        ({"perturbation": "none", "epsilon": None, "mechanism": "local"}, "mechanism has no effect"),
+        ({"perturbation": "all", "detector": "rules"}, "detector has no effect"),
+        ({"cells": 8}, "cells has no effect"),
+        ({"mechanism": "partition"}, "cells is missing"),
+        ({"dpsgd_delta": 1e-6}, "dpsgd_delta has no effect"),
+        ({"detector": "presidio", "names": "names.txt"}, "names has no effect"),
+        ({"mechanism": "paper"}, "mechanism is 'paper'"),
+        ({"perturbation": "some"}, "perturbation is 'some'"),
+        ({"epsilon": 0.0}, "epsilon is 0.0"),
+        ({"epsilon": "one"}, "epsilon must be a number"),
+        ({"epsilon": float("inf")}, "epsilon is inf"),
+        ({"dpsgd_epsilon": -1.0}, "dpsgd_epsilon is -1.0"),
+        ({"threshold": 2.0}, "threshold is 2.0"),
+        ({"num_partitions": 2}, "num_partitions marks a client of a simulation"),
+        ({"partition_id": -1}, "partition_id is -1"),
+        ({"epsilon_": 1.0}, "no setting 'epsilon_'"),
+    ],
+)
+def test_refused(node, message):
+    with pytest.raises(NodeSettingError, match=message):
+        read(**node)
+
+
+def test_a_simulated_client_has_the_runs_settings():
+    run = NEEDED | {"train": "all.csv", "perturbation": "none"}
+    found = FederatedConfig.read(run, {"partition-id": 1, "num-partitions": 2})
+    assert found == FederatedConfig.read(run)
+
+
+def test_every_setting_that_could_weaken_a_client_is_decided():
+    """A new setting of a run has to be put somewhere: a floor, the node's alone, or harmless to what a client keeps."""
+    harmless = {
+        *("model", "output", "rounds", "fraction", "min_clients", "wait_seconds", "round_seconds", "aggregation"),
+        *("evaluation", "max_update_norm", "max_examples", "resume", "peft", "bottleneck_size", "lora_r", "lora_alpha"),
+        *(
+            "local_epochs",
+            "batch_size",
+            "physical_batch_size",
+            "learning_rate",
+            "max_length",
+            "eval_batch_size",
+            "seed",
+        ),
+        *("threads", "partition", "dirichlet_alpha", "source_column", "radius", "alpha", "client_clip"),
+        *("client_noise_multiplier", "client_delta", "dpsgd_max_grad_norm"),
+    }
+    decided = {field.name for field in dataclasses.fields(NodePolicy)} | harmless
+    assert {field.name for field in dataclasses.fields(FederatedConfig)} <= decided
+
+
+def test_the_order_of_mechanisms_is_a_partial_order():
+    for own, run in itertools.product(LEAST, LEAST):
+        if own != run:
+            assert not (run in LEAST[own] and own in LEAST[run])
+        assert own in LEAST[own]
+
+
+flwr = pytest.importorskip("flwr", reason="flwr is the optional extra 'federated', for Python 3.11 or later")
+
+
+def deployed(settings, node):
+    """The real client app with a node config of its own."""
+    from flwr.app import Context, RecordDict
+
+    from fastdp.federated import client
+
+    def answer(message):
+        context = Context(run_id=1, node_id=1, node_config=node, state=RecordDict(), run_config=dict(settings))
+        return client.app(message, context)
+
+    return answer
+
+
+@pytest.fixture
+def node(world, tmp_path):
+    return {
+        "train": str(world / "train.jsonl"),
+        "state": str(tmp_path / "state"),
+        "perturbation": "all",
+        "epsilon": 1.0,
+        "partition-id": 0,
+    }
+
+
+def server(settings, clients):
+    from fastdp.federated import client
+    from fastdp.federated.server import Server
+    from tests.federated.grid import LocalGrid, reporting
+
+    client.forget()
+    grid = LocalGrid({100 + index: reporting(answer) for index, answer in enumerate(clients)})
+    config = FederatedConfig.read(settings | {"min_clients": 1})
+    Server(grid, config).run()
+    return grid, [json.loads(line) for line in (Path(config.output) / "rounds.jsonl").read_text().splitlines()]
+
+
+def test_a_deployed_client_perturbs_though_the_server_says_none(settings, node, tmp_path):
+    _, rows = server(settings | {"perturbation": "none", "partition": "iid"}, [deployed(settings, node)])
+    card = json.loads((tmp_path / "state" / "client-0" / "card.json").read_text())
+    assert card["settings"]["epsilon"] == 1.0
+    assert card["tokens"]["private"] == card["tokens"]["all"]
+    assert [row["accepted"] for row in rows] == [1, 1]
+
+
+def test_a_refused_client_trains_nothing_and_says_no_more_than_it_may(settings, node, tmp_path, caplog):
+    """A floor is told to the server; a mistake in the node's own settings is told to its own log alone."""
+    clients = [deployed(settings | {"mechanism": "metric", "perturbation": "selective"}, node)]
+    _, (row, *_) = server(settings, clients)
+    assert "neither" in row["refused"][0]["reason"]
+    assert not (tmp_path / "state").exists()
+    settings = settings | {"output": str(tmp_path / "other")}
+    _, (row, *_) = server(settings, [deployed(settings, node | {"secret-codename": "x"})])
+    assert "secret" not in row["refused"][0]["reason"]
+    assert "secret_codename" in caplog.text
+
+
+def test_the_exact_loss_of_a_private_file_is_never_sent_unasked(settings, node):
+    """The server names the client's own file as `eval`, and orders an evaluation."""
+    run = settings | {"evaluation": "clients", "eval": node["train"]}
+    grid, rows = server(run, [deployed(run, node)])
+    assert (100, "evaluate") in grid.sent
+    assert [row["perplexity"] for row in rows] == [None, None]
+
+
+def test_an_evaluation_that_the_run_does_not_ask_for_is_refused(settings, node):
+    """A server that sends the order anyway learns no loss, although the client has held-out texts of its own."""
+    grid, rows = server(
+        settings | {"evaluation": "clients"},
+        [deployed(settings | {"evaluation": "server"}, node | {"eval": node["train"]})],
+    )
+    assert [row["perplexity"] for row in rows] == [None, None]
