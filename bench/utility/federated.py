@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import tempfile
 import time
 import warnings
@@ -188,9 +189,10 @@ def secure_aggregation(clients: int = 4, size: int = 132_352) -> list[dict[str, 
 
 def overhead(bench: Bench, clients: int = 4) -> dict[str, Any]:
     """One `flwr run` in simulation: rounds against the clients' own training, and the start-up apart."""
-    from fastdp.federated.launch import Federation
-
     app = Path(__file__).resolve().parents[2] / "examples" / "federated"
+    sys.path.insert(0, str(app))
+    from launch import Federation
+
     with tempfile.TemporaryDirectory() as folder:
         row = {"data": "pii_spans", "scheme": "selective", "epsilon": 8.0, "clients": clients, "seed": 0}
         config = bench.config(row, Path(folder) / "out")

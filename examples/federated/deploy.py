@@ -4,7 +4,7 @@
         --client hospital=hospital.jsonl --client clinic=clinic.jsonl --client practice=practice.jsonl
 
 Each client trains on its own file, whose private words are perturbed before anything else; the server sees adapters.
-On several machines, run the same commands of Flower's that `fastdp.federated.launch` runs; docs/federated.md lists them.
+On several machines, run the same commands of Flower's that `launch.py` beside this file runs; docs/federated.md lists them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import argparse
 import json
 from pathlib import Path
 
-from fastdp.federated.launch import Federation
+from launch import Federation
 
 APP = Path(__file__).resolve().parent
 

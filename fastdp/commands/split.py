@@ -51,7 +51,7 @@ def certificates_command(
     days: Annotated[int, typer.Option(help="how long certificates are valid", min=1)] = 365,
 ) -> None:
     """Write an authority, the vendor's certificate and one for each customer, each into a folder of its own."""
-    from fastdp.split.certificates import make_certificates
+    from fastdp.tls import make_certificates
 
     made = make_certificates(folder, customer or ["customer"], [*(host or []), "localhost", "127.0.0.1", "::1"], days)
     for path in made:
@@ -217,8 +217,8 @@ def customer_command(
 
 
 def _vendor_certificates(folder: Path | None, address: str) -> Path:
-    from fastdp.split.certificates import VENDOR, make_certificates
     from fastdp.split.channel import check_insecure
+    from fastdp.tls import make_certificates
 
     if folder is None:
         raise ValueError("name a folder with --certificates (fastdp split certificates makes one), or pass --insecure")
@@ -231,7 +231,7 @@ def _vendor_certificates(folder: Path | None, address: str) -> Path:
             ) from None
         for made in make_certificates(folder, ["customer"]):
             console.print(f"wrote {made}", highlight=False)
-    return folder / VENDOR
+    return folder / "vendor"
 
 
 def _load(name: str, classes: int, seed: int) -> tuple[Any, Any]:

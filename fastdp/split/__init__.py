@@ -4,10 +4,10 @@
 stores on both sides and the run of one customer are plain Python and torch.
 """
 
-from fastdp.split.certificates import make_certificates
 from fastdp.split.customer import SplitCustomer
 from fastdp.split.limits import Limits
 from fastdp.split.vendor import SplitVendor
 from fastdp.split.wire import Rejected
+from fastdp.tls import make_certificates
 
 __all__ = ["Limits", "Rejected", "SplitCustomer", "SplitVendor", "make_certificates"]

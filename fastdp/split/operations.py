@@ -22,8 +22,6 @@ from typing import Any
 from fastdp.split.wire import FLOATS, Expect, Rejected, TensorSpec
 
 #: A customer's name is its folder's too.
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
-NAME_IN_WORDS = "1 to 64 letters, digits, '.', '_' or '-', and begin with a letter or digit"
 DTYPES = ("float32", "bfloat16", "float16")
 _COUNT = 1 << 53
 #: More digits than any sensible number of rows of a message: the payload's limit is what binds.

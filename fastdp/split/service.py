@@ -15,11 +15,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
-from fastdp.split.certificates import Credentials, check_certificate
 from fastdp.split.channel import CUSTOMER, METHOD, OPTIONS, check_insecure, check_one, grpc, host_and_port
 from fastdp.split.limits import Limits
 from fastdp.split.operations import Form, expecting
 from fastdp.split.wire import Message, Outgoing, Rejected, receive
+from fastdp.tls import Credentials, check_certificate
 
 log = logging.getLogger(__name__)
 

@@ -28,10 +28,11 @@ from fastdp.methods.blocks import find_blocks
 from fastdp.methods.sap import split_model
 from fastdp.split.bottom import pack_bottom
 from fastdp.split.limits import Limits
-from fastdp.split.operations import NAME, NAME_IN_WORDS, Served, requests
+from fastdp.split.operations import Served, requests
 from fastdp.split.run import Run
 from fastdp.split.store import ExampleStore
 from fastdp.split.wire import Message, Outgoing, Rejected
+from fastdp.tls import NAME, NAME_IN_WORDS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -1,5 +1,6 @@
 """Flower's own processes: `flwr run` in simulation; in the slow tier the deployed form, with a client killed in mid-round."""
 
+import importlib
 import json
 import ssl
 import sys
@@ -12,12 +13,14 @@ import pytest
 
 pytest.importorskip("flwr", reason="flwr is the optional extra 'federated', for Python 3.11 or later")
 
-from fastdp.federated import launch
-from fastdp.federated.launch import Federation, make_certificates, make_node_key
+from fastdp import tls
 from fastdp.methods.selective import SelectiveCard
 
 ROOT = Path(__file__).parents[2]
 APP = ROOT / "examples" / "federated"
+sys.path.insert(0, str(APP))
+launch = importlib.import_module("launch")
+Federation, make_node_key = launch.Federation, launch.make_node_key
 OFFLINE = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 
 
@@ -98,11 +101,13 @@ def test_certificates_and_keys_are_what_flower_reads(tmp_path):
     """openssl's own check of the chain, and Flower's own reading of the key."""
     from flwr.supercore.primitives.asymmetric import uses_nist_ec_curve
 
-    make_certificates(tmp_path)
-    context = ssl.create_default_context(cafile=str(tmp_path / "ca.crt"))
-    context.load_verify_locations(str(tmp_path / "server.crt"))
+    tls.make_certificates(tmp_path, server="superlink")
+    own = tmp_path / "superlink"
+    context = ssl.create_default_context(cafile=str(own / tls.CA))
+    # What Python asks of a chain by itself from 3.13 on.
+    context.verify_flags |= ssl.VERIFY_X509_STRICT
     server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    server.load_cert_chain(tmp_path / "server.crt", tmp_path / "server.key")
+    server.load_cert_chain(own / tls.CERTIFICATE, own / tls.KEY)
     _handshake(context, server)
     private, public = make_node_key(tmp_path, "one")
     from cryptography.hazmat.primitives.serialization import load_ssh_private_key, load_ssh_public_key
@@ -110,7 +115,7 @@ def test_certificates_and_keys_are_what_flower_reads(tmp_path):
     assert uses_nist_ec_curve(load_ssh_public_key(public.read_bytes()))
     assert load_ssh_private_key(private.read_bytes(), None).public_key() == load_ssh_public_key(public.read_bytes())
     assert private.stat().st_mode & 0o077 == 0
-    assert (tmp_path / "server.key").stat().st_mode & 0o077 == 0
+    assert (own / tls.KEY).stat().st_mode & 0o077 == 0
 
 
 def _handshake(client_context, server_context):

@@ -13,11 +13,11 @@ from hypothesis import HealthCheck, given, settings
 
 from bench.record import write
 from fastdp.split import Limits, Rejected, make_certificates
-from fastdp.split.certificates import Credentials
 from fastdp.split.channel import CUSTOMER, METHOD
 from fastdp.split.connection import Connection
 from fastdp.split.operations import replies
 from fastdp.split.wire import Outgoing
+from fastdp.tls import Credentials
 from tests.split.malformed import malformed
 from tests.split.world import LIMITS, make_vendor, noisy_rows
 

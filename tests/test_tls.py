@@ -6,7 +6,7 @@ import pytest
 from cryptography import x509
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from fastdp.split.certificates import Credentials, check_certificate, make_certificates
+from fastdp.tls import Credentials, check_certificate, make_certificates
 
 
 def certificate_of(folder):
@@ -48,6 +48,6 @@ def test_certificates_that_are_turned_down(tmp_path):
     with pytest.raises(ValueError, match="has no certificates"):
         Credentials.load(tmp_path / "none")
     for name in ("vendor", "authority", "../up", "", "a b", ".", "x" * 65):
-        with pytest.raises(ValueError, match="cannot name a customer"):
+        with pytest.raises(ValueError, match="cannot name a client"):
             make_certificates(tmp_path / "three", [name])
     assert not (tmp_path / "three").exists()

@@ -1,14 +1,12 @@
 """Start Flower's own processes: a SuperLink for a simulation, or one with SuperNodes under TLS and node authentication.
 
-Flower's programs do all the work; this module writes their certificates and keys, chooses free ports, keeps telemetry,
+Flower's programs do all the work; this module writes their keys, chooses free ports, keeps telemetry,
 update checks and the installation of packages at start off, and ends what it started.
 """
 
 from __future__ import annotations
 
 import contextlib
-import datetime
-import ipaddress
 import json
 import os
 import shutil
@@ -26,6 +24,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+
+from fastdp import files, tls
 
 CONNECTION = "fastdp"
 _OFF = {
@@ -91,7 +91,11 @@ class Federation:
     @property
     def certificate(self) -> Path:
         """Of the authority that signed the SuperLink's certificate."""
-        return self.folder / "tls" / "ca.crt"
+        return self._own / tls.CA
+
+    @property
+    def _own(self) -> Path:
+        return self.folder / "tls" / "superlink"
 
     def _start(self) -> None:
         (self.folder / "home").mkdir(parents=True, exist_ok=True)
@@ -100,10 +104,9 @@ class Federation:
             arguments += ["--insecure", "--simulation"]
             secured = "insecure = true"
         else:
-            make_certificates(self.folder / "tls")
+            tls.make_certificates(self._own.parent, server=self._own.name, days=30)
             arguments += ["--ssl-ca-certfile", str(self.certificate), "--enable-supernode-auth"]
-            arguments += ["--ssl-certfile", str(self.folder / "tls" / "server.crt")]
-            arguments += ["--ssl-keyfile", str(self.folder / "tls" / "server.key")]
+            arguments += ["--ssl-certfile", str(self._own / tls.CERTIFICATE), "--ssl-keyfile", str(self._own / tls.KEY)]
             secured = f"root-certificates = {json.dumps(str(self.certificate))}"
         (self.folder / "home" / "config.toml").write_text(
             f'[superlink]\ndefault = "{CONNECTION}"\n\n[superlink.{CONNECTION}]\naddress = "{self.address}"\n{secured}\n',
@@ -250,72 +253,17 @@ def free_ports(count: int) -> list[int]:
         return [int(probe.getsockname()[1]) for probe in probes]
 
 
-def make_certificates(folder: Path, host: str = "localhost", address: str = "127.0.0.1", days: int = 30) -> None:
-    """An authority (``ca.crt``) and a server certificate it signed (``server.crt``, ``server.key``), for a trial.
-
-    Raises:
-        ImportError: without the package ``cryptography``, which comes with Flower.
-    """
-    from cryptography import x509
-    from cryptography.hazmat.primitives import hashes, serialization
-    from cryptography.hazmat.primitives.asymmetric import ec
-    from cryptography.x509.oid import NameOID
-
-    folder.mkdir(parents=True, exist_ok=True)
-    now = datetime.datetime.now(datetime.timezone.utc)
-
-    def certificate(subject: str, key: Any, issuer: str, signer: Any, authority: bool) -> Any:
-        name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, subject)])
-        builder = x509.CertificateBuilder().subject_name(name).public_key(key.public_key())
-        builder = builder.issuer_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, issuer)]))
-        builder = builder.serial_number(x509.random_serial_number())
-        builder = builder.not_valid_before(now - datetime.timedelta(minutes=5))
-        builder = builder.not_valid_after(now + datetime.timedelta(days=days))
-        builder = builder.add_extension(x509.BasicConstraints(ca=authority, path_length=None), critical=True)
-        names = [x509.DNSName(host), x509.IPAddress(ipaddress.ip_address(address))]
-        builder = builder.add_extension(x509.SubjectAlternativeName(names), critical=False)
-        own = x509.SubjectKeyIdentifier.from_public_key(key.public_key())
-        builder = builder.add_extension(own, critical=False)
-        theirs = x509.AuthorityKeyIdentifier.from_issuer_public_key(signer.public_key())
-        builder = builder.add_extension(theirs, critical=False)
-        usage = x509.KeyUsage(
-            digital_signature=not authority, content_commitment=False, key_encipherment=False,
-            data_encipherment=False, key_agreement=False, key_cert_sign=authority, crl_sign=authority,
-            encipher_only=False, decipher_only=False,
-        )  # fmt: skip
-        return builder.add_extension(usage, critical=True).sign(signer, hashes.SHA384())
-
-    authority_key, server_key = ec.generate_private_key(ec.SECP384R1()), ec.generate_private_key(ec.SECP384R1())
-    authority_name = "fastdp trial authority"
-    authority = certificate(authority_name, authority_key, authority_name, authority_key, True)
-    server = certificate(host, server_key, authority_name, authority_key, False)
-    pem = serialization.Encoding.PEM
-    (folder / "ca.crt").write_bytes(authority.public_bytes(pem))
-    (folder / "server.crt").write_bytes(server.public_bytes(pem))
-    plain = serialization.NoEncryption()
-    private = server_key.private_bytes(pem, serialization.PrivateFormat.PKCS8, plain)
-    _write_secret(folder / "server.key", private)
-
-
 def make_node_key(folder: Path, name: str) -> tuple[Path, Path]:
     """A SuperNode's key pair (P-384, OpenSSH form): paths of the private and the public half."""
     from cryptography.hazmat.primitives import serialization
     from cryptography.hazmat.primitives.asymmetric import ec
 
-    folder.mkdir(parents=True, exist_ok=True)
     key = ec.generate_private_key(ec.SECP384R1())
     private, public = folder / name, folder / f"{name}.pub"
-    plain = serialization.NoEncryption()
-    _write_secret(private, key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.OpenSSH, plain))
-    public.write_bytes(
-        key.public_key().public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH)
-    )
+    pem, ssh, plain = serialization.Encoding.PEM, serialization.Encoding.OpenSSH, serialization.NoEncryption()
+    files.write(private, key.private_bytes(pem, serialization.PrivateFormat.OpenSSH, plain))
+    files.write(public, key.public_key().public_bytes(ssh, serialization.PublicFormat.OpenSSH), public=True)
     return private, public
-
-
-def _write_secret(path: Path, content: bytes) -> None:
-    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-        file.write(content)
 
 
 def _program(name: str) -> str:

@@ -1,20 +1,20 @@
-"""Certificates for both ends: an authority of one's own, the vendor's certificate, and one for each customer.
+"""Certificates for both ends: an authority of one's own, a server's certificate, and one for each client.
 
-A customer is who its certificate's common name says. Whoever holds the authority's key can make customers.
+A client is who its certificate's common name says. Whoever holds the authority's key can make clients.
 """
 
 from __future__ import annotations
 
 import datetime
 import ipaddress
-import os
+import re
 import secrets
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fastdp.split.operations import NAME, NAME_IN_WORDS
+import fastdp.files as files
 
 try:
     from cryptography import x509
@@ -25,8 +25,10 @@ try:
 except ImportError:
     raise ImportError("certificates need the cryptography package: pip install 'fastdp[split]'") from None
 
-AUTHORITY, VENDOR = "authority", "vendor"
-_CA, _CERTIFICATE, _KEY = "ca.pem", "certificate.pem", "key.pem"
+AUTHORITY = "authority"
+CA, CERTIFICATE, KEY = "ca.pem", "certificate.pem", "key.pem"
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
+NAME_IN_WORDS = "1 to 64 letters, digits, '.', '_' or '-', and begin with a letter or digit"
 _AUTHORITY_DAYS = 3650
 # Clocks differ between machines.
 _EARLIER = datetime.timedelta(hours=1)
@@ -49,7 +51,7 @@ class Credentials:
                 was not signed by the authority beside it.
         """
         try:
-            parts = [(folder / name).read_bytes() for name in (_CA, _CERTIFICATE, _KEY)]
+            parts = [(folder / name).read_bytes() for name in (CA, CERTIFICATE, KEY)]
         except OSError as error:
             raise ValueError(
                 f"{folder} has no certificates ({error.strerror}): fastdp split certificates makes them"
@@ -83,33 +85,35 @@ def check_certificate(certificate: bytes, authority: bytes | None = None) -> Non
 
 def make_certificates(
     folder: Path,
-    customers: Iterable[str] = (),
+    clients: Iterable[str] = (),
     hosts: Iterable[str] = ("localhost", "127.0.0.1", "::1"),
     days: float = 365,
+    *,
+    server: str = "vendor",
 ) -> list[Path]:
-    """Write what is missing of an authority, a vendor's certificate for ``hosts``, and one for each customer.
+    """Write what is missing of an authority, a server's certificate for ``hosts``, and one for each client.
 
-    Each end's folder below ``folder`` holds its key, its certificate and the authority's certificate, and is what that end
-    needs; ``authority`` stays with whoever admits customers. An authority that is there already signs new ones.
+    Each end's folder below ``folder`` has its name, holds its key, its certificate and the authority's certificate, and is
+    what that end needs; ``authority`` stays with whoever admits clients. An authority that is there already signs new ones.
 
-    Returns the folders that were written. Raises ValueError for a customer's name that cannot be used.
+    Returns the folders that were written. Raises ValueError for a name that cannot be used.
     """
-    customers = list(customers)
-    for name in customers:
-        if NAME.fullmatch(name) is None or name in (AUTHORITY, VENDOR):
-            raise ValueError(f"{name!r} cannot name a customer: use {NAME_IN_WORDS}")
+    clients = list(clients)
+    for name in clients:
+        if NAME.fullmatch(name) is None or name in (AUTHORITY, server):
+            raise ValueError(f"{name!r} cannot name a client: use {NAME_IN_WORDS}")
     authority = folder / AUTHORITY
     made = []
-    if not (authority / _KEY).exists():
+    if not (authority / KEY).exists():
         key = ec.generate_private_key(ec.SECP256R1())
         # Of a name of its own: two authorities of one name would be taken for each other until a signature fails.
-        certificate = _signed(f"fastdp split authority {secrets.token_hex(4)}", key, None, None, _AUTHORITY_DAYS)
+        certificate = _signed(f"fastdp authority {secrets.token_hex(4)}", key, None, None, _AUTHORITY_DAYS)
         _write(authority, key, certificate, certificate)
         made.append(authority)
-    ca_key: Any = serialization.load_pem_private_key((authority / _KEY).read_bytes(), None)
-    ca = x509.load_pem_x509_certificate((authority / _CA).read_bytes())
-    for name, served in ((VENDOR, list(hosts)), *((name, []) for name in customers)):
-        if not (folder / name / _KEY).exists():
+    ca_key: Any = serialization.load_pem_private_key((authority / KEY).read_bytes(), None)
+    ca = x509.load_pem_x509_certificate((authority / CA).read_bytes())
+    for name, served in ((server, list(hosts)), *((name, []) for name in clients)):
+        if not (folder / name / KEY).exists():
             key = ec.generate_private_key(ec.SECP256R1())
             _write(folder / name, key, _signed(name, key, ca, ca_key, days, served), ca)
             made.append(folder / name)
@@ -138,8 +142,12 @@ def _signed(
         .not_valid_after(end)
         .add_extension(x509.BasicConstraints(ca=ca is None, path_length=0 if ca is None else None), critical=True)
         .add_extension(_usage(ca is None), critical=True)
+        # Strict readers, such as Python's own from 3.13 on, look for both identifiers.
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
     )
     if ca is not None:
+        issuer: Any = ca.public_key()
+        builder = builder.add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(issuer), critical=False)
         hosts = list(hosts)
         purpose = ExtendedKeyUsageOID.SERVER_AUTH if hosts else ExtendedKeyUsageOID.CLIENT_AUTH
         builder = builder.add_extension(x509.ExtendedKeyUsage([purpose]), critical=False)
@@ -172,12 +180,8 @@ def _host(host: str) -> x509.GeneralName:
 
 
 def _write(folder: Path, key: ec.EllipticCurvePrivateKey, certificate: x509.Certificate, ca: x509.Certificate) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
     pem = serialization.Encoding.PEM
-    for name, found in ((_CERTIFICATE, certificate), (_CA, ca)):
-        (folder / name).write_bytes(found.public_bytes(pem))
-    # Last, and readable by its owner alone from the start: a folder with a key is a whole one.
-    secret = key.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
-    descriptor = os.open(folder / _KEY, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(secret)
+    for name, found in ((CERTIFICATE, certificate), (CA, ca)):
+        files.write(folder / name, found.public_bytes(pem), public=True)
+    # Last: a folder with a key is a whole one.
+    files.write(folder / KEY, key.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()))
