@@ -21,8 +21,8 @@ from torch import Tensor
 
 from bench.record import environment, write
 from fastdp import ops
+from fastdp.ops.dchi import dchi_noise
 from fastdp.ops.noise import standard_normals
-from fastdp.ops.private_snap import dchi_noise
 from fastdp.ops.table import OPS
 
 NORMS = 1e-5  # what docs/kernels.md promises

@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import statistics
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from fastdp import ops
-from fastdp.engine.planner import ROUTES, allowed, fit, plan, predicted_seconds
+from fastdp.ops.routes import ENTRY_TOKENS, GRAM_BLOCK, ROUTES, Constants, allowed, plan, predicted_seconds
 
 #: (m, n, tokens a unit, units): layers of the step benchmark, long and short units, LoRA's factors.
 SHAPES = [
@@ -74,3 +75,69 @@ def _seconds(route: str, left: torch.Tensor, right: torch.Tensor, offsets: torch
     if device.type == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter() - begun
+
+
+def _least(work: Callable[[], object], device: torch.device, repeats: int = 15) -> float:
+    """Least time of a few runs: what else the machine does only adds."""
+
+    def wait() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    work()
+    times = []
+    for _ in range(repeats):
+        wait()
+        start = time.perf_counter()
+        work()
+        wait()
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+def fit(device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> Constants:
+    """Measure a device's constants, in about a second.
+
+    Args:
+        device: where to run.
+        dtype: of the factors.
+
+    Returns:
+        Constants whose ``device`` names the device and the threads used.
+    """
+    device = torch.device(device)
+    units, length, m, n = 2, 128, 512, 512  # a millisecond each: short enough to fall between other programs' turns
+    if device.type == "cuda":
+        units, length, m, n = 8, 1024, 4096, 4096
+    generator = torch.Generator().manual_seed(0)
+
+    def factor(tokens: int, columns: int) -> torch.Tensor:
+        return torch.randn(tokens, columns, generator=generator).to(device, dtype)
+
+    def offsets(count: int, each: int) -> torch.Tensor:
+        return torch.arange(0, (count + 1) * each, each, device=device)
+
+    left, right, bounds = factor(units * length, m), factor(units * length, n), offsets(units, length)
+    tiny, tiny_bounds = factor(1, 1), offsets(1, 1)
+    source = torch.zeros(1 << (24 if device.type == "cpu" else 28), device=device)
+    target = torch.empty_like(source)
+    call = _least(lambda: ops.sqnorm(tiny, tiny, tiny_bounds, "gram"), device, repeats=50)
+    bandwidth = 2 * 4 * source.numel() / _least(lambda: target.copy_(source), device)
+    flops = 2 * units * length * m * n
+
+    def rate(work: Callable[[], object], flops: float) -> float:
+        took = _least(work, device)  # of factors that lie in a cache by now, so their bytes are not taken off
+        return flops / max(took - call, took / 2)
+
+    return Constants(
+        device=torch.cuda.get_device_name(device)
+        if device.type == "cuda"
+        else f"cpu, {torch.get_num_threads()} threads",
+        gram_flops=rate(
+            lambda: ops.sqnorm(left, right, bounds, "gram"), units * length * (length + GRAM_BLOCK) * (m + n)
+        ),
+        direct_flops=rate(lambda: ops.sqnorm(left, right, bounds, "direct"), flops * (length + ENTRY_TOKENS) / length),
+        product_flops=rate(lambda: torch.mm(left.T, right), flops),
+        bandwidth=bandwidth,
+        call_seconds=call,
+    )

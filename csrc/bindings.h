@@ -7,11 +7,12 @@ void bind_cpu(pybind11::module_ &m);
 void bind_noise(pybind11::module_ &m);
 void bind_clip_noise(pybind11::module_ &m);
 void bind_adamw(pybind11::module_ &m);
-void bind_direct_norms(pybind11::module_ &m);
-void bind_gram_norms(pybind11::module_ &m);
-void bind_onehot_norms(pybind11::module_ &m);
+void bind_norms_direct(pybind11::module_ &m);
+void bind_norms_gram(pybind11::module_ &m);
+void bind_norms_onehot(pybind11::module_ &m);
+void bind_sums(pybind11::module_ &m);
 void bind_instances(pybind11::module_ &m);
 void bind_snap(pybind11::module_ &m);
-void bind_snap_noise(pybind11::module_ &m);
-void bind_exponential(pybind11::module_ &m);
+void bind_dchi(pybind11::module_ &m);
+void bind_choice(pybind11::module_ &m);
 }  // namespace fastdp

@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "bindings.h"
-#include "outer_block.h"
+#include "block.h"
 #include "team.h"
 
 namespace fastdp {
@@ -47,13 +47,7 @@ void instance_norms(uintptr_t instances, int64_t units, int64_t size, int measur
         parts[item * 2] = sums[0];
         parts[item * 2 + 1] = sums[1];
     });
-    for (int64_t part = 0; part < (measure == Measure::masked_square ? 2 : 1); ++part) {
-        for (int64_t unit = 0; unit < units; ++unit) {
-            double total = 0;
-            for (int64_t chunk = 0; chunk < chunks; ++chunk) total += parts[(unit * chunks + chunk) * 2 + part];
-            out[part * units + unit] = static_cast<float>(total);
-        }
-    }
+    sum_parts(parts, measure, units, chunks, out);
 }
 
 // out[i] = sum over units of weight * row[i]: the unit's masked weight where the bit of `mask` is set, else its unmasked

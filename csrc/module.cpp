@@ -9,11 +9,12 @@ PYBIND11_MODULE(_native, m) {
     fastdp::bind_noise(m);
     fastdp::bind_clip_noise(m);
     fastdp::bind_adamw(m);
-    fastdp::bind_direct_norms(m);
-    fastdp::bind_gram_norms(m);
-    fastdp::bind_onehot_norms(m);
+    fastdp::bind_norms_direct(m);
+    fastdp::bind_norms_gram(m);
+    fastdp::bind_norms_onehot(m);
+    fastdp::bind_sums(m);
     fastdp::bind_instances(m);
     fastdp::bind_snap(m);
-    fastdp::bind_snap_noise(m);
-    fastdp::bind_exponential(m);
+    fastdp::bind_dchi(m);
+    fastdp::bind_choice(m);
 }

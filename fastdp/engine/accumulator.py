@@ -9,9 +9,9 @@ import torch
 
 import fastdp.ops as ops
 from fastdp.engine.layout import Layout
-from fastdp.engine.planner import plan
 from fastdp.engine.policy import Policy
 from fastdp.engine.uses import Factors, UnsupportedUse
+from fastdp.ops.routes import plan
 
 
 @dataclass

@@ -11,8 +11,8 @@ from fastdp.engine.batches import tensors
 from fastdp.engine.boundary import find_loss
 from fastdp.engine.engine import ONE_EXAMPLE, Engine
 from fastdp.engine.layout import Ticket
-from fastdp.engine.planner import constants_for, predicted_seconds
 from fastdp.engine.policy import Policy
+from fastdp.ops.routes import constants_for, predicted_seconds
 
 
 class Description(NamedTuple):

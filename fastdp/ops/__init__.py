@@ -1,29 +1,27 @@
 """The kernels as functions of tensors of any device; a module keeps an op's schema, contract and definition."""
 
-from . import cpu_instances as cpu_instances
-from . import cpu_norms as cpu_norms
-from . import cpu_sums as cpu_sums
+from . import cpu as cpu
 from . import cuda as cuda
 from .adamw import adamw_noise_step_ as adamw_noise_step_
 from .choice import choice_log_probabilities as choice_log_probabilities
 from .choice import exponential_choice as exponential_choice
 from .clip import clip_noise as clip_noise
-from .entries import abs_sum as abs_sum
-from .entries import masked_sqnorm as masked_sqnorm
-from .entries import masked_weighted_sum as masked_weighted_sum
+from .dchi import private_snap as private_snap
 from .instances import instance_abs_sum as instance_abs_sum
 from .instances import instance_masked_sqnorm as instance_masked_sqnorm
 from .instances import instance_masked_sum as instance_masked_sum
 from .instances import instance_sqnorm as instance_sqnorm
 from .instances import instance_sum as instance_sum
 from .noise import add_noise_ as add_noise_
+from .norms import abs_sum as abs_sum
 from .norms import cross_inner as cross_inner
+from .norms import masked_sqnorm as masked_sqnorm
 from .norms import sqnorm as sqnorm
 from .norms import sqnorm_group as sqnorm_group
-from .private_snap import private_snap as private_snap
 from .snap import snap as snap
 from .stream import NoiseStream as NoiseStream
 from .sums import column_sums as column_sums
+from .sums import masked_weighted_sum as masked_weighted_sum
 from .sums import per_unit as per_unit
 from .sums import per_unit_group as per_unit_group
 from .sums import weighted_sum as weighted_sum

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 import fastdp._native as _native
+from fastdp.ops.dchi import check_ids, check_per_token, per_token, uniforms
 from fastdp.ops.factors import in_full_precision
 from fastdp.ops.noise import check_position, check_stream
-from fastdp.ops.private_snap import check_ids, check_per_token, per_token, uniforms
 from fastdp.ops.snap import centre_of, refuse_non_finite, survey
 from fastdp.ops.stream import Draw, NoiseStream, chacha20_words, native_threads
 from fastdp.ops.table import Op
@@ -209,7 +209,7 @@ def exponential_choice(
 
     The definition is the inverse of the distribution function in float64, at a 64-bit uniform of the token's own. On a
     CPU the same law is drawn by rejection: an eight-bit bound of every distance proposes, the float64 distance decides
-    (``csrc/exponential.cpp``), so the two agree in law and not draw by draw. Distances are computed once for each distinct
+    (``csrc/choice.cpp``), so the two agree in law and not draw by draw. Distances are computed once for each distinct
     id; processors with matrix tiles (AMX) multiply in them. A token's randomness depends on the stream and its place among
     the flattened ids alone, not on threads, grouping or the other tokens. A uniform has 53 bits, so that probabilities
     are right to about 2^-50 in all: no epsilon here counts that delta. Scratch: V d bytes, and at most 512 V bytes of

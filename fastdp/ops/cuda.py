@@ -19,13 +19,20 @@ from torch import Tensor
 
 from . import torch_norms
 from .choice import EXPONENTIAL_CHOICE
-from .entries import ABS_SUM, MASKED_SQNORM, MASKED_WEIGHTED_SUM, MASKED_WEIGHTED_SUM_INPLACE
+from .dchi import PRIVATE_SNAP, _refuse_overflow
 from .factors import is_one_hot
 from .instances import INSTANCE_ABS_SUM, INSTANCE_MASKED_SQNORM, INSTANCE_MASKED_SUM, INSTANCE_SQNORM, INSTANCE_SUM
-from .norms import CROSS_INNER, SQNORM, SQNORM_GROUP
-from .private_snap import PRIVATE_SNAP, _refuse_overflow
+from .norms import ABS_SUM, CROSS_INNER, MASKED_SQNORM, SQNORM, SQNORM_GROUP
 from .snap import SNAP, refuse_non_finite
-from .sums import COLUMN_SUMS, PER_UNIT, PER_UNIT_GROUP, WEIGHTED_SUM, WEIGHTED_SUM_INPLACE
+from .sums import (
+    COLUMN_SUMS,
+    MASKED_WEIGHTED_SUM,
+    MASKED_WEIGHTED_SUM_INPLACE,
+    PER_UNIT,
+    PER_UNIT_GROUP,
+    WEIGHTED_SUM,
+    WEIGHTED_SUM_INPLACE,
+)
 from .table import Op
 
 

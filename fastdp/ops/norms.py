@@ -1,4 +1,4 @@
-"""Norms of per-unit gradients and inner products of two uses, without the gradients (ghost norms)."""
+"""Norms of per-unit gradients, whole or under a mask, and inner products of two uses, without the gradients."""
 
 from __future__ import annotations
 
@@ -210,3 +210,105 @@ def cross_inner(
         TypeError, ValueError: factors of different matrices, ids outside the table, or what :func:`sqnorm` refuses.
     """
     return CROSS_INNER(left1, right1, left2, right2, offsets1, offsets2)
+
+
+def check_mask(mask: Tensor, left: Tensor, right: Tensor) -> None:
+    """Raise TypeError or ValueError unless there is one bool an entry of the gradient, beside the factors."""
+    if mask.dtype != torch.bool:
+        raise TypeError(f"mask is {mask.dtype}: it must be bool")
+    rows = mask.shape[0] if is_one_hot(left) and mask.dim() == 2 else left.shape[-1]
+    if mask.shape != (rows, right.shape[1]):
+        raise ValueError(f"mask has shape {tuple(mask.shape)}: the gradient has {(rows, right.shape[1])}")
+    if mask.device != right.device:
+        raise ValueError(f"mask is on {mask.device} and the factors on {right.device}")
+    if is_one_hot(left):
+        check_ids(left, mask.shape[0])
+
+
+@in_full_precision
+def _abs_sum_reference(left: Tensor, right: Tensor, offsets: Tensor) -> Tensor:
+    bounds = unit_bounds(offsets)
+    rows = table_rows(left)
+    sums = [unit_gradient(left, right, a, b, rows).abs().sum() for a, b in zip(bounds, bounds[1:])]
+    return torch.stack(sums) if sums else _abs_sum_fake(left, right, offsets)
+
+
+def _abs_sum_fake(left: Tensor, right: Tensor, offsets: Tensor) -> Tensor:
+    return right.new_empty(offsets.shape[0] - 1, dtype=accumulator(left, right))
+
+
+def _check_abs_sum(left: Tensor, right: Tensor, offsets: Tensor) -> None:
+    check_pair(left, right)
+    check_offsets(offsets, right.shape[0], right.device)
+
+
+ABS_SUM = Op(
+    "abs_sum(Tensor left, Tensor right, Tensor offsets) -> Tensor",
+    reference=_abs_sum_reference,
+    fake=_abs_sum_fake,
+    check=_check_abs_sum,
+)
+
+
+def abs_sum(left: Tensor, right: Tensor, offsets: Tensor) -> Tensor:
+    """L1 norm of each unit's gradient, tile by tile: DP-FROST's partition norms.
+
+    Args:
+        left: [N, m], float, any strides; or int64 ids [N], whose tokens add up within a unit before they are measured.
+        right: [N, n], float, any strides.
+        offsets: int64 [B + 1], from 0 to N, not decreasing; on the CPU or with the factors.
+
+    Returns:
+        [B], float32 (float64 if a factor is float64); 0 for empty units.
+
+    Raises:
+        TypeError, ValueError: a dtype, shape, device or offset outside the above.
+    """
+    return ABS_SUM(left, right, offsets)
+
+
+@in_full_precision
+def _masked_sqnorm_reference(left: Tensor, right: Tensor, offsets: Tensor, mask: Tensor) -> Tensor:
+    bounds = unit_bounds(offsets)
+    result = torch.zeros_like(_masked_sqnorm_fake(left, right, offsets, mask))
+    for unit, (start, end) in enumerate(zip(bounds, bounds[1:])):
+        squares = unit_gradient(left, right, start, end, mask.shape[0]).square()
+        result[0, unit] = torch.where(mask, squares, 0).sum()
+        result[1, unit] = torch.where(mask, 0, squares).sum()
+    return result
+
+
+def _masked_sqnorm_fake(left: Tensor, right: Tensor, offsets: Tensor, mask: Tensor) -> Tensor:
+    return right.new_empty(2, offsets.shape[0] - 1, dtype=accumulator(left, right))
+
+
+def check_masked_sqnorm(left: Tensor, right: Tensor, offsets: Tensor, mask: Tensor) -> None:
+    check_pair(left, right)
+    check_offsets(offsets, right.shape[0], right.device)
+    check_mask(mask, left, right)
+
+
+MASKED_SQNORM = Op(
+    "masked_sqnorm(Tensor left, Tensor right, Tensor offsets, Tensor mask) -> Tensor",
+    reference=_masked_sqnorm_reference,
+    fake=_masked_sqnorm_fake,
+    check=check_masked_sqnorm,
+)
+
+
+def masked_sqnorm(left: Tensor, right: Tensor, offsets: Tensor, mask: Tensor) -> Tensor:
+    """Squared norms of the masked and of the unmasked part of each unit's gradient, in one pass over its tiles.
+
+    Args:
+        left: [N, m], float, any strides; or int64 ids [N] of rows of a table, the mask's.
+        right: [N, n], float, any strides.
+        offsets: int64 [B + 1], from 0 to N, not decreasing; on the CPU or with the factors.
+        mask: bool [m, n].
+
+    Returns:
+        [2, B]: where ``mask`` is True, then where it is False; float32 (float64 if a factor is float64).
+
+    Raises:
+        TypeError, ValueError: a dtype, shape, device or offset outside the above.
+    """
+    return MASKED_SQNORM(left, right, offsets, mask)

@@ -17,7 +17,7 @@ from .factors import (
     unit_bounds,
     unit_gradient,
 )
-from .norms import check_ids
+from .norms import check_ids, check_mask
 from .table import Op
 
 
@@ -194,7 +194,7 @@ def _weighted_sum_fake(left: Tensor, right: Tensor, weights: Tensor, rows: int |
     return right.new_empty(m, right.shape[1], dtype=accumulator(left, right))
 
 
-def check_weights(weights: Tensor, right: Tensor, name: str = "weights") -> None:
+def _check_weights(weights: Tensor, right: Tensor, name: str = "weights") -> None:
     """Raise TypeError or ValueError unless there is one float32 weight a token, beside the factors."""
     if weights.dtype not in (torch.float32, torch.float64):
         raise TypeError(f"{name} are {weights.dtype}: they must be float32 or float64")
@@ -214,7 +214,7 @@ def check_unit_weights(weights: Tensor, instances: Tensor, name: str = "weights"
         raise ValueError(f"{name} are on {weights.device} and the instances on {instances.device}")
 
 
-def check_sum_into(out: Tensor, left: Tensor, right: Tensor) -> None:
+def _check_sum_into(out: Tensor, left: Tensor, right: Tensor) -> None:
     """Raise TypeError or ValueError unless ``out`` can take the sum of these factors."""
     if out.dtype not in (torch.float32, torch.float64):
         raise TypeError(f"out is {out.dtype}: sums are kept in float32 or float64")
@@ -227,15 +227,15 @@ def check_sum_into(out: Tensor, left: Tensor, right: Tensor) -> None:
 
 def _check_weighted_sum_inplace(out: Tensor, left: Tensor, right: Tensor, weights: Tensor) -> None:
     check_pair(left, right)
-    check_weights(weights, right)
-    check_sum_into(out, left, right)
+    _check_weights(weights, right)
+    _check_sum_into(out, left, right)
     if is_one_hot(left):
         check_ids(left, out.shape[0])
 
 
 def _check_weighted_sum(left: Tensor, right: Tensor, weights: Tensor, rows: int | None) -> None:
     check_pair(left, right)
-    check_weights(weights, right)
+    _check_weights(weights, right)
     if is_one_hot(left):
         if rows is None or rows < 1:
             raise ValueError("left is a vector of ids: state the rows of the table, by `rows` or by `out`")
@@ -281,4 +281,90 @@ def weighted_sum(
     if out is None:
         return WEIGHTED_SUM(left, right, weights, rows)
     WEIGHTED_SUM_INPLACE(out, left, right, weights)
+    return out
+
+
+def _masked_weighted_sum_inplace_reference(
+    out: Tensor, left: Tensor, right: Tensor, weights_masked: Tensor, weights_unmasked: Tensor, mask: Tensor
+) -> None:
+    masked = weighted_sum(left, right, weights_masked, rows=mask.shape[0])
+    unmasked = weighted_sum(left, right, weights_unmasked, rows=mask.shape[0])
+    out.add_(torch.where(mask, masked, unmasked))
+
+
+def _masked_weighted_sum_reference(
+    left: Tensor, right: Tensor, weights_masked: Tensor, weights_unmasked: Tensor, mask: Tensor
+) -> Tensor:
+    out = torch.zeros_like(_masked_weighted_sum_fake(left, right, weights_masked, weights_unmasked, mask))
+    _masked_weighted_sum_inplace_reference(out, left, right, weights_masked, weights_unmasked, mask)
+    return out
+
+
+def _masked_weighted_sum_fake(
+    left: Tensor, right: Tensor, weights_masked: Tensor, weights_unmasked: Tensor, mask: Tensor
+) -> Tensor:
+    return right.new_empty(mask.shape, dtype=accumulator(left, right))
+
+
+def _check_masked_weighted_sum(
+    left: Tensor, right: Tensor, weights_masked: Tensor, weights_unmasked: Tensor, mask: Tensor
+) -> None:
+    check_pair(left, right)
+    _check_weights(weights_masked, right, "weights_masked")
+    _check_weights(weights_unmasked, right, "weights_unmasked")
+    check_mask(mask, left, right)
+
+
+def _check_masked_weighted_sum_inplace(
+    out: Tensor, left: Tensor, right: Tensor, weights_masked: Tensor, weights_unmasked: Tensor, mask: Tensor
+) -> None:
+    _check_masked_weighted_sum(left, right, weights_masked, weights_unmasked, mask)
+    _check_sum_into(out, left, right)
+
+
+MASKED_WEIGHTED_SUM = Op(
+    "masked_weighted_sum(Tensor left, Tensor right, Tensor weights_masked, Tensor weights_unmasked, Tensor mask) "
+    "-> Tensor",
+    reference=_masked_weighted_sum_reference,
+    fake=_masked_weighted_sum_fake,
+    check=_check_masked_weighted_sum,
+)
+MASKED_WEIGHTED_SUM_INPLACE = Op(
+    "masked_weighted_sum_(Tensor(a!) out, Tensor left, Tensor right, Tensor weights_masked, Tensor weights_unmasked, "
+    "Tensor mask) -> ()",
+    reference=_masked_weighted_sum_inplace_reference,
+    fake=lambda out, left, right, weights_masked, weights_unmasked, mask: None,
+    check=_check_masked_weighted_sum_inplace,
+)
+
+
+def masked_weighted_sum(
+    left: Tensor,
+    right: Tensor,
+    weights_masked: Tensor,
+    weights_unmasked: Tensor,
+    mask: Tensor,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Sum of all tokens' gradients, with one weight for masked and another for unmasked entries (Rap-FT's two blocks).
+
+    A token whose weight is 0 for an entry is left out of it by selection, as in :func:`weighted_sum`.
+
+    Args:
+        left: [N, m], float, any strides; or int64 ids [N] of rows of a table, the mask's.
+        right: [N, n], float, any strides.
+        weights_masked: [N], float32 or float64: weights where ``mask`` is True.
+        weights_unmasked: [N], float32 or float64: weights where it is False.
+        mask: bool [m, n].
+        out: [m, n], float32 or float64: the sum is added to it, in place.
+
+    Returns:
+        ``out``, or a new [m, n] matrix, float32 (float64 if a factor is float64).
+
+    Raises:
+        TypeError, ValueError: shapes, dtypes or devices that do not fit.
+    """
+    if out is None:
+        return MASKED_WEIGHTED_SUM(left, right, weights_masked, weights_unmasked, mask)
+    MASKED_WEIGHTED_SUM_INPLACE(out, left, right, weights_masked, weights_unmasked, mask)
     return out

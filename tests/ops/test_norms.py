@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastdp import ops
-from fastdp.ops import cpu_norms
+from fastdp.ops.cpu.norms import HAS_KERNELS
 from fastdp.ops.table import OPS
 
 from .uses import DTYPES, RAGGED, factor, gradients, offsets_of, relative_error
@@ -233,9 +233,7 @@ def test_autocast_and_autograd_do_not_touch_the_result():
     assert not got.requires_grad
 
 
-@pytest.mark.skipif(
-    not cpu_norms.HAS_KERNELS, reason="without kernels torch multiplies, and its sums depend on the threads"
-)
+@pytest.mark.skipif(not HAS_KERNELS, reason="without kernels torch multiplies, and its sums depend on the threads")
 def test_threads_do_not_change_the_result():
     offsets = offsets_of([130, 67, 3])
     left, right = factor(200, 300, 1), factor(200, 200, 2)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import fastdp.ops as ops
 from fastdp.methods.sap.importance import check_eta
-from fastdp.ops.private_snap import gamma_variates
+from fastdp.ops.dchi import gamma_variates
 from fastdp.ops.stream import NoiseStream
 
 _TRAINABLE = (

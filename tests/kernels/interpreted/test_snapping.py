@@ -9,7 +9,7 @@ from fastdp.kernels.snap import named_bad_row, survey
 import fastdp.ops.cuda
 from fastdp import ops
 from fastdp.ops.choice import choice_log_probabilities
-from fastdp.ops.private_snap import dchi_noise
+from fastdp.ops.dchi import dchi_noise
 from fastdp.ops.table import OPS
 from tests.ops.uses import factor
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from fastdp import TextPrivatizer, accounting
 from fastdp.methods.sap import CTI
 from fastdp.ops import NoiseStream
-from tests.ops.test_private_snap import FALSE_ALARM, chi_square, line_law
+from tests.ops.test_dchi import FALSE_ALARM, chi_square, line_law
 
 
 def instance(seed, form, spread=1.0, tokens=9, width=3, classes=2):

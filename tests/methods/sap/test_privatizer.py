@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerFast
 
 import fastdp
 from fastdp.methods.sap import CTI
-from tests.ops.test_private_snap import FALSE_ALARM, chi_square, line_law
+from tests.ops.test_dchi import FALSE_ALARM, chi_square, line_law
 
 WORDS = [f"w{i}" for i in range(40)]
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]

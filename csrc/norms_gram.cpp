@@ -274,7 +274,7 @@ void cross_inner(const LeftTuple &left1_tuple, const FactorTuple &right1_tuple, 
 
 }  // namespace
 
-void bind_gram_norms(pybind11::module_ &m) {
+void bind_norms_gram(pybind11::module_ &m) {
     namespace py = pybind11;
     m.def("gram_sqnorm", &gram_sqnorm, py::arg("lefts"), py::arg("right"), py::arg("bounds"), py::arg("out"),
           py::arg("threads"));

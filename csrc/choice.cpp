@@ -6,7 +6,7 @@
 // lower bound of the distance from an integer product, hence an upper bound of the weight. Integers do not round: the
 // proposals, and so the draws, are the same for any number of threads and any order of work.
 //
-// A first pass keeps the bound of every row, in one byte a row and law (csrc/exponential.h), as far down as 2^-61 of the
+// A first pass keeps the bound of every row, in one byte a row and law (csrc/choice.h), as far down as 2^-61 of the
 // largest weight that the law may have; a smaller bound is kept as that, which is larger and so still a bound. A draw picks
 // a block of 256 rows from the running sum of the blocks' bounds, then one of its rows, and is accepted with exact weight /
 // bound. A law whose weights are so small that the floor would stand above them is weighed again with a start of its own.
@@ -31,7 +31,7 @@
 
 #include "bindings.h"
 #include "chacha.h"
-#include "exponential.h"
+#include "choice.h"
 #include "snap.h"
 #include "team.h"
 
@@ -123,7 +123,7 @@ class Chooser {
   public:
     explicit Chooser(const Request &request)
         : r_(request), blocks_((r_.rows + kBlockRowsOfTable - 1) / kBlockRowsOfTable), groups_(blocks_ * kBlockGroups),
-          quads_((r_.d + 63) / 64 * 16), kernels_(exponential_kernels()),
+          quads_((r_.d + 63) / 64 * 16), kernels_(choice_kernels()),
           scratch_(blocks_ * kBlockRowsOfTable * (width() + std::min(r_.laws, kLawsAtOnce))), codes_(scratch_.at()),
           levels_(codes_ + groups_ * group_bytes()), features_(groups_) {
         for (int64_t row = 0; row < r_.rows; ++row) largest_prior_ = std::max(largest_prior_, prior(row));
@@ -407,7 +407,7 @@ class Chooser {
 
     const Request r_;
     const int64_t blocks_, groups_, quads_;
-    const ExponentialKernels &kernels_;
+    const ChoiceKernels &kernels_;
     double largest_prior_ = -std::numeric_limits<double>::infinity();
     Scratch scratch_;
     uint8_t *const codes_, *const levels_;
@@ -431,13 +431,13 @@ void exponential_choice(uintptr_t table, int64_t rows, int64_t d, uintptr_t cent
 
 }  // namespace
 
-void bind_exponential(pybind11::module_ &m) {
+void bind_choice(pybind11::module_ &m) {
     namespace py = pybind11;
     m.def("exponential_choice", &exponential_choice, py::call_guard<py::gil_scoped_release>(), py::arg("table"),
           py::arg("rows"), py::arg("d"), py::arg("centre"), py::arg("table_bits"), py::arg("order"), py::arg("starts"),
           py::arg("laws"), py::arg("law_ids"), py::arg("law_scales"), py::arg("log_prior"), py::arg("slopes"),
           py::arg("cap"), py::arg("position"), py::arg("out"), py::arg("threads"));
-    m.def("has_matrix_tiles", [] { return exponential_kernels().ids_at_once == kIdsATile; },
+    m.def("has_matrix_tiles", [] { return choice_kernels().ids_at_once == kIdsATile; },
           "whether exponential_choice multiplies in the processor's matrix unit");
 }
 

@@ -75,7 +75,7 @@ void dchi_rows(uintptr_t table_at, uintptr_t ids_at, uintptr_t eta_at, int64_t e
 
 }  // namespace
 
-void bind_snap_noise(pybind11::module_ &m) {
+void bind_dchi(pybind11::module_ &m) {
     namespace py = pybind11;
     m.def("dchi_rows", &dchi_rows, py::call_guard<py::gil_scoped_release>(), py::arg("table"), py::arg("ids"),
           py::arg("eta"), py::arg("eta_stride"), py::arg("first"), py::arg("n"), py::arg("d"), py::arg("position"),

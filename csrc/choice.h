@@ -45,7 +45,7 @@ struct LawTerms {
     float start;  // level at distance 0 of the row with the largest prior, and nearly 1 to round up
 };
 
-struct ExponentialKernels {
+struct ChoiceKernels {
     int ids_at_once;
     // Around calls of `dots` by one thread.
     void (*enter)();
@@ -72,6 +72,6 @@ struct ExponentialKernels {
     void (*fold)(const float *sums, int64_t laws, double *masses, int64_t stride);
 };
 
-const ExponentialKernels &exponential_kernels();
+const ChoiceKernels &choice_kernels();
 
 }  // namespace fastdp

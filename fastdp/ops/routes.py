@@ -10,19 +10,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import time
-from collections.abc import Callable
 
 import torch
-
-import fastdp.ops as ops
 
 ROUTES = ("gram", "direct", "instantiate")
 
 # Squaring and adding up an entry of a gradient takes the direct kernel as long as multiplying this many tokens into it.
-_ENTRY_TOKENS = 3
+ENTRY_TOKENS = 3
 # The Gram kernel computes blocks of this many tokens a side, and whole blocks on the diagonal.
-_GRAM_BLOCK = 4
+GRAM_BLOCK = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,10 +126,10 @@ def predicted_seconds(
         seconds = product + factors + passes * 4 * entries / constants.bandwidth
         return seconds + constants.call_seconds * (2 + keeps_factors)
     if route == "gram":
-        padded = _GRAM_BLOCK * math.ceil(length / _GRAM_BLOCK)
-        seconds = units * padded * (padded + _GRAM_BLOCK) * (m + n) / constants.gram_flops
+        padded = GRAM_BLOCK * math.ceil(length / GRAM_BLOCK)
+        seconds = units * padded * (padded + GRAM_BLOCK) * (m + n) / constants.gram_flops
     else:
-        seconds = 2 * (tokens + _ENTRY_TOKENS * units) * m * n / constants.direct_flops
+        seconds = 2 * (tokens + ENTRY_TOKENS * units) * m * n / constants.direct_flops
     seconds += factors + constants.call_seconds
     if keeps_factors:
         scaled = 3 * 4 * tokens * min(m, n) / constants.bandwidth  # the narrower factor: read, written scaled, read
@@ -170,69 +166,3 @@ def plan(
         )
 
     return min((r for r in ROUTES if allowed(r, m, n, length, units, one_hot=one_hot, dtype=dtype)), key=cost)
-
-
-def _seconds(work: Callable[[], object], device: torch.device, repeats: int = 15) -> float:
-    """Least time of a few runs: what else the machine does only adds."""
-
-    def wait() -> None:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-
-    work()
-    times = []
-    for _ in range(repeats):
-        wait()
-        start = time.perf_counter()
-        work()
-        wait()
-        times.append(time.perf_counter() - start)
-    return min(times)
-
-
-def fit(device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> Constants:
-    """Measure a device's constants, in about a second.
-
-    Args:
-        device: where to run.
-        dtype: of the factors.
-
-    Returns:
-        Constants whose ``device`` names the device and the threads used.
-    """
-    device = torch.device(device)
-    units, length, m, n = 2, 128, 512, 512  # a millisecond each: short enough to fall between other programs' turns
-    if device.type == "cuda":
-        units, length, m, n = 8, 1024, 4096, 4096
-    generator = torch.Generator().manual_seed(0)
-
-    def factor(tokens: int, columns: int) -> torch.Tensor:
-        return torch.randn(tokens, columns, generator=generator).to(device, dtype)
-
-    def offsets(count: int, each: int) -> torch.Tensor:
-        return torch.arange(0, (count + 1) * each, each, device=device)
-
-    left, right, bounds = factor(units * length, m), factor(units * length, n), offsets(units, length)
-    tiny, tiny_bounds = factor(1, 1), offsets(1, 1)
-    source = torch.zeros(1 << (24 if device.type == "cpu" else 28), device=device)
-    target = torch.empty_like(source)
-    call = _seconds(lambda: ops.sqnorm(tiny, tiny, tiny_bounds, "gram"), device, repeats=50)
-    bandwidth = 2 * 4 * source.numel() / _seconds(lambda: target.copy_(source), device)
-    flops = 2 * units * length * m * n
-
-    def rate(work: Callable[[], object], flops: float) -> float:
-        took = _seconds(work, device)  # of factors that lie in a cache by now, so their bytes are not taken off
-        return flops / max(took - call, took / 2)
-
-    return Constants(
-        device=torch.cuda.get_device_name(device)
-        if device.type == "cuda"
-        else f"cpu, {torch.get_num_threads()} threads",
-        gram_flops=rate(
-            lambda: ops.sqnorm(left, right, bounds, "gram"), units * length * (length + _GRAM_BLOCK) * (m + n)
-        ),
-        direct_flops=rate(lambda: ops.sqnorm(left, right, bounds, "direct"), flops * (length + _ENTRY_TOKENS) / length),
-        product_flops=rate(lambda: torch.mm(left.T, right), flops),
-        bandwidth=bandwidth,
-        call_seconds=call,
-    )

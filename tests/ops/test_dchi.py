@@ -13,7 +13,7 @@ from scipy import stats
 
 from fastdp import _native
 from fastdp.ops import NoiseStream, private_snap, snap
-from fastdp.ops.private_snap import PRIVATE_SNAP, dchi_noise, gamma_variates
+from fastdp.ops.dchi import PRIVATE_SNAP, dchi_noise, gamma_variates
 
 search = importlib.import_module("fastdp.ops.snap")
 FALSE_ALARM = 1e-9

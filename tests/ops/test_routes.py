@@ -1,13 +1,11 @@
 """The planner takes the route it predicts to be cheapest, and instantiates only what is smaller than its factors."""
 
-import time
-
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastdp.engine.planner import DEFAULTS, ROUTES, Constants, allowed, constants_for, fit, plan, predicted_seconds
+from fastdp.ops.routes import DEFAULTS, ROUTES, Constants, allowed, constants_for, plan, predicted_seconds
 
 sizes = st.integers(1, 20_000)
 shapes = st.fixed_dictionaries({"m": sizes, "n": sizes, "length": st.integers(0, 8192), "units": st.integers(1, 512)})
@@ -74,13 +72,3 @@ def test_every_default_says_what_it_was_measured_on():
 def test_an_unknown_route_is_refused():
     with pytest.raises(ValueError, match="route is 'ghost'"):
         predicted_seconds("ghost", 1, 1, 1, 1)
-
-
-def test_fit_measures_every_constant_quickly():
-    start = time.process_time()
-    constants = fit("cpu")
-    assert time.process_time() - start < 20  # seconds of processor time; about one on an idle machine
-    assert "cpu" in constants.device
-    for rate in (constants.gram_flops, constants.direct_flops, constants.product_flops, constants.bandwidth):
-        assert 1e7 < rate < 1e15
-    assert 0 < constants.call_seconds < 1

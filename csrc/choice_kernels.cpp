@@ -1,5 +1,5 @@
 // Integer products by AMX or VNNI where there is one, by multiply-add of pairs with AVX2, in plain C++ elsewhere: all equal.
-#include "exponential.h"
+#include "choice.h"
 
 #include <cmath>
 
@@ -116,7 +116,7 @@ FASTDP_BODY void fold_body(const float *sums, int64_t laws, double *masses, int6
 }
 
 template <class Target>
-constexpr ExponentialKernels kernels_of = {
+constexpr ChoiceKernels kernels_of = {
     Target::kIds,  &Target::enter, &Target::leave,                 &Target::round,                &Target::place,
     &Target::dots, &Target::one,   &Target::template weigh<false>, &Target::template weigh<true>, &Target::top,
     &Target::cells, &Target::fold};
@@ -355,7 +355,7 @@ bool tiles_granted() {
 
 }  // namespace
 
-const ExponentialKernels &exponential_kernels() {
+const ChoiceKernels &choice_kernels() {
 #if FASTDP_HAS_X86
 #if FASTDP_HAS_AMX
     if (may_use_amx() && __builtin_cpu_supports("avx512vnni") && tiles_granted()) return kernels_of<Amx>;

@@ -1,6 +1,9 @@
 // A block of L^T R in registers, and what its rows are reduced to, for each instruction set.
 #pragma once
 #include <cstdint>
+#include <vector>
+
+#include "factor.h"
 
 namespace fastdp {
 
@@ -47,5 +50,34 @@ inline void add_measure(const BlockKernels &kernels, Measure measure, const floa
 
 // The bits of the first `columns` of 64.
 inline uint64_t first_bits(int64_t columns) { return columns >= 64 ? ~uint64_t(0) : (uint64_t(1) << columns) - 1; }
+
+// Adds up, for each unit and in their order, what its `pieces` measured: parts[(unit * pieces + piece) * 2 + which] to
+// out[which * units + unit].
+void sum_parts(const std::vector<double> &parts, Measure measure, int64_t units, int64_t pieces, float *out);
+
+// A mask [rows, columns] as bits: each row padded to words of 64.
+struct MaskRows {
+    const uint64_t *bits;
+    int64_t words_a_row;
+
+    MaskRows(uintptr_t address, int64_t columns)
+        : bits(reinterpret_cast<const uint64_t *>(address)), words_a_row((columns + kBlockColumns - 1) / kBlockColumns) {}
+
+    uint64_t word(int64_t row, int64_t column) const { return bits[row * words_a_row + column / kBlockColumns]; }
+};
+
+// A thread's copies of panels that cannot be read where they lie.
+struct Panels {
+    std::vector<float> left, right;
+};
+
+// Columns [start, start + count) of R over tokens [first, last): where they lie if few rows of L, of m, will meet them,
+// else packed, which spares the address translation.
+Rows right_panel(const Factor &right, int64_t first, int64_t last, int64_t start, int64_t count, int64_t m, Panels &panels);
+
+// band[rows][64] = rows [start, start + rows) of L^T R, at most kChunkRows, against a panel of R of `columns`, over tokens
+// [first, last). Entries of L are read once a panel, so plain floats stay where they are.
+void compute_band(const BlockKernels &kernels, const Factor &left, Rows right, int64_t first, int64_t last, int64_t start,
+                  int64_t rows, int64_t columns, Panels &panels, float *band);
 
 }  // namespace fastdp

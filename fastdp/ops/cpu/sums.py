@@ -9,7 +9,7 @@ from torch import Tensor
 
 import fastdp._native as _native
 
-from .factors import (
+from ..factors import (
     ELEMENT,
     accumulator,
     common_length,
@@ -18,8 +18,17 @@ from .factors import (
     native_factor,
     unit_bounds,
 )
-from .instances import instance_sqnorm
-from .sums import COLUMN_SUMS, PER_UNIT, PER_UNIT_GROUP, WEIGHTED_SUM, WEIGHTED_SUM_INPLACE
+from ..instances import instance_sqnorm
+from ..sums import (
+    COLUMN_SUMS,
+    MASKED_WEIGHTED_SUM,
+    MASKED_WEIGHTED_SUM_INPLACE,
+    PER_UNIT,
+    PER_UNIT_GROUP,
+    WEIGHTED_SUM,
+    WEIGHTED_SUM_INPLACE,
+)
+from .norms import packed, served
 
 # Tokens multiplied at a time: the scaled copy of the narrower factor is used again from the cache, and products this deep
 # lose nothing by reading and writing the sum once more.
@@ -142,4 +151,77 @@ def weighted_sum(left: Tensor, right: Tensor, weights: Tensor, rows: int | None)
     m = rows if rows is not None else left.shape[1]
     out = right.new_zeros(m, right.shape[1], dtype=accumulator(left, right))
     weighted_sum_(out, left, right, weights)
+    return out
+
+
+def _runs(*weights: Tensor) -> list[int]:
+    """Bounds of the runs of tokens over which every one of these weights stays the same."""
+    if weights[0].shape[0] == 0:
+        return [0]
+    change = weights[0][1:] != weights[0][:-1]
+    for other in weights[1:]:
+        change |= other[1:] != other[:-1]
+    return [0, *(change.nonzero()[:, 0] + 1).tolist(), weights[0].shape[0]]
+
+
+@MASKED_WEIGHTED_SUM_INPLACE.implement("cpu")
+def masked_weighted_sum_(
+    out: Tensor, left: Tensor, right: Tensor, weights_masked: Tensor, weights_unmasked: Tensor, mask: Tensor
+) -> None:
+    """``fastdp.ops.masked_weighted_sum(..., out=out)`` on a processor."""
+    if not (served(left, right) and out.dtype == torch.float32 and out.stride(1) == 1):
+        MASKED_WEIGHTED_SUM_INPLACE.reference(out, left, right, weights_masked, weights_unmasked, mask)
+    elif is_one_hot(left):
+        _onehot_masked_sum(out, left, right, weights_masked.float(), weights_unmasked.float(), mask)
+    else:
+        _runs_masked_sum(out, left, right, weights_masked, weights_unmasked, mask)
+
+
+def _onehot_masked_sum(
+    out: Tensor, ids: Tensor, right: Tensor, weights_masked: Tensor, weights_unmasked: Tensor, mask: Tensor
+) -> None:
+    masked, unmasked, bits = weights_masked.contiguous(), weights_unmasked.contiguous(), packed(mask)
+    _native.onehot_masked_add(
+        ids.data_ptr(),
+        ids.stride(0),
+        native_factor(right),
+        right.shape[0],
+        masked.data_ptr(),
+        unmasked.data_ptr(),
+        bits.ctypes.data,
+        out.data_ptr(),
+        out.stride(0),
+        torch.get_num_threads(),
+    )
+
+
+def _runs_masked_sum(
+    out: Tensor, left: Tensor, right: Tensor, weights_masked: Tensor, weights_unmasked: Tensor, mask: Tensor
+) -> None:
+    bounds = _runs(weights_masked, weights_unmasked)
+    if len(bounds) - 1 > right.shape[0] // 8:
+        MASKED_WEIGHTED_SUM_INPLACE.reference(out, left, right, weights_masked, weights_unmasked, mask)
+        return
+    first = torch.tensor(bounds[:-1], dtype=torch.int64)
+    bits = packed(mask)
+    _native.masked_weighted_sum(
+        native_factor(left),
+        native_factor(right),
+        bounds,
+        weights_masked[first].tolist(),
+        weights_unmasked[first].tolist(),
+        bits.ctypes.data,
+        out.data_ptr(),
+        out.stride(0),
+        torch.get_num_threads(),
+    )
+
+
+@MASKED_WEIGHTED_SUM.implement("cpu")
+def masked_weighted_sum(
+    left: Tensor, right: Tensor, weights_masked: Tensor, weights_unmasked: Tensor, mask: Tensor
+) -> Tensor:
+    """:func:`fastdp.ops.masked_weighted_sum` on a processor."""
+    out = right.new_zeros(mask.shape, dtype=accumulator(left, right))
+    masked_weighted_sum_(out, left, right, weights_masked, weights_unmasked, mask)
     return out

@@ -7,8 +7,8 @@ from torch import Tensor
 
 import fastdp._native as _native
 
-from .cpu_norms import ABSOLUTE, HAS_KERNELS, MASKED_SQUARE, SQUARE, packed
-from .instances import INSTANCE_ABS_SUM, INSTANCE_MASKED_SQNORM, INSTANCE_MASKED_SUM, INSTANCE_SQNORM, INSTANCE_SUM
+from ..instances import INSTANCE_ABS_SUM, INSTANCE_MASKED_SQNORM, INSTANCE_MASKED_SUM, INSTANCE_SQNORM, INSTANCE_SUM
+from .norms import ABSOLUTE, HAS_KERNELS, MASKED_SQUARE, SQUARE, packed
 
 
 def _served(instances: Tensor, *weights: Tensor) -> bool:

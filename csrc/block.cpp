@@ -1,5 +1,6 @@
-#include "outer_block.h"
+#include "block.h"
 
+#include <algorithm>
 #include <stdexcept>
 
 #include "cpu.h"
@@ -179,6 +180,20 @@ FASTDP_AVX512 void add_row_avx512(const float *entries, float weight, int64_t co
 }
 #endif
 
+constexpr int64_t kChunkTokens = 256;  // tokens at a time: the rows of L they touch stay within reach of address translation
+
+// Columns [start, start + count) of tokens [first, last), copied to rows of `pitch` floats, zero past `count`.
+Rows packed(const Factor &factor, int64_t first, int64_t last, int64_t start, int64_t count, int64_t pitch,
+            std::vector<float> &out) {
+    out.resize(std::max<int64_t>(out.size(), (last - first) * pitch));
+    for (int64_t t = first; t < last; ++t) {
+        float *row = out.data() + (t - first) * pitch;
+        read_row(factor, t, start, count, row);
+        std::fill(row + count, row + pitch, 0.0f);
+    }
+    return {out.data(), pitch};
+}
+
 }  // namespace
 
 const BlockKernels &block_kernels() {
@@ -191,6 +206,36 @@ const BlockKernels &block_kernels() {
     if (isa() == Isa::avx2) return avx2;
 #endif
     throw std::runtime_error("direct kernels need AVX2; the torch route serves other processors");
+}
+
+void sum_parts(const std::vector<double> &parts, Measure measure, int64_t units, int64_t pieces, float *out) {
+    for (int64_t which = 0; which < (measure == Measure::masked_square ? 2 : 1); ++which) {
+        for (int64_t unit = 0; unit < units; ++unit) {
+            double total = 0;
+            for (int64_t piece = 0; piece < pieces; ++piece) total += parts[(unit * pieces + piece) * 2 + which];
+            out[which * units + unit] = static_cast<float>(total);
+        }
+    }
+}
+
+Rows right_panel(const Factor &right, int64_t first, int64_t last, int64_t start, int64_t count, int64_t m, Panels &panels) {
+    if (right.plain() && count == kBlockColumns && m <= kChunkRows) return {right.row(first) + start, right.row_stride};
+    return packed(right, first, last, start, count, kBlockColumns, panels.right);
+}
+
+void compute_band(const BlockKernels &kernels, const Factor &left, Rows right, int64_t first, int64_t last, int64_t start,
+                  int64_t rows, int64_t columns, Panels &panels, float *band) {
+    // As few blocks as possible, as equal as possible.
+    const int64_t blocks = (rows + kBlockRows - 1) / kBlockRows, step = (rows + blocks - 1) / blocks;
+    for (int64_t token = first; token < last; token += kChunkTokens) {
+        const int64_t end = std::min(last, token + kChunkTokens);
+        const Rows l = left.plain() ? Rows{left.row(token) + start, left.row_stride}
+                                    : packed(left, token, end, start, rows, kChunkRows, panels.left);
+        const Rows r{right.data + (token - first) * right.pitch, right.pitch};
+        for (int64_t row = 0; row < rows; row += step)
+            kernels.outer({l.data + row, l.pitch}, r, end - token, std::min(step, rows - row), columns,
+                          band + row * kBlockColumns, token > first);
+    }
 }
 
 }  // namespace fastdp

@@ -1,0 +1,63 @@
+// Norms that look at each entry of a unit's gradient L^T R: squared, absolute, and squared under a mask.
+//
+// A band of 96 x 64 entries is computed, reduced and forgotten; the largest scratch is a unit's panel of columns. A BLAS
+// would write each product out for a second pass to read back.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <algorithm>
+#include <stdexcept>
+#include <vector>
+
+#include "bindings.h"
+#include "block.h"
+#include "factor.h"
+#include "team.h"
+
+namespace fastdp {
+namespace {
+
+void direct_norms(const FactorTuple &left_tuple, const FactorTuple &right_tuple, const std::vector<int64_t> &bounds,
+                  int measure_number, uintptr_t mask_address, uintptr_t out_address, int threads) {
+    const Factor left = factor_of(left_tuple), right = factor_of(right_tuple);
+    const auto measure = static_cast<Measure>(measure_number);
+    const int64_t units = static_cast<int64_t>(bounds.size()) - 1, m = left.width, n = right.width;
+    const int64_t panels = (n + kBlockColumns - 1) / kBlockColumns;
+    const uint64_t *mask = reinterpret_cast<const uint64_t *>(mask_address);
+    float *out = reinterpret_cast<float *>(out_address);
+    pybind11::gil_scoped_release release;
+
+    const BlockKernels &kernels = block_kernels();
+    std::vector<double> partial(units * panels * 2);
+    team_for(units * panels, threads, [&](int64_t item) {
+        static thread_local Panels panels_of_thread;
+        const int64_t unit = item / panels, panel = item % panels;
+        const int64_t first = bounds[unit], last = bounds[unit + 1], tokens = last - first;
+        if (tokens == 0) return;
+        const int64_t columns = std::min(kBlockColumns, n - panel * kBlockColumns);
+        const uint64_t valid = first_bits(columns);
+        const Rows r = right_panel(right, first, last, panel * kBlockColumns, columns, m, panels_of_thread);
+        alignas(64) float band[kChunkRows * kBlockColumns];
+        for (int64_t start = 0; start < m; start += kChunkRows) {
+            const int64_t rows = std::min(kChunkRows, m - start);
+            compute_band(kernels, left, r, first, last, start, rows, columns, panels_of_thread, band);
+            float sums[2] = {0, 0};
+            for (int64_t row = 0; row < rows; ++row)
+                add_measure(kernels, measure, band + row * kBlockColumns, valid,
+                            measure == Measure::masked_square ? mask[(start + row) * panels + panel] : 0, sums);
+            partial[item * 2] += sums[0];
+            partial[item * 2 + 1] += sums[1];
+        }
+    });
+    sum_parts(partial, measure, units, panels, out);
+}
+
+}  // namespace
+
+void bind_norms_direct(pybind11::module_ &m) {
+    namespace py = pybind11;
+    m.def("direct_norms", &direct_norms, py::arg("left"), py::arg("right"), py::arg("bounds"), py::arg("measure"),
+          py::arg("mask"), py::arg("out"), py::arg("threads"));
+}
+
+}  // namespace fastdp

@@ -1,0 +1,74 @@
+// Norms of an embedding's gradients, with or without a mask over the table: rows of R with the same id within a unit add
+// up before they are measured.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <algorithm>
+#include <numeric>
+#include <vector>
+
+#include "bindings.h"
+#include "block.h"
+#include "factor.h"
+#include "team.h"
+
+namespace fastdp {
+namespace {
+
+constexpr int64_t kColumns = 512;  // columns summed at a time: two rows of them stay in a first-level cache
+
+void onehot_norms(uintptr_t ids_address, int64_t ids_stride, const FactorTuple &right_tuple,
+                  const std::vector<int64_t> &bounds, int measure_number, uintptr_t mask_address, uintptr_t out_address,
+                  int threads) {
+    const int64_t *ids = reinterpret_cast<const int64_t *>(ids_address);
+    const Factor right = factor_of(right_tuple);
+    const auto measure = static_cast<Measure>(measure_number);
+    const MaskRows mask(mask_address, right.width);
+    const int64_t units = static_cast<int64_t>(bounds.size()) - 1, panels = (right.width + kColumns - 1) / kColumns;
+    float *out = reinterpret_cast<float *>(out_address);
+    pybind11::gil_scoped_release release;
+
+    const BlockKernels &kernels = block_kernels();
+    std::vector<int64_t> order(bounds.back());
+    std::iota(order.begin(), order.end(), 0);
+    team_for(units, threads, [&](int64_t unit) {
+        std::sort(order.begin() + bounds[unit], order.begin() + bounds[unit + 1], [&](int64_t s, int64_t t) {
+            const int64_t a = ids[s * ids_stride], b = ids[t * ids_stride];
+            return a != b ? a < b : s < t;
+        });
+    });
+    std::vector<double> parts(units * panels * 2);
+    team_for(units * panels, threads, [&](int64_t item) {
+        const int64_t unit = item / panels, start = item % panels * kColumns;
+        const int64_t count = std::min(kColumns, right.width - start), last = bounds[unit + 1];
+        float sum[kColumns], row[kColumns];
+        double total[2] = {0, 0};
+        for (int64_t i = bounds[unit]; i < last;) {
+            const int64_t id = ids[order[i] * ids_stride];
+            read_row(right, order[i], start, count, sum);
+            for (++i; i < last && ids[order[i] * ids_stride] == id; ++i) {
+                read_row(right, order[i], start, count, row);
+                for (int64_t j = 0; j < count; ++j) sum[j] += row[j];
+            }
+            float sums[2] = {0, 0};
+            for (int64_t j = 0; j < count; j += kBlockColumns)
+                add_measure(kernels, measure, sum + j, first_bits(count - j),
+                            measure == Measure::masked_square ? mask.word(id, start + j) : 0, sums);
+            total[0] += sums[0];
+            total[1] += sums[1];
+        }
+        parts[item * 2] = total[0];
+        parts[item * 2 + 1] = total[1];
+    });
+    sum_parts(parts, measure, units, panels, out);
+}
+
+}  // namespace
+
+void bind_norms_onehot(pybind11::module_ &m) {
+    namespace py = pybind11;
+    m.def("onehot_norms", &onehot_norms, py::arg("ids"), py::arg("ids_stride"), py::arg("right"), py::arg("bounds"),
+          py::arg("measure"), py::arg("mask"), py::arg("out"), py::arg("threads"));
+}
+
+}  // namespace fastdp
