@@ -79,13 +79,16 @@ def __dir__() -> list[str]:
 
 
 class _BesidePeft(importlib.abc.MetaPathFinder):
-    """Makes the bottleneck known to peft once peft is imported, which takes four seconds and not every user needs."""
+    """Makes the bottleneck known to peft once peft is imported, which takes four seconds and not every user needs.
+
+    It stays in place while peft is only looked for, as transformers does to see whether it is installed.
+    """
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
         if name != "peft":
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
+        others = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not self)
+        spec = next((found for found in others if found is not None), None)
         if spec is not None and spec.loader is not None:
             run = spec.loader.exec_module
 

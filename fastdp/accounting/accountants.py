@@ -6,9 +6,8 @@ import math
 import warnings
 from typing import Any, Literal
 
-from dp_accounting.dp_event import DpEvent
-
 from fastdp.accounting import pld
+from fastdp.accounting.event_types import DpEvent
 from fastdp.accounting.events import Flat, flatten
 from fastdp.accounting.pld import Adjacency
 

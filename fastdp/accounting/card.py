@@ -14,10 +14,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from dp_accounting.dp_event import DpEvent
-
 import fastdp.files as files
 from fastdp.accounting.accountants import check_adjacency, epsilon
+from fastdp.accounting.event_types import DpEvent
 from fastdp.accounting.events import flatten
 from fastdp.accounting.pld import Adjacency
 from fastdp.accounting.serialisation import canonical, deserialise, serialise

@@ -8,8 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, SupportsIndex
 
-from dp_accounting import dp_event
-from dp_accounting.dp_event import DpEvent
+from fastdp.accounting.event_types import DpEvent, dp_event
 
 Sampling = Literal["poisson", "shuffled"]
 

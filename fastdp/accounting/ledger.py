@@ -11,9 +11,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from dp_accounting.dp_event import DpEvent
-
 from fastdp.accounting import journal as journals
+from fastdp.accounting.event_types import DpEvent
 from fastdp.accounting.events import EventModel, as_count, compose
 from fastdp.accounting.journal import Journal, LedgerError
 from fastdp.accounting.serialisation import canonical, deserialise, serialise

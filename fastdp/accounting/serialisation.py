@@ -6,9 +6,7 @@ import json
 import math
 from typing import Any
 
-from dp_accounting import dp_event
-from dp_accounting.dp_event import DpEvent
-
+from fastdp.accounting.event_types import DpEvent, dp_event
 from fastdp.accounting.events import as_count
 
 FORMAT, VERSION = "fastdp.event", 1

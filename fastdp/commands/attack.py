@@ -109,7 +109,8 @@ class _Setting:
     def examples(self, path: Path) -> Examples:
         """At most ``limit`` rows of a file, drawn at random, encoded as the run did."""
         from fastdp.data import Rows, read_rows
-        from fastdp.finetune.run import Reporter, encode_rows
+        from fastdp.finetune import Reporter
+        from fastdp.finetune.run import encode_rows
 
         table = read_rows(path)
         chosen = self.draw(list(range(len(table))))

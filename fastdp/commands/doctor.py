@@ -7,7 +7,6 @@ import os
 import platform
 from typing import Annotated
 
-import torch
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -45,6 +44,8 @@ def doctor_command(
 
 
 def _environment() -> Table:
+    import torch
+
     import fastdp._native as _native
 
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
@@ -71,6 +72,8 @@ def _environment() -> Table:
 
 
 def _describe(name: str, task: str, peft: str, length: int) -> None:
+    import torch
+
     from fastdp.engine.describe import describe
     from fastdp.finetune import FinetuneConfig
     from fastdp.finetune.models import choose_trained, load_model, load_tokenizer

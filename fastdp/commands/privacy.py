@@ -83,8 +83,11 @@ def epsilon_command(
     delta: Delta = 1e-5,
     sampling: Sampling = "poisson",
     adjacency: Adjacency = "add_remove",
+    compare: Annotated[
+        bool, typer.Option("--compare", help="also by PRV and RDP, cross-checks that take seconds to import")
+    ] = False,
 ) -> None:
-    """What a DP-SGD run costs, by each accountant; PLD's figure is the one that certifies."""
+    """What a DP-SGD run costs: the upper bound by PLD, which certifies, and with --compare those of PRV and RDP."""
     import fastdp.accounting as accounting
 
     if not noise_multiplier > 0:
@@ -96,11 +99,9 @@ def epsilon_command(
     table.add_column("accountant")
     table.add_column("epsilon", justify="right")
     table.add_column("")
-    remarks: dict[Accountant, str] = {
-        "pld": "upper bound, certifies",
-        "prv": "upper bound, cross-check",
-        "rdp": "upper bound, loose",
-    }
+    remarks: dict[Accountant, str] = {"pld": "upper bound, certifies"}
+    if compare:
+        remarks |= {"prv": "upper bound, cross-check", "rdp": "upper bound, loose"}
     for accountant, remark in remarks.items():
         try:
             figure = f"{accounting.epsilon(event(noise_multiplier), delta, accountant, adjacency=adjacency):.5f}"

@@ -7,7 +7,7 @@ import inspect
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -15,8 +15,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 from fastdp.commands.quiet import quiet_libraries
 from fastdp.commands.refusal import errors, refusing
-from fastdp.finetune import FinetuneConfig, Reporter, Result, finetune, load_config
-from fastdp.finetune.config import setting_type
+from fastdp.finetune.config import FinetuneConfig, load_config, setting_type
+from fastdp.finetune.reporter import Reporter
+
+if TYPE_CHECKING:
+    from fastdp.finetune import Result
 
 console = Console()
 
@@ -97,6 +100,8 @@ def finetune_command(
     overrides: dict[str, Any],
 ) -> None:
     """Fine-tune a model on private data; every setting of the config can also be given as a flag."""
+    from fastdp.finetune import finetune
+
     quiet_libraries()
     settings = load_config(config, overrides)
     try:

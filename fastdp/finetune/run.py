@@ -36,23 +36,11 @@ from fastdp.finetune.models import (
     trained_names,
     trained_state,
 )
+from fastdp.finetune.reporter import Reporter
 
 CONFIG, METRICS, RESULT, CHECKPOINT = "config.yaml", "metrics.jsonl", "result.json", "checkpoint.pt"
 LEDGER = "ledger.jsonl"
 EPSILON_POINTS = 20
-
-
-class Reporter:
-    """Told what a run is doing; this one says nothing. The command line's draws progress bars."""
-
-    def phase(self, text: str) -> None:
-        """A part of the run begins."""
-
-    def note(self, text: str) -> None:
-        """Something the user should know, such as examples that were cut."""
-
-    def step(self, done: int, total: int, loss: float, epsilon: float | None) -> None:
-        """A logical step is done; `loss` is not protected by the guarantee."""
 
 
 @dataclass(frozen=True)

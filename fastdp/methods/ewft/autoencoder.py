@@ -6,10 +6,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
-from dp_accounting.dp_event import DpEvent
 from torch import Tensor, nn
 
 import fastdp.ops as ops
+from fastdp.accounting.event_types import DpEvent
 from fastdp.ops.stream import NoiseStream
 
 

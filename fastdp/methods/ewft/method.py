@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from dp_accounting.dp_event import DpEvent
 from torch import Tensor, nn
 
 import fastdp.accounting as accounting
 import fastdp.ops as ops
+from fastdp.accounting.event_types import DpEvent
 from fastdp.accounting.ledger import STEP
 from fastdp.methods.blocks import Blocks, find_blocks
 from fastdp.methods.ewft.autoencoder import StackedAutoencoder, TrainedPrivately, train_autoencoder

@@ -11,9 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from dp_accounting.dp_event import DpEvent
-
 import fastdp.accounting as accounting
+from fastdp.accounting.event_types import DpEvent
 from fastdp.accounting.schedules import Reading
 
 #: Std of the noise for a multiplier sigma: what sensitivity 2 C calls for, or the paper's literal "standard deviation".

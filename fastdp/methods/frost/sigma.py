@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from dp_accounting.dp_event import DpEvent
-
 import fastdp.accounting as accounting
 from fastdp.accounting.accountants import Accountant
+from fastdp.accounting.event_types import DpEvent
 from fastdp.accounting.pld import Adjacency
 
 

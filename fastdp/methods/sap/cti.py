@@ -19,11 +19,11 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
-from dp_accounting.dp_event import DpEvent
 from torch import Tensor
 
 import fastdp.accounting as accounting
 import fastdp.files as files
+from fastdp.accounting.event_types import DpEvent
 from fastdp.methods.sap.importance import (
     adaptive_eta,
     count_tokens,

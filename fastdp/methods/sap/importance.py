@@ -6,11 +6,11 @@ import math
 from collections.abc import Sequence
 
 import torch
-from dp_accounting.dp_event import DpEvent
 from torch import Tensor
 
 import fastdp.accounting as accounting
 import fastdp.ops as ops
+from fastdp.accounting.event_types import DpEvent
 from fastdp.ops.stream import NoiseStream
 
 

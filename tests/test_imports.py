@@ -1,0 +1,102 @@
+"""What is not imported: commands that need no torch start without it, and libraries come only when they are used."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from fastdp import accounting
+
+#: Each takes from .3 to 5 seconds to import.
+SLOW = {"torch", "transformers", "peft", "opacus", "matplotlib", "grpc", "flwr", "prv_accountant", "pandas", "datasets"}
+SLOW_PARTS = {"scipy.signal", "scipy.stats", "scipy.optimize", "dp_accounting"}
+PLAN = ["--examples", "1000", "--batch-size", "100", "--epochs", "1"]
+
+
+def imported(script: str, *arguments: str) -> set[str]:
+    """The slow ones among the modules that a fresh interpreter holds after a script."""
+    listing = f"{script}\nimport sys, json\nprint('MODULES' + json.dumps(sorted(sys.modules)))"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", listing, *arguments], capture_output=True, text=True, env=environment, check=True
+    )
+    modules = set(json.loads(done.stdout.rpartition("MODULES")[2]))
+    assert "fastdp" in modules
+    return modules & (SLOW | SLOW_PARTS)
+
+
+def by_command(*arguments: str) -> set[str]:
+    return imported("import sys; from fastdp.cli import app; app(sys.argv[1:], standalone_mode=False)", *arguments)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--help"],
+        ["finetune", "--help"],
+        ["split", "--help"],
+        ["epsilon", "--noise-multiplier", "2", *PLAN],
+        ["calibrate", "--epsilon", "3", *PLAN],
+    ],
+    ids=lambda arguments: " ".join(arguments[:2]),
+)
+def test_commands_that_need_no_torch(arguments):
+    assert by_command(*arguments) == set()
+
+
+def test_verify_needs_no_torch(tmp_path):
+    card = accounting.Card.build(
+        mechanism="dpsgd",
+        unit="example",
+        adjacency="add_remove",
+        sampling="poisson",
+        dataset_size=1000,
+        noise_multiplier=2.0,
+        event=accounting.dpsgd(2.0, 0.1, 10),
+        delta=1e-5,
+        planned_steps=10,
+        spent_steps=10,
+        noise_source={"key": "os.urandom"},
+        model={"name": "none"},
+        sample_rate=0.1,
+        cross_check=False,
+    )
+    card.save(tmp_path / "card.json")
+    assert by_command("verify", str(tmp_path / "card.json")) == set()
+
+
+def test_the_package_itself_is_all_but_empty():
+    assert imported("import fastdp") == set()
+
+
+def test_training_needs_torch_alone():
+    names = "make_private, DPSGD, DPFrost, NonPrivate, AdaptiveClipping, NoiseStream, Private, accounting, ops"
+    assert imported(f"from fastdp import {names}") <= {"torch"}
+
+
+def test_events_are_those_of_dp_accounting():
+    """Whichever is imported first: a class loaded twice would make an event unknown to the accountants."""
+    for order in ("import fastdp.accounting as ours, dp_accounting", "import dp_accounting, fastdp.accounting as ours"):
+        script = (
+            f"{order}\n"
+            "from dp_accounting import dp_event, pld\n"
+            "event = ours.dpsgd(2.0, .1, 10)\n"
+            "assert isinstance(event, dp_accounting.DpEvent) and isinstance(event, dp_event.SelfComposedDpEvent)\n"
+            "assert dp_accounting.dp_event.DpEvent is dp_accounting.DpEvent\n"
+            "theirs = pld.PLDAccountant(value_discretization_interval=1e-3).compose(event).get_epsilon(1e-5)\n"
+            "assert abs(theirs / ours.epsilon(event, 1e-5) - 1) < 5e-3\n"
+            "import pickle; assert pickle.loads(pickle.dumps(event)) == event\n"
+        )
+        subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_peft_knows_the_bottleneck_although_it_was_looked_for_first():
+    """transformers looks for peft, without importing it, to see whether it is installed."""
+    script = (
+        "import fastdp, importlib.util; importlib.util.find_spec('peft'); import peft\n"
+        "from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING as known\n"
+        "assert 'BOTTLENECK' in known"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)
