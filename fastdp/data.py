@@ -9,7 +9,7 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
+
+from fastdp.methods.encoding import ADDED, encode_private
 
 IGNORED = -100
 
@@ -190,16 +192,22 @@ def causal_examples(
     max_length: int,
     prompts: Sequence[str] | None = None,
     separator: str = "\n",
+    literal: bool = False,
 ) -> Examples:
     """Examples for a causal model: begin token, prompt and separator where there are prompts, target, end token.
 
     With prompts, only the target and the end token carry labels; without, every token does. An example longer than
     `max_length` loses the end of its target, and the beginning of its prompt where that alone takes over half the room.
+
+    ``literal`` is for text that is privatized token by token: special tokens that it spells out are letters, and the items
+    say under ``special_tokens_mask`` which tokens stand for none of it (see `fastdp.methods.encoding`).
     """
     start = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
 
     def encode(texts: Sequence[str]) -> list[list[int]]:
+        if literal:
+            return encode_private(tokenizer, texts)["input_ids"]
         return tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
 
     encoded_targets = encode(targets)
@@ -217,6 +225,9 @@ def causal_examples(
         hidden = len(prefix) if prompts is not None else 0
         labels = [IGNORED] * hidden + ids[hidden:]
         items.append({"input_ids": ids, "labels": labels})
+        if literal:
+            added = [1] * len(start) + [0] * (len(prompt) + len(target)) + [1] * len(end)
+            items[-1][ADDED] = added[:max_length]
     return Examples(items, truncated)
 
 
@@ -226,11 +237,20 @@ def classification_examples(
     labels: Sequence[int],
     max_length: int,
     pairs: Sequence[str] | None = None,
+    literal: bool = False,
 ) -> Examples:
-    """Examples for sequence classification, encoded as the model expects; `labels` are class indices."""
+    """Examples for sequence classification, encoded as the model expects; `labels` are class indices.
+
+    ``literal`` is as in `causal_examples`.
+    """
     arguments = (list(texts),) if pairs is None else (list(texts), list(pairs))
-    full = tokenizer(*arguments, verbose=False)
-    cut = tokenizer(*arguments, truncation=True, max_length=max_length)
+    cut: Mapping[str, Any]
+    if literal:
+        full = encode_private(tokenizer, texts, pairs, special=True)
+        cut = encode_private(tokenizer, texts, pairs, special=True, truncation=True, max_length=max_length)
+    else:
+        full = tokenizer(*arguments, verbose=False)
+        cut = tokenizer(*arguments, truncation=True, max_length=max_length)
     keys = [key for key in cut if key != "attention_mask"]
     items = [{key: cut[key][i] for key in keys} | {"labels": label} for i, label in enumerate(labels)]
     truncated = sum(len(ids) > max_length for ids in full["input_ids"])

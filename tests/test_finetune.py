@@ -255,6 +255,39 @@ def test_text_is_privatized_before_training(config, files, tmp_path, monkeypatch
     assert "stay what they are" in result.privacy
 
 
+@pytest.mark.parametrize("task", ["causal-lm", "classification"])
+def test_special_tokens_that_a_text_spells_out_are_privatized(config, files, tmp_path, monkeypatch, task):
+    """The token itself, anywhere but where the encoder put it, would be text that leaves in the clear."""
+    from fastdp.finetune import run
+
+    seen = []
+
+    def stop(self, resume):
+        seen.extend([self.train, self.held_out])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run._Run, "execute", stop)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(config.model)
+    special = tokenizer.eos_token
+    texts = tmp_path / "spelled.jsonl"
+    rows = [{"text": f"{special} Anna {special} takes{special}", "label": str(i % 2)} for i in range(24)]
+    texts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = {"eta": 1e-3, "duplicates": "merge"}
+    settings = with_settings(
+        config, epsilon=None, method="sap", method_options=options, train=str(texts), eval=str(texts), task=task
+    )
+    if task == "classification":
+        settings.labels = ["0", "1"]
+    with pytest.raises(KeyboardInterrupt):
+        finetune(settings)
+    for examples in seen:
+        for item in examples.items:
+            assert set(item) == {"input_ids", "labels"} | ({"token_type_ids"} & set(item))
+            ends = 0 if task == "classification" else 2
+            assert item["input_ids"].count(tokenizer.eos_token_id) == ends
+            assert len(item["input_ids"]) > ends + 6
+
+
 def test_contributing_tokens_of_a_text(config, files, tmp_path):
     cti = {"form": "prior", "noise_multiplier": 2.0, "max_norm": 3.0}
     settings = {"epsilon": None, "method": "sap"}

@@ -66,11 +66,11 @@ class Contributing:
 
     def count(self, tokenizer: Any, vocabulary: int, texts: Sequence[str], labels: Sequence[int], classes: int) -> CTI:
         """Counts of the public or the private texts, as it was asked for."""
+        from fastdp.methods.encoding import encode_private
         from fastdp.methods.sap import CTI
 
-        encoded = tokenizer(list(texts), add_special_tokens=False, split_special_tokens=True, verbose=False)
         return CTI.from_texts(
-            encoded["input_ids"],
+            encode_private(tokenizer, texts)["input_ids"],
             labels,
             classes=classes,
             vocabulary=vocabulary,

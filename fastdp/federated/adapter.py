@@ -24,6 +24,7 @@ from fastdp.finetune.models import (
     trained_names,
     trained_state,
 )
+from fastdp.methods.encoding import encode_private
 
 
 @dataclass
@@ -88,8 +89,7 @@ class AdaptedModel:
 
     def encode(self, texts: list[str]) -> list[list[int]]:
         """Token ids without special tokens, cut to the room that `max_length` leaves."""
-        encoded = self.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else []
-        return [own[: self.room] for own in encoded]
+        return [own[: self.room] for own in encode_private(self.tokenizer, texts)["input_ids"]]
 
     @property
     def room(self) -> int:

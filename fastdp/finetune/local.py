@@ -18,6 +18,7 @@ from fastdp.finetune.config import ConfigError, FinetuneConfig
 from fastdp.finetune.methods import ReadPublic
 from fastdp.methods import ewft
 from fastdp.methods.blocks import find_blocks
+from fastdp.methods.encoding import ADDED
 from fastdp.methods.sap import CTI
 
 STATEMENT, PERTURBATION, RELEASES = "statement.json", "perturbation.pt", "releases"
@@ -158,9 +159,14 @@ class Privatized:
         )
 
     def _private(self, examples: Examples, classes: list[int] | None) -> Examples:
-        rows = self._privatizer([item["input_ids"] for item in examples.items], labels=classes)
+        rows = self._privatizer(
+            [item["input_ids"] for item in examples.items],
+            labels=classes,
+            special_tokens_mask=[item[ADDED] for item in examples.items],
+        )
         items = []
         for item, row in zip(examples.items, rows):
+            item = {key: value for key, value in item.items() if key != ADDED}
             labels = item["labels"]
             if isinstance(labels, list):
                 labels = [IGNORED if label == IGNORED else token for label, token in zip(labels, row)]

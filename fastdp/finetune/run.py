@@ -148,8 +148,9 @@ def encode_rows(
     Raises:
         DataError: a column that is missing, or a row that does not fit it.
     """
+    literal = config.method == "sap"
     if config.task == "classification":
-        examples = _classification(table, tokenizer, config)
+        examples = _classification(table, tokenizer, config, literal)
     elif config.prompt_column and config.target_column:
         examples = causal_examples(
             tokenizer,
@@ -157,11 +158,11 @@ def encode_rows(
             config.max_length,
             table.column(config.prompt_column, "prompt_column"),
             config.separator,
+            literal,
         )
     else:
-        examples = causal_examples(
-            tokenizer, table.column(_text_column(table, config), "text_column"), config.max_length
-        )
+        texts = table.column(_text_column(table, config), "text_column")
+        examples = causal_examples(tokenizer, texts, config.max_length, literal=literal)
     if examples.truncated:
         reporter.note(
             f"{examples.truncated} of {len(examples)} examples of {table.path} are longer than {config.max_length} "
@@ -170,7 +171,7 @@ def encode_rows(
     return examples
 
 
-def _classification(table: Rows, tokenizer: PreTrainedTokenizerBase, config: FinetuneConfig) -> Examples:
+def _classification(table: Rows, tokenizer: PreTrainedTokenizerBase, config: FinetuneConfig, literal: bool) -> Examples:
     texts = table.column(_text_column(table, config), "text_column")
     pairs = table.column(config.text_pair_column, "text_pair_column") if config.text_pair_column else None
     index = {label: number for number, label in enumerate(config.labels or [])}
@@ -179,7 +180,7 @@ def _classification(table: Rows, tokenizer: PreTrainedTokenizerBase, config: Fin
         if value not in index:
             raise DataError(f"{table.path}, line {line}: label {value!r} is not one of labels: {', '.join(index)}")
         labels.append(index[value])
-    return classification_examples(tokenizer, texts, labels, config.max_length, pairs)
+    return classification_examples(tokenizer, texts, labels, config.max_length, pairs, literal)
 
 
 def _text_column(table: Rows, config: FinetuneConfig) -> str:

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 import fastdp.files as files
 from fastdp.accounting.serialisation import canonical
 from fastdp.data import Collator
+from fastdp.methods.encoding import ADDED, encode_private
 from fastdp.methods.sap import PrivateBottom, TextPrivatizer
 from fastdp.split.bottom import FILE, PackedBottom, unpack_bottom
 from fastdp.split.connection import Connection
@@ -294,23 +295,23 @@ class SplitCustomer:
     ) -> tuple[Tensor, list[int]]:
         """Privatized rows [sum of lengths, width] and lengths: what may leave."""
         batch = Collator(0)(examples)
-        ids, mask = batch.pop("input_ids"), batch.pop("attention_mask")
+        ids, mask, added = batch.pop("input_ids"), batch.pop("attention_mask"), batch.pop(ADDED)
         with torch.no_grad():
             if isinstance(privatizer, PrivateBottom):
                 hidden = privatizer(ids, mask, **batch)
             else:
-                private = privatizer(ids, attention_mask=mask, labels=None if privatizer.cti is None else labels)
+                known = None if privatizer.cti is None else labels
+                private = privatizer(ids, attention_mask=mask, special_tokens_mask=added, labels=known)
                 hidden = self.bottom(private, mask, **batch)
         return hidden[mask.bool()].to(getattr(torch, self.dtype)), mask.sum(1).tolist()
 
     def _encode(self, texts: Sequence[str], pairs: Sequence[str] | None) -> list[dict[str, list[int]]]:
-        """Ids of each text. A special token that is spelled out means its letters: as itself it would leave in the clear."""
+        """Tokens of each text, and which of them the tokenizer added: those alone may leave as they are."""
         if self.tokenizer is None:
             raise ValueError("the vendor sent no tokenizer: set customer.tokenizer to the model's")
         config: Any = self.bottom.model.config
-        keys = ("input_ids", "token_type_ids") if hasattr(config, "type_vocab_size") else ("input_ids",)
-        arguments = (list(texts),) if pairs is None else (list(texts), list(pairs))
-        found = self.tokenizer(*arguments, truncation=True, max_length=self.max_tokens, split_special_tokens=True)
+        keys = ("input_ids", "token_type_ids", ADDED) if hasattr(config, "type_vocab_size") else ("input_ids", ADDED)
+        found = encode_private(self.tokenizer, texts, pairs, special=True, truncation=True, max_length=self.max_tokens)
         examples = [{key: found[key][at] for key in keys if key in found} for at in range(len(texts))]
         for at, example in enumerate(examples):
             if not example["input_ids"]:

@@ -133,8 +133,40 @@ def test_tokens_are_replaced_before_the_bottom(service, customer_of, corpus):
     # At this eta no token changes.
     assert torch.allclose(rows, customer.bottom(**ids)[0], atol=1e-6)
     assert customer._encode(["[SEP] w1"], None)[0]["input_ids"] == [2, 1, 1, 1, 5, 3]
-    assert customer._encode(["w1"], ["w2"])[0] == {"input_ids": [2, 5, 3, 6, 3], "token_type_ids": [0, 0, 0, 1, 1]}
+    assert customer._encode(["w1"], ["w2"])[0] == {
+        "input_ids": [2, 5, 3, 6, 3],
+        "token_type_ids": [0, 0, 0, 1, 1],
+        "special_tokens_mask": [1, 0, 1, 0, 1],
+    }
     assert words.tokens_released == sum(len(text.split()) for text in texts)
+
+
+@pytest.mark.parametrize("role", ["additional_special_tokens", "sep_token", "cls_token", "pad_token"])
+def test_words_that_the_vendor_calls_special_do_not_leave(service, customer_of, role):
+    """The vendor's tokenizer names words of its own vocabulary: their rows must not be among those that are sent."""
+    customer = customer_of(service)
+    names = ["w7", "w8", "w9"]
+    if role == "additional_special_tokens":
+        customer.tokenizer.add_special_tokens({role: names})
+    else:
+        names = names[:1]
+        setattr(customer.tokenizer, role, names[0])
+    private = fastdp.TextPrivatizer(
+        customer.bottom.model, eta=1e-3, tokenizer=customer.tokenizer, mechanism="exponential", unsafe_seed=1
+    )
+    seen = []
+    bottom = customer.bottom
+    customer.bottom.register_forward_pre_hook(lambda module, args: seen.append(args[0].clone()))
+    texts = [" ".join(names * (9 // len(names)))] * 40
+    customer.send(texts, [0, 1] * 20, private)
+    assert bottom is customer.bottom
+    ids = torch.cat([part.flatten() for part in seen])
+    for name in names:
+        # 120 or 360 draws from 60 words at nearly equal chances.
+        assert (ids == customer.tokenizer.convert_tokens_to_ids(name)).sum() < 40
+    statement = private.statement()
+    assert statement["displacement"]["unchanged"] < 0.3
+    assert ("w7" in statement["policy"]["kept"]) == (role != "additional_special_tokens")
 
 
 def test_nothing_else_leaves(service, customer_of, corpus, monkeypatch):

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import fastdp.ops as ops
 from fastdp.accounting.serialisation import canonical, serialise
+from fastdp.methods.encoding import ADDED, encode_private, role_ids
 from fastdp.methods.sap.cti import CTI
 from fastdp.methods.sap.importance import check_eta
 from fastdp.ops.stream import NoiseStream
@@ -24,7 +25,7 @@ Output = Literal["text", "ids"]
 
 _UNPROTECTED = (
     "the number of tokens of each text",
-    "where special and padding tokens are",
+    "where an encoder put opening, closing, separating and padding tokens",
     "labels, and gradients of the output layer, from which labels can be read",
     "what several tokens say together: the bounds of a text's tokens add up",
 )
@@ -56,11 +57,12 @@ class TextPrivatizer:
     Args:
         table_or_model: the embedding table [V, d], public, or a model with input embeddings.
         eta: privacy parameter, in units of 1 / distance. Small is private; look at `displacement` before choosing.
-        tokenizer: needed for text; it also tells which tokens are special, and which stands for unknown words.
+        tokenizer: needed for text; it also tells which tokens open, close, separate and pad texts, and which stands for
+            unknown words. Other tokens that it calls special are never drawn; in a text they are text.
         mechanism: ``laplace`` (multivariate Laplace noise and the nearest row) or ``exponential``.
         cti: favour tokens that contribute to the task; its sound forms are draws of the exponential mechanism.
-        special: ``keep`` lets special tokens stay where they are, and never draws one; ``perturb`` treats them as others.
-            Padding always stays.
+        special: ``keep`` lets the tokens of `fastdp.methods.encoding.ROLES` stay where an encoder put them, and draws no
+            special token; ``perturb`` treats them as others. Padding always stays.
         unknown: ``perturb`` replaces the unknown token as any other, ``refuse`` raises ValueError where it occurs.
         duplicates: ``refuse`` a table with equal rows, or ``merge`` them: such tokens answer for one another.
         special_ids, unknown_id: what a tokenizer would tell, without one.
@@ -93,17 +95,22 @@ class TextPrivatizer:
         table = _table(table_or_model)
         self._unknown_id = _unknown(tokenizer) if unknown_id is None else unknown_id
         self._kept = _kept_tokens(table.shape[0], tokenizer, special, special_ids, self._unknown_id)
-        self._ids = (~self._kept & _decodable(table.shape[0], tokenizer)).nonzero().flatten()
+        self._decodable = _decodable(table.shape[0], tokenizer)
+        drawn = ~self._kept & self._decodable
+        if tokenizer is not None and special == "keep":
+            drawn[[token for token in tokenizer.all_special_ids if token != self._unknown_id]] = False
+        self._ids = drawn.nonzero().flatten()
         self._row_of = torch.full((table.shape[0],), -1, dtype=torch.int64)
         self._row_of[self._ids] = torch.arange(len(self._ids))
         self._rows = table[self._ids].contiguous()
+        self._table = table
         if len(self._rows) < 2:
             raise ValueError("fewer than two tokens are left to draw from: nothing would be hidden")
         _check_rows(self._rows, self._ids, duplicates)
         if cti is not None and cti.importance.shape[1] != table.shape[0]:
             raise ValueError(f"cti tells of {cti.importance.shape[1]} tokens, the table has {table.shape[0]}")
         self.stream = NoiseStream() if unsafe_seed is None else NoiseStream.unsafe_reproducible(unsafe_seed)
-        self.tokens_released = 0
+        self.tokens_released, self.tokens_kept = 0, 0
 
     def _check_choices(self, duplicates: str) -> None:
         for name, value, choices in (
@@ -128,14 +135,20 @@ class TextPrivatizer:
         *,
         labels: Any = None,
         attention_mask: Tensor | None = None,
+        special_tokens_mask: Any = None,
         output: Output | None = None,
     ) -> Any:
         """Privatize text or ids.
+
+        Of ids, the tokens of a kept role stay wherever they stand, unless ``special_tokens_mask`` says which ones the encoder
+        put there: give it (`fastdp.methods.encoding.encode_private`) if the tokenizer is not your own, since whoever made it
+        may have given any word such a role. Of text nothing stays.
 
         Args:
             inputs: a text or a list of texts; or ids: an int64 tensor of any shape, a list, or a list of lists.
             labels: with CTI, the class of each text (or row of ids); None uses the largest importance over classes.
             attention_mask: of the shape of a tensor of ids; positions at 0 are padding and stay.
+            special_tokens_mask: of the form of the ids; 1 where the encoder added a token, which may stay.
             output: ``ids`` returns lists of ids for texts.
 
         Returns:
@@ -148,13 +161,14 @@ class TextPrivatizer:
         if isinstance(inputs, str):
             return self._texts([inputs], None if labels is None else [labels], output)[0]
         if isinstance(inputs, Tensor):
-            return self._tensor(inputs, labels, attention_mask)
+            return self._tensor(inputs, labels, attention_mask, special_tokens_mask)
         items = list(inputs)
         if items and isinstance(items[0], str):
             return self._texts(items, labels, output)
         if items and isinstance(items[0], (list, tuple)):
-            return self._lists(items, labels)
-        return self._lists([items], None if labels is None else [labels])[0]
+            return self._lists(items, labels, special_tokens_mask)
+        added = None if special_tokens_mask is None else [special_tokens_mask]
+        return self._lists([items], None if labels is None else [labels], added)[0]
 
     def stream_texts(
         self,
@@ -182,25 +196,29 @@ class TextPrivatizer:
     def _texts(self, texts: list[str], labels: Sequence[int | None] | None, output: Output | None) -> list[Any]:
         if self.tokenizer is None:
             raise ValueError("text needs a tokenizer: give TextPrivatizer one, or give ids")
-        # A text that spells out a special token means its letters: as the token itself it would leave in the clear.
-        encoded = self.tokenizer(texts, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"]
-        private = self._lists(encoded, labels)
+        encoded = encode_private(self.tokenizer, texts)
+        private = self._lists(encoded["input_ids"], labels, encoded[ADDED])
         if output == "ids":
             return private
         return self.tokenizer.batch_decode(private, clean_up_tokenization_spaces=False)
 
-    def _lists(self, rows: Sequence[Sequence[int]], labels: Sequence[int | None] | None) -> list[list[int]]:
+    def _lists(
+        self, rows: Sequence[Sequence[int]], labels: Sequence[int | None] | None, added: Sequence[Sequence[int]] | None
+    ) -> list[list[int]]:
         lengths = [len(row) for row in rows]
+        if added is not None and [len(row) for row in added] != lengths:
+            raise ValueError("special_tokens_mask has another form than the ids: give one entry for each id")
         if labels is not None and len(labels) != len(rows):
             raise ValueError(f"{len(labels)} labels for {len(rows)} texts: give one for each")
         tokens = [token for row in rows for token in row]
         flat = torch.tensor(tokens) if tokens else torch.empty(0, dtype=torch.int64)
         spread = None if labels is None else [label for label, n in zip(labels, lengths) for _ in range(n)]
-        private = self._privatize(flat, spread).tolist()
+        marks = None if added is None else torch.tensor([bool(mark) for row in added for mark in row], dtype=torch.bool)
+        private = self._privatize(flat, spread, marks).tolist()
         ends = torch.tensor(lengths, dtype=torch.int64).cumsum(0).tolist()
         return [private[end - n : end] for end, n in zip(ends, lengths)]
 
-    def _tensor(self, ids: Tensor, labels: Any, mask: Tensor | None) -> Tensor:
+    def _tensor(self, ids: Tensor, labels: Any, mask: Tensor | None, added: Any) -> Tensor:
         flat = ids.reshape(-1).cpu()
         spread = None
         if labels is not None:
@@ -209,18 +227,24 @@ class TextPrivatizer:
                 raise ValueError(f"{given.numel()} labels for {ids.shape[0]} rows of ids: give one for each")
             shape = (-1,) + (1,) * (ids.dim() - 1)
             spread = given.reshape(shape).expand(ids.shape).reshape(-1).tolist()
+        marks = None
+        if added is not None:
+            marks = torch.as_tensor(added).cpu().bool()
+            if marks.shape != ids.shape:
+                raise ValueError(f"special_tokens_mask has shape {list(marks.shape)}, the ids {list(ids.shape)}")
+            marks = marks.reshape(-1)
         if mask is None:
-            return self._privatize(flat, spread).reshape(ids.shape).to(ids.device)
+            return self._privatize(flat, spread, marks).reshape(ids.shape).to(ids.device)
         if mask.shape != ids.shape:
             raise ValueError(f"attention_mask has shape {list(mask.shape)}, the ids {list(ids.shape)}")
         real = mask.reshape(-1).cpu() != 0
         chosen = None if spread is None else [label for label, use in zip(spread, real.tolist()) if use]
         result = flat.clone()
-        result[real] = self._privatize(flat[real], chosen)
+        result[real] = self._privatize(flat[real], chosen, None if marks is None else marks[real])
         return result.reshape(ids.shape).to(ids.device)
 
-    def _privatize(self, ids: Tensor, labels: Sequence[int | None] | None) -> Tensor:
-        """int64 [n] -> [n]: the mechanism on every token that is not kept."""
+    def _privatize(self, ids: Tensor, labels: Sequence[int | None] | None, added: Tensor | None) -> Tensor:
+        """int64 [n] -> [n]: the mechanism on every token that is not kept; ``added`` [n] says which ones may be."""
         size = len(self._row_of)
         if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
             raise ValueError(f"the ids are {ids.dtype}: give whole numbers, as a tokenizer does")
@@ -232,12 +256,8 @@ class TextPrivatizer:
             )
         if self.unknown == "refuse" and self._unknown_id is not None and bool((ids == self._unknown_id).any()):
             raise ValueError("a text holds an unknown token: pass unknown='perturb' to replace it like any other")
-        moved = ~self._kept[ids]
-        rows = self._row_of[ids[moved]]
-        if bool((rows < 0).any()):
-            raise ValueError(
-                "a token id has a row in the table but is not in the tokenizer's vocabulary: encode with this tokenizer"
-            )
+        moved = ~self._kept[ids] if added is None else ~(self._kept[ids] & added)
+        rows = self._rows_for(ids[moved])
         result = ids.clone()
         if labels is None or self.cti is None:
             result[moved] = self._ids[self._draw(rows, None)]
@@ -249,7 +269,19 @@ class TextPrivatizer:
                 drawn[mine] = self._draw(rows[mine], None if label == -1 else label)
             result[moved] = self._ids[drawn]
         self.tokens_released += int(moved.sum())
+        self.tokens_kept += int((~moved).sum())
         return result
+
+    def _rows_for(self, ids: Tensor) -> Tensor:
+        """Rows of tokens in a text. One that is never drawn stands for the nearest that is: a public map, before any draw."""
+        missing = ids[self._row_of[ids] < 0].unique()
+        if bool((~self._decodable[missing]).any()):
+            raise ValueError(
+                "a token id has a row in the table but is not in the tokenizer's vocabulary: encode with this tokenizer"
+            )
+        if len(missing):
+            self._row_of[missing] = ops.snap(self._table[missing].nan_to_num(), self._rows)
+        return self._row_of[ids]
 
     def _draw(self, rows: Tensor, label: int | None) -> Tensor:
         if self.mechanism == "laplace":
@@ -278,13 +310,18 @@ class TextPrivatizer:
     def displacement(self, tokens: int = 2000) -> Displacement:
         """Share left unchanged and mean displacement, tried on tokens spread evenly over the public vocabulary.
 
+        The tokens that are kept count among those that stay.
+
         In high dimension both change from one extreme to the other within a narrow range of eta.
         """
-        step = max(1, len(self._rows) // max(1, tokens))
-        rows = torch.arange(0, len(self._rows), step)
-        drawn = self._draw(rows, None)
-        moved = (self._rows[drawn].double() - self._rows[rows].double()).norm(dim=1)
-        return Displacement(self.eta, float((drawn == rows).double().mean()), float(moved.mean()), len(rows))
+        known = self._decodable.nonzero().flatten()
+        tried = known[:: max(1, len(known) // max(1, tokens))]
+        kept = self._kept[tried]
+        drawn = tried.clone()
+        drawn[~kept] = self._ids[self._draw(self._rows_for(tried[~kept]), None)]
+        moved = torch.zeros(len(tried), dtype=torch.float64)
+        moved[~kept] = (self._table[drawn[~kept]].double() - self._table[tried[~kept]].double()).norm(dim=1)
+        return Displacement(self.eta, float((drawn == tried).double().mean()), float(moved.mean()), len(tried))
 
     def log_probabilities(self, token: int, label: int | None = None) -> Tensor:
         """Log probability of each id as the replacement of a token, float64 [V]; -inf for ids that are never drawn.
@@ -302,7 +339,7 @@ class TextPrivatizer:
     def digest(self) -> str:
         """SHA-256, in hex, of all that its draws follow but the noise: settings, rows and the importance of tokens."""
         cti = self.cti
-        settings = [self.eta, self.mechanism, self.special, self.unknown]
+        settings = [self.eta, self.mechanism, self.special, self.unknown, self._kept.nonzero().flatten().tolist()]
         found = hashlib.sha256(canonical([*settings, None if cti is None else cti.describe()]).encode())
         for tensor in (self._ids, self._rows, *(() if cti is None else (cti.importance, cti.supported))):
             found.update(f"{tensor.dtype} {list(tensor.shape)} ".encode())
@@ -345,9 +382,15 @@ class TextPrivatizer:
             "unit": "one token, with the other tokens of its text given",
             "bound": self._bound_in_words(),
             "displacement": asdict(self.displacement()),
-            "policy": {"special": self.special, "unknown": self.unknown, "padding": "keep"},
+            "policy": {
+                "special": self.special,
+                "unknown": self.unknown,
+                "padding": "keep",
+                "kept": [self._name(token) for token in self._kept.nonzero().flatten().tolist()],
+            },
             "vocabulary": len(self._rows),
             "tokens_released": self.tokens_released,
+            "tokens_kept": self.tokens_kept,
             "event_of_counts": counts,
             "epsilon_of_counts": None if counts is None else self._counts_in_words(),
             "assumptions": [
@@ -356,6 +399,9 @@ class TextPrivatizer:
             ],
             "unprotected": list(_UNPROTECTED),
         }
+
+    def _name(self, token: int) -> str | int:
+        return token if self.tokenizer is None else str(self.tokenizer.convert_ids_to_tokens(token))
 
     def _counts_in_words(self) -> dict[str, Any]:
         """What noised counts cost, beside the bound."""
@@ -407,7 +453,8 @@ def _kept_tokens(
 ) -> Tensor:
     ids = {int(i) for i in special_ids}
     if tokenizer is not None:
-        ids |= set(tokenizer.all_special_ids)
+        # A closed list of roles: what else a tokenizer calls special may be any word that its maker wants to see.
+        ids |= set(role_ids(tokenizer).values())
     padding = None if tokenizer is None else tokenizer.pad_token_id
     if special == "perturb":
         ids = set()

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 import fastdp.files as files
 from fastdp.accounting.serialisation import canonical
+from fastdp.methods.encoding import encode_private
 from fastdp.methods.selective.card import SelectiveCard
 from fastdp.methods.selective.mechanism import (
     FORMS,
@@ -264,7 +265,7 @@ def _encode(tokenizer: Any, texts: Sequence[str], max_length: int | None) -> dic
         raise ValueError("the tokenizer gives no character offsets, so spans cannot be aligned: use a fast one")
     if not texts:
         return {"input_ids": [], "offset_mapping": []}
-    encoded = tokenizer(list(texts), add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    encoded = encode_private(tokenizer, texts, return_offsets_mapping=True)
     return {key: [own[:max_length] for own in encoded[key]] for key in ("input_ids", "offset_mapping")}
 
 

@@ -4,10 +4,11 @@ import math
 
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 import fastdp
+from fastdp.methods.encoding import encode_private
 from fastdp.methods.sap import CTI
 from tests.ops.test_dchi import FALSE_ALARM, chi_square, line_law
 
@@ -80,6 +81,71 @@ def test_a_special_token_spelled_out_in_a_text_is_text(table, tokenizer):
     ids = privatizer(table, 1e6, tokenizer=tokenizer)("w1 [SEP] w2", output="ids")
     assert 3 not in ids
     assert len(ids) == 5
+
+
+def vendors_tokenizer(**roles):
+    """One whose maker calls words of the vocabulary special, to have them left alone."""
+    vocabulary = {word: i for i, word in enumerate(SPECIAL + WORDS)}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    backend.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+    )
+    known = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"} | roles
+    made = PreTrainedTokenizerFast(tokenizer_object=backend, **known)
+    made.add_special_tokens({"additional_special_tokens": ["w3", "w4"]})
+    return made
+
+
+ROLES = [
+    {},
+    *({role: "w5"} for role in ("sep_token", "cls_token", "bos_token", "eos_token", "pad_token", "mask_token")),
+]
+
+
+@pytest.mark.parametrize("roles", ROLES, ids=lambda roles: next(iter(roles), "additional"))
+@pytest.mark.parametrize("mechanism", ["laplace", "exponential"])
+def test_a_word_that_a_tokenizer_calls_special_does_not_leave_as_it_is(table, roles, mechanism):
+    """In text, in ids with the encoder's mask, and in what ``unchanged`` counts."""
+    tokenizer = vendors_tokenizer(**roles)
+    private = privatizer(table[: len(tokenizer)], tokenizer=tokenizer, mechanism=mechanism)
+    text = "w3 w4 w5 " * 100
+    # Left alone, a word would stay 100 times; drawn from 40 words it stays 18 times on average, the likeliest of them.
+    for at, word in enumerate(("w3", "w4", "w5")):
+        assert private(text).split()[at::3].count(word) < 60
+    found = encode_private(tokenizer, [text, "w5"], special=True)
+    rows = private(found["input_ids"], special_tokens_mask=found["special_tokens_mask"])
+    for at, token in enumerate(tokenizer.convert_tokens_to_ids(["w3", "w4", "w5"])):
+        assert rows[0][1 + at :: 3].count(token) < 60
+    assert rows[0][0] == 2 or roles.get("cls_token")
+    assert private.displacement().unchanged < 0.35
+
+
+def test_what_stays_is_stated_counted_and_pinned(table, tokenizer):
+    private = privatizer(table, tokenizer=tokenizer)
+    assert private.statement()["policy"]["kept"] == ["[PAD]", "[CLS]", "[SEP]"]
+    private([[2, 5, 6, 3]], special_tokens_mask=[[1, 0, 0, 1]])
+    private([[2, 5, 6, 3]], special_tokens_mask=[[0, 0, 0, 1]])
+    assert (private.tokens_kept, private.tokens_released) == (3, 5)
+    assert private.statement()["tokens_kept"] == 3
+    other = vendors_tokenizer(sep_token="w5")
+    digests = {privatizer(table[:44], tokenizer=t).digest() for t in (vendors_tokenizer(), other)}
+    assert len(digests) == 2
+    # At an eta that changes nothing else, the share still counts what is kept, and at one that changes all it is all there is.
+    assert privatizer(table, 1e6, tokenizer=tokenizer).displacement().unchanged == 1.0
+    least = privatizer(table, 1e-6, tokenizer=tokenizer).displacement()
+    assert least.unchanged >= 3 / least.tokens
+
+
+def test_a_token_that_is_never_drawn_stands_for_the_nearest_that_is(table):
+    """It has the law of that token, so that the bound between texts holds for it too."""
+    tokenizer = vendors_tokenizer()
+    mine = table[:44]
+    private = privatizer(mine, 3.0, tokenizer=tokenizer, mechanism="exponential")
+    allowed = torch.tensor([i for i in range(44) if i not in (0, 2, 3, 7, 8)])
+    nearest = int(allowed[(mine[allowed] - mine[7]).norm(dim=1).argmin()])
+    drawn = private(torch.full((4000,), 7), special_tokens_mask=torch.zeros(4000))
+    assert chi_square(drawn, private.log_probabilities(nearest).exp().numpy()) > FALSE_ALARM
 
 
 def test_forms_of_input_agree(table, tokenizer):

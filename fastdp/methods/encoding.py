@@ -1,0 +1,47 @@
+"""The one encoder of private text: whatever a text spells out means its letters, and what the encoder adds is marked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+#: The roles whose tokens an encoder puts around every text alike. A tokenizer may call any word special besides; where such
+#: a word stands in a text it is text.
+ROLES = ("bos_token", "eos_token", "cls_token", "sep_token", "pad_token", "mask_token")
+ADDED = "special_tokens_mask"
+
+
+def encode_private(
+    tokenizer: Any, texts: Sequence[str], pairs: Sequence[str] | None = None, *, special: bool = False, **options: Any
+) -> dict[str, list[list[Any]]]:
+    """Token ids of private texts, with which of them the tokenizer added under ``special_tokens_mask``.
+
+    A special token that a text spells out is encoded as the letters that it is written with: as the token itself it could be
+    told from text, and a mechanism that leaves special tokens alone would let it leave in the clear.
+
+    Args:
+        pairs: second text of each example.
+        special: let the tokenizer add its special tokens.
+        options: further arguments of the tokenizer, such as ``truncation``.
+
+    Returns:
+        What the tokenizer returns, as lists; empty lists for no text.
+    """
+    if not texts:
+        return {"input_ids": [], ADDED: []}
+    arguments = (list(texts),) if pairs is None else (list(texts), list(pairs))
+    found = tokenizer(
+        *arguments,
+        add_special_tokens=special,
+        split_special_tokens=True,
+        return_special_tokens_mask=True,
+        verbose=False,
+        **options,
+    )
+    return dict(found)
+
+
+def role_ids(tokenizer: Any) -> dict[str, int]:
+    """The tokens of `ROLES` that a tokenizer has: role to id."""
+    found = {role: getattr(tokenizer, f"{role}_id", None) for role in ROLES}
+    return {role: int(token) for role, token in found.items() if token is not None}
