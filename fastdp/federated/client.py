@@ -12,7 +12,7 @@ import torch
 from fastdp.federated.adapter import AdaptedModel
 from fastdp.federated.config import FederatedConfig
 from fastdp.federated.messages import Order, update_record
-from fastdp.federated.policy import NodeSettingError
+from fastdp.federated.policy import NodeSettingError, client_settings
 from fastdp.federated.refusal import ClientRefusal
 from fastdp.federated.site import Site
 
@@ -83,7 +83,7 @@ def _accept(adapted: AdaptedModel, order: Order) -> None:
 
 def _config(context: Context) -> FederatedConfig:
     try:
-        return FederatedConfig.read(context.run_config, context.node_config)
+        return client_settings(context.run_config, context.node_config)
     except NodeSettingError:
         # It quotes the client's own settings: for its log, not for the server.
         raise

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from fastdp.accounting.serialisation import canonical
-from fastdp.federated.policy import PERTURBATIONS, NodePolicy
 from fastdp.federated.settings import converted, types_of
 from fastdp.federated.settings import setting as _setting
 
+#: From the least to the most that is perturbed.
+PERTURBATIONS = ("none", "selective", "all")
 CHOICES = {
     "peft": ("bottleneck", "lora"),
     "aggregation": ("mean", "examples"),
@@ -142,15 +143,12 @@ class FederatedConfig:
         return self.client_clip > 0
 
     @classmethod
-    def read(cls, run: Mapping[str, Any], node: Mapping[str, Any] | None = None) -> FederatedConfig:
-        """Settings from Flower's run config, tightened by a node's own policy if there is a node; keys may have dashes.
+    def read(cls, run: Mapping[str, Any]) -> FederatedConfig:
+        """Settings from Flower's run config; keys may have dashes. For a client's see `fastdp.federated.policy`.
 
         Raises:
-            ValueError: for an unknown setting of the run (with the nearest known one), or a value of another type.
-            NodeSettingError: for whatever `NodePolicy` refuses.
-            ClientRefusal: for a run that this node does not take part in.
+            ValueError: for an unknown setting (with the nearest known one), or a value of another type.
         """
-        policy = None if node is None else NodePolicy.read(node)
         settings = {key.replace("-", "_"): value for key, value in run.items()}
         for name in settings:
             if name not in _TYPES:
@@ -160,7 +158,7 @@ class FederatedConfig:
         found = cls(**{name: converted(name, value, _TYPES) for name, value in settings.items()})
         if found.evaluation == "server" and not found.eval:
             raise ValueError("evaluation at the server needs eval, a file of held-out texts; or set evaluation to none")
-        return found if policy is None else policy.tighten(found)
+        return found
 
     def as_dict(self) -> dict[str, Any]:
         """Every setting."""

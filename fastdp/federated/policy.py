@@ -11,21 +11,30 @@ import difflib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from fastdp.federated.config import PERTURBATIONS, FederatedConfig
 from fastdp.federated.refusal import ClientRefusal
 from fastdp.federated.settings import converted, setting, types_of
 
-if TYPE_CHECKING:
-    from fastdp.federated.config import FederatedConfig
-
-PERTURBATIONS = ("none", "selective", "all")
 #: For each mechanism those whose bound implies its own: ``local`` holds among all tokens, so also among those of a cell.
 LEAST = {"local": ("local",), "partition": ("partition", "local"), "metric": ("metric",)}
 #: What marks a client of Flower's simulation, where the owner of the run is the owner of the texts.
 _SIMULATED = {"partition_id", "num_partitions"}
 _OF_A_PERTURBATION = ("epsilon", "mechanism", "budget", "cells")
 _OF_A_DETECTOR = ("detector", "threshold", "names", "labelled_spans")
+
+
+def client_settings(run: Mapping[str, Any], node: Mapping[str, Any]) -> FederatedConfig:
+    """The settings that a client trains by: those of the run config, tightened by the policy in its node config.
+
+    Raises:
+        ValueError: for a run config that `FederatedConfig` refuses.
+        NodeSettingError: for a node config that `NodePolicy` refuses.
+        ClientRefusal: for a run that this client does not take part in.
+    """
+    policy, found = NodePolicy.read(node), FederatedConfig.read(run)
+    return found if policy is None else policy.tighten(found)
 
 
 class NodeSettingError(ValueError):
@@ -181,8 +190,6 @@ _TYPES = types_of(NodePolicy)
 
 
 def _unknown(key: str) -> str:
-    from fastdp.federated.config import FederatedConfig
-
     if key in types_of(FederatedConfig):
         return f"{key} is the run's to set, not a node's: leave it out of the node config"
     nearest = difflib.get_close_matches(key, _TYPES, n=1)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastdp.federated import FederatedConfig
-from fastdp.federated.policy import LEAST, NodePolicy, NodeSettingError
+from fastdp.federated.policy import LEAST, NodePolicy, NodeSettingError, client_settings
 
 NEEDED = {"model": "m", "output": "o", "eval": "e"}
 OWN = {"train": "own.csv", "state": "kept", "perturbation": "selective", "epsilon": 1.0}
@@ -19,7 +19,7 @@ OWN = {"train": "own.csv", "state": "kept", "perturbation": "selective", "epsilo
 def read(run=(), **node):
     """The settings that a node trains by; a value of None takes a key of OWN out."""
     given = {name.replace("_", "-"): value for name, value in (OWN | node).items() if value is not None}
-    return FederatedConfig.read(NEEDED | dict(run), given)
+    return client_settings(NEEDED | dict(run), given)
 
 
 def test_a_nodes_floors_rule_where_the_run_asks_for_less():
@@ -150,7 +150,7 @@ def test_refused(node, message):
 
 def test_a_simulated_client_has_the_runs_settings():
     run = NEEDED | {"train": "all.csv", "perturbation": "none"}
-    found = FederatedConfig.read(run, {"partition-id": 1, "num-partitions": 2})
+    found = client_settings(run, {"partition-id": 1, "num-partitions": 2})
     assert found == FederatedConfig.read(run)
 
 
