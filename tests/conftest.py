@@ -1,5 +1,8 @@
 """What every test runs under."""
 
+import os
+import tempfile
+
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
@@ -7,6 +10,10 @@ from hypothesis import HealthCheck, settings
 # An example may take as long as it takes: a busy machine is no fault of the code under test.
 settings.register_profile("fastdp", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("fastdp")
+
+# What tests release is remembered apart from what the account does, also by the programs that tests start.
+_STATE = tempfile.TemporaryDirectory(prefix="fastdp-state-")
+os.environ["FASTDP_STATE"] = _STATE.name
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import uuid
 from collections.abc import Mapping
@@ -16,6 +17,7 @@ from fastdp.accounting.event_types import DpEvent
 from fastdp.accounting.events import EventModel, as_count, compose
 from fastdp.accounting.journal import Journal, LedgerError
 from fastdp.accounting.serialisation import canonical, deserialise, serialise
+from fastdp.accounting.witness import check_ledger, forget_ledger, note_ledger, state_folder
 
 FORMAT, VERSION = "fastdp.ledger", 1
 STEP = "step"
@@ -67,7 +69,7 @@ class Ledger:
     After a crash the whole block counts as spent: the count is never below the truth. `close` gives back what a block
     did not use. Without a path the same rules hold in memory.
 
-    Make one with `create` or `open`; one process at a time holds the file.
+    Runs make one with `open_or_create`; one process at a time holds the file.
 
     Attributes:
         header: what `create` was given, with ``run_id``.
@@ -82,7 +84,10 @@ class Ledger:
         self._accounts = accounts
         self._journal = journal
         self._heads: set[str] = set()
+        self._notes: dict[str, str] = {}
         self._closed = False
+        self._witnessed = False
+        self._fresh = False
 
     @classmethod
     def create(
@@ -135,12 +140,76 @@ class Ledger:
         try:
             header, accounts = _replay(history, path)
             ledger = cls(header, accounts, journal, path)
-            ledger._heads = set(history.digests)
+            ledger._remember(history)
             if history.torn:
                 ledger._append("recover", {"total": {kind: account.used for kind, account in accounts.items()}})
             ledger.begin_pass()
         except BaseException:
             journal.close()
+            raise
+        return ledger
+
+    @classmethod
+    def open_or_create(
+        cls,
+        path: str | os.PathLike[str] | None,
+        header: dict[str, Any],
+        *,
+        event: EventModel,
+        budget_steps: int,
+        side: Mapping[str, tuple[EventModel, int]] | None = None,
+        resume: bool = False,
+        block: int | None = None,
+    ) -> Ledger:
+        """The ledger of a run that begins or, with ``resume``, goes on: what every run of the package opens.
+
+        A ledger is continued by the run that began it and by no other: with the same header, ``run_id`` aside, and events. It
+        is noted outside its folder (see `fastdp.accounting.witness`), so that one that was cut back, replaced by an older
+        copy, or copied to a second folder is refused.
+
+        Args:
+            path: the file; its folder is made if it is missing. None keeps the ledger in memory.
+            header, event, budget_steps, block: as in `create`; a ledger that is continued keeps its own budget.
+            side: event and budget of each further kind of release.
+            resume: continue what ``path`` holds.
+
+        Raises ValueError for a folder in use, for one that has nothing to resume, and for a ledger that was begun with another
+        header or event; LedgerError for one that was altered, cut back or copied, or that another process holds.
+        """
+        path = None if path is None else Path(path)
+        held = path is not None and path.exists()
+        if path is not None:
+            # For its refusal, before anything is made.
+            state_folder()
+        if held and not resume:
+            raise ValueError(
+                f"{path.parent} already holds a run's ledger: pass resume=True to continue it, or another output_dir"  # type: ignore[union-attr]
+            )
+        if resume and not held:
+            place = "without output_dir" if path is None else f"in {path.parent}, or it lost its ledger"
+            raise ValueError(
+                f"there is no ledger to resume {place}: what was spent is not known; leave resume out to begin anew"
+            )
+        if path is None or not held:
+            if path is not None:
+                path.parent.mkdir(parents=True, exist_ok=True)
+            ledger = cls.create(path, header, event=event, budget_steps=budget_steps, block=block)
+            ledger._fresh = True
+        else:
+            ledger = cls.open(path)
+        try:
+            if held and path is not None:
+                _compare(ledger, header, event, path)
+                check_ledger(ledger.run_id, path, ledger._heads)
+            ledger._witnessed = path is not None
+            ledger._remember_head()
+            for kind, (model, budget) in (side or {}).items():
+                ledger.declare(kind, model, budget)
+        except BaseException:
+            if held:
+                ledger._let_go()
+            else:
+                ledger.abandon()
             raise
         return ledger
 
@@ -152,7 +221,7 @@ class Ledger:
         if not history.bodies:
             raise LedgerError(f"{path} holds no complete record: its run ended before it released anything")
         ledger = cls(*_replay(history, path), None, path)
-        ledger._heads = set(history.digests)
+        ledger._remember(history)
         ledger._closed = True
         return ledger
 
@@ -297,14 +366,34 @@ class Ledger:
             self._append("reserve", {"of": kind, "total": total})
             self._accounts[kind] = replace(account, used=total, reserved=max(total, account.reserved))
 
+    def note(self, name: str, digest: str) -> None:
+        """Bind a file to the ledger: keep the digest of what was released under ``name``, such as a selection's outcome."""
+        self._append("note", {"name": name, "digest": digest})
+        self._notes[name] = digest
+
+    def noted(self, name: str) -> str | None:
+        """The digest that `note` kept last under a name; None if it kept none."""
+        return self._notes.get(name)
+
     def close(self) -> None:
         """Give back what is reserved and unused, and release the file. May be called again."""
         if self._closed:
             return
         self._append("close", {"total": {kind: account.used for kind, account in self._accounts.items()}})
+        self._let_go()
+
+    def _let_go(self) -> None:
         self._closed = True
         if self._journal is not None:
             self._journal.close()
+
+    def abandon(self) -> None:
+        """Close it; one that `open_or_create` began, and that nothing was released under, leaves no file."""
+        unused = self._fresh and self.untouched
+        self.close()
+        if unused and self.path is not None:
+            self.path.unlink(missing_ok=True)
+            forget_ledger(self.run_id)
 
     def __enter__(self) -> Ledger:
         return self
@@ -329,9 +418,29 @@ class Ledger:
         if self._closed or (self._journal is not None and not self._journal.writable):
             raise LedgerError("the ledger is closed, or another process's: nothing may be released under it here")
 
+    def _remember(self, history: journals.History) -> None:
+        self._heads = set(history.digests)
+        self._notes = {body["name"]: body["digest"] for body in history.bodies if body["record"] == "note"}
+
     def _remember_head(self) -> None:
-        if self._journal is not None:
+        if self._journal is not None and self.path is not None:
             self._heads.add(self._journal.head)
+            if self._witnessed:
+                note_ledger(self.run_id, self.path, self._journal.head)
+
+
+def _compare(ledger: Ledger, header: Mapping[str, Any], event: EventModel, path: Path) -> None:
+    """Raise ValueError where a run that is continued differs from the one that began: one card speaks for both."""
+    # As the file holds them: tuples are lists there.
+    given = json.loads(canonical(dict(header)))
+    changed = [key for key in header if key != "run_id" and ledger.header.get(key) != given[key]]
+    if not changed and ledger.kinds[STEP] != event:
+        changed = ["noise or sampling"]
+    if changed:
+        raise ValueError(
+            f"the ledger in {path.parent} was written with another {changed[0]}; resume with the same arguments, or begin anew "
+            "in another output_dir"
+        )
 
 
 def _now() -> str:
@@ -373,5 +482,8 @@ def _apply(accounts: dict[str, _Account], body: dict[str, Any]) -> None:
     elif record in ("recover", "close"):
         for kind, total in body["total"].items():
             accounts[kind] = replace(accounts[kind], used=as_count(total, "total"), reserved=total)
+    elif record == "note":
+        if not (isinstance(body["name"], str) and isinstance(body["digest"], str)):
+            raise ValueError("a note is no text")
     else:
         raise ValueError(f"unknown record {record!r}")

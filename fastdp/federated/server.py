@@ -272,18 +272,16 @@ class Server:
     def _open_ledger(self, found: Checkpoint | None) -> accounting.Ledger:
         config = self.config
         path = self.output / "ledger.jsonl"
-        event = accounting.dpsgd_model(config.client_noise_multiplier, config.fraction)
-        if not path.exists():
-            if found is not None:
-                raise ValueError(f"{self.output} has a checkpoint but lost its ledger: what was spent is not known")
-            header = {"unit": "client", "adjacency": "add_remove", "client_clip": config.client_clip}
-            return accounting.Ledger.create(path, header, event=event, budget_steps=config.rounds, block=1)
-        if found is None and not config.resume:
-            raise ValueError(f"{self.output} already holds a run's ledger: set resume, or name another output")
-        ledger = accounting.Ledger.open(path)
+        ledger = accounting.Ledger.open_or_create(
+            path,
+            {"unit": "client", "adjacency": "add_remove", "client_clip": config.client_clip},
+            event=accounting.dpsgd_model(config.client_noise_multiplier, config.fraction),
+            budget_steps=config.rounds,
+            # Killed before its first round, it goes on with the ledger alone; a checkpoint without one does not.
+            resume=found is not None or (config.resume and path.exists()),
+            block=1,
+        )
         try:
-            if ledger.kinds["step"] != event or ledger.header.get("client_clip") != config.client_clip:
-                raise ValueError(f"the ledger in {self.output} is of a run with other noise, clip or fraction")
             if found is not None:
                 ledger.restore(found.rounds_done, found.ledger_head)
             if config.rounds > ledger.budget_steps:

@@ -71,7 +71,7 @@ def train(folder: Path, budget: int) -> None:
         epochs=budget / 3,
         max_physical_batch_size=6,
         output_dir=folder,
-        resume=True,
+        resume=(folder / "ledger.jsonl").exists(),
         unsafe_seed=None,
     )
     checkpoint = folder / "checkpoint.pt"

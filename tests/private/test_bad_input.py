@@ -453,7 +453,7 @@ def _two_steps(folder: Path) -> dict[str, Any]:
     return saved
 
 
-def test_a_ledger_that_was_altered_cut_back_or_is_in_use(tmp_path: Path) -> None:
+def test_a_ledger_that_was_altered_cut_back_or_is_in_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saved = _two_steps(tmp_path)
     path = tmp_path / "ledger.jsonl"
     with refused(ValueError, "already holds a run's ledger"):
@@ -469,11 +469,17 @@ def test_a_ledger_that_was_altered_cut_back_or_is_in_use(tmp_path: Path) -> None
     with refused(LedgerError, "altered or damaged: line 2"):
         start(output_dir=tmp_path, resume=True, **PRIVATE)
 
+    # Without a checkpoint the account remembers where the ledger stood; under another account a checkpoint tells.
     path.write_bytes(b"".join(lines[:2]))
+    with refused(LedgerError, "cut back or replaced"):
+        start(output_dir=tmp_path, resume=True, **PRIVATE)
+    assert path.read_bytes() == b"".join(lines[:2]), "a refusal wrote to the ledger"
+    monkeypatch.setenv("FASTDP_STATE", str(tmp_path / "elsewhere"))
     private = start(output_dir=tmp_path, resume=True, **PRIVATE)
     with refused(LedgerError, "cut back or replaced", private):
         private.load_state_dict(saved)
     private.detach()
+    monkeypatch.undo()
 
     path.write_bytes(whole)
     private = start(output_dir=tmp_path, resume=True, **PRIVATE)

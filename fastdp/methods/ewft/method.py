@@ -188,23 +188,15 @@ class EWFT:
             "unchecked_records": self.unchecked_records,
             "flaws": self.flaws(),
         }
-        if resume:
-            if path is None:
-                raise ValueError("resume needs the output_dir of the earlier run")
-            if not path.exists():
-                raise ValueError(f"there is no ledger to resume in {path.parent}: leave resume out")
-            return _check_resumed(accounting.Ledger.open(path), header)
-        if path is not None:
-            if path.exists():
-                raise ValueError(
-                    f"{path.parent} already holds a run's ledger: pass resume=True to continue it, or another output_dir"
-                )
-            path.parent.mkdir(parents=True, exist_ok=True)
-        models = [accounting.EventModel(accounting.gaussian(ratio)) for ratio in self.noise.ratios]
-        ledger = accounting.Ledger.create(path, header, event=models[0], budget_steps=1)
-        for epoch, model in enumerate(models[1:], start=2):
-            ledger.declare(_kind(epoch), model, 1)
-        return ledger
+        first, *later = (accounting.EventModel(accounting.gaussian(ratio)) for ratio in self.noise.ratios)
+        return accounting.Ledger.open_or_create(
+            path,
+            header,
+            event=first,
+            budget_steps=1,
+            side={_kind(epoch): (model, 1) for epoch, model in enumerate(later, start=2)},
+            resume=resume,
+        )
 
     def _attach(self, model: nn.Module, module: nn.Module) -> list[Any]:
         blocks = self.blocks
@@ -588,18 +580,6 @@ def _check_settings(sequence_length: int, dataset_size: int, max_norm: float, bo
         raise ValueError(f"bottom is {bottom!r}: choose 'frozen' or 'trained'")
     if lengths not in ("hidden", "public"):
         raise ValueError(f"lengths is {lengths!r}: choose 'hidden' or 'public'")
-
-
-def _check_resumed(ledger: accounting.Ledger, header: Mapping[str, Any]) -> accounting.Ledger:
-    """The ledger; raises ValueError, and lets its file go, if it was begun with another header."""
-    changed = [key for key, value in header.items() if ledger.header.get(key) != value]
-    if changed:
-        ledger.close()
-        raise ValueError(
-            f"the ledger to resume was written with another {changed[0]}: resume with the same arguments, or begin anew in "
-            "another output_dir"
-        )
-    return ledger
 
 
 def _kind(epoch: int) -> str:

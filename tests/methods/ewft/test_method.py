@@ -315,7 +315,7 @@ def test_a_ledger_goes_on_under_the_same_arguments_alone(tmp_path, begun, change
     attach(model, **settings).remove()
     with pytest.raises(ValueError, match="resume=True to continue it, or another output_dir"):
         attach(model, **settings)
-    with pytest.raises(ValueError, match=f"another {named}: resume with the same arguments"):
+    with pytest.raises(ValueError, match=f"another {named}; resume with the same arguments"):
         attach(model, **{**settings, **changed}, resume=True)
     attach(model, **settings, resume=True).remove()
 

@@ -1,0 +1,123 @@
+"""What this account remembers outside every output folder: where each ledger stood, and which data sets were released.
+
+A ledger's own chain of digests shows that a line was altered, but not that its last lines are gone, nor that its folder was
+copied and both copies go on; and a second output folder knows nothing of the first. So each is also noted in a folder of the
+account's own: ``$FASTDP_STATE``, or ``fastdp`` below ``$XDG_STATE_HOME`` or ``~/.local/state``. What happened under another
+account, on another machine, or with another such folder is not known here: there, a checkpoint or a card that holds the
+ledger's head tells whether the ledger was cut back.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import os
+from collections.abc import Collection, Iterable
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import fastdp.files as files
+from fastdp.accounting.journal import LedgerError
+
+
+def state_folder() -> Path:
+    """The account's own folder; made, for its owner alone, if it is not there.
+
+    Raises OSError, in one sentence, where it cannot be made.
+    """
+    base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    folder = Path(os.environ.get("FASTDP_STATE") or Path(base) / "fastdp")
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError as error:
+        raise OSError(
+            f"{folder} cannot be made ({error.strerror}), and what was released is remembered there: set FASTDP_STATE to a "
+            "folder that can be written and lasts"
+        ) from None
+    return folder
+
+
+def note_ledger(run_id: str, path: Path, head: str) -> None:
+    """Remember the last record of a ledger and where it is."""
+    files.write_json(_of_ledger(run_id), {"path": os.path.realpath(path), "head": head})
+
+
+def forget_ledger(run_id: str) -> None:
+    """A run that began nothing leaves no memory."""
+    _of_ledger(run_id).unlink(missing_ok=True)
+
+
+def check_ledger(run_id: str, path: Path, digests: Collection[str]) -> None:
+    """Raise LedgerError for a ledger that was cut back or replaced, or whose run lies in another folder too.
+
+    Args:
+        digests: of the records that ``path`` holds.
+    """
+    note = _of_ledger(run_id)
+    if not note.exists():
+        return
+    known = json.loads(note.read_text())
+    first = Path(known["path"])
+    if first.exists() and not first.samefile(path) and _run_id(first) == run_id:
+        raise LedgerError(
+            f"{path} is a copy of {first}: both would release under one run's card. Continue the first, or remove it if this "
+            "one is to go on"
+        )
+    if known["head"] not in digests:
+        raise LedgerError(
+            f"{path} does not hold the last record that was written to it: it was cut back or replaced by an older copy, and "
+            "what was released since would be forgotten"
+        )
+
+
+def count_release(parts: Iterable[str], mechanism: str, place: str | os.PathLike[str], again: bool) -> int:
+    """Count one more release of a data set, before it is made. Returns how many there are with it.
+
+    A data set is known by a keyed digest of its parts in their order: the folder of the account shows nobody what was in it.
+    One that was changed, if by a single text, is another.
+
+    Args:
+        parts: texts, or whatever else says what is released.
+        mechanism, place: how and to where, for whoever meets the refusal.
+        again: allow it to be released once more; the caller states the sum.
+
+    Raises ValueError, naming the earlier release, if there was one and ``again`` is not set.
+    """
+    digest = hmac.new(_key(), digestmod=hashlib.sha256)
+    for part in parts:
+        encoded = part.encode("utf-8", "surrogatepass")
+        digest.update(len(encoded).to_bytes(8, "little") + encoded)
+    path = state_folder() / "releases" / f"{digest.hexdigest()}.json"
+    earlier: list[dict[str, Any]] = json.loads(path.read_text()) if path.exists() else []
+    if earlier and not again:
+        last = earlier[-1]
+        raise ValueError(
+            f"these data were released before, by {last['mechanism']} to {last['place']} ({last['time']}): drawing them anew is "
+            "a second release whose cost adds to the first's. Use what was drawn then, or ask for it again, and the card "
+            "states the sum"
+        )
+    now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    files.write_json(path, [*earlier, {"mechanism": mechanism, "place": os.path.realpath(place), "time": now}])
+    return len(earlier) + 1
+
+
+def _of_ledger(run_id: str) -> Path:
+    # A file may hold any text as its run's name; as a digest it names no other place.
+    return state_folder() / "ledgers" / f"{hashlib.sha256(run_id.encode()).hexdigest()}.json"
+
+
+def _run_id(path: Path) -> str | None:
+    try:
+        with open(path, "rb") as file:
+            return json.loads(file.readline())["body"]["header"]["run_id"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _key() -> bytes:
+    path = state_folder() / "key"
+    if not path.exists():
+        files.write(path, os.urandom(32))
+    return path.read_bytes()
