@@ -18,7 +18,15 @@ native = Pybind11Extension(
     extra_link_args=["-pthread"],
 )
 
+BENCH = ["fastdp.bench", "fastdp.bench.attacks", "fastdp.bench.utility"]
+
 setup(
-    packages=[*find_packages(include=["fastdp", "fastdp.*"]), "fastdp.kernels", "fastdp.bench", "fastdp.bench.utility"],
+    packages=[
+        *find_packages(include=["fastdp", "fastdp.*"]),
+        "fastdp.kernels",
+        "fastdp.bench",
+        "fastdp.bench.attacks",
+        "fastdp.bench.utility",
+    ],
     ext_modules=[native],
 )

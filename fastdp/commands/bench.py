@@ -96,6 +96,39 @@ def utility_command(
     importlib.import_module(f"fastdp.bench.utility.{suite}").main(context.args)
 
 
+@bench_app.command("attacks")
+@refusing
+def attacks_command(
+    only: Annotated[str | None, typer.Option(help="only attacks whose name holds this")] = None,
+    json: Json = None,
+    document: Annotated[Path | None, typer.Option(help="page whose table is written anew, as docs/attacks.md")] = None,
+) -> None:
+    """Try to move a release by more than its bound, here and in other libraries where they are installed."""
+    from fastdp.bench import plots
+    from fastdp.bench.attacks import run, systems
+
+    libraries = systems.installed()
+    rows: list[dict[str, Any]] = []
+    measured = run.measure(libraries, only)
+    while True:
+        with console.status("attacks ..."):
+            row = next(measured, None)
+        if row is None:
+            break
+        rows.append(row)
+        told = {name: run.cell(outcome) for name, outcome in row["outcomes"].items()}
+        console.print(
+            f"{row['attack']}: {row['shows']}", *(f"  {name}: {text}" for name, text in told.items()), sep="\n"
+        )
+    figures = run.figures(libraries, rows)
+    _write(json, figures)
+    if document is not None:
+        plots.insert(document, run.table(figures))
+    through = [row["attack"] for row in rows if not run.held(row["outcomes"]["fastdp"])]
+    if through:
+        raise ValueError(f"{len(through)} of {len(rows)} attacks succeeded: {', '.join(through)}")
+
+
 @bench_app.command("plot")
 @refusing
 def plot_command(

@@ -1,0 +1,34 @@
+"""Two tokens of one record that cancel have a Gram norm of rounding, so the record is not clipped"""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from . import kit
+
+WIDTH = 256
+
+
+class Tokens(nn.Module):
+    """One layer over tokens [rows, 2, WIDTH], the second of which counts against the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(WIDTH, 256)
+
+    def forward(self, x: torch.Tensor, sign: torch.Tensor, labels: torch.Tensor):
+        logits = (self.layer(x) * sign.unsqueeze(-1)).sum(1)
+        return {"loss": F.cross_entropy(logits, labels), "logits": logits}
+
+
+def attack(system: kit.System) -> float:
+    def record(size: float, apart: float, seed: int) -> kit.Record:
+        generator = torch.Generator().manual_seed(seed)
+        x = size * torch.randn(WIDTH, generator=generator)
+        d = apart * torch.randn(WIDTH, generator=generator)
+        return {"x": torch.stack([x + d, x]), "sign": torch.tensor([1.0, -1.0]), "labels": seed % 4}
+
+    plain = [record(1.0, 1.0, seed) for seed in range(4)]
+    extremes = [record(size, apart, 10 + seed) for size in (1e3, 1e5) for apart in (1.0, 10.0) for seed in range(6)]
+    return max(kit.moved(system, kit.Task(Tokens), plain, extreme, 1e-3) for extreme in extremes)

@@ -1,0 +1,17 @@
+"""A noise multiplier raised on the run itself changes the card, and not the noise"""
+
+from . import kit, systems
+
+
+def attack(system: kit.System) -> float:
+    library = systems.only_fastdp(system)
+    options = {"noise_multiplier": 1.0, "target_delta": 1e-5}
+    task = kit.Task(kit.Net, options=options)
+    stated = []
+    for raised in (False, True):
+        private = library.start(task, kit.records(), 1.0)
+        if raised:
+            private.noise_multiplier = 100.0
+        list(library.steps(private, task))
+        stated.append((private.epsilon(), private.card()["noise_multiplier"]))
+    return 1.0 if stated[0] == stated[1] else float("inf")

@@ -1,0 +1,169 @@
+"""What the attacks share: small models and records, and how far one more record moves what a system releases."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+FEATURES, CLASSES = 8, 3
+Record = dict[str, Any]
+
+
+class NotApplicable(Exception):
+    """The attack is about something that this system does not have."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Release:
+    """What one logical batch of a system without noise gives away.
+
+    Attributes:
+        sums: clipped and summed gradients by parameter.
+        rest: everything else that leaves with the model's state: buffers, and weights that moved though the rate was 0.
+    """
+
+    sums: dict[str, torch.Tensor]
+    rest: dict[str, torch.Tensor]
+
+
+def stack(items: Sequence[Record]) -> dict[str, torch.Tensor]:
+    """Each field of the records, stacked."""
+    return {key: torch.stack([torch.as_tensor(item[key]) for item in items]) for key in items[0]}
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """What a user would write, for any system.
+
+    Args:
+        model: makes the same model each time; its forward takes a batch by name and returns ``loss``, or outputs for
+            ``criterion``.
+        collate: records to a batch.
+        criterion: loss of (output, batch), averaged over the batch, for a loss outside the model.
+        physical: most records in one forward pass.
+        optimizer: made from trained parameters; its learning rate is 0.
+        options: further arguments of `fastdp.make_private`, where an attack is about one of them.
+    """
+
+    model: Callable[[], nn.Module]
+    collate: Callable[[Sequence[Record]], dict[str, torch.Tensor]] = stack
+    criterion: Callable[[Any, Any], torch.Tensor] | None = None
+    physical: int | None = None
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+class System(ABC):
+    """A library under attack."""
+
+    #: How it is called, the module that has to be there, and the distribution whose version counts.
+    name: str
+    module: str
+    package: str
+
+    @property
+    def version(self) -> str:
+        """Of the distribution; empty for one that was not installed as such."""
+        try:
+            return version(self.package)
+        except PackageNotFoundError:
+            return ""
+
+    @abstractmethod
+    def release(self, task: Task, records: Sequence[Record], bound: float, noise: float = 0.0) -> Release:
+        """The clipped sum of one logical batch that holds every record, with noise of this multiplier."""
+
+
+def moved(
+    system: System, task: Task, records: Sequence[Record], extra: Record, bound: float = 1.0, *, first: bool = False
+) -> float:
+    """How far one more record moves the release, in units of ``bound``; inf for what leaves without any noise.
+
+    Without other records it is the size of one record's own share.
+    """
+    more = system.release(task, [extra, *records] if first else [*records, extra], bound)
+    if records:
+        less = system.release(task, records, bound)
+    else:
+        less = Release({name: torch.zeros_like(t) for name, t in more.sums.items()}, more.rest)
+    if any(not same(more.rest[name], less.rest[name]) for name in more.rest):
+        return math.inf
+    squared = sum(float((more.sums[n].double() - less.sums[n].double()).square().sum()) for n in more.sums)
+    return math.sqrt(squared) / bound if not math.isnan(squared) else math.inf
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors are equal, NaN to NaN."""
+    return a.shape == b.shape and torch.equal(a.nan_to_num(), b.nan_to_num())
+
+
+def records(count: int = 8, size: float = 1.0, seed: int = 0) -> list[Record]:
+    """Features and a class each."""
+    generator = torch.Generator().manual_seed(seed)
+    return [{"x": size * torch.randn(FEATURES, generator=generator), "labels": i % CLASSES} for i in range(count)]
+
+
+class Net(nn.Module):
+    """Two linear layers and their own cross-entropy; subclasses change what lies before and between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(FEATURES, 16), nn.Linear(16, CLASSES)
+
+    def before(self, x: torch.Tensor) -> torch.Tensor:
+        """What enters the first layer."""
+        return x
+
+    def between(self, hidden: torch.Tensor) -> torch.Tensor:
+        """What enters the second."""
+        return hidden
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> Any:
+        """The mean loss of a batch, and its logits."""
+        logits = self.second(self.between(torch.tanh(self.first(self.before(x)))))
+        return {"loss": F.cross_entropy(logits, labels), "logits": logits}
+
+
+class Scores(nn.Module):
+    """Two linear layers whose loss is the user's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(FEATURES, 16), nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor, **_: torch.Tensor) -> torch.Tensor:
+        """Scores of each row."""
+        return self.second(torch.tanh(self.first(x)))
+
+
+def tokens(count: int, lengths: Sequence[int], vocabulary: int = 50, seed: int = 0) -> list[Record]:
+    """Token ids of these lengths in turn."""
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        {"input_ids": torch.randint(3, vocabulary, (lengths[i % len(lengths)],), generator=generator)}
+        for i in range(count)
+    ]
+
+
+def padded(items: Sequence[Record], *, left: bool = False) -> dict[str, torch.Tensor]:
+    """Token ids, mask and labels, padded to the longest record."""
+    longest = max(len(item["input_ids"]) for item in items)
+
+    def pad(values: torch.Tensor, value: int) -> torch.Tensor:
+        gap = longest - len(values)
+        return F.pad(values, (gap, 0) if left else (0, gap), value=value)
+
+    return {
+        "input_ids": torch.stack([pad(i["input_ids"], 0) for i in items]),
+        "attention_mask": torch.stack([pad(torch.ones_like(i["input_ids"]), 0) for i in items]),
+        "labels": torch.stack([pad(i["labels" if "labels" in i else "input_ids"], -100) for i in items]),
+    }

@@ -1,0 +1,23 @@
+"""A method whose preparation takes every record, notes no release and adds no noise, beside a card that verifies"""
+
+import torch
+
+import fastdp
+
+from . import kit, systems
+
+
+class Leaky(fastdp.DPSGD):
+    def prepares_at(self, step: int) -> bool:
+        return step == 0
+
+    def prepare(self, preparation):
+        return {"all": torch.cat([batch["x"] for batch, _ in preparation.sample(1.0)])}
+
+
+def attack(system: kit.System) -> float:
+    library = systems.only_fastdp(system)
+    task = kit.Task(kit.Net, options={"noise_multiplier": 1.0, "target_delta": 1e-5})
+    private = library.start(task, kit.records(), 1.0, method=Leaky())
+    list(library.steps(private, task))
+    return float("inf") if "all" in private.outcome and fastdp.accounting.verify(private.card()).guarantee else 1.0
