@@ -18,6 +18,7 @@ from fastdp.data import Collator, causal_examples
 from fastdp.finetune import ConfigError, FinetuneConfig, Reporter, finetune, load_config
 from fastdp.finetune.evaluation import evaluate
 from fastdp.methods import ewft
+from fastdp.public import content_digest
 from fastdp.quickstart.corpus import private_records
 
 
@@ -47,6 +48,10 @@ def files(tmp_path_factory):
         writer.writerows(record.split(". ", 1) for record in records)
     lines = [f"{record}\t{'often' if 'twice' in record else 'seldom'}\n" for record in records]
     (folder / "labels.tsv").write_text("sentence\tlabel\n" + "".join(lines))
+    others = private_records(48, seed=2)
+    (folder / "public.jsonl").write_text("".join(json.dumps({"text": record}) + "\n" for record in others))
+    lines = [f"{record}\t{'often' if 'twice' in record else 'seldom'}\n" for record in others]
+    (folder / "public.tsv").write_text("sentence\tlabel\n" + "".join(lines))
     return folder
 
 
@@ -150,7 +155,7 @@ RAPFT = {"irrelevance_ratio": 0.6, "allocation": "optimal", "map_after": 1}
 def test_methods_by_their_options(config, files, tmp_path, peft_kind, method, options, kinds):
     source = options.get("source", {})
     if source.get("data") == "PUBLIC":
-        options = {**options, "source": {**source, "data": str(files / "text.jsonl")}}
+        options = {**options, "source": {**source, "data": str(files / "public.jsonl")}}
     result = finetune(with_settings(config, peft=peft_kind, method=method, method_options=options, epochs=2))
     assert result.steps == 6
     card = json.loads((tmp_path / "run" / "card.json").read_text())
@@ -179,7 +184,7 @@ def test_a_perturbed_forward_pass(config, files, tmp_path, noise):
         "layer": 1,
         "autoencoder": [8],
         "noise": noise,
-        "public": str(files / "labels.tsv"),
+        "public": str(files / "public.tsv"),
         "public_examples": 9,
     }
     result = finetune(classify(config, files, method="ewft", method_options=options, epochs=2))
@@ -190,16 +195,17 @@ def test_a_perturbed_forward_pass(config, files, tmp_path, noise):
     assert (card["unit"], card["adjacency"]) == ("one user's sequence", "replace_one")
     assert card["steps"]["spent"] == (1 if noise == "release_once" else 2)
     assert (tmp_path / "run" / "perturbation.pt").exists()
+    (text,) = card["mechanism"]["public_text"]
+    assert (text["name"], text["records"], text["shared"]) == ("public.tsv", 48, 0)
+    assert text["sha256"] == content_digest(files / "public.tsv")
 
 
 def test_layers_below_the_noise_learn_from_public_text_alone(config, files, tmp_path, monkeypatch):
     options = {
         "layer": 1,
         "autoencoder": [8],
-        "rehearsal": {"public": str(files / "eval_labels.tsv"), "examples": 12, "passes": 2, "learning_rate": 0.01},
+        "rehearsal": {"public": str(files / "public.tsv"), "examples": 12, "passes": 2, "learning_rate": 0.01},
     }
-    table = (files / "labels.tsv").read_text().splitlines()
-    (files / "eval_labels.tsv").write_text("\n".join(table) + "\n")
     settings = classify(config, files, method="ewft", method_options=options, epochs=1)
     learned = []
 
@@ -217,9 +223,7 @@ def test_layers_below_the_noise_learn_from_public_text_alone(config, files, tmp_
     assert 7.9 < result.epsilon <= 8
     card = json.loads((tmp_path / "run" / "card.json").read_text())
     assert card["guarantee"] != "none"
-    again = {**options, "rehearsal": {"public": str(files / "labels.tsv")}}
-    with pytest.raises(ConfigError, match="the training data itself, which is private"):
-        finetune(with_settings(settings, method_options=again, output=str(tmp_path / "other")))
+    assert card["mechanism"]["public_text"][0]["sha256"] == content_digest(files / "public.tsv")
     with pytest.raises(ConfigError, match="leave public out beside it"):
         finetune(with_settings(settings, method_options=options | {"public": "x.tsv"}, output=str(tmp_path / "other")))
     again = {**options, "rehearsal": {"public": "x.tsv", "rate": 1}}
@@ -229,6 +233,51 @@ def test_layers_below_the_noise_learn_from_public_text_alone(config, files, tmp_
     for fault in ({"bottom": "x"}, {"layer": 9}, {"sequence_length": 8}, {"max_norm": -1.0}, {"unknown": 1}):
         with pytest.raises(ConfigError, match=str(next(iter(fault)))):
             finetune(with_settings(settings, method_options=options | fault, output=str(tmp_path / "other")))
+
+
+def public_inputs(path):
+    """Every method that takes public text, with that text at a path."""
+    ewft_options = {"layer": 1, "autoencoder": [8]}
+    return {
+        "rapft": ("rapft", {**RAPFT, "source": {"kind": "public", "data": path, "examples": 6}}),
+        "autoencoder": ("ewft", ewft_options | {"public": path}),
+        "rehearsal": ("ewft", ewft_options | {"rehearsal": {"public": path}}),
+        "cti": ("sap", {"eta": 20.0, "duplicates": "merge", "cti": {"public": path, "min_support": 1}}),
+    }
+
+
+@pytest.mark.parametrize("kind", public_inputs(""))
+def test_private_data_does_not_pass_for_public(config, files, tmp_path, kind):
+    """Neither the training file, nor a copy, nor a copy in another order and other letters, by whatever method."""
+    head, *rows = (files / "labels.tsv").read_text().splitlines()
+    (tmp_path / "copy.tsv").write_text("\n".join([head, *rows]) + "\n")
+    (tmp_path / "dressed.tsv").write_text(
+        "\n".join([head, *(row.replace(". ", " .  ") for row in rows[::-1][:9])]) + "\n"
+    )
+    for path, words in (
+        (files / "labels.tsv", "is the private data itself"),
+        (tmp_path / "copy.tsv", "is the private data itself"),
+        (tmp_path / "dressed.tsv", r"9 of its 9 records are among the private ones \(the first in line 2\)"),
+    ):
+        method, options = public_inputs(str(path))[kind]
+        settings = classify(
+            config, files, method=method, method_options=options, epsilon=None if method == "sap" else 8.0
+        )
+        with pytest.raises(ValueError, match=words):
+            finetune(settings)
+        assert not (tmp_path / "run" / "ledger.jsonl").exists()
+
+
+def test_shared_records_that_are_confirmed_stand_on_the_card(config, files, tmp_path):
+    rows = (files / "public.tsv").read_text() + (files / "labels.tsv").read_text().splitlines(keepends=True)[1]
+    (tmp_path / "some.tsv").write_text(rows)
+    method, options = public_inputs(str(tmp_path / "some.tsv"))["autoencoder"]
+    settings = classify(config, files, method=method, method_options=options, epochs=1)
+    with pytest.raises(ConfigError, match="1 of its 49 records"):
+        finetune(settings)
+    finetune(with_settings(settings, public_overlap=1))
+    card = json.loads((tmp_path / "run" / "card.json").read_text())
+    assert card["mechanism"]["public_text"][0]["shared"] == 1
 
 
 def test_text_is_privatized_before_training(config, files, tmp_path, monkeypatch):
@@ -296,18 +345,17 @@ def test_contributing_tokens_of_a_text(config, files, tmp_path):
     counts = json.loads((tmp_path / "run" / "statement.json").read_text())["epsilon_of_counts"]
     assert counts["epsilon"] == pytest.approx(accounting.epsilon(accounting.gaussian(2.0), config.delta))
     assert f"epsilon {counts['epsilon']:.3f} at delta 0.001 for the counts" in result.privacy
-    (tmp_path / "public.tsv").write_text((files / "labels.tsv").read_text())
-    known = options | {"cti": {"public": str(tmp_path / "public.tsv"), "min_support": 1}}
+    known = options | {"cti": {"public": str(files / "public.tsv"), "min_support": 1}}
     finetune(classify(config, files, **settings, method_options=known, output=str(tmp_path / "known")))
     statement = json.loads((tmp_path / "known" / "statement.json").read_text())
     assert statement["mechanism"]["cti"]["counts"] == "public"
+    assert statement["mechanism"]["cti"]["public_text"]["sha256"] == content_digest(files / "public.tsv")
     # The paper's form runs, and says what it is.
     printed = {"eta": 20.0, "duplicates": "merge", "cti": {"form": "paper"}}
     result = finetune(classify(config, files, **settings, method_options=printed, output=str(tmp_path / "printed")))
     assert result.privacy.startswith("none: eta depends on the token")
     for wrong, match in (
         ({"form": "prior"}, "reveal them"),
-        ({"public": str(files / "labels.tsv")}, "the training data itself"),
         ({"form": "prior", "noise": 2.0}, "unexpected keyword argument 'noise'"),
         ("prior", "must be a mapping"),
     ):

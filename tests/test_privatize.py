@@ -113,6 +113,7 @@ def test_public_counts_favour_tokens_of_the_class_that_leaves_anyway(folder, rev
     statement = json.loads((tmp_path / "out.privacy.json").read_text())
     assert statement["guarantee"].startswith("metric")
     assert statement["mechanism"]["cti"]["counts"] == "public"
+    assert statement["mechanism"]["cti"]["public_text"]["records"] == 60
     assert statement["epsilon_of_counts"] is None
     # A label that stays must not show: both classes then favour the words of both.
     labels = []
@@ -151,7 +152,7 @@ def test_contributing_tokens_that_cannot_be_sound_are_refused(folder, reviews, p
     plan = ("privatize", reviews, out, "--eta", 1, "--model", folder)
     for options, words in (
         ((*CLASSES, "--cti", "prior"), "--cti-public"),
-        ((*CLASSES, "--cti", "prior", "--cti-public", reviews), "the file of private texts"),
+        ((*CLASSES, "--cti", "prior", "--cti-public", reviews), "the private data itself"),
         ((*CLASSES, "--cti", "prior", "--cti-public", public, "--cti-noise", 1), "either"),
         ((*CLASSES, "--cti", "prior", "--cti-noise", 0), "above 0"),
         ((*CLASSES, "--cti", "prior", "--cti-noise", 1, "--mechanism", "laplace"), "leave mechanism out"),

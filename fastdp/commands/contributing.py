@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -12,6 +12,7 @@ from rich.console import Console
 
 if TYPE_CHECKING:
     from fastdp import TextPrivatizer
+    from fastdp.methods.public import PublicText
     from fastdp.methods.sap import CTI
     from fastdp.methods.sap.privatizer import Displacement
 
@@ -26,6 +27,10 @@ Noise = Annotated[
     float | None,
     typer.Option("--cti-noise", help="count the private texts, with normal noise of this multiplier"),
 ]
+Overlap = Annotated[
+    int,
+    typer.Option("--public-overlap", help="records that --cti-public may share with IN: confirmed to be public", min=0),
+]
 Delta = Annotated[float, typer.Option("--cti-delta", help="of the epsilon that is stated for noised counts")]
 
 
@@ -37,10 +42,11 @@ class Contributing:
     public: Path | None
     noise: float | None
     delta: float
+    overlap: int = 0
 
     @classmethod
     def chosen(
-        cls, form: str | None, public: Path | None, noise: float | None, delta: float, private: Path | None
+        cls, form: str | None, public: Path | None, noise: float | None, delta: float, overlap: int = 0
     ) -> Contributing | None:
         """None without --cti.
 
@@ -53,18 +59,34 @@ class Contributing:
             return None
         if public is not None and noise is not None:
             raise ValueError("counts of public texts need no noise: give either --cti-public or --cti-noise")
-        if public is not None and private is not None and public.resolve() == private.resolve():
-            raise ValueError(
-                f"--cti-public {public} is the file of private texts: name public ones, or use --cti-noise"
-            )
         if public is None and noise is None and form != "paper":
             raise ValueError(
                 "counts of the private texts reveal them: name public texts with --cti-public, or noise the counts with "
                 "--cti-noise (--cti paper counts them as they are, and guarantees nothing)"
             )
-        return cls(form, public, noise, delta)
+        return cls(form, public, noise, delta, overlap)
 
-    def count(self, tokenizer: Any, vocabulary: int, texts: Sequence[str], labels: Sequence[int], classes: int) -> CTI:
+    def admit(self, texts: Sequence[str], private: Mapping[Path, Sequence[str]]) -> PublicText | None:
+        """What the statement says of the public texts, if there are any, compared with the private ones by file.
+
+        Raises DataError for public texts that are the private ones.
+        """
+        from fastdp.public import PublicGate
+
+        if self.public is None:
+            return None
+        gate = PublicGate([text for own in private.values() for text in own], list(private), self.overlap)
+        return gate.admit(self.public, texts)
+
+    def count(
+        self,
+        tokenizer: Any,
+        vocabulary: int,
+        texts: Sequence[str],
+        labels: Sequence[int],
+        classes: int,
+        origin: PublicText | None = None,
+    ) -> CTI:
         """Counts of the public or the private texts, as it was asked for."""
         from fastdp.methods.encoding import encode_private
         from fastdp.methods.sap import CTI
@@ -78,6 +100,7 @@ class Contributing:
             form=self.form,
             noise_multiplier=self.noise,
             delta=self.delta,
+            origin=origin,
         )
 
     def kept(self, path: Path) -> CTI | None:

@@ -19,6 +19,7 @@ from fastdp.commands.contributing import (
     Delta,
     Form,
     Noise,
+    Overlap,
     Public,
     show_contributing,
     show_displacement,
@@ -29,6 +30,7 @@ from fastdp.commands.refusal import refusing
 if TYPE_CHECKING:
     from fastdp import TextPrivatizer
     from fastdp.data import Rows
+    from fastdp.methods.public import PublicText
 
 console = Console()
 
@@ -55,6 +57,7 @@ def privatize_command(
     cti_public: Public = None,
     cti_noise: Noise = None,
     cti_delta: Delta = 1e-5,
+    public_overlap: Overlap = 0,
     label_column: Annotated[str, typer.Option(help="column with the class, for --cti")] = "label",
     label: Annotated[
         list[str] | None, typer.Option(help="a class of --cti, which counts as public; name every one")
@@ -73,7 +76,7 @@ def privatize_command(
     from fastdp.data import read_rows
 
     _check_target(source, target, ids, overwrite)
-    chosen, classes = Contributing.chosen(cti, cti_public, cti_noise, cti_delta, source), label or []
+    chosen, classes = Contributing.chosen(cti, cti_public, cti_noise, cti_delta, public_overlap), label or []
     if classes and not chosen:
         raise ValueError("--label names the classes of --cti: give its form, or leave --label out")
     if chosen and len(set(classes)) < max(2, len(classes)):
@@ -85,14 +88,12 @@ def privatize_command(
     kept = {name: rows.column(name, "--keep") for name in keep or []}
     if text_column in kept:
         raise ValueError(f"--keep {text_column} would copy the text itself: leave it out")
-    if chosen is None:
-        counted = None
-    elif chosen.public is None:
-        counted = (texts, class_numbers(rows, label_column, classes))
-    else:
-        public = read_rows(chosen.public)
-        counted = (public.column(text_column, "--text-column"), class_numbers(public, label_column, classes))
-    privatizer = _privatizer(model, eta, mechanism, unknown, merge_duplicates, chosen, counted, len(classes))
+    counted, origin = None, None
+    if chosen is not None:
+        counting = rows if chosen.public is None else read_rows(chosen.public)
+        counted = (counting.column(text_column, "--text-column"), class_numbers(counting, label_column, classes))
+        origin = chosen.admit(counted[0], {source: texts})
+    privatizer = _privatizer(model, eta, mechanism, unknown, merge_duplicates, chosen, counted, len(classes), origin)
     shown = show_displacement(privatizer, console)
     begin = time.perf_counter()
     # A label that leaves anyway may say which tokens are favoured; one that stays must not show in them.
@@ -137,6 +138,7 @@ def _privatizer(
     chosen: Contributing | None,
     counted: tuple[list[str], list[int]] | None,
     classes: int,
+    origin: PublicText | None,
 ) -> TextPrivatizer:
     from transformers import AutoModel, AutoTokenizer
 
@@ -147,7 +149,7 @@ def _privatizer(
     network, tokenizer = AutoModel.from_pretrained(name), AutoTokenizer.from_pretrained(name)
     cti = None
     if chosen is not None and counted is not None:
-        cti = chosen.count(tokenizer, network.get_input_embeddings().weight.shape[0], *counted, classes)
+        cti = chosen.count(tokenizer, network.get_input_embeddings().weight.shape[0], *counted, classes, origin)
         show_contributing(cti, console)
     return TextPrivatizer(
         network,

@@ -17,6 +17,7 @@ from fastdp.commands.contributing import (
     Delta,
     Form,
     Noise,
+    Overlap,
     Public,
     show_contributing,
     show_displacement,
@@ -26,6 +27,7 @@ from fastdp.commands.refusal import errors, refusing
 
 if TYPE_CHECKING:
     from fastdp import SplitCustomer, TextPrivatizer
+    from fastdp.methods.public import PublicText
     from fastdp.methods.sap import CTI, PrivateBottom
 
 split_app = typer.Typer(
@@ -141,6 +143,7 @@ def customer_command(
     cti_public: Public = None,
     cti_noise: Noise = None,
     cti_delta: Delta = 1e-5,
+    public_overlap: Overlap = 0,
     train: Annotated[Path | None, typer.Option(help="texts and labels to train on: .csv, .tsv, .jsonl")] = None,
     eval: Annotated[
         Path | None, typer.Option(help="texts and labels to measure accuracy on; they are released too")
@@ -174,7 +177,7 @@ def customer_command(
         raise ValueError(
             "--eta is missing: choose how much a text's tokens are changed (fastdp privatize shows what it does)"
         )
-    chosen = Contributing.chosen(cti, cti_public, cti_noise, cti_delta, train)
+    chosen = Contributing.chosen(cti, cti_public, cti_noise, cti_delta, public_overlap)
     if chosen and noise == "rows":
         raise ValueError("--cti chooses among tokens: leave out --noise rows, or --cti")
     with SplitCustomer(
@@ -197,7 +200,9 @@ def customer_command(
         labelled = None if train is None else _labelled(train, text_column, label_column, limit)
         counts = None
         if chosen and chosen.public:
-            counts = _counts(customer, chosen, _labelled(chosen.public, text_column, label_column, None))
+            public = _labelled(chosen.public, text_column, label_column, None)
+            private = {path: _texts(path, text_column, limit) for path in (train, eval, predict) if path}
+            counts = _counts(customer, chosen, public, chosen.admit(public[0], private))
         elif chosen:
             counts = _counts(customer, chosen, labelled)
         privatizer = _privatizer(customer, eta, noise, mechanism, counts)
@@ -246,7 +251,12 @@ def _load(name: str, classes: int, seed: int) -> tuple[Any, Any]:
     return model.to("cuda" if torch.cuda.is_available() else "cpu"), tokenizer
 
 
-def _counts(customer: SplitCustomer, chosen: Contributing, labelled: tuple[list[str], list[int]] | None) -> CTI:
+def _counts(
+    customer: SplitCustomer,
+    chosen: Contributing,
+    labelled: tuple[list[str], list[int]] | None,
+    origin: PublicText | None = None,
+) -> CTI:
     """Contributing tokens; those of private texts are counted once, and kept in the customer's folder before use."""
     path = customer.folder / COUNTS
     cti = chosen.kept(path) if chosen.public is None else None
@@ -254,7 +264,7 @@ def _counts(customer: SplitCustomer, chosen: Contributing, labelled: tuple[list[
         if labelled is None:
             raise ValueError("--cti without --cti-public counts the texts of --train: name them")
         table: Any = customer.bottom.model.get_input_embeddings()
-        cti = chosen.count(customer.tokenizer, table.weight.shape[0], *labelled, customer.served.classes)
+        cti = chosen.count(customer.tokenizer, table.weight.shape[0], *labelled, customer.served.classes, origin)
         if chosen.public is None:
             cti.save(path)
     show_contributing(cti, console)

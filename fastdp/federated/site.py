@@ -29,6 +29,7 @@ from fastdp.methods.selective import (
     measure_detector,
     read_labelled_spans,
 )
+from fastdp.public import PublicGate
 
 
 @dataclass(frozen=True)
@@ -109,7 +110,7 @@ class Site:
             max_length=adapted.room,
             cache=self.folder / "perturbed.safetensors",
         )
-        quality = None if perturb.scope == "all" else _quality(config, detector)
+        quality = None if perturb.scope == "all" else _quality(config, detector, texts)
         found.card(quality).save(self.folder / "card")
         return adapted.examples(found.ids)
 
@@ -202,9 +203,11 @@ def _detector(kind: str, names: str) -> PrivacyDetector:
     return TokenClassificationDetector(model, AutoTokenizer.from_pretrained(kind))
 
 
-def _quality(config: FederatedConfig, detector: PrivacyDetector) -> DetectorQuality | None:
+def _quality(config: FederatedConfig, detector: PrivacyDetector, private: list[str]) -> DetectorQuality | None:
+    """What the detector misses, for the card: measured on labelled texts that must not be the private ones."""
     if not config.labelled_spans:
         return None
     texts, labels = read_labelled_spans(config.labelled_spans)
+    PublicGate(private, [config.train]).admit(config.labelled_spans, texts)
     policy = PrivacyPolicy(threshold=config.threshold)
     return measure_detector(detector, texts, labels, policy, corpus=Path(config.labelled_spans).name)

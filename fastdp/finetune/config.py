@@ -65,6 +65,9 @@ class FinetuneConfig:
     delta: float = _setting("probability that the guarantee may fail; keep it well below 1 / examples", 1e-5)
     method: str = _setting("dpsgd, rapft, frost, ewft or sap", "dpsgd")
     method_options: dict[str, Any] | None = _setting("arguments of the method, as in {irrelevance_ratio: 0.7}")
+    public_overlap: int = _setting(
+        "records that a public file of method_options may share with train: confirmed public", 0
+    )
     max_grad_norm: float = _setting("bound on one example's gradient", 1.0)
     sampling: str = _setting("poisson (accounted with amplification) or shuffled (without)", "poisson")
 
@@ -104,6 +107,8 @@ class FinetuneConfig:
             value = getattr(self, name)
             if not (value > 0 and math.isfinite(value)):
                 raise ConfigError(f"{name} must be greater than 0, not {value}")
+        if self.public_overlap < 0:
+            raise ConfigError(f"public_overlap is a number of records, not {self.public_overlap}")
         for name, limit in (("warmup", 1.0), ("lora_dropout", 1.0), ("weight_decay", math.inf)):
             if not 0 <= getattr(self, name) < limit:
                 raise ConfigError(f"{name} must be at least 0 and below {limit:g}, not {getattr(self, name)}")

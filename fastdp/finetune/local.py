@@ -139,9 +139,8 @@ class Privatized:
         if public is None:
             texts, labels = [item["input_ids"] for item in train.items], [item["labels"] for item in train.items]
         else:
-            if Path(str(public)).resolve() == Path(str(config.train)).resolve():
-                raise ConfigError("public of cti is the training data itself, which is private: name public texts")
-            batches = read_public(str(public), _ALL, self.collator)
+            found = read_public(str(public), _ALL, self.collator)
+            batches, arguments["origin"] = found.batches, found.origin
             masks = [batch["attention_mask"].bool() for batch in batches]
             texts = [
                 row[real].tolist() for batch, mask in zip(batches, masks) for row, real in zip(batch["input_ids"], mask)
@@ -262,13 +261,16 @@ class Perturbed:
         if rehearsal is not None:
             _refuse_before_rehearsal(model, arguments)
             shared = {name: value for name, value in arguments.items() if name in _REHEARSED}
-            batches = read_public(str(rehearsal.pop("public")), int(rehearsal.pop("examples", _ALL)), self.collator)
-            ewft.rehearse(model, batches, **shared, **rehearsal)
+            found = read_public(str(rehearsal.pop("public")), int(rehearsal.pop("examples", _ALL)), self.collator)
+            ewft.rehearse(model, found.batches, **shared, **rehearsal)
+            arguments["public_texts"] = (found.origin,)
+        elif public is not None and sizes is not None:
+            found = read_public(str(public), int(count), self.collator)
+            arguments["public_texts"] = (found.origin,)
         self._ewft = fastdp.EWFT(model, **arguments)
         try:
             if public is not None and self._ewft.autoencoder is not None:
-                batches = list(read_public(str(public), int(count), self.collator))
-                self._ewft.train_autoencoder([batch for _ in range(int(passes)) for batch in batches])
+                self._ewft.train_autoencoder([batch for _ in range(int(passes)) for batch in found.batches])
         except BaseException:
             self.close()
             raise
@@ -339,8 +341,6 @@ def _rehearsal(options: Any, config: FinetuneConfig) -> dict[str, Any] | None:
         raise ConfigError(
             f"rehearsal must be a mapping of public, a file, and of {', '.join(known[1:])}; not {options!r}"
         )
-    if Path(str(options["public"])).resolve() == Path(str(config.train)).resolve():
-        raise ConfigError("public of rehearsal is the training data itself, which is private: name public texts")
     return dict(options)
 
 

@@ -10,11 +10,21 @@ from typing import Any
 
 import fastdp
 from fastdp.finetune.config import ConfigError, FinetuneConfig
+from fastdp.methods.public import PublicText
 from fastdp.methods.rapft import Initialisation, NoisyMap, PrivateSubset, Propagation, PublicMap
 from fastdp.private.method import Method
 
-#: Batches of a file of public examples, of which at most so many are used; by another collator than the run's, if given.
-ReadPublic = Callable[..., Sequence[Mapping[str, Any]]]
+
+@dataclasses.dataclass(frozen=True)
+class Public:
+    """A file of public examples that the gate let in: batches on the model's device, and what the card says of it."""
+
+    batches: Sequence[Mapping[str, Any]]
+    origin: PublicText
+
+
+#: Reads a file of public examples, of which at most so many are used; by another collator than the run's, if given.
+ReadPublic = Callable[..., Public]
 
 #: Methods whose privacy does not come from the training steps.
 LOCAL = ("ewft", "sap")
@@ -54,7 +64,8 @@ def _source(options: dict[str, Any], read_public: ReadPublic) -> Any:
         path, count = str(options.pop("data")), int(options.pop("examples", _PUBLIC_EXAMPLES))
         if options:
             raise ConfigError(f"source of kind public has data and examples, not {', '.join(options)}")
-        return PublicMap(read_public(path, count))
+        public = read_public(path, count)
+        return PublicMap(public.batches, public.origin)
     if kind not in _SOURCES:
         raise ConfigError(f"source has kind {kind!r}: choose one of public, {', '.join(_SOURCES)}")
     return _made(_SOURCES[kind], options, "source")

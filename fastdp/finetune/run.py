@@ -26,7 +26,7 @@ from fastdp.finetune.config import ConfigError, FinetuneConfig, load_config
 from fastdp.finetune.evaluation import Quality, autocast, evaluate
 from fastdp.finetune.local import open_local
 from fastdp.finetune.memory import PeakMemory
-from fastdp.finetune.methods import LOCAL, choose_method
+from fastdp.finetune.methods import LOCAL, Public, choose_method
 from fastdp.finetune.models import (
     choose_trained,
     load_model,
@@ -37,6 +37,7 @@ from fastdp.finetune.models import (
     trained_state,
 )
 from fastdp.finetune.reporter import Reporter
+from fastdp.public import PublicGate
 
 CONFIG, METRICS, RESULT, CHECKPOINT = "config.yaml", "metrics.jsonl", "result.json", "checkpoint.pt"
 LEDGER = "ledger.jsonl"
@@ -100,7 +101,9 @@ def finetune(config: FinetuneConfig, resume: bool = False, reporter: Reporter | 
     reporter.phase("loading the model")
     model = choose_trained(load_model(config, tokenizer), config)
     model.to(_device(config))
-    run = _Run(config, output, model, tokenizer, train, held_out, reporter)
+    assert tables[0] is not None
+    gate = PublicGate(record_texts(tables[0], config), [str(config.train)], config.public_overlap)
+    run = _Run(config, output, model, tokenizer, train, held_out, gate, reporter)
     try:
         run.make_private(resume)
         return run.execute(resume)
@@ -183,6 +186,17 @@ def _classification(table: Rows, tokenizer: PreTrainedTokenizerBase, config: Fin
     return classification_examples(tokenizer, texts, labels, config.max_length, pairs, literal)
 
 
+def record_texts(table: Rows, config: FinetuneConfig) -> list[str]:
+    """All text of each record that the model may see, as one."""
+    if config.prompt_column and config.target_column:
+        roles = {"prompt_column": config.prompt_column, "target_column": config.target_column}
+    else:
+        roles = {"text_column": _text_column(table, config)}
+        roles |= {"text_pair_column": config.text_pair_column} if config.text_pair_column else {}
+    columns = [table.column(name, role) for role, name in roles.items()]
+    return ["\n".join(fields) for fields in zip(*columns)]
+
+
 def _text_column(table: Rows, config: FinetuneConfig) -> str:
     if config.text_column:
         return config.text_column
@@ -203,9 +217,10 @@ class _Run:
         tokenizer: PreTrainedTokenizerBase,
         train: Examples,
         held_out: Examples | None,
+        gate: PublicGate,
         reporter: Reporter,
     ) -> None:
-        self.config, self.output, self.model, self.tokenizer = config, output, model, tokenizer
+        self.config, self.output, self.model, self.tokenizer, self.gate = config, output, model, tokenizer, gate
         self.train, self.held_out, self.reporter = train, held_out, reporter
         assert tokenizer.pad_token_id is not None
         self.collator = Collator(tokenizer.pad_token_id)
@@ -245,11 +260,13 @@ class _Run:
         self.model, self.optimizer, self.loader = self.private
         self.scheduler = LambdaLR(self.optimizer, _schedule(config, self.private.total_steps))
 
-    def _read_public(self, path: str, count: int, collator: Collator | None = None) -> list[dict[str, torch.Tensor]]:
-        examples = encode_rows(read_rows(path), self.tokenizer, self.config, self.reporter)
+    def _read_public(self, path: str, count: int, collator: Collator | None = None) -> Public:
+        table = read_rows(path)
+        origin = self.gate.admit(path, record_texts(table, self.config), table.lines)
+        examples = encode_rows(table, self.tokenizer, self.config, self.reporter)
         chosen = Subset(examples, range(min(count, len(examples))))
         loader = DataLoader(chosen, batch_size=self.config.physical_batch_size, collate_fn=collator or self.collator)
-        return [{key: value.to(self.device) for key, value in batch.items()} for batch in loader]
+        return Public([{key: value.to(self.device) for key, value in batch.items()} for batch in loader], origin)
 
     def close(self) -> None:
         """Give the model back as it was."""

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -70,6 +71,15 @@ def test_miss_rate_on_the_card(settings, tmp_path):
     model = adapted(settings, perturbation="selective", labelled_spans=str(labelled))
     site = Site.of_partition(model, 0, 2)
     assert SelectiveCard.load(site.folder / "card.json")["detector_quality"]["span_miss_rate"] == 0.0
+
+
+def test_the_miss_rate_is_not_measured_on_the_private_texts(settings, tmp_path):
+    first = json.loads(Path(settings["train"]).read_text().splitlines()[0])["text"]
+    labelled = tmp_path / "labelled.json"
+    labelled.write_text(json.dumps([{"full_text": first, "spans": []}]))
+    model = adapted(settings, perturbation="selective", labelled_spans=str(labelled))
+    with pytest.raises(ValueError, match="1 of its 1 records are among the private ones"):
+        Site.of_partition(model, 0, 1)
 
 
 def test_an_organisations_own_names(settings, tmp_path):

@@ -171,9 +171,11 @@ def test_contributing_tokens_of_private_texts_are_counted_once(world, service, t
     assert (folder / "counts.pt").read_bytes() == kept
     assert "made with another --cti or --cti-noise" in refused(*start, *data, "--cti-noise", 2)
     public = (*start, *data, "--cti-public")
-    assert "the file of private texts" in refused(*public, world / "train.csv")
-    (tmp_path / "public.csv").write_text((world / "train.csv").read_text())
-    assert "other privatizer" in refused(*public, tmp_path / "public.csv")
+    assert "the private data itself" in refused(*public, world / "train.csv")
+    head, *rows = (world / "train.csv").read_text().splitlines()
+    (tmp_path / "public.csv").write_text("\n".join([head, *rows[::-1]]) + "\n")
+    assert "are among the private ones" in refused(*public, tmp_path / "public.csv")
+    assert "other privatizer" in refused(*public, tmp_path / "public.csv", "--public-overlap", len(rows))
 
 
 def test_the_unchanged_share_is_shown_before_anything_leaves(world, service, tmp_path, monkeypatch):

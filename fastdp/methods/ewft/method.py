@@ -19,6 +19,7 @@ from fastdp.methods.blocks import Blocks, find_blocks
 from fastdp.methods.ewft.autoencoder import StackedAutoencoder, TrainedPrivately, train_autoencoder
 from fastdp.methods.ewft.mask import argument, hide_padding
 from fastdp.methods.ewft.noise import NoiseSchedule
+from fastdp.methods.public import PublicText, described
 from fastdp.ops.stream import NoiseStream
 
 if TYPE_CHECKING:
@@ -77,6 +78,7 @@ class EWFT:
         unchecked_records: train without ``example_ids``, if the loader surely uses each record once an epoch. Only the
             number of rows is looked at then, and the card states the assumption.
         secure_rounding: as in `fastdp.ops.clip_noise`.
+        public_texts: what the autoencoder or the layers below the noise learned from, for the card.
         output_dir: where the ledger is kept; None keeps it in memory.
         resume: go on with the ledger in ``output_dir``, with the same arguments.
         unsafe_seed: noise that whoever knows the seed can repeat: for tests, and the card says so.
@@ -106,6 +108,7 @@ class EWFT:
         joint_autoencoder: bool = False,
         unchecked_records: bool = False,
         secure_rounding: bool = False,
+        public_texts: Sequence[PublicText] = (),
         output_dir: str | os.PathLike[str] | None = None,
         resume: bool = False,
         unsafe_seed: int | None = None,
@@ -120,7 +123,7 @@ class EWFT:
         self.layer, self.noise, self.max_norm = layer, noise, float(max_norm)
         self.sequence_length, self.dataset_size = int(sequence_length), int(dataset_size)
         self.lengths, self.secure_rounding = lengths, secure_rounding
-        self.unchecked_records = unchecked_records
+        self.unchecked_records, self.public_texts = unchecked_records, tuple(public_texts)
         self._after, module = self.blocks.place(layer)
         self._check_lengths_can_be_hidden()
         self.autoencoder = self._autoencoder(autoencoder)
@@ -500,6 +503,7 @@ class EWFT:
                 "reuse": noise.reuse,
                 "autoencoder": None if ae is None else [ae.width, *ae.sizes],
                 "autoencoder_trained_on": None if ae is None or ae.trained_on is None else _origin(ae),
+                "public_text": [text.describe() for text in self.public_texts] or described(None),
                 **dict(noise.settings),
             },
             unit="one user's sequence",

@@ -11,6 +11,7 @@ import torch
 
 import fastdp.accounting as accounting
 import fastdp.ops as ops
+from fastdp.methods.public import PublicText, described
 from fastdp.methods.rapft.relevance import Map, Propagator
 from fastdp.private.method import Preparation, SideRelease
 
@@ -24,9 +25,11 @@ class PublicMap:
 
     Args:
         batches: mappings of the model's arguments, labels included, such as a collator makes.
+        origin: the file that they came from, for the card.
     """
 
     batches: Sequence[Mapping[str, Any]] = field(repr=False)
+    origin: PublicText | None = None
 
     def __post_init__(self) -> None:
         if len(self.batches) == 0:
@@ -42,7 +45,7 @@ class PublicMap:
 
     def describe(self) -> dict[str, Any]:
         """For the card."""
-        return {"kind": "public", "batches": len(self.batches)}
+        return {"kind": "public", "batches": len(self.batches), "text": described(self.origin)}
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from torch import Tensor
 import fastdp.accounting as accounting
 import fastdp.files as files
 from fastdp.accounting.event_types import DpEvent
+from fastdp.methods.public import PublicText, described
 from fastdp.methods.sap.importance import (
     adaptive_eta,
     count_tokens,
@@ -59,6 +60,7 @@ class CTI:
         tilt: of the prior, at least 0; 1 makes a token as many times likelier as it is likelier in its class.
         c0: of equation (6); None for the middle of the importances.
         delta: of the epsilon that is stated for noised counts.
+        origin: the file that public counts came from, for the statement.
     """
 
     importance: Tensor
@@ -68,6 +70,7 @@ class CTI:
     tilt: float = 1.0
     c0: float | None = None
     delta: float = 1e-5
+    origin: PublicText | None = None
 
     def __post_init__(self) -> None:
         if self.form not in FORMS:
@@ -125,6 +128,7 @@ class CTI:
         tilt: float = 1.0,
         c0: float | None = None,
         delta: float = 1e-5,
+        origin: PublicText | None = None,
         stream: NoiseStream | None = None,
     ) -> CTI:
         """From texts as ids: public ones, or private ones, whose counts get the noise of `noised_counts`.
@@ -165,7 +169,7 @@ class CTI:
             tilt=tilt,
             c0=c0,
         )
-        return replace(made, delta=delta)
+        return replace(made, delta=delta, origin=origin)
 
     @property
     def classes(self) -> int:
@@ -204,14 +208,15 @@ class CTI:
         """Write to a file, in one piece: noised counts are drawn once, since a second draw is a second release."""
         source = self.source if isinstance(self.source, str) else accounting.serialise(self.source)
         with files.whole(path) as aside:
-            torch.save({**vars(self), "source": source}, aside)
+            torch.save({**vars(self), "source": source, "origin": self.origin and self.origin.describe()}, aside)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> CTI:
         """What `save` wrote."""
         kept = torch.load(path, weights_only=True)
-        source = kept["source"]
-        return cls(**{**kept, "source": source if isinstance(source, str) else accounting.deserialise(source)})
+        source, origin = kept["source"], kept.get("origin")
+        kept["source"] = source if isinstance(source, str) else accounting.deserialise(source)
+        return cls(**{**kept, "origin": origin and PublicText(**origin)})
 
     def describe(self) -> dict[str, Any]:
         """The settings, for a statement."""
@@ -221,4 +226,5 @@ class CTI:
             "c0": None if self.form == "prior" else middle_importance(self.importance) if self.c0 is None else self.c0,
             "supported_tokens": int(self.supported.sum()),
             "counts": self.source if isinstance(self.source, str) else "private texts, with noise",
+            "public_text": described(self.origin) if self.source == "public" else None,
         }

@@ -1,0 +1,32 @@
+"""What a card says of text that counts as public: where it came from, and what it was compared with."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class PublicText:
+    """Text that a method learns from without paying for it.
+
+    Attributes:
+        name: of the file.
+        sha256: of its content, in hex.
+        records: in it.
+        shared: those that the private data holds too, which somebody confirmed to be public.
+    """
+
+    name: str
+    sha256: str
+    records: int
+    shared: int
+
+    def describe(self) -> dict[str, Any]:
+        """For the card."""
+        return asdict(self)
+
+
+def described(origin: PublicText | None) -> dict[str, Any] | str:
+    """For the card, where a program may have given no file to compare."""
+    return "not compared with the private data" if origin is None else origin.describe()
