@@ -9,6 +9,7 @@ from fastdp.commands.bench import bench_app
 from fastdp.commands.doctor import doctor_command
 from fastdp.commands.privacy import calibrate_command, epsilon_command, verify_command
 from fastdp.commands.privatize import privatize_command
+from fastdp.commands.prove import prove_command
 from fastdp.commands.split import split_app
 from fastdp.commands.training import finetune_command, quickstart_command
 
@@ -26,5 +27,6 @@ app.command("verify")(verify_command)
 app.command("doctor")(doctor_command)
 app.command("privatize")(privatize_command)
 app.command("attack")(attack_command)
+app.command("prove")(prove_command)
 app.add_typer(split_app, name="split")
 app.add_typer(bench_app, name="bench")

@@ -10,6 +10,7 @@ from fastdp.audit.guessing import AuditResult, Guess, conclude
 from fastdp.audit.inversion import InversionResult, from_embeddings, inversion, nearest_tokens, optimised_tokens
 from fastdp.audit.losses import example_losses
 from fastdp.audit.membership import MembershipResult, likelihood_ratio, membership
+from fastdp.audit.prove import Evidence, prove
 from fastdp.audit.reconstruction import (
     ReconstructionResult,
     Target,
@@ -23,6 +24,7 @@ __all__ = [
     "AttributeResult",
     "AuditResult",
     "Canaries",
+    "Evidence",
     "ExampleCanaries",
     "ExtractionResult",
     "GradientCanaries",
@@ -50,6 +52,7 @@ __all__ = [
     "optimised_tokens",
     "p_value",
     "pooled",
+    "prove",
     "random_sequences",
     "reconstruction",
     "repeated_release",

@@ -31,14 +31,10 @@ def load_saved(
         ConfigError: no such folder, a run that has no weights yet, or a model that cannot be loaded.
     """
     folder = Path(folder)
-    if not folder.is_dir():
-        raise ConfigError(f"there is no folder {folder}: name the output of a run, or a model's folder")
-    given = {name: value for name, value in (overrides or {}).items() if value is not None}
+    config = settings_of(folder, overrides)
     if not (folder / CONFIG).exists():
-        config = dataclasses.replace(_of_model(folder), **given)
         tokenizer = load_tokenizer(config)
         return load_model(config, tokenizer).eval(), tokenizer, config
-    config = load_config(folder / CONFIG, given)
     whole, adapter = folder / "model", folder / "adapter"
     if whole.is_dir():
         tokenizer = load_tokenizer(dataclasses.replace(config, model=str(whole)))
@@ -48,6 +44,24 @@ def load_saved(
     tokenizer = load_tokenizer(dataclasses.replace(config, model=str(adapter)))
     base: Any = load_model(config, tokenizer)
     return peft.PeftModel.from_pretrained(base, str(adapter)).eval(), tokenizer, config
+
+
+def settings_of(folder: str | Path, overrides: dict[str, Any] | None = None) -> FinetuneConfig:
+    """The settings that a folder was trained with, or those that fit a model which no run describes.
+
+    Args:
+        folder, overrides: as for `load_saved`.
+
+    Raises:
+        ConfigError: no such folder, or neither a run nor a model in it.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise ConfigError(f"there is no folder {folder}: name the output of a run, or a model's folder")
+    given = {name: value for name, value in (overrides or {}).items() if value is not None}
+    if (folder / CONFIG).exists():
+        return load_config(folder / CONFIG, given)
+    return dataclasses.replace(_of_model(folder), **given)
 
 
 def _of_model(folder: Path) -> FinetuneConfig:

@@ -1,0 +1,65 @@
+"""`prove` for a model, a loader and a loss that no run has been opened for yet."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+import fastdp.private.prove as replays
+from fastdp.entry import make_private
+from fastdp.methods.dpsgd import DPSGD
+from fastdp.private.prove import Evidence, Trial, extremes
+
+__all__ = ["Evidence", "Trial", "extremes", "prove"]
+
+
+def prove(
+    model: torch.nn.Module,
+    data_loader: DataLoader,
+    *,
+    loss: Callable[[Any, Any], torch.Tensor] | None = None,
+    method: Any = None,
+    longest: int | None = None,
+    **options: Any,
+) -> Evidence:
+    """Replay neighbouring data sets through the user's own model, collator and loss, and measure how far releases move.
+
+    Nothing is trained: a copy of the model takes single steps at a learning rate of 0, without noise. See `docs/audit.md`
+    for what this shows and what it does not.
+
+    Args:
+        model: as for `make_private`.
+        data_loader: some of its data set's records are replayed, by its collator.
+        loss: (model, batch) -> loss; by default the one that the model returns.
+        method: as for `make_private`; one whose preparation reads private data is proved by `Private.prove`.
+        longest: most tokens of a record that is made longer; by default 8 times the longest, if the model takes so many.
+        options: further arguments of `make_private`, such as ``loss_reduction`` and ``unit_map``.
+
+    Raises:
+        ValueError: for records that the run refuses as they are.
+    """
+    method = DPSGD() if method is None else method
+    if method.prepares_at(0):
+        raise ValueError("this method prepares itself from the data: make the run private, and call private.prove()")
+    twin = copy.deepcopy(model).train()
+    trained = [p for p in twin.parameters() if p.requires_grad]
+
+    def start(records: Sequence[Any]) -> Any:
+        rows: Any = list(records)
+        return make_private(
+            twin,
+            torch.optim.SGD(trained, lr=0.0),
+            DataLoader(rows, batch_size=len(rows), collate_fn=data_loader.collate_fn),
+            method=method,
+            noise_multiplier=0.0,
+            epochs=1,
+            max_physical_batch_size=replays.TOGETHER,
+            **options,
+        )
+
+    chosen = replays.chosen(data_loader.dataset)
+    return replays.prove(start, chosen, loss or replays.own_loss, longest or replays.reach(model, chosen))

@@ -1,0 +1,109 @@
+"""`fastdp prove`: neighbouring data sets replayed through a model, and how far one record moved what would be released."""
+
+from __future__ import annotations
+
+import dataclasses
+from contextlib import ExitStack
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+import fastdp.files as files
+from fastdp.commands.quiet import quiet_libraries
+from fastdp.commands.refusal import refusing
+
+if TYPE_CHECKING:
+    from fastdp.audit.prove import Evidence
+
+console = Console()
+#: The model that ships with the package, by name.
+QUICKSTART = "quickstart"
+
+
+@refusing
+def prove_command(
+    model: Annotated[str, typer.Argument(help=f"a model's folder, a run's output folder, or '{QUICKSTART}'")],
+    data: Annotated[
+        Path | None, typer.Option(help="records of the kind it will be trained on; else random tokens")
+    ] = None,
+    peft: Annotated[str | None, typer.Option(help="full, lora, bitfit, bottleneck, prompt or ia3")] = None,
+    task: Annotated[str | None, typer.Option(help="causal-lm or classification")] = None,
+    labels: Annotated[str | None, typer.Option(help="classification: every label, with commas between")] = None,
+    text_column: Annotated[str | None, typer.Option(help="column with the text, where a run has not set it")] = None,
+    label_column: Annotated[str | None, typer.Option(help="column with the label, where a run has not set it")] = None,
+    max_length: Annotated[int | None, typer.Option(help="longest record in tokens")] = None,
+    max_grad_norm: Annotated[float | None, typer.Option(help="bound on one record's gradient")] = None,
+    json: Annotated[Path | None, typer.Option("--json", help="write every trial")] = None,
+) -> None:
+    """Remove, replace and add records, extreme ones among them, and see that no release moves by more than its bound.
+
+    Ends with exit code 1 if one does, or if nothing could be released at all.
+    """
+    quiet_libraries()
+    settings = {
+        **{"peft": peft, "task": task, "labels": None if labels is None else labels.split(",")},
+        **{"text_column": text_column, "label_column": label_column},
+        **{"max_length": max_length, "max_grad_norm": max_grad_norm},
+    }
+    with ExitStack() as stack:
+        folder = Path(model)
+        if model == QUICKSTART:
+            folder = stack.enter_context(resources.as_file(resources.files("fastdp.quickstart") / "model"))
+        with console.status("replaying neighbours"):
+            evidence = _prove(folder, data, settings, own=model == QUICKSTART)
+    console.print(_table(evidence))
+    console.print(str(evidence), highlight=False, soft_wrap=True)
+    if json is not None:
+        trials = [dataclasses.asdict(trial) for trial in evidence.trials]
+        files.write_json(json, {"model": model, "holds": evidence.holds, "trials": trials})
+    if not evidence:
+        raise typer.Exit(1)
+
+
+def _prove(folder: Path, data: Path | None, settings: dict[str, Any], *, own: bool) -> Evidence:
+    import torch
+    from torch.utils.data import DataLoader
+
+    from fastdp.audit.prove import prove
+    from fastdp.audit.saved import settings_of
+    from fastdp.data import Collator, Examples, Rows, causal_examples, read_rows
+    from fastdp.finetune import Reporter
+    from fastdp.finetune.models import choose_trained, load_model, load_tokenizer
+    from fastdp.finetune.run import encode_rows
+    from fastdp.methods.dpsgd import DPSGD
+
+    config = settings_of(folder, settings)
+    tokenizer = load_tokenizer(config)
+    model = choose_trained(load_model(config, tokenizer), config)
+    if own and data is None:
+        from fastdp.quickstart.corpus import private_records
+
+        examples = causal_examples(tokenizer, private_records(64, 0), config.max_length)
+    elif data is not None:
+        table = read_rows(data)
+        few = Rows(table.path, table.columns, table.rows[:256], table.lines[:256])
+        examples = encode_rows(few, tokenizer, config, Reporter())
+    else:
+        generator = torch.Generator().manual_seed(0)
+        drawn = [torch.randint(len(tokenizer), (8 + i % 9,), generator=generator).tolist() for i in range(16)]
+        labels = config.labels or []
+        examples = Examples(
+            [{"input_ids": ids, "labels": i % len(labels) if labels else ids} for i, ids in enumerate(drawn)], 0
+        )
+    pad = tokenizer.pad_token_id
+    loader: Any = DataLoader(examples, collate_fn=Collator(pad if isinstance(pad, int) else 0))
+    return prove(model, loader, method=DPSGD(max_grad_norm=config.max_grad_norm), longest=config.max_length)
+
+
+def _table(evidence: Evidence) -> Table:
+    table = Table(title="What one record moved, where 1 is allowed", title_justify="left")
+    for heading in ("", "tried", "moved"):
+        table.add_column(heading, overflow="fold")
+    for trial in evidence.trials:
+        moved = f"nothing was released: {trial.said}" if trial.moved is None else f"{trial.moved:.4f}"
+        table.add_row(trial.kind, trial.what, moved)
+    return table

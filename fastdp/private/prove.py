@@ -1,0 +1,337 @@
+"""Replaying neighbouring data sets with the same randomness, to see how far one record moves what a run releases.
+
+A proof covers every record; this covers those that are tried. It looks where proofs about programs fail: at the model,
+the collator and the loss that are really there (compare "Re:cord-play", arXiv 2602.17454).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from fastdp.engine.policy import Policy
+
+#: Room for float32's rounding among the records of one sum, in units of the bound.
+ROUNDING = 1e-4
+#: Records that share a forward pass; an odd number of others leaves room for one more beside the last.
+TOGETHER = 4
+
+Start = Callable[[Sequence[Any]], Any]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One pair of neighbouring data sets.
+
+    Args:
+        kind: ``remove``, ``replace``, ``add``, ``alone`` (one record without others) or ``again`` (the same data twice).
+        what: the record in question, in words.
+        moved: distance of the two releases in units of what a run allows them; None where nothing was released.
+        said: why nothing was.
+        where: share of each parameter in the squared distance, the largest first.
+    """
+
+    kind: str
+    what: str
+    moved: float | None = None
+    said: str = ""
+    where: Mapping[str, float] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        if self.moved is None:
+            return f"{self.kind} {self.what}: nothing was released ({self.said})"
+        return f"{self.kind} {self.what}: {self.moved:.4f}"
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What `prove` found; true if no trial moved a release by more than its bound, and some trial moved it at all."""
+
+    trials: tuple[Trial, ...]
+
+    @property
+    def worst(self) -> Trial | None:
+        """The trial that moved a release most; None if nothing was ever released."""
+        released = [trial for trial in self.trials if trial.moved is not None]
+        return max(released, key=lambda trial: trial.moved or 0.0, default=None)
+
+    @property
+    def holds(self) -> bool:
+        worst = self.worst
+        return worst is not None and worst.moved is not None and 0 < worst.moved <= 1 + ROUNDING
+
+    def __bool__(self) -> bool:
+        return self.holds
+
+    def __str__(self) -> str:
+        worst = self.worst
+        if worst is None:
+            return f"nothing was released in any of {len(self.trials)} trials: {self.trials[0].said}"
+        where = ", ".join(f"{name} {share:.0%}" for name, share in list(worst.where.items())[:3])
+        verdict = "within the bound" if self.holds else "NOT within the bound"
+        return (
+            f"largest movement {worst.moved:.4f} of the bound, {verdict} ({worst.kind} {worst.what}; {where or 'nowhere'}); "
+            f"{len(self.trials)} trials"
+        )
+
+
+def prove(
+    start: Start,
+    records: Sequence[Any],
+    loss: Callable[[Any, Any], torch.Tensor],
+    longest: int,
+) -> Evidence:
+    """Replay neighbours of ``records``, each through a whole private step without noise.
+
+    Args:
+        start: begins a run over these records that takes all of them in each step, without noise and with a learning rate
+            of 0, and returns it.
+        records: of the user's data set, before collation; at least 3.
+        loss: (model, batch) -> the loss that ``backward`` starts from.
+        longest: most tokens of a record that is made longer.
+
+    Raises:
+        ValueError: for fewer than 3 records; and whatever the run refuses the records as they are with.
+    """
+    if len(records) < 3:
+        raise ValueError(f"{len(records)} records have no neighbours to speak of: give at least 3")
+    base, spare = list(records[: 2 * TOGETHER - 1]), records[-1]
+    release = _Releases(start, loss)
+    before = release(base)
+    trials = [release.compare("again", "the same records", base, before)]
+    for index in (0, len(base) - 1):
+        rest = base[:index] + base[index + 1 :]
+        trials.append(release.compare("remove", f"record {index}", rest, before))
+    swapped = [*base[:-1], spare if len(records) > len(base) else base[0]]
+    trials.append(release.compare("replace", "a record by another", swapped, before, allowed=2.0))
+    trials.append(release.compare("add", "a duplicate", [*base, base[0]], before))
+    for what, record in extremes(base[-1], longest):
+        trials.append(release.compare("add", what, [*base, record], before))
+        trials.append(release.alone(what, record))
+    return Evidence(tuple(trials))
+
+
+def chosen(dataset: Any) -> list[Any]:
+    """A few records from all over a data set, as they come out of it."""
+    size, count = len(dataset), 2 * TOGETHER
+    return [dataset[i] for i in sorted({round(k * (size - 1) / (count - 1)) for k in range(count)})]
+
+
+def own_loss(model: Any, batch: Any) -> torch.Tensor:
+    """The loss that a model returns."""
+    output = model(**batch) if isinstance(batch, Mapping) or hasattr(batch, "keys") else model(*batch)
+    if isinstance(output, torch.Tensor):
+        return output
+    loss: torch.Tensor = output["loss"] if isinstance(output, Mapping) else output[0]
+    return loss
+
+
+def reach(model: torch.nn.Module, records: Sequence[Any]) -> int:
+    """Tokens of a record that is made long: 8 times the longest of these, and no more than the model has positions for."""
+    most = 8 * max((_tokens(record) or 0 for record in records), default=0) or 8
+    positions = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    return min(most, positions) if isinstance(positions, int) else most
+
+
+@dataclass(frozen=True)
+class _Release:
+    sums: dict[str, torch.Tensor]
+    rest: dict[str, torch.Tensor]
+    policy: Policy
+
+
+class _Releases:
+    """Runs one private step on a data set and keeps what it released."""
+
+    def __init__(self, start: Start, loss: Callable[[Any, Any], torch.Tensor]):
+        self.start, self.loss = start, loss
+
+    def __call__(self, records: Sequence[Any], *, dropout: bool = False) -> _Release:
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            private = self.start(records)
+            try:
+                return self._step(private, dropout)
+            finally:
+                private.detach()
+
+    def _step(self, private: Any, dropout: bool) -> _Release:
+        model = private.model
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        rates = [] if dropout else [m for m in model.modules() if isinstance(m, torch.nn.modules.dropout._DropoutNd)]
+        kept = [module.p for module in rates]
+        try:
+            for module in rates:
+                module.p = 0.0
+            for batch in private.data_loader:
+                self.loss(model, batch).backward()
+                private.optimizer.step()
+        finally:
+            for module, rate in zip(rates, kept):
+                module.p = rate
+        divisor = private.data_loader.batch_size
+        sums = {n: p.grad.detach().float() * divisor for n, p in trained.items() if p.grad is not None}
+        private.optimizer.zero_grad(set_to_none=True)
+        rest = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+        return _Release(sums, rest, private.method.policy(trained, 1.0, private.outcome))
+
+    def compare(self, kind: str, what: str, records: Sequence[Any], before: _Release, allowed: float = 1.0) -> Trial:
+        """Release a neighbouring data set and measure the distance from ``before``."""
+        try:
+            after = self(records)
+        except Exception as error:
+            return Trial(kind, what, None, _sentence(error))
+        return Trial(kind, what, *_distance(before, after, allowed))
+
+    def alone(self, what: str, record: Any) -> Trial:
+        """The size of one record's own share, with dropout as it is: norms and sums must see the same masks."""
+        try:
+            found = self([record], dropout=True)
+        except Exception as error:
+            return Trial("alone", what, None, _sentence(error))
+        nothing = _Release({n: torch.zeros_like(t) for n, t in found.sums.items()}, found.rest, found.policy)
+        return Trial("alone", what, *_distance(nothing, found, 1.0))
+
+
+def _distance(a: _Release, b: _Release, allowed: float) -> tuple[float, str, dict[str, float]]:
+    """Distance of two releases over the sensitivity, and how it is shared out."""
+    leaked = [name for name in a.rest if not torch.equal(a.rest[name].nan_to_num(), b.rest[name].nan_to_num())]
+    if leaked:
+        return math.inf, "", dict.fromkeys(leaked, 1 / len(leaked))
+    squares = {}
+    for name in a.sums.keys() | b.sums.keys():
+        gap = a.sums.get(name, torch.zeros(())).double() - b.sums.get(name, torch.zeros(())).double()
+        squares[name] = float((gap / _std(a.policy, name).to(gap.device)).square().sum())
+    total = sum(squares.values())
+    if not math.isfinite(total):
+        return math.inf, "", {name: 1.0 for name, square in squares.items() if not math.isfinite(square)}
+    shares = sorted(((name, square / total if total else 0.0) for name, square in squares.items()), key=lambda s: -s[1])
+    return math.sqrt(total) * a.policy.noise_multiplier / allowed, "", dict(shares)
+
+
+def _std(policy: Policy, name: str) -> torch.Tensor:
+    group = policy.group_of.get(name, 0)
+    if isinstance(group, tuple):
+        return torch.where(policy.masks[name], policy.stds[group[0]], policy.stds[group[1]]).double()
+    return torch.tensor(policy.stds[group], dtype=torch.float64)
+
+
+def _sentence(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
+
+
+def extremes(record: Any, longest: int) -> Iterator[tuple[str, Any]]:
+    """Records made from one of the user's: each with what was done to it.
+
+    Numbers are made huge, tiny, cancelling and non-finite; token sequences long, empty, uniform, unlabelled and all padding;
+    texts long and empty. A change that a record has nothing for is left out.
+    """
+    for what, change in (
+        ("a record a million times larger", lambda x: x * 1e6),
+        ("a record a millionth as large", lambda x: x * 1e-6),
+        ("a record whose tokens cancel", _cancelling),
+        ("a record that is not a number", lambda x: x * math.nan),
+        ("an infinite record", lambda x: x * math.inf),
+        ("a record of zeros", lambda x: x * 0.0),
+    ):
+        yield from _changed(what, record, functools.partial(_numbers, change))
+    tokens = _tokens(record)
+    for what, edit in (
+        ("a long record", lambda x: (x * math.ceil(longest / max(len(x), 1)))[:longest]),
+        ("a record of one token", lambda x: x[:1]),
+        ("an empty record", lambda x: x[:0]),
+        ("a record of one token again and again", lambda x: x[:1] * len(x)),
+        ("a record with each token twice", lambda x: [t for token in x[: len(x) // 2] for t in (token, token)]),
+    ):
+        yield from _changed(what, record, functools.partial(_sequence, edit, tokens))
+    yield from _changed(
+        "a record without labels",
+        record,
+        lambda path, leaf: _sequence(lambda x: [-100] * len(x), tokens, path, leaf) if "label" in path else leaf,
+    )
+    yield from _changed(
+        "a record of padding alone",
+        record,
+        lambda path, leaf: _sequence(lambda x: [-100 if "label" in path else 0] * len(x), tokens, path, leaf),
+    )
+    for what, rewrite in (
+        ("a long text", lambda text: " ".join([text] * math.ceil(8 * longest / max(len(text), 1)))),
+        ("an empty text", lambda text: ""),
+        ("a text of one word again and again", lambda text: " ".join(text.split()[:1] * len(text.split()))),
+    ):
+        yield from _changed(what, record, functools.partial(_text, rewrite))
+
+
+def _changed(what: str, record: Any, change: Callable[[str, Any], Any]) -> Iterator[tuple[str, Any]]:
+    touched: list[bool] = []
+
+    def visit(path: str, tree: Any) -> Any:
+        if isinstance(tree, Mapping):
+            return {key: visit(f"{path}.{key}", value) for key, value in tree.items()}
+        if isinstance(tree, tuple):
+            return tuple(visit(f"{path}.{i}", value) for i, value in enumerate(tree))
+        if isinstance(tree, list) and not all(isinstance(value, (int, float)) for value in tree):
+            return [visit(f"{path}.{i}", value) for i, value in enumerate(tree)]
+        found = change(path, tree)
+        touched.append(found is not tree)
+        return found
+
+    changed = visit("", record)
+    if any(touched):
+        yield what, changed
+
+
+def _text(rewrite: Callable[[str], str], path: str, leaf: Any) -> Any:
+    return rewrite(leaf) if isinstance(leaf, str) else leaf
+
+
+def _numbers(change: Callable[[torch.Tensor], torch.Tensor], path: str, leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        return change(leaf) if leaf.is_floating_point() and leaf.numel() else leaf
+    if isinstance(leaf, list) and any(isinstance(value, float) for value in leaf):
+        return change(torch.tensor(leaf)).tolist()
+    return leaf
+
+
+def _cancelling(x: torch.Tensor) -> torch.Tensor:
+    """Large tokens in pairs that differ by a little."""
+    x = 1e4 * x
+    if x.dim() and x.shape[0] > 1:
+        even = x[: 2 * (x.shape[0] // 2) : 2]
+        x = x.clone()
+        x[1::2] = even + 1e-3 * even.abs().mean()
+    return x
+
+
+def _tokens(record: Any) -> int | None:
+    """The length that a record's sequences of whole numbers share; None for a record without any."""
+    lengths: list[int] = []
+
+    def note(path: str, leaf: Any) -> Any:
+        length = _length(leaf)
+        if length is not None:
+            lengths.append(length)
+        return leaf
+
+    for _ in _changed("", record, note):
+        pass
+    return max(set(lengths), key=lengths.count) if lengths else None
+
+
+def _length(leaf: Any) -> int | None:
+    if isinstance(leaf, torch.Tensor):
+        return len(leaf) if leaf.dim() == 1 and not leaf.is_floating_point() else None
+    return len(leaf) if isinstance(leaf, list) and all(isinstance(value, int) for value in leaf) else None
+
+
+def _sequence(edit: Callable[[list[int]], list[int]], tokens: int | None, path: str, leaf: Any) -> Any:
+    if tokens is None or _length(leaf) != tokens:
+        return leaf
+    values = leaf.tolist() if isinstance(leaf, torch.Tensor) else list(leaf)
+    edited = edit(values)
+    return torch.tensor(edited, dtype=leaf.dtype) if isinstance(leaf, torch.Tensor) else edited
