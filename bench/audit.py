@@ -22,7 +22,9 @@ from torch.utils.data import DataLoader
 
 import fastdp
 from fastdp import audit
+from fastdp.engine.accumulator import Accumulator
 from fastdp.methods.rapft import PrivateSubset, PublicMap, RapFT
+from fastdp.private.observer import Observer
 from fastdp.private.run import Private
 
 CONFIDENCE = 0.95
@@ -51,6 +53,19 @@ def train(private: Private) -> None:
             private.optimizer.zero_grad()
 
 
+class Weaker(Observer):
+    """Has the noise of a run made ``factor`` times what it should be."""
+
+    def __init__(self, factor: float):
+        self.factor: float | None = factor
+
+    def before_release(self, accumulator: Accumulator) -> None:
+        """Once, since the policy stays."""
+        if self.factor is not None:
+            stds = tuple(std * self.factor for std in accumulator.policy.stds)
+            accumulator.policy, self.factor = dataclasses.replace(accumulator.policy, stds=stds), None
+
+
 def weaker_noise(canaries: int, factor: float, epsilon: float = 2.0, steps: int = 4) -> audit.AuditResult:
     """DP-SGD whose noise is ``factor`` times what it claims, audited by gradient canaries."""
     rows = [{"x": torch.randn(400), "labels": torch.tensor(i)} for i in range(8)]
@@ -63,9 +78,7 @@ def weaker_noise(canaries: int, factor: float, epsilon: float = 2.0, steps: int 
         target_delta=DELTA,
         epochs=steps,
     )
-    accumulator = private._engine.accumulator
-    weaker = tuple(std * factor for std in accumulator.policy.stds)
-    accumulator.policy = dataclasses.replace(accumulator.policy, stds=weaker)
+    private.observe(Weaker(factor))
     planted = audit.GradientCanaries(private, canaries)
     train(private)
     # One number of guesses, chosen beforehand: for a weak fault, the 2% of which the scores are surest.

@@ -12,24 +12,19 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
+from fastdp.accounting import Ledger
 from fastdp.engine.engine import Engine
 from fastdp.engine.policy import Policy
 from fastdp.methods.dpsgd import DPSGD
 from fastdp.ops.stream import NoiseStream
 from fastdp.private.checks import check_budget, check_model, refuse_frozen
-from fastdp.private.method import Preparation, Schedule
-from fastdp.private.opening import fingerprint, opened_ledger
+from fastdp.private.loader import PrivateLoader, check_loader
+from fastdp.private.observer import Observer
+from fastdp.private.plan import Budget, Plan, SideRelease, fingerprint
+from fastdp.private.preparation import Access
 from fastdp.private.release import Release
 from fastdp.private.run import Private, refuse_driven
-from fastdp.private.sampler import (
-    PoissonSampler,
-    PrivateLoader,
-    Sampler,
-    ShuffledSampler,
-    Units,
-    check_loader,
-    steps_per_epoch,
-)
+from fastdp.private.sampler import Units, steps_per_epoch
 from fastdp.private.stages import Stages
 
 
@@ -45,7 +40,7 @@ def make_private(
     noise_multiplier: float | None = None,
     max_physical_batch_size: int | None = None,
     sampling: str = "poisson",
-    adjacency: str = "add_remove",
+    adjacency: str | None = None,
     user_ids: Sequence[Hashable] | None = None,
     max_examples_per_user: int | None = None,
     unit_map: str | None = None,
@@ -71,7 +66,8 @@ def make_private(
         noise_multiplier: noise standard deviation over sensitivity; 0 means no privacy, and the card says so.
         max_physical_batch_size: most examples in one forward pass; memory, not privacy.
         sampling: "poisson", or "shuffled" (accounted without amplification).
-        adjacency: "add_remove" or "replace_one".
+        adjacency: "add_remove" (default, with Poisson sampling), "replace_one", or "zero_out": a unit that is left out leaves
+            its place empty (default, with shuffled batches, which know no "add_remove").
         user_ids: the user of each example, to protect users instead of examples.
         max_examples_per_user: examples of one user that are used, with user_ids.
         unit_map: for collators that pack rows, the batch entry naming the example of every token.
@@ -90,10 +86,6 @@ def make_private(
     refuse_driven(model, optimizer)
     check_model(model, optimizer)
     check_loader(data_loader)
-    if sampling not in ("poisson", "shuffled"):
-        raise ValueError(f"sampling is '{sampling}': use 'poisson' or 'shuffled'")
-    if adjacency not in ("add_remove", "replace_one"):
-        raise ValueError(f"adjacency is '{adjacency}': use 'add_remove' or 'replace_one'")
     if loss_reduction not in (None, "mean", "sum"):
         raise ValueError(
             f"loss_reduction is '{loss_reduction}': use 'mean' or 'sum', or None if the model returns its loss"
@@ -103,8 +95,6 @@ def make_private(
     size = len(data_loader.dataset)  # type: ignore[arg-type]
     units = Units(size, user_ids, max_examples_per_user)
     batch_size = int(data_loader.batch_size or 1)
-    if batch_size > len(units):
-        raise ValueError(f"batch size {batch_size} exceeds the {len(units)} units: the sample rate would pass 1")
     physical = max_physical_batch_size or max(batch_size, units.largest)
     if physical < units.largest:
         raise ValueError(
@@ -113,52 +103,44 @@ def make_private(
         )
     per_epoch = steps_per_epoch(len(units), batch_size)
     steps = math.ceil(epochs * per_epoch)
-    sample_rate = batch_size / len(units)
-    check_budget(target_delta, target_epsilon, noise_multiplier, method.mechanism, len(units))
-
-    schedule = Schedule(
+    if adjacency is None:
+        adjacency = "zero_out" if sampling == "shuffled" else "add_remove"
+    plan = Plan(
         units=len(units),
         batch_size=batch_size,
         steps=steps,
         steps_per_epoch=per_epoch,
-        sampling=sampling,
-        adjacency=adjacency,
+        sampling=sampling,  # type: ignore[arg-type]
+        adjacency=adjacency,  # type: ignore[arg-type]
         target_epsilon=target_epsilon,
         delta=target_delta,
         noise_multiplier=noise_multiplier,
+        unit="example" if user_ids is None else f"user (at most {max_examples_per_user} examples)",
     )
-    budget = method.budget(schedule)
-    sigma = budget.noise_multiplier
+    check_budget(target_delta, target_epsilon, noise_multiplier, method.mechanism, len(units))
+    plan = plan.settle(method.budget(plan))
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     # Made once here for its refusals, before a ledger exists.
-    method.policy(trained, sigma, {})
-    if method.freezes:
+    method.policy(trained, plan.sigma, {})
+    if method.selects:
         refuse_frozen(model, optimizer)
-    if method.bias_correction and not hasattr(optimizer, "noise_variance"):
-        raise ValueError(
-            "bias_correction needs fastdp.optim.Adam or fastdp.optim.AdamW: other optimizers cannot apply it"
-        )
-    settings = {
-        "noise_multiplier": sigma,
-        "sample_rate": sample_rate,
-        "steps_per_epoch": per_epoch,
-        "sampling": sampling,
-        "adjacency": adjacency,
-        "unit": "example" if user_ids is None else f"user (at most {max_examples_per_user} examples)",
-        "dataset_size": len(units),
-        "delta": target_delta,
-        "target_epsilon": target_epsilon,
-        "fingerprint": fingerprint(trained),
-    }
-    with opened_ledger(output_dir, resume, settings, method, schedule, budget) as ledger:
+    for part in method.parts():
+        part.check(optimizer)
+    folder = None if output_dir is None else Path(output_dir)
+    ledger = Ledger.open_or_create(
+        None if folder is None else folder / "ledger.jsonl",
+        plan.header(method.describe(), fingerprint(trained)),
+        event=plan.event(),
+        budget_steps=plan.steps,
+        side={side.kind: (side.event, side.count) for side in plan.side},
+        resume=resume,
+    )
+    try:
         open_stream = _streams(unsafe_seed)
         noise, draws = open_stream(), open_stream()
-        sampler: Sampler = (
-            PoissonSampler(len(units), sample_rate, draws)
-            if sampling == "poisson"
-            else ShuffledSampler(len(units), batch_size, draws)
-        )
-        loader = PrivateLoader(data_loader, sampler, units, per_epoch, physical, lambda: steps, unit_map)
+        observers: list[Observer] = []
+        shared: dict[str, Any] = {"unit_map": unit_map, "observers": observers}
+        loader = PrivateLoader(data_loader, plan, units, draws, physical, **shared)
         release = Release(trained, ledger, noise, batch_size, secure_rounding=secure_rounding)
 
         def open_engine(policy: Policy) -> Engine:
@@ -166,30 +148,40 @@ def make_private(
                 model, policy, loader.tickets, loss_reduction=loss_reduction, two_pass=two_pass, check=self_check
             )
 
-        def open_sample(rate: float) -> PrivateLoader:
-            once = PoissonSampler(len(units), rate, open_stream())
-            return PrivateLoader(data_loader, once, units, 1, physical, lambda: 1, unit_map)
+        def open_access() -> Access:
+            stream = open_stream()
 
-        def open_preparation() -> Preparation:
-            return Preparation(
-                model=model,
-                parameters=trained,
-                step=ledger.spent_steps,
-                batch_size=batch_size,
-                units=len(units),
-                noise_multiplier=sigma,
-                budget=budget,
-                stream=open_stream(),
-                record=ledger.record,
-                outcome=stages.outcome,
-                open_loader=open_sample,
-                returns_loss=loss_reduction is None,
+            def open_loader(kind: str) -> PrivateLoader:
+                return PrivateLoader(data_loader, plan, units, open_stream(), physical, kind=kind, **shared)
+
+            def open_unprotected(rate: float) -> PrivateLoader:
+                read = plan.settle(Budget(plan.sigma, (SideRelease("unprotected", 0.0, rate, 1),)))
+                return PrivateLoader(data_loader, read, units, open_stream(), physical, kind="unprotected", **shared)
+
+            return Access(
+                ledger.record,
+                open_loader,
+                stream,
                 secure_rounding=secure_rounding,
+                returns_loss=loss_reduction is None,
+                open_unprotected=open_unprotected if method.flaws() else None,
             )
 
-        folder = None if output_dir is None else Path(output_dir)
-        stages = Stages(model, optimizer, method, sigma, release, open_engine, folder, resume and folder is not None)
-        return Private(model, optimizer, loader, stages, ledger, settings, open_preparation)
+        stages = Stages(
+            model,
+            optimizer,
+            method,
+            plan.sigma,
+            release,
+            ledger,
+            open_engine,
+            folder,
+            resume and folder is not None,
+        )
+        return Private(model, optimizer, loader, stages, ledger, plan, open_access, observers)
+    except BaseException:
+        ledger.abandon()
+        raise
 
 
 def _streams(unsafe_seed: int | None) -> Callable[[], NoiseStream]:

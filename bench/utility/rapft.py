@@ -32,7 +32,8 @@ from fastdp.finetune.evaluation import evaluate
 from fastdp.finetune.memory import PeakMemory
 from fastdp.integrations.adapters import train_biases_only
 from fastdp.methods import rapft
-from fastdp.private.method import Method, Schedule
+from fastdp.private.method import Method
+from fastdp.private.plan import Plan
 
 DELTA = 1e-5
 TUNINGS = ("adapter", "bitfit", "lora")
@@ -160,10 +161,10 @@ class Bench:
 
     def _multiplier(self, epsilon: float, noised: bool) -> float:
         size = self.size
-        schedule = Schedule(
+        plan = Plan(
             len(self.train), size.batch_size, size.steps, self.per_epoch, "poisson", "add_remove", epsilon, DELTA, None
         )
-        return schedule.multiplier(rapft.NoisyMap(*NOISED).side(1) if noised else ())
+        return plan.multiplier(rapft.NoisyMap(*NOISED).side(1) if noised else ())
 
     def run(self, row: dict[str, Any]) -> dict[str, Any]:
         """Train once and evaluate: perplexity, true epsilon, noise multiplier, seconds a step."""

@@ -28,7 +28,8 @@ class Epsilon(float):
     Attributes:
         delta: the delta it belongs to.
         accountant: ``pld``, ``prv`` or ``rdp``.
-        adjacency: ``add_remove`` or ``replace_one``.
+        adjacency: ``add_remove``, ``replace_one``, or ``zero_out`` (a unit's place is left empty), which costs what
+            ``add_remove`` costs.
         interval: discretisation of a PLD figure; None for a closed form and for other accountants.
         certified: True for PLD alone. PRV looks at the removal of a unit only, and RDP follows Opacus's orders: both
             are cross-checks.
@@ -69,8 +70,8 @@ def check_delta(delta: float) -> float:
 
 def check_adjacency(adjacency: str) -> None:
     """Raise ValueError for an unknown adjacency."""
-    if adjacency not in ("add_remove", "replace_one"):
-        raise ValueError(f"adjacency is {adjacency!r}: choose 'add_remove' or 'replace_one'")
+    if adjacency not in ("add_remove", "replace_one", "zero_out"):
+        raise ValueError(f"adjacency is {adjacency!r}: choose 'add_remove', 'replace_one' or 'zero_out'")
 
 
 def epsilon(
@@ -107,7 +108,7 @@ def epsilon(
 
 
 def _one_direction(flat: Flat, accountant: str, adjacency: Adjacency) -> Flat:
-    if adjacency == "add_remove":
+    if adjacency != "replace_one":
         return flat
     if flat.sampled:
         raise ValueError(f"the {accountant} accountant cannot replace a unit under sampling: use accountant='pld'")

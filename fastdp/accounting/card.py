@@ -197,8 +197,10 @@ def _assumptions(
     found = [f"the number of units, {dataset_size}, is public"]
     if sampling == "shuffled":
         found.append("batches are shuffled, not sampled: no amplification is claimed")
-        if adjacency == "add_remove":
-            found.append("removing a unit leaves its place in the order empty, as the number of units is public")
+        if adjacency == "zero_out":
+            found.append(
+                "a unit that is left out leaves its place in the order empty, as the number of places is public"
+            )
     elif sampling == "poisson":
         found.append("which units were sampled in which step stays secret")
     if delta is not None and delta >= 1 / dataset_size:

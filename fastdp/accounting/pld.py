@@ -16,7 +16,7 @@ from scipy import fft, special
 
 from fastdp.accounting.events import Flat, squared_ratio
 
-Adjacency = Literal["add_remove", "replace_one"]
+Adjacency = Literal["add_remove", "replace_one", "zero_out"]
 Direction = Literal["remove", "add", "replace"]
 
 #: Discretisation of a certified figure (up to epsilon 10, then in proportion), of a small one, and of a search.
@@ -220,7 +220,7 @@ def _chernoff(masses: NDArray[np.float64], times: int, side: int) -> int:
 def distributions(flat: Flat, adjacency: Adjacency, interval: float) -> tuple[Losses, ...]:
     """The composed loss distribution in each direction (remove and add, or replace); ``flat`` must not be empty."""
     directions: tuple[Direction, ...] = ("replace",) if adjacency == "replace_one" else ("remove",)
-    if adjacency == "add_remove" and flat.sampled:
+    if adjacency != "replace_one" and flat.sampled:
         directions = ("remove", "add")
     composed = []
     for direction in directions:

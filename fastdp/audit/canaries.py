@@ -4,23 +4,21 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from fastdp.audit.guessing import SHARES, AuditResult, conclude
+from fastdp.engine.accumulator import Accumulator
 from fastdp.engine.policy import Policy, Unclipped
 from fastdp.ops.stream import NoiseStream
-from fastdp.private.release import Update
+from fastdp.private.observer import Observer
 
 if TYPE_CHECKING:
     from fastdp.private.run import Private
 
-#: The only kind of release in which canaries take part.
-_STEP = "step"
 
-
-class Canaries(ABC):
+class Canaries(Observer, ABC):
     """Canaries in one private run, each included by a fair coin of its own.
 
     Attach to a run before its first step, train as ever, then ask for `result`. The weights of an audited run have been
@@ -40,32 +38,27 @@ class Canaries(ABC):
             raise ValueError(f"{count} canaries cannot be ranked: use at least 2, and hundreds to show anything")
         if not private.ledger.untouched:
             raise ValueError("canaries belong into a run before its first step; make the run private anew")
-        if isinstance(private._engine.accumulator.policy, Unclipped):
+        if isinstance(private.policy, Unclipped):
             raise ValueError("the non-private method claims nothing, so there is nothing to audit")
-        if isinstance(private._release, ObservedRelease):
+        if any(isinstance(observer, Canaries) for observer in private.observers):
             raise ValueError("this run is being audited already; detach its canaries first")
         self.private = private
         self.stream = NoiseStream() if unsafe_seed is None else NoiseStream.unsafe_reproducible(unsafe_seed)
         #: The coins: whether each canary is in the data, bool [m].
         self.included = self.stream.bernoulli(count, 0.5)
         self.releases = 0
-        self._inner = private._release
-        private._release = ObservedRelease(self._inner, self)  # type: ignore[assignment]
+        private.observe(self)
 
     def __len__(self) -> int:
         return self.included.shape[0]
 
-    @property
-    def expected_batch_size(self) -> float:
-        """What the noisy sum was divided by."""
-        return self._inner.expected_batch_size
+    def after_release(self, accumulator: Accumulator) -> None:
+        """Take in what was released."""
+        self.score_release(accumulator.policy)
+        self.releases += 1
 
     @abstractmethod
-    def before_release(self, sums: dict[str, torch.Tensor], policy: Policy) -> None:
-        """Called with the clipped sums of a logical batch, before its noise."""
-
-    @abstractmethod
-    def after_release(self, policy: Policy) -> None:
+    def score_release(self, policy: Policy) -> None:
         """Called when `.grad` of each trained parameter holds what was released."""
 
     @abstractmethod
@@ -101,33 +94,7 @@ class Canaries(ABC):
 
     def detach(self) -> None:
         """Take the canaries out of the run; scores and coins stay."""
-        self.private._release = self._inner
-
-
-class ObservedRelease:
-    """A run's release with canaries before it and an observer after it."""
-
-    def __init__(self, inner: Any, canaries: Canaries):
-        self._inner = inner
-        self._canaries = canaries
-
-    def __call__(
-        self, sums: dict[str, torch.Tensor], policy: Policy, *, kind: str = _STEP, update: Update | None = None
-    ) -> None:
-        """Release as the inner one does; other kinds than training steps pass unobserved.
-
-        An optimizer's ``update`` is left out, for what it applies is not seen as a gradient.
-        """
-        if kind != _STEP:
-            self._inner(sums, policy, kind=kind)
-            return
-        self._canaries.before_release(sums, policy)
-        self._inner(sums, policy, kind=kind)
-        self._canaries.after_release(policy)
-        self._canaries.releases += 1
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
+        self.private.unobserve(self)
 
 
 def noise_std(policy: Policy, name: str, device: torch.device) -> torch.Tensor:

@@ -15,9 +15,7 @@ from fastdp.engine.policy import Policy
 from fastdp.ops.stream import NoiseStream
 
 if TYPE_CHECKING:
-    from fastdp.private.method import Preparation
     from fastdp.private.run import Private
-    from fastdp.private.sampler import PrivateLoader, Sampler
 
 #: A model and a collated batch -> the scalar loss of that batch.
 Loss = Callable[[torch.nn.Module, Any], torch.Tensor]
@@ -72,29 +70,21 @@ class ExampleCanaries(Canaries):
         self._kept: list[list[torch.Tensor | None]] = []
         self._scores = torch.zeros(len(self), dtype=torch.float64)
         self._before = self._losses() if score == "loss" else None
-        self._sampler = private.data_loader.sampler
-        excluded = {unit for unit, coin in zip(self.units, self.included.tolist()) if not coin}
-        private.data_loader.sampler = _Without(self._sampler, excluded)
-        self._open_preparation = private._open_preparation
-        private._open_preparation = lambda: _preparation_without(self._open_preparation(), excluded)
+        self._excluded = {unit for unit, coin in zip(self.units, self.included.tolist()) if not coin}
 
-    def detach(self) -> None:
-        """As `Canaries.detach`."""
-        super().detach()
-        self.private.data_loader.sampler = self._sampler
-        self.private._open_preparation = self._open_preparation
+    def drawn(self, units: list[int], kind: str) -> list[int]:
+        """What was drawn for a release of any kind, less the excluded canaries."""
+        return [unit for unit in units if unit not in self._excluded]
 
-    def before_release(self, sums: dict[str, torch.Tensor], policy: Policy) -> None:
-        """Nothing: example canaries are in the sums by then, as every example is."""
-
-    def after_release(self, policy: Policy) -> None:
+    def score_release(self, policy: Policy) -> None:
         """Add the projections of what was released on each canary's gradient to the scores."""
         if self.score == "loss":
             return
-        parameters = self.private._engine.parameters
+        parameters = self.private.parameters
         stds = [noise_std(policy, name, p.device) for name, p in parameters.items()]
         released = [
-            None if p.grad is None else p.grad.detach().float() * self.expected_batch_size for p in parameters.values()
+            None if p.grad is None else p.grad.detach().float() * self.private.expected_batch_size
+            for p in parameters.values()
         ]
         for index, gradients in enumerate(self._directions()):
             inner = size = 0.0
@@ -113,7 +103,7 @@ class ExampleCanaries(Canaries):
 
     def _batches(self) -> Iterator[Any]:
         loader = self.private.data_loader
-        device = next(iter(self.private._engine.parameters.values())).device
+        device = next(iter(self.private.parameters.values())).device
         for unit in self.units:
             batch = loader.collate_fn([loader.dataset[index] for index in loader.units.examples(unit)])
             yield map_tensors(batch, lambda tensor: tensor.to(device))
@@ -145,36 +135,9 @@ class ExampleCanaries(Canaries):
             for batch in self._batches():
                 with torch.enable_grad():
                     loss = self._loss(model, batch)
-                    yield plain_gradients([loss], [torch.ones_like(loss)], self.private._engine.parameters.values())
+                    yield plain_gradients([loss], [torch.ones_like(loss)], self.private.parameters.values())
         finally:
             model.train(training)
-
-
-class _Without:
-    """A sampler that leaves some units out of whatever another one draws."""
-
-    def __init__(self, inner: Sampler, excluded: set[int]):
-        self.inner = inner
-        self.kind = inner.kind
-        self.excluded = excluded
-
-    def epoch(self, steps: int) -> Iterator[list[int]]:
-        """The inner sampler's logical batches, less the excluded units."""
-        for drawn in self.inner.epoch(steps):
-            yield [unit for unit in drawn if unit not in self.excluded]
-
-
-def _preparation_without(preparation: Preparation, excluded: set[int]) -> Preparation:
-    """A preparation whose samples leave some units out too: a method must not see through them what training does not."""
-    open_loader = preparation.open_loader
-
-    def opened(rate: float) -> PrivateLoader:
-        loader = open_loader(rate)
-        loader.sampler = _Without(loader.sampler, excluded)
-        return loader
-
-    preparation.open_loader = opened
-    return preparation
 
 
 def _returned_loss(model: torch.nn.Module, batch: Any) -> torch.Tensor:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from fastdp.audit.canaries import Canaries, noise_std
+from fastdp.engine.accumulator import Accumulator
 from fastdp.engine.policy import Policy
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ class GradientCanaries(Canaries):
         statistic: str = "mean",
         unsafe_seed: int | None = None,
     ):
-        parameters = private._engine.parameters
+        parameters = private.parameters
         total = sum(p.numel() for p in parameters.values())
         if count > total:
             raise ValueError(f"{count} canaries need as many coordinates, and {total} are trained; use at most {total}")
@@ -75,30 +76,23 @@ class GradientCanaries(Canaries):
         else:
             generator.manual_seed(unsafe_seed)
         self._shares = _deal({name: p.numel() for name, p in parameters.items()}, count, generator)
-        policy = private._engine.accumulator.policy
+        policy = private.policy
         self._height = magnitude * math.sqrt(sum(bound**2 for bound in policy.bounds)) / math.sqrt(total / count)
         self._scores = torch.zeros(count, dtype=torch.float64)
         #: Shuffled sampling: the step of the pass in which each canary takes part.
         self._turn: torch.Tensor | None = None
         self._step_of_pass = 0
-        self._restart = private.data_loader.on_restart
-        private.data_loader.on_restart = self._begin_pass
 
-    def detach(self) -> None:
-        """As `Canaries.detach`."""
-        super().detach()
-        self.private.data_loader.on_restart = self._restart
-
-    def _begin_pass(self) -> None:
-        self._restart()
+    def begin_pass(self) -> None:
+        """Shuffled sampling: draw the step of the pass in which each canary takes part."""
         self._step_of_pass = 0
-        if self.private.settings["sampling"] == "shuffled":
+        if self.private.plan.sampling == "shuffled":
             steps = self.private.steps_per_epoch
             self._turn = torch.from_numpy((self.stream.uniform64(len(self)) % steps).astype("int64"))
 
     def _coefficients(self) -> torch.Tensor:
         """What each canary adds to this logical batch, in clipped gradients: 1, 0, or -1 for one that was replaced."""
-        absent = -1.0 if self.private.settings["adjacency"] == "replace_one" else 0.0
+        absent = -1.0 if self.private.plan.adjacency == "replace_one" else 0.0
         coins = torch.where(self.included, 1.0, absent)
         if self._turn is not None:
             return coins * (self._turn == self._step_of_pass)
@@ -108,9 +102,9 @@ class GradientCanaries(Canaries):
     def _phase(self) -> float:
         return 1.0 if self.releases % 2 == 0 else -1.0
 
-    def before_release(self, sums: dict[str, torch.Tensor], policy: Policy) -> None:
+    def before_release(self, accumulator: Accumulator) -> None:
         """Clip the canaries' gradients as the policy says, and add them to the sums."""
-        accumulator = self.private._engine.accumulator
+        sums, policy = accumulator.sums, accumulator.policy
         coefficients = self._coefficients()
         squared = self._squared(policy)
         factors = accumulator.factors(squared, coefficients.abs().to(squared.device))
@@ -118,15 +112,15 @@ class GradientCanaries(Canaries):
             added = self._phase * values
             sums[name] = sums[name] + added if name in sums else added
 
-    def after_release(self, policy: Policy) -> None:
+    def score_release(self, policy: Policy) -> None:
         """Add the projections of what was released to the scores."""
         scales = policy.scales(self._squared(policy))
         inner = torch.zeros(len(self), dtype=torch.float64)
         size = torch.zeros(len(self), dtype=torch.float64)
         for name, values in self._contributions(policy, scales):
-            gradient = self.private._engine.parameters[name].grad
+            gradient = self.private.parameters[name].grad
             assert gradient is not None
-            seen = gradient.detach().double().cpu() * self.expected_batch_size
+            seen = gradient.detach().double().cpu() * self.private.expected_batch_size
             owner = self._shares[name].owner
             if self.statistic == "variance":
                 inner.index_add_(0, owner, seen.reshape(-1).square())
@@ -145,13 +139,13 @@ class GradientCanaries(Canaries):
 
     def _present(self) -> Iterator[tuple[str, torch.nn.Parameter, _Share]]:
         """The parameters of the run's present stage; a method may have frozen others."""
-        for name, parameter in self.private._engine.parameters.items():
+        for name, parameter in self.private.parameters.items():
             if name in self._shares:
                 yield name, parameter, self._shares[name]
 
     def _squared(self, policy: Policy) -> torch.Tensor:
         """Squared norms of the canaries' gradients, ``[groups, m]``."""
-        device = next(iter(self.private._engine.parameters.values())).device
+        device = next(iter(self.private.parameters.values())).device
         counts = torch.zeros(len(policy.bounds), len(self), device=device)
         for name, parameter, share in self._present():
             owner = share.owner.to(device)

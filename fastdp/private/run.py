@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,8 +14,12 @@ import torch
 import fastdp.accounting as accounting
 from fastdp.accounting.ledger import STEP
 from fastdp.engine.engine import Engine
-from fastdp.private.method import Outcome, Preparation
-from fastdp.private.sampler import PrivateLoader
+from fastdp.engine.policy import Policy
+from fastdp.private.loader import PrivateLoader
+from fastdp.private.observer import Observer
+from fastdp.private.parts import Average
+from fastdp.private.plan import Plan, fingerprint
+from fastdp.private.preparation import Access, Moment, Outcome, Preparation
 from fastdp.private.stages import Stages
 
 _STATE_VERSION = 2
@@ -26,9 +31,8 @@ class Private:
     """A private training run; unpacks to ``(model, optimizer, data_loader)``.
 
     Attributes:
-        noise_multiplier: noise standard deviation over sensitivity of one release.
-        sample_rate: probability with which a unit joins a logical batch.
-        steps_per_epoch, total_steps: logical steps of an epoch, and of the whole budget.
+        plan: what is public about the run.
+        total_steps: logical steps of the whole budget.
         last_step_done: whether the latest ``optimizer.step()`` released a logical batch (earlier micro-batches do nothing).
     """
 
@@ -39,27 +43,27 @@ class Private:
         data_loader: PrivateLoader,
         stages: Stages,
         ledger: accounting.Ledger,
-        settings: dict[str, Any],
-        open_preparation: Callable[[], Preparation],
+        plan: Plan,
+        open_access: Callable[[], Access],
+        observers: list[Observer],
     ):
         self.model = model
         self.optimizer = optimizer
         self.data_loader = data_loader
         self.method = stages.method
         self.ledger = ledger
-        self.settings = settings
-        self.noise_multiplier: float = settings["noise_multiplier"]
-        self.sample_rate: float = settings["sample_rate"]
-        self.steps_per_epoch: int = settings["steps_per_epoch"]
-        self.target_delta: float | None = settings["delta"]
+        self.plan = plan
         self.last_step_done = False
         self.nonfinite_examples = 0
         self._stages = stages
         self._release = stages.release
-        self._open_preparation = open_preparation
+        self._open_access = open_access
+        self._observers = observers
+        self._observed: set[str] = set()
+        self._following = [part.follow() for part in self.method.parts()]
+        self._fingerprint = fingerprint(stages.parameters)
         self._backwards_seen = 0
         self._epsilons: dict[tuple[tuple[int, ...], float], float] = {}
-        self._average: dict[str, torch.Tensor] | None = None
         self._hooks = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
@@ -71,6 +75,60 @@ class Private:
 
     def __iter__(self) -> Iterator[Any]:
         yield from (self.model, self.optimizer, self.data_loader)
+
+    @property
+    def noise_multiplier(self) -> float:
+        """Noise standard deviation over sensitivity of one release."""
+        return self.plan.sigma
+
+    @property
+    def sample_rate(self) -> float:
+        """Probability with which a unit joins a logical batch."""
+        return self.plan.sample_rate
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Logical steps of an epoch."""
+        return self.plan.steps_per_epoch
+
+    @property
+    def target_delta(self) -> float | None:
+        """The delta at which epsilon is stated unless another is given."""
+        return self.plan.delta
+
+    @property
+    def parameters(self) -> Mapping[str, torch.nn.Parameter]:
+        """What is trained at present, by name."""
+        return self._engine.parameters
+
+    @property
+    def policy(self) -> Policy:
+        """How the logical batch at hand is clipped and noised."""
+        return self._engine.accumulator.policy
+
+    @property
+    def expected_batch_size(self) -> float:
+        """What the noisy sum of a logical batch is divided by."""
+        return self._release.expected_batch_size
+
+    @property
+    def observers(self) -> tuple[Observer, ...]:
+        """Who looks on at the run from inside."""
+        return tuple(self._observers)
+
+    def observe(self, observer: Observer) -> None:
+        """Let an observer look on at the private side, for an audit or a test; the card says so from here on.
+
+        Raises ValueError for one that looks on already.
+        """
+        if observer in self._observers:
+            raise ValueError("this observer looks on already")
+        self._observers.append(observer)
+        self._observed.add(type(observer).__name__)
+
+    def unobserve(self, observer: Observer) -> None:
+        """Send an observer away."""
+        self._observers.remove(observer)
 
     @property
     def total_steps(self) -> int:
@@ -97,6 +155,8 @@ class Private:
     def _restart(self) -> None:
         self._engine.abandon()
         self.ledger.begin_pass()
+        for observer in self._observers:
+            observer.begin_pass()
         self.prepare()
 
     @property
@@ -114,7 +174,8 @@ class Private:
         Happens by itself when iteration over the loader begins, and after a step.
         """
         if self.steps_done < self.total_steps and self._stages.due(self.steps_done):
-            self._stages.prepare(self._open_preparation())
+            moment = Moment(self.plan, self.model, self._stages.parameters, self.steps_done, self.outcome)
+            self._stages.prepare(Preparation(moment, self._open_access()))
             self._backwards_seen = 0
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -133,20 +194,18 @@ class Private:
             return
         accumulator = engine.accumulator
         self.nonfinite_examples += int(accumulator.nonfinite)
-        if hasattr(optimizer, "noise_variance") and self.method.bias_correction:
-            optimizer.noise_variance = (accumulator.policy.stds[0] / self._release.expected_batch_size) ** 2
-        # Another hook before the step may want to see gradients.
-        alone = len(optimizer._optimizer_step_pre_hooks) == 1
+        for observer in self._observers:
+            observer.before_release(accumulator)
+        for following in self._following:
+            following.before_release(accumulator, self._release, optimizer)
+        # Whoever else looks on before the step, a hook or an observer, wants to see gradients.
+        alone = len(optimizer._optimizer_step_pre_hooks) == 1 and not self._observers
         update = optimizer.noisy_update() if alone and hasattr(optimizer, "noisy_update") else None
         self._release(accumulator.sums, accumulator.policy, update=update)
-        if self.method.adaptive is not None and self.noise_multiplier > 0:
-            accumulator.policy = self.method.adaptive.updated(
-                accumulator.policy,
-                float(accumulator.unclipped),
-                float(accumulator.units),
-                self._release.expected_batch_size,
-                self._release.stream,
-            )
+        for observer in self._observers:
+            observer.after_release(accumulator)
+        for following in self._following:
+            following.after_release(accumulator, self._release)
         accumulator.reset()
         engine.complete = False
 
@@ -155,7 +214,7 @@ class Private:
         trained = {id(p) for p in self._engine.parameters.values()}
         for parameter in (p for group in optimizer.param_groups for p in group["params"]):
             known = id(parameter) in trained
-            if not known and self.method.freezes:
+            if not known and self.method.selects:
                 raise ValueError(
                     f"{self._name(parameter)} is frozen and stands in the optimizer's groups: take it out; the method puts in "
                     "what it chooses"
@@ -180,19 +239,9 @@ class Private:
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if not self.last_step_done:
             return
-        self._update_average()
+        for following in self._following:
+            following.after_step(self.parameters)
         self.prepare()
-
-    def _update_average(self) -> None:
-        decay = self.method.weight_averaging
-        if decay is None:
-            return
-        parameters = self._engine.parameters
-        if self._average is None:
-            self._average = {name: p.detach().clone() for name, p in parameters.items()}
-            return
-        for name, average in self._average.items():
-            average.lerp_(parameters[name].detach().to(average.dtype), 1 - decay)
 
     @contextmanager
     def averaged(self) -> Iterator[torch.nn.Module]:
@@ -200,19 +249,10 @@ class Private:
 
         Raises RuntimeError if weight averaging is off or no step was taken.
         """
-        if self._average is None:
-            raise RuntimeError("there is no average yet: set weight_averaging in the method and take a step")
-        parameters = self._engine.parameters
-        latest = {name: p.detach().clone() for name, p in parameters.items()}
-        with torch.no_grad():
-            for name, parameter in parameters.items():
-                parameter.copy_(self._average[name])
-        try:
+        found = [following for following in self._following if isinstance(following, Average)]
+        average = found[0] if found else Average(0.0)
+        with average.applied(self._stages.parameters):
             yield self.model
-        finally:
-            with torch.no_grad():
-                for name, parameter in parameters.items():
-                    parameter.copy_(latest[name])
 
     def epsilon(self, delta: float | None = None) -> float:
         """Privacy spent so far, an upper bound (PLD, pessimistic), at ``delta`` (default: the target).
@@ -228,7 +268,7 @@ class Private:
             raise ValueError("no target_delta was given; pass delta")
         key = (tuple(self.ledger.spent(kind) for kind in self.ledger.kinds), delta)
         if key not in self._epsilons:
-            self._epsilons[key] = accounting.epsilon(self.ledger.event(), delta, adjacency=self.settings["adjacency"])
+            self._epsilons[key] = accounting.epsilon(self.ledger.event(), delta, adjacency=self.plan.adjacency)
         return self._epsilons[key]
 
     def extend(self, epochs: float) -> None:
@@ -245,18 +285,19 @@ class Private:
 
     def card(self) -> accounting.Card:
         """What was bought: mechanism, unit, sampling, epsilon and delta, the event, what is unprotected."""
-        stream = self._release.stream
+        stream, plan = self._release.stream, self.plan
+        seen = ", ".join(sorted(self._observed))
         return accounting.Card.build(
             mechanism=self.method.describe(),
-            unit=self.settings["unit"],
-            adjacency=self.settings["adjacency"],
-            sampling=self.settings["sampling"],
-            sample_rate=self.sample_rate,
-            dataset_size=self.settings["dataset_size"],
-            noise_multiplier=self.noise_multiplier,
+            unit=plan.unit,
+            adjacency=plan.adjacency,
+            sampling=plan.sampling,
+            sample_rate=plan.sample_rate,
+            dataset_size=plan.units,
+            noise_multiplier=plan.sigma,
             event=self.ledger.event(),
-            delta=self.target_delta,
-            target_epsilon=self.settings["target_epsilon"],
+            delta=plan.delta,
+            target_epsilon=plan.target_epsilon,
             planned_steps=self.total_steps,
             spent_steps=self.steps_done,
             run_id=self.ledger.run_id,
@@ -271,21 +312,22 @@ class Private:
                 "route": self.route,
             },
             flaws=self.method.flaws(),
-            notes=self.method.notes(self),
+            notes=self.method.notes(plan, self.ledger),
+            unprotected=[f"what looked on at the run from inside, before its noise: {seen}"] if seen else [],
         )
 
     def state_dict(self) -> dict[str, Any]:
         """Step counts and spent budget, for a checkpoint; never a key, so a resumed run repeats no noise."""
         return {
             "version": _STATE_VERSION,
-            "model": self.settings["fingerprint"],
+            "model": self._fingerprint,
             "run_id": self.ledger.run_id,
             "ledger_head": self.ledger.head,
             "steps_done": self.steps_done,
             "noise_multiplier": self.noise_multiplier,
             "bounds": list(self._engine.accumulator.policy.bounds),
             "stds": list(self._engine.accumulator.policy.stds),
-            "average": self._average,
+            **{name: value for following in self._following for name, value in following.state().items()},
             "spent": {kind: self.ledger.spent(kind) for kind in self.ledger.kinds},
             "outcome": dict(self.outcome),
             "prepared_step": self._stages.prepared_step,
@@ -300,7 +342,7 @@ class Private:
             raise ValueError(
                 f"this checkpoint's privacy state has version {state.get('version')}; expected {_STATE_VERSION}"
             )
-        if state["model"] != self.settings["fingerprint"]:
+        if state["model"] != self._fingerprint:
             raise ValueError("this checkpoint belongs to another model: its trained parameters differ in name or shape")
         if state["noise_multiplier"] != self.noise_multiplier:
             raise ValueError(
@@ -311,12 +353,12 @@ class Private:
         if state["prepared_step"] >= 0:
             self._stages.adopt(state["outcome"], state["prepared_step"])
             self._backwards_seen = 0
-        policy = self._engine.accumulator.policy
-        if policy.bounds:
-            self._engine.accumulator.policy = type(policy)(
-                tuple(state["bounds"]), tuple(state["stds"]), policy.group_of, policy.masks
+        if self.policy.bounds:
+            self._engine.accumulator.policy = replace(
+                self.policy, bounds=tuple(state["bounds"]), stds=tuple(state["stds"])
             )
-        self._average = state["average"]
+        for following in self._following:
+            following.load(state)
 
     def detach(self) -> None:
         """Give model and optimizer back as they were before `make_private`; the ledger is closed."""

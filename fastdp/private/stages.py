@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import copy
+import hashlib
+import itertools
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
 
 import fastdp.files as files
+from fastdp.accounting import Ledger, LedgerError
 from fastdp.engine.engine import Engine
 from fastdp.engine.policy import Policy
-from fastdp.private.method import Method, Outcome, Preparation
+from fastdp.private.method import Method
+from fastdp.private.preparation import Outcome, Preparation
 from fastdp.private.release import Release
 
 #: What each preparation released, by the step it ran before.
 _OUTCOME_FILE = "preparation-{step:08d}.safetensors"
+#: Where the ledger keeps the outcome's digest.
+_NOTE = "preparation-{step:08d}"
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Stages:
@@ -26,6 +35,7 @@ class Stages:
         method: says when to prepare, and what follows from the outcome.
         noise_multiplier: of a training step.
         release: receives the trained parameters of each stage.
+        ledger: keeps a digest of each outcome, by which a resumed run knows it.
         open_engine: an engine for a policy over the parameters that are trained just then.
         folder: where outcomes are kept for a resumed run; None keeps them in memory.
         resume: take outcomes found in the folder instead of releasing them again.
@@ -38,6 +48,7 @@ class Stages:
         method: Method,
         noise_multiplier: float,
         release: Release,
+        ledger: Ledger,
         open_engine: Callable[[Policy], Engine],
         folder: Path | None,
         resume: bool = False,
@@ -51,6 +62,7 @@ class Stages:
         self.outcome: Outcome = {}
         #: The step before which the latest preparation ran; -1 before the first.
         self.prepared_step = -1
+        self._ledger = ledger
         self._open_engine = open_engine
         self._folder = folder
         self._resume = resume
@@ -74,16 +86,43 @@ class Stages:
         # After a step its gradients are still there, and would be taken for ones that nothing has clipped.
         self.model.zero_grad(set_to_none=True)
         try:
-            outcome = dict(self.method.prepare(preparation))
+            self._release(preparation)
+            outcome = dict(self.method.conclude(preparation.findings()))
             self._save(outcome, preparation.step)
             self.outcome, self.prepared_step = outcome, preparation.step
         finally:
+            preparation.end()
             self.model.zero_grad(set_to_none=True)
             self.model.train(training)
             self.engine = self._open()
 
-    def adopt(self, outcome: Outcome, step: int) -> None:
-        """Go on from an outcome of an earlier process."""
+    def _release(self, preparation: Preparation) -> None:
+        """Let a copy of the method make its releases: what it keeps, or writes into the model, has no noise."""
+        before = _contents(self.model)
+        returned: Any = copy.copy(self.method).prepare(preparation)  # type: ignore[func-returns-value]
+        if returned is not None:
+            raise TypeError(
+                f"{self.method.mechanism} returned something from prepare(), which no noise was added to: make releases "
+                "there, and let conclude() say what follows from them"
+            )
+        after = _contents(self.model)
+        changed = sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
+        if changed:
+            raise RuntimeError(
+                f"{changed[0]} changed while {self.method.mechanism} looked at private data: nothing but its releases may "
+                "leave there"
+            )
+
+    def adopt(self, outcome: Outcome, step: int, name: str = "the checkpoint's outcome") -> None:
+        """Go on from an outcome of an earlier process.
+
+        Raises LedgerError for one that the ledger does not vouch for; a ledger in memory knows none but its own.
+        """
+        known = self._ledger.noted(_NOTE.format(step=step))
+        if known != digest(outcome) and (known is not None or self._folder is not None):
+            raise LedgerError(
+                f"{name} is not what this run's ledger says was released: it was edited, or is another run's"
+            )
         self.engine.close()
         self.outcome, self.prepared_step = dict(outcome), step
         self.engine = self._open()
@@ -98,7 +137,7 @@ class Stages:
         for earlier in range(step, self.prepared_step, -1):
             path = self._folder / _OUTCOME_FILE.format(step=earlier)
             if path.exists():
-                self.adopt(load_file(path), earlier)
+                self.adopt(load_file(path), earlier, str(path))
                 return True
         return False
 
@@ -120,6 +159,27 @@ class Stages:
             group["params"] = [p for p in everything if id(p) in kept or id(p) not in known]
 
     def _save(self, outcome: Outcome, step: int) -> None:
-        if self._folder is None:
-            return
-        files.save_tensors(self._folder / _OUTCOME_FILE.format(step=step), outcome)
+        self._ledger.note(_NOTE.format(step=step), digest(outcome))
+        if self._folder is not None:
+            files.save_tensors(self._folder / _OUTCOME_FILE.format(step=step), outcome)
+
+
+def digest(outcome: Outcome) -> str:
+    """SHA-256 (hex) of an outcome's names, types, shapes and values."""
+    found = hashlib.sha256()
+    for name, tensor in sorted(outcome.items()):
+        plain = tensor.detach().cpu().contiguous()
+        found.update(f"{name} {plain.dtype} {list(plain.shape)} ".encode())
+        found.update(plain.reshape(-1).view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
+
+
+def _contents(model: torch.nn.Module) -> dict[str, tuple[int, ...]]:
+    """What tells whether a model's parameters and buffers were written to, by name."""
+    found: dict[str, tuple[int, ...]] = {}
+    for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
+        plain = tensor.detach()
+        bits = (torch.view_as_real(plain) if plain.is_complex() else plain).contiguous()
+        whole = bits.view(_BITS[bits.element_size()]).sum(dtype=torch.int64) if bits.dim() else bits.reshape(1)
+        found[name] = (id(tensor), tensor._version, int(whole))
+    return found

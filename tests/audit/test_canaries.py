@@ -14,7 +14,7 @@ import torch
 
 import fastdp
 from fastdp import audit, ops
-from fastdp.engine.accumulator import NormSink
+from fastdp.engine.accumulator import Accumulator, NormSink
 from fastdp.engine.policy import Policy
 from fastdp.ops.stream import NoiseStream
 from fastdp.private.release import Release
@@ -215,10 +215,10 @@ def test_masked_groups_are_clipped_each_on_its_own() -> None:
     private = start(ordinary(), target_epsilon=None, noise_multiplier=0.0)
     name, mask = "embedding.weight", torch.arange(Tied().embedding.weight.numel()).view(-1, 12) % 3 == 0
     policy = Policy((0.1, 0.4), (0.0, 0.0), {name: (0, 1)}, {name: mask})
-    private._engine.accumulator.policy = policy
     canaries = audit.GradientCanaries(private, 20, unsafe_seed=1)
-    sums: dict[str, torch.Tensor] = {}
-    canaries.before_release(sums, policy)
+    accumulator = Accumulator({name: private.parameters[name]}, policy)
+    canaries.before_release(accumulator)
+    sums = accumulator.sums
     included = float(canaries.included.sum()) ** 0.5
     assert float(sums[name][mask].norm()) == pytest.approx(0.1 * included, rel=1e-4)
     assert float(sums[name][~mask].norm()) == pytest.approx(0.4 * included, rel=1e-4)

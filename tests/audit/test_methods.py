@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import pytest
@@ -14,6 +13,7 @@ from torch.utils.data import DataLoader
 import fastdp
 from fastdp import audit
 from fastdp.methods.rapft import NoisyMap, PublicMap, RapFT
+from fastdp.private.observer import Observer
 from fastdp.private.run import Private
 
 CONFIDENCE = 1 - 1e-5
@@ -48,15 +48,24 @@ def start(method: Any) -> Private:
 
 
 def train(private: Private, noise: float = 1.0) -> None:
+    if noise != 1.0:
+        private.observe(faults.Weaker(noise))
     for _ in range(private.total_steps):
         for batch in private.data_loader:
-            accumulator = private._engine.accumulator
-            if noise != 1.0 and private.steps_done == 0:
-                stds = tuple(std * noise for std in accumulator.policy.stds)
-                accumulator.policy = dataclasses.replace(accumulator.policy, stds=stds)
             private.model(**batch)["loss"].backward()
             private.optimizer.step()
             private.optimizer.zero_grad()
+
+
+class Drawn(Observer):
+    """Remembers which units took part in which release."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[str, list[int]]] = []
+
+    def drawn(self, units: list[int], kind: str) -> list[int]:
+        self.seen.append((kind, units))
+        return units
 
 
 @pytest.mark.parametrize("allocation", ["printed", "ellipsoid"])
@@ -87,17 +96,11 @@ def test_training_after_a_selection_passes_and_is_caught_at_a_tenth_of_its_noise
 def test_a_method_prepares_without_the_excluded_canaries() -> None:
     private = start(RapFT(source=NoisyMap(noise_multiplier=20.0, sample_rate=1.0)))
     canaries = audit.ExampleCanaries(private, range(6), unsafe_seed=1)
-    seen = [
-        tuple(ids)
-        for batch, weights in private._open_preparation().sample(1.0)
-        for ids, weight in zip(batch["input_ids"].tolist(), weights)
-        if weight
-    ]
-    expected = [tuple(row["input_ids"].tolist()) for row, coin in zip(rows(6), canaries.included) if coin]
-    assert seen == expected
-    assert 0 < len(expected) < 6
-    canaries.detach()
-    assert sum(len(batch["labels"]) for batch, _ in private._open_preparation().sample(1.0)) == 6
+    watch = Drawn()
+    private.observe(watch)
+    private.prepare()
+    assert watch.seen == [("relevance", canaries.included.nonzero().reshape(-1).tolist())]
+    assert 0 < len(watch.seen[0][1]) < 6
 
 
 @pytest.mark.slow

@@ -444,7 +444,7 @@ def test_users_are_clipped_as_one() -> None:
             whole = by_user.setdefault(index % 6, {n: torch.zeros_like(g) for n, g in gradient.items()})
             by_user[index % 6] = {n: whole[n] + g for n, g in gradient.items()}
         assert error({n: 4 * g for n, g in got.items()}, clipped_sum(list(by_user.values()), 1.0)) < EXACT
-    assert "user" in private.settings["unit"]
+    assert "user" in private.plan.unit
 
 
 def test_groups_are_clipped_on_their_own() -> None:

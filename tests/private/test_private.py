@@ -239,13 +239,13 @@ class TestOptimizers:
         method = fastdp.DPSGD(bias_correction=True, adaptive=fastdp.AdaptiveClipping())
         optimizer = fastdp.optim.AdamW(Classifier(), loader(), method=method, epochs=1, unsafe_seed=1, **PRIVATE)
         for batch in optimizer.data_loader:
-            std = optimizer.private._engine.accumulator.policy.stds[0]
+            std = optimizer.private.policy.stds[0]
             optimizer.private.model(**batch)["loss"].backward()
             optimizer.step()
             optimizer.zero_grad()
             if optimizer.private.last_step_done:
                 assert optimizer.noise_variance == (std / 8) ** 2
-                assert optimizer.private._engine.accumulator.policy.stds[0] != std
+                assert optimizer.private.policy.stds[0] != std
 
 
 class TestAdaptiveClipping:
@@ -265,10 +265,10 @@ class TestAdaptiveClipping:
         bounds = []
         for _ in range(40):
             logical_step(private)
-            bounds.append(private._engine.accumulator.policy.bounds[0])
+            bounds.append(private.policy.bounds[0])
         settled = sum(bounds[-10:]) / 10
         assert float((norms < settled).double().mean()) == pytest.approx(0.5, abs=0.2)
-        ratio = {round(s / b, 6) for s, b in [(private._engine.accumulator.policy.stds[0], bounds[-1])]}
+        ratio = {round(s / b, 6) for s, b in [(private.policy.stds[0], bounds[-1])]}
         assert ratio == {round(adaptive.gradient_multiplier(1.0), 6)}, "noise follows the threshold"
 
     def test_one_unit_moves_the_released_count_by_one_half(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -301,7 +301,7 @@ class TestAdaptiveClipping:
     def test_nothing_adapts_without_noise(self) -> None:
         private = start(method=fastdp.DPSGD(adaptive=fastdp.AdaptiveClipping()))
         logical_step(private)
-        assert private._engine.accumulator.policy.bounds == (1.0,)
+        assert private.policy.bounds == (1.0,)
 
 
 def _all() -> dict[str, torch.Tensor]:
@@ -368,12 +368,12 @@ def test_a_resumed_run_goes_on_where_it_was(tmp_path: Path) -> None:
     private = start(**options)
     for _ in range(2):
         logical_step(private)
-    saved, policy = private.state_dict(), private._engine.accumulator.policy
+    saved, policy = private.state_dict(), private.policy
     private.detach()
     resumed = start(resume=True, **options)
     resumed.load_state_dict(saved)
     assert resumed.steps_done == 2
-    assert resumed._engine.accumulator.policy.bounds == policy.bounds != (1.0,)
+    assert resumed.policy.bounds == policy.bounds != (1.0,)
     assert resumed.ledger.run_id == private.ledger.run_id
     assert len(train(resumed, 2)) == 4
 

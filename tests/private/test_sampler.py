@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
 import fastdp
 from fastdp.engine.layout import Ticket
-from fastdp.private.sampler import PoissonSampler, PrivateLoader, ShuffledSampler, Units, steps_per_epoch
+from fastdp.private.loader import PrivateLoader
+from fastdp.private.plan import Plan
+from fastdp.private.sampler import PoissonSampler, ShuffledSampler, Units, steps_per_epoch
 from tests.engine.runs import collate, loader, logical_step, start
 
 #: How often a statistical test of this file may fail with nothing wrong; each draws fresh randomness.
@@ -51,7 +54,31 @@ def test_shuffled_batches_cover_every_unit_once_an_epoch(units: int, batch_size:
     sampler = ShuffledSampler(units, batch_size, fastdp.NoiseStream())
     batches = list(sampler.epoch(steps_per_epoch(units, batch_size)))
     assert sorted(unit for batch in batches for unit in batch) == list(range(units))
-    assert all(len(batch) == batch_size for batch in batches[:-1])
+    assert all(len(batch) <= batch_size for batch in batches)
+
+
+@given(units=st.integers(2, 70), batch_size=st.integers(1, 40), seed=st.integers(0, 2**32), left_out=st.integers(0, 69))
+@example(units=32, batch_size=30, seed=0, left_out=0)
+@settings(max_examples=60)
+def test_leaving_a_unit_out_changes_one_shuffled_batch_by_that_unit_alone(
+    units: int, batch_size: int, seed: int, left_out: int
+) -> None:
+    """N = 32 against 31 with B = 30 used to move another unit into its place, and to empty the last batch."""
+    batch_size, left_out = min(batch_size, units - 1), left_out % units
+    steps = steps_per_epoch(units, batch_size)
+    if steps_per_epoch(units - 1, batch_size) != steps:
+        return  # The number of places, which is public, would differ.
+
+    def epoch(count: int) -> list[set[int]]:
+        sampler = ShuffledSampler(count, batch_size, fastdp.NoiseStream.unsafe_reproducible(seed))
+        return [set(batch) for batch in sampler.epoch(steps)]
+
+    # The data set without the unit: the last one takes its index, so that its place is the one that stays empty.
+    renamed = {units - 1: left_out, left_out: units - 1}
+    every = [{renamed.get(unit, unit) for unit in batch} for batch in epoch(units)]
+    without = [{renamed.get(unit, unit) for unit in batch} for batch in epoch(units - 1)]
+    changed = [a ^ b for a, b in zip(every, without, strict=True) if a != b]
+    assert changed == [{left_out}]
 
 
 def test_shuffled_epochs_differ() -> None:
@@ -64,13 +91,22 @@ def _loader(
 ) -> PrivateLoader:
     units = Units(len(data)) if units is None else units
     inner = torch.utils.data.DataLoader(data, batch_size=4, collate_fn=torch.tensor, **options)
-    return PrivateLoader(inner, sampler, units, steps, physical, lambda: steps)
+    plan = Told(len(units), 1, steps, steps, "poisson", "add_remove", None, None, 1.0, told=sampler)
+    return PrivateLoader(inner, plan, units, fastdp.NoiseStream(), physical)
+
+
+@dataclass(frozen=True)
+class Told(Plan):
+    """A plan whose sampler is handed in."""
+
+    told: Any = None
+
+    def sampler(self, stream: fastdp.NoiseStream, kind: str = "step") -> Any:
+        return self.told
 
 
 class Script:
     """A sampler that hands out what it was told to."""
-
-    kind = "script"
 
     def __init__(self, batches: list[list[int]]):
         self.batches = batches

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,13 +12,20 @@ import pytest
 import torch
 
 import fastdp
-from fastdp import accounting, ops
+from fastdp import accounting
 from fastdp.accounting import BudgetExceeded, epsilon
 from fastdp.engine.policy import Policy
-from fastdp.private.method import Budget, Method, Outcome, Preparation, Schedule, SideRelease
+from fastdp.private.method import Method
+from fastdp.private.plan import Budget, Plan, SideRelease
+from fastdp.private.preparation import Findings, Outcome, Preparation
 from tests.engine.runs import Classifier, loader, start
 
 RATE, NOISE = 0.5, 2.0
+
+
+def ones(batch: Any) -> Iterator[dict[str, torch.Tensor]]:
+    """Each unit's share in a count."""
+    yield {"count": torch.ones(len(batch["labels"]), 1)}
 
 
 @dataclass(frozen=True)
@@ -30,21 +37,21 @@ class Choosy(Method):
     fails: bool = False
     mechanism: str = field(default="choosy", init=False)
 
-    def budget(self, schedule: Schedule) -> Budget:
-        model = accounting.EventModel(accounting.poisson_gaussian(NOISE, RATE))
-        side = (SideRelease("count", model, self.budgeted),)
-        return Budget(schedule.multiplier(side), side)
+    def budget(self, plan: Plan) -> Budget:
+        side = (SideRelease("count", NOISE, RATE, self.budgeted),)
+        return Budget(plan.multiplier(side), side)
 
     def prepares_at(self, step: int) -> bool:
         return step % self.every == 0
 
-    def prepare(self, preparation: Preparation) -> Outcome:
-        preparation.record("count")
+    def prepare(self, preparation: Preparation) -> None:
+        sample = preparation.release("count")
         if self.fails:
             raise RuntimeError("a fault of the method")
-        count = torch.tensor([sum(float(weights.sum()) for _, weights in preparation.sample(RATE))])
-        ops.add_noise_(count, NOISE, preparation.stream)
-        return {"count": count, "choice": torch.tensor(len(preparation.outcome) and 1)}
+        sample.total(ones, 1.0, {"count": torch.zeros(1)})
+
+    def conclude(self, findings: Findings) -> Outcome:
+        return {"count": findings.releases[0]["count"], "choice": torch.tensor(len(findings.outcome) and 1)}
 
     def trained(self, parameters: Mapping[str, torch.nn.Parameter], outcome: Outcome) -> Sequence[str]:
         prefix = ("first", "second")[int(outcome["choice"])]

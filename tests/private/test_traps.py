@@ -24,7 +24,8 @@ from fastdp.engine.policy import Policy
 from fastdp.engine.selfcheck import SelfCheckError
 from fastdp.ops.noise import standard_normals
 from fastdp.private import release as releases
-from fastdp.private.sampler import PrivateLoader, ShuffledSampler
+from fastdp.private.loader import PrivateLoader
+from fastdp.private.sampler import ShuffledSampler
 from tests.engine.models import batch as model_batch
 from tests.engine.models import build
 from tests.engine.reference import Recording, engine_for, ticket

@@ -4,34 +4,32 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
 
 import fastdp.accounting as accounting
-import fastdp.ops as ops
-from fastdp.accounting.pld import Adjacency
 from fastdp.engine.policy import Policy
 from fastdp.methods.frost.accumulate import MagnitudeAccumulator
 from fastdp.methods.frost.magnitudes import Kind, Magnitude
 from fastdp.methods.frost.masked import MaskedPolicy, largest
 from fastdp.methods.frost.partitions import Declared, Partition, split
-from fastdp.methods.frost.selection import check_ratio, fill, select_partitions
+from fastdp.methods.frost.selection import Selected, check_ratio, fill, select_partitions
 from fastdp.methods.frost.sigma import check_selection, split_budget
-from fastdp.private.method import Budget, Method, Outcome, Preparation, Schedule, SideRelease
-
-if TYPE_CHECKING:
-    from fastdp.private.run import Private
+from fastdp.methods.geometry import Groups, check_clipping, clip_groups, describe_clipping
+from fastdp.methods.options import Options
+from fastdp.private.plan import Budget, Plan, SideRelease
+from fastdp.private.preparation import Findings, Moment, Outcome, Preparation, Released, Sample
 
 _KIND = "selection"
 _MASK = "mask."
 
 
 @dataclass(frozen=True)
-class DPFrost(Method):
+class DPFrost(Options):
     """Choose partitions by noisy gradient magnitudes, freeze the others, train the chosen ones by DP-SGD (Algorithm 1).
 
     The selection takes ``selection_steps`` releases of noisy magnitudes before the first step (and again where it is
@@ -59,6 +57,8 @@ class DPFrost(Method):
         selection_noise_multiplier: sigma_ps given instead of calibrated; needed where `make_private` is given
             noise_multiplier.
         seed: of a random choice, which is public.
+        groups: of what is trained, as in `DPSGD`; clipped each on its own. Magnitudes are clipped as a whole.
+        adaptive, bias_correction, weight_averaging: as in `Options`.
         mode: ``sound`` calibrates by PLD; ``paper`` by RDP, as printed, which adds more noise than epsilon asks for.
 
     Raises ValueError for settings out of range.
@@ -80,10 +80,12 @@ class DPFrost(Method):
     selection_noise_multiplier: float | None = None
     seed: int = 0
     mode: Literal["sound", "paper"] = "sound"
+    groups: Groups = None
     mechanism: str = field(default="DP-FROST", init=False)
-    freezes: bool = field(default=True, init=False)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
+        check_clipping(self.max_grad_norm, self.groups)
         Magnitude(self.magnitude, self.norm_order, self.max_grad_norm)
         check_selection(self.budget_ratio, self.selection_steps, self.selection_rate)
         if not 0 < self.unfreezing_ratio < 1:
@@ -110,6 +112,8 @@ class DPFrost(Method):
     def _check_single_entries(self) -> None:
         if self.partitions is not None:
             raise ValueError("single parameters are chosen without partitions: leave partitions out")
+        if self.groups is not None:
+            raise ValueError("single parameters are clipped as a whole: leave groups out")
         if self.choose_by == "magnitudes" and (self.selection_steps != 1 or self.magnitude != "MGNA"):
             raise ValueError("single parameters are chosen at once by MGNA: set selection_steps=1 and magnitude='MGNA'")
 
@@ -117,43 +121,42 @@ class DPFrost(Method):
     def _private(self) -> bool:
         return self.choose_by == "magnitudes"
 
-    def budget(self, schedule: Schedule) -> Budget:
+    def budget(self, plan: Plan) -> Budget:
         """ComputeSigma with the run's own number of steps, and K T selection releases.
 
         Raises ValueError where a noise multiplier is given for training and none for the selection.
         """
         if not self._private:
-            return Budget(schedule.multiplier())
-        count = self.selection_steps * sum(self.prepares_at(step) for step in range(schedule.steps))
+            return Budget(plan.multiplier())
+        count = self.selection_steps * sum(self.prepares_at(step) for step in range(plan.steps))
         if self.selection_noise_multiplier is not None:
-            if self.selection_noise_multiplier == 0 and math.isfinite(schedule.target_epsilon or math.inf):
+            if self.selection_noise_multiplier == 0 and math.isfinite(plan.target_epsilon or math.inf):
                 raise ValueError(
-                    f"selection_noise_multiplier is 0, at which no selection meets target_epsilon {schedule.target_epsilon:g}: "
+                    f"selection_noise_multiplier is 0, at which no selection meets target_epsilon {plan.target_epsilon:g}: "
                     "raise it, or leave it out to have it calibrated"
                 )
             side = self._side(self.selection_noise_multiplier, count)
-            return Budget(schedule.multiplier([side]), (side,))
-        if schedule.noise_multiplier is not None and schedule.noise_multiplier > 0:
+            return Budget(plan.multiplier([side]), (side,))
+        if plan.noise_multiplier is not None and plan.noise_multiplier > 0:
             raise ValueError(
                 "with noise_multiplier given, DPFrost needs selection_noise_multiplier as well; or give target_epsilon"
             )
-        if schedule.target_epsilon is None or math.isinf(schedule.target_epsilon):
+        if plan.target_epsilon is None or math.isinf(plan.target_epsilon):
             return Budget(0.0, (self._side(0.0, count),))
-        assert schedule.delta is not None
+        assert plan.delta is not None
         training, selection = split_budget(
-            lambda sigma: schedule.step(sigma).event(schedule.steps),
+            lambda sigma: plan.step(sigma).event(plan.steps),
             lambda sigma: accounting.selection(sigma, count, self.selection_rate),
-            schedule.target_epsilon,
-            schedule.delta,
+            plan.target_epsilon,
+            plan.delta,
             self.budget_ratio,
             "pld" if self.mode == "sound" else "rdp",
-            _adjacency(schedule.adjacency),
+            plan.adjacency,
         )
         return Budget(training, (self._side(selection, count),))
 
     def _side(self, noise_multiplier: float, count: int) -> SideRelease:
-        one = accounting.poisson_gaussian(noise_multiplier, self.selection_rate)
-        return SideRelease(_KIND, accounting.EventModel(one), count)
+        return SideRelease(_KIND, noise_multiplier, self.selection_rate, count)
 
     def prepares_at(self, step: int) -> bool:
         """Before the first step, and every ``select_every`` steps from there (section 5.3)."""
@@ -165,96 +168,122 @@ class DPFrost(Method):
         check_ratio(partitions, self.unfreezing_ratio)
         return partitions
 
-    def prepare(self, preparation: Preparation) -> Outcome:
-        """Make the selection.
+    def prepare(self, preparation: Preparation) -> None:
+        """Release magnitudes: of single entries at once, of partitions as PSEL asks for them."""
+        if not self._private:
+            return
+        if self.granularity == "parameters":
+            self._release_entries(preparation)
+            return
+        partitions = self.split(preparation.parameters)
+        self._select(partitions, preparation, lambda t, remaining: self._observe(preparation, remaining, check=t == 1))
+
+    def conclude(self, findings: Findings) -> Outcome:
+        """The selection, from the magnitudes that were released.
 
         Returns for partitions ``iteration``, int64 by partition: which iteration chose it, 0 if it is frozen; and
         ``observed``, the released magnitudes ``[steps, partitions]`` (NaN where a partition was chosen before). For single
         parameters a boolean mask of each, ``mask.NAME``.
         """
         if self.granularity == "parameters":
-            masks = largest(self._entry_scores(preparation), self.unfreezing_ratio)
+            masks = largest(self._entry_scores(findings), self.unfreezing_ratio)
             return {_MASK + name: mask for name, mask in masks.items()}
-        partitions = self.split(preparation.parameters)
+        partitions = self.split(findings.parameters)
         if not self._private:
-            scores = self._partition_scores(preparation, partitions)
+            scores = self._partition_scores(findings, partitions)
             chosen = fill(scores, partitions, self.unfreezing_ratio)
             return {"iteration": torch.from_numpy(chosen), "observed": torch.tensor([scores], dtype=torch.float64)}
-        selected = select_partitions(
-            lambda t, remaining: self._observe(preparation, [partitions[i] for i in remaining], t),
+        selected = self._select(partitions, findings, lambda t, remaining: findings.releases[t - 1])
+        return {"iteration": torch.from_numpy(selected.iteration), "observed": torch.from_numpy(selected.observed)}
+
+    def _select(
+        self,
+        partitions: Sequence[Partition],
+        moment: Moment,
+        release: Callable[[int, Sequence[Partition]], Released],
+    ) -> Selected:
+        """PSEL over releases of magnitudes in units of their sensitivity (lines 3 to 8)."""
+
+        def observed(t: int, remaining: Sequence[int]) -> tuple[np.ndarray, float]:
+            left = [partitions[i] for i in remaining]
+            sensitivity = self._sensitivity(left)
+            return release(t, left)["magnitudes"].double().cpu().numpy() * sensitivity, sensitivity
+
+        return select_partitions(
+            observed,
             partitions,
             steps=self.selection_steps,
             unfreezing_ratio=self.unfreezing_ratio,
             gap_coefficient=self.gap_coefficient,
-            noise_multiplier=_selection_multiplier(preparation),
+            noise_multiplier=moment.plan.kind(_KIND).noise_multiplier,
             selection_rate=self.selection_rate,
             estimation_iterations=self.estimation_iterations,
         )
-        return {"iteration": torch.from_numpy(selected.iteration), "observed": torch.from_numpy(selected.observed)}
 
-    def _observe(self, preparation: Preparation, remaining: Sequence[Partition], t: int) -> tuple[np.ndarray, float]:
-        """One release: noisy magnitudes of the partitions that remain, and their sensitivity (lines 3 to 8)."""
-        sizes = [partition.size for partition in remaining]
-        magnitude = self._magnitude
-        sensitivity = magnitude.sensitivity(sizes)
-        accumulator = self._accumulate(preparation, remaining, check=t == 1)
-        noisy = (accumulator.magnitudes() / sensitivity).float()
-        self._add_noise(preparation, noisy, t)
-        return noisy.double().cpu().numpy() * sensitivity, sensitivity
+    def _observe(self, preparation: Preparation, remaining: Sequence[Partition], *, check: bool) -> Released:
+        """One release: noisy magnitudes of the partitions that remain, in units of their sensitivity."""
+        sample = preparation.release(_KIND)
+        accumulator = self._accumulate(preparation, sample, remaining, check=check)
+        magnitudes = (accumulator.magnitudes() / self._sensitivity(remaining)).float()
+        return sample.publish({"magnitudes": magnitudes}, 1.0)
+
+    def _sensitivity(self, remaining: Sequence[Partition]) -> float:
+        return self._magnitude.sensitivity([partition.size for partition in remaining])
 
     @property
     def _magnitude(self) -> Magnitude:
         return Magnitude(self.magnitude, self.norm_order, self.max_grad_norm)
 
     def _accumulate(
-        self, preparation: Preparation, remaining: Sequence[Partition], *, vectors: bool = False, check: bool = True
+        self,
+        moment: Moment,
+        sample: Sample,
+        remaining: Sequence[Partition],
+        *,
+        vectors: bool = False,
+        check: bool = True,
     ) -> MagnitudeAccumulator:
-        """Record the release, and sum over one Poisson sample with everything but ``remaining`` frozen."""
+        """Sum over the sample with everything but ``remaining`` frozen."""
         names = {name for partition in remaining for name in partition.parameters}
-        for name, parameter in preparation.parameters.items():
+        for name, parameter in moment.parameters.items():
             parameter.requires_grad_(name in names)
-        parameters = {name: p for name, p in preparation.parameters.items() if name in names}
+        parameters = {name: p for name, p in moment.parameters.items() if name in names}
         accumulator = MagnitudeAccumulator(parameters, remaining, self._magnitude, vectors=vectors)
-        preparation.record(_KIND)
-        preparation.differentiate(self.selection_rate, accumulator, check=check)
+        sample.differentiate(accumulator, check=check)
         return accumulator
 
-    def _add_noise(self, preparation: Preparation, values: torch.Tensor, *position: int) -> None:
-        """Noise for a vector in units of its sensitivity."""
-        step, tensor = (*position, 0)[:2]
-        std = _selection_multiplier(preparation)
-        ops.add_noise_(values, std, preparation.stream.at(step, tensor), secure_rounding=preparation.secure_rounding)
-
-    def _entry_scores(self, preparation: Preparation) -> dict[str, torch.Tensor]:
+    def _release_entries(self, preparation: Preparation) -> None:
+        # As partitions of one entry each: their normalised gradient is the gradient, clipped to c as a whole.
         parameters = preparation.parameters
+        whole = Partition("all", tuple(parameters), sum(p.numel() for p in parameters.values()))
+        sample = preparation.release(_KIND)
+        sums = self._accumulate(preparation, sample, [whole], vectors=True).sums
+        scores = {
+            name: sums[name] / self.max_grad_norm if name in sums else torch.zeros(p.shape, device=p.device)
+            for name, p in parameters.items()
+        }
+        sample.publish(scores, 1.0)
+
+    def _entry_scores(self, findings: Findings) -> Mapping[str, torch.Tensor]:
+        parameters = findings.parameters
         if self.choose_by == "values":
             return {name: p.detach().abs() for name, p in parameters.items()}
         if self.choose_by == "random":
-            generator = self._generator(preparation)
+            generator = self._generator(findings)
             return {name: torch.rand(p.shape, generator=generator) for name, p in parameters.items()}
-        # As partitions of one entry each: their normalised gradient is the gradient, clipped to c as a whole.
-        whole = Partition("all", tuple(parameters), sum(p.numel() for p in parameters.values()))
-        sums = self._accumulate(preparation, [whole], vectors=True).sums
-        scores = {}
-        for index, (name, parameter) in enumerate(parameters.items()):
-            score = sums.pop(name, None)
-            score = torch.zeros(parameter.shape, device=parameter.device) if score is None else score.contiguous()
-            score /= self.max_grad_norm
-            self._add_noise(preparation, score, 1, index)
-            scores[name] = score
-        return scores
+        return dict(findings.releases[0])
 
-    def _partition_scores(self, preparation: Preparation, partitions: Sequence[Partition]) -> list[float]:
+    def _partition_scores(self, findings: Findings, partitions: Sequence[Partition]) -> list[float]:
         if self.choose_by == "random":
-            return torch.rand(len(partitions), generator=self._generator(preparation)).tolist()
-        parameters = preparation.parameters
+            return torch.rand(len(partitions), generator=self._generator(findings)).tolist()
+        parameters = findings.parameters
         return [
             sum(float(parameters[name].detach().abs().sum()) for name in partition.parameters) / partition.size
             for partition in partitions
         ]
 
-    def _generator(self, preparation: Preparation) -> torch.Generator:
-        return torch.Generator().manual_seed(self.seed + preparation.step)
+    def _generator(self, moment: Moment) -> torch.Generator:
+        return torch.Generator().manual_seed(self.seed + moment.step)
 
     def chosen(self, parameters: Mapping[str, torch.Tensor], outcome: Outcome) -> dict[str, int]:
         """The partitions that stay trained, each with the iteration that chose it, counted from 1."""
@@ -272,48 +301,38 @@ class DPFrost(Method):
     def policy(
         self, parameters: Mapping[str, torch.nn.Parameter], noise_multiplier: float, outcome: Outcome | None = None
     ) -> Policy:
-        """Flat clipping of what is trained; before a selection, of everything.
+        """Clipping of what is trained; before a selection, of everything.
 
         Raises ValueError if the partitions do not fit the parameters.
         """
+        noise_multiplier = self.gradient_multiplier(noise_multiplier)
         if not outcome:
             if self.granularity == "partitions":
                 self.split(parameters)
         elif self.granularity == "parameters":
             masks = {name: outcome[_MASK + name].to(p.device) for name, p in parameters.items()}
             return MaskedPolicy.of(masks, self.max_grad_norm, noise_multiplier)
-        std = noise_multiplier * self.max_grad_norm
-        return Policy((self.max_grad_norm,), (std,), dict.fromkeys(parameters, 0))
+        return clip_groups(parameters, noise_multiplier, self.max_grad_norm, self.groups)
 
     def describe(self) -> dict[str, Any]:
         """The settings, for the card."""
         settings = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.init}
+        settings |= describe_clipping(self.max_grad_norm, self.groups) | self.describe_options()
         if isinstance(self.partitions, Mapping):
             settings["partitions"] = {title: list(names) for title, names in self.partitions.items()}
         elif self.partitions is not None:
             settings["partitions"] = [list(names) for names in self.partitions]
         return {"name": self.mechanism, **settings}
 
-    def notes(self, private: Private) -> Sequence[str]:
+    def notes(self, plan: Plan, ledger: accounting.Ledger) -> Sequence[str]:
         """What the selection cost and, in `paper` mode, what its figure is really worth."""
-        notes = []
-        stated, delta = private.settings["target_epsilon"], private.target_delta
+        stated, delta = plan.target_epsilon, plan.delta
         if not self._private:
-            notes.append(f"what is trained was chosen by {self.choose_by}, which reads no private data")
-        elif self.mode == "paper" and stated is not None and delta is not None and private.noise_multiplier > 0:
-            true = accounting.epsilon(private.ledger.budget_event(), delta, adjacency=private.settings["adjacency"])
-            notes.append(
-                f"noise calibrated by RDP, as printed: the whole budget costs epsilon {true:.4f}, not the {stated:g} that it "
-                "states; the excess noise buys nothing"
-            )
-        return notes
-
-
-def _selection_multiplier(preparation: Preparation) -> float:
-    """sigma_ps, from the event that the ledger holds."""
-    event: Any = next(side.event.one for side in preparation.budget.side if side.kind == _KIND)
-    return event.event.noise_multiplier
-
-
-def _adjacency(name: str) -> Adjacency:
-    return "replace_one" if name == "replace_one" else "add_remove"
+            return (f"what is trained was chosen by {self.choose_by}, which reads no private data",)
+        if self.mode != "paper" or stated is None or delta is None or plan.sigma == 0:
+            return ()
+        true = accounting.epsilon(ledger.budget_event(), delta, adjacency=plan.adjacency)
+        return (
+            f"noise calibrated by RDP, as printed: the whole budget costs epsilon {true:.4f}, not the {stated:g} that it "
+            "states; the excess noise buys nothing",
+        )

@@ -9,12 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 import fastdp.accounting as accounting
 from fastdp.engine.policy import Policy
+from fastdp.methods.options import Options
 from fastdp.methods.rapft.allocation import (
     ALLOCATIONS,
     effective_noise_multiplier,
@@ -27,10 +28,8 @@ from fastdp.methods.rapft.masks import RANKINGS, check_ratio, check_strong, weak
 from fastdp.methods.rapft.relevance import Propagator, require_values
 from fastdp.methods.rapft.rules import Propagation
 from fastdp.methods.rapft.sources import NoisyMap, PrivateSubset, PublicMap
-from fastdp.private.method import Budget, Method, Outcome, Preparation, Schedule
-
-if TYPE_CHECKING:
-    from fastdp.private.run import Private
+from fastdp.private.plan import Budget, Plan
+from fastdp.private.preparation import Findings, Moment, Outcome, Preparation
 
 MODES = ("sound", "paper")
 _PRIVATE_MASK = (
@@ -40,7 +39,7 @@ _PRIVATE_MASK = (
 
 
 @dataclass(frozen=True)
-class RapFT(Method):
+class RapFT(Options):
     """Clipping and noise in two blocks, the strongly and the weakly relevant coordinates.
 
     Until the first mask exists the steps are those of DP-SGD at the same noise multiplier.
@@ -59,6 +58,7 @@ class RapFT(Method):
         propagation, initialisation: how relevance is computed.
         map_after: steps before the first mask. Parameters that start at zero (LoRA's B) have no relevance at step 0.
         map_every: steps between masks; None keeps the first.
+        adaptive, bias_correction, weight_averaging: as in `Options`.
 
     Raises:
         ValueError: for a setting out of range, and for a mask that would be computed from private data unaccounted for.
@@ -76,18 +76,16 @@ class RapFT(Method):
     initialisation: Initialisation = Initialisation()
     map_after: int = 0
     map_every: int | None = None
-    weight_averaging: float | None = None
     mechanism: str = field(default="Rap-FT", init=False)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for name, choices in (("mode", MODES), ("allocation", ALLOCATIONS), ("ranking", RANKINGS)):
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name} is '{getattr(self, name)}': choose one of {', '.join(choices)}")
         check_ratio(self.irrelevance_ratio)
         if not (self.max_grad_norm > 0 and math.isfinite(self.max_grad_norm)):
             raise ValueError(f"max_grad_norm is {self.max_grad_norm}: it must be a positive number")
-        if self.weight_averaging is not None and not 0 < self.weight_averaging < 1:
-            raise ValueError(f"weight_averaging is {self.weight_averaging}: a decay lies between 0 and 1")
         for name, pair in (("bounds", self.bounds), ("weights", self.weights)):
             if pair is not None and not (len(pair) == 2 and all(v > 0 and math.isfinite(v) for v in pair)):
                 raise ValueError(f"{name} is {pair}: give two positive numbers, for the weak and the strong block")
@@ -121,30 +119,39 @@ class RapFT(Method):
         since = step - self.map_after
         return since == 0 or (since > 0 and self.map_every is not None and since % self.map_every == 0)
 
-    def budget(self, schedule: Schedule) -> Budget:
+    def budget(self, plan: Plan) -> Budget:
         """The multiplier of a step, and the noised maps.
 
         In ``paper`` mode the budget is met as printed, by DP-SGD's sigma; what is accounted for is its true multiplier.
         """
         assert self.source is not None
-        masks = sum(self.prepares_at(step) for step in range(schedule.steps))
+        masks = sum(self.prepares_at(step) for step in range(plan.steps))
         if masks == 0:
             raise ValueError(
-                f"map_after is {self.map_after} but the run has {schedule.steps} steps: no mask would ever be made"
+                f"map_after is {self.map_after} but the run has {plan.steps} steps: no mask would ever be made"
             )
+        if plan.unit != "example" and not isinstance(self.source, PublicMap):
+            raise ValueError(f"a relevance map has one row a unit, and the unit is {plan.unit}: take it from PublicMap")
         side = self.source.side(masks)
-        multiplier = schedule.multiplier(side)
+        multiplier = plan.multiplier(side)
         if self.mode == "paper":
             multiplier = effective_noise_multiplier(multiplier, self.irrelevance_ratio)
         return Budget(multiplier, side)
 
-    def prepare(self, preparation: Preparation) -> Outcome:
+    def prepare(self, preparation: Preparation) -> None:
+        """Release a map of relevance, if the mask comes from private examples."""
+        assert self.source is not None
+        self.source.release(self._propagator(preparation), preparation)
+
+    def conclude(self, findings: Findings) -> Outcome:
         """The mask: relevance, min-max, ranking. True is weak."""
         assert self.source is not None
-        require_values(preparation.parameters)
-        propagator = Propagator(preparation.model, preparation.parameters, self.propagation, self.initialisation)
-        relevance = self.source.relevance(propagator, preparation)
+        relevance = self.source.relevance(self._propagator(findings), findings)
         return weak_masks(relevance, self.irrelevance_ratio, self.ranking)
+
+    def _propagator(self, moment: Moment) -> Propagator:
+        require_values(moment.parameters)
+        return Propagator(moment.model, moment.parameters, self.propagation, self.initialisation)
 
     def policy(
         self, parameters: Mapping[str, torch.nn.Parameter], noise_multiplier: float, outcome: Outcome | None = None
@@ -153,6 +160,7 @@ class RapFT(Method):
 
         Raises ValueError if the mask to come would leave nothing strong, which the sizes alone decide.
         """
+        noise_multiplier = self.gradient_multiplier(noise_multiplier)
         if not outcome:
             check_strong([p.numel() for p in parameters.values()], self.irrelevance_ratio, self.ranking)
             return flat_policy(list(parameters), self.max_grad_norm, noise_multiplier)
@@ -182,29 +190,25 @@ class RapFT(Method):
             "initialisation": vars(self.initialisation),
             "map_after": self.map_after,
             "map_every": self.map_every,
-            "weight_averaging": self.weight_averaging,
+            **self.describe_options(),
         }
 
     def flaws(self) -> Sequence[str]:
         """Why ``paper`` mode with a private mask guarantees nothing."""
         return (_PRIVATE_MASK,) if isinstance(self.source, PrivateSubset) else ()
 
-    def notes(self, private: Private) -> Sequence[str]:
+    def notes(self, plan: Plan, ledger: accounting.Ledger) -> Sequence[str]:
         """In ``paper`` mode, what its own accounting would state, beside the true figure."""
-        if self.mode != "paper" or private.noise_multiplier == 0 or private.target_delta is None:
+        delta = plan.delta
+        if self.mode != "paper" or plan.sigma == 0 or delta is None:
             return ()
-        sigma = printed_noise_multiplier(private.noise_multiplier, self.irrelevance_ratio)
-        settings = private.settings
-        stated = accounting.dpsgd(
-            sigma, private.sample_rate, private.steps_done, settings["sampling"], private.steps_per_epoch
-        )
-        adjacency = settings["adjacency"]
+        sigma = printed_noise_multiplier(plan.sigma, self.irrelevance_ratio)
+        stated = plan.step(sigma).event(ledger.spent_steps)
         epsilons = [
-            float(accounting.epsilon(event, private.target_delta, adjacency=adjacency))
-            for event in (stated, private.ledger.event())
+            float(accounting.epsilon(event, delta, adjacency=plan.adjacency)) for event in (stated, ledger.event())
         ]
         return (
             f"the paper accounts for these steps as DP-SGD at noise multiplier {sigma:.6g}, which would state epsilon "
             f"{epsilons[0]:.4g}; for a fixed mask they are one Gaussian mechanism of multiplier "
-            f"{private.noise_multiplier:.6g}, whose epsilon is {epsilons[1]:.4g}",
+            f"{plan.sigma:.6g}, whose epsilon is {epsilons[1]:.4g}",
         )

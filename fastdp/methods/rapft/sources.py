@@ -7,13 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
-import fastdp.accounting as accounting
-import fastdp.ops as ops
 from fastdp.methods.public import PublicText, described
 from fastdp.methods.rapft.relevance import Map, Propagator
-from fastdp.private.method import Preparation, SideRelease
+from fastdp.private.plan import SideRelease
+from fastdp.private.preparation import Contributions, Findings, Preparation
 
 #: The releases of noised maps, by their name in the ledger.
 RELEVANCE = "relevance"
@@ -39,7 +36,10 @@ class PublicMap:
         """Nothing is released."""
         return ()
 
-    def relevance(self, propagator: Propagator, preparation: Preparation) -> Map:
+    def release(self, propagator: Propagator, preparation: Preparation) -> None:
+        """Nothing is released."""
+
+    def relevance(self, propagator: Propagator, findings: Findings) -> Map:
         """The sum of the examples' maps."""
         return _added(propagator.total(batch) for batch in self.batches)
 
@@ -81,29 +81,15 @@ class NoisyMap:
 
     def side(self, count: int) -> tuple[SideRelease, ...]:
         """``count`` releases of a noised map."""
-        event = accounting.EventModel(accounting.poisson_gaussian(self.noise_multiplier, self.sample_rate))
-        return (SideRelease(RELEVANCE, event, count),)
+        return (SideRelease(RELEVANCE, self.noise_multiplier, self.sample_rate, count),)
 
-    def relevance(self, propagator: Propagator, preparation: Preparation) -> Map:
-        """One noised sum of clipped maps, recorded before it is made."""
-        preparation.record(RELEVANCE)
-        total = self.clipped_sum(propagator, sampled(preparation, self.sample_rate))
-        for index, values in enumerate(total.values()):
-            ops.add_noise_(
-                values,
-                self.noise_multiplier * self.max_norm,
-                preparation.stream.at(0, index),
-                secure_rounding=preparation.secure_rounding,
-            )
-        return total
+    def release(self, propagator: Propagator, preparation: Preparation) -> None:
+        """One noised sum of the examples' maps, each clipped to norm c_R."""
+        preparation.release(RELEVANCE).total(_maps(propagator), self.max_norm, propagator.parameters)
 
-    def clipped_sum(self, propagator: Propagator, batches: Iterator[Mapping[str, Any]]) -> Map:
-        """The sum of the examples' maps, each scaled to norm at most c_R; one that is not finite counts as 0."""
-        total = {name: torch.zeros_like(p, dtype=torch.float32) for name, p in propagator.parameters.items()}
-        for batch in batches:
-            for maps in propagator.examples(batch):
-                add_clipped(total, maps, self.max_norm)
-        return total
+    def relevance(self, propagator: Propagator, findings: Findings) -> Map:
+        """The noised sum."""
+        return dict(findings.releases[0])
 
     def describe(self) -> dict[str, Any]:
         """For the card."""
@@ -129,12 +115,15 @@ class PrivateSubset:
         """Not accounted for: the card says that there is no guarantee."""
         return ()
 
-    def relevance(self, propagator: Propagator, preparation: Preparation) -> Map:
+    def release(self, propagator: Propagator, preparation: Preparation) -> None:
         """The sum of the examples' maps."""
-        found = [propagator.total(batch) for batch in sampled(preparation, self.sample_rate)]
-        if not found:
+        preparation.unprotected(self.sample_rate, _maps(propagator))
+
+    def relevance(self, propagator: Propagator, findings: Findings) -> Map:
+        """The sum, or a refusal where the sample was empty."""
+        if not findings.releases[0]:
             raise ValueError("the sample for the relevance map is empty: raise its sample_rate")
-        return _added(iter(found))
+        return dict(findings.releases[0])
 
     def describe(self) -> dict[str, Any]:
         """For the card."""
@@ -146,36 +135,13 @@ def _check_rate(rate: float) -> None:
         raise ValueError(f"sample_rate of the relevance map is {rate}: it must lie in (0, 1]")
 
 
-def sampled(preparation: Preparation, rate: float) -> Iterator[Mapping[str, Any]]:
-    """The batches of one Poisson sample, the padding row of an empty one left out.
-
-    Raises ValueError where a unit is not one row.
-    """
-    for batch, weights in preparation.sample(rate):
+def _maps(propagator: Propagator) -> Contributions:
+    def maps(batch: Any) -> Iterator[Map]:
         if not isinstance(batch, Mapping):
             raise ValueError(f"relevance needs batches that are mappings, not a {type(batch).__name__}")
-        rows = next(v.shape[0] for v in batch.values() if isinstance(v, torch.Tensor) and v.dim() > 0)
-        if rows != weights.shape[0]:
-            raise ValueError("a relevance map of users or packed rows is not supported: take it from PublicMap")
-        if bool((weights > 0).all()):
-            yield batch
+        return propagator.examples(batch)
 
-
-def add_clipped(total: Map, maps: Map, max_norm: float) -> None:
-    """Add each example's map, scaled to L2 norm at most ``max_norm`` over all parameters together.
-
-    Args:
-        total: by parameter, float32, added to in place.
-        maps: by parameter, ``[rows, *shape]``.
-        max_norm: c_R; one example more or less moves ``total`` by at most this.
-    """
-    norms = torch.stack([torch.linalg.vector_norm(m.flatten(1), dim=1) for m in maps.values()])
-    norm = torch.linalg.vector_norm(norms, dim=0)
-    finite = torch.isfinite(norm)
-    factors = torch.where(finite, (max_norm / norm).clamp(max=1.0), 0.0)
-    for name, values in maps.items():
-        flat = torch.where(finite.unsqueeze(1), values.flatten(1), 0.0)
-        total[name] += (factors @ flat).view(total[name].shape)
+    return maps
 
 
 def _added(maps: Iterator[Map]) -> Map:

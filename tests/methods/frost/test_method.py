@@ -14,7 +14,7 @@ import fastdp
 from fastdp import accounting
 from fastdp.accounting import BudgetExceeded
 from fastdp.methods.frost import DPFrost, split
-from fastdp.private.method import Schedule
+from fastdp.private.plan import Plan
 from fastdp.private.run import Private
 from tests.engine import models
 from tests.engine.runs import CLASSES, FEATURES, collate, examples, logical_step
@@ -267,8 +267,8 @@ def test_a_selection_interrupted_half_way_is_not_made_again_for_free() -> None:
 
 
 def test_given_noise_of_the_selection_leaves_the_rest_to_training() -> None:
-    schedule = Schedule(1000, 50, 40, 20, "poisson", "add_remove", 2.0, 1e-4, None)
-    budget = DPFrost(selection_steps=2, selection_rate=0.1, selection_noise_multiplier=4.0).budget(schedule)
+    plan = Plan(1000, 50, 40, 20, "poisson", "add_remove", 2.0, 1e-4, None)
+    budget = DPFrost(selection_steps=2, selection_rate=0.1, selection_noise_multiplier=4.0).budget(plan)
     event = accounting.compose(
         accounting.dpsgd(budget.noise_multiplier, 0.05, 40), accounting.selection(4.0, 2, sample_rate=0.1)
     )

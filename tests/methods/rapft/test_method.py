@@ -10,7 +10,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import fastdp
 from fastdp import accounting
 from fastdp.methods.rapft import (
     EllipsoidPolicy,
@@ -21,7 +20,7 @@ from fastdp.methods.rapft import (
     RapFT,
     effective_noise_multiplier,
 )
-from fastdp.methods.rapft.sources import add_clipped
+from fastdp.private.preparation import add_clipped
 from tests.engine.runs import Classifier, collate, examples, join, loader, logical_step, one_by_one, start
 
 
@@ -43,7 +42,7 @@ def test_every_mode_releases_clipped_blocks_with_the_noise_it_accounts_for(name)
     method = MODES[name]
     private = start(Classifier(), method=method, noise_multiplier=0.8, target_delta=1e-3)
     gradients, batches = logical_step(private)
-    policy = private._engine.accumulator.policy
+    policy = private.policy
     multiplier = effective_noise_multiplier(0.8, 0.7) if name == "paper" else 0.8
     assert private.noise_multiplier == pytest.approx(multiplier)
     assert policy.noise_multiplier == pytest.approx(multiplier)
@@ -86,27 +85,22 @@ def test_one_example_moves_the_sum_of_maps_by_at_most_its_bound(seed, log_scale,
 
 
 def test_a_noised_map_has_the_noise_it_is_accounted_with():
-    source, model = NoisyMap(3.0, 1.0, max_norm=0.5), Classifier()
-    parameters = dict(model.named_parameters())
-    batch = join([public().batches[0]])
+    released = []
 
-    class Sampled:
-        recorded: list[str] = []
-        stream = fastdp.NoiseStream.unsafe_reproducible(5)
-        secure_rounding = False
+    class Watched(RapFT):
+        def conclude(self, findings):
+            released.append(dict(findings.releases[0]))
+            return super().conclude(findings)
 
-        def record(self, kind: str) -> None:
-            self.recorded.append(kind)
-
-        def sample(self, rate: float):
-            assert self.recorded == ["relevance"]
-            yield batch, torch.ones(6)
-            yield {k: v[:1] for k, v in batch.items()}, torch.zeros(1)
-
-    propagator = Propagator(model, parameters)
-    noised = source.relevance(propagator, Sampled())
-    exact = source.clipped_sum(propagator, iter([batch]))
-    noise = torch.cat([(noised[n] - exact[n]).reshape(-1) for n in exact])
+    model = Classifier()
+    method = Watched(NoisyMap(3.0, 1.0, max_norm=0.5))
+    private = start(model, method=method, noise_multiplier=1.0, target_delta=1e-3)
+    private.prepare()
+    batch = loader().collate_fn(examples())
+    exact = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
+    for maps in Propagator(model, dict(model.named_parameters())).examples(batch):
+        add_clipped(exact, maps, 0.5)
+    noise = torch.cat([(released[0][n] - exact[n]).detach().reshape(-1) for n in exact])
     # Mean square of 66 squared normals: 5 standard deviations are .87 either way.
     assert 0.13 < float((noise / 1.5).square().mean()) < 1.87
 
@@ -132,7 +126,7 @@ def test_masks_follow_the_model():
     )
     iterator = iter(private.data_loader)
     assert private.outcome == {}
-    assert private._engine.accumulator.policy.group_of["first.weight"] == 0
+    assert private.policy.group_of["first.weight"] == 0
     logical_step(private, iterator)
     first = dict(private.outcome)
     with torch.no_grad():
@@ -146,7 +140,7 @@ def test_masks_follow_the_model():
 def test_the_first_steps_without_a_mask_are_accounted_alike():
     private = start(Classifier(), method=RapFT(public(), map_after=1), noise_multiplier=0.7, target_delta=1e-3)
     iter(private.data_loader)
-    assert private._engine.accumulator.policy.noise_multiplier == pytest.approx(0.7)
+    assert private.policy.noise_multiplier == pytest.approx(0.7)
     private.detach()
 
 
@@ -289,15 +283,13 @@ def test_the_noise_of_a_map_is_in_the_form_that_the_card_names(secure, monkeypat
 
 
 def test_users_with_several_rows_are_refused():
-    private = start(
-        Classifier(),
-        loader(batch_size=4),
-        method=RapFT(NoisyMap(1.0, 1.0)),
-        noise_multiplier=1.0,
-        target_delta=1e-3,
-        user_ids=[i // 2 for i in range(24)],
-        max_examples_per_user=2,
-    )
     with pytest.raises(ValueError, match="take it from PublicMap"):
-        next(iter(private.data_loader))
-    private.detach()
+        start(
+            Classifier(),
+            loader(batch_size=4),
+            method=RapFT(NoisyMap(1.0, 1.0)),
+            noise_multiplier=1.0,
+            target_delta=1e-3,
+            user_ids=[i // 2 for i in range(24)],
+            max_examples_per_user=2,
+        )

@@ -1,0 +1,193 @@
+"""The loader of a private run: hands out what its sampler draws, in micro-batches with tickets."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler
+
+from fastdp.accounting.ledger import STEP
+from fastdp.engine.layout import Ticket
+from fastdp.ops.stream import NoiseStream
+from fastdp.private.observer import Observer
+from fastdp.private.plan import Plan
+from fastdp.private.sampler import Units
+
+
+class PrivateLoader:
+    """Iterates one epoch in micro-batches; ``len`` counts logical steps, as learning-rate schedules do.
+
+    Each micro-batch's ticket goes to ``tickets`` in the order of delivery, and each backward pass consumes one.
+    An empty logical batch is delivered as one padding row of weight 0, since stock models crash on no rows at all.
+
+    A data set with an attribute ``lengths``, one number an example, has each logical batch cut into micro-batches of like
+    lengths, the longest first: less padding, and a shortage of memory shows at once. The sums are over the same units.
+
+    Args:
+        loader: the user's DataLoader: its data set, collator, workers and pinning are kept; its sampler is replaced.
+        plan: says who draws for a release, and what its event is.
+        units: the units of the data set, as many as the plan has.
+        stream: the randomness of the draws.
+        kind: the release that the loader draws for: training steps, or one release besides them.
+        remaining: how many logical batches the budget still holds; may raise.
+        max_physical_batch_size: most examples in a micro-batch.
+        unit_map: name of the batch entry that holds the unit of every token, for collators that pack rows.
+    """
+
+    def __init__(
+        self,
+        loader: DataLoader,
+        plan: Plan,
+        units: Units,
+        stream: NoiseStream,
+        max_physical_batch_size: int,
+        *,
+        kind: str = STEP,
+        remaining: Callable[[], int] | None = None,
+        unit_map: str | None = None,
+        observers: Sequence[Observer] = (),
+    ):
+        if len(units) != plan.units:
+            raise ValueError(f"the data set has {len(units)} units, and the plan accounts for {plan.units}")
+        self.dataset: Dataset = loader.dataset
+        self.collate_fn = loader.collate_fn
+        self.batch_size = loader.batch_size
+        self.kind = kind
+        self.sampler = plan.sampler(stream, kind)
+        self.units = units
+        self.steps_per_epoch = plan.steps_per_epoch if kind == STEP else 1
+        self.max_physical_batch_size = max_physical_batch_size
+        self.remaining = remaining or (lambda: self.steps_per_epoch)
+        self.observers = observers
+        self.unit_map = unit_map
+        self.lengths = _lengths(self.dataset)
+        self.tickets: deque[Ticket] = deque()
+        self.on_restart: Callable[[], None] = lambda: None
+        #: Set by a caller that takes several micro-batches before their backward passes, and checks them itself.
+        self.look_ahead = False
+        self._options: dict[str, Any] = {
+            "num_workers": loader.num_workers,
+            "collate_fn": loader.collate_fn,
+            "pin_memory": loader.pin_memory,
+            "timeout": loader.timeout,
+            "worker_init_fn": loader.worker_init_fn,
+            "prefetch_factor": loader.prefetch_factor,
+        }
+
+    def __len__(self) -> int:
+        return self.steps_per_epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        self.tickets.clear()
+        self.on_restart()
+        steps = min(self.steps_per_epoch, self.remaining())
+        waiting: deque[Ticket] = deque()
+        inner: DataLoader = DataLoader(self.dataset, batch_sampler=_Drawn(self, steps, waiting), **self._options)
+        for batch in inner:
+            if not self.look_ahead:
+                self.require_consumed()
+            ticket = waiting.popleft()
+            if self.unit_map is not None:
+                batch, ticket = self._packed(batch, ticket)
+            self.tickets.append(ticket)
+            yield batch
+
+    def require_consumed(self) -> None:
+        """Raise RuntimeError if a batch was handed out and never differentiated: its ticket would go to another."""
+        if self.tickets:
+            raise RuntimeError(
+                "the previous batch was skipped: call backward() on the loss of every batch the private loader yields, or "
+                "start its iteration anew, which discards the logical batch that was begun"
+            )
+
+    def _packed(self, batch: Any, ticket: Ticket) -> tuple[Any, Ticket]:
+        if not hasattr(batch, "pop") or self.unit_map not in batch:
+            raise ValueError(f"the collator did not put the unit map '{self.unit_map}' into the batch")
+        token_units = batch.pop(self.unit_map)
+        most = int(token_units.max()) if token_units.numel() else -1
+        if most >= ticket.weights.shape[0]:
+            raise ValueError(
+                f"the unit map names unit {most} but the batch was packed from {ticket.weights.shape[0]} examples"
+            )
+        return batch, Ticket(ticket.row_units, ticket.weights, ticket.is_last, token_units)
+
+    def micro_batches(self, drawn: list[int]) -> Iterator[tuple[list[int], Ticket]]:
+        """The example indices and ticket of each micro-batch of one logical batch, whole units together."""
+        if not drawn:
+            yield [self.units.examples(0)[0]], _ticket([1], 0.0, is_last=True)
+            return
+        if self.lengths is not None:
+            drawn = sorted(drawn, key=self._longest, reverse=True)
+        pieces: list[list[int]] = [[]]
+        filled = 0
+        for unit in drawn:
+            size = len(self.units.examples(unit))
+            if filled + size > self.max_physical_batch_size and pieces[-1]:
+                pieces.append([])
+                filled = 0
+            pieces[-1].append(unit)
+            filled += size
+        for number, piece in enumerate(pieces):
+            members = [self.units.examples(unit) for unit in piece]
+            last = number == len(pieces) - 1
+            yield [i for m in members for i in m], _ticket([len(m) for m in members], 1.0, is_last=last)
+
+    def _longest(self, unit: int) -> int:
+        assert self.lengths is not None
+        return max(self.lengths[index] for index in self.units.examples(unit))
+
+
+def _lengths(dataset: Any) -> Sequence[int] | None:
+    lengths = getattr(dataset, "lengths", None)
+    if lengths is not None and len(lengths) != len(dataset):
+        raise ValueError(
+            f"the data set's lengths has {len(lengths)} entries for {len(dataset)} examples; give one an example"
+        )
+    return lengths
+
+
+def _ticket(sizes: list[int], weight: float, *, is_last: bool) -> Ticket:
+    row_units = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
+    return Ticket(row_units, torch.full((len(sizes),), weight), is_last)
+
+
+class _Drawn:
+    """The batch sampler of the inner DataLoader: runs in the main process, queues a ticket for every index list."""
+
+    def __init__(self, loader: PrivateLoader, steps: int, waiting: deque[Ticket]):
+        self.loader, self.steps, self.waiting = loader, steps, waiting
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for drawn in self.loader.sampler.epoch(self.steps):
+            for observer in self.loader.observers:
+                drawn = observer.drawn(drawn, self.loader.kind)
+            for indices, ticket in self.loader.micro_batches(drawn):
+                self.waiting.append(ticket)
+                yield indices
+
+
+def check_loader(loader: Any) -> None:
+    """Raise ValueError or TypeError for a loader whose batches could not be drawn as the accountant assumes."""
+    if not isinstance(loader, DataLoader):
+        raise TypeError(f"data_loader is a {type(loader).__name__}: give a torch.utils.data.DataLoader")
+    if isinstance(loader.dataset, IterableDataset):
+        raise ValueError("an iterable data set cannot be sampled at random; give one with __len__ and __getitem__")
+    if loader.batch_size is None:
+        raise ValueError("the loader has a batch_sampler of its own; give it batch_size instead, the engine samples")
+    if loader.drop_last:
+        raise ValueError("drop_last=True drops examples the accountant counts; set it to False")
+    if not isinstance(loader.sampler, (RandomSampler, SequentialSampler)):
+        raise ValueError(
+            f"the loader's {type(loader.sampler).__name__} would be replaced by private sampling; "
+            "remove it (shuffle=True is fine) and express weights otherwise"
+        )
+    if isinstance(loader.sampler, RandomSampler) and loader.sampler.replacement:
+        raise ValueError("sampling with replacement is not what the accountant assumes; drop replacement=True")
+    size = len(loader.dataset)  # type: ignore[arg-type]
+    if size == 0:
+        raise ValueError("the data set is empty; there is nothing to train on")
+    if loader.batch_size > size:
+        raise ValueError(f"batch size {loader.batch_size} exceeds the {size} examples: the sample rate would pass 1")

@@ -1,0 +1,139 @@
+"""What a method may do around each release, apart from how it clips: how the release is applied, and what is adapted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fastdp.engine.accumulator import Accumulator
+from fastdp.private.release import Release
+
+
+class Following:
+    """Follows the releases of one run; override what is of interest."""
+
+    def before_release(self, accumulator: Accumulator, release: Release, optimizer: torch.optim.Optimizer) -> None:
+        """The clipped sums of a logical batch are complete."""
+
+    def after_release(self, accumulator: Accumulator, release: Release) -> None:
+        """They were released; what else is read of the accumulator has to be noised and paid for."""
+
+    def after_step(self, parameters: Mapping[str, torch.nn.Parameter]) -> None:
+        """The optimizer has applied the release."""
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps, by names of its own."""
+        return {}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state`."""
+
+
+class Part:
+    """Settings of one such thing; several methods may have the same."""
+
+    def check(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise ValueError for an optimizer that it does not go with."""
+
+    def follow(self) -> Following:
+        """What follows one run."""
+        return Following()
+
+
+class BiasCorrection(Part, Following):
+    """Tells `fastdp.optim.Adam` or `AdamW` the noise's variance, which they subtract from the second moment.
+
+    DP-AdamBC, arXiv 2312.14334, algorithm 1. Where the noise differs from coordinate to coordinate, so does the variance.
+    """
+
+    def check(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise ValueError for an optimizer that cannot subtract it."""
+        if not hasattr(optimizer, "noise_variance"):
+            raise ValueError(
+                "bias_correction needs fastdp.optim.Adam or fastdp.optim.AdamW: other optimizers cannot apply it"
+            )
+
+    def follow(self) -> Following:
+        """Itself: there is nothing to keep."""
+        return self
+
+    def before_release(self, accumulator: Accumulator, release: Release, optimizer: Any) -> None:
+        """As `Following.before_release`."""
+        policy = accumulator.policy
+        variances = [(std / release.expected_batch_size) ** 2 for std in policy.stds or (0.0,)]
+        if len(set(variances)) == 1:
+            optimizer.noise_variance = variances[0]
+            return
+        found: dict[torch.Tensor, float | torch.Tensor] = {}
+        for name, parameter in release.parameters.items():
+            group = policy.group_of.get(name, 0)
+            if isinstance(group, tuple):
+                found[parameter] = torch.where(policy.masks[name], variances[group[0]], variances[group[1]])
+            else:
+                found[parameter] = variances[group]
+        optimizer.noise_variance = found
+
+
+@dataclass(frozen=True)
+class WeightAveraging(Part):
+    """An exponential moving average of the weights, kept beside the model; post-processing.
+
+    Args:
+        decay: in (0, 1).
+    """
+
+    decay: float
+
+    def __post_init__(self) -> None:
+        if not 0 < self.decay < 1:
+            raise ValueError(f"weight_averaging is {self.decay}: a decay lies between 0 and 1")
+
+    def follow(self) -> Average:
+        """A new average."""
+        return Average(self.decay)
+
+
+class Average(Following):
+    """The averaged weights of one run."""
+
+    def __init__(self, decay: float):
+        self.decay = decay
+        self.values: dict[str, torch.Tensor] | None = None
+
+    def after_step(self, parameters: Mapping[str, torch.nn.Parameter]) -> None:
+        """Take in the latest weights."""
+        if self.values is None:
+            self.values = {name: p.detach().clone() for name, p in parameters.items()}
+            return
+        for name, average in self.values.items():
+            if name in parameters:
+                average.lerp_(parameters[name].detach().to(average.dtype), 1 - self.decay)
+
+    @contextmanager
+    def applied(self, parameters: Mapping[str, torch.nn.Parameter]) -> Iterator[None]:
+        """The averaged weights in place of the latest. Raises RuntimeError before the first step."""
+        if self.values is None:
+            raise RuntimeError("there is no average yet: set weight_averaging in the method and take a step")
+        held = {name: parameters[name] for name in self.values}
+        latest = {name: p.detach().clone() for name, p in held.items()}
+        with torch.no_grad():
+            for name, parameter in held.items():
+                parameter.copy_(self.values[name])
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for name, parameter in held.items():
+                    parameter.copy_(latest[name])
+
+    def state(self) -> dict[str, Any]:
+        """The average so far."""
+        return {"average": self.values}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Go on from it."""
+        self.values = state["average"]

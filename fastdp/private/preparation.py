@@ -1,0 +1,279 @@
+"""What a method may do with the private data besides training: releases, each of which is paid for before its data are seen.
+
+A method's `prepare` makes them and returns nothing; its `conclude` turns what was released into an outcome, and is handed
+nothing else. So an outcome cannot hold what no noise was added to, unless a method goes behind its own back.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+import fastdp.ops as ops
+from fastdp.engine.accumulator import Accumulator
+from fastdp.engine.batches import map_tensors
+from fastdp.engine.engine import Engine
+from fastdp.ops.stream import NoiseStream
+from fastdp.private.loader import PrivateLoader
+from fastdp.private.plan import Plan, SideRelease
+
+#: What came out of a method's preparation, by name: masks, a selection. It follows from what was released, so it may be saved.
+Outcome = Mapping[str, torch.Tensor]
+#: A batch -> per-unit tensors ``[units, ...]`` by name, all of a batch's units at once or in several parts.
+Contributions = Callable[[Any], Iterator[Mapping[str, torch.Tensor]]]
+
+
+class Released(Mapping[str, torch.Tensor]):
+    """Tensors with their noise; each look at one is a copy, so that none can be changed afterwards."""
+
+    def __init__(self, values: Mapping[str, torch.Tensor]):
+        self._values = dict(values)
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self._values[name].clone()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+
+@dataclass
+class Moment:
+    """Where a run stands between two logical batches.
+
+    Attributes:
+        plan: what is public about the run.
+        model: in the state that training has reached, with its plain forward passes.
+        parameters: every parameter that may be trained, by name, the frozen ones included.
+        step: logical steps done.
+        outcome: what the previous preparation came to; empty at the first.
+    """
+
+    plan: Plan
+    model: torch.nn.Module
+    parameters: Mapping[str, torch.nn.Parameter]
+    step: int
+    outcome: Outcome
+
+
+@dataclass
+class Findings(Moment):
+    """What an outcome may be drawn from.
+
+    Attributes:
+        releases: what was released, in order.
+    """
+
+    releases: Sequence[Released] = ()
+
+
+@dataclass(frozen=True)
+class Access:
+    """What makes releases possible. The run's own; methods are handed a `Preparation`.
+
+    Attributes:
+        record: notes one release of a kind in the ledger.
+        open_loader: draws one sample for a kind.
+        stream: noise for one preparation alone.
+        secure_rounding: whether noise is drawn in the form that resists floating-point attacks.
+        returns_loss: whether the model returns its loss.
+        open_unprotected: draws at a rate for what gets no noise; None where the run claims to be private.
+    """
+
+    record: Callable[[str], None]
+    open_loader: Callable[[str], PrivateLoader]
+    stream: NoiseStream
+    secure_rounding: bool = False
+    returns_loss: bool = True
+    open_unprotected: Callable[[float], PrivateLoader] | None = None
+
+
+class Preparation(Moment):
+    """What a method's `prepare` may use: the model, and `release`."""
+
+    def __init__(self, moment: Moment, access: Access):
+        super().__init__(**vars(moment))
+        self._access = access
+        self._releases: list[Released] = []
+        self._over = False
+
+    def release(self, kind: str) -> Sample:
+        """Pay for one release of a declared kind: the sample that its event says, and the noise that goes over it.
+
+        Raises:
+            ValueError: for a kind that the method's budget does not declare.
+            BudgetExceeded: where the budget does not hold another.
+            RuntimeError: after the preparation.
+        """
+        self.require_open()
+        side = self.plan.kind(kind)
+        self._access.record(kind)
+        self._releases.append(Released({}))
+        return Sample(self, self._access, side, len(self._releases) - 1, self._releases)
+
+    def unprotected(self, rate: float, contributions: Contributions) -> Released:
+        """The sum of ``contributions`` over one Poisson sample at ``rate``, without noise: for methods as printed.
+
+        Raises ValueError for a method that does not state, in its `flaws`, why it guarantees nothing.
+        """
+        self.require_open()
+        if self._access.open_unprotected is None:
+            raise ValueError(
+                "private data are read without noise only by a method that says in its flaws() why it guarantees nothing"
+            )
+        total: dict[str, torch.Tensor] = {}
+        for part in _parts(self._access.open_unprotected(rate), self.parameters, contributions):
+            for name, values in part.items():
+                total[name] = total[name] + values.sum(0) if name in total else values.sum(0)
+        self._releases.append(Released(total))
+        return self._releases[-1]
+
+    def findings(self) -> Findings:
+        """End the preparation; what it released."""
+        self.end()
+        return Findings(self.plan, self.model, self.parameters, self.step, self.outcome, tuple(self._releases))
+
+    def end(self) -> None:
+        """From here on nothing is released."""
+        self._over = True
+
+    def require_open(self) -> None:
+        """Raise RuntimeError once the preparation is over."""
+        if self._over:
+            raise RuntimeError("this preparation is over: releases belong into the method's prepare")
+
+
+class Sample:
+    """One release that is paid for: one pass over the units that were drawn for it, then one sum with its noise.
+
+    Either `total` does both, and clips; or `differentiate` fills an accumulator, and `publish` adds the noise.
+    """
+
+    def __init__(
+        self, preparation: Preparation, access: Access, side: SideRelease, index: int, releases: list[Released]
+    ):
+        self.side = side
+        self._preparation = preparation
+        self._access = access
+        self._index = index
+        self._releases = releases
+        self._drawn = self._published = False
+
+    def total(self, contributions: Contributions, max_norm: float, like: Mapping[str, torch.Tensor]) -> Released:
+        """The noised sum of the units' contributions, each scaled to L2 norm at most ``max_norm`` over all names together.
+
+        One that is not finite counts as 0.
+
+        Args:
+            contributions: called with each batch of the sample.
+            like: tensors of the sums' shapes and devices, by name.
+
+        Raises ValueError where the contributions are not one a unit.
+        """
+        sums = {name: torch.zeros_like(tensor, dtype=torch.float32) for name, tensor in like.items()}
+        for part in _parts(self._draw(), self._preparation.parameters, contributions):
+            add_clipped(sums, part, max_norm)
+        return self.publish(sums, max_norm)
+
+    def differentiate(self, accumulator: Accumulator, *, check: bool = True) -> None:
+        """Run the per-example engine over the sample, into ``accumulator``.
+
+        ``check`` may be off where an earlier sample was checked with these parameters, or more of them.
+
+        Raises ValueError if the model does not return its loss.
+        """
+        if not self._access.returns_loss:
+            raise ValueError("this method needs a model that returns its loss: leave loss_reduction out")
+        loader = self._draw()
+        model = self._preparation.model
+        engine = Engine(model, accumulator.policy, loader.tickets, accumulator=accumulator, check=check)
+        try:
+            for batch in loader:
+                batch = _placed(batch, self._preparation.parameters)
+                output = model(**batch) if isinstance(batch, Mapping) else model(*batch)
+                (output["loss"] if isinstance(output, Mapping) else output[0]).backward()
+        finally:
+            engine.close()
+
+    def publish(self, values: Mapping[str, torch.Tensor], sensitivity: float) -> Released:
+        """``values`` with the noise of this release's event: what one unit moves all of them by is at most ``sensitivity``.
+
+        Raises:
+            RuntimeError: if it is called again: the noise is for one release.
+            ValueError: for a sensitivity that is not positive, or values that are not finite and so know none.
+        """
+        self._preparation.require_open()
+        if self._published:
+            raise RuntimeError("this release was made already: each costs anew, so ask for another")
+        if not (sensitivity > 0 and math.isfinite(sensitivity)):
+            raise ValueError(f"the sensitivity of a release is {sensitivity}: it must be positive and finite")
+        self._drawn = self._published = True
+        noised = {}
+        for index, (name, tensor) in enumerate(values.items()):
+            if not bool(torch.isfinite(tensor).all()):
+                raise ValueError(f"{name} is not finite, so that no noise protects it: leave such units out of the sum")
+            # A copy: what the method still holds is without noise, and must not become what was released.
+            noised[name] = tensor.detach().float().clone(memory_format=torch.contiguous_format)
+            if self.side.noise_multiplier > 0:
+                std = self.side.noise_multiplier * sensitivity
+                draw = self._access.stream.at(self._index, index)
+                ops.add_noise_(noised[name], std, draw, secure_rounding=self._access.secure_rounding)
+        self._releases[self._index] = Released(noised)
+        return self._releases[self._index]
+
+    def _draw(self) -> PrivateLoader:
+        self._preparation.require_open()
+        if self._drawn:
+            raise RuntimeError("this release has drawn its sample already: another sample is another release")
+        self._drawn = True
+        return self._access.open_loader(self.side.kind)
+
+
+def add_clipped(total: dict[str, torch.Tensor], parts: Mapping[str, torch.Tensor], max_norm: float) -> None:
+    """Add each unit's tensors, scaled to L2 norm at most ``max_norm`` over all names together.
+
+    Args:
+        total: by name, float32, added to in place.
+        parts: by name, ``[units, *shape]``.
+        max_norm: one unit more or less moves ``total`` by at most this.
+    """
+    norms = torch.stack([torch.linalg.vector_norm(m.flatten(1), dim=1) for m in parts.values()])
+    norm = torch.linalg.vector_norm(norms, dim=0)
+    finite = torch.isfinite(norm)
+    scales = torch.where(finite, (max_norm / norm).clamp(max=1.0), 0.0)
+    for name, values in parts.items():
+        flat = torch.where(finite.unsqueeze(1), values.flatten(1), 0.0)
+        total[name] += (scales @ flat).view(total[name].shape)
+
+
+def _parts(
+    loader: PrivateLoader, parameters: Mapping[str, torch.nn.Parameter], contributions: Contributions
+) -> Iterator[Mapping[str, torch.Tensor]]:
+    """The contributions of a sample's units, the padding row of an empty one left out."""
+    for batch in loader:
+        weights = loader.tickets.popleft().weights
+        if not bool((weights > 0).all()):
+            continue
+        found = 0
+        for part in contributions(_placed(batch, parameters)):
+            counts = {tensor.shape[0] for tensor in part.values()}
+            found += max(counts)
+            if len(counts) > 1 or found > weights.shape[0]:
+                break
+            yield part
+        if found != weights.shape[0]:
+            raise ValueError(
+                f"a batch of {weights.shape[0]} units gave another number of contributions: this release needs one row a "
+                "unit, not users or packed rows"
+            )
+
+
+def _placed(batch: Any, parameters: Mapping[str, torch.nn.Parameter]) -> Any:
+    device = next(iter(parameters.values())).device
+    return map_tensors(batch, lambda tensor: tensor.to(device))

@@ -1,0 +1,320 @@
+"""What a method may do with private data besides training: a release cannot be had without its event, nor anything else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+
+from fastdp import accounting
+from fastdp.accounting import BudgetExceeded, LedgerError
+from fastdp.engine.policy import Policy
+from fastdp.private.method import Method
+from fastdp.private.observer import Observer
+from fastdp.private.plan import Budget, Plan, SideRelease
+from fastdp.private.preparation import Findings, Outcome, Preparation
+from tests.engine.runs import FEATURES, Classifier, examples, start
+
+RATE, NOISE, BOUND = 0.5, 2.0, 0.3
+SUM = {"x": torch.zeros(FEATURES)}
+
+
+def rows(batch: Mapping[str, torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:
+    yield {"x": batch["x"]}
+
+
+@dataclass(frozen=True)
+class Sneaky(Method):
+    """Does as it is told in its preparation."""
+
+    acts: Callable[[Any, Preparation], Any]
+    concludes: Callable[[Any, Findings], Outcome] = lambda self, findings: {"x": torch.zeros(1)}
+    admits: tuple[str, ...] = ()
+    noise: float = NOISE
+    mechanism: str = field(default="sneaky", init=False)
+
+    def budget(self, plan: Plan) -> Budget:
+        side = (SideRelease("rows", self.noise, RATE, 1),)
+        return Budget(plan.multiplier(side), side)
+
+    def prepares_at(self, step: int) -> bool:
+        return step == 0
+
+    def prepare(self, preparation: Preparation) -> None:
+        return self.acts(self, preparation)
+
+    def conclude(self, findings: Findings) -> Outcome:
+        return self.concludes(self, findings)
+
+    def policy(
+        self, parameters: Mapping[str, torch.nn.Parameter], noise_multiplier: float, outcome: Outcome | None = None
+    ) -> Policy:
+        return Policy((1.0,), (noise_multiplier,), dict.fromkeys(parameters, 0))
+
+    def describe(self) -> dict[str, Any]:
+        return {"name": self.mechanism}
+
+    def flaws(self) -> tuple[str, ...]:
+        return self.admits
+
+
+def run(acts: Callable[[Any, Preparation], Any], **settings: Any) -> Any:
+    """A run whose preparation has been made."""
+    options = {key: settings.pop(key) for key in ("output_dir", "user_ids", "max_examples_per_user") if key in settings}
+    private = start(Classifier(), method=Sneaky(acts, **settings), noise_multiplier=1.0, target_delta=1e-3, **options)
+    private.prepare()
+    return private
+
+
+class Drawn(Observer):
+    def __init__(self) -> None:
+        self.units: list[int] = []
+
+    def drawn(self, units: list[int], kind: str) -> list[int]:
+        self.units = units
+        return units
+
+
+def test_a_method_has_no_way_to_the_data_but_a_release() -> None:
+    """What used to be: sample everyone, record nothing, add no noise, and return the rows."""
+
+    def leak(method: Any, preparation: Any) -> Any:
+        return {"x": torch.cat([batch["x"] for batch, _ in preparation.sample(1.0)])}
+
+    with pytest.raises(AttributeError, match="sample"):
+        run(leak)
+    for name in ("record", "sample", "stream", "open_loader", "differentiate"):
+        assert not hasattr(Preparation, name)
+
+
+def test_what_is_released_is_the_clipped_sum_of_the_units_drawn_with_the_noise_of_the_event() -> None:
+    deviations, sizes = [], []
+    seen: list[Any] = []
+    method = Sneaky(lambda method, preparation: seen.append(preparation.release("rows").total(rows, BOUND, SUM)["x"]))
+    for seed in range(40):
+        private = start(method=method, noise_multiplier=1.0, target_delta=1e-3, unsafe_seed=seed)
+        watch = Drawn()
+        private.observe(watch)
+        private.prepare()
+        taken = [examples()[unit]["x"] for unit in watch.units]
+        clipped = sum((x * min(1.0, BOUND / float(x.norm())) for x in taken), torch.zeros(FEATURES))
+        deviations.append((seen[-1] - clipped) / (NOISE * BOUND))
+        sizes.append(len(taken))
+        assert private.ledger.spent("rows") == 1
+        private.detach()
+    # 200 squared normals: their mean has standard deviation .1. 40 binomials of 24 and 1/2, mean 12, deviation .39.
+    assert 0.5 < float(torch.cat(deviations).square().mean()) < 1.5
+    assert 10 < sum(sizes) / 40 < 14
+
+
+def refused(acts: Callable[[Any, Preparation], Any], kind: type[Exception], match: str, **settings: Any) -> None:
+    with pytest.raises(kind, match=match):
+        run(acts, **settings)
+
+
+def test_a_release_that_was_not_declared() -> None:
+    refused(lambda m, p: p.release("other"), ValueError, "no release of kind 'other' was declared")
+
+
+def test_more_releases_than_were_paid_for() -> None:
+    refused(lambda m, p: None if p.release("rows") is p.release("rows") else None, BudgetExceeded, "'rows' are spent")
+
+
+def test_a_second_sample_on_one_record() -> None:
+    def twice(method: Any, preparation: Preparation) -> None:
+        sample = preparation.release("rows")
+        sample.total(rows, BOUND, SUM)
+        sample.total(rows, BOUND, SUM)
+
+    refused(twice, RuntimeError, "has drawn its sample already")
+
+
+def test_noise_a_second_time_for_one_record() -> None:
+    def twice(method: Any, preparation: Preparation) -> None:
+        sample = preparation.release("rows")
+        sample.publish({"x": torch.zeros(3)}, 1.0)
+        sample.publish({"x": torch.zeros(3)}, 1.0)
+
+    refused(twice, RuntimeError, "was made already")
+
+
+def test_a_sample_after_its_noise() -> None:
+    def late(method: Any, preparation: Preparation) -> None:
+        sample = preparation.release("rows")
+        sample.publish({"x": torch.zeros(3)}, 1.0)
+        sample.total(rows, BOUND, SUM)
+
+    refused(late, RuntimeError, "has drawn its sample already")
+
+
+def test_rows_returned_beside_a_release() -> None:
+    def keep(method: Any, preparation: Preparation) -> Any:
+        kept: list[torch.Tensor] = []
+
+        def spy(batch: Mapping[str, torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:
+            kept.append(batch["x"])
+            return rows(batch)
+
+        preparation.release("rows").total(spy, BOUND, SUM)
+        return {"x": torch.cat(kept)}
+
+    refused(keep, TypeError, "returned something from prepare")
+
+
+def test_rows_hidden_in_the_method() -> None:
+    def hide(method: Any, preparation: Preparation) -> None:
+        def spy(batch: Mapping[str, torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:
+            object.__setattr__(method, "hidden", batch["x"])
+            return rows(batch)
+
+        preparation.release("rows").total(spy, BOUND, SUM)
+        assert method.hidden.shape[1] == FEATURES
+
+    refused(hide, AttributeError, "hidden", concludes=lambda method, findings: {"x": method.hidden})
+
+
+@pytest.mark.parametrize("quietly", [False, True])
+def test_rows_written_into_the_model(quietly: bool) -> None:
+    def write(method: Any, preparation: Preparation) -> None:
+        def spy(batch: Mapping[str, torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:
+            weight = preparation.parameters["first.weight"]
+            (weight.data if quietly else weight.detach())[0] = batch["x"][0]
+            return rows(batch)
+
+        preparation.release("rows").total(spy, BOUND, SUM)
+
+    refused(write, RuntimeError, "first.weight changed while sneaky looked at private data")
+
+
+def test_a_release_that_is_changed_after_its_noise() -> None:
+    def overwrite(method: Any, preparation: Preparation) -> None:
+        values = torch.zeros(4)
+        released = preparation.release("rows").publish({"x": values}, 1.0)
+        values.fill_(7.0)
+        released["x"].fill_(7.0)
+
+    private = run(overwrite, concludes=lambda method, findings: dict(findings.releases[0]))
+    assert 0 < float(private.outcome["x"].std()) < 5 * NOISE
+    assert not (private.outcome["x"] == 7.0).any()
+
+
+def test_a_preparation_kept_for_later() -> None:
+    kept: list[Any] = []
+    run(lambda m, p: kept.extend([p, p.release("rows")]))
+    for use in (
+        lambda: kept[0].release("rows"),
+        lambda: kept[0].unprotected(1.0, rows),
+        lambda: kept[1].total(rows, BOUND, SUM),
+        lambda: kept[1].publish({"x": torch.zeros(1)}, 1.0),
+    ):
+        with pytest.raises(RuntimeError, match="this preparation is over"):
+            use()
+
+
+def test_more_than_one_contribution_a_unit() -> None:
+    def double(batch: Mapping[str, torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:
+        yield {"x": batch["x"].repeat(2, 1)}
+
+    refused(lambda m, p: p.release("rows").total(double, BOUND, SUM) and None, ValueError, "one row a unit")
+
+    def users(method: Any, preparation: Preparation) -> None:
+        preparation.release("rows").total(rows, BOUND, SUM)
+
+    refused(users, ValueError, "one row a unit", user_ids=[0, 0, 0, 0, *range(1, 21)], max_examples_per_user=4)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_values_that_no_noise_protects(value: float) -> None:
+    refused(
+        lambda m, p: p.release("rows").publish({"x": torch.tensor([value])}, 1.0) and None, ValueError, "not finite"
+    )
+    refused(lambda m, p: p.release("rows").publish({"x": torch.zeros(1)}, value) and None, ValueError, "sensitivity")
+
+
+def test_reading_without_noise_needs_a_method_that_claims_nothing() -> None:
+    def read(method: Any, preparation: Preparation) -> None:
+        preparation.unprotected(1.0, rows)
+
+    refused(read, ValueError, "why it guarantees nothing")
+    private = run(read, admits=("it reads rows as they are",), concludes=lambda m, f: dict(f.releases[0]))
+    assert torch.allclose(private.outcome["x"], torch.stack([e["x"] for e in examples()]).sum(0), atol=1e-4)
+    assert private.card()["guarantee"] == "none"
+
+
+def test_a_declared_release_without_noise_leaves_no_epsilon() -> None:
+    method = Sneaky(lambda m, p: p.release("rows").total(rows, BOUND, SUM) and None, noise=0.0)
+    private = start(Classifier(), method=method, noise_multiplier=1.0, target_delta=1e-3)
+    private.prepare()
+    assert private.epsilon() == float("inf")
+    assert private.card()["guarantee"] == "none"
+
+
+def test_a_plan_draws_as_its_events_say() -> None:
+    """The sampler has no rate of its own to be wrong about."""
+    side = SideRelease("rows", NOISE, 0.25, 3)
+    for sampling, adjacency in (("poisson", "add_remove"), ("shuffled", "zero_out"), ("shuffled", "replace_one")):
+        plan = Plan(40, 10, 8, 4, sampling, adjacency, None, 1e-3, 1.0, side=(side,))  # type: ignore[arg-type]
+        stream = start().data_loader.sampler.stream
+        step = plan.event().event(4)
+        if sampling == "poisson":
+            assert step == accounting.dpsgd(1.0, plan.sampler(stream).sample_rate, 4)
+        else:
+            batches = list(plan.sampler(stream).epoch(4))
+            assert sorted(unit for batch in batches for unit in batch) == list(range(40))
+            assert step == accounting.gaussian(1.0)
+        rate = plan.sampler(stream, "rows").sample_rate
+        assert plan.event("rows").event(1) == accounting.poisson_gaussian(NOISE, rate)
+        with pytest.raises(ValueError, match="no release of kind"):
+            plan.sampler(stream, "other")
+
+
+def test_shuffled_batches_claim_nothing_about_a_unit_more_or_less() -> None:
+    with pytest.raises(ValueError, match="hold nothing for adjacency='add_remove'"):
+        start(noise_multiplier=1.0, target_delta=1e-3, sampling="shuffled", adjacency="add_remove")
+    private = start(noise_multiplier=1.0, target_delta=1e-3, sampling="shuffled")
+    card = private.card()
+    assert card["adjacency"] == "zero_out"
+    assert any("leaves its place in the order empty" in line for line in card["assumptions"])
+    assert accounting.verify(card)
+
+
+def test_the_card_tells_of_observers() -> None:
+    private = start(noise_multiplier=1.0, target_delta=1e-3)
+    assert not any("looked on" in line for line in private.card()["unprotected"])
+    watch = Drawn()
+    private.observe(watch)
+    with pytest.raises(ValueError, match="looks on already"):
+        private.observe(watch)
+    private.unobserve(watch)
+    assert any("Drawn" in line for line in private.card()["unprotected"])
+
+
+def test_an_edited_outcome_is_refused(tmp_path: Any) -> None:
+    from safetensors.torch import load_file, save_file
+
+    def begin(**options: Any) -> Any:
+        method = Sneaky(
+            lambda m, p: p.release("rows").total(rows, BOUND, SUM) and None, lambda m, f: dict(f.releases[0])
+        )
+        return start(method=method, noise_multiplier=1.0, target_delta=1e-3, output_dir=tmp_path, **options)
+
+    first = begin()
+    first.prepare()
+    state = first.state_dict()
+    first.detach()
+    (path,) = tmp_path.glob("preparation-*")
+    kept = load_file(path)
+    save_file({"x": kept["x"] + 1}, path)
+    second = begin(resume=True)
+    with pytest.raises(LedgerError, match="was edited, or is another run's"):
+        second.prepare()
+    with pytest.raises(LedgerError, match="the checkpoint's outcome"):
+        second.load_state_dict({**state, "outcome": {"x": kept["x"] + 1}})
+    save_file(kept, path)
+    second.prepare()
+    assert torch.equal(second.outcome["x"], kept["x"])
+    assert second.ledger.spent("rows") == 1
+    second.detach()
