@@ -66,6 +66,9 @@ def privatize_command(
     merge_duplicates: Annotated[
         bool, typer.Option("--merge-duplicates", help="let tokens with equal rows answer for one another")
     ] = False,
+    exact: Annotated[
+        bool, typer.Option("--exact", help="compute what a token really costs on this table: minutes for large ones")
+    ] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="replace OUT if it exists")] = False,
 ) -> None:
     """Replace every token of every text by a random near one, so that the file may leave (metric privacy, d_chi).
@@ -95,6 +98,11 @@ def privatize_command(
         origin = chosen.admit(counted[0], {source: texts})
     privatizer = _privatizer(model, eta, mechanism, unknown, merge_duplicates, chosen, counted, len(classes), origin)
     shown = show_displacement(privatizer, console)
+    if exact:
+        nats = privatizer.nats_per_distance()
+        console.print(
+            f"a token costs at most {nats:.4g} nats for each unit of distance, of eta {eta:g}", highlight=False
+        )
     begin = time.perf_counter()
     # A label that leaves anyway may say which tokens are favoured; one that stays must not show in them.
     known = class_numbers(rows, label_column, classes) if chosen and label_column in kept else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import repeat
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 import fastdp.ops as ops
 from fastdp.accounting.serialisation import canonical, serialise
 from fastdp.methods.encoding import ADDED, encode_private, role_ids
+from fastdp.methods.exact import lipschitz, log_normalisers
 from fastdp.methods.sap.cti import CTI
 from fastdp.methods.sap.importance import check_eta
 from fastdp.ops.stream import NoiseStream
@@ -111,6 +113,7 @@ class TextPrivatizer:
             raise ValueError(f"cti tells of {cti.importance.shape[1]} tokens, the table has {table.shape[0]}")
         self.stream = NoiseStream() if unsafe_seed is None else NoiseStream.unsafe_reproducible(unsafe_seed)
         self.tokens_released, self.tokens_kept = 0, 0
+        self._nats: float | None = None
 
     def _check_choices(self, duplicates: str) -> None:
         for name, value, choices in (
@@ -367,6 +370,27 @@ class TextPrivatizer:
             return float((stretched[a] - stretched[b]).norm())
         return float(eta[a]) * distance if eta[a] == eta[b] else float("inf")
 
+    def nats_per_distance(self) -> float:
+        """What a token's replacement really costs for each unit of distance on this table: an upper bound, at most eta.
+
+        For the exponential mechanism it is half of eta and the Lipschitz constant of log Z, the largest over classes where
+        there are any (`fastdp.methods.exact`); in ``elastic`` form the distance is the stretched one. Two passes over the
+        distances of the vocabulary, once; a `statement` made afterwards says what was found. The Laplace mechanism costs eta;
+        the paper's CTI has no bound, inf.
+        """
+        if self._nats is None:
+            labels = [None] if self.cti is None else [None, *range(self.cti.classes)]
+            self._nats = max(self._nats_of(label) for label in labels)
+        return self._nats
+
+    def _nats_of(self, label: int | None) -> float:
+        if self.mechanism == "laplace":
+            return self.eta if self.cti is None else math.inf
+        table, scale, extra = self._law(label)
+        slope = float(extra["candidate_scale"].max()) if "candidate_scale" in extra else 1.0
+        logs, error = log_normalisers(table, [scale], None, extra.get("log_prior"), extra.get("candidate_scale"))
+        return scale * slope + lipschitz(table, logs, error, [scale * slope])[0]
+
     def statement(self) -> dict[str, Any]:
         """What is and is not protected, as JSON values, with the unchanged share and mean displacement at this eta."""
         flaws = [] if self.cti is None else self.cti.flaws()
@@ -381,6 +405,7 @@ class TextPrivatizer:
             "why_no_guarantee": flaws,
             "unit": "one token, with the other tokens of its text given",
             "bound": self._bound_in_words(),
+            "nats_per_distance": self._nats if self._nats is not None and math.isfinite(self._nats) else None,
             "displacement": asdict(self.displacement()),
             "policy": {
                 "special": self.special,

@@ -2,11 +2,14 @@
 
 With x the private token, w a candidate, dist their rows' Euclidean distance:
 
-* ``local``: Pr[w | x] ~ exp(-epsilon min(dist, R) / (2 R)) over the whole vocabulary. For any two tokens x, x' and any w
-  the weights differ by a factor of at most exp(epsilon / 2), and so do their sums: epsilon-local DP.
-* ``metric``: Pr[w | x] ~ exp(-epsilon dist / 2) over the whole vocabulary: epsilon * dist(x, x') metric privacy.
-* ``partition``: as ``local``, among the tokens of x's cell of a public partition: epsilon-local DP between tokens of one
+* ``local``: Pr[w | x] ~ exp(-k min(dist, R) / (2 R)) over the whole vocabulary. For any two tokens x, x' and any w
+  the weights differ by a factor of at most exp(k / 2), and so do their sums: k-local DP at the strength k.
+* ``metric``: Pr[w | x] ~ exp(-k dist / 2) over the whole vocabulary: k * dist(x, x') metric privacy.
+* ``partition``: as ``local``, among the tokens of x's cell of a public partition: k-local DP between tokens of one
   cell; which cell it is, is not hidden.
+
+  On the public table the sums differ by less than that: `TokenMechanism.epsilon` says what a strength really costs, and
+  `TokenMechanism.strength` finds the largest that an epsilon allows.
 * ``paper``: Pr[w | x] ~ exp(-epsilon alpha dist / (4 d)) among the tokens within distance d of x (equations 2 to 5). The
   candidates differ from token to token, so an outcome may be possible under one and impossible under another, and a token
   without a neighbour is sent as it is: **no epsilon holds**.
@@ -14,13 +17,16 @@ With x the private token, w a candidate, dist their rows' Euclidean distance:
 
 from __future__ import annotations
 
+import hashlib
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from fastdp.methods.exact import lipschitz, log_normalisers
 from fastdp.ops.choice import choice_log_probabilities, exponential_choice
 from fastdp.ops.stream import NoiseStream
 
@@ -30,6 +36,9 @@ SMALLEST_CELL = 2
 # Rows of distances that one step of the paper's form holds, and pairs of rows compared at once.
 _CHUNK = 64
 _PAIRS = 4096
+# Strengths tried between an epsilon and twice that, and what was found for a table and an epsilon.
+_STEPS = 16
+_STRENGTHS: dict[tuple[str, float], float] = {}
 # Draws for each token, by turns, of which one has to fall within the paper's radius: a further draw for the same token
 # costs far less than the first.
 _TRIES = (1, 16, 128)
@@ -117,6 +126,63 @@ class TokenMechanism:
                     f"cell {cell} of the partition holds {int(sizes[cell])} tokens: it would send them as they are; "
                     "join it with another"
                 )
+
+    def epsilon(self, strength: float) -> float:
+        """What a draw at this strength costs: an upper bound, at most the strength (``metric``: for each unit of distance).
+
+        inf for the paper's form.
+        """
+        return self._costs([strength])[0]
+
+    def strength(self, epsilon: float) -> float:
+        """The largest strength, of `_STEPS` tried from epsilon to twice that, at which a draw costs at most ``epsilon``.
+
+        One pass over the distances of the table, for ``metric`` two; kept for tables that come again. For the paper's form,
+        which costs more than any epsilon, it is epsilon itself.
+        """
+        if self.form == "paper":
+            return epsilon
+        key = (self._digest, epsilon)
+        if key not in _STRENGTHS:
+            # At epsilon / 2 each, weights and sums alone cannot pass epsilon; at twice that the weights alone reach it.
+            tried = [epsilon * (1 + step / _STEPS) for step in range(_STEPS)]
+            costs = self._costs(tried)
+            _STRENGTHS[key] = max(k for k, cost in zip(tried, costs) if k == epsilon or cost <= epsilon)
+        return _STRENGTHS[key]
+
+    def _costs(self, strengths: Sequence[float]) -> list[float]:
+        """By the laws of the whole table, or for the partition the worst of its cells."""
+        if self.form == "paper":
+            return [math.inf] * len(strengths)
+        prior = self._prior()
+        if self.form == "partition":
+            assert self.cells is not None
+            parts = [(self.cells == cell).nonzero().flatten() for cell in self.cells.unique().tolist()]
+        else:
+            parts = [torch.arange(len(self.table))]
+        found = [0.0] * len(strengths)
+        for rows in parts:
+            own = self._costs_among(self.table[rows], None if prior is None else prior[rows], strengths)
+            found = [max(pair) for pair in zip(found, own)]
+        return [min(pair) for pair in zip(found, strengths)]
+
+    def _costs_among(self, rows: Tensor, prior: Tensor | None, strengths: Sequence[float]) -> list[float]:
+        metric = self.form == "metric"
+        scales = [k / 2 if metric else k / (2 * self._radius) for k in strengths]
+        logs, error = log_normalisers(rows, scales, None if metric else self._radius, prior)
+        if metric:
+            spread = lipschitz(rows, logs, error, scales)
+        else:
+            spread = (logs.amax(1) - logs.amin(1) + 2 * error).tolist()
+        return [k / 2 + more for k, more in zip(strengths, spread)]
+
+    @cached_property
+    def _digest(self) -> str:
+        found = hashlib.sha256(f"{self.form} {self.radius} {list(self.table.shape)}".encode())
+        for tensor in (self.table, self.candidates, self.cells if self.form == "partition" else None):
+            if tensor is not None:
+                found.update(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
+        return found.hexdigest()
 
     def log_probabilities(self, token: int, epsilon: float) -> Tensor:
         """Exact law of one private token: log probabilities, float64 [V], -inf for what cannot be drawn."""

@@ -90,7 +90,9 @@ class SelectivePerturbation:
     see `SelectiveCard`'s list.
 
     Args:
-        epsilon: budget of each private token, or of each text (``budget``). k private tokens compose to k epsilons.
+        epsilon: budget of each private token, or of each text (``budget``). k private tokens compose to k epsilons. The
+            draws are as strong as it allows on the public table, which is more than the mechanism's scale alone says: see
+            `TokenMechanism.strength`.
         mechanism: ``local`` (default), ``metric``, ``partition`` or ``paper``; see `fastdp.methods.selective.mechanism`.
             ``paper`` carries no guarantee, and its card says so.
         budget: ``token``, or ``text`` to share epsilon equally among a text's private tokens.
@@ -170,8 +172,9 @@ class SelectivePerturbation:
         if not any(map(any, private)):
             warnings.warn("the detector found no private token: nothing is perturbed", stacklevel=2)
         stream = NoiseStream() if stream is None else stream
-        ids, epsilons = self._draw(encoded["input_ids"], private, self._mechanism(matrix, radius, tokenizer), stream)
-        found = PerturbedTexts(ids, private, epsilons, settings, stream.reproducible)
+        mechanism = self._mechanism(matrix, radius, tokenizer)
+        ids, epsilons, strengths = self._draw(encoded["input_ids"], private, mechanism, stream)
+        found = PerturbedTexts(ids, private, epsilons, settings | {"strengths": strengths}, stream.reproducible)
         if path is not None:
             _write(path, found, self._private_settings(), encoded["input_ids"])
         return found
@@ -208,8 +211,9 @@ class SelectivePerturbation:
         return radius
 
     def _mechanism(self, matrix: Tensor, radius: float | None, tokenizer: Any) -> TokenMechanism:
-        # Rows beyond the tokenizer's own (a table padded to a round size) and special tokens are never drawn.
-        candidates = torch.arange(len(matrix)) < len(tokenizer)
+        # Rows beyond the tokenizer's own, of a table padded to a round size, stand for no token; special ones are never drawn.
+        matrix = matrix[: len(tokenizer)]
+        candidates = torch.ones(len(matrix), dtype=torch.bool)
         special = [token for token in tokenizer.all_special_ids if token < len(matrix)]
         candidates[special] = False
         cells = None
@@ -232,8 +236,11 @@ class SelectivePerturbation:
 
     def _draw(
         self, ids: list[list[int]], private: list[list[bool]], mechanism: TokenMechanism, stream: NoiseStream
-    ) -> tuple[list[list[int]], list[float]]:
-        """Replaced ids and the budget of each text; every private token of all texts is drawn in one call."""
+    ) -> tuple[list[list[int]], list[float], dict[str, float]]:
+        """Replaced ids, the budget of each text, and the strength that was drawn at for each budget of a token.
+
+        Every private token of all texts is drawn in one call.
+        """
         tokens = [token for own, mask in zip(ids, private) for token, hidden in zip(own, mask) if hidden]
         if tokens and max(tokens) >= len(mechanism.table):
             raise ValueError(
@@ -241,16 +248,16 @@ class SelectivePerturbation:
                 "and the table of one model"
             )
         counts = [sum(mask) for mask in private]
-        if self.budget == "text":
-            shares = [self.epsilon / count for count in counts for _ in range(count)]
-            epsilon: float | Tensor = torch.tensor(shares, dtype=torch.float64)
-            epsilons = [self.epsilon if count else 0.0 for count in counts]
-        else:
-            epsilon = self.epsilon
-            epsilons = [count * self.epsilon for count in counts]
-        drawn = iter(mechanism.draw(torch.tensor(tokens, dtype=torch.int64), epsilon, stream).tolist())
+        shared = self.budget == "text"
+        budgets = [self.epsilon / count if shared else self.epsilon for count in counts for _ in range(count)]
+        strengths = {budget: mechanism.strength(budget) for budget in sorted(set(budgets))}
+        at: float | Tensor = torch.tensor([strengths[budget] for budget in budgets], dtype=torch.float64)
+        if len(strengths) == 1:
+            at = next(iter(strengths.values()))
+        epsilons = [self.epsilon * (count > 0 if shared else count) for count in counts]
+        drawn = iter(mechanism.draw(torch.tensor(tokens, dtype=torch.int64), at, stream).tolist() if tokens else [])
         replaced = [[next(drawn) if hidden else token for token, hidden in zip(*pair)] for pair in zip(ids, private)]
-        return replaced, epsilons
+        return replaced, epsilons, {f"{budget:.6g}": strength for budget, strength in strengths.items()}
 
 
 def _table(source: Tensor | nn.Module) -> Tensor:
@@ -313,8 +320,9 @@ def _read(path: Path, settings: dict[str, Any], private_settings: Any, original:
     except (SafetensorError, OSError, KeyError, ValueError) as error:
         raise ValueError(f"{path} is no cache of perturbed texts: {error}") from None
     again = "perturbing anew would spend a second budget on what both share; name another file if you mean it"
-    if made_with != json.loads(canonical(settings)):
-        differing = next(key for key in settings if made_with.get(key) != json.loads(canonical(settings))[key])
+    wanted = json.loads(canonical(settings))
+    differing = next((key for key in wanted if made_with.get(key) != wanted[key]), None)
+    if differing is not None:
         raise ValueError(f"{path} was made with another {differing}; {again}")
     if not same_names:
         raise ValueError(f"{path} was made with other private settings of the detector, such as its own names; {again}")

@@ -41,6 +41,36 @@ def test_sound_forms_keep_their_bound(seed, form, eta, spread, label):
             assert worst <= privatizer.bound(x, other, label) * (1 + 1e-9) + 1e-9
 
 
+@given(
+    st.integers(0, 10_000),
+    st.sampled_from(["prior", "candidates", "elastic", None]),
+    st.floats(0.01, 30),
+    st.floats(0.05, 5),
+)
+@settings(max_examples=60, deadline=None)
+def test_the_exact_bound_holds_and_is_no_larger(seed, form, eta, spread):
+    """Nats for each unit of distance, over all pairs and classes: never above what is stated, at most the scale's own."""
+    table, cti = instance(seed, form or "prior", spread)
+    privatizer = TextPrivatizer(table, eta=eta, mechanism="exponential", cti=None if form is None else cti)
+    stated = privatizer.nats_per_distance()
+    for label in (None, 0, 1):
+        laws = torch.stack([privatizer.log_probabilities(x, label) for x in range(len(table))])
+        rows = table
+        if form == "elastic":
+            rows = (table.double() - table.double().mean(0)) * cti.eta_of(label, eta)[:, None]
+        distance = torch.cdist(rows.double(), rows.double(), compute_mode="donot_use_mm_for_euclid_dist")
+        for x in range(len(table)):
+            for other in range(x):
+                worst = float((laws[x] - laws[other]).abs().max())
+                # Stretched rows are rounded to float32 before they are drawn from.
+                assert worst <= stated * float(distance[x, other]) * (1 + 1e-5) + 1e-6
+    largest = 1.0 if form == "elastic" else eta
+    if form == "candidates":
+        largest = max(float(cti.eta_of(label, eta).max()) for label in (None, 0, 1))
+    assert largest / 2 * (1 - 1e-9) <= stated <= largest * (1 + 1e-9)
+    assert privatizer.statement()["nats_per_distance"] == stated
+
+
 def test_what_each_bound_is():
     eta = 2.0
     table, cti = instance(1, "prior")

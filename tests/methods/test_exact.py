@@ -1,0 +1,116 @@
+"""What a draw of the exponential mechanism costs: against the laws themselves, on small tables of every kind."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fastdp.methods.exact import lipschitz, log_normalisers
+from fastdp.methods.selective import TokenMechanism, balanced_partition
+
+tables = st.builds(
+    lambda seed, rows, width, spread: (
+        torch.randn(rows, width, generator=torch.Generator().manual_seed(seed))
+        * torch.logspace(0, spread, rows)[:, None]
+    ),
+    st.integers(0, 10**6),
+    st.integers(4, 24),
+    st.integers(1, 5),
+    st.floats(-2, 2),
+)
+
+
+def worst(mechanism, strength):
+    """The largest log ratio of two laws, over all pairs of tokens and all candidates; for the metric one, by distance."""
+    laws = torch.stack([mechanism.log_probabilities(token, strength) for token in range(len(mechanism.table))])
+    found = 0.0
+    for a in range(len(laws)):
+        for b in range(len(laws)):
+            if mechanism.form == "partition" and mechanism.cells[a] != mechanism.cells[b]:
+                continue
+            both = torch.isfinite(laws[a]) & torch.isfinite(laws[b])
+            ratio = float((laws[a] - laws[b])[both].max())
+            if mechanism.form == "metric":
+                distance = float((mechanism.table[a].double() - mechanism.table[b].double()).norm())
+                ratio = ratio / distance if distance > 0 else 0.0
+            found = max(found, ratio)
+    return found
+
+
+@given(
+    tables, st.floats(0.05, 60), st.floats(0.05, 1.0), st.sampled_from(("local", "metric", "partition")), st.booleans()
+)
+@settings(max_examples=150, deadline=None)
+def test_no_pair_of_tokens_costs_more_than_is_stated(table, strength, radius, form, some_are_never_drawn):
+    candidates = torch.ones(len(table), dtype=torch.bool)
+    candidates[0] = not some_are_never_drawn
+    cells = None
+    if form == "partition":
+        cells = balanced_partition(table, len(table) // 4)
+        if bool(torch.bincount(cells[candidates], minlength=int(cells.max()) + 1).min() < 2):
+            candidates[0] = True
+    cap = float(torch.pdist(table.double()).max()) * radius
+    mechanism = TokenMechanism(form, table, None if form == "metric" else cap, 1.0, candidates, cells)
+    stated = mechanism.epsilon(strength)
+    found = worst(mechanism, strength)
+    assert found <= stated * (1 + 1e-9)
+    assert stated <= strength
+    assert stated >= strength / 2 * (1 - 1e-9)
+
+
+@given(tables, st.floats(0.1, 30), st.sampled_from(("local", "metric", "partition")))
+@settings(max_examples=60, deadline=None)
+def test_a_calibrated_strength_costs_no_more_than_was_asked_for(table, epsilon, form):
+    cells = balanced_partition(table, 2) if form == "partition" else None
+    cap = None if form == "metric" else float(torch.pdist(table.double()).median())
+    mechanism = TokenMechanism(form, table, cap, 1.0, None, cells)
+    strength = mechanism.strength(epsilon)
+    assert epsilon <= strength < 2 * epsilon
+    assert mechanism.epsilon(strength) <= epsilon * (1 + 1e-9)
+    assert worst(mechanism, strength) <= epsilon * (1 + 1e-9)
+
+
+def test_the_bound_is_tight_where_all_tokens_are_alike():
+    """Rows at equal distances have equal sums, so that a draw costs half its strength, and twice the strength may be had."""
+    mechanism = TokenMechanism("local", torch.eye(32), 2.0)
+    assert mechanism.epsilon(8.0) == pytest.approx(8.0 * math.sqrt(2) / 4, rel=0.45)
+    mechanism = TokenMechanism("local", torch.eye(32), math.sqrt(2) * (1 - 1e-12))
+    assert mechanism.epsilon(8.0) == pytest.approx(4.0, abs=1e-3)
+    assert worst(mechanism, 8.0) == pytest.approx(4.0, abs=1e-9)
+    assert mechanism.strength(4.0) == pytest.approx(4.0 * (1 + 15 / 16))
+
+
+def test_the_papers_form_costs_more_than_any_epsilon():
+    mechanism = TokenMechanism("paper", torch.eye(8), 1.0)
+    assert mechanism.epsilon(1.0) == math.inf
+    assert mechanism.strength(1.0) == 1.0
+
+
+@given(tables, st.floats(0.01, 200), st.integers(0, 10**6), st.booleans())
+@settings(max_examples=80, deadline=None)
+def test_normalisers_are_within_their_error(table, scale, seed, extras):
+    generator = torch.Generator().manual_seed(seed)
+    prior = 8 * torch.randn(len(table), generator=generator, dtype=torch.float64) if extras else None
+    slopes = 3 * torch.rand(len(table), generator=generator, dtype=torch.float64) if extras else None
+    if prior is not None:
+        prior[1] = -math.inf
+    (logs,), error = log_normalisers(table, [scale], None, prior, slopes)
+    wide = table.double()
+    exact = -scale * (wide[:, None] - wide[None]).norm(dim=2) * (1.0 if slopes is None else slopes)
+    exact = (exact if prior is None else exact + prior).logsumexp(1)
+    assert float((logs - exact).abs().max()) <= error
+
+
+@given(tables, st.floats(0.01, 30))
+@settings(max_examples=60, deadline=None)
+def test_lipschitz_constant_bounds_every_pair(table, scale):
+    logs, error = log_normalisers(table, [scale])
+    (found,) = lipschitz(table, logs, error, [scale])
+    wide = table.double()
+    distance = (wide[:, None] - wide[None]).norm(dim=2)
+    steepness = (logs[0][:, None] - logs[0]).abs() / distance.clamp_min(1e-300)
+    steepness.fill_diagonal_(0)
+    assert found >= float(steepness.max()) * (1 - 1e-9) - 1e-9 or found == pytest.approx(scale)
+    assert found <= scale
