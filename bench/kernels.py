@@ -13,13 +13,13 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from fastdp import ops
-from fastdp.ops.table import OPS
+from fastdp.ops.table import definitions
 
 from .memory import of_cases, on_gpu
 
@@ -216,7 +216,8 @@ def _noise(device: torch.device, sizes: Sizes) -> Iterator[Case]:
         small = torch.zeros(4099, device=device)
         ops.add_noise_(small, 1.0, ops.NoiseStream.unsafe_reproducible(7))
         reference = torch.zeros(4099)
-        OPS["add_noise_"].reference(reference, 1.0, ops.NoiseStream.unsafe_reproducible(7).take(), False)
+        with definitions():
+            ops.add_noise_(reference, 1.0, ops.NoiseStream.unsafe_reproducible(7))
         return _relative(small.cpu(), reference), 1e-5
 
     yield Case(
@@ -322,12 +323,17 @@ def _dtype(device: torch.device) -> torch.dtype:
     return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
-def _checked(
-    device: torch.device, name: str, got: Callable[[], torch.Tensor], *arguments: Any
-) -> Callable[[], tuple[float, float]]:
-    """Of the result against the definition on float64 arguments."""
-    tolerance = 1e-5 if _dtype(device) == torch.float32 else 1e-2
-    return lambda: (_relative(got(), OPS[name].reference(*map(_wider, arguments))), tolerance)
+def _against_definition(
+    device: torch.device, size: str, run: functools.partial[Any], alternatives: dict[str, Function], **least: float
+) -> Case:
+    """A case named after the public function that ``run`` calls, checked against its definition on float64 arguments."""
+
+    def check() -> tuple[float, float]:
+        with definitions():
+            truth = run.func(*map(_wider, run.args), **run.keywords)
+        return _relative(run(), truth), 1e-5 if _dtype(device) == torch.float32 else 1e-2
+
+    return Case(run.func.__name__, size, run, check, alternatives, **least)
 
 
 def _wider(value: Any) -> Any:
@@ -342,7 +348,8 @@ def _norms(device: torch.device, sizes: Sizes) -> Iterator[Case]:
     tokens, width = units * length, dtype.itemsize
     left, left2 = (torch.randn(tokens, m, device=device, dtype=dtype) for _ in range(2))
     right = torch.randn(tokens, n, device=device, dtype=dtype)
-    layer = f"{units} x {length}, {m} x {n}"
+    layer, of = f"{units} x {length}, {m} x {n}", functools.partial
+    case = of(_against_definition, device)
 
     def batched(a: torch.Tensor) -> torch.Tensor:
         return a.view(units, length, -1)
@@ -350,117 +357,59 @@ def _norms(device: torch.device, sizes: Sizes) -> Iterator[Case]:
     def full_gram(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, d: torch.Tensor) -> torch.Tensor:
         return (torch.bmm(batched(a), batched(c).mT) * torch.bmm(batched(b), batched(d).mT)).sum((1, 2))
 
-    gram = float(units * length**2 * (m + n))
-    factors = float(tokens * (m + n) * width)
-    yield Case(
-        "sqnorm",
-        layer,
-        lambda: ops.sqnorm(left, right, offsets),
-        _checked(device, "sqnorm", lambda: ops.sqnorm(left, right, offsets), left, right, offsets, "auto"),
-        {
-            **_torch(full_gram, left, right, left, right),
-            **_opacus_norm(batched(left), batched(right)),
-            "the layer's weight gradient": lambda: left.mT @ right,
-        },
-        flops=gram,
-        bytes=factors,
-    )
-    direct = {"flops": 2.0 * tokens * m * n, "bytes": factors}
-    yield Case(
-        "sqnorm, direct",
-        layer,
-        lambda: ops.sqnorm(left, right, offsets, "direct"),
-        _checked(device, "sqnorm", lambda: ops.sqnorm(left, right, offsets, "direct"), left, right, offsets, "auto"),
-        {"torch": lambda: torch.bmm(batched(left).mT, batched(right)).float().square().sum((1, 2))},
-        **direct,
-    )
-    yield Case(
-        "sqnorm_group",
-        f"2 of {layer}",
-        lambda: ops.sqnorm_group([left, left2], right, offsets),
-        _checked(
-            device,
-            "sqnorm_group",
-            lambda: ops.sqnorm_group([left, left2], right, offsets),
-            *([left, left2], right, offsets),
-        ),
-        {"two sqnorm": lambda: (ops.sqnorm(left, right, offsets), ops.sqnorm(left2, right, offsets))},
-        flops=float(units * length**2 * (2 * m + n)),
-        bytes=float(tokens * (2 * m + n) * width),
-    )
-    yield Case(
-        "cross_inner",
-        layer,
-        lambda: ops.cross_inner(left, right, left2, right, offsets, offsets),
-        _checked(
-            device,
-            "cross_inner",
-            lambda: ops.cross_inner(left, right, left2, right, offsets, offsets),
-            *(left, right, left2, right, offsets, offsets),
-        ),
-        _torch(full_gram, left, right, left2, right),
-        flops=2 * gram,
-        bytes=2 * factors,
-    )
-    ids = torch.randint(0, 50, (tokens,), device=device)
+    def instantiated(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return torch.bmm(batched(a).mT, batched(b)).float()
+
+    gram, bytes = float(units * length**2 * (m + n)), float(tokens * (m + n) * width)
+    direct = {"flops": 2.0 * tokens * m * n, "bytes": bytes}
+    others = {**_torch(full_gram, left, right, left, right), **_opacus_norm(batched(left), batched(right))}
+    others["the layer's weight gradient"] = lambda: left.mT @ right
+    yield case(layer, of(ops.sqnorm, left, right, offsets), others, flops=gram, bytes=bytes)
+
+    by_tiles = {"torch": lambda: instantiated(left, right).square().sum((1, 2))}
+    tiled = case(layer, of(ops.sqnorm, left, right, offsets, "direct"), by_tiles, **direct)
+    yield replace(tiled, op="sqnorm, direct")
+
+    both = {"two sqnorm": lambda: (ops.sqnorm(left, right, offsets), ops.sqnorm(left2, right, offsets))}
+    least = {"flops": float(units * length**2 * (2 * m + n)), "bytes": float(tokens * (2 * m + n) * width)}
+    yield case(f"2 of {layer}", of(ops.sqnorm_group, [left, left2], right, offsets), both, **least)
+
+    cross = of(ops.cross_inner, left, right, left2, right, offsets, offsets)
+    yield case(layer, cross, _torch(full_gram, left, right, left2, right), flops=2 * gram, bytes=2 * bytes)
+
+    ids, rows_mask = torch.randint(0, 50, (tokens,), device=device), torch.rand(50, n, device=device) < 0.5
+    once = float(tokens * n * width)
 
     def equal_ids(i: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         same = i.view(units, -1, 1) == i.view(units, 1, -1)
         return (torch.bmm(batched(b), batched(b).mT) * same).sum((1, 2))
 
-    yield Case(
-        "sqnorm of an embedding",
-        f"{units} x {length}, {n}",
-        lambda: ops.sqnorm(ids, right, offsets),
-        _checked(device, "sqnorm", lambda: ops.sqnorm(ids, right, offsets), ids, right, offsets, "auto"),
-        _torch(equal_ids, ids, right),
-        bytes=float(tokens * n * width),
+    table = case(
+        f"{units} x {length}, {n}", of(ops.sqnorm, ids, right, offsets), _torch(equal_ids, ids, right), bytes=once
     )
-    rows_mask = torch.rand(50, n, device=device) < 0.5
+    yield replace(table, op="sqnorm of an embedding")
 
     def by_rows(i: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         table = b.new_zeros(units, 50, n, dtype=torch.float32)
         owner = torch.arange(units, device=device).repeat_interleave(length)
-        square = table.index_put_((owner, i), b.float(), accumulate=True).square()
-        return torch.stack([(square * rows_mask).sum((1, 2)), (square * ~rows_mask).sum((1, 2))])
+        return _split(table.index_put_((owner, i), b.float(), accumulate=True), rows_mask)
 
-    yield Case(
-        "masked_sqnorm of an embedding",
-        f"{units} x {length}, {n}",
-        lambda: ops.masked_sqnorm(ids, right, offsets, rows_mask),
-        _checked(
-            device,
-            "masked_sqnorm",
-            lambda: ops.masked_sqnorm(ids, right, offsets, rows_mask),
-            *(ids, right, offsets, rows_mask),
-        ),
-        _torch(by_rows, ids, right),
-        bytes=float(tokens * n * width),
-    )
+    masked = of(ops.masked_sqnorm, ids, right, offsets, rows_mask)
+    table = case(f"{units} x {length}, {n}", masked, _torch(by_rows, ids, right), bytes=once)
+    yield replace(table, op="masked_sqnorm of an embedding")
+
     mask = torch.rand(m, n, device=device) < 0.5
+    split = _torch(lambda a, b: _split(instantiated(a, b), mask), left, right)
+    yield case(layer, of(ops.masked_sqnorm, left, right, offsets, mask), split, **direct)
 
-    def masked(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        square = torch.bmm(batched(a).mT, batched(b)).float().square()
-        return torch.stack([(square * mask).sum((1, 2)), (square * ~mask).sum((1, 2))])
+    absolute = _torch(lambda a, b: instantiated(a, b).abs().sum((1, 2)), left, right)
+    yield case(layer, of(ops.abs_sum, left, right, offsets), absolute, **direct)
 
-    yield Case(
-        "masked_sqnorm",
-        layer,
-        lambda: ops.masked_sqnorm(left, right, offsets, mask),
-        _checked(
-            device, "masked_sqnorm", lambda: ops.masked_sqnorm(left, right, offsets, mask), left, right, offsets, mask
-        ),
-        _torch(masked, left, right),
-        **direct,
-    )
-    yield Case(
-        "abs_sum",
-        layer,
-        lambda: ops.abs_sum(left, right, offsets),
-        _checked(device, "abs_sum", lambda: ops.abs_sum(left, right, offsets), left, right, offsets),
-        _torch(lambda a, b: torch.bmm(batched(a).mT, batched(b)).float().abs().sum((1, 2)), left, right),
-        **direct,
-    )
+
+def _split(gradients: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Squared norms inside and outside a mask, of gradients [B, m, n]."""
+    square = gradients.square()
+    return torch.stack([(square * mask).sum((1, 2)), (square * ~mask).sum((1, 2))])
 
 
 def _opacus_norm(left: torch.Tensor, right: torch.Tensor) -> dict[str, Function]:
@@ -480,52 +429,30 @@ def _sums(device: torch.device, sizes: Sizes) -> Iterator[Case]:
     tokens, width = units * length, dtype.itemsize
     left, right = (torch.randn(tokens, k, device=device, dtype=dtype) for k in (m, n))
     weights, others = (torch.rand(units, device=device).repeat_interleave(length) for _ in range(2))
+    size, of = f"{tokens}, {m} x {n}", functools.partial
+    case = of(_against_definition, device)
     product = {"flops": 2.0 * tokens * m * n, "bytes": float(tokens * (m + n) * width + 4 * m * n)}
 
     def scaled(w: torch.Tensor) -> torch.Tensor:
         return (left * w.unsqueeze(1).to(dtype)).mT @ right
 
-    yield Case(
-        "weighted_sum",
-        f"{tokens}, {m} x {n}",
-        lambda: ops.weighted_sum(left, right, weights),
-        _checked(device, "weighted_sum", lambda: ops.weighted_sum(left, right, weights), left, right, weights, None),
-        {**_torch(scaled, weights), "unweighted": lambda: left.mT @ right},
-        **product,
-    )
-    ids = torch.randint(0, m, (tokens,), device=device)
-    table = torch.zeros(m, n, device=device)
-    yield Case(
-        "weighted_sum of an embedding",
-        f"{tokens}, {m} x {n}",
-        lambda: ops.weighted_sum(ids, right, weights, table),
-        _checked(device, "weighted_sum", lambda: ops.weighted_sum(ids, right, weights, rows=m), ids, right, weights, m),
-        _torch(lambda w: table.index_add_(0, ids, (right * w.unsqueeze(1)).to(table.dtype)), weights),
-        # Each row is read, and its line of the table read and written.
-        bytes=float(tokens * n * (width + 8)),
-    )
+    ways = {**_torch(scaled, weights), "unweighted": lambda: left.mT @ right}
+    yield case(size, of(ops.weighted_sum, left, right, weights), ways, **product)
+
+    ids, table = torch.randint(0, m, (tokens,), device=device), torch.zeros(m, n, device=device)
+    ways = _torch(lambda w: table.index_add_(0, ids, (right * w.unsqueeze(1)).to(table.dtype)), weights)
+    # Each row is read, and its line of the table read and written.
+    rows = case(size, of(ops.weighted_sum, ids, right, weights, rows=m), ways, bytes=float(tokens * n * (width + 8)))
+    yield replace(rows, op="weighted_sum of an embedding", run=lambda: ops.weighted_sum(ids, right, weights, table))
+
     mask = torch.rand(m, n, device=device) < 0.5
-    yield Case(
-        "masked_weighted_sum",
-        f"{tokens}, {m} x {n}",
-        lambda: ops.masked_weighted_sum(left, right, weights, others, mask),
-        _checked(
-            device,
-            "masked_weighted_sum",
-            lambda: ops.masked_weighted_sum(left, right, weights, others, mask),
-            *(left, right, weights, others, mask),
-        ),
-        _torch(lambda v, w: torch.where(mask, scaled(v), scaled(w)), weights, others),
-        **product,
-    )
-    yield Case(
-        "column_sums",
-        f"{units} x {length}, {m}",
-        lambda: ops.column_sums(left, offsets),
-        _checked(device, "column_sums", lambda: ops.column_sums(left, offsets), left, offsets),
-        _torch(lambda a: a.view(units, length, m).float().sum(1), left),
-        bytes=float(tokens * m * width),
-    )
+    ways = _torch(lambda v, w: torch.where(mask, scaled(v), scaled(w)), weights, others)
+    yield case(size, of(ops.masked_weighted_sum, left, right, weights, others, mask), ways, **product)
+
+    ways = _torch(lambda a: a.view(units, length, m).float().sum(1), left)
+    size = f"{units} x {length}, {m}"
+    yield case(size, of(ops.column_sums, left, offsets), ways, bytes=float(tokens * m * width))
+
     yield from _adapters(device, sizes, offsets)
     yield from _instances(device, sizes)
 
@@ -534,28 +461,25 @@ def _instances(device: torch.device, sizes: Sizes) -> Iterator[Case]:
     units, m, n = sizes.units, sizes.rows, sizes.rank
     instances, mask = torch.randn(units, m, n, device=device), torch.rand(m, n, device=device) < 0.5
     weights, others = torch.rand(units, device=device), torch.rand(units, device=device)
-    size, once = f"{units} x {m} x {n}", 4.0 * units * m * n
+    once, result = 4.0 * units * m * n, 4.0 * m * n
 
-    def masked(x: torch.Tensor) -> torch.Tensor:
-        square = x.square()
-        return torch.stack([(square * mask).sum((1, 2)), (square * ~mask).sum((1, 2))])
+    def summed(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return (w @ x.flatten(1)).view(m, n)
 
-    for name, arguments, formula, written in (
-        ("instance_sqnorm", (instances,), lambda x: x.square().sum((1, 2)), 0.0),
-        ("instance_abs_sum", (instances,), lambda x: x.abs().sum((1, 2)), 0.0),
-        ("instance_masked_sqnorm", (instances, mask), masked, 0.0),
-        ("instance_sum", (instances, weights), lambda x: (weights @ x.flatten(1)).view(m, n), 4.0 * m * n),
+    for function, arguments, formula, bytes in (
+        (ops.instance_sqnorm, (), lambda x: x.square().sum((1, 2)), once),
+        (ops.instance_abs_sum, (), lambda x: x.abs().sum((1, 2)), once),
+        (ops.instance_masked_sqnorm, (mask,), lambda x: _split(x, mask), once),
+        (ops.instance_sum, (weights,), lambda x: summed(x, weights), once + result),
         (
-            "instance_masked_sum",
-            (instances, weights, others, mask),
-            lambda x: torch.where(mask, (weights @ x.flatten(1)).view(m, n), (others @ x.flatten(1)).view(m, n)),
-            4.0 * m * n,
+            ops.instance_masked_sum,
+            (weights, others, mask),
+            lambda x: torch.where(mask, summed(x, weights), summed(x, others)),
+            once + result,
         ),
     ):
-        run = functools.partial(getattr(ops, name), *arguments)
-        yield Case(
-            name, size, run, _checked(device, name, run, *arguments), _torch(formula, instances), bytes=once + written
-        )
+        run = functools.partial(function, instances, *arguments)
+        yield _against_definition(device, f"{units} x {m} x {n}", run, _torch(formula, instances), bytes=bytes)
 
 
 def _adapters(device: torch.device, sizes: Sizes, offsets: torch.Tensor) -> Iterator[Case]:
@@ -563,38 +487,29 @@ def _adapters(device: torch.device, sizes: Sizes, offsets: torch.Tensor) -> Iter
     tokens, width = units * length, dtype.itemsize
     lefts = [torch.randn(tokens, r, device=device, dtype=dtype) for _ in range(k)]
     rights = [torch.randn(tokens, n, device=device, dtype=dtype) for _ in range(k)]
+    size = f"{units} x {length}, {r} x {n}"
+    flops, bytes = 2.0 * tokens * r * n, float(tokens * (n + r) * width + 4 * units * r * n)
 
     def instantiated(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         return torch.bmm(a.view(units, length, r).mT, b.view(units, length, n)).float()
 
+    ways = {**_torch(instantiated, lefts[0], rights[0]), "the layer's weight gradient": lambda: lefts[0].mT @ rights[0]}
+    run = functools.partial(ops.per_unit, lefts[0], rights[0], offsets)
+    yield _against_definition(device, size, run, ways, flops=flops, bytes=bytes)
+
     def one_by_one() -> list[torch.Tensor]:
         return [instantiated(a, b).flatten(1).square().sum(1) for a, b in zip(lefts, rights)]
 
-    yield Case(
-        "per_unit",
-        f"{units} x {length}, {r} x {n}",
-        lambda: ops.per_unit(lefts[0], rights[0], offsets),
-        _checked(device, "per_unit", lambda: ops.per_unit(lefts[0], rights[0], offsets), lefts[0], rights[0], offsets),
-        {**_torch(instantiated, lefts[0], rights[0]), "the layer's weight gradient": lambda: lefts[0].mT @ rights[0]},
-        flops=2.0 * tokens * r * n,
-        bytes=float(tokens * (n + r) * width + 4 * units * r * n),
-    )
-
     def check_group() -> tuple[float, float]:
         made, norms = ops.per_unit_group(lefts, rights, offsets)
-        truths, squares = OPS["per_unit_group"].reference(_wider(lefts[:8]), _wider(rights[:8]), offsets)
+        with definitions():
+            truths, squares = ops.per_unit_group(_wider(lefts[:8]), _wider(rights[:8]), offsets)
         error = max(_relative(got, truth) for got, truth in zip([*made[:8], norms[:8]], [*truths, squares]))
         return error, 1e-5 if dtype == torch.float32 else 1e-2
 
-    yield Case(
-        "per_unit_group",
-        f"{k} of {units} x {length}, {r} x {n}",
-        lambda: ops.per_unit_group(lefts, rights, offsets),
-        check_group,
-        {"torch, one by one": one_by_one},
-        flops=2.0 * k * tokens * r * n,
-        bytes=k * float(tokens * (n + r) * width + 4 * units * r * n),
-    )
+    group = functools.partial(ops.per_unit_group, lefts, rights, offsets)
+    least = {"flops": k * flops, "bytes": k * bytes}
+    yield Case("per_unit_group", f"{k} of {size}", group, check_group, {"torch, one by one": one_by_one}, **least)
 
 
 def _snap(device: torch.device, sizes: Sizes) -> Iterator[Case]:

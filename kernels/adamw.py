@@ -65,7 +65,7 @@ def adamw_noise_step_(
     weight_decay: float,
     step: int,
     variance_floor: float | None,
-    secure_rounding: bool = False,
+    secure_rounding: bool,
 ) -> None:
     """One step of AdamW in place on ``g = (grad_sum + std z) / divisor``, z at ``position`` (int32 [11]).
 

@@ -9,6 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
+from fastdp.ops.snap import refuse_non_finite
+
 from .chacha import chacha20_words
 from .launch import beside, on_device_of
 
@@ -51,6 +53,7 @@ def _first_above(ends: torch.Tensor, row: torch.Tensor, target: torch.Tensor) ->
     return low
 
 
+@torch.no_grad()
 def exponential_choice(
     ids: torch.Tensor,
     table: torch.Tensor,
@@ -64,6 +67,7 @@ def exponential_choice(
 
     ids int64, rows of table [V, d], finite; scale float64, one or one an id; the others float64 [V] or None.
     """
+    refuse_non_finite("table", table)
     flat, scales = ids.reshape(-1), scale.expand(ids.shape).reshape(-1)
     draws = uniforms(position, flat.numel(), table.device)
     result = torch.empty_like(flat)

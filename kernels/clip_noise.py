@@ -146,7 +146,7 @@ def _row_dots(x: torch.Tensor, y: torch.Tensor, rows: int, width: int) -> tuple[
 
 
 def clip_noise(
-    x: torch.Tensor, max_norm: float, std: float, position: torch.Tensor, secure_rounding: bool = False
+    x: torch.Tensor, max_norm: float, std: float, position: torch.Tensor, secure_rounding: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``x[b] min(1, max_norm / |x[b]|) + std z`` for x [B, ...], any strides, and the norms, float64 [B].
 
@@ -163,7 +163,7 @@ def clip_noise(
         partial, chunks = _row_dots(flat, flat, rows, width)
         scale = torch.empty(rows, dtype=torch.float32, device=x.device)
         _forward_factor_kernel[(rows,)](
-            partial, norm, scale, chunks, max_norm, b_chunks=128, enable_fp_fusion=True, num_warps=1
+            partial, norm, scale, chunks, float(max_norm), b_chunks=128, enable_fp_fusion=True, num_warps=1
         )
         _apply_kernel[(triton.cdiv(x.numel(), 16 * BLOCKS),)](
             flat,
@@ -172,7 +172,7 @@ def clip_noise(
             beside(position, x),
             x.numel(),
             width,
-            std,
+            float(std),
             b_blocks=BLOCKS,
             NOISY=std != 0.0,
             FOLDED=secure_rounding,
@@ -195,7 +195,15 @@ def clip_noise_backward(grad: torch.Tensor, x: torch.Tensor, norm: torch.Tensor,
         scale = torch.empty(rows, dtype=torch.float32, device=x.device)
         pull = torch.empty_like(scale)
         _backward_factor_kernel[(rows,)](
-            partial, norm.contiguous(), scale, pull, chunks, max_norm, b_chunks=128, enable_fp_fusion=True, num_warps=1
+            partial,
+            norm.contiguous(),
+            scale,
+            pull,
+            chunks,
+            float(max_norm),
+            b_chunks=128,
+            enable_fp_fusion=True,
+            num_warps=1,
         )
         _pull_back_kernel[(triton.cdiv(x.numel(), _STEP),)](
             grad,

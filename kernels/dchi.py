@@ -9,8 +9,11 @@ import torch
 import triton
 import triton.language as tl
 
+from fastdp.ops.dchi import refuse_overflow
+
 from .chacha import chacha20_words, normals
 from .launch import beside, on_device_of
+from .snap import finite, named_bad_row, nearest, survey
 
 _ATTEMPTS = tl.constexpr(16)
 
@@ -81,3 +84,13 @@ def dchi_rows(ids: torch.Tensor, table: torch.Tensor, eta: torch.Tensor, positio
             num_warps=min(8, max(1, b_blocks // 32)),
         )
     return out
+
+
+@torch.no_grad()
+def private_snap(ids: torch.Tensor, table: torch.Tensor, eta: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+    """The op: the nearest row of ``table`` to each noisy row. Waits for the device, to refuse what is not finite."""
+    (half_table,) = finite(table=table)
+    noisy = dchi_rows(ids.reshape(-1).contiguous(), table, eta.reshape(-1), position)
+    half_noisy, bad = survey(noisy)
+    refuse_overflow(named_bad_row(bad) is None)
+    return nearest(noisy, table, half_noisy, half_table).view(ids.shape)

@@ -49,14 +49,29 @@ def _direct_kernel(
             tl.store(p_parts + pid, tl.sum(tl.sum(square, 1), 0))
 
 
-def _launch(
-    left: torch.Tensor, right: torch.Tensor, offsets: torch.Tensor, bits: torch.Tensor | None, kind: int, precision: str
+def side_tile(width: int, wide: bool) -> int:
+    """Side of the tiles of a gradient that is ``width`` wide: 128 (64 for float32 factors), or less for narrow ones."""
+    return min(64 if wide else 128, max(16, triton.next_power_of_2(width)))
+
+
+def direct_norms(
+    left: torch.Tensor,
+    right: torch.Tensor,
+    offsets: torch.Tensor,
+    measure: int,
+    mask: torch.Tensor | None = None,
+    precision: str = "ieee",
 ) -> torch.Tensor:
+    """Norms [1, B], float32, of left [N, m] and right [N, n]; float32, bfloat16 or float16, any strides.
+
+    With ``mask`` (bool [m, n]), [2, B]: of the entries where it is True, then where it is False.
+    """
     units, m, n = offsets.shape[0] - 1, left.shape[1], right.shape[1]
-    rows = 2 if bits is not None else 1
+    rows = 1 if mask is None else 2
     if units == 0 or m == 0 or n == 0:
         return torch.zeros(rows, units, dtype=torch.float32, device=right.device)
     offsets = beside(offsets, right)
+    bits = None if mask is None else pack_mask(mask)
     wide = torch.float32 in (left.dtype, right.dtype)
     b_m, b_n = (side_tile(m, wide), side_tile(n, wide))
     tiles_n = triton.cdiv(n, b_n)
@@ -80,34 +95,10 @@ def _launch(
             b_m=b_m,
             b_n=b_n,
             b_t=32 if wide else 64,
-            KIND=kind,
+            KIND=measure,
             PRECISION=precision,
             enable_fp_fusion=True,
             num_warps=8 if b_m * b_n > 4096 else 4,
             num_stages=3,
         )
     return sum_slots(parts, units, tiles)
-
-
-def side_tile(width: int, wide: bool) -> int:
-    """Side of the tiles of a gradient that is ``width`` wide: 128 (64 for float32 factors), or less for narrow ones."""
-    return min(64 if wide else 128, max(16, triton.next_power_of_2(width)))
-
-
-def direct_sqnorm(
-    left: torch.Tensor, right: torch.Tensor, offsets: torch.Tensor, precision: str = "ieee"
-) -> torch.Tensor:
-    """Squared norms [B], float32, of left [N, m] and right [N, n]; float32, bfloat16 or float16, any strides."""
-    return _launch(left, right, offsets, None, SQUARE.value, precision)[0]
-
-
-def abs_sum(left: torch.Tensor, right: torch.Tensor, offsets: torch.Tensor, precision: str = "ieee") -> torch.Tensor:
-    """L1 norms [B], float32, of left [N, m] and right [N, n]; as :func:`direct_sqnorm`."""
-    return _launch(left, right, offsets, None, ABSOLUTE.value, precision)[0]
-
-
-def masked_sqnorm(
-    left: torch.Tensor, right: torch.Tensor, offsets: torch.Tensor, mask: torch.Tensor, precision: str = "ieee"
-) -> torch.Tensor:
-    """Squared norms [2, B], float32, of the entries where ``mask`` (bool [m, n]) is True, then where it is False."""
-    return _launch(left, right, offsets, pack_mask(mask), MASKED_SQUARE.value, precision)

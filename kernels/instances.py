@@ -8,8 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
-from .direct import ABSOLUTE, MASKED_SQUARE, SQUARE
-from .launch import on_device_of
+from .direct import ABSOLUTE, MASKED_SQUARE
+from .launch import on_device_of, serves
 from .reduce import sum_slots
 
 _CHUNK = 4096
@@ -54,7 +54,12 @@ def _instance_sum_kernel(p_x, p_inside, p_outside, p_mask, p_out, units, n, b: t
     tl.store(p_out + o_x, total, mask=m_x)
 
 
-def _norms(instances: torch.Tensor, mask: torch.Tensor | None, kind: int) -> torch.Tensor:
+@serves(1)
+def instance_norms(instances: torch.Tensor, measure: int, mask: torch.Tensor | None) -> torch.Tensor:
+    """Norms [1, B], float32, of gradients [B, ...]: float32, bfloat16 or float16, strided ones are copied once.
+
+    With ``mask`` (bool), [2, B]: of the entries where it is True, then where it is False.
+    """
     units, rows = instances.shape[0], 1 if mask is None else 2
     if instances.numel() == 0:
         return torch.zeros(rows, units, dtype=torch.float32, device=instances.device)
@@ -71,43 +76,30 @@ def _norms(instances: torch.Tensor, mask: torch.Tensor | None, kind: int) -> tor
             chunks,
             n,
             b=_CHUNK,
-            KIND=kind,
+            KIND=measure,
             enable_fp_fusion=True,
             num_warps=4,
         )
     return sum_slots(parts, units, chunks)
 
 
-def instance_sqnorm(instances: torch.Tensor) -> torch.Tensor:
-    """Squared norms [B], float32, of gradients [B, ...]; float32, bfloat16 or float16, strided ones are copied once."""
-    return _norms(instances, None, SQUARE.value)[0]
-
-
-def instance_abs_sum(instances: torch.Tensor) -> torch.Tensor:
-    """L1 norms [B], float32, of gradients [B, ...]; as :func:`instance_sqnorm`."""
-    return _norms(instances, None, ABSOLUTE.value)[0]
-
-
-def instance_masked_sqnorm(instances: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Squared norms [2, B], float32, of the entries where ``mask`` (bool) is True, then where it is False."""
-    return _norms(instances, mask, MASKED_SQUARE.value)
-
-
+@serves(1)
 def instance_sum(
     instances: torch.Tensor,
     weights: torch.Tensor,
-    weights_unmasked: torch.Tensor | None = None,
-    mask: torch.Tensor | None = None,
+    weights_unmasked: torch.Tensor | None,
+    mask: torch.Tensor | None,
 ) -> torch.Tensor:
     """``sum over units of weights[b] instances[b]``, float32; where ``mask`` is False the weights are ``weights_unmasked``.
 
-    ``instances`` [B, ...] float32, bfloat16 or float16, strided ones are copied once; weights [B] contiguous.
+    ``instances`` [B, ...] float32, bfloat16 or float16, strided ones are copied once.
     """
     instances = instances.contiguous()
     out = torch.zeros(instances.shape[1:], dtype=torch.float32, device=instances.device)
     if out.numel():
         masked = mask is not None and weights_unmasked is not None
-        unmasked = weights if weights_unmasked is None else weights_unmasked
+        weights = weights.contiguous()
+        unmasked = weights if weights_unmasked is None else weights_unmasked.contiguous()
         bits = weights if mask is None else mask.contiguous().view(torch.uint8)
         with on_device_of(out):
             _instance_sum_kernel[(triton.cdiv(out.numel(), _COLUMNS),)](

@@ -1,10 +1,38 @@
-"""What every launcher needs: the device a launch goes to, small tensors moved there, how many programs fill it."""
+"""What every launcher needs: the arguments it serves, the device a launch goes to, small tensors moved there, how many
+programs fill it.
+"""
 
 import contextlib
 import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 import triton
+
+_Launcher = TypeVar("_Launcher", bound=Callable[..., Any])
+
+
+def serves(factors: int) -> Callable[[_Launcher], _Launcher]:
+    """Decorate what an op runs on a GPU: without autograd, and only if none of its first ``factors`` arguments is float64."""
+
+    def is_double(argument: Any) -> bool:
+        return any(map(is_double, argument)) if isinstance(argument, list) else argument.dtype == torch.float64
+
+    def decorate(launcher: _Launcher) -> _Launcher:
+        @functools.wraps(launcher)
+        def run(*args: Any) -> Any:
+            with torch.no_grad():
+                return NotImplemented if any(map(is_double, args[:factors])) else launcher(*args)
+
+        return run  # type: ignore[return-value]
+
+    return decorate
+
+
+def assert_ids(ids: torch.Tensor, rows: int) -> None:
+    """Stop the device if an id is outside a table: it must not become an address, and the host must not wait."""
+    torch._assert_async(((ids >= 0) & (ids < rows)).all(), "an id is outside the table")
 
 
 def on_device_of(tensor: torch.Tensor) -> contextlib.AbstractContextManager[object]:

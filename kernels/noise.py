@@ -27,7 +27,7 @@ def _add_noise_kernel(p_x, p_position, n, std, b_blocks: tl.constexpr, FOLDED: t
         _add(p_x, o_x, o_x < n, z, std)
 
 
-def add_noise_(x: torch.Tensor, std: float, position: torch.Tensor, secure_rounding: bool = False) -> None:
+def add_noise_(x: torch.Tensor, std: float, position: torch.Tensor, secure_rounding: bool) -> None:
     """Add ``std`` times normal i of ``position`` (int32 [11]) to element i of the flattened ``x``, in place.
 
     ``x``: float32, bfloat16 or float16, any strides; a strided one is copied once.
@@ -40,7 +40,7 @@ def add_noise_(x: torch.Tensor, std: float, position: torch.Tensor, secure_round
             flat,
             beside(position, x),
             x.numel(),
-            std,
+            float(std),
             b_blocks=BLOCKS,
             FOLDED=secure_rounding,
             enable_fp_fusion=True,

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .direct import ABSOLUTE, MASKED_SQUARE, SQUARE
+from .direct import ABSOLUTE, MASKED_SQUARE
 from .launch import beside, on_device_of
 from .reduce import sum_parts
 
@@ -106,9 +106,14 @@ def units_of_tokens(offsets: torch.Tensor, tokens: int) -> torch.Tensor:
     return torch.searchsorted(offsets[1:], torch.arange(tokens, device=offsets.device), right=True)
 
 
-def _norms(
-    ids: torch.Tensor, right: torch.Tensor, offsets: torch.Tensor, mask: torch.Tensor | None, kind: int
+def onehot_norms(
+    ids: torch.Tensor, right: torch.Tensor, offsets: torch.Tensor, measure: int, mask: torch.Tensor | None = None
 ) -> torch.Tensor:
+    """Norms [1, B], float32, of the gradients of a table: ids int64 [N] (below 2^31), right [N, n], any strides.
+
+    Tokens of a unit that share an id add up before they are measured. With ``mask`` (bool [V, n]), [2, B]: of the
+    entries where it is True, then where it is False.
+    """
     units, (tokens, n), rows = offsets.shape[0] - 1, right.shape, 1 if mask is None else 2
     if units == 0 or tokens == 0:
         return torch.zeros(rows, units, dtype=torch.float32, device=right.device)
@@ -129,31 +134,11 @@ def _norms(
             *((0, 0) if mask is None else mask.stride()),
             b_t=4,
             b_n=_COLUMNS,
-            KIND=kind,
+            KIND=measure,
             enable_fp_fusion=True,
             num_warps=4,
         )
     return sum_parts(parts, offsets, 1, 1)
-
-
-def onehot_sqnorm(ids: torch.Tensor, right: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """Squared norms [B], float32, of the gradients of a table: ids int64 [N] (below 2^31), right [N, n], any strides.
-
-    Tokens of a unit that share an id add up before they are squared.
-    """
-    return _norms(ids, right, offsets, None, SQUARE.value)[0]
-
-
-def onehot_abs_sum(ids: torch.Tensor, right: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """L1 norms [B], float32, of the gradients of a table; as :func:`onehot_sqnorm`."""
-    return _norms(ids, right, offsets, None, ABSOLUTE.value)[0]
-
-
-def onehot_masked_sqnorm(
-    ids: torch.Tensor, right: torch.Tensor, offsets: torch.Tensor, mask: torch.Tensor
-) -> torch.Tensor:
-    """Squared norms [2, B], float32, of the entries where ``mask`` (bool [V, n]) is True, then where it is False."""
-    return _norms(ids, right, offsets, mask, MASKED_SQUARE.value)
 
 
 def onehot_weighted_sum_(

@@ -10,6 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
+from fastdp.ops.snap import refuse_non_finite
+
 from .launch import on_device_of
 from .tiles import multiply
 
@@ -134,7 +136,7 @@ def named_bad_row(bad: torch.Tensor) -> int | None:
     return None if row == _NO_ROW else row
 
 
-def snap(x: torch.Tensor, table: torch.Tensor, half_x: torch.Tensor, half_table: torch.Tensor) -> torch.Tensor:
+def nearest(x: torch.Tensor, table: torch.Tensor, half_x: torch.Tensor, half_table: torch.Tensor) -> torch.Tensor:
     """Index int64 [N] of the row of table [V, d] nearest to each row of x [N, d] in float64, ties to the lowest index.
 
     Both finite, float32, bfloat16 or float16, any strides; ``half_*`` as :func:`survey` returns them. Scratch: x in
@@ -194,3 +196,19 @@ def snap(x: torch.Tensor, table: torch.Tensor, half_x: torch.Tensor, half_table:
             num_warps=4,
         )
     return index
+
+
+def finite(**rows: torch.Tensor) -> list[torch.Tensor]:
+    """Half the squared norms of each matrix's rows. Raises ValueError, naming the first row that is not finite."""
+    surveys = [survey(x) for x in rows.values()]
+    for (name, x), (_, bad) in zip(rows.items(), surveys):
+        if named_bad_row(bad) is not None:
+            refuse_non_finite(name, x)
+    return [half for half, _ in surveys]
+
+
+@torch.no_grad()
+def snap(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    """The op: as :func:`nearest`, after a look whether all rows are finite, which waits for the device."""
+    half_table, half_x = finite(table=table, x=x)
+    return nearest(x, table, half_x, half_table)

@@ -1,7 +1,9 @@
-"""The kernels as functions of tensors of any device; a module keeps an op's schema, contract and definition."""
+"""The kernels as functions of tensors of any device.
 
-from . import cpu as cpu
-from . import cuda as cuda
+An op lives under the name of its family in four folders: here its schema, checks and definition; in ``cpu/`` and in
+``fastdp.kernels`` the function of the op's name that runs on processors and on GPUs; its C++ in ``csrc/``.
+"""
+
 from .adamw import adamw_noise_step_ as adamw_noise_step_
 from .choice import choice_log_probabilities as choice_log_probabilities
 from .choice import exponential_choice as exponential_choice

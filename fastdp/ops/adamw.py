@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import torch
 
-import fastdp._native as _native
-from fastdp.ops.noise import (
-    DTYPES,
-    check_in_place,
-    check_number,
-    check_position,
-    check_stream,
-    check_tensor,
-    standard_normals,
-)
-from fastdp.ops.stream import MAX_ELEMENTS, Draw, NoiseStream, native_threads
+from fastdp.ops.noise import check_in_place, check_position, check_tensor, standard_normals
+from fastdp.ops.stream import MAX_ELEMENTS, Draw, NoiseStream
 from fastdp.ops.table import Op
+from fastdp.validate import at_least, positive
 
 
-def _check_tensors(
-    param: torch.Tensor, grad_sum: torch.Tensor, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor, secure_rounding: bool
+def _check(
+    param: torch.Tensor,
+    grad_sum: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    position: torch.Tensor | NoiseStream | Draw,
+    std: float,
+    divisor: float,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    step: int,
+    variance_floor: float | None,
+    secure_rounding: bool,
 ) -> None:
     check_tensor("param", param)
     check_in_place("param", param)
@@ -34,53 +40,14 @@ def _check_tensors(
             )
     if secure_rounding and param.numel() > MAX_ELEMENTS // 4:
         raise ValueError(f"param has {param.numel()} elements, more than the 2^34 that secure rounding has noise for")
-
-
-def _check_numbers(
-    std: float,
-    divisor: float,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    step: int,
-    variance_floor: float | None,
-) -> None:
-    numbers = {"std": std, "divisor": divisor, "lr": lr, "betas[0]": beta1, "betas[1]": beta2, "eps": eps}
-    for name, value in {**numbers, "weight_decay": weight_decay}.items():
-        check_number(name, value)
-    if divisor == 0.0:
-        raise ValueError("divisor must be greater than 0: it is the expected number of units in a batch")
+    at_least(0.0, std=std, lr=lr, eps=eps, weight_decay=weight_decay, **{"betas[0]": beta1, "betas[1]": beta2})
+    positive(divisor=divisor)
     if beta1 >= 1.0 or beta2 >= 1.0:
         raise ValueError(f"betas must be below 1, got ({beta1}, {beta2})")
     if not isinstance(step, int) or step < 1:
         raise ValueError(f"step counts from 1, got {step!r}")
     if variance_floor is not None:
-        check_number("variance_floor", variance_floor)
-        if variance_floor == 0.0:
-            raise ValueError("variance_floor must be greater than 0: it is divided by")
-
-
-def _check(
-    param: torch.Tensor,
-    grad_sum: torch.Tensor,
-    exp_avg: torch.Tensor,
-    exp_avg_sq: torch.Tensor,
-    position: torch.Tensor,
-    std: float,
-    divisor: float,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    step: int,
-    variance_floor: float | None,
-    secure_rounding: bool,
-) -> None:
-    _check_tensors(param, grad_sum, exp_avg, exp_avg_sq, secure_rounding)
-    _check_numbers(std, divisor, lr, beta1, beta2, eps, weight_decay, step, variance_floor)
+        positive(variance_floor=variance_floor)
     check_position(position)
 
 
@@ -122,54 +89,8 @@ _ADAMW = Op(
     fake=lambda *args: None,
     check=_check,
 )
-_ADAMW.implement_with_triton("adamw")
-
-
-@_ADAMW.implement("cpu")
-def _cpu(
-    param: torch.Tensor,
-    grad_sum: torch.Tensor,
-    exp_avg: torch.Tensor,
-    exp_avg_sq: torch.Tensor,
-    position: torch.Tensor,
-    std: float,
-    divisor: float,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    step: int,
-    variance_floor: float | None,
-    secure_rounding: bool,
-) -> None:
-    written = (param, exp_avg, exp_avg_sq)
-    flat = [x.contiguous() for x in written]
-    grad = grad_sum.contiguous()
-    _native.adamw_noise_step(
-        flat[0].data_ptr(),
-        DTYPES[param.dtype],
-        grad.data_ptr(),
-        flat[1].data_ptr(),
-        flat[2].data_ptr(),
-        param.numel(),
-        position.data_ptr(),
-        secure_rounding,
-        std,
-        divisor,
-        lr,
-        beta1,
-        beta2,
-        eps,
-        weight_decay,
-        step,
-        variance_floor is not None,
-        variance_floor or 0.0,
-        native_threads(),
-    )
-    for x, result in zip(written, flat):
-        if result is not x:
-            x.copy_(result)
+_ADAMW.implement("cpu", "fastdp.ops.cpu.adamw")
+_ADAMW.implement("cuda", "fastdp.kernels.adamw")
 
 
 def adamw_noise_step_(
@@ -219,10 +140,7 @@ def adamw_noise_step_(
         TypeError: if a dtype or layout is another, or ``stream`` is no stream.
         RuntimeError: if a tensor to be written requires grad and grad mode is on, or the position was drawn before.
     """
-    check_stream(stream)
-    _check_tensors(param, grad_sum, exp_avg, exp_avg_sq, secure_rounding)
-    _check_numbers(std, divisor, lr, *betas, eps, weight_decay, step, variance_floor)
-    numbers = (float(v) for v in (std, divisor, lr, *betas, eps, weight_decay))
-    _ADAMW(param, grad_sum, exp_avg, exp_avg_sq, stream.take(), *numbers, step, variance_floor, secure_rounding)
+    numbers = (std, divisor, lr, *betas, eps, weight_decay)
+    _ADAMW(param, grad_sum, exp_avg, exp_avg_sq, stream, *numbers, step, variance_floor, secure_rounding)
     for x in (param, exp_avg, exp_avg_sq):
         torch.autograd.graph.increment_version(x)

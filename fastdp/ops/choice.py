@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
 import torch
 from torch import Tensor
 
-import fastdp._native as _native
 from fastdp.ops.dchi import check_ids, check_per_token, per_token, uniforms
-from fastdp.ops.factors import in_full_precision
-from fastdp.ops.noise import check_position, check_stream
-from fastdp.ops.snap import centre_of, refuse_non_finite, survey
-from fastdp.ops.stream import Draw, NoiseStream, chacha20_words, native_threads
+from fastdp.ops.noise import check_position
+from fastdp.ops.snap import refuse_non_finite
+from fastdp.ops.stream import Draw, NoiseStream, chacha20_words
 from fastdp.ops.table import Op
 
 #: Blocks of a position that belong to one token.
@@ -36,7 +33,7 @@ def _check_choice(
     ids: Tensor,
     table: Tensor,
     scale: Tensor,
-    position: Tensor,
+    position: Tensor | NoiseStream | Draw,
     cap: float | None,
     log_prior: Tensor | None,
     candidate_scale: Tensor | None,
@@ -68,7 +65,6 @@ def _log_weights(
     return weight if log_prior is None else weight + log_prior
 
 
-@in_full_precision
 def _choice_reference(
     ids: Tensor,
     table: Tensor,
@@ -119,54 +115,8 @@ EXPONENTIAL_CHOICE = Op(
 )
 
 
-@EXPONENTIAL_CHOICE.implement("cpu")
-def _choice_cpu(
-    ids: Tensor,
-    table: Tensor,
-    scale: Tensor,
-    position: Tensor,
-    cap: float | None,
-    log_prior: Tensor | None,
-    candidate_scale: Tensor | None,
-) -> Tensor:
-    table = table.detach().float().contiguous()
-    bits = survey("table", table)
-    result = torch.empty(ids.shape, dtype=torch.int64)
-    if not ids.numel():
-        return result
-    flat = ids.reshape(-1).numpy()
-    scales = np.broadcast_to(scale.double().numpy(), ids.shape).reshape(-1) if scale.dim() else np.full(1, float(scale))
-    # Keys of sixteen bits are sorted by their digits, ten times faster than by comparison.
-    keys = flat.astype(np.uint16) if table.shape[0] <= 1 << 16 else flat
-    order = np.lexsort((scales, flat)) if scale.dim() else np.argsort(keys, kind="stable")
-    sorted_ids = flat[order]
-    sorted_scales = scales[order] if scale.dim() else np.broadcast_to(scales, len(order))
-    new = np.ones(len(order) + 1, bool)
-    new[1:-1] = (sorted_ids[1:] != sorted_ids[:-1]) | (sorted_scales[1:] != sorted_scales[:-1])
-    starts = np.flatnonzero(new)
-    law_ids, law_scales = sorted_ids[starts[:-1]], sorted_scales[starts[:-1]].copy()
-    prior = None if log_prior is None else log_prior.contiguous()
-    slopes = None if candidate_scale is None else candidate_scale.contiguous()
-    centre = centre_of(table)
-    _native.exponential_choice(
-        table=table.data_ptr(),
-        rows=table.shape[0],
-        d=table.shape[1],
-        centre=centre.data_ptr(),
-        table_bits=bits,
-        order=order.ctypes.data,
-        starts=starts.ctypes.data,
-        laws=len(law_ids),
-        law_ids=law_ids.ctypes.data,
-        law_scales=law_scales.ctypes.data,
-        log_prior=0 if prior is None else prior.data_ptr(),
-        slopes=0 if slopes is None else slopes.data_ptr(),
-        cap=math.inf if cap is None else cap,
-        position=position.data_ptr(),
-        out=result.data_ptr(),
-        threads=native_threads(),
-    )
-    return result
+EXPONENTIAL_CHOICE.implement("cpu", "fastdp.ops.cpu.choice")
+EXPONENTIAL_CHOICE.implement("cuda", "fastdp.kernels.choice")
 
 
 def _rows_as_double(value: Tensor | None, table: Tensor) -> Tensor | None:
@@ -234,8 +184,7 @@ def exponential_choice(
         TypeError: wrong dtypes, or no stream.
         RuntimeError: the position was drawn before.
     """
-    check_stream(stream)
     prior, slopes = _rows_as_double(log_prior, table), _rows_as_double(candidate_scale, table)
     return EXPONENTIAL_CHOICE(
-        ids, table, per_token(scale, ids), stream.take(), None if cap is None else float(cap), prior, slopes
+        ids, table, per_token(scale, ids), stream, None if cap is None else float(cap), prior, slopes
     )

@@ -6,26 +6,22 @@ from typing import Any
 
 import torch
 
-import fastdp._native as _native
-from fastdp.ops.noise import DTYPES, check_number, check_position, check_stream, check_tensor, standard_normals
-from fastdp.ops.stream import MAX_ELEMENTS, Draw, NoiseStream, native_threads
+from fastdp.ops.noise import check_position, check_tensor, standard_normals
+from fastdp.ops.stream import MAX_ELEMENTS, Draw, NoiseStream
 from fastdp.ops.table import Op
+from fastdp.validate import at_least, positive
 
 
-def _check_shape(x: torch.Tensor, max_norm: float, std: float, secure_rounding: bool) -> None:
+def _check_clip(
+    x: torch.Tensor, max_norm: float, std: float, position: torch.Tensor | NoiseStream | Draw, secure_rounding: bool
+) -> None:
     check_tensor("x", x)
     if x.dim() < 1:
         raise ValueError("x must have a first dimension of examples, got a tensor of no dimensions")
-    check_number("std", std)
-    check_number("max_norm", max_norm)
-    if max_norm == 0.0:
-        raise ValueError("max_norm must be greater than 0")
+    at_least(0.0, std=std)
+    positive(max_norm=max_norm)
     if secure_rounding and x.numel() > MAX_ELEMENTS // 4:
         raise ValueError(f"x has {x.numel()} elements, more than the 2^34 that secure rounding has noise for")
-
-
-def _check_clip(x: torch.Tensor, max_norm: float, std: float, position: torch.Tensor, secure_rounding: bool) -> None:
-    _check_shape(x, max_norm, std, secure_rounding)
     check_position(position)
 
 
@@ -60,7 +56,7 @@ def _check_backward(grad: torch.Tensor, x: torch.Tensor, norm: torch.Tensor, max
         raise ValueError(f"the gradient must be {x.dtype} {list(x.shape)}, got {grad.dtype} {list(grad.shape)}")
     if norm.shape != x.shape[:1] or norm.dtype != torch.float64:
         raise ValueError(f"norm must be float64 [{x.shape[0]}], got {norm.dtype} {list(norm.shape)}")
-    check_number("max_norm", max_norm)
+    at_least(0.0, max_norm=max_norm)
 
 
 _CLIP_BACKWARD = Op(
@@ -69,26 +65,8 @@ _CLIP_BACKWARD = Op(
     fake=lambda grad, x, norm, max_norm: torch.empty_like(x, memory_format=torch.contiguous_format),
     check=_check_backward,
 )
-_CLIP_BACKWARD.implement_with_triton("clip_noise")
-
-
-@_CLIP_BACKWARD.implement("cpu")
-def _cpu_backward(grad: torch.Tensor, x: torch.Tensor, norm: torch.Tensor, max_norm: float) -> torch.Tensor:
-    g, flat, norm = grad.contiguous(), x.contiguous(), norm.contiguous()
-    out = torch.empty_like(flat, memory_format=torch.contiguous_format)
-    rows = x.shape[0]
-    _native.clip_backward(
-        g.data_ptr(),
-        flat.data_ptr(),
-        norm.data_ptr(),
-        out.data_ptr(),
-        DTYPES[x.dtype],
-        rows,
-        x.numel() // rows if rows else 0,
-        max_norm,
-        native_threads(),
-    )
-    return out
+_CLIP_BACKWARD.implement("cpu", "fastdp.ops.cpu.clip")
+_CLIP_BACKWARD.implement("cuda", "fastdp.kernels.clip_noise")
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
@@ -116,31 +94,8 @@ _CLIP_NOISE = Op(
     backward=_backward,
     setup_context=_setup_context,
 )
-_CLIP_NOISE.implement_with_triton("clip_noise")
-
-
-@_CLIP_NOISE.implement("cpu")
-def _cpu_clip_noise(
-    x: torch.Tensor, max_norm: float, std: float, position: torch.Tensor, secure_rounding: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    flat = x.contiguous()
-    out = torch.empty_like(flat, memory_format=torch.contiguous_format)
-    rows = x.shape[0]
-    norm = torch.empty(rows, dtype=torch.float64)
-    _native.clip_noise(
-        flat.data_ptr(),
-        out.data_ptr(),
-        norm.data_ptr(),
-        DTYPES[x.dtype],
-        rows,
-        x.numel() // rows if rows else 0,
-        max_norm,
-        std,
-        position.data_ptr(),
-        secure_rounding,
-        native_threads(),
-    )
-    return out, norm
+_CLIP_NOISE.implement("cpu", "fastdp.ops.cpu.clip")
+_CLIP_NOISE.implement("cuda", "fastdp.kernels.clip_noise")
 
 
 def clip_noise(
@@ -169,6 +124,4 @@ def clip_noise(
         TypeError: if the dtype or layout of ``x`` is another, or ``stream`` is no stream.
         RuntimeError: if the position was drawn before.
     """
-    check_stream(stream)
-    _check_shape(x, max_norm, std, secure_rounding)
-    return _CLIP_NOISE(x, float(max_norm), float(std), stream.take(), secure_rounding)[0]
+    return _CLIP_NOISE(x, max_norm, std, stream, secure_rounding)[0]

@@ -16,11 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-import fastdp._native as _native
-from fastdp.ops.factors import in_full_precision
-from fastdp.ops.noise import check_position, check_stream, standard_normals
-from fastdp.ops.snap import SNAP, check_table, refuse_non_finite, search, survey
-from fastdp.ops.stream import Draw, NoiseStream, chacha20_words, native_threads
+from fastdp.ops.noise import check_position, standard_normals
+from fastdp.ops.snap import SNAP, check_table, refuse_non_finite
+from fastdp.ops.stream import Draw, NoiseStream, chacha20_words
 from fastdp.ops.table import Op
 
 _ATTEMPTS = 16
@@ -57,7 +55,7 @@ def check_per_token(name: str, value: Tensor, ids: Tensor, positive: bool) -> No
         raise ValueError(f"{name} must be finite and {'above' if positive else 'at least'} 0, got {wrong}")
 
 
-def _check_private_snap(ids: Tensor, table: Tensor, eta: Tensor, position: Tensor) -> None:
+def _check_private_snap(ids: Tensor, table: Tensor, eta: Tensor, position: Tensor | NoiseStream | Draw) -> None:
     check_ids(ids, table)
     check_position(position)
     check_per_token("eta", eta, ids, positive=True)
@@ -96,17 +94,17 @@ def dchi_noise(position: Tensor, n: int, d: int) -> Tensor:
     return z * (torch.from_numpy(gamma_variates(position, n, float(d))) / z.norm(dim=1))[:, None]
 
 
-@in_full_precision
 def _private_snap_reference(ids: Tensor, table: Tensor, eta: Tensor, position: Tensor) -> Tensor:
     refuse_non_finite("table", table)
     noise = dchi_noise(position, ids.numel(), table.shape[1]).to(table.device)
     noise /= eta.expand(ids.shape).reshape(-1, 1)
     noisy = table.float()[ids.reshape(-1)] + noise.float()
-    _refuse_overflow(bool(torch.isfinite(noisy).all()))
+    refuse_overflow(bool(torch.isfinite(noisy).all()))
     return SNAP.reference(noisy, table.float()).view(ids.shape)
 
 
-def _refuse_overflow(finite: bool) -> None:
+def refuse_overflow(finite: bool) -> None:
+    """Raise ValueError unless the noisy rows are ``finite``."""
     if not finite:
         raise ValueError("eta is so small that the noise is beyond float32: the answer would not depend on the table")
 
@@ -119,32 +117,8 @@ PRIVATE_SNAP = Op(
 )
 
 
-@PRIVATE_SNAP.implement("cpu")
-def _private_snap_cpu(ids: Tensor, table: Tensor, eta: Tensor, position: Tensor) -> Tensor:
-    table = table.detach().float().contiguous()
-    bits = survey("table", table)
-    flat, eta = ids.reshape(-1).contiguous(), eta.reshape(-1).contiguous()
-    stride = int(eta.numel() > 1)
-    d = table.shape[1]
-
-    def noisy(begin: int, end: int) -> Tensor:
-        rows = torch.empty(end - begin, d)
-        _native.dchi_rows(
-            table.data_ptr(),
-            flat[begin:].data_ptr(),
-            eta[stride * begin :].data_ptr(),
-            stride,
-            begin,
-            end - begin,
-            d,
-            position.data_ptr(),
-            rows.data_ptr(),
-            native_threads(),
-        )
-        _refuse_overflow(_native.survey(rows.data_ptr(), end - begin, d, native_threads())[0] < 0)
-        return rows
-
-    return search(noisy, flat.numel(), table, bits).view(ids.shape)
+PRIVATE_SNAP.implement("cpu", "fastdp.ops.cpu.dchi")
+PRIVATE_SNAP.implement("cuda", "fastdp.kernels.dchi")
 
 
 def private_snap(ids: Tensor, table: Tensor, eta: float | Tensor, stream: NoiseStream | Draw) -> Tensor:
@@ -176,5 +150,4 @@ def private_snap(ids: Tensor, table: Tensor, eta: float | Tensor, stream: NoiseS
         TypeError: wrong dtypes, or no stream.
         RuntimeError: the position was drawn before.
     """
-    check_stream(stream)
-    return PRIVATE_SNAP(ids, table, per_token(eta, ids), stream.take())
+    return PRIVATE_SNAP(ids, table, per_token(eta, ids), stream)

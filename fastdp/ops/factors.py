@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+#: What the entries of a gradient are reduced to, numbered as in csrc/block.h and kernels/direct.py.
+SQUARE, ABSOLUTE, MASKED_SQUARE = range(3)
 ELEMENT = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as csrc/factor.h numbers them
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -112,11 +114,42 @@ def check_offsets(offsets: Tensor, tokens: int, device: torch.device, name: str 
         raise ValueError(f"{name} decrease from {bounds[unit]} to {bounds[unit + 1]} at unit {unit}")
 
 
-def unit_gradient(left: Tensor, right: Tensor, start: int, end: int, rows: int | None = None) -> Tensor:
-    """Gradient [m, n] of the unit that owns tokens ``start .. end``; ids need the number of ``rows`` of the table."""
-    dtype = accumulator(left, right)
-    part = right[start:end].to(dtype)
+def check_ids(ids: Tensor, rows: int | None, name: str = "left") -> None:
+    """Raise ValueError for an id below 0 or not below ``rows``; only on the CPU, where looking costs no wait."""
+    if ids.device.type != "cpu" or ids.numel() == 0:
+        return
+    least, most = (int(bound) for bound in torch.aminmax(ids))
+    if least < 0 or (rows is not None and most >= rows):
+        bad = least if least < 0 else most
+        raise ValueError(
+            f"{name} has id {bad}: ids run from 0 to {'the rows of the table' if rows is None else rows - 1}"
+        )
+
+
+def check_mask(mask: Tensor, left: Tensor, right: Tensor) -> None:
+    """Raise TypeError or ValueError unless there is one bool an entry of the gradient, beside the factors."""
+    if mask.dtype != torch.bool:
+        raise TypeError(f"mask is {mask.dtype}: it must be bool")
+    rows = mask.shape[0] if is_one_hot(left) and mask.dim() == 2 else left.shape[-1]
+    if mask.shape != (rows, right.shape[1]):
+        raise ValueError(f"mask has shape {tuple(mask.shape)}: the gradient has {(rows, right.shape[1])}")
+    if mask.device != right.device:
+        raise ValueError(f"mask is on {mask.device} and the factors on {right.device}")
     if is_one_hot(left):
-        assert rows is not None
-        return part.new_zeros(rows, right.shape[1]).index_add_(0, left[start:end], part)
-    return left[start:end].to(dtype).T @ part
+        check_ids(left, mask.shape[0])
+
+
+def check_measure(measure: int, mask: Tensor | None) -> None:
+    """Raise ValueError for an unknown measure, and for a mask without use or missing."""
+    if measure not in (SQUARE, ABSOLUTE, MASKED_SQUARE) or (measure == MASKED_SQUARE) != (mask is not None):
+        raise ValueError(f"measure is {measure}: 0 squares, 1 takes absolute values, 2 squares under a mask")
+
+
+def check_weights(weights: Tensor, summed: Tensor, each: str, name: str = "weights") -> None:
+    """Raise TypeError or ValueError unless there is one float32 or float64 weight a row of what is summed, beside it."""
+    if weights.dtype not in (torch.float32, torch.float64):
+        raise TypeError(f"{name} are {weights.dtype}: they must be float32 or float64")
+    if weights.shape != summed.shape[:1]:
+        raise ValueError(f"{name} have shape {tuple(weights.shape)}: one a {each} is ({summed.shape[0]},)")
+    if weights.device != summed.device:
+        raise ValueError(f"{name} are on {weights.device} and the {each}s on {summed.device}")

@@ -11,19 +11,17 @@ import math
 import torch
 from torch import Tensor
 
-from .factors import FLOATS, accumulator, in_full_precision
-from .sums import check_unit_weights
+from .factors import ABSOLUTE, FLOATS, MASKED_SQUARE, SQUARE, accumulator, check_measure, check_weights
 from .table import Op
 
 
-def _check_instances(instances: Tensor) -> None:
+def _check_instances(instances: Tensor, mask: Tensor | None) -> None:
     if instances.dim() < 1:
         raise ValueError("instances has no dimensions: it must be [units, ...]")
     if instances.dtype not in FLOATS:
         raise TypeError(f"instances is {instances.dtype}: it must be float32, bfloat16, float16 or float64")
-
-
-def _check_mask(mask: Tensor, instances: Tensor) -> None:
+    if mask is None:
+        return
     if mask.dtype != torch.bool:
         raise TypeError(f"mask is {mask.dtype}: it must be bool")
     if mask.shape != instances.shape[1:]:
@@ -36,32 +34,34 @@ def _rows(instances: Tensor) -> Tensor:
     return instances.to(accumulator(instances)).reshape(instances.shape[0], math.prod(instances.shape[1:]))
 
 
-@in_full_precision
-def _sqnorm_reference(instances: Tensor) -> Tensor:
-    return _rows(instances).square().sum(1)
+def _norms_reference(instances: Tensor, measure: int, mask: Tensor | None) -> Tensor:
+    rows = _rows(instances)
+    if measure == ABSOLUTE:
+        return rows.abs().sum(1)[None]
+    squares = rows.square()
+    if mask is None:
+        return squares.sum(1)[None]
+    chosen = mask.reshape(-1)
+    return torch.stack([torch.where(chosen, squares, 0).sum(1), torch.where(chosen, 0, squares).sum(1)])
 
 
-@in_full_precision
-def _abs_sum_reference(instances: Tensor) -> Tensor:
-    return _rows(instances).abs().sum(1)
+def _norms_fake(instances: Tensor, measure: int, mask: Tensor | None) -> Tensor:
+    return instances.new_empty(1 if mask is None else 2, instances.shape[0], dtype=accumulator(instances))
 
 
-def _norm_fake(instances: Tensor) -> Tensor:
-    return instances.new_empty(instances.shape[0], dtype=accumulator(instances))
+def _check_norms(instances: Tensor, measure: int, mask: Tensor | None) -> None:
+    _check_instances(instances, mask)
+    check_measure(measure, mask)
 
 
-INSTANCE_SQNORM = Op(
-    "instance_sqnorm(Tensor instances) -> Tensor",
-    reference=_sqnorm_reference,
-    fake=_norm_fake,
-    check=_check_instances,
+INSTANCE_NORMS = Op(
+    "instance_norms(Tensor instances, int measure, Tensor? mask) -> Tensor",
+    reference=_norms_reference,
+    fake=_norms_fake,
+    check=_check_norms,
 )
-INSTANCE_ABS_SUM = Op(
-    "instance_abs_sum(Tensor instances) -> Tensor",
-    reference=_abs_sum_reference,
-    fake=_norm_fake,
-    check=_check_instances,
-)
+INSTANCE_NORMS.implement("cpu", "fastdp.ops.cpu.instances")
+INSTANCE_NORMS.implement("cuda", "fastdp.kernels.instances")
 
 
 def instance_sqnorm(instances: Tensor) -> Tensor:
@@ -76,31 +76,12 @@ def instance_sqnorm(instances: Tensor) -> Tensor:
     Raises:
         TypeError, ValueError: another dtype, or no dimensions.
     """
-    return INSTANCE_SQNORM(instances)
+    return INSTANCE_NORMS(instances, SQUARE, None)[0]
 
 
 def instance_abs_sum(instances: Tensor) -> Tensor:
     """L1 norm of each unit's instantiated gradient; as :func:`instance_sqnorm`."""
-    return INSTANCE_ABS_SUM(instances)
-
-
-@in_full_precision
-def _masked_sqnorm_reference(instances: Tensor, mask: Tensor) -> Tensor:
-    squares, chosen = _rows(instances).square(), mask.reshape(-1)
-    return torch.stack([torch.where(chosen, squares, 0).sum(1), torch.where(chosen, 0, squares).sum(1)])
-
-
-def _check_masked_sqnorm(instances: Tensor, mask: Tensor) -> None:
-    _check_instances(instances)
-    _check_mask(mask, instances)
-
-
-INSTANCE_MASKED_SQNORM = Op(
-    "instance_masked_sqnorm(Tensor instances, Tensor mask) -> Tensor",
-    reference=_masked_sqnorm_reference,
-    fake=lambda instances, mask: instances.new_empty(2, instances.shape[0], dtype=accumulator(instances)),
-    check=_check_masked_sqnorm,
-)
+    return INSTANCE_NORMS(instances, ABSOLUTE, None)[0]
 
 
 def instance_masked_sqnorm(instances: Tensor, mask: Tensor) -> Tensor:
@@ -116,35 +97,42 @@ def instance_masked_sqnorm(instances: Tensor, mask: Tensor) -> Tensor:
     Raises:
         TypeError, ValueError: a dtype, shape or device outside the above.
     """
-    return INSTANCE_MASKED_SQNORM(instances, mask)
+    return INSTANCE_NORMS(instances, MASKED_SQUARE, mask)
 
 
-def _selected_sum(instances: Tensor, weights: Tensor) -> Tensor:
+def _selected_sum(rows: Tensor, weights: Tensor) -> Tensor:
+    return weights.to(rows.dtype) @ torch.where((weights != 0).unsqueeze(1), rows, 0)
+
+
+def _sum_reference(instances: Tensor, weights: Tensor, weights_unmasked: Tensor | None, mask: Tensor | None) -> Tensor:
     rows = _rows(instances)
-    kept = torch.where((weights != 0).unsqueeze(1), rows, 0)
-    return (weights.to(rows.dtype) @ kept).view(instances.shape[1:])
+    total = _selected_sum(rows, weights)
+    if mask is not None and weights_unmasked is not None:
+        total = torch.where(mask.reshape(-1), total, _selected_sum(rows, weights_unmasked))
+    return total.view(instances.shape[1:])
 
 
-@in_full_precision
-def _sum_reference(instances: Tensor, weights: Tensor) -> Tensor:
-    return _selected_sum(instances, weights)
-
-
-def _sum_fake(instances: Tensor, weights: Tensor) -> Tensor:
+def _sum_fake(instances: Tensor, weights: Tensor, weights_unmasked: Tensor | None, mask: Tensor | None) -> Tensor:
     return instances.new_empty(instances.shape[1:], dtype=accumulator(instances))
 
 
-def _check_sum(instances: Tensor, weights: Tensor) -> None:
-    _check_instances(instances)
-    check_unit_weights(weights, instances)
+def _check_sum(instances: Tensor, weights: Tensor, weights_unmasked: Tensor | None, mask: Tensor | None) -> None:
+    _check_instances(instances, mask)
+    if weights_unmasked is None:
+        check_weights(weights, instances, "unit")
+    else:
+        check_weights(weights, instances, "unit", "weights_masked")
+        check_weights(weights_unmasked, instances, "unit", "weights_unmasked")
 
 
 INSTANCE_SUM = Op(
-    "instance_sum(Tensor instances, Tensor weights) -> Tensor",
+    "instance_sum(Tensor instances, Tensor weights, Tensor? weights_unmasked, Tensor? mask) -> Tensor",
     reference=_sum_reference,
     fake=_sum_fake,
     check=_check_sum,
 )
+INSTANCE_SUM.implement("cpu", "fastdp.ops.cpu.instances")
+INSTANCE_SUM.implement("cuda", "fastdp.kernels.instances")
 
 
 def instance_sum(instances: Tensor, weights: Tensor) -> Tensor:
@@ -162,27 +150,7 @@ def instance_sum(instances: Tensor, weights: Tensor) -> Tensor:
     Raises:
         TypeError, ValueError: a dtype, shape or device outside the above.
     """
-    return INSTANCE_SUM(instances, weights)
-
-
-@in_full_precision
-def _masked_sum_reference(instances: Tensor, weights_masked: Tensor, weights_unmasked: Tensor, mask: Tensor) -> Tensor:
-    return torch.where(mask, _selected_sum(instances, weights_masked), _selected_sum(instances, weights_unmasked))
-
-
-def _check_masked_sum(instances: Tensor, weights_masked: Tensor, weights_unmasked: Tensor, mask: Tensor) -> None:
-    _check_instances(instances)
-    check_unit_weights(weights_masked, instances, "weights_masked")
-    check_unit_weights(weights_unmasked, instances, "weights_unmasked")
-    _check_mask(mask, instances)
-
-
-INSTANCE_MASKED_SUM = Op(
-    "instance_masked_sum(Tensor instances, Tensor weights_masked, Tensor weights_unmasked, Tensor mask) -> Tensor",
-    reference=_masked_sum_reference,
-    fake=lambda instances, weights_masked, weights_unmasked, mask: _sum_fake(instances, weights_masked),
-    check=_check_masked_sum,
-)
+    return INSTANCE_SUM(instances, weights, None, None)
 
 
 def instance_masked_sum(instances: Tensor, weights_masked: Tensor, weights_unmasked: Tensor, mask: Tensor) -> Tensor:
@@ -200,4 +168,4 @@ def instance_masked_sum(instances: Tensor, weights_masked: Tensor, weights_unmas
     Raises:
         TypeError, ValueError: a dtype, shape or device outside the above.
     """
-    return INSTANCE_MASKED_SUM(instances, weights_masked, weights_unmasked, mask)
+    return INSTANCE_SUM(instances, weights_masked, weights_unmasked, mask)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
 import torch
 
-import fastdp._native as _native
-from fastdp.ops.stream import MAX_ELEMENTS, POSITION_WORDS, Draw, NoiseStream, chacha20_words, native_threads
+from fastdp.ops.stream import MAX_ELEMENTS, POSITION_WORDS, Draw, NoiseStream, chacha20_words
 from fastdp.ops.table import Op
+from fastdp.validate import at_least
 
 #: The dtypes noise may be added to, with their numbers in ``csrc/noise.h``. Noise itself is always float32.
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -40,12 +39,6 @@ def normal_parts(word: np.ndarray, second: np.ndarray, turn: np.ndarray) -> tupl
     return np.sqrt(-2.0 * log), (turn.astype(np.float64) + 0.5) * (2.0 * np.pi / 2.0**32)
 
 
-def check_number(name: str, value: float, low: float = 0.0) -> None:
-    """Refuse what is not a finite number of at least ``low``."""
-    if not isinstance(value, (int, float)) or not math.isfinite(value) or value < low:
-        raise ValueError(f"{name} must be a finite number of at least {low:g}, got {value!r}")
-
-
 def check_tensor(name: str, x: torch.Tensor, dtypes: Any = DTYPES) -> None:
     """Refuse what the noise kernels are not defined on: other dtypes and layouts, and more than 2^36 elements."""
     if not isinstance(x, torch.Tensor):
@@ -65,8 +58,14 @@ def check_in_place(name: str, x: torch.Tensor) -> None:
         raise ValueError(f"{name} is an expanded view whose elements share memory: make it contiguous first")
 
 
-def check_position(position: torch.Tensor) -> None:
-    """Refuse what is not a position: int32 [11] on the CPU, as ``NoiseStream.take`` returns."""
+def check_position(position: torch.Tensor | NoiseStream | Draw) -> None:
+    """Refuse what is neither a stream nor a position: int32 [11] on the CPU, as ``NoiseStream.take`` returns."""
+    if isinstance(position, (NoiseStream, Draw)):
+        return
+    if not isinstance(position, torch.Tensor):
+        raise TypeError(
+            f"the last argument must be a NoiseStream (or stream.at(step, tensor)), got {type(position).__name__}"
+        )
     if position.dtype != torch.int32 or position.shape != (POSITION_WORDS,) or not position.is_contiguous():
         raise ValueError(
             f"a position is int32 [{POSITION_WORDS}] from NoiseStream.take(), "
@@ -74,18 +73,10 @@ def check_position(position: torch.Tensor) -> None:
         )
 
 
-def check_stream(stream: NoiseStream | Draw) -> None:
-    """Refuse what cannot be drawn from."""
-    if not isinstance(stream, (NoiseStream, Draw)):
-        raise TypeError(
-            f"the last argument must be a NoiseStream (or stream.at(step, tensor)), got {type(stream).__name__}"
-        )
-
-
 def _check_add_noise(x: torch.Tensor, std: float, position: torch.Tensor, secure_rounding: bool) -> None:
     check_tensor("x", x)
     check_in_place("x", x)
-    check_number("std", std)
+    at_least(0.0, std=std)
     check_position(position)
     if secure_rounding and x.numel() > MAX_ELEMENTS // 4:
         raise ValueError(f"x has {x.numel()} elements, more than the 2^34 that secure rounding has noise for")
@@ -102,19 +93,8 @@ _ADD_NOISE = Op(
     fake=lambda x, std, position, secure_rounding: None,
     check=_check_add_noise,
 )
-_ADD_NOISE.implement_with_triton("noise")
-
-
-@_ADD_NOISE.implement("cpu")
-def _cpu_add_noise(x: torch.Tensor, std: float, position: torch.Tensor, secure_rounding: bool) -> None:
-    if std == 0.0:
-        return
-    flat = x.contiguous()
-    _native.add_noise(
-        flat.data_ptr(), DTYPES[x.dtype], 0, x.numel(), std, position.data_ptr(), secure_rounding, native_threads()
-    )
-    if flat is not x:
-        x.copy_(flat)
+_ADD_NOISE.implement("cpu", "fastdp.ops.cpu.noise")
+_ADD_NOISE.implement("cuda", "fastdp.kernels.noise")
 
 
 def add_noise_(
@@ -138,12 +118,7 @@ def add_noise_(
         TypeError: if the dtype or layout of ``x`` is another, or ``stream`` is no stream.
         RuntimeError: if ``x`` requires grad and grad mode is on, or the position was drawn before.
     """
-    check_stream(stream)
-    check_tensor("x", x)
-    check_in_place("x", x)
-    check_number("std", std)
-    _ADD_NOISE(x, float(std), stream.take(), secure_rounding)
-    torch.autograd.graph.increment_version(
-        x
-    )  # the eager path passes by the dispatcher, which would have counted the write
+    _ADD_NOISE(x, std, stream, secure_rounding)
+    # The eager path passes by the dispatcher, which would have counted the write.
+    torch.autograd.graph.increment_version(x)
     return x

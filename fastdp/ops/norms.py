@@ -1,63 +1,94 @@
-"""Norms of per-unit gradients, whole or under a mask, and inner products of two uses, without the gradients."""
+"""Norms of per-unit gradients, whole or under a mask, and inner products of two uses, without keeping the gradients."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from .factors import (
+    ABSOLUTE,
+    MASKED_SQUARE,
+    SQUARE,
     accumulator,
+    check_ids,
+    check_mask,
+    check_measure,
     check_offsets,
     check_pair,
-    in_full_precision,
     is_one_hot,
     unit_bounds,
-    unit_gradient,
 )
+from .routes import for_norms
 from .table import Op
 
 ROUTES = ("auto", "gram", "direct")
+_BAND = 256  # rows of a gradient that the definitions hold at a time
 
 
-def table_rows(*lefts: Tensor) -> int | None:
-    """Rows that a table must have for these left factors: of the matrix among them, else past the largest id."""
-    for left in lefts:
-        if not is_one_hot(left):
-            return left.shape[1]
-    return max((int(left.max()) + 1 for left in lefts if left.numel()), default=0)
+def _bands(left: Tensor, right: Tensor, start: int, end: int) -> Iterator[tuple[Tensor | slice, Tensor]]:
+    """The gradient of the unit that owns tokens ``start .. end``, some rows at a time, with which they are.
+
+    Of a table, only the rows that the unit has ids of.
+    """
+    dtype = accumulator(left, right)
+    part = right[start:end].to(dtype)
+    if is_one_hot(left):
+        distinct, group = torch.unique(left[start:end], return_inverse=True)
+        yield distinct, part.new_zeros(len(distinct), part.shape[1]).index_add_(0, group, part)
+        return
+    for first in range(0, left.shape[1], _BAND):
+        rows = slice(first, first + _BAND)
+        yield rows, left[start:end, rows].to(dtype).T @ part
 
 
-def _per_unit_results(results: list[Tensor], like: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.stack(results) if results else like.new_zeros(0, dtype=dtype)
+def _measured(entries: Tensor, measure: int, chosen: Tensor | None) -> Tensor:
+    if measure == ABSOLUTE:
+        return entries.abs().sum()
+    squares = entries.square()
+    if chosen is None:
+        return squares.sum()
+    return torch.stack([torch.where(chosen, squares, 0).sum(), torch.where(chosen, 0, squares).sum()])
 
 
-@in_full_precision
-def _sqnorm_reference(left: Tensor, right: Tensor, offsets: Tensor, route: str) -> Tensor:
+def _norms_reference(
+    left: Tensor, right: Tensor, offsets: Tensor, route: str, measure: int, mask: Tensor | None
+) -> Tensor:
     bounds = unit_bounds(offsets)
-    rows = table_rows(left)
-    norms = [unit_gradient(left, right, a, b, rows).square().sum() for a, b in zip(bounds, bounds[1:])]
-    return _per_unit_results(norms, right, accumulator(left, right))
+    if not is_one_hot(left) and (for_norms(left, right, bounds) if route == "auto" else route) == "gram":
+        return _group_reference([left], right, offsets)
+    norms = torch.zeros_like(_norms_fake(left, right, offsets, route, measure, mask))
+    for unit, (start, end) in enumerate(zip(bounds, bounds[1:])):
+        for rows, entries in _bands(left, right, start, end):
+            norms[:, unit] += _measured(entries, measure, None if mask is None else mask[rows])
+    return norms
 
 
-def _sqnorm_fake(left: Tensor, right: Tensor, offsets: Tensor, route: str) -> Tensor:
-    return right.new_empty(offsets.shape[0] - 1, dtype=accumulator(left, right))
+def _norms_fake(left: Tensor, right: Tensor, offsets: Tensor, route: str, measure: int, mask: Tensor | None) -> Tensor:
+    return right.new_empty(1 if mask is None else 2, offsets.shape[0] - 1, dtype=accumulator(left, right))
 
 
-def _check_sqnorm(left: Tensor, right: Tensor, offsets: Tensor, route: str) -> None:
+def _check_norms(left: Tensor, right: Tensor, offsets: Tensor, route: str, measure: int, mask: Tensor | None) -> None:
     check_pair(left, right)
     check_offsets(offsets, right.shape[0], right.device)
     if route not in ROUTES:
         raise ValueError(f"route is '{route}': use one of {', '.join(ROUTES)}")
+    check_measure(measure, mask)
+    if measure != SQUARE and route != "direct":
+        raise ValueError(f"measure {measure} looks at every entry: its route is 'direct', not '{route}'")
+    if mask is not None:
+        check_mask(mask, left, right)
 
 
-SQNORM = Op(
-    "sqnorm(Tensor left, Tensor right, Tensor offsets, str route) -> Tensor",
-    reference=_sqnorm_reference,
-    fake=_sqnorm_fake,
-    check=_check_sqnorm,
+NORMS = Op(
+    "norms(Tensor left, Tensor right, Tensor offsets, str route, int measure, Tensor? mask) -> Tensor",
+    reference=_norms_reference,
+    fake=_norms_fake,
+    check=_check_norms,
 )
+NORMS.implement("cpu", "fastdp.ops.cpu.norms")
+NORMS.implement("cuda", "fastdp.kernels.norms")
 
 
 def sqnorm(left: Tensor, right: Tensor, offsets: Tensor, route: str = "auto") -> Tensor:
@@ -71,7 +102,7 @@ def sqnorm(left: Tensor, right: Tensor, offsets: Tensor, route: str = "auto") ->
         left: [N, m] float32, bfloat16, float16 or float64, any strides; or int64 ids [N].
         right: [N, n], float, any strides.
         offsets: int64 [B + 1], from 0 to N, not decreasing; on the CPU or with the factors. An empty unit has norm 0.
-        route: ``gram``, ``direct``, or ``auto`` for the cheaper by a count of flops.
+        route: ``gram``, ``direct``, or ``auto`` for the one that ``fastdp.ops.routes`` predicts to be faster.
 
     Returns:
         [B], float32 (float64 if a factor is float64).
@@ -81,20 +112,61 @@ def sqnorm(left: Tensor, right: Tensor, offsets: Tensor, route: str = "auto") ->
 
     Source: Goodfellow 2015 (arXiv 1510.01799) for T = 1; Li et al. 2021 (arXiv 2110.05679), section 4, for sequences.
     """
-    return SQNORM(left, right, offsets, route)
+    return NORMS(left, right, offsets, route, SQUARE, None)[0]
 
 
-@in_full_precision
-def _sqnorm_group_reference(lefts: Sequence[Tensor], right: Tensor, offsets: Tensor) -> Tensor:
-    norms = [_sqnorm_reference(left, right, offsets, "auto") for left in lefts]
-    return torch.stack([norm.to(accumulator(right, *lefts)) for norm in norms])
+def abs_sum(left: Tensor, right: Tensor, offsets: Tensor) -> Tensor:
+    """L1 norm of each unit's gradient, tile by tile: DP-FROST's partition norms.
+
+    Args:
+        left: [N, m], float, any strides; or int64 ids [N], whose tokens add up within a unit before they are measured.
+        right: [N, n], float, any strides.
+        offsets: int64 [B + 1], from 0 to N, not decreasing; on the CPU or with the factors.
+
+    Returns:
+        [B], float32 (float64 if a factor is float64); 0 for empty units.
+
+    Raises:
+        TypeError, ValueError: a dtype, shape, device or offset outside the above.
+    """
+    return NORMS(left, right, offsets, "direct", ABSOLUTE, None)[0]
 
 
-def _sqnorm_group_fake(lefts: Sequence[Tensor], right: Tensor, offsets: Tensor) -> Tensor:
+def masked_sqnorm(left: Tensor, right: Tensor, offsets: Tensor, mask: Tensor) -> Tensor:
+    """Squared norms of the masked and of the unmasked part of each unit's gradient, in one pass over its tiles.
+
+    Args:
+        left: [N, m], float, any strides; or int64 ids [N] of rows of a table, the mask's.
+        right: [N, n], float, any strides.
+        offsets: int64 [B + 1], from 0 to N, not decreasing; on the CPU or with the factors.
+        mask: bool [m, n].
+
+    Returns:
+        [2, B]: where ``mask`` is True, then where it is False; float32 (float64 if a factor is float64).
+
+    Raises:
+        TypeError, ValueError: a dtype, shape, device or offset outside the above.
+    """
+    return NORMS(left, right, offsets, "direct", MASKED_SQUARE, mask)
+
+
+def _group_reference(lefts: Sequence[Tensor], right: Tensor, offsets: Tensor) -> Tensor:
+    bounds = unit_bounds(offsets)
+    norms = torch.zeros_like(_group_fake(lefts, right, offsets))
+    for unit, (start, end) in enumerate(zip(bounds, bounds[1:])):
+        part = right[start:end].to(norms.dtype)
+        gram = part @ part.T
+        for use, left in enumerate(lefts):
+            part = left[start:end].to(norms.dtype)
+            norms[use, unit] = torch.mul(part @ part.T, gram).sum().clamp_min_(0)
+    return norms
+
+
+def _group_fake(lefts: Sequence[Tensor], right: Tensor, offsets: Tensor) -> Tensor:
     return right.new_empty(len(lefts), offsets.shape[0] - 1, dtype=accumulator(right, *lefts))
 
 
-def _check_sqnorm_group(lefts: Sequence[Tensor], right: Tensor, offsets: Tensor) -> None:
+def _check_group(lefts: Sequence[Tensor], right: Tensor, offsets: Tensor) -> None:
     if not lefts:
         raise ValueError("lefts is empty: a group has at least one use")
     for number, left in enumerate(lefts):
@@ -106,10 +178,12 @@ def _check_sqnorm_group(lefts: Sequence[Tensor], right: Tensor, offsets: Tensor)
 
 SQNORM_GROUP = Op(
     "sqnorm_group(Tensor[] lefts, Tensor right, Tensor offsets) -> Tensor",
-    reference=_sqnorm_group_reference,
-    fake=_sqnorm_group_fake,
-    check=_check_sqnorm_group,
+    reference=_group_reference,
+    fake=_group_fake,
+    check=_check_group,
 )
+SQNORM_GROUP.implement("cpu", "fastdp.ops.cpu.norms")
+SQNORM_GROUP.implement("cuda", "fastdp.kernels.norms")
 
 
 def sqnorm_group(lefts: Sequence[Tensor], right: Tensor, offsets: Tensor) -> Tensor:
@@ -131,27 +205,36 @@ def sqnorm_group(lefts: Sequence[Tensor], right: Tensor, offsets: Tensor) -> Ten
     return SQNORM_GROUP(list(lefts), right, offsets)
 
 
-@in_full_precision
-def _cross_inner_reference(
+def _left_gram(left1: Tensor, left2: Tensor, dtype: torch.dtype) -> Tensor:
+    """``<left1[t], left2[s]>`` for all t, s; ids stand for one-hot rows."""
+    if is_one_hot(left1) and is_one_hot(left2):
+        return (left1[:, None] == left2[None, :]).to(dtype)
+    if is_one_hot(left1):
+        return left2[:, left1].T.to(dtype)
+    if is_one_hot(left2):
+        return left1[:, left2].to(dtype)
+    return left1.to(dtype) @ left2.to(dtype).T
+
+
+def _cross_reference(
     left1: Tensor, right1: Tensor, left2: Tensor, right2: Tensor, offsets1: Tensor, offsets2: Tensor
 ) -> Tensor:
     bounds1, bounds2 = unit_bounds(offsets1), unit_bounds(offsets2)
-    rows = table_rows(left1, left2)
-    dtype = accumulator(left1, right1, left2, right2)
-    products = [
-        (unit_gradient(left1, right1, a, b, rows).to(dtype) * unit_gradient(left2, right2, c, d, rows)).sum()
-        for a, b, c, d in zip(bounds1, bounds1[1:], bounds2, bounds2[1:])
-    ]
-    return _per_unit_results(products, right1, dtype)
+    products = torch.zeros_like(_cross_fake(left1, right1, left2, right2, offsets1, offsets2))
+    dtype = products.dtype
+    for unit, (a, b, c, d) in enumerate(zip(bounds1, bounds1[1:], bounds2, bounds2[1:])):
+        rights = right1[a:b].to(dtype) @ right2[c:d].to(dtype).T
+        products[unit] = torch.mul(_left_gram(left1[a:b], left2[c:d], dtype), rights).sum()
+    return products
 
 
-def _cross_inner_fake(
+def _cross_fake(
     left1: Tensor, right1: Tensor, left2: Tensor, right2: Tensor, offsets1: Tensor, offsets2: Tensor
 ) -> Tensor:
     return right1.new_empty(offsets1.shape[0] - 1, dtype=accumulator(left1, right1, left2, right2))
 
 
-def _check_cross_inner(
+def _check_cross(
     left1: Tensor, right1: Tensor, left2: Tensor, right2: Tensor, offsets1: Tensor, offsets2: Tensor
 ) -> None:
     check_pair(left1, right1, ("left1", "right1"))
@@ -166,29 +249,19 @@ def _check_cross_inner(
     check_offsets(offsets2, right2.shape[0], right2.device, "offsets2")
     if offsets1.shape != offsets2.shape:
         raise ValueError(f"offsets1 cut {offsets1.shape[0] - 1} units and offsets2 {offsets2.shape[0] - 1}")
-    for ids, other, names in ((left1, left2, ("left1", "left2")), (left2, left1, ("left2", "left1"))):
+    for ids, other, name in ((left1, left2, "left1"), (left2, left1, "left2")):
         if is_one_hot(ids) and not is_one_hot(other):
-            check_ids(ids, other.shape[1], names[0])
-
-
-def check_ids(ids: Tensor, rows: int | None, name: str = "left") -> None:
-    """Raise ValueError for an id below 0 or not below ``rows``; only on the CPU, where looking costs no wait."""
-    if ids.device.type != "cpu" or ids.numel() == 0:
-        return
-    least, most = (int(bound) for bound in torch.aminmax(ids))
-    if least < 0 or (rows is not None and most >= rows):
-        bad = least if least < 0 else most
-        raise ValueError(
-            f"{name} has id {bad}: ids run from 0 to {'the rows of the table' if rows is None else rows - 1}"
-        )
+            check_ids(ids, other.shape[1], name)
 
 
 CROSS_INNER = Op(
     "cross_inner(Tensor left1, Tensor right1, Tensor left2, Tensor right2, Tensor offsets1, Tensor offsets2) -> Tensor",
-    reference=_cross_inner_reference,
-    fake=_cross_inner_fake,
-    check=_check_cross_inner,
+    reference=_cross_reference,
+    fake=_cross_fake,
+    check=_check_cross,
 )
+CROSS_INNER.implement("cpu", "fastdp.ops.cpu.norms")
+CROSS_INNER.implement("cuda", "fastdp.kernels.norms")
 
 
 def cross_inner(
@@ -210,105 +283,3 @@ def cross_inner(
         TypeError, ValueError: factors of different matrices, ids outside the table, or what :func:`sqnorm` refuses.
     """
     return CROSS_INNER(left1, right1, left2, right2, offsets1, offsets2)
-
-
-def check_mask(mask: Tensor, left: Tensor, right: Tensor) -> None:
-    """Raise TypeError or ValueError unless there is one bool an entry of the gradient, beside the factors."""
-    if mask.dtype != torch.bool:
-        raise TypeError(f"mask is {mask.dtype}: it must be bool")
-    rows = mask.shape[0] if is_one_hot(left) and mask.dim() == 2 else left.shape[-1]
-    if mask.shape != (rows, right.shape[1]):
-        raise ValueError(f"mask has shape {tuple(mask.shape)}: the gradient has {(rows, right.shape[1])}")
-    if mask.device != right.device:
-        raise ValueError(f"mask is on {mask.device} and the factors on {right.device}")
-    if is_one_hot(left):
-        check_ids(left, mask.shape[0])
-
-
-@in_full_precision
-def _abs_sum_reference(left: Tensor, right: Tensor, offsets: Tensor) -> Tensor:
-    bounds = unit_bounds(offsets)
-    rows = table_rows(left)
-    sums = [unit_gradient(left, right, a, b, rows).abs().sum() for a, b in zip(bounds, bounds[1:])]
-    return torch.stack(sums) if sums else _abs_sum_fake(left, right, offsets)
-
-
-def _abs_sum_fake(left: Tensor, right: Tensor, offsets: Tensor) -> Tensor:
-    return right.new_empty(offsets.shape[0] - 1, dtype=accumulator(left, right))
-
-
-def _check_abs_sum(left: Tensor, right: Tensor, offsets: Tensor) -> None:
-    check_pair(left, right)
-    check_offsets(offsets, right.shape[0], right.device)
-
-
-ABS_SUM = Op(
-    "abs_sum(Tensor left, Tensor right, Tensor offsets) -> Tensor",
-    reference=_abs_sum_reference,
-    fake=_abs_sum_fake,
-    check=_check_abs_sum,
-)
-
-
-def abs_sum(left: Tensor, right: Tensor, offsets: Tensor) -> Tensor:
-    """L1 norm of each unit's gradient, tile by tile: DP-FROST's partition norms.
-
-    Args:
-        left: [N, m], float, any strides; or int64 ids [N], whose tokens add up within a unit before they are measured.
-        right: [N, n], float, any strides.
-        offsets: int64 [B + 1], from 0 to N, not decreasing; on the CPU or with the factors.
-
-    Returns:
-        [B], float32 (float64 if a factor is float64); 0 for empty units.
-
-    Raises:
-        TypeError, ValueError: a dtype, shape, device or offset outside the above.
-    """
-    return ABS_SUM(left, right, offsets)
-
-
-@in_full_precision
-def _masked_sqnorm_reference(left: Tensor, right: Tensor, offsets: Tensor, mask: Tensor) -> Tensor:
-    bounds = unit_bounds(offsets)
-    result = torch.zeros_like(_masked_sqnorm_fake(left, right, offsets, mask))
-    for unit, (start, end) in enumerate(zip(bounds, bounds[1:])):
-        squares = unit_gradient(left, right, start, end, mask.shape[0]).square()
-        result[0, unit] = torch.where(mask, squares, 0).sum()
-        result[1, unit] = torch.where(mask, 0, squares).sum()
-    return result
-
-
-def _masked_sqnorm_fake(left: Tensor, right: Tensor, offsets: Tensor, mask: Tensor) -> Tensor:
-    return right.new_empty(2, offsets.shape[0] - 1, dtype=accumulator(left, right))
-
-
-def check_masked_sqnorm(left: Tensor, right: Tensor, offsets: Tensor, mask: Tensor) -> None:
-    check_pair(left, right)
-    check_offsets(offsets, right.shape[0], right.device)
-    check_mask(mask, left, right)
-
-
-MASKED_SQNORM = Op(
-    "masked_sqnorm(Tensor left, Tensor right, Tensor offsets, Tensor mask) -> Tensor",
-    reference=_masked_sqnorm_reference,
-    fake=_masked_sqnorm_fake,
-    check=check_masked_sqnorm,
-)
-
-
-def masked_sqnorm(left: Tensor, right: Tensor, offsets: Tensor, mask: Tensor) -> Tensor:
-    """Squared norms of the masked and of the unmasked part of each unit's gradient, in one pass over its tiles.
-
-    Args:
-        left: [N, m], float, any strides; or int64 ids [N] of rows of a table, the mask's.
-        right: [N, n], float, any strides.
-        offsets: int64 [B + 1], from 0 to N, not decreasing; on the CPU or with the factors.
-        mask: bool [m, n].
-
-    Returns:
-        [2, B]: where ``mask`` is True, then where it is False; float32 (float64 if a factor is float64).
-
-    Raises:
-        TypeError, ValueError: a dtype, shape, device or offset outside the above.
-    """
-    return MASKED_SQNORM(left, right, offsets, mask)

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 import torch
+from torch import Tensor
 
 ROUTES = ("gram", "direct", "instantiate")
 
@@ -64,7 +66,7 @@ DEFAULTS: dict[tuple[str, int], Constants] = {
 
 def constants_for(device: torch.device | str, dtype: torch.dtype) -> Constants:
     """The default constants of a device; a device of another kind is taken for a CPU."""
-    kind = torch.device(device).type
+    kind = device.type if isinstance(device, torch.device) else torch.device(device).type
     return DEFAULTS.get((kind, dtype.itemsize)) or DEFAULTS.get((kind, 4)) or DEFAULTS["cpu", 4]
 
 
@@ -78,6 +80,13 @@ def allowed(
     if route != "instantiate":
         return True
     return not one_hot and 2 * 4 * m * n <= length * max(m, n) * dtype.itemsize
+
+
+def _kernel_seconds(route: str, m: int, n: int, length: float, tokens: int, units: int, constants: Constants) -> float:
+    if route == "gram":
+        padded = GRAM_BLOCK * math.ceil(length / GRAM_BLOCK)
+        return units * padded * (padded + GRAM_BLOCK) * (m + n) / constants.gram_flops
+    return 2 * (tokens + ENTRY_TOKENS * units) * m * n / constants.direct_flops
 
 
 def predicted_seconds(
@@ -115,9 +124,7 @@ def predicted_seconds(
         constants = constants_for(device, dtype)
     tokens, entries, width = units * length, units * m * n, dtype.itemsize
     if one_hot:
-        passes = 1 + (
-            3 if keeps_factors else 0
-        )  # norms read the rows; the sum reads them, and reads and writes its own
+        passes = 4 if keeps_factors else 1  # norms read the rows; the sum reads them, and reads and writes its own
         return constants.call_seconds * (1 + keeps_factors) + passes * tokens * n * width / constants.bandwidth
     product = 2 * tokens * m * n / constants.product_flops
     factors = tokens * (m + n) * width / constants.bandwidth
@@ -125,12 +132,7 @@ def predicted_seconds(
         passes = 3 if keeps_factors else 2  # written, read for the norms, read for the sum
         seconds = product + factors + passes * 4 * entries / constants.bandwidth
         return seconds + constants.call_seconds * (2 + keeps_factors)
-    if route == "gram":
-        padded = GRAM_BLOCK * math.ceil(length / GRAM_BLOCK)
-        seconds = units * padded * (padded + GRAM_BLOCK) * (m + n) / constants.gram_flops
-    else:
-        seconds = 2 * (tokens + ENTRY_TOKENS * units) * m * n / constants.direct_flops
-    seconds += factors + constants.call_seconds
+    seconds = _kernel_seconds(route, m, n, length, tokens, units, constants) + factors + constants.call_seconds
     if keeps_factors:
         scaled = 3 * 4 * tokens * min(m, n) / constants.bandwidth  # the narrower factor: read, written scaled, read
         seconds += product + scaled + constants.call_seconds
@@ -144,25 +146,24 @@ def plan(
     units: int,
     *,
     one_hot: bool = False,
-    keeps_factors: bool = True,
     dtype: torch.dtype = torch.float32,
-    device: torch.device | str = "cpu",
-    constants: Constants | None = None,
+    **options: Any,
 ) -> str:
     """The allowed route with the least predicted time; arguments as in :func:`predicted_seconds`."""
+    routes = (route for route in ROUTES if allowed(route, m, n, length, units, one_hot=one_hot, dtype=dtype))
+    return min(routes, key=lambda r: predicted_seconds(r, m, n, length, units, one_hot=one_hot, dtype=dtype, **options))
 
-    def cost(route: str) -> float:
-        return predicted_seconds(
-            route,
-            m,
-            n,
-            length,
-            units,
-            one_hot=one_hot,
-            keeps_factors=keeps_factors,
-            dtype=dtype,
-            constants=constants,
-            device=device,
-        )
 
-    return min((r for r in ROUTES if allowed(r, m, n, length, units, one_hot=one_hot, dtype=dtype)), key=cost)
+def for_norms(left: Tensor, right: Tensor, offsets: Tensor | list[int]) -> str:
+    """``gram`` or ``direct`` for the norms of two matrices, where nothing else is wanted.
+
+    The lengths of units are not read off a GPU, which would make the host wait: there they are taken to be equal.
+    """
+    m, (tokens, n), units = left.shape[1], right.shape, max(1, len(offsets) - 1)
+    length = tokens / units
+    if isinstance(offsets, list) or offsets.device.type == "cpu":
+        bounds = offsets if isinstance(offsets, list) else offsets.tolist()
+        length = math.sqrt(sum((end - start) ** 2 for start, end in zip(bounds, bounds[1:])) / units)
+    constants = constants_for(right.device, right.dtype)
+    gram, direct = (_kernel_seconds(route, m, n, length, tokens, units, constants) for route in ("gram", "direct"))
+    return "gram" if gram <= direct else "direct"

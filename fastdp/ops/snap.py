@@ -1,25 +1,14 @@
-"""Nearest rows of an embedding table, and the d_chi mechanism on top of them: ``snap`` and ``private_snap``."""
+"""Nearest rows of an embedding table: ``snap``."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-import fastdp._native as _native
-from fastdp.ops.factors import in_full_precision
-from fastdp.ops.stream import native_threads
 from fastdp.ops.table import Op
 
 #: The dtypes of rows; 16-bit rows are compared by the exact distances of the numbers they hold.
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-#: Rows searched at once; rows of the table multiplied at once, and entries of those. A tile ends in a barrier, at which
-#: threads wait for one that shares its core with others; with 4,096 rows that is rare, and scratch stays below 32 MB
-#: (64 MB in float32).
-_ROWS = 2048
-_TILE = 4096
-_TILE_ENTRIES = 1 << 22
 
 
 def check_table(table: Tensor, name: str = "table") -> None:
@@ -42,7 +31,8 @@ def _check_snap(x: Tensor, table: Tensor) -> None:
         raise ValueError(f"x is on {x.device} and the table on {table.device}")
 
 
-def _refuse_row(name: str, row: int) -> None:
+def refuse_row(name: str, row: int) -> None:
+    """Raise ValueError for a row that holds a NaN or an infinity."""
     raise ValueError(f"row {row} of {name} holds a NaN or an infinity: it has no nearest row, and is nobody's")
 
 
@@ -50,18 +40,9 @@ def refuse_non_finite(name: str, rows: Tensor) -> None:
     """Raise ValueError, naming the first row, if a row holds a NaN or an infinity."""
     bad = (~torch.isfinite(rows).all(1)).nonzero()
     if len(bad):
-        _refuse_row(name, int(bad[0]))
+        refuse_row(name, int(bad[0]))
 
 
-def survey(name: str, rows: Tensor) -> int:
-    """As ``refuse_non_finite``, for contiguous float32 rows on the CPU; returns the bits of the largest magnitude."""
-    bad, bits = _native.survey(rows.data_ptr(), *rows.shape, native_threads())
-    if bad >= 0:
-        _refuse_row(name, bad)
-    return bits
-
-
-@in_full_precision
 def _snap_reference(x: Tensor, table: Tensor) -> Tensor:
     refuse_non_finite("table", table)
     refuse_non_finite("x", x)
@@ -75,57 +56,8 @@ def _snap_fake(x: Tensor, table: Tensor) -> Tensor:
 
 
 SNAP = Op("snap(Tensor x, Tensor table) -> Tensor", reference=_snap_reference, fake=_snap_fake, check=_check_snap)
-
-
-def centre_of(table: Tensor) -> Tensor:
-    """About the mean row. Distances do not depend on it, but rows of a trained table are much shorter around it."""
-    return table[:: -(-table.shape[0] // 1024)].mean(0, dtype=torch.float64).float()
-
-
-def _multiplies_in_bf16() -> bool:
-    # Where the user lets torch round the factors of a float32 product, only bfloat16 ones have an error that is known.
-    backend = getattr(torch.backends.mkldnn, "matmul", None)
-    rounds = getattr(backend, "fp32_precision", "none") not in ("none", "ieee")
-    return _native.has_bf16_products() or rounds or torch.get_float32_matmul_precision() != "highest"
-
-
-@in_full_precision
-def search(rows: Callable[[int, int], Tensor], n: int, table: Tensor, table_bits: int) -> Tensor:
-    """The nearest row of ``table`` (contiguous float32) to each of ``n`` rows, which ``rows(begin, end)`` makes.
-
-    The products are torch's own (``torch.mm``), tile by tile; the passes before and after them are ``csrc/snap.cpp``.
-    """
-    size, d = table.shape
-    result = torch.zeros(n, dtype=torch.int64)
-    if n == 0 or d == 0:
-        return result
-    half = _multiplies_in_bf16()
-    dtype = torch.bfloat16 if half else torch.float32
-    centre = centre_of(table)
-    finder = _native.Snap(table.data_ptr(), size, d, centre.data_ptr(), table_bits, half, native_threads())
-    most, width = min(n, _ROWS), min(size, _TILE, max(256, _TILE_ENTRIES // d))
-    rounded, tile = torch.empty(most, d, dtype=dtype), torch.empty(width, d, dtype=dtype)
-    products = torch.empty(most * width + 16, dtype=dtype)
-    for begin in range(0, n, _ROWS):
-        x = rows(begin, min(n, begin + _ROWS))
-        finder.begin(x.data_ptr(), len(x), rounded.data_ptr())
-        for first in range(0, size, width):
-            count = min(width, size - first)
-            finder.tile(first, count, tile.data_ptr())
-            out = products[: len(x) * count].view(len(x), count)
-            torch.mm(rounded[: len(x)], tile[:count].t(), out=out)
-            finder.scan(first, count, out.data_ptr())
-        finder.finish(result[begin:].data_ptr())
-    return result
-
-
-@SNAP.implement("cpu")
-def _snap_cpu(x: Tensor, table: Tensor) -> Tensor:
-    table = table.detach().float().contiguous()
-    bits = survey("table", table)
-    x = x.detach().float().contiguous()
-    survey("x", x)
-    return search(lambda begin, end: x[begin:end], len(x), table, bits)
+SNAP.implement("cpu", "fastdp.ops.cpu.snap")
+SNAP.implement("cuda", "fastdp.kernels.snap")
 
 
 def snap(x: Tensor, table: Tensor) -> Tensor:

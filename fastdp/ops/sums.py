@@ -9,24 +9,24 @@ from torch import Tensor
 
 from .factors import (
     accumulator,
+    check_ids,
     check_left,
+    check_mask,
     check_offsets,
     check_pair,
-    in_full_precision,
+    check_weights,
     is_one_hot,
     unit_bounds,
-    unit_gradient,
 )
-from .norms import check_ids, check_mask
 from .table import Op
 
 
-@in_full_precision
 def _per_unit_reference(left: Tensor, right: Tensor, offsets: Tensor) -> Tensor:
     bounds = unit_bounds(offsets)
-    if len(bounds) == 1:
-        return _per_unit_fake(left, right, offsets)
-    return torch.stack([unit_gradient(left, right, a, b) for a, b in zip(bounds, bounds[1:])])
+    gradients = torch.zeros_like(_per_unit_fake(left, right, offsets))
+    for gradient, start, end in zip(gradients, bounds, bounds[1:]):
+        gradient += left[start:end].to(gradient.dtype).T @ right[start:end].to(gradient.dtype)
+    return gradients
 
 
 def _per_unit_fake(left: Tensor, right: Tensor, offsets: Tensor) -> Tensor:
@@ -46,6 +46,8 @@ PER_UNIT = Op(
     fake=_per_unit_fake,
     check=_check_per_unit,
 )
+PER_UNIT.implement("cpu", "fastdp.ops.cpu.sums")
+PER_UNIT.implement("cuda", "fastdp.kernels.sums")
 
 
 def per_unit(left: Tensor, right: Tensor, offsets: Tensor) -> Tensor:
@@ -65,7 +67,6 @@ def per_unit(left: Tensor, right: Tensor, offsets: Tensor) -> Tensor:
     return PER_UNIT(left, right, offsets)
 
 
-@in_full_precision
 def _per_unit_group_reference(
     lefts: Sequence[Tensor], rights: Sequence[Tensor], offsets: Tensor
 ) -> tuple[list[Tensor], Tensor]:
@@ -103,6 +104,8 @@ PER_UNIT_GROUP = Op(
     fake=_per_unit_group_fake,
     check=_check_per_unit_group,
 )
+PER_UNIT_GROUP.implement("cpu", "fastdp.ops.cpu.sums")
+PER_UNIT_GROUP.implement("cuda", "fastdp.kernels.sums")
 
 
 def per_unit_group(lefts: Sequence[Tensor], rights: Sequence[Tensor], offsets: Tensor) -> tuple[list[Tensor], Tensor]:
@@ -125,12 +128,12 @@ def per_unit_group(lefts: Sequence[Tensor], rights: Sequence[Tensor], offsets: T
     return PER_UNIT_GROUP(list(lefts), list(rights), offsets)
 
 
-@in_full_precision
 def _column_sums_reference(left: Tensor, offsets: Tensor) -> Tensor:
     bounds = unit_bounds(offsets)
-    if len(bounds) == 1:
-        return _column_sums_fake(left, offsets)
-    return torch.stack([left[a:b].to(accumulator(left)).sum(0) for a, b in zip(bounds, bounds[1:])])
+    sums = torch.zeros_like(_column_sums_fake(left, offsets))
+    for row, start, end in zip(sums, bounds, bounds[1:]):
+        row += left[start:end].to(row.dtype).sum(0)
+    return sums
 
 
 def _column_sums_fake(left: Tensor, offsets: Tensor) -> Tensor:
@@ -150,6 +153,8 @@ COLUMN_SUMS = Op(
     fake=_column_sums_fake,
     check=_check_column_sums,
 )
+COLUMN_SUMS.implement("cpu", "fastdp.ops.cpu.sums")
+COLUMN_SUMS.implement("cuda", "fastdp.kernels.sums")
 
 
 def column_sums(left: Tensor, offsets: Tensor) -> Tensor:
@@ -168,54 +173,34 @@ def column_sums(left: Tensor, offsets: Tensor) -> Tensor:
     return COLUMN_SUMS(left, offsets)
 
 
-def _selected(left: Tensor, right: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _add_weighted(out: Tensor, left: Tensor, right: Tensor, weights: Tensor) -> Tensor:
     keep = weights != 0
-    return left[keep], right[keep], weights[keep]
-
-
-@in_full_precision
-def _weighted_sum_inplace_reference(out: Tensor, left: Tensor, right: Tensor, weights: Tensor) -> None:
-    left, right, weights = _selected(left, right, weights)
-    scaled = right.to(out.dtype) * weights.to(out.dtype).unsqueeze(1)
+    left, scaled = left[keep], right[keep].to(out.dtype) * weights[keep].to(out.dtype).unsqueeze(1)
     if is_one_hot(left):
-        out.index_add_(0, left, scaled)
+        return out.index_add_(0, left, scaled)
+    return torch.addmm(out, left.to(out.dtype).T, scaled, out=out)
+
+
+def _weighted_sum_reference(
+    out: Tensor, left: Tensor, right: Tensor, weights: Tensor, weights_unmasked: Tensor | None, mask: Tensor | None
+) -> None:
+    if mask is None or weights_unmasked is None:
+        _add_weighted(out, left, right, weights)
+        return
+    masked, unmasked = (_add_weighted(torch.zeros_like(out), left, right, w) for w in (weights, weights_unmasked))
+    out.add_(torch.where(mask, masked, unmasked))
+
+
+def _check_weighted_sum(
+    out: Tensor, left: Tensor, right: Tensor, weights: Tensor, weights_unmasked: Tensor | None, mask: Tensor | None
+) -> None:
+    check_pair(left, right)
+    if mask is None or weights_unmasked is None:
+        check_weights(weights, right, "token")
     else:
-        torch.addmm(out, left.to(out.dtype).T, scaled, out=out)
-
-
-def _weighted_sum_reference(left: Tensor, right: Tensor, weights: Tensor, rows: int | None) -> Tensor:
-    out = torch.zeros_like(_weighted_sum_fake(left, right, weights, rows))
-    _weighted_sum_inplace_reference(out, left, right, weights)
-    return out
-
-
-def _weighted_sum_fake(left: Tensor, right: Tensor, weights: Tensor, rows: int | None) -> Tensor:
-    m = rows if rows is not None else left.shape[1]
-    return right.new_empty(m, right.shape[1], dtype=accumulator(left, right))
-
-
-def _check_weights(weights: Tensor, right: Tensor, name: str = "weights") -> None:
-    """Raise TypeError or ValueError unless there is one float32 weight a token, beside the factors."""
-    if weights.dtype not in (torch.float32, torch.float64):
-        raise TypeError(f"{name} are {weights.dtype}: they must be float32 or float64")
-    if weights.shape != right.shape[:1]:
-        raise ValueError(f"{name} have shape {tuple(weights.shape)}: one a token is ({right.shape[0]},)")
-    if weights.device != right.device:
-        raise ValueError(f"{name} are on {weights.device} and the factors on {right.device}")
-
-
-def check_unit_weights(weights: Tensor, instances: Tensor, name: str = "weights") -> None:
-    """Raise TypeError or ValueError unless there is one float32 weight a unit, beside the instances."""
-    if weights.dtype not in (torch.float32, torch.float64):
-        raise TypeError(f"{name} are {weights.dtype}: they must be float32 or float64")
-    if weights.shape != instances.shape[:1]:
-        raise ValueError(f"{name} have shape {tuple(weights.shape)}: one a unit is ({instances.shape[0]},)")
-    if weights.device != instances.device:
-        raise ValueError(f"{name} are on {weights.device} and the instances on {instances.device}")
-
-
-def _check_sum_into(out: Tensor, left: Tensor, right: Tensor) -> None:
-    """Raise TypeError or ValueError unless ``out`` can take the sum of these factors."""
+        check_weights(weights, right, "token", "weights_masked")
+        check_weights(weights_unmasked, right, "token", "weights_unmasked")
+        check_mask(mask, left, right)
     if out.dtype not in (torch.float32, torch.float64):
         raise TypeError(f"out is {out.dtype}: sums are kept in float32 or float64")
     m = out.shape[0] if is_one_hot(left) and out.dim() == 2 else left.shape[-1]
@@ -223,39 +208,30 @@ def _check_sum_into(out: Tensor, left: Tensor, right: Tensor) -> None:
         raise ValueError(f"out has shape {tuple(out.shape)}: the sum has shape {(m, right.shape[1])}")
     if out.device != right.device:
         raise ValueError(f"out is on {out.device} and the factors on {right.device}")
-
-
-def _check_weighted_sum_inplace(out: Tensor, left: Tensor, right: Tensor, weights: Tensor) -> None:
-    check_pair(left, right)
-    _check_weights(weights, right)
-    _check_sum_into(out, left, right)
     if is_one_hot(left):
-        check_ids(left, out.shape[0])
-
-
-def _check_weighted_sum(left: Tensor, right: Tensor, weights: Tensor, rows: int | None) -> None:
-    check_pair(left, right)
-    _check_weights(weights, right)
-    if is_one_hot(left):
-        if rows is None or rows < 1:
-            raise ValueError("left is a vector of ids: state the rows of the table, by `rows` or by `out`")
-        check_ids(left, rows)
-    elif rows is not None and rows != left.shape[1]:
-        raise ValueError(f"rows is {rows}, but left is {left.shape[1]} wide")
+        check_ids(left, m)
 
 
 WEIGHTED_SUM = Op(
-    "weighted_sum(Tensor left, Tensor right, Tensor weights, SymInt? rows) -> Tensor",
+    "weighted_sum_(Tensor(a!) out, Tensor left, Tensor right, Tensor weights, Tensor? weights_unmasked, Tensor? mask) "
+    "-> ()",
     reference=_weighted_sum_reference,
-    fake=_weighted_sum_fake,
+    fake=lambda out, left, right, weights, weights_unmasked, mask: None,
     check=_check_weighted_sum,
 )
-WEIGHTED_SUM_INPLACE = Op(
-    "weighted_sum_(Tensor(a!) out, Tensor left, Tensor right, Tensor weights) -> ()",
-    reference=_weighted_sum_inplace_reference,
-    fake=lambda out, left, right, weights: None,
-    check=_check_weighted_sum_inplace,
-)
+WEIGHTED_SUM.implement("cpu", "fastdp.ops.cpu.sums")
+WEIGHTED_SUM.implement("cuda", "fastdp.kernels.sums")
+
+
+def _empty_sum(left: Tensor, right: Tensor, rows: int | None) -> Tensor:
+    """Zeros of the shape that a sum will have; factors that have no sum are refused by the op."""
+    if is_one_hot(left):
+        if rows is None or rows < 1:
+            raise ValueError("left is a vector of ids: state the rows of the table, by `rows` or by `out`")
+    elif rows is not None and left.shape[1:] != (rows,):
+        raise ValueError(f"rows is {rows}, but left is {left.shape[-1]} wide")
+    shape = (*(left.shape[1:] if rows is None else (rows,)), *right.shape[1:])
+    return right.new_zeros(shape, dtype=accumulator(left, right))
 
 
 def weighted_sum(
@@ -279,63 +255,9 @@ def weighted_sum(
         TypeError, ValueError: shapes, dtypes or devices that do not fit, ids outside the table, ids without a table.
     """
     if out is None:
-        return WEIGHTED_SUM(left, right, weights, rows)
-    WEIGHTED_SUM_INPLACE(out, left, right, weights)
+        out = _empty_sum(left, right, rows)
+    WEIGHTED_SUM(out, left, right, weights, None, None)
     return out
-
-
-def _masked_weighted_sum_inplace_reference(
-    out: Tensor, left: Tensor, right: Tensor, weights_masked: Tensor, weights_unmasked: Tensor, mask: Tensor
-) -> None:
-    masked = weighted_sum(left, right, weights_masked, rows=mask.shape[0])
-    unmasked = weighted_sum(left, right, weights_unmasked, rows=mask.shape[0])
-    out.add_(torch.where(mask, masked, unmasked))
-
-
-def _masked_weighted_sum_reference(
-    left: Tensor, right: Tensor, weights_masked: Tensor, weights_unmasked: Tensor, mask: Tensor
-) -> Tensor:
-    out = torch.zeros_like(_masked_weighted_sum_fake(left, right, weights_masked, weights_unmasked, mask))
-    _masked_weighted_sum_inplace_reference(out, left, right, weights_masked, weights_unmasked, mask)
-    return out
-
-
-def _masked_weighted_sum_fake(
-    left: Tensor, right: Tensor, weights_masked: Tensor, weights_unmasked: Tensor, mask: Tensor
-) -> Tensor:
-    return right.new_empty(mask.shape, dtype=accumulator(left, right))
-
-
-def _check_masked_weighted_sum(
-    left: Tensor, right: Tensor, weights_masked: Tensor, weights_unmasked: Tensor, mask: Tensor
-) -> None:
-    check_pair(left, right)
-    _check_weights(weights_masked, right, "weights_masked")
-    _check_weights(weights_unmasked, right, "weights_unmasked")
-    check_mask(mask, left, right)
-
-
-def _check_masked_weighted_sum_inplace(
-    out: Tensor, left: Tensor, right: Tensor, weights_masked: Tensor, weights_unmasked: Tensor, mask: Tensor
-) -> None:
-    _check_masked_weighted_sum(left, right, weights_masked, weights_unmasked, mask)
-    _check_sum_into(out, left, right)
-
-
-MASKED_WEIGHTED_SUM = Op(
-    "masked_weighted_sum(Tensor left, Tensor right, Tensor weights_masked, Tensor weights_unmasked, Tensor mask) "
-    "-> Tensor",
-    reference=_masked_weighted_sum_reference,
-    fake=_masked_weighted_sum_fake,
-    check=_check_masked_weighted_sum,
-)
-MASKED_WEIGHTED_SUM_INPLACE = Op(
-    "masked_weighted_sum_(Tensor(a!) out, Tensor left, Tensor right, Tensor weights_masked, Tensor weights_unmasked, "
-    "Tensor mask) -> ()",
-    reference=_masked_weighted_sum_inplace_reference,
-    fake=lambda out, left, right, weights_masked, weights_unmasked, mask: None,
-    check=_check_masked_weighted_sum_inplace,
-)
 
 
 def masked_weighted_sum(
@@ -365,6 +287,6 @@ def masked_weighted_sum(
         TypeError, ValueError: shapes, dtypes or devices that do not fit.
     """
     if out is None:
-        return MASKED_WEIGHTED_SUM(left, right, weights_masked, weights_unmasked, mask)
-    MASKED_WEIGHTED_SUM_INPLACE(out, left, right, weights_masked, weights_unmasked, mask)
+        out = right.new_zeros(mask.shape, dtype=accumulator(left, right))
+    WEIGHTED_SUM(out, left, right, weights_masked, weights_unmasked, mask)
     return out

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
-import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+
+from .factors import in_full_precision
 
 _library = torch.library.Library("fastdp", "DEF")
 
@@ -23,7 +25,8 @@ class Op:
 
     Args:
         schema: the schema of ``torch.library``, name included.
-        reference: the definition, in plain torch; runs wherever no faster implementation is registered.
+        reference: the definition, in plain torch; runs, without autograd and outside autocast, wherever nothing faster is
+            registered or what is does not serve the arguments.
         fake: shapes and dtypes of the result, without data.
         check: raises ValueError or TypeError, in one clear sentence, for arguments the op is not defined on.
         backward: ``(ctx, *gradients of the outputs) -> gradient of each argument``, for ops that have a gradient.
@@ -42,7 +45,7 @@ class Op:
     ):
         self.name = schema.split("(", 1)[0]
         self.schema = schema
-        self.reference = reference
+        self.reference = in_full_precision(reference)
         self.check = check
         self.implementations: dict[str, Callable[..., Any]] = {}
         self.__doc__ = reference.__doc__
@@ -53,43 +56,58 @@ class Op:
         if backward is not None:
             torch.library.register_autograd(f"fastdp::{self.name}", backward, setup_context=setup_context, lib=_library)
         self._overload = getattr(torch.ops.fastdp, self.name).default
+        arguments = self._overload._schema.arguments
         #: Which argument says the device: the first that is a tensor or a list of them.
-        self._first = [str(a.type) in ("Tensor", "List[Tensor]") for a in self._overload._schema.arguments].index(True)
+        self._first = [str(a.type) in ("Tensor", "List[Tensor]") for a in arguments].index(True)
+        #: Which argument, if any, may be a stream: its next position is taken once the arguments are found good.
+        self._position = next((i for i, a in enumerate(arguments) if a.name == "position"), None)
         OPS[self.name] = self
 
-    def implement(self, device: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        """Decorate the implementation for a device type (``cpu``, ``cuda``)."""
+    def implement(self, device: str, function: Callable[..., Any] | str) -> None:
+        """Say what runs on a device type (``cpu``, ``cuda``), where the definition does otherwise.
 
-        def register(function: Callable[..., Any]) -> Callable[..., Any]:
-            self.implementations[device] = function
-            return function
-
-        return register
-
-    def implement_with_triton(self, module: str) -> None:
-        """Use the function of this op's name in ``fastdp.kernels.<module>`` on CUDA; imported when first called.
-
-        Where Triton is not installed the definition runs there.
+        Args:
+            device: a type, as ``torch.device`` names it.
+            function: takes the schema's arguments, checked, and returns the result, or NotImplemented where the
+                definition should run (float64 factors, say). Or the module that holds it by the op's name: imported
+                by the first call, and the definition runs if that module wants Triton and there is none.
         """
+        self.implementations[device] = function if callable(function) else self._imported(device, function)
 
+    def _imported(self, device: str, module: str) -> Callable[..., Any]:
         def first_call(*args: Any) -> Any:
-            chosen = self.reference
-            if importlib.util.find_spec("triton") is not None:
-                chosen = getattr(importlib.import_module(f"fastdp.kernels.{module}"), self.name)
-            self.implementations["cuda"] = chosen
-            return chosen(*args)
+            try:
+                function = getattr(importlib.import_module(module), self.name)
+            except ModuleNotFoundError as missing:
+                if missing.name != "triton":
+                    raise
+                function = self.reference
+            self.implementations[device] = function
+            return function(*args)
 
-        self.implementations["cuda"] = first_call
+        return first_call
+
+    def on(self, device: str, *args: Any) -> Any:
+        """What a call comes to on a device type, its arguments taken as they are."""
+        function = self.implementations.get(device)
+        result = NotImplemented if function is None else function(*args)
+        return self.reference(*args) if result is NotImplemented else result
 
     def _run(self, *args: Any) -> Any:
         self.check(*args)
         first = args[self._first]
-        device = (first if isinstance(first, torch.Tensor) else first[0]).device.type
-        return self.implementations.get(device, self.reference)(*args)
+        return self.on((first if isinstance(first, torch.Tensor) else first[0]).device.type, *self._drawn(args))
+
+    def _drawn(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The arguments, with a position taken from the stream that was given in its place."""
+        at = self._position
+        if at is None or isinstance(args[at], torch.Tensor):
+            return args
+        return (*args[:at], args[at].take(), *args[at + 1 :])
 
     def __call__(self, *args: Any) -> Any:
         if torch.compiler.is_compiling():
-            return self._overload(*args)
+            return self._overload(*self._drawn(args))
         recorded = self.differentiable and torch.is_grad_enabled()
         for a in args:
             # Autograd, and tensors that hold no data of their own (fake, functional), exist only behind the dispatcher.
@@ -97,8 +115,23 @@ class Op:
                 if isinstance(x, torch.Tensor) and (
                     (recorded and x.requires_grad) or type(x) not in (torch.Tensor, torch.nn.Parameter)
                 ):
-                    return self._overload(*args)
+                    if self._position is not None:
+                        self.check(*args)  # before a position is spent
+                    return self._overload(*self._drawn(args))
         return self._run(*args)
 
     def __repr__(self) -> str:
         return f"fastdp.ops.{self.schema}"
+
+
+@contextlib.contextmanager
+def definitions() -> Iterator[None]:
+    """Within this every op runs its definition, on every device: what tests and benchmarks compare with. For one thread."""
+    held = {op: op.implementations for op in OPS.values()}
+    try:
+        for op in held:
+            op.implementations = {}
+        yield
+    finally:
+        for op, implementations in held.items():
+            op.implementations = implementations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,6 @@ import torch
 from fastdp.bench import gpu_check
 
 from fastdp import ops
-from fastdp.ops.table import OPS
 
 ROOT = Path(__file__).parents[2]
 
@@ -27,7 +27,8 @@ def test_bounds_hold_for_right_results(rows):
 
 def test_every_op_is_checked(rows):
     names = {row["check"].split()[0].removesuffix("_") for row in rows}
-    assert {name.removesuffix("_") for name in OPS} <= names
+    public = {name.removesuffix("_") for name, value in vars(ops).items() if inspect.isfunction(value)}
+    assert public - {"choice_log_probabilities"} | {"clip_noise_backward"} <= names
 
 
 @pytest.mark.parametrize("wrong", [lambda x: x * (1 + 1e-4), lambda x: x * float("nan"), lambda x: x + 1e-1])

@@ -99,27 +99,16 @@ def direct_case(dtype, kind, b_m, b_n, b_t, warps, precision="ieee", slow=False)
     return Case(direct._direct_kernel, types, constants, warps, 3, matrix, True, slow=slow)
 
 
-def weighted_case(dtype, b_m, b_n, b_t, warps, noisy, slow=False):
+def weighted_case(dtype, b_m, b_n, b_t, warps, masked, slow=False):
     types = {
-        **{"p_left": f"*{dtype}", "p_right": f"*{dtype}", "p_weights": "*fp32", "p_out": "*fp32", "p_position": "*i32"},
-        **numbers("tokens", "length", "tiles_n", "m", "n"),
-        **strides("stride_lt", "stride_lm", "stride_rt", "stride_rn"),
-        **{"stride_split": "i64", "stride_om": "i32", "stride_on": 1, "std": "fp32"},
-    }
-    constants = {"b_m": b_m, "b_n": b_n, "b_t": b_t, "NOISY": noisy, "PRECISION": "ieee"}
-    return Case(weighted._weighted_kernel, types, constants, warps, 3, dtype != "fp32", True, slow=slow)
-
-
-def masked_weighted_case(dtype, b_m, b_n, b_t, warps, slow=False):
-    types = {
-        **{"p_left": f"*{dtype}", "p_right": f"*{dtype}", "p_inside": "*fp32", "p_outside": "*fp32"},
-        **{"p_bits": "*u8", "p_out": "*fp32"},
+        **{"p_left": f"*{dtype}", "p_right": f"*{dtype}", "p_weights": "*fp32", "p_outside": "*fp32"},
+        **{"p_bits": "*u8" if masked else "*fp32", "p_out": "*fp32"},
         **numbers("tokens", "length", "tiles_n", "m", "n", "bytes_a_row"),
         **strides("stride_lt", "stride_lm", "stride_rt", "stride_rn"),
         **{"stride_split": "i64", "stride_om": "i32", "stride_on": 1},
     }
-    constants = {"b_m": b_m, "b_n": b_n, "b_t": b_t, "PRECISION": "ieee"}
-    return Case(weighted._masked_weighted_kernel, types, constants, warps, 3, dtype != "fp32", True, slow=slow)
+    constants = {"b_m": b_m, "b_n": b_n, "b_t": b_t, "MASKED": masked, "PRECISION": "ieee"}
+    return Case(weighted._weighted_kernel, types, constants, warps, 3, dtype != "fp32", True, slow=slow)
 
 
 def cross_case(dtype, kind, b_t, b_k, warps, slow=False):
@@ -247,11 +236,9 @@ CASES = {
     "direct-absolute-fp32": direct_case("fp32", direct.ABSOLUTE, 64, 64, 32, 4),
     "direct-masked-fp32": direct_case("fp32", direct.MASKED_SQUARE, 64, 64, 32, 4, slow=True),
     "weighted-bf16": weighted_case("bf16", 128, 128, 64, 8, False),
-    "weighted-bf16-noise": weighted_case("bf16", 128, 64, 64, 8, True),
     "weighted-fp32": weighted_case("fp32", 64, 64, 32, 4, False, slow=True),
-    "weighted-fp32-noise": weighted_case("fp32", 64, 64, 32, 4, True, slow=True),
-    "masked-weighted-bf16": masked_weighted_case("bf16", 128, 64, 64, 8),
-    "masked-weighted-fp32": masked_weighted_case("fp32", 64, 64, 32, 8, slow=True),
+    "masked-weighted-bf16": weighted_case("bf16", 128, 64, 64, 8, True),
+    "masked-weighted-fp32": weighted_case("fp32", 64, 64, 32, 8, True, slow=True),
     "cross-dense-bf16": cross_case("bf16", cross.DENSE, 128, 64, 8, slow=True),
     "cross-id-dense-bf16": cross_case("bf16", cross.ID_AGAINST_DENSE, 64, 64, 4),
     "cross-ids-bf16": cross_case("bf16", cross.IDS, 128, 64, 8, slow=True),

@@ -15,7 +15,7 @@ from fastdp import _native
 from fastdp.ops import NoiseStream, private_snap, snap
 from fastdp.ops.dchi import PRIVATE_SNAP, dchi_noise, gamma_variates
 
-search = importlib.import_module("fastdp.ops.snap")
+search = importlib.import_module("fastdp.ops.cpu.snap")
 FALSE_ALARM = 1e-9
 
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from fastdp import ops
 from fastdp.ops.cpu.norms import HAS_KERNELS
+from fastdp.ops.factors import ABSOLUTE, MASKED_SQUARE, SQUARE
 from fastdp.ops.table import OPS
 
 from .uses import DTYPES, RAGGED, factor, gradients, offsets_of, relative_error
@@ -278,16 +279,19 @@ def test_other_instruction_sets(isa):
     assert done.returncode == 0, done.stdout[-3000:]
 
 
-@pytest.mark.parametrize("name", ["sqnorm", "sqnorm_group", "cross_inner", "abs_sum", "masked_sqnorm"])
+@pytest.mark.parametrize("name", ["norms", "sqnorm_group", "cross_inner"])
 def test_opcheck(name):
     offsets, left, right = offsets_of([4, 0, 3]), factor(7, 5, 1), factor(7, 6, 2)
     ids, mask = torch.tensor([0, 4, 4, 1, 2, 0, 0]), torch.rand(5, 6) < 0.5
     arguments = {
-        "sqnorm": [(left, right, offsets, "gram"), (ids, right, offsets, "auto")],
+        "norms": [
+            (left, right, offsets, "gram", SQUARE, None),
+            *((f, right, offsets, "auto", SQUARE, None) for f in (left, ids)),
+            *((f, right, offsets, "direct", ABSOLUTE, None) for f in (left, ids)),
+            *((f, right, offsets, "direct", MASKED_SQUARE, mask) for f in (left, ids)),
+        ],
         "sqnorm_group": [([left, right], right, offsets)],
         "cross_inner": [(left, right, ids, right, offsets, offsets)],
-        "abs_sum": [(left, right, offsets), (ids, right, offsets)],
-        "masked_sqnorm": [(left, right, offsets, mask), (ids, right, offsets, mask)],
     }[name]
     overload = getattr(torch.ops.fastdp, name).default
     for args in arguments:
@@ -345,6 +349,9 @@ BAD = [
     (lambda: ops.masked_sqnorm(torch.zeros(6).long(), RIGHT, OFFSETS, MASK[0]), ValueError, "mask has shape"),
     (lambda: ops.masked_sqnorm(LEFT, RIGHT, OFFSETS, MASK.T), ValueError, r"mask has shape \(4, 3\)"),
     (lambda: ops.masked_sqnorm(LEFT, RIGHT, OFFSETS, MASK.int()), TypeError, "mask is torch.int32"),
+    (lambda: OPS["norms"](LEFT, RIGHT, OFFSETS, "direct", MASKED_SQUARE, None), ValueError, "measure is 2"),
+    (lambda: OPS["norms"](LEFT, RIGHT, OFFSETS, "direct", SQUARE, MASK), ValueError, "measure is 0"),
+    (lambda: OPS["norms"](LEFT, RIGHT, OFFSETS, "gram", ABSOLUTE, None), ValueError, "its route is 'direct'"),
 ]
 
 

@@ -13,7 +13,7 @@ from fastdp import _native
 from fastdp.ops import snap
 from fastdp.ops.snap import SNAP
 
-module = importlib.import_module("fastdp.ops.snap")
+module = importlib.import_module("fastdp.ops.cpu.snap")
 SIZES = (1, 7, 129, 257)
 
 

@@ -1,7 +1,6 @@
 """The table of ops: which implementation a call reaches, and by which way."""
 
 import importlib
-import importlib.util
 import inspect
 import sys
 import types
@@ -9,6 +8,7 @@ import types
 import pytest
 import torch
 
+from fastdp import ops
 from fastdp.ops import table
 from fastdp.ops.table import OPS, Op
 
@@ -46,10 +46,12 @@ for _op in (PLAIN, SMOOTH):
     del OPS[_op.name]  # other tests walk the table
 
 
-@PLAIN.implement("cpu")
 def _cpu(x: torch.Tensor, factor: float) -> torch.Tensor:
     calls.append("cpu")
-    return x * factor
+    return NotImplemented if factor > 100 else x * factor
+
+
+PLAIN.implement("cpu", _cpu)
 
 
 @pytest.fixture(autouse=True)
@@ -92,10 +94,15 @@ def test_eager_calls_pass_by_the_dispatcher_unless_autograd_records():
     assert names.count("fastdp::test_smooth") == 1
 
 
-def test_triton_implementations_are_imported_when_first_called(monkeypatch):
+def test_what_an_implementation_does_not_serve_the_definition_does():
+    assert PLAIN(torch.ones(2), 101.0).tolist() == [101, 101]
+    assert calls == ["cpu", "reference"]
+
+
+def test_an_implementation_by_its_module_is_imported_when_first_called(monkeypatch):
     op = _scaled("test_lazy")
     del OPS[op.name]
-    op.implement_with_triton("made_up")
+    op.implement("cuda", "fastdp.kernels.made_up")
     first = op.implementations["cuda"]
     with pytest.raises(ModuleNotFoundError, match="made_up"):
         first(torch.ones(2), 3.0)
@@ -104,31 +111,37 @@ def test_triton_implementations_are_imported_when_first_called(monkeypatch):
     monkeypatch.setitem(sys.modules, "fastdp.kernels.made_up", module)
     assert first(torch.ones(2), 3.0).tolist() == [-2, -2]
     assert op.implementations["cuda"] is module.test_lazy
+    assert op.on("cuda", torch.ones(2), 3.0).tolist() == [-2, -2]
 
 
 def test_without_triton_the_definition_runs_on_cuda(monkeypatch):
     op = _scaled("test_no_triton")
     del OPS[op.name]
-    op.implement_with_triton("made_up")
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert op.implementations["cuda"](torch.ones(2), 3.0).tolist() == [3, 3]
+    op.implement("cuda", "fastdp.kernels.noise")
+    monkeypatch.delitem(sys.modules, "fastdp.kernels.noise", raising=False)
+    monkeypatch.setitem(sys.modules, "triton", None)
+    assert op.on("cuda", torch.ones(2), 3.0).tolist() == [3, 3]
     assert op.implementations["cuda"] is op.reference
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
-@pytest.mark.parametrize(
-    ("name", "module"),
-    [
-        ("add_noise_", "noise"),
-        ("clip_noise", "clip_noise"),
-        ("clip_noise_backward", "clip_noise"),
-        ("adamw_noise_step_", "adamw"),
-    ],
-)
-def test_noise_kernels_take_the_arguments_of_their_schema(name, module):
-    kernel = getattr(importlib.import_module(f"fastdp.kernels.{module}"), name)
+def test_definitions_are_what_every_op_runs_when_asked_for():
+    factors, offsets = torch.ones(2, 3), torch.tensor([0, 2])
+    with table.definitions():
+        assert all(op.implementations == {} for op in OPS.values())
+        ops.sqnorm(factors, factors, offsets)
+    assert all(set(op.implementations) == {"cpu", "cuda"} for op in OPS.values())
+
+
+@pytest.mark.parametrize("folder", ["fastdp.ops.cpu", "fastdp.kernels"])
+@pytest.mark.parametrize("name", list(OPS))
+def test_an_op_has_its_name_and_its_arguments_in_every_folder(name, folder):
+    if folder == "fastdp.kernels":
+        pytest.importorskip("triton")
+    family = OPS[name].check.__module__.removeprefix("fastdp.ops.")
+    family = "clip_noise" if (family, folder) == ("clip", "fastdp.kernels") else family
+    function = getattr(importlib.import_module(f"{folder}.{family}"), name)
     schema = getattr(torch.ops.fastdp, name).default._schema
-    assert list(inspect.signature(kernel).parameters) == [argument.name for argument in schema.arguments]
+    assert list(inspect.signature(function).parameters) == [argument.name for argument in schema.arguments]
 
 
 def test_gradient():

@@ -19,15 +19,6 @@ from ..factors import (
     unit_bounds,
 )
 from ..instances import instance_sqnorm
-from ..sums import (
-    COLUMN_SUMS,
-    MASKED_WEIGHTED_SUM,
-    MASKED_WEIGHTED_SUM_INPLACE,
-    PER_UNIT,
-    PER_UNIT_GROUP,
-    WEIGHTED_SUM,
-    WEIGHTED_SUM_INPLACE,
-)
 from .norms import packed, served
 
 # Tokens multiplied at a time: the scaled copy of the narrower factor is used again from the cache, and products this deep
@@ -38,7 +29,6 @@ _NARROW = 32
 _SHORTEST_RUN = 64  # tokens: a product over fewer costs more in reading and writing `out` than copying them together
 
 
-@PER_UNIT.implement("cpu")
 @in_full_precision
 def per_unit(left: Tensor, right: Tensor, offsets: Tensor) -> Tensor:
     """:func:`fastdp.ops.per_unit` on a processor: one batched product for equal lengths, else one a unit."""
@@ -65,7 +55,6 @@ def _products(left: Tensor, right: Tensor, bounds: list[int]) -> Tensor:
     return gradients
 
 
-@PER_UNIT_GROUP.implement("cpu")
 @in_full_precision
 def per_unit_group(lefts: Sequence[Tensor], rights: Sequence[Tensor], offsets: Tensor) -> tuple[list[Tensor], Tensor]:
     """:func:`fastdp.ops.per_unit_group` on a processor: one batched product a matrix, as many as there are."""
@@ -75,7 +64,6 @@ def per_unit_group(lefts: Sequence[Tensor], rights: Sequence[Tensor], offsets: T
     return gradients, torch.stack([instance_sqnorm(gradient).to(dtype) for gradient in gradients])
 
 
-@COLUMN_SUMS.implement("cpu")
 @in_full_precision
 def column_sums(left: Tensor, offsets: Tensor) -> Tensor:
     """:func:`fastdp.ops.column_sums` on a processor."""
@@ -116,26 +104,20 @@ def _add_products(out: Tensor, left: Tensor, right: Tensor, weights: Tensor) -> 
             torch.addmm(out, left[tokens].to(out.dtype).T, part, out=out)
 
 
-@WEIGHTED_SUM_INPLACE.implement("cpu")
 @in_full_precision
-def weighted_sum_(out: Tensor, left: Tensor, right: Tensor, weights: Tensor) -> None:
-    """``fastdp.ops.weighted_sum(..., out=out)`` on a processor."""
+def weighted_sum_(
+    out: Tensor, left: Tensor, right: Tensor, weights: Tensor, weights_unmasked: Tensor | None, mask: Tensor | None
+) -> None:
+    """The sums of :mod:`fastdp.ops.sums` into ``out`` on a processor; some, as NotImplemented says, are for torch."""
+    native = out.dtype == torch.float32 and out.stride(1) == 1
+    if mask is not None and weights_unmasked is not None:
+        if not (native and served(left, right)):
+            return NotImplemented
+        return (_onehot_masked if is_one_hot(left) else _masked)(out, left, right, weights, weights_unmasked, mask)
     if is_one_hot(left):
-        if right.dtype in ELEMENT and out.dtype == weights.dtype == torch.float32 and out.stride(1) == 1:
-            weights = weights.contiguous()
-            _native.onehot_add(
-                left.data_ptr(),
-                left.stride(0),
-                native_factor(right),
-                right.shape[0],
-                weights.data_ptr(),
-                out.data_ptr(),
-                out.stride(0),
-                torch.get_num_threads(),
-            )
-        else:
-            WEIGHTED_SUM_INPLACE.reference(out, left, right, weights)
-        return
+        if not (native and right.dtype in ELEMENT and weights.dtype == torch.float32):
+            return NotImplemented
+        return _onehot(out, left, right, weights)
     runs = _kept_runs(weights)
     if len(runs) * _SHORTEST_RUN > right.shape[0] and len(runs) > 1:
         kept = weights.nonzero()[:, 0]
@@ -143,15 +125,37 @@ def weighted_sum_(out: Tensor, left: Tensor, right: Tensor, weights: Tensor) -> 
         runs = [(0, right.shape[0])]
     for start, end in runs:
         _add_products(out, left[start:end], right[start:end], weights[start:end])
+    return None
 
 
-@WEIGHTED_SUM.implement("cpu")
-def weighted_sum(left: Tensor, right: Tensor, weights: Tensor, rows: int | None) -> Tensor:
-    """:func:`fastdp.ops.weighted_sum` on a processor."""
-    m = rows if rows is not None else left.shape[1]
-    out = right.new_zeros(m, right.shape[1], dtype=accumulator(left, right))
-    weighted_sum_(out, left, right, weights)
-    return out
+def _onehot(out: Tensor, ids: Tensor, right: Tensor, weights: Tensor) -> None:
+    weights = weights.contiguous()
+    _native.onehot_add(
+        ids.data_ptr(),
+        ids.stride(0),
+        native_factor(right),
+        right.shape[0],
+        weights.data_ptr(),
+        out.data_ptr(),
+        out.stride(0),
+        torch.get_num_threads(),
+    )
+
+
+def _onehot_masked(out: Tensor, ids: Tensor, right: Tensor, masked: Tensor, unmasked: Tensor, mask: Tensor) -> None:
+    masked, unmasked = masked.float().contiguous(), unmasked.float().contiguous()
+    _native.onehot_masked_add(
+        ids.data_ptr(),
+        ids.stride(0),
+        native_factor(right),
+        right.shape[0],
+        masked.data_ptr(),
+        unmasked.data_ptr(),
+        packed(mask).ctypes.data,
+        out.data_ptr(),
+        out.stride(0),
+        torch.get_num_threads(),
+    )
 
 
 def _runs(*weights: Tensor) -> list[int]:
@@ -164,64 +168,19 @@ def _runs(*weights: Tensor) -> list[int]:
     return [0, *(change.nonzero()[:, 0] + 1).tolist(), weights[0].shape[0]]
 
 
-@MASKED_WEIGHTED_SUM_INPLACE.implement("cpu")
-def masked_weighted_sum_(
-    out: Tensor, left: Tensor, right: Tensor, weights_masked: Tensor, weights_unmasked: Tensor, mask: Tensor
-) -> None:
-    """``fastdp.ops.masked_weighted_sum(..., out=out)`` on a processor."""
-    if not (served(left, right) and out.dtype == torch.float32 and out.stride(1) == 1):
-        MASKED_WEIGHTED_SUM_INPLACE.reference(out, left, right, weights_masked, weights_unmasked, mask)
-    elif is_one_hot(left):
-        _onehot_masked_sum(out, left, right, weights_masked.float(), weights_unmasked.float(), mask)
-    else:
-        _runs_masked_sum(out, left, right, weights_masked, weights_unmasked, mask)
-
-
-def _onehot_masked_sum(
-    out: Tensor, ids: Tensor, right: Tensor, weights_masked: Tensor, weights_unmasked: Tensor, mask: Tensor
-) -> None:
-    masked, unmasked, bits = weights_masked.contiguous(), weights_unmasked.contiguous(), packed(mask)
-    _native.onehot_masked_add(
-        ids.data_ptr(),
-        ids.stride(0),
-        native_factor(right),
-        right.shape[0],
-        masked.data_ptr(),
-        unmasked.data_ptr(),
-        bits.ctypes.data,
-        out.data_ptr(),
-        out.stride(0),
-        torch.get_num_threads(),
-    )
-
-
-def _runs_masked_sum(
-    out: Tensor, left: Tensor, right: Tensor, weights_masked: Tensor, weights_unmasked: Tensor, mask: Tensor
-) -> None:
-    bounds = _runs(weights_masked, weights_unmasked)
+def _masked(out: Tensor, left: Tensor, right: Tensor, masked: Tensor, unmasked: Tensor, mask: Tensor) -> None:
+    bounds = _runs(masked, unmasked)
     if len(bounds) - 1 > right.shape[0] // 8:
-        MASKED_WEIGHTED_SUM_INPLACE.reference(out, left, right, weights_masked, weights_unmasked, mask)
-        return
+        return NotImplemented
     first = torch.tensor(bounds[:-1], dtype=torch.int64)
-    bits = packed(mask)
     _native.masked_weighted_sum(
         native_factor(left),
         native_factor(right),
         bounds,
-        weights_masked[first].tolist(),
-        weights_unmasked[first].tolist(),
-        bits.ctypes.data,
+        masked[first].tolist(),
+        unmasked[first].tolist(),
+        packed(mask).ctypes.data,
         out.data_ptr(),
         out.stride(0),
         torch.get_num_threads(),
     )
-
-
-@MASKED_WEIGHTED_SUM.implement("cpu")
-def masked_weighted_sum(
-    left: Tensor, right: Tensor, weights_masked: Tensor, weights_unmasked: Tensor, mask: Tensor
-) -> Tensor:
-    """:func:`fastdp.ops.masked_weighted_sum` on a processor."""
-    out = right.new_zeros(mask.shape, dtype=accumulator(left, right))
-    masked_weighted_sum_(out, left, right, weights_masked, weights_unmasked, mask)
-    return out

@@ -4,6 +4,8 @@ import numpy as np
 import pytest
 import torch
 
+from fastdp.ops.table import OPS
+
 
 @pytest.fixture(autouse=True)
 def _memory_starts_as_nan():
@@ -19,3 +21,10 @@ def _memory_starts_as_nan():
 @pytest.fixture(autouse=True)
 def _same_draws():
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch):
+    """Ops run what is registered for GPUs, and fall back to their definitions as there."""
+    for op in OPS.values():
+        monkeypatch.setattr(op, "implementations", {"cpu": op.implementations["cuda"]})

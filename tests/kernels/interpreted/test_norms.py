@@ -4,7 +4,8 @@ import pytest
 import torch
 from fastdp.kernels import cross, direct, gram, grouped, instances, mask, onehot
 
-import fastdp.ops.cuda
+from fastdp import ops
+from fastdp.ops.factors import ABSOLUTE, MASKED_SQUARE, SQUARE
 from fastdp.ops.table import OPS
 from tests.ops.uses import DTYPES, RAGGED, factor, gradients, offsets_of, relative_error
 
@@ -24,7 +25,7 @@ def test_gram_and_direct_norms_of_ragged_units(m, n, precision):
     truth = squared(left, right, offsets)
     splits = 1 if precision == "ieee" else 3
     assert relative_error(gram.gram_sqnorm_group([left], right, offsets, precision, splits)[0], truth) <= BOUND
-    assert relative_error(direct.direct_sqnorm(left, right, offsets, precision), truth) <= BOUND
+    assert relative_error(direct.direct_norms(left, right, offsets, SQUARE, None, precision)[0], truth) <= BOUND
 
 
 @pytest.mark.parametrize("layout", ["rows", "transposed", "strided"])
@@ -38,16 +39,16 @@ def test_every_norm_reads_every_dtype_and_layout(dtype, layout):
     truth = gradients(left, right, offsets)
     squares = truth.square()
     assert relative_error(gram.gram_sqnorm_group([left], right, offsets)[0], squares.sum((1, 2))) <= BOUND
-    assert relative_error(direct.direct_sqnorm(left, right, offsets), squares.sum((1, 2))) <= BOUND
-    assert relative_error(direct.abs_sum(left, right, offsets), truth.abs().sum((1, 2))) <= BOUND
+    assert relative_error(direct.direct_norms(left, right, offsets, SQUARE)[0], squares.sum((1, 2))) <= BOUND
+    assert relative_error(direct.direct_norms(left, right, offsets, ABSOLUTE)[0], truth.abs().sum((1, 2))) <= BOUND
     parts = torch.stack([(squares * bits).sum((1, 2)), (squares * ~bits).sum((1, 2))])
-    assert relative_error(direct.masked_sqnorm(left, right, offsets, bits), parts) <= BOUND
+    assert relative_error(direct.direct_norms(left, right, offsets, MASKED_SQUARE, bits), parts) <= BOUND
     table, rows = gradients(ids, right, offsets, 5), torch.rand(10, 66)[::2, ::2] < 0.3
     squares = table.square()
-    assert relative_error(onehot.onehot_sqnorm(ids, right, offsets), squares.sum((1, 2))) <= BOUND
-    assert relative_error(onehot.onehot_abs_sum(ids, right, offsets), table.abs().sum((1, 2))) <= BOUND
+    assert relative_error(onehot.onehot_norms(ids, right, offsets, SQUARE)[0], squares.sum((1, 2))) <= BOUND
+    assert relative_error(onehot.onehot_norms(ids, right, offsets, ABSOLUTE)[0], table.abs().sum((1, 2))) <= BOUND
     parts = torch.stack([(squares * rows).sum((1, 2)), (squares * ~rows).sum((1, 2))])
-    assert relative_error(onehot.onehot_masked_sqnorm(ids, right, offsets, rows), parts) <= BOUND
+    assert relative_error(onehot.onehot_norms(ids, right, offsets, MASKED_SQUARE, rows), parts) <= BOUND
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -56,15 +57,18 @@ def test_norms_of_instantiated_gradients(units, shape, dtype):
     given, bits = torch.randn(units, *shape).to(dtype), torch.rand(shape) < 0.3
     rows, chosen = given.double().flatten(1), bits.reshape(-1)
     parts = torch.stack([(rows.square() * chosen).sum(1), (rows.square() * ~chosen).sum(1)])
-    assert relative_error(instances.instance_sqnorm(given), rows.square().sum(1)) <= BOUND
-    assert relative_error(instances.instance_abs_sum(given), rows.abs().sum(1)) <= BOUND
-    assert relative_error(instances.instance_masked_sqnorm(given, bits), parts) <= BOUND
+    assert relative_error(instances.instance_norms(given, SQUARE, None)[0], rows.square().sum(1)) <= BOUND
+    assert relative_error(instances.instance_norms(given, ABSOLUTE, None)[0], rows.abs().sum(1)) <= BOUND
+    assert relative_error(instances.instance_norms(given, MASKED_SQUARE, bits), parts) <= BOUND
 
 
 def test_factors_of_two_dtypes():
     offsets = offsets_of((5, 12))
     left, right = factor(17, 9, 0, torch.bfloat16), factor(17, 11, 1, torch.float32)
-    for got in (gram.gram_sqnorm_group([left], right, offsets)[0], direct.direct_sqnorm(left, right, offsets)):
+    for got in (
+        gram.gram_sqnorm_group([left], right, offsets)[0],
+        direct.direct_norms(left, right, offsets, SQUARE)[0],
+    ):
         assert relative_error(got, squared(left, right, offsets)) <= BOUND
 
 
@@ -124,7 +128,7 @@ def test_the_adapters_of_a_model_are_one_launch(launches):
     offsets = offsets_of((3, 0, 6))
     wide = [factor(9, 24, i) for i in range(16)]
     narrow = [factor(9, 4, 100 + i) for i in range(16)]
-    made, norms = OPS["per_unit_group"].implementations["cuda"](narrow + wide, wide + narrow, offsets)
+    made, norms = OPS["per_unit_group"].on("cuda", narrow + wide, wide + narrow, offsets)
     assert launches == [(32, 3, 1)]
     for got, norm, left, right in zip(made, norms, narrow + wide, wide + narrow):
         truth = gradients(left, right, offsets)
@@ -156,42 +160,40 @@ def test_a_nan_stays_in_its_unit():
     ids = torch.randint(0, 4, (74,))
     for got in (
         gram.gram_sqnorm_group([left], right, offsets)[0],
-        direct.direct_sqnorm(left, right, offsets),
-        direct.abs_sum(left, right, offsets),
-        direct.masked_sqnorm(left, right, offsets, bits).sum(0),
-        onehot.onehot_sqnorm(ids, right, offsets),
-        onehot.onehot_abs_sum(ids, right, offsets),
-        onehot.onehot_masked_sqnorm(ids, right, offsets, bits[:4]).sum(0),
-        instances.instance_sqnorm(torch.stack([right[0], right[64], right[70]])),
-        instances.instance_masked_sqnorm(torch.stack([right[0], right[64], right[70]]), bits[0]).sum(0),
+        direct.direct_norms(left, right, offsets, SQUARE)[0],
+        direct.direct_norms(left, right, offsets, ABSOLUTE)[0],
+        direct.direct_norms(left, right, offsets, MASKED_SQUARE, bits).sum(0),
+        onehot.onehot_norms(ids, right, offsets, SQUARE)[0],
+        onehot.onehot_norms(ids, right, offsets, ABSOLUTE)[0],
+        onehot.onehot_norms(ids, right, offsets, MASKED_SQUARE, bits[:4]).sum(0),
+        instances.instance_norms(torch.stack([right[0], right[64], right[70]]), SQUARE, None)[0],
+        instances.instance_norms(torch.stack([right[0], right[64], right[70]]), MASKED_SQUARE, bits[0]).sum(0),
         cross.cross_inner(left, right, left, right, offsets, offsets),
         grouped.per_unit_group([left], [right], offsets)[1][0],
     ):
         assert got.isfinite().tolist() == [True, False, True]
 
 
-def test_ops_reach_the_kernels():
+def test_ops_reach_the_kernels(as_on_a_gpu):
     """The functions registered for CUDA, with offsets on the host, empty batches and the float64 way out."""
-    assert fastdp.ops.cuda is not None
-    on_gpu = {name: op.implementations["cuda"] for name, op in OPS.items() if "cuda" in op.implementations}
     offsets = offsets_of((3, 0, 6))
     left, right = factor(9, 5, 0), factor(9, 4, 1)
     truth = gradients(left, right, offsets)
     for route in ("auto", "gram", "direct"):
-        assert relative_error(on_gpu["sqnorm"](left, right, offsets, route), truth.square().sum((1, 2))) <= BOUND
-    assert relative_error(on_gpu["sqnorm_group"]([left], right, offsets)[0], truth.square().sum((1, 2))) <= BOUND
-    torch.testing.assert_close(on_gpu["per_unit"](left, right, offsets), truth.float())
-    (made, transposed), norms = on_gpu["per_unit_group"]([left, right], [right, left], offsets)
+        assert relative_error(ops.sqnorm(left, right, offsets, route), truth.square().sum((1, 2))) <= BOUND
+    assert relative_error(ops.sqnorm_group([left], right, offsets)[0], truth.square().sum((1, 2))) <= BOUND
+    torch.testing.assert_close(ops.per_unit(left, right, offsets), truth.float())
+    (made, transposed), norms = ops.per_unit_group([left, right], [right, left], offsets)
     torch.testing.assert_close(made, truth.float())
     torch.testing.assert_close(transposed, truth.float().mT)
     assert relative_error(norms, torch.stack([truth.square().sum((1, 2))] * 2)) <= BOUND
-    wide, norms = on_gpu["per_unit_group"]([left.double()], [right], offsets)
+    wide, norms = ops.per_unit_group([left.double()], [right], offsets)
     assert wide[0].dtype == norms.dtype == torch.float64
     sums = torch.stack([left[a:b].sum(0) for a, b in ((0, 3), (3, 3), (3, 9))])
-    torch.testing.assert_close(on_gpu["column_sums"](left, offsets), sums)
-    wide = on_gpu["sqnorm"](left.double(), right.double(), offsets, "auto")
+    torch.testing.assert_close(ops.column_sums(left, offsets), sums)
+    wide = ops.sqnorm(left.double(), right.double(), offsets, "auto")
     assert wide.dtype == torch.float64
     nothing = offsets_of(())
-    assert on_gpu["sqnorm"](left[:0], right[:0], nothing, "gram").shape == (0,)
-    assert on_gpu["abs_sum"](left[:0], right[:0], offsets_of((0, 0))).tolist() == [0.0, 0.0]
-    assert on_gpu["masked_sqnorm"](left[:0], right[:0], nothing, torch.ones(5, 4, dtype=torch.bool)).shape == (2, 0)
+    assert ops.sqnorm(left[:0], right[:0], nothing, "gram").shape == (0,)
+    assert ops.abs_sum(left[:0], right[:0], offsets_of((0, 0))).tolist() == [0.0, 0.0]
+    assert ops.masked_sqnorm(left[:0], right[:0], nothing, torch.ones(5, 4, dtype=torch.bool)).shape == (2, 0)

@@ -1,0 +1,56 @@
+"""``adamw_noise_step_`` on processors: csrc/adamw.cpp."""
+
+from __future__ import annotations
+
+import torch
+
+import fastdp._native as _native
+from fastdp.ops.noise import DTYPES
+from fastdp.ops.stream import native_threads
+
+
+def adamw_noise_step_(
+    param: torch.Tensor,
+    grad_sum: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    position: torch.Tensor,
+    std: float,
+    divisor: float,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    step: int,
+    variance_floor: float | None,
+    secure_rounding: bool,
+) -> None:
+    """:func:`fastdp.ops.adamw_noise_step_` on a processor."""
+    written = (param, exp_avg, exp_avg_sq)
+    flat = [x.contiguous() for x in written]
+    grad = grad_sum.contiguous()
+    _native.adamw_noise_step(
+        flat[0].data_ptr(),
+        DTYPES[param.dtype],
+        grad.data_ptr(),
+        flat[1].data_ptr(),
+        flat[2].data_ptr(),
+        param.numel(),
+        position.data_ptr(),
+        secure_rounding,
+        std,
+        divisor,
+        lr,
+        beta1,
+        beta2,
+        eps,
+        weight_decay,
+        step,
+        variance_floor is not None,
+        variance_floor or 0.0,
+        native_threads(),
+    )
+    for x, result in zip(written, flat):
+        if result is not x:
+            x.copy_(result)

@@ -1,0 +1,46 @@
+"""The family ``sums`` on GPUs: what each op launches, with the op's own arguments."""
+
+from collections.abc import Sequence
+
+import torch
+
+from . import grouped, onehot, weighted
+from .launch import assert_ids, serves
+
+
+@serves(2)
+def per_unit(left: torch.Tensor, right: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """The gradient of each unit, float32 [B, m, n]."""
+    return grouped.per_unit_group([left], [right], offsets)[0][0]
+
+
+@serves(2)
+def per_unit_group(
+    lefts: Sequence[torch.Tensor], rights: Sequence[torch.Tensor], offsets: torch.Tensor
+) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Gradients and squared norms of k matrices, in one launch for all of the same dtypes."""
+    return grouped.per_unit_group(lefts, rights, offsets)
+
+
+@serves(1)
+def column_sums(left: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """Sums of each unit's rows, float32 [B, m]: its gradient against inputs of 1."""
+    ones = left.new_ones(1, 1).expand(left.shape[0], 1)
+    return grouped.per_unit_group([left], [ones], offsets)[0][0].squeeze(2)
+
+
+@serves(3)
+def weighted_sum_(
+    out: torch.Tensor,
+    left: torch.Tensor,
+    right: torch.Tensor,
+    weights: torch.Tensor,
+    weights_unmasked: torch.Tensor | None,
+    mask: torch.Tensor | None,
+) -> None:
+    """The weighted sum of all tokens' gradients added to ``out``; where ``mask`` is False, by ``weights_unmasked``."""
+    if left.dim() == 1:
+        assert_ids(left, out.shape[0])
+        onehot.onehot_weighted_sum_(out, left, right, weights, weights_unmasked, mask)
+    else:
+        weighted.weighted_sum_(out, left, right, weights, weights_unmasked, mask)
