@@ -21,6 +21,7 @@ from transformers import PreTrainedTokenizerBase
 from fastdp.methods.encoding import ADDED, encode_private
 
 IGNORED = -100
+PARQUET = ".parquet"
 
 
 class DataError(ValueError):
@@ -58,7 +59,7 @@ class Rows:
 
 
 def read_rows(path: str | Path) -> Rows:
-    """Read a CSV, TSV, JSONL or plain text file, or a folder written by `datasets.Dataset.save_to_disk`.
+    """Read a CSV, TSV, JSONL, Parquet or plain text file, or a folder written by `datasets.Dataset.save_to_disk`.
 
     CSV and TSV begin with a header; TSV fields are taken literally (no quoting), as GLUE writes them. A plain text file
     has one example a line, in the column "text"; blank lines are skipped. All are UTF-8.
@@ -71,8 +72,11 @@ def read_rows(path: str | Path) -> Rows:
         rows = _read_saved_dataset(path)
     elif not path.exists():
         raise DataError(f"there is no file {path}")
+    elif path.suffix.lower() == PARQUET:
+        rows = _read_parquet(path)
     elif path.suffix.lower() not in _READERS:
-        raise DataError(f"{path} is of no known kind: expected {', '.join(_READERS)} or a saved data set folder")
+        kinds = ", ".join([*_READERS, PARQUET])
+        raise DataError(f"{path} is of no known kind: expected {kinds} or a saved data set folder")
     else:
         rows = _READERS[path.suffix.lower()](path, _decode(path))
     if not len(rows):
@@ -90,6 +94,8 @@ def _decode(path: Path) -> str:
 
 
 def _read_delimited(path: Path, text: str, **dialect: Any) -> Rows:
+    # The module's own limit of 131,072 characters is below what a document takes; it holds for the process.
+    csv.field_size_limit(max(csv.field_size_limit(), len(text)))
     reader = csv.reader(io.StringIO(text, newline=""), **dialect)
     rows: list[dict[str, Any]] = []
     lines: list[int] = []
@@ -151,6 +157,18 @@ _READERS = {
     ".ndjson": _read_jsonl,
     ".txt": _read_text,
 }
+
+
+def _read_parquet(path: Path) -> Rows:
+    try:
+        from pyarrow import ArrowException, parquet
+    except ImportError:
+        raise DataError(f"reading {path} needs pyarrow: pip install 'fastdp[trainer]'") from None
+    try:
+        table = parquet.read_table(path)
+    except (ArrowException, OSError) as error:
+        raise DataError(f"{path} is no Parquet file that can be read: {str(error).splitlines()[0]}") from None
+    return Rows(path, tuple(table.column_names), table.to_pylist(), range(1, len(table) + 1))
 
 
 def _read_saved_dataset(path: Path) -> Rows:

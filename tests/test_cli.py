@@ -130,3 +130,26 @@ def test_a_killed_run_resumes_within_its_budget(model_folder, files, tmp_path): 
     assert card["epsilon"]["upper_bound"] <= 8
     result = json.loads((output / "result.json").read_text())
     assert 0 < result["steps"] < 20 * 12
+
+
+@pytest.mark.parametrize(
+    ("method", "begun", "words"),
+    [
+        ("dpsgd", False, "before anything was released"),
+        ("dpsgd", True, "--resume"),
+        ("ewft", True, "cannot be resumed"),
+    ],
+)
+def test_an_interrupt_is_a_sentence_and_130(tmp_path, monkeypatch, method, begun, words):
+    def interrupted(settings, **_):
+        if begun:
+            (tmp_path / "config.yaml").write_text("")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("fastdp.finetune.finetune", interrupted)
+    found = run("finetune", "--method", method, "--output", tmp_path)
+    assert found.exit_code == 130
+    message = " ".join(found.stderr.split())
+    assert words in message
+    assert "error" not in message
+    assert "130" not in message

@@ -79,7 +79,7 @@ def test_saved_dataset(tmp_path):
         ("a.txt", " \n\n", "holds no rows"),
         ("a.jsonl", '{"a": 1}\n{"a": \n', r"a\.jsonl, line 2: not JSON"),
         ("a.jsonl", "[1]\n", r"line 1: expected an object"),
-        ("a.parquet", "x", "no known kind"),
+        ("a.feather", "x", "no known kind"),
     ],
 )
 def test_bad_files(tmp_path, name, content, message):
@@ -169,3 +169,23 @@ def test_collator_on_classification(tokenizer):
     examples = classification_examples(tokenizer, ["a text", "little"], [1, 0], 8)
     batch = Collator(0)(list(examples))
     assert torch.equal(batch["labels"], torch.tensor([1, 0]))
+
+
+def test_a_field_may_be_as_long_as_a_document(tmp_path):
+    path = tmp_path / "long.csv"
+    path.write_text("text\n" + "word " * 100_000 + "\n")
+    assert len(read_rows(path).column("text", "text")[0]) == 500_000
+
+
+def test_parquet(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow", reason="Parquet needs pyarrow, of the extra 'trainer'")
+    from pyarrow import parquet
+
+    path = tmp_path / "rows.parquet"
+    parquet.write_table(pyarrow.table({"text": ["one", "two"], "label": [0, 1]}), path)
+    rows = read_rows(path)
+    assert rows.column("text", "text") == ["one", "two"]
+    assert rows.column("label", "label") == ["0", "1"]
+    path.write_bytes(b"PAR1 but no more")
+    with pytest.raises(DataError, match="no Parquet file that can be read"):
+        read_rows(path)

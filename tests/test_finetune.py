@@ -235,6 +235,46 @@ def test_layers_below_the_noise_learn_from_public_text_alone(config, files, tmp_
             finetune(with_settings(settings, method_options=options | fault, output=str(tmp_path / "other")))
 
 
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"method": "rapft", "method_options": {"relevance": 1}}, "has no option 'relevance'"),
+        ({"method": "frost", "method_options": {"gamma": 1}}, "has no option 'gamma'"),
+        ({"method": "rapft", "method_options": {"source": {"kind": "nosy"}}}, "choose one of public, noisy"),
+        ({"device": "abacus"}, "device abacus cannot be used"),
+    ],
+)
+def test_settings_are_refused_before_anything_is_read_loaded_or_made(config, tmp_path, monkeypatch, changes, words):
+    from fastdp.finetune import run
+
+    for name in ("read_rows", "load_tokenizer", "load_model"):
+        monkeypatch.setattr(run, name, lambda *_, name=name: pytest.fail(f"{name} came before the refusal"))
+    with pytest.raises(ConfigError, match=words):
+        finetune(with_settings(config, **changes))
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_output_that_cannot_be_written_is_refused_in_words(config, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    for output in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(ConfigError, match="file is a file and not a folder"):
+            finetune(with_settings(config, output=str(output)))
+    (tmp_path / "nowhere").symlink_to(tmp_path / "missing")
+    with pytest.raises(ConfigError, match="nowhere is a file and not a folder"):
+        finetune(with_settings(config, output=str(tmp_path / "nowhere")))
+    monkeypatch.setattr("os.access", lambda *_: False)
+    with pytest.raises(ConfigError, match="nothing can be written to"):
+        finetune(config)
+
+
+@pytest.mark.parametrize("given", ["a,b", "a, b", "[a, b]", '["a","b"]', "['a', 'b']", ["a", "b"]])
+def test_lists_are_read_as_their_message_suggests(given):
+    assert load_config(None, {"labels": given}).labels == ["a", "b"]
+    for wrong in ("[a, b", "[[a], b]"):
+        with pytest.raises(ConfigError, match="labels must be a list"):
+            load_config(None, {"labels": wrong})
+
+
 def public_inputs(path):
     """Every method that takes public text, with that text at a path."""
     ewft_options = {"layer": 1, "autoencoder": [8]}

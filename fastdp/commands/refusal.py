@@ -26,6 +26,9 @@ def refusing(command: Callable[P, R]) -> Callable[P, R]:
             with warnings.catch_warnings():
                 warnings.showwarning = _show_warning
                 return command(*args, **kwargs)
+        except typer.Exit:
+            # It is a RuntimeError too, whose text is its number: the command has said what there is to say.
+            raise
         except (ValueError, TypeError, OSError, RuntimeError, ImportError) as error:
             if os.environ.get("FASTDP_TRACEBACK"):
                 raise

@@ -108,9 +108,20 @@ def finetune_command(
         with ProgressReporter() as reporter:
             result = finetune(settings, resume=resume, reporter=reporter)
     except KeyboardInterrupt:
-        errors.print("stopped; the same command with --resume goes on from the last checkpoint")
+        errors.print(_stopped(settings), highlight=False)
         raise typer.Exit(130) from None
     _print_result(result)
+
+
+def _stopped(settings: FinetuneConfig) -> str:
+    """What an interrupted run leaves, in a sentence."""
+    from fastdp.finetune.methods import LOCAL
+
+    if not (Path(str(settings.output)) / "config.yaml").exists():
+        return "stopped before anything was released: nothing was spent, and there is nothing to resume"
+    if settings.method in LOCAL:
+        return f"stopped; a run of {settings.method} cannot be resumed, and {settings.output} records what it released"
+    return "stopped; the same command with --resume goes on from the last checkpoint, and what was spent stays spent"
 
 
 def _print_result(result: Result) -> None:

@@ -49,7 +49,9 @@ class FinetuneConfig:
     prompt_column: str | None = _setting("causal-lm: column the model is given; only the target is learned")
     target_column: str | None = _setting("causal-lm: column to be learned after the prompt")
     label_column: str = _setting("classification: column with the label", "label")
-    labels: list[str] | None = _setting("classification: every possible label; they count as public")
+    labels: list[str] | None = _setting(
+        "classification: every possible label, as in negative,positive or ['0', '1']; they count as public"
+    )
     separator: str = _setting("text between prompt and target", "\n")
     max_length: int = _setting("longest example in tokens; longer ones are cut", 128)
 
@@ -163,7 +165,7 @@ def _convert(name: str, value: Any) -> Any:
         return None
     try:
         if kind is list:
-            return [str(item) for item in (value.split(",") if isinstance(value, str) else value)]
+            return _listed(value)
         if kind is dict:
             loaded = yaml.safe_load(value) if isinstance(value, str) else value
             if not isinstance(loaded, dict):
@@ -188,6 +190,18 @@ def _convert(name: str, value: Any) -> Any:
             dict: "a mapping such as {name: value}",
         }[kind]
         raise ConfigError(f"{name} must be {wanted}, not {value!r}") from None
+
+
+def _listed(value: Any) -> list[str]:
+    """Of a flag: entries with commas between them, or a list as YAML and JSON write it."""
+    if not isinstance(value, str):
+        return [str(item) for item in value]
+    if not value.strip().startswith("["):
+        return [item.strip() for item in value.split(",")]
+    loaded = yaml.safe_load(value)
+    if not isinstance(loaded, list) or any(isinstance(item, (list, dict)) for item in loaded):
+        raise ValueError
+    return [str(item) for item in loaded]
 
 
 def load_config(path: str | Path | None, overrides: dict[str, Any] | None = None) -> FinetuneConfig:

@@ -56,6 +56,11 @@ def choose_method(config: FinetuneConfig, read_public: ReadPublic) -> Method:
     return _made(kind, {"max_grad_norm": config.max_grad_norm} | options, "method_options")
 
 
+def check_method(config: FinetuneConfig) -> None:
+    """Refuse options of a central method before anything is read or loaded, as `choose_method` would after."""
+    choose_method(config, lambda path, count: Public([{}], PublicText(path, "", 0, 0)))
+
+
 def _source(options: dict[str, Any], read_public: ReadPublic) -> Any:
     kind = options.pop("kind", None)
     if kind == "public":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ from fastdp.finetune.config import ConfigError, FinetuneConfig, load_config
 from fastdp.finetune.evaluation import Quality, autocast, evaluate
 from fastdp.finetune.local import open_local
 from fastdp.finetune.memory import PeakMemory
-from fastdp.finetune.methods import LOCAL, Public, choose_method
+from fastdp.finetune.methods import LOCAL, Public, check_method, choose_method
 from fastdp.finetune.models import (
     choose_trained,
     load_model,
@@ -91,6 +92,8 @@ def finetune(config: FinetuneConfig, resume: bool = False, reporter: Reporter | 
         )
     output = Path(str(config.output))
     _check_output(output, config, resume)
+    device = _device(config)
+    check_method(config)
     reporter.phase("reading data")
     tables = [read_rows(str(config.train)), read_rows(config.eval) if config.eval else None]
     tokenizer = load_tokenizer(config)
@@ -100,14 +103,14 @@ def finetune(config: FinetuneConfig, resume: bool = False, reporter: Reporter | 
         raise ConfigError(f"batch_size {config.batch_size} exceeds the {len(train)} training examples; lower it")
     reporter.phase("loading the model")
     model = choose_trained(load_model(config, tokenizer), config)
-    model.to(_device(config))
+    model.to(device)
     assert tables[0] is not None
     gate = PublicGate(record_texts(tables[0], config), [str(config.train)], config.public_overlap)
     run = _Run(config, output, model, tokenizer, train, held_out, gate, reporter)
     try:
         run.make_private(resume)
         return run.execute(resume)
-    except Exception:
+    except BaseException:
         if not resume:
             run.forget_if_nothing_was_spent()
         raise
@@ -116,6 +119,13 @@ def finetune(config: FinetuneConfig, resume: bool = False, reporter: Reporter | 
 
 
 def _check_output(output: Path, config: FinetuneConfig, resume: bool) -> None:
+    there = next(place for place in (output, *output.absolute().parents) if place.exists() or place.is_symlink())
+    if not there.is_dir():
+        raise ConfigError(f"output {output}: {there} is a file and not a folder: name a folder")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise ConfigError(
+            f"output {output}: nothing can be written to {there}: choose another folder, or change its mode"
+        )
     if not resume:
         held = next((name for name in (CONFIG, LEDGER, METRICS, RESULT) if (output / name).exists()), None)
         if held:
