@@ -167,6 +167,25 @@ def make_private(
                 open_unprotected=open_unprotected if method.flaws() else None,
             )
 
+        def open_replay(twin: Any, trained: Any, settled: Any, drawn: Sequence[list[Any]], together: int) -> Private:
+            examples: Any = [example for unit in drawn for example in unit]
+            largest = max(map(len, drawn))
+            return make_private(
+                twin,
+                torch.optim.SGD(trained, lr=0.0),
+                DataLoader(examples, batch_size=len(drawn), collate_fn=data_loader.collate_fn),
+                method=settled,
+                noise_multiplier=0.0,
+                epochs=1,
+                max_physical_batch_size=together * largest,
+                user_ids=None if user_ids is None else [unit for unit, own in enumerate(drawn) for _ in own],
+                max_examples_per_user=None if user_ids is None else largest,
+                unit_map=unit_map,
+                loss_reduction=loss_reduction,
+                two_pass=two_pass,
+                self_check=self_check,
+            )
+
         stages = Stages(
             model,
             optimizer,
@@ -178,7 +197,7 @@ def make_private(
             folder,
             resume and folder is not None,
         )
-        return Private(model, optimizer, loader, stages, ledger, plan, open_access, observers)
+        return Private(model, optimizer, loader, stages, ledger, plan, open_access, open_replay, observers)
     except BaseException:
         ledger.abandon()
         raise

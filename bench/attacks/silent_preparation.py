@@ -1,18 +1,21 @@
 """A method whose preparation takes every record, notes no release and adds no noise, beside a card that verifies"""
 
-import torch
-
 import fastdp
 
 from . import kit, systems
 
 
 class Leaky(fastdp.DPSGD):
+    kept = None
+
     def prepares_at(self, step: int) -> bool:
         return step == 0
 
     def prepare(self, preparation):
-        return {"all": torch.cat([batch["x"] for batch, _ in preparation.sample(1.0)])}
+        object.__setattr__(self, "kept", preparation.unprotected(1.0, lambda batch: iter([{"x": batch["x"]}]))["x"])
+
+    def conclude(self, findings):
+        return {"all": self.kept}
 
 
 def attack(system: kit.System) -> float:

@@ -36,7 +36,7 @@ from fastdp.methods.sap import split_model
 
 from .. import record
 from . import attributes, tops
-from .table import Table, add_options, mean_of, measure_rows
+from .suite import Table, add_options, by_seed, mean_of, measure_rows
 
 DELTA = 1e-5
 PAPER: dict[str, Any] = {"dataset_size": 67349, "batch_size": 32, "epochs": 3}
@@ -273,13 +273,8 @@ def settings(size: Size, seeds: int) -> Iterator[dict[str, Any]]:
     whole = [{**base, **row} for row in rows]
     # A setting that is attacked somewhere needs no second row that is not.
     whole = [row for row in whole if row["attacked"] or {**row, "attacked": True} not in whole]
-    for seed in range(seeds):
-        seen: list[dict[str, Any]] = []
-        # Rows of one length share hidden states.
-        for row in sorted(whole, key=lambda row: row["length"]):
-            if row not in seen:
-                seen.append(row)
-                yield {**row, "seed": seed}
+    # Rows of one length share hidden states.
+    return by_seed(sorted(whole, key=lambda row: row["length"]), seeds)
 
 
 def step_time(model: Path, steps: int = 7, length: int = 64, batch_size: int = 32) -> dict[str, Any]:

@@ -36,7 +36,7 @@ from fastdp.methods.selective import (
 )
 
 from .. import record
-from .table import Table, add_options, measure_rows
+from .suite import Table, add_options, measure_rows
 
 SCHEMES = ("none", "selective", "all")
 DATA = ("wikitext2", "pii_spans")

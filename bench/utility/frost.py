@@ -23,7 +23,17 @@ import peft
 import torch
 import transformers as hf
 from fastdp.bench.utility import tops
-from fastdp.bench.utility.table import Run, Table, add_options, measure
+from fastdp.bench.utility.suite import (
+    Run,
+    Table,
+    add_options,
+    by_seed,
+    measure,
+    placed,
+    spread_of,
+    train,
+    without_dropout,
+)
 from torch.utils.data import DataLoader, Dataset
 
 import fastdp
@@ -126,7 +136,6 @@ class Bench:
 
     def __init__(self, model: Path, train: Path, held_out: Path, size: Size):
         self.folder, self.size = model, size
-        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         tokenizer = hf.AutoTokenizer.from_pretrained(model)
         held = tops.read_texts(held_out, tokenizer, size.length, 2 * size.held_out, seed=0)
         if len(held.labels) < 2 * size.held_out:
@@ -146,10 +155,6 @@ class Bench:
         # Half precision: the states of all examples stay in memory.
         return Rows(texts, tops.hidden_states(bottom, texts).half())
 
-    def placed(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The batch on the benchmark's device."""
-        return {key: value.to(self.device) for key, value in batch.items()}
-
     def model(self, form: str, seed: int, rank: int = 8, *, whole: bool = False) -> torch.nn.Module:
         """A fresh model, or what of it lies above the frozen blocks, in training mode without dropout, which would differ
         between the methods.
@@ -164,10 +169,7 @@ class Bench:
                 r=rank, lora_alpha=2 * rank, target_modules=["query", "key", "value", "dense"], **task
             )
             model = peft.get_peft_model(model, lora if form == "lora" else fastdp.BottleneckConfig(**task))
-        for module in model.modules():
-            if isinstance(module, torch.nn.Dropout):
-                module.p = 0.0
-        return model.to(self.device).train()
+        return without_dropout(model)
 
     def method(self, row: dict[str, Any], **options: Any) -> Method:
         """The method of a row."""
@@ -252,11 +254,8 @@ class Bench:
         begin = time.perf_counter()
         run.prepare()
         selected = time.perf_counter()
-        while run.steps_done < run.total_steps:
-            for batch in run.data_loader:
-                model(**self.placed(batch)).loss.backward()
-                run.optimizer.step()
-                run.optimizer.zero_grad()
+        for _ in train(run):
+            pass
         end = time.perf_counter()
         held_out = self.tuned_on if row["part"] == "rate" else self.held_out
         true = run.epsilon() if row["form"] != "non-private" else math.inf
@@ -280,7 +279,7 @@ class Bench:
         model.eval()
         right = 0
         for indices in torch.arange(len(rows)).split(64):
-            batch = self.placed(rows.collate(indices.tolist()))
+            batch = placed(rows.collate(indices.tolist()))
             right += int((model(**batch).logits.argmax(1) == batch["labels"]).sum())
         return right / len(rows)
 
@@ -305,7 +304,7 @@ class Bench:
         other = self.start(lora, {**chosen, "form": "lora"}, data, 10_000)
         times: list[list[float]] = [[], []]
         counts = [0, 0]
-        loops = [self._micro_batches(run), self._micro_batches(other)]
+        loops = [train(run), train(other)]
         for turn in range(steps + 2):
             for which, loop in enumerate(loops):
                 begin = time.perf_counter()
@@ -334,16 +333,6 @@ class Bench:
         )
         return max(1, round((size - 2 * one + two) / (two - one)))
 
-    def _micro_batches(self, run: fastdp.Private) -> Iterator[int]:
-        """Endless micro-batches, each with the step it completes if it does; yields how many examples it held."""
-        while True:
-            for batch in run.data_loader:
-                placed = self.placed(batch)
-                run.model(**placed).loss.backward()
-                run.optimizer.step()
-                run.optimizer.zero_grad()
-                yield len(placed["labels"])
-
 
 def settings(size: Size, seeds: int) -> Iterator[dict[str, Any]]:
     """The rows of accuracy, no setting twice; the first seed of everything comes first."""
@@ -358,12 +347,7 @@ def settings(size: Size, seeds: int) -> Iterator[dict[str, Any]]:
         rows += [{**frost, "magnitude": kind, "selection_steps": steps, "epsilon": size.compared} for steps in (1, 5)]
     rows += [{**frost, "selections": repeats, "epsilon": size.compared} for repeats in size.repeats]
     rows += [{**frost, "selection_rate": rate, "epsilon": size.compared} for rate in size.rates]
-    for seed in range(seeds):
-        seen: list[dict[str, Any]] = []
-        for row in rows:
-            if row not in seen:
-                seen.append(row)
-                yield {**row, "seed": seed}
+    return by_seed(rows, seeds)
 
 
 def runs(bench: Bench, seeds: int, table: Table) -> Iterator[Run]:
@@ -387,23 +371,11 @@ def runs(bench: Bench, seeds: int, table: Table) -> Iterator[Run]:
         yield row, partial(bench.run, row)
 
 
-def spread(rows: Sequence[dict[str, Any]], **setting: Any) -> tuple[float, float] | None:
-    """Mean and standard deviation of the accuracy over the seeds of a setting; None without rows."""
-    found = [
-        row["accuracy"]
-        for row in rows
-        if row["part"] == "accuracy" and all(row.get(key) == value for key, value in setting.items())
-    ]
-    if not found:
-        return None
-    return statistics.mean(found), statistics.stdev(found) if len(found) > 1 else 0.0
-
-
 def tables(rows: Sequence[dict[str, Any]], size: Size) -> str:
     """The paper's tables in Markdown: mean and standard deviation of the accuracy in per cent."""
 
     def cell(**setting: Any) -> str:
-        found = spread(rows, **setting)
+        found = spread_of(rows, "accuracy", **{"part": "accuracy", **setting})
         return "-" if found is None else f"{100 * found[0]:.2f} ± {100 * found[1]:.2f}"
 
     usual = {**FROST, "selection_rate": size.rates[0]}
@@ -438,12 +410,14 @@ def plot(rows: Sequence[dict[str, Any]], size: Size, folder: Path) -> None:
     usual = {**FROST, "selection_rate": size.rates[0]}
     for form in ("full", "random", "values", *PEFT, "frost"):
         setting = usual if form == "frost" else {"form": form}
-        points = [(e, spread(rows, **{**setting, "epsilon": e})) for e in size.epsilons]
+        points = [
+            (e, spread_of(rows, "accuracy", **{"part": "accuracy", **setting, "epsilon": e})) for e in size.epsilons
+        ]
         drawn = [(epsilon, *point) for epsilon, point in points if point]
         if drawn:
             epsilons, means, deviations = zip(*drawn)
             axes.errorbar(epsilons, means, deviations, marker="o", capsize=3, label=form)
-    plain = spread(rows, form="non-private")
+    plain = spread_of(rows, "accuracy", part="accuracy", form="non-private")
     if plain:
         axes.axhline(plain[0], color="grey", linestyle="--", label="non-private")
     axes.set(xscale="log", xlabel="true epsilon", ylabel="accuracy")

@@ -23,7 +23,18 @@ from typing import Any
 import peft
 import torch
 import transformers as hf
-from fastdp.bench.utility.table import Run, Table, add_options, measure
+from fastdp.bench.utility.suite import (
+    Run,
+    Table,
+    add_options,
+    by_seed,
+    device,
+    measure,
+    placed,
+    spread_of,
+    train,
+    without_dropout,
+)
 from torch.utils.data import DataLoader
 
 import fastdp
@@ -98,7 +109,6 @@ class Bench:
         self.collator = Collator(
             tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
         )
-        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.train = self._examples(tokenizer, train)
         rest = self._examples(tokenizer, held_out).items
         if len(rest) < size.public + size.held_out or len(self.train) < size.batch_size:
@@ -106,18 +116,12 @@ class Bench:
                 f"{held_out} needs {size.public + size.held_out} rows and {train} {size.batch_size} for this size"
             )
         chosen = rest[:: max(1, len(rest) // (size.public + size.held_out))]
-        self.public = [
-            self.placed(self.collator(chosen[i : min(i + 32, size.public)])) for i in range(0, size.public, 32)
-        ]
+        self.public = [placed(self.collator(chosen[i : min(i + 32, size.public)])) for i in range(0, size.public, 32)]
         self.held_out = Examples(chosen[size.public : size.public + size.held_out], 0)
         self.multiplier = cache(self._multiplier)
 
     def _examples(self, tokenizer: Any, path: Path) -> Examples:
         return causal_examples(tokenizer, read_rows(str(path)).column("ref", "the references"), self.size.length)
-
-    def placed(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The batch on the benchmark's device."""
-        return {key: value.to(self.device) for key, value in batch.items()}
 
     @property
     def per_epoch(self) -> int:
@@ -135,10 +139,7 @@ class Bench:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message=".*fan_in_fan_out.*")
                 model = peft.get_peft_model(model, lora if tuning == "lora" else fastdp.BottleneckConfig(**task))
-        for module in model.modules():
-            if isinstance(module, torch.nn.Dropout):
-                module.p = 0.0
-        return model.to(self.device).train()
+        return without_dropout(model)
 
     def method(self, row: dict[str, Any]) -> Method:
         """The method of a row; parameters that start at zero are ranked after two private steps."""
@@ -184,11 +185,8 @@ class Bench:
             max_physical_batch_size=32,
         )
         begin = time.perf_counter()
-        while run.steps_done < run.total_steps:
-            for batch in run.data_loader:
-                model(**self.placed(batch)).loss.backward()
-                run.optimizer.step()
-                run.optimizer.zero_grad()
+        for _ in train(run):
+            pass
         seconds = (time.perf_counter() - begin) / size.steps
         quality = evaluate(model, self.held_out, self.collator, 32, "causal-lm")
         true = run.epsilon() if private else math.inf
@@ -211,7 +209,7 @@ class Bench:
         propagator.total(self.public[0])
         seconds, peaks = [], []
         for _ in range(min(3, self.size.timed)):
-            memory = PeakMemory(self.device)
+            memory = PeakMemory(device())
             start = memory.stop()
             begin = time.perf_counter()
             for batch in self.public:
@@ -292,13 +290,9 @@ class Bench:
             sampling="shuffled",
             max_physical_batch_size=32,
         )
-        while True:
-            for batch in run.data_loader:
-                model(**batch).loss.backward()
-                run.optimizer.step()
-                run.optimizer.zero_grad()
-                if run.last_step_done:
-                    yield
+        for _ in train(run):
+            if run.last_step_done:
+                yield
 
 
 def settings(size: Size, seeds: int) -> Iterator[dict[str, Any]]:
@@ -313,12 +307,7 @@ def settings(size: Size, seeds: int) -> Iterator[dict[str, Any]]:
     swept = {**base, "tuning": "lora", "form": "printed", "epsilon": MIDDLE}
     rows += [{**swept, "irrelevance_ratio": ratio} for ratio in size.ratios]
     rows += [{**swept, "initialisation": kind, "initialised_by": by} for kind, by in size.initialisations]
-    for seed in range(seeds):
-        seen: list[dict[str, Any]] = []
-        for row in rows:
-            if row not in seen:
-                seen.append(row)
-                yield {**row, "seed": seed}
+    return by_seed(rows, seeds)
 
 
 def runs(bench: Bench, seeds: int) -> Iterator[Run]:
@@ -335,23 +324,11 @@ def runs(bench: Bench, seeds: int) -> Iterator[Run]:
         yield row, partial(bench.run, row)
 
 
-def spread(rows: Sequence[dict[str, Any]], **setting: Any) -> tuple[float, float] | None:
-    """Mean and standard deviation of the perplexity over the seeds of a setting; None without rows."""
-    found = [
-        row["perplexity"]
-        for row in rows
-        if row["part"] == "perplexity" and all(row.get(key) == value for key, value in setting.items())
-    ]
-    if not found:
-        return None
-    return statistics.mean(found), statistics.stdev(found) if len(found) > 1 else 0.0
-
-
 def tables(rows: Sequence[dict[str, Any]], size: Size) -> str:
     """The paper's tables in Markdown: mean and standard deviation of the perplexity, and what maps and steps take."""
 
     def cell(**setting: Any) -> str:
-        found = spread(rows, **setting)
+        found = spread_of(rows, "perplexity", **setting)
         return "-" if found is None else f"{found[0]:.1f} ± {found[1]:.1f}"
 
     def form_row(tuning: str, form: str, name: str, epsilons: Sequence[float]) -> str:
@@ -396,10 +373,10 @@ def plot(rows: Sequence[dict[str, Any]], folder: Path) -> None:
     for axes, tuning in zip(figure.subplots(1, len(tunings), squeeze=False)[0], tunings):
         for form in ("dpsgd", *FORMS):
             epsilons = sorted({r["epsilon"] for r in rows if r.get("form") == form and r["tuning"] == tuning})
-            points = [spread(rows, form=form, tuning=tuning, epsilon=e, **USUAL) for e in epsilons]
+            points = [spread_of(rows, "perplexity", form=form, tuning=tuning, epsilon=e, **USUAL) for e in epsilons]
             means, deviations = zip(*(p for p in points if p))
             axes.errorbar(epsilons, means, deviations, marker="o", capsize=3, label=form)
-        plain = spread(rows, form="non-private", tuning=tuning)
+        plain = spread_of(rows, "perplexity", form="non-private", tuning=tuning)
         if plain:
             axes.axhline(plain[0], color="grey", linestyle="--", label="non-private")
         axes.set(title=tuning, xlabel="true epsilon", ylabel="perplexity")
@@ -417,9 +394,11 @@ def _plot_sweep(rows: Sequence[dict[str, Any]], picture: Path) -> None:
     swept = {**USUAL, "form": "printed", "tuning": "lora", "epsilon": MIDDLE}
     del swept["irrelevance_ratio"]
     ratios = sorted({r["irrelevance_ratio"] for r in rows if all(r.get(k) == v for k, v in swept.items())})
-    means, deviations = zip(*(spread(rows, irrelevance_ratio=ratio, **swept) or (math.nan, 0.0) for ratio in ratios))
+    means, deviations = zip(
+        *(spread_of(rows, "perplexity", irrelevance_ratio=ratio, **swept) or (math.nan, 0.0) for ratio in ratios)
+    )
     axes.errorbar(ratios, means, deviations, marker="o", capsize=3, label="printed shape")
-    base = spread(rows, form="dpsgd", tuning="lora", epsilon=MIDDLE)
+    base = spread_of(rows, "perplexity", form="dpsgd", tuning="lora", epsilon=MIDDLE)
     if base:
         axes.axhline(base[0], color="grey", linestyle="--", label="DP-SGD")
     axes.set(xlabel="irrelevance ratio", ylabel="perplexity", title=f"LoRA at true epsilon {MIDDLE:g}")

@@ -26,7 +26,7 @@ from fastdp.commands.quiet import quiet_libraries
 from fastdp.methods.sap import CTI, PrivateBottom, count_tokens, split_model
 
 from . import attributes, tops
-from .table import Table, add_options, mean_of, measure_rows
+from .suite import Table, add_options, mean_of, measure_rows
 
 #: Forms by mechanism. The exponential mechanism leaves as many tokens unchanged at a fraction of the eta: its odds are over
 #: the vocabulary's tokens, where Laplace noise has the whole space to get lost in.

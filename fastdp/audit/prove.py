@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
 
-import fastdp.private.prove as replays
 from fastdp.entry import make_private
 from fastdp.methods.dpsgd import DPSGD
 from fastdp.private.prove import Evidence, Trial, extremes
@@ -45,21 +43,10 @@ def prove(
     method = DPSGD() if method is None else method
     if method.prepares_at(0):
         raise ValueError("this method prepares itself from the data: make the run private, and call private.prove()")
-    twin = copy.deepcopy(model).train()
-    trained = [p for p in twin.parameters() if p.requires_grad]
-
-    def start(records: Sequence[Any]) -> Any:
-        rows: Any = list(records)
-        return make_private(
-            twin,
-            torch.optim.SGD(trained, lr=0.0),
-            DataLoader(rows, batch_size=len(rows), collate_fn=data_loader.collate_fn),
-            method=method,
-            noise_multiplier=0.0,
-            epochs=1,
-            max_physical_batch_size=replays.TOGETHER,
-            **options,
-        )
-
-    chosen = replays.chosen(data_loader.dataset)
-    return replays.prove(start, chosen, loss or replays.own_loss, longest or replays.reach(model, chosen))
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.0)
+    options = {"epochs": 1, "noise_multiplier": 0.0, **options}
+    private = make_private(model, optimizer, data_loader, method=method, **options)
+    try:
+        return private.prove(loss=loss, longest=longest)
+    finally:
+        private.detach()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import warnings
 
 import torch
@@ -12,13 +13,15 @@ def check_model(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Non
     """Raise ValueError for a model that mixes examples, runs in several processes, or does not fit its optimizer."""
     if isinstance(model, (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)):
         raise ValueError("give the bare model, not a DataParallel or DistributedDataParallel wrapper")
-    if (
-        torch.distributed.is_available()
-        and torch.distributed.is_initialized()
-        and torch.distributed.get_world_size() > 1
-    ):
+    grouped = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if grouped and torch.distributed.get_world_size() > 1:
         # Each process would draw its own batches and its own noise, which nobody has accounted for.
         raise ValueError("private training runs in one process; start it without a distributed launcher")
+    if os.environ.get("WORLD_SIZE", "1") not in ("", "0", "1") and not grouped:
+        raise ValueError(
+            f"WORLD_SIZE is {os.environ['WORLD_SIZE']} but no process group was opened: each process would train on the same "
+            "data as if it were alone; start it without a distributed launcher"
+        )
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.modules.batchnorm._BatchNorm):
             raise ValueError(

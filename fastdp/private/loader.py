@@ -14,7 +14,7 @@ from fastdp.engine.layout import Ticket
 from fastdp.ops.stream import NoiseStream
 from fastdp.private.observer import Observer
 from fastdp.private.plan import Plan
-from fastdp.private.sampler import Units
+from fastdp.private.sampler import Sampler, Units
 
 
 class PrivateLoader:
@@ -56,7 +56,7 @@ class PrivateLoader:
         self.collate_fn = loader.collate_fn
         self.batch_size = loader.batch_size
         self.kind = kind
-        self.sampler = plan.sampler(stream, kind)
+        self._sampler = plan.sampler(stream, kind)
         self.units = units
         self.steps_per_epoch = plan.steps_per_epoch if kind == STEP else 1
         self.max_physical_batch_size = max_physical_batch_size
@@ -76,6 +76,11 @@ class PrivateLoader:
             "worker_init_fn": loader.worker_init_fn,
             "prefetch_factor": loader.prefetch_factor,
         }
+
+    @property
+    def sampler(self) -> Sampler:
+        """What draws the units, as the plan's event says; no other can take its place."""
+        return self._sampler
 
     def __len__(self) -> int:
         return self.steps_per_epoch

@@ -14,14 +14,20 @@ from typing import Any
 
 import torch
 
+from fastdp.engine.accumulator import Accumulator
 from fastdp.engine.policy import Policy
+from fastdp.private.method import Method
+from fastdp.private.observer import Observer
+from fastdp.private.preparation import Outcome
 
 #: Room for float32's rounding among the records of one sum, in units of the bound.
 ROUNDING = 1e-4
 #: Records that share a forward pass; an odd number of others leaves room for one more beside the last.
 TOGETHER = 4
 
-Start = Callable[[Sequence[Any]], Any]
+#: The examples of one unit of privacy.
+Unit = list[Any]
+Start = Callable[[Sequence[Unit]], Any]
 
 
 @dataclass(frozen=True)
@@ -82,44 +88,50 @@ class Evidence:
 
 def prove(
     start: Start,
-    records: Sequence[Any],
-    loss: Callable[[Any, Any], torch.Tensor],
-    longest: int,
+    units: Sequence[Unit],
+    loss: Callable[[Any, Any], torch.Tensor] | None = None,
+    longest: int | None = None,
 ) -> Evidence:
-    """Replay neighbours of ``records``, each through a whole private step without noise.
+    """Replay neighbours of some units, each through a whole private step without noise.
 
     Args:
-        start: begins a run over these records that takes all of them in each step, without noise and with a learning rate
+        start: begins a run over these units that takes all of them in each step, without noise and with a learning rate
             of 0, and returns it.
-        records: of the user's data set, before collation; at least 3.
-        loss: (model, batch) -> the loss that ``backward`` starts from.
-        longest: most tokens of a record that is made longer.
+        units: of the user's data set, each the list of its examples before collation; at least 3.
+        loss: (model, batch) -> the loss that ``backward`` starts from; by default the one that the model returns.
+        longest: most tokens of an example that is made longer; by default 8 times the longest of these.
 
     Raises:
-        ValueError: for fewer than 3 records; and whatever the run refuses the records as they are with.
+        ValueError: for fewer than 3 units; and whatever the run refuses the units as they are with.
     """
-    if len(records) < 3:
-        raise ValueError(f"{len(records)} records have no neighbours to speak of: give at least 3")
-    base, spare = list(records[: 2 * TOGETHER - 1]), records[-1]
-    release = _Releases(start, loss)
+    if len(units) < 3:
+        raise ValueError(f"{len(units)} records have no neighbours to speak of: give at least 3")
+    base, spare = list(units[: 2 * TOGETHER - 1]), units[-1]
+    longest = longest or reach(units)
+    release = _Releases(start, loss or own_loss)
     before = release(base)
     trials = [release.compare("again", "the same records", base, before)]
     for index in (0, len(base) - 1):
         rest = base[:index] + base[index + 1 :]
         trials.append(release.compare("remove", f"record {index}", rest, before))
-    swapped = [*base[:-1], spare if len(records) > len(base) else base[0]]
+    swapped = [*base[:-1], spare if len(units) > len(base) else base[0]]
     trials.append(release.compare("replace", "a record by another", swapped, before, allowed=2.0))
     trials.append(release.compare("add", "a duplicate", [*base, base[0]], before))
-    for what, record in extremes(base[-1], longest):
-        trials.append(release.compare("add", what, [*base, record], before))
-        trials.append(release.alone(what, record))
+    for what, example in extremes(base[-1][0], longest):
+        unit = [example, *base[-1][1:]]
+        trials.append(release.compare("add", what, [*base, unit], before))
+        trials.append(release.alone(what, unit))
     return Evidence(tuple(trials))
 
 
-def chosen(dataset: Any) -> list[Any]:
-    """A few records from all over a data set, as they come out of it."""
-    size, count = len(dataset), 2 * TOGETHER
-    return [dataset[i] for i in sorted({round(k * (size - 1) / (count - 1)) for k in range(count)})]
+def spread_out(count: int) -> list[int]:
+    """Numbers of a few units from all over a data set of so many."""
+    return sorted({round(k * (count - 1) / (2 * TOGETHER - 1)) for k in range(2 * TOGETHER)})
+
+
+def reach(units: Sequence[Unit]) -> int:
+    """Tokens of an example that is made long: 8 times the longest of these."""
+    return 8 * max((_tokens(example) or 1 for unit in units for example in unit), default=1)
 
 
 def own_loss(model: Any, batch: Any) -> torch.Tensor:
@@ -131,11 +143,28 @@ def own_loss(model: Any, batch: Any) -> torch.Tensor:
     return loss
 
 
-def reach(model: torch.nn.Module, records: Sequence[Any]) -> int:
-    """Tokens of a record that is made long: 8 times the longest of these, and no more than the model has positions for."""
-    most = 8 * max((_tokens(record) or 0 for record in records), default=0) or 8
-    positions = getattr(getattr(model, "config", None), "max_position_embeddings", None)
-    return min(most, positions) if isinstance(positions, int) else most
+@dataclass(frozen=True)
+class Settled(Method):
+    """A method after its preparation: the same policy, without releases of its own.
+
+    Args:
+        method: whose policy it is.
+        outcome: what the method was prepared with.
+    """
+
+    method: Method
+    outcome: Outcome
+    mechanism: str = "settled"
+
+    def policy(
+        self, parameters: Mapping[str, torch.nn.Parameter], noise_multiplier: float, outcome: Outcome | None = None
+    ) -> Policy:
+        """As the method's, whatever the outcome of this run."""
+        return self.method.policy(parameters, noise_multiplier, self.outcome)
+
+    def describe(self) -> dict[str, Any]:
+        """As the method's."""
+        return self.method.describe()
 
 
 @dataclass(frozen=True)
@@ -145,16 +174,26 @@ class _Release:
     policy: Policy
 
 
+class _Sums(Observer):
+    """Keeps the clipped sums as they are before noise, and before they are rounded to the parameters' dtypes."""
+
+    def __init__(self) -> None:
+        self.sums: dict[str, torch.Tensor] = {}
+
+    def before_release(self, accumulator: Accumulator) -> None:
+        self.sums = {name: total.detach().clone() for name, total in accumulator.sums.items()}
+
+
 class _Releases:
     """Runs one private step on a data set and keeps what it released."""
 
     def __init__(self, start: Start, loss: Callable[[Any, Any], torch.Tensor]):
         self.start, self.loss = start, loss
 
-    def __call__(self, records: Sequence[Any], *, dropout: bool = False) -> _Release:
+    def __call__(self, units: Sequence[Unit], *, dropout: bool = False) -> _Release:
         with torch.random.fork_rng():
             torch.manual_seed(0)
-            private = self.start(records)
+            private = self.start(units)
             try:
                 return self._step(private, dropout)
             finally:
@@ -165,6 +204,8 @@ class _Releases:
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         rates = [] if dropout else [m for m in model.modules() if isinstance(m, torch.nn.modules.dropout._DropoutNd)]
         kept = [module.p for module in rates]
+        seen = _Sums()
+        private.observe(seen)
         try:
             for module in rates:
                 module.p = 0.0
@@ -174,24 +215,22 @@ class _Releases:
         finally:
             for module, rate in zip(rates, kept):
                 module.p = rate
-        divisor = private.data_loader.batch_size
-        sums = {n: p.grad.detach().float() * divisor for n, p in trained.items() if p.grad is not None}
         private.optimizer.zero_grad(set_to_none=True)
         rest = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
-        return _Release(sums, rest, private.method.policy(trained, 1.0, private.outcome))
+        return _Release(seen.sums, rest, private.method.policy(trained, 1.0, private.outcome))
 
-    def compare(self, kind: str, what: str, records: Sequence[Any], before: _Release, allowed: float = 1.0) -> Trial:
+    def compare(self, kind: str, what: str, units: Sequence[Unit], before: _Release, allowed: float = 1.0) -> Trial:
         """Release a neighbouring data set and measure the distance from ``before``."""
         try:
-            after = self(records)
+            after = self(units)
         except Exception as error:
             return Trial(kind, what, None, _sentence(error))
         return Trial(kind, what, *_distance(before, after, allowed))
 
-    def alone(self, what: str, record: Any) -> Trial:
+    def alone(self, what: str, unit: Unit) -> Trial:
         """The size of one record's own share, with dropout as it is: norms and sums must see the same masks."""
         try:
-            found = self([record], dropout=True)
+            found = self([unit], dropout=True)
         except Exception as error:
             return Trial("alone", what, None, _sentence(error))
         nothing = _Release({n: torch.zeros_like(t) for n, t in found.sums.items()}, found.rest, found.policy)

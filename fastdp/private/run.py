@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 import fastdp.accounting as accounting
+import fastdp.private.prove as proving
 from fastdp.accounting.ledger import STEP
 from fastdp.engine.engine import Engine
 from fastdp.engine.policy import Policy
@@ -45,6 +46,7 @@ class Private:
         ledger: accounting.Ledger,
         plan: Plan,
         open_access: Callable[[], Access],
+        open_replay: Callable[..., Private],
         observers: list[Observer],
     ):
         self.model = model
@@ -58,6 +60,7 @@ class Private:
         self._stages = stages
         self._release = stages.release
         self._open_access = open_access
+        self._open_replay = open_replay
         self._observers = observers
         self._observed: set[str] = set()
         self._following = [part.follow() for part in self.method.parts()]
@@ -359,6 +362,40 @@ class Private:
             )
         for following in self._following:
             following.load(state)
+
+    def prove(
+        self, *, loss: Callable[[Any, Any], torch.Tensor] | None = None, longest: int | None = None
+    ) -> proving.Evidence:
+        """Replay neighbouring data sets through a copy of the model as it is now, and measure how far releases move.
+
+        The copy takes single steps at a learning rate of 0, without noise; the run itself releases and spends nothing, but a
+        logical batch that was begun is dropped, and the next one is checked anew. See `docs/audit.md`.
+
+        Args:
+            loss: (model, batch) -> loss, where the model does not return it.
+            longest: most tokens of an example that is made longer; by default 8 times the longest, if the model takes so many.
+
+        Raises:
+            ValueError: for a run that claims nothing, and for examples that the run refuses as they are.
+        """
+        if not self.policy.bounds:
+            raise ValueError("the non-private method claims nothing, so there is nothing to prove")
+        loader = self.data_loader
+        units = [
+            [loader.dataset[index] for index in loader.units.examples(unit)]
+            for unit in proving.spread_out(len(loader.units))
+        ]
+        positions = getattr(getattr(self.model, "config", None), "max_position_embeddings", None)
+        if longest is None and isinstance(positions, int):
+            longest = min(positions, proving.reach(units))
+        twin, trained = self._stages.twin()
+        self._backwards_seen = 0
+        method = proving.Settled(self.method, self.outcome)
+
+        def start(units: Sequence[list[Any]]) -> Private:
+            return self._open_replay(twin, trained, method, units, proving.TOGETHER)
+
+        return proving.prove(start, units, loss, longest)
 
     def detach(self) -> None:
         """Give model and optimizer back as they were before `make_private`; the ledger is closed."""

@@ -33,6 +33,11 @@ class Units:
         groups: dict[Hashable, list[int]] = {}
         for index, user in enumerate(user_ids):
             user = user.item() if isinstance(user, torch.Tensor) else user
+            if user != user:
+                raise ValueError(
+                    f"example {index} has no user: its id is {user}, which equals no other, so that each such row would count as "
+                    "a person; give it an id"
+                )
             members = groups.setdefault(user, [])
             if len(members) < max_examples_per_user:
                 members.append(index)

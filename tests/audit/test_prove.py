@@ -16,8 +16,9 @@ from typer.testing import CliRunner
 import fastdp
 from fastdp.audit.prove import extremes, prove
 from fastdp.cli import app
+from fastdp.methods import rapft
 from fastdp.private.prove import ROUNDING, Evidence, Trial
-from tests.engine.runs import Classifier, collate, examples
+from tests.engine.runs import Classifier, collate, examples, logical_step, start
 
 
 def loader(**options: Any) -> DataLoader:
@@ -59,6 +60,38 @@ def test_a_sound_run_moves_by_its_bound(method: fastdp.DPSGD) -> None:
     assert {"again", "remove", "replace", "add", "alone"} == {trial.kind for trial in evidence.trials}
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
     assert all(p.grad is None for p in model.parameters())
+
+
+def test_a_run_is_proved_as_it_stands_and_goes_on() -> None:
+    private = start(Classifier(), loader(), method=fastdp.DPSGD(0.3), noise_multiplier=1.0, target_delta=1e-5)
+    spent = private.epsilon()
+    assert private.prove()
+    assert private.epsilon() == spent
+    assert private.steps_done == 0
+    logical_step(private)
+    after = {name: tensor.clone() for name, tensor in private.model.state_dict().items()}
+    assert private.prove()
+    assert all(torch.equal(after[name], tensor) for name, tensor in private.model.state_dict().items())
+    logical_step(private)
+    assert private.steps_done == 2
+    with pytest.raises(ValueError, match="claims nothing"):
+        start(Classifier(), loader(), method=fastdp.NonPrivate()).prove()
+
+
+def test_users_are_proved_with_all_their_rows() -> None:
+    users = [index // 2 for index in range(20)]
+    private = start(Classifier(), loader(), method=fastdp.DPSGD(0.3), user_ids=users, max_examples_per_user=2)
+    assert private.prove()
+
+
+def test_a_prepared_run_is_proved_with_what_it_was_prepared_with() -> None:
+    public = [collate(examples(8))]
+    options: Any = {"method": fastdp.RapFT(rapft.PublicMap(public)), "noise_multiplier": 1.0, "target_delta": 1e-5}
+    private = start(Classifier(), loader(), **options)
+    logical_step(private)
+    assert private.outcome
+    evidence = private.prove()
+    assert evidence, evidence
 
 
 def test_a_bound_that_is_not_kept_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

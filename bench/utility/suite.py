@@ -1,14 +1,21 @@
-"""Rows of a utility benchmark: written as they come, so that a run that was stopped goes on where it was."""
+"""What the utility suites share: rows that are written as they come, so that a run that was stopped goes on where it was, their
+options, seeds and figures, and the training loop.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+import torch
+
+import fastdp
 
 from .. import record
 
@@ -70,9 +77,53 @@ def add_options(parser: argparse.ArgumentParser, seeds: int = 3) -> None:
     parser.add_argument("--full", dest="size", action="store_const", const="full", help="the paper's size, for a GPU")
 
 
-def mean_of(rows: list[dict[str, Any]], value: str, **setting: Any) -> float | None:
+def by_seed(rows: Sequence[dict[str, Any]], seeds: int) -> Iterator[dict[str, Any]]:
+    """Each setting once a seed; the first seed of everything comes first."""
+    once = [row for index, row in enumerate(rows) if row not in rows[:index]]
+    return ({**row, "seed": seed} for seed in range(seeds) for row in once)
+
+
+def values_of(rows: Sequence[dict[str, Any]], value: str, **setting: Any) -> list[Any]:
+    """A value in the rows with this setting that have it."""
+    chosen = (row for row in rows if all(row.get(key) == wanted for key, wanted in setting.items()))
+    return [row[value] for row in chosen if row.get(value) is not None]
+
+
+def mean_of(rows: Sequence[dict[str, Any]], value: str, **setting: Any) -> float | None:
     """Mean of a value over the rows with this setting; None without any."""
-    found = [
-        row[value] for row in rows if all(row.get(k) == v for k, v in setting.items()) and row.get(value) is not None
-    ]
+    found = values_of(rows, value, **setting)
     return sum(found) / len(found) if found else None
+
+
+def spread_of(rows: Sequence[dict[str, Any]], value: str, **setting: Any) -> tuple[float, float] | None:
+    """Mean and standard deviation of a value over the seeds of a setting; None without rows."""
+    found = values_of(rows, value, **setting)
+    return (statistics.mean(found), statistics.stdev(found) if len(found) > 1 else 0.0) if found else None
+
+
+def device() -> torch.device:
+    """Where everything is measured: a GPU if there is one."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def placed(batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The batch on that device."""
+    return {key: value.to(device()) for key, value in batch.items()}
+
+
+def without_dropout(model: torch.nn.Module) -> torch.nn.Module:
+    """The model on that device, in training mode, with every dropout off: it would differ between the methods."""
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    return model.to(device()).train()
+
+
+def train(run: fastdp.Private) -> Iterator[int]:
+    """Train until the budget is spent; yields the rows of each microbatch, after the step that it completes if it does."""
+    while run.steps_done < run.total_steps:
+        for batch in run.data_loader:
+            run.model(**placed(batch)).loss.backward()
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+            yield len(batch["labels"])
