@@ -266,11 +266,9 @@ def _fastdp(
 
     loader: DataLoader = DataLoader(examples, batch_size=case.rows)  # type: ignore[arg-type]
     privacy: dict[str, Any] = {"noise_multiplier": 1.0, "target_delta": 1e-5, "epochs": 10_000, "sampling": "shuffled"}
-    if fused:
-        private = fastdp.optim.AdamW(model, loader, lr=LEARNING_RATE, **privacy).private
-    else:
-        trained = [p for p in model.parameters() if p.requires_grad]
-        private = fastdp.make_private(model, torch.optim.AdamW(trained, lr=LEARNING_RATE), loader, **privacy)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    kind = fastdp.optim.AdamW if fused else torch.optim.AdamW
+    private = fastdp.make_private(model, kind(trained, lr=LEARNING_RATE), loader, **privacy)
 
     def batches() -> Any:
         while True:

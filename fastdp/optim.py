@@ -1,33 +1,87 @@
-"""Drop-in optimizers: `torch.optim`'s own classes, made private on construction from the model *and* the loader."""
+"""Drop-in optimizers: `torch.optim`'s own classes, which take what those take, and apply private gradients alone."""
 
 from __future__ import annotations
 
+import inspect
 import math
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
 
 import fastdp.ops as ops
 from fastdp.entry import make_private
 from fastdp.ops.stream import Draw
 from fastdp.private.release import Update
-from fastdp.private.run import Private
+from fastdp.private.run import Private, drives
 
 
 class _Private:
-    """Common to the three: builds torch's optimizer over the model's trained parameters, then makes it private."""
+    """Common to the three: torch's optimizer, made private by `make_private` or here, and of no use before that.
 
-    private: Private
+    Args:
+        params: parameters or groups of them, as torch takes them; or a model, whose trained parameters are meant.
+        lr and the like: as in torch, by position or by name, for all groups that do not state their own.
+        data_loader: a DataLoader. With it the optimizer is private at once, and ``optimizer.data_loader`` is what to iterate
+            over; without it, give the optimizer to `fastdp.make_private`. After a model it may stand second.
+        model: beside ``data_loader``, where ``params`` are not a model.
+        privacy: further keyword arguments of `fastdp.make_private`.
 
-    def _start(self, model: torch.nn.Module, data_loader: DataLoader, options: dict[str, Any]) -> None:
-        self.private = make_private(model, self, data_loader, **options)  # type: ignore[arg-type]
+    Raises:
+        TypeError: for privacy keywords without a model and a data_loader.
+    """
+
+    private: Private | None = None
+
+    def _begin(
+        self,
+        kind: type[torch.optim.Optimizer],
+        params: Any,
+        args: tuple[Any, ...],
+        options: dict[str, Any],
+        **defaults: Any,
+    ) -> None:
+        model, loader = options.pop("model", None), options.pop("data_loader", None)
+        if isinstance(params, torch.nn.Module):
+            model, params = params, _trained(params)
+            if args and not isinstance(args[0], (float, int, torch.Tensor)):
+                loader, args = args[0], args[1:]
+        theirs = inspect.signature(kind.__init__).parameters
+        by_position = list(theirs)[2 : 2 + len(args)]
+        options = {name: default for name, default in defaults.items() if name not in by_position} | options
+        privacy = {name: options.pop(name) for name in options.keys() - theirs.keys()}
+        kind.__init__(self, params, *args, **options)  # type: ignore[arg-type]
+        if loader is not None and model is not None:
+            self.private = make_private(model, self, loader, **privacy)  # type: ignore[arg-type]
+        elif loader is not None or privacy:
+            raise TypeError(
+                f"{type(self).__name__} is private at once only with model and data_loader: give both beside "
+                f"{next(iter(privacy), 'data_loader')}, or give all of them to fastdp.make_private instead"
+            )
 
     @property
     def data_loader(self) -> Any:
         """The private loader; iterate over this one."""
+        if self.private is None:
+            raise RuntimeError(
+                "this optimizer was given no data_loader: iterate over the one that make_private returns"
+            )
         return self.private.data_loader
+
+    def step(self, closure: Any = None) -> Any:
+        """As torch's, for gradients that were clipped and noised. Raises RuntimeError before the optimizer is private."""
+        if not drives(self):
+            raise RuntimeError(
+                f"this {type(self).__name__} is not private yet, and its step would train on gradients as they are: give it to "
+                "fastdp.make_private, or use torch.optim's"
+            )
+        return _unhooked(super().step.__func__)(self, closure)  # type: ignore[misc]
+
+
+def _unhooked(step: Any) -> Any:
+    """``step`` without the wrapper that torch puts round that of every class with instances, which would run hooks twice."""
+    return step.__wrapped__ if getattr(step, "hooked", False) else step
 
 
 def _trained(model: torch.nn.Module) -> list[torch.nn.Parameter]:
@@ -41,25 +95,13 @@ class SGD(_Private, torch.optim.SGD):
     """`torch.optim.SGD` with private gradients.
 
     Args:
-        model: its parameters with ``requires_grad`` are trained.
-        data_loader: a DataLoader; iterate over ``optimizer.data_loader`` afterwards.
+        params, model, data_loader, privacy: parameters or groups, or a model and its loader; the rest as in
+            `fastdp.make_private`.
         lr, momentum, dampening, weight_decay, nesterov: as in torch.
-        privacy: keyword arguments of `fastdp.make_private`.
     """
 
-    def __init__(
-        self,
-        model: torch.nn.Module,
-        data_loader: DataLoader,
-        lr: float = 1e-3,
-        momentum: float = 0.0,
-        dampening: float = 0.0,
-        weight_decay: float = 0.0,
-        nesterov: bool = False,
-        **privacy: Any,
-    ):
-        torch.optim.SGD.__init__(self, _trained(model), lr, momentum, dampening, weight_decay, nesterov)
-        self._start(model, data_loader, privacy)
+    def __init__(self, params: Any, *args: Any, **options: Any):
+        self._begin(torch.optim.SGD, params, args, options)
 
 
 class CorrectedAdam(torch.optim.AdamW):
@@ -69,7 +111,8 @@ class CorrectedAdam(torch.optim.AdamW):
     floor keeps coordinates whose signal is below the noise from exploding.
     """
 
-    noise_variance: float = 0.0
+    #: Of each gradient; by parameter, a number or a tensor of its shape, where it is not the same everywhere.
+    noise_variance: float | Mapping[torch.Tensor, float | torch.Tensor] = 0.0
     floor: float = 5e-8
     fused: bool = True
 
@@ -102,7 +145,8 @@ class CorrectedAdam(torch.optim.AdamW):
             return False
         if group["weight_decay"] and not group["decoupled_weight_decay"]:
             return False
-        if self.noise_variance > 0 and not math.isclose((std / divisor) ** 2, self.noise_variance):
+        variance = self._variance_of(parameter)
+        if isinstance(variance, torch.Tensor) or (variance > 0 and not math.isclose((std / divisor) ** 2, variance)):
             return False
         state = self._state_of(parameter)
         state["step"] += 1
@@ -119,7 +163,7 @@ class CorrectedAdam(torch.optim.AdamW):
             eps=group["eps"],
             weight_decay=group["weight_decay"],
             step=int(state["step"]),
-            variance_floor=self.floor if self.noise_variance > 0 else None,
+            variance_floor=self.floor if variance > 0 else None,
             secure_rounding=secure_rounding,
         )
         return True
@@ -133,13 +177,15 @@ class CorrectedAdam(torch.optim.AdamW):
             state["exp_avg_sq"] = torch.zeros_like(parameter)
         return state
 
+    def _variance_of(self, parameter: torch.Tensor) -> float | torch.Tensor:
+        known = self.noise_variance
+        return known.get(parameter, 0.0) if isinstance(known, Mapping) else known
+
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         """One step; the correction applies when ``noise_variance`` is positive."""
-        if self.noise_variance <= 0:
-            plain = torch.optim.AdamW.step
-            # torch wraps `step` of a class whose instances have hooks; going through that wrapper would run ours twice.
-            return (plain.__wrapped__ if getattr(plain, "hooked", False) else plain)(self, closure)  # type: ignore[attr-defined]
+        if not self.noise_variance:
+            return _unhooked(torch.optim.AdamW.step)(self, closure)
         for group in self.param_groups:
             beta1, beta2 = group["betas"]
             for parameter in group["params"]:
@@ -159,37 +205,25 @@ class CorrectedAdam(torch.optim.AdamW):
             gradient = gradient.add(parameter, alpha=group["weight_decay"])
         state["exp_avg"].lerp_(gradient, 1 - beta1)
         state["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-        second = state["exp_avg_sq"] / (1 - beta2**step) - self.noise_variance
+        second = state["exp_avg_sq"] / (1 - beta2**step) - self._variance_of(parameter)
         denominator = second.clamp_(min=self.floor).sqrt_()
         parameter.addcdiv_(state["exp_avg"], denominator, value=-group["lr"] / (1 - beta1**step))
 
 
 class AdamW(_Private, CorrectedAdam):
-    """`torch.optim.AdamW` with private gradients; ``DPSGD(bias_correction=True)`` corrects its second moment.
+    """`torch.optim.AdamW` with private gradients; a method's ``bias_correction=True`` corrects its second moment.
 
     Args:
-        model: its parameters with ``requires_grad`` are trained.
-        data_loader: a DataLoader; iterate over ``optimizer.data_loader`` afterwards.
+        params, model, data_loader, privacy: parameters or groups, or a model and its loader; the rest as in
+            `fastdp.make_private`.
         lr, betas, eps, weight_decay: as in torch.
         fused: draw the noise within the update, in one pass over memory; the gradients of `float32` parameters then stay
             None. False, or a hook of yours before the step: noisy gradients are set first, as by any other optimizer.
-        privacy: keyword arguments of `fastdp.make_private`.
     """
 
-    def __init__(
-        self,
-        model: torch.nn.Module,
-        data_loader: DataLoader,
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 1e-2,
-        fused: bool = True,
-        **privacy: Any,
-    ):
-        torch.optim.AdamW.__init__(self, _trained(model), lr, betas, eps, weight_decay)
+    def __init__(self, params: Any, *args: Any, fused: bool = True, **options: Any):
         self.fused = fused
-        self._start(model, data_loader, privacy)
+        self._begin(torch.optim.AdamW, params, args, options)
 
 
 class Adam(_Private, CorrectedAdam):
@@ -198,20 +232,10 @@ class Adam(_Private, CorrectedAdam):
     Args as for `AdamW`; ``weight_decay`` is 0 by default; above 0 the update is not fused.
     """
 
-    def __init__(
-        self,
-        model: torch.nn.Module,
-        data_loader: DataLoader,
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        fused: bool = True,
-        **privacy: Any,
-    ):
-        torch.optim.AdamW.__init__(self, _trained(model), lr, betas, eps, weight_decay)
+    def __init__(self, params: Any, *args: Any, fused: bool = True, **options: Any):
         self.fused = fused
-        for group in self.param_groups:
-            group["decoupled_weight_decay"] = False
-        self.defaults["decoupled_weight_decay"] = False
-        self._start(model, data_loader, privacy)
+        self._begin(torch.optim.AdamW, params, args, options, weight_decay=0.0)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's; in every group weight decay belongs to the gradient."""
+        super().add_param_group({**param_group, "decoupled_weight_decay": False})

@@ -21,11 +21,16 @@ from fastdp.private.observer import Observer
 from fastdp.private.parts import Average
 from fastdp.private.plan import Plan, fingerprint
 from fastdp.private.preparation import Access, Moment, Outcome, Preparation
+from fastdp.private.schedules import follow_releases, forget_releases
 from fastdp.private.stages import Stages
 
 _STATE_VERSION = 2
 #: Models and optimizers which an engine drives; held here, not on them, so that their copies are plain.
 _DRIVEN: weakref.WeakSet[Any] = weakref.WeakSet()
+_EVALUATES = (
+    "the model is in eval mode, so that this loss was not taken example by example: call model.train() before you go on "
+    "training"
+)
 
 
 class Private:
@@ -66,6 +71,7 @@ class Private:
         self._following = [part.follow() for part in self.method.parts()]
         self._fingerprint = fingerprint(stages.parameters)
         self._backwards_seen = 0
+        self._releases = self._depth = 0
         self._epsilons: dict[tuple[tuple[int, ...], float], float] = {}
         self._hooks = [
             optimizer.register_step_pre_hook(self._before_step),
@@ -73,6 +79,7 @@ class Private:
         ]
         for owner in (model, optimizer):
             _DRIVEN.add(owner)
+        follow_releases(optimizer, lambda: self._releases)
         data_loader.remaining = lambda: self._require_budget()
         data_loader.on_restart = self._restart
 
@@ -83,6 +90,13 @@ class Private:
     def noise_multiplier(self) -> float:
         """Noise standard deviation over sensitivity of one release."""
         return self.plan.sigma
+
+    @noise_multiplier.setter
+    def noise_multiplier(self, value: float) -> None:
+        raise AttributeError(
+            "the noise of a run is settled, as its ledger counts on it: call detach() and make the run private anew, in another "
+            "output_dir"
+        )
 
     @property
     def sample_rate(self) -> float:
@@ -156,6 +170,9 @@ class Private:
         return remaining
 
     def _restart(self) -> None:
+        # Whoever iterates over the private loader trains, and `from_pretrained` leaves a model in eval mode.
+        if not self.model.training:
+            self.model.train()
         self._engine.abandon()
         self.ledger.begin_pass()
         for observer in self._observers:
@@ -189,7 +206,14 @@ class Private:
                 "a closure would run backward passes inside step(); call backward() first and step() without it"
             )
         if engine.backwards == self._backwards_seen:
+            if self._depth > 0:
+                # The step of a subclass calls its parent's, and torch runs the hooks for each.
+                self._depth += 1
+                return
+            if not self.model.training:
+                raise RuntimeError(_EVALUATES)
             raise RuntimeError("step() without backward(): call backward() on the loss of this batch first")
+        self._depth = 1
         self._refuse_unclipped(optimizer)
         self._backwards_seen = engine.backwards
         self.last_step_done = engine.complete
@@ -205,6 +229,7 @@ class Private:
         alone = len(optimizer._optimizer_step_pre_hooks) == 1 and not self._observers
         update = optimizer.noisy_update() if alone and hasattr(optimizer, "noisy_update") else None
         self._release(accumulator.sums, accumulator.policy, update=update)
+        self._releases += 1
         for observer in self._observers:
             observer.after_release(accumulator)
         for following in self._following:
@@ -240,7 +265,8 @@ class Private:
         return found.get(id(parameter), "a parameter of the optimizer that is not the model's")
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if not self.last_step_done:
+        self._depth -= 1
+        if self._depth > 0 or not self.last_step_done:
             return
         for following in self._following:
             following.after_step(self.parameters)
@@ -260,12 +286,13 @@ class Private:
     def epsilon(self, delta: float | None = None) -> float:
         """Privacy spent so far, an upper bound (PLD, pessimistic), at ``delta`` (default: the target).
 
-        inf without noise, and for a method whose guarantee is void (the card says why); 0 before the first step.
+        inf without noise, with a reproducible key, and for a method whose guarantee is void (the card says why); 0 before the
+        first step.
         """
         delta = self.target_delta if delta is None else delta
         if self.ledger.untouched:
             return 0.0
-        if self.noise_multiplier == 0 or self.method.flaws():
+        if self.noise_multiplier == 0 or self.method.flaws() or self._release.stream.reproducible:
             return math.inf
         if delta is None:
             raise ValueError("no target_delta was given; pass delta")
@@ -405,6 +432,12 @@ class Private:
         self.ledger.close()
         for owner in (self.model, self.optimizer):
             _DRIVEN.discard(owner)
+        forget_releases(self.optimizer)
+
+
+def drives(owner: Any) -> bool:
+    """Whether a model or an optimizer serves a private run."""
+    return owner in _DRIVEN
 
 
 def refuse_driven(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:

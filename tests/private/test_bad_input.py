@@ -399,7 +399,7 @@ def test_two_models_on_one_optimizer() -> None:
 
 
 def test_more_steps_than_were_budgeted_unless_extended() -> None:
-    private = start(epochs=1, **PRIVATE)
+    private = start(epochs=1, unsafe_seed=None, **PRIVATE)
     iterator = iter(private.data_loader)
     for _ in range(3):
         logical_step(private, iterator)

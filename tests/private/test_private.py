@@ -49,7 +49,7 @@ def train(private: Any, epochs: int) -> list[float]:
 
 @pytest.mark.parametrize("sampling", ["poisson", "shuffled"])
 def test_epsilon_grows_to_its_target_and_never_above(sampling: str) -> None:
-    private = start(target_epsilon=3.0, target_delta=1e-3, epochs=2, sampling=sampling)
+    private = start(target_epsilon=3.0, target_delta=1e-3, epochs=2, sampling=sampling, unsafe_seed=None)
     assert private.epsilon() == 0
     spent = train(private, 2)
     assert len(spent) == private.total_steps == 6
@@ -95,7 +95,7 @@ def test_the_card_states_what_the_ledger_holds(tmp_path: Path) -> None:
 
 
 def test_extending_pays_for_more() -> None:
-    private = start(epochs=1, **PRIVATE)
+    private = start(epochs=1, unsafe_seed=None, **PRIVATE)
     before = train(private, 1)
     private.extend(0.5)
     assert private.total_steps == 5

@@ -100,7 +100,7 @@ def test_nothing_is_released_before_the_loader_is_iterated() -> None:
 
 
 def test_a_preparation_is_paid_for_beside_the_steps() -> None:
-    private = make(Choosy(), noise_multiplier=None, target_epsilon=4.0)
+    private = make(Choosy(), noise_multiplier=None, target_epsilon=4.0, unsafe_seed=None)
     run(private, private.total_steps)
     steps = accounting.dpsgd(private.noise_multiplier, private.sample_rate, private.total_steps)
     both = accounting.compose(steps, accounting.poisson_gaussian(NOISE, RATE))
@@ -139,7 +139,7 @@ def test_no_more_preparations_than_were_budgeted() -> None:
 
 
 def test_extending_pays_for_the_preparations_to_come() -> None:
-    private = make(Choosy(every=2, budgeted=2), epochs=1)
+    private = make(Choosy(every=2, budgeted=2), epochs=1, unsafe_seed=None)
     assert private.total_steps == 3
     run(private, 3)
     before = private.epsilon()

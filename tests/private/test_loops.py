@@ -1,0 +1,245 @@
+"""What loops really do: schedules stepped each micro-batch, optimizers of one's own, models in eval mode."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from transformers import get_linear_schedule_with_warmup
+
+import fastdp
+from fastdp.methods.rapft import PublicMap
+from tests.engine.runs import Classifier, collate, examples, loader, logical_step, start
+
+PRIVATE: dict[str, Any] = {"noise_multiplier": 1.0, "target_delta": 1e-3}
+
+
+def spend(private: Any, schedule: Any = None) -> list[float]:
+    """Train as a loop over micro-batches does; the learning rate of each release."""
+    rates = []
+    while private.steps_done < private.total_steps:
+        for batch in private.data_loader:
+            rate = private.optimizer.param_groups[0]["lr"]
+            private.model(**batch)["loss"].backward()
+            private.optimizer.step()
+            if schedule is not None:
+                schedule.step()
+            private.optimizer.zero_grad()
+            if private.last_step_done:
+                rates.append(rate)
+    return rates
+
+
+def halving(optimizer: Any) -> Any:
+    return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_a_schedule_stepped_each_micro_batch_advances_once_a_release(before: bool) -> None:
+    model = Classifier()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    schedule = halving(optimizer) if before else None
+    private = start(model, optimizer=optimizer, max_physical_batch_size=2, **PRIVATE)
+    schedule = schedule or halving(optimizer)
+    assert spend(private, schedule) == [0.5**step for step in range(6)]
+    private.detach()
+    schedule.step()
+    schedule.step()
+    assert optimizer.param_groups[0]["lr"] == 0.5**8, "a detached optimizer's schedule is its loop's again"
+
+
+def test_no_release_that_is_paid_for_runs_at_a_rate_of_zero() -> None:
+    """As every Hugging Face loop does; 6 of 8 releases ran at rate 0."""
+    private = start(optimizer=None, max_physical_batch_size=2, epochs=3, **PRIVATE)
+    for group in private.optimizer.param_groups:
+        group["lr"] = 0.1
+    steps = 3 * len(private.data_loader)
+    rates = spend(private, get_linear_schedule_with_warmup(private.optimizer, 0, steps))
+    assert rates == pytest.approx([0.1 * (1 - step / steps) for step in range(steps)])
+    assert min(rates) > 0
+
+
+def test_composed_schedules_keep_their_milestones() -> None:
+    private = start(max_physical_batch_size=2, **PRIVATE)
+    optimizer = private.optimizer
+    optimizer.param_groups[0]["lr"] = 1.0
+    parts = [torch.optim.lr_scheduler.ConstantLR(optimizer, 0.5, 100), halving(optimizer)]
+    schedule = torch.optim.lr_scheduler.SequentialLR(optimizer, parts, milestones=[3])
+    assert spend(private, schedule) == [0.5, 0.5, 0.5, 1.0, 0.5, 0.25]
+
+
+def test_a_schedule_by_epochs_advances_once_an_epoch() -> None:
+    private = start(max_physical_batch_size=2, **PRIVATE)
+    private.optimizer.param_groups[0]["lr"] = 1.0
+    schedule = halving(private.optimizer)
+    for epoch in range(2):
+        assert private.optimizer.param_groups[0]["lr"] == 0.5**epoch
+        for batch in private.data_loader:
+            private.model(**batch)["loss"].backward()
+            private.optimizer.step()
+            private.optimizer.zero_grad()
+        schedule.step()
+    assert private.optimizer.param_groups[0]["lr"] == 0.25
+
+
+def test_other_optimizers_schedules_are_left_alone() -> None:
+    start(**PRIVATE)
+    plain = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+    schedule = halving(plain)
+    plain.step()
+    schedule.step()
+    schedule.step()
+    assert plain.param_groups[0]["lr"] == 0.25
+
+
+def test_a_model_left_in_eval_mode_is_trained_in_training_mode() -> None:
+    """`from_pretrained` returns it so, and the first snippet anyone tries trains it."""
+    model = Classifier().eval()
+    private = start(model, **PRIVATE)
+    assert len(spend(private)) == 6
+    assert model.training
+
+
+def test_eval_mode_in_mid_loop_is_named() -> None:
+    private = start(**PRIVATE)
+    batch = next(iter(private.data_loader))
+    private.model.eval()
+    private.model(**batch)["loss"].backward()
+    with pytest.raises(RuntimeError, match=r"in eval mode.*call model.train\(\)"):
+        private.optimizer.step()
+    assert private.steps_done == 0
+
+
+class Counting(torch.optim.AdamW):
+    """Whose step calls its parent's, as many do: torch runs the hooks of both."""
+
+    steps = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.steps += 1
+        return super().step(closure)
+
+
+def test_an_optimizer_whose_step_calls_its_parents() -> None:
+    torch.optim.AdamW([torch.zeros(1, requires_grad=True)])  # From here on torch's own class has hooked steps.
+    models = [Classifier(), Classifier()]
+    for model, kind in zip(models, (Counting, torch.optim.AdamW)):
+        private = start(model, optimizer=kind(model.parameters(), lr=0.01), max_physical_batch_size=3, **PRIVATE)
+        assert len(spend(private)) == 6 == private.steps_done
+    for one, other in zip(models[0].parameters(), models[1].parameters()):
+        assert torch.equal(one, other)
+
+
+class TestDropIn:
+    """`fastdp.optim` takes what `torch.optim` takes."""
+
+    @pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW"])
+    def test_parameters_and_make_private(self, name: str) -> None:
+        models = []
+        for ours in (True, False):
+            model = Classifier()
+            optimizer = getattr(fastdp.optim if ours else torch.optim, name)(model.parameters(), lr=0.05)
+            private = start(model, optimizer=optimizer, **PRIVATE)
+            spend(private)
+            models.append(model)
+        for one, other in zip(models[0].parameters(), models[1].parameters()):
+            assert torch.allclose(one, other, rtol=1e-5, atol=1e-6)
+
+    @pytest.mark.parametrize("name", ["Adam", "AdamW"])
+    def test_groups_with_rates_and_decay_of_their_own(self, name: str) -> None:
+        models = []
+        for ours in (True, False):
+            model = Classifier()
+            groups = [
+                {"params": model.first.parameters(), "lr": 0.1, "weight_decay": 0.5},
+                {"params": model.second.parameters()},
+            ]
+            optimizer = getattr(fastdp.optim if ours else torch.optim, name)(groups, 0.01)
+            assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.01]
+            spend(start(model, optimizer=optimizer, **PRIVATE))
+            models.append(model)
+        for one, other in zip(models[0].parameters(), models[1].parameters()):
+            assert torch.allclose(one, other, rtol=1e-5, atol=1e-6)
+
+    def test_private_by_keywords(self) -> None:
+        model = Classifier()
+        optimizer = fastdp.optim.AdamW(
+            model.parameters(), lr=0.1, model=model, data_loader=loader(), epochs=1, noise_multiplier=1.0
+        )
+        for batch in optimizer.data_loader:
+            model(**batch)["loss"].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert optimizer.private is not None
+        assert optimizer.private.steps_done == 3
+
+    def test_what_is_missing_is_named(self) -> None:
+        model = Classifier()
+        with pytest.raises(TypeError, match="private at once only with model and data_loader"):
+            fastdp.optim.AdamW(model.parameters(), lr=0.1, target_epsilon=3.0)
+        optimizer = fastdp.optim.SGD(model.parameters(), lr=0.1)
+        with pytest.raises(RuntimeError, match="iterate over the one that make_private returns"):
+            _ = optimizer.data_loader
+        before = [p.detach().clone() for p in model.parameters()]
+        model(**collate(examples()))["loss"].backward()
+        with pytest.raises(RuntimeError, match="not private yet"):
+            optimizer.step()
+        assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before))
+
+    @pytest.mark.parametrize("allocation", ["printed", "ellipsoid"])
+    def test_bias_correction_follows_noise_that_differs_by_coordinate(self, allocation: str) -> None:
+        public = PublicMap([collate(examples(6, seed=9))])
+        method = fastdp.RapFT(public, allocation=allocation, bias_correction=True, weight_averaging=0.5)
+        model = Classifier()
+        optimizer = fastdp.optim.AdamW(model.parameters(), lr=0.01)
+        private = start(model, optimizer=optimizer, method=method, **PRIVATE)
+        logical_step(private)
+        policy = private.policy
+        assert isinstance(optimizer.noise_variance, dict)
+        for name, parameter in model.named_parameters():
+            group, variance = policy.group_of[name], optimizer.noise_variance[parameter]
+            stds = [std / 8 for std in policy.stds]
+            if isinstance(group, tuple):
+                expected = torch.where(policy.masks[name], stds[group[0]] ** 2, stds[group[1]] ** 2)
+                assert torch.allclose(torch.as_tensor(variance), expected)
+            else:
+                assert variance == pytest.approx(stds[group] ** 2)
+        with private.averaged():
+            pass
+
+    def test_frost_composes_with_groups_adaptation_and_averaging(self) -> None:
+        method = fastdp.DPFrost(
+            unfreezing_ratio=0.9,
+            selection_noise_multiplier=2.0,
+            selection_rate=0.5,
+            groups="per_layer",
+            adaptive=fastdp.AdaptiveClipping(),
+            weight_averaging=0.5,
+            bias_correction=True,
+        )
+        model = Classifier()
+        private = start(model, optimizer=fastdp.optim.Adam(model.parameters(), lr=0.01), method=method, **PRIVATE)
+        logical_step(private)
+        assert len(private.policy.bounds) == len({name.rpartition(".")[0] for name in private.parameters})
+        assert private.policy.bounds != (1.0,), "it adapted"
+        assert private.policy.noise_multiplier == pytest.approx(fastdp.AdaptiveClipping().gradient_multiplier(1.0))
+        with private.averaged():
+            pass
+
+
+def test_noise_that_is_settled_cannot_be_set() -> None:
+    private = start(**PRIVATE)
+    with pytest.raises(AttributeError, match="the noise of a run is settled"):
+        private.noise_multiplier = 0.1
+
+
+def test_a_reproducible_key_has_no_epsilon() -> None:
+    private = start(**PRIVATE)
+    assert private.epsilon() == 0.0
+    logical_step(private)
+    assert private.epsilon() == math.inf
+    honest = start(unsafe_seed=None, **PRIVATE)
+    logical_step(honest)
+    assert honest.epsilon() < math.inf
