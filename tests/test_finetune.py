@@ -14,6 +14,7 @@ import transformers
 import yaml
 
 from fastdp import accounting
+from fastdp.accounting import Card
 from fastdp.data import Collator, causal_examples
 from fastdp.finetune import ConfigError, FinetuneConfig, Reporter, finetune, load_config
 from fastdp.finetune.evaluation import evaluate
@@ -382,9 +383,9 @@ def test_contributing_tokens_of_a_text(config, files, tmp_path):
     settings = {"epsilon": None, "method": "sap"}
     options = {"eta": 20.0, "duplicates": "merge", "cti": cti}
     result = finetune(classify(config, files, **settings, method_options=options))
-    counts = json.loads((tmp_path / "run" / "statement.json").read_text())["epsilon_of_counts"]
-    assert counts["epsilon"] == pytest.approx(accounting.epsilon(accounting.gaussian(2.0), config.delta))
-    assert f"epsilon {counts['epsilon']:.3f} at delta 0.001 for the counts" in result.privacy
+    counts = Card.load(tmp_path / "run" / "statement.json")["also"][0]["epsilon"]["upper_bound"]
+    assert counts == pytest.approx(accounting.epsilon(accounting.gaussian(2.0), config.delta))
+    assert f"epsilon {counts:.3f} at delta 0.001 for the counts" in result.privacy
     known = options | {"cti": {"public": str(files / "public.tsv"), "min_support": 1}}
     finetune(classify(config, files, **settings, method_options=known, output=str(tmp_path / "known")))
     statement = json.loads((tmp_path / "known" / "statement.json").read_text())

@@ -114,7 +114,7 @@ def test_public_counts_favour_tokens_of_the_class_that_leaves_anyway(folder, rev
     assert statement["guarantee"].startswith("metric")
     assert statement["mechanism"]["cti"]["counts"] == "public"
     assert statement["mechanism"]["cti"]["public_text"]["records"] == 60
-    assert statement["epsilon_of_counts"] is None
+    assert statement["also"] == []
     # A label that stays must not show: both classes then favour the words of both.
     labels = []
     stream = fastdp.TextPrivatizer.stream_texts
@@ -136,8 +136,8 @@ def test_noised_counts_are_accounted_for_and_the_papers_form_guarantees_nothing(
     epsilon = accounting.epsilon(accounting.gaussian(2.0), 1e-6)
     assert f"counts at epsilon {epsilon:.4g} and delta 1e-06" in " ".join(result.output.split())
     statement = json.loads((tmp_path / "out.privacy.json").read_text())
-    assert statement["epsilon_of_counts"]["epsilon"] == pytest.approx(epsilon)
-    assert accounting.deserialise(statement["event_of_counts"]) == accounting.gaussian(2.0)
+    assert statement["also"][0]["epsilon"]["upper_bound"] == pytest.approx(epsilon)
+    assert accounting.deserialise(statement["also"][0]["event"]) == accounting.gaussian(2.0)
     assert statement["guarantee"].startswith("metric")
     result = run(*plan, "--cti", "paper", "--overwrite")
     assert result.exit_code == 0, result.output

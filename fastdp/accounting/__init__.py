@@ -2,7 +2,8 @@
 
 from fastdp.accounting.accountants import Epsilon, epsilon
 from fastdp.accounting.calibration import calibrate
-from fastdp.accounting.card import Card
+from fastdp.accounting.card import Card, noise_source
+from fastdp.accounting.claim import Claim, Elsewhere, Gaussian, Metric, Pure
 from fastdp.accounting.events import (
     EventModel,
     compose,
@@ -28,10 +29,15 @@ from fastdp.accounting.verification import VerificationResult, verify
 __all__ = [
     "BudgetExceeded",
     "Card",
+    "Claim",
+    "Elsewhere",
     "Epsilon",
     "EventModel",
+    "Gaussian",
     "Ledger",
     "LedgerError",
+    "Metric",
+    "Pure",
     "VerificationResult",
     "calibrate",
     "compose",
@@ -44,6 +50,7 @@ __all__ = [
     "joint_multiplier",
     "largest_mu",
     "local_event",
+    "noise_source",
     "poisson_gaussian",
     "selection",
     "serialise",

@@ -85,6 +85,8 @@ class Ledger:
         self._journal = journal
         self._heads: set[str] = set()
         self._notes: dict[str, str] = {}
+        #: Whether its latest record counts what was made, and not what was reserved.
+        self.closed_in_order = False
         self._closed = False
         self._witnessed = False
         self._fresh = False
@@ -234,6 +236,10 @@ class Ledger:
     def head(self) -> str | None:
         """Digest of the last record, for a checkpoint to keep (see `restore`); None without a file."""
         return None if self._journal is None else self._journal.head
+
+    def holds(self, head: str) -> bool:
+        """Whether a record with this digest is in its history."""
+        return head in self._heads
 
     @property
     def kinds(self) -> dict[str, EventModel]:
@@ -421,6 +427,7 @@ class Ledger:
     def _remember(self, history: journals.History) -> None:
         self._heads = set(history.digests)
         self._notes = {body["name"]: body["digest"] for body in history.bodies if body["record"] == "note"}
+        self.closed_in_order = history.bodies[-1]["record"] == "close" and not history.torn
 
     def _remember_head(self) -> None:
         if self._journal is not None and self.path is not None:

@@ -1,39 +1,39 @@
-"""`verify`: whether the epsilon a card claims follows from the event on the card."""
+"""`verify`: whether what a card claims follows from what it holds, and from weights and ledger where they are given."""
 
 from __future__ import annotations
 
-import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fastdp.accounting.accountants import epsilon
-from fastdp.accounting.card import FORMAT, INFINITE, UNSAFE_KEY, VERSION, digest
+from fastdp.accounting.card import FORMAT, UNSAFE_KEY, VERSION, digest, large_delta, parse
+from fastdp.accounting.claim import ROOM, DoesNotFollow, Followed, Gaussian, Pure, read_claim
+from fastdp.accounting.earlier import translate
 from fastdp.accounting.events import Flat, flatten
-from fastdp.accounting.serialisation import deserialise
-
-#: Relative room for the rounding of another machine's Fourier transform.
-_ROOM = 1e-6
+from fastdp.accounting.journal import LedgerError
+from fastdp.accounting.ledger import Ledger
+from fastdp.accounting.weights import digests_of
 
 _FIELDS: dict[str, type | tuple[type, ...]] = {
     "guarantee": str,
     "why_no_guarantee": list,
     "mechanism": dict,
-    "unit": str,
-    "adjacency": str,
+    "noise_source": dict,
+    "digest": str,
+}
+_GAUSSIAN: dict[str, type | tuple[type, ...]] = {"unit": str, "adjacency": str, "epsilon": dict, "event": dict}
+_RUN: dict[str, type | tuple[type, ...]] = {
     "sampling": str,
     "dataset_size": int,
     "noise_multiplier": (int, float),
-    "epsilon": dict,
-    "event": dict,
     "steps": dict,
-    "noise_source": dict,
     "model": dict,
-    "digest": str,
 }
+#: What a ledger's header and a card both state.
+_IN_BOTH = ("unit", "adjacency", "sampling", "sample_rate", "dataset_size", "noise_multiplier")
 
 
 @dataclass(frozen=True)
@@ -41,11 +41,12 @@ class VerificationResult:
     """What `verify` found; true if the claim holds.
 
     Attributes:
-        holds: the card is intact and claims no less epsilon than its event costs.
+        holds: the card is intact and claims no less than what it holds costs.
         guarantee: it holds, and the card does claim a guarantee.
-        claimed: epsilon on the card; None if it states none or could not be read.
-        recomputed: certified epsilon of the event on the card; None if it was not reached.
+        claimed: the first claim's bound on the card; None if it states none or could not be read.
+        recomputed: the same worked out again; None if it was not reached.
         reason: one sentence.
+        unchecked: what nobody looked at, in words.
     """
 
     holds: bool
@@ -53,6 +54,7 @@ class VerificationResult:
     claimed: float | None
     recomputed: float | None
     reason: str
+    unchecked: tuple[str, ...] = ()
 
     def __bool__(self) -> bool:
         return self.holds
@@ -62,37 +64,47 @@ class _Refused(ValueError):
     """A card that is not worth recomputing."""
 
 
-def verify(card: Mapping[str, Any] | str | os.PathLike[str]) -> VerificationResult:
-    """Recompute epsilon from a card alone.
+def verify(
+    card: Mapping[str, Any] | str | os.PathLike[str],
+    *,
+    weights: str | os.PathLike[str] | None = None,
+    ledger: str | os.PathLike[str] | None = None,
+) -> VerificationResult:
+    """Work a card's figures out again.
 
     Args:
         card: a `Card`, its dict, its JSON text, or the path of its JSON file.
+        weights: folder or safetensors file that should hold what the card speaks of.
+        ledger: the run's ledger file.
 
-    A card that is malformed, altered, of another schema version or inconsistent does not hold, and the reason says so.
-    Raises FileNotFoundError for a path that is not there.
+    A card that is malformed, altered, of another schema version or inconsistent does not hold, nor does one that weights or
+    ledger contradict, and the reason says so. Raises FileNotFoundError for a path that is not there.
     """
-    claimed: float | None = None
+    claimed = recomputed = None
+    unchecked: tuple[str, ...] = ()
+    for path in (weights, ledger):
+        if path is not None and not Path(path).exists():
+            raise FileNotFoundError(f"there is no {path}")
     try:
-        fields = _fields(_parsed(card))
-        claimed = _claimed(fields["epsilon"])
-        event = deserialise(fields["event"])
-        flat = flatten(event)
-        _check_consistent(fields, flat)
-        delta = fields["epsilon"].get("delta")
-        recomputed = None if delta is None else float(epsilon(event, delta, adjacency=fields["adjacency"]))
-    except (ValueError, TypeError, OverflowError) as error:
-        return VerificationResult(False, False, claimed, None, str(error))
+        fields, caveats = _fields(_parsed(card))
+        found = _follow(fields)
+        if found:
+            claimed, recomputed = found[0].claimed, found[0].recomputed
+        if weights is not None:
+            _check_weights(fields, Path(weights))
+        if ledger is not None:
+            caveats += _check_ledger(fields, Path(ledger))
+        unchecked = (*caveats, *_unchecked(fields, weights is not None, ledger is not None))
+    except DoesNotFollow as error:
+        return VerificationResult(False, False, error.claimed, error.recomputed, str(error))
+    except (ValueError, TypeError, OverflowError, LedgerError) as error:
+        return VerificationResult(False, False, claimed, recomputed, str(error))
     if fields["guarantee"] == "none":
         reasons = "; ".join(map(str, fields["why_no_guarantee"])) or "it gives no reason"
-        return VerificationResult(True, False, claimed, recomputed, f"the card claims no guarantee: {reasons}")
-    if claimed is None or recomputed is None:
-        reason = "the card claims a guarantee but states no epsilon"
-        return VerificationResult(False, False, claimed, recomputed, reason)
-    if math.isinf(recomputed) or claimed < recomputed * (1 - _ROOM):
-        reason = f"the card claims epsilon {claimed:.6g} but its event costs {recomputed:.6g} at delta {delta:g}"
-        return VerificationResult(False, False, claimed, recomputed, reason)
-    reason = f"the claimed epsilon {claimed:.6g} covers the recomputed {recomputed:.6g} at delta {delta:g}"
-    return VerificationResult(True, True, claimed, recomputed, reason)
+        reason = f"the card claims no guarantee: {reasons}"
+        return VerificationResult(True, False, claimed, recomputed, reason, unchecked)
+    reason = "; ".join(each.reason for each in found)
+    return VerificationResult(True, True, claimed, recomputed, reason, unchecked)
 
 
 def _parsed(card: Mapping[str, Any] | str | os.PathLike[str]) -> Mapping[str, Any]:
@@ -104,48 +116,84 @@ def _parsed(card: Mapping[str, Any] | str | os.PathLike[str]) -> Mapping[str, An
     else:
         text = Path(card).read_bytes()
     try:
-        parsed = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise _Refused(f"the card is not JSON: {error}") from None
-    if not isinstance(parsed, dict):
-        raise _Refused("the card is not a JSON object")
-    return parsed
+        return parse(text)
+    except ValueError as error:
+        raise _Refused(f"this is not a card: {error}") from None
 
 
-def _fields(card: Mapping[str, Any]) -> Mapping[str, Any]:
+def _fields(card: Mapping[str, Any]) -> tuple[Mapping[str, Any], list[str]]:
+    """The fields of a card of this version, and what an earlier form of it leaves open."""
+    intact = _intact(card)
+    translated = translate(card) if card.get("format") != FORMAT else None
+    if translated is not None:
+        if intact is False:
+            raise _Refused("the card was altered after it was written: its digest does not match")
+        return translated, [] if intact else ["whether it was altered: files of its form have no digest"]
     if card.get("format") != FORMAT:
         raise _Refused(f"this is not a card: its format is not {FORMAT!r}")
-    if card.get("version") != VERSION:
-        raise _Refused(f"the card has schema version {card.get('version')!r}; this package reads version {VERSION}")
-    for name, kind in _FIELDS.items():
+    if card.get("version") not in (1, VERSION):
+        raise _Refused(f"the card has schema version {card.get('version')!r}; this package reads 1 and {VERSION}")
+    wanted = dict(_FIELDS)
+    if card.get("kind", Gaussian.kind) == Gaussian.kind:
+        wanted |= _GAUSSIAN
+        # Every card of the first version was of a run; a later one may speak of its data alone.
+        wanted |= _RUN if card["version"] == 1 or "steps" in card else {}
+    for name, kind in wanted.items():
         if not isinstance(card.get(name), kind) or isinstance(card.get(name), bool):
             raise _Refused(f"the card is malformed: {name} is missing or of the wrong type")
-    try:
-        intact = card["digest"] == digest(card)
-    except (TypeError, ValueError):
-        intact = False
     if not intact:
         raise _Refused("the card was altered after it was written: its digest does not match")
-    return card
+    return card, []
 
 
-def _claimed(fields: Mapping[str, Any]) -> float | None:
-    value = fields.get("upper_bound")
-    if value is None:
+def _intact(card: Mapping[str, Any]) -> bool | None:
+    """Whether its digest is that of the rest; None without a digest."""
+    if "digest" not in card:
         return None
-    if value == INFINITE:
-        return math.inf
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= 0:
-        raise _Refused("the card is malformed: its epsilon is not a number")
-    return float(value)
+    try:
+        return card["digest"] == digest(card)
+    except (TypeError, ValueError):
+        return False
 
 
-def _check_consistent(card: Mapping[str, Any], flat: Flat) -> None:
-    if card["guarantee"] != "none":
+def _follow(card: Mapping[str, Any]) -> list[Followed]:
+    """Every claim's figures, worked out again; those of a card without a guarantee, as far as it states any."""
+    void = card["guarantee"] == "none"
+    if not void:
         if card["noise_source"].get("key") == UNSAFE_KEY:
             raise _Refused("the card claims a guarantee for noise from a reproducible key")
         if card["why_no_guarantee"]:
             raise _Refused("the card claims a guarantee and gives reasons why there is none")
+    if card.get("kind") == "none":
+        if void:
+            return []
+        raise _Refused("the card claims a guarantee but holds no claim")
+    also = card.get("also", [])
+    if not isinstance(also, list) or not all(isinstance(fields, Mapping) for fields in also):
+        raise _Refused("the card is malformed: also is no list of claims")
+    found = []
+    for number, fields in enumerate((card, *also)):
+        claim = read_claim(fields)
+        if not void and not number and card["guarantee"] != claim.guarantee:
+            raise _Refused(f"the card names its guarantee {card['guarantee']!r}, but its claim is {claim.guarantee!r}")
+        if isinstance(claim, Gaussian):
+            # Of how many units a claim speaks is not always known; of a single one there is nothing to protect.
+            units = max(fields.get("dataset_size", 2), 2)
+            if not void and claim.delta is not None and claim.delta >= 1 / units:
+                raise _Refused(large_delta(claim.delta, units))
+            if "steps" in fields:
+                _check_run(fields, flatten(claim.event))
+        try:
+            found.append(claim.check(fields))
+        except DoesNotFollow as error:
+            if not void:
+                raise
+            found.append(Followed(error.claimed, error.recomputed, str(error)))
+    return found
+
+
+def _check_run(card: Mapping[str, Any], flat: Flat) -> None:
+    """Whether the event holds the steps that the card states."""
     spent, rate, multiplier = card["steps"].get("spent"), card.get("sample_rate"), card["noise_multiplier"]
     if isinstance(spent, bool) or not isinstance(spent, int) or spent < 0:
         raise _Refused("the card is malformed: its spent steps are not a count")
@@ -157,5 +205,78 @@ def _check_consistent(card: Mapping[str, Any], flat: Flat) -> None:
             raise _Refused(f"the card states {spent} steps, but its event holds {counted} at that rate and multiplier")
     elif card["sampling"] in ("poisson", "shuffled"):
         steps_per_use = 1 if card["sampling"] == "poisson" else math.ceil(1 / rate - 1e-9)
-        if flat.mu_squared < -(-spent // steps_per_use) / multiplier**2 * (1 - _ROOM):
+        if flat.mu_squared < -(-spent // steps_per_use) / multiplier**2 * (1 - ROOM):
             raise _Refused(f"the card states {spent} steps, but its event holds fewer at that multiplier")
+
+
+def _check_weights(card: Mapping[str, Any], folder: Path) -> None:
+    named = card.get("weights")
+    if not named:
+        raise _Refused("the card holds no digest of weights, so it cannot be told whether these are the ones")
+    missing = set(named) - digests_of(folder)
+    if missing:
+        raise _Refused(f"{len(missing)} of the {len(set(named))} tensors that the card speaks of are not in {folder}")
+
+
+def _check_ledger(card: Mapping[str, Any], path: Path) -> list[str]:
+    """Refuse a ledger that is not this card's; returns what it leaves open."""
+    ledger = Ledger.read(path)
+    if card.get("run_id") != ledger.run_id:
+        raise _Refused(f"{path} is the ledger of another run than the card's")
+    head = card.get("ledger_head")
+    if head is not None and not ledger.holds(head):
+        raise _Refused(f"{path} does not hold the record that the card was written at: it was cut back or replaced")
+    for key in _IN_BOTH:
+        if key in card and key in ledger.header and card[key] != ledger.header[key]:
+            raise _Refused(f"the card states {key} {card[key]!r}, but the ledger was begun with {ledger.header[key]!r}")
+    _check_described(card, ledger.header)
+    event = next((c.event for c in map(read_claim, _claims(card)) if isinstance(c, Gaussian)), None)
+    if event is None or not _covers(flatten(event), flatten(ledger.event())):
+        if ledger.closed_in_order:
+            raise _Refused(f"{path} counts releases that the card's event does not hold")
+        return ["releases that the ledger had reserved and may not have made: it was not closed"]
+    return []
+
+
+def _check_described(card: Mapping[str, Any], header: Mapping[str, Any]) -> None:
+    begun, stated = header.get("mechanism"), card["mechanism"]
+    if begun is not None and begun != (stated if isinstance(begun, dict) else stated.get("name")):
+        raise _Refused("the card states another mechanism than the ledger was begun with")
+    model = card.get("model")
+    for key in ("fingerprint", "name"):
+        known = header.get("fingerprint" if key == "fingerprint" else "model")
+        if known is not None and isinstance(model, Mapping) and key in model and model[key] != known:
+            raise _Refused(f"the card states another model than the ledger was begun with: its {key} differs")
+
+
+def _claims(card: Mapping[str, Any]) -> Iterable[Mapping[str, Any]]:
+    return () if card.get("kind") == "none" else (card, *card.get("also", ()))
+
+
+def _covers(stated: Flat, counted: Flat) -> bool:
+    """Whether an event holds at least the releases of another."""
+    if stated.mu_squared < counted.mu_squared * (1 - ROOM) or (stated.private and not counted.private):
+        return False
+    held = {(rate, multiplier): count for rate, multiplier, count in stated.sampled}
+    return all(held.get((rate, multiplier), 0) >= count for rate, multiplier, count in counted.sampled)
+
+
+def _unchecked(card: Mapping[str, Any], weights: bool, ledger: bool) -> list[str]:
+    """What a reader has to take on trust, in words."""
+    found = ["who wrote the card: its digest finds accidents and is no signature"]
+    if any(isinstance(claim, Gaussian) for claim in map(read_claim, _claims(card))):
+        found.append("that the run drew its samples and its noise as the event says")
+    if any(isinstance(claim, Pure) for claim in map(read_claim, _claims(card))):
+        found.append("that the draws were made by the mechanism and with the settings that the card states")
+    for fields in _claims(card):
+        delta = fields["epsilon"]["delta"] if "epsilon" in fields else None
+        if delta is not None and "dataset_size" not in fields:
+            found.append(
+                f"whether delta {delta:g} is below one over the number of units, which the card does not state"
+            )
+    if not weights and "model" in card:
+        known = "give them to compare them" if card.get("weights") else "the card holds no digest of them"
+        found.append(f"which weights it speaks of: {known}")
+    if not ledger and card.get("run_id") is not None:
+        found.append("unit, number of units, model and releases against the run's ledger: give it to compare them")
+    return found

@@ -109,9 +109,9 @@ def privatize_command(
     done = privatizer.stream_texts(texts, known, output="ids" if ids else "text")
     _write(target, text_column, kept, _watched(done, len(texts)))
     seconds = time.perf_counter() - begin
-    statement = {**privatizer.statement(), "displacement": vars(shown), "columns_copied_unprotected": list(kept)}
+    card = privatizer.statement().with_facts(displacement=vars(shown), columns_copied_unprotected=list(kept))
     path = target.with_suffix(STATEMENT)
-    files.write_json(path, statement, public=True)
+    files.write(path, card.to_json(), public=True)
     rate = privatizer.tokens_released / max(seconds, 1e-9)
     console.print(f"{len(texts):,} texts, {privatizer.tokens_released:,} tokens, {rate:,.0f} tokens a second")
     console.print(f"wrote {target} and {path}")

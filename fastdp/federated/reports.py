@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +12,9 @@ from matplotlib.ticker import MaxNLocator
 
 import fastdp.accounting as accounting
 import fastdp.files as files
-from fastdp.accounting.card import Card, digest
-from fastdp.accounting.serialisation import canonical
+from fastdp.accounting import Card
 from fastdp.federated.config import FederatedConfig
-from fastdp.methods.selective.card import GUARANTEES
+from fastdp.methods.selective.card import token_claim
 
 ROUNDS, CARD = "rounds.jsonl", "run_card"
 
@@ -28,81 +26,54 @@ KEPT_BY_THE_SERVER = (
 )
 
 
-class RunCard(Card):
-    """The card of a run: who was promised what, and who has to be trusted for it."""
+def run_card(config: FederatedConfig, rows: Sequence[Mapping[str, Any]], clients: int) -> Card:
+    """The card of a run of these rounds that began with ``clients`` clients: who was promised what, who has to be trusted.
 
-    @classmethod
-    def of_run(cls, config: FederatedConfig, rows: Sequence[Mapping[str, Any]], clients: int) -> RunCard:
-        """The card of the rounds in ``rows``, of a run that began with ``clients`` clients.
-
-        It names no client. With central DP it does not state either how many took part, which the epsilon counts on nobody
-        knowing.
-        """
-        promises, flaws = _promises(config)
-        body = {
-            "format": "fastdp.federated-run-card",
-            "version": 1,
-            "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            "promises": promises,
-            "no_guarantee": flaws,
+    It names no client. With central DP it does not state either how many took part, which the epsilon counts on nobody
+    knowing.
+    """
+    claims, flaws = _claims(config)
+    figures = [row["perplexity"] for row in rows]
+    return Card.of(
+        claims[0] if claims else None,
+        also=claims[1:],
+        mechanism="federated fine-tuning",
+        noise_source=accounting.noise_source(reproducible=False),
+        # What one claim does not cover does not void another: it is open.
+        flaws=() if claims else flaws,
+        unprotected=[*(flaws if claims else ()), *_unprotected(config)],
+        facts={
             "clients": clients,
             "rounds": len(rows),
             "void_rounds": sum(bool(row["void"]) for row in rows),
             "updates": None if config.central else _updates(rows),
-            "perplexity": [row["perplexity"] for row in rows],
-            "settings": config.as_dict(),
+            "perplexity": figures,
             "trusted": _trusted(config),
-            "unprotected": _unprotected(config),
-        }
-        body = json.loads(canonical(body))
-        return cls(body, digest=digest(body))
-
-    def to_markdown(self) -> str:
-        """The card for a reader."""
-        lines = ["# Card of a federated run", ""]
-        lines += [f"- **{promise}**" for promise in self["promises"]]
-        lines += [f"- **No guarantee:** {flaw}" for flaw in self["no_guarantee"]]
-        updates = self["updates"]
-        taken = "not stated: who was sampled is secret"
-        if updates is not None:
-            taken = f"{updates['accepted']} accepted, {updates['refused']} refused, {updates['missing']} missing"
-        figures = [f"{value:.2f}" for value in self["perplexity"] if value is not None]
-        rows = [
-            ("Rounds", f"{self['rounds']}, of which {self['void_rounds']} changed nothing"),
-            ("Clients", f"{self['clients']} at the beginning"),
-            ("Updates", taken),
-            (
-                "Perplexity",
-                f"{figures[0]} after the first round, {figures[-1]} after the last" if figures else "not measured",
-            ),
-        ]
-        lines += ["", "| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows), ""]
-        for heading, key in (("Trusted", "trusted"), ("Not protected", "unprotected")):
-            lines += [f"## {heading}", "", *(f"- {entry}" for entry in self[key]), ""]
-        settings = json.dumps(self["settings"], indent=2)
-        return "\n".join([*lines, "## Settings", "", "```json", settings, "```", ""])
+            "settings": config.as_dict(),
+        },
+    )
 
 
-def _promises(config: FederatedConfig) -> tuple[list[str], list[str]]:
-    promises, flaws = [], []
+def _claims(config: FederatedConfig) -> tuple[list[accounting.Claim], list[str]]:
+    """What is claimed, and what is open to the server and everyone else."""
+    claims: list[accounting.Claim] = []
+    flaws = []
     if config.perturbation == "none":
         flaws.append("clients train on their texts as they are")
     elif config.mechanism == "paper":
         flaws.append("clients perturb by the paper's mechanism, for which no epsilon holds")
     else:
-        what = "every token" if config.perturbation == "all" else "the private tokens that the detector finds"
-        promises.append(
-            f"Against the server and everyone else: {GUARANTEES[config.mechanism]}, epsilon {config.epsilon:g} a "
-            f"{config.budget}, for {what}; drawn once in this run, whatever the number of its rounds"
-        )
+        claims.append(token_claim(config.mechanism, config.budget, config.epsilon, None))
     if config.dpsgd_epsilon > 0:
-        promises.append(
-            f"Against the server and everyone else: each example of a client at epsilon {config.dpsgd_epsilon:g}, delta "
-            f"{config.dpsgd_delta:g} (DP-SGD at the client, whose card certifies it)"
+        promise = (
+            f"against the server and everyone else, epsilon {config.dpsgd_epsilon:g} at delta {config.dpsgd_delta:g} for each "
+            "example of a client (DP-SGD at the client)"
         )
+        claims.append(accounting.Elsewhere("example of a client", promise, "each client's own card"))
     if config.central:
-        promises.append("Against everyone but the server: each client as a whole, at the epsilon of card.json")
-    return promises, flaws
+        promise = "against everyone but the server, each client as a whole"
+        claims.append(accounting.Elsewhere("client", promise, "card.json"))
+    return claims, flaws
 
 
 def _updates(rows: Sequence[Mapping[str, Any]]) -> dict[str, int]:
@@ -121,7 +92,8 @@ def _unprotected(config: FederatedConfig) -> list[str]:
     ]
     if config.perturbation != "none":
         found.append(
-            "further runs: where a client does not keep its draws (state), its tokens are drawn anew, at a second budget"
+            "further runs: tokens are drawn once in this run, whatever the number of its rounds, but where a client does not "
+            "keep its draws (state), they are drawn anew, at a second budget"
         )
     if config.dpsgd_epsilon == 0:
         found.append("training losses that clients report")
@@ -158,11 +130,8 @@ def central_card(
         planned_steps=ledger.budget_steps,
         spent_steps=ledger.spent_steps,
         run_id=ledger.run_id,
-        noise_source={
-            "generator": "ChaCha20",
-            "key": "unsafe_reproducible" if reproducible else "operating system",
-            "secure_rounding": False,
-        },
+        noise_source=accounting.noise_source(reproducible),
+        ledger_head=ledger.head,
         model=model,
         unprotected=[
             "everything against the server itself, which sees each update before the noise",

@@ -293,7 +293,7 @@ class Server:
 
     def _finish(self) -> None:
         self.adapted.save(self.output)
-        reports.RunCard.of_run(self.config, self.rows, self.population).save(self.output / reports.CARD)
+        reports.run_card(self.config, self.rows, self.population).save(self.output / reports.CARD)
         reports.perplexity_by_round(self.rows, self.output / "perplexity.png")
         if self.ledger is not None:
             model = {

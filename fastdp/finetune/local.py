@@ -187,19 +187,22 @@ class Privatized:
         statement = self._privatizer.statement()
         if statement["guarantee"] == "none":
             return f"none: {'; '.join(statement['why_no_guarantee'])}"
-        share, counts = statement["displacement"]["unchanged"], statement["epsilon_of_counts"]
+        share = statement["displacement"]["unchanged"]
         words = f"{statement['bound']}, a token; {share:.1%} of the vocabulary's tokens stay what they are"
-        if counts is None:
-            return words
-        return f"{words}; epsilon {counts['epsilon']:.3f} at delta {counts['delta']:g} for the counts, {counts['unit']}"
+        for counts in statement["also"]:
+            stated = counts["epsilon"]
+            words += (
+                f"; epsilon {stated['upper_bound']:.3f} at delta {stated['delta']:g} for the counts, {counts['unit']}"
+            )
+        return words
 
     def untouched(self) -> bool:
         """Whatever was drawn stays in memory until the engine's first step."""
         return True
 
     def save(self, output: Path) -> None:
-        """The statement; there is no card, since there is no epsilon."""
-        files.write_json(output / STATEMENT, self._privatizer.statement(), public=True)
+        """The statement, which is the privatizer's card."""
+        files.write(output / STATEMENT, self._privatizer.statement().to_json(), public=True)
 
     def close(self) -> None:
         """Nothing was attached to the model."""

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import fastdp.files as files
+from fastdp.accounting import Card
 from fastdp.accounting.serialisation import canonical
 from fastdp.data import Collator
 from fastdp.methods.encoding import ADDED, encode_private
@@ -227,27 +228,26 @@ class SplitCustomer:
         self._write_record()
         (self.folder / LOSSES).unlink(missing_ok=True)
 
-    def statement(self, privatizer: Privatizer) -> dict[str, Any]:
-        """What holds and what does not, with what has left so far, as JSON values."""
+    def statement(self, privatizer: Privatizer) -> Card:
+        """The privatizer's card, with what has left so far and what each side learns."""
         lengths = self._store.lengths(0, self._store.count)
-        return {
-            **privatizer.statement(),
-            "examples_sent": len(lengths),
-            "rows_sent": sum(lengths),
-            "texts_sent_for_prediction": self.record["predicted"],
-            "vendor_learns": [
+        return privatizer.statement().with_facts(
+            examples_sent=len(lengths),
+            rows_sent=sum(lengths),
+            texts_sent_for_prediction=self.record["predicted"],
+            vendor_learns=[
                 "the privatized rows, and the length of each text",
                 "which examples share a batch",
                 "the gradient of each output, which tells the label of each example",
                 "how often and when texts are sent for prediction",
             ],
-            "customer_learns": ["the bottom's weights and the tokenizer", "the outputs of its own adapter"],
-        }
+            customer_learns=["the bottom's weights and the tokenizer", "the outputs of its own adapter"],
+        )
 
     def save_statement(self, privatizer: Privatizer) -> Path:
         """Write `statement` to the folder, and return its path."""
         path = self.folder / STATEMENT
-        files.write_json(path, self.statement(privatizer))
+        files.write(path, self.statement(privatizer).to_json())
         return path
 
     def close(self) -> None:

@@ -129,8 +129,10 @@ def test_shuffled_batches_are_verified_by_epochs():
     assert "fewer" in verify(_resealed(card, event=fewer)).reason
 
 
-def test_large_delta_is_noted():
-    assert any("1/N" in assumption for assumption in _card(delta=1e-4)["assumptions"])
+def test_a_delta_that_is_not_below_one_over_n_guarantees_nothing():
+    card = _card(delta=1e-4)
+    assert card["guarantee"] == "none"
+    assert "1/N" in card["why_no_guarantee"][0]
 
 
 def test_a_methods_assumptions_stand_beside_the_cards_own():
@@ -192,7 +194,7 @@ def test_an_event_of_fewer_steps_than_the_card_states_is_found():
         ({"epsilon": {"upper_bound": 1.0, "delta": None}}, "states no epsilon"),
         ({"epsilon": 3}, "epsilon is missing or of the wrong type"),
         ({"unit": None}, "unit is missing or of the wrong type"),
-        ({"version": 2}, "schema version 2"),
+        ({"version": 3}, "schema version 3"),
         ({"format": "other"}, "not a card"),
     ],
 )

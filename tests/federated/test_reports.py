@@ -3,19 +3,19 @@
 import dataclasses
 
 from fastdp.federated import FederatedConfig
-from fastdp.federated.reports import RunCard
+from fastdp.federated.reports import run_card
 
 CONFIG = FederatedConfig(model="m", output="o", eval="e")
 
 
 def card(**changes):
-    return RunCard.of_run(dataclasses.replace(CONFIG, **changes), [], 2)
+    return run_card(dataclasses.replace(CONFIG, **changes), [], 2)
 
 
 def test_a_promise_of_one_draw_is_one_of_this_run():
     """A second run whose clients lost their draws is a second budget."""
     found = card()
-    assert any("drawn once in this run" in promise for promise in found["promises"])
+    assert any("drawn once in this run" in entry for entry in found["unprotected"])
     assert any(entry.startswith("further runs") for entry in found["unprotected"])
     assert not any(entry.startswith("further runs") for entry in card(perturbation="none")["unprotected"])
 

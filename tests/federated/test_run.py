@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("flwr", reason="flwr is the optional extra 'federated', for Python 3.11 or later")
 
 from fastdp import tls
-from fastdp.methods.selective import SelectiveCard
+from fastdp.accounting import Card
 
 ROOT = Path(__file__).parents[2]
 APP = ROOT / "examples" / "federated"
@@ -39,7 +39,7 @@ def test_flwr_run_in_simulation(settings, tmp_path):
     assert [row["accepted"] for row in rows] == [3, 3, 3]
     assert rows[2]["perplexity"] < rows[0]["perplexity"]
     for index in range(3):
-        card = SelectiveCard.load(Path(settings["output"]) / "clients" / f"client-{index}" / "card.json")
+        card = Card.load(Path(settings["output"]) / "clients" / f"client-{index}" / "card.json")
         assert card["guarantee"].startswith("epsilon-local")
     assert all(process.poll() is not None for process in processes)
 

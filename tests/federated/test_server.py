@@ -19,7 +19,6 @@ from fastdp.accounting import Card, Ledger, dpsgd
 from fastdp.federated import FederatedConfig, server
 from fastdp.federated import client as client_app
 from fastdp.federated.refusal import ClientRefusal
-from fastdp.federated.reports import RunCard
 from fastdp.federated.server import Server
 
 from .conftest import small
@@ -239,7 +238,7 @@ def test_dpsgd_at_the_client_sends_no_loss(settings):
     (row,) = rows_of(settings)
     assert row["accepted"] == 2
     assert row["unprotected"]["loss"] is None
-    card = RunCard.load(Path(settings["output"]) / "run_card.json")
+    card = Card.load(Path(settings["output"]) / "run_card.json")
     assert not any("training losses" in entry for entry in card["unprotected"])
 
 
@@ -439,7 +438,7 @@ def test_central_dp_publishes_nothing_of_who_took_part(settings, trained):
     (row,) = rows_of(settings)
     assert (row["accepted"], row["missing"], row["refused"][0]["client"]) == (1, 1, "7770002")
     output = Path(settings["output"])
-    run_card, card = RunCard.load(output / "run_card.json"), Card.load(output / "card.json")
+    run_card, card = Card.load(output / "run_card.json"), Card.load(output / "card.json")
     assert run_card["updates"] is None
     assert "not stated: who was sampled is secret" in run_card.to_markdown()
     for name in ("run_card.json", "run_card.md", "card.json", "card.md"):

@@ -13,7 +13,6 @@ from fastdp.federated import FederatedConfig
 from fastdp.federated.adapter import AdaptedModel
 from fastdp.federated.refusal import ClientRefusal
 from fastdp.federated.site import Site, make_detector
-from fastdp.methods.selective import SelectiveCard
 
 
 def adapted(settings, **changes):
@@ -46,7 +45,7 @@ def test_perturbed_once_for_all_rounds(settings):
     assert first.examples.items != plain.examples.items
     lengths = [[len(item["input_ids"]) for item in site.examples.items] for site in (first, plain)]
     assert lengths[0] == lengths[1]
-    card = SelectiveCard.load(first.folder / "card.json")
+    card = Card.load(first.folder / "card.json")
     assert card["guarantee"].startswith("epsilon-local")
     assert card["budget"]["releases"] == 1
 
@@ -54,7 +53,7 @@ def test_perturbed_once_for_all_rounds(settings):
 def test_every_token(settings):
     model = adapted(settings, perturbation="all", epsilon=0.5)
     site = Site.of_partition(model, 0, 2)
-    card = SelectiveCard.load(site.folder / "card.json")
+    card = Card.load(site.folder / "card.json")
     assert card["tokens"]["private"] == card["tokens"]["all"]
 
 
@@ -70,7 +69,7 @@ def test_miss_rate_on_the_card(settings, tmp_path):
     labelled.write_text(json.dumps([{"full_text": "Anna is here", "spans": spans}]))
     model = adapted(settings, perturbation="selective", labelled_spans=str(labelled))
     site = Site.of_partition(model, 0, 2)
-    assert SelectiveCard.load(site.folder / "card.json")["detector_quality"]["span_miss_rate"] == 0.0
+    assert Card.load(site.folder / "card.json")["detector_quality"]["span_miss_rate"] == 0.0
 
 
 def test_the_miss_rate_is_not_measured_on_the_private_texts(settings, tmp_path):

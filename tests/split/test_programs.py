@@ -161,7 +161,7 @@ def test_contributing_tokens_of_private_texts_are_counted_once(world, service, t
     kept = (folder / "counts.pt").read_bytes()
     statement = json.loads((folder / "statement.json").read_text())
     assert statement["guarantee"].startswith("metric")
-    assert statement["epsilon_of_counts"]["epsilon"] == pytest.approx(
+    assert statement["also"][0]["epsilon"]["upper_bound"] == pytest.approx(
         accounting.epsilon(accounting.gaussian(1.0), 1e-5)
     )
     # Another draw would be another release, and another privatizer than the run was begun with.

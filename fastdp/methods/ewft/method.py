@@ -517,11 +517,8 @@ class EWFT:
             planned_steps=sum(self.ledger.budget(kind) for kind in self.ledger.kinds),
             spent_steps=spent,
             run_id=self.ledger.run_id,
-            noise_source={
-                "generator": "ChaCha20",
-                "key": "unsafe_reproducible" if self.stream.reproducible else "operating system",
-                "secure_rounding": self.secure_rounding,
-            },
+            ledger_head=self.ledger.head,
+            noise_source=accounting.noise_source(self.stream.reproducible, self.secure_rounding),
             model={
                 "name": getattr(model.config, "_name_or_path", "") or type(model).__name__,
                 "trained_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import fastdp.ops as ops
+from fastdp.accounting import Card, Metric, noise_source
 from fastdp.methods.sap.importance import check_eta
 from fastdp.ops.dchi import gamma_variates
 from fastdp.ops.stream import NoiseStream
@@ -16,7 +17,6 @@ _TRAINABLE = (
     "the bottom is trained: every pass releases each text anew, and at the bottom's new weights, which are computed from "
     "the texts without noise and shape what is released of every other text"
 )
-_REPRODUCIBLE = "the noise came from a reproducible key, which whoever knows it can subtract"
 
 
 def add_dchi_noise(rows: Tensor, eta: float, stream: NoiseStream) -> Tensor:
@@ -70,25 +70,18 @@ class PrivateBottom:
         self.rows_released += int(input_ids.numel() if attention_mask is None else attention_mask.sum())
         return noisy
 
-    def statement(self, releases: int = 1) -> dict[str, Any]:
-        """What holds for a text that was sent ``releases`` times, as JSON values.
+    def statement(self, releases: int = 1) -> Card:
+        """The card of a text that was sent ``releases`` times.
 
         Raises ValueError for a number of releases below 1.
         """
-        if releases < 1:
-            raise ValueError(f"releases is {releases}: it must be at least 1")
-        flaws = [_REPRODUCIBLE] if self.stream.reproducible else []
-        flaws += [_TRAINABLE] if self.trainable else []
-        return {
-            "format": "fastdp.statement",
-            "mechanism": {"name": "multivariate Laplace noise on hidden rows", "bottom_trained": self.trainable},
-            "eta": self.eta,
-            "guarantee": "none" if flaws else "metric differential privacy (d_chi)",
-            "why_no_guarantee": flaws,
-            "unit": "one text, among texts of its length",
-            "bound": f"exp({self.eta * releases:g} * the sum over positions of the distance of the hidden rows)",
-            "releases_of_a_text": releases,
-            "rows_released": self.rows_released,
-            "assumptions": ["the bottom's weights are public"],
-            "unprotected": ["the length of each text", "labels, and gradients of the output layer"],
-        }
+        distance = "the sum over positions of the distance of the hidden rows"
+        return Card.of(
+            Metric("one text, among texts of its length", self.eta, releases=releases, distance=distance),
+            mechanism={"name": "multivariate Laplace noise on hidden rows", "bottom_trained": self.trainable},
+            noise_source=noise_source(self.stream.reproducible),
+            flaws=(_TRAINABLE,) if self.trainable else (),
+            assumptions=("the bottom's weights are public",),
+            unprotected=("the length of each text", "labels, and gradients of the output layer"),
+            facts={"eta": self.eta, "rows_released": self.rows_released},
+        )

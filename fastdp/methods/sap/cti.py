@@ -198,6 +198,12 @@ class CTI:
         found = [_NOT_METRIC] if self.form == "paper" else []
         return found + ([_PRIVATE_COUNTS] if self.source == "private" else [])
 
+    def claim(self) -> accounting.Gaussian | None:
+        """What noised counts cost, for one text with its label, at ``delta``; None for public ones, and for private ones."""
+        if isinstance(self.source, str):
+            return None
+        return accounting.Gaussian("text with its label, added or removed", "add_remove", self.source, self.delta)
+
     def epsilon_of_counts(self) -> float:
         """What the counts cost at ``delta``, for one text with its label, added or removed; inf for `private` ones."""
         if isinstance(self.source, str):

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import fastdp.ops as ops
-from fastdp.accounting.serialisation import canonical, serialise
+from fastdp.accounting import Card, Metric, noise_source
+from fastdp.accounting.serialisation import canonical
 from fastdp.methods.encoding import ADDED, encode_private, role_ids
 from fastdp.methods.exact import lipschitz, log_normalisers
 from fastdp.methods.sap.cti import CTI
@@ -391,62 +392,51 @@ class TextPrivatizer:
         logs, error = log_normalisers(table, [scale], None, extra.get("log_prior"), extra.get("candidate_scale"))
         return scale * slope + lipschitz(table, logs, error, [scale * slope])[0]
 
-    def statement(self) -> dict[str, Any]:
-        """What is and is not protected, as JSON values, with the unchanged share and mean displacement at this eta."""
-        flaws = [] if self.cti is None else self.cti.flaws()
-        if self.stream.reproducible:
-            flaws.append("the noise came from a reproducible key, which whoever knows it can subtract")
-        counts = None if self.cti is None or isinstance(self.cti.source, str) else serialise(self.cti.source)
-        return {
-            "format": "fastdp.statement",
-            "mechanism": {"name": self.mechanism, "cti": None if self.cti is None else self.cti.describe()},
-            "eta": self.eta,
-            "guarantee": "none" if flaws else "metric differential privacy (d_chi)",
-            "why_no_guarantee": flaws,
-            "unit": "one token, with the other tokens of its text given",
-            "bound": self._bound_in_words(),
-            "nats_per_distance": self._nats if self._nats is not None and math.isfinite(self._nats) else None,
-            "displacement": asdict(self.displacement()),
-            "policy": {
-                "special": self.special,
-                "unknown": self.unknown,
-                "padding": "keep",
-                "kept": [self._name(token) for token in self._kept.nonzero().flatten().tolist()],
-            },
-            "vocabulary": len(self._rows),
-            "tokens_released": self.tokens_released,
-            "tokens_kept": self.tokens_kept,
-            "event_of_counts": counts,
-            "epsilon_of_counts": None if counts is None else self._counts_in_words(),
-            "assumptions": [
+    def statement(self) -> Card:
+        """The card: what is and is not protected, with the unchanged share and mean displacement at this eta."""
+        cti = self.cti
+        counts = None if cti is None else cti.claim()
+        return Card.of(
+            self._claim(),
+            mechanism={"name": self.mechanism, "cti": None if cti is None else cti.describe()},
+            noise_source=noise_source(self.stream.reproducible),
+            also=() if counts is None else (counts,),
+            flaws=() if cti is None else cti.flaws(),
+            assumptions=(
                 "the embedding table is public, and does not depend on the texts",
                 "each text is released once: E releases of a text cost E times the bound",
-            ],
-            "unprotected": list(_UNPROTECTED),
-        }
+            ),
+            unprotected=_UNPROTECTED,
+            facts={
+                "eta": self.eta,
+                "nats_per_distance": self._nats if self._nats is not None and math.isfinite(self._nats) else None,
+                "displacement": asdict(self.displacement()),
+                "policy": {
+                    "special": self.special,
+                    "unknown": self.unknown,
+                    "padding": "keep",
+                    "kept": [self._name(token) for token in self._kept.nonzero().flatten().tolist()],
+                },
+                "vocabulary": len(self._rows),
+                "tokens_released": self.tokens_released,
+                "tokens_kept": self.tokens_kept,
+            },
+        )
 
     def _name(self, token: int) -> str | int:
         return token if self.tokenizer is None else str(self.tokenizer.convert_ids_to_tokens(token))
 
-    def _counts_in_words(self) -> dict[str, Any]:
-        """What noised counts cost, beside the bound."""
-        assert self.cti is not None
-        return {
-            "epsilon": self.cti.epsilon_of_counts(),
-            "delta": self.cti.delta,
-            "unit": "one text with its label, added or removed",
-        }
-
-    def _bound_in_words(self) -> str:
+    def _claim(self) -> Metric:
+        """Of one token; where a token has an eta of its own, the largest that may count."""
         form = None if self.cti is None else self.cti.form
-        if form == "paper":
-            return "none between tokens of different eta; eta * distance between those of equal eta"
-        if form == "candidates":
-            eta = float(self._per_row(self.cti.eta_of(None, self.eta)).max()) if self.cti is not None else self.eta
-            return f"exp({eta:g} * distance of the tokens' rows): the largest eta of any candidate"
-        if form == "elastic":
-            return "exp(distance of the tokens' rows, each stretched about the mean row by its own eta)"
-        return f"exp({self.eta:g} * distance of the tokens' rows)"
+        eta, distance = self.eta, "distance of the tokens' rows"
+        if form == "candidates" and self.cti is not None:
+            eta = float(self._per_row(self.cti.eta_of(None, self.eta)).max())
+        elif form == "elastic":
+            eta, distance = 1.0, f"{distance}, each stretched about the mean row by its own eta"
+        elif form == "paper":
+            distance = f"{distance} of equal eta, and nothing between others"
+        return Metric("one token, with the other tokens of its text given", eta, distance=distance)
 
 
 def _table(given: Tensor | nn.Module) -> Tensor:

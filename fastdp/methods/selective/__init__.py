@@ -1,6 +1,5 @@
 """Federated selective DP, the clients' part: private tokens found and perturbed once at the source."""
 
-from fastdp.methods.selective.card import SelectiveCard
 from fastdp.methods.selective.mechanism import (
     TokenMechanism,
     balanced_partition,
@@ -22,7 +21,6 @@ __all__ = [
     "PrivacyDetector",
     "PrivacyPolicy",
     "RuleDetector",
-    "SelectiveCard",
     "SelectivePerturbation",
     "Span",
     "TokenClassificationDetector",

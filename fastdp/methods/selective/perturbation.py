@@ -19,9 +19,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 import fastdp.files as files
+from fastdp.accounting import Card
 from fastdp.accounting.serialisation import canonical
 from fastdp.methods.encoding import encode_private
-from fastdp.methods.selective.card import SelectiveCard
+from fastdp.methods.selective.card import perturbation_card
 from fastdp.methods.selective.mechanism import (
     FORMS,
     TokenMechanism,
@@ -67,17 +68,16 @@ class PerturbedTexts:
         """The perturbed texts for a reader; train on ``ids``, as encoding these anew may give other tokens."""
         return [tokenizer.decode(ids) for ids in self.ids]
 
-    def card(self, quality: DetectorQuality | None = None) -> SelectiveCard:
+    def card(self, quality: DetectorQuality | None = None) -> Card:
         """What was bought; ``quality`` states the detector's miss rate (`measure_detector`)."""
-        notes = [] if self.private_tokens else ["the detector found no private token: nothing was perturbed"]
-        return SelectiveCard.of_run(
+        return perturbation_card(
             settings=self.settings,
             epsilons=self.epsilons,
+            most_tokens=max(map(sum, self.private), default=0),
             private_tokens=self.private_tokens,
             tokens=sum(map(len, self.ids)),
             reproducible=self.reproducible,
             quality=quality,
-            notes=notes,
         )
 
 
@@ -87,7 +87,7 @@ class SelectivePerturbation:
 
     After Pan and Wu, "Selective Privacy-Preserving Federated Learning for Large Language Model Fine-Tuning" (equations 1
     to 5, algorithm 1). What the guarantee covers is the value of each token that the detector reports, and nothing else:
-    see `SelectiveCard`'s list.
+    see its card's list.
 
     Args:
         epsilon: budget of each private token, or of each text (``budget``). k private tokens compose to k epsilons. The

@@ -150,7 +150,7 @@ def test_private_counts_need_noise():
     event = accounting.gaussian(2.0)
     cti = CTI.from_counts(counts, source=event, min_support=1)
     statement = TextPrivatizer(torch.randn(2, 3), eta=1.0, cti=cti).statement()
-    assert accounting.deserialise(statement["event_of_counts"]) == event
+    assert statement.claims[1].event == event
 
 
 TEXTS, LABELS = [[0, 0, 3], [1], [3]] * 20, [0, 1, 1] * 20

@@ -5,10 +5,10 @@ import torch
 
 import fastdp
 from fastdp import NoiseStream
+from fastdp.accounting import Card
 from fastdp.methods.selective import (
     PrivacyPolicy,
     RuleDetector,
-    SelectiveCard,
     SelectivePerturbation,
     Span,
     measure_detector,
@@ -219,7 +219,7 @@ def test_card(model, tmp_path):
     assert "three sentences" in text
     assert "missed" in text
     json_path, markdown_path = card.save(tmp_path / "card")
-    assert SelectiveCard.load(json_path) == card
+    assert Card.load(json_path) == card
     assert markdown_path.read_text() == text
 
 

@@ -1,0 +1,353 @@
+"""What a run claims: a guarantee of one of three kinds, with what it takes to work the figure out again.
+
+A central run claims an epsilon of its event (`Gaussian`). A perturbation at the source claims a bound for each of its units, such
+as a token: epsilon (`Pure`), or epsilon for each unit of distance (`Metric`); bounds of several units and releases add up.
+`Elsewhere` names a promise that another card certifies. Each writes itself as fields of a card, reads itself back, and says
+whether the figures that a card states follow from what it holds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, ClassVar, Protocol
+
+from fastdp.accounting.accountants import check_adjacency, epsilon
+from fastdp.accounting.event_types import DpEvent
+from fastdp.accounting.events import as_count, flatten
+from fastdp.accounting.pld import Adjacency
+from fastdp.accounting.serialisation import canonical, deserialise, serialise
+
+#: What stands in JSON for an infinite epsilon.
+INFINITE = "inf"
+#: Relative room for the rounding of another machine's Fourier transform.
+ROOM = 1e-6
+
+
+class DoesNotFollow(ValueError):
+    """A figure on a card that its own fields do not bear out; carries what was claimed and recomputed, as far as known."""
+
+    def __init__(self, reason: str, claimed: float | None = None, recomputed: float | None = None):
+        super().__init__(reason)
+        self.claimed, self.recomputed = claimed, recomputed
+
+
+@dataclass(frozen=True)
+class Followed:
+    """A figure that follows: what was claimed, what was recomputed (None where there is no figure), and a sentence."""
+
+    claimed: float | None
+    recomputed: float | None
+    reason: str
+
+
+class Claim(Protocol):
+    """What the kinds have in common."""
+
+    @property
+    def kind(self) -> str:
+        """Its name on a card."""
+        ...
+
+    @property
+    def guarantee(self) -> str:
+        """What it is called, on a card whose claim is not void."""
+        ...
+
+    def flaws(self) -> list[str]:
+        """Why it guarantees nothing, as far as that follows from itself."""
+        ...
+
+    def to_json(self, cross_check: bool = True) -> dict[str, Any]:
+        """Its fields on a card."""
+        ...
+
+    def headline(self, fields: Mapping[str, Any]) -> tuple[str, str]:
+        """The bound and what it holds for, in words, of the figures in its fields."""
+        ...
+
+    def check(self, fields: Mapping[str, Any]) -> Followed:
+        """Work the figures in its fields out again. Raises `DoesNotFollow` where they claim too little."""
+        ...
+
+
+@dataclass(frozen=True)
+class Gaussian:
+    """Differential privacy of a composition of Gaussian releases.
+
+    Args:
+        unit: what is protected: an example, a user, a client.
+        adjacency: what neighbouring data sets are.
+        event: what was released.
+        delta: None states no epsilon, and so no guarantee.
+        target: epsilon that was planned.
+    """
+
+    unit: str
+    adjacency: Adjacency
+    event: DpEvent
+    delta: float | None
+    target: float | None = None
+    kind: ClassVar[str] = "gaussian"
+    guarantee: ClassVar[str] = "differential privacy"
+
+    def __post_init__(self) -> None:
+        check_adjacency(self.adjacency)
+
+    def flaws(self) -> list[str]:
+        if not flatten(self.event).private:
+            return ["something was released without noise (noise multiplier 0)"]
+        return ["no delta was given, so no epsilon is stated"] if self.delta is None else []
+
+    def to_json(self, cross_check: bool = True) -> dict[str, Any]:
+        bound = None if self.delta is None else epsilon(self.event, self.delta, adjacency=self.adjacency)
+        checked = cross_check and self.delta is not None and not self.flaws()
+        return {
+            "kind": self.kind,
+            "unit": self.unit,
+            "adjacency": self.adjacency,
+            "epsilon": {
+                "upper_bound": None if bound is None else _finite(bound),
+                "delta": self.delta,
+                "accountant": "pld",
+                "grid": None if bound is None else bound.interval,
+                "target": None if self.target is None else _finite(self.target),
+                "cross_checks": _cross_checks(self.event, self.delta, self.adjacency) if checked else {},
+            },
+            "event": serialise(self.event),
+        }
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> Gaussian:
+        """The claim in a card's fields. Raises ValueError for fields that cannot be read."""
+        stated = fields["epsilon"]
+        target = stated.get("target")
+        event = deserialise(fields["event"])
+        adjacency: Any = fields["adjacency"]
+        return cls(
+            str(fields["unit"]), adjacency, event, stated.get("delta"), math.inf if target == INFINITE else target
+        )
+
+    def headline(self, fields: Mapping[str, Any]) -> tuple[str, str]:
+        stated = fields["epsilon"]
+        return (
+            f"epsilon <= {rounded_up(stated['upper_bound'])} at delta = {stated['delta']:g}",
+            f", for each {fields['unit']} ({fields['adjacency'].replace('_', '/')} adjacency).",
+        )
+
+    def check(self, fields: Mapping[str, Any]) -> Followed:
+        claimed = _claimed(fields["epsilon"])
+        try:
+            found = None if self.delta is None else float(epsilon(self.event, self.delta, adjacency=self.adjacency))
+        except (ValueError, TypeError, OverflowError) as error:
+            raise DoesNotFollow(str(error), claimed) from None
+        if self.flaws() or claimed is None or found is None:
+            reason = "the card claims a guarantee but states no epsilon"
+            raise DoesNotFollow("; ".join(self.flaws()) if found is not None else reason, claimed, found)
+        if claimed < found * (1 - ROOM):
+            reason = f"the card claims epsilon {claimed:.6g} but its event costs {found:.6g} at delta {self.delta:g}"
+            raise DoesNotFollow(reason, claimed, found)
+        reason = f"the claimed epsilon {claimed:.6g} covers the recomputed {found:.6g} at delta {self.delta:g}"
+        return Followed(claimed, found, reason)
+
+
+@dataclass(frozen=True)
+class Pure:
+    """Epsilon of each unit of a text, without a delta.
+
+    Args:
+        unit: what is protected: one private token, a text.
+        nats: epsilon of one unit in one release.
+        units: most units in one text, whose bounds add up; None where that is not known.
+        releases: of each text, whose bounds add up.
+    """
+
+    unit: str
+    nats: float
+    units: int | None = None
+    releases: int = 1
+    kind: ClassVar[str] = "pure"
+    words: ClassVar[str] = "epsilon-local differential privacy"
+
+    def __post_init__(self) -> None:
+        if isinstance(self.nats, bool) or not (isinstance(self.nats, (int, float)) and 0 < self.nats < math.inf):
+            raise ValueError(f"the bound of one unit is {self.nats!r}: it must be a positive number")
+        if as_count(self.releases, "releases") < 1:
+            raise ValueError(f"releases is {self.releases}: it must be at least 1")
+        if self.units is not None:
+            as_count(self.units, "units of a text")
+
+    @property
+    def guarantee(self) -> str:
+        return f"{self.words} of {self.unit}"
+
+    @property
+    def of_a_text(self) -> float | None:
+        """Bound of all units of one text in all its releases; None where their number is not known."""
+        return None if self.units is None else self.nats * self.units * self.releases
+
+    @property
+    def bound(self) -> str:
+        """The bound of one unit in all releases of its text, rounded up."""
+        return f"epsilon {_six(self.nats * self.releases)}"
+
+    def flaws(self) -> list[str]:
+        return []
+
+    def to_json(self, cross_check: bool = True) -> dict[str, Any]:
+        budget = {"of_a_unit": self.nats, "units": self.units, "releases": self.releases, "of_a_text": self.of_a_text}
+        return {"kind": self.kind, "unit": self.unit, "budget": budget, "bound": self.bound}
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> Pure:
+        """The claim in a card's fields. Raises ValueError for fields that cannot be read."""
+        budget = fields["budget"]
+        return cls(str(fields["unit"]), budget["of_a_unit"], budget["units"], budget["releases"])
+
+    def headline(self, fields: Mapping[str, Any]) -> tuple[str, str]:
+        total = fields["budget"]["of_a_text"]
+        added = "" if total is None else f" All units of one text together: {_six(total)}."
+        return fields["bound"], f" for {fields['unit']} ({self.words}).{added}"
+
+    def check(self, fields: Mapping[str, Any]) -> Followed:
+        stated = fields["budget"]["of_a_text"]
+        one, total = self.nats * self.releases, self.of_a_text
+        if fields["bound"] != self.bound:
+            raise DoesNotFollow(
+                f"the card's bound is {fields['bound']!r}, but its figures give {self.bound!r}", None, one
+            )
+        if total is not None and (not isinstance(stated, (int, float)) or stated < total * (1 - ROOM)):
+            raise DoesNotFollow(
+                f"the card states {stated!r} for a text, but its units add up to {total:.6g}", stated, total
+            )
+        reason = f"the bound, {self.bound}, follows from the card's figures"
+        return Followed(one if stated is None else stated, one if total is None else total, reason)
+
+
+@dataclass(frozen=True)
+class Metric(Pure):
+    """As `Pure`, for each unit of distance (d_chi privacy): near values are hard to tell apart, far ones need not be.
+
+    Args:
+        distance: between what, in words.
+    """
+
+    distance: str = "distance"
+    kind: ClassVar[str] = "metric"
+    words: ClassVar[str] = "metric differential privacy (d_chi)"
+
+    @property
+    def bound(self) -> str:
+        return f"exp({_six(self.nats * self.releases)} * {self.distance})"
+
+    def to_json(self, cross_check: bool = True) -> dict[str, Any]:
+        return {**super().to_json(), "distance": self.distance}
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> Metric:
+        budget = fields["budget"]
+        return cls(
+            str(fields["unit"]), budget["of_a_unit"], budget["units"], budget["releases"], str(fields["distance"])
+        )
+
+
+@dataclass(frozen=True)
+class Elsewhere:
+    """A promise that another card certifies.
+
+    Args:
+        unit: what is protected.
+        promise: in words.
+        card: which card certifies it.
+    """
+
+    unit: str
+    promise: str
+    card: str
+    kind: ClassVar[str] = "elsewhere"
+
+    @property
+    def guarantee(self) -> str:
+        return f"certified by {self.card}"
+
+    def flaws(self) -> list[str]:
+        return []
+
+    def to_json(self, cross_check: bool = True) -> dict[str, Any]:
+        return {"kind": self.kind, "unit": self.unit, "promise": self.promise, "certified_by": self.card}
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> Elsewhere:
+        """The claim in a card's fields."""
+        return cls(str(fields["unit"]), str(fields["promise"]), str(fields["certified_by"]))
+
+    def headline(self, fields: Mapping[str, Any]) -> tuple[str, str]:
+        return fields["promise"], f" ({fields['certified_by']} certifies it)."
+
+    def check(self, fields: Mapping[str, Any]) -> Followed:
+        return Followed(None, None, f"{self.card} certifies: {self.promise}")
+
+
+KINDS: dict[str, type[Gaussian] | type[Pure] | type[Metric] | type[Elsewhere]] = {
+    kind.kind: kind for kind in (Gaussian, Pure, Metric, Elsewhere)
+}
+
+
+def read_claim(fields: Mapping[str, Any]) -> Claim:
+    """The claim in a card's fields. Raises ValueError, in one sentence, for fields that hold none."""
+    kind = fields.get("kind", Gaussian.kind)
+    if kind not in KINDS:
+        raise ValueError(f"{kind!r} is not a kind of claim this package knows: {', '.join(KINDS)}")
+    try:
+        return KINDS[kind].from_json(fields)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"the card is malformed: its {kind} claim cannot be read ({error})") from None
+
+
+def _claimed(stated: Mapping[str, Any]) -> float | None:
+    value = stated.get("upper_bound")
+    if value is None:
+        return None
+    if value == INFINITE:
+        return math.inf
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= 0:
+        raise ValueError("the card is malformed: its epsilon is not a number")
+    return float(value)
+
+
+def _finite(value: float) -> float | str:
+    return float(value) if math.isfinite(value) else INFINITE
+
+
+def _cross_checks(event: DpEvent, delta: float | None, adjacency: Adjacency) -> dict[str, Any]:
+    assert delta is not None
+    return dict(_cached_checks(canonical(serialise(event)), delta, adjacency))
+
+
+@lru_cache(maxsize=32)
+def _cached_checks(event: str, delta: float, adjacency: Adjacency) -> tuple[tuple[str, Any], ...]:
+    checks: list[tuple[str, Any]] = []
+    for name, accountant in (("prv_upper_bound", "prv"), ("rdp", "rdp")):
+        try:
+            found: Any = _finite(epsilon(deserialise(event), delta, accountant, adjacency))  # type: ignore[arg-type]
+        except ValueError as error:
+            found = str(error)
+        checks.append((name, found))
+    return tuple(checks)
+
+
+def rounded_up(value: float | str | None) -> str:
+    """A bound for a reader: never below what it was."""
+    if value is None:
+        return "not stated"
+    if isinstance(value, str):
+        return "infinite" if value == INFINITE else value
+    return f"{math.ceil(value * 1e4) / 1e4:g}" if value < 100 else f"{math.ceil(value)}"
+
+
+def _six(value: float) -> str:
+    """Six digits, rounded up."""
+    shown = f"{value:.6g}"
+    return shown if float(shown) >= value * (1 - 1e-12) else f"{value * (1 + 5e-6):.6g}"

@@ -1,0 +1,383 @@
+"""Every kind of claim: what it costs, what a card says of it, and that whoever alters what matters is found."""
+
+import copy
+import json
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+
+from fastdp import accounting
+from fastdp.accounting import Card, Elsewhere, Gaussian, Ledger, Metric, Pure, noise_source, verify
+from fastdp.accounting.card import digest
+from fastdp.accounting.weights import digests, digests_of
+
+SECRET = noise_source(reproducible=False)
+CLAIMS = {
+    "gaussian": Gaussian("text", "add_remove", accounting.gaussian(2.0), 1e-5),
+    "pure": Pure("each private token", 2.0, units=7, releases=2),
+    "metric": Metric("one token", 16.0, releases=3, distance="distance of the tokens' rows"),
+    "elsewhere": Elsewhere("client", "each client as a whole", "card.json"),
+}
+
+
+def card(*claims, **options):
+    first, *also = claims
+    return Card.of(first, also=also, mechanism="a mechanism", noise_source=SECRET, cross_check=False, **options)
+
+
+def resealed(body):
+    """The card of someone who alters it and knows how to renew its digest."""
+    return {**body, "digest": digest(body)}
+
+
+@pytest.mark.parametrize("name", CLAIMS)
+def test_a_claim_of_any_kind_is_written_read_shown_and_verified(name, tmp_path):
+    claim = CLAIMS[name]
+    made = card(claim)
+    path, shown = made.save(tmp_path / "card")
+    assert Card.load(path).claims == [claim]
+    result = verify(path)
+    assert result.holds, result.reason
+    assert result.guarantee
+    assert f"**{claim.headline(made)[0]}**" in shown.read_text()
+    assert any("no signature" in entry for entry in result.unchecked)
+
+
+def test_claims_add_up_on_one_card():
+    made = card(CLAIMS["metric"], CLAIMS["gaussian"])
+    assert made.claims == [CLAIMS["metric"], CLAIMS["gaussian"]]
+    assert made.event == accounting.gaussian(2.0)
+    result = verify(made)
+    assert result.holds
+    assert "exp(48 *" in result.reason
+    assert "covers the recomputed" in result.reason
+    assert "**exp(48 *" in made.to_markdown()
+    assert "**epsilon <=" in made.to_markdown()
+
+
+@given(
+    st.floats(1e-6, 1e6),
+    st.one_of(st.none(), st.integers(0, 10_000)),
+    st.integers(1, 1000),
+    st.sampled_from([Pure, Metric]),
+)
+def test_bounds_of_units_and_releases_add_up_and_are_never_shown_too_small(nats, units, releases, kind):
+    claim = kind("unit", nats, units, releases)
+    made = card(claim)
+    found = verify(made)
+    assert found.holds
+    if units is not None:
+        assert found.recomputed == pytest.approx(units * releases * nats)
+    shown = float(made["bound"].removeprefix("exp(").removeprefix("epsilon ").split(" ")[0])
+    assert nats * releases * (1 - 1e-11) <= shown <= nats * releases * (1 + 2e-5)
+
+
+@given(st.sampled_from(["of_a_unit", "units", "releases", "of_a_text"]), st.floats(0.01, 0.99), st.booleans())
+def test_a_bound_that_does_not_follow_is_found_whoever_renews_the_digest(field, share, metric):
+    claim = (Metric if metric else Pure)("unit", 2.0, 70, 50)
+    body = copy.deepcopy(dict(card(claim)))
+    value = body["budget"][field]
+    body["budget"][field] = value * share if isinstance(value, float) else max(int(value * share), 1)
+    assert not verify(body)
+    changed = verify(resealed(body))
+    # Fewer units or releases with the same totals claim no less than they cost; the words still give them away.
+    if field in ("of_a_unit", "releases"):
+        assert not changed
+    if field == "of_a_text":
+        assert not changed
+        assert "add up to" in changed.reason
+
+
+@pytest.mark.parametrize(
+    ("changed", "match"),
+    [
+        ({"bound": "exp(1 * distance)"}, "its figures give"),
+        ({"guarantee": "differential privacy"}, "names its guarantee"),
+        ({"kind": "pure"}, "names its guarantee"),
+        ({"kind": "none"}, "holds no claim"),
+        ({"kind": "laplace"}, "not a kind of claim"),
+        ({"budget": {}}, "cannot be read"),
+        ({"budget": {"of_a_unit": -1.0, "units": None, "releases": 1, "of_a_text": None}}, "must be a positive number"),
+        ({"budget": {"of_a_unit": True, "units": None, "releases": 1, "of_a_text": None}}, "must be a positive number"),
+        ({"budget": {"of_a_unit": 16.0, "units": None, "releases": 0, "of_a_text": None}}, "at least 1"),
+        ({"also": 3}, "no list of claims"),
+        ({"also": [3]}, "no list of claims"),
+        ({"also": [{"kind": "gaussian"}]}, "cannot be read"),
+        ({"noise_source": {"key": "unsafe_reproducible"}}, "reproducible key"),
+        ({"why_no_guarantee": ["so"]}, "reasons why there is none"),
+    ],
+)
+def test_malformed_claims_are_refused_in_a_sentence(changed, match):
+    result = verify(resealed({**card(CLAIMS["metric"]), **changed}))
+    assert not result
+    assert match in result.reason
+    assert "\n" not in result.reason
+
+
+def test_a_claim_beside_the_first_is_worked_out_too():
+    body = copy.deepcopy(dict(card(CLAIMS["metric"], CLAIMS["gaussian"])))
+    body["also"][0]["epsilon"]["upper_bound"] /= 2
+    result = verify(resealed(body))
+    assert not result
+    assert "its event costs" in result.reason
+
+
+@pytest.mark.parametrize("delta", [0.5, 0.99])
+def test_a_delta_of_whole_units_never_holds(delta):
+    result = verify(card(Gaussian("text", "add_remove", accounting.gaussian(2.0), delta)))
+    assert not result
+    assert "not below 1/N" in result.reason
+    small = verify(card(CLAIMS["gaussian"]))
+    assert any("the card does not state" in entry for entry in small.unchecked)
+
+
+def test_a_card_without_a_claim_says_why():
+    with pytest.raises(ValueError, match="must say why"):
+        Card.of(None, mechanism="m", noise_source=SECRET)
+    made = Card.of(None, mechanism="m", noise_source=SECRET, flaws=["texts leave as they are"])
+    result = verify(made)
+    assert result.holds
+    assert not result.guarantee
+    assert "texts leave as they are" in result.reason
+    with pytest.raises(ValueError, match="rests on no event"):
+        _ = made.event
+
+
+def test_a_fact_takes_no_claims_place():
+    for name in ("budget", "digest", "guarantee"):
+        with pytest.raises(ValueError, match="another name"):
+            card(CLAIMS["pure"], facts={name: 1})
+        with pytest.raises(ValueError, match="another name"):
+            card(CLAIMS["pure"]).with_facts(**{name: 1})
+    made = card(CLAIMS["pure"], facts={"texts": 3}).with_facts(texts=4, columns=["label"])
+    assert verify(made)
+    assert (made["texts"], made["columns"]) == (4, ["label"])
+
+
+@pytest.mark.parametrize("at", ["top", "within"])
+def test_a_key_that_stands_twice_is_refused(at):
+    text = card(CLAIMS["pure"]).to_json()
+    assert verify(text)
+    name, value = ("unit", '"each private token"') if at == "top" else ("units", "7")
+    doubled = text.replace(f'"{name}": {value}', f'"{name}": {value}, "{name}": {value}')
+    assert json.loads(doubled) == json.loads(text)
+    result = verify(doubled)
+    assert not result
+    assert f"'{name}' stands in it twice" in result.reason
+
+
+def test_what_is_no_number_is_refused():
+    text = card(CLAIMS["gaussian"]).to_json().replace('"delta": 1e-05', '"delta": NaN')
+    assert "NaN" in verify(text).reason
+
+
+# Weights and ledgers
+
+
+def tensors():
+    return {
+        "a": torch.arange(6.0).reshape(2, 3),
+        "b": torch.randn(4, dtype=torch.bfloat16),
+        "c": torch.randn(3, 3).t(),
+        "d": torch.tensor(1.5),
+        "e": torch.empty(0, 2, dtype=torch.int8),
+    }
+
+
+def test_digests_are_of_content_and_form_whatever_the_name(tmp_path):
+    given = tensors()
+    save_file({f"renamed.{name}": t.contiguous() for name, t in given.items()}, tmp_path / "w.safetensors")
+    assert digests_of(tmp_path) == set(digests(given.values()))
+    assert digests_of(tmp_path / "w.safetensors") == digests_of(tmp_path)
+    for name, other in (
+        ("a", given["a"].reshape(3, 2)),
+        ("a", given["a"].double()),
+        ("d", given["d"] + 1),
+        ("a", given["a"].clone().fill_(math.nan)),
+    ):
+        assert not set(digests([other])) & digests_of(tmp_path), name
+
+
+def test_weights_that_the_card_does_not_speak_of_are_found(tmp_path):
+    given = tensors()
+    made = card(CLAIMS["gaussian"], weights=given.values(), facts={"model": {}})
+    assert any("which weights it speaks of" in entry for entry in verify(made).unchecked)
+    save_file({name: t.contiguous() for name, t in given.items()}, tmp_path / "w.safetensors")
+    result = verify(made, weights=tmp_path)
+    assert result.holds
+    assert not any("which weights" in entry for entry in result.unchecked)
+    given["a"] = given["a"] + 1e-6
+    save_file({name: t.contiguous() for name, t in given.items()}, tmp_path / "w.safetensors")
+    result = verify(made, weights=tmp_path)
+    assert not result
+    assert "1 of the 5 tensors" in result.reason
+    assert "no digest of weights" in verify(card(CLAIMS["gaussian"]), weights=tmp_path).reason
+    (tmp_path / "w.safetensors").write_bytes(b"\xff" * 20)
+    assert "no safetensors file" in verify(made, weights=tmp_path).reason
+    (tmp_path / "w.safetensors").unlink()
+    assert "holds no .safetensors" in verify(made, weights=tmp_path).reason
+    with pytest.raises(FileNotFoundError):
+        verify(made, weights=tmp_path / "absent")
+
+
+RUN = {"unit": "example", "adjacency": "add_remove", "sampling": "poisson", "sample_rate": 0.02, "dataset_size": 5000}
+HEADER = {**RUN, "noise_multiplier": 1.0, "mechanism": {"name": "DPSGD"}, "fingerprint": "f"}
+
+
+def run_card(ledger, **changed):
+    return Card.build(
+        **{
+            **RUN,
+            "mechanism": {"name": "DPSGD"},
+            "noise_multiplier": 1.0,
+            "event": ledger.event(),
+            "delta": 1e-5,
+            "planned_steps": ledger.budget_steps,
+            "spent_steps": ledger.spent_steps,
+            "noise_source": SECRET,
+            "model": {"name": "gpt2", "fingerprint": "f"},
+            "run_id": ledger.run_id,
+            "ledger_head": ledger.head,
+            "cross_check": False,
+            **changed,
+        }
+    )
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run of eight steps, its card, and its ledger as it was left."""
+    path = tmp_path / "ledger.jsonl"
+    ledger = Ledger.create(path, HEADER, event=accounting.dpsgd_model(1.0, 0.02), budget_steps=20, block=3)
+    for _ in range(8):
+        ledger.record()
+    made = run_card(ledger)
+    ledger.close()
+    return made, path
+
+
+def test_a_run_and_its_ledger_agree(run):
+    made, path = run
+    result = verify(made, ledger=path)
+    assert result.holds, result.reason
+    assert not any("against the run's ledger" in entry for entry in result.unchecked)
+    assert any("against the run's ledger" in entry for entry in verify(made).unchecked)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "match"),
+    [
+        ("unit", "user", "states unit 'user'"),
+        ("dataset_size", 50_000, "states dataset_size 50000"),
+        ("adjacency", "replace_one", "states adjacency"),
+        ("sampling", "shuffled", "holds fewer"),
+        ("mechanism", {"name": "Rap-FT"}, "another mechanism"),
+        ("model", {"name": "gpt2", "fingerprint": "other"}, "another model"),
+        ("run_id", "another", "another run"),
+        ("ledger_head", "0" * 64, "cut back or replaced"),
+    ],
+)
+def test_a_field_rewritten_with_a_new_digest_is_found_by_the_ledger(run, field, value, match):
+    made, path = run
+    assert not verify({**made, field: value})
+    body = {**made, field: value}
+    if field == "adjacency":
+        body["epsilon"] = {**made["epsilon"], "upper_bound": 100.0}
+    result = verify(resealed(body), ledger=path)
+    assert not result
+    assert match in result.reason
+
+
+def test_a_ledger_that_counts_more_than_the_card_is_found(run):
+    made, path = run
+    with Ledger.open(path) as ledger:
+        ledger.record()
+    result = verify(made, ledger=path)
+    assert not result
+    assert "counts releases that the card's event does not hold" in result.reason
+    # One that was not closed counts what it had reserved: that is said, and proves nothing against the card.
+    ledger = Ledger.open(path)
+    ledger.record()
+    made = run_card(ledger)
+    ledger._journal.close()
+    result = verify(made, ledger=path)
+    assert result.holds
+    assert any("it was not closed" in entry for entry in result.unchecked)
+
+
+def test_a_ledger_cut_back_behind_the_card_is_found(run):
+    made, path = run
+    lines = path.read_bytes().splitlines(keepends=True)
+    head = next(n for n, line in enumerate(lines) if json.loads(line)["digest"] == made["ledger_head"])
+    path.write_bytes(b"".join(lines[:head]))
+    assert "cut back or replaced" in verify(made, ledger=path).reason
+    path.write_bytes(b"{}\n")
+    assert not verify(made, ledger=path)
+
+
+# Earlier forms
+
+STATEMENT = {
+    "format": "fastdp.statement",
+    "mechanism": {"name": "laplace", "cti": None},
+    "eta": 8.0,
+    "guarantee": "metric differential privacy (d_chi)",
+    "why_no_guarantee": [],
+    "unit": "one token, with the other tokens of its text given",
+    "bound": "exp(8 * distance of the tokens' rows)",
+}
+SELECTIVE = {
+    "format": "fastdp.selective-card",
+    "version": 1,
+    "guarantee": "epsilon-local differential privacy of each private token, among all tokens of the vocabulary",
+    "why_no_guarantee": [],
+    "settings": {"mechanism": "local", "epsilon": 2.0, "budget": "token"},
+    "budget": {"unit": "epsilon", "largest_of_a_text": 14.0, "mean_of_a_text": 3.0, "releases": 1},
+}
+FEDERATED = {
+    "format": "fastdp.federated-run-card",
+    "version": 1,
+    "promises": ["Against everyone but the server: each client as a whole"],
+    "no_guarantee": ["clients train on their texts as they are"],
+    "settings": {"rounds": 3},
+}
+
+
+@pytest.mark.parametrize(
+    ("old", "claimed"), [(STATEMENT, 8.0), (resealed(SELECTIVE), 14.0), (resealed(FEDERATED), None)]
+)
+def test_cards_of_earlier_forms_are_verified_as_far_as_they_say_enough(old, claimed):
+    result = verify(old)
+    assert result.holds, result.reason
+    assert result.guarantee
+    assert result.recomputed == claimed
+    assert any("no digest" in entry for entry in result.unchecked) == ("digest" not in old)
+    if "digest" in old:
+        assert "altered" in verify({**old, "settings": {**old["settings"], "rounds": 9}}).reason
+    assert not verify({key: value for key, value in old.items() if key in ("format", "digest")})
+
+
+def test_earlier_statements_with_counts_and_without_a_guarantee():
+    event = accounting.gaussian(2.0)
+    counts = {
+        "event_of_counts": accounting.serialise(event),
+        "epsilon_of_counts": {"epsilon": 2.0, "delta": 1e-5, "unit": "one text"},
+    }
+    assert "covers the recomputed" in verify({**STATEMENT, **counts}).reason
+    void = {**STATEMENT, "guarantee": "none", "why_no_guarantee": ["the counts are private"]}
+    assert verify(void).holds
+    assert not verify(void).guarantee
+
+
+def test_a_card_of_the_first_version_holds(run):
+    made, _ = run
+    first = {
+        key: value for key, value in made.items() if key not in ("kind", "also", "remaining", "weights", "ledger_head")
+    }
+    result = verify(resealed({**first, "version": 1}))
+    assert result.holds, result.reason
+    assert not verify(resealed({**first, "version": 1, "model": None}))
