@@ -101,7 +101,7 @@ def make_certificates(
     clients = list(clients)
     for name in clients:
         if NAME.fullmatch(name) is None or name in (AUTHORITY, server):
-            raise ValueError(f"{name!r} cannot name a client: use {NAME_IN_WORDS}")
+            raise ValueError(f"{name!r} cannot name a customer: use {NAME_IN_WORDS}")
     authority = folder / AUTHORITY
     made = []
     if not (authority / KEY).exists():

@@ -48,6 +48,6 @@ def test_certificates_that_are_turned_down(tmp_path):
     with pytest.raises(ValueError, match="has no certificates"):
         Credentials.load(tmp_path / "none")
     for name in ("vendor", "authority", "../up", "", "a b", ".", "x" * 65):
-        with pytest.raises(ValueError, match="cannot name a client"):
+        with pytest.raises(ValueError, match="cannot name a customer"):
             make_certificates(tmp_path / "three", [name])
     assert not (tmp_path / "three").exists()

@@ -42,6 +42,7 @@ def run_card(config: FederatedConfig, rows: Sequence[Mapping[str, Any]], clients
         # What one claim does not cover does not void another: it is open.
         flaws=() if claims else flaws,
         unprotected=[*(flaws if claims else ()), *_unprotected(config)],
+        notes=["how many updates came is not stated: who was sampled is secret"] if config.central else [],
         facts={
             "clients": clients,
             "rounds": len(rows),
