@@ -29,7 +29,6 @@ FOREIGN = {
 #: What is still to be mended; nothing may be added.
 CIRCLES = [
     {"fastdp.engine.engine", "fastdp.engine.selfcheck"},
-    {"fastdp.methods.ewft.callback", "fastdp.methods.ewft.method"},
 ]
 READS = {
     "fastdp.methods.frost.accumulate": {"_drop", "_entry", "_square"},

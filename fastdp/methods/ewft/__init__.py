@@ -3,7 +3,6 @@
 from fastdp.methods.ewft.autoencoder import StackedAutoencoder as StackedAutoencoder
 from fastdp.methods.ewft.autoencoder import TrainedPrivately as TrainedPrivately
 from fastdp.methods.ewft.autoencoder import train_autoencoder as train_autoencoder
-from fastdp.methods.ewft.method import EWFT as EWFT
 from fastdp.methods.ewft.noise import NoiseSchedule as NoiseSchedule
 from fastdp.methods.ewft.noise import dp_forward as dp_forward
 from fastdp.methods.ewft.noise import epoch_weighted as epoch_weighted
@@ -14,3 +13,5 @@ from fastdp.methods.ewft.noise import release_once as release_once
 from fastdp.methods.ewft.noise import shaped as shaped
 from fastdp.methods.ewft.noise import uniform as uniform
 from fastdp.methods.ewft.rehearsal import rehearse as rehearse
+from fastdp.methods.ewft.releases import EWFT as EWFT
+from fastdp.methods.ewft.settings import EWFTSettings as EWFTSettings

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from fastdp.methods.ewft.autoencoder import StackedAutoencoder
-from fastdp.methods.ewft.method import EWFT
 from fastdp.methods.ewft.noise import NoiseSchedule
+from fastdp.methods.ewft.releases import EWFT
 
 
 def rehearse(

@@ -7,11 +7,11 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from fastdp.methods.ewft.method import EWFT
+from fastdp.methods.ewft.releases import EWFT
 
 
 class EpochCallback(TrainerCallback):
-    """Tells an `EWFT` which epoch begins."""
+    """Tells an `EWFT` which epoch begins; Trainer needs ``remove_unused_columns=False`` besides, for ``example_ids``."""
 
     def __init__(self, ewft: EWFT):
         self.ewft = ewft

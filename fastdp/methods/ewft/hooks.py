@@ -1,0 +1,178 @@
+"""EW-FT's hold on a model: hooks that take what they need from its inputs, and put released codes in a layer's place."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from fastdp.methods.blocks import Blocks, find_blocks
+from fastdp.methods.ewft.mask import argument, hide_padding
+from fastdp.methods.ewft.settings import EWFTSettings
+
+
+class Releasing(Protocol):
+    """What makes the releases."""
+
+    def release(self, hidden: Tensor, mask: Tensor | None, ids: Tensor | None) -> Tensor:
+        """Noisy codes [B, T, k] of hidden states [B, T, d] of the records ``ids``; ``mask`` [B, T] is 0 at padding."""
+
+    def decode(self, code: Tensor) -> Tensor:
+        """The hidden state that what follows goes on with, [B, T, d]."""
+
+
+class _Reached(Exception):
+    """Ends a forward pass at the perturbed layer; carries the hidden state there, or its noisy code."""
+
+    def __init__(self, hidden: Tensor):
+        self.hidden = hidden
+
+
+class PerturbedLayer:
+    """Perturbs the hidden state after a layer of a model, in every forward pass, until `remove`.
+
+    Args:
+        model: of the BERT, RoBERTa, GPT-2 or Llama family, with any head; PEFT wrappers may be around it.
+        releases: asked for every hidden state.
+
+    Attributes:
+        blocks: the parts of the model.
+        frozen_parameters: what precedes the layer, by name, whose gradients were turned off.
+        token_labels: whether a batch in training had labels for every token.
+
+    Raises ValueError for a layer that does not exist, lengths that cannot be hidden, and a model that is perturbed already.
+    """
+
+    def __init__(self, model: nn.Module, settings: EWFTSettings, releases: Releasing):
+        self.settings, self._releases = settings, releases
+        self.blocks: Blocks = find_blocks(model)
+        self._check_alone()
+        after, module = self.blocks.place(settings.layer)
+        window = getattr(self.blocks.base.config, "sliding_window", None)
+        if settings.lengths == "hidden" and window is not None and after < len(self.blocks.blocks):
+            raise ValueError(
+                "this model attends within a sliding window, whose mask cannot hide lengths: pass lengths='public'"
+            )
+        self.frozen_parameters: list[str] = []
+        self.token_labels = False
+        self._ids: Tensor | None = None
+        self._mask: Tensor | None = None
+        self._tap: str | None = None
+        self._hooks: list[Any] = []
+        self._places = (model, module, self.blocks.blocks[after:])
+
+    def attach(self) -> None:
+        """Freeze what precedes the layer, unless it is to be trained, and put the hooks in."""
+        if self.settings.bottom == "frozen":
+            self._freeze_bottom()
+        model, module, later = self._places
+        # PEFT calls the forward of the model inside it, past that model's hooks: the outermost is what a user calls.
+        self._hooks = [
+            model.register_forward_pre_hook(self._take_inputs, with_kwargs=True),
+            self.blocks.base.register_forward_pre_hook(self._take_mask, with_kwargs=True),
+            module.register_forward_hook(self._perturb),
+        ]
+        if self.settings.lengths == "hidden":
+            self._hooks += [block.register_forward_pre_hook(self._hide_lengths, with_kwargs=True) for block in later]
+
+    def remove(self) -> None:
+        """Take the hooks out, so that the model computes as before. Frozen parameters stay so."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    @torch.no_grad()
+    def tapped(self, batch: Mapping[str, Any], tap: str) -> Tensor:
+        """The ``hidden`` state at the layer, without noise, or its noisy ``code``, of a batch of model inputs."""
+        base = self.blocks.base
+        training = base.training
+        base.eval()
+        self._tap = tap
+        try:
+            base(**{key: value for key, value in batch.items() if key not in ("labels", "example_ids")})
+        except _Reached as reached:
+            return reached.hidden
+        finally:
+            self._tap = None
+            base.train(training)
+        raise RuntimeError("the forward pass never came to the perturbed layer")
+
+    def _check_alone(self) -> None:
+        hooks = self.blocks.base._forward_pre_hooks.values()
+        if any(isinstance(getattr(hook, "__self__", None), PerturbedLayer) for hook in hooks):
+            raise ValueError("this model has an EWFT already, and both would perturb: call remove() on the first")
+
+    def _freeze_bottom(self) -> None:
+        below = {id(p) for module in self.blocks.before(self.settings.layer) for p in module.parameters()}
+        for name, parameter in self.blocks.model.named_parameters():
+            if id(parameter) in below:
+                parameter.requires_grad_(False)
+                self.frozen_parameters.append(name)
+
+    def _take_inputs(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._ids = self._checked_ids(kwargs.pop("example_ids", None))
+        labels = kwargs.get("labels")
+        self.token_labels |= module.training and isinstance(labels, Tensor) and labels.dim() > 1
+        return args, kwargs
+
+    def _take_mask(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if "example_ids" in kwargs:
+            self._ids = self._checked_ids(kwargs.pop("example_ids"))
+        mask = argument(module, args, kwargs)
+        self._mask = mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
+        if self._tap != "hidden":
+            self._check_last_token(argument(module, args, kwargs, "input_ids"))
+        return args, kwargs
+
+    def _check_last_token(self, ids: Tensor | None) -> None:
+        """Refuse a batch of a classifier that would read another than the last position, since that tells the length."""
+        if self.settings.lengths == "public" or not self.blocks.causal or not hasattr(self.blocks.model, "score"):
+            return
+        config: Any = self.blocks.model.config
+        masked = self._mask is not None and not bool(self._mask[:, -1].all())
+        # transformers looks for the last token that is not padding in the ids, whatever the mask says.
+        padded = ids is not None and config.pad_token_id is not None and bool((ids[:, -1] == config.pad_token_id).any())
+        if masked or padded:
+            raise ValueError(
+                "this classifier reads the last token that is not padding, whose place would give the length away: pad on "
+                "the left (tokenizer.padding_side = 'left') with a token that ends no text, or pass lengths='public'"
+            )
+
+    def _hide_lengths(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return hide_padding(module, args, kwargs, self.blocks.causal)
+
+    def _perturb(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        hidden = output[0] if isinstance(output, tuple) else output
+        self._check_hidden(hidden)
+        if self._tap == "hidden":
+            raise _Reached(hidden)
+        ids, self._ids = self._ids, None
+        released = self._releases.release(hidden, self._mask, ids)
+        if self._tap == "code":
+            raise _Reached(released)
+        decoded = self._releases.decode(released).to(hidden.dtype)
+        return (decoded, *output[1:]) if isinstance(output, tuple) else decoded
+
+    def _check_hidden(self, hidden: Tensor) -> None:
+        if hidden.dim() != 3 or hidden.shape[1] != self.settings.sequence_length:
+            raise ValueError(
+                f"a batch has {hidden.shape[1]} tokens a row, not {self.settings.sequence_length}: pad (and cut) every sequence "
+                "to sequence_length, as in tokenizer(..., padding='max_length', max_length=...), or its length gives it away"
+            )
+        if self._tap == "hidden":
+            return
+        # A recomputation would draw other noise than the forward pass did.
+        if torch._C._current_graph_task_id() != -1:
+            raise RuntimeError("the perturbed layer runs again in the backward pass: turn gradient checkpointing off")
+
+    def _checked_ids(self, ids: Any) -> Tensor | None:
+        if ids is None:
+            return None
+        ids = torch.as_tensor(ids).reshape(-1).to("cpu", torch.int64)
+        if ids.numel() and not (int(ids.min()) >= 0 and int(ids.max()) < self.settings.dataset_size):
+            raise ValueError(f"example_ids must lie between 0 and dataset_size - 1 = {self.settings.dataset_size - 1}")
+        if ids.unique().numel() != ids.numel():
+            raise ValueError("example_ids holds a record twice in one batch: each is released once")
+        return ids

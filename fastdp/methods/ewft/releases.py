@@ -1,0 +1,394 @@
+"""EW-FT and DP-Forward: what is released of a model's hidden state, the count of it, and its card."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import fastdp.accounting as accounting
+import fastdp.ops as ops
+from fastdp.accounting.event_types import DpEvent
+from fastdp.methods.ewft.autoencoder import StackedAutoencoder, TrainedPrivately, train_autoencoder
+from fastdp.methods.ewft.hooks import PerturbedLayer
+from fastdp.methods.ewft.settings import EWFTSettings, kind
+from fastdp.methods.public import described
+from fastdp.ops.stream import NoiseStream
+
+_TOKEN_LABELS = (
+    "labels were given for every token: where they are the text itself, training on them reveals what the noise hides"
+)
+_UNCHECKED = (
+    "each record was used at most once an epoch: nobody checked, since the run was allowed to go without example_ids"
+)
+_UNPROTECTED = (
+    "labels: the guarantee covers a sequence, not the label that comes with it",
+    "which sequence belongs to whom, and when it is used",
+)
+
+
+class _Records:
+    """Which records were released in an epoch, and the releases that are used again.
+
+    Attributes:
+        seen: bool [N].
+        codes: noisy codes [N, T, k], None until the first.
+    """
+
+    def __init__(self, settings: EWFTSettings):
+        self._size, self._unchecked = settings.dataset_size, settings.unchecked_records
+        self._rows = 0
+        self.seen = torch.zeros(self._size, dtype=torch.bool)
+        self.codes: Tensor | None = None
+
+    def count(self, rows: int, ids: Tensor | None, epoch: int) -> None:
+        """Refuse a batch that would release a record twice in an epoch: by id, or, where that was asked for, by number."""
+        if ids is not None:
+            if bool(self.seen[ids].any()):
+                raise RuntimeError(
+                    "a record comes a second time in this epoch: each is released once, so sample without replacement"
+                )
+            self.seen[ids] = True
+        elif not self._unchecked:
+            raise ValueError(
+                "training releases each record once an epoch, and must know which those of a batch are: pass example_ids [B]"
+                ", or unchecked_records=True if the loader surely uses each record once"
+            )
+        elif self._rows + rows > self._size:
+            raise RuntimeError(
+                f"more than dataset_size = {self._size} records in epoch {epoch}: a second release would not be covered; call "
+                "set_epoch at the start of each epoch"
+            )
+        self._rows += rows
+
+    def reused(self, code: Tensor, ids: Tensor | None, draw: Callable[[Tensor], Tensor]) -> Tensor:
+        """The release of each record, drawn when it first comes."""
+        if ids is None:
+            raise ValueError(
+                "a schedule that releases once needs to know its records: pass example_ids [B] with each batch"
+            )
+        if self.codes is None:
+            self.codes = torch.zeros(self._size, *code.shape[1:], dtype=code.dtype)
+        new = ~self.seen[ids]
+        if bool(new.any()):
+            self.codes[ids[new]] = draw(code[new.to(code.device)].detach()).to("cpu")
+            self.seen[ids[new]] = True
+        return self.codes[ids].to(code.device)
+
+
+class EWFT:
+    """Perturbs the hidden state after one layer of a model, in training and in inference, until `remove`.
+
+    At the layer, the hidden state h [B, T, d] becomes ``decode(clip(encode(h)) + noise)``: each example's whole padded
+    sequence is clipped to Frobenius norm C and gets i.i.d. Gaussian noise of std ``C * ratio`` (Zhang et al., Sci China Inf
+    Sci 69, 142106, section 5.3). What precedes belongs to the user, what follows sees the noisy codes alone.
+
+    The model's own forward pass runs, with hooks: its modules, parameters and state-dict keys do not change, so that it
+    saves and loads as ever. The autoencoder is not part of the model: pass `trained_parameters` to the optimizer to train
+    its decoder too, and keep `state_dict` beside the model. A saved model without its EWFT perturbs nothing.
+
+    Args:
+        model: of the BERT, RoBERTa, GPT-2 or Llama family, with any head; PEFT wrappers may be around it.
+        settings: of the perturbation; see `EWFTSettings` for each: ``layer``, ``noise``, ``sequence_length`` and
+            ``dataset_size`` are needed.
+        output_dir: where the ledger is kept; None keeps it in memory.
+        resume: go on with the ledger in ``output_dir``, with the same arguments.
+        unsafe_seed: noise that whoever knows the seed can repeat: for tests, and the card says so.
+
+    In training mode each forward pass releases the records of its batch. `set_epoch` says which noise applies, and
+    ``example_ids`` [B], ints from 0 to N - 1 among the model's inputs, which records they are (they are taken out before
+    the model sees them): a record that comes a second time in an epoch is refused. Outside of training mode every row is
+    a release of its own, at the noise of the last epoch, and is counted in ``inference_releases``.
+
+    Raises:
+        ValueError: for a layer that does not exist, an autoencoder of another width, values out of range, a model that has
+            an EWFT already, or a ledger in ``output_dir`` that is not to be resumed, or not by these arguments.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        output_dir: str | os.PathLike[str] | None = None,
+        resume: bool = False,
+        unsafe_seed: int | None = None,
+        **settings: Any,
+    ):
+        self.settings = EWFTSettings(**settings)
+        self._layer = PerturbedLayer(model, self.settings, self)
+        self.blocks, self.noise = self._layer.blocks, self.settings.noise
+        self.autoencoder = self._autoencoder()
+        self.ledger = self.settings.ledger(output_dir, resume)
+        self.stream = NoiseStream() if unsafe_seed is None else NoiseStream.unsafe_reproducible(unsafe_seed)
+        self.epoch: int | None = None
+        self.inference_releases = 0
+        self._records = _Records(self.settings)
+        self._sealed = False
+        if self.autoencoder is not None:
+            self.autoencoder.encoder.requires_grad_(self.settings.joint_autoencoder)
+        self._layer.attach()
+
+    def _autoencoder(self) -> StackedAutoencoder | None:
+        given = self.settings.autoencoder
+        if given is None:
+            return None
+        width = self.blocks.hidden_size
+        made = given if isinstance(given, StackedAutoencoder) else StackedAutoencoder(width, given)
+        if made.width != width:
+            raise ValueError(f"the autoencoder takes states of width {made.width}, but this model's are {width} wide")
+        return made.to(next(self.blocks.base.parameters()).device)
+
+    # Use
+
+    @property
+    def frozen_parameters(self) -> list[str]:
+        """What precedes the layer, by name, whose gradients were turned off."""
+        return self._layer.frozen_parameters
+
+    def set_epoch(self, epoch: int) -> None:
+        """The noise of this epoch, counted from 1, applies from now on. Call it before the epoch's first batch.
+
+        Entering an epoch is recorded as a release of every record, before any is made. Raises ValueError for an epoch
+        beyond the schedule's last, RuntimeError when an epoch is gone back to, and BudgetExceeded when an interrupted one
+        would be released a second time: go on with the next epoch, or pay for it with `allow_again`.
+        """
+        epochs = self.noise.epochs
+        if not 1 <= epoch <= (epochs or epoch):
+            raise ValueError(f"epoch is {epoch}: this schedule has epochs 1 to {epochs or 'any number'}")
+        if epoch == self.epoch:
+            return
+        if self.epoch is not None and epoch < self.epoch:
+            raise RuntimeError(f"epoch {epoch} comes after epoch {self.epoch}: its records were released already")
+        if not (self.noise.reuse and self.epoch is not None):
+            self._record(1 if self.noise.reuse else epoch)
+            self._records = _Records(self.settings)
+        self.epoch = epoch
+
+    def _record(self, epoch: int) -> None:
+        if self.ledger.remaining(kind(epoch)) == 0:
+            raise accounting.BudgetExceeded(
+                f"records of epoch {epoch} were released already, or may have been before an interruption: go on with the "
+                f"next epoch, or allow a second release with allow_again({epoch}) and pay for it"
+            )
+        self.ledger.record(kind(epoch))
+
+    def allow_again(self, epoch: int) -> None:
+        """Allow one more release of every record at an epoch's noise; it is accounted like any other."""
+        self.ledger.extend(self.ledger.budget(kind(epoch)) + 1, kind(epoch))
+        if not self._sealed:
+            self.epoch = None
+
+    def trained_parameters(self) -> list[nn.Parameter]:
+        """Parameters of the autoencoder that may be trained with the model: its decoder's, which see noisy codes alone."""
+        return [] if self.autoencoder is None else [p for p in self.autoencoder.parameters() if p.requires_grad]
+
+    def hidden_states(self, batches: Iterable[Mapping[str, Any]]) -> Iterator[Tensor]:
+        """Hidden states [B, T, d] at the layer, without noise, of **public** batches of model inputs."""
+        for batch in batches:
+            yield self._layer.tapped(batch, "hidden")
+
+    def released_codes(self, batches: Iterable[Mapping[str, Any]]) -> Iterator[Tensor]:
+        """Noisy codes [B, T, k] of batches of queries: all that their receiver gets. Each row is a release, and counted."""
+        for batch in batches:
+            yield self._layer.tapped(batch, "code")
+
+    def train_autoencoder(
+        self, public_batches: Iterable[Mapping[str, Any]], *, learning_rate: float = 1e-3, with_noise: bool = True
+    ) -> list[float]:
+        """Train the autoencoder on **public** batches of model inputs, one step each; returns the losses.
+
+        With ``with_noise`` the decoder learns from codes clipped and noised as they will be. See `train_autoencoder`.
+        """
+        if self.autoencoder is None:
+            raise ValueError("there is no autoencoder to train: give its sizes")
+        self.autoencoder.requires_grad_(True)
+        std = self.noise.ratios[-1] * self.settings.max_norm if with_noise else 0.0
+        try:
+            return train_autoencoder(
+                self.autoencoder,
+                self.hidden_states(public_batches),
+                learning_rate=learning_rate,
+                max_norm=self.settings.max_norm,
+                std=std,
+                stream=self.stream,
+            )
+        finally:
+            self.autoencoder.encoder.requires_grad_(self.settings.joint_autoencoder)
+
+    def remove(self) -> None:
+        """Take the hooks out, so that the model computes as before, and close the ledger. Frozen parameters stay so."""
+        self._layer.remove()
+        self.ledger.close()
+
+    # Releases
+
+    def release(self, hidden: Tensor, mask: Tensor | None, ids: Tensor | None) -> Tensor:
+        """Noisy codes of hidden states; counted. Called by the forward pass."""
+        ae = self.autoencoder
+        if ae is not None and ae.trained_on is None and not self.settings.joint_autoencoder:
+            raise RuntimeError(
+                "the autoencoder has not been trained: call train_autoencoder with public text, or set its trained_on to "
+                "TrainedPrivately(event); training it on the private sequences themselves would bypass the noise"
+            )
+        with torch.set_grad_enabled(self.settings.exposed and torch.is_grad_enabled()):
+            code = hidden if ae is None else ae.encode(hidden)
+            # Padding carries nothing: left in, it would use up the norm that the clip allows.
+            return self._released(code if mask is None else code * mask[:, :, None].to(code.dtype), ids)
+
+    def decode(self, code: Tensor) -> Tensor:
+        """What the layers that follow go on with."""
+        return code if self.autoencoder is None else self.autoencoder.decode(code)
+
+    def _released(self, code: Tensor, ids: Tensor | None) -> Tensor:
+        if not self.blocks.base.training:
+            self.inference_releases += code.shape[0]
+            return self._noised(code, self.noise.ratios[-1])
+        if self.epoch is None:
+            raise RuntimeError(
+                "no epoch has begun: call set_epoch(1) before the first batch, or give Trainer an EpochCallback"
+            )
+        if ids is not None and ids.numel() != code.shape[0]:
+            raise ValueError(f"{ids.numel()} example_ids for {code.shape[0]} examples: give one for each")
+        if self.noise.reuse:
+            return self._records.reused(code, ids, self._first)
+        self._records.count(code.shape[0], ids, self.epoch)
+        return self._noised(code, self.noise.ratios[self.epoch - 1])
+
+    def _first(self, code: Tensor) -> Tensor:
+        """Releases of records that have none yet."""
+        if self._sealed:
+            self._record(1)
+            self._sealed = False
+        return self._noised(code, self.noise.ratios[0])
+
+    def _noised(self, code: Tensor, ratio: float) -> Tensor:
+        std = ratio * self.settings.max_norm
+        return ops.clip_noise(
+            code, self.settings.max_norm, std, self.stream, secure_rounding=self.settings.secure_rounding
+        )
+
+    # Accounting
+
+    def event(self) -> DpEvent:
+        """Event of the releases of one training record so far, and of a privately trained autoencoder; sensitivity 2 C."""
+        trained_on = None if self.autoencoder is None else self.autoencoder.trained_on
+        extra = [trained_on.event] if isinstance(trained_on, TrainedPrivately) else []
+        return accounting.compose(self.ledger.event(), *extra)
+
+    def flaws(self) -> list[str]:
+        """Why the run carries no guarantee; empty if it does."""
+        return self.settings.flaws() + ([_TOKEN_LABELS] if self._layer.token_labels else [])
+
+    def epsilon(self, delta: float | None = None) -> float:
+        """What a training record's releases cost so far, an upper bound without amplification; inf without noise."""
+        if sum(self.ledger.spent(name) for name in self.ledger.kinds) == 0:
+            return 0.0
+        if 0.0 in self.noise.ratios:
+            return math.inf
+        return accounting.epsilon(self.event(), self.noise.delta if delta is None else delta, adjacency="replace_one")
+
+    def inference_epsilon(self, queries: int = 1, delta: float | None = None) -> float:
+        """What a sequence costs that was sent ``queries`` times in inference; every query is a fresh release."""
+        ratio = self.noise.ratios[-1]
+        if ratio == 0:
+            return math.inf
+        event = accounting.EventModel(accounting.gaussian(ratio)).event(queries)
+        return accounting.epsilon(event, self.noise.delta if delta is None else delta, adjacency="replace_one")
+
+    def card(self) -> accounting.Card:
+        """What was released about a training record, its cost without amplification, and what is not protected."""
+        noise, ae = self.noise, self.autoencoder
+        spent = sum(self.ledger.spent(name) for name in self.ledger.kinds)
+        model = self.blocks.model
+        return accounting.Card.build(
+            mechanism={
+                "name": noise.name,
+                "layer": self.settings.layer,
+                "sequence_length": self.settings.sequence_length,
+                "max_norm": self.settings.max_norm,
+                "noise_std_over_max_norm": list(noise.ratios),
+                "reuse": noise.reuse,
+                "autoencoder": None if ae is None else [ae.width, *ae.sizes],
+                "autoencoder_trained_on": None if ae is None or ae.trained_on is None else _origin(ae),
+                "public_text": [text.describe() for text in self.settings.public_texts] or described(None),
+                **dict(noise.settings),
+            },
+            unit="one user's sequence",
+            adjacency="replace_one",
+            sampling="none claimed: the receiver sees which release is whose",
+            dataset_size=self.settings.dataset_size,
+            noise_multiplier=noise.ratios[-1],
+            event=self.event(),
+            delta=noise.delta,
+            target_epsilon=noise.target_epsilon,
+            planned_steps=sum(self.ledger.budget(name) for name in self.ledger.kinds),
+            spent_steps=spent,
+            run_id=self.ledger.run_id,
+            ledger_head=self.ledger.head,
+            noise_source=accounting.noise_source(self.stream.reproducible, self.settings.secure_rounding),
+            model={
+                "name": getattr(model.config, "_name_or_path", "") or type(model).__name__,
+                "trained_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
+                "bottom": self.settings.bottom,
+            },
+            flaws=self.flaws(),
+            assumptions=(_UNCHECKED,) if self.settings.unchecked_records else (),
+            notes=(
+                "local differential privacy: the figure holds against whoever receives the perturbed sequences",
+                f"each inference query is a further release of epsilon {_shown(self.inference_epsilon())} about the "
+                f"sequence in it; {self.inference_releases} were made",
+            ),
+            unprotected=(
+                *_UNPROTECTED,
+                *(("the length of each sequence",) if self.settings.lengths == "public" else ()),
+            ),
+        )
+
+    # Keeping
+
+    def state_dict(self) -> dict[str, Any]:
+        """Autoencoder, epoch, counts and the releases that are reused. They hold noisy codes, and no key."""
+        return {
+            "autoencoder": None if self.autoencoder is None else self.autoencoder.state_dict(),
+            "epoch": self.epoch,
+            "seen": None if self.epoch is None else self._records.seen,
+            "codes": self._records.codes,
+            "inference_releases": self.inference_releases,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` gave: kept releases are used again instead of new ones.
+
+        What was released after the state was kept is not known, so an epoch that was interrupted does not go on: set the
+        next one, or `allow_again`. A record whose release is not among the kept ones is refused likewise.
+
+        Raises ValueError if the state's autoencoder, or its number of records, is another.
+        """
+        if (state["autoencoder"] is None) != (self.autoencoder is None):
+            raise ValueError("this state was kept with another autoencoder, or none")
+        if state["seen"] is not None and len(state["seen"]) != self.settings.dataset_size:
+            raise ValueError(f"this state is of {len(state['seen'])} records, not {self.settings.dataset_size}")
+        if self.autoencoder is not None:
+            self.autoencoder.load_state_dict(state["autoencoder"])
+        self.inference_releases = max(self.inference_releases, state["inference_releases"])
+        epoch = state["epoch"]
+        for begun in range(1, (1 if self.noise.reuse else epoch) + 1 if epoch else 1):
+            # A ledger that was begun anew does not know of them.
+            if self.ledger.spent(kind(begun)) == 0:
+                self.ledger.record(kind(begun))
+        if self.noise.reuse:
+            self.epoch, self._sealed = epoch, epoch is not None
+            if state["seen"] is not None:
+                self._records.seen, self._records.codes = state["seen"], state["codes"]
+
+
+def _origin(autoencoder: StackedAutoencoder) -> str:
+    return autoencoder.trained_on if isinstance(autoencoder.trained_on, str) else "private records, with its own event"
+
+
+def _shown(epsilon: float) -> str:
+    return "infinite" if math.isinf(epsilon) else f"{epsilon:.3f}"
