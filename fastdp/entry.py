@@ -19,6 +19,7 @@ from fastdp.methods.dpsgd import DPSGD
 from fastdp.ops.stream import NoiseStream
 from fastdp.private.checks import check_budget, check_model, refuse_frozen
 from fastdp.private.loader import PrivateLoader, check_loader
+from fastdp.private.method import Method
 from fastdp.private.observer import Observer
 from fastdp.private.plan import Budget, Plan, SideRelease, fingerprint
 from fastdp.private.preparation import Access
@@ -26,6 +27,13 @@ from fastdp.private.release import Release
 from fastdp.private.run import Private, refuse_driven
 from fastdp.private.sampler import Units, steps_per_epoch
 from fastdp.private.stages import Stages
+
+#: Methods that are no argument of `make_private`, and how each is used.
+_LOCAL = {
+    "EWFT": "call fastdp.EWFT(model, ...) and train the model as ever, with an ordinary optimizer and loader",
+    "TextPrivatizer": "call fastdp.TextPrivatizer(model, eta=...) on the texts, and train on what it returns",
+    "SelectivePerturbation": "call fastdp.SelectivePerturbation(...) on the texts, and train on what it returns",
+}
 
 
 def make_private(
@@ -51,6 +59,7 @@ def make_private(
     two_pass: bool | None = None,
     self_check: bool = True,
     unsafe_seed: int | None = None,
+    allow_large_delta: bool = False,
 ) -> Private:
     """Make training private: the same model and optimizer objects, and a loader to iterate over instead.
 
@@ -78,11 +87,12 @@ def make_private(
         two_pass: run backward twice and keep no activations' factors; None: when gradient checkpointing is on.
         self_check: compare the first batch with one-at-a-time autograd before anything is released.
         unsafe_seed: makes sampling and noise reproducible, which protects nothing; for tests.
+        allow_large_delta: take a target_delta of 1/N or more, which allows publishing a whole example.
 
     Raises:
         ValueError, TypeError: for what cannot be made private, before any budget is spent.
     """
-    method = DPSGD() if method is None else method
+    method = _central(DPSGD() if method is None else method)
     refuse_driven(model, optimizer)
     check_model(model, optimizer)
     check_loader(data_loader)
@@ -117,7 +127,7 @@ def make_private(
         noise_multiplier=noise_multiplier,
         unit="example" if user_ids is None else f"user (at most {max_examples_per_user} examples)",
     )
-    check_budget(target_delta, target_epsilon, noise_multiplier, method.mechanism, len(units))
+    check_budget(target_delta, target_epsilon, noise_multiplier, method.mechanism, len(units), allow_large_delta)
     plan = plan.settle(method.budget(plan))
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     # Made once here for its refusals, before a ledger exists.
@@ -135,6 +145,7 @@ def make_private(
         side={side.kind: (side.event, side.count) for side in plan.side},
         resume=resume,
     )
+    stages: Stages | None = None
     try:
         open_stream = _streams(unsafe_seed)
         noise, draws = open_stream(), open_stream()
@@ -199,8 +210,21 @@ def make_private(
         )
         return Private(model, optimizer, loader, stages, ledger, plan, open_access, open_replay, observers)
     except BaseException:
+        if stages is not None:
+            stages.close()
         ledger.abandon()
         raise
+
+
+def _central(method: Any) -> Method:
+    """A method that trains privately; TypeError for one that perturbs data instead, with the call that it wants."""
+    kind = method if isinstance(method, type) else type(method)
+    if call := _LOCAL.get(kind.__name__):
+        raise TypeError(f"{kind.__name__} perturbs data before training and is no method of make_private: {call}")
+    if not isinstance(method, Method):
+        name = f"{kind.__name__}()" if isinstance(method, type) else "DPSGD(), RapFT(...) or DPFrost(...)"
+        raise TypeError(f"method is a {type(method).__name__}, not settings of a method: give fastdp.{name}")
+    return method
 
 
 def _streams(unsafe_seed: int | None) -> Callable[[], NoiseStream]:

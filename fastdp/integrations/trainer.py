@@ -35,12 +35,13 @@ class PrivacyArguments:
     method: Any = None
     max_physical_batch_size: int | None = None
     sampling: str = "poisson"
-    adjacency: str = "add_remove"
+    adjacency: str | None = None
     user_id_column: str | None = None
     max_examples_per_user: int | None = None
     unit_map: str | None = None
     secure_rounding: bool = False
     two_pass: bool | None = None
+    allow_large_delta: bool = False
 
 
 class LogicalLoader:
@@ -153,6 +154,7 @@ class DPTrainer(Trainer):
             resume=resuming and self._resumes,
             secure_rounding=privacy.secure_rounding,
             two_pass=privacy.two_pass,
+            allow_large_delta=privacy.allow_large_delta,
         )
         if lengths is not None:
             private.data_loader.lengths = lengths
@@ -170,12 +172,22 @@ class DPTrainer(Trainer):
             return list(dataset[column])
         return [len(example["input_ids"]) for example in dataset]
 
-    _resumes = False
+    _resumes = _ended = False
 
     def train(self, resume_from_checkpoint: Any = None, **kwargs: Any) -> Any:
-        """Train, then write the card; ``resume_from_checkpoint`` also restores the spent budget."""
+        """Train, then write the card; ``resume_from_checkpoint`` also restores the spent budget.
+
+        However it ends, the ledger is closed then, so that the run can be resumed in the same process.
+        """
         self._resumes = bool(resume_from_checkpoint)
-        output = super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
+        if self._ended:
+            self.private, self._ended = None, False
+        try:
+            output = super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
+        finally:
+            if self.private is not None:
+                self.private.detach()
+                self._ended = True
         assert self.private is not None
         self.private.card().save(Path(self.args.output_dir) / "card.json")
         return output
@@ -241,6 +253,7 @@ def _check_arguments(arguments: TrainingArguments | None, kwargs: dict[str, Any]
         "auto_find_batch_size": arguments.auto_find_batch_size,
         "torch_compile": arguments.torch_compile,
         "dataloader_drop_last": arguments.dataloader_drop_last,
+        "neftune_noise_alpha": arguments.neftune_noise_alpha is not None,
     }
     hints = {
         "gradient_accumulation_steps": "set per_device_train_batch_size to the logical batch and bound memory by "
@@ -250,6 +263,7 @@ def _check_arguments(arguments: TrainingArguments | None, kwargs: dict[str, Any]
         "auto_find_batch_size": "the accountant needs the batch size before training",
         "torch_compile": "the engine reads the model as it runs",
         "dataloader_drop_last": "it drops examples the accountant counts",
+        "neftune_noise_alpha": "its noise on the embeddings depends on how long the batch's rows are padded",
     }
     for name, found in refused.items():
         if found:

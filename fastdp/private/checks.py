@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import warnings
 
 import torch
 
@@ -22,6 +21,8 @@ def check_model(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Non
             f"WORLD_SIZE is {os.environ['WORLD_SIZE']} but no process group was opened: each process would train on the same "
             "data as if it were alone; start it without a distributed launcher"
         )
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ValueError("LBFGS differentiates several times a step, and a step is one release; use SGD, Adam or AdamW")
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.modules.batchnorm._BatchNorm):
             raise ValueError(
@@ -48,6 +49,13 @@ def check_model(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Non
             )
 
 
+def _processes() -> int:
+    """Processes that train together, or that a launcher started to do so before they formed a group."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_world_size()
+    return int(os.environ.get("WORLD_SIZE") or 1)
+
+
 def refuse_frozen(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Raise ValueError for a frozen parameter in the optimizer's groups, where the method is to choose what is trained."""
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -60,9 +68,14 @@ def refuse_frozen(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> N
 
 
 def check_budget(
-    delta: float | None, epsilon: float | None, noise_multiplier: float | None, mechanism: str, units: int
+    delta: float | None,
+    epsilon: float | None,
+    noise_multiplier: float | None,
+    mechanism: str,
+    units: int,
+    allow_large_delta: bool = False,
 ) -> None:
-    """Raise ValueError for a budget out of range or stated twice, or not at all; warn of a delta not below 1/N."""
+    """Raise ValueError for a budget out of range or stated twice, or not at all, and for a delta not below 1/N."""
     if (epsilon is None) == (noise_multiplier is None) and mechanism != "non-private":
         raise ValueError("give either target_epsilon or noise_multiplier")
     if noise_multiplier is not None and not (noise_multiplier >= 0 and math.isfinite(noise_multiplier)):
@@ -75,8 +88,8 @@ def check_budget(
         return
     if not 0 < delta < 1:
         raise ValueError(f"target_delta is {delta}: it must lie between 0 and 1")
-    if delta >= 1 / units:
-        warnings.warn(
-            f"target_delta {delta:g} is not below 1/N = {1 / units:.3g}: it would allow publishing a whole example",
-            stacklevel=3,
+    if delta >= 1 / units and not allow_large_delta:
+        raise ValueError(
+            f"target_delta {delta:g} is not below 1/N = {1 / units:.3g}: it would allow publishing a whole example; lower it, "
+            "or confirm it with allow_large_delta=True"
         )

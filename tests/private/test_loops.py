@@ -243,3 +243,37 @@ def test_a_reproducible_key_has_no_epsilon() -> None:
     honest = start(unsafe_seed=None, **PRIVATE)
     logical_step(honest)
     assert honest.epsilon() < math.inf
+
+
+@pytest.mark.parametrize(
+    ("method", "match"),
+    [
+        (fastdp.EWFT, r"EWFT perturbs data.*call fastdp.EWFT\(model"),
+        (fastdp.TextPrivatizer, r"TextPrivatizer perturbs data.*call fastdp.TextPrivatizer"),
+        (fastdp.SelectivePerturbation, r"SelectivePerturbation perturbs data.*call fastdp.SelectivePerturbation"),
+        (fastdp.DPSGD, r"give fastdp.DPSGD\(\)"),
+        ("dpsgd", r"method is a str.*give fastdp.DPSGD\(\)"),
+    ],
+)
+def test_what_is_no_method_of_make_private_is_told_its_own_call(method: Any, match: str) -> None:
+    with pytest.raises(TypeError, match=match):
+        start(method=method, **PRIVATE)
+
+
+def test_lbfgs_is_refused() -> None:
+    model = Classifier()
+    with pytest.raises(ValueError, match="LBFGS differentiates several times"):
+        start(model, optimizer=torch.optim.LBFGS(model.parameters()), **PRIVATE)
+
+
+def test_whatever_fails_in_make_private_gives_the_model_its_own_forward_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Classifier()
+
+    def fails(*args: Any) -> None:
+        raise RuntimeError("a fault")
+
+    monkeypatch.setattr("fastdp.entry.Private", fails)
+    with pytest.raises(RuntimeError, match="a fault"):
+        start(model, **PRIVATE)
+    assert "forward" not in vars(model)
+    model(**collate(examples(3)))["loss"].backward()
