@@ -15,8 +15,10 @@ import torch
 from torch import Tensor
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+#: The dtypes that sums, and the weights in them, may have.
+SUMS = (torch.float32, torch.float64)
 #: What the entries of a gradient are reduced to, numbered as in csrc/block.h and kernels/direct.py.
-SQUARE, ABSOLUTE, MASKED_SQUARE = range(3)
+MEASURES = SQUARE, ABSOLUTE, MASKED_SQUARE = (0, 1, 2)
 ELEMENT = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as csrc/factor.h numbers them
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -141,15 +143,15 @@ def check_mask(mask: Tensor, left: Tensor, right: Tensor) -> None:
 
 def check_measure(measure: int, mask: Tensor | None) -> None:
     """Raise ValueError for an unknown measure, and for a mask without use or missing."""
-    if measure not in (SQUARE, ABSOLUTE, MASKED_SQUARE) or (measure == MASKED_SQUARE) != (mask is not None):
+    if measure not in MEASURES or (measure == MASKED_SQUARE) != (mask is not None):
         raise ValueError(f"measure is {measure}: 0 squares, 1 takes absolute values, 2 squares under a mask")
 
 
 def check_weights(weights: Tensor, summed: Tensor, each: str, name: str = "weights") -> None:
     """Raise TypeError or ValueError unless there is one float32 or float64 weight a row of what is summed, beside it."""
-    if weights.dtype not in (torch.float32, torch.float64):
+    if weights.dtype not in SUMS:
         raise TypeError(f"{name} are {weights.dtype}: they must be float32 or float64")
-    if weights.shape != summed.shape[:1]:
+    if weights.dim() != 1 or weights.shape[0] != summed.shape[0]:
         raise ValueError(f"{name} have shape {tuple(weights.shape)}: one a {each} is ({summed.shape[0]},)")
     if weights.device != summed.device:
         raise ValueError(f"{name} are on {weights.device} and the {each}s on {summed.device}")

@@ -9,6 +9,7 @@ smaller than the factors.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -66,7 +67,7 @@ DEFAULTS: dict[tuple[str, int], Constants] = {
 
 def constants_for(device: torch.device | str, dtype: torch.dtype) -> Constants:
     """The default constants of a device; a device of another kind is taken for a CPU."""
-    kind = device.type if isinstance(device, torch.device) else torch.device(device).type
+    kind = torch.device(device).type
     return DEFAULTS.get((kind, dtype.itemsize)) or DEFAULTS.get((kind, 4)) or DEFAULTS["cpu", 4]
 
 
@@ -159,11 +160,17 @@ def for_norms(left: Tensor, right: Tensor, offsets: Tensor | list[int]) -> str:
 
     The lengths of units are not read off a GPU, which would make the host wait: there they are taken to be equal.
     """
-    m, (tokens, n), units = left.shape[1], right.shape, max(1, len(offsets) - 1)
-    length = tokens / units
-    if isinstance(offsets, list) or offsets.device.type == "cpu":
-        bounds = offsets if isinstance(offsets, list) else offsets.tolist()
-        length = math.sqrt(sum((end - start) ** 2 for start, end in zip(bounds, bounds[1:])) / units)
-    constants = constants_for(right.device, right.dtype)
-    gram, direct = (_kernel_seconds(route, m, n, length, tokens, units, constants) for route in ("gram", "direct"))
-    return "gram" if gram <= direct else "direct"
+    units = len(offsets) - 1
+    if not isinstance(offsets, list):
+        offsets = offsets.tolist() if offsets.device.type == "cpu" else []
+    return _faster(left.shape, right.shape, units, tuple(offsets), right.device.type, right.dtype)
+
+
+@functools.lru_cache(maxsize=1024)
+def _faster(
+    left: torch.Size, right: torch.Size, units: int, bounds: tuple[int, ...], device: str, dtype: torch.dtype
+) -> str:
+    (tokens, m), n, units = left, right[1], max(1, units)
+    squares = sum((end - start) ** 2 for start, end in zip(bounds, bounds[1:])) if bounds else tokens**2 / units
+    sizes = m, n, math.sqrt(squares / units), tokens, units, constants_for(device, dtype)
+    return "gram" if _kernel_seconds("gram", *sizes) <= _kernel_seconds("direct", *sizes) else "direct"

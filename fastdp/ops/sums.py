@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .factors import (
+    SUMS,
     accumulator,
     check_ids,
     check_left,
@@ -201,14 +202,15 @@ def _check_weighted_sum(
         check_weights(weights, right, "token", "weights_masked")
         check_weights(weights_unmasked, right, "token", "weights_unmasked")
         check_mask(mask, left, right)
-    if out.dtype not in (torch.float32, torch.float64):
+    if out.dtype not in SUMS:
         raise TypeError(f"out is {out.dtype}: sums are kept in float32 or float64")
-    m = out.shape[0] if is_one_hot(left) and out.dim() == 2 else left.shape[-1]
+    one_hot = is_one_hot(left)
+    m = out.shape[0] if one_hot and out.dim() == 2 else left.shape[-1]
     if out.shape != (m, right.shape[1]):
         raise ValueError(f"out has shape {tuple(out.shape)}: the sum has shape {(m, right.shape[1])}")
     if out.device != right.device:
         raise ValueError(f"out is on {out.device} and the factors on {right.device}")
-    if is_one_hot(left):
+    if one_hot:
         check_ids(left, m)
 
 
@@ -224,14 +226,15 @@ WEIGHTED_SUM.implement("cuda", "fastdp.kernels.sums")
 
 
 def _empty_sum(left: Tensor, right: Tensor, rows: int | None) -> Tensor:
-    """Zeros of the shape that a sum will have; factors that have no sum are refused by the op."""
+    """Zeros of the shape that a sum will have; other factors that have no sum are refused by the op."""
+    if left.dim() == 0 or right.dim() == 0:
+        check_pair(left, right)
     if is_one_hot(left):
         if rows is None or rows < 1:
             raise ValueError("left is a vector of ids: state the rows of the table, by `rows` or by `out`")
-    elif rows is not None and left.shape[1:] != (rows,):
+    elif rows is not None and rows != left.shape[-1]:
         raise ValueError(f"rows is {rows}, but left is {left.shape[-1]} wide")
-    shape = (*(left.shape[1:] if rows is None else (rows,)), *right.shape[1:])
-    return right.new_zeros(shape, dtype=accumulator(left, right))
+    return right.new_zeros(rows or left.shape[-1], right.shape[-1], dtype=accumulator(left, right))
 
 
 def weighted_sum(

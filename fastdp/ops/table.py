@@ -57,8 +57,8 @@ class Op:
             torch.library.register_autograd(f"fastdp::{self.name}", backward, setup_context=setup_context, lib=_library)
         self._overload = getattr(torch.ops.fastdp, self.name).default
         arguments = self._overload._schema.arguments
-        #: Which argument says the device: the first that is a tensor or a list of them.
-        self._first = [str(a.type) in ("Tensor", "List[Tensor]") for a in arguments].index(True)
+        #: Which arguments are tensors or lists of them; the first says the device.
+        self._tensors = [i for i, a in enumerate(arguments) if "Tensor" in str(a.type)]
         #: Which argument, if any, may be a stream: its next position is taken once the arguments are found good.
         self._position = next((i for i, a in enumerate(arguments) if a.name == "position"), None)
         OPS[self.name] = self
@@ -95,8 +95,10 @@ class Op:
 
     def _run(self, *args: Any) -> Any:
         self.check(*args)
-        first = args[self._first]
-        return self.on((first if isinstance(first, torch.Tensor) else first[0]).device.type, *self._drawn(args))
+        first = args[self._tensors[0]]
+        if self._position is not None:
+            args = self._drawn(args)
+        return self.on((first[0] if type(first) is list else first).device.type, *args)
 
     def _drawn(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """The arguments, with a position taken from the stream that was given in its place."""
@@ -109,7 +111,10 @@ class Op:
         if torch.compiler.is_compiling():
             return self._overload(*self._drawn(args))
         recorded = self.differentiable and torch.is_grad_enabled()
-        for a in args:
+        for i in self._tensors:
+            a = args[i]
+            if a is None or (type(a) is torch.Tensor and not recorded):
+                continue
             # Autograd, and tensors that hold no data of their own (fake, functional), exist only behind the dispatcher.
             for x in a if type(a) is list else (a,):
                 if isinstance(x, torch.Tensor) and (

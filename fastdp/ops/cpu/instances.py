@@ -10,10 +10,8 @@ import fastdp._native as _native
 from .norms import HAS_KERNELS, packed
 
 
-def _served(instances: Tensor, *weights: Tensor) -> bool:
-    if not HAS_KERNELS or not instances.is_contiguous():
-        return False
-    return all(x.dtype == torch.float32 for x in (instances, *weights))
+def _served(instances: Tensor) -> bool:
+    return HAS_KERNELS and instances.dtype == torch.float32 and instances.is_contiguous()
 
 
 def instance_norms(instances: Tensor, measure: int, mask: Tensor | None) -> Tensor:
@@ -38,7 +36,7 @@ def instance_sum(instances: Tensor, weights: Tensor, weights_unmasked: Tensor | 
     """The sums of :mod:`fastdp.ops.instances` on a processor."""
     if weights_unmasked is None:
         weights_unmasked = weights
-    if not _served(instances, weights, weights_unmasked):
+    if not (_served(instances) and weights.dtype == weights_unmasked.dtype == torch.float32):
         return NotImplemented
     total = torch.empty(instances.shape[1:])
     weights, weights_unmasked = weights.contiguous(), weights_unmasked.contiguous()

@@ -23,7 +23,10 @@ _packed_masks: Any = WeakIdKeyDictionary()
 
 def served(*factors: Tensor) -> bool:
     """Whether the kernels read these factors."""
-    return HAS_KERNELS and all(f.dtype in ELEMENT or is_one_hot(f) for f in factors)
+    for factor in factors:
+        if factor.dtype not in ELEMENT and not is_one_hot(factor):
+            return False
+    return HAS_KERNELS
 
 
 def _left(left: Tensor) -> tuple[tuple[int, int, int, int, int], int, int]:

@@ -109,13 +109,12 @@ def weighted_sum_(
     out: Tensor, left: Tensor, right: Tensor, weights: Tensor, weights_unmasked: Tensor | None, mask: Tensor | None
 ) -> None:
     """The sums of :mod:`fastdp.ops.sums` into ``out`` on a processor; some, as NotImplemented says, are for torch."""
-    native = out.dtype == torch.float32 and out.stride(1) == 1
     if mask is not None and weights_unmasked is not None:
-        if not (native and served(left, right)):
+        if not (_native_rows(out) and served(left, right)):
             return NotImplemented
         return (_onehot_masked if is_one_hot(left) else _masked)(out, left, right, weights, weights_unmasked, mask)
     if is_one_hot(left):
-        if not (native and right.dtype in ELEMENT and weights.dtype == torch.float32):
+        if not (_native_rows(out) and right.dtype in ELEMENT and weights.dtype == torch.float32):
             return NotImplemented
         return _onehot(out, left, right, weights)
     runs = _kept_runs(weights)
@@ -126,6 +125,10 @@ def weighted_sum_(
     for start, end in runs:
         _add_products(out, left[start:end], right[start:end], weights[start:end])
     return None
+
+
+def _native_rows(out: Tensor) -> bool:
+    return out.dtype == torch.float32 and out.stride(1) == 1
 
 
 def _onehot(out: Tensor, ids: Tensor, right: Tensor, weights: Tensor) -> None:
