@@ -18,7 +18,7 @@ from fastdp.engine.policy import Policy
 from fastdp.methods.dpsgd import DPSGD
 from fastdp.ops.stream import NoiseStream
 from fastdp.private.checks import check_budget, check_model, refuse_frozen
-from fastdp.private.loader import PrivateLoader, check_loader
+from fastdp.private.loader import PrivateLoader, batching, check_loader
 from fastdp.private.method import Method
 from fastdp.private.observer import Observer
 from fastdp.private.plan import Budget, Plan, SideRelease, fingerprint
@@ -93,6 +93,10 @@ def make_private(
         ValueError, TypeError: for what cannot be made private, before any budget is spent.
     """
     method = _central(DPSGD() if method is None else method)
+    given = optimizer
+    # accelerate's wrapper has no hooks of its own.
+    while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
+        optimizer = inner
     refuse_driven(model, optimizer)
     check_model(model, optimizer)
     check_loader(data_loader)
@@ -104,7 +108,7 @@ def make_private(
         raise ValueError(f"epochs is {epochs}: state how many passes over the data the budget must last for")
     size = len(data_loader.dataset)  # type: ignore[arg-type]
     units = Units(size, user_ids, max_examples_per_user)
-    batch_size = int(data_loader.batch_size or 1)
+    batch_size = batching(data_loader).batch_size
     physical = max_physical_batch_size or max(batch_size, units.largest)
     if physical < units.largest:
         raise ValueError(
@@ -208,7 +212,9 @@ def make_private(
             folder,
             resume and folder is not None,
         )
-        return Private(model, optimizer, loader, stages, ledger, plan, open_access, open_replay, observers)
+        private = Private(model, optimizer, loader, stages, ledger, plan, open_access, open_replay, observers)
+        private.given_optimizer = given
+        return private
     except BaseException:
         if stages is not None:
             stages.close()

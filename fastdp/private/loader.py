@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler
 
 from fastdp.accounting.ledger import STEP
+from fastdp.engine.batches import map_tensors
 from fastdp.engine.layout import Ticket
 from fastdp.ops.stream import NoiseStream
 from fastdp.private.observer import Observer
@@ -54,7 +55,7 @@ class PrivateLoader:
             raise ValueError(f"the data set has {len(units)} units, and the plan accounts for {plan.units}")
         self.dataset: Dataset = loader.dataset
         self.collate_fn = loader.collate_fn
-        self.batch_size = loader.batch_size
+        self.batch_size = batching(loader).batch_size
         self.kind = kind
         self._sampler = plan.sampler(stream, kind)
         self.units = units
@@ -63,6 +64,8 @@ class PrivateLoader:
         self.remaining = remaining or (lambda: self.steps_per_epoch)
         self.observers = observers
         self.unit_map = unit_map
+        #: Where a loader that accelerate has prepared puts its batches; None leaves them where they are.
+        self.device: torch.device | None = getattr(loader, "device", None)
         self.lengths = _lengths(self.dataset)
         self.tickets: deque[Ticket] = deque()
         self.on_restart: Callable[[], None] = lambda: None
@@ -98,7 +101,7 @@ class PrivateLoader:
             if self.unit_map is not None:
                 batch, ticket = self._packed(batch, ticket)
             self.tickets.append(ticket)
-            yield batch
+            yield batch if self.device is None else map_tensors(batch, lambda tensor: tensor.to(self.device))
 
     def require_consumed(self) -> None:
         """Raise RuntimeError if a batch was handed out and never differentiated: its ticket would go to another."""
@@ -174,25 +177,32 @@ class _Drawn:
                 yield indices
 
 
+def batching(loader: DataLoader) -> BatchSampler:
+    """How a loader cuts its data into batches; ValueError if not as torch does, which accelerate's loaders still do."""
+    # A class of one's own may mean anything by its batch size.
+    if type(loader.batch_sampler) is not BatchSampler:
+        raise ValueError("the loader has a batch_sampler of its own; give it batch_size instead, the engine samples")
+    return loader.batch_sampler
+
+
 def check_loader(loader: Any) -> None:
     """Raise ValueError or TypeError for a loader whose batches could not be drawn as the accountant assumes."""
     if not isinstance(loader, DataLoader):
         raise TypeError(f"data_loader is a {type(loader).__name__}: give a torch.utils.data.DataLoader")
     if isinstance(loader.dataset, IterableDataset):
         raise ValueError("an iterable data set cannot be sampled at random; give one with __len__ and __getitem__")
-    if loader.batch_size is None:
-        raise ValueError("the loader has a batch_sampler of its own; give it batch_size instead, the engine samples")
-    if loader.drop_last:
+    batches = batching(loader)
+    if batches.drop_last:
         raise ValueError("drop_last=True drops examples the accountant counts; set it to False")
-    if not isinstance(loader.sampler, (RandomSampler, SequentialSampler)):
+    if not isinstance(batches.sampler, (RandomSampler, SequentialSampler)):
         raise ValueError(
-            f"the loader's {type(loader.sampler).__name__} would be replaced by private sampling; "
+            f"the loader's {type(batches.sampler).__name__} would be replaced by private sampling; "
             "remove it (shuffle=True is fine) and express weights otherwise"
         )
-    if isinstance(loader.sampler, RandomSampler) and loader.sampler.replacement:
+    if isinstance(batches.sampler, RandomSampler) and batches.sampler.replacement:
         raise ValueError("sampling with replacement is not what the accountant assumes; drop replacement=True")
     size = len(loader.dataset)  # type: ignore[arg-type]
     if size == 0:
         raise ValueError("the data set is empty; there is nothing to train on")
-    if loader.batch_size > size:
-        raise ValueError(f"batch size {loader.batch_size} exceeds the {size} examples: the sample rate would pass 1")
+    if batches.batch_size > size:
+        raise ValueError(f"batch size {batches.batch_size} exceeds the {size} examples: the sample rate would pass 1")

@@ -56,6 +56,8 @@ class Private:
     ):
         self.model = model
         self.optimizer = optimizer
+        #: What `make_private` was given: the same, or a wrapper of accelerate's round it.
+        self.given_optimizer = optimizer
         self.data_loader = data_loader
         self.method = stages.method
         self.ledger = ledger
@@ -84,7 +86,7 @@ class Private:
         data_loader.on_restart = self._restart
 
     def __iter__(self) -> Iterator[Any]:
-        yield from (self.model, self.optimizer, self.data_loader)
+        yield from (self.model, self.given_optimizer, self.data_loader)
 
     @property
     def noise_multiplier(self) -> float:

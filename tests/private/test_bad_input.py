@@ -130,6 +130,10 @@ def test_methods_out_of_range(build_method: Callable[[], Any]) -> None:
         build_method()
 
 
+class Pairs(BatchSampler):
+    """Batches of its own making."""
+
+
 class Stream(IterableDataset):
     def __iter__(self) -> Iterator[Any]:
         return iter(examples())
@@ -144,7 +148,7 @@ class Stream(IterableDataset):
         (lambda: loader(batch_size=25), ValueError, "sample rate would pass 1"),
         (lambda: DataLoader([], batch_size=8), ValueError, "empty"),
         (
-            lambda: DataLoader(examples(), batch_sampler=BatchSampler(SequentialSampler(range(24)), 4, False)),
+            lambda: DataLoader(examples(), batch_sampler=Pairs(SequentialSampler(range(24)), 4, False)),
             ValueError,
             "batch_sampler",
         ),
