@@ -114,11 +114,21 @@ def epsilon_command(
 
 
 @refusing
-def verify_command(card: Annotated[Path, typer.Argument(help="card.json of a run")]) -> None:
-    """Recompute a card's epsilon from the event that the card states, and compare."""
+def verify_command(
+    card: Annotated[Path, typer.Argument(help="card.json of a run, or the statement of a perturbation")],
+    weights: Annotated[
+        Path | None, typer.Option(help="folder or .safetensors file that should hold the weights it speaks of")
+    ] = None,
+    ledger: Annotated[Path | None, typer.Option(help="ledger.jsonl of the run")] = None,
+) -> None:
+    """Work out again what a card claims, compare it with weights and ledger where given, and say what was not checked."""
     import fastdp.accounting as accounting
 
-    result = accounting.verify(card)
+    result = accounting.verify(card, weights=weights, ledger=ledger)
     if not result:
         raise ValueError(f"{card} does not hold: {result.reason}")
     console.print(f"[bold]{'holds' if result.guarantee else 'holds, and claims no guarantee'}[/]: {result.reason}")
+    if result.unchecked:
+        console.print("not checked:")
+    for entry in result.unchecked:
+        console.print(f"- {entry}", highlight=False)

@@ -1,0 +1,204 @@
+"""The card of every method and of a federated run: `verify` holds, and whoever alters what matters is found."""
+
+import copy
+import dataclasses
+import json
+
+import pytest
+import torch
+import typer
+from safetensors.torch import save_file
+from transformers import BertConfig, BertForSequenceClassification
+
+import fastdp
+from fastdp.accounting import Card, verify
+from fastdp.accounting.card import digest
+from fastdp.commands.privacy import verify_command
+from fastdp.methods import ewft
+from fastdp.methods.rapft import NoisyMap
+from fastdp.methods.sap import CTI, PrivateBottom
+from tests.engine.runs import Classifier, loader, logical_step
+from tests.methods.selective.tokenizers_for_tests import quickstart
+
+CENTRAL = {
+    "DPSGD": fastdp.DPSGD(),
+    "Rap-FT": fastdp.RapFT(NoisyMap(2.0, 0.5)),
+    "DP-FROST": fastdp.DPFrost(unfreezing_ratio=0.9, selection_noise_multiplier=2.0),
+}
+
+
+def central(name, folder):
+    """A run of two steps: its card, its ledger and the weights that it leaves."""
+    torch.manual_seed(0)
+    model = Classifier()
+    data = loader([{"x": torch.randn(5), "labels": i % 3} for i in range(40)], batch_size=8)
+    private = fastdp.make_private(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        data,
+        method=CENTRAL[name],
+        noise_multiplier=1.0,
+        target_delta=1e-3,
+        epochs=1,
+        output_dir=folder,
+    )
+    for _ in range(2):
+        logical_step(private)
+    card = private.card()
+    private.detach()
+    save_file(model.state_dict(), folder / "model.safetensors")
+    return card, {"ledger": folder / "ledger.jsonl", "weights": folder}
+
+
+def local(folder):
+    """EW-FT on a model that is not trained: every record released in two epochs."""
+    config = BertConfig(
+        vocab_size=50, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8, num_labels=2
+    )
+    model = BertForSequenceClassification(config).train()
+    noise = ewft.uniform(2, 8.0, 1e-4)
+    private = fastdp.EWFT(
+        model, layer=1, noise=noise, sequence_length=6, dataset_size=8, autoencoder=None, output_dir=folder
+    )
+    for epoch in (1, 2):
+        private.set_epoch(epoch)
+        model(input_ids=torch.randint(5, 50, (8, 6)), example_ids=torch.arange(8))
+    card = private.card()
+    private.remove()
+    return card, {"ledger": folder / "ledger.jsonl"}
+
+
+def replaced_tokens():
+    torch.manual_seed(0)
+    privatizer = fastdp.TextPrivatizer(torch.randn(20, 3), eta=3.0)
+    privatizer([1, 2, 3])
+    return privatizer.statement(), {}
+
+
+def counted_tokens():
+    """With counts of private texts, whose event stands beside the bound."""
+    torch.manual_seed(0)
+    counted = CTI(torch.rand(2, 20), torch.ones(20, dtype=torch.bool), fastdp.accounting.gaussian(2.0))
+    return fastdp.TextPrivatizer(torch.randn(20, 3), eta=3.0, cti=counted).statement(), {}
+
+
+def hidden_rows():
+    return PrivateBottom(torch.nn.Linear(2, 2).requires_grad_(False), eta=4.0).statement(releases=2), {}
+
+
+def private_words(mechanism):
+    tokenizer, table = quickstart()
+    perturb = fastdp.SelectivePerturbation(2.0, mechanism)
+    return perturb(["Alice Smith lives in Paris, at alice@example.org"], tokenizer, table).card(), {}
+
+
+def federated():
+    pytest.importorskip("matplotlib")
+    from fastdp.federated.config import FederatedConfig
+    from fastdp.federated.reports import run_card
+
+    config = FederatedConfig(model="m", output="o", eval="e")
+    config = dataclasses.replace(config, client_clip=1.0, client_noise_multiplier=1.0, dpsgd_epsilon=4.0)
+    return run_card(config, [], 40), {}
+
+
+MAKE = {
+    **{name: lambda folder, name=name: central(name, folder) for name in CENTRAL},
+    "EW-FT": local,
+    "TextPrivatizer": lambda folder: replaced_tokens(),
+    "TextPrivatizer, counted": lambda folder: counted_tokens(),
+    "PrivateBottom": lambda folder: hidden_rows(),
+    "SelectivePerturbation": lambda folder: private_words("local"),
+    "SelectivePerturbation, metric": lambda folder: private_words("metric"),
+    "federated run": lambda folder: federated(),
+}
+
+
+@pytest.fixture(scope="module", params=MAKE)
+def made(request, tmp_path_factory):
+    """A method's card with what it may be compared with."""
+    return MAKE[request.param](tmp_path_factory.mktemp("run"))
+
+
+def test_it_holds_and_says_what_nobody_looked_at(made, tmp_path):
+    card, others = made
+    for form in (card, card.save(tmp_path / "card")[0]):
+        result = verify(form, **others)
+        assert result.holds, result.reason
+        assert result.guarantee
+        assert any("no signature" in entry for entry in result.unchecked)
+    assert Card.load(tmp_path / "card.json").to_markdown() == (tmp_path / "card.md").read_text()
+
+
+def test_every_field_is_bound_by_the_digest(made):
+    card, _ = made
+    for field in card:
+        assert not verify({**card, field: [card[field]]}), field
+        assert not verify({key: value for key, value in card.items() if key != field}), field
+
+
+def smaller(value):
+    """A figure that claims less, wherever it stands."""
+    if isinstance(value, bool) or value is None:
+        return None
+    return value / 2 if isinstance(value, (int, float)) and value else None
+
+
+def figures(fields):
+    """Where on a card its bounds stand."""
+    if "epsilon" in fields:
+        yield "epsilon", "upper_bound"
+    if "budget" in fields:
+        yield from (("budget", key) for key in ("of_a_unit", "releases", "of_a_text"))
+
+
+def test_a_bound_made_smaller_is_found_whoever_renews_the_digest(made):
+    card, others = made
+    tried = 0
+    for number, fields in enumerate((card, *card["also"])):
+        for group, key in figures(fields):
+            less = smaller(fields[group][key])
+            if less is None:
+                continue
+            forged = copy.deepcopy(dict(card))
+            (forged if number == 0 else forged["also"][number - 1])[group][key] = less
+            result = verify({**forged, "digest": digest(forged)}, **others)
+            assert not result, (group, key)
+            assert "altered" not in result.reason
+            tried += 1
+    assert tried or all(fields["kind"] == "elsewhere" for fields in (card, *card["also"]))
+
+
+def test_a_run_of_another_unit_size_model_or_ledger_is_found(made):
+    card, others = made
+    if "ledger" not in others:
+        pytest.skip("a perturbation of texts keeps no ledger")
+    for field, value in (
+        ("unit", "something else"),
+        ("dataset_size", card["dataset_size"] * 10),
+        ("run_id", "0"),
+        ("mechanism", {**card["mechanism"], "name": "another"}),
+        ("ledger_head", "0" * 64),
+    ):
+        forged = {**card, field: value}
+        assert not verify({**forged, "digest": digest(forged)}, **others), field
+    if "weights" in others:
+        for key in ("weights", "model"):
+            forged = {**card, "weights": ["0" * 64]} if key == "weights" else {
+                **card, "model": {**card["model"], "fingerprint": "0"}
+            }  # fmt: skip
+            assert not verify({**forged, "digest": digest(forged)}, **others), key
+
+
+def test_the_command_says_what_was_and_was_not_checked(made, tmp_path, capsys):
+    card, others = made
+    path = card.save(tmp_path / "card")[0]
+    verify_command(path, **others)
+    said = " ".join(capsys.readouterr().out.split())
+    assert said.startswith("holds: ")
+    assert "not checked: - who wrote the card: its digest finds accidents and is no signature" in said
+    assert ("against the run's ledger" in said) == ("run_id" in card and card["run_id"] is not None and not others)
+    path.write_text(json.dumps({**card, "guarantee": "more"}))
+    with pytest.raises(typer.Exit):
+        verify_command(path)
+    assert "does not hold: the card was altered" in " ".join(capsys.readouterr().err.split())
