@@ -14,6 +14,8 @@ settings.load_profile("fastdp")
 # What tests release is remembered apart from what the account does, also by the programs that tests start.
 _STATE = tempfile.TemporaryDirectory(prefix="fastdp-state-")
 os.environ["FASTDP_STATE"] = _STATE.name
+# Many tests release the same few texts; those that are about it take this away.
+os.environ["FASTDP_AGAIN"] = "1"
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

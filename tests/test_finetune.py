@@ -378,6 +378,19 @@ def test_special_tokens_that_a_text_spells_out_are_privatized(config, files, tmp
             assert len(item["input_ids"]) > ends + 6
 
 
+def test_a_second_run_of_the_same_texts_is_refused_or_said(config, files, tmp_path, monkeypatch):
+    monkeypatch.setenv("FASTDP_STATE", str(tmp_path / "state"))
+    monkeypatch.delenv("FASTDP_AGAIN")
+    options = {"epsilon": None, "method": "sap", "method_options": {"eta": 20.0, "duplicates": "merge"}}
+    finetune(classify(config, files, **options))
+    with pytest.raises(ValueError, match="these data were released before, by sap to .*run on"):
+        finetune(classify(config, files, **options, output=str(tmp_path / "second")))
+    assert not (tmp_path / "second" / "config.yaml").exists()
+    monkeypatch.setenv("FASTDP_AGAIN", "1")
+    finetune(classify(config, files, **options, output=str(tmp_path / "second")))
+    assert len(Card.load(tmp_path / "second" / "statement.json")["earlier_releases"]) == 1
+
+
 def test_contributing_tokens_of_a_text(config, files, tmp_path):
     cti = {"form": "prior", "noise_multiplier": 2.0, "max_norm": 3.0}
     settings = {"epsilon": None, "method": "sap"}

@@ -192,3 +192,20 @@ def test_refusals(folder, reviews, tmp_path):
     )
     assert not target.exists()
     assert not list(tmp_path.glob(".unknown*"))
+
+
+def test_the_same_texts_into_another_file_are_refused_or_said(folder, reviews, tmp_path, monkeypatch):
+    monkeypatch.setenv("FASTDP_STATE", str(tmp_path / "state"))
+    monkeypatch.delenv("FASTDP_AGAIN")
+    first = ("privatize", reviews, tmp_path / "one.csv", "--eta", 9, "--model", folder)
+    assert run(*first).exit_code == 0
+    second = ("privatize", reviews, tmp_path / "two.csv", "--eta", 9, "--model", folder)
+    assert "released before, by laplace, eta 9 to" in refused(*second)
+    assert not (tmp_path / "two.csv").exists()
+    assert "released before" in refused(*first, "--overwrite")
+    assert run(*second, "--again").exit_code == 0
+    earlier = json.loads((tmp_path / "two.privacy.json").read_text())["earlier_releases"]
+    assert len(earlier) == 1
+    assert "one.csv" in earlier[0]
+    assert "earlier_releases" not in json.loads((tmp_path / "one.privacy.json").read_text())
+    assert run("verify", tmp_path / "two.privacy.json").exit_code == 0

@@ -191,6 +191,10 @@ class Card(dict[str, Any]):
         body = json.loads(canonical({key: value for key, value in {**self, **facts}.items() if key != "digest"}))
         return Card(body, digest=digest(body))
 
+    def after(self, earlier: Sequence[str]) -> Card:
+        """The same card, which says that its data were released before (see `fastdp.accounting.witness.count_release`)."""
+        return self.with_facts(earlier_releases=list(earlier)) if earlier else self
+
     @property
     def claims(self) -> list[Claim]:
         """What it claims, the first first. Raises ValueError for a claim that cannot be read."""

@@ -274,6 +274,8 @@ def _unchecked(card: Mapping[str, Any], weights: bool, ledger: bool) -> list[str
             found.append(
                 f"whether delta {delta:g} is below one over the number of units, which the card does not state"
             )
+    if earlier := card.get("earlier_releases"):
+        found.append(f"what {len(earlier)} earlier releases of the same data cost: their cards add to this one's")
     if not weights and "model" in card:
         known = "give them to compare them" if card.get("weights") else "the card holds no digest of them"
         found.append(f"which weights it speaks of: {known}")

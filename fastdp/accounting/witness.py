@@ -16,7 +16,6 @@ import os
 from collections.abc import Collection, Iterable
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
 
 import fastdp.files as files
 from fastdp.accounting.journal import LedgerError
@@ -72,35 +71,36 @@ def check_ledger(run_id: str, path: Path, digests: Collection[str]) -> None:
         )
 
 
-def count_release(parts: Iterable[str], mechanism: str, place: str | os.PathLike[str], again: bool) -> int:
-    """Count one more release of a data set, before it is made. Returns how many there are with it.
+def count_release(
+    parts: Iterable[str], mechanism: str, place: str | os.PathLike[str], again: bool = False
+) -> list[str]:
+    """Count a release of a data set by a perturbation at its source, before it leaves. Returns the earlier ones, in words.
 
     A data set is known by a keyed digest of its parts in their order: the folder of the account shows nobody what was in it.
     One that was changed, if by a single text, is another.
 
     Args:
-        parts: texts, or whatever else says what is released.
-        mechanism, place: how and to where, for whoever meets the refusal.
-        again: allow it to be released once more; the caller states the sum.
+        parts: the texts.
+        mechanism, place: how and to where, for whoever meets the refusal, and for the card.
+        again: release it once more all the same; so does ``FASTDP_AGAIN=1`` in the environment, which is its owner's.
 
-    Raises ValueError, naming the earlier release, if there was one and ``again`` is not set.
+    Raises ValueError, naming the last release, if there was one and nobody asked for another.
     """
     digest = hmac.new(_key(), digestmod=hashlib.sha256)
     for part in parts:
         encoded = part.encode("utf-8", "surrogatepass")
         digest.update(len(encoded).to_bytes(8, "little") + encoded)
     path = state_folder() / "releases" / f"{digest.hexdigest()}.json"
-    earlier: list[dict[str, Any]] = json.loads(path.read_text()) if path.exists() else []
-    if earlier and not again:
-        last = earlier[-1]
+    earlier: list[str] = json.loads(path.read_text()) if path.exists() else []
+    if earlier and not again and os.environ.get("FASTDP_AGAIN") != "1":
         raise ValueError(
-            f"these data were released before, by {last['mechanism']} to {last['place']} ({last['time']}): drawing them anew is "
-            "a second release whose cost adds to the first's. Use what was drawn then, or ask for it again, and the card "
-            "states the sum"
+            f"these data were released before, {earlier[-1]}: drawing them anew is a second release, whose cost adds to the "
+            "first's. Use what was drawn then; to release them again all the same, ask for it (again, --again, or "
+            "FASTDP_AGAIN=1), and the card says so"
         )
     now = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    files.write_json(path, [*earlier, {"mechanism": mechanism, "place": os.path.realpath(place), "time": now}])
-    return len(earlier) + 1
+    files.write_json(path, [*earlier, f"by {mechanism} to {os.path.realpath(place)} on {now}"])
+    return earlier
 
 
 def _of_ledger(run_id: str) -> Path:

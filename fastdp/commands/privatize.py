@@ -70,12 +70,16 @@ def privatize_command(
         bool, typer.Option("--exact", help="compute what a token really costs on this table: minutes for large ones")
     ] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="replace OUT if it exists")] = False,
+    again: Annotated[
+        bool, typer.Option("--again", help="release texts that were released before once more; their costs add up")
+    ] = False,
 ) -> None:
     """Replace every token of every text by a random near one, so that the file may leave (metric privacy, d_chi).
 
     Only the text column and the columns named by --keep are written. What holds is written beside OUT.
     """
     quiet_libraries()
+    from fastdp.accounting.witness import count_release
     from fastdp.data import read_rows
 
     _check_target(source, target, ids, overwrite)
@@ -103,6 +107,7 @@ def privatize_command(
         console.print(
             f"a token costs at most {nats:.4g} nats for each unit of distance, of eta {eta:g}", highlight=False
         )
+    earlier = count_release(texts, f"{privatizer.mechanism}, eta {eta:g}", target, again)
     begin = time.perf_counter()
     # A label that leaves anyway may say which tokens are favoured; one that stays must not show in them.
     known = class_numbers(rows, label_column, classes) if chosen and label_column in kept else None
@@ -110,6 +115,7 @@ def privatize_command(
     _write(target, text_column, kept, _watched(done, len(texts)))
     seconds = time.perf_counter() - begin
     card = privatizer.statement().with_facts(displacement=vars(shown), columns_copied_unprotected=list(kept))
+    card = card.after(earlier)
     path = target.with_suffix(STATEMENT)
     files.write(path, card.to_json(), public=True)
     rate = privatizer.tokens_released / max(seconds, 1e-9)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -37,12 +37,14 @@ class Local(Protocol):
         train, held_out: the examples to use.
         collator: makes batches of them.
         noise: noise std over the clipping bound, or nan where there is no such thing.
+        earlier: releases of the same texts by earlier runs, in words.
     """
 
     train: Examples
     held_out: Examples | None
     collator: Collator
     noise: float
+    earlier: Sequence[str]
 
     def begin_epoch(self, epoch: int) -> None:
         """Called before each pass over the data, counted from 1."""
@@ -100,6 +102,7 @@ class Privatized:
     """
 
     noise = math.nan
+    earlier: Sequence[str] = ()
 
     def __init__(
         self,
@@ -202,7 +205,7 @@ class Privatized:
 
     def save(self, output: Path) -> None:
         """The statement, which is the privatizer's card."""
-        files.write(output / STATEMENT, self._privatizer.statement().to_json(), public=True)
+        files.write(output / STATEMENT, self._privatizer.statement().after(self.earlier).to_json(), public=True)
 
     def close(self) -> None:
         """Nothing was attached to the model."""
@@ -217,6 +220,8 @@ class Perturbed:
     ``rehearsal`` trains what lies below the noise on public examples first (`ewft.rehearse`): a mapping of ``public``, a
     file of them, and if wanted ``examples``, ``passes`` and ``learning_rate``.
     """
+
+    earlier: Sequence[str] = ()
 
     def __init__(
         self,
@@ -310,7 +315,7 @@ class Perturbed:
 
     def save(self, output: Path) -> None:
         """The card, and the perturbation's state: the weights alone perturb nothing."""
-        self._ewft.card().save(output / "card")
+        self._ewft.card().after(self.earlier).save(output / "card")
         with files.whole(output / PERTURBATION) as aside:
             torch.save(self._ewft.state_dict(), aside)
 

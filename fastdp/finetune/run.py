@@ -22,6 +22,7 @@ from transformers import PreTrainedTokenizerBase
 import fastdp
 import fastdp.files as files
 import fastdp.plots as plots
+from fastdp.accounting.witness import count_release
 from fastdp.data import Collator, DataError, Examples, Rows, causal_examples, classification_examples, read_rows
 from fastdp.finetune.config import ConfigError, FinetuneConfig, load_config
 from fastdp.finetune.evaluation import Quality, autocast, evaluate
@@ -109,6 +110,8 @@ def finetune(config: FinetuneConfig, resume: bool = False, reporter: Reporter | 
     run = _Run(config, output, model, tokenizer, train, held_out, gate, reporter)
     try:
         run.make_private(resume)
+        if run.local is not None:
+            run.local.earlier = count_release(record_texts(tables[0], config), config.method, output)
         return run.execute(resume)
     except BaseException:
         if not resume:

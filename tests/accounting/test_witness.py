@@ -8,9 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import fastdp
 from fastdp import accounting
 from fastdp.accounting import BudgetExceeded, Ledger, LedgerError
 from fastdp.accounting.witness import count_release, state_folder
+from tests.methods.selective.tokenizers_for_tests import quickstart
 
 STEP = accounting.dpsgd_model(0.5, 0.01)
 SIDE = {"selection": (accounting.EventModel(accounting.selection(2.0)), 3)}
@@ -20,6 +22,7 @@ SIDE = {"selection": (accounting.EventModel(accounting.selection(2.0)), 3)}
 def state(tmp_path, monkeypatch):
     """A memory of the test's own."""
     monkeypatch.setenv("FASTDP_STATE", str(tmp_path / "state"))
+    monkeypatch.delenv("FASTDP_AGAIN")
     return tmp_path / "state"
 
 
@@ -161,16 +164,42 @@ def test_a_note_binds_a_file_to_the_ledger(tmp_path):
     again.close()
 
 
-def test_data_are_released_once_unless_it_is_asked_for_again(tmp_path, state):
+def test_data_are_released_once_unless_it_is_asked_for_again(tmp_path, state, monkeypatch):
     texts = ["a", "b c"]
-    assert count_release(texts, "laplace", tmp_path / "out.jsonl", again=False) == 1
+    assert count_release(texts, "laplace", tmp_path / "out.jsonl") == []
     with pytest.raises(ValueError, match=r"released before, by laplace to .*out\.jsonl"):
-        count_release(iter(texts), "exponential", tmp_path / "other.jsonl", again=False)
-    assert count_release(texts, "exponential", tmp_path / "other.jsonl", again=True) == 2
+        count_release(iter(texts), "exponential", tmp_path / "other.jsonl")
+    assert len(count_release(texts, "exponential", tmp_path / "other.jsonl", again=True)) == 1
+    monkeypatch.setenv("FASTDP_AGAIN", "1")
+    first, second = count_release(texts, "exponential", tmp_path / "third.jsonl")
+    assert first.startswith("by laplace to ")
+    assert second.startswith("by exponential to ")
+    monkeypatch.delenv("FASTDP_AGAIN")
     for other in (["a", "b", "c"], ["a b c"], ["b c", "a"], ["a", "b c", ""]):
-        assert count_release(other, "laplace", tmp_path, again=False) == 1
+        assert count_release(other, "laplace", tmp_path) == []
     kept = b"".join(path.read_bytes() for path in state.rglob("*") if path.is_file())
     assert b"b c" not in kept
+
+
+def test_a_second_draw_into_another_place_is_refused_or_said(tmp_path):
+    tokenizer, table = quickstart()
+    perturb = fastdp.SelectivePerturbation(2.0)
+    texts = ["Alice Smith lives in Paris, at alice@example.org"]
+    first = perturb(texts, tokenizer, table, cache=tmp_path / "one" / "drawn")
+    with pytest.raises(ValueError, match="by selective perturbation .*one/drawn"):
+        perturb(texts, tokenizer, table, cache=tmp_path / "two" / "drawn")
+    assert not (tmp_path / "two").exists()
+    again = perturb(texts, tokenizer, table, cache=tmp_path / "two" / "drawn", again=True)
+    kept = perturb(texts, tokenizer, table, cache=tmp_path / "two" / "drawn")
+    assert kept.from_cache
+    assert kept.earlier == again.earlier
+    assert first.earlier == ()
+    for card in (again.card(), kept.card()):
+        assert len(card["earlier_releases"]) == 1
+        result = accounting.verify(card)
+        assert result.holds
+        assert any("1 earlier releases" in entry for entry in result.unchecked)
+    assert "earlier_releases" not in first.card()
 
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path, monkeypatch):

@@ -9,7 +9,7 @@ import math
 import os
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from numbers import Real
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 import fastdp.files as files
 from fastdp.accounting import Card
 from fastdp.accounting.serialisation import canonical
+from fastdp.accounting.witness import count_release
 from fastdp.methods.encoding import encode_private
 from fastdp.methods.selective.card import perturbation_card
 from fastdp.methods.selective.mechanism import (
@@ -49,6 +50,7 @@ class PerturbedTexts:
         epsilons: budget spent on each text, the sum over its private tokens (``metric``: per unit of distance).
         settings: what it was made with, as on the card.
         reproducible: whether the draws came from a reproducible key.
+        earlier: releases of the same texts before this one, in words.
         from_cache: whether they were read back rather than drawn, at no further cost.
     """
 
@@ -57,6 +59,7 @@ class PerturbedTexts:
     epsilons: list[float]
     settings: dict[str, Any]
     reproducible: bool
+    earlier: tuple[str, ...] = ()
     from_cache: bool = False
 
     @property
@@ -78,7 +81,7 @@ class PerturbedTexts:
             tokens=sum(map(len, self.ids)),
             reproducible=self.reproducible,
             quality=quality,
-        )
+        ).after(self.earlier)
 
 
 @dataclass(frozen=True)
@@ -145,6 +148,7 @@ class SelectivePerturbation:
         max_length: int | None = None,
         cache: str | os.PathLike[str] | None = None,
         stream: NoiseStream | None = None,
+        again: bool = False,
     ) -> PerturbedTexts:
         """Perturb ``texts`` once.
 
@@ -157,9 +161,11 @@ class SelectivePerturbation:
                 other texts or with other settings (a detector's own names are compared too), since a second draw would be a
                 second release.
             stream: source of the draws; a new one by default.
+            again: draw anew for a cache what was drawn for another one before; the card says so.
 
         Warns if no private token is found. Raises ValueError for a tokenizer or table that does not fit, spans outside
-        their text, and a cache of something else.
+        their text, a cache of something else, and texts that were drawn for another cache before, unless ``again`` is set
+        (see `fastdp.accounting.witness`).
         """
         matrix = _table(table)
         encoded = _encode(tokenizer, texts, max_length)
@@ -176,6 +182,8 @@ class SelectivePerturbation:
         ids, epsilons, strengths = self._draw(encoded["input_ids"], private, mechanism, stream)
         found = PerturbedTexts(ids, private, epsilons, settings | {"strengths": strengths}, stream.reproducible)
         if path is not None:
+            earlier = count_release(texts, f"selective perturbation ({self.mechanism}, {self.epsilon:g})", path, again)
+            found = replace(found, earlier=tuple(earlier))
             _write(path, found, self._private_settings(), encoded["input_ids"])
         return found
 
@@ -301,6 +309,7 @@ def _write(path: Path, found: PerturbedTexts, private_settings: Any, original: l
     metadata = {
         "settings": canonical(found.settings),
         "reproducible": json.dumps(found.reproducible),
+        "earlier": json.dumps(found.earlier),
         "salt": salt,
         "digest": _keyed_digest(salt, original),
         "private_settings": _keyed_digest(salt, private_settings),
@@ -331,5 +340,5 @@ def _read(path: Path, settings: dict[str, Any], private_settings: Any, original:
     lengths = tensors["lengths"].tolist()
     ids = [part.tolist() for part in tensors["ids"].split(lengths)] if lengths else []
     private = [part.tolist() for part in tensors["private"].split(lengths)] if lengths else []
-    reproducible = json.loads(metadata["reproducible"])
-    return PerturbedTexts(ids, private, tensors["epsilons"].tolist(), made_with, reproducible, from_cache=True)
+    reproducible, earlier = json.loads(metadata["reproducible"]), tuple(json.loads(metadata.get("earlier", "[]")))
+    return PerturbedTexts(ids, private, tensors["epsilons"].tolist(), made_with, reproducible, earlier, from_cache=True)
