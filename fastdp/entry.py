@@ -182,12 +182,12 @@ def make_private(
                 open_unprotected=open_unprotected if method.flaws() else None,
             )
 
-        def open_replay(twin: Any, trained: Any, settled: Any, drawn: Sequence[list[Any]], together: int) -> Private:
+        def open_replay(twin: Any, settled: Any, drawn: Sequence[list[Any]], together: int) -> Private:
             examples: Any = [example for unit in drawn for example in unit]
             largest = max(map(len, drawn))
             return make_private(
                 twin,
-                torch.optim.SGD(trained, lr=0.0),
+                torch.optim.SGD([p for p in twin.parameters() if p.requires_grad], lr=0.0),
                 DataLoader(examples, batch_size=len(drawn), collate_fn=data_loader.collate_fn),
                 method=settled,
                 noise_multiplier=0.0,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -396,8 +397,7 @@ class Private:
     ) -> proving.Evidence:
         """Replay neighbouring data sets through a copy of the model as it is now, and measure how far releases move.
 
-        The copy takes single steps at a learning rate of 0, without noise; the run itself releases and spends nothing, but a
-        logical batch that was begun is dropped, and the next one is checked anew. See `docs/audit.md`.
+        The copy takes single steps at a learning rate of 0, without noise; the run itself is left alone. See `docs/audit.md`.
 
         Args:
             loss: (model, batch) -> loss, where the model does not return it.
@@ -416,12 +416,10 @@ class Private:
         positions = getattr(getattr(self.model, "config", None), "max_position_embeddings", None)
         if longest is None and isinstance(positions, int):
             longest = min(positions, proving.reach(units))
-        twin, trained = self._stages.twin()
-        self._backwards_seen = 0
-        method = proving.Settled(self.method, self.outcome)
+        twin, method = copy.deepcopy(self.model).train(), proving.Settled(self.method, self.outcome)
 
         def start(units: Sequence[list[Any]]) -> Private:
-            return self._open_replay(twin, trained, method, units, proving.TOGETHER)
+            return self._open_replay(twin, method, units, proving.TOGETHER)
 
         return proving.prove(start, units, loss, longest)
 

@@ -127,15 +127,6 @@ class Stages:
         self.outcome, self.prepared_step = dict(outcome), step
         self.engine = self._open()
 
-    def twin(self) -> tuple[torch.nn.Module, list[torch.nn.Parameter]]:
-        """A copy of the model in training mode, and those of its parameters that are trained; what was begun is dropped."""
-        self.engine.close()
-        try:
-            copied = copy.deepcopy(self.model).train()
-        finally:
-            self.engine = self._open()
-        return copied, [p for p in copied.parameters() if p.requires_grad]
-
     def close(self) -> None:
         """Give model and optimizer back as they were."""
         self.engine.close()

@@ -1,0 +1,70 @@
+"""What documents say can be done is done here, and what they point at is there."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fastdp
+from tests.engine.runs import clipped_sum, error, join, logical_step, one_by_one, start
+
+ROOT = Path(__file__).parent.parent
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+
+
+def blocks(page: str) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+
+
+def test_the_method_of_one_file_runs_and_its_card_verifies() -> None:
+    names: dict[str, Any] = {"__name__": __name__}
+    exec(next(block for block in blocks("CONTRIBUTING.md") if "class Biases" in block), names)
+    exact = start(method=names["Biases"](0.5))
+    got, batches = logical_step(exact)
+    gradients = one_by_one(exact.model, join(batches))
+    for end in ("bias", "weight"):
+        expected = clipped_sum([{n: g for n, g in one.items() if n.endswith(end)} for one in gradients], 0.5)
+        assert error({n: got[n] for n in expected}, {n: t / 8 for n, t in expected.items()}) < 1e-5
+    private = start(method=names["Biases"](0.5), noise_multiplier=1.0, target_delta=1e-5, unsafe_seed=None)
+    logical_step(private)
+    assert private.policy.noise_multiplier == pytest.approx(1.0)
+    assert fastdp.accounting.verify(private.card())
+
+
+def test_the_op_of_one_file_runs_under_every_front() -> None:
+    names: dict[str, Any] = {"__name__": __name__}
+    exec(next(block for block in blocks("CONTRIBUTING.md") if "HALVES" in block), names)
+    x = torch.arange(7, dtype=torch.float32)
+    for halves in (names["halves"], torch.ops.fastdp.halves.default, torch.compile(names["halves"], backend="eager")):
+        assert torch.equal(halves(x), x / 2)
+    with pytest.raises(TypeError, match="floats"):
+        names["halves"](torch.arange(3))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_and_paths_lead_somewhere(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    links = re.findall(r"\]\(([^)#:\s]+)\)", text)
+    paths = re.findall(r"`((?:fastdp|kernels|csrc|tests|bench|docs|examples)/[\w./-]*\w)`", text)
+    missing = [target for target in links if not (page.parent / target).exists()]
+    missing += [path for path in paths if "NAME" not in path and "FAMILY" not in path and not (ROOT / path).exists()]
+    assert not missing
+
+
+def test_every_pitfall_is_held_by_something_that_exists() -> None:
+    """Each is held by attacks, tests or files that are there; those that no program can hold say nothing."""
+    tests = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py"))
+    text = (ROOT / "docs" / "pitfalls.md").read_text(encoding="utf-8")
+    named = {
+        name
+        for line in text.splitlines()
+        if line.startswith("| ")
+        for name in re.findall(r"`([a-z_0-9]+)`", line.rsplit(" | ", 1)[-1])
+    }
+    attacks = {path.stem for path in (ROOT / "bench" / "attacks").glob("*.py")}
+    assert len(named & attacks) > 50
+    assert {name for name in named - attacks if f"def {name}(" not in tests} == set()
