@@ -26,7 +26,8 @@ int threads_for(int64_t entries, int threads) {
     return static_cast<int>(std::clamp<int64_t>(entries / kEntriesAThread, 1, threads));
 }
 
-// Norms of each row; `mask` holds the bits of one row.
+// out[which][unit], float32, as direct_norms in norms_direct.cpp, of gradients that lie in memory: contiguous float32
+// [units][size]; `mask` holds the bits of one of them.
 void instance_norms(uintptr_t instances, int64_t units, int64_t size, int measure_number, uintptr_t mask_address,
                     uintptr_t out_address, int threads) {
     const float *rows = reinterpret_cast<const float *>(instances);

@@ -17,6 +17,10 @@
 namespace fastdp {
 namespace {
 
+// out[which][unit], float32: the measure of the gradient of the unit that owns tokens [bounds[unit], bounds[unit + 1]), zero
+// where it owns none. Left [tokens, m] and right [tokens, n] as factor.h reads them; `mask` the address of bits [m, n]
+// (see MaskRows), read under masked_square alone, whose second row is what lies outside. Sums are float32 over a row of a
+// band and float64 beyond, in an order that threads do not change.
 void direct_norms(const FactorTuple &left_tuple, const FactorTuple &right_tuple, const std::vector<int64_t> &bounds,
                   int measure_number, uintptr_t mask_address, uintptr_t out_address, int threads) {
     const Factor left = factor_of(left_tuple), right = factor_of(right_tuple);

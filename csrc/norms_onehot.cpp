@@ -17,6 +17,8 @@ namespace {
 
 constexpr int64_t kColumns = 512;  // columns summed at a time: two rows of them stay in a first-level cache
 
+// out[which][unit], float32, as direct_norms in norms_direct.cpp, of an embedding: `ids` int64, `ids_stride` apart, all of
+// them rows of the mask if there is one; right [tokens, n]. Rows of equal ids are added in the order of their tokens.
 void onehot_norms(uintptr_t ids_address, int64_t ids_stride, const FactorTuple &right_tuple,
                   const std::vector<int64_t> &bounds, int measure_number, uintptr_t mask_address, uintptr_t out_address,
                   int threads) {

@@ -17,7 +17,9 @@ constexpr int64_t kColumns = 512;  // columns of a table's row added at a time
 constexpr int64_t kWords = kColumns / kBlockColumns;
 
 // The sum over tokens of w_t L_t R_t^T added to `out`, with one weight for masked and another for unmasked entries. Runs of
-// tokens with the same weights (a unit's) are multiplied once and scaled under the mask as they are added.
+// tokens with the same weights (a unit's) are multiplied once and scaled under the mask as they are added: run r is tokens
+// [bounds[r], bounds[r + 1]) with weights masked[r] and unmasked[r], and is skipped where both are 0. `out` float32 [m, n],
+// rows `out_row` apart, columns next to each other; `mask` bits [m, n].
 void masked_weighted_sum(const FactorTuple &left_tuple, const FactorTuple &right_tuple, const std::vector<int64_t> &bounds,
                   const std::vector<float> &masked, const std::vector<float> &unmasked, uintptr_t mask_address,
                   uintptr_t out_address, int64_t out_row, int threads) {
@@ -46,7 +48,8 @@ void masked_weighted_sum(const FactorTuple &left_tuple, const FactorTuple &right
     });
 }
 
-// out[ids[t]] += weights[t] * R[t]. Each thread owns columns, so tokens are added in their order whatever the threads.
+// out[ids[t]] += weights[t] * R[t] for t < tokens: `out` float32, rows `out_stride` apart and columns next to each other;
+// `weights` float32, contiguous; tokens of weight 0 are not read. Each thread owns columns, so tokens are added in their order whatever the threads.
 void onehot_add(uintptr_t ids_address, int64_t ids_stride, const FactorTuple &right_tuple, int64_t tokens,
                 uintptr_t weights_address, uintptr_t out_address, int64_t out_stride, int threads) {
     const int64_t *ids = reinterpret_cast<const int64_t *>(ids_address);

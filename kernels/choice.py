@@ -28,6 +28,7 @@ def _uniform_kernel(p_position, p_out, n, b: tl.constexpr):
     whole = (high.to(tl.uint64) << 32) | low.to(tl.uint64)
     u = (whole.to(tl.float64) + 0.5) * 5.421010862427522e-20  # 2^-64
     first = tl.sum(tl.where(tl.arange(0, 4)[None, :] == 0, u, 0.0), 1)
+    # [b]
     tl.store(p_out + token, first, mask=token < n)
 
 

@@ -36,6 +36,7 @@ def _cross_kernel(
     total = 0.0
     if start + tile * b_t < end:
         if KIND != DENSE:
+            # [b_t]
             ids = tl.load(p_left1 + o_row * stride_lt1, mask=m_row, other=-1)
         for first in tl.range(start2 + split * b_t, end2, splits * b_t, disable_licm=True):
             o_col = first + tl.arange(0, b_t)
@@ -46,10 +47,12 @@ def _cross_kernel(
                 left = gram_tile(p_left1, o_row, m_row, stride_lt1, stride_lk1, p_left2, o_col, m_col, stride_lt2,
                                  stride_lk2, m, b_t, b_t, b_k, PRECISION)  # fmt: skip
             elif KIND == IDS:
+                # [b_t]
                 ids2 = tl.load(p_left2 + o_col * stride_lt2, mask=m_col, other=-2)
                 left = (ids[:, None] == ids2[None, :]).to(tl.float32)
             else:
                 p_entry = p_left2 + o_col[None, :] * stride_lt2 + ids[:, None] * stride_lk2
+                # [b_t, b_t]
                 left = tl.load(p_entry, mask=m_row[:, None] & m_col[None, :], other=0.0).to(tl.float32)
             total += tl.sum(tl.sum(left * right, 1), 0)
     tl.store(p_parts + slot.to(tl.int64) * splits + split, total)

@@ -58,7 +58,9 @@ def _dchi_kernel(
     length = tl.sqrt(tl.sum(tl.sum(z * z, 1), 0))
     radius = _gamma(p_position, token, width.to(tl.float64)) / (length * tl.load(p_eta + token * stride_eta))
     row = tl.load(p_ids + token)
+    # [b_blocks, 16]
     e = tl.load(p_table + row * stride_et + o_k.to(tl.int64) * stride_ek, mask=m_k, other=0.0).to(tl.float32)
+    # [b_blocks, 16]
     tl.store(p_out + token * width + o_k, e + (z * radius).to(tl.float32), mask=m_k)
 
 

@@ -45,6 +45,7 @@ def _gram_kernel(
                                  strides_lt[i], strides_lk[i], widths[i], b_t, b_t, b_k, PRECISION)  # fmt: skip
                 total += tl.where(o_left == i, tl.sum(tl.sum(right * left, 1), 0), 0.0)
     o_part = (o_left.to(tl.int64) * slots + slot) * splits + split
+    # [COUNT]
     tl.store(p_parts + o_part, total)
 
 

@@ -69,6 +69,7 @@ def _grouped_kernel(
                                   stride_bt, stride_bk, b_m, b_n, b_t, PRECISION)  # fmt: skip
             total += tl.sum(tl.sum(gradient * gradient, 1), 0)
             p_tile = p_out + o_m[:, None] * stride_om + o_n[None, :] * stride_on
+            # [b_m, b_n]
             tl.store(p_tile, gradient, mask=(o_m < m)[:, None] & (o_n < n)[None, :])
     tl.store(p_norms + (problem * units + unit) * splits + split, total)
 

@@ -21,12 +21,14 @@ def _instance_norm_kernel(p_x, p_mask, p_parts, units, chunks, n, b: tl.constexp
     pid = tl.program_id(0).to(tl.int64)
     o_x = (pid % chunks) * b + tl.arange(0, b)
     m_x = o_x < n
+    # [b]
     x = tl.load(p_x + (pid // chunks) * n + o_x, mask=m_x, other=0.0).to(tl.float32)
     if KIND == ABSOLUTE:
         tl.store(p_parts + pid, tl.sum(tl.abs(x), 0))
     else:
         square = x * x
         if KIND == MASKED_SQUARE:
+            # [b]
             inside = tl.load(p_mask + o_x, mask=m_x, other=0) != 0
             tl.store(p_parts + pid, tl.sum(tl.where(inside, square, 0.0), 0))
             square = tl.where(inside, 0.0, square)
@@ -40,6 +42,7 @@ def _instance_sum_kernel(p_x, p_inside, p_outside, p_mask, p_out, units, n, b: t
     o_x = tl.program_id(0).to(tl.int64) * b + tl.arange(0, b)
     m_x = o_x < n
     if MASKED:
+        # [b]
         inside = tl.load(p_mask + o_x, mask=m_x, other=0) != 0
     total = tl.zeros((b,), tl.float32)
     p_row = p_x + o_x
@@ -48,9 +51,11 @@ def _instance_sum_kernel(p_x, p_inside, p_outside, p_mask, p_out, units, n, b: t
         if MASKED:
             weight = tl.where(inside | ~m_x, weight, tl.load(p_outside + unit).to(tl.float32))
         # An entry of weight 0 is not loaded: zero times NaN would be NaN.
+        # [b]
         x = tl.load(p_row, mask=weight != 0.0, other=0.0)
         total += weight * x.to(tl.float32)
         p_row += n
+    # [b]
     tl.store(p_out + o_x, total, mask=m_x)
 
 

@@ -13,8 +13,10 @@ def _pack_kernel(p_mask, p_bits, rows, columns, bytes_a_row, stride_m, stride_n,
     row = pid // bytes_a_row
     o_column = (pid % bytes_a_row)[:, None] * 8 + tl.arange(0, 8)[None, :]
     m_mask = (row < rows)[:, None] & (o_column < columns)
+    # [b, 8]
     mask = tl.load(p_mask + row[:, None] * stride_m + o_column * stride_n, mask=m_mask, other=0)
     bits = tl.sum((mask != 0).to(tl.int32) << tl.arange(0, 8)[None, :], 1)
+    # [b]
     tl.store(p_bits + pid, bits.to(tl.uint8), mask=row < rows)
 
 
@@ -42,5 +44,6 @@ def pack_mask(mask: torch.Tensor) -> torch.Tensor:
 def load_mask(p_bits, o_m, o_n, m_m, m_n, bytes_a_row):
     """bool [b_m, b_n] of a packed mask; False outside."""
     p_byte = p_bits + o_m[:, None].to(tl.int64) * bytes_a_row + (o_n // 8)[None, :]
+    # [b_m, b_n]
     byte = tl.load(p_byte, mask=m_m[:, None] & m_n[None, :], other=0).to(tl.int32)
     return (byte >> (o_n % 8)[None, :]) & 1 != 0

@@ -25,15 +25,19 @@ def _add_run(p_order, p_keys, p_right, p_weights, at, tokens, o_n, m_n, stride_r
     while inside != 0:
         o_t = at + tl.arange(0, b_t)
         m_t = o_t < tokens
+        # [b_t]
         m_t = m_t & (tl.load(p_keys + o_t, mask=m_t, other=-1) == key)
+        # [b_t]
         token = tl.load(p_order + o_t, mask=m_t, other=0)
         if WEIGHTED:
             # A token of weight 0 is not loaded: zero times NaN would be NaN.
+            # [b_t]
             weight = tl.load(p_weights + token, mask=m_t, other=0.0).to(tl.float32)
             m_row = weight != 0.0
         else:
             m_row = m_t
         p_rows = p_right + token[:, None] * stride_rt + o_n[None, :].to(tl.int64) * stride_rn
+        # [b_t, b_n]
         rows = tl.load(p_rows, mask=m_row[:, None] & m_n[None, :], other=0.0).to(tl.float32)
         total += weight[:, None] * rows if WEIGHTED else rows
         inside = tl.min(m_t.to(tl.int32), 0)
@@ -48,6 +52,7 @@ def _starts_a_run(p_keys, at):
 
 @triton.jit
 def _inside(p_mask, row, o_n, m_n, stride_mm, stride_mn):
+    # [b_n]
     return tl.load(p_mask + row * stride_mm + o_n.to(tl.int64) * stride_mn, mask=m_n, other=0) != 0
 
 
@@ -98,6 +103,7 @@ def _scatter_kernel(
                              b_t, b_n, True)  # fmt: skip
             row = tl.where(_inside(p_mask, key, o_n, m_n, stride_mm, stride_mn), row, other)
         p_row = p_out + key * stride_om + o_n.to(tl.int64) * stride_on
+        # [b_n]
         tl.store(p_row, tl.load(p_row, mask=m_n) + row, mask=m_n)
 
 

@@ -23,6 +23,7 @@ def _sum_parts_kernel(p_parts, p_out, p_offsets, units, columns, parts, b_tile: 
     total = tl.zeros((b,), tl.float32)
     for i in range(first, last, b):
         o_part = i + tl.arange(0, b)
+        # [b]
         total += tl.load(p_parts + row * columns + o_part, mask=o_part < last, other=0.0)
     tl.store(p_out + row * units + unit, tl.sum(total, 0))
 

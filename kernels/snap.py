@@ -29,9 +29,11 @@ def _survey_kernel(p_x, p_half, p_bad, rows, width, stride_t, stride_k, b_t: tl.
         o_k = k + tl.arange(0, b_k)
         m_x = (o_t < rows)[:, None] & (o_k < width)[None, :]
         p_tile = p_x + o_t[:, None] * stride_t + o_k[None, :].to(tl.int64) * stride_k
+        # [b_t, b_k]
         x = tl.load(p_tile, mask=m_x, other=0.0).to(tl.float32)
         total += x * x
         finite = finite & (tl.abs(x) < float("inf"))
+    # [b_t]
     tl.store(p_half + o_t, tl.sum(total, 1) * 0.5, mask=o_t < rows)
     good = tl.min(finite.to(tl.int32), 1)
     if tl.min(good, 0) == 0:
@@ -55,13 +57,17 @@ def _nearest_group_kernel(
     for k in range(0, width, b_k):
         o_k = k + tl.arange(0, b_k)
         m_k = o_k < width
+        # [b_v, b_k]
         e = tl.load(p_e + o_k[None, :].to(tl.int64) * stride_ek, mask=m_v[:, None] & m_k[None, :], other=0.0)
+        # [b_k, b_x]
         x = tl.load(p_q + o_k[:, None], mask=m_x[None, :] & m_k[:, None], other=0.0)
         dot = multiply(e.to(x.dtype), x, dot, "ieee")
+    # [b_v]
     score = tl.load(p_half + o_v, mask=m_v, other=float("inf"))[:, None] - dot
     least = tl.min(tl.reshape(score, (b_v // b_group, b_group, b_x)), 1)
     o_group = tile_v * (b_v // b_group) + tl.arange(0, b_v // b_group)
     p_out = p_least + o_x[None, :].to(tl.int64) * groups + o_group[:, None]
+    # [b_v // b_group, b_x]
     tl.store(p_out, least, mask=m_x[None, :] & (o_group < groups)[:, None])
 
 
@@ -74,7 +80,9 @@ def _exact(p_x, p_table, row, group, size, width, stride_xt, stride_xk, stride_e
     for k in range(0, width, b_k):
         o_k = (k + tl.arange(0, b_k)).to(tl.int64)
         m_e = (o_v < size)[:, None] & (o_k < width)[None, :]
+        # [b_k]
         x = tl.load(p_x + row * stride_xt + o_k * stride_xk, mask=o_k < width, other=0.0).to(tl.float64)
+        # [b_group, b_k]
         e = tl.load(p_table + o_v[:, None] * stride_et + o_k[None, :] * stride_ek, mask=m_e, other=0.0).to(tl.float64)
         difference = tl.where(m_e, e - x[None, :], 0.0)
         total += difference * difference
@@ -92,9 +100,9 @@ def _resolve_kernel(
     least = float("inf")
     for first in range(0, groups, b_scan):
         o_g = first + tl.arange(0, b_scan)
-        least = tl.minimum(
-            least, tl.min(tl.load(p_least + row * groups + o_g, mask=o_g < groups, other=float("inf")), 0)
-        )
+        # [b_scan]
+        of_groups = tl.load(p_least + row * groups + o_g, mask=o_g < groups, other=float("inf"))
+        least = tl.minimum(least, tl.min(of_groups, 0))
     most = tl.load(p_most)  # half the largest squared norm of the table
     # |x| |e| = 2 sqrt(half half); the last term covers products that underflow.
     error = product_error * 2.0 * tl.sqrt(tl.load(p_half_x + row)) * tl.sqrt(most) + norm_error * most + 1e-36
@@ -103,6 +111,7 @@ def _resolve_kernel(
     index = tl.full((), 9223372036854775807, tl.int64)
     for first in range(0, groups, b_scan):
         o_g = first + tl.arange(0, b_scan)
+        # [b_scan]
         score = tl.load(p_least + row * groups + o_g, mask=o_g < groups, other=float("inf"))
         # Written so that a limit that overflowed to an infinity or a NaN keeps every group.
         near = (o_g < groups) & ((score > limit) == 0)

@@ -35,7 +35,9 @@ def gram_tile(
     for k in range(0, width, b_k):
         m_k = o_k < width - k
         o_ak = (k + o_k).to(tl.int64)
+        # [b_a, b_k]
         a = tl.load(p_rows_a + o_ak[None, :] * stride_ak, mask=m_a[:, None] & m_k[None, :], other=0.0)
+        # [b_k, b_b]
         b = tl.load(p_rows_b + o_ak[:, None] * stride_bk, mask=m_b[None, :] & m_k[:, None], other=0.0)
         acc = multiply(a, b, acc, PRECISION)
     return acc
@@ -53,7 +55,9 @@ def outer_tile(
     p_r = p_right + (start + o_t)[:, None].to(tl.int64) * stride_rt + o_n[None, :].to(tl.int64) * stride_rn
     for t in range(start, end, b_t):
         m_t = o_t < end - t
+        # [b_m, b_t]
         left = tl.load(p_l, mask=m_m[:, None] & m_t[None, :], other=0.0)
+        # [b_t, b_n]
         right = tl.load(p_r, mask=m_t[:, None] & m_n[None, :], other=0.0)
         acc = multiply(left, right, acc, PRECISION)
         p_l += b_t * stride_lt
@@ -70,6 +74,7 @@ def unit_of_slot(p_offsets, slot, units, b_tile: tl.constexpr):
     before = 0
     for first in range(0, units, 1024):
         o_b = first + tl.arange(0, 1024)
+        # [1024]
         offset = tl.load(p_offsets + o_b, mask=o_b < units, other=0)
         before += tl.sum(((o_b < units) & (offset // b_tile + o_b <= slot)).to(tl.int32), 0)
     return before - 1
