@@ -23,9 +23,8 @@ FASTDP_AVX2 void outer_avx2(Rows left, Rows right, int64_t tokens, int64_t colum
         __m256 sum[kRows][2];
 #pragma GCC unroll 6
         for (int i = 0; i < kRows; ++i) {
-            const float *held = block + i * kBlockColumns + j;
-            sum[i][0] = add ? _mm256_loadu_ps(held) : _mm256_setzero_ps();
-            sum[i][1] = add ? _mm256_loadu_ps(held + 8) : _mm256_setzero_ps();
+            sum[i][0] = _mm256_setzero_ps();
+            sum[i][1] = _mm256_setzero_ps();
         }
         const float *l = left.data, *r = right.data + j;
         for (int64_t t = 0; t < tokens; ++t, l += left.pitch, r += right.pitch) {
@@ -39,8 +38,9 @@ FASTDP_AVX2 void outer_avx2(Rows left, Rows right, int64_t tokens, int64_t colum
         }
 #pragma GCC unroll 6
         for (int i = 0; i < kRows; ++i) {
-            _mm256_storeu_ps(block + i * kBlockColumns + j, sum[i][0]);
-            _mm256_storeu_ps(block + i * kBlockColumns + j + 8, sum[i][1]);
+            float *held = block + i * kBlockColumns + j;
+            _mm256_storeu_ps(held, add ? _mm256_add_ps(sum[i][0], _mm256_loadu_ps(held)) : sum[i][0]);
+            _mm256_storeu_ps(held + 8, add ? _mm256_add_ps(sum[i][1], _mm256_loadu_ps(held + 8)) : sum[i][1]);
         }
     }
 }
@@ -105,7 +105,7 @@ FASTDP_AVX512 void outer_avx512(Rows left, Rows right, int64_t tokens, float *bl
     for (int i = 0; i < kRows; ++i)
 #pragma GCC unroll 4
         for (int j = 0; j < kVectors; ++j)
-            sum[i][j] = add ? _mm512_loadu_ps(block + i * kBlockColumns + 16 * j) : _mm512_setzero_ps();
+            sum[i][j] = _mm512_setzero_ps();
     const float *l = left.data, *r = right.data;
     for (int64_t t = 0; t < tokens; ++t, l += left.pitch, r += right.pitch) {
         __m512 x[kVectors];
@@ -121,7 +121,10 @@ FASTDP_AVX512 void outer_avx512(Rows left, Rows right, int64_t tokens, float *bl
 #pragma GCC unroll 6
     for (int i = 0; i < kRows; ++i)
 #pragma GCC unroll 4
-        for (int j = 0; j < kVectors; ++j) _mm512_storeu_ps(block + i * kBlockColumns + 16 * j, sum[i][j]);
+        for (int j = 0; j < kVectors; ++j) {
+            float *held = block + i * kBlockColumns + 16 * j;
+            _mm512_storeu_ps(held, add ? _mm512_add_ps(sum[i][j], _mm512_loadu_ps(held)) : sum[i][j]);
+        }
 }
 
 template <int kVectors>

@@ -19,7 +19,8 @@ struct Rows {
 
 struct BlockKernels {
     // block[i][j] (+)= sum over tokens of left[t][i] right[t][j], for i < rows <= 6 and j < columns <= 64. Of right, columns
-    // are read up to the next multiple of 16.
+    // are read up to the next multiple of 16. The sum is made on its own and then added, so that what was in the block is
+    // rounded once a call: the bounds of rounding rely on it.
     void (*outer)(Rows left, Rows right, int64_t tokens, int64_t rows, int64_t columns, float *block, bool add);
     // Sums over those of 64 entries whose bit is set.
     float (*sum_square)(const float *entries, uint64_t chosen);

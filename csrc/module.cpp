@@ -9,6 +9,7 @@ PYBIND11_MODULE(_native, m) {
     fastdp::bind_noise(m);
     fastdp::bind_clip_noise(m);
     fastdp::bind_adamw(m);
+    fastdp::bind_bounds(m);
     fastdp::bind_norms_direct(m);
     fastdp::bind_norms_gram(m);
     fastdp::bind_norms_onehot(m);

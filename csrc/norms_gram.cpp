@@ -6,10 +6,12 @@
 #include <pybind11/stl.h>
 
 #include <algorithm>
+#include <cmath>
 #include <stdexcept>
 #include <vector>
 
 #include "bindings.h"
+#include "bounds.h"
 #include "cpu.h"
 #include "factor.h"
 #include "team.h"
@@ -190,8 +192,17 @@ void sum_parts(const std::vector<Tile> &tiles, const std::vector<double> &parts,
     for (int64_t i = 0; i < uses * units; ++i) out[i] = square && total[i] < 0 ? 0.0f : static_cast<float>(total[i]);
 }
 
+// Sum over the tokens of a tile on the diagonal of |L_t| |R_t|, whose squares are the diagonals of the Gram matrices.
+double diagonal_products(const float *left, const float *right, int64_t tokens, int64_t m, int64_t n) {
+    double total = 0;
+    for (int64_t i = 0; i < tokens; ++i)
+        total += std::sqrt(padded(left[i * (kTile + 1)], m)) * std::sqrt(padded(right[i * (kTile + 1)], n));
+    return total;
+}
+
+// Squared norms [uses][units] and, where `products_address` is not 0, what rounding is measured by: see bounds.h.
 void gram_sqnorm(const std::vector<FactorTuple> &left_tuples, const FactorTuple &right_tuple,
-                 const std::vector<int64_t> &bounds, uintptr_t out_address, int threads) {
+                 const std::vector<int64_t> &bounds, uintptr_t out_address, uintptr_t products_address, int threads) {
     std::vector<Factor> lefts;
     for (const auto &tuple : left_tuples) lefts.push_back(factor_of(tuple));
     const Factor right = factor_of(right_tuple);
@@ -205,7 +216,7 @@ void gram_sqnorm(const std::vector<FactorTuple> &left_tuples, const FactorTuple 
             for (int64_t column = first; column <= row; column += kTile)
                 tiles.push_back({unit, row, std::min(kTile, last - row), column, std::min(kTile, last - column), row == column});
     }
-    std::vector<double> parts(tiles.size() * uses);
+    std::vector<double> parts(tiles.size() * uses), products(products_address != 0 ? tiles.size() * uses : 0);
     const DotBlock dot = dot_block();
     team_for(static_cast<int64_t>(tiles.size()), threads, [&](int64_t item) {
         static thread_local Scratch scratch;
@@ -216,9 +227,17 @@ void gram_sqnorm(const std::vector<FactorTuple> &left_tuples, const FactorTuple 
             const double product = tile_product(scratch.gram_right, scratch.gram_left, tile);
             // A tile left of the diagonal stands for its mirror image too.
             parts[item * uses + use] = tile.lower ? product : 2 * product;
+            if (products_address != 0 && tile.lower)
+                products[item * uses + use] = diagonal_products(scratch.gram_left, scratch.gram_right, tile.rows,
+                                                                lefts[use].width, right.width);
         }
     });
     sum_parts(tiles, parts, uses, units, reinterpret_cast<float *>(out_address), true);
+    if (products_address == 0) return;
+    double *sums = reinterpret_cast<double *>(products_address);
+    std::fill(sums, sums + uses * units, 0.0);
+    for (size_t item = 0; item < tiles.size(); ++item)
+        for (int64_t use = 0; use < uses; ++use) sums[use * units + tiles[item].unit] += products[item * uses + use];
 }
 
 // The left factor of one side of an inner product: a matrix, or ids that stand for one-hot rows.
@@ -277,7 +296,7 @@ void cross_inner(const LeftTuple &left1_tuple, const FactorTuple &right1_tuple, 
 void bind_norms_gram(pybind11::module_ &m) {
     namespace py = pybind11;
     m.def("gram_sqnorm", &gram_sqnorm, py::arg("lefts"), py::arg("right"), py::arg("bounds"), py::arg("out"),
-          py::arg("threads"));
+          py::arg("products"), py::arg("threads"));
     m.def("cross_inner", &cross_inner, py::arg("left1"), py::arg("right1"), py::arg("left2"), py::arg("right2"),
           py::arg("bounds1"), py::arg("bounds2"), py::arg("out"), py::arg("threads"));
 }
