@@ -11,6 +11,7 @@ import torch
 
 from fastdp.audit.canaries import Canaries, noise_std
 from fastdp.engine.accumulator import Accumulator
+from fastdp.engine.bounds import Norms, UpperNorms
 from fastdp.engine.policy import Policy
 
 if TYPE_CHECKING:
@@ -106,15 +107,15 @@ class GradientCanaries(Canaries):
         """Clip the canaries' gradients as the policy says, and add them to the sums."""
         sums, policy = accumulator.sums, accumulator.policy
         coefficients = self._coefficients()
-        squared = self._squared(policy)
-        factors = accumulator.factors(squared, coefficients.abs().to(squared.device))
-        for name, values in self._contributions(policy, factors * coefficients.sign().to(squared.device)):
+        upper = self._upper(policy)
+        factors = accumulator.factors(upper, coefficients.abs().to(upper.norms.device))
+        for name, values in self._contributions(policy, factors * coefficients.sign().to(factors.device)):
             added = self._phase * values
             sums[name] = sums[name] + added if name in sums else added
 
     def score_release(self, policy: Policy) -> None:
         """Add the projections of what was released to the scores."""
-        scales = policy.scales(self._squared(policy))
+        scales = policy.scales(self._upper(policy))
         inner = torch.zeros(len(self), dtype=torch.float64)
         size = torch.zeros(len(self), dtype=torch.float64)
         for name, values in self._contributions(policy, scales):
@@ -143,8 +144,8 @@ class GradientCanaries(Canaries):
             if name in self._shares:
                 yield name, parameter, self._shares[name]
 
-    def _squared(self, policy: Policy) -> torch.Tensor:
-        """Squared norms of the canaries' gradients, ``[groups, m]``."""
+    def _upper(self, policy: Policy) -> UpperNorms:
+        """Norms of the canaries' gradients ``[groups, m]``, known exactly."""
         device = next(iter(self.private.parameters.values())).device
         counts = torch.zeros(len(policy.bounds), len(self), device=device)
         for name, parameter, share in self._present():
@@ -156,7 +157,10 @@ class GradientCanaries(Canaries):
                 counts[group[1]].index_add_(0, owner, (~mask).float())
             else:
                 counts[group].index_add_(0, owner, torch.ones(parameter.numel(), device=device))
-        return counts * self._height**2
+        norms = Norms(len(policy.bounds), len(self), device)
+        for group, squares in enumerate(counts * self._height**2):
+            norms.add(group, squares, 1, relative=2.0**-20)
+        return norms.upper()
 
     def _contributions(self, policy: Policy, factors: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
         """Each parameter's canary gradients times ``factors`` [groups, m], all canaries together, of its shape."""

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 import fastdp.ops as ops
+from fastdp.engine.bounds import Norms, UpperNorms
 from fastdp.engine.layout import Layout
 from fastdp.engine.policy import Policy
 from fastdp.engine.uses import Factors, UnsupportedUse
 from fastdp.ops.routes import plan
+
+#: Squares found by Gram matrices are found again by the direct route where rounding may hide more than this share of them,
+#: which is half a percent of the norm.
+REMEASURED = 0.01
 
 
 @dataclass
@@ -22,10 +27,32 @@ class _Entry:
     instance: torch.Tensor | None = None
     #: Squared norms of ``instance``, where they came with it.
     squared: torch.Tensor | None = None
+    #: Of uses that a second pass will add as factors though their norms come from ``instance``: the scale of the rounding
+    #: errors of both, and the constant of the largest.
+    products: torch.Tensor | None = None
+    added: float = 0.0
 
     def add(self, instance: torch.Tensor, squared: torch.Tensor | None = None) -> None:
         self.squared = squared if self.instance is None else None
         self.instance = instance if self.instance is None else self.instance + instance
+
+    def reach(self, norm: torch.Tensor) -> torch.Tensor | None:
+        """`products` of all parts that are added apart, from the norm of the whole; None where the instance is added."""
+        # Each part is no longer than the whole and the others together.
+        return None if self.products is None else 3 * self.products + norm
+
+
+@dataclass(frozen=True)
+class _Gram:
+    """A use whose norms were found by Gram matrices, kept until it is known whether they are good enough."""
+
+    name: str
+    left: torch.Tensor
+    right: torch.Tensor
+    offsets: torch.Tensor
+    tokens: int
+    squares: torch.Tensor
+    products: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -44,6 +71,7 @@ class _Captures:
 
     def __init__(self, accumulator: Accumulator):
         self.names = accumulator.names
+        self.parameters = accumulator.parameters
         self.policy = accumulator.policy
 
     def _per_unit(self, gradient: torch.Tensor, layout: Layout, laned: bool) -> torch.Tensor:
@@ -59,7 +87,7 @@ class _Captures:
 
 
 class NormSink(_Captures):
-    """Computes norms as captures arrive; keeps what the weighted sums will need unless a second pass follows."""
+    """Computes upper bounds of norms as captures arrive; keeps what the weighted sums will need unless a second pass follows."""
 
     def __init__(self, accumulator: Accumulator, layout: Layout, expected: Mapping[str, int], *, keep: bool):
         super().__init__(accumulator)
@@ -69,7 +97,8 @@ class NormSink(_Captures):
         self.routes = accumulator.routes
         self.tables = accumulator.tables
         self.entries: dict[str, _Entry] = {}
-        self.squared = torch.zeros(len(self.policy.bounds), layout.units, device=layout.weights.device)
+        self.norms = Norms(len(self.policy.bounds), layout.units, layout.weights.device)
+        self._grams: list[_Gram] = []
         self._pending: list[tuple[str, torch.Tensor]] = []
         self._shared: torch.Tensor | None = None
         self._shared_laned = False
@@ -124,12 +153,44 @@ class NormSink(_Captures):
         if route == "gram" and not factors.one_hot:
             self._defer(name, factors)
         else:
-            self._square(name, ops.sqnorm(factors.left, factors.right, offsets, route))
+            self._add_direct(name, factors, offsets)
             self._drop(entry)
+
+    def _add(
+        self,
+        name: str,
+        powers: torch.Tensor,
+        rounding: ops.Rounding,
+        *,
+        products: torch.Tensor | None = None,
+        gram: float = 0.0,
+        added: float = 0.0,
+    ) -> None:
+        """Take the powers of a parameter's gradient into its group, or of both its parts into two."""
+        group, entries = self.policy.group_of[name], self.parameters[name].numel()
+        parts = [(group, powers)] if isinstance(group, int) else list(zip(group, powers))
+        for own, power in parts:
+            relative = rounding.squares(entries)
+            self.norms.add(own, power, entries, relative=relative, products=products, gram=gram, added=added)
+
+    def _add_direct(self, name: str, use: Factors, offsets: torch.Tensor) -> None:
+        rounding, tokens = ops.Rounding(use.left, use.right), self._longest(use)
+        self._add(
+            name,
+            ops.sqnorm(use.left, use.right, offsets, "direct"),
+            rounding,
+            products=ops.row_products(use.left, use.right, offsets),
+            added=rounding.entry(tokens) + rounding.added(tokens),
+        )
+
+    def _longest(self, use: Factors) -> int:
+        return self.layout.longest(use.right.shape[0], laned=use.laned)
 
     def _instantiate(self, name: str, factors: Factors) -> None:
         """Wait for other small matrices (LoRA's): a GPU makes the gradients of all of them in one launch."""
         left, right = (factors.right, factors.left) if factors.swap else (factors.left, factors.right)
+        if not self.keep:
+            self._note_products(name, factors)
         self._small.setdefault((right.shape[0], factors.laned), []).append((name, left, right))
         self._held_bytes += left.nbytes + right.nbytes
         if self._held_bytes > self._may_hold_bytes:
@@ -162,26 +223,73 @@ class NormSink(_Captures):
     def _flush(self) -> None:
         if self._shared is None:
             return
-        offsets = self.layout.offsets(self._shared.shape[0], laned=self._shared_laned)
-        squared = ops.sqnorm_group([left for _, left in self._pending], self._shared, offsets)
-        for (name, _), row in zip(self._pending, squared):
-            self._square(name, row)
+        right, tokens = self._shared, self._shared.shape[0]
+        offsets = self.layout.offsets(tokens, laned=self._shared_laned)
+        longest = self.layout.longest(tokens, laned=self._shared_laned)
+        squares, products = ops.gram_norms([left for _, left in self._pending], right, offsets)
+        for (name, left), square, product in zip(self._pending, squares, products):
+            self._grams.append(_Gram(name, left, right, offsets, longest, square, product))
             self._drop(self.entries[name])
         self._pending, self._shared = [], None
+        if not self.keep:
+            self._judge()
+
+    def _judge(self) -> None:
+        """Take the norms found by Gram matrices, and find those of the units anew for which they are not good enough.
+
+        A unit's group decides, over all that is known of it, so that a matrix whose gradient vanishes beside the others' is
+        not measured twice. On a GPU the units are chosen on the device, and nothing waits.
+        """
+        if not self._grams:
+            return
+        constants = [
+            ops.Rounding(use.left, use.right).gram(use.left.shape[1], use.right.shape[1], use.tokens)
+            for use in self._grams
+        ]
+        own = [self.policy.group_of[use.name] for use in self._grams]
+        groups = torch.tensor(own, device=self.layout.weights.device)
+        squares = torch.stack([use.squares.double() for use in self._grams])
+        hidden = torch.stack([use.products for use in self._grams]).square()
+        hidden *= torch.tensor(constants, dtype=torch.float64, device=hidden.device).unsqueeze(1)
+        known = self.norms.measured().index_add_(0, groups, squares)
+        poor = (torch.zeros_like(known).index_add_(0, groups, hidden) > REMEASURED * known)[groups]
+        anew = poor.device.type != "cpu" or bool(poor.any())
+        for use, gram, chosen in zip(self._grams, constants, poor):
+            rounding = ops.Rounding(use.left, use.right)
+            added, squares, products = rounding.added(use.tokens), use.squares, use.products
+            if anew:
+                squares, products = torch.where(chosen, 0, squares), torch.where(chosen, 0, products)
+                again = ops.chosen_sqnorm(use.left, use.right, use.offsets, chosen)
+                rest, both = torch.where(chosen, use.products, 0), rounding.entry(use.tokens) + added
+                self._add(use.name, again, rounding, products=rest, added=both)
+            self._add(use.name, squares, rounding, products=products, gram=gram, added=added)
+        self._grams.clear()
 
     def _drop(self, entry: _Entry) -> None:
         if not self.keep:
             entry.factors.clear()
 
-    def _square(self, name: str, squared: torch.Tensor) -> None:
-        group = self.policy.group_of[name]
-        assert isinstance(group, int)
-        self.squared[group] += squared
+    def _note_products(self, name: str, use: Factors, order: int = 2) -> None:
+        """Of a use that is measured as an instance but added as factors: how far the two may be apart."""
+        offsets = self.layout.offsets(use.right.shape[0], laned=use.laned)
+        products = ops.row_products(use.left, use.right, offsets, order)
+        rounding, tokens = ops.Rounding(use.left, use.right), self._longest(use)
+        entry = self.entries[name]
+        entry.products = products if entry.products is None else entry.products + products
+        # An instance may be made by a BLAS as well, in an order that is not known.
+        entry.added += 2 * rounding.added(tokens)
 
-    def finish(self) -> torch.Tensor:
-        """Squared norms ``[groups, units]``, complete."""
+    def _add_instance(self, name: str, entry: _Entry) -> None:
+        assert entry.instance is not None
+        squared = entry.squared if entry.squared is not None else ops.instance_sqnorm(entry.instance)
+        products = entry.reach(squared.double().sqrt())
+        self._add(name, squared, ops.Rounding(entry.instance), products=products, added=entry.added)
+
+    def finish(self) -> UpperNorms:
+        """Upper bounds of what each unit adds, complete."""
         self._flush()
         self._flush_small()
+        self._judge()
         for name, entry in self.entries.items():
             if name in self.policy.masks:
                 self._masked(name, entry)
@@ -189,11 +297,11 @@ class NormSink(_Captures):
             if entry.factors and (self.expected.get(name, 1) > 1 or entry.instance is not None):
                 self._several(name, entry)
             if entry.instance is not None:
-                squared = entry.squared if entry.squared is not None else entry.instance.flatten(1).square().sum(1)
-                self._square(name, squared)
+                self._add_instance(name, entry)
                 if not self.keep:
                     entry.instance = None
-        return self.squared
+        self._judge()
+        return self.norms.upper()
 
     def _several(self, name: str, entry: _Entry) -> None:
         """Norm of a parameter used several times: of the summed gradient, cross terms included (rule 5)."""
@@ -203,40 +311,91 @@ class NormSink(_Captures):
                 if use.one_hot:
                     raise UnsupportedUse(f"{name} is read as a table and in another way")
                 left, right = (use.right, use.left) if use.swap else (use.left, use.right)
+                if not self.keep:
+                    self._note_products(name, use)
                 entry.add(ops.per_unit(left, right, layout.offsets(left.shape[0], laned=use.laned)))
             entry.factors.clear()
             return
         uses = _merge(entry.factors, layout)
-        for index, use in enumerate(uses):
-            offsets = layout.offsets(use.right.shape[0], laned=use.laned)
-            self._square(name, ops.sqnorm(use.left, use.right, offsets))
-            for other in uses[:index]:
-                others = layout.offsets(other.right.shape[0], laned=other.laned)
-                if use.swap != other.swap:
-                    raise UnsupportedUse(f"{name} is used both as it is and transposed")
-                cross = ops.cross_inner(use.left, use.right, other.left, other.right, offsets, others)
-                self._square(name, 2 * cross)
+        if len(uses) == 1:
+            self._one(name, uses[0])
+        else:
+            self._crossed(name, uses)
         self._drop(entry)
 
+    def _one(self, name: str, use: Factors) -> None:
+        """Uses that were joined to one."""
+        offsets = self.layout.offsets(use.right.shape[0], laned=use.laned)
+        if use.one_hot:
+            self._add_direct(name, use, offsets)
+            return
+        squares, products = ops.gram_norms([use.left], use.right, offsets)
+        self._grams.append(_Gram(name, use.left, use.right, offsets, self._longest(use), squares[0], products[0]))
+
+    def _crossed(self, name: str, uses: list[Factors]) -> None:
+        """Uses of different kinds: a square each, and twice the inner product of each two."""
+        group = self.policy.group_of[name]
+        assert isinstance(group, int)
+        square = torch.zeros(self.layout.units, dtype=torch.float64, device=self.layout.weights.device)
+        products = torch.zeros_like(square)
+        gram, tokens = 0.0, 0
+        for index, use in enumerate(uses):
+            offsets = self.layout.offsets(use.right.shape[0], laned=use.laned)
+            rounding, longest = ops.Rounding(use.left, use.right), self._longest(use)
+            tokens += longest
+            width = 0 if use.one_hot else use.left.shape[1]
+            if use.one_hot:
+                square += ops.sqnorm(use.left, use.right, offsets)
+                products += ops.row_products(use.left, use.right, offsets)
+            else:
+                squares, sizes = ops.gram_norms([use.left], use.right, offsets)
+                square += squares[0]
+                products += sizes[0]
+            # The square of a table's rows is found from their sums, whose error counts twice.
+            gram = max(gram, rounding.gram(width, use.right.shape[1], longest), 3 * rounding.entry(longest))
+            for other in uses[:index]:
+                others = self.layout.offsets(other.right.shape[0], laned=other.laned)
+                if use.swap != other.swap:
+                    raise UnsupportedUse(f"{name} is used both as it is and transposed")
+                square += 2 * ops.cross_inner(use.left, use.right, other.left, other.right, offsets, others)
+        rounding = ops.Rounding(*(factor for use in uses for factor in (use.left, use.right)))
+        added = rounding.added(tokens)
+        poor = gram * products.square() > REMEASURED * (self.norms.measured()[group] + square)
+        if poor.device.type == "cpu" and bool(poor.any()):
+            # Such a unit's gradient is put together, one at a time; elsewhere its weight is what the bound allows.
+            whole = PerUnit(uses, None, self.layout, self.parameters[name].shape)
+            again = torch.zeros_like(square)
+            for unit in poor.nonzero()[:, 0].tolist():
+                again[unit] = ops.instance_sqnorm(whole[unit][None])[0]
+            self._add(name, again, rounding, products=torch.where(poor, products, 0), added=2 * added)
+            square, products = torch.where(poor, 0, square), torch.where(poor, 0, products)
+        self._add(name, square, rounding, products=products, gram=gram, added=added)
+
     def _masked(self, name: str, entry: _Entry) -> None:
-        inside, outside = self.policy.group_of[name]  # type: ignore[misc]
         mask = self.policy.masks[name]
         if len(entry.factors) == 1 and entry.instance is None:
             use = entry.factors[0]
             offsets = self.layout.offsets(use.right.shape[0], laned=use.laned)
             left, right = (use.right, use.left) if use.swap else (use.left, use.right)
             squared = ops.masked_sqnorm(left, right, offsets, _as_matrix(mask))
+            rounding, tokens = ops.Rounding(left, right), self._longest(use)
+            added = rounding.entry(tokens) + rounding.added(tokens)
+            products: torch.Tensor | None = ops.row_products(left, right, offsets)
             self._drop(entry)
         else:
+            if not self.keep:
+                for use in entry.factors:
+                    self._note_products(name, use)
             if entry.factors:
                 entry.instance = _materialise(entry, self.layout, mask.shape)
                 entry.factors.clear()
             assert entry.instance is not None
             squared = ops.instance_masked_sqnorm(entry.instance.view(-1, *mask.shape), mask)
+            rounding, added = ops.Rounding(entry.instance), entry.added
+            products = entry.reach(squared.double().sum(0).sqrt())
             if not self.keep:
                 entry.instance = None
-        self.squared[inside] += squared[0]
-        self.squared[outside] += squared[1]
+        self._add(name, squared, rounding, products=products, added=added)
 
 
 def _as_matrix(mask: torch.Tensor) -> torch.Tensor:
@@ -263,7 +422,7 @@ def _merge(uses: list[Factors], layout: Layout) -> list[Factors]:
         and u.right.shape == first.right.shape
         for u in uses
     )
-    if len(uses) < 3 or not alike or layout.token_segments is not None:
+    if len(uses) < 2 or not alike or layout.token_segments is not None:
         return uses
 
     def join(parts: list[torch.Tensor]) -> torch.Tensor:
@@ -289,6 +448,29 @@ def _materialise(entry: _Entry, layout: Layout, shape: torch.Size) -> torch.Tens
             left, right = (use.right, use.left) if use.swap else (use.left, use.right)
             flat += ops.per_unit(left, right, offsets)
     return total
+
+
+class PerUnit:
+    """The gradients of one parameter, unit by unit, from all of its uses in a micro-batch; one at a time is in memory."""
+
+    def __init__(self, uses: Sequence[Factors], instance: torch.Tensor | None, layout: Layout, shape: torch.Size):
+        self.uses = [(use, layout.offsets(use.right.shape[0], laned=use.laned).tolist()) for use in uses]
+        self.instance = instance
+        self.shape = shape
+        self.device = layout.weights.device
+
+    def __getitem__(self, unit: int) -> torch.Tensor:
+        """The gradient of one unit, float32 in the parameter's shape, newly made."""
+        total = torch.zeros(self.shape, device=self.device)
+        if self.instance is not None:
+            total += self.instance[unit].reshape(self.shape)
+        flat = total.view(total.shape[0], -1)
+        for use, bounds in self.uses:
+            here = slice(bounds[unit], bounds[unit + 1])
+            left, right = (use.right, use.left) if use.swap else (use.left, use.right)
+            every = torch.ones(bounds[unit + 1] - bounds[unit], device=self.device)
+            ops.weighted_sum(left[here], right[here], every, flat)
+        return total
 
 
 class SumSink(_Captures):
@@ -371,24 +553,26 @@ class Accumulator:
     def add_unit(self, instances: Mapping[str, torch.Tensor], weight: torch.Tensor) -> None:
         """Clip and add one unit from its whole gradients ``[1, ...]``, weight ``[1]``: the one-example route."""
         policy = self.policy
-        squared = torch.zeros(len(policy.bounds), 1, device=weight.device)
+        norms = Norms(len(policy.bounds), 1, weight.device)
         for name, instance in instances.items():
-            group = policy.group_of[name]
+            group, entries = policy.group_of[name], instance.numel()
+            relative = ops.Rounding(instance).squares(entries)
             if isinstance(group, tuple):
-                squared[list(group)] += ops.instance_masked_sqnorm(instance, policy.masks[name])
+                parts = ops.instance_masked_sqnorm(instance, policy.masks[name])
+                for side, squared in zip(group, parts):
+                    norms.add(side, squared, entries, relative=relative)
             else:
-                squared[group] += ops.instance_sqnorm(instance)
-        factors = self.factors(squared, weight)
+                norms.add(group, ops.instance_sqnorm(instance), entries, relative=relative)
+        factors = self.factors(norms.upper(), weight)
         for name, instance in instances.items():
             self.add_instance(name, instance, factors)
 
-    def factors(self, squared: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    def factors(self, upper: UpperNorms, weights: torch.Tensor) -> torch.Tensor:
         """Scales ``[groups, units]`` of the policy times the units' weights, counting what was dropped or left whole."""
         real = weights > 0
-        finite = torch.isfinite(squared).all(0)
-        scales = self.policy.scales(squared)
-        self.nonfinite = self.nonfinite + (real & ~finite).sum()
-        self.unclipped = self.unclipped + (real & finite & (scales >= 1).all(0)).sum()
+        scales = self.policy.scales(upper)
+        self.nonfinite = self.nonfinite + (real & (scales == 0).all(0)).sum()
+        self.unclipped = self.unclipped + (real & (scales >= 1).all(0)).sum()
         self.units = self.units + real.sum()
         return torch.where(real, scales * weights, 0.0)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 
 import torch
@@ -115,6 +116,16 @@ class Layout:
             torch.cumsum(counts, 0, out=offsets[1:])
             self._offsets[key] = offsets.to(self.weights.device, non_blocking=True)
         return self._offsets[key]
+
+    def longest(self, tokens: int, *, laned: bool = False) -> int:
+        """Tokens of the longest unit on a flat axis of ``tokens``, as `offsets` cuts it."""
+        if self.token_segments is not None:
+            return tokens // self.lanes if laned else self._most
+        return self._most * (tokens // self.rows)
+
+    @functools.cached_property
+    def _most(self) -> int:
+        return int(self.counts.max()) if self.counts.numel() else 0
 
     def per_token(self, per_unit: torch.Tensor, tokens: int, *, laned: bool = False) -> torch.Tensor:
         """``per_unit`` [units] repeated for every token of a flat axis: ``[tokens]``."""

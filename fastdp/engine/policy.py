@@ -8,10 +8,12 @@ from dataclasses import dataclass, field
 
 import torch
 
+from fastdp.engine.bounds import UpperNorms
+
 
 @dataclass(frozen=True)
 class Policy:
-    """Clipping by groups: a unit's gradient in group k is scaled to norm at most ``bounds[k]``.
+    """Clipping by groups: what a unit adds in group k is scaled to norm at most ``bounds[k]``, rounding included.
 
     The released vector is the sum of the scaled gradients plus Gaussian noise of standard deviation ``stds[k]`` on every
     coordinate of group k. Dividing each group by its own std gives a query of L2 sensitivity
@@ -46,15 +48,12 @@ class Policy:
             return 0.0
         return 1 / math.sqrt(sum((c / s) ** 2 for c, s in zip(self.bounds, self.stds)))
 
-    def scales(self, squared: torch.Tensor) -> torch.Tensor:
-        """Squared norms ``[groups, units]`` -> factors ``[groups, units]`` in [0, 1].
+    def scales(self, upper: UpperNorms) -> torch.Tensor:
+        """Upper bounds of the units' norms -> float32 factors ``[groups, units]`` in [0, 1].
 
-        A unit with a non-finite norm in any group gets 0 in all of them.
+        A unit with a norm that is not finite, or beyond 2^60 times its bound, in any group gets 0 in all of them.
         """
-        bounds = torch.tensor(self.bounds, dtype=torch.float32, device=squared.device).unsqueeze(1)
-        factors = torch.clamp(bounds / squared.sqrt(), max=1.0)
-        finite = torch.isfinite(squared).all(0)
-        return torch.where(finite, factors, 0.0)
+        return upper.weights(self.bounds)
 
 
 @dataclass(frozen=True)

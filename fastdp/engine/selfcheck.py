@@ -13,6 +13,7 @@ import torch
 from fastdp.engine.accumulator import Accumulator
 from fastdp.engine.batches import take_rows, take_tokens, tensors
 from fastdp.engine.boundary import find_loss, plain_gradients
+from fastdp.engine.bounds import UpperNorms
 from fastdp.engine.layout import Ticket
 from fastdp.engine.losses import LossTerms, combine, intercepted
 from fastdp.engine.policy import Policy
@@ -33,8 +34,9 @@ class _Probe(Policy):
 
     seen: list[torch.Tensor] = field(default_factory=list)
 
-    def scales(self, squared: torch.Tensor) -> torch.Tensor:
-        self.seen.append(squared.clone())
+    def scales(self, upper: UpperNorms) -> torch.Tensor:
+        squared = upper.measured
+        self.seen.append(squared)
         units = squared.shape[1]
         steps = torch.arange(units, device=squared.device, dtype=torch.float32)
         known = torch.where(torch.isfinite(squared).all(0), 1 / (1 + steps), 0.0)

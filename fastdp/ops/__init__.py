@@ -5,6 +5,10 @@ An op lives under the name of its family in four folders: here its schema, check
 """
 
 from .adamw import adamw_noise_step_ as adamw_noise_step_
+from .bounds import Rounding as Rounding
+from .bounds import chosen_sqnorm as chosen_sqnorm
+from .bounds import gram_norms as gram_norms
+from .bounds import row_products as row_products
 from .choice import choice_log_probabilities as choice_log_probabilities
 from .choice import exponential_choice as exponential_choice
 from .clip import clip_noise as clip_noise

@@ -36,13 +36,13 @@ def _rows(instances: Tensor) -> Tensor:
 
 def _norms_reference(instances: Tensor, measure: int, mask: Tensor | None) -> Tensor:
     rows = _rows(instances)
-    if measure == ABSOLUTE:
-        return rows.abs().sum(1)[None]
-    squares = rows.square()
-    if mask is None:
-        return squares.sum(1)[None]
-    chosen = mask.reshape(-1)
-    return torch.stack([torch.where(chosen, squares, 0).sum(1), torch.where(chosen, 0, squares).sum(1)])
+    powers = rows.abs() if measure == ABSOLUTE else rows.square()
+    parts = [powers]
+    if mask is not None:
+        chosen = mask.reshape(-1)
+        parts = [torch.where(chosen, powers, 0), torch.where(chosen, 0, powers)]
+    # In float64: torch does not say in which order it adds.
+    return torch.stack([part.sum(1, dtype=torch.float64) for part in parts]).to(rows.dtype)
 
 
 def _norms_fake(instances: Tensor, measure: int, mask: Tensor | None) -> Tensor:

@@ -44,12 +44,14 @@ def _bands(left: Tensor, right: Tensor, start: int, end: int) -> Iterator[tuple[
 
 
 def _measured(entries: Tensor, measure: int, chosen: Tensor | None) -> Tensor:
+    # In float64: torch does not say in which order it adds, and of millions of terms float32 could promise nothing.
     if measure == ABSOLUTE:
-        return entries.abs().sum()
+        return entries.abs().sum(dtype=torch.float64)
     squares = entries.square()
     if chosen is None:
-        return squares.sum()
-    return torch.stack([torch.where(chosen, squares, 0).sum(), torch.where(chosen, 0, squares).sum()])
+        return squares.sum(dtype=torch.float64)
+    parts = torch.where(chosen, squares, 0), torch.where(chosen, 0, squares)
+    return torch.stack([part.sum(dtype=torch.float64) for part in parts])
 
 
 def _norms_reference(
@@ -58,11 +60,11 @@ def _norms_reference(
     bounds = unit_bounds(offsets)
     if not is_one_hot(left) and (for_norms(left, right, bounds) if route == "auto" else route) == "gram":
         return _group_reference([left], right, offsets)
-    norms = torch.zeros_like(_norms_fake(left, right, offsets, route, measure, mask))
+    norms = torch.zeros_like(_norms_fake(left, right, offsets, route, measure, mask), dtype=torch.float64)
     for unit, (start, end) in enumerate(zip(bounds, bounds[1:])):
         for rows, entries in _bands(left, right, start, end):
             norms[:, unit] += _measured(entries, measure, None if mask is None else mask[rows])
-    return norms
+    return norms.to(accumulator(left, right))
 
 
 def _norms_fake(left: Tensor, right: Tensor, offsets: Tensor, route: str, measure: int, mask: Tensor | None) -> Tensor:
@@ -158,7 +160,7 @@ def _group_reference(lefts: Sequence[Tensor], right: Tensor, offsets: Tensor) ->
         gram = part @ part.T
         for use, left in enumerate(lefts):
             part = left[start:end].to(norms.dtype)
-            norms[use, unit] = torch.mul(part @ part.T, gram).sum().clamp_min_(0)
+            norms[use, unit] = torch.mul(part @ part.T, gram).sum(dtype=torch.float64).clamp_min_(0)
     return norms
 
 
@@ -224,7 +226,7 @@ def _cross_reference(
     dtype = products.dtype
     for unit, (a, b, c, d) in enumerate(zip(bounds1, bounds1[1:], bounds2, bounds2[1:])):
         rights = right1[a:b].to(dtype) @ right2[c:d].to(dtype).T
-        products[unit] = torch.mul(_left_gram(left1[a:b], left2[c:d], dtype), rights).sum()
+        products[unit] = torch.mul(_left_gram(left1[a:b], left2[c:d], dtype), rights).sum(dtype=torch.float64)
     return products
 
 

@@ -16,6 +16,7 @@ import torch
 import fastdp.ops as ops
 from fastdp.engine.accumulator import Accumulator
 from fastdp.engine.batches import map_tensors
+from fastdp.engine.bounds import Norms
 from fastdp.engine.engine import Engine
 from fastdp.ops.stream import NoiseStream
 from fastdp.private.loader import PrivateLoader
@@ -243,13 +244,14 @@ def add_clipped(total: dict[str, torch.Tensor], parts: Mapping[str, torch.Tensor
         parts: by name, ``[units, *shape]``.
         max_norm: one unit more or less moves ``total`` by at most this.
     """
-    norms = torch.stack([torch.linalg.vector_norm(m.flatten(1), dim=1) for m in parts.values()])
-    norm = torch.linalg.vector_norm(norms, dim=0)
-    finite = torch.isfinite(norm)
-    scales = torch.where(finite, (max_norm / norm).clamp(max=1.0), 0.0)
+    first = next(iter(parts.values()))
+    norms = Norms(1, first.shape[0], first.device)
+    for values in parts.values():
+        entries = values[0].numel()
+        norms.add(0, ops.instance_sqnorm(values), entries, relative=ops.Rounding(values).squares(entries))
+    scales = norms.upper().weights((max_norm,))[0]
     for name, values in parts.items():
-        flat = torch.where(finite.unsqueeze(1), values.flatten(1), 0.0)
-        total[name] += (scales @ flat).view(total[name].shape)
+        total[name] += ops.instance_sum(values, scales)
 
 
 def _parts(

@@ -15,6 +15,7 @@ import torch
 import fastdp
 from fastdp import audit, ops
 from fastdp.engine.accumulator import Accumulator, NormSink
+from fastdp.engine.bounds import UpperNorms
 from fastdp.engine.policy import Policy
 from fastdp.ops.stream import NoiseStream
 from fastdp.private.release import Release
@@ -120,8 +121,8 @@ def test_noise_that_is_reused_in_every_step_is_caught(monkeypatch: pytest.Monkey
 def test_a_group_that_the_policy_leaves_unclipped_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     correct = Policy.scales
 
-    def scales(self: Policy, squared: torch.Tensor) -> torch.Tensor:
-        factors = correct(self, squared)
+    def scales(self: Policy, upper: UpperNorms) -> torch.Tensor:
+        factors = correct(self, upper)
         return torch.cat([torch.ones_like(factors[:1]), factors[1:]])
 
     monkeypatch.setattr(Policy, "scales", scales)
@@ -130,13 +131,13 @@ def test_a_group_that_the_policy_leaves_unclipped_is_caught(monkeypatch: pytest.
 
 
 def test_a_layer_left_out_of_the_norm_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    correct = NormSink._square
+    correct = NormSink._add
 
-    def square(self: NormSink, name: str, squared: torch.Tensor) -> None:
+    def add(self: NormSink, name: str, *powers: Any, **errors: Any) -> None:
         if name != "embedding.weight":
-            correct(self, name, squared)
+            correct(self, name, *powers, **errors)
 
-    monkeypatch.setattr(NormSink, "_square", square)
+    monkeypatch.setattr(NormSink, "_add", add)
     assert examples(tied=False, self_check=False).refuted
 
 

@@ -7,6 +7,7 @@ from collections import deque
 
 import torch
 
+from fastdp.engine.bounds import Norms, UpperNorms
 from fastdp.engine.engine import Engine
 from fastdp.engine.layout import Ticket
 from fastdp.engine.policy import Policy
@@ -50,19 +51,29 @@ def norms(gradients: list[dict[str, torch.Tensor]]) -> torch.Tensor:
 
 
 class Recording(Policy):
-    """Flat clipping that remembers the norms it saw."""
+    """Flat clipping that remembers the norms it saw, as computed, and the scales that their bounds gave."""
 
     seen: list[torch.Tensor] = []
+    given: list[torch.Tensor] = []
 
-    def scales(self, squared: torch.Tensor) -> torch.Tensor:
-        Recording.seen.append(squared.detach().sqrt())
-        return super().scales(squared)
+    def scales(self, upper: UpperNorms) -> torch.Tensor:
+        Recording.seen.append(upper.measured.sqrt())
+        Recording.given.append(super().scales(upper))
+        return Recording.given[-1]
+
+
+def known(powers: torch.Tensor, order: int = 2) -> UpperNorms:
+    """Bounds of norms that are known exactly, from their squares (or themselves) ``[groups, units]``."""
+    norms = Norms(powers.shape[0], powers.shape[1], powers.device, order)
+    for group, row in enumerate(powers):
+        norms.add(group, row, 1, relative=0.0)
+    return norms.upper()
 
 
 def engine_for(model: torch.nn.Module, bound: float, **options: object) -> tuple[Engine, deque[Ticket]]:
     """An engine with flat clipping at ``bound`` and the queue that feeds it."""
     names = [name for name, p in model.named_parameters() if p.requires_grad]
-    Recording.seen = []
+    Recording.seen, Recording.given = [], []
     tickets: deque[Ticket] = deque()
     policy = Recording((bound,), (0.0,), dict.fromkeys(names, 0))
     return Engine(model, policy, tickets, **options), tickets  # type: ignore[arg-type]

@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 import fastdp.ops as ops
-from fastdp.engine.accumulator import Accumulator, NormSink, Route
+from fastdp.engine.accumulator import Accumulator, NormSink, PerUnit, Route
+from fastdp.engine.bounds import Norms, UpperNorms
 from fastdp.engine.layout import Layout
 from fastdp.engine.policy import Policy
 from fastdp.engine.uses import Factors
@@ -16,7 +17,7 @@ from fastdp.methods.frost.partitions import Partition
 
 
 class AbsoluteSink(NormSink):
-    """Sums absolute values where `NormSink` sums squares: `squared` then holds L1 norms, ``[partitions, units]``.
+    """Sums absolute values where `NormSink` sums squares: its bounds are of L1 norms, ``[partitions, units]``.
 
     L1 norms of two uses of one parameter do not add up to that of their sum, so the gradient of a parameter used more than
     once is put together, one unit at a time.
@@ -24,7 +25,7 @@ class AbsoluteSink(NormSink):
 
     def __init__(self, accumulator: Accumulator, layout: Layout, expected: Mapping[str, int], *, keep: bool):
         super().__init__(accumulator, layout, expected, keep=keep)
-        self.shapes = {name: p.shape for name, p in accumulator.parameters.items()}
+        self.norms = Norms(len(self.policy.bounds), layout.units, layout.weights.device, order=1)
 
     def matrix(self, parameter: torch.nn.Parameter, factors: Factors, layout: Layout) -> None:
         name, entry = self._entry(parameter)
@@ -37,43 +38,31 @@ class AbsoluteSink(NormSink):
         if len(entry.factors) > 1:
             raise RuntimeError(f"{name} was used more often than when the model was traced; its norm cannot be trusted")
         offsets = layout.offsets(tokens, laned=factors.laned)
-        self._square(name, ops.abs_sum(factors.left, factors.right, offsets))
+        rounding, longest = ops.Rounding(factors.left, factors.right), self._longest(factors)
+        self._add(
+            name,
+            ops.abs_sum(factors.left, factors.right, offsets),
+            rounding,
+            products=ops.row_products(factors.left, factors.right, offsets, 1),
+            added=rounding.entry(longest) + rounding.added(longest),
+        )
         self._drop(entry)
 
-    def finish(self) -> torch.Tensor:
-        """L1 norms ``[partitions, units]``, complete."""
+    def finish(self) -> UpperNorms:
+        """Upper bounds of the L1 norms ``[partitions, units]``, complete."""
         for name, entry in self.entries.items():
             if entry.factors and (self.expected.get(name, 1) > 1 or entry.instance is not None):
-                whole = PerUnit(entry.factors, entry.instance, self.layout, self.shapes[name])
-                self._square(
-                    name, torch.cat([ops.instance_abs_sum(whole[unit][None]) for unit in range(self.layout.units)])
-                )
+                whole = PerUnit(entry.factors, entry.instance, self.layout, self.parameters[name].shape)
+                each = [ops.instance_abs_sum(whole[unit][None]) for unit in range(self.layout.units)]
+                # The gradient is put together once more when it is added.
+                for use in entry.factors:
+                    self._note_products(name, use, order=1)
+                sizes = torch.cat(each)
+                reach = entry.reach(sizes.double())
+                self._add(name, sizes, ops.Rounding(sizes), products=reach, added=entry.added)
             elif entry.instance is not None:
-                self._square(name, ops.instance_abs_sum(entry.instance))
-        return self.squared
-
-
-class PerUnit:
-    """The gradients of one parameter, unit by unit, from all of its uses in a micro-batch; one at a time is in memory."""
-
-    def __init__(self, uses: Sequence[Factors], instance: torch.Tensor | None, layout: Layout, shape: torch.Size):
-        self.uses = [(use, layout.offsets(use.right.shape[0], laned=use.laned).tolist()) for use in uses]
-        self.instance = instance
-        self.shape = shape
-        self.device = layout.weights.device
-
-    def __getitem__(self, unit: int) -> torch.Tensor:
-        """The gradient of one unit, float32 in the parameter's shape, newly made."""
-        total = torch.zeros(self.shape, device=self.device)
-        if self.instance is not None:
-            total += self.instance[unit].reshape(self.shape)
-        flat = total.view(total.shape[0], -1)
-        for use, bounds in self.uses:
-            here = slice(bounds[unit], bounds[unit + 1])
-            left, right = (use.right, use.left) if use.swap else (use.left, use.right)
-            every = torch.ones(bounds[unit + 1] - bounds[unit], device=self.device)
-            ops.weighted_sum(left[here], right[here], every, flat)
-        return total
+                self._add(name, ops.instance_abs_sum(entry.instance), ops.Rounding(entry.instance))
+        return self.norms.upper()
 
 
 class MagnitudeAccumulator(Accumulator):
@@ -135,7 +124,7 @@ class MagnitudeAccumulator(Accumulator):
                     name, PerUnit(entry.factors, entry.instance, layout, self.parameters[name].shape), scales
                 )
                 continue
-            factors = scales.float().expand(len(self.partitions), -1)
+            factors = scales.expand(len(self.partitions), -1)
             if entry.instance is not None:
                 self.add_instance(name, entry.instance, factors)
             while entry.factors:
@@ -143,26 +132,27 @@ class MagnitudeAccumulator(Accumulator):
 
     def add_unit(self, instances: Mapping[str, torch.Tensor], weight: torch.Tensor) -> None:
         """Clip and add one unit from its whole gradients ``[1, ...]``: the one-example route."""
-        powers = torch.zeros(len(self.partitions), 1, device=weight.device)
+        order = self.magnitude.norm_order
+        norms = Norms(len(self.partitions), 1, weight.device, order=order)
+        norm = ops.instance_abs_sum if order == 1 else ops.instance_sqnorm
         for name, instance in instances.items():
-            group = self.policy.group_of[name]
+            group, entries = self.policy.group_of[name], instance.numel()
             assert isinstance(group, int)
-            norm = ops.instance_abs_sum if self.magnitude.norm_order == 1 else ops.instance_sqnorm
-            powers[group] += norm(instance)
-        scales = self._scales(powers, weight)
+            norms.add(group, norm(instance), entries, relative=ops.Rounding(instance).squares(entries))
+        scales = self._scales(norms.upper(), weight)
         if not self.vectors:
             return
         for name, instance in instances.items():
             self.add_instance(
-                name, instance.abs() if self.absolute else instance, scales.float().expand(len(self.partitions), -1)
+                name, instance.abs() if self.absolute else instance, scales.expand(len(self.partitions), -1)
             )
 
-    def _scales(self, powers: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """Clipping factors ``[units]`` from sums of |gradient|^alpha ``[partitions, units]``; adds what needs no vector."""
-        powers = powers.double()
-        scales = torch.where(weights > 0, self.magnitude.scales(powers, self.sizes) * weights, 0.0)
+    def _scales(self, upper: UpperNorms, weights: torch.Tensor) -> torch.Tensor:
+        """Clipping factors ``[units]`` from bounds of the partitions' norms; adds what needs no vector."""
+        scales = torch.where(weights > 0, self.magnitude.scales(upper, self.sizes) * weights, 0.0)
         if not self.vectors:
-            self.totals += (torch.where(scales > 0, powers, 0.0) @ scales) / self.sizes
+            # What is added is what was measured, which the bound covers.
+            self.totals += (torch.where(scales > 0, upper.measured, 0.0) @ scales.double()) / self.sizes
         return scales
 
     def _add_absolute(self, name: str, gradients: PerUnit, scales: torch.Tensor) -> None:

@@ -9,6 +9,8 @@ from typing import Literal
 
 import torch
 
+from fastdp.engine.bounds import UpperNorms, down
+
 Kind = Literal["MG", "MGN", "MGNA"]
 
 
@@ -60,12 +62,12 @@ class Magnitude:
             return bound
         return bound * (math.sqrt(2) if self.kind == "MGNA" else 2)
 
-    def scales(self, powers: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
-        """Clipping factors ``[units]`` from sums of |gradient|^alpha by partition, ``[partitions, units]`` float64.
+    def scales(self, upper: UpperNorms, sizes: torch.Tensor) -> torch.Tensor:
+        """Clipping factors ``[units]`` float32 from upper bounds of the gradient's norms of order alpha by partition.
 
-        0 for a unit whose gradient is not finite.
+        0 for a unit whose gradient is not finite, and for one beyond 2^60 times the bound.
         """
+        powers = upper.norms**self.norm_order
         weighed = powers if self.kind == "MG" else powers / sizes.unsqueeze(1)
         norms = weighed.sum(0) ** (1 / self.norm_order)
-        scales = (self.bound(sizes.tolist()) / norms).clamp(max=1.0)
-        return torch.where(torch.isfinite(norms), scales, 0.0)
+        return down(self.bound(sizes.tolist()) / norms)

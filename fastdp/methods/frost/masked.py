@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from fastdp.engine.bounds import UpperNorms
 from fastdp.engine.policy import Policy
 
 
@@ -28,9 +29,9 @@ class MaskedPolicy(Policy):
         """Noise standard deviation over the bound, of the entries that are released."""
         return self.stds[0] / self.bounds[0]
 
-    def scales(self, squared: torch.Tensor) -> torch.Tensor:
+    def scales(self, upper: UpperNorms) -> torch.Tensor:
         """As `Policy.scales`, with 0 for the entries outside."""
-        scales = super().scales(squared)
+        scales = super().scales(upper)
         scales[1] = 0.0
         return scales
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from fastdp.engine.bounds import UpperNorms, down
 from fastdp.engine.policy import Policy
 
 WEAK, STRONG = 0, 1
@@ -119,12 +120,10 @@ class EllipsoidPolicy(Policy):
         """min_k std_k / s_k."""
         return min(std / axis for std, axis in zip(self.stds, self.bounds))
 
-    def scales(self, squared: torch.Tensor) -> torch.Tensor:
-        """Squared norms ``[groups, units]`` -> one factor a unit, repeated for every group; 0 for a non-finite unit."""
-        axes = torch.tensor(self.bounds, dtype=torch.float32, device=squared.device).unsqueeze(1)
-        joint = (squared.sqrt() / axes).square().sum(0).sqrt()
-        factors = torch.where(torch.isfinite(joint), torch.clamp(1 / joint, max=1.0), 0.0)
-        return factors.expand_as(squared)
+    def scales(self, upper: UpperNorms) -> torch.Tensor:
+        """Upper bounds of the norms -> one factor a unit, repeated for every group; 0 for a non-finite unit."""
+        axes = torch.tensor(self.bounds, dtype=torch.float64, device=upper.norms.device).unsqueeze(1)
+        return down(1 / (upper.norms / axes).square().sum(0, keepdim=True).sqrt()).expand_as(upper.norms)
 
 
 def flat_policy(names: Sequence[str], max_grad_norm: float, noise_multiplier: float) -> Policy:

@@ -52,17 +52,22 @@ def packed(mask: Tensor, *, flat: bool = False) -> np.ndarray:
     return known[1][flat]
 
 
-def gram_norms_of(lefts: Sequence[Tensor], right: Tensor, bounds: list[int]) -> Tensor:
-    """Squared norms [k, B] by Gram matrices."""
+def gram_norms_of(lefts: Sequence[Tensor], right: Tensor, bounds: list[int], products: int = 0) -> Tensor:
+    """Squared norms [k, B] by Gram matrices; ``products`` is where the row products go as float64 [k, B], or 0."""
     norms = torch.empty(len(lefts), len(bounds) - 1)
     _native.gram_sqnorm(
-        [native_factor(left) for left in lefts], native_factor(right), bounds, norms.data_ptr(), torch.get_num_threads()
+        [native_factor(left) for left in lefts],
+        native_factor(right),
+        bounds,
+        norms.data_ptr(),
+        products,
+        torch.get_num_threads(),
     )
     return norms
 
 
 def direct_norms(left: Tensor, right: Tensor, bounds: list[int], measure: int, mask: Tensor | None = None) -> Tensor:
-    """A measure of every entry of the units' gradients: [1, B], or [2, B] under a mask."""
+    """A measure of every entry of the units' gradients: [1, B], or [2, B] under a mask; ``bounds`` begin anywhere."""
     norms = torch.empty(1 if mask is None else 2, len(bounds) - 1)
     bits = 0 if mask is None else packed(mask).ctypes.data
     _native.direct_norms(

@@ -1,0 +1,237 @@
+"""How far rounding may carry a norm, and a unit's part of a sum, from the exact one: what is measured, and the constants.
+
+Every rounding error of a unit's gradient ``sum over t of L_t R_t^T`` is at most a constant times its *products*,
+``sum over t of |L_t| |R_t|``. The constants count the roundings that a term goes through in the arithmetic that ran;
+docs/clipping.md derives each of them.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+import fastdp._native as _native
+
+from .factors import ELEMENT, accumulator, check_offsets, check_pair, is_one_hot, unit_bounds
+from .norms import SQNORM_GROUP
+from .table import Op
+
+#: What is added to every entry of a row before its norm is taken, as if it were this long: covers what is too small for
+#: float32 (csrc/bounds.h has its square).
+PADDING = 2.0**-42
+#: Entries of a gradient below this may vanish when they are squared or weighted.
+FLOOR = 2.0**-50
+#: A unit is left out where its norm is more than this many times its bound: its weight would not survive float32.
+LARGEST_RATIO = 2.0**60
+#: Products are sums of square roots of sums, all of positive terms: whatever their order, this covers their own rounding.
+_OWN_ROUNDING = 1 + 2.0**-10
+_HAS_KERNELS = _native.isa() != "portable"
+
+
+def _row_norms(factor: Tensor, order: int) -> Tensor:
+    if is_one_hot(factor):
+        return torch.ones(factor.shape[0], dtype=torch.float64, device=factor.device)
+    wide, width = factor.double(), factor.shape[1]
+    if order == 1:
+        return wide.abs().sum(1) + width * PADDING
+    return (wide.square().sum(1) + width * PADDING**2).sqrt()
+
+
+def _row_products_reference(left: Tensor, right: Tensor, offsets: Tensor, order: int) -> Tensor:
+    products = _row_norms(left, order) * _row_norms(right, order)
+    bounds = unit_bounds(offsets)
+    sums = [products[a:b].sum() for a, b in zip(bounds, bounds[1:])]
+    return torch.stack(sums) if sums else products.new_zeros(0)
+
+
+def _row_products_fake(left: Tensor, right: Tensor, offsets: Tensor, order: int) -> Tensor:
+    return right.new_empty(offsets.shape[0] - 1, dtype=torch.float64)
+
+
+def _check_row_products(left: Tensor, right: Tensor, offsets: Tensor, order: int) -> None:
+    check_pair(left, right)
+    check_offsets(offsets, right.shape[0], right.device)
+    if order not in (1, 2):
+        raise ValueError(f"order is {order}: rows have L1 and L2 norms")
+
+
+ROW_PRODUCTS = Op(
+    "row_products(Tensor left, Tensor right, Tensor offsets, int order) -> Tensor",
+    reference=_row_products_reference,
+    fake=_row_products_fake,
+    check=_check_row_products,
+)
+ROW_PRODUCTS.implement("cpu", "fastdp.ops.cpu.bounds")
+
+
+def row_products(left: Tensor, right: Tensor, offsets: Tensor, order: int = 2) -> Tensor:
+    """Upper bound of the sum over each unit's tokens of ``|left[t]| |right[t]|``, the scale of its rounding errors.
+
+    Each row's norm is raised as if every entry were longer by 2^-42. A one-hot row has norm 1.
+
+    Args:
+        left: [N, m] float32, bfloat16, float16 or float64, any strides; or int64 ids [N].
+        right: [N, n], float, any strides.
+        offsets: int64 [B + 1], from 0 to N, not decreasing; on the CPU or with the factors.
+        order: of the rows' norms: 2, or 1 for the errors of an L1 norm.
+
+    Returns:
+        [B], float64; not finite where a row is not.
+
+    Raises:
+        TypeError, ValueError: a dtype, shape, device, offset or order outside the above.
+    """
+    return ROW_PRODUCTS(left, right, offsets, order) * _OWN_ROUNDING
+
+
+def _gram_norms_reference(lefts: Sequence[Tensor], right: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
+    products = [_row_products_reference(left, right, offsets, 2) for left in lefts]
+    return SQNORM_GROUP.reference(lefts, right, offsets), torch.stack(products)
+
+
+def _gram_norms_fake(lefts: Sequence[Tensor], right: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
+    shape = len(lefts), offsets.shape[0] - 1
+    return (
+        right.new_empty(shape, dtype=accumulator(right, *lefts)),
+        right.new_empty(shape, dtype=torch.float64),
+    )
+
+
+GRAM_NORMS = Op(
+    "gram_norms(Tensor[] lefts, Tensor right, Tensor offsets) -> (Tensor, Tensor)",
+    reference=_gram_norms_reference,
+    fake=_gram_norms_fake,
+    check=SQNORM_GROUP.check,
+)
+GRAM_NORMS.implement("cpu", "fastdp.ops.cpu.bounds")
+
+
+def gram_norms(lefts: Sequence[Tensor], right: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
+    """:func:`fastdp.ops.sqnorm_group` together with the :func:`row_products` of each use.
+
+    Returns:
+        Squared norms [k, B], float32 (float64 if a factor is float64), and products [k, B], float64.
+
+    Raises:
+        TypeError, ValueError: as :func:`fastdp.ops.sqnorm_group`.
+    """
+    squares, products = GRAM_NORMS(list(lefts), right, offsets)
+    return squares, products * _OWN_ROUNDING
+
+
+def _chosen_sqnorm_reference(left: Tensor, right: Tensor, offsets: Tensor, chosen: Tensor) -> Tensor:
+    bounds = unit_bounds(offsets)
+    dtype = accumulator(left, right)
+    squares = right.new_zeros(len(bounds) - 1, dtype=dtype)
+    for unit in chosen.nonzero()[:, 0].tolist():
+        tokens = slice(bounds[unit], bounds[unit + 1])
+        gradient = left[tokens].to(dtype).T @ right[tokens].to(dtype)
+        squares[unit] = gradient.square().sum(dtype=torch.float64)
+    return squares
+
+
+def _check_chosen_sqnorm(left: Tensor, right: Tensor, offsets: Tensor, chosen: Tensor) -> None:
+    check_pair(left, right)
+    if is_one_hot(left):
+        raise ValueError("left is a vector of ids: one-hot factors have one route, use sqnorm")
+    check_offsets(offsets, right.shape[0], right.device)
+    if chosen.dtype != torch.bool or chosen.shape != (offsets.shape[0] - 1,) or chosen.device != right.device:
+        raise ValueError("chosen must be bool, one a unit, beside the factors")
+
+
+CHOSEN_SQNORM = Op(
+    "chosen_sqnorm(Tensor left, Tensor right, Tensor offsets, Tensor chosen) -> Tensor",
+    reference=_chosen_sqnorm_reference,
+    fake=lambda left, right, offsets, chosen: right.new_empty(chosen.shape, dtype=accumulator(left, right)),
+    check=_check_chosen_sqnorm,
+)
+CHOSEN_SQNORM.implement("cpu", "fastdp.ops.cpu.bounds")
+
+
+def chosen_sqnorm(left: Tensor, right: Tensor, offsets: Tensor, chosen: Tensor) -> Tensor:
+    """Squared norms by the direct route of some of the units, chosen on the device; nothing waits for it.
+
+    Args:
+        left: [N, m] and right: [N, n], float, any strides; offsets: int64 [B + 1], as in :func:`fastdp.ops.sqnorm`.
+        chosen: bool [B], beside the factors.
+
+    Returns:
+        [B], float32 (float64 if a factor is float64); 0 for the others.
+
+    Raises:
+        TypeError, ValueError: ids, or a dtype, shape, device or offset outside the above.
+    """
+    return CHOSEN_SQNORM(left, right, offsets, chosen)
+
+
+class Rounding:
+    """The arithmetic of one use: constants gamma, each times the products (or their square) a bound of an error.
+
+    A sum of exact products in which a term goes through at most k additions, each rounded to u, differs from the exact one
+    by at most gamma_k = k u / (1 - k u) times the sum of the terms' sizes, whatever the order (Higham 2002, section 3.1).
+
+    Args:
+        factors: of the use, ids included: their device and dtypes say which arithmetic runs.
+    """
+
+    def __init__(self, *factors: Tensor):
+        self.unit = 2.0**-53 if accumulator(*factors) == torch.float64 else 2.0**-24
+        device = factors[0].device.type
+        if device == "cpu" and _HAS_KERNELS and all(f.dtype in ELEMENT or is_one_hot(f) for f in factors):
+            self.arithmetic = "cpu"
+        elif device == "cuda" and self.unit != 2.0**-53 and importlib.util.find_spec("triton") is not None:
+            self.arithmetic = "triton"
+        else:
+            self.arithmetic = "torch"
+
+    def gamma(self, roundings: float) -> float:
+        """gamma_k; infinite where k u is so large that nothing is known."""
+        error = roundings * self.unit
+        return error / (1 - error) if error < 0.25 else math.inf
+
+    def _dot(self, width: int) -> float:
+        """Roundings of a term of an inner product of rows this wide, in a Gram matrix."""
+        if self.arithmetic == "cpu":
+            lanes = 16 if _native.isa() == "avx512" else 8
+            passes = math.ceil(width / 1024)
+            return math.ceil(min(width, 1024) / lanes) + 1 + math.log2(lanes) + passes
+        if self.arithmetic == "triton":
+            return _promoted(width)
+        return width + 1
+
+    def gram(self, m: int, n: int, tokens: int) -> float:
+        """Of a squared norm by Gram matrices, against the square of the products; m is 0 for ids."""
+        # The products of two entries are added up in float64, but by tiles in float32 on a GPU.
+        paired = 112 + tokens / 32 if self.arithmetic == "triton" else 4
+        return self.gamma(self._dot(m) + self._dot(n) + paired)
+
+    def entry(self, tokens: int) -> float:
+        """Of the gradient whose entries the direct route squares, against the products; ``tokens`` of the longest unit."""
+        if self.arithmetic == "cpu":
+            return self.gamma(min(tokens, 256) + math.ceil(tokens / 256) + 1)
+        if self.arithmetic == "triton":
+            return self.gamma(_promoted(tokens))
+        return self.gamma(tokens + 1)
+
+    def added(self, tokens: int) -> float:
+        """Of what a unit adds to a weighted sum, against its weight times the products."""
+        # The order of a BLAS is not known: any order of the unit's terms has at most this many additions in a row.
+        # Three more roundings: of the weight times a row, of its product, and of a block's quotient on a GPU.
+        return self.gamma(tokens + 3 + (math.ceil(tokens / 2) if self.arithmetic == "triton" else 0))
+
+    def squares(self, entries: int) -> float:
+        """Of a sum of this many squares or sizes, against itself, and of adding an instance times its weight."""
+        return self.gamma(160 + entries / 2**19)
+
+
+def _promoted(terms: int) -> float:
+    """Roundings of a chain of float32 fused multiply-adds, or of tensor cores that truncate, summed apart every 512 terms.
+
+    A tensor core adds 16 exact products to its accumulator, aligned to the largest with two bits to spare, and truncates:
+    17 2^-25 + 2^-23 of the sum of sizes each time, less than 11 units of rounding for 16 terms (docs/clipping.md).
+    """
+    return min(terms, 512) + 11 + math.ceil(terms / 512)

@@ -1,0 +1,50 @@
+"""What rounding is measured by, on processors: csrc/bounds.cpp, or as a by-product of the Gram matrices."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+import fastdp._native as _native
+
+from ..factors import SQUARE, is_one_hot, native_factor, unit_bounds
+from .norms import NO_FACTOR, direct_norms, gram_norms_of, served
+
+
+def row_products(left: Tensor, right: Tensor, offsets: Tensor, order: int) -> Tensor:
+    """:func:`fastdp.ops.row_products` on a processor."""
+    if not served(left, right):
+        return NotImplemented
+    products = torch.empty(offsets.shape[0] - 1, dtype=torch.float64)
+    one_hot = is_one_hot(left)
+    _native.row_products(
+        NO_FACTOR if one_hot else native_factor(left),
+        native_factor(right),
+        unit_bounds(offsets),
+        one_hot,
+        order == 2,
+        products.data_ptr(),
+        torch.get_num_threads(),
+    )
+    return products
+
+
+def gram_norms(lefts: Sequence[Tensor], right: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
+    """:func:`fastdp.ops.gram_norms` on a processor."""
+    if not served(right, *lefts):
+        return NotImplemented
+    products = torch.empty(len(lefts), offsets.shape[0] - 1, dtype=torch.float64)
+    return gram_norms_of(lefts, right, unit_bounds(offsets), products.data_ptr()), products
+
+
+def chosen_sqnorm(left: Tensor, right: Tensor, offsets: Tensor, chosen: Tensor) -> Tensor:
+    """:func:`fastdp.ops.chosen_sqnorm` on a processor."""
+    if not served(left, right):
+        return NotImplemented
+    squares = torch.zeros(chosen.shape[0])
+    bounds = unit_bounds(offsets)
+    for unit in chosen.nonzero()[:, 0].tolist():
+        squares[unit] = direct_norms(left, right, bounds[unit : unit + 2], SQUARE)[0, 0]
+    return squares
