@@ -20,6 +20,12 @@ SUMS = (torch.float32, torch.float64)
 #: What the entries of a gradient are reduced to, numbered as in csrc/block.h and kernels/direct.py.
 MEASURES = SQUARE, ABSOLUTE, MASKED_SQUARE = (0, 1, 2)
 ELEMENT = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as csrc/factor.h numbers them
+#: Where torch keeps how exact float32 matrix products are; versions before 2.9 ask nothing of processors.
+_MATMULS: list[Any] = [
+    backend.matmul
+    for backend in (torch.backends.mkldnn, torch.backends.cuda)
+    if hasattr(getattr(backend, "matmul", None), "fp32_precision")
+]
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
@@ -56,17 +62,30 @@ def common_length(bounds: Sequence[int]) -> int | None:
 
 
 def in_full_precision(function: _Function) -> _Function:
-    """Run without autograd and outside autocast, which would round the products of a norm to 16 bits."""
+    """Run without autograd, outside autocast, and with float32 products that are float32.
+
+    Autocast would round the products of a norm to 16 bits, and so would ``torch.set_float32_matmul_precision``, on
+    processors too.
+    """
 
     @functools.wraps(function)
     def run(*args: Any) -> Any:
         if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
-            with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False), torch.no_grad():
-                return function(*args)
+            with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+                return run(*args)
         if torch.is_grad_enabled():
             with torch.no_grad():
-                return function(*args)
-        return function(*args)
+                return run(*args)
+        lowered = [(b, b.fp32_precision) for b in _MATMULS if b.fp32_precision not in ("ieee", "none")]
+        if not lowered:
+            return function(*args)
+        try:
+            for backend, _ in lowered:
+                backend.fp32_precision = "ieee"
+            return function(*args)
+        finally:
+            for backend, precision in lowered:
+                backend.fp32_precision = precision
 
     return run  # type: ignore[return-value]
 

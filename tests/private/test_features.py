@@ -46,6 +46,8 @@ from tests.engine.runs import (
 )
 
 EXACT = 1e-5
+#: Of clipped sums: a unit is scaled by an upper bound of its norm, which is above the norm by what rounding may hide.
+CLIPPED = 1e-4
 
 
 def exact_step(model: nn.Module, data: Batch, bound: float, route: str = "uses", **options: Any) -> None:
@@ -58,7 +60,7 @@ def exact_step(model: nn.Module, data: Batch, bound: float, route: str = "uses",
     seen = Recording.seen[-1][0] if route == "uses" else torch.stack([n[0, 0] for n in Recording.seen])
     assert torch.allclose(seen.double(), sizes(truth), rtol=EXACT)
     got = {n: engine.accumulator.sums.get(n, torch.zeros_like(p)) for n, p in engine.parameters.items()}
-    assert error(got, clipped_sum(truth, bound)) < EXACT
+    assert error(got, clipped_sum(truth, bound)) < CLIPPED
     engine.close()
 
 
@@ -227,7 +229,7 @@ def test_the_one_example_route_is_autograd_s(outside: str | None) -> None:
     with pytest.warns(UserWarning, match="one-example route"):
         logits = model(x=data["x"])["logits"]
     F.cross_entropy(logits, data["labels"], reduction=outside).backward()
-    assert error(engine.accumulator.sums, clipped_sum(truth, 0.6)) < EXACT
+    assert error(engine.accumulator.sums, clipped_sum(truth, 0.6)) < CLIPPED
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -245,7 +247,7 @@ def test_the_one_example_route_reaches_into_checkpointed_pieces(reentrant: bool)
         model(**collate(examples(4)))["loss"].backward()
     plain = Classifier()
     plain.second.bias.requires_grad_(False).zero_()
-    assert error(engine.accumulator.sums, clipped_sum(one_by_one(plain, collate(examples(4))), 0.6)) < EXACT
+    assert error(engine.accumulator.sums, clipped_sum(one_by_one(plain, collate(examples(4))), 0.6)) < CLIPPED
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
@@ -261,7 +263,7 @@ def test_a_criterion_outside_of_the_model(reduction: str, two_pass: bool) -> Non
         if private.last_step_done:
             break
     got = {n: 8 * p.grad for n, p in private.model.named_parameters() if p.grad is not None}
-    assert error(got, clipped_sum(truth, 1.0)) < EXACT
+    assert error(got, clipped_sum(truth, 1.0)) < CLIPPED
 
 
 def test_rescaling_a_loss_does_not_move_the_threshold() -> None:
@@ -309,7 +311,7 @@ def test_a_non_finite_example_is_taken_out_of_both_factors(route: str, value: fl
     if route == "one-example":
         assert engine.route == "one-example"
     assert int(engine.accumulator.nonfinite) == 1
-    assert error(engine.accumulator.sums, expected) < EXACT
+    assert error(engine.accumulator.sums, expected) < CLIPPED
 
 
 def test_bf16_autocast() -> None:
@@ -359,7 +361,7 @@ def test_gradient_checkpointing(name: str, tuning: str, reentrant: bool, monkeyp
     assert engine.route == "uses", engine.reason
     assert len(second) == 2, "once in the self-check, once in the step"
     assert torch.allclose(Recording.seen[-1][0], norms, rtol=EXACT)
-    assert error(engine.accumulator.sums, expected) < EXACT
+    assert error(engine.accumulator.sums, expected) < CLIPPED
 
 
 def _lengths() -> list[dict[str, torch.Tensor]]:
@@ -422,7 +424,7 @@ def test_packed_rows_are_their_examples(tuning: str) -> None:
                 break
         assert private.route == "uses"
         gradients.append({n: p.grad for n, p in private.model.named_parameters() if p.grad is not None})
-    assert error(gradients[1], gradients[0]) < EXACT
+    assert error(gradients[1], gradients[0]) < CLIPPED
 
 
 def test_users_are_clipped_as_one() -> None:
@@ -443,7 +445,7 @@ def test_users_are_clipped_as_one() -> None:
             assert index < 12, "the first two examples of each of six users"
             whole = by_user.setdefault(index % 6, {n: torch.zeros_like(g) for n, g in gradient.items()})
             by_user[index % 6] = {n: whole[n] + g for n, g in gradient.items()}
-        assert error({n: 4 * g for n, g in got.items()}, clipped_sum(list(by_user.values()), 1.0)) < EXACT
+        assert error({n: 4 * g for n, g in got.items()}, clipped_sum(list(by_user.values()), 1.0)) < CLIPPED
     assert "user" in private.plan.unit
 
 
@@ -464,10 +466,10 @@ def test_groups_are_clipped_on_their_own() -> None:
     got, rows = policy_step(fastdp.DPSGD(max_grad_norm=0.5, groups="per_layer"))
     share = 0.5 / 2**0.5
     layer = lambda name: name.split(".")[0]  # noqa: E731
-    assert error(got, by_group(rows, layer, {"first": share, "second": share})) < EXACT
+    assert error(got, by_group(rows, layer, {"first": share, "second": share})) < CLIPPED
 
     got, rows = policy_step(fastdp.DPSGD({"w": 0.4, "b": 0.1}, groups={"b": ["*.bias"], "w": ["*"]}))
-    assert error(got, by_group(rows, lambda n: "b" if n.endswith("bias") else "w", {"w": 0.4, "b": 0.1})) < EXACT
+    assert error(got, by_group(rows, lambda n: "b" if n.endswith("bias") else "w", {"w": 0.4, "b": 0.1})) < CLIPPED
 
 
 @pytest.mark.parametrize("kind", ["linear", "repeated", "tied", "vectors", "one-example"])
@@ -499,7 +501,7 @@ def test_masked_groups(kind: str, two_pass: bool) -> None:
             for n, g in clipped_sum([{n: g * side[n] for n, g in row.items()}], bound).items():
                 expected[n] += g
     got = {n: engine.accumulator.sums.get(n, torch.zeros_like(p)) for n, p in engine.parameters.items()}
-    assert error(got, expected) < EXACT
+    assert error(got, expected) < CLIPPED
 
 
 @pytest.mark.parametrize("model", [Classifier, Odd])
