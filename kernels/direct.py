@@ -20,9 +20,9 @@ MASKED_SQUARE = tl.constexpr(2)
 
 @triton.jit(do_not_specialize=["units", "tiles_n", "tiles"])
 def _direct_kernel(
-    p_left, p_right, p_offsets, p_bits, p_parts, units, tiles_n, tiles, m, n, bytes_a_row,
+    p_left, p_right, p_offsets, p_bits, p_chosen, p_parts, units, tiles_n, tiles, m, n, bytes_a_row,
     stride_lt, stride_lm, stride_rt, stride_rn,
-    b_m: tl.constexpr, b_n: tl.constexpr, b_t: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr,
+    b_m: tl.constexpr, b_n: tl.constexpr, b_t: tl.constexpr, KIND: tl.constexpr, CHOSEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     # All tiles of a unit run close together in time: its factors stay in the second-level cache.
     pid = tl.program_id(0).to(tl.int64)
@@ -34,6 +34,8 @@ def _direct_kernel(
     m_n = o_n < n
     start = tl.load(p_offsets + unit)
     end = tl.load(p_offsets + unit + 1)
+    if CHOSEN:  # a unit that was not chosen has no tokens here
+        end = tl.where(tl.load(p_chosen + unit) != 0, end, start)
     gradient = outer_tile(p_left, p_right, start, end, o_m, o_n, m_m, m_n, stride_lt, stride_lm, stride_rt, stride_rn,
                           b_m, b_n, b_t, PRECISION)  # fmt: skip
     if KIND == ABSOLUTE:
@@ -61,10 +63,12 @@ def direct_norms(
     measure: int,
     mask: torch.Tensor | None = None,
     precision: str = "ieee",
+    chosen: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Norms [1, B], float32, of left [N, m] and right [N, n]; float32, bfloat16 or float16, any strides.
 
     With ``mask`` (bool [m, n]), [2, B]: of the entries where it is True, then where it is False.
+    With ``chosen`` (bool [B], on the device), 0 for the units where it is False, which cost nothing.
     """
     units, m, n = offsets.shape[0] - 1, left.shape[1], right.shape[1]
     rows = 1 if mask is None else 2
@@ -83,6 +87,7 @@ def direct_norms(
             right,
             offsets,
             parts if bits is None else bits,
+            parts if chosen is None else chosen.view(torch.uint8),
             parts,
             units,
             tiles_n,
@@ -96,6 +101,7 @@ def direct_norms(
             b_n=b_n,
             b_t=32 if wide else 64,
             KIND=measure,
+            CHOSEN=chosen is not None,
             PRECISION=precision,
             enable_fp_fusion=True,
             num_warps=8 if b_m * b_n > 4096 else 4,

@@ -1,9 +1,10 @@
 """Weighted sums of all tokens' gradients: one matrix product over the tokens, weights applied on load.
 
 A block of tokens is multiplied with its weights divided by the largest of them, and the product added with that
-largest weight as a factor, in float32. Where one unit fills the block, and so one weight, the quotient is 1 and
-nothing is rounded: with 16-bit factors the sum of a clipped unit is then as long as it was clipped to, not longer by
-a rounding of its rows. Tokens of weight 0 are not loaded, so a NaN in one never meets the sum.
+largest weight as a factor, in float32. Where one unit fills the block, and so one weight, the quotient is 1, nothing is
+rounded, and 16-bit factors meet as they are. Where units meet in a block, rows times quotients are multiplied as float32:
+rounded to 16 bits, they would make the sum of a clipped unit longer than it was clipped to. Tokens of weight 0 are not
+loaded, so a NaN in one never meets the sum.
 """
 
 import torch
@@ -23,10 +24,15 @@ def _block_scale(weight):
 
 
 @triton.jit
+def _scaled_product(left, right, quotient, zero, PRECISION: tl.constexpr):
+    return multiply(left * quotient[None, :], right, zero, PRECISION)
+
+
+@triton.jit
 def _selected(left, right, quotient, zero, PRECISION: tl.constexpr):
     kept = quotient != 0.0
-    left = tl.where(kept[None, :], left.to(tl.float32) * quotient[None, :], 0.0).to(left.dtype)
-    return multiply(left, tl.where(kept[:, None], right, 0.0).to(right.dtype), zero, PRECISION)
+    left, right = tl.where(kept[None, :], left, 0.0), tl.where(kept[:, None], right, 0.0)
+    return _scaled_product(left, right, quotient, zero, PRECISION)
 
 
 @triton.jit(do_not_specialize=["tokens", "length", "tiles_n", "bytes_a_row"])
@@ -62,17 +68,22 @@ def _weighted_kernel(
         # [b_t, b_n]
         right = tl.load(p_r + o_t[:, None] * stride_rt, mask=m_t[:, None] & (o_n < n)[None, :], other=0.0)
         zero = tl.zeros((b_m, b_n), tl.float32)
-        scaled = (left.to(tl.float32) * quotient[None, :]).to(left.dtype)
-        product = multiply(scaled, right, zero, PRECISION)
         if MASKED:
-            # Within a unit both quotients are 1, and one product serves both sides of the mask.
+            product = _scaled_product(left, right, quotient, zero, PRECISION)
             other = product
+            # Within a unit both quotients are 1, and one product serves both sides of the mask.
             if tl.max((quotient != quotient_outside).to(tl.int32), 0) != 0:
                 # Selection on both factors: what is left out on one side of the mask may be a NaN.
                 product = _selected(left, right, quotient, zero, PRECISION)
                 other = _selected(left, right, quotient_outside, zero, PRECISION)
             acc += tl.where(inside, scale * product, scale_outside * other)
+        elif left.dtype == tl.float32 and right.dtype == tl.float32:
+            acc += scale * _scaled_product(left, right, quotient, zero, PRECISION)
         else:
+            product = multiply(left, right, zero, PRECISION)
+            # The rows of tokens of weight 0 are zeros.
+            if tl.max(((quotient != 1.0) & (quotient != 0.0)).to(tl.int32), 0) != 0:
+                product = _scaled_product(left.to(tl.float32), right.to(tl.float32), quotient, zero, "tf32x3")
             acc += scale * product
     p_rows = p_out + split * stride_split + o_m[:, None].to(tl.int64) * stride_om
     p_tile = p_rows + o_n[None, :].to(tl.int64) * stride_on
@@ -111,6 +122,9 @@ def weighted_sum_(
     if tokens == 0 or m == 0 or n == 0:
         return
     masked = mask is not None and weights_unmasked is not None
+    if masked and not left.dtype == right.dtype == torch.float32:
+        # Tiles for both sides of a mask leave no registers to tell apart blocks that one unit fills.
+        left, right, precision = left.float(), right.float(), "tf32x3"
     wide = torch.float32 in (left.dtype, right.dtype)
     b_m, b_n, b_t = side_tile(m, wide), side_tile(n, wide), 32 if wide else 64
     if masked:

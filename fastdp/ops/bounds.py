@@ -66,6 +66,7 @@ ROW_PRODUCTS = Op(
     check=_check_row_products,
 )
 ROW_PRODUCTS.implement("cpu", "fastdp.ops.cpu.bounds")
+ROW_PRODUCTS.implement("cuda", "fastdp.kernels.bounds")
 
 
 def row_products(left: Tensor, right: Tensor, offsets: Tensor, order: int = 2) -> Tensor:
@@ -101,13 +102,18 @@ def _gram_norms_fake(lefts: Sequence[Tensor], right: Tensor, offsets: Tensor) ->
     )
 
 
+def _check_gram_norms(lefts: Sequence[Tensor], right: Tensor, offsets: Tensor) -> None:
+    SQNORM_GROUP.check(lefts, right, offsets)
+
+
 GRAM_NORMS = Op(
     "gram_norms(Tensor[] lefts, Tensor right, Tensor offsets) -> (Tensor, Tensor)",
     reference=_gram_norms_reference,
     fake=_gram_norms_fake,
-    check=SQNORM_GROUP.check,
+    check=_check_gram_norms,
 )
 GRAM_NORMS.implement("cpu", "fastdp.ops.cpu.bounds")
+GRAM_NORMS.implement("cuda", "fastdp.kernels.bounds")
 
 
 def gram_norms(lefts: Sequence[Tensor], right: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
@@ -150,6 +156,7 @@ CHOSEN_SQNORM = Op(
     check=_check_chosen_sqnorm,
 )
 CHOSEN_SQNORM.implement("cpu", "fastdp.ops.cpu.bounds")
+CHOSEN_SQNORM.implement("cuda", "fastdp.kernels.bounds")
 
 
 def chosen_sqnorm(left: Tensor, right: Tensor, offsets: Tensor, chosen: Tensor) -> Tensor:
@@ -200,7 +207,7 @@ class Rounding:
             passes = math.ceil(width / 1024)
             return math.ceil(min(width, 1024) / lanes) + 1 + math.log2(lanes) + passes
         if self.arithmetic == "triton":
-            return _promoted(width)
+            return _chained(width)
         return width + 1
 
     def gram(self, m: int, n: int, tokens: int) -> float:
@@ -214,24 +221,25 @@ class Rounding:
         if self.arithmetic == "cpu":
             return self.gamma(min(tokens, 256) + math.ceil(tokens / 256) + 1)
         if self.arithmetic == "triton":
-            return self.gamma(_promoted(tokens))
+            return self.gamma(_chained(tokens) + 1)
         return self.gamma(tokens + 1)
 
     def added(self, tokens: int) -> float:
         """Of what a unit adds to a weighted sum, against its weight times the products."""
         # The order of a BLAS is not known: any order of the unit's terms has at most this many additions in a row.
-        # Three more roundings: of the weight times a row, of its product, and of a block's quotient on a GPU.
-        return self.gamma(tokens + 3 + (math.ceil(tokens / 2) if self.arithmetic == "triton" else 0))
+        # Two more of the weight times a row and of its product. On a GPU: of a block's quotient and of three products of parts
+        # that stand for one; a tensor core's steps are fewer than its terms.
+        return self.gamma(tokens + (24 if self.arithmetic == "triton" else 3))
 
     def squares(self, entries: int) -> float:
         """Of a sum of this many squares or sizes, against itself, and of adding an instance times its weight."""
         return self.gamma(160 + entries / 2**19)
 
 
-def _promoted(terms: int) -> float:
-    """Roundings of a chain of float32 fused multiply-adds, or of tensor cores that truncate, summed apart every 512 terms.
+def _chained(terms: int) -> float:
+    """Roundings of a chain of fused multiply-adds on a GPU, or of the steps of a tensor core that truncates.
 
     A tensor core adds 16 exact products to its accumulator, aligned to the largest with two bits to spare, and truncates:
     17 2^-25 + 2^-23 of the sum of sizes each time, less than 11 units of rounding for 16 terms (docs/clipping.md).
     """
-    return min(terms, 512) + 11 + math.ceil(terms / 512)
+    return terms + 11

@@ -73,7 +73,9 @@ def _per_unit_group_reference(
 ) -> tuple[list[Tensor], Tensor]:
     gradients = [_per_unit_reference(left, right, offsets) for left, right in zip(lefts, rights)]
     dtype = accumulator(*lefts, *rights)
-    return gradients, torch.stack([gradient.square().sum((1, 2), dtype=torch.float64).to(dtype) for gradient in gradients])
+    return gradients, torch.stack(
+        [gradient.square().sum((1, 2), dtype=torch.float64).to(dtype) for gradient in gradients]
+    )
 
 
 def _per_unit_group_fake(

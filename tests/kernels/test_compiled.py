@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from fastdp.kernels import (
     adamw,
+    bounds,
     chacha,
     choice,
     clip_noise,
@@ -85,21 +86,22 @@ def gram_case(dtype, count, b_t, b_k, warps, precision="ieee", slow=False):
     return Case(gram._gram_kernel, types, constants, warps, 4, matrix, True, slow=slow)
 
 
-def direct_case(dtype, kind, b_m, b_n, b_t, warps, precision="ieee", slow=False):
+def direct_case(dtype, kind, b_m, b_n, b_t, warps, precision="ieee", chosen=False, slow=False):
     types = {
         "p_left": f"*{dtype}",
         "p_right": f"*{dtype}",
-        "p_bits": "*u8",
+        **{"p_bits": "*u8", "p_chosen": "*u8"},
         **numbers("units", "tiles_n", "tiles", "m", "n", "bytes_a_row"),
         **strides("stride_lt", "stride_lm", "stride_rt", "stride_rn"),
         **OFFSETS,
     }
-    constants = {"b_m": b_m, "b_n": b_n, "b_t": b_t, "KIND": kind.value, "PRECISION": precision}
+    constants = {"b_m": b_m, "b_n": b_n, "b_t": b_t, "KIND": kind.value}
+    constants |= {"CHOSEN": chosen, "PRECISION": precision}
     matrix = dtype != "fp32" or precision != "ieee"
     return Case(direct._direct_kernel, types, constants, warps, 3, matrix, True, slow=slow)
 
 
-def weighted_case(dtype, b_m, b_n, b_t, warps, masked, slow=False):
+def weighted_case(dtype, b_m, b_n, b_t, warps, masked, precision="ieee", slow=False):
     types = {
         **{"p_left": f"*{dtype}", "p_right": f"*{dtype}", "p_weights": "*fp32", "p_outside": "*fp32"},
         **{"p_bits": "*u8" if masked else "*fp32", "p_out": "*fp32"},
@@ -107,8 +109,9 @@ def weighted_case(dtype, b_m, b_n, b_t, warps, masked, slow=False):
         **strides("stride_lt", "stride_lm", "stride_rt", "stride_rn"),
         **{"stride_split": "i64", "stride_om": "i32", "stride_on": 1},
     }
-    constants = {"b_m": b_m, "b_n": b_n, "b_t": b_t, "MASKED": masked, "PRECISION": "ieee"}
-    return Case(weighted._weighted_kernel, types, constants, warps, 3, dtype != "fp32", True, slow=slow)
+    constants = {"b_m": b_m, "b_n": b_n, "b_t": b_t, "MASKED": masked, "PRECISION": precision}
+    matrix = dtype != "fp32" or precision != "ieee"
+    return Case(weighted._weighted_kernel, types, constants, warps, 3, matrix, True, slow=slow)
 
 
 def cross_case(dtype, kind, b_t, b_k, warps, slow=False):
@@ -231,13 +234,14 @@ CASES = {
     "gram-fp32-pair": gram_case("fp32", 2, 64, 32, 8, slow=True),
     "gram-tf32x3": gram_case("fp32", 1, 64, 32, 8, "tf32x3", slow=True),
     "direct-bf16": direct_case("bf16", direct.SQUARE, 128, 128, 64, 8),
+    "direct-chosen-bf16": direct_case("bf16", direct.SQUARE, 128, 128, 64, 8, chosen=True),
     "direct-fp16-narrow": replace(direct_case("fp16", direct.SQUARE, 16, 128, 64, 4, slow=True), narrow=True),
     "direct-masked-bf16": direct_case("bf16", direct.MASKED_SQUARE, 128, 128, 64, 8),
     "direct-absolute-fp32": direct_case("fp32", direct.ABSOLUTE, 64, 64, 32, 4),
     "direct-masked-fp32": direct_case("fp32", direct.MASKED_SQUARE, 64, 64, 32, 4, slow=True),
     "weighted-bf16": weighted_case("bf16", 128, 128, 64, 8, False),
     "weighted-fp32": weighted_case("fp32", 64, 64, 32, 4, False, slow=True),
-    "masked-weighted-bf16": weighted_case("bf16", 128, 64, 64, 8, True),
+    "masked-weighted-tf32x3": weighted_case("fp32", 64, 64, 32, 8, True, "tf32x3"),
     "masked-weighted-fp32": weighted_case("fp32", 64, 64, 32, 8, True, slow=True),
     "cross-dense-bf16": cross_case("bf16", cross.DENSE, 128, 64, 8, slow=True),
     "cross-id-dense-bf16": cross_case("bf16", cross.ID_AGAINST_DENSE, 64, 64, 4),
@@ -251,6 +255,22 @@ CASES = {
     "instance-absolute-bf16": instance_norm_case("bf16", direct.ABSOLUTE, slow=True),
     "instance-sum": instance_sum_case("fp32", False),
     "instance-masked-sum": instance_sum_case("fp32", True, slow=True),
+    "row-products": Case(
+        bounds._products_kernel,
+        {
+            **{"p_left": "*bf16", "p_right": "*bf16", "p_out": "*fp64"},
+            **numbers("tokens", "m", "n"),
+            **strides("stride_lt", "stride_lk", "stride_rt", "stride_rk"),
+        },
+        {"b_t": bounds._TOKENS, "b_k": bounds._COLUMNS, "ORDER": 2, "ONE_HOT": False},
+    ),
+    "row-products-units": Case(
+        bounds._sum_units_kernel,
+        {"p_products": "*fp64", "p_offsets": "*i64", "p_out": "*fp64"},
+        {"b": 128},
+        1,
+        slow=True,
+    ),
     "onehot-norm": onehot_norm_case(direct.SQUARE),
     "onehot-absolute": onehot_norm_case(direct.ABSOLUTE, slow=True),
     "onehot-masked": onehot_norm_case(direct.MASKED_SQUARE),
@@ -344,6 +364,7 @@ def test_fits_its_neighbours(name, capability):
 def test_every_kernel_is_compiled_somewhere():
     modules = (
         adamw,
+        bounds,
         choice,
         clip_noise,
         cross,

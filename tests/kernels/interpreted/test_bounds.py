@@ -1,0 +1,71 @@
+"""What rounding is measured by, in Triton, and sums of units that share a block, against float64."""
+
+import pytest
+import torch
+from fastdp.kernels import bounds, weighted
+
+from tests.ops.uses import DTYPES, factor, gradients, offsets_of, relative_error
+
+RAGGED = (7, 0, 33, 20)
+
+
+def products_of(left, right, offsets, order):
+    sizes = torch.linalg.vector_norm(right.double(), ord=order, dim=1)
+    if left.dim() == 2:
+        sizes = sizes * torch.linalg.vector_norm(left.double(), ord=order, dim=1)
+    edges = offsets.tolist()
+    return torch.stack([sizes[a:b].sum() for a, b in zip(edges, edges[1:])])
+
+
+@pytest.mark.parametrize("order", [1, 2])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_row_products(dtype, order):
+    offsets = offsets_of(RAGGED)
+    left, right = factor(60, 33, 0, dtype, "strided"), factor(60, 300, 1, dtype)
+    truth = products_of(left, right, offsets, order)
+    assert relative_error(bounds.row_products(left, right, offsets, order), truth) <= 1e-5
+    ids = torch.randint(0, 5, (60,))
+    assert (
+        relative_error(bounds.row_products(ids, right, offsets, order), products_of(ids, right, offsets, order)) <= 1e-5
+    )
+
+
+def test_gram_norms_come_with_their_products():
+    offsets = offsets_of(RAGGED)
+    lefts, right = [factor(60, 17, 0), factor(60, 40, 1)], factor(60, 33, 2)
+    squares, products = bounds.gram_norms(lefts, right, offsets)
+    for left, square, product in zip(lefts, squares, products):
+        assert relative_error(square, gradients(left, right, offsets).square().sum((1, 2))) <= 1e-5
+        assert relative_error(product, products_of(left, right, offsets, 2)) <= 1e-5
+
+
+def test_only_chosen_units_are_measured_again():
+    offsets, chosen = offsets_of(RAGGED), torch.tensor([True, True, False, True])
+    left, right = factor(60, 33, 0), factor(60, 70, 1)
+    truth = gradients(left, right, offsets).square().sum((1, 2)) * chosen
+    assert relative_error(bounds.chosen_sqnorm(left, right, offsets, chosen), truth) <= 1e-5
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_units_that_share_a_block_are_not_rounded_to_16_bits(dtype, masked):
+    """Each unit's own part is as long as its weight says, however much larger its neighbours' weights are."""
+    offsets = offsets_of(RAGGED)
+    left, right = factor(60, 40, 0, dtype), factor(60, 50, 1, dtype)
+    scales = torch.tensor([1.0, 0.5, 3e-7, 0.37])
+    weights = scales.repeat_interleave(torch.tensor(RAGGED))
+    mask = torch.rand(40, 50, generator=torch.Generator().manual_seed(0)) < 0.4
+    products = products_of(left, right, offsets, 2)
+    for unit in (0, 2, 3):
+        alone = torch.where(torch.arange(4).repeat_interleave(torch.tensor(RAGGED)) == unit, weights, 0.0)
+        with_others, without = torch.zeros(40, 50), torch.zeros(40, 50)
+        options = {"weights_unmasked": weights, "mask": mask} if masked else {}
+        weighted.weighted_sum_(with_others, left, right, weights, **options)
+        rest = weights - alone
+        options = {"weights_unmasked": rest, "mask": mask} if masked else {}
+        weighted.weighted_sum_(without, left, right, rest, **options)
+        expected = gradients(left, right, offsets)[unit] * float(scales[unit])
+        gap = float(((with_others.double() - without.double()) - expected).norm())
+        # Of the others' parts the last bit may differ; of its own 16-bit rounding would leave 1e-3.
+        others = float((scales.double() * products).sum() - scales[unit] * products[unit])
+        assert gap <= 2e-6 * float(scales[unit] * products[unit]) + 2e-7 * others
