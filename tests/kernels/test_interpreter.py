@@ -11,7 +11,9 @@ import pytest
 HERE = Path(__file__).parent
 
 
-@pytest.mark.parametrize("files", [("test_noise.py", "test_snapping.py"), ("test_norms.py", "test_sums.py", "test_bounds.py")])
+@pytest.mark.parametrize(
+    "files", [("test_noise.py", "test_snapping.py"), ("test_norms.py", "test_sums.py", "test_bounds.py")]
+)
 def test_kernels_against_their_definitions(files):
     triton = pytest.importorskip("triton")
     if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7) and np.lib.NumpyVersion(np.__version__) >= "2.4.0":
