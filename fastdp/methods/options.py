@@ -7,15 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-
-import fastdp.ops as ops
-from fastdp.engine.accumulator import Accumulator
 from fastdp.engine.policy import Policy
-from fastdp.ops.stream import NoiseStream
 from fastdp.private.method import Method
 from fastdp.private.parts import BiasCorrection, Following, Part, WeightAveraging
-from fastdp.private.release import Release
 
 
 @dataclass(frozen=True)
@@ -51,16 +45,8 @@ class AdaptiveClipping(Part):
             )
         return rest**-0.5
 
-    def updated(
-        self, policy: Policy, unclipped: float, units: float, expected_batch_size: float, stream: NoiseStream
-    ) -> Policy:
-        """The policy of the next step, from this step's count of unclipped units among the ``units`` that took part.
-
-        Each unit reports 1/2 or -1/2, so one unit more or less moves the sum by 1/2 (section 2.2 of the paper); taking
-        half the expected batch size off the count instead would let it move by 1, for which the noise is too small.
-        """
-        shifted = torch.tensor([unclipped - units / 2], dtype=torch.float32)
-        fraction = float(ops.add_noise_(shifted, self.count_noise_std, stream)) / expected_batch_size + 0.5
+    def updated(self, policy: Policy, fraction: float) -> Policy:
+        """The policy of the next step, from the noised share of units that were left whole."""
         factor = math.exp(-self.learning_rate * (min(max(fraction, 0.0), 1.0) - self.target_quantile))
         return replace(
             policy,
@@ -76,16 +62,10 @@ class AdaptiveClipping(Part):
 class _Adapting(Following):
     def __init__(self, settings: AdaptiveClipping):
         self.settings = settings
+        self.count_noise_std = settings.count_noise_std
 
-    def after_release(self, accumulator: Accumulator, release: Release) -> None:
-        if accumulator.policy.noise_multiplier > 0:
-            accumulator.policy = self.settings.updated(
-                accumulator.policy,
-                float(accumulator.unclipped),
-                float(accumulator.units),
-                release.expected_batch_size,
-                release.stream,
-            )
+    def adapted(self, policy: Policy, fraction: float) -> Policy:
+        return self.settings.updated(policy, fraction)
 
 
 @dataclass(frozen=True, kw_only=True)

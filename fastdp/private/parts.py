@@ -9,18 +9,33 @@ from typing import Any
 
 import torch
 
-from fastdp.engine.accumulator import Accumulator
-from fastdp.private.release import Release
+import fastdp.ops as ops
+from fastdp.engine.policy import Policy
+from fastdp.ops.stream import NoiseStream
 
 
 class Following:
-    """Follows the releases of one run; override what is of interest."""
+    """Follows the releases of one run; override what is of interest. Nothing that it is handed is without noise.
 
-    def before_release(self, accumulator: Accumulator, release: Release, optimizer: torch.optim.Optimizer) -> None:
-        """The clipped sums of a logical batch are complete."""
+    Attributes:
+        count_noise_std: with it `adapted` is called, with a count that has noise of this standard deviation. The method's
+            policy pays for it (see `AdaptiveClipping`).
+    """
 
-    def after_release(self, accumulator: Accumulator, release: Release) -> None:
-        """They were released; what else is read of the accumulator has to be noised and paid for."""
+    count_noise_std: float | None = None
+
+    def before_release(
+        self,
+        policy: Policy,
+        parameters: Mapping[str, torch.nn.Parameter],
+        divisor: float,
+        optimizer: torch.optim.Optimizer,
+    ) -> None:
+        """A logical batch is about to be released: its noisy sum over ``divisor``, as the policy says."""
+
+    def adapted(self, policy: Policy, fraction: float) -> Policy:
+        """The policy of the next step, from the noised share of units that were left whole."""
+        return policy
 
     def after_step(self, parameters: Mapping[str, torch.nn.Parameter]) -> None:
         """The optimizer has applied the release."""
@@ -61,15 +76,16 @@ class BiasCorrection(Part, Following):
         """Itself: there is nothing to keep."""
         return self
 
-    def before_release(self, accumulator: Accumulator, release: Release, optimizer: Any) -> None:
+    def before_release(
+        self, policy: Policy, parameters: Mapping[str, torch.nn.Parameter], divisor: float, optimizer: Any
+    ) -> None:
         """As `Following.before_release`."""
-        policy = accumulator.policy
-        variances = [(std / release.expected_batch_size) ** 2 for std in policy.stds or (0.0,)]
+        variances = [(std / divisor) ** 2 for std in policy.stds or (0.0,)]
         if len(set(variances)) == 1:
             optimizer.noise_variance = variances[0]
             return
         found: dict[torch.Tensor, float | torch.Tensor] = {}
-        for name, parameter in release.parameters.items():
+        for name, parameter in parameters.items():
             group = policy.group_of.get(name, 0)
             if isinstance(group, tuple):
                 found[parameter] = torch.where(policy.masks[name], variances[group[0]], variances[group[1]])
@@ -137,3 +153,17 @@ class Average(Following):
     def load(self, state: Mapping[str, Any]) -> None:
         """Go on from it."""
         self.values = state["average"]
+
+
+def noised_fraction(unclipped: float, units: float, std: float, divisor: float, stream: NoiseStream) -> float:
+    """The share of units that were left whole, with noise of standard deviation ``std`` on their count.
+
+    Each unit reports 1/2 or -1/2, so one unit more or less moves the sum by 1/2 (Andrew et al. 2021, section 2.2); taking half
+    the expected batch size off the count instead would let it move by 1, for which the noise is too small.
+
+    Args:
+        unclipped, units: of the units that took part, those left whole and all.
+        divisor: the expected batch size.
+    """
+    shifted = torch.tensor([unclipped - units / 2], dtype=torch.float32)
+    return float(ops.add_noise_(shifted, std, stream)) / divisor + 0.5

@@ -19,7 +19,7 @@ from fastdp.engine.engine import Engine
 from fastdp.engine.policy import Policy
 from fastdp.private.loader import PrivateLoader
 from fastdp.private.observer import Observer
-from fastdp.private.parts import Average
+from fastdp.private.parts import Average, Following, noised_fraction
 from fastdp.private.plan import Plan, fingerprint
 from fastdp.private.preparation import Access, Moment, Outcome, Preparation
 from fastdp.private.schedules import follow_releases, forget_releases
@@ -227,7 +227,7 @@ class Private:
         for observer in self._observers:
             observer.before_release(accumulator)
         for following in self._following:
-            following.before_release(accumulator, self._release, optimizer)
+            following.before_release(accumulator.policy, self.parameters, self.expected_batch_size, optimizer)
         # Whoever else looks on before the step, a hook or an observer, wants to see gradients.
         alone = len(optimizer._optimizer_step_pre_hooks) == 1 and not self._observers
         update = optimizer.noisy_update() if alone and hasattr(optimizer, "noisy_update") else None
@@ -236,9 +236,17 @@ class Private:
         for observer in self._observers:
             observer.after_release(accumulator)
         for following in self._following:
-            following.after_release(accumulator, self._release)
+            self._adapt(following)
         accumulator.reset()
         engine.complete = False
+
+    def _adapt(self, following: Following) -> None:
+        accumulator, std = self._engine.accumulator, following.count_noise_std
+        if std is None or accumulator.policy.noise_multiplier == 0:
+            return
+        counts = float(accumulator.unclipped), float(accumulator.units)
+        fraction = noised_fraction(*counts, std, self.expected_batch_size, self._release.stream)
+        accumulator.policy = following.adapted(accumulator.policy, fraction)
 
     def _refuse_unclipped(self, optimizer: torch.optim.Optimizer) -> None:
         """Until a release, every gradient the optimizer would apply is None; one that is not has not been clipped."""

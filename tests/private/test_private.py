@@ -16,7 +16,7 @@ from torch import nn
 
 import fastdp
 from fastdp.accounting import Ledger, deserialise, epsilon
-from fastdp.engine.policy import Policy
+from fastdp.private.parts import noised_fraction
 from tests.engine.runs import (
     Classifier,
     clipped_sum,
@@ -274,10 +274,8 @@ class TestAdaptiveClipping:
     def test_one_unit_moves_the_released_count_by_one_half(self, monkeypatch: pytest.MonkeyPatch) -> None:
         released: list[float] = []
         monkeypatch.setattr(fastdp.ops, "add_noise_", lambda x, std, *a, **k: (released.append(float(x)), x)[1])
-        policy = Policy((1.0,), (2.0,), {"w": 0})
-        update = fastdp.AdaptiveClipping().updated
         for unclipped, units in ((5, 9), (6, 10), (5, 10)):  # one unit more, whole or clipped
-            update(policy, unclipped, units, 8.0, fastdp.NoiseStream())
+            noised_fraction(unclipped, units, 10.0, 8.0, fastdp.NoiseStream())
         assert released == [0.5, 1.0, 0.0]
 
     def test_the_count_comes_from_the_units_that_took_part(self, monkeypatch: pytest.MonkeyPatch) -> None:
