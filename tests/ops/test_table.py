@@ -144,6 +144,31 @@ def test_an_op_has_its_name_and_its_arguments_in_every_folder(name, folder):
     assert list(inspect.signature(function).parameters) == [argument.name for argument in schema.arguments]
 
 
+IDS, TABLE = torch.zeros(2, dtype=torch.int64), torch.eye(3)
+DRAWING = {
+    "add_noise_": lambda good, draw: ops.add_noise_(torch.zeros(3), 1.0 if good else -1.0, draw),
+    "clip_noise": lambda good, draw: ops.clip_noise(
+        torch.zeros(3, requires_grad=True), 1.0 if good else 0.0, 1.0, draw
+    ),
+    "adamw_noise_step_": lambda good, draw: ops.adamw_noise_step_(
+        *torch.zeros(4, 3), 1.0, draw, divisor=1.0, lr=0.1 if good else -0.1, step=1
+    ),
+    "private_snap": lambda good, draw: ops.private_snap(IDS, TABLE, 1.0 if good else 0.0, draw),
+    "exponential_choice": lambda good, draw: ops.exponential_choice(IDS, TABLE, 1.0 if good else -1.0, draw),
+}
+
+
+@pytest.mark.parametrize("name", list(DRAWING))
+def test_a_refused_call_spends_no_position(name):
+    draw = ops.NoiseStream().at(1, 2)
+    with pytest.raises(ValueError, match="must be"):
+        DRAWING[name](False, draw)
+    DRAWING[name](True, draw)
+    with pytest.raises(RuntimeError, match="drawn"):
+        DRAWING[name](True, draw)
+    assert {op.name for op in OPS.values() if "Tensor position" in op.schema} == DRAWING.keys()
+
+
 def test_gradient():
     x = torch.ones(2, requires_grad=True)
     SMOOTH(x, 3.0).sum().backward()
