@@ -369,12 +369,11 @@ class _Run:
         row: dict[str, Any] = {
             "step": self.updates,
             "learning_rate": self.scheduler.get_last_lr()[0],
-            "seconds": seconds,
         }
         if epsilon is not None:
             row["epsilon"] = epsilon if math.isfinite(epsilon) else "inf"
-        # A reader must not take the loss for a released figure: it is a function of the drawn examples without noise.
-        return row | {"unprotected": {"loss": loss}}
+        # A reader must not take these for released figures: they are functions of the drawn examples without noise.
+        return row | {"unprotected": {"loss": loss, "seconds": seconds}}
 
     def _evaluate(self, phase: str) -> Quality | None:
         if self.held_out is None:

@@ -18,7 +18,11 @@ from fastdp.private.run import Private
 #: The privacy state's file inside a Trainer checkpoint.
 STATE_FILE = "fastdp_state.pt"
 #: What Trainer logs of the private data without protection, and the name under which it is shown instead.
-_UNPROTECTED = {"loss": "unprotected_loss", "train_loss": "unprotected_train_loss"}
+_UNPROTECTED = {
+    name: f"unprotected_{name}"
+    # Times follow the size of the samples that were drawn.
+    for name in ("loss", "train_loss", "train_runtime", "train_samples_per_second", "train_steps_per_second")
+}
 
 
 @dataclass(frozen=True)
@@ -210,8 +214,8 @@ class DPTrainer(Trainer):
         return torch.stack(losses).mean()
 
     def floating_point_ops(self, inputs: Any) -> int:
-        """Operations of a logical batch."""
-        return sum(super(DPTrainer, self).floating_point_ops(micro_batch) for micro_batch in inputs)
+        """None are counted: their number tells how many tokens were drawn, padding included, and would be saved."""
+        return 0
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
         """The number of tokens of a private batch is not recorded."""

@@ -297,8 +297,8 @@ class Private:
     def epsilon(self, delta: float | None = None) -> float:
         """Privacy spent so far, an upper bound (PLD, pessimistic), at ``delta`` (default: the target).
 
-        inf without noise, with a reproducible key, and for a method whose guarantee is void (the card says why); 0 before the
-        first step.
+        inf without noise, with a reproducible key, at a delta that is not below 1/N, and for a method whose guarantee is void
+        (the card says why); 0 before the first step.
         """
         delta = self.target_delta if delta is None else delta
         if self.ledger.untouched:
@@ -307,6 +307,8 @@ class Private:
             return math.inf
         if delta is None:
             raise ValueError("no target_delta was given; pass delta")
+        if delta >= 1 / self.plan.units:
+            return math.inf
         key = (tuple(self.ledger.spent(kind) for kind in self.ledger.kinds), delta)
         if key not in self._epsilons:
             self._epsilons[key] = accounting.epsilon(self.ledger.event(), delta, adjacency=self.plan.adjacency)

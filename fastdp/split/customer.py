@@ -18,6 +18,7 @@ from torch.nn import functional as F
 import fastdp.files as files
 from fastdp.accounting import Card
 from fastdp.accounting.serialisation import canonical
+from fastdp.accounting.witness import count_release
 from fastdp.data import Collator
 from fastdp.methods.encoding import ADDED, encode_private
 from fastdp.methods.sap import PrivateBottom, TextPrivatizer
@@ -137,7 +138,8 @@ class SplitCustomer:
             on_example: called with the number of examples sent, and of all.
 
         Raises:
-            ValueError: for labels that do not fit, other texts, privatizer or bottom than the folder was begun with.
+            ValueError: for labels that do not fit, other texts, privatizer or bottom than the folder was begun with, and texts
+                that were released before into another place (see `fastdp.accounting.witness`).
         """
         if len(labels) != len(texts) or not len(texts):
             raise ValueError(f"{len(labels)} labels for {len(texts)} texts: give one for each, and at least one text")
@@ -149,6 +151,11 @@ class SplitCustomer:
         examples = self._encode(texts, pairs)
         self._keep_to({"examples": _digest([examples, list(map(int, labels))]), "privatizer": _describe(privatizer)})
         self._labels = torch.tensor([int(label) for label in labels])
+        if self.record.get("earlier") is None:
+            # Of what leaves, the bottom's own noise included; kept, since a run that goes on draws nothing anew.
+            parts = [*texts, *(pairs or ())]
+            self.record["earlier"] = count_release(parts, f"split, eta {privatizer.eta:g}", self.folder)
+            self._write_record()
         sent = self._open()["examples"]
         if sent > self._store.count:
             raise ValueError(
@@ -231,17 +238,21 @@ class SplitCustomer:
     def statement(self, privatizer: Privatizer) -> Card:
         """The privatizer's card, with what has left so far and what each side learns."""
         lengths = self._store.lengths(0, self._store.count)
-        return privatizer.statement().with_facts(
-            examples_sent=len(lengths),
-            rows_sent=sum(lengths),
-            texts_sent_for_prediction=self.record["predicted"],
-            vendor_learns=[
-                "the privatized rows, and the length of each text",
-                "which examples share a batch",
-                "the gradient of each output, which tells the label of each example",
-                "how often and when texts are sent for prediction",
-            ],
-            customer_learns=["the bottom's weights and the tokenizer", "the outputs of its own adapter"],
+        return (
+            privatizer.statement()
+            .with_facts(
+                examples_sent=len(lengths),
+                rows_sent=sum(lengths),
+                texts_sent_for_prediction=self.record["predicted"],
+                vendor_learns=[
+                    "the privatized rows, and the length of each text",
+                    "which examples share a batch",
+                    "the gradient of each output, which tells the label of each example",
+                    "how often and when texts are sent for prediction",
+                ],
+                customer_learns=["the bottom's weights and the tokenizer", "the outputs of its own adapter"],
+            )
+            .after(self.record.get("earlier") or ())
         )
 
     def save_statement(self, privatizer: Privatizer) -> Path:

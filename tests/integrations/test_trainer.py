@@ -217,3 +217,16 @@ def test_a_trainer_that_ended_trains_no_further_without_its_ledger(tmp_path: Pat
     with pytest.raises(ValueError, match="already holds a run's ledger"):
         made.train()
     assert all(torch.equal(before[name], p) for name, p in made.model.named_parameters())
+
+
+def test_nothing_that_is_kept_counts_what_was_drawn(tmp_path: Path) -> None:
+    """The number of operations is that of the tokens drawn; times follow it, and are marked."""
+    run = trainer(tmp_path)
+    output = run.train()
+    assert run.state.total_flos == output.metrics["total_flos"] == 0
+    for checkpoint in tmp_path.glob("checkpoint-*"):
+        assert json.loads((checkpoint / "trainer_state.json").read_text())["total_flos"] == 0
+        assert (checkpoint / STATE_FILE).stat().st_mode & 0o077 == 0
+    logged = {key for entry in run.state.log_history for key in entry}
+    assert not logged & {"loss", "train_loss", "train_runtime", "train_samples_per_second"}
+    assert "unprotected_train_runtime" in logged

@@ -93,6 +93,23 @@ def test_each_text_is_privatized_once(service, customer_of, corpus):
     assert statement["rows_sent"] == sum(again._store.lengths(0, 24))
 
 
+def test_texts_that_another_folder_sent_are_refused_or_said(service, customer_of, corpus, tmp_path, monkeypatch):
+    monkeypatch.setenv("FASTDP_STATE", str(tmp_path / "state"))
+    monkeypatch.delenv("FASTDP_AGAIN")
+    texts, labels = corpus
+    first = customer_of(service, "whole")
+    first.send(texts, labels, noisy_rows(first))
+    second = customer_of(service)
+    private = noisy_rows(second)
+    with pytest.raises(ValueError, match="these data were released before, by split"):
+        second.send(texts, labels, private)
+    assert private.rows_released == 0
+    monkeypatch.setenv("FASTDP_AGAIN", "1")
+    second.send(texts, labels, private)
+    assert len(second.statement(private)["earlier_releases"]) == 1
+    assert "earlier_releases" not in first.statement(noisy_rows(first))
+
+
 def test_a_stopped_customer_goes_on_where_it_was(service, customer_of, corpus):
     texts, labels = corpus
     whole = customer_of(service, "whole")
