@@ -242,6 +242,12 @@ def test_layers_below_the_noise_learn_from_public_text_alone(config, files, tmp_
         ({"method": "rapft", "method_options": {"relevance": 1}}, "has no option 'relevance'"),
         ({"method": "frost", "method_options": {"gamma": 1}}, "has no option 'gamma'"),
         ({"method": "rapft", "method_options": {"source": {"kind": "nosy"}}}, "choose one of public, noisy"),
+        ({"method": "ewft", "method_options": {"laier": 1}}, "laier"),
+        ({"method": "ewft", "method_options": {"autoencoder": None, "noise": "loud"}}, "noise of ewft is 'loud'"),
+        ({"method": "sap", "epsilon": None, "method_options": {"eta": 1.0, "teta": 1}}, "teta"),
+        ({"method": "sap", "epsilon": None, "method_options": {}}, "needs eta"),
+        ({"method": "sap", "epsilon": None, "method_options": {"eta": -1.0}}, "eta is -1.0"),
+        ({"method": "ewft", "method_options": {"autoencoder": None, "max_norm": -1.0}}, "max_norm is -1.0"),
         ({"device": "abacus"}, "device abacus cannot be used"),
     ],
 )
@@ -410,7 +416,7 @@ def test_contributing_tokens_of_a_text(config, files, tmp_path):
     assert result.privacy.startswith("none: eta depends on the token")
     for wrong, match in (
         ({"form": "prior"}, "reveal them"),
-        ({"form": "prior", "noise": 2.0}, "unexpected keyword argument 'noise'"),
+        ({"form": "prior", "noise": 2.0}, "cti has no 'noise'"),
         ("prior", "must be a mapping"),
     ):
         with pytest.raises(ConfigError, match=match):

@@ -9,10 +9,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import fastdp
+from fastdp.accounting import Card, Claim
+from fastdp.accounting.claim import read_claim
 from fastdp.finetune.config import ConfigError, FinetuneConfig
+from fastdp.methods.perturbation import Releases
 from fastdp.methods.public import PublicText
 from fastdp.methods.rapft import Initialisation, NoisyMap, PrivateSubset, Propagation, PublicMap
 from fastdp.private.method import Method
+from fastdp.private.run import Private
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,7 +27,7 @@ class Public:
     origin: PublicText
 
 
-#: Reads a file of public examples, of which at most so many are used; by another collator than the run's, if given.
+#: Reads a file of public examples, of which at most so many are used, and pads them to so many tokens, if given.
 ReadPublic = Callable[..., Public]
 
 #: Methods whose privacy does not come from the training steps.
@@ -54,6 +58,46 @@ def choose_method(config: FinetuneConfig, read_public: ReadPublic) -> Method:
         if "source" in options:
             options["source"] = _source(_mapping(options["source"], "source"), read_public)
     return _made(kind, {"max_grad_norm": config.max_grad_norm} | options, "method_options")
+
+
+class Central(Releases):
+    """A run whose privacy is the engine's: what it spent is known once the engine has the model.
+
+    Attributes:
+        private: the run, from then on.
+    """
+
+    once_an_epoch = False
+    private: Private
+
+    @property
+    def noise_multiplier(self) -> float:  # type: ignore[override]
+        """Of a step."""
+        return self.private.noise_multiplier
+
+    def follow(self, run: Private) -> None:
+        """This is the run that is asked from here on."""
+        self.private = run
+
+    def epsilon(self) -> float:
+        """Of the steps so far."""
+        return self.private.epsilon()
+
+    def flaws(self) -> list[str]:
+        """The method's."""
+        return list(self.private.method.flaws())
+
+    def in_words(self) -> str | None:
+        """Why there is no guarantee, if there is none: no figure of such a run may look like one."""
+        return f"none: {'; '.join(self.flaws())}" if self.flaws() else None
+
+    def claim(self) -> Claim:
+        """Of the steps so far."""
+        return read_claim(self.card())
+
+    def card(self) -> Card:
+        """Of the run."""
+        return self.private.card()
 
 
 def check_method(config: FinetuneConfig) -> None:

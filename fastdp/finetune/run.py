@@ -26,7 +26,6 @@ from fastdp.accounting.witness import count_release
 from fastdp.data import Collator, DataError, Examples, Rows, causal_examples, classification_examples, read_rows
 from fastdp.finetune.config import ConfigError, FinetuneConfig, load_config
 from fastdp.finetune.evaluation import Quality, autocast, evaluate
-from fastdp.finetune.local import open_local
 from fastdp.finetune.memory import PeakMemory
 from fastdp.finetune.methods import LOCAL, Public, check_method, choose_method
 from fastdp.finetune.models import (
@@ -38,11 +37,13 @@ from fastdp.finetune.models import (
     trained_names,
     trained_state,
 )
+from fastdp.finetune.perturbations import RELEASES, Opening, Subject, choose_perturbation
 from fastdp.finetune.reporter import Reporter
+from fastdp.methods.perturbation import Releases
 from fastdp.public import PublicGate
 
 CONFIG, METRICS, RESULT, CHECKPOINT = "config.yaml", "metrics.jsonl", "result.json", "checkpoint.pt"
-LEDGER = "ledger.jsonl"
+LEDGER, PERTURBATION = "ledger.jsonl", "perturbation.pt"
 EPSILON_POINTS = 20
 
 
@@ -95,6 +96,7 @@ def finetune(config: FinetuneConfig, resume: bool = False, reporter: Reporter | 
     _check_output(output, config, resume)
     device = _device(config)
     check_method(config)
+    opening = choose_perturbation(config)
     reporter.phase("reading data")
     tables = [read_rows(str(config.train)), read_rows(config.eval) if config.eval else None]
     tokenizer = load_tokenizer(config)
@@ -107,11 +109,11 @@ def finetune(config: FinetuneConfig, resume: bool = False, reporter: Reporter | 
     model.to(device)
     assert tables[0] is not None
     gate = PublicGate(record_texts(tables[0], config), [str(config.train)], config.public_overlap)
-    run = _Run(config, output, model, tokenizer, train, held_out, gate, reporter)
+    run = _Run(config, output, model, tokenizer, train, held_out, gate, opening, reporter)
     try:
         run.make_private(resume)
-        if run.local is not None:
-            run.local.earlier = count_release(record_texts(tables[0], config), config.method, output)
+        if run.releases.once_an_epoch:
+            run.earlier = count_release(record_texts(tables[0], config), config.method, output)
         return run.execute(resume)
     except BaseException:
         if not resume:
@@ -231,20 +233,29 @@ class _Run:
         train: Examples,
         held_out: Examples | None,
         gate: PublicGate,
+        opening: Opening,
         reporter: Reporter,
     ) -> None:
         self.config, self.output, self.model, self.tokenizer, self.gate = config, output, model, tokenizer, gate
         self.train, self.held_out, self.reporter = train, held_out, reporter
-        assert tokenizer.pad_token_id is not None
-        self.collator = Collator(tokenizer.pad_token_id)
         self.device = next(model.parameters()).device
-        self.private: Any = None
         self.updates = 0
         self.before: Quality | None = None
-        self.local = open_local(config, model, tokenizer, train, held_out, self._read_public)
-        if self.local is not None:
-            self.train, self.held_out = self.local.train, self.local.held_out
-            self.collator = self.local.collator
+        self.private: Any = None
+        #: Releases of the same texts by earlier runs, in words.
+        self.earlier: list[str] = []
+        self.releases: Releases = opening(Subject(config, model, tokenizer, train, self._read_public))
+        self.train = self._seen(train, training=True)
+        self.held_out = None if held_out is None else self._seen(held_out, training=False)
+        self.collator = self._collator(self.releases.padded_length)
+
+    def _seen(self, examples: Examples, *, training: bool) -> Examples:
+        """Examples as the method lets the model see them."""
+        return Examples(self.releases.examples(examples.items, training=training), examples.truncated)
+
+    def _collator(self, length: int | None) -> Collator:
+        assert self.tokenizer.pad_token_id is not None
+        return Collator(self.tokenizer.pad_token_id, length)
 
     def make_private(self, resume: bool) -> None:
         """Hand model, optimizer and loader to the engine, which opens the ledger in the output folder."""
@@ -252,7 +263,7 @@ class _Run:
         self.output.mkdir(parents=True, exist_ok=True)
         config.save(self.output / CONFIG)
         self.names = trained_names(self.model)
-        local = self.local
+        method = choose_method(config, self._read_public)
         parameters = [p for p in self.model.parameters() if p.requires_grad]
         optimizer = torch.optim.AdamW(parameters, lr=config.learning_rate, weight_decay=config.weight_decay)
         loader = DataLoader(self.train, batch_size=config.batch_size, shuffle=True, collate_fn=self.collator)
@@ -260,40 +271,43 @@ class _Run:
             self.model,
             optimizer,
             loader,
-            method=choose_method(config, self._read_public),
-            target_epsilon=math.inf if local else config.epsilon,
+            method=method,
+            target_epsilon=math.inf if isinstance(method, fastdp.NonPrivate) else config.epsilon,
             target_delta=config.delta,
             epochs=config.epochs,
             max_physical_batch_size=config.physical_batch_size,
-            # Each record takes part in each epoch, as it has been released for it.
-            sampling="shuffled" if local else config.sampling,
+            sampling="shuffled" if self.releases.once_an_epoch else config.sampling,
             output_dir=str(self.output),
             resume=resume,
         )
+        self.releases.follow(self.private)
         self.model, self.optimizer, self.loader = self.private
+        # The engine's optimizer holds the model's parameters alone; these stand beside it and see released codes only.
+        self.beside = self.releases.trained_parameters()
+        self.decoder = torch.optim.AdamW(self.beside, lr=config.learning_rate) if self.beside else None
         self.scheduler = LambdaLR(self.optimizer, _schedule(config, self.private.total_steps))
 
-    def _read_public(self, path: str, count: int, collator: Collator | None = None) -> Public:
+    def _read_public(self, path: str, count: int, length: int | None = None) -> Public:
         table = read_rows(path)
         origin = self.gate.admit(path, record_texts(table, self.config), table.lines)
         examples = encode_rows(table, self.tokenizer, self.config, self.reporter)
         chosen = Subset(examples, range(min(count, len(examples))))
-        loader = DataLoader(chosen, batch_size=self.config.physical_batch_size, collate_fn=collator or self.collator)
+        loader = DataLoader(chosen, batch_size=self.config.physical_batch_size, collate_fn=self._collator(length))
         return Public([{key: value.to(self.device) for key, value in batch.items()} for batch in loader], origin)
 
     def close(self) -> None:
         """Give the model back as it was."""
         if self.private is not None:
             self.private.detach()
-        if self.local is not None:
-            self.local.close()
+        self.releases.remove()
 
     def forget_if_nothing_was_spent(self) -> None:
         """After a failure before the first release, leave no run behind that would have to be resumed."""
-        locally = self.local is None or self.local.untouched()
-        if locally and (self.private is None or self.private.ledger.untouched):
-            for name in (CONFIG, LEDGER, METRICS):
+        if self.releases.untouched and (self.private is None or self.private.ledger.untouched):
+            for name in (CONFIG, LEDGER, METRICS, f"{RELEASES}/{LEDGER}"):
                 (self.output / name).unlink(missing_ok=True)
+            if (self.output / RELEASES).is_dir():
+                (self.output / RELEASES).rmdir()
 
     def execute(self, resume: bool) -> Result:
         """Evaluate, train, evaluate, write."""
@@ -325,8 +339,7 @@ class _Run:
         begin = time.perf_counter()
         with files.appending(self.output / METRICS) as metrics:
             while private.steps_done < private.total_steps:
-                if self.local is not None:
-                    self.local.begin_epoch(private.steps_done // private.steps_per_epoch + 1)
+                self.releases.set_epoch(private.steps_done // private.steps_per_epoch + 1)
                 for batch in self.loader:
                     batch = {key: value.to(self.device, non_blocking=True) for key, value in batch.items()}
                     with autocast(self.device, config.precision):
@@ -337,8 +350,7 @@ class _Run:
                     losses.append(float(loss.detach()))
                     if not private.last_step_done:
                         continue
-                    if self.local is not None:
-                        self.local.step(config.batch_size)
+                    self._step_beside()
                     seconds.append(time.perf_counter() - begin)
                     self.updates += 1
                     self.scheduler.step()
@@ -354,16 +366,19 @@ class _Run:
                     begin = time.perf_counter()
         return seconds
 
-    def _epsilon(self) -> float:
-        if self.local is not None:
-            return self.local.epsilon()
-        return self.private.epsilon()
+    def _step_beside(self) -> None:
+        """Train what the method trains beside the model, whose gradients are sums over about ``batch_size`` examples."""
+        if self.decoder is None:
+            return
+        for parameter in self.beside:
+            if parameter.grad is not None:
+                parameter.grad /= self.config.batch_size
+        self.decoder.step()
+        self.decoder.zero_grad()
 
-    def _privacy(self) -> str | None:
-        if self.local is not None:
-            return self.local.privacy()
-        flaws = self.private.method.flaws()
-        return f"none: {'; '.join(flaws)}" if flaws else None
+    def _epsilon(self) -> float:
+        """Spent so far; no figure of a run without a guarantee may look like one."""
+        return math.inf if self.releases.flaws() else self.releases.epsilon()
 
     def _metrics_row(self, seconds: float, epsilon: float | None, loss: float) -> dict[str, Any]:
         row: dict[str, Any] = {
@@ -384,12 +399,11 @@ class _Run:
 
     def _write(self, seconds: list[float], peak: int, after: Quality | None) -> Result:
         self.reporter.phase("writing")
-        private = self.private
         save_weights(self.model, self.tokenizer, self.output)
-        if self.local is None:
-            private.card().save(self.output / "card")
-        else:
-            self.local.save(self.output)
+        self.releases.card().after(self.earlier).save(self.output / self.releases.card_name)
+        if state := self.releases.state_dict():
+            with files.whole(self.output / PERTURBATION) as aside:
+                torch.save(state, aside)
         rows = [json.loads(line) for line in (self.output / METRICS).read_text(encoding="utf-8").splitlines()]
         plots.loss_over_steps(rows, self.output / "loss.png")
         if self.config.epsilon is not None:
@@ -398,14 +412,14 @@ class _Run:
             output=str(self.output),
             epsilon=self._epsilon(),
             delta=self.config.delta,
-            noise_multiplier=private.noise_multiplier if self.local is None else self.local.noise,
+            noise_multiplier=self.releases.noise_multiplier,
             steps=self.updates,
             trained_parameters=sum(p.numel() for p in self.model.parameters() if p.requires_grad),
             seconds_per_step=sum(seconds) / len(seconds) if seconds else math.nan,
             peak_bytes=peak,
             before=self.before,
             after=after,
-            privacy=self._privacy(),
+            privacy=self.releases.in_words(),
         )
         result.save(self.output / RESULT)
         (self.output / CHECKPOINT).unlink(missing_ok=True)

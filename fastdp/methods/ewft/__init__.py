@@ -14,4 +14,5 @@ from fastdp.methods.ewft.noise import shaped as shaped
 from fastdp.methods.ewft.noise import uniform as uniform
 from fastdp.methods.ewft.rehearsal import rehearse as rehearse
 from fastdp.methods.ewft.releases import EWFT as EWFT
+from fastdp.methods.ewft.releases import EWFTPerturbation as EWFTPerturbation
 from fastdp.methods.ewft.settings import EWFTSettings as EWFTSettings

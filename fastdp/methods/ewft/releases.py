@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from fastdp.accounting.event_types import DpEvent
 from fastdp.methods.ewft.autoencoder import StackedAutoencoder, TrainedPrivately, train_autoencoder
 from fastdp.methods.ewft.hooks import PerturbedLayer
 from fastdp.methods.ewft.settings import EWFTSettings, kind
+from fastdp.methods.perturbation import Releases
 from fastdp.methods.public import described
 from fastdp.ops.stream import NoiseStream
 
@@ -80,7 +82,7 @@ class _Records:
         return self.codes[ids].to(code.device)
 
 
-class EWFT:
+class EWFT(Releases):
     """Perturbs the hidden state after one layer of a model, in training and in inference, until `remove`.
 
     At the layer, the hidden state h [B, T, d] becomes ``decode(clip(encode(h)) + noise)``: each example's whole padded
@@ -119,6 +121,7 @@ class EWFT:
         **settings: Any,
     ):
         self.settings = EWFTSettings(**settings)
+        self.padded_length, self.noise_multiplier = self.settings.sequence_length, self.settings.noise.ratios[-1]
         self._layer = PerturbedLayer(model, self.settings, self)
         self.blocks, self.noise = self._layer.blocks, self.settings.noise
         self.autoencoder = self._autoencoder()
@@ -148,6 +151,10 @@ class EWFT:
     def frozen_parameters(self) -> list[str]:
         """What precedes the layer, by name, whose gradients were turned off."""
         return self._layer.frozen_parameters
+
+    def examples(self, items: Sequence[Mapping[str, Any]], *, training: bool) -> list[dict[str, Any]]:
+        """Examples for training get their ``example_ids``."""
+        return [{**item, **({"example_ids": number} if training else {})} for number, item in enumerate(items)]
 
     def set_epoch(self, epoch: int) -> None:
         """The noise of this epoch, counted from 1, applies from now on. Call it before the epoch's first batch.
@@ -299,6 +306,24 @@ class EWFT:
         event = accounting.EventModel(accounting.gaussian(ratio)).event(queries)
         return accounting.epsilon(event, self.noise.delta if delta is None else delta, adjacency="replace_one")
 
+    def claim(self) -> accounting.Gaussian:
+        """Of one user's sequence, over all releases of training."""
+        noise = self.noise
+        return accounting.Gaussian(
+            "one user's sequence", "replace_one", self.event(), noise.delta, noise.target_epsilon
+        )
+
+    def in_words(self) -> str:
+        """The figure with its unit, or why there is none."""
+        if self.flaws():
+            return f"none: {'; '.join(self.flaws())}"
+        return f"epsilon {self.epsilon():.3f} at delta {self.noise.delta:g} for one user's sequence (local)"
+
+    @property
+    def untouched(self) -> bool:
+        """Whether no epoch has begun."""
+        return self.ledger.untouched
+
     def card(self) -> accounting.Card:
         """What was released about a training record, its cost without amplification, and what is not protected."""
         noise, ae = self.noise, self.autoencoder
@@ -384,6 +409,15 @@ class EWFT:
             self.epoch, self._sealed = epoch, epoch is not None
             if state["seen"] is not None:
                 self._records.seen, self._records.codes = state["seen"], state["codes"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EWFTPerturbation(EWFTSettings):
+    """The settings of an `EWFT`, ready to be opened on a model."""
+
+    def open(self, model: nn.Module, /, **where: Any) -> EWFT:
+        """The perturbation of a model; ``where`` holds EWFT's ``output_dir``, ``resume`` and ``unsafe_seed``."""
+        return EWFT(model, **{field.name: getattr(self, field.name) for field in fields(EWFTSettings)}, **where)
 
 
 def _origin(autoencoder: StackedAutoencoder) -> str:

@@ -9,6 +9,7 @@ from fastdp.methods.sap.importance import middle_importance as middle_importance
 from fastdp.methods.sap.importance import noised_counts as noised_counts
 from fastdp.methods.sap.importance import utility_importance as utility_importance
 from fastdp.methods.sap.privatizer import Displacement as Displacement
+from fastdp.methods.sap.privatizer import SAPPerturbation as SAPPerturbation
 from fastdp.methods.sap.privatizer import TextPrivatizer as TextPrivatizer
 from fastdp.methods.sap.split import Bottom as Bottom
 from fastdp.methods.sap.split import split_model as split_model

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import repeat
 from typing import TYPE_CHECKING, Any, Literal
@@ -17,6 +17,7 @@ from fastdp.accounting import Card, Metric, noise_source
 from fastdp.accounting.serialisation import canonical
 from fastdp.methods.encoding import ADDED, encode_private, role_ids
 from fastdp.methods.exact import lipschitz, log_normalisers
+from fastdp.methods.perturbation import Releases
 from fastdp.methods.sap.cti import CTI
 from fastdp.methods.sap.importance import check_eta
 from fastdp.ops.stream import NoiseStream
@@ -51,7 +52,45 @@ class Displacement:
     tokens: int
 
 
-class TextPrivatizer:
+@dataclass(frozen=True, kw_only=True)
+class SAPPerturbation:
+    """Settings of a `TextPrivatizer`, which see; `open` makes one of a public table.
+
+    Raises:
+        ValueError: for eta not above 0, and settings that do not fit one another.
+    """
+
+    eta: float
+    mechanism: str | None = None
+    cti: CTI | None = None
+    special: str = "keep"
+    unknown: str = "perturb"
+    duplicates: str = "refuse"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "eta", check_eta(self.eta))
+        form = None if self.cti is None else self.cti.form
+        if self.mechanism is None:
+            object.__setattr__(self, "mechanism", "laplace" if form in (None, "paper") else "exponential")
+        for name, choices in (
+            ("mechanism", ("laplace", "exponential")),
+            ("special", ("keep", "perturb")),
+            ("unknown", ("perturb", "refuse")),
+            ("duplicates", ("refuse", "merge")),
+        ):
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name} is {getattr(self, name)!r}: choose {' or '.join(map(repr, choices))}")
+        if form == "paper" and self.mechanism != "laplace":
+            raise ValueError("the paper's CTI adds Laplace noise: leave mechanism out")
+        if form not in (None, "paper") and self.mechanism != "exponential":
+            raise ValueError(f"CTI in the {form!r} form is a draw of the exponential mechanism: leave mechanism out")
+
+    def open(self, table_or_model: Tensor | nn.Module, /, **where: Any) -> TextPrivatizer:
+        """The privatizer of a public table; ``where`` holds its ``tokenizer``, or ``special_ids`` and ``unknown_id``."""
+        return TextPrivatizer(table_or_model, **vars(self), **where)
+
+
+class TextPrivatizer(Releases):
     """Replaces tokens at random, so that near tokens are hard to tell apart: eta * distance metric privacy a token.
 
     Called with text it returns text, with ids it returns ids; of each token nothing but its replacement leaves. Every call
@@ -75,6 +114,8 @@ class TextPrivatizer:
         ValueError: for eta not above 0, a table with a NaN or an infinity or with equal rows, settings that do not fit.
     """
 
+    card_name = "statement"
+
     def __init__(
         self,
         table_or_model: Tensor | nn.Module,
@@ -90,11 +131,12 @@ class TextPrivatizer:
         unknown_id: int | None = None,
         unsafe_seed: int | None = None,
     ):
-        self.eta = check_eta(eta)
+        settings = SAPPerturbation(
+            eta=eta, mechanism=mechanism, cti=cti, special=special, unknown=unknown, duplicates=duplicates
+        )
+        self.eta, self.mechanism = settings.eta, str(settings.mechanism)
         self.tokenizer, self.cti = tokenizer, cti
         self.special, self.unknown = special, unknown
-        self.mechanism = mechanism or ("laplace" if cti is None or cti.form == "paper" else "exponential")
-        self._check_choices(duplicates)
         table = _table(table_or_model)
         self._unknown_id = _unknown(tokenizer) if unknown_id is None else unknown_id
         self._kept = _kept_tokens(table.shape[0], tokenizer, special, special_ids, self._unknown_id)
@@ -115,21 +157,6 @@ class TextPrivatizer:
         self.stream = NoiseStream() if unsafe_seed is None else NoiseStream.unsafe_reproducible(unsafe_seed)
         self.tokens_released, self.tokens_kept = 0, 0
         self._nats: float | None = None
-
-    def _check_choices(self, duplicates: str) -> None:
-        for name, value, choices in (
-            ("mechanism", self.mechanism, ("laplace", "exponential")),
-            ("special", self.special, ("keep", "perturb")),
-            ("unknown", self.unknown, ("perturb", "refuse")),
-            ("duplicates", duplicates, ("refuse", "merge")),
-        ):
-            if value not in choices:
-                raise ValueError(f"{name} is {value!r}: choose {' or '.join(map(repr, choices))}")
-        form = None if self.cti is None else self.cti.form
-        if form == "paper" and self.mechanism != "laplace":
-            raise ValueError("the paper's CTI adds Laplace noise: leave mechanism out")
-        if form not in (None, "paper") and self.mechanism != "exponential":
-            raise ValueError(f"CTI in the {form!r} form is a draw of the exponential mechanism: leave mechanism out")
 
     # Use
 
@@ -392,16 +419,54 @@ class TextPrivatizer:
         logs, error = log_normalisers(table, [scale], None, extra.get("log_prior"), extra.get("candidate_scale"))
         return scale * slope + lipschitz(table, logs, error, [scale * slope])[0]
 
+    def examples(self, items: Sequence[Mapping[str, Any]], *, training: bool) -> list[dict[str, Any]]:
+        """Examples with their tokens replaced, once, and their labels too where these are tokens.
+
+        Items come from the encoder of private text, with ``special_tokens_mask`` (see `fastdp.data`). The labels of training
+        examples choose among the importances of CTI; those of queries are not known.
+        """
+        known = [item["labels"] for item in items] if training and self.cti is not None else None
+        rows = self._lists([item["input_ids"] for item in items], known, [item[ADDED] for item in items])
+        found = []
+        for item, row in zip(items, rows):
+            labels = item["labels"]
+            if isinstance(labels, list):
+                labels = [label if label < 0 else token for label, token in zip(labels, row)]
+            kept = {key: value for key, value in item.items() if key != ADDED}
+            found.append({**kept, "input_ids": row, "labels": labels})
+        return found
+
+    def flaws(self) -> list[str]:
+        """Why no bound holds; empty if one does."""
+        return [] if self.cti is None else self.cti.flaws()
+
+    def in_words(self) -> str:
+        """The bound, and how much it leaves as it was."""
+        card = self.statement()
+        if card["guarantee"] == "none":
+            return f"none: {'; '.join(card['why_no_guarantee'])}"
+        words = f"{card['bound']}, a token; {card['displacement']['unchanged']:.1%} of the vocabulary's tokens stay what they are"
+        for counts in card["also"]:
+            stated = counts["epsilon"]
+            words += (
+                f"; epsilon {stated['upper_bound']:.3f} at delta {stated['delta']:g} for the counts, {counts['unit']}"
+            )
+        return words
+
+    def card(self) -> Card:
+        """The `statement`."""
+        return self.statement()
+
     def statement(self) -> Card:
         """The card: what is and is not protected, with the unchanged share and mean displacement at this eta."""
         cti = self.cti
         counts = None if cti is None else cti.claim()
         return Card.of(
-            self._claim(),
+            self.claim(),
             mechanism={"name": self.mechanism, "cti": None if cti is None else cti.describe()},
             noise_source=noise_source(self.stream.reproducible),
             also=() if counts is None else (counts,),
-            flaws=() if cti is None else cti.flaws(),
+            flaws=self.flaws(),
             assumptions=(
                 "the embedding table is public, and does not depend on the texts",
                 "each text is released once: E releases of a text cost E times the bound",
@@ -426,7 +491,7 @@ class TextPrivatizer:
     def _name(self, token: int) -> str | int:
         return token if self.tokenizer is None else str(self.tokenizer.convert_ids_to_tokens(token))
 
-    def _claim(self) -> Metric:
+    def claim(self) -> Metric:
         """Of one token; where a token has an eta of its own, the largest that may count."""
         form = None if self.cti is None else self.cti.form
         eta, distance = self.eta, "distance of the tokens' rows"

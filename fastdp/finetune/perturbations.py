@@ -1,0 +1,246 @@
+"""Runs whose privacy enters before or inside the forward pass: EW-FT and SAP, by the config's `method_options`."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+from fastdp.data import Examples
+from fastdp.finetune.config import ConfigError, FinetuneConfig
+from fastdp.finetune.methods import Central, ReadPublic
+from fastdp.methods import ewft
+from fastdp.methods.blocks import find_blocks
+from fastdp.methods.perturbation import Releases
+from fastdp.methods.sap import CTI, SAPPerturbation
+
+RELEASES = "releases"
+_ALL = 1 << 53
+_CTI = ["public", "form", "noise_multiplier", "max_norm", "min_support", "tilt", "c0"]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What a perturbation is opened on: the model and tokenizer, which are public, and the training examples, which are not."""
+
+    config: FinetuneConfig
+    model: nn.Module
+    tokenizer: PreTrainedTokenizerBase
+    train: Examples
+    read_public: ReadPublic
+
+
+#: Opens a perturbation; its options were checked when it was made.
+Opening = Callable[[Subject], Releases]
+
+
+def choose_perturbation(config: FinetuneConfig) -> Opening:
+    """The local method that a config names; what stands for the engine's own privacy for the others, and for epsilon inf.
+
+    Raises:
+        ConfigError: for an option that the method does not have, or a value that it refuses, before anything is read.
+    """
+    kinds: dict[str, Callable[[FinetuneConfig], Opening]] = {"sap": _sap, "ewft": _ewft}
+    if config.method not in kinds or (config.method == "ewft" and math.isinf(float(config.epsilon or 0))):
+        return lambda subject: Central()
+    opening = _in_words(kinds[config.method], config)
+    return lambda subject: _in_words(opening, subject)
+
+
+def _in_words(call: Callable[[Any], Any], argument: Any) -> Any:
+    try:
+        return call(argument)
+    except ConfigError:
+        raise
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"method_options: {error}") from None
+
+
+def _sap(config: FinetuneConfig) -> Opening:
+    """`fastdp.TextPrivatizer`: tokens are replaced once, before anything is trained on them, and those of queries too.
+
+    Options are the privatizer's: ``eta``, ``mechanism``, ``special``, ``unknown``, ``duplicates``, and ``cti``, a mapping of
+    the arguments of `CTI.from_texts` with ``public``, a file of public examples in the form of the training data; without
+    it the training texts are counted, with ``noise_multiplier``.
+    """
+    options = dict(config.method_options or {})
+    if config.epsilon is not None:
+        raise ConfigError("sap guarantees eta times a distance, not an epsilon: leave epsilon out and set eta")
+    if "eta" not in options:
+        raise ConfigError("method_options of sap needs eta; `fastdp privatize` shows what one leaves unchanged")
+    _refuse_unknown("sap", options, _names(SAPPerturbation))
+    cti = options.pop("cti", None)
+    if cti is None:
+        settings = SAPPerturbation(**options)
+        return lambda subject: settings.open(subject.model, tokenizer=subject.tokenizer)
+    if not isinstance(cti, Mapping):
+        raise ConfigError(f"cti must be a mapping such as {{form: prior, public: FILE}}, not {cti!r}")
+    if config.task != "classification":
+        raise ConfigError("cti favours tokens that tell classes apart: it needs task: classification")
+    _refuse_unknown("cti", cti, _CTI)
+    SAPPerturbation(**{name: value for name, value in options.items() if name != "mechanism"})
+    return lambda subject: SAPPerturbation(**options, cti=_contributing(dict(cti), subject)).open(
+        subject.model, tokenizer=subject.tokenizer
+    )
+
+
+def _contributing(options: dict[str, Any], subject: Subject) -> CTI:
+    path = options.pop("public", None)
+    if path is None:
+        texts, labels = ([item[key] for item in subject.train.items] for key in ("input_ids", "labels"))
+    else:
+        public = subject.read_public(str(path), _ALL)
+        options["origin"] = public.origin
+        pairs = [pair for batch in public.batches for pair in zip(batch["input_ids"], batch["attention_mask"].bool())]
+        texts = [row[real].tolist() for row, real in pairs]
+        labels = [int(label) for batch in public.batches for label in batch["labels"]]
+    table: Any = subject.model.get_input_embeddings()  # type: ignore[operator]
+    return CTI.from_texts(
+        texts,
+        labels,
+        classes=len(subject.config.labels or []),
+        vocabulary=table.weight.shape[0],
+        public=path is not None,
+        delta=subject.config.delta,
+        **options,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Learning:
+    """Public text that what precedes EW-FT's noise learns from: its autoencoder alone, or the layers too (``rehearsal``)."""
+
+    public: str
+    examples: int
+    passes: int = 3
+    learning_rate: float | None = None
+
+
+def _ewft(config: FinetuneConfig) -> Opening:
+    """`fastdp.EWFT` in the model's forward pass, in training and in evaluation.
+
+    Options are those of `EWFTSettings` that the run does not settle, with ``noise`` one of ``release_once``, ``uniform``,
+    ``dp_forward``, ``epoch_weighted`` and ``paper_epoch_weighted``; and for the autoencoder ``public``, a file of public
+    examples in the form of the training data, of which ``public_examples`` are used in ``public_passes`` passes.
+    ``rehearsal`` trains what lies below the noise on public examples first (`ewft.rehearse`): a mapping of ``public``, a
+    file of them, and if wanted ``examples``, ``passes`` and ``learning_rate``.
+    """
+    options = {"layer": "embeddings", "noise": "release_once", "autoencoder": (64,), **(config.method_options or {})}
+    if config.epochs != int(config.epochs):
+        raise ConfigError("epochs must be a whole number for ewft: its noise belongs to whole passes over the data")
+    for name in ("sequence_length", "dataset_size", "output_dir", "resume", "public_texts"):
+        if name in options:
+            raise ConfigError(f"{name} of ewft follows from the run's own settings: leave it out of method_options")
+    autoencoder, rehearsal = _autoencoder_text(options), _rehearsal(options.pop("rehearsal", None))
+    _refuse_unknown("ewft", options, _names(ewft.EWFTSettings))
+    if options["autoencoder"] is not None and autoencoder is None and rehearsal is None:
+        raise ConfigError(
+            "ewft's autoencoder must learn from public text: name a file with public in method_options, or set "
+            "autoencoder: null"
+        )
+    if autoencoder is not None and rehearsal is not None:
+        raise ConfigError("with rehearsal the autoencoder learns from its texts: leave public out beside it")
+    noise = options.pop("noise")
+    if noise not in _SCHEDULES:
+        raise ConfigError(f"noise of ewft is {noise!r}: choose one of {', '.join(_SCHEDULES)}")
+    # Any noise and number of records will do to see whether the rest holds.
+    checked = ewft.NoiseSchedule(noise, (1.0,), config.delta, reuse=noise == "release_once")
+    plain = ewft.EWFTPerturbation(noise=checked, sequence_length=config.max_length, dataset_size=1, **options)
+
+    def opened(subject: Subject) -> Releases:
+        schedule = _SCHEDULES[noise](config, len(subject.train))
+        settings = dataclasses.replace(plain, noise=schedule, dataset_size=len(subject.train))
+        return _open(settings, subject, autoencoder, rehearsal)
+
+    return opened
+
+
+def _open(
+    settings: ewft.EWFTPerturbation, subject: Subject, autoencoder: _Learning | None, rehearsal: _Learning | None
+) -> ewft.EWFT:
+    if rehearsal is not None:
+        settings = _rehearsed(settings, subject, rehearsal)
+    batches: list[Mapping[str, Any]] = []
+    if autoencoder is not None and settings.autoencoder is not None:
+        public = subject.read_public(autoencoder.public, autoencoder.examples, settings.sequence_length)
+        settings = dataclasses.replace(settings, public_texts=(public.origin,))
+        batches = list(public.batches) * autoencoder.passes
+    made = settings.open(subject.model, output_dir=Path(str(subject.config.output)) / RELEASES)
+    try:
+        if batches:
+            made.train_autoencoder(batches)
+    except BaseException:
+        made.remove()
+        raise
+    return made
+
+
+def _rehearsed(settings: ewft.EWFTPerturbation, subject: Subject, rehearsal: _Learning) -> ewft.EWFTPerturbation:
+    """Train what lies below the noise; the settings with the autoencoder that learned along."""
+    if settings.autoencoder is not None:
+        width = find_blocks(subject.model).hidden_size
+        sizes: Any = settings.autoencoder
+        settings = dataclasses.replace(settings, autoencoder=ewft.StackedAutoencoder(width, sizes))
+    # What the model makes EWFT refuse is refused before minutes of rehearsal. It freezes the layers that are to rehearse.
+    trained = [p for p in subject.model.parameters() if p.requires_grad]
+    settings.open(subject.model).remove()
+    for parameter in trained:
+        parameter.requires_grad_()
+    public = subject.read_public(rehearsal.public, rehearsal.examples, settings.sequence_length)
+    shared: dict[str, Any] = {
+        name: getattr(settings, name) for name in ("layer", "noise", "sequence_length", "max_norm", "lengths")
+    }
+    rate: dict[str, Any] = {} if rehearsal.learning_rate is None else {"learning_rate": rehearsal.learning_rate}
+    autoencoder: Any = settings.autoencoder
+    ewft.rehearse(subject.model, public.batches, autoencoder=autoencoder, passes=rehearsal.passes, **shared, **rate)
+    return dataclasses.replace(settings, public_texts=(public.origin,))
+
+
+def _autoencoder_text(options: dict[str, Any]) -> _Learning | None:
+    path, examples, passes = (options.pop(name, None) for name in ("public", "public_examples", "public_passes"))
+    return None if path is None else _Learning(public=str(path), examples=int(examples or 512), passes=int(passes or 3))
+
+
+def _rehearsal(options: Any) -> _Learning | None:
+    if options is None:
+        return None
+    known = [name for name in _names(_Learning) if name != "public"]
+    if not isinstance(options, Mapping) or "public" not in options or not set(options) <= {"public", *known}:
+        raise ConfigError(f"rehearsal must be a mapping of public, a file, and of {', '.join(known)}; not {options!r}")
+    return _Learning(**{"examples": _ALL, **options, "public": str(options["public"])})
+
+
+_SCHEDULES: dict[str, Callable[[FinetuneConfig, int], ewft.NoiseSchedule]] = {
+    "release_once": lambda config, size: ewft.release_once(_epsilon(config), config.delta),
+    "uniform": lambda config, size: ewft.uniform(int(config.epochs), _epsilon(config), config.delta),
+    "dp_forward": lambda config, size: ewft.dp_forward(int(config.epochs), _epsilon(config), config.delta),
+    "epoch_weighted": lambda config, size: ewft.epoch_weighted(
+        int(config.epochs), _epsilon(config), config.delta, dataset_size=size, batch_size=config.batch_size
+    ),
+    "paper_epoch_weighted": lambda config, size: ewft.paper_epoch_weighted(
+        size, config.batch_size, int(config.epochs), _epsilon(config), config.delta
+    ),
+}
+
+
+def _epsilon(config: FinetuneConfig) -> float:
+    return float(config.epsilon or 0)
+
+
+def _names(table: type) -> list[str]:
+    return [field.name for field in dataclasses.fields(table)]
+
+
+def _refuse_unknown(what: str, options: Iterable[str], known: list[str]) -> None:
+    for name in options:
+        if name not in known:
+            nearest = difflib.get_close_matches(str(name), known, n=1)
+            hint = f"did you mean {nearest[0]}?" if nearest else f"there are {', '.join(known)}"
+            raise ConfigError(f"method_options of {what} has no {name!r}; {hint}")

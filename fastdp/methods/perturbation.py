@@ -1,0 +1,84 @@
+"""The second species of method: privacy enters before or inside the forward pass, and what leaves is counted there.
+
+A `fastdp.private.Method` is data for the engine, which adds noise to sums of gradients. A perturbation is frozen settings that
+are opened on a public model or tokenizer; the result makes the releases, keeps count of them, and states what they cost.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from torch import nn
+
+from fastdp.accounting import Card, Claim
+
+
+class Releases:
+    """An opened perturbation, or another source of privacy, as a program that trains a model speaks to it.
+
+    What is here is the answer of one that leaves examples and training alone.
+    """
+
+    #: Tokens of every padded sequence, where batches of other lengths would give lengths away.
+    padded_length: int | None = None
+    #: Whether each record takes part in each pass, as it has been released for it.
+    once_an_epoch: bool = True
+    #: Name of the file of the card, without its ending.
+    card_name: str = "card"
+    #: Noise std over the clipping bound, where there is such a thing.
+    noise_multiplier: float = math.nan
+
+    def examples(self, items: Sequence[Mapping[str, Any]], *, training: bool) -> list[dict[str, Any]]:
+        """Encoded examples as the model may see them; those not for training are queries."""
+        return [dict(item) for item in items]
+
+    def follow(self, run: Any) -> None:
+        """The engine's run of the training begins; what is released before it needs to know nothing of that."""
+
+    def set_epoch(self, epoch: int) -> None:
+        """A pass over the training examples begins, counted from 1."""
+
+    def trained_parameters(self) -> list[nn.Parameter]:
+        """What may be trained beside the model's own parameters."""
+        return []
+
+    def flaws(self) -> list[str]:
+        """Why there is no guarantee; empty if there is."""
+        return []
+
+    def epsilon(self) -> float:
+        """What was spent on a record so far, inf where the bound is no epsilon."""
+        return math.inf
+
+    def claim(self) -> Claim:
+        """What is guaranteed."""
+        raise NotImplementedError
+
+    def card(self) -> Card:
+        """The claim with all that it depends on."""
+        raise NotImplementedError
+
+    def in_words(self) -> str | None:
+        """One sentence about the guarantee; None where an epsilon says it all."""
+        return None
+
+    def state_dict(self) -> dict[str, Any]:
+        """What must be kept beside the model's weights."""
+        return {}
+
+    @property
+    def untouched(self) -> bool:
+        """Whether nothing was released that a ledger holds."""
+        return True
+
+    def remove(self) -> None:
+        """Leave the model as it was."""
+
+
+class Perturbation(Protocol):
+    """Frozen settings, all public."""
+
+    def open(self, model: Any, /, **where: Any) -> Any:
+        """What makes the releases, on a public model or table; ``where`` says what it keeps, and where."""
