@@ -8,7 +8,7 @@ from typing import Any
 from fastdp.accounting import Card, Metric, Pure, noise_source
 from fastdp.methods.selective.quality import DetectorQuality
 
-_PAPER_FLAWS = (
+PAPER_FLAWS = (
     "the paper's candidates depend on the token: what one token can become, another cannot, so no epsilon holds",
     "a token without a neighbour within the radius is sent as it is",
 )
@@ -64,7 +64,7 @@ def perturbation_card(
         token_claim(form, settings["budget"], settings["epsilon"], most_tokens, releases),
         mechanism={"name": settings["name"], "form": form},
         noise_source=noise_source(reproducible),
-        flaws=_PAPER_FLAWS if form == "paper" else (),
+        flaws=PAPER_FLAWS if form == "paper" else (),
         unprotected=_UNPROTECTED,
         notes=(
             *(() if private_tokens else ("the detector found no private token: nothing was perturbed",)),

@@ -19,11 +19,13 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 import fastdp.files as files
-from fastdp.accounting import Card
+from fastdp.accounting import Card, Claim
+from fastdp.accounting.claim import read_claim
 from fastdp.accounting.serialisation import canonical
 from fastdp.accounting.witness import count_release
 from fastdp.methods.encoding import encode_private
-from fastdp.methods.selective.card import perturbation_card
+from fastdp.methods.perturbation import Releases
+from fastdp.methods.selective.card import PAPER_FLAWS, perturbation_card
 from fastdp.methods.selective.mechanism import (
     FORMS,
     TokenMechanism,
@@ -167,25 +169,22 @@ class SelectivePerturbation:
         their text, a cache of something else, and texts that were drawn for another cache before, unless ``again`` is set
         (see `fastdp.accounting.witness`).
         """
-        matrix = _table(table)
-        encoded = _encode(tokenizer, texts, max_length)
-        radius = self._radius(matrix)
-        settings = self.describe() | {"radius": radius, "table": _fingerprint(matrix), "max_length": max_length}
-        path = None if cache is None else Path(cache)
-        if path is not None and path.exists():
-            return _read(path, settings, self._private_settings(), encoded["input_ids"])
-        private = self._private(texts, encoded)
-        if not any(map(any, private)):
-            warnings.warn("the detector found no private token: nothing is perturbed", stacklevel=2)
-        stream = NoiseStream() if stream is None else stream
-        mechanism = self._mechanism(matrix, radius, tokenizer)
-        ids, epsilons, strengths = self._draw(encoded["input_ids"], private, mechanism, stream)
-        found = PerturbedTexts(ids, private, epsilons, settings | {"strengths": strengths}, stream.reproducible)
-        if path is not None:
-            earlier = count_release(texts, f"selective perturbation ({self.mechanism}, {self.epsilon:g})", path, again)
-            found = replace(found, earlier=tuple(earlier))
-            _write(path, found, self._private_settings(), encoded["input_ids"])
-        return found
+        where: dict[str, Any] = {"max_length": max_length, "cache": cache, "stream": stream, "again": again}
+        return self.open(table, tokenizer=tokenizer, **where)(texts)
+
+    def open(
+        self,
+        table: Tensor | nn.Module,
+        /,
+        *,
+        tokenizer: Any,
+        max_length: int | None = None,
+        cache: str | os.PathLike[str] | None = None,
+        stream: NoiseStream | None = None,
+        again: bool = False,
+    ) -> SelectiveReleases:
+        """What perturbs texts by these settings on a public table; arguments as above."""
+        return SelectiveReleases(self, table, tokenizer, max_length, cache, stream, again)
 
     def describe(self) -> dict[str, Any]:
         """The settings, for the card; JSON values."""
@@ -202,15 +201,88 @@ class SelectivePerturbation:
             "policy": self.policy.describe(),
         }
 
+
+class SelectiveReleases(Releases):
+    """A `SelectivePerturbation` on a public table and tokenizer: called with texts, it perturbs them once.
+
+    Attributes:
+        released: what was perturbed last, or read back.
+    """
+
+    def __init__(
+        self,
+        settings: SelectivePerturbation,
+        table: Tensor | nn.Module,
+        tokenizer: Any,
+        max_length: int | None,
+        cache: str | os.PathLike[str] | None,
+        stream: NoiseStream | None,
+        again: bool,
+    ):
+        self.settings, self.tokenizer, self.max_length, self.again = settings, tokenizer, max_length, again
+        self.cache = None if cache is None else Path(cache)
+        self.stream = NoiseStream() if stream is None else stream
+        self._matrix = _table(table)
+        self.radius = self._radius(self._matrix)
+        self.released: PerturbedTexts | None = None
+
+    def __call__(self, texts: Sequence[str]) -> PerturbedTexts:
+        """Perturb texts, or read back what was drawn for them; see `SelectivePerturbation.__call__`."""
+        encoded = _encode(self.tokenizer, texts, self.max_length)
+        self.released = self._read_back(encoded["input_ids"]) or self._drawn(texts, encoded)
+        return self.released
+
+    def claim(self) -> Claim:
+        """Of a private token, and of a text by the most that one of the texts holds."""
+        return read_claim(self.card())
+
+    def card(self) -> Card:
+        """Of the texts that were perturbed last; its detector was not measured (see `PerturbedTexts.card`)."""
+        if self.released is None:
+            raise RuntimeError("nothing was perturbed yet: call this with texts first")
+        return self.released.card()
+
+    def flaws(self) -> list[str]:
+        """Of the mechanism's form."""
+        return list(PAPER_FLAWS) if self.settings.mechanism == "paper" else []
+
+    def _described(self) -> dict[str, Any]:
+        settings = self.settings.describe()
+        return settings | {
+            "radius": self.radius,
+            "table": _fingerprint(self._matrix),
+            "max_length": self.max_length,
+        }
+
+    def _read_back(self, original: list[list[int]]) -> PerturbedTexts | None:
+        if self.cache is None or not self.cache.exists():
+            return None
+        return _read(self.cache, self._described(), self._private_settings(), original)
+
+    def _drawn(self, texts: Sequence[str], encoded: dict[str, Any]) -> PerturbedTexts:
+        settings = self.settings
+        private = self._private(texts, encoded)
+        if not any(map(any, private)):
+            warnings.warn("the detector found no private token: nothing is perturbed", stacklevel=4)
+        ids, epsilons, strengths = self._draw(encoded["input_ids"], private, self._mechanism(), self.stream)
+        made_with = self._described() | {"strengths": strengths}
+        found = PerturbedTexts(ids, private, epsilons, made_with, self.stream.reproducible)
+        if self.cache is not None:
+            how = f"selective perturbation ({settings.mechanism}, {settings.epsilon:g})"
+            found = replace(found, earlier=tuple(count_release(texts, how, self.cache, self.again)))
+            _write(self.cache, found, self._private_settings(), encoded["input_ids"])
+        return found
+
     def _private_settings(self) -> Any:
         """Of the detector, if it is asked and has any."""
-        settings = None if self.scope == "all" else getattr(self.detector, "private_settings", None)
+        settings = None if self.settings.scope == "all" else getattr(self.settings.detector, "private_settings", None)
         return None if settings is None else settings()
 
     def _radius(self, matrix: Tensor) -> float | None:
-        if self.mechanism == "metric":
+        if self.settings.mechanism == "metric":
             return None
-        radius = public_radius(matrix) if self.radius is None else self.radius
+        given = self.settings.radius
+        radius = public_radius(matrix) if given is None else given
         farthest = diameter_bound(matrix)
         if radius > farthest:
             raise ValueError(
@@ -218,27 +290,27 @@ class SelectivePerturbation:
             )
         return radius
 
-    def _mechanism(self, matrix: Tensor, radius: float | None, tokenizer: Any) -> TokenMechanism:
+    def _mechanism(self) -> TokenMechanism:
         # Rows beyond the tokenizer's own, of a table padded to a round size, stand for no token; special ones are never drawn.
-        matrix = matrix[: len(tokenizer)]
+        matrix = self._matrix[: len(self.tokenizer)]
         candidates = torch.ones(len(matrix), dtype=torch.bool)
-        special = [token for token in tokenizer.all_special_ids if token < len(matrix)]
+        special = [token for token in self.tokenizer.all_special_ids if token < len(matrix)]
         candidates[special] = False
         cells = None
-        if self.mechanism == "partition":
+        if self.settings.mechanism == "partition":
             usable = candidates.nonzero().flatten()
             cells = torch.zeros(len(matrix), dtype=torch.int64)
-            cells[usable] = balanced_partition(matrix[usable], self.cells)
-        return TokenMechanism(self.mechanism, matrix, radius, self.alpha, candidates, cells)
+            cells[usable] = balanced_partition(matrix[usable], self.settings.cells)
+        return TokenMechanism(self.settings.mechanism, matrix, self.radius, self.settings.alpha, candidates, cells)
 
     def _private(self, texts: Sequence[str], encoded: dict[str, Any]) -> list[list[bool]]:
-        if self.scope == "all":
+        if self.settings.scope == "all":
             return [[True] * len(ids) for ids in encoded["input_ids"]]
-        found = self.detector.detect(texts)
+        found = self.settings.detector.detect(texts)
         if len(found) != len(texts):
             raise ValueError(f"the detector returned {len(found)} lists of spans for {len(texts)} texts")
         return [
-            token_mask(offsets, self.policy.private(text, spans))
+            token_mask(offsets, self.settings.policy.private(text, spans))
             for text, spans, offsets in zip(texts, found, encoded["offset_mapping"])
         ]
 
@@ -256,13 +328,15 @@ class SelectivePerturbation:
                 "and the table of one model"
             )
         counts = [sum(mask) for mask in private]
-        shared = self.budget == "text"
-        budgets = [self.epsilon / count if shared else self.epsilon for count in counts for _ in range(count)]
+        shared = self.settings.budget == "text"
+        budgets = [
+            self.settings.epsilon / count if shared else self.settings.epsilon for count in counts for _ in range(count)
+        ]
         strengths = {budget: mechanism.strength(budget) for budget in sorted(set(budgets))}
         at: float | Tensor = torch.tensor([strengths[budget] for budget in budgets], dtype=torch.float64)
         if len(strengths) == 1:
             at = next(iter(strengths.values()))
-        epsilons = [self.epsilon * (count > 0 if shared else count) for count in counts]
+        epsilons = [self.settings.epsilon * (count > 0 if shared else count) for count in counts]
         drawn = iter(mechanism.draw(torch.tensor(tokens, dtype=torch.int64), at, stream).tolist() if tokens else [])
         replaced = [[next(drawn) if hidden else token for token, hidden in zip(*pair)] for pair in zip(ids, private)]
         return replaced, epsilons, {f"{budget:.6g}": strength for budget, strength in strengths.items()}
