@@ -41,7 +41,7 @@ def statement(script: ModuleType) -> str:
 def run(name: str, system: System) -> dict[str, Any]:
     """Run one attack against one system.
 
-    Returns ``verdict``: "moved", "refused", "crashed" (stopped by an error that is not the system's own) or "n/a"; ``moved``
+    Returns ``verdict``: "moved", "refused", "crashed" (stopped by an error that the system did not raise itself) or "n/a"; ``moved``
     in units of what the system allows, where something was released; and ``said``, the refusal or error.
     """
     script = load(name)
@@ -57,13 +57,13 @@ def run(name: str, system: System) -> dict[str, Any]:
 
 
 def _own(error: BaseException, system: Any) -> bool:
-    """Whether the system raised this itself, rather than something it stands on."""
+    """Whether the system refused: the error was raised by a statement of its own, not by something that it called."""
     spec = importlib.util.find_spec(system.module.partition(".")[0])
     assert spec is not None
     # What a backward pass raises is raised below torch's own frames.
-    last = traceback.extract_tb(error.__traceback__)[-1].filename
+    last = traceback.extract_tb(error.__traceback__)[-1]
     places = spec.submodule_search_locations or [str(spec.origin)]
-    return any(Path(last).is_relative_to(Path(place)) for place in places)
+    return (last.line or "").startswith("raise") and any(Path(last.filename).is_relative_to(place) for place in places)
 
 
 def _sentence(error: BaseException) -> str:
