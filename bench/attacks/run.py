@@ -41,8 +41,8 @@ def statement(script: ModuleType) -> str:
 def run(name: str, system: System) -> dict[str, Any]:
     """Run one attack against one system.
 
-    Returns ``verdict``: "moved", "refused", "crashed" (stopped by an error that the system did not raise itself) or "n/a"; ``moved``
-    in units of what the system allows, where something was released; and ``said``, the refusal or error.
+    Returns ``verdict``: "moved", "refused", "crashed" (stopped by an error that the system did not raise itself) or "n/a";
+    ``moved`` in units of what the system allows, where something was released; and ``said``, the refusal or error.
     """
     script = load(name)
     try:
