@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fastdp.accounting.card import FORMAT, UNSAFE_KEY, VERSION, digest, large_delta, parse
-from fastdp.accounting.claim import ROOM, DoesNotFollow, Followed, Gaussian, Pure, read_claim
+from fastdp.accounting.claim import ROOM, DoesNotFollow, Elsewhere, Followed, Gaussian, Pure, read_claim
 from fastdp.accounting.earlier import translate
 from fastdp.accounting.events import Flat, flatten
 from fastdp.accounting.journal import LedgerError
@@ -42,7 +42,7 @@ class VerificationResult:
 
     Attributes:
         holds: the card is intact and claims no less than what it holds costs.
-        guarantee: it holds, and the card does claim a guarantee.
+        guarantee: it holds, and the card does claim a guarantee whose figure was worked out again.
         claimed: the first claim's bound on the card; None if it states none or could not be read.
         recomputed: the same worked out again; None if it was not reached.
         reason: one sentence.
@@ -104,7 +104,8 @@ def verify(
         reason = f"the card claims no guarantee: {reasons}"
         return VerificationResult(True, False, claimed, recomputed, reason, unchecked)
     reason = "; ".join(each.reason for each in found)
-    return VerificationResult(True, True, claimed, recomputed, reason, unchecked)
+    certified = any(each.recomputed is not None for each in found)
+    return VerificationResult(True, certified, claimed, recomputed, reason, unchecked)
 
 
 def _parsed(card: Mapping[str, Any] | str | os.PathLike[str]) -> Mapping[str, Any]:
@@ -274,6 +275,9 @@ def _unchecked(card: Mapping[str, Any], weights: bool, ledger: bool) -> list[str
             found.append(
                 f"whether delta {delta:g} is below one over the number of units, which the card does not state"
             )
+    for claim in map(read_claim, _claims(card)):
+        if isinstance(claim, Elsewhere):
+            found.append(f"what {claim.card} certifies: {claim.promise}")
     if earlier := card.get("earlier_releases"):
         found.append(f"what {len(earlier)} earlier releases of the same data cost: their cards add to this one's")
     if not weights and "model" in card:

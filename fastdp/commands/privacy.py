@@ -127,7 +127,8 @@ def verify_command(
     result = accounting.verify(card, weights=weights, ledger=ledger)
     if not result:
         raise ValueError(f"{card} does not hold: {result.reason}")
-    console.print(f"[bold]{'holds' if result.guarantee else 'holds, and claims no guarantee'}[/]: {result.reason}")
+    found = "holds" if result.guarantee else "holds, and certifies no guarantee"
+    console.print(f"[bold]{found}[/]: {result.reason}")
     if result.unchecked:
         console.print("not checked:")
     for entry in result.unchecked:
