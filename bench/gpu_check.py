@@ -86,6 +86,19 @@ def norms(device: str) -> Iterator[tuple[str, Result]]:
                 pair = ops.sqnorm_group([left, left, right], right, offsets)
                 both = torch.stack([squares.sum((1, 2))] * 2)
                 yield f"sqnorm_group {label}", (apart(pair[:2], both, floor), NORMS)
+                squared, products = ops.gram_norms([left, left], right, offsets)
+                yield f"gram_norms {label}", (apart(squared, both[:2], floor), NORMS)
+                rows = in_double(
+                    left.norm(dim=1, dtype=torch.float64)[:, None],
+                    right.norm(dim=1, dtype=torch.float64)[:, None],
+                    offsets,
+                )
+                for got in (*products, ops.row_products(left, right, offsets)):
+                    # An upper bound, raised by what covers its own rounding and by 2^-42 an entry.
+                    yield f"row_products {label}", (apart(got, rows[:, 0, 0]), 2.0**-9)
+                chosen = torch.rand(offsets.shape[0] - 1, device=device) < 0.5
+                got = ops.chosen_sqnorm(left, right, offsets, chosen)
+                yield f"chosen_sqnorm {label}", (apart(got, squares.sum((1, 2)) * chosen, floor), NORMS)
                 total, most = truth.abs().sum((1, 2)), torch.maximum(truth.abs(), share * terms).sum((1, 2))
                 yield f"abs_sum {label}", (apart(ops.abs_sum(left, right, offsets), total, most), NORMS)
                 mask = torch.rand(m, n, device=device) < 0.3

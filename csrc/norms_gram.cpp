@@ -200,7 +200,10 @@ double diagonal_products(const float *left, const float *right, int64_t tokens, 
     return total;
 }
 
-// Squared norms [uses][units] and, where `products_address` is not 0, what rounding is measured by: see bounds.h.
+// out[use][unit], float32: the squared norm of left^T right over tokens [bounds[unit], bounds[unit + 1]), not below 0, and
+// 0 where there are none; lefts [tokens, m_i] and right [tokens, n] as factor.h reads them. Inner products of rows are
+// float32, their products are added up in float64, in an order that threads do not change. Where `products_address` is not
+// 0, float64 [use][unit] of what rounding is measured by goes there: see bounds.h.
 void gram_sqnorm(const std::vector<FactorTuple> &left_tuples, const FactorTuple &right_tuple,
                  const std::vector<int64_t> &bounds, uintptr_t out_address, uintptr_t products_address, int threads) {
     std::vector<Factor> lefts;
@@ -266,6 +269,8 @@ Left left_of(const LeftTuple &t) {
     return {factor_of(std::get<0>(t)), reinterpret_cast<const int64_t *>(std::get<1>(t)), std::get<2>(t)};
 }
 
+// out[unit], float32: the sum over tokens t of use 1 and s of use 2, both of the unit, of <left1[t], left2[s]> <right1[t],
+// right2[s]>; arithmetic as in gram_sqnorm. A left factor may be int64 ids; against a matrix they lie within its width.
 void cross_inner(const LeftTuple &left1_tuple, const FactorTuple &right1_tuple, const LeftTuple &left2_tuple,
                  const FactorTuple &right2_tuple, const std::vector<int64_t> &bounds1, const std::vector<int64_t> &bounds2,
                  uintptr_t out_address, int threads) {

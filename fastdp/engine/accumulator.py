@@ -188,7 +188,7 @@ class NormSink(_Captures):
 
     def _instantiate(self, name: str, factors: Factors) -> None:
         """Wait for other small matrices (LoRA's): a GPU makes the gradients of all of them in one launch."""
-        left, right = (factors.right, factors.left) if factors.swap else (factors.left, factors.right)
+        left, right = factors.oriented
         if not self.keep:
             self._note_products(name, factors)
         self._small.setdefault((right.shape[0], factors.laned), []).append((name, left, right))
@@ -310,7 +310,7 @@ class NormSink(_Captures):
             for use in entry.factors:
                 if use.one_hot:
                     raise UnsupportedUse(f"{name} is read as a table and in another way")
-                left, right = (use.right, use.left) if use.swap else (use.left, use.right)
+                left, right = use.oriented
                 if not self.keep:
                     self._note_products(name, use)
                 entry.add(ops.per_unit(left, right, layout.offsets(left.shape[0], laned=use.laned)))
@@ -376,7 +376,7 @@ class NormSink(_Captures):
         if len(entry.factors) == 1 and entry.instance is None:
             use = entry.factors[0]
             offsets = self.layout.offsets(use.right.shape[0], laned=use.laned)
-            left, right = (use.right, use.left) if use.swap else (use.left, use.right)
+            left, right = use.oriented
             squared = ops.masked_sqnorm(left, right, offsets, _as_matrix(mask))
             rounding, tokens = ops.Rounding(left, right), self._longest(use)
             added = rounding.entry(tokens) + rounding.added(tokens)
@@ -445,7 +445,7 @@ def _materialise(entry: _Entry, layout: Layout, shape: torch.Size) -> torch.Tens
             for unit, (start, end) in enumerate(zip(offsets[:-1].tolist(), offsets[1:].tolist())):
                 ops.weighted_sum(use.left[start:end], use.right[start:end], every[start:end], flat[unit])
         else:
-            left, right = (use.right, use.left) if use.swap else (use.left, use.right)
+            left, right = use.oriented
             flat += ops.per_unit(left, right, offsets)
     return total
 
@@ -467,7 +467,7 @@ class PerUnit:
         flat = total.view(total.shape[0], -1)
         for use, bounds in self.uses:
             here = slice(bounds[unit], bounds[unit + 1])
-            left, right = (use.right, use.left) if use.swap else (use.left, use.right)
+            left, right = use.oriented
             every = torch.ones(bounds[unit + 1] - bounds[unit], device=self.device)
             ops.weighted_sum(left[here], right[here], every, flat)
         return total
@@ -607,7 +607,7 @@ class Accumulator:
         out = self.sums.get(name)
         if out is None and use.one_hot:
             out = self.sums[name] = torch.zeros(shape, device=use.right.device)
-        left, right = (use.right, use.left) if use.swap else (use.left, use.right)
+        left, right = use.oriented
         flat = None if out is None else out.view(shape[0], -1)
         if outside is None:
             flat = ops.weighted_sum(left, right, weights, flat)

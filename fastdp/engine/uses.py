@@ -33,6 +33,11 @@ class Factors:
     def one_hot(self) -> bool:
         return self.left.dim() == 1
 
+    @property
+    def oriented(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The factor of the parameter's first dimension, and that of the others."""
+        return (self.right, self.left) if self.swap else (self.left, self.right)
+
 
 class Sink(Protocol):
     """What a backward pass hands its captures to."""

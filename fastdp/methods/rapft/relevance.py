@@ -51,7 +51,7 @@ class _MapSink:
             self._rows(parameter, factors, layout)
             return
         offsets = layout.offsets(factors.right.shape[0], laned=factors.laned)
-        left, right = (factors.right, factors.left) if factors.swap else (factors.left, factors.right)
+        left, right = factors.oriented
         self._add(parameter, ops.per_unit(left, right, offsets))
 
     def _rows(self, parameter: torch.nn.Parameter, factors: Factors, layout: Layout) -> None:

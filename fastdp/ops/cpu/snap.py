@@ -22,7 +22,7 @@ _TILE_ENTRIES = 1 << 22
 
 def survey(name: str, rows: Tensor) -> int:
     """As ``refuse_non_finite``, for contiguous float32 rows on the CPU; returns the bits of the largest magnitude."""
-    bad, bits = _native.survey(rows.data_ptr(), *rows.shape, native_threads())
+    bad, bits = _native.survey(rows.data_ptr(), rows.shape[0], rows.shape[1], native_threads())
     if bad >= 0:
         refuse_row(name, bad)
     return bits
