@@ -106,22 +106,23 @@ class NormSink(_Captures):
         self._held_bytes = 0
         self._may_hold_bytes = _may_hold(layout.weights.device) if keep else 0
 
-    def _entry(self, parameter: torch.nn.Parameter) -> tuple[str, _Entry]:
+    def entry(self, parameter: torch.nn.Parameter) -> tuple[str, _Entry]:
+        """A parameter's name, and what it has collected."""
         name = self.names[id(parameter)]
         return name, self.entries.setdefault(name, _Entry())
 
     def tokens(self, parameter: torch.nn.Parameter, gradient: torch.Tensor, layout: Layout, laned: bool) -> None:
-        name, entry = self._entry(parameter)
+        name, entry = self.entry(parameter)
         self.routes[name] = Route("token sums", gradient.shape[1], 1, gradient.shape[0], layout.units)
         entry.add(self._per_unit(gradient, layout, laned))
 
     def vector(self, parameter: torch.nn.Parameter, lanes: torch.Tensor, layout: Layout) -> None:
-        name, entry = self._entry(parameter)
+        name, entry = self.entry(parameter)
         self.routes[name] = Route("expanded", parameter.numel(), 1, layout.lanes, layout.units)
         entry.add(layout.sum_lanes(lanes.float()))
 
     def matrix(self, parameter: torch.nn.Parameter, factors: Factors, layout: Layout) -> None:
-        name, entry = self._entry(parameter)
+        name, entry = self.entry(parameter)
         offsets = layout.offsets(factors.right.shape[0], laned=factors.laned)
         single = self.expected.get(name, 1) == 1
         tokens, columns = factors.right.shape
@@ -154,9 +155,9 @@ class NormSink(_Captures):
             self._defer(name, factors)
         else:
             self._add_direct(name, factors, offsets)
-            self._drop(entry)
+            self.drop(entry)
 
-    def _add(
+    def add_powers(
         self,
         name: str,
         powers: torch.Tensor,
@@ -174,8 +175,8 @@ class NormSink(_Captures):
             self.norms.add(own, power, entries, relative=relative, products=products, gram=gram, added=added)
 
     def _add_direct(self, name: str, use: Factors, offsets: torch.Tensor) -> None:
-        rounding, tokens = ops.Rounding(use.left, use.right), self._longest(use)
-        self._add(
+        rounding, tokens = ops.Rounding(use.left, use.right), self.longest(use)
+        self.add_powers(
             name,
             ops.sqnorm(use.left, use.right, offsets, "direct"),
             rounding,
@@ -183,14 +184,15 @@ class NormSink(_Captures):
             added=rounding.entry(tokens) + rounding.added(tokens),
         )
 
-    def _longest(self, use: Factors) -> int:
+    def longest(self, use: Factors) -> int:
+        """Tokens of the unit with the most of them."""
         return self.layout.longest(use.right.shape[0], laned=use.laned)
 
     def _instantiate(self, name: str, factors: Factors) -> None:
         """Wait for other small matrices (LoRA's): a GPU makes the gradients of all of them in one launch."""
         left, right = factors.oriented
         if not self.keep:
-            self._note_products(name, factors)
+            self.note_products(name, factors)
         self._small.setdefault((right.shape[0], factors.laned), []).append((name, left, right))
         self._held_bytes += left.nbytes + right.nbytes
         if self._held_bytes > self._may_hold_bytes:
@@ -229,7 +231,7 @@ class NormSink(_Captures):
         squares, products = ops.gram_norms([left for _, left in self._pending], right, offsets)
         for (name, left), square, product in zip(self._pending, squares, products):
             self._grams.append(_Gram(name, left, right, offsets, longest, square, product))
-            self._drop(self.entries[name])
+            self.drop(self.entries[name])
         self._pending, self._shared = [], None
         if not self.keep:
             self._judge()
@@ -261,19 +263,20 @@ class NormSink(_Captures):
                 squares, products = torch.where(chosen, 0, squares), torch.where(chosen, 0, products)
                 again = ops.chosen_sqnorm(use.left, use.right, use.offsets, chosen)
                 rest, both = torch.where(chosen, use.products, 0), rounding.entry(use.tokens) + added
-                self._add(use.name, again, rounding, products=rest, added=both)
-            self._add(use.name, squares, rounding, products=products, gram=gram, added=added)
+                self.add_powers(use.name, again, rounding, products=rest, added=both)
+            self.add_powers(use.name, squares, rounding, products=products, gram=gram, added=added)
         self._grams.clear()
 
-    def _drop(self, entry: _Entry) -> None:
+    def drop(self, entry: _Entry) -> None:
+        """Let go of factors that are measured, unless the weighted sums will need them."""
         if not self.keep:
             entry.factors.clear()
 
-    def _note_products(self, name: str, use: Factors, order: int = 2) -> None:
+    def note_products(self, name: str, use: Factors, order: int = 2) -> None:
         """Of a use that is measured as an instance but added as factors: how far the two may be apart."""
         offsets = self.layout.offsets(use.right.shape[0], laned=use.laned)
         products = ops.row_products(use.left, use.right, offsets, order)
-        rounding, tokens = ops.Rounding(use.left, use.right), self._longest(use)
+        rounding, tokens = ops.Rounding(use.left, use.right), self.longest(use)
         entry = self.entries[name]
         entry.products = products if entry.products is None else entry.products + products
         # An instance may be made by a BLAS as well, in an order that is not known.
@@ -283,7 +286,7 @@ class NormSink(_Captures):
         assert entry.instance is not None
         squared = entry.squared if entry.squared is not None else ops.instance_sqnorm(entry.instance)
         products = entry.reach(squared.double().sqrt())
-        self._add(name, squared, ops.Rounding(entry.instance), products=products, added=entry.added)
+        self.add_powers(name, squared, ops.Rounding(entry.instance), products=products, added=entry.added)
 
     def finish(self) -> UpperNorms:
         """Upper bounds of what each unit adds, complete."""
@@ -312,7 +315,7 @@ class NormSink(_Captures):
                     raise UnsupportedUse(f"{name} is read as a table and in another way")
                 left, right = use.oriented
                 if not self.keep:
-                    self._note_products(name, use)
+                    self.note_products(name, use)
                 entry.add(ops.per_unit(left, right, layout.offsets(left.shape[0], laned=use.laned)))
             entry.factors.clear()
             return
@@ -321,7 +324,7 @@ class NormSink(_Captures):
             self._one(name, uses[0])
         else:
             self._crossed(name, uses)
-        self._drop(entry)
+        self.drop(entry)
 
     def _one(self, name: str, use: Factors) -> None:
         """Uses that were joined to one."""
@@ -330,7 +333,7 @@ class NormSink(_Captures):
             self._add_direct(name, use, offsets)
             return
         squares, products = ops.gram_norms([use.left], use.right, offsets)
-        self._grams.append(_Gram(name, use.left, use.right, offsets, self._longest(use), squares[0], products[0]))
+        self._grams.append(_Gram(name, use.left, use.right, offsets, self.longest(use), squares[0], products[0]))
 
     def _crossed(self, name: str, uses: list[Factors]) -> None:
         """Uses of different kinds: a square each, and twice the inner product of each two."""
@@ -341,7 +344,7 @@ class NormSink(_Captures):
         gram, tokens = 0.0, 0
         for index, use in enumerate(uses):
             offsets = self.layout.offsets(use.right.shape[0], laned=use.laned)
-            rounding, longest = ops.Rounding(use.left, use.right), self._longest(use)
+            rounding, longest = ops.Rounding(use.left, use.right), self.longest(use)
             tokens += longest
             width = 0 if use.one_hot else use.left.shape[1]
             if use.one_hot:
@@ -367,9 +370,9 @@ class NormSink(_Captures):
             again = torch.zeros_like(square)
             for unit in poor.nonzero()[:, 0].tolist():
                 again[unit] = ops.instance_sqnorm(whole[unit][None])[0]
-            self._add(name, again, rounding, products=torch.where(poor, products, 0), added=2 * added)
+            self.add_powers(name, again, rounding, products=torch.where(poor, products, 0), added=2 * added)
             square, products = torch.where(poor, 0, square), torch.where(poor, 0, products)
-        self._add(name, square, rounding, products=products, gram=gram, added=added)
+        self.add_powers(name, square, rounding, products=products, gram=gram, added=added)
 
     def _masked(self, name: str, entry: _Entry) -> None:
         mask = self.policy.masks[name]
@@ -378,14 +381,14 @@ class NormSink(_Captures):
             offsets = self.layout.offsets(use.right.shape[0], laned=use.laned)
             left, right = use.oriented
             squared = ops.masked_sqnorm(left, right, offsets, _as_matrix(mask))
-            rounding, tokens = ops.Rounding(left, right), self._longest(use)
+            rounding, tokens = ops.Rounding(left, right), self.longest(use)
             added = rounding.entry(tokens) + rounding.added(tokens)
             products: torch.Tensor | None = ops.row_products(left, right, offsets)
-            self._drop(entry)
+            self.drop(entry)
         else:
             if not self.keep:
                 for use in entry.factors:
-                    self._note_products(name, use)
+                    self.note_products(name, use)
             if entry.factors:
                 entry.instance = _materialise(entry, self.layout, mask.shape)
                 entry.factors.clear()
@@ -395,7 +398,7 @@ class NormSink(_Captures):
             products = entry.reach(squared.double().sum(0).sqrt())
             if not self.keep:
                 entry.instance = None
-        self._add(name, squared, rounding, products=products, added=added)
+        self.add_powers(name, squared, rounding, products=products, added=added)
 
 
 def _as_matrix(mask: torch.Tensor) -> torch.Tensor:

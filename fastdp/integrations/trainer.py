@@ -27,7 +27,7 @@ _UNPROTECTED = {
 
 @dataclass(frozen=True)
 class PrivacyArguments:
-    """Privacy settings of a `DPTrainer`; the meaning of each is that of `fastdp.make_private`'s argument.
+    """Privacy settings of a `DPTrainer`: arguments of `fastdp.make_private`, and ``user_id_column``.
 
     ``per_device_train_batch_size`` of the training arguments is the logical batch size;
     ``user_id_column`` names the data set's column of user ids, for user-level privacy.
@@ -139,26 +139,16 @@ class DPTrainer(Trainer):
         privacy = self.privacy
         resuming = (Path(self.args.output_dir) / "ledger.jsonl").exists()
         lengths = self._lengths()
+        options = {name: value for name, value in vars(privacy).items() if name != "user_id_column"}
         private = make_private(
             self.model,
             self.create_optimizer(),
             loader,
-            method=privacy.method,
-            target_epsilon=privacy.target_epsilon,
-            target_delta=privacy.target_delta,
-            noise_multiplier=privacy.noise_multiplier,
             epochs=epochs,
-            max_physical_batch_size=privacy.max_physical_batch_size,
-            sampling=privacy.sampling,
-            adjacency=privacy.adjacency,
             user_ids=users,
-            max_examples_per_user=privacy.max_examples_per_user,
-            unit_map=privacy.unit_map,
             output_dir=self.args.output_dir,
             resume=resuming and self._resumes,
-            secure_rounding=privacy.secure_rounding,
-            two_pass=privacy.two_pass,
-            allow_large_delta=privacy.allow_large_delta,
+            **options,
         )
         if lengths is not None:
             private.data_loader.lengths = lengths

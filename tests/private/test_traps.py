@@ -112,7 +112,9 @@ def test_trap_01_tied_weights_are_summed_before_the_norm(monkeypatch: pytest.Mon
     def without_cross_terms(sink: Any, name: str, entry: Any) -> None:
         for use in entry.factors:
             offsets = sink.layout.offsets(use.right.shape[0], laned=use.laned)
-            sink._add(name, accumulators.ops.sqnorm(use.left, use.right, offsets), accumulators.ops.Rounding(use.right))
+            sink.add_powers(
+                name, accumulators.ops.sqnorm(use.left, use.right, offsets), accumulators.ops.Rounding(use.right)
+            )
 
     monkeypatch.setattr(accumulators.NormSink, "_several", without_cross_terms)
     notices(lambda: check(check=False))

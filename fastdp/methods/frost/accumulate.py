@@ -28,7 +28,7 @@ class AbsoluteSink(NormSink):
         self.norms = Norms(len(self.policy.bounds), layout.units, layout.weights.device, order=1)
 
     def matrix(self, parameter: torch.nn.Parameter, factors: Factors, layout: Layout) -> None:
-        name, entry = self._entry(parameter)
+        name, entry = self.entry(parameter)
         tokens, columns = factors.right.shape
         rows = parameter.shape[0] if factors.one_hot else factors.left.shape[1]
         self.routes[name] = Route("absolute", rows, columns, tokens, layout.units)
@@ -38,15 +38,15 @@ class AbsoluteSink(NormSink):
         if len(entry.factors) > 1:
             raise RuntimeError(f"{name} was used more often than when the model was traced; its norm cannot be trusted")
         offsets = layout.offsets(tokens, laned=factors.laned)
-        rounding, longest = ops.Rounding(factors.left, factors.right), self._longest(factors)
-        self._add(
+        rounding, longest = ops.Rounding(factors.left, factors.right), self.longest(factors)
+        self.add_powers(
             name,
             ops.abs_sum(factors.left, factors.right, offsets),
             rounding,
             products=ops.row_products(factors.left, factors.right, offsets, 1),
             added=rounding.entry(longest) + rounding.added(longest),
         )
-        self._drop(entry)
+        self.drop(entry)
 
     def finish(self) -> UpperNorms:
         """Upper bounds of the L1 norms ``[partitions, units]``, complete."""
@@ -56,12 +56,12 @@ class AbsoluteSink(NormSink):
                 each = [ops.instance_abs_sum(whole[unit][None]) for unit in range(self.layout.units)]
                 # The gradient is put together once more when it is added.
                 for use in entry.factors:
-                    self._note_products(name, use, order=1)
+                    self.note_products(name, use, order=1)
                 sizes = torch.cat(each)
                 reach = entry.reach(sizes.double())
-                self._add(name, sizes, ops.Rounding(sizes), products=reach, added=entry.added)
+                self.add_powers(name, sizes, ops.Rounding(sizes), products=reach, added=entry.added)
             elif entry.instance is not None:
-                self._add(name, ops.instance_abs_sum(entry.instance), ops.Rounding(entry.instance))
+                self.add_powers(name, ops.instance_abs_sum(entry.instance), ops.Rounding(entry.instance))
         return self.norms.upper()
 
 
