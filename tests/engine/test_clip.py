@@ -6,9 +6,16 @@ from typing import Any
 
 import pytest
 import torch
+from fastdp.bench.clip_search import KINDS, POLICIES, USES, Case, cases
+from fastdp.bench.clip_search import moved as record_moved
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 import fastdp
+from fastdp.engine.bounds import Norms, down
+from fastdp.engine.policy import Policy
+from fastdp.ops.factors import in_full_precision
 from tests.engine.runs import start
 
 CLIP = 1.0
@@ -85,3 +92,82 @@ def test_one_weight_used_twice(size: float, gap: float) -> None:
     a = size * torch.randn(24, 96, generator=generator)
     b = a + gap * size * torch.randn(24, 96, generator=generator)
     assert moved(Compared(96, 128), {"a": a, "b": b}) <= CLIP
+
+
+@settings(max_examples=300)
+@given(
+    case=st.builds(
+        Case,
+        seed=st.integers(0, 10**9),
+        kind=st.sampled_from(KINDS),
+        uses=st.sampled_from(USES),
+        policy=st.sampled_from(POLICIES),
+        dtype=st.sampled_from((torch.float32, torch.bfloat16)),
+        tokens=st.integers(1, 150),
+        m=st.integers(1, 70),
+        n=st.integers(1, 70),
+        left_exponent=st.floats(-30, 30),
+        right_exponent=st.floats(-30, 30),
+        bound_exponent=st.floats(-6, 3),
+        two_pass=st.booleans(),
+    )
+)
+def test_no_record_moves_a_sum_by_more_than_its_bound(case: Case) -> None:
+    assert record_moved(case) <= 1
+
+
+@pytest.mark.slow
+def test_no_record_among_many_moves_a_sum_by_more_than_its_bound() -> None:
+    assert all(record_moved(case) <= 1 for case in cases(20_000, seed=1))
+
+
+@pytest.mark.parametrize("use", [use for use in USES if use not in ("twice", "cross", "tied")])
+def test_ordinary_records_are_clipped_to_their_bound(use: str) -> None:
+    """The search would hold for weights of 0 as well: an ordinary record loses at most .2%."""
+    case = Case(3, "plain", use, "flat", torch.float32, 48, 40, 56, 0.0, 0.0, -2.0, False)
+    assert 1 - 2e-3 <= record_moved(case) <= 1
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_a_norm_that_is_not_finite_gives_no_weight(bad: float) -> None:
+    norms = Norms(2, 3, torch.device("cpu"))
+    norms.add(0, torch.tensor([1.0, bad, 1.0]), 4, relative=1e-6)
+    norms.add(1, torch.tensor([1.0, 1.0, -1e-3]), 4, relative=1e-6, gram=1e-2, products=torch.ones(3).double())
+    weights = Policy((1e-6, 1e-6), (0.0, 0.0), {}).scales(norms.upper())
+    assert bool((weights[:, 0] > 0).all())
+    assert bool((weights[:, 1] == 0).all())
+    # A square below zero is worth what rounding may have hidden.
+    assert 0 < float(weights[1, 2]) <= 1e-6 / (1e-2 - 1e-3) ** 0.5
+
+
+def test_a_bare_norm_is_no_bound() -> None:
+    with pytest.raises(AttributeError):
+        Policy((1.0,), (0.0,), {}).scales(torch.ones(1, 2))  # type: ignore[arg-type]
+
+
+@given(
+    ratios=st.lists(st.floats(0, 1e30), min_size=1, max_size=4),
+)
+def test_weights_are_rounded_down(ratios: list[float]) -> None:
+    exact = torch.tensor([ratios], dtype=torch.float64)
+    weights = down(exact).double()
+    assert bool((weights <= exact).all())
+    assert bool((weights <= 1).all())
+    assert bool(((weights >= exact.clamp(max=1) * (1 - 2.0**-22)) | (exact < 2.0**-60)).all())
+
+
+def test_products_are_float32_whatever_torch_is_told() -> None:
+    seen = []
+
+    @in_full_precision
+    def product() -> None:
+        seen.append(torch.backends.mkldnn.matmul.fp32_precision)
+
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        product()
+        assert torch.get_float32_matmul_precision() == "medium"
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert seen == ["ieee"]
