@@ -40,6 +40,23 @@ def down(ratios: torch.Tensor) -> torch.Tensor:
     return torch.where(kept, weights, 0.0)
 
 
+def among_units(units: int, tokens: int, spread: float) -> float:
+    """How far rounding *among* the units of one sum may move it when one unit is left out, in units of the clipping bound.
+
+    What a unit adds is within its bound; that the others' sums then round in other places is not part of it. Each of the
+    others is off by at most gamma_k times its weight times its products, with it and without it, where k counts the
+    additions that a term may go through (docs/clipping.md).
+
+    Args:
+        units: in one logical batch.
+        tokens: added up in one micro-batch, of all units, and micro-batches in the logical batch: an upper bound of k.
+        spread: the most that a unit's products are above its norm: about the square root of its tokens where their
+            gradients are orthogonal.
+    """
+    error = (tokens + 3) * 2.0**-24
+    return 2 * (units - 1) * spread * error / (1 - error) if error < 0.25 else float("inf")
+
+
 @dataclass(frozen=True)
 class _Part:
     group: int

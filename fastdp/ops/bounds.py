@@ -233,7 +233,7 @@ class Rounding:
 
     def squares(self, entries: int) -> float:
         """Of a sum of this many squares or sizes, against itself, and of adding an instance times its weight."""
-        return self.gamma(160 + entries / 2**19)
+        return self.gamma(160 + entries / (2**11 if self.arithmetic == "triton" else 2**19))
 
 
 def _chained(terms: int) -> float:

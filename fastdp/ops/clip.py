@@ -11,6 +11,9 @@ from fastdp.ops.stream import MAX_ELEMENTS, Draw, NoiseStream
 from fastdp.ops.table import Op
 from fastdp.validate import at_least, positive
 
+#: Rows are scaled to this share of the bound: the factor and the product are each rounded to float32.
+_INSIDE = 1 - 2.0**-21
+
 
 def _check_clip(
     x: torch.Tensor, max_norm: float, std: float, position: torch.Tensor | NoiseStream | Draw, secure_rounding: bool
@@ -107,7 +110,8 @@ def clip_noise(
     and EW-FT. Two examples differ by at most ``2 max_norm`` after the clip: the sensitivity of a local guarantee.
     Norms are summed in float64; the scaled value and the noise are added in float32 and rounded once to the dtype of
     ``x``. An example that holds an infinity or a NaN is removed by selection: its output is noise alone, its
-    gradient zero. Differentiable once in ``x``: the gradient is that of the clip, the noise being a constant.
+    gradient zero. Rows are scaled to ``max_norm (1 - 2^-21)``, so that none is longer than the bound after rounding.
+    Differentiable once in ``x``: the gradient is that of the clip, the noise being a constant.
 
     Args:
         x: [B, ...], at least one dimension; float32, bfloat16 or float16. Noise is placed by the flattened index.
@@ -124,4 +128,4 @@ def clip_noise(
         TypeError: if the dtype or layout of ``x`` is another, or ``stream`` is no stream.
         RuntimeError: if the position was drawn before.
     """
-    return _CLIP_NOISE(x, max_norm, std, stream, secure_rounding)[0]
+    return _CLIP_NOISE(x, max_norm * _INSIDE, std, stream, secure_rounding)[0]

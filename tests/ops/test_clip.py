@@ -50,7 +50,7 @@ def test_forward_and_gradient_against_float64(shape, dtype, secure):
     max_norm = 0.8 * math.sqrt(max(1, math.prod(shape[1:])))  # about half of the examples are longer
     z = noise(shape, secure)
     x64 = x.double().requires_grad_()
-    truth = composed(x64, max_norm, 0.6, z)
+    truth = composed(x64, max_norm * (1 - 2**-21), 0.6, z)  # no row is longer than the bound after rounding
     truth.backward(g.double())
 
     ours = x.clone().requires_grad_()
@@ -230,3 +230,13 @@ def test_bad_gradient_arguments():
         backward(torch.zeros(2, 4), x, norm, 1.0)
     with pytest.raises(ValueError, match="norm must be float64"):
         backward(x, x, norm.float(), 1.0)
+
+
+@given(
+    seed=st.integers(0, 10**6), width=st.integers(1, 300), exponent=st.floats(-20, 20), max_norm=st.floats(1e-6, 1e6)
+)
+def test_no_row_is_longer_than_the_bound(seed, width, exponent, max_norm):
+    """In float64, with nothing forgiven: the factor and the product are rounded, and the bound is kept all the same."""
+    x = torch.randn(4, width, generator=torch.Generator().manual_seed(seed)) * 10**exponent
+    got = clip_noise(x, max_norm, 0.0, stream())
+    assert float(got.double().norm(dim=1).max()) <= max_norm
