@@ -12,14 +12,16 @@ namespace py = pybind11;
 namespace {
 
 void adamw_noise_step(uintptr_t param, int dtype, uintptr_t grad, uintptr_t mean, uintptr_t square, int64_t n,
-                      uintptr_t position, bool folded, double std, double divisor, double lr, double beta1,
+                      uintptr_t position, bool rounded, double std, double divisor, double lr, double beta1,
                       double beta2, double eps, double weight_decay, int64_t step, bool corrected, double floor,
                       int threads) {
     const Position at = *reinterpret_cast<const Position *>(position);
     const Dtype type = static_cast<Dtype>(dtype);
     const NoiseLanes &lanes = noise_lanes();
+    const bool noisy = std != 0;
+    const Grid grid(std);
     AdamWStep s;
-    s.std = static_cast<float>(std);
+    s.std = rounded ? 0.f : static_cast<float>(std);  // a rounded sum holds its noise
     s.inverse_divisor = static_cast<float>(1.0 / divisor);
     s.keep = static_cast<float>(1.0 - lr * weight_decay);
     s.step_size = static_cast<float>(lr / (1.0 - std::pow(beta1, static_cast<double>(step))));
@@ -38,19 +40,22 @@ void adamw_noise_step(uintptr_t param, int dtype, uintptr_t grad, uintptr_t mean
     py::gil_scoped_release unlocked;
     share_out((n + kTile - 1) / kTile, kTilesAnItem, threads, [&](int64_t begin, int64_t end) {
         alignas(64) float room[kTileRoom];
-        if (s.std == 0.f) std::fill(room, room + kTile, 0.f);
-        const float *z = room;
+        if (!noisy) std::fill(room, room + kTile, 0.f);
         for (int64_t tile = begin; tile < end; ++tile) {
             const int64_t i = tile * kTile, count = std::min(kTile, n - i);
-            if (s.std != 0.f && folded) {
-                z = noise_tile(lanes, at, folded, i, count, room);
-            } else if (s.std != 0.f) {
+            if (noisy) {
                 const auto bytes = [i](const float *x) { return reinterpret_cast<const char *>(x + i); };
                 const char *const ahead[4] = {p + i * width(type), bytes(g), bytes(m), bytes(v)};
                 const int64_t groups = (count + kGroup * kBlockWords - 1) / (kGroup * kBlockWords);
-                lanes.normals_ahead(at, static_cast<uint32_t>(i / kBlockWords), groups * kGroup, room, ahead);
+                lanes.normals_ahead(at, static_cast<uint32_t>(i / kBlockWords), groups * kGroup, room, rounded,
+                                    ahead);
             }
-            lanes.adamw(p + i * width(type), type, g + i, m + i, v + i, z, s, count);
+            const float *sum = g + i;
+            if (noisy && rounded) {
+                round_to_grid(lanes, at, grid, i, sum, Dtype::float32, 1.f, room, count);
+                sum = room;
+            }
+            lanes.adamw(p + i * width(type), type, sum, m + i, v + i, room, s, count);
         }
     });
 }
@@ -59,7 +64,7 @@ void adamw_noise_step(uintptr_t param, int dtype, uintptr_t grad, uintptr_t mean
 
 void bind_adamw(py::module_ &m) {
     m.def("adamw_noise_step", &adamw_noise_step, "noise and AdamW in one pass", py::arg("param"), py::arg("dtype"),
-          py::arg("grad"), py::arg("mean"), py::arg("square"), py::arg("n"), py::arg("position"), py::arg("folded"),
+          py::arg("grad"), py::arg("mean"), py::arg("square"), py::arg("n"), py::arg("position"), py::arg("rounded"),
           py::arg("std"), py::arg("divisor"), py::arg("lr"), py::arg("beta1"), py::arg("beta2"), py::arg("eps"),
           py::arg("weight_decay"), py::arg("step"), py::arg("corrected"), py::arg("floor"),
           py::arg("threads"));

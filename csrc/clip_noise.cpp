@@ -36,19 +36,22 @@ void row_dots(const NoiseLanes &lanes, const char *x, const char *y, Dtype type,
     }
 }
 
-// Rounded down, so that the float32 factor never leaves a row longer than the bound. A row that is not finite has no
-// direction: it is removed, like an example of norm 0.
+// The norm is summed in float64, exactly but for 2^-28 even of 2^24 lanes; the factor and its product with each element
+// are rounded to float32, each by at most 2^-24: less is taken than all three together, so that no row is ever left longer
+// than the bound.
+constexpr double kShorter = 1.0 - 0x1p-22;
+
+bool is_clipped(double norm, double bound) { return norm > bound * (1.0 - 0x1p-28); }
+
+// A row that is not finite has no direction: it is removed, like an example of norm 0.
 float clip_factor(double norm, double bound) {
     if (!std::isfinite(norm)) return 0.f;
-    if (norm <= bound) return 1.f;
-    const double exact = bound / norm;
-    const float near = static_cast<float>(exact);
-    return near > exact ? std::nextafter(near, 0.f) : near;
+    return is_clipped(norm, bound) ? static_cast<float>(bound / norm * kShorter) : 1.f;
 }
 
 // How much of x is taken from the gradient g, given <g, x>: <g, x> / |x|^2 where x was clipped.
 float pull_factor(double along, double norm, double bound) {
-    return norm > bound ? static_cast<float>(along / norm / norm) : 0.f;
+    return is_clipped(norm, bound) ? static_cast<float>(along / norm / norm) : 0.f;
 }
 
 // Calls body(row, first, count, offset in the tile) for the stretches of [i, i + n) that lie in one row.
@@ -75,18 +78,19 @@ double short_dot(const float *x, const float *y, int64_t n) {
     return sum;
 }
 
-void clip_short_rows(const NoiseLanes &lanes, const Position &at, bool folded, Dtype type, const char *from, char *to,
-                     double *norms, int64_t rows, int64_t length, double bound, float std, int threads) {
+void clip_short_rows(const NoiseLanes &lanes, const Position &at, bool rounded, Dtype type, const char *from, char *to,
+                     double *norms, int64_t rows, int64_t length, double bound, double std, int threads) {
     const int64_t some = rows_a_tile(length);
+    const Grid grid(std);
     share_out((rows + some - 1) / some, kTilesAnItem, threads, [&](int64_t begin, int64_t end) {
         alignas(64) float room[kTileRoom];
-        if (std == 0.f) std::fill(room, room + kTile, 0.f);
-        const float *z = room;
+        if (std == 0) std::fill(room, room + kTile, 0.f);
+        float *z = room;
         float work[kTile];
         for (int64_t group = begin; group < end; ++group) {
             const int64_t first = group * some, last = std::min(rows, first + some);
             const int64_t i = first * length, count = (last - first) * length;
-            if (std != 0.f) z = noise_tile(lanes, at, folded, i, count, room);
+            if (std != 0) z = noise_tile(lanes, at, rounded, i, count, room);
             lanes.to_float(from + i * width(type), type, work, count);
             for (int64_t r = first; r < last; ++r) {
                 float *row = work + (r - first) * length;
@@ -94,7 +98,12 @@ void clip_short_rows(const NoiseLanes &lanes, const Position &at, bool folded, D
                 const float factor = clip_factor(norms[r], bound);
                 for (int64_t j = 0; j < length; ++j) row[j] = factor == 0.f ? 0.f : factor * row[j];
             }
-            for (int64_t j = 0; j < count; ++j) work[j] += std * z[j];
+            if (std != 0 && rounded) {
+                round_to_grid(lanes, at, grid, i, work, Dtype::float32, 1.f, z, count);
+                lanes.from_float(z, to + i * width(type), type, count);
+                continue;
+            }
+            for (int64_t j = 0; j < count; ++j) work[j] += static_cast<float>(std) * z[j];
             lanes.from_float(work, to + i * width(type), type, count);
         }
     });
@@ -123,7 +132,7 @@ void short_backward(const NoiseLanes &lanes, Dtype type, const char *grad, const
 }
 
 void clip_noise(uintptr_t x, uintptr_t out, uintptr_t norm, int dtype, int64_t rows, int64_t length, double bound,
-                double std, uintptr_t position, bool folded, int threads) {
+                double std, uintptr_t position, bool rounded, int threads) {
     const Position at = *reinterpret_cast<const Position *>(position);
     const Dtype type = static_cast<Dtype>(dtype);
     const NoiseLanes &lanes = noise_lanes();
@@ -132,8 +141,7 @@ void clip_noise(uintptr_t x, uintptr_t out, uintptr_t norm, int dtype, int64_t r
     double *norms = reinterpret_cast<double *>(norm);
     py::gil_scoped_release unlocked;
     if (length > 0 && length < kShort)
-        return clip_short_rows(lanes, at, folded, type, from, to, norms, rows, length, bound, static_cast<float>(std),
-                               threads);
+        return clip_short_rows(lanes, at, rounded, type, from, to, norms, rows, length, bound, std, threads);
     row_dots(lanes, from, from, type, rows, length, norms, threads);
     std::vector<float> factor(rows);
     for (int64_t r = 0; r < rows; ++r) {
@@ -141,16 +149,21 @@ void clip_noise(uintptr_t x, uintptr_t out, uintptr_t norm, int dtype, int64_t r
         factor[r] = clip_factor(norms[r], bound);
     }
     const int64_t n = rows * length;
+    const Grid grid(std);
     share_out((n + kTile - 1) / kTile, kTilesAnItem, threads, [&](int64_t begin, int64_t end) {
         alignas(64) float room[kTileRoom];
         if (std == 0) std::fill(room, room + kTile, 0.f);
-        const float *z = room;
+        float *z = room;
         for (int64_t tile = begin; tile < end; ++tile) {
             const int64_t i = tile * kTile, count = std::min(kTile, n - i);
-            if (std != 0) z = noise_tile(lanes, at, folded, i, count, room);
+            if (std != 0) z = noise_tile(lanes, at, rounded, i, count, room);
             by_row(i, count, length, [&](int64_t row, int64_t first, int64_t some, int64_t o_z) {
-                lanes.scale_add(from + first * width(type), to + first * width(type), type, z + o_z, factor[row],
-                                static_cast<float>(std), some);
+                const int64_t offset = first * width(type);
+                if (std != 0 && rounded) {
+                    round_to_grid(lanes, at, grid, first, from + offset, type, factor[row], z + o_z, some);
+                    return lanes.from_float(z + o_z, to + offset, type, some);
+                }
+                lanes.scale_add(from + offset, to + offset, type, z + o_z, factor[row], static_cast<float>(std), some);
             });
         }
     });
@@ -190,7 +203,7 @@ void clip_backward(uintptr_t grad, uintptr_t x, uintptr_t norm, uintptr_t out, i
 void bind_clip_noise(py::module_ &m) {
     m.def("clip_noise", &clip_noise, "per-example clipping and noise", py::arg("x"), py::arg("out"), py::arg("norm"),
           py::arg("dtype"), py::arg("rows"), py::arg("length"), py::arg("bound"), py::arg("std"), py::arg("position"),
-          py::arg("folded"), py::arg("threads"));
+          py::arg("rounded"), py::arg("threads"));
     m.def("clip_backward", &clip_backward, "the gradient of per-example clipping", py::arg("grad"), py::arg("x"),
           py::arg("norm"), py::arg("out"), py::arg("dtype"), py::arg("rows"), py::arg("length"), py::arg("bound"),
           py::arg("threads"));

@@ -61,7 +61,7 @@ void dchi_rows(uintptr_t table_at, uintptr_t ids_at, uintptr_t eta_at, int64_t e
         const int64_t begin = item * together, end = std::min(n, begin + together);
         const int64_t made = ((end - begin) * blocks + kGroup - 1) / kGroup * kGroup;
         std::vector<float> normals(made * kBlockWords);
-        lanes.normals(at, static_cast<uint32_t>((first + begin) * blocks), made, normals.data());
+        lanes.normals(at, static_cast<uint32_t>((first + begin) * blocks), made, normals.data(), false);
         for (int64_t k = begin; k < end; ++k) {
             const float *z = &normals[(k - begin) * blocks * kBlockWords];
             const double length = norm(z, d);

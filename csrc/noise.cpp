@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <stdexcept>
 
 #include "bindings.h"
@@ -38,32 +39,61 @@ float wide_radius(const Position &at, uint32_t block, int k, uint32_t word) {
     return static_cast<float>(std::sqrt(-2.0 * std::log(u)));
 }
 
-const float *noise_tile(const NoiseLanes &lanes, const Position &at, bool folded, uint64_t first, int64_t n, float *z) {
+Grid::Grid(double std) {
+    float size = static_cast<float>(std);
+    if (size < std) size = std::nextafter(size, std::numeric_limits<float>::infinity());
+    int exponent;
+    ratio = std::ldexp(std::frexp(size, &exponent), 5);
+    spacing = std::ldexp(1.f, exponent - 5);
+}
+
+float *noise_tile(const NoiseLanes &lanes, const Position &at, bool marked, uint64_t first, int64_t n, float *z) {
     const uint64_t block = first / kBlockWords;
     const int64_t skip = static_cast<int64_t>(first % kBlockWords);
     const int64_t blocks = (skip + n + kBlockWords - 1) / kBlockWords;
-    const int64_t made = folded ? 4 * blocks : blocks;
-    lanes.normals(at, static_cast<uint32_t>(folded ? 4 * block : block), (made + kGroup - 1) / kGroup * kGroup, z);
-    if (folded) lanes.fold(z, blocks * kBlockWords);
+    lanes.normals(at, static_cast<uint32_t>(block), (blocks + kGroup - 1) / kGroup * kGroup, z, marked);
     return z + skip;
+}
+
+void round_to_grid(const NoiseLanes &lanes, const Position &at, const Grid &grid, uint64_t first, const void *x,
+                   Dtype dtype, float scale, float *z, int64_t n) {
+    int32_t open[kTile];
+    const int64_t found = lanes.to_grid(x, dtype, scale, z, grid, n, open);
+    for (int64_t j = 0; j < found; ++j) {
+        const int64_t i = open[j];
+        float s;
+        lanes.to_float(static_cast<const char *>(x) + i * width(dtype), dtype, &s, 1);
+        s = scale == 0.f ? 0.f : scale * s;
+        const float steps = s * (1.f / grid.spacing);
+        const float whole = std::nearbyint(steps);
+        const bool divided = std::fabs(steps) < 0x1p23f;
+        const double moved = exact_steps(at, first + i, divided ? steps - whole : 0.f, grid.ratio);
+        z[i] = (divided ? whole * grid.spacing : s) + static_cast<float>(moved) * grid.spacing;
+    }
 }
 
 namespace {
 
-void add_noise(uintptr_t x, int dtype, uint64_t first, int64_t n, double std, uintptr_t position, bool folded,
+void add_noise(uintptr_t x, int dtype, uint64_t first, int64_t n, double std, uintptr_t position, bool rounded,
                int threads) {
     const Position at = *reinterpret_cast<const Position *>(position);
     const Dtype type = static_cast<Dtype>(dtype);
     const NoiseLanes &lanes = noise_lanes();
+    const Grid grid(std);
     char *base = reinterpret_cast<char *>(x);
     py::gil_scoped_release unlocked;
     share_out((n + kTile - 1) / kTile, kTilesAnItem, threads, [&](int64_t begin, int64_t end) {
         alignas(64) float room[kTileRoom];
         for (int64_t tile = begin; tile < end; ++tile) {
             const int64_t i = tile * kTile, count = std::min(kTile, n - i);
-            const float *z = noise_tile(lanes, at, folded, first + i, count, room);
+            float *z = noise_tile(lanes, at, rounded, first + i, count, room);
             char *here = base + i * width(type);
-            lanes.scale_add(here, here, type, z, 1.f, static_cast<float>(std), count);
+            if (rounded) {
+                round_to_grid(lanes, at, grid, first + i, here, type, 1.f, z, count);
+                lanes.from_float(z, here, type, count);
+            } else {
+                lanes.scale_add(here, here, type, z, 1.f, static_cast<float>(std), count);
+            }
         }
     });
 }
@@ -83,8 +113,7 @@ void words(uintptr_t out, uint32_t first, int64_t blocks, uintptr_t position, in
     });
 }
 
-void normals(uintptr_t out, uint64_t first, int64_t n, uintptr_t position, bool folded, int threads,
-             const std::string &name) {
+void normals(uintptr_t out, uint64_t first, int64_t n, uintptr_t position, int threads, const std::string &name) {
     const Position at = *reinterpret_cast<const Position *>(position);
     const NoiseLanes &lanes = noise_lanes(name);
     float *base = reinterpret_cast<float *>(out);
@@ -93,21 +122,28 @@ void normals(uintptr_t out, uint64_t first, int64_t n, uintptr_t position, bool 
         alignas(64) float room[kTileRoom];
         for (int64_t tile = begin; tile < end; ++tile) {
             const int64_t i = tile * kTile, count = std::min(kTile, n - i);
-            const float *z = noise_tile(lanes, at, folded, first + i, count, room);
+            const float *z = noise_tile(lanes, at, false, first + i, count, room);
             std::copy(z, z + count, base + i);
         }
     });
+}
+
+// For the tests: the normal as the sum of two float64.
+std::pair<double, double> exact(uintptr_t position, uint64_t index) {
+    const Pair z = exact_normal(*reinterpret_cast<const Position *>(position), index);
+    return {z.hi, z.lo};
 }
 
 }  // namespace
 
 void bind_noise(py::module_ &m) {
     m.def("add_noise", &add_noise, "x + std N(0, 1) in place", py::arg("x"), py::arg("dtype"), py::arg("first"),
-          py::arg("n"), py::arg("std"), py::arg("position"), py::arg("folded"), py::arg("threads"));
+          py::arg("n"), py::arg("std"), py::arg("position"), py::arg("rounded"), py::arg("threads"));
     m.def("chacha20_words", &words, "the words of blocks [first, first + blocks)", py::arg("out"), py::arg("first"),
           py::arg("blocks"), py::arg("position"), py::arg("threads"), py::arg("isa") = "");
     m.def("noise_normals", &normals, "the normals of elements [first, first + n)", py::arg("out"), py::arg("first"),
-          py::arg("n"), py::arg("position"), py::arg("folded"), py::arg("threads"), py::arg("isa") = "");
+          py::arg("n"), py::arg("position"), py::arg("threads"), py::arg("isa") = "");
+    m.def("exact_normal", &exact, "the normal of one element in two parts", py::arg("position"), py::arg("index"));
 }
 
 }  // namespace fastdp

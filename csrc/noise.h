@@ -6,6 +6,7 @@
 
 #include "chacha.h"
 #include "cpu.h"
+#include "exact_normal.h"
 #include "team.h"
 
 namespace fastdp {
@@ -34,16 +35,25 @@ struct AdamWStep {
     float floor;
 };
 
+// The grid that noised sums are rounded to: `spacing` is the power of two with 16 spacings <= std < 32 spacings, std
+// being rounded up to a float32.
+struct Grid {
+    float ratio;  // std / spacing
+    float spacing;
+    explicit Grid(double std);
+};
+
 struct NoiseLanes {
     // Words of blocks [first, first + blocks); blocks is a multiple of kGroup.
     void (*words)(const Position &at, uint32_t first, int64_t blocks, uint32_t *out);
-    // Their normals, in float32.
-    void (*normals)(const Position &at, uint32_t first, int64_t blocks, float *out);
+    // Their normals, in float32; with `marked`, NaN where 64 bits of the uniform do not tell them to float32's accuracy.
+    void (*normals)(const Position &at, uint32_t first, int64_t blocks, float *out, bool marked);
     // The same, while 64 bytes a block of four arrays are fetched into the cache.
-    void (*normals_ahead)(const Position &at, uint32_t first, int64_t blocks, float *out, const char *const ahead[4]);
-    // z[i] = half the sum of four normals: elements 16 b + k of blocks 4 b .. 4 b + 3 (`z` holds the four times
-    // longer input).
-    void (*fold)(float *z, int64_t n);
+    void (*normals_ahead)(const Position &at, uint32_t first, int64_t blocks, float *out, bool marked,
+                          const char *const ahead[4]);
+    // z[i] = scale * x[i] + std * z[i] rounded to the grid, for marked normals z; n <= kTile. Writes to `open` the
+    // indices whose rounding float32 does not decide, of which z[i] is left wrong, and returns how many they are.
+    int64_t (*to_grid)(const void *x, Dtype dtype, float scale, float *z, const Grid &grid, int64_t n, int32_t *open);
     // x[i] = scale * x[i] + std * z[i], n <= kTile, any dtype; out may be x.
     void (*scale_add)(const void *x, void *out, Dtype dtype, const float *z, float scale, float std, int64_t n);
     void (*adamw)(void *param, Dtype dtype, const float *grad, float *mean, float *square, const float *z,
@@ -71,10 +81,14 @@ const NoiseLanes &noise_lanes(const std::string &isa);
 float wide_radius(const Position &at, uint32_t block, int k, uint32_t word);
 
 // Writes the noise of elements [first, first + n) to z, and returns where they begin: `first` need not begin a block.
-// n <= kTile, and z has room for kTile + kGroup * kBlockWords floats, four times as many when `folded` (secure
-// rounding).
-const float *noise_tile(const NoiseLanes &lanes, const Position &at, bool folded, uint64_t first, int64_t n, float *z);
-constexpr int64_t kTileRoom = 4 * (kTile + kGroup * kBlockWords);
+// n <= kTile, and z has room for kTileRoom floats.
+float *noise_tile(const NoiseLanes &lanes, const Position &at, bool marked, uint64_t first, int64_t n, float *z);
+constexpr int64_t kTileRoom = kTile + 2 * kGroup * kBlockWords;
+
+// z[i] = scale * x[i] + std * z[i] rounded to the grid, exactly, for the marked normals z of elements [first, first +
+// n).
+void round_to_grid(const NoiseLanes &lanes, const Position &at, const Grid &grid, uint64_t first, const void *x,
+                   Dtype dtype, float scale, float *z, int64_t n);
 
 // Calls body(begin, end) over [0, n) in items of `piece`, on at most `threads` threads, each of which has at least two
 // items to start for. Where the pieces are cut must not matter to the result.

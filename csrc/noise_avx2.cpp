@@ -65,7 +65,7 @@ inline void transpose(const vf w[16], float *out) {
 
 }  // namespace
 
-const NoiseLanes noise_lanes = {words, normals, normals_ahead, fold,       scale_add,
+const NoiseLanes noise_lanes = {words, normals, normals_ahead, to_grid,    scale_add,
                                 adamw, dot,     to_float,      from_float, pull_back};
 
 }  // namespace avx2

@@ -55,7 +55,7 @@ def make_private(
     loss_reduction: str | None = None,
     output_dir: str | os.PathLike[str] | None = None,
     resume: bool = False,
-    secure_rounding: bool = False,
+    secure_rounding: bool = True,
     two_pass: bool | None = None,
     self_check: bool = True,
     unsafe_seed: int | None = None,
@@ -83,7 +83,8 @@ def make_private(
         loss_reduction: "mean" or "sum", for a criterion outside the model; the model then need not return a loss.
         output_dir: where the ledger is kept; None keeps it in memory, and a crash forgets it.
         resume: continue the ledger found in output_dir.
-        secure_rounding: noise in the form that resists floating-point attacks.
+        round what is noised to a grid, exactly (docs/noise.md); without it the low bits of exact weights may
+            tell what rounding did to a sum.
         two_pass: run backward twice and keep no activations' factors; None: when gradient checkpointing is on.
         self_check: compare the first batch with one-at-a-time autograd before anything is released.
         unsafe_seed: makes sampling and noise reproducible, which protects nothing; for tests.

@@ -5,20 +5,24 @@ import triton
 import triton.language as tl
 
 from .chacha import BLOCKS, normals
+from .grid import numbers_of_grid, on_grid
 from .launch import beside, on_device_of
 
 
 @triton.jit
 def _step(
-    p_param, p_grad, p_mean, p_square, o_x, m_x, z,
-    std, inverse_divisor, keep, step_size, lerp1, beta2, rest2, inverse_correction2, eps, noise_variance, floor,
-    CORRECTED: tl.constexpr,
+    p_param, p_grad, p_mean, p_square, o_x, m_x, z, p_position, block, std, spacing, inverse,
+    inverse_divisor, keep, step_size, lerp1, beta2, rest2, inverse_correction2, eps, noise_variance, floor,
+    CORRECTED: tl.constexpr, ROUNDED: tl.constexpr,
 ):  # fmt: skip
     grad = tl.load(p_grad + o_x, mask=m_x)
     mean = tl.load(p_mean + o_x, mask=m_x)
     square = tl.load(p_square + o_x, mask=m_x)
     param = tl.load(p_param + o_x, mask=m_x).to(tl.float32)
-    g = tl.fma(z, std, grad) * inverse_divisor
+    if ROUNDED:
+        g = on_grid(grad, z, p_position, block, std, spacing, inverse) * inverse_divisor
+    else:
+        g = tl.fma(z, std, grad) * inverse_divisor
     mean = tl.fma(lerp1, g - mean, mean)
     square = tl.fma(g * g, rest2, square * beta2)
     if CORRECTED:
@@ -34,20 +38,22 @@ def _step(
 @triton.jit(do_not_specialize=["n"])
 def _adamw_kernel(
     p_param, p_grad, p_mean, p_square, p_position, n,
-    std, inverse_divisor, keep, step_size, lerp1, beta2, rest2, inverse_correction2, eps, noise_variance, floor,
-    b_blocks: tl.constexpr, CORRECTED: tl.constexpr, FOLDED: tl.constexpr,
+    std, spacing, inverse, inverse_divisor, keep, step_size, lerp1, beta2, rest2, inverse_correction2, eps, noise_variance, floor,
+    b_blocks: tl.constexpr, CORRECTED: tl.constexpr, ROUNDED: tl.constexpr,
 ):  # fmt: skip
     first = tl.program_id(0).to(tl.int64) * b_blocks
-    block = first + tl.arange(0, b_blocks)
-    z = normals(p_position, block.to(tl.uint32), FOLDED)
-    o_x = block[:, None] * 16 + tl.arange(0, 16)[None, :]
+    block = (first + tl.arange(0, b_blocks)).to(tl.uint32)
+    z = normals(p_position, block, ROUNDED)
+    o_x = (first + tl.arange(0, b_blocks))[:, None] * 16 + tl.arange(0, 16)[None, :]
     # A mask on single elements forbids wide loads and stores, so only the last program has one.
     if (first + b_blocks) * 16 <= n:
-        _step(p_param, p_grad, p_mean, p_square, o_x, None, z, std, inverse_divisor, keep, step_size, lerp1, beta2, rest2,
-              inverse_correction2, eps, noise_variance, floor, CORRECTED)  # fmt: skip
+        _step(p_param, p_grad, p_mean, p_square, o_x, None, z, p_position, block, std, spacing, inverse, inverse_divisor,
+              keep, step_size, lerp1, beta2, rest2, inverse_correction2, eps, noise_variance, floor, CORRECTED,
+              ROUNDED)  # fmt: skip
     else:
-        _step(p_param, p_grad, p_mean, p_square, o_x, o_x < n, z, std, inverse_divisor, keep, step_size, lerp1, beta2, rest2,
-              inverse_correction2, eps, noise_variance, floor, CORRECTED)  # fmt: skip
+        _step(p_param, p_grad, p_mean, p_square, o_x, o_x < n, z, p_position, block, std, spacing, inverse, inverse_divisor,
+              keep, step_size, lerp1, beta2, rest2, inverse_correction2, eps, noise_variance, floor, CORRECTED,
+              ROUNDED)  # fmt: skip
 
 
 def adamw_noise_step_(
@@ -86,7 +92,7 @@ def adamw_noise_step_(
             flat[2],
             beside(position, param),
             param.numel(),
-            float(std),
+            *(numbers_of_grid(std) if secure_rounding and std > 0.0 else (float(std), 0.0, 0.0)),
             1.0 / divisor,
             1.0 - lr * weight_decay,
             lr / (1.0 - beta1**step),
@@ -99,7 +105,7 @@ def adamw_noise_step_(
             float(variance_floor or 0.0),
             b_blocks=BLOCKS,
             CORRECTED=variance_floor is not None,
-            FOLDED=secure_rounding,
+            ROUNDED=secure_rounding and std > 0.0,
             enable_fp_fusion=True,
             num_warps=4,
         )

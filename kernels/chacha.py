@@ -146,7 +146,11 @@ def _turn(word):
 
 
 @triton.jit
-def _box_muller(p_position, block):
+def normals(p_position, block, MARKED: tl.constexpr):
+    """float32 [B, 16]: the normals of elements ``16 block + (0..15)``; ``block`` is uint32 [B].
+
+    MARKED puts NaN where 64 bits of the uniform do not tell a normal to float32's accuracy, once in 2^32 radii.
+    """
     first, last = chacha20_words(p_position, block, tl.full((), 0, tl.uint32))
     square = _radius_squared(first)
     # Tails beyond 6 sigma: a word below 2^16 is continued by 32 more bits. Few tiles hold one, so few make the second
@@ -154,20 +158,9 @@ def _box_muller(p_position, block):
     if tl.min(tl.min(first, 1), 0) < 65536:
         second, _ = chacha20_words(p_position, block, tl.full((), DOMAIN_FLAG, tl.uint32))
         square = tl.where(first < 65536, _wide_radius_squared(first, second), square)
+        if MARKED:
+            square = tl.where(first == 0, float("nan"), square)
     radius = tl.sqrt(square)
     cosine, sine = _turn(last)
     pairs = tl.join(radius * cosine, radius * sine)  # [B, 8, 2]
     return tl.reshape(tl.permute(pairs, (0, 2, 1)), (block.shape[0], 16))
-
-
-@triton.jit
-def normals(p_position, block, FOLDED: tl.constexpr):
-    """float32 [B, 16]: the normals of elements ``16 block + (0..15)``; ``block`` is uint32 [B].
-
-    FOLDED is secure rounding: each is half the sum of the same element of blocks ``4 block .. 4 block + 3``.
-    """
-    if FOLDED:
-        z = _box_muller(p_position, block * 4) + _box_muller(p_position, block * 4 + 1)
-        return (z + (_box_muller(p_position, block * 4 + 2) + _box_muller(p_position, block * 4 + 3))) * 0.5
-    else:
-        return _box_muller(p_position, block)

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from .chacha import BLOCKS, normals
+from .grid import numbers_of_grid, on_grid
 from .launch import beside, on_device_of
 
 # Elements that one program of the dot products reads: large enough that its float64 sums hide behind the loads.
@@ -46,9 +47,16 @@ def _in_order(p_partial, row, chunks, b_chunks: tl.constexpr):
 
 
 @triton.jit
+def _is_clipped(norm, max_norm):
+    return norm > max_norm * (1.0 - 1.0 / 268435456.0)
+
+
+@triton.jit
 def _factor(norm, max_norm):
-    # min(1, max_norm / norm), and 0 for a norm that is not finite
-    return tl.where(norm < float("inf"), max_norm / tl.where(norm > max_norm, norm, max_norm), 0.0)
+    # min(1, max_norm / norm), and 0 for a norm that is not finite; below 1 it is smaller by 2^-22, more than the norm, the
+    # factor and its product with an element are rounded by, so that no row is ever left longer than the bound.
+    scale = tl.where(_is_clipped(norm, max_norm), max_norm / norm * (1.0 - 1.0 / 4194304.0), 1.0)
+    return tl.where(norm < float("inf"), scale, 0.0)
 
 
 @triton.jit(do_not_specialize=["chunks"])
@@ -64,7 +72,7 @@ def _backward_factor_kernel(p_partial, p_norm, p_scale, p_pull, chunks, max_norm
     row = tl.program_id(0).to(tl.int64)
     dot = _in_order(p_partial, row, chunks, b_chunks)
     norm = tl.load(p_norm + row)
-    pull = tl.where(norm > max_norm, dot / (norm * norm), 0.0)
+    pull = tl.where(_is_clipped(norm, max_norm), dot / (norm * norm), 0.0)
     tl.store(p_scale + row, _factor(norm, max_norm).to(tl.float32))
     tl.store(p_pull + row, pull.to(tl.float32))
 
@@ -82,32 +90,39 @@ def _rows_of(first, o_tile, width, b_tile: tl.constexpr):
 
 
 @triton.jit
-def _scale_add(p_x, p_out, o_x, m_x, z, scale, std):
+def _scale_add(
+    p_x, p_out, o_x, m_x, z, scale, std, p_position, block, spacing, inverse, ROUNDED: tl.constexpr
+):  # fmt: skip
     x = tl.load(p_x + o_x, mask=m_x).to(tl.float32)
     # A scale of zero removes the example by selection: zero times NaN would be NaN.
     kept = tl.where(scale != 0.0, x * scale, 0.0)
-    tl.store(p_out + o_x, tl.fma(z, std, kept).to(p_out.dtype.element_ty), mask=m_x)
+    if ROUNDED:
+        kept = on_grid(kept, z, p_position, block, std, spacing, inverse)
+    else:
+        kept = tl.fma(z, std, kept)
+    tl.store(p_out + o_x, kept.to(p_out.dtype.element_ty), mask=m_x)
 
 
 @triton.jit(do_not_specialize=["n", "width"])
 def _apply_kernel(
-    p_x, p_out, p_scale, p_position, n, width, std, b_blocks: tl.constexpr, NOISY: tl.constexpr, FOLDED: tl.constexpr
-):
+    p_x, p_out, p_scale, p_position, n, width, std, spacing, inverse,
+    b_blocks: tl.constexpr, NOISY: tl.constexpr, ROUNDED: tl.constexpr,
+):  # fmt: skip
     first = tl.program_id(0).to(tl.int64) * b_blocks
-    block = first + tl.arange(0, b_blocks)
+    block = (first + tl.arange(0, b_blocks)).to(tl.uint32)
     o_tile = tl.arange(0, b_blocks)[:, None] * 16 + tl.arange(0, 16)[None, :]
     o_x = first * 16 + o_tile
     rows = _rows_of(first * 16, o_tile, width.to(tl.int64), b_blocks * 16)
     scale = tl.load(p_scale + rows, mask=o_x < n, other=0.0)
     if NOISY:
-        z = normals(p_position, block.to(tl.uint32), FOLDED)
+        z = normals(p_position, block, ROUNDED)
     else:
         z = tl.zeros((b_blocks, 16), tl.float32)
     # A mask on single elements forbids wide loads and stores, so only the last program has one.
     if (first + b_blocks) * 16 <= n:
-        _scale_add(p_x, p_out, o_x, None, z, scale, std)
+        _scale_add(p_x, p_out, o_x, None, z, scale, std, p_position, block, spacing, inverse, ROUNDED)
     else:
-        _scale_add(p_x, p_out, o_x, o_x < n, z, scale, std)
+        _scale_add(p_x, p_out, o_x, o_x < n, z, scale, std, p_position, block, spacing, inverse, ROUNDED)
 
 
 @triton.jit(do_not_specialize=["n", "width"])
@@ -172,10 +187,10 @@ def clip_noise(
             beside(position, x),
             x.numel(),
             width,
-            float(std),
+            *(numbers_of_grid(std) if secure_rounding and std > 0.0 else (float(std), 0.0, 0.0)),
             b_blocks=BLOCKS,
             NOISY=std != 0.0,
-            FOLDED=secure_rounding,
+            ROUNDED=secure_rounding and std > 0.0,
             enable_fp_fusion=True,
             num_warps=4,
         )

@@ -5,26 +5,33 @@ import triton
 import triton.language as tl
 
 from .chacha import BLOCKS, normals
+from .grid import numbers_of_grid, on_grid
 from .launch import beside, on_device_of
 
 
 @triton.jit
-def _add(p_x, o_x, m_x, z, std):
+def _add(p_x, o_x, m_x, z, std, p_position, block, spacing, inverse, ROUNDED: tl.constexpr):
     x = tl.load(p_x + o_x, mask=m_x).to(tl.float32)
-    tl.store(p_x + o_x, tl.fma(z, std, x).to(p_x.dtype.element_ty), mask=m_x)
+    if ROUNDED:
+        x = on_grid(x, z, p_position, block, std, spacing, inverse)
+    else:
+        x = tl.fma(z, std, x)
+    tl.store(p_x + o_x, x.to(p_x.dtype.element_ty), mask=m_x)
 
 
-@triton.jit(do_not_specialize=["n"])
-def _add_noise_kernel(p_x, p_position, n, std, b_blocks: tl.constexpr, FOLDED: tl.constexpr):
+@triton.jit(do_not_specialize=["n", "std", "spacing", "inverse"])
+def _add_noise_kernel(p_x, p_position, n, std, spacing, inverse, b_blocks: tl.constexpr, ROUNDED: tl.constexpr):
+    # Where the sum is ROUNDED, ``std`` is in units of the grid's spacing.
     first = tl.program_id(0).to(tl.int64) * b_blocks
     block = first + tl.arange(0, b_blocks)
-    z = normals(p_position, block.to(tl.uint32), FOLDED)
-    o_x = block[:, None] * 16 + tl.arange(0, 16)[None, :]
+    block = block.to(tl.uint32)
+    z = normals(p_position, block, ROUNDED)
+    o_x = (first + tl.arange(0, b_blocks))[:, None] * 16 + tl.arange(0, 16)[None, :]
     # A mask on single elements forbids wide loads and stores, so only the last program has one.
     if (first + b_blocks) * 16 <= n:
-        _add(p_x, o_x, None, z, std)
+        _add(p_x, o_x, None, z, std, p_position, block, spacing, inverse, ROUNDED)
     else:
-        _add(p_x, o_x, o_x < n, z, std)
+        _add(p_x, o_x, o_x < n, z, std, p_position, block, spacing, inverse, ROUNDED)
 
 
 def add_noise_(x: torch.Tensor, std: float, position: torch.Tensor, secure_rounding: bool) -> None:
@@ -40,9 +47,9 @@ def add_noise_(x: torch.Tensor, std: float, position: torch.Tensor, secure_round
             flat,
             beside(position, x),
             x.numel(),
-            float(std),
+            *(numbers_of_grid(std) if secure_rounding else (float(std), 0.0, 0.0)),
             b_blocks=BLOCKS,
-            FOLDED=secure_rounding,
+            ROUNDED=secure_rounding,
             enable_fp_fusion=True,
             num_warps=4,
         )

@@ -44,7 +44,7 @@ _ENVELOPE = (
 )
 
 
-def noise_source(reproducible: bool, secure_rounding: bool = False) -> dict[str, Any]:
+def noise_source(reproducible: bool, secure_rounding: bool = True) -> dict[str, Any]:
     """Where noise came from, for a card; a reproducible key voids its guarantee."""
     key = UNSAFE_KEY if reproducible else "operating system"
     return {"generator": "ChaCha20", "key": key, "secure_rounding": secure_rounding}

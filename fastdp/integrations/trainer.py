@@ -43,7 +43,7 @@ class PrivacyArguments:
     user_id_column: str | None = None
     max_examples_per_user: int | None = None
     unit_map: str | None = None
-    secure_rounding: bool = False
+    secure_rounding: bool = True
     two_pass: bool | None = None
     allow_large_delta: bool = False
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from fastdp.ops.grid import check_grid, on_grid
 from fastdp.ops.noise import check_in_place, check_position, check_tensor, standard_normals
-from fastdp.ops.stream import MAX_ELEMENTS, Draw, NoiseStream
+from fastdp.ops.stream import Draw, NoiseStream
 from fastdp.ops.table import Op
 from fastdp.validate import at_least, positive
 
@@ -38,8 +39,6 @@ def _check(
                 f"{name} must have the shape and device of param, {list(param.shape)} on {param.device}, "
                 f"got {list(x.shape)} on {x.device}"
             )
-    if secure_rounding and param.numel() > MAX_ELEMENTS // 4:
-        raise ValueError(f"param has {param.numel()} elements, more than the 2^34 that secure rounding has noise for")
     at_least(0.0, std=std, lr=lr, eps=eps, weight_decay=weight_decay, **{"betas[0]": beta1, "betas[1]": beta2})
     positive(divisor=divisor)
     if beta1 >= 1.0 or beta2 >= 1.0:
@@ -49,6 +48,8 @@ def _check(
     if variance_floor is not None:
         positive(variance_floor=variance_floor)
     check_position(position)
+    if secure_rounding:
+        check_grid("param", param, std)
 
 
 def _reference(
@@ -68,8 +69,11 @@ def _reference(
     variance_floor: float | None,
     secure_rounding: bool,
 ) -> None:
-    z = standard_normals(position, param.numel(), secure_rounding).to(param.device, torch.float32)
-    g = torch.add(grad_sum, z.reshape(param.shape), alpha=std).div_(divisor)
+    if secure_rounding and std > 0.0:
+        g = on_grid(grad_sum, std, position).div_(divisor)
+    else:
+        z = standard_normals(position, param.numel()).to(param.device, torch.float32)
+        g = torch.add(grad_sum, z.reshape(param.shape), alpha=std).div_(divisor)
     exp_avg.lerp_(g, 1.0 - beta1)
     exp_avg_sq.mul_(beta2).addcmul_(g, g, value=1.0 - beta2)
     unbiased = exp_avg_sq / (1.0 - beta2**step)
@@ -108,7 +112,7 @@ def adamw_noise_step_(
     weight_decay: float = 0.01,
     step: int,
     variance_floor: float | None = None,
-    secure_rounding: bool = False,
+    secure_rounding: bool = True,
 ) -> None:
     """One private step of AdamW in place, on ``g = (grad_sum + std z) / divisor``; the noise never reaches memory.
 

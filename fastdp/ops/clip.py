@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 
+from fastdp.ops.grid import check_grid, on_grid
 from fastdp.ops.noise import check_position, check_tensor, standard_normals
-from fastdp.ops.stream import MAX_ELEMENTS, Draw, NoiseStream
+from fastdp.ops.stream import Draw, NoiseStream
 from fastdp.ops.table import Op
 from fastdp.validate import at_least, positive
 
@@ -23,15 +24,23 @@ def _check_clip(
         raise ValueError("x must have a first dimension of examples, got a tensor of no dimensions")
     at_least(0.0, std=std)
     positive(max_norm=max_norm)
-    if secure_rounding and x.numel() > MAX_ELEMENTS // 4:
-        raise ValueError(f"x has {x.numel()} elements, more than the 2^34 that secure rounding has noise for")
+    if secure_rounding:
+        check_grid("x", x, std)
     check_position(position)
 
 
+def _is_clipped(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
+    return norm > max_norm * (1.0 - 2.0**-28)
+
+
 def _factors(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
-    """``min(1, max_norm / norm)``, and 0 for a norm that is not finite: float64, same shape."""
-    finite = torch.isfinite(norm)
-    return torch.where(finite, (max_norm / norm.clamp_min(max_norm)), torch.zeros_like(norm))
+    """``min(1, max_norm / norm)``, and 0 for a norm that is not finite: float64, same shape.
+
+    Where it is below 1 it is smaller by 2^-22, more than the norm, the factor and its product with an element are rounded
+    by in float32, so that no row is ever left longer than the bound.
+    """
+    scale = torch.where(_is_clipped(norm, max_norm), max_norm / norm * (1.0 - 2.0**-22), 1.0)
+    return torch.where(torch.isfinite(norm), scale, 0.0)
 
 
 def _reference_clip_noise(
@@ -41,7 +50,9 @@ def _reference_clip_noise(
     norm = torch.linalg.vector_norm(rows.double(), dim=1)
     factor = _factors(norm, max_norm)[:, None]
     clipped = torch.where(factor > 0.0, rows.double() * factor, 0.0)
-    z = standard_normals(position, x.numel(), secure_rounding).to(x.device).reshape(rows.shape)
+    if secure_rounding and std > 0.0:
+        return on_grid(clipped.float(), std, position).to(x.dtype).reshape(x.shape), norm
+    z = standard_normals(position, x.numel()).to(x.device).reshape(rows.shape)
     return (clipped + std * z).to(x.dtype).reshape(x.shape), norm
 
 
@@ -49,7 +60,7 @@ def _reference_backward(grad: torch.Tensor, x: torch.Tensor, norm: torch.Tensor,
     shape = (x.shape[0], -1) if x.numel() else (x.shape[0], 0)
     g, rows = grad.reshape(shape).double(), x.reshape(shape).double()
     factor = _factors(norm, max_norm)[:, None]
-    pull = torch.where(norm > max_norm, (g * rows).sum(1) / norm.square(), 0.0)[:, None]
+    pull = torch.where(_is_clipped(norm, max_norm), (g * rows).sum(1) / norm.square(), 0.0)[:, None]
     return torch.where(factor > 0.0, factor * (g - pull * rows), 0.0).to(x.dtype).reshape(x.shape)
 
 
@@ -102,7 +113,7 @@ _CLIP_NOISE.implement("cuda", "fastdp.kernels.clip_noise")
 
 
 def clip_noise(
-    x: torch.Tensor, max_norm: float, std: float, stream: NoiseStream | Draw, *, secure_rounding: bool = False
+    x: torch.Tensor, max_norm: float, std: float, stream: NoiseStream | Draw, *, secure_rounding: bool = True
 ) -> torch.Tensor:
     """Scale each example to Frobenius norm at most ``max_norm``, and add normal noise of standard deviation ``std``.
 

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from fastdp.ops.grid import check_grid, on_grid
 from fastdp.ops.stream import MAX_ELEMENTS, POSITION_WORDS, Draw, NoiseStream, chacha20_words
 from fastdp.ops.table import Op
 from fastdp.validate import at_least
@@ -15,11 +16,8 @@ from fastdp.validate import at_least
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
-def standard_normals(position: torch.Tensor, n: int, secure_rounding: bool = False) -> torch.Tensor:
+def standard_normals(position: torch.Tensor, n: int) -> torch.Tensor:
     """The definition of the noise: the normals of elements 0 .. n - 1 at ``position``, float64 [n]."""
-    if secure_rounding:
-        four = standard_normals(position, 64 * -(-n // 16)).reshape(-1, 4, 16)
-        return ((four[:, 0] + four[:, 1]) + (four[:, 2] + four[:, 3])).mul_(0.5).reshape(-1)[:n]
     blocks = -(-n // 16)
     words = chacha20_words(position, 0, blocks)
     radius, angle = normal_parts(words[:, :8], chacha20_words(position, 0, blocks, second=True)[:, :8], words[:, 8:])
@@ -78,12 +76,15 @@ def _check_add_noise(x: torch.Tensor, std: float, position: torch.Tensor, secure
     check_in_place("x", x)
     at_least(0.0, std=std)
     check_position(position)
-    if secure_rounding and x.numel() > MAX_ELEMENTS // 4:
-        raise ValueError(f"x has {x.numel()} elements, more than the 2^34 that secure rounding has noise for")
+    if secure_rounding:
+        check_grid("x", x, std)
 
 
 def _reference_add_noise(x: torch.Tensor, std: float, position: torch.Tensor, secure_rounding: bool) -> None:
-    z = standard_normals(position, x.numel(), secure_rounding).to(device=x.device, dtype=torch.float32)
+    if secure_rounding and std > 0.0:
+        x.copy_(on_grid(x, std, position))
+        return
+    z = standard_normals(position, x.numel()).to(device=x.device, dtype=torch.float32)
     x.copy_(torch.add(x.float(), z.reshape(x.shape), alpha=std))
 
 
@@ -98,7 +99,7 @@ _ADD_NOISE.implement("cuda", "fastdp.kernels.noise")
 
 
 def add_noise_(
-    x: torch.Tensor, std: float, stream: NoiseStream | Draw, *, secure_rounding: bool = False
+    x: torch.Tensor, std: float, stream: NoiseStream | Draw, *, secure_rounding: bool = True
 ) -> torch.Tensor:
     """Add independent normal noise of standard deviation ``std`` to ``x`` in place, and return ``x``.
 
@@ -109,9 +110,10 @@ def add_noise_(
         x: any shape; float32, bfloat16 or float16; at most 2^36 elements.
         std: in the units of ``x``; 0 leaves ``x`` as it is.
         stream: a ``NoiseStream`` or one position of it; claimed even when ``std`` is 0.
-        secure_rounding: make each number as half the sum of four normals, so that the floating-point grid of a single
-            Box-Muller output no longer tells noised values apart (Holohan and Braghin 2021, arXiv 2112.05307, with
-            n = 2; the mode that Opacus calls secure). Costs four times the noise.
+        secure_rounding: round the noised numbers to a grid, as if the normals and the addition were exact: the result
+            is then a function of a real Gaussian release and gives away nothing that arithmetic would have added
+            (see `fastdp.ops.grid` and docs/noise.md). At most 2^35 elements. Turned off, it is float32 noise added in
+            float32, whose gaps tell an observer of exact values what the sum was.
 
     Raises:
         ValueError: if ``std`` is negative or not finite, ``x`` is an expanded view, or it is too large.

@@ -14,7 +14,8 @@ tensor: for ``k`` in 0..7, with ``v`` the same block under the domain flag,
 
 The largest radius is ``sqrt(2 * 65 * ln 2)`` = 9.49, reached with the probability it should have.
 
-With secure rounding, element ``16 b + k`` is half the sum of element ``k`` of blocks ``4 b .. 4 b + 3``.
+Secure rounding needs the uniforms to more bits: ``w`` and ``v`` are the first 64 of 128, for radius and angle alike, and
+the rest are the same words of block ``b + 2^31``, first under the domain flag and then without (`fastdp.ops.grid`).
 """
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ class Access:
         record: notes one release of a kind in the ledger.
         open_loader: draws one sample for a kind.
         stream: noise for one preparation alone.
-        secure_rounding: whether noise is drawn in the form that resists floating-point attacks.
+        secure_rounding: whether noised sums are rounded to a grid, exactly.
         returns_loss: whether the model returns its loss.
         open_unprotected: draws at a rate for what gets no noise; None where the run claims to be private.
     """
@@ -90,7 +90,7 @@ class Access:
     record: Callable[[str], None]
     open_loader: Callable[[str], PrivateLoader]
     stream: NoiseStream
-    secure_rounding: bool = False
+    secure_rounding: bool = True
     returns_loss: bool = True
     open_unprotected: Callable[[float], PrivateLoader] | None = None
 

@@ -43,7 +43,7 @@ class Release:
         ledger: notes each release before it happens.
         stream: the noise; tensor i of release s takes position (s, i), whatever the number of threads or micro-batches.
         expected_batch_size: the divisor, which does not depend on the batch that was drawn.
-        secure_rounding: draw the noise in the form that resists floating-point attacks.
+        secure_rounding: round noised sums to a grid, exactly (docs/noise.md).
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Release:
         stream: NoiseStream,
         expected_batch_size: float,
         *,
-        secure_rounding: bool = False,
+        secure_rounding: bool = True,
     ):
         self.parameters = parameters
         self.ledger = ledger
@@ -104,10 +104,11 @@ class Release:
         group = policy.group_of.get(name, 0)
         stds = policy.stds or (0.0,)
         if isinstance(group, tuple):
-            noise = torch.zeros_like(total)
-            self._draw(noise, 1.0, index)
-            inside, outside = stds[group[0]], stds[group[1]]
-            total.add_(noise.mul_(torch.where(policy.masks[name], inside, outside)))
+            # Each side's noised sum lies on a grid of its own: both are drawn whole, and each gives the elements it has.
+            outside = total.clone()
+            self._draw(total, stds[group[0]], index)
+            self._draw(outside, stds[group[1]], index + len(self.parameters))
+            torch.where(policy.masks[name], total, outside, out=total)
         elif stds[group] > 0:
             self._draw(total, stds[group], index)
 

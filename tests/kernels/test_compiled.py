@@ -66,7 +66,8 @@ def strides(*names):
     return {name: (1 if name[-1] in "kmn" else "i32") for name in names}
 
 
-ADAMW = "std inverse_divisor keep step_size lerp1 beta2 rest2 inverse_correction2 eps noise_variance floor".split()
+GRID = ("std", "spacing", "inverse")
+ADAMW = "inverse_divisor keep step_size lerp1 beta2 rest2 inverse_correction2 eps noise_variance floor".split()
 OFFSETS = {"p_offsets": "*i64", "p_parts": "*fp32"}
 
 
@@ -192,13 +193,13 @@ def onehot_scatter_case(masked, slow=False):
 CASES = {
     "noise": Case(
         noise._add_noise_kernel,
-        {"p_x": "*fp32", "p_position": "*i32", "n": "i64", "std": "fp32"},
-        {"b_blocks": chacha.BLOCKS, "FOLDED": False},
+        {"p_x": "*fp32", "p_position": "*i32", "n": "i64", **numbers(*GRID, kind="fp32")},
+        {"b_blocks": chacha.BLOCKS, "ROUNDED": False},
     ),
-    "noise-folded-bf16": Case(
+    "noise-rounded-bf16": Case(
         noise._add_noise_kernel,
-        {"p_x": "*bf16", "p_position": "*i32", "n": "i64", "std": "fp32"},
-        {"b_blocks": chacha.BLOCKS, "FOLDED": True},
+        {"p_x": "*bf16", "p_position": "*i32", "n": "i64", **numbers(*GRID, kind="fp32")},
+        {"b_blocks": chacha.BLOCKS, "ROUNDED": True},
         slow=True,
     ),
     "adamw": Case(
@@ -206,9 +207,9 @@ CASES = {
         {
             **{"p_param": "*bf16", "p_grad": "*fp32", "p_mean": "*fp32", "p_square": "*fp32", "p_position": "*i32"},
             "n": "i64",
-            **numbers(*ADAMW, kind="fp32"),
+            **numbers(*GRID, *ADAMW, kind="fp32"),
         },
-        {"b_blocks": chacha.BLOCKS, "CORRECTED": True, "FOLDED": False},
+        {"b_blocks": chacha.BLOCKS, "CORRECTED": True, "ROUNDED": False},
     ),
     "clip-norms": Case(
         clip_noise._row_dots_kernel,
@@ -220,7 +221,9 @@ CASES = {
         clip_noise._backward_factor_kernel, {**FACTORS, "p_pull": "*fp32"}, {"b_chunks": 128}, 1, slow=True
     ),
     "clip-apply": Case(
-        clip_noise._apply_kernel, {**APPLY, "std": "fp32"}, {"b_blocks": chacha.BLOCKS, "NOISY": True, "FOLDED": False}
+        clip_noise._apply_kernel,
+        {**APPLY, **numbers(*GRID, kind="fp32")},
+        {"b_blocks": chacha.BLOCKS, "NOISY": True, "ROUNDED": False},
     ),
     "clip-backward": Case(
         clip_noise._pull_back_kernel,

@@ -13,6 +13,8 @@ import torch
 
 from fastdp import _native
 from fastdp.ops import NoiseStream
+from fastdp.ops.grid import grid
+from fastdp.ops.noise import standard_normals
 
 ORDER = ("portable", "avx2", "avx512")
 PATHS = ORDER[: ORDER.index(_native.isa()) + 1]
@@ -35,20 +37,20 @@ position = given.pop("position")
 threads = int(given.pop("threads"))
 out = {}
 for dtype in range(3):
-    for folded in (False, True):
+    for rounded in (False, True):
         x, rows = given[f"x{dtype}"].copy(), 7
         y, norm, back = np.empty_like(x), np.empty(rows), np.empty_like(x)
         length = x.size // rows
         native.clip_noise(x.ctypes.data, y.ctypes.data, norm.ctypes.data, dtype, rows, length, 2.5, 0.7,
-                          position.ctypes.data, folded, threads)
+                          position.ctypes.data, rounded, threads)
         native.clip_backward(given[f"g{dtype}"].ctypes.data, x.ctypes.data, norm.ctypes.data, back.ctypes.data, dtype,
                              rows, length, 2.5, threads)
         p, m, v = x.copy(), given["m"].copy(), given["v"].copy()
         native.adamw_noise_step(p.ctypes.data, dtype, given["sum"].ctypes.data, m.ctypes.data, v.ctypes.data, p.size,
-                                position.ctypes.data, folded, 0.7, 32.0, 1e-2, 0.9, 0.999, 1e-8, 0.1, 3, folded, 1e-3,
+                                position.ctypes.data, rounded, 0.7, 32.0, 1e-2, 0.9, 0.999, 1e-8, 0.1, 3, rounded, 1e-3,
                                 threads)
-        native.add_noise(x.ctypes.data, dtype, 0, x.size, 0.7, position.ctypes.data, folded, threads)
-        out.update({f"{name}-{dtype}-{folded}": value for name, value in
+        native.add_noise(x.ctypes.data, dtype, 0, x.size, 0.7, position.ctypes.data, rounded, threads)
+        out.update({f"{name}-{dtype}-{rounded}": value for name, value in
                     dict(add=x, clip=y, norm=norm, back=back, param=p, mean=m, square=v).items()})
 for dtype in (1, 2):
     bits = np.arange(1 << 16).astype(np.uint16).view(np.int16)
@@ -62,6 +64,14 @@ buffer = io.BytesIO()
 np.savez(buffer, **out)
 sys.stdout.buffer.write(buffer.getvalue())
 """
+
+
+def open_sums(position: torch.Tensor, n: int, std: float) -> torch.Tensor:
+    """Sums whose noised values lie as near to the middle between two numbers of the grid as float32 allows: [n]."""
+    spacing, ratio = grid(std)
+    y = ratio * standard_normals(position, n).numpy()
+    away = np.floor(y) + 0.5 - y  # in [-1/2, 1/2]: the sum, in steps of the grid, that leads into the middle
+    return torch.from_numpy((away * spacing).astype(np.float32))
 
 
 def inputs(n: int = 7 * 3001) -> dict[str, np.ndarray]:

@@ -1,16 +1,22 @@
 """AdamW with noise in one pass, against torch's AdamW given the same noise."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastdp.ops import NoiseStream, adamw_noise_step_
+from fastdp import ops
+from fastdp.ops import NoiseStream
+from fastdp.ops.grid import on_grid
 from fastdp.ops.noise import standard_normals
 from fastdp.ops.table import OPS
 from tests.ops.noise_paths import DTYPES, ODD_SHAPES
+
+#: Float32 noise as it is, not rounded to a grid (that has tests of its own).
+adamw_noise_step_ = partial(ops.adamw_noise_step_, secure_rounding=False)
 
 HYPER = {"lr": 3e-3, "betas": (0.9, 0.99), "eps": 1e-6, "weight_decay": 0.1}
 
@@ -25,8 +31,11 @@ def torch_steps(param: torch.Tensor, sums: list[torch.Tensor], dtype: torch.dtyp
     w = torch.nn.Parameter(param.to(dtype))
     optimizer = torch.optim.AdamW([w], **HYPER)
     for total in sums:
-        z = standard_normals(at.take(), w.numel(), secure).reshape(w.shape)
-        w.grad = ((total.double() + 0.7 * z) / 32.0).to(dtype)
+        if secure:
+            noised = on_grid(total, 0.7, at.take()).double()
+        else:
+            noised = total.double() + 0.7 * standard_normals(at.take(), w.numel()).reshape(w.shape)
+        w.grad = (noised / 32.0).to(dtype)
         optimizer.step()
     state = optimizer.state[w]
     return w.detach(), state["exp_avg"], state["exp_avg_sq"]

@@ -59,7 +59,7 @@ class EWFTSettings:
     lengths: str = "hidden"
     joint_autoencoder: bool = False
     unchecked_records: bool = False
-    secure_rounding: bool = False
+    secure_rounding: bool = True
     public_texts: Sequence[PublicText] = ()
 
     def __post_init__(self) -> None:

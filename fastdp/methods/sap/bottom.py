@@ -29,7 +29,8 @@ def add_dchi_noise(rows: Tensor, eta: float, stream: NoiseStream) -> Tensor:
     check_eta(eta)
     width = rows.shape[-1]
     count = rows.numel() // width if width else 0
-    direction = ops.add_noise_(torch.zeros(count, width), 1.0, stream)
+    # Directions are not released, and on a grid they would not be uniform.
+    direction = ops.add_noise_(torch.zeros(count, width), 1.0, stream, secure_rounding=False)
     radius = torch.from_numpy(gamma_variates(stream.take(), count, float(width))) / eta
     noise = direction * (radius / direction.double().norm(dim=1))[:, None].float()
     wide = torch.promote_types(rows.dtype, torch.float32)

@@ -1,5 +1,8 @@
 """Noise in Triton equals the definition within rounding; AdamW and the clip with it."""
 
+import decimal
+from decimal import Decimal
+
 import numpy as np
 import pytest
 import torch
@@ -9,13 +12,15 @@ from fastdp.kernels.adamw import adamw_noise_step_
 from fastdp.kernels.chacha import _radius_squared, _turn, _wide_radius_squared, chacha20_words
 from fastdp.kernels.choice import uniforms
 from fastdp.kernels.clip_noise import clip_noise, clip_noise_backward
+from fastdp.kernels.grid import exact_normals
 from fastdp.kernels.noise import add_noise_
 
 from fastdp import ops
+from fastdp.ops.grid import exact_normal, on_grid
 from fastdp.ops.noise import normal_parts, standard_normals
 from fastdp.ops.stream import chacha20_words as defined_words
 from fastdp.ops.table import OPS
-from tests.ops.noise_paths import NORMAL_ERROR
+from tests.ops.noise_paths import NORMAL_ERROR, open_sums
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 #: Half a unit in the last place, relative.
@@ -97,22 +102,58 @@ def test_radius_and_angle_at_the_edges():
     assert np.abs(sine.numpy() - np.sin(angle)).max() <= NORMAL_ERROR
 
 
-def radii(n, folded):
-    """The largest radius among those that make each normal: its error is relative to that."""
-    blocks = 16 * -(-n // 16)
-    if folded:
-        return radii(4 * blocks, False).reshape(-1, 4, 16).amax(1).reshape(-1)[:n] * 2
-    pairs = standard_normals(position(), blocks).reshape(-1, 2, 8)
+def radii(n):
+    """The radius of the pair of each normal: its error is relative to that."""
+    pairs = standard_normals(position(), 16 * -(-n // 16)).reshape(-1, 2, 8)
     return pairs.norm(dim=1, keepdim=True).expand(-1, 2, 8).reshape(-1)[:n]
 
 
-@pytest.mark.parametrize("folded", [False, True])
 @pytest.mark.parametrize("n", [1, 7, 129, 2061])
-def test_normals_equal_the_definition(n, folded):
+def test_normals_equal_the_definition(n):
     x = torch.zeros(n)
-    add_noise_(x, 1.0, position(), folded)
-    error = (x.double() - standard_normals(position(), n, folded)).abs()
-    assert bool((error <= NORMAL_ERROR * radii(n, folded)).all())
+    add_noise_(x, 1.0, position(), False)
+    error = (x.double() - standard_normals(position(), n)).abs()
+    assert bool((error <= NORMAL_ERROR * radii(n)).all())
+
+
+@triton.jit
+def _exact_kernel(p_position, p_high, p_low, b: tl.constexpr):
+    block = tl.arange(0, b)
+    high, low = exact_normals(p_position, block.to(tl.uint32))
+    o = block[:, None] * 16 + tl.arange(0, 16)[None, :]
+    tl.store(p_high + o, high)
+    tl.store(p_low + o, low)
+
+
+def test_exact_normals():
+    high, low = torch.empty(64, dtype=torch.float64), torch.empty(64, dtype=torch.float64)
+    _exact_kernel[(1,)](position(), high, low, b=4)
+    with decimal.localcontext() as context:
+        context.prec = 60
+        for i in range(64):
+            truth = exact_normal(position(), i)
+            assert abs(Decimal(float(high[i])) + Decimal(float(low[i])) - truth) <= Decimal(2) ** -98 * abs(truth)
+
+
+@pytest.mark.parametrize("std", [0.7, 3.0])
+def test_rounded_sums_are_those_of_the_definition(std):
+    """Sums beside a middle of the grid among them, where float32 decides nothing and float64 not always."""
+    x = torch.cat([torch.zeros(2048), 1e4 * torch.randn(2048), open_sums(position(), 2048 + 13, std)])
+    got = x.clone()
+    add_noise_(got, std, position(), True)
+    assert torch.equal(got, on_grid(x, std, position()))
+
+
+def test_other_kernels_round_as_the_definition():
+    param, moments = torch.randn(257, 3), (torch.randn(257, 3), torch.randn(257, 3), torch.rand(257, 3))
+    numbers = (0.7, 8.0, 1e-2, 0.9, 0.999, 1e-8, 0.1, 5, None, True)
+    got, truth = ([param.clone(), *(m.clone() for m in moments)] for _ in range(2))
+    adamw_noise_step_(*got, position(), *numbers)
+    OPS["adamw_noise_step_"].reference(*truth, position(), *numbers)
+    for x, y in zip(got, truth):
+        torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-6)
+    x = 0.01 * torch.randn(5, 129)  # not clipped, so that both round the same numbers
+    assert torch.equal(clip_noise(x, 10.0, 0.5, position(), True)[0], on_grid(x, 0.5, position()))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

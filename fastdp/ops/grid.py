@@ -1,0 +1,118 @@
+"""Noised sums rounded to a grid, exactly: what is released is a function of a real Gaussian release (docs/noise.md).
+
+Floating-point noise on a floating-point sum has gaps that depend on the sum, and an observer of the result can see which
+sums it may have come from. Here the result is ``spacing * round(x / spacing + ratio * z)`` for the *real* number z that
+the words of a position stand for, where ``spacing`` is a public power of two and ``ratio = std / spacing`` lies in [16,
+32). Rounding a Gaussian release is post-processing, so neither sensitivity nor noise multiplier change; the rounding
+itself adds 1 / (12 ratio^2), at most .033%, to the variance.
+
+Every implementation decides the rounding from float32 normals where their error cannot reach the middle between two
+numbers of the grid (all but some 3 in 10,000), and from more digits of the same normal where it can. So all give the same
+numbers, on every device, for the same sum. They stop at 128 bits of the uniforms and 106 of the arithmetic: the result
+then differs from the real one with a probability below `DISTANCE` an element.
+"""
+
+from __future__ import annotations
+
+import decimal
+import math
+from decimal import Decimal
+
+import numpy as np
+import torch
+
+from fastdp.ops.stream import MAX_ELEMENTS, chacha20_words
+
+#: Statistical distance of an element from its real counterpart, at most.
+DISTANCE = 2.0**-85
+#: The second half of a position's blocks continues the uniforms of the first.
+_LARGEST = MAX_ELEMENTS // 2
+_RANGE = 2.0**100
+_DIGITS = 60
+_PI = Decimal("3.14159265358979323846264338327950288419716939937510582097494459")
+
+
+def grid(std: float) -> tuple[float, float]:
+    """(spacing, ratio) of the grid for noise of ``std``, which is rounded up to a float32: both are float32 numbers."""
+    size = np.float32(std)
+    if float(size) < std:
+        size = np.nextafter(size, np.float32(np.inf))
+    mantissa, exponent = math.frexp(float(size))
+    return math.ldexp(1.0, exponent - 5), math.ldexp(mantissa, 5)
+
+
+def check_grid(name: str, x: torch.Tensor, std: float) -> None:
+    """Refuse what secure rounding is not defined on: more than 2^35 elements, and noise near the ends of float32."""
+    if x.numel() > _LARGEST:
+        raise ValueError(f"{name} has {x.numel()} elements, more than the 2^35 that secure rounding has noise for")
+    if std > 0.0 and not 1 / _RANGE <= std <= _RANGE:
+        raise ValueError(f"std is {std:g}: secure rounding needs it between 2^-100 and 2^100")
+
+
+def on_grid(x: torch.Tensor, std: float, position: torch.Tensor) -> torch.Tensor:
+    """The definition: ``x`` with noise of ``std`` > 0, rounded to the grid; float32, of the shape of ``x``.
+
+    In float64 on the CPU, and in decimal numbers where that leaves a rounding open.
+    """
+    spacing, ratio = grid(std)
+    values = x.detach().cpu().float().reshape(-1).numpy().astype(np.float64)
+    steps = values / spacing
+    divided = np.abs(steps) < 2.0**23
+    with np.errstate(invalid="ignore"):
+        past = np.where(divided, steps - np.rint(steps), 0.0)
+    z, rough = _normals(position, values.size)
+    y = past + ratio * z
+    moved = np.rint(y)
+    with decimal.localcontext() as context:
+        context.prec = _DIGITS
+        for i in np.flatnonzero((np.abs(y - moved) > 0.5 - 2.0**-30) | rough):
+            exact = Decimal(float(past[i])) + Decimal(ratio) * exact_normal(position, int(i))
+            moved[i] = float(exact.to_integral_value(decimal.ROUND_HALF_EVEN))
+    whole = np.where(divided, np.rint(steps) * spacing, values).astype(np.float32)
+    released = whole + (moved * spacing).astype(np.float32)
+    return torch.from_numpy(released).reshape(x.shape).to(x.device)
+
+
+def _normals(position: torch.Tensor, n: int) -> tuple[np.ndarray, np.ndarray]:
+    """Normals from 64 bits of each uniform, float64 [n], and where these are too few for float64's accuracy."""
+    blocks = -(-n // 16)
+    words, second = chacha20_words(position, 0, blocks), chacha20_words(position, 0, blocks, second=True)
+    wide = (words.astype(np.uint64) << np.uint64(32)) | second
+    radius = wide[:, :8]
+    # Near 1 the logarithm is taken of the exact distance from 1.
+    log = np.where(
+        words[:, :8] >> np.uint32(31),
+        np.log1p(-((~radius).astype(np.float64) + 0.5) / 2.0**64),
+        np.log((radius.astype(np.float64) + 0.5) / 2.0**64),
+    )
+    turn = (wide[:, 8:].astype(np.int64).astype(np.float64) + 0.5) * (2.0 * np.pi / 2.0**64)
+    size, top = np.sqrt(-2.0 * log), words[:, :8] >> np.uint32(16)
+    rough = (top == 0) | (top == 0xFFFF)
+    z = np.concatenate([size * np.cos(turn), size * np.sin(turn)], axis=1)
+    return z.reshape(-1)[:n], np.concatenate([rough, rough], axis=1).reshape(-1)[:n]
+
+
+def exact_normal(position: torch.Tensor, index: int) -> Decimal:
+    """The normal of element ``index`` from 128 bits of each uniform, to 50 digits."""
+    block, k = index // 16, index % 8
+    blocks = [
+        chacha20_words(position, first, 1, second)[0]
+        for first, second in ((block, False), (block, True), (block + (1 << 31), True), (block + (1 << 31), False))
+    ]
+    with decimal.localcontext() as context:
+        context.prec = _DIGITS
+        u, turn = (
+            (sum(int(words[at]) << 32 * (3 - c) for c, words in enumerate(blocks)) + Decimal("0.5")) / 2**128
+            for at in (k, k + 8)
+        )
+        return (-2 * u.ln()).sqrt() * _cosine(2 * _PI * (turn - (Decimal("0.25") if index % 16 >= 8 else 0)))
+
+
+def _cosine(x: Decimal) -> Decimal:
+    """cos by its series, |x| <= 2 pi."""
+    total, term, n = Decimal(1), Decimal(1), 0
+    while abs(term) > Decimal(10) ** -_DIGITS:
+        n += 2
+        term *= -x * x / (n * (n - 1))
+        total += term
+    return total
