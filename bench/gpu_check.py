@@ -188,7 +188,7 @@ def noise(device: str) -> Iterator[tuple[str, Result]]:
         yield f"add_noise_ {n}", (error, NORMALS * 9.5)
         # Rounded to the grid the noise is the same on every device, to the bit.
         x = 100 * torch.randn(n, generator=torch.Generator().manual_seed(n))
-        found = x.to(device)
+        found = x.to(device, copy=True)
         OPS["add_noise_"](found, 1.0, position(), True)
         yield f"add_noise_ rounded {n}", (float((found.cpu() != on_grid(x, 1.0, position())).sum()), 0.0)
     for dtype, rounding in ROUNDING.items():

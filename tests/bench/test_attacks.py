@@ -43,7 +43,6 @@ PENDING: set[str] = {
     "token_mean_criterion",
     "weighted_mean_criterion",
     "weights_written_in_forward",
-    "zero_sum_noise",
 }
 
 

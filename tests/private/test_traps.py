@@ -243,7 +243,9 @@ def test_trap_08_noise_is_drawn_in_float32_for_bf16_parameters(monkeypatch: pyte
     def check() -> None:
         model = Classifier().bfloat16()
         data = [{**e, "x": e["x"].bfloat16()} for e in examples()]
-        got, _ = logical_step(start(model, loader(data), noise_multiplier=std, unsafe_seed=seed))
+        # On a grid the noise would differ from the normals by more than bf16's rounding.
+        options = {"noise_multiplier": std, "unsafe_seed": seed, "secure_rounding": False}
+        got, _ = logical_step(start(model, loader(data), **options))
         stream = fastdp.NoiseStream.unsafe_reproducible(2 * seed)
         for index, (name, gradient) in enumerate(got.items()):
             noise = std / 8 * standard_normals(stream.at(0, index).take(), gradient.numel()).view(gradient.shape)

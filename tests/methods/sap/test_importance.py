@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,6 +12,7 @@ from scipy import stats
 from fastdp import accounting
 from fastdp.methods import sap
 from fastdp.ops import NoiseStream
+from fastdp.ops.grid import grid
 
 #: good, bad, the, zoe
 COUNTS = torch.tensor([[8, 1, 20, 1], [2, 9, 20, 0]])
@@ -91,10 +93,12 @@ def test_noised_counts_clip_each_text_and_cover_every_cell():
     assert event == accounting.gaussian(multiplier)
     # One text, however long, moves the sum by at most the bound.
     assert abs(counts[0, 0] - bound) < 6 * multiplier * bound
-    # Half of the cells hold the positive half of a normal of std 6: 40,000 draws.
+    # Noise of std 6 on a grid; what is negative becomes 0. 40,000 draws, spread again over the steps of the grid.
     cells = counts.flatten()[3:].numpy()
-    positive = cells[cells > 0]
-    assert stats.binomtest(len(positive), len(cells)).pvalue > 1e-9
-    assert stats.kstest(positive, stats.halfnorm(scale=multiplier * bound).cdf).pvalue > 1e-9
+    step, ratio = grid(multiplier * bound)
+    beyond, above = cells[cells > 0], stats.norm.sf(0.5 / ratio)
+    assert stats.binomtest(len(beyond), len(cells), above).pvalue > 1e-9
+    spread = beyond / step + np.random.default_rng(0).random(len(beyond)) - 0.5
+    assert stats.kstest(stats.norm.sf(spread / ratio) / above, "uniform").pvalue > 1e-9
     with pytest.raises(ValueError, match="above 0"):
         sap.noised_counts(texts, [0, 1], 2, 4, noise_multiplier=0, stream=NoiseStream())
