@@ -17,6 +17,7 @@ import fastdp.private.prove as proving
 from fastdp.accounting.ledger import STEP
 from fastdp.engine.engine import Engine
 from fastdp.engine.policy import Policy
+from fastdp.ops.grid import DISTANCE
 from fastdp.private.loader import PrivateLoader
 from fastdp.private.observer import Observer
 from fastdp.private.parts import Average, Following, noised_fraction
@@ -330,6 +331,8 @@ class Private:
         """What was bought: mechanism, unit, sampling, epsilon and delta, the event, what is unprotected."""
         stream, plan = self._release.stream, self.plan
         seen = ", ".join(sorted(self._observed))
+        trained = sum(p.numel() for p in self._engine.parameters.values())
+        distance = DISTANCE * trained * sum(self.ledger.spent(kind) for kind in self.ledger.kinds)
         return accounting.Card.build(
             mechanism=self.method.describe(),
             unit=plan.unit,
@@ -349,13 +352,18 @@ class Private:
             noise_source=accounting.noise_source(stream.reproducible, self._release.secure_rounding),
             model={
                 "name": getattr(getattr(self.model, "config", None), "_name_or_path", "") or type(self.model).__name__,
-                "trained_parameters": sum(p.numel() for p in self._engine.parameters.values()),
+                "trained_parameters": trained,
                 "route": self.route,
                 "fingerprint": self._fingerprint,
             },
             flaws=self.method.flaws(),
             notes=self.method.notes(plan, self.ledger),
             unprotected=[f"what looked on at the run from inside, before its noise: {seen}"] if seen else [],
+            remaining=[
+                f"noised sums are rounded as real numbers would be up to a distance of {distance:.1e}, part of delta"
+            ]
+            if self._release.secure_rounding
+            else [],
         )
 
     def state_dict(self) -> dict[str, Any]:

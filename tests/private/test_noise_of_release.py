@@ -12,6 +12,7 @@ from torch import nn
 
 import fastdp
 from fastdp.engine.policy import Policy
+from fastdp.ops.grid import DISTANCE
 from fastdp.private.release import Release
 from tests.engine.runs import FEATURES, clipped_sum, join, loader, logical_step, one_by_one, start
 
@@ -90,6 +91,17 @@ def test_groups_and_adaptive_clipping_have_the_noise_they_are_accounted_with(met
         assert policy.noise_multiplier**-2 + (2 * 5.0) ** -2 == pytest.approx(sigma**-2)
         total = policy.noise_multiplier * std
     standard(torch.cat([(8 * (got[n].double() - silent[n]) / total).reshape(-1) for n in got]))
+
+
+def test_the_card_names_what_exact_rounding_leaves() -> None:
+    private = start(Wide(), noise_multiplier=1.0)
+    logical_step(private)
+    trained = sum(p.numel() for p in private.model.parameters())
+    (sentence,) = [s for s in private.card()["remaining"] if "distance" in s]
+    assert f"{trained * DISTANCE:.1e}" in sentence
+    plain = start(Wide(), noise_multiplier=1.0, secure_rounding=False)
+    assert not [s for s in plain.card()["remaining"] if "distance" in s]
+    assert any("precision" in s for s in plain.card()["assumptions"])
 
 
 def test_noise_differs_between_steps_tensors_and_runs() -> None:
