@@ -13,7 +13,9 @@ from datasets import Dataset
 from transformers import GPT2LMHeadModel, TrainingArguments
 
 import fastdp
+from fastdp.engine.accumulator import Accumulator
 from fastdp.integrations.trainer import STATE_FILE
+from fastdp.private.observer import Observer
 from tests.engine.models import build
 
 ROWS = 24
@@ -147,7 +149,11 @@ def test_users_are_the_unit_and_their_column_reaches_no_batch(tmp_path: Path) ->
 
 
 def test_the_upstream_scale_of_the_loss_does_not_move_the_threshold(tmp_path: Path) -> None:
-    sums = []
+    class Sums(Observer):
+        def before_release(self, accumulator: Accumulator) -> None:
+            sums.append(accumulator.sums["transformer.wpe.weight"].clone())
+
+    sums: list[torch.Tensor] = []
     for factor in (1.0, 1000.0):
         made = trainer(tmp_path / str(factor))
         loader = made.get_train_dataloader()
@@ -158,7 +164,8 @@ def test_the_upstream_scale_of_the_loss_does_not_move_the_threshold(tmp_path: Pa
         private.data_loader.tickets.append(next(private.data_loader.micro_batches([0, 1, 2, 3]))[1])
         loss = made.model(**batch).loss * factor
         loss.backward()
-        sums.append(private._engine.accumulator.sums["transformer.wpe.weight"].clone())
+        private.observe(Sums())
+        private.optimizer.step()
         assert len(loader) == 4
     assert torch.allclose(sums[0], sums[1])
 

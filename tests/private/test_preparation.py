@@ -279,6 +279,9 @@ def test_shuffled_batches_claim_nothing_about_a_unit_more_or_less() -> None:
     assert card["adjacency"] == "zero_out"
     assert any("leaves its place in the order empty" in line for line in card["assumptions"])
     assert accounting.verify(card)
+    for event in (accounting.dpsgd(1.0, 0.1, 30), accounting.gaussian(2.0)):
+        costs = [float(accounting.epsilon(event, 1e-4, adjacency=kind)) for kind in ("zero_out", "add_remove")]  # type: ignore[arg-type]
+        assert costs[0] == costs[1], "an empty place is a unit less, in the same batch"
 
 
 def test_the_card_tells_of_observers() -> None:
