@@ -9,10 +9,11 @@ whether the figures that a card states follow from what it holds.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 from fastdp.accounting.accountants import check_adjacency, epsilon
 from fastdp.accounting.event_types import DpEvent
@@ -43,38 +44,36 @@ class Followed:
     reason: str
 
 
-class Claim(Protocol):
-    """What the kinds have in common."""
+class Claim(ABC):
+    """What the kinds have in common: a unit that is protected, a name on a card, and what the guarantee is called."""
+
+    kind: ClassVar[str]
+    unit: str
 
     @property
-    def kind(self) -> str:
-        """Its name on a card."""
-        ...
-
-    @property
+    @abstractmethod
     def guarantee(self) -> str:
         """What it is called, on a card whose claim is not void."""
-        ...
 
     def flaws(self) -> list[str]:
         """Why it guarantees nothing, as far as that follows from itself."""
-        ...
+        return []
 
+    @abstractmethod
     def to_json(self, cross_check: bool = True) -> dict[str, Any]:
-        """Its fields on a card."""
-        ...
+        """Its fields on a card; read back by the kind's ``from_json``, which raises ValueError for what cannot be read."""
 
+    @abstractmethod
     def headline(self, fields: Mapping[str, Any]) -> tuple[str, str]:
         """The bound and what it holds for, in words, of the figures in its fields."""
-        ...
 
+    @abstractmethod
     def check(self, fields: Mapping[str, Any]) -> Followed:
         """Work the figures in its fields out again. Raises `DoesNotFollow` where they claim too little."""
-        ...
 
 
 @dataclass(frozen=True)
-class Gaussian:
+class Gaussian(Claim):
     """Differential privacy of a composition of Gaussian releases.
 
     Args:
@@ -91,7 +90,7 @@ class Gaussian:
     delta: float | None
     target: float | None = None
     kind: ClassVar[str] = "gaussian"
-    guarantee: ClassVar[str] = "differential privacy"
+    guarantee = "differential privacy"
 
     def __post_init__(self) -> None:
         check_adjacency(self.adjacency)
@@ -121,7 +120,6 @@ class Gaussian:
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> Gaussian:
-        """The claim in a card's fields. Raises ValueError for fields that cannot be read."""
         stated = fields["epsilon"]
         target = stated.get("target")
         event = deserialise(fields["event"])
@@ -154,7 +152,7 @@ class Gaussian:
 
 
 @dataclass(frozen=True)
-class Pure:
+class Pure(Claim):
     """Epsilon of each unit of a text, without a delta.
 
     Args:
@@ -193,16 +191,12 @@ class Pure:
         """The bound of one unit in all releases of its text, rounded up."""
         return f"epsilon {_six(self.nats * self.releases)}"
 
-    def flaws(self) -> list[str]:
-        return []
-
     def to_json(self, cross_check: bool = True) -> dict[str, Any]:
         budget = {"of_a_unit": self.nats, "units": self.units, "releases": self.releases, "of_a_text": self.of_a_text}
         return {"kind": self.kind, "unit": self.unit, "budget": budget, "bound": self.bound}
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> Pure:
-        """The claim in a card's fields. Raises ValueError for fields that cannot be read."""
         budget = fields["budget"]
         return cls(str(fields["unit"]), budget["of_a_unit"], budget["units"], budget["releases"])
 
@@ -254,7 +248,7 @@ class Metric(Pure):
 
 
 @dataclass(frozen=True)
-class Elsewhere:
+class Elsewhere(Claim):
     """A promise that another card certifies.
 
     Args:
@@ -272,15 +266,11 @@ class Elsewhere:
     def guarantee(self) -> str:
         return f"certified by {self.card}"
 
-    def flaws(self) -> list[str]:
-        return []
-
     def to_json(self, cross_check: bool = True) -> dict[str, Any]:
         return {"kind": self.kind, "unit": self.unit, "promise": self.promise, "certified_by": self.card}
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> Elsewhere:
-        """The claim in a card's fields."""
         return cls(str(fields["unit"]), str(fields["promise"]), str(fields["certified_by"]))
 
     def headline(self, fields: Mapping[str, Any]) -> tuple[str, str]:
@@ -290,18 +280,16 @@ class Elsewhere:
         return Followed(None, None, f"{self.card} certifies: {self.promise}")
 
 
-KINDS: dict[str, type[Gaussian] | type[Pure] | type[Metric] | type[Elsewhere]] = {
-    kind.kind: kind for kind in (Gaussian, Pure, Metric, Elsewhere)
-}
+_KINDS: dict[str, Any] = {kind.kind: kind for kind in (Gaussian, Pure, Metric, Elsewhere)}
 
 
 def read_claim(fields: Mapping[str, Any]) -> Claim:
     """The claim in a card's fields. Raises ValueError, in one sentence, for fields that hold none."""
     kind = fields.get("kind", Gaussian.kind)
-    if kind not in KINDS:
-        raise ValueError(f"{kind!r} is not a kind of claim this package knows: {', '.join(KINDS)}")
+    if kind not in _KINDS:
+        raise ValueError(f"{kind!r} is not a kind of claim this package knows: {', '.join(_KINDS)}")
     try:
-        return KINDS[kind].from_json(fields)
+        return _KINDS[kind].from_json(fields)
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"the card is malformed: its {kind} claim cannot be read ({error})") from None
 

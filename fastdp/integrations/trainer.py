@@ -226,6 +226,8 @@ class DPTrainer(Trainer):
         if self.private is not None:
             with files.whole(Path(output_dir) / STATE_FILE) as aside:
                 torch.save(self.private.state_dict(), aside)
+            # Trainer writes its own files for all to read, the log with losses among them.
+            Path(output_dir).chmod(0o700)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None and self.private is not None:

@@ -234,6 +234,7 @@ def test_nothing_that_is_kept_counts_what_was_drawn(tmp_path: Path) -> None:
     for checkpoint in tmp_path.glob("checkpoint-*"):
         assert json.loads((checkpoint / "trainer_state.json").read_text())["total_flos"] == 0
         assert (checkpoint / STATE_FILE).stat().st_mode & 0o077 == 0
+        assert checkpoint.stat().st_mode & 0o077 == 0, "others read the log of losses"
     logged = {key for entry in run.state.log_history for key in entry}
     assert not logged & {"loss", "train_loss", "train_runtime", "train_samples_per_second"}
     assert "unprotected_train_runtime" in logged
