@@ -107,7 +107,7 @@ def test_lora_run_writes_everything_and_loads_in_plain_peft(config, model_folder
     rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 2, 3]
     assert rows[-1]["epsilon"] == pytest.approx(result.epsilon)
-    assert all(set(row["unprotected"]) == {"loss"} for row in rows), "the loss must be marked as unprotected"
+    assert all(set(row["unprotected"]) == {"loss", "seconds"} for row in rows), "functions of what was drawn are marked"
     assert load_config(output / "config.yaml") == config
     base = transformers.AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
     loaded = peft.PeftModel.from_pretrained(base, output / "adapter")
@@ -259,6 +259,21 @@ def test_settings_are_refused_before_anything_is_read_loaded_or_made(config, tmp
     with pytest.raises(ConfigError, match=words):
         finetune(with_settings(config, **changes))
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(("delta", "refused"), [(1 / 48, True), (0.5, True), (1 / 49, False)])
+def test_a_delta_that_would_publish_whole_records_is_refused_unless_confirmed(config, monkeypatch, delta, refused):
+    from fastdp.finetune import run
+
+    def loading(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run, "load_model", loading)
+    settings = with_settings(config, delta=delta)
+    with pytest.raises(ConfigError if refused else KeyboardInterrupt):
+        finetune(settings)
+    with pytest.raises(KeyboardInterrupt):
+        finetune(with_settings(settings, large_delta=True))
 
 
 def test_an_output_that_cannot_be_written_is_refused_in_words(config, tmp_path, monkeypatch):

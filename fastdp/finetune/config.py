@@ -65,6 +65,7 @@ class FinetuneConfig:
 
     epsilon: float | None = _setting("privacy budget to spend; inf trains without privacy")
     delta: float = _setting("probability that the guarantee may fail; keep it well below 1 / examples", 1e-5)
+    large_delta: bool = _setting("allow a delta of 1 / examples or more, which may publish a whole record", False)
     method: str = _setting("dpsgd, rapft, frost, ewft or sap", "dpsgd")
     method_options: dict[str, Any] | None = _setting("arguments of the method, as in {irrelevance_ratio: 0.7}")
     public_overlap: int = _setting(

@@ -104,6 +104,12 @@ def finetune(config: FinetuneConfig, resume: bool = False, reporter: Reporter | 
     assert train is not None
     if config.batch_size > len(train):
         raise ConfigError(f"batch_size {config.batch_size} exceeds the {len(train)} training examples; lower it")
+    promised = config.epsilon is not None and math.isfinite(config.epsilon)
+    if promised and config.delta >= 1 / len(train) and not config.large_delta:
+        raise ConfigError(
+            f"delta {config.delta:g} is not below 1 / {len(train)} examples, so it alone would allow publishing a whole record: "
+            "lower it, or confirm with large_delta"
+        )
     reporter.phase("loading the model")
     model = choose_trained(load_model(config, tokenizer), config)
     model.to(device)
