@@ -24,7 +24,7 @@ from fastdp.private.observer import Observer
 from fastdp.private.plan import Budget, Plan, SideRelease, fingerprint
 from fastdp.private.preparation import Access
 from fastdp.private.release import Release
-from fastdp.private.run import Private, refuse_driven
+from fastdp.private.run import Criterion, Private, refuse_driven
 from fastdp.private.sampler import Units, steps_per_epoch
 from fastdp.private.stages import Stages
 
@@ -53,6 +53,7 @@ def make_private(
     max_examples_per_user: int | None = None,
     unit_map: str | None = None,
     loss_reduction: str | None = None,
+    criterion: Criterion | None = None,
     output_dir: str | os.PathLike[str] | None = None,
     resume: bool = False,
     secure_rounding: bool = True,
@@ -80,7 +81,10 @@ def make_private(
         user_ids: the user of each example, to protect users instead of examples.
         max_examples_per_user: examples of one user that are used, with user_ids.
         unit_map: for collators that pack rows, the batch entry naming the example of every token.
-        loss_reduction: "mean" or "sum", for a criterion outside the model; the model then need not return a loss.
+        loss_reduction: "mean" or "sum", for a criterion outside the model; the model then need not return a loss. The loader
+            begins with micro-batches that only rehearse it: examples together and alone must get the same gradients.
+        criterion: (output, batch) -> one loss a row ``[rows]``, for a loss outside the model; the loop then takes
+            ``private.loss(output, batch)``.
         output_dir: where the ledger is kept; None keeps it in memory, and a crash forgets it.
         resume: continue the ledger found in output_dir.
         round what is noised to a grid, exactly (docs/noise.md); without it the low bits of exact weights may
@@ -105,6 +109,10 @@ def make_private(
         raise ValueError(
             f"loss_reduction is '{loss_reduction}': use 'mean' or 'sum', or None if the model returns its loss"
         )
+    if criterion is not None:
+        if loss_reduction is not None:
+            raise ValueError("loss_reduction and criterion are two ways to say one thing; leave loss_reduction out")
+        loss_reduction = "mean"
     if epochs is None or not (epochs > 0 and math.isfinite(epochs)):
         raise ValueError(f"epochs is {epochs}: state how many passes over the data the budget must last for")
     size = len(data_loader.dataset)  # type: ignore[arg-type]
@@ -213,7 +221,9 @@ def make_private(
             folder,
             resume and folder is not None,
         )
-        private = Private(model, optimizer, loader, stages, ledger, plan, open_access, open_replay, observers)
+        private = Private(
+            model, optimizer, loader, stages, ledger, plan, open_access, open_replay, observers, criterion
+        )
         private.given_optimizer = given
         return private
     except BaseException:

@@ -1,51 +1,63 @@
-"""Looking into a forward call's arguments: their rows, and the same call on some of the rows."""
+"""Looking into a forward call's arguments: which of their tensors carry rows, and the same call on some of the rows."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
 
+#: Where a tensor stands in nested tuples, lists and mappings.
+Path = tuple[Any, ...]
+
+
+def leaves(tree: Any, path: Path = ()) -> Iterator[tuple[Path, torch.Tensor]]:
+    """Every tensor in nested tuples, lists and mappings, and where it stands."""
+    if isinstance(tree, torch.Tensor):
+        yield path, tree
+    elif isinstance(tree, dict) or hasattr(tree, "items"):
+        for key, value in tree.items():
+            yield from leaves(value, (*path, key))
+    elif isinstance(tree, (list, tuple)):
+        for position, value in enumerate(tree):
+            yield from leaves(value, (*path, position))
+
 
 def tensors(tree: Any) -> Iterator[torch.Tensor]:
     """Every tensor in nested tuples, lists and mappings."""
+    return (tensor for _, tensor in leaves(tree))
+
+
+def map_leaves(tree: Any, function: Callable[[Path, torch.Tensor], torch.Tensor], path: Path = ()) -> Any:
+    """The same nesting with every tensor replaced by what ``function`` makes of its place and itself."""
     if isinstance(tree, torch.Tensor):
-        yield tree
-    elif isinstance(tree, dict) or hasattr(tree, "items"):
-        for value in tree.values():
-            yield from tensors(value)
-    elif isinstance(tree, (list, tuple)):
-        for value in tree:
-            yield from tensors(value)
+        return function(path, tree)
+    if isinstance(tree, dict) or hasattr(tree, "items"):
+        copy = {key: map_leaves(value, function, (*path, key)) for key, value in tree.items()}
+        return copy if type(tree) is dict else type(tree)(copy)
+    if isinstance(tree, (list, tuple)):
+        parts = [map_leaves(value, function, (*path, position)) for position, value in enumerate(tree)]
+        return type(tree)(*parts) if hasattr(tree, "_fields") else type(tree)(parts)
+    return tree
 
 
 def map_tensors(tree: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """The same nesting with every tensor replaced."""
-    if isinstance(tree, torch.Tensor):
-        return function(tree)
-    if isinstance(tree, dict):
-        copy = {key: map_tensors(value, function) for key, value in tree.items()}
-        return copy if type(tree) is dict else type(tree)(copy)
-    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return type(tree)(*(map_tensors(value, function) for value in tree))
-    if isinstance(tree, (list, tuple)):
-        return type(tree)(map_tensors(value, function) for value in tree)
-    return tree
+    return map_leaves(tree, lambda _, tensor: function(tensor))
 
 
-def has_rows(tree: Any, rows: int) -> bool:
-    """Whether some tensor has ``rows`` as its first size."""
-    return any(t.dim() > 0 and t.shape[0] == rows for t in tensors(tree))
+def as_long_as(tree: Any, rows: int) -> frozenset[Path]:
+    """The places of the tensors whose first size is ``rows``: those that may carry rows, and others by chance."""
+    return frozenset(path for path, t in leaves(tree) if t.dim() > 0 and t.shape[0] == rows)
 
 
-def take_rows(tree: Any, index: torch.Tensor, rows: int) -> Any:
-    """The call on the rows ``index`` alone; tensors whose first size is not ``rows`` are left as they are."""
+def take_rows(tree: Any, index: torch.Tensor, carriers: Collection[Path]) -> Any:
+    """The call on the rows ``index`` alone: tensors at the places ``carriers`` are cut, all others left as they are."""
 
-    def take(t: torch.Tensor) -> torch.Tensor:
-        return t.index_select(0, index.to(t.device)) if t.dim() > 0 and t.shape[0] == rows else t
+    def take(path: Path, t: torch.Tensor) -> torch.Tensor:
+        return t.index_select(0, index.to(t.device)) if path in carriers else t
 
-    return map_tensors(tree, take)
+    return map_leaves(tree, take)
 
 
 def take_tokens(tree: Any, row: int, start: int, end: int, shape: tuple[int, int]) -> Any:

@@ -44,9 +44,13 @@ class OutputBoundary(torch.autograd.Function):
 
 
 def plain_gradients(
-    tops: Sequence[torch.Tensor], seeds: Sequence[torch.Tensor], parameters: Iterable[torch.nn.Parameter]
+    tops: Sequence[torch.Tensor],
+    seeds: Sequence[torch.Tensor],
+    parameters: Iterable[torch.nn.Parameter],
+    *,
+    retain: bool = False,
 ) -> list[torch.Tensor | None]:
-    """Gradients of the parameters, by a backward pass whose `.grad` are put back as they were.
+    """Gradients of the parameters, by a backward pass whose `.grad` are put back as they were; ``retain`` keeps the graph.
 
     Under reentrant checkpointing `torch.autograd.grad` raises, or misses what lies inside the checkpointed pieces.
     """
@@ -55,7 +59,7 @@ def plain_gradients(
     for parameter in parameters:
         parameter.grad = None
     try:
-        torch.autograd.backward(tops, seeds)
+        torch.autograd.backward(tops, seeds, retain_graph=retain)
         return [p.grad for p in parameters]
     finally:
         for parameter, gradient in zip(parameters, kept):

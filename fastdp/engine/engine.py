@@ -4,26 +4,39 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import random
+import time
 import warnings
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 
 from fastdp.engine import selfcheck
 from fastdp.engine.accumulator import Accumulator
-from fastdp.engine.batches import has_rows, map_tensors, take_rows, tensors
+from fastdp.engine.batches import as_long_as, leaves, map_tensors, take_rows, tensors
 from fastdp.engine.boundary import LossBoundary, OutputBoundary, find_loss, plain_gradients, replace_loss
+from fastdp.engine.errors import SelfCheckError, UnsupportedUse
+from fastdp.engine.guard import Guard
 from fastdp.engine.intercept import PatchedForward, Reads
 from fastdp.engine.layout import Layout, Ticket
 from fastdp.engine.losses import LossTerms, combine, intercepted, masked_mean
 from fastdp.engine.policy import Policy, Unclipped
+from fastdp.engine.replay import Call, Replay, rounding, still, unchanged
 from fastdp.engine.trace import Trace, trace
-from fastdp.engine.uses import Tap, UnsupportedUse
+from fastdp.engine.uses import Sink, Tap
 
 #: How per-example gradients are obtained.
 USES, ONE_EXAMPLE, ORDINARY = "uses", "one-example", "ordinary"
+NO_LOSS = (
+    "the model returned no loss: pass labels to it, or state loss_reduction='mean' (or 'sum') to make_private and compute the "
+    "loss outside"
+)
+_ONE_ROW = Ticket(torch.zeros(1, dtype=torch.int64), torch.ones(1), is_last=True)
+#: The share of a run's time that checks of later batches may take.
+_SHARE = 0.005
 
 
 @dataclasses.dataclass
@@ -35,6 +48,7 @@ class Pass:
     backward: Callable[[Any, bool], None]
     tap: Tap
     verify: bool
+    call: Call
     used: bool = False
 
 
@@ -79,6 +93,14 @@ class Engine:
         self.expected: Counter[str] = Counter()
         self.complete = False
         self.backwards = 0
+        self.guard = Guard(model)
+        #: The model's loss functions whose coefficient it divides by the number of rows.
+        self.divided: frozenset[int] = frozenset()
+        #: For inputs of given shapes, the shapes that uses had.
+        self.explained: dict[Any, frozenset[Any]] = {}
+        self._again = _Again()
+        self._built = 0
+        self._rehearsed: dict[int, torch.Tensor] = {}
         self._patches: list[PatchedForward] = []
         self._preparing = False
         self._root = _RootForward(model, self)
@@ -89,9 +111,7 @@ class Engine:
 
     def close(self) -> None:
         """Give the model its own forwards back."""
-        for patch in reversed(self._patches):
-            patch.remove()
-        self._patches.clear()
+        self._unpatch()
         self._root.remove()
 
     def abandon(self) -> None:
@@ -106,55 +126,124 @@ class Engine:
                 "no batch is outstanding: iterate over the data_loader that make_private returned, and use "
                 "model.eval() with torch.no_grad() to evaluate"
             )
-        ticket = self.tickets[0]
-        if not has_rows((args, kwargs), ticket.rows):
-            shapes = [list(t.shape) for t in tensors((args, kwargs))]
-            raise ValueError(
-                f"the loader handed out {ticket.rows} rows but the model was called with {shapes}: each batch of the "
-                "private loader must go through forward and backward once, in order"
-            )
+        ticket, call = self.tickets[0], (args, kwargs)
+        if ticket.rehearsal:
+            return self._rehearse(call, ticket)
+        if not as_long_as(call, ticket.rows):
+            raise ValueError(_wrong_rows(call, ticket))
         verify = self.route is None
         if verify:
-            self._prepare(args, kwargs, ticket)
-        return self.run_forward(args, kwargs, ticket, verify=verify or self.backwards == 0)
+            with self._again:
+                self._prepare(call, ticket)
+        elif self.route != ORDINARY:
+            self._know_rows(call, ticket)
+            if self.check:
+                thorough = self._again.affordable() or self._built != self._structure()
+                if self._again.due() or thorough:
+                    with self._again:
+                        self._check_again(call, ticket, thorough=thorough)
+        with self.guard.forward() if self.route != ORDINARY else nullcontext():
+            try:
+                return self.run_forward(args, kwargs, ticket, verify=verify or self.backwards == 0)
+            except (SelfCheckError, torch.OutOfMemoryError):
+                raise
+            except Exception as error:
+                if self.route != USES:
+                    raise
+                self._fall_back(str(error), ticket)
+                return self.run_forward(args, kwargs, ticket, verify=True)
+
+    @property
+    def returns_loss(self) -> bool:
+        """Whether the model's output holds the loss to differentiate."""
+        return self.loss_reduction is None
+
+    def scale(self, ticket: Ticket) -> float:
+        """What a criterion outside the model divided its gradient by."""
+        return float(ticket.rows) if self.loss_reduction == "mean" else 1.0
+
+    def replay(self, call: Call, ticket: Ticket) -> Replay:
+        """This call, to be run again in other company. Needs a trace."""
+        assert self.trace is not None
+        return Replay(
+            self.model,
+            self.plain_forward,
+            call,
+            self.trace.carriers,
+            ticket,
+            returns_loss=self.returns_loss,
+            divided=self.divided,
+            mapped=self.trace.mapped,
+        )
+
+    def _layout(self, ticket: Ticket) -> Layout:
+        layout = ticket.layout(next(iter(self.parameters.values())).device)
+        layout.meetings = self.trace.meetings if self.trace is not None else {}
+        return layout
 
     def run_forward(self, args: Any, kwargs: Any, ticket: Ticket, *, verify: bool) -> Any:
         """The forward pass by the chosen route, its loss or outputs replaced by a boundary."""
-        device = next(iter(self.parameters.values())).device
-        layout = ticket.layout(device)
-        layout.constants, layout.meetings, layout.learning = self._constants(), self.reads.meetings, self._preparing
+        layout = self._layout(ticket)
         if self.route == ONE_EXAMPLE:
-            return self._one_at_a_time(args, kwargs, ticket, layout)
-        tap, terms = Tap(layout), LossTerms(layout)
+            return self._one_at_a_time((args, kwargs), ticket, layout)
+        tap = Tap(layout)
+        output, tops = self._tops(args, kwargs, layout, tap, verify=verify)
+        if self.route == USES and not self._preparing:
+            self._require_explained((args, kwargs), ticket, tap)
+
+        def backward(upstream: Any, retain: bool) -> None:
+            if self.returns_loss:
+                # A unit that takes no part sends back exact zeros; its weight of 0 then selects it out of every sum.
+                pairs = [(tops[0], (layout.weights > 0).to(tops[0].dtype))]
+            else:
+                pairs = [(t, g * self.scale(ticket)) for t, g in zip(tops, upstream) if g is not None]
+            torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs], retain_graph=retain)
+
+        waiting = Pass(ticket, layout, backward, tap, verify, (args, kwargs))
+        if not self.returns_loss:
+            return self._outputs(output, tops, waiting)
+        return replace_loss(output, self._loss(masked_mean(tops[0].detach(), layout.weights), waiting))
+
+    def _tops(
+        self, args: Any, kwargs: Any, layout: Layout, tap: Tap, *, verify: bool
+    ) -> tuple[Any, list[torch.Tensor]]:
+        """A forward pass by the route of uses, and what its backward pass starts from: units' losses ``[units]``, or outputs."""
+        terms = LossTerms(layout)
         self.reads.tap = tap if self.route == USES else None
         try:
             with intercepted(terms):
                 output = self._root.original(*args, **kwargs)
         finally:
             self.reads.tap = None
-        if self.loss_reduction is not None:
-            return self._outputs(output, ticket, layout, tap, verify)
+        if not self.returns_loss:
+            found = [t for t in tensors(output) if t.requires_grad and t.dim() > 0]
+            if not found:
+                raise ValueError("the model returned no tensor that a loss could be computed from")
+            return output, found
         total = find_loss(output)
         if total is None:
-            raise ValueError(
-                "the model returned no loss: pass labels to it, or state loss_reduction='mean' (or 'sum') to make_private "
-                "and compute the loss outside"
-            )
-        if not terms.scalars:
-            raise UnsupportedUse(terms.unmapped or "the model computes its loss without torch's loss functions")
-        per_unit = combine(total, terms, verify=verify)
+            raise ValueError(NO_LOSS)
+        try:
+            return output, [combine(total, terms, self.divided, verify=verify)]
+        except UnsupportedUse:
+            if self.route != ORDINARY:
+                raise
+            # Nothing is clipped: the mean over the rows stands for each of them.
+            return output, [total.expand(layout.units)]
 
-        def backward(_upstream: Any, retain: bool) -> None:
-            # A unit that takes no part sends back exact zeros; its weight of 0 then selects it out of every sum.
-            torch.autograd.backward(per_unit, (layout.weights > 0).to(per_unit.dtype), retain_graph=retain)
-
-        waiting = Pass(ticket, layout, backward, tap, verify)
-        value = masked_mean(per_unit.detach(), layout.weights)
-        return replace_loss(output, self._loss(value, waiting))
-
-    def _constants(self) -> frozenset[int]:
-        fixed = (p for p in self.model.parameters() if id(p) not in self.reads.names)
-        return frozenset(t.untyped_storage().data_ptr() for t in (*self.model.buffers(), *fixed))
+    def capture(self, args: Any, kwargs: Any, ticket: Ticket, unit: int, sink: Sink) -> None:
+        """Hand a sink what a backward pass from one unit's loss (or outputs) alone captures."""
+        layout = self._layout(ticket)
+        tap = Tap(layout)
+        _, tops = self._tops(args, kwargs, layout, tap, verify=True)
+        tap.sink = sink
+        self.reads.tap = tap
+        try:
+            seeds = [torch.zeros_like(t).index_fill_(0, torch.tensor(unit, device=t.device), 1) for t in tops]
+            torch.autograd.backward(tops, seeds)
+        finally:
+            self.reads.tap = None
+        self._refuse_foreign_gradients("in the backward pass")
 
     def _loss(self, value: torch.Tensor, waiting: Pass) -> torch.Tensor:
         def enter(upstream: torch.Tensor) -> None:
@@ -168,21 +257,42 @@ class Engine:
         anchor = torch.zeros((), device=value.device, requires_grad=True)
         return LossBoundary.apply(anchor, value, enter)
 
-    def _outputs(self, output: Any, ticket: Ticket, layout: Layout, tap: Tap, verify: bool) -> Any:
-        found = [t for t in tensors(output) if t.requires_grad and t.dim() > 0]
-        if not found:
-            raise ValueError("the model returned no tensor that a loss could be computed from")
-        scale = float(ticket.rows) if self.loss_reduction == "mean" else 1.0
-
-        def backward(upstream: Any, retain: bool) -> None:
-            pairs = [(t, g * scale) for t, g in zip(found, upstream) if g is not None]
-            torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs], retain_graph=retain)
-
-        waiting = Pass(ticket, layout, backward, tap, verify)
+    def _outputs(self, output: Any, found: list[torch.Tensor], waiting: Pass) -> Any:
         anchor = torch.zeros((), device=found[0].device, requires_grad=True)
         outer = OutputBoundary.apply(anchor, lambda upstream: self._backward(waiting, upstream), found)
         replaced = {id(t): o for t, o in zip(found, outer)}
         return map_tensors(output, lambda t: replaced.get(id(t), t))
+
+    def rehearses(self) -> bool:
+        """Whether the loader should begin with a rehearsal: a criterion stands outside the model, or may have changed."""
+        if self.returns_loss or not self.check or self.route == ORDINARY:
+            return False
+        return not self._rehearsed or self._again.affordable()
+
+    def _rehearse(self, call: Call, ticket: Ticket) -> Any:
+        """A pass without randomness whose backward only looks at what the criterion gives the first and the last row."""
+        layout = ticket.layout(next(iter(self.parameters.values())).device)
+        with unchanged(self.model), still(self.model):
+            output = self._root.plain(*call[0], **call[1])
+        found = [t for t in tensors(output) if t.requires_grad and t.dim() > 0]
+        if not found:
+            raise ValueError("the model returned no tensor that a loss could be computed from")
+
+        def backward(upstream: Any, _retain: bool) -> None:
+            pairs = [(t, g * self.scale(ticket)) for t, g in zip(found, upstream) if g is not None]
+            for row in dict.fromkeys((0, ticket.rows - 1)):
+                own = [torch.zeros_like(g).index_copy_(0, i, g[i]) for _, g in pairs for i in (_index(row, g),)]
+                gradients = plain_gradients([t for t, _ in pairs], own, self.parameters.values(), retain=True)
+                sketch = torch.stack([_sketch(g) for g in gradients if g is not None])
+                known = self._rehearsed.setdefault(ticket.source.indices[row] if ticket.source else row, sketch)
+                if not float((known - sketch).norm()) <= 5 * rounding(self.model) * float(known.norm()):
+                    raise SelfCheckError(
+                        "the criterion couples examples: one's gradient in company is not what it is alone, as with a mean "
+                        "over all tokens of a batch, class weights, or scores against each other. Give make_private a "
+                        "criterion=, a function of (output, batch) that returns one loss a row; nothing was released"
+                    )
+
+        return self._outputs(output, found, Pass(ticket, layout, backward, Tap(layout), True, call))
 
     def _backward(self, waiting: Pass, upstream: Any) -> None:
         if waiting.used:
@@ -210,7 +320,9 @@ class Engine:
         two_pass = self.two_pass if self.two_pass is not None else _checkpoints(self.model)
         self.reads.tap = waiting.tap if self.route == USES else None
         try:
-            if self.route == ORDINARY:
+            if waiting.ticket.rehearsal:
+                waiting.backward(upstream, False)
+            elif self.route == ORDINARY:
                 waiting.backward(upstream, False)
                 self._take_ordinary(waiting)
             elif self.route == ONE_EXAMPLE:
@@ -224,6 +336,14 @@ class Engine:
                     two_pass=two_pass,
                 )
                 self._refuse_foreign_gradients("in the backward pass")
+        except UnsupportedUse as error:
+            # Nothing has been added yet: captures are refused before the first norm is used.
+            if self._preparing or not self.returns_loss:
+                raise
+            self._fall_back(str(error), waiting.ticket)
+            with torch.enable_grad():
+                _, _, backward = self._alone(waiting.call, waiting.ticket, waiting.layout)
+            backward(upstream, False)
         finally:
             self.reads.tap = None
             waiting.tap.sink = None
@@ -250,100 +370,195 @@ class Engine:
                     "let no loss term use parameters directly"
                 )
 
-    def _prepare(self, args: Any, kwargs: Any, ticket: Ticket) -> None:
-        """Trace the model, patch it, and compare a few examples with one-at-a-time autograd."""
+    def _prepare(self, call: Call, ticket: Ticket) -> None:
+        """Trace the model, see that its rows are independent, and try the route of uses on a few examples."""
         self._preparing = True
+        self._built = self._structure()
+        self.guard.settle()
         try:
-            self.trace = trace(self.model, self._root.original, args, kwargs, ticket.rows, self.parameters)
-            reason = self.trace.conflict
-            if reason is None:
-                reason = self._try_uses(args, kwargs, ticket)
+            with unchanged(self.model):
+                reason = self._decide(call, ticket)
         finally:
             self._preparing = False
             self.accumulator.reset()
+        self.guard.require_settled()
         if reason is not None:
-            self.route, self.reason = ONE_EXAMPLE, reason
-            if ticket.token_units is not None:
-                raise ValueError(
-                    f"packed rows need a per-example rule for every parameter, and one is missing: {reason}"
-                )
-            warnings.warn(
-                f"this model takes the one-example route, exact but several times slower: {reason}", stacklevel=2
-            )
+            self._fall_back(reason, ticket)
         self.on_route(str(self.route), reason)
 
-    def _try_uses(self, args: Any, kwargs: Any, ticket: Ticket) -> str | None:
+    def _decide(self, call: Call, ticket: Ticket) -> str | None:
+        """The reason why the one-example route is taken, or None; raises for a model that neither route serves."""
+        self.trace = trace(self.model, self._root.original, *call, ticket.rows, self.parameters)
+        rows = selfcheck.chosen_rows(ticket)
+        selfcheck.buffers(self, call, ticket)
+        reason = self.trace.conflict
+        if self.check:
+            try:
+                selfcheck.collation(self, call, ticket)
+                rows = selfcheck.independence(self, call, ticket, rows)
+            except UnsupportedUse as error:
+                reason = reason or str(error)
+        reason = reason or self._try_uses(call, ticket, rows)
+        if reason is not None and ticket.token_units is None:
+            try:
+                selfcheck.alone(self, call, ticket, rows)
+            except SelfCheckError:
+                raise
+            except Exception as error:
+                raise ValueError(
+                    f"no route serves this model: {reason}; and on one row alone it fails: {error}"
+                ) from error
+        return reason
+
+    def _fall_back(self, reason: str, ticket: Ticket) -> None:
+        """Go on by the one-example route: exact for any model, and slow."""
+        if ticket.token_units is not None:
+            raise ValueError(f"packed rows need a per-example rule for every parameter, and one is missing: {reason}")
+        self._unpatch()
+        self.route, self.reason = ONE_EXAMPLE, reason
+        warnings.warn(f"this model takes the one-example route, exact but several times slower: {reason}", stacklevel=3)
+
+    def _try_uses(self, call: Call, ticket: Ticket, rows: Sequence[int]) -> str | None:
         assert self.trace is not None
         self.reads.carries_rows = self.trace.carries_rows
         self.expected, self.accumulator.tables = self.trace.uses, self.trace.tables
         modules = dict(self.model.named_modules())
-        for name in self.trace.modules:
-            if name:
-                self._patches.append(PatchedForward(modules[name], self.reads))
-        if "" in self.trace.modules:
-            self._root.wrap(PatchedForward(self.model, self.reads))
         self.route = USES
         try:
+            for name in self.trace.modules:
+                if name:
+                    self._patches.append(PatchedForward(modules[name], self.reads))
+            if "" in self.trace.modules:
+                self._root.wrap(PatchedForward(self.model, self.reads))
             if self.check:
-                selfcheck.compare(self, args, kwargs, ticket)
+                selfcheck.compare(self, call, ticket, rows)
             else:
-                selfcheck.attempt(self, args, kwargs, ticket)
+                with unchanged(self.model):
+                    self.run_forward(*call, ticket, verify=True)
             return None
-        except UnsupportedUse as error:
-            for patch in reversed(self._patches):
-                patch.remove()
-            self._patches.clear()
-            return str(error)
+        except (SelfCheckError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            self.model.zero_grad(set_to_none=True)
+            self._unpatch()
+            return str(error) or type(error).__name__
 
-    def _one_at_a_time(self, args: Any, kwargs: Any, ticket: Ticket, layout: Layout) -> Any:
-        """The universal route: each row is a batch of its own, so any model is differentiated exactly."""
+    def _unpatch(self) -> None:
+        for patch in reversed(self._patches):
+            patch.remove()
+        self._patches.clear()
+        self._root.unwrap()
+
+    def _know_rows(self, call: Call, ticket: Ticket) -> None:
+        """Decide again what carries rows where a call has tensors, or sizes, that the first one did not explain."""
+        assert self.trace is not None
+        found = dict(leaves(call))
+        long = as_long_as(call, ticket.rows)
+        carriers = self.trace.carriers & found.keys()
+        if not carriers & long:
+            raise ValueError(_wrong_rows(call, ticket))
+        if carriers <= long and not (long - carriers - self.trace.paths):
+            return
+        with unchanged(self.model):
+            latest = trace(self.model, self._root.plain, *call, ticket.rows, self.parameters)
+        self.trace.carriers = latest.carriers | (self.trace.carriers - found.keys())
+        self.trace.paths = self.trace.paths | latest.paths
+
+    def _require_explained(self, call: Call, ticket: Ticket, tap: Tap) -> None:
+        """Raise `UnsupportedUse` if a use has a shape that these inputs' shapes had not given before."""
+        assert self.trace is not None
+        inputs = frozenset((path, t.shape[1:] if path in self.trace.carriers else t.shape) for path, t in leaves(call))
+        seen = self.explained.setdefault(inputs, frozenset(tap.shapes))
+        if not tap.shapes <= seen:
+            operation, shape = next(iter(tap.shapes - seen))
+            raise UnsupportedUse(
+                f"the input of {operation} has shape {list(shape)} a row, by no reason of the batch's shapes"
+            )
+
+    def _structure(self) -> int:
+        """Changes when hooks are hung on modules, modules are exchanged, or parameters tied."""
+        return hash(
+            tuple(
+                (
+                    id(m),
+                    m.training,
+                    *m._forward_hooks,
+                    *m._forward_pre_hooks,
+                    *m._backward_hooks,
+                    *map(id, m._parameters.values()),
+                )
+                for m in self.model.modules()
+            )
+        )
+
+    def _check_again(self, call: Call, ticket: Ticket, *, thorough: bool) -> None:
+        """What the first batch was asked, of some rows of a later one; without ``thorough``, the rows' independence alone."""
+        self._preparing, kept, self._built = True, self.accumulator, self._structure()
+        start = random.SystemRandom().randrange(ticket.rows)
+        rows = selfcheck.chosen_rows(ticket, start)
+        try:
+            with unchanged(self.model):
+                if thorough:
+                    selfcheck.collation(self, call, ticket)
+                if self.route == USES:
+                    rows = selfcheck.independence(self, call, ticket, rows, thorough=thorough)
+                if self.route == USES and thorough:
+                    selfcheck.compare(self, call, ticket, rows)
+        except UnsupportedUse as error:
+            self._fall_back(str(error), ticket)
+        finally:
+            self._preparing, self.accumulator = False, kept
+
+    def _alone(
+        self, call: Call, ticket: Ticket, layout: Layout
+    ) -> tuple[list[Any], list[list[torch.Tensor]], Callable[[Any, bool], None]]:
+        """Each row a batch of its own: its output, what a backward pass starts from, and that backward pass."""
+        assert self.trace is not None
         outputs = []
         for row in range(ticket.rows):
-            index = torch.tensor([row])
-            sub_args, sub_kwargs = take_rows(args, index, ticket.rows), take_rows(kwargs, index, ticket.rows)
-            outputs.append(self._root.original(*sub_args, **sub_kwargs))
-        tap = Tap(layout)
-        if self.loss_reduction is None:
+            args, kwargs = take_rows(call, torch.tensor([row]), self.trace.carriers)
+            with intercepted(LossTerms(_ONE_ROW.layout(layout.weights.device), alone=True)):
+                outputs.append(self._root.plain(*args, **kwargs))
+        if self.returns_loss:
             losses = [find_loss(output) for output in outputs]
             if any(loss is None for loss in losses):
-                raise ValueError(
-                    "the model returned no loss: pass labels to it, or state loss_reduction to make_private"
-                )
-            rows = torch.stack([loss.reshape(()) for loss in losses])  # type: ignore[union-attr]
-            targets = [[(loss, None)] for loss in losses]
+                raise ValueError(NO_LOSS)
+            targets = [[loss] for loss in losses if loss is not None]
         else:
-            found = [[t for t in tensors(o) if t.requires_grad and t.dim() > 0] for o in outputs]
-            targets = [[(t, None) for t in row] for row in found]
+            targets = [[t for t in tensors(o) if t.requires_grad and t.dim() > 0] for o in outputs]
 
         def backward(upstream: Any, retain: bool) -> None:
             for unit in range(layout.units):
                 if float(layout.weights[unit]) == 0:
                     continue
                 own = (ticket.row_units == unit).nonzero().reshape(-1).tolist()
-                self._one_unit(unit, [(r, targets[r]) for r in own], upstream, layout, ticket.rows)
+                self._one_unit(unit, [(r, targets[r]) for r in own], upstream, layout, self.scale(ticket))
 
-        waiting = Pass(ticket, layout, backward, tap, verify=True)
+        return outputs, targets, backward
+
+    def _one_at_a_time(self, call: Call, ticket: Ticket, layout: Layout) -> Any:
+        """The universal route: each row is a batch of its own, so any model is differentiated exactly."""
+        outputs, targets, backward = self._alone(call, ticket, layout)
+        waiting = Pass(ticket, layout, backward, Tap(layout), True, call)
         merged = _merge_outputs(outputs)
-        if self.loss_reduction is None:
-            value = masked_mean(layout.sum_lanes(rows.detach().float()), layout.weights)
-            return replace_loss(merged, self._loss(value, waiting))
-        flat = [torch.cat([row[i] for row in found]) for i in range(len(found[0]))]
+        if self.returns_loss:
+            rows = torch.stack([loss.detach().reshape(()).float() for (loss,) in targets])
+            return replace_loss(merged, self._loss(masked_mean(layout.sum_lanes(rows), layout.weights), waiting))
+        flat = [torch.cat([row[i] for row in targets]) for i in range(len(targets[0]))]
         anchor = torch.zeros((), device=flat[0].device, requires_grad=True)
         outer = OutputBoundary.apply(anchor, lambda upstream: self._backward(waiting, upstream), flat)
         queue = deque(outer)
         return map_tensors(merged, lambda t: queue.popleft() if t.requires_grad and t.dim() > 0 else t)
 
-    def _one_unit(self, unit: int, rows: list[Any], upstream: Any, layout: Layout, count: int) -> None:
+    def _one_unit(self, unit: int, rows: list[Any], upstream: Any, layout: Layout, scale: float) -> None:
         tops, seeds = [], []
         for row, targets in rows:
-            for position, (tensor, _) in enumerate(targets):
-                tops.append(tensor)
-                if self.loss_reduction is None:
+            for position, tensor in enumerate(targets):
+                if self.returns_loss:
+                    tops.append(tensor)
                     seeds.append(torch.ones_like(tensor))
-                elif upstream[position] is None:
-                    tops.pop()
-                else:
-                    scale = float(count) if self.loss_reduction == "mean" else 1.0
+                elif upstream[position] is not None:
+                    tops.append(tensor)
                     seeds.append(upstream[position][row : row + 1] * scale)
         gradients = plain_gradients(tops, seeds, self.parameters.values())
         instances = {
@@ -352,6 +567,38 @@ class Engine:
             if gradient is not None
         }
         self.accumulator.add_unit(instances, layout.weights[unit : unit + 1])
+
+
+class _Again:
+    """When later batches are checked: briefly after intervals that grow by half, and as the first was within a share of time."""
+
+    def __init__(self) -> None:
+        self._began: float | None = None
+        self._spent = self._longest = self._entered = 0.0
+        self._batches, self._next = 1, 2
+
+    def due(self) -> bool:
+        """Whether this batch, counted now, ends an interval: the 2nd, 3rd, 5th, 8th, 12th and so on."""
+        self._batches += 1
+        if self._batches < self._next:
+            return False
+        self._next = self._batches + max(1, self._batches // 2)
+        return True
+
+    def affordable(self) -> bool:
+        """Whether one more whole check, at what the dearest took, stays within the share."""
+        return self._began is not None and self._spent + self._longest < _SHARE * (time.perf_counter() - self._began)
+
+    def __enter__(self) -> None:
+        self._entered = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        now = time.perf_counter()
+        self._longest = max(self._longest, now - self._entered)
+        if self._began is None:
+            self._began = now
+        else:
+            self._spent += now - self._entered
 
 
 class _RootForward:
@@ -376,6 +623,11 @@ class _RootForward:
         if not (self.model.training and torch.is_grad_enabled()):
             return self.plain(*args, **kwargs)
         return self.engine.forward(args, kwargs)
+
+    def unwrap(self) -> None:
+        """The root's own forward again, still through the engine."""
+        self.original = self.plain
+        self.model.forward = self  # type: ignore[method-assign]
 
     def remove(self) -> None:
         if self.had_own:
@@ -406,3 +658,22 @@ def _merge_outputs(outputs: list[Any]) -> Any:
 
 def _checkpoints(model: torch.nn.Module) -> bool:
     return any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
+
+
+def _index(row: int, t: torch.Tensor) -> torch.Tensor:
+    return torch.tensor([row], device=t.device)
+
+
+def _sketch(gradient: torch.Tensor) -> torch.Tensor:
+    """Two numbers that tell gradients apart: the norm, and the projection on one fixed direction."""
+    flat = gradient.detach().reshape(-1).double()
+    direction = torch.arange(flat.numel(), device=flat.device, dtype=torch.float64).sin()
+    return torch.stack([flat.norm(), flat @ direction])
+
+
+def _wrong_rows(call: Call, ticket: Ticket) -> str:
+    return (
+        f"the loader handed out {ticket.rows} rows but the model was called with "
+        f"{[list(t.shape) for t in tensors(call)]}: each batch of the private loader must go through forward and backward "
+        "once, in order"
+    )

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from fastdp.engine.uses import (
     UnsupportedUse,
     is_detach,
     is_metadata,
+    laid,
 )
 
 
@@ -31,16 +33,20 @@ class Reads:
 
     def __init__(self, trained: dict[str, torch.nn.Parameter]):
         self.names = {id(p): name for name, p in trained.items()}
-        self.carries_rows: dict[tuple[str, str, int], bool] = {}
-        self.meetings: dict[tuple[str, int, int], bool] = {}
+        self.carries_rows: Mapping[tuple[str, str, int], bool] = {}
         self.tap: Tap | None = None
         self.mode_open = False
 
     def is_trained(self, value: Any) -> bool:
         return isinstance(value, torch.nn.Parameter) and id(value) in self.names
 
-    def rows(self, operation: str, parameter: torch.nn.Parameter, x: torch.Tensor) -> bool:
-        return self.carries_rows.get((operation, self.names[id(parameter)], x.dim()), True)
+    def rows(self, operation: str, parameter: torch.nn.Parameter, x: torch.Tensor, tap: Tap) -> bool:
+        """Whether the input of an operation carries rows; raises `UnsupportedUse` if the trace saw no such use."""
+        key = (operation, self.names[id(parameter)], x.dim())
+        if key not in self.carries_rows:
+            raise UnsupportedUse(f"{key[1]}: {operation} of an input of {x.dim()} dimensions, unseen when traced")
+        tap.note(operation, x, self.carries_rows[key])
+        return self.carries_rows[key]
 
 
 class UseMode(TorchFunctionMode):
@@ -103,9 +109,11 @@ def _product(reads: Reads, tap: Tap, operation: str, x: Any, weight: Any, bias: 
         return NotImplemented
     layout = tap.layout
     lanes, laned = None, False
+    if reads.is_trained(x):
+        x = PerLane(ExpandUse.apply(x, tap), layout)
     if isinstance(x, PerLane):
         x, laned = x.lanes, True
-    elif not reads.rows(operation, weight if trained[0] else bias, x):
+    elif not reads.rows(operation, weight if trained[0] else bias, x, tap):
         lanes, laned = layout.lanes, True
     out = LinearUse.apply(x, weight, bias, tap, swap, lanes, laned, trained)
     return PerLane(out, layout) if laned else out
@@ -132,7 +140,7 @@ def _embedding(
         padding_idx += weight.shape[0]
     if isinstance(input, PerLane):
         return PerLane(EmbeddingUse.apply(input.lanes, weight, padding_idx, tap, True), tap.layout)
-    if reads.rows("embedding", weight, input):
+    if reads.rows("embedding", weight, input, tap):
         return EmbeddingUse.apply(input, weight, padding_idx, tap, False)
     ids = input.expand(tap.layout.lanes, *input.shape)
     return PerLane(EmbeddingUse.apply(ids, weight, padding_idx, tap, True), tap.layout)
@@ -153,7 +161,7 @@ def _layer_norm(
     if (
         len(normalized_shape) != 1
         or isinstance(input, PerLane)
-        or not reads.rows("layer_norm", weight if trained[0] else bias, input)
+        or not reads.rows("layer_norm", weight if trained[0] else bias, input, tap)
     ):
         raise UnsupportedUse("layer_norm over several dimensions, or of a value without rows")
     return LayerNormUse.apply(input, weight, bias, eps, tap, trained)
@@ -162,8 +170,10 @@ def _layer_norm(
 def _rms_norm(reads: Reads, tap: Tap, input: Any, normalized_shape: Any, weight: Any = None, eps: Any = None) -> Any:
     if not reads.is_trained(weight):
         return NotImplemented
+    if isinstance(input, PerLane) or not reads.rows("rms_norm", weight, input, tap):
+        raise UnsupportedUse("rms_norm of a value without rows")
     normed = F.rms_norm(input, normalized_shape, None, eps)
-    return torch.mul(normed, PerLane(ExpandUse.apply(weight, tap), tap.layout))
+    return normed * laid(PerLane(ExpandUse.apply(weight, tap), tap.layout), normed, tap.layout)
 
 
 def _conv2d(
@@ -184,7 +194,7 @@ def _conv2d(
         groups != 1
         or isinstance(padding, str)
         or isinstance(input, PerLane)
-        or not reads.rows("conv2d", weight if trained[0] else bias, input)
+        or not reads.rows("conv2d", weight if trained[0] else bias, input, tap)
     ):
         raise UnsupportedUse("a convolution with groups, named padding or an input without rows")
     kernel, pair = weight.shape[2:], _pair(stride)
@@ -218,6 +228,13 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
 
 #: The name under which each handled operation is recorded, keyed by torch's function.
 OPERATIONS = {function: handler.__name__.lstrip("_") for function, handler in _HANDLERS.items()}
+
+
+def operand(function: Any, args: Any, kwargs: Any) -> torch.Tensor:
+    """The input of a handled operation, whose axes say what the parameter is applied to."""
+    bound = inspect.signature(_HANDLERS[function]).bind(None, None, *args, **kwargs)
+    given: torch.Tensor = bound.arguments["mat1" if OPERATIONS[function] == "addmm" else "input"]
+    return given
 
 
 class PatchedForward:

@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
+
+from fastdp.engine.errors import UnsupportedUse
+
+if TYPE_CHECKING:
+    from fastdp.engine.collation import Collation
 
 
 @dataclass(frozen=True)
@@ -18,12 +25,17 @@ class Ticket:
         is_last: whether this micro-batch completes its logical batch.
         token_units: for packed rows, the unit of every token, ``[rows, tokens]`` int64, -1 where there is none; each
             unit is one contiguous run of the flattened rows.
+        source: how the micro-batch was collated, where a loader knows.
+        rehearsal: only tried: a few examples together or one alone, to see that a criterion outside the model gives an
+            example the same gradient in both; nothing of it is summed.
     """
 
     row_units: torch.Tensor
     weights: torch.Tensor
     is_last: bool
     token_units: torch.Tensor | None = None
+    source: Collation | None = None
+    rehearsal: bool = False
 
     @property
     def rows(self) -> int:
@@ -71,11 +83,8 @@ class Layout:
     counts: torch.Tensor
     identity: bool
     token_segments: torch.Tensor | None = None
-    #: Storage addresses of the model's buffers and frozen parameters: their sizes may equal the number of rows by chance.
-    constants: frozenset[int] = frozenset()
-    #: Whether an operation (name, dimensions of the parameter and of the other) met an activation, noted while learning.
-    meetings: dict[tuple[str, int, int], bool] = field(default_factory=dict)
-    learning: bool = False
+    #: Whether an operation (its name, the dimensions of the parameter and of the other) meets rows there, as traced.
+    meetings: Mapping[tuple[str, int, int], bool] = field(default_factory=dict)
     _offsets: dict[int, torch.Tensor] = field(default_factory=dict)
 
     @property
@@ -101,13 +110,13 @@ class Layout:
         """Boundaries of the units on a flat axis of ``tokens`` tokens, int64 ``[units + 1]``.
 
         ``laned`` says that the axis has one block of equal length a lane, as an expanded parameter has.
-        Raises ValueError where the axis cannot be cut. Counts live on the CPU, so a GPU is never waited for.
+        Raises `UnsupportedUse` where the axis cannot be cut. Counts live on the CPU, so a GPU is never waited for.
         """
         key = -tokens - 1 if laned else tokens
         if key not in self._offsets:
             packed = self.token_segments is not None
             if (tokens % self.lanes) if laned else not self.covers(tokens):
-                raise ValueError(f"an axis of {tokens} tokens cannot be divided among {self.rows} rows")
+                raise UnsupportedUse(f"an axis of {tokens} tokens cannot be divided among {self.rows} rows")
             if packed and laned:
                 counts = torch.full((self.units,), tokens // self.lanes)
             else:
@@ -146,13 +155,19 @@ class Layout:
         """A per-lane tensor ``[lanes, ...]`` laid against the leading sizes of an activation.
 
         Gives ``[rows, ...]`` (each lane repeated where rows were folded into a longer first dimension), or
-        ``[rows, tokens, ...]`` for packed rows. Raises ValueError if the activation is not of the map's shape.
+        ``[rows, tokens, ...]`` for packed rows. Raises `UnsupportedUse` if the activation is not of the map's shape.
         """
         if self.token_segments is not None:
             shape = self.token_segments.shape
             if tuple(leading[:2]) != tuple(shape):
-                raise ValueError(f"an activation of leading shape {tuple(leading[:2])} does not follow the unit map")
+                raise UnsupportedUse(
+                    f"an activation of leading shape {tuple(leading[:2])} does not follow the unit map"
+                )
             return lanes.index_select(0, self.token_segments.reshape(-1)).unflatten(0, tuple(shape))
         if leading[0] == self.rows:
             return lanes
+        if leading[0] % self.rows:
+            raise UnsupportedUse(
+                f"an activation of {leading[0]} rows does not follow the {self.rows} rows of the batch"
+            )
         return lanes.repeat_interleave(leading[0] // self.rows, dim=0)

@@ -1,19 +1,24 @@
-"""Per-example losses inside a model's own forward, and the boundary at which a backward pass enters the engine.
+"""Per-example losses inside a model's own forward: one loss a unit, as the model would compute it on that unit alone.
 
 The losses that stock models return average over the tokens of a whole batch, so that one example's loss depends on how
-long the others are. During training forwards only, torch's loss functions return the mean over units of each unit's
-own mean instead; evaluation keeps the usual figure.
+long the others are. During training forwards only, torch's loss functions average over each unit's own tokens instead;
+evaluation keeps the usual figure.
+
+Class weights would cancel in such a mean wherever an example has one label (torch divides by the sum of the weights): a
+unit's weighted loss is therefore divided by the number of its labelled tokens, so that the weights stay.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
+from fastdp.engine.errors import SelfCheckError, UnsupportedUse
 from fastdp.engine.layout import Layout
 
 _ELEMENTWISE_LOSSES = (
@@ -25,29 +30,49 @@ _ELEMENTWISE_LOSSES = (
     "binary_cross_entropy_with_logits",
 )
 _CLASS_LOSSES = ("cross_entropy", "nll_loss")
+#: Torch's own functions.
+LOSSES = frozenset(getattr(F, name) for name in (*_CLASS_LOSSES, *_ELEMENTWISE_LOSSES))
+
+
+@dataclass(frozen=True)
+class Term:
+    """One loss function's call: the scalar that the model goes on computing with, and each unit's loss ``[units]``."""
+
+    scalar: torch.Tensor
+    per_unit: torch.Tensor
+    #: The scalar is the sum over the units, not their mean.
+    summed: bool
 
 
 class LossTerms:
-    """The losses intercepted in one forward pass: a scalar that the model goes on computing with, and its units."""
+    """The losses intercepted in one forward pass.
 
-    def __init__(self, layout: Layout):
+    Args:
+        layout: cuts token losses into units.
+        alone: the pass sees one row by itself, so the scalar stays joined to the model's graph.
+    """
+
+    def __init__(self, layout: Layout, *, alone: bool = False):
         self.layout = layout
-        self.scalars: list[torch.Tensor] = []
-        self.per_unit: list[torch.Tensor] = []
+        self.alone = alone
+        self.terms: list[Term] = []
         self.unmapped: str | None = None
 
-    def add(self, losses: torch.Tensor, valid: torch.Tensor | None) -> torch.Tensor | None:
-        """Take token losses ``[N]`` with their normalising weights; None if the axis cannot be cut into units."""
+    def add(self, losses: torch.Tensor, valid: torch.Tensor | None, reduction: str) -> torch.Tensor | None:
+        """Take token losses ``[N]`` and which of them count; None if the axis cannot be cut into units."""
         layout = self.layout
         if not layout.covers(losses.numel()) and not self._shifted(losses.numel()):
             self.unmapped = f"a loss over {losses.numel()} tokens cannot be divided among {layout.rows} rows"
             return None
         losses = losses.reshape(-1).float()
         valid = torch.ones_like(losses) if valid is None else valid.reshape(-1).to(losses.dtype)
-        per_unit = self._means(losses, valid)
-        self.per_unit.append(per_unit)
-        scalar = masked_mean(per_unit.detach(), layout.weights).requires_grad_()
-        self.scalars.append(scalar)
+        summed = reduction == "sum"
+        per_unit = self._sums(losses) if summed else self._means(losses, valid)
+        if self.alone:
+            return per_unit.sum()
+        known = per_unit.detach()
+        scalar = (known.sum() if summed else masked_mean(known, layout.weights)).requires_grad_()
+        self.terms.append(Term(scalar, per_unit, summed))
         return scalar
 
     def _shifted(self, tokens: int) -> bool:
@@ -60,13 +85,15 @@ class LossTerms:
             rows = losses.view(layout.rows, -1)
             counts = valid.view(layout.rows, -1)
             return layout.sum_lanes(rows.sum(1) / counts.sum(1).clamp(min=torch.finfo(counts.dtype).tiny))
-        segments = layout.token_segments
-        if losses.numel() != segments.numel():
+        return self._sums(losses) / self._sums(valid).clamp(min=torch.finfo(valid.dtype).tiny)
+
+    def _sums(self, values: torch.Tensor) -> torch.Tensor:
+        layout, segments = self.layout, self.layout.token_segments
+        if segments is None:
+            return layout.sum_lanes(values.view(layout.rows, -1).sum(1))
+        if values.numel() != segments.numel():
             segments = segments[:, :-1]
-        zeros = losses.new_zeros(layout.units)
-        sums = zeros.index_add(0, segments.reshape(-1), losses)
-        counts = zeros.index_add(0, segments.reshape(-1), valid)
-        return sums / counts.clamp(min=torch.finfo(counts.dtype).tiny)
+        return values.new_zeros(layout.units).index_add(0, segments.reshape(-1), values)
 
     def own_tokens(self, tokens: int) -> torch.Tensor | None:
         """For packed rows, which tokens may carry a next-token label: not the last of a unit, whose label is another's."""
@@ -118,10 +145,9 @@ def _class_loss(original: Callable[..., torch.Tensor], terms: LossTerms) -> Call
             own = terms.own_tokens(target.numel())
             if own is not None:
                 target = target.masked_fill(~own.view(target.shape), ignore_index)
-            kept = target != ignore_index
-            valid = kept if weight is None else weight[target.masked_fill(~kept, 0)] * kept
+            valid = target != ignore_index
         losses = original(input, target, weight, None, ignore_index, None, "none", **options)
-        scalar = terms.add(losses, valid)
+        scalar = terms.add(losses, valid, reduction)
         if scalar is None:
             return original(input, target, weight, size_average, ignore_index, reduce, reduction, **options)
         return scalar
@@ -133,7 +159,7 @@ def _elementwise_loss(original: Callable[..., torch.Tensor], terms: LossTerms) -
     def loss(input: torch.Tensor, target: torch.Tensor, *args: Any, reduction: str = "mean", **options: Any) -> Any:
         if reduction == "none" or not torch.is_grad_enabled() or not input.requires_grad:
             return original(input, target, *args, reduction=reduction, **options)
-        scalar = terms.add(original(input, target, *args, reduction="none", **options), None)
+        scalar = terms.add(original(input, target, *args, reduction="none", **options), None, reduction)
         if scalar is None:
             return original(input, target, *args, reduction=reduction, **options)
         return scalar
@@ -141,33 +167,35 @@ def _elementwise_loss(original: Callable[..., torch.Tensor], terms: LossTerms) -
     return loss
 
 
-def combine(total: torch.Tensor, terms: LossTerms, *, verify: bool) -> torch.Tensor:
-    """The per-unit losses ``[units]`` of a model's scalar loss: its intercepted terms in the proportions it mixes them.
+def combine(total: torch.Tensor, found: LossTerms, divided: frozenset[int], *, verify: bool) -> torch.Tensor:
+    """The per-unit losses ``[units]`` of a model's scalar loss: its terms with the coefficients it gives them.
 
-    With ``verify``, raises ValueError if the loss is not a weighted sum of the intercepted terms: whatever is added to
-    them (a balancing loss, a contrast within the batch) depends on several examples at once. Without it nothing is
-    read back from the device.
+    The terms ``divided`` are those whose sum the model divides by the number of rows; each unit's has been divided by 1.
+
+    With ``verify``, raises `UnsupportedUse` if the loss is not a weighted sum of the terms: what is added to them may
+    depend on the parameters alone (a penalty of the weights), or on the whole batch. Without it nothing is read back from
+    the device.
     """
-    if len(terms.scalars) == 1 and not verify:
-        return terms.per_unit[0]
-    coefficients = torch.autograd.grad(total, terms.scalars, allow_unused=True, retain_graph=True)
-    shares = [torch.zeros_like(s) if c is None else c for c, s in zip(coefficients, terms.scalars)]
-    scale = torch.stack(shares).sum()
+    terms = found.terms
+    if not terms:
+        raise UnsupportedUse(found.unmapped or "the model computes its loss without torch's loss functions")
+    if len(terms) == 1 and not divided and total is terms[0].scalar:
+        return terms[0].per_unit
+    coefficients = torch.autograd.grad(total, [t.scalar for t in terms], allow_unused=True, retain_graph=True)
+    shares = [torch.zeros_like(t.scalar) if c is None else c for c, t in zip(coefficients, terms)]
     if verify:
         _require_weighted_sum(total, shares, terms)
-    per_unit = terms.per_unit[0] * (shares[0] / scale)
-    for share, losses in zip(shares[1:], terms.per_unit[1:]):
-        per_unit = per_unit + losses * (share / scale)
-    return per_unit
+    rows = found.layout.rows
+    parts = [t.per_unit * (s * rows if i in divided else s) for i, (t, s) in enumerate(zip(terms, shares))]
+    return torch.stack(parts).sum(0)
 
 
-def _require_weighted_sum(total: torch.Tensor, shares: list[torch.Tensor], terms: LossTerms) -> None:
-    if not float(torch.stack(shares).detach().sum()) > 0:
-        raise ValueError("the model's loss does not grow with the per-example losses inside it; nothing can be clipped")
-    explained = sum(float(share) * float(scalar.detach()) for share, scalar in zip(shares, terms.scalars))
+def _require_weighted_sum(total: torch.Tensor, shares: list[torch.Tensor], terms: list[Term]) -> None:
+    if not any(float(share) for share in shares):
+        raise SelfCheckError(
+            "the model's loss does not follow the per-example losses inside it; nothing can be clipped"
+        )
+    explained = sum(float(share) * float(term.scalar.detach()) for share, term in zip(shares, terms))
     value = float(total.detach())
     if abs(value - explained) > 1e-4 * max(abs(value), abs(explained)):
-        raise ValueError(
-            "the model adds something to its per-example loss (a balancing or contrastive term?) that depends on the "
-            "whole batch; switch that term off in the model's configuration"
-        )
+        raise UnsupportedUse("the model adds something to its per-example loss")

@@ -1,31 +1,46 @@
-"""The first-step self-check: a few examples of the real batch, by the engine and by autograd one at a time."""
+"""The check of a batch before anything of it is released: independence of its rows, and the engine against autograd.
+
+Some rows of the real batch are run again (`fastdp.engine.replay`): no row's loss may notice its companions, and a backward
+pass from one row's loss must find exact zeros at every other row. Then the engine's own captures are looked at in the same
+way, and its norms and sums compared with autograd's in the same shapes, with the same dropout masks.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from fastdp.engine.accumulator import Accumulator
-from fastdp.engine.batches import take_rows, take_tokens, tensors
+from fastdp.engine.batches import tensors
 from fastdp.engine.boundary import find_loss, plain_gradients
 from fastdp.engine.bounds import UpperNorms
-from fastdp.engine.layout import Ticket
-from fastdp.engine.losses import LossTerms, combine, intercepted
+from fastdp.engine.collation import require_same_loss
+from fastdp.engine.errors import SelfCheckError, UnsupportedUse
+from fastdp.engine.layout import Layout, Ticket
+from fastdp.engine.losses import LossTerms, intercepted
 from fastdp.engine.policy import Policy
+from fastdp.engine.replay import (
+    Call,
+    Replay,
+    coupled,
+    random_state,
+    require_independence,
+    rounding,
+    seeds_for,
+    stateful,
+    still,
+    unchanged,
+)
+from fastdp.engine.uses import Factors
 
 if TYPE_CHECKING:
     from fastdp.engine.engine import Engine
 
 _EXAMPLES = 3
-
-
-class SelfCheckError(RuntimeError):
-    """The engine's per-example gradients differ from autograd's; nothing was released."""
 
 
 @dataclass(frozen=True)
@@ -43,105 +58,190 @@ class _Probe(Policy):
         return known.expand(squared.shape[0], -1).clone()
 
 
-def compare(engine: Engine, args: Any, kwargs: Any, ticket: Ticket) -> None:
-    """Raise `SelfCheckError` unless norms and a weighted sum of gradients agree with one-at-a-time autograd.
+def chosen_rows(ticket: Ticket, start: int = 0) -> list[int]:
+    """The rows of a micro-batch that are looked at: a few from ``start`` on, repeated if there are fewer than two."""
+    count = min(_EXAMPLES, max(2, ticket.rows))
+    return [(start + i) % ticket.rows for i in range(count)]
 
-    Dropout is switched off meanwhile (it would differ between the two), autocast too, and the random state is restored.
+
+def independence(engine: Engine, call: Call, ticket: Ticket, rows: list[int], *, thorough: bool = True) -> list[int]:
+    """Raise `SelfCheckError` if the plain model lets rows of this batch see each other; note what its loss divides by.
+
+    Returns the rows that are worth looking at further. Raises `UnsupportedUse` if the losses cannot be told apart by row:
+    each must then be run alone.
     """
-    singles, batch, small = _examples(args, kwargs, ticket)
+    assert engine.trace is not None
+    replay = engine.replay(call, ticket)
+    if ticket.token_units is not None:
+        _packed_independence(engine, replay, call, ticket)
+    else:
+        rows, engine.divided = require_independence(replay, rows, selects=engine.trace.selects, thorough=thorough)
+        call, ticket = replay.rows(rows), Ticket(torch.arange(len(rows)), torch.ones(len(rows)), is_last=True)
+    _require_zero(engine, replay, call, ticket)
+    return rows
+
+
+def _packed_independence(engine: Engine, replay: Replay, call: Call, ticket: Ticket) -> None:
+    layout = ticket.layout(replay.device)
+    assert layout.token_segments is not None
+    together = replay(call, ticket.rows, packed=True)
+    for unit, single in replay.packed_alone():
+        alone = replay(single, 1)
+        if together.finite(unit) and not together.gap(unit, alone, 0) <= rounding(engine.model):
+            raise coupled(replay, [0, 0], 0, "the others of its row")
+
+
+def _require_zero(engine: Engine, replay: Replay, call: Call, ticket: Ticket) -> None:
+    """Raise `SelfCheckError` if one unit's gradient reaches another's rows of an embedding or an input at all."""
+    layout = ticket.layout(replay.device)
+    own = layout.token_segments if layout.token_segments is not None else layout.lane_units
+    unit = int(layout.weights.nonzero()[-1])
+    packed = layout.token_segments is not None
+    parameters = list(engine.parameters.values())
+    _, flowing, _ = replay.gradients(call, ticket.rows, unit, parameters, packed=packed)
+    for gradient in flowing:
+        if gradient.shape[: own.dim()] == own.shape and bool(_reaches(gradient[own != unit])):
+            raise coupled(replay, [0, 0], 0, "others: its gradient reaches them")
+
+
+def _reaches(gradient: torch.Tensor) -> torch.Tensor:
+    """Whether anything but exact zero arrived; NaN is what 0 times a companion's infinity gives, and no sign of it."""
+    return (gradient.nan_to_num() != 0).any()
+
+
+class _Attribution:
+    """A sink that asks of every capture whether a backward pass from one unit's loss left the others' tokens at zero."""
+
+    def __init__(self, names: Mapping[int, str], unit: int):
+        self.names, self.unit = names, unit
+
+    def matrix(self, parameter: torch.nn.Parameter, factors: Factors, layout: Layout) -> None:
+        """A use of a matrix: its backpropagated factor is looked at."""
+        offsets = layout.offsets(factors.right.shape[0], laned=factors.laned)
+        gradient = factors.right if factors.one_hot else factors.left
+        start, end = int(offsets[self.unit]), int(offsets[self.unit + 1])
+        self._require(parameter, torch.cat([gradient[:start], gradient[end:]]))
+
+    def vector(self, parameter: torch.nn.Parameter, lanes: torch.Tensor, layout: Layout) -> None:
+        """An expanded parameter: other lanes are looked at."""
+        self._require(parameter, lanes[layout.lane_units != self.unit])
+
+    def tokens(self, parameter: torch.nn.Parameter, gradient: torch.Tensor, layout: Layout, laned: bool) -> None:
+        """A bias."""
+        own = torch.arange(layout.units, device=gradient.device) == self.unit
+        per_token = layout.per_token(own, gradient.shape[0], laned=laned)
+        self._require(parameter, gradient[~per_token])
+
+    def _require(self, parameter: torch.nn.Parameter, others: torch.Tensor) -> None:
+        if bool(_reaches(others)):
+            raise UnsupportedUse(f"{self.names[id(parameter)]}: its tokens are not in the order of the batch's rows")
+
+
+def compare(engine: Engine, call: Call, ticket: Ticket, rows: Sequence[int]) -> None:
+    """Raise `UnsupportedUse` unless the engine's attribution, norms and sums are plain autograd's on these rows.
+
+    Raises `SelfCheckError` if the backward pass draws random numbers of its own.
+    """
+    replay = engine.replay(call, ticket)
+    packed = ticket.token_units is not None
+    if packed:
+        batch, small = call, ticket
+    else:
+        batch = replay.rows(rows)
+        small = Ticket(torch.arange(len(rows)), torch.ones(len(rows)), is_last=True)
     policy = engine.accumulator.policy
     probe = _Probe(policy.bounds, policy.stds, policy.group_of, policy.masks)
     kept = engine.accumulator
-    device = next(iter(engine.parameters.values())).device
-    cuda = [device.index or 0] if device.type == "cuda" else []
     engine.accumulator = Accumulator(engine.parameters, probe)
+    model, parameters = engine.model, list(engine.parameters.values())
     try:
-        with torch.random.fork_rng(devices=cuda), _steady(engine.model), torch.autocast(device.type, enabled=False):
-            seeds = _by_engine(engine, batch, small)
-            squared, sums = probe.seen[0], engine.accumulator.sums
-            units = _real_units(small, squared.shape[1])
-            found = _Comparison(sums)
-            for index, (unit, single) in enumerate(zip(units, singles)):
+        with torch.autocast(replay.device.type, enabled=False):
+            layout = small.layout(replay.device)
+            units = [unit for unit in range(layout.units) if float(layout.weights[unit]) > 0]
+            for unit in dict.fromkeys((units[0], units[-1])):
+                with unchanged(model):
+                    engine.capture(*batch, small, unit, _Attribution(kept.names, unit))
+            with unchanged(model):
+                _by_engine(engine, batch, small)
+            squared, found = probe.seen[0], _Comparison(engine.accumulator.sums)
+            for unit in units:
+                gradients, *_ = replay.gradients(batch, small.rows, unit, parameters, packed=packed)
                 measured = float(squared[:, unit].double().sum()) ** 0.5
-                found.add(measured, 1 / (1 + unit), _by_autograd(engine, single, seeds, index))
+                named = {n: g.float() for n, g in zip(engine.parameters, gradients) if g is not None}
+                found.add(measured, 1 / (1 + unit), named)
     finally:
         engine.accumulator = kept
-    low = any(p.dtype != torch.float32 for p in engine.model.parameters() if p.is_floating_point())
+    low = any(p.dtype not in (torch.float32, torch.float64) for p in model.parameters() if p.is_floating_point())
     found.judge(tolerance=0.1 if low else 1e-3)
 
 
-def attempt(engine: Engine, args: Any, kwargs: Any, ticket: Ticket) -> None:
-    """A forward pass for nothing but to raise `UnsupportedUse` where an operation has no per-example rule."""
-    device = next(iter(engine.parameters.values())).device
-    with torch.random.fork_rng(devices=[device.index or 0] if device.type == "cuda" else []):
-        engine.run_forward(args, kwargs, ticket, verify=True)
-
-
-def _examples(args: Any, kwargs: Any, ticket: Ticket) -> tuple[list[tuple[Any, Any]], tuple[Any, Any], Ticket]:
-    if ticket.token_units is not None:
-        shape = (ticket.token_units.shape[0], ticket.token_units.shape[1])
-        singles = []
-        for unit in ticket.token_units.reshape(-1).unique_consecutive().tolist():
-            if unit < 0:
-                continue
-            where = (ticket.token_units == unit).nonzero()
-            row, start, end = int(where[0, 0]), int(where[0, 1]), int(where[-1, 1]) + 1
-            if int(where[-1, 0]) != row:
-                raise ValueError("a packed unit runs over the end of its row; keep each in one row")
-            singles.append((take_tokens(args, row, start, end, shape), take_tokens(kwargs, row, start, end, shape)))
-        return singles, (args, kwargs), ticket
-    count = min(_EXAMPLES, max(2, ticket.rows))
-    index = torch.arange(count) % ticket.rows
-    batch = take_rows(args, index, ticket.rows), take_rows(kwargs, index, ticket.rows)
-    singles = [
-        (take_rows(args, index[i : i + 1], ticket.rows), take_rows(kwargs, index[i : i + 1], ticket.rows))
-        for i in range(count)
-    ]
-    return singles, batch, Ticket(torch.arange(count), torch.ones(count), is_last=True)
-
-
-def _by_engine(engine: Engine, call: tuple[Any, Any], ticket: Ticket) -> list[torch.Tensor]:
+def _by_engine(engine: Engine, call: Call, ticket: Ticket) -> None:
     output = engine.run_forward(*call, ticket, verify=True)
-    if engine.loss_reduction is None:
-        loss = find_loss(output)
-        assert loss is not None
-        loss.backward()
-        return []
-    found = [t for t in tensors(output) if t.requires_grad and t.dim() > 0]
-    seeds = [torch.randn_like(t) for t in found]
-    scale = ticket.rows if engine.loss_reduction == "mean" else 1
-    torch.autograd.backward(found, [s / scale for s in seeds])
-    return seeds
-
-
-def _by_autograd(
-    engine: Engine, call: tuple[Any, Any], seeds: list[torch.Tensor], index: int
-) -> dict[str, torch.Tensor]:
-    parameters = list(engine.parameters.values())
-    device = parameters[0].device
-    alone = Ticket(torch.zeros(1, dtype=torch.int64), torch.ones(1), is_last=True).layout(device)
-    terms = LossTerms(alone)
-    with intercepted(terms):
-        args, kwargs = call
-        output = engine.plain_forward(*args, **kwargs)
-    if engine.loss_reduction is None:
-        total = find_loss(output)
-        assert total is not None
-        loss = combine(total, terms, verify=True).sum()
-        gradients = plain_gradients([loss], [torch.ones_like(loss)], parameters)
+    if engine.returns_loss:
+        tops = [find_loss(output)]
+        seeds = [torch.ones_like(tops[0])]  # type: ignore[arg-type]
     else:
-        found = [t for t in tensors(output) if t.requires_grad and t.dim() > 0]
-        own = [s[index : index + 1] for s in seeds]
-        gradients = plain_gradients(found, own, parameters)
-    return {name: g.float() for name, g in zip(engine.parameters, gradients) if g is not None}
+        tops = [t for t in tensors(output) if t.requires_grad and t.dim() > 0]
+        seeds = [s / engine.scale(ticket) for s in seeds_for(tops)]  # type: ignore[arg-type]
+    before = random_state(engine.model)
+    torch.autograd.backward(tops, seeds)  # type: ignore[arg-type]
+    if not all(map(torch.equal, before, random_state(engine.model))):
+        raise SelfCheckError(
+            "the backward pass draws random numbers of its own, so that norms and sums would see two dropout masks: "
+            "checkpoint with preserve_rng_state=True; nothing was released"
+        )
 
 
-def _real_units(ticket: Ticket, units: int) -> list[int]:
-    """The kernel's units that are examples: packed rows hold segments of padding between them."""
-    if ticket.token_units is None:
-        return list(range(units))
-    weights = ticket.layout(torch.device("cpu")).weights
-    return [unit for unit in range(units) if float(weights[unit]) > 0]
+def alone(engine: Engine, call: Call, ticket: Ticket, rows: Sequence[int]) -> None:
+    """Run the one-example route's forward and backward once, and see that a batch of copies has one copy's loss.
+
+    Raises whatever the model raises on one row, and `SelfCheckError` if it scores examples against each other.
+    """
+    replay = engine.replay(call, ticket)
+    if engine.returns_loss:
+        losses = []
+        for chosen in ([rows[-1]], [rows[-1]] * 2, [rows[0]], [rows[-1]]):
+            copies = replay.rows(chosen)
+            with unchanged(engine.model), still(engine.model) as restless, torch.enable_grad():
+                loss = find_loss(engine.plain_forward(*copies[0], **copies[1]))
+                losses.append(math.nan if loss is None or restless() else float(loss.detach()))
+        one, two, _, again = losses
+        if abs(again - one) > rounding(engine.model) * abs(one):
+            raise stateful()
+        if all(abs(two - n * one) > rounding(engine.model) * max(abs(one), abs(two)) for n in (1, 2)):
+            raise coupled(replay, rows, rows[-1], "copies of itself")
+    single = replay.rows([rows[-1]])
+    with unchanged(engine.model), torch.enable_grad():
+        with intercepted(LossTerms(replay.layout(1), alone=True)):
+            output = engine.plain_forward(*single[0], **single[1])
+        tops = [t for t in tensors(output) if t.requires_grad and t.dim() > 0]
+        if engine.returns_loss:
+            found = find_loss(output)
+            tops = [] if found is None else [found]
+        plain_gradients(tops, [torch.ones_like(t) for t in tops], list(engine.parameters.values()))
+
+
+def buffers(engine: Engine, call: Call, ticket: Ticket) -> None:
+    """Raise `SelfCheckError` if a training forward writes what depends on the data into a buffer."""
+    replay = engine.replay(call, ticket)
+    values = []
+    for tried in (call, replay.beside(range(ticket.rows), -1)):
+        with unchanged(engine.model), torch.no_grad():
+            written = engine.guard.written()
+            engine.plain_forward(*tried[0], **tried[1])
+            values.append(written())
+        if not values[0]:
+            return
+    engine.guard.learn(values)
+
+
+def collation(engine: Engine, call: Call, ticket: Ticket) -> None:
+    """Raise `SelfCheckError` if the loader's collator lets an example's row, or its loss, depend on the others."""
+    if ticket.source is None or ticket.token_units is not None:
+        return
+    ticket.source.require_independence()
+    if engine.returns_loss:
+        require_same_loss(ticket.source, engine.replay(call, ticket))
 
 
 class _Comparison:
@@ -168,23 +268,17 @@ class _Comparison:
                 self.residual[name] = gradient * -weight
 
     def judge(self, *, tolerance: float) -> None:
-        """Raise `SelfCheckError` if a norm or a sum is off by more than ``tolerance`` of its size."""
-        if not self.norms:
-            raise SelfCheckError(
-                "no example of the first batch that was looked at has a finite gradient, so the engine cannot be checked; "
-                "nothing was released"
-            )
+        """Raise `UnsupportedUse` if a norm or a sum is off by more than ``tolerance`` of its size."""
         worst, error = self._worst()
         for measured, truth in self.norms:
             if not (math.isfinite(measured) and abs(measured - truth) <= tolerance * truth + 1e-12):
-                raise SelfCheckError(
-                    f"the gradient norm of an example is {measured:.6g} by the engine and {truth:.6g} by autograd on that "
-                    f"example alone; the model couples examples, or {worst} is read in a way the engine does not know; "
-                    "nothing was released"
+                raise UnsupportedUse(
+                    f"{worst} is read in a way that no rule knows: the gradient norm of an example is {measured:.6g} by the "
+                    f"rules and {truth:.6g} by autograd"
                 )
         if not error <= tolerance:
-            raise SelfCheckError(
-                f"the summed gradient of {worst} differs from autograd's by {error:.2g} of its size; nothing was released"
+            raise UnsupportedUse(
+                f"{worst} is read in a way that no rule knows: its summed gradient is off by {error:.2g}"
             )
 
     def _worst(self) -> tuple[str, float]:
@@ -196,22 +290,3 @@ class _Comparison:
         }
         # A gap that is NaN is the worst of all.
         return max(errors.items(), key=lambda pair: (math.isnan(pair[1]), pair[1]), default=("nothing", 0.0))
-
-
-@contextmanager
-def _steady(model: torch.nn.Module) -> Iterator[None]:
-    """Every dropout rate of the model at 0, gradient checkpointing as it is."""
-    changed: list[tuple[Any, str, float]] = []
-    for module in model.modules():
-        for attribute, value in list(vars(module).items()):
-            is_rate = "drop" in attribute or (
-                attribute == "p" and isinstance(module, torch.nn.modules.dropout._DropoutNd)
-            )
-            if is_rate and isinstance(value, float) and value:
-                changed.append((module, attribute, value))
-                setattr(module, attribute, 0.0)
-    try:
-        yield
-    finally:
-        for module, attribute, value in changed:
-            setattr(module, attribute, value)

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 
+from fastdp.engine.errors import UnsupportedUse
 from fastdp.engine.layout import Layout
 
 
@@ -58,6 +59,19 @@ class Tap:
     def __init__(self, layout: Layout):
         self.layout = layout
         self.sink: Sink | None = None
+        #: Every kind of use in the pass: its operation, and the shape of its input for one row (all of it, without rows).
+        self.shapes: set[tuple[str, tuple[int, ...]]] = set()
+
+    def note(self, operation: str, x: torch.Tensor, rows: bool) -> None:
+        """Note the shape of a use's input; raises `UnsupportedUse` if its first axis cannot be cut into the rows."""
+        shape = tuple(x.shape)
+        if rows:
+            if x.dim() == 0 or shape[0] % self.layout.rows:
+                raise UnsupportedUse(
+                    f"the input of {operation} has shape {list(shape)}, which is not that of {self.layout.rows} rows"
+                )
+            shape = (shape[0] // self.layout.rows, *shape[1:])
+        self.shapes.add((operation, shape))
 
     def open(self) -> Sink:
         if self.sink is None:
@@ -202,10 +216,6 @@ class ExpandUse(torch.autograd.Function):
         return None, None
 
 
-class UnsupportedUse(Exception):
-    """An operation for which no per-example rule is known; the model then takes the one-example route."""
-
-
 #: Element-wise operations, for which a tensor of lanes is like any other.
 _ELEMENTWISE = frozenset(
     function
@@ -323,7 +333,7 @@ def _apply(func: Any, args: Any, kwargs: Any) -> Any:
 
     try:
         result = torch.vmap(one, randomness="different")(*[p.lanes for p in found])
-    except RuntimeError as error:
+    except Exception as error:
         raise UnsupportedUse(f"{getattr(func, '__name__', func)}: {error}") from error
     if isinstance(result, torch.Tensor):
         return PerLane(result, layout)
@@ -341,23 +351,17 @@ def _lanes(values: Any) -> Any:
 
 
 def _activation(func: Any, rank: int, plain: list[torch.Tensor], layout: Layout) -> torch.Tensor | None:
-    """The tensor among the arguments that carries rows; vectors and scalars are taken for constants.
-
-    A constant may be as long as a batch by chance: what it was when the engine was checked is what it remains.
-    """
+    """The tensor among the arguments that carries rows, as the trace found; all others are constants."""
+    name = getattr(func, "__name__", str(func))
     for tensor in plain:
-        if tensor.dim() < 2 or tensor.untyped_storage().data_ptr() in layout.constants:
-            continue
-        if layout.token_segments is not None:
-            fits = tuple(tensor.shape[:2]) == tuple(layout.token_segments.shape)
-        else:
-            fits = tensor.shape[0] % layout.rows == 0
-        meeting = (getattr(func, "__name__", str(func)), rank, tensor.dim())
+        meeting = (name, rank, tensor.dim())
         # One row is broadcast, whatever it is; only longer ones can be mistaken.
-        ambiguous = tensor.shape[0] > 1
-        if ambiguous and layout.learning and layout.meetings.setdefault(meeting, fits) != fits:
-            raise UnsupportedUse(f"{meeting[0]} of a parameter and a constant of {tensor.dim()} dimensions")
-        if fits and (not ambiguous or layout.meetings.get(meeting, True)):
+        single = tensor.dim() == 0 or (tensor.shape[0] == 1 and (layout.rows > 1 or meeting not in layout.meetings))
+        if single:
+            continue
+        if meeting not in layout.meetings:
+            raise UnsupportedUse(f"{name} of a parameter and a tensor of {tensor.dim()} dimensions, unseen when traced")
+        if layout.meetings[meeting]:
             return tensor
     return None
 
@@ -368,7 +372,7 @@ def _meet(func: Any, args: Any, kwargs: Any, activation: torch.Tensor, layout: L
 
     def lay(value: Any) -> Any:
         if isinstance(value, PerLane):
-            return _lay(value, activation, layout)
+            return laid(value, activation, layout)
         if isinstance(value, (list, tuple)):
             return type(value)(lay(item) for item in value)
         return value
@@ -376,7 +380,8 @@ def _meet(func: Any, args: Any, kwargs: Any, activation: torch.Tensor, layout: L
     return func(*[lay(a) for a in args], **{k: lay(v) for k, v in kwargs.items()})
 
 
-def _lay(value: PerLane, activation: torch.Tensor, layout: Layout) -> torch.Tensor:
+def laid(value: PerLane, activation: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """The lanes of a parameter laid along the rows of an activation; raises `UnsupportedUse` where they do not fit."""
     lanes, shape, rank = value.lanes, value.lanes.shape[1:], activation.dim()
     missing = rank - len(shape)
     if missing >= layout.leading:

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler
 
 from fastdp.accounting.ledger import STEP
-from fastdp.engine.batches import map_tensors
+from fastdp.engine.batches import leaves, map_tensors
+from fastdp.engine.collation import Collation, spread
 from fastdp.engine.layout import Ticket
 from fastdp.ops.stream import NoiseStream
 from fastdp.private.observer import Observer
 from fastdp.private.plan import Plan
 from fastdp.private.sampler import Sampler, Units
+
+#: Examples of all the data that a rehearsal adds where a batch leaves room.
+_REHEARSED = 8
 
 
 class PrivateLoader:
@@ -69,6 +74,8 @@ class PrivateLoader:
         self.lengths = _lengths(self.dataset)
         self.tickets: deque[Ticket] = deque()
         self.on_restart: Callable[[], None] = lambda: None
+        #: Whether iteration is to begin with a rehearsal of the criterion.
+        self.rehearses: Callable[[], bool] = lambda: False
         #: Set by a caller that takes several micro-batches before their backward passes, and checks them itself.
         self.look_ahead = False
         self._options: dict[str, Any] = {
@@ -92,12 +99,13 @@ class PrivateLoader:
         self.tickets.clear()
         self.on_restart()
         steps = min(self.steps_per_epoch, self.remaining())
-        waiting: deque[Ticket] = deque()
+        waiting: deque[tuple[list[int], Ticket]] = deque()
         inner: DataLoader = DataLoader(self.dataset, batch_sampler=_Drawn(self, steps, waiting), **self._options)
         for batch in inner:
             if not self.look_ahead:
                 self.require_consumed()
-            ticket = waiting.popleft()
+            indices, ticket = waiting.popleft()
+            ticket = replace(ticket, source=Collation(self.dataset, self.collate_fn, indices, dict(leaves(batch))))
             if self.unit_map is not None:
                 batch, ticket = self._packed(batch, ticket)
             self.tickets.append(ticket)
@@ -120,7 +128,7 @@ class PrivateLoader:
             raise ValueError(
                 f"the unit map names unit {most} but the batch was packed from {ticket.weights.shape[0]} examples"
             )
-        return batch, Ticket(ticket.row_units, ticket.weights, ticket.is_last, token_units)
+        return batch, replace(ticket, token_units=token_units)
 
     def micro_batches(self, drawn: list[int]) -> Iterator[tuple[list[int], Ticket]]:
         """The example indices and ticket of each micro-batch of one logical batch, whole units together."""
@@ -142,6 +150,13 @@ class PrivateLoader:
             members = [self.units.examples(unit) for unit in piece]
             last = number == len(pieces) - 1
             yield [i for m in members for i in m], _ticket([len(m) for m in members], 1.0, is_last=last)
+
+    def rehearsals(self, drawn: list[int]) -> list[list[int]]:
+        """Examples of a batch, and some of all the data, together, and two of them each alone; none if rows never meet."""
+        own = [index for unit in drawn for index in self.units.examples(unit)]
+        strangers = spread(len(self.dataset), _REHEARSED)  # type: ignore[arg-type]
+        chosen = list(dict.fromkeys(own + strangers))[: self.max_physical_batch_size]
+        return [chosen, chosen[:1], chosen[-1:]] if len(chosen) > 1 else []
 
     def _longest(self, unit: int) -> int:
         assert self.lengths is not None
@@ -165,15 +180,21 @@ def _ticket(sizes: list[int], weight: float, *, is_last: bool) -> Ticket:
 class _Drawn:
     """The batch sampler of the inner DataLoader: runs in the main process, queues a ticket for every index list."""
 
-    def __init__(self, loader: PrivateLoader, steps: int, waiting: deque[Ticket]):
+    def __init__(self, loader: PrivateLoader, steps: int, waiting: deque[tuple[list[int], Ticket]]):
         self.loader, self.steps, self.waiting = loader, steps, waiting
 
     def __iter__(self) -> Iterator[list[int]]:
+        rehearses = self.loader.rehearses()
         for drawn in self.loader.sampler.epoch(self.steps):
             for observer in self.loader.observers:
                 drawn = observer.drawn(drawn, self.loader.kind)
+            for indices in self.loader.rehearsals(drawn) if rehearses else ():
+                ticket = _ticket([1] * len(indices), 0.0, is_last=False)
+                self.waiting.append((indices, replace(ticket, rehearsal=True)))
+                yield indices
+            rehearses = False
             for indices, ticket in self.loader.micro_batches(drawn):
-                self.waiting.append(ticket)
+                self.waiting.append((indices, ticket))
                 yield indices
 
 

@@ -35,6 +35,10 @@ _EVALUATES = (
 )
 
 
+#: (output, batch) -> one loss a row, ``[rows]``.
+Criterion = Callable[[Any, Any], torch.Tensor]
+
+
 class Private:
     """A private training run; unpacks to ``(model, optimizer, data_loader)``.
 
@@ -55,6 +59,7 @@ class Private:
         open_access: Callable[[], Access],
         open_replay: Callable[..., Private],
         observers: list[Observer],
+        criterion: Criterion | None = None,
     ):
         self.model = model
         self.optimizer = optimizer
@@ -64,6 +69,7 @@ class Private:
         self.method = stages.method
         self.ledger = ledger
         self.plan = plan
+        self.criterion = criterion
         self.last_step_done = False
         self.nonfinite_examples = 0
         self._stages = stages
@@ -86,6 +92,7 @@ class Private:
         follow_releases(optimizer, lambda: self._releases)
         data_loader.remaining = lambda: self._require_budget()
         data_loader.on_restart = self._restart
+        data_loader.rehearses = lambda: self._engine.rehearses()
 
     def __iter__(self) -> Iterator[Any]:
         yield from (self.model, self.given_optimizer, self.data_loader)
@@ -219,6 +226,8 @@ class Private:
             raise RuntimeError("step() without backward(): call backward() on the loss of this batch first")
         self._depth = 1
         self._refuse_unclipped(optimizer)
+        engine.guard.require_settled()
+        engine.guard.require_frozen(engine.parameters)
         self._backwards_seen = engine.backwards
         self.last_step_done = engine.complete
         if not engine.complete:
@@ -280,6 +289,7 @@ class Private:
         self._depth -= 1
         if self._depth > 0 or not self.last_step_done:
             return
+        self._engine.guard.settle()
         for following in self._following:
             following.after_step(self.parameters)
         self.prepare()
@@ -292,8 +302,28 @@ class Private:
         """
         found = [following for following in self._following if isinstance(following, Average)]
         average = found[0] if found else Average(0.0)
-        with average.applied(self._stages.parameters):
-            yield self.model
+        self._engine.guard.require_settled()
+        try:
+            with average.applied(self._stages.parameters):
+                yield self.model
+        finally:
+            self._engine.guard.settle()
+
+    def loss(self, output: Any, batch: Any) -> torch.Tensor:
+        """The mean over a batch's rows of the losses that ``criterion`` gives them; call backward() on it.
+
+        Raises RuntimeError without a criterion, and ValueError if it does not return one loss a row.
+        """
+        if self.criterion is None:
+            raise RuntimeError("this run has no criterion: give make_private criterion=, a function of (output, batch)")
+        losses = self.criterion(output, batch)
+        tickets = self.data_loader.tickets
+        if losses.dim() != 1 or (self.model.training and tickets and losses.shape[0] != tickets[0].rows):
+            raise ValueError(
+                f"the criterion returned losses of shape {list(losses.shape)}: it must return one loss a row (compute token "
+                "losses with reduction='none' and average each row over its own tokens)"
+            )
+        return losses.mean()
 
     def epsilon(self, delta: float | None = None) -> float:
         """Privacy spent so far, an upper bound (PLD, pessimistic), at ``delta`` (default: the target).
@@ -400,6 +430,7 @@ class Private:
                 f"{self.noise_multiplier:.6g}; give the same privacy arguments"
             )
         self.ledger.restore(state["spent"], state["ledger_head"])
+        self._engine.guard.settle()
         if state["prepared_step"] >= 0:
             self._stages.adopt(state["outcome"], state["prepared_step"])
             self._backwards_seen = 0

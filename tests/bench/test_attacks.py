@@ -14,35 +14,9 @@ from fastdp.bench.attacks import kit, run, systems
 
 #: Attacks whose mend has not landed.
 PENDING: set[str] = {
-    "batch_mean",
-    "batch_mean_detached",
-    "buffer_replaced",
-    "buffer_written_through_data",
     "cancelling_tokens",
-    "checkpoint_rng",
-    "checkpoint_rng_gpt2",
-    "expert_capacity",
-    "in_batch_contrast",
-    "instance_norm_statistics",
-    "int8_activations",
-    "labelled_tokens_head",
-    "late_hook",
-    "late_mixing",
-    "left_padding",
-    "mixup_collator",
-    "rare_scale",
-    "repeating_collator",
-    "right_padding",
-    "running_mean_buffer",
-    "second_optimizer",
-    "shortest_cut",
-    "sparse_prediction",
-    "stateful_collator",
     "tied_difference",
     "tiny_bound",
-    "token_mean_criterion",
-    "weighted_mean_criterion",
-    "weights_written_in_forward",
 }
 
 

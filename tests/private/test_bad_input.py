@@ -258,7 +258,7 @@ class Silent(Classifier):
 @pytest.mark.parametrize(
     ("make", "kind", "match"),
     [
-        (Added, ValueError, "depends on the whole batch"),
+        (Added, SelfCheckError, "depends on the whole batch"),
         (Centred, SelfCheckError, "couples examples"),
         (Contrast, SelfCheckError, "couples examples"),
         (Vector, ValueError, "not that of a scalar"),

@@ -118,7 +118,8 @@ def test_trap_01_tied_weights_are_summed_before_the_norm(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(accumulators.NormSink, "_several", without_cross_terms)
     notices(lambda: check(check=False))
-    with pytest.raises(SelfCheckError, match="nothing was released"):
+    # A rule that fails its check gives way to the route that needs none.
+    with pytest.warns(UserWarning, match="is read in a way that no rule knows"):
         check()
 
 

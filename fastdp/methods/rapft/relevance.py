@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 import fastdp.ops as ops
-from fastdp.engine.batches import take_rows, tensors
+from fastdp.engine.batches import as_long_as, take_rows, tensors
 from fastdp.engine.intercept import Reads
 from fastdp.engine.layout import Layout, Ticket
-from fastdp.engine.trace import trace
+from fastdp.engine.trace import Meeting, trace
 from fastdp.engine.uses import Factors, Tap, UnsupportedUse
 from fastdp.methods.rapft.initialisation import Initialisation, one_hot
 from fastdp.methods.rapft.rules import (
@@ -120,6 +120,7 @@ class Propagator:
         self.propagation = propagation or Propagation()
         self.initialisation = initialisation or Initialisation()
         self._reads: Reads | None = None
+        self._meetings: Mapping[Meeting, bool] = {}
 
     def examples(self, batch: Mapping[str, Any]) -> Iterator[Map]:
         """The map of each example, ``[rows, *shape]`` by parameter, for a few rows at a time, in order.
@@ -131,7 +132,7 @@ class Propagator:
         most = max(1, _PASS_NUMBERS // size)
         for start in range(0, rows, most):
             index = torch.arange(start, min(start + most, rows))
-            part = batch if index.numel() == rows else take_rows(batch, index, rows)
+            part = batch if index.numel() == rows else take_rows(batch, index, as_long_as(batch, rows))
             yield self._run(part, Ticket(torch.arange(index.numel()), torch.ones(index.numel()), is_last=True))
 
     def total(self, batch: Mapping[str, Any]) -> Map:
@@ -209,8 +210,8 @@ class Propagator:
                 raise ValueError(f"relevance cannot be propagated through this model: {found.conflict}")
             self._reads = Reads(self.parameters)
             self._reads.carries_rows = found.carries_rows
-        fixed = (p for p in self.model.parameters() if id(p) not in self._reads.names)
-        layout.constants = frozenset(t.untyped_storage().data_ptr() for t in (*self.model.buffers(), *fixed))
+            self._meetings = found.meetings
+        layout.meetings = self._meetings
         return self._reads
 
     def _counted(self, logits: torch.Tensor, labels: Any, mask: Any) -> torch.Tensor:

@@ -1,0 +1,202 @@
+"""A collator run again: what it gives an example must not depend on the example's companions, padding aside."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy
+import torch
+
+from fastdp.engine.batches import Path, leaves, map_leaves
+from fastdp.engine.errors import SelfCheckError
+from fastdp.engine.replay import Call, Replay, rounding
+
+_OWN, _STRANGERS = 3, 5
+_REFUSAL = (
+    "; mixing, repeating, sorting and cutting by the batch let an example's contribution depend on others; "
+    "nothing was released"
+)
+
+
+@dataclass(frozen=True)
+class Collation:
+    """How a micro-batch came about.
+
+    Args:
+        dataset, collate: the user's own.
+        indices: the examples of the micro-batch, in order.
+        batch: the tensors that were handed out, by their places.
+    """
+
+    dataset: Any
+    collate: Callable[[list[Any]], Any]
+    indices: Sequence[int]
+    batch: dict[Path, torch.Tensor]
+
+    def items(self) -> list[Any]:
+        """A few examples of the micro-batch, and a few spread over the data set, whose lengths differ more."""
+        chosen = dict.fromkeys((*self.indices[:_OWN], *spread(len(self.dataset), _STRANGERS)))
+        return [self.dataset[index] for index in list(chosen)[: _OWN + _STRANGERS]]
+
+    def together(self, items: Sequence[Any], seed: int = 0) -> dict[Path, torch.Tensor]:
+        """Their tensors, collated from copies (collators may take examples apart) under a random state of our own."""
+        with _seeded(seed):
+            return dict(leaves(self.collate([copy.deepcopy(item) for item in items])))
+
+    def require_independence(self) -> None:
+        """Raise `SelfCheckError` if an example's row depends on its companions, ValueError if one cannot stand alone."""
+        items = self.items()
+        shorter = _halved(items[0])
+        if shorter is not None and self._takes(shorter, items):
+            items.append(shorter)
+        try:
+            alone = [self.together([item]) for item in items]
+        except Exception as error:
+            raise ValueError(
+                f"the collator fails on a single example, and random sampling will draw one: {error}"
+            ) from error
+        if len(items) < 2:
+            return
+        if any(not _same(self.together([i], 1), a) for i, a in zip(items, alone)):
+            self._random(items, alone)
+            return
+        for order in (list(range(len(items))), list(reversed(range(len(items))))):
+            batch = self.together([items[i] for i in order])
+            for row, i in enumerate(order):
+                for path, own in alone[i].items():
+                    if not _holds_rows(own, batch.get(path), len(items)):
+                        continue
+                    if not _padded(own[0], batch[path][row]):
+                        raise SelfCheckError(
+                            f"the collator gives an example another row of {_named(path)} in company than alone"
+                            + _REFUSAL
+                        )
+            if not any(_holds_rows(own, batch.get(path), len(items)) for path, own in alone[0].items()):
+                raise SelfCheckError("the collator does not give each example one row of its own" + _REFUSAL)
+
+    def _takes(self, shorter: Any, items: list[Any]) -> bool:
+        """Whether an example of half the length is one that this collator puts beside others."""
+        try:
+            self.together([shorter])
+            self.together([*items, shorter])
+        except Exception:
+            return False
+        return True
+
+    def _random(self, items: list[Any], alone: list[dict[Path, torch.Tensor]]) -> None:
+        """For a collator that draws at random: the same draws, in the same shapes, beside one companion and another."""
+        sizes = [sum(t.numel() for t in tensors.values()) for tensors in alone]
+        longest = max(range(len(items)), key=sizes.__getitem__)
+        first, *rest = [item for i, item in enumerate(items) if i != longest]
+        for other in rest[:2]:
+            for at in (0, 1):
+                pairs = [[items[longest], c] if at == 0 else [c, items[longest]] for c in (first, other)]
+                one, two = (self.together(pair) for pair in pairs)
+                for path, t in one.items():
+                    alike = path in two and t.shape == two[path].shape and t.shape[:1] == (2,)
+                    if alike and not torch.equal(t[at], two[path][at]):
+                        raise SelfCheckError(
+                            f"the collator gives an example another row of {_named(path)} beside another companion"
+                            + _REFUSAL
+                        )
+
+
+def _halved(item: Any) -> Any:
+    """The example with every sequence in it cut to half its length; None where there is none to cut."""
+
+    def cut(value: Any) -> Any:
+        whole = isinstance(value, (list, tuple)) or (isinstance(value, torch.Tensor) and value.dim() > 0)
+        return value[: len(value) // 2] if whole and len(value) > 1 else value
+
+    if isinstance(item, Mapping):
+        half = {key: cut(value) for key, value in item.items()}
+        return half if any(half[key] is not item[key] for key in half) else None
+    return cut(item) if isinstance(item, list) and len(item) > 1 else None
+
+
+def spread(size: int, count: int) -> list[int]:
+    """Up to ``count`` different numbers below ``size``, from all over and at no period that data may have."""
+    golden = 0.6180339887498949
+    return list(dict.fromkeys(int(size * (golden * k % 1)) for k in range(count)))
+
+
+def require_same_loss(source: Collation, replay: Replay) -> None:
+    """Raise `SelfCheckError` if an example has another loss when it is collated beside a longer one.
+
+    Looks only at calls all of whose rows come from the batch as the collator made it, and only where losses can be told
+    apart by row.
+    """
+    places: dict[Path, Path] = {}
+    for path, t in leaves(replay.call):
+        if path in replay.carriers:
+            place = next((p for p, b in source.batch.items() if b.shape == t.shape and torch.equal(b.to(t), t)), None)
+            if place is None:
+                return
+            places[path] = place
+    items = source.items()
+    alone = [source.together([item]) for item in items]
+    if len(items) < 2 or any(not _same(source.together([i], 1), a) for i, a in zip(items, alone)):
+        return
+    sizes = [sum(t.numel() for t in tensors.values()) for tensors in alone]
+    longest, shortest = (pick(range(len(items)), key=sizes.__getitem__) for pick in (max, min))
+    if longest == shortest:
+        return
+
+    def call(batch: dict[Path, torch.Tensor]) -> Call:
+        def place(path: Path, t: torch.Tensor) -> torch.Tensor:
+            return batch[places[path]].to(t) if path in places else t
+
+        made: Call = map_leaves(replay.call, place)
+        return made
+
+    beside = replay(call(source.together([items[shortest], items[longest]])), 2)
+    single = replay(call(alone[shortest]), 1)
+    if replay.returns_loss and beside.finite(0) and not beside.gap(0, single, 0) <= rounding(replay.model):
+        raise SelfCheckError(
+            "an example has another loss when it is collated beside a longer one: padding changes it. Padding on the left "
+            "shifts positions unless position_ids are given, and lets padding predict an example's first token; pad on the "
+            "right, or pass position_ids and an attention mask and label no first token; nothing was released"
+        )
+
+
+def _holds_rows(own: torch.Tensor, batch: torch.Tensor | None, rows: int) -> bool:
+    return own.dim() > 0 and own.shape[0] == 1 and batch is not None and batch.dim() > 0 and batch.shape[0] == rows
+
+
+def _same(a: dict[Path, torch.Tensor], b: dict[Path, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(
+        a[p].shape == b[p].shape and torch.equal(a[p].nan_to_num(), b[p].nan_to_num()) for p in a
+    )
+
+
+def _padded(own: torch.Tensor, row: torch.Tensor) -> bool:
+    """Whether a row in company is the row alone, with something before or behind it."""
+    if own.dim() != row.dim() or any(n > m for n, m in zip(own.shape, row.shape)):
+        return False
+    starts = row[tuple(slice(0, n) for n in own.shape)]
+    ends = row[tuple(slice(m - n, m) for n, m in zip(own.shape, row.shape))]
+    own = own.nan_to_num()
+    return torch.equal(starts.nan_to_num(), own) or torch.equal(ends.nan_to_num(), own)
+
+
+def _named(path: Path) -> str:
+    return repr(path[-1]) if path else "the batch"
+
+
+@contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    states = random.getstate(), numpy.random.get_state()  # noqa: NPY002 - the state that collators draw from
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(seed)
+            random.seed(seed)
+            numpy.random.seed(seed)  # noqa: NPY002
+            yield
+    finally:
+        random.setstate(states[0])
+        numpy.random.set_state(states[1])  # noqa: NPY002

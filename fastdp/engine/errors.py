@@ -1,0 +1,9 @@
+"""The two ways in which the engine says no: to a route, and to a run."""
+
+
+class UnsupportedUse(Exception):
+    """An operation for which no per-example rule is known, or none that fits; the one-example route then takes over."""
+
+
+class SelfCheckError(RuntimeError):
+    """One example's gradient depends on others, or on something that nothing accounts for; nothing was released."""

@@ -1,0 +1,106 @@
+"""What leaves with a model besides released parameters: buffers that a forward writes, parameters that something else moves.
+
+Torch counts every write into a tensor (but through ``.data``), so that looking costs nothing but the counting.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from fastdp.engine.errors import SelfCheckError
+
+#: A buffer's name, the tensor that holds it, and how often that was written.
+_Buffers = dict[str, tuple[torch.Tensor, int]]
+
+
+class Guard:
+    """Watches the state of a model that a release does not cover.
+
+    Buffers that leave with a state dict must not change in training forwards, unless they follow from the parameters
+    alone (spectral normalisation's vectors do). Parameters may change only where `settle` is called afterwards.
+    """
+
+    def __init__(self, model: torch.nn.Module):
+        self.model = model
+        self.harmless: frozenset[str] = frozenset()
+        self._modules = list(model.named_modules())
+        self._versions: dict[str, tuple[torch.Tensor, int]] | None = None
+
+    def settle(self) -> None:
+        """Take the parameters as they are now for released, or for not yet trained."""
+        self._versions = {name: (p, p._version) for name, p in self.model.named_parameters()}
+
+    def require_settled(self) -> None:
+        """Raise RuntimeError, naming it, if a parameter was written since `settle`."""
+        for name, (parameter, version) in (self._versions or {}).items():
+            if parameter._version != version:
+                raise RuntimeError(
+                    f"{name} was changed outside of a release, so no noise covers it: let the private optimizer alone change "
+                    "the model; after loading released weights call private.load_state_dict, or detach() and make the run "
+                    "private anew"
+                )
+
+    def require_frozen(self, trained: dict[str, torch.nn.Parameter]) -> None:
+        """Raise RuntimeError, naming it, if a parameter that the engine does not know has come to be trained."""
+        known = {id(p) for p in trained.values()}
+        for prefix, module in self.model.named_modules():
+            for name, parameter in module._parameters.items():
+                if parameter is not None and parameter.requires_grad and id(parameter) not in known:
+                    raise RuntimeError(
+                        f"{prefix}{'.' * bool(prefix)}{name} was unfrozen or added after make_private; call detach() and make "
+                        "the run private anew"
+                    )
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """Raise `SelfCheckError`, naming it, if a buffer is written meanwhile, or replaced."""
+        before = self._buffers()
+        yield
+        after = self._buffers()
+        for name in after:
+            if name not in self.harmless and (name not in before or _written(before[name], after[name])):
+                raise _buffer_written(name)
+
+    def learn(self, values: list[dict[str, torch.Tensor]]) -> None:
+        """Take buffers that were written alike whatever the data were for harmless, and refuse others by name.
+
+        Args:
+            values: the buffers that two passes on different data wrote, from the same beginning.
+        """
+        one, other = values
+        self.harmless = frozenset(n for n in one if n in other and torch.allclose(one[n], other[n], rtol=1e-5))
+        for name in (*one, *other):
+            if name not in self.harmless:
+                raise _buffer_written(name)
+
+    def written(self) -> Callable[[], dict[str, torch.Tensor]]:
+        """A function that gives the buffers written since this call, copied; by their values, whatever counts the writes."""
+        before = {name: (buffer, buffer.detach().clone()) for name, (buffer, _) in self._buffers().items()}
+        return lambda: {
+            name: buffer.detach().clone()
+            for name, (buffer, _) in self._buffers().items()
+            if name not in before or before[name][0] is not buffer or not torch.equal(before[name][1], buffer)
+        }
+
+    def _buffers(self) -> _Buffers:
+        return {
+            f"{prefix}.{name}" if prefix else name: (buffer, buffer._version)
+            for prefix, module in self._modules
+            for name, buffer in module._buffers.items()
+            if buffer is not None and name not in getattr(module, "_non_persistent_buffers_set", ())
+        }
+
+
+def _buffer_written(name: str) -> SelfCheckError:
+    return SelfCheckError(
+        f"{name} is a buffer that a training forward writes, and would leave with the model without noise: switch that off "
+        "(track_running_stats=False, or eval mode for that module), or register it with persistent=False; nothing of this "
+        "batch was released"
+    )
+
+
+def _written(before: tuple[torch.Tensor, int], after: tuple[torch.Tensor, int]) -> bool:
+    return before[0] is not after[0] or before[1] != after[1]

@@ -1,0 +1,461 @@
+"""One forward pass run again with other companions, in another order or alone: an example must not notice.
+
+Everything here leaves the model as it was: its buffers, its gradients, and every random state.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+
+from fastdp.engine.batches import Path, leaves, map_leaves, take_rows, take_tokens, tensors
+from fastdp.engine.boundary import find_loss, plain_gradients
+from fastdp.engine.errors import SelfCheckError, UnsupportedUse
+from fastdp.engine.layout import Layout, Ticket
+from fastdp.engine.losses import LossTerms, combine, intercepted
+from fastdp.engine.trace import Follow, devices
+
+Call = tuple[Any, Any]
+#: How far a loss may move, relative to its size, when the shapes around an example change and nothing else does.
+_ROUNDING = {torch.float64: 1e-9, torch.float32: 2e-4}
+_LOW_PRECISION = 5e-2
+
+
+@dataclass
+class Witness:
+    """What a forward pass gives each of its rows (or packed units), and how the model's loss is made of it.
+
+    Args:
+        values: for each loss function in the model its loss by row, ``[rows]``; without a loss, the outputs, rows first.
+        shares: the coefficient of each loss function in the model's loss.
+        rest: what the model's loss holds beyond them.
+    """
+
+    values: list[torch.Tensor]
+    shares: list[float] = field(default_factory=list)
+    rest: float = 0.0
+
+    def finite(self, row: int) -> bool:
+        return all(bool(torch.isfinite(value[row]).all()) for value in self.values)
+
+    def gap(self, row: int, other: Witness, at: int) -> float:
+        """The largest difference of a row's values, relative to their size, from those of row ``at`` of another pass."""
+        if len(self.values) != len(other.values):
+            return float("inf")
+        worst = 0.0
+        for a, b in zip(self.values, other.values):
+            if a[row].shape != b[at].shape:
+                return float("inf")
+            if not torch.equal(a[row], b[at]):
+                size = max(float(a[row].abs().max()), float(a[torch.isfinite(a)].abs().mean()), 1e-30)
+                gap = float((a[row].double() - b[at].double()).abs().max()) / size
+                worst = max(worst, gap if gap == gap else float("inf"))
+        return worst
+
+
+class Replay:
+    """Runs one call of a model again on chosen rows.
+
+    Args:
+        model: left as it is; ``forward`` is its own forward, with nothing intercepted.
+        call: the call's (args, kwargs); ``carriers`` are the places of the tensors that carry rows.
+        ticket: the rows' or the packed tokens' units.
+        returns_loss: whether the model returns its loss, or outputs for a criterion outside it.
+        divided: the loss functions in the model whose coefficient it divides by the number of rows.
+        mapped: whether the trace knows whose tokens those see.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        forward: Callable[..., Any],
+        call: Call,
+        carriers: frozenset[Path],
+        ticket: Ticket,
+        *,
+        returns_loss: bool,
+        divided: frozenset[int] = frozenset(),
+        mapped: bool = True,
+    ):
+        self.model, self.forward = model, forward
+        self.call, self.carriers, self.ticket = call, carriers, ticket
+        self.returns_loss, self.divided, self.mapped = returns_loss, divided, mapped
+        self.device = next(model.parameters()).device
+
+    def rows(self, rows: Sequence[int]) -> Call:
+        """The call on these rows, in this order; a row may come several times."""
+        call: Call = take_rows(self.call, torch.tensor(rows), self.carriers)
+        return call
+
+    def beside(self, rows: Sequence[int], unit: int) -> Call:
+        """The call on these rows where all but ``unit`` have become one row, and its numbers are huge.
+
+        Masks (zeros and ones alone) stay, since attention may take another kernel where they change.
+        """
+        last = next((r for r in reversed(rows) if r != unit), unit)
+        mixed = [unit if r == unit else last for r in rows]
+        others = torch.tensor([r != unit for r in rows])
+
+        def change(path: Path, t: torch.Tensor) -> torch.Tensor:
+            if path not in self.carriers or bool(((t == 0) | (t == 1)).all()):
+                return t.index_select(0, torch.tensor(rows, device=t.device)) if path in self.carriers else t
+            t = t.index_select(0, torch.tensor(mixed, device=t.device))
+            if t.is_floating_point():
+                t[others.to(t.device)] *= -1000
+            return t
+
+        call: Call = map_leaves(self.call, change)
+        return call
+
+    def packed_alone(self) -> Iterator[tuple[int, Call]]:
+        """Each unit of packed rows by itself, with its number among the layout's segments."""
+        assert self.ticket.token_units is not None
+        shape = (self.ticket.token_units.shape[0], self.ticket.token_units.shape[1])
+        layout = self.ticket.layout(torch.device("cpu"))
+        assert layout.token_segments is not None
+        for segment in range(layout.units):
+            if float(layout.weights[segment]) == 0:
+                continue
+            where = (layout.token_segments == segment).nonzero()
+            row, start, end = int(where[0, 0]), int(where[0, 1]), int(where[-1, 1]) + 1
+            if int(where[-1, 0]) != row:
+                raise ValueError("a packed unit runs over the end of its row; keep each in one row")
+            args, kwargs = self.call
+            yield segment, (take_tokens(args, row, start, end, shape), take_tokens(kwargs, row, start, end, shape))
+
+    def layout(self, rows: int, *, packed: bool = False) -> Layout:
+        """Each row a unit of its own, or the call's packed units."""
+        if packed:
+            return self.ticket.layout(self.device)
+        return Ticket(torch.arange(rows), torch.ones(rows), is_last=True).layout(self.device)
+
+    def __call__(self, call: Call, rows: int, *, packed: bool = False) -> Witness:
+        """What each row gets from one pass on ``call`` without randomness.
+
+        Raises `UnsupportedUse` if the losses cannot be told apart by row, or randomness cannot be taken out.
+        """
+        layout = self.layout(rows, packed=packed)
+        with unchanged(self.model), still(self.model) as restless, torch.enable_grad():
+            witness = self._witness(call, layout)[0]
+            if restless():
+                raise UnsupportedUse("the forward pass draws random numbers that cannot be taken out of a comparison")
+        return witness
+
+    def _witness(self, call: Call, layout: Layout) -> tuple[Witness, LossTerms, Any]:
+        terms = LossTerms(layout)
+        with intercepted(terms):
+            output = self.forward(*call[0], **call[1])
+        if not self.returns_loss:
+            rows = layout.rows
+            values = [t.detach() for t in tensors(output) if t.is_floating_point() and t.dim() and t.shape[0] == rows]
+            return Witness(values), terms, output
+        total = find_loss(output)
+        if total is None:
+            raise ValueError(
+                "the model returned no loss: pass labels to it, or state loss_reduction='mean' (or 'sum') to make_private "
+                "and compute the loss outside"
+            )
+        if not (self.mapped and terms.terms):
+            raise UnsupportedUse(terms.unmapped or "the model computes its loss without torch's loss functions")
+        found = torch.autograd.grad(total, [t.scalar for t in terms.terms], allow_unused=True, retain_graph=True)
+        shares = [0.0 if share is None else float(share) for share in found]
+        parts = [share * float(term.scalar.detach()) for share, term in zip(shares, terms.terms)]
+        rest = float(total.detach()) - sum(parts)
+        if not abs(rest) > 1e-4 * max(map(abs, (float(total.detach()), *parts))):
+            rest = 0.0
+        return Witness([t.per_unit.detach() for t in terms.terms], shares, rest), terms, output
+
+    def gradients(
+        self, call: Call, rows: int, unit: int, parameters: Sequence[torch.nn.Parameter], *, packed: bool = False
+    ) -> tuple[list[torch.Tensor | None], list[torch.Tensor], list[torch.Tensor]]:
+        """Plain autograd of one unit's loss within a pass on the whole call, with its randomness.
+
+        Returns the parameters' gradients, those of every embedding and floating-point input (rows first), and the random
+        upstream gradients of the outputs where the model returns no loss. Other rows must find exact zeros in the second.
+        """
+        layout = self.layout(rows, packed=packed)
+        flowing: list[torch.Tensor] = []
+
+        def begin(path: Path, t: torch.Tensor) -> torch.Tensor:
+            if path not in self.carriers or not t.is_floating_point():
+                return t
+            flowing.append(t.detach().clone().requires_grad_())
+            return flowing[-1].clone()
+
+        with unchanged(self.model), torch.enable_grad():
+            call = map_leaves(call, begin)
+            inputs = [t for path, t in leaves(call) if path in self.carriers]
+            with _Beginnings(inputs, flowing, rows):
+                _, terms, output = self._witness(call, layout)
+            seeds: list[torch.Tensor] = []
+            if self.returns_loss:
+                total = find_loss(output)
+                assert total is not None
+                chosen = combine(total, terms, self.divided, verify=False)[unit]
+                tops, upstream = [chosen], [torch.ones_like(chosen)]
+            else:
+                tops = [t for t in tensors(output) if t.requires_grad and t.dim() > 0]
+                seeds = seeds_for(tops)
+                upstream = [torch.zeros_like(s).index_copy_(0, i, s[i]) for s in seeds for i in (_one(unit, s),)]
+            found = plain_gradients(tops, upstream, parameters)
+        return found, [t.grad for t in flowing if t.grad is not None], seeds
+
+
+def seeds_for(tops: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Upstream gradients that are the same whenever the outputs have these shapes."""
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(t.shape, generator=generator).to(t.device, t.dtype) for t in tops]
+
+
+def _one(unit: int, t: torch.Tensor) -> torch.Tensor:
+    return torch.tensor([unit], device=t.device)
+
+
+class _Beginnings(Follow):
+    """Keeps the gradient of everything that an embedding looks up for the rows of a batch."""
+
+    def __init__(self, inputs: Sequence[torch.Tensor], flowing: list[torch.Tensor], rows: int):
+        super().__init__(inputs)
+        self.flowing, self.rows = flowing, rows
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = super().__torch_function__(func, types, args, kwargs)
+        if func is F.embedding and id(out) in self.data and out.shape[0] == self.rows and torch.is_grad_enabled():
+            if out.requires_grad:
+                out.retain_grad()
+            else:
+                out.requires_grad_()
+            self.flowing.append(out)
+        return out
+
+
+def rounding(model: torch.nn.Module) -> float:
+    """The relative change of a loss that counts as rounding."""
+    kinds = {p.dtype for p in model.parameters() if p.is_floating_point()}
+    if torch.is_autocast_enabled(next(model.parameters()).device.type):
+        return _LOW_PRECISION
+    return max((_ROUNDING.get(kind, _LOW_PRECISION) for kind in kinds), default=_LOW_PRECISION)
+
+
+def require_independence(
+    replay: Replay, rows: Sequence[int], *, selects: bool, thorough: bool = True
+) -> tuple[list[int], frozenset[int]]:
+    """Raise `SelfCheckError` if the loss of one of these rows depends on the others, or on earlier passes.
+
+    A unit's values must be the same to the last bit beside other companions in the same shapes, and within rounding
+    alone, in another order, and among as many copies of itself as the batch has rows. With ``selects``, shapes inside the
+    model follow the data, and rounding is allowed throughout. Without ``thorough`` one row is looked at, alone and beside
+    other companions.
+
+    Returns the rows whose loss is finite (0 times a companion's infinity is NaN, so others would say nothing), and the
+    loss functions whose coefficient the model divides by the number of rows. Raises `UnsupportedUse` where the losses
+    cannot be told apart by row, and where a coefficient depends on the batch in another way.
+    """
+    base = replay(replay.rows(rows), len(rows))
+    finite = [row for i, row in enumerate(rows) if base.finite(i)]
+    if not finite:
+        raise SelfCheckError(
+            "no example of the first batch that was looked at has a finite loss, so the engine cannot be checked; nothing "
+            "was released"
+        )
+    if len(finite) < len(rows):
+        rows = finite if len(finite) > 1 else finite * 2
+        base = replay(replay.rows(rows), len(rows))
+    count, loose = len(rows), rounding(replay.model)
+    # Sums on a GPU come in no fixed order, and vectorised ones may follow a tensor's place in memory: as far as a pass does
+    # not repeat itself to the last bit, nothing else can be asked to.
+    repeated = replay(replay.rows(rows), count)
+    apart = max(base.gap(i, repeated, i) for i in (0, count - 1))
+    same = loose if selects else min(4 * apart, loose if replay.device.type != "cpu" else 1e-2 * loose)
+    divided: frozenset[int] | None = None
+    for i in (count - 1, 0) if thorough else (count - 1,):
+        unit, many = rows[i], max(count, replay.ticket.rows)
+        tried = [("nobody", replay.rows([unit]), 1, 0, loose)]
+        if rows.count(unit) == 1:
+            tried.append(("other companions", replay.beside(rows, unit), count, i, same))
+        if thorough and i:
+            tried.append(("copies of itself", replay.rows([unit] * many), many, many - 1, loose))
+        elif thorough:
+            tried.append(("the others in another order", replay.rows(rows[::-1]), count, count - 1, loose))
+        for how, call, n, at, bound in tried:
+            other = replay(call, n)
+            if not base.gap(i, other, at) <= bound:
+                raise coupled(replay, rows, unit, how)
+            size = max(abs(base.rest), abs(other.rest), *(float(v[i].abs().max()) for v in base.values))
+            if abs(base.rest - other.rest) > 1e-3 * size:
+                raise SelfCheckError(
+                    "the model adds something to its per-example loss (a balancing or contrastive term?) that depends on "
+                    "the whole batch; switch that term off in the model's configuration; nothing was released"
+                )
+            kind = _coefficient(base.shares, other.shares, count / n)
+            if kind is None or kind != (frozenset() if n == count else divided if divided is not None else kind):
+                raise UnsupportedUse("the coefficients of the model's loss depend on the batch")
+            divided = kind if n != count else divided
+    if not all(base.gap(i, replay(replay.rows(rows), count), i) <= same for i in (0, count - 1)):
+        raise stateful()
+    if base.rest:
+        raise UnsupportedUse("the model adds to its loss what depends on its parameters alone")
+    return list(rows), divided or frozenset()
+
+
+def stateful() -> SelfCheckError:
+    """The refusal of a model that remembers its batches."""
+    return SelfCheckError(
+        "the model keeps something from one forward pass to the next (a queue, a running statistic, a hidden state): an "
+        "example would reach every later one; nothing was released"
+    )
+
+
+def _coefficient(base: Sequence[float], other: Sequence[float], ratio: float) -> frozenset[int] | None:
+    """Which coefficients are ``ratio`` times as large in the other pass, the rest being equal; None if one is neither."""
+    divided = set()
+    for index, (a, b) in enumerate(zip(base, other)):
+        if abs(a - b) > 1e-5 * abs(a):
+            if abs(a * ratio - b) > 1e-5 * abs(b):
+                return None
+            divided.add(index)
+    return frozenset(divided)
+
+
+def coupled(replay: Replay, rows: Sequence[int], unit: int, how: str) -> SelfCheckError:
+    """The refusal of a model in which a unit's loss depends on its companions, with the module where that begins."""
+    where = ""
+    if rows.count(unit) == 1:
+        seen = [_outputs(replay, call, rows.index(unit)) for call in (replay.rows(rows), replay.beside(rows, unit))]
+        first = next((n for n, t in seen[0].items() if n in seen[1] and not torch.equal(t, seen[1][n])), None)
+        where = f" (first seen in what {first} returns)" if first else ""
+    return SelfCheckError(
+        f"the model couples examples: one's loss changes beside {how}{where}; losses, statistics and capacities that run "
+        "over the batch cannot be made private; nothing was released"
+    )
+
+
+def _outputs(replay: Replay, call: Call, row: int) -> dict[str, torch.Tensor]:
+    seen: dict[str, torch.Tensor] = {}
+    handles = []
+    for name, module in replay.model.named_modules():
+        if not name:
+            continue
+
+        def note(_module: Any, _args: Any, output: Any, name: str = name) -> None:
+            first = next(tensors(output), None)
+            if first is not None and first.dim() > 0 and first.shape[0] > row:
+                seen.setdefault(name, first.detach()[row].clone())
+
+        handles.append(module.register_forward_hook(note))
+    try:
+        with unchanged(replay.model), still(replay.model), torch.no_grad():
+            replay.forward(*call[0], **call[1])
+    finally:
+        for handle in handles:
+            handle.remove()
+    return seen
+
+
+@contextmanager
+def unchanged(model: torch.nn.Module) -> Iterator[None]:
+    """Puts back buffers that are written or replaced, and every random state, when closed."""
+    own = [(m._buffers, dict(m._buffers.items())) for m in model.modules() if not isinstance(m, torch.jit.ScriptModule)]
+    copies = [(b, b.detach().clone()) for b in model.buffers()]
+    state = random.getstate()
+    try:
+        with torch.random.fork_rng(devices=devices(model)):
+            yield
+    finally:
+        random.setstate(state)
+        for buffers, before in own:
+            buffers.clear()
+            buffers.update(before)
+        with torch.no_grad():
+            for buffer, values in copies:
+                if not torch.equal(buffer, values):
+                    buffer.copy_(values)
+
+
+_DROPPING = frozenset(
+    getattr(F, name)
+    for name in ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
+)
+
+
+class _Still(TorchFunctionMode):
+    """Every random draw replaced by the middle of its distribution, and nothing dropped."""
+
+    def __init__(self, devices: list[int]):
+        super().__init__()
+        self.devices = devices
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _DROPPING or func is torch.dropout:
+            return args[0] if args else kwargs["input"]
+        if func is F.scaled_dot_product_attention and len(args) > 4:
+            return func(*(*args[:4], 0.0, *args[5:]), **kwargs)
+        if func is F.scaled_dot_product_attention:
+            return func(*args, **{**kwargs, "dropout_p": 0.0})
+        middle = _MIDDLES.get(func)
+        if middle is None:
+            return func(*args, **kwargs)
+        with torch.random.fork_rng(devices=self.devices):
+            return middle(func, args, kwargs)
+
+
+def _like(value: float) -> Callable[..., Any]:
+    return lambda func, args, kwargs: torch.full_like(func(*args, **kwargs), value)
+
+
+def _chance(func: Any, args: Any, kwargs: Any) -> Any:
+    chances = kwargs.get("p", args[1] if len(args) > 1 and not isinstance(args[1], torch.Generator) else args[0])
+    drawn = func(*args, **kwargs)
+    likely = (torch.as_tensor(chances, device=drawn.device) >= 0.5).to(drawn.dtype).expand_as(drawn)
+    return drawn.copy_(likely)
+
+
+_MIDDLES: dict[Any, Callable[..., Any]] = {
+    torch.rand: _like(0.5),
+    torch.rand_like: _like(0.5),
+    torch.randn: _like(0.0),
+    torch.randn_like: _like(0.0),
+    torch.normal: lambda func, args, kwargs: func(*args, **kwargs).zero_(),
+    torch.bernoulli: _chance,
+    torch.Tensor.bernoulli: _chance,
+    torch.Tensor.bernoulli_: _chance,
+    torch.Tensor.normal_: lambda func, args, kwargs: args[0].fill_(kwargs.get("mean", args[1] if len(args) > 1 else 0)),
+    torch.Tensor.uniform_: lambda func, args, kwargs: args[0].fill_(0.5),
+    torch.Tensor.exponential_: lambda func, args, kwargs: args[0].fill_(1.0),
+    F.gumbel_softmax: lambda func, args, kwargs: torch.softmax(args[0], kwargs.get("dim", -1)),
+}
+
+
+@contextmanager
+def still(model: torch.nn.Module) -> Iterator[Callable[[], bool]]:
+    """A forward pass without randomness; what it yields says whether some was drawn all the same."""
+    changed: list[tuple[Any, str, float]] = []
+    for module in model.modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            continue
+        for attribute, value in list(vars(module).items()):
+            is_rate = "drop" in attribute or (
+                attribute == "p" and isinstance(module, torch.nn.modules.dropout._DropoutNd)
+            )
+            if is_rate and isinstance(value, float) and value:
+                changed.append((module, attribute, value))
+                setattr(module, attribute, 0.0)
+    with ExitStack() as stack:
+        for module, attribute, value in changed:
+            stack.callback(setattr, module, attribute, value)
+        before = random_state(model)
+        stack.enter_context(_Still(devices(model)))
+        yield lambda: not all(map(torch.equal, before, random_state(model)))
+
+
+def random_state(model: torch.nn.Module) -> list[torch.Tensor]:
+    """Torch's random states on the devices of a model."""
+    return [torch.get_rng_state(), *(torch.cuda.get_rng_state(index) for index in devices(model))]
