@@ -223,16 +223,15 @@ def alone(engine: Engine, call: Call, ticket: Ticket, rows: Sequence[int]) -> No
 
 def buffers(engine: Engine, call: Call, ticket: Ticket) -> None:
     """Raise `SelfCheckError` if a training forward writes what depends on the data into a buffer."""
-    replay = engine.replay(call, ticket)
+    replay, before = engine.replay(call, ticket), engine.guard.values()
+    if not before:
+        return
     values = []
     for tried in (call, replay.beside(range(ticket.rows), -1)):
         with unchanged(engine.model), torch.no_grad():
-            written = engine.guard.written()
             engine.plain_forward(*tried[0], **tried[1])
-            values.append(written())
-        if not values[0]:
-            return
-    engine.guard.learn(values)
+            values.append(engine.guard.values())
+    engine.guard.learn(before, *values)
 
 
 def collation(engine: Engine, call: Call, ticket: Ticket) -> None:
