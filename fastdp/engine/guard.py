@@ -5,7 +5,7 @@ Torch counts every write into a tensor (but through ``.data``), so that looking 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -64,23 +64,29 @@ class Guard:
             if name not in self.harmless and (name not in before or _written(before[name], after[name])):
                 raise _buffer_written(name)
 
-    def learn(
-        self, before: dict[str, torch.Tensor], one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]
-    ) -> None:
+    def learn(self, passes: list[tuple[dict[str, torch.Tensor], frozenset[str]]]) -> None:
         """Take buffers that were written alike whatever the data were for harmless, and refuse others by name.
 
         Args:
-            before: all of them, by `values`; ``one`` and ``other`` are what two passes on different data made of these.
+            passes: what `passed` gave of two passes on different data, from the same beginning.
         """
+        (one, written), (other, too) = passes
         for name in {**one, **other}:
             if name in one and name in other and torch.allclose(one[name], other[name], rtol=1e-4, atol=1e-6):
                 continue
             raise _buffer_written(name)
-        self.harmless = frozenset(n for n in one if n not in before or not torch.equal(one[n], before[n]))
+        self.harmless = written | too
 
-    def values(self) -> dict[str, torch.Tensor]:
-        """The buffers that leave with a state dict, copied."""
-        return {name: buffer.detach().clone() for name, (buffer, _) in self._buffers().items()}
+    def passed(self) -> Callable[[], tuple[dict[str, torch.Tensor], frozenset[str]]]:
+        """A function that gives the buffers, copied, and the names of those that were written since this call."""
+        before = self._buffers()
+
+        def after() -> tuple[dict[str, torch.Tensor], frozenset[str]]:
+            found = self._buffers()
+            written = frozenset(n for n in found if n not in before or _written(before[n], found[n]))
+            return {name: buffer.detach().clone() for name, (buffer, _) in found.items()}, written
+
+        return after
 
     def _buffers(self) -> _Buffers:
         return {

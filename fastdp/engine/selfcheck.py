@@ -223,15 +223,16 @@ def alone(engine: Engine, call: Call, ticket: Ticket, rows: Sequence[int]) -> No
 
 def buffers(engine: Engine, call: Call, ticket: Ticket) -> None:
     """Raise `SelfCheckError` if a training forward writes what depends on the data into a buffer."""
-    replay, before = engine.replay(call, ticket), engine.guard.values()
-    if not before:
-        return
-    values = []
+    replay = engine.replay(call, ticket)
+    found = []
     for tried in (call, replay.beside(range(ticket.rows), -1)):
         with unchanged(engine.model), torch.no_grad():
+            passed = engine.guard.passed()
             engine.plain_forward(*tried[0], **tried[1])
-            values.append(engine.guard.values())
-    engine.guard.learn(before, *values)
+            found.append(passed())
+        if not found[0][0]:
+            return
+    engine.guard.learn(found)
 
 
 def collation(engine: Engine, call: Call, ticket: Ticket) -> None:
