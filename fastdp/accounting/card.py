@@ -44,10 +44,15 @@ _ENVELOPE = (
 )
 
 
-def noise_source(reproducible: bool, secure_rounding: bool = True) -> dict[str, Any]:
-    """Where noise came from, for a card; a reproducible key voids its guarantee."""
+def noise_source(reproducible: bool, secure_rounding: bool | None = None) -> dict[str, Any]:
+    """Where noise came from, for a card; a reproducible key voids its guarantee.
+
+    Args:
+        secure_rounding: whether noised sums were rounded to a grid; None for draws that are no sums.
+    """
     key = UNSAFE_KEY if reproducible else "operating system"
-    return {"generator": "ChaCha20", "key": key, "secure_rounding": secure_rounding}
+    stated = {} if secure_rounding is None else {"secure_rounding": secure_rounding}
+    return {"generator": "ChaCha20", "key": key, **stated}
 
 
 class Card(dict[str, Any]):

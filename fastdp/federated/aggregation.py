@@ -126,7 +126,7 @@ class Aggregator:
         if not (noise_multiplier > 0 and expected > 0):
             raise ValueError("noise_multiplier and the expected number of clients must be positive")
         total = self._sum.float()
-        ops.add_noise_(total, noise_multiplier * self.clip, stream)
+        ops.add_noise_(total, noise_multiplier * self.clip, stream, secure_rounding=True)
         return self._state(self._start + total.double() / expected)
 
     def _state(self, flat: Tensor) -> dict[str, Tensor]:

@@ -131,7 +131,7 @@ def central_card(
         planned_steps=ledger.budget_steps,
         spent_steps=ledger.spent_steps,
         run_id=ledger.run_id,
-        noise_source=accounting.noise_source(reproducible),
+        noise_source=accounting.noise_source(reproducible, secure_rounding=True),
         ledger_head=ledger.head,
         model=model,
         unprotected=[

@@ -130,6 +130,12 @@ def test_it_holds_and_says_what_nobody_looked_at(made, tmp_path):
     assert Card.load(tmp_path / "card.json").to_markdown() == (tmp_path / "card.md").read_text()
 
 
+def test_rounding_to_a_grid_is_stated_of_sums_alone(made):
+    """Replaced tokens and noised rows are no sums that are rounded, and their cards may not say so."""
+    card, _ = made
+    assert ("secure_rounding" in card["noise_source"]) == ("event" in card)
+
+
 def test_every_field_is_bound_by_the_digest(made):
     card, _ = made
     for field in card:

@@ -82,7 +82,10 @@ class PrivateBottom:
             mechanism={"name": "multivariate Laplace noise on hidden rows", "bottom_trained": self.trainable},
             noise_source=noise_source(self.stream.reproducible),
             flaws=(_TRAINABLE,) if self.trainable else (),
-            assumptions=("the bottom's weights are public",),
+            assumptions=(
+                "the bottom's weights are public",
+                "nobody observes the noisy rows at a precision that exposes floating-point rounding",
+            ),
             unprotected=("the length of each text", "labels, and gradients of the output layer"),
             facts={"eta": self.eta, "rows_released": self.rows_released},
         )
