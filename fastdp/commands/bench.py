@@ -68,6 +68,20 @@ def kernels_command(
         raise typer.Exit(1)
 
 
+@bench_app.command("imports")
+@refusing
+def imports_command(
+    turns: Annotated[int, typer.Option(help="processes of each, of which the fastest counts", min=1)] = 5,
+    json: Json = None,
+) -> None:
+    """Processor time of the commands that need no torch, and of imports, in fresh processes."""
+    from fastdp.bench import imports as bench
+
+    rows = bench.measure(turns)
+    _print("processor time beside Python's start", rows)
+    _write(json, rows)
+
+
 @bench_app.command("planner")
 @refusing
 def planner_command(json: Json = None) -> None:
