@@ -83,6 +83,8 @@ class Norms:
         self._shape = groups, units
         self._device = device
         self._parts: list[_Part] = []
+        self._measured = torch.zeros(self._shape, dtype=torch.float64, device=device)
+        self._counted = 0
 
     def add(
         self,
@@ -112,10 +114,11 @@ class Norms:
 
     def measured(self) -> torch.Tensor:
         """The computed powers so far ``[groups, units]`` float64: never a bound of anything."""
-        total = torch.zeros(self._shape, dtype=torch.float64, device=self._device)
-        if self._parts:
-            total.index_add_(0, self._groups(), self._stacked([p.powers for p in self._parts]))
-        return total
+        new = self._parts[self._counted :]
+        if new:
+            self._measured.index_add_(0, self._groups(new), _stacked([p.powers for p in new]))
+            self._counted = len(self._parts)
+        return self._measured.clone()
 
     def upper(self) -> UpperNorms:
         """The bounds: the norm of the computed parts with their errors, and that of the errors of what is added.
@@ -126,23 +129,26 @@ class Norms:
         measured, added = self.measured(), torch.zeros(self._shape, dtype=torch.float64, device=self._device)
         highest = measured.clone()
         if self._parts:
-            powers = self._stacked([p.powers for p in self._parts])
+            powers, groups = _stacked([p.powers for p in self._parts]), self._groups(self._parts)
             none = torch.zeros(self._shape[1], dtype=torch.float64, device=self._device)
-            products = self._stacked([none if p.products is None else p.products for p in self._parts])
+            products = _stacked([none if p.products is None else p.products for p in self._parts])
             reach = products**self.order
             errors = powers.abs() * self._constants([p.relative for p in self._parts])
             errors += self._constants([p.floor for p in self._parts])
             errors += reach * self._constants([p.gram for p in self._parts])
-            highest.index_add_(0, self._groups(), errors)
-            added.index_add_(0, self._groups(), reach * self._constants([p.added**self.order for p in self._parts]))
+            highest.index_add_(0, groups, errors)
+            added.index_add_(0, groups, reach * self._constants([p.added**self.order for p in self._parts]))
         norms = highest.clamp(min=0) ** (1 / self.order) + added ** (1 / self.order)
         return UpperNorms(norms * _SLACK, measured)
 
-    def _groups(self) -> torch.Tensor:
-        return torch.tensor([p.group for p in self._parts], device=self._device)
-
-    def _stacked(self, rows: list[torch.Tensor]) -> torch.Tensor:
-        return torch.stack([row.double() for row in rows])
+    def _groups(self, parts: Sequence[_Part]) -> torch.Tensor:
+        return torch.tensor([p.group for p in parts], device=self._device)
 
     def _constants(self, values: list[float]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.float64, device=self._device).unsqueeze(1)
+
+
+def _stacked(rows: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Rows as float64 ``[rows, units]``; on a GPU in two launches, unless their dtypes differ."""
+    alike = len({row.dtype for row in rows}) == 1
+    return torch.stack(list(rows) if alike else [row.double() for row in rows]).double()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,8 +14,12 @@ from hypothesis import strategies as st
 from torch import nn
 
 import fastdp
-from fastdp.engine.bounds import Norms, down
+from fastdp.engine import accumulator as accumulators
+from fastdp.engine.accumulator import Accumulator
+from fastdp.engine.bounds import Norms, among_units, down
+from fastdp.engine.layout import Ticket
 from fastdp.engine.policy import Policy
+from fastdp.engine.uses import Factors
 from fastdp.ops.factors import in_full_precision
 from tests.engine.runs import start
 
@@ -171,3 +176,43 @@ def test_products_are_float32_whatever_torch_is_told() -> None:
     finally:
         torch.set_float32_matmul_precision(before)
     assert seen == ["ieee"]
+
+
+@pytest.mark.parametrize("route", ["gram", "direct", "instantiate"])
+@pytest.mark.parametrize("two_pass", [False, True])
+def test_leaving_a_record_out_moves_the_sum_by_its_bound_and_the_stated_rounding(route: str, two_pass: bool) -> None:
+    """Beside ordinary records, in one product with them: what is beyond the bound is the others' rounding."""
+    units, tokens, bound = 6, 20, 0.1
+    worst = 0.0
+    for seed in range(20):
+        generator = torch.Generator().manual_seed(seed)
+        left = torch.randn(units, tokens, 24, generator=generator)
+        right = torch.randn(units, tokens, 40, generator=generator)
+        left[2, tokens // 2 :], right[2, tokens // 2 :] = -left[2, : tokens // 2], right[2, : tokens // 2]
+        left[2] *= 10.0 ** (seed % 8)
+        left[2, 0] *= 1 + 10.0 ** -(seed % 7)
+        factors = Factors(left.flatten(0, 1), right.flatten(0, 1))
+        sums = []
+        for kept in (1.0, 0.0):
+            weights = torch.ones(units)
+            weights[2] = kept
+            layout = Ticket(torch.arange(units), weights, True).layout(torch.device("cpu"))
+            parameter = torch.nn.Parameter(torch.zeros(24, 40))
+            accumulator = Accumulator({"a": parameter}, Policy((bound,), (0.0,), {"a": 0}))
+            sinks: list[Any] = []
+
+            def backward(_: bool, sinks: Any = sinks, layout: Any = layout, use: Any = (parameter, factors)) -> None:
+                sinks[-1].matrix(*use, layout)
+
+            with mock.patch.object(accumulators, "plan", return_value=route):
+                accumulator.run(backward, sinks.append, layout, {}, two_pass=two_pass)
+            sums.append(accumulator.sums["a"].double())
+        worst = max(worst, float((sums[0] - sums[1]).norm()))
+    assert worst <= bound * (1 + among_units(units, units * tokens, tokens**0.5))
+    assert worst > 0.99 * bound
+
+
+def test_rounding_among_units_is_stated() -> None:
+    assert among_units(1, 1000, 10.0) == 0
+    assert among_units(65, 8192, 10.0) == pytest.approx(2 * 64 * 10 * 8195 * 2.0**-24, rel=1e-3)
+    assert among_units(2, 10**9, 1.0) == float("inf")
