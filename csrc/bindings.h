@@ -5,7 +5,7 @@
 namespace fastdp {
 void bind_cpu(pybind11::module_ &m);
 void bind_noise(pybind11::module_ &m);
-void bind_clip_noise(pybind11::module_ &m);
+void bind_clip(pybind11::module_ &m);
 void bind_adamw(pybind11::module_ &m);
 void bind_bounds(pybind11::module_ &m);
 void bind_norms_direct(pybind11::module_ &m);

@@ -121,7 +121,7 @@ def noise_normals(
     out: _Address, first: int, n: int, position: _Address, folded: bool, threads: int, isa: str = ""
 ) -> None: ...
 
-# clip_noise.cpp
+# clip.cpp
 def clip_noise(
     x: _Address,
     out: _Address,

@@ -15,6 +15,7 @@ def _step(
     inverse_divisor, keep, step_size, lerp1, beta2, rest2, inverse_correction2, eps, noise_variance, floor,
     CORRECTED: tl.constexpr, ROUNDED: tl.constexpr,
 ):  # fmt: skip
+    # [b_blocks, 16]
     grad = tl.load(p_grad + o_x, mask=m_x)
     mean = tl.load(p_mean + o_x, mask=m_x)
     square = tl.load(p_square + o_x, mask=m_x)
@@ -29,6 +30,7 @@ def _step(
         under = tl.sqrt(tl.maximum(square * inverse_correction2 - noise_variance, floor))
     else:
         under = tl.sqrt(square * inverse_correction2) + eps
+    # [b_blocks, 16]
     tl.store(p_mean + o_x, mean, mask=m_x)
     tl.store(p_square + o_x, square, mask=m_x)
     param = param * keep - step_size * mean / under

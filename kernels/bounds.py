@@ -23,6 +23,7 @@ def _row_norms(p_x, o_t, m_t, width, stride_t, stride_k, b_t: tl.constexpr, b_k:
     for k in range(0, width, b_k):
         o_k = (k + tl.arange(0, b_k)).to(tl.int64)
         m_x = m_t[:, None] & (o_k < width)[None, :]
+        # [b_t, b_k]
         x = tl.load(p_x + o_t[:, None] * stride_t + o_k[None, :] * stride_k, mask=m_x, other=0.0).to(tl.float32)
         total += x * x if ORDER == 2 else tl.abs(x)
     norm = tl.sum(total, 1).to(tl.float64)
@@ -43,6 +44,7 @@ def _products_kernel(
     product = _row_norms(p_right, o_t, m_t, n, stride_rt, stride_rk, b_t, b_k, ORDER)
     if not ONE_HOT:
         product *= _row_norms(p_left, o_t, m_t, m, stride_lt, stride_lk, b_t, b_k, ORDER)
+    # [b_t]
     tl.store(p_out + o_t, product, mask=m_t)
 
 
@@ -54,6 +56,7 @@ def _sum_units_kernel(p_products, p_offsets, p_out, b: tl.constexpr):
     total = tl.zeros((b,), tl.float64)
     for first in range(start, end, b):
         o_t = first + tl.arange(0, b)
+        # [b]
         total += tl.load(p_products + o_t, mask=o_t < end, other=0.0)
     tl.store(p_out + unit, tl.sum(total, 0))
 

@@ -11,11 +11,13 @@ from .launch import beside, on_device_of
 
 @triton.jit
 def _add(p_x, o_x, m_x, z, std, p_position, block, spacing, inverse, ROUNDED: tl.constexpr):
+    # [b_blocks, 16]
     x = tl.load(p_x + o_x, mask=m_x).to(tl.float32)
     if ROUNDED:
         x = on_grid(x, z, p_position, block, std, spacing, inverse)
     else:
         x = tl.fma(z, std, x)
+    # [b_blocks, 16]
     tl.store(p_x + o_x, x.to(p_x.dtype.element_ty), mask=m_x)
 
 

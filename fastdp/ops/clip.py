@@ -80,7 +80,7 @@ _CLIP_BACKWARD = Op(
     check=_check_backward,
 )
 _CLIP_BACKWARD.implement("cpu", "fastdp.ops.cpu.clip")
-_CLIP_BACKWARD.implement("cuda", "fastdp.kernels.clip_noise")
+_CLIP_BACKWARD.implement("cuda", "fastdp.kernels.clip")
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
@@ -109,7 +109,7 @@ _CLIP_NOISE = Op(
     setup_context=_setup_context,
 )
 _CLIP_NOISE.implement("cpu", "fastdp.ops.cpu.clip")
-_CLIP_NOISE.implement("cuda", "fastdp.kernels.clip_noise")
+_CLIP_NOISE.implement("cuda", "fastdp.kernels.clip")
 
 
 def clip_noise(

@@ -17,7 +17,7 @@ from fastdp.kernels import (
     bounds,
     chacha,
     choice,
-    clip_noise,
+    clip,
     cross,
     dchi,
     direct,
@@ -212,23 +212,23 @@ CASES = {
         {"b_blocks": chacha.BLOCKS, "CORRECTED": True, "ROUNDED": False},
     ),
     "clip-norms": Case(
-        clip_noise._row_dots_kernel,
+        clip._row_dots_kernel,
         {"p_x": "*bf16", "p_y": "*bf16", "p_partial": "*fp64", **numbers("width", "chunks")},
-        {"b_step": clip_noise._STEP, "b_chunk": clip_noise._CHUNK, "ALIGNED": True},
+        {"b_step": clip._STEP, "b_chunk": clip._CHUNK, "ALIGNED": True},
     ),
-    "clip-factors": Case(clip_noise._forward_factor_kernel, FACTORS, {"b_chunks": 128}, 1),
+    "clip-factors": Case(clip._forward_factor_kernel, FACTORS, {"b_chunks": 128}, 1),
     "clip-factors-backward": Case(
-        clip_noise._backward_factor_kernel, {**FACTORS, "p_pull": "*fp32"}, {"b_chunks": 128}, 1, slow=True
+        clip._backward_factor_kernel, {**FACTORS, "p_pull": "*fp32"}, {"b_chunks": 128}, 1, slow=True
     ),
     "clip-apply": Case(
-        clip_noise._apply_kernel,
+        clip._apply_kernel,
         {**APPLY, **numbers(*GRID, kind="fp32")},
         {"b_blocks": chacha.BLOCKS, "NOISY": True, "ROUNDED": False},
     ),
     "clip-backward": Case(
-        clip_noise._pull_back_kernel,
+        clip._pull_back_kernel,
         {**PULL, **numbers("n", "width", kind="i64")},
-        {"b_tile": clip_noise._STEP, "ALIGNED": True},
+        {"b_tile": clip._STEP, "ALIGNED": True},
     ),
     "gram-bf16": gram_case("bf16", 1, 128, 64, 8),
     "gram-bf16-pair": gram_case("bf16", 2, 128, 64, 8),
@@ -369,7 +369,7 @@ def test_every_kernel_is_compiled_somewhere():
         adamw,
         bounds,
         choice,
-        clip_noise,
+        clip,
         cross,
         dchi,
         direct,

@@ -138,7 +138,6 @@ def test_an_op_has_its_name_and_its_arguments_in_every_folder(name, folder):
     if folder == "fastdp.kernels":
         pytest.importorskip("triton")
     family = OPS[name].check.__module__.removeprefix("fastdp.ops.")
-    family = "clip_noise" if (family, folder) == ("clip", "fastdp.kernels") else family
     function = getattr(importlib.import_module(f"{folder}.{family}"), name)
     schema = getattr(torch.ops.fastdp, name).default._schema
     assert list(inspect.signature(function).parameters) == [argument.name for argument in schema.arguments]

@@ -1,4 +1,4 @@
-"""``clip_noise`` and its gradient on processors: csrc/clip_noise.cpp."""
+"""``clip_noise`` and its gradient on processors: csrc/clip.cpp."""
 
 from __future__ import annotations
 

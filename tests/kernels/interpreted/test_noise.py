@@ -11,7 +11,7 @@ import triton.language as tl
 from fastdp.kernels.adamw import adamw_noise_step_
 from fastdp.kernels.chacha import _radius_squared, _turn, _wide_radius_squared, chacha20_words
 from fastdp.kernels.choice import uniforms
-from fastdp.kernels.clip_noise import clip_noise, clip_noise_backward
+from fastdp.kernels.clip import clip_noise, clip_noise_backward
 from fastdp.kernels.grid import exact_normals
 from fastdp.kernels.noise import add_noise_
 

@@ -31,6 +31,7 @@ def _row_dots_kernel(
     total = tl.zeros((b_step,), tl.float64)
     for i in range(0, b_chunk, b_step):
         o_row = start + i + tl.arange(0, b_step)
+        # [b_step]
         x = tl.load(p_x + row * width + o_row, mask=o_row < width, other=0.0).to(tl.float64)
         y = tl.load(p_y + row * width + o_row, mask=o_row < width, other=0.0).to(tl.float64)
         total += x * y
@@ -42,6 +43,7 @@ def _in_order(p_partial, row, chunks, b_chunks: tl.constexpr):
     total = tl.zeros((b_chunks,), tl.float64)
     for i in range(0, chunks, b_chunks):
         o_chunk = i + tl.arange(0, b_chunks)
+        # [b_chunks]
         total += tl.load(p_partial + row * chunks + o_chunk, mask=o_chunk < chunks, other=0.0)
     return tl.sum(total, 0)
 
@@ -93,6 +95,7 @@ def _rows_of(first, o_tile, width, b_tile: tl.constexpr):
 def _scale_add(
     p_x, p_out, o_x, m_x, z, scale, std, p_position, block, spacing, inverse, ROUNDED: tl.constexpr
 ):  # fmt: skip
+    # [b_blocks, 16]
     x = tl.load(p_x + o_x, mask=m_x).to(tl.float32)
     # A scale of zero removes the example by selection: zero times NaN would be NaN.
     kept = tl.where(scale != 0.0, x * scale, 0.0)
@@ -100,6 +103,7 @@ def _scale_add(
         kept = on_grid(kept, z, p_position, block, std, spacing, inverse)
     else:
         kept = tl.fma(z, std, kept)
+    # [b_blocks, 16]
     tl.store(p_out + o_x, kept.to(p_out.dtype.element_ty), mask=m_x)
 
 
@@ -113,6 +117,7 @@ def _apply_kernel(
     o_tile = tl.arange(0, b_blocks)[:, None] * 16 + tl.arange(0, 16)[None, :]
     o_x = first * 16 + o_tile
     rows = _rows_of(first * 16, o_tile, width.to(tl.int64), b_blocks * 16)
+    # [b_blocks, 16]
     scale = tl.load(p_scale + rows, mask=o_x < n, other=0.0)
     if NOISY:
         z = normals(p_position, block, ROUNDED)
@@ -134,11 +139,13 @@ def _pull_back_kernel(p_grad, p_x, p_out, p_scale, p_pull, n, width, b_tile: tl.
     o_x = first + o_tile
     m_x = o_x < n
     rows = _rows_of(first, o_tile, width.to(tl.int64), b_tile)
+    # [b_tile]
     scale = tl.load(p_scale + rows, mask=m_x, other=0.0)
     pull = tl.load(p_pull + rows, mask=m_x, other=0.0)
     g = tl.load(p_grad + o_x, mask=m_x).to(tl.float32)
     x = tl.load(p_x + o_x, mask=m_x).to(tl.float32)
     out = tl.where(scale != 0.0, scale * tl.fma(-pull, x, g), 0.0)
+    # [b_tile]
     tl.store(p_out + o_x, out.to(p_out.dtype.element_ty), mask=m_x)
 
 

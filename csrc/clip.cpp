@@ -200,7 +200,7 @@ void clip_backward(uintptr_t grad, uintptr_t x, uintptr_t norm, uintptr_t out, i
 
 }  // namespace
 
-void bind_clip_noise(py::module_ &m) {
+void bind_clip(py::module_ &m) {
     m.def("clip_noise", &clip_noise, "per-example clipping and noise", py::arg("x"), py::arg("out"), py::arg("norm"),
           py::arg("dtype"), py::arg("rows"), py::arg("length"), py::arg("bound"), py::arg("std"), py::arg("position"),
           py::arg("rounded"), py::arg("threads"));
