@@ -5,14 +5,11 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 
 from fastdp.engine.errors import UnsupportedUse
-
-if TYPE_CHECKING:
-    from fastdp.engine.collation import Collation
 
 
 @dataclass(frozen=True)
@@ -34,7 +31,7 @@ class Ticket:
     weights: torch.Tensor
     is_last: bool
     token_units: torch.Tensor | None = None
-    source: Collation | None = None
+    source: Any = None
     rehearsal: bool = False
 
     @property

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 import torch
 
@@ -20,6 +20,7 @@ from fastdp.engine.boundary import find_loss, plain_gradients
 from fastdp.engine.bounds import UpperNorms
 from fastdp.engine.collation import require_same_loss
 from fastdp.engine.errors import SelfCheckError, UnsupportedUse
+from fastdp.engine.guard import Guard
 from fastdp.engine.layout import Layout, Ticket
 from fastdp.engine.losses import LossTerms, intercepted
 from fastdp.engine.policy import Policy
@@ -35,12 +36,40 @@ from fastdp.engine.replay import (
     still,
     unchanged,
 )
-from fastdp.engine.uses import Factors
-
-if TYPE_CHECKING:
-    from fastdp.engine.engine import Engine
+from fastdp.engine.trace import Trace
+from fastdp.engine.uses import Factors, Sink
 
 _EXAMPLES = 3
+
+
+class Checked(Protocol):
+    """What the checks need of an engine."""
+
+    model: torch.nn.Module
+    parameters: dict[str, torch.nn.Parameter]
+    accumulator: Accumulator
+    guard: Guard
+    trace: Trace | None
+    divided: frozenset[int]
+
+    @property
+    def returns_loss(self) -> bool:
+        """Whether the model's output holds the loss."""
+
+    def scale(self, ticket: Ticket) -> float:
+        """What a criterion outside the model divided its gradient by."""
+
+    def replay(self, call: Call, ticket: Ticket) -> Replay:
+        """A call, to be run again in other company."""
+
+    def plain_forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's own forward pass."""
+
+    def run_forward(self, args: Any, kwargs: Any, ticket: Ticket, *, verify: bool) -> Any:
+        """The forward pass by the chosen route."""
+
+    def capture(self, args: Any, kwargs: Any, ticket: Ticket, unit: int, sink: Sink) -> None:
+        """Hand a sink what a backward pass from one unit's loss alone captures."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +93,7 @@ def chosen_rows(ticket: Ticket, start: int = 0) -> list[int]:
     return [(start + i) % ticket.rows for i in range(count)]
 
 
-def independence(engine: Engine, call: Call, ticket: Ticket, rows: list[int], *, thorough: bool = True) -> list[int]:
+def independence(engine: Checked, call: Call, ticket: Ticket, rows: list[int], *, thorough: bool = True) -> list[int]:
     """Raise `SelfCheckError` if the plain model lets rows of this batch see each other; note what its loss divides by.
 
     Returns the rows that are worth looking at further. Raises `UnsupportedUse` if the losses cannot be told apart by row:
@@ -81,7 +110,7 @@ def independence(engine: Engine, call: Call, ticket: Ticket, rows: list[int], *,
     return rows
 
 
-def _packed_independence(engine: Engine, replay: Replay, call: Call, ticket: Ticket) -> None:
+def _packed_independence(engine: Checked, replay: Replay, call: Call, ticket: Ticket) -> None:
     layout = ticket.layout(replay.device)
     assert layout.token_segments is not None
     together = replay(call, ticket.rows, packed=True)
@@ -91,7 +120,7 @@ def _packed_independence(engine: Engine, replay: Replay, call: Call, ticket: Tic
             raise coupled(replay, [0, 0], 0, "the others of its row")
 
 
-def _require_zero(engine: Engine, replay: Replay, call: Call, ticket: Ticket) -> None:
+def _require_zero(engine: Checked, replay: Replay, call: Call, ticket: Ticket) -> None:
     """Raise `SelfCheckError` if one unit's gradient reaches another's rows of an embedding or an input at all."""
     layout = ticket.layout(replay.device)
     own = layout.token_segments if layout.token_segments is not None else layout.lane_units
@@ -137,7 +166,7 @@ class _Attribution:
             raise UnsupportedUse(f"{self.names[id(parameter)]}: its tokens are not in the order of the batch's rows")
 
 
-def compare(engine: Engine, call: Call, ticket: Ticket, rows: Sequence[int]) -> None:
+def compare(engine: Checked, call: Call, ticket: Ticket, rows: Sequence[int]) -> None:
     """Raise `UnsupportedUse` unless the engine's attribution, norms and sums are plain autograd's on these rows.
 
     Raises `SelfCheckError` if the backward pass draws random numbers of its own.
@@ -175,7 +204,7 @@ def compare(engine: Engine, call: Call, ticket: Ticket, rows: Sequence[int]) -> 
     found.judge(tolerance=0.1 if low else 1e-3)
 
 
-def _by_engine(engine: Engine, call: Call, ticket: Ticket) -> None:
+def _by_engine(engine: Checked, call: Call, ticket: Ticket) -> None:
     output = engine.run_forward(*call, ticket, verify=True)
     if engine.returns_loss:
         tops = [find_loss(output)]
@@ -192,7 +221,7 @@ def _by_engine(engine: Engine, call: Call, ticket: Ticket) -> None:
         )
 
 
-def alone(engine: Engine, call: Call, ticket: Ticket, rows: Sequence[int]) -> None:
+def alone(engine: Checked, call: Call, ticket: Ticket, rows: Sequence[int]) -> None:
     """Run the one-example route's forward and backward once, and see that a batch of copies has one copy's loss.
 
     Raises whatever the model raises on one row, and `SelfCheckError` if it scores examples against each other.
@@ -221,7 +250,7 @@ def alone(engine: Engine, call: Call, ticket: Ticket, rows: Sequence[int]) -> No
         plain_gradients(tops, [torch.ones_like(t) for t in tops], list(engine.parameters.values()))
 
 
-def buffers(engine: Engine, call: Call, ticket: Ticket) -> None:
+def buffers(engine: Checked, call: Call, ticket: Ticket) -> None:
     """Raise `SelfCheckError` if a training forward writes what depends on the data into a buffer."""
     replay = engine.replay(call, ticket)
     found = []
@@ -235,7 +264,7 @@ def buffers(engine: Engine, call: Call, ticket: Ticket) -> None:
     engine.guard.learn(found)
 
 
-def collation(engine: Engine, call: Call, ticket: Ticket) -> None:
+def collation(engine: Checked, call: Call, ticket: Ticket) -> None:
     """Raise `SelfCheckError` if the loader's collator lets an example's row, or its loss, depend on the others."""
     if ticket.source is None or ticket.token_units is not None:
         return
