@@ -201,6 +201,22 @@ def test_a_perturbed_forward_pass(config, files, tmp_path, noise):
     assert text["sha256"] == content_digest(files / "public.tsv")
 
 
+def test_an_interrupt_before_any_release_leaves_nothing_to_stumble_over(config, files, tmp_path, monkeypatch):
+    """While the autoencoder learns, the ledger is there already; the same command goes on as if nothing had been."""
+
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    method, options = public_inputs(str(files / "public.tsv"))["autoencoder"]
+    settings = classify(config, files, method=method, method_options=options, epochs=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(ewft.EWFT, "train_autoencoder", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            finetune(settings)
+    assert not list((tmp_path / "run").rglob("*.jsonl"))
+    assert finetune(settings).steps == 3
+
+
 def test_layers_below_the_noise_learn_from_public_text_alone(config, files, tmp_path, monkeypatch):
     options = {
         "layer": 1,

@@ -177,7 +177,7 @@ def _open(
         if batches:
             made.train_autoencoder(batches)
     except BaseException:
-        made.remove()
+        made.discard()
         raise
     return made
 

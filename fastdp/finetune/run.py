@@ -37,7 +37,7 @@ from fastdp.finetune.models import (
     trained_names,
     trained_state,
 )
-from fastdp.finetune.perturbations import RELEASES, Opening, Subject, choose_perturbation
+from fastdp.finetune.perturbations import Opening, Subject, choose_perturbation
 from fastdp.finetune.reporter import Reporter
 from fastdp.methods.perturbation import Releases
 from fastdp.public import PublicGate
@@ -305,15 +305,13 @@ class _Run:
         """Give the model back as it was."""
         if self.private is not None:
             self.private.detach()
-        self.releases.remove()
+        self.releases.discard()
 
     def forget_if_nothing_was_spent(self) -> None:
         """After a failure before the first release, leave no run behind that would have to be resumed."""
         if self.releases.untouched and (self.private is None or self.private.ledger.untouched):
-            for name in (CONFIG, LEDGER, METRICS, f"{RELEASES}/{LEDGER}"):
+            for name in (CONFIG, LEDGER, METRICS):
                 (self.output / name).unlink(missing_ok=True)
-            if (self.output / RELEASES).is_dir():
-                (self.output / RELEASES).rmdir()
 
     def execute(self, resume: bool) -> Result:
         """Evaluate, train, evaluate, write."""

@@ -76,6 +76,10 @@ class Releases:
     def remove(self) -> None:
         """Leave the model as it was."""
 
+    def discard(self) -> None:
+        """`remove`, and leave no record behind of a run that released nothing."""
+        self.remove()
+
 
 class Perturbation(Protocol):
     """Frozen settings, all public."""

@@ -231,6 +231,15 @@ class EWFT(Releases):
         self._layer.remove()
         self.ledger.close()
 
+    def discard(self) -> None:
+        """`remove`, and take a ledger away in which no epoch has begun, with its folder if that holds nothing else."""
+        self.remove()
+        path = self.ledger.path
+        if self.untouched and path is not None and path.exists():
+            path.unlink()
+            if not any(path.parent.iterdir()):
+                path.parent.rmdir()
+
     # Releases
 
     def release(self, hidden: Tensor, mask: Tensor | None, ids: Tensor | None) -> Tensor:
