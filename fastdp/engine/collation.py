@@ -12,9 +12,8 @@ from typing import Any
 import numpy
 import torch
 
-from fastdp.engine.batches import Path, leaves, map_leaves
+from fastdp.engine.batches import Path, leaves
 from fastdp.engine.errors import SelfCheckError
-from fastdp.engine.replay import Call, Replay, rounding
 
 _OWN, _STRANGERS = 3, 5
 _REFUSAL = (
@@ -62,7 +61,7 @@ class Collation:
             ) from error
         if len(items) < 2:
             return
-        if any(not _same(self.together([i], 1), a) for i, a in zip(items, alone)):
+        if any(not same(self.together([i], 1), a) for i, a in zip(items, alone)):
             self._random(items, alone)
             return
         for order in (list(range(len(items))), list(reversed(range(len(items))))):
@@ -125,50 +124,12 @@ def spread(size: int, count: int) -> list[int]:
     return list(dict.fromkeys(int(size * (golden * k % 1)) for k in range(count)))
 
 
-def require_same_loss(source: Collation, replay: Replay) -> None:
-    """Raise `SelfCheckError` if an example has another loss when it is collated beside a longer one.
-
-    Looks only at calls all of whose rows come from the batch as the collator made it, and only where losses can be told
-    apart by row.
-    """
-    places: dict[Path, Path] = {}
-    for path, t in leaves(replay.call):
-        if path in replay.carriers:
-            place = next((p for p, b in source.batch.items() if b.shape == t.shape and torch.equal(b.to(t), t)), None)
-            if place is None:
-                return
-            places[path] = place
-    items = source.items()
-    alone = [source.together([item]) for item in items]
-    if len(items) < 2 or any(not _same(source.together([i], 1), a) for i, a in zip(items, alone)):
-        return
-    sizes = [sum(t.numel() for t in tensors.values()) for tensors in alone]
-    longest, shortest = (pick(range(len(items)), key=sizes.__getitem__) for pick in (max, min))
-    if longest == shortest:
-        return
-
-    def call(batch: dict[Path, torch.Tensor]) -> Call:
-        def place(path: Path, t: torch.Tensor) -> torch.Tensor:
-            return batch[places[path]].to(t) if path in places else t
-
-        made: Call = map_leaves(replay.call, place)
-        return made
-
-    beside = replay(call(source.together([items[shortest], items[longest]])), 2)
-    single = replay(call(alone[shortest]), 1)
-    if replay.returns_loss and beside.finite(0) and not beside.gap(0, single, 0) <= rounding(replay.model):
-        raise SelfCheckError(
-            "an example has another loss when it is collated beside a longer one: padding changes it. Padding on the left "
-            "shifts positions unless position_ids are given, and lets padding predict an example's first token; pad on the "
-            "right, or pass position_ids and an attention mask and label no first token; nothing was released"
-        )
-
-
 def _holds_rows(own: torch.Tensor, batch: torch.Tensor | None, rows: int) -> bool:
     return own.dim() > 0 and own.shape[0] == 1 and batch is not None and batch.dim() > 0 and batch.shape[0] == rows
 
 
-def _same(a: dict[Path, torch.Tensor], b: dict[Path, torch.Tensor]) -> bool:
+def same(a: dict[Path, torch.Tensor], b: dict[Path, torch.Tensor]) -> bool:
+    """Whether two batches hold the same tensors."""
     return a.keys() == b.keys() and all(
         a[p].shape == b[p].shape and torch.equal(a[p].nan_to_num(), b[p].nan_to_num()) for p in a
     )

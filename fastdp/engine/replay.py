@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from fastdp.engine.batches import Path, leaves, map_leaves, take_rows, take_tokens, tensors
 from fastdp.engine.boundary import find_loss, plain_gradients
+from fastdp.engine.collation import Collation, same
 from fastdp.engine.errors import SelfCheckError, UnsupportedUse
 from fastdp.engine.layout import Layout, Ticket
 from fastdp.engine.losses import LossTerms, combine, intercepted
@@ -303,6 +304,45 @@ def require_independence(
     if base.rest:
         raise UnsupportedUse("the model adds to its loss what depends on its parameters alone")
     return list(rows), divided or frozenset()
+
+
+def require_same_loss(source: Collation, replay: Replay) -> None:
+    """Raise `SelfCheckError` if an example has another loss when it is collated beside a longer one.
+
+    Looks only at calls all of whose rows come from the batch as the collator made it, and only where losses can be told
+    apart by row.
+    """
+    places: dict[Path, Path] = {}
+    for path, t in leaves(replay.call):
+        if path in replay.carriers:
+            place = next((p for p, b in source.batch.items() if b.shape == t.shape and torch.equal(b.to(t), t)), None)
+            if place is None:
+                return
+            places[path] = place
+    items = source.items()
+    alone = [source.together([item]) for item in items]
+    if len(items) < 2 or any(not same(source.together([i], 1), a) for i, a in zip(items, alone)):
+        return
+    sizes = [sum(t.numel() for t in tensors.values()) for tensors in alone]
+    longest, shortest = (pick(range(len(items)), key=sizes.__getitem__) for pick in (max, min))
+    if longest == shortest:
+        return
+
+    def call(batch: dict[Path, torch.Tensor]) -> Call:
+        def place(path: Path, t: torch.Tensor) -> torch.Tensor:
+            return batch[places[path]].to(t) if path in places else t
+
+        made: Call = map_leaves(replay.call, place)
+        return made
+
+    beside = replay(call(source.together([items[shortest], items[longest]])), 2)
+    single = replay(call(alone[shortest]), 1)
+    if replay.returns_loss and beside.finite(0) and not beside.gap(0, single, 0) <= rounding(replay.model):
+        raise SelfCheckError(
+            "an example has another loss when it is collated beside a longer one: padding changes it. Padding on the left "
+            "shifts positions unless position_ids are given, and lets padding predict an example's first token; pad on the "
+            "right, or pass position_ids and an attention mask and label no first token; nothing was released"
+        )
 
 
 def stateful() -> SelfCheckError:

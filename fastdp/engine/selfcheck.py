@@ -18,7 +18,6 @@ from fastdp.engine.accumulator import Accumulator
 from fastdp.engine.batches import tensors
 from fastdp.engine.boundary import find_loss, plain_gradients
 from fastdp.engine.bounds import UpperNorms
-from fastdp.engine.collation import require_same_loss
 from fastdp.engine.errors import SelfCheckError, UnsupportedUse
 from fastdp.engine.guard import Guard
 from fastdp.engine.layout import Layout, Ticket
@@ -30,6 +29,7 @@ from fastdp.engine.replay import (
     coupled,
     random_state,
     require_independence,
+    require_same_loss,
     rounding,
     seeds_for,
     stateful,
