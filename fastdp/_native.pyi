@@ -114,12 +114,11 @@ def instance_sum(
 
 # noise.cpp
 def add_noise(
-    x: _Address, dtype: int, first: int, n: int, std: float, position: _Address, folded: bool, threads: int
+    x: _Address, dtype: int, first: int, n: int, std: float, position: _Address, rounded: bool, threads: int
 ) -> None: ...
 def chacha20_words(out: _Address, first: int, blocks: int, position: _Address, threads: int, isa: str = "") -> None: ...
-def noise_normals(
-    out: _Address, first: int, n: int, position: _Address, folded: bool, threads: int, isa: str = ""
-) -> None: ...
+def noise_normals(out: _Address, first: int, n: int, position: _Address, threads: int, isa: str = "") -> None: ...
+def exact_normal(position: _Address, index: int) -> tuple[float, float]: ...
 
 # clip.cpp
 def clip_noise(
@@ -132,7 +131,7 @@ def clip_noise(
     bound: float,
     std: float,
     position: _Address,
-    folded: bool,
+    rounded: bool,
     threads: int,
 ) -> None: ...
 def clip_backward(
@@ -156,7 +155,7 @@ def adamw_noise_step(
     square: _Address,
     n: int,
     position: _Address,
-    folded: bool,
+    rounded: bool,
     std: float,
     divisor: float,
     lr: float,
