@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from fastdp.engine.batches import map_tensors
+
 
 class LossBoundary(torch.autograd.Function):
     """A scalar loss whose backward hands the upstream gradient to the engine and runs everything inside it.
@@ -86,14 +88,34 @@ def find_loss(output: Any) -> torch.Tensor | None:
     return loss
 
 
+class Beside(torch.autograd.Function):
+    """A model's output beside its own loss: to be looked at, and not to be differentiated."""
+
+    @staticmethod
+    def forward(ctx: Any, output: torch.Tensor) -> torch.Tensor:
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        raise RuntimeError(
+            "a loss term was computed from the model's outputs beside its own loss, which nothing would clip: compute it inside "
+            "the model, or leave the model's loss out and give make_private a criterion= of one loss a row"
+        )
+
+
 def replace_loss(output: Any, loss: torch.Tensor) -> Any:
-    """The same output around another loss."""
+    """The same output around another loss; a term that is made of its other tensors raises RuntimeError in backward()."""
+
+    def beside(tree: Any) -> Any:
+        return map_tensors(tree, lambda t: Beside.apply(t) if t.requires_grad and t.is_floating_point() else t)
+
     if isinstance(output, torch.Tensor):
         return loss
     if isinstance(output, dict):
-        output["loss"] = loss
+        for key, value in output.items():
+            output[key] = loss if key == "loss" else beside(value)
         return output
     if isinstance(output, (tuple, list)):
-        return type(output)((loss, *output[1:]))
+        return type(output)((loss, *(beside(value) for value in output[1:])))
     output.loss = loss
     return output

@@ -12,13 +12,6 @@ pytest.importorskip("opacus")
 
 from fastdp.bench.attacks import kit, run, systems
 
-#: Attacks whose mend has not landed.
-PENDING: set[str] = {
-    "cancelling_tokens",
-    "tied_difference",
-    "tiny_bound",
-}
-
 
 class Unclipped(systems.FastDP):
     """A system that adds gradients as they are."""
@@ -28,9 +21,7 @@ class Unclipped(systems.FastDP):
 
 
 @pytest.mark.parametrize("name", run.names())
-def test_attack_fails(name: str, request: pytest.FixtureRequest) -> None:
-    if name in PENDING:
-        request.applymarker(pytest.mark.xfail(reason="its mend has not landed"))
+def test_attack_fails(name: str) -> None:
     outcome = run.run(name, systems.FastDP())
     assert run.held(outcome), outcome
 
