@@ -18,8 +18,6 @@ native = Pybind11Extension(
     extra_link_args=["-pthread"],
 )
 
-BENCH = ["fastdp.bench", "fastdp.bench.attacks", "fastdp.bench.utility"]
-
 setup(
     packages=[
         *find_packages(include=["fastdp", "fastdp.*"]),
