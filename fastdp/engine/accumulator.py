@@ -24,6 +24,8 @@ class _Entry:
     """What one parameter has collected in a backward pass: factor pairs, and instantiated per-unit gradients."""
 
     factors: list[Factors] = field(default_factory=list)
+    #: Uses in this pass, also of those whose factors are measured and let go of.
+    uses: int = 0
     instance: torch.Tensor | None = None
     #: Squared norms of ``instance``, where they came with it.
     squared: torch.Tensor | None = None
@@ -123,6 +125,7 @@ class NormSink(_Captures):
 
     def matrix(self, parameter: torch.nn.Parameter, factors: Factors, layout: Layout) -> None:
         name, entry = self.entry(parameter)
+        entry.uses += 1
         offsets = layout.offsets(factors.right.shape[0], laned=factors.laned)
         single = self.expected.get(name, 1) == 1
         tokens, columns = factors.right.shape
@@ -149,7 +152,7 @@ class NormSink(_Captures):
         entry.factors.append(factors)
         if not single:
             return
-        if len(entry.factors) > 1:
+        if entry.uses > 1:
             raise RuntimeError(f"{name} was used more often than when the model was traced; its norm cannot be trusted")
         if route == "gram" and not factors.one_hot:
             self._defer(name, factors)

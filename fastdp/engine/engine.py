@@ -8,7 +8,7 @@ import random
 import time
 import warnings
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -35,6 +35,12 @@ NO_LOSS = (
     "loss outside"
 )
 _ONE_ROW = Ticket(torch.zeros(1, dtype=torch.int64), torch.ones(1), is_last=True)
+#: The hooks that torch calls for every module.
+_EVERYWHERE = (
+    torch.nn.modules.module._global_forward_hooks,
+    torch.nn.modules.module._global_forward_pre_hooks,
+    torch.nn.modules.module._global_backward_hooks,
+)
 #: The share of a run's time that checks of later batches may take.
 _SHARE = 0.005
 
@@ -92,6 +98,8 @@ class Engine:
         self.reads = Reads(self.parameters)
         self.expected: Counter[str] = Counter()
         self.complete = False
+        #: Whether a backward pass of this logical batch failed, perhaps after it had added something.
+        self.broken = False
         self.backwards = 0
         self.guard = Guard(model)
         #: The model's loss functions whose coefficient it divides by the number of rows.
@@ -117,7 +125,7 @@ class Engine:
     def abandon(self) -> None:
         """Forget a logical batch that was begun and not released: the loader starts anew."""
         self.accumulator.reset()
-        self.complete = False
+        self.complete = self.broken = False
 
     def forward(self, args: Any, kwargs: Any) -> Any:
         """A training forward pass on the micro-batch at the head of the queue."""
@@ -307,10 +315,17 @@ class Engine:
                 raise RuntimeError(
                     "a logical batch is complete and optimizer.step() has not been called; call it after every backward()"
                 )
+            if self.broken:
+                raise RuntimeError(
+                    "a backward pass of this logical batch failed after it may have added examples, and they would count "
+                    "twice: start the loader's iteration anew, which discards the logical batch that was begun"
+                )
             self._refuse_foreign_gradients("before the backward pass")
+            self.broken = True
         self.differentiate(waiting, upstream)
         if self._preparing:
             return
+        self.broken = False
         self.backwards += 1
         self.tickets.popleft()
         self.complete = waiting.ticket.is_last
@@ -328,13 +343,14 @@ class Engine:
             elif self.route == ONE_EXAMPLE:
                 waiting.backward(upstream, False)
             else:
-                self.accumulator.run(
-                    lambda retain: waiting.backward(upstream, retain),
-                    lambda sink: setattr(waiting.tap, "sink", sink),
-                    waiting.layout,
-                    self.expected,
-                    two_pass=two_pass,
-                )
+                with selfcheck.repeatable(self.model) if two_pass else nullcontext():
+                    self.accumulator.run(
+                        lambda retain: waiting.backward(upstream, retain),
+                        lambda sink: setattr(waiting.tap, "sink", sink),
+                        waiting.layout,
+                        self.expected,
+                        two_pass=two_pass,
+                    )
                 self._refuse_foreign_gradients("in the backward pass")
         except UnsupportedUse as error:
             # Nothing has been added yet: captures are refused before the first norm is used.
@@ -373,7 +389,6 @@ class Engine:
     def _prepare(self, call: Call, ticket: Ticket) -> None:
         """Trace the model, see that its rows are independent, and try the route of uses on a few examples."""
         self._preparing = True
-        self._built = self._structure()
         self.guard.settle()
         try:
             with unchanged(self.model):
@@ -384,6 +399,7 @@ class Engine:
         self.guard.require_settled()
         if reason is not None:
             self._fall_back(reason, ticket)
+        self._built = self._structure()
         self.on_route(str(self.route), reason)
 
     def _decide(self, call: Call, ticket: Ticket) -> str | None:
@@ -476,19 +492,20 @@ class Engine:
             )
 
     def _structure(self) -> int:
-        """Changes when hooks are hung on modules, modules are exchanged, or parameters tied."""
-        return hash(
-            tuple(
-                (
-                    id(m),
-                    m.training,
-                    *m._forward_hooks,
-                    *m._forward_pre_hooks,
-                    *m._backward_hooks,
-                    *map(id, m._parameters.values()),
-                )
-                for m in self.model.modules()
+        """Changes when hooks are hung on modules, modules are exchanged, parameters tied, or settings switched."""
+        own = tuple(
+            (
+                id(m),
+                *m._forward_hooks,
+                *m._forward_pre_hooks,
+                *m._backward_hooks,
+                *map(id, m._parameters.values()),
+                *_settings(m),
             )
+            for m in self.model.modules()
+        )
+        return hash(
+            (own, *(key for hooks in _EVERYWHERE for key in hooks), *_settings(getattr(self.model, "config", None)))
         )
 
     def _check_again(self, call: Call, ticket: Ticket, *, thorough: bool) -> None:
@@ -567,6 +584,20 @@ class Engine:
             if gradient is not None
         }
         self.accumulator.add_unit(instances, layout.weights[unit : unit + 1])
+
+
+def _settings(owner: object) -> Iterator[Any]:
+    """What attributes of an object switch: texts, whether a number is zero, and which function stands in a name's place.
+
+    The sizes of numbers are left out, as counters and annealed ones change with every batch.
+    """
+    for name, value in getattr(owner, "__dict__", {}).items():
+        if value is None or isinstance(value, (bool, int, float)):
+            yield name, value is None, bool(value)
+        elif isinstance(value, str):
+            yield name, value
+        elif callable(value):
+            yield name, id(value)
 
 
 class _Again:

@@ -5,7 +5,7 @@ Torch counts every write into a tensor (but through ``.data``), so that looking 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -14,6 +14,7 @@ from fastdp.engine.errors import SelfCheckError
 
 #: A buffer's name, the tensor that holds it, and how often that was written.
 _Buffers = dict[str, tuple[torch.Tensor, int]]
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Guard:
@@ -34,9 +35,10 @@ class Guard:
         self._versions = {name: (p, p._version) for name, p in self.model.named_parameters()}
 
     def require_settled(self) -> None:
-        """Raise RuntimeError, naming it, if a parameter was written since `settle`."""
+        """Raise RuntimeError, naming it, if a parameter was written or replaced since `settle`."""
+        now = dict(self.model.named_parameters())
         for name, (parameter, version) in (self._versions or {}).items():
-            if parameter._version != version:
+            if parameter._version != version or now.get(name, parameter) is not parameter:
                 raise RuntimeError(
                     f"{name} was changed outside of a release, so no noise covers it: let the private optimizer alone change "
                     "the model; after loading released weights call private.load_state_dict, or detach() and make the run "
@@ -95,6 +97,20 @@ class Guard:
             for name, buffer in module._buffers.items()
             if buffer is not None and name not in getattr(module, "_non_persistent_buffers_set", ())
         }
+
+
+def contents(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, tuple[int, ...]]:
+    """What tells whether tensors were written to or replaced, by name.
+
+    Bits are added up, so that writes through ``.data``, which torch does not count, are seen as well.
+    """
+    found: dict[str, tuple[int, ...]] = {}
+    for name, tensor in named:
+        plain = tensor.detach()
+        bits = (torch.view_as_real(plain) if plain.is_complex() else plain).contiguous().reshape(-1)
+        whole = bits.view(_BITS[bits.element_size()]).sum(dtype=torch.int64)
+        found[name] = (id(tensor), tensor._version, int(whole))
+    return found
 
 
 def _buffer_written(name: str) -> SelfCheckError:

@@ -6,6 +6,7 @@ Everything here leaves the model as it was: its buffers, its gradients, and ever
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -499,3 +500,10 @@ def still(model: torch.nn.Module) -> Iterator[Callable[[], bool]]:
 def random_state(model: torch.nn.Module) -> list[torch.Tensor]:
     """Torch's random states on the devices of a model."""
     return [torch.get_rng_state(), *(torch.cuda.get_rng_state(index) for index in devices(model))]
+
+
+def randomness(model: torch.nn.Module) -> tuple[Any, ...]:
+    """Everything that a pass may draw from, to be compared: torch's generators, Python's and, where it is loaded, numpy's."""
+    numpy = sys.modules.get("numpy")
+    drawn = numpy.random.get_state() if numpy is not None else ("", b"", 0)
+    return *(state.numpy().tobytes() for state in random_state(model)), random.getstate(), bytes(drawn[1]), drawn[2]

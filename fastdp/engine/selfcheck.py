@@ -8,7 +8,8 @@ way, and its norms and sums compared with autograd's in the same shapes, with th
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -19,7 +20,7 @@ from fastdp.engine.batches import tensors
 from fastdp.engine.boundary import find_loss, plain_gradients
 from fastdp.engine.bounds import UpperNorms
 from fastdp.engine.errors import SelfCheckError, UnsupportedUse
-from fastdp.engine.guard import Guard
+from fastdp.engine.guard import Guard, contents
 from fastdp.engine.layout import Layout, Ticket
 from fastdp.engine.losses import LossTerms, intercepted
 from fastdp.engine.policy import Policy
@@ -27,7 +28,7 @@ from fastdp.engine.replay import (
     Call,
     Replay,
     coupled,
-    random_state,
+    randomness,
     require_independence,
     require_same_loss,
     rounding,
@@ -212,12 +213,19 @@ def _by_engine(engine: Checked, call: Call, ticket: Ticket) -> None:
     else:
         tops = [t for t in tensors(output) if t.requires_grad and t.dim() > 0]
         seeds = [s / engine.scale(ticket) for s in seeds_for(tops)]  # type: ignore[arg-type]
-    before = random_state(engine.model)
-    torch.autograd.backward(tops, seeds)  # type: ignore[arg-type]
-    if not all(map(torch.equal, before, random_state(engine.model))):
+    with repeatable(engine.model):
+        torch.autograd.backward(tops, seeds)  # type: ignore[arg-type]
+
+
+@contextmanager
+def repeatable(model: torch.nn.Module) -> Iterator[None]:
+    """Raise `SelfCheckError` if a backward pass meanwhile drew random numbers of its own: a second one would see others."""
+    before = randomness(model)
+    yield
+    if randomness(model) != before:
         raise SelfCheckError(
             "the backward pass draws random numbers of its own, so that norms and sums would see two dropout masks: "
-            "checkpoint with preserve_rng_state=True; nothing was released"
+            "checkpoint with preserve_rng_state=True, and draw from torch's generator alone; nothing of this batch was released"
         )
 
 
@@ -251,14 +259,21 @@ def alone(engine: Checked, call: Call, ticket: Ticket, rows: Sequence[int]) -> N
 
 
 def buffers(engine: Checked, call: Call, ticket: Ticket) -> None:
-    """Raise `SelfCheckError` if a training forward writes what depends on the data into a buffer."""
+    """Raise `SelfCheckError` if a training forward writes what depends on the data into a buffer, or any parameter."""
     replay = engine.replay(call, ticket)
-    found = []
+    found, before = [], contents(engine.model.named_parameters())
     for tried in (call, replay.beside(range(ticket.rows), -1)):
         with unchanged(engine.model), torch.no_grad():
             passed = engine.guard.passed()
             engine.plain_forward(*tried[0], **tried[1])
             found.append(passed())
+        after = contents(engine.model.named_parameters())
+        written = [name for name in before.keys() | after.keys() if before.get(name) != after.get(name)]
+        if written:
+            raise SelfCheckError(
+                f"{min(written)} is a parameter that a training forward writes or replaces, and would leave with the model "
+                "without noise: keep what the data decide in a buffer with persistent=False; nothing was released"
+            )
         if not found[0][0]:
             return
     engine.guard.learn(found)

@@ -435,9 +435,12 @@ class Private:
             self._stages.adopt(state["outcome"], state["prepared_step"])
             self._backwards_seen = 0
         if self.policy.bounds:
-            self._engine.accumulator.policy = replace(
-                self.policy, bounds=tuple(state["bounds"]), stds=tuple(state["stds"])
-            )
+            policy = replace(self.policy, bounds=tuple(state["bounds"]), stds=tuple(state["stds"]))
+            if not math.isclose(policy.noise_multiplier, self.policy.noise_multiplier, rel_tol=1e-6):
+                raise ValueError(
+                    "this checkpoint's noise is not the run's for its clipping bounds: it was edited, or is of another method"
+                )
+            self._engine.accumulator.policy = policy
         for following in self._following:
             following.load(state)
 

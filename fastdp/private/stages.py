@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 import fastdp.files as files
 from fastdp.accounting import Ledger, LedgerError
 from fastdp.engine.engine import Engine
+from fastdp.engine.guard import contents
 from fastdp.engine.policy import Policy
 from fastdp.private.method import Method
 from fastdp.private.preparation import Outcome, Preparation
@@ -24,7 +25,6 @@ from fastdp.private.release import Release
 _OUTCOME_FILE = "preparation-{step:08d}.safetensors"
 #: Where the ledger keeps the outcome's digest.
 _NOTE = "preparation-{step:08d}"
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Stages:
@@ -98,14 +98,14 @@ class Stages:
 
     def _release(self, preparation: Preparation) -> None:
         """Let a copy of the method make its releases: what it keeps, or writes into the model, has no noise."""
-        before = _contents(self.model)
+        before = contents(itertools.chain(self.model.named_parameters(), self.model.named_buffers()))
         returned: Any = copy.copy(self.method).prepare(preparation)  # type: ignore[func-returns-value]
         if returned is not None:
             raise TypeError(
                 f"{self.method.mechanism} returned something from prepare(), which no noise was added to: make releases "
                 "there, and let conclude() say what follows from them"
             )
-        after = _contents(self.model)
+        after = contents(itertools.chain(self.model.named_parameters(), self.model.named_buffers()))
         changed = sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
         if changed:
             raise RuntimeError(
@@ -172,14 +172,3 @@ def digest(outcome: Outcome) -> str:
         found.update(f"{name} {plain.dtype} {list(plain.shape)} ".encode())
         found.update(plain.reshape(-1).view(torch.uint8).numpy().tobytes())
     return found.hexdigest()
-
-
-def _contents(model: torch.nn.Module) -> dict[str, tuple[int, ...]]:
-    """What tells whether a model's parameters and buffers were written to, by name."""
-    found: dict[str, tuple[int, ...]] = {}
-    for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
-        plain = tensor.detach()
-        bits = (torch.view_as_real(plain) if plain.is_complex() else plain).contiguous()
-        whole = bits.view(_BITS[bits.element_size()]).sum(dtype=torch.int64) if bits.dim() else bits.reshape(1)
-        found[name] = (id(tensor), tensor._version, int(whole))
-    return found

@@ -1,0 +1,34 @@
+"""A backward pass that fails half-way, out of memory, and is taken again: what it had added is added twice"""
+
+import torch
+
+from . import kit, systems
+
+
+class Failing(kit.Net):
+    gradient_checkpointing, left = True, 0
+
+    def between(self, hidden: torch.Tensor) -> torch.Tensor:
+        if hidden.requires_grad:
+            hidden.register_hook(self.fail)
+        return hidden
+
+    def fail(self, gradient: torch.Tensor) -> None:
+        self.left -= 1
+        if self.left == 0:
+            raise MemoryError
+
+
+def attack(system: kit.System) -> float:
+    library = systems.only_fastdp(system)
+    private = library.start(kit.Task(Failing), kit.records(1), 0.05)
+    (batch,) = private.data_loader
+    loss = private.model(**batch)["loss"]
+    private.model.left = 2
+    try:
+        loss.backward()
+    except MemoryError:
+        private.model(**batch)["loss"].backward()
+    private.optimizer.step()
+    private.detach()
+    return float(torch.cat([p.grad.flatten() for p in private.model.parameters()]).norm()) / 0.05
