@@ -131,13 +131,13 @@ def test_a_group_that_the_policy_leaves_unclipped_is_caught(monkeypatch: pytest.
 
 
 def test_a_layer_left_out_of_the_norm_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    correct = NormSink._add
+    correct = NormSink.add_powers
 
     def add(self: NormSink, name: str, *powers: Any, **errors: Any) -> None:
         if name != "embedding.weight":
             correct(self, name, *powers, **errors)
 
-    monkeypatch.setattr(NormSink, "_add", add)
+    monkeypatch.setattr(NormSink, "add_powers", add)
     assert examples(tied=False, self_check=False).refuted
 
 

@@ -210,7 +210,14 @@ class Propagator:
                 raise ValueError(f"relevance cannot be propagated through this model: {found.conflict}")
             self._reads = Reads(self.parameters)
             self._reads.carries_rows = found.carries_rows
-            self._meetings = found.meetings
+            # The rule of a norm multiplies and adds apart what the traced operation does at once.
+            apart = {
+                (part, self.parameters[name].dim(), rank): rows
+                for (operation, name, rank), rows in found.carries_rows.items()
+                if operation in ("layer_norm", "rms_norm")
+                for part in ("mul", "add")
+            }
+            self._meetings = {**apart, **found.meetings}
         layout.meetings = self._meetings
         return self._reads
 
