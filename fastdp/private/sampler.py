@@ -33,7 +33,8 @@ class Units:
         groups: dict[Hashable, list[int]] = {}
         for index, user in enumerate(user_ids):
             user = user.item() if isinstance(user, torch.Tensor) else user
-            if user != user:
+            alone = user is not None and type(user).__hash__ is object.__hash__
+            if alone or user != user:
                 raise ValueError(
                     f"example {index} has no user: its id is {user}, which equals no other, so that each such row would count as "
                     "a person; give it an id"
