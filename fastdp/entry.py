@@ -169,7 +169,13 @@ def make_private(
 
         def open_engine(policy: Policy) -> Engine:
             return Engine(
-                model, policy, loader.tickets, loss_reduction=loss_reduction, two_pass=two_pass, check=self_check
+                model,
+                policy,
+                loader.tickets,
+                loss_reduction=loss_reduction,
+                two_pass=two_pass,
+                check=self_check,
+                batches=plan.steps * math.ceil(batch_size / physical),
             )
 
         def open_access() -> Access:

@@ -41,8 +41,10 @@ _EVERYWHERE = (
     torch.nn.modules.module._global_forward_pre_hooks,
     torch.nn.modules.module._global_backward_hooks,
 )
-#: The share of a run's time that checks of later batches may take.
-_SHARE = 0.005
+#: The shares of a run's time that checks of later batches may take: whole ones, and both kinds together.
+_SHARE, _BRIEF_SHARE = 0.005, 0.01
+#: Seconds that brief checks may take in any run, however short.
+_LEAST = 1.0
 
 
 @dataclasses.dataclass
@@ -70,6 +72,8 @@ class Engine:
         two_pass: run the backward pass twice and keep no factors; None decides by whether checkpointing is on.
         check: compare the first micro-batch with one-at-a-time autograd before anything is released.
         accumulator: takes the captures instead of an `Accumulator`, for other sums of per-example gradients than clipped ones.
+        on_route: told of the route, and why, once it is known.
+        batches: micro-batches that the run is planned to have; checks of later ones may take a hundredth of its time.
     """
 
     def __init__(
@@ -83,6 +87,7 @@ class Engine:
         check: bool = True,
         accumulator: Accumulator | None = None,
         on_route: Callable[[str, str | None], None] = lambda route, reason: None,
+        batches: int = 0,
     ):
         self.model = model
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -106,7 +111,7 @@ class Engine:
         self.divided: frozenset[int] = frozenset()
         #: For inputs of given shapes, the shapes that uses had.
         self.explained: dict[Any, frozenset[Any]] = {}
-        self._again = _Again()
+        self._again = _Again(batches)
         self._built = 0
         self._rehearsed: dict[int, torch.Tensor] = {}
         self._patches: list[PatchedForward] = []
@@ -601,17 +606,25 @@ def _settings(owner: object) -> Iterator[Any]:
 
 
 class _Again:
-    """When later batches are checked: briefly after intervals that grow by half, and as the first was within a share of time."""
+    """When later batches are checked: briefly after intervals that grow by half, and as the first was; within shares of its time.
 
-    def __init__(self) -> None:
+    Args:
+        batches: micro-batches that the run will have, so that its first ones may be checked on the later ones' account.
+    """
+
+    def __init__(self, batches: int) -> None:
+        self._planned = batches
         self._began: float | None = None
-        self._spent = self._longest = self._entered = 0.0
+        self._spent = self._brief = self._longest = self._entered = 0.0
         self._batches, self._next = 1, 2
 
     def due(self) -> bool:
-        """Whether this batch, counted now, ends an interval: the 2nd, 3rd, 5th, 8th, 12th and so on."""
+        """Whether this batch, counted now, ends an interval (the 2nd, 3rd, 4th, 6th ...) and a brief check is affordable."""
         self._batches += 1
-        if self._batches < self._next:
+        if self._began is None or self._batches < self._next:
+            return False
+        each = (time.perf_counter() - self._began - self._spent) / (self._batches - 1)
+        if self._spent + max(self._brief, each) > max(_LEAST, _BRIEF_SHARE * each * max(self._planned, self._batches)):
             return False
         self._next = self._batches + max(1, self._batches // 2)
         return True
@@ -625,11 +638,13 @@ class _Again:
 
     def __exit__(self, *_: object) -> None:
         now = time.perf_counter()
-        self._longest = max(self._longest, now - self._entered)
+        took = now - self._entered
+        self._longest = max(self._longest, took)
         if self._began is None:
             self._began = now
         else:
-            self._spent += now - self._entered
+            self._spent += took
+            self._brief = took
 
 
 class _RootForward:
