@@ -54,11 +54,12 @@ class Releases:
 
     def claim(self) -> Claim:
         """What is guaranteed."""
-        raise NotImplementedError
+        # Without one of its own there is nothing true to state.
+        raise NotImplementedError(f"{type(self).__name__} says nowhere what it guarantees: define claim()")
 
     def card(self) -> Card:
         """The claim with all that it depends on."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has no card: define card()")
 
     def in_words(self) -> str | None:
         """One sentence about the guarantee; None where an epsilon says it all."""
