@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
+from fastdp.engine.reads import Reads
+from fastdp.engine.rules import convolution
 from fastdp.engine.uses import (
     EmbeddingUse,
     ExpandUse,
@@ -23,30 +25,6 @@ from fastdp.engine.uses import (
     is_metadata,
     laid,
 )
-
-
-class Reads:
-    """Which parameters are trained, and for each read of one whether its input carries rows.
-
-    ``tap`` is set while a training forward pass (or the recomputation of a checkpointed piece of it) runs.
-    """
-
-    def __init__(self, trained: dict[str, torch.nn.Parameter]):
-        self.names = {id(p): name for name, p in trained.items()}
-        self.carries_rows: Mapping[tuple[str, str, int], bool] = {}
-        self.tap: Tap | None = None
-        self.mode_open = False
-
-    def is_trained(self, value: Any) -> bool:
-        return isinstance(value, torch.nn.Parameter) and id(value) in self.names
-
-    def rows(self, operation: str, parameter: torch.nn.Parameter, x: torch.Tensor, tap: Tap) -> bool:
-        """Whether the input of an operation carries rows; raises `UnsupportedUse` if the trace saw no such use."""
-        key = (operation, self.names[id(parameter)], x.dim())
-        if key not in self.carries_rows:
-            raise UnsupportedUse(f"{key[1]}: {operation} of an input of {x.dim()} dimensions, unseen when traced")
-        tap.note(operation, x, self.carries_rows[key])
-        return self.carries_rows[key]
 
 
 class UseMode(TorchFunctionMode):
@@ -176,41 +154,6 @@ def _rms_norm(reads: Reads, tap: Tap, input: Any, normalized_shape: Any, weight:
     return normed * laid(PerLane(ExpandUse.apply(weight, tap), tap.layout), normed, tap.layout)
 
 
-def _conv2d(
-    reads: Reads,
-    tap: Tap,
-    input: Any,
-    weight: Any,
-    bias: Any = None,
-    stride: Any = 1,
-    padding: Any = 0,
-    dilation: Any = 1,
-    groups: int = 1,
-) -> Any:
-    trained = (reads.is_trained(weight), reads.is_trained(bias))
-    if not any(trained):
-        return NotImplemented
-    if (
-        groups != 1
-        or isinstance(padding, str)
-        or isinstance(input, PerLane)
-        or not reads.rows("conv2d", weight if trained[0] else bias, input, tap)
-    ):
-        raise UnsupportedUse("a convolution with groups, named padding or an input without rows")
-    kernel, pair = weight.shape[2:], _pair(stride)
-    height, width = (
-        (size + 2 * pad - dil * (k - 1) - 1) // step + 1
-        for size, pad, dil, k, step in zip(input.shape[2:], _pair(padding), _pair(dilation), kernel, pair)
-    )
-    patches = F.unfold(input, kernel, dilation, padding, stride).transpose(1, 2)
-    out = LinearUse.apply(patches, weight, bias, tap, False, None, False, trained)
-    return out.transpose(1, 2).unflatten(2, (height, width))
-
-
-def _pair(value: Any) -> tuple[int, int]:
-    return (value, value) if isinstance(value, int) else tuple(value)
-
-
 _HANDLERS: dict[Any, Callable[..., Any]] = {
     F.linear: _linear,
     torch.addmm: _addmm,
@@ -223,7 +166,7 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     F.embedding: _embedding,
     F.layer_norm: _layer_norm,
     F.rms_norm: _rms_norm,
-    F.conv2d: _conv2d,
+    **convolution.HANDLERS,
 }
 
 #: The name under which each handled operation is recorded, keyed by torch's function.

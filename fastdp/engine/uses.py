@@ -86,7 +86,7 @@ def _flat(x: torch.Tensor) -> torch.Tensor:
     return x.reshape(-1, x.shape[-1])
 
 
-def _cast(tensor: Any) -> Any:
+def as_autocast(tensor: Any) -> Any:
     """Follow autocast, which does not reach inside an `autograd.Function`."""
     if tensor is None or not torch.is_autocast_enabled(tensor.device.type) or not tensor.is_floating_point():
         return tensor
@@ -114,10 +114,10 @@ class LinearUse(torch.autograd.Function):
         ctx.tap, ctx.swap, ctx.lanes, ctx.laned = tap, swap, lanes, laned
         ctx.parameters = (weight if trained[0] else None, bias if trained[1] else None)
         ctx.x_dtype = x.dtype
-        x, cast = _cast(x), _cast(weight)
+        x, cast = as_autocast(x), as_autocast(weight)
         ctx.save_for_backward(x if trained[0] else None, cast if ctx.needs_input_grad[0] else None)
         flat = cast if cast.dim() == 2 else cast.flatten(1)
-        out = F.linear(x, flat.t() if swap else flat, _cast(bias))
+        out = F.linear(x, flat.t() if swap else flat, as_autocast(bias))
         return out if lanes is None else out.expand(lanes, *out.shape)
 
     @staticmethod

@@ -135,15 +135,12 @@ def _images(rows: int = 4) -> Batch:
     }
 
 
-@pytest.mark.parametrize("options", [{"stride": 3}, {"stride": 2, "padding": 1}, {"dilation": 2}, {"bias": False}])
+@pytest.mark.parametrize(
+    "options",
+    [{"stride": 3}, {"stride": 2, "padding": 1}, {"dilation": 2}, {"bias": False}, {"groups": 2}, {"padding": "same"}],
+)
 def test_patch_convolutions(options: dict[str, Any]) -> None:
     exact_step(Patches(**options), _images(), 0.5)
-
-
-@pytest.mark.parametrize("options", [{"groups": 2}, {"padding": "same"}])
-def test_other_convolutions_take_the_one_example_route(options: dict[str, Any]) -> None:
-    with pytest.warns(UserWarning, match="one-example route"):
-        exact_step(Patches(**options), _images(), 0.5, route="one-example")
 
 
 class Words(nn.Module):

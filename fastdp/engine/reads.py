@@ -1,0 +1,35 @@
+"""Which parameters are trained, and what the trace knows of the reads of each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from fastdp.engine.errors import UnsupportedUse
+from fastdp.engine.uses import Tap
+
+
+class Reads:
+    """Which parameters are trained, and for each read of one whether its input carries rows.
+
+    ``tap`` is set while a training forward pass (or the recomputation of a checkpointed piece of it) runs.
+    """
+
+    def __init__(self, trained: dict[str, torch.nn.Parameter]):
+        self.names = {id(p): name for name, p in trained.items()}
+        self.carries_rows: Mapping[tuple[str, str, int], bool] = {}
+        self.tap: Tap | None = None
+        self.mode_open = False
+
+    def is_trained(self, value: Any) -> bool:
+        return isinstance(value, torch.nn.Parameter) and id(value) in self.names
+
+    def rows(self, operation: str, parameter: torch.nn.Parameter, x: torch.Tensor, tap: Tap) -> bool:
+        """Whether the input of an operation carries rows; raises `UnsupportedUse` if the trace saw no such use."""
+        key = (operation, self.names[id(parameter)], x.dim())
+        if key not in self.carries_rows:
+            raise UnsupportedUse(f"{key[1]}: {operation} of an input of {x.dim()} dimensions, unseen when traced")
+        tap.note(operation, x, self.carries_rows[key])
+        return self.carries_rows[key]

@@ -1,0 +1,230 @@
+"""Convolutions of one, two and three dimensions: with strides, padding, dilation and groups, and transposed.
+
+The forward pass and the gradient of the input are torch's own. The gradient of a unit's weight is a sum over positions of
+backpropagated gradients times patches of the input (of a transposed convolution: of the input times patches of what is
+backpropagated), which is a factor pair where the matrix is large and positions are few, and made whole where it is small.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from fastdp.engine.errors import UnsupportedUse
+from fastdp.engine.layout import Layout
+from fastdp.engine.reads import Reads
+from fastdp.engine.uses import Factors, PerLane, Sink, Tap, as_autocast
+from fastdp.ops.routes import allowed
+
+#: Floating-point operations of one image's weight gradient above which a processor has it made by torch's convolution, one
+#: call an image, rather than by products with unfolded patches, whose copies cost more than the calls.
+_OWN_CALL = 2**21
+#: Entries of unfolded patches that are in memory at once where each image's are used only once.
+_PATCHES = {"cpu": 2**18, "cuda": 2**26}
+
+
+class _Settings(NamedTuple):
+    """A convolution as `torch.convolution` takes it, one number a dimension."""
+
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    transposed: bool
+    output_padding: tuple[int, ...]
+    groups: int
+
+
+class ConvolutionUse(torch.autograd.Function):
+    """A convolution with its weight, its bias or both trained; x is [rows, channels, ...]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        tap: Tap,
+        settings: _Settings,
+        trained: tuple[bool, bool],
+    ) -> torch.Tensor:
+        ctx.tap, ctx.settings, ctx.x_dtype = tap, settings, x.dtype
+        ctx.parameters = (weight if trained[0] else None, bias if trained[1] else None)
+        x, cast = as_autocast(x), as_autocast(weight)
+        ctx.save_for_backward(x, cast)
+        return torch.convolution(x, cast, as_autocast(bias), *settings)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        (gradient,) = gradients
+        x, weight = ctx.saved_tensors
+        sink, layout = ctx.tap.open(), ctx.tap.layout
+        matrix, bias = ctx.parameters
+        if bias is not None:
+            sink.vector(bias, by_lane(gradient.flatten(2).sum(2, dtype=torch.float32), layout), layout)
+        if matrix is not None:
+            _capture(sink, matrix, x, gradient, weight, ctx.settings, layout)
+        back = None
+        if ctx.needs_input_grad[0]:
+            back = _backward(gradient, x, weight, ctx.settings, [True, False, False])[0].to(ctx.x_dtype)
+        return back, None, None, None, None, None
+
+
+def by_lane(values: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """Sum ``[k rows, ...]`` to ``[rows, ...]``; raises `UnsupportedUse` for packed rows, whose first axis is not of lanes."""
+    if layout.token_segments is not None or values.shape[0] % layout.rows:
+        raise UnsupportedUse(f"a value of {values.shape[0]} rows beside a unit map of {layout.rows}")
+    return values if values.shape[0] == layout.rows else values.unflatten(0, (layout.rows, -1)).sum(1)
+
+
+def _backward(
+    gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, settings: _Settings, wanted: list[bool]
+) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = torch.ops.aten.convolution_backward(gradient, x, weight, None, *settings, wanted)
+    return found
+
+
+def _capture(
+    sink: Sink,
+    parameter: torch.nn.Parameter,
+    x: torch.Tensor,
+    gradient: torch.Tensor,
+    weight: torch.Tensor,
+    settings: _Settings,
+    layout: Layout,
+) -> None:
+    """Hand over the weight's gradient: as factors, or whole where that is predicted to be cheaper."""
+    given, cut = (x, gradient) if settings.transposed else (gradient, x)
+    rows, columns, positions = weight.shape[0], weight[0].numel(), math.prod(given.shape[2:])
+    length, images = positions * x.shape[0] // max(1, layout.units), x.shape[0]
+    # Patches would have to be laid out token by token besides, so gradients are made whole wherever they may be.
+    small = allowed("instantiate", rows, columns, length, layout.units, dtype=x.dtype)
+    if settings.groups == 1 and not small and layout.token_segments is None:
+        patches = _patches(cut, weight.shape[2:], settings, given.shape[2:])
+        left, right = (t.transpose(1, 2).flatten(0, 1) for t in (given.flatten(2), patches))
+        factors = Factors(right, left, swap=True) if settings.transposed else Factors(left, right)
+        sink.matrix(parameter, factors, layout)
+        return
+    work = 2 * positions * rows * columns
+    if x.device.type == "cpu" and (settings.groups > 1 or work > _OWN_CALL):
+        each = by_lane(torch.empty(images, 0), layout).shape[0]
+        whole = torch.empty((each, *weight.shape), dtype=torch.float32)
+        step = images // each
+        for lane in range(each):
+            own = slice(lane * step, (lane + 1) * step)
+            whole[lane] = _backward(gradient[own], x[own], weight, settings, [False, True, False])[1]
+    else:
+        whole = by_lane(_products(given, cut, weight, settings), layout)
+    sink.vector(parameter, whole, layout)
+
+
+def _products(given: torch.Tensor, cut: torch.Tensor, weight: torch.Tensor, settings: _Settings) -> torch.Tensor:
+    """The weight's gradient by image ``[images, *shape]``, a few images at a time."""
+    images, groups = given.shape[0], settings.groups
+    own = given.reshape(images * groups, weight.shape[0] // groups, -1)
+    whole = own.new_empty((images * groups, weight.shape[0] // groups, weight[0].numel()))
+    an_image = groups * weight[0].numel() * own.shape[2]
+    step = max(1, _PATCHES.get(cut.device.type, _PATCHES["cpu"]) // max(1, an_image))
+    for start in range(0, images, step):
+        patches = _patches(cut[start : start + step], weight.shape[2:], settings, given.shape[2:])
+        here = slice(start * groups, (start + step) * groups)
+        torch.bmm(own[here], patches.reshape(-1, weight[0].numel(), own.shape[2]).transpose(1, 2), out=whole[here])
+    return whole.view(images, *weight.shape)
+
+
+def _patches(y: torch.Tensor, kernel: Sequence[int], settings: _Settings, sizes: Sequence[int]) -> torch.Tensor:
+    """What the kernel sees at each of its positions: ``[images, channels x kernel, positions]``."""
+    y = F.pad(y, [pad for size in reversed(settings.padding) for pad in (size, size)]).contiguous()
+    own, strides = y.stride()[:2], y.stride()[2:]
+    inside = (stride * step for stride, step in zip(strides, settings.dilation))
+    along = (stride * step for stride, step in zip(strides, settings.stride))
+    view = y.as_strided((*y.shape[:2], *kernel, *sizes), (*own, *inside, *along))
+    return view.reshape(y.shape[0], y.shape[1] * math.prod(kernel), math.prod(sizes))
+
+
+def _numbers(value: Any, count: int) -> tuple[int, ...]:
+    numbers = (value,) if isinstance(value, int) else tuple(value)
+    return numbers * count if len(numbers) == 1 else numbers
+
+
+def _convolved(
+    reads: Reads, tap: Tap, operation: str, x: Any, weight: Any, bias: Any, settings: _Settings
+) -> torch.Tensor:
+    trained = (reads.is_trained(weight), reads.is_trained(bias))
+    if isinstance(x, PerLane) or x.dim() != weight.dim():
+        raise UnsupportedUse(f"{operation} of an input without rows")
+    if not reads.rows(operation, weight if trained[0] else bias, x, tap):
+        raise UnsupportedUse(f"{operation} of an input without rows")
+    return ConvolutionUse.apply(x, weight, bias, tap, settings, trained)
+
+
+def _serves(reads: Reads, weight: Any, bias: Any) -> bool:
+    either = reads.is_trained(weight) or reads.is_trained(bias)
+    return either and not isinstance(weight, PerLane) and not isinstance(bias, PerLane)
+
+
+def _forwards(
+    operation: str,
+    reads: Reads,
+    tap: Tap,
+    input: Any,
+    weight: Any,
+    bias: Any = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    dilation: Any = 1,
+    groups: int = 1,
+) -> Any:
+    if not _serves(reads, weight, bias):
+        return NotImplemented
+    count = weight.dim() - 2
+    steps = _numbers(dilation, count)
+    if padding == "same":
+        whole = [step * (size - 1) for step, size in zip(steps, weight.shape[2:])]
+        # Where the padding is odd, torch puts the one that is left over behind.
+        left_over = F.pad(input, [pad for size in reversed(whole) for pad in (0, size % 2)])
+        input, padding = left_over if any(size % 2 for size in whole) else input, [size // 2 for size in whole]
+    pads = (0,) * count if padding == "valid" else _numbers(padding, count)
+    settings = _Settings(_numbers(stride, count), pads, steps, False, (0,) * count, groups)
+    return _convolved(reads, tap, operation, input, weight, bias, settings)
+
+
+def _transposed(
+    operation: str,
+    reads: Reads,
+    tap: Tap,
+    input: Any,
+    weight: Any,
+    bias: Any = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    output_padding: Any = 0,
+    groups: int = 1,
+    dilation: Any = 1,
+) -> Any:
+    if not _serves(reads, weight, bias):
+        return NotImplemented
+    count = weight.dim() - 2
+    stride, padding, dilation, beside = (_numbers(v, count) for v in (stride, padding, dilation, output_padding))
+    return _convolved(
+        reads, tap, operation, input, weight, bias, _Settings(stride, padding, dilation, True, beside, groups)
+    )
+
+
+def _named(function: Any, rule: Callable[..., Any]) -> Callable[..., Any]:
+    handler = functools.partial(rule, function.__name__)
+    handler.__name__ = function.__name__  # type: ignore[attr-defined]
+    return handler
+
+
+HANDLERS: dict[Any, Callable[..., Any]] = {
+    **{function: _named(function, _forwards) for function in (F.conv1d, F.conv2d, F.conv3d)},
+    **{
+        function: _named(function, _transposed)
+        for function in (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
+    },
+}

@@ -1,0 +1,86 @@
+"""Convolutions of every kind against one example at a time."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from tests.engine.rules.exact import exact_layer
+
+FORWARDS, TRANSPOSED = ("Conv1d", "Conv2d", "Conv3d"), ("ConvTranspose1d", "ConvTranspose2d", "ConvTranspose3d")
+
+
+@st.composite
+def convolutions(draw: st.DrawFn) -> tuple[nn.Module, torch.Tensor]:
+    count, transposed = draw(st.sampled_from((1, 2, 3))), draw(st.booleans())
+    groups = draw(st.sampled_from((1, 1, 2, 3)))
+    into, out = (groups * draw(st.integers(1, 3 if count < 3 else 2)) for _ in range(2))
+
+    def numbers(low: int, high: int) -> tuple[int, ...]:
+        return tuple(draw(st.integers(low, high)) for _ in range(count))
+
+    kernel, dilation, stride, padding = numbers(1, 4 - count // 3), numbers(1, 2), numbers(1, 3), numbers(0, 2)
+    options = {"groups": groups, "dilation": dilation, "bias": draw(st.booleans())}
+    sizes = [max(2, d * (k - 1) + 1) + draw(st.integers(0, 4)) for k, d in zip(kernel, dilation)]
+    if transposed:
+        padding = tuple(min(p, d * (k - 1) // 2) for p, d, k in zip(padding, dilation, kernel))
+        beside = tuple(draw(st.integers(0, max(s, d) - 1)) for s, d in zip(stride, dilation))
+        layer = getattr(nn, TRANSPOSED[count - 1])(
+            into, out, kernel, stride=stride, padding=padding, output_padding=beside, **options
+        )
+    elif draw(st.integers(0, 3)) == 0:
+        layer = getattr(nn, FORWARDS[count - 1])(into, out, kernel, padding="same", **options)
+    else:
+        layer = getattr(nn, FORWARDS[count - 1])(into, out, kernel, stride=stride, padding=padding, **options)
+    return layer, torch.randn(draw(st.integers(1, 5)), into, *sizes, generator=torch.Generator().manual_seed(0))
+
+
+@settings(max_examples=12, deadline=None, derandomize=True)
+@given(convolutions(), st.booleans())
+@pytest.mark.filterwarnings("ignore:Using padding='same'")
+def test_any_convolution_matches_one_example_at_a_time(case: tuple[nn.Module, torch.Tensor], two_pass: bool) -> None:
+    layer, x = case
+    exact_layer(layer, x, two_pass=two_pass)
+
+
+@pytest.mark.parametrize(
+    ("layer", "shape", "found"),
+    [
+        (nn.Conv2d(24, 40, 3), (24, 5, 5), "gram"),
+        (nn.Conv2d(24, 40, 3, padding=1), (24, 12, 12), "expanded"),
+        (nn.ConvTranspose2d(40, 24, 3), (40, 3, 3), "gram"),
+        (nn.ConvTranspose2d(32, 32, 3, padding=1), (32, 12, 12), "expanded"),
+        (nn.Conv2d(24, 24, 3, padding=1, groups=24), (24, 8, 8), "expanded"),
+        (nn.Conv1d(24, 8, 3, padding="same"), (24, 40), "expanded"),
+    ],
+)
+def test_a_weight_is_measured_where_that_is_cheap(layer: nn.Module, shape: tuple[int, ...], found: str) -> None:
+    """By factors where positions are few, by its gradients where they are small."""
+    engine = exact_layer(layer, torch.randn(3, *shape, generator=torch.Generator().manual_seed(0)))
+    assert engine.accumulator.routes["layer.weight"].name == found
+
+
+def test_rows_that_were_folded_into_images_are_summed() -> None:
+    def folded(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return layer(x.flatten(0, 1)).unflatten(0, x.shape[:2])
+
+    exact_layer(nn.Conv2d(2, 3, 3), torch.randn(3, 4, 2, 5, 5), call=folded)
+
+
+def test_a_convolution_that_is_called_twice_sums_before_it_measures() -> None:
+    def twice(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return layer(torch.tanh(layer(x))[..., 1:])
+
+    exact_layer(nn.Conv1d(16, 16, 3), torch.randn(3, 16, 40), call=twice)
+    exact_layer(nn.Conv1d(16, 16, 3), torch.randn(3, 16, 9), call=twice)
+
+
+@pytest.mark.parametrize("trained", ["weight", "bias"])
+def test_a_convolution_of_which_one_parameter_is_trained(trained: str) -> None:
+    layer = nn.Conv2d(2, 3, 3)
+    for name, parameter in layer.named_parameters():
+        parameter.requires_grad_(name == trained)
+    exact_layer(layer, torch.randn(3, 2, 5, 5))
