@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from fastdp.engine.reads import Reads
-from fastdp.engine.rules import convolution
+from fastdp.engine.rules import convolution, norms
 from fastdp.engine.uses import (
     EmbeddingUse,
     ExpandUse,
@@ -167,6 +167,7 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     F.layer_norm: _layer_norm,
     F.rms_norm: _rms_norm,
     **convolution.HANDLERS,
+    **norms.HANDLERS,
 }
 
 #: The name under which each handled operation is recorded, keyed by torch's function.

@@ -148,6 +148,12 @@ class Layout:
         out = values.new_zeros((self.units, *values.shape[1:]))
         return out.index_add_(0, self.lane_units, values)
 
+    def by_lane(self, values: torch.Tensor) -> torch.Tensor:
+        """Sum ``[k rows, ...]`` to ``[rows, ...]``; raises `UnsupportedUse` where rows are packed, and are no lanes."""
+        if self.token_segments is not None or values.shape[0] % self.rows:
+            raise UnsupportedUse(f"a value of {values.shape[0]} rows does not follow the unit map of {self.rows} rows")
+        return values if values.shape[0] == self.rows else values.unflatten(0, (self.rows, -1)).sum(1)
+
     def spread(self, lanes: torch.Tensor, leading: torch.Size) -> torch.Tensor:
         """A per-lane tensor ``[lanes, ...]`` laid against the leading sizes of an activation.
 

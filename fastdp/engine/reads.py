@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 
 from fastdp.engine.errors import UnsupportedUse
-from fastdp.engine.uses import Tap
+from fastdp.engine.uses import PerLane, Tap
 
 
 class Reads:
@@ -25,6 +25,16 @@ class Reads:
 
     def is_trained(self, value: Any) -> bool:
         return isinstance(value, torch.nn.Parameter) and id(value) in self.names
+
+    def serve(self, *values: Any) -> bool:
+        """Whether some of these are trained parameters, and none was computed from parameters."""
+        return any(map(self.is_trained, values)) and not any(isinstance(value, PerLane) for value in values)
+
+    def require_rows(self, operation: str, parameters: Iterable[Any], x: Any, tap: Tap) -> None:
+        """Raise `UnsupportedUse` unless the input of an operation carries rows, as the trace saw it."""
+        parameter = next(p for p in parameters if self.is_trained(p))
+        if isinstance(x, PerLane) or not self.rows(operation, parameter, x, tap):
+            raise UnsupportedUse(f"{operation} of an input without rows")
 
     def rows(self, operation: str, parameter: torch.nn.Parameter, x: torch.Tensor, tap: Tap) -> bool:
         """Whether the input of an operation carries rows; raises `UnsupportedUse` if the trace saw no such use."""

@@ -24,9 +24,10 @@ def check_model(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Non
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError("LBFGS differentiates several times a step, and a step is one release; use SGD, Adam or AdamW")
     for name, module in model.named_modules():
-        if isinstance(module, torch.nn.modules.batchnorm._BatchNorm):
+        if isinstance(module, torch.nn.modules.batchnorm._BatchNorm) and not _constant(module):
             raise ValueError(
-                f"{name} is a batch normalisation, which mixes examples; replace it by group or layer norm"
+                f"{name} is a batch normalisation, which mixes examples; replace it by group or layer norm, or freeze it: "
+                "requires_grad=False, and eval mode after each model.train()"
             )
         if isinstance(module, torch.nn.Embedding) and module.max_norm is not None:
             raise ValueError(f"{name} has max_norm, which rewrites rows by what the batch contains; set it to None")
@@ -47,6 +48,12 @@ def check_model(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Non
             raise ValueError(
                 f"{name} is trained but the optimizer does not hold it: add it, or set requires_grad=False"
             )
+
+
+def _constant(module: torch.nn.Module) -> bool:
+    """Whether a batch normalisation scales by known numbers alone: in eval mode, with statistics kept, and frozen."""
+    frozen = not any(p.requires_grad for p in module.parameters())
+    return frozen and not module.training and module.running_mean is not None
 
 
 def _processes() -> int:

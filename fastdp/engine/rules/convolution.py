@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from fastdp.engine.errors import UnsupportedUse
 from fastdp.engine.layout import Layout
 from fastdp.engine.reads import Reads
-from fastdp.engine.uses import Factors, PerLane, Sink, Tap, as_autocast
+from fastdp.engine.uses import Factors, Sink, Tap, as_autocast
 from fastdp.ops.routes import allowed
 
 #: Floating-point operations of one image's weight gradient above which a processor has it made by torch's convolution, one
@@ -65,20 +65,13 @@ class ConvolutionUse(torch.autograd.Function):
         sink, layout = ctx.tap.open(), ctx.tap.layout
         matrix, bias = ctx.parameters
         if bias is not None:
-            sink.vector(bias, by_lane(gradient.flatten(2).sum(2, dtype=torch.float32), layout), layout)
+            sink.vector(bias, layout.by_lane(gradient.flatten(2).sum(2, dtype=torch.float32)), layout)
         if matrix is not None:
             _capture(sink, matrix, x, gradient, weight, ctx.settings, layout)
         back = None
         if ctx.needs_input_grad[0]:
             back = _backward(gradient, x, weight, ctx.settings, [True, False, False])[0].to(ctx.x_dtype)
         return back, None, None, None, None, None
-
-
-def by_lane(values: torch.Tensor, layout: Layout) -> torch.Tensor:
-    """Sum ``[k rows, ...]`` to ``[rows, ...]``; raises `UnsupportedUse` for packed rows, whose first axis is not of lanes."""
-    if layout.token_segments is not None or values.shape[0] % layout.rows:
-        raise UnsupportedUse(f"a value of {values.shape[0]} rows beside a unit map of {layout.rows}")
-    return values if values.shape[0] == layout.rows else values.unflatten(0, (layout.rows, -1)).sum(1)
 
 
 def _backward(
@@ -111,14 +104,14 @@ def _capture(
         return
     work = 2 * positions * rows * columns
     if x.device.type == "cpu" and (settings.groups > 1 or work > _OWN_CALL):
-        each = by_lane(torch.empty(images, 0), layout).shape[0]
+        each = layout.by_lane(torch.empty(images, 0)).shape[0]
         whole = torch.empty((each, *weight.shape), dtype=torch.float32)
         step = images // each
         for lane in range(each):
             own = slice(lane * step, (lane + 1) * step)
             whole[lane] = _backward(gradient[own], x[own], weight, settings, [False, True, False])[1]
     else:
-        whole = by_lane(_products(given, cut, weight, settings), layout)
+        whole = layout.by_lane(_products(given, cut, weight, settings))
     sink.vector(parameter, whole, layout)
 
 
@@ -154,17 +147,11 @@ def _numbers(value: Any, count: int) -> tuple[int, ...]:
 def _convolved(
     reads: Reads, tap: Tap, operation: str, x: Any, weight: Any, bias: Any, settings: _Settings
 ) -> torch.Tensor:
+    if isinstance(x, torch.Tensor) and x.dim() != weight.dim():
+        raise UnsupportedUse(f"{operation} of an input without rows")
+    reads.require_rows(operation, (weight, bias), x, tap)
     trained = (reads.is_trained(weight), reads.is_trained(bias))
-    if isinstance(x, PerLane) or x.dim() != weight.dim():
-        raise UnsupportedUse(f"{operation} of an input without rows")
-    if not reads.rows(operation, weight if trained[0] else bias, x, tap):
-        raise UnsupportedUse(f"{operation} of an input without rows")
     return ConvolutionUse.apply(x, weight, bias, tap, settings, trained)
-
-
-def _serves(reads: Reads, weight: Any, bias: Any) -> bool:
-    either = reads.is_trained(weight) or reads.is_trained(bias)
-    return either and not isinstance(weight, PerLane) and not isinstance(bias, PerLane)
 
 
 def _forwards(
@@ -179,7 +166,7 @@ def _forwards(
     dilation: Any = 1,
     groups: int = 1,
 ) -> Any:
-    if not _serves(reads, weight, bias):
+    if not reads.serve(weight, bias):
         return NotImplemented
     count = weight.dim() - 2
     steps = _numbers(dilation, count)
@@ -206,7 +193,7 @@ def _transposed(
     groups: int = 1,
     dilation: Any = 1,
 ) -> Any:
-    if not _serves(reads, weight, bias):
+    if not reads.serve(weight, bias):
         return NotImplemented
     count = weight.dim() - 2
     stride, padding, dilation, beside = (_numbers(v, count) for v in (stride, padding, dilation, output_padding))

@@ -1,0 +1,85 @@
+"""Group and instance norm against one example at a time."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers as hf
+from torch import nn
+from torch.utils.data import DataLoader
+
+import fastdp
+from fastdp.engine.errors import SelfCheckError
+from tests.engine.rules.exact import exact_layer
+
+
+@pytest.mark.parametrize(
+    ("layer", "shape"),
+    [
+        (nn.GroupNorm(2, 6), (6, 5, 3)),
+        (nn.GroupNorm(1, 6), (6, 7)),
+        (nn.GroupNorm(2, 6), (6,)),
+        (nn.GroupNorm(3, 3), (3, 2, 3, 2)),
+        (nn.InstanceNorm1d(4, affine=True), (4, 7)),
+        (nn.InstanceNorm2d(3, affine=True), (3, 5, 2)),
+        (nn.InstanceNorm3d(2, affine=True), (2, 3, 2, 2)),
+    ],
+)
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("two_pass", [False, True])
+def test_norms_over_groups_of_channels(layer: nn.Module, shape: tuple[int, ...], rows: int, two_pass: bool) -> None:
+    exact_layer(layer, torch.randn(rows, *shape) + 1, two_pass=two_pass)
+
+
+@pytest.mark.parametrize("trained", ["weight", "bias"])
+def test_one_parameter_of_a_norm(trained: str) -> None:
+    layer = nn.GroupNorm(2, 6)
+    for name, parameter in layer.named_parameters():
+        parameter.requires_grad_(name == trained)
+    exact_layer(layer, torch.randn(3, 6, 5))
+
+
+def test_a_large_mean_hides_nothing() -> None:
+    """The weight's gradient is that of the centred input: taking the mean out afterwards would cancel all its digits."""
+    exact_layer(nn.GroupNorm(2, 4), 30 + torch.randn(3, 4, 50))
+
+
+def test_rows_that_were_folded_into_images_are_summed() -> None:
+    def folded(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return layer(x.flatten(0, 1)).unflatten(0, x.shape[:2])
+
+    exact_layer(nn.GroupNorm(1, 2), torch.randn(3, 4, 2, 5, 5), call=folded)
+
+
+def _resnet() -> nn.Module:
+    sizes = {"embedding_size": 4, "hidden_sizes": [4, 8], "depths": [1, 1], "num_labels": 3}
+    torch.manual_seed(0)
+    model = hf.ResNetForImageClassification(hf.ResNetConfig(**sizes, layer_type="basic"))
+    model.resnet.requires_grad_(False)
+    return model.train()
+
+
+def test_a_head_is_tuned_behind_frozen_batch_normalisation() -> None:
+    model = _resnet()
+    optimizer = torch.optim.SGD(model.classifier.parameters(), lr=0.1)
+    images = [{"pixel_values": torch.randn(3, 9, 9), "labels": i % 3} for i in range(6)]
+    options = {"noise_multiplier": 1.0, "target_delta": 1e-3, "epochs": 2}
+    with pytest.raises(ValueError, match="is a batch normalisation"):
+        fastdp.make_private(model, optimizer, DataLoader(images, batch_size=3), **options)
+    for module in model.resnet.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.eval()
+    private = fastdp.make_private(model, optimizer, DataLoader(images, batch_size=3), sampling="shuffled", **options)
+    batches = iter(private.data_loader)
+    model(**next(batches)).loss.backward()
+    optimizer.step()
+    model.train()
+    with pytest.raises(SelfCheckError, match="running_mean is a buffer that a training forward writes"):
+        model(**next(batches))
+
+
+def test_batch_normalisation_without_kept_statistics_is_never_constant() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4, affine=False, track_running_stats=False).eval())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="is a batch normalisation"):
+        fastdp.make_private(model, optimizer, DataLoader([1, 2], batch_size=1), noise_multiplier=1.0)
