@@ -74,7 +74,7 @@ def test_a_head_is_tuned_behind_frozen_batch_normalisation() -> None:
     model(**next(batches)).loss.backward()
     optimizer.step()
     model.train()
-    with pytest.raises(SelfCheckError, match="running_mean is a buffer that a training forward writes"):
+    with pytest.raises(SelfCheckError, match="first seen in what resnet.embedder.embedder.normalization returns"):
         model(**next(batches))
 
 
