@@ -4,6 +4,7 @@
 
 namespace fastdp {
 void bind_cpu(pybind11::module_ &m);
+void bind_normal(pybind11::module_ &m);
 void bind_noise(pybind11::module_ &m);
 void bind_clip(pybind11::module_ &m);
 void bind_adamw(pybind11::module_ &m);

@@ -6,6 +6,7 @@
 PYBIND11_MODULE(_native, m) {
     m.doc() = "fastdp's CPU kernels; pointers, shapes and strides cross this boundary (see fastdp/ops)";
     fastdp::bind_cpu(m);
+    fastdp::bind_normal(m);
     fastdp::bind_noise(m);
     fastdp::bind_clip(m);
     fastdp::bind_adamw(m);
