@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from fastdp.engine.reads import Reads
-from fastdp.engine.rules import convolution, norms
+from fastdp.engine.rules import convolution, norms, recurrent
 from fastdp.engine.uses import (
     EmbeddingUse,
     ExpandUse,
@@ -168,6 +168,7 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     F.rms_norm: _rms_norm,
     **convolution.HANDLERS,
     **norms.HANDLERS,
+    **recurrent.HANDLERS,
 }
 
 #: The name under which each handled operation is recorded, keyed by torch's function.
@@ -176,6 +177,9 @@ OPERATIONS = {function: handler.__name__.lstrip("_") for function, handler in _H
 
 def operand(function: Any, args: Any, kwargs: Any) -> torch.Tensor:
     """The input of a handled operation, whose axes say what the parameter is applied to."""
+    own: Callable[..., torch.Tensor] | None = getattr(_HANDLERS[function], "operand", None)
+    if own is not None:
+        return own(*args, **kwargs)
     bound = inspect.signature(_HANDLERS[function]).bind(None, None, *args, **kwargs)
     given: torch.Tensor = bound.arguments["mat1" if OPERATIONS[function] == "addmm" else "input"]
     return given
