@@ -446,7 +446,8 @@ def _sums(device: torch.device, sizes: Sizes) -> Iterator[Case]:
     offsets = torch.arange(units + 1, device=device) * length
     tokens, width = units * length, dtype.itemsize
     left, right = (torch.randn(tokens, k, device=device, dtype=dtype) for k in (m, n))
-    weights, others = (torch.rand(units, device=device).repeat_interleave(length) for _ in range(2))
+    inside, outside = (torch.rand(units, device=device) for _ in range(2))
+    weights, others = (each.repeat_interleave(length) for each in (inside, outside))
     size, of = f"{tokens}, {m} x {n}", functools.partial
     case = of(_against_definition, device)
     product = {"flops": 2.0 * tokens * m * n, "bytes": float(tokens * (m + n) * width + 4 * m * n)}
@@ -455,7 +456,7 @@ def _sums(device: torch.device, sizes: Sizes) -> Iterator[Case]:
         return (left * w.unsqueeze(1).to(dtype)).mT @ right
 
     ways = {**_torch(scaled, weights), "unweighted": lambda: left.mT @ right}
-    yield case(size, of(ops.weighted_sum, left, right, weights), ways, **product)
+    yield case(size, of(ops.weighted_sum, left, right, inside, offsets=offsets), ways, **product)
 
     ids, table = torch.randint(0, m, (tokens,), device=device), torch.zeros(m, n, device=device)
     ways = _torch(lambda w: table.index_add_(0, ids, (right * w.unsqueeze(1)).to(table.dtype)), weights)
@@ -465,7 +466,7 @@ def _sums(device: torch.device, sizes: Sizes) -> Iterator[Case]:
 
     mask = torch.rand(m, n, device=device) < 0.5
     ways = _torch(lambda v, w: torch.where(mask, scaled(v), scaled(w)), weights, others)
-    yield case(size, of(ops.masked_weighted_sum, left, right, weights, others, mask), ways, **product)
+    yield case(size, of(ops.masked_weighted_sum, left, right, inside, outside, mask, offsets=offsets), ways, **product)
 
     ways = _torch(lambda a: a.view(units, length, m).float().sum(1), left)
     size = f"{units} x {length}, {m}"

@@ -46,7 +46,8 @@ def beside(small: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
 
 
 @functools.cache
-def _multiprocessors(device: torch.device) -> int:
+def processors(device: torch.device) -> int:
+    """Multiprocessors of a GPU; 1 for the interpreter."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
@@ -55,7 +56,7 @@ def splits_to_fill(tensor: torch.Tensor, programs: int, most: int) -> int:
 
     Depends on shapes and the device alone, so the order of a sum is the same in every run.
     """
-    wanted = 4 * _multiprocessors(tensor.device)
+    wanted = 4 * processors(tensor.device)
     return max(1, min(most, triton.cdiv(wanted, max(1, programs))))
 
 

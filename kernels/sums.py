@@ -4,6 +4,8 @@ from collections.abc import Sequence
 
 import torch
 
+from fastdp.ops.factors import per_token
+
 from . import grouped, onehot, weighted
 from .launch import assert_ids, serves
 
@@ -37,10 +39,14 @@ def weighted_sum_(
     weights: torch.Tensor,
     weights_unmasked: torch.Tensor | None,
     mask: torch.Tensor | None,
+    offsets: torch.Tensor | None,
 ) -> None:
     """The weighted sum of all tokens' gradients added to ``out``; where ``mask`` is False, by ``weights_unmasked``."""
     if left.dim() == 1:
         assert_ids(left, out.shape[0])
+        weights = per_token(weights, offsets, left.shape[0])
+        if weights_unmasked is not None:
+            weights_unmasked = per_token(weights_unmasked, offsets, left.shape[0])
         onehot.onehot_weighted_sum_(out, left, right, weights, weights_unmasked, mask)
     else:
-        weighted.weighted_sum_(out, left, right, weights, weights_unmasked, mask)
+        weighted.weighted_sum_(out, left, right, weights, weights_unmasked, mask, offsets)

@@ -607,8 +607,7 @@ class Accumulator:
     def add_factors(self, name: str, use: Factors, factors: torch.Tensor, layout: Layout) -> None:
         """Add one use's weighted sum."""
         inside, outside = self._weights(name, factors)
-        tokens = use.right.shape[0]
-        weights = layout.per_token(inside, tokens, laned=use.laned)
+        offsets = layout.offsets(use.right.shape[0], laned=use.laned)
         shape = self.parameters[name].shape
         out = self.sums.get(name)
         if out is None and use.one_hot:
@@ -616,9 +615,9 @@ class Accumulator:
         left, right = use.oriented
         flat = None if out is None else out.view(shape[0], -1)
         if outside is None:
-            flat = ops.weighted_sum(left, right, weights, flat)
+            flat = ops.weighted_sum(left, right, inside, flat, offsets=offsets)
         else:
-            other = layout.per_token(outside, tokens, laned=use.laned)
-            flat = ops.masked_weighted_sum(left, right, weights, other, _as_matrix(self.policy.masks[name]), flat)
+            mask = _as_matrix(self.policy.masks[name])
+            flat = ops.masked_weighted_sum(left, right, inside, outside, mask, flat, offsets)
         if out is None:
             self.sums[name] = flat.view(shape)

@@ -227,8 +227,8 @@ class Rounding:
     def added(self, tokens: int) -> float:
         """Of what a unit adds to a weighted sum, against its weight times the products."""
         # The order of a BLAS is not known: any order of the unit's terms has at most this many additions in a row.
-        # Two more of the weight times a row and of its product. On a GPU: of a block's quotient and of three products of parts
-        # that stand for one; a tensor core's steps are fewer than its terms.
+        # Two more of the weight times a row and of its product. On a GPU a product ends after 512 tokens and its pieces, fewer
+        # than T / 64 + 4, are weighted and added: docs/clipping.md.
         return self.gamma(tokens + (24 if self.arithmetic == "triton" else 3))
 
     def squares(self, entries: int) -> float:

@@ -61,6 +61,15 @@ def common_length(bounds: Sequence[int]) -> int | None:
     return length if bounds == [length * unit for unit in range(len(bounds))] else None
 
 
+def per_token(weights: Tensor, offsets: Tensor | None, tokens: int) -> Tensor:
+    """Weights of units repeated for each of their tokens, without asking a device; as they are without ``offsets``."""
+    if offsets is None:
+        return weights
+    length = common_length(offsets.tolist()) if offsets.device.type == "cpu" else None
+    lengths = torch.diff(offsets.to(weights.device)) if length is None else length
+    return weights.repeat_interleave(lengths, output_size=tokens)
+
+
 def in_full_precision(function: _Function) -> _Function:
     """Run without autograd, outside autocast, and with float32 products that are float32.
 
@@ -166,11 +175,17 @@ def check_measure(measure: int, mask: Tensor | None) -> None:
         raise ValueError(f"measure is {measure}: 0 squares, 1 takes absolute values, 2 squares under a mask")
 
 
-def check_weights(weights: Tensor, summed: Tensor, each: str, name: str = "weights") -> None:
-    """Raise TypeError or ValueError unless there is one float32 or float64 weight a row of what is summed, beside it."""
+def check_weights(
+    weights: Tensor, summed: Tensor, each: str, name: str = "weights", *, count: int | None = None
+) -> None:
+    """Raise TypeError or ValueError unless there is one float32 or float64 weight a row of what is summed, beside it.
+
+    Or ``count`` of them, where rows are not what they belong to.
+    """
+    count = summed.shape[0] if count is None else count
     if weights.dtype not in SUMS:
         raise TypeError(f"{name} are {weights.dtype}: they must be float32 or float64")
-    if weights.dim() != 1 or weights.shape[0] != summed.shape[0]:
-        raise ValueError(f"{name} have shape {tuple(weights.shape)}: one a {each} is ({summed.shape[0]},)")
+    if weights.dim() != 1 or weights.shape[0] != count:
+        raise ValueError(f"{name} have shape {tuple(weights.shape)}: one a {each} is ({count},)")
     if weights.device != summed.device:
         raise ValueError(f"{name} are on {weights.device} and the {each}s on {summed.device}")

@@ -17,6 +17,7 @@ from .factors import (
     check_pair,
     check_weights,
     is_one_hot,
+    per_token,
     unit_bounds,
 )
 from .table import Op
@@ -185,24 +186,42 @@ def _add_weighted(out: Tensor, left: Tensor, right: Tensor, weights: Tensor) -> 
 
 
 def _weighted_sum_reference(
-    out: Tensor, left: Tensor, right: Tensor, weights: Tensor, weights_unmasked: Tensor | None, mask: Tensor | None
+    out: Tensor,
+    left: Tensor,
+    right: Tensor,
+    weights: Tensor,
+    weights_unmasked: Tensor | None,
+    mask: Tensor | None,
+    offsets: Tensor | None,
 ) -> None:
+    weights = per_token(weights, offsets, right.shape[0])
     if mask is None or weights_unmasked is None:
         _add_weighted(out, left, right, weights)
         return
-    masked, unmasked = (_add_weighted(torch.zeros_like(out), left, right, w) for w in (weights, weights_unmasked))
+    others = per_token(weights_unmasked, offsets, right.shape[0])
+    masked, unmasked = (_add_weighted(torch.zeros_like(out), left, right, w) for w in (weights, others))
     out.add_(torch.where(mask, masked, unmasked))
 
 
 def _check_weighted_sum(
-    out: Tensor, left: Tensor, right: Tensor, weights: Tensor, weights_unmasked: Tensor | None, mask: Tensor | None
+    out: Tensor,
+    left: Tensor,
+    right: Tensor,
+    weights: Tensor,
+    weights_unmasked: Tensor | None,
+    mask: Tensor | None,
+    offsets: Tensor | None,
 ) -> None:
     check_pair(left, right)
+    each, count = "token", right.shape[0]
+    if offsets is not None:
+        check_offsets(offsets, right.shape[0], right.device)
+        each, count = "unit", offsets.shape[0] - 1
     if mask is None or weights_unmasked is None:
-        check_weights(weights, right, "token")
+        check_weights(weights, right, each, count=count)
     else:
-        check_weights(weights, right, "token", "weights_masked")
-        check_weights(weights_unmasked, right, "token", "weights_unmasked")
+        check_weights(weights, right, each, "weights_masked", count=count)
+        check_weights(weights_unmasked, right, each, "weights_unmasked", count=count)
         check_mask(mask, left, right)
     if out.dtype not in SUMS:
         raise TypeError(f"out is {out.dtype}: sums are kept in float32 or float64")
@@ -217,10 +236,10 @@ def _check_weighted_sum(
 
 
 WEIGHTED_SUM = Op(
-    "weighted_sum_(Tensor(a!) out, Tensor left, Tensor right, Tensor weights, Tensor? weights_unmasked, Tensor? mask) "
-    "-> ()",
+    "weighted_sum_(Tensor(a!) out, Tensor left, Tensor right, Tensor weights, Tensor? weights_unmasked, Tensor? mask, "
+    "Tensor? offsets) -> ()",
     reference=_weighted_sum_reference,
-    fake=lambda out, left, right, weights, weights_unmasked, mask: None,
+    fake=lambda out, left, right, weights, weights_unmasked, mask, offsets: None,
     check=_check_weighted_sum,
 )
 WEIGHTED_SUM.implement("cpu", "fastdp.ops.cpu.sums")
@@ -240,18 +259,25 @@ def _empty_sum(left: Tensor, right: Tensor, rows: int | None) -> Tensor:
 
 
 def weighted_sum(
-    left: Tensor, right: Tensor, weights: Tensor, out: Tensor | None = None, rows: int | None = None
+    left: Tensor,
+    right: Tensor,
+    weights: Tensor,
+    out: Tensor | None = None,
+    rows: int | None = None,
+    offsets: Tensor | None = None,
 ) -> Tensor:
     """Weighted sum of all tokens' gradients, ``sum over t of weights[t] left[t] right[t]^T``.
 
-    A token of weight 0 is left out by selection: a NaN or infinity in its rows never reaches the sum.
+    A token of weight 0 is left out by selection: a NaN or infinity in its rows never reaches the sum. On a GPU a weight is
+    applied once to what its unit adds, so say by ``offsets`` where units begin: otherwise runs of one weight are looked for.
 
     Args:
         left: [N, m] float, any strides, or int64 ids [N].
         right: [N, n], float, any strides.
-        weights: [N], float32 or float64.
+        weights: [N], float32 or float64; with ``offsets`` [B], one a unit.
         out: [m, n], float32 or float64: the sum is added to it, in place.
         rows: the rows of the table, for ids without ``out``.
+        offsets: int64 [B + 1], from 0 to N, not decreasing; on the CPU or with the factors.
 
     Returns:
         ``out``, or a new [m, n] matrix, float32 (float64 if a factor is float64).
@@ -261,7 +287,7 @@ def weighted_sum(
     """
     if out is None:
         out = _empty_sum(left, right, rows)
-    WEIGHTED_SUM(out, left, right, weights, None, None)
+    WEIGHTED_SUM(out, left, right, weights, None, None, offsets)
     return out
 
 
@@ -272,6 +298,7 @@ def masked_weighted_sum(
     weights_unmasked: Tensor,
     mask: Tensor,
     out: Tensor | None = None,
+    offsets: Tensor | None = None,
 ) -> Tensor:
     """Sum of all tokens' gradients, with one weight for masked and another for unmasked entries (Rap-FT's two blocks).
 
@@ -280,10 +307,11 @@ def masked_weighted_sum(
     Args:
         left: [N, m], float, any strides; or int64 ids [N] of rows of a table, the mask's.
         right: [N, n], float, any strides.
-        weights_masked: [N], float32 or float64: weights where ``mask`` is True.
-        weights_unmasked: [N], float32 or float64: weights where it is False.
+        weights_masked: [N], float32 or float64: weights where ``mask`` is True; with ``offsets`` [B], one a unit.
+        weights_unmasked: [N] or [B] likewise: weights where it is False.
         mask: bool [m, n].
         out: [m, n], float32 or float64: the sum is added to it, in place.
+        offsets: int64 [B + 1], as in :func:`weighted_sum`.
 
     Returns:
         ``out``, or a new [m, n] matrix, float32 (float64 if a factor is float64).
@@ -293,5 +321,5 @@ def masked_weighted_sum(
     """
     if out is None:
         out = right.new_zeros(mask.shape, dtype=accumulator(left, right))
-    WEIGHTED_SUM(out, left, right, weights_masked, weights_unmasked, mask)
+    WEIGHTED_SUM(out, left, right, weights_masked, weights_unmasked, mask, offsets)
     return out

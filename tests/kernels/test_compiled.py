@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from fastdp.kernels import (
     adamw,
+    blocks,
     bounds,
     chacha,
     choice,
@@ -38,7 +39,7 @@ from .resources import SHARED_LIMIT, compiled
 #: Instructions of the matrix units; tiles at least 64 wide must not fall back to those of the generation before.
 MATRIX = {80: ("HMMA",), 90: ("HGMMA",), 100: ("UTCHMMA", "UTCQMMA")}
 #: Numbers that differ from batch to batch: a kernel compiled for some of their values would be compiled again and again.
-VARYING = {"units", "tokens", "slots", "splits", "rows", "size", "groups", "length", "tiles_x", "chunks"}
+VARYING = {"units", "tokens", "slots", "splits", "whole", "rows", "size", "groups", "tiles_x", "chunks"}
 
 
 @dataclass(frozen=True)
@@ -104,15 +105,20 @@ def direct_case(dtype, kind, b_m, b_n, b_t, warps, precision="ieee", chosen=Fals
 
 def weighted_case(dtype, b_m, b_n, b_t, warps, masked, precision="ieee", slow=False):
     types = {
-        **{"p_left": f"*{dtype}", "p_right": f"*{dtype}", "p_weights": "*fp32", "p_outside": "*fp32"},
-        **{"p_bits": "*u8" if masked else "*fp32", "p_out": "*fp32"},
-        **numbers("tokens", "length", "tiles_n", "m", "n", "bytes_a_row"),
-        **strides("stride_lt", "stride_lm", "stride_rt", "stride_rn"),
-        **{"stride_split": "i64", "stride_om": "i32", "stride_on": 1},
+        **{
+            "p_left": f"*{dtype}",
+            "p_right": f"*{dtype}",
+            "p_table": "*i32",
+            "p_weights": "*fp32",
+            "p_outside": "*fp32",
+        },
+        **{"p_bits": "*u8" if masked else "*fp32", "p_out": "*fp32", "p_parts": "*fp32"},
+        **numbers("slots", "tiles_m", "tiles_n", "whole", "splits", "m", "n", "bytes_a_row"),
+        **strides("stride_lt", "stride_lm", "stride_rt", "stride_rn", "stride_om", "stride_on"),
     }
     constants = {"b_m": b_m, "b_n": b_n, "b_t": b_t, "MASKED": masked, "PRECISION": precision}
     matrix = dtype != "fp32" or precision != "ieee"
-    return Case(weighted._weighted_kernel, types, constants, warps, 3, matrix, True, slow=slow)
+    return Case(weighted._weighted_kernel, types, constants, warps, 5, matrix, True, slow=slow)
 
 
 def cross_case(dtype, kind, b_t, b_k, warps, slow=False):
@@ -244,8 +250,25 @@ CASES = {
     "direct-masked-fp32": direct_case("fp32", direct.MASKED_SQUARE, 64, 64, 32, 4, slow=True),
     "weighted-bf16": weighted_case("bf16", 128, 128, 64, 8, False),
     "weighted-fp32": weighted_case("fp32", 64, 64, 32, 4, False, slow=True),
-    "masked-weighted-tf32x3": weighted_case("fp32", 64, 64, 32, 8, True, "tf32x3"),
+    "weighted-bf16-short": weighted_case("bf16", 128, 128, 16, 8, False, slow=True),
+    "masked-weighted-bf16": weighted_case("bf16", 128, 64, 64, 8, True),
     "masked-weighted-fp32": weighted_case("fp32", 64, 64, 32, 8, True, slow=True),
+    "weighted-parts": Case(
+        weighted._add_parts_kernel,
+        {
+            **{"p_parts": "*fp32", "p_out": "*fp32"},
+            **numbers("tiles_m", "tiles_n", "whole", "splits", "m", "n"),
+            **strides("stride_om", "stride_on"),
+        },
+        {"b_m": 128, "b_n": 128, "b_row": 16},
+        slow=True,
+    ),
+    "blocks": Case(
+        blocks._blocks_kernel,
+        {"p_offsets": "*i64", "p_table": "*i32", **numbers("units", "slots")},
+        {"b_t": 64},
+        slow=True,
+    ),
     "cross-dense-bf16": cross_case("bf16", cross.DENSE, 128, 64, 8, slow=True),
     "cross-id-dense-bf16": cross_case("bf16", cross.ID_AGAINST_DENSE, 64, 64, 4),
     "cross-ids-bf16": cross_case("bf16", cross.IDS, 128, 64, 8, slow=True),
@@ -367,6 +390,7 @@ def test_fits_its_neighbours(name, capability):
 def test_every_kernel_is_compiled_somewhere():
     modules = (
         adamw,
+        blocks,
         bounds,
         choice,
         clip,

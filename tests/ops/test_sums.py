@@ -212,9 +212,14 @@ def test_sums_of_any_units(lengths, m, n, zero, seed):
         truth = (gradients(left, right, offsets) * scales.double()[:, None, None]).sum(0)
         assert_close(ops.per_unit(left, right, offsets), gradients(left, right, offsets), rounding(left, right))
     assert_close(ops.weighted_sum(left, right, weights), truth, rounding(left, right, weights))
+    assert torch.equal(ops.weighted_sum(left, right, scales, offsets=offsets), ops.weighted_sum(left, right, weights))
     mask = torch.rand(m, n, generator=torch.Generator().manual_seed(seed)) < 0.5
     both = ops.masked_weighted_sum(left, right, weights, 2 * weights, mask)
     assert_close(both, torch.where(mask, truth, 2 * truth), 2 * rounding(left, right, weights))
+    assert torch.equal(ops.masked_weighted_sum(left, right, scales, 2 * scales, mask, offsets=offsets), both)
+    ids = torch.randint(0, 7, (tokens,), generator=torch.Generator().manual_seed(seed))
+    table = ops.weighted_sum(ids, right, scales, rows=7, offsets=offsets)
+    assert torch.equal(table, ops.weighted_sum(ids, right, weights, rows=7))
 
 
 def test_float64_sums_stay_float64():
@@ -255,7 +260,7 @@ def test_opcheck(name):
         "weighted_sum_": [
             (torch.zeros(5, 6), f, right, weights, *rest)
             for f in (left, ids)
-            for rest in ((None, None), (1 - weights, mask))
+            for rest in ((None, None, None), (1 - weights, mask, None))
         ],
     }[name]
     overload = getattr(torch.ops.fastdp, name).default
@@ -295,6 +300,12 @@ BAD = [
     (lambda: ops.column_sums(IDS, OFFSETS), ValueError, "left is a vector of ids"),
     (lambda: ops.column_sums(LEFT, OFFSETS[:1]), ValueError, "offsets run from 0 to 0"),
     (lambda: ops.weighted_sum(LEFT, RIGHT, WEIGHTS[:5]), ValueError, r"weights have shape \(5,\)"),
+    (
+        lambda: ops.weighted_sum(LEFT, RIGHT, WEIGHTS, offsets=OFFSETS),
+        ValueError,
+        r"weights have shape \(6,\): one a unit is \(2,\)",
+    ),
+    (lambda: ops.weighted_sum(LEFT, RIGHT, WEIGHTS[:2], offsets=OFFSETS[1:]), ValueError, "offsets run from 2 to 6"),
     (lambda: ops.weighted_sum(LEFT, RIGHT, WEIGHTS.half()), TypeError, "weights are torch.float16"),
     (lambda: ops.weighted_sum(LEFT, RIGHT, WEIGHTS.to("meta")), ValueError, "weights are on meta"),
     (lambda: ops.weighted_sum(LEFT, RIGHT, WEIGHTS, torch.zeros(4, 3)), ValueError, r"out has shape \(4, 3\)"),

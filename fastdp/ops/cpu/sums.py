@@ -16,6 +16,7 @@ from ..factors import (
     in_full_precision,
     is_one_hot,
     native_factor,
+    per_token,
     unit_bounds,
 )
 from ..instances import instance_sqnorm
@@ -106,16 +107,25 @@ def _add_products(out: Tensor, left: Tensor, right: Tensor, weights: Tensor) -> 
 
 @in_full_precision
 def weighted_sum_(
-    out: Tensor, left: Tensor, right: Tensor, weights: Tensor, weights_unmasked: Tensor | None, mask: Tensor | None
+    out: Tensor,
+    left: Tensor,
+    right: Tensor,
+    weights: Tensor,
+    weights_unmasked: Tensor | None,
+    mask: Tensor | None,
+    offsets: Tensor | None,
 ) -> None:
     """The sums of :mod:`fastdp.ops.sums` into ``out`` on a processor; some, as NotImplemented says, are for torch."""
+    one_hot, tokens = is_one_hot(left), right.shape[0]
     if mask is not None and weights_unmasked is not None:
         if not (_native_rows(out) and served(left, right)):
             return NotImplemented
-        return (_onehot_masked if is_one_hot(left) else _masked)(out, left, right, weights, weights_unmasked, mask)
-    if is_one_hot(left):
-        if not (_native_rows(out) and right.dtype in ELEMENT and weights.dtype == torch.float32):
-            return NotImplemented
+        weights, others = per_token(weights, offsets, tokens), per_token(weights_unmasked, offsets, tokens)
+        return (_onehot_masked if one_hot else _masked)(out, left, right, weights, others, mask)
+    if one_hot and not (_native_rows(out) and right.dtype in ELEMENT and weights.dtype == torch.float32):
+        return NotImplemented
+    weights = per_token(weights, offsets, tokens)
+    if one_hot:
         return _onehot(out, left, right, weights)
     runs = _kept_runs(weights)
     if len(runs) * _SHORTEST_RUN > right.shape[0] and len(runs) > 1:

@@ -48,22 +48,19 @@ def test_only_chosen_units_are_measured_again():
 
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_units_that_share_a_block_are_not_rounded_to_16_bits(dtype, masked):
+def test_what_a_unit_adds_is_not_rounded_to_16_bits(dtype, masked):
     """Each unit's own part is as long as its weight says, however much larger its neighbours' weights are."""
     offsets = offsets_of(RAGGED)
     left, right = factor(60, 40, 0, dtype), factor(60, 50, 1, dtype)
     scales = torch.tensor([1.0, 0.5, 3e-7, 0.37])
-    weights = scales.repeat_interleave(torch.tensor(RAGGED))
     mask = torch.rand(40, 50, generator=torch.Generator().manual_seed(0)) < 0.4
     products = products_of(left, right, offsets, 2)
     for unit in (0, 2, 3):
-        alone = torch.where(torch.arange(4).repeat_interleave(torch.tensor(RAGGED)) == unit, weights, 0.0)
         with_others, without = torch.zeros(40, 50), torch.zeros(40, 50)
-        options = {"weights_unmasked": weights, "mask": mask} if masked else {}
-        weighted.weighted_sum_(with_others, left, right, weights, **options)
-        rest = weights - alone
-        options = {"weights_unmasked": rest, "mask": mask} if masked else {}
-        weighted.weighted_sum_(without, left, right, rest, **options)
+        rest = torch.where(torch.arange(4) == unit, 0.0, scales)
+        for out, weights in ((with_others, scales), (without, rest)):
+            options = {"weights_unmasked": weights, "mask": mask} if masked else {}
+            weighted.weighted_sum_(out, left, right, weights, offsets=offsets, **options)
         expected = gradients(left, right, offsets)[unit] * float(scales[unit])
         gap = float(((with_others.double() - without.double()) - expected).norm())
         # Of the others' parts the last bit may differ; of its own 16-bit rounding would leave 1e-3.

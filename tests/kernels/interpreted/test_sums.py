@@ -2,13 +2,14 @@
 
 import pytest
 import torch
+from fastdp.kernels.blocks import COUNT_MASK, ENDS, UNIT_SHIFT, blocks_of
 from fastdp.kernels.instances import instance_sum
 from fastdp.kernels.onehot import onehot_weighted_sum_
 from fastdp.kernels.weighted import weighted_sum_
 
 from fastdp import ops
 from fastdp.ops.table import OPS
-from tests.ops.uses import DTYPES, factor
+from tests.ops.uses import DTYPES, factor, offsets_of
 
 NAN = float("nan")
 
@@ -20,53 +21,72 @@ def exact(left, right, weights):
     return left.T @ (weights[:, None] * right), left.abs().T @ (weights.abs()[:, None] * right.abs())
 
 
-def bound(tokens, dtype, rounded):
-    """Relative to the absolute terms: float32 sums, and where a block mixes weights a rounding of its rows."""
-    rounding = {torch.float32: 0.0, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}[dtype]
-    return (tokens + 8) * 2.0**-24 + (rounding if rounded else 0.0)
+def bound(tokens):
+    """Relative to the absolute terms: float32 sums of exact products, and a weight."""
+    return (tokens + 8) * 2.0**-24
+
+
+def spread(weights, offsets):
+    return weights.repeat_interleave(offsets.diff())
 
 
 @pytest.mark.parametrize("layout", ["plain", "transposed"])
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("tokens", "m", "n"), [(129, 7, 133), (1, 1, 1), (70, 65, 17)])
-def test_weighted_sums(tokens, m, n, dtype, layout):
+@pytest.mark.parametrize(("lengths", "m", "n"), [((60, 0, 3, 65, 1), 7, 133), ((1,), 1, 1), ((30, 40), 65, 17)])
+def test_weighted_sums(lengths, m, n, dtype, layout):
+    offsets = offsets_of(lengths)
+    tokens, units = int(offsets[-1]), len(lengths)
     left, right = factor(tokens, m, 0, dtype, layout), factor(tokens, n, 1, dtype, layout)
-    weights, others = torch.rand(tokens), torch.rand(tokens)
-    if tokens > 50:
-        weights[20:23] = others[20:23] = 0.0
-        left[20, 0], right[21, 0], right[22, 0] = NAN, NAN, float("inf")
-        weights[30] = others[40] = 0.0
+    weights, others = torch.rand(units), torch.rand(units)
+    if units > 3:
+        weights[2] = others[2] = others[4] = 0.0
+        left[60, 0], right[61, 0], right[62, 0] = NAN, NAN, float("inf")
     mask = torch.rand(m, n) < 0.3
     start = torch.randn(n, m).T
+    truth, size = exact(left, right, spread(weights, offsets))
+    other, other_size = exact(left, right, spread(others, offsets))
+    both = torch.where(mask, truth, other), torch.where(mask, size, other_size)
+    # As on one processor; all tiles cut in three; the last one cut in two.
+    for dealt in (None, (0, 3), (-(-m // 128) * -(-n // 128) - 1, 2)):
+        out = start.clone()
+        weighted_sum_(out, left, right, weights, offsets=offsets, dealt=dealt)
+        assert bool(((out - start - truth).abs() <= bound(tokens) * size + 1e-6 * (start.abs() + size)).all())
+    out = start.clone()
+    weighted_sum_(out, left, right, weights, others, mask, offsets, dealt=(0, 3))
+    assert bool(((out - start - both[0]).abs() <= bound(tokens) * both[1] + 1e-6 * (start.abs() + both[1])).all())
+
+
+def test_weights_of_tokens():
+    """Without offsets, runs of one weight are units; a mask's two weights change where either does."""
+    left, right = factor(37, 6, 0), factor(37, 9, 1)
+    weights, others = torch.rand(37), torch.rand(5).repeat_interleave(torch.tensor([9, 1, 20, 3, 4]))
+    others[:9] = 0.0
+    mask = torch.rand(6, 9) < 0.5
     truth, size = exact(left, right, weights)
     other, other_size = exact(left, right, others)
-    both = torch.where(mask, truth, other), torch.where(mask, size, other_size)
-    for splits in (1, 3):
-        out = start.clone()
-        weighted_sum_(out, left, right, weights, splits=splits)
-        limit = bound(tokens, dtype, True)
-        assert bool(((out - start - truth).abs() <= limit * size + 1e-6 * (start.abs() + size)).all())
-        out = start.clone()
-        weighted_sum_(out, left, right, weights, others, mask, splits=splits)
-        assert bool(((out - start - both[0]).abs() <= limit * both[1] + 1e-6 * (start.abs() + both[1])).all())
-
-
-@pytest.mark.parametrize("dtype", DTYPES[1:])
-def test_one_weight_a_block_rounds_no_row(dtype):
-    """A clipped unit of 16-bit factors is as long as it was clipped to: the bound is float32's."""
-    tokens = 192
-    left, right = factor(tokens, 9, 0, dtype), factor(tokens, 12, 1, dtype)
-    weights = torch.tensor([0.3712, 1.0, 0.0071]).repeat_interleave(64)
-    out = torch.zeros(9, 12)
-    weighted_sum_(out, left, right, weights)
-    truth, size = exact(left, right, weights)
-    assert bool(((out - truth).abs() <= bound(tokens, dtype, False) * size).all())
-    out = torch.zeros(9, 12)
-    mask = torch.rand(9, 12) < 0.5
-    weighted_sum_(out, left, right, weights, weights.flip(0), mask)
-    other, other_size = exact(left, right, weights.flip(0))
+    out = torch.zeros(6, 9)
+    weighted_sum_(out, left, right, others)
+    assert bool(((out - other).abs() <= bound(37) * other_size).all())
+    out = torch.zeros(6, 9)
+    weighted_sum_(out, left, right, weights, others, mask)
     error = (out - torch.where(mask, truth, other)).abs()
-    assert bool((error <= bound(tokens, dtype, False) * torch.where(mask, size, other_size)).all())
+    assert bool((error <= bound(37) * torch.where(mask, size, other_size)).all())
+
+
+def test_long_units_are_added_up_in_pieces():
+    """A product is added to its sum every 512 tokens: what a truncating accumulator loses does not grow with the unit."""
+    offsets = offsets_of((1100, 530, 40))
+    table, slots = blocks_of(offsets, 1670, 64)
+    blocks = int(table[0])
+    starts, words = table[1 : 1 + blocks].tolist(), table[1 + slots :][:blocks].tolist()
+    counts = [word & COUNT_MASK.value for word in words]
+    assert starts == [sum(counts[:i]) for i in range(blocks)]
+    assert sum(counts) == 1670
+    ends = [(start + count) for start, count, word in zip(starts, counts, words) if word & ENDS.value]
+    assert ends == [512, 1024, 1100, 1612, 1630, 1670]
+    assert [word >> UNIT_SHIFT.value for word in words] == [0] * 18 + [1] * 9 + [2]
+    offsets[1] = 1024
+    assert int(blocks_of(offsets, 1670, 64)[0][0]) == 16 + 10 + 1
 
 
 def test_masked_selection_on_both_factors():
@@ -134,10 +154,15 @@ def test_ops_reach_the_kernels(as_on_a_gpu):
     both = ops.masked_weighted_sum(left, right, weights, 2 * weights, mask)
     torch.testing.assert_close(both, torch.where(mask, truth, 2 * truth))
     ids = torch.randint(0, 6, (9,))
+    offsets, scales = offsets_of((4, 0, 5)), torch.rand(3)
+    by_unit = ops.weighted_sum(left, right, scales, offsets=offsets)
+    torch.testing.assert_close(by_unit, exact(left, right, spread(scales, offsets))[0].float())
+    table = ops.weighted_sum(ids, right, spread(scales, offsets), rows=6)
+    assert torch.equal(ops.weighted_sum(ids, right, scales, rows=6, offsets=offsets), table)
     summed = ops.weighted_sum(ids, right, weights, rows=6)
     torch.testing.assert_close(summed, torch.zeros(6, 4).index_add_(0, ids, weights[:, None] * right))
     with pytest.raises(RuntimeError, match="outside the table"):
-        OPS["weighted_sum_"].on("cpu", summed[: int(ids.max())], ids + 1, right, weights, None, None)
+        OPS["weighted_sum_"].on("cpu", summed[: int(ids.max())], ids + 1, right, weights, None, None, None)
     out = torch.zeros(5, 4, dtype=torch.float64)
     ops.weighted_sum(left, right, weights, out)
     torch.testing.assert_close(out.float(), truth)

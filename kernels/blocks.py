@@ -1,0 +1,74 @@
+"""The token axis cut into blocks of one unit each, as a table on the device: what a loop over all units walks along.
+
+A block never holds tokens of two units, so a weight belongs to a whole block, and the loop over blocks needs no
+loop over units within it: its loads and products overlap across the boundary of units, however short these are.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch.utils.weak import WeakIdKeyDictionary
+
+from .launch import on_device_of
+
+#: Tokens after which a product is added to its sum although its unit goes on: tensor cores truncate what they add to.
+PROMOTED = tl.constexpr(512)
+#: A word of the table: tokens in the block (7 bits), whether the product ends with it (1 bit), its unit.
+COUNT_MASK = tl.constexpr(127)
+ENDS = tl.constexpr(128)
+UNIT_SHIFT = tl.constexpr(8)
+
+
+@triton.jit(do_not_specialize=["units", "slots"])
+def _blocks_kernel(p_offsets, p_table, units, slots, b_t: tl.constexpr):
+    unit = tl.program_id(0)
+    before = 0
+    for first in range(0, unit, 1024):
+        o_b = first + tl.arange(0, 1024)
+        m_b = o_b < unit
+        # [1024]
+        start = tl.load(p_offsets + o_b, mask=m_b, other=0)
+        end = tl.load(p_offsets + o_b + 1, mask=m_b, other=0)
+        before += tl.sum(((end - start + b_t - 1) // b_t).to(tl.int32), 0)
+    start = tl.load(p_offsets + unit).to(tl.int32)
+    length = tl.load(p_offsets + unit + 1).to(tl.int32) - start
+    here = (length + b_t - 1) // b_t
+    for first in range(0, here, 128):
+        o_s = first + tl.arange(0, 128)
+        m_s = o_s < here
+        count = tl.minimum(length - o_s * b_t, b_t)
+        ends = (o_s == here - 1) | ((o_s + 1) % (PROMOTED // b_t) == 0)
+        # [128]
+        tl.store(p_table + 1 + before + o_s, start + o_s * b_t, mask=m_s)
+        word = count | tl.where(ends, ENDS, 0) | (unit << UNIT_SHIFT)
+        # [128]
+        tl.store(p_table + 1 + slots + before + o_s, word, mask=m_s)
+    if unit == units - 1:
+        tl.store(p_table, before + here)
+
+
+_made: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def blocks_of(offsets: torch.Tensor, tokens: int, b_t: int) -> tuple[torch.Tensor, int]:
+    """The table of blocks of at most ``b_t`` tokens (16 to 64), and how many it may hold at most.
+
+    int32 [1 + 2 slots]: how many there are, the first token of each, and a word of each. Made once for each tensor of
+    offsets (int64 [B + 1], on the device), without asking the device how long units are.
+    """
+    units, slots = offsets.shape[0] - 1, tokens // b_t + offsets.shape[0] - 1
+    made = _made.setdefault(offsets, {})
+    key = (b_t, tokens, 0 if offsets.is_inference() else offsets._version)
+    if key not in made:
+        table = torch.empty(1 + 2 * slots, dtype=torch.int32, device=offsets.device)
+        with on_device_of(offsets):
+            _blocks_kernel[(units,)](offsets, table, units, slots, b_t=b_t, num_warps=4)
+        made[key] = table
+    return made[key], slots
+
+
+def runs_of(*weights: torch.Tensor) -> torch.Tensor:
+    """Offsets of the runs of tokens over which none of some weights [N] changes, int64 [N + 1]; those left over are empty."""
+    changes = torch.stack([w[1:] != w[:-1] for w in weights]).any(0).cumsum(0)
+    run = torch.cat([changes.new_zeros(1), changes])
+    return torch.searchsorted(run, torch.arange(run.shape[0] + 1, device=run.device))
