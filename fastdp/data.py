@@ -9,7 +9,7 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,6 +56,32 @@ class Rows:
                 raise DataError(f"{self.path}, line {line}: column {name!r} ({role}) holds {what}, not text")
             values.append(str(value))
         return values
+
+    def lists(self, name: str, role: str, split: Callable[[str], list[str]]) -> list[list[str]]:
+        """The values of one column as lists of text: lists as they are, and text (or a number) as ``split`` cuts it.
+
+        Raises:
+            DataError: as `column`; and for a list that holds null, lists or mappings, or a text that ``split`` refuses.
+        """
+        texts = [row.get(name) for row in self.rows]
+        flat = [{**row, name: "" if isinstance(value, list) else value} for row, value in zip(self.rows, texts)]
+        found = []
+        plain = Rows(self.path, self.columns, flat, self.lines).column(name, role)
+        for value, text, line in zip(texts, plain, self.lines):
+            if not isinstance(value, list):
+                try:
+                    found.append(split(text))
+                except ValueError:
+                    raise DataError(
+                        f"{self.path}, line {line}: column {name!r} ({role}) holds {text!r}, not a list"
+                    ) from None
+                continue
+            if any(item is None or isinstance(item, (dict, list)) for item in value):
+                raise DataError(
+                    f"{self.path}, line {line}: column {name!r} ({role}) holds a list of more than words and numbers"
+                )
+            found.append([str(item) for item in value])
+        return found
 
 
 def read_rows(path: str | Path) -> Rows:
@@ -252,12 +278,12 @@ def causal_examples(
 def classification_examples(
     tokenizer: PreTrainedTokenizerBase,
     texts: Sequence[str],
-    labels: Sequence[int],
+    labels: Sequence[int | float | tuple[float, ...]],
     max_length: int,
     pairs: Sequence[str] | None = None,
     literal: bool = False,
 ) -> Examples:
-    """Examples for sequence classification, encoded as the model expects; `labels` are class indices.
+    """Examples with one label each, encoded as the model expects: a class index, a number, or a tuple of 0 and 1 by class.
 
     ``literal`` is as in `causal_examples`.
     """
@@ -275,11 +301,53 @@ def classification_examples(
     return Examples(items, truncated)
 
 
+def word_examples(
+    tokenizer: PreTrainedTokenizerBase, words: Sequence[list[str]], labels: Sequence[list[int]], max_length: int
+) -> Examples:
+    """Examples with a label for each word, which its first token carries; the words are joined by spaces.
+
+    Args:
+        labels: class indices, as many as words.
+
+    Raises:
+        ValueError: for a tokenizer that cannot say where in the text its tokens are.
+    """
+    if not tokenizer.is_fast:
+        raise ValueError("its tokenizer cannot say to which word a token belongs: a tokenizer.json is needed")
+    texts = [" ".join(row) for row in words]
+    full = tokenizer(texts, verbose=False)["input_ids"]
+    cut = tokenizer(texts, truncation=True, max_length=max_length, return_offsets_mapping=True)
+    items = []
+    for ids, offsets, row, own in zip(cut["input_ids"], cut["offset_mapping"], words, labels):
+        # The word of each character and of the space behind it. A token may begin with the space before its word: so its end
+        # decides.
+        word_at = [index for index, word in enumerate(row) for _ in range(len(word) + 1)]
+        unseen: dict[int | None, int] = dict(enumerate(own))
+        at = [word_at[end - 1] if end > begin else None for begin, end in offsets]
+        items.append({"input_ids": ids, "labels": [unseen.pop(index, IGNORED) for index in at]})
+    return Examples(items, sum(len(ids) > max_length for ids in full))
+
+
+def sequence_examples(
+    tokenizer: PreTrainedTokenizerBase, sources: Sequence[str], targets: Sequence[str], max_length: int
+) -> Examples:
+    """Examples for an encoder and a decoder: a source, and a target that ends with the end token; each at most `max_length`."""
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    given: list[dict[str, Any]] = [{"text": list(sources)}, {"text_target": list(targets)}]
+    full = [tokenizer(**texts, verbose=False)["input_ids"] for texts in given]
+    cut = [tokenizer(**texts, truncation=True, max_length=max_length)["input_ids"] for texts in given]
+    items = [
+        {"input_ids": source, "labels": target if target[-1:] == end else target[: max_length - len(end)] + end}
+        for source, target in zip(*cut)
+    ]
+    return Examples(items, sum(max(map(len, pair)) > max_length for pair in zip(*full)))
+
+
 @dataclass(frozen=True)
 class Collator:
-    """Pads examples on the right to the longest of the batch, or to ``length`` tokens where lengths must not show.
+    """Pads lists on the right, each to the longest of the batch, or to ``length`` tokens where lengths must not show.
 
-    The attention mask covers what was there before.
+    The attention mask covers what was there before. Numbers, and tuples, which are as long in every example, stay as they are.
 
     The mask comes from lengths, not from comparing with the padding token, which in GPT-2's vocabulary is also the end
     token and carries a label.
@@ -289,16 +357,17 @@ class Collator:
     length: int | None = None
 
     def __call__(self, examples: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor]:
-        """[B] examples -> input_ids, attention_mask and other token fields int64 [B, T]; labels [B, T] or [B]."""
-        longest = self.length or max(len(example["input_ids"]) for example in examples)
+        """[B] examples -> input_ids, attention_mask and other token fields int64 [B, T]; labels [B, T], [B] or [B, classes]."""
         fill = {"input_ids": self.pad_token, "labels": IGNORED}
 
-        def padded(values: list[int], key: str) -> list[int]:
-            return values + [fill.get(key, 0)] * (longest - len(values))
+        def padded(values: list[Any], fill: int) -> list[Any]:
+            if not isinstance(values[0], list):
+                return values
+            longest = self.length or max(map(len, values))
+            return [value + [fill] * (longest - len(value)) for value in values]
 
         batch = {
-            key: torch.tensor([padded(e[key], key) if isinstance(e[key], list) else e[key] for e in examples])
-            for key in examples[0]
+            key: torch.tensor(padded([example[key] for example in examples], fill.get(key, 0))) for key in examples[0]
         }
-        batch["attention_mask"] = torch.tensor([padded([1] * len(e["input_ids"]), "mask") for e in examples])
+        batch["attention_mask"] = torch.tensor(padded([[1] * len(example["input_ids"]) for example in examples], 0))
         return batch

@@ -99,6 +99,7 @@ def test_finetune_refusals(model_folder, files, tmp_path):  # noqa: F811
     bad = tmp_path / "bad.csv"
     bad.write_bytes(b"mr,ref\nx,y\nz\n")
     arguments = ["--model", model_folder, "--train", bad, "--output", tmp_path / "run", "--epsilon", 8]
+    arguments += ["--max-length", 48]
     assert "bad.csv, line 3" in refused("finetune", *arguments)
     assert not (tmp_path / "run").exists()
     assert "verify" in run("--help").output

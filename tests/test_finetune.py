@@ -270,7 +270,7 @@ def test_layers_below_the_noise_learn_from_public_text_alone(config, files, tmp_
 def test_settings_are_refused_before_anything_is_read_loaded_or_made(config, tmp_path, monkeypatch, changes, words):
     from fastdp.finetune import run
 
-    for name in ("read_rows", "load_tokenizer", "load_model"):
+    for name in ("read_rows", "check_model", "load_tokenizer", "load_trained"):
         monkeypatch.setattr(run, name, lambda *_, name=name: pytest.fail(f"{name} came before the refusal"))
     with pytest.raises(ConfigError, match=words):
         finetune(with_settings(config, **changes))
@@ -284,7 +284,7 @@ def test_a_delta_that_would_publish_whole_records_is_refused_unless_confirmed(co
     def loading(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(run, "load_model", loading)
+    monkeypatch.setattr(run, "load_trained", loading)
     settings = with_settings(config, delta=delta)
     with pytest.raises(ConfigError if refused else KeyboardInterrupt):
         finetune(settings)
@@ -716,8 +716,8 @@ def test_bad_yaml(tmp_path, text, message):
         ({"warmup": 1.0}, "warmup must be at least 0 and below 1"),
         ({"task": "classification"}, "labels must list"),
         ({"task": "classification", "labels": ["a", "a", "b"]}, "a label twice"),
-        ({"task": "classification", "labels": ["a", "b"], "prompt_column": "x"}, "belong to causal-lm"),
-        ({"labels": ["a", "b"]}, "belong to classification"),
+        ({"task": "classification", "labels": ["a", "b"], "prompt_column": "x"}, "belongs to causal-lm"),
+        ({"labels": ["a", "b"]}, "belongs to classification"),
         ({"prompt_column": "x"}, "go together"),
         ({"prompt_column": "x", "target_column": "y", "text_column": "z"}, "not both"),
     ],

@@ -10,9 +10,10 @@ import peft
 from torch import nn
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
-from fastdp.finetune.config import ConfigError, FinetuneConfig, load_config
+from fastdp.finetune.config import LABELLED, ConfigError, FinetuneConfig, load_config
 from fastdp.finetune.models import load_model, load_tokenizer
 from fastdp.finetune.run import CONFIG
+from fastdp.finetune.tasks import task_of
 
 #: Longest example, in tokens, for a model that no run has set one for.
 _LENGTH = 128
@@ -70,12 +71,11 @@ def _of_model(folder: Path) -> FinetuneConfig:
         settings = AutoConfig.from_pretrained(folder)
     except (OSError, ValueError) as error:
         raise ConfigError(f"{folder} is neither a run nor a model: {str(error).splitlines()[0]}") from None
-    names = getattr(settings, "architectures", None) or [""]
-    classifier = "SequenceClassification" in names[0]
+    task = task_of(settings)
     length = min(_LENGTH, getattr(settings, "max_position_embeddings", None) or _LENGTH)
     return FinetuneConfig(
         model=str(folder),
-        task="classification" if classifier else "causal-lm",
-        labels=[str(settings.id2label[i]) for i in range(settings.num_labels)] if classifier else None,
+        task=task,
+        labels=[str(settings.id2label[i]) for i in range(settings.num_labels)] if task in LABELLED else None,
         max_length=length,
     )

@@ -109,13 +109,12 @@ class _Setting:
     def examples(self, path: Path) -> Examples:
         """At most ``limit`` rows of a file, drawn at random, encoded as the run did."""
         from fastdp.data import Rows, read_rows
-        from fastdp.finetune import Reporter
-        from fastdp.finetune.run import encode_rows
+        from fastdp.finetune.tasks import encode_rows
 
         table = read_rows(path)
         chosen = self.draw(list(range(len(table))))
         rows, lines = [table.rows[i] for i in chosen], [table.lines[i] for i in chosen]
-        return encode_rows(Rows(table.path, table.columns, rows, lines), self.tokenizer, self.config, Reporter())
+        return encode_rows(Rows(table.path, table.columns, rows, lines), self.tokenizer, self.config)
 
     def draw(self, items: list[Any]) -> list[Any]:
         """At most ``limit`` of them, at random but in their order."""

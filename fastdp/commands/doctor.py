@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
 import os
 import platform
@@ -13,6 +14,7 @@ from rich.table import Table
 
 from fastdp.commands.quiet import quiet_libraries
 from fastdp.commands.refusal import refusing
+from fastdp.finetune.config import CHOICES
 
 console = Console()
 
@@ -32,8 +34,8 @@ PACKAGES = (
 @refusing
 def doctor_command(
     model: Annotated[str | None, typer.Argument(help="folder or name of a Hugging Face model")] = None,
-    task: Annotated[str, typer.Option(help="causal-lm or classification")] = "causal-lm",
-    peft: Annotated[str, typer.Option(help="full, lora, bitfit, bottleneck, prompt or ia3")] = "full",
+    task: Annotated[str, typer.Option(help=", ".join(CHOICES["task"]))] = "causal-lm",
+    peft: Annotated[str, typer.Option(help=", ".join(CHOICES["peft"]))] = "full",
     length: Annotated[int, typer.Option(help="tokens of an example, for the costs")] = 64,
 ) -> None:
     """Report the environment; with a model, each trained parameter's uses, route and cost, or why it has none."""
@@ -74,16 +76,23 @@ def _environment() -> Table:
 def _describe(name: str, task: str, peft: str, length: int) -> None:
     import torch
 
+    from fastdp.data import Collator
     from fastdp.engine.describe import describe
     from fastdp.finetune import FinetuneConfig
-    from fastdp.finetune.models import choose_trained, load_model, load_tokenizer
+    from fastdp.finetune.config import LABELLED
+    from fastdp.finetune.models import load_tokenizer, load_trained
+    from fastdp.finetune.tasks import invented_label
 
-    config = FinetuneConfig(model=name, task=task, peft=peft, max_length=length, labels=["no", "yes"])
+    config = FinetuneConfig(model=name, task=task, peft=peft, max_length=length)
+    if task in LABELLED:
+        config = dataclasses.replace(config, labels=["no", "yes"])
     tokenizer = load_tokenizer(config)
-    model = choose_trained(load_model(config, tokenizer), config)
+    model = load_trained(config, tokenizer)
     ids = torch.randint(0, len(tokenizer), (3, length))
-    labels = ids if task == "causal-lm" else torch.tensor([0, 1, 0])
-    rows = describe(model, {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels})
+    examples = [
+        {"input_ids": row, "labels": invented_label(config, row, number)} for number, row in enumerate(ids.tolist())
+    ]
+    rows = describe(model, Collator(0)(examples))
     table = Table(title=f"{name}: {len(rows)} trained parameters ({peft})", title_justify="left")
     # Names are what a reader searches for: they stay whole, and the other columns give way.
     table.add_column("parameter", no_wrap=True, min_width=max(len(row.parameter) for row in rows))

@@ -15,6 +15,7 @@ from rich.table import Table
 import fastdp.files as files
 from fastdp.commands.quiet import quiet_libraries
 from fastdp.commands.refusal import refusing
+from fastdp.finetune.config import CHOICES
 
 if TYPE_CHECKING:
     from fastdp.audit.prove import Evidence
@@ -30,9 +31,9 @@ def prove_command(
     data: Annotated[
         Path | None, typer.Option(help="records of the kind it will be trained on; else random tokens")
     ] = None,
-    peft: Annotated[str | None, typer.Option(help="full, lora, bitfit, bottleneck, prompt or ia3")] = None,
-    task: Annotated[str | None, typer.Option(help="causal-lm or classification")] = None,
-    labels: Annotated[str | None, typer.Option(help="classification: every label, with commas between")] = None,
+    peft: Annotated[str | None, typer.Option(help=", ".join(CHOICES["peft"]))] = None,
+    task: Annotated[str | None, typer.Option(help=", ".join(CHOICES["task"]))] = None,
+    labels: Annotated[str | None, typer.Option(help="every label of the task, with commas between")] = None,
     text_column: Annotated[str | None, typer.Option(help="column with the text, where a run has not set it")] = None,
     label_column: Annotated[str | None, typer.Option(help="column with the label, where a run has not set it")] = None,
     max_length: Annotated[int | None, typer.Option(help="longest record in tokens")] = None,
@@ -71,14 +72,13 @@ def _prove(folder: Path, data: Path | None, settings: dict[str, Any], *, own: bo
     from fastdp.audit.prove import prove
     from fastdp.audit.saved import settings_of
     from fastdp.data import Collator, Examples, Rows, causal_examples, read_rows
-    from fastdp.finetune import Reporter
-    from fastdp.finetune.models import choose_trained, load_model, load_tokenizer
-    from fastdp.finetune.run import encode_rows
+    from fastdp.finetune.models import load_tokenizer, load_trained
+    from fastdp.finetune.tasks import encode_rows, invented_label
     from fastdp.methods.dpsgd import DPSGD
 
     config = settings_of(folder, settings)
     tokenizer = load_tokenizer(config)
-    model = choose_trained(load_model(config, tokenizer), config)
+    model = load_trained(config, tokenizer)
     if own and data is None:
         from fastdp.quickstart.corpus import private_records
 
@@ -86,13 +86,12 @@ def _prove(folder: Path, data: Path | None, settings: dict[str, Any], *, own: bo
     elif data is not None:
         table = read_rows(data)
         few = Rows(table.path, table.columns, table.rows[:256], table.lines[:256])
-        examples = encode_rows(few, tokenizer, config, Reporter())
+        examples = encode_rows(few, tokenizer, config)
     else:
         generator = torch.Generator().manual_seed(0)
         drawn = [torch.randint(len(tokenizer), (8 + i % 9,), generator=generator).tolist() for i in range(16)]
-        labels = config.labels or []
         examples = Examples(
-            [{"input_ids": ids, "labels": i % len(labels) if labels else ids} for i, ids in enumerate(drawn)], 0
+            [{"input_ids": ids, "labels": invented_label(config, ids, i)} for i, ids in enumerate(drawn)], 0
         )
     pad = tokenizer.pad_token_id
     loader: Any = DataLoader(examples, collate_fn=Collator(pad if isinstance(pad, int) else 0))

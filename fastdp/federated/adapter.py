@@ -16,9 +16,8 @@ from fastdp.federated.wire import Layout
 from fastdp.finetune.config import FinetuneConfig
 from fastdp.finetune.evaluation import Quality, evaluate
 from fastdp.finetune.models import (
-    choose_trained,
-    load_model,
     load_tokenizer,
+    load_trained,
     restore_trained,
     save_weights,
     trained_names,
@@ -55,7 +54,7 @@ class AdaptedModel:
             seed=config.seed,
         )
         tokenizer = load_tokenizer(settings)
-        model = choose_trained(load_model(settings, tokenizer), settings)
+        model = load_trained(settings, tokenizer)
         return cls(
             config, tokenizer, model, Layout.of(trained_state(model, trained_names(model))), _digest_of_frozen(model)
         )

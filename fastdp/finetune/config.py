@@ -21,13 +21,25 @@ class ConfigError(ValueError):
 
 
 CHOICES = {
-    "task": ("causal-lm", "classification"),
-    "peft": ("full", "lora", "bitfit", "bottleneck", "prompt", "ia3"),
+    "task": ("causal-lm", "classification", "multi-label", "regression", "token-classification", "seq2seq"),
+    "peft": ("full", "lora", "dora", "bitfit", "bottleneck", "prompt", "ia3"),
     "method": ("dpsgd", "rapft", "frost", "ewft", "sap"),
     "sampling": ("poisson", "shuffled"),
     "schedule": ("constant", "linear", "cosine"),
     "precision": ("float32", "bfloat16"),
 }
+
+#: The tasks that some settings belong to.
+PROMPTED = ("causal-lm", "seq2seq")
+PAIRED = ("classification", "multi-label", "regression")
+LABELLED = ("classification", "multi-label", "token-classification")
+_BELONGS = {
+    **dict.fromkeys(("prompt_column", "target_column"), PROMPTED),
+    "text_pair_column": PAIRED,
+    "labels": LABELLED,
+}
+#: Methods that perturb the text itself, and the tasks whose text they know how to perturb whole.
+_PERTURBED = {"ewft": ("causal-lm", *PAIRED), "sap": ("causal-lm", *PAIRED)}
 
 
 def _setting(help: str, default: Any = None) -> Any:
@@ -39,34 +51,45 @@ class FinetuneConfig:
     """Settings of `fastdp finetune`; each is a key of the YAML file and, with dashes, a flag."""
 
     model: str | None = _setting("folder or name of a Hugging Face model")
-    train: str | None = _setting("training data: .csv, .tsv, .jsonl, .txt or a saved data set folder")
+    train: str | None = _setting("training data: .csv, .tsv, .jsonl, .parquet, .txt or a saved data set folder")
     eval: str | None = _setting("held-out data of the same form; without it nothing is evaluated")
     output: str | None = _setting("folder for everything the run writes")
-    task: str = _setting("causal-lm or classification", "causal-lm")
+    task: str = _setting(", ".join(CHOICES["task"]), "causal-lm")
 
-    text_column: str | None = _setting("column with the text (by default: text, or the only column)")
-    text_pair_column: str | None = _setting("classification: column with a second text")
-    prompt_column: str | None = _setting("causal-lm: column the model is given; only the target is learned")
-    target_column: str | None = _setting("causal-lm: column to be learned after the prompt")
-    label_column: str = _setting("classification: column with the label", "label")
-    labels: list[str] | None = _setting(
-        "classification: every possible label, as in negative,positive or ['0', '1']; they count as public"
+    text_column: str | None = _setting(
+        "column with the text (by default: text, or the only column); token-classification: a list of words, or text with "
+        "spaces between them"
     )
-    separator: str = _setting("text between prompt and target", "\n")
-    max_length: int = _setting("longest example in tokens; longer ones are cut", 128)
+    text_pair_column: str | None = _setting("classification, multi-label, regression: column with a second text")
+    prompt_column: str | None = _setting("causal-lm, seq2seq: column the model is given; only the target is learned")
+    target_column: str | None = _setting("causal-lm, seq2seq: column to be learned from the prompt")
+    label_column: str = _setting(
+        "column with the label; regression: a number; multi-label: a list, or labels with commas between them; "
+        "token-classification: a label for each word",
+        "label",
+    )
+    labels: list[str] | None = _setting(
+        "every possible label, as in negative,positive or ['0', '1']; they count as public (not for regression)"
+    )
+    separator: str = _setting("causal-lm: text between prompt and target", "\n")
+    max_length: int = _setting(
+        "longest example in tokens (seq2seq: of prompt, and of target); longer ones are cut", 128
+    )
 
-    peft: str = _setting("full, lora, bitfit, bottleneck, prompt or ia3", "lora")
-    target_modules: list[str] | None = _setting("modules that lora, bottleneck or ia3 adapt (by default: by model)")
-    lora_r: int = _setting("rank of LoRA", 8)
-    lora_alpha: float = _setting("scale of LoRA", 16)
-    lora_dropout: float = _setting("dropout of LoRA", 0.0)
+    peft: str = _setting(", ".join(CHOICES["peft"]), "lora")
+    target_modules: list[str] | None = _setting(
+        "modules that lora, dora, bottleneck or ia3 adapt (by default: by model)"
+    )
+    lora_r: int = _setting("rank of LoRA and DoRA", 8)
+    lora_alpha: float = _setting("scale of LoRA and DoRA", 16)
+    lora_dropout: float = _setting("dropout of LoRA and DoRA", 0.0)
     bottleneck_size: int = _setting("width of bottleneck adapters", 64)
     prompt_tokens: int = _setting("number of soft prompt tokens", 20)
 
     epsilon: float | None = _setting("privacy budget to spend; inf trains without privacy")
     delta: float = _setting("probability that the guarantee may fail; keep it well below 1 / examples", 1e-5)
     large_delta: bool = _setting("allow a delta of 1 / examples or more, which may publish a whole record", False)
-    method: str = _setting("dpsgd, rapft, frost, ewft or sap", "dpsgd")
+    method: str = _setting(", ".join(CHOICES["method"]), "dpsgd")
     method_options: dict[str, Any] | None = _setting("arguments of the method, as in {irrelevance_ratio: 0.7}")
     public_overlap: int = _setting(
         "records that a public file of method_options may share with train: confirmed public", 0
@@ -87,6 +110,7 @@ class FinetuneConfig:
     seed: int = _setting("seed of new weights and dropout; never of noise or sampling", 0)
     checkpoint_every: int = _setting("steps between checkpoints", 20)
     eval_batch_size: int = _setting("examples in memory during evaluation", 32)
+    samples: int = _setting("texts or answers of the trained model to keep for `fastdp report`", 3)
 
     def check(self) -> None:
         """Check each setting on its own and against the others.
@@ -110,34 +134,39 @@ class FinetuneConfig:
             value = getattr(self, name)
             if not (value > 0 and math.isfinite(value)):
                 raise ConfigError(f"{name} must be greater than 0, not {value}")
-        if self.public_overlap < 0:
-            raise ConfigError(f"public_overlap is a number of records, not {self.public_overlap}")
+        for name in ("public_overlap", "samples"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name} must be 0 or more, not {getattr(self, name)}")
         for name, limit in (("warmup", 1.0), ("lora_dropout", 1.0), ("weight_decay", math.inf)):
             if not 0 <= getattr(self, name) < limit:
                 raise ConfigError(f"{name} must be at least 0 and below {limit:g}, not {getattr(self, name)}")
-        if self.task == "classification":
-            self._check_classification()
-        else:
-            self._check_causal()
+        self._check_task()
 
-    def _check_classification(self) -> None:
-        if self.prompt_column or self.target_column:
-            raise ConfigError("prompt_column and target_column belong to causal-lm; classification has text_column")
-        if not self.labels or len(set(self.labels)) < 2:
-            raise ConfigError(
-                "labels must list every possible label, as in labels: [negative, positive]; they count as public, "
-                "so they are not collected from the private data"
-            )
-        if len(set(self.labels)) != len(self.labels):
-            raise ConfigError(f"labels holds a label twice: {', '.join(self.labels)}")
-
-    def _check_causal(self) -> None:
-        if self.labels or self.text_pair_column:
-            raise ConfigError("labels and text_pair_column belong to classification: set task: classification")
+    def _check_task(self) -> None:
+        for name, tasks in _BELONGS.items():
+            if getattr(self, name) and self.task not in tasks:
+                raise ConfigError(f"{name} belongs to {', '.join(tasks)}; this run has task: {self.task}")
         if (self.prompt_column is None) != (self.target_column is None):
             raise ConfigError("prompt_column and target_column go together: set both, or text_column alone")
         if self.prompt_column and self.text_column:
             raise ConfigError("set either text_column, or prompt_column and target_column, not both")
+        if self.task == "seq2seq" and not self.prompt_column:
+            raise ConfigError("seq2seq needs prompt_column, which the encoder reads, and target_column, to be learned")
+        if self.task in LABELLED:
+            if len(set(self.labels or ())) < 2:
+                raise ConfigError(
+                    "labels must list every possible label, as in labels: [negative, positive]; they count as public, "
+                    "so they are not collected from the private data"
+                )
+            assert self.labels is not None
+            if len(set(self.labels)) != len(self.labels):
+                raise ConfigError(f"labels holds a label twice: {', '.join(self.labels)}")
+        if self.task == "token-classification" and self.peft == "prompt":
+            raise ConfigError("peft cannot put soft prompts before words that have labels: choose lora or another peft")
+        if self.task not in _PERTURBED.get(self.method, (self.task,)):
+            raise ConfigError(
+                f"{self.method} would leave the target or the words' labels of {self.task} unperturbed: choose another method"
+            )
 
     def save(self, path: str | Path) -> None:
         """Write every setting as YAML; `load_config` reads it back."""
@@ -166,7 +195,7 @@ def _convert(name: str, value: Any) -> Any:
         return None
     try:
         if kind is list:
-            return _listed(value)
+            return listed(value)
         if kind is dict:
             loaded = yaml.safe_load(value) if isinstance(value, str) else value
             if not isinstance(loaded, dict):
@@ -193,13 +222,19 @@ def _convert(name: str, value: Any) -> Any:
         raise ConfigError(f"{name} must be {wanted}, not {value!r}") from None
 
 
-def _listed(value: Any) -> list[str]:
-    """Of a flag: entries with commas between them, or a list as YAML and JSON write it."""
+def listed(value: Any) -> list[str]:
+    """Of a flag or a field of a file: entries with commas between them, or a list as YAML and JSON write it.
+
+    Raises ValueError for a list that is not closed, or holds lists.
+    """
     if not isinstance(value, str):
         return [str(item) for item in value]
     if not value.strip().startswith("["):
         return [item.strip() for item in value.split(",")]
-    loaded = yaml.safe_load(value)
+    try:
+        loaded = yaml.safe_load(value)
+    except yaml.YAMLError:
+        raise ValueError(value) from None
     if not isinstance(loaded, list) or any(isinstance(item, (list, dict)) for item in loaded):
         raise ValueError
     return [str(item) for item in loaded]

@@ -9,19 +9,18 @@ from typing import Any
 
 import peft
 import torch
+from safetensors import SafetensorError
 from torch import nn
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 from transformers.pytorch_utils import Conv1D
 
 from fastdp.finetune.config import ConfigError, FinetuneConfig
+from fastdp.finetune.tasks import TASKS
 from fastdp.integrations.adapters import BottleneckConfig, train_biases_only
 
 HEADS = ("classifier", "score", "pre_classifier", "classification_head")
+#: Tasks in peft's words whose head is the model's own.
+_GENERATING = ("CAUSAL_LM", "SEQ_2_SEQ_LM")
 
 
 def load_tokenizer(config: FinetuneConfig) -> PreTrainedTokenizerBase:
@@ -42,59 +41,96 @@ def load_tokenizer(config: FinetuneConfig) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def load_model(config: FinetuneConfig, tokenizer: PreTrainedTokenizerBase) -> nn.Module:
-    """The pretrained model in float32, with a new classification head where the task needs one.
+def check_model(config: FinetuneConfig) -> None:
+    """Refuse a model that does not fit the settings by its own description, before its weights or any data are read.
 
     Raises:
-        ConfigError: when it cannot be loaded, or has fewer positions than the examples need.
+        ConfigError: when there is none, it was not made for the task, or has fewer positions than the examples need.
     """
-    arguments: dict[str, Any] = {"dtype": torch.float32}
-    loader: Any = AutoModelForCausalLM
-    if config.task == "classification":
-        assert config.labels is not None
-        loader = AutoModelForSequenceClassification
-        arguments["id2label"] = dict(enumerate(config.labels))
-        arguments["label2id"] = {label: index for index, label in enumerate(config.labels)}
-    torch.manual_seed(config.seed)
+    _check_folder(config.model)
     try:
-        model = loader.from_pretrained(config.model, **arguments)
+        settings = AutoConfig.from_pretrained(config.model)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot load {config.model}: {_first_line(error)}") from None
-    positions = getattr(model.config, "max_position_embeddings", None)
+        raise ConfigError(f"{config.model} is no model that can be loaded: {_first_line(error)}") from None
+    if type(settings) not in TASKS[config.task].heads and not hasattr(settings, "auto_map"):
+        fitting = ", ".join(task for task, entry in TASKS.items() if type(settings) in entry.heads)
+        raise ConfigError(f"{config.model} ({settings.model_type}) is no model for {config.task}; it fits {fitting}")
+    if config.peft == "prompt" and config.task != "seq2seq" and getattr(settings, "is_encoder_decoder", False):
+        raise ConfigError(f"{config.model} takes no soft prompts for {config.task}: choose lora or another peft")
+    positions = getattr(settings, "max_position_embeddings", None)
     needed = config.max_length + (config.prompt_tokens if config.peft == "prompt" else 0)
     if positions is not None and needed > positions:
         raise ConfigError(f"{config.model} has {positions} positions, too few for {needed} tokens: lower max_length")
+    if config.task == "seq2seq" and getattr(settings, "decoder_start_token_id", None) is None:
+        raise ConfigError(
+            f"{config.model} does not say what its decoder begins with: set decoder_start_token_id in its config.json"
+        )
+
+
+def load_model(config: FinetuneConfig, tokenizer: PreTrainedTokenizerBase) -> nn.Module:
+    """The pretrained model in float32, with a new head where the task needs one.
+
+    Raises:
+        ConfigError: when it cannot be loaded, or is not made for the task.
+    """
+    return _load(config, tokenizer)[0]
+
+
+def load_trained(config: FinetuneConfig, tokenizer: PreTrainedTokenizerBase) -> nn.Module:
+    """`load_model`, with the run's kind of fine-tuning applied; what the task's head is made of is always trained as well.
+
+    Raises:
+        ConfigError: also when the kind does not fit the model, with peft's own reason.
+    """
+    model, new = _load(config, tokenizer)
+    if config.peft == "full":
+        return model
+    try:
+        if config.peft == "bitfit":
+            train_biases_only(model, also=new)
+            return model
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*fan_in_fan_out.*")
+            return peft.get_peft_model(model, _peft_config(model, config, new))  # type: ignore[arg-type]
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"peft: {config.peft} does not fit {config.model}: {_first_line(error)}") from None
+
+
+def _load(config: FinetuneConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[nn.Module, list[str]]:
+    """The model, and the modules of the task's head: those by a head's name, and those that the pretrained weights lack."""
+    check_model(config)
+    task = TASKS[config.task]
+    torch.manual_seed(config.seed)
+    try:
+        model, info = task.auto.from_pretrained(
+            config.model, dtype=torch.float32, output_loading_info=True, **task.arguments(config)
+        )
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        raise ConfigError(f"cannot load {config.model}: {_first_line(error)}") from None
+    lacking = {name.rpartition(".")[0] for name in info["missing_keys"]}
+    heads = {name for name, _ in model.named_modules() if name.rpartition(".")[2] in HEADS}
+    if task.peft in _GENERATING:
+        if lacking:
+            raise ConfigError(
+                f"{config.model} holds no weights of {', '.join(sorted(lacking))}, which {config.task} needs: it was not "
+                "pretrained for it"
+            )
+        heads = set()
     if model.config.pad_token_id is None:
         model.config.pad_token_id = tokenizer.pad_token_id
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable()
         model.enable_input_require_grads()
-    return model
+    # Of a head within a head the outer one is enough.
+    new = sorted(lacking | heads)
+    return model, [name for name in new if not any(name.startswith(f"{other}.") for other in new)]
 
 
-def choose_trained(model: nn.Module, config: FinetuneConfig) -> nn.Module:
-    """Apply the run's kind of fine-tuning; a new classification head is always trained as well.
-
-    Raises:
-        ConfigError: when the kind does not fit the model, with peft's own reason.
-    """
-    if config.peft == "full":
-        return model
-    try:
-        if config.peft == "bitfit":
-            train_biases_only(model, also=HEADS if config.task == "classification" else ())
-            return model
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*fan_in_fan_out.*")
-            return peft.get_peft_model(model, _peft_config(model, config))  # type: ignore[arg-type]
-    except (ValueError, TypeError) as error:
-        raise ConfigError(f"peft: {config.peft} does not fit {config.model}: {_first_line(error)}") from None
-
-
-def _peft_config(model: nn.Module, config: FinetuneConfig) -> peft.PeftConfig:
-    task = "CAUSAL_LM" if config.task == "causal-lm" else "SEQ_CLS"
+def _peft_config(model: nn.Module, config: FinetuneConfig, new: list[str]) -> peft.PeftConfig:
+    task = TASKS[config.task].peft
     targets: Any = config.target_modules
-    if config.peft == "lora":
+    whole: Any = {"modules_to_save": new} if new else {}
+    if config.peft in ("lora", "dora"):
         return peft.LoraConfig(
             task_type=task,
             r=config.lora_r,
@@ -102,16 +138,21 @@ def _peft_config(model: nn.Module, config: FinetuneConfig) -> peft.PeftConfig:
             lora_dropout=config.lora_dropout,
             target_modules=targets or "all-linear",
             fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),
+            use_dora=config.peft == "dora",
+            **whole,
         )
     if config.peft == "bottleneck":
         return BottleneckConfig(
             task_type=task,  # type: ignore[arg-type]
             bottleneck_size=config.bottleneck_size,
             target_modules=targets,
+            **whole,
         )
     if config.peft == "ia3":
-        return peft.IA3Config(task_type=task, target_modules=targets, feedforward_modules=[] if targets else None)
-    return peft.PromptTuningConfig(task_type=task, num_virtual_tokens=config.prompt_tokens)  # type: ignore[arg-type]
+        return peft.IA3Config(
+            task_type=task, target_modules=targets, feedforward_modules=[] if targets else None, **whole
+        )
+    return peft.PromptTuningConfig(task_type=task, num_virtual_tokens=config.prompt_tokens, **whole)  # type: ignore[arg-type]
 
 
 def save_weights(model: nn.Module, tokenizer: PreTrainedTokenizerBase, output: Path) -> Path:

@@ -23,15 +23,15 @@ import fastdp
 import fastdp.files as files
 import fastdp.plots as plots
 from fastdp.accounting.witness import count_release
-from fastdp.data import Collator, DataError, Examples, Rows, causal_examples, classification_examples, read_rows
+from fastdp.data import Collator, Examples, Rows, read_rows
 from fastdp.finetune.config import ConfigError, FinetuneConfig, load_config
 from fastdp.finetune.evaluation import Quality, autocast, evaluate
 from fastdp.finetune.memory import PeakMemory
 from fastdp.finetune.methods import LOCAL, Public, check_method, choose_method
 from fastdp.finetune.models import (
-    choose_trained,
-    load_model,
+    check_model,
     load_tokenizer,
+    load_trained,
     restore_trained,
     save_weights,
     trained_names,
@@ -39,6 +39,7 @@ from fastdp.finetune.models import (
 )
 from fastdp.finetune.perturbations import Opening, Subject, choose_perturbation
 from fastdp.finetune.reporter import Reporter
+from fastdp.finetune.tasks import encode_rows, record_texts
 from fastdp.methods.perturbation import Releases
 from fastdp.public import PublicGate
 
@@ -97,10 +98,11 @@ def finetune(config: FinetuneConfig, resume: bool = False, reporter: Reporter | 
     device = _device(config)
     check_method(config)
     opening = choose_perturbation(config)
+    check_model(config)
+    tokenizer = load_tokenizer(config)
     reporter.phase("reading data")
     tables = [read_rows(str(config.train)), read_rows(config.eval) if config.eval else None]
-    tokenizer = load_tokenizer(config)
-    train, held_out = (None if table is None else encode_rows(table, tokenizer, config, reporter) for table in tables)
+    train, held_out = (None if table is None else _encode(table, tokenizer, config, reporter) for table in tables)
     assert train is not None
     if config.batch_size > len(train):
         raise ConfigError(f"batch_size {config.batch_size} exceeds the {len(train)} training examples; lower it")
@@ -111,7 +113,7 @@ def finetune(config: FinetuneConfig, resume: bool = False, reporter: Reporter | 
             "lower it, or confirm with large_delta"
         )
     reporter.phase("loading the model")
-    model = choose_trained(load_model(config, tokenizer), config)
+    model = load_trained(config, tokenizer)
     model.to(device)
     assert tables[0] is not None
     gate = PublicGate(record_texts(tables[0], config), [str(config.train)], config.public_overlap)
@@ -164,67 +166,14 @@ def _device(config: FinetuneConfig) -> torch.device:
     return device
 
 
-def encode_rows(
-    table: Rows, tokenizer: PreTrainedTokenizerBase, config: FinetuneConfig, reporter: Reporter
-) -> Examples:
-    """Examples of a table as the settings say: for classification, or for a causal model with or without prompts.
-
-    Raises:
-        DataError: a column that is missing, or a row that does not fit it.
-    """
-    literal = config.method == "sap"
-    if config.task == "classification":
-        examples = _classification(table, tokenizer, config, literal)
-    elif config.prompt_column and config.target_column:
-        examples = causal_examples(
-            tokenizer,
-            table.column(config.target_column, "target_column"),
-            config.max_length,
-            table.column(config.prompt_column, "prompt_column"),
-            config.separator,
-            literal,
-        )
-    else:
-        texts = table.column(_text_column(table, config), "text_column")
-        examples = causal_examples(tokenizer, texts, config.max_length, literal=literal)
+def _encode(table: Rows, tokenizer: PreTrainedTokenizerBase, config: FinetuneConfig, reporter: Reporter) -> Examples:
+    examples = encode_rows(table, tokenizer, config)
     if examples.truncated:
         reporter.note(
             f"{examples.truncated} of {len(examples)} examples of {table.path} are longer than {config.max_length} "
             "tokens and were cut (max_length)"
         )
     return examples
-
-
-def _classification(table: Rows, tokenizer: PreTrainedTokenizerBase, config: FinetuneConfig, literal: bool) -> Examples:
-    texts = table.column(_text_column(table, config), "text_column")
-    pairs = table.column(config.text_pair_column, "text_pair_column") if config.text_pair_column else None
-    index = {label: number for number, label in enumerate(config.labels or [])}
-    labels = []
-    for value, line in zip(table.column(config.label_column, "label_column"), table.lines):
-        if value not in index:
-            raise DataError(f"{table.path}, line {line}: label {value!r} is not one of labels: {', '.join(index)}")
-        labels.append(index[value])
-    return classification_examples(tokenizer, texts, labels, config.max_length, pairs, literal)
-
-
-def record_texts(table: Rows, config: FinetuneConfig) -> list[str]:
-    """All text of each record that the model may see, as one."""
-    if config.prompt_column and config.target_column:
-        roles = {"prompt_column": config.prompt_column, "target_column": config.target_column}
-    else:
-        roles = {"text_column": _text_column(table, config)}
-        roles |= {"text_pair_column": config.text_pair_column} if config.text_pair_column else {}
-    columns = [table.column(name, role) for role, name in roles.items()]
-    return ["\n".join(fields) for fields in zip(*columns)]
-
-
-def _text_column(table: Rows, config: FinetuneConfig) -> str:
-    if config.text_column:
-        return config.text_column
-    others = [name for name in table.columns if config.task != "classification" or name != config.label_column]
-    if "text" in others or len(others) != 1:
-        return "text"
-    return others[0]
 
 
 class _Run:
@@ -296,7 +245,7 @@ class _Run:
     def _read_public(self, path: str, count: int, length: int | None = None) -> Public:
         table = read_rows(path)
         origin = self.gate.admit(path, record_texts(table, self.config), table.lines)
-        examples = encode_rows(table, self.tokenizer, self.config, self.reporter)
+        examples = _encode(table, self.tokenizer, self.config, self.reporter)
         chosen = Subset(examples, range(min(count, len(examples))))
         loader = DataLoader(chosen, batch_size=self.config.physical_batch_size, collate_fn=self._collator(length))
         return Public([{key: value.to(self.device) for key, value in batch.items()} for batch in loader], origin)

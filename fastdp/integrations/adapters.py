@@ -7,6 +7,7 @@ as in `adapter_config.json`, so saving and loading need nothing else.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -172,11 +173,11 @@ class BottleneckModel(BaseTuner):
         raise ValueError(_NO_MERGE)
 
 
-def train_biases_only(model: nn.Module, also: tuple[str, ...] = ()) -> list[str]:
+def train_biases_only(model: nn.Module, also: Collection[str] = ()) -> list[str]:
     """Make the biases of `model` its only trained parameters (BitFit, Ben Zaken et al., arXiv 2106.10199).
 
     A bias is a one-dimensional parameter whose name ends in "bias". `also` names modules to train whole, such as a new
-    classification head: every parameter below a module of that name.
+    classification head, by their paths: every parameter below a path that ends so.
 
     Returns:
         The names of the trained parameters.
@@ -187,7 +188,7 @@ def train_biases_only(model: nn.Module, also: tuple[str, ...] = ()) -> list[str]
     trained, biases = [], 0
     for name, parameter in model.named_parameters():
         is_bias = parameter.ndim == 1 and name.rpartition(".")[2] == "bias"
-        keep = is_bias or any(part in also for part in name.split(".")[:-1])
+        keep = is_bias or any(f".{head}." in f".{name}" for head in also)
         parameter.requires_grad_(keep)
         biases += is_bias
         if keep:

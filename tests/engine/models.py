@@ -167,7 +167,13 @@ def _tune(model: torch.nn.Module, name: str, tuning: str) -> torch.nn.Module:
         config = fastdp.BottleneckConfig(task_type=task, bottleneck_size=5)
     else:
         raise ValueError(f"unknown tuning {tuning}")
-    return peft.get_peft_model(model, config)
+    tuned = peft.get_peft_model(model, config)
+    if tuning == "dora":
+        # Fresh adapters add nothing, and the norm that DoRA divides by would be that of the frozen weight alone.
+        for parameter_name, parameter in tuned.named_parameters():
+            if "lora_B" in parameter_name:
+                torch.nn.init.normal_(parameter, std=0.1)
+    return tuned
 
 
 def batch(name: str, rows: int = 4, tokens: int = 11, seed: int = 1) -> dict[str, torch.Tensor]:

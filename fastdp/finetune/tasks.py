@@ -1,0 +1,237 @@
+"""The tasks of a run: what its rows hold for each, and which model answers."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import transformers as hf
+from transformers import PreTrainedTokenizerBase
+
+from fastdp.data import (
+    DataError,
+    Examples,
+    Rows,
+    causal_examples,
+    classification_examples,
+    sequence_examples,
+    word_examples,
+)
+from fastdp.finetune.config import ConfigError, FinetuneConfig, listed
+
+#: Encodes a table; the last argument is whether text is privatized token by token (see `fastdp.methods.encoding`).
+Encode = Callable[[Rows, PreTrainedTokenizerBase, FinetuneConfig, bool], Examples]
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """What a task is to the libraries, and how its examples are made.
+
+    Attributes:
+        auto: transformers' class of models with the task's head.
+        heads: transformers' table of these, by configuration.
+        peft: peft's name of the task.
+        encode: makes its examples.
+        problem: what a classifier of transformers is told that its labels are.
+    """
+
+    auto: Any
+    heads: Any
+    peft: str
+    encode: Encode
+    problem: str | None = None
+
+    def arguments(self, config: FinetuneConfig) -> dict[str, Any]:
+        """What the model's class is told besides its weights' name: the labels, or that there is one number."""
+        found: dict[str, Any] = {} if self.problem is None else {"problem_type": self.problem}
+        if config.task == "regression":
+            return found | {"num_labels": 1}
+        if config.labels:
+            found["id2label"] = dict(enumerate(config.labels))
+            found["label2id"] = {label: index for index, label in enumerate(config.labels)}
+        return found
+
+
+def encode_rows(table: Rows, tokenizer: PreTrainedTokenizerBase, config: FinetuneConfig) -> Examples:
+    """Examples of a table as the settings say.
+
+    Raises:
+        DataError: a column that is missing, or a row that does not fit it, or has no token.
+        ConfigError: a tokenizer that does not fit the task.
+    """
+    try:
+        examples = TASKS[config.task].encode(table, tokenizer, config, config.method == "sap")
+    except DataError:
+        raise
+    except ValueError as error:
+        raise ConfigError(f"{config.model} does not fit {config.task}: {error}") from None
+    for item, line in zip(examples.items, table.lines):
+        if not all(value for value in item.values() if isinstance(value, list)):
+            raise DataError(f"{table.path}, line {line}: its text is empty, without a single token: leave the row out")
+    return examples
+
+
+def record_texts(table: Rows, config: FinetuneConfig) -> list[str]:
+    """All text of each record that the model may see, as one."""
+    if config.task == "token-classification":
+        return [" ".join(words) for words in table.lists(_text_column(table, config), "text_column", str.split)]
+    if config.prompt_column and config.target_column:
+        roles = {"prompt_column": config.prompt_column, "target_column": config.target_column}
+    else:
+        roles = {"text_column": _text_column(table, config)}
+        roles |= {"text_pair_column": config.text_pair_column} if config.text_pair_column else {}
+    columns = [table.column(name, role) for role, name in roles.items()]
+    return ["\n".join(fields) for fields in zip(*columns)]
+
+
+def invented_label(config: FinetuneConfig, ids: list[int], number: int) -> Any:
+    """A label of the task's kind for an example that nobody wrote, the ``number``-th of its batch."""
+    classes = max(2, len(config.labels or ()))
+    return {
+        "classification": number % classes,
+        "multi-label": tuple(float((number + label) % 2) for label in range(classes)),
+        "regression": float(number),
+        "token-classification": [(number + position) % classes for position in range(len(ids))],
+    }.get(config.task, ids)
+
+
+def task_of(settings: Any) -> str:
+    """The task that a model was made for, by its configuration of transformers."""
+    architecture = (getattr(settings, "architectures", None) or [""])[0]
+    task = next((task for ending, task in _ARCHITECTURES.items() if architecture.endswith(ending)), "causal-lm")
+    problem = getattr(settings, "problem_type", None)
+    return next((name for name, other in TASKS.items() if problem and other.problem == problem), task)
+
+
+_ARCHITECTURES = {
+    "ForSequenceClassification": "classification",
+    "ForTokenClassification": "token-classification",
+    "ForConditionalGeneration": "seq2seq",
+}
+
+
+def _text_column(table: Rows, config: FinetuneConfig) -> str:
+    if config.text_column:
+        return config.text_column
+    others = [name for name in table.columns if config.task == "causal-lm" or name != config.label_column]
+    if "text" in others or len(others) != 1:
+        return "text"
+    return others[0]
+
+
+def _causal(table: Rows, tokenizer: PreTrainedTokenizerBase, config: FinetuneConfig, literal: bool) -> Examples:
+    if not (config.prompt_column and config.target_column):
+        texts = table.column(_text_column(table, config), "text_column")
+        return causal_examples(tokenizer, texts, config.max_length, literal=literal)
+    prompts = table.column(config.prompt_column, "prompt_column")
+    targets = table.column(config.target_column, "target_column")
+    return causal_examples(tokenizer, targets, config.max_length, prompts, config.separator, literal)
+
+
+def _sequences(table: Rows, tokenizer: PreTrainedTokenizerBase, config: FinetuneConfig, literal: bool) -> Examples:
+    sources = table.column(str(config.prompt_column), "prompt_column")
+    targets = table.column(str(config.target_column), "target_column")
+    return sequence_examples(tokenizer, sources, targets, config.max_length)
+
+
+def _texts(read: Callable[[Rows, FinetuneConfig], list[Any]]) -> Encode:
+    """Examples of a text, or two, and the label that ``read`` finds."""
+
+    def encode(table: Rows, tokenizer: PreTrainedTokenizerBase, config: FinetuneConfig, literal: bool) -> Examples:
+        texts = table.column(_text_column(table, config), "text_column")
+        pairs = table.column(config.text_pair_column, "text_pair_column") if config.text_pair_column else None
+        return classification_examples(tokenizer, texts, read(table, config), config.max_length, pairs, literal)
+
+    return encode
+
+
+def _classes(table: Rows, config: FinetuneConfig) -> list[int]:
+    index = _Index(table, config)
+    values = table.column(config.label_column, "label_column")
+    return [index.of(value, line) for value, line in zip(values, table.lines)]
+
+
+def _sets(table: Rows, config: FinetuneConfig) -> list[tuple[float, ...]]:
+    index = _Index(table, config)
+    found = []
+    for values, line in zip(table.lists(config.label_column, "label_column", _split_labels), table.lines):
+        chosen = {index.of(value, line) for value in values}
+        found.append(tuple(float(label in chosen) for label in range(len(index.labels))))
+    return found
+
+
+def _numbers(table: Rows, config: FinetuneConfig) -> list[float]:
+    found = []
+    for value, line in zip(table.column(config.label_column, "label_column"), table.lines):
+        try:
+            number = float(value)
+        except ValueError:
+            number = math.nan
+        if not math.isfinite(number):
+            raise DataError(f"{table.path}, line {line}: label {value!r} is not a number, which regression needs")
+        found.append(number)
+    return found
+
+
+def _words(table: Rows, tokenizer: PreTrainedTokenizerBase, config: FinetuneConfig, literal: bool) -> Examples:
+    index = _Index(table, config)
+    words = table.lists(_text_column(table, config), "text_column", str.split)
+    tags = table.lists(config.label_column, "label_column", str.split)
+    for row, own, line in zip(words, tags, table.lines):
+        if len(row) != len(own):
+            raise DataError(
+                f"{table.path}, line {line}: {len(row)} words and {len(own)} labels: each word needs one of its own"
+            )
+    labels = [[index.of(tag, line) for tag in own] for own, line in zip(tags, table.lines)]
+    return word_examples(tokenizer, words, labels, config.max_length)
+
+
+def _split_labels(text: str) -> list[str]:
+    return listed(text) if text.strip() else []
+
+
+class _Index:
+    """The number of each label, and a sentence about those that have none."""
+
+    def __init__(self, table: Rows, config: FinetuneConfig) -> None:
+        self.table = table
+        self.labels = {label: number for number, label in enumerate(config.labels or [])}
+
+    def of(self, label: str, line: int) -> int:
+        if label not in self.labels:
+            raise DataError(
+                f"{self.table.path}, line {line}: label {label!r} is not one of labels: {', '.join(self.labels)}"
+            )
+        return self.labels[label]
+
+
+TASKS = {
+    "causal-lm": Task(hf.AutoModelForCausalLM, hf.MODEL_FOR_CAUSAL_LM_MAPPING, "CAUSAL_LM", _causal),
+    "seq2seq": Task(hf.AutoModelForSeq2SeqLM, hf.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING, "SEQ_2_SEQ_LM", _sequences),
+    "classification": Task(
+        hf.AutoModelForSequenceClassification,
+        hf.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+        "SEQ_CLS",
+        _texts(_classes),
+        "single_label_classification",
+    ),
+    "multi-label": Task(
+        hf.AutoModelForSequenceClassification,
+        hf.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+        "SEQ_CLS",
+        _texts(_sets),
+        "multi_label_classification",
+    ),
+    "regression": Task(
+        hf.AutoModelForSequenceClassification,
+        hf.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+        "SEQ_CLS",
+        _texts(_numbers),
+        "regression",
+    ),
+    "token-classification": Task(
+        hf.AutoModelForTokenClassification, hf.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING, "TOKEN_CLS", _words
+    ),
+}
