@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from fastdp.engine.reads import Reads
-from fastdp.engine.rules import convolution, norms, recurrent
+from fastdp.engine.rules import bags, convolution, norms, recurrent
 from fastdp.engine.uses import (
     EmbeddingUse,
     ExpandUse,
@@ -110,10 +110,7 @@ def _embedding(
 ) -> Any:
     if not reads.is_trained(weight):
         return NotImplemented
-    if max_norm is not None or scale_grad_by_freq:
-        raise ValueError(
-            f"{reads.names[id(weight)]}: an embedding with max_norm or scale_grad_by_freq couples examples; unset it"
-        )
+    reads.refuse_coupled_table(weight, max_norm, scale_grad_by_freq)
     if padding_idx is not None and padding_idx < 0:
         padding_idx += weight.shape[0]
     if isinstance(input, PerLane):
@@ -166,6 +163,7 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     F.embedding: _embedding,
     F.layer_norm: _layer_norm,
     F.rms_norm: _rms_norm,
+    **bags.HANDLERS,
     **convolution.HANDLERS,
     **norms.HANDLERS,
     **recurrent.HANDLERS,

@@ -36,6 +36,13 @@ class Reads:
         if isinstance(x, PerLane) or not self.rows(operation, parameter, x, tap):
             raise UnsupportedUse(f"{operation} of an input without rows")
 
+    def refuse_coupled_table(self, table: Any, max_norm: Any, scale_grad_by_freq: bool) -> None:
+        """Raise ValueError for a lookup that changes a table, or scales its gradient, by what the batch holds."""
+        if max_norm is not None or scale_grad_by_freq:
+            raise ValueError(
+                f"{self.names[id(table)]}: an embedding with max_norm or scale_grad_by_freq couples examples; unset it"
+            )
+
     def rows(self, operation: str, parameter: torch.nn.Parameter, x: torch.Tensor, tap: Tap) -> bool:
         """Whether the input of an operation carries rows; raises `UnsupportedUse` if the trace saw no such use."""
         key = (operation, self.names[id(parameter)], x.dim())

@@ -229,7 +229,12 @@ class _Beginnings(Follow):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = super().__torch_function__(func, types, args, kwargs)
-        if func is F.embedding and id(out) in self.data and out.shape[0] == self.rows and torch.is_grad_enabled():
+        if (
+            func in (F.embedding, F.embedding_bag)
+            and id(out) in self.data
+            and out.shape[0] == self.rows
+            and torch.is_grad_enabled()
+        ):
             if out.requires_grad:
                 out.retain_grad()
             else:

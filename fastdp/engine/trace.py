@@ -69,7 +69,7 @@ class Trace:
     @property
     def tables(self) -> frozenset[str]:
         """Parameters whose rows are looked up, whatever else reads them (a tied head does)."""
-        return frozenset(read.parameter for read in self.reads if read.operation == OPERATIONS[F.embedding])
+        return frozenset(read.parameter for read in self.reads if read.operation in _LOOKUPS)
 
     @property
     def modules(self) -> list[str]:
@@ -81,6 +81,7 @@ def _functions(names: str) -> frozenset[Any]:
     return frozenset(f for name in names.split() for owner in owners if (f := getattr(owner, name, None)) is not None)
 
 
+_LOOKUPS = frozenset({OPERATIONS[F.embedding], OPERATIONS[F.embedding_bag]})
 #: The data decide the size of what these return, or which row comes where.
 _SELECTING = _functions("nonzero argwhere masked_select unique unique_consecutive bincount histc tolist")
 _ORDERING = _functions("sort argsort topk msort")

@@ -29,7 +29,7 @@ def check_model(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Non
                 f"{name} is a batch normalisation, which mixes examples; replace it by group or layer norm, or freeze it: "
                 "requires_grad=False, and eval mode after each model.train()"
             )
-        if isinstance(module, torch.nn.Embedding) and module.max_norm is not None:
+        if isinstance(module, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and module.max_norm is not None:
             raise ValueError(f"{name} has max_norm, which rewrites rows by what the batch contains; set it to None")
     config = getattr(model, "config", None)
     if getattr(config, "output_router_logits", False) and getattr(config, "router_aux_loss_coef", 0):
