@@ -17,11 +17,10 @@ labelled private spans, each sent as one query in inference; ``query_epsilon`` i
 
 from __future__ import annotations
 
-import argparse
-import time
+import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +35,7 @@ from fastdp.methods.sap import split_model
 
 from .. import record
 from . import attributes, tops
-from .suite import Table, add_options, by_seed, mean_of, measure_rows
+from .suite import Table, by_seed, in_turns, level, mean_of, measure_rows, parser_of, picture
 
 DELTA = 1e-5
 PAPER: dict[str, Any] = {"dataset_size": 67349, "batch_size": 32, "epochs": 3}
@@ -308,28 +307,30 @@ def step_time(model: Path, steps: int = 7, length: int = 64, batch_size: int = 3
             [*(p for p in perturbed.parameters() if p.requires_grad), *private.trained_parameters()], lr=1e-5
         ),
     ]
-    seconds: list[list[float]] = [[], []]
-    for turn in range(steps + 1):
-        for which, (net, optimizer) in enumerate(zip((plain.train(), perturbed.train()), optimizers)):
-            ids = {"example_ids": torch.arange(batch_size) + turn * batch_size} if which else {}
-            begin = time.perf_counter()
-            net(**batch, **ids).loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            if turn:
-                seconds[which].append(time.perf_counter() - begin)
-    medians = [sorted(times)[len(times) // 2] for times in seconds]
+    ids = iter(torch.arange((steps + 1) * batch_size).split(batch_size))
+
+    def step(net: Any, optimizer: torch.optim.Optimizer, released: bool) -> None:
+        net(**batch, **({"example_ids": next(ids)} if released else {})).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    calls = [
+        partial(step, plain.train(), optimizers[0], False),
+        partial(step, perturbed.train(), optimizers[1], True),
+    ]
+    medians = [statistics.median(of_one) for of_one in in_turns(calls, steps, warm_up=1)]
     return {"plain_seconds": medians[0], "ewft_seconds": medians[1], "ratio": medians[1] / medians[0]}
 
 
 def plot(rows: list[dict[str, Any]], folder: Path) -> None:
     """Accuracy by layer, what is inferred against accuracy, and the noise of each schedule."""
-    from matplotlib.figure import Figure
+    with picture(folder / "ewft.png", (17, 4.4), 3, dpi=150) as (by_layer, privacy, noise):
+        _plot_layers(rows, by_layer)
+        _plot_privacy(rows, privacy)
+        _plot_noise(rows, noise)
 
-    figure = Figure(figsize=(17, 4.4), layout="constrained")
-    by_layer, privacy, noise = figure.subplots(1, 3)
-    _plot_layers(rows, by_layer)
-    _plot_privacy(rows, privacy)
+
+def _plot_noise(rows: list[dict[str, Any]], axes: Any) -> None:
     drawn = set()
     for row in rows:
         ratios = tuple(row.get("noise_std_over_max_norm", ()))
@@ -338,12 +339,10 @@ def plot(rows: list[dict[str, Any]], folder: Path) -> None:
             label += f", S={row['step_distance']:g}"
         if len(ratios) > 1 and row["epsilon"] == 8.0 and (label, ratios) not in drawn and "only" not in label:
             drawn.add((label, ratios))
-            noise.plot(range(1, len(ratios) + 1), ratios, marker="o", label=f"{label}: true {row['true_epsilon']:.1f}")
-    noise.set(xlabel="epoch", ylabel="noise std / C", title="schedules printed as epsilon 8, and their true epsilon")
-    noise.xaxis.get_major_locator().set_params(integer=True)
-    noise.legend(fontsize=7)
-    folder.mkdir(parents=True, exist_ok=True)
-    figure.savefig(folder / "ewft.png", dpi=150)
+            axes.plot(range(1, len(ratios) + 1), ratios, marker="o", label=f"{label}: true {row['true_epsilon']:.1f}")
+    axes.set(xlabel="epoch", ylabel="noise std / C", title="schedules printed as epsilon 8, and their true epsilon")
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.legend(fontsize=7)
 
 
 def _plot_layers(rows: list[dict[str, Any]], axes: Any) -> None:
@@ -364,9 +363,7 @@ def _plot_layers(rows: list[dict[str, Any]], axes: Any) -> None:
         for layer in layers
     ]
     axes.plot(layers, once, "-.", color="black", marker="s", label="released once")
-    plain = mean_of(rows, "accuracy", form="none", length=length)
-    if plain is not None:
-        axes.axhline(plain, color="grey", label="without noise")
+    level(axes, rows, "accuracy", "without noise", form="none", length=length)
     axes.set(xlabel="blocks before the noise", ylabel="accuracy", title="printed epsilon 8", xticks=layers)
     axes.legend(fontsize=7)
 
@@ -394,12 +391,10 @@ def _plot_privacy(rows: list[dict[str, Any]], axes: Any) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure what is missing, then draw."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
-    parser.add_argument("--model", type=Path, required=True, help="folder of all-MiniLM-L6-v2 or another encoder")
+    parser = parser_of(__doc__, model="folder of all-MiniLM-L6-v2 or another encoder")
     parser.add_argument("--sst2", type=Path, help="folder with train.tsv and test.tsv")
     parser.add_argument("--public", type=Path, help="plain text for the autoencoders")
     parser.add_argument("--pii", type=Path, help="labelled spans, such as synth_dataset_v2.json")
-    add_options(parser)
     parser.add_argument("--step-time", action="store_true", help="only the time of a step; into --json")
     options = parser.parse_args(arguments)
     quiet_libraries()

@@ -7,7 +7,6 @@ code (`Site`, `Aggregator`) in one process; what Flower's processes cost beyond 
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
@@ -37,7 +36,7 @@ from fastdp.methods.selective import (
 )
 
 from .. import record
-from .suite import Table, add_options, measure_rows
+from .suite import Table, measure_rows, parser_of, picture
 
 SCHEMES = ("none", "selective", "all")
 DATA = ("wikitext2", "pii_spans")
@@ -245,18 +244,15 @@ def plot(rows: Sequence[dict[str, Any]], folder: Path) -> None:
 
 def plot_detector(quality: dict[str, Any], folder: Path) -> None:
     """Recall and precision by entity."""
-    folder.mkdir(parents=True, exist_ok=True)
-    figure = Figure(figsize=(7, 5), layout="constrained")
-    axes = figure.subplots()
     names = sorted(quality["by_entity"], key=lambda name: quality["by_entity"][name]["recall"] or 0)
     places = np.arange(len(names))
-    for shift, key, colour in ((-0.2, "recall", "#1b3a57"), (0.2, "precision", "#c4572b")):
-        values = [quality["by_entity"][name][key] or 0.0 for name in names]
-        axes.barh(places + shift, values, height=0.4, label=key, color=colour)
-    axes.set_yticks(places, [f"{name} ({quality['by_entity'][name]['labelled']})" for name in names], fontsize=8)
-    axes.set_title(f"Rule detector on {quality['corpus']}", fontsize=10, loc="left")
-    axes.legend(frameon=False)
-    figure.savefig(folder / "federated_detector.png", dpi=110)
+    with picture(folder / "federated_detector.png", (7, 5), dpi=110) as (axes,):
+        for shift, key, colour in ((-0.2, "recall", "#1b3a57"), (0.2, "precision", "#c4572b")):
+            values = [quality["by_entity"][name][key] or 0.0 for name in names]
+            axes.barh(places + shift, values, height=0.4, label=key, color=colour)
+        axes.set_yticks(places, [f"{name} ({quality['by_entity'][name]['labelled']})" for name in names], fontsize=8)
+        axes.set_title(f"Rule detector on {quality['corpus']}", fontsize=10, loc="left")
+        axes.legend(frameon=False)
 
 
 def _mean_over_seeds(rows: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
@@ -284,14 +280,10 @@ def _write_texts(path: Path, texts: Sequence[str]) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure what is missing, then draw."""
-    parser = argparse.ArgumentParser(
-        description=__doc__.splitlines()[0],  # type: ignore[union-attr]
-        epilog="Results other than the rounds are written beside --json.",
-    )
+    parser = parser_of(__doc__, seeds=1, pii="labelled spans, such as synth_dataset_v2.json")
+    parser.epilog = "Results other than the rounds are written beside --json."
     parser.add_argument("--model", type=Path, help="folder of a causal model, such as gpt2-mini")
     parser.add_argument("--wikitext", type=Path, help="folder with valid.txt and test.txt")
-    parser.add_argument("--pii", type=Path, required=True, help="labelled spans, such as synth_dataset_v2.json")
-    add_options(parser, seeds=1)
     parser.add_argument("--detector", action="store_true", help="only what the detector finds")
     parser.add_argument("--speed", action="store_true", help="only tokens a second, and SecAgg+'s precision")
     parser.add_argument("--overhead", action="store_true", help="only one flwr run against the clients' training")

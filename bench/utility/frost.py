@@ -9,10 +9,8 @@ are tried first, on held-out examples of their own; like the paper's own choice 
 
 from __future__ import annotations
 
-import argparse
 import math
 import statistics
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -26,17 +24,22 @@ from fastdp.bench.utility import tops
 from fastdp.bench.utility.suite import (
     Run,
     Table,
-    add_options,
     by_seed,
+    curve,
+    level,
     measure,
+    parser_of,
+    picture,
     placed,
     spread_of,
+    timed,
     train,
     without_dropout,
 )
 from torch.utils.data import DataLoader, Dataset
 
 import fastdp
+from fastdp.commands.quiet import quiet_libraries
 from fastdp.methods.sap import split_model
 from fastdp.private.method import Method
 from fastdp.private.plan import Budget, Plan
@@ -251,12 +254,8 @@ class Bench:
         model = self.model(row["form"], row["seed"])
         names = {name: p for name, p in model.named_parameters() if p.requires_grad}
         run = self.start(model, row)
-        begin = time.perf_counter()
-        run.prepare()
-        selected = time.perf_counter()
-        for _ in train(run):
-            pass
-        end = time.perf_counter()
+        selection, _ = timed(run.prepare)
+        training, _ = timed(lambda: list(train(run)))
         held_out = self.tuned_on if row["part"] == "rate" else self.held_out
         true = run.epsilon() if row["form"] != "non-private" else math.inf
         found: dict[str, Any] = {
@@ -265,8 +264,8 @@ class Bench:
             "noise_multiplier": run.noise_multiplier,
             "used_learning_rate": self._learning_rate(row),
             "trained_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
-            "selection_seconds": selected - begin,
-            "training_seconds": end - selected,
+            "selection_seconds": selection,
+            "training_seconds": training,
         }
         if row["form"] == "frost":
             assert isinstance(run.method, fastdp.DPFrost)
@@ -295,23 +294,14 @@ class Bench:
         frost = self.model("frost", 0, whole=True)
         data = self.train.first(population)
         run = self.start(frost, chosen, data, 10_000)
-        begin = time.perf_counter()
-        run.prepare()
-        selection = time.perf_counter() - begin
+        selection, _ = timed(run.prepare)
         size = sum(p.numel() for p in frost.parameters() if p.requires_grad)
         rank = self._rank(size)
         lora = self.model("lora", 0, rank, whole=True)
         other = self.start(lora, {**chosen, "form": "lora"}, data, 10_000)
-        times: list[list[float]] = [[], []]
-        counts = [0, 0]
         loops = [train(run), train(other)]
-        for turn in range(steps + 2):
-            for which, loop in enumerate(loops):
-                begin = time.perf_counter()
-                examples = next(loop)
-                if turn >= 2:
-                    times[which].append((time.perf_counter() - begin) / examples)
-                    counts[which] += examples
+        turns = [[timed(partial(next, loop)) for loop in loops] for _ in range(steps + 2)][2:]
+        times = [[seconds / examples for seconds, examples in of_one] for of_one in zip(*turns)]
         training = statistics.median(times[0]) * 3 * len(data)
         found = {
             "frost_parameters": size,
@@ -402,60 +392,43 @@ def tables(rows: Sequence[dict[str, Any]], size: Size) -> str:
 
 def plot(rows: Sequence[dict[str, Any]], size: Size, folder: Path) -> None:
     """Accuracy against epsilon, and which partitions were selected in which iteration."""
-    from matplotlib.figure import Figure
-
-    folder.mkdir(parents=True, exist_ok=True)
-    figure = Figure(figsize=(6.4, 4.4), layout="constrained")
-    axes = figure.subplots()
     usual = {**FROST, "selection_rate": size.rates[0]}
-    for form in ("full", "random", "values", *PEFT, "frost"):
-        setting = usual if form == "frost" else {"form": form}
-        points = [
-            (e, spread_of(rows, "accuracy", **{"part": "accuracy", **setting, "epsilon": e})) for e in size.epsilons
-        ]
-        drawn = [(epsilon, *point) for epsilon, point in points if point]
-        if drawn:
-            epsilons, means, deviations = zip(*drawn)
-            axes.errorbar(epsilons, means, deviations, marker="o", capsize=3, label=form)
-    plain = spread_of(rows, "accuracy", part="accuracy", form="non-private")
-    if plain:
-        axes.axhline(plain[0], color="grey", linestyle="--", label="non-private")
-    axes.set(xscale="log", xlabel="true epsilon", ylabel="accuracy")
-    axes.minorticks_off()
-    axes.set_xticks(size.epsilons, [f"{e:g}" for e in size.epsilons])
-    axes.legend(fontsize=8, loc="center left")
-    figure.savefig(folder / "frost-epsilon.png", dpi=130)
+    with picture(folder / "frost-epsilon.png", (6.4, 4.4)) as (axes,):
+        for form in ("full", "random", "values", *PEFT, "frost"):
+            setting = usual if form == "frost" else {"part": "accuracy", "form": form}
+            curve(axes, rows, "accuracy", "epsilon", size.epsilons, form, **setting)
+        level(axes, rows, "accuracy", "non-private", part="accuracy", form="non-private")
+        axes.set(xscale="log", xlabel="true epsilon", ylabel="accuracy")
+        axes.minorticks_off()
+        axes.set_xticks(size.epsilons, [f"{e:g}" for e in size.epsilons])
+        axes.legend(fontsize=8, loc="center left")
     _plot_selected([row for row in rows if all(row.get(key) == value for key, value in usual.items())], folder)
 
 
 def _plot_selected(rows: Sequence[dict[str, Any]], folder: Path) -> None:
-    from matplotlib.figure import Figure
-
     if not rows:
         return
     rows = sorted(rows, key=lambda row: (row["epsilon"], row["seed"]))
     names = sorted({name for row in rows for name in row["selected"]})
     grid = [[row["selected"].get(name, math.nan) for row in rows] for name in names]
-    figure = Figure(figsize=(3.5 + 0.35 * len(rows), 1.2 + 0.16 * len(names)), layout="constrained")
-    axes = figure.subplots()
-    image = axes.imshow(grid, aspect="auto", cmap="viridis", vmin=1, vmax=FROST["selection_steps"])
-    axes.set_yticks(range(len(names)), [name.replace("bert.encoder.layer.", "layer ") for name in names], fontsize=6)
-    axes.set_xticks(range(len(rows)), [f"{row['epsilon']:g}" for row in rows], fontsize=7)
-    axes.set(xlabel="epsilon, one column a seed", title="partitions, by the iteration that selected them")
-    figure.colorbar(image, ax=axes, label="iteration", ticks=range(1, FROST["selection_steps"] + 1))
-    figure.savefig(folder / "frost-selected.png", dpi=130)
+    last, shown = FROST["selection_steps"], [name.replace("bert.encoder.layer.", "layer ") for name in names]
+    with picture(folder / "frost-selected.png", (3.5 + 0.35 * len(rows), 1.2 + 0.16 * len(names))) as (axes,):
+        image = axes.imshow(grid, aspect="auto", cmap="viridis", vmin=1, vmax=last)
+        axes.set_yticks(range(len(names)), shown, fontsize=6)
+        axes.set_xticks(range(len(rows)), [f"{row['epsilon']:g}" for row in rows], fontsize=7)
+        axes.set(xlabel="epsilon, one column a seed", title="partitions, by the iteration that selected them")
+        axes.figure.colorbar(image, ax=axes, label="iteration", ticks=range(1, last + 1))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure what is missing, then draw."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
-    parser.add_argument("--model", type=Path, required=True, help="folder of all-MiniLM-L6-v2 or another encoder")
-    parser.add_argument("--train", type=Path, required=True, help="TSV with the columns sentence and label")
-    parser.add_argument("--eval", type=Path, required=True, help="TSV of the same form, held out")
-    add_options(parser)
-    options = parser.parse_args(arguments)
-    hf.logging.set_verbosity_error()
-    hf.utils.logging.disable_progress_bar()
+    options = parser_of(
+        __doc__,
+        model="folder of all-MiniLM-L6-v2 or another encoder",
+        train="TSV with the columns sentence and label",
+        eval="TSV of the same form, held out",
+    ).parse_args(arguments)
+    quiet_libraries()
     size = {"default": Size(), "tiny": TINY, "full": FULL}[options.size]
     bench, table = Bench(options.model, options.train, options.eval, size), Table(options.json)
     done = measure(table, runs(bench, options.seeds, table), options.minutes)

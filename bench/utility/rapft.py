@@ -9,10 +9,8 @@ kind of fine-tuning share learning rate, steps and batch size.
 
 from __future__ import annotations
 
-import argparse
 import math
 import statistics
-import time
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -26,18 +24,24 @@ import transformers as hf
 from fastdp.bench.utility.suite import (
     Run,
     Table,
-    add_options,
     by_seed,
+    curve,
     device,
+    in_turns,
+    level,
     measure,
+    parser_of,
+    picture,
     placed,
     spread_of,
+    timed,
     train,
     without_dropout,
 )
 from torch.utils.data import DataLoader
 
 import fastdp
+from fastdp.commands.quiet import quiet_libraries
 from fastdp.data import Collator, Examples, causal_examples, read_rows
 from fastdp.finetune.evaluation import evaluate
 from fastdp.finetune.memory import PeakMemory
@@ -184,17 +188,14 @@ class Bench:
             epochs=(size.steps - 0.5) / self.per_epoch,
             max_physical_batch_size=32,
         )
-        begin = time.perf_counter()
-        for _ in train(run):
-            pass
-        seconds = (time.perf_counter() - begin) / size.steps
+        seconds, _ = timed(lambda: list(train(run)))
         quality = evaluate(model, self.held_out, self.collator, 32, "causal-lm")
         true = run.epsilon() if private else math.inf
         found = {
             "perplexity": quality.perplexity,
             "true_epsilon": true if math.isfinite(true) else "inf",
             "noise_multiplier": run.noise_multiplier,
-            "seconds_per_step": seconds,
+            "seconds_per_step": seconds / size.steps,
         }
         if row["form"] == "paper":
             found["fixed_mask_epsilon"] = float(fastdp.accounting.epsilon(run.ledger.event(), DELTA))
@@ -211,12 +212,13 @@ class Bench:
         for _ in range(min(3, self.size.timed)):
             memory = PeakMemory(device())
             start = memory.stop()
-            begin = time.perf_counter()
-            for batch in self.public:
-                propagator.total(batch)
-            seconds.append(time.perf_counter() - begin)
+            seconds.append(timed(lambda: self._pass(propagator))[0])
             peaks.append(memory.stop() - start)
         return {"map_seconds": statistics.median(seconds), "map_bytes": statistics.median(peaks)}
+
+    def _pass(self, propagator: rapft.Propagator) -> None:
+        for batch in self.public:
+            propagator.total(batch)
 
     def _warm(self, model: torch.nn.Module) -> None:
         rapft.warm_up(model, self.public, LEARNING_RATES["lora"])
@@ -237,24 +239,13 @@ class Bench:
         """Seconds of a Rap-FT step over those of a DP-SGD step, taking turns, and of the map of 64 examples over a step
         on as many.
         """
-        methods = {"dpsgd": fastdp.DPSGD(), "printed": None, "ellipsoid": None}
-        steps = {name: self._stepper(row["tuning"], name) for name in methods}
-        times: dict[str, list[float]] = {name: [] for name in methods}
-        for turn in range(self.size.timed + 2):
-            for name, step in steps.items():
-                begin = time.perf_counter()
-                next(step)
-                if turn >= 2:
-                    times[name].append(time.perf_counter() - begin)
+        methods = ("dpsgd", "printed", "ellipsoid")
+        steps = [partial(next, self._stepper(row["tuning"], name)) for name in methods]
+        times = dict(zip(methods, in_turns(steps, self.size.timed, warm_up=2)))
         model = self.model(row["tuning"], 0)
         self._warm(model)
         propagator = self._propagator(model, rapft.Initialisation())
-        seconds = []
-        for _ in range(min(4, self.size.timed)):
-            begin = time.perf_counter()
-            for batch in self.public:
-                propagator.total(batch)
-            seconds.append(time.perf_counter() - begin)
+        (seconds,) = in_turns([partial(self._pass, propagator)], min(4, self.size.timed))
         return {
             "dpsgd_seconds": statistics.median(times["dpsgd"]),
             **{
@@ -365,78 +356,53 @@ def tables(rows: Sequence[dict[str, Any]], size: Size) -> str:
 
 def plot(rows: Sequence[dict[str, Any]], folder: Path) -> None:
     """Perplexity against epsilon and against the irrelevance ratio, and a heat map of relevance by layer."""
-    from matplotlib.figure import Figure
-
-    folder.mkdir(parents=True, exist_ok=True)
     tunings = [t for t in TUNINGS if any(row.get("tuning") == t for row in rows)]
-    figure = Figure(figsize=(4.4 * len(tunings), 4), layout="constrained")
-    for axes, tuning in zip(figure.subplots(1, len(tunings), squeeze=False)[0], tunings):
-        for form in ("dpsgd", *FORMS):
-            epsilons = sorted({r["epsilon"] for r in rows if r.get("form") == form and r["tuning"] == tuning})
-            points = [spread_of(rows, "perplexity", form=form, tuning=tuning, epsilon=e, **USUAL) for e in epsilons]
-            means, deviations = zip(*(p for p in points if p))
-            axes.errorbar(epsilons, means, deviations, marker="o", capsize=3, label=form)
-        plain = spread_of(rows, "perplexity", form="non-private", tuning=tuning)
-        if plain:
-            axes.axhline(plain[0], color="grey", linestyle="--", label="non-private")
-        axes.set(title=tuning, xlabel="true epsilon", ylabel="perplexity")
-        axes.legend(fontsize=8)
-    figure.savefig(folder / "rapft-epsilon.png", dpi=130)
-    _plot_sweep(rows, folder / "rapft-ratio.png")
-    _plot_relevance(rows, folder / "rapft-relevance.png")
-
-
-def _plot_sweep(rows: Sequence[dict[str, Any]], picture: Path) -> None:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(5.5, 4), layout="constrained")
-    axes = figure.subplots()
+    with picture(folder / "rapft-epsilon.png", (4.4 * len(tunings), 4), len(tunings)) as panels:
+        for axes, tuning in zip(panels, tunings):
+            for form in ("dpsgd", *FORMS):
+                epsilons = sorted({r["epsilon"] for r in rows if r.get("form") == form and r["tuning"] == tuning})
+                curve(axes, rows, "perplexity", "epsilon", epsilons, form, form=form, tuning=tuning, **USUAL)
+            level(axes, rows, "perplexity", "non-private", form="non-private", tuning=tuning)
+            axes.set(title=tuning, xlabel="true epsilon", ylabel="perplexity")
+            axes.legend(fontsize=8)
     swept = {**USUAL, "form": "printed", "tuning": "lora", "epsilon": MIDDLE}
     del swept["irrelevance_ratio"]
     ratios = sorted({r["irrelevance_ratio"] for r in rows if all(r.get(k) == v for k, v in swept.items())})
-    means, deviations = zip(
-        *(spread_of(rows, "perplexity", irrelevance_ratio=ratio, **swept) or (math.nan, 0.0) for ratio in ratios)
-    )
-    axes.errorbar(ratios, means, deviations, marker="o", capsize=3, label="printed shape")
-    base = spread_of(rows, "perplexity", form="dpsgd", tuning="lora", epsilon=MIDDLE)
-    if base:
-        axes.axhline(base[0], color="grey", linestyle="--", label="DP-SGD")
-    axes.set(xlabel="irrelevance ratio", ylabel="perplexity", title=f"LoRA at true epsilon {MIDDLE:g}")
-    axes.legend()
-    figure.savefig(picture, dpi=130)
-
-
-def _plot_relevance(rows: Sequence[dict[str, Any]], picture: Path) -> None:
-    from matplotlib.figure import Figure
-
+    with picture(folder / "rapft-ratio.png", (5.5, 4)) as (axes,):
+        curve(axes, rows, "perplexity", "irrelevance_ratio", ratios, "printed shape", **swept)
+        level(axes, rows, "perplexity", "DP-SGD", form="dpsgd", tuning="lora", epsilon=MIDDLE)
+        axes.set(xlabel="irrelevance ratio", ylabel="perplexity", title=f"LoRA at true epsilon {MIDDLE:g}")
+        axes.legend()
     found = [row for row in rows if row["part"] == "relevance"]
-    figure = Figure(figsize=(5 * len(found), 4.5), layout="constrained")
-    for axes, row in zip(figure.subplots(1, len(found), squeeze=False)[0], found):
-        layers: dict[str, dict[int, float]] = {}
-        for name, value in row["relevance"].items():
-            before, _, after = name.partition(".h.")
-            number, _, rest = after.partition(".")
-            if number.isdigit():
-                layers.setdefault(rest.replace(".default", ""), {})[int(number)] = value
-        depth = 1 + max(index for values in layers.values() for index in values)
-        grid = [[math.log10(max(values.get(i, 0.0), 1e-12)) for i in range(depth)] for values in layers.values()]
-        image = axes.imshow(grid, aspect="auto", cmap="viridis")
-        axes.set_yticks(range(len(layers)), list(layers), fontsize=7)
-        axes.set(title=row["tuning"], xlabel="block", xticks=range(depth))
-        figure.colorbar(image, ax=axes, label="log10 mean |relevance|")
-    figure.savefig(picture, dpi=130)
+    with picture(folder / "rapft-relevance.png", (5 * len(found), 4.5), len(found)) as panels:
+        for axes, row in zip(panels, found):
+            _draw_relevance(axes, row)
+
+
+def _draw_relevance(axes: Any, row: dict[str, Any]) -> None:
+    layers: dict[str, dict[int, float]] = {}
+    for name, value in row["relevance"].items():
+        _, _, after = name.partition(".h.")
+        number, _, rest = after.partition(".")
+        if number.isdigit():
+            layers.setdefault(rest.replace(".default", ""), {})[int(number)] = value
+    depth = 1 + max(index for values in layers.values() for index in values)
+    grid = [[math.log10(max(values.get(i, 0.0), 1e-12)) for i in range(depth)] for values in layers.values()]
+    image = axes.imshow(grid, aspect="auto", cmap="viridis")
+    axes.set_yticks(range(len(layers)), list(layers), fontsize=7)
+    axes.set(title=row["tuning"], xlabel="block", xticks=range(depth))
+    axes.figure.colorbar(image, ax=axes, label="log10 mean |relevance|")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure what is missing, then draw."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
-    parser.add_argument("--model", type=Path, required=True, help="folder of a small GPT-2")
-    parser.add_argument("--train", type=Path, required=True, help="CSV with a column ref")
-    parser.add_argument("--eval", type=Path, required=True, help="CSV of the same form, held out")
-    add_options(parser)
-    options = parser.parse_args(arguments)
-    hf.logging.set_verbosity_error()
-    hf.utils.logging.disable_progress_bar()
+    options = parser_of(
+        __doc__,
+        model="folder of a small GPT-2",
+        train="CSV with a column ref",
+        eval="CSV of the same form, held out",
+    ).parse_args(arguments)
+    quiet_libraries()
     size = {"default": Size(), "tiny": TINY, "full": FULL}[options.size]
     bench, table = Bench(options.model, options.train, options.eval, size), Table(options.json)
     done = measure(table, runs(bench, options.seeds), options.minutes)

@@ -11,7 +11,6 @@ labelled private spans: the rows of privatized tokens, or hidden rows with noise
 
 from __future__ import annotations
 
-import argparse
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -26,7 +25,7 @@ from fastdp.commands.quiet import quiet_libraries
 from fastdp.methods.sap import CTI, PrivateBottom, count_tokens, split_model
 
 from . import attributes, tops
-from .suite import Table, add_options, mean_of, measure_rows
+from .suite import Table, mean_of, measure_rows, parser_of, picture
 
 #: Forms by mechanism. The exponential mechanism leaves as many tokens unchanged at a fraction of the eta: its odds are over
 #: the vocabulary's tokens, where Laplace noise has the whole space to get lost in.
@@ -115,14 +114,7 @@ class Bench:
 
     def run(self, row: dict[str, Any]) -> dict[str, Any]:
         """One row of a figure or table."""
-        part = {
-            "figure 2": self.figure_2,
-            "figure 4": self.figure_4,
-            "table 2": self.table_2,
-            "table 3": self.table_3,
-            "attribute inference": self.attribute_inference,
-        }
-        return part[row["part"]](row)
+        return getattr(self, row["part"].replace(" ", "_"))(row)
 
     def figure_2(self, row: dict[str, Any]) -> dict[str, Any]:
         """Tokens privatized at the embedding: EP and UA by eta, with and without CTI."""
@@ -319,25 +311,24 @@ def settings(size: Size, seeds: int) -> Iterator[dict[str, Any]]:
 
 def plot(rows: list[dict[str, Any]], folder: Path) -> None:
     """EP against UA of every form, EP by split position, and attributes inferred against tokens recovered."""
-    from matplotlib.figure import Figure
+    with picture(folder / "sap.png", (17, 4.2), 3, dpi=150) as (trade, split, inferred):
+        _plot_trade(rows, trade)
+        positions = sorted({row["after"] for row in rows if row["part"] == "figure 4"})
+        split.plot(positions, [mean_of(rows, "EP", part="figure 4", after=k) for k in positions], marker="o")
+        split.set(xlabel="blocks in the bottom", ylabel="empirical privacy", title="no noise", xticks=positions)
+        _plot_attributes(rows, inferred)
 
-    figure = Figure(figsize=(17, 4.2), layout="constrained")
-    trade, split, inferred = figure.subplots(1, 3)
+
+def _plot_trade(rows: list[dict[str, Any]], axes: Any) -> None:
     for form in LAPLACE + EXPONENTIAL:
         etas = sorted({row["eta"] for row in rows if row.get("form") == form})
         points = [[mean_of(rows, value, part="figure 2", form=form, eta=eta) for value in ("EP", "UA")] for eta in etas]
         known = [point for point in points if None not in point]
         if known:
-            trade.plot(*zip(*known), marker="o", label=form + (" (no bound)" if form == "CTI paper" else ""))
-    trade.set(xlabel="empirical privacy", ylabel="accuracy", title="SAP at the embedding, by eta")
-    if trade.lines:
-        trade.legend(fontsize=8)
-    positions = sorted({row["after"] for row in rows if row["part"] == "figure 4"})
-    split.plot(positions, [mean_of(rows, "EP", part="figure 4", after=k) for k in positions], marker="o")
-    split.set(xlabel="blocks in the bottom", ylabel="empirical privacy", title="no noise", xticks=positions)
-    _plot_attributes(rows, inferred)
-    folder.mkdir(parents=True, exist_ok=True)
-    figure.savefig(folder / "sap.png", dpi=150)
+            axes.plot(*zip(*known), marker="o", label=form + (" (no bound)" if form == "CTI paper" else ""))
+    axes.set(xlabel="empirical privacy", ylabel="accuracy", title="SAP at the embedding, by eta")
+    if axes.lines:
+        axes.legend(fontsize=8)
 
 
 def _plot_attributes(rows: list[dict[str, Any]], axes: Any) -> None:
@@ -362,11 +353,12 @@ def _plot_attributes(rows: list[dict[str, Any]], axes: Any) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure what is missing, then draw."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
-    parser.add_argument("--model", type=Path, required=True, help="folder of all-MiniLM-L6-v2 or another encoder")
-    parser.add_argument("--sst2", type=Path, required=True, help="folder with train.tsv, dev.tsv and test.tsv")
-    parser.add_argument("--pii", type=Path, required=True, help="labelled spans, such as synth_dataset_v2.json")
-    add_options(parser)
+    parser = parser_of(
+        __doc__,
+        model="folder of all-MiniLM-L6-v2 or another encoder",
+        sst2="folder with train.tsv, dev.tsv and test.tsv",
+        pii="labelled spans, such as synth_dataset_v2.json",
+    )
     parser.add_argument("--only", default="", help="only parts whose name holds this")
     options = parser.parse_args(arguments)
     quiet_libraries()

@@ -9,6 +9,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -67,14 +68,23 @@ def measure_rows(
     return measure(table, ((row, partial(run, row)) for row in rows), minutes)
 
 
-def add_options(parser: argparse.ArgumentParser, seeds: int = 3) -> None:
-    """The options that suites share; ``seeds`` is the default of one."""
+def parser_of(doc: str | None, seeds: int = 3, **paths: str) -> argparse.ArgumentParser:
+    """A suite's options: the paths that it cannot do without, with their help, and what all share.
+
+    Args:
+        doc: the suite's own docstring, whose first line describes it.
+        seeds: default of ``--seeds``.
+    """
+    parser = argparse.ArgumentParser(description=str(doc).splitlines()[0])
+    for name, text in paths.items():
+        parser.add_argument(f"--{name}", type=Path, required=True, help=text)
     parser.add_argument("--json", type=Path, help="rows as they come, with device, versions and commit")
     parser.add_argument("--pictures", type=Path, help="folder to draw into once all is measured")
     parser.add_argument("--seeds", type=int, default=seeds)
     parser.add_argument("--minutes", type=float, default=60.0, help="how long to go on; the same command resumes")
     parser.add_argument("--size", choices=("default", "tiny", "full"), default="default")
     parser.add_argument("--full", dest="size", action="store_const", const="full", help="the paper's size, for a GPU")
+    return parser
 
 
 def by_seed(rows: Sequence[dict[str, Any]], seeds: int) -> Iterator[dict[str, Any]]:
@@ -99,6 +109,47 @@ def spread_of(rows: Sequence[dict[str, Any]], value: str, **setting: Any) -> tup
     """Mean and standard deviation of a value over the seeds of a setting; None without rows."""
     found = values_of(rows, value, **setting)
     return (statistics.mean(found), statistics.stdev(found) if len(found) > 1 else 0.0) if found else None
+
+
+def timed(call: Callable[[], Any]) -> tuple[float, Any]:
+    """Seconds that a call took, and what it returned."""
+    begin = time.perf_counter()
+    result = call()
+    return time.perf_counter() - begin, result
+
+
+def in_turns(calls: Sequence[Callable[[], Any]], turns: int, warm_up: int = 0) -> list[list[float]]:
+    """Seconds of each call by turn: the calls take turns, so that what else the machine does meets all of them."""
+    times = [[timed(call)[0] for call in calls] for _ in range(turns + warm_up)]
+    return [list(of_one) for of_one in zip(*times[warm_up:])]
+
+
+@contextmanager
+def picture(path: Path, size: tuple[float, float], columns: int = 1, dpi: int = 130) -> Iterator[Any]:
+    """The axes of a picture, one a column; it is written to ``path`` at the end."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=size, layout="constrained")
+    yield figure.subplots(1, columns, squeeze=False)[0]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=dpi)
+
+
+def curve(
+    axes: Any, rows: Sequence[dict[str, Any]], value: str, over: str, at: Iterable[Any], label: str, **setting: Any
+) -> None:
+    """Mean and deviation of a value at each of ``at`` of the setting ``over`` that has rows."""
+    found = [(place, spread_of(rows, value, **{**setting, over: place})) for place in at]
+    points = [(place, *spread) for place, spread in found if spread]
+    if points:
+        axes.errorbar(*zip(*points), marker="o", capsize=3, label=label)
+
+
+def level(axes: Any, rows: Sequence[dict[str, Any]], value: str, label: str, **setting: Any) -> None:
+    """A line at the mean of a value over the rows with this setting, if there are any."""
+    mean = mean_of(rows, value, **setting)
+    if mean is not None:
+        axes.axhline(mean, color="grey", linestyle="--", label=label)
 
 
 def device() -> torch.device:
