@@ -10,6 +10,7 @@ import torch
 import fastdp.ops as ops
 from fastdp.engine.bounds import Norms, UpperNorms
 from fastdp.engine.layout import Layout
+from fastdp.engine.likeness import Likeness, Noting, unlike
 from fastdp.engine.policy import Policy
 from fastdp.engine.uses import Factors, UnsupportedUse
 from fastdp.ops.routes import plan
@@ -523,6 +524,18 @@ class Accumulator:
         self.nonfinite: torch.Tensor | int = 0
         self.unclipped: torch.Tensor | int = 0
         self.units: torch.Tensor | int = 0
+        #: Of each micro-batch in two passes the parameters captured, and whether the second pass had something else.
+        self.unlike: list[tuple[list[str], torch.Tensor]] = []
+
+    def require_alike(self) -> None:
+        """Raise `SelfCheckError`, naming a parameter, if a second backward pass added what the first had not measured.
+
+        On a GPU this waits for the device, so it is for the release to ask.
+        """
+        for names, differing in self.unlike:
+            if bool(differing.any()):
+                raise unlike(names[int(differing.nonzero()[0])])
+        self.unlike.clear()
 
     def run(
         self,
@@ -542,12 +555,17 @@ class Accumulator:
             two_pass: run the backward pass twice and keep no factor: for gradient checkpointing, where memory is short.
         """
         norms = NormSink(self, layout, expected, keep=not two_pass)
-        open_sink(norms)
+        first, again = Likeness(self.names), Likeness(self.names)
+        open_sink(Noting(norms, first) if two_pass else norms)
         backward(two_pass)
         factors = self.factors(norms.finish(), layout.weights)
         if two_pass:
-            open_sink(SumSink(self, factors))
+            again.places = first.places
+            open_sink(Noting(SumSink(self, factors), again))
             backward(False)
+            self.unlike.append((first.captures, first.differing(again)))
+            if layout.weights.device.type == "cpu":
+                self.require_alike()
             return
         while norms.entries:
             name, entry = norms.entries.popitem()

@@ -233,6 +233,7 @@ class Private:
         if not engine.complete:
             return
         accumulator = engine.accumulator
+        accumulator.require_alike()
         self.nonfinite_examples += int(accumulator.nonfinite)
         for observer in self._observers:
             observer.before_release(accumulator)
