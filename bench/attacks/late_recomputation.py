@@ -10,8 +10,8 @@ class Counting(kit.Net):
     gradient_checkpointing, runs = True, 0
 
     def block(self, hidden: torch.Tensor) -> torch.Tensor:
-        self.runs += len(hidden) > 10
-        return hidden * (1e4 if self.runs > 60 and self.runs % 2 else 1.0)
+        self.runs += len(hidden) > 10 and torch.is_grad_enabled()
+        return hidden * (1e4 if self.runs > 40 and self.runs % 2 == 0 else 1.0)
 
     def between(self, hidden: torch.Tensor) -> torch.Tensor:
         return checkpoint(self.block, hidden, use_reentrant=True)

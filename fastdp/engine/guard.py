@@ -1,11 +1,14 @@
 """What leaves with a model besides released parameters: buffers that a forward writes, parameters that something else moves.
 
-Torch counts every write into a tensor (but through ``.data``), so that looking costs nothing but the counting.
+Torch counts every write into a tensor, so that looking costs nothing but the counting. Writes through ``.data``, and by
+other ways round torch, are not counted: for them a few numbers of every tensor, at places drawn anew for each release, are
+compared as well, and from time to time all numbers that training leaves alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -14,7 +17,11 @@ from fastdp.engine.errors import SelfCheckError
 
 #: A buffer's name, the tensor that holds it, and how often that was written.
 _Buffers = dict[str, tuple[torch.Tensor, int]]
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+#: Columns of the table in which bits are added up.
+_WIDE = 512
+#: Numbers of a tensor that are looked at for each release, and the most tensors; of more than these, some are drawn.
+_SPOT, _SPOTS = 16, 64
+_SECRET = random.SystemRandom()
 
 
 class Guard:
@@ -29,21 +36,43 @@ class Guard:
         self.harmless: frozenset[str] = frozenset()
         self._modules = list(model.named_modules())
         self._versions: dict[str, tuple[torch.Tensor, int]] | None = None
+        self._spots: _Spots | None = None
+        #: All numbers of what no training changes, as of its latest change that torch counted.
+        self._still: dict[str, tuple[int, int, int]] = {}
+        self._releases = 0
 
     def settle(self) -> None:
         """Take the parameters as they are now for released, or for not yet trained."""
-        self._versions = {name: (p, p._version) for name, p in self.model.named_parameters()}
+        parameters = dict(self.model.named_parameters())
+        self._versions = {name: (p, p._version) for name, p in parameters.items()}
+        state = [*parameters.items(), *((name, buffer) for name, (buffer, _) in self._buffers().items())]
+        self._spots = _Spots([(name, t) for name, t in state if _readable(t) and name not in self.harmless])
+        self._still = self._still or self._untrained()
 
     def require_settled(self) -> None:
         """Raise RuntimeError, naming it, if a parameter was written or replaced since `settle`."""
         now = dict(self.model.named_parameters())
         for name, (parameter, version) in (self._versions or {}).items():
             if parameter._version != version or now.get(name, parameter) is not parameter:
-                raise RuntimeError(
-                    f"{name} was changed outside of a release, so no noise covers it: let the private optimizer alone change "
-                    "the model; after loading released weights call private.load_state_dict, or detach() and make the run "
-                    "private anew"
-                )
+                raise _moved(name)
+
+    def require_untouched(self, *, last: bool) -> None:
+        """Raise RuntimeError, naming it, if a parameter or a buffer was written in a way that torch does not count.
+
+        Called before each release: some numbers of each tensor are compared with those at `settle`, and before the 1st, 2nd,
+        4th, 8th ... and the ``last`` release all numbers of frozen weights and of buffers with those before.
+        """
+        if self._spots is not None and (name := self._spots.moved()) is not None:
+            raise _moved(name)
+        self._releases += 1
+        if not last and self._releases & (self._releases - 1):
+            return
+        found = self._untrained()
+        for name, (identity, version, bits) in found.items():
+            before = self._still.get(name)
+            if before is not None and before[:2] == (identity, version) and before[2] != bits:
+                raise _moved(name)
+        self._still = found
 
     def require_frozen(self, trained: dict[str, torch.nn.Parameter]) -> None:
         """Raise RuntimeError, naming it, if a parameter that the engine does not know has come to be trained."""
@@ -55,6 +84,11 @@ class Guard:
                         f"{prefix}{'.' * bool(prefix)}{name} was unfrozen or added after make_private; call detach() and make "
                         "the run private anew"
                     )
+
+    def _untrained(self) -> dict[str, tuple[int, int, int]]:
+        frozen = ((name, p) for name, p in self.model.named_parameters() if not p.requires_grad)
+        buffers = ((name, b) for name, (b, _) in self._buffers().items() if name not in self.harmless)
+        return contents((name, t) for name, t in (*frozen, *buffers) if _readable(t))
 
     @contextmanager
     def forward(self) -> Iterator[None]:
@@ -99,18 +133,89 @@ class Guard:
         }
 
 
-def contents(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, tuple[int, ...]]:
+class _Spots:
+    """A few neighbouring numbers of each of some tensors, at places that nobody knows beforehand, as they are now."""
+
+    def __init__(self, named: Sequence[tuple[str, torch.Tensor]]):
+        chosen = _SECRET.sample(named, _SPOTS) if len(named) > _SPOTS else named
+        self._places = [(n, t, t._version, _SECRET.randrange(max(1, t.numel() - _SPOT + 1))) for n, t in chosen]
+        self._values = self._read()
+
+    def _read(self) -> dict[torch.device, torch.Tensor]:
+        parts: dict[torch.device, list[torch.Tensor]] = {}
+        for _, tensor, version, start in self._places:
+            size = min(_SPOT, tensor.numel())
+            flat = tensor.detach().as_strided((size,), (1,), tensor.storage_offset() + start)
+            bits = flat.view(torch.uint8)
+            # What torch counted a write into is for others to judge.
+            parts.setdefault(tensor.device, []).append(bits if tensor._version == version else torch.zeros_like(bits))
+        return {device: torch.cat(found) for device, found in parts.items()}
+
+    def moved(self) -> str | None:
+        """The name of a tensor whose numbers are others now though torch counted no write, if there is one."""
+        for device, now in self._read().items():
+            gaps = now != self._values[device]
+            sizes = [
+                (name, min(_SPOT, tensor.numel()) * tensor.element_size(), tensor._version == version)
+                for name, tensor, version, _ in self._places
+                if tensor.device == device
+            ]
+            if not all(counted for *_, counted in sizes) or bool(gaps.any()):
+                for (name, _, counted), gap in zip(sizes, gaps.split([size for _, size, _ in sizes])):
+                    if counted and bool(gap.any()):
+                        return name
+        return None
+
+
+def _readable(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's numbers lie plainly in memory."""
+    plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
+    return (
+        plain
+        and tensor.device.type != "meta"
+        and not tensor.is_quantized
+        and not tensor.is_complex()
+        and tensor.numel() > 0
+        and torch.ops.aten.is_non_overlapping_and_dense(tensor)
+    )
+
+
+def contents(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, tuple[int, int, int]]:
     """What tells whether tensors were written to or replaced, by name.
 
-    Bits are added up, so that writes through ``.data``, which torch does not count, are seen as well.
+    Bits are added up, by place, so that writes through ``.data``, which torch does not count, are seen as well.
     """
-    found: dict[str, tuple[int, ...]] = {}
+    found = {}
     for name, tensor in named:
         plain = tensor.detach()
-        bits = (torch.view_as_real(plain) if plain.is_complex() else plain).contiguous().reshape(-1)
-        whole = bits.view(_BITS[bits.element_size()]).sum(dtype=torch.int64)
-        found[name] = (id(tensor), tensor._version, int(whole))
+        flat = (torch.view_as_real(plain) if plain.is_complex() else plain).contiguous().reshape(-1)
+        found[name] = (id(tensor), tensor._version, _sum(flat))
     return found
+
+
+def _sum(flat: torch.Tensor) -> int:
+    """A sum of the bits of a flat tensor, modulo 2^64, in which no two places count alike."""
+    bits = flat.view(torch.uint8)
+    head = bits.shape[0] // (8 * _WIDE) * 8 * _WIDE
+    whole = 0
+    if head:
+        table = bits[:head].view(torch.int64).view(-1, _WIDE)
+        for sums in (table.sum(0), table.sum(1)):
+            whole += int((sums * _odd(sums)).sum())
+    rest = bits[head:].long()
+    return (whole + int((rest * _odd(rest)).sum())) % 2**64
+
+
+def _odd(like: torch.Tensor) -> torch.Tensor:
+    """A different odd number for each place."""
+    return (2 * torch.arange(like.shape[0], device=like.device) + 1) * 0x9E3779B97F4A7C1
+
+
+def _moved(name: str) -> RuntimeError:
+    return RuntimeError(
+        f"{name} was changed outside of a release, so no noise covers it: let the private optimizer alone change the model; "
+        "after loading released weights call private.load_state_dict, or detach() and make the run private anew"
+    )
 
 
 def _buffer_written(name: str) -> SelfCheckError:

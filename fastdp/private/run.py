@@ -232,6 +232,7 @@ class Private:
         self.last_step_done = engine.complete
         if not engine.complete:
             return
+        engine.guard.require_untouched(last=self.steps_done + 1 >= self.total_steps)
         accumulator = engine.accumulator
         accumulator.require_alike()
         self.nonfinite_examples += int(accumulator.nonfinite)
