@@ -7,6 +7,7 @@ from . import kit, systems
 
 class Late(kit.Net):
     calls = 0
+    seen: torch.Tensor
 
     def __init__(self) -> None:
         super().__init__()

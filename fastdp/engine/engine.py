@@ -5,10 +5,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import random
-import time
 import warnings
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -21,6 +20,7 @@ from fastdp.engine.boundary import LossBoundary, OutputBoundary, find_loss, plai
 from fastdp.engine.errors import SelfCheckError, UnsupportedUse
 from fastdp.engine.guard import Guard
 from fastdp.engine.intercept import PatchedForward, Reads
+from fastdp.engine.later import Schedule, Structure
 from fastdp.engine.layout import Layout, Ticket
 from fastdp.engine.losses import LossTerms, combine, intercepted, masked_mean
 from fastdp.engine.policy import Policy, Unclipped
@@ -35,16 +35,6 @@ NO_LOSS = (
     "loss outside"
 )
 _ONE_ROW = Ticket(torch.zeros(1, dtype=torch.int64), torch.ones(1), is_last=True)
-#: The hooks that torch calls for every module.
-_EVERYWHERE = (
-    torch.nn.modules.module._global_forward_hooks,
-    torch.nn.modules.module._global_forward_pre_hooks,
-    torch.nn.modules.module._global_backward_hooks,
-)
-#: The shares of a run's time that checks of later batches may take: whole ones, and both kinds together.
-_SHARE, _BRIEF_SHARE = 0.005, 0.01
-#: Seconds that brief checks may take in any run, however short.
-_LEAST = 1.0
 
 
 @dataclasses.dataclass
@@ -109,10 +99,13 @@ class Engine:
         self.guard = Guard(model)
         #: The model's loss functions whose coefficient it divides by the number of rows.
         self.divided: frozenset[int] = frozenset()
+        #: Where the model was seen to ask the host about data.
+        self.asked: frozenset[str] = frozenset()
         #: For inputs of given shapes, the shapes that uses had.
         self.explained: dict[Any, frozenset[Any]] = {}
-        self._again = _Again(batches)
-        self._built = 0
+        self._again = Schedule(batches)
+        self._structure = Structure(model)
+        self._foreseen: selfcheck.Foreseen | None = None
         self._rehearsed: dict[int, torch.Tensor] = {}
         self._patches: list[PatchedForward] = []
         self._preparing = False
@@ -151,7 +144,7 @@ class Engine:
         elif self.route != ORDINARY:
             self._know_rows(call, ticket)
             if self.check:
-                thorough = self._again.affordable() or self._built != self._structure()
+                thorough = self._structure.changed() or self._again.affordable()
                 if self._again.due() or thorough:
                     with self._again:
                         self._check_again(call, ticket, thorough=thorough)
@@ -203,6 +196,9 @@ class Engine:
         output, tops = self._tops(args, kwargs, layout, tap, verify=verify)
         if self.route == USES and not self._preparing:
             self._require_explained((args, kwargs), ticket, tap)
+            foreseen, self._foreseen = self._foreseen, None
+            if foreseen is not None and not foreseen.holds(tops):
+                selfcheck.whole(self, (args, kwargs), ticket, foreseen.rows)
 
         def backward(upstream: Any, retain: bool) -> None:
             if self.returns_loss:
@@ -216,6 +212,11 @@ class Engine:
         if not self.returns_loss:
             return self._outputs(output, tops, waiting)
         return replace_loss(output, self._loss(masked_mean(tops[0].detach(), layout.weights), waiting))
+
+    def tops(self, args: Any, kwargs: Any, ticket: Ticket) -> list[torch.Tensor]:
+        """What a backward pass on a call would start from, by the route of uses: units' losses ``[units]``, or outputs."""
+        layout = self._layout(ticket)
+        return self._tops(args, kwargs, layout, Tap(layout), verify=True)[1]
 
     def _tops(
         self, args: Any, kwargs: Any, layout: Layout, tap: Tap, *, verify: bool
@@ -404,7 +405,7 @@ class Engine:
         self.guard.require_settled()
         if reason is not None:
             self._fall_back(reason, ticket)
-        self._built = self._structure()
+        self._structure.changed()
         self.on_route(str(self.route), reason)
 
     def _decide(self, call: Call, ticket: Ticket) -> str | None:
@@ -496,36 +497,21 @@ class Engine:
                 f"the input of {operation} has shape {list(shape)} a row, by no reason of the batch's shapes"
             )
 
-    def _structure(self) -> int:
-        """Changes when hooks are hung on modules, modules are exchanged, parameters tied, or settings switched."""
-        own = tuple(
-            (
-                id(m),
-                *m._forward_hooks,
-                *m._forward_pre_hooks,
-                *m._backward_hooks,
-                *map(id, m._parameters.values()),
-                *_settings(m),
-            )
-            for m in self.model.modules()
-        )
-        return hash(
-            (own, *(key for hooks in _EVERYWHERE for key in hooks), *_settings(getattr(self.model, "config", None)))
-        )
-
     def _check_again(self, call: Call, ticket: Ticket, *, thorough: bool) -> None:
-        """What the first batch was asked, of some rows of a later one; without ``thorough``, the rows' independence alone."""
-        self._preparing, kept, self._built = True, self.accumulator, self._structure()
+        """What the first batch was asked, of some rows of a later one; without ``thorough``, one extra pass or two rows."""
+        self._preparing, kept = True, self.accumulator
         start = random.SystemRandom().randrange(ticket.rows)
         rows = selfcheck.chosen_rows(ticket, start)
         try:
             with unchanged(self.model):
                 if thorough:
                     selfcheck.collation(self, call, ticket)
-                if self.route == USES:
-                    rows = selfcheck.independence(self, call, ticket, rows, thorough=thorough)
-                if self.route == USES and thorough:
-                    selfcheck.compare(self, call, ticket, rows)
+                    if self.route == USES:
+                        rows = selfcheck.independence(self, call, ticket, rows)
+                    if self.route == USES:
+                        selfcheck.compare(self, call, ticket, rows)
+                else:
+                    self._foreseen = selfcheck.briefly(self, call, ticket, rows)
         except UnsupportedUse as error:
             self._fall_back(str(error), ticket)
         finally:
@@ -589,62 +575,6 @@ class Engine:
             if gradient is not None
         }
         self.accumulator.add_unit(instances, layout.weights[unit : unit + 1])
-
-
-def _settings(owner: object) -> Iterator[Any]:
-    """What attributes of an object switch: texts, whether a number is zero, and which function stands in a name's place.
-
-    The sizes of numbers are left out, as counters and annealed ones change with every batch.
-    """
-    for name, value in getattr(owner, "__dict__", {}).items():
-        if value is None or isinstance(value, (bool, int, float)):
-            yield name, value is None, bool(value)
-        elif isinstance(value, str):
-            yield name, value
-        elif callable(value):
-            yield name, id(value)
-
-
-class _Again:
-    """When later batches are checked: briefly after intervals that grow by half, and as the first was; within shares of its time.
-
-    Args:
-        batches: micro-batches that the run will have, so that its first ones may be checked on the later ones' account.
-    """
-
-    def __init__(self, batches: int) -> None:
-        self._planned = batches
-        self._began: float | None = None
-        self._spent = self._brief = self._longest = self._entered = 0.0
-        self._batches, self._next = 1, 2
-
-    def due(self) -> bool:
-        """Whether this batch, counted now, ends an interval (the 2nd, 3rd, 4th, 6th ...) and a brief check is affordable."""
-        self._batches += 1
-        if self._began is None or self._batches < self._next:
-            return False
-        each = (time.perf_counter() - self._began - self._spent) / (self._batches - 1)
-        if self._spent + max(self._brief, each) > max(_LEAST, _BRIEF_SHARE * each * max(self._planned, self._batches)):
-            return False
-        self._next = self._batches + max(1, self._batches // 2)
-        return True
-
-    def affordable(self) -> bool:
-        """Whether one more whole check, at what the dearest took, stays within the share."""
-        return self._began is not None and self._spent + self._longest < _SHARE * (time.perf_counter() - self._began)
-
-    def __enter__(self) -> None:
-        self._entered = time.perf_counter()
-
-    def __exit__(self, *_: object) -> None:
-        now = time.perf_counter()
-        took = now - self._entered
-        self._longest = max(self._longest, took)
-        if self._began is None:
-            self._began = now
-        else:
-            self._spent += took
-            self._brief = took
 
 
 class _RootForward:

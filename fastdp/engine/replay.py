@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -96,14 +96,14 @@ class Replay:
         call: Call = take_rows(self.call, torch.tensor(rows), self.carriers)
         return call
 
-    def beside(self, rows: Sequence[int], unit: int) -> Call:
-        """The call on these rows where all but ``unit`` have become one row, and its numbers are huge.
+    def beside(self, rows: Sequence[int], kept: Collection[int]) -> Call:
+        """The call on these rows where all but those ``kept`` have become one row, and its numbers are huge.
 
         Masks (zeros and ones alone) stay, since attention may take another kernel where they change.
         """
-        last = next((r for r in reversed(rows) if r != unit), unit)
-        mixed = [unit if r == unit else last for r in rows]
-        others = torch.tensor([r != unit for r in rows])
+        last = next((r for r in reversed(rows) if r not in kept), rows[-1])
+        mixed = [r if r in kept else last for r in rows]
+        others = torch.tensor([r not in kept for r in rows])
 
         def change(path: Path, t: torch.Tensor) -> torch.Tensor:
             if path not in self.carriers or bool(((t == 0) | (t == 1)).all()):
@@ -138,21 +138,25 @@ class Replay:
             return self.ticket.layout(self.device)
         return Ticket(torch.arange(rows), torch.ones(rows), is_last=True).layout(self.device)
 
-    def __call__(self, call: Call, rows: int, *, packed: bool = False) -> Witness:
-        """What each row gets from one pass on ``call`` without randomness.
+    def __call__(
+        self, call: Call, rows: int, *, packed: bool = False, mode: AbstractContextManager[Any] | None = None
+    ) -> Witness:
+        """What each row gets from one pass on ``call`` without randomness; ``mode`` is open while the model runs.
 
         Raises `UnsupportedUse` if the losses cannot be told apart by row, or randomness cannot be taken out.
         """
         layout = self.layout(rows, packed=packed)
         with unchanged(self.model), still(self.model) as restless, torch.enable_grad():
-            witness = self._witness(call, layout)[0]
+            witness = self._witness(call, layout, mode)[0]
             if restless():
                 raise UnsupportedUse("the forward pass draws random numbers that cannot be taken out of a comparison")
         return witness
 
-    def _witness(self, call: Call, layout: Layout) -> tuple[Witness, LossTerms, Any]:
+    def _witness(
+        self, call: Call, layout: Layout, mode: AbstractContextManager[Any] | None = None
+    ) -> tuple[Witness, LossTerms, Any]:
         terms = LossTerms(layout)
-        with intercepted(terms):
+        with intercepted(terms), mode or nullcontext():
             output = self.forward(*call[0], **call[1])
         if not self.returns_loss:
             rows = layout.rows
@@ -251,15 +255,12 @@ def rounding(model: torch.nn.Module) -> float:
     return max((_ROUNDING.get(kind, _LOW_PRECISION) for kind in kinds), default=_LOW_PRECISION)
 
 
-def require_independence(
-    replay: Replay, rows: Sequence[int], *, selects: bool, thorough: bool = True
-) -> tuple[list[int], frozenset[int]]:
+def require_independence(replay: Replay, rows: Sequence[int], *, selects: bool) -> tuple[list[int], frozenset[int]]:
     """Raise `SelfCheckError` if the loss of one of these rows depends on the others, or on earlier passes.
 
     A unit's values must be the same to the last bit beside other companions in the same shapes, and within rounding
     alone, in another order, and among as many copies of itself as the batch has rows. With ``selects``, shapes inside the
-    model follow the data, and rounding is allowed throughout. Without ``thorough`` one row is looked at, alone and beside
-    other companions.
+    model follow the data, and rounding is allowed throughout.
 
     Returns the rows whose loss is finite (0 times a companion's infinity is NaN, so others would say nothing), and the
     loss functions whose coefficient the model divides by the number of rows. Raises `UnsupportedUse` where the losses
@@ -282,14 +283,14 @@ def require_independence(
     apart = max(base.gap(i, repeated, i) for i in (0, count - 1))
     same = loose if selects else min(4 * apart, loose if replay.device.type != "cpu" else 1e-2 * loose)
     divided: frozenset[int] | None = None
-    for i in (count - 1, 0) if thorough else (count - 1,):
+    for i in (count - 1, 0):
         unit, many = rows[i], max(count, replay.ticket.rows)
         tried = [("nobody", replay.rows([unit]), 1, 0, loose)]
         if rows.count(unit) == 1:
-            tried.append(("other companions", replay.beside(rows, unit), count, i, same))
-        if thorough and i:
+            tried.append(("other companions", replay.beside(rows, {unit}), count, i, same))
+        if i:
             tried.append(("copies of itself", replay.rows([unit] * many), many, many - 1, loose))
-        elif thorough:
+        else:
             tried.append(("the others in another order", replay.rows(rows[::-1]), count, count - 1, loose))
         for how, call, n, at, bound in tried:
             other = replay(call, n)
@@ -310,6 +311,25 @@ def require_independence(
     if base.rest:
         raise UnsupportedUse("the model adds to its loss what depends on its parameters alone")
     return list(rows), divided or frozenset()
+
+
+def require_unmoved(replay: Replay, kept: Sequence[int], *, selects: bool) -> None:
+    """Raise `SelfCheckError` if one of the rows ``kept`` has another loss when all other rows of the whole call change.
+
+    Some couplings and some memories begin at a size that a few rows do not have. Raises `UnsupportedUse` where losses cannot
+    be told apart by row.
+    """
+    rows = range(replay.ticket.rows)
+    changed = replay(replay.beside(rows, set(kept)), len(rows))
+    one, two = (replay(replay.rows(rows), len(rows)) for _ in range(2))
+    loose = rounding(replay.model)
+    apart = max((one.gap(row, two, row) for row in kept if one.finite(row)), default=0.0)
+    limit = loose if selects or replay.device.type != "cpu" else 1e-2 * loose
+    if not apart <= limit:
+        raise stateful()
+    for row in kept:
+        if one.finite(row) and not one.gap(row, changed, row) <= (limit if selects else min(4 * apart, limit)):
+            raise coupled(replay, rows, row, "other companions")
 
 
 def require_same_loss(source: Collation, replay: Replay) -> None:
@@ -374,7 +394,7 @@ def coupled(replay: Replay, rows: Sequence[int], unit: int, how: str) -> SelfChe
     """The refusal of a model in which a unit's loss depends on its companions, with the module where that begins."""
     where = ""
     if rows.count(unit) == 1:
-        seen = [_outputs(replay, call, rows.index(unit)) for call in (replay.rows(rows), replay.beside(rows, unit))]
+        seen = [_outputs(replay, call, rows.index(unit)) for call in (replay.rows(rows), replay.beside(rows, {unit}))]
         first = next((n for n, t in seen[0].items() if n in seen[1] and not torch.equal(t, seen[1][n])), None)
         where = f" (first seen in what {first} returns)" if first else ""
     return SelfCheckError(
@@ -410,12 +430,15 @@ def unchanged(model: torch.nn.Module) -> Iterator[None]:
     """Puts back buffers that are written or replaced, and every random state, when closed."""
     own = [(m._buffers, dict(m._buffers.items())) for m in model.modules() if not isinstance(m, torch.jit.ScriptModule)]
     copies = [(b, b.detach().clone()) for b in model.buffers()]
-    state = random.getstate()
+    state, numpy = random.getstate(), sys.modules.get("numpy")
+    drawn = numpy.random.get_state() if numpy is not None else None
     try:
         with torch.random.fork_rng(devices=devices(model)):
             yield
     finally:
         random.setstate(state)
+        if numpy is not None and drawn is not None:
+            numpy.random.set_state(drawn)
         for buffers, before in own:
             buffers.clear()
             buffers.update(before)

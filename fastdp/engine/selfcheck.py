@@ -8,6 +8,7 @@ way, and its norms and sums compared with autograd's in the same shapes, with th
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ from fastdp.engine.guard import Guard, contents
 from fastdp.engine.layout import Layout, Ticket
 from fastdp.engine.losses import LossTerms, intercepted
 from fastdp.engine.policy import Policy
+from fastdp.engine.questions import asked, require_unasked
 from fastdp.engine.replay import (
     Call,
     Replay,
@@ -31,6 +33,7 @@ from fastdp.engine.replay import (
     randomness,
     require_independence,
     require_same_loss,
+    require_unmoved,
     rounding,
     seeds_for,
     stateful,
@@ -41,6 +44,7 @@ from fastdp.engine.trace import Trace
 from fastdp.engine.uses import Factors, Sink
 
 _EXAMPLES = 3
+_SECRET = random.SystemRandom()
 
 
 class Checked(Protocol):
@@ -52,6 +56,8 @@ class Checked(Protocol):
     guard: Guard
     trace: Trace | None
     divided: frozenset[int]
+    asked: frozenset[str]
+    route: str | None
 
     @property
     def returns_loss(self) -> bool:
@@ -68,6 +74,9 @@ class Checked(Protocol):
 
     def run_forward(self, args: Any, kwargs: Any, ticket: Ticket, *, verify: bool) -> Any:
         """The forward pass by the chosen route."""
+
+    def tops(self, args: Any, kwargs: Any, ticket: Ticket) -> list[torch.Tensor]:
+        """What a backward pass on a call would start from."""
 
     def capture(self, args: Any, kwargs: Any, ticket: Ticket, unit: int, sink: Sink) -> None:
         """Hand a sink what a backward pass from one unit's loss alone captures."""
@@ -94,7 +103,7 @@ def chosen_rows(ticket: Ticket, start: int = 0) -> list[int]:
     return [(start + i) % ticket.rows for i in range(count)]
 
 
-def independence(engine: Checked, call: Call, ticket: Ticket, rows: list[int], *, thorough: bool = True) -> list[int]:
+def independence(engine: Checked, call: Call, ticket: Ticket, rows: list[int]) -> list[int]:
     """Raise `SelfCheckError` if the plain model lets rows of this batch see each other; note what its loss divides by.
 
     Returns the rows that are worth looking at further. Raises `UnsupportedUse` if the losses cannot be told apart by row:
@@ -105,10 +114,97 @@ def independence(engine: Checked, call: Call, ticket: Ticket, rows: list[int], *
     if ticket.token_units is not None:
         _packed_independence(engine, replay, call, ticket)
     else:
-        rows, engine.divided = require_independence(replay, rows, selects=engine.trace.selects, thorough=thorough)
+        rows, engine.divided = require_independence(replay, rows, selects=engine.trace.selects)
+        require_unmoved(engine.replay(call, ticket), _half(ticket), selects=engine.trace.selects)
+        require_unasked(replay, rows, selects=engine.trace.selects)
+        engine.asked = asked(replay, rows)
         call, ticket = replay.rows(rows), Ticket(torch.arange(len(rows)), torch.ones(len(rows)), is_last=True)
     _require_zero(engine, replay, call, ticket)
     return rows
+
+
+@dataclass(frozen=True)
+class Foreseen:
+    """What the rows of some units must get from the pass that comes next, whatever the other rows hold.
+
+    Args:
+        rows: theirs.
+        places: their places in what a backward pass starts from: units where losses are by unit, or rows.
+        values: what they got beside other companions.
+    """
+
+    rows: list[int]
+    places: torch.Tensor
+    values: list[torch.Tensor]
+
+    def holds(self, tops: Sequence[torch.Tensor]) -> bool:
+        """Whether they did, to the last bit; NaN is no sign of anything."""
+        return len(tops) == len(self.values) and all(
+            top.shape[0] > int(self.places.max())
+            and (found := top.detach().index_select(0, self.places)).shape == values.shape
+            and torch.equal(found.nan_to_num(), values.nan_to_num())
+            for top, values in zip(tops, self.values)
+        )
+
+
+def _half(ticket: Ticket) -> list[int]:
+    """The rows of half of a micro-batch's units, drawn by chance, so that nothing can tell which are looked at."""
+    units = ticket.row_units.unique().tolist()
+    chosen = torch.tensor(_SECRET.sample(units, max(1, len(units) // 2)))
+    return torch.isin(ticket.row_units, chosen).nonzero()[:, 0].tolist()
+
+
+def briefly(engine: Checked, call: Call, ticket: Ticket, rows: Sequence[int]) -> Foreseen | None:
+    """One look at a later batch: two rows' gradients, or a pass beside other companions, by chance.
+
+    What the second gives must hold of the batch's own pass; it raises `SelfCheckError` and `UnsupportedUse` as
+    `independence` does.
+    """
+    assert engine.trace is not None
+    replay = engine.replay(call, ticket)
+    if ticket.token_units is not None:
+        _packed_independence(engine, replay, call, ticket)
+        return None
+    if engine.route != "uses":
+        _require_repeated(engine, replay, rows)
+        return None
+    if ticket.rows < 2 or _SECRET.random() < 0.5:
+        pair = Ticket(torch.arange(2), torch.ones(2), is_last=True)
+        _require_zero(engine, replay, replay.rows(rows[:2]), pair)
+        if not asked(replay, rows[:2]) <= engine.asked:
+            require_unasked(replay, rows, selects=engine.trace.selects)
+        return None
+    kept = _half(ticket)
+    with torch.enable_grad():
+        args, kwargs = replay.beside(range(ticket.rows), set(kept))
+        tops = engine.tops(args, kwargs, ticket)
+    places = (ticket.row_units[kept].unique() if engine.returns_loss else torch.tensor(kept)).to(replay.device)
+    longest = int(places.max())
+    values = [t.detach().index_select(0, places) for t in tops if t.shape[0] > longest]
+    return Foreseen(kept, places, values)
+
+
+def whole(engine: Checked, call: Call, ticket: Ticket, kept: Sequence[int]) -> None:
+    """Raise `SelfCheckError` if rows of the whole call notice the others, all randomness taken out."""
+    assert engine.trace is not None
+    require_unmoved(engine.replay(call, ticket), kept, selects=engine.trace.selects)
+
+
+def _require_repeated(engine: Checked, replay: Replay, rows: Sequence[int]) -> None:
+    """Raise `SelfCheckError` if a row run alone has another loss after another row was."""
+    if not engine.returns_loss:
+        return
+    losses = [_loss_of(engine, replay, [row]) for row in (rows[-1], rows[0], rows[-1])]
+    if abs(losses[2] - losses[0]) > rounding(engine.model) * abs(losses[0]):
+        raise stateful()
+
+
+def _loss_of(engine: Checked, replay: Replay, rows: Sequence[int]) -> float:
+    """The model's own loss on some rows without randomness; NaN where that cannot be had."""
+    args, kwargs = replay.rows(rows)
+    with unchanged(engine.model), still(engine.model) as restless, torch.enable_grad():
+        loss = find_loss(engine.plain_forward(*args, **kwargs))
+        return math.nan if loss is None or restless() else float(loss.detach())
 
 
 def _packed_independence(engine: Checked, replay: Replay, call: Call, ticket: Ticket) -> None:
@@ -236,12 +332,7 @@ def alone(engine: Checked, call: Call, ticket: Ticket, rows: Sequence[int]) -> N
     """
     replay = engine.replay(call, ticket)
     if engine.returns_loss:
-        losses = []
-        for chosen in ([rows[-1]], [rows[-1]] * 2, [rows[0]], [rows[-1]]):
-            copies = replay.rows(chosen)
-            with unchanged(engine.model), still(engine.model) as restless, torch.enable_grad():
-                loss = find_loss(engine.plain_forward(*copies[0], **copies[1]))
-                losses.append(math.nan if loss is None or restless() else float(loss.detach()))
+        losses = [_loss_of(engine, replay, chosen) for chosen in ([rows[-1]], [rows[-1]] * 2, [rows[0]], [rows[-1]])]
         one, two, _, again = losses
         if abs(again - one) > rounding(engine.model) * abs(one):
             raise stateful()
@@ -262,7 +353,7 @@ def buffers(engine: Checked, call: Call, ticket: Ticket) -> None:
     """Raise `SelfCheckError` if a training forward writes what depends on the data into a buffer, or any parameter."""
     replay = engine.replay(call, ticket)
     found, before = [], contents(engine.model.named_parameters())
-    for tried in (call, replay.beside(range(ticket.rows), -1)):
+    for tried in (call, replay.beside(range(ticket.rows), ())):
         with unchanged(engine.model), torch.no_grad():
             passed = engine.guard.passed()
             engine.plain_forward(*tried[0], **tried[1])

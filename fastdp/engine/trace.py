@@ -76,18 +76,19 @@ class Trace:
         return list(dict.fromkeys(read.module for read in self.reads))
 
 
-def _functions(names: str) -> frozenset[Any]:
+def functions(names: str) -> frozenset[Any]:
+    """Torch's functions and methods of these names."""
     owners = (torch, torch.Tensor, F)
     return frozenset(f for name in names.split() for owner in owners if (f := getattr(owner, name, None)) is not None)
 
 
 _LOOKUPS = frozenset({OPERATIONS[F.embedding], OPERATIONS[F.embedding_bag]})
 #: The data decide the size of what these return, or which row comes where.
-_SELECTING = _functions("nonzero argwhere masked_select unique unique_consecutive bincount histc tolist")
-_ORDERING = _functions("sort argsort topk msort")
-_GATHERING = _functions("index_select gather take take_along_dim embedding")
+_SELECTING = functions("nonzero argwhere masked_select unique unique_consecutive bincount histc tolist")
+_ORDERING = functions("sort argsort topk msort")
+_GATHERING = functions("index_select gather take take_along_dim embedding")
 #: These write into rows of their first argument, whose own axis stays as it was.
-_SCATTERING = _functions(
+_SCATTERING = functions(
     "index_add index_copy index_put scatter scatter_add scatter_reduce index_reduce masked_scatter index_fill"
 )
 

@@ -13,7 +13,7 @@ import transformers as hf
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from fastdp.engine import engine as engines
+from fastdp.engine import later
 from fastdp.engine.engine import Engine
 from fastdp.engine.errors import SelfCheckError
 from fastdp.engine.losses import LossTerms, intercepted
@@ -449,7 +449,7 @@ def test_later_batches_are_checked_again(monkeypatch: pytest.MonkeyPatch) -> Non
         model(**data)["loss"].backward()
 
     step()
-    monkeypatch.setattr(engines, "_SHARE", float("inf"))
+    monkeypatch.setattr(later, "SHARE", float("inf"))
     before = {n: s.clone() for n, s in engine.accumulator.sums.items()}
     model.late = False
     state = torch.get_rng_state()

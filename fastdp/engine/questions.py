@@ -1,0 +1,155 @@
+"""What a forward pass asks the host about data, and whether another answer would matter.
+
+``if (ids == 49).any():`` decides for a whole batch, and a check whose rows answer no never sees what follows a yes. So the
+question itself is looked for: a truth value is turned round and the rows must not notice; whoever reads numbers of the data
+(``item()``, ``tolist()``, ``int()``) is run one example at a time, where a question is about one example alone.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from fastdp.engine.batches import Path, leaves, map_leaves
+from fastdp.engine.errors import UnsupportedUse
+from fastdp.engine.replay import Call, Replay, Witness, rounding
+from fastdp.engine.trace import Follow, functions
+
+_TRUTHS = functions("__bool__ is_nonzero equal allclose __contains__")
+_NUMBERS = functions("item __int__ __float__ __index__ __complex__ tolist numpy __array__")
+
+
+class Asking(Follow):
+    """Notes where the host is told something of the data.
+
+    Args:
+        inputs: the data; what was chosen by them (the experts that got tokens) is followed elsewhere.
+        turned: the place whose truth values are turned round.
+
+    Attributes:
+        truths, numbers: places (file and line) where truth values, or numbers, were asked for.
+    """
+
+    def __init__(self, inputs: Iterable[torch.Tensor], turned: str | None = None):
+        super().__init__(inputs)
+        self.turned = turned
+        self.truths: dict[str, None] = {}
+        self.numbers: dict[str, None] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = super().__torch_function__(func, types, args, kwargs)
+        if func not in _TRUTHS and func not in _NUMBERS:
+            return out
+        given = [t for _, t in leaves((args, kwargs or {}))]
+        if not any(id(t) in self.data and id(t) not in self.chosen for t in given):
+            return out
+        place = _place()
+        if func in _NUMBERS:
+            self.numbers[place] = None
+            return out
+        self.truths[place] = None
+        return not out if place == self.turned else out
+
+
+def asked(replay: Replay, rows: Sequence[int]) -> frozenset[str]:
+    """Every place where a pass on these rows asks the host about data."""
+    noted = _noted(replay, replay.rows(rows), replay.carriers)
+    return frozenset((*noted.truths, *noted.numbers))
+
+
+def require_unasked(replay: Replay, rows: Sequence[int], *, selects: bool) -> None:
+    """Raise `UnsupportedUse` if rows could notice what the model asks the host about other rows.
+
+    Tensors of zeros and ones (masks) are tried as they may be, full and all but empty, in the rows' companions. Of
+    everything else truth values are turned round: a pass that then raises would have stopped the run.
+    """
+    call = replay.rows(rows)
+    if not asked(replay, rows):
+        return
+    binary = frozenset(path for path, t in leaves(call) if path in replay.carriers and _is_binary(t))
+    noted = _noted(replay, call, replay.carriers - binary)
+    if noted.numbers:
+        raise UnsupportedUse(f"the model reads numbers of the data ({next(iter(noted.numbers))})")
+    base, unit = replay(call, len(rows)), rows[0]
+    if binary and rows.count(unit) == 1:
+        for full in (True, False):
+            calls = [_filled(c, binary, rows, unit, full=full) for c in (call, replay.beside(rows, {unit}))]
+            one, two = (replay(c, len(rows)) for c in calls)
+            _require_alike(replay, base, one, two, [0], "masks of other rows", selects=selects)
+    for place in noted.truths:
+        try:
+            one, two = (_turned(replay, c, place) for c in (call, replay.beside(rows, {unit})))
+        except Exception:
+            continue
+        _require_alike(replay, base, one, None, range(len(rows)), place, selects=selects)
+        _require_alike(replay, base, one, two, [0], place, selects=selects)
+
+
+def _require_alike(
+    replay: Replay,
+    base: Witness,
+    one: Witness,
+    two: Witness | None,
+    places: Iterable[int],
+    asked_at: str,
+    *,
+    selects: bool,
+) -> None:
+    """The values of a pass within rounding of another's shapes, and to the last bit beside changed companions."""
+    loose = rounding(replay.model)
+    exact = loose if selects or replay.device.type != "cpu" else 1e-2 * loose
+    for i in places:
+        if not base.gap(i, one, i) <= loose or (two is not None and not one.gap(i, two, i) <= exact):
+            raise UnsupportedUse(f"the model asks the whole batch a question ({asked_at}), and goes on as it answers")
+
+
+def _noted(replay: Replay, call: Call, followed: Collection[Path]) -> Asking:
+    mode = Asking(t for path, t in leaves(call) if path in followed)
+    replay(call, _rows(call, replay), mode=mode)
+    return mode
+
+
+def _turned(replay: Replay, call: Call, place: str) -> Witness:
+    mode = Asking((t for path, t in leaves(call) if path in replay.carriers), turned=place)
+    return replay(call, _rows(call, replay), mode=mode)
+
+
+def _rows(call: Call, replay: Replay) -> int:
+    return next(t.shape[0] for path, t in leaves(call) if path in replay.carriers)
+
+
+def _is_binary(t: torch.Tensor) -> bool:
+    return not t.is_floating_point() and bool(((t == 0) | (t == 1)).all())
+
+
+def _filled(call: Call, binary: Collection[Path], rows: Sequence[int], unit: int, *, full: bool) -> Call:
+    others = torch.tensor([row != unit for row in rows])
+
+    def fill(path: Path, t: torch.Tensor) -> torch.Tensor:
+        if path not in binary:
+            return t
+        t = t.clone()
+        part = t[others.to(t.device)]
+        part.fill_(1 if full else 0)
+        if not full and t.dim() > 1:
+            part[:, 0] = 1
+        t[others.to(t.device)] = part
+        return t
+
+    made: Call = map_leaves(call, fill)
+    return made
+
+
+def _place() -> str:
+    """File and line of the code that asked, beyond torch and the modes that look on."""
+    frame = sys._getframe(2)
+    while frame.f_back is not None and _looks_on(str(frame.f_globals.get("__name__", ""))):
+        frame = frame.f_back
+    return f"{frame.f_globals.get('__name__', '?')}, line {frame.f_lineno}"
+
+
+def _looks_on(name: str) -> bool:
+    return name.partition(".")[0] == "torch" or name.startswith("fastdp.engine.")
