@@ -2,7 +2,7 @@
 
 from fastdp.accounting.accountants import Epsilon, epsilon
 from fastdp.accounting.calibration import calibrate
-from fastdp.accounting.card import Card, noise_source
+from fastdp.accounting.card import Card, noise_source, rounded_to_grid
 from fastdp.accounting.claim import Claim, Elsewhere, Gaussian, Metric, Pure
 from fastdp.accounting.events import (
     EventModel,
@@ -51,6 +51,7 @@ __all__ = [
     "largest_mu",
     "local_event",
     "noise_source",
+    "rounded_to_grid",
     "poisson_gaussian",
     "selection",
     "serialise",

@@ -55,6 +55,11 @@ def noise_source(reproducible: bool, secure_rounding: bool | None = None) -> dic
     return {"generator": "ChaCha20", "key": key, **stated}
 
 
+def rounded_to_grid(distance: float) -> str:
+    """What a card says of noised sums that were rounded to a grid: how far all of them are from real numbers so rounded."""
+    return f"noised sums are rounded as real numbers would be up to a distance of {distance:.1e}, part of delta"
+
+
 class Card(dict[str, Any]):
     """A card as a dict of JSON values; make one with `of` or `build`, read one with `load`."""
 

@@ -516,6 +516,8 @@ class Accumulator:
         self.routes: dict[str, Route] = {}
         #: Parameters that some use reads by row; the engine's trace says which.
         self.tables: frozenset[str] = frozenset()
+        #: The most tokens that one product added up, of all units and of one.
+        self.most_tokens = self.longest = 1
         self.reset()
 
     def reset(self) -> None:
@@ -559,6 +561,8 @@ class Accumulator:
         open_sink(Noting(norms, first) if two_pass else norms)
         backward(two_pass)
         factors = self.factors(norms.finish(), layout.weights)
+        self.most_tokens = max(self.most_tokens, *(route.tokens for route in self.routes.values()), 1)
+        self.longest = max(self.longest, *(route.tokens // max(1, route.units) for route in self.routes.values()), 1)
         if two_pass:
             again.places = first.places
             open_sink(Noting(SumSink(self, factors), again))

@@ -57,6 +57,16 @@ def among_units(units: int, tokens: int, spread: float) -> float:
     return 2 * (units - 1) * spread * error / (1 - error) if error < 0.25 else float("inf")
 
 
+def among_units_in_words(units: int, tokens: int, spread: float) -> str:
+    """`among_units` as a card states it, beside what roundings that are independent of each other come to."""
+    worst = among_units(units, tokens, spread)
+    likely = 2 * spread * (max(0, units - 1) * (tokens + 3)) ** 0.5 * 2.0**-24
+    return (
+        f"rounding among the units of one sum (about {units}, {tokens} additions) is no part of any unit's bound: it moves a sum "
+        f"by some {likely:.1e} of the bound where roundings are independent, and by {worst:.1e} at most"
+    )
+
+
 @dataclass(frozen=True)
 class _Part:
     group: int

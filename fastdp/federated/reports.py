@@ -15,6 +15,7 @@ import fastdp.files as files
 from fastdp.accounting import Card
 from fastdp.federated.config import FederatedConfig
 from fastdp.methods.selective.card import token_claim
+from fastdp.ops.grid import DISTANCE
 
 ROUNDS, CARD = "rounds.jsonl", "run_card"
 
@@ -134,6 +135,7 @@ def central_card(
         noise_source=accounting.noise_source(reproducible, secure_rounding=True),
         ledger_head=ledger.head,
         model=model,
+        remaining=[accounting.rounded_to_grid(DISTANCE * model["trained_parameters"] * ledger.spent_steps)],
         unprotected=[
             "everything against the server itself, which sees each update before the noise",
             KEPT_BY_THE_SERVER,

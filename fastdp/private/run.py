@@ -15,6 +15,7 @@ import torch
 import fastdp.accounting as accounting
 import fastdp.private.prove as proving
 from fastdp.accounting.ledger import STEP
+from fastdp.engine.bounds import among_units_in_words
 from fastdp.engine.engine import Engine
 from fastdp.engine.policy import Policy
 from fastdp.ops.grid import DISTANCE
@@ -392,11 +393,16 @@ class Private:
             notes=self.method.notes(plan, self.ledger),
             unprotected=[f"what looked on at the run from inside, before its noise: {seen}"] if seen else [],
             remaining=[
-                f"noised sums are rounded as real numbers would be up to a distance of {distance:.1e}, part of delta"
-            ]
-            if self._release.secure_rounding
-            else [],
+                *([accounting.rounded_to_grid(distance)] if self._release.secure_rounding else []),
+                *([self._among_units()] if self._engine.backwards and self.policy.bounds else []),
+            ],
         )
+
+    def _among_units(self) -> str:
+        accumulator, units = self._engine.accumulator, math.ceil(self.expected_batch_size)
+        # Of one example at a time, whole gradients are added.
+        tokens = units if self.route == "one-example" else accumulator.most_tokens + units
+        return among_units_in_words(units, tokens, math.sqrt(accumulator.longest))
 
     def state_dict(self) -> dict[str, Any]:
         """Step counts and spent budget, for a checkpoint; never a key, so a resumed run repeats no noise."""

@@ -161,3 +161,12 @@ def test_the_ledger_is_told_before_any_noise_is_drawn(monkeypatch: pytest.Monkey
     monkeypatch.setattr(fastdp.ops, "add_noise_", lambda *a, **k: (order.append("noise"), drawn(*a, **k))[1])
     logical_step(private)
     assert order == ["ledger"] + ["noise"] * 4
+
+
+def test_the_card_states_rounding_among_units_with_its_size() -> None:
+    private = start(noise_multiplier=1.0, target_delta=1e-3)
+    assert not [s for s in private.card()["remaining"] if "among the units" in s]
+    logical_step(private)
+    (sentence,) = [s for s in private.card()["remaining"] if "among the units" in s]
+    likely, worst = (float(word) for word in sentence.split() if "e-" in word)
+    assert 0 < likely < worst < 1e-3

@@ -19,6 +19,7 @@ from fastdp.methods.ewft.hooks import PerturbedLayer
 from fastdp.methods.ewft.settings import EWFTSettings, kind
 from fastdp.methods.perturbation import Releases
 from fastdp.methods.public import described
+from fastdp.ops.grid import DISTANCE
 from fastdp.ops.stream import NoiseStream
 
 _TOKEN_LABELS = (
@@ -300,17 +301,20 @@ class EWFT(Releases):
         return self.settings.flaws() + ([_TOKEN_LABELS] if self._layer.token_labels else [])
 
     def epsilon(self, delta: float | None = None) -> float:
-        """What a training record's releases cost so far, an upper bound without amplification; inf without noise."""
+        """What a training record's releases cost so far, an upper bound without amplification.
+
+        inf without noise, and with noise that whoever knows its seed can subtract.
+        """
         if sum(self.ledger.spent(name) for name in self.ledger.kinds) == 0:
             return 0.0
-        if 0.0 in self.noise.ratios:
+        if 0.0 in self.noise.ratios or self.stream.reproducible:
             return math.inf
         return accounting.epsilon(self.event(), self.noise.delta if delta is None else delta, adjacency="replace_one")
 
     def inference_epsilon(self, queries: int = 1, delta: float | None = None) -> float:
         """What a sequence costs that was sent ``queries`` times in inference; every query is a fresh release."""
         ratio = self.noise.ratios[-1]
-        if ratio == 0:
+        if ratio == 0 or self.stream.reproducible:
             return math.inf
         event = accounting.EventModel(accounting.gaussian(ratio)).event(queries)
         return accounting.epsilon(event, self.noise.delta if delta is None else delta, adjacency="replace_one")
@@ -321,6 +325,11 @@ class EWFT(Releases):
         return accounting.Gaussian(
             "one user's sequence", "replace_one", self.event(), noise.delta, noise.target_epsilon
         )
+
+    @property
+    def _width(self) -> int:
+        """Numbers that are released of each token."""
+        return self.blocks.hidden_size if self.autoencoder is None else self.autoencoder.sizes[-1]
 
     def in_words(self) -> str:
         """The figure with its unit, or why there is none."""
@@ -370,6 +379,9 @@ class EWFT(Releases):
                 "bottom": self.settings.bottom,
             },
             flaws=self.flaws(),
+            remaining=[accounting.rounded_to_grid(DISTANCE * self._width * self.settings.sequence_length * spent)]
+            if self.settings.secure_rounding
+            else [],
             assumptions=(_UNCHECKED,) if self.settings.unchecked_records else (),
             notes=(
                 "local differential privacy: the figure holds against whoever receives the perturbed sequences",

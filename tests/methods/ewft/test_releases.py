@@ -197,7 +197,7 @@ def test_the_gradient_is_that_of_encode_clip_decode():
 
 def test_release_once_is_reused_in_every_epoch():
     model = build("bert")
-    private = trained(model, noise=ewft.release_once(8.0, DELTA))
+    private = trained(model, noise=ewft.release_once(8.0, DELTA), unsafe_seed=None)
     inputs = batch("bert", rows=ROWS, tokens=TOKENS)
     private.set_epoch(1)
     with pytest.raises(ValueError, match="example_ids"):
@@ -219,7 +219,7 @@ def test_release_once_is_reused_in_every_epoch():
 
 
 def test_kept_releases_are_used_after_a_restart(tmp_path):
-    options = {"noise": ewft.release_once(8.0, DELTA), "output_dir": tmp_path}
+    options = {"noise": ewft.release_once(8.0, DELTA), "output_dir": tmp_path, "unsafe_seed": None}
     model = build("bert")
     private = trained(model, **options)
     inputs = batch("bert", rows=ROWS, tokens=TOKENS)
@@ -228,7 +228,7 @@ def test_kept_releases_are_used_after_a_restart(tmp_path):
     first = seen_after(private, 1, lambda: model(**three, example_ids=torch.arange(3)))
     state = private.state_dict()
     private.remove()
-    again = attach(model, options["noise"], autoencoder=(6, 3), output_dir=tmp_path, resume=True)
+    again = attach(model, options["noise"], autoencoder=(6, 3), output_dir=tmp_path, resume=True, unsafe_seed=None)
     with pytest.raises(accounting.BudgetExceeded, match="released already"):
         again.set_epoch(1)
     again.load_state_dict(state)
@@ -245,7 +245,7 @@ def test_kept_releases_are_used_after_a_restart(tmp_path):
 
 def test_epochs_and_their_counts(tmp_path):
     model = build("bert")
-    private = trained(model, output_dir=tmp_path)
+    private = trained(model, output_dir=tmp_path, unsafe_seed=None)
     inputs = numbered("bert")
     assert private.epsilon() == 0
     with pytest.raises(RuntimeError, match="set_epoch"):
@@ -353,6 +353,13 @@ def test_the_card_holds_and_says_what_is_not_covered():
     assert private.inference_epsilon(3) > private.inference_epsilon()
 
 
+def test_noise_that_can_be_drawn_again_protects_nothing():
+    private = attach(build("bert").train(), ewft.uniform(1, 4.0, DELTA))
+    private.set_epoch(1)
+    private.blocks.model(**numbered("bert"))
+    assert private.epsilon() == private.inference_epsilon() == math.inf
+
+
 def test_the_papers_form_states_its_true_epsilon_and_no_guarantee():
     model = build("bert")
     noise = ewft.paper([0.461663, 0.415841, 0.370020], 8.0, DELTA)
@@ -369,7 +376,7 @@ def test_the_papers_form_states_its_true_epsilon_and_no_guarantee():
 
 def test_a_privately_trained_autoencoder_adds_its_event():
     model = build("bert").train()
-    private = attach(model, ewft.uniform(1, 4.0, DELTA), autoencoder=(4,))
+    private = attach(model, ewft.uniform(1, 4.0, DELTA), autoencoder=(4,), unsafe_seed=None)
     private.set_epoch(1)
     with pytest.raises(RuntimeError, match="has not been trained"):
         model(**numbered("bert"))
