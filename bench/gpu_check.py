@@ -87,7 +87,7 @@ def norms(device: str) -> Iterator[tuple[str, Result]]:
                 pair = ops.sqnorm_group([left, left, right], right, offsets)
                 both = torch.stack([squares.sum((1, 2))] * 2)
                 yield f"sqnorm_group {label}", (apart(pair[:2], both, floor), NORMS)
-                squared, products = ops.gram_norms([left, left], right, offsets)
+                squared, products = ops.gram_norms([([left, left], right)], offsets)
                 yield f"gram_norms {label}", (apart(squared, both[:2], floor), NORMS)
                 rows = in_double(
                     left.norm(dim=1, dtype=torch.float64)[:, None],

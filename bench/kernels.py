@@ -339,8 +339,8 @@ def _against_definition(
 
 
 def _wider(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_wider(v) for v in value]
+    if isinstance(value, (list, tuple)):
+        return type(value)(_wider(v) for v in value)
     return value.double() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
 
 
@@ -382,7 +382,7 @@ def _norms(device: torch.device, sizes: Sizes) -> Iterator[Case]:
     yield case(f"2 of {layer}", of(ops.sqnorm_group, [left, left2], right, offsets), both, **least)
 
     both = {"sqnorm_group, row_products": lambda: (ops.sqnorm_group([left, left2], right, offsets), *products())}
-    yield case(f"2 of {layer}", of(ops.gram_norms, [left, left2], right, offsets), both, **least)
+    yield case(f"2 of {layer}", of(ops.gram_norms, [([left, left2], right)], offsets), both, **least)
 
     rows = _torch(lambda a, b: (a.double().norm(dim=1) * b.double().norm(dim=1)).view(units, -1).sum(1), left, right)
     yield case(layer, of(ops.row_products, left, right, offsets), rows, bytes=bytes)

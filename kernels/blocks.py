@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch.utils.weak import WeakIdKeyDictionary
 
-from .launch import on_device_of
+from .launch import on_device_of, version_of
 
 #: Tokens after which a product is added to its sum although its unit goes on: tensor cores truncate what they add to.
 PROMOTED = tl.constexpr(512)
@@ -58,7 +58,7 @@ def blocks_of(offsets: torch.Tensor, tokens: int, b_t: int) -> tuple[torch.Tenso
     """
     units, slots = offsets.shape[0] - 1, tokens // b_t + offsets.shape[0] - 1
     made = _made.setdefault(offsets, {})
-    key = (b_t, tokens, 0 if offsets.is_inference() else offsets._version)
+    key = (b_t, tokens, version_of(offsets))
     if key not in made:
         table = torch.empty(1 + 2 * slots, dtype=torch.int32, device=offsets.device)
         with on_device_of(offsets):

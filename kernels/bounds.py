@@ -3,6 +3,7 @@
 A program of the products reads whole rows of a few tokens, once; another adds up the tokens of a unit in their order.
 """
 
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -12,7 +13,6 @@ import triton.language as tl
 from . import direct, gram
 from .launch import beside, on_device_of, serves
 
-_PADDING = tl.constexpr(2.0**-42)  # as csrc/bounds.h and fastdp/ops/bounds.py have it
 _TOKENS = 16
 _COLUMNS = 256
 
@@ -28,9 +28,9 @@ def _row_norms(p_x, o_t, m_t, width, stride_t, stride_k, b_t: tl.constexpr, b_k:
         total += x * x if ORDER == 2 else tl.abs(x)
     norm = tl.sum(total, 1).to(tl.float64)
     if ORDER == 2:
-        norm = tl.sqrt(norm + width.to(tl.float64) * (_PADDING * _PADDING))
+        norm = tl.sqrt(norm + width.to(tl.float64) * (gram.PADDING * gram.PADDING))
     else:
-        norm += width.to(tl.float64) * _PADDING
+        norm += width.to(tl.float64) * gram.PADDING
     return norm
 
 
@@ -92,11 +92,13 @@ def row_products(left: torch.Tensor, right: torch.Tensor, offsets: torch.Tensor,
 
 @serves(2)
 def gram_norms(
-    lefts: Sequence[torch.Tensor], right: torch.Tensor, offsets: torch.Tensor
+    lefts: Sequence[torch.Tensor], rights: Sequence[torch.Tensor], counts: Sequence[int], offsets: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Squared norms [k, B], float32, of uses that share ``right``, and their row products [k, B], float64."""
-    products = torch.stack([row_products(left, right, offsets, 2) for left in lefts])
-    return gram.gram_sqnorm_group(lefts, right, offsets), products
+    """Squared norms [k, B], float32, of uses in groups of ``counts`` that share a right, and row products, float64."""
+    each = iter(lefts)
+    return gram.gram_norms(
+        [(list(itertools.islice(each, count)), right) for right, count in zip(rights, counts)], offsets
+    )
 
 
 @serves(2)

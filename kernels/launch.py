@@ -45,6 +45,11 @@ def beside(small: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     return small.to(tensor.device, non_blocking=True)
 
 
+def version_of(tensor: torch.Tensor) -> int:
+    """How often a tensor was written to, where torch counts it: part of what results that are kept depend on."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
 @functools.cache
 def processors(device: torch.device) -> int:
     """Multiprocessors of a GPU; 1 for the interpreter."""

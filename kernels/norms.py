@@ -20,14 +20,14 @@ def norms(
             assert_ids(left, mask.shape[0])
         return onehot.onehot_norms(left, right, offsets, measure, mask)
     if (for_norms(left, right, offsets) if route == "auto" else route) == "gram":
-        return gram.gram_sqnorm_group([left], right, offsets)
+        return gram.gram_norms([([left], right)], offsets)[0]
     return direct.direct_norms(left, right, offsets, measure, mask)
 
 
 @serves(2)
 def sqnorm_group(lefts: Sequence[torch.Tensor], right: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     """Squared norms [k, B] of uses that share ``right``."""
-    return gram.gram_sqnorm_group(lefts, right, offsets)
+    return gram.gram_norms([(lefts, right)], offsets)[0]
 
 
 @serves(4)

@@ -102,9 +102,8 @@ class NormSink(_Captures):
         self.entries: dict[str, _Entry] = {}
         self.norms = Norms(len(self.policy.bounds), layout.units, layout.weights.device)
         self._grams: list[_Gram] = []
-        self._pending: list[tuple[str, torch.Tensor]] = []
-        self._shared: torch.Tensor | None = None
-        self._shared_laned = False
+        #: Uses that wait for their Gram matrices, in groups that read the same input, by their axis of tokens.
+        self._waiting: dict[tuple[int, bool], list[tuple[torch.Tensor, list[tuple[str, torch.Tensor]]]]] = {}
         self._small: dict[tuple[int, bool], list[tuple[str, torch.Tensor, torch.Tensor]]] = {}
         self._held_bytes = 0
         self._may_hold_bytes = _may_hold(layout.weights.device) if keep else 0
@@ -212,31 +211,37 @@ class NormSink(_Captures):
         self._held_bytes = 0
 
     def _defer(self, name: str, factors: Factors) -> None:
-        """Wait for other uses that read the same input (q, k and v; gate and up): its Gram matrix serves them all."""
-        shared = self._shared
+        """Wait for other uses that read the same input (q, k and v; gate and up): its Gram matrix serves them all.
+
+        On a GPU that keeps factors for the sums anyway, all inputs wait for each other: one launch measures them all.
+        """
+        right = factors.right
+        groups = self._waiting.setdefault((right.shape[0], factors.laned), [])
         same = (
-            shared is not None
-            and shared.data_ptr() == factors.right.data_ptr()
-            and shared.shape == factors.right.shape
-            and shared.stride() == factors.right.stride()
-            and self._shared_laned == factors.laned
+            groups
+            and groups[-1][0].data_ptr() == right.data_ptr()
+            and groups[-1][0].shape == right.shape
+            and groups[-1][0].stride() == right.stride()
         )
         if not same:
-            self._flush()
-            self._shared, self._shared_laned = factors.right, factors.laned
-        self._pending.append((name, factors.left))
+            if not self._may_hold_bytes:
+                self._flush()
+                groups = self._waiting.setdefault((right.shape[0], factors.laned), [])
+            groups.append((right, []))
+        groups[-1][1].append((name, factors.left))
 
     def _flush(self) -> None:
-        if self._shared is None:
-            return
-        right, tokens = self._shared, self._shared.shape[0]
-        offsets = self.layout.offsets(tokens, laned=self._shared_laned)
-        longest = self.layout.longest(tokens, laned=self._shared_laned)
-        squares, products = ops.gram_norms([left for _, left in self._pending], right, offsets)
-        for (name, left), square, product in zip(self._pending, squares, products):
-            self._grams.append(_Gram(name, left, right, offsets, longest, square, product))
-            self.drop(self.entries[name])
-        self._pending, self._shared = [], None
+        for (tokens, laned), groups in self._waiting.items():
+            if not groups:
+                continue
+            offsets = self.layout.offsets(tokens, laned=laned)
+            longest = self.layout.longest(tokens, laned=laned)
+            squares, products = ops.gram_norms([([left for _, left in own], right) for right, own in groups], offsets)
+            uses = [(right, name, left) for right, own in groups for name, left in own]
+            for (right, name, left), square, product in zip(uses, squares, products):
+                self._grams.append(_Gram(name, left, right, offsets, longest, square, product))
+                self.drop(self.entries[name])
+        self._waiting.clear()
         if not self.keep:
             self._judge()
 
@@ -336,7 +341,7 @@ class NormSink(_Captures):
         if use.one_hot:
             self._add_direct(name, use, offsets)
             return
-        squares, products = ops.gram_norms([use.left], use.right, offsets)
+        squares, products = ops.gram_norms([([use.left], use.right)], offsets)
         self._grams.append(_Gram(name, use.left, use.right, offsets, self.longest(use), squares[0], products[0]))
 
     def _crossed(self, name: str, uses: list[Factors]) -> None:
@@ -355,7 +360,7 @@ class NormSink(_Captures):
                 square += ops.sqnorm(use.left, use.right, offsets)
                 products += ops.row_products(use.left, use.right, offsets)
             else:
-                squares, sizes = ops.gram_norms([use.left], use.right, offsets)
+                squares, sizes = ops.gram_norms([([use.left], use.right)], offsets)
                 square += squares[0]
                 products += sizes[0]
             # The square of a table's rows is found from their sums, whose error counts twice.

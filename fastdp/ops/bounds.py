@@ -8,6 +8,7 @@ docs/clipping.md derives each of them.
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -89,25 +90,44 @@ def row_products(left: Tensor, right: Tensor, offsets: Tensor, order: int = 2) -
     return ROW_PRODUCTS(left, right, offsets, order) * _OWN_ROUNDING
 
 
-def _gram_norms_reference(lefts: Sequence[Tensor], right: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
-    products = [_row_products_reference(left, right, offsets, 2) for left in lefts]
-    return SQNORM_GROUP.reference(lefts, right, offsets), torch.stack(products)
+def _split(
+    lefts: Sequence[Tensor], rights: Sequence[Tensor], counts: Sequence[int]
+) -> list[tuple[list[Tensor], Tensor]]:
+    """The lefts of each right: ``counts`` says how many each has, in order."""
+    each = iter(lefts)
+    return [(list(itertools.islice(each, count)), right) for right, count in zip(rights, counts)]
 
 
-def _gram_norms_fake(lefts: Sequence[Tensor], right: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
+def _gram_norms_reference(
+    lefts: Sequence[Tensor], rights: Sequence[Tensor], counts: Sequence[int], offsets: Tensor
+) -> tuple[Tensor, Tensor]:
+    groups = _split(lefts, rights, counts)
+    squares = torch.cat([SQNORM_GROUP.reference(own, right, offsets) for own, right in groups])
+    pairs = [(left, right) for own, right in groups for left in own]
+    return squares, torch.stack([_row_products_reference(left, right, offsets, 2) for left, right in pairs])
+
+
+def _gram_norms_fake(
+    lefts: Sequence[Tensor], rights: Sequence[Tensor], counts: Sequence[int], offsets: Tensor
+) -> tuple[Tensor, Tensor]:
     shape = len(lefts), offsets.shape[0] - 1
     return (
-        right.new_empty(shape, dtype=accumulator(right, *lefts)),
-        right.new_empty(shape, dtype=torch.float64),
+        rights[0].new_empty(shape, dtype=accumulator(*rights, *lefts)),
+        rights[0].new_empty(shape, dtype=torch.float64),
     )
 
 
-def _check_gram_norms(lefts: Sequence[Tensor], right: Tensor, offsets: Tensor) -> None:
-    SQNORM_GROUP.check(lefts, right, offsets)
+def _check_gram_norms(
+    lefts: Sequence[Tensor], rights: Sequence[Tensor], counts: Sequence[int], offsets: Tensor
+) -> None:
+    if len(rights) != len(counts) or not rights or sum(counts) != len(lefts):
+        raise ValueError(f"{len(lefts)} lefts in groups of {list(counts)} do not belong to {len(rights)} rights")
+    for own, right in _split(lefts, rights, counts):
+        SQNORM_GROUP.check(own, right, offsets)
 
 
 GRAM_NORMS = Op(
-    "gram_norms(Tensor[] lefts, Tensor right, Tensor offsets) -> (Tensor, Tensor)",
+    "gram_norms(Tensor[] lefts, Tensor[] rights, int[] counts, Tensor offsets) -> (Tensor, Tensor)",
     reference=_gram_norms_reference,
     fake=_gram_norms_fake,
     check=_check_gram_norms,
@@ -116,16 +136,24 @@ GRAM_NORMS.implement("cpu", "fastdp.ops.cpu.bounds")
 GRAM_NORMS.implement("cuda", "fastdp.kernels.bounds")
 
 
-def gram_norms(lefts: Sequence[Tensor], right: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
-    """:func:`fastdp.ops.sqnorm_group` together with the :func:`row_products` of each use.
+def gram_norms(groups: Sequence[tuple[Sequence[Tensor], Tensor]], offsets: Tensor) -> tuple[Tensor, Tensor]:
+    """:func:`fastdp.ops.sqnorm_group` of several groups together with the :func:`row_products` of each use.
+
+    On a GPU one launch makes all of them, so that many matrices keep all processors busy where one does not.
+
+    Args:
+        groups: lefts [N, m_i] and the right [N, n] that they share, float, any strides.
+        offsets: int64 [B + 1], as in :func:`fastdp.ops.sqnorm`.
 
     Returns:
-        Squared norms [k, B], float32 (float64 if a factor is float64), and products [k, B], float64.
+        Of the uses of all groups in order, squared norms [k, B], float32 (float64 if a factor is float64), and products
+        [k, B], float64.
 
     Raises:
-        TypeError, ValueError: as :func:`fastdp.ops.sqnorm_group`.
+        TypeError, ValueError: no groups, or as :func:`fastdp.ops.sqnorm_group`.
     """
-    squares, products = GRAM_NORMS(list(lefts), right, offsets)
+    rights, counts = [right for _, right in groups], [len(lefts) for lefts, _ in groups]
+    squares, products = GRAM_NORMS([left for lefts, _ in groups for left in lefts], rights, counts, offsets)
     return squares, products * _OWN_ROUNDING
 
 
@@ -212,7 +240,8 @@ class Rounding:
 
     def gram(self, m: int, n: int, tokens: int) -> float:
         """Of a squared norm by Gram matrices, against the square of the products; m is 0 for ids."""
-        # The products of two entries are added up in float64, but by tiles in float32 on a GPU.
+        # The products of two entries are added up in float64; on a GPU in float32 within a pair of tiles, and of two uses
+        # along a row of them.
         paired = 112 + tokens / 32 if self.arithmetic == "triton" else 4
         return self.gamma(self._dot(m) + self._dot(n) + paired)
 

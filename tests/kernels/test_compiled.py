@@ -39,7 +39,20 @@ from .resources import SHARED_LIMIT, compiled
 #: Instructions of the matrix units; tiles at least 64 wide must not fall back to those of the generation before.
 MATRIX = {80: ("HMMA",), 90: ("HGMMA",), 100: ("UTCHMMA", "UTCQMMA")}
 #: Numbers that differ from batch to batch: a kernel compiled for some of their values would be compiled again and again.
-VARYING = {"units", "tokens", "slots", "splits", "whole", "rows", "size", "groups", "tiles_x", "chunks"}
+VARYING = {
+    "units",
+    "tokens",
+    "most",
+    "problems",
+    "slots",
+    "splits",
+    "whole",
+    "rows",
+    "size",
+    "groups",
+    "tiles_x",
+    "chunks",
+}
 
 
 @dataclass(frozen=True)
@@ -72,20 +85,12 @@ ADAMW = "inverse_divisor keep step_size lerp1 beta2 rest2 inverse_correction2 ep
 OFFSETS = {"p_offsets": "*i64", "p_parts": "*fp32"}
 
 
-def gram_case(dtype, count, b_t, b_k, warps, precision="ieee", slow=False):
-    types = {
-        "lefts": (f"*{dtype}",) * count,
-        "widths": ("i32",) * count,
-        "strides_lt": ("i32",) * count,
-        "strides_lk": (1,) * count,
-        "p_right": f"*{dtype}",
-        **numbers("width", "units", "slots", "splits"),
-        **strides("stride_rt", "stride_rk"),
-        **OFFSETS,
-    }
-    constants = {"COUNT": count, "b_t": b_t, "b_k": b_k, "PRECISION": precision}
-    matrix = dtype != "fp32" or precision != "ieee"
-    return Case(gram._gram_kernel, types, constants, warps, 4, matrix, True, slow=slow)
+def gram_case(dtype, b_t, b_k, warps, precision="ieee", slow=False):
+    types = {"p_rights": "*i64", "p_lefts": "*i64", "p_table": "*i32", "p_squares": "*fp32", "p_products": "*fp32"}
+    constants = {"RIGHT": dtype, "LEFT": dtype, "CONTIGUOUS": True, "ALIGNED": True, "b_t": b_t, "b_k": b_k}
+    matrix = dtype != tl.float32 or precision != "ieee"
+    types |= numbers("units", "most", "problems")
+    return Case(gram._gram_kernel, types, constants | {"PRECISION": precision}, warps, 4, matrix, True, slow=slow)
 
 
 def direct_case(dtype, kind, b_m, b_n, b_t, warps, precision="ieee", chosen=False, slow=False):
@@ -236,12 +241,25 @@ CASES = {
         {**PULL, **numbers("n", "width", kind="i64")},
         {"b_tile": clip._STEP, "ALIGNED": True},
     ),
-    "gram-bf16": gram_case("bf16", 1, 128, 64, 8),
-    "gram-bf16-pair": gram_case("bf16", 2, 128, 64, 8),
-    "gram-bf16-short": replace(gram_case("bf16", 1, 32, 64, 4, slow=True), narrow=True),
-    "gram-fp32": gram_case("fp32", 1, 64, 32, 8),
-    "gram-fp32-pair": gram_case("fp32", 2, 64, 32, 8, slow=True),
-    "gram-tf32x3": gram_case("fp32", 1, 64, 32, 8, "tf32x3", slow=True),
+    "gram-bf16": gram_case(tl.bfloat16, 128, 64, 8),
+    "gram-bf16-short": replace(gram_case(tl.bfloat16, 32, 64, 4, slow=True), narrow=True),
+    "gram-fp32": gram_case(tl.float32, 64, 32, 8),
+    "gram-tf32x3": gram_case(tl.float32, 64, 32, 8, "tf32x3", slow=True),
+    "gram-pairs": Case(
+        gram._pairs_kernel,
+        {"p_offsets": "*i64", "p_table": "*i32", **numbers("units", "most")},
+        {"b_t": 128},
+        slow=True,
+    ),
+    "gram-sum-pairs": Case(
+        gram._sum_pairs_kernel,
+        {
+            **{"p_parts": "*fp32", "p_products": "*fp32", "p_table": "*i32", "p_out": "*fp32", "p_sizes": "*fp64"},
+            **numbers("units", "most"),
+        },
+        {"b": 128},
+        slow=True,
+    ),
     "direct-bf16": direct_case("bf16", direct.SQUARE, 128, 128, 64, 8),
     "direct-chosen-bf16": direct_case("bf16", direct.SQUARE, 128, 128, 64, 8, chosen=True),
     "direct-fp16-narrow": replace(direct_case("fp16", direct.SQUARE, 16, 128, 64, 4, slow=True), narrow=True),

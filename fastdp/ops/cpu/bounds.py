@@ -31,12 +31,20 @@ def row_products(left: Tensor, right: Tensor, offsets: Tensor, order: int) -> Te
     return products
 
 
-def gram_norms(lefts: Sequence[Tensor], right: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
-    """:func:`fastdp.ops.gram_norms` on a processor."""
-    if not served(right, *lefts):
+def gram_norms(
+    lefts: Sequence[Tensor], rights: Sequence[Tensor], counts: Sequence[int], offsets: Tensor
+) -> tuple[Tensor, Tensor]:
+    """:func:`fastdp.ops.gram_norms` on a processor: a group after another."""
+    if not served(*rights, *lefts):
         return NotImplemented
-    products = torch.empty(len(lefts), offsets.shape[0] - 1, dtype=torch.float64)
-    return gram_norms_of(lefts, right, unit_bounds(offsets), products.data_ptr()), products
+    bounds = unit_bounds(offsets)
+    products = torch.empty(len(lefts), len(bounds) - 1, dtype=torch.float64)
+    squares, first = [], 0
+    for right, count in zip(rights, counts):
+        own = slice(first, first + count)
+        squares.append(gram_norms_of(lefts[own], right, bounds, products[own].data_ptr()))
+        first += count
+    return squares[0] if len(squares) == 1 else torch.cat(squares), products
 
 
 def chosen_sqnorm(left: Tensor, right: Tensor, offsets: Tensor, chosen: Tensor) -> Tensor:

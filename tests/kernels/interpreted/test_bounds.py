@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from fastdp.kernels import bounds, weighted
+from fastdp.kernels import bounds, gram, weighted
 
 from tests.ops.uses import DTYPES, factor, gradients, offsets_of, relative_error
 
@@ -31,12 +31,31 @@ def test_row_products(dtype, order):
 
 
 def test_gram_norms_come_with_their_products():
+    """Groups of several dtypes and widths, each row measured by the diagonals of its Gram matrices."""
     offsets = offsets_of(RAGGED)
-    lefts, right = [factor(60, 17, 0), factor(60, 40, 1)], factor(60, 33, 2)
-    squares, products = bounds.gram_norms(lefts, right, offsets)
-    for left, square, product in zip(lefts, squares, products):
-        assert relative_error(square, gradients(left, right, offsets).square().sum((1, 2))) <= 1e-5
-        assert relative_error(product, products_of(left, right, offsets, 2)) <= 1e-5
+    wide = factor(60, 40, 1, torch.bfloat16)
+    groups = [([factor(60, 17, 0), wide], factor(60, 33, 2)), ([factor(60, 70, 3)], factor(60, 5, 4))]
+    for side, programs in ((16, 3), (None, None)):
+        squares, products = gram.gram_norms(groups, offsets, b_t=side, programs=programs)
+        pairs = [(left, right) for lefts, right in groups for left in lefts]
+        for (left, right), square, product in zip(pairs, squares, products):
+            assert relative_error(square, gradients(left, right, offsets).square().sum((1, 2))) <= 1e-5
+            truth = products_of(left, right, offsets, 2)
+            assert relative_error(product, truth) <= 1e-4
+            assert bool((product * (1 + 2.0**-10) >= truth).all())
+
+
+def test_every_pair_of_tiles_is_a_job():
+    """The triangle of each unit, and nothing else."""
+    offsets = offsets_of((70, 0, 1, 33))
+    for b_t in (16, 32, 128):
+        table, most = gram._pairs_of(offsets, 104, b_t)
+        pairs = table[5:].view(3, most)[:, : int(table[4])].T.tolist()
+        wanted = []
+        for start, end in ((0, 70), (70, 70), (70, 71), (71, 104)):
+            rows = range(start, end, b_t)
+            wanted += [[row, column, end] for row in rows for column in range(start, row + 1, b_t)]
+        assert pairs == wanted
 
 
 def test_only_chosen_units_are_measured_again():
