@@ -44,8 +44,12 @@ class Collation:
 
     def together(self, items: Sequence[Any], seed: int = 0) -> dict[Path, torch.Tensor]:
         """Their tensors, collated from copies (collators may take examples apart) under a random state of our own."""
+        return dict(leaves(self.collated(items, seed)))
+
+    def collated(self, items: Sequence[Any], seed: int = 0) -> Any:
+        """What the user's collator makes of them, likewise."""
         with _seeded(seed):
-            return dict(leaves(self.collate([copy.deepcopy(item) for item in items])))
+            return self.collate([copy.deepcopy(item) for item in items])
 
     def require_independence(self) -> None:
         """Raise `SelfCheckError` if an example's row depends on its companions, ValueError if one cannot stand alone."""

@@ -17,7 +17,9 @@ import fastdp.ops as ops
 from fastdp.engine.accumulator import Accumulator
 from fastdp.engine.batches import map_tensors
 from fastdp.engine.bounds import Norms
+from fastdp.engine.collation import Collation
 from fastdp.engine.engine import Engine
+from fastdp.engine.errors import SelfCheckError
 from fastdp.ops.stream import NoiseStream
 from fastdp.private.loader import PrivateLoader
 from fastdp.private.plan import Plan, SideRelease
@@ -26,6 +28,10 @@ from fastdp.private.plan import Plan, SideRelease
 Outcome = Mapping[str, torch.Tensor]
 #: A batch -> per-unit tensors ``[units, ...]`` by name, all of a batch's units at once or in several parts.
 Contributions = Callable[[Any], Iterator[Mapping[str, torch.Tensor]]]
+
+
+#: How far what an example contributes may move beside a longer one, relative to its size: rounding of other shapes.
+_APART = 1e-2
 
 
 class Released(Mapping[str, torch.Tensor]):
@@ -199,6 +205,7 @@ class Sample:
                 batch = _placed(batch, self._preparation.parameters)
                 output = model(**batch) if isinstance(batch, Mapping) else model(*batch)
                 (output["loss"] if isinstance(output, Mapping) else output[0]).backward()
+            accumulator.require_alike()
         finally:
             engine.close()
 
@@ -258,10 +265,15 @@ def _parts(
     loader: PrivateLoader, parameters: Mapping[str, torch.nn.Parameter], contributions: Contributions
 ) -> Iterator[Mapping[str, torch.Tensor]]:
     """The contributions of a sample's units, the padding row of an empty one left out."""
+    checked = False
     for batch in loader:
-        weights = loader.tickets.popleft().weights
+        ticket = loader.tickets.popleft()
+        weights = ticket.weights
         if not bool((weights > 0).all()):
             continue
+        if not checked:
+            _require_independence(ticket.source, parameters, contributions)
+            checked = True
         found = 0
         for part in contributions(_placed(batch, parameters)):
             counts = {tensor.shape[0] for tensor in part.values()}
@@ -274,6 +286,29 @@ def _parts(
                 f"a batch of {weights.shape[0]} units gave another number of contributions: this release needs one row a "
                 "unit, not users or packed rows"
             )
+
+
+def _require_independence(
+    source: Collation | None, parameters: Mapping[str, torch.nn.Parameter], contributions: Contributions
+) -> None:
+    """Raise `SelfCheckError` if an example contributes otherwise when it is collated beside a longer one."""
+    if source is None:
+        return
+    items = source.items()
+    sizes = [sum(t.numel() for t in source.together([item]).values()) for item in items]
+    longest, shortest = (items[pick(range(len(items)), key=sizes.__getitem__)] for pick in (max, min))
+    beside, alone = (
+        {name: torch.cat([part[name][:1] for part in parts[:1]]) for name in parts[0]}
+        for chosen in ([shortest, longest], [shortest])
+        for parts in (list(contributions(_placed(source.collated(chosen), parameters))),)
+    )
+    size = sum(float(t.double().square().sum()) for t in alone.values()) ** 0.5
+    gap = sum(float((beside[n].double() - alone[n].double()).square().sum()) for n in alone) ** 0.5
+    if math.isfinite(size) and not gap <= _APART * size:
+        raise SelfCheckError(
+            "an example contributes otherwise to this release when it is collated beside a longer one: padding changes it. "
+            "Padding on the left shifts positions unless position_ids are given: pad on the right; nothing was released"
+        )
 
 
 def _placed(batch: Any, parameters: Mapping[str, torch.nn.Parameter]) -> Any:
