@@ -60,6 +60,28 @@ def take_rows(tree: Any, index: torch.Tensor, carriers: Collection[Path]) -> Any
     return map_leaves(tree, take)
 
 
+def unpadded(tree: Any, carriers: Collection[Path]) -> Any:
+    """The call on one row without the padding that its attention mask tells of, at either end.
+
+    Left as it is without such a mask, and where what would go is not the same in each place: then it is no padding of this
+    mask (the labels of a decoder may be as long as the text of its encoder).
+    """
+    mask = next((t for p, t in leaves(tree) if p in carriers and p[-1] == "attention_mask" and t.dim() == 2), None)
+    if mask is None or not bool((mask != 0).any()) or bool((mask != 0).all()):
+        return tree
+    kept, width = (mask[0] != 0).nonzero()[:, 0], mask.shape[1]
+    start, end = int(kept[0]), int(kept[-1]) + 1
+
+    def holds(path: Path, t: torch.Tensor) -> bool:
+        return path in carriers and t.dim() > 1 and t.shape[1] == width
+
+    for path, t in leaves(tree):
+        for outside in (t[:, :start], t[:, end:]) if holds(path, t) else ():
+            if outside.shape[1] and not bool((outside == outside[:, :1]).all()):
+                return tree
+    return map_leaves(tree, lambda path, t: t[:, start:end] if holds(path, t) else t)
+
+
 def take_tokens(tree: Any, row: int, start: int, end: int, shape: tuple[int, int]) -> Any:
     """The call on one packed unit: tokens [start, end) of a row, as a batch of one."""
 

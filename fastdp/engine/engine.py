@@ -15,7 +15,7 @@ import torch
 
 from fastdp.engine import selfcheck
 from fastdp.engine.accumulator import Accumulator
-from fastdp.engine.batches import as_long_as, leaves, map_tensors, take_rows, tensors
+from fastdp.engine.batches import as_long_as, leaves, map_tensors, take_rows, tensors, unpadded
 from fastdp.engine.boundary import LossBoundary, OutputBoundary, find_loss, plain_gradients, replace_loss
 from fastdp.engine.errors import SelfCheckError, UnsupportedUse
 from fastdp.engine.guard import Guard
@@ -237,6 +237,7 @@ class Engine:
         total = find_loss(output)
         if total is None:
             raise ValueError(NO_LOSS)
+        tap.shapes |= {("a loss function", (count,)) for count in terms.tokens}
         try:
             return output, [combine(total, terms, self.divided, verify=verify)]
         except UnsupportedUse:
@@ -524,7 +525,8 @@ class Engine:
         assert self.trace is not None
         outputs = []
         for row in range(ticket.rows):
-            args, kwargs = take_rows(call, torch.tensor([row]), self.trace.carriers)
+            single = take_rows(call, torch.tensor([row]), self.trace.carriers)
+            args, kwargs = unpadded(single, self.trace.carriers) if self.returns_loss else single
             with intercepted(LossTerms(_ONE_ROW.layout(layout.weights.device), alone=True)):
                 outputs.append(self._root.plain(*args, **kwargs))
         if self.returns_loss:

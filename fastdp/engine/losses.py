@@ -57,6 +57,8 @@ class LossTerms:
         self.alone = alone
         self.terms: list[Term] = []
         self.unmapped: str | None = None
+        #: Tokens a row that each loss saw.
+        self.tokens: list[int] = []
 
     def add(self, losses: torch.Tensor, valid: torch.Tensor | None, reduction: str) -> torch.Tensor | None:
         """Take token losses ``[N]`` and which of them count; None if the axis cannot be cut into units."""
@@ -65,6 +67,7 @@ class LossTerms:
             self.unmapped = f"a loss over {losses.numel()} tokens cannot be divided among {layout.rows} rows"
             return None
         losses = losses.reshape(-1).float()
+        self.tokens.append(losses.shape[0] // layout.rows)
         valid = torch.ones_like(losses) if valid is None else valid.reshape(-1).to(losses.dtype)
         summed = reduction == "sum"
         per_unit = self._sums(losses) if summed else self._means(losses, valid)

@@ -502,3 +502,84 @@ def test_a_padding_row_whose_gradient_is_nan_adds_nothing() -> None:
         assert all(bool(s.isfinite().all()) for s in engine.accumulator.sums.values())
         if engine.route == "uses":
             assert error({n: engine.accumulator.sums[n] for n in truth[0]}, clipped_sum(truth, 0.5)) < EXACT
+
+
+class Pooled(nn.Module):
+    """Reads its table in a way that has no rule, and notes how many tokens it saw."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(30, 6), nn.Linear(6, 3)
+        self.seen: list[int] = []
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, labels: torch.Tensor) -> Any:
+        self.seen.append(input_ids.shape[1])
+        hidden = torch.cummax(self.table.weight, 0).values[input_ids] * attention_mask.unsqueeze(-1)
+        return {"loss": F.cross_entropy(self.head(hidden.sum(1)), labels)}
+
+
+@pytest.mark.parametrize("left", [False, True])
+def test_a_row_that_runs_alone_is_without_its_padding(left: bool) -> None:
+    torch.manual_seed(0)
+    model, lengths, width = Pooled(), [3, 5, 7, 4], 7
+    mask = torch.stack([(torch.arange(width) < n).long() for n in lengths])
+    mask = mask.flip(1) if left else mask
+    data = {"input_ids": torch.randint(1, 30, (4, width)) * mask, "attention_mask": mask, "labels": torch.arange(4) % 3}
+    truth = one_by_one(model, data)
+    engine, tickets = engine_for(model, 0.5)
+    tickets.append(ticket(4))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        output = model(**data)
+    assert engine.route == "one-example"
+    assert model.seen[-4:] == lengths
+    output["loss"].backward()
+    assert error(engine.accumulator.sums, clipped_sum(truth, 0.5)) < EXACT
+
+
+class Branching(nn.Module):
+    """Asks something of the whole batch, and goes on as the answer is."""
+
+    def __init__(self, asks: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.asks, self.table, self.head = asks, nn.Embedding(50, 6), nn.Linear(6, 3)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> Any:
+        hidden = self.table(input_ids).mean(1)
+        if self.asks(input_ids):
+            hidden = hidden + 1e-4 * hidden.mean(0)
+        return {"loss": F.cross_entropy(self.head(hidden), labels)}
+
+
+@pytest.mark.parametrize(
+    "asks",
+    [
+        lambda ids: (ids == 49).any(),
+        lambda ids: 49 in ids,
+        lambda ids: ids.max().item() > 48,
+        lambda ids: torch.equal(ids, ids.clamp(max=48)) is False,
+        lambda ids: [False, True][int(ids.max()) // 49],
+        lambda ids: 49 in ids.flatten().tolist(),
+        lambda ids: (ids.numpy() == 49).any(),
+    ],
+)
+def test_a_question_whose_answer_no_row_gives_is_found(asks: Callable[[torch.Tensor], Any]) -> None:
+    torch.manual_seed(0)
+    model, data = Branching(asks), {"input_ids": torch.randint(0, 49, (6, 5)), "labels": torch.arange(6) % 3}
+    engine, tickets = engine_for(model, 0.5)
+    tickets.append(ticket(6))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model(**data)["loss"].backward()
+    assert engine.route == "one-example"
+    assert "the model " in str(engine.reason)
+
+
+def test_a_question_that_stops_the_run_or_changes_nothing_costs_nothing() -> None:
+    class Careful(Net):
+        def forward(self, x: torch.Tensor, labels: torch.Tensor) -> Any:
+            if not torch.isfinite(x).all():
+                raise ValueError("not finite")
+            return super().forward(x.clone() if (x > 2).any() else x, labels)
+
+    assert trained(Careful(), collate(examples(6))).route == "uses"
