@@ -16,6 +16,7 @@ from fastdp.accounting.events import (
 )
 from fastdp.accounting.journal import LedgerError
 from fastdp.accounting.ledger import BudgetExceeded, Ledger
+from fastdp.accounting.meaning import membership_bound
 from fastdp.accounting.schedules import (
     epoch_weighted_schedule,
     largest_mu,
@@ -50,6 +51,7 @@ __all__ = [
     "joint_multiplier",
     "largest_mu",
     "local_event",
+    "membership_bound",
     "noise_source",
     "rounded_to_grid",
     "poisson_gaussian",

@@ -1,0 +1,59 @@
+"""What a bound means to a person: the most that someone who sees all of a release can learn about one unit's presence."""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+
+from fastdp.accounting.accountants import check_adjacency
+from fastdp.accounting.event_types import DpEvent
+from fastdp.accounting.events import flatten
+from fastdp.accounting.pld import Adjacency, rounding, search_epsilon
+from fastdp.accounting.serialisation import canonical, deserialise, serialise
+
+#: Shares of wrong accusations at which a card says how many right ones there can be.
+FALSE_POSITIVE_RATES = (0.001, 0.01, 0.1)
+#: Deltas at which the curve of an event is looked at. Each gives a bound, so more of them only make it tighter.
+_DELTAS = (*(1 - 0.5**k for k in range(7, 1, -1)), *(10 ** (-k / 6) for k in range(1, 42)))
+
+
+def membership_bound(event: DpEvent, false_positive_rate: float, adjacency: Adjacency = "add_remove") -> float:
+    """Largest true-positive rate of any test for whether one unit took part, at a given false-positive rate.
+
+    It holds for one who sees everything released, knows every other unit, and has any computing power. With
+    epsilon(delta) of both directions, the test's rates (a, b) obey ``b <= e^epsilon a + delta`` and
+    ``1 - a <= e^epsilon (1 - b) + delta`` (Wasserman and Zhou 2010, Theorem 2.4; Kairouz et al. 2015); the smallest
+    such b over a grid of deltas is an upper bound of the event's trade-off function (Dong et al. 2019).
+
+    Args:
+        event: what was released.
+        false_positive_rate: share of units that took no part and are accused, in [0, 1].
+        adjacency: what neighbouring data sets are.
+
+    Returns:
+        The bound, in [false_positive_rate, 1]; 1 for an event without noise.
+
+    Raises:
+        ValueError: for a rate outside [0, 1].
+    """
+    if not 0 <= false_positive_rate <= 1:
+        raise ValueError(f"the false-positive rate is {false_positive_rate}: it must lie between 0 and 1")
+    best = 1.0
+    check_adjacency(adjacency)
+    for delta, bound in _curve(canonical(serialise(event)), adjacency):
+        best = min(
+            best,
+            math.exp(min(bound, 700.0)) * false_positive_rate + delta,
+            1 - math.exp(-bound) * (1 - false_positive_rate - delta),
+        )
+    return max(best, false_positive_rate)
+
+
+@lru_cache(maxsize=32)
+def _curve(event: str, adjacency: Adjacency) -> tuple[tuple[float, float], ...]:
+    flat = flatten(deserialise(event))
+    if flat.empty:
+        return ((0.0, 0.0),)
+    if not flat.private:
+        return ()
+    return tuple((d, search_epsilon(flat, d, adjacency)) for d in _DELTAS if d > 2 * rounding(flat))
