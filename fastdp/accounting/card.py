@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import platform
 from collections.abc import Iterable, Mapping, Sequence
@@ -336,6 +337,8 @@ def _markdown(card: Card) -> str:
         ("Run", card["run_id"]),
         ("Written", card["created"]),
     ]
+    if card.get("membership") and card["guarantee"] != "none":
+        lines += _meaning(card)
     lines += ["| | |", "|---|---|", *(f"| {name} | {_cell(value)} |" for name, value in rows if value is not None), ""]
     for heading, key in _LISTS:
         if card[key]:
@@ -347,6 +350,24 @@ def _markdown(card: Card) -> str:
     for title, text in sections:
         lines += [f"## {title}", "", "```json", text, "```", ""]
     return "\n".join(lines)
+
+
+def _meaning(card: Card) -> list[str]:
+    unit, adjacency = card["unit"], card["adjacency"]
+    asked = f"which of two versions of one {unit} was" if adjacency == "replace_one" else f"whether one {unit} was"
+    rows = [
+        f"| {float(rate):.1%} | {min(1.0, math.ceil(most * 1e4) / 1e4):.2%} |"
+        for rate, most in card["membership"].items()
+    ]
+    return [
+        f"What that means: someone sees all that was released, knows everything else in the data and computes as long as he "
+        f"likes, to find out {asked} among them. However he goes about it:",
+        "",
+        "| of those who were not, he accuses | of those who were, he finds at most |",
+        "|---|---|",
+        *rows,
+        "",
+    ]
 
 
 def _epsilon_rows(card: Card) -> list[tuple[str, Any]]:

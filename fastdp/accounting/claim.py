@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 from fastdp.accounting.accountants import check_adjacency, epsilon
 from fastdp.accounting.event_types import DpEvent
 from fastdp.accounting.events import as_count, flatten
+from fastdp.accounting.meaning import FALSE_POSITIVE_RATES, membership_bound
 from fastdp.accounting.pld import Adjacency
 from fastdp.accounting.serialisation import canonical, deserialise, serialise
 
@@ -115,8 +116,12 @@ class Gaussian(Claim):
                 "target": None if self.target is None else _finite(self.target),
                 "cross_checks": _cross_checks(self.event, self.delta, self.adjacency) if checked else {},
             },
+            "membership": {} if self.flaws() else self._membership(),
             "event": serialise(self.event),
         }
+
+    def _membership(self) -> dict[str, float]:
+        return {f"{rate:g}": membership_bound(self.event, rate, self.adjacency) for rate in FALSE_POSITIVE_RATES}
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> Gaussian:
@@ -147,6 +152,15 @@ class Gaussian(Claim):
         if claimed < found * (1 - ROOM):
             reason = f"the card claims epsilon {claimed:.6g} but its event costs {found:.6g} at delta {self.delta:g}"
             raise DoesNotFollow(reason, claimed, found)
+        for rate, most in self._membership().items():
+            stated = fields.get("membership", {}).get(rate, 1.0)
+            if not (isinstance(stated, (int, float)) and stated >= most * (1 - ROOM)):
+                raise DoesNotFollow(
+                    f"the card says that a membership test with {rate} wrong accusations finds {stated!r}, but its event "
+                    f"allows {most:.4g}",
+                    claimed,
+                    found,
+                )
         reason = f"the claimed epsilon {claimed:.6g} covers the recomputed {found:.6g} at delta {self.delta:g}"
         return Followed(claimed, found, reason)
 

@@ -268,6 +268,15 @@ def test_a_run_and_its_ledger_agree(run):
     assert any("against the run's ledger" in entry for entry in verify(made).unchecked)
 
 
+def test_a_smaller_share_of_right_accusations_than_the_event_allows_is_found(run):
+    made, _ = run
+    rate, most = next(iter(made["membership"].items()))
+    result = verify(resealed({**made, "membership": {**made["membership"], rate: 0.9 * most}}))
+    assert not result
+    assert "membership test" in result.reason
+    assert "However he goes about it" in made.to_markdown()
+
+
 @pytest.mark.parametrize(
     ("field", "value", "match"),
     [
@@ -287,6 +296,7 @@ def test_a_field_rewritten_with_a_new_digest_is_found_by_the_ledger(run, field, 
     body = {**made, field: value}
     if field == "adjacency":
         body["epsilon"] = {**made["epsilon"], "upper_bound": 100.0}
+        body.pop("membership")
     result = verify(resealed(body), ledger=path)
     assert not result
     assert match in result.reason
