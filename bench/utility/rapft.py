@@ -211,9 +211,9 @@ class Bench:
         seconds, peaks = [], []
         for _ in range(min(3, self.size.timed)):
             memory = PeakMemory(device())
-            start = memory.stop()
+            start = memory.so_far()
             seconds.append(timed(lambda: self._pass(propagator))[0])
-            peaks.append(memory.stop() - start)
+            peaks.append(memory.so_far() - start)
         return {"map_seconds": statistics.median(seconds), "map_bytes": statistics.median(peaks)}
 
     def _pass(self, propagator: rapft.Propagator) -> None:

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 
 from fastdp.commands.quiet import quiet_libraries
 from fastdp.commands.refusal import errors, refusing
 from fastdp.finetune.config import FinetuneConfig, load_config, setting_type
-from fastdp.finetune.reporter import Reporter
+from fastdp.finetune.reporter import Forecast, Reporter, duration, memory
 
 if TYPE_CHECKING:
     from fastdp.finetune import Result
@@ -36,7 +36,6 @@ class ProgressReporter(Reporter):
             BarColumn(),
             MofNCompleteColumn(),
             TextColumn("{task.fields[state]}"),
-            TimeRemainingColumn(),
             console=console,
         )
 
@@ -55,13 +54,18 @@ class ProgressReporter(Reporter):
         """Print the note above the bar."""
         self.progress.console.print(f"[yellow]note:[/] {text}", highlight=False)
 
-    def step(self, done: int, total: int, loss: float, epsilon: float | None) -> None:
+    def forecast(self, expected: Forecast) -> None:
+        """Print what is to come above the bar."""
+        self.progress.console.print(f"{self.title}to come: {expected.in_words()}", highlight=False)
+
+    def step(self, done: int, total: int, loss: float, epsilon: float | None, left: Forecast) -> None:
         """Move the bar."""
         if self.bar is None:
             self.bar = self.progress.add_task("steps", total=total, state="")
         if epsilon is not None and math.isfinite(epsilon):
-            self.epsilon = f"  epsilon {epsilon:.2f}"
-        self.progress.update(self.bar, completed=done, state=f"loss {loss:.3f} (unprotected){self.epsilon}")
+            self.epsilon = f"  epsilon {epsilon:.2f}" + ("" if left.epsilon is None else f" of {left.epsilon:g}")
+        state = f"loss {loss:.3f} (unprotected){self.epsilon}  {memory(left.peak_bytes)}  {duration(left.seconds)} left"
+        self.progress.update(self.bar, completed=done, state=state)
 
 
 def _with_settings(command: Callable[..., None]) -> Callable[..., None]:
@@ -137,7 +141,7 @@ def _print_result(result: Result) -> None:
     else:
         console.print("privacy: [bold]none[/] (epsilon is infinite)")
     console.print(
-        f"speed: {result.seconds_per_step:.2f} s a step, peak memory {result.peak_bytes / 2**20:.0f} MiB, "
+        f"speed: {result.seconds_per_step:.2f} s a step, peak memory {memory(result.peak_bytes)}, "
         f"{result.trained_parameters:,} trained parameters"
     )
     written = sorted(path.name for path in Path(result.output).iterdir())

@@ -1,17 +1,29 @@
-"""The peak memory of a stretch of a run: on a GPU what torch allocated, otherwise the process's resident set."""
+"""What a run takes: its memory, and a rehearsal that foretells memory and time before anything is spent."""
 
 from __future__ import annotations
 
 import sys
+import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from torch import nn
+
+from fastdp.data import Collator, Examples
+from fastdp.finetune.config import ConfigError, FinetuneConfig
+from fastdp.finetune.evaluation import autocast
+
+#: Bytes for each trained parameter that a private step with Adam keeps beside an ordinary backward pass: two moments, and the
+#: clipped sum besides the gradient.
+_KEPT = 12
 
 
 class PeakMemory:
-    """Begins measuring when made; `stop` gives the peak in bytes since then.
+    """Begins measuring when made; `so_far` gives the peak in bytes since then.
 
-    Linux can reset a process's high-water mark; where it cannot be reset, the peak since the process began is given.
+    On a GPU it is what torch allocated, otherwise the process's resident set. Linux can reset a process's high-water mark;
+    where it cannot be reset, the peak since the process began is given.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -24,7 +36,7 @@ class PeakMemory:
         except OSError:
             return
 
-    def stop(self) -> int:
+    def so_far(self) -> int:
         """Peak bytes since the beginning."""
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device)
@@ -37,3 +49,48 @@ class PeakMemory:
 
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
             return peak if sys.platform == "darwin" else peak * 1024
+
+
+def rehearse(model: nn.Module, examples: Examples, collator: Collator, config: FinetuneConfig) -> tuple[float, int]:
+    """Seconds of a logical step and peak bytes, by ordinary passes over the longest examples and over such of middle length.
+
+    Nothing is trained or kept, and the state of random numbers is put back. The figures are functions of private lengths, for
+    whoever runs the training alone, as the loss is.
+
+    Raises:
+        ConfigError: if the longest examples do not fit into the memory of the device.
+    """
+    device = next(model.parameters()).device
+    order = sorted(range(len(examples)), key=lambda index: examples.lengths[index])
+    count = min(config.physical_batch_size, len(order))
+    middle = max(0, (len(order) - count) // 2)
+    peak = PeakMemory(device)
+    with torch.random.fork_rng():
+        try:
+            _pass(model, [examples[index] for index in order[-count:]], collator, config)
+        except torch.OutOfMemoryError:
+            raise ConfigError(
+                f"{count} examples of up to {examples.lengths[order[-1]]} tokens do not fit into the memory of {device}: lower "
+                "physical_batch_size (the result stays the same) or max_length, or set gradient_checkpointing"
+            ) from None
+        begin = time.perf_counter()
+        _pass(model, [examples[index] for index in order[middle : middle + count]], collator, config)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        seconds = time.perf_counter() - begin
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    return seconds * max(1.0, config.batch_size / count), peak.so_far() + _KEPT * trained
+
+
+def _pass(model: nn.Module, items: Sequence[dict], collator: Collator, config: FinetuneConfig) -> None:
+    device = next(model.parameters()).device
+    was_training = model.training
+    model.train()
+    try:
+        batch = {key: value.to(device) for key, value in collator(items).items()}
+        with autocast(device, config.precision):
+            loss = model(**batch).loss
+        loss.backward()
+    finally:
+        model.zero_grad(set_to_none=True)
+        model.train(was_training)

@@ -26,7 +26,7 @@ from fastdp.accounting.witness import count_release
 from fastdp.data import Collator, Examples, Rows, read_rows
 from fastdp.finetune.config import ConfigError, FinetuneConfig, load_config
 from fastdp.finetune.evaluation import Quality, autocast, evaluate
-from fastdp.finetune.memory import PeakMemory
+from fastdp.finetune.memory import PeakMemory, rehearse
 from fastdp.finetune.methods import LOCAL, Public, check_method, choose_method
 from fastdp.finetune.models import (
     check_model,
@@ -38,13 +38,14 @@ from fastdp.finetune.models import (
     trained_state,
 )
 from fastdp.finetune.perturbations import Opening, Subject, choose_perturbation
-from fastdp.finetune.reporter import Reporter
+from fastdp.finetune.reporter import Forecast, Reporter
+from fastdp.finetune.samples import draw_samples
 from fastdp.finetune.tasks import encode_rows, record_texts
 from fastdp.methods.perturbation import Releases
 from fastdp.public import PublicGate
 
 CONFIG, METRICS, RESULT, CHECKPOINT = "config.yaml", "metrics.jsonl", "result.json", "checkpoint.pt"
-LEDGER, PERTURBATION = "ledger.jsonl", "perturbation.pt"
+LEDGER, PERTURBATION, SAMPLES = "ledger.jsonl", "perturbation.pt", "samples.json"
 EPSILON_POINTS = 20
 
 
@@ -64,6 +65,8 @@ class Result:
     after: Quality | None
     #: What a local method says of its privacy, in a sentence; or why a method as its paper prints it guarantees nothing.
     privacy: str | None = None
+    #: What the user was told of the data, and of what went otherwise than asked.
+    notes: tuple[str, ...] = ()
 
     def save(self, path: Path) -> None:
         """Write as JSON; an infinite epsilon is written as the text "inf"."""
@@ -86,7 +89,7 @@ def finetune(config: FinetuneConfig, resume: bool = False, reporter: Reporter | 
         ConfigError: for settings that do not hold, do not fit the model or differ from those of the resumed run.
         DataError: for data files that cannot be used.
     """
-    reporter = reporter or Reporter()
+    reporter = _Noting(reporter or Reporter())
     config.check()
     if resume and config.method in LOCAL:
         raise ConfigError(
@@ -116,8 +119,10 @@ def finetune(config: FinetuneConfig, resume: bool = False, reporter: Reporter | 
     model = load_trained(config, tokenizer)
     model.to(device)
     assert tables[0] is not None
+    reporter.phase("rehearsing a step")
+    measured = rehearse(model, train, Collator(_pad(tokenizer)), config)
     gate = PublicGate(record_texts(tables[0], config), [str(config.train)], config.public_overlap)
-    run = _Run(config, output, model, tokenizer, train, held_out, gate, opening, reporter)
+    run = _Run(config, output, model, tokenizer, train, held_out, gate, opening, measured, reporter)
     try:
         run.make_private(resume)
         if run.releases.once_an_epoch:
@@ -166,6 +171,25 @@ def _device(config: FinetuneConfig) -> torch.device:
     return device
 
 
+class _Noting(Reporter):
+    """Passes on to another reporter, and keeps the notes."""
+
+    def __init__(self, other: Reporter) -> None:
+        self.notes: list[str] = []
+        self.phase, self.forecast, self.step = other.phase, other.forecast, other.step  # type: ignore[method-assign]
+        self._note = other.note
+
+    def note(self, text: str) -> None:
+        """Keep it."""
+        self.notes.append(text)
+        self._note(text)
+
+
+def _pad(tokenizer: PreTrainedTokenizerBase) -> int:
+    assert isinstance(tokenizer.pad_token_id, int)
+    return tokenizer.pad_token_id
+
+
 def _encode(table: Rows, tokenizer: PreTrainedTokenizerBase, config: FinetuneConfig, reporter: Reporter) -> Examples:
     examples = encode_rows(table, tokenizer, config)
     if examples.truncated:
@@ -189,10 +213,12 @@ class _Run:
         held_out: Examples | None,
         gate: PublicGate,
         opening: Opening,
-        reporter: Reporter,
+        measured: tuple[float, int],
+        reporter: _Noting,
     ) -> None:
         self.config, self.output, self.model, self.tokenizer, self.gate = config, output, model, tokenizer, gate
         self.train, self.held_out, self.reporter = train, held_out, reporter
+        self.measured = measured
         self.device = next(model.parameters()).device
         self.updates = 0
         self.before: Quality | None = None
@@ -209,8 +235,7 @@ class _Run:
         return Examples(self.releases.examples(examples.items, training=training), examples.truncated)
 
     def _collator(self, length: int | None) -> Collator:
-        assert self.tokenizer.pad_token_id is not None
-        return Collator(self.tokenizer.pad_token_id, length)
+        return Collator(_pad(self.tokenizer), length)
 
     def make_private(self, resume: bool) -> None:
         """Hand model, optimizer and loader to the engine, which opens the ledger in the output folder."""
@@ -277,18 +302,29 @@ class _Run:
         self._keep_metrics(self.updates)
         self.model.train()
         self.reporter.phase("training")
-        memory = PeakMemory(self.device)
-        seconds = self._train()
-        peak = memory.stop()
+        peak = PeakMemory(self.device)
+        seconds = self._train(peak)
+        if count := self.private.nonfinite_examples:
+            self.reporter.note(f"{count} times an example's gradient was not finite; it was left out of its step")
         self._save_checkpoint()
         after = self._evaluate("evaluating after training")
-        return self._write(seconds, peak, after)
+        return self._write(seconds, peak.so_far(), after)
 
-    def _train(self) -> list[float]:
+    def _left(self, seconds: list[float], peak: int) -> Forecast:
+        """What is left to do, by the steps done; the first one is slower, since the engine looks at the model then."""
+        steps = self.private.total_steps - self.private.steps_done
+        usual = seconds[1:] or seconds
+        each = sum(usual) / len(usual) if usual else self.measured[0]
+        # The guarantee of some local methods is no epsilon; without any, it is infinite.
+        epsilon = math.inf if self.releases.flaws() else self.config.epsilon
+        return Forecast(steps, each * steps, max(peak, self.measured[1]), epsilon, self.config.delta)
+
+    def _train(self, peak: PeakMemory) -> list[float]:
         config, private = self.config, self.private
         seconds: list[float] = []
         losses: list[float] = []
         every = max(1, private.total_steps // EPSILON_POINTS)
+        self.reporter.forecast(self._left([], 0))
         begin = time.perf_counter()
         with files.appending(self.output / METRICS) as metrics:
             while private.steps_done < private.total_steps:
@@ -312,7 +348,9 @@ class _Run:
                     mean = sum(losses) / len(losses)
                     metrics.write(json.dumps(self._metrics_row(seconds[-1], epsilon, mean)) + "\n")
                     metrics.flush()
-                    self.reporter.step(private.steps_done, private.total_steps, mean, epsilon)
+                    self.reporter.step(
+                        private.steps_done, private.total_steps, mean, epsilon, self._left(seconds, peak.so_far())
+                    )
                     losses.clear()
                     if self.updates % config.checkpoint_every == 0:
                         self._save_checkpoint()
@@ -357,6 +395,7 @@ class _Run:
         if state := self.releases.state_dict():
             with files.whole(self.output / PERTURBATION) as aside:
                 torch.save(state, aside)
+        self._write_samples()
         rows = [json.loads(line) for line in (self.output / METRICS).read_text(encoding="utf-8").splitlines()]
         plots.loss_over_steps(rows, self.output / "loss.png")
         if self.config.epsilon is not None:
@@ -373,10 +412,24 @@ class _Run:
             before=self.before,
             after=after,
             privacy=self.releases.in_words(),
+            notes=tuple(self.reporter.notes),
         )
         result.save(self.output / RESULT)
         (self.output / CHECKPOINT).unlink(missing_ok=True)
         return result
+
+    def _write_samples(self) -> None:
+        config = self.config
+        # Under a local method the model meets perturbed text alone.
+        if not config.samples or config.method in LOCAL:
+            return
+        try:
+            found = draw_samples(self.model, self.tokenizer, self.collator, self.held_out, config)
+        except (ValueError, TypeError, RuntimeError) as error:
+            # The run has paid for its weights: that the model writes no text is no reason to lose them.
+            self.reporter.note(f"no samples were drawn from the model: {str(error).splitlines()[0]}")
+            return
+        files.write_json(self.output / SAMPLES, found)
 
     def _save_checkpoint(self) -> None:
         state = {

@@ -207,31 +207,16 @@ class _Index:
         return self.labels[label]
 
 
+_CAUSAL = (hf.AutoModelForCausalLM, hf.MODEL_FOR_CAUSAL_LM_MAPPING, "CAUSAL_LM")
+_SEQUENCES = (hf.AutoModelForSeq2SeqLM, hf.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING, "SEQ_2_SEQ_LM")
+_TEXTS = (hf.AutoModelForSequenceClassification, hf.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, "SEQ_CLS")
+_WORDS = (hf.AutoModelForTokenClassification, hf.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING, "TOKEN_CLS")
+
 TASKS = {
-    "causal-lm": Task(hf.AutoModelForCausalLM, hf.MODEL_FOR_CAUSAL_LM_MAPPING, "CAUSAL_LM", _causal),
-    "seq2seq": Task(hf.AutoModelForSeq2SeqLM, hf.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING, "SEQ_2_SEQ_LM", _sequences),
-    "classification": Task(
-        hf.AutoModelForSequenceClassification,
-        hf.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
-        "SEQ_CLS",
-        _texts(_classes),
-        "single_label_classification",
-    ),
-    "multi-label": Task(
-        hf.AutoModelForSequenceClassification,
-        hf.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
-        "SEQ_CLS",
-        _texts(_sets),
-        "multi_label_classification",
-    ),
-    "regression": Task(
-        hf.AutoModelForSequenceClassification,
-        hf.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
-        "SEQ_CLS",
-        _texts(_numbers),
-        "regression",
-    ),
-    "token-classification": Task(
-        hf.AutoModelForTokenClassification, hf.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING, "TOKEN_CLS", _words
-    ),
+    "causal-lm": Task(*_CAUSAL, _causal),
+    "seq2seq": Task(*_SEQUENCES, _sequences),
+    "classification": Task(*_TEXTS, _texts(_classes), "single_label_classification"),
+    "multi-label": Task(*_TEXTS, _texts(_sets), "multi_label_classification"),
+    "regression": Task(*_TEXTS, _texts(_numbers), "regression"),
+    "token-classification": Task(*_WORDS, _words),
 }
