@@ -10,6 +10,7 @@ from fastdp.commands.doctor import doctor_command
 from fastdp.commands.privacy import calibrate_command, epsilon_command, verify_command
 from fastdp.commands.privatize import privatize_command
 from fastdp.commands.prove import prove_command
+from fastdp.commands.report import report_command
 from fastdp.commands.split import split_app
 from fastdp.commands.training import finetune_command, quickstart_command
 
@@ -21,6 +22,7 @@ app = typer.Typer(
 )
 app.command("quickstart")(quickstart_command)
 app.command("finetune")(finetune_command)
+app.command("report")(report_command)
 app.command("calibrate")(calibrate_command)
 app.command("epsilon")(epsilon_command)
 app.command("verify")(verify_command)

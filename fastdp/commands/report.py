@@ -1,0 +1,37 @@
+"""`fastdp report`: a page about one run or several."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+import fastdp.files as files
+from fastdp.commands.refusal import refusing
+
+console = Console()
+
+
+@refusing
+def report_command(
+    runs: Annotated[list[Path], typer.Argument(help="output folders of runs of fastdp finetune, finished or not")],
+    output: Annotated[
+        Path | None,
+        typer.Option(help="page to write (by default report.html in the run's folder, or beside the first)"),
+    ] = None,
+    public: Annotated[
+        bool,
+        typer.Option("--public", help="leave out what the guarantee does not cover, so that it can be shown around"),
+    ] = False,
+) -> None:
+    """Write one HTML page about a run, or several side by side: card, epsilon and loss, what was trained, samples, notes."""
+    from fastdp.finetune.report import build_report
+
+    page = build_report(runs, public=public)
+    path = output or (runs[0] if len(runs) == 1 else runs[0].resolve().parent) / "report.html"
+    if path.is_dir():
+        raise ValueError(f"output {path} is a folder: name the page to write, such as {path / 'report.html'}")
+    files.write(path, page, public=public)
+    console.print(f"written to {path}", highlight=False, soft_wrap=True)
