@@ -20,14 +20,12 @@ BESIDE = {
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add the root's pages and the reference, which follows the pages that mkdocs.yml lists."""
+    """Add the root's pages and the reference."""
     for name, page in BESIDE.items():
         text = re.sub(r"(\]\(|src=\")docs/", r"\1", (ROOT / name).read_text())
         files.append(File.generated(config, page, content=_linked(text)))
-    names = _public()
-    for name, module in names:
+    for name, module in _public():
         files.append(File.generated(config, f"reference/{name}.md", content=f"# {name}\n\n::: {module}\n"))
-    config.nav.append({"Reference": [{name: f"reference/{name}.md"} for name, _ in names]})
     return files
 
 

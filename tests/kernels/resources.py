@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+import functools
 import re
 import subprocess
 import tempfile
@@ -16,7 +18,39 @@ from triton.compiler import ASTSource
 _TOOL = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
 #: Shared memory that one block can have, in bytes.
-SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
+SHARED_LIMIT = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
+_LINE = re.compile(r"^[ \t]+/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)(.*?);", re.MULTILINE)
+#: Instructions of the pipe for logic, shifts and additions of integers, 64 a clock and processor.
+_LOGIC = ("LOP3", "SHF", "IADD3", "PRMT", "LEA", "SGXT")
+
+
+@dataclass(frozen=True)
+class Loop:
+    """An innermost loop of the machine code that multiplies matrices (or computes noise).
+
+    ``loads`` and ``products`` are how many groups of copies into shared memory, and of products of Hopper's matrix units, may
+    still be under way when the loop waits for some; None where it never waits.
+    """
+
+    instructions: int
+    counts: dict[str, int]
+    loads: int | None
+    products: int | None
+
+    @property
+    def matrix(self) -> int:
+        """Instructions of matrix units."""
+        return sum(self.counts.get(name, 0) for name in ("HMMA", "HGMMA", "UTCHMMA", "UTCQMMA"))
+
+    @property
+    def multiplies(self) -> bool:
+        """Whether this is a loop over products, by matrix units or, of float32 factors, by fused multiply-adds."""
+        return self.matrix > 0 or self.counts.get("FFMA", 0) > 100
+
+    @property
+    def logic(self) -> int:
+        """Instructions of the pipe for logic, shifts and integer additions."""
+        return sum(self.counts.get(name, 0) for name in _LOGIC)
 
 
 @dataclass(frozen=True)
@@ -28,6 +62,41 @@ class Resources:
     shared: int
     sass: str
     ptx: str
+    warps: int = 4
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of an H100 that one processor holds at a time: 65,536 registers, 227 KB, 64 warps."""
+        registers = -(-self.registers // 8) * 8 * 32 * self.warps
+        return min(65536 // registers, SHARED_LIMIT[90] // (self.shared + 1024), 64 // self.warps, 32)
+
+    @functools.cached_property
+    def loops(self) -> list[Loop]:
+        """Innermost loops, from the shortest."""
+        code = [(int(at, 16), name, rest) for at, name, rest in _LINE.findall(self.sass)]
+        index = {at: i for i, (at, _, _) in enumerate(code)}
+        spans = []
+        for i, (at, name, rest) in enumerate(code):
+            targets = re.findall(r"0x([0-9a-f]+)", rest) if name.startswith("BRA") else []
+            if targets and int(targets[-1], 16) < at and int(targets[-1], 16) in index:
+                spans.append((index[int(targets[-1], 16)], i))
+        inner = [a for a in spans if not any(a != b and a[0] <= b[0] and b[1] <= a[1] for b in spans)]
+        loops = []
+        for first, last in sorted(inner, key=lambda span: span[1] - span[0]):
+            body = code[first : last + 1]
+            waits = [re.search(r"0x([0-9a-f]+)", rest) for _, name, rest in body if name.startswith("DEPBAR")]
+            products = [
+                re.search(r"gsb0, 0x([0-9a-f]+)", rest) for _, name, rest in body if name == "WARPGROUP.DEPBAR.LE"
+            ]
+            loops.append(
+                Loop(
+                    len(body),
+                    dict(collections.Counter(name.split(".")[0] for _, name, _ in body)),
+                    max((int(found[1], 16) for found in waits if found), default=None),
+                    max((int(found[1], 16) for found in products if found), default=None),
+                )
+            )
+        return loops
 
     @property
     def spills(self) -> int:
@@ -82,4 +151,4 @@ def compiled(
         sass = subprocess.run([_TOOL, "-sass", file.name], capture_output=True, text=True, check=True).stdout
     numbers = re.search(r"REG:(\d+) STACK:(\d+)", usage)
     assert numbers, usage
-    return Resources(int(numbers[1]), int(numbers[2]), binary.metadata.shared, sass, binary.asm["ptx"])
+    return Resources(int(numbers[1]), int(numbers[2]), binary.metadata.shared, sass, binary.asm["ptx"], num_warps)
