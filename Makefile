@@ -56,7 +56,7 @@ wheel: constraints.txt
 	CC="$(CROSS)" CXX="$(CROSS)" LDSHARED="$(CROSS) -shared" LDCXXSHARED="$(CROSS) -shared" _PYTHON_HOST_PLATFORM=linux-$(ARCH) \
 	SETUPTOOLS_EXT_SUFFIX=$$($(TOOLS)/bin/python -c "import sysconfig; print(sysconfig.get_config_var('EXT_SUFFIX'))" | sed "s/$$(uname -m)/$(ARCH)/") \
 	$(TOOLS)/bin/python setup.py -q build --build-base build/wheel bdist_wheel --dist-dir build/wheel/dist
-	$(TOOLS)/bin/python -m auditwheel repair --plat manylinux_2_28_$(ARCH) --wheel-dir dist build/wheel/dist/*.whl
+	PATH=$(CURDIR)/$(TOOLS)/bin:$$PATH $(TOOLS)/bin/python -m auditwheel repair --plat auto --wheel-dir dist build/wheel/dist/*.whl
 	cd dist && sha256sum *.whl > SHA256SUMS
 ifeq ($(ARCH),$(shell uname -m))
 	$(PYTHON) -m venv $(TRIED)

@@ -20,12 +20,14 @@ BESIDE = {
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add the root's pages and the reference."""
+    """Add the root's pages and the reference, which follows the pages that mkdocs.yml lists."""
     for name, page in BESIDE.items():
         text = re.sub(r"(\]\(|src=\")docs/", r"\1", (ROOT / name).read_text())
         files.append(File.generated(config, page, content=_linked(text)))
-    for name, module in _public():
+    names = _public()
+    for name, module in names:
         files.append(File.generated(config, f"reference/{name}.md", content=f"# {name}\n\n::: {module}\n"))
+    config.nav.append({"Reference": [{name: f"reference/{name}.md"} for name, _ in names]})
     return files
 
 

@@ -68,3 +68,8 @@ def test_every_pitfall_is_held_by_something_that_exists() -> None:
     attacks = {path.stem for path in (ROOT / "bench" / "attacks").glob("*.py")}
     assert len(named & attacks) > 50
     assert {name for name in named - attacks if f"def {name}(" not in tests} == set()
+
+
+def test_every_page_stands_in_the_sites_list():
+    listed = set(re.findall(r": ([\w-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), flags=re.MULTILINE))
+    assert {page.name for page in (ROOT / "docs").glob("*.md")} <= listed

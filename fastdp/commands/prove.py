@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from contextlib import ExitStack
-from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,6 +14,7 @@ import fastdp.files as files
 from fastdp.commands.quiet import quiet_libraries
 from fastdp.commands.refusal import refusing
 from fastdp.finetune.config import CHOICES
+from fastdp.quickstart import MODEL
 
 if TYPE_CHECKING:
     from fastdp.audit.prove import Evidence
@@ -50,12 +49,9 @@ def prove_command(
         **{"text_column": text_column, "label_column": label_column},
         **{"max_length": max_length, "max_grad_norm": max_grad_norm},
     }
-    with ExitStack() as stack:
-        folder = Path(model)
-        if model == QUICKSTART:
-            folder = stack.enter_context(resources.as_file(resources.files("fastdp.quickstart") / "model"))
-        with console.status("replaying neighbours"):
-            evidence = _prove(folder, data, settings, own=model == QUICKSTART)
+    own = model == QUICKSTART
+    with console.status("replaying neighbours"):
+        evidence = _prove(Path(MODEL if own else model), data, settings, own=own)
     console.print(_table(evidence))
     console.print(str(evidence), highlight=False, soft_wrap=True)
     if json is not None:
