@@ -10,7 +10,7 @@ import torch
 import fastdp.ops as ops
 from fastdp.engine.bounds import Norms, UpperNorms
 from fastdp.engine.layout import Layout
-from fastdp.engine.likeness import Likeness, Noting, unlike
+from fastdp.engine.likeness import Compared, Likeness, Noting, require_alike
 from fastdp.engine.policy import Policy
 from fastdp.engine.uses import Factors, UnsupportedUse
 from fastdp.ops.routes import plan
@@ -531,18 +531,17 @@ class Accumulator:
         self.nonfinite: torch.Tensor | int = 0
         self.unclipped: torch.Tensor | int = 0
         self.units: torch.Tensor | int = 0
-        #: Of each micro-batch in two passes the parameters captured, and whether the second pass had something else.
-        self.unlike: list[tuple[list[str], torch.Tensor]] = []
+        #: Of each micro-batch in two passes, which captures the second made otherwise.
+        self.compared: list[Compared] = []
 
     def require_alike(self) -> None:
         """Raise `SelfCheckError`, naming a parameter, if a second backward pass added what the first had not measured.
 
         On a GPU this waits for the device, so it is for the release to ask.
         """
-        for names, differing in self.unlike:
-            if bool(differing.any()):
-                raise unlike(names[int(differing.nonzero()[0])])
-        self.unlike.clear()
+        for compared in self.compared:
+            require_alike(compared)
+        self.compared.clear()
 
     def run(
         self,
@@ -572,7 +571,7 @@ class Accumulator:
             again.places = first.places
             open_sink(Noting(SumSink(self, factors), again))
             backward(False)
-            self.unlike.append((first.captures, first.differing(again)))
+            self.compared.append(first.compared(again))
             if layout.weights.device.type == "cpu":
                 self.require_alike()
             return

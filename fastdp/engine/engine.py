@@ -103,7 +103,7 @@ class Engine:
         self.asked: frozenset[str] = frozenset()
         #: For inputs of given shapes, the shapes that uses had.
         self.explained: dict[Any, frozenset[Any]] = {}
-        self._again = Schedule(batches)
+        self._again = Schedule(batches, next(iter(self.parameters.values())).device)
         self._structure = Structure(model)
         self._foreseen: selfcheck.Foreseen | None = None
         self._rehearsed: dict[int, torch.Tensor] = {}
@@ -139,14 +139,14 @@ class Engine:
             raise ValueError(_wrong_rows(call, ticket))
         verify = self.route is None
         if verify:
-            with self._again:
+            with self._again.check():
                 self._prepare(call, ticket)
         elif self.route != ORDINARY:
             self._know_rows(call, ticket)
             if self.check:
                 thorough = self._structure.changed() or self._again.affordable()
                 if self._again.due() or thorough:
-                    with self._again:
+                    with self._again.check(brief=not thorough):
                         self._check_again(call, ticket, thorough=thorough)
         with self.guard.forward() if self.route != ORDINARY else nullcontext():
             try:

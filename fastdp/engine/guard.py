@@ -20,8 +20,8 @@ _Buffers = dict[str, tuple[torch.Tensor, int]]
 #: Columns of the table in which bits are added up.
 _WIDE = 512
 #: Numbers of a tensor that are looked at for each release, and the most tensors; of more than these, some are drawn.
-_SPOT, _SPOTS = 16, 64
-_SECRET = random.SystemRandom()
+_SPOT, _SPOTS = 16, 32
+_DRAW = random.Random(random.SystemRandom().getrandbits(128))
 
 
 class Guard:
@@ -39,19 +39,20 @@ class Guard:
         self._spots: _Spots | None = None
         #: All numbers of what no training changes, as of its latest change that torch counted.
         self._still: dict[str, tuple[int, int, int]] = {}
-        self._releases = 0
+        self._releases, self._next = 0, 1
 
     def settle(self) -> None:
         """Take the parameters as they are now for released, or for not yet trained."""
-        parameters = dict(self.model.named_parameters())
+        parameters = self._parameters()
         self._versions = {name: (p, p._version) for name, p in parameters.items()}
         state = [*parameters.items(), *((name, buffer) for name, (buffer, _) in self._buffers().items())]
-        self._spots = _Spots([(name, t) for name, t in state if _readable(t) and name not in self.harmless])
+        chosen = _DRAW.sample(state, _SPOTS) if len(state) > _SPOTS else state
+        self._spots = _Spots([(name, t) for name, t in chosen if _readable(t) and name not in self.harmless])
         self._still = self._still or self._untrained()
 
     def require_settled(self) -> None:
         """Raise RuntimeError, naming it, if a parameter was written or replaced since `settle`."""
-        now = dict(self.model.named_parameters())
+        now = self._parameters()
         for name, (parameter, version) in (self._versions or {}).items():
             if parameter._version != version or now.get(name, parameter) is not parameter:
                 raise _moved(name)
@@ -59,14 +60,15 @@ class Guard:
     def require_untouched(self, *, last: bool) -> None:
         """Raise RuntimeError, naming it, if a parameter or a buffer was written in a way that torch does not count.
 
-        Called before each release: some numbers of each tensor are compared with those at `settle`, and before the 1st, 2nd,
-        4th, 8th ... and the ``last`` release all numbers of frozen weights and of buffers with those before.
+        Called before each release: some numbers of each tensor are compared with those at `settle`, and before the 1st, 4th,
+        16th, 64th ... and the ``last`` release all numbers of frozen weights and of buffers with those before.
         """
         if self._spots is not None and (name := self._spots.moved()) is not None:
             raise _moved(name)
         self._releases += 1
-        if not last and self._releases & (self._releases - 1):
+        if not last and self._releases < self._next:
             return
+        self._next = 4 * self._releases
         found = self._untrained()
         for name, (identity, version, bits) in found.items():
             before = self._still.get(name)
@@ -124,6 +126,14 @@ class Guard:
 
         return after
 
+    def _parameters(self) -> dict[str, torch.nn.Parameter]:
+        return {
+            f"{prefix}.{name}" if prefix else name: parameter
+            for prefix, module in self._modules
+            for name, parameter in module._parameters.items()
+            if parameter is not None
+        }
+
     def _buffers(self) -> _Buffers:
         return {
             f"{prefix}.{name}" if prefix else name: (buffer, buffer._version)
@@ -137,34 +147,33 @@ class _Spots:
     """A few neighbouring numbers of each of some tensors, at places that nobody knows beforehand, as they are now."""
 
     def __init__(self, named: Sequence[tuple[str, torch.Tensor]]):
-        chosen = _SECRET.sample(named, _SPOTS) if len(named) > _SPOTS else named
-        self._places = [(n, t, t._version, _SECRET.randrange(max(1, t.numel() - _SPOT + 1))) for n, t in chosen]
-        self._values = self._read()
-
-    def _read(self) -> dict[torch.device, torch.Tensor]:
-        parts: dict[torch.device, list[torch.Tensor]] = {}
-        for _, tensor, version, start in self._places:
+        self._places: dict[tuple[torch.device, torch.dtype], list[tuple[str, torch.Tensor, int, int, int]]] = {}
+        for name, tensor in named:
             size = min(_SPOT, tensor.numel())
-            flat = tensor.detach().as_strided((size,), (1,), tensor.storage_offset() + start)
-            bits = flat.view(torch.uint8)
-            # What torch counted a write into is for others to judge.
-            parts.setdefault(tensor.device, []).append(bits if tensor._version == version else torch.zeros_like(bits))
-        return {device: torch.cat(found) for device, found in parts.items()}
+            start = int(tensor.storage_offset()) + _DRAW.randrange(tensor.numel() - size + 1)
+            kind = (tensor.device, tensor.dtype)
+            self._places.setdefault(kind, []).append((name, tensor, tensor._version, size, start))
+        self._values = [_read(places) for places in self._places.values()]
 
     def moved(self) -> str | None:
         """The name of a tensor whose numbers are others now though torch counted no write, if there is one."""
-        for device, now in self._read().items():
-            gaps = now != self._values[device]
-            sizes = [
-                (name, min(_SPOT, tensor.numel()) * tensor.element_size(), tensor._version == version)
-                for name, tensor, version, _ in self._places
-                if tensor.device == device
-            ]
-            if not all(counted for *_, counted in sizes) or bool(gaps.any()):
-                for (name, _, counted), gap in zip(sizes, gaps.split([size for _, size, _ in sizes])):
-                    if counted and bool(gap.any()):
-                        return name
+        for places, before in zip(self._places.values(), self._values):
+            now = _read(places)
+            if torch.equal(now, before):
+                continue
+            width = before.shape[0] // sum(size for *_, size, _ in places)
+            widths = [size * width for *_, size, _ in places]
+            for (name, tensor, version, *_), gap in zip(places, (now != before).split(widths)):
+                # What torch counted a write into is for others to judge.
+                if tensor._version == version and bool(gap.any()):
+                    return name
         return None
+
+
+@torch.no_grad()
+def _read(places: Sequence[tuple[str, torch.Tensor, int, int, int]]) -> torch.Tensor:
+    """The bytes that lie at these places, one behind the other."""
+    return torch.cat([t.as_strided((size,), (1,), start) for _, t, _, size, start in places]).view(torch.uint8)
 
 
 def _readable(tensor: torch.Tensor) -> bool:

@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
+import operator
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-#: The shares of a run's time that checks of later batches may take: whole ones, and both kinds together.
-SHARE, _BRIEF_SHARE = 0.005, 0.01
+#: The shares of a run's time that checks of later batches may take: whole ones, and both kinds together. Looking whether
+#: anything moved at all takes the rest of a hundredth.
+SHARE, _BRIEF_SHARE = 0.005, 0.0075
 #: Seconds that brief checks may take in any run, however short.
-_LEAST = 1.0
+_LEAST = 0.25
+#: How the batches between two brief checks grow where time does not decide.
+_GROWTH = 1.1
 #: The hooks that torch calls for every module.
 _EVERYWHERE = (
     torch.nn.modules.module._global_forward_hooks,
     torch.nn.modules.module._global_forward_pre_hooks,
     torch.nn.modules.module._global_backward_hooks,
 )
-_PLAIN = frozenset({type(None), bool, int, float, str})
-#: Attributes of these kinds are no settings: what batches leave behind, and what torch keeps for itself.
-_PASSED = _PLAIN | {dict, list, tuple, set, torch.Tensor, torch.nn.Parameter}
-_Screen = tuple[list[Any], list[Any], list[int]]
 
 
 class Structure:
@@ -30,7 +31,7 @@ class Structure:
     def __init__(self, model: torch.nn.Module):
         self._model = model
         self._settled = False
-        self._modules: list[tuple[torch.nn.Module, _Screen, tuple[Any, ...]]] = []
+        self._modules: list[tuple[torch.nn.Module, tuple[Any, ...], tuple[Any, ...]]] = []
         self._rest: tuple[Any, ...] = ()
 
     def changed(self) -> bool:
@@ -40,30 +41,34 @@ class Structure:
         """
         rest = (*(key for hooks in _EVERYWHERE for key in hooks), *_settings(getattr(self._model, "config", None)))
         found = not self._settled or rest != self._rest
-        for index, (module, screen, known) in enumerate(self._modules):
-            now = _screen(module)
-            if now != screen:
+        for index, (module, held, known) in enumerate(self._modules):
+            now = _held(module)
+            if len(now) != len(held) or not all(map(operator.is_, now, held)):
                 latest = _described(module)
                 found |= latest != known
-                self._modules[index] = (module, now, latest)
+                self._modules[index] = (module, _kept(now), latest)
         if found:
-            self._modules = [(m, _screen(m), _described(m)) for m in self._model.modules()]
+            self._modules = [(m, _kept(_held(m)), _described(m)) for m in self._model.modules()]
             self._rest = rest
         found, self._settled = found and self._settled, True
         return found
 
 
-def _screen(module: torch.nn.Module) -> _Screen:
-    values = [*vars(module).values()]
+def _held(module: torch.nn.Module) -> tuple[Any, ...]:
+    """Every object that a module holds."""
     return (
-        [v for v in values if type(v) in _PLAIN],
-        [*module._forward_hooks, *module._forward_pre_hooks, *module._backward_hooks],
-        [
-            *(id(v) for v in values if type(v) not in _PASSED),
-            *map(id, module._parameters.values()),
-            *map(id, module._modules.values()),
-        ],
+        *vars(module).values(),
+        *module._forward_hooks,
+        *module._forward_pre_hooks,
+        *module._backward_hooks,
+        *module._parameters.values(),
+        *module._modules.values(),
     )
+
+
+def _kept(held: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The same, to be compared later; nothing, which equals nothing, where that would keep a batch's tensors alive."""
+    return () if any(type(value) is torch.Tensor for value in held) else held
 
 
 def _described(module: torch.nn.Module) -> tuple[Any, ...]:
@@ -97,42 +102,47 @@ class Schedule:
     Args:
         batches: micro-batches that the run will have, so that its first ones may be checked on the later ones' account, and
             brief checks are spread over all of them; 0 for a run of unknown length.
+        device: that of the model. A processor's own time is counted, so that what else the machine does takes no check away.
     """
 
-    def __init__(self, batches: int) -> None:
+    def __init__(self, batches: int, device: torch.device) -> None:
         self._planned = batches
+        self._clock = time.process_time if device.type == "cpu" else time.perf_counter
         self._began: float | None = None
-        self._spent = self._brief = self._longest = self._entered = 0.0
+        self._spent = self._briefly = self._brief = self._longest = 0.0
         self._batches, self._next = 1, 2
 
     def due(self) -> bool:
-        """Whether this batch, counted now, ends an interval (the 2nd, 3rd, 4th, 6th ... or rarer) and a check is affordable."""
+        """Whether this batch, counted now, ends an interval, a tenth of the batches so far or longer, and a check is affordable."""
         self._batches += 1
         if self._began is None or self._batches < self._next:
             return False
-        each = (time.perf_counter() - self._began - self._spent) / (self._batches - 1)
+        each = (self._clock() - self._began - self._spent) / (self._batches - 1)
         whole = max(self._planned, self._batches)
-        left = max(_LEAST, _BRIEF_SHARE * each * whole) - self._spent
+        left = max(_LEAST, _BRIEF_SHARE * each * whole) - self._briefly
         checks = left / max(self._brief, each / 3)
         if checks < 1:
             return False
-        grow = max(1.5, (whole / self._batches) ** (1 / checks))
+        grow = max(_GROWTH, (whole / self._batches) ** (1 / checks))
         self._next = self._batches + max(1, int(self._batches * (grow - 1)))
         return True
 
     def affordable(self) -> bool:
         """Whether one more whole check, at what the dearest took, stays within the share."""
-        return self._began is not None and self._spent + self._longest < SHARE * (time.perf_counter() - self._began)
+        return self._began is not None and self._spent + self._longest < SHARE * (self._clock() - self._began)
 
-    def __enter__(self) -> None:
-        self._entered = time.perf_counter()
-
-    def __exit__(self, *_: object) -> None:
-        now = time.perf_counter()
-        took = now - self._entered
-        self._longest = max(self._longest, took)
-        if self._began is None:
-            self._began = now
-        else:
-            self._spent += took
-            self._brief = took
+    @contextmanager
+    def check(self, *, brief: bool = False) -> Iterator[None]:
+        """Count the time of a check meanwhile, the first of which is free; brief ones have an account of their own."""
+        entered = self._clock()
+        try:
+            yield
+        finally:
+            now = self._clock()
+            took = now - entered
+            if self._began is None:
+                self._began, self._longest = now, took
+            elif brief:
+                self._brief, self._briefly, self._spent = took, self._briefly + took, self._spent + took
+            else:
+                self._longest, self._spent = max(self._longest, took), self._spent + took

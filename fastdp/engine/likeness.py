@@ -1,4 +1,4 @@
-"""Whether a second backward pass captures what the first one did, from a few columns of every capture.
+"""Whether a second backward pass captures what the first one did, from one token of every unit in every capture.
 
 Norms come from the first pass and sums from the second. Under checkpointing each makes its factors anew, so a model that
 keeps a count, draws from a generator of its own or reads a clock could give the sums factors that nothing has measured.
@@ -7,7 +7,7 @@ keeps a count, draws from a generator of its own or reads a clock could give the
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -15,19 +15,21 @@ from fastdp.engine.errors import SelfCheckError
 from fastdp.engine.layout import Layout
 from fastdp.engine.uses import Factors, Sink
 
-_COLUMNS = 8
+_COLUMNS = 256
 #: How far an entry may move, relative to the largest of its row that is looked at: kernels may add up in another order
 #: when their operands lie elsewhere in memory. A unit's norm then moves by as small a share.
 _ROUNDING = 2.0**-14
 #: The same of half precision on devices whose kernels add up in no fixed order.
 _UNORDERED = 2.0**-6
-_SECRET = random.SystemRandom()
+#: Of each kind of band the parameters with their rows, one behind the other, and which rows differ, bool.
+Compared = Sequence[tuple[Sequence[tuple[str, int]], torch.Tensor]]
 
 
 class Likeness:
-    """Keeps a band of columns of each capture of a first pass, at a secret place, and compares those of a second with it.
+    """Keeps a token of each unit in each capture of a first pass, and compares those of a second with it.
 
-    Every row of every capture is looked at, so that no unit is left out; a band is a hundredth of what is captured.
+    Which token (and which band of columns, of wide ones) is drawn in secret for each capture, so that what differs at a few
+    tokens is found where the captures around it are other too.
 
     Args:
         names: of the trained parameters, by identity.
@@ -36,11 +38,12 @@ class Likeness:
     def __init__(self, names: Mapping[int, str]):
         self.names = names
         self.captures: list[str] = []
-        self.places: list[int] = []
+        self.places: list[tuple[int, int]] = []
         self.bands: list[torch.Tensor] = []
+        self.draw = random.Random(random.SystemRandom().getrandbits(64))
 
-    def differing(self, again: Likeness) -> torch.Tensor:
-        """For each capture whether another pass had something else, bool, in the order of `captures`.
+    def compared(self, again: Likeness) -> Compared:
+        """Which rows another pass had otherwise.
 
         Raises `SelfCheckError` if the other pass captured other parameters, or in other shapes.
         """
@@ -48,12 +51,18 @@ class Likeness:
         if shapes[0] != shapes[1]:
             odd = next((a or b for a, b in zip(*shapes) if a != b), max(shapes, key=len)[min(map(len, shapes)) :][0])
             raise unlike(odd[0])
-        apart = [_apart(a, b) for a, b in zip(self.bands, again.bands)]
-        return torch.stack(apart) if apart else torch.zeros(0, dtype=torch.bool)
+        alike: dict[tuple[int, torch.dtype], list[int]] = {}
+        for index, band in enumerate(self.bands):
+            alike.setdefault((band.shape[1], band.dtype), []).append(index)
+        found = []
+        for indices in alike.values():
+            one, two = (torch.cat([x.bands[index] for index in indices]) for x in (self, again))
+            found.append(([(self.captures[i], self.bands[i].shape[0]) for i in indices], _apart(one, two)))
+        return found
 
 
 class Noting:
-    """A sink that passes captures on to another, and keeps bands of them.
+    """A sink that passes captures on to another, and keeps some of each.
 
     Args:
         sink: receives every capture.
@@ -65,38 +74,51 @@ class Noting:
 
     def matrix(self, parameter: torch.nn.Parameter, factors: Factors, layout: Layout) -> None:
         """One use of a matrix."""
-        self._keep(parameter, factors.left, factors.right)
+        self._keep(layout, parameter, factors.left, factors.right)
         self.sink.matrix(parameter, factors, layout)
 
     def vector(self, parameter: torch.nn.Parameter, lanes: torch.Tensor, layout: Layout) -> None:
         """The gradient of an expanded parameter."""
-        self._keep(parameter, lanes)
+        self._keep(layout, parameter, lanes)
         self.sink.vector(parameter, lanes, layout)
 
     def tokens(self, parameter: torch.nn.Parameter, gradient: torch.Tensor, layout: Layout, laned: bool) -> None:
         """A bias's gradient by token."""
-        self._keep(parameter, gradient)
+        self._keep(layout, parameter, gradient)
         self.sink.tokens(parameter, gradient, layout, laned)
 
-    def _keep(self, parameter: torch.nn.Parameter, *captured: torch.Tensor) -> None:
+    def _keep(self, layout: Layout, parameter: torch.nn.Parameter, *captured: torch.Tensor) -> None:
         kept = self.likeness
         for tensor in captured:
             flat = tensor.detach().unsqueeze(1) if tensor.dim() < 2 else tensor.detach().flatten(1)
+            step = max(1, flat.shape[0] // layout.lanes)
             if len(kept.places) == len(kept.bands):
-                kept.places.append(_SECRET.randrange(max(1, flat.shape[1] - _COLUMNS + 1)))
-            start = kept.places[len(kept.bands)]
+                place = kept.draw.randrange(step), kept.draw.randrange(max(1, flat.shape[1] - _COLUMNS + 1))
+                kept.places.append(place)
+            row, column = kept.places[len(kept.bands)]
             kept.captures.append(kept.names[id(parameter)])
-            kept.bands.append(flat[:, start : start + _COLUMNS].clone())
+            kept.bands.append(flat[row::step, column : column + _COLUMNS].clone())
 
 
 def _apart(one: torch.Tensor, two: torch.Tensor) -> torch.Tensor:
     if not one.is_floating_point():
-        return (one != two).any()
+        return (one != two).any(1)
     ordered = one.device.type == "cpu" or one.dtype in (torch.float32, torch.float64)
     gaps = (one.float() - two.float()).abs().amax(1)
     sizes = one.float().abs().amax(1)
     # A row that was not finite when norms were taken has weight 0, by selection, whatever it is now.
-    return (~(gaps <= sizes * (_ROUNDING if ordered else _UNORDERED)) & sizes.isfinite()).any()
+    return ~(gaps <= sizes * (_ROUNDING if ordered else _UNORDERED)) & sizes.isfinite()
+
+
+def require_alike(compared: Compared) -> None:
+    """Raise `SelfCheckError`, naming a parameter, if rows of its captures differ. On a GPU this waits for the device."""
+    for named, differing in compared:
+        if bool(differing.any()):
+            row = int(differing.nonzero()[0])
+            for name, rows in named:
+                if row < rows:
+                    raise unlike(name)
+                row -= rows
 
 
 def unlike(name: str) -> SelfCheckError:

@@ -155,9 +155,9 @@ def _half(ticket: Ticket) -> list[int]:
 
 
 def briefly(engine: Checked, call: Call, ticket: Ticket, rows: Sequence[int]) -> Foreseen | None:
-    """One look at a later batch: two rows' gradients, or a pass beside other companions, by chance.
+    """A look at a later batch: a pass beside other companions, and by chance two rows' gradients and questions.
 
-    What the second gives must hold of the batch's own pass; it raises `SelfCheckError` and `UnsupportedUse` as
+    What the first gives must hold of the batch's own pass; it raises `SelfCheckError` and `UnsupportedUse` as
     `independence` does.
     """
     assert engine.trace is not None
@@ -173,6 +173,7 @@ def briefly(engine: Checked, call: Call, ticket: Ticket, rows: Sequence[int]) ->
         _require_zero(engine, replay, replay.rows(rows[:2]), pair)
         if not asked(replay, rows[:2]) <= engine.asked:
             require_unasked(replay, rows, selects=engine.trace.selects)
+    if ticket.rows < 2:
         return None
     kept = _half(ticket)
     with torch.enable_grad():
