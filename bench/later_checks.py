@@ -10,6 +10,7 @@ length; its cost stands beside, in steps.
 from __future__ import annotations
 
 import argparse
+import json
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -32,6 +33,7 @@ from fastdp.engine.likeness import Likeness, Noting
 from . import record
 
 ROWS, TOKENS, VOCABULARY = 8, 64, 5000
+TUNINGS = ("lora", "full", "checkpointed")
 #: What is timed, and what it is called.
 LOOKS: dict[str, list[tuple[type, str]]] = {
     "checks of later batches": [(Engine, "_check_again")],
@@ -124,11 +126,12 @@ def main() -> None:
     """Measure each tuning, print and save."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--only", choices=TUNINGS, help="measure this one, and keep what the file says of the others")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    found = {}
-    for tuning in ("lora", "full", "checkpointed"):
+    found = json.loads(options.json.read_text())["figures"] if options.only and options.json.exists() else {}
+    for tuning in [options.only] if options.only else TUNINGS:
         found[tuning] = measure(tuning, options.steps)
         print(tuning, found[tuning], flush=True)
     if options.json:
