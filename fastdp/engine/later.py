@@ -113,7 +113,7 @@ class Schedule:
         self._batches, self._next = 1, 2
 
     def due(self) -> bool:
-        """Whether this batch, counted now, ends an interval (a tenth of the batches so far, or longer) and time allows a check."""
+        """Whether this batch, counted now, ends an interval (a tenth of the batches so far, or more) and time allows a check."""
         self._batches += 1
         if self._began is None or self._batches < self._next:
             return False
