@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from fastdp.entry import make_private
     from fastdp.integrations.adapters import BottleneckConfig
     from fastdp.integrations.trainer import DPTrainer, PrivacyArguments
+    from fastdp.integrations.trl import DPDPOTrainer, DPSFTTrainer
     from fastdp.methods.dpsgd import DPSGD, AdaptiveClipping, NonPrivate
     from fastdp.methods.ewft import EWFT
     from fastdp.methods.frost import DPFrost
@@ -25,7 +26,9 @@ __all__ = [
     "DPSGD",
     "AdaptiveClipping",
     "BottleneckConfig",
+    "DPDPOTrainer",
     "DPFrost",
+    "DPSFTTrainer",
     "DPTrainer",
     "EWFT",
     "NoiseStream",
@@ -47,7 +50,9 @@ __all__ = [
 _HOMES = {
     "AdaptiveClipping": "fastdp.methods.dpsgd",
     "BottleneckConfig": "fastdp.integrations.adapters",
+    "DPDPOTrainer": "fastdp.integrations.trl",
     "DPFrost": "fastdp.methods.frost",
+    "DPSFTTrainer": "fastdp.integrations.trl",
     "DPSGD": "fastdp.methods.dpsgd",
     "DPTrainer": "fastdp.integrations.trainer",
     "EWFT": "fastdp.methods.ewft",

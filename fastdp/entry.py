@@ -139,12 +139,14 @@ def make_private(
         delta=target_delta,
         noise_multiplier=noise_multiplier,
         unit="example" if user_ids is None else f"user (at most {max_examples_per_user} examples)",
+        factors=method.noise_factors,
     )
     check_budget(target_delta, target_epsilon, noise_multiplier, method.mechanism, len(units), allow_large_delta)
     plan = plan.settle(method.budget(plan))
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     # Made once here for its refusals, before a ledger exists.
-    method.policy(trained, plan.sigma, {})
+    for factor in {1.0, *(factor for _, factor in plan.factors)}:
+        method.policy(trained, plan.sigma * factor, {})
     if method.selects:
         refuse_frozen(model, optimizer)
     for part in method.parts():

@@ -186,12 +186,13 @@ class CorrectedAdam(torch.optim.AdamW):
         """One step; the correction applies when ``noise_variance`` is positive."""
         if not self.noise_variance:
             return _unhooked(torch.optim.AdamW.step)(self, closure)
+        loss = None if closure is None else closure()
         for group in self.param_groups:
             beta1, beta2 = group["betas"]
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     self._corrected(parameter, group, beta1, beta2)
-        return None
+        return loss
 
     def _corrected(self, parameter: torch.Tensor, group: dict[str, Any], beta1: float, beta2: float) -> None:
         state = self._state_of(parameter)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, SupportsIndex
 
 from fastdp.accounting.event_types import DpEvent, dp_event
 
 Sampling = Literal["poisson", "shuffled"]
+#: Factors of a noise multiplier by the release from which on they hold, the first of them release 0.
+Factors = tuple[tuple[int, float], ...]
+CONSTANT: Factors = ((0, 1.0),)
 
 
 def as_count(value: SupportsIndex, what: str) -> int:
@@ -92,14 +95,19 @@ class EventModel:
         releases_per_use: how many consecutive releases together touch each unit at most once. 1 with Poisson
             sampling. With shuffled batches one epoch of ``steps_per_epoch`` releases is one use (the batches are
             disjoint, so an epoch is one Gaussian mechanism of the same multiplier), and a begun epoch counts whole.
+        later: other events, by the use from which on each takes the place of the one before, in order.
     """
 
     one: DpEvent
     releases_per_use: int = 1
+    later: tuple[tuple[int, DpEvent], ...] = ()
 
     def __post_init__(self) -> None:
         if as_count(self.releases_per_use, "releases_per_use") < 1:
             raise ValueError("releases_per_use is 0: it must be at least 1")
+        starts = [0, *(as_count(start, "the first use of an event") for start, _ in self.later)]
+        if any(later <= earlier for earlier, later in zip(starts, starts[1:])):
+            raise ValueError("the events of later uses must stand in order, each from another use on")
 
     def uses(self, releases: int) -> int:
         """How often a unit may have been used in ``releases`` releases: the ceiling of their quotient."""
@@ -112,9 +120,15 @@ class EventModel:
     def event(self, releases: int) -> DpEvent:
         """Event of ``releases`` releases; none at all is `NoOpDpEvent`."""
         uses = self.uses(releases)
-        if uses == 0 or isinstance(self.one, dp_event.NoOpDpEvent):
-            return dp_event.NoOpDpEvent()
-        return self.one if uses == 1 else dp_event.SelfComposedDpEvent(self.one, uses)
+        pieces = [(0, self.one), *self.later]
+        ends = [start for start, _ in self.later] + [uses]
+        return compose(*(_times(event, min(end, uses) - start) for (start, event), end in zip(pieces, ends)))
+
+
+def _times(event: DpEvent, count: int) -> DpEvent:
+    if count <= 0 or isinstance(event, dp_event.NoOpDpEvent):
+        return dp_event.NoOpDpEvent()
+    return event if count == 1 else dp_event.SelfComposedDpEvent(event, count)
 
 
 def dpsgd_model(
@@ -122,11 +136,14 @@ def dpsgd_model(
     sample_rate: float,
     sampling: Sampling = "poisson",
     steps_per_epoch: int | None = None,
+    factors: Factors = CONSTANT,
 ) -> EventModel:
     """Event of n steps of DP-SGD.
 
     Args:
         noise_multiplier: noise std over sensitivity of one step; 0 is no privacy.
+        factors: what it is multiplied with, by the step from which on. A shuffled epoch counts at its least noise, since
+            nobody knows in which of its steps a unit is used.
         sample_rate: expected batch size over the number of units, in (0, 1].
         sampling: ``poisson`` is amplified by sampling; ``shuffled`` is accounted without amplification.
         steps_per_epoch: releases in one pass over the shuffled units; needed for ``shuffled`` only.
@@ -134,7 +151,10 @@ def dpsgd_model(
     Raises ValueError for values out of range and for another sampling.
     """
     if sampling == "poisson":
-        return EventModel(poisson_gaussian(noise_multiplier, sample_rate))
+        one, *later = (
+            (start, poisson_gaussian(noise_multiplier * factor, sample_rate)) for start, factor in _by_use(factors, 1)
+        )
+        return EventModel(one[1], 1, tuple(later))
     if sampling != "shuffled":
         raise ValueError(f"sampling is {sampling!r}: choose 'poisson' or 'shuffled'")
     _as_rate(sample_rate)
@@ -142,7 +162,21 @@ def dpsgd_model(
         raise ValueError("shuffled sampling is accounted by epochs: give steps_per_epoch")
     if as_count(steps_per_epoch, "steps_per_epoch") < 1:
         raise ValueError("steps_per_epoch is 0: it must be at least 1")
-    return EventModel(gaussian(noise_multiplier), operator.index(steps_per_epoch))
+    uses = _by_use(factors, operator.index(steps_per_epoch))
+    one, *later = ((start, gaussian(noise_multiplier * factor)) for start, factor in uses)
+    return EventModel(one[1], operator.index(steps_per_epoch), tuple(later))
+
+
+def _by_use(factors: Sequence[tuple[int, float]], steps: int) -> Factors:
+    """The least factor within each use of ``steps`` steps, by the use from which on."""
+    ends = [start for start, _ in factors[1:]] + [math.inf]
+    found: list[tuple[int, float]] = []
+    for use in sorted({start // steps for start, _ in factors} | {-(-start // steps) for start, _ in factors}):
+        first, last = use * steps, (use + 1) * steps
+        least = min(f for (start, f), end in zip(factors, ends) if start < last and end > first)
+        if not found or found[-1][1] != least:
+            found.append((use, least))
+    return tuple(found)
 
 
 def dpsgd(

@@ -19,7 +19,9 @@ from fastdp.accounting.journal import Journal, LedgerError
 from fastdp.accounting.serialisation import canonical, deserialise, serialise
 from fastdp.accounting.witness import check_ledger, forget_ledger, note_ledger, state_folder
 
-FORMAT, VERSION = "fastdp.ledger", 1
+FORMAT = "fastdp.ledger"
+#: The second knows kinds whose event changes with the number of the release.
+VERSIONS = (1, 2)
 STEP = "step"
 
 
@@ -41,13 +43,15 @@ class _Account:
         return {
             "event": serialise(self.model.one),
             "releases_per_use": self.model.releases_per_use,
+            **({"later": [[use, serialise(event)] for use, event in self.model.later]} if self.model.later else {}),
             "budget": self.budget,
             "block": self.block,
         }
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> _Account:
-        model = EventModel(deserialise(fields["event"]), fields["releases_per_use"])
+        later = tuple((as_count(use, "use"), deserialise(event)) for use, event in fields.get("later", ()))
+        model = EventModel(deserialise(fields["event"]), fields["releases_per_use"], later)
         return cls(model, as_count(fields["budget"], "budget"), as_count(fields["block"], "block"))
 
 
@@ -116,7 +120,7 @@ class Ledger:
         body = {
             "record": "header",
             "format": FORMAT,
-            "version": VERSION,
+            "version": VERSIONS[bool(event.later)],
             "time": _now(),
             "header": header,
             "kinds": {kind: account.to_json() for kind, account in accounts.items()},
@@ -459,8 +463,10 @@ def _replay(history: journals.History, path: Path) -> tuple[dict[str, Any], dict
     first, *rest = history.bodies
     if first.get("record") != "header" or first.get("format") != FORMAT:
         raise LedgerError(f"{path} is not a ledger of this package")
-    if first.get("version") != VERSION:
-        raise LedgerError(f"{path} has ledger version {first.get('version')!r}; this package reads {VERSION}")
+    if first.get("version") not in VERSIONS:
+        raise LedgerError(
+            f"{path} has ledger version {first.get('version')!r}; this package reads {' and '.join(map(str, VERSIONS))}"
+        )
     try:
         accounts = {kind: _Account.from_json(fields) for kind, fields in first["kinds"].items()}
         for body in rest:

@@ -12,7 +12,7 @@ from typing import Any
 from fastdp.accounting.card import FORMAT, UNSAFE_KEY, VERSION, digest, large_delta, parse
 from fastdp.accounting.claim import ROOM, DoesNotFollow, Elsewhere, Followed, Gaussian, Pure, read_claim
 from fastdp.accounting.earlier import translate
-from fastdp.accounting.events import Flat, flatten
+from fastdp.accounting.events import CONSTANT, Flat, dpsgd_model, flatten
 from fastdp.accounting.journal import LedgerError
 from fastdp.accounting.ledger import Ledger
 from fastdp.accounting.weights import digests_of
@@ -200,14 +200,18 @@ def _check_run(card: Mapping[str, Any], flat: Flat) -> None:
         raise _Refused("the card is malformed: its spent steps are not a count")
     if spent == 0 or multiplier == 0 or not flat.private or not isinstance(rate, (int, float)) or not 0 < rate <= 1:
         return
-    if card["sampling"] == "poisson" and rate < 1:
-        counted = sum(count for q, z, count in flat.sampled if q >= rate and z <= multiplier)
-        if counted < spent:
-            raise _Refused(f"the card states {spent} steps, but its event holds {counted} at that rate and multiplier")
-    elif card["sampling"] in ("poisson", "shuffled"):
-        steps_per_use = 1 if card["sampling"] == "poisson" else math.ceil(1 / rate - 1e-9)
-        if flat.mu_squared < -(-spent // steps_per_use) / multiplier**2 * (1 - ROOM):
-            raise _Refused(f"the card states {spent} steps, but its event holds fewer at that multiplier")
+    if card["sampling"] not in ("poisson", "shuffled"):
+        return
+    factors = tuple((step, factor) for step, factor in card["mechanism"].get("noise_schedule") or CONSTANT)
+    stated = dpsgd_model(multiplier, rate, card["sampling"], math.ceil(1 / rate - 1e-9), factors)
+    wanted = flatten(stated.event(spent))
+    for _, most, _ in wanted.sampled:
+        counted = sum(count for q, z, count in flat.sampled if q >= rate and z <= most)
+        needed = sum(count for _, z, count in wanted.sampled if z <= most)
+        if counted < needed:
+            raise _Refused(f"the card states {needed} steps, but its event holds {counted} at that rate and multiplier")
+    if flat.mu_squared < wanted.mu_squared * (1 - ROOM):
+        raise _Refused(f"the card states {spent} steps, but its event holds fewer at that multiplier")
 
 
 def _check_weights(card: Mapping[str, Any], folder: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
@@ -13,7 +13,7 @@ from transformers import Trainer, TrainingArguments
 
 import fastdp.files as files
 from fastdp.entry import make_private
-from fastdp.private.run import Private
+from fastdp.private.run import Criterion, Private
 
 #: The privacy state's file inside a Trainer checkpoint.
 STATE_FILE = "fastdp_state.pt"
@@ -44,6 +44,7 @@ class PrivacyArguments:
     max_examples_per_user: int | None = None
     unit_map: str | None = None
     secure_rounding: bool = True
+    criterion: Criterion | None = None
     two_pass: bool | None = None
     allow_large_delta: bool = False
 
@@ -76,8 +77,12 @@ class LogicalLoader:
                 batches = []
 
 
-class DPTrainer(Trainer):
-    """A Trainer that trains privately.
+# To a type checker what stands behind it is a Trainer; at run time it is whichever its subclass names.
+_Behind: Any = Trainer if TYPE_CHECKING else object
+
+
+class PrivateTraining(_Behind):
+    """What makes a Trainer of transformers, or a subclass of it, train privately; stands before it among the bases.
 
     ``per_device_train_batch_size`` counts the units of a logical batch; memory is bounded by
     ``privacy.max_physical_batch_size`` instead of gradient accumulation. Trainer's own gradient clipping is switched off,
@@ -87,7 +92,7 @@ class DPTrainer(Trainer):
 
     Args:
         privacy: budget and method.
-        Everything else: as for `transformers.Trainer`.
+        Everything else: as for the Trainer.
 
     Raises:
         ValueError: for training arguments that cannot be combined with private training, naming each.
@@ -95,7 +100,11 @@ class DPTrainer(Trainer):
 
     def __init__(self, *args: Any, privacy: PrivacyArguments, **kwargs: Any):
         arguments = kwargs.get("args") or (args[1] if len(args) > 1 else None)
-        _check_arguments(arguments, kwargs)
+        if arguments is None:
+            raise ValueError(
+                f"{type(self).__name__} needs args=, the training arguments: the budget depends on batch size and epochs"
+            )
+        self._check_arguments(arguments, kwargs)
         super().__init__(*args, **kwargs)
         self.privacy = privacy
         self.private: Private | None = None
@@ -103,6 +112,47 @@ class DPTrainer(Trainer):
         self.args.max_grad_norm = 0.0
         # Batches are drawn afresh after a resume: skipping would spend draws and protect nothing.
         self.args.ignore_data_skip = True
+
+    #: Settings that have no place in private training, by name: what they are where they do no harm, and what to do instead.
+    refused: ClassVar[dict[str, tuple[Any, str]]] = {
+        "gradient_accumulation_steps": (
+            1,
+            "set per_device_train_batch_size to the logical batch and bound memory by privacy.max_physical_batch_size",
+        ),
+        "label_smoothing_factor": (0, "it replaces the model's loss by one over the whole batch"),
+        "fp16": (False, "its loss scaling would move the clipping threshold; use bf16"),
+        "auto_find_batch_size": (False, "the accountant needs the batch size before training"),
+        "torch_compile": (False, "the engine reads the model as it runs"),
+        "dataloader_drop_last": (False, "it drops examples the accountant counts"),
+        "neftune_noise_alpha": (None, "its noise on the embeddings depends on how long the batch's rows are padded"),
+    }
+
+    def _check_arguments(self, arguments: TrainingArguments, kwargs: dict[str, Any]) -> None:
+        name = type(self).__name__
+        for setting, (harmless, hint) in self.refused.items():
+            if getattr(arguments, setting, harmless) not in (harmless, None):
+                raise ValueError(f"{setting} cannot be used with {name}: {hint}")
+        if kwargs.get("compute_loss_func") is not None:
+            raise ValueError(
+                f"compute_loss_func cannot be used with {name}: it sees the whole batch, not each example; give "
+                "PrivacyArguments(criterion=...), a function of (output, batch) that returns one loss a row"
+            )
+        if kwargs.get("model_init") is not None:
+            raise ValueError(f"model_init cannot be used with {name}: each trial would spend budget; pass a model")
+        if arguments.world_size > 1:
+            raise ValueError(f"{name} runs in one process; start it without a distributed launcher")
+
+    def private_model(self) -> torch.nn.Module:
+        """The module whose forward returns the loss of a training batch."""
+        return self.model
+
+    def private_collator(self) -> Any:
+        """What collates the examples of a training batch."""
+        return self.data_collator
+
+    def private_options(self) -> dict[str, Any]:
+        """What `make_private` is told besides the user's privacy settings."""
+        return {}
 
     def get_train_dataloader(self) -> Any:
         """The loader of logical batches; makes the run private on first use."""
@@ -112,14 +162,14 @@ class DPTrainer(Trainer):
 
     def _make_private(self) -> Private:
         if self.train_dataset is None:
-            raise ValueError("DPTrainer needs a train_dataset")
+            raise ValueError(f"{type(self).__name__} needs a train_dataset")
         if isinstance(self.train_dataset, IterableDataset):
             raise ValueError("an iterable data set cannot be sampled at random; give one with __len__ and __getitem__")
         users = None
         if self.privacy.user_id_column is not None:
             # Read before Trainer drops the columns that the model's forward does not name.
             users = [example[self.privacy.user_id_column] for example in self.train_dataset]  # type: ignore[attr-defined]
-        dataset, collator = self.train_dataset, self.data_collator
+        dataset, collator = self.train_dataset, self.private_collator()
         if hasattr(dataset, "column_names"):
             dataset = self._remove_unused_columns(dataset, description="training")  # type: ignore[arg-type]
         else:
@@ -140,8 +190,9 @@ class DPTrainer(Trainer):
         resuming = (Path(self.args.output_dir) / "ledger.jsonl").exists()
         lengths = self._lengths()
         options = {name: value for name, value in vars(privacy).items() if name != "user_id_column"}
+        options |= self.private_options()
         private = make_private(
-            self.model,
+            self.private_model(),
             self.create_optimizer(),
             loader,
             epochs=epochs,
@@ -198,10 +249,17 @@ class DPTrainer(Trainer):
         for micro_batch in inputs:
             prepared = self._prepare_inputs(micro_batch)
             with self.compute_loss_context_manager():
-                loss = self.compute_loss(model, prepared)
+                loss = self.private_loss(model, prepared)
             self.accelerator.backward(loss)
             losses.append(loss.detach())
         return torch.stack(losses).mean()
+
+    def private_loss(self, model: Any, inputs: Any) -> torch.Tensor:
+        """The loss of a training batch: the mean over its examples of their own losses."""
+        if self.privacy.criterion is None:
+            return self.compute_loss(model, inputs)
+        assert self.private is not None
+        return self.private.loss(model(**inputs), inputs)
 
     def floating_point_ops(self, inputs: Any) -> int:
         """None are counted: their number tells how many tokens were drawn, padding included, and would be saved."""
@@ -239,34 +297,5 @@ class DPTrainer(Trainer):
         super()._load_optimizer_and_scheduler(checkpoint)
 
 
-def _check_arguments(arguments: TrainingArguments | None, kwargs: dict[str, Any]) -> None:
-    if arguments is None:
-        raise ValueError("DPTrainer needs args=TrainingArguments(...): the budget depends on batch size and epochs")
-    refused = {
-        "gradient_accumulation_steps": arguments.gradient_accumulation_steps != 1,
-        "label_smoothing_factor": arguments.label_smoothing_factor != 0,
-        "fp16": arguments.fp16,
-        "auto_find_batch_size": arguments.auto_find_batch_size,
-        "torch_compile": arguments.torch_compile,
-        "dataloader_drop_last": arguments.dataloader_drop_last,
-        "neftune_noise_alpha": arguments.neftune_noise_alpha is not None,
-    }
-    hints = {
-        "gradient_accumulation_steps": "set per_device_train_batch_size to the logical batch and bound memory by "
-        "privacy.max_physical_batch_size",
-        "label_smoothing_factor": "it replaces the model's loss by one over the whole batch",
-        "fp16": "its loss scaling would move the clipping threshold; use bf16",
-        "auto_find_batch_size": "the accountant needs the batch size before training",
-        "torch_compile": "the engine reads the model as it runs",
-        "dataloader_drop_last": "it drops examples the accountant counts",
-        "neftune_noise_alpha": "its noise on the embeddings depends on how long the batch's rows are padded",
-    }
-    for name, found in refused.items():
-        if found:
-            raise ValueError(f"{name} cannot be used with DPTrainer: {hints[name]}")
-    if kwargs.get("compute_loss_func") is not None:
-        raise ValueError("compute_loss_func cannot be used with DPTrainer: it sees the whole batch, not each example")
-    if kwargs.get("model_init") is not None:
-        raise ValueError("model_init cannot be used with DPTrainer: each trial would spend budget; pass a model")
-    if arguments.world_size > 1:
-        raise ValueError("DPTrainer runs in one process; start it without a distributed launcher")
+class DPTrainer(PrivateTraining, Trainer):
+    """A Trainer of transformers that trains privately; see `PrivateTraining`."""

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from fastdp.accounting.events import Factors
 from fastdp.engine.policy import Policy
 from fastdp.private.method import Method
 from fastdp.private.parts import BiasCorrection, Following, Part, WeightAveraging
+
+#: Accounting takes a third of a second for each.
+_MOST_FACTORS = 64
 
 
 @dataclass(frozen=True)
@@ -77,17 +81,28 @@ class Options(Method):
         bias_correction: subtract the noise's known variance from Adam's second moment (DP-AdamBC, arXiv 2312.14334);
             needs `fastdp.optim.Adam` or `AdamW`.
         weight_averaging: decay of an exponential moving average of the weights, kept beside the model; post-processing.
+        noise_schedule: what the noise multiplier of a step is multiplied with, by the number of the step from which on, as
+            ``{0: 1.0, 500: 0.8}``; 1 before the first. The budget, the ledger and the card count each step at its own. Every
+            entry is accounted on its own, so at most 64.
+        clipping_schedule: the same for the thresholds; the noise follows them, so this costs nothing.
 
     Raises:
-        ValueError: for a decay outside (0, 1).
+        ValueError: for a decay outside (0, 1), for a schedule whose steps or factors are out of range, and for thresholds that
+            are both scheduled and adaptive.
     """
 
     adaptive: AdaptiveClipping | None = None
     bias_correction: bool = False
     weight_averaging: float | None = None
+    noise_schedule: Mapping[int, float] | None = None
+    clipping_schedule: Mapping[int, float] | None = None
 
     def __post_init__(self) -> None:
         self.parts()
+        _factors("noise_schedule", self.noise_schedule)
+        _factors("clipping_schedule", self.clipping_schedule)
+        if self.clipping_schedule is not None and self.adaptive is not None:
+            raise ValueError("thresholds cannot follow both clipping_schedule and adaptive: leave one of them out")
 
     def parts(self) -> Sequence[Part]:
         """Those that are switched on."""
@@ -104,10 +119,52 @@ class Options(Method):
             return noise_multiplier
         return self.adaptive.gradient_multiplier(noise_multiplier)
 
+    @property
+    def noise_factors(self) -> Factors:
+        """As `noise_schedule` says."""
+        return _factors("noise_schedule", self.noise_schedule)
+
+    def scheduled(self, policy: Policy, begun: Policy, noise_multiplier: float, step: int) -> Policy:
+        """The policy of a step: thresholds as scheduled, or as they adapted, and noise for the step's multiplier."""
+        if self.noise_schedule is None and self.clipping_schedule is None:
+            return policy
+        clipping = _factors("clipping_schedule", self.clipping_schedule)
+        scale = next(factor for start, factor in reversed(clipping) if start <= step)
+        if self.adaptive is not None:
+            # All adapt in proportion.
+            scale = policy.bounds[0] / begun.bounds[0]
+        known = begun.noise_multiplier
+        noise = self.gradient_multiplier(noise_multiplier) / known if known else 1.0
+        return replace(
+            begun,
+            bounds=tuple(bound * scale for bound in begun.bounds),
+            stds=tuple(std * scale * noise for std in begun.stds),
+        )
+
     def describe_options(self) -> dict[str, Any]:
         """For the card."""
         return {
             "adaptive": None if self.adaptive is None else vars(self.adaptive),
             "bias_correction": self.bias_correction,
             "weight_averaging": self.weight_averaging,
+            **{
+                name: [list(entry) for entry in _factors(name, schedule)]
+                for name in ("noise_schedule", "clipping_schedule")
+                if (schedule := getattr(self, name)) is not None
+            },
         }
+
+
+def _factors(name: str, schedule: Mapping[int, float] | None) -> Factors:
+    """A schedule in order, from step 0 on; raises ValueError for one that is out of range."""
+    given = dict(sorted((schedule or {}).items()))
+    if len(given) > _MOST_FACTORS:
+        raise ValueError(
+            f"{name} has {len(given)} entries: give at most {_MOST_FACTORS}, as each is accounted on its own"
+        )
+    for step, factor in given.items():
+        if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+            raise ValueError(f"{name} has the step {step!r}: steps are whole numbers, counted from 0")
+        if not (factor > 0 and math.isfinite(factor)):
+            raise ValueError(f"{name} has the factor {factor} at step {step}: factors are positive numbers")
+    return tuple((step, float(factor)) for step, factor in ({0: 1.0} | given).items())

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 import fastdp.accounting as accounting
+from fastdp.accounting.events import CONSTANT, Factors
 from fastdp.engine.policy import Policy
 from fastdp.private.parts import Part
 from fastdp.private.plan import Budget, Plan
@@ -31,6 +32,22 @@ class Method(ABC):
     def parts(self) -> Sequence[Part]:
         """What else the method does around each release."""
         return ()
+
+    @property
+    def noise_factors(self) -> Factors:
+        """What a step's noise multiplier is multiplied with, by the step from which on."""
+        return CONSTANT
+
+    def gradient_multiplier(self, noise_multiplier: float) -> float:
+        """What a step's noise multiplier leaves for the gradient, where something else is released with it."""
+        return noise_multiplier
+
+    def scheduled(self, policy: Policy, begun: Policy, noise_multiplier: float, step: int) -> Policy:
+        """The policy of training step ``step``, whose multiplier is ``noise_multiplier``.
+
+        From the policy as it is now, and the one with which its stage began.
+        """
+        return policy
 
     @property
     def selects(self) -> bool:

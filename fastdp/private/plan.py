@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 
 import fastdp.accounting as accounting
+from fastdp.accounting.events import CONSTANT, Factors
 from fastdp.accounting.ledger import STEP
 from fastdp.accounting.pld import Adjacency
 from fastdp.ops.stream import NoiseStream
@@ -69,6 +70,7 @@ class Plan:
         noise_multiplier: of a training step: given by the user instead of a budget, or settled from it.
         unit: what is protected, in words.
         side: the releases besides training steps.
+        factors: what the noise multiplier is multiplied with, by the step from which on.
 
     Raises:
         ValueError: for a sampling or an adjacency that is unknown or does not go with the other, and for a batch larger
@@ -86,6 +88,7 @@ class Plan:
     noise_multiplier: float | None
     unit: str = "example"
     side: tuple[SideRelease, ...] = ()
+    factors: Factors = CONSTANT
 
     def __post_init__(self) -> None:
         if self.sampling not in SAMPLINGS:
@@ -109,10 +112,14 @@ class Plan:
 
     @property
     def sigma(self) -> float:
-        """The settled noise multiplier of a training step."""
+        """The settled noise multiplier of a training step, before the factor of that step."""
         if self.noise_multiplier is None:
             raise ValueError("the noise multiplier of this plan is not settled yet: settle(budget) does that")
         return float(self.noise_multiplier)
+
+    def sigma_at(self, step: int) -> float:
+        """The settled noise multiplier of training step ``step``, counted from 0."""
+        return self.sigma * next(factor for start, factor in reversed(self.factors) if start <= step)
 
     def settle(self, budget: Budget) -> Plan:
         """The plan with what a method makes of its budget."""
@@ -127,7 +134,9 @@ class Plan:
 
     def step(self, noise_multiplier: float) -> accounting.EventModel:
         """The event of training steps at this multiplier."""
-        return accounting.dpsgd_model(noise_multiplier, self.sample_rate, self.sampling, self.steps_per_epoch)
+        return accounting.dpsgd_model(
+            noise_multiplier, self.sample_rate, self.sampling, self.steps_per_epoch, self.factors
+        )
 
     def event(self, kind: str = STEP) -> accounting.EventModel:
         """The event of a kind of release."""

@@ -94,13 +94,14 @@ class Private:
         data_loader.remaining = lambda: self._require_budget()
         data_loader.on_restart = self._restart
         data_loader.rehearses = lambda: self._engine.rehearses()
+        self._follow_schedule()
 
     def __iter__(self) -> Iterator[Any]:
         yield from (self.model, self.given_optimizer, self.data_loader)
 
     @property
     def noise_multiplier(self) -> float:
-        """Noise standard deviation over sensitivity of one release."""
+        """Noise standard deviation over sensitivity of one release, before the factors of a schedule."""
         return self.plan.sigma
 
     @noise_multiplier.setter
@@ -209,14 +210,41 @@ class Private:
             moment = Moment(self.plan, self.model, self._stages.parameters, self.steps_done, self.outcome)
             self._stages.prepare(Preparation(moment, self._open_access()))
             self._backwards_seen = 0
+        self._follow_schedule()
 
-    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        engine = self._engine
-        # torch hands the optimizer itself as the first argument.
-        if any(given is not None for given in (*args[1:], kwargs.get("closure"))):
-            raise ValueError(
-                "a closure would run backward passes inside step(); call backward() first and step() without it"
+    def _follow_schedule(self) -> None:
+        """The policy of the step to come, by its number in the ledger, which its event goes by too."""
+        step, accumulator = self.steps_done, self._engine.accumulator
+        if accumulator.policy.bounds:
+            accumulator.policy = self._scheduled(accumulator.policy, step)
+
+    def _scheduled(self, policy: Policy, step: int) -> Policy:
+        return self.method.scheduled(policy, self._stages.begun, self.plan.sigma_at(step), step)
+
+    def _require_noise(self, policy: Policy) -> None:
+        """Raise RuntimeError before a release with less noise than its event in the ledger has."""
+        counted = self.method.gradient_multiplier(self.plan.sigma_at(self.steps_done))
+        if policy.bounds and not policy.noise_multiplier >= counted * (1 - 1e-6):
+            raise RuntimeError(
+                f"the policy's noise multiplier is {policy.noise_multiplier:.6g}, and the ledger counts on {counted:.6g} for "
+                "this step: the method gave its gradients less noise than its budget says; nothing was released"
             )
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+        """Torch's hook; returns the arguments of `step`, with a closure that has been run in the place of one that has not."""
+        # torch hands the optimizer itself as the first argument.
+        closure = next((given for given in (*args[1:], kwargs.get("closure")) if given is not None), None)
+        if closure is None or isinstance(closure, _Evaluated):
+            self._release_if_complete(optimizer)
+            return None
+        # The release needs the closure's backward pass, and the optimizers that are served call a closure once.
+        with torch.enable_grad():
+            evaluated = _Evaluated(closure())
+        self._release_if_complete(optimizer)
+        return (args[0], evaluated), {name: value for name, value in kwargs.items() if name != "closure"}
+
+    def _release_if_complete(self, optimizer: torch.optim.Optimizer) -> None:
+        engine = self._engine
         if engine.backwards == self._backwards_seen:
             if self._depth > 0:
                 # The step of a subclass calls its parent's, and torch runs the hooks for each.
@@ -236,6 +264,7 @@ class Private:
         engine.guard.require_untouched(last=self.steps_done + 1 >= self.total_steps)
         accumulator = engine.accumulator
         accumulator.require_alike()
+        self._require_noise(accumulator.policy)
         self.nonfinite_examples += int(accumulator.nonfinite)
         for observer in self._observers:
             observer.before_release(accumulator)
@@ -444,13 +473,15 @@ class Private:
             self._backwards_seen = 0
         if self.policy.bounds:
             policy = replace(self.policy, bounds=tuple(state["bounds"]), stds=tuple(state["stds"]))
-            if not math.isclose(policy.noise_multiplier, self.policy.noise_multiplier, rel_tol=1e-6):
+            known = self._scheduled(self._stages.begun, state["steps_done"])
+            if not math.isclose(policy.noise_multiplier, known.noise_multiplier, rel_tol=1e-6):
                 raise ValueError(
                     "this checkpoint's noise is not the run's for its clipping bounds: it was edited, or is of another method"
                 )
             self._engine.accumulator.policy = policy
         for following in self._following:
             following.load(state)
+        self._follow_schedule()
 
     def prove(
         self, *, loss: Callable[[Any, Any], torch.Tensor] | None = None, longest: int | None = None
@@ -492,6 +523,22 @@ class Private:
         for owner in (self.model, self.optimizer):
             _DRIVEN.discard(owner)
         forget_releases(self.optimizer)
+
+
+class _Evaluated:
+    """A closure that has been run: gives its value, once."""
+
+    def __init__(self, value: Any):
+        self.value, self.asked = value, False
+
+    def __call__(self) -> Any:
+        if self.asked:
+            raise RuntimeError(
+                "this optimizer evaluates its closure several times in a step, and each would need a release of its own; use one "
+                "that takes its gradients once"
+            )
+        self.asked = True
+        return self.value
 
 
 def drives(owner: Any) -> bool:

@@ -148,7 +148,8 @@ class Stages:
         trained = {name: self.parameters[name] for name in names}
         self._train(trained)
         self.release.parameters = trained
-        return self._open_engine(self.method.policy(trained, self.noise_multiplier, self.outcome))
+        self.begun = self.method.policy(trained, self.noise_multiplier, self.outcome)
+        return self._open_engine(self.begun)
 
     def _train(self, trained: Mapping[str, torch.nn.Parameter]) -> None:
         kept = {id(p) for p in trained.values()}

@@ -132,6 +132,58 @@ def test_an_optimizer_whose_step_calls_its_parents() -> None:
         assert torch.equal(one, other)
 
 
+def by_closure(private: Any) -> list[Any]:
+    """Train with closures; what `step` returned."""
+    returned = []
+    for batch in private.data_loader:
+
+        def closure(batch: Any = batch) -> torch.Tensor:
+            private.optimizer.zero_grad()
+            loss = private.model(**batch)["loss"]
+            loss.backward()
+            return loss.detach()
+
+        returned.append(private.optimizer.step(closure))
+    return returned
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, Counting, fastdp.optim.AdamW])
+def test_a_closure_is_run_once_and_before_the_release(kind: Any) -> None:
+    models = [Classifier(), Classifier()]
+    privates = [
+        start(model, optimizer=kind(model.parameters(), lr=0.1), max_physical_batch_size=3, epochs=1, **PRIVATE)
+        for model in models
+    ]
+    spend(privates[0])
+    returned = by_closure(privates[1])
+    assert len(returned) > privates[1].steps_done == 3
+    assert all(loss.shape == () for loss in returned)
+    for one, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_closure_with_a_corrected_second_moment_returns_its_loss() -> None:
+    model = Classifier()
+    optimizer = fastdp.optim.AdamW(model.parameters(), lr=0.1)
+    private = start(model, optimizer=optimizer, method=fastdp.DPSGD(bias_correction=True), epochs=1, **PRIVATE)
+    assert all(loss.shape == () for loss in by_closure(private))
+
+
+class Twice(torch.optim.SGD):
+    """Looks at the loss before and after, as a line search does."""
+
+    def step(self, closure: Any = None) -> Any:
+        super().step(closure)
+        return closure()
+
+
+def test_an_optimizer_that_asks_its_closure_again_is_refused() -> None:
+    model = Classifier()
+    private = start(model, optimizer=Twice(model.parameters(), lr=0.1), **PRIVATE)
+    with pytest.raises(RuntimeError, match="evaluates its closure several times"):
+        by_closure(private)
+
+
 class TestDropIn:
     """`fastdp.optim` takes what `torch.optim` takes."""
 

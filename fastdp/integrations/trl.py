@@ -1,0 +1,205 @@
+"""trl's trainers, private: `DPSFTTrainer`, which packs by the example, and `DPDPOTrainer`, whose unit is a pair.
+
+Both are `fastdp.integrations.trainer.PrivateTraining` before trl's own class: data preparation, evaluation, saving and callbacks
+are trl's; a training step is the engine's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from transformers import TrainingArguments
+from trl import DPOTrainer, SFTTrainer
+
+from fastdp.integrations.trainer import PrivateTraining
+
+#: The batch entry that names the example of every packed token.
+_UNITS = "token_units"
+_REFUSED: dict[str, tuple[Any, str]] = {
+    **PrivateTraining.refused,
+    "use_liger_kernel": (False, "its fused loss averages over all tokens of a batch"),
+    "activation_offloading": (False, "bound memory by privacy.max_physical_batch_size, or by gradient checkpointing"),
+    "router_aux_loss_coef": (0, "balancing experts over a batch couples its examples"),
+}
+
+
+@dataclass
+class PackingCollator:
+    """Packs the examples of a micro-batch into rows, each example whole, in the order in which they come.
+
+    Beside ``input_ids``, ``labels`` and ``position_ids`` ``[rows, tokens]``, which start anew with each example, it returns
+    ``token_units``, the number of every token's example (-1 for padding), for `fastdp.make_private`'s ``unit_map``.
+
+    Args:
+        pad_token_id: fills the ends of rows.
+        max_length: most tokens in a row, unless one example alone has more.
+    """
+
+    pad_token_id: int
+    max_length: int
+
+    def __call__(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Examples with ``input_ids`` and, unless all tokens are to be learnt, ``labels``."""
+        rows: list[list[int]] = [[]]
+        filled = 0
+        for number, example in enumerate(examples):
+            length = len(example["input_ids"])
+            if rows[-1] and filled + length > self.max_length:
+                rows.append([])
+                filled = 0
+            rows[-1].append(number)
+            filled += length
+        columns: dict[str, list[list[int]]] = {name: [] for name in ("input_ids", "labels", "position_ids", _UNITS)}
+        for row in rows:
+            members = [(number, examples[number]) for number in row]
+            columns["input_ids"].append([token for _, e in members for token in e["input_ids"]])
+            columns["labels"].append([label for _, e in members for label in e.get("labels", e["input_ids"])])
+            columns["position_ids"].append([place for _, e in members for place in range(len(e["input_ids"]))])
+            columns[_UNITS].append([number for number, e in members for _ in e["input_ids"]])
+        fill = {"input_ids": self.pad_token_id, "labels": -100, "position_ids": 0, _UNITS: -1}
+        width = max(map(len, columns[_UNITS]))
+        return {
+            name: torch.tensor([row + [fill[name]] * (width - len(row)) for row in found])
+            for name, found in columns.items()
+        }
+
+
+class DPSFTTrainer(PrivateTraining, SFTTrainer):
+    """`trl.SFTTrainer` that trains privately; see `PrivateTraining`.
+
+    An example's loss is the mean over its own tokens. With ``packing=True`` examples are drawn at random, as privacy asks, and
+    packed afterwards, those of a micro-batch into rows of ``max_length``; each is clipped on its own.
+    """
+
+    refused: ClassVar[dict[str, tuple[Any, str]]] = {
+        **_REFUSED,
+        "loss_type": ("nll", "the loss is each example's mean over its tokens"),
+        "padding_free": (False, "set packing=True, which packs examples and keeps them apart"),
+    }
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        arguments: Any = kwargs.get("args") or (args[1] if len(args) > 1 else None)
+        # trl packs before anything is drawn, so that a draw would be of rows and not of examples.
+        self._packs, evaluates = bool(getattr(arguments, "packing", False)), None
+        if self._packs:
+            evaluates = arguments.eval_packing
+            arguments.packing, arguments.eval_packing = False, False
+        try:
+            super().__init__(*args, **kwargs)
+        finally:
+            if self._packs:
+                arguments.packing, arguments.eval_packing = True, evaluates
+
+    def private_collator(self) -> Any:
+        """trl's own, or one that packs."""
+        if not self._packs:
+            return self.data_collator
+        return PackingCollator(self.processing_class.pad_token_id or 0, self.args.max_length)
+
+    def private_options(self) -> dict[str, Any]:
+        """The map from packed tokens to examples."""
+        return {"unit_map": _UNITS} if self._packs else {}
+
+    def private_loss(self, model: Any, inputs: Any) -> torch.Tensor:
+        """The model's own loss."""
+        return model(**inputs, use_cache=False).loss
+
+
+@dataclass
+class _PairCollator:
+    """A batch whose row is a pair: ``[pairs, 2, tokens]`` instead of the chosen ones and then the rejected."""
+
+    collator: Any
+
+    def __call__(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
+        stacked = self.collator(examples)
+        return {
+            name: tensor if tensor.dim() == 1 else tensor.unflatten(0, (2, len(examples))).transpose(0, 1).contiguous()
+            for name, tensor in stacked.items()
+        }
+
+
+class PairLoss(torch.nn.Module):
+    """A language model whose forward takes pairs and returns the mean of their DPO losses (arXiv 2305.18290, equation 7).
+
+    Args:
+        model: the policy.
+        beta: strength of the pull towards the reference.
+        kind: ``sigmoid``, or ``ipo`` (arXiv 2310.12036, equation 17, of log-probabilities a token).
+    """
+
+    def __init__(self, model: torch.nn.Module, beta: float, kind: str):
+        super().__init__()
+        self.model, self.beta, self.kind = model, beta, kind
+
+    @property
+    def config(self) -> Any:
+        """The policy's."""
+        return self.model.config
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        completion_mask: torch.Tensor,
+        ref_chosen_logps: torch.Tensor,
+        ref_rejected_logps: torch.Tensor,
+    ) -> dict[str, torch.Tensor]:
+        """``[pairs, 2, tokens]``, chosen before rejected, and the reference's log-probabilities ``[pairs]`` -> ``loss``."""
+        ids, mask = input_ids.flatten(0, 1), attention_mask.flatten(0, 1)
+        logits = self.model(input_ids=ids, attention_mask=mask, use_cache=False).logits[:, :-1]
+        completion = completion_mask.flatten(0, 1)[:, 1:]
+        chances = -F.cross_entropy(logits.transpose(1, 2).float(), ids[:, 1:], reduction="none")
+        logps = (chances * completion).sum(1).unflatten(0, (-1, 2))
+        ratios = logps - torch.stack([ref_chosen_logps, ref_rejected_logps], 1)
+        if self.kind == "ipo":
+            ratios = ratios / completion.sum(1).unflatten(0, (-1, 2)).clamp(min=1)
+            margins = ratios[:, 0] - ratios[:, 1]
+            return {"loss": F.mse_loss(margins, torch.full_like(margins, 1 / (2 * self.beta)))}
+        margins = self.beta * (ratios[:, 0] - ratios[:, 1])
+        # -log sigmoid of the margins, by a function whose rows the engine knows.
+        return {"loss": F.binary_cross_entropy_with_logits(margins, torch.ones_like(margins))}
+
+
+class DPDPOTrainer(PrivateTraining, DPOTrainer):
+    """`trl.DPOTrainer` that trains privately; see `PrivateTraining`.
+
+    The unit is a pair, its prompt with it. Log-probabilities of the reference are computed beforehand, whatever
+    ``precompute_ref_log_probs`` says, and of each pair alone: beside others, rounding would follow how long those are.
+    """
+
+    refused: ClassVar[dict[str, tuple[Any, str]]] = {
+        **_REFUSED,
+        "sync_ref_model": (False, "the reference must stay as it was, so that its log-probabilities hold"),
+        "use_weighting": (False, "only the plain losses of pairs are known to the engine"),
+        "ld_alpha": (None, "only the plain losses of pairs are known to the engine"),
+        "f_divergence_type": ("reverse_kl", "only the plain losses of pairs are known to the engine"),
+        "padding_free": (False, "rows are pairs, and padded"),
+    }
+
+    def _check_arguments(self, arguments: TrainingArguments, kwargs: dict[str, Any]) -> None:
+        super()._check_arguments(arguments, kwargs)
+        if arguments.loss_type not in ("sigmoid", ["sigmoid"], "ipo", ["ipo"]):
+            raise ValueError(
+                f"loss_type {arguments.loss_type} cannot be used with DPDPOTrainer: choose 'sigmoid' or 'ipo'"
+            )
+        arguments.precompute_ref_log_probs, arguments.precompute_ref_batch_size = True, 1
+
+    def private_model(self) -> torch.nn.Module:
+        """The policy, with the loss of pairs around it."""
+        self._pairs = PairLoss(self.model, self.args.beta, self.loss_types[0])
+        return self._pairs
+
+    def private_collator(self) -> Any:
+        """trl's, with a pair to each row."""
+        return _PairCollator(self.data_collator)
+
+    def private_loss(self, model: Any, inputs: Any) -> torch.Tensor:
+        """The mean over the pairs of their losses."""
+        # accelerate wraps the policy's forward alone, and what is compared must be computed in one precision.
+        with self.accelerator.autocast():
+            return self._pairs(**inputs)["loss"]

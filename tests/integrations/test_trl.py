@@ -1,0 +1,229 @@
+"""trl's trainers: SFT packed by the example, DPO by the pair, clipped as their own losses taken alone would be."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+pytest.importorskip("trl", reason="trl is in the optional extra 'trl', for Python 3.11 and later")
+
+import torch
+import torch.nn.functional as F
+from datasets import Dataset
+from peft import LoraConfig
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+from trl import DPOConfig, SFTConfig
+
+import fastdp
+from fastdp.engine.accumulator import Accumulator
+from fastdp.integrations.trl import PackingCollator
+from fastdp.private.observer import Observer
+from tests.engine.runs import clipped_sum, error
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+COMMON: dict[str, Any] = {
+    "per_device_train_batch_size": 6,
+    "num_train_epochs": 1,
+    "learning_rate": 1e-2,
+    "max_length": 24,
+    "logging_steps": 1,
+    "bf16": False,
+    "gradient_checkpointing": False,
+    "report_to": "none",
+    "use_cpu": True,
+    "disable_tqdm": True,
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    words = {word: number for number, word in enumerate(["[PAD]", "[UNK]", *"abcdefghij"])}
+    made = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="[PAD]", unk_token="[UNK]", eos_token="[UNK]")
+
+
+def model() -> GPT2LMHeadModel:
+    torch.manual_seed(0)
+    size = {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 64, "vocab_size": 12}
+    return GPT2LMHeadModel(
+        GPT2Config(**size, bos_token_id=1, eos_token_id=1, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+    )
+
+
+def letters(count: int, start: int) -> str:
+    return " ".join("abcdefghij"[(start + i) % 10] for i in range(count))
+
+
+class Sums(Observer):
+    """Keeps the clipped sums of each release, and what it was made of."""
+
+    def __init__(self) -> None:
+        self.sums: list[dict[str, torch.Tensor]] = []
+        self.drawn_units: list[list[int]] = []
+
+    def drawn(self, drawn: list[int], kind: str) -> list[int]:
+        self.drawn_units.append(drawn)
+        return drawn
+
+    def before_release(self, accumulator: Accumulator) -> None:
+        self.sums.append({name: total.clone() for name, total in accumulator.sums.items()})
+
+
+def first_release(trainer: Any) -> tuple[dict[str, torch.Tensor], list[int]]:
+    """Clipped sums of a step, and the examples that were drawn for it."""
+    loader, sums = trainer.get_train_dataloader(), Sums()
+    private = trainer.private
+    private.observe(sums)
+    for batches in loader:
+        trainer.training_step(trainer.model, batches)
+        private.optimizer.step()
+        break
+    private.detach()
+    return sums.sums[0], sums.drawn_units[0]
+
+
+def gradients(losses: list[Any], policy: torch.nn.Module) -> list[dict[str, torch.Tensor]]:
+    names = {name: p for name, p in policy.named_parameters() if p.requires_grad}
+    return [dict(zip(names, torch.autograd.grad(loss, list(names.values())))) for loss in losses]
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_sft_clips_each_example_however_they_are_packed(tmp_path: Path, tokenizer: Any, packing: bool) -> None:
+    rows = [{"prompt": letters(2, i), "completion": " " + letters(1 + i % 4, i)} for i in range(24)]
+    trainer = fastdp.DPSFTTrainer(
+        model=model(),
+        args=SFTConfig(output_dir=str(tmp_path), packing=packing, **COMMON),
+        train_dataset=Dataset.from_list(rows),
+        processing_class=tokenizer,
+        privacy=fastdp.PrivacyArguments(noise_multiplier=1.0, target_delta=1e-3, max_physical_batch_size=5),
+    )
+    assert trainer.args.packing == packing
+    assert len(trainer.train_dataset) == 24, "what is drawn are examples"
+    before = model()
+    sums, drawn = first_release(trainer)
+    assert trainer.private is not None
+    assert trainer.private.route == "uses"
+    losses = []
+    for number in drawn:
+        example = trainer.train_dataset[number]
+        ids, labels = (torch.tensor([example[name]]) for name in ("input_ids", "labels"))
+        losses.append(before(input_ids=ids, labels=labels).loss)
+    expected = clipped_sum(gradients(losses, before), 1.0)
+    assert error({name: sums[name] for name in expected}, expected) < 1e-4
+
+
+@pytest.mark.parametrize("kind", ["sigmoid", "ipo"])
+def test_dpo_clips_each_pair(tmp_path: Path, tokenizer: Any, kind: str) -> None:
+    rows = [
+        {"prompt": letters(2, i), "chosen": " " + letters(1 + i % 4, i), "rejected": " " + letters(1 + i % 3, i + 5)}
+        for i in range(24)
+    ]
+    trainer = fastdp.DPDPOTrainer(
+        model=model(),
+        args=DPOConfig(output_dir=str(tmp_path), loss_type=kind, **COMMON),
+        train_dataset=Dataset.from_list(rows),
+        processing_class=tokenizer,
+        privacy=fastdp.PrivacyArguments(noise_multiplier=1.0, target_delta=1e-3, max_physical_batch_size=5),
+    )
+    policy = model()
+    sums, drawn = first_release(trainer)
+    assert trainer.private is not None
+    assert trainer.private.route == "uses"
+
+    def chance(prompt: list[int], end: list[int]) -> torch.Tensor:
+        ids = torch.tensor([prompt + end])
+        return policy(input_ids=ids).logits[0, len(prompt) - 1 : -1].log_softmax(-1)[range(len(end)), end].sum()
+
+    losses = []
+    for number in drawn:
+        pair = trainer.train_dataset[number]
+        ends = [pair["chosen_ids"], pair["rejected_ids"]]
+        ratios = [chance(pair["prompt_ids"], end) for end in ends]
+        ratios = [ratio - ratio.detach() for ratio in ratios]
+        for end, name in zip(ends, ("chosen", "rejected")):
+            assert float(chance(pair["prompt_ids"], end)) == pytest.approx(pair[f"ref_{name}_logps"], rel=1e-5)
+        if kind == "ipo":
+            losses.append((ratios[0] / len(ends[0]) - ratios[1] / len(ends[1]) - 1 / (2 * 0.1)) ** 2)
+        else:
+            losses.append(-F.logsigmoid(0.1 * (ratios[0] - ratios[1])))
+    expected = clipped_sum(gradients(losses, policy), 1.0)
+    assert error({name.removeprefix("model."): total for name, total in sums.items()}, expected) < 1e-4
+
+
+def test_sft_trains_evaluates_and_resumes(tmp_path: Path, tokenizer: Any) -> None:
+    def trainer() -> fastdp.DPSFTTrainer:
+        rows = Dataset.from_dict({"text": [letters(3 + i % 5, i) for i in range(24)]})
+        return fastdp.DPSFTTrainer(
+            model=model(),
+            args=SFTConfig(output_dir=str(tmp_path), packing=True, save_steps=2, eval_strategy="epoch", **COMMON),
+            train_dataset=rows,
+            eval_dataset=rows.select(range(4)),
+            processing_class=tokenizer,
+            peft_config=LoraConfig(r=2, task_type="CAUSAL_LM"),
+            privacy=fastdp.PrivacyArguments(noise_multiplier=1.0, target_delta=1e-3, max_physical_batch_size=5),
+        )
+
+    made = trainer()
+    made.train()
+    assert made.private is not None
+    assert made.private.steps_done == 4
+    logged = {key for entry in made.state.log_history for key in entry}
+    assert {"unprotected_loss", "epsilon", "eval_loss"} <= logged
+    assert not logged & {"loss", "grad_norm", "entropy", "num_tokens", "mean_token_accuracy"}
+    with pytest.raises(fastdp.accounting.BudgetExceeded):
+        trainer().train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "setting", "value"),
+    [
+        ("sft", "loss_type", "dft"),
+        ("sft", "padding_free", True),
+        ("sft", "activation_offloading", True),
+        ("dpo", "loss_type", "hinge"),
+        ("dpo", "ld_alpha", 0.5),
+        ("dpo", "f_divergence_type", "js_divergence"),
+        ("dpo", "use_weighting", True),
+        ("dpo", "gradient_accumulation_steps", 2),
+    ],
+)
+def test_settings_whose_losses_would_be_others_are_refused(tmp_path: Path, kind: str, setting: str, value: Any) -> None:
+    trainer: Any = {"sft": fastdp.DPSFTTrainer, "dpo": fastdp.DPDPOTrainer}[kind]
+    config: Any = {"sft": SFTConfig, "dpo": DPOConfig}[kind]
+    arguments = config(output_dir=str(tmp_path), **{**COMMON, setting: value})
+    with pytest.raises(ValueError, match=setting):
+        trainer(model=model(), args=arguments, privacy=fastdp.PrivacyArguments(noise_multiplier=1.0))
+
+
+def test_packing_keeps_examples_whole_and_numbers_their_tokens() -> None:
+    examples = [{"input_ids": [9] * n, "labels": [-100] + [9] * (n - 1)} for n in (3, 4, 2, 9, 1)]
+    packed = PackingCollator(pad_token_id=0, max_length=7)(examples)
+    assert packed["token_units"].tolist() == [
+        [0, 0, 0, 1, 1, 1, 1, -1, -1],
+        [2, 2, -1, -1, -1, -1, -1, -1, -1],
+        [3] * 9,
+        [4, -1, -1, -1, -1, -1, -1, -1, -1],
+    ]
+    assert packed["position_ids"][0].tolist() == [0, 1, 2, 0, 1, 2, 3, 0, 0]
+    assert packed["labels"][0].tolist() == [-100, 9, 9, -100, 9, 9, 9, -100, -100]
+    assert packed["input_ids"].shape == packed["labels"].shape == (4, 9)
+
+
+@pytest.mark.parametrize("name", ["trl_sft", "trl_dpo"])
+def test_an_example_trains_and_plain_peft_loads_what_it_saved(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    count = "--pairs" if name == "trl_dpo" else "--examples"
+    options = ["--output", str(tmp_path), count, "24", "--batch", "6", "--epochs", "0.5"]
+    monkeypatch.setattr(sys, "argv", [name, *options])
+    runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+    assert "gives the same logits: True" in capsys.readouterr().out
+    assert fastdp.accounting.verify(tmp_path / "card.json").guarantee
