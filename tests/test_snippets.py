@@ -1,22 +1,48 @@
-"""The code blocks of README and docs run as they stand, on a model as `from_pretrained` returns it: in eval mode."""
+"""The code blocks of README and docs run as they stand, on a model as `from_pretrained` returns it: in eval mode.
+
+Every Python block is executed, and of every shell block each command is looked up, with its options. `NOT_RUN` and
+`NOT_LOOKED_UP` are all that is left out, and why; the blocks of CONTRIBUTING.md run in `tests/test_documents.py`.
+"""
 
 from __future__ import annotations
 
+import importlib.util
+import inspect
 import re
+import shlex
 from collections.abc import Sequence
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch.utils.data import DataLoader
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import AutoTokenizer, BertConfig, BertForSequenceClassification, GPT2Config, GPT2LMHeadModel
+from typer.main import get_command
 
 import fastdp
+from fastdp.cli import app
+from fastdp.methods.selective import RuleDetector, Span, measure_detector
 
 ROOT = Path(__file__).parent.parent
 WIDTH, LENGTH, VOCABULARY = 24, 6, 1000
-PAGES = ("README.md", "docs/from-opacus.md", "docs/frost.md", "docs/rapft.md", "docs/audit.md", "docs/ewft.md")
+PAGES = sorted(str(path.relative_to(ROOT)) for path in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")))
+#: Python blocks that are not executed, by a phrase in them.
+NOT_RUN = {
+    "from opacus": "another library's side of a comparison",
+    "service.wait()": "serves until it is stopped, for another machine; tests/split runs both sides",
+    "class Biases": "executed by tests/test_documents.py, which checks what it computes",
+    "HALVES = Op(": "the same",
+}
+#: Programs of shell blocks whose options are not looked up.
+NOT_LOOKED_UP = {
+    "flwr": "Flower's own; tests/federated runs the app that it starts",
+    "flower-superlink": "Flower's own, and needs certificates of a deployment",
+    "flower-supernode": "the same",
+    "ssh-keygen": "the operating system's",
+    "export": "the shell's",
+}
 
 
 def rows(count: int, ids: bool = False) -> list[dict[str, Any]]:
@@ -47,9 +73,36 @@ def world(page: str) -> dict[str, Any]:
     }
 
 
+def texts_world() -> dict[str, Any]:
+    """What a reader has at hand whose data are texts: the model that ships with the package, and its tokenizer."""
+    folder = resources.files("fastdp.quickstart") / "model"
+    tokenizer = AutoTokenizer.from_pretrained(str(folder))
+    texts = ["Patient: Anna McCray, aged 52.", "Seen 5 September: back pain for 10 days."]
+    ids = tokenizer(texts, return_tensors="pt", padding=True)
+    spans = [[Span("PERSON", 9, 20)], []]
+    return {
+        **{"model": GPT2LMHeadModel.from_pretrained(str(folder)), "tokenizer": tokenizer, "texts": texts, "batch": ids},
+        **{"labels": [0, 1], "public_ids": ids["input_ids"].tolist(), "public_labels": [0, 1]},
+        "quality": measure_detector(RuleDetector(), texts, spans),
+    }
+
+
+def classifier_world() -> dict[str, Any]:
+    """What a reader has at hand who splits a classifier."""
+    size: dict[str, Any] = {
+        "hidden_size": 16,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 2,
+        "intermediate_size": 16,
+    }
+    model = BertForSequenceClassification(BertConfig(**size, vocab_size=64))
+    ids = torch.arange(12).reshape(2, 6)
+    return {"model": model, "ids": ids, "mask": torch.ones_like(ids), "labels": torch.tensor([0, 1])}
+
+
 def blocks(page: str) -> list[str]:
     found = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), flags=re.DOTALL)
-    return [block for block in found if "from opacus" not in block]
+    return [block for block in found if not any(phrase in block for phrase in NOT_RUN)]
 
 
 @pytest.mark.parametrize(("page", "number"), [(page, i) for page in PAGES for i in range(len(blocks(page)))])
@@ -60,11 +113,101 @@ def test_a_code_block_runs_as_it_stands(
     if page == "docs/audit.md":
         # A tenth of the canaries of the page, so that the test is short; each block goes on from the first.
         monkeypatch.setattr("fastdp.audit.GradientCanaries.__init__", fewer(fastdp.audit.GradientCanaries.__init__))
+    block = blocks(page)[number]
     names: dict[str, Any] = {**world(page), "fastdp": fastdp, "DataLoader": DataLoader}
+    if page in ("docs/sap.md", "docs/federated.md"):
+        names |= classifier_world() if "split_model" in block else texts_world()
     exec("from fastdp import audit\nfrom fastdp.methods import ewft", names)
-    exec(compile(blocks(page)[number], f"{page}, block {number + 1}", "exec"), names)
-    if "data_loader" in blocks(page)[number] and "for batch in" in blocks(page)[number] and "ewft" not in page:
+    exec(compile(block, f"{page}, block {number + 1}", "exec"), names)
+    if "data_loader" in block and "for batch in" in block and "ewft" not in page:
         assert names["private"].steps_done > 0
+
+
+def test_every_block_that_is_left_out_is_there() -> None:
+    texts = "".join((ROOT / page).read_text() for page in PAGES)
+    assert all(phrase in texts for phrase in (*NOT_RUN, *NOT_LOOKED_UP))
+
+
+def test_recipes_give_each_row_its_own_loss() -> None:
+    names: dict[str, Any] = {}
+    exec(next(block for block in blocks("docs/loops.md") if "def several_labels" in block), names)
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.tensor([[1, 1, 0, -100], [0, 1, 1, 1], [1, 0, -100, -100]])
+    cases = {
+        "weighted_classes": (torch.randn(3, 2, generator=generator), {"labels": torch.tensor([0, 1, 1])}),
+        "token_means": (torch.randn(3, 4, 2, generator=generator), {"labels": labels}),
+        "regression": (torch.randn(3, 2, generator=generator), {"targets": torch.randn(3, 2, generator=generator)}),
+        "several_labels": (
+            torch.randn(3, 2, generator=generator),
+            {"targets": torch.tensor([[0, 1], [1, 1], [0, 0.0]])},
+        ),
+        "better_than": (torch.randn(3, 2, generator=generator), {}),
+    }
+    assert cases.keys() == {name for name, value in names.items() if inspect.isfunction(value)}
+    for name, (output, batch) in cases.items():
+        together = names[name](output, batch)
+        alone = [names[name](output[i : i + 1], {k: v[i : i + 1] for k, v in batch.items()}) for i in range(3)]
+        assert together.shape == (3,)
+        assert torch.allclose(together, torch.cat(alone))
+
+
+def commands() -> list[tuple[str, list[str]]]:
+    """Every command of every shell block, as words, with its page."""
+    found = []
+    for page in PAGES:
+        for kind, block in re.findall(
+            r"^```(\w*)\n(.*?)^```", (ROOT / page).read_text(), flags=re.DOTALL | re.MULTILINE
+        ):
+            if kind not in ("", "bash", "sh", "shell"):
+                continue
+            for line in block.replace("\\\n", " ").splitlines():
+                if line.split() and line.split()[0] in (*KNOWN, *NOT_LOOKED_UP):
+                    found.append((page, shlex.split(line, comments=True)))
+    return found
+
+
+def fastdp_command(words: list[str]) -> None:
+    command: Any = get_command(app)
+    while words and words[0] in getattr(command, "commands", {}):
+        command, words = command.commands[words[0]], words[1:]
+    assert not hasattr(command, "commands"), f"no such command: {words}"
+    known = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
+    if command.ignore_unknown_options:
+        # Handed on to a suite, whose own parser has them in its source.
+        suite = words[words.index("--suite") + 1]
+        source = (ROOT / "bench" / "utility" / f"{suite}.py").read_text()
+        known |= set(re.findall(r'"(--[\w-]+)"', source))
+    unknown = [word for word in words if word.startswith("--") and word.partition("=")[0] not in known]
+    assert not unknown
+
+
+def make(words: list[str]) -> None:
+    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
+    assert all(word in targets for word in words)
+
+
+def python(words: list[str]) -> None:
+    if words[0] == "-m":
+        assert importlib.util.find_spec(words[1])
+        return
+    text = (ROOT / words[0]).read_text()
+    assert all(f'"{word}"' in text for word in words[1:] if word.startswith("--") and word != "--help")
+
+
+def pip(words: list[str]) -> None:
+    assert words[0] == "install"
+    extras = re.findall(r"^(\w+) = \[", (ROOT / "pyproject.toml").read_text(), flags=re.MULTILINE)
+    asked = [extra for word in words for group in re.findall(r"\[(.*?)\]", word) for extra in group.split(",")]
+    assert all(extra in extras for extra in asked)
+
+
+KNOWN = {"fastdp": fastdp_command, "make": make, "python": python, "pip": pip}
+
+
+@pytest.mark.parametrize(("page", "words"), commands(), ids=lambda value: " ".join(value)[:60])
+def test_a_command_line_exists_with_its_options(page: str, words: list[str]) -> None:
+    if words[0] in KNOWN:
+        KNOWN[words[0]](words[1:])
 
 
 def fewer(begin: Any) -> Any:
