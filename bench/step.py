@@ -57,6 +57,10 @@ CASES = {
     "bert-6x384-full": Case("bert", 6, 384, "full"),
     "bert-6x384-bitfit": Case("bert", 6, 384, "bitfit"),
     "vit-6x384-full": Case("vit", 6, 384, "full", tokens=197),
+    "cnn": Case("cnn", 3, 32, "full", rows=32, tokens=32),
+    "cnn-gn": Case("cnn-gn", 3, 32, "full", rows=32, tokens=32),
+    "text-cnn": Case("text-cnn", 1, 64, "full", rows=32, vocabulary=5000),
+    "lstm": Case("lstm", 1, 128, "full", rows=32, vocabulary=5000),
     "gpt2-124m-lora": Case("gpt2", 12, 768, "lora", tokens=1024, vocabulary=50257, gpu=True),
     "gpt2-124m-full": Case("gpt2", 12, 768, "full", tokens=1024, vocabulary=50257, gpu=True),
     "bert-base-full": Case("bert", 12, 768, "full", rows=32, vocabulary=30522, gpu=True),
@@ -160,6 +164,8 @@ class _Worker:
 def _model(case: Case) -> torch.nn.Module:
     import transformers as hf
 
+    from . import layers
+
     heads = max(1, case.width // 64)
     torch.manual_seed(0)
     if case.kind == "gpt2":
@@ -174,6 +180,12 @@ def _model(case: Case) -> torch.nn.Module:
                 eos_token_id=0,
             )
         )
+    if case.kind in ("cnn", "cnn-gn"):
+        return layers.images(case.layers, case.width, norm=case.kind == "cnn-gn")
+    if case.kind == "text-cnn":
+        return layers.windows(case.vocabulary, case.width)
+    if case.kind == "lstm":
+        return layers.sequence(case.vocabulary, case.width, case.layers)
     if case.kind == "vit":
         return hf.ViTForImageClassification(
             hf.ViTConfig(
@@ -216,7 +228,12 @@ def _examples(case: Case, count: int) -> list[dict[str, torch.Tensor]]:
         images = torch.randn(count, 3, 224, 224, generator=generator)
         labels = torch.randint(0, 10, (count,), generator=generator)
         return [{"pixel_values": image, "labels": label} for image, label in zip(images, labels)]
+    if case.kind in ("cnn", "cnn-gn"):
+        images = torch.randn(count, 3, case.tokens, case.tokens, generator=generator)
+        return [{"x": image, "labels": torch.tensor(i % 10)} for i, image in enumerate(images)]
     ids = torch.randint(0, case.vocabulary, (count, case.tokens), generator=generator)
+    if case.kind in ("text-cnn", "lstm"):
+        return [{"x": row, "labels": torch.tensor(i % 10)} for i, row in enumerate(ids)]
     if case.kind == "bert":
         labels = torch.randint(0, 2, (count,), generator=generator)
         return [{"input_ids": row, "labels": label} for row, label in zip(ids, labels)]
@@ -295,9 +312,14 @@ def _opacus(
     ghost: bool,
 ) -> Callable[[], None]:
     from opacus import PrivacyEngine
+    from opacus.validators import ModuleValidator
     from torch.utils.data import DataLoader
 
     loader: DataLoader = DataLoader(examples, batch_size=case.rows)  # type: ignore[arg-type]
+    if case.kind == "lstm":
+        # Its own layer, with the weights of torch's.
+        optimizer_class, model = type(optimizer), ModuleValidator.fix(model)
+        optimizer = optimizer_class(model.parameters(), lr=LEARNING_RATE)
     engine = PrivacyEngine()
     criterion = torch.nn.CrossEntropyLoss()
     options = {"grad_sample_mode": "ghost", "criterion": criterion} if ghost else {}
