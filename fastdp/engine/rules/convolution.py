@@ -23,7 +23,7 @@ from fastdp.ops.routes import allowed
 
 #: Floating-point operations of one image's weight gradient above which a processor has it made by torch's convolution, one
 #: call an image, rather than by products with unfolded patches, whose copies cost more than the calls.
-_OWN_CALL = 2**21
+_OWN_CALL = 2**24
 #: Entries of unfolded patches that are in memory at once where each image's are used only once.
 _PATCHES = {"cpu": 2**18, "cuda": 2**26}
 
@@ -103,7 +103,7 @@ def _capture(
         sink.matrix(parameter, factors, layout)
         return
     work = 2 * positions * rows * columns
-    if x.device.type == "cpu" and (settings.groups > 1 or work > _OWN_CALL):
+    if x.device.type == "cpu" and work > _OWN_CALL:
         each = layout.by_lane(torch.empty(images, 0)).shape[0]
         whole = torch.empty((each, *weight.shape), dtype=torch.float32)
         step = images // each
