@@ -37,7 +37,8 @@ class _Entry:
 
     def add(self, instance: torch.Tensor, squared: torch.Tensor | None = None) -> None:
         self.squared = squared if self.instance is None else None
-        self.instance = instance if self.instance is None else self.instance + instance
+        # Some uses know the parameter's shape and some a matrix's.
+        self.instance = instance if self.instance is None else self.instance + instance.view_as(self.instance)
 
     def reach(self, norm: torch.Tensor) -> torch.Tensor | None:
         """`products` of all parts that are added apart, from the norm of the whole; None where the instance is added."""
