@@ -322,4 +322,6 @@ def _record(
 
 def devices(model: torch.nn.Module) -> list[int]:
     """The GPUs that hold a model, whose random state belongs to its own."""
-    return sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
+    # Each replay asks, and a walk over a large model takes as long as a small one's pass.
+    on_gpus = model.parameters() if torch.cuda.is_initialized() else ()
+    return sorted({p.device.index or 0 for p in on_gpus if p.device.type == "cuda"})

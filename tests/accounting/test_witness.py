@@ -23,6 +23,8 @@ def state(tmp_path, monkeypatch):
     """A memory of the test's own."""
     monkeypatch.setenv("FASTDP_STATE", str(tmp_path / "state"))
     monkeypatch.delenv("FASTDP_AGAIN")
+    # Nothing here is about syncing, and a busy disk takes its time.
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
     return tmp_path / "state"
 
 

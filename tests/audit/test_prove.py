@@ -19,6 +19,7 @@ from fastdp.cli import app
 from fastdp.methods import rapft
 from fastdp.private.prove import ROUNDING, Evidence, Trial
 from tests.engine.runs import Classifier, collate, examples, logical_step, start
+from tests.test_finetune import files, model_folder  # noqa: F401 - fixtures
 
 
 def loader(**options: Any) -> DataLoader:
@@ -165,16 +166,25 @@ def test_extremes_are_what_they_say() -> None:
     assert len(texts["a long text"][0]) > 90
 
 
-def test_the_command_proves_the_quickstart_s_model(tmp_path: Path) -> None:
-    """As in the README."""
+def proved_by_command(folder: Path, *arguments: str) -> None:
     result = CliRunner().invoke(
-        app, ["prove", "quickstart", "--json", str(tmp_path / "trials.json")], env={"COLUMNS": "200", "NO_COLOR": "1"}
+        app, ["prove", *arguments, "--json", str(folder / "trials.json")], env={"COLUMNS": "200", "NO_COLOR": "1"}
     )
     assert result.exit_code == 0, result.output
     assert "within the bound" in result.output
-    written = json.loads((tmp_path / "trials.json").read_text())
+    written = json.loads((folder / "trials.json").read_text())
     assert written["holds"]
     assert {trial["kind"] for trial in written["trials"]} >= {"add", "alone", "remove"}
+
+
+def test_the_command_proves_a_model_in_a_folder(model_folder: Path, files: Path, tmp_path: Path) -> None:  # noqa: F811
+    proved_by_command(tmp_path, str(model_folder), "--data", str(files / "text.jsonl"))
+
+
+@pytest.mark.slow
+def test_the_command_proves_the_quickstart_s_model(tmp_path: Path) -> None:
+    """As in the README."""
+    proved_by_command(tmp_path, "quickstart")
 
 
 def test_the_command_refuses_what_is_no_model(tmp_path: Path) -> None:
