@@ -18,7 +18,7 @@ from types import FrameType
 from typing import Any
 
 import torch
-import torch._dynamo  # noqa: F401  (an optimizer imports it, which would take each child two seconds)
+import torch._dynamo  # an optimizer imports it, which would take each child two seconds
 
 from fastdp.accounting import BudgetExceeded, Ledger, LedgerError, journal, ledger
 from fastdp.private import release as releases
