@@ -12,7 +12,11 @@ HERE = Path(__file__).parent
 
 
 @pytest.mark.parametrize(
-    "files", [("test_noise.py", "test_snapping.py"), ("test_norms.py", "test_sums.py", "test_bounds.py")]
+    "files",
+    [
+        ("test_noise.py", "test_snapping.py", "test_memory.py"),
+        ("test_norms.py", "test_sums.py", "test_bounds.py", "test_truncation.py"),
+    ],
 )
 def test_kernels_against_their_definitions(files):
     triton = pytest.importorskip("triton")

@@ -1,0 +1,76 @@
+"""Tensor cores truncate: a model of them in place of the interpreter's product, at the widths of real models.
+
+Sixteen exact products are added to an accumulator, all cut off two bits below the last place of the largest, and the sum is cut
+to float32: the worst that docs/clipping.md allows for, and always towards zero, so that norms come out too small.
+"""
+
+import numpy as np
+import pytest
+import torch
+from fastdp.kernels import direct, gram, weighted
+from triton.runtime import interpreter
+
+from fastdp.ops.bounds import Rounding
+from fastdp.ops.factors import SQUARE
+from tests.ops.uses import factor, gradients, offsets_of
+
+
+def _cut(x, quantum):
+    return np.trunc(x / quantum) * quantum
+
+
+def truncating(a, b, start):
+    total = start.astype(np.float64)
+    for first in range(0, a.shape[1], 16):
+        products = a[:, first : first + 16, None].astype(np.float64) * b[None, first : first + 16].astype(np.float64)
+        largest = np.maximum(np.abs(products).max(1), np.abs(total))
+        quantum = np.exp2(np.floor(np.log2(np.where(largest == 0.0, 1.0, largest))) - 25)
+        total = _cut(total, quantum) + _cut(products, quantum[:, None]).sum(1)
+        exact, total = total, total.astype(np.float32)
+        total = np.where(np.abs(total) > np.abs(exact), np.nextafter(total, np.float32(0)), total).astype(np.float64)
+    return total.astype(np.float32)
+
+
+@pytest.fixture
+def tensor_cores(monkeypatch):
+    def create_dot(a, b, d, *_):
+        return interpreter.TensorHandle(truncating(a.data, b.data, d.data), d.dtype.scalar)
+
+    monkeypatch.setattr(interpreter.interpreter_builder, "create_dot", create_dot)
+
+
+@pytest.fixture
+def rounding(monkeypatch):
+    """The constants of Triton's arithmetic, for factors that lie on a processor here."""
+    constants = Rounding(torch.zeros(1, 1))
+    constants.arithmetic = "triton"
+    return constants
+
+
+@pytest.mark.parametrize("width", [14_336, 128_256])
+def test_norms_by_gram_matrices(tensor_cores, rounding, width):
+    offsets = offsets_of((5,))
+    left, right = factor(5, width, 0, torch.bfloat16).abs(), factor(5, 40, 1, torch.bfloat16).abs()
+    squares, products = gram.gram_norms([([left], right)], offsets)
+    truth = gradients(left, right, offsets).square().sum((1, 2))
+    lost = (truth - squares[0].double()) / truth
+    scale = (left.double().norm(dim=1) * right.double().norm(dim=1)).sum()
+    assert lost.item() > 1e-6  # the model does lose what a rounding accumulator does not
+    assert (truth - squares[0].double()).item() <= rounding.gram(width, 40, 5) * scale.square().item()
+    assert products[0].item() * (1 + 2.0**-10) >= scale.item()
+
+
+def test_gradients_and_sums_of_long_units(tensor_cores, rounding):
+    """A sum's accumulator ends every 512 tokens, so that it loses less than the direct route's, which goes on to the end."""
+    tokens = 4096
+    offsets = offsets_of((tokens,))
+    left, right = factor(tokens, 3, 0, torch.bfloat16).abs(), factor(tokens, 5, 1, torch.bfloat16).abs()
+    truth = gradients(left, right, offsets)[0]
+    scale = (left.double().norm(dim=1) * right.double().norm(dim=1)).sum().item()
+    measured = direct.direct_norms(left, right, offsets, SQUARE)[0].double().sqrt().item()
+    assert 0 < truth.norm().item() - measured <= rounding.entry(tokens) * scale
+    out, weight = torch.zeros(3, 5), torch.tensor([0.3])
+    weighted.weighted_sum_(out, left, right, weight, offsets=offsets)
+    error = (out.double() / weight.double() - truth).norm().item()
+    assert error <= rounding.gamma(512 + 11 + 2 + tokens / 64 + 4) * scale <= rounding.added(tokens) * scale
+    assert error < 0.25 * (truth.norm().item() - measured)
