@@ -7,34 +7,7 @@ import triton.language as tl
 from .chacha import BLOCKS, normals
 from .grid import numbers_of_grid, on_grid
 from .launch import beside, on_device_of
-
-
-@triton.jit
-def _step(
-    p_param, p_grad, p_mean, p_square, o_x, m_x, z, p_position, block, std, spacing, inverse,
-    inverse_divisor, keep, step_size, lerp1, beta2, rest2, inverse_correction2, eps, noise_variance, floor,
-    CORRECTED: tl.constexpr, ROUNDED: tl.constexpr,
-):  # fmt: skip
-    # [b_blocks, 16]
-    grad = tl.load(p_grad + o_x, mask=m_x)
-    mean = tl.load(p_mean + o_x, mask=m_x)
-    square = tl.load(p_square + o_x, mask=m_x)
-    param = tl.load(p_param + o_x, mask=m_x).to(tl.float32)
-    if ROUNDED:
-        g = on_grid(grad, z, p_position, block, std, spacing, inverse) * inverse_divisor
-    else:
-        g = tl.fma(z, std, grad) * inverse_divisor
-    mean = tl.fma(lerp1, g - mean, mean)
-    square = tl.fma(g * g, rest2, square * beta2)
-    if CORRECTED:
-        under = tl.sqrt(tl.maximum(square * inverse_correction2 - noise_variance, floor))
-    else:
-        under = tl.sqrt(square * inverse_correction2) + eps
-    # [b_blocks, 16]
-    tl.store(p_mean + o_x, mean, mask=m_x)
-    tl.store(p_square + o_x, square, mask=m_x)
-    param = param * keep - step_size * mean / under
-    tl.store(p_param + o_x, param.to(p_param.dtype.element_ty), mask=m_x)
+from .tiles import load_flat, store_flat
 
 
 @triton.jit(do_not_specialize=["n"])
@@ -47,15 +20,28 @@ def _adamw_kernel(
     block = (first + tl.arange(0, b_blocks)).to(tl.uint32)
     z = normals(p_position, block, ROUNDED)
     o_x = (first + tl.arange(0, b_blocks))[:, None] * 16 + tl.arange(0, 16)[None, :]
-    # A mask on single elements forbids wide loads and stores, so only the last program has one.
-    if (first + b_blocks) * 16 <= n:
-        _step(p_param, p_grad, p_mean, p_square, o_x, None, z, p_position, block, std, spacing, inverse, inverse_divisor,
-              keep, step_size, lerp1, beta2, rest2, inverse_correction2, eps, noise_variance, floor, CORRECTED,
-              ROUNDED)  # fmt: skip
+    inside = (first + b_blocks) * 16 <= n
+    # [b_blocks, 16]
+    grad = load_flat(p_grad, o_x, n, inside)
+    if ROUNDED:
+        g = on_grid(grad, z, p_position, block, std, spacing, inverse) * inverse_divisor
     else:
-        _step(p_param, p_grad, p_mean, p_square, o_x, o_x < n, z, p_position, block, std, spacing, inverse, inverse_divisor,
-              keep, step_size, lerp1, beta2, rest2, inverse_correction2, eps, noise_variance, floor, CORRECTED,
-              ROUNDED)  # fmt: skip
+        g = tl.fma(z, std, grad) * inverse_divisor
+    # [b_blocks, 16]
+    mean = load_flat(p_mean, o_x, n, inside)
+    square = load_flat(p_square, o_x, n, inside)
+    param = load_flat(p_param, o_x, n, inside).to(tl.float32)
+    mean = tl.fma(lerp1, g - mean, mean)
+    square = tl.fma(g * g, rest2, square * beta2)
+    if CORRECTED:
+        under = tl.sqrt(tl.maximum(square * inverse_correction2 - noise_variance, floor))
+    else:
+        under = tl.sqrt(square * inverse_correction2) + eps
+    param = param * keep - step_size * mean / under
+    # [b_blocks, 16]
+    store_flat(p_mean, o_x, n, inside, mean)
+    store_flat(p_square, o_x, n, inside, square)
+    store_flat(p_param, o_x, n, inside, param.to(p_param.dtype.element_ty))
 
 
 def adamw_noise_step_(

@@ -11,6 +11,7 @@ import triton.language as tl
 from .chacha import BLOCKS, normals
 from .grid import numbers_of_grid, on_grid
 from .launch import beside, on_device_of
+from .tiles import load_flat, store_flat
 
 # Elements that one program of the dot products reads: large enough that its float64 sums hide behind the loads.
 _CHUNK = 16384
@@ -91,22 +92,6 @@ def _rows_of(first, o_tile, width, b_tile: tl.constexpr):
     return rows
 
 
-@triton.jit
-def _scale_add(
-    p_x, p_out, o_x, m_x, z, scale, std, p_position, block, spacing, inverse, ROUNDED: tl.constexpr
-):  # fmt: skip
-    # [b_blocks, 16]
-    x = tl.load(p_x + o_x, mask=m_x).to(tl.float32)
-    # A scale of zero removes the example by selection: zero times NaN would be NaN.
-    kept = tl.where(scale != 0.0, x * scale, 0.0)
-    if ROUNDED:
-        kept = on_grid(kept, z, p_position, block, std, spacing, inverse)
-    else:
-        kept = tl.fma(z, std, kept)
-    # [b_blocks, 16]
-    tl.store(p_out + o_x, kept.to(p_out.dtype.element_ty), mask=m_x)
-
-
 @triton.jit(do_not_specialize=["n", "width"])
 def _apply_kernel(
     p_x, p_out, p_scale, p_position, n, width, std, spacing, inverse,
@@ -123,11 +108,17 @@ def _apply_kernel(
         z = normals(p_position, block, ROUNDED)
     else:
         z = tl.zeros((b_blocks, 16), tl.float32)
-    # A mask on single elements forbids wide loads and stores, so only the last program has one.
-    if (first + b_blocks) * 16 <= n:
-        _scale_add(p_x, p_out, o_x, None, z, scale, std, p_position, block, spacing, inverse, ROUNDED)
+    inside = (first + b_blocks) * 16 <= n
+    # [b_blocks, 16]
+    x = load_flat(p_x, o_x, n, inside).to(tl.float32)
+    # A scale of zero removes the example by selection: zero times NaN would be NaN.
+    kept = tl.where(scale != 0.0, x * scale, 0.0)
+    if ROUNDED:
+        kept = on_grid(kept, z, p_position, block, std, spacing, inverse)
     else:
-        _scale_add(p_x, p_out, o_x, o_x < n, z, scale, std, p_position, block, spacing, inverse, ROUNDED)
+        kept = tl.fma(z, std, kept)
+    # [b_blocks, 16]
+    store_flat(p_out, o_x, n, inside, kept.to(p_out.dtype.element_ty))
 
 
 @triton.jit(do_not_specialize=["n", "width"])

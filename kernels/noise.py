@@ -7,18 +7,7 @@ import triton.language as tl
 from .chacha import BLOCKS, normals
 from .grid import numbers_of_grid, on_grid
 from .launch import beside, on_device_of
-
-
-@triton.jit
-def _add(p_x, o_x, m_x, z, std, p_position, block, spacing, inverse, ROUNDED: tl.constexpr):
-    # [b_blocks, 16]
-    x = tl.load(p_x + o_x, mask=m_x).to(tl.float32)
-    if ROUNDED:
-        x = on_grid(x, z, p_position, block, std, spacing, inverse)
-    else:
-        x = tl.fma(z, std, x)
-    # [b_blocks, 16]
-    tl.store(p_x + o_x, x.to(p_x.dtype.element_ty), mask=m_x)
+from .tiles import load_flat, store_flat
 
 
 @triton.jit(do_not_specialize=["n", "std", "spacing", "inverse"])
@@ -29,11 +18,15 @@ def _add_noise_kernel(p_x, p_position, n, std, spacing, inverse, b_blocks: tl.co
     block = block.to(tl.uint32)
     z = normals(p_position, block, ROUNDED)
     o_x = (first + tl.arange(0, b_blocks))[:, None] * 16 + tl.arange(0, 16)[None, :]
-    # A mask on single elements forbids wide loads and stores, so only the last program has one.
-    if (first + b_blocks) * 16 <= n:
-        _add(p_x, o_x, None, z, std, p_position, block, spacing, inverse, ROUNDED)
+    inside = (first + b_blocks) * 16 <= n
+    # [b_blocks, 16]
+    x = load_flat(p_x, o_x, n, inside).to(tl.float32)
+    if ROUNDED:
+        x = on_grid(x, z, p_position, block, std, spacing, inverse)
     else:
-        _add(p_x, o_x, o_x < n, z, std, p_position, block, spacing, inverse, ROUNDED)
+        x = tl.fma(z, std, x)
+    # [b_blocks, 16]
+    store_flat(p_x, o_x, n, inside, x.to(p_x.dtype.element_ty))
 
 
 def add_noise_(x: torch.Tensor, std: float, position: torch.Tensor, secure_rounding: bool) -> None:

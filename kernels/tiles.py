@@ -66,6 +66,25 @@ def outer_tile(
 
 
 @triton.jit
+def load_flat(p_x, o_x, n, inside):
+    """Elements ``o_x`` of a vector of ``n``: without a mask if the tile lies ``inside``, since one forbids wide loads."""
+    if inside:
+        x = tl.load(p_x + o_x)
+    else:
+        x = tl.load(p_x + o_x, mask=o_x < n, other=0.0)
+    return x
+
+
+@triton.jit
+def store_flat(p_x, o_x, n, inside, x):
+    """As `load_flat`."""
+    if inside:
+        tl.store(p_x + o_x, x)
+    else:
+        tl.store(p_x + o_x, x, mask=o_x < n)
+
+
+@triton.jit
 def unit_of_slot(p_offsets, slot, units, b_tile: tl.constexpr):
     """The unit that owns a slot. Slots number the row tiles of all units: unit b owns those from offsets[b] // b_tile + b.
 
