@@ -3,65 +3,118 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import matplotlib
+from cycler import cycler
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator
 
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
+#: One look for every picture. Lines differ in mark and stroke as well as in colour, so that those which coincide are seen, and
+#: by whoever sees no colours; the ground is white on dark pages too.
+_LOOK = {
+    **{"font.size": 13, "axes.titlesize": 13, "legend.fontsize": 12, "xtick.labelsize": 12, "ytick.labelsize": 12},
+    **{"axes.titlelocation": "left", "axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False},
+    **{"axes.grid": True, "grid.alpha": 0.3, "axes.axisbelow": True, "lines.linewidth": 1.8, "lines.markersize": 6},
+    "axes.prop_cycle": cycler(
+        color=["#1f6fb5", "#c2410c", "#15803d", "#7c3aed", "#a16207", "#be185d", "#0e7490", "#566173"],
+        marker=["o", "s", "^", "D", "v", "P", "X", "*"],
+        linestyle=["-", "--", "-.", ":", "-", "--", "-.", ":"],
+    ),
+}
+_PANEL = (4.7, 3.9)
 
 
-def roofline(results: Path, picture: Path) -> None:
+@contextmanager
+def picture(
+    path: Path, columns: int = 1, rows: int = 1, panel: tuple[float, float] = _PANEL, legends: int = 2
+) -> Iterator[Any]:
+    """The axes of a picture, row by row; at the end it is written to ``path``, with each panel's legend below the panel.
+
+    Args:
+        panel: width and height of one panel in inches.
+        legends: columns of a legend.
+    """
+    with matplotlib.rc_context(_LOOK):
+        figure = Figure(figsize=(panel[0] * columns, panel[1] * rows), layout="constrained")
+        panels = figure.subplots(rows, columns, squeeze=False).flatten()
+        yield panels
+        for axes in panels:
+            handles, labels = axes.get_legend_handles_labels()
+            if labels:
+                below = -0.62 / panel[1] - 0.06
+                axes.legend(
+                    handles, labels, loc="upper left", bbox_to_anchor=(-0.05, below), ncols=legends, columnspacing=1.2
+                )
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=110)
+
+
+def plain_log(axis: Any) -> None:
+    """Write a logarithmic axis as numbers, at 1, 2 and 5 of each power of ten."""
+    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axis.set_major_formatter(lambda value, _: f"{value:,.0f}".replace(",", " ") if value >= 1 else f"{value:g}")
+    axis.set_minor_formatter(lambda *_: "")
+
+
+def roofline(results: Path, picture_path: Path) -> None:
     """Arithmetic intensity against achieved rate for each op in ``results``, under the two measured ceilings."""
     found = json.loads(results.read_text())
     floor, *rows = found["figures"]
     bandwidth, matmul = floor["copy_bytes_per_second"], floor["matmul_flops_per_second"]
-    figure, (axes, bars) = plt.subplots(1, 2, figsize=(13, 5.5), layout="constrained")
-    intensities = [10 ** (x / 10) for x in range(-10, 41)]
-    axes.plot(intensities, [min(matmul, bandwidth * i) / 1e9 for i in intensities], color="black", label="ceiling")
-    multiplying = [row for row in rows if row.get("flops_per_second", 0) > 0]
-    for index, row in enumerate(multiplying):
-        intensity = row["flops_per_second"] / row["bytes_per_second"]
-        # Ten colours, then the next marker.
-        axes.plot(intensity, row["flops_per_second"] / 1e9, "os^"[index // 10 % 3], label=row["op"])
-    axes.set(xscale="log", yscale="log", xlabel="operations a byte (least possible traffic)", ylabel="GFLOP/s")
-    axes.set_title("Ops that multiply matrices")
-    axes.legend(fontsize=8)
-    timed = [row for row in rows if "share_of_floor" in row]
-    bars.barh([row["op"] for row in timed], [row["share_of_floor"] for row in timed], color="tab:blue")
-    bars.axvline(1.0, color="black", linewidth=1)
-    bars.invert_yaxis()
-    bars.set_xlabel("share of the floor: 1 is the measured matmul rate or copy bandwidth")
     environment = found["environment"]
-    figure.suptitle(f"{environment['device']}, {environment['threads']} threads, {environment['instruction_set']}")
-    _save(figure, picture)
+    machine = f"{environment['device']}, {environment['threads']} threads, {environment['instruction_set']}"
+    with picture(picture_path, 2, panel=(6.6, 8.6)) as (axes, bars):
+        intensities = [10 ** (x / 10) for x in range(-10, 41)]
+        ceiling = [min(matmul, bandwidth * i) / 1e9 for i in intensities]
+        axes.plot(intensities, ceiling, **{"color": "black", "marker": "", "linestyle": "-"}, label="ceiling (float32)")
+        multiplying = [row for row in rows if row.get("flops_per_second", 0) > 0]
+        for index, row in enumerate(multiplying):
+            intensity = row["flops_per_second"] / row["bytes_per_second"]
+            # The look has eight marks; those after them are hollow.
+            filled = "full" if index < 8 else "none"
+            axes.plot(intensity, row["flops_per_second"] / 1e9, linestyle="", fillstyle=filled, label=row["op"])
+        axes.set(xscale="log", yscale="log", xlabel="operations a byte (least possible traffic)", ylabel="GFLOP/s")
+        axes.set_title("Ops that multiply matrices")
+        timed = [row for row in rows if "share_of_floor" in row]
+        bars.barh([row["op"] for row in timed], [row["share_of_floor"] for row in timed], color="#1f6fb5")
+        bars.axvline(1.0, color="black", linewidth=1)
+        bars.invert_yaxis()
+        bars.grid(axis="y", visible=False)
+        bars.tick_params(axis="y", labelsize=11)
+        bars.set_xlabel("share of the floor (1: measured matmul rate\nor copy bandwidth, float32)")
+        bars.set_title("All ops")
+        axes.figure.suptitle(machine, fontsize=13)
 
 
-def planner(results: Path, picture: Path) -> None:
+def planner(results: Path, picture_path: Path) -> None:
     """Predicted against measured seconds of every shape and route."""
     found: dict[str, Any] = json.loads(results.read_text())
     rows = found["figures"]["rows"]
-    figure, axes = plt.subplots(figsize=(6.5, 6), layout="constrained")
-    for route, marker in (("gram", "o"), ("direct", "s"), ("instantiate", "^")):
-        own = [row for row in rows if row["route"] == route]
-        axes.plot([r["predicted"] for r in own], [r["measured"] for r in own], marker, label=route)
-    chosen = [row for row in rows if row["chosen"]]
-    axes.plot(
-        [r["predicted"] for r in chosen],
-        [r["measured"] for r in chosen],
-        "o",
-        markersize=13,
-        fillstyle="none",
-        color="black",
-        label="chosen",
-    )
-    ends = [min(r["predicted"] for r in rows), max(r["predicted"] for r in rows)]
-    axes.plot(ends, ends, color="grey", linewidth=1)
-    axes.set(xscale="log", yscale="log", xlabel="predicted seconds", ylabel="measured seconds")
-    axes.legend()
-    figure.suptitle(f"{found['environment']['device']}, {found['environment']['threads']} threads")
-    _save(figure, picture)
+    with picture(picture_path, panel=(6.4, 6.2), legends=4) as (axes,):
+        for route in ("gram", "direct", "instantiate"):
+            own = [row for row in rows if row["route"] == route]
+            axes.plot([r["predicted"] for r in own], [r["measured"] for r in own], linestyle="", label=route)
+        chosen = [row for row in rows if row["chosen"]]
+        axes.plot(
+            [r["predicted"] for r in chosen],
+            [r["measured"] for r in chosen],
+            **{
+                "marker": "o",
+                "linestyle": "",
+                "markersize": 13,
+                "fillstyle": "none",
+                "color": "black",
+                "label": "chosen",
+            },
+        )
+        ends = [min(r["predicted"] for r in rows), max(r["predicted"] for r in rows)]
+        axes.plot(ends, ends, color="grey", linewidth=1, marker="", linestyle="-")
+        axes.set(xscale="log", yscale="log", xlabel="predicted time (s)", ylabel="measured time (s)")
+        axes.set_title(f"{found['environment']['device']}, {found['environment']['threads']} threads")
 
 
 _TABLE = ("<!-- table: begin -->", "<!-- table: end -->")
@@ -102,9 +155,3 @@ def insert(document: Path, text: str) -> None:
     if not found or not closed:
         raise ValueError(f"{document} has no lines '{begin}' and '{end}': put them where the table belongs")
     document.write_text(f"{before}{begin}\n{text}\n{end}{after}")
-
-
-def _save(figure: Any, picture: Path) -> None:
-    picture.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(picture, dpi=110)
-    plt.close(figure)

@@ -34,8 +34,9 @@ from fastdp.methods import ewft
 from fastdp.methods.sap import split_model
 
 from .. import record
+from ..plots import picture
 from . import attributes, tops
-from .suite import Table, by_seed, in_turns, level, mean_of, measure_rows, parser_of, picture
+from .suite import Table, by_seed, in_turns, level, mean_of, measure_rows, parser_of
 
 DELTA = 1e-5
 PAPER: dict[str, Any] = {"dataset_size": 67349, "batch_size": 32, "epochs": 3}
@@ -324,7 +325,7 @@ def step_time(model: Path, steps: int = 7, length: int = 64, batch_size: int = 3
 
 def plot(rows: list[dict[str, Any]], folder: Path) -> None:
     """Accuracy by layer, what is inferred against accuracy, and the noise of each schedule."""
-    with picture(folder / "ewft.png", (17, 4.4), 3, dpi=150) as (by_layer, privacy, noise):
+    with picture(folder / "ewft.png", 3, panel=(4.6, 6.4), legends=1) as (by_layer, privacy, noise):
         _plot_layers(rows, by_layer)
         _plot_privacy(rows, privacy)
         _plot_noise(rows, noise)
@@ -339,10 +340,9 @@ def _plot_noise(rows: list[dict[str, Any]], axes: Any) -> None:
             label += f", S={row['step_distance']:g}"
         if len(ratios) > 1 and row["epsilon"] == 8.0 and (label, ratios) not in drawn and "only" not in label:
             drawn.add((label, ratios))
-            axes.plot(range(1, len(ratios) + 1), ratios, marker="o", label=f"{label}: true {row['true_epsilon']:.1f}")
-    axes.set(xlabel="epoch", ylabel="noise std / C", title="schedules printed as epsilon 8, and their true epsilon")
+            axes.plot(range(1, len(ratios) + 1), ratios, label=f"{label}: true {row['true_epsilon']:.1f}")
+    axes.set(xlabel="epoch", ylabel="noise std / C", title="Schedules printed as epsilon 8,\nand their true epsilon")
     axes.xaxis.get_major_locator().set_params(integer=True)
-    axes.legend(fontsize=7)
 
 
 def _plot_layers(rows: list[dict[str, Any]], axes: Any) -> None:
@@ -364,8 +364,7 @@ def _plot_layers(rows: list[dict[str, Any]], axes: Any) -> None:
     ]
     axes.plot(layers, once, "-.", color="black", marker="s", label="released once")
     level(axes, rows, "accuracy", "without noise", form="none", length=length)
-    axes.set(xlabel="blocks before the noise", ylabel="accuracy", title="printed epsilon 8", xticks=layers)
-    axes.legend(fontsize=7)
+    axes.set(xlabel="blocks before the noise", ylabel="accuracy", title="Accuracy at printed epsilon 8", xticks=layers)
 
 
 def _plot_privacy(rows: list[dict[str, Any]], axes: Any) -> None:
@@ -384,9 +383,8 @@ def _plot_privacy(rows: list[dict[str, Any]], axes: Any) -> None:
             axes.scatter(
                 [x for x, _, _ in found], [y for _, y, _ in found], marker=marker, color=color, label=f"{name}, {form}"
             )
-    title = "attributes inferred from codes; printed epsilon 2 to 1000"
+    title = "Attributes inferred from codes,\nat printed epsilon 2 to 1000"
     axes.set(xlabel="empirical privacy (1 - attack accuracy)", ylabel="accuracy", title=title)
-    axes.legend(fontsize=6, ncols=2)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

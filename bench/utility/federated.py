@@ -20,7 +20,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from matplotlib.figure import Figure
 
 from fastdp import NoiseStream
 from fastdp.federated import Aggregator, Bounds, FederatedConfig
@@ -36,7 +35,8 @@ from fastdp.methods.selective import (
 )
 
 from .. import record
-from .suite import Table, measure_rows, parser_of, picture
+from ..plots import picture, plain_log
+from .suite import Table, measure_rows, parser_of
 
 SCHEMES = ("none", "selective", "all")
 DATA = ("wikitext2", "pii_spans")
@@ -219,9 +219,11 @@ def overhead(bench: Bench, clients: int = 4) -> dict[str, Any]:
 
 def plot(rows: Sequence[dict[str, Any]], folder: Path) -> None:
     """Figure 3 (schemes) and figure 4 (epsilons) for both data sets, as one picture."""
-    folder.mkdir(parents=True, exist_ok=True)
-    figure = Figure(figsize=(11, 7), layout="constrained")
-    panels = figure.subplots(2, 2)
+    with picture(folder / "federated.png", len(DATA), 2, panel=(5.8, 4.4)) as panels:
+        _plot_schemes(rows, panels)
+
+
+def _plot_schemes(rows: Sequence[dict[str, Any]], panels: Sequence[Any]) -> None:
     for column, data in enumerate(DATA):
         own = [row for row in rows if row["data"] == data]
         base = [row for row in own if row["scheme"] == "none"]
@@ -229,30 +231,29 @@ def plot(rows: Sequence[dict[str, Any]], folder: Path) -> None:
         shown = [row for row in own if row["clients"] == most]
         for row in _mean_over_seeds([r for r in shown if r["epsilon"] in (None, 1.0)]):
             name = {"none": "no privacy", "selective": "private tokens", "all": "every token"}[row["scheme"]]
-            panels[0][column].plot(row["perplexities"], marker="o", markersize=3, label=name)
-        panels[0][column].set_title(f"{data}: schemes at epsilon 1, {most} clients", fontsize=10, loc="left")
+            panels[column].plot(row["perplexities"], label=name)
+        panels[column].set_title(f"{data}: schemes at epsilon 1, {most} clients")
         for row in _mean_over_seeds([r for r in shown if r["scheme"] == "selective"]):
-            panels[1][column].plot(row["perplexities"], marker="o", markersize=3, label=f"epsilon {row['epsilon']:g}")
-        panels[1][column].set_title(f"{data}: private tokens by epsilon", fontsize=10, loc="left")
-    for axes in panels.flatten():
+            panels[len(DATA) + column].plot(row["perplexities"], label=f"epsilon {row['epsilon']:g}")
+        panels[len(DATA) + column].set_title(f"{data}: private tokens by epsilon")
+    for axes in panels:
         axes.set(xlabel="round", ylabel="held-out perplexity", yscale="log")
-        axes.grid(alpha=0.25)
-        if axes.lines:
-            axes.legend(fontsize=8, frameon=False)
-    figure.savefig(folder / "federated.png", dpi=110)
+        axes.xaxis.get_major_locator().set_params(integer=True)
+        plain_log(axes.yaxis)
 
 
 def plot_detector(quality: dict[str, Any], folder: Path) -> None:
     """Recall and precision by entity."""
     names = sorted(quality["by_entity"], key=lambda name: quality["by_entity"][name]["recall"] or 0)
     places = np.arange(len(names))
-    with picture(folder / "federated_detector.png", (7, 5), dpi=110) as (axes,):
+    with picture(folder / "federated_detector.png", panel=(7.6, 6.6)) as (axes,):
         for shift, key, colour in ((-0.2, "recall", "#1b3a57"), (0.2, "precision", "#c4572b")):
             values = [quality["by_entity"][name][key] or 0.0 for name in names]
             axes.barh(places + shift, values, height=0.4, label=key, color=colour)
-        axes.set_yticks(places, [f"{name} ({quality['by_entity'][name]['labelled']})" for name in names], fontsize=8)
-        axes.set_title(f"Rule detector on {quality['corpus']}", fontsize=10, loc="left")
-        axes.legend(frameon=False)
+        axes.set_yticks(places, [f"{name} ({quality['by_entity'][name]['labelled']})" for name in names])
+        axes.set_title(f"Rule detector on {quality['corpus']}")
+        axes.set_xlabel("share (entities of a kind, with their number)")
+        axes.grid(axis="y", visible=False)
 
 
 def _mean_over_seeds(rows: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:

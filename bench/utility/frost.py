@@ -20,6 +20,7 @@ from typing import Any
 import peft
 import torch
 import transformers as hf
+from fastdp.bench.plots import picture
 from fastdp.bench.utility import tops
 from fastdp.bench.utility.suite import (
     Run,
@@ -29,7 +30,6 @@ from fastdp.bench.utility.suite import (
     level,
     measure,
     parser_of,
-    picture,
     placed,
     spread_of,
     timed,
@@ -393,7 +393,7 @@ def tables(rows: Sequence[dict[str, Any]], size: Size) -> str:
 def plot(rows: Sequence[dict[str, Any]], size: Size, folder: Path) -> None:
     """Accuracy against epsilon, and which partitions were selected in which iteration."""
     usual = {**FROST, "selection_rate": size.rates[0]}
-    with picture(folder / "frost-epsilon.png", (6.4, 4.4)) as (axes,):
+    with picture(folder / "frost-epsilon.png", panel=(6.8, 5.2), legends=4) as (axes,):
         for form in ("full", "random", "values", *PEFT, "frost"):
             setting = usual if form == "frost" else {"part": "accuracy", "form": form}
             curve(axes, rows, "accuracy", "epsilon", size.epsilons, form, **setting)
@@ -401,7 +401,6 @@ def plot(rows: Sequence[dict[str, Any]], size: Size, folder: Path) -> None:
         axes.set(xscale="log", xlabel="true epsilon", ylabel="accuracy")
         axes.minorticks_off()
         axes.set_xticks(size.epsilons, [f"{e:g}" for e in size.epsilons])
-        axes.legend(fontsize=8, loc="center left")
     _plot_selected([row for row in rows if all(row.get(key) == value for key, value in usual.items())], folder)
 
 
@@ -412,11 +411,12 @@ def _plot_selected(rows: Sequence[dict[str, Any]], folder: Path) -> None:
     names = sorted({name for row in rows for name in row["selected"]})
     grid = [[row["selected"].get(name, math.nan) for row in rows] for name in names]
     last, shown = FROST["selection_steps"], [name.replace("bert.encoder.layer.", "layer ") for name in names]
-    with picture(folder / "frost-selected.png", (3.5 + 0.35 * len(rows), 1.2 + 0.16 * len(names))) as (axes,):
+    with picture(folder / "frost-selected.png", panel=(4.5 + 0.42 * len(rows), 1.4 + 0.34 * len(names))) as (axes,):
         image = axes.imshow(grid, aspect="auto", cmap="viridis", vmin=1, vmax=last)
-        axes.set_yticks(range(len(names)), shown, fontsize=6)
-        axes.set_xticks(range(len(rows)), [f"{row['epsilon']:g}" for row in rows], fontsize=7)
-        axes.set(xlabel="epsilon, one column a seed", title="partitions, by the iteration that selected them")
+        axes.set_yticks(range(len(names)), shown)
+        axes.set_xticks(range(len(rows)), [f"{row['epsilon']:g}" for row in rows])
+        axes.grid(visible=False)
+        axes.set(xlabel="epsilon, one column a seed", title="Partitions, by the iteration that selected them")
         axes.figure.colorbar(image, ax=axes, label="iteration", ticks=range(1, last + 1))
 
 

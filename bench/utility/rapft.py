@@ -21,6 +21,7 @@ from typing import Any
 import peft
 import torch
 import transformers as hf
+from fastdp.bench.plots import picture
 from fastdp.bench.utility.suite import (
     Run,
     Table,
@@ -31,7 +32,6 @@ from fastdp.bench.utility.suite import (
     level,
     measure,
     parser_of,
-    picture,
     placed,
     spread_of,
     timed,
@@ -357,24 +357,22 @@ def tables(rows: Sequence[dict[str, Any]], size: Size) -> str:
 def plot(rows: Sequence[dict[str, Any]], folder: Path) -> None:
     """Perplexity against epsilon and against the irrelevance ratio, and a heat map of relevance by layer."""
     tunings = [t for t in TUNINGS if any(row.get("tuning") == t for row in rows)]
-    with picture(folder / "rapft-epsilon.png", (4.4 * len(tunings), 4), len(tunings)) as panels:
+    with picture(folder / "rapft-epsilon.png", len(tunings), panel=(4.6, 4.8)) as panels:
         for axes, tuning in zip(panels, tunings):
             for form in ("dpsgd", *FORMS):
                 epsilons = sorted({r["epsilon"] for r in rows if r.get("form") == form and r["tuning"] == tuning})
                 curve(axes, rows, "perplexity", "epsilon", epsilons, form, form=form, tuning=tuning, **USUAL)
             level(axes, rows, "perplexity", "non-private", form="non-private", tuning=tuning)
-            axes.set(title=tuning, xlabel="true epsilon", ylabel="perplexity")
-            axes.legend(fontsize=8)
+            axes.set(title=tuning, xlabel="true epsilon", ylabel="perplexity", xticks=epsilons)
     swept = {**USUAL, "form": "printed", "tuning": "lora", "epsilon": MIDDLE}
     del swept["irrelevance_ratio"]
     ratios = sorted({r["irrelevance_ratio"] for r in rows if all(r.get(k) == v for k, v in swept.items())})
-    with picture(folder / "rapft-ratio.png", (5.5, 4)) as (axes,):
+    with picture(folder / "rapft-ratio.png", panel=(6.4, 4.6)) as (axes,):
         curve(axes, rows, "perplexity", "irrelevance_ratio", ratios, "printed shape", **swept)
         level(axes, rows, "perplexity", "DP-SGD", form="dpsgd", tuning="lora", epsilon=MIDDLE)
         axes.set(xlabel="irrelevance ratio", ylabel="perplexity", title=f"LoRA at true epsilon {MIDDLE:g}")
-        axes.legend()
     found = [row for row in rows if row["part"] == "relevance"]
-    with picture(folder / "rapft-relevance.png", (5 * len(found), 4.5), len(found)) as panels:
+    with picture(folder / "rapft-relevance.png", len(found), panel=(5.9, 4.4)) as panels:
         for axes, row in zip(panels, found):
             _draw_relevance(axes, row)
 
@@ -389,9 +387,11 @@ def _draw_relevance(axes: Any, row: dict[str, Any]) -> None:
     depth = 1 + max(index for values in layers.values() for index in values)
     grid = [[math.log10(max(values.get(i, 0.0), 1e-12)) for i in range(depth)] for values in layers.values()]
     image = axes.imshow(grid, aspect="auto", cmap="viridis")
-    axes.set_yticks(range(len(layers)), list(layers), fontsize=7)
+    shown = [name.replace("bottleneck_", "").removesuffix(".weight").replace(".bias", " (b)") for name in layers]
+    axes.set_yticks(range(len(layers)), shown)
+    axes.grid(visible=False)
     axes.set(title=row["tuning"], xlabel="block", xticks=range(depth))
-    axes.figure.colorbar(image, ax=axes, label="log10 mean |relevance|")
+    axes.figure.colorbar(image, ax=axes, label="log10 of mean |relevance|", pad=0.03)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -24,8 +24,9 @@ from fastdp import TextPrivatizer, audit
 from fastdp.commands.quiet import quiet_libraries
 from fastdp.methods.sap import CTI, PrivateBottom, count_tokens, split_model
 
+from ..plots import picture
 from . import attributes, tops
-from .suite import Table, mean_of, measure_rows, parser_of, picture
+from .suite import Table, mean_of, measure_rows, parser_of
 
 #: Forms by mechanism. The exponential mechanism leaves as many tokens unchanged at a fraction of the eta: its odds are over
 #: the vocabulary's tokens, where Laplace noise has the whole space to get lost in.
@@ -311,11 +312,13 @@ def settings(size: Size, seeds: int) -> Iterator[dict[str, Any]]:
 
 def plot(rows: list[dict[str, Any]], folder: Path) -> None:
     """EP against UA of every form, EP by split position, and attributes inferred against tokens recovered."""
-    with picture(folder / "sap.png", (17, 4.2), 3, dpi=150) as (trade, split, inferred):
+    with picture(folder / "sap.png", 3, panel=(5.0, 4.9)) as (trade, split, inferred):
         _plot_trade(rows, trade)
         positions = sorted({row["after"] for row in rows if row["part"] == "figure 4"})
-        split.plot(positions, [mean_of(rows, "EP", part="figure 4", after=k) for k in positions], marker="o")
-        split.set(xlabel="blocks in the bottom", ylabel="empirical privacy", title="no noise", xticks=positions)
+        split.plot(positions, [mean_of(rows, "EP", part="figure 4", after=k) for k in positions])
+        split.set(
+            xlabel="blocks in the bottom", ylabel="empirical privacy", title="Recovered without noise", xticks=positions
+        )
         _plot_attributes(rows, inferred)
 
 
@@ -325,10 +328,8 @@ def _plot_trade(rows: list[dict[str, Any]], axes: Any) -> None:
         points = [[mean_of(rows, value, part="figure 2", form=form, eta=eta) for value in ("EP", "UA")] for eta in etas]
         known = [point for point in points if None not in point]
         if known:
-            axes.plot(*zip(*known), marker="o", label=form + (" (no bound)" if form == "CTI paper" else ""))
+            axes.plot(*zip(*known), label=form + (" (no bound)" if form == "CTI paper" else ""))
     axes.set(xlabel="empirical privacy", ylabel="accuracy", title="SAP at the embedding, by eta")
-    if axes.lines:
-        axes.legend(fontsize=8)
 
 
 def _plot_attributes(rows: list[dict[str, Any]], axes: Any) -> None:
@@ -346,9 +347,11 @@ def _plot_attributes(rows: list[dict[str, Any]], axes: Any) -> None:
         chance = mean_of(rows, f"{name}_majority", form="none")
         if chance is not None:
             axes.axhline(chance, color=color, linestyle=":")
-    axes.set(xlabel="empirical privacy against inversion", ylabel="attack accuracy", title="attribute inference")
-    if axes.get_legend_handles_labels()[0]:
-        axes.legend(fontsize=8)
+    axes.set(
+        xlabel="empirical privacy against inversion",
+        ylabel="attack accuracy",
+        title="Attributes inferred (dotted: guessing)",
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -9,7 +9,6 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -124,17 +123,6 @@ def in_turns(calls: Sequence[Callable[[], Any]], turns: int, warm_up: int = 0) -
     return [list(of_one) for of_one in zip(*times[warm_up:])]
 
 
-@contextmanager
-def picture(path: Path, size: tuple[float, float], columns: int = 1, dpi: int = 130) -> Iterator[Any]:
-    """The axes of a picture, one a column; it is written to ``path`` at the end."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=size, layout="constrained")
-    yield figure.subplots(1, columns, squeeze=False)[0]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=dpi)
-
-
 def curve(
     axes: Any, rows: Sequence[dict[str, Any]], value: str, over: str, at: Iterable[Any], label: str, **setting: Any
 ) -> None:
@@ -142,7 +130,7 @@ def curve(
     found = [(place, spread_of(rows, value, **{**setting, over: place})) for place in at]
     points = [(place, *spread) for place, spread in found if spread]
     if points:
-        axes.errorbar(*zip(*points), marker="o", capsize=3, label=label)
+        axes.errorbar(*zip(*points), capsize=3, label=label)
 
 
 def level(axes: Any, rows: Sequence[dict[str, Any]], value: str, label: str, **setting: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import os
 import warnings
@@ -32,7 +33,8 @@ def refusing(command: Callable[P, R]) -> Callable[P, R]:
         except (ValueError, TypeError, OSError, RuntimeError, ImportError) as error:
             if os.environ.get("FASTDP_TRACEBACK"):
                 raise
-            message = str(error) or type(error).__name__
+            message = _system(error) if isinstance(error, OSError) else str(error)
+            message = " ".join(message.split()) or type(error).__name__
             errors.print(f"[bold red]error:[/] {_plain(message)}", highlight=False)
             raise typer.Exit(1) from None
         except KeyboardInterrupt:
@@ -46,6 +48,29 @@ def _show_warning(message: Warning | str, category: type[Warning], *_: object, *
     # Of the libraries' warnings only those meant for the user are worth a line between progress bars.
     if issubclass(category, UserWarning):
         errors.print(f"[yellow]warning:[/] {_plain(str(message))}", highlight=False)
+
+
+def _system(error: OSError) -> str:
+    """What the operating system refused, where, and what can be done about it."""
+    if error.errno is None or not error.strerror:
+        return str(error)
+    where = f"{error.filename}: " if error.filename else ""
+    remedy = _REMEDIES.get(error.errno, "")
+    return f"{where}{error.strerror[0].lower()}{error.strerror[1:]}{remedy and f'; {remedy}'}"
+
+
+_ROOM = "make room, or choose a folder on another disk; a run that has begun goes on with --resume"
+_REMEDIES = {
+    errno.ENOSPC: _ROOM,
+    errno.EDQUOT: _ROOM,
+    errno.EFBIG: _ROOM,
+    errno.EACCES: "change its mode, or choose another place",
+    errno.EPERM: "change its mode, or choose another place",
+    errno.EROFS: "choose a place that can be written",
+    errno.EISDIR: "name a file",
+    errno.ENOTDIR: "name a folder",
+    errno.ENOENT: "check the name",
+}
 
 
 def _plain(text: str) -> str:

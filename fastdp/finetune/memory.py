@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Sequence
@@ -58,7 +59,7 @@ def rehearse(model: nn.Module, examples: Examples, collator: Collator, config: F
     whoever runs the training alone, as the loss is.
 
     Raises:
-        ConfigError: if the longest examples do not fit into the memory of the device.
+        ConfigError: if the longest examples do not fit into the memory of the device, or the model's loss is not finite.
     """
     device = next(model.parameters()).device
     order = sorted(range(len(examples)), key=lambda index: examples.lengths[index])
@@ -90,6 +91,11 @@ def _pass(model: nn.Module, items: Sequence[dict], collator: Collator, config: F
         batch = {key: value.to(device) for key, value in collator(items).items()}
         with autocast(device, config.precision):
             loss = model(**batch).loss
+        if not math.isfinite(value := loss.item()):
+            raise ConfigError(
+                f"{config.model} has a loss of {value} before any training: its weights are damaged, or overflow in "
+                f"{config.precision}; load another copy, or set precision: float32"
+            )
         loss.backward()
     finally:
         model.zero_grad(set_to_none=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import tempfile
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -34,6 +36,9 @@ def load_tokenizer(config: FinetuneConfig) -> PreTrainedTokenizerBase:
         tokenizer = AutoTokenizer.from_pretrained(config.model)
     except (OSError, ValueError) as error:
         raise ConfigError(f"{config.model} has no tokenizer that can be loaded: {_first_line(error)}") from None
+    if len(tokenizer) <= len(tokenizer.all_special_ids) + 1:
+        # Without its files transformers makes one that knows no text, and says nothing.
+        raise ConfigError(f"{config.model} has no tokenizer: put the tokenizer's files beside the model's")
     if tokenizer.pad_token is None:
         if tokenizer.eos_token is None:
             raise ConfigError(f"the tokenizer of {config.model} has neither a padding nor an end token")
@@ -51,6 +56,10 @@ def check_model(config: FinetuneConfig) -> None:
     try:
         settings = AutoConfig.from_pretrained(config.model)
     except (OSError, ValueError) as error:
+        if not Path(str(config.model)).exists():
+            raise ConfigError(
+                f"there is no folder {config.model}, and no such model could be had by name: {_first_line(error)}"
+            ) from None
         raise ConfigError(f"{config.model} is no model that can be loaded: {_first_line(error)}") from None
     if type(settings) not in TASKS[config.task].heads and not hasattr(settings, "auto_map"):
         fitting = ", ".join(task for task, entry in TASKS.items() if type(settings) in entry.heads)
@@ -158,16 +167,30 @@ def _peft_config(model: nn.Module, config: FinetuneConfig, new: list[str]) -> pe
 def save_weights(model: nn.Module, tokenizer: PreTrainedTokenizerBase, output: Path) -> Path:
     """Write an adapter to `output`/adapter, or a whole model to `output`/model, beside its tokenizer.
 
-    Either loads without fastdp, in peft or in transformers; a bottleneck alone needs `import fastdp` first.
+    Either loads without fastdp, in peft or in transformers; a bottleneck alone needs `import fastdp` first. The folder is there
+    whole or not at all.
+
+    Raises:
+        OSError: when it cannot be written.
     """
-    if isinstance(model, peft.PeftModel):
-        folder = output / "adapter"
+    adapted = isinstance(model, peft.PeftModel)
+    folder = output / ("adapter" if adapted else "model")
+    aside = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=output))
+    try:
         # "auto" would ask the model hub whether the vocabulary was resized; here it never is.
-        model.save_pretrained(str(folder), save_embedding_layers=False)
-    else:
-        folder = output / "model"
-        model.save_pretrained(folder)  # type: ignore[operator]
-    tokenizer.save_pretrained(folder)
+        model.save_pretrained(str(aside), **({"save_embedding_layers": False} if adapted else {}))  # type: ignore[operator]
+        tokenizer.save_pretrained(aside)
+        aside.chmod(0o755)
+        if folder.exists():
+            shutil.rmtree(folder)
+        aside.rename(folder)
+    except Exception as error:
+        # Each library has an error of its own for a disk that is full.
+        raise OSError(
+            f"{folder} cannot be written ({_first_line(error)}): make room, then go on with --resume"
+        ) from error
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
     return folder
 
 

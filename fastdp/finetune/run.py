@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -124,10 +125,12 @@ def finetune(config: FinetuneConfig, resume: bool = False, reporter: Reporter | 
     gate = PublicGate(record_texts(tables[0], config), [str(config.train)], config.public_overlap)
     run = _Run(config, output, model, tokenizer, train, held_out, gate, opening, measured, reporter)
     try:
+        # Before the ledger is opened: a run that cannot go on stays as it is.
+        checkpoint = run.load_checkpoint() if resume else None
         run.make_private(resume)
         if run.releases.once_an_epoch:
             run.earlier = count_release(record_texts(tables[0], config), config.method, output)
-        return run.execute(resume)
+        return run.execute(checkpoint)
     except BaseException:
         if not resume:
             run.forget_if_nothing_was_spent()
@@ -155,7 +158,8 @@ def _check_output(output: Path, config: FinetuneConfig, resume: bool) -> None:
         raise ConfigError(f"the run in {output} is finished: there is nothing to resume")
     earlier = dataclasses.asdict(load_config(output / CONFIG))
     now = yaml.safe_load(yaml.safe_dump(dataclasses.asdict(config)))
-    changed = [name for name, value in now.items() if name != "device" and value != earlier[name]]
+    # A folder has many names; whether it is the run's own, its ledger knows.
+    changed = [name for name, value in now.items() if name not in ("device", "output") and value != earlier[name]]
     if changed:
         raise ConfigError(f"a resumed run keeps its settings, but these differ: {', '.join(changed)}")
 
@@ -221,6 +225,8 @@ class _Run:
         self.measured = measured
         self.device = next(model.parameters()).device
         self.updates = 0
+        #: Whether the output folder was not there before.
+        self.made = False
         self.before: Quality | None = None
         self.private: Any = None
         #: Releases of the same texts by earlier runs, in words.
@@ -240,8 +246,10 @@ class _Run:
     def make_private(self, resume: bool) -> None:
         """Hand model, optimizer and loader to the engine, which opens the ledger in the output folder."""
         config = self.config
+        self.made = not self.output.exists()
         self.output.mkdir(parents=True, exist_ok=True)
-        config.save(self.output / CONFIG)
+        if not resume:
+            config.save(self.output / CONFIG)
         self.names = trained_names(self.model)
         method = choose_method(config, self._read_public)
         parameters = [p for p in self.model.parameters() if p.requires_grad]
@@ -286,10 +294,11 @@ class _Run:
         if self.releases.untouched and (self.private is None or self.private.ledger.untouched):
             for name in (CONFIG, LEDGER, METRICS):
                 (self.output / name).unlink(missing_ok=True)
+            if self.made and not any(self.output.iterdir()):
+                self.output.rmdir()
 
-    def execute(self, resume: bool) -> Result:
+    def execute(self, checkpoint: dict[str, Any] | None) -> Result:
         """Evaluate, train, evaluate, write."""
-        checkpoint = self._load_checkpoint() if resume else None
         if checkpoint:
             self._restore(checkpoint)
         else:
@@ -440,15 +449,23 @@ class _Run:
             "private": self.private.state_dict(),
             "before": self.before and self.before.as_dict(),
         }
-        with files.whole(self.output / CHECKPOINT) as aside:
-            torch.save(state, aside)
+        # Through Python's own file: torch's writer says of a full disk only that it failed.
+        with files.whole(self.output / CHECKPOINT) as aside, open(aside, "wb") as file:
+            torch.save(state, file)
 
-    def _load_checkpoint(self) -> dict[str, Any] | None:
+    def load_checkpoint(self) -> dict[str, Any] | None:
+        """What an interrupted run had come to; None if it had not come that far. Raises ConfigError if it is damaged."""
         path = self.output / CHECKPOINT
         if not path.exists():
             self.reporter.note("the run was interrupted before its first checkpoint: it starts anew, its spending kept")
             return None
-        return torch.load(path, map_location="cpu", weights_only=True)
+        try:
+            return torch.load(path, map_location="cpu", weights_only=True)
+        except (RuntimeError, ValueError, EOFError, KeyError, UnpicklingError):
+            raise ConfigError(
+                f"{path} is damaged: remove it, and --resume trains anew with what is left of the budget, since what was spent "
+                "stays spent"
+            ) from None
 
     def _restore(self, checkpoint: dict[str, Any]) -> None:
         restore_trained(self.model, checkpoint["trained"], self.names)

@@ -1,0 +1,580 @@
+"""What people bring that cannot work: each ends in one sentence that says what is wrong and what to do, and nothing is lost."""
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import re
+import resource
+import shutil
+from dataclasses import dataclass, field
+from importlib import resources
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+import torch
+import transformers as hf
+from safetensors.torch import load_file, save_file
+from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
+from typer.testing import CliRunner
+
+import fastdp
+import fastdp.files as files
+from fastdp.cli import app
+from fastdp.finetune import FinetuneConfig, Reporter, finetune
+from fastdp.quickstart.corpus import private_records
+
+QUICKSTART = str(resources.files("fastdp.quickstart") / "model")
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    """Models, files and runs, good and bad, below one folder."""
+    root = tmp_path_factory.mktemp("world")
+    _models(root)
+    _files(root)
+    _runs(root)
+    return root
+
+
+def _models(root):
+    tokenizer = hf.AutoTokenizer.from_pretrained(QUICKSTART)
+    sizes = {"n_layer": 1, "n_embd": 16, "n_head": 2, "n_positions": 64, "vocab_size": len(tokenizer)}
+    torch.manual_seed(0)
+    gpt2 = hf.GPT2LMHeadModel(hf.GPT2Config(bos_token_id=0, eos_token_id=0, **sizes))
+    gpt2.save_pretrained(root / "model")
+    tokenizer.save_pretrained(root / "model")
+    three = hf.GPT2ForSequenceClassification(hf.GPT2Config(num_labels=3, pad_token_id=0, **sizes))
+    three.save_pretrained(root / "three")
+    tokenizer.save_pretrained(root / "three")
+    t5 = {"vocab_size": len(tokenizer), "d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
+    hf.T5ForConditionalGeneration(hf.T5Config(**t5)).save_pretrained(root / "t5")
+    tokenizer.save_pretrained(root / "t5")
+    settings = json.loads((root / "t5" / "config.json").read_text())
+    (root / "t5" / "config.json").write_text(json.dumps(settings | {"decoder_start_token_id": None}))
+    for name in ("no-tokenizer", "no-weights", "cut", "nan", "no-pad", "headless"):
+        shutil.copytree(root / "model", root / name)
+    for file in (root / "no-tokenizer").glob("token*"):
+        file.unlink()
+    (root / "no-weights" / "model.safetensors").unlink()
+    cut = root / "cut" / "model.safetensors"
+    cut.write_bytes(cut.read_bytes()[:3000])
+    weights = load_file(root / "nan" / "model.safetensors")
+    save_file(
+        {name: tensor * float("nan") for name, tensor in weights.items()},
+        root / "nan" / "model.safetensors",
+        {"format": "pt"},
+    )
+    kept = {name: tensor for name, tensor in weights.items() if "ln_f" not in name}
+    save_file(kept, root / "headless" / "model.safetensors", {"format": "pt"})
+    plain = root / "no-pad" / "tokenizer_config.json"
+    known = {name: value for name, value in json.loads(plain.read_text()).items() if not name.endswith("_token")}
+    plain.write_text(json.dumps(known))
+    (root / "empty-folder").mkdir()
+
+
+def _files(root):
+    records = private_records(24, seed=1)
+    (root / "good.jsonl").write_text("".join(json.dumps({"text": record}) + "\n" for record in records))
+    rows = "".join(f'"{record}",{"often" if "twice" in record else "seldom"},1\n' for record in records)
+    (root / "good.csv").write_text(f"text,label,number\n{rows}")
+    contents = {
+        "empty.csv": "",
+        "header.csv": "text,label\n",
+        "ragged.csv": "text,label\na,b\nc\n",
+        "twins.csv": "text,text\na,b\n",
+        "open.csv": 'text\n"a\nb\n',
+        "latin.csv": b"text\ncaf\xe9\n",
+        "sheet.xlsx": b"PK",
+        "bad.jsonl": '{"text": "a"}\n{"text": \n',
+        "list.jsonl": '["a"]\n',
+        "null.jsonl": '{"text": "a"}\n{"text": null}\n',
+        "nested.jsonl": '{"text": {"a": 1}}\n',
+        "blank.csv": "text,label,number\nfine,often,1\n,often,1\n" + rows,
+        "tall.csv": "text,label,number\nfine,often,tall\n",
+        "tags.jsonl": '{"words": ["a", "b"], "tags": ["O"]}\n',
+        "bad.parquet": b"PAR1 and no more",
+        "list.yaml": "- a\n",
+        "typo.yaml": "lerning_rate: 1\n",
+        "open.yaml": "a: [\n",
+    }
+    for name, content in contents.items():
+        (root / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    pyarrow.parquet.write_table(pyarrow.table({"body": ["a", "b"], "note": ["c", "d"]}), root / "other.parquet")
+    (root / "set").mkdir()
+    (root / "set" / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+
+
+class Stop(Reporter):
+    """Ends a run like a kill, once it has released something."""
+
+    def step(self, *_):
+        raise SystemExit
+
+
+def _runs(root):
+    stopped = FinetuneConfig(**_settings(root), output=str(root / "stopped"), checkpoint_every=1, epsilon=8.0)
+    with contextlib.suppress(SystemExit):
+        finetune(stopped, reporter=Stop())
+    finished = root / "finished"
+    shutil.copytree(root / "stopped", finished)
+    (finished / "result.json").write_text("{}")
+    shutil.copytree(root / "stopped", root / "copied")
+    (root / "card.json").write_text("{")
+    (root / "other.json").write_text("{}")
+
+
+def _settings(root):
+    return {
+        **{"model": str(root / "model"), "train": str(root / "good.jsonl"), "delta": 1e-3, "max_length": 32},
+        **{"epochs": 2, "batch_size": 12, "physical_batch_size": 12, "lora_r": 1, "samples": 0},
+    }
+
+
+@dataclass(frozen=True)
+class Case:
+    """A command, or changes of the settings of a good `fastdp finetune`, and words of the sentence: the fault, and the fix."""
+
+    name: str
+    fault: str
+    fix: str
+    changes: dict = field(default_factory=dict)
+    config: str | None = None
+    flags: tuple = ()
+    command: tuple | None = None
+    damage: object = None
+
+
+CSV = {"train": "good.csv", "text_column": "text"}
+LABELS = {**CSV, "task": "classification", "labels": "often,seldom"}
+WORDS = {
+    "train": "tags.jsonl",
+    "task": "token-classification",
+    "text_column": "words",
+    "label_column": "tags",
+    "labels": "O,X",
+}
+
+NUMBERS = {**CSV, "train": "tall.csv", "task": "regression", "label_column": "number"}
+
+
+def bad_file(name, fault, fix, **changes):
+    return Case(f"file {name}", fault, fix, {"train": name, **changes})
+
+
+def options(method, given):
+    return {"method": method, "method_options": given}
+
+
+FILES = [
+    bad_file("absent.csv", "no file", "absent.csv"),
+    bad_file("empty.csv", "holds no rows", "empty.csv"),
+    bad_file("header.csv", "holds no rows", "header.csv"),
+    bad_file("ragged.csv", "line 3: 1 fields", "the header has 2"),
+    bad_file("twins.csv", "line 1: two columns", "same name"),
+    bad_file("open.csv", "line 2", "open.csv"),
+    bad_file("latin.csv", "line 2: not UTF-8", "0xe9"),
+    bad_file("sheet.xlsx", "no known kind", r"expected .csv"),
+    bad_file("bad.jsonl", "line 2: not JSON", "bad.jsonl"),
+    bad_file("list.jsonl", "line 1: expected an object", "named fields"),
+    bad_file("null.jsonl", "line 2: column 'text'", "holds nothing"),
+    bad_file("nested.jsonl", "a nested value", "not text"),
+    bad_file("bad.parquet", "no Parquet file", "bad.parquet"),
+    bad_file("other.parquet", "no column 'text'", "its columns are body, note"),
+    bad_file("set", "several data sets", "name one of them: .*set/train"),
+    bad_file("empty-folder", "is a folder", "save_to_disk"),
+    Case("held-out file", "no file", "absent.jsonl", {"eval": "absent.jsonl"}),
+    Case("column", "no column 'body'", "its columns are text", {"text_column": "body"}),
+    Case("empty text", "line 3: its text is empty", "leave the row out", {**LABELS, "train": "blank.csv"}),
+]
+
+LABELLING = [
+    Case("unknown label", "label '(often|seldom)' is not one of", "labels: yes, no", {**LABELS, "labels": "yes,no"}),
+    Case("no labels", "labels must list", r"as in labels: \[", {**LABELS, "labels": None}),
+    Case("one label", "labels must list", "every possible label", {**LABELS, "labels": "often"}),
+    Case("label twice", "holds a label twice", "often", {**LABELS, "labels": "often,seldom,often"}),
+    Case("label column", "no column 'class'", "its columns are", {**LABELS, "label_column": "class"}),
+    Case("labels unclosed", "labels must be a list", "not '", {**LABELS, "labels": "[often"}),
+    Case("labels of prose", "labels belongs to classification", "task: causal-lm", {"labels": "a,b"}),
+    Case(
+        "no number",
+        "'tall' is not a number",
+        "regression",
+        NUMBERS,
+    ),
+    Case("words without labels", "2 words and 1 labels", "one of its own", WORDS),
+]
+
+SETTINGS = [
+    Case("no config", "cannot read the config", "absent.yaml", config="absent.yaml"),
+    Case("config is a list", "must hold settings", "name: value", config="list.yaml"),
+    Case("config with a typo", "unknown setting 'lerning_rate'", "did you mean learning_rate", config="typo.yaml"),
+    Case("config unclosed", "line 2: not valid YAML", "open.yaml", config="open.yaml"),
+    Case("config a folder", "cannot read the config", "directory", config="set"),
+    Case("unknown flag", "No such option", "--lerning-rate", flags=("--lerning-rate", "1")),
+    Case("no epsilon", "epsilon is missing", "such as 8", {"epsilon": None}),
+    Case("epsilon 0", "epsilon must be greater", "than 0", {"epsilon": 0}),
+    Case("epsilon nan", "epsilon must be greater", "than 0", {"epsilon": "nan"}),
+    Case("delta 1", "delta must lie", "between 0 and 1", {"delta": 1}),
+    Case("large delta", "is not below 1 / 24", "lower it, or confirm with large_delta", {"delta": 0.1}),
+    Case("epochs", "epochs must be", "greater than 0, not -1", {"epochs": -1}),
+    Case("endless", "epochs must be", "not inf", {"epochs": "inf"}),
+    Case("batch", "batch_size 25 exceeds the 24", "lower it", {"batch_size": 25}),
+    Case("warmup", "warmup must be", "below 1", {"warmup": 2}),
+    Case("peft", "peft must be one of", "lora", {"peft": "loar"}),
+    Case("task", "task must be one of", "causal-lm", {"task": "chat"}),
+    Case("method", "method must be one of", "dpsgd", {"method": "dp"}),
+    Case(
+        "option",
+        "no option 'irelevance_ratio'",
+        "did you mean",
+        options("rapft", "{irelevance_ratio: 1}"),
+    ),
+    Case(
+        "option's value",
+        "must lie between 0 and 1",
+        "unfreezing_ratio",
+        options("frost", "{unfreezing_ratio: 2}"),
+    ),
+    Case("options", "method_options must be", r"a mapping such as \{name: value\}", {"method_options": "3"}),
+    Case("clipping", "max_grad_norm must be", "greater than 0", {"max_grad_norm": 0}),
+    Case("sap's epsilon", "not an epsilon", "leave epsilon out", {"method": "sap", "method_options": "{eta: 1}"}),
+    Case("half a pass", "whole number", "epochs", {"method": "ewft", "epochs": 1.5}),
+    Case("prompt alone", "go together", "set both", {"prompt_column": "text"}),
+    Case("text twice", "not both", "set either", {"prompt_column": "a", "target_column": "b", "text_column": "c"}),
+    Case("device", "device abacus cannot be used", "abacus", {"device": "abacus"}),
+    Case(
+        "public is private",
+        "the private data itself",
+        "name public text",
+        options("rapft", "{source: {kind: public, data: good.jsonl}}"),
+    ),
+]
+
+OUTPUTS = [
+    Case("no output", "output is missing", "--output", {"output": None}),
+    Case("output a file", "is a file", "name a folder", {"output": "good.csv"}),
+    Case("output below a file", "is a file", "name a folder", {"output": "good.csv/run"}),
+    Case("output taken", "already holds a run", "choose another output, or pass --resume", {"output": "stopped"}),
+]
+
+MODELS = [
+    Case("no model", "model is missing", "--model", {"model": None}),
+    Case("model's folder", "there is no folder absent", "by name", {"model": "absent"}),
+    Case("no model in it", "no model that can be loaded", "empty-folder", {"model": "empty-folder"}),
+    Case("no tokenizer", "has no tokenizer", "put the tokenizer's files beside", {"model": "no-tokenizer"}),
+    Case("nothing to pad with", "neither a padding nor an end token", "no-pad", {"model": "no-pad"}),
+    Case("no weights", "cannot load", "model.safetensors", {"model": "no-weights"}),
+    Case("half a file", "cannot load", "cut", {"model": "cut"}),
+    Case("weights of NaN", "loss of nan before any training", "load another copy", {"model": "nan"}),
+    Case("a layer missing", "holds no weights of .*ln_f", "not pretrained for it", {"model": "headless"}),
+    Case("other labels", "cannot load", "three", {**LABELS, "model": "three"}),
+    Case("other kind", "no model for causal-lm", "it fits seq2seq", {"model": "t5"}),
+    Case(
+        "no beginning",
+        "does not say what its decoder begins with",
+        "decoder_start_token_id",
+        {
+            **CSV,
+            "model": "t5",
+            "task": "seq2seq",
+            "text_column": None,
+            "prompt_column": "text",
+            "target_column": "label",
+        },
+    ),
+    Case("too long", "has 64 positions, too few for 65", "lower max_length", {"max_length": 65}),
+    Case("no such module", "does not fit", "absent", {"target_modules": "absent"}),
+]
+
+
+def cut_ledger(run):
+    lines = (run / "ledger.jsonl").read_text().splitlines(keepends=True)
+    (run / "ledger.jsonl").write_text("".join(lines[:1]))
+
+
+def damaged(name, content=b"\x00 nothing"):
+    return lambda run: (run / name).write_bytes(content)
+
+
+RESUMES = [
+    Case("nothing to resume", "no run to resume", "new", {"output": "new"}, flags=("--resume",)),
+    Case("finished", "is finished", "nothing to resume", {"output": "finished"}, flags=("--resume",)),
+    Case("other settings", "keeps its settings", "differ: learning_rate", {"learning_rate": 0.5}, flags=("--resume",)),
+    Case("copied", "", "stopped", {"output": "copied"}, flags=("--resume",)),
+    Case("local method", "cannot be resumed", "a new run", {"method": "ewft"}, flags=("--resume",)),
+    Case(
+        "ledger gone",
+        "ledger",
+        "leave resume out",
+        flags=("--resume",),
+        damage=lambda run: (run / "ledger.jsonl").unlink(),
+    ),
+    Case("ledger cut", "cut", "ledger", flags=("--resume",), damage=cut_ledger),
+    Case("ledger damaged", "ledger.jsonl", "", flags=("--resume",), damage=damaged("ledger.jsonl")),
+    Case("checkpoint damaged", "checkpoint", "remove it", flags=("--resume",), damage=damaged("checkpoint.pt")),
+    Case("settings damaged", "config.yaml", "", flags=("--resume",), damage=damaged("config.yaml", b"a: [")),
+]
+
+COMMANDS = [
+    Case("card", "absent.json: no such file", "check the name", command=("verify", "absent.json")),
+    Case("card damaged", "card.json", "", command=("verify", "card.json")),
+    Case("card of nothing", "other.json", "", command=("verify", "other.json")),
+    Case("report of nothing", "no folder", "name the output folder", command=("report", "absent")),
+    Case("report of no run", "holds no run", "config.yaml", command=("report", "set")),
+    Case("report twice", "named twice", "name each once", command=("report", "stopped", "stopped")),
+    Case(
+        "calibrate",
+        "exceeds the 10 examples",
+        "batch size 11",
+        command=("calibrate", "--epsilon", "8", "--examples", "10", "--batch-size", "11", "--epochs", "1"),
+    ),
+    Case(
+        "no noise",
+        "noise_multiplier must be greater than 0",
+        "infinite",
+        command=("epsilon", "--noise-multiplier", "0", "--examples", "10", "--batch-size", "5", "--epochs", "1"),
+    ),
+    Case("attack", "no attack named theft", "choose membership", command=("attack", "model", "--kind", "theft")),
+    Case(
+        "attack on nothing",
+        "no folder",
+        "name the output of a run",
+        command=("attack", "absent", "--train", "good.jsonl"),
+    ),
+    Case("doctor", "no model folder", "absent", command=("doctor", "./absent")),
+    Case("quickstart", "already holds", "--output", command=("quickstart", "--output", ".")),
+]
+
+CASES = FILES + LABELLING + SETTINGS + OUTPUTS + MODELS + RESUMES + COMMANDS
+
+
+def snapshot(*roots):
+    """Every file below some folders, by content, and every folder."""
+    return {
+        str(path): hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
+        for root in roots
+        for path in Path(root).rglob("*")
+        # A lock says who writes; it is there or not without meaning.
+        if path.suffix != ".lock"
+    }
+
+
+def command_of(case, root):
+    if case.command is not None:
+        return list(case.command)
+    resumes = "--resume" in case.flags
+    changes = {**_settings(root), "epsilon": 8, "output": "stopped" if resumes else "new"}
+    changes |= {"checkpoint_every": 1} if resumes else {}
+    found = ["finetune", *([case.config] if case.config else [])]
+    for name, value in (changes | case.changes).items():
+        if value is not None:
+            found += [f"--{name.replace('_', '-')}", str(value)]
+    return [*found, *case.flags]
+
+
+def sentence(result):
+    """The one sentence of a refusal; of a wrong flag the last of what the command line's parser says."""
+    assert result.exit_code in (1, 2), result.output
+    assert "Traceback" not in result.output
+    assert result.exception is None or isinstance(result.exception, SystemExit)
+    said = result.stderr.strip()
+    if result.exit_code == 2:
+        return " ".join(re.sub(r"[^\w\s.:'-]", " ", said).split())
+    assert said.startswith("error: ")
+    assert "\n" not in said
+    assert len(said) < 400
+    return said
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_bad_input_is_a_sentence_and_costs_nothing(world, monkeypatch, case):
+    monkeypatch.chdir(world)
+    (world / "train.jsonl").write_text("kept") if case.name == "quickstart" else None
+    kept = world / "kept"
+    shutil.copytree(world / "stopped", kept)
+    try:
+        if case.damage is not None:
+            case.damage(world / "stopped")
+        before = snapshot(world, os.environ["FASTDP_STATE"])
+        said = sentence(CliRunner().invoke(app, command_of(case, world), env={"NO_COLOR": "1", "COLUMNS": "200"}))
+        assert re.search(case.fault, said), said
+        assert re.search(case.fix, said), said
+        assert snapshot(world, os.environ["FASTDP_STATE"]) == before
+    finally:
+        shutil.rmtree(world / "stopped")
+        kept.rename(world / "stopped")
+
+
+def test_there_are_enough_kinds():
+    assert len({case.name for case in CASES}) == len(CASES) >= 60
+
+
+class Full:
+    """A disk on which some files find no room."""
+
+    def __init__(self, monkeypatch, name):
+        self.monkeypatch, self.name, self.sync = monkeypatch, name, files.sync
+
+    def __enter__(self):
+        def sync(path):
+            if self.name in Path(path).name:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+            self.sync(path)
+
+        self.monkeypatch.setattr(files, "sync", sync)
+
+    def __exit__(self, *_):
+        self.monkeypatch.setattr(files, "sync", self.sync)
+
+
+@contextlib.contextmanager
+def small_files(size):
+    """Files cannot grow beyond a size, for the whole process."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_full_disk_and_an_interrupt_cost_no_more_than_their_step(world, monkeypatch):
+    """One run that meets them all, one after the other, and comes to its end."""
+    monkeypatch.chdir(world)
+    command = command_of(Case("", "", "", {"output": "full", "checkpoint_every": 1}), world)
+
+    def attempt(*more):
+        return CliRunner().invoke(app, [*command, *more], env={"NO_COLOR": "1", "COLUMNS": "200"})
+
+    before = snapshot(world, os.environ["FASTDP_STATE"])
+    with Full(monkeypatch, "config.yaml"):
+        assert re.search("no space left on device; make room", sentence(attempt()).lower())
+    assert snapshot(world, os.environ["FASTDP_STATE"]) == before
+
+    def interrupted(self, *_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("fastdp.commands.training.ProgressReporter.step", interrupted)
+        stopped = attempt()
+    assert stopped.exit_code == 130
+    assert "--resume" in stopped.stderr
+    with Full(monkeypatch, "checkpoint.pt"):
+        said = sentence(attempt("--resume"))
+    assert re.search("[Nn]o space left on device; .*--resume", said)
+    with small_files(20_000):
+        said = sentence(attempt("--resume"))
+    assert re.search("full/adapter cannot be written .*--resume", said)
+    with Full(monkeypatch, "card.json"):
+        assert re.search("[Nn]o space left on device; .*--resume", sentence(attempt("--resume")))
+    left = {path.name for path in (world / "full").iterdir()}
+    assert not {name for name in left if name.startswith(".") and not name.endswith(".lock")}, "nothing half made"
+    assert "result.json" not in left
+    done = attempt("--resume")
+    assert done.exit_code == 0, done.output
+    card = json.loads((world / "full" / "card.json").read_text())
+    assert 0 < card["epsilon"]["upper_bound"] <= 8
+    shutil.rmtree(world / "full")
+
+
+@pytest.mark.parametrize("phase", ["reading data", "loading the model", "rehearsing a step"])
+def test_an_interrupt_before_anything_is_released_leaves_nothing(world, monkeypatch, phase):
+    monkeypatch.chdir(world)
+
+    def reached(self, text):
+        if text == phase:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("fastdp.commands.training.ProgressReporter.phase", reached)
+    before = snapshot(world, os.environ["FASTDP_STATE"])
+    found = CliRunner().invoke(app, command_of(Case("", "", ""), world))
+    assert found.exit_code == 130
+    assert "nothing was spent" in " ".join(found.stderr.split())
+    assert snapshot(world, os.environ["FASTDP_STATE"]) == before
+
+
+class Rows(torch.utils.data.Dataset):
+    def __len__(self):
+        return 12
+
+    def __getitem__(self, index):
+        return {"input_ids": torch.arange(index, index + 4), "labels": torch.arange(index, index + 4)}
+
+
+class Endless(IterableDataset):
+    def __iter__(self):
+        yield Rows()[0]
+
+
+class Normed(torch.nn.Module):
+    def __init__(self, norm=True):
+        super().__init__()
+        self.first = torch.nn.Linear(4, 4)
+        self.norm = torch.nn.BatchNorm1d(4) if norm else torch.nn.Identity()
+
+    def forward(self, input_ids, labels):
+        out = self.norm(self.first(input_ids.float()))
+        return {"logits": out, "loss": torch.nn.functional.mse_loss(out, labels.float())}
+
+
+class Lossless(Normed):
+    def forward(self, input_ids, labels):
+        return {"logits": self.first(input_ids.float())}
+
+
+def stacked(rows):
+    return torch.utils.data.default_collate(rows)
+
+
+def short(rows):
+    return stacked(rows[:-1] or rows)
+
+
+def loader(**options):
+    return DataLoader(**{"dataset": Rows(), "batch_size": 4, **options})
+
+
+def plain():
+    return Normed(False)
+
+
+#: Model, loader, further arguments of make_private, and words of the refusal.
+PROGRAMS = {
+    "iterable": (plain, {"dataset": Endless()}, {}, "give one with __len__"),
+    "drop_last": (plain, {"drop_last": True}, {}, "drop_last"),
+    "weighted": (plain, {"sampler": WeightedRandomSampler([1.0] * 12, 12)}, {}, "[Ss]ampler"),
+    "batch norm": (Normed, {}, {}, "norm"),
+    "no loss": (lambda: Lossless(False), {}, {}, "loss"),
+    "rows lost": (plain, {"collate_fn": short}, {}, "rows"),
+    "no epochs": (plain, {}, {"epochs": None}, "epochs is None"),
+    "no budget": (plain, {}, {"target_epsilon": None}, "target_epsilon"),
+    "large delta": (plain, {}, {"target_delta": 0.5}, "delta"),
+    "two budgets": (plain, {}, {"noise_multiplier": 1.0}, "noise_multiplier"),
+    "foreign method": (plain, {}, {"method": fastdp.EWFT}, "call fastdp.EWFT"),
+    "frozen": (lambda: Normed(False).requires_grad_(False), {}, {}, "train"),
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_programs_are_refused_in_a_sentence_before_they_spend(tmp_path, name):
+    make, options, arguments, words = PROGRAMS[name]
+    model = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    given = {"target_epsilon": 8.0, "target_delta": 1e-3, "epochs": 1, "output_dir": str(tmp_path / "run"), **arguments}
+
+    def train():
+        private = fastdp.make_private(model, optimizer, loader(**{"collate_fn": stacked, **options}), **given)
+        for batch in private.data_loader:
+            model(**batch)["loss"].backward()
+            optimizer.step()
+
+    with pytest.raises((ValueError, TypeError, RuntimeError)) as refused:
+        train()
+    assert re.search(words, str(refused.value)), refused.value
+    assert "\n" not in str(refused.value)
+    ledger = tmp_path / "run" / "ledger.jsonl"
+    assert not ledger.exists() or '"reserve"' not in ledger.read_text()
