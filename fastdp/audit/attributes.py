@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
+from fastdp.audit.figures import Figures
+
 
 @dataclass(frozen=True)
-class AttributeResult:
+class AttributeResult(Figures):
     """How often the attribute was inferred.
 
     Attributes:
@@ -27,10 +27,6 @@ class AttributeResult:
     empirical_privacy: float
     known: int
     attacked: int
-
-    def as_dict(self) -> dict[str, Any]:
-        """For a JSON file."""
-        return dataclasses.asdict(self)
 
 
 def pooled(released: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:

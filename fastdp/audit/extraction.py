@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
+from fastdp.audit.figures import Figures
 from fastdp.audit.losses import Progress, silent
 
 
 @dataclass(frozen=True)
-class ExtractionResult:
+class ExtractionResult(Figures):
     """What was extracted.
 
     Attributes:
@@ -34,10 +33,6 @@ class ExtractionResult:
     named: int
     planted: int
     texts: int
-
-    def as_dict(self) -> dict[str, Any]:
-        """For a JSON file."""
-        return dataclasses.asdict(self)
 
 
 class NameFinder:

@@ -6,20 +6,19 @@ optimisation of word selection vectors of C. Song and A. Raghunathan, "Informati
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
 
 import fastdp.ops as ops
+from fastdp.audit.figures import Figures
 from fastdp.audit.losses import Progress, silent
 
 
 @dataclass(frozen=True)
-class InversionResult:
+class InversionResult(Figures):
     """How many tokens an attack recovered.
 
     Attributes:
@@ -31,10 +30,6 @@ class InversionResult:
     recovered: float
     empirical_privacy: float
     tokens: int
-
-    def as_dict(self) -> dict[str, Any]:
-        """For a JSON file."""
-        return dataclasses.asdict(self)
 
 
 def inversion(guessed: torch.Tensor, ids: torch.Tensor, mask: torch.Tensor | None = None) -> InversionResult:

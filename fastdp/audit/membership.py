@@ -6,19 +6,19 @@ Rap-FT, section VII: perplexity as the score, ROC-AUC as the figure. The likelih
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from scipy.stats import rankdata
+
+from fastdp.audit.figures import Figures
 
 #: From as many reference models on, each example's spread among them is worth estimating on its own.
 _MANY_REFERENCES = 8
 
 
 @dataclass(frozen=True)
-class MembershipResult:
+class MembershipResult(Figures):
     """How well a score tells members from others.
 
     Attributes:
@@ -33,10 +33,6 @@ class MembershipResult:
     tpr_at_1_percent: float
     members: int
     others: int
-
-    def as_dict(self) -> dict[str, Any]:
-        """For a JSON file."""
-        return dataclasses.asdict(self)
 
 
 def membership(members: torch.Tensor, others: torch.Tensor) -> MembershipResult:

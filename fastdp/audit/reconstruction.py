@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from fastdp.audit.extraction import generate
+from fastdp.audit.figures import Figures
 from fastdp.audit.losses import Progress, example_losses, silent
 from fastdp.data import Collator, causal_examples
 
@@ -30,7 +29,7 @@ class Target:
 
 
 @dataclass(frozen=True)
-class ReconstructionResult:
+class ReconstructionResult(Figures):
     """How often the right name came first.
 
     Attributes:
@@ -42,10 +41,6 @@ class ReconstructionResult:
     top1: float
     chance: float
     targets: int
-
-    def as_dict(self) -> dict[str, Any]:
-        """For a JSON file."""
-        return dataclasses.asdict(self)
 
 
 def strike_out(text: str, name: str) -> Target:

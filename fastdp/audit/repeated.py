@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
+from fastdp.audit.figures import Figures
 from fastdp.audit.inversion import InversionResult, inversion, nearest_tokens
 
 
 @dataclass(frozen=True)
-class RepeatedReleaseResult:
+class RepeatedReleaseResult(Figures):
     """What E releases of the same tokens give away.
 
     Attributes:
@@ -26,10 +25,6 @@ class RepeatedReleaseResult:
     single: tuple[InversionResult, ...]
     union: InversionResult
     averaged: InversionResult
-
-    def as_dict(self) -> dict[str, Any]:
-        """For a JSON file."""
-        return dataclasses.asdict(self)
 
 
 def repeated_release(

@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Protocol
 
 from fastdp.split.channel import CUSTOMER, METHOD, OPTIONS, check_insecure, check_one, grpc, host_and_port
@@ -94,9 +93,7 @@ class Service:
     def __enter__(self) -> Service:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _exchange(self, chunks: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
