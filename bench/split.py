@@ -197,7 +197,7 @@ def step(shape: Shape, steps: int) -> dict[str, Any]:
         _customer(vendor, shape, Path(place), "alice") as customer,
     ):
         customer.send(texts, labels, PrivateBottom(customer.bottom, eta=_ETA))
-        alone = _InProcess(shape, customer, torch.tensor(labels))
+        alone = InProcess(make_model(shape), customer._store, torch.tensor(labels))
         for number in range(steps + 2):
             begin = time.perf_counter()
             expected = alone.step(batch_of(number, len(texts), shape.rows, 0))
@@ -218,24 +218,28 @@ def step(shape: Shape, steps: int) -> dict[str, Any]:
     }
 
 
-class _InProcess:
-    """The same step without a network: the vendor's top, adapter and optimizer, and rows from the same store."""
+class InProcess:
+    """A step without a network: the vendor's top, adapter and optimizer, and rows from the customer's store.
 
-    def __init__(self, shape: Shape, customer: Any, labels: Tensor):
+    Attributes:
+        bottom: the frozen rest of the model.
+    """
+
+    def __init__(self, model: Any, store: Any, labels: Tensor):
         import peft
 
         from fastdp.methods.sap import split_model
         from fastdp.split.vendor import default_lora
 
-        model = make_model(shape)
-        top = split_model(model)[1]
+        self.bottom, top = split_model(model)
         top.requires_grad_(False)
         self.top = peft.get_peft_model(top, default_lora(model)).train()  # type: ignore[arg-type]
         trained = [p for p in self.top.parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(trained, lr=1e-3, weight_decay=0.01)
-        self.store, self.labels = customer._store, labels
+        self.store, self.labels = store, labels
 
     def step(self, indices: Tensor) -> float:
+        """Take it on these examples; returns the loss."""
         rows, mask = self.store.batch(indices.tolist(), left=False)
         logits = self.top(inputs_embeds=rows, attention_mask=mask).logits
         loss = torch.nn.functional.cross_entropy(logits, self.labels[indices])

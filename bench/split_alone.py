@@ -18,12 +18,12 @@ from typing import Any
 import torch
 
 from fastdp.data import read_rows
-from fastdp.methods.sap import TextPrivatizer, split_model
+from fastdp.methods.sap import TextPrivatizer
 from fastdp.split.customer import batch_of
 from fastdp.split.store import ExampleStore
-from fastdp.split.vendor import default_lora
 
 from .record import write
+from .split import InProcess
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -54,39 +54,19 @@ def main(arguments: list[str] | None = None) -> None:
         write(given.json, figures)
 
 
-def train(
-    customer: Path,
-    name: str,
-    train_path: Path,
-    eval_path: Path,
-    eta: float,
-    batch_size: int,
-    learning_rate: float = 1e-3,
-) -> dict[str, Any]:
+def train(customer: Path, name: str, train_path: Path, eval_path: Path, eta: float, batch_size: int) -> dict[str, Any]:
     """Losses of one pass over the released rows, and accuracy on held-out texts that are privatized alike."""
-    import peft
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
     torch.manual_seed(0)
     model = AutoModelForSequenceClassification.from_pretrained(name, num_labels=2, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(name)
-    bottom, top = split_model(model)
-    top.requires_grad_(False)
-    adapted: Any = peft.get_peft_model(top, default_lora(model)).train()  # type: ignore[arg-type]
-    trained = [p for p in adapted.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=learning_rate, weight_decay=0.01)
     labels = torch.tensor([int(label) for label in read_rows(train_path).column("label", "--label-column")])
     store = ExampleStore(customer / "released", model.config.hidden_size, torch.float32)
-    losses = []
-    for number in range(math.ceil(store.count / batch_size)):
-        indices = batch_of(number, store.count, batch_size, 0)
-        rows, mask = store.batch(indices.tolist(), left=False)
-        logits = adapted(inputs_embeds=rows, attention_mask=mask).logits
-        loss = torch.nn.functional.cross_entropy(logits, labels[indices])
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(loss.detach()))
+    alone = InProcess(model, store, labels)
+    steps = range(math.ceil(store.count / batch_size))
+    losses = [alone.step(batch_of(number, store.count, batch_size, 0)) for number in steps]
+    bottom, adapted = alone.bottom, alone.top
     table = read_rows(eval_path)
     texts, truth = table.column("sentence", "--text-column"), table.column("label", "--label-column")
     privatizer = TextPrivatizer(bottom.model, eta=eta, tokenizer=tokenizer, mechanism="exponential", duplicates="merge")
