@@ -23,7 +23,7 @@ PADDING = tl.constexpr(2.0**-42)  # as csrc/bounds.h and fastdp/ops/bounds.py ha
 _TRITON = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 #: Programs that a processor runs at a time, and how fast each of their entries is made, by side of tiles: assumed, as larger
 #: tiles read each row fewer times.
-_RESIDENT = {128: 1, 64: 2, 32: 4, 16: 8}
+RESIDENT = {128: 1, 64: 2, 32: 4, 16: 8}
 _SPEED = {128: 1.0, 64: 0.55, 32: 0.3, 16: 0.15}
 
 
@@ -243,7 +243,7 @@ def gram_norms(
         out = squares if all_of_it else torch.empty(len(order), units, dtype=torch.float32, device=device)
         sizes = products if all_of_it else torch.empty(len(order), units, dtype=torch.float64, device=device)
         with on_device_of(squares):
-            _gram_kernel[(programs or min(most * len(problems), _RESIDENT[side] * count),)](
+            _gram_kernel[(programs or min(most * len(problems), RESIDENT[side] * count),)](
                 addresses,
                 addresses[len(rights) :],
                 table,

@@ -1,0 +1,134 @@
+"""What docs/kernels.md says of the compiled kernels, read off their machine code: ``python -m tests.kernels.document`` writes it.
+
+Shares of floors are estimates for an H100 by the rates below: nothing here has run on one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import triton
+from fastdp.kernels import gram, weighted
+
+from .resources import Resources
+from .test_compiled import CASES, Case, built
+
+PAGE = Path(__file__).parents[2] / "docs" / "kernels.md"
+KERNELS, WAVES = "compiled", "waves"
+PROCESSORS = 132
+#: Of one H100 processor, a clock: multiply-adds of 16-bit matrices and of float32, warps' instructions, operations of the pipe
+#: for logic, bytes from the second-level cache (assumed) and from memory (2.95 TB/s of copying at 1.755 GHz).
+MATRIX, SINGLE, ISSUED, LOGIC, CACHE, MEMORY = 2048, 128, 4, 64, 28, 12.7
+
+#: Groups of matrices that read one input, (its width, widths of their outputs), tokens a unit and units.
+_LLAMA = lambda hidden, keys, inner: [  # noqa: E731
+    (hidden, [hidden, keys, keys]),
+    (hidden, [hidden]),
+    (hidden, [inner, inner]),
+    (inner, [hidden]),
+]
+SHAPES = {
+    "Llama 1B, T = 1,024, B = 4": (16, _LLAMA(2048, 512, 8192), 1024, 4),
+    "Llama 8B, T = 2,048, B = 1": (32, _LLAMA(4096, 1024, 14336), 2048, 1),
+    "GPT-2 124M, T = 1,024, B = 8": (12, [(768, [2304]), (768, [768]), (768, [3072]), (3072, [768])], 1024, 8),
+    "BERT base, T = 128, B = 32": (12, [(768, [768] * 3), (768, [768]), (768, [3072]), (3072, [768])], 128, 32),
+}
+
+
+def gram_busy(groups: Sequence[tuple[int, Sequence[int]]], length: int, units: int) -> float:
+    """The share of processors' time that one launch of Gram norms uses, jobs dealt round as `gram.gram_norms` does."""
+    side = gram.tile_of(length * units, units, len(groups), 128, PROCESSORS)
+    costs = sorted((width + sum(lefts) for width, lefts in groups), reverse=True)
+    jobs = [cost for cost in costs for _ in range(gram.jobs_of(length, units, 1, side))]
+    programs = PROCESSORS * gram.RESIDENT[side]
+    loads = [sum(jobs[first::programs]) for first in range(min(programs, len(jobs)))]
+    # Programs of one processor share it.
+    shared = [sum(loads[first::PROCESSORS]) for first in range(PROCESSORS)]
+    return sum(jobs) / (PROCESSORS * max(shared))
+
+
+def sum_busy(m: int, n: int, tokens: int) -> float:
+    """The same of one weighted sum, whose last tiles are cut along the tokens."""
+    tiles = -(-m // 128) * -(-n // 128)
+    whole, splits = weighted.deal(tiles, PROCESSORS, max(1, tokens // 512))
+    rounds = -(-whole // PROCESSORS) + -(-(tiles - whole) * splits // PROCESSORS) / splits
+    return tiles / (PROCESSORS * rounds)
+
+
+def _clocks(case: Case, found: Resources) -> tuple[float, float] | None:
+    """Clocks that a pass of the slowest loop needs at least (matrix units, multiply-adds), and those that it is held to."""
+    loops = [loop for loop in found.loops if loop.multiplies]
+    if not loops or case.narrow:  # tiles this narrow are read more slowly than they are multiplied
+        return None
+    loop, size = loops[0], case.constants
+    sides = [size.get(name) or size["b_t"] for name in (("b_v", "b_x") if "b_v" in size else ("b_m", "b_n"))]
+    deep = size["b_k"] if "b_k" in size else size["b_t"]
+    width = 4 if "fp32" in str(case.types.values()) and not loop.matrix else 2
+    rate = MATRIX if loop.matrix else SINGLE
+    least = sides[0] * sides[1] * deep / rate
+    issued = loop.instructions * case.num_warps / ISSUED
+    read = sum(sides) * deep * width / CACHE
+    return least, max(least, issued, read)
+
+
+def _row(name: str) -> str:
+    case, found = CASES[name], built(name, 90)
+    loops = [loop for loop in found.loops if loop.multiplies or loop.counts.get("SHF", 0) >= 32]
+    cells = [f"`{name}`", str(found.registers), f"{found.shared / 1024:.0f}", str(found.blocks)]
+    if not loops:
+        return "| " + " | ".join([*cells, "", "", "", ""]) + " |"
+    loop = loops[0]
+    under_way = ["" if value is None else str(value) for value in (loop.loads, loop.products)]
+    share = _clocks(case, found)
+    if case.narrow:
+        estimate = "bound by memory"
+    elif share is not None:
+        estimate = f"{share[0] / share[1]:.0%} of the products' rate"
+    else:
+        everything = sum(
+            len(re.findall(rf"\s{op}\b", found.sass)) for op in ("LOP3", "SHF", "IADD3", "PRMT", "LEA", "SGXT")
+        )
+        rounds = sum(each.logic for each in loops[:1])
+        # The second such loop makes another block for the tails and runs in one tile of a million.
+        logic = (everything - 2 * rounds + 10 * rounds) * 32 * case.num_warps / LOGIC
+        elements = 16 * case.constants["b_blocks"]
+        width = {"noise": 8, "adamw": 26}.get(name, 4)
+        memory = elements * width / MEMORY
+        estimate = f"{min(1.0, memory / logic):.0%} of copying; bound by {'logic' if logic > memory else 'memory'}"
+    return "| " + " | ".join([*cells, str(loop.instructions), *under_way, estimate]) + " |"
+
+
+def kernels_table() -> str:
+    """One line a kernel of the default cases."""
+    names = [name for name, case in CASES.items() if not case.slow]
+    head = "| kernel | registers | KB shared | blocks a processor | instructions of its loop | loads under way "
+    head += "| products under way | estimate |"
+    rows = [head, "|---|---|---|---|---|---|---|---|", *map(_row, names)]
+    return f"Triton {triton.__version__}, sm_90.\n\n" + "\n".join(rows)
+
+
+def waves_table() -> str:
+    """Busy processors at the shapes of DESIGN's goals."""
+    rows = ["| model | Gram, one matrix | Gram, all layers | weighted sums, by time |", "|---|---|---|---|"]
+    for name, (layers, groups, length, units) in SHAPES.items():
+        alone = min(gram_busy([group], length, units) for group in groups)
+        matrices = [(m, n) for n, lefts in groups for m in lefts]
+        work = [m * n for m, n in matrices]
+        sums = sum(work) / sum(w / sum_busy(m, n, length * units) for w, (m, n) in zip(work, matrices))
+        rows.append(f"| {name} | {alone:.0%} | {gram_busy(groups * layers, length, units):.0%} | {sums:.0%} |")
+    return "\n".join(rows)
+
+
+def between(text: str, name: str) -> tuple[int, int]:
+    """Where the part of the page is that stands between the marks of this name."""
+    start = text.index(f"<!-- {name}: begin -->\n") + len(f"<!-- {name}: begin -->\n")
+    return start, text.index(f"<!-- {name}: end -->")
+
+
+if __name__ == "__main__":
+    for name, made in ((KERNELS, kernels_table), (WAVES, waves_table)):
+        text = PAGE.read_text()
+        start, end = between(text, name)
+        PAGE.write_text(text[:start] + made() + "\n" + text[end:])

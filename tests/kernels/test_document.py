@@ -1,0 +1,33 @@
+"""docs/kernels.md says what the compiled kernels are, and all processors have work at the shapes of its goals."""
+
+import pytest
+
+pytest.importorskip("triton")
+
+import triton
+
+from . import document
+
+
+def written(name):
+    text = document.PAGE.read_text()
+    start, end = document.between(text, name)
+    return text[start:end].strip()
+
+
+def test_the_page_says_what_was_compiled():
+    page = written(document.KERNELS)
+    if not page.startswith(f"Triton {triton.__version__},"):
+        pytest.skip("the page is of another Triton, which compiles to other instructions")
+    assert page == document.kernels_table(), "run python -m tests.kernels.document"
+
+
+def test_the_page_says_how_busy_processors_are():
+    assert written(document.WAVES) == document.waves_table(), "run python -m tests.kernels.document"
+
+
+@pytest.mark.parametrize("shape", document.SHAPES)
+def test_processors_are_busy(shape):
+    layers, groups, length, units = document.SHAPES[shape]
+    assert document.gram_busy(groups * layers, length, units) >= 0.85
+    assert all(document.sum_busy(m, n, length * units) >= 0.85 for n, lefts in groups for m in lefts)
