@@ -124,6 +124,11 @@ class NormSink(_Captures):
         self.routes[name] = Route("expanded", parameter.numel(), 1, layout.lanes, layout.units)
         entry.add(layout.sum_lanes(lanes.float()))
 
+    def instances(self, parameter: torch.nn.Parameter, gradients: torch.Tensor, layout: Layout) -> None:
+        name, entry = self.entry(parameter)
+        self.routes[name] = Route("instantiate", parameter.numel(), 1, layout.units, layout.units)
+        entry.add(gradients.float())
+
     def matrix(self, parameter: torch.nn.Parameter, factors: Factors, layout: Layout) -> None:
         name, entry = self.entry(parameter)
         entry.uses += 1
@@ -499,6 +504,9 @@ class SumSink(_Captures):
 
     def vector(self, parameter: torch.nn.Parameter, lanes: torch.Tensor, layout: Layout) -> None:
         self._add(parameter, layout.sum_lanes(lanes.float()))
+
+    def instances(self, parameter: torch.nn.Parameter, gradients: torch.Tensor, layout: Layout) -> None:
+        self._add(parameter, gradients.float())
 
     def _add(self, parameter: torch.nn.Parameter, instance: torch.Tensor) -> None:
         self.accumulator.add_instance(self.names[id(parameter)], instance, self.factors)

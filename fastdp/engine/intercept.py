@@ -56,7 +56,7 @@ class UseMode(TorchFunctionMode):
             nonlocal changed
             if self.reads.is_trained(value):
                 changed = True
-                return PerLane(ExpandUse.apply(value, self.tap), self.tap.layout)
+                return PerLane.of(value, self.tap)
             if isinstance(value, (list, tuple)) and any(isinstance(v, torch.Tensor) for v in value):
                 return type(value)(put(v) for v in value)
             return value

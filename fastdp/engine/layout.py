@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from fastdp.engine.errors import UnsupportedUse
+from fastdp.engine.rows import Met
 
 
 @dataclass(frozen=True)
@@ -80,8 +81,8 @@ class Layout:
     counts: torch.Tensor
     identity: bool
     token_segments: torch.Tensor | None = None
-    #: Whether an operation (its name, the dimensions of the parameter and of the other) meets rows there, as traced.
-    meetings: Mapping[tuple[str, int, int], bool] = field(default_factory=dict)
+    #: How an operation (its name, the dimensions of the parameter and of the other) meets a tensor, as traced.
+    meetings: Mapping[tuple[str, int, int], Met] = field(default_factory=dict)
     _offsets: dict[int, torch.Tensor] = field(default_factory=dict)
 
     @property

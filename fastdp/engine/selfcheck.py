@@ -259,6 +259,10 @@ class _Attribution:
         per_token = layout.per_token(own, gradient.shape[0], laned=laned)
         self._require(parameter, gradient[~per_token])
 
+    def instances(self, parameter: torch.nn.Parameter, gradients: torch.Tensor, layout: Layout) -> None:
+        """Whole gradients: other units' are looked at."""
+        self._require(parameter, torch.cat([gradients[: self.unit], gradients[self.unit + 1 :]]))
+
     def _require(self, parameter: torch.nn.Parameter, others: torch.Tensor) -> None:
         if bool(_reaches(others)):
             raise UnsupportedUse(f"{self.names[id(parameter)]}: its tokens are not in the order of the batch's rows")

@@ -7,7 +7,7 @@ while the backward of an `autograd.Function` runs exactly once a pass.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -15,6 +15,7 @@ import torch.nn.functional as F
 
 from fastdp.engine.errors import UnsupportedUse
 from fastdp.engine.layout import Layout
+from fastdp.engine.rows import Fold
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,10 @@ class Factors:
     def one_hot(self) -> bool:
         return self.left.dim() == 1
 
+    def turned(self, swap: bool) -> Factors:
+        """The same gradient's factors in the order that ``swap`` says, from factors in the order of the parameter."""
+        return replace(self, left=self.right, right=self.left, swap=True) if swap else self
+
     @property
     def oriented(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The factor of the parameter's first dimension, and that of the others."""
@@ -52,6 +57,9 @@ class Sink(Protocol):
     def tokens(self, parameter: torch.nn.Parameter, gradient: torch.Tensor, layout: Layout, laned: bool) -> None:
         """Take a bias's gradient by token, ``[N, m]``."""
 
+    def instances(self, parameter: torch.nn.Parameter, gradients: torch.Tensor, layout: Layout) -> None:
+        """Take whole gradients by unit, ``[units, *shape]``."""
+
 
 class Tap:
     """Joins the captures of one forward pass to whichever sink its backward pass has opened."""
@@ -62,16 +70,13 @@ class Tap:
         #: Every kind of use in the pass: its operation, and the shape of its input for one row (all of it, without rows).
         self.shapes: set[tuple[str, tuple[int, ...]]] = set()
 
-    def note(self, operation: str, x: torch.Tensor, rows: bool) -> None:
-        """Note the shape of a use's input; raises `UnsupportedUse` if its first axis cannot be cut into the rows."""
-        shape = tuple(x.shape)
-        if rows:
-            if x.dim() == 0 or shape[0] % self.layout.rows:
-                raise UnsupportedUse(
-                    f"the input of {operation} has shape {list(shape)}, which is not that of {self.layout.rows} rows"
-                )
-            shape = (shape[0] // self.layout.rows, *shape[1:])
-        self.shapes.add((operation, shape))
+    def note(self, operation: str, x: torch.Tensor, fold: Fold | None) -> None:
+        """Note the shape of a use's input; raises `UnsupportedUse` if it cannot be cut into the rows."""
+        shape = list(x.shape)
+        if fold is not None:
+            fold.require(x, self.layout.rows, operation)
+            shape[fold.axis] //= self.layout.rows
+        self.shapes.add((operation, tuple(shape)))
 
     def open(self) -> Sink:
         if self.sink is None:
@@ -216,20 +221,6 @@ class ExpandUse(torch.autograd.Function):
         return None, None
 
 
-#: Element-wise operations, for which a tensor of lanes is like any other.
-_ELEMENTWISE = frozenset(
-    function
-    for name in (
-        "float bfloat16 half double to type_as add sub mul div neg exp sigmoid tanh rsub pow abs sqrt rsqrt square "
-        "clone contiguous __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ __neg__ __pow__ "
-        "add_ sub_ mul_ div_ __iadd__ __isub__ __imul__ __itruediv__ masked_fill where maximum minimum "
-        "true_divide addcmul lerp multiply subtract"
-    ).split()
-    for owner in (torch, torch.Tensor)
-    if (function := getattr(owner, name, None)) is not None
-)
-#: Operations that take a laid-out parameter beside an activation as they would take a second activation.
-_JOINS = frozenset({torch.cat, torch.concat, torch.concatenate, F.scaled_dot_product_attention})
 _METADATA = frozenset(
     "shape dtype device ndim layout is_cuda is_leaf requires_grad names is_sparse is_quantized is_meta size dim numel "
     "nelement stride is_floating_point is_complex is_contiguous element_size get_device storage_offset __len__ "
@@ -251,149 +242,3 @@ def is_detach(function: Any) -> bool:
     if function in (torch.Tensor.detach, torch.detach, torch.Tensor.detach_, torch.Tensor.numpy, torch.Tensor.item):
         return True
     return getattr(function, "__name__", "") == "__get__" and getattr(function.__self__, "__name__", "") == "data"
-
-
-class PerLane(torch.Tensor):
-    """A tensor that looks like one parameter (or a value computed from parameters alone) and is one copy a lane.
-
-    Code around it runs unchanged: operations among parameters act on each lane, and where the value first meets an
-    activation the lanes are laid along the activation's rows. All lanes hold the same values; they differ only in
-    which unit's gradient flows back into them.
-    """
-
-    lanes: torch.Tensor
-    unit_map: Layout
-
-    @staticmethod
-    def __new__(cls, lanes: torch.Tensor, layout: Layout) -> PerLane:
-        self = torch.Tensor._make_wrapper_subclass(cls, lanes.shape[1:], dtype=lanes.dtype, device=lanes.device)
-        self.lanes = lanes
-        self.unit_map = layout
-        return self
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"PerLane({self.lanes.shape[0]} x {list(self.lanes.shape[1:])})"
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if is_metadata(func):
-            first = args[0]
-            if getattr(getattr(func, "__self__", None), "__name__", "") == "requires_grad":
-                return first.lanes.requires_grad
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
-        if is_detach(func):
-            return func(args[0].lanes[0], *args[1:], **kwargs)
-        return _apply(func, args, kwargs)
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        raise UnsupportedUse(f"{func} of a parameter below torch's function layer")
-
-
-def _apply(func: Any, args: Any, kwargs: Any) -> Any:
-    found: list[PerLane] = []
-    plain: list[torch.Tensor] = []
-
-    def sort(value: Any) -> None:
-        if isinstance(value, PerLane):
-            found.append(value)
-        elif isinstance(value, torch.Tensor):
-            plain.append(value)
-        elif isinstance(value, (list, tuple)):
-            for item in value:
-                sort(item)
-
-    sort(list(args))
-    sort(list(kwargs.values()))
-    layout = found[0].unit_map
-    activation = _activation(func, max(p.dim() for p in found), plain, layout)
-    if activation is not None:
-        return _meet(func, args, kwargs, activation, layout)
-    if func in _ELEMENTWISE and all(t.dim() == 0 for t in plain) and len({p.dim() for p in found}) == 1:
-        lanes = func(*_lanes(args), **_lanes(kwargs))
-        return PerLane(lanes, layout)
-    if func is F.linear and isinstance(args[0], PerLane) and len(found) == 1:
-        return PerLane(func(args[0].lanes, *args[1:], **kwargs), layout)
-
-    def one(*tensors: torch.Tensor) -> Any:
-        queue = list(tensors)
-
-        def put(value: Any) -> Any:
-            if isinstance(value, PerLane):
-                return queue.pop(0)
-            if isinstance(value, (list, tuple)):
-                return type(value)(put(item) for item in value)
-            return value
-
-        return func(*[put(a) for a in args], **{k: put(v) for k, v in kwargs.items()})
-
-    try:
-        result = torch.vmap(one, randomness="different")(*[p.lanes for p in found])
-    except Exception as error:
-        raise UnsupportedUse(f"{getattr(func, '__name__', func)}: {error}") from error
-    if isinstance(result, torch.Tensor):
-        return PerLane(result, layout)
-    return type(result)(PerLane(r, layout) for r in result)
-
-
-def _lanes(values: Any) -> Any:
-    if isinstance(values, PerLane):
-        return values.lanes
-    if isinstance(values, dict):
-        return {k: _lanes(v) for k, v in values.items()}
-    if isinstance(values, (list, tuple)):
-        return type(values)(_lanes(v) for v in values)
-    return values
-
-
-def _activation(func: Any, rank: int, plain: list[torch.Tensor], layout: Layout) -> torch.Tensor | None:
-    """The tensor among the arguments that carries rows, as the trace found; all others are constants."""
-    name = getattr(func, "__name__", str(func))
-    for tensor in plain:
-        meeting = (name, rank, tensor.dim())
-        # One row is broadcast, whatever it is; only longer ones can be mistaken.
-        single = tensor.dim() == 0 or (tensor.shape[0] == 1 and (layout.rows > 1 or meeting not in layout.meetings))
-        if single:
-            continue
-        if meeting not in layout.meetings:
-            raise UnsupportedUse(f"{name} of a parameter and a tensor of {tensor.dim()} dimensions, unseen when traced")
-        if layout.meetings[meeting]:
-            return tensor
-    return None
-
-
-def _meet(func: Any, args: Any, kwargs: Any, activation: torch.Tensor, layout: Layout) -> Any:
-    if func not in _ELEMENTWISE and func not in _JOINS:
-        raise UnsupportedUse(f"{getattr(func, '__name__', func)} of a parameter and an activation")
-
-    def lay(value: Any) -> Any:
-        if isinstance(value, PerLane):
-            return laid(value, activation, layout)
-        if isinstance(value, (list, tuple)):
-            return type(value)(lay(item) for item in value)
-        return value
-
-    return func(*[lay(a) for a in args], **{k: lay(v) for k, v in kwargs.items()})
-
-
-def laid(value: PerLane, activation: torch.Tensor, layout: Layout) -> torch.Tensor:
-    """The lanes of a parameter laid along the rows of an activation; raises `UnsupportedUse` where they do not fit."""
-    lanes, shape, rank = value.lanes, value.lanes.shape[1:], activation.dim()
-    missing = rank - len(shape)
-    if missing >= layout.leading:
-        lanes = lanes.reshape(lanes.shape[0], *[1] * (missing - layout.leading), *shape)
-    elif missing == 0 and layout.token_segments is None and shape[0] == 1:
-        lanes = lanes.squeeze(1)
-    elif missing == 0 and layout.token_segments is None and shape[0] == layout.rows:
-        # The formula itself repeated the parameter for every row: row b reads the copy of its own lane.
-        lanes = torch.diagonal(lanes, 0, 0, 1).movedim(-1, 0)
-        return lanes
-    else:
-        raise UnsupportedUse(
-            f"a parameter of shape {list(shape)} meets an activation of shape {list(activation.shape)}"
-        )
-    return layout.spread(lanes, activation.shape)

@@ -1,0 +1,256 @@
+"""Which axis of a tensor holds the batch's rows, and in which order: followed through a forward pass, never guessed.
+
+Most tensors have rows first. Attention in torch's own layers has time first, and layers that flatten it make an axis in
+which neighbouring entries belong to different rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fastdp.engine.errors import UnsupportedUse
+
+
+@dataclass(frozen=True)
+class Fold:
+    """Where rows lie: along ``axis``, whose size is a multiple of their number.
+
+    Entries of one row are neighbours there, unless ``inner``: then a row's entries are as far apart as there are rows.
+    None where a row has one entry, so that both are the same and an axis with more of them is not known.
+    """
+
+    axis: int = 0
+    inner: bool | None = False
+
+    @property
+    def natural(self) -> bool:
+        return self.axis == 0 and not self.inner
+
+    def fits(self, shape: tuple[int, ...], rows: int) -> bool:
+        """Whether a tensor of this shape can be cut into the rows."""
+        if len(shape) <= self.axis or shape[self.axis] % rows:
+            return False
+        return self.inner is not None or shape[self.axis] == rows
+
+    def with_(self, other: Fold) -> Fold | None:
+        """One fold for both: of two that differ in what is known; None if they contradict each other."""
+        if self.axis != other.axis or (self.inner != other.inner and None not in (self.inner, other.inner)):
+            return None
+        return other if self.inner is None else self
+
+    def require(self, x: torch.Tensor, rows: int, operation: str) -> None:
+        """Raise `UnsupportedUse` unless `fits`."""
+        if not self.fits(tuple(x.shape), rows):
+            raise UnsupportedUse(f"the input of {operation} has shape {list(x.shape)}, which is not that of {rows} rows")
+
+    def front(self, x: torch.Tensor, rows: int) -> torch.Tensor:
+        """The same entries with rows first, in their order: ``[rows * k, ...]``, or ``[rows, ..., k, ...]`` if inner."""
+        if self.natural:
+            return x
+        if not self.inner:
+            return x.movedim(self.axis, 0)
+        return x.unflatten(self.axis, (-1, rows)).movedim(self.axis + 1, 0)
+
+    def back(self, x: torch.Tensor) -> torch.Tensor:
+        """The inverse of `front`, for a tensor whose other sizes may have changed."""
+        if self.natural:
+            return x
+        if not self.inner:
+            return x.movedim(0, self.axis)
+        return x.movedim(0, self.axis + 1).flatten(self.axis, self.axis + 1)
+
+    def split(self, x: torch.Tensor, rows: int) -> tuple[torch.Tensor, int]:
+        """A view in which rows have an axis of their own, and that axis."""
+        if self.inner:
+            return x.unflatten(self.axis, (-1, rows)), self.axis + 1
+        return x.unflatten(self.axis, (rows, -1)), self.axis
+
+    @property
+    def lane_axis(self) -> int:
+        """Where `split` puts the axis of rows."""
+        return self.axis + bool(self.inner)
+
+    def join(self, x: torch.Tensor) -> torch.Tensor:
+        """The inverse of `split`."""
+        return x.flatten(self.axis, self.axis + 1)
+
+    def spread(self, lanes: torch.Tensor, size: int, rows: int) -> torch.Tensor:
+        """One entry a row ``[rows, ...]`` laid along an axis of this size: ``[size, ...]``."""
+        times = size // rows
+        if times == 1:
+            return lanes
+        if self.inner:
+            return lanes.repeat(times, *[1] * (lanes.dim() - 1))
+        return lanes.repeat_interleave(times, dim=0)
+
+
+@dataclass(frozen=True)
+class Met:
+    """How an operation met a tensor beside what is computed from parameters.
+
+    ``fold`` and ``out`` say where the tensor's and the results' rows lie (None: it has none); ``problem`` why it cannot be
+    said.
+    """
+
+    fold: Fold | None = None
+    out: tuple[Fold | None, ...] = ()
+    problem: str | None = None
+
+
+def _functions(names: str) -> frozenset[Any]:
+    owners = (torch, torch.Tensor)
+    return frozenset(f for name in names.split() for owner in owners if (f := getattr(owner, name, None)) is not None)
+
+
+#: These move entries and compute nothing: what they do to a tensor they do to the numbers of its rows.
+_MOVING = _functions(
+    "view reshape transpose permute movedim moveaxis swapaxes swapdims t flatten unflatten squeeze unsqueeze expand "
+    "expand_as repeat repeat_interleave contiguous clone chunk split tensor_split unbind select narrow __getitem__ cat "
+    "concat concatenate stack index_select flip roll view_as reshape_as tile adjoint"
+) | {getattr(torch.Tensor, name).__get__ for name in ("T", "mT", "H", "mH")}
+_RESHAPING = _functions("view reshape flatten unflatten view_as reshape_as")
+
+
+@dataclass(frozen=True)
+class Place:
+    """The axis along which a tensor's rows lie, and the row of each entry there: int16, -1 for none."""
+
+    axis: int
+    rows: torch.Tensor
+
+    def over(self, shape: torch.Size) -> torch.Tensor:
+        """The row of every entry of a tensor of this shape, as an expanded view."""
+        sizes = [1] * len(shape)
+        sizes[self.axis] = -1
+        return self.rows.view(sizes).expand(shape)
+
+    def fold(self, count: int) -> Fold | None:
+        """The fold of these ``count`` rows, if it is one."""
+        entries, size = torch.arange(self.rows.shape[0], device=self.rows.device), self.rows.shape[0]
+        if size == 0 or size % count:
+            return None
+        if size == count:
+            return Fold(self.axis, None) if torch.equal(self.rows.long(), entries) else None
+        if torch.equal(self.rows.long(), entries // (size // count)):
+            return Fold(self.axis)
+        return Fold(self.axis, inner=True) if torch.equal(self.rows.long(), entries % count) else None
+
+
+class Places:
+    """Follows the place of rows from the inputs of a forward pass on ``count`` rows, one operation at a time."""
+
+    def __init__(self, inputs: Iterable[torch.Tensor], count: int):
+        self._known: dict[int, tuple[torch.Tensor, Place]] = {}
+        for t in inputs:
+            if t.dim():
+                self._note(t, Place(0, torch.arange(count, dtype=torch.int16, device=t.device)))
+
+    def of(self, t: torch.Tensor) -> Place | None:
+        found = self._known.get(id(t))
+        return None if found is None else found[1]
+
+    def _note(self, t: torch.Tensor, place: Place | None) -> None:
+        self._known.pop(id(t), None)
+        if place is not None:
+            # Tensors are held, so that no other takes the place of one in memory.
+            self._known[id(t)] = (t, place)
+
+    def follow(self, func: Any, args: Any, kwargs: Any, given: list[torch.Tensor], out: Iterable[torch.Tensor]) -> None:
+        """Note where the rows of an operation's results lie, as far as that is known."""
+        results = [t for t in out if t.dim()]
+        first = args[0] if args else None
+        if any(t is first for t in results) and self.of(results[0]) is not None:
+            return
+        if func in _MOVING:
+            moved = self._move(func, args, kwargs, results)
+            for t, rows in zip(results, moved, strict=False):
+                self._note(t, None if rows.shape != t.shape else _compressed(rows))
+            if moved:
+                return
+        known = [(t, place) for t in given if (place := self.of(t)) is not None]
+        for t in results:
+            places = (_kept(source, place, t) for source, place in known)
+            self._note(t, next((p for p in places if p is not None), None))
+
+    def _move(self, func: Any, args: Any, kwargs: Any, results: list[torch.Tensor]) -> list[torch.Tensor]:
+        """What the operation makes of the rows of its first argument's entries; nothing where they are not known."""
+        first = args[0] if args else None
+        if isinstance(first, torch.Tensor):
+            place = self.of(first)
+            if place is None:
+                return []
+            if func in _RESHAPING:
+                return [_reshaped(place, first.shape, t.shape) for t in results]
+            marked: Any = place.over(first.shape)
+        elif isinstance(first, (list, tuple)) and all(isinstance(t, torch.Tensor) for t in first):
+            nobody = torch.full((1,), -1, dtype=torch.int16)
+            places = [(self.of(t), t) for t in first]
+            marked = [(nobody.to(t.device).expand(t.shape) if p is None else p.over(t.shape)) for p, t in places]
+        else:
+            return []
+        try:
+            out = func(marked, *args[1:], **kwargs)
+        except (RuntimeError, TypeError, IndexError, ValueError):
+            return []
+        return [out] if isinstance(out, torch.Tensor) else list(out)
+
+
+def _reshaped(place: Place, old: torch.Size, new: torch.Size) -> torch.Tensor:
+    """The row of every entry after a change of shape; last dimensions that stay need no copies."""
+    keep = 0
+    while keep < min(len(old) - 1 - place.axis, len(new)) and old[-1 - keep] == new[-1 - keep]:
+        keep += 1
+    cut_old, cut_new = old[: len(old) - keep], new[: len(new) - keep]
+    rows = place.over(torch.Size(cut_old)).reshape(cut_new)
+    return rows.reshape(*cut_new, *[1] * keep).expand(new)
+
+
+def _compressed(rows: torch.Tensor) -> Place | None:
+    """The one axis on which the row of every entry depends; None if there is none."""
+    if rows.numel() == 0:
+        return None
+    # Along an axis without stride all entries are one.
+    rows = rows[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in rows.stride())]
+    for axis, size in enumerate(rows.shape):
+        if size < 2:
+            continue
+        lines = rows.movedim(axis, 0).reshape(size, -1)
+        most = lines.amax(1)
+        least = torch.where(lines < 0, most.unsqueeze(1), lines).amin(1)
+        if torch.equal(most, least) and bool((most != most[0]).any()):
+            return Place(axis, most)
+    return None
+
+
+def _kept(source: torch.Tensor, place: Place, out: torch.Tensor) -> Place | None:
+    """Where rows lie after an operation that computes: on an axis of the same size, where it stood if it can be."""
+    size = place.rows.shape[0]
+    for axis in (place.axis, place.axis - source.dim() + out.dim()):
+        if 0 <= axis < out.dim() and out.shape[axis] == size and (out.dim() == source.dim() or axis != place.axis):
+            return Place(axis, place.rows)
+    alike = [axis for axis in range(out.dim()) if out.shape[axis] == size]
+    if place.axis in alike:
+        return Place(place.axis, place.rows)
+    return Place(alike[0], place.rows) if len(alike) == 1 else None
+
+
+def fold_between(
+    two: tuple[int, ...], three: tuple[int, ...], places: tuple[Place | None, Place | None]
+) -> Fold | None:
+    """The fold of a tensor that had these shapes on 2 and on 3 rows, both of them with rows; None if it has no known one.
+
+    A first axis that grows with the rows is taken to hold them in order where nothing else is known.
+    """
+    grows = [axis for axis, (a, b) in enumerate(zip(two, three)) if a != b]
+    a, b = places
+    if a is not None and b is not None and a.axis == b.axis and a.axis in grows:
+        fold = a.fold(2)
+        return fold if fold == b.fold(3) else None
+    axis = grows[0]
+    if (two[axis], three[axis]) == (2, 3):
+        return Fold(axis, None)
+    return Fold() if axis == 0 and two[0] % 2 == 0 and three[0] % 3 == 0 else None
