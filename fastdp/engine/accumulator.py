@@ -9,10 +9,11 @@ import torch
 
 import fastdp.ops as ops
 from fastdp.engine.bounds import Norms, UpperNorms
+from fastdp.engine.errors import UnsupportedUse
 from fastdp.engine.layout import Layout
 from fastdp.engine.likeness import Compared, Likeness, Noting, require_alike
 from fastdp.engine.policy import Policy
-from fastdp.engine.uses import Factors, UnsupportedUse
+from fastdp.engine.uses import Factors
 from fastdp.ops.routes import plan
 
 #: Squares found by Gram matrices are found again by the direct route where rounding may hide more than this share of them,
@@ -334,7 +335,7 @@ class NormSink(_Captures):
                 entry.add(ops.per_unit(left, right, layout.offsets(left.shape[0], laned=use.laned)))
             entry.factors.clear()
             return
-        uses = _merge(entry.factors, layout)
+        uses = _merge([use.straight for use in entry.factors], layout)
         if len(uses) == 1:
             self._one(name, uses[0])
         else:
@@ -373,8 +374,6 @@ class NormSink(_Captures):
             gram = max(gram, rounding.gram(width, use.right.shape[1], longest), 3 * rounding.entry(longest))
             for other in uses[:index]:
                 others = self.layout.offsets(other.right.shape[0], laned=other.laned)
-                if use.swap != other.swap:
-                    raise UnsupportedUse(f"{name} is used both as it is and transposed")
                 square += 2 * ops.cross_inner(use.left, use.right, other.left, other.right, offsets, others)
         rounding = ops.Rounding(*(factor for use in uses for factor in (use.left, use.right)))
         added = rounding.added(tokens)

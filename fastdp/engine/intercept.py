@@ -11,19 +11,18 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
+from fastdp.engine.errors import UnsupportedUse
+from fastdp.engine.lanes import Meeting, PerLane, laid
 from fastdp.engine.reads import Reads
-from fastdp.engine.rules import bags, convolution, norms, recurrent
+from fastdp.engine.rows import Fold
+from fastdp.engine.rules import bags, convolution, norms, products, recurrent
+from fastdp.engine.rules.composite import opened
 from fastdp.engine.uses import (
     EmbeddingUse,
-    ExpandUse,
     LayerNormUse,
-    LinearUse,
-    PerLane,
     Tap,
-    UnsupportedUse,
     is_detach,
     is_metadata,
-    laid,
 )
 
 
@@ -39,9 +38,17 @@ class UseMode(TorchFunctionMode):
         kwargs = kwargs or {}
         if not torch.is_grad_enabled() or is_metadata(func):
             return func(*args, **kwargs)
+        inside = opened(func)
+        if inside is not None:
+            with self:
+                return inside(*args, **kwargs)
         handler = _HANDLERS.get(func)
         if handler is not None:
-            result = handler(self.reads, self.tap, *args, **kwargs)
+            try:
+                result = handler(self.reads, self.tap, *args, **kwargs)
+            except UnsupportedUse:
+                # What no rule serves goes lane by lane, if the trace saw it.
+                result = NotImplemented
             if result is not NotImplemented:
                 return result
         if is_detach(func):
@@ -65,38 +72,6 @@ class UseMode(TorchFunctionMode):
         return changed, new_args, new_kwargs
 
 
-def _linear(reads: Reads, tap: Tap, input: Any, weight: Any, bias: Any = None) -> Any:
-    return _product(reads, tap, "linear", input, weight, bias, swap=False)
-
-
-def _addmm(reads: Reads, tap: Tap, input: Any, mat1: Any, mat2: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
-    if beta != 1 or alpha != 1 or reads.is_trained(mat1):
-        return NotImplemented
-    return _product(reads, tap, "addmm", mat1, mat2, input, swap=True)
-
-
-def _matmul(reads: Reads, tap: Tap, input: Any, other: Any) -> Any:
-    if not reads.is_trained(other) or other.dim() != 2 or reads.is_trained(input):
-        return NotImplemented
-    return _product(reads, tap, "matmul", input, other, None, swap=True)
-
-
-def _product(reads: Reads, tap: Tap, operation: str, x: Any, weight: Any, bias: Any, *, swap: bool) -> Any:
-    trained = (reads.is_trained(weight), reads.is_trained(bias))
-    if not any(trained) or isinstance(weight, PerLane) or isinstance(bias, PerLane):
-        return NotImplemented
-    layout = tap.layout
-    lanes, laned = None, False
-    if reads.is_trained(x):
-        x = PerLane(ExpandUse.apply(x, tap), layout)
-    if isinstance(x, PerLane):
-        x, laned = x.lanes, True
-    elif not reads.rows(operation, weight if trained[0] else bias, x, tap):
-        lanes, laned = layout.lanes, True
-    out = LinearUse.apply(x, weight, bias, tap, swap, lanes, laned, trained)
-    return PerLane(out, layout) if laned else out
-
-
 def _embedding(
     reads: Reads,
     tap: Tap,
@@ -114,11 +89,11 @@ def _embedding(
     if padding_idx is not None and padding_idx < 0:
         padding_idx += weight.shape[0]
     if isinstance(input, PerLane):
-        return PerLane(EmbeddingUse.apply(input.lanes, weight, padding_idx, tap, True), tap.layout)
+        return PerLane(EmbeddingUse.apply(input.lanes, weight, padding_idx, tap, True), tap)
     if reads.rows("embedding", weight, input, tap):
         return EmbeddingUse.apply(input, weight, padding_idx, tap, False)
     ids = input.expand(tap.layout.lanes, *input.shape)
-    return PerLane(EmbeddingUse.apply(ids, weight, padding_idx, tap, True), tap.layout)
+    return PerLane(EmbeddingUse.apply(ids, weight, padding_idx, tap, True), tap)
 
 
 def _layer_norm(
@@ -148,18 +123,10 @@ def _rms_norm(reads: Reads, tap: Tap, input: Any, normalized_shape: Any, weight:
     if isinstance(input, PerLane) or not reads.rows("rms_norm", weight, input, tap):
         raise UnsupportedUse("rms_norm of a value without rows")
     normed = F.rms_norm(input, normalized_shape, None, eps)
-    return normed * laid(PerLane(ExpandUse.apply(weight, tap), tap.layout), normed, tap.layout)
+    return normed * laid(PerLane.of(weight, tap), Meeting(tap, normed, Fold()))
 
 
 _HANDLERS: dict[Any, Callable[..., Any]] = {
-    F.linear: _linear,
-    torch.addmm: _addmm,
-    torch.Tensor.addmm: _addmm,
-    torch.matmul: _matmul,
-    torch.mm: _matmul,
-    torch.Tensor.matmul: _matmul,
-    torch.Tensor.mm: _matmul,
-    torch.Tensor.__matmul__: _matmul,
     F.embedding: _embedding,
     F.layer_norm: _layer_norm,
     F.rms_norm: _rms_norm,
@@ -167,6 +134,7 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     **convolution.HANDLERS,
     **norms.HANDLERS,
     **recurrent.HANDLERS,
+    **products.HANDLERS,
 }
 
 #: The name under which each handled operation is recorded, keyed by torch's function.

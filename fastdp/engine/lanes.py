@@ -7,6 +7,7 @@ copy of the value a row. That gradient then goes back to the parameters, unit by
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,7 +17,7 @@ import torch.nn.functional as F
 
 import fastdp.ops as ops
 from fastdp.engine.errors import UnsupportedUse
-from fastdp.engine.rows import Fold
+from fastdp.engine.rows import Fold, Met
 from fastdp.engine.uses import ExpandUse, Factors, Sink, Tap, is_detach, is_metadata
 
 #: Where the factors of a value's gradient go: to each parameter that the value is an indexing, a sum or a product of.
@@ -67,7 +68,7 @@ class Shared:
                 rows = [
                     torch.autograd.grad(self.value, sources, g, retain_graph=True, allow_unused=True) for g in given
                 ]
-                found = tuple(None if any(g is None for g in column) else torch.stack(column) for column in zip(*rows))
+                found = tuple(None if column[0] is None else torch.stack(column) for column in zip(*rows))
         for parameter, gradient in zip(sources, found):
             if gradient is not None:
                 hand(parameter, gradient)
@@ -325,7 +326,10 @@ class _Slot:
 
 def _among(func: Any, args: Any, kwargs: Any, found: list[PerLane]) -> Any:
     """An operation among values of parameters and constants."""
-    tap, sources = found[0].tap, tuple(dict.fromkeys(s for p in found if p.shared is not None for s in p.shared.sources))
+    tap, sources = (
+        found[0].tap,
+        tuple(dict.fromkeys(s for p in found if p.shared is not None for s in p.shared.sources)),
+    )
     target = args[0] if _writes(func) else None
     if isinstance(target, PerLane) and (target.laid_out or isinstance(target.single, torch.nn.Parameter)):
         raise UnsupportedUse(f"{operation(func)} into a parameter")
@@ -335,7 +339,7 @@ def _among(func: Any, args: Any, kwargs: Any, found: list[PerLane]) -> Any:
         return None if result is None else target
     if isinstance(result, (bool, int, float)):
         return result
-    parts = iter(range(len(result)))
+    parts = itertools.count()
 
     def wrap(value: torch.Tensor) -> PerLane:
         part = None if value is result else next(parts)
@@ -400,13 +404,12 @@ def _through_index(own: Pull, func: Any, first: PerLane, args: Any, kwargs: Any,
     ]
 
     def pull(factors: Factors) -> list[tuple[torch.nn.Parameter, Factors]]:
-        if swapped:
-            factors = replace(factors, swap=not factors.swap)
-        left, right = (
+        given = reversed(factors.oriented) if swapped else factors.oriented
+        first, second = (
             f if index is None else f.new_zeros(f.shape[0], size).index_add_(1, index, f)
-            for f, index, size in zip(factors.oriented, chosen, sizes)
+            for f, index, size in zip(given, chosen, sizes)
         )
-        return own(Factors(left, right, factors.laned).turned(factors.swap))
+        return own(factors.moved(first, second, turned=swapped))
 
     return pull
 
@@ -457,9 +460,11 @@ def _through_product(args: Any, pulls: list[Pull | None], *, transposed: bool) -
         left, right = factors.oriented
         found = []
         if pulls[0] is not None:
-            found += pulls[0](Factors(left, right @ b.t().to(right.dtype), factors.laned))
+            found += pulls[0](factors.moved(left, right @ b.t().to(right.dtype)))
         if pulls[1] is not None:
-            found += pulls[1](Factors(left @ a.to(left.dtype), right, factors.laned).turned(transposed))
+            inner = left @ a.to(left.dtype)
+            pair = (right, inner) if transposed else (inner, right)
+            found += pulls[1](factors.moved(*pair, turned=transposed))
         return found
 
     return pull
@@ -473,28 +478,29 @@ class Meeting:
         tap: of the pass.
         activation: the first of the arguments that carries rows.
         fold: where its rows lie.
-        out: where those of the operation's results lie, as the trace found; None where they carry none.
+        met: what the trace found.
+        key: the operation, and the dimensions of what is computed from parameters.
     """
 
     tap: Tap
     activation: torch.Tensor
     fold: Fold
-    out: tuple[Fold | None, ...]
-    key: tuple[str, int]
+    met: Met = Met()
+    key: tuple[str, int] = ("", 0)
 
     @classmethod
     def found(cls, func: Any, rank: int, plain: list[torch.Tensor], tap: Tap) -> Meeting | None:
         """The meeting with the tensor of most dimensions that carries rows; tensors without are constants."""
         name = operation(func)
         for tensor in sorted(plain, key=torch.Tensor.dim, reverse=True):
-            met = cls.fold_of(name, rank, tensor, tap)
-            if met is not None:
-                return cls(tap, tensor, met[0], met[1], (name, rank))
+            met = cls.of(name, rank, tensor, tap)
+            if met is not None and met.fold is not None:
+                return cls(tap, tensor, met.fold, met, (name, rank))
         return None
 
     @staticmethod
-    def fold_of(name: str, rank: int, tensor: torch.Tensor, tap: Tap) -> tuple[Fold, tuple[Fold | None, ...]] | None:
-        """Where a tensor's rows lie in an operation, and those of its results; None for a constant."""
+    def of(name: str, rank: int, tensor: torch.Tensor, tap: Tap) -> Met | None:
+        """What the trace found of a tensor's rows in an operation, and of its results'; None for a constant."""
         layout = tap.layout
         if tensor.dim() == 0:
             return None
@@ -509,7 +515,7 @@ class Meeting:
             # One row is broadcast, whatever it is; only longer ones can be mistaken.
             return None
         tap.note(name, tensor, met.fold)
-        return met.fold, met.out
+        return met
 
 
 def _meet(func: Any, args: Any, kwargs: Any, meeting: Meeting) -> Any:
@@ -530,30 +536,45 @@ def _by_lane(func: Any, args: Any, kwargs: Any, meeting: Meeting) -> Any:
     if layout.token_segments is not None:
         raise UnsupportedUse(f"{operation(func)} of a parameter and packed rows")
     axes: dict[int, int] = {}
+    copies = iter(meeting.met.copies)
 
     def cut(value: Any) -> Any:
         if isinstance(value, (list, tuple)):
             return type(value)(cut(v) for v in value)
         if isinstance(value, dict):
             return {k: cut(v) for k, v in value.items()}
-        if not isinstance(value, torch.Tensor) or isinstance(value, PerLane):
+        if isinstance(value, PerLane):
+            own = next(copies, None)
+            return (
+                value
+                if own is None or layout.rows == 1
+                else PerLane(_own_copy(value.lanes, own, layout.rows), value.tap)
+            )
+        if not isinstance(value, torch.Tensor):
             return value
-        met = Meeting.fold_of(*meeting.key, value, meeting.tap)
-        if met is None:
+        met = Meeting.of(*meeting.key, value, meeting.tap)
+        if met is None or met.fold is None:
             return value
-        parts, axis = met[0].split(value, layout.rows)
+        parts, axis = met.fold.split(value, layout.rows)
         axes[id(parts)] = axis
         return parts
 
     cut_args, cut_kwargs = cut(tuple(args)), cut(kwargs)
     run = _mapped(func, cut_args, cut_kwargs, lambda t: axes.get(id(t)))
-    if not meeting.out or None in meeting.out:
+    out = meeting.met.out
+    if not out or None in out:
         raise UnsupportedUse(f"{operation(func)} of a parameter and an activation, with a result that has no rows")
-    folds = [fold for fold in meeting.out if fold is not None]
+    folds = [fold for fold in out if fold is not None]
     if len(folds) == 1:
         return folds[0].join(run(folds[0].lane_axis))
     results = run(tuple(fold.lane_axis for fold in folds))
     return tuple(fold.join(t) for fold, t in zip(folds, results))
+
+
+def _own_copy(lanes: torch.Tensor, fold: Fold, rows: int) -> torch.Tensor:
+    """Of a value that the formula itself repeated for every row, the copies of a lane's own row: ``[lanes, ...]``."""
+    parts, axis = fold.split(lanes.movedim(0, -1), rows)
+    return torch.diagonal(parts, 0, axis, -1).movedim(-1, 0)
 
 
 def laid(value: PerLane, meeting: Meeting) -> torch.Tensor:
@@ -577,8 +598,7 @@ def laid(value: PerLane, meeting: Meeting) -> torch.Tensor:
     if shape[axis] == size:
         # The formula itself repeated the parameter for every row: each entry reads the copy of its own row's lane.
         own = Fold(axis, fold.inner)
-        parts, at = own.split(lanes.movedim(0, -1), layout.rows)
-        return own.join(torch.diagonal(parts, 0, at, -1).movedim(-1, at))
+        return own.join(_own_copy(lanes, own, layout.rows).movedim(0, own.lane_axis))
     raise UnsupportedUse(f"a parameter of shape {list(shape)} meets an activation of shape {list(activation.shape)}")
 
 

@@ -8,7 +8,9 @@ from typing import Any
 import torch
 
 from fastdp.engine.errors import UnsupportedUse
-from fastdp.engine.uses import PerLane, Tap
+from fastdp.engine.lanes import PerLane
+from fastdp.engine.rows import Fold
+from fastdp.engine.uses import Tap
 
 
 class Reads:
@@ -19,7 +21,7 @@ class Reads:
 
     def __init__(self, trained: dict[str, torch.nn.Parameter]):
         self.names = {id(p): name for name, p in trained.items()}
-        self.carries_rows: Mapping[tuple[str, str, int], bool] = {}
+        self.carries_rows: Mapping[tuple[str, str, int], Fold | None] = {}
         self.tap: Tap | None = None
         self.mode_open = False
 
@@ -44,9 +46,24 @@ class Reads:
             )
 
     def rows(self, operation: str, parameter: torch.nn.Parameter, x: torch.Tensor, tap: Tap) -> bool:
-        """Whether the input of an operation carries rows; raises `UnsupportedUse` if the trace saw no such use."""
+        """Whether the input of an operation carries rows, in order in its first axis.
+
+        Raises `UnsupportedUse` if the trace saw no such use, or saw rows in another place.
+        """
+        fold = self.fold(operation, parameter, x, tap)
+        if fold is not None and not fold.natural:
+            raise UnsupportedUse(
+                f"{self.names[id(parameter)]}: the rows of the input of {operation} are not in order, first"
+            )
+        return fold is not None
+
+    def fold(self, operation: str, parameter: torch.nn.Parameter, x: torch.Tensor, tap: Tap) -> Fold | None:
+        """Where the rows of an operation's input lie; None if it has none. Raises `UnsupportedUse` for an unseen use."""
         key = (operation, self.names[id(parameter)], x.dim())
         if key not in self.carries_rows:
             raise UnsupportedUse(f"{key[1]}: {operation} of an input of {x.dim()} dimensions, unseen when traced")
-        tap.note(operation, x, self.carries_rows[key])
-        return self.carries_rows[key]
+        fold = self.carries_rows[key]
+        tap.note(operation, x, fold)
+        if fold is not None and not fold.natural and tap.layout.token_segments is not None:
+            raise UnsupportedUse(f"{key[1]}: packed rows are not first in the input of {operation}")
+        return fold

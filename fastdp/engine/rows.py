@@ -45,7 +45,9 @@ class Fold:
     def require(self, x: torch.Tensor, rows: int, operation: str) -> None:
         """Raise `UnsupportedUse` unless `fits`."""
         if not self.fits(tuple(x.shape), rows):
-            raise UnsupportedUse(f"the input of {operation} has shape {list(x.shape)}, which is not that of {rows} rows")
+            raise UnsupportedUse(
+                f"the input of {operation} has shape {list(x.shape)}, which is not that of {rows} rows"
+            )
 
     def front(self, x: torch.Tensor, rows: int) -> torch.Tensor:
         """The same entries with rows first, in their order: ``[rows * k, ...]``, or ``[rows, ..., k, ...]`` if inner."""
@@ -92,12 +94,13 @@ class Fold:
 class Met:
     """How an operation met a tensor beside what is computed from parameters.
 
-    ``fold`` and ``out`` say where the tensor's and the results' rows lie (None: it has none); ``problem`` why it cannot be
-    said.
+    ``fold`` and ``out`` say where the tensor's and the results' rows lie (None: it has none), ``copies`` where those of the
+    values computed from parameters, which a formula may have repeated for every row; ``problem`` why it cannot be said.
     """
 
     fold: Fold | None = None
     out: tuple[Fold | None, ...] = ()
+    copies: tuple[Fold | None, ...] = ()
     problem: str | None = None
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,12 +19,14 @@ from torch.overrides import TorchFunctionMode
 
 from fastdp.engine.batches import Path, as_long_as, leaves, take_rows
 from fastdp.engine.intercept import OPERATIONS, operand
+from fastdp.engine.lanes import operation as meeting_name
 from fastdp.engine.losses import LOSSES
+from fastdp.engine.rows import Fold, Met, Place, Places, fold_between
+from fastdp.engine.rules.composite import opened
 from fastdp.engine.uses import is_detach, is_metadata
 
-#: How an operation that is not one of the engine's own met an activation: its name, the dimensions of what is computed
-#: from parameters, and those of the other.
-Meeting = tuple[str, int, int]
+#: Which operations met which tensors: their name, the dimensions of what is computed from parameters, and of the other.
+Key = tuple[str, int, int]
 
 
 @dataclass(frozen=True)
@@ -46,9 +48,9 @@ class Trace:
     """What a model's forward pass does with its trained parameters.
 
     ``paths`` are the places of the call's tensors in (args, kwargs), ``carriers`` of those that carry rows.
-    ``carries_rows`` says for each (operation, parameter, dimensions of the input) whether the input's first size
-    follows the number of rows (DoRA calls one layer on activations and on an identity matrix), and ``meetings`` the same
-    of a tensor that meets what is computed from parameters.
+    ``carries_rows`` says for each (operation, parameter, dimensions of the input) where the input's rows lie, None for an
+    input without (DoRA calls one layer on activations and on an identity matrix), and ``meetings`` the same of a tensor
+    that meets what is computed from parameters, and of what comes of it.
     ``selects`` says that some operation's result has a size that the data decide, wherever it ends up.
     ``unread`` lists trained parameters that the forward pass never reads: no gradient reaches them in ordinary
     training either.
@@ -57,8 +59,8 @@ class Trace:
     reads: list[Read]
     paths: frozenset[Path]
     carriers: frozenset[Path]
-    carries_rows: dict[tuple[str, str, int], bool]
-    meetings: dict[Meeting, bool]
+    carries_rows: dict[tuple[str, str, int], Fold | None]
+    meetings: dict[Key, Met]
     unread: list[str]
     #: Whether every token that a loss function sees is known to belong to a row.
     mapped: bool = True
@@ -116,13 +118,14 @@ class Follow(TorchFunctionMode):
         given = list(_flat((args, kwargs)))
         self.note(func, args, kwargs, given)
         out = func(*args, **kwargs)
-        self._follow(func, args, kwargs, given, out)
+        self.follow(func, args, kwargs, given, out)
         return out
 
     def note(self, func: Any, args: Any, kwargs: Any, given: list[torch.Tensor]) -> None:
         """Look at one operation before it runs."""
 
-    def _follow(self, func: Any, args: Any, kwargs: Any, given: list[torch.Tensor], out: Any) -> None:
+    def follow(self, func: Any, args: Any, kwargs: Any, given: list[torch.Tensor], out: Any) -> None:
+        """Look at what one operation returned."""
         data = any(id(t) in self.data for t in given)
         if not data:
             if any(id(t) in self.weights for t in given) and not is_detach(func):
@@ -183,13 +186,48 @@ def _flat(values: Any) -> Iterator[torch.Tensor]:
     return (tensor for _, tensor in leaves(values))
 
 
+@dataclass(frozen=True)
+class _Seen:
+    """A tensor that an operation saw: its shape, where its rows lie, and whether the data chose its first axis."""
+
+    shape: tuple[int, ...]
+    place: Place | None
+    chosen: bool
+
+
+@dataclass(frozen=True)
+class _Encounter:
+    """A tensor beside values computed from parameters, of ``rank`` dimensions at most, and the operation's results."""
+
+    operation: str
+    rank: int
+    other: _Seen
+    values: tuple[_Seen, ...]
+    out: tuple[_Seen, ...]
+
+
 class _Recorder(Follow):
-    def __init__(self, trained: Mapping[str, torch.nn.Parameter], inputs: Iterable[torch.Tensor], stack: list[str]):
+    def __init__(
+        self, trained: Mapping[str, torch.nn.Parameter], inputs: Sequence[torch.Tensor], stack: list[str], rows: int
+    ):
         super().__init__(inputs, trained.values())
         self.names = {id(p): name for name, p in trained.items()}
         self.stack = stack
+        self.places = Places(inputs, rows)
         self.reads: list[Read] = []
-        self.met: list[tuple[str, int, tuple[int, ...], bool]] = []
+        #: The input of each read.
+        self.inputs: list[_Seen | None] = []
+        self.met: list[_Encounter] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        inside = opened(func)
+        if inside is None:
+            return super().__torch_function__(func, types, args, kwargs)
+        with self:
+            return inside(*args, **(kwargs or {}))
+
+    def seen(self, t: torch.Tensor) -> _Seen:
+        return _Seen(tuple(t.shape), self.places.of(t), id(t) in self.chosen)
 
     def note(self, func: Any, args: Any, kwargs: Any, given: list[torch.Tensor]) -> None:
         found = [self.names[id(t)] for t in given if id(t) in self.names]
@@ -199,17 +237,31 @@ class _Recorder(Follow):
         if func in OPERATIONS:
             inputs = [operand(func, args, kwargs)]
         elif func in LOSSES and kwargs.get("reduction", "mean") != "none" and id(given[0]) in self.data:
-            self.reads.append(Read("", operation, self.stack[-1], tuple(given[0].shape), chosen))
+            self._note_read("", operation, given[:1], chosen)
             return
         else:
             inputs = others
-            weights = [t.dim() for t in given if id(t) in self.weights]
-            if weights:
-                for t in (t for t in others if t.dim() and t.shape[0] > 1):
-                    self.met.append((operation, max(weights), tuple(t.shape), id(t) in self.chosen))
-        shape = tuple(inputs[0].shape) if inputs else ()
         for name in found:
-            self.reads.append(Read(name, operation, self.stack[-1], shape, chosen))
+            self._note_read(name, operation, inputs[:1], chosen)
+
+    def _note_read(self, name: str, operation: str, inputs: list[torch.Tensor], chosen: bool) -> None:
+        shape = tuple(inputs[0].shape) if inputs else ()
+        self.reads.append(Read(name, operation, self.stack[-1], shape, chosen))
+        self.inputs.append(self.seen(inputs[0]) if inputs else None)
+
+    def follow(self, func: Any, args: Any, kwargs: Any, given: list[torch.Tensor], out: Any) -> None:
+        """Follow one operation, and note which tensors met what is computed from parameters."""
+        ranks = [t.dim() for t in given if id(t) in self.weights]
+        others = [t for t in given if id(t) not in self.weights and t.dim()]
+        befores = [self.seen(t) for t in others] if ranks else []
+        values = tuple(self.seen(t) for t in given if id(t) in self.weights)
+        super().follow(func, args, kwargs, given, out)
+        results = list(_flat(out))
+        if any(id(t) in self.data for t in given):
+            self.places.follow(func, args, kwargs, given, results)
+        if ranks:
+            made = tuple(self.seen(t) for t in results)
+            self.met += [_Encounter(meeting_name(func), max(ranks), before, values, made) for before in befores]
 
 
 def trace(
@@ -251,35 +303,86 @@ def trace(
 
 
 def _compare(two: _Recorder, three: _Recorder, carriers: frozenset[Path], trained: Mapping[str, Any]) -> Trace:
-    carries: dict[tuple[str, str, int], bool] = {}
+    carries: dict[tuple[str, str, int], Fold | None] = {}
     conflict, mapped = None, True
     if [(r.parameter, r.operation) for r in two.reads] != [(r.parameter, r.operation) for r in three.reads]:
         conflict = "the model's reads of its parameters depend on the number of rows"
-    for a, b in zip(two.reads, three.reads):
-        moves = _moves(a.input_shape, b.input_shape)
-        what = a.parameter or "the loss"
-        if (a.operation in OPERATIONS.values() or not a.parameter) and moves and moves[0] != 0:
-            conflict = f"{what}: the input of {a.operation} has its rows in dimension {moves[0]}, not first"
-        if a.chosen:
-            mapped = mapped and bool(a.parameter)
-            conflict = f"{what}: the data choose which tokens {a.operation} sees"
-        key = (a.operation, a.parameter, len(a.input_shape))
-        if carries.setdefault(key, bool(moves)) != bool(moves):
-            conflict = f"{what}: {a.operation} reads it sometimes with rows and sometimes without"
-    meetings: dict[Meeting, bool] = {}
-    for (name, rank, shape, chosen), (*_, other, _) in zip(two.met, three.met):
-        moves = _moves(shape, other)
-        if chosen or (moves and moves[0] != 0):
-            conflict = f"{name} of a parameter and an activation whose rows are not in order in its first dimension"
-        if meetings.setdefault((name, rank, len(shape)), bool(moves)) != bool(moves):
-            conflict = f"{name} of a parameter and a constant of {len(shape)} dimensions"
+    uses: Counter[str] = Counter()
+    for read, a, b in zip(two.reads, two.inputs, three.inputs):
+        what, handled = read.parameter or "the loss", read.operation in OPERATIONS.values()
+        # What is computed from a parameter may be used more than once.
+        uses[read.parameter] += 1 if handled else 2
+        if read.chosen:
+            mapped = mapped and bool(read.parameter)
+            conflict = f"{what}: the data choose which tokens {read.operation} sees"
+        if a is None or b is None or not (handled or not read.parameter):
+            continue
+        fold = _fold(a, b)
+        if isinstance(fold, str) or (not read.parameter and fold is not None and not fold.natural):
+            conflict = f"{what}: the rows of the input of {read.operation} are not in order"
+            continue
+        key = (read.operation, read.parameter, len(a.shape))
+        known = carries.setdefault(key, fold)
+        both = fold.with_(known) if fold is not None and known is not None else None
+        if known is not fold and both is None:
+            conflict = f"{what}: {read.operation} reads it sometimes with rows and sometimes without, or elsewhere"
+        carries[key] = both
     reads = [read for read in two.reads if read.parameter]
     seen = {read.parameter for read in reads}
     unread = [name for name in trained if name not in seen]
-    uses = Counter(read.parameter for read in reads)
-    return Trace(
-        reads, frozenset(), carriers, carries, meetings, unread, mapped, two.selects or three.selects, conflict, uses
-    )
+    selects = two.selects or three.selects
+    met = _met(two.met, three.met)
+    return Trace(reads, frozenset(), carriers, carries, met, unread, mapped, selects, conflict, uses)
+
+
+def _fold(two: _Seen, three: _Seen) -> Fold | None | str:
+    """Where the rows of a tensor lie that was seen on 2 and on 3 rows; None if it has none, a text where nobody can say."""
+    if not _moves(two.shape, three.shape):
+        return None
+    fold = fold_between(two.shape, three.shape, (two.place, three.place))
+    return "unknown" if fold is None else fold
+
+
+def _met(two: Sequence[_Encounter], three: Sequence[_Encounter]) -> dict[Key, Met]:
+    """What each kind of meeting is: problems are raised where such a meeting happens, if it does."""
+    found: dict[Key, Met] = {}
+    constants: dict[Key, list[tuple[int, ...]]] = {}
+    for a, b in zip(two, three):
+        key, fold = (a.operation, a.rank, len(a.other.shape)), _fold(a.other, b.other)
+        if a.other.chosen or isinstance(fold, str):
+            found[key] = Met(
+                problem=f"{a.operation} of a parameter and an activation whose rows are not in order in one dimension"
+            )
+        elif fold is None:
+            constants.setdefault(key, []).append(a.other.shape)
+        else:
+            met = Met(fold, _folds(a.out, b.out), _folds(a.values, b.values))
+            found[key] = _joined(found[key], met, a.operation) if key in found else met
+    for key, shapes in constants.items():
+        known = found.setdefault(key, Met())
+        # A constant of one row is told from an activation of several.
+        if known.fold is not None and any(shape[known.fold.axis] != 1 for shape in shapes):
+            found[key] = Met(
+                problem=f"{key[0]} of a parameter, and of activations and constants of {key[2]} dimensions"
+            )
+    return found
+
+
+def _folds(two: Sequence[_Seen], three: Sequence[_Seen]) -> tuple[Fold | None, ...]:
+    folds = (_fold(a, b) for a, b in zip(two, three))
+    return tuple(None if isinstance(fold, str) else fold for fold in folds)
+
+
+def _joined(a: Met, b: Met, operation: str) -> Met:
+    """Two meetings of one kind; of what only one of them has, nothing is known."""
+    fold = None if a.fold is None or b.fold is None else a.fold.with_(b.fold)
+    if fold is None or a.copies != b.copies:
+        return Met(
+            problem=a.problem or f"{operation} of a parameter and activations whose rows lie in different dimensions"
+        )
+    same = len(a.out) == len(b.out)
+    out = tuple(None if x is None or y is None else x.with_(y) for x, y in zip(a.out, b.out)) if same else ()
+    return Met(fold, out, a.copies)
 
 
 def _moves(a: tuple[int, ...], b: tuple[int, ...]) -> list[int]:
@@ -310,7 +413,7 @@ def _record(
 
         handles.append(module.register_forward_pre_hook(enter))
         handles.append(module.register_forward_hook(leave, always_call=True))
-    recorder = _Recorder(trained, (t for path, t in leaves(call) if path in carriers), stack)
+    recorder = _Recorder(trained, [t for path, t in leaves(call) if path in carriers], stack, count)
     try:
         with torch.random.fork_rng(devices=devices(model)), torch.no_grad(), recorder:
             forward(*call[0], **call[1])

@@ -7,13 +7,12 @@ while the backward of an `autograd.Function` runs exactly once a pass.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 
-from fastdp.engine.errors import UnsupportedUse
 from fastdp.engine.layout import Layout
 from fastdp.engine.rows import Fold
 
@@ -35,14 +34,24 @@ class Factors:
     def one_hot(self) -> bool:
         return self.left.dim() == 1
 
-    def turned(self, swap: bool) -> Factors:
-        """The same gradient's factors in the order that ``swap`` says, from factors in the order of the parameter."""
-        return replace(self, left=self.right, right=self.left, swap=True) if swap else self
-
     @property
     def oriented(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The factor of the parameter's first dimension, and that of the others."""
         return (self.right, self.left) if self.swap else (self.left, self.right)
+
+    def moved(self, first: torch.Tensor, second: torch.Tensor, *, turned: bool = False) -> Factors:
+        """Factors of another matrix, in its order, that were made from these; ``turned`` says that their order changed.
+
+        ``left`` stays the factor that is backpropagated.
+        """
+        if self.swap != turned:
+            return Factors(second, first, self.laned, swap=True)
+        return Factors(first, second, self.laned)
+
+    @property
+    def straight(self) -> Factors:
+        """The same gradient in the order of the parameter."""
+        return Factors(*self.oriented, self.laned) if self.swap else self
 
 
 class Sink(Protocol):

@@ -19,7 +19,8 @@ import torch.nn.functional as F
 
 from fastdp.engine.errors import UnsupportedUse
 from fastdp.engine.reads import Reads
-from fastdp.engine.uses import Factors, PerLane, Tap, as_autocast
+from fastdp.engine.lanes import PerLane
+from fastdp.engine.uses import Factors, Tap, as_autocast
 
 State = tuple[torch.Tensor, ...]
 

@@ -11,10 +11,12 @@ import torch
 
 import fastdp.ops as ops
 from fastdp.engine.batches import as_long_as, take_rows, tensors
+from fastdp.engine.errors import UnsupportedUse
 from fastdp.engine.intercept import Reads
 from fastdp.engine.layout import Layout, Ticket
-from fastdp.engine.trace import Meeting, trace
-from fastdp.engine.uses import Factors, Tap, UnsupportedUse
+from fastdp.engine.rows import Met
+from fastdp.engine.trace import Key, trace
+from fastdp.engine.uses import Factors, Tap
 from fastdp.methods.rapft.initialisation import Initialisation, one_hot
 from fastdp.methods.rapft.rules import (
     Audit,
@@ -68,6 +70,9 @@ class _MapSink:
     def tokens(self, parameter: torch.nn.Parameter, gradient: torch.Tensor, layout: Layout, laned: bool) -> None:
         self._add(parameter, ops.column_sums(gradient, layout.offsets(gradient.shape[0], laned=laned)))
 
+    def instances(self, parameter: torch.nn.Parameter, gradients: torch.Tensor, layout: Layout) -> None:
+        self._add(parameter, gradients)
+
     def signed(self, parameter: torch.nn.Parameter, growing: Any, shrinking: Any, layout: Layout, swap: bool) -> None:
         """A matrix under the alpha-beta rule: pairs of (messages, inputs) for its positive and its negative weights."""
         offsets = layout.offsets(growing[0][0].shape[0])
@@ -120,7 +125,7 @@ class Propagator:
         self.propagation = propagation or Propagation()
         self.initialisation = initialisation or Initialisation()
         self._reads: Reads | None = None
-        self._meetings: Mapping[Meeting, bool] = {}
+        self._meetings: Mapping[Key, Met] = {}
 
     def examples(self, batch: Mapping[str, Any]) -> Iterator[Map]:
         """The map of each example, ``[rows, *shape]`` by parameter, for a few rows at a time, in order.
@@ -212,8 +217,8 @@ class Propagator:
             self._reads.carries_rows = found.carries_rows
             # The rule of a norm multiplies and adds apart what the traced operation does at once.
             apart = {
-                (part, self.parameters[name].dim(), rank): rows
-                for (operation, name, rank), rows in found.carries_rows.items()
+                (part, self.parameters[name].dim(), rank): Met(fold)
+                for (operation, name, rank), fold in found.carries_rows.items()
                 if operation in ("layer_norm", "rms_norm")
                 for part in ("mul", "add")
             }

@@ -23,7 +23,8 @@ import torch.nn.functional as F
 from transformers.activations import ACT2CLS
 
 from fastdp.engine.intercept import Reads, UseMode
-from fastdp.engine.uses import PerLane, Tap, is_metadata
+from fastdp.engine.lanes import PerLane
+from fastdp.engine.uses import Tap, is_metadata
 
 RULES = ("epsilon", "alpha_beta")
 #: Keeps quotients of functions that vanish at 0 finite there; too small to absorb relevance.

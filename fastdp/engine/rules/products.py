@@ -1,0 +1,60 @@
+"""Products with a trained matrix: linear layers, `addmm`, and matrix products from either side."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from fastdp.engine.lanes import PerLane
+from fastdp.engine.reads import Reads
+from fastdp.engine.uses import LinearUse, Tap
+
+
+def _linear(reads: Reads, tap: Tap, input: Any, weight: Any, bias: Any = None) -> Any:
+    return _product(reads, tap, "linear", input, weight, bias, swap=False)
+
+
+def _addmm(reads: Reads, tap: Tap, input: Any, mat1: Any, mat2: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
+    if beta != 1 or alpha != 1 or reads.is_trained(mat1):
+        return NotImplemented
+    return _product(reads, tap, "addmm", mat1, mat2, input, swap=True)
+
+
+def _matmul(reads: Reads, tap: Tap, input: Any, other: Any) -> Any:
+    if not reads.is_trained(other) or other.dim() != 2 or reads.is_trained(input):
+        return NotImplemented
+    return _product(reads, tap, "matmul", input, other, None, swap=True)
+
+
+def _product(reads: Reads, tap: Tap, operation: str, x: Any, weight: Any, bias: Any, *, swap: bool) -> Any:
+    trained = (reads.is_trained(weight), reads.is_trained(bias))
+    if not any(trained) or isinstance(weight, PerLane) or isinstance(bias, PerLane):
+        return NotImplemented
+    layout, fold = tap.layout, None
+    lanes, laned = None, False
+    if reads.is_trained(x):
+        x = PerLane.of(x, tap)
+    if isinstance(x, PerLane):
+        x, laned = x.lanes, True
+    else:
+        fold = reads.fold(operation, weight if trained[0] else bias, x, tap)
+        if fold is None:
+            lanes, laned = layout.lanes, True
+        elif fold.axis == x.dim() - 1:
+            return NotImplemented
+        else:
+            x = fold.front(x, layout.rows)
+    out = LinearUse.apply(x, weight, bias, tap, swap, lanes, laned, trained)
+    if laned:
+        return PerLane(out, tap)
+    return out if fold is None else fold.back(out)
+
+
+HANDLERS: dict[Any, Callable[..., Any]] = {
+    F.linear: _linear,
+    **dict.fromkeys((torch.addmm, torch.Tensor.addmm), _addmm),
+    **dict.fromkeys((torch.matmul, torch.mm, torch.Tensor.matmul, torch.Tensor.mm, torch.Tensor.__matmul__), _matmul),
+}
