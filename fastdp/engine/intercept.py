@@ -89,11 +89,12 @@ def _embedding(
     if padding_idx is not None and padding_idx < 0:
         padding_idx += weight.shape[0]
     if isinstance(input, PerLane):
-        return PerLane(EmbeddingUse.apply(input.lanes, weight, padding_idx, tap, True), tap)
+        out = EmbeddingUse.apply(input.lanes, weight, padding_idx, tap, True)
+        return PerLane(out, tap, sources=(weight, *input.sources))
     if reads.rows("embedding", weight, input, tap):
         return EmbeddingUse.apply(input, weight, padding_idx, tap, False)
     ids = input.expand(tap.layout.lanes, *input.shape)
-    return PerLane(EmbeddingUse.apply(ids, weight, padding_idx, tap, True), tap)
+    return PerLane(EmbeddingUse.apply(ids, weight, padding_idx, tap, True), tap, sources=(weight,))
 
 
 def _layer_norm(

@@ -75,11 +75,13 @@ class Shared:
 
 
 class SharedProduct(torch.autograd.Function):
-    """``x W^T`` (or ``x W`` when ``swap``) with W a value of parameters; x is [..., n], rows first."""
+    """``x W^T`` (or ``x W`` when ``swap``) with W a value of parameters; x is [..., n], its rows where ``fold`` says."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, shared: Shared, tap: Tap, swap: bool, *sources: torch.Tensor) -> Any:
-        ctx.tap, ctx.shared, ctx.swap = tap, shared, swap
+    def forward(
+        ctx: Any, x: torch.Tensor, shared: Shared, tap: Tap, swap: bool, fold: Fold, *sources: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.tap, ctx.shared, ctx.swap, ctx.fold = tap, shared, swap, fold
         weight = shared.value.detach()
         ctx.x_dtype = x.dtype
         ctx.save_for_backward(x)
@@ -88,13 +90,14 @@ class SharedProduct(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         (x,), gradient = ctx.saved_tensors, gradients[0]
-        left, right = gradient.reshape(-1, gradient.shape[-1]), x.reshape(-1, x.shape[-1])
+        ordered = (ctx.fold.front(t, ctx.tap.layout.rows) for t in (gradient, x))
+        left, right = (t.reshape(-1, t.shape[-1]) for t in ordered)
         ctx.shared.give_factors(ctx.tap.open(), Factors(left, right, False, ctx.swap), ctx.tap)
         back = None
         if ctx.needs_input_grad[0]:
             weight = ctx.shared.value.detach()
             back = F.linear(gradient, weight if ctx.swap else weight.t()).to(ctx.x_dtype)
-        return (back, None, None, None, *[None] * len(ctx.shared.sources))
+        return (back, None, None, None, None, *[None] * len(ctx.shared.sources))
 
 
 class SharedLanes(torch.autograd.Function):
@@ -120,14 +123,25 @@ class PerLane(torch.Tensor):
     """
 
     shared: Shared | None
+    sources: tuple[torch.nn.Parameter, ...]
     tap: Tap
     _lanes: torch.Tensor | None
 
     @staticmethod
-    def __new__(cls, lanes: torch.Tensor | None, tap: Tap, shared: Shared | None = None) -> PerLane:
-        like, shape = (lanes, lanes.shape[1:]) if lanes is not None else (shared.value, shared.value.shape)  # type: ignore[union-attr]
+    def __new__(
+        cls,
+        lanes: torch.Tensor | None,
+        tap: Tap,
+        shared: Shared | None = None,
+        sources: tuple[torch.nn.Parameter, ...] = (),
+    ) -> PerLane:
+        if shared is not None:
+            like, shape, sources = shared.value, shared.value.shape, shared.sources
+        else:
+            assert lanes is not None
+            like, shape = lanes, lanes.shape[1:]
         self = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=like.dtype, device=like.device)
-        self._lanes, self.tap, self.shared = lanes, tap, shared
+        self._lanes, self.tap, self.shared, self.sources = lanes, tap, shared, sources
         return self
 
     @classmethod
@@ -231,18 +245,20 @@ def _apply(func: Any, args: Any, kwargs: Any) -> Any:
     sort(list(args))
     sort(list(kwargs.values()))
     tap = found[0].tap
-    meeting = Meeting.found(func, max(p.dim() for p in found), plain, tap)
+    sources = tuple(dict.fromkeys(source for p in found for source in p.sources))
+    meeting = Meeting.found(func, sources, plain, tap)
     if meeting is not None:
         return _meet(func, args, kwargs, meeting)
     if _writes(func) and not isinstance(args[0], PerLane):
         raise UnsupportedUse(f"{operation(func)} of a parameter into a constant")
     if all(p.shared is not None for p in found):
-        return _among(func, args, kwargs, found)
+        return _among(func, args, kwargs, sources, tap)
     if func in _ELEMENTWISE and all(t.dim() == 0 for t in plain) and len({p.dim() for p in found}) == 1:
-        return PerLane(func(*_lanes(args), **_lanes(kwargs)), tap)
+        return PerLane(func(*_lanes(args), **_lanes(kwargs)), tap, sources=sources)
     if func is F.linear and isinstance(args[0], PerLane) and len(found) == 1:
-        return PerLane(func(args[0].lanes, *args[1:], **kwargs), tap)
-    return _of_results(_mapped(func, args, kwargs, lambda t: None)(0), lambda t: PerLane(t, tap), func)
+        return PerLane(func(args[0].lanes, *args[1:], **kwargs), tap, sources=sources)
+    mapped = _mapped(func, args, kwargs, lambda t: None)(0)
+    return _of_results(mapped, lambda t: PerLane(t, tap, sources=sources), func)
 
 
 def operation(func: Any) -> str:
@@ -324,12 +340,8 @@ class _Slot:
     index: int
 
 
-def _among(func: Any, args: Any, kwargs: Any, found: list[PerLane]) -> Any:
+def _among(func: Any, args: Any, kwargs: Any, sources: tuple[torch.nn.Parameter, ...], tap: Tap) -> Any:
     """An operation among values of parameters and constants."""
-    tap, sources = (
-        found[0].tap,
-        tuple(dict.fromkeys(s for p in found if p.shared is not None for s in p.shared.sources)),
-    )
     target = args[0] if _writes(func) else None
     if isinstance(target, PerLane) and (target.laid_out or isinstance(target.single, torch.nn.Parameter)):
         raise UnsupportedUse(f"{operation(func)} into a parameter")
@@ -479,32 +491,34 @@ class Meeting:
         activation: the first of the arguments that carries rows.
         fold: where its rows lie.
         met: what the trace found.
-        key: the operation, and the dimensions of what is computed from parameters.
+        key: the operation, and the ids of the parameters that the values come from.
     """
 
     tap: Tap
     activation: torch.Tensor
     fold: Fold
     met: Met = Met()
-    key: tuple[str, int] = ("", 0)
+    key: tuple[str, frozenset[int]] = ("", frozenset())
 
     @classmethod
-    def found(cls, func: Any, rank: int, plain: list[torch.Tensor], tap: Tap) -> Meeting | None:
+    def found(
+        cls, func: Any, sources: tuple[torch.nn.Parameter, ...], plain: list[torch.Tensor], tap: Tap
+    ) -> Meeting | None:
         """The meeting with the tensor of most dimensions that carries rows; tensors without are constants."""
-        name = operation(func)
+        key = operation(func), frozenset(map(id, sources))
         for tensor in sorted(plain, key=torch.Tensor.dim, reverse=True):
-            met = cls.of(name, rank, tensor, tap)
+            met = cls.of(*key, tensor, tap)
             if met is not None and met.fold is not None:
-                return cls(tap, tensor, met.fold, met, (name, rank))
+                return cls(tap, tensor, met.fold, met, key)
         return None
 
     @staticmethod
-    def of(name: str, rank: int, tensor: torch.Tensor, tap: Tap) -> Met | None:
+    def of(name: str, sources: frozenset[int], tensor: torch.Tensor, tap: Tap) -> Met | None:
         """What the trace found of a tensor's rows in an operation, and of its results'; None for a constant."""
         layout = tap.layout
         if tensor.dim() == 0:
             return None
-        met = layout.meetings.get((name, rank, tensor.dim()))
+        met = layout.meetings.get((name, sources, tensor.dim()))
         if met is None:
             if tensor.numel() == 1:
                 return None
@@ -522,6 +536,8 @@ def _meet(func: Any, args: Any, kwargs: Any, meeting: Meeting) -> Any:
     if func in _ELEMENTWISE or func in _JOINS:
         laid_out = [_put(list(args), lambda p: laid(p, meeting)), _put(kwargs, lambda p: laid(p, meeting))]
         return func(*laid_out[0], **laid_out[1])
+    if not meeting.tap.any_formula:
+        raise UnsupportedUse(f"{operation(func)} of a parameter and an activation")
     product = _PRODUCT_RULES.get(func)
     if product is not None:
         out = product(meeting, *args, **kwargs)
@@ -548,7 +564,7 @@ def _by_lane(func: Any, args: Any, kwargs: Any, meeting: Meeting) -> Any:
             return (
                 value
                 if own is None or layout.rows == 1
-                else PerLane(_own_copy(value.lanes, own, layout.rows), value.tap)
+                else PerLane(_own_copy(value.lanes, own, layout.rows), value.tap, sources=value.sources)
             )
         if not isinstance(value, torch.Tensor):
             return value
@@ -628,14 +644,14 @@ def _addmm(meeting: Meeting, input: Any, mat1: Any, mat2: Any, *, beta: Any = 1,
 
 def _product(meeting: Meeting, func: Any, x: Any, weight: Any, bias: Any, *, swap: bool) -> Any:
     """A matrix made of parameters times tokens: their factors are those of the matrix."""
-    fold, rows, tap = meeting.fold, meeting.tap.layout.rows, meeting.tap
+    fold, tap = meeting.fold, meeting.tap
     if isinstance(x, PerLane) or x is not meeting.activation or fold.axis == x.dim() - 1:
         return NotImplemented
     if isinstance(weight, PerLane):
         if weight.shared is None or weight.dim() != 2:
             return NotImplemented
         shared = weight.shared
-        out = fold.back(SharedProduct.apply(fold.front(x, rows), shared, tap, swap, *shared.sources))
+        out = SharedProduct.apply(x, shared, tap, swap, fold, *shared.sources)
     else:
         out = func(x, weight)
     if bias is None:

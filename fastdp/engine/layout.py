@@ -81,8 +81,8 @@ class Layout:
     counts: torch.Tensor
     identity: bool
     token_segments: torch.Tensor | None = None
-    #: How an operation (its name, the dimensions of the parameter and of the other) meets a tensor, as traced.
-    meetings: Mapping[tuple[str, int, int], Met] = field(default_factory=dict)
+    #: How an operation (its name, the ids of the parameters on one side, the other's dimensions) meets a tensor, as traced.
+    meetings: Mapping[tuple[str, frozenset[int], int], Met] = field(default_factory=dict)
     _offsets: dict[int, torch.Tensor] = field(default_factory=dict)
 
     @property

@@ -44,6 +44,10 @@ class Fold:
 
     def require(self, x: torch.Tensor, rows: int, operation: str) -> None:
         """Raise `UnsupportedUse` unless `fits`."""
+        if x.dim() > self.axis and self.inner is None and x.shape[self.axis] > rows:
+            raise UnsupportedUse(
+                f"the input of {operation} has several entries a row, whose order was not seen when traced"
+            )
         if not self.fits(tuple(x.shape), rows):
             raise UnsupportedUse(
                 f"the input of {operation} has shape {list(x.shape)}, which is not that of {rows} rows"

@@ -25,8 +25,8 @@ from fastdp.engine.rows import Fold, Met, Place, Places, fold_between
 from fastdp.engine.rules.composite import opened
 from fastdp.engine.uses import is_detach, is_metadata
 
-#: Which operations met which tensors: their name, the dimensions of what is computed from parameters, and of the other.
-Key = tuple[str, int, int]
+#: Which operations met which tensors: their name, the ids of the parameters on the one side, and the other's dimensions.
+Key = tuple[str, frozenset[int], int]
 
 
 @dataclass(frozen=True)
@@ -197,10 +197,10 @@ class _Seen:
 
 @dataclass(frozen=True)
 class _Encounter:
-    """A tensor beside values computed from parameters, of ``rank`` dimensions at most, and the operation's results."""
+    """A tensor beside values computed from parameters, and the operation's results."""
 
     operation: str
-    rank: int
+    sources: frozenset[int]
     other: _Seen
     values: tuple[_Seen, ...]
     out: tuple[_Seen, ...]
@@ -214,6 +214,8 @@ class _Recorder(Follow):
         self.names = {id(p): name for name, p in trained.items()}
         self.stack = stack
         self.places = Places(inputs, rows)
+        #: The ids of the parameters that each of the weights is computed from.
+        self.made_of = {id(p): frozenset({id(p)}) for p in trained.values()}
         self.reads: list[Read] = []
         #: The input of each read.
         self.inputs: list[_Seen | None] = []
@@ -251,17 +253,18 @@ class _Recorder(Follow):
 
     def follow(self, func: Any, args: Any, kwargs: Any, given: list[torch.Tensor], out: Any) -> None:
         """Follow one operation, and note which tensors met what is computed from parameters."""
-        ranks = [t.dim() for t in given if id(t) in self.weights]
+        sources = frozenset().union(*(self.made_of[id(t)] for t in given if id(t) in self.weights))
         others = [t for t in given if id(t) not in self.weights and t.dim()]
-        befores = [self.seen(t) for t in others] if ranks else []
+        befores = [self.seen(t) for t in others] if sources else []
         values = tuple(self.seen(t) for t in given if id(t) in self.weights)
         super().follow(func, args, kwargs, given, out)
         results = list(_flat(out))
         if any(id(t) in self.data for t in given):
             self.places.follow(func, args, kwargs, given, results)
-        if ranks:
+        if sources:
+            self.made_of.update((id(t), sources) for t in results if id(t) in self.weights)
             made = tuple(self.seen(t) for t in results)
-            self.met += [_Encounter(meeting_name(func), max(ranks), before, values, made) for before in befores]
+            self.met += [_Encounter(meeting_name(func), sources, before, values, made) for before in befores]
 
 
 def trace(
@@ -348,7 +351,7 @@ def _met(two: Sequence[_Encounter], three: Sequence[_Encounter]) -> dict[Key, Me
     found: dict[Key, Met] = {}
     constants: dict[Key, list[tuple[int, ...]]] = {}
     for a, b in zip(two, three):
-        key, fold = (a.operation, a.rank, len(a.other.shape)), _fold(a.other, b.other)
+        key, fold = (a.operation, a.sources, len(a.other.shape)), _fold(a.other, b.other)
         if a.other.chosen or isinstance(fold, str):
             found[key] = Met(
                 problem=f"{a.operation} of a parameter and an activation whose rows are not in order in one dimension"

@@ -71,10 +71,16 @@ class Sink(Protocol):
 
 
 class Tap:
-    """Joins the captures of one forward pass to whichever sink its backward pass has opened."""
+    """Joins the captures of one forward pass to whichever sink its backward pass has opened.
 
-    def __init__(self, layout: Layout):
+    Args:
+        layout: of the rows.
+        any_formula: also take operations that only a gradient, and no rule of its own, is known for.
+    """
+
+    def __init__(self, layout: Layout, *, any_formula: bool = True):
         self.layout = layout
+        self.any_formula = any_formula
         self.sink: Sink | None = None
         #: Every kind of use in the pass: its operation, and the shape of its input for one row (all of it, without rows).
         self.shapes: set[tuple[str, tuple[int, ...]]] = set()
@@ -107,8 +113,12 @@ def as_autocast(tensor: Any) -> Any:
     return tensor.to(torch.get_autocast_dtype(tensor.device.type))
 
 
+#: Rows first, in order.
+_NATURAL = Fold()
+
+
 class LinearUse(torch.autograd.Function):
-    """``x W^T + b`` (or ``x W + b`` when ``swap``) with W, b or both trained; x is [..., n], rows first.
+    """``x W^T + b`` (or ``x W + b`` when ``swap``) with W, b or both trained; x is [..., n], its rows where ``fold`` says.
 
     With ``lanes`` given, x has no unit axis: the product is taken once and its result viewed for every lane.
     """
@@ -124,8 +134,9 @@ class LinearUse(torch.autograd.Function):
         lanes: int | None,
         laned: bool,
         trained: tuple[bool, bool],
+        fold: Fold = _NATURAL,
     ) -> torch.Tensor:
-        ctx.tap, ctx.swap, ctx.lanes, ctx.laned = tap, swap, lanes, laned
+        ctx.tap, ctx.swap, ctx.lanes, ctx.laned, ctx.fold = tap, swap, lanes, laned, fold
         ctx.parameters = (weight if trained[0] else None, bias if trained[1] else None)
         ctx.x_dtype = x.dtype
         x, cast = as_autocast(x), as_autocast(weight)
@@ -140,17 +151,18 @@ class LinearUse(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         sink = ctx.tap.open()
         matrix, bias = ctx.parameters
-        flat = _flat(gradient)
+        rows = ctx.tap.layout.rows
+        flat = _flat(ctx.fold.front(gradient, rows))
         if bias is not None:
             sink.tokens(bias, flat, ctx.tap.layout, ctx.laned)
         if matrix is not None:
-            inputs = _flat(x if ctx.lanes is None else x.expand(ctx.lanes, *x.shape))
+            inputs = _flat(ctx.fold.front(x, rows) if ctx.lanes is None else x.expand(ctx.lanes, *x.shape))
             sink.matrix(matrix, Factors(flat, inputs, ctx.laned, ctx.swap), ctx.tap.layout)
         back = None
         if weight is not None:
             weight = weight if weight.dim() == 2 else weight.flatten(1)
             back = F.linear(gradient, weight if ctx.swap else weight.t()).to(ctx.x_dtype)
-        return back, None, None, None, None, None, None, None
+        return back, None, None, None, None, None, None, None, None
 
 
 class EmbeddingUse(torch.autograd.Function):

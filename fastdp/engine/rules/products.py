@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 from fastdp.engine.lanes import PerLane
 from fastdp.engine.reads import Reads
+from fastdp.engine.rows import Fold
 from fastdp.engine.uses import LinearUse, Tap
 
 
@@ -35,22 +36,19 @@ def _product(reads: Reads, tap: Tap, operation: str, x: Any, weight: Any, bias: 
         return NotImplemented
     layout, fold = tap.layout, None
     lanes, laned = None, False
+    sources = tuple(p for p, own in zip((weight, bias), trained) if own)
     if reads.is_trained(x):
         x = PerLane.of(x, tap)
     if isinstance(x, PerLane):
-        x, laned = x.lanes, True
+        sources, x, laned = sources + x.sources, x.lanes, True
     else:
         fold = reads.fold(operation, weight if trained[0] else bias, x, tap)
         if fold is None:
             lanes, laned = layout.lanes, True
         elif fold.axis == x.dim() - 1:
             return NotImplemented
-        else:
-            x = fold.front(x, layout.rows)
-    out = LinearUse.apply(x, weight, bias, tap, swap, lanes, laned, trained)
-    if laned:
-        return PerLane(out, tap)
-    return out if fold is None else fold.back(out)
+    out = LinearUse.apply(x, weight, bias, tap, swap, lanes, laned, trained, fold or Fold())
+    return PerLane(out, tap, sources=sources) if laned else out
 
 
 HANDLERS: dict[Any, Callable[..., Any]] = {

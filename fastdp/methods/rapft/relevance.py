@@ -168,7 +168,7 @@ class Propagator:
 
     def _propagate(self, inputs: dict[str, Any], labels: Any, layout: Layout, context: Context) -> Map:
         reads = self._traced(inputs, layout)
-        tap, sink = Tap(layout), _MapSink(self.parameters, layout)
+        tap, sink = Tap(layout, any_formula=False), _MapSink(self.parameters, layout)
         tap.sink = sink
         flowing = {k: begin(v.detach(), context) if v.is_floating_point() else v for k, v in inputs.items()}
         with RelevanceMode(reads, tap, context):
@@ -217,7 +217,7 @@ class Propagator:
             self._reads.carries_rows = found.carries_rows
             # The rule of a norm multiplies and adds apart what the traced operation does at once.
             apart = {
-                (part, self.parameters[name].dim(), rank): Met(fold)
+                (part, frozenset({id(self.parameters[name])}), rank): Met(fold)
                 for (operation, name, rank), fold in found.carries_rows.items()
                 if operation in ("layer_norm", "rms_norm")
                 for part in ("mul", "add")
