@@ -65,10 +65,11 @@ class Shared:
                 )
             except RuntimeError:
                 # Some operations have no batched derivative: one after another, then.
-                rows = [
+                each = (
                     torch.autograd.grad(self.value, sources, g, retain_graph=True, allow_unused=True) for g in given
-                ]
-                found = tuple(None if column[0] is None else torch.stack(column) for column in zip(*rows))
+                )
+                columns = ([g for g in column if g is not None] for column in zip(*each))
+                found = tuple(torch.stack(column) if column else None for column in columns)
         for parameter, gradient in zip(sources, found):
             if gradient is not None:
                 hand(parameter, gradient)

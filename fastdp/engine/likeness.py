@@ -87,6 +87,11 @@ class Noting:
         self._keep(layout, parameter, gradient)
         self.sink.tokens(parameter, gradient, layout, laned)
 
+    def instances(self, parameter: torch.nn.Parameter, gradients: torch.Tensor, layout: Layout) -> None:
+        """Whole gradients by unit."""
+        self._keep(layout, parameter, gradients)
+        self.sink.instances(parameter, gradients, layout)
+
     def _keep(self, layout: Layout, parameter: torch.nn.Parameter, *captured: torch.Tensor) -> None:
         kept = self.likeness
         for tensor in captured:

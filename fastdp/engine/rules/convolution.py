@@ -16,7 +16,6 @@ import torch
 import torch.nn.functional as F
 
 from fastdp.engine.errors import UnsupportedUse
-from fastdp.engine.lanes import PerLane
 from fastdp.engine.layout import Layout
 from fastdp.engine.reads import Reads
 from fastdp.engine.uses import Factors, Sink, Tap, as_autocast

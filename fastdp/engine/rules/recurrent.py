@@ -18,8 +18,8 @@ import torch
 import torch.nn.functional as F
 
 from fastdp.engine.errors import UnsupportedUse
-from fastdp.engine.reads import Reads
 from fastdp.engine.lanes import PerLane
+from fastdp.engine.reads import Reads
 from fastdp.engine.uses import Factors, Tap, as_autocast
 
 State = tuple[torch.Tensor, ...]
