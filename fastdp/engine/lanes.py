@@ -8,7 +8,7 @@ copy of the value a row. That gradient then goes back to the parameters, unit by
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -58,6 +58,7 @@ class Shared:
         if not self.value.requires_grad:
             return
         given, sources = gradients.to(self.value.dtype), self.sources
+        found: Sequence[torch.Tensor | None]
         with torch.enable_grad():
             try:
                 found = torch.autograd.grad(

@@ -60,7 +60,8 @@ class Odd(Classifier):
     """Reads a trained matrix in a way no per-example rule is known for."""
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
-        return self.second(torch.tanh(opaque(F.linear, x, self.first.weight) + self.first.bias))
+        weight = torch.empty(self.first.weight.shape, dtype=x.dtype).copy_(self.first.weight)
+        return self.second(torch.tanh(F.linear(x, weight, self.first.bias)))
 
 
 def examples(count: int = 24, seed: int = 0) -> list[dict[str, Any]]:

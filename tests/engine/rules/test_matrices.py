@@ -29,6 +29,10 @@ def _heads_back(y: torch.Tensor) -> torch.Tensor:
     return y.unflatten(0, (2, -1)).transpose(0, 1)
 
 
+def _rows_back(y: torch.Tensor) -> torch.Tensor:
+    return y.unflatten(0, (-1, TOKENS))
+
+
 def _time_back(y: torch.Tensor) -> torch.Tensor:
     return y.unflatten(0, (TOKENS, -1)).transpose(0, 1)
 
@@ -49,7 +53,10 @@ USES: dict[str, tuple[dict[str, tuple[int, ...]], Callable[[Any, torch.Tensor], 
     ),
     "einsum a head": ({"w": (2, 3, 3)}, lambda m, x: torch.einsum("bthi,hij->bthj", x.unflatten(2, (2, 3)), m.w)),
     "einsum of two inputs": ({"w": (WIDTH, WIDTH)}, lambda m, x: torch.einsum("bti,ij,bsj->bts", x, m.w, x)),
-    "bmm": ({"w": (3, 2, OUT)}, lambda m, x: torch.bmm(x.view(-1, 3, 2).transpose(0, 1), m.w).transpose(0, 1)),
+    "bmm": (
+        {"w": (3, 2, OUT)},
+        lambda m, x: _rows_back(torch.bmm(x.view(-1, 3, 2).transpose(0, 1), m.w).transpose(0, 1)),
+    ),
     "matmul by heads": ({"w": (2, 3, 3)}, lambda m, x: x.unflatten(2, (2, 3)).transpose(1, 2) @ m.w),
     "addmm": ({"w": (WIDTH, OUT), "b": (OUT,)}, lambda m, x: torch.addmm(m.b, x.flatten(0, 1), m.w).view(len(x), -1)),
     "baddbmm": ({"w": (WIDTH, OUT)}, lambda m, x: torch.baddbmm(x[:, :, :OUT], x, m.w.expand(len(x), -1, -1))),
