@@ -232,6 +232,11 @@ class _Recorder(Follow):
         return _Seen(tuple(t.shape), self.places.of(t), id(t) in self.chosen)
 
     def note(self, func: Any, args: Any, kwargs: Any, given: list[torch.Tensor]) -> None:
+        if func is F.embedding_bag and id(given[0]) not in self.data and any(id(t) in self.data for t in given[2:]):
+            raise ValueError(
+                f"{self.names.get(id(given[1]), 'an embedding bag')}: flat ids beside offsets cannot be cut into rows; pad ids "
+                "to [rows, tokens] and set padding_idx"
+            )
         found = [self.names[id(t)] for t in given if id(t) in self.names]
         operation = OPERATIONS.get(func, getattr(func, "__name__", str(func)))
         others = [t for t in given if id(t) not in self.weights]

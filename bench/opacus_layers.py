@@ -1,0 +1,273 @@
+"""The layers, and the ranges of their arguments, that Opacus tests its per-sample gradients on; each drawn anew and run by us.
+
+A case is one layer of a kind with random arguments, a linear head and a cross-entropy, on two batches of random sizes; its
+norms and its clipped sum are compared with one example at a time in float64, as in `fuzz`. Opacus's own layers (its
+recurrent nets, its attention and its sequence bias) are run beside torch's.
+
+`python -m fastdp.bench.opacus_layers CASES_A_KIND FILE` writes the table.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections import Counter, deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from fastdp.engine.engine import Engine
+from fastdp.engine.layout import Ticket
+from fastdp.engine.policy import Policy
+
+from . import fuzz
+from .fuzz import CLASSES, Case, Choice, Outcome
+from .record import write
+
+Batch = dict[str, torch.Tensor]
+
+
+class Headed(nn.Module):
+    """A layer applied to the batch's tensors, summed over all but the first and the last axis, and a head."""
+
+    def __init__(self, layer: nn.Module, width: int):
+        super().__init__()
+        self.layer, self.out = layer, nn.Linear(width, CLASSES)
+
+    def forward(self, labels: torch.Tensor, **inputs: torch.Tensor) -> dict[str, torch.Tensor]:
+        hidden = torch.tanh(self.layer(**inputs))
+        return {"loss": F.cross_entropy(self.out(hidden.flatten(1)), labels)}
+
+
+def _headed(layer: nn.Module, draw: Callable[[], Batch]) -> Case:
+    """The case of a layer whose output has one size a row for batches of any size."""
+    batches = []
+    for _ in range(2):
+        batch = draw()
+        rows = len(next(iter(batch.values())))
+        batches.append(batch | {"labels": torch.arange(rows) % CLASSES})
+    with torch.no_grad():
+        first = {k: v for k, v in batches[0].items() if k != "labels"}
+        width = layer(**first).flatten(1).shape[1]
+        for parameter in layer.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    return Case(Headed(layer, width).train(), batches, [])
+
+
+def _x(pick: Choice, *sizes: int, most: int = 4) -> Callable[[], Batch]:
+    return lambda: {"x": torch.randn(pick.randint(1, most), *sizes)}
+
+
+class _Called(nn.Module):
+    """A function of a layer and of the batch's tensors, by their names."""
+
+    def __init__(self, run: Callable[..., torch.Tensor], inner: nn.Module):
+        super().__init__()
+        self.run, self.inner = run, inner
+
+    def forward(self, **inputs: torch.Tensor) -> torch.Tensor:
+        return self.run(self, **inputs)
+
+
+def _plain(module: nn.Module) -> nn.Module:
+    return _Called(lambda own, x: own.inner(x), inner=module)
+
+
+def _turned(module: nn.Module) -> nn.Module:
+    """A module over words that come first."""
+    return _Called(lambda own, x: own.inner(x.transpose(0, 1)).transpose(0, 1), inner=module)
+
+
+def _convolution(count: int) -> Callable[[Choice], Case]:
+    kinds = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
+    sizes = {1: ((6, 10),), 2: ((11, 17),) * 2, 3: ((3, 6), (6, 10), (6, 10))}
+
+    def make(pick: Choice) -> Case:
+        into = pick.choice((1, 3, 32))
+        groups = pick.choice([g for g in range(1, 17) if into % g == 0])
+        out = into * pick.choice((2, 3)) if pick.random() < 0.5 else max(groups, into // 2 // groups * groups)
+        padding = pick.choice((0, 1, 2, "same", "valid"))
+        stride = 1 if padding == "same" else pick.choice((1, 2))
+        options: dict[str, Any] = {
+            "dilation": pick.choice((1, 2)) if count < 3 else 1,
+            "stride": stride,
+            "groups": groups,
+        }
+        layer = kinds[count](into, out, pick.choice((2, 3)), padding=padding, **options)
+        return _headed(_plain(layer), _x(pick, into, *(pick.randint(*size) for size in sizes[count])))
+
+    return make
+
+
+def _linear(pick: Choice) -> Case:
+    width, words = pick.randint(10, 17), [pick.randint(1, 4) for _ in range(pick.randint(0, 2))]
+    first = bool(words) and pick.random() < 0.5
+    layer = nn.Linear(width, width + 2, bias=pick.random() < 0.5)
+    return _headed((_turned if first else _plain)(layer), _x(pick, *words, width))
+
+
+def _embedding(pick: Choice) -> Case:
+    size, words = pick.randint(2, 32), [pick.randint(1, 5) for _ in range(pick.randint(1, 3))]
+    first = pick.random() < 0.5
+    layer = nn.Embedding(size, pick.randint(10, 17))
+    return _headed(
+        (_turned if first else _plain)(layer), lambda: {"x": torch.randint(0, size, (pick.randint(1, 4), *words))}
+    )
+
+
+def _bags(pick: Choice) -> Case:
+    size, words = pick.randint(10, 32), pick.randint(3, 7)
+    layer = nn.EmbeddingBag(size, pick.randint(10, 17), mode=pick.choice(("sum", "mean", "max")))
+    return _headed(_plain(layer), lambda: {"x": torch.randint(0, size, (pick.randint(4, 8), words))})
+
+
+def _group_norm(pick: Choice) -> Case:
+    channels = pick.choice((1, 4, 8))
+    groups = pick.choice([g for g in (1, 4, channels) if channels % g == 0])
+    return _headed(_plain(nn.GroupNorm(groups, channels)), _x(pick, channels, *(pick.randint(4, 10) for _ in range(2))))
+
+
+def _instance_norm(count: int) -> Callable[[Choice], Case]:
+    kinds = {1: nn.InstanceNorm1d, 2: nn.InstanceNorm2d, 3: nn.InstanceNorm3d}
+
+    def make(pick: Choice) -> Case:
+        channels = pick.randint(1, 3)
+        layer = kinds[count](channels, affine=True)
+        return _headed(_plain(layer), _x(pick, channels, *(pick.randint(4, 8) for _ in range(count))))
+
+    return make
+
+
+def _last_norm(kind: Callable[..., nn.Module]) -> Callable[[Choice], Case]:
+    def make(pick: Choice) -> Case:
+        sizes = [pick.randint(1, 4) for _ in range(pick.randint(0, 2))] + [pick.randint(5, 10)]
+        return _headed(_plain(kind(sizes[-pick.randint(1, len(sizes)) :])), _x(pick, *sizes))
+
+    return make
+
+
+def _recurrent(kind: str, *, own: bool, packed: bool = False) -> Callable[[Choice], Case]:
+    def make(pick: Choice) -> Case:
+        from opacus import layers
+
+        words, width = pick.randint(1, 3), pick.randint(4, 5)
+        first = pick.random() < 0.5
+        options = {"bias": pick.random() < 0.5, "bidirectional": pick.random() < 0.5, "batch_first": first}
+        made = getattr(layers, f"DP{kind}") if own else getattr(nn, kind)
+        layer = made(width, pick.randint(8, 10), pick.choice((1, 2)), **options)
+
+        def run(self: Any, x: torch.Tensor) -> torch.Tensor:
+            out = self.inner(x if first else x.transpose(0, 1))[0]
+            return out if first else out.transpose(0, 1)
+
+        def pack(self: Any, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+            given = x if first else x.transpose(0, 1)
+            order = nn.utils.rnn.pack_padded_sequence(given, lengths, batch_first=first, enforce_sorted=False)
+            out, _ = nn.utils.rnn.pad_packed_sequence(self.inner(order)[0], batch_first=first, total_length=words)
+            return out if first else out.transpose(0, 1)
+
+        def draw() -> Batch:
+            rows = pick.randint(1, 3)
+            x = torch.randn(rows, words, width)
+            return {"x": x, "lengths": torch.randint(1, words + 1, (rows,))} if packed else {"x": x}
+
+        return _headed(_Called(pack if packed else run, inner=layer), draw)
+
+    return make
+
+
+def _attention(*, own: bool) -> Callable[[Choice], Case]:
+    def make(pick: Choice) -> Case:
+        from opacus import layers
+
+        words, width = pick.randint(16, 20), 4
+        options: dict[str, Any] = {name: pick.random() < 0.5 for name in ("bias", "add_bias_kv", "add_zero_attn")}
+        if pick.random() < 0.5:
+            options |= {"kdim": width, "vdim": width}
+        made = layers.DPMultiheadAttention if own else nn.MultiheadAttention
+        layer = made(width, pick.choice((1, 2)), **options)
+
+        def run(self: Any, x: torch.Tensor) -> torch.Tensor:
+            q = x.transpose(0, 1)
+            return self.inner(q, q.sin(), q.cos())[0].transpose(0, 1)
+
+        return _headed(_Called(run, inner=layer), _x(pick, words, width))
+
+    return make
+
+
+def _sequence_bias(pick: Choice) -> Case:
+    from opacus.layers.dp_multihead_attention import SequenceBias
+
+    words, width, first = pick.randint(10, 20), pick.randint(4, 8), pick.random() < 0.5
+    layer = SequenceBias(width, first)
+    return _headed((_plain if first else _turned)(layer), _x(pick, words, width))
+
+
+KINDS: dict[str, Callable[[Choice], Case]] = {
+    "Conv1d": _convolution(1),
+    "Conv2d": _convolution(2),
+    "Conv3d": _convolution(3),
+    "Linear": _linear,
+    "Embedding": _embedding,
+    "EmbeddingBag": _bags,
+    "GroupNorm": _group_norm,
+    "InstanceNorm1d": _instance_norm(1),
+    "InstanceNorm2d": _instance_norm(2),
+    "InstanceNorm3d": _instance_norm(3),
+    "LayerNorm": _last_norm(nn.LayerNorm),
+    "RMSNorm": _last_norm(nn.RMSNorm),
+    **{kind: _recurrent(kind, own=False) for kind in ("RNN", "GRU", "LSTM")},
+    **{f"{kind}, packed": _recurrent(kind, own=False, packed=True) for kind in ("RNN", "GRU", "LSTM")},
+    **{f"DP{kind}": _recurrent(kind, own=True) for kind in ("RNN", "GRU", "LSTM")},
+    **{f"DP{kind}, packed": _recurrent(kind, own=True, packed=True) for kind in ("RNN", "GRU", "LSTM")},
+    "MultiheadAttention": _attention(own=False),
+    "DPMultiheadAttention": _attention(own=True),
+    "SequenceBias": _sequence_bias,
+}
+
+
+def case(kind: str, seed: int) -> Case:
+    """The case of a kind and a seed."""
+    torch.manual_seed(seed)
+    return KINDS[kind](random.Random(f"{kind} {seed}"))
+
+
+def flat_bags() -> Outcome:
+    """What becomes of bags that the batch itself holds as flat ids and offsets, which no row can be cut out of."""
+    model = Headed(_Called(lambda own, x, offsets: own.inner(x, offsets), inner=nn.EmbeddingBag(9, 4)), 4).train()
+    tickets = deque([Ticket(torch.arange(3), torch.ones(3), is_last=True)])
+    engine = Engine(model, Policy((1.0,), (0.0,), {n: 0 for n, _ in model.named_parameters()}), tickets)
+    batch = {"x": torch.arange(8), "offsets": torch.tensor([0, 2, 5]), "labels": torch.arange(3)}
+    try:
+        model(**batch)["loss"].backward()
+    except (RuntimeError, ValueError) as error:
+        return Outcome("refused", "none", 0.0, str(error))
+    return Outcome("wrong", str(engine.route), 0.0)
+
+
+def table(each: int) -> dict[str, Any]:
+    """What became of ``each`` cases of every kind, and why some took the one-example route or were refused."""
+    found: dict[str, Any] = {}
+    for kind in KINDS:
+        outcomes = [fuzz.run(case(kind, seed)) for seed in range(each)]
+        count = Counter(f"exact, {o.route}" if o.verdict == "exact" else o.verdict for o in outcomes)
+        found[kind] = {
+            "cases": dict(sorted(count.items())),
+            "worst_error": max((o.error for o in outcomes if o.verdict == "exact"), default=0.0),
+            "reasons": sorted({o.why[:200] for o in outcomes if o.why}),
+        }
+    bags = flat_bags()
+    found["EmbeddingBag, flat ids and offsets"] = {
+        "cases": {bags.verdict: 1},
+        "worst_error": 0.0,
+        "reasons": [bags.why],
+    }
+    return found
+
+
+if __name__ == "__main__":
+    write(sys.argv[2], table(int(sys.argv[1])))
