@@ -51,26 +51,26 @@ def draw(picture: Path) -> None:
     floors, step = figure.subplots(1, 2, width_ratios=(1, 1.35))
     for axes, title in ((floors, "floors: imports go down only"), (step, "one step")):
         axes.set(xlim=(0, 1), ylim=(0, 1))
-        axes.set_title(title, loc="left", fontsize=11)
+        axes.set_title(title, loc="left", fontsize=13)
         axes.axis("off")
     height = 1 / len(FLOORS)
     for index, (name, rooms) in enumerate(FLOORS):
         middle = 1 - (index + 0.5) * height
         _box(floors, 0.5, middle, 0.94, height * 0.78, COLOURS["public"])
-        floors.text(0.5, middle + 0.028, name, ha="center", va="center", fontsize=10, weight="bold")
-        floors.text(0.5, middle - 0.032, rooms, ha="center", va="center", fontsize=8)
+        floors.text(0.5, middle + 0.028, name, ha="center", va="center", fontsize=12, weight="bold")
+        floors.text(0.5, middle - 0.032, rooms, ha="center", va="center", fontsize=10)
     for text, x, y, kind in STATIONS.values():
         _box(step, x, y, 0.23 if x < 0.3 else 0.29, 0.115, COLOURS[kind])
-        step.text(x, y, text, ha="center", va="center", fontsize=8)
+        step.text(x, y, text, ha="center", va="center", fontsize=10)
     for start, end in ARROWS:
         _arrow(step, STATIONS[start], STATIONS[end])
     for x, kind, told in (
         (0.36, "data", "private, without noise"),
-        (0.60, "public", "public"),
-        (0.74, "released", "released"),
+        (0.64, "public", "public"),
+        (0.78, "released", "released"),
     ):
         _box(step, x, 0.045, 0.024, 0.035, COLOURS[kind])
-        step.text(x + 0.022, 0.045, told, va="center", fontsize=8)
+        step.text(x + 0.022, 0.045, told, va="center", fontsize=10)
     picture.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(picture, dpi=110)
 

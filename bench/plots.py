@@ -12,6 +12,7 @@ import matplotlib
 from cycler import cycler
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator
+from matplotlib.transforms import ScaledTranslation
 
 #: One look for every picture. Lines differ in mark and stroke as well as in colour, so that those which coincide are seen, and
 #: by whoever sees no colours; the ground is white on dark pages too.
@@ -45,10 +46,10 @@ def picture(
         for axes in panels:
             handles, labels = axes.get_legend_handles_labels()
             if labels:
-                below = -0.62 / panel[1] - 0.06
-                axes.legend(
-                    handles, labels, loc="upper left", bbox_to_anchor=(-0.05, below), ncols=legends, columnspacing=1.2
-                )
+                # Below the axis' label, whatever height is left to the axes.
+                below = axes.transAxes + ScaledTranslation(0, -0.58, figure.dpi_scale_trans)
+                where: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (-0.02, 0), "bbox_transform": below}
+                axes.legend(handles, labels, ncols=legends, columnspacing=1.2, **where)
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=110)
 

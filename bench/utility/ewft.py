@@ -325,7 +325,7 @@ def step_time(model: Path, steps: int = 7, length: int = 64, batch_size: int = 3
 
 def plot(rows: list[dict[str, Any]], folder: Path) -> None:
     """Accuracy by layer, what is inferred against accuracy, and the noise of each schedule."""
-    with picture(folder / "ewft.png", 3, panel=(4.6, 6.4), legends=1) as (by_layer, privacy, noise):
+    with picture(folder / "ewft.png", 3, panel=(4.6, 7.6), legends=1) as (by_layer, privacy, noise):
         _plot_layers(rows, by_layer)
         _plot_privacy(rows, privacy)
         _plot_noise(rows, noise)
