@@ -16,7 +16,7 @@ from torch import nn
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 from transformers.pytorch_utils import Conv1D
 
-from fastdp.finetune.config import ConfigError, FinetuneConfig
+from fastdp.finetune.config import PAIRED, ConfigError, FinetuneConfig
 from fastdp.finetune.tasks import TASKS
 from fastdp.integrations.adapters import BottleneckConfig, train_biases_only
 
@@ -46,8 +46,12 @@ def load_tokenizer(config: FinetuneConfig) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def check_model(config: FinetuneConfig) -> None:
+def check_model(config: FinetuneConfig) -> int | None:
     """Refuse a model that does not fit the settings by its own description, before its weights or any data are read.
+
+    Returns:
+        The end token of a model that looks for it: an encoder and decoder which classify take the state at the last one, and
+        raise for a batch whose texts do not hold equally many.
 
     Raises:
         ConfigError: when there is none, it was not made for the task, or has fewer positions than the examples need.
@@ -74,6 +78,8 @@ def check_model(config: FinetuneConfig) -> None:
         raise ConfigError(
             f"{config.model} does not say what its decoder begins with: set decoder_start_token_id in its config.json"
         )
+    looks = getattr(settings, "is_encoder_decoder", False) and config.task in PAIRED
+    return settings.eos_token_id if looks else None
 
 
 def load_model(config: FinetuneConfig, tokenizer: PreTrainedTokenizerBase) -> nn.Module:

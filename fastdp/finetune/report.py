@@ -71,6 +71,11 @@ class Record:
         value = self.config.get("epsilon")
         return value if isinstance(value, (int, float)) and math.isfinite(value) else None
 
+    @property
+    def guaranteed(self) -> bool:
+        """Whether its card promises anything."""
+        return self.card is not None and self.card.get("guarantee") != "none"
+
     @cached_property
     def spent(self) -> list[tuple[float, float]]:
         """(step, epsilon) wherever epsilon is known and finite."""
@@ -330,7 +335,9 @@ def _notes(runs: Sequence[Record]) -> str:
 def _samples(runs: Sequence[Record], public: bool) -> str:
     parts = []
     for index, run in enumerate(runs):
-        shown = [f"<blockquote>{escape(text) or '(nothing)'}</blockquote>" for text in run.samples.get("own", ())]
+        # What a model without a guarantee writes may be a record.
+        own = () if public and not run.guaranteed else run.samples.get("own", ())
+        shown = [f"<blockquote>{escape(text) or '(nothing)'}</blockquote>" for text in own]
         for entry in () if public else run.samples.get("unprotected", ()):
             shown.append(
                 f"<blockquote>{escape(entry['text'])}<dl><dt>right</dt><dd>{escape(entry['right'])}</dd>"
@@ -345,7 +352,7 @@ def _samples(runs: Sequence[Record], public: bool) -> str:
     about = (
         "Held-out examples, and what the model says. Unprotected: they show records."
         if unprotected
-        else "Written by the model from nothing: the guarantee covers them as it covers the weights."
+        else "Written by the model from nothing: whatever guarantee the weights have covers them too."
     )
     return f'<section><h2>Samples</h2><p>{about}</p><div class="samples">{"".join(parts)}</div></section>'
 

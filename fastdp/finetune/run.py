@@ -102,11 +102,11 @@ def finetune(config: FinetuneConfig, resume: bool = False, reporter: Reporter | 
     device = _device(config)
     check_method(config)
     opening = choose_perturbation(config)
-    check_model(config)
+    ends = check_model(config)
     tokenizer = load_tokenizer(config)
     reporter.phase("reading data")
     tables = [read_rows(str(config.train)), read_rows(config.eval) if config.eval else None]
-    train, held_out = (None if table is None else _encode(table, tokenizer, config, reporter) for table in tables)
+    train, held_out = (None if table is None else _encode(table, tokenizer, config, reporter, ends) for table in tables)
     assert train is not None
     if config.batch_size > len(train):
         raise ConfigError(f"batch_size {config.batch_size} exceeds the {len(train)} training examples; lower it")
@@ -194,8 +194,14 @@ def _pad(tokenizer: PreTrainedTokenizerBase) -> int:
     return tokenizer.pad_token_id
 
 
-def _encode(table: Rows, tokenizer: PreTrainedTokenizerBase, config: FinetuneConfig, reporter: Reporter) -> Examples:
-    examples = encode_rows(table, tokenizer, config)
+def _encode(
+    table: Rows,
+    tokenizer: PreTrainedTokenizerBase,
+    config: FinetuneConfig,
+    reporter: Reporter,
+    ends: int | None = None,
+) -> Examples:
+    examples = encode_rows(table, tokenizer, config, ends)
     if examples.truncated:
         reporter.note(
             f"{examples.truncated} of {len(examples)} examples of {table.path} are longer than {config.max_length} "

@@ -54,8 +54,10 @@ class Task:
         return found
 
 
-def encode_rows(table: Rows, tokenizer: PreTrainedTokenizerBase, config: FinetuneConfig) -> Examples:
-    """Examples of a table as the settings say.
+def encode_rows(
+    table: Rows, tokenizer: PreTrainedTokenizerBase, config: FinetuneConfig, ends: int | None = None
+) -> Examples:
+    """Examples of a table as the settings say; ``ends`` is a token that each must hold equally often (see `check_model`).
 
     Raises:
         DataError: a column that is missing, or a row that does not fit it, or has no token.
@@ -67,9 +69,20 @@ def encode_rows(table: Rows, tokenizer: PreTrainedTokenizerBase, config: Finetun
         raise
     except ValueError as error:
         raise ConfigError(f"{config.model} does not fit {config.task}: {error}") from None
+    added = tokenizer(*["a"] * (2 if config.text_pair_column else 1))["input_ids"].count(ends)
+    if ends is not None and not added:
+        raise ConfigError(
+            f"{config.model} finds the end of a text by its end token, which its tokenizer does not add: use the tokenizer that "
+            "belongs to it"
+        )
     for item, line in zip(examples.items, table.lines):
         if not all(value for value in item.values() if isinstance(value, list)):
             raise DataError(f"{table.path}, line {line}: its text is empty, without a single token: leave the row out")
+        if ends is not None and item["input_ids"].count(ends) != added:
+            raise DataError(
+                f"{table.path}, line {line}: its text spells out the token by which this model finds a text's end: leave the "
+                "row out"
+            )
     return examples
 
 

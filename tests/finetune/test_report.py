@@ -130,6 +130,11 @@ def test_what_is_not_protected_can_be_left_out(tmp_path):
         assert private in kept
         assert private not in public
     assert "ε = 7.98" in public
+    (folder / "samples.json").write_text(json.dumps({"own": ["of its own"]}))
+    assert "of its own" in build_report([folder], public=True)
+    (folder / "card.json").write_text(json.dumps({"guarantee": "none"}))
+    assert "of its own" in build_report([folder])
+    assert "of its own" not in build_report([folder], public=True), "it may be a record"
 
 
 def test_runs_are_compared_where_all_have_spent_as_much(tmp_path):

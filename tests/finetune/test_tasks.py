@@ -14,17 +14,18 @@ from fastdp.data import Collator, DataError, Rows, read_rows, word_examples
 from fastdp.finetune import ConfigError, FinetuneConfig, finetune
 from fastdp.finetune.config import CHOICES
 from fastdp.finetune.evaluation import Quality, evaluate
-from fastdp.finetune.models import load_trained
+from fastdp.finetune.models import check_model, load_trained
 from fastdp.finetune.tasks import TASKS, encode_rows, invented_label, record_texts, task_of
 from fastdp.quickstart.corpus import private_records
 
 ROWS = 48
+QUICKSTART = str(resources.files("fastdp.quickstart") / "model")
 
 
 @pytest.fixture(scope="module")
 def tokenizer():
     """The quickstart's, which ends each text with its end token and pads with another."""
-    found = hf.AutoTokenizer.from_pretrained(str(resources.files("fastdp.quickstart") / "model"))
+    found = hf.AutoTokenizer.from_pretrained(QUICKSTART)
     ends = TemplateProcessing(
         single="$A <|endoftext|>",
         pair="$A <|endoftext|> $B <|endoftext|>",
@@ -255,9 +256,25 @@ def test_rows_that_do_not_fit_name_their_line(models, table, tokenizer, task, ro
         assert len(encode_rows(rows, tokenizer, config)[0]["input_ids"]) > 0
         return
     if words == "empty":
-        tokenizer = hf.AutoTokenizer.from_pretrained(str(resources.files("fastdp.quickstart") / "model"))
+        tokenizer = hf.AutoTokenizer.from_pretrained(QUICKSTART)
     with pytest.raises(DataError, match=f"line 7: .*{words}"):
         encode_rows(rows, tokenizer, config)
+
+
+def test_a_text_that_spells_out_the_end_is_refused_where_the_model_looks_for_it(models, table, tokenizer):
+    """Such models raise in the middle of training otherwise, when the row is first drawn beside others."""
+    config = settings(models, table, "unused", "t5", "classification")
+    ends = check_model(config)
+    assert ends == tokenizer.eos_token_id
+    assert check_model(settings(models, table, "unused", "bert", "classification")) is None
+    texts = ["a visit", f"a visit {tokenizer.eos_token} and another"]
+    rows = Rows(table, ("text", "label"), [{"text": text, "label": "often"} for text in texts], [1, 2])
+    with pytest.raises(DataError, match="line 2: its text spells out the token"):
+        encode_rows(rows, tokenizer, config, ends)
+    assert len(encode_rows(rows, tokenizer, config)) == 2
+    other = hf.AutoTokenizer.from_pretrained(QUICKSTART)
+    with pytest.raises(ConfigError, match="its tokenizer does not add"):
+        encode_rows(rows, other, config, other.eos_token_id)
 
 
 def test_labels_of_a_row_are_read_from_lists_and_from_text(models, table, tokenizer):
