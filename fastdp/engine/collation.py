@@ -53,6 +53,7 @@ class Collation:
 
     def require_independence(self) -> None:
         """Raise `SelfCheckError` if an example's row depends on its companions, ValueError if one cannot stand alone."""
+        self._require_repeatable()
         items = self.items()
         shorter = _halved(items[0])
         if shorter is not None and self._takes(shorter, items):
@@ -81,6 +82,22 @@ class Collation:
                         )
             if not any(_holds_rows(own, batch.get(path), len(items)) for path, own in alone[0].items()):
                 raise SelfCheckError("the collator does not give each example one row of its own" + _REFUSAL)
+
+    def _require_repeatable(self) -> None:
+        """Raise `SelfCheckError` if an example reads otherwise after others were read; what it draws is drawn alike."""
+        index = self.indices[0]
+        others = [i for i in spread(len(self.dataset), _STRANGERS) if i != index]
+        with _seeded(0):
+            first = copy.deepcopy(self.dataset[index])
+        for other in others:
+            self.dataset[other]
+        with _seeded(0):
+            again = self.dataset[index]
+        if not same(dict(leaves(first)), dict(leaves(again))):
+            raise SelfCheckError(
+                "the data set gives an example otherwise after others were read: let each depend on its own record alone; "
+                "nothing was released"
+            )
 
     def _takes(self, shorter: Any, items: list[Any]) -> bool:
         """Whether an example of half the length is one that this collator puts beside others."""

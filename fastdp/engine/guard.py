@@ -8,11 +8,13 @@ compared as well, and from time to time all numbers that training leaves alone.
 from __future__ import annotations
 
 import random
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 
+from fastdp.engine.batches import tensors as flat
 from fastdp.engine.errors import SelfCheckError
 
 #: A buffer's name, the tensor that holds it, and how often that was written.
@@ -71,8 +73,8 @@ class Guard:
         self._next = 4 * self._releases
         found = self._untrained()
         for name, (identity, version, bits) in found.items():
-            before = self._still.get(name)
-            if before is not None and before[:2] == (identity, version) and before[2] != bits:
+            before = self._still.get(name, (0, 0, -1))
+            if before[:2] == (identity, version) and before[2] != bits:
                 raise _moved(name)
         self._still = found
 
@@ -90,7 +92,18 @@ class Guard:
     def _untrained(self) -> dict[str, tuple[int, int, int]]:
         frozen = ((name, p) for name, p in self.model.named_parameters() if not p.requires_grad)
         buffers = ((name, b) for name, (b, _) in self._buffers().items() if name not in self.harmless)
-        return contents((name, t) for name, t in (*frozen, *buffers) if _readable(t))
+        return {**contents((name, t) for name, t in (*frozen, *buffers) if _readable(t)), **self._extra()}
+
+    def _extra(self) -> dict[str, tuple[int, int, int]]:
+        """What hooks and modules put into the state dict beside parameters and buffers."""
+        own = {*self._parameters(), *(name for name, _ in self.model.named_buffers())}
+        found = {}
+        for name, value in self.model.state_dict().items():
+            if name not in own:
+                tensors = [t.detach().cpu().numpy().tobytes() for t in flat(value) if _readable(t)]
+                rest = repr(value) if not tensors else ""
+                found[name] = (0, 0, zlib.crc32(b"".join(tensors) + rest.encode()))
+        return found
 
     @contextmanager
     def forward(self) -> Iterator[None]:

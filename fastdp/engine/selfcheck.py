@@ -84,16 +84,18 @@ class Checked(Protocol):
 
 @dataclass(frozen=True)
 class _Probe(Policy):
-    """The method's groups with known scales, different for each unit, and a place to note the norms."""
+    """The method's groups with known scales for some units, 0 for others, and a place to note the norms."""
 
+    known: Mapping[int, float] = field(default_factory=dict)
     seen: list[torch.Tensor] = field(default_factory=list)
 
     def scales(self, upper: UpperNorms) -> torch.Tensor:
         squared = upper.measured
         self.seen.append(squared)
-        units = squared.shape[1]
-        steps = torch.arange(units, device=squared.device, dtype=torch.float32)
-        known = torch.where(torch.isfinite(squared).all(0), 1 / (1 + steps), 0.0)
+        known = torch.zeros(squared.shape[1], device=squared.device)
+        for unit, weight in self.known.items():
+            known[unit] = weight
+        known = torch.where(torch.isfinite(squared).all(0), known, 0.0)
         return known.expand(squared.shape[0], -1).clone()
 
 
@@ -269,9 +271,11 @@ class _Attribution:
 
 
 def compare(engine: Checked, call: Call, ticket: Ticket, rows: Sequence[int]) -> None:
-    """Raise `UnsupportedUse` unless the engine's attribution, norms and sums are plain autograd's on these rows.
+    """Raise `UnsupportedUse` unless the engine's attribution, norms and sums are plain autograd's.
 
-    Raises `SelfCheckError` if the backward pass draws random numbers of its own.
+    All of it on these rows; then, on the whole micro-batch, the norm and the gradient of one unit drawn by chance, as a
+    backward pass may do to many rows what it does not do to a few. Raises `SelfCheckError` if the backward pass draws random
+    numbers of its own.
     """
     replay = engine.replay(call, ticket)
     packed = ticket.token_units is not None
@@ -280,29 +284,37 @@ def compare(engine: Checked, call: Call, ticket: Ticket, rows: Sequence[int]) ->
     else:
         batch = replay.rows(rows)
         small = Ticket(torch.arange(len(rows)), torch.ones(len(rows)), is_last=True)
-    policy = engine.accumulator.policy
-    probe = _Probe(policy.bounds, policy.stds, policy.group_of, policy.masks)
-    kept = engine.accumulator
+    layout = small.layout(replay.device)
+    units = [unit for unit in range(layout.units) if float(layout.weights[unit]) > 0]
+    names = engine.accumulator.names
+    with torch.autocast(replay.device.type, enabled=False):
+        for unit in dict.fromkeys((units[0], units[-1])):
+            with unchanged(engine.model):
+                engine.capture(*batch, small, unit, _Attribution(names, unit))
+        _compare(engine, replay, batch, small, {unit: 1 / (1 + unit) for unit in units})
+        plain = not packed and torch.equal(ticket.row_units, torch.arange(ticket.rows))
+        if plain and ticket.rows > len(rows):
+            _compare(engine, replay, call, ticket, {_SECRET.choice(ticket.weights.nonzero()[:, 0].tolist()): 1.0})
+
+
+def _compare(engine: Checked, replay: Replay, call: Call, ticket: Ticket, weights: Mapping[int, float]) -> None:
+    """Raise `UnsupportedUse` unless the engine finds autograd's norms of these units, and their sum by these weights."""
+    kept, packed = engine.accumulator, ticket.token_units is not None
+    policy, parameters = kept.policy, list(engine.parameters.values())
+    probe = _Probe(policy.bounds, policy.stds, policy.group_of, policy.masks, weights)
     engine.accumulator = Accumulator(engine.parameters, probe)
-    model, parameters = engine.model, list(engine.parameters.values())
     try:
-        with torch.autocast(replay.device.type, enabled=False):
-            layout = small.layout(replay.device)
-            units = [unit for unit in range(layout.units) if float(layout.weights[unit]) > 0]
-            for unit in dict.fromkeys((units[0], units[-1])):
-                with unchanged(model):
-                    engine.capture(*batch, small, unit, _Attribution(kept.names, unit))
-            with unchanged(model):
-                _by_engine(engine, batch, small)
-            squared, found = probe.seen[0], _Comparison(engine.accumulator.sums)
-            for unit in units:
-                gradients, *_ = replay.gradients(batch, small.rows, unit, parameters, packed=packed)
-                measured = float(squared[:, unit].double().sum()) ** 0.5
-                named = {n: g.float() for n, g in zip(engine.parameters, gradients) if g is not None}
-                found.add(measured, 1 / (1 + unit), named)
+        with unchanged(engine.model):
+            _by_engine(engine, call, ticket)
+        squared, found = probe.seen[0], _Comparison(engine.accumulator.sums)
+        for unit, weight in weights.items():
+            gradients, *_ = replay.gradients(call, ticket.rows, unit, parameters, packed=packed)
+            measured = float(squared[:, unit].double().sum()) ** 0.5
+            named = {n: g.float() for n, g in zip(engine.parameters, gradients) if g is not None}
+            found.add(measured, weight, named)
     finally:
         engine.accumulator = kept
-    low = any(p.dtype not in (torch.float32, torch.float64) for p in model.parameters() if p.is_floating_point())
+    low = any(p.dtype not in (torch.float32, torch.float64) for p in engine.model.parameters() if p.is_floating_point())
     found.judge(tolerance=0.1 if low else 1e-3)
 
 
