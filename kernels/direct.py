@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import beside, on_device_of
+from .launch import beside, has_wide_tiles, on_device_of
 from .mask import load_mask, pack_mask
 from .reduce import sum_slots
 from .tiles import outer_tile
@@ -77,7 +77,9 @@ def direct_norms(
     offsets = beside(offsets, right)
     bits = None if mask is None else pack_mask(mask)
     wide = torch.float32 in (left.dtype, right.dtype)
-    b_m, b_n = (side_tile(m, wide), side_tile(n, wide))
+    b_m, b_n = side_tile(m, wide), side_tile(n, wide)
+    if not wide and mask is None and b_m == 128 and n >= 256 and has_wide_tiles(right.device):
+        b_n = 256  # reads a quarter fewer bytes for each product, which is what these tiles wait for
     tiles_n = triton.cdiv(n, b_n)
     tiles = triton.cdiv(m, b_m) * tiles_n
     parts = torch.empty(rows, units * tiles, dtype=torch.float32, device=right.device)

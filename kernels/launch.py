@@ -56,6 +56,12 @@ def processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
+@functools.cache
+def has_wide_tiles(device: torch.device) -> bool:
+    """Whether matrix units read both factors from shared memory, and that holds three stages of 128 by 256 tiles."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in (9, 10)
+
+
 def splits_to_fill(tensor: torch.Tensor, programs: int, most: int) -> int:
     """In how many parts, at most ``most``, the work of each of ``programs`` programs is cut so that all processors have some.
 

@@ -51,6 +51,18 @@ def test_every_norm_reads_every_dtype_and_layout(dtype, layout):
     assert relative_error(onehot.onehot_norms(ids, right, offsets, MASKED_SQUARE, rows), parts) <= BOUND
 
 
+def test_one_hot_runs_longer_than_a_chunk():
+    offsets = offsets_of((40, 0, 300, 3, 65))
+    ids, right = torch.randint(0, 2, (408,)), factor(408, 7, 0)
+    ids[40:340] = 1
+    table, mask = gradients(ids, right, offsets, 2), torch.rand(2, 7) < 0.5
+    squares = table.square()
+    assert relative_error(onehot.onehot_norms(ids, right, offsets, SQUARE)[0], squares.sum((1, 2))) <= BOUND
+    assert relative_error(onehot.onehot_norms(ids, right, offsets, ABSOLUTE)[0], table.abs().sum((1, 2))) <= BOUND
+    parts = torch.stack([(squares * mask).sum((1, 2)), (squares * ~mask).sum((1, 2))])
+    assert relative_error(onehot.onehot_norms(ids, right, offsets, MASKED_SQUARE, mask), parts) <= BOUND
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("units", "shape"), [(3, (7, 13)), (2, (4099,)), (1, (1,)), (3, (0,)), (0, (5,))])
 def test_norms_of_instantiated_gradients(units, shape, dtype):
@@ -60,6 +72,15 @@ def test_norms_of_instantiated_gradients(units, shape, dtype):
     assert relative_error(instances.instance_norms(given, SQUARE, None)[0], rows.square().sum(1)) <= BOUND
     assert relative_error(instances.instance_norms(given, ABSOLUTE, None)[0], rows.abs().sum(1)) <= BOUND
     assert relative_error(instances.instance_norms(given, MASKED_SQUARE, bits), parts) <= BOUND
+
+
+def test_wide_tiles(monkeypatch):
+    monkeypatch.setattr(direct, "has_wide_tiles", lambda device: True)
+    offsets = offsets_of((5, 0, 12))
+    left, right = factor(17, 100, 0, torch.bfloat16), factor(17, 260, 1, torch.bfloat16)
+    assert relative_error(direct.direct_norms(left, right, offsets, SQUARE)[0], squared(left, right, offsets)) <= BOUND
+    sizes = gradients(left, right, offsets).abs().sum((1, 2))
+    assert relative_error(direct.direct_norms(left, right, offsets, ABSOLUTE)[0], sizes) <= BOUND
 
 
 def test_factors_of_two_dtypes():

@@ -129,6 +129,31 @@ def test_one_hot_sums(dtype):
     assert bool(((out - torch.where(mask, truth, other)).abs() <= 20 * 2.0**-24 * size).all())
 
 
+def test_runs_longer_than_a_chunk():
+    """Token types and padding: one id from end to end, and one that begins and ends within chunks, beside short runs."""
+    ids = torch.cat([torch.arange(30), torch.full((70,), 30), torch.full((540,), 31), torch.arange(32, 35)])
+    tokens = ids.shape[0]
+    ids = ids[torch.randperm(tokens)]
+    right, weights, others = factor(tokens, 9, 1), torch.rand(tokens), torch.rand(tokens)
+    weights[ids == 30] *= torch.rand(70) < 0.9
+    right[weights == 0] = NAN
+    others[weights == 0] = 0.0
+    mask = torch.rand(35, 9) < 0.5
+    truths = []
+    for each in (weights, others):
+        rows = torch.where(each[:, None] != 0, right.double(), 0.0) * each[:, None].double()
+        zero = torch.zeros(35, 9, dtype=torch.float64)
+        truths.append((zero.index_add(0, ids, rows), zero.index_add(0, ids, rows.abs())))
+    out, both = torch.zeros(35, 9), torch.zeros(35, 9)
+    onehot_weighted_sum_(out, ids, right, weights)
+    onehot_weighted_sum_(both, ids, right, weights, others, mask)
+    (truth, size), (other, other_size) = truths
+    assert bool(((out - truth).abs() <= 24 * 2.0**-24 * size).all())
+    assert bool(
+        ((both - torch.where(mask, truth, other)).abs() <= 24 * 2.0**-24 * torch.maximum(size, other_size)).all()
+    )
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("units", "shape"), [(5, (7, 13)), (2, (1025,)), (3, (0,)), (0, (5,))])
 def test_sums_of_instantiated_gradients(units, shape, dtype):
