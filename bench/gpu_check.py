@@ -234,6 +234,9 @@ def snapping(device: str) -> Iterator[tuple[str, Result]]:
     distance = torch.stack([(table.double() - row).square().sum(1) for row in rows])
     taken = distance.gather(1, got[:, None])[:, 0]
     yield "private_snap", (float((taken / distance.amin(1) - 1).max()), 1e-5)
+    got = OPS["dchi_vectors"](eta, 96, position())
+    truth = dchi_noise(position(), 64, 96) / eta.cpu()[:, None]
+    yield "dchi_vectors", (apart(got.cpu(), truth, truth.norm(dim=1, keepdim=True)), 1e-6)
     scale = torch.tensor(1.5, dtype=torch.float64, device=device)
     stream = ops.NoiseStream.unsafe_reproducible(7)
     many = torch.zeros(20000, dtype=torch.int64, device=device)

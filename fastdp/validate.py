@@ -1,8 +1,12 @@
-"""Numbers checked by name, in one sentence: ``positive(max_grad_norm=value)``."""
+"""What a user gave, checked by name, in one sentence: ``positive(max_grad_norm=value)``."""
 
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
 
 
 def at_least(low: float, **numbers: float) -> None:
@@ -18,3 +22,17 @@ def positive(**numbers: float) -> None:
     for name, value in numbers.items():
         if value == 0.0:
             raise ValueError(f"{name} must be greater than 0")
+
+
+def usable_device(name: str) -> torch.device:
+    """The device of this name; ``auto`` is a GPU where there is one. Raises ValueError for one that holds no tensor here."""
+    import torch
+
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"device {name} cannot be used: {str(error).splitlines()[0]}") from None
+    return device

@@ -96,3 +96,9 @@ def private_snap(ids: torch.Tensor, table: torch.Tensor, eta: torch.Tensor, posi
     half_noisy, bad = survey(noisy)
     refuse_overflow(named_bad_row(bad) is None)
     return nearest(noisy, table, half_noisy, half_table).view(ids.shape)
+
+
+def dchi_vectors(eta: torch.Tensor, width: int, position: torch.Tensor) -> torch.Tensor:
+    """The op: the noise of ``private_snap`` about a row of zeros, float32 [N, width]; eta float64 [N]."""
+    origin = torch.zeros(1, width, device=eta.device)
+    return dchi_rows(torch.zeros_like(eta, dtype=torch.int64), origin, eta.contiguous(), position)

@@ -10,6 +10,7 @@ from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 
 import fastdp
 from fastdp import accounting
+from tests.elsewhere import elsewhere
 from tests.test_cli import refused, run
 
 WORDS = ["[PAD]", "[UNK]", *(f"w{i}" for i in range(60))]
@@ -165,6 +166,19 @@ def test_contributing_tokens_that_cannot_be_sound_are_refused(folder, reviews, p
     ):
         assert words in refused(*plan, *options)
     assert not out.exists()
+
+
+@pytest.mark.parametrize("mechanism", ["laplace", "exponential"])
+def test_draws_are_made_on_the_device_that_is_named(folder, reviews, tmp_path, mechanism):
+    with elsewhere() as ran:
+        options = ("--eta", 1e6, "--model", folder, "--mechanism", mechanism)
+        result = run("privatize", reviews, tmp_path / "out.txt", *options, "--device", "meta")
+    assert result.exit_code == 0, result.output
+    assert ran["private_snap" if mechanism == "laplace" else "exponential_choice"] >= 2
+    assert (tmp_path / "out.txt").read_text().splitlines()[8] == "w8 w56"
+    assert "device abacus cannot be used" in refused(
+        "privatize", reviews, tmp_path / "other.txt", *options, "--device", "abacus"
+    )
 
 
 def test_refusals(folder, reviews, tmp_path):

@@ -28,6 +28,8 @@ from fastdp.commands.quiet import quiet_libraries
 from fastdp.commands.refusal import refusing
 
 if TYPE_CHECKING:
+    import torch
+
     from fastdp import TextPrivatizer
     from fastdp.data import Rows
     from fastdp.methods.public import PublicText
@@ -69,6 +71,7 @@ def privatize_command(
     exact: Annotated[
         bool, typer.Option("--exact", help="compute what a token really costs on this table: minutes for large ones")
     ] = False,
+    device: Annotated[str, typer.Option(help="where the table is and draws are made; auto takes a GPU")] = "auto",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="replace OUT if it exists")] = False,
     again: Annotated[
         bool, typer.Option("--again", help="release texts that were released before once more; their costs add up")
@@ -81,8 +84,10 @@ def privatize_command(
     quiet_libraries()
     from fastdp.accounting.witness import count_release
     from fastdp.data import read_rows
+    from fastdp.validate import usable_device
 
     _check_target(source, target, ids, overwrite)
+    there = usable_device(device)
     chosen, classes = Contributing.chosen(cti, cti_public, cti_noise, cti_delta, public_overlap), label or []
     if classes and not chosen:
         raise ValueError("--label names the classes of --cti: give its form, or leave --label out")
@@ -100,7 +105,9 @@ def privatize_command(
         counting = rows if chosen.public is None else read_rows(chosen.public)
         counted = (counting.column(text_column, "--text-column"), class_numbers(counting, label_column, classes))
         origin = chosen.admit(counted[0], {source: texts})
-    privatizer = _privatizer(model, eta, mechanism, unknown, merge_duplicates, chosen, counted, len(classes), origin)
+    privatizer = _privatizer(
+        model, there, eta, mechanism, unknown, merge_duplicates, chosen, counted, len(classes), origin
+    )
     shown = show_displacement(privatizer, console)
     if exact:
         nats = privatizer.nats_per_distance()
@@ -145,6 +152,7 @@ def class_numbers(rows: Rows, column: str, classes: list[str]) -> list[int]:
 
 def _privatizer(
     name: str,
+    device: torch.device,
     eta: float,
     mechanism: str | None,
     unknown: str,
@@ -166,7 +174,7 @@ def _privatizer(
         cti = chosen.count(tokenizer, network.get_input_embeddings().weight.shape[0], *counted, classes, origin)
         show_contributing(cti, console)
     return TextPrivatizer(
-        network,
+        network.get_input_embeddings().weight.to(device),
         eta=eta,
         tokenizer=tokenizer,
         mechanism=mechanism,

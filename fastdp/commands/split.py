@@ -160,6 +160,7 @@ def customer_command(
     dtype: Annotated[
         Literal["float32", "bfloat16", "float16"], typer.Option(help="of the rows on the wire")
     ] = "float32",
+    device: Annotated[str, typer.Option(help="where the bottom runs and draws are made; auto takes a GPU")] = "auto",
     seed: Annotated[int, typer.Option(help="of the order of examples; never of noise")] = 0,
     patience: Annotated[float, typer.Option(help="seconds to wait for a vendor that does not answer")] = 300.0,
     discard: Annotated[
@@ -189,6 +190,7 @@ def customer_command(
         batch_size=batch_size,
         dtype=dtype,
         max_tokens=max_tokens,
+        device=device,
         seed=seed,
         patience=patience,
     ) as customer:

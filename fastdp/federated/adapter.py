@@ -24,6 +24,7 @@ from fastdp.finetune.models import (
     trained_state,
 )
 from fastdp.methods.encoding import encode_private
+from fastdp.validate import usable_device
 
 
 @dataclass
@@ -54,7 +55,7 @@ class AdaptedModel:
             seed=config.seed,
         )
         tokenizer = load_tokenizer(settings)
-        model = load_trained(settings, tokenizer)
+        model = load_trained(settings, tokenizer).to(usable_device(config.device))
         return cls(
             config, tokenizer, model, Layout.of(trained_state(model, trained_names(model))), _digest_of_frozen(model)
         )

@@ -26,7 +26,7 @@ CHOICES = {
     "budget": ("token", "text"),
 }
 #: What a resumed run may change without becoming another run.
-MAY_CHANGE = ("rounds", "resume", "wait_seconds", "round_seconds", "threads")
+MAY_CHANGE = ("rounds", "resume", "wait_seconds", "round_seconds", "threads", "device")
 
 
 @dataclass(frozen=True)
@@ -69,6 +69,7 @@ class FederatedConfig:
     eval_batch_size: int = _setting("examples in memory during evaluation", 32)
     seed: int = _setting("seed of partitions, new weights and the order of examples; never of a draw or noise", 0)
     threads: int = _setting("torch threads of a client; 0 leaves torch's choice", 0)
+    device: str = _setting("where a client perturbs and trains, and the server evaluates; auto takes a GPU", "auto")
 
     partition: str = _setting(
         "how simulated clients share train: iid, dirichlet, source; own: each has its own file", "iid"

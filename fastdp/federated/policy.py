@@ -59,6 +59,7 @@ class NodePolicy:
     names: str = setting("file of the organisation's own names, one a line", "")
     labelled_spans: str = setting("labelled spans to measure the detector's misses on, for the card", "")
     threads: int = setting("torch threads; 0 leaves the run's choice", 0)
+    device: str = setting("where this node perturbs and trains; by default the run's choice", "")
     partition_id: int = setting("number of this node; names its folder below state", 0)
 
     perturbation: str = setting("least that is perturbed: none, selective (private tokens), or all", "")
@@ -154,6 +155,7 @@ class NodePolicy:
             name: getattr(self, name) for name in ("train", "state", "eval", "text_column", "names", "labelled_spans")
         }
         found |= {"model": self.model or run.model, "threads": self.threads or run.threads, "partition": "own"}
+        found["device"] = self.device or run.device
         if self.perturbation != "none":
             found |= self._perturbation(run)
         if self.dpsgd_epsilon > 0:

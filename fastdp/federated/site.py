@@ -154,12 +154,12 @@ class Site:
 
 def _passes(model: torch.nn.Module, optimizer: torch.optim.Optimizer, loader: Any, epochs: int) -> float:
     """Mean loss of the last pass."""
-    loss = torch.zeros(())
-    batches = 0
+    device = next(model.parameters()).device
+    loss, batches = torch.zeros((), device=device), 0
     for _ in range(epochs):
-        loss, batches = torch.zeros(()), 0
+        loss, batches = torch.zeros((), device=device), 0
         for batch in loader:
-            found = model(**batch).loss
+            found = model(**{key: value.to(device) for key, value in batch.items()}).loss
             found.backward()
             optimizer.step()
             optimizer.zero_grad()

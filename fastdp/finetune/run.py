@@ -44,6 +44,7 @@ from fastdp.finetune.samples import draw_samples
 from fastdp.finetune.tasks import encode_rows, record_texts
 from fastdp.methods.perturbation import Releases
 from fastdp.public import PublicGate
+from fastdp.validate import usable_device
 
 CONFIG, METRICS, RESULT, CHECKPOINT = "config.yaml", "metrics.jsonl", "result.json", "checkpoint.pt"
 LEDGER, PERTURBATION, SAMPLES = "ledger.jsonl", "perturbation.pt", "samples.json"
@@ -165,14 +166,10 @@ def _check_output(output: Path, config: FinetuneConfig, resume: bool) -> None:
 
 
 def _device(config: FinetuneConfig) -> torch.device:
-    if config.device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        device = torch.device(config.device)
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise ConfigError(f"device {config.device} cannot be used: {str(error).splitlines()[0]}") from None
-    return device
+        return usable_device(config.device)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
 
 
 class _Noting(Reporter):

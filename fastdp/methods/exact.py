@@ -46,7 +46,11 @@ def log_normalisers(
     Returns:
         float64 [len(scales), V], and the largest error of one, for each unit of the largest scale.
     """
-    result = torch.empty(len(scales), len(table), dtype=torch.float64)
+    result = torch.empty(len(scales), len(table), dtype=torch.float64, device=table.device)
+    if log_prior is not None:
+        log_prior = log_prior.to(table.device)
+    if candidate_scale is not None:
+        candidate_scale = candidate_scale.to(table.device)
     never = None if log_prior is None else torch.isinf(log_prior)
     prior = None if log_prior is None else log_prior.masked_fill(torch.isinf(log_prior), 0.0).float()
     for rows, distance in _distances(table, cap):
@@ -75,7 +79,7 @@ def lipschitz(table: Tensor, logs: Tensor, error: float, limits: Sequence[float]
         logs, error: as `log_normalisers` returns them.
         limits: what the triangle inequality promises, which pairs too near to be measured are held to.
     """
-    found = torch.zeros(len(logs), dtype=torch.float64)
+    found = torch.zeros(len(logs), dtype=torch.float64, device=table.device)
     lost = distance_error(table)
     for rows, distance in _distances(table, None):
         distance = (distance - lost).clamp_min(0.0)

@@ -12,6 +12,7 @@ from .bounds import row_products as row_products
 from .choice import choice_log_probabilities as choice_log_probabilities
 from .choice import exponential_choice as exponential_choice
 from .clip import clip_noise as clip_noise
+from .dchi import dchi_vectors as dchi_vectors
 from .dchi import private_snap as private_snap
 from .instances import instance_abs_sum as instance_abs_sum
 from .instances import instance_masked_sqnorm as instance_masked_sqnorm

@@ -166,7 +166,7 @@ def exponential_choice(
     bounds; nothing of size N V. Up to 64 MB of it are kept for the next call.
 
     Args:
-        ids: int64, any shape, rows of the table.
+        ids: int64, any shape, rows of the table; where they are elsewhere, they and the answer are moved.
         table: [V, d], float32 (16-bit tables are widened), d <= 65,536; must not itself depend on private data.
         scale: in units of 1 / distance, at least 0: a number, or a tensor of the shape of ``ids``.
         stream: a ``NoiseStream`` or one position of it.
@@ -185,6 +185,5 @@ def exponential_choice(
         RuntimeError: the position was drawn before.
     """
     prior, slopes = _rows_as_double(log_prior, table), _rows_as_double(candidate_scale, table)
-    return EXPONENTIAL_CHOICE(
-        ids, table, per_token(scale, ids), stream, None if cap is None else float(cap), prior, slopes
-    )
+    there, limit = ids.to(table.device), None if cap is None else float(cap)
+    return EXPONENTIAL_CHOICE(there, table, per_token(scale, there), stream, limit, prior, slopes).to(ids.device)

@@ -117,6 +117,52 @@ PRIVATE_SNAP = Op(
 )
 
 
+def _vectors_reference(eta: Tensor, width: int, position: Tensor) -> Tensor:
+    return (dchi_noise(position, eta.numel(), width).to(eta.device) / eta[:, None]).float()
+
+
+def _check_vectors(eta: Tensor, width: int, position: Tensor | NoiseStream | Draw) -> None:
+    if eta.dim() != 1 or eta.dtype != torch.float64:
+        raise ValueError(f"eta is {eta.dtype} {list(eta.shape)}: it must be float64, one for each vector")
+    if width < 1:
+        raise ValueError(f"width is {width}: it must be at least 1, or there is no direction to add noise in")
+    check_per_token("eta", eta, eta, positive=True)
+    check_position(position)
+    if eta.numel() * (-(-width // 16) + _ATTEMPTS) > _COUNTERS:
+        raise ValueError(f"{eta.numel()} vectors of width {width} are more than one position has noise for")
+
+
+DCHI_VECTORS = Op(
+    "dchi_vectors(Tensor eta, int width, Tensor position) -> Tensor",
+    reference=_vectors_reference,
+    fake=lambda eta, width, position: eta.new_empty(eta.numel(), width, dtype=torch.float32),
+    check=_check_vectors,
+)
+DCHI_VECTORS.implement("cpu", "fastdp.ops.cpu.dchi")
+DCHI_VECTORS.implement("cuda", "fastdp.kernels.dchi")
+
+
+def dchi_vectors(eta: Tensor, width: int, stream: NoiseStream | Draw) -> Tensor:
+    """Independent vectors of multivariate Laplace noise, of density proportional to ``exp(-eta_i ||noise||)``.
+
+    What ``private_snap`` adds to the rows of its tokens, for rows that leave without being snapped.
+
+    Args:
+        eta: float64 [N], above 0 and finite, in units of 1 / distance; the noise is made on its device.
+        width: entries of a vector, at least 1.
+        stream: a ``NoiseStream`` or one position of it.
+
+    Returns:
+        float32 [N, width].
+
+    Raises:
+        ValueError: a number out of range, or more vectors than one position has noise for.
+        TypeError: no stream.
+        RuntimeError: the position was drawn before.
+    """
+    return DCHI_VECTORS(eta, width, stream)
+
+
 PRIVATE_SNAP.implement("cpu", "fastdp.ops.cpu.dchi")
 PRIVATE_SNAP.implement("cuda", "fastdp.kernels.dchi")
 
@@ -135,7 +181,7 @@ def private_snap(ids: Tensor, table: Tensor, eta: float | Tensor, stream: NoiseS
     Rows and noise are float32; the nearest row is exact (see ``snap``), equal rows answer with the lowest index.
 
     Args:
-        ids: int64, any shape, rows of the table, which they stay on the device of.
+        ids: int64, any shape, rows of the table; where they are elsewhere, they and the answer are moved.
         table: [V, d], float32 (16-bit tables are widened), d >= 1; must not itself depend on private data.
         eta: in units of 1 / distance, above 0: a number, or a tensor of the shape of ``ids``.
         stream: a ``NoiseStream`` or one position of it; never the generator that made the table.
@@ -150,4 +196,5 @@ def private_snap(ids: Tensor, table: Tensor, eta: float | Tensor, stream: NoiseS
         TypeError: wrong dtypes, or no stream.
         RuntimeError: the position was drawn before.
     """
-    return PRIVATE_SNAP(ids, table, per_token(eta, ids), stream)
+    there = ids.to(table.device)
+    return PRIVATE_SNAP(there, table, per_token(eta, there), stream).to(ids.device)

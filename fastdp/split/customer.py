@@ -26,6 +26,7 @@ from fastdp.split.connection import Connection
 from fastdp.split.operations import DTYPES, SERVED, Served, replies
 from fastdp.split.store import ExampleStore
 from fastdp.split.wire import Message, Outgoing, Rejected
+from fastdp.validate import usable_device
 
 RECORD, BOTTOM, LOSSES, STATEMENT = "customer.json", "bottom.json", "losses.jsonl", "statement.json"
 #: Steps begun anew one after another, without one taken, before it is no restart of the vendor's any more.
@@ -53,6 +54,7 @@ class SplitCustomer:
         batch_size: examples in a step.
         dtype: of the rows: float32, bfloat16 or float16.
         max_tokens: longer texts are cut; by default what the vendor takes.
+        device: where the bottom runs, and texts are privatized: a name that torch knows, or ``auto``.
         seed: of the order of examples and of dropout, never of noise.
         deadline: longest a call may last, in seconds.
         patience: how long to wait for a vendor that does not answer, in seconds.
@@ -81,6 +83,7 @@ class SplitCustomer:
         batch_size: int = 32,
         dtype: str = "float32",
         max_tokens: int | None = None,
+        device: str = "cpu",
         seed: int = 0,
         deadline: float = 120.0,
         patience: float = 300.0,
@@ -89,6 +92,7 @@ class SplitCustomer:
             raise ValueError(f"dtype is {dtype!r}: use one of {', '.join(DTYPES)}")
         if batch_size < 1:
             raise ValueError(f"batch_size is {batch_size}: it must be at least 1")
+        self.device = usable_device(device)
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
         self.batch_size, self.seed, self.dtype = batch_size, seed, dtype
@@ -110,6 +114,7 @@ class SplitCustomer:
             self.max_tokens = min(max_tokens or self.served.max_tokens, self.served.max_tokens)
             self.record = self._read_record()
             self.bottom, self.tokenizer = self._receive_bottom()
+            self.bottom.to(self.device)
             self._store = ExampleStore(self.folder / "released", self.served.width, getattr(torch, dtype))
         except BaseException:
             self._connection.close()
@@ -305,13 +310,15 @@ class SplitCustomer:
         batch = Collator(0)(examples)
         ids, mask, added = batch.pop("input_ids"), batch.pop("attention_mask"), batch.pop(ADDED)
         with torch.no_grad():
+            there = {"attention_mask": mask, **batch}
+            there = {key: value.to(self.device) for key, value in there.items()}
             if isinstance(privatizer, PrivateBottom):
-                hidden = privatizer(ids, mask, **batch)
+                hidden = privatizer(ids.to(self.device), **there)
             else:
                 known = None if privatizer.cti is None else labels
                 private = privatizer(ids, attention_mask=mask, special_tokens_mask=added, labels=known)
-                hidden = self.bottom(private, mask, **batch)
-        return hidden[mask.bool()].to(getattr(torch, self.dtype)), mask.sum(1).tolist()
+                hidden = self.bottom(private.to(self.device), **there)
+        return hidden.cpu()[mask.bool()].to(getattr(torch, self.dtype)), mask.sum(1).tolist()
 
     def _encode(self, texts: Sequence[str], pairs: Sequence[str] | None) -> list[dict[str, list[int]]]:
         """Tokens of each text, and which of them the tokenizer added: those alone may leave as they are."""

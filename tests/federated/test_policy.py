@@ -168,7 +168,7 @@ def test_every_setting_that_could_weaken_a_client_is_decided():
             "eval_batch_size",
             "seed",
         ),
-        *("threads", "partition", "dirichlet_alpha", "source_column", "radius", "alpha", "client_clip"),
+        *("threads", "device", "partition", "dirichlet_alpha", "source_column", "radius", "alpha", "client_clip"),
         *("client_noise_multiplier", "client_delta", "dpsgd_max_grad_norm"),
     }
     decided = {field.name for field in dataclasses.fields(NodePolicy)} | harmless

@@ -13,6 +13,7 @@ from fastdp.federated import FederatedConfig
 from fastdp.federated.adapter import AdaptedModel
 from fastdp.federated.refusal import ClientRefusal
 from fastdp.federated.site import Site, make_detector
+from tests.elsewhere import elsewhere
 
 
 def adapted(settings, **changes):
@@ -34,6 +35,13 @@ def test_clients_share_the_data(settings):
     model = adapted(settings)
     sizes = [len(Site.of_partition(model, index, 5).examples) for index in range(5)]
     assert sum(sizes) == 24
+
+
+def test_perturbed_where_the_model_is(settings):
+    with elsewhere() as ran:
+        site = Site.of_partition(adapted(settings, perturbation="selective", epsilon=0.5, device="meta"), 0, 2)
+        assert ran["exponential_choice"] == 1
+    assert Card.load(site.folder / "card.json")["guarantee"].startswith("epsilon-local")
 
 
 def test_perturbed_once_for_all_rounds(settings):

@@ -11,8 +11,7 @@ import pytest
 import torch
 from scipy import stats
 
-from fastdp import _native
-from fastdp.ops import NoiseStream, private_snap, snap
+from fastdp.ops import NoiseStream, dchi_vectors, private_snap, snap
 from fastdp.ops.dchi import PRIVATE_SNAP, dchi_noise, gamma_variates
 
 search = importlib.import_module("fastdp.ops.cpu.snap")
@@ -29,13 +28,8 @@ def stream(seed=0):
 
 
 def native_noise(n, d, eta=1.0, seed=0):
-    """The noise that the CPU kernel adds: rows of a table of zeros, float64 [n, d]."""
-    table, ids, out = torch.zeros(1, d), torch.zeros(n, dtype=torch.int64), torch.empty(n, d)
-    position, etas = stream(seed).take(), torch.tensor([eta], dtype=torch.float64)
-    _native.dchi_rows(
-        table.data_ptr(), ids.data_ptr(), etas.data_ptr(), 0, 0, n, d, position.data_ptr(), out.data_ptr(), 1
-    )
-    return out.double()
+    """The noise that the CPU kernel adds, float64 [n, d]."""
+    return dchi_vectors(torch.full((n,), eta, dtype=torch.float64), d, stream(seed)).double()
 
 
 @pytest.mark.parametrize("d", [1, 2, 3, 16, 17, 48, 257, 768])
@@ -245,15 +239,21 @@ def test_refusals():
         ((ids, table, torch.tensor([1.0, 0.0])), ValueError, "above 0"),
         ((ids, table, torch.tensor([1.0, 1.0, 1.0])), ValueError, "one for each"),
         ((ids, table, 1e-40), ValueError, "eta is so small"),
-        ((ids.to("meta"), table, 1.0), ValueError, "on meta"),
     ):
         with pytest.raises(error, match=message):
             private_snap(*args, stream())
     with pytest.raises(TypeError, match="NoiseStream"):
         private_snap(ids, table, 1.0, 7)
+    etas = torch.ones(2, dtype=torch.float64)
+    with pytest.raises(ValueError, match="on meta"):
+        PRIVATE_SNAP(ids.to("meta"), table, etas, stream())
+    for bad, width, message in ((etas.float(), 3, "float64"), (etas, 0, "at least 1"), (-etas, 3, "above 0")):
+        with pytest.raises(ValueError, match=message):
+            dchi_vectors(bad, width, stream())
 
 
 def test_opcheck():
     etas = torch.tensor([1.0, 2.0], dtype=torch.float64)
     args = (torch.tensor([0, 4]), torch.randn(5, 8), etas, stream().take())
     torch.library.opcheck(torch.ops.fastdp.private_snap.default, args)
+    torch.library.opcheck(torch.ops.fastdp.dchi_vectors.default, (etas, 5, stream().take()))

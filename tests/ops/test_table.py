@@ -153,6 +153,7 @@ DRAWING = {
         *torch.zeros(4, 3), 1.0, draw, divisor=1.0, lr=0.1 if good else -0.1, step=1
     ),
     "private_snap": lambda good, draw: ops.private_snap(IDS, TABLE, 1.0 if good else 0.0, draw),
+    "dchi_vectors": lambda good, draw: ops.dchi_vectors(torch.full((2,), 1.0 if good else 0.0).double(), 3, draw),
     "exponential_choice": lambda good, draw: ops.exponential_choice(IDS, TABLE, 1.0 if good else -1.0, draw),
 }
 

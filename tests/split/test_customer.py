@@ -7,10 +7,11 @@ import pytest
 import torch
 
 import fastdp
-from fastdp.methods.sap import CTI, PrivateBottom, split_model
+from fastdp.methods.sap import CTI, PrivateBottom, TextPrivatizer, split_model
 from fastdp.split import Rejected
 from fastdp.split.customer import batch_of
 from fastdp.split.wire import Outgoing
+from tests.elsewhere import elsewhere
 from tests.split.world import make_model, make_tokenizer, make_vendor, merged_model, noisy_rows, train_in_process
 
 
@@ -48,6 +49,23 @@ def test_training_is_that_of_one_process(tmp_path, customer_of, corpus, after):
         with torch.no_grad():
             merged = merged_model(model, trained)
             assert torch.allclose(found, merged(**ids).logits, atol=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["tokens", "rows"])
+def test_texts_are_privatized_on_the_customers_device(service, customer_of, corpus, kind):
+    texts, labels = corpus
+    rows = []
+    for name, device in (("alice", "cpu"), ("bob", "meta")):
+        with elsewhere() as ran:
+            customer = customer_of(service, name, device=device)
+            privatizer = noisy_rows(customer)
+            if kind == "tokens":
+                model, tokenizer = customer.bottom.model, make_tokenizer()
+                privatizer = TextPrivatizer(model, eta=40.0, tokenizer=tokenizer, duplicates="merge", unsafe_seed=3)
+            customer.send(texts, labels, privatizer)
+            rows.append(customer._store.read(0, len(texts))[0])
+    assert ran["private_snap" if kind == "tokens" else "dchi_vectors"] == 3
+    torch.testing.assert_close(*rows, rtol=0, atol=1e-5)
 
 
 def test_every_pass_is_a_permutation():

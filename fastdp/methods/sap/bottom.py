@@ -10,7 +10,6 @@ from torch import Tensor, nn
 import fastdp.ops as ops
 from fastdp.accounting import Card, Metric, noise_source
 from fastdp.methods.sap.importance import check_eta
-from fastdp.ops.dchi import gamma_variates
 from fastdp.ops.stream import NoiseStream
 
 _TRAINABLE = (
@@ -28,13 +27,10 @@ def add_dchi_noise(rows: Tensor, eta: float, stream: NoiseStream) -> Tensor:
     """
     check_eta(eta)
     width = rows.shape[-1]
-    count = rows.numel() // width if width else 0
-    # Directions are not released, and on a grid they would not be uniform.
-    direction = ops.add_noise_(torch.zeros(count, width), 1.0, stream, secure_rounding=False)
-    radius = torch.from_numpy(gamma_variates(stream.take(), count, float(width))) / eta
-    noise = direction * (radius / direction.double().norm(dim=1))[:, None].float()
+    each = torch.full((rows.numel() // max(1, width),), eta, dtype=torch.float64, device=rows.device)
+    noise = ops.dchi_vectors(each, width, stream)
     wide = torch.promote_types(rows.dtype, torch.float32)
-    return (rows.to(wide) + noise.reshape(rows.shape).to(rows.device, wide)).to(rows.dtype)
+    return (rows.to(wide) + noise.reshape(rows.shape).to(wide)).to(rows.dtype)
 
 
 class PrivateBottom:

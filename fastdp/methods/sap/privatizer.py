@@ -97,7 +97,7 @@ class TextPrivatizer(Releases):
     is a release of its own: the same text sent E times costs E times as much.
 
     Args:
-        table_or_model: the embedding table [V, d], public, or a model with input embeddings.
+        table_or_model: the embedding table [V, d], public, or a model with input embeddings; draws are made where it is.
         eta: privacy parameter, in units of 1 / distance. Small is private; look at `displacement` before choosing.
         tokenizer: needed for text; it also tells which tokens open, close, separate and pad texts, and which stands for
             unknown words. Other tokens that it calls special are never drawn; in a text they are text.
@@ -148,6 +148,7 @@ class TextPrivatizer(Releases):
         self._row_of = torch.full((table.shape[0],), -1, dtype=torch.int64)
         self._row_of[self._ids] = torch.arange(len(self._ids))
         self._rows = table[self._ids].contiguous()
+        # What counts and maps tokens stays beside the texts; the table, which every draw reads whole, stays where it is.
         self._table = table
         if len(self._rows) < 2:
             raise ValueError("fewer than two tokens are left to draw from: nothing would be hidden")
@@ -311,7 +312,7 @@ class TextPrivatizer(Releases):
                 "a token id has a row in the table but is not in the tokenizer's vocabulary: encode with this tokenizer"
             )
         if len(missing):
-            self._row_of[missing] = ops.snap(self._table[missing].nan_to_num(), self._rows)
+            self._row_of[missing] = ops.snap(self._table[missing].nan_to_num(), self._rows).to(self._row_of.device)
         return self._row_of[ids]
 
     def _draw(self, rows: Tensor, label: int | None) -> Tensor:
@@ -351,7 +352,8 @@ class TextPrivatizer(Releases):
         drawn = tried.clone()
         drawn[~kept] = self._ids[self._draw(self._rows_for(tried[~kept]), None)]
         moved = torch.zeros(len(tried), dtype=torch.float64)
-        moved[~kept] = (self._table[drawn[~kept]].double() - self._table[tried[~kept]].double()).norm(dim=1)
+        apart = (self._table[drawn[~kept]].double() - self._table[tried[~kept]].double()).norm(dim=1)
+        moved[~kept] = apart.to(moved.device)
         return Displacement(self.eta, float((drawn == tried).double().mean()), float(moved.mean()), len(tried))
 
     def log_probabilities(self, token: int, label: int | None = None) -> Tensor:
@@ -364,7 +366,7 @@ class TextPrivatizer(Releases):
         table, scale, extra = self._law(label)
         law = ops.choice_log_probabilities(int(self._row_of[token]), table, scale, **extra)
         result = torch.full((len(self._row_of),), -torch.inf, dtype=torch.float64)
-        result[self._ids] = law
+        result[self._ids] = law.to(result.device)
         return result
 
     def digest(self) -> str:
@@ -374,7 +376,7 @@ class TextPrivatizer(Releases):
         found = hashlib.sha256(canonical([*settings, None if cti is None else cti.describe()]).encode())
         for tensor in (self._ids, self._rows, *(() if cti is None else (cti.importance, cti.supported))):
             found.update(f"{tensor.dtype} {list(tensor.shape)} ".encode())
-            found.update(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
+            found.update(tensor.cpu().contiguous().flatten().view(torch.uint8).numpy().data)
         return found.hexdigest()
 
     def bound(self, token: int, other: int, label: int | None = None) -> float:
@@ -513,7 +515,7 @@ def _table(given: Tensor | nn.Module) -> Tensor:
         table = embeddings.weight
     if table.dim() != 2 or not table.is_floating_point():
         raise ValueError(f"the table is {table.dtype} {list(table.shape)}: it must be rows of floats, [V, d]")
-    return table.detach().to("cpu", torch.float32)
+    return table.detach().float()
 
 
 def _unknown(tokenizer: PreTrainedTokenizerBase | None) -> int | None:
@@ -559,11 +561,11 @@ def _check_rows(rows: Tensor, ids: Tensor, duplicates: str) -> None:
         return
     # A sum of 64-bit products tells rows apart; only those that share one are compared.
     weights = torch.randint(1, 1 << 62, (rows.shape[1],), generator=torch.Generator().manual_seed(0))
-    keys = ((rows + 0.0).view(torch.int32).long() * weights).sum(1)
+    keys = ((rows + 0.0).view(torch.int32).long() * weights.to(rows.device)).sum(1)
     order = keys.argsort(stable=True)
     same = (keys[order][1:] == keys[order][:-1]).nonzero().flatten()
     for at in same.tolist():
-        a, b = order[at], order[at + 1]
+        a, b = int(order[at]), int(order[at + 1])
         if torch.equal(rows[a], rows[b]):
             raise ValueError(
                 f"tokens {int(ids[a])} and {int(ids[b])} have equal rows, so neither can be told from the other: pass "
@@ -574,4 +576,4 @@ def _check_rows(rows: Tensor, ids: Tensor, duplicates: str) -> None:
 def _stretched(rows: Tensor, eta: Tensor) -> Tensor:
     """Rows of the elastic metric, in nats: eta_w (w - m)."""
     wide = rows.double()
-    return ((wide - wide.mean(0)) * eta[:, None]).float()
+    return ((wide - wide.mean(0)) * eta[:, None].to(wide.device)).float()

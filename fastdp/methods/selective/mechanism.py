@@ -72,6 +72,7 @@ def _paper_laws(
     """Laws of several tokens, [n, V] float64, each at its own epsilon."""
     # By matrix product, a hundred times faster: in float64 it errs near 1e-8, except between a row and itself.
     distances = torch.cdist(rows[tokens], rows, compute_mode="use_mm_for_euclid_dist")
+    distances = distances.to(tokens.device)
     distances[torch.arange(len(tokens)), tokens] = 0.0
     outside = distances > radius
     if candidates is not None:
@@ -88,7 +89,7 @@ class TokenMechanism:
 
     Attributes:
         form: one of ``local``, ``metric``, ``partition``, ``paper``.
-        table: [V, d] float rows; public, and the same for all who train together.
+        table: [V, d] float rows; public, and the same for all who train together. Draws are made where it is.
         radius: R or d above, in the table's unit of distance; ``metric`` has none.
         alpha: the paper's factor; other forms have none.
         candidates: bool [V], tokens that may be drawn, or None for all; public.
@@ -181,7 +182,7 @@ class TokenMechanism:
         found = hashlib.sha256(f"{self.form} {self.radius} {list(self.table.shape)}".encode())
         for tensor in (self.table, self.candidates, self.cells if self.form == "partition" else None):
             if tensor is not None:
-                found.update(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
+                found.update(tensor.cpu().contiguous().flatten().view(torch.uint8).numpy().data)
         return found.hexdigest()
 
     def log_probabilities(self, token: int, epsilon: float) -> Tensor:
@@ -192,7 +193,8 @@ class TokenMechanism:
             law = _paper_laws(torch.tensor([token]), rows, epsilons, self._radius, self.alpha, self.candidates)[0]
             return law.log()
         rows, local, prior = self._cell_of(token)
-        found = choice_log_probabilities(local, self.table[rows], *self._scale_and_cap(epsilon), log_prior=prior)
+        law = choice_log_probabilities(local, self.table[rows], *self._scale_and_cap(epsilon), log_prior=prior)
+        found = law.to(rows.device)
         return torch.full((len(self.table),), -math.inf, dtype=torch.float64).index_copy(0, rows, found)
 
     def draw(self, ids: Tensor, epsilon: float | Tensor, stream: NoiseStream) -> Tensor:
@@ -297,7 +299,7 @@ class TokenMechanism:
             (self.table[a].double() - self.table[b].double()).norm(dim=1) <= self._radius
             for a, b in zip(ids.split(_PAIRS), drawn.split(_PAIRS))
         ]
-        return torch.cat(near)
+        return torch.cat(near).to(ids.device)
 
     def _draw_from_laws(self, ids: Tensor, epsilons: Tensor, stream: NoiseStream) -> Tensor:
         rows = self.table.double()
@@ -338,11 +340,12 @@ def public_radius(table: Tensor, rows: int = 512) -> float:
     """
     _check_table(table)
     step = max(1, len(table) // rows)
-    sample = table[::step].double()
+    # On a processor, whatever the table's device: all who hold it must find the same number.
+    sample = table[::step].cpu().double()
     distances = torch.pdist(sample)
     positive = distances[distances > 0]
     if not len(positive):
-        sample = torch.cat([sample[:1], table[_farthest(table) : _farthest(table) + 1].double()])
+        sample = torch.cat([sample[:1], table[_farthest(table)].cpu().double()[None]])
         positive = torch.pdist(sample)
     return float(positive.median())
 
@@ -360,7 +363,7 @@ def balanced_partition(table: Tensor, cells: int) -> Tensor:
         raise ValueError(
             f"a table of {len(table)} rows has room for 1 to {len(table) // SMALLEST_CELL} cells, not {cells}"
         )
-    wide = table.double()
+    wide = table.cpu().double()
     parts = [torch.arange(len(table))]
     while len(parts) < cells:
         largest = max(range(len(parts)), key=lambda index: len(parts[index]))

@@ -157,7 +157,7 @@ class SelectivePerturbation:
         Args:
             texts: private.
             tokenizer: fast, with character offsets; public.
-            table: [V, d] token embeddings of a public model, or the model itself.
+            table: [V, d] token embeddings of a public model, or the model itself; draws are made where they are.
             max_length: tokens of a text that are kept; those cut off cost nothing.
             cache: file beside the private data. If it exists it is read back at no cost, and refused if it was made from
                 other texts or with other settings (a detector's own names are compared too), since a second draw would be a
@@ -346,7 +346,7 @@ def _table(source: Tensor | nn.Module) -> Tensor:
     if isinstance(source, nn.Module):
         weight: Tensor = source.get_input_embeddings().weight  # type: ignore[operator]
         return _table(weight.detach())
-    return source.detach().float().cpu().contiguous()
+    return source.detach().float().contiguous()
 
 
 def _encode(tokenizer: Any, texts: Sequence[str], max_length: int | None) -> dict[str, Any]:
@@ -359,7 +359,7 @@ def _encode(tokenizer: Any, texts: Sequence[str], max_length: int | None) -> dic
 
 
 def _fingerprint(matrix: Tensor) -> str:
-    return hashlib.sha256(matrix.numpy().tobytes()).hexdigest()
+    return hashlib.sha256(matrix.cpu().numpy().tobytes()).hexdigest()
 
 
 def _keyed_digest(salt: str, value: Any) -> str:

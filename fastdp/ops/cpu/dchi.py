@@ -1,4 +1,4 @@
-"""``private_snap`` on processors: noisy rows from csrc/dchi.cpp, as ``snap`` asks for them."""
+"""``private_snap`` and ``dchi_vectors`` on processors: noisy rows from csrc/dchi.cpp, as ``snap`` asks for them."""
 
 from __future__ import annotations
 
@@ -21,20 +21,32 @@ def private_snap(ids: Tensor, table: Tensor, eta: Tensor, position: Tensor) -> T
     d = table.shape[1]
 
     def noisy(begin: int, end: int) -> Tensor:
-        rows = torch.empty(end - begin, d)
-        _native.dchi_rows(
-            table.data_ptr(),
-            flat[begin:].data_ptr(),
-            eta[stride * begin :].data_ptr(),
-            stride,
-            begin,
-            end - begin,
-            d,
-            position.data_ptr(),
-            rows.data_ptr(),
-            native_threads(),
-        )
+        rows = _rows(table, flat[begin:end], eta[stride * begin :], stride, begin, position)
         refuse_overflow(_native.survey(rows.data_ptr(), end - begin, d, native_threads())[0] < 0)
         return rows
 
     return search(noisy, flat.numel(), table, bits).view(ids.shape)
+
+
+def dchi_vectors(eta: Tensor, width: int, position: Tensor) -> Tensor:
+    """:func:`fastdp.ops.dchi_vectors` on a processor: a row of zeros with noise."""
+    eta = eta.contiguous()
+    return _rows(torch.zeros(1, width), torch.zeros(eta.numel(), dtype=torch.int64), eta, 1, 0, position)
+
+
+def _rows(table: Tensor, ids: Tensor, eta: Tensor, stride: int, first: int, position: Tensor) -> Tensor:
+    """Rows ``ids`` of the table with the noise of tokens ``first`` and on, float32 [n, d]."""
+    rows = torch.empty(ids.numel(), table.shape[1])
+    _native.dchi_rows(
+        table.data_ptr(),
+        ids.data_ptr(),
+        eta.data_ptr(),
+        stride,
+        first,
+        ids.numel(),
+        table.shape[1],
+        position.data_ptr(),
+        rows.data_ptr(),
+        native_threads(),
+    )
+    return rows

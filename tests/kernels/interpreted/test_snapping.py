@@ -9,9 +9,11 @@ from fastdp.kernels.dchi import dchi_rows
 from fastdp.kernels.snap import named_bad_row, survey
 
 from fastdp import ops
+from fastdp.methods.sap import TextPrivatizer
 from fastdp.ops.choice import choice_log_probabilities
 from fastdp.ops.dchi import dchi_noise
 from fastdp.ops.table import OPS
+from tests.elsewhere import DEVICE, elsewhere
 from tests.ops.uses import factor
 
 ON_GPU = {name: functools.partial(op.on, "cuda") for name, op in OPS.items()}
@@ -80,6 +82,25 @@ def test_private_snap():
     assert torch.equal(got, OPS["private_snap"].reference(ids, table, eta, position()))
     with pytest.raises(ValueError, match="eta is so small"):
         ON_GPU["private_snap"](ids[:1, :1], table, torch.tensor(1e-300, dtype=torch.float64), position())
+
+
+def test_dchi_vectors():
+    eta = torch.rand(3, dtype=torch.float64) + 0.5
+    got, truth = (f(eta, 40, position()) for f in (ON_GPU["dchi_vectors"], OPS["dchi_vectors"].reference))
+    assert float((got - truth).abs().max() / truth.abs().max()) <= 1e-6
+
+
+@pytest.mark.parametrize("mechanism", ["laplace", "exponential"])
+def test_a_privatizer_runs_the_kernels_of_its_tables_device(mechanism):
+    table, ids = factor(30, 12, 0), torch.arange(30)
+    here = TextPrivatizer(table, eta=1.0, mechanism=mechanism, unsafe_seed=1)
+    with elsewhere("cuda") as ran:
+        there = TextPrivatizer(table.to(DEVICE), eta=1.0, mechanism=mechanism, unsafe_seed=1)
+        got = there(ids)
+        assert ran == {"private_snap" if mechanism == "laplace" else "exponential_choice": 1}
+    # Of the exponential mechanism a processor draws the same law in another way.
+    assert mechanism == "exponential" or torch.equal(got, here(ids))
+    assert int((got != ids).sum()) > 0
 
 
 @pytest.mark.parametrize("full", [False, True])

@@ -1,0 +1,98 @@
+"""Local methods whose table is on another device: draws are made there, and are those of the processor."""
+
+import pytest
+import torch
+
+import fastdp
+from fastdp.methods.sap import CTI, PrivateBottom, TextPrivatizer, add_dchi_noise, split_model
+from fastdp.methods.selective.mechanism import FORMS, TokenMechanism, balanced_partition, public_radius
+from fastdp.ops import NoiseStream
+from tests.elsewhere import DEVICE, There, elsewhere
+from tests.engine.models import batch, build
+from tests.methods.selective.tokenizers_for_tests import quickstart
+
+IDS = torch.arange(240).remainder(60).view(6, 40)
+
+
+def table():
+    return torch.randn(60, 8, generator=torch.Generator().manual_seed(5))
+
+
+def contributing(form):
+    importance = torch.rand(2, 60, generator=torch.Generator().manual_seed(6), dtype=torch.float64)
+    return CTI(importance, torch.ones(60, dtype=torch.bool), form=form, source="public")
+
+
+@pytest.mark.parametrize("form", [None, "prior", "candidates", "elastic", "paper"])
+@pytest.mark.parametrize("mechanism", ["laplace", "exponential"])
+def test_a_privatizer_draws_where_its_table_is(mechanism, form):
+    if form is not None and (form == "paper") != (mechanism == "laplace"):
+        pytest.skip("not a form of this mechanism")
+    settings = {"eta": 4.0, "mechanism": mechanism, "cti": form and contributing(form), "special_ids": (0, 1)}
+    here = TextPrivatizer(table(), **settings, unsafe_seed=3)
+    with elsewhere() as ran:
+        there = TextPrivatizer(table().to(DEVICE), **settings, unsafe_seed=3)
+        labels = [0, 1, 0, 1, 1, 0] if form else None
+        assert torch.equal(there(IDS, labels=labels), here(IDS, labels=labels))
+        op = "private_snap" if mechanism == "laplace" else "exponential_choice"
+        assert ran[op] == (2 if form else 1)
+        assert there.digest() == here.digest()
+        assert there.statement()["eta"] == 4.0
+        if mechanism == "exponential":
+            assert there.nats_per_distance() == pytest.approx(here.nats_per_distance())
+            torch.testing.assert_close(there.log_probabilities(7), here.log_probabilities(7))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_mechanism_draws_where_its_table_is(form):
+    def made(rows):
+        radius = None if form == "metric" else 3.0
+        cells = balanced_partition(rows, 4) if form == "partition" else None
+        return TokenMechanism(form, rows, radius, candidates=torch.arange(60) > 2, cells=cells)
+
+    here, ids = made(table()), IDS.flatten()
+    expected = here.draw(ids, 2.0, NoiseStream.unsafe_reproducible(1))
+    with elsewhere() as ran:
+        there = made(table().to(DEVICE))
+        assert torch.equal(there.draw(ids, 2.0, NoiseStream.unsafe_reproducible(1)), expected)
+        assert ran["exponential_choice"] > 0
+        assert there.strength(1.0) == here.strength(1.0)
+        torch.testing.assert_close(there.log_probabilities(7, 2.0), here.log_probabilities(7, 2.0))
+        assert public_radius(there.table) == public_radius(here.table)
+
+
+def test_a_cache_made_on_one_device_is_read_on_another(tmp_path):
+    tokenizer, rows = quickstart()
+    rows = rows.get_input_embeddings().weight if isinstance(rows, torch.nn.Module) else rows
+    perturb, texts = fastdp.SelectivePerturbation(1.0), ["Please call Richard McCray on 0393 1144137."]
+    drawn = perturb(texts, tokenizer, rows, cache=tmp_path / "cache")
+    with elsewhere() as ran:
+        read = perturb(texts, tokenizer, rows.detach().to(DEVICE), cache=tmp_path / "cache")
+        assert read.from_cache
+        assert not ran
+        perturb(texts, tokenizer, rows.detach().to(DEVICE))
+        assert ran["exponential_choice"] == 1
+    assert read.ids == drawn.ids
+
+
+def test_rows_get_their_noise_where_they_are():
+    rows = torch.randn(3, 5, 7)
+    expected = add_dchi_noise(rows, 2.0, NoiseStream.unsafe_reproducible(1))
+    with elsewhere() as ran:
+        noisy = add_dchi_noise(rows.to(DEVICE), 2.0, NoiseStream.unsafe_reproducible(1))
+        assert isinstance(noisy, There)
+        assert ran == {"dchi_vectors": 1}
+        assert torch.equal(noisy.cpu(), expected)
+
+
+def test_a_bottom_on_the_device_adds_its_noise_there():
+    bottom, _ = split_model(build("bert"), 1)
+    inputs = batch("bert")
+    inputs.pop("labels")
+    private = PrivateBottom(bottom, eta=5.0, unsafe_seed=2)
+    expected = private(**inputs)
+    with elsewhere() as ran:
+        private = PrivateBottom(bottom.to(DEVICE), eta=5.0, unsafe_seed=2)
+        noisy = private(**{name: value.to(DEVICE) for name, value in inputs.items()})
+        assert ran == {"dchi_vectors": 1}
+        torch.testing.assert_close(noisy.cpu(), expected, rtol=0, atol=1e-5)
