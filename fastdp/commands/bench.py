@@ -42,6 +42,28 @@ def step_command(
         _write(json, rows)
 
 
+@bench_app.command("simulate")
+@refusing
+def simulate_command(
+    case: Annotated[str, typer.Option(help="one case, or 'all'")] = "all",
+    gpu: Annotated[str, typer.Option(help="h100 or h200, or 'all'")] = "all",
+    json: Json = None,
+) -> None:
+    """SIMULATED steps: the real engine on tensors without data, each operation priced by a table; nothing is measured."""
+    from fastdp.bench import simulate as bench
+
+    rows: list[dict[str, Any]] = []
+    for name in bench.CASES if case == "all" else [case]:
+        for kind in bench.GPUS if gpu == "all" else [gpu]:
+            with console.status(f"{name} on {kind}, simulated ..."):
+                found = bench.measure(name, kind)
+            _print(
+                f"{name} on {found[0]['gpu']}, SIMULATED", [_without(row, "case", "gpu", "dearest") for row in found]
+            )
+            rows += found
+            _write(json, {"simulated": True, "prices": bench.prices(), "rows": rows})
+
+
 @bench_app.command("kernels")
 @refusing
 def kernels_command(
@@ -171,6 +193,10 @@ def _print(title: str, rows: list[dict[str, Any]]) -> None:
     for row in rows:
         table.add_row(*(_text(row.get(key, "")) for key in keys))
     console.print(table)
+
+
+def _without(row: dict[str, Any], *keys: str) -> dict[str, Any]:
+    return {key: value for key, value in row.items() if key not in keys}
 
 
 def _text(value: Any) -> str:

@@ -1,0 +1,68 @@
+"""Simulated steps: what is counted is what a real step does, and a host that waits is found."""
+
+import dataclasses
+
+import pytest
+import torch
+from fastdp.bench import simulate
+from fastdp.bench.simulate import CASES, GPUS, Case, HostWaits
+
+pytest.importorskip("triton")
+#: Small enough to be run for real, on a processor; without GQA and dropout, which it computes in another way.
+SMALL = {"layers": 6, "width": 64, "feed_forward": 128, "heads": 4, "key_heads": 4, "vocabulary": 256, "rows": 4}
+
+
+def small(kind, **changes):
+    return Case(kind, **(SMALL | {"tokens": 128, "dropout": 0.0, "dtype": torch.float32} | changes))
+
+
+@pytest.mark.parametrize("case", [small("llama", rank=4), small("gpt2")], ids=["llama-lora", "gpt2-full"])
+@pytest.mark.parametrize("private", [False, True], ids=["plain", "private"])
+def test_memory_is_that_of_a_real_step(case, private):
+    """Within 3%: a processor's kernels hold scratch of their own."""
+    gpu = dataclasses.replace(GPUS["h100"], memory=0)
+    found = simulate.tally(case, gpu, private=private, granularity=1)
+    real = simulate.real_peak(case, private=private)
+    assert found.peak_bytes - found.start_bytes == pytest.approx(real, rel=0.03)
+
+
+def test_a_host_that_waits_is_found():
+    with simulate.simulated(GPUS["h100"]) as meter:
+        x = torch.ones(3, device="meta")
+        namespace = {"__name__": "fastdp.engine.waiting", "torch": torch, "x": x}
+        for code in ("float(x.sum())", "x.cpu()", "torch.tensor([1.0], device='meta')", "torch.ones(3).to('meta')"):
+            eval(code, namespace)
+            with meter.measuring() as found, pytest.raises(HostWaits, match="fastdp.engine.waiting"):
+                eval(code, namespace)
+            with meter.measuring() as found:
+                eval(code, namespace | {"__name__": "transformers.model"})
+            assert found.model_waits == 1
+        with meter.measuring() as found:
+            eval("torch.ones(3).to('meta', non_blocking=True)", namespace)
+        assert found.launches == 1
+
+
+def test_prices():
+    gpu = dataclasses.replace(GPUS["h100"], bandwidth=1e9, half=1e12, launch=1e-6, captured_launch=1e-7)
+    with simulate.simulated(gpu) as meter:
+        a, b = (torch.empty(1024, 1024, device="meta", dtype=torch.bfloat16) for _ in range(2))
+        with meter.measuring() as product:
+            made = a @ b
+        with meter.measuring() as tiny:
+            torch.zeros(1, device="meta")
+        with meter.measuring() as views:
+            a.t().view(-1).expand(2, -1)
+        start = meter.live
+        del made
+        assert start - meter.live == 2 << 20
+    assert (product.launches, product.operations, product.bytes) == (1, 2 * 1024**3, 3 * 2 << 20)
+    assert product.seconds == pytest.approx(6e-3, rel=0.05)
+    assert (tiny.seconds, tiny.captured_seconds) == (1e-6, 1e-7)
+    assert (views.launches, views.bytes) == (0, 0)
+
+
+def test_an_unknown_case_or_gpu_is_refused():
+    with pytest.raises(ValueError, match="there is no case"):
+        simulate.measure("gpt5", "h100")
+    with pytest.raises(ValueError, match="no price list"):
+        simulate.measure(next(iter(CASES)), "abacus")
