@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib
 import math
 import sys
 import weakref
@@ -40,6 +41,7 @@ class Gpu:
     half: float  # operations a second that cuBLAS reaches in bfloat16
     single: float  # and in float32, without tensor cores
     words: float  # 32-bit integer operations a second
+    processors: int = 132
     own_share: float = 0.55  # of cuBLAS's rate, in products of our kernels
     launch: float = 5e-6  # of a torch operation from Python
     kernel_launch: float = 1.25e-5  # of a Triton kernel from Python
@@ -396,15 +398,14 @@ def _attention(elsewhere: Callable[..., torch.Tensor]) -> Callable[..., torch.Te
 @contextlib.contextmanager
 def simulated(gpu: Gpu, granularity: int = 512) -> Iterator[Meter]:
     """Within, tensors on the meta device are those of the GPU: our ops' launchers run on them, and all is metered."""
-    from fastdp.kernels import launch
     from triton.runtime.jit import JITFunction
 
-    import fastdp.ops
     from fastdp.engine import accumulator
     from fastdp.ops import routes
     from fastdp.ops.table import OPS
 
-    assert fastdp.ops.NoiseStream
+    for family in ("norms", "sums", "bounds", "instances", "noise", "adamw"):
+        importlib.import_module(f"fastdp.kernels.{family}")
     meter = Meter(gpu, granularity)
     constants = {("meta", width): value for (kind, width), value in routes.DEFAULTS.items() if kind == "cuda"}
     ours = {name: meter.own(name, op.implementations["cuda"], op.reference) for name, op in OPS.items()}
@@ -413,14 +414,16 @@ def simulated(gpu: Gpu, granularity: int = 512) -> Iterator[Meter]:
         for name, op in OPS.items():
             stack.enter_context(mock.patch.dict(op.implementations, {"meta": ours[name]}))
         stack.enter_context(mock.patch.dict(routes.DEFAULTS, constants))
-        stack.enter_context(mock.patch.object(accumulator, "_may_hold", lambda device: gpu.memory // 32))
-        stack.enter_context(mock.patch.object(launch, "_multiprocessors", lambda device: 132))
+        stack.enter_context(mock.patch.object(accumulator, "_may_hold", return_value=gpu.memory // 32))
+        for module in [m for name, m in sys.modules.items() if name.startswith("fastdp.kernels.")]:
+            if hasattr(module, "processors"):
+                stack.enter_context(mock.patch.object(module, "processors", return_value=gpu.processors))
         stack.enter_context(mock.patch.object(JITFunction, "run", _launched(meter)))
         # Torch knows no autocast on this device; nothing here uses any.
         ask = lambda kind="cuda": kind != "meta" and autocast(kind)  # noqa: E731
         stack.enter_context(mock.patch.object(torch, "is_autocast_enabled", ask))
         supported = "torch.optim.optimizer._get_fused_kernels_supported_devices"
-        stack.enter_context(mock.patch(supported, lambda: ["meta", "cpu"]))
+        stack.enter_context(mock.patch(supported, return_value=["meta", "cpu"]))
         # By name, since modes of torch's function layer do not reach into backward passes.
         for name in ("tensor", "as_tensor"):
             stack.enter_context(mock.patch.object(torch, name, _made_of_numbers(meter, getattr(torch, name))))

@@ -9,6 +9,7 @@ import torch
 
 import fastdp.ops as ops
 from fastdp.engine.bounds import Norms, UpperNorms
+from fastdp.engine.constants import sent
 from fastdp.engine.errors import UnsupportedUse
 from fastdp.engine.layout import Layout
 from fastdp.engine.likeness import Compared, Likeness, Noting, require_alike
@@ -265,10 +266,10 @@ class NormSink(_Captures):
             for use in self._grams
         ]
         own = [self.policy.group_of[use.name] for use in self._grams]
-        groups = torch.tensor(own, device=self.layout.weights.device)
+        groups = sent(tuple(own), torch.int64, self.layout.weights.device)
         squares = torch.stack([use.squares.double() for use in self._grams])
         hidden = torch.stack([use.products for use in self._grams]).square()
-        hidden *= torch.tensor(constants, dtype=torch.float64, device=hidden.device).unsqueeze(1)
+        hidden *= sent(tuple(constants), torch.float64, hidden.device).unsqueeze(1)
         known = self.norms.measured().index_add_(0, groups, squares)
         poor = (torch.zeros_like(known).index_add_(0, groups, hidden) > REMEASURED * known)[groups]
         anew = poor.device.type != "cpu" or bool(poor.any())

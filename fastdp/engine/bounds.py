@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from fastdp.engine.constants import sent
 from fastdp.ops.bounds import FLOOR, LARGEST_RATIO
 
 # float64 arithmetic on a few thousand numbers, each positive: far below this.
@@ -25,7 +26,7 @@ class UpperNorms:
 
     def weights(self, bounds: Sequence[float]) -> torch.Tensor:
         """``min(1, bound / norm)`` of each group and unit, rounded down to float32; see `down`."""
-        limits = torch.tensor(bounds, dtype=torch.float64, device=self.norms.device).unsqueeze(1)
+        limits = sent(tuple(bounds), torch.float64, self.norms.device).unsqueeze(1)
         return down(limits / self.norms)
 
 
@@ -152,10 +153,10 @@ class Norms:
         return UpperNorms(norms * _SLACK, measured)
 
     def _groups(self, parts: Sequence[_Part]) -> torch.Tensor:
-        return torch.tensor([p.group for p in parts], device=self._device)
+        return sent(tuple(p.group for p in parts), torch.int64, self._device)
 
     def _constants(self, values: list[float]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.float64, device=self._device).unsqueeze(1)
+        return sent(tuple(values), torch.float64, self._device).unsqueeze(1)
 
 
 def _stacked(rows: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -47,7 +47,8 @@ class Ticket:
             units = self.weights.shape[0]
             counts = torch.bincount(self.row_units, minlength=units)
             identity = units == self.row_units.shape[0]
-            return Layout(self.rows, self.row_units.to(device), self.weights.to(device), counts, identity)
+            units_of = self.row_units.to(device, non_blocking=True)
+            return Layout(self.rows, units_of, self.weights.to(device, non_blocking=True), counts, identity)
         flat = self.token_units.reshape(-1).cpu()
         starts = torch.ones_like(flat, dtype=torch.bool)
         starts[1:] = flat[1:] != flat[:-1]
@@ -60,10 +61,10 @@ class Ticket:
         return Layout(
             self.rows,
             torch.arange(ids.numel(), device=device),
-            weights.to(device),
+            weights.to(device, non_blocking=True),
             torch.bincount(segments),
             identity=True,
-            token_segments=segments.view(self.token_units.shape).to(device),
+            token_segments=segments.view(self.token_units.shape).to(device, non_blocking=True),
         )
 
 

@@ -72,7 +72,8 @@ class Private:
         self.plan = plan
         self.criterion = criterion
         self.last_step_done = False
-        self.nonfinite_examples = 0
+        #: On the device: to read it would make the host wait before each release.
+        self._nonfinite: torch.Tensor | int = 0
         self._stages = stages
         self._release = stages.release
         self._open_access = open_access
@@ -265,7 +266,7 @@ class Private:
         accumulator = engine.accumulator
         accumulator.require_alike()
         self._require_noise(accumulator.policy)
-        self.nonfinite_examples += int(accumulator.nonfinite)
+        self._nonfinite = self._nonfinite + accumulator.nonfinite
         for observer in self._observers:
             observer.before_release(accumulator)
         for following in self._following:
@@ -281,6 +282,11 @@ class Private:
             self._adapt(following)
         accumulator.reset()
         engine.complete = False
+
+    @property
+    def nonfinite_examples(self) -> int:
+        """How many examples were left out so far because their loss or gradient was not finite."""
+        return int(self._nonfinite)
 
     def _adapt(self, following: Following) -> None:
         accumulator, std = self._engine.accumulator, following.count_noise_std

@@ -1,0 +1,16 @@
+"""Numbers that the host knows, as tensors of a device: made once, and sent without waiting."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+
+@functools.lru_cache(maxsize=512)
+def sent(numbers: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A vector of these numbers, the same tensor for the same numbers: never to be written.
+
+    The copy is queued. One that blocks, as ``torch.tensor(..., device=...)`` makes, waits for all that the device has to do.
+    """
+    return torch.tensor(numbers, dtype=dtype).to(device, non_blocking=True)
