@@ -314,6 +314,14 @@ def _gram(lefts: list[torch.Tensor], right: torch.Tensor, offsets: torch.Tensor)
     return units * length * (length + 128) * (right.shape[1] + sum(left.shape[1] for left in lefts)), right
 
 
+def _gram_groups(
+    lefts: list[torch.Tensor], rights: list[torch.Tensor], counts: list[int], offsets: torch.Tensor
+) -> tuple[float, torch.Tensor]:
+    queue = iter(lefts)
+    groups = [([next(queue) for _ in range(count)], right) for count, right in zip(counts, rights)]
+    return sum(_gram(own, right, offsets)[0] for own, right in groups), rights[0]
+
+
 def _cross(left1: Any, right1: torch.Tensor, left2: Any, right2: torch.Tensor, *_: Any) -> tuple[float, torch.Tensor]:
     # Of each unit's tokens against its tokens of the other use; a one-hot factor takes no product.
     units = max(1, _[0].shape[0] - 1)
@@ -341,19 +349,22 @@ def _reading(*args: Any) -> tuple[float, torch.Tensor]:
 _WORK: dict[str, Callable[..., tuple[float, torch.Tensor | None]]] = {
     "norms": _norms,
     "sqnorm_group": _gram,
-    "gram_norms": _gram,
+    "gram_norms": _gram_groups,
     # Units whose Gram norms hide too much are found on the device and measured anew: none in a step as usual.
     "chosen_sqnorm": _reading,
     "row_products": _reading,
     "column_sums": _reading,
     "instance_norms": _reading,
     "instance_sum": _reading,
+    "instance_norms_group": _reading,
+    "instance_sum_group": _reading,
     "per_unit": _products,
     "per_unit_group": lambda lefts, rights, _: (sum(_products(*pair)[0] for pair in zip(lefts, rights)), rights[0]),
     "weighted_sum_": lambda out, left, right, *_: _products(left, right),
     "cross_inner": _cross,
     "add_noise_": _normals,
     "adamw_noise_step_": _normals,
+    "adamw_noise_steps_": lambda params, *_: (sum(_normals(p)[0] for p in params), None),
 }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,8 +12,8 @@ import torch
 
 import fastdp.ops as ops
 from fastdp.entry import make_private
-from fastdp.ops.stream import Draw
-from fastdp.private.release import Update
+from fastdp.ops.noise import DTYPES
+from fastdp.private.release import Summed, Update
 from fastdp.private.run import Private, drives
 
 
@@ -115,6 +115,8 @@ class CorrectedAdam(torch.optim.AdamW):
     noise_variance: float | Mapping[torch.Tensor, float | torch.Tensor] = 0.0
     floor: float = 5e-8
     fused: bool = True
+    #: Keep a float32 copy of each parameter of half precision, and update that.
+    master_weights: bool = False
 
     def noisy_update(self) -> Update | None:
         """What takes this step on a sum and its noise in one pass, as the groups are now; None with ``fused`` off."""
@@ -126,55 +128,72 @@ class CorrectedAdam(torch.optim.AdamW):
     def _noisy_update(
         self,
         group_of: dict[int, dict[str, Any]],
-        parameter: torch.nn.Parameter,
-        total: torch.Tensor,
-        std: float,
-        draw: Draw,
+        summed: Sequence[Summed],
+        take: Callable[[Sequence[int]], torch.Tensor],
         *,
         divisor: float,
         secure_rounding: bool,
-    ) -> bool:
-        """As `Update`, by `fastdp.ops.adamw_noise_step_`.
+    ) -> Sequence[Summed]:
+        """As `Update`, by `fastdp.ops.adamw_noise_steps_`: parameters that share their numbers are one call.
 
-        False for a parameter that is not float32, or with weight decay of Adam's kind or another option that the op lacks.
+        Left are those with weight decay of Adam's kind or another option that the op lacks, and strided ones.
         """
-        group = group_of.get(id(parameter))
-        if group is None or parameter.dtype != torch.float32:
-            return False
+        left: list[Summed] = []
+        alike: dict[tuple[Any, ...], list[Summed]] = {}
+        for part in summed:
+            group = group_of.get(id(part.parameter))
+            if group is None or not self._fusable(part, group, (part.std / divisor) ** 2):
+                left.append(part)
+                continue
+            state = self._state_of(part.parameter)
+            state["step"] += 1
+            corrected = self._variance_of(part.parameter) > 0
+            alike.setdefault((id(group), part.std, int(state["step"]), corrected), []).append(part)
+        for (_, std, step, corrected), parts in alike.items():
+            group = group_of[id(parts[0].parameter)]
+            states = [self.state[part.parameter] for part in parts]
+            ops.adamw_noise_steps_(
+                [part.parameter for part in parts],
+                [part.total for part in parts],
+                [state["exp_avg"] for state in states],
+                [state["exp_avg_sq"] for state in states],
+                std,
+                take([part.tensor for part in parts]),
+                masters=[state["master"] for state in states if "master" in state],
+                divisor=divisor,
+                lr=float(group["lr"]),
+                betas=(float(group["betas"][0]), float(group["betas"][1])),
+                eps=group["eps"],
+                weight_decay=group["weight_decay"],
+                step=step,
+                variance_floor=self.floor if corrected else None,
+                secure_rounding=secure_rounding,
+            )
+        return left
+
+    def _fusable(self, part: Summed, group: dict[str, Any], variance_of_noise: float) -> bool:
         if group["amsgrad"] or group["maximize"] or group["differentiable"]:
             return False
         if group["weight_decay"] and not group["decoupled_weight_decay"]:
             return False
-        variance = self._variance_of(parameter)
-        if isinstance(variance, torch.Tensor) or (variance > 0 and not math.isclose((std / divisor) ** 2, variance)):
+        if part.parameter.dtype not in DTYPES or not part.parameter.is_contiguous():
             return False
-        state = self._state_of(parameter)
-        state["step"] += 1
-        ops.adamw_noise_step_(
-            parameter,
-            total,
-            state["exp_avg"],
-            state["exp_avg_sq"],
-            std,
-            draw,
-            divisor=divisor,
-            lr=float(group["lr"]),
-            betas=(float(group["betas"][0]), float(group["betas"][1])),
-            eps=group["eps"],
-            weight_decay=group["weight_decay"],
-            step=int(state["step"]),
-            variance_floor=self.floor if variance > 0 else None,
-            secure_rounding=secure_rounding,
-        )
-        return True
+        variance = self._variance_of(part.parameter)
+        return not isinstance(variance, torch.Tensor) and (variance == 0 or math.isclose(variance_of_noise, variance))
 
     def _state_of(self, parameter: torch.Tensor) -> dict[str, Any]:
-        """Torch's own state of a parameter, begun if it is new."""
+        """Torch's own state of a parameter, begun if it is new; moments are float32 whatever its dtype."""
         state = self.state[parameter]
         if not state:
             state["step"] = torch.tensor(0.0)
-            state["exp_avg"] = torch.zeros_like(parameter)
-            state["exp_avg_sq"] = torch.zeros_like(parameter)
+            state["exp_avg"] = torch.zeros_like(parameter, dtype=torch.float32)
+            state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=torch.float32)
+        if self.master_weights and parameter.dtype != torch.float32 and "master" not in state:
+            state["master"] = parameter.detach().float()
+        for name in ("exp_avg", "exp_avg_sq", "master"):
+            # Torch gives what it loads from a checkpoint the parameter's dtype.
+            if name in state and state[name].dtype != torch.float32:
+                state[name] = state[name].float()
         return state
 
     def _variance_of(self, parameter: torch.Tensor) -> float | torch.Tensor:
@@ -184,7 +203,9 @@ class CorrectedAdam(torch.optim.AdamW):
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         """One step; the correction applies when ``noise_variance`` is positive."""
-        if not self.noise_variance:
+        if not self.noise_variance and not any(
+            self._is_wider(p) for group in self.param_groups for p in group["params"]
+        ):
             return _unhooked(torch.optim.AdamW.step)(self, closure)
         loss = None if closure is None else closure()
         for group in self.param_groups:
@@ -194,21 +215,32 @@ class CorrectedAdam(torch.optim.AdamW):
                     self._corrected(parameter, group, beta1, beta2)
         return loss
 
+    def _is_wider(self, parameter: torch.Tensor) -> bool:
+        """Whether a gradient is to be applied whose moments are of another dtype, which torch's own step refuses."""
+        if parameter.grad is None or parameter.dtype == torch.float32:
+            return False
+        return self.master_weights or self.state.get(parameter, {}).get("exp_avg", parameter).dtype != parameter.dtype
+
     def _corrected(self, parameter: torch.Tensor, group: dict[str, Any], beta1: float, beta2: float) -> None:
         state = self._state_of(parameter)
-        gradient = parameter.grad
-        assert gradient is not None
+        assert parameter.grad is not None
+        gradient, wide = parameter.grad.float(), state.get("master", parameter).float()
         state["step"] += 1
         step = float(state["step"])
         if group["decoupled_weight_decay"]:
-            parameter.mul_(1 - group["lr"] * group["weight_decay"])
+            wide.mul_(1 - group["lr"] * group["weight_decay"])
         elif group["weight_decay"]:
-            gradient = gradient.add(parameter, alpha=group["weight_decay"])
+            gradient = gradient.add(wide, alpha=group["weight_decay"])
         state["exp_avg"].lerp_(gradient, 1 - beta1)
         state["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-        second = state["exp_avg_sq"] / (1 - beta2**step) - self._variance_of(parameter)
-        denominator = second.clamp_(min=self.floor).sqrt_()
-        parameter.addcdiv_(state["exp_avg"], denominator, value=-group["lr"] / (1 - beta1**step))
+        second, variance = state["exp_avg_sq"] / (1 - beta2**step), self._variance_of(parameter)
+        if isinstance(variance, torch.Tensor) or variance > 0:
+            denominator = (second - variance).clamp_(min=self.floor).sqrt_()
+        else:
+            denominator = second.sqrt_().add_(group["eps"])
+        wide.addcdiv_(state["exp_avg"], denominator, value=-group["lr"] / (1 - beta1**step))
+        if parameter.dtype != torch.float32:
+            parameter.copy_(wide)
 
 
 class AdamW(_Private, CorrectedAdam):
@@ -218,12 +250,14 @@ class AdamW(_Private, CorrectedAdam):
         params, model, data_loader, privacy: parameters or groups, or a model and its loader; the rest as in
             `fastdp.make_private`.
         lr, betas, eps, weight_decay: as in torch.
-        fused: draw the noise within the update, in one pass over memory; the gradients of `float32` parameters then stay
-            None. False, or a hook of yours before the step: noisy gradients are set first, as by any other optimizer.
+        fused: draw the noise within the update, in one pass over memory; the gradients of parameters then stay None. False,
+            or a hook of yours before the step: noisy gradients are set first, as by any other optimizer.
+        master_weights: keep a float32 copy of each parameter of half precision and update that, so that small updates are
+            not lost in rounding. Moments are float32 in any case. A checkpoint holds both in the parameter's own precision.
     """
 
-    def __init__(self, params: Any, *args: Any, fused: bool = True, **options: Any):
-        self.fused = fused
+    def __init__(self, params: Any, *args: Any, fused: bool = True, master_weights: bool = False, **options: Any):
+        self.fused, self.master_weights = fused, master_weights
         self._begin(torch.optim.AdamW, params, args, options)
 
 
@@ -233,8 +267,8 @@ class Adam(_Private, CorrectedAdam):
     Args as for `AdamW`; ``weight_decay`` is 0 by default; above 0 the update is not fused.
     """
 
-    def __init__(self, params: Any, *args: Any, fused: bool = True, **options: Any):
-        self.fused = fused
+    def __init__(self, params: Any, *args: Any, fused: bool = True, master_weights: bool = False, **options: Any):
+        self.fused, self.master_weights = fused, master_weights
         self._begin(torch.optim.AdamW, params, args, options, weight_decay=0.0)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

@@ -1,13 +1,52 @@
 """``adamw_noise_step_``: noise and AdamW in one pass over memory, 28 bytes an element in float32."""
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
 
 from .chacha import BLOCKS, normals
 from .grid import numbers_of_grid, on_grid
+from .groups import first_programs, owner
 from .launch import beside, on_device_of
 from .tiles import load_flat, store_flat
+
+_TRITON = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+@triton.jit
+def update(
+    p_param, p_grad, p_mean, p_square, p_master, o_x, n, inside, z, p_position, block, std, spacing, inverse,
+    inverse_divisor, keep, step_size, lerp1, beta2, rest2, inverse_correction2, eps, noise_variance, floor,
+    CORRECTED: tl.constexpr, ROUNDED: tl.constexpr, MASTER: tl.constexpr,
+):  # fmt: skip
+    # [b_blocks, 16]
+    grad = load_flat(p_grad, o_x, n, inside)
+    if ROUNDED:
+        g = on_grid(grad, z, p_position, block, std, spacing, inverse) * inverse_divisor
+    else:
+        g = tl.fma(z, std, grad) * inverse_divisor
+    # [b_blocks, 16]
+    mean = load_flat(p_mean, o_x, n, inside)
+    square = load_flat(p_square, o_x, n, inside)
+    if MASTER:
+        param = load_flat(p_master, o_x, n, inside)
+    else:
+        param = load_flat(p_param, o_x, n, inside).to(tl.float32)
+    mean = tl.fma(lerp1, g - mean, mean)
+    square = tl.fma(g * g, rest2, square * beta2)
+    if CORRECTED:
+        under = tl.sqrt(tl.maximum(square * inverse_correction2 - noise_variance, floor))
+    else:
+        under = tl.sqrt(square * inverse_correction2) + eps
+    param = param * keep - step_size * mean / under
+    # [b_blocks, 16]
+    store_flat(p_mean, o_x, n, inside, mean)
+    store_flat(p_square, o_x, n, inside, square)
+    if MASTER:
+        store_flat(p_master, o_x, n, inside, param)
+    store_flat(p_param, o_x, n, inside, param.to(p_param.dtype.element_ty))
 
 
 @triton.jit(do_not_specialize=["n"])
@@ -21,27 +60,70 @@ def _adamw_kernel(
     z = normals(p_position, block, ROUNDED)
     o_x = (first + tl.arange(0, b_blocks))[:, None] * 16 + tl.arange(0, 16)[None, :]
     inside = (first + b_blocks) * 16 <= n
-    # [b_blocks, 16]
-    grad = load_flat(p_grad, o_x, n, inside)
-    if ROUNDED:
-        g = on_grid(grad, z, p_position, block, std, spacing, inverse) * inverse_divisor
-    else:
-        g = tl.fma(z, std, grad) * inverse_divisor
-    # [b_blocks, 16]
-    mean = load_flat(p_mean, o_x, n, inside)
-    square = load_flat(p_square, o_x, n, inside)
-    param = load_flat(p_param, o_x, n, inside).to(tl.float32)
-    mean = tl.fma(lerp1, g - mean, mean)
-    square = tl.fma(g * g, rest2, square * beta2)
-    if CORRECTED:
-        under = tl.sqrt(tl.maximum(square * inverse_correction2 - noise_variance, floor))
-    else:
-        under = tl.sqrt(square * inverse_correction2) + eps
-    param = param * keep - step_size * mean / under
-    # [b_blocks, 16]
-    store_flat(p_mean, o_x, n, inside, mean)
-    store_flat(p_square, o_x, n, inside, square)
-    store_flat(p_param, o_x, n, inside, param.to(p_param.dtype.element_ty))
+    update(p_param, p_grad, p_mean, p_square, p_param, o_x, n, inside, z, p_position, block, std, spacing, inverse,
+           inverse_divisor, keep, step_size, lerp1, beta2, rest2, inverse_correction2, eps, noise_variance, floor,
+           CORRECTED, ROUNDED, False)  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["lines"])
+def _adamw_group_kernel(
+    p_table, p_positions, lines,
+    std, spacing, inverse, inverse_divisor, keep, step_size, lerp1, beta2, rest2, inverse_correction2, eps, noise_variance, floor,
+    PARAMETER: tl.constexpr, b_blocks: tl.constexpr, CORRECTED: tl.constexpr, ROUNDED: tl.constexpr, MASTER: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    line = owner(p_table, 7, lines, program).to(tl.int64)
+    p_line = p_table + line * 7
+    p_param = tl.load(p_line).to(tl.pointer_type(PARAMETER))
+    p_grad = tl.load(p_line + 1).to(tl.pointer_type(tl.float32))
+    p_mean = tl.load(p_line + 2).to(tl.pointer_type(tl.float32))
+    p_square = tl.load(p_line + 3).to(tl.pointer_type(tl.float32))
+    p_master = tl.load(p_line + 4).to(tl.pointer_type(tl.float32))
+    if ALIGNED:
+        p_param = tl.multiple_of(p_param, 16)
+        p_grad = tl.multiple_of(p_grad, 16)
+        p_mean = tl.multiple_of(p_mean, 16)
+        p_square = tl.multiple_of(p_square, 16)
+        p_master = tl.multiple_of(p_master, 16)
+    n = tl.load(p_line + 5)
+    first = (program - tl.load(p_line + 6)) * b_blocks
+    p_position = p_positions + line * 11
+    block = (first + tl.arange(0, b_blocks)).to(tl.uint32)
+    z = normals(p_position, block, ROUNDED)
+    o_x = (first + tl.arange(0, b_blocks))[:, None] * 16 + tl.arange(0, 16)[None, :]
+    inside = (first + b_blocks) * 16 <= n
+    update(p_param, p_grad, p_mean, p_square, p_master, o_x, n, inside, z, p_position, block, std, spacing, inverse,
+           inverse_divisor, keep, step_size, lerp1, beta2, rest2, inverse_correction2, eps, noise_variance, floor,
+           CORRECTED, ROUNDED, MASTER)  # fmt: skip
+
+
+def _numbers(
+    std: float,
+    divisor: float,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    step: int,
+    variance_floor: float | None,
+    rounded: bool,
+) -> tuple[float, ...]:
+    """What the kernel takes from ``std`` to ``floor``, computed in float64."""
+    return (
+        *(numbers_of_grid(std) if rounded else (float(std), 0.0, 0.0)),
+        1.0 / divisor,
+        1.0 - lr * weight_decay,
+        lr / (1.0 - beta1**step),
+        1.0 - beta1,
+        float(beta2),
+        1.0 - beta2,
+        1.0 / (1.0 - beta2**step),
+        float(eps),
+        (std / divisor) ** 2,
+        float(variance_floor or 0.0),
+    )
 
 
 def adamw_noise_step_(
@@ -72,6 +154,7 @@ def adamw_noise_step_(
         return
     written = (param, exp_avg, exp_avg_sq)
     flat = [x.contiguous() for x in written]
+    rounded = secure_rounding and std > 0.0
     with on_device_of(param):
         _adamw_kernel[(triton.cdiv(param.numel(), 16 * BLOCKS),)](
             flat[0],
@@ -80,23 +163,64 @@ def adamw_noise_step_(
             flat[2],
             beside(position, param),
             param.numel(),
-            *(numbers_of_grid(std) if secure_rounding and std > 0.0 else (float(std), 0.0, 0.0)),
-            1.0 / divisor,
-            1.0 - lr * weight_decay,
-            lr / (1.0 - beta1**step),
-            1.0 - beta1,
-            float(beta2),
-            1.0 - beta2,
-            1.0 / (1.0 - beta2**step),
-            float(eps),
-            (std / divisor) ** 2,
-            float(variance_floor or 0.0),
+            *_numbers(std, divisor, lr, beta1, beta2, eps, weight_decay, step, variance_floor, rounded),
             b_blocks=BLOCKS,
             CORRECTED=variance_floor is not None,
-            ROUNDED=secure_rounding and std > 0.0,
+            ROUNDED=rounded,
             enable_fp_fusion=True,
             num_warps=4,
         )
     for x, result in zip(written, flat):
         if result is not x:
             x.copy_(result)
+
+
+def adamw_noise_steps_(
+    params: Sequence[torch.Tensor],
+    grad_sums: Sequence[torch.Tensor],
+    exp_avgs: Sequence[torch.Tensor],
+    exp_avg_sqs: Sequence[torch.Tensor],
+    masters: Sequence[torch.Tensor],
+    drawn: torch.Tensor,
+    std: float,
+    divisor: float,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    step: int,
+    variance_floor: float | None,
+    secure_rounding: bool,
+) -> None:
+    """As `adamw_noise_step_` for k tensors, contiguous ones: a launch for each dtype of parameters."""
+    rounded = secure_rounding and std > 0.0
+    numbers = _numbers(std, divisor, lr, beta1, beta2, eps, weight_decay, step, variance_floor, rounded)
+    kinds: dict[torch.dtype, list[int]] = {}
+    for i, param in enumerate(params):
+        kinds.setdefault(param.dtype, []).append(i)
+    for dtype, members in kinds.items():
+        columns = [
+            [tensors[i].data_ptr() for i in members]
+            for tensors in (params, grad_sums, exp_avgs, exp_avg_sqs, masters or grad_sums)
+        ]
+        lengths = [params[i].numel() for i in members]
+        firsts, programs = first_programs(lengths, 16 * BLOCKS)
+        if not programs:
+            continue
+        table = torch.tensor(list(zip(*columns, lengths, firsts)), dtype=torch.int64)
+        with on_device_of(params[0]):
+            _adamw_group_kernel[(programs,)](
+                beside(table, params[0]),
+                beside(drawn if len(kinds) == 1 else drawn[members], params[0]),
+                len(members),
+                *numbers,
+                PARAMETER=_TRITON[dtype],
+                b_blocks=BLOCKS,
+                CORRECTED=variance_floor is not None,
+                ROUNDED=rounded,
+                MASTER=bool(masters),
+                ALIGNED=all(address % 16 == 0 for column in columns for address in column),
+                enable_fp_fusion=True,
+                num_warps=4,
+            )

@@ -4,11 +4,14 @@ Both read each gradient once. A program of the norms measures one chunk of one u
 the result and adds the units up in their order, so two runs give the same bits.
 """
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
 
-from .direct import ABSOLUTE, MASKED_SQUARE
+from . import groups
+from .direct import ABSOLUTE, MASKED_SQUARE, SQUARE
 from .launch import on_device_of, serves
 from .reduce import sum_slots
 
@@ -121,3 +124,28 @@ def instance_sum(
                 num_warps=4,
             )
     return out
+
+
+#: Longer gradients keep more than one program a unit busy, by themselves.
+_SHORT = 1 << 16
+
+
+def _grouped(instances: Sequence[torch.Tensor]) -> bool:
+    return all(x.dtype == torch.float32 and x.is_contiguous() for x in instances)
+
+
+@serves(1)
+def instance_norms_group(instances: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Squared norms [k, B] of k tensors [B, ...]: of short ones in one launch."""
+    short = [i for i, x in enumerate(instances) if x.shape[1:].numel() <= _SHORT]
+    if len(short) == len(instances) and _grouped(instances):
+        return groups.instance_norms(instances)
+    return torch.stack([instance_norms(x, SQUARE, None)[0] for x in instances])
+
+
+@serves(1)
+def instance_sum_group(instances: Sequence[torch.Tensor], weights: torch.Tensor) -> list[torch.Tensor]:
+    """Weighted sums over the units of k tensors [B, ...], weights [k, B]: one launch."""
+    if _grouped(instances):
+        return groups.instance_sums(instances, weights)
+    return [instance_sum(x, row, None, None) for x, row in zip(instances, weights)]

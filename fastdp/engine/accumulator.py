@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 import fastdp.ops as ops
-from fastdp.engine.bounds import Norms, UpperNorms
+from fastdp.engine.bounds import Norms, UpperNorms, stacked
 from fastdp.engine.constants import sent
 from fastdp.engine.errors import UnsupportedUse
 from fastdp.engine.layout import Layout
@@ -95,8 +95,17 @@ class _Captures:
 class NormSink(_Captures):
     """Computes upper bounds of norms as captures arrive; keeps what the weighted sums will need unless a second pass follows."""
 
-    def __init__(self, accumulator: Accumulator, layout: Layout, expected: Mapping[str, int], *, keep: bool):
+    def __init__(
+        self,
+        accumulator: Accumulator,
+        layout: Layout,
+        expected: Mapping[str, int],
+        *,
+        keep: bool,
+        instances: bool = False,
+    ):
         super().__init__(accumulator)
+        self.instances = instances
         self.layout = layout
         self.expected = expected
         self.keep = keep
@@ -138,16 +147,18 @@ class NormSink(_Captures):
         single = self.expected.get(name, 1) == 1
         tokens, columns = factors.right.shape
         rows = parameter.shape[0] if factors.one_hot else factors.left.shape[1]
-        route = plan(
-            rows,
-            columns,
-            tokens // max(1, layout.units),
-            layout.units,
-            one_hot=factors.one_hot,
-            keeps_factors=self.keep,
-            dtype=factors.right.dtype,
-            device=factors.right.device,
-        )
+        route = "instantiate"
+        if factors.one_hot or not self.instances:
+            route = plan(
+                rows,
+                columns,
+                tokens // max(1, layout.units),
+                layout.units,
+                one_hot=factors.one_hot,
+                keeps_factors=self.keep,
+                dtype=factors.right.dtype,
+                device=factors.right.device,
+            )
         self.routes[name] = Route("row sums" if factors.one_hot else route, rows, columns, tokens, layout.units)
         # The gradient of a table has no small form, and its cross term with this use needs both as factors.
         if route == "instantiate" and not factors.one_hot and name not in self.tables:
@@ -267,21 +278,25 @@ class NormSink(_Captures):
         ]
         own = [self.policy.group_of[use.name] for use in self._grams]
         groups = sent(tuple(own), torch.int64, self.layout.weights.device)
-        squares = torch.stack([use.squares.double() for use in self._grams])
-        hidden = torch.stack([use.products for use in self._grams]).square()
+        squares = stacked([use.squares for use in self._grams])
+        products = stacked([use.products for use in self._grams])
+        hidden = products.square()
         hidden *= sent(tuple(constants), torch.float64, hidden.device).unsqueeze(1)
         known = self.norms.measured().index_add_(0, groups, squares)
         poor = (torch.zeros_like(known).index_add_(0, groups, hidden) > REMEASURED * known)[groups]
         anew = poor.device.type != "cpu" or bool(poor.any())
-        for use, gram, chosen in zip(self._grams, constants, poor):
+        rests = products
+        if anew:
+            squares, products = squares.masked_fill(poor, 0), products.masked_fill(poor, 0)
+            rests = rests.masked_fill(~poor, 0)
+        for use, gram, square, product, rest, chosen in zip(self._grams, constants, squares, products, rests, poor):
             rounding = ops.Rounding(use.left, use.right)
-            added, squares, products = rounding.added(use.tokens), use.squares, use.products
+            added = rounding.added(use.tokens)
             if anew:
-                squares, products = torch.where(chosen, 0, squares), torch.where(chosen, 0, products)
                 again = ops.chosen_sqnorm(use.left, use.right, use.offsets, chosen)
-                rest, both = torch.where(chosen, use.products, 0), rounding.entry(use.tokens) + added
+                both = rounding.entry(use.tokens) + added
                 self.add_powers(use.name, again, rounding, products=rest, added=both)
-            self.add_powers(use.name, squares, rounding, products=products, gram=gram, added=added)
+            self.add_powers(use.name, square, rounding, products=product, gram=gram, added=added)
         self._grams.clear()
 
     def drop(self, entry: _Entry) -> None:
@@ -299,17 +314,28 @@ class NormSink(_Captures):
         # An instance may be made by a BLAS as well, in an order that is not known.
         entry.added += 2 * rounding.added(tokens)
 
-    def _add_instance(self, name: str, entry: _Entry) -> None:
-        assert entry.instance is not None
-        squared = entry.squared if entry.squared is not None else ops.instance_sqnorm(entry.instance)
-        products = entry.reach(squared.double().sqrt())
-        self.add_powers(name, squared, ops.Rounding(entry.instance), products=products, added=entry.added)
+    def _add_instances(self, entries: dict[str, _Entry]) -> None:
+        """Take the norms of whole gradients, finding in one launch those that did not come with them."""
+        unknown = [entry for entry in entries.values() if entry.squared is None]
+        if unknown:
+            rows = ops.instance_sqnorm_group([entry.instance for entry in unknown if entry.instance is not None])
+            for entry, row in zip(unknown, rows):
+                entry.squared = row
+        for name, entry in entries.items():
+            assert entry.instance is not None
+            assert entry.squared is not None
+            # An instance is added as it was measured.
+            products = None if entry.products is None else entry.reach(entry.squared.double().sqrt())
+            self.add_powers(name, entry.squared, ops.Rounding(entry.instance), products=products, added=entry.added)
+            if not self.keep:
+                entry.instance = entry.squared = None
 
     def finish(self) -> UpperNorms:
         """Upper bounds of what each unit adds, complete."""
         self._flush()
         self._flush_small()
         self._judge()
+        whole: dict[str, _Entry] = {}
         for name, entry in self.entries.items():
             if name in self.policy.masks:
                 self._masked(name, entry)
@@ -317,9 +343,11 @@ class NormSink(_Captures):
             if entry.factors and (self.expected.get(name, 1) > 1 or entry.instance is not None):
                 self._several(name, entry)
             if entry.instance is not None:
-                self._add_instance(name, entry)
+                whole[name] = entry
                 if not self.keep:
-                    entry.instance = None
+                    self._add_instances(whole)
+                    whole.clear()
+        self._add_instances(whole)
         self._judge()
         return self.norms.upper()
 
@@ -560,6 +588,7 @@ class Accumulator:
         expected: Mapping[str, int],
         *,
         two_pass: bool,
+        instances: bool = False,
     ) -> None:
         """Clip and add one micro-batch.
 
@@ -568,8 +597,9 @@ class Accumulator:
             open_sink: connects the pass's captures to a sink.
             expected: how often each parameter is used in a forward pass, as traced.
             two_pass: run the backward pass twice and keep no factor: for gradient checkpointing, where memory is short.
+            instances: make each unit's gradient of every matrix at once and keep no factor, in one pass: see `fit`.
         """
-        norms = NormSink(self, layout, expected, keep=not two_pass)
+        norms = NormSink(self, layout, expected, keep=not two_pass, instances=instances)
         first, again = Likeness(self.names), Likeness(self.names)
         open_sink(Noting(norms, first) if two_pass else norms)
         backward(two_pass)
@@ -584,12 +614,23 @@ class Accumulator:
             if layout.weights.device.type == "cpu":
                 self.require_alike()
             return
+        whole: dict[str, torch.Tensor] = {}
+        held, most = 0, _may_hold(layout.weights.device)
         while norms.entries:
             name, entry = norms.entries.popitem()
             if entry.instance is not None:
-                self.add_instance(name, entry.instance, factors)
+                whole[name], entry.instance = entry.instance, None
+                held += whole[name].nbytes
+                if held > most:
+                    self.add_instances(whole, factors)
+                    whole, held = {}, 0
             while entry.factors:
                 self.add_factors(name, entry.factors.pop(), factors, layout)
+        self.add_instances(whole, factors)
+
+    def fit(self, units: int, available: int) -> bool:
+        """Whether every unit's whole gradient of all parameters takes at most ``available`` bytes, and can be made at all."""
+        return not self.tables and 4 * units * sum(p.numel() for p in self.parameters.values()) <= available
 
     def add_unit(self, instances: Mapping[str, torch.Tensor], weight: torch.Tensor) -> None:
         """Clip and add one unit from its whole gradients ``[1, ...]``, weight ``[1]``: the one-example route."""
@@ -622,6 +663,25 @@ class Accumulator:
         if isinstance(group, tuple):
             return factors[group[0]], factors[group[1]]
         return factors[group], None
+
+    def add_instances(self, instances: Mapping[str, torch.Tensor], factors: torch.Tensor) -> None:
+        """Add instantiated gradients ``[units, ...]`` of several parameters: in one launch all that have no mask."""
+        plain = []
+        for name, instance in instances.items():
+            if isinstance(self.policy.group_of[name], tuple):
+                self.add_instance(name, instance, factors)
+            else:
+                plain.append(name)
+        if not plain:
+            return
+        own = [group for name in plain if isinstance(group := self.policy.group_of[name], int)]
+        weights = factors.index_select(0, sent(tuple(own), torch.int64, factors.device))
+        shaped = [instances[name].reshape(-1, *self.parameters[name].shape) for name in plain]
+        totals = dict(zip(plain, ops.instance_sum_group(shaped, weights)))
+        again = [name for name in plain if name in self.sums]
+        if again:
+            torch._foreach_add_([self.sums[name] for name in again], [totals.pop(name) for name in again])
+        self.sums |= totals
 
     def add_instance(self, name: str, instance: torch.Tensor, factors: torch.Tensor) -> None:
         """Add instantiated per-unit gradients ``[units, ...]``; rows of weight 0 are selected out, NaN and all."""

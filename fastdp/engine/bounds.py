@@ -127,7 +127,7 @@ class Norms:
         """The computed powers so far ``[groups, units]`` float64: never a bound of anything."""
         new = self._parts[self._counted :]
         if new:
-            self._measured.index_add_(0, self._groups(new), _stacked([p.powers for p in new]))
+            self._measured.index_add_(0, self._groups(new), stacked([p.powers for p in new]))
             self._counted = len(self._parts)
         return self._measured.clone()
 
@@ -140,9 +140,9 @@ class Norms:
         measured, added = self.measured(), torch.zeros(self._shape, dtype=torch.float64, device=self._device)
         highest = measured.clone()
         if self._parts:
-            powers, groups = _stacked([p.powers for p in self._parts]), self._groups(self._parts)
-            none = torch.zeros(self._shape[1], dtype=torch.float64, device=self._device)
-            products = _stacked([none if p.products is None else p.products for p in self._parts])
+            powers, groups = stacked([p.powers for p in self._parts]), self._groups(self._parts)
+            none = sent((0.0,) * self._shape[1], torch.float64, self._device)
+            products = stacked([none if p.products is None else p.products for p in self._parts])
             reach = products**self.order
             errors = powers.abs() * self._constants([p.relative for p in self._parts])
             errors += self._constants([p.floor for p in self._parts])
@@ -159,7 +159,14 @@ class Norms:
         return sent(tuple(values), torch.float64, self._device).unsqueeze(1)
 
 
-def _stacked(rows: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Rows as float64 ``[rows, units]``; on a GPU in two launches, unless their dtypes differ."""
-    alike = len({row.dtype for row in rows}) == 1
-    return torch.stack(list(rows) if alike else [row.double() for row in rows]).double()
+def stacked(rows: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Rows as float64 ``[rows, units]``; on a GPU in a few launches, however many there are."""
+    kinds: dict[torch.dtype, list[int]] = {}
+    for at, row in enumerate(rows):
+        kinds.setdefault(row.dtype, []).append(at)
+    blocks = [torch.stack([rows[at] for at in members]).double() for members in kinds.values()]
+    if len(blocks) == 1:
+        return blocks[0]
+    order = [at for members in kinds.values() for at in members]
+    places = sorted(range(len(order)), key=order.__getitem__)
+    return torch.cat(blocks).index_select(0, sent(tuple(places), torch.int64, rows[0].device))

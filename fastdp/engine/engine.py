@@ -34,6 +34,8 @@ NO_LOSS = (
     "the model returned no loss: pass labels to it, or state loss_reduction='mean' (or 'sum') to make_private and compute the "
     "loss outside"
 )
+#: Whole gradients that take less than this share of the model's own memory are cheaper than a second backward pass.
+_INSTANCES = 0.125
 _ONE_ROW = Ticket(torch.zeros(1, dtype=torch.int64), torch.ones(1), is_last=True)
 
 
@@ -59,7 +61,8 @@ class Engine:
         tickets: the loader's queue: a forward pass reads its head, the backward pass removes it.
         loss_reduction: "mean" or "sum" over the rows, for a criterion outside the model; None for a model that returns
             its loss.
-        two_pass: run the backward pass twice and keep no factors; None decides by whether checkpointing is on.
+        two_pass: run the backward pass twice and keep no factors; None does so where checkpointing is on, unless the units'
+            whole gradients are small beside the model, and are kept instead (LoRA's).
         check: compare the first micro-batch with one-at-a-time autograd before anything is released.
         accumulator: takes the captures instead of an `Accumulator`, for other sums of per-example gradients than clipped ones.
         on_route: told of the route, and why, once it is known.
@@ -107,6 +110,7 @@ class Engine:
         self._structure = Structure(model)
         self._foreseen: selfcheck.Foreseen | None = None
         self._rehearsed: dict[int, torch.Tensor] = {}
+        self._own_bytes: int | None = None
         self._patches: list[PatchedForward] = []
         self._preparing = False
         self._root = _RootForward(model, self)
@@ -339,7 +343,7 @@ class Engine:
 
     def differentiate(self, waiting: Pass, upstream: Any) -> None:
         """Run the backward pass of one micro-batch into the accumulator."""
-        two_pass = self.two_pass if self.two_pass is not None else _checkpoints(self.model)
+        two_pass, instances = self._passes(waiting.layout)
         self.reads.tap = waiting.tap if self.route == USES else None
         try:
             if waiting.ticket.rehearsal:
@@ -357,6 +361,7 @@ class Engine:
                         waiting.layout,
                         self.expected,
                         two_pass=two_pass,
+                        instances=instances,
                     )
                 self._refuse_foreign_gradients("in the backward pass")
         except UnsupportedUse as error:
@@ -370,6 +375,17 @@ class Engine:
         finally:
             self.reads.tap = None
             waiting.tap.sink = None
+
+    def _passes(self, layout: Layout) -> tuple[bool, bool]:
+        """Whether to run the backward pass twice, and whether to keep whole gradients, which are small where few train."""
+        if self.two_pass is not None:
+            return self.two_pass, False
+        if not _checkpoints(self.model):
+            return False, False
+        if self._own_bytes is None:
+            self._own_bytes = sum(p.nbytes for p in self.model.parameters())
+        instances = self.accumulator.fit(layout.units, int(_INSTANCES * self._own_bytes))
+        return not instances, instances
 
     def _take_ordinary(self, waiting: Pass) -> None:
         accumulator = self.accumulator

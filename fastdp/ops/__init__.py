@@ -5,6 +5,7 @@ An op lives under the name of its family in four folders: here its schema, check
 """
 
 from .adamw import adamw_noise_step_ as adamw_noise_step_
+from .adamw import adamw_noise_steps_ as adamw_noise_steps_
 from .bounds import Rounding as Rounding
 from .bounds import chosen_sqnorm as chosen_sqnorm
 from .bounds import gram_norms as gram_norms
@@ -18,7 +19,9 @@ from .instances import instance_abs_sum as instance_abs_sum
 from .instances import instance_masked_sqnorm as instance_masked_sqnorm
 from .instances import instance_masked_sum as instance_masked_sum
 from .instances import instance_sqnorm as instance_sqnorm
+from .instances import instance_sqnorm_group as instance_sqnorm_group
 from .instances import instance_sum as instance_sum
+from .instances import instance_sum_group as instance_sum_group
 from .noise import add_noise_ as add_noise_
 from .norms import abs_sum as abs_sum
 from .norms import cross_inner as cross_inner

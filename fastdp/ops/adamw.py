@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 
 from fastdp.ops.grid import check_grid, on_grid
 from fastdp.ops.noise import check_in_place, check_position, check_tensor, standard_normals
-from fastdp.ops.stream import Draw, NoiseStream
+from fastdp.ops.stream import POSITION_WORDS, Draw, NoiseStream
 from fastdp.ops.table import Op
 from fastdp.validate import at_least, positive
 
@@ -147,4 +150,102 @@ def adamw_noise_step_(
     numbers = (std, divisor, lr, *betas, eps, weight_decay)
     _ADAMW(param, grad_sum, exp_avg, exp_avg_sq, stream, *numbers, step, variance_floor, secure_rounding)
     for x in (param, exp_avg, exp_avg_sq):
+        torch.autograd.graph.increment_version(x)
+
+
+def _check_steps(
+    params: Sequence[torch.Tensor],
+    grad_sums: Sequence[torch.Tensor],
+    exp_avgs: Sequence[torch.Tensor],
+    exp_avg_sqs: Sequence[torch.Tensor],
+    masters: Sequence[torch.Tensor],
+    drawn: torch.Tensor,
+    *numbers: Any,
+) -> None:
+    count = len(params)
+    if not count or {len(grad_sums), len(exp_avgs), len(exp_avg_sqs), len(masters) or count} != {count}:
+        raise ValueError(
+            "params, grad_sums, exp_avgs, exp_avg_sqs and masters (if any) must be as many, and at least one"
+        )
+    if drawn.dtype != torch.int32 or drawn.shape != (count, POSITION_WORDS):
+        raise ValueError(f"drawn is {drawn.dtype} {list(drawn.shape)}: positions are int32 [{count}, {POSITION_WORDS}]")
+    _check(params[0], grad_sums[0], exp_avgs[0], exp_avg_sqs[0], drawn[0], *numbers)
+    device = params[0].device
+    for i, param in enumerate(params):
+        others = [grad_sums[i], exp_avgs[i], exp_avg_sqs[i], *masters[i : i + 1]]
+        check_tensor("param", param)
+        for x in others:
+            if x.dtype != torch.float32 or x.shape != param.shape or x.device != device or not x.is_contiguous():
+                raise ValueError(
+                    f"sums, moments and masters must be contiguous float32 {list(param.shape)} on {device}, got "
+                    f"{x.dtype} {list(x.shape)} on {x.device}"
+                )
+        if param.device != device or not param.is_contiguous():
+            raise ValueError(f"params must be contiguous and on one device, {device}")
+
+
+def _reference_steps(
+    params: Sequence[torch.Tensor],
+    grad_sums: Sequence[torch.Tensor],
+    exp_avgs: Sequence[torch.Tensor],
+    exp_avg_sqs: Sequence[torch.Tensor],
+    masters: Sequence[torch.Tensor],
+    drawn: torch.Tensor,
+    *numbers: Any,
+) -> None:
+    for i, param in enumerate(params):
+        target = masters[i] if masters else param
+        _reference(target, grad_sums[i], exp_avgs[i], exp_avg_sqs[i], drawn[i], *numbers)
+        if masters:
+            param.copy_(target)
+
+
+_STEPS = Op(
+    "adamw_noise_steps_(Tensor(a!)[] params, Tensor[] grad_sums, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, "
+    "Tensor(d!)[] masters, Tensor drawn, float std, float divisor, float lr, float beta1, float beta2, float eps, "
+    "float weight_decay, int step, float? variance_floor, bool secure_rounding) -> ()",
+    reference=_reference_steps,
+    fake=lambda *args: None,
+    check=_check_steps,
+)
+_STEPS.implement("cpu", "fastdp.ops.cpu.adamw")
+_STEPS.implement("cuda", "fastdp.kernels.adamw")
+
+
+def adamw_noise_steps_(
+    params: Sequence[torch.Tensor],
+    grad_sums: Sequence[torch.Tensor],
+    exp_avgs: Sequence[torch.Tensor],
+    exp_avg_sqs: Sequence[torch.Tensor],
+    std: float,
+    drawn: torch.Tensor,
+    *,
+    masters: Sequence[torch.Tensor] = (),
+    divisor: float,
+    lr: float,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 0.01,
+    step: int,
+    variance_floor: float | None = None,
+    secure_rounding: bool = True,
+) -> None:
+    """`adamw_noise_step_` of many parameters that share its numbers: on a GPU one launch for each dtype of theirs.
+
+    Args:
+        params: k contiguous tensors, float32, bfloat16 or float16.
+        grad_sums, exp_avgs, exp_avg_sqs: k contiguous float32 tensors each, of their shapes.
+        std, divisor, lr, betas, eps, weight_decay, step, variance_floor, secure_rounding: as there, for all of them.
+        drawn: int32 [k, 11], a position for each, of `NoiseStream.take_at`.
+        masters: k float32 copies that are updated in the parameters' place; these become the copies, rounded. Or none.
+
+    Raises:
+        ValueError: if a number is out of range, or numbers of tensors, shapes, dtypes or devices differ.
+        TypeError: if a parameter has another dtype or layout.
+        RuntimeError: if a parameter requires grad and grad mode is on.
+    """
+    numbers = (std, divisor, lr, *betas, eps, weight_decay)
+    tensors = (list(params), list(grad_sums), list(exp_avgs), list(exp_avg_sqs), list(masters))
+    _STEPS(*tensors, drawn, *numbers, step, variance_floor, secure_rounding)
+    for x in (*params, *exp_avgs, *exp_avg_sqs, *masters):
         torch.autograd.graph.increment_version(x)

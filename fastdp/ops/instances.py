@@ -7,6 +7,7 @@ there each unit's gradient lies in memory, a row of ``instances``. Norms and sum
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -169,3 +170,80 @@ def instance_masked_sum(instances: Tensor, weights_masked: Tensor, weights_unmas
         TypeError, ValueError: a dtype, shape or device outside the above.
     """
     return INSTANCE_SUM(instances, weights_masked, weights_unmasked, mask)
+
+
+def _check_group(instances: Sequence[Tensor]) -> None:
+    if not instances:
+        raise ValueError("instances is empty: give at least one tensor")
+    first = instances[0]
+    for x in instances:
+        _check_instances(x, None)
+        if x.shape[0] != first.shape[0] or x.device != first.device:
+            raise ValueError(
+                f"instances are of {first.shape[0]} units on {first.device} and of {x.shape[0]} on {x.device}: they must "
+                "belong to the same units"
+            )
+
+
+def _widest(instances: Sequence[Tensor]) -> torch.dtype:
+    return torch.float64 if any(x.dtype == torch.float64 for x in instances) else torch.float32
+
+
+INSTANCE_NORMS_GROUP = Op(
+    "instance_norms_group(Tensor[] instances) -> Tensor",
+    reference=lambda instances: torch.stack([_norms_reference(x, SQUARE, None)[0] for x in instances]),
+    fake=lambda instances: instances[0].new_empty(len(instances), instances[0].shape[0], dtype=_widest(instances)),
+    check=_check_group,
+)
+INSTANCE_NORMS_GROUP.implement("cpu", "fastdp.ops.cpu.instances")
+INSTANCE_NORMS_GROUP.implement("cuda", "fastdp.kernels.instances")
+
+
+def instance_sqnorm_group(instances: Sequence[Tensor]) -> Tensor:
+    """Squared norms of the instantiated gradients of several parameters: `instance_sqnorm` of each, in one launch on a GPU.
+
+    Args:
+        instances: k tensors [B, ...], of the same units.
+
+    Returns:
+        [k, B], float32 (float64 if one of them is).
+
+    Raises:
+        TypeError, ValueError: none at all, another dtype or device, or other units.
+    """
+    return INSTANCE_NORMS_GROUP(list(instances))
+
+
+def _check_sum_group(instances: Sequence[Tensor], weights: Tensor) -> None:
+    _check_group(instances)
+    if weights.shape != (len(instances), instances[0].shape[0]) or weights.dtype not in (torch.float32, torch.float64):
+        raise ValueError(
+            f"weights are {weights.dtype} {list(weights.shape)}: one a tensor and unit is float "
+            f"[{len(instances)}, {instances[0].shape[0]}]"
+        )
+
+
+INSTANCE_SUM_GROUP = Op(
+    "instance_sum_group(Tensor[] instances, Tensor weights) -> Tensor[]",
+    reference=lambda instances, weights: [_sum_reference(x, w, None, None) for x, w in zip(instances, weights)],
+    fake=lambda instances, weights: [_sum_fake(x, weights, None, None) for x in instances],
+    check=_check_sum_group,
+)
+INSTANCE_SUM_GROUP.implement("cpu", "fastdp.ops.cpu.instances")
+INSTANCE_SUM_GROUP.implement("cuda", "fastdp.kernels.instances")
+
+
+def instance_sum_group(instances: Sequence[Tensor], weights: Tensor) -> list[Tensor]:
+    """Weighted sums of the instantiated gradients of several parameters: `instance_sum` of each, in one launch on a GPU.
+
+    Args:
+        instances: k tensors [B, ...], of the same units.
+        weights: [k, B], float32 or float64.
+
+    Returns:
+        k tensors of the shapes of one gradient, float32 (float64 where the instances are).
+
+    Raises:
+        TypeError, ValueError: none at all, another dtype, shape or device, or other units.
+    """
+    return INSTANCE_SUM_GROUP(list(instances), weights)

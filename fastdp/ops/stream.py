@@ -23,6 +23,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
+from collections.abc import Sequence
 from fractions import Fraction
 from typing import NoReturn
 
@@ -104,6 +105,20 @@ class NoiseStream:
             return self._position(serial, _SERIAL_TENSOR)
 
     def _take_at(self, step: int, tensor: int) -> torch.Tensor:
+        return self._claim(step, (tensor,))[0]
+
+    def take_at(self, step: int, tensors: Sequence[int]) -> torch.Tensor:
+        """Claim the draws of several tensors at a step, as ``at(step, tensor).take()`` does each: int32 [k, 11].
+
+        None is claimed where one was drawn before. Raises as `at` and its draws.
+        """
+        for tensor in tensors:
+            self.at(step, tensor)
+        if len(set(tensors)) < len(tensors):
+            raise ValueError(f"a tensor id was given twice for step {step}: a position is drawn once")
+        return self._claim(step, tensors)
+
+    def _claim(self, step: int, tensors: Sequence[int]) -> torch.Tensor:
         with self._lock:
             if step < self._at_step:
                 raise RuntimeError(
@@ -113,12 +128,14 @@ class NoiseStream:
             if step > self._at_step:
                 self._at_step = step
                 self._claimed.clear()
-            if tensor in self._claimed:
+            known = self._claimed.intersection(tensors)
+            if known:
                 raise RuntimeError(
-                    f"the noise of step {step}, tensor {tensor} was already drawn: a position is drawn once"
+                    f"the noise of step {step}, tensor {min(known)} was already drawn: a position is drawn once"
                 )
-            self._claimed.add(tensor)
-            return self._position(step, tensor)
+            self._claimed.update(tensors)
+            positions = [self._position(step, tensor) for tensor in tensors]
+            return torch.stack(positions) if positions else torch.empty(0, POSITION_WORDS, dtype=torch.int32)
 
     def _position(self, step: int, tensor: int) -> torch.Tensor:
         words = np.empty(POSITION_WORDS, np.uint32)

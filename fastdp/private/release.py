@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 import fastdp.ops as ops
 from fastdp.engine.policy import Policy
-from fastdp.ops.stream import Draw, NoiseStream
+from fastdp.ops.stream import NoiseStream
+
+
+@dataclass(frozen=True)
+class Summed:
+    """A parameter with its clipped sum, the noise that the sum is due, and the tensor id of that noise."""
+
+    parameter: torch.nn.Parameter
+    total: torch.Tensor
+    std: float
+    tensor: int
 
 
 class Update(Protocol):
@@ -17,15 +28,16 @@ class Update(Protocol):
 
     def __call__(
         self,
-        parameter: torch.nn.Parameter,
-        total: torch.Tensor,
-        std: float,
-        draw: Draw,
+        summed: Sequence[Summed],
+        take: Callable[[Sequence[int]], torch.Tensor],
         *,
         divisor: float,
         secure_rounding: bool,
-    ) -> bool:
-        """Update the parameter with the noise of ``draw``; False, and nothing done, if this one needs its gradient."""
+    ) -> Sequence[Summed]:
+        """Update the parameters it can, all together; returns those that need their gradients, with nothing done to them.
+
+        ``take`` claims the noise of tensor ids: int32 [k, 11].
+        """
 
 
 class Recorder(Protocol):
@@ -60,6 +72,7 @@ class Release:
         self.stream = stream
         self.expected_batch_size = expected_batch_size
         self.secure_rounding = secure_rounding
+        self._tensors = {name: index for index, name in enumerate(parameters)}
         self._count = 0
 
     def __call__(
@@ -76,29 +89,39 @@ class Release:
         gradient.
         """
         self.ledger.record(kind)
-        for index, (name, parameter) in enumerate(self.parameters.items()):
-            total = sums.pop(name, None)
-            if total is None:
-                total = torch.zeros(parameter.shape, device=parameter.device)
-            total = total.contiguous()
-            if update is not None and self._updated(name, total, policy, index, update):
-                continue
-            self._add_noise(name, total, policy, index)
+        names = list(self.parameters) if update is None else self._left(sums, policy, update)
+        for name in names:
+            parameter, total = self.parameters[name], self._total(sums, name)
+            self._add_noise(name, total, policy, self._tensors[name])
             parameter.grad = total.div_(self.expected_batch_size).to(parameter.dtype)
         self._count += 1
 
-    def _updated(self, name: str, total: torch.Tensor, policy: Policy, index: int, update: Update) -> bool:
-        group = policy.group_of.get(name, 0)
-        if isinstance(group, tuple):
-            return False
-        return update(
-            self.parameters[name],
-            total,
-            (policy.stds or (0.0,))[group],
-            self.stream.at(self._count, index),
+    def _total(self, sums: dict[str, torch.Tensor], name: str) -> torch.Tensor:
+        parameter, total = self.parameters[name], sums.pop(name, None)
+        return torch.zeros(parameter.shape, device=parameter.device) if total is None else total.contiguous()
+
+    def _left(self, sums: dict[str, torch.Tensor], policy: Policy, update: Update) -> list[str]:
+        """Names of the parameters that an optimizer's own step leaves to us; the sums of others are gone."""
+        summed, left = {}, []
+        for name, parameter in self.parameters.items():
+            group = policy.group_of.get(name, 0)
+            if isinstance(group, tuple):
+                left.append(name)
+                continue
+            std = (policy.stds or (0.0,))[group]
+            summed[name] = Summed(parameter, self._total(sums, name), std, self._tensors[name])
+        rest = update(
+            list(summed.values()),
+            lambda tensors: self.stream.take_at(self._count, tensors),
             divisor=self.expected_batch_size,
             secure_rounding=self.secure_rounding,
         )
+        unserved = {part.tensor for part in rest}
+        for name, part in summed.items():
+            if part.tensor in unserved:
+                sums[name] = part.total
+                left.append(name)
+        return left
 
     def _add_noise(self, name: str, total: torch.Tensor, policy: Policy, index: int) -> None:
         group = policy.group_of.get(name, 0)

@@ -14,7 +14,7 @@ HERE = Path(__file__).parent
 @pytest.mark.parametrize(
     "files",
     [
-        ("test_noise.py", "test_snapping.py", "test_memory.py"),
+        ("test_noise.py", "test_snapping.py", "test_memory.py", "test_groups.py"),
         ("test_norms.py", "test_sums.py", "test_bounds.py", "test_truncation.py"),
     ],
 )

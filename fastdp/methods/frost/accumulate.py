@@ -110,10 +110,13 @@ class MagnitudeAccumulator(Accumulator):
         expected: Mapping[str, int],
         *,
         two_pass: bool,
+        instances: bool = False,
     ) -> None:
         """Clip and add one micro-batch; in one pass, so with ``two_pass`` its factors stay for as long as the pass."""
-        kind = AbsoluteSink if self.magnitude.norm_order == 1 else NormSink
-        sink = kind(self, layout, expected, keep=self.vectors)
+        if self.magnitude.norm_order == 1:
+            sink: NormSink = AbsoluteSink(self, layout, expected, keep=self.vectors)
+        else:
+            sink = NormSink(self, layout, expected, keep=self.vectors, instances=instances and not self.absolute)
         open_sink(sink)
         backward(False)
         scales = self._scales(sink.finish(), layout.weights)

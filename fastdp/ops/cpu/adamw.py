@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 import fastdp._native as _native
@@ -54,3 +56,29 @@ def adamw_noise_step_(
     for x, result in zip(written, flat):
         if result is not x:
             x.copy_(result)
+
+
+def adamw_noise_steps_(
+    params: Sequence[torch.Tensor],
+    grad_sums: Sequence[torch.Tensor],
+    exp_avgs: Sequence[torch.Tensor],
+    exp_avg_sqs: Sequence[torch.Tensor],
+    masters: Sequence[torch.Tensor],
+    drawn: torch.Tensor,
+    std: float,
+    divisor: float,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    step: int,
+    variance_floor: float | None,
+    secure_rounding: bool,
+) -> None:
+    """:func:`fastdp.ops.adamw_noise_steps_` on a processor, one tensor after another."""
+    numbers = (std, divisor, lr, beta1, beta2, eps, weight_decay, step, variance_floor, secure_rounding)
+    for i, target in enumerate(masters or params):
+        adamw_noise_step_(target, grad_sums[i], exp_avgs[i], exp_avg_sqs[i], drawn[i], *numbers)
+        if masters:
+            params[i].copy_(target)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 import fastdp._native as _native
+from fastdp.ops.factors import SQUARE
+from fastdp.ops.instances import INSTANCE_NORMS, INSTANCE_SUM
 
 from .norms import HAS_KERNELS, packed
 
@@ -51,3 +55,13 @@ def instance_sum(instances: Tensor, weights: Tensor, weights_unmasked: Tensor | 
         torch.get_num_threads(),
     )
     return total
+
+
+def instance_norms_group(instances: Sequence[Tensor]) -> Tensor:
+    """The norms of several parameters' gradients on a processor, one after another."""
+    return torch.stack([INSTANCE_NORMS.on("cpu", x, SQUARE, None)[0] for x in instances])
+
+
+def instance_sum_group(instances: Sequence[Tensor], weights: Tensor) -> list[Tensor]:
+    """The sums of several parameters' gradients on a processor, one after another."""
+    return [INSTANCE_SUM.on("cpu", x, row, None, None) for x, row in zip(instances, weights)]

@@ -1,0 +1,105 @@
+"""Many tensors in one launch: a table in memory says where each lies, how long it is, and which programs are its own.
+
+A line of a table holds addresses, a length and the number of the tensor's first program. Lengths and addresses are read from
+memory, so a step compiles each kernel once.
+"""
+
+import itertools
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+
+from .launch import beside, on_device_of
+
+_COLUMNS = 1024
+
+
+@triton.jit
+def owner(p_table, width: tl.constexpr, lines, program):
+    # The last line whose first program is not after this one; first programs stand last in their lines and do not decrease.
+    low = 0
+    high = lines
+    while high - low > 1:
+        middle = (low + high) // 2
+        before = tl.load(p_table + middle.to(tl.int64) * width + width - 1) <= program
+        low = tl.where(before, middle, low)
+        high = tl.where(before, high, middle)
+    return low
+
+
+@triton.jit(do_not_specialize=["units"])
+def _norms_kernel(p_table, p_out, units, b: tl.constexpr):
+    line = tl.program_id(0).to(tl.int64)
+    unit = tl.program_id(1).to(tl.int64)
+    n = tl.load(p_table + line * 2 + 1)
+    p_row = tl.load(p_table + line * 2).to(tl.pointer_type(tl.float32)) + unit * n
+    total = tl.zeros((b,), tl.float32)
+    for first in range(0, n, b):
+        o_x = first + tl.arange(0, b)
+        # [b]
+        x = tl.load(p_row + o_x, mask=o_x < n, other=0.0)
+        total += x * x
+    tl.store(p_out + line * units + unit, tl.sum(total, 0))
+
+
+@triton.jit(do_not_specialize=["units", "lines"])
+def _sums_kernel(p_table, p_weights, units, lines, b: tl.constexpr):
+    program = tl.program_id(0)
+    line = owner(p_table, 4, lines, program).to(tl.int64)
+    p_line = p_table + line * 4
+    n = tl.load(p_line + 2)
+    o_x = (program - tl.load(p_line + 3)) * b + tl.arange(0, b)
+    m_x = o_x < n
+    p_row = tl.load(p_line).to(tl.pointer_type(tl.float32)) + o_x
+    total = tl.zeros((b,), tl.float32)
+    for unit in range(units):
+        # A unit of weight 0 is not loaded: zero times NaN would be NaN.
+        # [b]
+        weight = tl.where(m_x, tl.load(p_weights + line * units + unit).to(tl.float32), 0.0)
+        # [b]
+        total += weight * tl.load(p_row, mask=weight != 0.0, other=0.0)
+        p_row += n
+    # [b]
+    tl.store(tl.load(p_line + 1).to(tl.pointer_type(tl.float32)) + o_x, total, mask=m_x)
+
+
+def first_programs(lengths: Sequence[int], each: int) -> tuple[list[int], int]:
+    """Number of the first program of each tensor, and of all programs, where one program takes ``each`` elements."""
+    ends = list(itertools.accumulate(-(-n // each) for n in lengths))
+    return [0, *ends[:-1]], ends[-1] if ends else 0
+
+
+def instance_norms(instances: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Squared norms, float32 [k, B], of k contiguous float32 tensors [B, ...]: one program a tensor and unit."""
+    units, device = instances[0].shape[0], instances[0].device
+    out = torch.zeros(len(instances), units, dtype=torch.float32, device=device)
+    if out.numel():
+        table = torch.tensor([[x.data_ptr(), x.numel() // units] for x in instances], dtype=torch.int64)
+        with on_device_of(out):
+            _norms_kernel[(len(instances), units)](
+                beside(table, out), out, units, b=_COLUMNS, enable_fp_fusion=True, num_warps=4
+            )
+    return out
+
+
+def instance_sums(instances: Sequence[torch.Tensor], weights: torch.Tensor) -> list[torch.Tensor]:
+    """Sums over units of ``weights[i, b] instances[i][b]``, float32: contiguous float32 [B, ...], weights [k, B]."""
+    units = weights.shape[1]
+    sums = [torch.empty(x.shape[1:], dtype=torch.float32, device=weights.device) for x in instances]
+    lengths = [total.numel() for total in sums]
+    firsts, programs = first_programs(lengths, _COLUMNS)
+    if programs:
+        lines = [(x.data_ptr(), t.data_ptr(), n, first) for x, t, n, first in zip(instances, sums, lengths, firsts)]
+        with on_device_of(weights):
+            _sums_kernel[(programs,)](
+                beside(torch.tensor(lines, dtype=torch.int64), weights),
+                weights.contiguous(),
+                units,
+                len(lines),
+                b=_COLUMNS,
+                enable_fp_fusion=True,
+                num_warps=4,
+            )
+    return sums

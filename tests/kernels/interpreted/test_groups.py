@@ -1,0 +1,45 @@
+"""Launches of many tensors in Triton against those of one."""
+
+import functools
+
+import pytest
+import torch
+
+from fastdp import ops
+from fastdp.ops.table import OPS
+
+ON_GPU = {name: functools.partial(op.on, "cuda") for name, op in OPS.items()}
+SHAPES = [(3,), (0,), (130, 9), (1,), (1025,)]
+
+
+def test_norms_and_sums():
+    made = [torch.randn(3, *shape) for shape in SHAPES]
+    made[2][1] = float("nan")
+    weights = torch.rand(len(SHAPES), 3)
+    weights[2, 1] = 0.0
+    expected = torch.stack([x.flatten(1).square().sum(1) for x in made])
+    torch.testing.assert_close(ON_GPU["instance_norms_group"](made), expected, equal_nan=True)
+    for got, x, row in zip(ON_GPU["instance_sum_group"](made, weights), made, weights):
+        assert torch.equal(got, ON_GPU["instance_sum"](x, row, None, None))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "masters", "secure"),
+    [(torch.float32, False, True), (torch.bfloat16, True, False), (torch.bfloat16, False, True)],
+)
+def test_adamw(dtype, masters, secure):
+    shapes = [(3,), (2049,), (5, 7)]
+    params = [torch.randn(shape).to(dtype) for shape in shapes]
+    wide = [p.float() for p in params]
+    rest = [[torch.rand(shape) for shape in shapes] for _ in range(3)]
+    drawn = ops.NoiseStream.unsafe_reproducible(4).take_at(2, range(3))
+    numbers = (0.5, 8.0, 0.1, 0.9, 0.999, 1e-8, 0.01, 3, None, secure)
+    alone = [[x.clone() for x in tensors] for tensors in (wide if masters else params, *rest)]
+    for own, position in zip(zip(*alone), drawn):
+        ON_GPU["adamw_noise_step_"](*own, position, *numbers)
+    ON_GPU["adamw_noise_steps_"](params, *rest, wide if masters else [], drawn, *numbers)
+    for got, expected in zip((wide if masters else params, *rest), alone):
+        assert all(torch.equal(a, b) for a, b in zip(got, expected))
+    for p, w in zip(params, wide):
+        # The interpreter rounds to bfloat16 in a way of its own.
+        assert not masters or torch.allclose(p.float(), w, rtol=2**-7, atol=0)

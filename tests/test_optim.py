@@ -1,0 +1,85 @@
+"""Fused updates of parameters of any precision: torch's AdamW, on noised sums."""
+
+import pytest
+import torch
+
+import fastdp
+from fastdp.private.release import Summed
+
+NUMBERS = {"divisor": 4.0, "secure_rounding": False}
+
+
+def made(dtype, **options):
+    """An optimizer of two groups of parameters, and how it is driven without a run."""
+    params = [torch.nn.Parameter(torch.randn(shape).to(dtype)) for shape in ((3, 5), (7,), (2, 2))]
+    groups = [{"params": params[:2]}, {"params": params[2:], "weight_decay": 0.0}]
+    return params, fastdp.optim.AdamW(groups, lr=0.01, **options)
+
+
+def update(optimizer, params, sums, std=0.0):
+    taken = []
+
+    def take(tensors):
+        taken.append(list(tensors))
+        return fastdp.NoiseStream.unsafe_reproducible(1).take_at(0, tensors)
+
+    summed = [Summed(p, total, std, at) for at, (p, total) in enumerate(zip(params, sums))]
+    return optimizer.noisy_update()(summed, take, **NUMBERS), taken
+
+
+@pytest.mark.parametrize("master", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_fused_update_is_that_of_a_float32_adamw(dtype, master):
+    params, optimizer = made(dtype, master_weights=master)
+    wide = [torch.nn.Parameter(p.detach().float()) for p in params]
+    theirs = torch.optim.AdamW([{"params": wide[:2]}, {"params": wide[2:], "weight_decay": 0.0}], lr=0.01)
+    for _ in range(5):
+        sums = [torch.randn(p.shape) for p in params]
+        left, taken = update(optimizer, params, [s.clone() for s in sums])
+        assert not left
+        assert taken == [[0, 1], [2]]  # one call for each group of parameters
+        for w, total in zip(wide, sums):
+            w.grad = total / 4
+        theirs.step()
+        if dtype != torch.float32 and not master:
+            for w, p in zip(wide, params):
+                torch.testing.assert_close(p, w.detach().to(dtype), rtol=2**-7, atol=1e-6)
+                w.data.copy_(p)  # what rounding lost stays lost
+    for w, p in zip(wide, params):
+        torch.testing.assert_close(p, w.detach().to(dtype), rtol=2**-7 if dtype != torch.float32 else 1e-6, atol=1e-6)
+        assert optimizer.state[p]["exp_avg"].dtype == torch.float32
+    assert all(("master" in optimizer.state[p]) == (master and dtype != torch.float32) for p in params)
+
+
+@pytest.mark.parametrize("master", [False, True])
+def test_a_step_on_gradients_goes_on_from_fused_moments(master, monkeypatch):
+    """Another hook beside ours asks for gradients: the same arithmetic, one parameter after another."""
+    monkeypatch.setattr(fastdp.optim, "drives", lambda optimizer: True)
+    results = []
+    for fused in (True, False):
+        torch.manual_seed(0)
+        params, optimizer = made(torch.bfloat16, master_weights=master)
+        for turn in range(3):
+            sums = [torch.randn(p.shape, generator=torch.Generator().manual_seed(turn)) for p in params]
+            if turn == 1 and not fused:
+                for p, total in zip(params, sums):
+                    p.grad = (total / 4).to(p.dtype)
+                optimizer.step()
+                optimizer.zero_grad()
+            else:
+                update(optimizer, params, sums)
+        results.append([p.detach().float() for p in params])
+    for a, b in zip(*results):
+        torch.testing.assert_close(a, b, rtol=2**-6, atol=1e-3)
+
+
+def test_a_resumed_optimizer_has_wide_moments_again():
+    params, optimizer = made(torch.bfloat16, master_weights=True)
+    update(optimizer, params, [torch.randn(p.shape) for p in params])
+    _, resumed = made(torch.bfloat16, master_weights=True)
+    resumed.load_state_dict(optimizer.state_dict())
+    fresh = [p for group in resumed.param_groups for p in group["params"]]
+    left, _ = update(resumed, fresh, [torch.randn(p.shape) for p in fresh])
+    assert not left
+    assert all(resumed.state[p]["master"].dtype == resumed.state[p]["exp_avg"].dtype == torch.float32 for p in fresh)
+    assert all(int(resumed.state[p]["step"]) == 2 for p in fresh)
