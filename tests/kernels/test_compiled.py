@@ -25,6 +25,7 @@ from fastdp.kernels import (
     direct,
     gram,
     grouped,
+    groups,
     instances,
     mask,
     noise,
@@ -53,6 +54,7 @@ VARYING = {
     "groups",
     "tiles_x",
     "chunks",
+    "lines",
 }
 
 
@@ -234,6 +236,22 @@ CASES = {
             **numbers(*GRID, *ADAMW, kind="fp32"),
         },
         {"b_blocks": chacha.BLOCKS, "CORRECTED": True, "ROUNDED": False},
+    ),
+    "adamw-many": Case(
+        adamw._adamw_group_kernel,
+        {"p_table": "*i64", "p_positions": "*i32", **numbers("lines"), **numbers(*GRID, *ADAMW, kind="fp32")},
+        {
+            **{"PARAMETER": tl.bfloat16, "b_blocks": chacha.BLOCKS, "CORRECTED": False, "ROUNDED": False},
+            **{"MASTER": True, "ALIGNED": True},
+        },
+    ),
+    "instance-norms-many": Case(
+        groups._norms_kernel, {"p_table": "*i64", "p_out": "*fp32", **numbers("units")}, {"b": groups._COLUMNS}
+    ),
+    "instance-sums-many": Case(
+        groups._sums_kernel,
+        {"p_table": "*i64", "p_weights": "*fp32", **numbers("units", "lines")},
+        {"b": groups._COLUMNS},
     ),
     "clip-norms": Case(
         clip._row_dots_kernel,
@@ -479,6 +497,7 @@ def test_every_kernel_is_compiled_somewhere():
         direct,
         gram,
         grouped,
+        groups,
         instances,
         mask,
         noise,
