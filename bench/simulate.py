@@ -193,6 +193,11 @@ class Meter(TorchDispatchMode):
                 self.wait("a tensor is copied to it by a blocking copy")
         elif not given:
             return None
+        elif func is torch.ops.aten.nonzero.default:
+            self.wait("values are looked for")
+            return args[0].new_empty(0, args[0].dim(), dtype=torch.int64)
+        elif func is torch.ops.aten.index.Tensor and any(i is not None and i.dtype == torch.bool for i in args[1]):
+            self.wait("rows are chosen by a mask")
         elif func is torch.ops.aten._local_scalar_dense.default:
             self.wait("a value is read")
             return {torch.bool: True}.get(args[0].dtype, 1.0 if args[0].is_floating_point() else 0)
@@ -409,6 +414,7 @@ def _attention(elsewhere: Callable[..., torch.Tensor]) -> Callable[..., torch.Te
 @contextlib.contextmanager
 def simulated(gpu: Gpu, granularity: int = 512) -> Iterator[Meter]:
     """Within, tensors on the meta device are those of the GPU: our ops' launchers run on them, and all is metered."""
+    from torch.fx.experimental import _config as config
     from triton.runtime.jit import JITFunction
 
     from fastdp.engine import accumulator
@@ -440,6 +446,8 @@ def simulated(gpu: Gpu, granularity: int = 512) -> Iterator[Meter]:
             stack.enter_context(mock.patch.object(torch, name, _made_of_numbers(meter, getattr(torch, name))))
         of_a_gpu = _attention(torch.nn.functional.scaled_dot_product_attention)
         stack.enter_context(mock.patch.object(torch.nn.functional, "scaled_dot_product_attention", of_a_gpu))
+        # Of values that nobody has, all are taken to be nonzero, until a step is measured.
+        stack.enter_context(mock.patch.object(config, "meta_nonzero_assume_all_nonzero", True))
         stack.enter_context(meter)
         yield meter
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from fastdp.bench import gpu_check
+from fastdp.bench import gpu_check, variants
 
 from fastdp import ops
 
@@ -28,7 +28,9 @@ def test_bounds_hold_for_right_results(rows):
 def test_every_op_is_checked(rows):
     names = {row["check"].split()[0].removesuffix("_") for row in rows}
     public = {name.removesuffix("_") for name, value in vars(ops).items() if inspect.isfunction(value)}
-    assert public - {"choice_log_probabilities"} | {"clip_noise_backward"} <= names
+    # The engine's steps run the ops of many tensors.
+    many = {"instance_sqnorm_group", "instance_sum_group", "adamw_noise_steps"}
+    assert public - {"choice_log_probabilities"} - many | {"clip_noise_backward", "engine,"} <= names
 
 
 @pytest.mark.parametrize("wrong", [lambda x: x * (1 + 1e-4), lambda x: x * float("nan"), lambda x: x + 1e-1])
@@ -51,3 +53,40 @@ def test_refuses_where_there_is_no_gpu():
     run = subprocess.run([sys.executable, "-m", "bench.gpu_check"], cwd=ROOT, capture_output=True, text=True)
     assert run.returncode == 2
     assert run.stderr.strip() == "this checks the kernels of a GPU, and there is none"
+
+
+def test_the_schedule_on_a_mock_device(monkeypatch):
+    """What is compiled is few and known beforehand; the first result is the engine's; rows come one by one."""
+    pytest.importorskip("triton")
+    compiled = []
+    monkeypatch.setattr(gpu_check, "compiled", lambda found, processes: compiled.extend(found) or iter(()))
+    first = next(rows := gpu_check.rows(4, "meta"))
+    assert first["variants"] == len(compiled) <= 80
+    assert first["holds"]
+    assert {v.kernel.fn.__module__.rpartition(".")[2] for v in compiled} >= {
+        "weighted",
+        "gram",
+        "direct",
+        "adamw",
+        "groups",
+    }
+    rows.close()
+    assert gpu_check.VALUES[0] is gpu_check.engine
+
+
+def test_variants_are_compiled_by_processes_that_share_a_cache(monkeypatch):
+    """A kernel that does not compile is a row with its reason, and holds up none of the others."""
+
+    class Kernel:
+        def __init__(self, name, fails=False):
+            self.fn, self.fails = type("fn", (), {"__name__": name}), fails
+
+        def warmup(self, *arguments, grid):
+            if self.fails:
+                raise RuntimeError("no such instruction")
+
+    found = [variants.Variant(Kernel(f"k{i}", i == 2), (), {}) for i in range(5)]
+    done = {name: error for name, _, error in variants.compiled(found, 2)}
+    assert done.keys() == {f"k{i}" for i in range(5)}
+    assert [name for name, error in done.items() if error] == ["k2"]
+    assert "no such instruction" in done["k2"]

@@ -1,0 +1,83 @@
+"""The kernels that a piece of work will compile, found without a GPU, and compiled beforehand by all processors at once.
+
+The work runs on tensors without data (`bench.simulate`); every launch is noted with what Triton specialises on. What a real
+run then launches lies in Triton's cache.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton.language as tl
+
+from .simulate import GPUS, simulated
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A kernel with arguments of the kinds it is compiled for."""
+
+    kernel: Any
+    arguments: tuple[Any, ...]
+    options: dict[str, Any]
+
+
+def variants(work: Callable[[], Any]) -> list[Variant]:
+    """What ``work``, given no device, launches on the meta device: each variant once, in the order of first use."""
+    found: dict[Any, Variant] = {}
+
+    def launched(kernel: Any, *arguments: Any, grid: Any = None, warmup: bool = False, **options: Any) -> None:
+        found.setdefault(_key(kernel, arguments, options), Variant(kernel, arguments, options))
+
+    with simulated(GPUS["h100"]) as meter:
+        meter.launched = launched  # type: ignore[method-assign, assignment]
+        work()
+    return list(found.values())
+
+
+def compiled(found: list[Variant], processes: int) -> Iterator[tuple[str, float, str | None]]:
+    """Compile into Triton's cache: name, seconds and what went wrong, as each is done.
+
+    The processes are forks of this one, which must not have used the GPU yet.
+    """
+    global _found
+    _found = found
+    context = multiprocessing.get_context("fork")
+    with contextlib.closing(context.Pool(max(1, min(processes, len(found))))) as pool:
+        yield from pool.imap_unordered(_compile, range(len(found)))
+
+
+_found: list[Variant] = []
+
+
+def _compile(index: int) -> tuple[str, float, str | None]:
+    variant, start = _found[index], time.perf_counter()
+    try:
+        variant.kernel.warmup(*variant.arguments, grid=(1,), **variant.options)
+    except Exception as error:
+        return variant.kernel.fn.__name__, time.perf_counter() - start, f"{type(error).__name__}: {error}"[:300]
+    return variant.kernel.fn.__name__, time.perf_counter() - start, None
+
+
+def _key(kernel: Any, arguments: Iterable[Any], options: dict[str, Any]) -> Any:
+    given = dict(zip((p.name for p in kernel.params), arguments)) | options
+    kinds = [_kind(given.pop(p.name, None), p) for p in kernel.params]
+    return (kernel.fn.__module__, kernel.fn.__name__, *kinds, *sorted(given.items()))
+
+
+def _kind(value: Any, parameter: Any) -> Any:
+    """What Triton compiles a kernel anew for: values of constants, dtypes, addresses and numbers that 16 divides, and 1."""
+    if isinstance(value, torch.Tensor):
+        return str(value.dtype), value.storage_offset() * value.itemsize % 16 == 0
+    if parameter.is_constexpr or isinstance(value, tl.core.dtype):
+        return str(value)
+    if isinstance(value, bool) or not isinstance(value, int):
+        return type(value).__name__
+    width = "i32" if -(1 << 31) <= value < 1 << 31 else "i64"
+    return width if parameter.do_not_specialize else (width, value % 16 == 0, value == 1)
