@@ -105,7 +105,7 @@ class NormSink(_Captures):
         instances: bool = False,
     ):
         super().__init__(accumulator)
-        self.instances = instances
+        self.whole = instances
         self.layout = layout
         self.expected = expected
         self.keep = keep
@@ -148,7 +148,7 @@ class NormSink(_Captures):
         tokens, columns = factors.right.shape
         rows = parameter.shape[0] if factors.one_hot else factors.left.shape[1]
         route = "instantiate"
-        if factors.one_hot or not self.instances:
+        if factors.one_hot or not self.whole:
             route = plan(
                 rows,
                 columns,
