@@ -13,15 +13,32 @@ class Batches:
 
     Lightning ends an epoch after as many batches as a loader is long, and a private loader's length counts logical steps, each
     of which may take several micro-batches. Without a length it goes on to the end, and takes each batch while the one before
-    is not differentiated yet, which is allowed here.
+    is not differentiated yet, which is allowed here, of one batch and no more.
 
     Args:
         private: what `fastdp.make_private` returned.
+
+    Raises:
+        RuntimeError: while it is iterated over, if a batch was never differentiated: the next one would be taken for it.
     """
 
     def __init__(self, private: Private):
         self.private = private
 
     def __iter__(self) -> Iterator[Any]:
-        self.private.data_loader.look_ahead = True
-        return iter(self.private.data_loader)
+        loader = self.private.data_loader
+        loader.look_ahead = True
+        try:
+            for batch in loader:
+                # This one's, and that of the batch which Lightning hands out next.
+                self._require_consumed(but=2)
+                yield batch
+            self._require_consumed(but=1)
+        finally:
+            loader.look_ahead = False
+
+    def _require_consumed(self, but: int) -> None:
+        if len(self.private.data_loader.tickets) > but:
+            raise RuntimeError(
+                "a batch was skipped: training_step must return the loss of every batch, or differentiate it by manual_backward"
+            )

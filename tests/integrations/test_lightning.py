@@ -10,24 +10,71 @@ import pytest
 
 pytest.importorskip("lightning", reason="lightning is in the optional extra 'lightning'")
 
+import lightning
 import torch
 
 import fastdp
+from fastdp.integrations.lightning import Batches
+from tests.engine.runs import Classifier, start
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "lightning_loop.py"
 
 
-@pytest.mark.parametrize("manual", [False, True])
+@pytest.mark.parametrize("manual", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_the_example_spends_its_budget(
     manual: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(
-        sys, "argv", ["loop", "--rows", "512", "--epochs", "2", "--output", str(tmp_path)] + ["--manual"] * manual
+        sys, "argv", ["loop", "--rows", "256", "--epochs", "2", "--output", str(tmp_path)] + ["--manual"] * manual
     )
     runpy.run_path(str(EXAMPLE), run_name="__main__")
-    assert "after 8 of 8 releases" in capsys.readouterr().out
+    assert "after 4 of 4 releases" in capsys.readouterr().out
     assert fastdp.accounting.verify(tmp_path / "card.json", ledger=tmp_path / "ledger.jsonl").guarantee
     saved = torch.load(tmp_path / "last.ckpt", weights_only=False)
-    assert saved["privacy"]["steps_done"] == 8
+    assert saved["privacy"]["steps_done"] == 4
     # The schedule advanced once a release, however many micro-batches there were.
-    assert saved["lr_schedulers"][0]["last_epoch"] == 8
+    assert saved["lr_schedulers"][0]["last_epoch"] == 4
+
+
+class Skipping(lightning.LightningModule):
+    """Leaves a batch out, as a training step may that returns nothing."""
+
+    def __init__(self, private: fastdp.Private, skipped: int):
+        super().__init__()
+        self.model, self.private, self.skipped = private.model, private, skipped
+
+    def training_step(self, batch: dict[str, torch.Tensor], index: int) -> torch.Tensor | None:
+        loss = self.model(**batch)["loss"]
+        return None if index == self.skipped else loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return self.private.optimizer
+
+
+@pytest.mark.parametrize("skipped", [0, 1])
+def test_a_batch_that_is_skipped_is_never_taken_for_the_next(tmp_path: Path, skipped: int) -> None:
+    """Its examples would join the logical batch after, and one that is in both would count twice."""
+    private = start(Classifier(), noise_multiplier=1.0, target_delta=1e-3, max_physical_batch_size=3)
+    trainer = lightning.Trainer(
+        max_epochs=1,
+        default_root_dir=tmp_path,
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    with pytest.raises(RuntimeError, match="skipped|without backward"):
+        trainer.fit(Skipping(private, skipped), Batches(private))
+    assert private.steps_done == 0
+
+
+def test_a_skipped_batch_is_found_by_the_tickets() -> None:
+    private = start(Classifier(), noise_multiplier=1.0, target_delta=1e-3, max_physical_batch_size=3)
+    batches = iter(Batches(private))
+    next(batches)
+    ahead = next(batches)
+    with pytest.raises(RuntimeError, match="a batch was skipped"):
+        next(batches)
+    assert ahead is not None
+    assert not private.data_loader.look_ahead

@@ -217,6 +217,7 @@ def test_packing_keeps_examples_whole_and_numbers_their_tokens() -> None:
     assert packed["input_ids"].shape == packed["labels"].shape == (4, 9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["trl_sft", "trl_dpo"])
 def test_an_example_trains_and_plain_peft_loads_what_it_saved(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
