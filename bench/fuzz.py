@@ -5,12 +5,13 @@ may be called twice (shared weights), and see rows folded into more rows or stac
 and a second one has other sizes than the first. Each network is *exact* (on either route), *refused* in words before
 anything is summed, *wrong*, or a *crash*.
 
-`python -m fastdp.bench.fuzz COUNT FILE` writes the table.
+`python -m fastdp.bench.fuzz COUNT FILE PROCESSES` writes the table.
 """
 
 from __future__ import annotations
 
 import copy
+import multiprocessing
 import random
 import sys
 import warnings
@@ -396,9 +397,8 @@ def run(case: Case) -> Outcome:
             expected = _sum(truth, given)
             errors = float(((seen - true).abs() / true).max()), _apart(torch.cat(sums), expected)
             if not max(errors) < TOLERANCE:
-                single = _alone(plain, batch)
-                own = float(((_norms(single) - true).abs() / true).max()), _apart(_sum(single, given), expected)
-                if not all(error < TOLERANCE + 8 * rounding for error, rounding in zip(errors, own)):
+                own = _rounding(plain, exact, batch, truth, given)
+                if not all(error < TOLERANCE + 8 * room for error, room in zip(errors, own)):
                     return Outcome("wrong", str(engine.route), max(errors), engine.reason or "")
             worst = max(worst, *errors)
         assert engine is not None
@@ -412,34 +412,65 @@ def run(case: Case) -> Outcome:
             engine.close()
 
 
+def _rounding(
+    plain: nn.Module, exact: nn.Module, batch: dict[str, torch.Tensor], truth: Any, scales: torch.Tensor
+) -> tuple[float, float]:
+    """What float32 itself does to norms and to their sum: in autograd, and by rounding parameters and data at random."""
+    true, expected, found = _norms(truth), _sum(truth, scales), [_alone(plain, batch)]
+    for _ in range(4):
+        moved = copy.deepcopy(exact)
+        with torch.no_grad():
+            for parameter in moved.parameters():
+                parameter.mul_(1 + 2.0**-23 * torch.randn_like(parameter))
+        noise = {
+            k: 2.0**-23 * torch.randn(v.shape, dtype=torch.float64) if v.is_floating_point() else 0
+            for k, v in batch.items()
+        }
+        found.append(_alone(moved, {k: v + v * noise[k] for k, v in batch.items()}))
+    norms = max(float(((_norms(one) - true).abs() / true).max()) for one in found)
+    return norms, max(_apart(_sum(one, scales), expected) for one in found)
+
+
 def _apart(got: torch.Tensor, expected: torch.Tensor) -> float:
     return float((got - expected).norm() / expected.norm())
 
 
-def table(seeds: range, tell: Callable[[str], None] = lambda line: None) -> dict[str, Any]:
+def _seeded(seed: int) -> tuple[int, list[str], Outcome]:
+    case = network(seed)
+    return seed, case.kinds, run(case)
+
+
+def _alone_on_a_core() -> None:
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+
+
+def table(seeds: range, processes: int = 1) -> dict[str, Any]:
     """What became of the networks of these seeds, in all and by kind of layer."""
+    if processes == 1:
+        outcomes = list(map(_seeded, seeds))
+    else:
+        with multiprocessing.get_context("spawn").Pool(processes, _alone_on_a_core) as pool:
+            outcomes = pool.map(_seeded, seeds, chunksize=20)
     total: Counter[str] = Counter()
-    kinds: dict[str, Counter[str]] = {}
+    by_kind: dict[str, Counter[str]] = {}
     notable, worst = [], 0.0
-    for seed in seeds:
-        case = network(seed)
-        found = run(case)
+    for seed, kinds, found in outcomes:
         worst = max(worst, found.error if found.verdict == "exact" else 0.0)
         label = f"exact, {found.route}" if found.verdict == "exact" else found.verdict
         total[label] += 1
-        for kind in set(case.kinds):
-            kinds.setdefault(kind, Counter())[label] += 1
+        for kind in set(kinds):
+            by_kind.setdefault(kind, Counter())[label] += 1
         if found.verdict != "exact":
-            notable.append({"seed": seed, "kinds": case.kinds, "verdict": found.verdict, "why": found.why[:300]})
-            tell(f"{seed} {found.verdict} {case.kinds}: {found.why[:160]}")
+            notable.append({"seed": seed, "kinds": kinds, "verdict": found.verdict, "why": found.why[:300]})
     return {
         "networks": len(seeds),
         "total": dict(sorted(total.items())),
         "worst_error": worst,
-        "by_kind": {kind: dict(sorted(count.items())) for kind, count in sorted(kinds.items())},
+        "by_kind": {kind: dict(sorted(count.items())) for kind, count in sorted(by_kind.items())},
         "not_exact": notable,
     }
 
 
 if __name__ == "__main__":
-    write(sys.argv[2], table(range(int(sys.argv[1])), print))
+    write(sys.argv[2], table(range(int(sys.argv[1])), processes=int(sys.argv[3])))
