@@ -124,8 +124,9 @@ def reloaded(config, task):
 
 KINDS = ("full", "lora", "dora", "bitfit", "ia3", "prompt")
 DEFAULT = [
-    *[("t5", "seq2seq", "lora"), ("bart", "seq2seq", "full")],
-    *[("gpt2", "regression", "dora"), ("gpt2", "multi-label", "ia3"), ("bert", "token-classification", "full")],
+    ("t5", "seq2seq", "lora"),
+    ("gpt2", "regression", "dora"),
+    ("bert", "token-classification", "full"),
 ]
 MODELS = {"seq2seq": ("t5", "bart"), "causal-lm": ("gpt2",)}
 #: T5 has no biases, encoders and decoders classify without soft prompts, and words' labels are not moved behind them.
@@ -160,6 +161,7 @@ def test_a_run_trains_and_loads_elsewhere(models, table, tokenizer, tmp_path, mo
     assert plain(**batch).logits.shape[-1] == width
 
 
+@pytest.mark.slow
 def test_private_gradients_teach(models, table, tmp_path):
     """Enough steps at a small noise move every task's loss towards what plain training finds."""
     config = settings(models, table, tmp_path / "run", "gpt2", "regression", epsilon=1e4, epochs=4, peft="full")

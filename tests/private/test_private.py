@@ -16,6 +16,7 @@ from torch import nn
 
 import fastdp
 from fastdp.accounting import Ledger, deserialise, epsilon
+from fastdp.methods.rapft import NoisyMap
 from fastdp.private.parts import noised_fraction
 from tests.engine.runs import (
     Classifier,
@@ -426,3 +427,23 @@ def test_parameters_of_the_model_alone_are_touched() -> None:
     after = state(model)
     changed = {n for n in before if not torch.equal(before[n], after[n])}
     assert changed == {"second.weight", "second.bias"}
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        fastdp.DPSGD(),
+        fastdp.RapFT(NoisyMap(1.5, 0.5), map_every=2),
+        fastdp.DPFrost(unfreezing_ratio=0.5, selection_steps=2, selection_rate=0.1),
+    ],
+    ids=lambda method: type(method).__name__,
+)
+def test_noise_that_can_be_drawn_again_is_worth_nothing(method: Any) -> None:
+    options = {"method": method, "target_epsilon": 3.0, "target_delta": 1e-3}
+    for seed, worth in ((7, math.inf), (None, 3.0)):
+        private = start(unsafe_seed=seed, **options)
+        assert private.epsilon() == 0, "nothing was released yet"
+        logical_step(private)
+        assert private.epsilon() <= worth
+        assert math.isinf(private.epsilon()) == math.isinf(worth)
+        assert (private.card()["guarantee"] == "none") == math.isinf(worth)
