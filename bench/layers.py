@@ -66,3 +66,23 @@ class Sequence(nn.Module):
 def sequence(vocabulary: int, width: int, layers: int) -> Classifier:
     """Words one after the other."""
     return Classifier(Sequence(vocabulary, width, layers), width)
+
+
+class Encoder(nn.Module):
+    """Torch's own encoder layers over words, and the mean of what they return."""
+
+    def __init__(self, vocabulary: int, width: int, layers: int):
+        super().__init__()
+        self.table = nn.Embedding(vocabulary, width)
+        self.inner = nn.Sequential(
+            *(nn.TransformerEncoderLayer(width, width // 64, 4 * width, batch_first=True) for _ in range(layers))
+        )
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        states: torch.Tensor = self.inner(self.table(ids))
+        return states.mean(1)
+
+
+def encoder(vocabulary: int, width: int, layers: int) -> Classifier:
+    """Attention over words."""
+    return Classifier(Encoder(vocabulary, width, layers), width)

@@ -61,6 +61,7 @@ CASES = {
     "cnn-gn": Case("cnn-gn", 3, 32, "full", rows=32, tokens=32),
     "text-cnn": Case("text-cnn", 1, 64, "full", rows=32, vocabulary=5000),
     "lstm": Case("lstm", 1, 128, "full", rows=32, vocabulary=5000),
+    "encoder-layer": Case("encoder-layer", 2, 256, "full", rows=16, vocabulary=5000),
     "gpt2-124m-lora": Case("gpt2", 12, 768, "lora", tokens=1024, vocabulary=50257, gpu=True),
     "gpt2-124m-full": Case("gpt2", 12, 768, "full", tokens=1024, vocabulary=50257, gpu=True),
     "bert-base-full": Case("bert", 12, 768, "full", rows=32, vocabulary=30522, gpu=True),
@@ -192,6 +193,8 @@ def _model(case: Case) -> torch.nn.Module:
         return layers.windows(case.vocabulary, case.width)
     if case.kind == "lstm":
         return layers.sequence(case.vocabulary, case.width, case.layers)
+    if case.kind == "encoder-layer":
+        return layers.encoder(case.vocabulary, case.width, case.layers)
     if case.kind == "vit":
         return hf.ViTForImageClassification(
             hf.ViTConfig(
@@ -238,7 +241,7 @@ def _examples(case: Case, count: int) -> list[dict[str, torch.Tensor]]:
         images = torch.randn(count, 3, case.tokens, case.tokens, generator=generator)
         return [{"x": image, "labels": torch.tensor(i % 10)} for i, image in enumerate(images)]
     ids = torch.randint(0, case.vocabulary, (count, case.tokens), generator=generator)
-    if case.kind in ("text-cnn", "lstm"):
+    if case.kind in ("text-cnn", "lstm", "encoder-layer"):
         return [{"x": row, "labels": torch.tensor(i % 10)} for i, row in enumerate(ids)]
     if case.kind == "bert":
         labels = torch.randint(0, 2, (count,), generator=generator)
@@ -322,7 +325,7 @@ def _opacus(
     from torch.utils.data import DataLoader
 
     loader: DataLoader = DataLoader(examples, batch_size=case.rows)  # type: ignore[arg-type]
-    if case.kind == "lstm":
+    if case.kind in ("lstm", "encoder-layer"):
         # Its own layer, with the weights of torch's.
         optimizer_class, model = type(optimizer), ModuleValidator.fix(model)
         optimizer = optimizer_class(model.parameters(), lr=LEARNING_RATE)
