@@ -6,8 +6,10 @@ Every Python block is executed, and of every shell block each command is looked 
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import inspect
+import io
 import re
 import shlex
 from collections.abc import Sequence
@@ -179,10 +181,11 @@ def fastdp_command(words: list[str]) -> None:
     assert not hasattr(command, "commands"), f"no such command: {words}"
     known = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
     if command.context_settings.get("ignore_unknown_options"):
-        # Handed on to a suite, whose own parser has them in its source.
-        suite = words[words.index("--suite") + 1]
-        source = "".join((ROOT / "bench" / "utility" / f"{name}.py").read_text() for name in ("suite", suite))
-        known |= set(re.findall(r'"(--[\w-]+)"', source)) | {f"--{name}" for name in re.findall(r"\b(\w+)=", source)}
+        # Handed on to a suite, whose own parser tells them.
+        suite = importlib.import_module(f"fastdp.bench.utility.{words[words.index('--suite') + 1]}")
+        with contextlib.redirect_stdout(io.StringIO()) as told, contextlib.suppress(SystemExit):
+            suite.main(["--help"])
+        known |= set(re.findall(r"--[\w-]+", told.getvalue()))
     unknown = [word for word in words if word.startswith("--") and word.partition("=")[0] not in known]
     assert not unknown
 
