@@ -17,8 +17,7 @@ class Statistics(torch.nn.Module):
         self.mean = state["mean"]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.training:
-            self.mean = x.detach().mean(0)
+        self.mean = x.detach().mean(0) if self.training else self.mean
         return x
 
 

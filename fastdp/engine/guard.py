@@ -170,7 +170,10 @@ class _Spots:
 
     def moved(self) -> str | None:
         """The name of a tensor whose numbers are others now though torch counted no write, if there is one."""
-        for places, before in zip(self._places.values(), self._values):
+        for (kind, places), before in zip(self._places.items(), self._values):
+            for name, tensor, _, size, start in places:
+                if (tensor.device, tensor.dtype) != kind or start + size > tensor.storage_offset() + tensor.numel():
+                    return name
             now = _read(places)
             if torch.equal(now, before):
                 continue
