@@ -66,3 +66,18 @@ def test_an_unknown_case_or_gpu_is_refused():
         simulate.measure("gpt5", "h100")
     with pytest.raises(ValueError, match="no price list"):
         simulate.measure(next(iter(CASES)), "abacus")
+
+
+@pytest.mark.parametrize(
+    ("name", "most"), [("llama-8b-lora", 1.25), pytest.param("llama-1b-full", 1.5, marks=pytest.mark.slow)]
+)
+def test_a_layer_launches_little_more_than_without_privacy(name, most):
+    """By the difference of two depths; that it runs at all says that nothing of ours makes the host wait."""
+    counts = {}
+    for private in (False, True):
+        shallow, deep = (
+            simulate.tally(dataclasses.replace(CASES[name], layers=layers), GPUS["h100"], private=private)
+            for layers in (1, 2)
+        )
+        counts[private] = deep.launches - shallow.launches
+    assert 0 < counts[True] <= most * counts[False]
