@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -79,7 +80,7 @@ def test_variants_are_compiled_by_processes_that_share_a_cache(monkeypatch):
 
     class Kernel:
         def __init__(self, name, fails=False):
-            self.fn, self.fails = type("fn", (), {"__name__": name}), fails
+            self.fn, self.fails = types.SimpleNamespace(__name__=name), fails
 
         def warmup(self, *arguments, grid):
             if self.fails:
