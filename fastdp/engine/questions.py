@@ -7,7 +7,7 @@ question itself is looked for: a truth value is turned round and the rows must n
 
 from __future__ import annotations
 
-import sys
+import inspect
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
@@ -136,7 +136,8 @@ def _filled(call: Call, binary: Collection[Path], rows: Sequence[int], unit: int
 
 def _place() -> str:
     """File and line of the code that asked, beyond torch and the modes that look on."""
-    frame = sys._getframe(2)
+    frame = inspect.currentframe()
+    assert frame is not None
     while frame.f_back is not None and _looks_on(str(frame.f_globals.get("__name__", ""))):
         frame = frame.f_back
     return f"{frame.f_globals.get('__name__', '?')}, line {frame.f_lineno}"
