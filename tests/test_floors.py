@@ -20,6 +20,7 @@ FOREIGN = {
     "_current_graph_task_id": "the same",
     "_make_wrapper_subclass": "how torch makes a tensor that holds no data",
     "_version": "whether a tensor was written to",
+    "_foreach_add_": "additions to many tensors in one launch",
     "_assert_async": "a check on the device that the host does not wait for",
     "_schema": "the arguments of a registered operator",
     "_forward_pre_hooks": "the order in which a module's hooks run",
