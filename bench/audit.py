@@ -57,13 +57,17 @@ class Weaker(Observer):
     """Has the noise of a run made ``factor`` times what it should be."""
 
     def __init__(self, factor: float):
-        self.factor: float | None = factor
+        self.factor = factor
 
     def before_release(self, accumulator: Accumulator) -> None:
-        """Once, since the policy stays."""
-        if self.factor is not None:
-            stds = tuple(std * self.factor for std in accumulator.policy.stds)
-            accumulator.policy, self.factor = dataclasses.replace(accumulator.policy, stds=stds), None
+        """A policy with less noise, after it was compared with what the ledger counts on."""
+        self.policy = accumulator.policy
+        stds = tuple(std * self.factor for std in self.policy.stds)
+        accumulator.policy = dataclasses.replace(self.policy, stds=stds)
+
+    def after_release(self, accumulator: Accumulator) -> None:
+        """The policy as it was, for the next comparison."""
+        accumulator.policy = self.policy
 
 
 def weaker_noise(canaries: int, factor: float, epsilon: float = 2.0, steps: int = 4) -> audit.AuditResult:

@@ -88,6 +88,8 @@ WRITERS = {"write_text", "write_bytes", "mkstemp", "NamedTemporaryFile", "replac
 ELSEWHERE = {
     # A folder, renamed so that nobody finds it while it is removed.
     ("split/vendor.py", "replace"),
+    # A model's folder, made by transformers or peft, renamed once it is whole.
+    ("finetune/models.py", "rename"),
     # The kernel's switch that resets the peak of resident memory.
     ("finetune/memory.py", "write_text"),
 }

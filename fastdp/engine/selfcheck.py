@@ -303,6 +303,7 @@ def _compare(engine: Checked, replay: Replay, call: Call, ticket: Ticket, weight
     policy, parameters = kept.policy, list(engine.parameters.values())
     probe = _Probe(policy.bounds, policy.stds, policy.group_of, policy.masks, weights)
     engine.accumulator = Accumulator(engine.parameters, probe)
+    engine.accumulator.tables = kept.tables
     try:
         with unchanged(engine.model):
             _by_engine(engine, call, ticket)

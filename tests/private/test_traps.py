@@ -136,10 +136,14 @@ def test_trap_02_every_backward_before_a_step_counts(monkeypatch: pytest.MonkeyP
     with pytest.raises(RuntimeError, match=r"optimizer.step\(\) has not been called"):
         private.model(**second)["loss"].backward()
 
-    def assign(accumulator: Any, name: str, total: torch.Tensor) -> None:
-        accumulator.sums[name] = total
+    add = accumulators.Accumulator.add_instances
 
-    monkeypatch.setattr(accumulators.Accumulator, "_sum", assign)
+    def assign(accumulator: Any, instances: Any, factors: torch.Tensor) -> None:
+        for name in instances:
+            accumulator.sums.pop(name, None)
+        add(accumulator, instances, factors)
+
+    monkeypatch.setattr(accumulators.Accumulator, "add_instances", assign)
     notices(check)
 
 
