@@ -267,7 +267,7 @@ def snapping(device: str) -> Iterator[tuple[str, Result]]:
 def engine(device: str) -> Iterator[tuple[str, Result]]:
     """The whole engine, against autograd on one example at a time on the same device: LoRA on all layers, and everything."""
     for name, rank in (("LoRA of rank 16", 16), ("everything", 0)):
-        case = Case("llama", 2, 64, 128, 4, 2, 512, 4, 32, rank=rank, dtype=torch.float32)
+        case = Case("llama", 2, 64, 128, 4, 4, 512, 4, 32, rank=rank, dtype=torch.float32)
         model = build(case, torch.device(device))
         if rank:
             # The second factor of an untrained adapter is zero, and so would be the gradient of the first.

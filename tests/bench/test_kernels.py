@@ -23,7 +23,9 @@ CPU = torch.device("cpu")
 def test_every_op_has_a_case():
     benched = {name.split(",")[0].split(" ")[0].removesuffix("_") for name in kernels.names()}
     public = {name for name, value in vars(ops).items() if inspect.isfunction(value)}
-    assert benched == {name.removesuffix("_") for name in public} - {"choice_log_probabilities"}
+    # The ops of many tensors are timed by the step benchmark; the vectors are those that private_snap draws.
+    elsewhere = {"choice_log_probabilities", "adamw_noise_steps", "instance_sqnorm_group", "instance_sum_group"}
+    assert benched == {name.removesuffix("_") for name in public} - elsewhere - {"dchi_vectors"}
 
 
 def test_names_are_those_of_the_cases():
