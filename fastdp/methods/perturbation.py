@@ -59,6 +59,7 @@ class Releases:
 
     def card(self) -> Card:
         """The claim with all that it depends on."""
+        # Nor is there a card to fall back on: an empty one would read as a statement.
         raise NotImplementedError(f"{type(self).__name__} has no card: define card()")
 
     def in_words(self) -> str | None:

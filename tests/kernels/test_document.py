@@ -18,6 +18,7 @@ def written(name):
 def test_the_page_says_what_was_compiled():
     page = written(document.KERNELS)
     if not page.startswith(f"Triton {triton.__version__},"):
+        # The constraints pin the page's Triton, so the default suite does compare; a user's own may differ.
         pytest.skip("the page is of another Triton, which compiles to other instructions")
     assert page == document.kernels_table(), "run python -m tests.kernels.document"
 
