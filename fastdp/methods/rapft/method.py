@@ -55,6 +55,7 @@ class RapFT(Options):
         bounds: C_w and C_s in place of the printed C r^2; for ``optimal`` and ``ellipsoid``.
         weights: what a unit of noise variance costs in the weak and in the strong block; for the same two.
         ranking: ``layer`` or ``map``; see `masks.weak_masks`.
+        magnitude: rank |R| in place of R.
         propagation, initialisation: how relevance is computed.
         map_after: steps before the first mask. Parameters that start at zero (LoRA's B) have no relevance at step 0.
         map_every: steps between masks; None keeps the first.
@@ -72,6 +73,7 @@ class RapFT(Options):
     bounds: tuple[float, float] | None = None
     weights: tuple[float, float] = (1.0, 1.0)
     ranking: str = "layer"
+    magnitude: bool = False
     propagation: Propagation = Propagation()
     initialisation: Initialisation = Initialisation()
     map_after: int = 0
@@ -147,6 +149,8 @@ class RapFT(Options):
         """The mask: relevance, min-max, ranking. True is weak."""
         assert self.source is not None
         relevance = self.source.relevance(self._propagator(findings), findings)
+        if self.magnitude:
+            relevance = {name: values.abs() for name, values in relevance.items()}
         return weak_masks(relevance, self.irrelevance_ratio, self.ranking)
 
     def _propagator(self, moment: Moment) -> Propagator:
@@ -185,6 +189,7 @@ class RapFT(Options):
             "bounds": None if self.bounds is None else list(self.bounds),
             "weights": list(self.weights),
             "ranking": self.ranking,
+            "magnitude": self.magnitude,
             "mask": self.source.describe(),
             "propagation": vars(self.propagation),
             "initialisation": vars(self.initialisation),

@@ -36,17 +36,20 @@ class Propagation:
     """The rule for linear layers and the stabiliser of every denominator.
 
     Args:
-        rule: ``epsilon``: equation 6 with z + epsilon sign(z) for z. ``alpha_beta``: positive and negative contributions
-            apart (equation 4).
+        rule: ``alpha_beta``: positive and negative contributions apart (equation 4), as in the paper's experiments.
+            ``epsilon``: equation 6 with z + epsilon sign(z) for z.
         epsilon: added to denominators, in the units of the activation; what it absorbs is lost to conservation.
-        alpha: weight of the positive part; beta is 1 - alpha. The paper's experiments take 0.5.
+        alpha: weight of the positive part; beta is 1 - alpha. The paper's experiments take 0.5 (section VII-D).
+        positive_after_activation: under ``alpha_beta`` a linear layer that reads an activation's output hands relevance to
+            its positive contributions alone, the subset q of equation 7.
 
-    Raises ValueError for an unknown rule, epsilon below 0, or alpha below 0.
+    Raises ValueError for an unknown rule, epsilon below 0, alpha below 0, or equation 7 with the other rule.
     """
 
-    rule: str = "epsilon"
+    rule: str = "alpha_beta"
     epsilon: float = 1e-3
     alpha: float = 0.5
+    positive_after_activation: bool = False
 
     def __post_init__(self) -> None:
         if self.rule not in RULES:
@@ -55,6 +58,8 @@ class Propagation:
             raise ValueError(f"epsilon of the propagation rule is {self.epsilon}: it must be 0 or more")
         if not self.alpha >= 0:
             raise ValueError(f"alpha of the propagation rule is {self.alpha}: it must be 0 or more")
+        if self.positive_after_activation and self.rule != "alpha_beta":
+            raise ValueError("positive_after_activation tells contributions apart by sign: it needs rule='alpha_beta'")
 
 
 @dataclass
@@ -136,8 +141,10 @@ class _HandOn(torch.autograd.Function):
     """y = f(x) element by element (softmax included), with R_x = R_y: the message becomes s y / x."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, y: torch.Tensor, epsilon: float, context: Context) -> torch.Tensor:
-        ctx.epsilon, ctx.context = epsilon, context
+    def forward(
+        ctx: Any, x: torch.Tensor, y: torch.Tensor, epsilon: float, context: Context, activation: bool = False
+    ) -> torch.Tensor:
+        ctx.epsilon, ctx.context, ctx.activation = epsilon, context, activation
         ctx.save_for_backward(x, y)
         return y
 
@@ -148,7 +155,19 @@ class _HandOn(torch.autograd.Function):
         if ctx.context.audit is not None:
             _absorb(ctx.context, y, messages[0])
             _absorb(ctx.context, x, -back)
-        return back.to(x.dtype), None, None, None
+        return back.to(x.dtype), None, None, None, None
+
+
+#: Nodes of autograd that leave values as they are, in another shape.
+_RESHAPED = ("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0", "CloneBackward0", "AliasBackward0")
+
+
+def _of_activation(value: torch.Tensor) -> bool:
+    """Whether a value is what an activation function returned, if in another shape."""
+    node = value.grad_fn
+    while node is not None and node.name() in _RESHAPED:
+        node = node.next_functions[0][0]
+    return bool(getattr(node, "activation", False))
 
 
 class _Half(torch.autograd.Function):
@@ -205,9 +224,10 @@ class _AlphaBeta(torch.autograd.Function):
         bias: torch.Tensor | None,
         mode: RelevanceMode,
         trained: tuple[torch.nn.Parameter | None, torch.nn.Parameter | None],
+        alpha: float,
         swap: bool,
     ) -> torch.Tensor:
-        ctx.mode, ctx.trained, ctx.swap = mode, trained, swap
+        ctx.mode, ctx.trained, ctx.alpha, ctx.swap = mode, trained, alpha, swap
         out = F.linear(x, weight, bias)
         ctx.save_for_backward(x, weight, bias, out)
         return out
@@ -215,7 +235,7 @@ class _AlphaBeta(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *messages: Any) -> Any:
         x, weight, bias, out = ctx.saved_tensors
-        alpha, mode = ctx.mode.context.settings.alpha, ctx.mode
+        alpha, mode = ctx.alpha, ctx.mode
         up, down = x.clamp(min=0), x.clamp(max=0)
         grow, shrink = weight.clamp(min=0), weight.clamp(max=0)
         positive = F.linear(up, grow, None if bias is None else bias.clamp(min=0)) + F.linear(down, shrink)
@@ -229,7 +249,7 @@ class _AlphaBeta(torch.autograd.Function):
         mode.take_signed(ctx.trained, (up, down), (plus, minus), bias, swap=ctx.swap)
         rising = F.linear(plus, grow.t()) + F.linear(minus, shrink.t())
         falling = F.linear(plus, shrink.t()) + F.linear(minus, grow.t())
-        return torch.where(x < 0, falling, rising), None, None, None, None, None
+        return torch.where(x < 0, falling, rising), None, None, None, None, None, None
 
 
 class RelevanceMode(UseMode):
@@ -302,9 +322,10 @@ def _addmm(mode: RelevanceMode, func: Any, input: Any, mat1: Any, mat2: Any, *, 
 def _product(mode: RelevanceMode, func: Any, args: Any, x: Any, weight: Any, bias: Any, *, swap: bool) -> Any:
     context = mode.context
     if context.settings.rule == "alpha_beta" and not isinstance(weight, PerLane):
+        alpha = 1.0 if context.settings.positive_after_activation and _of_activation(x) else context.settings.alpha
         trained = (weight if mode.reads.is_trained(weight) else None, bias if mode.reads.is_trained(bias) else None)
         matrix = weight.detach().t() if swap else weight.detach()
-        return _AlphaBeta.apply(x, matrix, None if bias is None else bias.detach(), mode, trained, swap)
+        return _AlphaBeta.apply(x, matrix, None if bias is None else bias.detach(), mode, trained, alpha, swap)
     out = mode.plain(func, *args)
     if bias is not None and context.audit is not None:
         out = _Absorbs.apply(out, bias.detach(), context)
@@ -329,7 +350,7 @@ def _hand_on(mode: RelevanceMode, func: Any, input: Any, *args: Any, **options: 
         return NotImplemented
     with torch.no_grad():
         y = func(input, *args, **options)
-    return _HandOn.apply(input, y, _TINY, mode.context)
+    return _HandOn.apply(input, y, _TINY, mode.context, True)
 
 
 def _softmax(mode: RelevanceMode, func: Any, input: Any, *args: Any, **options: Any) -> Any:
@@ -468,7 +489,7 @@ def activations_hand_on(model: torch.nn.Module, context: Context) -> Iterator[No
                 return original(x)
             with torch.no_grad():
                 y = original(x)
-            return _HandOn.apply(x, y, _TINY, context)
+            return _HandOn.apply(x, y, _TINY, context, True)
 
         module.forward = forward  # type: ignore[assignment]
         patched.append(module)

@@ -15,6 +15,7 @@ from fastdp.methods.rapft import (
     EllipsoidPolicy,
     NoisyMap,
     PrivateSubset,
+    Propagation,
     Propagator,
     PublicMap,
     RapFT,
@@ -120,6 +121,26 @@ def test_the_budget_holds_steps_and_maps():
     both = accounting.compose(steps, accounting.selection(1.5, 3, 0.5))
     assert private.epsilon() == pytest.approx(float(accounting.epsilon(both, 1e-3)))
     private.detach()
+
+
+def test_magnitude_ranks_by_size():
+    """The least |R| are weak; by R it would be the most negative ones, which the epsilon rule has even here."""
+    model, rule = Classifier(), Propagation("epsilon")
+    relevance = Propagator(model, dict(model.named_parameters()), rule).total(public().batches[0])
+    found = []
+    for magnitude in (False, True):
+        private = start(
+            Classifier(), method=RapFT(public(), magnitude=magnitude), noise_multiplier=1.0, target_delta=1e-3
+        )
+        logical_step(private)
+        masks = {name: mask.bool() for name, mask in private.outcome.items()}
+        for name, values in relevance.items():
+            ranked = values.abs() if magnitude else values
+            strong = ranked[~masks[name]]
+            assert not strong.numel() or float(ranked[masks[name]].max()) <= float(strong.min())
+        found.append(masks)
+        private.detach()
+    assert any(not torch.equal(found[0][name], found[1][name]) for name in relevance)
 
 
 def test_masks_follow_the_model():

@@ -25,7 +25,7 @@ class Messages:
     def __init__(self, **options):
         layout = Ticket(torch.arange(ROWS), torch.ones(ROWS), is_last=True).layout(torch.device("cpu"))
         self.audit = Audit()
-        self.context = Context(Propagation(**options), ROWS, self.audit)
+        self.context = Context(Propagation(**{"rule": "epsilon", **options}), ROWS, self.audit)
         self.mode = RelevanceMode(Reads({}), Tap(layout), self.context)
 
     def __call__(self, operation, *inputs, relevance):
@@ -69,6 +69,26 @@ def test_alpha_beta_rule(seed, alpha):
                     expected[n] += r[n, i] * weight * part / total
     assert torch.allclose(found, expected, rtol=1e-8, atol=1e-10)
     assert float(found.sum()) + messages.audit.absorbed == pytest.approx(float(r.sum()), abs=1e-8)
+
+
+@FEW
+@given(seed=SEEDS, shaped=st.booleans())
+def test_equation_7_keeps_positive_contributions_behind_an_activation(seed, shaped):
+    """x_j w_ji > 0 alone, over their sum; a linear layer that reads anything else keeps its alpha."""
+    x, w, r = draw(seed, (ROWS, 4), (5, 4), (ROWS, 5))
+
+    def layer(t):
+        activated = F.gelu(t)
+        return F.linear(activated.reshape(ROWS, 2, 2).flatten(1) if shaped else activated, w)
+
+    (found,) = Messages(rule="alpha_beta", positive_after_activation=True)(layer, x, relevance=r)
+    z = F.gelu(x).unsqueeze(1) * w
+    kept = torch.where((z > 0).any(2, keepdim=True), z.clamp(min=0), z)
+    expected = (kept / kept.sum(2, keepdim=True) * r.unsqueeze(2)).sum(1)
+    assert torch.allclose(found, expected, rtol=1e-6, atol=1e-9)
+    plain = Messages(rule="alpha_beta")(lambda t: F.linear(t, w), x, relevance=r)
+    option = Messages(rule="alpha_beta", positive_after_activation=True)(lambda t: F.linear(t, w), x, relevance=r)
+    assert torch.equal(plain[0], option[0])
 
 
 @FEW
@@ -179,7 +199,15 @@ def test_attention_with_shared_keys():
     assert sum(float(p.sum()) for p in parts) == pytest.approx(float(r.sum()), rel=1e-5)
 
 
-@pytest.mark.parametrize("options", [{"rule": "gamma"}, {"epsilon": -1.0}, {"alpha": -0.1}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"rule": "gamma"},
+        {"epsilon": -1.0},
+        {"alpha": -0.1},
+        {"rule": "epsilon", "positive_after_activation": True},
+    ],
+)
 def test_bad_settings(options):
     with pytest.raises(ValueError):
         Propagation(**options)
