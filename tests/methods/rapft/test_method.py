@@ -129,9 +129,8 @@ def test_magnitude_ranks_by_size():
     relevance = Propagator(model, dict(model.named_parameters()), rule).total(public().batches[0])
     found = []
     for magnitude in (False, True):
-        private = start(
-            Classifier(), method=RapFT(public(), magnitude=magnitude), noise_multiplier=1.0, target_delta=1e-3
-        )
+        method = RapFT(public(), magnitude=magnitude, propagation=rule)
+        private = start(Classifier(), method=method, noise_multiplier=1.0, target_delta=1e-3)
         logical_step(private)
         masks = {name: mask.bool() for name, mask in private.outcome.items()}
         for name, values in relevance.items():
