@@ -24,7 +24,7 @@ test: $(VENV)/.fastdp-test
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(VENV)/bin/python -m pytest -q -n 2
 
 test-full: $(VENV)/.fastdp-test
-	HF_HUB_OFFLINE=1 $(VENV)/bin/python -m pytest -q -m "slow or not slow"
+	HF_HUB_OFFLINE=1 $(VENV)/bin/python -m pytest -q -m "slow or not slow" --hypothesis-profile=search
 
 # Figures of the CPU, in $(OUT)/cpu, and the pictures drawn from them. Nothing else should run beside it.
 bench: $(VENV)/.fastdp-test

@@ -8,7 +8,9 @@ import torch
 from hypothesis import HealthCheck, settings
 
 # An example may take as long as it takes: a busy machine is no fault of the code under test.
-settings.register_profile("fastdp", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("search", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# A change is judged by the same examples everywhere; `make test-full` searches on, with new ones each time.
+settings.register_profile("fastdp", settings.get_profile("search"), derandomize=True)
 settings.load_profile("fastdp")
 
 # What tests release is remembered apart from what the account does, also by the programs that tests start.

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from fastdp.engine.errors import UnsupportedUse
 
@@ -119,6 +120,8 @@ _MOVING = _functions(
     "expand_as repeat repeat_interleave contiguous clone chunk split tensor_split unbind select narrow __getitem__ cat "
     "concat concatenate stack index_select flip roll view_as reshape_as tile adjoint"
 ) | {getattr(torch.Tensor, name).__get__ for name in ("T", "mT", "H", "mH")}
+#: These compute new dimensions behind those of their argument.
+_APPENDING = frozenset({F.embedding, F.one_hot, torch.embedding, torch.diag_embed})
 _RESHAPING = _functions("view reshape flatten unflatten view_as reshape_as")
 
 
@@ -179,8 +182,9 @@ class Places:
             if moved:
                 return
         known = [(t, place) for t in given if (place := self.of(t)) is not None]
+        lost = _reduced(args, kwargs)
         for t in results:
-            places = (_kept(source, place, t) for source, place in known)
+            places = (_kept(source, place, t, func in _APPENDING, lost) for source, place in known)
             self._note(t, next((p for p in places if p is not None), None))
 
     def _move(self, func: Any, args: Any, kwargs: Any, results: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -233,15 +237,31 @@ def _compressed(rows: torch.Tensor) -> Place | None:
     return None
 
 
-def _kept(source: torch.Tensor, place: Place, out: torch.Tensor) -> Place | None:
-    """Where rows lie after an operation that computes: on an axis of the same size, where it stood if it can be."""
-    size = place.rows.shape[0]
-    for axis in (place.axis, place.axis - source.dim() + out.dim()):
-        if 0 <= axis < out.dim() and out.shape[axis] == size and (out.dim() == source.dim() or axis != place.axis):
-            return Place(axis, place.rows)
+def _reduced(args: Any, kwargs: Any) -> tuple[int, ...]:
+    """The dimensions that an operation was told to reduce, if it reduces any."""
+    told = kwargs.get("dim", args[1] if len(args) > 1 else ())
+    dims = told if isinstance(told, (list, tuple)) else (told,)
+    return tuple(dims) if all(isinstance(d, int) and not isinstance(d, bool) for d in dims) else ()
+
+
+def _kept(source: torch.Tensor, place: Place, out: torch.Tensor, appends: bool, lost: tuple[int, ...]) -> Place | None:
+    """Where rows lie after an operation that computes: on an axis of the same size, where it stood if it can be.
+
+    Dimensions come in front, as they are broadcast, unless the operation ``appends`` them; those ``lost`` are gone where
+    the result has so many less. Sizes alone would not do: a text may have as many tokens as there are rows.
+    """
+    more, size = out.dim() - source.dim(), place.rows.shape[0]
+    gone = {d % source.dim() for d in lost}
+    if place.axis in gone and (more or out.shape[place.axis] != size):
+        return None
+    axis = place.axis
+    if more > 0 and not appends:
+        axis += more
+    elif more < 0 and len(gone) == -more:
+        axis -= sum(d < axis for d in gone)
+    if axis < out.dim() and out.shape[axis] == size:
+        return Place(axis, place.rows)
     alike = [axis for axis in range(out.dim()) if out.shape[axis] == size]
-    if place.axis in alike:
-        return Place(place.axis, place.rows)
     return Place(alike[0], place.rows) if len(alike) == 1 else None
 
 
