@@ -3,7 +3,9 @@
 import importlib
 import importlib.abc
 import importlib.util
+import os
 import sys
+import warnings
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -21,6 +23,16 @@ if TYPE_CHECKING:
     from fastdp.ops.stream import NoiseStream
     from fastdp.private.run import Private
     from fastdp.split import SplitCustomer, SplitVendor
+
+_FOLDER = os.path.dirname(os.path.abspath(__file__))
+if os.path.exists(os.path.join(_FOLDER, "privacy_engine.py")):
+    raise ImportError(
+        f"{_FOLDER} holds awslabs' fastDP as well, whose folder this disk takes for the same: give each an environment of its own"
+    )
+if os.path.exists(os.path.join(os.path.dirname(_FOLDER), "fastDP", "privacy_engine.py")):
+    warnings.warn(
+        "awslabs' fastDP is installed too: `import fastDP` is that library, `import fastdp` is this one", stacklevel=2
+    )
 
 __all__ = [
     "DPSGD",

@@ -6,6 +6,7 @@ import typer
 
 from fastdp.commands.attack import attack_command
 from fastdp.commands.bench import bench_app
+from fastdp.commands.card import card_app
 from fastdp.commands.doctor import doctor_command
 from fastdp.commands.privacy import calibrate_command, epsilon_command, verify_command
 from fastdp.commands.privatize import privatize_command
@@ -30,5 +31,6 @@ app.command("doctor")(doctor_command)
 app.command("privatize")(privatize_command)
 app.command("attack")(attack_command)
 app.command("prove")(prove_command)
+app.add_typer(card_app, name="card")
 app.add_typer(split_app, name="split")
 app.add_typer(bench_app, name="bench")

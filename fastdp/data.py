@@ -189,7 +189,7 @@ def _read_parquet(path: Path) -> Rows:
     try:
         from pyarrow import ArrowException, parquet
     except ImportError:
-        raise DataError(f"reading {path} needs pyarrow: pip install 'fastdp[trainer]'") from None
+        raise DataError(f"reading {path} needs pyarrow: pip install 'fastdp-lm[trainer]'") from None
     try:
         table = parquet.read_table(path)
     except (ArrowException, OSError) as error:
@@ -207,7 +207,7 @@ def _read_saved_dataset(path: Path) -> Rows:
     try:
         from datasets import load_from_disk
     except ImportError:
-        raise DataError(f"reading {path} needs the datasets package: pip install 'fastdp[trainer]'") from None
+        raise DataError(f"reading {path} needs the datasets package: pip install 'fastdp-lm[trainer]'") from None
     saved = load_from_disk(str(path))
     return Rows(path, tuple(saved.column_names), list(saved), range(1, len(saved) + 1))
 

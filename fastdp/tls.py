@@ -23,7 +23,7 @@ try:
     from cryptography.hazmat.primitives.asymmetric import ec
     from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 except ImportError:
-    raise ImportError("certificates need the cryptography package: pip install 'fastdp[split]'") from None
+    raise ImportError("certificates need the cryptography package: pip install 'fastdp-lm[split]'") from None
 
 AUTHORITY = "authority"
 CA, CERTIFICATE, KEY = "ca.pem", "certificate.pem", "key.pem"

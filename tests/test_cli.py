@@ -12,6 +12,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
+from fastdp.accounting.export import FORMATS, SUFFIXES
 from fastdp.cli import app
 from tests.test_finetune import files, model_folder  # noqa: F401 - fixtures
 
@@ -91,6 +92,13 @@ def test_finetune_from_flags_alone_and_verify(model_folder, files, tmp_path):  #
     card["epsilon"]["upper_bound"] /= 2
     (tmp_path / "forged.json").write_text(json.dumps(card))
     assert "does not hold" in refused("verify", tmp_path / "forged.json")
+
+    for form in FORMATS:
+        assert "written to" in run("card", "export", output / "card.json", "--format", form).output
+        assert run("verify", output / f"card-{form}{SUFFIXES[form]}").exit_code == 0
+    assert run("verify", output / "adapter" / "README.md", "--weights", output / "adapter").exit_code == 0
+    assert str(tmp_path) not in (output / "adapter" / "README.md").read_text()
+    assert "not passed on" in refused("card", "export", tmp_path / "forged.json", "--format", "html")
 
 
 def test_finetune_refusals(model_folder, files, tmp_path):  # noqa: F811

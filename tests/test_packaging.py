@@ -1,11 +1,16 @@
 """What is installed: the wheel carries its data and works away from the tree; nothing claims the name `kernels`."""
 
+import json
+import shutil
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
 
 import pytest
+
+from fastdp.accounting import Card
+from fastdp.distribution import wheel_digest
 
 ROOT = Path(__file__).parent.parent
 
@@ -25,7 +30,54 @@ def test_constraints_pin_every_direct_dependency():
     }
     for requirement in project["dependencies"] + extras:
         name = requirement.split(";")[0].split("[")[0].split(">")[0].strip().lower()
-        assert name == "fastdp" or name in pinned, f"{requirement} is not pinned in constraints.txt"
+        assert name == "fastdp-lm" or name in pinned, f"{requirement} is not pinned in constraints.txt"
+
+
+@pytest.fixture
+def site(tmp_path, monkeypatch):
+    """A folder of packages that holds this one's root module beside whatever a test puts there."""
+    (tmp_path / "fastdp").mkdir()
+    shutil.copy(ROOT / "fastdp" / "__init__.py", tmp_path / "fastdp")
+    return tmp_path
+
+
+def imported(site):
+    # Without site-packages, where an editable install would offer the tree.
+    script = [sys.executable, "-S", "-c", "import fastdp"]
+    return subprocess.run(script, cwd=site, env={"PYTHONPATH": str(site)}, capture_output=True, text=True)
+
+
+def test_another_package_in_the_same_folder_is_refused_in_a_sentence(site):
+    (site / "fastdp" / "privacy_engine.py").touch()
+    done = imported(site)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith("ImportError: ")
+    assert "fastDP as well" in done.stderr
+
+
+def test_another_package_beside_is_told_apart_in_a_sentence(site):
+    assert imported(site).stderr == ""
+    (site / "fastDP").mkdir(exist_ok=True)
+    (site / "fastDP" / "privacy_engine.py").touch()
+    done = imported(site)
+    assert done.returncode == 0
+    assert done.stderr.count("awslabs' fastDP is installed too") == 1
+
+
+def test_a_card_names_the_wheel_it_was_made_with(tmp_path, monkeypatch):
+    """pip notes the digest of a wheel's file beside what it installs."""
+    noted = tmp_path / "fastdp_lm-9.9.dist-info"
+    noted.mkdir()
+    (noted / "METADATA").write_text("Metadata-Version: 2.1\nName: fastdp-lm\nVersion: 9.9\n")
+    (noted / "direct_url.json").write_text(json.dumps({"archive_info": {"hashes": {"sha256": "ab" * 32}}}))
+    monkeypatch.syspath_prepend(tmp_path)
+    wheel_digest.cache_clear()
+    try:
+        card = Card.of(None, mechanism="none", noise_source={}, flaws=["a test"])
+    finally:
+        wheel_digest.cache_clear()
+    assert card["software"]["fastdp"] == "9.9"
+    assert card["software"]["fastdp_wheel"] == "sha256:" + "ab" * 32
 
 
 @pytest.mark.slow
@@ -38,7 +90,7 @@ def test_wheel_works_outside_the_tree(tmp_path):
         (source / name).write_bytes((ROOT / name).read_bytes())
     build = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(wheels)]
     subprocess.run([*build, str(source)], check=True)
-    (wheel,) = wheels.glob("fastdp-*.whl")
+    (wheel,) = wheels.glob("fastdp_lm-*.whl")
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
         archive.extractall(site)

@@ -271,7 +271,7 @@ def _program(name: str) -> str:
     beside = Path(sys.executable).parent / name
     found = str(beside) if beside.exists() else shutil.which(name)
     if found is None:
-        raise ImportError("federated runs need Flower, on Python 3.11 or later: pip install 'fastdp[federated]'")
+        raise ImportError("federated runs need Flower, on Python 3.11 or later: pip install 'fastdp-lm[federated]'")
     return found
 
 

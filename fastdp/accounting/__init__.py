@@ -2,7 +2,7 @@
 
 from fastdp.accounting.accountants import Epsilon, epsilon
 from fastdp.accounting.calibration import calibrate
-from fastdp.accounting.card import Card, noise_source, rounded_to_grid
+from fastdp.accounting.card import Card, model_name, noise_source, public_name, rounded_to_grid
 from fastdp.accounting.claim import Claim, Elsewhere, Gaussian, Metric, Pure
 from fastdp.accounting.events import (
     EventModel,
@@ -14,6 +14,7 @@ from fastdp.accounting.events import (
     poisson_gaussian,
     selection,
 )
+from fastdp.accounting.export import export
 from fastdp.accounting.journal import LedgerError
 from fastdp.accounting.ledger import BudgetExceeded, Ledger
 from fastdp.accounting.meaning import membership_bound
@@ -47,14 +48,17 @@ __all__ = [
     "deserialise",
     "epoch_weighted_schedule",
     "epsilon",
+    "export",
     "gaussian",
     "joint_multiplier",
     "largest_mu",
     "local_event",
     "membership_bound",
+    "model_name",
     "noise_source",
     "rounded_to_grid",
     "poisson_gaussian",
+    "public_name",
     "selection",
     "serialise",
     "sound_schedule",

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 import platform
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
@@ -14,11 +14,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import fastdp.files as files
-from fastdp.accounting.claim import Claim, Gaussian, read_claim, rounded_up
+from fastdp.accounting.claim import Claim, Gaussian, read_claim
 from fastdp.accounting.event_types import DpEvent
+from fastdp.accounting.export import export
+from fastdp.accounting.page import ENVELOPE, markdown
 from fastdp.accounting.pld import Adjacency
-from fastdp.accounting.serialisation import canonical
+from fastdp.accounting.serialisation import canonical, parse
 from fastdp.accounting.weights import digests
+from fastdp.distribution import installed_version, wheel_digest
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,7 +31,7 @@ FORMAT, VERSION = "fastdp.card", 2
 UNSAFE_KEY = "unsafe_reproducible"
 
 _PACKAGES = (
-    *("fastdp", "torch", "numpy", "scipy", "dp-accounting", "prv-accountant", "opacus", "transformers", "tokenizers"),
+    *("torch", "numpy", "scipy", "dp-accounting", "prv-accountant", "opacus", "transformers", "tokenizers"),
     "peft",
 )
 _REPRODUCIBLE = "the noise came from a reproducible key, which whoever knows it can subtract"
@@ -37,11 +40,6 @@ _UNPROTECTED = (
     "realised batch sizes and the share of clipped units",
     "the choice of a checkpoint by private validation data",
     "trials of hyper-parameters: only the run described here is counted",
-)
-#: What a card has besides its claim and its facts.
-_ENVELOPE = (
-    *("format", "version", "created", "run_id", "guarantee", "why_no_guarantee", "also", "mechanism", "noise_source"),
-    *("assumptions", "unprotected", "notes", "remaining", "weights", "ledger_head", "software", "digest"),
 )
 
 
@@ -109,7 +107,7 @@ class Card(dict[str, Any]):
             raise ValueError("a card without a claim must say why there is none")
         stated = {"kind": "none"} if claim is None else claim.to_json(cross_check and not voids)
         further = {} if facts is None else dict(facts)
-        if shadowed := further.keys() & {*_ENVELOPE, *stated}:
+        if shadowed := further.keys() & {*ENVELOPE, *stated}:
             raise ValueError(f"{min(shadowed)} stands on every card: give the fact another name")
         body = {
             "format": FORMAT,
@@ -197,7 +195,7 @@ class Card(dict[str, Any]):
 
     def with_facts(self, **facts: Any) -> Card:
         """The same card with more facts, or others in the place of those it has. Raises TypeError for what is not JSON."""
-        if shadowed := facts.keys() & {*_ENVELOPE, "kind", "unit", "budget", "bound", "epsilon", "event"}:
+        if shadowed := facts.keys() & {*ENVELOPE, "kind", "unit", "budget", "bound", "epsilon", "event"}:
             raise ValueError(f"{min(shadowed)} stands on every card: give the fact another name")
         body = json.loads(canonical({key: value for key, value in {**self, **facts}.items() if key != "digest"}))
         return Card(body, digest=digest(body))
@@ -225,7 +223,13 @@ class Card(dict[str, Any]):
 
     def to_markdown(self) -> str:
         """The card for a reader."""
-        return _markdown(self)
+        return markdown(self)
+
+    def save_beside(self, folder: str | os.PathLike[str]) -> Path:
+        """Write ``card.json``, ``card.md`` and, in the place of any other, a ``README.md`` to a model's folder; returns it."""
+        self.save(Path(folder) / "card")
+        files.write(Path(folder) / "README.md", export(self, "huggingface"), public=True)
+        return Path(folder)
 
     def save(self, path: str | os.PathLike[str]) -> tuple[Path, Path]:
         """Write JSON and Markdown beside each other, each in one piece; returns both paths.
@@ -247,28 +251,21 @@ def digest(card: Mapping[str, Any]) -> str:
     return hashlib.sha256(canonical(body).encode()).hexdigest()
 
 
-def parse(text: str | bytes) -> dict[str, Any]:
-    """A JSON object in which every key stands once. Raises ValueError, in one sentence, for anything else."""
-    try:
-        found = json.loads(text, object_pairs_hook=_once, parse_constant=_no_constant)
-    except RecursionError:
-        raise ValueError("it is nested too deep") from None
-    if not isinstance(found, dict):
-        raise ValueError("it holds no JSON object")
-    return found
+def public_name(name: str) -> str:
+    """What a card calls a model: its name on a hub, or the last part of a folder's path, which says nothing of a machine.
+
+    >>> public_name("openai-community/gpt2"), public_name("/home/anna/models/notes-v2")
+    ('openai-community/gpt2', 'notes-v2')
+    """
+    path = Path(name.replace("\\", "/"))
+    on_a_hub = re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", name)
+    return name if on_a_hub and not path.exists() else path.resolve().name or "model"
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        seen = [key for key, _ in pairs]
-        twice = next(key for key in seen if seen.count(key) > 1)
-        raise ValueError(f"{twice!r} stands in it twice, and readers differ in which they take")
-    return found
-
-
-def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no JSON")
+def model_name(model: Any) -> str:
+    """What a card calls a model object: what it was loaded by (see `public_name`), or else its class."""
+    loaded = getattr(getattr(model, "config", None), "_name_or_path", "")
+    return public_name(loaded) if loaded else type(model).__name__
 
 
 def large_delta(delta: float, dataset_size: int) -> str:
@@ -293,112 +290,13 @@ def _assumptions(sampling: str, adjacency: str, dataset_size: int, noise_source:
 
 def _software() -> dict[str, str]:
     found = {"python": platform.python_version()}
+    if known := installed_version():
+        found["fastdp"] = known
+    if wheel := wheel_digest():
+        found["fastdp_wheel"] = f"sha256:{wheel}"
     for package in _PACKAGES:
         try:
             found[package] = version(package)
         except PackageNotFoundError:
             continue
     return found
-
-
-#: Headings of what a reader must know, and where it stands.
-_LISTS = (
-    ("Assumed", "assumptions"),
-    ("What remains", "remaining"),
-    ("Not protected", "unprotected"),
-    ("Notes", "notes"),
-)
-#: More entries than this get a section of their own.
-_INLINE = 8
-
-
-def _markdown(card: Card) -> str:
-    lines, sections = ["# Privacy card", ""], []
-    claims = () if card["kind"] == "none" else (card, *card["also"])
-    if card["guarantee"] == "none":
-        lines += ["**Guarantee: none.**", "", *(f"- {reason}" for reason in card["why_no_guarantee"]), ""]
-    else:
-        headlines = [read_claim(fields).headline(fields) for fields in claims]
-        lines += [line for bound, words in headlines for line in (f"**{bound}**{words}", "")]
-    rows: list[tuple[str, Any]] = [("Mechanism", _inline(card["mechanism"]))]
-    if card["kind"] == Gaussian.kind:
-        rows += _epsilon_rows(card)
-    shown = {*_ENVELOPE, *(key for fields in claims for key in read_claim(fields).to_json(False))}
-    for key, value in card.items():
-        if key in shown or value is None or value in ([], {}):
-            continue
-        if isinstance(value, (dict, list)) and len(value) > _INLINE:
-            sections.append((_title(key), json.dumps(value, indent=2)))
-        else:
-            rows.append((_title(key), _shown(key, value)))
-    rows += [
-        ("Noise", _inline(card["noise_source"])),
-        ("Software", _inline(card["software"])),
-        ("Run", card["run_id"]),
-        ("Written", card["created"]),
-    ]
-    if card.get("membership") and card["guarantee"] != "none":
-        lines += _meaning(card)
-    lines += ["| | |", "|---|---|", *(f"| {name} | {_cell(value)} |" for name, value in rows if value is not None), ""]
-    for heading, key in _LISTS:
-        if card[key]:
-            lines += [f"## {heading}", "", *(f"- {entry}" for entry in card[key]), ""]
-    lines += ["`fastdp verify` works its figures out again from the JSON card beside this page.", ""]
-    sections += [
-        (f"Event, {fields['unit']}", json.dumps(fields["event"], indent=2)) for fields in claims if "event" in fields
-    ]
-    for title, text in sections:
-        lines += [f"## {title}", "", "```json", text, "```", ""]
-    return "\n".join(lines)
-
-
-def _meaning(card: Card) -> list[str]:
-    unit, adjacency = card["unit"], card["adjacency"]
-    asked = f"which of two versions of one {unit} was" if adjacency == "replace_one" else f"whether one {unit} was"
-    rows = [
-        f"| {float(rate):.1%} | {min(1.0, math.ceil(most * 1e4) / 1e4):.2%} |"
-        for rate, most in card["membership"].items()
-    ]
-    return [
-        f"What that means: someone sees all that was released, knows everything else in the data and computes as long as he "
-        f"likes, to find out {asked} among them. However he goes about it:",
-        "",
-        "| of those who were not, he accuses | of those who were, he finds at most |",
-        "|---|---|",
-        *rows,
-        "",
-    ]
-
-
-def _epsilon_rows(card: Card) -> list[tuple[str, Any]]:
-    bound = card["epsilon"]
-    grid = "closed form" if bound["grid"] is None else f"grid {bound['grid']:g}"
-    title = "Epsilon of the event (no guarantee)" if card["guarantee"] == "none" else "Epsilon, upper bound"
-    return [
-        ("Unit", card["unit"]),
-        ("Adjacency", card["adjacency"]),
-        (title, f"{rounded_up(bound['upper_bound'])} (PLD, {grid})"),
-        ("Delta", bound["delta"]),
-        ("Target epsilon", rounded_up(bound["target"])),
-        *((f"Cross-check: {name}", rounded_up(value)) for name, value in bound["cross_checks"].items()),
-    ]
-
-
-def _title(key: str) -> str:
-    return key.replace("_", " ").capitalize()
-
-
-def _shown(key: str, value: Any) -> str:
-    if key == "steps":
-        return f"{value['spent']} spent of {value['planned']} planned"
-    if isinstance(value, dict):
-        return _inline(value)
-    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
-
-
-def _inline(fields: Mapping[str, Any]) -> str:
-    return ", ".join(f"{key}: {value}" for key, value in fields.items() if value is not None)
-
-
-def _cell(value: Any) -> str:
-    return str(value).replace("|", "\\|").replace("\n", " ")

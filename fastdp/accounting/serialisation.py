@@ -110,3 +110,27 @@ def _number(value: Any, what: str) -> float:
     if not (math.isfinite(number) and number >= 0):
         raise ValueError(f"{what} is {number}: it must be finite and 0 or more")
     return number
+
+
+def parse(text: str | bytes) -> dict[str, Any]:
+    """A JSON object in which every key stands once. Raises ValueError, in one sentence, for anything else."""
+    try:
+        found = json.loads(text, object_pairs_hook=_once, parse_constant=_no_constant)
+    except RecursionError:
+        raise ValueError("it is nested too deep") from None
+    if not isinstance(found, dict):
+        raise ValueError("it holds no JSON object")
+    return found
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        seen = [key for key, _ in pairs]
+        twice = next(key for key in seen if seen.count(key) > 1)
+        raise ValueError(f"{twice!r} stands in it twice, and readers differ in which they take")
+    return found
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no JSON")

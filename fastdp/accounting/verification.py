@@ -9,12 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fastdp.accounting.card import FORMAT, UNSAFE_KEY, VERSION, digest, large_delta, parse
+from fastdp.accounting.card import FORMAT, UNSAFE_KEY, VERSION, digest, large_delta
 from fastdp.accounting.claim import ROOM, DoesNotFollow, Elsewhere, Followed, Gaussian, Pure, read_claim
 from fastdp.accounting.earlier import translate
 from fastdp.accounting.events import CONSTANT, Flat, dpsgd_model, flatten
+from fastdp.accounting.export import read_export
 from fastdp.accounting.journal import LedgerError
 from fastdp.accounting.ledger import Ledger
+from fastdp.accounting.serialisation import parse
 from fastdp.accounting.weights import digests_of
 
 _FIELDS: dict[str, type | tuple[type, ...]] = {
@@ -73,7 +75,7 @@ def verify(
     """Work a card's figures out again.
 
     Args:
-        card: a `Card`, its dict, its JSON text, or the path of its JSON file.
+        card: a `Card`, its dict, its JSON text, or the path of its JSON file or of what `export` made of it.
         weights: folder or safetensors file that should hold what the card speaks of.
         ledger: the run's ledger file.
 
@@ -86,7 +88,9 @@ def verify(
         if path is not None and not Path(path).exists():
             raise FileNotFoundError(f"there is no {path}")
     try:
-        fields, caveats = _fields(_parsed(card))
+        parsed, around = _parsed(card)
+        fields, caveats = _fields(parsed)
+        caveats += around
         found = _follow(fields)
         if found:
             claimed, recomputed = found[0].claimed, found[0].recomputed
@@ -108,16 +112,15 @@ def verify(
     return VerificationResult(True, certified, claimed, recomputed, reason, unchecked)
 
 
-def _parsed(card: Mapping[str, Any] | str | os.PathLike[str]) -> Mapping[str, Any]:
+def _parsed(card: Mapping[str, Any] | str | os.PathLike[str]) -> tuple[Mapping[str, Any], list[str]]:
+    """The card's fields, and what the form that it came in leaves open."""
     if isinstance(card, Mapping):
-        return card
-    text: str | bytes
-    if isinstance(card, str) and card.lstrip().startswith(("{", "[")):
-        text = card
-    else:
-        text = Path(card).read_bytes()
+        return card, []
+    text = card if isinstance(card, str) and card.lstrip().startswith(("{", "[")) else Path(card).read_bytes()
     try:
-        return parse(text)
+        if isinstance(text, bytes) and (found := read_export(text.decode(errors="replace"))) is not None:
+            return found
+        return parse(text), []
     except ValueError as error:
         raise _Refused(f"this is not a card: {error}") from None
 

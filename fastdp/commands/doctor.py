@@ -14,6 +14,7 @@ from rich.table import Table
 
 from fastdp.commands.quiet import quiet_libraries
 from fastdp.commands.refusal import refusing
+from fastdp.distribution import installed_version, wheel_digest
 from fastdp.finetune.config import CHOICES
 
 console = Console()
@@ -45,13 +46,19 @@ def doctor_command(
         _describe(model, task, peft, length)
 
 
+def _own_version() -> str:
+    known = installed_version() or "on the path, not installed"
+    wheel = wheel_digest()
+    return known if wheel is None else f"{known}, of the wheel with SHA-256 {wheel}"
+
+
 def _environment() -> Table:
     import torch
 
     import fastdp._native as _native
 
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
-    table.add_row("fastdp", importlib.metadata.version("fastdp"))
+    table.add_row("fastdp", _own_version())
     table.add_row("python", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
     for package in PACKAGES:
         try:

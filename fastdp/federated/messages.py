@@ -13,7 +13,9 @@ from fastdp.federated.wire import Layout
 try:
     from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 except ImportError:
-    raise ImportError("federated runs need Flower, on Python 3.11 or later: pip install 'fastdp[federated]'") from None
+    raise ImportError(
+        "federated runs need Flower, on Python 3.11 or later: pip install 'fastdp-lm[federated]'"
+    ) from None
 
 _STORED_AS = "fastdp.packed"
 

@@ -402,8 +402,9 @@ class _Run:
 
     def _write(self, seconds: list[float], peak: int, after: Quality | None) -> Result:
         self.reporter.phase("writing")
-        save_weights(self.model, self.tokenizer, self.output)
-        self.releases.card().after(self.earlier).save(self.output / self.releases.card_name)
+        card = self.releases.card().after(self.earlier)
+        card.save(self.output / self.releases.card_name)
+        card.save_beside(save_weights(self.model, self.tokenizer, self.output))
         if state := self.releases.state_dict():
             with files.whole(self.output / PERTURBATION) as aside:
                 torch.save(state, aside)

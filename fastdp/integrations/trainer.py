@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ from transformers import Trainer, TrainingArguments
 
 import fastdp.files as files
 from fastdp.entry import make_private
+from fastdp.private.publish import upload
 from fastdp.private.run import Criterion, Private
 
 #: The privacy state's file inside a Trainer checkpoint.
@@ -124,6 +126,10 @@ class PrivateTraining(_Behind):
         "auto_find_batch_size": (False, "the accountant needs the batch size before training"),
         "torch_compile": (False, "the engine reads the model as it runs"),
         "dataloader_drop_last": (False, "it drops examples the accountant counts"),
+        "push_to_hub": (
+            False,
+            "it uploads the ledger and the log too; call push_to_hub() on the trainer after training",
+        ),
         "neftune_noise_alpha": (None, "its noise on the embeddings depends on how long the batch's rows are padded"),
     }
 
@@ -236,6 +242,24 @@ class PrivateTraining(_Behind):
         assert self.private is not None
         self.private.card().save(Path(self.args.output_dir) / "card.json")
         return output
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save the model as Trainer does, with card and README beside it; a checkpoint, which is not for others, has none."""
+        super().save_model(output_dir, _internal_call=_internal_call)
+        if self.private is not None and not _internal_call:
+            self.private.card().save_beside(output_dir or self.args.output_dir)
+
+    def push_to_hub(self, commit_message: str | None = "End of training", **options: Any) -> Any:
+        """Upload model, tokenizer and card; ledger, log and checkpoints, which no guarantee covers, stay where they are.
+
+        Args:
+            commit_message: of the upload.
+            options: for ``HfApi.upload_folder``.
+        """
+        name = self.args.hub_model_id or Path(self.args.output_dir).resolve().name
+        with tempfile.TemporaryDirectory() as folder:
+            self.save_model(folder)
+            return upload(Path(folder), name, commit_message=commit_message, **options)
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> Any:
         """One logical batch; the number of tokens in it stays unsaid, since losses are means by example."""

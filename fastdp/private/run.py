@@ -24,6 +24,7 @@ from fastdp.private.observer import Observer
 from fastdp.private.parts import Average, Following, noised_fraction
 from fastdp.private.plan import Plan, fingerprint
 from fastdp.private.preparation import Access, Moment, Outcome, Preparation
+from fastdp.private.publish import Published
 from fastdp.private.schedules import follow_releases, forget_releases
 from fastdp.private.stages import Stages
 
@@ -40,7 +41,7 @@ _EVALUATES = (
 Criterion = Callable[[Any, Any], torch.Tensor]
 
 
-class Private:
+class Private(Published):
     """A private training run; unpacks to ``(model, optimizer, data_loader)``.
 
     Attributes:
@@ -419,7 +420,7 @@ class Private:
             weights=self._engine.parameters.values(),
             noise_source=accounting.noise_source(stream.reproducible, self._release.secure_rounding),
             model={
-                "name": getattr(getattr(self.model, "config", None), "_name_or_path", "") or type(self.model).__name__,
+                "name": accounting.model_name(self.model),
                 "trained_parameters": trained,
                 "route": self.route,
                 "fingerprint": self._fingerprint,

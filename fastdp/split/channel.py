@@ -10,7 +10,7 @@ from fastdp.split.wire import CHUNK
 try:
     import grpc as grpc
 except ImportError:
-    raise ImportError("a split model over the network needs gRPC: pip install 'fastdp[split]'") from None
+    raise ImportError("a split model over the network needs gRPC: pip install 'fastdp-lm[split]'") from None
 
 METHOD = "/fastdp.split/Exchange"
 #: Name of the call's metadata that says who calls, where there are no certificates.

@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import json
+from html import escape
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ from transformers import BertConfig, BertForSequenceClassification
 import fastdp
 from fastdp.accounting import Card, verify
 from fastdp.accounting.card import digest
+from fastdp.accounting.claim import read_claim
+from fastdp.accounting.export import FORMATS, SUFFIXES, export
 from fastdp.commands.privacy import verify_command
 from fastdp.methods import ewft
 from fastdp.methods.rapft import NoisyMap
@@ -118,6 +121,28 @@ MAKE = {
 def made(request, tmp_path_factory):
     """A method's card with what it may be compared with."""
     return MAKE[request.param](tmp_path_factory.mktemp("run"))
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_it_is_verified_in_every_form_and_no_figure_of_it_can_be_altered(made, form, tmp_path):
+    card, others = made
+    text = export(card, form)
+    path = tmp_path / f"card{SUFFIXES[form]}"
+    path.write_text(text)
+    result = verify(path, **others)
+    assert result.holds, result.reason
+    assert result.guarantee
+    assert result.recomputed == verify(card, **others).recomputed
+    bound = read_claim(card).headline(card)[0]
+    written = {"html": escape(bound), "registry": bound.replace("'", "''")}.get(form, bound)
+    stated = text.replace(written, "epsilon <= 0.001 at delta = 1e-09")
+    assert stated != text
+    for altered in (
+        stated,
+        text.replace("Assum", "Not assum").replace("trust_assumptions: ", "trust_assumptions: no "),
+    ):
+        path.write_text(altered)
+        assert altered == text or not verify(path).holds
 
 
 def test_it_holds_and_says_what_nobody_looked_at(made, tmp_path):

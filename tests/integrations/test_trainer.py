@@ -17,6 +17,7 @@ from fastdp.engine.accumulator import Accumulator
 from fastdp.integrations.trainer import STATE_FILE
 from fastdp.private.observer import Observer
 from tests.engine.models import build
+from tests.private.test_publish import Hub
 
 ROWS = 24
 
@@ -55,6 +56,19 @@ def trainer(path: Path, privacy: dict[str, Any] | None = None, users: bool = Fal
         data_collator=collate,
         privacy=fastdp.PrivacyArguments(**budget),
     )
+
+
+def test_a_model_that_is_saved_or_pushed_has_its_card_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Hub, "folder", tmp_path / "hub", raising=False)
+    monkeypatch.setattr("huggingface_hub.HfApi", Hub)
+    run = trainer(tmp_path / "notes", num_train_epochs=1)
+    run.train()
+    run.push_to_hub()
+    pushed = tmp_path / "hub" / "notes"
+    assert fastdp.accounting.verify(pushed / "README.md", weights=pushed).guarantee
+    # What no guarantee covers stays.
+    assert not {"ledger.jsonl", "trainer_state.json"} & {path.name for path in pushed.rglob("*")}
+    assert not (tmp_path / "notes" / "checkpoint-3" / "README.md").exists()
 
 
 def test_a_run_spends_its_budget_and_leaves_a_card(tmp_path: Path) -> None:

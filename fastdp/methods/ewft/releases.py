@@ -374,7 +374,7 @@ class EWFT(Releases):
             ledger_head=self.ledger.head,
             noise_source=accounting.noise_source(self.stream.reproducible, self.settings.secure_rounding),
             model={
-                "name": getattr(model.config, "_name_or_path", "") or type(model).__name__,
+                "name": accounting.model_name(model),
                 "trained_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
                 "bottom": self.settings.bottom,
             },

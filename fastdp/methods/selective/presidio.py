@@ -57,7 +57,7 @@ def _patterns_only(language: str) -> Any:
         from presidio_analyzer import AnalyzerEngine, RecognizerRegistry
         from presidio_analyzer.nlp_engine import NoOpNlpEngine
     except ImportError:
-        raise ImportError("the Presidio detector needs presidio-analyzer: pip install 'fastdp[pii]'") from None
+        raise ImportError("the Presidio detector needs presidio-analyzer: pip install 'fastdp-lm[pii]'") from None
     # The e-mail recogniser calls this module-level function, which would fetch the newest list of suffixes.
     tldextract.extract = tldextract.TLDExtract(suffix_list_urls=(), cache_dir=None)
     registry = RecognizerRegistry(supported_languages=[language])

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fastdp.accounting import model_name
 from fastdp.methods.selective.spans import Span
 
 
@@ -67,10 +68,9 @@ class TokenClassificationDetector:
 
     def describe(self) -> dict[str, Any]:
         """Name and settings, for the card."""
-        config: Any = self.model.config
         return {
             "name": "token classification",
-            "model": getattr(config, "_name_or_path", "") or type(self.model).__name__,
+            "model": model_name(self.model),
             "labels": sorted(set(self.labels.values())),
         }
 

@@ -1,0 +1,209 @@
+"""A card in words: the Markdown page beside its JSON, and the sentences that other forms of it share."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from fastdp.accounting.claim import Gaussian, Pure, read_claim, rounded_up
+
+#: What a card has besides its claim and its facts.
+ENVELOPE = (
+    *("format", "version", "created", "run_id", "guarantee", "why_no_guarantee", "also", "mechanism", "noise_source"),
+    *("assumptions", "unprotected", "notes", "remaining", "weights", "ledger_head", "software", "digest"),
+)
+#: Headings of what a reader must know, and where it stands.
+_LISTS = (
+    ("Assumed", "assumptions"),
+    ("What remains", "remaining"),
+    ("Not protected", "unprotected"),
+    ("Notes", "notes"),
+)
+#: More entries than this get a section of their own.
+_INLINE = 8
+
+
+def claims(card: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The fields of each claim, the first first."""
+    return [] if card["kind"] == "none" else [card, *card["also"]]
+
+
+def headlines(card: Mapping[str, Any]) -> list[str]:
+    """What is promised, a sentence a claim; or why nothing is."""
+    if card["guarantee"] == "none":
+        return [f"no guarantee: {reason}" for reason in card["why_no_guarantee"]]
+    return ["".join(read_claim(fields).headline(fields)) for fields in claims(card)]
+
+
+def mechanism_sentence(card: Mapping[str, Any]) -> str:
+    """What was done to the data, as a sentence: of steps, of perturbations, or the mechanism's name alone."""
+    settings, unit = card["mechanism"], card.get("unit", "unit")
+    name = settings.get("name", "an unnamed mechanism")
+    steps, rate = card.get("steps"), card.get("sample_rate")
+    if card.get("sampling") in ("poisson", "shuffled") and steps is not None:
+        spent = f"{steps['spent']} step{'' if steps['spent'] == 1 else 's'}"
+        drawn = (
+            f"each {unit} was drawn by itself with probability {rate:.4g}"
+            if card["sampling"] == "poisson" and rate is not None
+            else f"each {unit} came once a pass, in a shuffled order"
+        )
+        bound = settings.get("max_grad_norm")
+        clipped = f"clipped to a norm of {bound:g}" if isinstance(bound, (int, float)) else "clipped"
+        if card["noise_multiplier"] == 0:
+            return f"{name}: in {spent} {drawn}; nothing was hidden by noise."
+        return (
+            f"{name}: in {spent} {drawn}, its gradient {clipped}, and Gaussian noise added to the sum, "
+            f"{card['noise_multiplier']:.4g} times as large (in standard deviation) as the most that one {unit} can change it."
+        )
+    if steps is not None:
+        return (
+            f"{name}: {_the(unit)} was perturbed by Gaussian noise before training, {steps['spent']} times of "
+            f"{steps['planned']} planned."
+        )
+    if any(isinstance(read_claim(fields), Pure) for fields in claims(card)):
+        return f"{name}: {_the(unit)} was replaced or perturbed at random before it left its owner."
+    return f"{name}."
+
+
+def settings_in_words(card: Mapping[str, Any]) -> str:
+    """The mechanism's plain settings, one after the other; those that hold several values stand in a section of their own."""
+    plain = {key: value for key, value in card["mechanism"].items() if key != "name" and _is_plain(value)}
+    return "; ".join(f"{key.replace('_', ' ')} {_said(value)}" for key, value in plain.items())
+
+
+def meaning(card: Mapping[str, Any]) -> tuple[str, list[tuple[str, str]]]:
+    """What the bound means: a paragraph, and (share accused wrongly, share found at most) as percentages, rounded up.
+
+    Empty where the card promises nothing or states no such figures.
+    """
+    if card["guarantee"] == "none" or not card.get("membership"):
+        return "", []
+    unit, adjacency = card["unit"], card["adjacency"]
+    asked = f"which of two versions of one {unit} was" if adjacency == "replace_one" else f"whether one {unit} was"
+    rows = [
+        (f"{float(rate):.1%}", f"{min(1.0, math.ceil(most * 1e4) / 1e4):.2%}")
+        for rate, most in card["membership"].items()
+    ]
+    return (
+        f"What that means: someone sees all that was released, knows everything else in the data and computes as long as he "
+        f"likes, to find out {asked} among them. However he goes about it:",
+        rows,
+    )
+
+
+ACCUSED, FOUND = "of those who were not, he accuses", "of those who were, he finds at most"
+
+
+def facts(card: Mapping[str, Any]) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
+    """(name, value) of what a card states beside its bound, and (title, JSON) of what is too long for a line."""
+    rows: list[tuple[str, Any]] = [("Settings", settings_in_words(card) or None)]
+    sections = [
+        (f"Mechanism: {_title(key).lower()}", json.dumps(value, indent=2))
+        for key, value in card["mechanism"].items()
+        if not _is_plain(value)
+    ]
+    if card["kind"] == Gaussian.kind:
+        rows += _epsilon_rows(card)
+    shown = {*ENVELOPE, *(key for fields in claims(card) for key in read_claim(fields).to_json(False))}
+    for key, value in card.items():
+        if key in shown or value is None or value in ([], {}):
+            continue
+        if isinstance(value, (dict, list)) and len(value) > _INLINE:
+            sections.append((_title(key), json.dumps(value, indent=2)))
+        else:
+            rows.append((_title(key), _shown(key, value)))
+    rows += [
+        ("Noise", _inline(card["noise_source"])),
+        ("Software", _inline(card["software"])),
+        ("Run", card["run_id"]),
+        ("Written", card["created"]),
+    ]
+    sections += [
+        (f"Event, {fields['unit']}", json.dumps(fields["event"], indent=2))
+        for fields in claims(card)
+        if "event" in fields
+    ]
+    return [(name, str(value)) for name, value in rows if value is not None], sections
+
+
+def remarks(card: Mapping[str, Any]) -> Iterator[tuple[str, list[str]]]:
+    """What a reader must know, under its headings."""
+    return ((heading, card[key]) for heading, key in _LISTS if card[key])
+
+
+def table(header: tuple[str, str], rows: list[tuple[str, str]]) -> list[str]:
+    """A table of two columns in Markdown, and an empty line after it."""
+    top = "| | |" if header == ("", "") else f"| {header[0]} | {header[1]} |"
+    return [top, "|---|---|", *(f"| {_cell(name)} | {_cell(value)} |" for name, value in rows), ""]
+
+
+def markdown(card: Mapping[str, Any]) -> str:
+    """The page that stands beside the JSON."""
+    lines = ["# Privacy card", ""]
+    if card["guarantee"] == "none":
+        lines += ["**Guarantee: none.**", "", *(f"- {reason}" for reason in card["why_no_guarantee"]), ""]
+    else:
+        found = [read_claim(fields).headline(fields) for fields in claims(card)]
+        lines += [line for bound, words in found for line in (f"**{bound}**{words}", "")]
+    lines += [f"How: {mechanism_sentence(card)}", ""]
+    paragraph, rates = meaning(card)
+    if rates:
+        lines += [paragraph, "", *table((ACCUSED, FOUND), rates)]
+    rows, sections = facts(card)
+    lines += table(("", ""), rows)
+    for heading, entries in remarks(card):
+        lines += [f"## {heading}", "", *(f"- {entry}" for entry in entries), ""]
+    lines += ["`fastdp verify` works its figures out again from the JSON card beside this page.", ""]
+    for title, text in sections:
+        lines += [f"## {title}", "", "```json", text, "```", ""]
+    return "\n".join(lines)
+
+
+def _epsilon_rows(card: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    bound = card["epsilon"]
+    grid = "closed form" if bound["grid"] is None else f"grid {bound['grid']:g}"
+    title = "Epsilon of the event (no guarantee)" if card["guarantee"] == "none" else "Epsilon, upper bound"
+    return [
+        ("Unit", card["unit"]),
+        ("Adjacency", card["adjacency"]),
+        (title, f"{rounded_up(bound['upper_bound'])} (PLD, {grid})"),
+        ("Delta", bound["delta"]),
+        ("Target epsilon", rounded_up(bound["target"])),
+        *((f"Cross-check: {name}", rounded_up(value)) for name, value in bound["cross_checks"].items()),
+    ]
+
+
+def _the(unit: str) -> str:
+    return unit if unit.split()[0] in ("each", "one", "every") else f"each {unit}"
+
+
+def _title(key: str) -> str:
+    return key.replace("_", " ").capitalize()
+
+
+def _is_plain(value: Any) -> bool:
+    return not isinstance(value, (dict, list)) or not value
+
+
+def _said(value: Any) -> str:
+    if value is None or value in ([], {}):
+        return "none"
+    return {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)
+
+
+def _shown(key: str, value: Any) -> str:
+    if key == "steps":
+        return f"{value['spent']} spent of {value['planned']} planned"
+    if isinstance(value, dict):
+        return _inline(value)
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _inline(fields: Mapping[str, Any]) -> str:
+    return ", ".join(f"{key}: {value}" for key, value in fields.items() if value is not None)
+
+
+def _cell(value: Any) -> str:
+    return str(value).replace("|", "\\|").replace("\n", " ")
