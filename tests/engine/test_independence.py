@@ -14,9 +14,12 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fastdp.engine import later
+from fastdp.engine.accumulator import Accumulator
+from fastdp.engine.bounds import Norms, UpperNorms
 from fastdp.engine.engine import Engine
 from fastdp.engine.errors import SelfCheckError
 from fastdp.engine.losses import LossTerms, intercepted
+from fastdp.engine.policy import Policy
 from tests.engine.models import VOCABULARY
 from tests.engine.reference import engine_for, ticket
 from tests.engine.runs import Batch, clipped_sum, collate, error, examples, one_by_one
@@ -506,6 +509,25 @@ def test_a_padding_row_whose_gradient_is_nan_adds_nothing() -> None:
         assert all(bool(s.isfinite().all()) for s in engine.accumulator.sums.values())
         if engine.route == "uses":
             assert error({n: engine.accumulator.sums[n] for n in truth[0]}, clipped_sum(truth, 0.5)) < EXACT
+
+
+@pytest.mark.parametrize("scale", [float("nan"), float("inf"), 1.0])
+def test_a_padding_rows_scale_counts_for_nothing(scale: float) -> None:
+    """Whatever a policy says of it: 0 times NaN is NaN."""
+
+    class Strange(Policy):
+        def scales(self, upper: UpperNorms) -> torch.Tensor:
+            return super().scales(upper).index_fill(1, torch.tensor([3]), scale)
+
+    parameters = {"weight": nn.Parameter(torch.ones(2, 2))}
+    accumulator = Accumulator(parameters, Strange((1.0,), (0.0,), {"weight": 0}))
+    norms = Norms(1, 4, torch.device("cpu"))
+    norms.add(0, torch.ones(4), 4, relative=0.0)
+    found = accumulator.factors(norms.upper(), torch.tensor([1.0, 1.0, 1.0, 0.0]))
+    assert bool((found[0, :3] > 0).all())
+    assert found[0, 3] == 0
+    assert int(accumulator.units) == 3
+    assert int(accumulator.nonfinite) == 0
 
 
 class Pooled(nn.Module):

@@ -256,3 +256,22 @@ def test_an_evaluation_that_the_run_does_not_ask_for_is_refused(settings, node):
         [deployed(settings | {"evaluation": "server"}, node | {"eval": node["train"]})],
     )
     assert [row["perplexity"] for row in rows] == [None, None]
+
+
+def test_texts_drawn_for_one_run_are_not_drawn_anew_for_another(settings, node, tmp_path, monkeypatch, caplog):
+    """Another state folder does not make it the first draw: refused, or said on the card that both took place."""
+    monkeypatch.setenv("FASTDP_STATE", str(tmp_path / "account"))
+    monkeypatch.delenv("FASTDP_AGAIN", raising=False)
+    _, (row, *_) = server(settings | {"rounds": 1}, [deployed(settings, node)])
+    assert row["accepted"] == 1
+    moved = node | {"state": str(tmp_path / "elsewhere")}
+    again = settings | {"rounds": 1, "output": str(tmp_path / "other")}
+    _, (row, *_) = server(again, [deployed(again, moved)])
+    assert row["accepted"] == 0
+    assert "released before" in caplog.text
+    assert not (tmp_path / "elsewhere" / "client-0" / "card.json").exists()
+    monkeypatch.setenv("FASTDP_AGAIN", "1")
+    _, (row, *_) = server(again | {"output": str(tmp_path / "third")}, [deployed(again, moved)])
+    assert row["accepted"] == 1
+    card = json.loads((tmp_path / "elsewhere" / "client-0" / "card.json").read_text())
+    assert len(card["earlier_releases"]) == 1
