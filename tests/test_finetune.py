@@ -263,6 +263,7 @@ def test_layers_below_the_noise_learn_from_public_text_alone(config, files, tmp_
         ({"method": "sap", "epsilon": None, "method_options": {"eta": 1.0, "teta": 1}}, "teta"),
         ({"method": "sap", "epsilon": None, "method_options": {}}, "needs eta"),
         ({"method": "sap", "epsilon": None, "method_options": {"eta": -1.0}}, "eta is -1.0"),
+        ({"method": "sap", "epsilon": None, "method_options": {"epsilon": 1.0}}, "quotient"),
         ({"method": "ewft", "method_options": {"autoencoder": None, "max_norm": -1.0}}, "max_norm is -1.0"),
         ({"device": "abacus"}, "device abacus cannot be used"),
     ],
@@ -321,6 +322,7 @@ def public_inputs(path):
         "autoencoder": ("ewft", ewft_options | {"public": path}),
         "rehearsal": ("ewft", ewft_options | {"rehearsal": {"public": path}}),
         "cti": ("sap", {"eta": 20.0, "duplicates": "merge", "cti": {"public": path, "min_support": 1}}),
+        "quotient": ("sap", {"epsilon": 2.0, "cti": {"form": "quotient", "cells": 3, "public": path}}),
     }
 
 

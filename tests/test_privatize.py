@@ -129,6 +129,20 @@ def test_public_counts_favour_tokens_of_the_class_that_leaves_anyway(folder, rev
     assert labels == [None]
 
 
+def test_the_quotient_tells_a_cell_at_an_epsilon(folder, reviews, public, tmp_path):
+    out = tmp_path / "private.csv"
+    names = ["--cti", "quotient", "--cells", 4, "--epsilon", 2, "--cti-public", public, "--label", 0, "--label", 1]
+    result = run("privatize", reviews, out, *names, "--model", folder)
+    assert result.exit_code == 0, result.output
+    words = {word for line in out.read_text().splitlines()[1:] for word in line.split()}
+    assert len(words) <= 4
+    card = json.loads((tmp_path / "private.privacy.json").read_text())
+    assert card["kind"] == "pure"
+    assert card["budget"]["of_a_unit"] == 2
+    assert accounting.verify(card).guarantee
+    assert "quotient of 4 cells, epsilon 2:" in result.output
+
+
 def test_noised_counts_are_accounted_for_and_the_papers_form_guarantees_nothing(folder, reviews, tmp_path):
     out = tmp_path / "out.csv"
     plan = ("privatize", reviews, out, "--eta", 1, "--model", folder, *CLASSES)
@@ -194,6 +208,12 @@ def test_refusals(folder, reviews, tmp_path):
     assert "texts alone" in refused(
         "privatize", reviews, tmp_path / "out.txt", "--eta", 1, "--model", folder, "--keep", "label"
     )
+    quotient = ("--cti", "quotient", "--cti-public", reviews, *CLASSES)
+    assert "--eta is missing" in refused("privatize", *plan)
+    assert "belongs to --cti quotient" in refused("privatize", *plan, "--epsilon", 1)
+    assert "give --epsilon" in refused("privatize", *plan, *quotient, "--eta", 1)
+    assert "--exact is a cost" in refused("privatize", *plan, *quotient, "--epsilon", 1, "--exact")
+    assert "--cells belongs" in refused("privatize", *plan, "--eta", 1, "--cells", 3)
     assert not out.exists()
     out.write_text("kept")
     assert "--overwrite" in refused("privatize", *plan, "--eta", 1)

@@ -31,7 +31,7 @@ from .suite import Table, mean_of, measure_rows, parser_of
 #: Forms by mechanism. The exponential mechanism leaves as many tokens unchanged at a fraction of the eta: its odds are over
 #: the vocabulary's tokens, where Laplace noise has the whole space to get lost in.
 LAPLACE = ("SAP", "CTI paper")
-EXPONENTIAL = ("exponential", "CTI prior", "CTI candidates", "CTI elastic")
+EXPONENTIAL = ("exponential", "CTI prior", "CTI elastic")
 
 
 @dataclass(frozen=True)

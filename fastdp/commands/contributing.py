@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from fastdp.methods.sap.privatizer import Displacement
 
 Form = Annotated[
-    Literal["prior", "candidates", "elastic", "paper"] | None,
+    Literal["prior", "elastic", "quotient", "paper"] | None,
     typer.Option("--cti", help="favour tokens that tell classes apart, in this form; paper guarantees nothing"),
 ]
 Public = Annotated[
@@ -31,28 +31,44 @@ Overlap = Annotated[
     int,
     typer.Option("--public-overlap", help="records that --cti-public may share with IN: confirmed to be public", min=0),
 ]
+Cells = Annotated[
+    int | None, typer.Option("--cells", help="--cti quotient: into how many cells the vocabulary is cut (5)", min=2)
+]
+Epsilon = Annotated[
+    float | None,
+    typer.Option("--epsilon", help="--cti quotient: of one token, in place of --eta; text adds up over its tokens"),
+]
 Delta = Annotated[float, typer.Option("--cti-delta", help="of the epsilon that is stated for noised counts")]
 
 
 @dataclass(frozen=True)
 class Contributing:
-    """What the options --cti, --cti-public, --cti-noise and --cti-delta ask for."""
+    """What the options --cti, --cti-public, --cti-noise, --cti-delta and --cells ask for."""
 
     form: str
     public: Path | None
     noise: float | None
     delta: float
     overlap: int = 0
+    cells: int | None = None
 
     @classmethod
     def chosen(
-        cls, form: str | None, public: Path | None, noise: float | None, delta: float, overlap: int = 0
+        cls,
+        form: str | None,
+        public: Path | None,
+        noise: float | None,
+        delta: float,
+        overlap: int = 0,
+        cells: int | None = None,
     ) -> Contributing | None:
         """None without --cti.
 
         Raises ValueError, before anything is read, for options that do not go together, and where counts would give the
         private texts away under a form that promises otherwise.
         """
+        if cells is not None and form != "quotient":
+            raise ValueError("--cells belongs to --cti quotient: leave it out, or name that form")
         if form is None:
             if public is not None or noise is not None:
                 raise ValueError("--cti-public and --cti-noise say what --cti counts: name its form")
@@ -64,7 +80,7 @@ class Contributing:
                 "counts of the private texts reveal them: name public texts with --cti-public, or noise the counts with "
                 "--cti-noise (--cti paper counts them as they are, and guarantees nothing)"
             )
-        return cls(form, public, noise, delta, overlap)
+        return cls(form, public, noise, delta, overlap, cells)
 
     def admit(self, texts: Sequence[str], private: Mapping[Path, Sequence[str]]) -> PublicText | None:
         """What the statement says of the public texts, if there are any, compared with the private ones by file.
@@ -101,6 +117,7 @@ class Contributing:
             noise_multiplier=self.noise,
             delta=self.delta,
             origin=origin,
+            cells=self.cells,
         )
 
     def kept(self, path: Path) -> CTI | None:
@@ -110,19 +127,27 @@ class Contributing:
         """
         import fastdp.accounting as accounting
         from fastdp.methods.sap import CTI
+        from fastdp.methods.sap.cti import CELLS
 
         if not path.exists():
             return None
         found = CTI.load(path)
-        if (found.form, found.source) != (
-            self.form,
-            "private" if self.noise is None else accounting.gaussian(self.noise),
-        ):
+        source = "private" if self.noise is None else accounting.gaussian(self.noise)
+        cells = (self.cells or CELLS) if self.form == "quotient" else None
+        if (found.form, found.source, found.describe()["cells"]) != (self.form, source, cells):
             raise ValueError(
-                f"{path} holds counts that were made with another --cti or --cti-noise: use those, or another folder, for "
-                "which the texts are counted, and paid for, again"
+                f"{path} holds counts that were made with another --cti, --cti-noise or --cells: use those, or another folder, "
+                "for which the texts are counted, and paid for, again"
             )
         return replace(found, delta=self.delta)
+
+
+def check_strength(cti: str | None, eta: float | None, epsilon: float | None) -> None:
+    """Raise ValueError unless the strength is what the form wants: an epsilon of a token, or eta for each unit of distance."""
+    if cti == "quotient" and (epsilon is None or eta is not None):
+        raise ValueError("--cti quotient guarantees an epsilon of any token: give --epsilon, and leave --eta out")
+    if cti != "quotient" and epsilon is not None:
+        raise ValueError("--epsilon of a token belongs to --cti quotient: give --eta, in units of 1 / distance")
 
 
 def show_contributing(cti: CTI, console: Console) -> None:
@@ -138,10 +163,10 @@ def show_contributing(cti: CTI, console: Console) -> None:
 
 
 def show_displacement(privatizer: TextPrivatizer, console: Console) -> Displacement:
-    """One line: what eta leaves in the clear."""
+    """One line: what it leaves in the clear."""
     shown = privatizer.displacement()
     console.print(
-        f"eta {privatizer.eta:g}: {shown.unchanged:.1%} of the vocabulary's tokens stay what they were, "
+        f"{privatizer.in_short}: {shown.unchanged:.1%} of the vocabulary's tokens stay what they were, "
         f"mean displacement {shown.mean_displacement:.4g}"
     )
     return shown

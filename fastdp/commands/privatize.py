@@ -15,12 +15,15 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 import fastdp.files as files
 from fastdp.commands.contributing import (
+    Cells,
     Contributing,
     Delta,
+    Epsilon,
     Form,
     Noise,
     Overlap,
     Public,
+    check_strength,
     show_contributing,
     show_displacement,
 )
@@ -44,8 +47,11 @@ STATEMENT = ".privacy.json"
 def privatize_command(
     source: Annotated[Path, typer.Argument(help="texts: .csv, .tsv, .jsonl or .txt", metavar="IN")],
     target: Annotated[Path, typer.Argument(help="file to write, of any of these kinds", metavar="OUT")],
-    eta: Annotated[float, typer.Option(help="privacy parameter in units of 1 / distance; small is private")],
     model: Annotated[str, typer.Option(help="folder or name of the model whose embeddings and tokenizer are used")],
+    eta: Annotated[
+        float | None, typer.Option(help="privacy parameter in units of 1 / distance; small is private")
+    ] = None,
+    epsilon: Epsilon = None,
     text_column: Annotated[str, typer.Option(help="column with the text")] = "text",
     keep: Annotated[
         list[str] | None, typer.Option(help="column to copy AS IT IS, unprotected; may be repeated")
@@ -59,6 +65,7 @@ def privatize_command(
     cti_public: Public = None,
     cti_noise: Noise = None,
     cti_delta: Delta = 1e-5,
+    cells: Cells = None,
     public_overlap: Overlap = 0,
     label_column: Annotated[str, typer.Option(help="column with the class, for --cti")] = "label",
     label: Annotated[
@@ -88,7 +95,14 @@ def privatize_command(
 
     _check_target(source, target, ids, overwrite)
     there = usable_device(device)
-    chosen, classes = Contributing.chosen(cti, cti_public, cti_noise, cti_delta, public_overlap), label or []
+    check_strength(cti, eta, epsilon)
+    if eta is None and epsilon is None:
+        raise ValueError(
+            "--eta is missing: choose how much a text's tokens are changed, such as 14 with --mechanism exponential"
+        )
+    if exact and cti == "quotient":
+        raise ValueError("--exact is a cost for each unit of distance, and the quotient has none: leave it out")
+    chosen, classes = Contributing.chosen(cti, cti_public, cti_noise, cti_delta, public_overlap, cells), label or []
     if classes and not chosen:
         raise ValueError("--label names the classes of --cti: give its form, or leave --label out")
     if chosen and len(set(classes)) < max(2, len(classes)):
@@ -106,7 +120,7 @@ def privatize_command(
         counted = (counting.column(text_column, "--text-column"), class_numbers(counting, label_column, classes))
         origin = chosen.admit(counted[0], {source: texts})
     privatizer = _privatizer(
-        model, there, eta, mechanism, unknown, merge_duplicates, chosen, counted, len(classes), origin
+        model, there, (eta, epsilon), mechanism, unknown, merge_duplicates, chosen, counted, len(classes), origin
     )
     shown = show_displacement(privatizer, console)
     if exact:
@@ -114,7 +128,7 @@ def privatize_command(
         console.print(
             f"a token costs at most {nats:.4g} nats for each unit of distance, of eta {eta:g}", highlight=False
         )
-    earlier = count_release(texts, f"{privatizer.mechanism}, eta {eta:g}", target, again)
+    earlier = count_release(texts, privatizer.in_short, target, again)
     begin = time.perf_counter()
     # A label that leaves anyway may say which tokens are favoured; one that stays must not show in them.
     known = class_numbers(rows, label_column, classes) if chosen and label_column in kept else None
@@ -153,7 +167,7 @@ def class_numbers(rows: Rows, column: str, classes: list[str]) -> list[int]:
 def _privatizer(
     name: str,
     device: torch.device,
-    eta: float,
+    strength: tuple[float | None, float | None],
     mechanism: str | None,
     unknown: str,
     merge_duplicates: bool,
@@ -167,7 +181,9 @@ def _privatizer(
     from fastdp import TextPrivatizer
     from fastdp.methods.sap.importance import check_eta
 
-    check_eta(eta)
+    eta, epsilon = strength
+    if eta is not None:
+        check_eta(eta)
     network, tokenizer = AutoModel.from_pretrained(name), AutoTokenizer.from_pretrained(name)
     cti = None
     if chosen is not None and counted is not None:
@@ -176,6 +192,7 @@ def _privatizer(
     return TextPrivatizer(
         network.get_input_embeddings().weight.to(device),
         eta=eta,
+        epsilon=epsilon,
         tokenizer=tokenizer,
         mechanism=mechanism,
         cti=cti,

@@ -13,12 +13,15 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 import fastdp.files as files
 from fastdp.commands.contributing import (
+    Cells,
     Contributing,
     Delta,
+    Epsilon,
     Form,
     Noise,
     Overlap,
     Public,
+    check_strength,
     show_contributing,
     show_displacement,
 )
@@ -132,6 +135,7 @@ def customer_command(
     eta: Annotated[
         float | None, typer.Option(help="privacy parameter in units of 1 / distance; small is private")
     ] = None,
+    epsilon: Epsilon = None,
     noise: Annotated[
         Literal["tokens", "rows"], typer.Option(help="replace tokens before the bottom, or add noise to its rows")
     ] = "tokens",
@@ -143,6 +147,7 @@ def customer_command(
     cti_public: Public = None,
     cti_noise: Noise = None,
     cti_delta: Delta = 1e-5,
+    cells: Cells = None,
     public_overlap: Overlap = 0,
     train: Annotated[Path | None, typer.Option(help="texts and labels to train on: .csv, .tsv, .jsonl")] = None,
     eval: Annotated[
@@ -174,11 +179,12 @@ def customer_command(
 
     if output is not None and predict is None:
         raise ValueError("--output is for the classes of --predict: name the texts")
-    if eta is None and (train or eval or predict):
+    check_strength(cti, eta, epsilon)
+    if eta is None and epsilon is None and (train or eval or predict):
         raise ValueError(
             "--eta is missing: choose how much a text's tokens are changed (fastdp privatize shows what it does)"
         )
-    chosen = Contributing.chosen(cti, cti_public, cti_noise, cti_delta, public_overlap)
+    chosen = Contributing.chosen(cti, cti_public, cti_noise, cti_delta, public_overlap, cells)
     if chosen and noise == "rows":
         raise ValueError("--cti chooses among tokens: leave out --noise rows, or --cti")
     with SplitCustomer(
@@ -197,7 +203,7 @@ def customer_command(
         if discard:
             customer.discard()
             console.print("the vendor has deleted the run and the rows")
-        if eta is None:
+        if eta is None and epsilon is None:
             return
         labelled = None if train is None else _labelled(train, text_column, label_column, limit)
         counts = None
@@ -207,7 +213,7 @@ def customer_command(
             counts = _counts(customer, chosen, public, chosen.admit(public[0], private))
         elif chosen:
             counts = _counts(customer, chosen, labelled)
-        privatizer = _privatizer(customer, eta, noise, mechanism, counts)
+        privatizer = _privatizer(customer, eta, epsilon, noise, mechanism, counts)
         if not isinstance(privatizer, PrivateBottom):
             show_displacement(privatizer, console)
         if labelled is not None:
@@ -274,15 +280,22 @@ def _counts(
 
 
 def _privatizer(
-    customer: SplitCustomer, eta: float, noise: str, mechanism: str | None, cti: CTI | None
+    customer: SplitCustomer,
+    eta: float | None,
+    epsilon: float | None,
+    noise: str,
+    mechanism: str | None,
+    cti: CTI | None,
 ) -> TextPrivatizer | PrivateBottom:
     from fastdp.methods.sap import PrivateBottom, TextPrivatizer
 
     if noise == "rows":
+        assert eta is not None
         return PrivateBottom(customer.bottom, eta=eta)
     return TextPrivatizer(
         customer.bottom.model,
         eta=eta,
+        epsilon=epsilon,
         tokenizer=customer.tokenizer,
         mechanism=mechanism or (None if cti else "exponential"),
         cti=cti,

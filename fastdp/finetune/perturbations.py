@@ -19,11 +19,12 @@ from fastdp.finetune.methods import Central, ReadPublic
 from fastdp.methods import ewft
 from fastdp.methods.blocks import find_blocks
 from fastdp.methods.perturbation import Releases
+from fastdp.methods.response import check_response
 from fastdp.methods.sap import CTI, SAPPerturbation
 
 RELEASES = "releases"
 _ALL = 1 << 53
-_CTI = ["public", "form", "noise_multiplier", "max_norm", "min_support", "tilt", "c0"]
+_CTI = ["public", "form", "noise_multiplier", "max_norm", "min_support", "tilt", "c0", "cells"]
 
 
 @dataclass(frozen=True)
@@ -66,14 +67,17 @@ def _in_words(call: Callable[[Any], Any], argument: Any) -> Any:
 def _sap(config: FinetuneConfig) -> Opening:
     """`fastdp.TextPrivatizer`: tokens are replaced once, before anything is trained on them, and those of queries too.
 
-    Options are the privatizer's: ``eta``, ``mechanism``, ``special``, ``unknown``, ``duplicates``, and ``cti``, a mapping of
-    the arguments of `CTI.from_texts` with ``public``, a file of public examples in the form of the training data; without
-    it the training texts are counted, with ``noise_multiplier``.
+    Options are the privatizer's: ``eta`` (in the quotient form of CTI ``epsilon``, of one token), ``mechanism``, ``special``,
+    ``unknown``, ``duplicates``, and ``cti``, a mapping of the arguments of `CTI.from_texts` with ``public``, a file of public
+    examples in the form of the training data; without it the training texts are counted, with ``noise_multiplier``.
     """
     options = dict(config.method_options or {})
     if config.epsilon is not None:
-        raise ConfigError("sap guarantees eta times a distance, not an epsilon: leave epsilon out and set eta")
-    if "eta" not in options:
+        raise ConfigError(
+            "sap guarantees eta times a distance, not an epsilon: leave epsilon out and set eta in method_options (or, of cti in "
+            "form: quotient, epsilon of a token)"
+        )
+    if "eta" not in options and "epsilon" not in options:
         raise ConfigError("method_options of sap needs eta; `fastdp privatize` shows what one leaves unchanged")
     _refuse_unknown("sap", options, _names(SAPPerturbation))
     cti = options.pop("cti", None)
@@ -85,10 +89,22 @@ def _sap(config: FinetuneConfig) -> Opening:
     if config.task != "classification":
         raise ConfigError("cti favours tokens that tell classes apart: it needs task: classification")
     _refuse_unknown("cti", cti, _CTI)
-    SAPPerturbation(**{name: value for name, value in options.items() if name != "mechanism"})
+    _check_sap(options, cti.get("form"))
     return lambda subject: SAPPerturbation(**options, cti=_contributing(dict(cti), subject)).open(
         subject.model, tokenizer=subject.tokenizer
     )
+
+
+def _check_sap(options: dict[str, Any], form: Any) -> None:
+    """Refuse, before counts are made, what `SAPPerturbation` would refuse after."""
+    if (form == "quotient") != ("epsilon" in options) or (form == "quotient") == ("eta" in options):
+        raise ConfigError(
+            "method_options of sap takes epsilon, of a token, with cti in form: quotient, and eta with any other"
+        )
+    plain = {name: value for name, value in options.items() if name not in ("mechanism", "epsilon")}
+    SAPPerturbation(**({"eta": 1.0} | plain))
+    if form == "quotient":
+        check_response(2, options["epsilon"])
 
 
 def _contributing(options: dict[str, Any], subject: Subject) -> CTI:

@@ -158,7 +158,7 @@ class SplitCustomer:
         if self.record.get("earlier") is None:
             # Of what leaves, the bottom's own noise included; kept, since a run that goes on draws nothing anew.
             parts = [*texts, *(pairs or ())]
-            self.record["earlier"] = count_release(parts, f"split, eta {privatizer.eta:g}", self.folder)
+            self.record["earlier"] = count_release(parts, f"split, {privatizer.in_short}", self.folder)
             self._write_record()
         sent = self._open()["examples"]
         if sent > self._store.count:

@@ -27,7 +27,7 @@ def contributing(form):
     ("mechanism", "form"),
     [
         *(("laplace", form) for form in (None, "paper")),
-        *(("exponential", form) for form in (None, "prior", "candidates", "elastic")),
+        *(("exponential", form) for form in (None, "prior", "elastic")),
     ],
 )
 def test_a_privatizer_draws_where_its_table_is(mechanism, form):

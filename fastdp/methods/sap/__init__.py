@@ -11,5 +11,7 @@ from fastdp.methods.sap.importance import utility_importance as utility_importan
 from fastdp.methods.sap.privatizer import Displacement as Displacement
 from fastdp.methods.sap.privatizer import SAPPerturbation as SAPPerturbation
 from fastdp.methods.sap.privatizer import TextPrivatizer as TextPrivatizer
+from fastdp.methods.sap.quotient import Quotient as Quotient
+from fastdp.methods.sap.quotient import equal_mass_cells as equal_mass_cells
 from fastdp.methods.sap.split import Bottom as Bottom
 from fastdp.methods.sap.split import split_model as split_model

@@ -67,6 +67,11 @@ class PrivateBottom:
         self.rows_released += int(input_ids.numel() if attention_mask is None else attention_mask.sum())
         return noisy
 
+    @property
+    def in_short(self) -> str:
+        """Mechanism and strength, in a few words."""
+        return f"noise on rows, eta {self.eta:g}"
+
     def statement(self, releases: int = 1) -> Card:
         """The card of a text that was sent ``releases`` times.
 

@@ -1,11 +1,12 @@
-"""Adaptive perturbation of contributing tokens: the paper's form, and three whose metric bound holds.
+"""Adaptive perturbation of contributing tokens: the paper's form, and three whose bound holds.
 
 `paper` gives each token noise of its own eta. The ratio of two tokens' output densities is then unbounded, or does not
 vanish with their distance: d_chi privacy holds only between tokens of equal eta. The sound forms keep the idea, that
 tokens which matter to the task survive more often, in mechanisms whose bound is proved:
 
 * ``prior``: Pr[w | x] ~ exp(tilt UI_w) exp(-eta dist(x, w) / 2), which is eta dist(x, x') private;
-* ``candidates``: Pr[w | x] ~ exp(-eta_w dist(x, w) / 2), which is max(eta_w) dist(x, x') private;
+* ``quotient``: the vocabulary in a few cells of like importance, told by randomised response: epsilon for any two tokens,
+  nothing within a cell (`fastdp.methods.sap.quotient`);
 * ``elastic``: Pr[w | x] ~ exp(-e(x, w) / 2) for the metric e(x, w) = ||eta_x (x - m) - eta_w (w - m)||, m the mean row,
   which is e(x, x') private: eta times the distance between tokens of one eta, and more between others.
 """
@@ -32,10 +33,14 @@ from fastdp.methods.sap.importance import (
     noised_counts,
     utility_importance,
 )
+from fastdp.methods.sap.quotient import equal_mass_cells
 from fastdp.ops.stream import NoiseStream
 
-Form = Literal["prior", "candidates", "elastic", "paper"]
-FORMS: tuple[str, ...] = ("prior", "candidates", "elastic", "paper")
+Form = Literal["prior", "elastic", "quotient", "paper"]
+FORMS: tuple[str, ...] = ("prior", "elastic", "quotient", "paper")
+#: Cells of the quotient form where nobody asks for others, and occurrences that a token needs to be favoured.
+CELLS = 5
+_SUPPORT = 20.0
 
 _NOT_METRIC = (
     "eta depends on the token that it protects: the bound eta * distance holds only between tokens of equal eta, and "
@@ -61,6 +66,8 @@ class CTI:
         c0: of equation (6); None for the middle of the importances.
         delta: of the epsilon that is stated for noised counts.
         origin: the file that public counts came from, for the statement.
+        cells: int64 [tokens], the cell of each; ``quotient`` only.
+        mass: float64 [tokens], how often each was counted; ``quotient`` only.
     """
 
     importance: Tensor
@@ -71,6 +78,8 @@ class CTI:
     c0: float | None = None
     delta: float = 1e-5
     origin: PublicText | None = None
+    cells: Tensor | None = None
+    mass: Tensor | None = None
 
     def __post_init__(self) -> None:
         if self.form not in FORMS:
@@ -87,6 +96,11 @@ class CTI:
             raise ValueError("importance must be [classes, tokens] and supported [tokens]")
         if not bool(torch.isfinite(self.importance).all()):
             raise ValueError("importance must be finite: smooth the counts")
+        for name, value in (("cells", self.cells), ("mass", self.mass)):
+            if (value is None) == (self.form == "quotient") or (
+                value is not None and value.shape != self.supported.shape
+            ):
+                raise ValueError(f"{name} belongs to the quotient form, with one entry for each token: use from_counts")
 
     @classmethod
     def from_counts(
@@ -96,21 +110,33 @@ class CTI:
         source: str | DpEvent,
         form: str = "prior",
         smoothing: float = 1.0,
-        min_support: float = 20.0,
+        min_support: float | None = None,
         tilt: float = 1.0,
         c0: float | None = None,
+        cells: int | None = None,
     ) -> CTI:
         """From counts [classes, tokens]; see `utility_importance`.
 
-        ``min_support`` is the least number of occurrences, over all classes, with which a token may be favoured: a rare
-        token that one class alone has (a name, say) would otherwise be protected least. For noised counts take several
-        times the noise's std. The `paper` form ignores it.
+        ``min_support`` is the least number of occurrences, over all classes, with which a token may be favoured, by default 20: a
+        rare token that one class alone has (a name, say) would otherwise be protected least. For noised counts take several
+        times the noise's std. The `paper` form ignores it. In the `quotient` form, which protects all tokens alike, it is 0 by
+        default; tokens with less have no importance. ``cells`` is that form's number of cells, by default 5.
+
+        Raises ValueError for cells with another form, or more of them than tokens that occur.
         """
+        if cells is not None and form != "quotient":
+            raise ValueError("cells belong to form='quotient': leave them out")
         importance = utility_importance(counts, smoothing)
-        supported = torch.as_tensor(counts).double().sum(0) >= (0.0 if form == "paper" else min_support)
-        if form != "paper":
-            importance = torch.where(supported, importance, importance.clamp(max=0.0))
-        return cls(importance, supported, source, form, tilt, c0)
+        mass = torch.as_tensor(counts).double().sum(0)
+        least = 0.0 if form in ("paper", "quotient") else _SUPPORT
+        supported = mass >= (least if min_support is None or form == "paper" else min_support)
+        if form != "quotient":
+            if form != "paper":
+                importance = torch.where(supported, importance, importance.clamp(max=0.0))
+            return cls(importance, supported, source, form, tilt, c0)
+        importance, mass = importance * supported, mass * supported
+        found = equal_mass_cells(importance, mass, CELLS if cells is None else cells)
+        return cls(importance, supported, source, form, tilt, c0, cells=found, mass=mass)
 
     @classmethod
     def from_texts(
@@ -129,6 +155,7 @@ class CTI:
         c0: float | None = None,
         delta: float = 1e-5,
         origin: PublicText | None = None,
+        cells: int | None = None,
         stream: NoiseStream | None = None,
     ) -> CTI:
         """From texts as ids: public ones, or private ones, whose counts get the noise of `noised_counts`.
@@ -137,7 +164,7 @@ class CTI:
             labels: class of each text, below ``classes``.
             vocabulary: rows of the embedding table.
             noise_multiplier, max_norm: of the counts of private texts; see `noised_counts`.
-            min_support: see `from_counts`; by default 20, and with noise at least 4 times the std of the sum over classes.
+            min_support, cells: see `from_counts`; with noise the support is at least 4 times the std of the sum over classes.
 
         Raises ValueError as `from_counts` and `noised_counts` do; for public texts with noise, and for private texts
         without it except in the `paper` form, which then says that it guarantees nothing.
@@ -146,7 +173,6 @@ class CTI:
             raise ValueError("counts of public texts need no noise: leave noise_multiplier out, or the public texts")
         if not public and noise_multiplier is None and form != "paper":
             raise ValueError(_REVEALED)
-        support = 20.0
         source: str | DpEvent = "public" if public else "private"
         if noise_multiplier is None:
             counts = count_tokens(texts, labels, classes, vocabulary)
@@ -160,14 +186,16 @@ class CTI:
                 max_norm=max_norm,
                 stream=stream or NoiseStream(),
             )
-            support = max(support, 4 * math.sqrt(classes) * noise_multiplier * max_norm)
+            if min_support is None:
+                min_support = max(_SUPPORT, 4 * math.sqrt(classes) * noise_multiplier * max_norm)
         made = cls.from_counts(
             counts,
             source=source,
             form=form,
-            min_support=support if min_support is None else min_support,
+            min_support=min_support,
             tilt=tilt,
             c0=c0,
+            cells=cells,
         )
         return replace(made, delta=delta, origin=origin)
 
@@ -229,7 +257,12 @@ class CTI:
         return {
             "form": self.form,
             "tilt": self.tilt if self.form == "prior" else None,
-            "c0": None if self.form == "prior" else middle_importance(self.importance) if self.c0 is None else self.c0,
+            "c0": None
+            if self.form in ("prior", "quotient")
+            else middle_importance(self.importance)
+            if self.c0 is None
+            else self.c0,
+            "cells": None if self.cells is None else int(self.cells.max()) + 1,
             "supported_tokens": int(self.supported.sum()),
             "counts": self.source if isinstance(self.source, str) else "private texts, with noise",
             "public_text": described(self.origin) if self.source == "public" else None,

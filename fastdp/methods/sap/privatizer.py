@@ -13,13 +13,16 @@ import torch
 from torch import Tensor, nn
 
 import fastdp.ops as ops
-from fastdp.accounting import Card, Metric, noise_source
+from fastdp.accounting import Card, Metric, Pure, noise_source
 from fastdp.accounting.serialisation import canonical
-from fastdp.methods.encoding import ADDED, encode_private, role_ids
+from fastdp.methods.encoding import ADDED, encode_private
 from fastdp.methods.exact import lipschitz, log_normalisers
 from fastdp.methods.perturbation import Releases
+from fastdp.methods.response import check_response
 from fastdp.methods.sap.cti import CTI
 from fastdp.methods.sap.importance import check_eta
+from fastdp.methods.sap.quotient import Quotient, representatives
+from fastdp.methods.sap.vocabulary import check_rows, decodable_ids, kept_tokens, table_of, unknown_id_of
 from fastdp.ops.stream import NoiseStream
 
 if TYPE_CHECKING:
@@ -37,16 +40,16 @@ _UNPROTECTED = (
 
 @dataclass(frozen=True)
 class Displacement:
-    """What an eta does to the tokens of the vocabulary, which is public.
+    """What a privatizer does to the tokens of the vocabulary, which is public.
 
     Attributes:
-        eta: the basic privacy parameter.
+        eta: the basic privacy parameter; None in the quotient form.
         unchanged: share of tokens that stay what they were; they leave in the clear.
         mean_displacement: mean distance between the row of a token and that of its replacement.
         tokens: how many were tried, spread evenly over the vocabulary.
     """
 
-    eta: float
+    eta: float | None
     unchanged: float
     mean_displacement: float
     tokens: int
@@ -60,7 +63,8 @@ class SAPPerturbation:
         ValueError: for eta not above 0, and settings that do not fit one another.
     """
 
-    eta: float
+    eta: float | None = None
+    epsilon: float | None = None
     mechanism: str | None = None
     cti: CTI | None = None
     special: str = "keep"
@@ -68,22 +72,45 @@ class SAPPerturbation:
     duplicates: str = "refuse"
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "eta", check_eta(self.eta))
         form = None if self.cti is None else self.cti.form
+        if form == "quotient":
+            self._check_quotient()
+            return
+        if self.epsilon is not None:
+            raise ValueError(
+                "epsilon of a token belongs to CTI in the 'quotient' form; of the others it is eta times a distance"
+            )
+        if self.eta is None:
+            raise ValueError("eta is missing: give one above 0, in units of 1 / distance")
+        object.__setattr__(self, "eta", check_eta(self.eta))
         if self.mechanism is None:
             object.__setattr__(self, "mechanism", "laplace" if form in (None, "paper") else "exponential")
+        self._check_choices("laplace", "exponential")
+        if form == "paper" and self.mechanism != "laplace":
+            raise ValueError("the paper's CTI adds Laplace noise: leave mechanism out")
+        if form not in (None, "paper") and self.mechanism != "exponential":
+            raise ValueError(f"CTI in the {form!r} form is a draw of the exponential mechanism: leave mechanism out")
+
+    def _check_choices(self, *mechanisms: str) -> None:
         for name, choices in (
-            ("mechanism", ("laplace", "exponential")),
+            ("mechanism", mechanisms),
             ("special", ("keep", "perturb")),
             ("unknown", ("perturb", "refuse")),
             ("duplicates", ("refuse", "merge")),
         ):
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name} is {getattr(self, name)!r}: choose {' or '.join(map(repr, choices))}")
-        if form == "paper" and self.mechanism != "laplace":
-            raise ValueError("the paper's CTI adds Laplace noise: leave mechanism out")
-        if form not in (None, "paper") and self.mechanism != "exponential":
-            raise ValueError(f"CTI in the {form!r} form is a draw of the exponential mechanism: leave mechanism out")
+
+    def _check_quotient(self) -> None:
+        if self.eta is not None or self.epsilon is None:
+            raise ValueError(
+                "CTI in the 'quotient' form guarantees an epsilon of any token, whatever its distance: give epsilon, not eta"
+            )
+        cells = None if self.cti is None else self.cti.cells
+        assert cells is not None
+        check_response(int(cells.max()) + 1, self.epsilon)
+        object.__setattr__(self, "mechanism", self.mechanism or "quotient")
+        self._check_choices("quotient")
 
     def open(self, table_or_model: Tensor | nn.Module, /, **where: Any) -> TextPrivatizer:
         """The privatizer of a public table; ``where`` holds its ``tokenizer``, or ``special_ids`` and ``unknown_id``."""
@@ -93,12 +120,15 @@ class SAPPerturbation:
 class TextPrivatizer(Releases):
     """Replaces tokens at random, so that near tokens are hard to tell apart: eta * distance metric privacy a token.
 
+    With CTI in the ``quotient`` form it is epsilon for any two tokens, however far apart, and 0 for those of one cell.
+
     Called with text it returns text, with ids it returns ids; of each token nothing but its replacement leaves. Every call
     is a release of its own: the same text sent E times costs E times as much.
 
     Args:
         table_or_model: the embedding table [V, d], public, or a model with input embeddings; draws are made where it is.
         eta: privacy parameter, in units of 1 / distance. Small is private; look at `displacement` before choosing.
+        epsilon: of one token, in place of eta; the ``quotient`` form alone.
         tokenizer: needed for text; it also tells which tokens open, close, separate and pad texts, and which stands for
             unknown words. Other tokens that it calls special are never drawn; in a text they are text.
         mechanism: ``laplace`` (multivariate Laplace noise and the nearest row) or ``exponential``.
@@ -120,7 +150,8 @@ class TextPrivatizer(Releases):
         self,
         table_or_model: Tensor | nn.Module,
         *,
-        eta: float,
+        eta: float | None = None,
+        epsilon: float | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
         mechanism: str | None = None,
         cti: CTI | None = None,
@@ -132,15 +163,21 @@ class TextPrivatizer(Releases):
         unsafe_seed: int | None = None,
     ):
         settings = SAPPerturbation(
-            eta=eta, mechanism=mechanism, cti=cti, special=special, unknown=unknown, duplicates=duplicates
+            eta=eta,
+            epsilon=epsilon,
+            mechanism=mechanism,
+            cti=cti,
+            special=special,
+            unknown=unknown,
+            duplicates=duplicates,
         )
-        self.eta, self.mechanism = settings.eta, str(settings.mechanism)
+        self.eta, self.epsilon_of_a_token, self.mechanism = settings.eta, settings.epsilon, str(settings.mechanism)
         self.tokenizer, self.cti = tokenizer, cti
         self.special, self.unknown = special, unknown
-        table = _table(table_or_model)
-        self._unknown_id = _unknown(tokenizer) if unknown_id is None else unknown_id
-        self._kept = _kept_tokens(table.shape[0], tokenizer, special, special_ids, self._unknown_id)
-        self._decodable = _decodable(table.shape[0], tokenizer)
+        table = table_of(table_or_model)
+        self._unknown_id = unknown_id_of(tokenizer) if unknown_id is None else unknown_id
+        self._kept = kept_tokens(table.shape[0], tokenizer, special, special_ids, self._unknown_id)
+        self._decodable = decodable_ids(table.shape[0], tokenizer)
         drawn = ~self._kept & self._decodable
         if tokenizer is not None and special == "keep":
             drawn[[token for token in tokenizer.all_special_ids if token != self._unknown_id]] = False
@@ -152,9 +189,10 @@ class TextPrivatizer(Releases):
         self._table = table
         if len(self._rows) < 2:
             raise ValueError("fewer than two tokens are left to draw from: nothing would be hidden")
-        _check_rows(self._rows, self._ids, duplicates)
+        check_rows(self._rows, self._ids, "merge" if self.mechanism == "quotient" else duplicates)
         if cti is not None and cti.importance.shape[1] != table.shape[0]:
             raise ValueError(f"cti tells of {cti.importance.shape[1]} tokens, the table has {table.shape[0]}")
+        self._quotient = _quotient(cti, drawn, epsilon)
         self.stream = NoiseStream() if unsafe_seed is None else NoiseStream.unsafe_reproducible(unsafe_seed)
         self.tokens_released, self.tokens_kept = 0, 0
         self._nats: float | None = None
@@ -289,20 +327,27 @@ class TextPrivatizer(Releases):
         if self.unknown == "refuse" and self._unknown_id is not None and bool((ids == self._unknown_id).any()):
             raise ValueError("a text holds an unknown token: pass unknown='perturb' to replace it like any other")
         moved = ~self._kept[ids] if added is None else ~(self._kept[ids] & added)
-        rows = self._rows_for(ids[moved])
         result = ids.clone()
-        if labels is None or self.cti is None:
-            result[moved] = self._ids[self._draw(rows, None)]
+        # The quotient's law is the same for every class.
+        if labels is None or self.cti is None or self._quotient is not None:
+            result[moved] = self._replaced(ids[moved], None)
         else:
             wanted = torch.tensor([-1 if label is None else int(label) for label in labels])[moved]
-            drawn = torch.empty_like(rows)
+            given = ids[moved]
+            drawn = torch.empty_like(given)
             for label in wanted.unique().tolist():
                 mine = wanted == label
-                drawn[mine] = self._draw(rows[mine], None if label == -1 else label)
-            result[moved] = self._ids[drawn]
+                drawn[mine] = self._replaced(given[mine], None if label == -1 else label)
+            result[moved] = drawn
         self.tokens_released += int(moved.sum())
         self.tokens_kept += int((~moved).sum())
         return result
+
+    def _replaced(self, ids: Tensor, label: int | None) -> Tensor:
+        """A draw for each id."""
+        if self._quotient is not None:
+            return self._quotient.draw(ids, self.stream)
+        return self._ids[self._draw(self._rows_for(ids), label)]
 
     def _rows_for(self, ids: Tensor) -> Tensor:
         """Rows of tokens in a text. One that is never drawn stands for the nearest that is: a public map, before any draw."""
@@ -316,6 +361,7 @@ class TextPrivatizer(Releases):
         return self._row_of[ids]
 
     def _draw(self, rows: Tensor, label: int | None) -> Tensor:
+        assert self.eta is not None
         if self.mechanism == "laplace":
             eta = self.eta if self.cti is None else self._per_row(self.cti.eta_of(label, self.eta))[rows]
             return ops.private_snap(rows, self._rows, eta, self.stream)
@@ -325,14 +371,12 @@ class TextPrivatizer(Releases):
     def _law(self, label: int | None) -> tuple[Tensor, float, dict[str, Any]]:
         """Table, scale and weights of `exponential_choice`."""
         cti = self.cti
+        assert self.eta is not None
         if cti is None:
             return self._rows, self.eta / 2, {}
         if cti.form == "prior":
             return self._rows, self.eta / 2, {"log_prior": cti.tilt * self._per_row(cti.importance_of(label))}
-        eta = self._per_row(cti.eta_of(label, self.eta))
-        if cti.form == "candidates":
-            return self._rows, 0.5, {"candidate_scale": eta}
-        return _stretched(self._rows, eta), 0.5, {}
+        return _stretched(self._rows, self._per_row(cti.eta_of(label, self.eta))), 0.5, {}
 
     def _per_row(self, value: Tensor) -> Tensor:
         return value[self._ids]
@@ -350,7 +394,7 @@ class TextPrivatizer(Releases):
         tried = known[:: max(1, len(known) // max(1, tokens))]
         kept = self._kept[tried]
         drawn = tried.clone()
-        drawn[~kept] = self._ids[self._draw(self._rows_for(tried[~kept]), None)]
+        drawn[~kept] = self._replaced(tried[~kept], None)
         moved = torch.zeros(len(tried), dtype=torch.float64)
         apart = (self._table[drawn[~kept]].double() - self._table[tried[~kept]].double()).norm(dim=1)
         moved[~kept] = apart.to(moved.device)
@@ -361,6 +405,8 @@ class TextPrivatizer(Releases):
 
         Raises ValueError for the Laplace mechanism, whose probabilities have no closed form.
         """
+        if self._quotient is not None:
+            return self._quotient.log_probabilities(token)
         if self.mechanism == "laplace":
             raise ValueError("the Laplace mechanism's probabilities have no closed form: use mechanism='exponential'")
         table, scale, extra = self._law(label)
@@ -372,9 +418,14 @@ class TextPrivatizer(Releases):
     def digest(self) -> str:
         """SHA-256, in hex, of all that its draws follow but the noise: settings, rows and the importance of tokens."""
         cti = self.cti
-        settings = [self.eta, self.mechanism, self.special, self.unknown, self._kept.nonzero().flatten().tolist()]
+        # Where there is no epsilon, what digests were made of before is what they are made of.
+        strength = self.eta if self._quotient is None else ["epsilon", self.epsilon_of_a_token]
+        settings = [strength, self.mechanism, self.special, self.unknown, self._kept.nonzero().flatten().tolist()]
         found = hashlib.sha256(canonical([*settings, None if cti is None else cti.describe()]).encode())
-        for tensor in (self._ids, self._rows, *(() if cti is None else (cti.importance, cti.supported))):
+        parts = [self._ids, self._rows, *(() if cti is None else (cti.importance, cti.supported))]
+        if self._quotient is not None:
+            parts += [self._quotient.cell_of, self._quotient.representatives]
+        for tensor in parts:
             found.update(f"{tensor.dtype} {list(tensor.shape)} ".encode())
             found.update(tensor.cpu().contiguous().flatten().view(torch.uint8).numpy().data)
         return found.hexdigest()
@@ -384,6 +435,9 @@ class TextPrivatizer(Releases):
 
         For texts of one length the bounds of their positions add up.
         """
+        if self._quotient is not None:
+            return self._quotient.bound(token, other)
+        assert self.eta is not None
         a, b = int(self._row_of[token]), int(self._row_of[other])
         if a == b:
             return 0.0
@@ -393,8 +447,6 @@ class TextPrivatizer(Releases):
         if self.cti is None or self.cti.form == "prior":
             return self.eta * distance
         eta = self._per_row(self.cti.eta_of(label, self.eta))
-        if self.cti.form == "candidates":
-            return float(eta.max()) * distance
         if self.cti.form == "elastic":
             stretched = _stretched(self._rows, eta).double()
             return float((stretched[a] - stretched[b]).norm())
@@ -407,7 +459,13 @@ class TextPrivatizer(Releases):
         there are any (`fastdp.methods.exact`); in ``elastic`` form the distance is the stretched one. Two passes over the
         distances of the vocabulary, once; a `statement` made afterwards says what was found. The Laplace mechanism costs eta;
         the paper's CTI has no bound, inf.
+
+        Raises ValueError for the quotient, whose bound has no distance.
         """
+        if self._quotient is not None:
+            raise ValueError(
+                "the quotient costs the same at any distance, its epsilon: there is no cost for a unit of distance"
+            )
         if self._nats is None:
             labels = [None] if self.cti is None else [None, *range(self.cti.classes)]
             self._nats = max(self._nats_of(label) for label in labels)
@@ -415,11 +473,11 @@ class TextPrivatizer(Releases):
 
     def _nats_of(self, label: int | None) -> float:
         if self.mechanism == "laplace":
+            assert self.eta is not None
             return self.eta if self.cti is None else math.inf
         table, scale, extra = self._law(label)
-        slope = float(extra["candidate_scale"].max()) if "candidate_scale" in extra else 1.0
-        logs, error = log_normalisers(table, [scale], None, extra.get("log_prior"), extra.get("candidate_scale"))
-        return scale * slope + lipschitz(table, logs, error, [scale * slope])[0]
+        logs, error = log_normalisers(table, [scale], None, extra.get("log_prior"))
+        return scale + lipschitz(table, logs, error, [scale])[0]
 
     def examples(self, items: Sequence[Mapping[str, Any]], *, training: bool) -> list[dict[str, Any]]:
         """Examples with their tokens replaced, once, and their labels too where these are tokens.
@@ -475,7 +533,7 @@ class TextPrivatizer(Releases):
             ),
             unprotected=_UNPROTECTED,
             facts={
-                "eta": self.eta,
+                **({"eta": self.eta} if self._quotient is None else {"epsilon_of_a_token": self.epsilon_of_a_token}),
                 "nats_per_distance": self._nats if self._nats is not None and math.isfinite(self._nats) else None,
                 "displacement": asdict(self.displacement()),
                 "policy": {
@@ -493,84 +551,35 @@ class TextPrivatizer(Releases):
     def _name(self, token: int) -> str | int:
         return token if self.tokenizer is None else str(self.tokenizer.convert_ids_to_tokens(token))
 
-    def claim(self) -> Metric:
-        """Of one token; where a token has an eta of its own, the largest that may count."""
+    def claim(self) -> Pure:
+        """Of one token: the quotient's epsilon; otherwise, for each unit of distance, eta or what it was found to cost."""
+        unit = "one token, with the other tokens of its text given"
+        if self.epsilon_of_a_token is not None:
+            return Pure(unit, self.epsilon_of_a_token)
+        assert self.eta is not None
         form = None if self.cti is None else self.cti.form
         eta, distance = self.eta, "distance of the tokens' rows"
-        if form == "candidates" and self.cti is not None:
-            eta = float(self._per_row(self.cti.eta_of(None, self.eta)).max())
-        elif form == "elastic":
+        if form == "elastic":
             eta, distance = 1.0, f"{distance}, each stretched about the mean row by its own eta"
         elif form == "paper":
             distance = f"{distance} of equal eta, and nothing between others"
-        return Metric("one token, with the other tokens of its text given", eta, distance=distance)
+        if self._nats is not None and math.isfinite(self._nats):
+            eta = self._nats
+        return Metric(unit, eta, distance=distance)
+
+    @property
+    def in_short(self) -> str:
+        """Mechanism and strength, in a few words."""
+        if self._quotient is not None:
+            return f"quotient of {len(self._quotient.representatives)} cells, epsilon {self.epsilon_of_a_token:g}"
+        return f"{self.mechanism}, eta {self.eta:g}"
 
 
-def _table(given: Tensor | nn.Module) -> Tensor:
-    table: Any = given
-    if isinstance(given, nn.Module):
-        embeddings: Any = getattr(given, "get_input_embeddings", lambda: None)()
-        if embeddings is None:
-            raise ValueError(f"{type(given).__name__} has no input embeddings: give their table")
-        table = embeddings.weight
-    if table.dim() != 2 or not table.is_floating_point():
-        raise ValueError(f"the table is {table.dtype} {list(table.shape)}: it must be rows of floats, [V, d]")
-    return table.detach().float()
-
-
-def _unknown(tokenizer: PreTrainedTokenizerBase | None) -> int | None:
-    if tokenizer is None:
+def _quotient(cti: CTI | None, drawn: Tensor, epsilon: float | None) -> Quotient | None:
+    if cti is None or cti.cells is None or cti.mass is None:
         return None
-    # Byte-level vocabularies know every word, and name a token of another role here.
-    others = (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id)
-    return None if tokenizer.unk_token_id in others else tokenizer.unk_token_id
-
-
-def _kept_tokens(
-    size: int,
-    tokenizer: PreTrainedTokenizerBase | None,
-    special: str,
-    special_ids: Sequence[int],
-    unknown_id: int | None,
-) -> Tensor:
-    ids = {int(i) for i in special_ids}
-    if tokenizer is not None:
-        # A closed list of roles: what else a tokenizer calls special may be any word that its maker wants to see.
-        ids |= set(role_ids(tokenizer).values())
-    padding = None if tokenizer is None else tokenizer.pad_token_id
-    if special == "perturb":
-        ids = set()
-    kept = torch.zeros(size, dtype=torch.bool)
-    for token in (ids | ({padding} if padding is not None else set())) - {unknown_id}:
-        if not 0 <= token < size:
-            raise ValueError(f"special token {token} is outside the table of {size} rows")
-        kept[token] = True
-    return kept
-
-
-def _decodable(size: int, tokenizer: PreTrainedTokenizerBase | None) -> Tensor:
-    """Rows beyond the vocabulary, as tables of round sizes have, stand for no token."""
-    return torch.arange(size) < (size if tokenizer is None else len(tokenizer))
-
-
-def _check_rows(rows: Tensor, ids: Tensor, duplicates: str) -> None:
-    bad = (~torch.isfinite(rows).all(1)).nonzero()
-    if len(bad):
-        raise ValueError(f"the table's row of token {int(ids[bad[0]])} holds a NaN or an infinity")
-    if duplicates == "merge":
-        return
-    # A sum of 64-bit products tells rows apart; only those that share one are compared.
-    weights = torch.randint(1, 1 << 62, (rows.shape[1],), generator=torch.Generator().manual_seed(0))
-    keys = ((rows + 0.0).view(torch.int32).long() * weights.to(rows.device)).sum(1)
-    order = keys.argsort(stable=True)
-    same = (keys[order][1:] == keys[order][:-1]).nonzero().flatten()
-    for at in same.tolist():
-        a, b = int(order[at]), int(order[at + 1])
-        if torch.equal(rows[a], rows[b]):
-            raise ValueError(
-                f"tokens {int(ids[a])} and {int(ids[b])} have equal rows, so neither can be told from the other: pass "
-                "duplicates='merge' to let them answer for one another"
-            )
+    assert epsilon is not None
+    return Quotient(cti.cells, representatives(cti.cells, cti.importance, cti.mass, drawn), epsilon)
 
 
 def _stretched(rows: Tensor, eta: Tensor) -> Tensor:

@@ -1,0 +1,134 @@
+"""Contributing tokens as a quotient: what a token tells of the classes is sent by randomised response, and nothing else is.
+
+Public utility importance cuts the vocabulary into K cells of equal mass. A token's cell goes by k-ary randomised response at
+epsilon, and the answer's public representative stands in the token's place. Tokens of one cell have the same law and cannot be
+told apart at all; any other two, by odds of at most exp(epsilon), however far they lie apart.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fastdp.methods.response import check_response, keep_probability, randomised_response
+from fastdp.ops.stream import NoiseStream
+
+
+def equal_mass_cells(importance: Tensor, mass: Tensor, cells: int) -> Tensor:
+    """Cut tokens into cells of like importance and equal mass.
+
+    The tokens are halved (in the proportion of the numbers of cells) where mass is, along the class whose importance varies
+    most among them, again and again; for two classes the cells are quantiles.
+
+    Args:
+        importance: [classes, tokens], public or noised.
+        mass: [tokens], at least 0 and not all 0: how often each occurs in the texts that were counted.
+        cells: K, at least 2 and at most the number of tokens that have mass.
+
+    Returns:
+        int64 [tokens], in 0 .. K - 1; every cell holds a token that has mass.
+
+    Raises ValueError for values out of range.
+    """
+    mass = torch.as_tensor(mass).double()
+    if mass.shape != importance.shape[1:] or not bool((torch.isfinite(mass) & (mass >= 0)).all()):
+        raise ValueError("mass must be one number for each token, finite and at least 0")
+    if isinstance(cells, bool) or not isinstance(cells, int) or not 2 <= cells <= int((mass > 0).sum()):
+        raise ValueError(
+            f"cells is {cells!r}: it must be a whole number from 2 to the {int((mass > 0).sum())} tokens that occur in the "
+            "texts that were counted"
+        )
+    found = torch.zeros(len(mass), dtype=torch.int64)
+    waiting = [(torch.arange(len(mass)), 0, cells)]
+    while waiting:
+        tokens, first, count = waiting.pop()
+        if count == 1:
+            found[tokens] = first
+            continue
+        left, right = _halves(tokens, importance.double(), mass, count // 2, count)
+        waiting += [(left, first, count // 2), (right, first + count // 2, count - count // 2)]
+    return found
+
+
+def _halves(tokens: Tensor, importance: Tensor, mass: Tensor, part: int, count: int) -> tuple[Tensor, Tensor]:
+    own, weight = importance[:, tokens], mass[tokens] / mass[tokens].sum()
+    mean = (own * weight).sum(1, keepdim=True)
+    spread = ((own - mean).square() * weight).sum(1)
+    # Of two classes the importances are each other's negatives: rounding must not decide which one counts.
+    along = int((spread >= spread.max() * (1 - 1e-9)).nonzero()[0])
+    order = torch.argsort(own[along], stable=True)
+    sorted_weight = weight[order]
+    occurs = (sorted_weight > 0).cumsum(0)
+    # A token lies left of the cut if its middle does; either side keeps as many tokens with mass as it needs cells.
+    middle = sorted_weight.cumsum(0) - sorted_weight / 2
+    cut = int((middle < part / count).sum())
+    least = int((occurs < part).sum()) + 1
+    most = int((occurs <= int(occurs[-1]) - (count - part)).sum())
+    cut = min(max(cut, least), most)
+    return tokens[order[:cut]], tokens[order[cut:]]
+
+
+@dataclass(frozen=True)
+class Quotient:
+    """A partition of a vocabulary, what stands for each cell, and the epsilon at which a cell is told.
+
+    Args:
+        cell_of: int64 [V], public: the cell of every token that a text may hold.
+        representatives: int64 [K], public: the token that stands for each cell; no two alike.
+        epsilon: of one token.
+
+    Raises ValueError for cells that do not fit, or an epsilon that `check_response` refuses.
+    """
+
+    cell_of: Tensor
+    representatives: Tensor
+    epsilon: float
+
+    def __post_init__(self) -> None:
+        k = len(self.representatives)
+        check_response(k, self.epsilon)
+        if bool((self.cell_of < 0).any()) or bool((self.cell_of >= k).any()):
+            raise ValueError(f"a cell lies outside 0 to {k - 1}")
+        if len(self.representatives.unique()) < k:
+            raise ValueError("two cells have one representative, so that neither can be told from the other")
+
+    def draw(self, ids: Tensor, stream: NoiseStream) -> Tensor:
+        """The representatives of the answers, one independent draw for each id: int64 [n] to [n]."""
+        return self.representatives[self.answer(ids, stream)]
+
+    def answer(self, ids: Tensor, stream: NoiseStream) -> Tensor:
+        """The answers themselves, as cells."""
+        return randomised_response(self.cell_of[ids], len(self.representatives), self.epsilon, stream)
+
+    def log_probabilities(self, token: int) -> Tensor:
+        """The law of a token's replacement: float64 [V], -inf for what never stands for a cell."""
+        k = len(self.representatives)
+        kept = keep_probability(k, self.epsilon)
+        law = torch.full((k,), math.log((1 - kept) / (k - 1)), dtype=torch.float64)
+        law[self.cell_of[token]] = math.log(kept)
+        return torch.full((len(self.cell_of),), -math.inf, dtype=torch.float64).index_copy(0, self.representatives, law)
+
+    def bound(self, token: int, other: int) -> float:
+        """How far, in nats, the laws of two tokens differ: 0 within a cell, epsilon between cells."""
+        return 0.0 if self.cell_of[token] == self.cell_of[other] else self.epsilon
+
+
+def representatives(cell_of: Tensor, importance: Tensor, mass: Tensor, allowed: Tensor) -> Tensor:
+    """What stands for each cell: of its allowed tokens the one whose importance differs most surely from the mean, int64 [K].
+
+    A log ratio of counts errs by one over the root of a count, so that is the difference times the root of the mass. Raises
+    ValueError for a cell without an allowed token that occurs.
+    """
+    found, mean = [], (importance * mass).sum(1, keepdim=True) / mass.sum()
+    certainty = (importance - mean).norm(dim=0) * mass.sqrt()
+    for cell in range(int(cell_of.max()) + 1):
+        usable = allowed & (cell_of == cell) & (mass > 0)
+        if not bool(usable.any()):
+            raise ValueError(
+                f"cell {cell} holds no token that may stand for it in a text: count more texts, or ask for fewer cells"
+            )
+        found.append(int(certainty.masked_fill(~usable, -1.0).argmax()))
+    return torch.tensor(found)

@@ -1,0 +1,152 @@
+"""Contributing tokens as a quotient: the bound of any two tokens, exactly; the draws; the partition; what is refused."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fastdp import TextPrivatizer, accounting
+from fastdp.methods.sap import CTI, Quotient, SAPPerturbation, equal_mass_cells
+from fastdp.ops import NoiseStream
+from tests.ops.test_dchi import FALSE_ALARM, chi_square
+
+
+def counted(seed: int, classes: int = 2, tokens: int = 24) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    rates = torch.exp(1.5 * torch.randn(classes, tokens, generator=generator))
+    return torch.poisson(8 * rates, generator=generator) + 1
+
+
+def privatizer(seed: int = 0, cells: int = 4, epsilon: float = 1.0, classes: int = 2, **options) -> TextPrivatizer:
+    cti = CTI.from_counts(counted(seed, classes), source="public", form="quotient", cells=cells)
+    table = torch.randn(24, 3, generator=torch.Generator().manual_seed(seed))
+    return TextPrivatizer(table, epsilon=epsilon, cti=cti, **options)
+
+
+@given(seed=st.integers(0, 10_000), cells=st.integers(2, 7), epsilon=st.floats(1e-3, 12), classes=st.integers(2, 5))
+@settings(max_examples=80, deadline=None)
+def test_any_two_tokens_differ_by_epsilon_at_most_and_by_nothing_within_a_cell(seed, cells, epsilon, classes):
+    found = privatizer(seed, cells, epsilon, classes)
+    laws = torch.stack([found.log_probabilities(x) for x in range(24)])
+    assert torch.allclose(laws.exp().sum(1), torch.ones(24, dtype=torch.float64))
+    possible = torch.isfinite(laws)
+    # What may come out is the same for every token, or one outcome alone would tell.
+    assert bool((possible == possible[0]).all())
+    for x in range(24):
+        for other in range(24):
+            worst = float((laws[x] - laws[other])[possible[0]].abs().max())
+            bound = found.bound(x, other)
+            assert worst <= bound * (1 + 1e-9) + 1e-12
+            assert bound in (0.0, epsilon)
+    assert any(found.bound(0, x) == epsilon for x in range(24))
+
+
+def test_draws_follow_their_law_and_know_no_label():
+    found = privatizer(3, 4, 1.5, unsafe_seed=1)
+    for token in (0, 7):
+        law = found.log_probabilities(token).exp().numpy()
+        drawn = found(torch.full((30_000, 1), token), labels=torch.arange(30_000).remainder(2))
+        for label in (0, 1):
+            assert chi_square(drawn[label::2].flatten(), law) > FALSE_ALARM
+        assert chi_square(found(torch.full((30_000,), token)), law) > FALSE_ALARM
+
+
+@given(seed=st.integers(0, 10_000), cells=st.integers(2, 24), classes=st.integers(2, 4), gaps=st.booleans())
+@settings(max_examples=150)
+def test_cells_have_equal_mass_up_to_a_token_and_none_is_empty(seed, cells, classes, gaps):
+    counts = counted(seed, classes)
+    mass = counts.sum(0).double()
+    if gaps:
+        mass[1::5] = 0
+    cells = min(cells, int((mass > 0).sum()))
+    importance = torch.randn(classes, 24, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    found = equal_mass_cells(importance, mass, cells)
+    held = torch.bincount(found, weights=mass, minlength=cells)
+    assert len(held) == cells
+    assert bool((held > 0).all())
+    if cells <= 4:
+        # Each cut is off by half a token at most, unless a side would be left without one; there are two above one another.
+        crowded = float(mass.max()) * 2 + 1
+        assert float((held - mass.sum() / cells).abs().max()) <= crowded
+    if classes == 2 and not gaps:
+        first = equal_mass_cells(torch.stack([importance[0], -importance[0]]), mass, cells)
+        order = first[importance[0].argsort(stable=True)]
+        # Of two classes the cells are quantiles.
+        assert bool((order.diff() >= 0).all())
+
+
+def test_the_card_is_a_pure_epsilon_that_verifies():
+    found = privatizer(epsilon=3.0)
+    found(torch.arange(24))
+    card = found.statement()
+    assert card["kind"] == "pure"
+    assert card["guarantee"] != "none"
+    assert card["budget"]["of_a_unit"] == 3.0
+    assert card["mechanism"]["cti"]["cells"] == 4
+    assert accounting.verify(card).guarantee
+    assert card["tokens_released"] == 24
+    assert "epsilon 3" in found.in_words()
+    lower = {**card, "bound": "epsilon 1"}
+    assert not accounting.verify({**lower, "digest": accounting.card.digest(lower)})
+    reproducible = privatizer(unsafe_seed=1).statement()
+    assert reproducible["guarantee"] == "none"
+
+
+def test_special_tokens_neither_move_nor_stand_for_a_cell():
+    found = privatizer(special_ids=(0, 5))
+    ids = torch.tensor([0, 1, 5] * 200)
+    drawn = found(ids)
+    assert bool((drawn[ids == 0] == 0).all())
+    assert bool((drawn[ids == 5] == 5).all())
+    assert not bool(torch.isin(drawn[ids == 1], torch.tensor([0, 5])).any())
+
+
+def test_the_digest_follows_epsilon_and_cells():
+    digests = {privatizer(epsilon=e, cells=k).digest() for e, k in ((1.0, 4), (2.0, 4), (1.0, 3))}
+    assert len(digests) == 3
+    assert privatizer().digest() == privatizer().digest()
+
+
+def test_kept_counts_come_back_with_their_cells(tmp_path):
+    texts, labels = [[0, 0, 3], [1], [3], [2, 1]] * 40, [0, 1, 1, 0] * 40
+    made = CTI.from_texts(
+        texts, labels, classes=2, vocabulary=4, public=False, form="quotient", cells=2, noise_multiplier=0.5
+    )
+    made.save(tmp_path / "counts.pt")
+    found = CTI.load(tmp_path / "counts.pt")
+    assert torch.equal(found.cells, made.cells)
+    assert torch.equal(found.mass, made.mass)
+    statement = TextPrivatizer(torch.randn(4, 2), epsilon=1.0, cti=found).statement()
+    assert isinstance(statement.claims[1], accounting.Gaussian)
+
+
+def test_refusals():
+    quotient = CTI.from_counts(counted(0), source="public", form="quotient")
+    prior = CTI.from_counts(counted(0), source="public")
+    for options, match in (
+        ({"cti": quotient, "eta": 1.0}, "give epsilon, not eta"),
+        ({"cti": quotient}, "give epsilon, not eta"),
+        ({"cti": quotient, "epsilon": math.inf}, "must lie between"),
+        ({"cti": quotient, "epsilon": 1.0, "mechanism": "laplace"}, "choose 'quotient'"),
+        ({"cti": prior, "epsilon": 1.0}, "quotient"),
+        ({"epsilon": 1.0}, "quotient"),
+        ({"cti": prior}, "eta is missing"),
+        ({"eta": 1.0, "mechanism": "quotient"}, "choose 'laplace'"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            SAPPerturbation(**options)
+    with pytest.raises(ValueError, match="unit of distance"):
+        privatizer().nats_per_distance()
+    for cells in (1, 25, True, 2.0):
+        with pytest.raises(ValueError, match="whole number from 2"):
+            CTI.from_counts(counted(0), source="public", form="quotient", cells=cells)
+    with pytest.raises(ValueError, match="leave them out"):
+        CTI.from_counts(counted(0), source="public", cells=3)
+    with pytest.raises(ValueError, match="one representative"):
+        Quotient(torch.tensor([0, 1]), torch.tensor([1, 1]), 1.0)
+    with pytest.raises(ValueError, match="fewer cells"):
+        privatizer(special_ids=range(20))
+    assert privatizer().stream.reproducible is False
+    assert isinstance(privatizer(unsafe_seed=2).stream, NoiseStream)
