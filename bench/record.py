@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 import fastdp.files as files
+from fastdp.distribution import installed_version
 
 _PACKAGES = ("fastdp", "torch", "triton", "transformers", "peft", "opacus", "numpy")
 
@@ -39,6 +40,8 @@ def write(path: str | os.PathLike[str], figures: Any) -> None:
 
 
 def _version(name: str) -> str | None:
+    if name == "fastdp":
+        return installed_version()
     try:
         return version(name)
     except PackageNotFoundError:

@@ -347,7 +347,7 @@ struct Amx : Vnni {
 // Linux lends the tiles' registers to processes that ask; without an answer nothing is lost but speed.
 bool tiles_granted() {
     constexpr int kRequestPermission = 0x1023, kTileData = 18;
-    static const bool granted = __builtin_cpu_supports("amx-int8") && syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+    static const bool granted = products().tiles_int8 && syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
     return granted;
 }
 #endif
@@ -358,9 +358,9 @@ bool tiles_granted() {
 const ChoiceKernels &choice_kernels() {
 #if FASTDP_HAS_X86
 #if FASTDP_HAS_AMX
-    if (may_use_amx() && __builtin_cpu_supports("avx512vnni") && tiles_granted()) return kernels_of<Amx>;
+    if (may_use_amx() && products().vnni && tiles_granted()) return kernels_of<Amx>;
 #endif
-    if (isa() == Isa::avx512 && __builtin_cpu_supports("avx512vnni")) return kernels_of<Vnni>;
+    if (isa() == Isa::avx512 && products().vnni) return kernels_of<Vnni>;
     if (isa() >= Isa::avx2) return kernels_of<Avx2>;
 #endif
     return kernels_of<Portable>;

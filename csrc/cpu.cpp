@@ -6,17 +6,51 @@
 
 #include "bindings.h"
 
+#if defined(__x86_64__) && defined(__GNUC__)
+#include <cpuid.h>
+#endif
+
 namespace fastdp {
 namespace {
+
+#if defined(__x86_64__) && defined(__GNUC__)
+// Asked of the processor itself: a compiler's own table of features is not filled where another's runtime is linked.
+struct Features {
+    unsigned first = 0, second = 0;              // ECX of leaf 1 and EBX of leaf 7
+    unsigned third = 0, fourth = 0, fifth = 0;  // ECX and EDX of leaf 7, EAX of its subleaf 1
+    unsigned saved = 0;                          // registers that the operating system keeps for a thread (XCR0)
+
+    Features() {
+        unsigned a, b, c, d;
+        if (!__get_cpuid(1, &a, &b, &c, &d)) return;
+        first = c;
+        if (has(first, 27)) {
+            unsigned high;
+            __asm__ volatile("xgetbv" : "=a"(saved), "=d"(high) : "c"(0));
+        }
+        if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return;
+        second = b, third = c, fourth = d;
+        if (a >= 1 && __get_cpuid_count(7, 1, &a, &b, &c, &d)) fifth = a;
+    }
+
+    static bool has(unsigned word, int bit) { return (word >> bit) & 1; }
+    // FMA, AVX and F16C of leaf 1, AVX2 of leaf 7; the low and high halves of 16 registers are kept.
+    bool avx2() const {
+        return has(first, 12) && has(first, 28) && has(first, 29) && has(second, 5) && (saved & 0x6) == 0x6;
+    }
+    // F, DQ, BW and VL; masks and all of 32 registers are kept.
+    bool avx512() const {
+        return avx2() && has(second, 16) && has(second, 17) && has(second, 30) && has(second, 31) && (saved & 0xe6) == 0xe6;
+    }
+};
+#endif
 
 Isa detect() {
     Isa best = Isa::portable;
 #if defined(__x86_64__) && defined(__GNUC__)
-    __builtin_cpu_init();
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) best = Isa::avx2;
-    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
-        __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl"))
-        best = Isa::avx512;
+    const Features features;
+    if (features.avx2()) best = Isa::avx2;
+    if (features.avx512()) best = Isa::avx512;
 #endif
     const char *wish = std::getenv("FASTDP_ISA");
     if (wish == nullptr || *wish == '\0') return best;
@@ -34,6 +68,22 @@ Isa detect() {
 
 Isa isa() {
     static const Isa found = detect();
+    return found;
+}
+
+const Products &products() {
+    static const Products found = [] {
+        Products p;
+#if defined(__x86_64__) && defined(__GNUC__)
+        const Features f;
+        if (!f.avx512()) return p;
+        p.vnni = Features::has(f.third, 11);
+        p.bf16 = Features::has(f.fifth, 5);
+        p.tiles_bf16 = Features::has(f.fourth, 22);
+        p.tiles_int8 = Features::has(f.fourth, 25);
+#endif
+        return p;
+    }();
     return found;
 }
 

@@ -358,7 +358,7 @@ std::pair<int64_t, int32_t> survey(uintptr_t pointer, int64_t rows, int64_t d, i
 
 bool has_bf16_products() {
 #if FASTDP_HAS_X86
-    return isa() == Isa::avx512 && (__builtin_cpu_supports("avx512bf16") || __builtin_cpu_supports("amx-bf16"));
+    return isa() == Isa::avx512 && (products().bf16 || products().tiles_bf16);
 #else
     return false;
 #endif

@@ -6,6 +6,7 @@ from fastdp.accounting.card import Card, model_name, noise_source, public_name, 
 from fastdp.accounting.claim import Claim, Elsewhere, Gaussian, Metric, Pure
 from fastdp.accounting.events import (
     EventModel,
+    chosen,
     compose,
     dpsgd,
     dpsgd_model,
@@ -42,6 +43,7 @@ __all__ = [
     "Pure",
     "VerificationResult",
     "calibrate",
+    "chosen",
     "compose",
     "dpsgd",
     "dpsgd_model",

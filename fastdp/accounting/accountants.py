@@ -108,6 +108,8 @@ def epsilon(
 
 
 def _one_direction(flat: Flat, accountant: str, adjacency: Adjacency) -> Flat:
+    if flat.choices:
+        raise ValueError(f"the {accountant} accountant knows no choice among trials: use accountant='pld'")
     if adjacency != "replace_one":
         return flat
     if flat.sampled:

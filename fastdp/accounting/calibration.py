@@ -51,8 +51,8 @@ def calibrate(
     check_adjacency(adjacency)
     if math.isinf(epsilon):
         return 0.0
-    guess = _first_guess(event_fn, epsilon, delta, adjacency)
-    if accountant != "pld":
+    guess = 1.0 if flatten(event_fn(1.0)).choices else _first_guess(event_fn, epsilon, delta, adjacency)
+    if accountant != "pld" or flatten(event_fn(1.0)).choices:
         return least_safe(lambda z: float(epsilon_of(event_fn(z), delta, accountant, adjacency)), epsilon, guess).at
     return _by_pld(event_fn, epsilon, delta, adjacency, guess, tolerance)
 

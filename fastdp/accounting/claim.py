@@ -111,7 +111,7 @@ class Gaussian(Claim):
             "epsilon": {
                 "upper_bound": None if bound is None else _finite(bound),
                 "delta": self.delta,
-                "accountant": "pld",
+                "accountant": "rdp" if flatten(self.event).choices else "pld",
                 "grid": None if bound is None else bound.interval,
                 "target": None if self.target is None else _finite(self.target),
                 "cross_checks": _cross_checks(self.event, self.delta, self.adjacency) if checked else {},

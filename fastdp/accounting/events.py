@@ -191,6 +191,47 @@ def dpsgd(
 
 
 @dataclass(frozen=True)
+class ChosenDpEvent(DpEvent):
+    """The best of a secret number of trials, drawn from a truncated negative binomial distribution.
+
+    Attributes:
+        alternatives: what one trial costs a unit, which meets one of these: it is trained on, or judged by.
+        shape: eta of the number of trials, above -1.
+        stop: gamma of the number of trials, in (0, 1).
+    """
+
+    alternatives: tuple[DpEvent, ...]
+    shape: float
+    stop: float
+
+
+def chosen(alternatives: Sequence[DpEvent], shape: float, stop: float) -> DpEvent:
+    """Event of random stopping (Papernot and Steinke 2022): trials until a secret number is reached, the best one released.
+
+    Args:
+        alternatives: events of one trial, of which a unit meets one.
+        shape: eta, above -1; 0 is the logarithmic distribution of the number of trials, 1 the geometric one.
+        stop: gamma, in (0, 1); see `fastdp.accounting.renyi.stop_for`.
+
+    Raises ValueError for another distribution, and where no trial is given.
+    """
+    if not alternatives:
+        raise ValueError("a choice among trials needs the event of a trial")
+    if not -1 < shape < math.inf or not 0 < stop < 1:
+        raise ValueError(f"no number of trials has shape {shape} and chance of stopping {stop}")
+    return ChosenDpEvent(tuple(alternatives), float(shape), float(stop))
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One `ChosenDpEvent`, its alternatives flat."""
+
+    alternatives: tuple[Flat, ...]
+    shape: float
+    stop: float
+
+
+@dataclass(frozen=True)
 class Flat:
     """An event as accountants need it: equal releases merged.
 
@@ -198,16 +239,18 @@ class Flat:
         sampled: (sample rate, noise multiplier, count) of the Poisson-sampled Gaussian releases, sorted.
         mu_squared: sum of 1/z^2 over the Gaussian releases without sampling; they are one release of 1/sqrt of it.
         private: False if anything was released without noise.
+        choices: among trials, which only Renyi bounds are known of.
     """
 
     sampled: tuple[tuple[float, float, int], ...]
     mu_squared: float
     private: bool = True
+    choices: tuple[Choice, ...] = ()
 
     @property
     def empty(self) -> bool:
         """True if nothing was released."""
-        return self.private and not self.sampled and self.mu_squared == 0
+        return self.private and not self.sampled and self.mu_squared == 0 and not self.choices
 
     @property
     def unamplified_mu_squared(self) -> float:
@@ -219,21 +262,28 @@ def flatten(event: DpEvent) -> Flat:
     """Merge the equal releases inside ``event``. Raises ValueError for a kind of event no accountant here supports."""
     sampled: dict[tuple[float, float], int] = {}
     unsampled: dict[float, int] = {}
-    private = _collect(event, 1, sampled, unsampled)
+    choices: list[Choice] = []
+    private = _collect(event, 1, sampled, unsampled, choices)
     terms = sorted((q, z, count) for (q, z), count in sampled.items())
     mu_squared = sum(count * squared_ratio(z) for z, count in unsampled.items())
-    return Flat(tuple(terms), mu_squared, private)
+    return Flat(tuple(terms), mu_squared, private, tuple(choices))
 
 
-def _collect(event: Any, count: int, sampled: dict[tuple[float, float], int], unsampled: dict[float, int]) -> bool:
+def _collect(
+    event: Any,
+    count: int,
+    sampled: dict[tuple[float, float], int],
+    unsampled: dict[float, int],
+    choices: list[Choice],
+) -> bool:
     if count == 0 or isinstance(event, dp_event.NoOpDpEvent):
         return True
     if isinstance(event, dp_event.NonPrivateDpEvent):
         return False
     if isinstance(event, dp_event.SelfComposedDpEvent):
-        return _collect(event.event, count * as_count(event.count, "count"), sampled, unsampled)
+        return _collect(event.event, count * as_count(event.count, "count"), sampled, unsampled, choices)
     if isinstance(event, dp_event.ComposedDpEvent):
-        private = [_collect(part, count, sampled, unsampled) for part in event.events]
+        private = [_collect(part, count, sampled, unsampled, choices) for part in event.events]
         return all(private)
     if isinstance(event, dp_event.GaussianDpEvent):
         z = _as_multiplier(event.noise_multiplier)
@@ -242,7 +292,27 @@ def _collect(event: Any, count: int, sampled: dict[tuple[float, float], int], un
         return z > 0
     if isinstance(event, dp_event.PoissonSampledDpEvent):
         return _collect_sampled(event, count, sampled, unsampled)
+    if isinstance(event, ChosenDpEvent):
+        return _collect_choice(event, count, choices)
     raise ValueError(f"{type(event).__name__} is not an event this package can account for")
+
+
+#: A choice stands once for each time that it is made; nobody tunes oftener on one data set.
+_MOST_CHOICES = 1000
+
+
+def _collect_choice(event: ChosenDpEvent, count: int, choices: list[Choice]) -> bool:
+    parts = tuple(flatten(part) for part in event.alternatives)
+    if any(part.choices for part in parts):
+        raise ValueError("a choice among choices is not an event this package can account for")
+    if not all(part.private for part in parts):
+        return False
+    if len(choices) + count > _MOST_CHOICES:
+        raise ValueError(
+            f"more than {_MOST_CHOICES} choices among trials are not an event this package can account for"
+        )
+    choices += [Choice(parts, event.shape, event.stop)] * count
+    return True
 
 
 def _collect_sampled(
@@ -255,8 +325,10 @@ def _collect_sampled(
     if not 0 <= rate <= 1:
         raise ValueError(f"sample rate is {rate}: it must lie in (0, 1]")
     inner = flatten(event.event)
-    if inner.sampled:
-        raise ValueError("a Poisson sample of a Poisson sample is not an event this package can account for")
+    if inner.sampled or inner.choices:
+        raise ValueError(
+            "a Poisson sample of a Poisson sample or of a choice is not an event this package can account for"
+        )
     if rate == 0 or inner.empty:
         return True
     if not inner.private:

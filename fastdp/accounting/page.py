@@ -164,11 +164,12 @@ def markdown(card: Mapping[str, Any]) -> str:
 def _epsilon_rows(card: Mapping[str, Any]) -> list[tuple[str, Any]]:
     bound = card["epsilon"]
     grid = "closed form" if bound["grid"] is None else f"grid {bound['grid']:g}"
+    by = "Renyi bound" if bound["accountant"] == "rdp" else f"PLD, {grid}"
     title = "Epsilon of the event (no guarantee)" if card["guarantee"] == "none" else "Epsilon, upper bound"
     return [
         ("Unit", card["unit"]),
         ("Adjacency", card["adjacency"]),
-        (title, f"{rounded_up(bound['upper_bound'])} (PLD, {grid})"),
+        (title, f"{rounded_up(bound['upper_bound'])} ({by})"),
         ("Delta", bound["delta"]),
         ("Target epsilon", rounded_up(bound["target"])),
         *((f"Cross-check: {name}", rounded_up(value)) for name, value in bound["cross_checks"].items()),

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 import fastdp._native as _native
+import fastdp.accounting.renyi as renyi
 from fastdp.accounting.events import Flat, squared_ratio
 
 Adjacency = Literal["add_remove", "replace_one", "zero_out"]
@@ -272,6 +273,8 @@ def chernoff(masses: NDArray[np.float64], times: int, side: int) -> int:
 @lru_cache(maxsize=8)
 def distributions(flat: Flat, adjacency: Adjacency, interval: float) -> tuple[Losses, ...]:
     """The composed loss distribution in each direction (remove and add, or replace); ``flat`` must not be empty."""
+    if flat.choices:
+        raise ValueError("a choice among trials has no privacy loss distribution that is known here")
     directions: tuple[Direction, ...] = ("replace",) if adjacency == "replace_one" else ("remove",)
     if adjacency != "replace_one" and flat.sampled:
         directions = ("remove", "add")
@@ -352,6 +355,8 @@ def _coarsest(flat: Flat, adjacency: Adjacency) -> float | None:
 
 def search_epsilon(flat: Flat, delta: float, adjacency: Adjacency, interval: float = COARSE) -> float:
     """A pessimistic epsilon on a grid of ``interval`` or coarser: near the certified one, and much cheaper."""
+    if flat.choices:
+        return renyi.epsilon(flat, delta, adjacency)
     ceiling = _bounds_by_gaussian(flat, delta, adjacency)
     if not flat.sampled:
         return ceiling
@@ -376,7 +381,10 @@ def certified_epsilon(flat: Flat, delta: float, adjacency: Adjacency) -> tuple[f
     """(epsilon, interval): an upper bound and the grid it was computed on, None where the closed form gave it.
 
     Gaussian releases without sampling have an exact closed form. The same form without amplification caps everything.
+    A choice among trials has a Renyi bound and no distribution.
     """
+    if flat.choices:
+        return renyi.epsilon(flat, delta, adjacency), None
     ceiling = _bounds_by_gaussian(flat, delta, adjacency)
     found = search_epsilon(flat, delta, adjacency)
     used = certifying_interval(flat, found, adjacency)

@@ -7,7 +7,7 @@ import math
 from typing import Any
 
 from fastdp.accounting.event_types import DpEvent, dp_event
-from fastdp.accounting.events import as_count
+from fastdp.accounting.events import ChosenDpEvent, as_count, chosen
 
 FORMAT, VERSION = "fastdp.event", 1
 #: Deeper nesting than any run produces; a longer chain is a malformed or hostile file.
@@ -23,7 +23,8 @@ def serialise(event: DpEvent) -> dict[str, Any]:
     """``event`` as JSON-ready values; floats survive exactly.
 
     Kinds: ``gaussian`` (noise_multiplier), ``poisson_sampled`` (sampling_probability, event), ``self_composed`` (count,
-    event), ``composed`` (events), ``no_op``, ``non_private``. Raises ValueError for any other kind.
+    event), ``composed`` (events), ``chosen`` (alternatives, shape, stop), ``no_op``,
+    ``non_private``. Raises ValueError for any other kind.
     """
     return {"format": FORMAT, "version": VERSION, "event": _to_json(event)}
 
@@ -42,6 +43,9 @@ def _to_json(event: DpEvent) -> dict[str, Any]:
         return {"kind": "no_op"}
     if isinstance(event, dp_event.NonPrivateDpEvent):
         return {"kind": "non_private"}
+    if isinstance(event, ChosenDpEvent):
+        parts = [_to_json(part) for part in event.alternatives]
+        return {"kind": "chosen", "alternatives": parts, "shape": event.shape, "stop": event.stop}
     raise ValueError(f"{type(event).__name__} has no serialised form here")
 
 
@@ -70,6 +74,7 @@ _FIELDS = {
     "poisson_sampled": {"sampling_probability", "event"},
     "self_composed": {"count", "event"},
     "composed": {"events"},
+    "chosen": {"alternatives", "shape", "stop"},
     "no_op": set(),
     "non_private": set(),
 }
@@ -100,6 +105,12 @@ def _from_json(node: Any, depth: int) -> DpEvent:
         if not isinstance(node["events"], list):
             raise ValueError("the events of a composed event must be a list")
         return dp_event.ComposedDpEvent([_from_json(part, depth - 1) for part in node["events"]])
+    if kind == "chosen":
+        if not isinstance(node["alternatives"], list):
+            raise ValueError("the alternatives of a chosen event must be a list")
+        if any(isinstance(node[key], bool) or not isinstance(node[key], (int, float)) for key in ("shape", "stop")):
+            raise ValueError("shape and stop of a chosen event must be numbers")
+        return chosen([_from_json(part, depth - 1) for part in node["alternatives"]], node["shape"], node["stop"])
     return dp_event.NoOpDpEvent() if kind == "no_op" else dp_event.NonPrivateDpEvent()
 
 

@@ -265,6 +265,8 @@ def _covers(stated: Flat, counted: Flat) -> bool:
     """Whether an event holds at least the releases of another."""
     if stated.mu_squared < counted.mu_squared * (1 - ROOM) or (stated.private and not counted.private):
         return False
+    if any(counted.choices.count(choice) > stated.choices.count(choice) for choice in counted.choices):
+        return False
     held = {(rate, multiplier): count for rate, multiplier, count in stated.sampled}
     return all(held.get((rate, multiplier), 0) >= count for rate, multiplier, count in counted.sampled)
 

@@ -81,11 +81,17 @@ class Result:
         files.write_json(path, values)
 
 
-def finetune(config: FinetuneConfig, resume: bool = False, reporter: Reporter | None = None) -> Result:
+def finetune(
+    config: FinetuneConfig,
+    resume: bool = False,
+    reporter: Reporter | None = None,
+    noise_multiplier: float | None = None,
+) -> Result:
     """Fine-tune as `config` says and write weights, card, metrics and plots to its output folder.
 
     With `resume`, a run that was interrupted goes on from its last checkpoint; what it had spent stays spent, so it may
-    end after fewer updates than planned.
+    end after fewer updates than planned. ``noise_multiplier`` is for whoever pays for several runs together: it takes the place
+    of what the run's own epsilon would ask for.
 
     Raises:
         ConfigError: for settings that do not hold, do not fit the model or differ from those of the resumed run.
@@ -124,7 +130,7 @@ def finetune(config: FinetuneConfig, resume: bool = False, reporter: Reporter | 
     reporter.phase("rehearsing a step")
     measured = rehearse(model, train, Collator(_pad(tokenizer)), config)
     gate = PublicGate(record_texts(tables[0], config), [str(config.train)], config.public_overlap)
-    run = _Run(config, output, model, tokenizer, train, held_out, gate, opening, measured, reporter)
+    run = _Run(config, output, model, tokenizer, train, held_out, gate, opening, measured, reporter, noise_multiplier)
     try:
         # Before the ledger is opened: a run that cannot go on stays as it is.
         checkpoint = run.load_checkpoint() if resume else None
@@ -222,7 +228,9 @@ class _Run:
         opening: Opening,
         measured: tuple[float, int],
         reporter: _Noting,
+        noise_multiplier: float | None,
     ) -> None:
+        self.noise_multiplier = noise_multiplier
         self.config, self.output, self.model, self.tokenizer, self.gate = config, output, model, tokenizer, gate
         self.train, self.held_out, self.reporter = train, held_out, reporter
         self.measured = measured
@@ -263,7 +271,8 @@ class _Run:
             optimizer,
             loader,
             method=method,
-            target_epsilon=math.inf if isinstance(method, fastdp.NonPrivate) else config.epsilon,
+            target_epsilon=self._target(method),
+            noise_multiplier=self.noise_multiplier,
             target_delta=config.delta,
             epochs=config.epochs,
             max_physical_batch_size=config.physical_batch_size,
@@ -277,6 +286,11 @@ class _Run:
         self.beside = self.releases.trained_parameters()
         self.decoder = torch.optim.AdamW(self.beside, lr=config.learning_rate) if self.beside else None
         self.scheduler = LambdaLR(self.optimizer, _schedule(config, self.private.total_steps))
+
+    def _target(self, method: Any) -> float | None:
+        if self.noise_multiplier is not None:
+            return None
+        return math.inf if isinstance(method, fastdp.NonPrivate) else self.config.epsilon
 
     def _read_public(self, path: str, count: int, length: int | None = None) -> Public:
         table = read_rows(path)

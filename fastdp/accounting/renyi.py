@@ -1,0 +1,146 @@
+"""Renyi differential privacy of Gaussian releases, and of choosing the best of a secret number of trials.
+
+A choice among trials has no privacy loss distribution that is known in closed form; its Renyi bound is a theorem. Orders are
+whole numbers, where sampled Gaussians have a closed form (Mironov, Talwar and Zhang 2019, section 3.3), and between them the
+logarithm of the moment is convex, so that a chord bounds it from above.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from functools import lru_cache
+
+import numpy as np
+
+from fastdp.accounting.events import Choice, Flat
+
+_WHOLE = (*range(2, 65), *range(68, 129, 4), *range(144, 513, 16))
+#: Orders at which bounds are turned into an epsilon.
+_ORDERS = (*(1 + k / 20 for k in range(1, 60)), *(order for order in _WHOLE if order >= 4))
+
+
+def mean_trials(shape: float, stop: float) -> float:
+    """Expected number of trials of the truncated negative binomial distribution (Papernot and Steinke 2022, Definition 1).
+
+    Args:
+        shape: eta, above -1; 0 is the logarithmic distribution, 1 the geometric one.
+        stop: gamma, in (0, 1).
+
+    >>> round(mean_trials(1.0, 0.1), 6)
+    10.0
+    """
+    check_stopping(shape, stop)
+    if shape == 0:
+        return (1 / stop - 1) / math.log(1 / stop)
+    return shape * (1 - stop) / (stop * -math.expm1(shape * math.log(stop)))
+
+
+def stop_for(trials: float, shape: float) -> float:
+    """The gamma at which so many trials are expected. Raises ValueError unless that is more than 1."""
+    if not 1 < trials < 1e6:
+        raise ValueError(f"{trials:g} trials are expected: ask for more than 1, and for less than a million")
+    low, high = -60.0, -1e-9
+    for _ in range(200):
+        middle = (low + high) / 2
+        low, high = (middle, high) if mean_trials(shape, math.exp(middle)) > trials else (low, middle)
+    return math.exp(low)
+
+
+def chances(shape: float, stop: float) -> Iterator[float]:
+    """The chances of 1 trial, 2 trials, ... under the same distribution."""
+    check_stopping(shape, stop)
+    if shape == 0:
+        chance = (1 - stop) / math.log(1 / stop)
+    else:
+        chance = (1 - stop) * shape / math.expm1(-shape * math.log(stop))
+    for count in itertools.count(1):
+        yield chance
+        chance *= (1 - stop) * (count + shape) / (count + 1)
+
+
+def draw_trials(shape: float, stop: float, uniform: float) -> int:
+    """The number of trials that a uniform number in [0, 1) stands for."""
+    for count, chance in enumerate(chances(shape, stop), 1):
+        uniform -= chance
+        # Beyond a million nothing is left that a double could hold.
+        if uniform < 0 or count == 1_000_000:
+            return count
+    raise AssertionError
+
+
+def check_stopping(shape: float, stop: float) -> None:
+    """Raise ValueError for what is no truncated negative binomial distribution."""
+    if not -1 < shape < math.inf:
+        raise ValueError(f"the shape of the number of trials is {shape}: it must be above -1")
+    if not 0 < stop < 1:
+        raise ValueError(f"the chance of stopping is {stop}: it must lie between 0 and 1")
+
+
+def epsilon(flat: Flat, delta: float, adjacency: str) -> float:
+    """An upper bound on epsilon at ``delta`` (Canonne, Kamath and Steinke 2020, Proposition 12).
+
+    Raises ValueError where a unit is replaced under sampling, of which these bounds know nothing.
+    """
+    if not flat.private:
+        return math.inf
+    best = math.inf
+    for order in _ORDERS:
+        spent = _divergence(flat, order, adjacency)
+        if spent < math.inf:
+            best = min(best, spent + math.log1p(-1 / order) - (math.log(delta) + math.log(order)) / (order - 1))
+    return max(best, 0.0)
+
+
+def _divergence(flat: Flat, order: float, adjacency: str) -> float:
+    """Of all that was released, at one order."""
+    return _of_releases(flat, order, adjacency) + sum(_of_choice(choice, order, adjacency) for choice in flat.choices)
+
+
+def _of_releases(flat: Flat, order: float, adjacency: str) -> float:
+    if adjacency == "replace_one" and flat.sampled:
+        raise ValueError(
+            "what choosing among trials costs is not known for a unit that is replaced under sampling: use add_remove, or "
+            "shuffled batches"
+        )
+    spent = order * flat.mu_squared * (4 if adjacency == "replace_one" else 1) / 2
+    return spent + sum(count * _sampled(rate, multiplier, order) for rate, multiplier, count in flat.sampled)
+
+
+def _of_choice(choice: Choice, order: float, adjacency: str) -> float:
+    """Papernot and Steinke 2022 (arXiv:2110.03620), Theorem 2, for a unit that meets the dearest alternative of a trial."""
+
+    def trial(at: float) -> float:
+        return max((_of_releases(part, at, adjacency) for part in choice.alternatives), default=0.0)
+
+    over = (1 + choice.shape) * math.log(1 / choice.stop)
+    # At order 1 the second term falls away; it is allowed, and bounds the rest.
+    added = min([over, *((1 + choice.shape) * (1 - 1 / at) * trial(at) + over / at for at in _WHOLE)])
+    return trial(order) + added + math.log(mean_trials(choice.shape, choice.stop)) / (order - 1)
+
+
+def _sampled(rate: float, multiplier: float, order: float) -> float:
+    below = math.floor(order)
+    share = order - below
+    moment = (1 - share) * _log_moment(rate, multiplier, below)
+    if share:
+        moment += share * _log_moment(rate, multiplier, below + 1)
+    return moment / (order - 1)
+
+
+@lru_cache(maxsize=65536)
+def _log_moment(rate: float, multiplier: float, order: int) -> float:
+    """The logarithm of A(order) of a sampled Gaussian, which bounds both directions."""
+    if order == 1:
+        return 0.0
+    k = np.arange(order + 1, dtype=np.float64)
+    binomial = np.array(
+        [math.lgamma(order + 1) - math.lgamma(i + 1) - math.lgamma(order - i + 1) for i in range(order + 1)]
+    )
+    terms = binomial + (order - k) * math.log1p(-rate) + k * math.log(rate) + k * (k - 1) / (2 * multiplier**2)
+    most = float(terms.max())
+    if not most < math.inf:
+        return math.inf
+    # Rounded up: some 1e-13 of relative error could lie in the terms.
+    return max(0.0, most + math.log(float(np.exp(terms - most).sum()))) * (1 + 1e-9) + 1e-15

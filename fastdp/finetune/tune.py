@@ -1,0 +1,301 @@
+"""Choosing settings on private data, and paying for it: random stopping, judged by noised scores, as one event.
+
+A secret number of trials is drawn (truncated negative binomial, Papernot and Steinke 2022, arXiv:2110.03620). Each trains with
+settings drawn from the candidates and is judged on examples kept aside, by a sum of bounded losses with noise. The best alone
+leaves: its weights, its settings and its noised score. What that costs is Theorem 2 of the paper (`fastdp.accounting.renyi`), for
+an example that is trained on or judges; the ledger notes it before the first trial.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import math
+import secrets
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from safetensors.torch import load_file
+
+import fastdp.accounting as accounting
+import fastdp.accounting.renyi as renyi
+import fastdp.files as files
+from fastdp.audit.losses import example_losses
+from fastdp.audit.saved import load_saved
+from fastdp.data import Collator, Rows, read_rows
+from fastdp.finetune.config import ConfigError, FinetuneConfig, load_config, setting_type
+from fastdp.finetune.reporter import Reporter
+from fastdp.finetune.run import CONFIG, LEDGER, finetune
+from fastdp.finetune.tasks import encode_rows
+from fastdp.ops import NoiseStream, add_noise_
+
+#: Settings that may be searched: what a trial costs does not depend on them.
+FREE = (
+    "learning_rate",
+    "max_grad_norm",
+    "lora_r",
+    "lora_alpha",
+    "schedule",
+    "warmup",
+    "weight_decay",
+    "bottleneck_size",
+)
+#: Factors of the learning rate that are tried where nothing is named.
+USUAL = (0.25, 0.5, 1.0, 2.0, 4.0)
+TRIALS = ".trials"
+#: Fewer judges than this choose by noise alone.
+_LEAST_JUDGES = 20
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """What a search came to.
+
+    Attributes:
+        settings: of the best trial, by name, those that were searched.
+        score: noised mean of bounded losses of the examples kept aside, in nats; lower is better.
+        epsilon, delta: what the whole search costs.
+        noise_multiplier: of a trial's step.
+    """
+
+    output: str
+    settings: dict[str, Any]
+    score: float
+    epsilon: float
+    delta: float
+    noise_multiplier: float
+
+
+def best_of(
+    trial: Callable[[int], tuple[float, T]], shape: float, stop: float, uniform: float | None = None
+) -> tuple[float, T]:
+    """The lowest score, with what it came with, of a secret number of trials.
+
+    Args:
+        trial: takes the trial's number; every call must be an independent run of one and the same mechanism.
+        shape, stop: of the number of trials, see `fastdp.accounting.chosen`.
+        uniform: what the number is drawn from; the operating system's randomness by default.
+    """
+    drawn = secrets.SystemRandom().random() if uniform is None else uniform
+    best: tuple[float, T] | None = None
+    for number in range(renyi.draw_trials(shape, stop, drawn)):
+        found = trial(number)
+        if best is None or found[0] < best[0]:
+            best = found
+    assert best is not None
+    return best
+
+
+def tune(
+    config: FinetuneConfig,
+    candidates: Mapping[str, Sequence[Any]] | None = None,
+    trials: float = 6.0,
+    shape: float = 0.0,
+    held_out: float = 0.1,
+    largest_loss: float = 10.0,
+    reporter: Reporter | None = None,
+) -> Tuned:
+    """Train with the settings that suit the data best, within one budget, and write weights and card to the output folder.
+
+    Args:
+        config: as for `finetune`, with ``epsilon`` and ``delta`` for the whole search; ``method`` is dpsgd.
+        candidates: values of settings among `FREE`; any combination may be drawn. By default, learning rates around config's.
+        trials: how many are expected. The number itself stays secret, and may be several times larger.
+        shape: of its distribution: 0 (logarithmic) costs least, 1 (geometric) varies less.
+        held_out: share of the examples that judge and are not trained on, each chosen by a coin.
+        largest_loss: of one example, in nats; larger ones count as this.
+        reporter: told how trials go, which is not protected.
+
+    Raises:
+        ConfigError: for settings that cannot be searched or do not hold, before anything is spent.
+        DataError: for data files that cannot be used.
+    """
+    config.check()
+    searched = (
+        {"learning_rate": [config.learning_rate * factor for factor in USUAL]} if candidates is None else candidates
+    )
+    options = _combinations(config, searched)
+    _check(config, trials, shape, held_out, largest_loss)
+    output = Path(str(config.output))
+    work = output / TRIALS
+    table = read_rows(str(config.train))
+    train, judges = _split(table, held_out)
+    if len(judges) < _LEAST_JUDGES or len(train) < config.batch_size:
+        raise ConfigError(
+            f"of {len(table)} examples {len(judges)} would judge and {len(train)} be trained on: that is too few to choose by, "
+            "or fewer than batch_size; give more data, or another held_out"
+        )
+    if config.delta >= 1 / len(table):
+        raise ConfigError(f"delta {config.delta:g} is not below 1 / {len(table)} examples: lower it")
+    stop = renyi.stop_for(trials, shape)
+    cost = _cost(config, len(train), shape, stop)
+    assert config.epsilon is not None
+    sigma = accounting.calibrate(lambda z: cost(z)[0], config.epsilon, config.delta)
+    event, judging = cost(sigma)
+    header = {"mechanism": _NAME, "unit": "example", "adjacency": "add_remove", "dataset_size": len(table)}
+    ledger = accounting.Ledger.open_or_create(
+        output / LEDGER, header, event=accounting.EventModel(event), budget_steps=1, resume=False
+    )
+    try:
+        _write(work / "train.jsonl", train)
+        stream = NoiseStream()
+        ledger.record()
+
+        def trial(number: int) -> tuple[float, Path]:
+            folder = work / str(number)
+            settings = secrets.choice(options)
+            own = dataclasses.replace(
+                config, **settings, train=str(work / "train.jsonl"), eval=None, output=str(folder), samples=0
+            )
+            finetune(own, reporter=reporter, noise_multiplier=sigma)
+            return _judge(folder, judges, largest_loss, judging, stream), folder
+
+        score, best = best_of(trial, shape, stop)
+        return _publish(config, searched, best, score, sigma, event, judging, ledger, trials, shape, stop)
+    finally:
+        ledger.close()
+        shutil.rmtree(work, ignore_errors=True)
+
+
+_NAME = "best of a secret number of DP-SGD runs"
+
+
+def _combinations(config: FinetuneConfig, candidates: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
+    for name, values in candidates.items():
+        if name not in FREE:
+            raise ConfigError(
+                f"{name} cannot be searched: choose among {', '.join(FREE)}, on which the cost of a trial does not depend"
+            )
+        if not values:
+            raise ConfigError(f"no value of {name} is given")
+    found = []
+    for values in itertools.product(*candidates.values()):
+        try:
+            settings = {name: setting_type(name)(value) for name, value in zip(candidates, values)}
+        except (TypeError, ValueError):
+            raise ConfigError(f"a candidate cannot be read: {dict(zip(candidates, values))}") from None
+        dataclasses.replace(config, **settings).check()
+        found.append(settings)
+    return found
+
+
+def _check(config: FinetuneConfig, trials: float, shape: float, held_out: float, largest_loss: float) -> None:
+    if config.method != "dpsgd" or config.method_options:
+        raise ConfigError("a search trains by dpsgd without method_options, whose steps are all that a trial releases")
+    if config.epsilon is None or not math.isfinite(config.epsilon):
+        raise ConfigError("a search needs a finite epsilon, which it shares among its trials")
+    if config.task not in ("causal-lm", "classification"):
+        raise ConfigError(f"trials of {config.task} cannot be judged: a search knows causal-lm and classification")
+    if not 0 < held_out < 1:
+        raise ConfigError(f"held_out is {held_out}: it must lie between 0 and 1")
+    if not 0 < largest_loss < math.inf:
+        raise ConfigError(f"largest_loss is {largest_loss}: it must be greater than 0")
+    try:
+        renyi.check_stopping(shape, renyi.stop_for(trials, shape))
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+
+
+def _split(table: Rows, share: float) -> tuple[list[dict[str, Any]], Rows]:
+    """Rows to train on, and those that judge; each by a coin of its own, so that no row's place depends on another's."""
+    coin = secrets.SystemRandom()
+    judging = [coin.random() < share for _ in table.rows]
+    chosen = [index for index, judges in enumerate(judging) if judges]
+    judges = dataclasses.replace(table, rows=[table.rows[i] for i in chosen], lines=[table.lines[i] for i in chosen])
+    return [row for row, away in zip(table.rows, judging) if not away], judges
+
+
+def _write(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    files.write(path, "".join(json.dumps(row, default=str) + "\n" for row in rows))
+
+
+def _cost(config: FinetuneConfig, count: int, shape: float, stop: float) -> Callable[[float], tuple[Any, float]]:
+    """From a step's noise multiplier to the event of the search, and the noise multiplier of a score."""
+    rate, per_epoch = config.batch_size / count, math.ceil(count / config.batch_size)
+    steps = math.ceil(config.epochs * per_epoch)
+    sampling: Any = config.sampling
+
+    def cost(multiplier: float) -> tuple[Any, float]:
+        training = accounting.dpsgd(multiplier, rate, steps, sampling, per_epoch)
+        # About as dear as the training, in the limit of many steps (Bu et al. 2020): an example meets one of the two.
+        squared = steps * rate**2 * math.expm1(min(multiplier**-2, 50.0))
+        judging = max(0.5, 1 / math.sqrt(squared))
+        return accounting.chosen([training, accounting.gaussian(judging)], shape, stop), judging
+
+    return cost
+
+
+def _judge(folder: Path, judges: Rows, largest: float, multiplier: float, stream: NoiseStream) -> float:
+    """The mean bounded loss of the judges, with noise: each moves the sum by at most 1."""
+    model, tokenizer, config = load_saved(folder)
+    examples = encode_rows(judges, tokenizer, config)
+    pad: Any = tokenizer.pad_token_id
+    losses = example_losses(model, examples, Collator(pad), config.eval_batch_size)  # type: ignore[arg-type]
+    bounded = losses.nan_to_num(nan=largest, posinf=largest).clamp(0, largest) / largest
+    total = bounded.sum().to(torch.float32).reshape(1)
+    add_noise_(total, multiplier, stream)
+    return float(total) * largest / len(judges)
+
+
+def _publish(
+    config: FinetuneConfig,
+    searched: Mapping[str, Sequence[Any]],
+    best: Path,
+    score: float,
+    sigma: float,
+    event: Any,
+    judging: float,
+    ledger: accounting.Ledger,
+    trials: float,
+    shape: float,
+    stop: float,
+) -> Tuned:
+    output = Path(str(config.output))
+    own = accounting.Card.load(best / "card.json")
+    won = dataclasses.replace(load_config(best / CONFIG), train=config.train, output=config.output)
+    settings = {name: getattr(won, name) for name in searched}
+    weights = next(best / name for name in ("adapter", "model") if (best / name).is_dir())
+    released = [t for file in sorted(weights.glob("*.safetensors")) for t in load_file(file).values()]
+    claim = accounting.Gaussian("example", "add_remove", event, config.delta, config.epsilon)
+    card = accounting.Card.of(
+        claim,
+        mechanism={"name": _NAME, "max_grad_norm": won.max_grad_norm},
+        noise_source=own["noise_source"],
+        weights=released,
+        run_id=ledger.run_id,
+        ledger_head=ledger.head,
+        assumptions=[
+            *own["assumptions"],
+            "how many trials were made, and how long they took, stays secret: the best one alone is released",
+        ],
+        unprotected=["what was shown of trials while they ran: losses, and the settings of those that did not win"],
+        remaining=own["remaining"],
+        facts={
+            "dataset_size": ledger.header["dataset_size"],
+            "model": own["model"],
+            "tuning": {
+                "candidates": {name: list(values) for name, values in searched.items()},
+                "won": settings,
+                "noised_score": score,
+                "expected_trials": trials,
+                "shape": shape,
+                "stop": stop,
+                "noise_multiplier_of_a_step": sigma,
+                "noise_multiplier_of_a_score": judging,
+            },
+        },
+    )
+    shutil.move(weights, output / weights.name)
+    card.save(output / "card")
+    card.save_beside(output / weights.name)
+    won.save(output / CONFIG)
+    assert config.epsilon is not None
+    spent = card["epsilon"]["upper_bound"]
+    return Tuned(str(output), settings, score, spent, config.delta, sigma)

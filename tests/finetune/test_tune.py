@@ -1,0 +1,123 @@
+"""A search over settings: one event pays for it, what it releases verifies, and its choice is audited."""
+
+import dataclasses
+import math
+import random
+
+import numpy as np
+import peft
+import pytest
+import transformers
+from scipy.stats import beta
+
+from fastdp.accounting import Card, Ledger, chosen, epsilon, gaussian, renyi, verify
+from fastdp.finetune import tune as tuning
+from fastdp.finetune.config import ConfigError
+from fastdp.finetune.tune import best_of, tune
+from tests.test_finetune import config, files, model_folder  # noqa: F401
+
+
+def test_a_search_releases_the_best_trial_and_its_card(config, model_folder, tmp_path, monkeypatch):  # noqa: F811
+    """Two trials, the first with a learning rate that ruins the model."""
+    monkeypatch.setattr(renyi, "draw_trials", lambda *_: 2)
+    rates = iter([{"learning_rate": 50.0}, {"learning_rate": 1e-3}])
+    monkeypatch.setattr(tuning.secrets, "choice", lambda _: next(rates))
+    monkeypatch.setattr(tuning, "_LEAST_JUDGES", 5)
+    monkeypatch.setattr(tuning, "add_noise_", lambda total, multiplier, stream: total)
+    config = dataclasses.replace(config, eval=None, batch_size=8)
+    found = tune(config, {"learning_rate": [50.0, 1e-3]}, trials=3, held_out=0.5)
+    output = tmp_path / "run"
+    assert found.settings == {"learning_rate": 1e-3}
+    assert 0 < found.score < 10
+    assert found.epsilon <= 8
+    card = Card.load(output / "card.json")
+    result = verify(card, weights=output, ledger=output / "ledger.jsonl")
+    assert result.guarantee, result.reason
+    assert result.recomputed == pytest.approx(found.epsilon)
+    # What one trial costs is much less than what was paid.
+    assert epsilon(card.event.alternatives[0], 1e-3) < 0.7 * found.epsilon
+    assert card["tuning"]["won"] == found.settings
+    text = (output / "card.md").read_text()
+    assert "best of a secret number" in text
+    # Nothing else stays: neither trials nor what tells how many there were.
+    assert {path.name for path in output.iterdir()} == {
+        "adapter",
+        "card.json",
+        "card.md",
+        "config.yaml",
+        "ledger.jsonl",
+    }
+    assert Ledger.read(output / "ledger.jsonl").spent_steps == 1
+    base = transformers.AutoModelForCausalLM.from_pretrained(model_folder)
+    peft.PeftModel.from_pretrained(base, output / "adapter")
+    with pytest.raises((ConfigError, ValueError), match="already holds"):
+        tune(config, {"learning_rate": [1e-3]}, trials=3, held_out=0.5)
+
+
+def test_a_search_that_fails_has_paid(config, tmp_path, monkeypatch):  # noqa: F811
+    def fail(*_, **__):
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(tuning, "finetune", fail)
+    monkeypatch.setattr(tuning, "_LEAST_JUDGES", 5)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        tune(dataclasses.replace(config, batch_size=8), trials=3, held_out=0.5)
+    assert Ledger.read(tmp_path / "run" / "ledger.jsonl").spent_steps == 1
+    assert not (tmp_path / "run" / ".trials").exists()
+
+
+@pytest.mark.parametrize(
+    ("settings", "arguments", "message"),
+    [
+        ({"method": "frost"}, {}, "by dpsgd"),
+        ({"epsilon": math.inf}, {}, "finite epsilon"),
+        ({}, {"candidates": {"batch_size": [8, 16]}}, "batch_size cannot be searched"),
+        ({}, {"candidates": {"learning_rate": []}}, "no value"),
+        ({}, {"candidates": {"learning_rate": ["fast"]}}, "cannot be read"),
+        ({}, {"candidates": {"learning_rate": [-1.0]}}, "learning_rate must be greater"),
+        ({}, {"trials": 1.0}, "more than 1"),
+        ({}, {"shape": -1.0}, "above -1"),
+        ({}, {"held_out": 1.0}, "between 0 and 1"),
+        ({}, {"largest_loss": 0.0}, "greater than 0"),
+        ({}, {}, "too few to choose by"),
+    ],
+)
+def test_refusals_come_before_anything_is_spent(config, tmp_path, settings, arguments, message):  # noqa: F811
+    with pytest.raises(ConfigError, match=message):
+        tune(dataclasses.replace(config, **settings), **arguments)
+    assert not (tmp_path / "run").exists()
+
+
+#: Of a trial's score, where the attacker accuses, and how often everything is run.
+SIGMA, THRESHOLD, RUNS = 0.7, -2.4, 20_000
+SHAPE = 1.0
+STOP = renyi.stop_for(8, SHAPE)
+
+
+def accusations(present):
+    """How often a search over noisy scores of one secret bit ends below the attacker's threshold."""
+    generator, noise = random.Random(present), np.random.default_rng(present)
+
+    def trial(number):
+        return noise.normal(-float(present), SIGMA), None
+
+    return sum(best_of(trial, SHAPE, STOP, generator.random())[0] < THRESHOLD for _ in range(RUNS))
+
+
+def law(present):
+    """The same chance by the law of the number of trials: 1 - E[(chance that one trial stays above)^K]."""
+    above = 0.5 * math.erfc((THRESHOLD + present) / SIGMA / math.sqrt(2))
+    return 1 - (((1 - (1 - STOP) * above) ** -SHAPE) - 1) / (STOP**-SHAPE - 1)
+
+
+def test_an_audit_of_the_choice_finds_what_it_must_and_not_more_than_is_claimed():
+    """False alarms: 5.5 standard deviations of counts, about 1e-7; the lower bound is wrong with a chance of 1e-6."""
+    taken, absent = accusations(1), accusations(0)
+    for count, present in ((taken, 1), (absent, 0)):
+        chance = law(present)
+        assert abs(count - RUNS * chance) < 5.5 * math.sqrt(RUNS * chance) + 5
+    right = beta.ppf(5e-7, taken, RUNS - taken + 1)
+    wrong = beta.ppf(1 - 5e-7, absent + 1, RUNS - absent)
+    found = math.log((right - 1e-3) / wrong)
+    one = epsilon(gaussian(SIGMA), 1e-3)
+    assert 0.6 * one < found < epsilon(chosen([gaussian(SIGMA)], SHAPE, STOP), 1e-3)
