@@ -1,6 +1,10 @@
-"""Small models of the layers that are no transformer's: images, bags of words in a window, sequences with a state."""
+"""Small models of the layers that are no transformer's: images, bags of words in a window, sequences with a state, attention."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -22,17 +26,37 @@ class Classifier(nn.Module):
         return SequenceClassifierOutput(loss=None if labels is None else F.cross_entropy(logits, labels), logits=logits)
 
 
-def images(layers: int, width: int, *, norm: bool) -> Classifier:
-    """Convolutions that double their channels and halve the image, each with a group norm or none."""
+def _norm(kind: str | None, width: int) -> list[nn.Module]:
+    if kind == "group":
+        return [nn.GroupNorm(8, width)]
+    return [nn.InstanceNorm2d(width, affine=True)] if kind == "instance" else []
+
+
+def _images(
+    _vocabulary: int, width: int, layers: int, *, norm: str | None = None, depthwise: bool = False
+) -> nn.Module:
+    """Convolutions that double their channels and halve the image, each with a norm or none."""
     body: list[nn.Module] = []
     for layer in range(layers):
         into, out = (3 if layer == 0 else width << layer - 1), width << layer
-        body += [nn.Conv2d(into, out, 3, padding=1), *([nn.GroupNorm(8, out)] if norm else []), nn.ReLU()]
+        if depthwise:
+            body += [nn.Conv2d(into, into, 3, padding=1, groups=into), nn.Conv2d(into, out, 1)]
+        else:
+            body.append(nn.Conv2d(into, out, 3, padding=1))
+        body += [*_norm(norm, out), nn.ReLU()]
         body += [nn.MaxPool2d(2)] if layer + 1 < layers else [nn.AdaptiveAvgPool2d(1), nn.Flatten()]
     return Classifier(nn.Sequential(*body), width << layers - 1)
 
 
-class Windows(nn.Module):
+def _volumes(_vocabulary: int, width: int, layers: int) -> nn.Module:
+    body: list[nn.Module] = []
+    for layer in range(layers):
+        body += [nn.Conv3d(3 if layer == 0 else width << layer - 1, width << layer, 3, padding=1), nn.ReLU()]
+        body += [nn.MaxPool3d(2)] if layer + 1 < layers else [nn.AdaptiveAvgPool3d(1), nn.Flatten()]
+    return Classifier(nn.Sequential(*body), width << layers - 1)
+
+
+class _Windows(nn.Module):
     """Convolutions over 3, 4 and 5 words and their largest values."""
 
     def __init__(self, vocabulary: int, width: int):
@@ -45,30 +69,34 @@ class Windows(nn.Module):
         return torch.cat([F.relu(window(words)).amax(2) for window in self.windows], 1)
 
 
-def windows(vocabulary: int, width: int) -> Classifier:
-    """Words in windows."""
-    return Classifier(Windows(vocabulary, width), 3 * width)
+class _Sequence(nn.Module):
+    """The last output of a recurrent net."""
 
-
-class Sequence(nn.Module):
-    """An LSTM's last output."""
-
-    def __init__(self, vocabulary: int, width: int, layers: int):
+    def __init__(self, net: type[nn.RNNBase], vocabulary: int, width: int, layers: int):
         super().__init__()
         self.table = nn.Embedding(vocabulary, width)
-        self.inner = nn.LSTM(width, width, layers, batch_first=True)
+        self.inner = net(width, width, layers, batch_first=True)  # type: ignore[call-arg, arg-type]
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         states: torch.Tensor = self.inner(self.table(ids))[0]
         return states[:, -1]
 
 
-def sequence(vocabulary: int, width: int, layers: int) -> Classifier:
-    """Words one after the other."""
-    return Classifier(Sequence(vocabulary, width, layers), width)
+class _Attention(nn.Module):
+    """Torch's own attention of words to each other, and the mean of what it returns."""
+
+    def __init__(self, vocabulary: int, width: int):
+        super().__init__()
+        self.table = nn.Embedding(vocabulary, width)
+        self.inner = nn.MultiheadAttention(width, width // 64, batch_first=True)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        words = self.table(ids)
+        states: torch.Tensor = self.inner(words, words, words, need_weights=False)[0]
+        return states.mean(1)
 
 
-class Encoder(nn.Module):
+class _Encoder(nn.Module):
     """Torch's own encoder layers over words, and the mean of what they return."""
 
     def __init__(self, vocabulary: int, width: int, layers: int):
@@ -83,6 +111,36 @@ class Encoder(nn.Module):
         return states.mean(1)
 
 
-def encoder(vocabulary: int, width: int, layers: int) -> Classifier:
-    """Attention over words."""
-    return Classifier(Encoder(vocabulary, width, layers), width)
+@dataclass(frozen=True)
+class Kind:
+    """A small model and what it sees.
+
+    Args:
+        build: (vocabulary, width, layers) -> the model.
+        dimensions: of an image or a volume of 3 channels; 0 for words.
+        replaced: whether Opacus needs a layer of its own in place of torch's.
+    """
+
+    build: Callable[[int, int, int], nn.Module]
+    dimensions: int = 0
+    replaced: bool = False
+
+
+def _recurrent(net: type[nn.RNNBase]) -> Kind:
+    return Kind(lambda v, w, n: Classifier(_Sequence(net, v, w, n), w), replaced=True)
+
+
+KINDS = {
+    "cnn": Kind(_images, 2),
+    "cnn-gn": Kind(partial(_images, norm="group"), 2),
+    "cnn-in": Kind(partial(_images, norm="instance"), 2),
+    "depthwise": Kind(partial(_images, depthwise=True), 2),
+    "conv3d": Kind(_volumes, 3),
+    "text-cnn": Kind(lambda v, w, n: Classifier(_Windows(v, w), 3 * w)),
+    "bags": Kind(lambda v, w, n: Classifier(nn.EmbeddingBag(v, w), w)),
+    "lstm": _recurrent(nn.LSTM),
+    "gru": _recurrent(nn.GRU),
+    "rnn": _recurrent(nn.RNN),
+    "attention": Kind(lambda v, w, n: Classifier(_Attention(v, w), w), replaced=True),
+    "encoder-layer": Kind(lambda v, w, n: Classifier(_Encoder(v, w, n), w), replaced=True),
+}

@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 
+from . import layers
 from .memory import ENVIRONMENT
 
 IMPLEMENTATIONS = ("non-private", "fastdp", "opacus-hooks", "opacus-ghost")
@@ -59,7 +60,14 @@ CASES = {
     "vit-6x384-full": Case("vit", 6, 384, "full", tokens=197),
     "cnn": Case("cnn", 3, 32, "full", rows=32, tokens=32),
     "cnn-gn": Case("cnn-gn", 3, 32, "full", rows=32, tokens=32),
+    "cnn-in": Case("cnn-in", 3, 32, "full", rows=32, tokens=32),
+    "depthwise": Case("depthwise", 3, 32, "full", rows=32, tokens=32),
+    "conv3d": Case("conv3d", 3, 16, "full", rows=16, tokens=16),
     "text-cnn": Case("text-cnn", 1, 64, "full", rows=32, vocabulary=5000),
+    "bags": Case("bags", 1, 128, "full", rows=32, vocabulary=5000),
+    "gru": Case("gru", 1, 128, "full", rows=32, vocabulary=5000),
+    "rnn": Case("rnn", 1, 128, "full", rows=32, vocabulary=5000),
+    "attention": Case("attention", 1, 256, "full", rows=16, vocabulary=5000),
     "lstm": Case("lstm", 1, 128, "full", rows=32, vocabulary=5000),
     "encoder-layer": Case("encoder-layer", 2, 256, "full", rows=16, vocabulary=5000),
     "gpt2-124m-lora": Case("gpt2", 12, 768, "lora", tokens=1024, vocabulary=50257, gpu=True),
@@ -171,8 +179,6 @@ class _Worker:
 def _model(case: Case) -> torch.nn.Module:
     import transformers as hf
 
-    from . import layers
-
     heads = max(1, case.width // 64)
     torch.manual_seed(0)
     if case.kind == "gpt2":
@@ -187,14 +193,8 @@ def _model(case: Case) -> torch.nn.Module:
                 eos_token_id=0,
             )
         )
-    if case.kind in ("cnn", "cnn-gn"):
-        return layers.images(case.layers, case.width, norm=case.kind == "cnn-gn")
-    if case.kind == "text-cnn":
-        return layers.windows(case.vocabulary, case.width)
-    if case.kind == "lstm":
-        return layers.sequence(case.vocabulary, case.width, case.layers)
-    if case.kind == "encoder-layer":
-        return layers.encoder(case.vocabulary, case.width, case.layers)
+    if case.kind in layers.KINDS:
+        return layers.KINDS[case.kind].build(case.vocabulary, case.width, case.layers)
     if case.kind == "vit":
         return hf.ViTForImageClassification(
             hf.ViTConfig(
@@ -237,12 +237,13 @@ def _examples(case: Case, count: int) -> list[dict[str, torch.Tensor]]:
         images = torch.randn(count, 3, 224, 224, generator=generator)
         labels = torch.randint(0, 10, (count,), generator=generator)
         return [{"pixel_values": image, "labels": label} for image, label in zip(images, labels)]
-    if case.kind in ("cnn", "cnn-gn"):
-        images = torch.randn(count, 3, case.tokens, case.tokens, generator=generator)
-        return [{"x": image, "labels": torch.tensor(i % 10)} for i, image in enumerate(images)]
+    dimensions = layers.KINDS[case.kind].dimensions if case.kind in layers.KINDS else 0
+    if dimensions:
+        seen = torch.randn(count, 3, *[case.tokens] * dimensions, generator=generator)
+        return [{"x": image, "labels": torch.tensor(i % layers.CLASSES)} for i, image in enumerate(seen)]
     ids = torch.randint(0, case.vocabulary, (count, case.tokens), generator=generator)
-    if case.kind in ("text-cnn", "lstm", "encoder-layer"):
-        return [{"x": row, "labels": torch.tensor(i % 10)} for i, row in enumerate(ids)]
+    if case.kind in layers.KINDS:
+        return [{"x": row, "labels": torch.tensor(i % layers.CLASSES)} for i, row in enumerate(ids)]
     if case.kind == "bert":
         labels = torch.randint(0, 2, (count,), generator=generator)
         return [{"input_ids": row, "labels": label} for row, label in zip(ids, labels)]
@@ -325,7 +326,7 @@ def _opacus(
     from torch.utils.data import DataLoader
 
     loader: DataLoader = DataLoader(examples, batch_size=case.rows)  # type: ignore[arg-type]
-    if case.kind in ("lstm", "encoder-layer"):
+    if case.kind in layers.KINDS and layers.KINDS[case.kind].replaced:
         # Its own layer, with the weights of torch's.
         optimizer_class, model = type(optimizer), ModuleValidator.fix(model)
         optimizer = optimizer_class(model.parameters(), lr=LEARNING_RATE)

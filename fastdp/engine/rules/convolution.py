@@ -131,7 +131,9 @@ def _products(given: torch.Tensor, cut: torch.Tensor, weight: torch.Tensor, sett
 
 def _patches(y: torch.Tensor, kernel: Sequence[int], settings: _Settings, sizes: Sequence[int]) -> torch.Tensor:
     """What the kernel sees at each of its positions: ``[images, channels x kernel, positions]``."""
-    y = F.pad(y, [pad for size in reversed(settings.padding) for pad in (size, size)]).contiguous()
+    if any(settings.padding):
+        y = F.pad(y, [pad for size in reversed(settings.padding) for pad in (size, size)])
+    y = y.contiguous()
     own, strides = y.stride()[:2], y.stride()[2:]
     inside = (stride * step for stride, step in zip(strides, settings.dilation))
     along = (stride * step for stride, step in zip(strides, settings.stride))
