@@ -22,6 +22,7 @@ from fastdp.engine.collation import Collation, same
 from fastdp.engine.errors import SelfCheckError, UnsupportedUse
 from fastdp.engine.layout import Layout, Ticket
 from fastdp.engine.losses import LossTerms, combine, intercepted
+from fastdp.engine.rows import Fold, Places
 from fastdp.engine.trace import Follow, devices
 
 Call = tuple[Any, Any]
@@ -187,13 +188,13 @@ class Replay:
         upstream gradients of the outputs where the model returns no loss. Other rows must find exact zeros in the second.
         """
         layout = self.layout(rows, packed=packed)
-        flowing: list[torch.Tensor] = []
+        flowing: list[tuple[torch.Tensor, Fold]] = []
 
         def begin(path: Path, t: torch.Tensor) -> torch.Tensor:
             if path not in self.carriers or not t.is_floating_point():
                 return t
-            flowing.append(t.detach().clone().requires_grad_())
-            return flowing[-1].clone()
+            flowing.append((t.detach().clone().requires_grad_(), Fold()))
+            return flowing[-1][0].clone()
 
         with unchanged(self.model), torch.enable_grad():
             call = map_leaves(call, begin)
@@ -211,7 +212,7 @@ class Replay:
                 seeds = seeds_for(tops)
                 upstream = [torch.zeros_like(s).index_copy_(0, i, s[i]) for s in seeds for i in (_one(unit, s),)]
             found = plain_gradients(tops, upstream, parameters)
-        return found, [t.grad for t in flowing if t.grad is not None], seeds
+        return found, [fold.front(t.grad, rows) for t, fold in flowing if t.grad is not None], seeds
 
 
 def seeds_for(tops: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -225,26 +226,30 @@ def _one(unit: int, t: torch.Tensor) -> torch.Tensor:
 
 
 class _Beginnings(Follow):
-    """Keeps the gradient of everything that an embedding looks up for the rows of a batch."""
+    """Keeps the gradient of everything that an embedding looks up for the rows of a batch, and where those lie in it."""
 
-    def __init__(self, inputs: Sequence[torch.Tensor], flowing: list[torch.Tensor], rows: int):
+    def __init__(self, inputs: Sequence[torch.Tensor], flowing: list[tuple[torch.Tensor, Fold]], rows: int):
         super().__init__(inputs)
-        self.flowing, self.rows = flowing, rows
+        self.flowing, self.rows, self.places = flowing, rows, Places(inputs, rows)
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = super().__torch_function__(func, types, args, kwargs)
-        if (
-            func in (F.embedding, F.embedding_bag)
-            and id(out) in self.data
-            and out.shape[0] == self.rows
-            and torch.is_grad_enabled()
-        ):
+    def follow(self, func: Any, args: Any, kwargs: Any, given: list[torch.Tensor], out: Any) -> None:
+        """Follow one operation, and what it makes of the rows' numbers if it is one on ids."""
+        super().follow(func, args, kwargs, given, out)
+        if not isinstance(out, torch.Tensor) or id(out) not in self.data:
+            return
+        ids = kwargs.get("input", args[0] if args else None)
+        if func in (F.embedding, F.embedding_bag) and torch.is_grad_enabled():
+            place = self.places.of(ids)
+            fold = Fold() if place is None else place.fold(self.rows)
+            if fold is None or not fold.fits(tuple(out.shape), self.rows):
+                return
             if out.requires_grad:
                 out.retain_grad()
             else:
                 out.requires_grad_()
-            self.flowing.append(out)
-        return out
+            self.flowing.append((out, fold))
+        elif not out.is_floating_point():
+            self.places.follow(func, args, kwargs, given, [out])
 
 
 def rounding(model: torch.nn.Module) -> float:

@@ -609,3 +609,23 @@ def test_a_question_that_stops_the_run_or_changes_nothing_costs_nothing() -> Non
             return super().forward(x.clone() if (x > 2).any() else x, labels)
 
     assert trained(Careful(), collate(examples(6))).route == "uses"
+
+
+class TimeMajor(nn.Module):
+    """Looks up ids laid out time first, as older recurrent code does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.out = nn.Embedding(11, 5), nn.Linear(5, 3)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> Any:
+        return {"loss": F.cross_entropy(self.out(torch.tanh(self.table(x.t())).mean(0)), labels)}
+
+
+@pytest.mark.parametrize("tokens", [2, 3, 4, 5])
+def test_a_lookup_time_first_is_served_whatever_the_lengths(tokens: int) -> None:
+    data = {"x": torch.randint(0, 11, (4, tokens)), "labels": torch.arange(4) % 3}
+    model = TimeMajor()
+    engine = trained(model, data)
+    assert error(engine.accumulator.sums, clipped_sum(one_by_one(TimeMajor(), data), 0.5)) < EXACT

@@ -78,16 +78,17 @@ class Sums(Observer):
 
 
 def first_release(trainer: Any) -> tuple[dict[str, torch.Tensor], list[int]]:
-    """Clipped sums of a step, and the examples that were drawn for it."""
+    """Clipped sums of the first step for which anything was drawn, and the examples that were."""
     loader, sums = trainer.get_train_dataloader(), Sums()
     private = trainer.private
     private.observe(sums)
     for batches in loader:
         trainer.training_step(trainer.model, batches)
         private.optimizer.step()
-        break
+        if sums.drawn_units[-1]:
+            break
     private.detach()
-    return sums.sums[0], sums.drawn_units[0]
+    return sums.sums[-1], sums.drawn_units[-1]
 
 
 def gradients(losses: list[Any], policy: torch.nn.Module) -> list[dict[str, torch.Tensor]]:
