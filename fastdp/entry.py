@@ -59,6 +59,7 @@ def make_private(
     secure_rounding: bool = True,
     two_pass: bool | None = None,
     self_check: bool = True,
+    keep_logits: bool = False,
     unsafe_seed: int | None = None,
     allow_large_delta: bool = False,
 ) -> Private:
@@ -91,6 +92,8 @@ def make_private(
             may tell what rounding did to a sum.
         two_pass: run backward twice and keep no activations' factors; None: when gradient checkpointing is on.
         self_check: compare the first batch with one-at-a-time autograd before anything is released.
+        keep_logits: let the loop read ``output.logits`` of a large vocabulary beside the loss; otherwise they are never computed
+            as a whole, which saves three times their memory.
         unsafe_seed: makes sampling and noise reproducible, which protects nothing; for tests.
         allow_large_delta: take a target_delta of 1/N or more, which allows publishing a whole example.
 
@@ -178,6 +181,7 @@ def make_private(
                 two_pass=two_pass,
                 check=self_check,
                 batches=plan.steps * math.ceil(batch_size / physical),
+                keep_logits=keep_logits,
             )
 
         def open_access() -> Access:
@@ -216,6 +220,7 @@ def make_private(
                 loss_reduction=loss_reduction,
                 two_pass=two_pass,
                 self_check=self_check,
+                keep_logits=keep_logits,
             )
 
         stages = Stages(

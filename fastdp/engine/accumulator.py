@@ -10,16 +10,12 @@ import torch
 import fastdp.ops as ops
 from fastdp.engine.bounds import Norms, UpperNorms, stacked
 from fastdp.engine.constants import sent
-from fastdp.engine.errors import UnsupportedUse
+from fastdp.engine.head import REMEASURED, HeadFactors
 from fastdp.engine.layout import Layout
 from fastdp.engine.likeness import Compared, Likeness, Noting, require_alike
 from fastdp.engine.policy import Policy
 from fastdp.engine.uses import Factors
 from fastdp.ops.routes import plan
-
-#: Squares found by Gram matrices are found again by the direct route where rounding may hide more than this share of them,
-#: which is half a percent of the norm.
-REMEASURED = 0.01
 
 
 @dataclass
@@ -143,6 +139,11 @@ class NormSink(_Captures):
     def matrix(self, parameter: torch.nn.Parameter, factors: Factors, layout: Layout) -> None:
         name, entry = self.entry(parameter)
         entry.uses += 1
+        if isinstance(factors, HeadFactors):
+            if name not in self.policy.masks:
+                self._head(name, entry, factors)
+                return
+            factors = factors.dense()
         offsets = layout.offsets(factors.right.shape[0], laned=factors.laned)
         single = self.expected.get(name, 1) == 1
         tokens, columns = factors.right.shape
@@ -171,13 +172,33 @@ class NormSink(_Captures):
         entry.factors.append(factors)
         if not single:
             return
-        if entry.uses > 1:
-            raise RuntimeError(f"{name} was used more often than when the model was traced; its norm cannot be trusted")
+        self._require_once(name, entry)
         if route == "gram" and not factors.one_hot:
             self._defer(name, factors)
         else:
             self._add_direct(name, factors, offsets)
             self.drop(entry)
+
+    def _require_once(self, name: str, entry: _Entry) -> None:
+        if entry.uses > 1:
+            raise RuntimeError(f"{name} was used more often than when the model was traced; its norm cannot be trusted")
+
+    def _head(self, name: str, entry: _Entry, use: HeadFactors) -> None:
+        """A vocabulary's head, whose tiles gave its norms in the forward pass."""
+        self.routes[name] = Route("tiles", use.rows, use.right.shape[1], use.right.shape[0], self.layout.units)
+        entry.factors.append(use)
+        if self.expected.get(name, 1) > 1:
+            return
+        self._require_once(name, entry)
+        rounding, longest, (squares, products) = use.rounding(), use.longest, use.powers()
+        added = rounding.added(longest)
+        both = added + rounding.entry(longest)
+        poor = use.norms.poor
+        self.add_powers(name, squares * poor, rounding, products=products * poor, added=both)
+        gram = rounding.gram(use.rows, use.right.shape[1], longest)
+        squares, products = squares * ~poor, products * ~poor
+        self.add_powers(name, squares, rounding, products=products, gram=gram, added=added)
+        self.drop(entry)
 
     def add_powers(
         self,
@@ -357,7 +378,9 @@ class NormSink(_Captures):
         if entry.instance is not None:
             for use in entry.factors:
                 if use.one_hot:
-                    raise UnsupportedUse(f"{name} is read as a table and in another way")
+                    self._add_rows(name, entry, use)
+                    continue
+                use = use.dense() if isinstance(use, HeadFactors) else use
                 left, right = use.oriented
                 if not self.keep:
                     self.note_products(name, use)
@@ -370,6 +393,19 @@ class NormSink(_Captures):
         else:
             self._crossed(name, uses)
         self.drop(entry)
+
+    def _add_rows(self, name: str, entry: _Entry, use: Factors) -> None:
+        """Add what a table's rows got to whole gradients of a head that shares it: these were there anyway."""
+        assert entry.instance is not None
+        if not self.keep:
+            self.note_products(name, use)
+            # The second pass gets the same instance again.
+            entry.instance = entry.instance.clone()
+        every = torch.ones(use.right.shape[0], device=use.right.device)
+        bounds = self.layout.offsets(use.right.shape[0], laned=use.laned).tolist()
+        for gradient, a, b in zip(entry.instance, bounds, bounds[1:]):
+            ops.weighted_sum(use.left[a:b], use.right[a:b], every[a:b], gradient.view(gradient.shape[0], -1))
+        entry.squared = None
 
     def _one(self, name: str, use: Factors) -> None:
         """Uses that were joined to one."""
@@ -392,7 +428,12 @@ class NormSink(_Captures):
             rounding, longest = ops.Rounding(use.left, use.right), self.longest(use)
             tokens += longest
             width = 0 if use.one_hot else use.left.shape[1]
-            if use.one_hot:
+            if isinstance(use, HeadFactors):
+                width = use.rows
+                squares, sizes = use.powers()
+                square += squares
+                products += sizes
+            elif use.one_hot:
                 square += ops.sqnorm(use.left, use.right, offsets)
                 products += ops.row_products(use.left, use.right, offsets)
             else:
@@ -403,6 +444,12 @@ class NormSink(_Captures):
             gram = max(gram, rounding.gram(width, use.right.shape[1], longest), 3 * rounding.entry(longest))
             for other in uses[:index]:
                 others = self.layout.offsets(other.right.shape[0], laned=other.laned)
+                if isinstance(use, HeadFactors):
+                    square += 2 * use.inner(other, others)
+                    continue
+                if isinstance(other, HeadFactors):
+                    square += 2 * other.inner(use, offsets)
+                    continue
                 square += 2 * ops.cross_inner(use.left, use.right, other.left, other.right, offsets, others)
         rounding = ops.Rounding(*(factor for use in uses for factor in (use.left, use.right)))
         added = rounding.added(tokens)
@@ -461,7 +508,7 @@ def _may_hold(device: torch.device) -> int:
 def _merge(uses: list[Factors], layout: Layout) -> list[Factors]:
     """Join uses of one kind and length along each unit's tokens, so that k uses need one Gram and not k^2 cross terms."""
     first = uses[0]
-    alike = all(
+    alike = not any(isinstance(u, HeadFactors) for u in uses) and all(
         u.one_hot == first.one_hot
         and u.swap == first.swap
         and u.laned == first.laned
@@ -513,6 +560,9 @@ class PerUnit:
         flat = total.view(total.shape[0], -1)
         for use, bounds in self.uses:
             here = slice(bounds[unit], bounds[unit + 1])
+            if isinstance(use, HeadFactors):
+                use.unit_to(flat, unit)
+                continue
             left, right = use.oriented
             every = torch.ones(bounds[unit + 1] - bounds[unit], device=self.device)
             ops.weighted_sum(left[here], right[here], every, flat)
@@ -702,13 +752,24 @@ class Accumulator:
     def add_factors(self, name: str, use: Factors, factors: torch.Tensor, layout: Layout) -> None:
         """Add one use's weighted sum."""
         inside, outside = self._weights(name, factors)
+        if isinstance(use, HeadFactors) and outside is not None:
+            use = use.dense()
         offsets = layout.offsets(use.right.shape[0], laned=use.laned)
         shape = self.parameters[name].shape
         out = self.sums.get(name)
         if out is None and use.one_hot:
             out = self.sums[name] = torch.zeros(shape, device=use.right.device)
-        left, right = use.oriented
         flat = None if out is None else out.view(shape[0], -1)
+        if isinstance(use, HeadFactors):
+            if flat is None:
+                out = self.sums[name] = torch.zeros(shape, device=use.right.device)
+                flat = out.view(shape[0], -1)
+            use.add_to(flat, inside)
+            self.compared += use.unlike(name)
+            if flat.device.type == "cpu":
+                self.require_alike()
+            return
+        left, right = use.oriented
         if outside is None:
             flat = ops.weighted_sum(left, right, inside, flat, offsets=offsets)
         else:

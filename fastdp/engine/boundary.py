@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from fastdp.engine.batches import map_tensors
+from fastdp.engine.logits import Logits
 
 
 class LossBoundary(torch.autograd.Function):
@@ -107,7 +108,10 @@ def replace_loss(output: Any, loss: torch.Tensor) -> Any:
     """The same output around another loss; a term that is made of its other tensors raises RuntimeError in backward()."""
 
     def beside(tree: Any) -> Any:
-        return map_tensors(tree, lambda t: Beside.apply(t) if t.requires_grad and t.is_floating_point() else t)
+        return map_tensors(tree, passed)
+
+    def passed(t: torch.Tensor) -> Any:
+        return t if isinstance(t, Logits) or not (t.requires_grad and t.is_floating_point()) else Beside.apply(t)
 
     if isinstance(output, torch.Tensor):
         return loss

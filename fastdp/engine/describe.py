@@ -65,6 +65,8 @@ def _row(engine: Engine, name: str) -> Description:
         return Description(name, uses, "none", "none", "no gradient reaches it on this batch")
     if route.columns == 1 or route.name in ("row sums", "masked"):
         return Description(name, uses, route.name, "one pass over its gradient", "")
+    if route.name == "tiles":
+        return Description(name, uses, route.name, "one product more, and no logits", "")
     length = max(1, route.tokens // route.units)
     seconds = predicted_seconds(route.name, route.rows, route.columns, length, route.units, keeps_factors=False)
     own = 6 * route.tokens * route.rows * route.columns / constants_for("cpu", torch.float32).product_flops

@@ -22,6 +22,7 @@ from fastdp.engine.guard import Guard
 from fastdp.engine.intercept import PatchedForward, Reads
 from fastdp.engine.later import Schedule, Structure
 from fastdp.engine.layout import Layout, Ticket
+from fastdp.engine.logits import VOCABULARY
 from fastdp.engine.losses import LossTerms, combine, intercepted, masked_mean
 from fastdp.engine.policy import Policy, Unclipped
 from fastdp.engine.replay import Call, Replay, rounding, still, unchanged
@@ -67,7 +68,11 @@ class Engine:
         accumulator: takes the captures instead of an `Accumulator`, for other sums of per-example gradients than clipped ones.
         on_route: told of the route, and why, once it is known.
         batches: micro-batches that the run is planned to have; checks of later ones may take a hundredth of its time.
+        keep_logits: compute the logits of a vocabulary as a whole, so that they may be read beside the loss.
     """
+
+    #: The fewest rows of a matrix that counts as a vocabulary's head.
+    vocabulary: int | None = VOCABULARY
 
     def __init__(
         self,
@@ -81,6 +86,7 @@ class Engine:
         accumulator: Accumulator | None = None,
         on_route: Callable[[str, str | None], None] = lambda route, reason: None,
         batches: int = 0,
+        keep_logits: bool = False,
     ):
         self.model = model
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -90,6 +96,8 @@ class Engine:
         self.two_pass = two_pass
         self.check = check
         self.on_route = on_route
+        if keep_logits or not self.returns_loss:
+            self.vocabulary = None
         self.route: str | None = ORDINARY if isinstance(policy, Unclipped) else None
         self.reason: str | None = None
         self.trace: Trace | None = None
@@ -111,13 +119,14 @@ class Engine:
         self._foreseen: selfcheck.Foreseen | None = None
         self._rehearsed: dict[int, torch.Tensor] = {}
         self._own_bytes: int | None = None
-        self._patches: list[PatchedForward] = []
+        self._patches: dict[str, PatchedForward] = {}
         self._preparing = False
         self._root = _RootForward(model, self)
 
     def plain_forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's own forward pass, with nothing intercepted."""
-        return self._root.plain(*args, **kwargs)
+        """The model's own forward pass, with nothing intercepted but the logits of heads, left out."""
+        with self.reads.heads.open():
+            return self._root.plain(*args, **kwargs)
 
     def close(self) -> None:
         """Give the model its own forwards back."""
@@ -233,6 +242,7 @@ class Engine:
                 output = self._root.original(*args, **kwargs)
         finally:
             self.reads.tap = None
+            self.reads.heads.close()
         if not self.returns_loss:
             found = [t for t in tensors(output) if t.requires_grad and t.dim() > 0]
             if not found:
@@ -374,7 +384,7 @@ class Engine:
             backward(upstream, False)
         finally:
             self.reads.tap = None
-            waiting.tap.sink = None
+            waiting.tap.close()
 
     def _passes(self, layout: Layout) -> tuple[bool, bool]:
         """Whether to run the backward pass twice, and whether to keep whole gradients, which are small where few train."""
@@ -427,7 +437,12 @@ class Engine:
 
     def _decide(self, call: Call, ticket: Ticket) -> str | None:
         """The reason why the one-example route is taken, or None; raises for a model that neither route serves."""
-        self.trace = trace(self.model, self._root.original, *call, ticket.rows, self.parameters)
+        self.trace = trace(self.model, self._root.original, *call, ticket.rows, self.parameters, self.vocabulary)
+        modules = dict(self.model.named_modules())
+        for name, weight in self.trace.heads.items():
+            if name:
+                self.reads.heads.weights[id(weight)] = weight
+                self._patches[name] = PatchedForward(modules[name], self.reads)
         rows = selfcheck.chosen_rows(ticket)
         selfcheck.buffers(self, call, ticket)
         reason = self.trace.conflict
@@ -465,8 +480,8 @@ class Engine:
         self.route = USES
         try:
             for name in self.trace.modules:
-                if name:
-                    self._patches.append(PatchedForward(modules[name], self.reads))
+                if name and name not in self._patches:
+                    self._patches[name] = PatchedForward(modules[name], self.reads)
             if "" in self.trace.modules:
                 self._root.wrap(PatchedForward(self.model, self.reads))
             if self.check:
@@ -483,9 +498,10 @@ class Engine:
             return str(error) or type(error).__name__
 
     def _unpatch(self) -> None:
-        for patch in reversed(self._patches):
+        for patch in self._patches.values():
             patch.remove()
         self._patches.clear()
+        self.reads.heads.weights.clear()
         self._root.unwrap()
 
     def _know_rows(self, call: Call, ticket: Ticket) -> None:
@@ -499,7 +515,7 @@ class Engine:
         if carriers <= long and not (long - carriers - self.trace.paths):
             return
         with unchanged(self.model):
-            latest = trace(self.model, self._root.plain, *call, ticket.rows, self.parameters)
+            latest = trace(self.model, self._root.plain, *call, ticket.rows, self.parameters, self.vocabulary)
         self.trace.carriers = latest.carriers | (self.trace.carriers - found.keys())
         self.trace.paths = self.trace.paths | latest.paths
 

@@ -152,6 +152,26 @@ def operand(function: Any, args: Any, kwargs: Any) -> torch.Tensor:
     return given
 
 
+class PlainHeads(TorchFunctionMode):
+    """Leaves out the logits of heads in a pass of the plain model."""
+
+    def __init__(self, reads: Reads):
+        super().__init__()
+        self.reads = reads
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is not F.linear:
+            return func(*args, **kwargs)
+        return _plain_linear(self.reads, *args, **kwargs)
+
+
+def _plain_linear(reads: Reads, input: Any, weight: Any, bias: Any = None) -> Any:
+    if not reads.heads.holds(weight):
+        return F.linear(input, weight, bias)
+    return reads.heads.leave_out(input, weight, bias, lambda: F.linear(input, weight, bias))
+
+
 class PatchedForward:
     """A module's forward that opens a `UseMode` while the engine records; otherwise it is the original.
 
@@ -168,11 +188,11 @@ class PatchedForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         tap = self.reads.tap
-        if tap is None or self.reads.mode_open:
+        if self.reads.mode_open or (tap is None and not self.reads.heads.plainly):
             return self.original(*args, **kwargs)
         self.reads.mode_open = True
         try:
-            with UseMode(self.reads, tap):
+            with PlainHeads(self.reads) if tap is None else UseMode(self.reads, tap):
                 return self.original(*args, **kwargs)
         finally:
             self.reads.mode_open = False

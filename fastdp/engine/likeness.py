@@ -57,7 +57,7 @@ class Likeness:
         found = []
         for indices in alike.values():
             one, two = (torch.cat([x.bands[index] for index in indices]) for x in (self, again))
-            found.append(([(self.captures[i], self.bands[i].shape[0]) for i in indices], _apart(one, two)))
+            found.append(([(self.captures[i], self.bands[i].shape[0]) for i in indices], apart(one, two)))
         return found
 
 
@@ -105,7 +105,8 @@ class Noting:
             kept.bands.append(flat[row::step, column : column + _COLUMNS].clone())
 
 
-def _apart(one: torch.Tensor, two: torch.Tensor) -> torch.Tensor:
+def apart(one: torch.Tensor, two: torch.Tensor) -> torch.Tensor:
+    """Which rows ``[n]`` of two tensors ``[n, k]`` differ by more than rounding; bool."""
     if not one.is_floating_point():
         return (one != two).any(1)
     ordered = one.device.type == "cpu" or one.dtype in (torch.float32, torch.float64)

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 
 from fastdp.engine.errors import SelfCheckError, UnsupportedUse
 from fastdp.engine.layout import Layout
+from fastdp.engine.logits import Logits, takes
 
 _ELEMENTWISE_LOSSES = (
     "mse_loss",
@@ -62,19 +63,30 @@ class LossTerms:
 
     def add(self, losses: torch.Tensor, valid: torch.Tensor | None, reduction: str) -> torch.Tensor | None:
         """Take token losses ``[N]`` and which of them count; None if the axis cannot be cut into units."""
-        layout = self.layout
-        if not layout.covers(losses.numel()) and not self._shifted(losses.numel()):
-            self.unmapped = f"a loss over {losses.numel()} tokens cannot be divided among {layout.rows} rows"
+        if not self.maps(losses.numel()):
             return None
+        return self.note(self.reduced(losses, valid, reduction), losses.numel(), reduction)
+
+    def maps(self, tokens: int) -> bool:
+        """Whether the axis of a loss's tokens can be cut into units."""
+        if self.layout.covers(tokens) or self._shifted(tokens):
+            return True
+        self.unmapped = f"a loss over {tokens} tokens cannot be divided among {self.layout.rows} rows"
+        return False
+
+    def reduced(self, losses: torch.Tensor, valid: torch.Tensor | None, reduction: str) -> torch.Tensor:
+        """Each unit's loss ``[units]``: the mean or the sum of its tokens'."""
         losses = losses.reshape(-1).float()
-        self.tokens.append(losses.shape[0] // layout.rows)
         valid = torch.ones_like(losses) if valid is None else valid.reshape(-1).to(losses.dtype)
-        summed = reduction == "sum"
-        per_unit = self._sums(losses) if summed else self._means(losses, valid)
+        return self._sums(losses) if reduction == "sum" else self._means(losses, valid)
+
+    def note(self, per_unit: torch.Tensor, tokens: int, reduction: str) -> torch.Tensor:
+        """Take the units' losses ``[units]`` of a loss function over so many tokens."""
+        self.tokens.append(tokens // self.layout.rows)
         if self.alone:
             return per_unit.sum()
-        known = per_unit.detach()
-        scalar = (known.sum() if summed else masked_mean(known, layout.weights)).requires_grad_()
+        known, summed = per_unit.detach(), reduction == "sum"
+        scalar = (known.sum() if summed else masked_mean(known, self.layout.weights)).requires_grad_()
         self.terms.append(Term(scalar, per_unit, summed))
         return scalar
 
@@ -143,12 +155,22 @@ def _class_loss(original: Callable[..., torch.Tensor], terms: LossTerms) -> Call
     ) -> torch.Tensor:
         if reduction == "none" or not torch.is_grad_enabled() or not input.requires_grad:
             return original(input, target, weight, size_average, ignore_index, reduce, reduction, **options)
+        if isinstance(input, Logits) and (
+            input.source.small or not takes(input, target, weight, size_average, reduce, **options)
+        ):
+            input = input.dense()
         valid = None
         if not target.is_floating_point():
             own = terms.own_tokens(target.numel())
             if own is not None:
                 target = target.masked_fill(~own.view(target.shape), ignore_index)
             valid = target != ignore_index
+        if isinstance(input, Logits) and (take := input.source.take) is not None:
+            if not terms.maps(target.numel()):
+                input = input.dense()
+            else:
+                by_unit = take(input, target, ignore_index, lambda t: terms.reduced(t, valid, reduction))
+                return terms.note(by_unit, target.numel(), reduction)
         losses = original(input, target, weight, None, ignore_index, None, "none", **options)
         scalar = terms.add(losses, valid, reduction)
         if scalar is None:

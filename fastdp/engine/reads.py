@@ -9,6 +9,7 @@ import torch
 
 from fastdp.engine.errors import UnsupportedUse
 from fastdp.engine.lanes import PerLane
+from fastdp.engine.logits import Heads
 from fastdp.engine.rows import Fold
 from fastdp.engine.uses import Tap
 
@@ -24,6 +25,7 @@ class Reads:
         self.carries_rows: Mapping[tuple[str, str, int], Fold | None] = {}
         self.tap: Tap | None = None
         self.mode_open = False
+        self.heads = Heads()
 
     def is_trained(self, value: Any) -> bool:
         return isinstance(value, torch.nn.Parameter) and id(value) in self.names

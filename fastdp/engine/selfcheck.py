@@ -247,7 +247,7 @@ class _Attribution:
     def matrix(self, parameter: torch.nn.Parameter, factors: Factors, layout: Layout) -> None:
         """A use of a matrix: its backpropagated factor is looked at."""
         offsets = layout.offsets(factors.right.shape[0], laned=factors.laned)
-        gradient = factors.right if factors.one_hot else factors.left
+        gradient = factors.arrived
         start, end = int(offsets[self.unit]), int(offsets[self.unit + 1])
         self._require(parameter, torch.cat([gradient[:start], gradient[end:]]))
 

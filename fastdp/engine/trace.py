@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from fastdp.engine.batches import Path, as_long_as, leaves, take_rows
 from fastdp.engine.intercept import OPERATIONS, operand
 from fastdp.engine.lanes import operation as meeting_name
+from fastdp.engine.logits import Logits, Source
 from fastdp.engine.losses import LOSSES
 from fastdp.engine.rows import Fold, Met, Place, Places, fold_between
 from fastdp.engine.rules.composite import opened
@@ -67,6 +68,8 @@ class Trace:
     selects: bool = False
     conflict: str | None = None
     uses: Counter[str] = field(default_factory=Counter)
+    #: Matrices whose products nothing but a cross-entropy reads, and the modules that read them.
+    heads: dict[str, torch.nn.Parameter] = field(default_factory=dict)
 
     @property
     def tables(self) -> frozenset[str]:
@@ -117,9 +120,13 @@ class Follow(TorchFunctionMode):
             return func(*args, **kwargs)
         given = list(_flat((args, kwargs)))
         self.note(func, args, kwargs, given)
-        out = func(*args, **kwargs)
+        out = self.run(func, args, kwargs)
         self.follow(func, args, kwargs, given, out)
         return out
+
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run one operation."""
+        return func(*args, **kwargs)
 
     def note(self, func: Any, args: Any, kwargs: Any, given: list[torch.Tensor]) -> None:
         """Look at one operation before it runs."""
@@ -208,7 +215,12 @@ class _Encounter:
 
 class _Recorder(Follow):
     def __init__(
-        self, trained: Mapping[str, torch.nn.Parameter], inputs: Sequence[torch.Tensor], stack: list[str], rows: int
+        self,
+        trained: Mapping[str, torch.nn.Parameter],
+        inputs: Sequence[torch.Tensor],
+        stack: list[str],
+        rows: int,
+        vocabulary: int | None,
     ):
         super().__init__(inputs, trained.values())
         self.names = {id(p): name for name, p in trained.items()}
@@ -220,6 +232,23 @@ class _Recorder(Follow):
         #: The input of each read.
         self.inputs: list[_Seen | None] = []
         self.met: list[_Encounter] = []
+        #: Logits left out, and the module that would have computed them.
+        self.left_out: list[tuple[Source, str]] = []
+        self.vocabulary = vocabulary
+
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if func is not F.linear or self.vocabulary is None:
+            return func(*args, **kwargs)
+        return self._linear(*args, **kwargs)
+
+    def _linear(self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        assert self.vocabulary is not None
+        plain = type(input) is torch.Tensor and isinstance(weight, torch.nn.Parameter) and weight.dim() == 2
+        if not plain or input.dim() < 3 or weight.shape[0] < self.vocabulary:
+            return F.linear(input, weight, bias)
+        source = Source(input, weight, bias, lambda: F.linear(input, weight, bias), strict=False)
+        self.left_out.append((source, self.stack[-1]))
+        return Logits.of(source)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         inside = opened(func)
@@ -279,6 +308,7 @@ def trace(
     kwargs: Any,
     rows: int,
     trained: dict[str, torch.nn.Parameter],
+    vocabulary: int | None = None,
 ) -> Trace:
     """Run ``forward`` on 2 and on 3 rows of the given call, without gradients, and compare what each read saw.
 
@@ -288,6 +318,7 @@ def trace(
     Args:
         model: owner of ``trained``; its hooks, buffers and random state are left as they were.
         rows: number of rows of the call; rows are repeated if there are fewer than three.
+        vocabulary: the fewest rows of a matrix that may be a head, whose logits are then left out; None to leave out none.
 
     Raises whatever the forward pass raises on a few rows.
     """
@@ -298,7 +329,7 @@ def trace(
         for constant in itertools.combinations(candidates, size):
             carriers = frozenset(candidates) - set(constant)
             try:
-                runs = [_record(model, forward, call, carriers, rows, count, trained) for count in (2, 3)]
+                runs = [_record(model, forward, call, carriers, rows, count, trained, vocabulary) for count in (2, 3)]
             except Exception as error:
                 failure = failure or error
                 continue
@@ -340,7 +371,24 @@ def _compare(two: _Recorder, three: _Recorder, carriers: frozenset[Path], traine
     unread = [name for name in trained if name not in seen]
     selects = two.selects or three.selects
     met = _met(two.met, three.met)
-    return Trace(reads, frozenset(), carriers, carries, met, unread, mapped, selects, conflict, uses)
+    found = Trace(reads, frozenset(), carriers, carries, met, unread, mapped, selects, conflict, uses)
+    found.heads = _heads((*two.left_out, *three.left_out))
+    return found
+
+
+def _heads(left_out: Sequence[tuple[Source, str]]) -> dict[str, torch.nn.Parameter]:
+    """The modules whose logits one cross-entropy took and nothing else read, and their weights."""
+    odd = {
+        id(source.weight)
+        for source, _ in left_out
+        if source.taken != 1 or source.whole is not None or not source.unwritten
+    }
+    found = {}
+    for source, module in left_out:
+        if id(source.weight) not in odd and isinstance(source.weight, torch.nn.Parameter):
+            found[module] = source.weight
+        source.close()
+    return found
 
 
 def _fold(two: _Seen, three: _Seen) -> Fold | None | str:
@@ -405,6 +453,7 @@ def _record(
     rows: int,
     count: int,
     trained: dict[str, torch.nn.Parameter],
+    vocabulary: int | None,
 ) -> _Recorder:
     call = take_rows(call, torch.arange(count) % rows, carriers)
     stack = [""]
@@ -421,7 +470,7 @@ def _record(
 
         handles.append(module.register_forward_pre_hook(enter))
         handles.append(module.register_forward_hook(leave, always_call=True))
-    recorder = _Recorder(trained, [t for path, t in leaves(call) if path in carriers], stack, count)
+    recorder = _Recorder(trained, [t for path, t in leaves(call) if path in carriers], stack, count, vocabulary)
     try:
         with torch.random.fork_rng(devices=devices(model)), torch.no_grad(), recorder:
             forward(*call[0], **call[1])

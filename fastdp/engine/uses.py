@@ -35,6 +35,11 @@ class Factors:
         return self.left.dim() == 1
 
     @property
+    def arrived(self) -> torch.Tensor:
+        """What the backward pass brought: the factor whose rows are zero where no gradient reached a token."""
+        return self.right if self.one_hot else self.left
+
+    @property
     def oriented(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The factor of the parameter's first dimension, and that of the others."""
         return (self.right, self.left) if self.swap else (self.left, self.right)
@@ -70,6 +75,13 @@ class Sink(Protocol):
         """Take whole gradients by unit, ``[units, *shape]``."""
 
 
+class Held(Protocol):
+    """What a use keeps from its forward pass for the backward pass, beyond what autograd lets go of itself."""
+
+    def drop(self) -> None:
+        """Let go of it."""
+
+
 class Tap:
     """Joins the captures of one forward pass to whichever sink its backward pass has opened.
 
@@ -84,6 +96,8 @@ class Tap:
         self.sink: Sink | None = None
         #: Every kind of use in the pass: its operation, and the shape of its input for one row (all of it, without rows).
         self.shapes: set[tuple[str, tuple[int, ...]]] = set()
+        #: What uses found in the forward pass, and let go of when the backward pass is over.
+        self.held: list[Held] = []
 
     def note(self, operation: str, x: torch.Tensor, fold: Fold | None) -> None:
         """Note the shape of a use's input; raises `UnsupportedUse` if it cannot be cut into the rows."""
@@ -92,6 +106,13 @@ class Tap:
             fold.require(x, self.layout.rows, operation)
             shape[fold.axis] //= self.layout.rows
         self.shapes.add((operation, tuple(shape)))
+
+    def close(self) -> None:
+        """The backward pass is over."""
+        self.sink = None
+        for held in self.held:
+            held.drop()
+        self.held.clear()
 
     def open(self) -> Sink:
         if self.sink is None:

@@ -48,6 +48,7 @@ class PrivacyArguments:
     secure_rounding: bool = True
     criterion: Criterion | None = None
     two_pass: bool | None = None
+    keep_logits: bool = False
     allow_large_delta: bool = False
 
 

@@ -199,7 +199,9 @@ class Sample:
             raise ValueError("this method needs a model that returns its loss: leave loss_reduction out")
         loader = self._draw()
         model = self._preparation.model
-        engine = Engine(model, accumulator.policy, loader.tickets, accumulator=accumulator, check=check)
+        engine = Engine(
+            model, accumulator.policy, loader.tickets, accumulator=accumulator, check=check, keep_logits=True
+        )
         try:
             for batch in loader:
                 batch = _placed(batch, self._preparation.parameters)

@@ -50,6 +50,11 @@ def norms(gradients: list[dict[str, torch.Tensor]]) -> torch.Tensor:
     )
 
 
+def relative(a: torch.Tensor, b: torch.Tensor) -> float:
+    """The error of ``a`` relative to the norm of ``b``."""
+    return float((a.double() - b.double()).norm() / b.double().norm())
+
+
 class Recording(Policy):
     """Flat clipping that remembers the norms it saw, as computed, and the scales that their bounds gave."""
 

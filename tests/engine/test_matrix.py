@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.engine.models import MODELS, batch, build
-from tests.engine.reference import Recording, engine_for, norms, one_at_a_time, ticket
+from tests.engine.reference import Recording, engine_for, norms, one_at_a_time, relative, ticket
 
 #: The worst relative error allowed against float64, in float32 arithmetic.
 TOLERANCE = 1e-5
@@ -20,10 +20,6 @@ _ROWS_FIRST_LABELS = {"bert", "roberta", "distilbert", "electra", "albert", "vit
 CASES = [(name, tuning) for name in MODELS for tuning in ("full", "lora", "bitfit")]
 CASES = [(n, t) for n, t in CASES if not (t == "bitfit" and n in _NO_BIASES)]
 CASES += [(n, t) for n in ("gpt2", "llama") for t in ("bottleneck", "ia3", "prompt", "prefix", "dora")]
-
-
-def relative(a: torch.Tensor, b: torch.Tensor) -> float:
-    return float((a.double() - b.double()).norm() / b.double().norm())
 
 
 @pytest.mark.parametrize(("name", "tuning"), CASES)

@@ -2,20 +2,39 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
+from fastdp.engine.head import take
 from fastdp.engine.lanes import PerLane
+from fastdp.engine.logits import Logits
 from fastdp.engine.reads import Reads
 from fastdp.engine.rows import Fold
 from fastdp.engine.uses import LinearUse, Tap
 
 
 def _linear(reads: Reads, tap: Tap, input: Any, weight: Any, bias: Any = None) -> Any:
-    return _product(reads, tap, "linear", input, weight, bias, swap=False)
+    product = functools.partial(_product, reads, tap, "linear", input, weight, bias, swap=False)
+    if not reads.heads.holds(weight) or isinstance(input, PerLane) or isinstance(bias, PerLane):
+        return product()
+    trained = (weight if reads.is_trained(weight) else None, bias if reads.is_trained(bias) else None)
+    owner = trained[0] if trained[0] is not None else trained[1]
+    if owner is not None:
+        fold = reads.fold("linear", owner, input, tap)
+        if fold is None or not fold.natural:
+            return product()
+
+    def whole() -> torch.Tensor:
+        return F.linear(input, weight, bias) if owner is None else product()
+
+    def taken(logits: Logits, target: torch.Tensor, ignored: int, reduced: Any) -> torch.Tensor:
+        return take(logits, target, ignored, reduced, tap, trained)
+
+    return reads.heads.leave_out(input, weight, bias, whole, taken)
 
 
 def _addmm(reads: Reads, tap: Tap, input: Any, mat1: Any, mat2: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:

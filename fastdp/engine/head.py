@@ -1,0 +1,340 @@
+"""The use of a vocabulary's head: norms and sums of its gradient from tiles of the logits, of whole units, one at a time.
+
+With P = softmax - onehot the gradient of a unit's loss by the head's weight is ``sum_t w_t P_t h_t^T``, where w_t is how a
+token's loss counts in the unit's. A tile holds ``w_t P_t`` of the tokens of a few units: it gives their losses, the gradients
+of their hidden states, and either squared norms and products (by `fastdp.ops.gram_norms`, as of any factor pair) or, where
+units are longer than twice the width, their whole gradients, which are then the smaller thing to keep. All of it happens in
+the forward pass, since a unit's loss enters what is differentiated with one coefficient, which the backward pass brings.
+Sums need tiles again, once the units' weights are known: made from the same numbers by the same calls, and compared.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+import fastdp.ops as ops
+from fastdp.engine.errors import UnsupportedUse
+from fastdp.engine.likeness import Compared, apart
+from fastdp.engine.logits import TILE, Logits, Step, cuts, inputs, quiet, token_losses
+from fastdp.engine.uses import Factors, Tap
+
+#: Squares found by Gram matrices are found again by the direct route where rounding may hide more than this share of them,
+#: which is half a percent of the norm.
+REMEASURED = 0.01
+#: A product of a norm and a coefficient, and a weight of both, are rounded a few times to float32.
+_ROUNDED = 1 + 2.0**-20
+_BAND = 256
+
+
+@dataclass
+class Tiles:
+    """Everything that tiles of one use are made of.
+
+    Args:
+        hidden: ``[N, d]``, ``weight`` ``[V, d]`` and ``bias`` ``[V]``, without a graph.
+        steps: what the model does to the products.
+        target, ignored: of the cross-entropy.
+        counts: how a token's loss counts in its unit's, ``[N]``.
+        bounds: where units begin on the axis of tokens, ``units + 1`` numbers.
+    """
+
+    hidden: torch.Tensor
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    steps: tuple[Step, ...]
+    target: torch.Tensor
+    ignored: int
+    counts: torch.Tensor
+    bounds: list[int]
+    #: Of every tile, rows and columns drawn in secret and what stood there first.
+    _seen: dict[int, tuple[list[int], int, torch.Tensor]] = field(default_factory=dict)
+    #: Which of those stood otherwise when a tile was made again.
+    compared: list[torch.Tensor] = field(default_factory=list)
+
+    def tile(self, start: int, end: int, losses: torch.Tensor | None = None) -> torch.Tensor:
+        """``w_t P_t`` of some tokens, in the dtype of their products with the weight; fills in ``losses`` ``[N]``."""
+        with quiet(self.hidden):
+            tile = torch.nn.functional.linear(self.hidden[start:end], self.weight, self.bias)
+            for a, b in cuts(end - start, tile.shape[1]):
+                here = slice(start + a, start + b)
+                with torch.enable_grad():
+                    z = tile[a:b].detach().requires_grad_()
+                    found = token_losses(z, self.target[here], self.ignored, self.steps)
+                    (own,) = torch.autograd.grad(found, z, self.counts[here].to(found.dtype))
+                if losses is not None:
+                    losses[here] = found.detach()
+                tile[a:b] = own
+        return tile
+
+    def _groups(self) -> Iterator[tuple[int, int]]:
+        """Units (first, and first of the next) whose tokens fit in a tile; one alone may be longer."""
+        most, first = max(1, TILE // self.weight.shape[0]), 0
+        for unit in range(1, len(self.bounds)):
+            last = unit == len(self.bounds) - 1
+            if last or self.bounds[unit + 1] - self.bounds[first] > most:
+                yield first, unit
+                first = unit
+
+    def of_units(
+        self, losses: torch.Tensor | None = None, *, only: int | None = None
+    ) -> Iterator[tuple[slice, slice, torch.Tensor, torch.Tensor]]:
+        """The units of each tile (or of that of one unit), their tokens, their offsets among them, and the tile.
+
+        Without tokens there is none.
+        """
+        for first, end in self._groups():
+            start, stop = self.bounds[first], self.bounds[end]
+            if stop > start and (only is None or first <= only < end):
+                tile = self.tile(start, stop, losses)
+                self._look(first, end, tile)
+                offsets = torch.tensor(self.bounds[first : end + 1]) - start
+                yield slice(first, end), slice(start, stop), offsets.to(tile.device), tile
+
+    def _look(self, first: int, end: int, tile: torch.Tensor) -> None:
+        known = self._seen.get(first)
+        if known is None:
+            draw, start = random.SystemRandom(), self.bounds[first]
+            spans = [(self.bounds[u] - start, self.bounds[u + 1] - start) for u in range(first, end)]
+            rows = [draw.randrange(a, b) for a, b in spans if b > a]
+            column = draw.randrange(max(1, tile.shape[1] - _BAND + 1))
+            self._seen[first] = rows, column, tile[rows, column : column + _BAND].clone()
+            return
+        rows, column, before = known
+        self.compared.append(apart(before, tile[rows, column : column + _BAND]))
+
+
+@dataclass(frozen=True)
+class HeadFactors(Factors):
+    """A head's factor pair whose ``left`` is made tile by tile; as it stands here it says what was backpropagated.
+
+    Args:
+        left: the coefficient that each token's unit got, ``[N, 1]``; ``right`` the hidden states.
+        tiles: what the true left factor is made of.
+        shares: the coefficients ``[units]`` float64.
+        norms: of the units' gradients before the coefficients.
+    """
+
+    tiles: Tiles = None  # type: ignore[assignment]
+    shares: torch.Tensor = None  # type: ignore[assignment]
+    norms: _Norms = None  # type: ignore[assignment]
+
+    @property
+    def arrived(self) -> torch.Tensor:
+        """The coefficients of the tokens."""
+        return self.left
+
+    @property
+    def rows(self) -> int:
+        """Of the matrix."""
+        return self.tiles.weight.shape[0]
+
+    def dense(self) -> Factors:
+        """The same as an ordinary factor pair, all of it in memory."""
+        tiles = self.tiles
+        left = torch.cat([tiles.tile(a, b) for a, b in cuts(tiles.hidden.shape[0], self.rows, TILE)])
+        return Factors(left * self.left.to(left.dtype), self.right)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest unit."""
+        return max((b - a for a, b in zip(self.tiles.bounds, self.tiles.bounds[1:])), default=0)
+
+    def powers(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Computed squared norms, and the products of the factors' rows: ``[units]`` float64 each."""
+        shares = self.shares
+        return self.norms.squares * shares.square() * _ROUNDED, self.norms.products * shares.abs() * _ROUNDED
+
+    def rounding(self) -> ops.Rounding:
+        """The arithmetic of tiles."""
+        return ops.Rounding(self.right)
+
+    def inner(self, other: Factors, offsets: torch.Tensor) -> torch.Tensor:
+        """Inner products with the units' gradients of another use of the same matrix, ``[units]`` float64."""
+        other = other.dense() if isinstance(other, HeadFactors) else other
+        bounds, found = offsets.tolist(), torch.zeros_like(self.shares)
+        for units, tokens, own, tile in self.tiles.of_units():
+            start, end = bounds[units.start], bounds[units.stop]
+            others = (offsets[units.start : units.stop + 1] - start).to(tile.device)
+            pair = tile, self.right[tokens], other.left[start:end], other.right[start:end]
+            found[units] = ops.cross_inner(*pair, own, others).double()
+        return found * self.shares
+
+    def add_to(self, total: torch.Tensor, weights: torch.Tensor, *, only: int | None = None) -> None:
+        """Add the units' gradients by ``weights`` ``[units]`` to ``total`` ``[V, d]``; a weight of 0 is left out."""
+        weights = torch.where(weights == 0, 0, weights.double() * self.shares).to(total.dtype)
+        for units, tokens, offsets, tile in self.tiles.of_units(only=only):
+            ops.weighted_sum(tile, self.right[tokens], weights[units], total, offsets=offsets)
+
+    def unit_to(self, total: torch.Tensor, unit: int) -> None:
+        """Add one unit's gradient to ``total``."""
+        every = torch.zeros_like(self.shares, dtype=total.dtype)
+        every[unit] = 1
+        self.add_to(total, every, only=unit)
+
+    def unlike(self, name: str) -> list[Compared]:
+        """Which tiles were not the same again."""
+        found: list[Compared] = [[([(name, rows.shape[0])], rows)] for rows in self.tiles.compared]
+        self.tiles.compared.clear()
+        return found
+
+
+def take(
+    own: Logits,
+    target: torch.Tensor,
+    ignored: int,
+    reduced: Callable[[torch.Tensor], torch.Tensor],
+    tap: Tap,
+    trained: tuple[torch.nn.Parameter | None, torch.nn.Parameter | None],
+) -> torch.Tensor:
+    """The units' losses ``[units]`` of a cross-entropy over logits, whose backward pass captures the head's use.
+
+    Args:
+        own: the logits ``[N, V]``; ``target`` ``[N]``, and ``ignored`` among them.
+        reduced: makes the units' losses of the tokens'; linear, each token in one unit.
+        tap: of the forward pass.
+        trained: weight and bias where they are.
+
+    Raises `UnsupportedUse` where tokens are not in the order of the rows.
+    """
+    layout, tokens = tap.layout, own.places.numel()
+    if own.source.taken or (own.places.reshape(-1).diff() <= 0).any():
+        raise UnsupportedUse("the model takes several losses of its logits, or takes them in another order")
+    own.source.taken += 1
+    hidden, weight, bias = inputs(own)
+    with torch.enable_grad():
+        leaf = torch.zeros(tokens, device=hidden.device, requires_grad=True)
+        (counts,) = torch.autograd.grad(reduced(leaf).sum(), leaf)
+    lengths = layout.counts * (tokens // layout.rows) if layout.token_segments is None else layout.counts
+    bounds = [0, *lengths.cumsum(0).tolist()]
+    if bounds[-1] != tokens:
+        raise UnsupportedUse("the model's loss leaves out tokens of packed rows")
+    made = Tiles(hidden.detach(), weight.detach(), None, own.steps, target, ignored, counts, bounds)
+    made.bias = None if bias is None else bias.detach()
+    found: torch.Tensor = HeadUse.apply(hidden, weight, bias, made, reduced, tap, trained)
+    return found
+
+
+class HeadUse(torch.autograd.Function):
+    """Units' losses ``[units]`` of hidden states ``[N, d]``, with weight, bias, both or neither trained."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        made: Tiles,
+        reduced: Callable[[torch.Tensor], torch.Tensor],
+        tap: Tap,
+        trained: tuple[torch.nn.Parameter | None, torch.nn.Parameter | None],
+    ) -> torch.Tensor:
+        units, (rows, width), device = tap.layout.units, weight.shape, hidden.device
+        lengths = [b - a for a, b in zip(made.bounds, made.bounds[1:])]
+        losses = torch.zeros(hidden.shape[0], device=device, dtype=torch.promote_types(hidden.dtype, torch.float32))
+        found = _Found(made)
+        ctx.tap, ctx.trained, ctx.found = tap, trained, found
+        tap.held.append(found)
+        if ctx.needs_input_grad[0]:
+            found.hidden = torch.zeros_like(made.hidden)
+        if trained[1] is not None:
+            found.bias = losses.new_zeros(units, rows)
+        long = max(lengths, default=0)
+        whole = ops.routes.allowed("instantiate", rows, width, long, units, dtype=weight.dtype)
+        if trained[0] is not None and not whole:
+            found.norms = _Norms(*(torch.zeros(units, dtype=torch.float64, device=device) for _ in range(2)))
+            for own, here, offsets, tile in made.of_units(losses):
+                found.back(tile, here)
+                if found.bias is not None:
+                    found.bias[own] = ops.column_sums(tile, offsets)
+                found.norms.measure(own, tile, made.hidden[here], offsets, max(lengths[own]))
+        else:
+            if trained[0] is not None:
+                found.whole = losses.new_zeros(units, rows, width)
+            for unit, (start, end) in enumerate(zip(made.bounds, made.bounds[1:])):
+                for a, b in cuts(end - start, rows, TILE):
+                    here = slice(start + a, start + b)
+                    tile = made.tile(here.start, here.stop, losses)
+                    found.back(tile, here)
+                    if found.bias is not None:
+                        found.bias[unit] += tile.sum(0, dtype=found.bias.dtype)
+                    if found.whole is not None:
+                        every = torch.ones(b - a, device=device)
+                        ops.weighted_sum(tile, made.hidden[here], every, found.whole[unit])
+        given: torch.Tensor = reduced(losses)
+        return given
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        shares, found, layout = gradients[0], ctx.found, ctx.tap.layout
+        sink, made, (weight, bias) = ctx.tap.open(), found.made, ctx.trained
+        lengths = torch.tensor(made.bounds).diff().to(shares.device)
+        each = shares.repeat_interleave(lengths, output_size=made.hidden.shape[0]).unsqueeze(1)
+        if bias is not None:
+            sink.instances(bias, _scaled(found.bias, shares), layout)
+        if found.whole is not None:
+            sink.instances(weight, _scaled(found.whole, shares), layout)
+        elif weight is not None:
+            factors = HeadFactors(each, made.hidden, False, False, made, shares.double(), found.norms)
+            sink.matrix(weight, factors, layout)
+        back = None
+        if found.hidden is not None:
+            # What takes no part sends back exact zeros, whatever it holds.
+            back = torch.where(each == 0, 0, found.hidden * each.to(found.hidden.dtype)).to(found.hidden.dtype)
+        return back, None, None, None, None, None, None
+
+
+@dataclass
+class _Norms:
+    """Squared norms and products of units' gradients ``[units]`` float64, and whose squares the direct route found."""
+
+    squares: torch.Tensor
+    products: torch.Tensor
+
+    def __post_init__(self) -> None:
+        self.poor = torch.zeros_like(self.squares, dtype=torch.bool)
+
+    def measure(
+        self, units: slice, tile: torch.Tensor, hidden: torch.Tensor, offsets: torch.Tensor, longest: int
+    ) -> None:
+        """By Gram matrices, or directly where their rounding may hide too much."""
+        squares, products = (found[0].double() for found in ops.gram_norms([([tile], hidden)], offsets))
+        constant = ops.Rounding(tile, hidden).gram(tile.shape[1], hidden.shape[1], longest)
+        poor = constant * products.square() > REMEASURED * squares
+        if poor.device.type != "cpu" or bool(poor.any()):
+            squares = torch.where(poor, ops.chosen_sqnorm(tile, hidden, offsets, poor).double(), squares)
+        self.squares[units], self.products[units], self.poor[units] = squares, products, poor
+
+
+@dataclass
+class _Found:
+    """What a head's forward pass found, until its backward pass is over: before units' coefficients are known."""
+
+    made: Tiles | None
+    #: Gradients of the hidden states ``[N, d]``, of the bias ``[units, V]``, and either of the weight or its norms.
+    hidden: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+    whole: torch.Tensor | None = None
+    norms: _Norms | None = None
+
+    def back(self, tile: torch.Tensor, tokens: slice) -> None:
+        """Send a tile back to its hidden states."""
+        if self.hidden is not None and self.made is not None:
+            with quiet(tile):
+                torch.mm(tile, self.made.weight, out=self.hidden[tokens])
+
+    def drop(self) -> None:
+        """Let go of all of it."""
+        self.made = self.hidden = self.bias = self.whole = self.norms = None
+
+
+def _scaled(instances: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
+    """Whole gradients times their units' coefficients: mostly ones, and a copy of large things then is saved."""
+    if instances.device.type == "cpu" and bool((shares == 1).all()):
+        return instances
+    by = shares.to(instances.dtype).view(-1, *[1] * (instances.dim() - 1))
+    return torch.where(by == 0, 0, instances * by)

@@ -1,0 +1,431 @@
+"""A vocabulary's logits that nobody has computed yet: what a model does to them between its head and its loss is noted instead.
+
+``hidden @ W^T`` of a whole batch is the largest tensor of many training steps, and nobody reads it but the cross-entropy.
+Inside a private forward pass a head that the trace saw to be used so returns `Logits`: casts, scales, soft caps, shifts and
+changes of shape are noted, and the loss takes them a tile at a time (`fastdp.engine.head`). Any other operation computes
+the logits as ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+
+from fastdp.engine.errors import UnsupportedUse
+from fastdp.engine.uses import as_autocast, is_metadata
+
+#: A matrix of fewer rows than this is no vocabulary: its outputs are small, and loops read them.
+VOCABULARY = 4096
+#: Numbers of one tile, unless one example alone has more.
+TILE = 2**24
+#: Numbers of the part of a tile that the loss's own gradient is computed for at once.
+_CHUNK = 2**22
+
+READ = (
+    "the logits of a private training step are never computed as a whole, so they cannot be read after it: give make_private "
+    "(or PrivacyArguments) keep_logits=True, which keeps them at a cost of three times their memory, or read them in a pass "
+    "under model.eval() and torch.no_grad()"
+)
+
+
+def functions(names: str, *owners: Any) -> frozenset[Any]:
+    """Torch's functions and methods of these names."""
+    return frozenset(f for name in names.split() for owner in owners if (f := getattr(owner, name, None)) is not None)
+
+
+_ELEMENTWISE = functions(
+    "to float double half bfloat16 mul multiply div true_divide add sub subtract tanh neg clone contiguous "
+    "__mul__ __rmul__ __truediv__ __add__ __radd__ __sub__ __neg__",
+    torch,
+    torch.Tensor,
+)
+_CASTS = functions("to float double half bfloat16 detach clone contiguous", torch, torch.Tensor)
+_RESHAPING = functions("view reshape", torch, torch.Tensor)
+_INDEXING = functions("__getitem__ unsqueeze squeeze", torch, torch.Tensor)
+
+Step = Callable[[torch.Tensor], torch.Tensor]
+
+
+@dataclass
+class Source:
+    """What logits are computed from.
+
+    Args:
+        hidden: ``[..., d]``.
+        weight: ``[V, d]``, and ``bias`` ``[V]``.
+        product: computes the logits as ever.
+        take: in an engine's pass, gives the units' losses of a cross-entropy: see `fastdp.engine.head.take`.
+        small: the logits are less than a tile, and are computed as ever.
+        strict: raise `UnsupportedUse` where any of these was written since.
+    """
+
+    hidden: torch.Tensor
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    product: Callable[[], torch.Tensor]
+    take: Callable[..., torch.Tensor] | None = None
+    small: bool = False
+    strict: bool = True
+    #: How often a cross-entropy took these logits, and whether anything else computed them.
+    taken: int = 0
+    whole: torch.Tensor | None = None
+    closed: bool = False
+    _versions: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        self._versions = self._written()
+
+    def _written(self) -> tuple[int, ...]:
+        return tuple(t._version for t in (self.hidden, self.weight, self.bias) if t is not None)
+
+    @property
+    def unwritten(self) -> bool:
+        """Whether everything still is as it was when the logits were left out."""
+        return self._versions == self._written()
+
+    def require_unwritten(self) -> None:
+        """Raise `UnsupportedUse` unless it is."""
+        if self.strict and not self.unwritten:
+            raise UnsupportedUse("the model writes into what its logits are computed from")
+
+    def compute(self) -> torch.Tensor:
+        """The logits, as ever: once."""
+        if self.whole is None:
+            self.require_unwritten()
+            if self.taken and self.take is not None:
+                raise UnsupportedUse("the model reads its logits after their loss was taken")
+            self.whole = self.product()
+        return self.whole
+
+    def close(self) -> None:
+        """The forward pass is over: nobody may read what was not computed, and nothing is kept for it."""
+        self.closed = True
+        del self.hidden, self.weight, self.bias, self.product, self.take
+        self.whole = None
+
+
+class Logits(torch.Tensor):
+    """A tensor ``[..., V]`` that looks like logits and has not been computed.
+
+    ``places`` ``[...]`` says which token of the flattened hidden states each of its rows comes from; ``steps`` are the
+    element-wise operations since, ``history`` all of them.
+    """
+
+    source: Source
+    places: torch.Tensor
+    steps: tuple[Step, ...]
+    history: tuple[Step, ...]
+
+    @staticmethod
+    def __new__(
+        cls,
+        source: Source,
+        dtype: torch.dtype,
+        index: torch.Tensor,
+        steps: tuple[Step, ...] = (),
+        history: tuple[Step, ...] = (),
+    ) -> Logits:
+        shape = (*index.shape, source.weight.shape[0])
+        grad = torch.is_grad_enabled() and (source.take is not None or source.hidden.requires_grad or _grows(source))
+        self = torch.Tensor._make_wrapper_subclass(
+            cls, shape, dtype=dtype, device=source.weight.device, requires_grad=grad
+        )
+        self.source, self.places, self.steps, self.history = source, index.contiguous(), steps, history
+        return self
+
+    @classmethod
+    def of(cls, source: Source) -> Logits:
+        """What a head returns."""
+        index = torch.arange(source.hidden.shape[:-1].numel()).view(source.hidden.shape[:-1])
+        dtype = as_autocast(source.hidden[:0]).dtype if source.hidden.dim() else source.hidden.dtype
+        return cls(source, dtype, index)
+
+    def dense(self) -> torch.Tensor:
+        """The tensor itself."""
+        if self.source.closed:
+            raise RuntimeError(READ)
+        found = self.source.compute()
+        for step in self.history:
+            found = step(found)
+        return found
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"Logits({list(self.shape)}, not computed)"
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if is_metadata(func):
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        own = next(v for v in _flat((args, kwargs)) if isinstance(v, Logits))
+        if not own.source.closed:
+            found = _loss(func, args, kwargs) if func is F.cross_entropy else _later(func, own, args, kwargs)
+            if found is not None:
+                return found
+            if _writes(func) and own.source.strict:
+                raise UnsupportedUse("the model writes into its logits")
+        elif func in _CASTS:
+            # What passes an output on (a cast of all outputs, say) reads nothing.
+            return own
+        return func(*_dense(args), **_dense(kwargs))
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        own = next(v for v in _flat((args, kwargs or {})) if isinstance(v, Logits))
+        if func is torch.ops.aten.detach.default:
+            return Logits(own.source, own.dtype, own.places, own.steps, own.history) if not own.source.closed else own
+        raise RuntimeError(READ if own.source.closed else f"{func} of logits below torch's function layer")
+
+
+def _grows(source: Source) -> bool:
+    return source.weight.requires_grad or (source.bias is not None and source.bias.requires_grad)
+
+
+def _flat(values: Any) -> Iterator[Any]:
+    if isinstance(values, dict):
+        values = values.values()
+    for value in values:
+        if isinstance(value, (tuple, list, dict)):
+            yield from _flat(value)
+        else:
+            yield value
+
+
+def _dense(values: Any) -> Any:
+    if isinstance(values, dict):
+        return {k: _dense(v) for k, v in values.items()}
+    if isinstance(values, (tuple, list)) and not hasattr(values, "_fields"):
+        return type(values)(_dense(v) for v in values)
+    return values.dense() if isinstance(values, Logits) else values
+
+
+def _writes(func: Any) -> bool:
+    name = getattr(func, "__name__", "")
+    return name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or name.startswith("__i")
+
+
+def _later(func: Any, own: Logits, args: Any, kwargs: Any) -> Logits | None:
+    """The operation noted, where it acts on every number alone or moves tokens; None for any other."""
+    width = own.shape[-1]
+    if sum(v is own for v in _flat((args, kwargs))) != 1:
+        return None
+    if func in _ELEMENTWISE:
+        given = [v for v in _flat((args, kwargs)) if isinstance(v, torch.Tensor) and v is not own]
+        if not all(_constant(v, width) for v in given):
+            return None
+
+        versions = [v._version for v in given]
+
+        def step(z: torch.Tensor) -> torch.Tensor:
+            if own.source.strict and versions != [v._version for v in given]:
+                raise UnsupportedUse("the model writes into what its logits are scaled with")
+
+            def put(values: Any) -> Any:
+                if isinstance(values, dict):
+                    return {k: put(v) for k, v in values.items()}
+                if isinstance(values, (tuple, list)):
+                    return type(values)(put(v) for v in values)
+                if isinstance(values, torch.Tensor) and values is not own:
+                    return values.reshape(-1) if values.numel() == width else values.reshape(())
+                return z if values is own else values
+
+            out: torch.Tensor = func(*put(args), **put(kwargs))
+            return out
+
+        tried = step(torch.empty((0, width), dtype=own.dtype, device=own.device))
+        if tried.shape != (0, width) or tried.device != own.device or not tried.is_floating_point():
+            return None
+        return Logits(own.source, tried.dtype, own.places, (*own.steps, step), (*own.history, step))
+    if func not in _RESHAPING and func not in _INDEXING and func is not torch.Tensor.flatten:
+        return None
+    rest = args[1:]
+    if not rest or args[0] is not own or kwargs or not all(_is_place(v) for v in _flat(rest)):
+        return None
+    marked = own.places.unsqueeze(-1).expand(own.shape)
+    try:
+        # Rows whose numbers would be taken apart have no such view, and a view costs nothing.
+        moved = marked.view(*rest) if func in _RESHAPING else func(marked, *rest)
+    except (RuntimeError, IndexError, TypeError):
+        return None
+    if moved.dim() < 1 or moved.shape[-1] != width or moved.stride(-1) != 0:
+        return None
+    index = moved[..., 0]
+    return Logits(own.source, own.dtype, index, own.steps, (*own.history, lambda z: func(z, *rest)))
+
+
+def _constant(value: torch.Tensor, width: int) -> bool:
+    """Whether a tensor is one number, or one for each entry of the vocabulary, and no gradient is asked of it."""
+    if type(value) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer) or value.requires_grad:
+        return False
+    return value.numel() == 1 or (value.numel() == width and value.shape[-1] == width)
+
+
+def _is_place(value: Any) -> bool:
+    plain = value is None or value is Ellipsis or (isinstance(value, int) and not isinstance(value, bool))
+    return plain or (isinstance(value, slice) and all(v is None or isinstance(v, int) for v in _ends(value)))
+
+
+def _ends(value: slice) -> Iterable[Any]:
+    return value.start, value.stop, value.step
+
+
+def _loss(func: Any, args: Any, kwargs: Any) -> Any:
+    """A cross-entropy of logits that no engine's pass takes: by parts of the tokens, gradients by autograd; None if not."""
+    names = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
+    given = {**dict(zip(names, args)), **kwargs}
+    own, target = given["input"], given["target"]
+    if not isinstance(own, Logits) or own.source.take is not None or not takes(own, **given):
+        return None
+    ignored, reduction = given.get("ignore_index", -100), given.get("reduction", "mean")
+    own.source.taken += 1
+    hidden, weight, bias = inputs(own)
+    losses = _Losses.apply(hidden, weight, bias, target, ignored, own.steps)
+    if reduction == "none":
+        return losses
+    return losses.sum() if reduction == "sum" else losses.sum() / (target != ignored).sum()
+
+
+def takes(
+    own: Logits,
+    target: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    size_average: Any = None,
+    reduce: Any = None,
+    label_smoothing: float = 0.0,
+    **_options: Any,
+) -> bool:
+    """Whether a cross-entropy is one over the tokens' logits, without class weights and smoothing."""
+    plain = weight is None and size_average is None and reduce is None and not label_smoothing
+    return plain and own.dim() == 2 and target.dim() == 1 and not target.is_floating_point()
+
+
+def inputs(own: Logits) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """The hidden states of the rows of logits ``[N, d]``, weight and bias, cast as autocast would."""
+    source = own.source
+    source.require_unwritten()
+    hidden = as_autocast(source.hidden.reshape(-1, source.hidden.shape[-1]))
+    if own.places.numel() != hidden.shape[0]:
+        hidden = hidden.index_select(0, own.places.reshape(-1).to(hidden.device))
+    return hidden, as_autocast(source.weight), as_autocast(source.bias)
+
+
+class _Losses(torch.autograd.Function):
+    """Token losses ``[N]`` without their logits, the definition: both passes go over parts of the tokens by autograd."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        target: torch.Tensor,
+        ignored: int,
+        steps: tuple[Step, ...],
+    ) -> torch.Tensor:
+        ctx.save_for_backward(hidden, weight, bias, target)
+        ctx.ignored, ctx.steps = ignored, steps
+        with quiet(hidden):
+            parts = [
+                token_losses(F.linear(hidden[a:b], weight, bias), target[a:b], ignored, steps)
+                for a, b in cuts(hidden.shape[0], weight.shape[0])
+            ]
+        return torch.cat(parts)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        *given, target = ctx.saved_tensors
+        leaves = [None if t is None else t.detach().requires_grad_(n) for t, n in zip(given, ctx.needs_input_grad)]
+        wanted = [t for t in leaves if t is not None and t.requires_grad]
+        sums: list[Any] = [None if t is None else torch.zeros_like(t) for t in leaves]
+        hidden, weight, bias = leaves
+        assert hidden is not None
+        assert weight is not None
+        for a, b in cuts(hidden.shape[0], weight.shape[0]):
+            with quiet(hidden), torch.enable_grad():
+                losses = token_losses(F.linear(hidden[a:b], weight, bias), target[a:b], ctx.ignored, ctx.steps)
+                found = iter(torch.autograd.grad(losses, wanted, gradients[0][a:b]))
+            for total, leaf in zip(sums, leaves):
+                if leaf is not None and leaf.requires_grad:
+                    total += next(found)
+        each = (s if leaf is not None and leaf.requires_grad else None for s, leaf in zip(sums, leaves))
+        return (*each, None, None, None)
+
+
+@contextmanager
+def quiet(x: torch.Tensor) -> Iterator[None]:
+    """No autocast, and no mode that looks at torch's functions: what happens inside is one operation to everybody."""
+    with torch._C.DisableTorchFunction(), torch.autocast(x.device.type, enabled=False):
+        yield
+
+
+def token_losses(z: torch.Tensor, target: torch.Tensor, ignored: int, steps: tuple[Step, ...]) -> torch.Tensor:
+    """Cross-entropies ``[N]`` of products with the head's weight ``[N, V]``, float32 or more."""
+    for step in steps:
+        z = step(z)
+    if z.dtype in (torch.float16, torch.bfloat16):
+        z = z.float()
+    return _cross_entropy(z, target, ignore_index=ignored, reduction="none")
+
+
+#: Torch's own, whatever stands in its place meanwhile.
+_cross_entropy = F.cross_entropy
+
+
+def cuts(tokens: int, width: int, numbers: int | None = None) -> list[tuple[int, int]]:
+    """Parts of an axis of tokens, as many at once as have that many logits; they depend on sizes alone."""
+    step = max(1, (numbers or _CHUNK) // width)
+    return [(a, min(a + step, tokens)) for a in range(0, tokens, step)]
+
+
+@dataclass
+class Heads:
+    """The matrices that a trace saw used as heads: by the weight's identity, and whether passes now leave logits out."""
+
+    weights: dict[int, torch.nn.Parameter] = field(default_factory=dict)
+    #: Logits of the forward pass that runs.
+    made: list[Source] = field(default_factory=list)
+    #: Whether a pass without an engine's tap leaves them out too.
+    plainly: bool = False
+    #: Logits of so many numbers are computed as ever.
+    tile: ClassVar[int] = TILE
+
+    def holds(self, weight: Any) -> bool:
+        return id(weight) in self.weights
+
+    def leave_out(
+        self,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        product: Callable[[], torch.Tensor],
+        take: Callable[..., torch.Tensor] | None = None,
+    ) -> Logits:
+        """The logits of one call of a head, left out."""
+        small = hidden.shape[:-1].numel() * weight.shape[0] <= self.tile
+        source = Source(hidden, weight, bias, product, take, small)
+        if take is not None:
+            self.made.append(source)
+        return Logits.of(source)
+
+    @contextmanager
+    def open(self) -> Iterator[None]:
+        """Leave logits out meanwhile, in passes of the plain model too."""
+        before, self.plainly = self.plainly, bool(self.weights)
+        try:
+            yield
+        finally:
+            self.plainly = before
+
+    def close(self) -> None:
+        """A forward pass is over."""
+        for source in self.made:
+            source.close()
+        self.made.clear()

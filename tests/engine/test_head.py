@@ -1,0 +1,408 @@
+"""The head without its logits: every way in which models go from hidden states to a loss, against one example at a time."""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from fastdp.engine import head, logits
+from fastdp.engine.engine import Engine
+from fastdp.engine.errors import SelfCheckError
+from fastdp.engine.layout import Ticket
+from fastdp.engine.logits import Logits
+from fastdp.engine.policy import Policy
+from tests.engine.models import MODELS, batch, build
+from tests.engine.reference import Recording, engine_for, norms, one_at_a_time, relative, ticket
+
+VOCABULARY, WIDTH, TOKENS = 37, 5, 9
+TOLERANCE = 1e-5
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Toys have vocabularies and tiles of their own size, so that one batch takes several tiles of several parts."""
+    monkeypatch.setattr(Engine, "vocabulary", 8)
+    monkeypatch.setattr(logits.Heads, "tile", 0)
+    monkeypatch.setattr(head, "TILE", 12 * VOCABULARY)
+    monkeypatch.setattr(logits, "_CHUNK", 5 * VOCABULARY)
+
+
+class Speaker(nn.Module):
+    """A language model of one layer, in which a token sees those before it; ``options`` are what models do to logits."""
+
+    def __init__(
+        self,
+        *,
+        tied: bool = False,
+        bias: bool = False,
+        between: Callable[[torch.Tensor], torch.Tensor] = lambda z: z,
+        slices: bool = False,
+        loss: dict[str, Any] | None = None,
+        width: int = WIDTH,
+    ):
+        super().__init__()
+        torch.manual_seed(3)
+        self.table = nn.Embedding(VOCABULARY, width)
+        self.layer = nn.Linear(width, width)
+        self.head = nn.Linear(width, VOCABULARY, bias=bias)
+        if tied:
+            self.head.weight = self.table.weight
+        self.between, self.slices, self.loss = between, slices, loss or {}
+
+    def forward(
+        self, ids: torch.Tensor, labels: torch.Tensor | None = None, units: torch.Tensor | None = None
+    ) -> dict[str, torch.Tensor]:
+        seen = self.table(ids)
+        if units is None:
+            seen = seen + 0.5 * F.pad(seen, (0, 0, 1, 0))[:, :-1]
+        found = self.between(self.head(torch.tanh(self.layer(seen))))
+        if labels is None:
+            return {"logits": found}
+        if self.slices:
+            rows, wanted = found[..., :-1, :].contiguous(), labels[..., 1:].contiguous()
+        else:
+            ignored = self.loss.get("ignore_index", -100)
+            rows, wanted = found.float(), F.pad(labels, (0, 1), value=ignored)[..., 1:].contiguous()
+        if found.dtype == torch.float64:
+            rows = rows.double()
+        return {"loss": F.cross_entropy(rows.view(-1, VOCABULARY), wanted.view(-1), **self.loss), "logits": found}
+
+
+def data(rows: int = 5, tokens: int = TOKENS, seed: int = 0) -> dict[str, torch.Tensor]:
+    """Ids with repeats, and labels of which some are to be ignored; the second row has none."""
+    torch.manual_seed(seed)
+    ids = torch.randint(0, VOCABULARY // 2, (rows, tokens))
+    labels = ids.clone()
+    labels[:, :2] = -100
+    if rows > 1:
+        labels[1] = -100
+    return {"ids": ids, "labels": labels}
+
+
+def truth(model: nn.Module, inputs: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+    """Autograd's gradients in float64, of each row alone; a row without labels has none."""
+    exact = copy.deepcopy(model).double()
+    trained = {n: p for n, p in exact.named_parameters() if p.requires_grad}
+    found = []
+    for row in range(inputs["ids"].shape[0]):
+        loss = exact(**{k: v[row : row + 1] for k, v in inputs.items()})["loss"]
+        gradients = torch.autograd.grad(loss.nan_to_num(), list(trained.values()), allow_unused=True)
+        found.append({n: torch.zeros(()) if g is None else g.nan_to_num() for n, g in zip(trained, gradients)})
+    return found
+
+
+def require_exact(
+    engine: Engine, sums: dict[str, torch.Tensor], units: list[dict[str, torch.Tensor]], tolerance: float = TOLERANCE
+) -> None:
+    assert engine.route == "uses", engine.reason
+    sizes, scales = norms(units), Recording.given[-1][0].double()
+    assert relative(Recording.seen[-1][0], sizes) < tolerance
+    for name in units[0]:
+        wanted = sum(s * g[name] for s, g in zip(scales, units))
+        got = sums.get(name, torch.zeros(()))
+        largest = max(float(sum(s * g[n] for s, g in zip(scales, units)).norm()) for n in units[0])
+        assert float((got.double() - wanted).norm()) < tolerance * largest, name
+    # No unit's part of the sum is longer than the bound.
+    bound = engine.accumulator.policy.bounds[0]
+    assert bool((scales * sizes <= bound * (1 + 1e-9)).all())
+
+
+def step(model: nn.Module, inputs: dict[str, torch.Tensor], bound: float = 0.7, **options: Any) -> Engine:
+    engine, tickets = engine_for(model, bound, **options)
+    tickets.append(ticket(inputs["ids"].shape[0]))
+    output = model(**inputs)
+    assert isinstance(output["logits"], Logits), engine.reason
+    output["loss"].backward()
+    return engine
+
+
+def cap(z: torch.Tensor) -> torch.Tensor:
+    z = z / 2.0
+    z = torch.tanh(z)
+    return z * 2.0
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "tied": {"tied": True},
+    "bias": {"bias": True},
+    "tied and biased": {"tied": True, "bias": True},
+    "shifted by slices": {"slices": True, "tied": True},
+    "capped": {"between": cap, "tied": True},
+    "scaled": {"between": lambda z: 0.3 * z},
+    "scaled by a number on the device": {"between": lambda z: z / torch.tensor(1.7)},
+    "with constants": {"between": lambda z: z + torch.linspace(-1, 1, VOCABULARY).view(1, -1)},
+    "summed": {"loss": {"reduction": "sum"}, "tied": True},
+    "another ignored label": {"loss": {"ignore_index": 3}},
+}
+
+
+@pytest.mark.parametrize("tokens", [1 + WIDTH, 4 * WIDTH + 3])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_head_is_exact_however_a_model_calls_it(way: str, tokens: int) -> None:
+    model = Speaker(**WAYS[way])
+    inputs = data(tokens=tokens)
+    if "ignore_index" in WAYS[way].get("loss", {}):
+        inputs["labels"] = inputs["labels"].clamp(min=3)
+    units = truth(model, inputs)
+    engine = step(model, inputs)
+    if not WAYS[way].get("tied"):
+        # Long units' gradients are smaller than their tiles, and are kept.
+        assert engine.accumulator.routes["head.weight"].name == ("instantiate" if tokens > 2 * WIDTH else "tiles")
+    require_exact(engine, engine.accumulator.sums, units)
+
+
+@pytest.mark.parametrize("tokens", [1 + WIDTH, 4 * WIDTH + 3])
+@pytest.mark.parametrize("trained", [[], ["head.bias"], ["head.weight"]])
+def test_what_is_frozen_gets_nothing_and_passes_all_on(trained: list[str], tokens: int) -> None:
+    model = Speaker(bias=True)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad = name in trained or name.startswith("layer")
+    inputs = data(tokens=tokens)
+    units = truth(model, inputs)
+    require_exact(engine := step(model, inputs), engine.accumulator.sums, units)
+    assert set(engine.accumulator.sums) == {"layer.weight", "layer.bias", *trained}
+
+
+@pytest.mark.parametrize("tokens", [1 + WIDTH, 4 * WIDTH + 3])
+@pytest.mark.parametrize("tied", [False, True])
+def test_two_passes_add_what_they_measured(tied: bool, tokens: int) -> None:
+    model, inputs = Speaker(tied=tied, bias=True), data(tokens=tokens)
+    units = truth(model, inputs)
+    require_exact(engine := step(model, inputs, two_pass=True), engine.accumulator.sums, units)
+
+
+@pytest.mark.parametrize("tokens", [1 + WIDTH, 4 * WIDTH + 3])
+def test_users_of_several_rows_and_padding_rows(tokens: int) -> None:
+    model, inputs = Speaker(tied=True), data(rows=7, tokens=tokens)
+    rows = truth(model, inputs)
+    owners = torch.tensor([0, 0, 0, 1, 2, 2, 3])
+    units = [{n: sum(rows[row][n] for row in range(7) if owners[row] == unit) for n in rows[0]} for unit in range(3)]
+    engine, tickets = engine_for(model, 0.7)
+    tickets.append(Ticket(owners, torch.tensor([1.0, 1.0, 1.0, 0.0]), is_last=True))
+    model(**inputs)["loss"].backward()
+    Recording.given[-1], Recording.seen[-1] = Recording.given[-1][:, :3], Recording.seen[-1][:, :3]
+    require_exact(engine, engine.accumulator.sums, units)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_packed_units(tied: bool) -> None:
+    model = Speaker(tied=tied)
+    lengths = [[4, 6], [2, 8]]
+    torch.manual_seed(1)
+    ids = torch.randint(0, VOCABULARY, (2, 10))
+    number, rows, units = 0, [], []
+    for row, own in zip(ids, lengths):
+        start, line = 0, []
+        for length in own:
+            piece = row[start : start + length].unsqueeze(0)
+            none = torch.zeros_like(piece)
+            units += truth(model, {"ids": piece, "labels": piece, "units": none})
+            line += [number] * length
+            number, start = number + 1, start + length
+        rows.append(line)
+    engine, tickets = engine_for(model, 0.7)
+    owners = torch.tensor(rows)
+    tickets.append(Ticket(torch.arange(4), torch.ones(4), is_last=True, token_units=owners))
+    model(ids=ids, labels=ids, units=owners)["loss"].backward()
+    require_exact(engine, engine.accumulator.sums, units)
+
+
+@pytest.mark.parametrize("tokens", [1 + WIDTH, 8 * WIDTH])
+@pytest.mark.parametrize("tied", [False, True])
+def test_bfloat16_is_as_good_as_with_its_logits(tied: bool, tokens: int) -> None:
+    model, inputs = Speaker(tied=tied).bfloat16(), data(tokens=tokens)
+    units = truth(model, inputs)
+
+    def error(engine: Engine) -> float:
+        scales = Recording.given[-1][0].double()
+        wanted = {n: sum(s * g[n] for s, g in zip(scales, units)) for n in units[0]}
+        gaps = sum(float((engine.accumulator.sums[n].double() - w).square().sum()) for n, w in wanted.items())
+        return (gaps / sum(float(w.square().sum()) for w in wanted.values())) ** 0.5
+
+    plain = copy.deepcopy(model)
+    without = error(step(model, inputs))
+    engine, tickets = engine_for(plain, 0.7, keep_logits=True)
+    tickets.append(ticket(5))
+    output = plain(**inputs)
+    assert not isinstance(output["logits"], Logits)
+    output["loss"].backward()
+    # Both round a token's products to bfloat16 once; 1e-3 is an eighth of its unit of rounding.
+    assert without < 1.5 * error(engine) + 1e-3
+
+
+_SLOW = [(n, t) for n in MODELS for t in ("full", "lora") if n != "vit"]
+_FAST = [("gpt2", "full"), ("gemma3", "full"), ("llama", "lora"), ("bart", "full")]
+
+
+@pytest.mark.parametrize(
+    ("name", "tuning"), [pytest.param(*c, marks=[] if c in _FAST else pytest.mark.slow) for c in _SLOW]
+)
+def test_models_of_transformers(name: str, tuning: str) -> None:
+    model, inputs = build(name, tuning), batch(name)
+    shift = name not in {"bert", "roberta", "distilbert", "electra", "albert", "bert-mlm", "t5", "bart"}
+    units = one_at_a_time(model, inputs, shift=shift)
+    engine, tickets = engine_for(model, float(norms(units).median()))
+    tickets.append(ticket(len(units)))
+    output = model(**inputs)
+    output.loss.backward()
+    assert isinstance(output.logits, Logits) == (output.logits.dim() == 3)
+    require_exact(engine, engine.accumulator.sums, units)
+
+
+def test_reading_logits_after_a_private_pass_names_the_switch() -> None:
+    model, inputs = Speaker(), data()
+    engine, tickets = engine_for(model, 1.0)
+    tickets.append(ticket(5))
+    output = model(**inputs)
+    # Casting every output, as accelerate does, reads nothing.
+    assert output["logits"].float().detach().shape == (5, TOKENS, VOCABULARY)
+    for read in (lambda z: z.argmax(-1), lambda z: z[0, 0], lambda z: z + 1, lambda z: z.tolist(), lambda z: z.numpy()):
+        with pytest.raises(RuntimeError, match="keep_logits=True"):
+            read(output["logits"])
+    output["loss"].backward()
+    model.eval()
+    with torch.no_grad():
+        assert model(**inputs)["logits"].argmax(-1).shape == (5, TOKENS)
+
+
+class Reads(Speaker):
+    """Does something with the logits besides the loss."""
+
+    def __init__(self, read: Callable[[torch.Tensor], Any], **options: Any):
+        super().__init__(**options)
+        self.read = read
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+        found = self.head(torch.tanh(self.layer(self.table(ids))))
+        read = self.read(found)
+        loss = F.cross_entropy((found if read is None else read).flatten(0, 1), labels.flatten())
+        return {"loss": loss, "logits": found}
+
+
+def _half(z: torch.Tensor) -> None:
+    z.mul_(0.5)
+
+
+READS = {
+    "for a metric": lambda z: z.argmax(-1).sum() * 0 + z,
+    "in place": _half,
+    "through a softmax": lambda z: torch.log_softmax(z, -1),
+    "against the data": lambda z: z * (1 + torch.arange(z.shape[1]).view(1, -1, 1)),
+    "in another order": lambda z: z.flip(1),
+}
+
+
+@pytest.mark.parametrize("how", READS)
+@pytest.mark.parametrize("trained", [True, False])
+def test_other_readers_of_logits_get_them(how: str, trained: bool) -> None:
+    model, inputs = Reads(READS[how]), data()
+    model.head.weight.requires_grad = trained
+    inputs["labels"] = inputs["ids"]
+    units = truth(model, inputs)
+    engine, tickets = engine_for(model, 0.7)
+    tickets.append(ticket(5))
+    output = model(**inputs)
+    assert not isinstance(output["logits"], Logits)
+    output["loss"].backward()
+    require_exact(engine, engine.accumulator.sums, units)
+
+
+class Writes(Speaker):
+    """Writes into the hidden states after the head has seen them."""
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+        hidden = torch.tanh(self.layer(self.table(ids))) * 1.0
+        found = self.head(hidden)
+        with torch.no_grad():
+            hidden.zero_()
+        return {"loss": F.cross_entropy(found.flatten(0, 1), labels.flatten()), "logits": found}
+
+
+def test_what_logits_are_made_of_may_be_written_afterwards() -> None:
+    model, inputs = Writes(), data()
+    for parameter in (model.table.weight, *model.layer.parameters(), model.head.weight):
+        parameter.requires_grad = False
+    model.head.bias = nn.Parameter(torch.zeros(VOCABULARY))
+    inputs["labels"] = inputs["ids"]
+    units = truth(model, inputs)
+    engine, tickets = engine_for(model, 0.7)
+    tickets.append(ticket(5))
+    output = model(**inputs)
+    assert not isinstance(output["logits"], Logits)
+    output["loss"].backward()
+    require_exact(engine, engine.accumulator.sums, units)
+
+
+def test_rows_that_see_each_other_through_the_logits_are_refused() -> None:
+    model, inputs = Reads(lambda z: z * (1 + z.detach().abs().mean())), data()
+    inputs["labels"] = inputs["ids"]
+    _, tickets = engine_for(model, 0.7)
+    tickets.append(ticket(5))
+    with pytest.raises(SelfCheckError, match="couples examples"):
+        model(**inputs)
+
+
+def test_a_tile_that_changes_between_norms_and_sums_is_refused() -> None:
+    model, inputs = Speaker(), data(tokens=1 + WIDTH)
+    engine, tickets = engine_for(model, 0.7)
+    tickets.append(ticket(5))
+    output = model(**inputs)
+    with torch.no_grad():
+        model.head.weight *= 1.1
+    with pytest.raises(SelfCheckError, match=r"head\.weight: the second"):
+        output["loss"].backward()
+
+
+def test_units_that_are_not_finite_take_no_part() -> None:
+    for tokens in (1 + WIDTH, 4 * WIDTH):
+        model, inputs = Speaker(), data(tokens=tokens)
+        with torch.no_grad():
+            model.table.weight[VOCABULARY - 1] = float("nan")
+        inputs["ids"][2, 1], inputs["labels"][2] = VOCABULARY - 1, 0
+        engine = step(model, inputs, check=False)
+        assert int(engine.accumulator.nonfinite) == 1
+        others = {name: torch.cat([t[:2], t[3:]]) for name, t in inputs.items()}
+        again = step(copy.deepcopy(model), others, check=False)
+        for name, total in again.accumulator.sums.items():
+            assert relative(engine.accumulator.sums[name], total) < TOLERANCE, name
+
+
+def test_masks_and_several_groups_of_the_head() -> None:
+    model, inputs = Speaker(), data(tokens=1 + WIDTH)
+    units = truth(model, inputs)
+    names = list(units[0])
+    mask = torch.rand(VOCABULARY, WIDTH) < 0.4
+    groups = dict.fromkeys(names, 0) | {"head.weight": (0, 1)}
+    tickets: deque[Ticket] = deque([ticket(5)])
+    policy = Policy((0.5, 0.3), (0.0, 0.0), groups, {"head.weight": mask})
+    engine = Engine(model, policy, tickets)
+    model(**inputs)["loss"].backward()
+    wanted = torch.zeros(VOCABULARY, WIDTH, dtype=torch.float64)
+    for unit in units:
+        rest = sum(float(unit[n].square().sum()) for n in names if n != "head.weight")
+        inside = (rest + float(unit["head.weight"][mask].square().sum())) ** 0.5
+        outside = float(unit["head.weight"][~mask].norm())
+        scales = min(1.0, 0.5 / max(inside, 1e-30)), min(1.0, 0.3 / max(outside, 1e-30))
+        wanted += torch.where(mask, scales[0], scales[1]) * unit["head.weight"]
+    assert relative(engine.accumulator.sums["head.weight"], wanted) < 2e-3
+
+
+def test_later_batches_of_any_length_take_whatever_way_is_theirs() -> None:
+    model = Speaker(tied=True)
+    engine, tickets = engine_for(model, 0.7)
+    for tokens in (6, 23, 1 + 2 * WIDTH, 2 * WIDTH, 2, 60, 6):
+        inputs = data(tokens=tokens, seed=tokens)
+        inputs["labels"] = inputs["ids"]
+        units = truth(model, inputs)
+        tickets.append(ticket(5))
+        model(**inputs)["loss"].backward()
+        require_exact(engine, engine.accumulator.sums, units)
+        engine.abandon()
