@@ -32,6 +32,8 @@ from .suite import Table, mean_of, measure_rows, parser_of
 #: the vocabulary's tokens, where Laplace noise has the whole space to get lost in.
 LAPLACE = ("SAP", "CTI paper")
 EXPONENTIAL = ("exponential", "CTI prior", "CTI elastic")
+#: Told at an epsilon of any two tokens, by cells and epsilon.
+QUOTIENT = "CTI quotient"
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,7 @@ class Size:
     counted: int = 4000
     etas: tuple[float, ...] = (50.0, 65.0, 80.0, 100.0)
     exponential_etas: tuple[float, ...] = (11.0, 14.0, 17.0, 21.0)
+    quotients: tuple[tuple[int, float], ...] = ((3, 2.0), (5, 2.0), (5, 3.0), (5, 4.0))
     hidden_etas: tuple[float, ...] = (60.0, 150.0)
     splits: tuple[int, ...] = (1, 2)
     trained_from: int = 4
@@ -63,6 +66,7 @@ TINY = Size(
     counted=100,
     etas=(75.0,),
     exponential_etas=(18.0,),
+    quotients=((3, 2.0),),
     hidden_etas=(100.0,),
     splits=(1,),
     epochs=1,
@@ -120,7 +124,7 @@ class Bench:
     def figure_2(self, row: dict[str, Any]) -> dict[str, Any]:
         """Tokens privatized at the embedding: EP and UA by eta, with and without CTI."""
         tokenizer, model, train, held_out, counts = self.texts(row["seed"])
-        if row["eta"] is None:
+        if row["form"] == "none":
             return {"UA": self._utility(model, train, held_out, row["seed"])}
         privatizer = _privatizer(row, model, tokenizer, counts)
         # A customer knows the labels of its training texts; in inference there are none.
@@ -128,9 +132,11 @@ class Bench:
         sent = train.with_ids(privatizer(train.ids, labels=labels, attention_mask=train.mask))
         asked = held_out.with_ids(privatizer(held_out.ids, attention_mask=held_out.mask))
         shown = privatizer.displacement()
+        # What leaves of the quotient stands for a cell: the attacker guesses the token of most weight given it.
+        guessed = _likeliest(privatizer, counts)[sent.ids] if row["form"] == QUOTIENT else sent.ids
         return {
             "UA": self._utility(model, sent, asked, row["seed"]),
-            "EP": _recovered(sent.ids, train).empirical_privacy,
+            "EP": _recovered(guessed, train).empirical_privacy,
             "unchanged_of_vocabulary": shown.unchanged,
             "mean_displacement": shown.mean_displacement,
             **_bounds(privatizer, counts),
@@ -180,7 +186,7 @@ class Bench:
                 released = [_by_rows(private, t) for t in texts]
         else:
             sent = [t.ids for t in texts]
-            if row["eta"] is not None:
+            if row["form"] != "none":
                 privatizer = _privatizer(row, model, tokenizer, counts)
                 sent = [privatizer(t.ids, attention_mask=t.mask) for t in texts]
             released = [model.get_input_embeddings().weight.detach()[ids] for ids in sent]
@@ -258,6 +264,9 @@ def _by_rows(bottom: Any, texts: tops.Texts) -> Tensor:
 
 
 def _privatizer(row: dict[str, Any], model: Any, tokenizer: Any, counts: Tensor) -> TextPrivatizer:
+    if row["form"] == QUOTIENT:
+        cti = CTI.from_counts(counts, source="public", form="quotient", cells=row["cells"])
+        return TextPrivatizer(model, epsilon=row["epsilon"], tokenizer=tokenizer, cti=cti)
     mechanism = "laplace" if row["form"] in LAPLACE else "exponential"
     cti = _cti(row["form"], counts)
     return TextPrivatizer(model, eta=row["eta"], tokenizer=tokenizer, mechanism=mechanism, cti=cti)
@@ -267,6 +276,21 @@ def _cti(form: str, counts: Tensor) -> CTI | None:
     if not form.startswith("CTI "):
         return None
     return CTI.from_counts(counts, source="public", form=form.removeprefix("CTI "))
+
+
+def _likeliest(privatizer: TextPrivatizer, counts: Tensor) -> Tensor:
+    """By released token, the token that public counts and the law make likeliest; itself where it is never released."""
+    mass = counts.sum(0).double().clamp_min(1e-9)
+    guessed, most = torch.arange(len(mass)), torch.full((len(mass),), -math.inf, dtype=torch.float64)
+    # Tokens of a cell share a law, so that the one that occurs most speaks for all.
+    assert privatizer.cti is not None
+    assert privatizer.cti.cells is not None
+    for cell in privatizer.cti.cells.unique().tolist():
+        token = int(mass.masked_fill(privatizer.cti.cells != cell, -1.0).argmax())
+        weight = privatizer.log_probabilities(token) + mass[token].log()
+        guessed = torch.where(weight > most, token, guessed)
+        most = torch.maximum(weight, most)
+    return guessed
 
 
 def _recovered(guessed: Tensor, texts: tops.Texts) -> audit.InversionResult:
@@ -299,6 +323,9 @@ def settings(size: Size, seeds: int) -> Iterator[dict[str, Any]]:
                 for eta in etas:
                     for form in forms:
                         yield {"part": part, "form": form, "eta": eta, "seed": seed, **place}
+            for cells, epsilon in size.quotients:
+                told = {"eta": None, "cells": cells, "epsilon": epsilon}
+                yield {"part": part, "form": QUOTIENT, **told, "seed": seed, **place}
         for after in range(5):
             yield {"part": "figure 4", "after": after, "seed": seed}
         for eta in size.etas[2:3] or size.etas:
@@ -329,6 +356,11 @@ def _plot_trade(rows: list[dict[str, Any]], axes: Any) -> None:
         known = [point for point in points if None not in point]
         if known:
             axes.plot(*zip(*known), label=form + (" (no bound)" if form == "CTI paper" else ""))
+    told = sorted({(row["cells"], row["epsilon"]) for row in rows if row.get("form") == QUOTIENT})
+    for cells, epsilon in told:
+        own = {"form": QUOTIENT, "cells": cells, "epsilon": epsilon}
+        point = [mean_of(rows, value, part="figure 2", **own) for value in ("EP", "UA")]
+        axes.plot(*point, "*", label=f"quotient, {cells} cells, epsilon {epsilon:g}")
     axes.set(xlabel="empirical privacy", ylabel="accuracy", title="SAP at the embedding, by eta")
 
 
@@ -362,12 +394,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sst2="folder with train.tsv, dev.tsv and test.tsv",
         pii="labelled spans, such as synth_dataset_v2.json",
     )
-    parser.add_argument("--only", default="", help="only parts whose name holds this")
+    parser.add_argument("--only", default="", help="only parts and forms whose names hold this")
     options = parser.parse_args(arguments)
     quiet_libraries()
     size = {"default": Size(), "tiny": TINY, "full": FULL}[options.size]
     bench, table = Bench(options.model, options.sst2, options.pii, size), Table(options.json)
-    wanted = (row for row in settings(size, options.seeds) if options.only in row["part"])
+    wanted = (row for row in settings(size, options.seeds) if options.only in f"{row['part']} {row.get('form')}")
     measure_rows(table, wanted, bench.run, options.minutes)
     if options.pictures:
         plot(table.rows, options.pictures)

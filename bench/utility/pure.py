@@ -1,0 +1,164 @@
+"""What a few public symbols tell at a pure epsilon, beside the mechanisms that they replace: SST-2, in minutes.
+
+    fastdp bench utility --suite pure --model MODEL --sst2 FOLDER --json bench/results/utility/pure.json
+
+Part ``tokens``: a naive Bayes head of public texts reads privatized held-out texts, and an attacker guesses their tokens. The
+quotient's head knows the channel, and its attacker is the best there is for single tokens, by public frequencies. Of the
+exponential mechanism only tokens that stayed count as recovered, which flatters it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastdp import TextPrivatizer
+from fastdp.commands.quiet import quiet_libraries
+from fastdp.data import read_rows
+from fastdp.methods.sap import CTI, count_tokens
+
+from .suite import Table, measure_rows, parser_of
+
+#: Cells and epsilon of the quotient; eta of the exponential mechanism.
+QUOTIENTS = ((3, 1.0), (3, 2.0), (5, 2.0), (5, 3.0), (5, 4.0))
+ETAS = (11.0, 14.0, 17.0)
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much is run."""
+
+    public: int = 6735
+    held_out: int = 872
+
+
+TINY = Size(400, 60)
+
+
+@dataclass
+class Bench:
+    """The model's table and the texts, read once."""
+
+    model: Path
+    sst2: Path
+    size: Size
+    _held: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def tokenizer(self) -> Any:
+        """The model's."""
+        if "tokenizer" not in self._held:
+            from transformers import AutoTokenizer
+
+            self._held["tokenizer"] = AutoTokenizer.from_pretrained(self.model)
+        return self._held["tokenizer"]
+
+    @property
+    def table(self) -> Tensor:
+        """The model's token embeddings [V, d]."""
+        if "table" not in self._held:
+            from transformers import AutoModel
+
+            made = AutoModel.from_pretrained(self.model)
+            self._held["table"] = made.get_input_embeddings().weight.detach()[: len(self.tokenizer)]
+        return self._held["table"]
+
+    def texts(self, name: str, count: int) -> tuple[list[Tensor], Tensor]:
+        """Ids of each text, and the labels, of the first ``count`` lines of a file."""
+        if name not in self._held:
+            rows = read_rows(self.sst2 / name)
+            ids = self.tokenizer(rows.column("sentence", "text")[:count], add_special_tokens=False)["input_ids"]
+            labels = torch.tensor([int(label) for label in rows.column("label", "label")[:count]])
+            self._held[name] = ([torch.tensor(own, dtype=torch.int64) for own in ids], labels)
+        return self._held[name]
+
+    def counts(self) -> Tensor:
+        """Occurrences of each token in the public texts of each class."""
+        if "counts" not in self._held:
+            texts, labels = self.texts("dev.tsv", self.size.public)
+            self._held["counts"] = count_tokens(texts, labels.tolist(), 2, len(self.tokenizer))  # type: ignore[arg-type]
+        return self._held["counts"]
+
+    def run(self, row: dict[str, Any]) -> dict[str, Any]:
+        """One row: accuracy, share of tokens that the attacker gets wrong, nats between the median pair of tokens."""
+        counts = self.counts()
+        texts, labels = self.texts("test.tsv", self.size.held_out)
+        flat, document = torch.cat(texts), _documents(texts)
+        head = ((counts + 1) / (counts + 1).sum(1, keepdim=True)).log()
+        if row["form"] == "clear":
+            return {"accuracy": _accuracy(head[:, flat], document, labels)}
+        if row["form"] == "quotient":
+            cti = CTI.from_counts(counts, source="public", form="quotient", cells=row["cells"])
+            private = TextPrivatizer(
+                self.table, epsilon=row["epsilon"], cti=cti, tokenizer=self.tokenizer, unsafe_seed=row["seed"]
+            )
+            sent = private(flat)
+            laws = torch.stack([private.log_probabilities(int(token)) for token in _one_of_each(cti.cells)]).exp()
+            # Of each class, how often a token lies in a cell, and from there how often it is released.
+            shares = torch.stack([torch.bincount(cti.cells, weights=own, minlength=row["cells"]) for own in counts])  # type: ignore[arg-type]
+            head = (shares / shares.sum(1, keepdim=True) @ laws).log()
+            mass = counts.sum(0)
+            likeliest = torch.stack([(mass * (cti.cells == cell)).argmax() for cell in range(row["cells"])])
+            weights = laws[:, sent] * mass[likeliest][:, None]
+            guessed, nats = likeliest[weights.argmax(0)], row["epsilon"]
+        else:
+            private = TextPrivatizer(
+                self.table, eta=row["eta"], mechanism="exponential", tokenizer=self.tokenizer, unsafe_seed=row["seed"]
+            )
+            sent = guessed = private(flat)
+            drawn = flat[torch.randint(len(flat), (600,), generator=torch.Generator().manual_seed(row["seed"]))].view(
+                2, -1
+            )
+            nats = float(torch.tensor([private.bound(int(a), int(b)) for a, b in drawn.T]).median())
+        return {
+            "accuracy": _accuracy(head[:, sent], document, labels),
+            "empirical_privacy": float((guessed != flat).double().mean()),
+            "nats": nats,
+        }
+
+
+def _documents(texts: Sequence[Tensor]) -> Tensor:
+    return torch.repeat_interleave(torch.arange(len(texts)), torch.tensor([len(own) for own in texts]))
+
+
+def _accuracy(scores: Tensor, document: Tensor, labels: Tensor) -> float:
+    """Of the class with the larger sum of log likelihoods, [2, tokens], over a text's tokens."""
+    summed = torch.zeros(len(labels), 2, dtype=torch.float64).index_add_(0, document, scores.T.double())
+    return float((summed.argmax(1) == labels).double().mean())
+
+
+def _one_of_each(cells: Tensor | None) -> list[int]:
+    assert cells is not None
+    return [int((cells == cell).nonzero()[0]) for cell in range(int(cells.max()) + 1)]
+
+
+def settings(seeds: int) -> Iterator[dict[str, Any]]:
+    """One row each; the first seed of everything comes first."""
+    for seed in range(seeds):
+        if not seed:
+            yield {"part": "tokens", "form": "clear", "seed": seed}
+        for cells, epsilon in QUOTIENTS:
+            yield {"part": "tokens", "form": "quotient", "cells": cells, "epsilon": epsilon, "seed": seed}
+        for eta in ETAS:
+            yield {"part": "tokens", "form": "exponential", "eta": eta, "seed": seed}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure what is missing."""
+    parser = parser_of(
+        __doc__, model="folder of all-MiniLM-L6-v2 or another encoder", sst2="folder with dev.tsv and test.tsv"
+    )
+    options = parser.parse_args(arguments)
+    quiet_libraries()
+    size = TINY if options.size == "tiny" else Size()
+    bench = Bench(options.model, options.sst2, size)
+    measure_rows(Table(options.json), settings(options.seeds), bench.run, options.minutes)
+
+
+if __name__ == "__main__":
+    main()
