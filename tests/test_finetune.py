@@ -14,7 +14,7 @@ import transformers
 import yaml
 
 from fastdp import accounting
-from fastdp.accounting import Card
+from fastdp.accounting import Card, verify
 from fastdp.data import Collator, causal_examples
 from fastdp.finetune import ConfigError, FinetuneConfig, Reporter, finetune, load_config
 from fastdp.finetune.evaluation import evaluate
@@ -201,6 +201,33 @@ def test_a_perturbed_forward_pass(config, files, tmp_path, noise):
     assert text["sha256"] == content_digest(files / "public.tsv")
 
 
+@pytest.mark.parametrize("noise", ["codebook", "privunit"])
+def test_a_pure_forward_pass(config, files, tmp_path, noise):
+    number = {"cells": 3} if noise == "codebook" else {"dimension": 2}
+    learning = {"public": str(files / "public.tsv"), "public_examples": 24}
+    if noise == "codebook":
+        learning = {"rehearsal": {"public": str(files / "public.tsv"), "examples": 24, "passes": 1}}
+    options = {"layer": 1, "noise": noise, **number, **learning}
+    settings = classify(config, files, method="ewft", method_options=options, epochs=2, epsilon=3.0)
+    result = finetune(settings)
+    assert result.steps == 6
+    assert result.epsilon == 3.0
+    assert "without a delta" in result.privacy
+    card = json.loads((tmp_path / "run" / "card.json").read_text())
+    assert (card["kind"], card["budget"]["of_a_text"]) == ("pure", 3.0)
+    assert card["mechanism"]["encoder"] == "public text, with labels"
+    assert verify(card).guarantee
+    assert (tmp_path / "run" / "perturbation.pt").exists()
+    elsewhere = str(tmp_path / "other")
+    for fault, words in (
+        ({"noise": noise, "layer": 1}, "learns from public text"),
+        (options | {"autoencoder": [4]}, "autoencoder"),
+        (options | {next(iter(number)): 1}, "at least"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            finetune(with_settings(settings, method_options=fault, output=elsewhere))
+
+
 def test_an_interrupt_before_any_release_leaves_nothing_to_stumble_over(config, files, tmp_path, monkeypatch):
     """While the autoencoder learns, the ledger is there already; the same command goes on as if nothing had been."""
 
@@ -321,6 +348,7 @@ def public_inputs(path):
         "rapft": ("rapft", {**RAPFT, "source": {"kind": "public", "data": path, "examples": 6}}),
         "autoencoder": ("ewft", ewft_options | {"public": path}),
         "rehearsal": ("ewft", ewft_options | {"rehearsal": {"public": path}}),
+        "codebook": ("ewft", {"noise": "codebook", "public": path}),
         "cti": ("sap", {"eta": 20.0, "duplicates": "merge", "cti": {"public": path, "min_support": 1}}),
         "quotient": ("sap", {"epsilon": 2.0, "cti": {"form": "quotient", "cells": 3, "public": path}}),
     }

@@ -18,7 +18,7 @@ labelled private spans, each sent as one query in inference; ``query_epsilon`` i
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
@@ -69,6 +69,15 @@ TINY = Size(
 FULL = Size(
     train=40000, public=20000, length=64, lengths=(16, 32, 64, 128), frozen=0, layers=(1, 2, 3, 4, 5, 6), subjects=1500
 )
+
+
+#: Mechanisms without a delta, at an epsilon; those of few numbers learn from labels, the others from what varies most.
+PURE: dict[str, Callable[[float], Any]] = {
+    "codebook 2": partial(ewft.codebook, 2),
+    "codebook 16": partial(ewft.codebook, 16),
+    "PrivUnit 2": partial(ewft.privunit, dimension=2),
+    "PrivUnit 16": partial(ewft.privunit, dimension=16),
+}
 
 
 @cache
@@ -144,7 +153,9 @@ class Bench:
         torch.manual_seed(row["seed"])
         _, top = split_model(parts["model"], self.size.frozen)
         try:
-            return self._without_noise(top, row) if row["form"] == "none" else self._with_noise(top, row)
+            if row["form"] == "none":
+                return self._without_noise(top, row)
+            return self._at_a_pure_epsilon(top, row) if row["form"] == "pure" else self._with_noise(top, row)
         finally:
             # The top shares its weights with the model, which the next row starts from again.
             parts["model"].load_state_dict(state)
@@ -162,6 +173,25 @@ class Bench:
         self._train(top, parts["train"], row["seed"])
         held_out = parts["held_out"]
         return {"accuracy": tops.accuracy(top, held_out.states, held_out.texts), **found}
+
+    def _at_a_pure_epsilon(self, top: torch.nn.Module, row: dict[str, Any]) -> dict[str, Any]:
+        """What one code or direction tells; first by public texts alone, then with what the private ones add."""
+        parts = self.parts(row["length"], row["seed"])
+        public, held_out, labelled = parts["public"], parts["held_out"], row["bottom"] == "public"
+        if labelled:
+            self._train(top, public, row["seed"])
+        told = PURE[row["mechanism"]](row["epsilon"])
+        settings = ewft.PureSettings(
+            layer=row["layer"], mechanism=told, sequence_length=row["length"], dataset_size=self.size.train
+        )
+        private = settings.open(top)
+        named = [batch | {"labels": own} for batch, own in zip(public.batches(), public.texts.labels.split(32))]
+        private.learn(named, labels=labelled)
+        before = tops.accuracy(top, held_out.states, held_out.texts)
+        self._train(top, parts["train"], row["seed"], private)
+        found = {"accuracy": tops.accuracy(top, held_out.states, held_out.texts), "true_epsilon": row["epsilon"]}
+        private.remove()
+        return {**found, "accuracy_by_public_text_alone": before if labelled else None}
 
     def _with_noise(self, top: torch.nn.Module, row: dict[str, Any]) -> dict[str, Any]:
         parts = self.parts(row["length"], row["seed"])
@@ -228,7 +258,7 @@ class Bench:
             private.train_autoencoder(unlabelled.batches() * self.size.autoencoder_passes)
         return private
 
-    def _train(self, top: torch.nn.Module, part: Part, seed: int, private: fastdp.EWFT | None = None) -> None:
+    def _train(self, top: torch.nn.Module, part: Part, seed: int, private: Any = None) -> None:
         tops.train_top(
             top,
             lambda epoch: part.states,
@@ -266,6 +296,13 @@ def settings(size: Size, seeds: int) -> Iterator[dict[str, Any]]:
     # What no epsilon that anybody prints would buy; and what the pretrained layers alone would, without public labels.
     rows += [{"epsilon": epsilon, "attacked": True, **once} for epsilon in (100.0, 1000.0)]
     rows += [{"epsilon": epsilon, **once, "bottom": "pretrained"} for epsilon in (8.0, 1000.0)]
+    pure = {"form": "pure", "bottom": "public", "autoencoder": []}
+    for epsilon in (1.0, 2.0, 4.0, 8.0):
+        rows += [{"epsilon": epsilon, **pure, "mechanism": name} for name in ("codebook 2", "PrivUnit 2")]
+        rows += [
+            {"epsilon": epsilon, **pure, "mechanism": name, "bottom": "pretrained"}
+            for name in ("codebook 16", "PrivUnit 16")
+        ]
     rows += [
         {"length": length, "form": "none", "bottom": "private", "mechanism": "non-private", "attacked": True}
         for length in size.lengths
@@ -393,6 +430,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--sst2", type=Path, help="folder with train.tsv and test.tsv")
     parser.add_argument("--public", type=Path, help="plain text for the autoencoders")
     parser.add_argument("--pii", type=Path, help="labelled spans, such as synth_dataset_v2.json")
+    parser.add_argument("--only", default="", help="only rows whose form and mechanism hold this")
     parser.add_argument("--step-time", action="store_true", help="only the time of a step; into --json")
     options = parser.parse_args(arguments)
     quiet_libraries()
@@ -406,7 +444,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error("the tables need --sst2, --public and --pii")
     size = {"default": Size(), "tiny": TINY, "full": FULL}[options.size]
     bench, table = Bench(options.model, options.sst2, options.public, options.pii, size), Table(options.json)
-    measure_rows(table, settings(size, options.seeds), bench.run, options.minutes)
+    wanted = (row for row in settings(size, options.seeds) if options.only in f"{row['form']} {row['mechanism']}")
+    measure_rows(table, wanted, bench.run, options.minutes)
     if options.pictures:
         plot(table.rows, options.pictures)
 

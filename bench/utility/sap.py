@@ -265,8 +265,8 @@ def _by_rows(bottom: Any, texts: tops.Texts) -> Tensor:
 
 def _privatizer(row: dict[str, Any], model: Any, tokenizer: Any, counts: Tensor) -> TextPrivatizer:
     if row["form"] == QUOTIENT:
-        cti = CTI.from_counts(counts, source="public", form="quotient", cells=row["cells"])
-        return TextPrivatizer(model, epsilon=row["epsilon"], tokenizer=tokenizer, cti=cti)
+        told = CTI.from_counts(counts, source="public", form="quotient", cells=row["cells"])
+        return TextPrivatizer(model, epsilon=row["epsilon"], tokenizer=tokenizer, cti=told)
     mechanism = "laplace" if row["form"] in LAPLACE else "exponential"
     cti = _cti(row["form"], counts)
     return TextPrivatizer(model, eta=row["eta"], tokenizer=tokenizer, mechanism=mechanism, cti=cti)

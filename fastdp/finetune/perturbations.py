@@ -24,6 +24,8 @@ from fastdp.methods.sap import CTI, SAPPerturbation
 
 RELEASES = "releases"
 _ALL = 1 << 53
+#: A norm that no hidden state comes near.
+_UNCLIPPED = 1e9
 _CTI = ["public", "form", "noise_multiplier", "max_norm", "min_support", "tilt", "c0", "cells"]
 
 
@@ -146,8 +148,11 @@ def _ewft(config: FinetuneConfig) -> Opening:
     ``dp_forward``, ``epoch_weighted`` and ``paper_epoch_weighted``; and for the autoencoder ``public``, a file of public
     examples in the form of the training data, of which ``public_examples`` are used in ``public_passes`` passes.
     ``rehearsal`` trains what lies below the noise on public examples first (`ewft.rehearse`): a mapping of ``public``, a
-    file of them, and if wanted ``examples``, ``passes`` and ``learning_rate``.
+    file of them, and if wanted ``examples``, ``passes`` and ``learning_rate``. With ``noise`` one of ``codebook`` (and ``cells``)
+    and ``privunit`` (and ``dimension``) it is `ewft.PureEWFT`, whose encoder learns from ``public`` or the rehearsal's texts.
     """
+    if (config.method_options or {}).get("noise") in _PURE:
+        return _pure(config)
     options = {"layer": "embeddings", "noise": "release_once", "autoencoder": (64,), **(config.method_options or {})}
     if config.epochs != int(config.epochs):
         raise ConfigError("epochs must be a whole number for ewft: its noise belongs to whole passes over the data")
@@ -165,7 +170,7 @@ def _ewft(config: FinetuneConfig) -> Opening:
         raise ConfigError("with rehearsal the autoencoder learns from its texts: leave public out beside it")
     noise = options.pop("noise")
     if noise not in _SCHEDULES:
-        raise ConfigError(f"noise of ewft is {noise!r}: choose one of {', '.join(_SCHEDULES)}")
+        raise ConfigError(f"noise of ewft is {noise!r}: choose one of {', '.join([*_SCHEDULES, *_PURE])}")
     # Any noise and number of records will do to see whether the rest holds.
     checked = ewft.NoiseSchedule(noise, (1.0,), config.delta, reuse=noise == "release_once")
     plain = ewft.EWFTPerturbation(noise=checked, sequence_length=config.max_length, dataset_size=1, **options)
@@ -176,6 +181,67 @@ def _ewft(config: FinetuneConfig) -> Opening:
         return _open(settings, subject, autoencoder, rehearsal)
 
     return opened
+
+
+_PURE: dict[str, tuple[str, int, Callable[..., Any]]] = {
+    "codebook": ("cells", 2, lambda epsilon, cells: ewft.codebook(cells, epsilon)),
+    "privunit": ("dimension", 16, lambda epsilon, dimension: ewft.privunit(epsilon, dimension)),
+}
+
+
+def _pure(config: FinetuneConfig) -> Opening:
+    """`ewft.PureEWFT`: what it tells is drawn once, whatever the number of passes."""
+    options = {"layer": "output", **(config.method_options or {})}
+    name, usual, make = _PURE[options.pop("noise")]
+    number = options.pop(name, usual)
+    public, rehearsal = _autoencoder_text(options), _rehearsal(options.pop("rehearsal", None))
+    _refuse_unknown("ewft", options, ["layer", "lengths"])
+    learning = public or rehearsal
+    if learning is None or (public is not None and rehearsal is not None):
+        raise ConfigError(
+            "the encoder of ewft's pure forms learns from public text: name a file with public in method_options, or with "
+            "rehearsal one that the layers below learn from too"
+        )
+    plain = ewft.PureSettings(
+        mechanism=make(_epsilon(config), number), sequence_length=config.max_length, dataset_size=1, **options
+    )
+
+    def opened(subject: Subject) -> Releases:
+        found = subject.read_public(learning.public, learning.examples, plain.sequence_length)
+        settings = dataclasses.replace(plain, dataset_size=len(subject.train), public_texts=(found.origin,))
+        if rehearsal is not None:
+            _rehearse_without_noise(plain, subject, rehearsal, found.batches)
+        made = settings.open(subject.model)
+        try:
+            made.learn(found.batches)
+        except BaseException:
+            made.discard()
+            raise
+        return made
+
+    return opened
+
+
+def _rehearse_without_noise(
+    settings: ewft.PureSettings, subject: Subject, rehearsal: _Learning, batches: Iterable[Mapping[str, Any]]
+) -> None:
+    """What tells the classes apart is learned whole; the draw comes after, and of a summary."""
+    trained = [p for p in subject.model.parameters() if p.requires_grad]
+    settings.open(subject.model).remove()
+    for parameter in trained:
+        parameter.requires_grad_()
+    rate: dict[str, Any] = {} if rehearsal.learning_rate is None else {"learning_rate": rehearsal.learning_rate}
+    ewft.rehearse(
+        subject.model,
+        batches,
+        layer=settings.layer,
+        noise=ewft.NoiseSchedule("none", (0.0,), subject.config.delta),
+        sequence_length=settings.sequence_length,
+        max_norm=_UNCLIPPED,
+        passes=rehearsal.passes,
+        lengths=settings.lengths,
+        **rate,
+    )
 
 
 def _open(

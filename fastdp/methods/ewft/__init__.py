@@ -12,6 +12,12 @@ from fastdp.methods.ewft.noise import paper_uniform as paper_uniform
 from fastdp.methods.ewft.noise import release_once as release_once
 from fastdp.methods.ewft.noise import shaped as shaped
 from fastdp.methods.ewft.noise import uniform as uniform
+from fastdp.methods.ewft.pooled import Codebook as Codebook
+from fastdp.methods.ewft.pooled import PrivUnit as PrivUnit
+from fastdp.methods.ewft.pooled import codebook as codebook
+from fastdp.methods.ewft.pooled import privunit as privunit
+from fastdp.methods.ewft.pure import PureEWFT as PureEWFT
+from fastdp.methods.ewft.pure import PureSettings as PureSettings
 from fastdp.methods.ewft.rehearsal import rehearse as rehearse
 from fastdp.methods.ewft.releases import EWFT as EWFT
 from fastdp.methods.ewft.releases import EWFTPerturbation as EWFTPerturbation

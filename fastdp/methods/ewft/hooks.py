@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from fastdp.methods.blocks import Blocks, find_blocks
 from fastdp.methods.ewft.mask import argument, hide_padding
-from fastdp.methods.ewft.settings import EWFTSettings
 
 
 class Releasing(Protocol):
@@ -21,6 +20,21 @@ class Releasing(Protocol):
 
     def decode(self, code: Tensor) -> Tensor:
         """The hidden state that what follows goes on with, [B, T, d]."""
+
+
+class Place(Protocol):
+    """Where a model is perturbed, and what of its batches is public; settings have it."""
+
+    @property
+    def layer(self) -> int | str: ...
+    @property
+    def sequence_length(self) -> int: ...
+    @property
+    def dataset_size(self) -> int: ...
+    @property
+    def bottom(self) -> str: ...
+    @property
+    def lengths(self) -> str: ...
 
 
 class _Reached(Exception):
@@ -45,7 +59,7 @@ class PerturbedLayer:
     Raises ValueError for a layer that does not exist, lengths that cannot be hidden, and a model that is perturbed already.
     """
 
-    def __init__(self, model: nn.Module, settings: EWFTSettings, releases: Releasing):
+    def __init__(self, model: nn.Module, settings: Place, releases: Releasing):
         self.settings, self._releases = settings, releases
         self.blocks: Blocks = find_blocks(model)
         self._check_alone()

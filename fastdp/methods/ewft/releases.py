@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -16,71 +16,16 @@ import fastdp.ops as ops
 from fastdp.accounting.event_types import DpEvent
 from fastdp.methods.ewft.autoencoder import StackedAutoencoder, TrainedPrivately, train_autoencoder
 from fastdp.methods.ewft.hooks import PerturbedLayer
+from fastdp.methods.ewft.records import TOKEN_LABELS, UNPROTECTED, Records
 from fastdp.methods.ewft.settings import EWFTSettings, kind
 from fastdp.methods.perturbation import Releases
 from fastdp.methods.public import described
 from fastdp.ops.grid import DISTANCE
 from fastdp.ops.stream import NoiseStream
 
-_TOKEN_LABELS = (
-    "labels were given for every token: where they are the text itself, training on them reveals what the noise hides"
-)
 _UNCHECKED = (
     "each record was used at most once an epoch: nobody checked, since the run was allowed to go without example_ids"
 )
-_UNPROTECTED = (
-    "labels: the guarantee covers a sequence, not the label that comes with it",
-    "which sequence belongs to whom, and when it is used",
-)
-
-
-class _Records:
-    """Which records were released in an epoch, and the releases that are used again.
-
-    Attributes:
-        seen: bool [N].
-        codes: noisy codes [N, T, k], None until the first.
-    """
-
-    def __init__(self, settings: EWFTSettings):
-        self._size, self._unchecked = settings.dataset_size, settings.unchecked_records
-        self._rows = 0
-        self.seen = torch.zeros(self._size, dtype=torch.bool)
-        self.codes: Tensor | None = None
-
-    def count(self, rows: int, ids: Tensor | None, epoch: int) -> None:
-        """Refuse a batch that would release a record twice in an epoch: by id, or, where that was asked for, by number."""
-        if ids is not None:
-            if bool(self.seen[ids].any()):
-                raise RuntimeError(
-                    "a record comes a second time in this epoch: each is released once, so sample without replacement"
-                )
-            self.seen[ids] = True
-        elif not self._unchecked:
-            raise ValueError(
-                "training releases each record once an epoch, and must know which those of a batch are: pass example_ids [B]"
-                ", or unchecked_records=True if the loader surely uses each record once"
-            )
-        elif self._rows + rows > self._size:
-            raise RuntimeError(
-                f"more than dataset_size = {self._size} records in epoch {epoch}: a second release would not be covered; call "
-                "set_epoch at the start of each epoch"
-            )
-        self._rows += rows
-
-    def reused(self, code: Tensor, ids: Tensor | None, draw: Callable[[Tensor], Tensor]) -> Tensor:
-        """The release of each record, drawn when it first comes."""
-        if ids is None:
-            raise ValueError(
-                "a schedule that releases once needs to know its records: pass example_ids [B] with each batch"
-            )
-        if self.codes is None:
-            self.codes = torch.zeros(self._size, *code.shape[1:], dtype=code.dtype)
-        new = ~self.seen[ids]
-        if bool(new.any()):
-            self.codes[ids[new]] = draw(code[new.to(code.device)].detach()).to("cpu")
-            self.seen[ids[new]] = True
-        return self.codes[ids].to(code.device)
 
 
 class EWFT(Releases):
@@ -130,7 +75,7 @@ class EWFT(Releases):
         self.stream = NoiseStream() if unsafe_seed is None else NoiseStream.unsafe_reproducible(unsafe_seed)
         self.epoch: int | None = None
         self.inference_releases = 0
-        self._records = _Records(self.settings)
+        self._records = Records(self.settings.dataset_size, self.settings.unchecked_records)
         self._sealed = False
         if self.autoencoder is not None:
             self.autoencoder.encoder.requires_grad_(self.settings.joint_autoencoder)
@@ -173,7 +118,7 @@ class EWFT(Releases):
             raise RuntimeError(f"epoch {epoch} comes after epoch {self.epoch}: its records were released already")
         if not (self.noise.reuse and self.epoch is not None):
             self._record(1 if self.noise.reuse else epoch)
-            self._records = _Records(self.settings)
+            self._records = Records(self.settings.dataset_size, self.settings.unchecked_records)
         self.epoch = epoch
 
     def _record(self, epoch: int) -> None:
@@ -298,7 +243,7 @@ class EWFT(Releases):
 
     def flaws(self) -> list[str]:
         """Why the run carries no guarantee; empty if it does."""
-        return self.settings.flaws() + ([_TOKEN_LABELS] if self._layer.token_labels else [])
+        return self.settings.flaws() + ([TOKEN_LABELS] if self._layer.token_labels else [])
 
     def epsilon(self, delta: float | None = None) -> float:
         """What a training record's releases cost so far, an upper bound without amplification.
@@ -389,7 +334,7 @@ class EWFT(Releases):
                 f"sequence in it; {self.inference_releases} were made",
             ),
             unprotected=(
-                *_UNPROTECTED,
+                *UNPROTECTED,
                 *(("the length of each sequence",) if self.settings.lengths == "public" else ()),
             ),
         )

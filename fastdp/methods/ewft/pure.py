@@ -1,0 +1,254 @@
+"""EW-FT at a pure epsilon: one code or one direction of a sequence leaves, once, in the place of its hidden states."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from torch import Tensor, nn
+
+import fastdp.accounting as accounting
+from fastdp.methods.ewft.hooks import PerturbedLayer
+from fastdp.methods.ewft.pooled import Encoder, Symbols, learn, pooled
+from fastdp.methods.ewft.records import TOKEN_LABELS, UNPROTECTED, Records
+from fastdp.methods.perturbation import Releases
+from fastdp.methods.public import PublicText, described
+from fastdp.ops.stream import NoiseStream
+
+
+@dataclass(frozen=True, kw_only=True)
+class PureSettings:
+    """Settings of `PureEWFT`, all public.
+
+    Args:
+        layer: ``embeddings`` (0), the number of a block counted from 1, or ``output``: what is summarised, and replaced.
+        mechanism: `ewft.codebook` or `ewft.privunit`.
+        sequence_length: tokens of every padded sequence; batches of another length are refused.
+        dataset_size: records in the training data, N; public.
+        lengths: as in `EWFTSettings`.
+        public_texts: what the encoder, or the layers below, learned from, for the card.
+
+    Raises ValueError for values out of range.
+    """
+
+    layer: int | str
+    mechanism: Symbols
+    sequence_length: int
+    dataset_size: int
+    lengths: str = "hidden"
+    public_texts: Sequence[PublicText] = ()
+
+    #: What precedes the layer is never trained; each record is released once, and known by its id.
+    @property
+    def bottom(self) -> str:
+        """Always ``frozen``."""
+        return "frozen"
+
+    @property
+    def unchecked_records(self) -> bool:
+        """Never."""
+        return False
+
+    def __post_init__(self) -> None:
+        for name in ("sequence_length", "dataset_size"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not (isinstance(value, int) and value >= 1):
+                raise ValueError(f"{name} is {value!r}: it must be a whole number of at least 1")
+        if self.lengths not in ("hidden", "public"):
+            raise ValueError(f"lengths is {self.lengths!r}: choose 'hidden' or 'public'")
+
+    def open(self, model: nn.Module, /, unsafe_seed: int | None = None) -> PureEWFT:
+        """The perturbation of a model."""
+        return PureEWFT(model, unsafe_seed=unsafe_seed, **{own.name: getattr(self, own.name) for own in fields(self)})
+
+
+class PureEWFT(Releases):
+    """Replaces the hidden states after one layer by what a pure-epsilon draw tells of them, in training and in inference.
+
+    The states of a sequence are averaged over its tokens, made a code or a short vector by an encoder that `learn` took from
+    public text, and told by the mechanism, once: the draw of a training record is kept and used in every epoch. What follows
+    the layer sees, at every position, the state that stands for the answer.
+
+    Args:
+        model: as for `EWFT`; what precedes the layer is frozen.
+        settings: see `PureSettings`.
+        unsafe_seed: draws that whoever knows the seed can repeat: for tests, and the card says so.
+
+    In training mode ``example_ids`` [B] among the model's inputs say which records they are. Outside of it every row is a
+    release of its own, counted in ``inference_releases``.
+
+    Raises ValueError as `PureSettings`, and for a layer that does not exist or a model that is perturbed already.
+    """
+
+    def __init__(self, model: nn.Module, *, unsafe_seed: int | None = None, **settings: Any):
+        self.settings = PureSettings(**settings)
+        self.mechanism, self.padded_length = self.settings.mechanism, self.settings.sequence_length
+        self._layer = PerturbedLayer(model, self.settings, self)
+        self.blocks = self._layer.blocks
+        self.stream = NoiseStream() if unsafe_seed is None else NoiseStream.unsafe_reproducible(unsafe_seed)
+        self.inference_releases = 0
+        self._records = Records(self.settings.dataset_size)
+        self._encoder: Encoder | None = None
+        self._learned: dict[str, Tensor] = {}
+        self._with_labels = False
+        self._layer.attach()
+
+    # Use
+
+    @property
+    def frozen_parameters(self) -> list[str]:
+        """What precedes the layer, by name, whose gradients were turned off."""
+        return self._layer.frozen_parameters
+
+    def learn(self, public_batches: Iterable[Mapping[str, Any]], *, labels: bool = True) -> None:
+        """Learn the encoder from **public** batches of model inputs; if they have ``labels`` [B], what tells those apart.
+
+        Raises ValueError for too few or too uniform texts, and once something was released: its codes would lose their meaning.
+        """
+        if not self.untouched or self.inference_releases:
+            raise ValueError(
+                "texts were released by the encoder that there is: by another one their codes would mean another thing"
+            )
+        states, given = [], []
+        for batch in public_batches:
+            states.append(pooled(self._layer.tapped(batch, "hidden"), batch.get("attention_mask")))
+            given.append(batch.get("labels"))
+        if not states:
+            raise ValueError("there was no public text to learn from")
+        known = labels and all(
+            isinstance(own, Tensor) and own.dim() == 1 and not own.is_floating_point() for own in given
+        )
+        self._encoder, self._learned = learn(self.mechanism, states, given if known else None)  # type: ignore[arg-type]
+        self._with_labels = known
+
+    def examples(self, items: Sequence[Mapping[str, Any]], *, training: bool) -> list[dict[str, Any]]:
+        """Examples for training get their ``example_ids``."""
+        return [{**item, **({"example_ids": number} if training else {})} for number, item in enumerate(items)]
+
+    def released_codes(self, batches: Iterable[Mapping[str, Any]]) -> Iterator[Tensor]:
+        """The draws of batches of queries: all that their receiver gets. Each row is a release, and counted."""
+        for batch in batches:
+            yield self._layer.tapped(batch, "code")
+
+    def remove(self) -> None:
+        """Take the hooks out, so that the model computes as before. Frozen parameters stay so."""
+        self._layer.remove()
+
+    # Releases
+
+    def release(self, hidden: Tensor, mask: Tensor | None, ids: Tensor | None) -> Tensor:
+        """Draws of hidden states. Called by the forward pass."""
+        if self._encoder is None:
+            raise RuntimeError("there is no encoder yet: call learn with public text")
+        code = self.mechanism.encode(self._encoder, self._learned, pooled(hidden, mask))
+        if not self.blocks.base.training:
+            self.inference_releases += len(code)
+            return self._drawn(code).to(hidden.device)
+        if ids is not None and ids.numel() != len(code):
+            raise ValueError(f"{ids.numel()} example_ids for {len(code)} examples: give one for each")
+        return self._records.reused(code, ids, self._drawn).to(hidden.device)
+
+    def _drawn(self, code: Tensor) -> Tensor:
+        return self.mechanism.release(code, self.stream)
+
+    def decode(self, code: Tensor) -> Tensor:
+        """The state that stands for an answer, at every position."""
+        assert self._encoder is not None
+        state = self.mechanism.decode(self._encoder, self._learned, code.cpu()).to(code.device)
+        dtype = next(self.blocks.base.parameters()).dtype
+        return state.to(dtype)[:, None, :].expand(-1, self.settings.sequence_length, -1).contiguous()
+
+    # Accounting
+
+    @property
+    def untouched(self) -> bool:
+        """Whether no training record was released."""
+        return not bool(self._records.seen.any())
+
+    def flaws(self) -> list[str]:
+        """Why the run carries no guarantee; empty if it does."""
+        return [TOKEN_LABELS] if self._layer.token_labels else []
+
+    def epsilon(self) -> float:
+        """What was told of a training record so far; inf of draws that whoever knows their seed can repeat."""
+        if self.untouched:
+            return 0.0
+        return math.inf if self.stream.reproducible else self.mechanism.epsilon
+
+    def inference_epsilon(self, queries: int = 1) -> float:
+        """What a sequence costs that was sent ``queries`` times in inference; every query is a draw of its own."""
+        return math.inf if self.stream.reproducible else self.mechanism.epsilon * queries
+
+    def claim(self) -> accounting.Pure:
+        """Of one user's sequence, which is released once."""
+        return accounting.Pure("one user's sequence", self.mechanism.epsilon, units=1)
+
+    def in_words(self) -> str:
+        """The figure with its unit, or why there is none."""
+        if self.flaws():
+            return f"none: {'; '.join(self.flaws())}"
+        return f"epsilon {self.mechanism.epsilon:g} without a delta for one user's sequence (local)"
+
+    def card(self) -> accounting.Card:
+        """What was told of a training record, what it costs, and what is not protected."""
+        settings, model = self.settings, self.blocks.model
+        float_draws = self.mechanism.name == "PrivUnit"
+        return accounting.Card.of(
+            self.claim(),
+            mechanism={
+                **self.mechanism.describe(),
+                "layer": settings.layer,
+                "sequence_length": settings.sequence_length,
+                "encoder": None
+                if self._encoder is None
+                else f"public text, {'with' if self._with_labels else 'without'} labels",
+                "public_text": [text.describe() for text in settings.public_texts] or described(None),
+            },
+            noise_source=accounting.noise_source(self.stream.reproducible),
+            flaws=self.flaws(),
+            assumptions=("nobody observes released vectors at a precision that exposes floating-point rounding",)
+            if float_draws
+            else (),
+            notes=(
+                "local differential privacy: the figure holds against whoever receives what is told",
+                f"each inference query tells as much again about the sequence in it; {self.inference_releases} were made",
+            ),
+            unprotected=(*UNPROTECTED, *(("the length of each sequence",) if settings.lengths == "public" else ())),
+            facts={
+                "dataset_size": settings.dataset_size,
+                "released_records": int(self._records.seen.sum()),
+                "model": {
+                    "name": accounting.model_name(model),
+                    "trained_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
+                },
+            },
+        )
+
+    # Keeping
+
+    def state_dict(self) -> dict[str, Any]:
+        """The encoder, and the draws that are used again. They hold answers, and no key."""
+        encoder = self._encoder
+        return {
+            "encoder": None if encoder is None else {"centre": encoder.centre, "basis": encoder.basis},
+            "learned": self._learned,
+            "with_labels": self._with_labels,
+            "seen": self._records.seen,
+            "codes": self._records.codes,
+            "inference_releases": self.inference_releases,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` gave: kept draws are used again in place of new ones.
+
+        Raises ValueError for a state of another number of records.
+        """
+        if len(state["seen"]) != self.settings.dataset_size:
+            raise ValueError(f"this state is of {len(state['seen'])} records, not {self.settings.dataset_size}")
+        if state["encoder"] is not None:
+            self._encoder = Encoder(**state["encoder"])
+        self._learned, self._with_labels = dict(state["learned"]), state["with_labels"]
+        self._records.seen, self._records.codes = state["seen"], state["codes"]
+        self.inference_releases = max(self.inference_releases, state["inference_releases"])

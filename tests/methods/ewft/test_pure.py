@@ -1,0 +1,164 @@
+"""EW-FT at a pure epsilon: what leaves, how often, how it is counted, and that it is all that what follows sees."""
+
+import math
+
+import pytest
+import torch
+
+from fastdp import accounting
+from fastdp.methods import ewft
+from fastdp.methods.ewft.pooled import learn, pooled
+from tests.engine.models import batch, build
+from tests.ops.test_dchi import FALSE_ALARM, chi_square
+
+TOKENS, ROWS = 11, 4
+MECHANISMS = {"codebook": ewft.codebook(3, 2.0), "privunit": ewft.privunit(4.0, 2)}
+
+
+def attach(model, mechanism=MECHANISMS["codebook"], learned=True, **options):
+    settings = {"layer": 1, "sequence_length": TOKENS, "dataset_size": ROWS, **options}
+    private = ewft.PureSettings(mechanism=mechanism, **settings).open(model, unsafe_seed=0)
+    if learned:
+        private.learn([public()])
+    return private
+
+
+def public(name="bert", rows=24):
+    return batch(name, rows=rows, tokens=TOKENS)
+
+
+def numbered(name="bert"):
+    return batch(name, rows=ROWS, tokens=TOKENS) | {"example_ids": torch.arange(ROWS)}
+
+
+def seen_after(private, run):
+    caught = []
+    hook = private.blocks.place(1)[1].register_forward_hook(lambda m, a, output: caught.append(output))
+    run()
+    hook.remove()
+    found = caught[-1]
+    return found[0] if isinstance(found, tuple) else found
+
+
+@pytest.mark.parametrize("kind", MECHANISMS)
+@pytest.mark.parametrize("name", ["bert", "gpt2"])
+def test_what_follows_sees_one_state_that_stands_for_the_answer(name, kind):
+    model = build(name).eval()
+    plain = model(**public(name)).logits
+    private = attach(model, MECHANISMS[kind], learned=False, lengths="public")
+    private.learn([public(name)])
+    hidden = seen_after(private, lambda: model(**public(name)))
+    assert torch.equal(hidden, hidden[:, :1].expand_as(hidden))
+    if kind == "codebook":
+        assert len(hidden[:, 0].unique(dim=0)) <= 3
+    assert private.inference_releases == 24
+    private.remove()
+    assert torch.equal(model(**public(name)).logits, plain)
+
+
+@pytest.mark.parametrize("kind", MECHANISMS)
+def test_a_training_record_is_drawn_once_and_its_draw_kept(kind):
+    model = build("bert").train()
+    private = attach(model, MECHANISMS[kind])
+    assert private.epsilon() == 0
+    states = [seen_after(private, lambda: model(**numbered())) for _ in range(3)]
+    assert all(torch.equal(states[0], other) for other in states)
+    assert private.inference_releases == 0
+    assert private.epsilon() == math.inf  # of draws that can be repeated
+    with pytest.raises(ValueError, match="example_ids"):
+        model(**batch("bert", rows=ROWS, tokens=TOKENS))
+    again = attach(build("bert").train(), MECHANISMS[kind], learned=False)
+    again.load_state_dict(private.state_dict())
+    assert torch.equal(seen_after(again, lambda: again.blocks.model(**numbered())), states[0])
+    with pytest.raises(ValueError, match="another thing"):
+        private.learn([public()])
+
+
+def test_answers_follow_randomised_response_of_the_public_code():
+    model = build("bert").eval()
+    private = attach(model, ewft.codebook(3, 1.0), dataset_size=1)
+    one = {key: value[:1].expand(400, *value.shape[1:]) for key, value in public().items()}
+    drawn = torch.cat([next(private.released_codes([one])) for _ in range(20)])
+    code = int(drawn.bincount().argmax())
+    kept = math.e / (math.e + 2)
+    law = torch.full((3,), (1 - kept) / 2, dtype=torch.float64)
+    law[code] = kept
+    assert chi_square(drawn, law.numpy()) > FALSE_ALARM
+
+
+def test_labels_lead_the_codes_to_what_tells_classes_apart():
+    """The labels differ in a direction of little variance: two codes find it with labels, and not without."""
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.randint(0, 2, (400,), generator=generator)
+    states = torch.randn(400, 6, generator=generator, dtype=torch.float64) * torch.tensor([9.0, 5, 3, 1, 1, 0.1])
+    states[:, 5] += labels.double() - 0.5
+    agree = []
+    for given in ([labels], None):
+        mechanism = ewft.codebook(2, 1.0)
+        encoder, learned = learn(mechanism, [states], given)
+        codes = mechanism.encode(encoder, learned, states)
+        agree.append(max(float((codes == labels).double().mean()), float((codes != labels).double().mean())))
+    assert agree[0] > 0.95
+    assert agree[1] < 0.65
+
+
+def test_directions_come_back_without_bias():
+    generator = torch.Generator().manual_seed(1)
+    states = torch.randn(300, 5, generator=generator, dtype=torch.float64)
+    mechanism = ewft.privunit(6.0, 5)
+    encoder, learned = learn(mechanism, [states], None)
+    one = mechanism.encode(encoder, learned, states[:1])
+    stream = attach(build("bert")).stream
+    told = mechanism.release(one.expand(20_000, -1), stream)
+    found = mechanism.decode(encoder, learned, told).mean(0)
+    wanted = encoder.centre + learned["length"] * torch.nn.functional.normalize(states[0] - encoder.centre, dim=0)
+    # Six times the root of the mean's squared error.
+    error = float(learned["length"]) * math.sqrt(mechanism.describe()["mean_squared_error"] / 20_000)
+    assert float((found - wanted).norm()) < 6 * error
+
+
+def test_padding_takes_no_part_and_what_is_not_finite_is_an_answer():
+    hidden, mask = torch.randn(2, 3, 4), torch.tensor([[1, 1, 0], [0, 0, 0]])
+    found = pooled(hidden, mask)
+    assert torch.allclose(found[0], hidden[0, :2].double().mean(0))
+    assert not found[1].any()
+    hidden[0, 0, 0] = math.nan
+    assert torch.isfinite(pooled(hidden, mask)).all()
+
+
+def test_the_card_is_pure_and_verifies():
+    model = build("bert").train()
+    private = ewft.PureSettings(
+        mechanism=ewft.codebook(2, 1.5), layer=1, sequence_length=TOKENS, dataset_size=ROWS
+    ).open(model)
+    private.learn([public()])
+    model(**numbered())
+    card = private.card()
+    assert card["kind"] == "pure"
+    assert card["budget"]["of_a_text"] == 1.5
+    assert card["released_records"] == ROWS
+    assert card["mechanism"]["encoder"] == "public text, with labels"
+    assert private.epsilon() == 1.5
+    assert private.inference_epsilon(4) == 6.0
+    assert accounting.verify(card).guarantee
+    private.remove()
+
+
+def test_refusals():
+    with pytest.raises(ValueError, match="frozen|layer is"):
+        attach(build("bert"), layer=9)
+    for options in ({"sequence_length": 0}, {"dataset_size": True}, {"lengths": "none"}):
+        with pytest.raises(ValueError):
+            attach(build("bert"), **options)
+    for make in (lambda: ewft.codebook(1, 1.0), lambda: ewft.codebook(2, 0.0), lambda: ewft.privunit(1.0, 1)):
+        with pytest.raises(ValueError):
+            make()
+    private = attach(build("bert").eval(), learned=False)
+    with pytest.raises(RuntimeError, match="call learn"):
+        private.blocks.model(**public())
+    with pytest.raises(ValueError, match="no public text"):
+        private.learn([])
+    with pytest.raises(ValueError, match="different public texts"):
+        private.learn([public(rows=2)], labels=False)
+    with pytest.raises(ValueError, match="all of one class"):
+        private.learn([public() | {"labels": torch.zeros(24, dtype=torch.int64)}])
