@@ -17,7 +17,7 @@ from fastdp.engine.engine import Engine
 from fastdp.engine.policy import Policy
 from fastdp.methods.dpsgd import DPSGD
 from fastdp.ops.stream import NoiseStream
-from fastdp.private.checks import check_budget, check_model, refuse_frozen
+from fastdp.private.checks import check_budget, check_model, refuse_frozen, refuse_fused_loss
 from fastdp.private.loader import PrivateLoader, batching, check_loader
 from fastdp.private.method import Method
 from fastdp.private.observer import Observer
@@ -116,6 +116,8 @@ def make_private(
         if loss_reduction is not None:
             raise ValueError("loss_reduction and criterion are two ways to say one thing; leave loss_reduction out")
         loss_reduction = "mean"
+    if loss_reduction is None:
+        refuse_fused_loss(model)
     if epochs is None or not (epochs > 0 and math.isfinite(epochs)):
         raise ValueError(f"epochs is {epochs}: state how many passes over the data the budget must last for")
     size = len(data_loader.dataset)  # type: ignore[arg-type]

@@ -213,6 +213,11 @@ def take(
     bounds = [0, *lengths.cumsum(0).tolist()]
     if bounds[-1] != tokens:
         raise UnsupportedUse("the model's loss leaves out tokens of packed rows")
+    if layout.token_segments is None:
+        # The row that a token came from is the row that its loss counts for.
+        owners = own.places.reshape(-1) // max(1, own.source.hidden.shape[:-1].numel() // layout.rows)
+        if not torch.equal(owners, torch.arange(tokens) // max(1, tokens // layout.rows)):
+            raise UnsupportedUse("the model's loss leaves out whole rows of its logits")
     made = Tiles(hidden.detach(), weight.detach(), None, own.steps, target, ignored, counts, bounds)
     made.bias = None if bias is None else bias.detach()
     found: torch.Tensor = HeadUse.apply(hidden, weight, bias, made, reduced, tap, trained)

@@ -50,6 +50,27 @@ def check_model(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Non
             )
 
 
+#: Where forward passes come from that end in a loss over all tokens of a batch, computed with the head, and how to do without.
+_FUSED = {
+    "liger_kernel.transformers.model": "apply Liger's kernels with fused_linear_cross_entropy=False and cross_entropy=False",
+    "cut_cross_entropy": "do not patch the model with cce_patch",
+}
+
+
+def refuse_fused_loss(model: torch.nn.Module) -> None:
+    """Raise ValueError for a forward pass of Liger's or CCE's, whose loss is one number for a whole batch."""
+    for name, module in model.named_modules():
+        forward = getattr(module.forward, "__func__", module.forward)
+        home = getattr(forward, "__module__", None) or ""
+        for package, remedy in _FUSED.items():
+            if home == package or home.startswith(f"{package}."):
+                raise ValueError(
+                    f"{name or type(module).__name__} ends in the fused loss of {home.partition('.')[0]}, which is a mean over "
+                    f"the tokens of a whole batch: {remedy}, since private training leaves the logits out itself, or give "
+                    "make_private a criterion= of one loss a row"
+                )
+
+
 def _constant(module: torch.nn.Module) -> bool:
     """Whether a batch normalisation scales by known numbers alone: in eval mode, with statistics kept, and frozen."""
     frozen = not any(p.requires_grad for p in module.parameters())

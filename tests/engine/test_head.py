@@ -406,3 +406,17 @@ def test_later_batches_of_any_length_take_whatever_way_is_theirs() -> None:
         model(**inputs)["loss"].backward()
         require_exact(engine, engine.accumulator.sums, units)
         engine.abandon()
+
+
+def test_a_loss_without_whole_rows_of_the_logits_is_no_heads() -> None:
+    class Late(Speaker):
+        def forward(self, ids: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+            found = self.head(torch.tanh(self.layer(self.table(ids))))
+            return {"loss": F.cross_entropy(found[1:].flatten(0, 1), labels[1:].flatten()), "logits": found}
+
+    model, inputs = Late(), data(rows=2, tokens=2 * WIDTH)
+    inputs["labels"] = inputs["ids"]
+    _, tickets = engine_for(model, 0.7)
+    tickets.append(ticket(2))
+    with pytest.raises((SelfCheckError, ValueError)):
+        model(**inputs)

@@ -505,3 +505,19 @@ def test_a_non_finite_example_is_counted_and_training_goes_on() -> None:
         private.optimizer.zero_grad()
     assert private.nonfinite_examples == 1
     assert all(bool(t.isfinite().all()) for t in state(private.model).values())
+
+
+@pytest.mark.parametrize("home", ["liger_kernel.transformers.model.llama", "cut_cross_entropy.transformers.llama"])
+def test_fused_losses_over_a_batch_are_refused_by_name(home: str) -> None:
+    model = Classifier()
+
+    def fused(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return Classifier.forward(self, *args, **kwargs)
+
+    fused.__module__ = home
+    model.forward = fused.__get__(model)
+    with refused(ValueError, home.partition(".")[0], model=model):
+        start(model, **PRIVATE)
+    # Token losses of the user's own are no business of it.
+    private = start(model, criterion=lambda output, batch: output["logits"].square().mean(1), **PRIVATE)
+    private.detach()
