@@ -8,6 +8,7 @@ from fastdp.commands.attack import attack_command
 from fastdp.commands.bench import bench_app
 from fastdp.commands.card import card_app
 from fastdp.commands.doctor import doctor_command
+from fastdp.commands.planning import plan_command, tune_command
 from fastdp.commands.privacy import calibrate_command, epsilon_command, verify_command
 from fastdp.commands.privatize import privatize_command
 from fastdp.commands.prove import prove_command
@@ -23,6 +24,8 @@ app = typer.Typer(
 )
 app.command("quickstart")(quickstart_command)
 app.command("finetune")(finetune_command)
+app.command("plan")(plan_command)
+app.command("tune")(tune_command)
 app.command("report")(report_command)
 app.command("calibrate")(calibrate_command)
 app.command("epsilon")(epsilon_command)

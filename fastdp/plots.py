@@ -34,6 +34,29 @@ def loss_over_steps(rows: Sequence[dict[str, Any]], path: str | Path) -> None:
     figure.savefig(path, dpi=_DPI)
 
 
+def released_over_steps(rows: Sequence[dict[str, Any]], path: str | Path) -> None:
+    """Held-out curves that were released with noise, which may be shown.
+
+    Args:
+        rows: the rows of `metrics.jsonl`; those without "released" are left out.
+        path: the PNG to write.
+    """
+    points = [(row["step"], row["released"]) for row in rows if "released" in row]
+    figure, axes = _figure("Held out, released with noise (may be shown)", "loss (nats)")
+    steps = [step for step, _ in points]
+    axes.plot(
+        steps, [found["held_out_loss"] for _, found in points], color=_INK, marker="o", markersize=3, label="loss"
+    )
+    if any("held_out_accuracy" in found for _, found in points):
+        beside = axes.twinx()
+        beside.set_ylabel("accuracy")
+        shares = [found["held_out_accuracy"] for _, found in points]
+        beside.plot(steps, shares, color=_ACCENT, marker="s", markersize=3, label="accuracy")
+        beside.legend(frameon=False, loc="upper right")
+    axes.legend(frameon=False, loc="upper left")
+    figure.savefig(path, dpi=_DPI)
+
+
 def epsilon_over_steps(rows: Sequence[dict[str, Any]], path: str | Path, target: float | None, delta: float) -> None:
     """Epsilon spent after each step at which it was computed, and the target.
 

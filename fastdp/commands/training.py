@@ -68,7 +68,7 @@ class ProgressReporter(Reporter):
         self.progress.update(self.bar, completed=done, state=state)
 
 
-def _with_settings(command: Callable[..., None]) -> Callable[..., None]:
+def with_settings(command: Callable[..., None]) -> Callable[..., None]:
     """Give a command one flag for every setting of `FinetuneConfig`, passed on as a dict named `overrides`."""
     fields = {field.name: field for field in dataclasses.fields(FinetuneConfig)}
 
@@ -93,7 +93,7 @@ def _with_settings(command: Callable[..., None]) -> Callable[..., None]:
     return wrapper
 
 
-@_with_settings
+@with_settings
 @refusing
 def finetune_command(
     *,

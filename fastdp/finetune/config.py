@@ -95,6 +95,9 @@ class FinetuneConfig:
         "records that a public file of method_options may share with train: confirmed public", 0
     )
     max_grad_norm: float = _setting("bound on one example's gradient", 1.0)
+    private_metrics: float | None = _setting(
+        "share of epsilon that releases held-out curves with noise, which may be shown (by default none is released)"
+    )
     sampling: str = _setting("poisson (accounted with amplification) or shuffled (without)", "poisson")
 
     epochs: float = _setting("expected passes over the data", 3)
@@ -140,6 +143,13 @@ class FinetuneConfig:
         for name, limit in (("warmup", 1.0), ("lora_dropout", 1.0), ("weight_decay", math.inf)):
             if not 0 <= getattr(self, name) < limit:
                 raise ConfigError(f"{name} must be at least 0 and below {limit:g}, not {getattr(self, name)}")
+        if self.private_metrics is not None:
+            if not self.eval:
+                raise ConfigError("private_metrics releases curves of held-out data: name some with eval")
+            if not 0 < self.private_metrics < (self.epsilon or 0) < math.inf:
+                raise ConfigError(
+                    f"private_metrics must lie between 0 and epsilon, which it is a share of, not be {self.private_metrics}"
+                )
         self._check_task()
 
     def _check_task(self) -> None:

@@ -26,6 +26,7 @@ import fastdp.plots as plots
 from fastdp.accounting.witness import count_release
 from fastdp.data import Collator, Examples, Rows, read_rows
 from fastdp.finetune.config import ConfigError, FinetuneConfig, load_config
+from fastdp.finetune.curves import Curves
 from fastdp.finetune.evaluation import Quality, autocast, evaluate
 from fastdp.finetune.memory import PeakMemory, rehearse
 from fastdp.finetune.methods import LOCAL, Public, check_method, choose_method
@@ -230,7 +231,8 @@ class _Run:
         reporter: _Noting,
         noise_multiplier: float | None,
     ) -> None:
-        self.noise_multiplier = noise_multiplier
+        self.curves = Curves(config, len(train)) if config.private_metrics is not None else None
+        self.noise_multiplier = noise_multiplier if self.curves is None else self.curves.step_multiplier
         self.config, self.output, self.model, self.tokenizer, self.gate = config, output, model, tokenizer, gate
         self.train, self.held_out, self.reporter = train, held_out, reporter
         self.measured = measured
@@ -280,6 +282,8 @@ class _Run:
             output_dir=str(self.output),
             resume=resume,
         )
+        if self.curves is not None:
+            self.curves.declare(self.private.ledger)
         self.releases.follow(self.private)
         self.model, self.optimizer, self.loader = self.private
         # The engine's optimizer holds the model's parameters alone; these stand beside it and see released codes only.
@@ -372,7 +376,7 @@ class _Run:
                     known = self.updates % every == 0 or private.steps_done >= private.total_steps
                     epsilon = self._epsilon() if known else None
                     mean = sum(losses) / len(losses)
-                    metrics.write(json.dumps(self._metrics_row(seconds[-1], epsilon, mean)) + "\n")
+                    metrics.write(json.dumps(self._metrics_row(seconds[-1], epsilon, mean, self._released())) + "\n")
                     metrics.flush()
                     self.reporter.step(
                         private.steps_done, private.total_steps, mean, epsilon, self._left(seconds, peak.so_far())
@@ -397,13 +401,23 @@ class _Run:
         """Spent so far; no figure of a run without a guarantee may look like one."""
         return math.inf if self.releases.flaws() else self.releases.epsilon()
 
-    def _metrics_row(self, seconds: float, epsilon: float | None, loss: float) -> dict[str, Any]:
+    def _released(self) -> dict[str, float] | None:
+        """A point of the curves that may be shown, where one is due."""
+        if self.curves is None or not self.curves.due(self.private.steps_done):
+            return None
+        return self.curves.point(self.private.ledger, self.model, self.held_out or (), self.collator)
+
+    def _metrics_row(
+        self, seconds: float, epsilon: float | None, loss: float, released: dict[str, float] | None
+    ) -> dict[str, Any]:
         row: dict[str, Any] = {
             "step": self.updates,
             "learning_rate": self.scheduler.get_last_lr()[0],
         }
         if epsilon is not None:
             row["epsilon"] = epsilon if math.isfinite(epsilon) else "inf"
+        if released is not None:
+            row["released"] = released
         # A reader must not take these for released figures: they are functions of the drawn examples without noise.
         return row | {"unprotected": {"loss": loss, "seconds": seconds}}
 
@@ -425,6 +439,8 @@ class _Run:
         self._write_samples()
         rows = [json.loads(line) for line in (self.output / METRICS).read_text(encoding="utf-8").splitlines()]
         plots.loss_over_steps(rows, self.output / "loss.png")
+        if self.curves is not None:
+            plots.released_over_steps(rows, self.output / "released.png")
         if self.config.epsilon is not None:
             plots.epsilon_over_steps(rows, self.output / "epsilon.png", self.config.epsilon, self.config.delta)
         result = Result(

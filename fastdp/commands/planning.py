@@ -1,0 +1,121 @@
+"""`fastdp plan` and `fastdp tune`: settings before a run, by rules, or by a search that is paid for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from fastdp.commands.quiet import quiet_libraries
+from fastdp.commands.refusal import refusing
+from fastdp.commands.training import ProgressReporter, with_settings
+from fastdp.finetune.config import ConfigError, listed, load_config
+from fastdp.finetune.reporter import duration, memory
+
+console = Console()
+
+
+@with_settings
+@refusing
+def plan_command(
+    *,
+    config: Annotated[Path | None, typer.Argument(help="YAML file of settings")] = None,
+    examples: Annotated[
+        int | None, typer.Option(help="examples in the training data (by default those of train)")
+    ] = None,
+    length: Annotated[int | None, typer.Option(help="tokens of an example (by default max_length)")] = None,
+    minutes: Annotated[float | None, typer.Option(help="that the steps may take")] = None,
+    gpu: Annotated[str | None, typer.Option(help="simulate h100 or h200 instead of measuring on this machine")] = None,
+    picture: Annotated[Path | None, typer.Option(help="PNG of what each batch size trades")] = None,
+    write: Annotated[
+        Path | None, typer.Option(help="YAML file for the suggested settings, for `fastdp finetune`")
+    ] = None,
+    overrides: dict[str, Any],
+) -> None:
+    """What a run with DP-SGD would take and be worth at each batch size, and which settings to begin with; spends nothing."""
+    from fastdp.data import read_rows
+    from fastdp.finetune.plan import draw, invented, plan
+
+    quiet_libraries()
+    settings = load_config(config, overrides)
+    if not settings.model:
+        raise ConfigError("model is missing: name a model in the config or with --model")
+    if examples is None:
+        if not settings.train:
+            raise ConfigError("examples is missing: give --examples, or --train to count them")
+        examples = len(read_rows(settings.train))
+    with console.status("trying private steps ..." if gpu is None else "simulating ..."):
+        found = plan(invented(settings), examples, length or settings.max_length, minutes, gpu)
+    table = Table(
+        title=f"{examples} examples, epsilon {settings.epsilon:g} at delta {settings.delta:g}", title_justify="left"
+    )
+    for heading in ("batch", "epochs", "steps", "noise multiplier", "noise/signal, a step", "whole run", "time", ""):
+        table.add_column(heading, justify="right")
+    for option in found.options:
+        table.add_row(
+            str(option.batch_size),
+            f"{option.epochs:g}",
+            str(option.steps),
+            f"{option.noise_multiplier:.3f}",
+            f"{option.step_ratio:.3g}",
+            f"{option.run_ratio:.3g}",
+            duration(option.seconds),
+            "[bold]suggested[/]" if option == found.best else "",
+        )
+    console.print(table)
+    machine = found.machine
+    console.print(
+        f"time and memory {machine.where}: {1e3 * machine.example_seconds:.3g} ms an example, "
+        f"{1e3 * machine.release_seconds:.3g} ms a release, peak {memory(machine.peak_bytes)} with {machine.physical} examples "
+        "at once",
+        highlight=False,
+    )
+    for reason in found.reasons:
+        console.print(f"- {reason}", highlight=False)
+    if picture is not None:
+        draw(found, picture)
+    if write is not None:
+        found.config.save(write)
+        console.print(f"written to {write}", highlight=False)
+
+
+@with_settings
+@refusing
+def tune_command(
+    *,
+    config: Annotated[Path | None, typer.Argument(help="YAML file of settings")] = None,
+    candidates: Annotated[
+        list[str] | None,
+        typer.Option("--try", help="values of a setting, as in learning_rate=1e-3,4e-3; may be repeated"),
+    ] = None,
+    trials: Annotated[float, typer.Option(help="how many are expected; the number itself stays secret")] = 6.0,
+    shape: Annotated[float, typer.Option(help="of its distribution: 0 costs least, 1 varies less")] = 0.0,
+    held_out: Annotated[float, typer.Option(help="share of the examples that judge the trials")] = 0.1,
+    overrides: dict[str, Any],
+) -> None:
+    """Search settings on the private data within one budget: the best of a secret number of trials, all of it on the card."""
+    from fastdp.finetune.tune import tune
+
+    quiet_libraries()
+    settings = load_config(config, overrides)
+    with ProgressReporter() as reporter:
+        found = tune(settings, _values(candidates), trials, shape, held_out, reporter=reporter)
+    won = ", ".join(f"{name} {value}" for name, value in found.settings.items())
+    console.print(f"won: [bold]{won}[/], noised loss of the judges {found.score:.3f}", highlight=False)
+    console.print(f"privacy of the whole search: epsilon [bold]{found.epsilon:.3f}[/] at delta {found.delta:g}")
+    console.print(f"written to {found.output}", highlight=False)
+
+
+def _values(candidates: list[str] | None) -> dict[str, list[str]] | None:
+    if not candidates:
+        return None
+    found: dict[str, list[str]] = {}
+    for entry in candidates:
+        name, equals, values = entry.partition("=")
+        if not equals:
+            raise ConfigError(f"--try {entry}: write a setting and its values, as in learning_rate=1e-3,4e-3")
+        found[name.strip()] = listed(values)
+    return found
