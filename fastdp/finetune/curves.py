@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -79,9 +78,7 @@ class Curves:
         """Whether a point belongs after this step, counted from 1."""
         return step % self.every == 0 or step == self.total
 
-    def point(
-        self, ledger: Ledger, model: nn.Module, examples: Sequence[dict[str, Any]], collator: Collator
-    ) -> dict[str, float] | None:
+    def point(self, ledger: Ledger, model: nn.Module, examples: Any, collator: Collator) -> dict[str, float] | None:
         """Loss in nats and, of labels, accuracy: both noised; None once the points are spent, as after steps made twice."""
         if not ledger.remaining(KIND):
             return None
@@ -93,7 +90,7 @@ class Curves:
         means = (total / len(examples)).tolist()
         return {"held_out_loss": LARGEST_LOSS * means[0], **({"held_out_accuracy": means[1]} if len(means) > 1 else {})}
 
-    def _scores(self, model: nn.Module, examples: Sequence[dict[str, Any]], collator: Collator) -> Tensor:
+    def _scores(self, model: nn.Module, examples: Any, collator: Collator) -> Tensor:
         """[examples, 1 or 2], each in [0, 1]: the loss over its largest, and whether the label is right."""
         config, device = self.config, next(model.parameters()).device
         was_training = model.training

@@ -222,12 +222,10 @@ def measure(model: torch.nn.Module, tokenizer: Any, config: FinetuneConfig, leng
     physical, kept = config.physical_batch_size, {name: p.detach().clone() for name, p in _trained(model)}
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, len(tokenizer), (3 * physical, length), generator=generator).tolist()
-    rows: list[Any] = [
-        {"input_ids": row, "labels": invented_label(config, row, number)} for number, row in enumerate(ids)
-    ]
+    rows: Any = [{"input_ids": row, "labels": invented_label(config, row, number)} for number, row in enumerate(ids)]
     pad: Any = tokenizer.pad_token_id
     device = next(model.parameters()).device
-    loader = DataLoader(rows, batch_size=len(rows), collate_fn=Collator(pad))
+    loader: Any = DataLoader(rows, batch_size=len(rows), collate_fn=Collator(pad))
     optimizer = torch.optim.AdamW([p for _, p in _trained(model)], lr=0.0)
     peak = PeakMemory(device)
     private = fastdp.make_private(

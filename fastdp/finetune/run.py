@@ -405,7 +405,7 @@ class _Run:
         """A point of the curves that may be shown, where one is due."""
         if self.curves is None or not self.curves.due(self.private.steps_done):
             return None
-        return self.curves.point(self.private.ledger, self.model, self.held_out or (), self.collator)
+        return self.curves.point(self.private.ledger, self.model, self.held_out, self.collator)
 
     def _metrics_row(
         self, seconds: float, epsilon: float | None, loss: float, released: dict[str, float] | None
