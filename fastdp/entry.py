@@ -6,6 +6,7 @@ import itertools
 import math
 import os
 from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +16,24 @@ from torch.utils.data import DataLoader
 from fastdp.accounting import Ledger
 from fastdp.engine.engine import Engine
 from fastdp.engine.policy import Policy
+from fastdp.engine.ranks import Ranks, alone
 from fastdp.methods.dpsgd import DPSGD
 from fastdp.ops.stream import NoiseStream
-from fastdp.private.checks import check_budget, check_model, refuse_frozen, refuse_fused_loss
+from fastdp.private.checks import (
+    bare,
+    check_budget,
+    check_model,
+    described,
+    refuse_accumulation,
+    refuse_frozen,
+    refuse_fused_loss,
+)
 from fastdp.private.loader import PrivateLoader, batching, check_loader
 from fastdp.private.method import Method
 from fastdp.private.observer import Observer
 from fastdp.private.plan import Budget, Plan, SideRelease, fingerprint
 from fastdp.private.preparation import Access
-from fastdp.private.release import Release
+from fastdp.private.release import Books, Release
 from fastdp.private.run import Criterion, Private, refuse_driven
 from fastdp.private.sampler import Units, steps_per_epoch
 from fastdp.private.stages import Stages
@@ -66,7 +76,8 @@ def make_private(
     """Make training private: the same model and optimizer objects, and a loader to iterate over instead.
 
     Args:
-        model: its parameters with ``requires_grad`` are trained; its forward returns the loss (or see loss_reduction).
+        model: its parameters with ``requires_grad`` are trained; its forward returns the loss (or see loss_reduction). In a
+            process group each process gives its own, all alike (docs/scaling.md).
         optimizer: any `torch.optim.Optimizer` over those parameters.
         data_loader: its ``batch_size`` is the logical batch size (in users with ``user_ids``), its data set must have a
             length; the sampler is replaced.
@@ -100,79 +111,95 @@ def make_private(
     Raises:
         ValueError, TypeError: for what cannot be made private, before any budget is spent.
     """
-    method = _central(DPSGD() if method is None else method)
+    ranks = Ranks.here()
     given = optimizer
-    # accelerate's wrapper has no hooks of its own.
-    while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
-        optimizer = inner
-    refuse_driven(model, optimizer)
-    check_model(model, optimizer)
-    check_loader(data_loader)
-    if loss_reduction not in (None, "mean", "sum"):
-        raise ValueError(
-            f"loss_reduction is '{loss_reduction}': use 'mean' or 'sum', or None if the model returns its loss"
+    with ranks.together():
+        # accelerate's wrapper has no hooks of its own.
+        while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
+            refuse_accumulation(optimizer)
+            optimizer = inner
+        model = bare(model)
+        method = _central(DPSGD() if method is None else method)
+        refuse_driven(model, optimizer)
+        check_model(model, optimizer)
+        check_loader(data_loader)
+        if loss_reduction not in (None, "mean", "sum"):
+            raise ValueError(
+                f"loss_reduction is '{loss_reduction}': use 'mean' or 'sum', or None if the model returns its loss"
+            )
+        if criterion is not None:
+            if loss_reduction is not None:
+                raise ValueError("loss_reduction and criterion are two ways to say one thing; leave loss_reduction out")
+            loss_reduction = "mean"
+        if loss_reduction is None:
+            refuse_fused_loss(model)
+        if epochs is None or not (epochs > 0 and math.isfinite(epochs)):
+            raise ValueError(f"epochs is {epochs}: state how many passes over the data the budget must last for")
+        size = len(data_loader.dataset)  # type: ignore[arg-type]
+        units = Units(size, user_ids, max_examples_per_user)
+        batch_size = batching(data_loader).batch_size
+        physical = max_physical_batch_size or max(batch_size, units.largest)
+        if physical < units.largest:
+            raise ValueError(
+                f"a user has up to {units.largest} examples but max_physical_batch_size is {physical}: raise it, or lower "
+                "max_examples_per_user"
+            )
+        per_epoch = steps_per_epoch(len(units), batch_size)
+        steps = math.ceil(epochs * per_epoch)
+        if adjacency is None:
+            adjacency = "zero_out" if sampling == "shuffled" else "add_remove"
+        plan = Plan(
+            units=len(units),
+            batch_size=batch_size,
+            steps=steps,
+            steps_per_epoch=per_epoch,
+            sampling=sampling,  # type: ignore[arg-type]
+            adjacency=adjacency,  # type: ignore[arg-type]
+            target_epsilon=target_epsilon,
+            delta=target_delta,
+            noise_multiplier=noise_multiplier,
+            unit="example" if user_ids is None else f"user (at most {max_examples_per_user} examples)",
+            factors=method.noise_factors,
         )
-    if criterion is not None:
-        if loss_reduction is not None:
-            raise ValueError("loss_reduction and criterion are two ways to say one thing; leave loss_reduction out")
-        loss_reduction = "mean"
-    if loss_reduction is None:
-        refuse_fused_loss(model)
-    if epochs is None or not (epochs > 0 and math.isfinite(epochs)):
-        raise ValueError(f"epochs is {epochs}: state how many passes over the data the budget must last for")
-    size = len(data_loader.dataset)  # type: ignore[arg-type]
-    units = Units(size, user_ids, max_examples_per_user)
-    batch_size = batching(data_loader).batch_size
-    physical = max_physical_batch_size or max(batch_size, units.largest)
-    if physical < units.largest:
-        raise ValueError(
-            f"a user has up to {units.largest} examples but max_physical_batch_size is {physical}: raise it, or lower "
-            "max_examples_per_user"
+        check_budget(target_delta, target_epsilon, noise_multiplier, method.mechanism, len(units), allow_large_delta)
+        plan = plan.settle(method.budget(plan))
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        # Made once here for its refusals, before a ledger exists.
+        for factor in {1.0, *(factor for _, factor in plan.factors)}:
+            method.policy(trained, plan.sigma * factor, {})
+        if method.selects:
+            refuse_frozen(model, optimizer)
+        for part in method.parts():
+            part.check(optimizer)
+        folder = None if output_dir is None else Path(output_dir)
+    if ranks.size > 1:
+        arguments = [
+            *(plan, method.describe(), physical, user_ids is None, unit_map, loss_reduction, resume, folder is None),
+            *(secure_rounding, two_pass, self_check, unsafe_seed, keep_logits),
+        ]
+        alike = described(model, data_loader.dataset, units)
+        ranks.require_alike({**alike, "what make_private was given": repr(arguments)})
+
+    def open_ledger() -> Ledger:
+        return Ledger.open_or_create(
+            None if folder is None else folder / "ledger.jsonl",
+            plan.header(method.describe(), fingerprint(trained)),
+            event=plan.event(),
+            budget_steps=plan.steps,
+            side={side.kind: (side.event, side.count) for side in plan.side},
+            resume=resume,
         )
-    per_epoch = steps_per_epoch(len(units), batch_size)
-    steps = math.ceil(epochs * per_epoch)
-    if adjacency is None:
-        adjacency = "zero_out" if sampling == "shuffled" else "add_remove"
-    plan = Plan(
-        units=len(units),
-        batch_size=batch_size,
-        steps=steps,
-        steps_per_epoch=per_epoch,
-        sampling=sampling,  # type: ignore[arg-type]
-        adjacency=adjacency,  # type: ignore[arg-type]
-        target_epsilon=target_epsilon,
-        delta=target_delta,
-        noise_multiplier=noise_multiplier,
-        unit="example" if user_ids is None else f"user (at most {max_examples_per_user} examples)",
-        factors=method.noise_factors,
-    )
-    check_budget(target_delta, target_epsilon, noise_multiplier, method.mechanism, len(units), allow_large_delta)
-    plan = plan.settle(method.budget(plan))
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    # Made once here for its refusals, before a ledger exists.
-    for factor in {1.0, *(factor for _, factor in plan.factors)}:
-        method.policy(trained, plan.sigma * factor, {})
-    if method.selects:
-        refuse_frozen(model, optimizer)
-    for part in method.parts():
-        part.check(optimizer)
-    folder = None if output_dir is None else Path(output_dir)
-    ledger = Ledger.open_or_create(
-        None if folder is None else folder / "ledger.jsonl",
-        plan.header(method.describe(), fingerprint(trained)),
-        event=plan.event(),
-        budget_steps=plan.steps,
-        side={side.kind: (side.event, side.count) for side in plan.side},
-        resume=resume,
-    )
+
+    ledger = ranks.kept(open_ledger, Ledger.mirrored)
     stages: Stages | None = None
     try:
-        open_stream = _streams(unsafe_seed)
+        open_stream = _streams(unsafe_seed, ranks)
         noise, draws = open_stream(), open_stream()
         observers: list[Observer] = []
-        shared: dict[str, Any] = {"unit_map": unit_map, "observers": observers}
+        shared: dict[str, Any] = {"unit_map": unit_map, "observers": observers, "ranks": ranks}
         loader = PrivateLoader(data_loader, plan, units, draws, physical, **shared)
-        release = Release(trained, ledger, noise, batch_size, secure_rounding=secure_rounding)
+        books = Books(ledger, ranks)
+        release = Release(trained, books, noise, batch_size, secure_rounding=secure_rounding)
 
         def open_engine(policy: Policy) -> Engine:
             return Engine(
@@ -182,7 +209,8 @@ def make_private(
                 loss_reduction=loss_reduction,
                 two_pass=two_pass,
                 check=self_check,
-                batches=plan.steps * math.ceil(batch_size / physical),
+                ranks=ranks,
+                batches=plan.steps * math.ceil(batch_size / (physical * ranks.size)),
                 keep_logits=keep_logits,
             )
 
@@ -197,33 +225,35 @@ def make_private(
                 return PrivateLoader(data_loader, read, units, open_stream(), physical, kind="unprotected", **shared)
 
             return Access(
-                ledger.record,
+                books.record,
                 open_loader,
                 stream,
                 secure_rounding=secure_rounding,
                 returns_loss=loss_reduction is None,
                 open_unprotected=open_unprotected if method.flaws() else None,
+                ranks=ranks,
             )
 
         def open_replay(twin: Any, settled: Any, drawn: Sequence[list[Any]], together: int) -> Private:
             examples: Any = [example for unit in drawn for example in unit]
             largest = max(map(len, drawn))
-            return make_private(
-                twin,
-                torch.optim.SGD([p for p in twin.parameters() if p.requires_grad], lr=0.0),
-                DataLoader(examples, batch_size=len(drawn), collate_fn=data_loader.collate_fn),
-                method=settled,
-                noise_multiplier=0.0,
-                epochs=1,
-                max_physical_batch_size=together * largest,
-                user_ids=None if user_ids is None else [unit for unit, own in enumerate(drawn) for _ in own],
-                max_examples_per_user=None if user_ids is None else largest,
-                unit_map=unit_map,
-                loss_reduction=loss_reduction,
-                two_pass=two_pass,
-                self_check=self_check,
-                keep_logits=keep_logits,
-            )
+            with alone():
+                return make_private(
+                    twin,
+                    torch.optim.SGD([p for p in twin.parameters() if p.requires_grad], lr=0.0),
+                    DataLoader(examples, batch_size=len(drawn), collate_fn=data_loader.collate_fn),
+                    method=settled,
+                    noise_multiplier=0.0,
+                    epochs=1,
+                    max_physical_batch_size=together * largest,
+                    user_ids=None if user_ids is None else [unit for unit, own in enumerate(drawn) for _ in own],
+                    max_examples_per_user=None if user_ids is None else largest,
+                    unit_map=unit_map,
+                    loss_reduction=loss_reduction,
+                    two_pass=two_pass,
+                    self_check=self_check,
+                    keep_logits=keep_logits,
+                )
 
         stages = Stages(
             model,
@@ -235,9 +265,10 @@ def make_private(
             open_engine,
             folder,
             resume and folder is not None,
+            ranks,
         )
         private = Private(
-            model, optimizer, loader, stages, ledger, plan, open_access, open_replay, observers, criterion
+            model, optimizer, loader, stages, ledger, plan, open_access, open_replay, observers, criterion, ranks
         )
         private.given_optimizer = given
         return private
@@ -259,10 +290,10 @@ def _central(method: Any) -> Method:
     return method
 
 
-def _streams(unsafe_seed: int | None) -> Callable[[], NoiseStream]:
-    """Opens one stream after another, each with a key of its own."""
+def _streams(unsafe_seed: int | None, ranks: Ranks) -> Callable[[], NoiseStream]:
+    """Opens one stream after another, each with a key of its own, which all ranks have."""
     if unsafe_seed is None:
-        return NoiseStream
+        return NoiseStream if ranks.size == 1 else partial(NoiseStream.shared, ranks.key)
     seed = int(unsafe_seed)
     seeds = itertools.chain((2 * seed, 2 * seed + 1), itertools.count((seed + 1) << 64))
     return lambda: NoiseStream.unsafe_reproducible(next(seeds))

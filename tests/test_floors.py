@@ -19,6 +19,7 @@ FOREIGN = {
     "_C": "the id of the backward pass that is running",
     "_current_graph_task_id": "the same",
     "_make_wrapper_subclass": "how torch makes a tensor that holds no data",
+    "_get_active_ddp_module": "which wrapper of data parallelism a forward pass is in",
     "_version": "whether a tensor was written to",
     "_foreach_add_": "additions to many tensors in one launch",
     "_assert_async": "a check on the device that the host does not wait for",

@@ -230,6 +230,12 @@ class Ledger:
         ledger._closed = True
         return ledger
 
+    def mirrored(self) -> Ledger:
+        """Its counts without its file, for a process that goes along with the one that writes it."""
+        twin = Ledger(dict(self.header), dict(self._accounts), None, None)
+        twin._heads, twin._notes = set(self._heads), dict(self._notes)
+        return twin
+
     @property
     def run_id(self) -> str:
         """Identifies the run; the same after a resume."""

@@ -14,6 +14,7 @@ from fastdp.engine.head import REMEASURED, HeadFactors
 from fastdp.engine.layout import Layout
 from fastdp.engine.likeness import Compared, Likeness, Noting, require_alike
 from fastdp.engine.policy import Policy
+from fastdp.engine.ranks import Ranks
 from fastdp.engine.uses import Factors
 from fastdp.ops.routes import plan
 
@@ -629,6 +630,16 @@ class Accumulator:
         for compared in self.compared:
             require_alike(compared)
         self.compared.clear()
+
+    def merge(self, ranks: Ranks) -> None:
+        """Make the sums, and what is said about them, those of the whole logical batch: of all ranks' micro-batches."""
+        if ranks.size == 1:
+            return
+        ranks.add(self.sums, self.parameters)
+        counts = [int(count) for count in (self.units, self.unclipped, self.nonfinite)]
+        every, most, longest = zip(*ranks.gather((counts, self.most_tokens, self.longest)))
+        self.units, self.unclipped, self.nonfinite = map(sum, zip(*every))
+        self.most_tokens, self.longest = max(most), max(longest)
 
     def run(
         self,

@@ -25,6 +25,7 @@ from fastdp.engine.layout import Layout, Ticket
 from fastdp.engine.logits import VOCABULARY
 from fastdp.engine.losses import LossTerms, combine, intercepted, masked_mean
 from fastdp.engine.policy import Policy, Unclipped
+from fastdp.engine.ranks import ONE, Ranks
 from fastdp.engine.replay import Call, Replay, rounding, still, unchanged
 from fastdp.engine.trace import Trace, trace
 from fastdp.engine.uses import Sink, Tap
@@ -69,6 +70,7 @@ class Engine:
         on_route: told of the route, and why, once it is known.
         batches: micro-batches that the run is planned to have; checks of later ones may take a hundredth of its time.
         keep_logits: compute the logits of a vocabulary as a whole, so that they may be read beside the loss.
+        ranks: the processes that train together.
     """
 
     #: The fewest rows of a matrix that counts as a vocabulary's head.
@@ -87,6 +89,7 @@ class Engine:
         on_route: Callable[[str, str | None], None] = lambda route, reason: None,
         batches: int = 0,
         keep_logits: bool = False,
+        ranks: Ranks = ONE,
     ):
         self.model = model
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -98,6 +101,7 @@ class Engine:
         self.on_route = on_route
         if keep_logits or not self.returns_loss:
             self.vocabulary = None
+        self.ranks = ranks
         self.route: str | None = ORDINARY if isinstance(policy, Unclipped) else None
         self.reason: str | None = None
         self.trace: Trace | None = None
@@ -140,6 +144,7 @@ class Engine:
 
     def forward(self, args: Any, kwargs: Any) -> Any:
         """A training forward pass on the micro-batch at the head of the queue."""
+        self.ranks.enter()
         if not self.tickets:
             raise RuntimeError(
                 "no batch is outstanding: iterate over the data_loader that make_private returned, and use "
@@ -619,6 +624,8 @@ class _RootForward:
         self.had_own = "forward" in model.__dict__
         self.original: Callable[..., Any] = model.forward
         self.plain = self.original
+        # A compiler of the whole model would follow the engine into each of its checks; blocks may be compiled, each by itself.
+        self._train = torch.compiler.disable(engine.forward)
         # Signature-driven callers (Trainer's column removal) look at `forward`.
         self.__wrapped__ = self.original
         model.forward = self  # type: ignore[method-assign]
@@ -632,7 +639,7 @@ class _RootForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not (self.model.training and torch.is_grad_enabled()):
             return self.plain(*args, **kwargs)
-        return self.engine.forward(args, kwargs)
+        return self._train(args, kwargs)
 
     def unwrap(self) -> None:
         """The root's own forward again, still through the engine."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,10 +14,12 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from transformers import Trainer, TrainingArguments
 
 import fastdp.files as files
+from fastdp.engine.ranks import Ranks
 from fastdp.entry import make_private
 from fastdp.private.publish import upload
 from fastdp.private.run import Criterion, Private
 
+_LOG = logging.getLogger(__name__)
 #: The privacy state's file inside a Trainer checkpoint.
 STATE_FILE = "fastdp_state.pt"
 #: What Trainer logs of the private data without protection, and the name under which it is shown instead.
@@ -31,7 +34,7 @@ _UNPROTECTED = {
 class PrivacyArguments:
     """Privacy settings of a `DPTrainer`: arguments of `fastdp.make_private`, and ``user_id_column``.
 
-    ``per_device_train_batch_size`` of the training arguments is the logical batch size;
+    ``per_device_train_batch_size`` of the training arguments, times the number of processes, is the logical batch size;
     ``user_id_column`` names the data set's column of user ids, for user-level privacy.
     """
 
@@ -87,7 +90,7 @@ _Behind: Any = Trainer if TYPE_CHECKING else object
 class PrivateTraining(_Behind):
     """What makes a Trainer of transformers, or a subclass of it, train privately; stands before it among the bases.
 
-    ``per_device_train_batch_size`` counts the units of a logical batch; memory is bounded by
+    ``per_device_train_batch_size`` times the number of processes counts the units of a logical batch; memory is bounded by
     ``privacy.max_physical_batch_size`` instead of gradient accumulation. Trainer's own gradient clipping is switched off,
     its ``grad_norm`` (computed from the private data, before noise) is never logged, and the training loss is shown as
     ``unprotected_loss``. With ``train_sampling_strategy="group_by_length"`` each logical batch, drawn at random as ever, is
@@ -125,6 +128,8 @@ class PrivateTraining(_Behind):
         "label_smoothing_factor": (0, "it replaces the model's loss by one over the whole batch"),
         "fp16": (False, "its loss scaling would move the clipping threshold; use bf16"),
         "auto_find_batch_size": (False, "the accountant needs the batch size before training"),
+        "fsdp": ([], "call fully_shard on the model and give it to make_private, in a loop of your own"),
+        "deepspeed": (None, "it takes gradients out of the backward pass before they are clipped"),
         "torch_compile": (False, "the engine reads the model as it runs"),
         "dataloader_drop_last": (False, "it drops examples the accountant counts"),
         "push_to_hub": (
@@ -146,8 +151,6 @@ class PrivateTraining(_Behind):
             )
         if kwargs.get("model_init") is not None:
             raise ValueError(f"model_init cannot be used with {name}: each trial would spend budget; pass a model")
-        if arguments.world_size > 1:
-            raise ValueError(f"{name} runs in one process; start it without a distributed launcher")
 
     def private_model(self) -> torch.nn.Module:
         """The module whose forward returns the loss of a training batch."""
@@ -181,9 +184,17 @@ class PrivateTraining(_Behind):
             dataset = self._remove_unused_columns(dataset, description="training")  # type: ignore[arg-type]
         else:
             collator = self._get_collator_with_removed_columns(collator, description="training")
+        batch_size = self.args.per_device_train_batch_size * self.args.world_size
+        if self.args.world_size > 1 and self.is_world_process_zero():
+            _LOG.warning(
+                "%d processes share each logical batch of %d units (per_device_train_batch_size %d, times processes)",
+                self.args.world_size,
+                batch_size,
+                self.args.per_device_train_batch_size,
+            )
         loader: DataLoader = DataLoader(
             dataset,
-            batch_size=self.args.per_device_train_batch_size,
+            batch_size=batch_size,
             shuffle=True,
             collate_fn=collator,
             num_workers=self.args.dataloader_num_workers,
@@ -192,9 +203,10 @@ class PrivateTraining(_Behind):
         epochs = self.args.num_train_epochs
         if self.args.max_steps > 0:
             units = len(set(users)) if users is not None else len(dataset)  # type: ignore[arg-type]
-            epochs = self.args.max_steps / -(-units // self.args.per_device_train_batch_size)
+            epochs = self.args.max_steps / -(-units // batch_size)
         privacy = self.privacy
-        resuming = (Path(self.args.output_dir) / "ledger.jsonl").exists()
+        # Where processes run on several machines, the first alone has the ledger.
+        resuming = Ranks.here().first(lambda: (Path(self.args.output_dir) / "ledger.jsonl").exists())
         lengths = self._lengths()
         options = {name: value for name, value in vars(privacy).items() if name != "user_id_column"}
         options |= self.private_options()
@@ -241,13 +253,14 @@ class PrivateTraining(_Behind):
                 self.private.detach()
                 self._ended = True
         assert self.private is not None
-        self.private.card().save(Path(self.args.output_dir) / "card.json")
+        if self.is_world_process_zero():
+            self.private.card().save(Path(self.args.output_dir) / "card.json")
         return output
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the model as Trainer does, with card and README beside it; a checkpoint, which is not for others, has none."""
         super().save_model(output_dir, _internal_call=_internal_call)
-        if self.private is not None and not _internal_call:
+        if self.private is not None and not _internal_call and self.args.should_save:
             self.private.card().save_beside(output_dir or self.args.output_dir)
 
     def push_to_hub(self, commit_message: str | None = "End of training", **options: Any) -> Any:
@@ -306,7 +319,7 @@ class PrivateTraining(_Behind):
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)
-        if self.private is not None:
+        if self.private is not None and self.args.should_save:
             with files.whole(Path(output_dir) / STATE_FILE) as aside:
                 torch.save(self.private.state_dict(), aside)
             # Trainer writes its own files for all to read, the log with losses among them.

@@ -23,7 +23,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import NoReturn
 
@@ -58,6 +58,20 @@ class NoiseStream:
 
     def __init__(self) -> None:
         self._start(os.urandom(32), reproducible=False)
+
+    @classmethod
+    def shared(cls, exchange: Callable[[], bytes]) -> NoiseStream:
+        """A stream that several processes have, so that all of them add the same noise to the same sum.
+
+        Args:
+            exchange: gives each of them the same 32 bytes, which one of them had from its operating system just then.
+        """
+        key = exchange()
+        if len(key) != 32:
+            raise ValueError(f"a key has 32 bytes, not {len(key)}")
+        stream = cls.__new__(cls)
+        stream._start(key, reproducible=False)
+        return stream
 
     @classmethod
     def unsafe_reproducible(cls, seed: int) -> NoiseStream:

@@ -4,23 +4,96 @@ from __future__ import annotations
 
 import math
 import os
+import warnings
+import zlib
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 
+from fastdp.engine.collation import spread
+from fastdp.engine.guard import contents
+from fastdp.engine.ranks import pass_through
+from fastdp.private.sampler import Units
+
+#: Wrappers that gather, cut or reduce gradients before any of them could be clipped, and what is wrong with each.
+_FOREIGN_WRAPPERS = {
+    "FullyShardedDataParallel": "FullyShardedDataParallel flattens parameters, whose gradients nothing can then tell apart",
+    "DeepSpeedEngine": "DeepSpeed takes gradients out of the backward pass before they are clipped",
+}
+#: Examples of the data that processes compare before they train together.
+_COMPARED = 8
+
+
+def bare(model: torch.nn.Module) -> torch.nn.Module:
+    """The model inside wrappers that private training does without: those of data parallelism and of torch's compiler.
+
+    A wrapper of data parallelism stays usable, and hands calls on; sums are added up elsewhere, after they are clipped.
+    """
+    while True:
+        if isinstance(model, torch.nn.parallel.DistributedDataParallel):
+            pass_through(model)
+            model = model.module
+        elif isinstance(inner := getattr(model, "_orig_mod", None), torch.nn.Module):
+            warnings.warn(
+                "the model was compiled as a whole, and its private training steps run without the compiler, which would follow "
+                "the engine into each of its checks; evaluation stays compiled",
+                stacklevel=3,
+            )
+            model = inner
+        else:
+            return model
+
+
+def described(model: torch.nn.Module, dataset: Any, units: Units) -> dict[str, Any]:
+    """What processes that train together must have alike, by name: short digests of a model, and of a few of the examples."""
+    shapes = [(name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in model.named_parameters()]
+    held = (*model.named_parameters(), *model.named_buffers())
+    values = {name: bits for name, (*_, bits) in contents((n, t) for n, t in held if _in_memory(t)).items()}
+    read = [(index, _digest(dataset[index]), _digest(dataset[index])) for index in spread(len(dataset), _COMPARED)]
+    return {
+        "the model": repr(shapes),
+        "the size of the data set": len(dataset),
+        "the users of its examples": zlib.crc32(repr(units.members).encode()),
+        # One that is not the same twice is augmented, and may be otherwise elsewhere.
+        "an example of the data set": [(index, one) for index, one, two in read if one == two],
+        "a weight or a buffer of the model": values,
+    }
+
+
+def _in_memory(tensor: torch.Tensor) -> bool:
+    return type(tensor.data) is torch.Tensor and tensor.device.type != "meta"
+
+
+def _digest(item: Any) -> int:
+    if isinstance(item, Mapping):
+        return zlib.crc32(repr([(key, _digest(item[key])) for key in item]).encode())
+    if isinstance(item, (list, tuple)) and any(isinstance(value, torch.Tensor) for value in item):
+        return zlib.crc32(repr([_digest(value) for value in item]).encode())
+    if isinstance(item, torch.Tensor):
+        plain = item.detach().cpu().contiguous()
+        return zlib.crc32(plain.reshape(-1).view(torch.uint8).numpy().tobytes())
+    return zlib.crc32(repr(item).encode())
+
 
 def check_model(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Raise ValueError for a model that mixes examples, runs in several processes, or does not fit its optimizer."""
-    if isinstance(model, (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)):
-        raise ValueError("give the bare model, not a DataParallel or DistributedDataParallel wrapper")
+    """Raise ValueError for a model that mixes examples, or does not fit its optimizer or its processes."""
+    if isinstance(model, torch.nn.DataParallel):
+        raise ValueError(
+            "a DataParallel wrapper copies the model for each device within one process: give the bare model, and start a "
+            "process for each device with torchrun"
+        )
     grouped = torch.distributed.is_available() and torch.distributed.is_initialized()
-    if grouped and torch.distributed.get_world_size() > 1:
-        # Each process would draw its own batches and its own noise, which nobody has accounted for.
-        raise ValueError("private training runs in one process; start it without a distributed launcher")
     if os.environ.get("WORLD_SIZE", "1") not in ("", "0", "1") and not grouped:
         raise ValueError(
             f"WORLD_SIZE is {os.environ['WORLD_SIZE']} but no process group was opened: each process would train on the same "
-            "data as if it were alone; start it without a distributed launcher"
+            "data as if it were alone; call torch.distributed.init_process_group() first, or start one process"
         )
+    for kind in type(model).__mro__:
+        if kind.__name__ in _FOREIGN_WRAPPERS:
+            raise ValueError(
+                f"{_FOREIGN_WRAPPERS[kind.__name__]}: give the bare model, in a process group of torch's own"
+            )
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError("LBFGS differentiates several times a step, and a step is one release; use SGD, Adam or AdamW")
     for name, module in model.named_modules():
@@ -77,13 +150,6 @@ def _constant(module: torch.nn.Module) -> bool:
     return frozen and not module.training and module.running_mean is not None
 
 
-def _processes() -> int:
-    """Processes that train together, or that a launcher started to do so before they formed a group."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return torch.distributed.get_world_size()
-    return int(os.environ.get("WORLD_SIZE") or 1)
-
-
 def refuse_frozen(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Raise ValueError for a frozen parameter in the optimizer's groups, where the method is to choose what is trained."""
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -93,6 +159,16 @@ def refuse_frozen(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> N
                 f"{name} is frozen and stands in the optimizer's groups: give the optimizer the parameters with "
                 "requires_grad=True, from which the method chooses"
             )
+
+
+def refuse_accumulation(wrapper: Any) -> None:
+    """Raise ValueError for accelerate's wrapper of an optimizer that would leave out steps, each of which is a release."""
+    count = getattr(getattr(wrapper, "gradient_state", None), "num_steps", 1)
+    if count > 1:
+        raise ValueError(
+            f"accelerate's gradient_accumulation_steps is {count}, so that it would leave out releases: set it to 1, and bound "
+            "memory by max_physical_batch_size"
+        )
 
 
 def check_budget(

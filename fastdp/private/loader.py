@@ -14,6 +14,7 @@ from fastdp.accounting.ledger import STEP
 from fastdp.engine.batches import leaves, map_tensors
 from fastdp.engine.collation import Collation, spread
 from fastdp.engine.layout import Ticket
+from fastdp.engine.ranks import ONE, Ranks
 from fastdp.ops.stream import NoiseStream
 from fastdp.private.observer import Observer
 from fastdp.private.plan import Plan
@@ -41,6 +42,8 @@ class PrivateLoader:
         remaining: how many logical batches the budget still holds; may raise.
         max_physical_batch_size: most examples in a micro-batch.
         unit_map: name of the batch entry that holds the unit of every token, for collators that pack rows.
+        ranks: the processes that train together. Each draws the same logical batch and delivers its share of it, in as many
+            micro-batches as the others, padding rows for those it lacks.
     """
 
     def __init__(
@@ -55,6 +58,7 @@ class PrivateLoader:
         remaining: Callable[[], int] | None = None,
         unit_map: str | None = None,
         observers: Sequence[Observer] = (),
+        ranks: Ranks = ONE,
     ):
         if len(units) != plan.units:
             raise ValueError(f"the data set has {len(units)} units, and the plan accounts for {plan.units}")
@@ -69,6 +73,7 @@ class PrivateLoader:
         self.remaining = remaining or (lambda: self.steps_per_epoch)
         self.observers = observers
         self.unit_map = unit_map
+        self.ranks = ranks
         #: Where a loader that accelerate has prepared puts its batches; None leaves them where they are.
         self.device: torch.device | None = getattr(loader, "device", None)
         self.lengths = _lengths(self.dataset)
@@ -132,11 +137,20 @@ class PrivateLoader:
 
     def micro_batches(self, drawn: list[int]) -> Iterator[tuple[list[int], Ticket]]:
         """The example indices and ticket of each micro-batch of one logical batch, whole units together."""
-        if not drawn:
-            yield [self.units.examples(0)[0]], _ticket([1], 0.0, is_last=True)
-            return
         if self.lengths is not None:
             drawn = sorted(drawn, key=self._longest, reverse=True)
+        shares = [self._pieces(share) for share in self.ranks.shares(drawn)]
+        count, own = max(map(len, shares)), shares[self.ranks.rank]
+        for number in range(count):
+            last = number == count - 1
+            if number < len(own) and own[number]:
+                members = [self.units.examples(unit) for unit in own[number]]
+                yield [i for m in members for i in m], _ticket([len(m) for m in members], 1.0, is_last=last)
+            else:
+                yield [self.units.examples(0)[0]], _ticket([1], 0.0, is_last=last)
+
+    def _pieces(self, drawn: list[int]) -> list[list[int]]:
+        """Units cut into micro-batches, the first of which may be empty."""
         pieces: list[list[int]] = [[]]
         filled = 0
         for unit in drawn:
@@ -146,10 +160,7 @@ class PrivateLoader:
                 filled = 0
             pieces[-1].append(unit)
             filled += size
-        for number, piece in enumerate(pieces):
-            members = [self.units.examples(unit) for unit in piece]
-            last = number == len(pieces) - 1
-            yield [i for m in members for i in m], _ticket([len(m) for m in members], 1.0, is_last=last)
+        return pieces
 
     def rehearsals(self, drawn: list[int]) -> list[list[int]]:
         """Examples of a batch, and some of all the data, together, and two of them each alone; none if rows never meet."""
@@ -188,7 +199,9 @@ class _Drawn:
         for drawn in self.loader.sampler.epoch(self.steps):
             for observer in self.loader.observers:
                 drawn = observer.drawn(drawn, self.loader.kind)
-            for indices in self.loader.rehearsals(drawn) if rehearses else ():
+            for indices in (
+                self.loader.rehearsals(self.loader.ranks.shares(drawn)[self.loader.ranks.rank]) if rehearses else ()
+            ):
                 ticket = _ticket([1] * len(indices), 0.0, is_last=False)
                 self.waiting.append((indices, replace(ticket, rehearsal=True)))
                 yield indices
@@ -200,10 +213,14 @@ class _Drawn:
 
 def batching(loader: DataLoader) -> BatchSampler:
     """How a loader cuts its data into batches; ValueError if not as torch does, which accelerate's loaders still do."""
+    batches = loader.batch_sampler
+    if type(batches).__name__ == "BatchSamplerShard":
+        # accelerate's, around the loader's own: it hands each process other batches, which private sampling does itself.
+        batches = getattr(batches, "batch_sampler", None)
     # A class of one's own may mean anything by its batch size.
-    if type(loader.batch_sampler) is not BatchSampler:
+    if type(batches) is not BatchSampler:
         raise ValueError("the loader has a batch_sampler of its own; give it batch_size instead, the engine samples")
-    return loader.batch_sampler
+    return batches
 
 
 def check_loader(loader: Any) -> None:

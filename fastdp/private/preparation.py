@@ -20,6 +20,7 @@ from fastdp.engine.bounds import Norms
 from fastdp.engine.collation import Collation
 from fastdp.engine.engine import Engine
 from fastdp.engine.errors import SelfCheckError
+from fastdp.engine.ranks import ONE, Ranks
 from fastdp.ops.stream import NoiseStream
 from fastdp.private.loader import PrivateLoader
 from fastdp.private.plan import Plan, SideRelease
@@ -91,6 +92,7 @@ class Access:
         secure_rounding: whether noised sums are rounded to a grid, exactly.
         returns_loss: whether the model returns its loss.
         open_unprotected: draws at a rate for what gets no noise; None where the run claims to be private.
+        ranks: the processes over whose shares of a sample its sums run.
     """
 
     record: Callable[[str], None]
@@ -99,6 +101,7 @@ class Access:
     secure_rounding: bool = True
     returns_loss: bool = True
     open_unprotected: Callable[[float], PrivateLoader] | None = None
+    ranks: Ranks = ONE
 
 
 class Preparation(Moment):
@@ -138,7 +141,7 @@ class Preparation(Moment):
         for part in _parts(self._access.open_unprotected(rate), self.parameters, contributions):
             for name, values in part.items():
                 total[name] = total[name] + values.sum(0) if name in total else values.sum(0)
-        self._releases.append(Released(total))
+        self._releases.append(Released(self._access.ranks.total(total)))
         return self._releases[-1]
 
     def findings(self) -> Findings:
@@ -186,6 +189,7 @@ class Sample:
         sums = {name: torch.zeros_like(tensor, dtype=torch.float32) for name, tensor in like.items()}
         for part in _parts(self._draw(), self._preparation.parameters, contributions):
             add_clipped(sums, part, max_norm)
+        self._access.ranks.add(sums, like)
         return self.publish(sums, max_norm)
 
     def differentiate(self, accumulator: Accumulator, *, check: bool = True) -> None:
@@ -200,7 +204,13 @@ class Sample:
         loader = self._draw()
         model = self._preparation.model
         engine = Engine(
-            model, accumulator.policy, loader.tickets, accumulator=accumulator, check=check, keep_logits=True
+            model,
+            accumulator.policy,
+            loader.tickets,
+            accumulator=accumulator,
+            check=check,
+            keep_logits=True,
+            ranks=self._access.ranks,
         )
         try:
             for batch in loader:
@@ -208,6 +218,7 @@ class Sample:
                 output = model(**batch) if isinstance(batch, Mapping) else model(*batch)
                 (output["loss"] if isinstance(output, Mapping) else output[0]).backward()
             accumulator.require_alike()
+            accumulator.merge(self._access.ranks)
         finally:
             engine.close()
 

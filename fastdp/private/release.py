@@ -10,6 +10,7 @@ import torch
 
 import fastdp.ops as ops
 from fastdp.engine.policy import Policy
+from fastdp.engine.ranks import Ranks
 from fastdp.ops.stream import NoiseStream
 
 
@@ -45,6 +46,26 @@ class Recorder(Protocol):
 
     def record(self, kind: str = "step") -> None:
         """Note one release before it happens; raises if the budget does not hold it."""
+
+
+class Books:
+    """A ledger that several processes release under: the first writes, and the others count along once it has.
+
+    Args:
+        ledger: the ledger itself on the rank that leads, its mirror on the others.
+        ranks: all of them.
+    """
+
+    def __init__(self, ledger: Recorder, ranks: Ranks):
+        self.ledger, self.ranks = ledger, ranks
+
+    def record(self, kind: str = "step") -> None:
+        """Note one release on disk before any rank makes it; what fails on the first rank fails on all."""
+        if self.ranks.leads:
+            self.ranks.first(lambda: self.ledger.record(kind))
+        else:
+            self.ranks.first(lambda: None)
+            self.ledger.record(kind)
 
 
 class Release:

@@ -18,6 +18,7 @@ from fastdp.accounting.ledger import STEP
 from fastdp.engine.bounds import among_units_in_words
 from fastdp.engine.engine import Engine
 from fastdp.engine.policy import Policy
+from fastdp.engine.ranks import ONE, Ranks
 from fastdp.ops.grid import DISTANCE
 from fastdp.private.loader import PrivateLoader
 from fastdp.private.observer import Observer
@@ -62,6 +63,7 @@ class Private(Published):
         open_replay: Callable[..., Private],
         observers: list[Observer],
         criterion: Criterion | None = None,
+        ranks: Ranks = ONE,
     ):
         self.model = model
         self.optimizer = optimizer
@@ -72,6 +74,8 @@ class Private(Published):
         self.ledger = ledger
         self.plan = plan
         self.criterion = criterion
+        #: The processes that train together.
+        self.ranks = ranks
         self.last_step_done = False
         #: On the device: to read it would make the host wait before each release.
         self._nonfinite: torch.Tensor | int = 0
@@ -263,10 +267,12 @@ class Private(Published):
         self.last_step_done = engine.complete
         if not engine.complete:
             return
-        engine.guard.require_untouched(last=self.steps_done + 1 >= self.total_steps)
         accumulator = engine.accumulator
-        accumulator.require_alike()
-        self._require_noise(accumulator.policy)
+        with self.ranks.together(self._stated(optimizer)):
+            engine.guard.require_untouched(last=self.steps_done + 1 >= self.total_steps)
+            accumulator.require_alike()
+            self._require_noise(accumulator.policy)
+        accumulator.merge(self.ranks)
         self._nonfinite = self._nonfinite + accumulator.nonfinite
         for observer in self._observers:
             observer.before_release(accumulator)
@@ -283,6 +289,14 @@ class Private(Published):
             self._adapt(following)
         accumulator.reset()
         engine.complete = False
+
+    def _stated(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """What must be the same on all ranks at a release, so that they go on alike."""
+        numbers = [
+            {k: v for k, v in g.items() if isinstance(v, (bool, int, float, tuple))} for g in optimizer.param_groups
+        ]
+        policy = self.policy
+        return {"a setting of the optimizer": repr(numbers), "the clipping": repr((policy.bounds, policy.stds))}
 
     @property
     def nonfinite_examples(self) -> int:
@@ -422,6 +436,7 @@ class Private(Published):
             model={
                 "name": accounting.model_name(self.model),
                 "trained_parameters": trained,
+                "processes": self.ranks.size,
                 "route": self.route,
                 "fingerprint": self._fingerprint,
             },

@@ -17,6 +17,7 @@ from fastdp.accounting import Ledger, LedgerError
 from fastdp.engine.engine import Engine
 from fastdp.engine.guard import contents
 from fastdp.engine.policy import Policy
+from fastdp.engine.ranks import ONE, Ranks
 from fastdp.private.method import Method
 from fastdp.private.preparation import Outcome, Preparation
 from fastdp.private.release import Release
@@ -39,6 +40,7 @@ class Stages:
         open_engine: an engine for a policy over the parameters that are trained just then.
         folder: where outcomes are kept for a resumed run; None keeps them in memory.
         resume: take outcomes found in the folder instead of releasing them again.
+        ranks: the processes that train together; the first has the folder.
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class Stages:
         open_engine: Callable[[Policy], Engine],
         folder: Path | None,
         resume: bool = False,
+        ranks: Ranks = ONE,
     ):
         self.model = model
         self.optimizer = optimizer
@@ -66,6 +69,7 @@ class Stages:
         self._open_engine = open_engine
         self._folder = folder
         self._resume = resume
+        self._ranks = ranks
         self._groups = [list(group["params"]) for group in optimizer.param_groups]
         self.engine = self._open()
 
@@ -133,13 +137,18 @@ class Stages:
         self._train(self.parameters)
 
     def _adopt_stored(self, step: int) -> bool:
+        found = self._ranks.first(lambda: self._stored(step))
+        if found is not None:
+            self.adopt(*found)
+        return found is not None
+
+    def _stored(self, step: int) -> tuple[Outcome, int, str] | None:
         assert self._folder is not None
         for earlier in range(step, self.prepared_step, -1):
             path = self._folder / _OUTCOME_FILE.format(step=earlier)
             if path.exists():
-                self.adopt(load_file(path), earlier, str(path))
-                return True
-        return False
+                return load_file(path), earlier, str(path)
+        return None
 
     def _open(self) -> Engine:
         names = self.method.trained(self.parameters, self.outcome) if self.outcome else list(self.parameters)
@@ -160,8 +169,9 @@ class Stages:
             group["params"] = [p for p in everything if id(p) in kept or id(p) not in known]
 
     def _save(self, outcome: Outcome, step: int) -> None:
-        self._ledger.note(_NOTE.format(step=step), digest(outcome))
-        if self._folder is not None:
+        with self._ranks.together():
+            self._ledger.note(_NOTE.format(step=step), digest(outcome))
+        if self._folder is not None and self._ranks.leads:
             files.save_tensors(self._folder / _OUTCOME_FILE.format(step=step), outcome)
 
 

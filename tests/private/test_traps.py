@@ -40,6 +40,7 @@ from tests.engine.runs import (
     logical_step,
     one_by_one,
     opaque,
+    same,
     sizes,
     start,
 )
@@ -236,9 +237,10 @@ def test_trap_07_noise_is_added_once_however_the_work_is_divided(monkeypatch: py
     store = torch.distributed.HashStore()
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
-        wrapped = nn.parallel.DistributedDataParallel(Classifier())
-        with pytest.raises(ValueError, match="not a DataParallel or DistributedDataParallel wrapper"):
-            start(wrapped)
+        bare, _ = logical_step(start(Classifier(), noise_multiplier=1.0))
+        # Of a wrapper the model is taken, and the wrapper exchanges nothing from then on.
+        wrapped, _ = logical_step(start(nn.parallel.DistributedDataParallel(Classifier()), noise_multiplier=1.0))
+        assert same(bare, wrapped)
     finally:
         torch.distributed.destroy_process_group()
 

@@ -11,6 +11,7 @@ from fastdp.engine.accumulator import Accumulator, NormSink, PerUnit, Route
 from fastdp.engine.bounds import Norms, UpperNorms
 from fastdp.engine.layout import Layout
 from fastdp.engine.policy import Policy
+from fastdp.engine.ranks import Ranks
 from fastdp.engine.uses import Factors
 from fastdp.methods.frost.magnitudes import Magnitude
 from fastdp.methods.frost.partitions import Partition
@@ -101,6 +102,11 @@ class MagnitudeAccumulator(Accumulator):
         """Forget the sums: a new sample begins."""
         super().reset()
         self.totals = torch.zeros_like(self.sizes)
+
+    def merge(self, ranks: Ranks) -> None:
+        """As `Accumulator.merge`, with what has no vector."""
+        super().merge(ranks)
+        self.totals = ranks.total({"totals": self.totals})["totals"]
 
     def run(
         self,

@@ -1,0 +1,285 @@
+"""Private runs in groups of processes, forked from one parent; run as a program by `test_ranks.py`.
+
+    python -m tests.private.ranked FOLDER SCENARIO SIZE [SIZE ...]
+
+The parent imports everything, runs no backward pass (autograd does not survive a fork) and forks the processes of one group
+after another. What each rank found is saved in FOLDER.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._dynamo  # an optimizer imports it, which would take each child two seconds
+import torch.distributed as dist
+import transformers  # noqa: F401
+from torch import nn
+from torch.utils.data import DataLoader
+
+import fastdp
+from fastdp.methods.rapft import NoisyMap
+from tests.engine.models import build
+from tests.engine.runs import Classifier, collate, examples
+
+#: Steps of every run of the matrix.
+STEPS = 6
+
+
+def texts(count: int = 18, tokens: int = 9) -> list[dict[str, torch.Tensor]]:
+    """Sequences of different lengths, some much rarer than others in the batches' share of a rank."""
+    generator = torch.Generator().manual_seed(4)
+    return [{"input_ids": torch.randint(3, 40, (tokens - i % 4,), generator=generator)} for i in range(count)]
+
+
+def padded(items: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    ids = nn.utils.rnn.pad_sequence([i["input_ids"] for i in items], batch_first=True)
+    mask = nn.utils.rnn.pad_sequence([torch.ones_like(i["input_ids"]) for i in items], batch_first=True)
+    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+
+
+def packed(items: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Two examples a row of 20 tokens."""
+    rows = -(-len(items) // 2)
+    ids = torch.zeros(rows, 20, dtype=torch.int64)
+    labels, units = torch.full_like(ids, -100), torch.full_like(ids, -1)
+    positions = torch.zeros_like(ids)
+    for index, item in enumerate(items):
+        text, start = item["input_ids"], 10 * (index % 2)
+        here = (index // 2, slice(start, start + len(text)))
+        ids[here] = labels[here] = text
+        units[here], positions[here] = index, torch.arange(len(text))
+        positions[index // 2, start + len(text) : start + 10] = torch.arange(10 - len(text))
+    return {"input_ids": ids, "labels": labels, "position_ids": positions, "units": units}
+
+
+def _selecting(**settings: Any) -> fastdp.DPFrost:
+    return fastdp.DPFrost(unfreezing_ratio=0.5, selection_noise_multiplier=2.0, selection_rate=0.5, **settings)
+
+
+#: model, tuning, options of make_private.
+CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "tied gpt2": ("gpt2", "full", {}),
+    "llama": ("llama", "full", {"method": fastdp.DPSGD(max_grad_norm=0.5)}),
+    "lora": ("llama", "lora", {}),
+    "bitfit": ("phi", "bitfit", {}),
+    "users": ("llama", "full", {"user_ids": [i // 3 for i in range(18)], "max_examples_per_user": 2}),
+    "packed": ("llama", "full", {"unit_map": "units"}),
+    "masked": ("llama", "lora", {"method": _selecting(selection_steps=1, granularity="parameters")}),
+    "rapft": ("gpt2", "full", {"method": fastdp.RapFT(NoisyMap(2.0, 0.5))}),
+    "frost": ("llama", "full", {"method": _selecting(selection_steps=2)}),
+    "adaptive": ("llama", "lora", {"method": fastdp.DPSGD(adaptive=fastdp.AdaptiveClipping())}),
+}
+
+
+def trained(case: str, noise: float, prepare: Callable[[nn.Module], None] = lambda model: None) -> dict[str, Any]:
+    """One run of the matrix: the weights after `STEPS` steps, and what the run says of itself."""
+    name, tuning, options = CASES[case]
+    model = build(name, tuning)
+    model.config.use_cache = False
+    prepare(model)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.3, momentum=0.5)
+    loader: DataLoader = DataLoader(
+        texts(),  # type: ignore[arg-type]
+        batch_size=3 if "user_ids" in options else 6,
+        collate_fn=packed if "unit_map" in options else padded,
+    )
+    given = {"noise_multiplier": noise, "target_delta": 1e-3, "epochs": 2, "unsafe_seed": 5, **options}
+    # Rounded to a grid, a difference in the last digit of a sum may move a weight by a step of the grid.
+    private = fastdp.make_private(model, optimizer, loader, max_physical_batch_size=2, secure_rounding=False, **given)
+    while private.steps_done < STEPS:
+        for batch in private.data_loader:
+            private.model(**batch).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    card = private.card()
+    private.detach()
+    return {
+        "weights": {n: _whole(p) for n, p in model.named_parameters()},
+        "processes": card["model"]["processes"],
+        "route": private.route,
+        "spent": card["steps"]["spent"],
+    }
+
+
+def _whole(parameter: torch.Tensor) -> torch.Tensor:
+    found = parameter.detach()
+    found = found.full_tensor() if hasattr(found, "full_tensor") else found
+    return found.clone()
+
+
+def matrix(rank: int, size: int, folder: Path) -> dict[str, Any]:
+    """Every case at noise 1, and some at 0."""
+    wanted = os.environ.get("CASES", ",".join(CASES)).split(",")
+    found = {}
+    for case in wanted:
+        for noise in (1.0, 0.0) if case in ("tied gpt2", "lora") or "FULL" in os.environ else (1.0,):
+            found[case, noise] = trained(case, noise)
+    return found
+
+
+def small(**options: Any) -> Any:
+    """A run of a small classifier that is ready to train."""
+    model = options.pop("model", None) or Classifier()
+    optimizer = torch.optim.SGD(model.parameters(), lr=options.pop("lr", 0.1))
+    data = options.pop("data", None) or examples()
+    loader: DataLoader = DataLoader(data, batch_size=options.pop("batch_size", 8), collate_fn=collate)  # type: ignore[arg-type]
+    given = {"noise_multiplier": 1.0, "target_delta": 1e-3, "epochs": 2, **options}
+    return fastdp.make_private(model, optimizer, loader, **given)
+
+
+def go_on(private: Any, steps: int, at: Callable[[str, int], None] = lambda moment, step: None) -> None:
+    """Take steps, calling ``at`` before each."""
+    done = 0
+    while done < steps:
+        for batch in private.data_loader:
+            at("forward", done)
+            private.model(**batch)["loss"].backward()
+            private.optimizer.step()
+            private.optimizer.zero_grad()
+            done += private.last_step_done
+            if done == steps:
+                return
+
+
+def refusals(rank: int, size: int, folder: Path) -> dict[str, Any]:
+    """What every rank is told where one of them is not like the others."""
+    second = rank == 1
+    blocked = folder / "a file"
+    if rank == 0:
+        blocked.write_text("")
+    tried: dict[str, Callable[[], Any]] = {
+        "settings": lambda: small(noise_multiplier=2.0 if second else 1.0),
+        "method": lambda: small(method=fastdp.DPSGD(max_grad_norm=2.0 if second else 1.0)),
+        "seed": lambda: small(unsafe_seed=rank),
+        "size of the data": lambda: small(data=examples(24 - rank)),
+        "data": lambda: small(data=examples(seed=rank)),
+        "users": lambda: small(user_ids=[(i + rank) // 2 for i in range(24)], max_examples_per_user=2, batch_size=4),
+        "weights": lambda: small(model=Classifier(seed=rank)),
+        "model": lambda: small(model=Classifier() if not second else nn.Sequential(nn.Linear(5, 3))),
+        "one rank alone": lambda: small(epochs=-1 if second else 2),
+        "output": lambda: small(output_dir=blocked),
+        "resume": lambda: small(output_dir=folder / "nothing", resume=True),
+    }
+    found: dict[str, Any] = {}
+    for name, start in tried.items():
+        try:
+            start().detach()
+            found[name] = "taken"
+        except Exception as error:
+            found[name] = f"{type(error).__name__}: {error}"
+    private = small()
+    private.optimizer.param_groups[0]["lr"] = 0.1 + rank
+    try:
+        go_on(private, 1)
+    except ValueError as error:
+        found["learning rate"] = str(error)
+        found["spent"] = private.steps_done
+    private.detach()
+    return found
+
+
+def shapes(rank: int, size: int, folder: Path) -> dict[str, Any]:
+    """Runs whose ranks have little to do: fewer units than ranks, and draws that are mostly empty."""
+    found = {}
+    for name, options in {
+        "one example": {"data": examples(1), "batch_size": 1, "epochs": 2},
+        "fewer than ranks": {"data": examples(6), "batch_size": 1, "epochs": 2},
+        "criterion": {"loss_reduction": None, "batch_size": 2, "epochs": 0.5},
+        "shuffled": {"sampling": "shuffled", "data": examples(9), "batch_size": 3, "epochs": 2},
+    }.items():
+        private = small(unsafe_seed=2, **options)
+        go_on(private, private.total_steps)
+        found[name] = {n: p.detach().clone() for n, p in private.model.named_parameters()}
+        private.detach()
+    # Keys of a group come from rank 0's operating system.
+    private = small(noise_multiplier=50.0)
+    go_on(private, 1)
+    found["keyed"] = {n: p.detach().clone() for n, p in private.model.named_parameters()}
+    private.detach()
+    return found
+
+
+def killed(rank: int, size: int, folder: Path) -> dict[str, Any]:
+    """Rank 1 ends at a given moment of the third release; what the others see, and how fast."""
+    from fastdp.engine.accumulator import Accumulator
+    from fastdp.private.release import Books
+
+    moment, steps = os.environ["MOMENT"], int(os.environ.get("STEPS", "6"))
+    private = small(output_dir=folder / "run", resume=(folder / "run" / "ledger.jsonl").exists())
+    count = 0
+
+    def ending(owner: Any, name: str, *, after: bool) -> None:
+        inner = getattr(owner, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal count
+            count += 1
+            if after:
+                inner(*args, **kwargs)
+            if rank == 1 and count == 3:
+                os._exit(9)
+            return None if after else inner(*args, **kwargs)
+
+        setattr(owner, name, call)
+
+    if moment == "before the record":
+        ending(Books, "record", after=False)
+    elif moment == "after the record":
+        ending(Books, "record", after=True)
+    elif moment == "in the reduction":
+        ending(Accumulator, "merge", after=False)
+    began = 0.0
+    released = 0
+
+    def clock(_moment: str, step: int) -> None:
+        nonlocal began, released
+        began, released = time.monotonic(), step
+
+    try:
+        go_on(private, steps, clock)
+        said = "done"
+    except Exception as error:
+        said = f"{type(error).__name__}: {error}"
+    return {"said": said, "seconds": time.monotonic() - began, "released": released, "spent": private.steps_done}
+
+
+SCENARIOS = {"matrix": matrix, "refusals": refusals, "shapes": shapes, "killed": killed}
+
+
+def group(scenario: str, size: int, folder: Path) -> list[int]:
+    """Fork the processes of one group; their exit statuses."""
+    meeting = folder / f"meeting-{scenario}-{size}-{time.monotonic_ns()}"
+    children = []
+    for rank in range(size):
+        child = os.fork()
+        if child == 0:
+            status = 1
+            try:
+                torch.set_num_threads(1)
+                if size > 1:
+                    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=size)
+                found = SCENARIOS[scenario](rank, size, folder)
+                torch.save(found, folder / f"{scenario}-{size}-{rank}.pt")
+                status = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(status)
+        children.append(child)
+    return [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+
+
+if __name__ == "__main__":
+    place = Path(sys.argv[1])
+    for scenario, size in (each.split(":") for each in sys.argv[2:]):
+        statuses = group(scenario, int(size), place)
+        print(scenario, size, statuses, flush=True)
