@@ -200,6 +200,8 @@ def pass_through(wrapper: torch.nn.parallel.DistributedDataParallel) -> None:
     """Let a wrapper of data parallelism exchange neither gradients, which are not clipped yet, nor buffers."""
     wrapper.require_backward_grad_sync = False
     wrapper.require_forward_param_sync = False
+    # It would join all outputs in one function, whose backward pass sends zeros into those that no loss is made of.
+    wrapper.find_unused_parameters = False
 
 
 @contextmanager

@@ -13,6 +13,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +75,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "masked": ("llama", "lora", {"method": _selecting(selection_steps=1, granularity="parameters")}),
     "rapft": ("gpt2", "full", {"method": fastdp.RapFT(NoisyMap(2.0, 0.5))}),
     "frost": ("llama", "full", {"method": _selecting(selection_steps=2)}),
-    "adaptive": ("llama", "lora", {"method": fastdp.DPSGD(adaptive=fastdp.AdaptiveClipping())}),
+    "adaptive": ("llama", "lora", {"method": fastdp.DPSGD(adaptive=fastdp.AdaptiveClipping(count_noise_std=2.0))}),
 }
 
 
@@ -84,20 +85,16 @@ def trained(case: str, noise: float, prepare: Callable[[nn.Module], None] = lamb
     model = build(name, tuning)
     model.config.use_cache = False
     prepare(model)
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.3, momentum=0.5)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1, momentum=0.5)
     loader: DataLoader = DataLoader(
         texts(),  # type: ignore[arg-type]
         batch_size=3 if "user_ids" in options else 6,
         collate_fn=packed if "unit_map" in options else padded,
     )
-    given = {"noise_multiplier": noise, "target_delta": 1e-3, "epochs": 2, "unsafe_seed": 5, **options}
+    given = {"noise_multiplier": noise, "target_delta": 1e-3, "epochs": 3, "unsafe_seed": 5, **options}
     # Rounded to a grid, a difference in the last digit of a sum may move a weight by a step of the grid.
     private = fastdp.make_private(model, optimizer, loader, max_physical_batch_size=2, secure_rounding=False, **given)
-    while private.steps_done < STEPS:
-        for batch in private.data_loader:
-            private.model(**batch).loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+    go_on(private, STEPS)
     card = private.card()
     private.detach()
     return {
@@ -206,13 +203,13 @@ def shapes(rank: int, size: int, folder: Path) -> dict[str, Any]:
     return found
 
 
-def killed(rank: int, size: int, folder: Path) -> dict[str, Any]:
+def killed(moment: str, rank: int, size: int, folder: Path) -> dict[str, Any]:
     """Rank 1 ends at a given moment of the third release; what the others see, and how fast."""
     from fastdp.engine.accumulator import Accumulator
     from fastdp.private.release import Books
 
-    moment, steps = os.environ["MOMENT"], int(os.environ.get("STEPS", "6"))
-    private = small(output_dir=folder / "run", resume=(folder / "run" / "ledger.jsonl").exists())
+    place = folder / moment
+    private = small(output_dir=place, resume=(place / "ledger.jsonl").exists())
     count = 0
 
     def ending(owner: Any, name: str, *, after: bool) -> None:
@@ -243,14 +240,76 @@ def killed(rank: int, size: int, folder: Path) -> dict[str, Any]:
         began, released = time.monotonic(), step
 
     try:
-        go_on(private, steps, clock)
+        go_on(private, 6, clock)
         said = "done"
     except Exception as error:
         said = f"{type(error).__name__}: {error}"
     return {"said": said, "seconds": time.monotonic() - began, "released": released, "spent": private.steps_done}
 
 
-SCENARIOS = {"matrix": matrix, "refusals": refusals, "shapes": shapes, "killed": killed}
+def trainer(rank: int, size: int, folder: Path) -> dict[str, Any]:
+    """`DPTrainer`, as a launcher would start it; then the wrapper of accelerate in a loop of one's own."""
+    from accelerate import Accelerator
+    from transformers import TrainingArguments
+
+    if size > 1:
+        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1"}
+        os.environ |= {"MASTER_PORT": "29500", "LOCAL_WORLD_SIZE": str(size)}
+    model = build("gpt2")
+    arguments = TrainingArguments(
+        output_dir=str(folder / f"trainer-{size}"),
+        per_device_train_batch_size=6 // size,
+        max_steps=4,
+        learning_rate=0.1,
+        optim="sgd",
+        save_steps=2,
+        ddp_find_unused_parameters=True,
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+        logging_steps=2,
+    )
+    privacy = fastdp.PrivacyArguments(
+        noise_multiplier=1.0, target_delta=1e-3, max_physical_batch_size=2, method=fastdp.DPSGD(max_grad_norm=0.5)
+    )
+    # Keys of a run cannot be stated here, so that only what both ranks get can be compared.
+    found = fastdp.DPTrainer(model, arguments, train_dataset=texts(), data_collator=padded, privacy=privacy)
+    found.train()
+    result = {
+        "rate": found.private.sample_rate,  # type: ignore[union-attr]
+        "weights": {n: p.detach().clone() for n, p in model.named_parameters()},
+        "kept": sorted(p.name for p in (folder / f"trainer-{size}").glob("checkpoint-2/fastdp_state.pt")),
+        "epsilon": [entry["epsilon"] for entry in found.state.log_history if "epsilon" in entry],
+    }
+    for when in ("before", "after"):
+        accelerator = Accelerator(cpu=True)
+        model, data = Classifier(), DataLoader(examples(), batch_size=8, collate_fn=collate)  # type: ignore[arg-type]
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+        if when == "before":
+            model, optimizer, data = accelerator.prepare(model, optimizer, data)
+        private = fastdp.make_private(model, optimizer, data, noise_multiplier=1.0, epochs=1, unsafe_seed=3)
+        if when == "after":
+            model, optimizer, _ = accelerator.prepare(*private)
+        for batch in private.data_loader:
+            # The wrapper, where accelerate made one.
+            accelerator.backward(model(**batch)["loss"])
+            optimizer.step()
+            optimizer.zero_grad()
+        result[when] = {n: p.detach().clone() for n, p in private.model.named_parameters()}
+        result[f"wrapped {when}"] = type(model).__name__
+        private.detach()
+    return result
+
+
+#: Moments of a release at which a rank is killed.
+MOMENTS = ("before the record", "after the record", "in the reduction")
+SCENARIOS: dict[str, Callable[[int, int, Path], dict[str, Any]]] = {
+    "matrix": matrix,
+    "refusals": refusals,
+    "shapes": shapes,
+    "trainer": trainer,
+    **{moment: partial(killed, moment) for moment in MOMENTS},
+}
 
 
 def group(scenario: str, size: int, folder: Path) -> list[int]:

@@ -11,7 +11,7 @@ from transformers import get_linear_schedule_with_warmup
 
 import fastdp
 from fastdp.methods.rapft import PublicMap
-from tests.engine.runs import Classifier, collate, examples, loader, logical_step, start
+from tests.engine.runs import Classifier, collate, examples, loader, logical_step, same, start
 
 PRIVATE: dict[str, Any] = {"noise_multiplier": 1.0, "target_delta": 1e-3}
 
@@ -329,3 +329,28 @@ def test_whatever_fails_in_make_private_gives_the_model_its_own_forward_back(mon
         start(model, **PRIVATE)
     assert "forward" not in vars(model)
     model(**collate(examples(3)))["loss"].backward()
+
+
+@pytest.mark.parametrize("compiled", ["before", "after"])
+def test_a_model_compiled_as_a_whole_trains_without_the_compiler(compiled: str) -> None:
+    """Compiled before or after `make_private`: the same releases, and no compiler that follows the engine."""
+
+    def gradients(when: str) -> dict[str, torch.Tensor]:
+        model: Any = Classifier()
+        if when == "before":
+            with pytest.warns(UserWarning, match="steps run without the compiler"):
+                private = start(torch.compile(model, backend="eager"), noise_multiplier=1.0)
+        else:
+            private = start(model, noise_multiplier=1.0)
+        called = torch.compile(model, backend="eager") if when != "never" else model
+        for batch in private.data_loader:
+            called(**batch)["loss"].backward()
+            private.optimizer.step()
+            if private.last_step_done:
+                break
+        return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+    torch._dynamo.utils.counters.clear()
+    got = gradients(compiled)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 1
+    assert same(got, gradients("never"))

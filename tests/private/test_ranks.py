@@ -1,0 +1,140 @@
+"""What several processes release is what one would: weights, spending, and what is refused."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fastdp.accounting import Ledger
+from tests.private.ranked import CASES, MOMENTS
+from tests.private.test_bad_input import one_sentence
+
+#: Weights after six steps may differ by the rounding of sums in another order.
+ROUNDING = 1e-6
+Found = Mapping[str, Any]
+
+
+def run(folder: Path, *groups: str, **environment: str) -> None:
+    """Let the program run these groups of processes, one after another."""
+    command = [sys.executable, "-m", "tests.private.ranked", str(folder), *groups]
+    own = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **environment}
+    done = subprocess.run(command, env=own, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr
+
+
+def ranks(folder: Path, scenario: str, size: int) -> list[Found]:
+    """What each rank of a group found."""
+    return [torch.load(folder / f"{scenario}-{size}-{rank}.pt", weights_only=False) for rank in range(size)]
+
+
+def apart(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> float:
+    assert one.keys() == other.keys()
+    return max(float((one[name] - other[name]).abs().max()) for name in one)
+
+
+def equal(found: list[Mapping[str, torch.Tensor]]) -> bool:
+    return all(torch.equal(other[name], found[0][name]) for other in found for name in found[0])
+
+
+def require_matrix(folder: Path, sizes: tuple[int, ...]) -> None:
+    (alone,) = ranks(folder, "matrix", 1)
+    for size in sizes:
+        together = ranks(folder, "matrix", size)
+        for case, expected in alone.items():
+            found = [rank[case] for rank in together]
+            assert apart(found[0]["weights"], expected["weights"]) < ROUNDING, (size, case)
+            assert equal([rank["weights"] for rank in found]), (size, case)
+            for rank in found:
+                assert (rank["processes"], rank["route"], rank["spent"]) == (size, "uses", expected["spent"])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Groups of one and of two processes, whose parent imports everything once."""
+    place = tmp_path_factory.mktemp("ranks")
+    run(
+        place,
+        *("matrix:1", "matrix:2", "refusals:2", "shapes:1", "shapes:2", "shapes:4", "trainer:1", "trainer:2"),
+        *(f"{moment}:{size}" for moment in MOMENTS for size in (2, 1)),
+        CASES="tied gpt2,users",
+    )
+    return place
+
+
+def test_two_processes_release_what_one_does(folder: Path) -> None:
+    require_matrix(folder, (2,))
+
+
+@pytest.mark.slow
+def test_so_do_four_for_every_method_and_tuning(tmp_path: Path) -> None:
+    run(tmp_path, "matrix:1", "matrix:2", "matrix:4", CASES=",".join(CASES), FULL="1")
+    require_matrix(tmp_path, (2, 4))
+
+
+def test_ranks_without_a_unit_take_part_all_the_same(folder: Path) -> None:
+    (alone,) = ranks(folder, "shapes", 1)
+    for size in (2, 4):
+        together = ranks(folder, "shapes", size)
+        for name in alone:
+            assert equal([rank[name] for rank in together]), (size, name)
+            if name == "keyed":
+                # Keys of the operating system: the same on each rank of a group, and others in each group.
+                assert apart(together[0][name], alone[name]) > 0.1
+            else:
+                assert apart(together[0][name], alone[name]) < ROUNDING, (size, name)
+
+
+@pytest.mark.parametrize(
+    ("what", "match"),
+    [
+        ("settings", "what make_private was given is not the same on rank 0 and rank 1"),
+        ("method", "what make_private was given is not the same"),
+        ("seed", "what make_private was given is not the same"),
+        ("size of the data", "the size of the data set is not the same"),
+        ("data", "an example of the data set is not the same"),
+        ("users", "the users of its examples is not the same"),
+        ("weights", "a weight or a buffer of the model is not the same"),
+        ("model", "the model is not the same"),
+        ("one rank alone", "epochs is -1"),
+        ("output", "a file"),
+        ("resume", "there is no ledger to resume"),
+        ("learning rate", "a setting of the optimizer is not the same"),
+    ],
+)
+def test_what_one_rank_cannot_do_is_refused_on_all(folder: Path, what: str, match: str) -> None:
+    for rank in ranks(folder, "refusals", 2):
+        assert match in rank[what], rank[what]
+        assert rank["spent"] == 0
+        one_sentence(RuntimeError(rank[what].split(": ", 1)[1]))
+
+
+def test_trainer_and_accelerate_under_a_launcher(folder: Path) -> None:
+    (alone,), together = ranks(folder, "trainer", 1), ranks(folder, "trainer", 2)
+    for found in together:
+        assert found["rate"] == alone["rate"] == 6 / 18, "the batch of a device, times devices"
+        assert found["epsilon"] == alone["epsilon"]
+        assert found["kept"] == ["fastdp_state.pt"]
+        for when in ("before", "after"):
+            assert found[f"wrapped {when}"] == "DistributedDataParallel"
+            assert apart(found[when], alone[when]) < ROUNDING, when
+    assert equal([found["weights"] for found in together])
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_rank_that_is_killed_stops_the_others_and_loses_no_count(folder: Path, moment: str) -> None:
+    """Rank 1 is killed in its third release; then one process goes on."""
+    left = torch.load(folder / f"{moment}-2-0.pt", weights_only=False)
+    assert left["said"].startswith("RankLost: another process of the group ended"), left
+    assert left["seconds"] < 10
+    assert left["released"] <= left["spent"]
+    (resumed,) = ranks(folder, moment, 1)
+    assert resumed["said"].startswith("BudgetExceeded"), "the budget of six was spent, by both runs together"
+    assert left["spent"] + resumed["released"] <= 6
+    assert Ledger.read(folder / moment / "ledger.jsonl").spent_steps == 6
