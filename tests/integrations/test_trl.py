@@ -159,6 +159,23 @@ def test_dpo_clips_each_pair(tmp_path: Path, tokenizer: Any, kind: str) -> None:
     assert error({name.removeprefix("model."): total for name, total in sums.items()}, expected) < 1e-4
 
 
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("seed", range(2))
+def test_pairs_in_bf16_take_the_rules(tmp_path: Path, tokenizer: Any, checkpointing: bool, seed: int) -> None:
+    # accelerate casts within the policy's own forward, so that the engine's comparison sees bf16 whatever it asks for.
+    rows = [{"prompt": letters(2, i), "chosen": " b", "rejected": " " + letters(2, i + seed)} for i in range(24)]
+    trainer = fastdp.DPDPOTrainer(
+        model=model(),
+        args=DPOConfig(output_dir=str(tmp_path), **(COMMON | {"bf16": True, "gradient_checkpointing": checkpointing})),
+        train_dataset=Dataset.from_list(rows),
+        processing_class=tokenizer,
+        privacy=fastdp.PrivacyArguments(noise_multiplier=1.0, target_delta=1e-3, max_physical_batch_size=5),
+    )
+    first_release(trainer)
+    assert trainer.private is not None
+    assert trainer.private.route == "uses"
+
+
 def test_sft_trains_evaluates_and_resumes(tmp_path: Path, tokenizer: Any) -> None:
     def trainer() -> fastdp.DPSFTTrainer:
         rows = Dataset.from_dict({"text": [letters(3 + i % 5, i) for i in range(24)]})
