@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 import fastdp.ops as ops
+from fastdp.engine.axes import Scaled
 from fastdp.engine.bounds import Norms, UpperNorms, stacked
 from fastdp.engine.constants import sent
 from fastdp.engine.head import REMEASURED, HeadFactors
@@ -15,7 +16,7 @@ from fastdp.engine.layout import Layout
 from fastdp.engine.likeness import Compared, Likeness, Noting, require_alike
 from fastdp.engine.policy import Policy
 from fastdp.engine.ranks import Ranks
-from fastdp.engine.uses import Factors
+from fastdp.engine.uses import Factors, Sink
 from fastdp.ops.routes import plan
 
 
@@ -662,14 +663,14 @@ class Accumulator:
         """
         norms = NormSink(self, layout, expected, keep=not two_pass, instances=instances)
         first, again = Likeness(self.names), Likeness(self.names)
-        open_sink(Noting(norms, first) if two_pass else norms)
+        open_sink(Noting(self._scaled(norms), first) if two_pass else self._scaled(norms))
         backward(two_pass)
         factors = self.factors(norms.finish(), layout.weights)
         self.most_tokens = max(self.most_tokens, *(route.tokens for route in self.routes.values()), 1)
         self.longest = max(self.longest, *(route.tokens // max(1, route.units) for route in self.routes.values()), 1)
         if two_pass:
             again.places = first.places
-            open_sink(Noting(SumSink(self, factors), again))
+            open_sink(Noting(self._scaled(SumSink(self, factors)), again))
             backward(False)
             self.compared.append(first.compared(again))
             if layout.weights.device.type == "cpu":
@@ -689,6 +690,12 @@ class Accumulator:
                 self.add_factors(name, entry.factors.pop(), factors, layout)
         self.add_instances(whole, factors)
 
+    def _scaled(self, sink: Sink) -> Sink:
+        """The sink, or one before it that divides by the policy's axes."""
+        for name, axes in self.policy.axes.items():
+            axes.check(name, self.parameters[name].shape)
+        return Scaled(sink, self.policy.axes, self.names) if self.policy.axes else sink
+
     def fit(self, units: int, available: int) -> bool:
         """Whether every unit's whole gradient of all parameters takes at most ``available`` bytes, and can be made at all."""
         return not self.tables and 4 * units * sum(p.numel() for p in self.parameters.values()) <= available
@@ -697,6 +704,9 @@ class Accumulator:
         """Clip and add one unit from its whole gradients ``[1, ...]``, weight ``[1]``: the one-example route."""
         policy = self.policy
         norms = Norms(len(policy.bounds), 1, weight.device)
+        if policy.axes:
+            whole = {name: axes.whole(self.parameters[name].shape) for name, axes in policy.axes.items()}
+            instances = {name: own / whole[name] if name in whole else own for name, own in instances.items()}
         for name, instance in instances.items():
             group, entries = policy.group_of[name], instance.numel()
             relative = ops.Rounding(instance).squares(entries)

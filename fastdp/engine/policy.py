@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from fastdp.engine.axes import RankOne
 from fastdp.engine.bounds import UpperNorms
 
 
@@ -24,12 +25,15 @@ class Policy:
         stds: noise standard deviation of each group, in the units of the summed gradient, >= 0.
         group_of: the group of each trained parameter by name; a pair (inside, outside) for a masked parameter.
         masks: boolean masks, of the parameter's shape, for the parameters whose group is a pair.
+        axes: public scales of parameters' coordinates. Their gradients are divided by them before anything else, so that
+            bounds and stds are those of what is left; what is released is multiplied by them, which costs nothing.
     """
 
     bounds: tuple[float, ...]
     stds: tuple[float, ...]
     group_of: Mapping[str, int | tuple[int, int]]
     masks: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    axes: Mapping[str, RankOne] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if len(self.bounds) != len(self.stds):
@@ -40,6 +44,8 @@ class Policy:
         for name, group in self.group_of.items():
             if isinstance(group, tuple) != (name in self.masks):
                 raise ValueError(f"{name} needs a mask exactly if it lies in two groups")
+            if name in self.masks and name in self.axes:
+                raise ValueError(f"{name} has both a mask and axes: axes are of whole parameters")
 
     @property
     def noise_multiplier(self) -> float:

@@ -310,7 +310,7 @@ def _compare(
     """Raise `UnsupportedUse` unless the engine finds autograd's norms of these units, and their sum by these weights."""
     kept, packed = engine.accumulator, ticket.token_units is not None
     policy, parameters = kept.policy, list(engine.parameters.values())
-    probe = _Probe(policy.bounds, policy.stds, policy.group_of, policy.masks, weights)
+    probe = _Probe(policy.bounds, policy.stds, policy.group_of, policy.masks, known=weights)
     engine.accumulator = Accumulator(engine.parameters, probe)
     engine.accumulator.tables = kept.tables
     try:

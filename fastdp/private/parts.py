@@ -81,7 +81,7 @@ class BiasCorrection(Part, Following):
     ) -> None:
         """As `Following.before_release`."""
         variances = [(std / divisor) ** 2 for std in policy.stds or (0.0,)]
-        if len(set(variances)) == 1:
+        if len(set(variances)) == 1 and not policy.axes:
             optimizer.noise_variance = variances[0]
             return
         found: dict[torch.Tensor, float | torch.Tensor] = {}
@@ -89,6 +89,8 @@ class BiasCorrection(Part, Following):
             group = policy.group_of.get(name, 0)
             if isinstance(group, tuple):
                 found[parameter] = torch.where(policy.masks[name], variances[group[0]], variances[group[1]])
+            elif name in policy.axes:
+                found[parameter] = variances[group] * policy.axes[name].whole(parameter.shape).square()
             else:
                 found[parameter] = variances[group]
         optimizer.noise_variance = found

@@ -114,6 +114,8 @@ class Release:
         for name in names:
             parameter, total = self.parameters[name], self._total(sums, name)
             self._add_noise(name, total, policy, self._tensors[name])
+            if name in policy.axes:
+                total.mul_(policy.axes[name].whole(parameter.shape))
             parameter.grad = total.div_(self.expected_batch_size).to(parameter.dtype)
         self._count += 1
 
@@ -126,7 +128,7 @@ class Release:
         summed, left = {}, []
         for name, parameter in self.parameters.items():
             group = policy.group_of.get(name, 0)
-            if isinstance(group, tuple):
+            if isinstance(group, tuple) or name in policy.axes:
                 left.append(name)
                 continue
             std = (policy.stds or (0.0,))[group]

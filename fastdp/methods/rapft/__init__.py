@@ -6,6 +6,8 @@ from fastdp.methods.rapft.allocation import masked_policy as masked_policy
 from fastdp.methods.rapft.allocation import optimal_stds as optimal_stds
 from fastdp.methods.rapft.allocation import printed_bounds as printed_bounds
 from fastdp.methods.rapft.allocation import printed_noise_multiplier as printed_noise_multiplier
+from fastdp.methods.rapft.axes import rank_one as rank_one
+from fastdp.methods.rapft.axes import second_moments as second_moments
 from fastdp.methods.rapft.initialisation import Initialisation as Initialisation
 from fastdp.methods.rapft.masks import weak_masks as weak_masks
 from fastdp.methods.rapft.method import RapFT as RapFT
@@ -15,4 +17,5 @@ from fastdp.methods.rapft.rules import Propagation as Propagation
 from fastdp.methods.rapft.sources import NoisyMap as NoisyMap
 from fastdp.methods.rapft.sources import PrivateSubset as PrivateSubset
 from fastdp.methods.rapft.sources import PublicMap as PublicMap
+from fastdp.methods.rapft.sources import PublicMoments as PublicMoments
 from fastdp.methods.rapft.warmup import warm_up as warm_up

@@ -17,7 +17,7 @@ from fastdp.engine.bounds import UpperNorms, down
 from fastdp.engine.policy import Policy
 
 WEAK, STRONG = 0, 1
-ALLOCATIONS = ("printed", "optimal", "ellipsoid")
+ALLOCATIONS = ("printed", "optimal", "ellipsoid", "axes")
 
 
 def _check_fraction(weak_fraction: float) -> float:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 import fastdp.accounting as accounting
+from fastdp.engine.axes import RankOne
 from fastdp.engine.policy import Policy
 from fastdp.methods.options import Options
 from fastdp.methods.rapft.allocation import (
@@ -23,11 +24,12 @@ from fastdp.methods.rapft.allocation import (
     masked_policy,
     printed_noise_multiplier,
 )
+from fastdp.methods.rapft.axes import rank_one
 from fastdp.methods.rapft.initialisation import Initialisation
 from fastdp.methods.rapft.masks import RANKINGS, check_ratio, check_strong, weak_masks
 from fastdp.methods.rapft.relevance import Propagator, require_values
 from fastdp.methods.rapft.rules import Propagation
-from fastdp.methods.rapft.sources import NoisyMap, PrivateSubset, PublicMap
+from fastdp.methods.rapft.sources import NoisyMap, PrivateSubset, PublicMap, PublicMoments
 from fastdp.private.plan import Budget, Plan
 from fastdp.private.preparation import Findings, Moment, Outcome, Preparation
 
@@ -45,13 +47,15 @@ class RapFT(Options):
     Until the first mask exists the steps are those of DP-SGD at the same noise multiplier.
 
     Args:
-        source: where the mask comes from: `PublicMap` (free), `NoisyMap` (a release, paid for out of the budget), or in
-            ``paper`` mode `PrivateSubset` (no guarantee; the default there).
+        source: where the mask, or the axes, come from: `PublicMap` (free), `PublicMoments` (free, for axes), `NoisyMap` (a
+            release, paid for out of the budget), or in ``paper`` mode `PrivateSubset` (no guarantee; the default there).
         mode: ``sound``: the noise multiplier of the run is that of the whole mechanism. ``paper``: sigma is taken for that
             of DP-SGD, as printed, which overstates epsilon; the card gives the true figure beside the printed one.
         max_grad_norm: C.
         irrelevance_ratio: beta, in (.5, 1].
-        allocation: ``printed`` (equations 21 and 22), ``optimal`` or ``ellipsoid``; see `allocation.masked_policy`.
+        allocation: ``printed`` (equations 21 and 22), ``optimal`` or ``ellipsoid``; see `allocation.masked_policy`. ``axes``: no
+            mask, but an axis for each coordinate, of rank one in every matrix (`axes.rank_one`).
+        axes_power: how far axes follow relevance, from 0 (even: DP-SGD) to 1.
         bounds: C_w and C_s in place of the printed C r^2; for ``optimal`` and ``ellipsoid``.
         weights: what a unit of noise variance costs in the weak and in the strong block; for the same two.
         ranking: ``layer`` or ``map``; see `masks.weak_masks`.
@@ -65,13 +69,14 @@ class RapFT(Options):
         ValueError: for a setting out of range, and for a mask that would be computed from private data unaccounted for.
     """
 
-    source: PublicMap | NoisyMap | PrivateSubset | None = None
+    source: PublicMap | PublicMoments | NoisyMap | PrivateSubset | None = None
     mode: str = "sound"
     max_grad_norm: float = 1.0
     irrelevance_ratio: float = 0.7
     allocation: str = "printed"
     bounds: tuple[float, float] | None = None
     weights: tuple[float, float] = (1.0, 1.0)
+    axes_power: float = 0.5
     ranking: str = "layer"
     magnitude: bool = False
     propagation: Propagation = Propagation()
@@ -91,7 +96,11 @@ class RapFT(Options):
         for name, pair in (("bounds", self.bounds), ("weights", self.weights)):
             if pair is not None and not (len(pair) == 2 and all(v > 0 and math.isfinite(v) for v in pair)):
                 raise ValueError(f"{name} is {pair}: give two positive numbers, for the weak and the strong block")
-        if self.allocation == "printed" and (self.bounds is not None or self.weights != (1.0, 1.0)):
+        if not 0 <= self.axes_power <= 1:
+            raise ValueError(f"axes_power is {self.axes_power}: it must lie between 0, where all axes are even, and 1")
+        if isinstance(self.source, PublicMoments) and self.allocation != "axes":
+            raise ValueError("PublicMoments say how large gradients are, which makes axes: set allocation='axes'")
+        if self.allocation in ("printed", "axes") and (self.bounds is not None or self.weights != (1.0, 1.0)):
             raise ValueError("bounds and weights belong to allocation='optimal' or 'ellipsoid'; leave them out")
         for steps, least in ((self.map_after, 0), (1 if self.map_every is None else self.map_every, 1)):
             if steps != int(steps) or steps < least:
@@ -99,7 +108,7 @@ class RapFT(Options):
         self._check_mode()
 
     def _check_mode(self) -> None:
-        if not isinstance(self.source, (PublicMap, NoisyMap, PrivateSubset, type(None))):
+        if not isinstance(self.source, (PublicMap, PublicMoments, NoisyMap, PrivateSubset, type(None))):
             raise ValueError(
                 f"source is a {type(self.source).__name__}: give PublicMap(batches), NoisyMap(noise_multiplier, sample_rate) "
                 "or, in paper mode, PrivateSubset(sample_rate)"
@@ -132,7 +141,7 @@ class RapFT(Options):
             raise ValueError(
                 f"map_after is {self.map_after} but the run has {plan.steps} steps: no mask would ever be made"
             )
-        if plan.unit != "example" and not isinstance(self.source, PublicMap):
+        if plan.unit != "example" and not isinstance(self.source, (PublicMap, PublicMoments)):
             raise ValueError(f"a relevance map has one row a unit, and the unit is {plan.unit}: take it from PublicMap")
         side = self.source.side(masks)
         multiplier = plan.multiplier(side)
@@ -146,15 +155,19 @@ class RapFT(Options):
         self.source.release(self._propagator(preparation), preparation)
 
     def conclude(self, findings: Findings) -> Outcome:
-        """The mask: relevance, min-max, ranking. True is weak."""
+        """The mask: relevance, min-max, ranking; True is weak. Of axes rows and columns, one behind the other."""
         assert self.source is not None
         relevance = self.source.relevance(self._propagator(findings), findings)
+        if self.allocation == "axes":
+            found = rank_one({name: values.abs() for name, values in relevance.items()}, self.axes_power)
+            return {name: torch.cat([own.rows, own.columns]) for name, own in found.items()}
         if self.magnitude:
             relevance = {name: values.abs() for name, values in relevance.items()}
         return weak_masks(relevance, self.irrelevance_ratio, self.ranking)
 
     def _propagator(self, moment: Moment) -> Propagator:
-        require_values(moment.parameters)
+        if not isinstance(self.source, PublicMoments):
+            require_values(moment.parameters)
         return Propagator(moment.model, moment.parameters, self.propagation, self.initialisation)
 
     def policy(
@@ -165,8 +178,14 @@ class RapFT(Options):
         Raises ValueError if the mask to come would leave nothing strong, which the sizes alone decide.
         """
         noise_multiplier = self.gradient_multiplier(noise_multiplier)
+        if self.allocation == "axes" and outcome:
+            axes = {
+                name: _axes(outcome[name].to(parameter.device), parameter) for name, parameter in parameters.items()
+            }
+            return replace(flat_policy(list(parameters), self.max_grad_norm, noise_multiplier), axes=axes)
         if not outcome:
-            check_strong([p.numel() for p in parameters.values()], self.irrelevance_ratio, self.ranking)
+            if self.allocation != "axes":
+                check_strong([p.numel() for p in parameters.values()], self.irrelevance_ratio, self.ranking)
             return flat_policy(list(parameters), self.max_grad_norm, noise_multiplier)
         return masked_policy(
             {name: outcome[name].to(parameter.device) for name, parameter in parameters.items()},
@@ -186,6 +205,7 @@ class RapFT(Options):
             "max_grad_norm": self.max_grad_norm,
             "irrelevance_ratio": self.irrelevance_ratio,
             "allocation": self.allocation,
+            "axes_power": self.axes_power if self.allocation == "axes" else None,
             "bounds": None if self.bounds is None else list(self.bounds),
             "weights": list(self.weights),
             "ranking": self.ranking,
@@ -217,3 +237,8 @@ class RapFT(Options):
             f"{epsilons[0]:.4g}; for a fixed mask they are one Gaussian mechanism of multiplier "
             f"{plan.sigma:.6g}, whose epsilon is {epsilons[1]:.4g}",
         )
+
+
+def _axes(kept: torch.Tensor, parameter: torch.nn.Parameter) -> RankOne:
+    rows = parameter.shape[0] if parameter.dim() else 1
+    return RankOne(kept[:rows], kept[rows:])

@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from fastdp.methods.public import PublicText, described
 from fastdp.methods.rapft.relevance import Map, Propagator
 from fastdp.private.plan import SideRelease
@@ -46,6 +48,39 @@ class PublicMap:
     def describe(self) -> dict[str, Any]:
         """For the card."""
         return {"kind": "public", "batches": len(self.batches), "text": described(self.origin)}
+
+
+@dataclass(frozen=True)
+class PublicMoments:
+    """Root mean squares of public gradients (`second_moments`), for axes; costs no privacy.
+
+    Args:
+        sizes: by trained parameter, of its shape.
+        origin: the file that the public examples came from, for the card.
+    """
+
+    sizes: Mapping[str, torch.Tensor] = field(repr=False)
+    origin: PublicText | None = None
+
+    def side(self, count: int) -> tuple[SideRelease, ...]:
+        """Nothing is released."""
+        return ()
+
+    def release(self, propagator: Propagator, preparation: Preparation) -> None:
+        """Nothing is released."""
+
+    def relevance(self, propagator: Propagator, findings: Findings) -> Map:
+        """The sizes of the trained parameters. Raises ValueError, naming one, where it has none or of another shape."""
+        for name, parameter in findings.parameters.items():
+            if name not in self.sizes or self.sizes[name].shape != parameter.shape:
+                raise ValueError(
+                    f"the public moments hold none of {name}: take them of the model that is to be trained"
+                )
+        return {name: self.sizes[name] for name in findings.parameters}
+
+    def describe(self) -> dict[str, Any]:
+        """For the card."""
+        return {"kind": "public second moments", "text": described(self.origin)}
 
 
 @dataclass(frozen=True)

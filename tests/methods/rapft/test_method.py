@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastdp import accounting
+from fastdp import DPSGD, accounting
 from fastdp.methods.rapft import (
     EllipsoidPolicy,
     NoisyMap,
@@ -18,9 +18,13 @@ from fastdp.methods.rapft import (
     Propagation,
     Propagator,
     PublicMap,
+    PublicMoments,
     RapFT,
     effective_noise_multiplier,
+    rank_one,
+    second_moments,
 )
+from fastdp.optim import AdamW
 from fastdp.private.preparation import add_clipped
 from tests.engine.reference import known
 from tests.engine.runs import Classifier, collate, examples, join, loader, logical_step, one_by_one, start
@@ -123,6 +127,90 @@ def test_the_budget_holds_steps_and_maps():
     private.detach()
 
 
+def moments(seed: int = 3) -> PublicMoments:
+    generator = torch.Generator().manual_seed(seed)
+    return PublicMoments(
+        {name: 10 ** (2 * torch.rand(p.shape, generator=generator)) for name, p in Classifier().named_parameters()}
+    )
+
+
+@pytest.mark.parametrize("source", ["moments", "map"])
+def test_axes_release_a_gradient_clipped_and_noised_in_their_own_coordinates(source):
+    """Its multiplier is the run's own; the noise of a coordinate is as many times larger as its axis is."""
+    method = RapFT(moments() if source == "moments" else public(), allocation="axes", bias_correction=True)
+    model = Classifier()
+    optimizer = AdamW(model.parameters(), lr=0.0)
+    private = start(model, method=method, optimizer=optimizer, noise_multiplier=0.8, target_delta=1e-3)
+    gradients, batches = logical_step(private)
+    policy = private.policy
+    assert private.noise_multiplier == policy.noise_multiplier == pytest.approx(0.8)
+    whole = {name: policy.axes[name].whole(p.shape) for name, p in model.named_parameters()}
+    sizes = torch.cat([s.reshape(-1) for s in whole.values()])
+    assert float(sizes.square().mean()) == pytest.approx(1.0, rel=1e-5)
+    assert float(sizes.max() / sizes.min()) > 2
+    standard = []
+    exact = one_by_one(Classifier(), join(batches))
+    scaled = [{n: g / whole[n].double() for n, g in own.items()} for own in exact]
+    norms = [torch.stack([g.square().sum() for g in own.values()]).sum().sqrt() for own in scaled]
+    for name in whole:
+        total = sum(own[name] * min(1.0, 1.0 / float(norm)) for own, norm in zip(scaled, norms))
+        standard.append(((gradients[name] * 8 / whole[name] - total) / 0.8).reshape(-1))
+        variance = optimizer.noise_variance[dict(model.named_parameters())[name]]
+        assert torch.allclose(variance, (0.8 / 8 * whole[name]).square())
+    # 66 squared normals: their mean leaves this range once in 10^5 runs; noise at a half or double has .25 or 4.
+    assert 0.4 < float(torch.cat(standard).square().mean()) < 2.0
+    assert private.card()["mechanism"]["allocation"] == "axes"
+    private.detach()
+
+
+def test_even_axes_are_dp_sgd():
+    even = PublicMoments({name: torch.ones_like(p) for name, p in Classifier().named_parameters()})
+    private = start(Classifier(), method=RapFT(even, allocation="axes"), noise_multiplier=1.0, target_delta=1e-3)
+    gradients, _ = logical_step(private)
+    plain = start(Classifier(), method=DPSGD(), noise_multiplier=1.0, target_delta=1e-3)
+    wanted, _ = logical_step(plain)
+    assert all(torch.allclose(gradients[name], wanted[name], atol=1e-6) for name in wanted)
+
+
+@settings(max_examples=100)
+@given(seed=st.integers(0, 10**6), power=st.floats(0, 1), empty=st.booleans())
+def test_axes_have_rank_one_and_mean_square_one(seed, power, empty):
+    generator = torch.Generator().manual_seed(seed)
+    sizes = {"a": torch.rand(5, 4, generator=generator).pow(8), "b": torch.rand(7, generator=generator)}
+    if empty:
+        sizes["a"] = torch.zeros(5, 4)
+    found = rank_one(sizes, power)
+    whole = {name: axes.whole(sizes[name].shape).double() for name, axes in found.items()}
+    assert float(torch.cat([s.reshape(-1) for s in whole.values()]).square().mean()) == pytest.approx(1.0, rel=1e-5)
+    assert torch.linalg.matrix_rank(whole["a"], rtol=1e-5) == 1
+    if power == 0 or empty:
+        assert float(whole["a"].max() - whole["a"].min()) < 1e-6
+    # A row that is larger throughout gets the larger axis.
+    rows = sizes["a"].mean(1)
+    if not empty:
+        assert bool((whole["a"][:, 0][rows.argmax()] >= whole["a"][:, 0] * (1 - 1e-6)).all())
+
+
+def test_second_moments_are_those_of_public_gradients():
+    class Output(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = Classifier()
+
+        def forward(self, **batch):
+            return type("Output", (), {"loss": self.inner(**batch)["loss"]})
+
+    model, data = Output(), [collate(examples(4, seed)) for seed in (1, 2)]
+    found = second_moments(model, data)
+    mean = [one_by_one(Classifier(), batch) for batch in data]
+    for name, size in found.items():
+        whole = [sum(g[name.removeprefix("inner.")] for g in own) / 4 for own in mean]
+        wanted = (sum(g.square() for g in whole) / 2).sqrt()
+        assert torch.allclose(size.double(), wanted, rtol=1e-4, atol=1e-6)
+    with pytest.raises(ValueError, match="no public batches"):
+        second_moments(model, [])
+
+
 def test_magnitude_ranks_by_size():
     """The least |R| are weak; by R it would be the most negative ones, which the epsilon rule has even here."""
     model, rule = Classifier(), Propagation("epsilon")
@@ -218,6 +306,8 @@ def test_paper_mode_with_a_public_mask_has_a_guarantee():
         ({"mode": "paper", "allocation": "optimal"}, "not the paper's"),
         ({"allocation": "best"}, "allocation is 'best'"),
         ({"ranking": "all"}, "ranking is 'all'"),
+        ({"allocation": "axes", "axes_power": 2.0}, "axes_power is 2.0"),
+        ({"source": PublicMoments({}), "allocation": "optimal"}, "set allocation='axes'"),
         ({"irrelevance_ratio": 0.5}, "above .5"),
         ({"irrelevance_ratio": 1.2}, "above .5"),
         ({"max_grad_norm": 0.0}, "max_grad_norm"),

@@ -1,0 +1,69 @@
+"""Relevance as axes: each coordinate's own scale, of rank one in every matrix, so that clipping to it stays exact and cheap.
+
+`masks` sorts coordinates into two blocks; axes keep what relevance says of rows and columns. s_ij = a_i b_j with a and b the
+means of what is known of rows and columns, to a power. Coordinates with a large axis are allowed more of the clipped norm, and
+get more of the noise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastdp.engine.axes import RankOne
+
+#: Least mean of a row or column, over that of its parameter: what seems to be nothing may come to matter.
+_LEAST = 1e-2
+
+
+def rank_one(sizes: Mapping[str, Tensor], power: float) -> dict[str, RankOne]:
+    """Axes from what is known of each coordinate's size, [shape] at least 0 by parameter; those of one that is all 0 are even.
+
+    Over all coordinates the mean of s^2 is 1, so that evenly distributed noise stays as it was.
+
+    Raises ValueError for sizes that are not finite, or a power outside [0, 1].
+    """
+    if not 0 <= power <= 1:
+        raise ValueError(f"axes_power is {power}: it must lie between 0, where all axes are even, and 1")
+    known = {name: own.double().reshape(own.shape[0] if own.dim() else 1, -1) for name, own in sizes.items()}
+    if not all(bool(torch.isfinite(own).all()) for own in known.values()):
+        raise ValueError("what the axes follow is not finite: raise the epsilon of the propagation rule")
+    means = {name: float(own.mean()) for name, own in known.items()}
+    middle = _mean([mean for mean in means.values() if mean > 0])
+    parts = {}
+    for name, own in known.items():
+        mean = means[name] or 1.0
+        # Of a matrix of rank one the product of row and column means is the matrix times its mean.
+        rows = (own.mean(1) / mean).clamp_min(_LEAST) if means[name] > 0 else torch.ones_like(own[:, 0])
+        columns = (own.mean(0) / mean).clamp_min(_LEAST) if means[name] > 0 else torch.ones_like(own[0])
+        parts[name] = (rows * (means[name] or middle)).pow(power), columns.pow(power)
+    squares = sum(float(a.square().sum() * b.square().sum()) for a, b in parts.values())
+    scale = (squares / sum(own.numel() for own in known.values())) ** -0.5
+    return {name: RankOne(a * scale, b) for name, (a, b) in parts.items()}
+
+
+def second_moments(model: torch.nn.Module, batches: Iterable[Mapping[str, Any]]) -> dict[str, Tensor]:
+    """Root mean squares of the gradients of **public** batches, by trained parameter: what `PublicMoments` takes.
+
+    Call it before `make_private`, on a model whose trained parameters are not at zero (`warm_up`), or nothing reaches LoRA's A.
+
+    Raises ValueError without batches.
+    """
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    sums, count = {name: torch.zeros_like(p, dtype=torch.float32) for name, p in trained.items()}, 0
+    for batch in batches:
+        found = torch.autograd.grad(model(**batch).loss, list(trained.values()), allow_unused=True)
+        for name, gradient in zip(trained, found):
+            if gradient is not None:
+                sums[name] += gradient.float().square()
+        count += 1
+    if not count:
+        raise ValueError("there are no public batches to take second moments of")
+    return {name: (total / count).sqrt() for name, total in sums.items()}
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values) if values else 1.0

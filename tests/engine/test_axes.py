@@ -1,0 +1,111 @@
+"""Rank-one axes: the clipped sum in scaled coordinates is that of single examples by autograd, on every route and model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from fastdp.engine.axes import RankOne
+from fastdp.engine.policy import Policy
+from tests.engine.models import batch, build
+from tests.engine.reference import Recording, engine_for, one_at_a_time, relative, ticket
+from tests.engine.runs import Odd, collate, examples, one_by_one
+
+BOUND = 0.5
+#: Gradients of float32 models, and products of factors that were rounded once more.
+CLOSE = 2e-5
+
+
+def axes_of(model: torch.nn.Module, seed: int = 0) -> dict[str, RankOne]:
+    """Axes over two orders of magnitude, for every trained parameter but every fifth, which keeps its own scale."""
+    generator = torch.Generator().manual_seed(seed)
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+
+    def drawn(count: int) -> torch.Tensor:
+        return 10 ** (2 * torch.rand(count, generator=generator) - 1)
+
+    return {
+        name: RankOne(drawn(p.shape[0]), drawn(p.numel() // p.shape[0]))
+        for index, (name, p) in enumerate(trained)
+        if index % 5 != 4
+    }
+
+
+def expected(gradients, axes: dict[str, RankOne], bound: float) -> dict[str, torch.Tensor]:
+    total: dict[str, torch.Tensor] = {}
+    for gradient in gradients:
+        scaled = {
+            name: g / axes[name].whole(g.shape).double() if name in axes and g.dim() else g
+            for name, g in gradient.items()
+        }
+        norm = torch.stack([g.square().sum() for g in scaled.values()]).sum().sqrt()
+        for name, g in scaled.items():
+            total[name] = total.get(name, 0) + g * min(1.0, bound / float(norm))
+    return total
+
+
+def gap(found, wanted) -> float:
+    known = {name: value for name, value in wanted.items() if value.dim()}
+    a, b = (torch.cat([sums[name].double().reshape(-1) for name in known]) for sums in (found, known))
+    return relative(a, b)
+
+
+@pytest.mark.parametrize(
+    ("name", "tuning", "two_pass"),
+    [
+        ("gpt2", "full", True),
+        ("gpt2", "lora", False),
+        ("bert", "full", False),
+        ("bert", "bottleneck", True),
+        ("llama", "lora", False),
+    ],
+)
+def test_sums_are_those_of_single_examples(name: str, tuning: str, two_pass: bool) -> None:
+    model, data = build(name, tuning), batch(name)
+    axes = axes_of(model)
+    gradients = one_at_a_time(model, data, shift=name in ("gpt2", "llama"))
+    norm = expected(gradients, axes, 1e9)
+    bound = BOUND * float(torch.stack([v.square().sum() for v in norm.values()]).sum().sqrt()) / len(gradients)
+    engine, tickets = engine_for(model, bound, two_pass=two_pass)
+    engine.accumulator.policy = replace(engine.accumulator.policy, axes=axes)
+    tickets.append(ticket(len(gradients)))
+    model(**data).loss.backward()
+    assert engine.route == "uses", engine.reason
+    # Some are clipped, in the scaled coordinates.
+    assert bool((Recording.given[-1] < 1).any())
+    assert gap(engine.accumulator.sums, expected(gradients, axes, bound)) < CLOSE
+
+
+def test_one_example_at_a_time_takes_the_same_axes() -> None:
+    model = Odd()
+    axes, data = axes_of(model), collate(examples(4))
+    engine, tickets = engine_for(model, BOUND)
+    engine.accumulator.policy = replace(engine.accumulator.policy, axes=axes)
+    tickets.append(ticket(4))
+    model(**data)["loss"].backward()
+    assert engine.route == "one-example"
+    assert gap(engine.accumulator.sums, expected(one_by_one(Odd(), data), axes, BOUND)) < CLOSE
+
+
+def test_refusals() -> None:
+    one = torch.ones(1)
+    for rows, columns in (
+        (torch.zeros(1), one),
+        (one, -one),
+        (one, torch.full((1,), torch.inf)),
+        (torch.ones(1, 1), one),
+    ):
+        with pytest.raises(ValueError, match="positive, finite"):
+            RankOne(rows, columns)
+    with pytest.raises(ValueError, match="2 columns; the parameter is"):
+        RankOne(one, torch.ones(2)).check("w", torch.Size([1, 3]))
+    with pytest.raises(ValueError, match="both a mask and axes"):
+        Policy(
+            (1.0, 1.0),
+            (1.0, 1.0),
+            {"w": (0, 1)},
+            {"w": torch.ones(2, dtype=torch.bool)},
+            {"w": RankOne(torch.ones(2), one)},
+        )
