@@ -5,6 +5,11 @@
 Part ``tokens``: a naive Bayes head of public texts reads privatized held-out texts, and an attacker guesses their tokens. The
 quotient's head knows the channel, and its attacker is the best there is for single tokens, by public frequencies. Of the
 exponential mechanism only tokens that stayed count as recovered, which flatters it.
+
+Part ``texts``: of each text one summary leaves, of the states that pretrained layers have for it: a code by randomised response,
+a direction by PrivUnit, or the same direction with Gaussian noise at (epsilon, 1e-5). Encoders learn from public texts, with
+their labels or without; a linear head learns from the releases of private texts with their labels, and reads those of held-out
+texts.
 """
 
 from __future__ import annotations
@@ -20,13 +25,28 @@ from torch import Tensor
 from fastdp import TextPrivatizer
 from fastdp.commands.quiet import quiet_libraries
 from fastdp.data import read_rows
+from fastdp.methods import ewft
+from fastdp.methods.ewft.pooled import learn, pooled
 from fastdp.methods.sap import CTI, count_tokens
+from fastdp.ops.noise import standard_normals
+from fastdp.ops.stream import NoiseStream
 
+from . import tops
 from .suite import Table, measure_rows, parser_of
 
 #: Cells and epsilon of the quotient; eta of the exponential mechanism.
 QUOTIENTS = ((3, 1.0), (3, 2.0), (5, 2.0), (5, 3.0), (5, 4.0))
 ETAS = (11.0, 14.0, 17.0)
+#: Whether the encoder learns from labels, the mechanism, and its codes or directions.
+TEXTS = (
+    *((True, "codebook", number) for number in (2, 4)),
+    *((True, mechanism, 2) for mechanism in ("PrivUnit", "Gaussian")),
+    (True, "Gaussian", 1),
+    *((False, "codebook", number) for number in (8, 16, 64)),
+    *((False, mechanism, 16) for mechanism in ("PrivUnit", "Gaussian")),
+)
+EPSILONS = (1.0, 2.0, 4.0, 8.0)
+DELTA = 1e-5
 
 
 @dataclass(frozen=True)
@@ -35,9 +55,13 @@ class Size:
 
     public: int = 6735
     held_out: int = 872
+    #: Of part ``texts``: private ones, public ones, and tokens of each.
+    private: int = 2048
+    encoded: int = 2048
+    length: int = 24
 
 
-TINY = Size(400, 60)
+TINY = Size(400, 60, 80, 120, 8)
 
 
 @dataclass
@@ -84,7 +108,64 @@ class Bench:
             self._held["counts"] = count_tokens(texts, labels.tolist(), 2, len(self.tokenizer))  # type: ignore[arg-type]
         return self._held["counts"]
 
+    def states(self, seed: int) -> dict[str, tuple[Tensor, Tensor]]:
+        """Pooled states of public, private and held-out texts, and their labels."""
+        if self._held.get("seed") != seed:
+            from transformers import AutoModel
+
+            size, model = self.size, AutoModel.from_pretrained(self.model).eval()
+            kinds = {"dev.tsv": size.encoded, "train.tsv": size.private, "test.tsv": size.held_out}
+            found = {}
+            for name, count in kinds.items():
+                texts = tops.read_texts(self.sst2 / name, self.tokenizer, size.length, count, seed)
+                parts = zip(texts.ids.split(64), texts.mask.split(64))
+                with torch.no_grad():
+                    made = [pooled(model(input_ids=i, attention_mask=m).last_hidden_state, m) for i, m in parts]
+                found[name] = (torch.cat(made), texts.labels)
+            self._held |= {"seed": seed, "states": found}
+        return self._held["states"]
+
     def run(self, row: dict[str, Any]) -> dict[str, Any]:
+        """One row of either part."""
+        return self._texts(row) if row["part"] == "texts" else self._tokens(row)
+
+    def _texts(self, row: dict[str, Any]) -> dict[str, Any]:
+        """Accuracy with a head of the private texts' releases, and of a code what public labels alone say."""
+        (public, known), (private, labels), (held_out, asked) = self.states(row["seed"]).values()
+        given = [known] if row["labels"] else None
+        number, epsilon = row["number"], row["epsilon"]
+        if row["mechanism"] == "clear":
+            return {"accuracy": _linear(private, labels, held_out, asked)}
+        if row["mechanism"] == "codebook":
+            told: Any = ewft.codebook(number, epsilon)
+        else:
+            # The Gaussian release is of the same summary.
+            told = ewft.privunit(epsilon, max(2, number))
+        encoder, learned = learn(told, [public], given)
+        stream = NoiseStream.unsafe_reproducible(row["seed"])
+
+        def sent(states: Tensor) -> Tensor:
+            code = told.encode(encoder, learned, states)
+            if row["mechanism"] == "codebook":
+                return torch.nn.functional.one_hot(told.release(code, stream), number).double()
+            if row["mechanism"] == "PrivUnit":
+                return told.release(code, stream)
+            # Of the width that is asked for, a clip that most states reach, and noise for twice that.
+            (ratio,), short = ewft.release_once(epsilon, DELTA).ratios, code[:, :number]
+            clip = float(learned["length"]) / 2
+            short = short * (clip / short.norm(dim=1, keepdim=True)).clamp(max=1)
+            return short + ratio * clip * standard_normals(stream.take(), short.numel()).view(short.shape)
+
+        found = {"accuracy": _linear(sent(private), labels, sent(held_out), asked)}
+        if row["labels"]:
+            # The same releases of held-out texts, read by a head of public ones that were not told at all.
+            codes = told.encode(encoder, learned, public)
+            plain = torch.nn.functional.one_hot(codes, number).double() if row["mechanism"] == "codebook" else codes
+            read = sent(held_out)
+            found["accuracy_by_public_text_alone"] = _linear(plain[:, : read.shape[1]], known, read, asked)
+        return found
+
+    def _tokens(self, row: dict[str, Any]) -> dict[str, Any]:
         """One row: accuracy, share of tokens that the attacker gets wrong, nats between the median pair of tokens."""
         counts = self.counts()
         texts, labels = self.texts("test.tsv", self.size.held_out)
@@ -122,6 +203,16 @@ class Bench:
         }
 
 
+def _linear(states: Tensor, labels: Tensor, held_out: Tensor, asked: Tensor) -> float:
+    """Accuracy of a ridge regression of the classes, as good as any other of so few numbers."""
+    centre, scale = states.mean(0), states.std() + 1e-12
+    ours, theirs = ((own - centre) / scale for own in (states, held_out))
+    wanted = torch.where(labels == 1, 1.0, -1.0).double()
+    gram = ours.T @ ours / len(ours) + 1e-2 * torch.eye(ours.shape[1], dtype=torch.float64)
+    weights = torch.linalg.solve(gram, ours.T @ (wanted - wanted.mean()) / len(ours))
+    return float(((theirs @ weights + wanted.mean() > 0) == (asked == 1)).double().mean())
+
+
 def _documents(texts: Sequence[Tensor]) -> Tensor:
     return torch.repeat_interleave(torch.arange(len(texts)), torch.tensor([len(own) for own in texts]))
 
@@ -146,6 +237,11 @@ def settings(seeds: int) -> Iterator[dict[str, Any]]:
             yield {"part": "tokens", "form": "quotient", "cells": cells, "epsilon": epsilon, "seed": seed}
         for eta in ETAS:
             yield {"part": "tokens", "form": "exponential", "eta": eta, "seed": seed}
+    for seed in range(seeds):
+        for labels, mechanism, number in ((True, "clear", 0), *TEXTS):
+            for epsilon in EPSILONS if number else EPSILONS[:1]:
+                told = {"labels": labels, "mechanism": mechanism, "number": number, "epsilon": epsilon}
+                yield {"part": "texts", **told, "seed": seed}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
