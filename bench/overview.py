@@ -1,0 +1,90 @@
+"""The README's picture and its table against Opacus, drawn from committed figures.
+
+`python -m fastdp.bench.overview README.md docs/pictures/overview.png` writes both again.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from . import plots
+
+RESULTS = Path(__file__).parent / "results"
+CASES = {
+    "gpt2-6x512-lora": "GPT-2, LoRA",
+    "gpt2-6x512-full": "GPT-2, full (tied)",
+    "llama-6x512-lora": "Llama, LoRA",
+    "llama-6x512-full": "Llama, full",
+    "bert-6x384-bitfit": "BERT, BitFit",
+    "vit-6x384-full": "ViT, full",
+}
+SYSTEMS = {"fastdp": "fastdp", "opacus-hooks": "Opacus, hooks", "opacus-ghost": "Opacus, ghost"}
+
+
+def steps() -> dict[tuple[str, str], dict[str, Any]]:
+    """Ratios to non-private training by case and system; without times where the system refused the case."""
+    rows = json.loads((RESULTS / "cpu" / "step.json").read_text())["figures"]
+    return {(row["case"], row["implementation"]): row for row in rows}
+
+
+def table() -> str:
+    """Time and memory of a private step over those of an ordinary one, in Markdown."""
+    found = steps()
+    lines = [
+        f"| one step, over non-private training | {' | '.join(SYSTEMS.values())} |",
+        f"|---|{'---|' * len(SYSTEMS)}",
+    ]
+    for case, title in CASES.items():
+        cells = []
+        for system in SYSTEMS:
+            row = found.get((case, system), {})
+            known = row.get("ratio_time") is not None
+            cells.append(f"{row['ratio_time']:.2f}x time, {row['ratio_memory']:.2f}x memory" if known else "fails")
+        lines.append(f"| {title} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def perplexities() -> dict[str, float]:
+    """Held-out perplexity on E2E: before training, after private training, and after training without privacy."""
+    figures = {
+        row["run"]: row["figures"]
+        for name in ("finetune.json", "methods.json")
+        for row in json.loads((RESULTS / name).read_text())["figures"]
+    }
+    return {
+        "before": figures["e2e-inf"]["before"]["perplexity"],
+        "epsilon 8": figures["dpsgd-as-rapft"]["after"]["perplexity"],
+        "no privacy": figures["e2e-inf"]["after"]["perplexity"],
+    }
+
+
+def draw(path: Path) -> None:
+    """The picture: what a step costs, and what privacy costs in quality."""
+    found = steps()
+    with plots.picture(path, columns=2, panel=(5.6, 3.9), legends=3) as (left, right):
+        width = 0.26
+        for place, (system, title) in enumerate(SYSTEMS.items()):
+            rows = [found.get((case, system), {}).get("ratio_time") for case in CASES]
+            at = [index + (place - 1) * width for index in range(len(rows))]
+            left.bar(at, [row or 0 for row in rows], width, label=title)
+            for x, row in zip(at, rows):
+                if row is None:
+                    left.text(x, 0.05, "fails", rotation=90, ha="center", va="bottom", fontsize=9)
+        left.axhline(1, color="#566173", linewidth=1)
+        left.set_xticks(range(len(CASES)), [title.replace(", ", "\n") for title in CASES.values()], fontsize=9)
+        left.set_title("Time of a step, over non-private")
+        values = perplexities()
+        bars = right.barh(list(values), list(values.values()), color=["#9aa7b5", "#1f6fb5", "#566173"])
+        right.bar_label(bars, fmt="%.0f", padding=4)
+        right.set_xscale("log")
+        right.set_xlim(10, 1500)
+        right.invert_yaxis()
+        right.set_title("Held-out perplexity on E2E (lower is better)")
+
+
+if __name__ == "__main__":
+    plots.insert(Path(sys.argv[1]), table())
+    draw(Path(sys.argv[2]))
