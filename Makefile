@@ -12,7 +12,7 @@ ARCH ?= $(shell uname -m)
 PIP = $(VENV)/bin/python -m pip --disable-pip-version-check -q
 SOURCES = $(wildcard csrc/*) setup.py pyproject.toml constraints.txt
 
-.PHONY: quickstart test test-full bench gpu wheel docs clean
+.PHONY: quickstart test test-full minimum bench gpu wheel docs clean
 
 quickstart: $(VENV)/.fastdp
 	$(VENV)/bin/fastdp quickstart
@@ -68,6 +68,13 @@ ifeq ($(ARCH),$(shell uname -m))
 	mkdir $(TRIED)/elsewhere
 	cd $(TRIED)/elsewhere && export PATH=$(CURDIR)/$(TRIED)/bin HF_HUB_OFFLINE=1 && python -I $(CURDIR)/tests/wheel.py && fastdp doctor && fastdp quickstart && fastdp prove quickstart
 endif
+
+# The tests of what touches other libraries, with the oldest of these that pyproject.toml allows.
+OLDEST = build/oldest
+minimum: constraints-minimum.txt
+	test -x $(OLDEST)/bin/python || $(PYTHON) -m venv $(OLDEST)
+	$(OLDEST)/bin/python -m pip --disable-pip-version-check -q install -c constraints-minimum.txt -e ".[trainer]" torch pytest hypothesis
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(OLDEST)/bin/python -m pytest -q tests/private tests/integrations/test_adapters.py tests/integrations/test_trainer.py tests/test_finetune.py tests/accounting
 
 # The site, in build/site; a broken link, or a page that is on no list, fails. It needs neither torch nor the extension.
 docs:

@@ -104,6 +104,10 @@ class SGD(_Private, torch.optim.SGD):
         self._begin(torch.optim.SGD, params, args, options)
 
 
+#: Whether torch's AdamW knows weight decay of both kinds, as it does since it is an Adam (2.7).
+_KNOWS_BOTH = issubclass(torch.optim.AdamW, torch.optim.Adam)
+
+
 class CorrectedAdam(torch.optim.AdamW):
     """AdamW whose second moment has the noise's known variance subtracted (DP-AdamBC, arXiv 2312.14334, algorithm 1).
 
@@ -203,9 +207,7 @@ class CorrectedAdam(torch.optim.AdamW):
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         """One step; the correction applies when ``noise_variance`` is positive."""
-        if not self.noise_variance and not any(
-            self._is_wider(p) for group in self.param_groups for p in group["params"]
-        ):
+        if not self.noise_variance and self._torch_can():
             return _unhooked(torch.optim.AdamW.step)(self, closure)
         loss = None if closure is None else closure()
         for group in self.param_groups:
@@ -214,6 +216,19 @@ class CorrectedAdam(torch.optim.AdamW):
                 if parameter.grad is not None:
                     self._corrected(parameter, group, beta1, beta2)
         return loss
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's; a group says where its weight decay belongs, which torch's own groups say from 2.7 on."""
+        super().add_param_group({"decoupled_weight_decay": True, **param_group})
+
+    def _torch_can(self) -> bool:
+        """Whether torch's own step does what the groups ask for."""
+        groups = self.param_groups
+        if not _KNOWS_BOTH and any(group["weight_decay"] and not group["decoupled_weight_decay"] for group in groups):
+            if any(group["amsgrad"] or group["maximize"] for group in groups):
+                raise ValueError("Adam with weight decay and amsgrad or maximize needs torch 2.7 or later: use AdamW")
+            return False
+        return not any(self._is_wider(p) for group in groups for p in group["params"])
 
     def _is_wider(self, parameter: torch.Tensor) -> bool:
         """Whether a gradient is to be applied whose moments are of another dtype, which torch's own step refuses."""

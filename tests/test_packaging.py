@@ -33,6 +33,26 @@ def test_constraints_pin_every_direct_dependency():
         assert name == "fastdp-lm" or name in pinned, f"{requirement} is not pinned in constraints.txt"
 
 
+def test_the_oldest_versions_are_those_that_are_asked_for():
+    tomllib = pytest.importorskip("tomllib", reason="the standard library reads TOML from Python 3.11 on")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    asked = dict(
+        requirement.split(">=")
+        for requirement in [*project["dependencies"], *project["optional-dependencies"]["trainer"]]
+        if ">=" in requirement
+    )
+    lines = (ROOT / "constraints-minimum.txt").read_text().splitlines()
+    oldest = dict(line.split("==") for line in lines if "==" in line)
+
+    def same(one, other):
+        return [int(part) for part in f"{one}.0.0".split(".")[:3]] == [
+            int(part) for part in f"{other}.0.0".split(".")[:3]
+        ]
+
+    assert oldest.keys() == asked.keys()
+    assert all(same(oldest[name], version) for name, version in asked.items())
+
+
 @pytest.fixture
 def site(tmp_path, monkeypatch):
     """A folder of packages that holds this one's root module beside whatever a test puts there."""
