@@ -94,6 +94,8 @@ class Tiles:
                 self._look(first, end, tile)
                 offsets = torch.tensor(self.bounds[first : end + 1]) - start
                 yield slice(first, end), slice(start, stop), offsets.to(tile.device), tile
+                # Two tiles would stand beside each other while the next one is made.
+                del tile
 
     def _look(self, first: int, end: int, tile: torch.Tensor) -> None:
         known = self._seen.get(first)
@@ -162,6 +164,7 @@ class HeadFactors(Factors):
             others = (offsets[units.start : units.stop + 1] - start).to(tile.device)
             pair = tile, self.right[tokens], other.left[start:end], other.right[start:end]
             found[units] = ops.cross_inner(*pair, own, others).double()
+            del tile, pair
         return found * self.shares
 
     def add_to(self, total: torch.Tensor, weights: torch.Tensor, *, only: int | None = None) -> None:
@@ -169,6 +172,7 @@ class HeadFactors(Factors):
         weights = torch.where(weights == 0, 0, weights.double() * self.shares).to(total.dtype)
         for units, tokens, offsets, tile in self.tiles.of_units(only=only):
             ops.weighted_sum(tile, self.right[tokens], weights[units], total, offsets=offsets)
+            del tile
 
     def unit_to(self, total: torch.Tensor, unit: int) -> None:
         """Add one unit's gradient to ``total``."""
@@ -257,6 +261,7 @@ class HeadUse(torch.autograd.Function):
                 if found.bias is not None:
                     found.bias[own] = ops.column_sums(tile, offsets)
                 found.norms.measure(own, tile, made.hidden[here], offsets, max(lengths[own]))
+                del tile
         else:
             if trained[0] is not None:
                 found.whole = losses.new_zeros(units, rows, width)
@@ -270,6 +275,7 @@ class HeadUse(torch.autograd.Function):
                     if found.whole is not None:
                         every = torch.ones(b - a, device=device)
                         ops.weighted_sum(tile, made.hidden[here], every, found.whole[unit])
+                    del tile
         given: torch.Tensor = reduced(losses)
         return given
 

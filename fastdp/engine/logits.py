@@ -227,17 +227,7 @@ def _later(func: Any, own: Logits, args: Any, kwargs: Any) -> Logits | None:
         def step(z: torch.Tensor) -> torch.Tensor:
             if own.source.strict and versions != [v._version for v in given]:
                 raise UnsupportedUse("the model writes into what its logits are scaled with")
-
-            def put(values: Any) -> Any:
-                if isinstance(values, dict):
-                    return {k: put(v) for k, v in values.items()}
-                if isinstance(values, (tuple, list)):
-                    return type(values)(put(v) for v in values)
-                if isinstance(values, torch.Tensor) and values is not own:
-                    return values.reshape(-1) if values.numel() == width else values.reshape(())
-                return z if values is own else values
-
-            out: torch.Tensor = func(*put(args), **put(kwargs))
+            out: torch.Tensor = func(*_instead(args, own, z), **_instead(kwargs, own, z))
             return out
 
         tried = step(torch.empty((0, width), dtype=own.dtype, device=own.device))
@@ -259,6 +249,18 @@ def _later(func: Any, own: Logits, args: Any, kwargs: Any) -> Logits | None:
         return None
     index = moved[..., 0]
     return Logits(own.source, own.dtype, index, own.steps, (*own.history, lambda z: func(z, *rest)))
+
+
+def _instead(values: Any, own: Logits, z: torch.Tensor) -> Any:
+    """Arguments with numbers in the logits' place, and constants laid along the vocabulary."""
+    # A function within the step would refer to itself, and keep each tile until cycles are collected.
+    if isinstance(values, dict):
+        return {k: _instead(v, own, z) for k, v in values.items()}
+    if isinstance(values, (tuple, list)):
+        return type(values)(_instead(v, own, z) for v in values)
+    if isinstance(values, torch.Tensor) and values is not own:
+        return values.reshape(-1) if values.numel() == z.shape[-1] else values.reshape(())
+    return z if values is own else values
 
 
 def _constant(value: torch.Tensor, width: int) -> bool:
