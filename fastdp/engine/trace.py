@@ -22,6 +22,7 @@ from fastdp.engine.intercept import OPERATIONS, operand
 from fastdp.engine.lanes import operation as meeting_name
 from fastdp.engine.logits import Logits, Source
 from fastdp.engine.losses import LOSSES
+from fastdp.engine.orders import Orders
 from fastdp.engine.rows import Fold, Met, Place, Places, fold_between
 from fastdp.engine.rules.composite import opened
 from fastdp.engine.uses import is_detach, is_metadata
@@ -112,6 +113,7 @@ class Follow(TorchFunctionMode):
         self.data = {id(t): t for t in inputs}
         self.weights = {id(t): t for t in weights}
         self.chosen: dict[int, torch.Tensor] = {}
+        self.orders = Orders()
         self.selects = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -145,6 +147,8 @@ class Follow(TorchFunctionMode):
             chosen = id(first) in self.chosen
         else:
             chosen = chosen or any(id(t) in self.chosen for t in given)
+        chosen = chosen and not self.orders.restores(func, args)
+        self.orders.follow(func, args, given, list(_flat(out)), self.chosen)
         if func is torch.Tensor.__setitem__ and first is not None:
             self.data[id(first)] = first
         for result in _flat(out):

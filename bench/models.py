@@ -1,0 +1,298 @@
+"""The table of models: full fine-tuning, LoRA and BitFit of many architectures against one example at a time.
+
+``python -m bench.models`` writes `docs/models.md` and `bench/results/models.json` from the root of a checkout; names of models
+behind it print their rows alone. Every model is a small random one of transformers' own class, in float32 without dropout.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import sys
+import warnings
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers as hf
+
+import fastdp.files as files
+
+from .record import environment
+
+TUNINGS = ("full", "lora", "bitfit")
+#: What an error must be below for a step to count as exact: float32 arithmetic on both sides of a clipped sum.
+EXACT = 1e-4
+_ROWS, _TOKENS, _WORDS = 4, 11, 61
+_SMALL: dict[str, Any] = {
+    "vocab_size": _WORDS,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_PAIR: dict[str, Any] = {
+    "vocab_size": _WORDS,
+    "d_model": 32,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 48,
+    "decoder_ffn_dim": 48,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "decoder_start_token_id": 2,
+    "forced_eos_token_id": 2,
+}
+_GPT = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
+_HEADS = {"head_dim": 8}
+_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+_MANY = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "decoder_sparse_step": 1}
+_IMAGE = {"image_size": 16, "patch_size": 4, "num_labels": 3}
+_STAGES = {"depths": [1, 1], "num_heads": [2, 2], "embed_dim": 16, "window_size": 2}
+
+#: Name, transformers' prefix of configuration and model, what the model does, and settings beside the small ones.
+_LISTED: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
+    ("gemma", "Gemma", "CausalLM", _HEADS),
+    ("gemma2", "Gemma2", "CausalLM", _HEADS),
+    ("qwen2", "Qwen2", "CausalLM", {}),
+    ("phi3", "Phi3", "CausalLM", {}),
+    ("olmo", "Olmo", "CausalLM", {}),
+    ("olmo2", "Olmo2", "CausalLM", {}),
+    ("starcoder2", "Starcoder2", "CausalLM", {}),
+    ("stablelm", "StableLm", "CausalLM", {}),
+    ("cohere", "Cohere", "CausalLM", {}),
+    ("granite", "Granite", "CausalLM", {}),
+    ("glm", "Glm", "CausalLM", _HEADS),
+    ("glm4", "Glm4", "CausalLM", _HEADS),
+    ("nemotron", "Nemotron", "CausalLM", {}),
+    ("persimmon", "Persimmon", "CausalLM", {}),
+    ("helium", "Helium", "CausalLM", _HEADS),
+    ("smollm3", "SmolLM3", "CausalLM", {}),
+    ("falcon", "Falcon", "CausalLM", {}),
+    ("bloom", "Bloom", "CausalLM", {"n_layer": 2, "n_head": 4}),
+    ("mpt", "Mpt", "CausalLM", {"d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 64}),
+    ("gpt-bigcode", "GPTBigCode", "CausalLM", _GPT),
+    ("gpt-neo", "GPTNeo", "CausalLM", {"num_layers": 2, "num_heads": 4, "attention_types": [[["global"], 2]]}),
+    ("gptj", "GPTJ", "CausalLM", {**_GPT, "rotary_dim": 4}),
+    ("codegen", "CodeGen", "CausalLM", {**_GPT, "rotary_dim": 4}),
+    ("xglm", "XGLM", "CausalLM", {"d_model": 32, "num_layers": 2, "attention_heads": 4, "ffn_dim": 48}),
+    ("biogpt", "BioGpt", "CausalLM", {}),
+    ("mixtral", "Mixtral", "CausalLM", _EXPERTS),
+    ("qwen3-moe", "Qwen3Moe", "CausalLM", {**_MANY, **_HEADS}),
+    ("gpt-oss", "GptOss", "CausalLM", {**_EXPERTS, **_HEADS}),
+    ("mamba", "Mamba", "CausalLM", {"state_size": 4}),
+    ("mamba2", "Mamba2", "CausalLM", {"num_heads": 8, "head_dim": 8, "n_groups": 1, "state_size": 4, "chunk_size": 4}),
+    ("deberta-v2", "DebertaV2", "SequenceClassification", {"num_labels": 3}),
+    ("mpnet", "MPNet", "SequenceClassification", {"num_labels": 3}),
+    (
+        "xlnet",
+        "XLNet",
+        "SequenceClassification",
+        {"d_model": 32, "n_layer": 2, "n_head": 4, "d_inner": 48, "num_labels": 3},
+    ),
+    ("modernbert", "ModernBert", "SequenceClassification", {"num_labels": 3, "cls_token_id": 1, "sep_token_id": 2}),
+    ("xlm-roberta", "XLMRoberta", "MaskedLM", {}),
+    ("fnet", "FNet", "SequenceClassification", {"num_labels": 3}),
+    ("convbert", "ConvBert", "SequenceClassification", {"num_labels": 3, "embedding_size": 32}),
+    ("mbart", "MBart", "ConditionalGeneration", {}),
+    ("pegasus", "Pegasus", "ConditionalGeneration", {}),
+    ("blenderbot", "Blenderbot", "ConditionalGeneration", {}),
+    ("mt5", "MT5", "ConditionalGeneration", {"d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}),
+    ("whisper", "Whisper", "Speech", {"num_mel_bins": 8, "max_source_positions": 8, "max_target_positions": 16}),
+    ("deit", "DeiT", "ImageClassification", _IMAGE),
+    ("beit", "Beit", "ImageClassification", _IMAGE),
+    ("dinov2", "Dinov2", "ImageClassification", _IMAGE),
+    ("swin", "Swin", "ImageClassification", {**_IMAGE, **_STAGES}),
+    (
+        "convnext",
+        "ConvNext",
+        "ImageClassification",
+        {"num_labels": 3, "hidden_sizes": [8, 16, 16, 32], "depths": [1] * 4},
+    ),
+)
+
+_SUFFIX = {"ConditionalGeneration": "ForConditionalGeneration", "Speech": "ForConditionalGeneration"}
+
+
+def _small(prefix: str, task: str, options: dict[str, Any]) -> torch.nn.Module:
+    base = _PAIR if task in _SUFFIX else _SMALL
+    if task == "ImageClassification":
+        base = {k: v for k, v in _SMALL.items() if k not in ("vocab_size", "num_key_value_heads")}
+    config = getattr(hf, f"{prefix}Config")(**{**base, **options})
+    model: torch.nn.Module = getattr(hf, prefix + _SUFFIX.get(task, f"For{task}"))(config)
+    return model
+
+
+def _batch(task: str) -> dict[str, torch.Tensor]:
+    """Rows of words, images or sounds, and their labels."""
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(3, _WORDS, (_ROWS, _TOKENS), generator=generator)
+    if task == "ImageClassification":
+        return {"pixel_values": torch.randn(_ROWS, 3, 16, 16, generator=generator), "labels": torch.arange(_ROWS) % 3}
+    if task == "Speech":
+        return {"input_features": torch.randn(_ROWS, 8, 16, generator=generator), "labels": ids}
+    if task == "SequenceClassification":
+        return {"input_ids": ids, "labels": torch.arange(_ROWS) % 3}
+    return {"input_ids": ids, "labels": ids.clone()}
+
+
+def _cases() -> dict[str, tuple[Callable[[], torch.nn.Module], dict[str, torch.Tensor]]]:
+    """Of the tests' matrix, and of the list above."""
+    from tests.engine.models import MODELS, batch
+
+    found: dict[str, Any] = {name: (build, batch(name)) for name, build in MODELS.items()}
+    for name, prefix, task, options in _LISTED:
+        found[name] = (lambda p=prefix, t=task, o=options: _small(p, t, o), _batch(task))
+    return found
+
+
+def _tuned(model: torch.nn.Module, tuning: str) -> torch.nn.Module | None:
+    """The model with its trained parameters chosen, dropout off, and every number moved off its initial value."""
+    for module in model.modules():
+        for attribute, value in list(vars(module).items()):
+            if "drop" in attribute and isinstance(value, float):
+                setattr(module, attribute, 0.0)
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    if tuning == "lora":
+        import peft
+
+        # Of mixtures attention alone: PEFT adapts experts by parametrisations, which a forward pass replaces.
+        experts = any("experts" in name for name, _ in model.named_parameters())
+        targets: Any = ["q_proj", "k_proj", "v_proj", "o_proj"] if experts else "all-linear"
+        if "mamba" in type(model).__name__.lower():
+            targets = ["in_proj", "x_proj"]
+        model = peft.get_peft_model(model, peft.LoraConfig(r=2, lora_alpha=4, target_modules=targets))
+    if tuning == "bitfit":
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad = name.endswith("bias")
+        if not any(p.requires_grad for p in model.parameters()):
+            return None
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.is_floating_point():
+                parameter.add_(0.05 * torch.randn_like(parameter))
+    return model.train()
+
+
+def row(build: Callable[[], torch.nn.Module], inputs: dict[str, torch.Tensor], tuning: str) -> dict[str, Any] | None:
+    """One step's error, route and share of parameters on the fast route; None where nothing is trained."""
+    from fastdp.engine.engine import Engine
+    from fastdp.engine.layout import Ticket
+    from fastdp.engine.policy import Policy
+
+    torch.manual_seed(0)
+    model = _tuned(build(), tuning)
+    if model is None:
+        return None
+    trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    exact = copy.deepcopy(model).double()
+    if hasattr(exact.config, "_experts_implementation"):
+        # Torch's grouped product knows no float64; the plain loop over experts does.
+        exact.config._experts_implementation = "eager"
+    names = list(trained)
+    wanted, sizes = [], []
+    for index in range(_ROWS):
+        single = {k: v[index : index + 1] for k, v in inputs.items()}
+        single = {k: v.double() if v.is_floating_point() else v for k, v in single.items()}
+        loss = exact(**single).loss
+        parameters = dict(exact.named_parameters())
+        found = torch.autograd.grad(loss, [parameters[n] for n in names], allow_unused=True)
+        wanted.append({n: torch.zeros_like(parameters[n]) if g is None else g for n, g in zip(names, found)})
+        sizes.append(torch.stack([g.square().sum() for g in wanted[-1].values()]).sum().sqrt())
+    bound = float(torch.stack(sizes).median())
+    tickets = deque([Ticket(torch.arange(_ROWS), torch.ones(_ROWS), is_last=True)])
+    engine = Engine(model, Policy((bound,), (0.0,), dict.fromkeys(names, 0)), tickets)
+    try:
+        model(**inputs).loss.backward()
+        scales = [min(1.0, bound / float(size)) for size in sizes]
+        gap = size = 0.0
+        for name in names:
+            total = torch.stack([scale * unit[name] for scale, unit in zip(scales, wanted)]).sum(0)
+            gap += float((engine.accumulator.sums.get(name, torch.zeros(())) - total).square().sum())
+            size += float(total.square().sum())
+        routes = engine.accumulator.routes
+        slow = {n for n, p in trained.items() if n in routes and routes[n].name == "expanded" and p.dim() > 1}
+        slow = set(names) if engine.route != "uses" else slow
+        share = 1 - sum(trained[n].numel() for n in slow) / sum(p.numel() for p in trained.values())
+        return {"error": (gap / size) ** 0.5, "route": engine.route, "fast": share, "reason": engine.reason}
+    finally:
+        engine.close()
+
+
+def _measured(name: str, tuning: str, case: Any) -> dict[str, Any] | None:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            build, inputs = case
+            return row(build, inputs, tuning)
+    except Exception as error:
+        return {"refused": str(error).splitlines()[0]}
+
+
+def _cell(found: dict[str, Any] | None) -> str:
+    if found is None:
+        return "no biases"
+    if "refused" in found:
+        return "refused"
+    kind = f"{found['error']:.0e}" if found["error"] < EXACT else f"**{found['error']:.0e}**"
+    if found["route"] != "uses":
+        return f"{kind}, one example"
+    return f"{kind}, {100 * found['fast']:.0f}%"
+
+
+def page(figures: dict[str, dict[str, Any]]) -> str:
+    """`docs/models.md`, from what was measured."""
+    lines = [
+        "# Models",
+        "",
+        "Written by `python -m bench.models`. Each model is a small random one of transformers' own class, in float32: four",
+        "rows, one step. The error is that of the clipped sum against float64 autograd of one example at a time (the norm of the",
+        "difference over that of the sum). The share is that of trained parameters whose per-example gradients come from factor",
+        "pairs, sums over tokens or small instances in one backward pass. *One example*: the model takes the one-example route,",
+        "exact for any model and several times slower.",
+        "",
+        "| model | full | LoRA (all linear layers) | biases |",
+        "|---|---|---|---|",
+    ]
+    lines += [f"| {name} | " + " | ".join(_cell(own[t]) for t in TUNINGS) + " |" for name, own in figures.items()]
+    reasons: dict[str, list[str]] = {}
+    for name, own in figures.items():
+        for tuning, found in own.items():
+            why = found and (found.get("refused") or found.get("reason"))
+            if why:
+                reasons.setdefault(why, []).append(f"{name} ({tuning})")
+    if reasons:
+        lines += ["", "## Why not faster", ""]
+        lines += [f"- {', '.join(who)}: {why}" for why, who in reasons.items()]
+    return "\n".join(lines) + "\n"
+
+
+def main(chosen: list[str]) -> None:
+    """The table, or rows of it."""
+    torch.set_num_threads(1)
+    hf.logging.set_verbosity_error()
+    cases = _cases()
+    figures = {}
+    for name in chosen or cases:
+        figures[name] = {tuning: _measured(name, tuning, cases[name]) for tuning in TUNINGS}
+        print(name, json.dumps(figures[name]), flush=True)
+    if not chosen:
+        record = {"environment": environment(), "figures": figures}
+        files.write("bench/results/models.json", json.dumps(record, indent=1) + "\n", public=True)
+        Path("docs/models.md").write_text(page(figures))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
