@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch.utils.weak import WeakIdKeyDictionary
 
-from .launch import beside, on_device_of, processors, row_tile, version_of
+from .launch import beside, capability_of, on_device_of, processors, row_tile, version_of
 from .tiles import gram_tile
 
 _RIGHT_FIELDS = tl.constexpr(6)
@@ -176,6 +176,14 @@ def jobs_of(length: int, units: int, problems: int, b_t: int) -> int:
     return problems * units * (tiles * (tiles + 1) // 2)
 
 
+def largest_side(wide: bool, device: torch.device) -> int:
+    """Side of the largest tiles: of two float32 accumulators as many registers hold, and Triton compiles."""
+    if wide:
+        return 64
+    # Triton 3.7 ends with an error where it would put such products into the tensor memory of sm_100; smaller ones use none.
+    return 32 if capability_of(device)[0] == 10 and triton.__version__.startswith("3.7.") else 128
+
+
 def tile_of(tokens: int, units: int, problems: int, largest: int, count: int) -> int:
     """Side of the tiles on ``count`` processors, for units of about ``tokens / units`` tokens: the largest unless they idle."""
     length = max(1, -(-tokens // units))
@@ -235,7 +243,7 @@ def gram_norms(
                 lines += _line(left)
         wide = torch.float32 in (of_right, of_left)
         count = processors(device)
-        side = b_t or tile_of(tokens, units, len(problems), 64 if wide else 128, count)
+        side = b_t or tile_of(tokens, units, len(problems), largest_side(wide, device), count)
         table, most = _pairs_of(offsets, tokens, side)
         addresses = beside(torch.tensor(rights + lines, dtype=torch.int64), squares)
         parts = torch.empty(2, len(order), most, dtype=torch.float32, device=device)

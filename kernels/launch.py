@@ -57,9 +57,14 @@ def processors(device: torch.device) -> int:
 
 
 @functools.cache
+def capability_of(device: torch.device) -> tuple[int, int]:
+    """Compute capability of a GPU; (0, 0) for the interpreter."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+
+
 def has_wide_tiles(device: torch.device) -> bool:
     """Whether matrix units read both factors from shared memory, and that holds three stages of 128 by 256 tiles."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in (9, 10)
+    return capability_of(device)[0] in (9, 10)
 
 
 def splits_to_fill(tensor: torch.Tensor, programs: int, most: int) -> int:
