@@ -53,6 +53,7 @@ from fastdp.private.plan import Plan
 DELTA = 1e-5
 TUNINGS = ("adapter", "bitfit", "lora")
 FORMS = ("printed", "optimal", "ellipsoid")
+AXES = ("axes", "moments", "dpsgd warmed", "moments warmed")
 #: The best for DP-SGD at epsilon 5 of those tried, each about twice the one before; the other forms take the same.
 LEARNING_RATES = {"adapter": 1.2e-2, "bitfit": 4e-2, "lora": 1e-2}
 #: The noised map of form ``noised``: sigma_R and q_R.
@@ -148,8 +149,10 @@ class Bench:
     def method(self, row: dict[str, Any]) -> Method:
         """The method of a row; parameters that start at zero are ranked after two private steps."""
         form = row["form"]
-        if form in ("non-private", "dpsgd"):
+        if form.removesuffix(" warmed") in ("non-private", "dpsgd"):
             return fastdp.NonPrivate() if form == "non-private" else fastdp.DPSGD()
+        if form.startswith("moments"):
+            return fastdp.RapFT(self._moments(row), allocation="axes")
         source: Any = rapft.PublicMap(self.public)
         if form == "noised":
             source = rapft.NoisyMap(*NOISED)
@@ -158,11 +161,17 @@ class Bench:
         return fastdp.RapFT(
             source,
             mode="paper" if form == "paper" else "sound",
-            allocation=form if form in ("optimal", "ellipsoid") else "printed",
+            allocation=form if form in ("optimal", "ellipsoid", "axes") else "printed",
             irrelevance_ratio=row["irrelevance_ratio"],
             initialisation=rapft.Initialisation(row["initialisation"], **row["initialised_by"]),
             map_after=0 if row["tuning"] == "bitfit" else min(2, self.size.steps - 1),
         )
+
+    def _moments(self, row: dict[str, Any]) -> rapft.PublicMoments:
+        """Sizes of the gradients of the public examples after a pass over them, when no matrix is zero any more."""
+        model = self.model(row["tuning"], row["seed"])
+        self._warm(model)
+        return rapft.PublicMoments(rapft.second_moments(model, self.public))
 
     def _multiplier(self, epsilon: float, noised: bool) -> float:
         size = self.size
@@ -175,6 +184,8 @@ class Bench:
         """Train once and evaluate: perplexity, true epsilon, noise multiplier, seconds a step."""
         size = self.size
         model = self.model(row["tuning"], row["seed"])
+        if row["form"].endswith("warmed"):
+            self._warm(model)
         trained = [p for p in model.parameters() if p.requires_grad]
         private = row["form"] != "non-private"
         run = fastdp.make_private(
@@ -295,6 +306,8 @@ def settings(size: Size, seeds: int) -> Iterator[dict[str, Any]]:
         for epsilon in size.epsilons:
             rows += [{**base, "tuning": tuning, "form": form, "epsilon": epsilon} for form in ("dpsgd", *FORMS)]
         rows += [{**base, "tuning": tuning, "form": form, "epsilon": MIDDLE} for form in ("noised", "paper")]
+    # Axes; and a pass over the public examples first, which any method may have that is given them.
+    rows += [{**base, "tuning": "lora", "form": form, "epsilon": MIDDLE} for form in AXES]
     swept = {**base, "tuning": "lora", "form": "printed", "epsilon": MIDDLE}
     rows += [{**swept, "irrelevance_ratio": ratio} for ratio in size.ratios]
     rows += [{**swept, "initialisation": kind, "initialised_by": by} for kind, by in size.initialisations]
@@ -396,16 +409,23 @@ def _draw_relevance(axes: Any, row: dict[str, Any]) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure what is missing, then draw."""
-    options = parser_of(
+    parser = parser_of(
         __doc__,
         model="folder of a small GPT-2",
         train="CSV with a column ref",
         eval="CSV of the same form, held out",
-    ).parse_args(arguments)
+    )
+    parser.add_argument("--forms", nargs="+", help="only perplexity of these forms, of LoRA at the middle epsilon")
+    options = parser.parse_args(arguments)
     quiet_libraries()
     size = {"default": Size(), "tiny": TINY, "full": FULL}[options.size]
     bench, table = Bench(options.model, options.train, options.eval, size), Table(options.json)
-    done = measure(table, runs(bench, options.seeds), options.minutes)
+    wanted = runs(bench, options.seeds)
+    if options.forms:
+        middle = {"tuning": "lora", "epsilon": MIDDLE, **USUAL}
+        every = (row for row in settings(size, options.seeds) if row["form"] in options.forms)
+        wanted = ((row, partial(bench.run, row)) for row in every if row == {**row, **middle})
+    done = measure(table, wanted, options.minutes)
     print(tables(table.rows, size), flush=True)
     if options.pictures and done:
         plot(table.rows, options.pictures)
