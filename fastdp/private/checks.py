@@ -94,6 +94,12 @@ def check_model(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Non
             raise ValueError(
                 f"{_FOREIGN_WRAPPERS[kind.__name__]}: give the bare model, in a process group of torch's own"
             )
+    for name, parameter in model.named_parameters():
+        if hasattr(parameter, "placements"):
+            raise ValueError(
+                f"{name} is cut into pieces over several processes (fully_shard, tensor or expert parallelism), which private "
+                "training does not follow: give every process the whole model"
+            )
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError("LBFGS differentiates several times a step, and a step is one release; use SGD, Adam or AdamW")
     for name, module in model.named_modules():

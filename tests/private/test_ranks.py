@@ -115,6 +115,24 @@ def test_what_one_rank_cannot_do_is_refused_on_all(folder: Path, what: str, matc
         one_sentence(RuntimeError(rank[what].split(": ", 1)[1]))
 
 
+@pytest.mark.slow
+def test_the_example_reaches_the_perplexity_of_one_process(tmp_path: Path) -> None:
+    example = [str(Path(__file__).parents[2] / "examples" / "ddp_e2e.py"), "--records", "512", "--epochs", "2"]
+    example += ["--unsafe-seed", "3"]
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    said = []
+    for name, launched in (("one", []), ("two", launcher)):
+        command = [sys.executable, *launched, *example, "--output", str(tmp_path / name)]
+        own = {**os.environ, "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, env=own, capture_output=True, text=True, timeout=900)
+        assert done.returncode == 0, done.stderr
+        said.append(done.stdout.splitlines()[1])
+        assert Ledger.read(tmp_path / name / "ledger.jsonl").spent_steps == 4
+    assert said[0].startswith("perplexity after 4 releases")
+    assert said[0] == said[1]
+    assert '"processes": 2' in (tmp_path / "two" / "card.json").read_text()
+
+
 def test_trainer_and_accelerate_under_a_launcher(folder: Path) -> None:
     (alone,), together = ranks(folder, "trainer", 1), ranks(folder, "trainer", 2)
     for found in together:
