@@ -10,11 +10,11 @@ from .launch import beside, on_device_of
 from .tiles import load_flat, store_flat
 
 
-@triton.jit(do_not_specialize=["n", "std", "spacing", "inverse"])
-def _add_noise_kernel(p_x, p_position, n, std, spacing, inverse, b_blocks: tl.constexpr, ROUNDED: tl.constexpr):
-    # Where the sum is ROUNDED, ``std`` is in units of the grid's spacing.
+@triton.jit(do_not_specialize=["n", "begin", "std", "spacing", "inverse"])
+def _add_noise_kernel(p_x, p_position, n, begin, std, spacing, inverse, b_blocks: tl.constexpr, ROUNDED: tl.constexpr):
+    # Where the sum is ROUNDED, ``std`` is in units of the grid's spacing. The first element is that of block ``begin``.
     first = tl.program_id(0).to(tl.int64) * b_blocks
-    block = first + tl.arange(0, b_blocks)
+    block = begin + first + tl.arange(0, b_blocks)
     block = block.to(tl.uint32)
     z = normals(p_position, block, ROUNDED)
     o_x = (first + tl.arange(0, b_blocks))[:, None] * 16 + tl.arange(0, 16)[None, :]
@@ -29,19 +29,22 @@ def _add_noise_kernel(p_x, p_position, n, std, spacing, inverse, b_blocks: tl.co
     store_flat(p_x, o_x, n, inside, x.to(p_x.dtype.element_ty))
 
 
-def add_noise_(x: torch.Tensor, std: float, position: torch.Tensor, secure_rounding: bool) -> None:
-    """Add ``std`` times normal i of ``position`` (int32 [11]) to element i of the flattened ``x``, in place.
+def add_noise_(x: torch.Tensor, std: float, position: torch.Tensor, secure_rounding: bool, first: int = 0) -> None:
+    """Add ``std`` times normal ``first + i`` of ``position`` (int32 [11]) to element i of the flattened ``x``, in place.
 
-    ``x``: float32, bfloat16 or float16, any strides; a strided one is copied once.
+    ``x``: float32, bfloat16 or float16, any strides; a strided one is copied once, and one that begins within a block of 16.
     """
     if std == 0.0 or x.numel() == 0:
         return
-    flat = x.contiguous()
+    flat, within = x.contiguous(), first % 16
+    if within:
+        flat = torch.cat([flat.new_zeros(within), flat.view(-1)])
     with on_device_of(x):
-        _add_noise_kernel[(triton.cdiv(x.numel(), 16 * BLOCKS),)](
+        _add_noise_kernel[(triton.cdiv(flat.numel(), 16 * BLOCKS),)](
             flat,
             beside(position, x),
-            x.numel(),
+            flat.numel(),
+            first // 16,
             *(numbers_of_grid(std) if secure_rounding else (float(std), 0.0, 0.0)),
             b_blocks=BLOCKS,
             ROUNDED=secure_rounding,
@@ -49,4 +52,4 @@ def add_noise_(x: torch.Tensor, std: float, position: torch.Tensor, secure_round
             num_warps=4,
         )
     if flat is not x:
-        x.copy_(flat)
+        x.copy_(flat[within:].view(x.shape) if within else flat)

@@ -158,14 +158,14 @@ class Engine:
         verify = self.route is None
         if verify:
             with self._again.check():
-                self._prepare(call, ticket)
+                self._prepare(call, _real(ticket))
         elif self.route != ORDINARY:
             self._know_rows(call, ticket)
             if self.check:
                 thorough = self._structure.changed() or self._again.affordable()
                 if self._again.due() or thorough:
                     with self._again.check(brief=not thorough):
-                        self._check_again(call, ticket, thorough=thorough)
+                        self._check_again(call, _real(ticket), thorough=thorough)
         with self.guard.forward() if self.route != ORDINARY else nullcontext():
             try:
                 return self.run_forward(args, kwargs, ticket, verify=verify or self.backwards == 0)
@@ -671,6 +671,13 @@ def _merge_outputs(outputs: list[Any]) -> Any:
         return torch.cat(parts) if same else t
 
     return map_tensors(outputs[0], merge)
+
+
+def _real(ticket: Ticket) -> Ticket:
+    """The ticket, to be checked: a padding row that stands for an empty sample is looked at as if it were a unit's."""
+    return (
+        ticket if bool(ticket.weights.any()) else dataclasses.replace(ticket, weights=torch.ones_like(ticket.weights))
+    )
 
 
 def _checkpoints(model: torch.nn.Module) -> bool:

@@ -42,16 +42,18 @@ class Ranks:
     Args:
         rank: its number, from 0. Rank 0 makes the keys and keeps the ledger.
         size: how many there are.
+        apart: whether this process keeps to itself, whatever its group does.
     """
 
     rank: int = 0
     size: int = 1
+    apart: bool = False
 
     @classmethod
     def here(cls) -> Ranks:
         """Those of torch's default process group; one process, where there is none or within `alone`."""
         if _ALONE.get() or not (dist.is_available() and dist.is_initialized()):
-            return cls()
+            return cls(apart=_ALONE.get())
         return cls(dist.get_rank(), dist.get_world_size())
 
     @property
@@ -62,7 +64,7 @@ class Ranks:
     def require_current(self) -> None:
         """Raise RuntimeError if processes have come together, or parted, since the run was made private."""
         now = Ranks.here()
-        if now.size != self.size and not _ALONE.get():
+        if now.size != self.size and not self.apart:
             raise RuntimeError(
                 f"the run was made private in a group of {self.size} and there are {now.size} processes now: open the process "
                 "group first, then call make_private in each of them"

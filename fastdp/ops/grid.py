@@ -41,18 +41,21 @@ def grid(std: float) -> tuple[float, float]:
     return math.ldexp(1.0, exponent - 5), math.ldexp(mantissa, 5)
 
 
-def check_grid(name: str, x: torch.Tensor, std: float) -> None:
+def check_grid(name: str, x: torch.Tensor, std: float, first: int = 0) -> None:
     """Refuse what secure rounding is not defined on: more than 2^35 elements, and noise near the ends of float32."""
-    if x.numel() > _LARGEST:
-        raise ValueError(f"{name} has {x.numel()} elements, more than the 2^35 that secure rounding has noise for")
+    if first + x.numel() > _LARGEST:
+        raise ValueError(
+            f"{name} has {first + x.numel()} elements, more than the 2^35 that secure rounding has noise for"
+        )
     if std > 0.0 and not 1 / _RANGE <= std <= _RANGE:
         raise ValueError(f"std is {std:g}: secure rounding needs it between 2^-100 and 2^100")
 
 
-def on_grid(x: torch.Tensor, std: float, position: torch.Tensor) -> torch.Tensor:
+def on_grid(x: torch.Tensor, std: float, position: torch.Tensor, first: int = 0) -> torch.Tensor:
     """The definition: ``x`` with noise of ``std`` > 0, rounded to the grid; float32, of the shape of ``x``.
 
-    In float64 on the CPU, and in decimal numbers where that leaves a rounding open.
+    Its elements are those from ``first`` on of the tensor that the position is of. Computed in float64 on the CPU, and in
+    decimal numbers where that leaves a rounding open.
     """
     spacing, ratio = grid(std)
     values = x.detach().cpu().float().reshape(-1).numpy().astype(np.float64)
@@ -60,23 +63,24 @@ def on_grid(x: torch.Tensor, std: float, position: torch.Tensor) -> torch.Tensor
     divided = np.abs(steps) < 2.0**23
     with np.errstate(invalid="ignore"):
         past = np.where(divided, steps - np.rint(steps), 0.0)
-    z, rough = _normals(position, values.size)
+    z, rough = _normals(position, values.size, first)
     y = past + ratio * z
     moved = np.rint(y)
     with decimal.localcontext() as context:
         context.prec = _DIGITS
         for i in np.flatnonzero((np.abs(y - moved) > 0.5 - 2.0**-30) | rough):
-            exact = Decimal(float(past[i])) + Decimal(ratio) * exact_normal(position, int(i))
+            exact = Decimal(float(past[i])) + Decimal(ratio) * exact_normal(position, first + int(i))
             moved[i] = float(exact.to_integral_value(decimal.ROUND_HALF_EVEN))
     whole = np.where(divided, np.rint(steps) * spacing, values).astype(np.float32)
     released = whole + (moved * spacing).astype(np.float32)
     return torch.from_numpy(released).reshape(x.shape).to(x.device)
 
 
-def _normals(position: torch.Tensor, n: int) -> tuple[np.ndarray, np.ndarray]:
+def _normals(position: torch.Tensor, n: int, first: int) -> tuple[np.ndarray, np.ndarray]:
     """Normals from 64 bits of each uniform, float64 [n], and where these are too few for float64's accuracy."""
-    blocks = -(-n // 16)
-    words, second = chacha20_words(position, 0, blocks), chacha20_words(position, 0, blocks, second=True)
+    begin = first // 16
+    blocks = -(-(first + n) // 16) - begin
+    words, second = chacha20_words(position, begin, blocks), chacha20_words(position, begin, blocks, second=True)
     wide = (words.astype(np.uint64) << np.uint64(32)) | second
     radius = wide[:, :8]
     # Near 1 the logarithm is taken of the exact distance from 1.
@@ -89,7 +93,8 @@ def _normals(position: torch.Tensor, n: int) -> tuple[np.ndarray, np.ndarray]:
     size, top = np.sqrt(-2.0 * log), words[:, :8] >> np.uint32(16)
     rough = (top == 0) | (top == 0xFFFF)
     z = np.concatenate([size * np.cos(turn), size * np.sin(turn)], axis=1)
-    return z.reshape(-1)[:n], np.concatenate([rough, rough], axis=1).reshape(-1)[:n]
+    both = np.concatenate([rough, rough], axis=1)
+    return tuple(values.reshape(-1)[first - 16 * begin :][:n] for values in (z, both))  # type: ignore[return-value]
 
 
 def exact_normal(position: torch.Tensor, index: int) -> Decimal:

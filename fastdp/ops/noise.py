@@ -16,13 +16,14 @@ from fastdp.validate import at_least
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
-def standard_normals(position: torch.Tensor, n: int) -> torch.Tensor:
-    """The definition of the noise: the normals of elements 0 .. n - 1 at ``position``, float64 [n]."""
-    blocks = -(-n // 16)
-    words = chacha20_words(position, 0, blocks)
-    radius, angle = normal_parts(words[:, :8], chacha20_words(position, 0, blocks, second=True)[:, :8], words[:, 8:])
+def standard_normals(position: torch.Tensor, n: int, first: int = 0) -> torch.Tensor:
+    """The definition of the noise: the normals of elements ``first`` .. ``first + n - 1`` at ``position``, float64 [n]."""
+    begin = first // 16
+    blocks = -(-(first + n) // 16) - begin
+    words, second = chacha20_words(position, begin, blocks), chacha20_words(position, begin, blocks, second=True)
+    radius, angle = normal_parts(words[:, :8], second[:, :8], words[:, 8:])
     pairs = np.concatenate([radius * np.cos(angle), radius * np.sin(angle)], axis=1)
-    return torch.from_numpy(pairs.reshape(-1)[:n])
+    return torch.from_numpy(pairs.reshape(-1)[first - 16 * begin :][:n])
 
 
 def normal_parts(word: np.ndarray, second: np.ndarray, turn: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -37,15 +38,15 @@ def normal_parts(word: np.ndarray, second: np.ndarray, turn: np.ndarray) -> tupl
     return np.sqrt(-2.0 * log), (turn.astype(np.float64) + 0.5) * (2.0 * np.pi / 2.0**32)
 
 
-def check_tensor(name: str, x: torch.Tensor, dtypes: Any = DTYPES) -> None:
-    """Refuse what the noise kernels are not defined on: other dtypes and layouts, and more than 2^36 elements."""
+def check_tensor(name: str, x: torch.Tensor, dtypes: Any = DTYPES, first: int = 0) -> None:
+    """Refuse what the noise kernels are not defined on: other dtypes and layouts, and elements from 2^36 on."""
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
     if x.dtype not in dtypes or x.layout != torch.strided:
         wanted = ", ".join(str(d).removeprefix("torch.") for d in dtypes)
         raise TypeError(f"{name} must be a dense tensor of {wanted}, got {x.layout} {x.dtype}")
-    if x.numel() > MAX_ELEMENTS:
-        raise ValueError(f"{name} has {x.numel()} elements, more than the 2^36 that one position has noise for")
+    if first + x.numel() > MAX_ELEMENTS:
+        raise ValueError(f"{name} has {first + x.numel()} elements, more than the 2^36 that one position has noise for")
 
 
 def check_in_place(name: str, x: torch.Tensor) -> None:
@@ -71,27 +72,33 @@ def check_position(position: torch.Tensor | NoiseStream | Draw) -> None:
         )
 
 
-def _check_add_noise(x: torch.Tensor, std: float, position: torch.Tensor, secure_rounding: bool) -> None:
-    check_tensor("x", x)
+def _check_add_noise(
+    x: torch.Tensor, std: float, position: torch.Tensor, secure_rounding: bool, first: int = 0
+) -> None:
+    if not isinstance(first, int) or first < 0:
+        raise ValueError(f"first is {first!r}: the elements of a position are counted from 0")
+    check_tensor("x", x, first=first)
     check_in_place("x", x)
     at_least(0.0, std=std)
     check_position(position)
     if secure_rounding:
-        check_grid("x", x, std)
+        check_grid("x", x, std, first)
 
 
-def _reference_add_noise(x: torch.Tensor, std: float, position: torch.Tensor, secure_rounding: bool) -> None:
+def _reference_add_noise(
+    x: torch.Tensor, std: float, position: torch.Tensor, secure_rounding: bool, first: int = 0
+) -> None:
     if secure_rounding and std > 0.0:
-        x.copy_(on_grid(x, std, position))
+        x.copy_(on_grid(x, std, position, first))
         return
-    z = standard_normals(position, x.numel()).to(device=x.device, dtype=torch.float32)
+    z = standard_normals(position, x.numel(), first).to(device=x.device, dtype=torch.float32)
     x.copy_(torch.add(x.float(), z.reshape(x.shape), alpha=std))
 
 
 _ADD_NOISE = Op(
-    "add_noise_(Tensor(a!) x, float std, Tensor position, bool secure_rounding) -> ()",
+    "add_noise_(Tensor(a!) x, float std, Tensor position, bool secure_rounding, int first=0) -> ()",
     reference=_reference_add_noise,
-    fake=lambda x, std, position, secure_rounding: None,
+    fake=lambda x, std, position, secure_rounding, first=0: None,
     check=_check_add_noise,
 )
 _ADD_NOISE.implement("cpu", "fastdp.ops.cpu.noise")
@@ -99,12 +106,12 @@ _ADD_NOISE.implement("cuda", "fastdp.kernels.noise")
 
 
 def add_noise_(
-    x: torch.Tensor, std: float, stream: NoiseStream | Draw, *, secure_rounding: bool = True
+    x: torch.Tensor, std: float, stream: NoiseStream | Draw, *, secure_rounding: bool = True, first: int = 0
 ) -> torch.Tensor:
     """Add independent normal noise of standard deviation ``std`` to ``x`` in place, and return ``x``.
 
     Noise is made in float32 whatever the dtype of ``x``, and rounded once, after the addition. Element i of the
-    flattened tensor gets normal i of the claimed position, whatever the strides of ``x``.
+    flattened tensor gets normal ``first + i`` of the claimed position, whatever the strides of ``x``.
 
     Args:
         x: any shape; float32, bfloat16 or float16; at most 2^36 elements.
@@ -114,13 +121,15 @@ def add_noise_(
             is then a function of a real Gaussian release and gives away nothing that arithmetic would have added
             (see `fastdp.ops.grid` and docs/noise.md). At most 2^35 elements. Turned off, it is float32 noise added in
             float32, whose gaps tell an observer of exact values what the sum was.
+        first: where ``x`` begins in the tensor that the position is of: processes that hold a piece each add the noise that
+            the whole would get.
 
     Raises:
-        ValueError: if ``std`` is negative or not finite, ``x`` is an expanded view, or it is too large.
+        ValueError: if ``std`` is negative or not finite, ``x`` is an expanded view, or it is too large or ends too far on.
         TypeError: if the dtype or layout of ``x`` is another, or ``stream`` is no stream.
         RuntimeError: if ``x`` requires grad and grad mode is on, or the position was drawn before.
     """
-    _ADD_NOISE(x, std, stream, secure_rounding)
+    _ADD_NOISE(x, std, stream, secure_rounding, first)
     # The eager path passes by the dispatcher, which would have counted the write.
     torch.autograd.graph.increment_version(x)
     return x

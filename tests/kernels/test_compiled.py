@@ -219,12 +219,12 @@ LONG = {
 CASES = {
     "noise": Case(
         noise._add_noise_kernel,
-        {"p_x": "*fp32", "p_position": "*i32", "n": "i64", **numbers(*GRID, kind="fp32")},
+        {"p_x": "*fp32", "p_position": "*i32", "n": "i64", "begin": "i64", **numbers(*GRID, kind="fp32")},
         {"b_blocks": chacha.BLOCKS, "ROUNDED": False},
     ),
     "noise-rounded-bf16": Case(
         noise._add_noise_kernel,
-        {"p_x": "*bf16", "p_position": "*i32", "n": "i64", **numbers(*GRID, kind="fp32")},
+        {"p_x": "*bf16", "p_position": "*i32", "n": "i64", "begin": "i64", **numbers(*GRID, kind="fp32")},
         {"b_blocks": chacha.BLOCKS, "ROUNDED": True},
         slow=True,
     ),

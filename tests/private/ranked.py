@@ -195,6 +195,21 @@ def shapes(rank: int, size: int, folder: Path) -> dict[str, Any]:
         go_on(private, private.total_steps)
         found[name] = {n: p.detach().clone() for n, p in private.model.named_parameters()}
         private.detach()
+    model = build("llama", "lora")
+    model.config.use_cache = False
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    rows: DataLoader = DataLoader(texts(6), batch_size=1, collate_fn=packed)  # type: ignore[arg-type]
+    private = fastdp.make_private(
+        model, optimizer, rows, noise_multiplier=1.0, epochs=0.5, unit_map="units", unsafe_seed=1, secure_rounding=False
+    )
+    go_on(private, 3)
+    found["packed"] = {n: p.detach().clone() for n, p in model.named_parameters()}
+    private.detach()
+    # A run that is replayed belongs to its own process.
+    if size == 2:
+        private = small()
+        found["proved"] = bool(private.prove())
+        private.detach()
     # Keys of a group come from rank 0's operating system.
     private = small(noise_multiplier=50.0)
     go_on(private, 1)

@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 
 from fastdp.accounting import Ledger
+from tests.engine.runs import Classifier, start
 from tests.private.ranked import CASES, MOMENTS
 from tests.private.test_bad_input import one_sentence
 
@@ -89,6 +91,49 @@ def test_ranks_without_a_unit_take_part_all_the_same(folder: Path) -> None:
                 assert apart(together[0][name], alone[name]) > 0.1
             else:
                 assert apart(together[0][name], alone[name]) < ROUNDING, (size, name)
+
+
+def test_a_run_is_proved_by_each_process_itself(folder: Path) -> None:
+    assert all(rank["proved"] for rank in ranks(folder, "shapes", 2))
+
+
+def test_a_group_that_is_opened_later_is_told_the_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    private = start(noise_multiplier=1.0)
+    batch = next(iter(private.data_loader))
+    for name, value in {"is_initialized": True, "get_rank": 0, "get_world_size": 2}.items():
+        monkeypatch.setattr(f"torch.distributed.{name}", lambda value=value: value)
+    with pytest.raises(RuntimeError, match="open the process group first, then call make_private") as caught:
+        private.model(**batch)
+    one_sentence(caught.value)
+    assert private.steps_done == 0
+
+
+def test_parameters_in_pieces_are_refused_by_name() -> None:
+    model = Classifier()
+    model.first.weight.placements = ()  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match="first.weight is cut into pieces over several processes") as caught:
+        start(model)
+    one_sentence(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["FullyShardedDataParallel", "DeepSpeedEngine"])
+def test_wrappers_that_take_gradients_away_are_refused_by_name(kind: str) -> None:
+    wrapper = type(kind, (Classifier,), {})
+    with pytest.raises(ValueError, match="give the bare model") as caught:
+        start(wrapper())
+    one_sentence(caught.value)
+
+
+def test_an_optimizer_that_leaves_steps_out_is_refused() -> None:
+    model = Classifier()
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    optimizer = accelerator.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
+    try:
+        with pytest.raises(ValueError, match="gradient_accumulation_steps is 2") as caught:
+            start(model, optimizer=optimizer)
+        one_sentence(caught.value)
+    finally:
+        accelerator.gradient_state._reset_state()
 
 
 @pytest.mark.parametrize(

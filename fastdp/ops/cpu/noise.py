@@ -9,13 +9,13 @@ from fastdp.ops.noise import DTYPES
 from fastdp.ops.stream import native_threads
 
 
-def add_noise_(x: torch.Tensor, std: float, position: torch.Tensor, secure_rounding: bool) -> None:
+def add_noise_(x: torch.Tensor, std: float, position: torch.Tensor, secure_rounding: bool, first: int = 0) -> None:
     """:func:`fastdp.ops.add_noise_` on a processor."""
     if std == 0.0:
         return
     flat = x.contiguous()
     _native.add_noise(
-        flat.data_ptr(), DTYPES[x.dtype], 0, x.numel(), std, position.data_ptr(), secure_rounding, native_threads()
+        flat.data_ptr(), DTYPES[x.dtype], first, x.numel(), std, position.data_ptr(), secure_rounding, native_threads()
     )
     if flat is not x:
         x.copy_(flat)

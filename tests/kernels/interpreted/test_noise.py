@@ -144,6 +144,16 @@ def test_rounded_sums_are_those_of_the_definition(std):
     assert torch.equal(got, on_grid(x, std, position()))
 
 
+@pytest.mark.parametrize("rounded", [False, True])
+@pytest.mark.parametrize("first", [0, 16, 2048, 4099])
+def test_a_piece_gets_the_noise_that_the_whole_would_give_it(first, rounded):
+    x = torch.randn(5000)
+    whole, piece = x.clone(), x[first : first + 700].clone()
+    add_noise_(whole, 0.7, position(), rounded)
+    add_noise_(piece, 0.7, position(), rounded, first)
+    assert torch.equal(piece, whole[first : first + 700])
+
+
 def test_other_kernels_round_as_the_definition():
     param, moments = torch.randn(257, 3), (torch.randn(257, 3), torch.randn(257, 3), torch.rand(257, 3))
     numbers = (0.7, 8.0, 1e-2, 0.9, 0.999, 1e-8, 0.1, 5, None, True)
