@@ -12,7 +12,7 @@ ARCH ?= $(shell uname -m)
 PIP = $(VENV)/bin/python -m pip --disable-pip-version-check -q
 SOURCES = $(wildcard csrc/*) setup.py pyproject.toml constraints.txt
 
-.PHONY: quickstart test test-full minimum bench gpu wheel docs clean
+.PHONY: quickstart test test-full minimum bench gpu wheel notebooks docs clean
 
 quickstart: $(VENV)/.fastdp
 	$(VENV)/bin/fastdp quickstart
@@ -75,6 +75,11 @@ minimum: constraints-minimum.txt
 	test -x $(OLDEST)/bin/python || $(PYTHON) -m venv $(OLDEST)
 	$(OLDEST)/bin/python -m pip --disable-pip-version-check -q install -c constraints-minimum.txt -e ".[trainer]" torch pytest hypothesis
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(OLDEST)/bin/python -m pytest -q tests/private tests/integrations/test_adapters.py tests/integrations/test_trainer.py tests/test_finetune.py tests/accounting
+
+# The notebooks of examples/notebooks, run from top to bottom and saved with what they show; each in less than four minutes.
+notebooks: $(VENV)/.fastdp-test
+	$(PIP) install nbclient==0.11.0 nbformat==5.11.1 ipykernel==7.4.0
+	HF_HUB_OFFLINE=1 $(VENV)/bin/python examples/notebooks/execute.py
 
 # The site, in build/site; a broken link, or a page that is on no list, fails. It needs neither torch nor the extension.
 docs:

@@ -26,7 +26,8 @@ def on_files(files: Files, config: Any) -> Files:
         files.append(File.generated(config, page, content=_linked(text)))
     names = _public()
     for name, module in names:
-        files.append(File.generated(config, f"reference/{name}.md", content=f"# {name}\n\n::: {module}\n"))
+        content = f"# {name}\n\n{_shown_in(name, _docstring(name, module))}::: {module}\n"
+        files.append(File.generated(config, f"reference/{name}.md", content=content))
     config.nav.append({"Reference": [{name: f"reference/{name}.md"} for name, _ in names]})
     return files
 
@@ -55,3 +56,51 @@ def _public() -> list[tuple[str, str]]:
     return [
         (name, f"{values['_HOMES'].get(name, 'fastdp')}.{name}") for name in sorted(values["__all__"], key=str.lower)
     ]
+
+
+#: What a page of the reference must say, and how its docstring says it.
+_MUST = {"what it takes": ("Args:", "Attributes:"), "what it raises": ("Raises:", "Raises ")}
+
+
+def _docstring(name: str, module: str) -> str:
+    """Of a public name. Raises ValueError, which fails the build, where it leaves out what a reader needs."""
+    package = ROOT.joinpath(*module.split(".")[:-1])
+    homes = [package.with_suffix(".py")] if package.with_suffix(".py").exists() else sorted(package.rglob("*.py"))
+    if package.is_dir():
+        # A method's settings may stand in the module beside its folder that all methods share.
+        homes += sorted(package.parent.glob("*.py"))
+    for home in homes:
+        for node in ast.parse(home.read_text()).body:
+            if isinstance(node, (ast.ClassDef, ast.FunctionDef)) and node.name == name:
+                text = ast.get_docstring(node) or ""
+                for what, words in _MUST.items():
+                    if not any(word in text for word in words):
+                        raise ValueError(f"the docstring of {name} ({home.relative_to(ROOT)}) does not say {what}")
+                return text
+    if module == f"fastdp.{name}":
+        return ""  # a module of the package
+    raise ValueError(f"{module} is public, but not found where it is said to be")
+
+
+def _shown_in(name: str, docstring: str) -> str:
+    """Pages whose code, which the tests run, uses a public name; a docstring's own example will do instead."""
+    pages = [
+        page.name
+        for page in sorted((ROOT / "docs").glob("*.md"))
+        if any(
+            re.search(rf"\b{name}\b", block)
+            for block in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+        )
+    ]
+    programs = [
+        f"`examples/{path.name}`"
+        for path in sorted((ROOT / "examples").glob("*.py"))
+        if re.search(rf"\b{name}\b", path.read_text())
+    ]
+    if not pages and programs:
+        return f"Used in {', '.join(programs)}.\n\n"
+    if pages:
+        return "Used in " + ", ".join(f"[{page.removesuffix('.md')}](../{page})" for page in pages) + ".\n\n"
+    if ">>>" not in docstring and docstring:
+        raise ValueError(f"{name} is public, but neither its docstring nor any page shows its use")
+    return ""

@@ -12,7 +12,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from fastdp.accounting.export import FORMATS, SUFFIXES
+from fastdp.accounting.exports import FORMATS, SUFFIXES
 from fastdp.cli import app
 from tests.test_finetune import files, model_folder  # noqa: F401 - fixtures
 

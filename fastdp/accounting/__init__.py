@@ -15,7 +15,7 @@ from fastdp.accounting.events import (
     poisson_gaussian,
     selection,
 )
-from fastdp.accounting.export import export
+from fastdp.accounting.exports import export
 from fastdp.accounting.journal import LedgerError
 from fastdp.accounting.ledger import BudgetExceeded, Ledger
 from fastdp.accounting.meaning import membership_bound

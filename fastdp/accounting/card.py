@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import fastdp.files as files
 from fastdp.accounting.claim import Claim, Gaussian, read_claim
 from fastdp.accounting.event_types import DpEvent
-from fastdp.accounting.export import export
+from fastdp.accounting.exports import export
 from fastdp.accounting.page import ENVELOPE, markdown
 from fastdp.accounting.pld import Adjacency
 from fastdp.accounting.serialisation import canonical, parse

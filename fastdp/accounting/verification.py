@@ -13,7 +13,7 @@ from fastdp.accounting.card import FORMAT, UNSAFE_KEY, VERSION, digest, large_de
 from fastdp.accounting.claim import ROOM, DoesNotFollow, Elsewhere, Followed, Gaussian, Pure, read_claim
 from fastdp.accounting.earlier import translate
 from fastdp.accounting.events import CONSTANT, Flat, dpsgd_model, flatten
-from fastdp.accounting.export import read_export
+from fastdp.accounting.exports import read_export
 from fastdp.accounting.journal import LedgerError
 from fastdp.accounting.ledger import Ledger
 from fastdp.accounting.serialisation import parse

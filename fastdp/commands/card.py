@@ -29,7 +29,7 @@ def export_command(
 ) -> None:
     """Write a card as a model's README, a registry's entry, an evaluation's outline or a page; `fastdp verify` takes each."""
     from fastdp.accounting import Card, verify
-    from fastdp.accounting.export import SUFFIXES, export
+    from fastdp.accounting.exports import SUFFIXES, export
 
     found = verify(card)
     if not found:

@@ -55,6 +55,9 @@ class BottleneckConfig(PeftConfig):
 
     Raises:
         ValueError: for a width below 1 or an unknown nonlinearity.
+
+    >>> BottleneckConfig(bottleneck_size=8, task_type="CAUSAL_LM").bottleneck_size
+    8
     """
 
     target_modules: list[str] | set[str] | str | None = None

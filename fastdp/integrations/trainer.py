@@ -36,6 +36,16 @@ class PrivacyArguments:
 
     ``per_device_train_batch_size`` of the training arguments, times the number of processes, is the logical batch size;
     ``user_id_column`` names the data set's column of user ids, for user-level privacy.
+
+    Attributes:
+        target_epsilon, target_delta, noise_multiplier, method: the budget, and how it is spent.
+        max_physical_batch_size: examples in memory at once.
+        user_id_column, max_examples_per_user: whose rows are one unit, and how many of them one step may take.
+        criterion: a function of (output, batch) that returns one loss a row, ``[rows]``, for a loss outside the model.
+        sampling, adjacency, unit_map, secure_rounding, two_pass, allow_large_delta: as in `fastdp.make_private`.
+
+    Raises:
+        ValueError: when training begins, for what `fastdp.make_private` refuses.
     """
 
     target_epsilon: float | None = None
@@ -336,4 +346,12 @@ class PrivateTraining(_Behind):
 
 
 class DPTrainer(PrivateTraining, Trainer):
-    """A Trainer of transformers that trains privately; see `PrivateTraining`."""
+    """A Trainer of transformers that trains privately; see `PrivateTraining`.
+
+    Args:
+        privacy: budget and method, as `PrivacyArguments`.
+        Everything else: as for the trainer that it is made of.
+
+    Raises:
+        ValueError: for training arguments that cannot be combined with private training, naming each.
+    """

@@ -73,6 +73,13 @@ class DPSFTTrainer(PrivateTraining, SFTTrainer):
 
     An example's loss is the mean over its own tokens. With ``packing=True`` examples are drawn at random, as privacy asks, and
     packed afterwards, those of a micro-batch into rows of ``max_length``; each is clipped on its own.
+
+    Args:
+        privacy: budget and method, as `PrivacyArguments`.
+        Everything else: as for the trainer that it is made of.
+
+    Raises:
+        ValueError: for training arguments that cannot be combined with private training, naming each.
     """
 
     refused: ClassVar[dict[str, tuple[Any, str]]] = {
@@ -170,6 +177,13 @@ class DPDPOTrainer(PrivateTraining, DPOTrainer):
 
     The unit is a pair, its prompt with it. Log-probabilities of the reference are computed beforehand, whatever
     ``precompute_ref_log_probs`` says, and of each pair alone: beside others, rounding would follow how long those are.
+
+    Args:
+        privacy: budget and method, as `PrivacyArguments`.
+        Everything else: as for the trainer that it is made of.
+
+    Raises:
+        ValueError: for training arguments that cannot be combined with private training, naming each.
     """
 
     refused: ClassVar[dict[str, tuple[Any, str]]] = {

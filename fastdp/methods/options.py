@@ -27,6 +27,12 @@ class AdaptiveClipping(Part):
         target_quantile: fraction of units whose gradient should stay whole, in (0, 1).
         learning_rate: step of the geometric update of the threshold.
         count_noise_std: sigma_b, noise of the count of unclipped units, in units.
+
+    Raises:
+        ValueError: for a value out of range.
+
+    >>> AdaptiveClipping(target_quantile=0.7).learning_rate
+    0.2
     """
 
     target_quantile: float = 0.5

@@ -52,6 +52,17 @@ class NoiseStream:
 
     The key is never shown, copied or saved: pickling, copying and ``state_dict`` raise TypeError. A process made by
     ``os.fork`` gets a new key, so parent and child never share noise (unless built by ``unsafe_reproducible``).
+
+    Args:
+        none: its key comes from the operating system.
+
+    Raises:
+        TypeError: when it is copied or pickled.
+
+    >>> import torch
+    >>> from fastdp.ops import add_noise_
+    >>> add_noise_(torch.zeros(3), 1.0, NoiseStream()).shape
+    torch.Size([3])
     """
 
     __slots__ = ("__weakref__", "_at_step", "_claimed", "_key", "_lock", "_serial", "reproducible")

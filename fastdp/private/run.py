@@ -49,6 +49,18 @@ class Private(Published):
         plan: what is public about the run.
         total_steps: logical steps of the whole budget.
         last_step_done: whether the latest ``optimizer.step()`` released a logical batch (earlier micro-batches do nothing).
+
+    Raises:
+        RuntimeError: from ``optimizer.step()``, where no loss came through the engine.
+        BudgetExceeded: from the loader, once all planned steps are made.
+
+    >>> import fastdp
+    >>> model, rows = torch.nn.Linear(3, 1), [{"x": torch.ones(3)}] * 8
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> loader = torch.utils.data.DataLoader(rows, batch_size=4)
+    >>> private = fastdp.make_private(model, optimizer, loader, noise_multiplier=1.0, target_delta=1e-3, epochs=1)
+    >>> private.total_steps, private.steps_done
+    (2, 0)
     """
 
     def __init__(

@@ -15,7 +15,7 @@ import fastdp
 from fastdp.accounting import Card, verify
 from fastdp.accounting.card import digest
 from fastdp.accounting.claim import read_claim
-from fastdp.accounting.export import FORMATS, SUFFIXES, export
+from fastdp.accounting.exports import FORMATS, SUFFIXES, export
 from fastdp.commands.privacy import verify_command
 from fastdp.methods import ewft
 from fastdp.methods.rapft import NoisyMap

@@ -54,7 +54,17 @@ class DPSGD(Options):
 
 @dataclass(frozen=True)
 class NonPrivate(Method):
-    """No clipping and no noise: the baseline, on the same per-example objective, sampling and batch size."""
+    """No clipping and no noise: the baseline, on the same per-example objective, sampling and batch size.
+
+    Args:
+        weight_averaging: decay of an average of the weights over steps, in [0, 1); None keeps none.
+
+    Raises:
+        ValueError: when the run is made, if it asks for a finite epsilon.
+
+    >>> NonPrivate().describe()
+    {'name': 'non-private', 'weight_averaging': None}
+    """
 
     weight_averaging: float | None = None
     mechanism: str = field(default="non-private", init=False)
