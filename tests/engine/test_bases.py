@@ -1,0 +1,69 @@
+"""Bases as users have them: quantised to four bits, with activations moved off the device."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+
+from fastdp.engine.engine import Engine
+from tests.engine.models import batch, build
+from tests.engine.reference import Recording, engine_for, norms, relative, ticket
+
+
+def alone(model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+    """Plain autograd's gradients of each row's own loss, in the model's own precision."""
+    trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    rows = next(iter(inputs.values())).shape[0]
+    losses = (model(**{k: v[row : row + 1] for k, v in inputs.items()}).loss for row in range(rows))
+    return [dict(zip(trained, torch.autograd.grad(loss, list(trained.values())))) for loss in losses]
+
+
+def require_exact(engine: Engine, units: list[dict[str, torch.Tensor]], tolerance: float = 1e-5) -> None:
+    assert engine.route == "uses", engine.reason
+    assert relative(Recording.seen[-1][0], norms(units)) < tolerance
+    scales = Recording.given[-1][0]
+    wanted = torch.cat([sum(s * u[n] for s, u in zip(scales, units)).reshape(-1) for n in units[0]])
+    found = torch.cat([engine.accumulator.sums[n].reshape(-1) for n in units[0]])
+    assert relative(found, wanted) < tolerance
+
+
+@pytest.mark.parametrize("tuning", ["full", "lora"])
+def test_activations_that_are_kept_elsewhere(tuning: str) -> None:
+    model, inputs = build("llama", tuning), batch("llama")
+    units = alone(copy.deepcopy(model), inputs)
+    engine, tickets = engine_for(model, float(norms(units).median()))
+    tickets.append(ticket(4))
+    with torch.autograd.graph.save_on_cpu():
+        loss = model(**inputs).loss
+    loss.backward()
+    require_exact(engine, units)
+
+
+def test_a_base_of_four_bits(tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    import peft
+    import transformers as hf
+
+    build("llama").save_pretrained(tmp_path)
+    quantised = hf.BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32
+    )
+    base = hf.AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=quantised, device_map="cpu")
+    assert "4bit" in type(base.model.layers[0].mlp.up_proj).__name__
+    base = peft.prepare_model_for_kbit_training(base, use_gradient_checkpointing=False)
+    model = peft.get_peft_model(base, peft.LoraConfig(r=3, target_modules="all-linear", lora_dropout=0.0))
+    torch.manual_seed(2)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.05 * torch.randn_like(parameter))
+    model.train()
+    inputs = batch("llama")
+    units = alone(model, inputs)
+    engine, tickets = engine_for(model, float(norms(units).median()))
+    tickets.append(ticket(4))
+    model(**inputs).loss.backward()
+    require_exact(engine, units)
