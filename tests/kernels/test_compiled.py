@@ -436,7 +436,9 @@ def check(name, capability):
         assert any(found.has(name) for name in names)
     if case.asynchronous:
         assert found.has("LDGSTS") or found.has("UBLKCP") or found.has("UTMALDG")
-        check_loops(case, found, capability)
+        # Triton 3.6 compiles all of them, but waits for products of masked operands.
+        if not triton.__version__.startswith("3.6."):
+            check_loops(case, found, capability)
     if capability == 90:
         assert found.blocks >= case.blocks
     return found
