@@ -9,7 +9,6 @@ what the run claims. The correct mechanism stands beside each fault: its bound m
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -21,7 +20,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import fastdp
-from fastdp import audit
+from fastdp import audit, ops
 from fastdp.engine.accumulator import Accumulator
 from fastdp.methods.rapft import PrivateSubset, PublicMap, RapFT
 from fastdp.private.observer import Observer
@@ -54,20 +53,23 @@ def train(private: Private) -> None:
 
 
 class Weaker(Observer):
-    """Has the noise of a run made ``factor`` times what it should be."""
+    """Has the noise of a run made ``factor`` times what it should be, by a kernel at fault: a policy at fault is refused."""
 
     def __init__(self, factor: float):
         self.factor = factor
+        self.sound = ops.add_noise_
 
     def before_release(self, accumulator: Accumulator) -> None:
-        """A policy with less noise, after it was compared with what the ledger counts on."""
-        self.policy = accumulator.policy
-        stds = tuple(std * self.factor for std in self.policy.stds)
-        accumulator.policy = dataclasses.replace(self.policy, stds=stds)
+        """The kernel at fault takes the place of the sound one."""
+
+        def weaker(x: torch.Tensor, std: float, stream: Any, *, secure_rounding: bool = False) -> torch.Tensor:
+            return self.sound(x, std * self.factor, stream, secure_rounding=secure_rounding)
+
+        ops.add_noise_ = weaker
 
     def after_release(self, accumulator: Accumulator) -> None:
-        """The policy as it was, for the next comparison."""
-        accumulator.policy = self.policy
+        """And goes again."""
+        ops.add_noise_ = self.sound
 
 
 def weaker_noise(canaries: int, factor: float, epsilon: float = 2.0, steps: int = 4) -> audit.AuditResult:

@@ -109,7 +109,7 @@ def table(found: dict[str, Any]) -> str:
     lines += ["| attack | what it shows where it succeeds | " + " | ".join(heads) + " |"]
     lines += ["|---" * (2 + len(systems)) + "|"]
     for row in found["attacks"]:
-        cells = [cell(row["outcomes"].get(name, {"verdict": "n/a"})) for name in systems]
+        cells = [cell(row["outcomes"].get(name, {"verdict": "not run"})) for name in systems]
         lines.append(f"| `{row['attack']}` | {row['shows']} | {' | '.join(cells)} |")
     lines += ["", f"What {systems[0]} says where it refuses:", ""]
     for row in found["attacks"]:

@@ -620,6 +620,8 @@ class Accumulator:
         self.nonfinite: torch.Tensor | int = 0
         self.unclipped: torch.Tensor | int = 0
         self.units: torch.Tensor | int = 0
+        #: The bounds that this batch is clipped by, once its first unit was.
+        self.bounds: tuple[float, ...] | None = None
         #: Of each micro-batch in two passes, which captures the second made otherwise.
         self.compared: list[Compared] = []
 
@@ -722,12 +724,22 @@ class Accumulator:
 
     def factors(self, upper: UpperNorms, weights: torch.Tensor) -> torch.Tensor:
         """Scales ``[groups, units]`` of the policy times the units' weights, counting what was dropped or left whole."""
+        self.require_one_clip()
+        self.bounds = self.policy.bounds
         real = weights > 0
         scales = self.policy.scales(upper)
         self.nonfinite = self.nonfinite + (real & (scales == 0).all(0)).sum()
         self.unclipped = self.unclipped + (real & (scales >= 1).all(0)).sum()
         self.units = self.units + real.sum()
         return torch.where(real, scales * weights, 0.0)
+
+    def require_one_clip(self) -> None:
+        """Raise RuntimeError if the policy's bounds are not those that this batch was clipped by so far."""
+        if self.bounds not in (None, self.policy.bounds):
+            raise RuntimeError(
+                f"this logical batch was clipped to {self.bounds} and the policy now says {self.policy.bounds}: change bounds "
+                "between logical batches alone, as noise belongs to the bounds that the sums were clipped to"
+            )
 
     def _weights(self, name: str, factors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         group = self.policy.group_of[name]

@@ -51,6 +51,10 @@ class Collation:
         with _seeded(seed):
             return self.collate([copy.deepcopy(item) for item in items])
 
+    def _values(self, items: Sequence[Any], seed: int = 0) -> dict[Path, torch.Tensor]:
+        """Their tensors, and their numbers as tensors too."""
+        return dict(_values(self.collated(items, seed), single=len(items) == 1))
+
     def require_independence(self) -> None:
         """Raise `SelfCheckError` if an example's row depends on its companions, ValueError if one cannot stand alone."""
         self._require_repeatable()
@@ -59,21 +63,22 @@ class Collation:
         if shorter is not None and self._takes(shorter, items):
             items.append(shorter)
         try:
-            alone = [self.together([item]) for item in items]
+            alone = [self._values([item]) for item in items]
         except Exception as error:
             raise ValueError(
                 f"the collator fails on a single example, and random sampling will draw one: {error}"
             ) from error
         if len(items) < 2:
             return
-        if any(not same(self.together([i], 1), a) for i, a in zip(items, alone)):
+        if any(not same(self._values([i], 1), a) for i, a in zip(items, alone)):
             self._random(items, alone)
             return
         for order in (list(range(len(items))), list(reversed(range(len(items))))):
-            batch = self.together([items[i] for i in order])
+            batch = self._values([items[i] for i in order])
             for row, i in enumerate(order):
                 for path, own in alone[i].items():
                     if not _holds_rows(own, batch.get(path), len(items)):
+                        _require_constant(path, own, batch.get(path))
                         continue
                     if not _padded(own[0], batch[path][row]):
                         raise SelfCheckError(
@@ -116,8 +121,10 @@ class Collation:
         for other in rest[:2]:
             for at in (0, 1):
                 pairs = [[items[longest], c] if at == 0 else [c, items[longest]] for c in (first, other)]
-                one, two = (self.together(pair) for pair in pairs)
+                one, two = (self._values(pair) for pair in pairs)
                 for path, t in one.items():
+                    if t.dim() == 0:
+                        _require_constant(path, t, two.get(path))
                     alike = path in two and t.shape == two[path].shape and t.shape[:1] == (2,)
                     if alike and not torch.equal(t[at], two[path][at]):
                         raise SelfCheckError(
@@ -147,6 +154,38 @@ def spread(size: int, count: int) -> list[int]:
 
 def _holds_rows(own: torch.Tensor, batch: torch.Tensor | None, rows: int) -> bool:
     return own.dim() > 0 and own.shape[0] == 1 and batch is not None and batch.dim() > 0 and batch.shape[0] == rows
+
+
+def _values(tree: Any, path: Path = (), *, single: bool) -> Iterator[tuple[Path, torch.Tensor]]:
+    """Every tensor and number of a batch, a list of numbers as one tensor; of a ``single`` example's none in its lists of one."""
+    if isinstance(tree, torch.Tensor):
+        yield path, tree
+    elif isinstance(tree, (bool, int, float)):
+        yield path, torch.tensor(tree, dtype=torch.float64)
+    elif isinstance(tree, Mapping) or hasattr(tree, "items"):
+        for key, value in tree.items():
+            yield from _values(value, (*path, key), single=single)
+    elif isinstance(tree, (list, tuple)):
+        if tree and all(isinstance(value, (bool, int, float)) for value in tree):
+            yield path, torch.tensor(tree, dtype=torch.float64)
+        elif single and len(tree) == 1 and path:
+            # What such a list holds is its example's own, and stands elsewhere in company.
+            yield from leaves(tree, path)
+        else:
+            for position, value in enumerate(tree):
+                yield from _values(value, (*path, position), single=single)
+
+
+def _require_constant(path: Path, own: torch.Tensor, batch: torch.Tensor | None) -> None:
+    """Raise `SelfCheckError` for what is no row and is another with other records, lengths aside."""
+    if batch is None or own.dim() != batch.dim() or own.dtype != batch.dtype:
+        return
+    fits = all(n <= m for n, m in zip(own.shape, batch.shape))
+    if not (_padded(own, batch) if fits else _padded(batch, own)):
+        raise SelfCheckError(
+            f"the collator makes {_named(path)} of all examples together, so that each would reach the others by it: give "
+            "every example a row of its own; nothing was released"
+        )
 
 
 def same(a: dict[Path, torch.Tensor], b: dict[Path, torch.Tensor]) -> bool:

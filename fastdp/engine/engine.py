@@ -27,7 +27,7 @@ from fastdp.engine.losses import LossTerms, combine, intercepted, masked_mean
 from fastdp.engine.policy import Policy, Unclipped
 from fastdp.engine.ranks import ONE, Ranks
 from fastdp.engine.replay import Call, Replay, rounding, still, unchanged
-from fastdp.engine.trace import Trace, trace
+from fastdp.engine.trace import Trace, require_same, trace
 from fastdp.engine.uses import Sink, Tap
 
 #: How per-example gradients are obtained.
@@ -123,6 +123,8 @@ class Engine:
         self._foreseen: selfcheck.Foreseen | None = None
         self._rehearsed: dict[int, torch.Tensor] = {}
         self._own_bytes: int | None = None
+        #: The modules that may be checkpointed, once that was asked.
+        self._switches: list[Any] | None = None
         self._patches: dict[str, PatchedForward] = {}
         self._preparing = False
         self._root = _RootForward(model, self)
@@ -159,11 +161,12 @@ class Engine:
         if verify:
             with self._again.check():
                 self._prepare(call, _real(ticket))
+            self._again.begin(ticket.rows)
         elif self.route != ORDINARY:
             self._know_rows(call, ticket)
             if self.check:
                 thorough = self._structure.changed() or self._again.affordable()
-                if self._again.due() or thorough:
+                if self._again.due(ticket.rows) or thorough:
                     with self._again.check(brief=not thorough):
                         self._check_again(call, _real(ticket), thorough=thorough)
         with self.guard.forward() if self.route != ORDINARY else nullcontext():
@@ -395,7 +398,9 @@ class Engine:
         """Whether to run the backward pass twice, and whether to keep whole gradients, which are small where few train."""
         if self.two_pass is not None:
             return self.two_pass, False
-        if not _checkpoints(self.model):
+        if self._switches is None:
+            self._switches = [module for module in self.model.modules() if hasattr(module, "gradient_checkpointing")]
+        if not any(module.gradient_checkpointing for module in self._switches):
             return False, False
         if self._own_bytes is None:
             self._own_bytes = sum(p.nbytes for p in self.model.parameters())
@@ -525,9 +530,13 @@ class Engine:
         self.trace.paths = self.trace.paths | latest.paths
 
     def _require_explained(self, call: Call, ticket: Ticket, tap: Tap) -> None:
-        """Raise `UnsupportedUse` if a use has a shape that these inputs' shapes had not given before."""
+        """Raise `UnsupportedUse` unless a trace explains inputs of these shapes, and the uses' shapes follow from them."""
         assert self.trace is not None
         inputs = frozenset((path, t.shape[1:] if path in self.trace.carriers else t.shape) for path, t in leaves(call))
+        # The first pass is the one that was traced.
+        if self.explained and inputs not in self.explained:
+            with unchanged(self.model):
+                require_same(self.trace, self.model, self._root.plain, *call, ticket.rows, self.parameters)
         seen = self.explained.setdefault(inputs, frozenset(tap.shapes))
         if not tap.shapes <= seen:
             operation, shape = next(iter(tap.shapes - seen))
@@ -678,10 +687,6 @@ def _real(ticket: Ticket) -> Ticket:
     return (
         ticket if bool(ticket.weights.any()) else dataclasses.replace(ticket, weights=torch.ones_like(ticket.weights))
     )
-
-
-def _checkpoints(model: torch.nn.Module) -> bool:
-    return any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
 
 
 def _index(row: int, t: torch.Tensor) -> torch.Tensor:

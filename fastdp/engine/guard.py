@@ -37,7 +37,8 @@ class Guard:
         self.model = model
         self.harmless: frozenset[str] = frozenset()
         self._modules = list(model.named_modules())
-        self._versions: dict[str, tuple[torch.Tensor, int]] | None = None
+        #: Every parameter by its module's place and its name there, and how often it was written.
+        self._settled: list[tuple[str, torch.nn.Module, str, torch.nn.Parameter, int]] = []
         self._spots: _Spots | None = None
         #: All numbers of what no training changes, as of its latest change that torch counted.
         self._still: dict[str, tuple[int, int, int]] = {}
@@ -45,19 +46,24 @@ class Guard:
 
     def settle(self) -> None:
         """Take the parameters as they are now for released, or for not yet trained."""
-        parameters = self._parameters()
-        self._versions = {name: (p, p._version) for name, p in parameters.items()}
-        state = [*parameters.items(), *((name, buffer) for name, (buffer, _) in self._buffers().items())]
+        self._settled = [
+            (prefix, module, name, parameter, parameter._version)
+            for prefix, module in self._modules
+            for name, parameter in module._parameters.items()
+            if parameter is not None
+        ]
+        state: list[tuple[str, str, torch.Tensor]] = [(prefix, name, p) for prefix, _, name, p, _ in self._settled]
+        state += [("", name, buffer) for name, (buffer, _) in self._buffers().items() if name not in self.harmless]
         chosen = _DRAW.sample(state, _SPOTS) if len(state) > _SPOTS else state
-        self._spots = _Spots([(name, t) for name, t in chosen if _readable(t) and name not in self.harmless])
+        self._spots = _Spots([(_joined(prefix, name), t) for prefix, name, t in chosen if _readable(t)])
         self._still = self._still or self._untrained()
 
     def require_settled(self) -> None:
         """Raise RuntimeError, naming it, if a parameter was written or replaced since `settle`."""
-        now = self._parameters()
-        for name, (parameter, version) in (self._versions or {}).items():
-            if parameter._version != version or now.get(name, parameter) is not parameter:
-                raise _moved(name)
+        for prefix, module, name, parameter, version in self._settled:
+            held = module._parameters
+            if parameter._version != version or (name in held and held[name] is not parameter):
+                raise _moved(_joined(prefix, name))
 
     def require_untouched(self, *, last: bool) -> None:
         """Raise RuntimeError, naming it, if a parameter or a buffer was written in a way that torch does not count.
@@ -85,7 +91,7 @@ class Guard:
             for name, parameter in module._parameters.items():
                 if parameter is not None and parameter.requires_grad and id(parameter) not in known:
                     raise RuntimeError(
-                        f"{prefix}{'.' * bool(prefix)}{name} was unfrozen or added after make_private; call detach() and make "
+                        f"{_joined(prefix, name)} was unfrozen or added after make_private; call detach() and make "
                         "the run private anew"
                     )
 
@@ -96,7 +102,8 @@ class Guard:
 
     def _extra(self) -> dict[str, tuple[int, int, int]]:
         """What hooks and modules put into the state dict beside parameters and buffers."""
-        own = {*self._parameters(), *(name for name, _ in self.model.named_buffers())}
+        own = {_joined(prefix, name) for prefix, module in self._modules for name in module._parameters.keys()}  # noqa: SIM118
+        own |= {name for name, _ in self.model.named_buffers()}
         found = {}
         for name, value in self.model.state_dict().items():
             if name not in own:
@@ -139,17 +146,9 @@ class Guard:
 
         return after
 
-    def _parameters(self) -> dict[str, torch.nn.Parameter]:
-        return {
-            f"{prefix}.{name}" if prefix else name: parameter
-            for prefix, module in self._modules
-            for name, parameter in module._parameters.items()
-            if parameter is not None
-        }
-
     def _buffers(self) -> _Buffers:
         return {
-            f"{prefix}.{name}" if prefix else name: (buffer, buffer._version)
+            _joined(prefix, name): (buffer, buffer._version)
             for prefix, module in self._modules
             for name, buffer in module._buffers.items()
             if buffer is not None and name not in getattr(module, "_non_persistent_buffers_set", ())
@@ -184,6 +183,10 @@ class _Spots:
                 if tensor._version == version and bool(gap.any()):
                     return name
         return None
+
+
+def _joined(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix else name
 
 
 @torch.no_grad()

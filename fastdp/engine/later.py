@@ -15,8 +15,8 @@ import torch
 SHARE, _BRIEF_SHARE = 0.005, 0.0075
 #: Seconds that brief checks may take in any run, however short.
 _LEAST = 0.25
-#: How the batches between two brief checks grow where time does not decide.
-_GROWTH = 1.1
+#: How the batches between two brief checks grow at a run's beginning, where changes are likeliest.
+_GROWTH = 0.5
 #: The hooks that torch calls for every module.
 _EVERYWHERE = (
     torch.nn.modules.module._global_forward_hooks,
@@ -97,7 +97,11 @@ def _settings(owner: object) -> Iterator[Any]:
 
 
 class Schedule:
-    """When later batches are checked: briefly at growing intervals, and as the first was; within shares of the run's time.
+    """When later batches are checked: briefly, and as the first was; within shares of the run's time.
+
+    Intervals of brief checks grow by half of the batches so far, faster where the time allows for few checks, and are equal
+    once those that it allows for reach to the end. None is longer than an even share of the batches that are left. Besides,
+    a batch of more rows than any before it, or of fewer, is always checked: a model may branch on their number.
 
     Args:
         batches: micro-batches that the run will have, so that its first ones may be checked on the later ones' account, and
@@ -111,11 +115,21 @@ class Schedule:
         self._began: float | None = None
         self._spent = self._briefly = self._brief = self._longest = 0.0
         self._batches, self._next = 1, 2
+        self._fewest = self._most = 0
 
-    def due(self) -> bool:
-        """Whether this batch, counted now, ends an interval (a tenth of the batches so far, or more) and time allows a check."""
+    def begin(self, rows: int) -> None:
+        """The first batch was checked, and has so many rows."""
+        self._fewest = self._most = rows
+
+    def due(self, rows: int) -> bool:
+        """Whether this batch, counted now, ends an interval and time allows a check, or has a number of rows that needs one."""
         self._batches += 1
-        if self._began is None or self._batches < self._next:
+        if self._began is None:
+            return False
+        if not self._fewest <= rows <= self._most:
+            self._fewest, self._most = min(self._fewest, rows), max(self._most, rows)
+            return True
+        if self._batches < self._next:
             return False
         each = (self._clock() - self._began - self._spent) / (self._batches - 1)
         whole = max(self._planned, self._batches)
@@ -123,8 +137,10 @@ class Schedule:
         checks = left / max(self._brief, each / 3)
         if checks < 1:
             return False
-        grow = max(_GROWTH, (whole / self._batches) ** (1 / checks))
-        self._next = self._batches + max(1, int(self._batches * (grow - 1)))
+        # So few that even intervals would leave the first ones for too long a time grow all along.
+        growing = self._batches * ((whole / self._batches) ** (1 / checks) - 1)
+        even = min(_GROWTH * self._batches, (whole - self._batches) / checks)
+        self._next = self._batches + max(1, int(growing), int(even))
         return True
 
     def affordable(self) -> bool:

@@ -100,7 +100,10 @@ class Layout:
         return 1 if self.token_segments is None else 2
 
     def covers(self, tokens: int) -> bool:
-        """Whether a flat axis of this many tokens can be cut into the rows."""
+        """Whether a flat axis of this many tokens can be cut into the rows.
+
+        That it is made of the rows, in order, the trace knows: inputs of other shapes are traced anew (`trace.require_same`).
+        """
         if self.token_segments is not None:
             return tokens == self.token_segments.numel()
         return tokens % self.rows == 0

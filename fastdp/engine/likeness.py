@@ -93,16 +93,20 @@ class Noting:
         self.sink.instances(parameter, gradients, layout)
 
     def _keep(self, layout: Layout, parameter: torch.nn.Parameter, *captured: torch.Tensor) -> None:
-        kept = self.likeness
+        kept, name = self.likeness, self.likeness.names[id(parameter)]
         for tensor in captured:
-            flat = tensor.detach().unsqueeze(1) if tensor.dim() < 2 else tensor.detach().flatten(1)
-            step = max(1, flat.shape[0] // layout.lanes)
+            flat = tensor.unsqueeze(1) if tensor.dim() < 2 else tensor if tensor.dim() == 2 else tensor.flatten(1)
+            tokens, columns = flat.shape
+            step = max(1, tokens // layout.lanes)
             if len(kept.places) == len(kept.bands):
-                place = kept.draw.randrange(step), kept.draw.randrange(max(1, flat.shape[1] - _COLUMNS + 1))
-                kept.places.append(place)
+                kept.places.append((kept.draw.randrange(step), kept.draw.randrange(max(1, columns - _COLUMNS + 1))))
             row, column = kept.places[len(kept.bands)]
-            kept.captures.append(kept.names[id(parameter)])
-            kept.bands.append(flat[row::step, column : column + _COLUMNS].clone())
+            down, across = flat.stride()
+            # One view in the place of three: what this costs is the calls, which are many.
+            size = (max(0, tokens - row + step - 1) // step, max(0, min(_COLUMNS, columns - column)))
+            start = flat.storage_offset() + row * down + column * across if 0 not in size else 0
+            kept.captures.append(name)
+            kept.bands.append(flat.as_strided(size, (step * down, across), start).clone())
 
 
 def apart(one: torch.Tensor, two: torch.Tensor) -> torch.Tensor:

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from fastdp.engine.batches import Path, as_long_as, leaves, take_rows
+from fastdp.engine.errors import UnsupportedUse
 from fastdp.engine.intercept import OPERATIONS, operand
 from fastdp.engine.lanes import operation as meeting_name
 from fastdp.engine.logits import Logits, Source
@@ -71,6 +72,8 @@ class Trace:
     uses: Counter[str] = field(default_factory=Counter)
     #: Matrices whose products nothing but a cross-entropy reads, and the modules that read them.
     heads: dict[str, torch.nn.Parameter] = field(default_factory=dict)
+    #: What a pass on two rows saw, in order.
+    pair: tuple[Any, ...] = ()
 
     @property
     def tables(self) -> frozenset[str]:
@@ -377,6 +380,7 @@ def _compare(two: _Recorder, three: _Recorder, carriers: frozenset[Path], traine
     met = _met(two.met, three.met)
     found = Trace(reads, frozenset(), carriers, carries, met, unread, mapped, selects, conflict, uses)
     found.heads = _heads((*two.left_out, *three.left_out))
+    found.pair = _sight(two)
     return found
 
 
@@ -393,6 +397,45 @@ def _heads(left_out: Sequence[tuple[Source, str]]) -> dict[str, torch.nn.Paramet
             found[module] = source.weight
         source.close()
     return found
+
+
+def _sight(two: _Recorder) -> tuple[Any, ...]:
+    """Which operations read what, where the rows of their inputs lay, and whether the data chose something."""
+    places = (None if x is None or x.place is None else (x.place.axis, x.place.fold(2)) for x in two.inputs)
+    reads = ((r.parameter, r.operation, len(r.input_shape), r.chosen, place) for r, place in zip(two.reads, places))
+    return two.selects, *reads
+
+
+def require_same(
+    first: Trace,
+    model: torch.nn.Module,
+    forward: Callable[..., Any],
+    args: Any,
+    kwargs: Any,
+    rows: int,
+    trained: dict[str, torch.nn.Parameter],
+) -> None:
+    """Raise `UnsupportedUse` unless the first call's trace says of this one, too, whose tokens are whose.
+
+    A length that the rows divide does not: a model that branches on the shape of its batch may select or sort by content.
+    Arguments are `trace`'s. A pass on two rows is looked at, and all that a trace looks at only where it is another.
+    """
+    two = _record(model, forward, (args, kwargs), first.carriers, rows, 2, trained)
+    # What was left out of this pass is given up again.
+    _heads(two.left_out)
+    if _sight(two) == first.pair:
+        return
+    latest = trace(model, forward, args, kwargs, rows, trained)
+    if latest.conflict is not None:
+        raise UnsupportedUse(latest.conflict)
+    if latest.selects > first.selects or latest.mapped < first.mapped:
+        raise UnsupportedUse("the data of a later batch choose what those of the first did not")
+    known: dict[Any, Fold | None] = {**first.carries_rows, **{key: met.fold for key, met in first.meetings.items()}}
+    found: dict[Any, Fold | None] = {**latest.carries_rows, **{key: met.fold for key, met in latest.meetings.items()}}
+    for key in known.keys() & found.keys():
+        a, b = known[key], found[key]
+        if a != b and (a is None or b is None or a.with_(b) is None):
+            raise UnsupportedUse(f"rows lie elsewhere in the input of {key[0]} than when the model was traced")
 
 
 def _fold(two: _Seen, three: _Seen) -> Fold | None | str:

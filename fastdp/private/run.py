@@ -241,7 +241,9 @@ class Private(Published):
 
     def _require_noise(self, policy: Policy) -> None:
         """Raise RuntimeError before a release with less noise than its event in the ledger has."""
-        counted = self.method.gradient_multiplier(self.plan.sigma_at(self.steps_done))
+        sigma = self.plan.sigma_at(self.steps_done)
+        # What else is released with the gradient leaves it less, so that its own noise is never the smaller.
+        counted = max(sigma, self.method.gradient_multiplier(sigma))
         if policy.bounds and not policy.noise_multiplier >= counted * (1 - 1e-6):
             raise RuntimeError(
                 f"the policy's noise multiplier is {policy.noise_multiplier:.6g}, and the ledger counts on {counted:.6g} for "
@@ -290,6 +292,9 @@ class Private(Published):
             observer.before_release(accumulator)
         for following in self._following:
             following.before_release(accumulator.policy, self.parameters, self.expected_batch_size, optimizer)
+        # Last of all, whatever looked on: this policy's noise is what is drawn.
+        accumulator.require_one_clip()
+        self._require_noise(accumulator.policy)
         # Whoever else looks on before the step, a hook or an observer, wants to see gradients.
         alone = len(optimizer._optimizer_step_pre_hooks) == 1 and not self._observers
         update = optimizer.noisy_update() if alone and hasattr(optimizer, "noisy_update") else None
