@@ -62,8 +62,8 @@ class Weaker(Observer):
     def before_release(self, accumulator: Accumulator) -> None:
         """The kernel at fault takes the place of the sound one."""
 
-        def weaker(x: torch.Tensor, std: float, stream: Any, *, secure_rounding: bool = False) -> torch.Tensor:
-            return self.sound(x, std * self.factor, stream, secure_rounding=secure_rounding)
+        def weaker(x: torch.Tensor, std: float, stream: Any, **options: Any) -> torch.Tensor:
+            return self.sound(x, std * self.factor, stream, **options)
 
         ops.add_noise_ = weaker
 

@@ -536,7 +536,8 @@ class Engine:
         # The first pass is the one that was traced.
         if self.explained and inputs not in self.explained:
             with unchanged(self.model):
-                require_same(self.trace, self.model, self._root.plain, *call, ticket.rows, self.parameters)
+                plain, known = self._root.plain, self.parameters
+                require_same(self.trace, self.model, plain, *call, ticket.rows, known, self.vocabulary)
         seen = self.explained.setdefault(inputs, frozenset(tap.shapes))
         if not tap.shapes <= seen:
             operation, shape = next(iter(tap.shapes - seen))

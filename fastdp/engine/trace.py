@@ -414,18 +414,19 @@ def require_same(
     kwargs: Any,
     rows: int,
     trained: dict[str, torch.nn.Parameter],
+    vocabulary: int | None = None,
 ) -> None:
     """Raise `UnsupportedUse` unless the first call's trace says of this one, too, whose tokens are whose.
 
     A length that the rows divide does not: a model that branches on the shape of its batch may select or sort by content.
     Arguments are `trace`'s. A pass on two rows is looked at, and all that a trace looks at only where it is another.
     """
-    two = _record(model, forward, (args, kwargs), first.carriers, rows, 2, trained)
+    two = _record(model, forward, (args, kwargs), first.carriers, rows, 2, trained, vocabulary)
     # What was left out of this pass is given up again.
     _heads(two.left_out)
     if _sight(two) == first.pair:
         return
-    latest = trace(model, forward, args, kwargs, rows, trained)
+    latest = trace(model, forward, args, kwargs, rows, trained, vocabulary)
     if latest.conflict is not None:
         raise UnsupportedUse(latest.conflict)
     if latest.selects > first.selects or latest.mapped < first.mapped:
