@@ -150,9 +150,9 @@ class Bench:
                 return torch.nn.functional.one_hot(told.release(code, stream), number).double()
             if row["mechanism"] == "PrivUnit":
                 return told.release(code, stream)
-            # Of the width that is asked for, a clip that most states reach, and noise for twice that.
+            # Of the width that is asked for, a clip that nearly all reach (a sign, in one dimension), and noise for twice that.
             (ratio,), short = ewft.release_once(epsilon, DELTA).ratios, code[:, :number]
-            clip = float(learned["length"]) / 2
+            clip = float(told.encode(encoder, learned, public)[:, :number].norm(dim=1).mean()) / 4
             short = short * (clip / short.norm(dim=1, keepdim=True)).clamp(max=1)
             return short + ratio * clip * standard_normals(stream.take(), short.numel()).view(short.shape)
 
