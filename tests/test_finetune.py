@@ -201,7 +201,7 @@ def test_a_perturbed_forward_pass(config, files, tmp_path, noise):
     assert text["sha256"] == content_digest(files / "public.tsv")
 
 
-@pytest.mark.parametrize("noise", ["codebook", "privunit"])
+@pytest.mark.parametrize("noise", ["codebook", pytest.param("privunit", marks=pytest.mark.slow)])
 def test_a_pure_forward_pass(config, files, tmp_path, noise):
     number = {"cells": 3} if noise == "codebook" else {"dimension": 2}
     learning = {"public": str(files / "public.tsv"), "public_examples": 24}
