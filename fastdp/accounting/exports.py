@@ -340,7 +340,8 @@ def _html(card: Mapping[str, Any]) -> str:
     parts.append(f"<p>{escape(page.mechanism_sentence(card))}</p>")
     paragraph, rates = page.meaning(card)
     if rates:
-        parts.append(f"<h2>What that means</h2><p>{escape(paragraph.removeprefix('What that means: '))}</p>")
+        said = paragraph.removeprefix("What that means: ")
+        parts.append(f"<h2>What that means</h2><p>{escape(said[0].upper() + said[1:])}</p>")
         parts.append('<div class="beside">')
         parts.append(_rows([(page.ACCUSED, page.FOUND), *rates], head=True))
         parts.append(_curve(card))
