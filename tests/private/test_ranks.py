@@ -63,7 +63,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("ranks")
     run(
         place,
-        *("matrix:1", "matrix:2", "refusals:2", "shapes:1", "shapes:2", "shapes:4", "trainer:1", "trainer:2"),
+        *("matrix:1", "matrix:2", "refusals:2", "shapes:1", "shapes:2"),
         *(f"{moment}:{size}" for moment in MOMENTS for size in (2, 1)),
         CASES="tied gpt2,users",
     )
@@ -80,9 +80,9 @@ def test_so_do_four_for_every_method_and_tuning(tmp_path: Path) -> None:
     require_matrix(tmp_path, (2, 4))
 
 
-def test_ranks_without_a_unit_take_part_all_the_same(folder: Path) -> None:
+def require_shapes(folder: Path, *sizes: int) -> None:
     (alone,) = ranks(folder, "shapes", 1)
-    for size in (2, 4):
+    for size in sizes:
         together = ranks(folder, "shapes", size)
         for name in alone:
             assert equal([rank[name] for rank in together]), (size, name)
@@ -91,6 +91,16 @@ def test_ranks_without_a_unit_take_part_all_the_same(folder: Path) -> None:
                 assert apart(together[0][name], alone[name]) > 0.1
             else:
                 assert apart(together[0][name], alone[name]) < ROUNDING, (size, name)
+
+
+def test_ranks_without_a_unit_take_part_all_the_same(folder: Path) -> None:
+    require_shapes(folder, 2)
+
+
+@pytest.mark.slow
+def test_so_they_do_among_four(tmp_path: Path) -> None:
+    run(tmp_path, "shapes:1", "shapes:4")
+    require_shapes(tmp_path, 4)
 
 
 def test_a_run_is_proved_by_each_process_itself(folder: Path) -> None:
@@ -178,8 +188,10 @@ def test_the_example_reaches_the_perplexity_of_one_process(tmp_path: Path) -> No
     assert '"processes": 2' in (tmp_path / "two" / "card.json").read_text()
 
 
-def test_trainer_and_accelerate_under_a_launcher(folder: Path) -> None:
-    (alone,), together = ranks(folder, "trainer", 1), ranks(folder, "trainer", 2)
+@pytest.mark.slow
+def test_trainer_and_accelerate_under_a_launcher(tmp_path: Path) -> None:
+    run(tmp_path, "trainer:1", "trainer:2")
+    (alone,), together = ranks(tmp_path, "trainer", 1), ranks(tmp_path, "trainer", 2)
     for found in together:
         assert found["rate"] == alone["rate"] == 6 / 18, "the batch of a device, times devices"
         assert found["epsilon"] == alone["epsilon"]
