@@ -29,6 +29,8 @@ REMEASURED = 0.01
 #: A product of a norm and a coefficient, and a weight of both, are rounded a few times to float32.
 _ROUNDED = 1 + 2.0**-20
 _BAND = 256
+#: Of ids (by where they lie, and how many) and of each unit, the columns of its tile: ``[tokens, ids]``.
+Columns = dict[tuple[int, int], dict[int, torch.Tensor]]
 
 
 @dataclass
@@ -119,11 +121,13 @@ class HeadFactors(Factors):
         tiles: what the true left factor is made of.
         shares: the coefficients ``[units]`` float64.
         norms: of the units' gradients before the coefficients.
+        columns: of ids that the same matrix was read by as a table, what stood in their columns of the tiles.
     """
 
     tiles: Tiles = None  # type: ignore[assignment]
     shares: torch.Tensor = None  # type: ignore[assignment]
     norms: _Norms = None  # type: ignore[assignment]
+    columns: Columns = field(default_factory=dict)
 
     @property
     def arrived(self) -> torch.Tensor:
@@ -159,6 +163,14 @@ class HeadFactors(Factors):
         """Inner products with the units' gradients of another use of the same matrix, ``[units]`` float64."""
         other = other.dense() if isinstance(other, HeadFactors) else other
         bounds, found = offsets.tolist(), torch.zeros_like(self.shares)
+        if other.one_hot and _named(other.left) in self.columns:
+            for unit, block in self.columns[_named(other.left)].items():
+                hidden = self.right[slice(*self.tiles.bounds[unit : unit + 2])]
+                rows = other.right[slice(*bounds[unit : unit + 2])]
+                ids = torch.arange(block.shape[1], device=block.device)
+                one, two = (torch.tensor([0, size], device=block.device) for size in block.shape)
+                found[unit] = ops.cross_inner(block, hidden, ids, rows, one, two)[0].double()
+            return found * self.shares
         for units, tokens, own, tile in self.tiles.of_units():
             start, end = bounds[units.start], bounds[units.stop]
             others = (offsets[units.start : units.stop + 1] - start).to(tile.device)
@@ -253,6 +265,8 @@ class HeadUse(torch.autograd.Function):
         if trained[1] is not None:
             found.bias = losses.new_zeros(units, rows)
         long = max(lengths, default=0)
+        read = [t.reshape(-1) for t in tap.looked_up.get(id(trained[0]), []) if tap.layout.covers(t.numel())]
+        looked_up = [(t, tap.layout.offsets(t.numel()).tolist()) for t in read]
         whole = ops.routes.allowed("instantiate", rows, width, long, units, dtype=weight.dtype)
         if trained[0] is not None and not whole:
             found.norms = _Norms(*(torch.zeros(units, dtype=torch.float64, device=device) for _ in range(2)))
@@ -260,6 +274,7 @@ class HeadUse(torch.autograd.Function):
                 found.back(tile, here)
                 if found.bias is not None:
                     found.bias[own] = ops.column_sums(tile, offsets)
+                found.gather(own, tile, here.start, looked_up)
                 found.norms.measure(own, tile, made.hidden[here], offsets, max(lengths[own]))
                 del tile
         else:
@@ -290,7 +305,8 @@ class HeadUse(torch.autograd.Function):
         if found.whole is not None:
             sink.instances(weight, _scaled(found.whole, shares), layout)
         elif weight is not None:
-            factors = HeadFactors(each, made.hidden, False, False, made, shares.double(), found.norms)
+            known = shares.double(), found.norms, found.columns
+            factors = HeadFactors(each, made.hidden, False, False, made, *known)
             sink.matrix(weight, factors, layout)
         back = None
         if found.hidden is not None:
@@ -331,6 +347,18 @@ class _Found:
     bias: torch.Tensor | None = None
     whole: torch.Tensor | None = None
     norms: _Norms | None = None
+    columns: Columns = field(default_factory=dict)
+
+    def gather(
+        self, units: slice, tile: torch.Tensor, start: int, looked_up: list[tuple[torch.Tensor, list[int]]]
+    ) -> None:
+        """Keep the columns of a tile that the cross term with a table's rows will ask for."""
+        assert self.made is not None
+        for ids, ends in looked_up:
+            for unit in range(units.start, units.stop):
+                a, b = (end - start for end in self.made.bounds[unit : unit + 2])
+                block = tile[a:b].index_select(1, ids[ends[unit] : ends[unit + 1]])
+                self.columns.setdefault(_named(ids), {})[unit] = block
 
     def back(self, tile: torch.Tensor, tokens: slice) -> None:
         """Send a tile back to its hidden states."""
@@ -341,6 +369,12 @@ class _Found:
     def drop(self) -> None:
         """Let go of all of it."""
         self.made = self.hidden = self.bias = self.whole = self.norms = None
+        self.columns = {}
+
+
+def _named(ids: torch.Tensor) -> tuple[int, int]:
+    """Ids as the same ones are known again; what is kept of them lives as long as they do."""
+    return ids.data_ptr(), ids.numel()
 
 
 def _scaled(instances: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:

@@ -98,6 +98,8 @@ class Tap:
         self.shapes: set[tuple[str, tuple[int, ...]]] = set()
         #: What uses found in the forward pass, and let go of when the backward pass is over.
         self.held: list[Held] = []
+        #: The ids that were looked up in a table, by its identity, rows first.
+        self.looked_up: dict[int, list[torch.Tensor]] = {}
 
     def note(self, operation: str, x: torch.Tensor, fold: Fold | None) -> None:
         """Note the shape of a use's input; raises `UnsupportedUse` if it cannot be cut into the rows."""
@@ -113,6 +115,7 @@ class Tap:
         for held in self.held:
             held.drop()
         self.held.clear()
+        self.looked_up.clear()
 
     def open(self) -> Sink:
         if self.sink is None:
@@ -195,6 +198,8 @@ class EmbeddingUse(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.tap, ctx.table, ctx.padding_idx, ctx.laned = tap, table, padding_idx, laned
         ctx.save_for_backward(ids)
+        if not laned:
+            tap.looked_up.setdefault(id(table), []).append(ids)
         return F.embedding(ids, table)
 
     @staticmethod

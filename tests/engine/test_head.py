@@ -350,6 +350,17 @@ def test_rows_that_see_each_other_through_the_logits_are_refused() -> None:
         model(**inputs)
 
 
+def test_a_tied_head_makes_its_tiles_twice_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+    tile = head.Tiles.tile
+    monkeypatch.setattr(head.Tiles, "tile", lambda *a: made.append(a[1:3]) or tile(*a))
+    inputs = data(rows=2, tokens=1 + WIDTH)
+    inputs["labels"] = inputs["ids"]
+    step(Speaker(tied=True), inputs, check=False)
+    # Both units fit in one tile, and the pass that tries the route makes it once more.
+    assert made == [(0, 2 * (1 + WIDTH))] * 3
+
+
 def test_a_tile_that_changes_between_norms_and_sums_is_refused() -> None:
     model, inputs = Speaker(), data(tokens=1 + WIDTH)
     engine, tickets = engine_for(model, 0.7)
