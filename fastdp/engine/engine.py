@@ -69,7 +69,8 @@ class Engine:
         accumulator: takes the captures instead of an `Accumulator`, for other sums of per-example gradients than clipped ones.
         on_route: told of the route, and why, once it is known.
         batches: micro-batches that the run is planned to have; checks of later ones may take a hundredth of its time.
-        keep_logits: compute the logits of a vocabulary as a whole, so that they may be read beside the loss.
+        keep_logits: compute the logits of a vocabulary as a whole, so that they may be read beside the loss; False never does,
+            None where that is faster.
         ranks: the processes that train together.
     """
 
@@ -88,7 +89,7 @@ class Engine:
         accumulator: Accumulator | None = None,
         on_route: Callable[[str, str | None], None] = lambda route, reason: None,
         batches: int = 0,
-        keep_logits: bool = False,
+        keep_logits: bool | None = None,
         ranks: Ranks = ONE,
     ):
         self.model = model
@@ -106,6 +107,7 @@ class Engine:
         self.reason: str | None = None
         self.trace: Trace | None = None
         self.reads = Reads(self.parameters)
+        self.reads.heads.always = keep_logits is False
         self.expected: Counter[str] = Counter()
         self.complete = False
         #: Whether a backward pass of this logical batch failed, perhaps after it had added something.

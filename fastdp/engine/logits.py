@@ -18,6 +18,7 @@ import torch.nn.functional as F
 
 from fastdp.engine.errors import UnsupportedUse
 from fastdp.engine.uses import as_autocast, is_metadata
+from fastdp.ops.routes import allowed
 
 #: A matrix of fewer rows than this is no vocabulary: its outputs are small, and loops read them.
 VOCABULARY = 4096
@@ -60,7 +61,7 @@ class Source:
         weight: ``[V, d]``, and ``bias`` ``[V]``.
         product: computes the logits as ever.
         take: in an engine's pass, gives the units' losses of a cross-entropy: see `fastdp.engine.head.take`.
-        small: the logits are less than a tile, and are computed as ever.
+        small: the logits are less than a tile, or tiles would take longer, and they are computed as ever.
         strict: raise `UnsupportedUse` where any of these was written since.
     """
 
@@ -387,6 +388,12 @@ def cuts(tokens: int, width: int, numbers: int | None = None) -> list[tuple[int,
     return [(a, min(a + step, tokens)) for a in range(0, tokens, step)]
 
 
+def _pays(hidden: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether tiles take no longer than logits: each is made once where the weight is frozen or units' gradients are kept."""
+    length, dtype = hidden.shape[:-1][-1] if hidden.dim() > 1 else 1, as_autocast(hidden[:0]).dtype
+    return not weight.requires_grad or allowed("instantiate", *weight.shape, length, 1, dtype=dtype)
+
+
 @dataclass
 class Heads:
     """The matrices that a trace saw used as heads: by the weight's identity, and whether passes now leave logits out."""
@@ -396,6 +403,8 @@ class Heads:
     made: list[Source] = field(default_factory=list)
     #: Whether a pass without an engine's tap leaves them out too.
     plainly: bool = False
+    #: Whether logits are left out where that takes longer, too.
+    always: bool = False
     #: Logits of so many numbers are computed as ever.
     tile: ClassVar[int] = TILE
 
@@ -411,7 +420,7 @@ class Heads:
         take: Callable[..., torch.Tensor] | None = None,
     ) -> Logits:
         """The logits of one call of a head, left out."""
-        small = hidden.shape[:-1].numel() * weight.shape[0] <= self.tile
+        small = hidden.shape[:-1].numel() * weight.shape[0] <= self.tile or not (self.always or _pays(hidden, weight))
         source = Source(hidden, weight, bias, product, take, small)
         if take is not None:
             self.made.append(source)

@@ -61,7 +61,7 @@ class PrivacyArguments:
     secure_rounding: bool = True
     criterion: Criterion | None = None
     two_pass: bool | None = None
-    keep_logits: bool = False
+    keep_logits: bool | None = None
     allow_large_delta: bool = False
 
 

@@ -23,6 +23,7 @@ from tests.engine.reference import Recording, engine_for, norms, one_at_a_time, 
 
 VOCABULARY, WIDTH, TOKENS = 37, 5, 9
 TOLERANCE = 1e-5
+PAYS = logits._pays
 
 
 @pytest.fixture(autouse=True)
@@ -30,6 +31,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Toys have vocabularies and tiles of their own size, so that one batch takes several tiles of several parts."""
     monkeypatch.setattr(Engine, "vocabulary", 8)
     monkeypatch.setattr(logits.Heads, "tile", 0)
+    monkeypatch.setattr(logits, "_pays", lambda hidden, weight: True)
     monkeypatch.setattr(head, "TILE", 12 * VOCABULARY)
     monkeypatch.setattr(logits, "_CHUNK", 5 * VOCABULARY)
 
@@ -431,3 +433,18 @@ def test_a_loss_without_whole_rows_of_the_logits_is_no_heads() -> None:
     tickets.append(ticket(2))
     with pytest.raises((SelfCheckError, ValueError)):
         model(**inputs)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "frozen", "asked", "left_out"),
+    [(9, False, None, False), (10, False, None, True), (9, True, None, True), (9, False, False, True)],
+)
+def test_logits_are_left_out_where_that_takes_no_longer_or_is_asked_for(
+    tokens: int, frozen: bool, asked: bool | None, left_out: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logits, "_pays", PAYS)
+    weight = torch.nn.Parameter(torch.randn(VOCABULARY, WIDTH), requires_grad=not frozen)
+    heads = logits.Heads()
+    heads.always = asked is False
+    made = heads.leave_out(torch.randn(2, tokens, WIDTH), weight, None, lambda: None)  # type: ignore[arg-type,return-value]
+    assert made.source.small != left_out
