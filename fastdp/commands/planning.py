@@ -52,8 +52,9 @@ def plan_command(
     table = Table(
         title=f"{examples} examples, epsilon {settings.epsilon:g} at delta {settings.delta:g}", title_justify="left"
     )
-    for heading in ("batch", "epochs", "steps", "noise multiplier", "noise/signal, a step", "whole run", "time", ""):
+    for heading in ("batch", "epochs", "steps", "noise multiplier", "noise/signal, a step", "whole run", "time"):
         table.add_column(heading, justify="right")
+    table.add_column("", no_wrap=True)
     for option in found.options:
         table.add_row(
             str(option.batch_size),

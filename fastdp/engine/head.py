@@ -95,7 +95,7 @@ class Tiles:
                 tile = self.tile(start, stop, losses)
                 self._look(first, end, tile)
                 offsets = torch.tensor(self.bounds[first : end + 1]) - start
-                yield slice(first, end), slice(start, stop), offsets.to(tile.device), tile
+                yield slice(first, end), slice(start, stop), offsets.to(tile.device, non_blocking=True), tile
                 # Two tiles would stand beside each other while the next one is made.
                 del tile
 
@@ -173,7 +173,7 @@ class HeadFactors(Factors):
             return found * self.shares
         for units, tokens, own, tile in self.tiles.of_units():
             start, end = bounds[units.start], bounds[units.stop]
-            others = (offsets[units.start : units.stop + 1] - start).to(tile.device)
+            others = (offsets[units.start : units.stop + 1] - start).to(tile.device, non_blocking=True)
             pair = tile, self.right[tokens], other.left[start:end], other.right[start:end]
             found[units] = ops.cross_inner(*pair, own, others).double()
             del tile, pair
@@ -298,7 +298,7 @@ class HeadUse(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> Any:
         shares, found, layout = gradients[0], ctx.found, ctx.tap.layout
         sink, made, (weight, bias) = ctx.tap.open(), found.made, ctx.trained
-        lengths = torch.tensor(made.bounds).diff().to(shares.device)
+        lengths = torch.tensor(made.bounds).diff().to(shares.device, non_blocking=True)
         each = shares.repeat_interleave(lengths, output_size=made.hidden.shape[0]).unsqueeze(1)
         if bias is not None:
             sink.instances(bias, _scaled(found.bias, shares), layout)

@@ -9,7 +9,7 @@ the logits as ever.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -316,7 +316,7 @@ def inputs(own: Logits) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None
     source.require_unwritten()
     hidden = as_autocast(source.hidden.reshape(-1, source.hidden.shape[-1]))
     if own.places.numel() != hidden.shape[0]:
-        hidden = hidden.index_select(0, own.places.reshape(-1).to(hidden.device))
+        hidden = hidden.index_select(0, own.places.reshape(-1).to(hidden.device, non_blocking=True))
     return hidden, as_autocast(source.weight), as_autocast(source.bias)
 
 
@@ -365,7 +365,9 @@ class _Losses(torch.autograd.Function):
 @contextmanager
 def quiet(x: torch.Tensor) -> Iterator[None]:
     """No autocast, and no mode that looks at torch's functions: what happens inside is one operation to everybody."""
-    with torch._C.DisableTorchFunction(), torch.autocast(x.device.type, enabled=False):
+    device = x.device.type
+    casts = torch.autocast(device, enabled=False) if torch.amp.is_autocast_available(device) else nullcontext()
+    with torch._C.DisableTorchFunction(), casts:
         yield
 
 

@@ -70,6 +70,6 @@ def test_the_table_says_what_each_system_did() -> None:
         {"attack": "b", "shows": "B thing", "outcomes": {"fastdp": {"verdict": "moved", "moved": "inf"}}},
     ]
     text = run.table({"date": "2026-11-22", "systems": {"fastdp": "1", "Opacus": "2"}, "attacks": rows})
-    assert "| `a` | A thing | refused | n/a |" in text
-    assert "| `b` | B thing | without bound | n/a |" in text
+    assert "| `a` | A thing | refused | not run |" in text
+    assert "| `b` | B thing | without bound | not run |" in text
     assert "- `a`: no \\| no" in text

@@ -169,7 +169,7 @@ def test_contributing_tokens_of_private_texts_are_counted_once(world, service, t
         result = run(*start, *more, "--cti-noise", 1)
         assert result.exit_code == 0, result.output
     assert (folder / "counts.pt").read_bytes() == kept
-    assert "made with another --cti or --cti-noise" in refused(*start, *data, "--cti-noise", 2)
+    assert "made with another --cti, --cti-noise or --cells" in refused(*start, *data, "--cti-noise", 2)
     public = (*start, *data, "--cti-public")
     assert "the private data itself" in refused(*public, world / "train.csv")
     head, *rows = (world / "train.csv").read_text().splitlines()

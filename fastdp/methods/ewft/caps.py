@@ -76,7 +76,8 @@ def _cap(dimension: int, epsilon: float, share: float) -> Cap | None:
         return None
     q = float(special.betainc(half, half, (1 - gamma) / 2))
     log_odds = epsilon + math.log(q) - math.log1p(-q)
-    p = 1 / (1 + math.exp(-log_odds))
+    # Rounded down: what is left, 1 - p, may be no smaller than it should, and its digits are few where p is near 1.
+    p = 1 / (1 + math.exp(-log_odds)) * (1 - 2.0**-51)
     if not 0 < q <= 0.5 or p >= 1:
         return None
     # The integral of t over the cap, by the density (1 - t^2)^(half - 1) / B(1/2, half).

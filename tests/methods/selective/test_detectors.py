@@ -87,5 +87,5 @@ def test_presidio_missing_names_the_extra(monkeypatch):
     import sys
 
     monkeypatch.setitem(sys.modules, "presidio_analyzer", None)
-    with pytest.raises(ImportError, match=r"fastdp\[pii\]"):
+    with pytest.raises(ImportError, match=r"fastdp-lm\[pii\]"):
         PresidioDetector()
