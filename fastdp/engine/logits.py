@@ -393,7 +393,8 @@ def cuts(tokens: int, width: int, numbers: int | None = None) -> list[tuple[int,
 def _pays(hidden: torch.Tensor, weight: torch.Tensor) -> bool:
     """Whether tiles take no longer than logits: each is made once where the weight is frozen or units' gradients are kept."""
     length, dtype = hidden.shape[:-1][-1] if hidden.dim() > 1 else 1, as_autocast(hidden[:0]).dtype
-    return not weight.requires_grad or allowed("instantiate", *weight.shape, length, 1, dtype=dtype)
+    rows, width = weight.shape
+    return not weight.requires_grad or allowed("instantiate", rows, width, length, 1, dtype=dtype)
 
 
 @dataclass
