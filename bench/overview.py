@@ -18,6 +18,7 @@ CASES = {
     "gpt2-6x512-full": "GPT-2, full (tied)",
     "llama-6x512-lora": "Llama, LoRA",
     "llama-6x512-full": "Llama, full",
+    "bert-6x384-full": "BERT, full",
     "bert-6x384-bitfit": "BERT, BitFit",
     "vit-6x384-full": "ViT, full",
 }
@@ -56,8 +57,8 @@ def perplexities() -> dict[str, float]:
     }
     return {
         "before": figures["e2e-inf"]["before"]["perplexity"],
-        "epsilon 8": figures["dpsgd-as-rapft"]["after"]["perplexity"],
-        "no privacy": figures["e2e-inf"]["after"]["perplexity"],
+        "epsilon 8, rank 4": figures["dpsgd-as-rapft"]["after"]["perplexity"],
+        "no privacy, rank 8": figures["e2e-inf"]["after"]["perplexity"],
     }
 
 

@@ -293,7 +293,7 @@ def _fastdp(
 
     loader: DataLoader = DataLoader(examples, batch_size=case.rows)  # type: ignore[arg-type]
     privacy: dict[str, Any] = {"noise_multiplier": 1.0, "target_delta": 1e-5, "epochs": 10_000, "sampling": "shuffled"}
-    # Of a run's later batches a few are checked, which is at most .75% of its time but would fall on single steps here.
+    # A few of a run's later batches are checked: at most 1.25% of its time (`fastdp.engine.later`), which falls on single steps.
     privacy["self_check"] = False
     trained = [p for p in model.parameters() if p.requires_grad]
     kind = fastdp.optim.AdamW if fused else torch.optim.AdamW
