@@ -105,7 +105,7 @@ def make_private(
         self_check: compare the first batch with one-at-a-time autograd before anything is released.
         keep_logits: True lets the loop read ``output.logits`` of a large vocabulary beside the loss. False never computes them as
             a whole, which saves three times their memory, and takes up to 2.5 times as long for a trained head whose rows are
-            shorter than twice its width. None: they are left out where that takes no longer.
+            shorter than twice its width. None: they are left out where that takes no longer, on processors.
         unsafe_seed: makes sampling and noise reproducible, which protects nothing; for tests.
         allow_large_delta: take a target_delta of 1/N or more, which allows publishing a whole example.
 

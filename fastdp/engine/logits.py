@@ -391,7 +391,12 @@ def cuts(tokens: int, width: int, numbers: int | None = None) -> list[tuple[int,
 
 
 def _pays(hidden: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether tiles take no longer than logits: each is made once where the weight is frozen or units' gradients are kept."""
+    """Whether tiles take no longer than logits: each is made once where the weight is frozen or units' gradients are kept.
+
+    On processors, where that was measured; a GPU's many small launches would take longer.
+    """
+    if weight.device.type != "cpu":
+        return False
     length, dtype = hidden.shape[:-1][-1] if hidden.dim() > 1 else 1, as_autocast(hidden[:0]).dtype
     rows, width = weight.shape
     return not weight.requires_grad or allowed("instantiate", rows, width, length, 1, dtype=dtype)
