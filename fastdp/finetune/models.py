@@ -118,10 +118,20 @@ def _load(config: FinetuneConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[n
     torch.manual_seed(config.seed)
     try:
         model, info = task.auto.from_pretrained(
-            config.model, dtype=torch.float32, output_loading_info=True, **task.arguments(config)
+            config.model,
+            dtype=torch.float32,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+            **task.arguments(config),
         )
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise ConfigError(f"cannot load {config.model}: {_first_line(error)}") from None
+    if info["mismatched_keys"]:
+        name, has, needs = min(info["mismatched_keys"])
+        raise ConfigError(
+            f"{config.model} was trained for another task: its {name} is {list(has)}, and {config.task} with these labels needs "
+            f"{list(needs)}; give it the labels it has, or save its body alone (model.base_model.save_pretrained) and start there"
+        )
     lacking = {name.rpartition(".")[0] for name in info["missing_keys"]}
     heads = {name for name, _ in model.named_modules() if name.rpartition(".")[2] in HEADS}
     if task.peft in _GENERATING:

@@ -306,3 +306,19 @@ def test_models_and_settings_that_do_not_fit(models, tmp_path, model, task, othe
     with pytest.raises(ConfigError, match=words):
         finetune(config)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_head_of_another_size_is_named_with_a_way_on(models, table, tokenizer, tmp_path):
+    config = hf.AutoConfig.from_pretrained(models / "bert", num_labels=3)
+    hf.BertForSequenceClassification(config).save_pretrained(tmp_path / "graded")
+    tokenizer.save_pretrained(tmp_path / "graded")
+    run = tmp_path / "run"
+    with pytest.raises(ConfigError, match=r"classifier.* is \[3.* needs \[1.*save its body alone"):
+        finetune(settings(tmp_path, table, run, "graded", "regression"))
+    assert not run.exists() or not any(run.iterdir())
+    # The way on that it names.
+    hf.AutoModelForSequenceClassification.from_pretrained(tmp_path / "graded").base_model.save_pretrained(
+        tmp_path / "graded"
+    )
+    finetune(settings(tmp_path, table, run, "graded", "regression"))
+    assert (run / "card.json").exists()
