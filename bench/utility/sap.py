@@ -5,7 +5,8 @@
 
 EP is the paper's empirical privacy: one minus the share of tokens that embedding inversion recovers. UA is the accuracy on
 held-out texts that are privatized as the training texts are. Beside eta stands what it guarantees for the median pair of
-tokens, in nats, and for how many pairs it guarantees nothing. Attribute inference attacks what is released of texts with
+tokens, in nats, and for how many pairs it guarantees nothing. Part ``service`` trains an adapter and a head of MiniLM's size over
+all blocks at a vendor, over the network. Attribute inference attacks what is released of texts with
 labelled private spans: the rows of privatized tokens, or hidden rows with noise, pooled; see `attributes`.
 """
 
@@ -25,7 +26,7 @@ from fastdp.commands.quiet import quiet_libraries
 from fastdp.methods.sap import CTI, PrivateBottom, count_tokens, split_model
 
 from ..plots import picture
-from . import attributes, tops
+from . import attributes, service, tops
 from .suite import Table, mean_of, measure_rows, parser_of
 
 #: Forms by mechanism. The exponential mechanism leaves as many tokens unchanged at a fraction of the eta: its odds are over
@@ -34,6 +35,9 @@ LAPLACE = ("SAP", "CTI paper")
 EXPONENTIAL = ("exponential", "CTI prior", "CTI elastic")
 #: Told at an epsilon of any two tokens, by cells and epsilon.
 QUOTIENT = "CTI quotient"
+#: Of the vendor's AdamW, for adapters of rank 8 and the head; and an eta at which no token changes.
+SERVICE_LEARNING_RATE = 2e-3
+CLEAR = 1000.0
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,7 @@ class Size:
     quotients: tuple[tuple[int, float], ...] = ((3, 2.0), (5, 2.0), (5, 3.0), (5, 4.0))
     hidden_etas: tuple[float, ...] = (60.0, 150.0)
     splits: tuple[int, ...] = (1, 2)
+    service_epochs: int = 10
     trained_from: int = 4
     epochs: int = 3
     batch_size: int = 32
@@ -69,6 +74,7 @@ TINY = Size(
     quotients=((3, 2.0),),
     hidden_etas=(100.0,),
     splits=(1,),
+    service_epochs=1,
     epochs=1,
     attacked=1,
     attacked_length=4,
@@ -141,6 +147,26 @@ class Bench:
             "mean_displacement": shown.mean_displacement,
             **_bounds(privatizer, counts),
         }
+
+    def service(self, row: dict[str, Any]) -> dict[str, Any]:
+        """UA of what a customer trains at a vendor from privatized texts, all of them sent once."""
+        tokenizer, model, _, _, counts = self.texts(row["seed"])
+        size, seed = self.size, row["seed"]
+        kinds = {"train.tsv": size.train, "test.tsv": size.held_out}
+        train, held_out = (tops.drawn(self.sst2 / name, count, seed) for name, count in kinds.items())
+        found = service.accuracy(
+            model,
+            tokenizer,
+            lambda sent: _privatizer(row, sent, tokenizer, counts),
+            train,
+            held_out,
+            after=row["after"],
+            length=size.length,
+            epochs=size.service_epochs,
+            learning_rate=SERVICE_LEARNING_RATE,
+            seed=seed,
+        )
+        return {"UA": found, **_bounds(_privatizer(row, model, tokenizer, counts), counts)}
 
     def figure_4(self, row: dict[str, Any]) -> dict[str, Any]:
         """EP by split position, without privatization."""
@@ -326,6 +352,13 @@ def settings(size: Size, seeds: int) -> Iterator[dict[str, Any]]:
             for cells, epsilon in size.quotients:
                 told = {"eta": None, "cells": cells, "epsilon": epsilon}
                 yield {"part": part, "form": QUOTIENT, **told, "seed": seed, **place}
+        for after in (0, *size.splits[-1:]):
+            yield {"part": "service", "form": "exponential", "eta": CLEAR, "seed": seed, "after": after}
+            for eta in size.exponential_etas:
+                yield {"part": "service", "form": "CTI prior", "eta": eta, "seed": seed, "after": after}
+            for cells, epsilon in size.quotients:
+                told = {"eta": None, "cells": cells, "epsilon": epsilon}
+                yield {"part": "service", "form": QUOTIENT, **told, "seed": seed, "after": after}
         for after in range(5):
             yield {"part": "figure 4", "after": after, "seed": seed}
         for eta in size.etas[2:3] or size.etas:

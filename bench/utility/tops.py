@@ -30,12 +30,18 @@ class Texts:
         return replace(self, ids=ids)
 
 
-def read_texts(path: Path, tokenizer: Any, length: int, count: int, seed: int) -> Texts:
-    """``count`` labelled texts of an SST-2 file, drawn without replacement."""
+def drawn(path: Path, count: int, seed: int) -> tuple[list[str], list[int]]:
+    """``count`` texts of an SST-2 file and their labels, without replacement."""
     table = read_rows(path)
     order = torch.randperm(len(table), generator=torch.Generator().manual_seed(seed))[:count].tolist()
     sentences, labels = table.column("sentence", "text"), table.column("label", "label")
-    return encode([sentences[i] for i in order], tokenizer, length, [int(labels[i]) for i in order])
+    return [sentences[i] for i in order], [int(labels[i]) for i in order]
+
+
+def read_texts(path: Path, tokenizer: Any, length: int, count: int, seed: int) -> Texts:
+    """The same, as sequences of one length."""
+    sentences, labels = drawn(path, count, seed)
+    return encode(sentences, tokenizer, length, labels)
 
 
 def read_public(path: Path, tokenizer: Any, length: int, count: int) -> Texts:
