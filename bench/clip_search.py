@@ -16,11 +16,11 @@ from unittest import mock
 
 import torch
 
-from fastdp.engine import accumulator as accumulators
+from fastdp.engine import norms
 from fastdp.engine.accumulator import Accumulator
+from fastdp.engine.factors import Factors
 from fastdp.engine.layout import Layout, Ticket
 from fastdp.engine.policy import Policy
-from fastdp.engine.uses import Factors
 from fastdp.methods.frost.accumulate import MagnitudeAccumulator
 from fastdp.methods.frost.magnitudes import Magnitude
 from fastdp.methods.frost.partitions import Partition
@@ -133,7 +133,7 @@ def moved(case: Case) -> float:
         instances = {n: (left.double().T @ right.double()).float()[None] for n, (left, right) in zip("ab", pairs)}
         accumulator.add_unit(instances, layout.weights)
         return _finite_length(policy, accumulator.sums)
-    sinks: list[accumulators.NormSink] = []
+    sinks: list[norms.NormSink] = []
     expected = {"a": 2} if case.uses in ("twice", "cross", "tied") else {}
 
     def backward(_retain: bool) -> None:
@@ -160,7 +160,7 @@ def moved(case: Case) -> float:
             sink.matrix(b, Factors(*second), layout)
 
     route = case.uses if case.uses in ("gram", "direct", "instantiate") else "gram"
-    with mock.patch.object(accumulators, "plan", return_value=route):
+    with mock.patch.object(norms, "plan", return_value=route):
         accumulator.tables = frozenset({"a"} if case.uses == "tied" else ())
         accumulator.run(backward, sinks.append, layout, expected, two_pass=case.two_pass)  # type: ignore[arg-type]
     return _finite_length(policy, accumulator.sums)
@@ -181,7 +181,7 @@ def _moved_sizes(
     magnitude = Magnitude(kind, 1, bound)  # type: ignore[arg-type]
     accumulator = MagnitudeAccumulator(parameters, partitions, magnitude)
     pairs = [_factors(case, generator) for _ in parameters]
-    sinks: list[accumulators.NormSink] = []
+    sinks: list[norms.NormSink] = []
 
     def backward(_retain: bool) -> None:
         for parameter, pair in zip(parameters.values(), pairs):

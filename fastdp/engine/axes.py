@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fastdp.engine.head import HeadFactors
+from fastdp.engine.factors import Factors
 from fastdp.engine.layout import Layout
-from fastdp.engine.uses import Factors, Sink
+from fastdp.engine.uses import Sink
 
 
 @dataclass(frozen=True)
@@ -52,8 +52,7 @@ class RankOne:
 
     def scaled(self, factors: Factors) -> Factors:
         """Factors of G / s."""
-        if isinstance(factors, HeadFactors):
-            factors = factors.dense()
+        factors = factors.dense()
         if factors.one_hot:
             by_token = self.rows[factors.left].unsqueeze(1)
             return Factors(

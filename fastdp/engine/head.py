@@ -11,17 +11,19 @@ Sums need tiles again, once the units' weights are known: made from the same num
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 import fastdp.ops as ops
 from fastdp.engine.errors import UnsupportedUse
-from fastdp.engine.likeness import Compared, apart
+from fastdp.engine.factors import Factors
+from fastdp.engine.layout import Layout
+from fastdp.engine.likeness import apart
 from fastdp.engine.logits import TILE, Logits, Step, cuts, inputs, quiet, token_losses
-from fastdp.engine.uses import Factors, Tap
+from fastdp.engine.uses import Tap
 
 #: Squares found by Gram matrices are found again by the direct route where rounding may hide more than this share of them,
 #: which is half a percent of the norm.
@@ -129,29 +131,26 @@ class HeadFactors(Factors):
     norms: _Norms = None  # type: ignore[assignment]
     columns: Columns = field(default_factory=dict)
 
-    @property
-    def arrived(self) -> torch.Tensor:
-        """The coefficients of the tokens."""
-        return self.left
+    tiled: ClassVar[bool] = True
 
     @property
-    def rows(self) -> int:
-        """Of the matrix."""
+    def width(self) -> int:
+        """Rows of the matrix, and columns of the factor that is made."""
         return self.tiles.weight.shape[0]
+
+    @property
+    def poor(self) -> torch.Tensor:
+        """As the forward pass found it."""
+        return self.norms.poor
 
     def dense(self) -> Factors:
         """The same as an ordinary factor pair, all of it in memory."""
         tiles = self.tiles
-        left = torch.cat([tiles.tile(a, b) for a, b in cuts(tiles.hidden.shape[0], self.rows, TILE)])
+        left = torch.cat([tiles.tile(a, b) for a, b in cuts(tiles.hidden.shape[0], self.width, TILE)])
         return Factors(left * self.left.to(left.dtype), self.right)
 
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest unit."""
-        return max((b - a for a, b in zip(self.tiles.bounds, self.tiles.bounds[1:])), default=0)
-
-    def powers(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Computed squared norms, and the products of the factors' rows: ``[units]`` float64 each."""
+    def powers(self, layout: Layout) -> tuple[torch.Tensor, torch.Tensor]:
+        """As the forward pass found them."""
         shares = self.shares
         return self.norms.squares * shares.square() * _ROUNDED, self.norms.products * shares.abs() * _ROUNDED
 
@@ -159,9 +158,9 @@ class HeadFactors(Factors):
         """The arithmetic of tiles."""
         return ops.Rounding(self.right)
 
-    def inner(self, other: Factors, offsets: torch.Tensor) -> torch.Tensor:
-        """Inner products with the units' gradients of another use of the same matrix, ``[units]`` float64."""
-        other = other.dense() if isinstance(other, HeadFactors) else other
+    def inner(self, other: Factors, layout: Layout) -> torch.Tensor:
+        """Inner products with the units' gradients of any other use of the same matrix, ``[units]`` float64."""
+        other, offsets = other.dense(), other.offsets(layout)
         bounds, found = offsets.tolist(), torch.zeros_like(self.shares)
         if other.one_hot and _named(other.left) in self.columns:
             for unit, block in self.columns[_named(other.left)].items():
@@ -179,23 +178,27 @@ class HeadFactors(Factors):
             del tile, pair
         return found * self.shares
 
-    def add_to(self, total: torch.Tensor, weights: torch.Tensor, *, only: int | None = None) -> None:
+    def add_to(self, total: torch.Tensor | None, weights: torch.Tensor, layout: Layout) -> torch.Tensor:
         """Add the units' gradients by ``weights`` ``[units]`` to ``total`` ``[V, d]``; a weight of 0 is left out."""
+        assert total is not None
+        self._add(total, weights)
+        return total
+
+    def unit_to(self, total: torch.Tensor, unit: int, bounds: Sequence[int]) -> None:
+        """Add one unit's gradient to ``total``."""
+        every = torch.zeros_like(self.shares, dtype=total.dtype)
+        every[unit] = 1
+        self._add(total, every, only=unit)
+
+    def _add(self, total: torch.Tensor, weights: torch.Tensor, *, only: int | None = None) -> None:
         weights = torch.where(weights == 0, 0, weights.double() * self.shares).to(total.dtype)
         for units, tokens, offsets, tile in self.tiles.of_units(only=only):
             ops.weighted_sum(tile, self.right[tokens], weights[units], total, offsets=offsets)
             del tile
 
-    def unit_to(self, total: torch.Tensor, unit: int) -> None:
-        """Add one unit's gradient to ``total``."""
-        every = torch.zeros_like(self.shares, dtype=total.dtype)
-        every[unit] = 1
-        self.add_to(total, every, only=unit)
-
-    def unlike(self, name: str) -> list[Compared]:
-        """Which tiles were not the same again."""
-        found: list[Compared] = [[([(name, rows.shape[0])], rows)] for rows in self.tiles.compared]
-        self.tiles.compared.clear()
+    def unlike(self) -> list[torch.Tensor]:
+        """Which rows of its tiles were not the same again."""
+        found, self.tiles.compared = self.tiles.compared, []
         return found
 
 

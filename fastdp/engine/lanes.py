@@ -17,8 +17,9 @@ import torch.nn.functional as F
 
 import fastdp.ops as ops
 from fastdp.engine.errors import UnsupportedUse
+from fastdp.engine.factors import Factors
 from fastdp.engine.rows import Fold, Met
-from fastdp.engine.uses import ExpandUse, Factors, Sink, Tap, is_detach, is_metadata
+from fastdp.engine.uses import ExpandUse, Sink, Tap, is_detach, is_metadata
 
 #: Where the factors of a value's gradient go: to each parameter that the value is an indexing, a sum or a product of.
 Pull = Callable[[Factors], list[tuple[torch.nn.Parameter, Factors]]]

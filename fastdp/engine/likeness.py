@@ -12,8 +12,9 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from fastdp.engine.errors import SelfCheckError
+from fastdp.engine.factors import Factors
 from fastdp.engine.layout import Layout
-from fastdp.engine.uses import Factors, Sink
+from fastdp.engine.uses import Sink
 
 _COLUMNS = 256
 #: How far an entry may move, relative to the largest of its row that is looked at: kernels may add up in another order

@@ -21,6 +21,7 @@ from fastdp.engine.batches import tensors
 from fastdp.engine.boundary import find_loss, plain_gradients
 from fastdp.engine.bounds import UpperNorms
 from fastdp.engine.errors import SelfCheckError, UnsupportedUse
+from fastdp.engine.factors import Factors
 from fastdp.engine.guard import Guard, contents
 from fastdp.engine.layout import Layout, Ticket
 from fastdp.engine.losses import LossTerms, intercepted
@@ -41,7 +42,7 @@ from fastdp.engine.replay import (
     unchanged,
 )
 from fastdp.engine.trace import Trace
-from fastdp.engine.uses import Factors, Sink
+from fastdp.engine.uses import Sink
 
 _EXAMPLES = 3
 _SECRET = random.SystemRandom()

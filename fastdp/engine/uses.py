@@ -7,56 +7,14 @@ while the backward of an `autograd.Function` runs exactly once a pass.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 
+from fastdp.engine.factors import Factors
 from fastdp.engine.layout import Layout
 from fastdp.engine.rows import Fold
-
-
-@dataclass(frozen=True)
-class Factors:
-    """One captured use: ``left`` [N, m] (or ids [N] of a one-hot factor) and ``right`` [N, n], over flat tokens.
-
-    ``laned`` says that tokens come in equal blocks a lane rather than a row (they differ when rows are packed), and
-    ``swap`` that the parameter is stored as [n, m], as HF's Conv1D does.
-    """
-
-    left: torch.Tensor
-    right: torch.Tensor
-    laned: bool = False
-    swap: bool = False
-
-    @property
-    def one_hot(self) -> bool:
-        return self.left.dim() == 1
-
-    @property
-    def arrived(self) -> torch.Tensor:
-        """What the backward pass brought: the factor whose rows are zero where no gradient reached a token."""
-        return self.right if self.one_hot else self.left
-
-    @property
-    def oriented(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The factor of the parameter's first dimension, and that of the others."""
-        return (self.right, self.left) if self.swap else (self.left, self.right)
-
-    def moved(self, first: torch.Tensor, second: torch.Tensor, *, turned: bool = False) -> Factors:
-        """Factors of another matrix, in its order, that were made from these; ``turned`` says that their order changed.
-
-        ``left`` stays the factor that is backpropagated.
-        """
-        if self.swap != turned:
-            return Factors(second, first, self.laned, swap=True)
-        return Factors(first, second, self.laned)
-
-    @property
-    def straight(self) -> Factors:
-        """The same gradient in the order of the parameter."""
-        return Factors(*self.oriented, self.laned) if self.swap else self
 
 
 class Sink(Protocol):

@@ -14,8 +14,9 @@ import torch
 
 import fastdp
 from fastdp import audit, ops
-from fastdp.engine.accumulator import Accumulator, NormSink
+from fastdp.engine.accumulator import Accumulator
 from fastdp.engine.bounds import UpperNorms
+from fastdp.engine.norms import NormSink
 from fastdp.engine.policy import Policy
 from fastdp.ops.stream import NoiseStream
 from fastdp.private.release import Release

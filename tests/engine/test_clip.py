@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from torch import nn
 
 import fastdp
-from fastdp.engine import accumulator as accumulators
+from fastdp.engine import norms as norm_sinks
 from fastdp.engine.accumulator import Accumulator
 from fastdp.engine.bounds import Norms, among_units, down
+from fastdp.engine.factors import Factors
 from fastdp.engine.layout import Ticket
 from fastdp.engine.policy import Policy
-from fastdp.engine.uses import Factors
 from fastdp.ops.factors import in_full_precision
 from tests.engine.runs import start
 
@@ -204,7 +204,7 @@ def test_leaving_a_record_out_moves_the_sum_by_its_bound_and_the_stated_rounding
             def backward(_: bool, sinks: Any = sinks, layout: Any = layout, use: Any = (parameter, factors)) -> None:
                 sinks[-1].matrix(*use, layout)
 
-            with mock.patch.object(accumulators, "plan", return_value=route):
+            with mock.patch.object(norm_sinks, "plan", return_value=route):
                 accumulator.run(backward, sinks.append, layout, {}, two_pass=two_pass)
             sums.append(accumulator.sums["a"].double())
         worst = max(worst, float((sums[0] - sums[1]).norm()))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fastdp import ops
-from fastdp.engine import accumulator as accumulators
+from fastdp.engine import norms as norm_sinks
 from tests.engine.models import batch, build
 from tests.engine.reference import Recording, engine_for, ticket
 
@@ -22,10 +22,10 @@ def step(name: str, may_hold: int, monkeypatch: pytest.MonkeyPatch) -> tuple[tor
         return ops.per_unit_group(lefts, rights, offsets)
 
     seen = type("Ops", (), {**vars(ops), "per_unit_group": staticmethod(counted)})
-    monkeypatch.setattr(accumulators, "ops", seen)
-    monkeypatch.setattr(accumulators, "_may_hold", lambda device: may_hold)
+    monkeypatch.setattr(norm_sinks, "ops", seen)
+    monkeypatch.setattr(norm_sinks, "may_hold", lambda device: may_hold)
     # So short are the tests' texts that other routes are cheaper.
-    monkeypatch.setattr(accumulators, "plan", lambda *sizes, **use: "instantiate")
+    monkeypatch.setattr(norm_sinks, "plan", lambda *sizes, **use: "instantiate")
     engine, tickets = engine_for(build(name, "lora"), 0.5, check=False)
     tickets.append(ticket(4))
     engine.model(**batch(name)).loss.backward()
@@ -52,16 +52,16 @@ def test_grouping_changes_no_sum(name: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_nothing_waits_on_a_processor_or_under_checkpointing(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert accumulators._may_hold(torch.device("cpu")) == 0
-    monkeypatch.setattr(accumulators, "_may_hold", lambda device: EVERYTHING)
-    opened = accumulators.NormSink.__init__
+    assert norm_sinks.may_hold(torch.device("cpu")) == 0
+    monkeypatch.setattr(norm_sinks, "may_hold", lambda device: EVERYTHING)
+    opened = norm_sinks.NormSink.__init__
     limits = []
 
     def noted(self, *args, **options):
         opened(self, *args, **options)
-        limits.append(self._may_hold_bytes)
+        limits.append(self.may_hold_bytes)
 
-    monkeypatch.setattr(accumulators.NormSink, "__init__", noted)
+    monkeypatch.setattr(norm_sinks.NormSink, "__init__", noted)
     for two_pass in (False, True):
         engine, tickets = engine_for(build("gpt2", "lora"), 0.5, check=False, two_pass=two_pass)
         tickets.append(ticket(4))

@@ -15,11 +15,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fastdp
-from fastdp.engine import accumulator as accumulators
 from fastdp.engine.engine import Engine
 from fastdp.engine.layout import Ticket
 from fastdp.engine.policy import Policy
 from fastdp.engine.selfcheck import SelfCheckError
+from fastdp.engine.sums import SumSink
 from tests.engine.models import batch as model_batch
 from tests.engine.models import build
 from tests.engine.reference import Recording, engine_for, ticket
@@ -347,8 +347,8 @@ def test_gradient_checkpointing(
     expected, norms = single.accumulator.sums, Recording.seen[-1][0]
 
     second = []
-    opened = accumulators.SumSink.__init__
-    monkeypatch.setattr(accumulators.SumSink, "__init__", lambda self, *a: (second.append(1), opened(self, *a))[1])
+    opened = SumSink.__init__
+    monkeypatch.setattr(SumSink, "__init__", lambda self, *a: (second.append(1), opened(self, *a))[1])
     model = build(name, tuning)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
     if tuning == "lora":

@@ -18,7 +18,8 @@ from torch import nn
 
 import fastdp
 from fastdp.accounting import Ledger
-from fastdp.engine import accumulator as accumulators
+from fastdp.engine import norms
+from fastdp.engine.accumulator import Accumulator
 from fastdp.engine.losses import LossTerms
 from fastdp.engine.policy import Policy
 from fastdp.engine.selfcheck import SelfCheckError
@@ -114,11 +115,9 @@ def test_trap_01_tied_weights_are_summed_before_the_norm(monkeypatch: pytest.Mon
     def without_cross_terms(sink: Any, name: str, entry: Any) -> None:
         for use in entry.factors:
             offsets = sink.layout.offsets(use.right.shape[0], laned=use.laned)
-            sink.add_powers(
-                name, accumulators.ops.sqnorm(use.left, use.right, offsets), accumulators.ops.Rounding(use.right)
-            )
+            sink.add_powers(name, norms.ops.sqnorm(use.left, use.right, offsets), norms.ops.Rounding(use.right))
 
-    monkeypatch.setattr(accumulators.NormSink, "_several", without_cross_terms)
+    monkeypatch.setattr(norms.NormSink, "_several", without_cross_terms)
     notices(lambda: check(check=False))
     # A rule that fails its check gives way to the route that needs none.
     with pytest.warns(UserWarning, match="is read in a way that no rule knows"):
@@ -137,14 +136,14 @@ def test_trap_02_every_backward_before_a_step_counts(monkeypatch: pytest.MonkeyP
     with pytest.raises(RuntimeError, match=r"optimizer.step\(\) has not been called"):
         private.model(**second)["loss"].backward()
 
-    add = accumulators.Accumulator.add_instances
+    add = Accumulator.add_instances
 
     def assign(accumulator: Any, instances: Any, factors: torch.Tensor) -> None:
         for name in instances:
             accumulator.sums.pop(name, None)
         add(accumulator, instances, factors)
 
-    monkeypatch.setattr(accumulators.Accumulator, "add_instances", assign)
+    monkeypatch.setattr(Accumulator, "add_instances", assign)
     notices(check)
 
 
@@ -301,8 +300,8 @@ def test_trap_10_accumulators_start_empty(monkeypatch: pytest.MonkeyPatch) -> No
     expected = clipped_sum(one_by_one(private.model, join(batches)), 0.5)
     assert error(got, {n: t / 8 for n, t in expected.items()}) < CLIPPED
 
-    reset = accumulators.Accumulator.reset
-    monkeypatch.setattr(accumulators.Accumulator, "reset", lambda self: None if hasattr(self, "sums") else reset(self))
+    reset = Accumulator.reset
+    monkeypatch.setattr(Accumulator, "reset", lambda self: None if hasattr(self, "sums") else reset(self))
     # Release empties the sums it takes, so only what the preparation left behind shows, and the abandoned batch.
     private = start(method=fastdp.DPSGD(max_grad_norm=0.5), max_physical_batch_size=2)
     private.model(**next(iter(private.data_loader)))["loss"].backward()

@@ -16,9 +16,10 @@ import torch
 import torch.nn.functional as F
 
 from fastdp.engine.errors import UnsupportedUse
+from fastdp.engine.factors import Factors
 from fastdp.engine.layout import Layout
 from fastdp.engine.reads import Reads
-from fastdp.engine.uses import Factors, Sink, Tap, as_autocast
+from fastdp.engine.uses import Sink, Tap, as_autocast
 from fastdp.ops.routes import allowed
 
 #: Floating-point operations of one image's weight gradient above which a processor has it made by torch's convolution, one

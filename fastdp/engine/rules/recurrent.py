@@ -18,9 +18,10 @@ import torch
 import torch.nn.functional as F
 
 from fastdp.engine.errors import UnsupportedUse
+from fastdp.engine.factors import Factors
 from fastdp.engine.lanes import PerLane
 from fastdp.engine.reads import Reads
-from fastdp.engine.uses import Factors, Tap, as_autocast
+from fastdp.engine.uses import Tap, as_autocast
 
 State = tuple[torch.Tensor, ...]
 

@@ -7,12 +7,14 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 import fastdp.ops as ops
-from fastdp.engine.accumulator import Accumulator, NormSink, PerUnit, Route
+from fastdp.engine.accumulator import Accumulator
 from fastdp.engine.bounds import Norms, UpperNorms
+from fastdp.engine.factors import Factors, PerUnit
 from fastdp.engine.layout import Layout
+from fastdp.engine.norms import NormSink
 from fastdp.engine.policy import Policy
 from fastdp.engine.ranks import Ranks
-from fastdp.engine.uses import Factors
+from fastdp.engine.sums import Route
 from fastdp.methods.frost.magnitudes import Magnitude
 from fastdp.methods.frost.partitions import Partition
 
@@ -30,21 +32,20 @@ class AbsoluteSink(NormSink):
 
     def matrix(self, parameter: torch.nn.Parameter, factors: Factors, layout: Layout) -> None:
         name, entry = self.entry(parameter)
+        entry.uses += 1
         tokens, columns = factors.right.shape
-        rows = parameter.shape[0] if factors.one_hot else factors.left.shape[1]
+        rows = factors.width or parameter.shape[0]
         self.routes[name] = Route("absolute", rows, columns, tokens, layout.units)
         entry.factors.append(factors)
         if self.expected.get(name, 1) > 1:
             return
-        if len(entry.factors) > 1:
-            raise RuntimeError(f"{name} was used more often than when the model was traced; its norm cannot be trusted")
-        offsets = layout.offsets(tokens, laned=factors.laned)
-        rounding, longest = ops.Rounding(factors.left, factors.right), self.longest(factors)
+        self.require_once(name, entry)
+        rounding, longest = factors.rounding(), factors.longest(layout)
         self.add_powers(
             name,
-            ops.abs_sum(factors.left, factors.right, offsets),
+            ops.abs_sum(factors.left, factors.right, factors.offsets(layout)),
             rounding,
-            products=ops.row_products(factors.left, factors.right, offsets, 1),
+            products=factors.row_products(layout, 1),
             added=rounding.entry(longest) + rounding.added(longest),
         )
         self.drop(entry)

@@ -12,11 +12,12 @@ import torch
 import fastdp.ops as ops
 from fastdp.engine.batches import as_long_as, take_rows, tensors
 from fastdp.engine.errors import UnsupportedUse
+from fastdp.engine.factors import Factors
 from fastdp.engine.intercept import Reads
 from fastdp.engine.layout import Layout, Ticket
 from fastdp.engine.rows import Met
 from fastdp.engine.trace import Key, trace
-from fastdp.engine.uses import Factors, Tap
+from fastdp.engine.uses import Tap
 from fastdp.methods.rapft.initialisation import Initialisation, one_hot
 from fastdp.methods.rapft.rules import (
     Audit,

@@ -1,0 +1,157 @@
+"""A captured use of a matrix as a pair of factors, and the arithmetic of its units' gradients without making them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+import fastdp.ops as ops
+from fastdp.engine.layout import Layout
+
+
+@dataclass(frozen=True)
+class Factors:
+    """One captured use: ``left`` [N, m] (or ids [N] of a one-hot factor) and ``right`` [N, n], over flat tokens.
+
+    ``laned`` says that tokens come in equal blocks a lane rather than a row (they differ when rows are packed), and
+    ``swap`` that the parameter is stored as [n, m], as HF's Conv1D does.
+    """
+
+    left: torch.Tensor
+    right: torch.Tensor
+    laned: bool = False
+    swap: bool = False
+
+    #: Whether ``left`` is made tile by tile, as a head's is (`fastdp.engine.head.HeadFactors`), and norms came with it.
+    tiled: ClassVar[bool] = False
+
+    @property
+    def one_hot(self) -> bool:
+        return self.left.dim() == 1
+
+    @property
+    def width(self) -> int:
+        """Columns of the left factor; 0 of ids, which have none."""
+        return 0 if self.one_hot else self.left.shape[1]
+
+    @property
+    def arrived(self) -> torch.Tensor:
+        """What the backward pass brought: the factor whose rows are zero where no gradient reached a token."""
+        return self.right if self.one_hot else self.left
+
+    @property
+    def oriented(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The factor of the parameter's first dimension, and that of the others."""
+        return (self.right, self.left) if self.swap else (self.left, self.right)
+
+    def moved(self, first: torch.Tensor, second: torch.Tensor, *, turned: bool = False) -> Factors:
+        """Factors of another matrix, in its order, that were made from these; ``turned`` says that their order changed.
+
+        ``left`` stays the factor that is backpropagated.
+        """
+        if self.swap != turned:
+            return Factors(second, first, self.laned, swap=True)
+        return Factors(first, second, self.laned)
+
+    @property
+    def straight(self) -> Factors:
+        """The same gradient in the order of the parameter."""
+        return Factors(*self.oriented, self.laned) if self.swap else self
+
+    def dense(self) -> Factors:
+        """The same with both factors in memory."""
+        return self
+
+    def offsets(self, layout: Layout) -> torch.Tensor:
+        """Where units begin on the axis of tokens, int64 ``[units + 1]``."""
+        return layout.offsets(self.right.shape[0], laned=self.laned)
+
+    def longest(self, layout: Layout) -> int:
+        """Tokens of the unit with the most of them."""
+        return layout.longest(self.right.shape[0], laned=self.laned)
+
+    def rounding(self) -> ops.Rounding:
+        """The arithmetic of its products."""
+        return ops.Rounding(self.left, self.right)
+
+    def row_products(self, layout: Layout, order: int = 2) -> torch.Tensor:
+        """The scale of a unit's rounding errors, ``[units]`` float64: see `fastdp.ops.row_products`."""
+        return ops.row_products(self.left, self.right, self.offsets(layout), order)
+
+    def powers(self, layout: Layout) -> tuple[torch.Tensor, torch.Tensor]:
+        """Computed squared norms (by Gram matrices, or from a table's rows), and the `row_products`: ``[units]`` each."""
+        if self.one_hot:
+            return ops.sqnorm(self.left, self.right, self.offsets(layout)), self.row_products(layout)
+        squares, products = ops.gram_norms([([self.left], self.right)], self.offsets(layout))
+        return squares[0], products[0]
+
+    @property
+    def poor(self) -> torch.Tensor:
+        """Of which units `powers` needed the direct route, bool ``[units]``, or one for all."""
+        return torch.zeros((), dtype=torch.bool, device=self.right.device)
+
+    def inner(self, other: Factors, layout: Layout) -> torch.Tensor:
+        """Inner products with the units' gradients of another use of the matrix, both straight and the other not tiled."""
+        offsets = self.offsets(layout), other.offsets(layout)
+        return ops.cross_inner(self.left, self.right, other.left, other.right, *offsets)
+
+    def add_to(self, total: torch.Tensor | None, weights: torch.Tensor, layout: Layout) -> torch.Tensor:
+        """Add the units' gradients by ``weights`` ``[units]`` to ``total`` ``[m, n]``, and return it.
+
+        Without a total one is made, but for one that is not dense.
+        """
+        return ops.weighted_sum(*self.oriented, weights, total, offsets=self.offsets(layout))
+
+    def unit_to(self, total: torch.Tensor, unit: int, bounds: Sequence[int]) -> None:
+        """Add one unit's gradient to ``total``; ``bounds`` are the offsets, on the host."""
+        left, right = (factor[bounds[unit] : bounds[unit + 1]] for factor in self.oriented)
+        ops.weighted_sum(left, right, torch.ones(right.shape[0], device=right.device), total)
+
+    def each_to(self, totals: torch.Tensor, layout: Layout) -> None:
+        """Add every unit's gradient to its own of ``totals`` ``[units, m, n]``."""
+        if not self.one_hot:
+            totals += ops.per_unit(*self.oriented, self.offsets(layout))
+            return
+        bounds = self.offsets(layout).tolist()
+        for unit, total in enumerate(totals):
+            self.unit_to(total, unit, bounds)
+
+    def unlike(self) -> list[torch.Tensor]:
+        """Which rows of what was made once for the norms and again for the sums were not the same; bool."""
+        return []
+
+
+def joined(uses: list[Factors], layout: Layout) -> list[Factors]:
+    """Join uses of one kind and length along each unit's tokens, so that k uses need one Gram and not k^2 cross terms."""
+    first = uses[0]
+    kinds = {(use.tiled, use.one_hot, use.swap, use.laned, use.right.shape) for use in uses}
+    if len(uses) < 2 or first.tiled or len(kinds) > 1 or layout.token_segments is not None:
+        return uses
+
+    def join(parts: list[torch.Tensor]) -> torch.Tensor:
+        blocks = [p.reshape(layout.lanes, -1, *p.shape[1:]) for p in parts]
+        return torch.cat(blocks, dim=1).flatten(0, 1)
+
+    return [Factors(join([u.left for u in uses]), join([u.right for u in uses]), first.laned, first.swap)]
+
+
+class PerUnit:
+    """The gradients of one parameter, unit by unit, from all of its uses in a micro-batch; one at a time is in memory."""
+
+    def __init__(self, uses: Sequence[Factors], instance: torch.Tensor | None, layout: Layout, shape: torch.Size):
+        self.uses = [(use, use.offsets(layout).tolist()) for use in uses]
+        self.instance = instance
+        self.shape = shape
+        self.device = layout.weights.device
+
+    def __getitem__(self, unit: int) -> torch.Tensor:
+        """The gradient of one unit, float32 in the parameter's shape, newly made."""
+        total = torch.zeros(self.shape, device=self.device)
+        if self.instance is not None:
+            total += self.instance[unit].reshape(self.shape)
+        for use, bounds in self.uses:
+            use.unit_to(total.view(total.shape[0], -1), unit, bounds)
+        return total

@@ -1,0 +1,410 @@
+"""Upper bounds of each unit's norms by group, from the captures of a backward pass as they arrive."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+import fastdp.ops as ops
+from fastdp.engine.bounds import Norms, UpperNorms, stacked
+from fastdp.engine.constants import sent
+from fastdp.engine.factors import Factors, PerUnit, joined
+from fastdp.engine.head import REMEASURED
+from fastdp.engine.layout import Layout
+from fastdp.engine.sums import Captures, Route, Sums, as_matrix
+from fastdp.ops.routes import plan
+
+
+@dataclass
+class _Entry:
+    """What one parameter has collected in a backward pass: factor pairs, and instantiated per-unit gradients."""
+
+    factors: list[Factors] = field(default_factory=list)
+    #: Uses in this pass, also of those whose factors are measured and let go of.
+    uses: int = 0
+    instance: torch.Tensor | None = None
+    #: Squared norms of ``instance``, where they came with it.
+    squared: torch.Tensor | None = None
+    #: Of uses that a second pass will add as factors though their norms come from ``instance``: the scale of the rounding
+    #: errors of both, and the constant of the largest.
+    products: torch.Tensor | None = None
+    added: float = 0.0
+
+    def add(self, instance: torch.Tensor, squared: torch.Tensor | None = None) -> None:
+        self.squared = squared if self.instance is None else None
+        # Some uses know the parameter's shape and some a matrix's.
+        self.instance = instance if self.instance is None else self.instance + instance.view_as(self.instance)
+
+    def reach(self, norm: torch.Tensor) -> torch.Tensor | None:
+        """`products` of all parts that are added apart, from the norm of the whole; None where the instance is added."""
+        # Each part is no longer than the whole and the others together.
+        return None if self.products is None else 3 * self.products + norm
+
+
+@dataclass(frozen=True)
+class _Gram:
+    """A use whose norms were found by Gram matrices, kept until it is known whether they are good enough."""
+
+    name: str
+    use: Factors
+    squares: torch.Tensor
+    products: torch.Tensor
+
+
+class NormSink(Captures):
+    """Computes upper bounds of norms as captures arrive; keeps what the weighted sums will need unless a second pass follows."""
+
+    def __init__(
+        self,
+        sums: Sums,
+        layout: Layout,
+        expected: Mapping[str, int],
+        *,
+        keep: bool,
+        instances: bool = False,
+    ):
+        super().__init__(sums)
+        self.all_whole = instances
+        self.layout = layout
+        self.expected = expected
+        self.keep = keep
+        self.routes = sums.routes
+        self.tables = sums.tables
+        self.entries: dict[str, _Entry] = {}
+        self.norms = Norms(len(self.policy.bounds), layout.units, layout.weights.device)
+        self._grams: list[_Gram] = []
+        #: Uses that wait for their Gram matrices, in groups that read the same input, by their axis of tokens.
+        self._waiting: dict[tuple[int, bool], list[tuple[torch.Tensor, list[tuple[str, Factors]]]]] = {}
+        self._small: dict[tuple[int, bool], list[tuple[str, torch.Tensor, torch.Tensor]]] = {}
+        self._held_bytes = 0
+        self.may_hold_bytes = may_hold(layout.weights.device) if keep else 0
+
+    def entry(self, parameter: torch.nn.Parameter) -> tuple[str, _Entry]:
+        """A parameter's name, and what it has collected."""
+        name = self.names[id(parameter)]
+        return name, self.entries.setdefault(name, _Entry())
+
+    def whole(self, parameter: torch.nn.Parameter, gradients: torch.Tensor, route: str, tokens: int) -> None:
+        name, entry = self.entry(parameter)
+        self.routes[name] = Route(route, parameter.numel(), 1, tokens, self.layout.units)
+        entry.add(gradients)
+
+    def matrix(self, parameter: torch.nn.Parameter, factors: Factors, layout: Layout) -> None:
+        name, entry = self.entry(parameter)
+        entry.uses += 1
+        masked = name in self.policy.masks
+        if masked:
+            factors = factors.dense()
+        tokens, columns = factors.right.shape
+        rows = factors.width or parameter.shape[0]
+        route = self._route(factors, rows)
+        # The gradient of a table has no small form, and its cross term with this use needs both as factors.
+        small = route == "instantiate" and name not in self.tables
+        shown = "masked" if masked and not small else route
+        self.routes[name] = Route(shown, rows, columns, tokens, layout.units)
+        if small:
+            self._instantiate(name, factors)
+            return
+        entry.factors.append(factors)
+        if masked or self.expected.get(name, 1) > 1:
+            return
+        self.require_once(name, entry)
+        if route == "gram":
+            self._defer(name, factors)
+        else:
+            add = self._add_tiled if factors.tiled else self._add_direct
+            add(name, factors)
+            self.drop(entry)
+
+    def _route(self, use: Factors, rows: int) -> str:
+        """How the norms of one use are found."""
+        if use.tiled:
+            return "tiles"
+        if use.one_hot:
+            return "row sums"
+        if self.all_whole:
+            return "instantiate"
+        return plan(
+            rows,
+            use.right.shape[1],
+            use.right.shape[0] // max(1, self.layout.units),
+            self.layout.units,
+            keeps_factors=self.keep,
+            dtype=use.right.dtype,
+            device=use.right.device,
+        )
+
+    def require_once(self, name: str, entry: _Entry) -> None:
+        """Raise RuntimeError if a parameter that the trace saw used once has come again."""
+        if entry.uses > 1:
+            raise RuntimeError(f"{name} was used more often than when the model was traced; its norm cannot be trusted")
+
+    def _add_tiled(self, name: str, use: Factors) -> None:
+        """A vocabulary's head, whose tiles gave its norms in the forward pass."""
+        rounding, longest, (squares, products) = use.rounding(), use.longest(self.layout), use.powers(self.layout)
+        added, poor = rounding.added(longest), use.poor
+        both = added + rounding.entry(longest)
+        self.add_powers(name, squares * poor, rounding, products=products * poor, added=both)
+        gram = rounding.gram(use.width, use.right.shape[1], longest)
+        squares, products = squares * ~poor, products * ~poor
+        self.add_powers(name, squares, rounding, products=products, gram=gram, added=added)
+
+    def add_powers(
+        self,
+        name: str,
+        powers: torch.Tensor,
+        rounding: ops.Rounding,
+        *,
+        products: torch.Tensor | None = None,
+        gram: float = 0.0,
+        added: float = 0.0,
+    ) -> None:
+        """Take the powers of a parameter's gradient into its group, or of both its parts into two."""
+        group, entries = self.policy.group_of[name], self.parameters[name].numel()
+        parts = [(group, powers)] if isinstance(group, int) else list(zip(group, powers))
+        for own, power in parts:
+            relative = rounding.squares(entries)
+            self.norms.add(own, power, entries, relative=relative, products=products, gram=gram, added=added)
+
+    def _add_direct(self, name: str, use: Factors) -> None:
+        rounding, tokens = use.rounding(), use.longest(self.layout)
+        self.add_powers(
+            name,
+            ops.sqnorm(use.left, use.right, use.offsets(self.layout), "direct"),
+            rounding,
+            products=use.row_products(self.layout),
+            added=rounding.entry(tokens) + rounding.added(tokens),
+        )
+
+    def _instantiate(self, name: str, factors: Factors) -> None:
+        """Wait for other small matrices (LoRA's): a GPU makes the gradients of all of them in one launch."""
+        left, right = factors.oriented
+        if not self.keep:
+            self.note_products(name, factors)
+        self._small.setdefault((right.shape[0], factors.laned), []).append((name, left, right))
+        self._held_bytes += left.nbytes + right.nbytes
+        if self._held_bytes > self.may_hold_bytes:
+            self._flush_small()
+
+    def _flush_small(self) -> None:
+        for (tokens, laned), uses in self._small.items():
+            names, lefts, rights = zip(*uses)
+            gradients, squared = ops.per_unit_group(lefts, rights, self.layout.offsets(tokens, laned=laned))
+            for name, gradient, row in zip(names, gradients, squared):
+                self.entries[name].add(gradient, row)
+        self._small.clear()
+        self._held_bytes = 0
+
+    def _defer(self, name: str, factors: Factors) -> None:
+        """Wait for other uses that read the same input (q, k and v; gate and up): its Gram matrix serves them all.
+
+        On a GPU that keeps factors for the sums anyway, all inputs wait for each other: one launch measures them all.
+        """
+        right = factors.right
+        groups = self._waiting.setdefault((right.shape[0], factors.laned), [])
+        same = (
+            groups
+            and groups[-1][0].data_ptr() == right.data_ptr()
+            and groups[-1][0].shape == right.shape
+            and groups[-1][0].stride() == right.stride()
+        )
+        if not same:
+            if not self.may_hold_bytes:
+                self._flush()
+                groups = self._waiting.setdefault((right.shape[0], factors.laned), [])
+            groups.append((right, []))
+        groups[-1][1].append((name, factors))
+
+    def _flush(self) -> None:
+        for (tokens, laned), groups in self._waiting.items():
+            if not groups:
+                continue
+            offsets = self.layout.offsets(tokens, laned=laned)
+            pairs = [([use.left for _, use in own], right) for right, own in groups]
+            squares, products = ops.gram_norms(pairs, offsets)
+            uses = [found for _, own in groups for found in own]
+            for (name, use), square, product in zip(uses, squares, products):
+                self._grams.append(_Gram(name, use, square, product))
+                self.drop(self.entries[name])
+        self._waiting.clear()
+        if not self.keep:
+            self._judge()
+
+    def _judge(self) -> None:
+        """Take the norms found by Gram matrices, and find those of the units anew for which they are not good enough.
+
+        A unit's group decides, over all that is known of it, so that a matrix whose gradient vanishes beside the others' is
+        not measured twice. On a GPU the units are chosen on the device, and nothing waits.
+        """
+        if not self._grams:
+            return
+        arithmetic = [(found.use.rounding(), found.use.longest(self.layout)) for found in self._grams]
+        constants = [
+            rounding.gram(found.use.width, found.use.right.shape[1], tokens)
+            for found, (rounding, tokens) in zip(self._grams, arithmetic)
+        ]
+        own = [self.policy.group_of[found.name] for found in self._grams]
+        groups = sent(tuple(own), torch.int64, self.layout.weights.device)
+        squares = stacked([found.squares for found in self._grams])
+        products = stacked([found.products for found in self._grams])
+        hidden = products.square()
+        hidden *= sent(tuple(constants), torch.float64, hidden.device).unsqueeze(1)
+        known = self.norms.measured().index_add_(0, groups, squares)
+        poor = (torch.zeros_like(known).index_add_(0, groups, hidden) > REMEASURED * known)[groups]
+        anew = poor.device.type != "cpu" or bool(poor.any())
+        rests = products
+        if anew:
+            squares, products = squares.masked_fill(poor, 0), products.masked_fill(poor, 0)
+            rests = rests.masked_fill(~poor, 0)
+        for at, (found, (rounding, tokens)) in enumerate(zip(self._grams, arithmetic)):
+            name, use, added = found.name, found.use, rounding.added(tokens)
+            if anew:
+                again = ops.chosen_sqnorm(use.left, use.right, use.offsets(self.layout), poor[at])
+                both = rounding.entry(tokens) + added
+                self.add_powers(name, again, rounding, products=rests[at], added=both)
+            self.add_powers(name, squares[at], rounding, products=products[at], gram=constants[at], added=added)
+        self._grams.clear()
+
+    def drop(self, entry: _Entry) -> None:
+        """Let go of factors that are measured, unless the weighted sums will need them."""
+        if not self.keep:
+            entry.factors.clear()
+
+    def note_products(self, name: str, use: Factors, order: int = 2) -> None:
+        """Of a use that is measured as an instance but added as factors: how far the two may be apart."""
+        products, rounding = use.row_products(self.layout, order), use.rounding()
+        entry = self.entries[name]
+        entry.products = products if entry.products is None else entry.products + products
+        # An instance may be made by a BLAS as well, in an order that is not known.
+        entry.added += 2 * rounding.added(use.longest(self.layout))
+
+    def _add_instances(self, entries: dict[str, _Entry]) -> None:
+        """Take the norms of whole gradients, finding in one launch those that did not come with them."""
+        unknown = [entry for entry in entries.values() if entry.squared is None]
+        if unknown:
+            rows = ops.instance_sqnorm_group([entry.instance for entry in unknown if entry.instance is not None])
+            for entry, row in zip(unknown, rows):
+                entry.squared = row
+        for name, entry in entries.items():
+            assert entry.instance is not None
+            assert entry.squared is not None
+            # An instance is added as it was measured.
+            products = None if entry.products is None else entry.reach(entry.squared.double().sqrt())
+            self.add_powers(name, entry.squared, ops.Rounding(entry.instance), products=products, added=entry.added)
+            if not self.keep:
+                entry.instance = entry.squared = None
+
+    def finish(self) -> UpperNorms:
+        """Upper bounds of what each unit adds, complete."""
+        self._flush()
+        self._flush_small()
+        self._judge()
+        whole: dict[str, _Entry] = {}
+        for name, entry in self.entries.items():
+            if name in self.policy.masks:
+                self._masked(name, entry)
+                continue
+            if entry.factors and (self.expected.get(name, 1) > 1 or entry.instance is not None):
+                self._several(name, entry)
+            if entry.instance is not None:
+                whole[name] = entry
+                if not self.keep:
+                    self._add_instances(whole)
+                    whole.clear()
+        self._add_instances(whole)
+        self._judge()
+        return self.norms.upper()
+
+    def _several(self, name: str, entry: _Entry) -> None:
+        """Norm of a parameter used several times: of the summed gradient, cross terms included (rule 5)."""
+        if entry.instance is not None:
+            self._put_together(name, entry)
+            return
+        uses = joined([use.straight for use in entry.factors], self.layout)
+        if len(uses) > 1:
+            self._crossed(name, uses)
+        elif uses[0].one_hot:
+            self._add_direct(name, uses[0])
+        else:
+            self._grams.append(_Gram(name, uses[0], *uses[0].powers(self.layout)))
+        self.drop(entry)
+
+    def _put_together(self, name: str, entry: _Entry) -> None:
+        """Make one whole gradient by unit of all that a parameter has collected."""
+        uses = [use.dense() for use in entry.factors]
+        if not self.keep:
+            for use in uses:
+                self.note_products(name, use)
+        shape = self.parameters[name].shape
+        if entry.instance is None:
+            total = torch.zeros(self.layout.units, *shape, device=self.layout.weights.device)
+        else:
+            # Not in place: a second pass gets the same instance again, and other captures may be the same tensor.
+            total = entry.instance.view(-1, *shape).clone()
+        for use in uses:
+            use.each_to(total.flatten(2), self.layout)
+        entry.instance, entry.squared = total, None
+        entry.factors.clear()
+
+    def _crossed(self, name: str, uses: list[Factors]) -> None:
+        """Uses of different kinds: a square each, and twice the inner product of each two."""
+        group = self.policy.group_of[name]
+        assert isinstance(group, int)
+        square = torch.zeros(self.layout.units, dtype=torch.float64, device=self.layout.weights.device)
+        products = torch.zeros_like(square)
+        gram, tokens = 0.0, 0
+        # What is tiled asks the others for an inner product.
+        uses = sorted(uses, key=lambda use: use.tiled)
+        for index, use in enumerate(uses):
+            rounding, longest = use.rounding(), use.longest(self.layout)
+            tokens += longest
+            squares, sizes = use.powers(self.layout)
+            square += squares
+            products += sizes
+            # The square of a table's rows is found from their sums, whose error counts twice.
+            gram = max(gram, rounding.gram(use.width, use.right.shape[1], longest), 3 * rounding.entry(longest))
+            for other in uses[:index]:
+                square += 2 * use.inner(other, self.layout)
+        rounding = ops.Rounding(*(factor for use in uses for factor in (use.left, use.right)))
+        added = rounding.added(tokens)
+        poor = gram * products.square() > REMEASURED * (self.norms.measured()[group] + square)
+        if poor.device.type == "cpu" and bool(poor.any()):
+            # Such a unit's gradient is put together, one at a time; elsewhere its weight is what the bound allows.
+            whole = PerUnit(uses, None, self.layout, self.parameters[name].shape)
+            again = torch.zeros_like(square)
+            for unit in poor.nonzero()[:, 0].tolist():
+                again[unit] = ops.instance_sqnorm(whole[unit][None])[0]
+            self.add_powers(name, again, rounding, products=torch.where(poor, products, 0), added=2 * added)
+            square, products = torch.where(poor, 0, square), torch.where(poor, 0, products)
+        self.add_powers(name, square, rounding, products=products, gram=gram, added=added)
+
+    def _masked(self, name: str, entry: _Entry) -> None:
+        mask = self.policy.masks[name]
+        if len(entry.factors) == 1 and entry.instance is None:
+            use = entry.factors[0]
+            squared = ops.masked_sqnorm(*use.oriented, use.offsets(self.layout), as_matrix(mask))
+            rounding, tokens = use.rounding(), use.longest(self.layout)
+            added = rounding.entry(tokens) + rounding.added(tokens)
+            products: torch.Tensor | None = use.row_products(self.layout)
+            self.drop(entry)
+        else:
+            if entry.factors:
+                self._put_together(name, entry)
+            assert entry.instance is not None
+            squared = ops.instance_masked_sqnorm(entry.instance.view(-1, *mask.shape), mask)
+            rounding, added = ops.Rounding(entry.instance), entry.added
+            products = entry.reach(squared.double().sum(0).sqrt())
+            if not self.keep:
+                entry.instance = None
+        self.add_powers(name, squared, rounding, products=products, added=added)
+
+
+def may_hold(device: torch.device) -> int:
+    """Bytes of factors that small matrices may hold back until they are multiplied in one launch.
+
+    Every use holds what ordinary training has let go of by then. On a GPU a 32nd of its memory is far below what the
+    activations of the layers between have left behind; on a processor there is no launch to save, so nothing waits.
+    """
+    return torch.cuda.get_device_properties(device).total_memory // 32 if device.type == "cuda" else 0

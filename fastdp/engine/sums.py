@@ -1,0 +1,174 @@
+"""Weighted sums over the units of a logical batch, by parameter, from factors and from whole gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+import fastdp.ops as ops
+from fastdp.engine.constants import sent
+from fastdp.engine.factors import Factors
+from fastdp.engine.layout import Layout
+from fastdp.engine.likeness import Compared, require_alike
+from fastdp.engine.policy import Policy
+
+
+@dataclass(frozen=True)
+class Route:
+    """How a parameter's norms were found in the latest pass, and the sizes that decided it."""
+
+    name: str
+    rows: int
+    columns: int
+    tokens: int
+    units: int
+
+
+class Sums:
+    """Float32 sums by parameter, and what is known of the parameters.
+
+    Args:
+        parameters: the trained parameters by name.
+        policy: their groups, masks and axes.
+    """
+
+    def __init__(self, parameters: Mapping[str, torch.nn.Parameter], policy: Policy):
+        self.parameters = parameters
+        self.names = {id(p): name for name, p in parameters.items()}
+        self.policy = policy
+        self.routes: dict[str, Route] = {}
+        #: Parameters that some use reads by row; the engine's trace says which.
+        self.tables: frozenset[str] = frozenset()
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the sums: a new logical batch begins."""
+        self.sums: dict[str, torch.Tensor] = {}
+        #: What was made twice, of each micro-batch: which of it the second time gave otherwise.
+        self.compared: list[Compared] = []
+
+    def require_alike(self) -> None:
+        """Raise `SelfCheckError`, naming a parameter, if something was added that was not what had been measured.
+
+        On a GPU this waits for the device, so it is for the release to ask.
+        """
+        for compared in self.compared:
+            require_alike(compared)
+        self.compared.clear()
+
+    def _weights(self, name: str, factors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        group = self.policy.group_of[name]
+        if isinstance(group, tuple):
+            return factors[group[0]], factors[group[1]]
+        return factors[group], None
+
+    def add_instances(self, instances: Mapping[str, torch.Tensor], factors: torch.Tensor) -> None:
+        """Add instantiated gradients ``[units, ...]`` of several parameters: in one launch all that have no mask."""
+        plain = []
+        for name, instance in instances.items():
+            if isinstance(self.policy.group_of[name], tuple):
+                self.add_instance(name, instance, factors)
+            else:
+                plain.append(name)
+        if not plain:
+            return
+        own = [group for name in plain if isinstance(group := self.policy.group_of[name], int)]
+        weights = factors.index_select(0, sent(tuple(own), torch.int64, factors.device))
+        shaped = [instances[name].reshape(-1, *self.parameters[name].shape) for name in plain]
+        totals = dict(zip(plain, ops.instance_sum_group(shaped, weights)))
+        again = [name for name in plain if name in self.sums]
+        if again:
+            torch._foreach_add_([self.sums[name] for name in again], [totals.pop(name) for name in again])
+        self.sums |= totals
+
+    def add_instance(self, name: str, instance: torch.Tensor, factors: torch.Tensor) -> None:
+        """Add instantiated per-unit gradients ``[units, ...]``; rows of weight 0 are selected out, NaN and all."""
+        weights, outside = self._weights(name, factors)
+        instance = instance.reshape(-1, *self.parameters[name].shape)
+        if outside is None:
+            total = ops.instance_sum(instance, weights)
+        else:
+            total = ops.instance_masked_sum(instance, weights, outside, self.policy.masks[name])
+        self._sum(name, total)
+
+    def _sum(self, name: str, total: torch.Tensor) -> None:
+        if name in self.sums:
+            self.sums[name] += total
+        else:
+            self.sums[name] = total
+
+    def add_factors(self, name: str, use: Factors, factors: torch.Tensor, layout: Layout) -> None:
+        """Add one use's weighted sum."""
+        inside, outside = self._weights(name, factors)
+        shape, total = self.parameters[name].shape, self.sums.get(name)
+        if outside is not None:
+            use = use.dense()
+        if total is None and (use.one_hot or use.tiled):
+            total = torch.zeros(shape, device=use.right.device)
+        flat = None if total is None else total.view(shape[0], -1)
+        if outside is None:
+            flat = use.add_to(flat, inside, layout)
+        else:
+            mask = as_matrix(self.policy.masks[name])
+            flat = ops.masked_weighted_sum(*use.oriented, inside, outside, mask, flat, use.offsets(layout))
+        self.sums[name] = flat.view(shape)
+        self.compared += [[([(name, len(rows))], rows)] for rows in use.unlike()]
+        if use.tiled and flat.device.type == "cpu":
+            self.require_alike()
+
+
+def as_matrix(mask: torch.Tensor) -> torch.Tensor:
+    """A mask of two dimensions as it is, so that its packed bits are found again; others flattened behind the first."""
+    return mask if mask.dim() == 2 else mask.flatten(1)
+
+
+class Captures:
+    """A sink that makes a unit's gradient of whatever is no matrix, whose uses and whole gradients its kinds take."""
+
+    def __init__(self, sums: Sums):
+        self.names = sums.names
+        self.parameters = sums.parameters
+        self.policy = sums.policy
+
+    def whole(self, parameter: torch.nn.Parameter, gradients: torch.Tensor, route: str, tokens: int) -> None:
+        """Take whole gradients by unit, made in the way that ``route`` names from so many ``tokens``."""
+        raise NotImplementedError
+
+    def tokens(self, parameter: torch.nn.Parameter, gradient: torch.Tensor, layout: Layout, laned: bool) -> None:
+        """A bias's gradient by token, ``[N, m]``."""
+        tokens = gradient.shape[0]
+        if not laned and layout.token_segments is not None:
+            if not layout.covers(tokens):
+                raise ValueError(f"a bias over {tokens} tokens does not follow the unit map")
+            out = gradient.new_zeros((layout.units, gradient.shape[1]), dtype=torch.float32)
+            summed = out.index_add_(0, layout.token_segments.reshape(-1), gradient.float())
+        else:
+            lanes = gradient.view(layout.lanes, -1, gradient.shape[1])
+            each = lanes[:, 0].float() if lanes.shape[1] == 1 else lanes.sum(1, dtype=torch.float32)
+            summed = layout.sum_lanes(each)
+        self.whole(parameter, summed, "token sums", tokens)
+
+    def vector(self, parameter: torch.nn.Parameter, lanes: torch.Tensor, layout: Layout) -> None:
+        """The gradient of an expanded parameter, ``[lanes, *shape]``."""
+        self.whole(parameter, layout.sum_lanes(lanes.float()), "expanded", layout.lanes)
+
+    def instances(self, parameter: torch.nn.Parameter, gradients: torch.Tensor, layout: Layout) -> None:
+        """Whole gradients by unit."""
+        self.whole(parameter, gradients.float(), "instantiate", layout.units)
+
+
+class SumSink(Captures):
+    """The second of two passes: adds each capture to the sums at once, so that no factor outlives its own backward."""
+
+    def __init__(self, sums: Sums, factors: torch.Tensor):
+        super().__init__(sums)
+        self.sums = sums
+        self.factors = factors
+
+    def whole(self, parameter: torch.nn.Parameter, gradients: torch.Tensor, route: str, tokens: int) -> None:
+        self.sums.add_instance(self.names[id(parameter)], gradients, self.factors)
+
+    def matrix(self, parameter: torch.nn.Parameter, factors: Factors, layout: Layout) -> None:
+        self.sums.add_factors(self.names[id(parameter)], factors, self.factors, layout)
