@@ -52,6 +52,9 @@ TRIED = {
     "lora": (5e-3, 1e-2, 2e-2),
     "adapter": (1e-2, 2e-2, 4e-2),
     "frost": (5e-3, 1e-2, 2e-2),
+    "soft": (2e-3, 5e-3, 1e-2),
+    "soft corrected": (2e-3, 5e-3, 1e-2),
+    "full corrected": (2e-3, 5e-3, 1e-2),
 }
 SHARED = {"random": "frost", "parameters": "values"}
 PLAIN_RATE = 3e-4
@@ -65,6 +68,8 @@ FROST: dict[str, Any] = {
     "selections": 1,
 }
 PEFT = ("lora", "adapter")
+#: Nothing frozen, every partition on its own scale; and both with the noise's variance taken off Adam's second moment.
+SOFT = ("soft", "soft corrected", "full corrected")
 
 
 @dataclass(frozen=True)
@@ -179,8 +184,13 @@ class Bench:
         form, size = row["form"], self.size
         if form == "non-private":
             return fastdp.NonPrivate()
-        if form in ("full", *PEFT):
-            return fastdp.DPSGD()
+        corrected = {"bias_correction": form.endswith("corrected")}
+        if form in ("full", "full corrected", *PEFT):
+            return fastdp.DPSGD(**corrected)  # type: ignore[arg-type]
+        if form in SOFT:
+            return fastdp.DPFrost(
+                unfreezing_ratio=1.0, axes_power=0.5, selection_rate=size.rates[0], **corrected, **options
+            )
         if form == "random":
             return fastdp.DPFrost(unfreezing_ratio=RATIO, choose_by="random", seed=row["seed"])
         if form == "values":
@@ -224,9 +234,10 @@ class Bench:
         data = self.train if data is None else data
         steps = size.steps if steps is None else steps
         trained = [p for p in model.parameters() if p.requires_grad]
+        adam = fastdp.optim.AdamW if row["form"].endswith("corrected") else torch.optim.AdamW
         return fastdp.make_private(
             model,
-            torch.optim.AdamW(trained, lr=self._learning_rate(row), weight_decay=0.0),
+            adam(trained, lr=self._learning_rate(row), weight_decay=0.0),
             DataLoader(data, batch_size=size.batch_size, collate_fn=data.collate),
             method=method,
             target_delta=1 / (2 * len(data)),
@@ -330,7 +341,8 @@ def settings(size: Size, seeds: int) -> Iterator[dict[str, Any]]:
     frost = {**FROST, "selection_rate": usual}
     rows: list[dict[str, Any]] = [{"part": "accuracy", "form": "non-private", "epsilon": "inf"}]
     for epsilon in size.epsilons:
-        rows += [{"part": "accuracy", "form": form, "epsilon": epsilon} for form in ("full", "random", "values", *PEFT)]
+        forms = ("full", "random", "values", *PEFT, *SOFT)
+        rows += [{"part": "accuracy", "form": form, "epsilon": epsilon} for form in forms]
         rows.append({**frost, "epsilon": epsilon})
     rows.append({**frost, "form": "parameters", "selection_steps": 1, "epsilon": size.compared})
     for kind in ("MG", "MGN", "MGNA"):
@@ -340,11 +352,14 @@ def settings(size: Size, seeds: int) -> Iterator[dict[str, Any]]:
     return by_seed(rows, seeds)
 
 
-def runs(bench: Bench, seeds: int, table: Table) -> Iterator[Run]:
-    """Everything that is measured: times, then learning rates, then the tables with the best of these."""
+def runs(bench: Bench, seeds: int, table: Table, forms: Sequence[str] = ()) -> Iterator[Run]:
+    """Everything that is measured: times, then learning rates, then the tables with the best of these; or that of some forms."""
     row: dict[str, Any] = {"part": "time"}
-    yield row, partial(bench.time, row)
+    if not forms:
+        yield row, partial(bench.time, row)
     for form, rates in TRIED.items():
+        if forms and form not in forms:
+            continue
         frost = {**FROST, "selection_rate": bench.size.rates[0]} if form == "frost" else {}
         for rate in rates:
             row = {
@@ -358,7 +373,8 @@ def runs(bench: Bench, seeds: int, table: Table) -> Iterator[Run]:
             yield row, partial(bench.run, row)
     bench.learn_rates(table.rows)
     for row in settings(bench.size, seeds):
-        yield row, partial(bench.run, row)
+        if not forms or row["form"] in forms:
+            yield row, partial(bench.run, row)
 
 
 def tables(rows: Sequence[dict[str, Any]], size: Size) -> str:
@@ -373,7 +389,7 @@ def tables(rows: Sequence[dict[str, Any]], size: Size) -> str:
     lines = ["Table 1", "", head, "|---" * (1 + len(size.epsilons)) + "|"]
     plain = cell(form="non-private")
     lines.append(f"| non-private | {' | '.join([plain] * len(size.epsilons))} |")
-    for form in ("full", "random", "values", *PEFT):
+    for form in ("full", "random", "values", *PEFT, *SOFT):
         lines.append(f"| {form} | {' | '.join(cell(form=form, epsilon=e) for e in size.epsilons)} |")
     lines.append(f"| frost | {' | '.join(cell(**usual, epsilon=e) for e in size.epsilons)} |")
     lines += ["", f"Table 3, epsilon {size.compared:g}", "", "| method | accuracy |", "|---|---|"]
@@ -422,16 +438,18 @@ def _plot_selected(rows: Sequence[dict[str, Any]], folder: Path) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure what is missing, then draw."""
-    options = parser_of(
+    parser = parser_of(
         __doc__,
         model="folder of all-MiniLM-L6-v2 or another encoder",
         train="TSV with the columns sentence and label",
         eval="TSV of the same form, held out",
-    ).parse_args(arguments)
+    )
+    parser.add_argument("--forms", nargs="+", default=(), help="only the learning rates and the accuracy of these")
+    options = parser.parse_args(arguments)
     quiet_libraries()
     size = {"default": Size(), "tiny": TINY, "full": FULL}[options.size]
     bench, table = Bench(options.model, options.train, options.eval, size), Table(options.json)
-    done = measure(table, runs(bench, options.seeds, table), options.minutes)
+    done = measure(table, runs(bench, options.seeds, table, options.forms), options.minutes)
     print(tables(table.rows, size), flush=True)
     if options.pictures and done:
         plot(table.rows, size, options.pictures)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -32,11 +32,14 @@ class RankOne:
 
     rows: Tensor
     columns: Tensor
+    #: What divides the second factor; None where all columns are 1, which saves a pass over it.
+    _divisor: Tensor | None = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for axes in (self.rows, self.columns):
             if axes.dim() != 1 or not bool((torch.isfinite(axes) & (axes > 0)).all()):
                 raise ValueError("axes are vectors of positive, finite numbers")
+        object.__setattr__(self, "_divisor", None if bool((self.columns == 1).all()) else self.columns)
 
     def check(self, name: str, shape: torch.Size) -> None:
         """Raise ValueError unless they are a parameter's."""
@@ -56,14 +59,14 @@ class RankOne:
         if factors.one_hot:
             by_token = self.rows[factors.left].unsqueeze(1)
             return Factors(
-                factors.left, _over(_over(factors.right, by_token), self.columns), factors.laned, factors.swap
+                factors.left, _over(_over(factors.right, by_token), self._divisor), factors.laned, factors.swap
             )
         first, second = factors.oriented
-        return factors.moved(_over(first, self.rows), _over(second, self.columns))
+        return factors.moved(_over(first, self.rows), _over(second, self._divisor))
 
 
-def _over(values: Tensor, axes: Tensor) -> Tensor:
-    return (values.float() / axes.float()).to(values.dtype)
+def _over(values: Tensor, axes: Tensor | None) -> Tensor:
+    return values if axes is None else (values.float() / axes.float()).to(values.dtype)
 
 
 class Scaled:

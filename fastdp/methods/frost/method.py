@@ -1,11 +1,11 @@
-"""DP-FROST as settings of the engine: a private selection of partitions, then DP-SGD on those alone."""
+"""DP-FROST as settings of the engine: a private selection of partitions, then DP-SGD on those, alike or each on its own scale."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -19,6 +19,7 @@ from fastdp.methods.frost.masked import MaskedPolicy, largest
 from fastdp.methods.frost.partitions import Declared, Partition, split
 from fastdp.methods.frost.selection import Selected, check_ratio, fill, select_partitions
 from fastdp.methods.frost.sigma import check_selection, split_budget
+from fastdp.methods.frost.soft import even_axes, known_magnitudes, soft_scales
 from fastdp.methods.geometry import Groups, check_clipping, clip_groups, describe_clipping
 from fastdp.methods.options import Options
 from fastdp.private.plan import Budget, Plan, SideRelease
@@ -26,6 +27,7 @@ from fastdp.private.preparation import Findings, Moment, Outcome, Preparation, R
 
 _KIND = "selection"
 _MASK = "mask."
+_SCALE = "scale."
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,8 @@ class DPFrost(Options):
     ``requires_grad=False`` and leave the optimizer.
 
     Args:
-        unfreezing_ratio: gamma, the largest share of the trained parameters that stays trained, in (0, 1).
+        unfreezing_ratio: gamma, the largest share of the trained parameters that stays trained, in (0, 1); or 1, which freezes
+            nothing, with ``axes_power``.
         max_grad_norm: the clipping threshold c, of training and of the magnitudes.
         magnitude: ``MG``, ``MGN`` or ``MGNA`` (Definition 8).
         norm_order: alpha of the magnitudes, 1 or 2.
@@ -54,6 +57,9 @@ class DPFrost(Options):
         granularity: ``partitions``, or ``parameters`` to choose single entries (the paper's PARAM and, by values, PVAL).
             All weights' gradients are computed then; entries that are not chosen keep their values, unless the
             optimizer decays weights.
+        axes_power: p in (0, 1]; weigh what stays trained by the released magnitudes instead of treating it alike. A partition's
+            gradient is clipped, and gets its noise, in units of its magnitude to this power (`soft.soft_scales`), which costs
+            nothing beside the release. At .5 the noise is least for a given loss to clipping. None: all alike, as in the paper.
         selection_noise_multiplier: sigma_ps given instead of calibrated; needed where `make_private` is given
             noise_multiplier.
         seed: of a random choice, which is public.
@@ -77,6 +83,7 @@ class DPFrost(Options):
     partitions: Declared | None = None
     choose_by: Literal["magnitudes", "random", "values"] = "magnitudes"
     granularity: Literal["partitions", "parameters"] = "partitions"
+    axes_power: float | None = None
     selection_noise_multiplier: float | None = None
     seed: int = 0
     mode: Literal["sound", "paper"] = "sound"
@@ -88,10 +95,16 @@ class DPFrost(Options):
         check_clipping(self.max_grad_norm, self.groups)
         Magnitude(self.magnitude, self.norm_order, self.max_grad_norm)
         check_selection(self.budget_ratio, self.selection_steps, self.selection_rate)
-        if not 0 < self.unfreezing_ratio < 1:
+        if self.unfreezing_ratio == 1 and self.axes_power is None:
+            raise ValueError("unfreezing_ratio is 1.0, which freezes nothing: set axes_power, or use DPSGD")
+        if not 0 < self.unfreezing_ratio <= 1:
+            raise ValueError(f"unfreezing_ratio is {self.unfreezing_ratio}: it must lie between 0 and 1")
+        if self.axes_power is not None and self.choose_by != "magnitudes":
             raise ValueError(
-                f"unfreezing_ratio is {self.unfreezing_ratio}: it must lie between 0 and 1; to train everything use DPSGD"
+                f"axes follow released magnitudes, not {self.choose_by}: leave axes_power or choose_by out"
             )
+        if self.axes_power is not None and not 0 < self.axes_power <= 1:
+            raise ValueError(f"axes_power is {self.axes_power}: it must be above 0, where all are alike, and at most 1")
         for name, choices in (
             ("choose_by", ("magnitudes", "random", "values")),
             ("granularity", ("partitions", "parameters")),
@@ -114,6 +127,8 @@ class DPFrost(Options):
             raise ValueError("single parameters are chosen without partitions: leave partitions out")
         if self.groups is not None:
             raise ValueError("single parameters are clipped as a whole: leave groups out")
+        if self.axes_power is not None:
+            raise ValueError("axes are of partitions: leave axes_power out, or granularity='parameters'")
         if self.choose_by == "magnitudes" and (self.selection_steps != 1 or self.magnitude != "MGNA"):
             raise ValueError("single parameters are chosen at once by MGNA: set selection_steps=1 and magnitude='MGNA'")
 
@@ -181,8 +196,9 @@ class DPFrost(Options):
     def conclude(self, findings: Findings) -> Outcome:
         """The selection, from the magnitudes that were released.
 
-        Returns for partitions ``iteration``, int64 by partition: which iteration chose it, 0 if it is frozen; and
-        ``observed``, the released magnitudes ``[steps, partitions]`` (NaN where a partition was chosen before). For single
+        Returns for partitions ``iteration``, int64 by partition: which iteration chose it, 0 if it is frozen;
+        ``observed``, the released magnitudes ``[steps, partitions]`` (NaN where a partition was chosen before); and with
+        ``axes_power`` the scale of each parameter that stays trained, ``scale.NAME``. For single
         parameters a boolean mask of each, ``mask.NAME``.
         """
         if self.granularity == "parameters":
@@ -194,7 +210,14 @@ class DPFrost(Options):
             chosen = fill(scores, partitions, self.unfreezing_ratio)
             return {"iteration": torch.from_numpy(chosen), "observed": torch.tensor([scores], dtype=torch.float64)}
         selected = self._select(partitions, findings, lambda t, remaining: findings.releases[t - 1])
-        return {"iteration": torch.from_numpy(selected.iteration), "observed": torch.from_numpy(selected.observed)}
+        outcome = {"iteration": torch.from_numpy(selected.iteration), "observed": torch.from_numpy(selected.observed)}
+        if self.axes_power is not None:
+            multiplier = findings.plan.kind(_KIND).noise_multiplier
+            known = known_magnitudes(selected, multiplier, self.selection_rate, self.estimation_iterations)
+            stay = [i for i, t in enumerate(selected.iteration) if t > 0]
+            scales = soft_scales([partitions[i] for i in stay], known[stay].tolist(), self.axes_power)
+            outcome |= {_SCALE + name: torch.tensor(scale) for name, scale in scales.items()}
+        return outcome
 
     def _select(
         self,
@@ -312,7 +335,11 @@ class DPFrost(Options):
         elif self.granularity == "parameters":
             masks = {name: outcome[_MASK + name].to(p.device) for name, p in parameters.items()}
             return MaskedPolicy.of(masks, self.max_grad_norm, noise_multiplier)
-        return clip_groups(parameters, noise_multiplier, self.max_grad_norm, self.groups)
+        policy = clip_groups(parameters, noise_multiplier, self.max_grad_norm, self.groups)
+        if self.axes_power is None or not outcome:
+            return policy
+        scales = {name: float(outcome[_SCALE + name]) for name in parameters}
+        return replace(policy, axes=even_axes(scales, parameters))
 
     def describe(self) -> dict[str, Any]:
         """The settings, for the card."""

@@ -30,11 +30,9 @@ class Selected:
 
 
 def check_ratio(partitions: Sequence[Partition], unfreezing_ratio: float) -> None:
-    """Raise ValueError unless gamma lies in (0, 1) and lets at least one partition be trained."""
-    if not 0 < unfreezing_ratio < 1:
-        raise ValueError(
-            f"unfreezing_ratio is {unfreezing_ratio}: it must lie between 0 and 1; to train everything use DPSGD"
-        )
+    """Raise ValueError unless gamma lies in (0, 1] and lets at least one partition be trained."""
+    if not 0 < unfreezing_ratio <= 1:
+        raise ValueError(f"unfreezing_ratio is {unfreezing_ratio}: it must be above 0 and at most 1")
     total = sum(partition.size for partition in partitions)
     smallest = min(partitions, key=lambda partition: partition.size)
     if smallest.size > unfreezing_ratio * total:

@@ -100,7 +100,7 @@ def test_a_ratio_below_the_smallest_partition_names_it() -> None:
         fill(np.zeros(len(matrices)), partitions(matrices), 0.25**4)
 
 
-@pytest.mark.parametrize("ratio", [0.0, 1.0, -0.5])
+@pytest.mark.parametrize("ratio", [0.0, 1.5, -0.5])
 def test_refuses_a_ratio_out_of_range(ratio: float) -> None:
     with pytest.raises(ValueError, match="unfreezing_ratio"):
         fill([1.0, 2.0], partitions([1, 1]), ratio)
