@@ -417,7 +417,7 @@ def simulated(gpu: Gpu, granularity: int = 512) -> Iterator[Meter]:
     from torch.fx.experimental import _config as config
     from triton.runtime.jit import JITFunction
 
-    from fastdp.engine import accumulator
+    from fastdp.engine import norms
     from fastdp.ops import routes
     from fastdp.ops.table import OPS
 
@@ -431,7 +431,7 @@ def simulated(gpu: Gpu, granularity: int = 512) -> Iterator[Meter]:
         for name, op in OPS.items():
             stack.enter_context(mock.patch.dict(op.implementations, {"meta": ours[name]}))
         stack.enter_context(mock.patch.dict(routes.DEFAULTS, constants))
-        stack.enter_context(mock.patch.object(accumulator, "_may_hold", return_value=gpu.memory // 32))
+        stack.enter_context(mock.patch.object(norms, "may_hold", return_value=gpu.memory // 32))
         for module in [m for name, m in sys.modules.items() if name.startswith("fastdp.kernels.")]:
             if hasattr(module, "processors"):
                 stack.enter_context(mock.patch.object(module, "processors", return_value=gpu.processors))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import random
 import warnings
 from collections import Counter, deque
@@ -15,30 +14,27 @@ import torch
 
 from fastdp.engine import selfcheck
 from fastdp.engine.accumulator import Accumulator
-from fastdp.engine.batches import as_long_as, leaves, map_tensors, take_rows, tensors, unpadded
+from fastdp.engine.batches import as_long_as, leaves, map_tensors, tensors
 from fastdp.engine.boundary import LossBoundary, OutputBoundary, find_loss, plain_gradients, replace_loss
 from fastdp.engine.errors import SelfCheckError, UnsupportedUse
+from fastdp.engine.forwards import PatchedForward, RootForward
 from fastdp.engine.guard import Guard
-from fastdp.engine.intercept import PatchedForward, Reads
 from fastdp.engine.later import Schedule, Structure
 from fastdp.engine.layout import Layout, Ticket
 from fastdp.engine.logits import VOCABULARY
 from fastdp.engine.losses import LossTerms, combine, intercepted, masked_mean
+from fastdp.engine.one_example import NO_LOSS, merged, rows_alone
 from fastdp.engine.policy import Policy, Unclipped
 from fastdp.engine.ranks import ONE, Ranks
+from fastdp.engine.reads import Reads
 from fastdp.engine.replay import Call, Replay, rounding, still, unchanged
 from fastdp.engine.trace import Trace, require_same, trace
 from fastdp.engine.uses import Sink, Tap
 
 #: How per-example gradients are obtained.
 USES, ONE_EXAMPLE, ORDINARY = "uses", "one-example", "ordinary"
-NO_LOSS = (
-    "the model returned no loss: pass labels to it, or state loss_reduction='mean' (or 'sum') to make_private and compute the "
-    "loss outside"
-)
 #: Whole gradients that take less than this share of the model's own memory are cheaper than a second backward pass.
 _INSTANCES = 0.125
-_ONE_ROW = Ticket(torch.zeros(1, dtype=torch.int64), torch.ones(1), is_last=True)
 
 
 @dataclasses.dataclass
@@ -129,7 +125,7 @@ class Engine:
         self._switches: list[Any] | None = None
         self._patches: dict[str, PatchedForward] = {}
         self._preparing = False
-        self._root = _RootForward(model, self)
+        self._root = RootForward(model, self.forward)
 
     def plain_forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own forward pass, with nothing intercepted but the logits of heads, left out."""
@@ -390,7 +386,7 @@ class Engine:
                 raise
             self._fall_back(str(error), waiting.ticket)
             with torch.enable_grad():
-                _, _, backward = self._alone(waiting.call, waiting.ticket, waiting.layout)
+                _, _, backward = rows_alone(self, waiting.call, waiting.ticket, waiting.layout)
             backward(upstream, False)
         finally:
             self.reads.tap = None
@@ -567,122 +563,19 @@ class Engine:
         finally:
             self._preparing, self.accumulator = False, kept
 
-    def _alone(
-        self, call: Call, ticket: Ticket, layout: Layout
-    ) -> tuple[list[Any], list[list[torch.Tensor]], Callable[[Any, bool], None]]:
-        """Each row a batch of its own: its output, what a backward pass starts from, and that backward pass."""
-        assert self.trace is not None
-        outputs = []
-        for row in range(ticket.rows):
-            single = take_rows(call, torch.tensor([row]), self.trace.carriers)
-            args, kwargs = unpadded(single, self.trace.carriers) if self.returns_loss else single
-            with intercepted(LossTerms(_ONE_ROW.layout(layout.weights.device), alone=True)):
-                outputs.append(self._root.plain(*args, **kwargs))
-        if self.returns_loss:
-            losses = [find_loss(output) for output in outputs]
-            if any(loss is None for loss in losses):
-                raise ValueError(NO_LOSS)
-            targets = [[loss] for loss in losses if loss is not None]
-        else:
-            targets = [[t for t in tensors(o) if t.requires_grad and t.dim() > 0] for o in outputs]
-
-        def backward(upstream: Any, retain: bool) -> None:
-            for unit in range(layout.units):
-                if float(layout.weights[unit]) == 0:
-                    continue
-                own = (ticket.row_units == unit).nonzero().reshape(-1).tolist()
-                self._one_unit(unit, [(r, targets[r]) for r in own], upstream, layout, self.scale(ticket))
-
-        return outputs, targets, backward
-
     def _one_at_a_time(self, call: Call, ticket: Ticket, layout: Layout) -> Any:
         """The universal route: each row is a batch of its own, so any model is differentiated exactly."""
-        outputs, targets, backward = self._alone(call, ticket, layout)
+        outputs, targets, backward = rows_alone(self, call, ticket, layout)
         waiting = Pass(ticket, layout, backward, Tap(layout), True, call)
-        merged = _merge_outputs(outputs)
+        output = merged(outputs)
         if self.returns_loss:
             rows = torch.stack([loss.detach().reshape(()).float() for (loss,) in targets])
-            return replace_loss(merged, self._loss(masked_mean(layout.sum_lanes(rows), layout.weights), waiting))
+            return replace_loss(output, self._loss(masked_mean(layout.sum_lanes(rows), layout.weights), waiting))
         flat = [torch.cat([row[i] for row in targets]) for i in range(len(targets[0]))]
         anchor = torch.zeros((), device=flat[0].device, requires_grad=True)
         outer = OutputBoundary.apply(anchor, lambda upstream: self._backward(waiting, upstream), flat)
         queue = deque(outer)
-        return map_tensors(merged, lambda t: queue.popleft() if t.requires_grad and t.dim() > 0 else t)
-
-    def _one_unit(self, unit: int, rows: list[Any], upstream: Any, layout: Layout, scale: float) -> None:
-        tops, seeds = [], []
-        for row, targets in rows:
-            for position, tensor in enumerate(targets):
-                if self.returns_loss:
-                    tops.append(tensor)
-                    seeds.append(torch.ones_like(tensor))
-                elif upstream[position] is not None:
-                    tops.append(tensor)
-                    seeds.append(upstream[position][row : row + 1] * scale)
-        gradients = plain_gradients(tops, seeds, self.parameters.values())
-        instances = {
-            name: gradient.float().unsqueeze(0)
-            for name, gradient in zip(self.parameters, gradients)
-            if gradient is not None
-        }
-        self.accumulator.add_unit(instances, layout.weights[unit : unit + 1])
-
-
-class _RootForward:
-    """The model's own forward, through the engine while training."""
-
-    def __init__(self, model: torch.nn.Module, engine: Engine):
-        self.model, self.engine = model, engine
-        self.had_own = "forward" in model.__dict__
-        self.original: Callable[..., Any] = model.forward
-        self.plain = self.original
-        # A compiler of the whole model would follow the engine into each of its checks; blocks may be compiled, each by itself.
-        self._train = torch.compiler.disable(engine.forward)
-        # Signature-driven callers (Trainer's column removal) look at `forward`.
-        self.__wrapped__ = self.original
-        model.forward = self  # type: ignore[method-assign]
-
-    def wrap(self, patch: PatchedForward) -> None:
-        """Let the root's own reads of parameters be intercepted too."""
-        patch.original = self.plain
-        self.original = patch
-        self.model.forward = self  # type: ignore[method-assign]
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not (self.model.training and torch.is_grad_enabled()):
-            return self.plain(*args, **kwargs)
-        return self._train(args, kwargs)
-
-    def unwrap(self) -> None:
-        """The root's own forward again, still through the engine."""
-        self.original = self.plain
-        self.model.forward = self  # type: ignore[method-assign]
-
-    def remove(self) -> None:
-        if self.had_own:
-            self.model.forward = self.plain  # type: ignore[method-assign]
-        else:
-            self.model.__dict__.pop("forward", None)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return functools.partial(type(self.model).forward, memo[id(self.model)])
-
-    def __reduce__(self) -> Any:
-        return functools.partial, (type(self.model).forward, self.model)
-
-
-def _merge_outputs(outputs: list[Any]) -> Any:
-    """One output for all rows: tensors with a row dimension concatenated, everything else from the first row."""
-    columns = [list(tensors(output)) for output in outputs]
-    position = iter(range(len(columns[0])))
-
-    def merge(t: torch.Tensor) -> torch.Tensor:
-        index = next(position)
-        parts = [column[index] for column in columns]
-        same = t.dim() > 0 and all(p.shape[1:] == t.shape[1:] for p in parts)
-        return torch.cat(parts) if same else t
-
-    return map_tensors(outputs[0], merge)
+        return map_tensors(output, lambda t: queue.popleft() if t.requires_grad and t.dim() > 0 else t)
 
 
 def _real(ticket: Ticket) -> Ticket:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -170,42 +169,3 @@ def _plain_linear(reads: Reads, input: Any, weight: Any, bias: Any = None) -> An
     if not reads.heads.holds(weight):
         return F.linear(input, weight, bias)
     return reads.heads.leave_out(input, weight, bias, lambda: F.linear(input, weight, bias))
-
-
-class PatchedForward:
-    """A module's forward that opens a `UseMode` while the engine records; otherwise it is the original.
-
-    Attributes of the module are never replaced, so state-dict keys stay what they were.
-    """
-
-    def __init__(self, module: torch.nn.Module, reads: Reads):
-        self.module = module
-        self.reads = reads
-        self.original: Callable[..., Any] = module.forward
-        self.had_own = "forward" in module.__dict__
-        functools.update_wrapper(self, self.original, updated=())
-        module.forward = self  # type: ignore[method-assign]
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        tap = self.reads.tap
-        if self.reads.mode_open or (tap is None and not self.reads.heads.plainly):
-            return self.original(*args, **kwargs)
-        self.reads.mode_open = True
-        try:
-            with PlainHeads(self.reads) if tap is None else UseMode(self.reads, tap):
-                return self.original(*args, **kwargs)
-        finally:
-            self.reads.mode_open = False
-
-    def remove(self) -> None:
-        if self.had_own:
-            self.module.forward = self.original  # type: ignore[method-assign]
-        else:
-            del self.module.__dict__["forward"]
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        # A copy of the model is a plain model: its own class's forward, bound to the copied module.
-        return functools.partial(type(self.module).forward, memo[id(self.module)])
-
-    def __reduce__(self) -> Any:
-        return functools.partial, (type(self.module).forward, self.module)

@@ -8,113 +8,17 @@ copy of the value a row. That gradient then goes back to the parameters, unit by
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-import fastdp.ops as ops
 from fastdp.engine.errors import UnsupportedUse
-from fastdp.engine.factors import Factors
 from fastdp.engine.rows import Fold, Met
-from fastdp.engine.uses import ExpandUse, Sink, Tap, is_detach, is_metadata
-
-#: Where the factors of a value's gradient go: to each parameter that the value is an indexing, a sum or a product of.
-Pull = Callable[[Factors], list[tuple[torch.nn.Parameter, Factors]]]
-
-
-@dataclass(frozen=True)
-class Shared:
-    """A value that is the same for all rows.
-
-    Args:
-        value: with a graph back to ``sources``, or without one where no gradient flows.
-        sources: the parameters that it is computed from.
-        pull: sends the factors of a matrix's gradient to the parameters without making the gradient; None if there is no
-            such way.
-    """
-
-    value: torch.Tensor
-    sources: tuple[torch.nn.Parameter, ...]
-    pull: Pull | None = None
-
-    def give_factors(self, sink: Sink, factors: Factors, tap: Tap) -> None:
-        """Hand a sink the factors of a gradient of the value."""
-        layout = tap.layout
-        if self.pull is not None:
-            for parameter, own in self.pull(factors):
-                sink.matrix(parameter, own, layout)
-            return
-        left, right = factors.oriented
-        gradients = ops.per_unit(left, right, layout.offsets(right.shape[0], laned=factors.laned))
-        self._give(gradients.view(-1, *self.value.shape), lambda p, g: sink.instances(p, g, layout))
-
-    def give_lanes(self, sink: Sink, gradients: torch.Tensor, tap: Tap) -> None:
-        """Hand a sink gradients of the value by lane, ``[lanes, *shape]``."""
-        self._give(gradients, lambda p, g: sink.vector(p, g, tap.layout))
-
-    def _give(self, gradients: torch.Tensor, hand: Callable[[torch.nn.Parameter, torch.Tensor], None]) -> None:
-        if not self.value.requires_grad:
-            return
-        given, sources = gradients.to(self.value.dtype), self.sources
-        found: Sequence[torch.Tensor | None]
-        with torch.enable_grad():
-            try:
-                found = torch.autograd.grad(
-                    self.value, sources, given, is_grads_batched=True, retain_graph=True, allow_unused=True
-                )
-            except RuntimeError:
-                # Some operations have no batched derivative: one after another, then.
-                each = (
-                    torch.autograd.grad(self.value, sources, g, retain_graph=True, allow_unused=True) for g in given
-                )
-                columns = ([g for g in column if g is not None] for column in zip(*each))
-                found = tuple(torch.stack(column) if column else None for column in columns)
-        for parameter, gradient in zip(sources, found):
-            if gradient is not None:
-                hand(parameter, gradient)
-
-
-class SharedProduct(torch.autograd.Function):
-    """``x W^T`` (or ``x W`` when ``swap``) with W a value of parameters; x is [..., n], its rows where ``fold`` says."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, shared: Shared, tap: Tap, swap: bool, fold: Fold, *sources: torch.Tensor
-    ) -> torch.Tensor:
-        ctx.tap, ctx.shared, ctx.swap, ctx.fold = tap, shared, swap, fold
-        weight = shared.value.detach()
-        ctx.x_dtype = x.dtype
-        ctx.save_for_backward(x)
-        return F.linear(x, weight.t() if swap else weight)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        (x,), gradient = ctx.saved_tensors, gradients[0]
-        ordered = (ctx.fold.front(t, ctx.tap.layout.rows) for t in (gradient, x))
-        left, right = (t.reshape(-1, t.shape[-1]) for t in ordered)
-        ctx.shared.give_factors(ctx.tap.open(), Factors(left, right, False, ctx.swap), ctx.tap)
-        back = None
-        if ctx.needs_input_grad[0]:
-            weight = ctx.shared.value.detach()
-            back = F.linear(gradient, weight if ctx.swap else weight.t()).to(ctx.x_dtype)
-        return (back, None, None, None, None, *[None] * len(ctx.shared.sources))
-
-
-class SharedLanes(torch.autograd.Function):
-    """A value of parameters, one copy a lane."""
-
-    @staticmethod
-    def forward(ctx: Any, shared: Shared, tap: Tap, *sources: torch.Tensor) -> torch.Tensor:
-        ctx.shared, ctx.tap = shared, tap
-        return shared.value.detach().expand(tap.layout.lanes, *shared.value.shape)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        ctx.shared.give_lanes(ctx.tap.open(), gradients[0], ctx.tap)
-        return (None, None, *[None] * len(ctx.shared.sources))
+from fastdp.engine.shared import Shared, SharedLanes, SharedProduct, pull_through
+from fastdp.engine.uses import ExpandUse, Tap, is_detach, is_metadata
 
 
 class PerLane(torch.Tensor):
@@ -213,23 +117,6 @@ _ELEMENTWISE = frozenset(
 )
 #: Operations that take a laid-out parameter beside an activation as they would take a second activation.
 _JOINS = frozenset({torch.cat, torch.concat, torch.concatenate, F.scaled_dot_product_attention})
-
-
-def _functions(names: str, *owners: Any) -> frozenset[Any]:
-    owners = owners or (torch, torch.Tensor)
-    return frozenset(f for name in names.split() for owner in owners if (f := getattr(owner, name, None)) is not None)
-
-
-#: These only choose and arrange entries of their first argument.
-_INDEXING = _functions(
-    "t transpose permute movedim moveaxis swapaxes swapdims adjoint __getitem__ narrow chunk split tensor_split select unbind "
-    "index_select flip contiguous clone view reshape flatten unflatten squeeze unsqueeze"
-) | {getattr(torch.Tensor, name).__get__ for name in ("T", "mT", "H", "mH")}
-_SCALING = _functions("mul multiply __mul__ __rmul__ div true_divide __truediv__")
-_ADDING = _functions("add __add__ __radd__")
-_CASTING = _functions("to float double half bfloat16 type_as")
-_JOINING = frozenset({torch.cat, torch.concat, torch.concatenate})
-_PRODUCTS = _functions("matmul mm __matmul__")
 
 
 def _apply(func: Any, args: Any, kwargs: Any) -> Any:
@@ -354,135 +241,13 @@ def _among(func: Any, args: Any, kwargs: Any, sources: tuple[torch.nn.Parameter,
         return None if result is None else target
     if isinstance(result, (bool, int, float)):
         return result
-    parts = itertools.count()
+    parts, given = itertools.count(), _put(tuple(args), lambda p: p.shared)
 
     def wrap(value: torch.Tensor) -> PerLane:
         part = None if value is result else next(parts)
-        return PerLane(None, tap, Shared(value, sources, _pull(func, args, kwargs, value, part)))
+        return PerLane(None, tap, Shared(value, sources, pull_through(func, given, kwargs, value, part)))
 
     return _of_results(result, wrap, func)
-
-
-def _pull(func: Any, args: Any, kwargs: Any, result: torch.Tensor, part: int | None) -> Pull | None:
-    """The way of factors through one operation, if they stay factors."""
-    if result.dim() < 2 or not args:
-        return None
-    first = args[0]
-    pulls = [a.shared.pull if isinstance(a, PerLane) and a.shared is not None else None for a in args[:2]]
-    own = pulls[0]
-    if func in _INDEXING and own is not None:
-        return _through_index(own, func, first, args, kwargs, part)
-    if func in _CASTING and own is not None:
-        return own
-    if len(args) < 2 and func not in _JOINING:
-        return None
-    if func in _JOINING:
-        return _through_parts(first, args[1] if len(args) > 1 else kwargs.get("dim", 0))
-    second = args[1]
-    if func in _SCALING and own is not None and _scalar(second) and not kwargs:
-        factor = second if func not in _functions("div true_divide __truediv__") else 1 / second
-        return lambda f: own(replace(f, left=f.left * factor))
-    if func in _ADDING and not kwargs:
-        return _through_sum(args[:2], result)
-    if func in _PRODUCTS or func is F.linear:
-        if len(args) > 2 or kwargs or not all(isinstance(a, torch.Tensor) and a.dim() == 2 for a in args):
-            return None
-        return _through_product(args, pulls, transposed=func is F.linear)
-    return None
-
-
-def _scalar(value: Any) -> bool:
-    return isinstance(value, (int, float)) or (
-        isinstance(value, torch.Tensor) and not isinstance(value, PerLane) and value.dim() == 0
-    )
-
-
-def _through_index(own: Pull, func: Any, first: PerLane, args: Any, kwargs: Any, part: int | None) -> Pull | None:
-    """Through a choice of whole rows and columns, which are found by doing the same to their numbers."""
-    if first.dim() < 2:
-        return None
-    shape, device = first.shape, first.device
-    sizes = shape[0], shape[1:].numel()
-    of_rows = torch.arange(sizes[0], device=device).view(-1, *[1] * (len(shape) - 1)).expand(shape)
-    of_columns = torch.arange(sizes[1], device=device).view(1, *shape[1:]).expand(shape)
-    done = [func(t, *args[1:], **kwargs) for t in (of_rows, of_columns)]
-    rows, columns = (d if part is None else d[part] for d in done)
-    rows, columns = rows.flatten(1), columns.flatten(1)
-    swapped = not _constant(rows, 1)
-    if swapped:
-        rows, columns = rows.t(), columns.t()
-    if not rows.numel() or not (_constant(rows, 1) and _constant(columns, 0)):
-        return None
-    chosen = [
-        None if torch.equal(index, torch.arange(size, device=device)) else index
-        for index, size in zip((rows[:, 0], columns[0]), sizes)
-    ]
-
-    def pull(factors: Factors) -> list[tuple[torch.nn.Parameter, Factors]]:
-        given = reversed(factors.oriented) if swapped else factors.oriented
-        first, second = (
-            f if index is None else f.new_zeros(f.shape[0], size).index_add_(1, index, f)
-            for f, index, size in zip(given, chosen, sizes)
-        )
-        return own(factors.moved(first, second, turned=swapped))
-
-    return pull
-
-
-def _constant(numbers: torch.Tensor, axis: int) -> bool:
-    """Whether the numbers do not change along an axis."""
-    return numbers.stride(axis) == 0 or torch.equal(numbers, numbers.narrow(axis, 0, 1).expand_as(numbers))
-
-
-def _through_parts(parts: Any, dim: Any) -> Pull | None:
-    """Through a concatenation of matrices: each has its own columns of one of the factors."""
-    if not isinstance(parts, (list, tuple)) or not isinstance(dim, int):
-        return None
-    pulls = [p.shared.pull if isinstance(p, PerLane) and p.shared is not None else None for p in parts]
-    if any(isinstance(p, PerLane) and pull is None for p, pull in zip(parts, pulls)):
-        return None
-    sizes, first = [p.shape[dim] for p in parts], dim % 2 == 0
-
-    def pull(factors: Factors) -> list[tuple[torch.nn.Parameter, Factors]]:
-        side = "left" if first != factors.swap else "right"
-        cut = getattr(factors, side).split(sizes, dim=1)
-        pairs = [own(replace(factors, **{side: piece})) for own, piece in zip(pulls, cut) if own is not None]
-        return [pair for found in pairs for pair in found]
-
-    return pull
-
-
-def _through_sum(terms: Any, result: torch.Tensor) -> Pull | None:
-    """Through a sum of matrices of one shape; constants take nothing."""
-    pulls = []
-    for term in terms:
-        if not isinstance(term, PerLane):
-            continue
-        if term.shared is None or term.shared.pull is None or term.shape != result.shape:
-            return None
-        pulls.append(term.shared.pull)
-    return lambda factors: [pair for own in pulls for pair in own(factors)]
-
-
-def _through_product(args: Any, pulls: list[Pull | None], *, transposed: bool) -> Pull | None:
-    """Through ``A B`` (or ``A B^T``): A takes (L, R B^T), B takes (A^T L, R)."""
-    if any(isinstance(a, PerLane) and own is None for a, own in zip(args, pulls)):
-        return None
-    a, b = (t.single.detach() if isinstance(t, PerLane) else t for t in args)
-    b = b.t() if transposed else b
-
-    def pull(factors: Factors) -> list[tuple[torch.nn.Parameter, Factors]]:
-        left, right = factors.oriented
-        found = []
-        if pulls[0] is not None:
-            found += pulls[0](factors.moved(left, right @ b.t().to(right.dtype)))
-        if pulls[1] is not None:
-            inner = left @ a.to(left.dtype)
-            pair = (right, inner) if transposed else (inner, right)
-            found += pulls[1](factors.moved(*pair, turned=transposed))
-        return found
-
-    return pull
 
 
 @dataclass(frozen=True)

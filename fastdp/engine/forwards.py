@@ -1,0 +1,90 @@
+"""Forwards in the place of modules' own, for as long as the engine is open: a reader's, and that of the whole model."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from fastdp.engine.intercept import PlainHeads, UseMode
+from fastdp.engine.reads import Reads
+
+
+class _Forward:
+    """Stands in a module's ``forward`` attribute. No other attribute is replaced, so state-dict keys stay what they were."""
+
+    def __init__(self, module: torch.nn.Module):
+        self.module = module
+        self.had_own = "forward" in module.__dict__
+        self.plain: Callable[..., Any] = module.forward
+        self.original = self.plain
+        # Signature-driven callers (Trainer's column removal) look at `forward`.
+        functools.update_wrapper(self, self.plain, updated=())
+        self.place()
+
+    def place(self) -> None:
+        """Take the attribute."""
+        self.module.forward = self  # type: ignore[method-assign]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError
+
+    def remove(self) -> None:
+        """Give the module its own forward back."""
+        if self.had_own:
+            self.module.forward = self.plain  # type: ignore[method-assign]
+        else:
+            self.module.__dict__.pop("forward", None)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        # A copy of the model is a plain model: its own class's forward, bound to the copied module.
+        return functools.partial(type(self.module).forward, memo[id(self.module)])
+
+    def __reduce__(self) -> Any:
+        return functools.partial, (type(self.module).forward, self.module)
+
+
+class PatchedForward(_Forward):
+    """The forward of a module that reads trained parameters: opens a `UseMode` while the engine records."""
+
+    def __init__(self, module: torch.nn.Module, reads: Reads):
+        super().__init__(module)
+        self.reads = reads
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        tap = self.reads.tap
+        if self.reads.mode_open or (tap is None and not self.reads.heads.plainly):
+            return self.original(*args, **kwargs)
+        self.reads.mode_open = True
+        try:
+            with PlainHeads(self.reads) if tap is None else UseMode(self.reads, tap):
+                return self.original(*args, **kwargs)
+        finally:
+            self.reads.mode_open = False
+
+
+class RootForward(_Forward):
+    """The model's forward: ``train`` of its arguments while training."""
+
+    def __init__(self, model: torch.nn.Module, train: Callable[[Any, Any], Any]):
+        super().__init__(model)
+        # A compiler of the whole model would follow the engine into each of its checks; blocks may be compiled, each by itself.
+        self._train = torch.compiler.disable(train)
+
+    def wrap(self, patch: PatchedForward) -> None:
+        """Let the root's own reads of parameters be intercepted too."""
+        patch.original = self.plain
+        self.original = patch
+        self.place()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not (self.module.training and torch.is_grad_enabled()):
+            return self.plain(*args, **kwargs)
+        return self._train(args, kwargs)
+
+    def unwrap(self) -> None:
+        """The root's own forward again, still through the engine."""
+        self.original = self.plain
+        self.place()
