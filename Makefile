@@ -66,7 +66,7 @@ ifeq ($(ARCH),$(shell uname -m))
 	$(TRIED)/bin/python -m pip --disable-pip-version-check -q install -c build/wheel/constraints.txt dist/*manylinux*_$(ARCH).whl
 	$(TOOLS)/bin/cyclonedx-py environment --of JSON -o dist/sbom.json $(TRIED)
 	mkdir $(TRIED)/elsewhere
-	cd $(TRIED)/elsewhere && export PATH=$(CURDIR)/$(TRIED)/bin HF_HUB_OFFLINE=1 && python -I $(CURDIR)/tests/wheel.py && fastdp doctor && fastdp quickstart && fastdp prove quickstart
+	cd $(TRIED)/elsewhere && export PATH=$(CURDIR)/$(TRIED)/bin HF_HUB_OFFLINE=1 && python -I $(CURDIR)/tests/wheel.py && fastdp doctor && fastdp quickstart --records 256 && fastdp prove quickstart
 endif
 
 # The tests of what touches other libraries, with the oldest of these that pyproject.toml allows.

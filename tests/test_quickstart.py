@@ -65,6 +65,13 @@ def test_the_model_is_small_and_is_what_the_recipe_describes():
     assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
 
 
+def test_too_few_records_are_refused_before_anything_is_written(tmp_path):
+    result = CliRunner().invoke(app, ["quickstart", "--output", str(tmp_path / "runs"), "--records", "200"])
+    assert result.exit_code == 1
+    assert "200 records are fewer than a batch of 256" in result.stderr
+    assert not (tmp_path / "runs").exists()
+
+
 @pytest.mark.slow
 def test_quickstart_learns_with_privacy(tmp_path):
     output = tmp_path / "quickstart"

@@ -7,6 +7,7 @@ comes from the card (a curator's name, what the model is for) is theirs, and not
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping
 from html import escape
@@ -16,13 +17,13 @@ import yaml
 
 from fastdp.accounting import page
 from fastdp.accounting.claim import Gaussian, read_claim, rounded_up
-from fastdp.accounting.meaning import membership_bound
+from fastdp.accounting.meaning import membership_bounds
 from fastdp.accounting.serialisation import canonical, parse
 
 Format = Literal["huggingface", "registry", "nist", "html"]
 FORMATS: tuple[Format, ...] = get_args(Format)
 #: Raised whenever the words of a form change: older pages are then not compared word by word, and `verify` says so.
-VERSION = 1
+VERSION = 2
 SUFFIXES: dict[Format, str] = {"huggingface": ".md", "registry": ".yaml", "nist": ".md", "html": ".html"}
 
 _BEGIN = re.compile(r"fastdp-card (\w+) (\d+) begin")
@@ -385,15 +386,18 @@ _SIDE, _LEFT, _TOP = 300, 52, 12
 
 
 def _curve(card: Mapping[str, Any]) -> str:
-    """The event's bound on any membership test, drawn: true accusations over false ones."""
+    """The event's bound on any membership test, drawn: true accusations over false ones, nowhere below the bound itself."""
     claim = read_claim(card)
     assert isinstance(claim, Gaussian)
-    shares = [0.0, *(10 ** (-3 + k / 8) for k in range(24)), 1.0]
 
-    def at(x: float, y: float) -> str:
-        return f"{_LEFT + _SIDE * x:.0f},{_TOP + _SIDE * (1 - y):.0f}"
+    def at(x: int, y: float) -> str:
+        return f"{_LEFT + x},{_TOP + math.floor(10 * _SIDE * (1 - y)) / 10:g}"
 
-    drawn = " ".join(at(x, membership_bound(claim.event, x, claim.adjacency)) for x in shares)
+    bounds = membership_bounds(claim.event, [x / _SIDE for x in range(_SIDE + 1)], claim.adjacency)
+    # The bound is concave, so straight lines between its points lie below it. It grows as well: each stretch of a pixel's
+    # width therefore begins at the bound of its end.
+    points = [(0, bounds[0]), *enumerate(bounds[1:]), (_SIDE, 1.0)]
+    drawn = " ".join(at(x, y) for x, y in points)
     grid = "".join(
         f'<path class="grid" d="M{_LEFT} {_TOP + _SIDE * k // 4}h{_SIDE}M{_LEFT + _SIDE * k // 4} {_TOP}v{_SIDE}"/>'
         f'<text x="{_LEFT - 6}" y="{_TOP + _SIDE - _SIDE * k // 4 + 4}" text-anchor="end">{25 * k}%</text>'
@@ -402,7 +406,7 @@ def _curve(card: Mapping[str, Any]) -> str:
     )
     return (
         f'<svg viewBox="0 0 {_LEFT + _SIDE + 20} {_TOP + _SIDE + 42}" role="img" aria-label="most that a test can find, over '
-        f'what it accuses wrongly">{grid}<path class="guess" d="M{at(0, 0)}L{at(1, 1)}"/>'
+        f'what it accuses wrongly">{grid}<path class="guess" d="M{at(0, 0)}L{at(_SIDE, 1)}"/>'
         f'<polyline class="curve" points="{drawn}"/>'
         f'<text x="{_LEFT + _SIDE // 2}" y="{_TOP + _SIDE + 36}" text-anchor="middle">accused wrongly</text>'
         f'<text transform="rotate(-90)" x="{-(_TOP + _SIDE // 2)}" y="12" text-anchor="middle">found at most</text></svg>'
@@ -421,7 +425,7 @@ h1 { font-size: 1.5rem } h2 { font-size: 1.1rem; margin-top: 2rem }
 .beside > .wide { flex: 1 1 14rem } .beside > svg { flex: 1 1 16rem; max-width: 22rem }
 .wide { overflow-x: auto } table { border-collapse: collapse; width: 100%; font-size: .92rem }
 td, th { border-bottom: 1px solid var(--line); padding: .35rem .5rem; text-align: left; vertical-align: top }
-td { overflow-wrap: anywhere } td:first-child { color: var(--quiet) }
+td { overflow-wrap: anywhere } td:first-child { color: var(--quiet); overflow-wrap: normal }
 pre { overflow-x: auto; font-size: .8rem } code { font-size: .9em }
 svg text { fill: var(--quiet); font-size: 12px } .grid { stroke: var(--line); fill: none }
 .guess { stroke: var(--quiet); stroke-dasharray: 4 4; fill: none }

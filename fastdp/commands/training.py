@@ -152,9 +152,10 @@ def _print_result(result: Result) -> None:
 def quickstart_command(
     output: Annotated[Path, typer.Option(help="folder for the runs")] = Path("runs/quickstart"),
     seed: Annotated[int, typer.Option(help="seed of the generated records and of new weights")] = 0,
+    records: Annotated[int, typer.Option(help="how many are trained on; fewer are sooner done, and teach less")] = 3072,
 ) -> None:
     """Fine-tune a small model on invented records, without and with privacy, and compare; needs no network."""
     from fastdp.quickstart.run import quickstart
 
     quiet_libraries()
-    quickstart(output, seed, console, ProgressReporter)
+    quickstart(output, seed, console, ProgressReporter, records)

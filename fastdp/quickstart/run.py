@@ -17,10 +17,10 @@ from fastdp.finetune import ConfigError, FinetuneConfig, Reporter, Result, finet
 from fastdp.finetune.report import build_report
 from fastdp.quickstart.corpus import private_records
 
-TRAIN, HELD_OUT = 3_072, 400
+HELD_OUT, BATCH = 400, 256
 EPSILON, DELTA = 8.0, 1e-5
 # One set of settings for both runs, so that nothing but privacy differs between them.
-SETTINGS = {"epochs": 4, "batch_size": 256, "learning_rate": 8e-3, "schedule": "linear", "max_length": 80}
+SETTINGS = {"epochs": 4, "batch_size": BATCH, "learning_rate": 8e-3, "schedule": "linear", "max_length": 80}
 
 _BEGIN = """This fine-tunes a small language model on {train} invented medical records, twice: without privacy, and with
 differential privacy at epsilon {epsilon:g}. It needs no network and a minute or two, and ends with a table of what
@@ -36,7 +36,7 @@ What to try next:
   in your own training loop    fastdp.make_private(model, optimizer, data_loader, ...), see README.md"""
 
 
-def quickstart(output: Path, seed: int, console: Console, reporter: Callable[[str], Reporter]) -> None:
+def quickstart(output: Path, seed: int, console: Console, reporter: Callable[[str], Reporter], train: int) -> None:
     """Write the records, run both trainings and print the table.
 
     Args:
@@ -44,21 +44,24 @@ def quickstart(output: Path, seed: int, console: Console, reporter: Callable[[st
         seed: of the records and of new weights.
         console: where the table goes.
         reporter: makes the context manager that shows one run's progress, given a title.
+        train: how many records are trained on.
 
     Raises:
-        ConfigError: when `output` holds an earlier quickstart.
+        ConfigError: when `output` holds an earlier quickstart, or there are fewer records than a batch takes.
     """
     begin = time.perf_counter()
     if (output / "train.jsonl").exists():
         raise ConfigError(f"{output} already holds a quickstart: remove it, or choose another with --output")
-    console.print(_BEGIN.format(train=TRAIN, epsilon=EPSILON), highlight=False)
+    if train < BATCH:
+        raise ConfigError(f"{train} records are fewer than a batch of {BATCH}: give more")
+    console.print(_BEGIN.format(train=train, epsilon=EPSILON), highlight=False)
     output.mkdir(parents=True, exist_ok=True)
-    records = private_records(TRAIN + HELD_OUT, seed)
-    for name, part in (("train", records[:TRAIN]), ("held_out", records[TRAIN:])):
+    records = private_records(train + HELD_OUT, seed)
+    for name, part in (("train", records[:train]), ("held_out", records[train:])):
         lines = (json.dumps({"text": record}) + "\n" for record in part)
         files.write(output / f"{name}.jsonl", "".join(lines))
     console.print(
-        f"{TRAIN} records of people who do not exist, for example:\n  [italic]{records[0]}[/]", highlight=False
+        f"{train} records of people who do not exist, for example:\n  [italic]{records[0]}[/]", highlight=False
     )
     with resources.as_file(resources.files(__package__) / "model") as model:
         results = {}
