@@ -99,9 +99,7 @@ def norms(device: str) -> Iterator[tuple[str, Result]]:
         for route in ("gram", "direct", "auto"):
             got = ops.sqnorm(left, right, offsets, route)
             yield f"sqnorm {route} {label}", (apart(got, squares.sum((1, 2)), floor), NORMS)
-        pair = ops.sqnorm_group([left, left, right], right, offsets)
         both = torch.stack([squares.sum((1, 2))] * 2)
-        yield f"sqnorm_group {label}", (apart(pair[:2], both, floor), NORMS)
         squared, products = ops.gram_norms([([left, left], right)], offsets)
         yield f"gram_norms {label}", (apart(squared, both[:2], floor), NORMS)
         rows = in_double(

@@ -375,13 +375,10 @@ def _norms(device: torch.device, sizes: Sizes) -> Iterator[Case]:
     tiled = case(layer, of(ops.sqnorm, left, right, offsets, "direct"), by_tiles, **direct)
     yield replace(tiled, op="sqnorm, direct")
 
-    both: dict[str, Function] = {
-        "two sqnorm": lambda: (ops.sqnorm(left, right, offsets), ops.sqnorm(left2, right, offsets))
-    }
     least = {"flops": float(units * length**2 * (2 * m + n)), "bytes": float(tokens * (2 * m + n) * width)}
-    yield case(f"2 of {layer}", of(ops.sqnorm_group, [left, left2], right, offsets), both, **least)
-
-    both = {"sqnorm_group, row_products": lambda: (ops.sqnorm_group([left, left2], right, offsets), *products())}
+    both: dict[str, Function] = {
+        "two sqnorm, row_products": lambda: ([ops.sqnorm(a, right, offsets) for a in (left, left2)], products())
+    }
     yield case(f"2 of {layer}", of(ops.gram_norms, [([left, left2], right)], offsets), both, **least)
 
     rows = _torch(lambda a, b: (a.double().norm(dim=1) * b.double().norm(dim=1)).view(units, -1).sum(1), left, right)
@@ -594,7 +591,6 @@ _GROUPS: dict[Callable[[torch.device, Sizes], Iterator[Case]], tuple[str, ...]] 
     _norms: (
         "sqnorm",
         "sqnorm, direct",
-        "sqnorm_group",
         "gram_norms",
         "row_products",
         "chosen_sqnorm",

@@ -353,7 +353,6 @@ def _reading(*args: Any) -> tuple[float, torch.Tensor]:
 #: Operations of each op, and a factor that says at which rate; None for integer operations.
 _WORK: dict[str, Callable[..., tuple[float, torch.Tensor | None]]] = {
     "norms": _norms,
-    "sqnorm_group": _gram,
     "gram_norms": _gram_groups,
     # Units whose Gram norms hide too much are found on the device and measured anew: none in a step as usual.
     "chosen_sqnorm": _reading,

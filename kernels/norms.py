@@ -1,7 +1,5 @@
 """The family ``norms`` on GPUs: what each op launches, with the op's own arguments."""
 
-from collections.abc import Sequence
-
 import torch
 
 from fastdp.ops.routes import for_norms
@@ -22,12 +20,6 @@ def norms(
     if (for_norms(left, right, offsets) if route == "auto" else route) == "gram":
         return gram.gram_norms([([left], right)], offsets)[0]
     return direct.direct_norms(left, right, offsets, measure, mask)
-
-
-@serves(2)
-def sqnorm_group(lefts: Sequence[torch.Tensor], right: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """Squared norms [k, B] of uses that share ``right``."""
-    return gram.gram_norms([(lefts, right)], offsets)[0]
 
 
 @serves(4)

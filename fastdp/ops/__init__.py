@@ -27,7 +27,6 @@ from .norms import abs_sum as abs_sum
 from .norms import cross_inner as cross_inner
 from .norms import masked_sqnorm as masked_sqnorm
 from .norms import sqnorm as sqnorm
-from .norms import sqnorm_group as sqnorm_group
 from .snap import snap as snap
 from .stream import NoiseStream as NoiseStream
 from .sums import column_sums as column_sums

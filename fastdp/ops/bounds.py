@@ -17,8 +17,8 @@ from torch import Tensor
 
 import fastdp._native as _native
 
-from .factors import ELEMENT, accumulator, check_offsets, check_pair, is_one_hot, unit_bounds
-from .norms import SQNORM_GROUP
+from .factors import ELEMENT, SQUARE, accumulator, check_offsets, check_pair, is_one_hot, unit_bounds
+from .norms import NORMS
 from .table import Op
 
 #: What is added to every entry of a row before its norm is taken, as if it were this long: covers what is too small for
@@ -101,10 +101,10 @@ def _split(
 def _gram_norms_reference(
     lefts: Sequence[Tensor], rights: Sequence[Tensor], counts: Sequence[int], offsets: Tensor
 ) -> tuple[Tensor, Tensor]:
-    groups = _split(lefts, rights, counts)
-    squares = torch.cat([SQNORM_GROUP.reference(own, right, offsets) for own, right in groups])
-    pairs = [(left, right) for own, right in groups for left in own]
-    return squares, torch.stack([_row_products_reference(left, right, offsets, 2) for left, right in pairs])
+    pairs = [(left, right) for own, right in _split(lefts, rights, counts) for left in own]
+    squares = [NORMS.reference(left, right, offsets, "gram", SQUARE, None)[0] for left, right in pairs]
+    products = [_row_products_reference(left, right, offsets, 2) for left, right in pairs]
+    return torch.stack(squares).to(accumulator(*rights, *lefts)), torch.stack(products)
 
 
 def _gram_norms_fake(
@@ -123,7 +123,15 @@ def _check_gram_norms(
     if len(rights) != len(counts) or not rights or sum(counts) != len(lefts):
         raise ValueError(f"{len(lefts)} lefts in groups of {list(counts)} do not belong to {len(rights)} rights")
     for own, right in _split(lefts, rights, counts):
-        SQNORM_GROUP.check(own, right, offsets)
+        if not own:
+            raise ValueError("lefts is empty: a group has at least one use")
+        for number, left in enumerate(own):
+            check_pair(left, right, (f"lefts[{number}]", "right"))
+            if is_one_hot(left):
+                raise ValueError(
+                    f"lefts[{number}] is a vector of ids: one-hot factors share no Gram matrix, use sqnorm"
+                )
+        check_offsets(offsets, right.shape[0], right.device)
 
 
 GRAM_NORMS = Op(
@@ -137,9 +145,10 @@ GRAM_NORMS.implement("cuda", "fastdp.kernels.bounds")
 
 
 def gram_norms(groups: Sequence[tuple[Sequence[Tensor], Tensor]], offsets: Tensor) -> tuple[Tensor, Tensor]:
-    """:func:`fastdp.ops.sqnorm_group` of several groups together with the :func:`row_products` of each use.
+    """Squared norms of uses by the Gram route of :func:`fastdp.ops.sqnorm`, and the :func:`row_products` of each.
 
-    On a GPU one launch makes all of them, so that many matrices keep all processors busy where one does not.
+    Uses that read the same ``right`` (query, key and value projections) are a group, whose Gram matrix of ``right`` is computed
+    once. On a GPU one launch makes all of them, so that many matrices keep all processors busy where one does not.
 
     Args:
         groups: lefts [N, m_i] and the right [N, n] that they share, float, any strides.
@@ -150,7 +159,7 @@ def gram_norms(groups: Sequence[tuple[Sequence[Tensor], Tensor]], offsets: Tenso
         [k, B], float64.
 
     Raises:
-        TypeError, ValueError: no groups, or as :func:`fastdp.ops.sqnorm_group`.
+        TypeError, ValueError: no groups or an empty one, ids among the lefts, or what :func:`fastdp.ops.sqnorm` refuses.
     """
     rights, counts = [right for _, right in groups], [len(lefts) for lefts, _ in groups]
     squares, products = GRAM_NORMS([left for lefts, _ in groups for left in lefts], rights, counts, offsets)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -58,13 +58,17 @@ def _norms_reference(
     left: Tensor, right: Tensor, offsets: Tensor, route: str, measure: int, mask: Tensor | None
 ) -> Tensor:
     bounds = unit_bounds(offsets)
-    if not is_one_hot(left) and (for_norms(left, right, bounds) if route == "auto" else route) == "gram":
-        return _group_reference([left], right, offsets)
+    gram = not is_one_hot(left) and (for_norms(left, right, bounds) if route == "auto" else route) == "gram"
+    dtype = accumulator(left, right)
     norms = torch.zeros_like(_norms_fake(left, right, offsets, route, measure, mask), dtype=torch.float64)
     for unit, (start, end) in enumerate(zip(bounds, bounds[1:])):
+        if gram:
+            one, two = (factor[start:end].to(dtype) for factor in (left, right))
+            norms[0, unit] = torch.mul(one @ one.T, two @ two.T).sum(dtype=torch.float64).clamp_min_(0)
+            continue
         for rows, entries in _bands(left, right, start, end):
             norms[:, unit] += _measured(entries, measure, None if mask is None else mask[rows])
-    return norms.to(accumulator(left, right))
+    return norms.to(dtype)
 
 
 def _norms_fake(left: Tensor, right: Tensor, offsets: Tensor, route: str, measure: int, mask: Tensor | None) -> Tensor:
@@ -150,61 +154,6 @@ def masked_sqnorm(left: Tensor, right: Tensor, offsets: Tensor, mask: Tensor) ->
         TypeError, ValueError: a dtype, shape, device or offset outside the above.
     """
     return NORMS(left, right, offsets, "direct", MASKED_SQUARE, mask)
-
-
-def _group_reference(lefts: Sequence[Tensor], right: Tensor, offsets: Tensor) -> Tensor:
-    bounds = unit_bounds(offsets)
-    norms = torch.zeros_like(_group_fake(lefts, right, offsets))
-    for unit, (start, end) in enumerate(zip(bounds, bounds[1:])):
-        part = right[start:end].to(norms.dtype)
-        gram = part @ part.T
-        for use, left in enumerate(lefts):
-            part = left[start:end].to(norms.dtype)
-            norms[use, unit] = torch.mul(part @ part.T, gram).sum(dtype=torch.float64).clamp_min_(0)
-    return norms
-
-
-def _group_fake(lefts: Sequence[Tensor], right: Tensor, offsets: Tensor) -> Tensor:
-    return right.new_empty(len(lefts), offsets.shape[0] - 1, dtype=accumulator(right, *lefts))
-
-
-def _check_group(lefts: Sequence[Tensor], right: Tensor, offsets: Tensor) -> None:
-    if not lefts:
-        raise ValueError("lefts is empty: a group has at least one use")
-    for number, left in enumerate(lefts):
-        check_pair(left, right, (f"lefts[{number}]", "right"))
-        if is_one_hot(left):
-            raise ValueError(f"lefts[{number}] is a vector of ids: one-hot factors share no Gram matrix, use sqnorm")
-    check_offsets(offsets, right.shape[0], right.device)
-
-
-SQNORM_GROUP = Op(
-    "sqnorm_group(Tensor[] lefts, Tensor right, Tensor offsets) -> Tensor",
-    reference=_group_reference,
-    fake=_group_fake,
-    check=_check_group,
-)
-SQNORM_GROUP.implement("cpu", "fastdp.ops.cpu.norms")
-SQNORM_GROUP.implement("cuda", "fastdp.kernels.norms")
-
-
-def sqnorm_group(lefts: Sequence[Tensor], right: Tensor, offsets: Tensor) -> Tensor:
-    """Squared norms of several uses that read the same ``right`` (query, key and value projections), by the Gram route.
-
-    The Gram matrix of ``right`` is computed once for the whole group.
-
-    Args:
-        lefts: k matrices [N, m_i], float, any strides.
-        right: [N, n], float, any strides.
-        offsets: int64 [B + 1], as in :func:`sqnorm`.
-
-    Returns:
-        [k, B], float32 (float64 if a factor is float64).
-
-    Raises:
-        TypeError, ValueError: an empty group, ids among the lefts, or what :func:`sqnorm` refuses.
-    """
-    return SQNORM_GROUP(list(lefts), right, offsets)
 
 
 def _left_gram(left1: Tensor, left2: Tensor, dtype: torch.dtype) -> Tensor:

@@ -67,7 +67,7 @@ def test_every_norm_reads_every_dtype_and_layout(dtype, layout):
     assert relative_error(ops.abs_sum(ids, right, offsets), table.abs().sum((1, 2))) <= BOUND
     parts = torch.stack([(table.square() * rows).sum((1, 2)), (table.square() * ~rows).sum((1, 2))])
     assert relative_error(ops.masked_sqnorm(ids, right, offsets, rows), parts) <= BOUND
-    group = ops.sqnorm_group([left, right], right, offsets)
+    group, _ = ops.gram_norms([([left, right], right)], offsets)
     assert relative_error(group[0], squares.sum((1, 2))) <= BOUND
     assert relative_error(group[1], squared(right, right, offsets)) <= BOUND
 
@@ -89,7 +89,7 @@ def test_float64_factors_stay_float64():
         assert relative_error(ops.sqnorm(left, right, offsets, route), truth.square().sum((1, 2))) <= 1e-12
     assert relative_error(ops.abs_sum(left, right, offsets), truth.abs().sum((1, 2))) <= 1e-12
     assert relative_error(ops.masked_sqnorm(left, right, offsets, mask)[0], truth.square().sum((1, 2))) <= 1e-12
-    assert relative_error(ops.sqnorm_group([left], right, offsets)[0], truth.square().sum((1, 2))) <= 1e-12
+    assert relative_error(ops.gram_norms([([left], right)], offsets)[0][0], truth.square().sum((1, 2))) <= 1e-12
     ids, rows = torch.arange(tokens) % 3, torch.rand(3, 13) < 0.5
     table = gradients(ids, right, offsets, 3)
     assert relative_error(ops.abs_sum(ids, right, offsets), table.abs().sum((1, 2))) <= 1e-12
@@ -279,7 +279,7 @@ def test_other_instruction_sets(isa):
     assert done.returncode == 0, done.stdout[-3000:]
 
 
-@pytest.mark.parametrize("name", ["norms", "sqnorm_group", "cross_inner"])
+@pytest.mark.parametrize("name", ["norms", "cross_inner"])
 def test_opcheck(name):
     offsets, left, right = offsets_of([4, 0, 3]), factor(7, 5, 1), factor(7, 6, 2)
     ids, mask = torch.tensor([0, 4, 4, 1, 2, 0, 0]), torch.rand(5, 6) < 0.5
@@ -290,7 +290,6 @@ def test_opcheck(name):
             *((f, right, offsets, "direct", ABSOLUTE, None) for f in (left, ids)),
             *((f, right, offsets, "direct", MASKED_SQUARE, mask) for f in (left, ids)),
         ],
-        "sqnorm_group": [([left, right], right, offsets)],
         "cross_inner": [(left, right, ids, right, offsets, offsets)],
     }[name]
     overload = getattr(torch.ops.fastdp, name).default
@@ -321,9 +320,9 @@ BAD = [
     (lambda: ops.sqnorm(LEFT, RIGHT, OFFSETS[:2]), ValueError, "from 0 to 2: they must run from 0 to the 6"),
     (lambda: ops.sqnorm(LEFT, RIGHT, torch.tensor([0, 4, 2, 6])), ValueError, "decrease from 4 to 2 at unit 1"),
     (lambda: ops.sqnorm(LEFT, RIGHT, OFFSETS, "ghost"), ValueError, "route is 'ghost'"),
-    (lambda: ops.sqnorm_group([], RIGHT, OFFSETS), ValueError, "lefts is empty"),
-    (lambda: ops.sqnorm_group([LEFT, LEFT[:2]], RIGHT, OFFSETS), ValueError, r"lefts\[1\] has 2 tokens"),
-    (lambda: ops.sqnorm_group([torch.zeros(6).long()], RIGHT, OFFSETS), ValueError, "one-hot factors share no Gram"),
+    (lambda: ops.gram_norms([([], RIGHT)], OFFSETS), ValueError, "lefts is empty"),
+    (lambda: ops.gram_norms([([LEFT, LEFT[:2]], RIGHT)], OFFSETS), ValueError, r"lefts\[1\] has 2 tokens"),
+    (lambda: ops.gram_norms([([torch.zeros(6).long()], RIGHT)], OFFSETS), ValueError, "one-hot factors share no Gram"),
     (lambda: ops.cross_inner(LEFT, RIGHT, LEFT, LEFT, OFFSETS, OFFSETS), ValueError, "right1 is 4 wide and right2 3"),
     (lambda: ops.cross_inner(LEFT, RIGHT, RIGHT, RIGHT, OFFSETS, OFFSETS), ValueError, "left1 is 3 wide and left2 4"),
     (

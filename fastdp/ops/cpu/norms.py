@@ -104,11 +104,6 @@ def norms(left: Tensor, right: Tensor, offsets: Tensor, route: str, measure: int
     return direct_norms(left, right, bounds, measure, mask)
 
 
-def sqnorm_group(lefts: Sequence[Tensor], right: Tensor, offsets: Tensor) -> Tensor:
-    """:func:`fastdp.ops.sqnorm_group` on a processor."""
-    return gram_norms_of(lefts, right, unit_bounds(offsets)) if served(right, *lefts) else NotImplemented
-
-
 def cross_inner(
     left1: Tensor, right1: Tensor, left2: Tensor, right2: Tensor, offsets1: Tensor, offsets2: Tensor
 ) -> Tensor:
