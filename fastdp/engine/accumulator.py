@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Mapping
 
 import torch
@@ -11,9 +12,10 @@ from fastdp.engine.axes import Scaled
 from fastdp.engine.bounds import Norms, UpperNorms
 from fastdp.engine.layout import Layout
 from fastdp.engine.likeness import Likeness, Noting
-from fastdp.engine.norms import NormSink
+from fastdp.engine.norms import Entry, NormSink
 from fastdp.engine.policy import Policy
 from fastdp.engine.ranks import Ranks
+from fastdp.engine.shards import Whole
 from fastdp.engine.sums import Sums, SumSink
 from fastdp.engine.uses import Sink
 
@@ -22,14 +24,15 @@ class Accumulator(Sums):
     """Clipped sums of one logical batch, float32, and what may be said about how they came about.
 
     Args:
-        parameters: the trained parameters by name.
+        parameters: the trained parameters by name, as modules read them.
         policy: groups, bounds and noise; may be replaced between logical batches.
+        weights: says what of each sum this process keeps.
     """
 
-    def __init__(self, parameters: Mapping[str, torch.nn.Parameter], policy: Policy):
+    def __init__(self, parameters: Mapping[str, torch.nn.Parameter], policy: Policy, weights: Whole | None = None):
         #: The most tokens that one product added up, of all units and of one.
         self.most_tokens = self.longest = 1
-        super().__init__(parameters, policy)
+        super().__init__(parameters, policy, weights)
 
     def reset(self) -> None:
         """Forget the sums: a new logical batch begins."""
@@ -44,7 +47,10 @@ class Accumulator(Sums):
         """Make the sums, and what is said about them, those of the whole logical batch: of all ranks' micro-batches."""
         if ranks.size == 1:
             return
-        ranks.add(self.sums, self.parameters)
+        whole = {name: p for name, p in self.parameters.items() if not self.weights.cuts(name)}
+        sums = {name: self.sums[name] for name in whole if name in self.sums}
+        ranks.add(sums, whole)
+        self.sums |= sums
         counts = [int(count) for count in (self.units, self.unclipped, self.nonfinite)]
         every, most, longest = zip(*ranks.gather((counts, self.most_tokens, self.longest)))
         self.units, self.unclipped, self.nonfinite = map(sum, zip(*every))
@@ -78,24 +84,30 @@ class Accumulator(Sums):
         self.longest = max(self.longest, *(route.tokens // max(1, route.units) for route in self.routes.values()), 1)
         if two_pass:
             again.places = first.places
-            open_sink(Noting(self._scaled(SumSink(self, factors)), again))
+            # Ranks whose captures come in another order could not add them up as they come.
+            at_once = self.weights.cut and self.weights.alike(zlib.crc32(repr(first.sequence).encode()))
+            open_sink(Noting(self._scaled(SumSink(self, factors, at_once=at_once)), again))
             backward(False)
+            for name in () if at_once else self.parameters:
+                self.keep(name)
             self.compared.append(first.compared(again))
             if layout.weights.device.type == "cpu":
                 self.require_alike()
             return
         whole: dict[str, torch.Tensor] = {}
-        held = 0
-        while norms.entries:
-            name, entry = norms.entries.popitem()
+        held, most = 0, 0 if self.weights.cut else norms.may_hold_bytes
+        # What other ranks have captures of is added up with theirs, in one order everywhere.
+        for name in list(self.parameters if self.weights.cut else reversed(norms.entries)):
+            entry = norms.entries.pop(name, None) or Entry()
             if entry.instance is not None:
                 whole[name], entry.instance = entry.instance, None
                 held += whole[name].nbytes
-                if held > norms.may_hold_bytes:
+                if held > most:
                     self.add_instances(whole, factors)
                     whole, held = {}, 0
             while entry.factors:
                 self.add_factors(name, entry.factors.pop(), factors, layout)
+            self.keep(name)
         self.add_instances(whole, factors)
 
     def _scaled(self, sink: Sink) -> Sink:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -46,27 +47,55 @@ class OutputBoundary(torch.autograd.Function):
         return None, None, None
 
 
+@contextmanager
+def caught(parameters: Iterable[torch.nn.Parameter], take: Callable[[int, torch.Tensor], None]) -> Iterator[None]:
+    """Meanwhile ``take`` gets each gradient as soon as it is there, with its parameter's number; none stays in `.grad`."""
+    parameters = list(parameters)
+    kept = [p.grad for p in parameters]
+    handles = []
+    for index, parameter in enumerate(parameters):
+        parameter.grad = None
+
+        def arrived(p: torch.Tensor, index: int = index) -> None:
+            gradient, p.grad = p.grad, None
+            if gradient is not None:
+                take(index, gradient)
+
+        if parameter.requires_grad:
+            handles.append(parameter.register_post_accumulate_grad_hook(arrived))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+        for parameter, gradient in zip(parameters, kept):
+            parameter.grad = gradient
+
+
 def plain_gradients(
     tops: Sequence[torch.Tensor],
     seeds: Sequence[torch.Tensor],
     parameters: Iterable[torch.nn.Parameter],
     *,
     retain: bool = False,
-) -> list[torch.Tensor | None]:
+    keep: Callable[[int, torch.Tensor], Any] = lambda index, gradient: gradient,
+) -> list[Any]:
     """Gradients of the parameters, by a backward pass whose `.grad` are put back as they were; ``retain`` keeps the graph.
+
+    ``keep`` makes of a gradient, as soon as it is there, what is returned in its place; its first argument is its number.
 
     Under reentrant checkpointing `torch.autograd.grad` raises, or misses what lies inside the checkpointed pieces.
     """
     parameters = list(parameters)
-    kept = [p.grad for p in parameters]
-    for parameter in parameters:
-        parameter.grad = None
-    try:
+    found: list[Any] = [None] * len(parameters)
+
+    def take(index: int, gradient: torch.Tensor) -> None:
+        own = keep(index, gradient)
+        found[index] = own if found[index] is None else found[index] + own
+
+    with caught(parameters, take):
         torch.autograd.backward(tops, seeds, retain_graph=retain)
-        return [p.grad for p in parameters]
-    finally:
-        for parameter, gradient in zip(parameters, kept):
-            parameter.grad = gradient
+    return found
 
 
 def find_loss(output: Any) -> torch.Tensor | None:

@@ -15,19 +15,21 @@ import torch
 from fastdp.engine import selfcheck
 from fastdp.engine.accumulator import Accumulator
 from fastdp.engine.batches import as_long_as, leaves, map_tensors, tensors
-from fastdp.engine.boundary import LossBoundary, OutputBoundary, find_loss, plain_gradients, replace_loss
+from fastdp.engine.boundary import LossBoundary, OutputBoundary, caught, find_loss, plain_gradients, replace_loss
 from fastdp.engine.errors import SelfCheckError, UnsupportedUse
-from fastdp.engine.forwards import PatchedForward, RootForward
+from fastdp.engine.forwards import PatchedForward, RootCall, RootForward
 from fastdp.engine.guard import Guard
 from fastdp.engine.later import Schedule, Structure
 from fastdp.engine.layout import Layout, Ticket
 from fastdp.engine.logits import VOCABULARY
 from fastdp.engine.losses import LossTerms, combine, intercepted, masked_mean
 from fastdp.engine.one_example import NO_LOSS, merged, rows_alone
+from fastdp.engine.pieces import is_cut
 from fastdp.engine.policy import Policy, Unclipped
 from fastdp.engine.ranks import ONE, Ranks
 from fastdp.engine.reads import Reads
 from fastdp.engine.replay import Call, Replay, rounding, still, unchanged
+from fastdp.engine.shards import weights_of
 from fastdp.engine.trace import Trace, require_same, trace
 from fastdp.engine.uses import Sink, Tap
 
@@ -90,19 +92,24 @@ class Engine:
     ):
         self.model = model
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self.accumulator = accumulator or Accumulator(self.parameters, policy)
+        self.weights = weights_of(model, ranks)
+        #: The same as modules read them in a pass.
+        self.read = self.weights.read(self.parameters)
+        self.accumulator = accumulator or Accumulator(self.read, policy)
+        self.accumulator.read(self.read, self.weights)
+        self.device = next(iter(self.read.values())).device
         self.tickets = tickets
         self.loss_reduction = loss_reduction
         self.two_pass = two_pass
         self.check = check
         self.on_route = on_route
-        if keep_logits or not self.returns_loss:
+        if keep_logits or not self.returns_loss or self.weights.cut:
             self.vocabulary = None
         self.ranks = ranks
         self.route: str | None = ORDINARY if isinstance(policy, Unclipped) else None
         self.reason: str | None = None
         self.trace: Trace | None = None
-        self.reads = Reads(self.parameters)
+        self.reads = Reads(self.read)
         self.reads.heads.always = keep_logits is False
         self.expected: Counter[str] = Counter()
         self.complete = False
@@ -116,7 +123,7 @@ class Engine:
         self.asked: frozenset[str] = frozenset()
         #: For inputs of given shapes, the shapes that uses had.
         self.explained: dict[Any, frozenset[Any]] = {}
-        self._again = Schedule(batches, next(iter(self.parameters.values())).device)
+        self._again = Schedule(batches, self.device)
         self._structure = Structure(model)
         self._foreseen: selfcheck.Foreseen | None = None
         self._rehearsed: dict[int, torch.Tensor] = {}
@@ -125,7 +132,11 @@ class Engine:
         self._switches: list[Any] | None = None
         self._patches: dict[str, PatchedForward] = {}
         self._preparing = False
-        self._root = RootForward(model, self.forward)
+        self._root: RootForward | RootCall
+        if self.weights.cut:
+            self._root = RootCall(model, self.forward, self.weights)
+        else:
+            self._root = RootForward(model, self.forward)
 
     def plain_forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own forward pass, with nothing intercepted but the logits of heads, left out."""
@@ -136,6 +147,7 @@ class Engine:
         """Give the model its own forwards back."""
         self._unpatch()
         self._root.remove()
+        self.weights.release()
 
     def abandon(self) -> None:
         """Forget a logical batch that was begun and not released: the loader starts anew."""
@@ -145,6 +157,13 @@ class Engine:
     def forward(self, args: Any, kwargs: Any) -> Any:
         """A training forward pass on the micro-batch at the head of the queue."""
         self.ranks.enter()
+        if not self.weights.cut and (
+            hasattr(self.model, "reshard") or (self.route is None and any(map(is_cut, self.model.parameters())))
+        ):
+            raise RuntimeError(
+                "fully_shard was called after make_private, and nothing would clip what it gathers: call it first, then build "
+                "the optimizer, then call make_private"
+            )
         if not self.tickets:
             raise RuntimeError(
                 "no batch is outstanding: iterate over the data_loader that make_private returned, and use "
@@ -155,21 +174,27 @@ class Engine:
             return self._rehearse(call, ticket)
         if not as_long_as(call, ticket.rows):
             raise ValueError(_wrong_rows(call, ticket))
-        verify = self.route is None
-        if verify:
-            with self._again.check():
-                self._prepare(call, _real(ticket))
-            self._again.begin(ticket.rows)
-        elif self.route != ORDINARY:
-            self._know_rows(call, ticket)
-            if self.check:
+        self.weights.settle()
+        verify, thorough, due, looked = self.route is None, False, False, False
+        if self.route != ORDINARY:
+            if not verify and self.check:
                 thorough = self._structure.changed() or self._again.affordable()
-                if self._again.due(ticket.rows) or thorough:
-                    with self._again.check(brief=not thorough):
-                        self._check_again(call, _real(ticket), thorough=thorough)
+                due = self._again.due(ticket.rows) or thorough
+            looked = self.weights.anyone(verify or due or self._unknown(call, ticket))
+        if looked:
+            with self.weights.apart():
+                if verify:
+                    with self._again.check():
+                        self._prepare(call, _real(ticket))
+                    self._again.begin(ticket.rows)
+                else:
+                    self._know_rows(call, ticket)
+                    if due:
+                        with self._again.check(brief=not thorough):
+                            self._check_again(call, _real(ticket), thorough=thorough)
         with self.guard.forward() if self.route != ORDINARY else nullcontext():
             try:
-                return self.run_forward(args, kwargs, ticket, verify=verify or self.backwards == 0)
+                return self.run_forward(args, kwargs, ticket, verify=verify or self.backwards == 0, looked=looked)
             except (SelfCheckError, torch.OutOfMemoryError):
                 raise
             except Exception as error:
@@ -199,25 +224,30 @@ class Engine:
             returns_loss=self.returns_loss,
             divided=self.divided,
             mapped=self.trace.mapped,
+            weights=self.weights,
         )
 
     def _layout(self, ticket: Ticket) -> Layout:
-        layout = ticket.layout(next(iter(self.parameters.values())).device)
+        layout = ticket.layout(self.device)
         layout.meetings = self.trace.meetings if self.trace is not None else {}
         return layout
 
-    def run_forward(self, args: Any, kwargs: Any, ticket: Ticket, *, verify: bool) -> Any:
-        """The forward pass by the chosen route, its loss or outputs replaced by a boundary."""
+    def run_forward(self, args: Any, kwargs: Any, ticket: Ticket, *, verify: bool, looked: bool = False) -> Any:
+        """The forward pass by the chosen route, its loss or outputs replaced by a boundary.
+
+        ``looked`` says that ranks looked at this batch before.
+        """
         layout = self._layout(ticket)
         if self.route == ONE_EXAMPLE:
             return self._one_at_a_time((args, kwargs), ticket, layout)
         tap = Tap(layout)
         output, tops = self._tops(args, kwargs, layout, tap, verify=verify)
         if self.route == USES and not self._preparing:
-            self._require_explained((args, kwargs), ticket, tap)
-            foreseen, self._foreseen = self._foreseen, None
-            if foreseen is not None and not foreseen.holds(tops):
-                selfcheck.whole(self, (args, kwargs), ticket, foreseen.rows)
+            with self.weights.apart() if looked else nullcontext():
+                self._require_explained((args, kwargs), ticket, tap)
+                foreseen, self._foreseen = self._foreseen, None
+                if foreseen is not None and not foreseen.holds(tops):
+                    selfcheck.whole(self, (args, kwargs), ticket, foreseen.rows)
 
         def backward(upstream: Any, retain: bool) -> None:
             if self.returns_loss:
@@ -225,7 +255,8 @@ class Engine:
                 pairs = [(tops[0], (layout.weights > 0).to(tops[0].dtype))]
             else:
                 pairs = [(t, g * self.scale(ticket)) for t, g in zip(tops, upstream) if g is not None]
-            torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs], retain_graph=retain)
+            with self.weights.gathered():
+                torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs], retain_graph=retain)
 
         waiting = Pass(ticket, layout, backward, tap, verify, (args, kwargs))
         if not self.returns_loss:
@@ -275,7 +306,8 @@ class Engine:
         self.reads.tap = tap
         try:
             seeds = [torch.zeros_like(t).index_fill_(0, torch.tensor(unit, device=t.device), 1) for t in tops]
-            torch.autograd.backward(tops, seeds)
+            with self.weights.gathered():
+                torch.autograd.backward(tops, seeds)
         finally:
             self.reads.tap = None
         self._refuse_foreign_gradients("in the backward pass")
@@ -306,7 +338,7 @@ class Engine:
 
     def _rehearse(self, call: Call, ticket: Ticket) -> Any:
         """A pass without randomness whose backward only looks at what the criterion gives the first and the last row."""
-        layout = ticket.layout(next(iter(self.parameters.values())).device)
+        layout = ticket.layout(self.device)
         with unchanged(self.model), still(self.model):
             output = self._root.plain(*call[0], **call[1])
         found = [t for t in tensors(output) if t.requires_grad and t.dim() > 0]
@@ -317,8 +349,11 @@ class Engine:
             pairs = [(t, g * self.scale(ticket)) for t, g in zip(found, upstream) if g is not None]
             for row in dict.fromkeys((0, ticket.rows - 1)):
                 own = [torch.zeros_like(g).index_copy_(0, i, g[i]) for _, g in pairs for i in (_index(row, g),)]
-                gradients = plain_gradients([t for t, _ in pairs], own, self.parameters.values(), retain=True)
-                sketch = torch.stack([_sketch(g) for g in gradients if g is not None])
+                with self.weights.gathered():
+                    gradients = plain_gradients(
+                        [t for t, _ in pairs], own, self.read.values(), retain=True, keep=lambda _, g: _sketch(g)
+                    )
+                sketch = torch.stack([g for g in gradients if g is not None])
                 known = self._rehearsed.setdefault(ticket.source.indices[row] if ticket.source else row, sketch)
                 if not float((known - sketch).norm()) <= 5 * rounding(self.model) * float(known.norm()):
                     raise SelfCheckError(
@@ -365,8 +400,10 @@ class Engine:
             if waiting.ticket.rehearsal:
                 waiting.backward(upstream, False)
             elif self.route == ORDINARY:
-                waiting.backward(upstream, False)
-                self._take_ordinary(waiting)
+                names = list(self.read)
+                with caught(self.read.values(), lambda i, g: self.accumulator.add_gradient(names[i], g)):
+                    waiting.backward(upstream, False)
+                self.accumulator.units = self.accumulator.units + (waiting.layout.weights > 0).sum()
             elif self.route == ONE_EXAMPLE:
                 waiting.backward(upstream, False)
             else:
@@ -402,20 +439,13 @@ class Engine:
             return False, False
         if self._own_bytes is None:
             self._own_bytes = sum(p.nbytes for p in self.model.parameters())
-        instances = self.accumulator.fit(layout.units, int(_INSTANCES * self._own_bytes))
+        small = self.accumulator.fit(layout.units, int(_INSTANCES * self._own_bytes))
+        instances = not self.weights.anyone(not small)
         return not instances, instances
-
-    def _take_ordinary(self, waiting: Pass) -> None:
-        accumulator = self.accumulator
-        accumulator.units = accumulator.units + (waiting.layout.weights > 0).sum()
-        for name, parameter in self.parameters.items():
-            if parameter.grad is not None:
-                gradient, parameter.grad = parameter.grad.float(), None
-                accumulator.sums[name] = accumulator.sums[name] + gradient if name in accumulator.sums else gradient
 
     def _refuse_foreign_gradients(self, when: str) -> None:
         """Every covered use returns no gradient to autograd, so a `.grad` that appears is one nothing has clipped."""
-        for name, parameter in self.parameters.items():
+        for name, parameter in (*self.parameters.items(), *self.read.items()):
             if parameter.grad is not None:
                 parameter.grad = None
                 if self._preparing:
@@ -445,7 +475,7 @@ class Engine:
 
     def _decide(self, call: Call, ticket: Ticket) -> str | None:
         """The reason why the one-example route is taken, or None; raises for a model that neither route serves."""
-        self.trace = trace(self.model, self._root.original, *call, ticket.rows, self.parameters, self.vocabulary)
+        self.trace = trace(self.model, self._root.original, *call, ticket.rows, self.read, self.vocabulary)
         modules = dict(self.model.named_modules())
         for name, weight in self.trace.heads.items():
             if name:
@@ -476,6 +506,11 @@ class Engine:
         """Go on by the one-example route: exact for any model, and slow."""
         if ticket.token_units is not None:
             raise ValueError(f"packed rows need a per-example rule for every parameter, and one is missing: {reason}")
+        if self.weights.cut:
+            raise ValueError(
+                f"weights in pieces need a per-example rule for every parameter, and one is missing: {reason}; train the model "
+                "without fully_shard, or freeze that parameter"
+            )
         self._unpatch()
         self.route, self.reason = ONE_EXAMPLE, reason
         warnings.warn(f"this model takes the one-example route, exact but several times slower: {reason}", stacklevel=3)
@@ -512,6 +547,20 @@ class Engine:
         self.reads.heads.weights.clear()
         self._root.unwrap()
 
+    def _unknown(self, call: Call, ticket: Ticket) -> bool:
+        """Whether a call has tensors, or sizes, that need a look of their own."""
+        assert self.trace is not None
+        found, long = dict(leaves(call)), as_long_as(call, ticket.rows)
+        carriers = self.trace.carriers & found.keys()
+        plain = bool(carriers) and carriers <= long and not (long - carriers - self.trace.paths)
+        return not plain or (bool(self.explained) and self._inputs(call) not in self.explained)
+
+    def _inputs(self, call: Call) -> frozenset[Any]:
+        """The shapes of a call's tensors; a row's, of those that carry rows."""
+        assert self.trace is not None
+        carriers = self.trace.carriers
+        return frozenset((path, t.shape[1:] if path in carriers else t.shape) for path, t in leaves(call))
+
     def _know_rows(self, call: Call, ticket: Ticket) -> None:
         """Decide again what carries rows where a call has tensors, or sizes, that the first one did not explain."""
         assert self.trace is not None
@@ -523,18 +572,18 @@ class Engine:
         if carriers <= long and not (long - carriers - self.trace.paths):
             return
         with unchanged(self.model):
-            latest = trace(self.model, self._root.plain, *call, ticket.rows, self.parameters, self.vocabulary)
+            latest = trace(self.model, self._root.plain, *call, ticket.rows, self.read, self.vocabulary)
         self.trace.carriers = latest.carriers | (self.trace.carriers - found.keys())
         self.trace.paths = self.trace.paths | latest.paths
 
     def _require_explained(self, call: Call, ticket: Ticket, tap: Tap) -> None:
         """Raise `UnsupportedUse` unless a trace explains inputs of these shapes, and the uses' shapes follow from them."""
         assert self.trace is not None
-        inputs = frozenset((path, t.shape[1:] if path in self.trace.carriers else t.shape) for path, t in leaves(call))
+        inputs = self._inputs(call)
         # The first pass is the one that was traced.
         if self.explained and inputs not in self.explained:
             with unchanged(self.model):
-                plain, known = self._root.plain, self.parameters
+                plain, known = self._root.plain, self.read
                 require_same(self.trace, self.model, plain, *call, ticket.rows, known, self.vocabulary)
         seen = self.explained.setdefault(inputs, frozenset(tap.shapes))
         if not tap.shapes <= seen:

@@ -10,6 +10,7 @@ import torch
 
 from fastdp.engine.intercept import PlainHeads, UseMode
 from fastdp.engine.reads import Reads
+from fastdp.engine.shards import Whole
 
 
 class _Forward:
@@ -88,3 +89,39 @@ class RootForward(_Forward):
         """The root's own forward again, still through the engine."""
         self.original = self.plain
         self.place()
+
+
+class RootCall:
+    """A call of a model whose weights are in pieces, through the engine while training.
+
+    Torch gathers them in hooks, which must run in every pass that the engine makes: so it enters before any hook.
+    """
+
+    def __init__(self, model: torch.nn.Module, train: Callable[[Any, Any], Any], weights: Whole):
+        self.model = model
+        self.plain: Callable[..., Any] = weights.running(model._call_impl)
+        self.original = self.plain
+        self._kept = model._compiled_call_impl
+        self._patch: PatchedForward | None = None
+        train = torch.compiler.disable(train)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return (
+                train(args, kwargs) if model.training and torch.is_grad_enabled() else model._call_impl(*args, **kwargs)
+            )
+
+        model._compiled_call_impl = call
+
+    def wrap(self, patch: PatchedForward) -> None:
+        """Let the root's own reads of parameters be intercepted too."""
+        self._patch = patch
+
+    def unwrap(self) -> None:
+        """The root's own forward again, still through the engine."""
+        if self._patch is not None:
+            self._patch.remove()
+            self._patch = None
+
+    def remove(self) -> None:
+        """The model's own calls again."""
+        self.model._compiled_call_impl = self._kept

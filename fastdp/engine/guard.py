@@ -16,6 +16,7 @@ import torch
 
 from fastdp.engine.batches import tensors as flat
 from fastdp.engine.errors import SelfCheckError
+from fastdp.engine.pieces import is_cut, piece
 
 #: A buffer's name, the tensor that holds it, and how often that was written.
 _Buffers = dict[str, tuple[torch.Tensor, int]]
@@ -55,7 +56,8 @@ class Guard:
         state: list[tuple[str, str, torch.Tensor]] = [(prefix, name, p) for prefix, _, name, p, _ in self._settled]
         state += [("", name, buffer) for name, (buffer, _) in self._buffers().items() if name not in self.harmless]
         chosen = _DRAW.sample(state, _SPOTS) if len(state) > _SPOTS else state
-        self._spots = _Spots([(_joined(prefix, name), t) for prefix, name, t in chosen if _readable(t)])
+        here = [(_joined(prefix, name), piece(t) if is_cut(t) else t) for prefix, name, t in chosen]
+        self._spots = _Spots([(name, t) for name, t in here if _readable(t)])
         self._still = self._still or self._untrained()
 
     def require_settled(self) -> None:
@@ -98,7 +100,7 @@ class Guard:
     def _untrained(self) -> dict[str, tuple[int, int, int]]:
         frozen = ((name, p) for name, p in self.model.named_parameters() if not p.requires_grad)
         buffers = ((name, b) for name, (b, _) in self._buffers().items() if name not in self.harmless)
-        return {**contents((name, t) for name, t in (*frozen, *buffers) if _readable(t)), **self._extra()}
+        return {**contents((name, t) for name, t in (*frozen, *buffers) if _readable(piece(t))), **self._extra()}
 
     def _extra(self) -> dict[str, tuple[int, int, int]]:
         """What hooks and modules put into the state dict beside parameters and buffers."""
@@ -215,7 +217,7 @@ def contents(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, tuple[int, 
     """
     found = {}
     for name, tensor in named:
-        plain = tensor.detach()
+        plain = piece(tensor)
         flat = (torch.view_as_real(plain) if plain.is_complex() else plain).contiguous().reshape(-1)
         found[name] = (id(tensor), tensor._version, _sum(flat))
     return found

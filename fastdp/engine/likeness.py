@@ -38,6 +38,8 @@ class Likeness:
 
     def __init__(self, names: Mapping[int, str]):
         self.names = names
+        #: The parameters of captures, as they came, and of the bands that are kept of them.
+        self.sequence: list[str] = []
         self.captures: list[str] = []
         self.places: list[tuple[int, int]] = []
         self.bands: list[torch.Tensor] = []
@@ -95,6 +97,7 @@ class Noting:
 
     def _keep(self, layout: Layout, parameter: torch.nn.Parameter, *captured: torch.Tensor) -> None:
         kept, name = self.likeness, self.likeness.names[id(parameter)]
+        kept.sequence.append(name)
         for tensor in captured:
             flat = tensor.unsqueeze(1) if tensor.dim() < 2 else tensor if tensor.dim() == 2 else tensor.flatten(1)
             tokens, columns = flat.shape

@@ -18,7 +18,7 @@ from fastdp.ops.routes import plan
 
 
 @dataclass
-class _Entry:
+class Entry:
     """What one parameter has collected in a backward pass: factor pairs, and instantiated per-unit gradients."""
 
     factors: list[Factors] = field(default_factory=list)
@@ -72,7 +72,7 @@ class NormSink(Captures):
         self.keep = keep
         self.routes = sums.routes
         self.tables = sums.tables
-        self.entries: dict[str, _Entry] = {}
+        self.entries: dict[str, Entry] = {}
         self.norms = Norms(len(self.policy.bounds), layout.units, layout.weights.device)
         self._grams: list[_Gram] = []
         #: Uses that wait for their Gram matrices, in groups that read the same input, by their axis of tokens.
@@ -81,10 +81,10 @@ class NormSink(Captures):
         self._held_bytes = 0
         self.may_hold_bytes = may_hold(layout.weights.device) if keep else 0
 
-    def entry(self, parameter: torch.nn.Parameter) -> tuple[str, _Entry]:
+    def entry(self, parameter: torch.nn.Parameter) -> tuple[str, Entry]:
         """A parameter's name, and what it has collected."""
         name = self.names[id(parameter)]
-        return name, self.entries.setdefault(name, _Entry())
+        return name, self.entries.setdefault(name, Entry())
 
     def whole(self, parameter: torch.nn.Parameter, gradients: torch.Tensor, route: str, tokens: int) -> None:
         name, entry = self.entry(parameter)
@@ -136,7 +136,7 @@ class NormSink(Captures):
             device=use.right.device,
         )
 
-    def require_once(self, name: str, entry: _Entry) -> None:
+    def require_once(self, name: str, entry: Entry) -> None:
         """Raise RuntimeError if a parameter that the trace saw used once has come again."""
         if entry.uses > 1:
             raise RuntimeError(f"{name} was used more often than when the model was traced; its norm cannot be trusted")
@@ -267,7 +267,7 @@ class NormSink(Captures):
             self.add_powers(name, squares[at], rounding, products=products[at], gram=constants[at], added=added)
         self._grams.clear()
 
-    def drop(self, entry: _Entry) -> None:
+    def drop(self, entry: Entry) -> None:
         """Let go of factors that are measured, unless the weighted sums will need them."""
         if not self.keep:
             entry.factors.clear()
@@ -280,7 +280,7 @@ class NormSink(Captures):
         # An instance may be made by a BLAS as well, in an order that is not known.
         entry.added += 2 * rounding.added(use.longest(self.layout))
 
-    def _add_instances(self, entries: dict[str, _Entry]) -> None:
+    def _add_instances(self, entries: dict[str, Entry]) -> None:
         """Take the norms of whole gradients, finding in one launch those that did not come with them."""
         unknown = [entry for entry in entries.values() if entry.squared is None]
         if unknown:
@@ -301,7 +301,7 @@ class NormSink(Captures):
         self._flush()
         self._flush_small()
         self._judge()
-        whole: dict[str, _Entry] = {}
+        whole: dict[str, Entry] = {}
         for name, entry in self.entries.items():
             if name in self.policy.masks:
                 self._masked(name, entry)
@@ -317,7 +317,7 @@ class NormSink(Captures):
         self._judge()
         return self.norms.upper()
 
-    def _several(self, name: str, entry: _Entry) -> None:
+    def _several(self, name: str, entry: Entry) -> None:
         """Norm of a parameter used several times: of the summed gradient, cross terms included (rule 5)."""
         if entry.instance is not None:
             self._put_together(name, entry)
@@ -331,7 +331,7 @@ class NormSink(Captures):
             self._grams.append(_Gram(name, uses[0], *uses[0].powers(self.layout)))
         self.drop(entry)
 
-    def _put_together(self, name: str, entry: _Entry) -> None:
+    def _put_together(self, name: str, entry: Entry) -> None:
         """Make one whole gradient by unit of all that a parameter has collected."""
         uses = [use.dense() for use in entry.factors]
         if not self.keep:
@@ -380,7 +380,7 @@ class NormSink(Captures):
             square, products = torch.where(poor, 0, square), torch.where(poor, 0, products)
         self.add_powers(name, square, rounding, products=products, gram=gram, added=added)
 
-    def _masked(self, name: str, entry: _Entry) -> None:
+    def _masked(self, name: str, entry: Entry) -> None:
         mask = self.policy.masks[name]
         if len(entry.factors) == 1 and entry.instance is None:
             use = entry.factors[0]

@@ -60,11 +60,9 @@ def _one_unit(engine: Checked, unit: int, rows: list[Any], upstream: Any, layout
             elif upstream[position] is not None:
                 tops.append(tensor)
                 seeds.append(upstream[position][row : row + 1] * scale)
-    gradients = plain_gradients(tops, seeds, engine.parameters.values())
+    gradients = plain_gradients(tops, seeds, engine.read.values())
     instances = {
-        name: gradient.float().unsqueeze(0)
-        for name, gradient in zip(engine.parameters, gradients)
-        if gradient is not None
+        name: gradient.float().unsqueeze(0) for name, gradient in zip(engine.read, gradients) if gradient is not None
     }
     engine.accumulator.add_unit(instances, layout.weights[unit : unit + 1])
 

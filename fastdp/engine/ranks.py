@@ -90,9 +90,18 @@ class Ranks:
         if self.size == 1:
             return [value]
         found: list[Any] = [None] * self.size
-        with _reached():
+        with reached():
             dist.all_gather_object(found, value)
         return found
+
+    def numbers(self, number: int, device: torch.device) -> list[int]:
+        """A whole number of each rank, in their order: one message, by way of a device that the group can reach."""
+        if self.size == 1:
+            return [number]
+        found = torch.empty(self.size, dtype=torch.int64, device=device)
+        with reached():
+            dist.all_gather_single(found, torch.tensor([number], device=device))
+        return found.tolist()  # type: ignore[no-any-return]
 
     def first(self, make: Callable[[], T]) -> T:
         """What rank 0 makes, on every rank. Raises on all of them what it raises on rank 0."""
@@ -104,7 +113,7 @@ class Ranks:
                 said = [make()]
             except Exception as error:
                 said = [_Failure(0, _portable(error))]
-        with _reached():
+        with reached():
             dist.broadcast_object_list(said, src=0)
         if isinstance(said[0], _Failure):
             raise said[0].error
@@ -167,7 +176,7 @@ class Ranks:
                     for n, p in zip(bucket, parts)
                 ]
             )
-            with _reached():
+            with reached():
                 dist.all_reduce(flat)
             for name, part in zip(bucket, flat.split([like[n].numel() for n in bucket])):
                 sums[name] = part.view(like[name].shape)
@@ -217,7 +226,8 @@ def alone() -> Iterator[None]:
 
 
 @contextmanager
-def _reached() -> Iterator[None]:
+def reached() -> Iterator[None]:
+    """What is exchanged meanwhile raises `RankLost` where another process cannot be reached."""
     try:
         yield
     except RuntimeError as error:

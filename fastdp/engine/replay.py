@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -23,9 +23,11 @@ from fastdp.engine.errors import SelfCheckError, UnsupportedUse
 from fastdp.engine.layout import Layout, Ticket
 from fastdp.engine.losses import LossTerms, combine, intercepted
 from fastdp.engine.rows import Fold, Places
+from fastdp.engine.shards import Whole
 from fastdp.engine.trace import Follow, devices
 
 Call = tuple[Any, Any]
+T = TypeVar("T")
 #: How far a loss may move, relative to its size, when the shapes around an example change and nothing else does.
 _ROUNDING = {torch.float64: 1e-9, torch.float32: 2e-4}
 _LOW_PRECISION = 5e-2
@@ -73,6 +75,7 @@ class Replay:
         returns_loss: whether the model returns its loss, or outputs for a criterion outside it.
         divided: the loss functions in the model whose coefficient it divides by the number of rows.
         mapped: whether the trace knows whose tokens those see.
+        weights: the model's, for backward passes.
     """
 
     def __init__(
@@ -86,10 +89,12 @@ class Replay:
         returns_loss: bool,
         divided: frozenset[int] = frozenset(),
         mapped: bool = True,
+        weights: Whole | None = None,
     ):
         self.model, self.forward = model, forward
         self.call, self.carriers, self.ticket = call, carriers, ticket
         self.returns_loss, self.divided, self.mapped = returns_loss, divided, mapped
+        self.weights = weights or Whole()
         self.device = next(model.parameters()).device
 
     def rows(self, rows: Sequence[int]) -> Call:
@@ -180,12 +185,20 @@ class Replay:
         return Witness([t.per_unit.detach() for t in terms.terms], shares, rest), terms, output
 
     def gradients(
-        self, call: Call, rows: int, unit: int, parameters: Sequence[torch.nn.Parameter], *, packed: bool = False
-    ) -> tuple[list[torch.Tensor | None], list[torch.Tensor], list[torch.Tensor]]:
+        self,
+        call: Call,
+        rows: int,
+        unit: int,
+        parameters: Sequence[torch.nn.Parameter],
+        keep: Callable[[int, torch.Tensor], T],
+        *,
+        packed: bool = False,
+    ) -> tuple[list[T | None], list[torch.Tensor], list[torch.Tensor]]:
         """Plain autograd of one unit's loss within a pass on the whole call, with its randomness.
 
-        Returns the parameters' gradients, those of every embedding and floating-point input (rows first), and the random
-        upstream gradients of the outputs where the model returns no loss. Other rows must find exact zeros in the second.
+        Returns what ``keep`` makes of the parameters' gradients (see `plain_gradients`), the gradients of every embedding and
+        floating-point input (rows first), and the random upstream gradients of the outputs where the model returns no loss.
+        Other rows must find exact zeros in the second.
         """
         layout = self.layout(rows, packed=packed)
         flowing: list[tuple[torch.Tensor, Fold]] = []
@@ -211,7 +224,8 @@ class Replay:
                 tops = [t for t in tensors(output) if t.requires_grad and t.dim() > 0]
                 seeds = seeds_for(tops)
                 upstream = [torch.zeros_like(s).index_copy_(0, i, s[i]) for s in seeds for i in (_one(unit, s),)]
-            found = plain_gradients(tops, upstream, parameters)
+            with self.weights.gathered():
+                found = plain_gradients(tops, upstream, parameters, keep=keep)
         return found, [fold.front(t.grad, rows) for t, fold in flowing if t.grad is not None], seeds
 
 

@@ -41,6 +41,7 @@ from fastdp.engine.replay import (
     still,
     unchanged,
 )
+from fastdp.engine.shards import Measured, Whole
 from fastdp.engine.trace import Trace
 from fastdp.engine.uses import Sink
 
@@ -52,7 +53,8 @@ class Checked(Protocol):
     """What the checks need of an engine."""
 
     model: torch.nn.Module
-    parameters: dict[str, torch.nn.Parameter]
+    read: dict[str, torch.nn.Parameter]
+    weights: Whole
     accumulator: Accumulator
     guard: Guard
     trace: Trace | None
@@ -227,8 +229,8 @@ def _require_zero(engine: Checked, replay: Replay, call: Call, ticket: Ticket) -
     own = layout.token_segments if layout.token_segments is not None else layout.lane_units
     unit = int(layout.weights.nonzero()[-1])
     packed = layout.token_segments is not None
-    parameters = list(engine.parameters.values())
-    _, flowing, _ = replay.gradients(call, ticket.rows, unit, parameters, packed=packed)
+    parameters = list(engine.read.values())
+    _, flowing, _ = replay.gradients(call, ticket.rows, unit, parameters, lambda _index, _gradient: 0, packed=packed)
     for gradient in flowing:
         if gradient.shape[: own.dim()] == own.shape and bool(_reaches(gradient[own != unit])):
             raise coupled(replay, [0, 0], 0, "others: its gradient reaches them")
@@ -310,19 +312,21 @@ def _compare(
 ) -> None:
     """Raise `UnsupportedUse` unless the engine finds autograd's norms of these units, and their sum by these weights."""
     kept, packed = engine.accumulator, ticket.token_units is not None
-    policy, parameters = kept.policy, list(engine.parameters.values())
+    policy, names = kept.policy, list(engine.read)
     probe = _Probe(policy.bounds, policy.stds, policy.group_of, policy.masks, known=weights)
-    engine.accumulator = Accumulator(engine.parameters, probe)
+    engine.accumulator = Accumulator(engine.read, probe, engine.weights)
     engine.accumulator.tables = kept.tables
     try:
         with unchanged(engine.model):
             _by_engine(engine, call, ticket)
         squared, found = probe.seen[0], _Comparison(engine.accumulator.sums)
         for unit, weight in weights.items():
-            gradients, *_ = replay.gradients(call, ticket.rows, unit, parameters, packed=packed)
+            gradients, *_ = replay.gradients(
+                call, ticket.rows, unit, list(engine.read.values()), lambda i, g: engine.weights.measured(names[i], g),
+                packed=packed,
+            )  # fmt: skip
             measured = float(squared[:, unit].double().sum()) ** 0.5
-            named = {n: g.float() for n, g in zip(engine.parameters, gradients) if g is not None}
-            found.add(measured, weight, named)
+            found.add(measured, weight, {n: g for n, g in zip(names, gradients) if g is not None})
     finally:
         engine.accumulator = kept
     found.judge(tolerance=tolerance)
@@ -373,7 +377,7 @@ def alone(engine: Checked, call: Call, ticket: Ticket, rows: Sequence[int]) -> N
         if engine.returns_loss:
             found = find_loss(output)
             tops = [] if found is None else [found]
-        plain_gradients(tops, [torch.ones_like(t) for t in tops], list(engine.parameters.values()))
+        plain_gradients(tops, [torch.ones_like(t) for t in tops], list(engine.read.values()))
 
 
 def buffers(engine: Checked, call: Call, ticket: Ticket) -> None:
@@ -414,9 +418,9 @@ class _Comparison:
         self.scale = dict.fromkeys(sums, 0.0)
         self.norms: list[tuple[float, float]] = []
 
-    def add(self, measured: float, weight: float, gradients: Mapping[str, torch.Tensor]) -> None:
+    def add(self, measured: float, weight: float, gradients: Mapping[str, Measured]) -> None:
         """Take one example: its norm by the engine, its weight in the sum, and its gradient by autograd."""
-        sizes = {name: float(g.double().norm()) for name, g in gradients.items()}
+        sizes = {name: gradient.norm for name, gradient in gradients.items()}
         truth = math.sqrt(sum(size**2 for size in sizes.values()))
         if not math.isfinite(measured) and not math.isfinite(truth):
             # An example that both find not to be finite takes no part; it is not held against the others.
@@ -425,9 +429,9 @@ class _Comparison:
         for name, gradient in gradients.items():
             self.scale[name] = self.scale.get(name, 0.0) + weight * sizes[name]
             if name in self.residual:
-                self.residual[name].sub_(gradient, alpha=weight)
+                self.residual[name].sub_(gradient.values, alpha=weight)
             else:
-                self.residual[name] = gradient * -weight
+                self.residual[name] = gradient.values * -weight
 
     def judge(self, *, tolerance: float) -> None:
         """Raise `UnsupportedUse` if a norm or a sum is off by more than ``tolerance`` of its size."""

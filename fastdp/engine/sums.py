@@ -13,6 +13,7 @@ from fastdp.engine.factors import Factors
 from fastdp.engine.layout import Layout
 from fastdp.engine.likeness import Compared, require_alike
 from fastdp.engine.policy import Policy
+from fastdp.engine.shards import Whole
 
 
 @dataclass(frozen=True)
@@ -30,22 +31,29 @@ class Sums:
     """Float32 sums by parameter, and what is known of the parameters.
 
     Args:
-        parameters: the trained parameters by name.
+        parameters: the trained parameters by name, as modules read them.
         policy: their groups, masks and axes.
+        weights: says what of each sum this process keeps.
     """
 
-    def __init__(self, parameters: Mapping[str, torch.nn.Parameter], policy: Policy):
-        self.parameters = parameters
-        self.names = {id(p): name for name, p in parameters.items()}
+    def __init__(self, parameters: Mapping[str, torch.nn.Parameter], policy: Policy, weights: Whole | None = None):
         self.policy = policy
         self.routes: dict[str, Route] = {}
         #: Parameters that some use reads by row; the engine's trace says which.
         self.tables: frozenset[str] = frozenset()
+        self.read(parameters, weights or Whole())
+
+    def read(self, parameters: Mapping[str, torch.nn.Parameter], weights: Whole) -> None:
+        """Take captures of these parameters from here on."""
+        self.parameters, self.weights = parameters, weights
+        self.names = {id(p): name for name, p in parameters.items()}
         self.reset()
 
     def reset(self) -> None:
         """Forget the sums: a new logical batch begins."""
         self.sums: dict[str, torch.Tensor] = {}
+        #: Sums as they are added up, of which only pieces may be kept: of one parameter at a time.
+        self._whole = {} if self.weights.cut else self.sums
         #: What was made twice, of each micro-batch: which of it the second time gave otherwise.
         self.compared: list[Compared] = []
 
@@ -78,10 +86,10 @@ class Sums:
         weights = factors.index_select(0, sent(tuple(own), torch.int64, factors.device))
         shaped = [instances[name].reshape(-1, *self.parameters[name].shape) for name in plain]
         totals = dict(zip(plain, ops.instance_sum_group(shaped, weights)))
-        again = [name for name in plain if name in self.sums]
+        again = [name for name in plain if name in self._whole]
         if again:
-            torch._foreach_add_([self.sums[name] for name in again], [totals.pop(name) for name in again])
-        self.sums |= totals
+            torch._foreach_add_([self._whole[name] for name in again], [totals.pop(name) for name in again])
+        self._whole |= totals
 
     def add_instance(self, name: str, instance: torch.Tensor, factors: torch.Tensor) -> None:
         """Add instantiated per-unit gradients ``[units, ...]``; rows of weight 0 are selected out, NaN and all."""
@@ -93,16 +101,29 @@ class Sums:
             total = ops.instance_masked_sum(instance, weights, outside, self.policy.masks[name])
         self._sum(name, total)
 
+    def add_gradient(self, name: str, gradient: torch.Tensor) -> None:
+        """Add what nothing clips: a gradient of ordinary training."""
+        self._sum(name, gradient.float())
+        self.keep(name)
+
+    def keep(self, name: str) -> None:
+        """Of what a parameter's sum has grown by, keep what this process is to have."""
+        if not self.weights.cut:
+            return
+        kept = self.weights.kept(name, self._whole.pop(name, None))
+        if kept is not None:
+            self.sums[name] = self.sums[name].add_(kept) if name in self.sums else kept
+
     def _sum(self, name: str, total: torch.Tensor) -> None:
-        if name in self.sums:
-            self.sums[name] += total
+        if name in self._whole:
+            self._whole[name] += total
         else:
-            self.sums[name] = total
+            self._whole[name] = total
 
     def add_factors(self, name: str, use: Factors, factors: torch.Tensor, layout: Layout) -> None:
         """Add one use's weighted sum."""
         inside, outside = self._weights(name, factors)
-        shape, total = self.parameters[name].shape, self.sums.get(name)
+        shape, total = self.parameters[name].shape, self._whole.get(name)
         if outside is not None:
             use = use.dense()
         if total is None and (use.one_hot or use.tiled):
@@ -113,7 +134,7 @@ class Sums:
         else:
             mask = as_matrix(self.policy.masks[name])
             flat = ops.masked_weighted_sum(*use.oriented, inside, outside, mask, flat, use.offsets(layout))
-        self.sums[name] = flat.view(shape)
+        self._whole[name] = flat.view(shape)
         self.compared += [[([(name, len(rows))], rows)] for rows in use.unlike()]
         if use.tiled and flat.device.type == "cpu":
             self.require_alike()
@@ -160,15 +181,28 @@ class Captures:
 
 
 class SumSink(Captures):
-    """The second of two passes: adds each capture to the sums at once, so that no factor outlives its own backward."""
+    """The second of two passes: adds each capture to the sums at once, so that no factor outlives its own backward.
 
-    def __init__(self, sums: Sums, factors: torch.Tensor):
+    Args:
+        at_once: keep of each capture's sum what is to be kept as soon as it is made.
+    """
+
+    def __init__(self, sums: Sums, factors: torch.Tensor, *, at_once: bool):
         super().__init__(sums)
         self.sums = sums
         self.factors = factors
+        self.at_once = at_once
 
     def whole(self, parameter: torch.nn.Parameter, gradients: torch.Tensor, route: str, tokens: int) -> None:
-        self.sums.add_instance(self.names[id(parameter)], gradients, self.factors)
+        name = self.names[id(parameter)]
+        self.sums.add_instance(name, gradients, self.factors)
+        self._keep(name)
 
     def matrix(self, parameter: torch.nn.Parameter, factors: Factors, layout: Layout) -> None:
-        self.sums.add_factors(self.names[id(parameter)], factors, self.factors, layout)
+        name = self.names[id(parameter)]
+        self.sums.add_factors(name, factors, self.factors, layout)
+        self._keep(name)
+
+    def _keep(self, name: str) -> None:
+        if self.at_once:
+            self.sums.keep(name)

@@ -13,7 +13,10 @@ import torch
 
 from fastdp.engine.collation import spread
 from fastdp.engine.guard import contents
+from fastdp.engine.pieces import is_cut
 from fastdp.engine.ranks import pass_through
+from fastdp.engine.shards import check_pieces
+from fastdp.private.plan import Plan
 from fastdp.private.sampler import Units
 
 #: Wrappers that gather, cut or reduce gradients before any of them could be clipped, and what is wrong with each.
@@ -94,12 +97,7 @@ def check_model(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Non
             raise ValueError(
                 f"{_FOREIGN_WRAPPERS[kind.__name__]}: give the bare model, in a process group of torch's own"
             )
-    for name, parameter in model.named_parameters():
-        if hasattr(parameter, "placements"):
-            raise ValueError(
-                f"{name} is cut into pieces over several processes (fully_shard, tensor or expert parallelism), which private "
-                "training does not follow: give every process the whole model"
-            )
+    check_pieces(model)
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError("LBFGS differentiates several times a step, and a step is one release; use SGD, Adam or AdamW")
     for name, module in model.named_modules():
@@ -127,6 +125,15 @@ def check_model(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Non
             raise ValueError(
                 f"{name} is trained but the optimizer does not hold it: add it, or set requires_grad=False"
             )
+
+
+def refuse_side_releases(model: torch.nn.Module, plan: Plan, mechanism: str) -> None:
+    """Raise ValueError for a method that releases more than gradients, where weights are in pieces."""
+    if plan.side and any(map(is_cut, model.parameters())):
+        raise ValueError(
+            f"{mechanism} makes releases between its steps, which need the whole model: train it without fully_shard, or use "
+            "DPSGD"
+        )
 
 
 #: Where forward passes come from that end in a loss over all tokens of a batch, computed with the head, and how to do without.

@@ -8,6 +8,7 @@ from typing import Protocol
 
 import torch
 
+import fastdp.engine.pieces as pieces
 import fastdp.ops as ops
 from fastdp.engine.policy import Policy
 from fastdp.engine.ranks import Ranks
@@ -115,20 +116,20 @@ class Release:
             parameter, total = self.parameters[name], self._total(sums, name)
             self._add_noise(name, total, policy, self._tensors[name])
             if name in policy.axes:
-                total.mul_(policy.axes[name].whole(parameter.shape))
-            parameter.grad = total.div_(self.expected_batch_size).to(parameter.dtype)
+                total.mul_(pieces.part(policy.axes[name].whole(parameter.shape), parameter))
+            parameter.grad = pieces.joined(total.div_(self.expected_batch_size).to(parameter.dtype), parameter)
         self._count += 1
 
     def _total(self, sums: dict[str, torch.Tensor], name: str) -> torch.Tensor:
         parameter, total = self.parameters[name], sums.pop(name, None)
-        return torch.zeros(parameter.shape, device=parameter.device) if total is None else total.contiguous()
+        return torch.zeros_like(pieces.piece(parameter), dtype=torch.float32) if total is None else total.contiguous()
 
     def _left(self, sums: dict[str, torch.Tensor], policy: Policy, update: Update) -> list[str]:
         """Names of the parameters that an optimizer's own step leaves to us; the sums of others are gone."""
         summed, left = {}, []
         for name, parameter in self.parameters.items():
             group = policy.group_of.get(name, 0)
-            if isinstance(group, tuple) or name in policy.axes:
+            if isinstance(group, tuple) or name in policy.axes or pieces.is_cut(parameter):
                 left.append(name)
                 continue
             std = (policy.stds or (0.0,))[group]
@@ -149,14 +150,17 @@ class Release:
     def _add_noise(self, name: str, total: torch.Tensor, policy: Policy, index: int) -> None:
         group = policy.group_of.get(name, 0)
         stds = policy.stds or (0.0,)
+        parameter = self.parameters[name]
+        start = pieces.first(parameter)
         if isinstance(group, tuple):
             # Each side's noised sum lies on a grid of its own: both are drawn whole, and each gives the elements it has.
             outside = total.clone()
-            self._draw(total, stds[group[0]], index)
-            self._draw(outside, stds[group[1]], index + len(self.parameters))
-            torch.where(policy.masks[name], total, outside, out=total)
+            self._draw(total, stds[group[0]], index, start)
+            self._draw(outside, stds[group[1]], index + len(self.parameters), start)
+            torch.where(pieces.part(policy.masks[name], parameter), total, outside, out=total)
         elif stds[group] > 0:
-            self._draw(total, stds[group], index)
+            self._draw(total, stds[group], index, start)
 
-    def _draw(self, total: torch.Tensor, std: float, index: int) -> None:
-        ops.add_noise_(total, std, self.stream.at(self._count, index), secure_rounding=self.secure_rounding)
+    def _draw(self, total: torch.Tensor, std: float, index: int, start: int) -> None:
+        draw = self.stream.at(self._count, index)
+        ops.add_noise_(total, std, draw, secure_rounding=self.secure_rounding, first=start)

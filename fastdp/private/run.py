@@ -17,6 +17,7 @@ import fastdp.private.prove as proving
 from fastdp.accounting.ledger import STEP
 from fastdp.engine.bounds import among_units_in_words
 from fastdp.engine.engine import Engine
+from fastdp.engine.pieces import is_cut, whole
 from fastdp.engine.policy import Policy
 from fastdp.engine.ranks import ONE, Ranks
 from fastdp.ops.grid import DISTANCE
@@ -428,7 +429,10 @@ class Private(Published):
         self.ledger.extend(total)
 
     def card(self) -> accounting.Card:
-        """What was bought: mechanism, unit, sampling, epsilon and delta, the event, what is unprotected."""
+        """What was bought: mechanism, unit, sampling, epsilon and delta, the event, what is unprotected.
+
+        Of weights in pieces every rank must ask, as each has some of what the card keeps digests of.
+        """
         stream, plan = self._release.stream, self.plan
         seen = ", ".join(sorted(self._observed))
         trained = sum(p.numel() for p in self._engine.parameters.values())
@@ -448,7 +452,7 @@ class Private(Published):
             spent_steps=self.steps_done,
             run_id=self.ledger.run_id,
             ledger_head=self.ledger.head,
-            weights=self._engine.parameters.values(),
+            weights=map(whole, self._engine.parameters.values()),
             noise_source=accounting.noise_source(stream.reproducible, self._release.secure_rounding),
             model={
                 "name": accounting.model_name(self.model),
@@ -538,6 +542,10 @@ class Private(Published):
         """
         if not self.policy.bounds:
             raise ValueError("the non-private method claims nothing, so there is nothing to prove")
+        if any(map(is_cut, self.model.parameters())):
+            raise ValueError(
+                "a model whose weights are in pieces cannot be copied: prove a run of the whole model, or a small one"
+            )
         loader = self.data_loader
         units = [
             [loader.dataset[index] for index in loader.units.examples(unit)]

@@ -78,6 +78,9 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "adaptive": ("llama", "lora", {"method": fastdp.DPSGD(adaptive=fastdp.AdaptiveClipping(count_noise_std=2.0))}),
 }
 
+#: Those whose methods make releases besides steps.
+SELECTING = ("masked", "rapft", "frost")
+
 
 def trained(case: str, noise: float, prepare: Callable[[nn.Module], None] = lambda model: None) -> dict[str, Any]:
     """One run of the matrix: the weights after `STEPS` steps, and what the run says of itself."""
@@ -105,6 +108,22 @@ def trained(case: str, noise: float, prepare: Callable[[nn.Module], None] = lamb
     }
 
 
+def shard(model: nn.Module, **options: Any) -> None:
+    """`fully_shard`, as its documentation says: each block, then the model."""
+    from torch.distributed.fsdp import fully_shard
+
+    for module in list(model.modules()):
+        if type(module).__name__.endswith(("Block", "DecoderLayer")):
+            fully_shard(module, **options)
+    fully_shard(model, **options)
+
+
+def checkpointed(model: nn.Module) -> None:
+    """The same, whose blocks compute their activations anew in the backward pass."""
+    model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
+    shard(model)
+
+
 def _whole(parameter: torch.Tensor) -> torch.Tensor:
     found = parameter.detach()
     found = found.full_tensor() if hasattr(found, "full_tensor") else found
@@ -118,6 +137,17 @@ def matrix(rank: int, size: int, folder: Path) -> dict[str, Any]:
     for case in wanted:
         for noise in (1.0, 0.0) if "FULL" in os.environ else (1.0,):
             found[case, noise] = trained(case, noise)
+    return found
+
+
+def sharded(rank: int, size: int, folder: Path) -> dict[str, Any]:
+    """The cases that are asked for, with weights in pieces."""
+    wanted = os.environ.get("SHARDED", ",".join(CASES)).split(",")
+    found = {}
+    for case in wanted:
+        for noise in (1.0, 0.0) if "FULL" in os.environ else (1.0,):
+            for way in (shard, checkpointed):
+                found[case, noise, way.__name__] = trained(case, noise, way)
     return found
 
 
@@ -320,6 +350,7 @@ def trainer(rank: int, size: int, folder: Path) -> dict[str, Any]:
 MOMENTS = ("before the record", "after the record", "in the reduction")
 SCENARIOS: dict[str, Callable[[int, int, Path], dict[str, Any]]] = {
     "matrix": matrix,
+    "sharded": sharded,
     "refusals": refusals,
     "shapes": shapes,
     "trainer": trainer,
@@ -337,7 +368,7 @@ def group(scenario: str, size: int, folder: Path) -> list[int]:
             status = 1
             try:
                 torch.set_num_threads(1)
-                if size > 1:
+                if size > 1 or scenario == "sharded":
                     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=size)
                 found = SCENARIOS[scenario](rank, size, folder)
                 torch.save(found, folder / f"{scenario}-{size}-{rank}.pt")

@@ -15,7 +15,7 @@ from accelerate import Accelerator
 
 from fastdp.accounting import Ledger
 from tests.engine.runs import Classifier, start
-from tests.private.ranked import CASES, MOMENTS
+from tests.private.ranked import CASES, MOMENTS, SELECTING
 from tests.private.test_bad_input import one_sentence
 
 #: Weights after six steps may differ by the rounding of sums in another order.
@@ -63,15 +63,41 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("ranks")
     run(
         place,
-        *("matrix:1", "matrix:2", "refusals:2", "shapes:1", "shapes:2"),
+        *("matrix:1", "matrix:2", "sharded:2", "refusals:2", "shapes:1", "shapes:2"),
         *(f"{moment}:{size}" for moment in MOMENTS for size in (2, 1)),
-        CASES="tied gpt2,users",
+        CASES="tied gpt2,users,lora",
+        SHARDED="tied gpt2,lora",
     )
     return place
 
 
 def test_two_processes_release_what_one_does(folder: Path) -> None:
     require_matrix(folder, (2,))
+
+
+def require_sharded(folder: Path, sizes: tuple[int, ...]) -> None:
+    (alone,) = ranks(folder, "matrix", 1)
+    for size in sizes:
+        for rank in ranks(folder, "sharded", size):
+            for (case, noise, way), found in rank.items():
+                assert apart(found["weights"], alone[case, noise]["weights"]) < ROUNDING, (size, case, noise, way)
+                assert (found["processes"], found["route"], found["spent"]) == (
+                    size,
+                    "uses",
+                    alone[case, noise]["spent"],
+                )
+
+
+def test_so_do_two_that_have_half_of_the_weights_each(folder: Path) -> None:
+    """With `fully_shard`, and with activation checkpointing beside it."""
+    require_sharded(folder, (2,))
+
+
+@pytest.mark.slow
+def test_weights_in_one_and_in_four_pieces_give_the_same(tmp_path: Path) -> None:
+    wanted = ",".join(case for case in CASES if case not in SELECTING)
+    run(tmp_path, "matrix:1", "sharded:1", "sharded:2", "sharded:4", CASES=wanted, SHARDED=wanted, FULL="1")
+    require_sharded(tmp_path, (1, 2, 4))
 
 
 @pytest.mark.slow
@@ -118,10 +144,12 @@ def test_a_group_that_is_opened_later_is_told_the_order(monkeypatch: pytest.Monk
     assert private.steps_done == 0
 
 
-def test_parameters_in_pieces_are_refused_by_name() -> None:
+def test_parameters_in_other_pieces_are_refused_by_name() -> None:
     model = Classifier()
     model.first.weight.placements = ()  # type: ignore[attr-defined]
-    with pytest.raises(ValueError, match="first.weight is cut into pieces over several processes") as caught:
+    with pytest.raises(
+        ValueError, match="first.weight is cut into pieces .* tensor, pipeline, context and expert"
+    ) as caught:
         start(model)
     one_sentence(caught.value)
 

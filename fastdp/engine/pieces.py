@@ -1,0 +1,86 @@
+"""A tensor in pieces over several processes, as torch's `DTensor` holds it: which piece is here, and what it is a piece of.
+
+Every function takes a tensor that this process has as a whole as well: it is one piece.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+
+
+def is_cut(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is in pieces, or might be."""
+    return hasattr(tensor, "placements")
+
+
+def piece(tensor: torch.Tensor) -> torch.Tensor:
+    """What this process has of a tensor, for reading and for writing: no copy, and nothing that autograd follows."""
+    if not is_cut(tensor):
+        return tensor.detach()
+    with torch.no_grad():
+        return cast(Any, tensor).to_local()  # type: ignore[no-any-return]
+
+
+def _rows(tensor: torch.Tensor) -> tuple[int, int, int]:
+    """Of a tensor's first axis: where its piece begins and ends, and the rows of a piece before the last ones."""
+    held: Any = tensor
+    for axis, placement in enumerate(held.placements):
+        if placement.is_shard():
+            count, size = tensor.shape[0], held.device_mesh.size(axis)
+            most = -(-count // size)
+            start = min(most * held.device_mesh.get_local_rank(axis), count)
+            return start, min(start + most, count), most
+    return 0, tensor.shape[0], tensor.shape[0]
+
+
+def first(tensor: torch.Tensor) -> int:
+    """Where the piece begins in the flattened tensor."""
+    return _rows(tensor)[0] * math.prod(tensor.shape[1:]) if is_cut(tensor) else 0
+
+
+def part(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """The part of a tensor of ``like``'s shape that lies where its piece does; a view."""
+    if not is_cut(like):
+        return whole
+    start, end, _ = _rows(like)
+    return whole[start:end]
+
+
+def joined(own: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """A tensor in pieces as ``like`` is, of which ``own`` is the piece here."""
+    if not is_cut(like):
+        return own
+    from torch.distributed.tensor import DTensor
+
+    held: Any = like
+    return DTensor.from_local(
+        own, held.device_mesh, held.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself, from all its pieces. Collective."""
+    return cast(Any, tensor.detach()).full_tensor() if is_cut(tensor) else tensor  # type: ignore[no-any-return]
+
+
+def added(total: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """The piece, as ``like`` is cut, of the sum over all processes of float32 tensors of its shape. Collective."""
+    held: Any = like
+    found = total
+    for axis, placement in enumerate(held.placements):
+        group = held.device_mesh.get_group(axis)
+        if not placement.is_shard():
+            dist.all_reduce(found, group=group)
+            continue
+        start, end, most = _rows(like)
+        rows = most * held.device_mesh.size(axis)
+        if rows > found.shape[0]:
+            found = torch.cat([found, found.new_zeros((rows - found.shape[0], *found.shape[1:]))])
+        own = found.new_empty((most, *found.shape[1:]))
+        dist.reduce_scatter_single(own, found.contiguous(), group=group)
+        found = own[: end - start]
+    return found

@@ -1,0 +1,322 @@
+"""Weights that torch's `fully_shard` has cut into pieces over several processes, as the engine sees them.
+
+A pass gathers them module by module, and every gathering needs all processes. So what all do alike, the pass and the
+backward pass of each micro-batch, is left to torch; whatever one of them does by itself, to trace a model or to check it,
+happens within `Sharded.apart`: there each gathering is a round in which the others take part, whatever they are at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from fastdp.engine import pieces
+from fastdp.engine.errors import UnsupportedUse
+from fastdp.engine.ranks import Ranks, reached
+
+T = TypeVar("T")
+#: What a process asks for that wants nothing more.
+_DONE = -1
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Of a gradient, the values that are compared, float32, and the norm of the whole of it."""
+
+    values: torch.Tensor
+    norm: float
+
+    def __add__(self, other: Measured) -> Measured:
+        """Raises `UnsupportedUse`: the norm of a sum is not known from those of its parts."""
+        raise UnsupportedUse("a gradient comes in several parts: checkpoint with use_reentrant=False")
+
+
+class Whole:
+    """Weights that this process has as a whole: what is asked of `Sharded`, and nothing to do."""
+
+    #: Whether weights are in pieces.
+    cut = False
+
+    def read(self, parameters: Mapping[str, torch.nn.Parameter]) -> dict[str, torch.nn.Parameter]:
+        """Parameters as the model's modules read them."""
+        return dict(parameters)
+
+    def cuts(self, name: str) -> bool:
+        """Whether a parameter is in pieces."""
+        return False
+
+    def anyone(self, wanted: bool) -> bool:
+        """Whether this is wanted on any rank."""
+        return wanted
+
+    def alike(self, number: int) -> bool:
+        """Whether all ranks are here with the same number."""
+        return True
+
+    def apart(self) -> AbstractContextManager[None]:
+        """Meanwhile each rank may run passes of its own; what fails on one fails on all."""
+        return nullcontext()
+
+    def gathered(self) -> AbstractContextManager[None]:
+        """What a backward pass reads is there meanwhile, and no weight afterwards but in its pieces."""
+        return nullcontext()
+
+    def settle(self) -> None:
+        """Have modules hold their weights in pieces."""
+
+    def running(self, forward: Callable[..., T]) -> Callable[..., T]:
+        """A forward pass that may fail and be run again."""
+        return forward
+
+    def kept(self, name: str, total: torch.Tensor | None) -> torch.Tensor | None:
+        """Of a sum over this rank's units, what this rank keeps of it: of a sum over all units, where that is due now."""
+        return total
+
+    def measured(self, name: str, gradient: torch.Tensor) -> Measured:
+        """What is compared of a gradient of one unit."""
+        return Measured(gradient.float(), float(gradient.double().norm()))
+
+    def release(self) -> None:
+        """Give the model back as it was."""
+
+
+class Sharded(Whole):
+    """The pieces of a model's weights, and the rounds in which ranks gather them. Made by all ranks at once.
+
+    Args:
+        model: its root, and perhaps modules within, went through `fully_shard`.
+        ranks: all processes that have pieces.
+    """
+
+    cut = True
+
+    def __init__(self, model: Any, ranks: Ranks):
+        from torch.distributed.fsdp import FSDPModule
+
+        self.model = model
+        self.ranks = ranks
+        self._modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        self._groups = [group for module in self._modules for group in _groups(module)]
+        self._apart = False
+        self._parameters: dict[str, torch.nn.Parameter] = {}
+        self._read: dict[str, torch.nn.Parameter] = {}
+        # Gradients are added up by the engine, after they are clipped.
+        self._reduced = [group.reduce_grads for group in self._groups]
+        self.model.set_requires_gradient_sync(False)
+
+    def read(self, parameters: Mapping[str, torch.nn.Parameter]) -> dict[str, torch.nn.Parameter]:
+        """Parameters as modules read them in a pass: the same objects in every pass, with values only while it lasts."""
+        self.settle()
+        self._parameters = dict(parameters)
+        left = {name for name, parameter in parameters.items() if pieces.is_cut(parameter)}
+        found = dict(parameters)
+        for module in self._modules:
+            with reached():
+                module.unshard()
+            for name in list(left):
+                now = self.model.get_parameter(name)
+                if not pieces.is_cut(now):
+                    found[name] = now
+                    left.remove(name)
+            module.reshard()
+        self._read = found
+        return dict(found)
+
+    def cuts(self, name: str) -> bool:
+        """Whether a parameter is in pieces."""
+        return pieces.is_cut(self._parameters[name])
+
+    def anyone(self, wanted: bool) -> bool:
+        """Whether this is wanted on any rank; within `apart`, on this one."""
+        return wanted if self._apart else any(self._numbers(int(wanted)))
+
+    def alike(self, number: int) -> bool:
+        """Whether all ranks are here with the same number; within `apart`, each rank is by itself."""
+        return self._apart or len(set(self._numbers(number))) == 1
+
+    def _numbers(self, number: int) -> list[int]:
+        return self.ranks.numbers(number, self._device)
+
+    @property
+    def _device(self) -> torch.device:
+        return next(iter(self._read.values())).device
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """Meanwhile each rank may run passes of its own, or none; what fails on one fails on all."""
+        if self._apart:
+            yield
+            return
+        self.settle()
+        usual = [group._all_gather_comm for group in self._groups]
+        for index, group in enumerate(self._groups):
+            group._all_gather_comm = _Asking(self, index, usual[index])
+        self._apart = True
+        try:
+            with self.ranks.together():
+                failure: Exception | None = None
+                try:
+                    yield
+                except Exception as error:
+                    failure = error
+                self.settle()
+                self.ask(_DONE)
+                if failure is not None:
+                    raise failure
+        finally:
+            self._apart = False
+            for group, comm in zip(self._groups, usual):
+                group._all_gather_comm = comm
+
+    def ask(self, index: int) -> None:
+        """Take part in the gatherings of others until it is this group's turn, or everybody is done."""
+        while True:
+            turn = next((asked for asked in self._numbers(index) if asked != _DONE), _DONE)
+            if turn == index:
+                return
+            self._take_part(self._groups[turn])
+
+    def _take_part(self, group: Any) -> None:
+        own = torch.cat([t.contiguous().view(-1).view(torch.uint8) for t in _own_pieces(group)])
+        among = group._all_gather_process_group
+        with reached():
+            dist.all_gather_single(own.new_empty(own.numel() * among.size()), own, group=among)
+
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """What a backward pass reads outside of the modules within is there meanwhile; torch gathers the rest.
+
+        A pass that starts within the model, at units' losses, does not come by the hook on the model's own output.
+        """
+        with reached():
+            self.model.unshard()
+        try:
+            yield
+        finally:
+            self.settle()
+
+    def settle(self) -> None:
+        """Have modules hold their weights in pieces, as after a backward pass."""
+        for module in self._modules:
+            module.reshard()
+
+    def running(self, forward: Callable[..., T]) -> Callable[..., T]:
+        """A forward pass after whose failure another may begin."""
+
+        def run(*args: Any, **kwargs: Any) -> T:
+            try:
+                found = forward(*args, **kwargs)
+            except Exception:
+                self.model.reset_iter_state()
+                raise
+            if not torch.is_grad_enabled():
+                # Without a backward pass to come, nothing else would.
+                self.settle()
+            return found
+
+        return run
+
+    def kept(self, name: str, total: torch.Tensor | None) -> torch.Tensor | None:
+        """This rank's piece of a parameter's sum over the units of all ranks; within `apart`, over its own."""
+        parameter = self._parameters[name]
+        if not pieces.is_cut(parameter):
+            return total
+        if self._apart:
+            return None if total is None else pieces.part(total, parameter).clone()
+        if total is None:
+            total = torch.zeros(parameter.shape, device=self._read[name].device)
+        with reached():
+            return pieces.added(total, parameter)
+
+    def measured(self, name: str, gradient: torch.Tensor) -> Measured:
+        """The part of a gradient that this rank would keep of a sum, and the norm of the whole of it."""
+        own = pieces.part(gradient, self._parameters[name])
+        return Measured(own.float().clone(), float(gradient.double().norm()))
+
+    def release(self) -> None:
+        """Let torch add up gradients again."""
+        self.settle()
+        for group, reduced in zip(self._groups, self._reduced):
+            group.reduce_grads = reduced
+
+
+class _Asking:
+    """A gathering that waits for its turn among those that other ranks ask for."""
+
+    def __init__(self, shards: Sharded, index: int, usual: Any):
+        self.shards, self.index, self.usual = shards, index, usual
+
+    def allocate(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """As torch does."""
+        return self.usual.allocate(*args, **kwargs)  # type: ignore[no-any-return]
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool = False
+    ) -> None:
+        """Gather, as bytes: those who only take part do not look at numbers."""
+        self.shards.ask(self.index)
+        with reached():
+            dist.all_gather_single(output_tensor.view(torch.uint8), input_tensor.view(torch.uint8), group=group)
+
+
+def weights_of(model: torch.nn.Module, ranks: Ranks) -> Whole:
+    """A model's weights, in pieces or whole."""
+    return Sharded(model, ranks) if any(map(pieces.is_cut, model.parameters())) else Whole()
+
+
+def check_pieces(model: torch.nn.Module) -> None:
+    """Raise ValueError for weights that are cut in another way than `fully_shard` does over all processes of the group."""
+    cut = {name: parameter for name, parameter in model.named_parameters() if pieces.is_cut(parameter)}
+    if not cut:
+        return
+    from torch.distributed.fsdp import FSDPModule
+
+    if not isinstance(model, FSDPModule):
+        raise ValueError(
+            f"{next(iter(cut))} is cut into pieces over several processes, and not by fully_shard on the model itself: tensor, "
+            "pipeline, context and expert parallelism are not followed; call fully_shard on its blocks and then on the model"
+        )
+    if not hasattr(model, "reset_iter_state") or not hasattr(FSDPModule, "set_custom_all_gather"):
+        raise ValueError(f"weights in pieces need torch 2.13 or later, and this is {torch.__version__}")
+    for name, parameter in cut.items():
+        held: Any = parameter
+        if held.device_mesh.size() != torch.distributed.get_world_size():
+            raise ValueError(
+                f"{name} lies on {held.device_mesh.size()} of {torch.distributed.get_world_size()} processes: pipeline, context "
+                "and tensor parallelism are not followed; give fully_shard a mesh of all processes"
+            )
+        for placement in held.placements:
+            if type(placement).__name__ not in ("Shard", "Replicate") or getattr(placement, "dim", 0) != 0:
+                raise ValueError(
+                    f"{name} is cut as {placement}, and only fully_shard's own way along the first dimension is followed: leave "
+                    "out shard_placement_fn, and tensor or expert parallelism"
+                )
+        if parameter.device.type == "meta":
+            raise ValueError(f"{name} has no values yet: materialise the model (to_empty, then its weights) first")
+    for module in model.modules():
+        if isinstance(module, FSDPModule) and any(g._use_post_forward_mesh for g in _groups(module)):
+            raise ValueError("reshard_after_forward is a number of processes: give fully_shard True or False")
+
+
+def _groups(module: Any) -> list[Any]:
+    """The groups of parameters that torch gathers together for a module that went through `fully_shard`."""
+    return list(module._get_fsdp_state()._fsdp_param_groups)
+
+
+def _own_pieces(group: Any) -> list[torch.Tensor]:
+    """This rank's part of a gathering, whether or not it has the gathered weights just now."""
+    from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
+
+    found = []
+    for held in group.fsdp_params:
+        state, held.sharded_state = held.sharded_state, ShardedState.SHARDED
+        try:
+            found += held.all_gather_inputs
+        finally:
+            held.sharded_state = state
+    return found
