@@ -52,10 +52,14 @@ class Sums:
     def reset(self) -> None:
         """Forget the sums: a new logical batch begins."""
         self.sums: dict[str, torch.Tensor] = {}
-        #: Sums as they are added up, of which only pieces may be kept: of one parameter at a time.
-        self._whole = {} if self.weights.cut else self.sums
+        self._uncut: dict[str, torch.Tensor] = {}
         #: What was made twice, of each micro-batch: which of it the second time gave otherwise.
         self.compared: list[Compared] = []
+
+    @property
+    def _whole(self) -> dict[str, torch.Tensor]:
+        """Where sums are added up: of one parameter at a time, if only pieces of them are kept."""
+        return self._uncut if self.weights.cut else self.sums
 
     def require_alike(self) -> None:
         """Raise `SelfCheckError`, naming a parameter, if something was added that was not what had been measured.
@@ -89,7 +93,7 @@ class Sums:
         again = [name for name in plain if name in self._whole]
         if again:
             torch._foreach_add_([self._whole[name] for name in again], [totals.pop(name) for name in again])
-        self._whole |= totals
+        self._whole.update(totals)
 
     def add_instance(self, name: str, instance: torch.Tensor, factors: torch.Tensor) -> None:
         """Add instantiated per-unit gradients ``[units, ...]``; rows of weight 0 are selected out, NaN and all."""
