@@ -219,14 +219,17 @@ def noise(device: str) -> Iterator[tuple[str, Result]]:
         got = back(grad, x, norm, 2.0)
         truth = back.reference(grad.cpu(), x.cpu(), true_norm, 2.0).double()
         yield f"clip_noise_backward {label}", (apart(got.cpu(), truth, truth.abs() + 0.1), 4 * rounding + 1e-5)
-        for floor in (None, 1e-4):
+        axes = [torch.rand(k, device=device) + 0.1 for k in (257, 123)]
+        for floor, scales in ((None, [None, None]), (1e-4, [None, None]), (1e-4, axes)):
             state = [torch.randn(257, 123, device=device).to(dtype), *torch.rand(3, 257, 123, device=device)]
             host = [x.cpu().clone() for x in state]
             numbers = (0.7, 8.0, 1e-2, 0.9, 0.999, 1e-8, 0.1, 5, floor, False)
-            OPS["adamw_noise_step_"](*state, position(), *numbers)
-            OPS["adamw_noise_step_"].reference(*host, position(), *numbers)
+            OPS["adamw_noise_step_"](*state, position(), *numbers, *scales)
+            OPS["adamw_noise_step_"].reference(
+                *host, position(), *numbers, *(a if a is None else a.cpu() for a in scales)
+            )
             worst = max(apart(a.cpu(), b.double(), b.double().abs() + 0.1) for a, b in zip(state, host))
-            yield f"adamw_noise_step_ floor={floor} {label}", (worst, 4 * rounding + 1e-5)
+            yield f"adamw_noise_step_ floor={floor} axes={scales[0] is not None} {label}", (worst, 4 * rounding + 1e-5)
 
 
 def snapping(device: str) -> Iterator[tuple[str, Result]]:

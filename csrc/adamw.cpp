@@ -11,10 +11,20 @@ namespace py = pybind11;
 
 namespace {
 
+// Elements [first, first + n) of the matrix a b^T, whose rows are `width` long.
+void outer(const float *a, const float *b, int64_t width, int64_t first, int64_t n, float *out) {
+    int64_t row = first / width, column = first % width;
+    for (int64_t done = 0; done < n; ++row, column = 0) {
+        const int64_t count = std::min(width - column, n - done);
+        for (int64_t k = 0; k < count; ++k) out[done + k] = a[row] * b[column + k];
+        done += count;
+    }
+}
+
 void adamw_noise_step(uintptr_t param, int dtype, uintptr_t grad, uintptr_t mean, uintptr_t square, int64_t n,
                       uintptr_t position, bool rounded, double std, double divisor, double lr, double beta1,
                       double beta2, double eps, double weight_decay, int64_t step, bool corrected, double floor,
-                      int threads) {
+                      uintptr_t rows, uintptr_t columns, int64_t row_width, int threads) {
     const Position at = *reinterpret_cast<const Position *>(position);
     const Dtype type = static_cast<Dtype>(dtype);
     const NoiseLanes &lanes = noise_lanes();
@@ -37,9 +47,11 @@ void adamw_noise_step(uintptr_t param, int dtype, uintptr_t grad, uintptr_t mean
     const float *g = reinterpret_cast<const float *>(grad);
     float *m = reinterpret_cast<float *>(mean);
     float *v = reinterpret_cast<float *>(square);
+    const float *a = reinterpret_cast<const float *>(rows), *b = reinterpret_cast<const float *>(columns);
     py::gil_scoped_release unlocked;
     share_out((n + kTile - 1) / kTile, kTilesAnItem, threads, [&](int64_t begin, int64_t end) {
         alignas(64) float room[kTileRoom];
+        alignas(64) float axes[kTile];
         if (!noisy) std::fill(room, room + kTile, 0.f);
         for (int64_t tile = begin; tile < end; ++tile) {
             const int64_t i = tile * kTile, count = std::min(kTile, n - i);
@@ -55,7 +67,8 @@ void adamw_noise_step(uintptr_t param, int dtype, uintptr_t grad, uintptr_t mean
                 round_to_grid(lanes, at, grid, i, sum, Dtype::float32, 1.f, room, count);
                 sum = room;
             }
-            lanes.adamw(p + i * width(type), type, sum, m + i, v + i, room, s, count);
+            if (a) outer(a, b, row_width, i, count, axes);
+            lanes.adamw(p + i * width(type), type, sum, m + i, v + i, room, a ? axes : nullptr, s, count);
         }
     });
 }
@@ -67,7 +80,7 @@ void bind_adamw(py::module_ &m) {
           py::arg("grad"), py::arg("mean"), py::arg("square"), py::arg("n"), py::arg("position"), py::arg("rounded"),
           py::arg("std"), py::arg("divisor"), py::arg("lr"), py::arg("beta1"), py::arg("beta2"), py::arg("eps"),
           py::arg("weight_decay"), py::arg("step"), py::arg("corrected"), py::arg("floor"),
-          py::arg("threads"));
+          py::arg("rows"), py::arg("columns"), py::arg("width"), py::arg("threads"));
 }
 
 }  // namespace fastdp

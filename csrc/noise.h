@@ -56,8 +56,9 @@ struct NoiseLanes {
     int64_t (*to_grid)(const void *x, Dtype dtype, float scale, float *z, const Grid &grid, int64_t n, int32_t *open);
     // x[i] = scale * x[i] + std * z[i], n <= kTile, any dtype; out may be x.
     void (*scale_add)(const void *x, void *out, Dtype dtype, const float *z, float scale, float std, int64_t n);
+    // With `axes`, the noised mean is multiplied by axes[i], and the noise's variance by its square.
     void (*adamw)(void *param, Dtype dtype, const float *grad, float *mean, float *square, const float *z,
-                  const AdamWStep &step, int64_t n);
+                  const float *axes, const AdamWStep &step, int64_t n);
     // sum of x[i] * y[i] in float64; y may be x.
     double (*dot)(const void *x, const void *y, Dtype dtype, int64_t n);
     void (*to_float)(const void *x, Dtype dtype, float *out, int64_t n);

@@ -169,6 +169,9 @@ def adamw_noise_step(
     step: int,
     corrected: bool,
     floor: float,
+    rows: _Address,
+    columns: _Address,
+    width: int,
     threads: int,
 ) -> None: ...
 

@@ -11,8 +11,10 @@ from typing import Any
 import torch
 
 import fastdp.ops as ops
+from fastdp.engine.axes import RankOne
 from fastdp.entry import make_private
 from fastdp.ops.noise import DTYPES
+from fastdp.private.parts import ScaledVariance
 from fastdp.private.release import Summed, Update
 from fastdp.private.run import Private, drives
 
@@ -115,8 +117,8 @@ class CorrectedAdam(torch.optim.AdamW):
     floor keeps coordinates whose signal is below the noise from exploding.
     """
 
-    #: Of each gradient; by parameter, a number or a tensor of its shape, where it is not the same everywhere.
-    noise_variance: float | Mapping[torch.Tensor, float | torch.Tensor] = 0.0
+    #: Of each gradient; by parameter where it is not the same everywhere: a number, a tensor of its shape, or along its axes.
+    noise_variance: float | Mapping[torch.Tensor, float | torch.Tensor | ScaledVariance] = 0.0
     floor: float = 5e-8
     fused: bool = True
     #: Keep a float32 copy of each parameter of half precision, and update that.
@@ -151,11 +153,13 @@ class CorrectedAdam(torch.optim.AdamW):
                 continue
             state = self._state_of(part.parameter)
             state["step"] += 1
-            corrected = self._variance_of(part.parameter) > 0
-            alike.setdefault((id(group), part.std, int(state["step"]), corrected), []).append(part)
-        for (_, std, step, corrected), parts in alike.items():
+            corrected = _along(self._known_of(part.parameter), part.axes) != 0
+            kind = (id(group), part.std, int(state["step"]), corrected, part.axes is not None)
+            alike.setdefault(kind, []).append(part)
+        for (_, std, step, corrected, _), parts in alike.items():
             group = group_of[id(parts[0].parameter)]
             states = [self.state[part.parameter] for part in parts]
+            axes = [part.axes for part in parts if part.axes is not None]
             ops.adamw_noise_steps_(
                 [part.parameter for part in parts],
                 [part.total for part in parts],
@@ -172,6 +176,8 @@ class CorrectedAdam(torch.optim.AdamW):
                 step=step,
                 variance_floor=self.floor if corrected else None,
                 secure_rounding=secure_rounding,
+                rows=[own.rows.float() for own in axes],
+                columns=[own.columns.float() for own in axes],
             )
         return left
 
@@ -182,8 +188,8 @@ class CorrectedAdam(torch.optim.AdamW):
             return False
         if part.parameter.dtype not in DTYPES or not part.parameter.is_contiguous():
             return False
-        variance = self._variance_of(part.parameter)
-        return not isinstance(variance, torch.Tensor) and (variance == 0 or math.isclose(variance_of_noise, variance))
+        variance = _along(self._known_of(part.parameter), part.axes)
+        return variance is not None and (variance == 0 or math.isclose(variance_of_noise, variance))
 
     def _state_of(self, parameter: torch.Tensor) -> dict[str, Any]:
         """Torch's own state of a parameter, begun if it is new; moments are float32 whatever its dtype."""
@@ -200,9 +206,13 @@ class CorrectedAdam(torch.optim.AdamW):
                 state[name] = state[name].float()
         return state
 
-    def _variance_of(self, parameter: torch.Tensor) -> float | torch.Tensor:
+    def _known_of(self, parameter: torch.Tensor) -> float | torch.Tensor | ScaledVariance:
         known = self.noise_variance
         return known.get(parameter, 0.0) if isinstance(known, Mapping) else known
+
+    def _variance_of(self, parameter: torch.Tensor) -> float | torch.Tensor:
+        known = self._known_of(parameter)
+        return known.whole(parameter.shape) if isinstance(known, ScaledVariance) else known
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -256,6 +266,15 @@ class CorrectedAdam(torch.optim.AdamW):
         wide.addcdiv_(state["exp_avg"], denominator, value=-group["lr"] / (1 - beta1**step))
         if parameter.dtype != torch.float32:
             parameter.copy_(wide)
+
+
+def _along(variance: float | torch.Tensor | ScaledVariance, axes: RankOne | None) -> float | None:
+    """The variance over a parameter's axes, if that is one number: what the fused step can subtract."""
+    if isinstance(variance, ScaledVariance):
+        return variance.variance if variance.axes is axes else None
+    if isinstance(variance, torch.Tensor) or (axes is not None and variance != 0):
+        return None
+    return variance
 
 
 class AdamW(_Private, CorrectedAdam):

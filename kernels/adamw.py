@@ -19,7 +19,8 @@ _TRITON = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16
 def update(
     p_param, p_grad, p_mean, p_square, p_master, o_x, n, inside, z, p_position, block, std, spacing, inverse,
     inverse_divisor, keep, step_size, lerp1, beta2, rest2, inverse_correction2, eps, noise_variance, floor,
-    CORRECTED: tl.constexpr, ROUNDED: tl.constexpr, MASTER: tl.constexpr,
+    p_rows, p_columns, width,
+    CORRECTED: tl.constexpr, ROUNDED: tl.constexpr, MASTER: tl.constexpr, AXES: tl.constexpr,
 ):  # fmt: skip
     # [b_blocks, 16]
     grad = load_flat(p_grad, o_x, n, inside)
@@ -27,6 +28,12 @@ def update(
         g = on_grid(grad, z, p_position, block, std, spacing, inverse) * inverse_divisor
     else:
         g = tl.fma(z, std, grad) * inverse_divisor
+    variance = noise_variance
+    if AXES:
+        m_x = o_x < n
+        axes = tl.load(p_rows + o_x // width, m_x, 1.0) * tl.load(p_columns + o_x % width, m_x, 1.0)
+        g = g * axes
+        variance = noise_variance * axes * axes
     # [b_blocks, 16]
     mean = load_flat(p_mean, o_x, n, inside)
     square = load_flat(p_square, o_x, n, inside)
@@ -37,7 +44,7 @@ def update(
     mean = tl.fma(lerp1, g - mean, mean)
     square = tl.fma(g * g, rest2, square * beta2)
     if CORRECTED:
-        under = tl.sqrt(tl.maximum(square * inverse_correction2 - noise_variance, floor))
+        under = tl.sqrt(tl.maximum(square * inverse_correction2 - variance, floor))
     else:
         under = tl.sqrt(square * inverse_correction2) + eps
     param = param * keep - step_size * mean / under
@@ -53,7 +60,8 @@ def update(
 def _adamw_kernel(
     p_param, p_grad, p_mean, p_square, p_position, n,
     std, spacing, inverse, inverse_divisor, keep, step_size, lerp1, beta2, rest2, inverse_correction2, eps, noise_variance, floor,
-    b_blocks: tl.constexpr, CORRECTED: tl.constexpr, ROUNDED: tl.constexpr,
+    p_rows, p_columns, width,
+    b_blocks: tl.constexpr, CORRECTED: tl.constexpr, ROUNDED: tl.constexpr, AXES: tl.constexpr,
 ):  # fmt: skip
     first = tl.program_id(0).to(tl.int64) * b_blocks
     block = (first + tl.arange(0, b_blocks)).to(tl.uint32)
@@ -62,7 +70,7 @@ def _adamw_kernel(
     inside = (first + b_blocks) * 16 <= n
     update(p_param, p_grad, p_mean, p_square, p_param, o_x, n, inside, z, p_position, block, std, spacing, inverse,
            inverse_divisor, keep, step_size, lerp1, beta2, rest2, inverse_correction2, eps, noise_variance, floor,
-           CORRECTED, ROUNDED, False)  # fmt: skip
+           p_rows, p_columns, width, CORRECTED, ROUNDED, False, AXES)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["lines"])
@@ -70,11 +78,11 @@ def _adamw_group_kernel(
     p_table, p_positions, lines,
     std, spacing, inverse, inverse_divisor, keep, step_size, lerp1, beta2, rest2, inverse_correction2, eps, noise_variance, floor,
     PARAMETER: tl.constexpr, b_blocks: tl.constexpr, CORRECTED: tl.constexpr, ROUNDED: tl.constexpr, MASTER: tl.constexpr,
-    ALIGNED: tl.constexpr,
+    ALIGNED: tl.constexpr, AXES: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
-    line = owner(p_table, 7, lines, program).to(tl.int64)
-    p_line = p_table + line * 7
+    line = owner(p_table, 10, lines, program).to(tl.int64)
+    p_line = p_table + line * 10
     p_param = tl.load(p_line).to(tl.pointer_type(PARAMETER))
     p_grad = tl.load(p_line + 1).to(tl.pointer_type(tl.float32))
     p_mean = tl.load(p_line + 2).to(tl.pointer_type(tl.float32))
@@ -86,8 +94,11 @@ def _adamw_group_kernel(
         p_mean = tl.multiple_of(p_mean, 16)
         p_square = tl.multiple_of(p_square, 16)
         p_master = tl.multiple_of(p_master, 16)
-    n = tl.load(p_line + 5)
-    first = (program - tl.load(p_line + 6)) * b_blocks
+    p_rows = tl.load(p_line + 5).to(tl.pointer_type(tl.float32))
+    p_columns = tl.load(p_line + 6).to(tl.pointer_type(tl.float32))
+    width = tl.load(p_line + 7)
+    n = tl.load(p_line + 8)
+    first = (program - tl.load(p_line + 9)) * b_blocks
     p_position = p_positions + line * 11
     block = (first + tl.arange(0, b_blocks)).to(tl.uint32)
     z = normals(p_position, block, ROUNDED)
@@ -95,7 +106,7 @@ def _adamw_group_kernel(
     inside = (first + b_blocks) * 16 <= n
     update(p_param, p_grad, p_mean, p_square, p_master, o_x, n, inside, z, p_position, block, std, spacing, inverse,
            inverse_divisor, keep, step_size, lerp1, beta2, rest2, inverse_correction2, eps, noise_variance, floor,
-           CORRECTED, ROUNDED, MASTER)  # fmt: skip
+           p_rows, p_columns, width, CORRECTED, ROUNDED, MASTER, AXES)  # fmt: skip
 
 
 def _numbers(
@@ -142,11 +153,14 @@ def adamw_noise_step_(
     step: int,
     variance_floor: float | None,
     secure_rounding: bool,
+    rows: torch.Tensor | None = None,
+    columns: torch.Tensor | None = None,
 ) -> None:
     """One step of AdamW in place on ``g = (grad_sum + std z) / divisor``, z at ``position`` (int32 [11]).
 
     With ``variance_floor`` the second moment is freed of the noise's variance (DP-AdamBC, arXiv 2312.14334, algorithm
-    1). All tensors have one shape; ``param`` is float32, bfloat16 or float16, the others float32; strided ones are
+    1). With ``rows`` and ``columns``, g and the deviation of its noise are multiplied by their outer product.
+    All tensors have one shape; ``param`` is float32, bfloat16 or float16, the others float32; strided ones are
     copied once. The numbers of a step are computed in float64 and reach the kernel as float32: no step compiles
     another kernel.
     """
@@ -164,9 +178,13 @@ def adamw_noise_step_(
             beside(position, param),
             param.numel(),
             *_numbers(std, divisor, lr, beta1, beta2, eps, weight_decay, step, variance_floor, rounded),
+            flat[0] if rows is None else rows,
+            flat[0] if columns is None else columns,
+            1 if columns is None else columns.numel(),
             b_blocks=BLOCKS,
             CORRECTED=variance_floor is not None,
             ROUNDED=rounded,
+            AXES=rows is not None,
             enable_fp_fusion=True,
             num_warps=4,
         )
@@ -192,6 +210,8 @@ def adamw_noise_steps_(
     step: int,
     variance_floor: float | None,
     secure_rounding: bool,
+    rows: Sequence[torch.Tensor],
+    columns: Sequence[torch.Tensor],
 ) -> None:
     """As `adamw_noise_step_` for k tensors, contiguous ones: a launch for each dtype of parameters."""
     rounded = secure_rounding and std > 0.0
@@ -200,15 +220,17 @@ def adamw_noise_steps_(
     for i, param in enumerate(params):
         kinds.setdefault(param.dtype, []).append(i)
     for dtype, members in kinds.items():
-        columns = [
+        addresses = [
             [tensors[i].data_ptr() for i in members]
             for tensors in (params, grad_sums, exp_avgs, exp_avg_sqs, masters or grad_sums)
         ]
+        axes = [[x[i].data_ptr() if rows else 0 for i in members] for x in (rows, columns)]
+        widths = [columns[i].numel() if rows else 1 for i in members]
         lengths = [params[i].numel() for i in members]
         firsts, programs = first_programs(lengths, 16 * BLOCKS)
         if not programs:
             continue
-        table = torch.tensor(list(zip(*columns, lengths, firsts)), dtype=torch.int64)
+        table = torch.tensor(list(zip(*addresses, *axes, widths, lengths, firsts)), dtype=torch.int64)
         with on_device_of(params[0]):
             _adamw_group_kernel[(programs,)](
                 beside(table, params[0]),
@@ -220,7 +242,8 @@ def adamw_noise_steps_(
                 CORRECTED=variance_floor is not None,
                 ROUNDED=rounded,
                 MASTER=bool(masters),
-                ALIGNED=all(address % 16 == 0 for column in columns for address in column),
+                ALIGNED=all(address % 16 == 0 for tensors in addresses for address in tensors),
+                AXES=bool(rows),
                 enable_fp_fusion=True,
                 num_warps=4,
             )

@@ -30,6 +30,8 @@ def _check(
     step: int,
     variance_floor: float | None,
     secure_rounding: bool,
+    rows: torch.Tensor | None = None,
+    columns: torch.Tensor | None = None,
 ) -> None:
     check_tensor("param", param)
     check_in_place("param", param)
@@ -53,6 +55,22 @@ def _check(
     check_position(position)
     if secure_rounding:
         check_grid("param", param, std)
+    _check_axes(param, rows, columns)
+
+
+def _check_axes(param: torch.Tensor, rows: torch.Tensor | None, columns: torch.Tensor | None) -> None:
+    if rows is None and columns is None:
+        return
+    if rows is None or columns is None:
+        raise ValueError("rows and columns go together: give both, or neither")
+    for name, axis in (("rows", rows), ("columns", columns)):
+        check_tensor(name, axis, (torch.float32,))
+        if axis.dim() != 1 or not axis.is_contiguous() or axis.device != param.device:
+            raise ValueError(f"{name} must be a contiguous vector on the device of param")
+    if rows.numel() * columns.numel() != param.numel():
+        raise ValueError(
+            f"{rows.numel()} rows and {columns.numel()} columns are no axes of a parameter of {param.numel()} elements"
+        )
 
 
 def _reference(
@@ -71,19 +89,25 @@ def _reference(
     step: int,
     variance_floor: float | None,
     secure_rounding: bool,
+    rows: torch.Tensor | None = None,
+    columns: torch.Tensor | None = None,
 ) -> None:
     if secure_rounding and std > 0.0:
         g = on_grid(grad_sum, std, position).div_(divisor)
     else:
         z = standard_normals(position, param.numel()).to(param.device, torch.float32)
         g = torch.add(grad_sum, z.reshape(param.shape), alpha=std).div_(divisor)
+    variance: float | torch.Tensor = (std / divisor) ** 2
+    if rows is not None and columns is not None:
+        axes = torch.outer(rows, columns).view(param.shape)
+        g, variance = g.mul_(axes), variance * axes.square()
     exp_avg.lerp_(g, 1.0 - beta1)
     exp_avg_sq.mul_(beta2).addcmul_(g, g, value=1.0 - beta2)
     unbiased = exp_avg_sq / (1.0 - beta2**step)
     if variance_floor is None:
         under = unbiased.sqrt_().add_(eps)
     else:
-        under = unbiased.sub_((std / divisor) ** 2).clamp_min_(variance_floor).sqrt_()
+        under = unbiased.sub_(variance).clamp_min_(variance_floor).sqrt_()
     update = exp_avg / under
     param.copy_(param.float().mul_(1.0 - lr * weight_decay).add_(update, alpha=-lr / (1.0 - beta1**step)))
 
@@ -91,7 +115,7 @@ def _reference(
 _ADAMW = Op(
     "adamw_noise_step_(Tensor(a!) param, Tensor grad_sum, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, Tensor position, "
     "float std, float divisor, float lr, float beta1, float beta2, float eps, float weight_decay, int step, "
-    "float? variance_floor, bool secure_rounding) -> ()",
+    "float? variance_floor, bool secure_rounding, Tensor? rows, Tensor? columns) -> ()",
     reference=_reference,
     fake=lambda *args: None,
     check=_check,
@@ -116,6 +140,8 @@ def adamw_noise_step_(
     step: int,
     variance_floor: float | None = None,
     secure_rounding: bool = True,
+    rows: torch.Tensor | None = None,
+    columns: torch.Tensor | None = None,
 ) -> None:
     """One private step of AdamW in place, on ``g = (grad_sum + std z) / divisor``; the noise never reaches memory.
 
@@ -141,6 +167,9 @@ def adamw_noise_step_(
         step: this step's number, from 1.
         variance_floor: gamma' of DP-AdamBC, in the units of a squared gradient; None for plain AdamW.
         secure_rounding: as in ``add_noise_``.
+        rows, columns: a and b, float32 vectors, of axes a_i b_j of the parameter as a matrix of as many rows and columns.
+            ``grad_sum`` and ``std`` are then of the gradient over these axes, and g is multiplied by them; so is, at each
+            coordinate, the deviation of the noise that ``variance_floor`` has subtracted.
 
     Raises:
         ValueError: if a number is out of range, or shapes or devices differ.
@@ -148,7 +177,7 @@ def adamw_noise_step_(
         RuntimeError: if a tensor to be written requires grad and grad mode is on, or the position was drawn before.
     """
     numbers = (std, divisor, lr, *betas, eps, weight_decay)
-    _ADAMW(param, grad_sum, exp_avg, exp_avg_sq, stream, *numbers, step, variance_floor, secure_rounding)
+    _ADAMW(param, grad_sum, exp_avg, exp_avg_sq, stream, *numbers, step, variance_floor, secure_rounding, rows, columns)
     for x in (param, exp_avg, exp_avg_sq):
         torch.autograd.graph.increment_version(x)
 
@@ -162,14 +191,17 @@ def _check_steps(
     drawn: torch.Tensor,
     *numbers: Any,
 ) -> None:
+    *numbers_of_all, rows, columns = numbers
     count = len(params)
+    if {len(rows) or count, len(columns) or count, len(rows) - len(columns) + count} != {count}:
+        raise ValueError(f"rows and columns must be as many as params, {count}, or none")
     if not count or {len(grad_sums), len(exp_avgs), len(exp_avg_sqs), len(masters) or count} != {count}:
         raise ValueError(
             "params, grad_sums, exp_avgs, exp_avg_sqs and masters (if any) must be as many, and at least one"
         )
     if drawn.dtype != torch.int32 or drawn.shape != (count, POSITION_WORDS):
         raise ValueError(f"drawn is {drawn.dtype} {list(drawn.shape)}: positions are int32 [{count}, {POSITION_WORDS}]")
-    _check(params[0], grad_sums[0], exp_avgs[0], exp_avg_sqs[0], drawn[0], *numbers)
+    _check(params[0], grad_sums[0], exp_avgs[0], exp_avg_sqs[0], drawn[0], *numbers_of_all)
     device = params[0].device
     for i, param in enumerate(params):
         others = [grad_sums[i], exp_avgs[i], exp_avg_sqs[i], *masters[i : i + 1]]
@@ -182,6 +214,8 @@ def _check_steps(
                 )
         if param.device != device or not param.is_contiguous():
             raise ValueError(f"params must be contiguous and on one device, {device}")
+        if rows:
+            _check_axes(param, rows[i], columns[i])
 
 
 def _reference_steps(
@@ -193,9 +227,10 @@ def _reference_steps(
     drawn: torch.Tensor,
     *numbers: Any,
 ) -> None:
+    *numbers_of_all, rows, columns = numbers
     for i, param in enumerate(params):
-        target = masters[i] if masters else param
-        _reference(target, grad_sums[i], exp_avgs[i], exp_avg_sqs[i], drawn[i], *numbers)
+        target, axes = masters[i] if masters else param, (rows[i], columns[i]) if rows else ()
+        _reference(target, grad_sums[i], exp_avgs[i], exp_avg_sqs[i], drawn[i], *numbers_of_all, *axes)
         if masters:
             param.copy_(target)
 
@@ -203,7 +238,7 @@ def _reference_steps(
 _STEPS = Op(
     "adamw_noise_steps_(Tensor(a!)[] params, Tensor[] grad_sums, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, "
     "Tensor(d!)[] masters, Tensor drawn, float std, float divisor, float lr, float beta1, float beta2, float eps, "
-    "float weight_decay, int step, float? variance_floor, bool secure_rounding) -> ()",
+    "float weight_decay, int step, float? variance_floor, bool secure_rounding, Tensor[] rows, Tensor[] columns) -> ()",
     reference=_reference_steps,
     fake=lambda *args: None,
     check=_check_steps,
@@ -229,6 +264,8 @@ def adamw_noise_steps_(
     step: int,
     variance_floor: float | None = None,
     secure_rounding: bool = True,
+    rows: Sequence[torch.Tensor] = (),
+    columns: Sequence[torch.Tensor] = (),
 ) -> None:
     """`adamw_noise_step_` of many parameters that share its numbers: on a GPU one launch for each dtype of theirs.
 
@@ -238,6 +275,7 @@ def adamw_noise_steps_(
         std, divisor, lr, betas, eps, weight_decay, step, variance_floor, secure_rounding: as there, for all of them.
         drawn: int32 [k, 11], a position for each, of `NoiseStream.take_at`.
         masters: k float32 copies that are updated in the parameters' place; these become the copies, rounded. Or none.
+        rows, columns: k of each, as there; or none.
 
     Raises:
         ValueError: if a number is out of range, or numbers of tensors, shapes, dtypes or devices differ.
@@ -246,6 +284,6 @@ def adamw_noise_steps_(
     """
     numbers = (std, divisor, lr, *betas, eps, weight_decay)
     tensors = (list(params), list(grad_sums), list(exp_avgs), list(exp_avg_sqs), list(masters))
-    _STEPS(*tensors, drawn, *numbers, step, variance_floor, secure_rounding)
+    _STEPS(*tensors, drawn, *numbers, step, variance_floor, secure_rounding, list(rows), list(columns))
     for x in (*params, *exp_avgs, *exp_avg_sqs, *masters):
         torch.autograd.graph.increment_version(x)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 import fastdp.ops as ops
+from fastdp.engine.axes import RankOne
 from fastdp.engine.policy import Policy
 from fastdp.ops.stream import NoiseStream
 
@@ -59,6 +60,18 @@ class Part:
         return Following()
 
 
+@dataclass(frozen=True)
+class ScaledVariance:
+    """The variance of noise whose deviation follows a parameter's axes."""
+
+    variance: float
+    axes: RankOne
+
+    def whole(self, shape: torch.Size) -> torch.Tensor:
+        """Of each coordinate."""
+        return self.variance * self.axes.whole(shape).square()
+
+
 class BiasCorrection(Part, Following):
     """Tells `fastdp.optim.Adam` or `AdamW` the noise's variance, which they subtract from the second moment.
 
@@ -84,13 +97,13 @@ class BiasCorrection(Part, Following):
         if len(set(variances)) == 1 and not policy.axes:
             optimizer.noise_variance = variances[0]
             return
-        found: dict[torch.Tensor, float | torch.Tensor] = {}
+        found: dict[torch.Tensor, float | torch.Tensor | ScaledVariance] = {}
         for name, parameter in parameters.items():
             group = policy.group_of.get(name, 0)
             if isinstance(group, tuple):
                 found[parameter] = torch.where(policy.masks[name], variances[group[0]], variances[group[1]])
             elif name in policy.axes:
-                found[parameter] = variances[group] * policy.axes[name].whole(parameter.shape).square()
+                found[parameter] = ScaledVariance(variances[group], policy.axes[name])
             else:
                 found[parameter] = variances[group]
         optimizer.noise_variance = found

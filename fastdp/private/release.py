@@ -10,6 +10,7 @@ import torch
 
 import fastdp.engine.pieces as pieces
 import fastdp.ops as ops
+from fastdp.engine.axes import RankOne
 from fastdp.engine.policy import Policy
 from fastdp.engine.ranks import Ranks
 from fastdp.ops.stream import NoiseStream
@@ -17,16 +18,20 @@ from fastdp.ops.stream import NoiseStream
 
 @dataclass(frozen=True)
 class Summed:
-    """A parameter with its clipped sum, the noise that the sum is due, and the tensor id of that noise."""
+    """A parameter with its clipped sum, the noise that the sum is due, and the tensor id of that noise.
+
+    With ``axes``, sum and noise are of the gradient over them.
+    """
 
     parameter: torch.nn.Parameter
     total: torch.Tensor
     std: float
     tensor: int
+    axes: RankOne | None = None
 
 
 class Update(Protocol):
-    """An optimizer's own step on ``(total + std z) / divisor``, which need not make that gradient."""
+    """An optimizer's own step on ``(total + std z) / divisor``, times the axes; which need not make that gradient."""
 
     def __call__(
         self,
@@ -129,11 +134,11 @@ class Release:
         summed, left = {}, []
         for name, parameter in self.parameters.items():
             group = policy.group_of.get(name, 0)
-            if isinstance(group, tuple) or name in policy.axes or pieces.is_cut(parameter):
+            if isinstance(group, tuple) or pieces.is_cut(parameter):
                 left.append(name)
                 continue
-            std = (policy.stds or (0.0,))[group]
-            summed[name] = Summed(parameter, self._total(sums, name), std, self._tensors[name])
+            std, axes = (policy.stds or (0.0,))[group], policy.axes.get(name)
+            summed[name] = Summed(parameter, self._total(sums, name), std, self._tensors[name], axes)
         rest = update(
             list(summed.values()),
             lambda tensors: self.stream.take_at(self._count, tensors),

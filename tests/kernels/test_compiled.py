@@ -234,16 +234,26 @@ CASES = {
             **{"p_param": "*bf16", "p_grad": "*fp32", "p_mean": "*fp32", "p_square": "*fp32", "p_position": "*i32"},
             "n": "i64",
             **numbers(*GRID, *ADAMW, kind="fp32"),
+            **{"p_rows": "*fp32", "p_columns": "*fp32", "width": "i32"},
         },
-        {"b_blocks": chacha.BLOCKS, "CORRECTED": True, "ROUNDED": False},
+        {"b_blocks": chacha.BLOCKS, "CORRECTED": True, "ROUNDED": False, "AXES": False},
     ),
     "adamw-many": Case(
         adamw._adamw_group_kernel,
         {"p_table": "*i64", "p_positions": "*i32", **numbers("lines"), **numbers(*GRID, *ADAMW, kind="fp32")},
         {
             **{"PARAMETER": tl.bfloat16, "b_blocks": chacha.BLOCKS, "CORRECTED": False, "ROUNDED": False},
-            **{"MASTER": True, "ALIGNED": True},
+            **{"MASTER": True, "ALIGNED": True, "AXES": False},
         },
+    ),
+    "adamw-many-axes": Case(
+        adamw._adamw_group_kernel,
+        {"p_table": "*i64", "p_positions": "*i32", **numbers("lines"), **numbers(*GRID, *ADAMW, kind="fp32")},
+        {
+            **{"PARAMETER": tl.float32, "b_blocks": chacha.BLOCKS, "CORRECTED": True, "ROUNDED": True},
+            **{"MASTER": False, "ALIGNED": True, "AXES": True},
+        },
+        slow=True,
     ),
     "instance-norms-many": Case(
         groups._norms_kernel, {"p_table": "*i64", "p_out": "*fp32", **numbers("units")}, {"b": groups._COLUMNS}

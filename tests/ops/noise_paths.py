@@ -48,7 +48,7 @@ for dtype in range(3):
         p, m, v = x.copy(), given["m"].copy(), given["v"].copy()
         native.adamw_noise_step(p.ctypes.data, dtype, given["sum"].ctypes.data, m.ctypes.data, v.ctypes.data, p.size,
                                 position.ctypes.data, rounded, 0.7, 32.0, 1e-2, 0.9, 0.999, 1e-8, 0.1, 3, rounded, 1e-3,
-                                threads)
+                                given["a"].ctypes.data, given["b"].ctypes.data, given["b"].size, threads)
         native.add_noise(x.ctypes.data, dtype, 0, x.size, 0.7, position.ctypes.data, rounded, threads)
         out.update({f"{name}-{dtype}-{rounded}": value for name, value in
                     dict(add=x, clip=y, norm=norm, back=back, param=p, mean=m, square=v).items()})
@@ -85,6 +85,7 @@ def inputs(n: int = 7 * 3001) -> dict[str, np.ndarray]:
     given["sum"] = torch.randn(n, generator=generator).numpy()
     given["m"] = torch.randn(n, generator=generator).numpy()
     given["v"] = torch.rand(n, generator=generator).numpy()
+    given["a"], given["b"] = (torch.rand(k, generator=generator).numpy() for k in (7, n // 7))
     given["position"] = NoiseStream.unsafe_reproducible(1).take().numpy()
     return given
 

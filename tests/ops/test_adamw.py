@@ -106,6 +106,50 @@ def test_variance_correction(floor):
     assert ((param.double() - expected).abs() <= slack).all()
 
 
+@pytest.mark.parametrize("floor", [None, 1e-3])
+@pytest.mark.parametrize(
+    ("dtype", "shape", "rows"),
+    [(torch.float32, (37, 61), 37), (torch.bfloat16, (5, 3, 7), 5), (torch.float32, (9,), 9)],
+)
+def test_axes_scale_sum_and_noise(dtype, shape, rows, floor):
+    """As a step on the noised mean times the axes, whose noise has a variance of its own at each coordinate."""
+    generator = torch.Generator().manual_seed(5)
+    param, total = torch.randn(shape, generator=generator).to(dtype), torch.randn(shape, generator=generator)
+    mean, square = torch.randn(shape, generator=generator), torch.rand(shape, generator=generator)
+    a, b = (10 ** (2 * torch.rand(k, generator=generator) - 1) for k in (rows, param.numel() // rows))
+    s, std, divisor, step = torch.outer(a, b).view(shape).double(), 0.7, 4.0, 5
+    g = (total.double() + std * standard_normals(stream().take(), param.numel()).view(shape)) / divisor * s
+    m, v = 0.9 * mean.double() + 0.1 * g, 0.99 * square.double() + 0.01 * g**2
+    unbiased = v / (1 - 0.99**step)
+    under = unbiased.sqrt() + 1e-6 if floor is None else (unbiased - (std / divisor * s) ** 2).clamp_min(floor).sqrt()
+    expected = param.double() * (1 - 3e-3 * 0.1) - 3e-3 * m / (1 - 0.9**step) / under
+    got = [x.clone() for x in (param, mean, square)]
+    adamw_noise_step_(
+        got[0],
+        total,
+        *got[1:],
+        std,
+        stream(),
+        divisor=divisor,
+        step=step,
+        variance_floor=floor,
+        rows=a,
+        columns=b,
+        **HYPER,
+    )
+    # A few roundings of float32, of which the cancellation under the root makes more.
+    for found, wanted in zip(got[1:], (m, v)):
+        torch.testing.assert_close(found.double(), wanted, rtol=2e-6, atol=2e-6)
+    torch.testing.assert_close(got[0].double(), expected, rtol=2e-6 if dtype == torch.float32 else 2**-8, atol=2e-5)
+    # All ones are no axes.
+    plain, even = ([x.clone() for x in (param, mean, square)] for _ in range(2))
+    numbers = {"divisor": divisor, "step": step, "variance_floor": floor, **HYPER}
+    adamw_noise_step_(plain[0], total, *plain[1:], std, stream(), **numbers)
+    ones = {"rows": torch.ones(rows), "columns": torch.ones(param.numel() // rows)}
+    adamw_noise_step_(even[0], total, *even[1:], std, stream(), **numbers, **ones)
+    assert all(torch.equal(x, y) for x, y in zip(plain, even))
+
+
 def test_variance_correction_removes_what_noise_adds():
     """With no signal the corrected second moment is 0 on average; the raw one is the noise's variance."""
     n, square, at = 100_000, torch.zeros(100_000), stream()
@@ -183,6 +227,9 @@ def arguments(**changes):
         ({"param": torch.zeros(2, 3, requires_grad=True)}, RuntimeError, "param requires grad"),
         ({"exp_avg": torch.zeros(1, 1).expand(2, 3)}, ValueError, "exp_avg is an expanded view"),
         ({"stream": None}, TypeError, "must be a NoiseStream"),
+        ({"rows": torch.ones(2)}, ValueError, "rows and columns go together"),
+        ({"rows": torch.ones(2), "columns": torch.ones(2)}, ValueError, "are no axes of a parameter of 6 elements"),
+        ({"rows": torch.ones(2).double(), "columns": torch.ones(3)}, TypeError, "rows must be"),
     ],
 )
 def test_bad_arguments_change_nothing(changes, error, sentence):
@@ -195,7 +242,7 @@ def test_bad_arguments_change_nothing(changes, error, sentence):
 def op_arguments(n: int = 129) -> tuple:
     generator = torch.Generator().manual_seed(4)
     tensors = [torch.rand(n, generator=generator) for _ in range(4)]
-    return (*tensors, stream().take(), 0.5, 4.0, 0.01, 0.9, 0.999, 1e-8, 0.01, 3, None, False)
+    return (*tensors, stream().take(), 0.5, 4.0, 0.01, 0.9, 0.999, 1e-8, 0.01, 3, None, False, None, None)
 
 
 def test_opcheck():
@@ -205,7 +252,7 @@ def test_opcheck():
 @pytest.mark.parametrize("floor", [None, 1e-3])
 def test_reference_agrees(floor):
     ours, defined = op_arguments(), op_arguments()
-    OPS["adamw_noise_step_"](*ours[:-2], floor, False)
-    OPS["adamw_noise_step_"].reference(*defined[:-2], floor, False)
+    OPS["adamw_noise_step_"](*ours[:-4], floor, False, None, None)
+    OPS["adamw_noise_step_"].reference(*defined[:-4], floor, False, None, None)
     for a, b in zip(ours[:4], defined[:4]):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)

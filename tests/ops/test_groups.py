@@ -91,7 +91,7 @@ def test_opcheck():
         (
             "adamw_noise_steps_",
             ([torch.ones(3)], [torch.ones(3)], [torch.ones(3)], [torch.ones(3)], [], stream().take_at(0, [1]))
-            + (1.0, 1.0, 0.1, 0.9, 0.999, 1e-8, 0.0, 1, None, False),
+            + (1.0, 1.0, 0.1, 0.9, 0.999, 1e-8, 0.0, 1, None, False, [], []),
         ),
     ):
         torch.library.opcheck(getattr(torch.ops.fastdp, name).default, args)

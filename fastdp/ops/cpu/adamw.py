@@ -27,6 +27,8 @@ def adamw_noise_step_(
     step: int,
     variance_floor: float | None,
     secure_rounding: bool,
+    rows: torch.Tensor | None = None,
+    columns: torch.Tensor | None = None,
 ) -> None:
     """:func:`fastdp.ops.adamw_noise_step_` on a processor."""
     written = (param, exp_avg, exp_avg_sq)
@@ -51,6 +53,9 @@ def adamw_noise_step_(
         step,
         variance_floor is not None,
         variance_floor or 0.0,
+        0 if rows is None else rows.data_ptr(),
+        0 if columns is None else columns.data_ptr(),
+        1 if columns is None else columns.numel(),
         native_threads(),
     )
     for x, result in zip(written, flat):
@@ -75,10 +80,13 @@ def adamw_noise_steps_(
     step: int,
     variance_floor: float | None,
     secure_rounding: bool,
+    rows: Sequence[torch.Tensor],
+    columns: Sequence[torch.Tensor],
 ) -> None:
     """:func:`fastdp.ops.adamw_noise_steps_` on a processor, one tensor after another."""
     numbers = (std, divisor, lr, beta1, beta2, eps, weight_decay, step, variance_floor, secure_rounding)
     for i, target in enumerate(masters or params):
-        adamw_noise_step_(target, grad_sums[i], exp_avgs[i], exp_avg_sqs[i], drawn[i], *numbers)
+        axes = (rows[i], columns[i]) if rows else ()
+        adamw_noise_step_(target, grad_sums[i], exp_avgs[i], exp_avg_sqs[i], drawn[i], *numbers, *axes)
         if masters:
             params[i].copy_(target)

@@ -37,9 +37,27 @@ def test_adamw(dtype, masters, secure):
     alone = [[x.clone() for x in tensors] for tensors in (wide if masters else params, *rest)]
     for own, position in zip(zip(*alone), drawn):
         ON_GPU["adamw_noise_step_"](*own, position, *numbers)
-    ON_GPU["adamw_noise_steps_"](params, *rest, wide if masters else [], drawn, *numbers)
+    ON_GPU["adamw_noise_steps_"](params, *rest, wide if masters else [], drawn, *numbers, [], [])
     for got, expected in zip((wide if masters else params, *rest), alone):
         assert all(torch.equal(a, b) for a, b in zip(got, expected))
     for p, w in zip(params, wide):
         # The interpreter rounds to bfloat16 in a way of its own.
         assert not masters or torch.allclose(p.float(), w, rtol=2**-7, atol=0)
+
+
+@pytest.mark.parametrize("floor", [None, 1e-3])
+def test_adamw_with_axes(floor):
+    shapes = [(3,), (257, 9), (5, 2, 7)]
+    tensors = [[torch.rand(shape) for shape in shapes] for _ in range(4)]
+    axes = [[torch.rand(k) + 0.1 for k in counts] for counts in ((3, 257, 5), (1, 9, 14))]
+    drawn = ops.NoiseStream.unsafe_reproducible(4).take_at(2, range(3))
+    numbers = (0.5, 8.0, 0.1, 0.9, 0.999, 1e-8, 0.01, 3, floor, True)
+    alone, truth = ([[x.clone() for x in own] for own in tensors] for _ in range(2))
+    for own, position, *scales in zip(zip(*alone), drawn, *axes):
+        ON_GPU["adamw_noise_step_"](*own, position, *numbers, *scales)
+    OPS["adamw_noise_steps_"].reference(*truth, [], drawn, *numbers, *axes)
+    ON_GPU["adamw_noise_steps_"](*tensors, [], drawn, *numbers, *axes)
+    for got, one, wanted in zip(tensors, alone, truth):
+        assert all(torch.equal(a, b) for a, b in zip(got, one))
+        for a, b in zip(got, wanted):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)

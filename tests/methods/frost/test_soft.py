@@ -116,6 +116,32 @@ def test_noise_has_the_scale_of_its_partition(name: str) -> None:
     private.detach()
 
 
+@pytest.mark.parametrize("corrected", [False, True])
+def test_the_fused_step_is_the_unfused_one(corrected: bool) -> None:
+    """Noise drawn within AdamW, on the same positions: the same weights within roundings, and no gradient is left."""
+    ends = []
+    for fused in (True, False):
+        model = Deep()
+        loader = DataLoader(examples(24), batch_size=8, collate_fn=collate)  # type: ignore[arg-type]
+        private = fastdp.make_private(
+            model,
+            fastdp.optim.AdamW(model.parameters(), lr=1e-2, fused=fused),
+            loader,
+            method=DPFrost(**QUIET, unfreezing_ratio=1.0, axes_power=0.5, bias_correction=corrected),  # type: ignore[arg-type]
+            noise_multiplier=0.5,
+            target_delta=1e-3,
+            epochs=2,
+            unsafe_seed=3,
+        )
+        gradients, _ = logical_step(private)
+        assert bool(gradients) != fused
+        logical_step(private)
+        ends.append(dict(model.named_parameters()))
+    before = dict(Deep().named_parameters())
+    moved = {n: p.detach() - before[n].detach() for n, p in ends[0].items()}
+    assert error({n: ends[1][n].detach() - before[n].detach() for n in moved}, moved) < 1e-4
+
+
 def test_the_card_is_that_of_a_selection_and_its_steps() -> None:
     model = Deep()
     loader = DataLoader(examples(24), batch_size=8, collate_fn=collate)  # type: ignore[arg-type]
