@@ -51,11 +51,10 @@ def _public() -> list[tuple[str, str]]:
         for node in tree.body
         if isinstance(node, ast.Assign)
         for target in node.targets
-        if isinstance(target, ast.Name) and target.id in ("__all__", "_HOMES")
+        if isinstance(target, ast.Name) and target.id in ("_HOMES", "_MODULES")
     }
-    return [
-        (name, f"{values['_HOMES'].get(name, 'fastdp')}.{name}") for name in sorted(values["__all__"], key=str.lower)
-    ]
+    homes = values["_HOMES"] | dict.fromkeys(values["_MODULES"], "fastdp")
+    return [(name, f"{homes[name]}.{name}") for name in sorted(homes, key=str.lower)]
 
 
 #: What a page of the reference must say, and how its docstring says it.

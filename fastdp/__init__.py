@@ -9,20 +9,20 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fastdp import accounting, ops, optim
-    from fastdp.entry import make_private
-    from fastdp.integrations.adapters import BottleneckConfig
-    from fastdp.integrations.trainer import DPTrainer, PrivacyArguments
-    from fastdp.integrations.trl import DPDPOTrainer, DPSFTTrainer
-    from fastdp.methods.dpsgd import DPSGD, AdaptiveClipping, NonPrivate
-    from fastdp.methods.ewft import EWFT
-    from fastdp.methods.frost import DPFrost
-    from fastdp.methods.rapft import RapFT
-    from fastdp.methods.sap import TextPrivatizer
-    from fastdp.methods.selective import SelectivePerturbation
-    from fastdp.ops.stream import NoiseStream
-    from fastdp.private.run import Private
-    from fastdp.split import SplitCustomer, SplitVendor
+    from fastdp import accounting as accounting, ops as ops, optim as optim
+    from fastdp.entry import make_private as make_private
+    from fastdp.integrations.adapters import BottleneckConfig as BottleneckConfig
+    from fastdp.integrations.trainer import DPTrainer as DPTrainer, PrivacyArguments as PrivacyArguments
+    from fastdp.integrations.trl import DPDPOTrainer as DPDPOTrainer, DPSFTTrainer as DPSFTTrainer
+    from fastdp.methods.dpsgd import DPSGD as DPSGD, AdaptiveClipping as AdaptiveClipping, NonPrivate as NonPrivate
+    from fastdp.methods.ewft import EWFT as EWFT
+    from fastdp.methods.frost import DPFrost as DPFrost
+    from fastdp.methods.rapft import RapFT as RapFT
+    from fastdp.methods.sap import TextPrivatizer as TextPrivatizer
+    from fastdp.methods.selective import SelectivePerturbation as SelectivePerturbation
+    from fastdp.ops.stream import NoiseStream as NoiseStream
+    from fastdp.private.run import Private as Private
+    from fastdp.split import SplitCustomer as SplitCustomer, SplitVendor as SplitVendor
 
 _FOLDER = os.path.dirname(os.path.abspath(__file__))
 if os.path.exists(os.path.join(_FOLDER, "privacy_engine.py")):
@@ -33,30 +33,6 @@ if os.path.exists(os.path.join(os.path.dirname(_FOLDER), "fastDP", "privacy_engi
     warnings.warn(
         "awslabs' fastDP is installed too: `import fastDP` is that library, `import fastdp` is this one", stacklevel=2
     )
-
-__all__ = [
-    "DPSGD",
-    "AdaptiveClipping",
-    "BottleneckConfig",
-    "DPDPOTrainer",
-    "DPFrost",
-    "DPSFTTrainer",
-    "DPTrainer",
-    "EWFT",
-    "NoiseStream",
-    "NonPrivate",
-    "Private",
-    "PrivacyArguments",
-    "RapFT",
-    "SelectivePerturbation",
-    "SplitCustomer",
-    "SplitVendor",
-    "TextPrivatizer",
-    "accounting",
-    "make_private",
-    "ops",
-    "optim",
-]
 
 #: Where each public name lives; a module is imported when its name is first asked for.
 _HOMES = {
@@ -79,6 +55,8 @@ _HOMES = {
     "TextPrivatizer": "fastdp.methods.sap",
     "make_private": "fastdp.entry",
 }
+_MODULES = ("accounting", "ops", "optim")
+__all__ = [*_HOMES, *_MODULES]
 
 
 def __getattr__(name: str) -> Any:

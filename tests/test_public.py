@@ -4,8 +4,7 @@ import json
 import random
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from fastdp.data import DataError
 from fastdp.public import WINDOW, PublicGate, content_digest

@@ -14,8 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader
 
-from .kit import Net, NotApplicable, Record, Release, System, Task
-from .kit import records as examples
+from .kit import Net, NotApplicable, Record, Release, System, Task, records as examples
 
 
 def installed() -> list[System]:

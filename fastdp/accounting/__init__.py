@@ -1,69 +1,42 @@
 """Privacy accounting: events, epsilon, calibration, schedules, the ledger and the card."""
 
-from fastdp.accounting.accountants import Epsilon, epsilon
-from fastdp.accounting.calibration import calibrate
-from fastdp.accounting.card import Card, model_name, noise_source, public_name, rounded_to_grid
-from fastdp.accounting.claim import Claim, Elsewhere, Gaussian, Metric, Pure
+from fastdp.accounting.accountants import Epsilon as Epsilon, epsilon as epsilon
+from fastdp.accounting.calibration import calibrate as calibrate
+from fastdp.accounting.card import (
+    Card as Card,
+    model_name as model_name,
+    noise_source as noise_source,
+    public_name as public_name,
+    rounded_to_grid as rounded_to_grid,
+)
+from fastdp.accounting.claim import (
+    Claim as Claim,
+    Elsewhere as Elsewhere,
+    Gaussian as Gaussian,
+    Metric as Metric,
+    Pure as Pure,
+)
 from fastdp.accounting.events import (
-    EventModel,
-    chosen,
-    compose,
-    dpsgd,
-    dpsgd_model,
-    gaussian,
-    joint_multiplier,
-    poisson_gaussian,
-    selection,
+    EventModel as EventModel,
+    chosen as chosen,
+    compose as compose,
+    dpsgd as dpsgd,
+    dpsgd_model as dpsgd_model,
+    gaussian as gaussian,
+    joint_multiplier as joint_multiplier,
+    poisson_gaussian as poisson_gaussian,
+    selection as selection,
 )
-from fastdp.accounting.exports import export
-from fastdp.accounting.journal import LedgerError
-from fastdp.accounting.ledger import BudgetExceeded, Ledger
-from fastdp.accounting.meaning import membership_bound
+from fastdp.accounting.exports import export as export
+from fastdp.accounting.journal import LedgerError as LedgerError
+from fastdp.accounting.ledger import BudgetExceeded as BudgetExceeded, Ledger as Ledger
+from fastdp.accounting.meaning import membership_bound as membership_bound
 from fastdp.accounting.schedules import (
-    epoch_weighted_schedule,
-    largest_mu,
-    local_event,
-    sound_schedule,
-    uniform_schedule,
+    epoch_weighted_schedule as epoch_weighted_schedule,
+    largest_mu as largest_mu,
+    local_event as local_event,
+    sound_schedule as sound_schedule,
+    uniform_schedule as uniform_schedule,
 )
-from fastdp.accounting.serialisation import deserialise, serialise
-from fastdp.accounting.verification import VerificationResult, verify
-
-__all__ = [
-    "BudgetExceeded",
-    "Card",
-    "Claim",
-    "Elsewhere",
-    "Epsilon",
-    "EventModel",
-    "Gaussian",
-    "Ledger",
-    "LedgerError",
-    "Metric",
-    "Pure",
-    "VerificationResult",
-    "calibrate",
-    "chosen",
-    "compose",
-    "dpsgd",
-    "dpsgd_model",
-    "deserialise",
-    "epoch_weighted_schedule",
-    "epsilon",
-    "export",
-    "gaussian",
-    "joint_multiplier",
-    "largest_mu",
-    "local_event",
-    "membership_bound",
-    "model_name",
-    "noise_source",
-    "rounded_to_grid",
-    "poisson_gaussian",
-    "public_name",
-    "selection",
-    "serialise",
-    "sound_schedule",
-    "uniform_schedule",
-    "verify",
-]
+from fastdp.accounting.serialisation import deserialise as deserialise, serialise as serialise
+from fastdp.accounting.verification import VerificationResult as VerificationResult, verify as verify

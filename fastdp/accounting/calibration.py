@@ -8,8 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from fastdp.accounting import pld
-from fastdp.accounting.accountants import Accountant, check_adjacency, check_delta
-from fastdp.accounting.accountants import epsilon as epsilon_of
+from fastdp.accounting.accountants import Accountant, check_adjacency, check_delta, epsilon as epsilon_of
 from fastdp.accounting.event_types import DpEvent
 from fastdp.accounting.events import Flat, flatten, squared_ratio
 from fastdp.accounting.pld import Adjacency

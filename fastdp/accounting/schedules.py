@@ -12,8 +12,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from fastdp.accounting import pld
-from fastdp.accounting.accountants import check_delta
-from fastdp.accounting.accountants import epsilon as epsilon_of
+from fastdp.accounting.accountants import check_delta, epsilon as epsilon_of
 from fastdp.accounting.calibration import calibrate, check_target, least_safe, search_cost
 from fastdp.accounting.event_types import DpEvent
 from fastdp.accounting.events import EventModel, as_count, compose, flatten, gaussian, poisson_gaussian

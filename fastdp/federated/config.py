@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fastdp.accounting.serialisation import canonical
-from fastdp.federated.settings import converted, types_of
-from fastdp.federated.settings import setting as _setting
+from fastdp.federated.settings import converted, setting as _setting, types_of
 
 #: From the least to the most that is perturbed.
 PERTURBATIONS = ("none", "selective", "all")

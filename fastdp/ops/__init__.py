@@ -4,33 +4,33 @@ An op lives under the name of its family in four folders: here its schema, check
 ``fastdp.kernels`` the function of the op's name that runs on processors and on GPUs; its C++ in ``csrc/``.
 """
 
-from .adamw import adamw_noise_step_ as adamw_noise_step_
-from .adamw import adamw_noise_steps_ as adamw_noise_steps_
-from .bounds import Rounding as Rounding
-from .bounds import chosen_sqnorm as chosen_sqnorm
-from .bounds import gram_norms as gram_norms
-from .bounds import row_products as row_products
-from .choice import choice_log_probabilities as choice_log_probabilities
-from .choice import exponential_choice as exponential_choice
+from .adamw import adamw_noise_step_ as adamw_noise_step_, adamw_noise_steps_ as adamw_noise_steps_
+from .bounds import (
+    Rounding as Rounding,
+    chosen_sqnorm as chosen_sqnorm,
+    gram_norms as gram_norms,
+    row_products as row_products,
+)
+from .choice import choice_log_probabilities as choice_log_probabilities, exponential_choice as exponential_choice
 from .clip import clip_noise as clip_noise
-from .dchi import dchi_vectors as dchi_vectors
-from .dchi import private_snap as private_snap
-from .instances import instance_abs_sum as instance_abs_sum
-from .instances import instance_masked_sqnorm as instance_masked_sqnorm
-from .instances import instance_masked_sum as instance_masked_sum
-from .instances import instance_sqnorm as instance_sqnorm
-from .instances import instance_sqnorm_group as instance_sqnorm_group
-from .instances import instance_sum as instance_sum
-from .instances import instance_sum_group as instance_sum_group
+from .dchi import dchi_vectors as dchi_vectors, private_snap as private_snap
+from .instances import (
+    instance_abs_sum as instance_abs_sum,
+    instance_masked_sqnorm as instance_masked_sqnorm,
+    instance_masked_sum as instance_masked_sum,
+    instance_sqnorm as instance_sqnorm,
+    instance_sqnorm_group as instance_sqnorm_group,
+    instance_sum as instance_sum,
+    instance_sum_group as instance_sum_group,
+)
 from .noise import add_noise_ as add_noise_
-from .norms import abs_sum as abs_sum
-from .norms import cross_inner as cross_inner
-from .norms import masked_sqnorm as masked_sqnorm
-from .norms import sqnorm as sqnorm
+from .norms import abs_sum as abs_sum, cross_inner as cross_inner, masked_sqnorm as masked_sqnorm, sqnorm as sqnorm
 from .snap import snap as snap
 from .stream import NoiseStream as NoiseStream
-from .sums import column_sums as column_sums
-from .sums import masked_weighted_sum as masked_weighted_sum
-from .sums import per_unit as per_unit
-from .sums import per_unit_group as per_unit_group
-from .sums import weighted_sum as weighted_sum
+from .sums import (
+    column_sums as column_sums,
+    masked_weighted_sum as masked_weighted_sum,
+    per_unit as per_unit,
+    per_unit_group as per_unit_group,
+    weighted_sum as weighted_sum,
+)

@@ -12,8 +12,7 @@ import threading
 import uuid
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import CancelledError, ThreadPoolExecutor
-from concurrent.futures import TimeoutError as TooLate
+from concurrent.futures import CancelledError, ThreadPoolExecutor, TimeoutError as TooLate
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path

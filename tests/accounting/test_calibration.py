@@ -4,8 +4,7 @@ import math
 import warnings
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from fastdp import accounting
 from fastdp.accounting.calibration import least_safe

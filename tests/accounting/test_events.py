@@ -6,8 +6,7 @@ import math
 import numpy as np
 import pytest
 from dp_accounting import dp_event
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from fastdp import accounting
 from fastdp.accounting.events import Flat, flatten

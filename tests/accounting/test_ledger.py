@@ -8,8 +8,7 @@ import time
 
 import pytest
 from dp_accounting import dp_event
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
+from hypothesis import example, given, settings, strategies as st
 
 from fastdp import accounting
 from fastdp.accounting import BudgetExceeded, Ledger, LedgerError

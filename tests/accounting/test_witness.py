@@ -5,8 +5,7 @@ import shutil
 import stat
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 import fastdp
 from fastdp import accounting

@@ -7,10 +7,8 @@ from unittest import mock
 
 import pytest
 import torch
-from fastdp.bench.clip_search import KINDS, POLICIES, USES, Case, cases
-from fastdp.bench.clip_search import moved as record_moved
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from fastdp.bench.clip_search import KINDS, POLICIES, USES, Case, cases, moved as record_moved
+from hypothesis import given, settings, strategies as st
 from torch import nn
 
 import fastdp

@@ -1,8 +1,7 @@
 """Partitions: disjoint, complete, repeatable, and as uneven as asked."""
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from fastdp.federated import partition
 

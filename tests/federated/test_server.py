@@ -16,8 +16,7 @@ pytest.importorskip("flwr", reason="flwr is the optional extra 'federated', for 
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 
 from fastdp.accounting import Card, Ledger, dpsgd
-from fastdp.federated import FederatedConfig, server
-from fastdp.federated import client as client_app
+from fastdp.federated import FederatedConfig, client as client_app, server
 from fastdp.federated.refusal import ClientRefusal
 from fastdp.federated.server import Server
 

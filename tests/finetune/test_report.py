@@ -8,8 +8,7 @@ from html.parser import HTMLParser
 
 import pytest
 import yaml
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from typer.testing import CliRunner
 
 from fastdp.cli import app

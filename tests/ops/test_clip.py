@@ -5,8 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from fastdp import ops
 from fastdp.ops import NoiseStream

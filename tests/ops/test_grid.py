@@ -7,8 +7,7 @@ from decimal import Decimal
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from scipy import stats
 
 from fastdp import _native

@@ -6,8 +6,7 @@ import sys
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from fastdp import ops
 from fastdp.ops.cpu.norms import HAS_KERNELS

@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from fastdp.ops.routes import DEFAULTS, ROUTES, Constants, allowed, constants_for, plan, predicted_seconds
 

@@ -21,8 +21,7 @@ import torch
 import torch._dynamo  # an optimizer imports it, which would take each child two seconds
 
 from fastdp.accounting import BudgetExceeded, Ledger, LedgerError, journal, ledger
-from fastdp.private import release as releases
-from fastdp.private import run, sampler
+from fastdp.private import release as releases, run, sampler
 from tests.engine.runs import Classifier, start
 
 WATCHED = {module.__file__ for module in (run, releases, sampler, ledger, journal)}

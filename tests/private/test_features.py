@@ -20,11 +20,14 @@ from fastdp.engine.layout import Ticket
 from fastdp.engine.policy import Policy
 from fastdp.engine.selfcheck import SelfCheckError
 from fastdp.engine.sums import SumSink
-from tests.engine.models import batch as model_batch
-from tests.engine.models import build
-from tests.engine.reference import Recording, engine_for, ticket
-from tests.engine.reference import norms as reference_norms
-from tests.engine.reference import one_at_a_time as reference_gradients
+from tests.engine.models import batch as model_batch, build
+from tests.engine.reference import (
+    Recording,
+    engine_for,
+    norms as reference_norms,
+    one_at_a_time as reference_gradients,
+    ticket,
+)
 from tests.engine.runs import (
     CLASSES,
     FEATURES,

@@ -27,8 +27,7 @@ from fastdp.ops.noise import standard_normals
 from fastdp.private import release as releases
 from fastdp.private.loader import PrivateLoader
 from fastdp.private.sampler import ShuffledSampler
-from tests.engine.models import batch as model_batch
-from tests.engine.models import build
+from tests.engine.models import batch as model_batch, build
 from tests.engine.reference import Recording, engine_for, ticket
 from tests.engine.runs import (
     Classifier,

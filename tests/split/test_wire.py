@@ -6,8 +6,7 @@ import tracemalloc
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from fastdp.split.wire import (
     CHUNK,

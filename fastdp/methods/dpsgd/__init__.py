@@ -1,5 +1,3 @@
 """DP-SGD and its optimizer variants: per-example clipping, Gaussian noise (Abadi et al. 2016)."""
 
-from fastdp.methods.dpsgd.method import DPSGD as DPSGD
-from fastdp.methods.dpsgd.method import AdaptiveClipping as AdaptiveClipping
-from fastdp.methods.dpsgd.method import NonPrivate as NonPrivate
+from fastdp.methods.dpsgd.method import DPSGD as DPSGD, AdaptiveClipping as AdaptiveClipping, NonPrivate as NonPrivate

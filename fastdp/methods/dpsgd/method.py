@@ -11,8 +11,7 @@ import torch
 
 from fastdp.engine.policy import Policy, Unclipped
 from fastdp.methods.geometry import Bounds, Groups, check_clipping, clip_groups, describe_clipping
-from fastdp.methods.options import AdaptiveClipping as AdaptiveClipping
-from fastdp.methods.options import Options
+from fastdp.methods.options import AdaptiveClipping as AdaptiveClipping, Options
 from fastdp.private.method import Method
 from fastdp.private.parts import Part, WeightAveraging
 from fastdp.private.plan import Budget, Plan

@@ -3,7 +3,6 @@
 from fastdp.methods.frost.estimate import estimate_magnitudes as estimate_magnitudes
 from fastdp.methods.frost.magnitudes import Magnitude as Magnitude
 from fastdp.methods.frost.method import DPFrost as DPFrost
-from fastdp.methods.frost.partitions import Partition as Partition
-from fastdp.methods.frost.partitions import split as split
+from fastdp.methods.frost.partitions import Partition as Partition, split as split
 from fastdp.methods.frost.selection import select_partitions as select_partitions
 from fastdp.methods.frost.sigma import compute_sigma as compute_sigma

@@ -5,8 +5,7 @@ from collections import deque
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from fastdp.engine.accumulator import Accumulator
 from fastdp.engine.engine import Engine

@@ -7,8 +7,7 @@ import copy
 import pytest
 import torch
 
-from fastdp.methods.rapft import Initialisation, Propagation, Propagator, warm_up
-from fastdp.methods.rapft import relevance as relevances
+from fastdp.methods.rapft import Initialisation, Propagation, Propagator, relevance as relevances, warm_up
 from fastdp.methods.rapft.relevance import require_values
 from tests.engine.models import batch, build
 

@@ -4,8 +4,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from fastdp import TextPrivatizer, accounting
 from fastdp.methods.sap import CTI, Quotient, SAPPerturbation, equal_mass_cells

@@ -4,8 +4,7 @@ import time
 import unicodedata
 
 import pytest
-from hypothesis import example, given
-from hypothesis import strategies as st
+from hypothesis import example, given, strategies as st
 
 from fastdp.methods.selective import PrivacyDetector, RuleDetector
 from fastdp.methods.selective.rules import iban_valid, luhn_valid

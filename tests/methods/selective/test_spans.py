@@ -1,8 +1,7 @@
 """Spans, the policy, and their alignment with tokens."""
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from fastdp.methods.selective import PrivacyPolicy, Span, token_mask
 from fastdp.methods.selective.spans import merge
