@@ -95,7 +95,7 @@ def make_private(
         max_examples_per_user: examples of one user that are used, with user_ids.
         unit_map: for collators that pack rows, the batch entry naming the example of every token.
         loss_reduction: "mean" or "sum", for a criterion outside the model; the model then need not return a loss. The loader
-            begins with micro-batches that only rehearse it: examples together and alone must get the same gradients.
+            begins with small batches that only try it: examples in several companies and alone must get the same gradients.
         criterion: (output, batch) -> one loss a row ``[rows]``, for a loss outside the model; the loop then takes
             ``private.loss(output, batch)``.
         output_dir: where the ledger is kept; None keeps it in memory, and a crash forgets it.

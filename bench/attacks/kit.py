@@ -47,6 +47,7 @@ class Task:
         model: makes the same model each time; its forward takes a batch by name and returns ``loss``, or outputs for
             ``criterion``.
         collate: records to a batch.
+        loop: what the loop makes of a batch before it calls the model.
         criterion: loss of (output, batch), averaged over the batch, for a loss outside the model.
         physical: most records in one forward pass.
         optimizer: made from trained parameters; its learning rate is 0.
@@ -55,6 +56,7 @@ class Task:
 
     model: Callable[[], nn.Module]
     collate: Callable[[Sequence[Record]], dict[str, torch.Tensor]] = stack
+    loop: Callable[[Any], Any] = lambda batch: batch
     criterion: Callable[[Any, Any], torch.Tensor] | None = None
     physical: int | None = None
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)

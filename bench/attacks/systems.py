@@ -69,7 +69,7 @@ class FastDP(System):
         """Train to the end of an epoch, or for so many logical steps; the released sums of each."""
         for batch in private.data_loader:
             private.optimizer.zero_grad()
-            _loss(task, private.model(**batch), batch).backward()
+            _loss(task, private.model(**task.loop(batch)), batch).backward()
             private.optimizer.step()
             if private.last_step_done:
                 rows = private.data_loader.batch_size
@@ -125,7 +125,7 @@ class Opacus(System):
             ) as micro_batches:
                 for batch in micro_batches:
                     optimizer.zero_grad()
-                    _loss(task, private(**batch), batch).backward()
+                    _loss(task, private(**task.loop(batch)), batch).backward()
                     optimizer.step()
         rows = len(records)
         sums = {n: p.grad.detach().float() * rows for n, p in _trained(model).items() if p.grad is not None}
@@ -169,7 +169,7 @@ class OpacusGhost(Opacus):
             )
             for batch in loader:
                 optimizer.zero_grad()
-                output = private(**batch)
+                output = private(**task.loop(batch))
                 if "logits" not in output:
                     raise NotApplicable
                 criterion(output, batch["labels"]).backward()
@@ -192,7 +192,10 @@ class Opake(System):
             raise NotApplicable  # its noise takes a key, which the user chooses
         torch.manual_seed(0)
         model = task.model().train()
-        names = list(task.collate(list(records)))
+        whole = task.loop(task.collate(list(records)))
+        if any(t.dim() == 0 for t in whole.values()):
+            raise NotApplicable  # it takes fields of records alone
+        names = list(whole)
 
         def loss(parameters: dict[str, torch.Tensor], *fields: torch.Tensor) -> torch.Tensor:
             batch = {name: field.unsqueeze(0) for name, field in zip(names, fields)}
@@ -200,7 +203,7 @@ class Opake(System):
 
         sums: dict[str, torch.Tensor] = {}
         for piece in _pieces(records, task.physical):
-            batch = task.collate(piece)
+            batch = task.loop(task.collate(piece))
             function, state = clipped_grad(loss, clipping_norm=bound, batch_argnums=tuple(range(1, 1 + len(names))))
             clipped, _ = function({n: p.detach() for n, p in _trained(model).items()}, *batch.values(), state=state)
             for name, value in clipped.pytree.items():

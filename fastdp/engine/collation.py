@@ -48,12 +48,12 @@ class Collation:
 
     def collated(self, items: Sequence[Any], seed: int = 0) -> Any:
         """What the user's collator makes of them, likewise."""
-        with _seeded(seed):
+        with seeded(seed):
             return self.collate([copy.deepcopy(item) for item in items])
 
     def _values(self, items: Sequence[Any], seed: int = 0) -> dict[Path, torch.Tensor]:
         """Their tensors, and their numbers as tensors too."""
-        return dict(_values(self.collated(items, seed), single=len(items) == 1))
+        return dict(values(self.collated(items, seed), single=len(items) == 1))
 
     def require_independence(self) -> None:
         """Raise `SelfCheckError` if an example's row depends on its companions, ValueError if one cannot stand alone."""
@@ -92,11 +92,11 @@ class Collation:
         """Raise `SelfCheckError` if an example reads otherwise after others were read; what it draws is drawn alike."""
         index = self.indices[0]
         others = [i for i in spread(len(self.dataset), _STRANGERS) if i != index]
-        with _seeded(0):
+        with seeded(0):
             first = copy.deepcopy(self.dataset[index])
         for other in others:
             self.dataset[other]
-        with _seeded(0):
+        with seeded(0):
             again = self.dataset[index]
         if not same(dict(leaves(first)), dict(leaves(again))):
             raise SelfCheckError(
@@ -156,15 +156,17 @@ def _holds_rows(own: torch.Tensor, batch: torch.Tensor | None, rows: int) -> boo
     return own.dim() > 0 and own.shape[0] == 1 and batch is not None and batch.dim() > 0 and batch.shape[0] == rows
 
 
-def _values(tree: Any, path: Path = (), *, single: bool) -> Iterator[tuple[Path, torch.Tensor]]:
+def values(tree: Any, path: Path = (), *, single: bool) -> Iterator[tuple[Path, torch.Tensor]]:
     """Every tensor and number of a batch, a list of numbers as one tensor; of a ``single`` example's none in its lists of one."""
     if isinstance(tree, torch.Tensor):
         yield path, tree
-    elif isinstance(tree, (bool, int, float)):
+    elif isinstance(tree, bool):
+        yield path, torch.tensor(tree)
+    elif isinstance(tree, (int, float)):
         yield path, torch.tensor(tree, dtype=torch.float64)
     elif isinstance(tree, Mapping) or hasattr(tree, "items"):
         for key, value in tree.items():
-            yield from _values(value, (*path, key), single=single)
+            yield from values(value, (*path, key), single=single)
     elif isinstance(tree, (list, tuple)):
         if tree and all(isinstance(value, (bool, int, float)) for value in tree):
             yield path, torch.tensor(tree, dtype=torch.float64)
@@ -173,7 +175,7 @@ def _values(tree: Any, path: Path = (), *, single: bool) -> Iterator[tuple[Path,
             yield from leaves(tree, path)
         else:
             for position, value in enumerate(tree):
-                yield from _values(value, (*path, position), single=single)
+                yield from values(value, (*path, position), single=single)
 
 
 def _require_constant(path: Path, own: torch.Tensor, batch: torch.Tensor | None) -> None:
@@ -210,7 +212,8 @@ def _named(path: Path) -> str:
 
 
 @contextmanager
-def _seeded(seed: int) -> Iterator[None]:
+def seeded(seed: int) -> Iterator[None]:
+    """Every random state of a processor set to this seed meanwhile, and put back."""
     states = random.getstate(), numpy.random.get_state()  # noqa: NPY002 - the state that collators draw from
     try:
         with torch.random.fork_rng(devices=[]):

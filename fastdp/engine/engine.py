@@ -15,7 +15,9 @@ import torch
 from fastdp.engine import selfcheck
 from fastdp.engine.accumulator import Accumulator
 from fastdp.engine.batches import as_long_as, leaves, map_tensors, tensors
-from fastdp.engine.boundary import LossBoundary, OutputBoundary, caught, find_loss, plain_gradients, replace_loss
+from fastdp.engine.between import CRITERION, Between, Company
+from fastdp.engine.boundary import LossBoundary, OutputBoundary, caught, find_loss, replace_loss
+from fastdp.engine.collation import Collation, values
 from fastdp.engine.errors import SelfCheckError, UnsupportedUse
 from fastdp.engine.forwards import PatchedForward, RootCall, RootForward
 from fastdp.engine.guard import Guard
@@ -28,7 +30,7 @@ from fastdp.engine.pieces import is_cut
 from fastdp.engine.policy import Policy, Unclipped
 from fastdp.engine.ranks import ONE, Ranks
 from fastdp.engine.reads import Reads
-from fastdp.engine.replay import Call, Replay, rounding, still, unchanged
+from fastdp.engine.replay import Call, Replay, still, unchanged
 from fastdp.engine.shards import weights_of
 from fastdp.engine.trace import Trace, require_same, trace
 from fastdp.engine.uses import Sink, Tap
@@ -115,7 +117,9 @@ class Engine:
         self.complete = False
         #: Whether a backward pass of this logical batch failed, perhaps after it had added something.
         self.broken = False
+        self._ended = False
         self.backwards = 0
+        self.between = Between()
         self.guard = Guard(model)
         #: The model's loss functions whose coefficient it divides by the number of rows.
         self.divided: frozenset[int] = frozenset()
@@ -126,7 +130,6 @@ class Engine:
         self._again = Schedule(batches, self.device)
         self._structure = Structure(model)
         self._foreseen: selfcheck.Foreseen | None = None
-        self._rehearsed: dict[int, torch.Tensor] = {}
         self._own_bytes: int | None = None
         #: The modules that may be checkpointed, once that was asked.
         self._switches: list[Any] | None = None
@@ -152,7 +155,8 @@ class Engine:
     def abandon(self) -> None:
         """Forget a logical batch that was begun and not released: the loader starts anew."""
         self.accumulator.reset()
-        self.complete = self.broken = False
+        self.between.forget()
+        self.complete = self.broken = self._ended = False
 
     def forward(self, args: Any, kwargs: Any) -> Any:
         """A training forward pass on the micro-batch at the head of the queue."""
@@ -170,8 +174,8 @@ class Engine:
                 "model.eval() with torch.no_grad() to evaluate"
             )
         ticket, call = self.tickets[0], (args, kwargs)
-        if ticket.rehearsal:
-            return self._rehearse(call, ticket)
+        if ticket.company is not None:
+            return self._try_loop(call, ticket)
         if not as_long_as(call, ticket.rows):
             raise ValueError(_wrong_rows(call, ticket))
         self.weights.settle()
@@ -180,6 +184,7 @@ class Engine:
             if not verify and self.check:
                 thorough = self._structure.changed() or self._again.affordable()
                 due = self._again.due(ticket.rows) or thorough
+                self.between.settled &= not thorough or self.ranks.size > 1
             looked = self.weights.anyone(verify or due or self._unknown(call, ticket))
         if looked:
             with self.weights.apart():
@@ -192,6 +197,7 @@ class Engine:
                     if due:
                         with self._again.check(brief=not thorough):
                             self._check_again(call, _real(ticket), thorough=thorough)
+        self._look_between(call, ticket)
         with self.guard.forward() if self.route != ORDINARY else nullcontext():
             try:
                 return self.run_forward(args, kwargs, ticket, verify=verify or self.backwards == 0, looked=looked)
@@ -281,10 +287,7 @@ class Engine:
             self.reads.tap = None
             self.reads.heads.close()
         if not self.returns_loss:
-            found = [t for t in tensors(output) if t.requires_grad and t.dim() > 0]
-            if not found:
-                raise ValueError("the model returned no tensor that a loss could be computed from")
-            return output, found
+            return output, _outer(output)
         total = find_loss(output)
         if total is None:
             raise ValueError(NO_LOSS)
@@ -330,39 +333,48 @@ class Engine:
         replaced = {id(t): o for t, o in zip(found, outer)}
         return map_tensors(output, lambda t: replaced.get(id(t), t))
 
-    def rehearses(self) -> bool:
-        """Whether the loader should begin with a rehearsal: a criterion stands outside the model, or may have changed."""
-        if self.returns_loss or not self.check or self.route == ORDINARY:
-            return False
-        return not self._rehearsed or self._again.affordable()
+    def _look_between(self, call: Call, ticket: Ticket) -> None:
+        """Have the loop tried if it makes something of a batch itself: on all ranks, at the same batch, or on none."""
+        between, source = self.between, ticket.source
+        if between.settled or between.first or not self.check or self.route == ORDINARY:
+            return
+        asked = source is not None and ticket.token_units is None and ticket.rows > 1
+        said = self.ranks.gather((asked, asked and between.makes(call, source)))
+        between.settled = all(could for could, _ in said)
+        if between.settled and any(makes for _, makes in said):
+            between.begin(source, self.model, ticket.rows)
 
-    def _rehearse(self, call: Call, ticket: Ticket) -> Any:
-        """A pass without randomness whose backward only looks at what the criterion gives the first and the last row."""
-        layout = ticket.layout(self.device)
-        with unchanged(self.model), still(self.model):
+    def try_loop(self, source: Collation, *, ahead: bool) -> None:
+        """Have the loop tried before it begins, if a criterion stands outside the model or the loop takes batches ``ahead``."""
+        between = self.between
+        if not self.check or self.route == ORDINARY or (self.returns_loss and not ahead):
+            return
+        if not between.settled or (self.ranks.size == 1 and self._again.affordable()):
+            between.first = True
+            between.begin(source, self.model, len(source.indices))
+
+    def _try_loop(self, call: Call, ticket: Ticket) -> Any:
+        """A pass without randomness of which only the call is looked at, and what a criterion sends back; nothing is summed."""
+        company: Company = ticket.company
+        self.between.note(dict(values(call, single=False)), company, self.model)
+        with self.weights.apart(), unchanged(self.model), still(self.model):
             output = self._root.plain(*call[0], **call[1])
-        found = [t for t in tensors(output) if t.requires_grad and t.dim() > 0]
-        if not found:
-            raise ValueError("the model returned no tensor that a loss could be computed from")
 
         def backward(upstream: Any, _retain: bool) -> None:
-            pairs = [(t, g * self.scale(ticket)) for t, g in zip(found, upstream) if g is not None]
-            for row in dict.fromkeys((0, ticket.rows - 1)):
-                own = [torch.zeros_like(g).index_copy_(0, i, g[i]) for _, g in pairs for i in (_index(row, g),)]
-                with self.weights.gathered():
-                    gradients = plain_gradients(
-                        [t for t, _ in pairs], own, self.read.values(), retain=True, keep=lambda _, g: _sketch(g)
-                    )
-                sketch = torch.stack([g for g in gradients if g is not None])
-                known = self._rehearsed.setdefault(ticket.source.indices[row] if ticket.source else row, sketch)
-                if not float((known - sketch).norm()) <= 5 * rounding(self.model) * float(known.norm()):
-                    raise SelfCheckError(
-                        "the criterion couples examples: one's gradient in company is not what it is alone, as with a mean "
-                        "over all tokens of a batch, class weights, or scores against each other. Give make_private a "
-                        "criterion=, a function of (output, batch) that returns one loss a row; nothing was released"
-                    )
+            if not self.returns_loss:
+                sent = {(CRITERION, i): g * self.scale(ticket) for i, g in enumerate(upstream) if g is not None}
+                self.between.note(sent, company, self.model)
+            self.between.done()
 
-        return self._outputs(output, found, Pass(ticket, layout, backward, Tap(layout), True, call))
+        layout = ticket.layout(self.device)
+        waiting = Pass(ticket, layout, backward, Tap(layout), True, call)
+        if not self.returns_loss:
+            output = map_tensors(output, lambda t: t.nan_to_num() if t.requires_grad and t.is_floating_point() else t)
+            return self._outputs(output, _outer(output), waiting)
+        loss = find_loss(output)
+        if loss is None:
+            raise ValueError(NO_LOSS)
+        return replace_loss(output, self._loss(loss.detach().nan_to_num(), waiting))
 
     def _backward(self, waiting: Pass, upstream: Any) -> None:
         if waiting.used:
@@ -390,14 +402,16 @@ class Engine:
         self.broken = False
         self.backwards += 1
         self.tickets.popleft()
-        self.complete = waiting.ticket.is_last
+        self._ended |= waiting.ticket.is_last
+        self.complete = self._ended and not self.between.waits
+        self._ended &= not self.complete
 
     def differentiate(self, waiting: Pass, upstream: Any) -> None:
         """Run the backward pass of one micro-batch into the accumulator."""
         two_pass, instances = self._passes(waiting.layout)
         self.reads.tap = waiting.tap if self.route == USES else None
         try:
-            if waiting.ticket.rehearsal:
+            if waiting.ticket.company is not None:
                 waiting.backward(upstream, False)
             elif self.route == ORDINARY:
                 names = list(self.read)
@@ -634,15 +648,12 @@ def _real(ticket: Ticket) -> Ticket:
     )
 
 
-def _index(row: int, t: torch.Tensor) -> torch.Tensor:
-    return torch.tensor([row], device=t.device)
-
-
-def _sketch(gradient: torch.Tensor) -> torch.Tensor:
-    """Two numbers that tell gradients apart: the norm, and the projection on one fixed direction."""
-    flat = gradient.detach().reshape(-1).double()
-    direction = torch.arange(flat.numel(), device=flat.device, dtype=torch.float64).sin()
-    return torch.stack([flat.norm(), flat @ direction])
+def _outer(output: Any) -> list[torch.Tensor]:
+    """What a criterion outside the model may be computed from. Raises ValueError if there is nothing."""
+    found = [t for t in tensors(output) if t.requires_grad and t.dim() > 0]
+    if not found:
+        raise ValueError("the model returned no tensor that a loss could be computed from")
+    return found
 
 
 def _wrong_rows(call: Call, ticket: Ticket) -> str:

@@ -24,8 +24,7 @@ class Ticket:
         token_units: for packed rows, the unit of every token, ``[rows, tokens]`` int64, -1 where there is none; each
             unit is one contiguous run of the flattened rows.
         source: how the micro-batch was collated, where a loader knows.
-        rehearsal: only tried: a few examples together or one alone, to see that a criterion outside the model gives an
-            example the same gradient in both; nothing of it is summed.
+        company: where the loop is only tried, and nothing is summed: the examples, and what they are to show.
     """
 
     row_units: torch.Tensor
@@ -33,7 +32,7 @@ class Ticket:
     is_last: bool
     token_units: torch.Tensor | None = None
     source: Any = None
-    rehearsal: bool = False
+    company: Any = None
 
     @property
     def rows(self) -> int:

@@ -27,7 +27,7 @@ class Batches:
 
     def __iter__(self) -> Iterator[Any]:
         loader = self.private.data_loader
-        loader.look_ahead = True
+        loader.look_ahead = loader.takes_ahead = True
         try:
             for batch in loader:
                 # This one's, and that of the batch which Lightning hands out next.
@@ -35,7 +35,7 @@ class Batches:
                 yield batch
             self._require_consumed(but=1)
         finally:
-            loader.look_ahead = False
+            loader.look_ahead = loader.takes_ahead = False
 
     def _require_consumed(self, but: int) -> None:
         if len(self.private.data_loader.tickets) > but:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import tempfile
 from collections.abc import Iterator
@@ -294,7 +295,9 @@ class PrivateTraining(_Behind):
         """Forward and backward over the micro-batches of one logical batch; the optimizer's step releases it."""
         model.train()
         losses = []
-        for micro_batch in inputs:
+        assert self.private is not None
+        # Where this class makes something of a batch before it calls the model, that is tried, last of the logical batch.
+        for micro_batch in itertools.chain(inputs, self.private.data_loader.companies()):
             prepared = self._prepare_inputs(micro_batch)
             with self.compute_loss_context_manager():
                 loss = self.private_loss(model, prepared)

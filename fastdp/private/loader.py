@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +12,8 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 
 from fastdp.accounting.ledger import STEP
 from fastdp.engine.batches import leaves, map_tensors
-from fastdp.engine.collation import Collation, spread
+from fastdp.engine.between import Company
+from fastdp.engine.collation import Collation, seeded, spread
 from fastdp.engine.layout import Ticket
 from fastdp.engine.ranks import ONE, Ranks
 from fastdp.ops.stream import NoiseStream
@@ -20,8 +21,8 @@ from fastdp.private.observer import Observer
 from fastdp.private.plan import Plan
 from fastdp.private.sampler import Sampler, Units
 
-#: Examples of all the data that a rehearsal adds where a batch leaves room.
-_REHEARSED = 8
+#: Most examples in a batch that only tries the loop.
+_TRIED = 6
 
 
 class PrivateLoader:
@@ -79,8 +80,11 @@ class PrivateLoader:
         self.lengths = _lengths(self.dataset)
         self.tickets: deque[Ticket] = deque()
         self.on_restart: Callable[[], None] = lambda: None
-        #: Whether iteration is to begin with a rehearsal of the criterion.
-        self.rehearses: Callable[[], bool] = lambda: False
+        #: Told that iteration begins; the companies in which the loop is to be tried now.
+        self.try_loop: Callable[[Collation], None] = lambda source: None
+        self.trials: Callable[[], Iterable[Company]] = tuple
+        #: Set by a caller that takes each batch before the backward pass of the one before.
+        self.takes_ahead = False
         #: Set by a caller that takes several micro-batches before their backward passes, and checks them itself.
         self.look_ahead = False
         self._options: dict[str, Any] = {
@@ -103,6 +107,9 @@ class PrivateLoader:
     def __iter__(self) -> Iterator[Any]:
         self.tickets.clear()
         self.on_restart()
+        some = spread(len(self.dataset), _TRIED)[: self.max_physical_batch_size]  # type: ignore[arg-type]
+        self.try_loop(Collation(self.dataset, self.collate_fn, some, {}))
+        yield from self.companies()
         steps = min(self.steps_per_epoch, self.remaining())
         waiting: deque[tuple[list[int], Ticket]] = deque()
         inner: DataLoader = DataLoader(self.dataset, batch_sampler=_Drawn(self, steps, waiting), **self._options)
@@ -114,7 +121,20 @@ class PrivateLoader:
             if self.unit_map is not None:
                 batch, ticket = self._packed(batch, ticket)
             self.tickets.append(ticket)
-            yield batch if self.device is None else map_tensors(batch, lambda tensor: tensor.to(self.device))
+            yield self._placed(batch)
+            yield from self.companies()
+
+    def companies(self) -> Iterator[Any]:
+        """What the loop is to be tried with before it goes on, each batch in the random state that it is to be tried in."""
+        for company in self.trials():
+            ticket = _ticket([1] * len(company.source.indices), 0.0, is_last=False)
+            self.tickets.append(replace(ticket, company=company))
+            batch = self._placed(company.batch())
+            with seeded(company.seed):
+                yield batch
+
+    def _placed(self, batch: Any) -> Any:
+        return batch if self.device is None else map_tensors(batch, lambda tensor: tensor.to(self.device))
 
     def require_consumed(self) -> None:
         """Raise RuntimeError if a batch was handed out and never differentiated: its ticket would go to another."""
@@ -162,13 +182,6 @@ class PrivateLoader:
             filled += size
         return pieces
 
-    def rehearsals(self, drawn: list[int]) -> list[list[int]]:
-        """Examples of a batch, and some of all the data, together, and two of them each alone; none if rows never meet."""
-        own = [index for unit in drawn for index in self.units.examples(unit)]
-        strangers = spread(len(self.dataset), _REHEARSED)  # type: ignore[arg-type]
-        chosen = list(dict.fromkeys(own + strangers))[: self.max_physical_batch_size]
-        return [chosen, chosen[:1], chosen[-1:]] if len(chosen) > 1 else []
-
     def _longest(self, unit: int) -> int:
         assert self.lengths is not None
         return max(self.lengths[index] for index in self.units.examples(unit))
@@ -195,17 +208,9 @@ class _Drawn:
         self.loader, self.steps, self.waiting = loader, steps, waiting
 
     def __iter__(self) -> Iterator[list[int]]:
-        rehearses = self.loader.rehearses()
         for drawn in self.loader.sampler.epoch(self.steps):
             for observer in self.loader.observers:
                 drawn = observer.drawn(drawn, self.loader.kind)
-            for indices in (
-                self.loader.rehearsals(self.loader.ranks.shares(drawn)[self.loader.ranks.rank]) if rehearses else ()
-            ):
-                ticket = _ticket([1] * len(indices), 0.0, is_last=False)
-                self.waiting.append((indices, replace(ticket, rehearsal=True)))
-                yield indices
-            rehearses = False
             for indices, ticket in self.loader.micro_batches(drawn):
                 self.waiting.append((indices, ticket))
                 yield indices

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import runpy
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ import lightning
 import torch
 
 import fastdp
+from fastdp.engine.errors import SelfCheckError
 from fastdp.integrations.lightning import Batches
 from tests.engine.runs import Classifier, start
 
@@ -34,6 +36,34 @@ def test_the_example_spends_its_budget(
     assert saved["privacy"]["steps_done"] == 4
     # The schedule advanced once a release, however many micro-batches there were.
     assert saved["lr_schedulers"][0]["last_epoch"] == 4
+
+
+class Centring(lightning.LightningModule):
+    """Makes something of each batch before it calls the model: of all its rows, or of each alone."""
+
+    def __init__(self, private: fastdp.Private, together: bool):
+        super().__init__()
+        self.model, self.private, self.together = private.model, private, together
+
+    def training_step(self, batch: dict[str, torch.Tensor], index: int) -> torch.Tensor:
+        centre = batch["x"].mean(0 if self.together else 1, keepdim=True)
+        loss: torch.Tensor = self.model(**{**batch, "x": batch["x"] - centre})["loss"]
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return self.private.optimizer
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_what_a_training_step_makes_of_a_batch_is_tried_before_the_first(tmp_path: Path, together: bool) -> None:
+    private = start(Classifier(), noise_multiplier=1.0, target_delta=1e-3, max_physical_batch_size=3)
+    options = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    trainer = lightning.Trainer(
+        max_epochs=1, default_root_dir=tmp_path, accelerator="cpu", enable_model_summary=False, **options
+    )
+    with pytest.raises(SelfCheckError, match="another for an example") if together else nullcontext():
+        trainer.fit(Centring(private, together), Batches(private))
+    assert private.steps_done == (0 if together else private.steps_per_epoch)
 
 
 class Skipping(lightning.LightningModule):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from transformers import GPT2LMHeadModel, TrainingArguments
 
 import fastdp
 from fastdp.engine.accumulator import Accumulator
+from fastdp.engine.errors import SelfCheckError
 from fastdp.integrations.trainer import STATE_FILE
 from fastdp.private.observer import Observer
 from tests.engine.models import build
@@ -36,7 +38,9 @@ def collate(items: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
     return {key: torch.tensor([item[key] for item in items]) for key in items[0]}
 
 
-def trainer(path: Path, privacy: dict[str, Any] | None = None, users: bool = False, **options: Any) -> fastdp.DPTrainer:
+def trainer(
+    path: Path, privacy: dict[str, Any] | None = None, users: bool = False, kind: Any = fastdp.DPTrainer, **options: Any
+) -> fastdp.DPTrainer:
     settings: dict[str, Any] = {
         "per_device_train_batch_size": 6,
         "num_train_epochs": 2,
@@ -49,7 +53,7 @@ def trainer(path: Path, privacy: dict[str, Any] | None = None, users: bool = Fal
         **options,
     }
     budget = {"noise_multiplier": 1.0, "target_delta": 1e-3, "max_physical_batch_size": 4, **(privacy or {})}
-    return fastdp.DPTrainer(
+    return kind(
         model=build("gpt2"),
         args=TrainingArguments(output_dir=str(path), **settings),
         train_dataset=examples(users),
@@ -82,6 +86,19 @@ def test_a_run_spends_its_budget_and_leaves_a_card(tmp_path: Path) -> None:
     card = json.loads((tmp_path / "card.json").read_text())
     assert card["epsilon"]["upper_bound"] == pytest.approx(private.epsilon())
     assert card["steps"] == {"planned": 8, "spent": 8}
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_what_compute_loss_makes_of_a_batch_is_tried(tmp_path: Path, together: bool) -> None:
+    class Rolling(fastdp.DPTrainer):
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            labels = inputs["input_ids"].roll(1, 0 if together else 1)
+            return super().compute_loss(model, {**inputs, "labels": labels}, *args, **kwargs)
+
+    private = trainer(tmp_path, kind=Rolling, num_train_epochs=1)
+    with pytest.raises(SelfCheckError, match="another for an example") if together else nullcontext():
+        private.train()
+    assert private.private.steps_done == (0 if together else 4)
 
 
 def test_what_is_not_private_is_not_logged_or_is_marked(tmp_path: Path) -> None:

@@ -252,7 +252,7 @@ def test_a_criterion_outside_of_the_model(reduction: str, two_pass: bool) -> Non
     private = start(loss_reduction=reduction, max_physical_batch_size=3, two_pass=two_pass)
     truth: list[Mapping[str, torch.Tensor]] = []
     for batch in private.data_loader:
-        if not private.data_loader.tickets[0].rehearsal:
+        if not private.data_loader.tickets[0].company:
             truth += one_by_one(private.model, batch)
         logits = private.model(x=batch["x"])["logits"]
         F.cross_entropy(logits, batch["labels"], reduction=reduction).backward()

@@ -1,0 +1,206 @@
+"""What a user's loop makes of a batch between loader and model: a row must be there what it is in any other company.
+
+A loop may standardise a batch by its own mean, mix its rows, or hand the model a number that it made of all of them. No look
+into the model finds that. So where a model is called with what its batch does not hold, the loop is given a few small batches
+more, of which nothing is summed: the same examples in one company, again, in another, alone, and beside companions of NaN.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import cycle, islice
+from typing import Any
+
+import torch
+
+from fastdp.engine.batches import Path, map_leaves
+from fastdp.engine.collation import Collation, seeded, spread, values
+from fastdp.engine.errors import SelfCheckError
+from fastdp.engine.replay import Call, randomness
+
+#: The examples that are looked at, and as many companions.
+_EXAMPLES = 3
+_LOW_PRECISION = 2e-2
+
+
+@dataclass(frozen=True)
+class Company:
+    """One small batch that only tries the loop.
+
+    Args:
+        source: the data set, the collator, and the examples of this batch.
+        kept: how many of the first ones are looked at.
+        role: which of the batches it is: "first", "again", "other", "alone" or "poisoned".
+        seed: of the random state in which the loop gets it.
+    """
+
+    source: Collation
+    kept: int
+    role: str
+    seed: int = 0
+
+    def batch(self) -> Any:
+        """As the user's collator makes it; a poisoned one's companions hold NaN wherever they hold fractions."""
+        source, size = self.source, len(self.source.indices)
+        made = source.collate([source.dataset[index] for index in source.indices])
+
+        def poison(_: Path, t: torch.Tensor) -> torch.Tensor:
+            if not t.is_floating_point() or t.dim() == 0 or t.shape[0] != size:
+                return t
+            t = t.clone()
+            t[self.kept :] = torch.nan
+            return t
+
+        return map_leaves(made, poison) if self.role == "poisoned" else made
+
+
+#: The place of what a criterion sends back, among what a loop makes.
+CRITERION = "criterion"
+_COUPLES = (
+    "the criterion couples examples: one's gradient in company is not what it is alone, as with a mean over all tokens of a "
+    "batch, class weights, or scores against each other. Give make_private a criterion=, a function of (output, batch) that "
+    "returns one loss a row; nothing of this batch was released"
+)
+_RESTLESS = (
+    "the loop draws at random, or changes from batch to batch, what it calls the model with, so that its criterion cannot be "
+    "told from one that couples examples: do that in the data set or the collator, or let the model return its loss; nothing of "
+    "this batch was released"
+)
+_TOGETHER = (
+    "the loop calls the model with something ({}) that is another for an example beside other companions: what is made of a "
+    "whole batch, like its mean or a mixture of its rows, lets one example reach the others; make it of each row alone; nothing "
+    "of this batch was released"
+)
+
+
+class Between:
+    """Tries a loop, and compares what it calls the model with.
+
+    Attributes:
+        settled: whether the loop was tried, or calls the model with nothing but what its batches hold.
+        waits: how many batches of a trial have not gone through the loop yet; nothing may be released before.
+        first: whether the loop is tried before its first batch alone, as one that takes batches ahead cannot be later.
+    """
+
+    def __init__(self) -> None:
+        self.settled = self.first = False
+        self.waits = 0
+        self._due: list[Company] = []
+        #: By role and place what the loop made, and of which examples.
+        self._seen: dict[str, dict[Path, tuple[torch.Tensor, Sequence[int]]]] = {}
+        self._fresh: tuple[Any, ...] = ()
+
+    def forget(self) -> None:
+        """Of a trial that was begun the rest will not come."""
+        self.settled = self.settled and not self.waits
+        self.waits, self._due = 0, []
+
+    def makes(self, call: Call, source: Collation) -> bool:
+        """Whether a call holds tensors or numbers that the batch does not."""
+        held = [t.nan_to_num() for t in source.batch.values()]
+        return any(
+            not any(h.shape == t.shape and torch.equal(h.to(t), t.nan_to_num()) for h in held)
+            for _, t in values(call, single=False)
+            if t.dim() or t.dtype is not torch.bool
+        )
+
+    def begin(self, source: Collation, model: torch.nn.Module, most: int) -> None:
+        """Ask for a trial of the loop with examples of this batch, in batches of at most ``most`` examples."""
+        self.settled = True
+        kept = list(dict.fromkeys(source.indices))[: min(_EXAMPLES, most // 2)]
+        if not kept:
+            return
+        others = [i for i in spread(len(source.dataset), 3 * _EXAMPLES) if i not in kept] or kept
+        size = min(_EXAMPLES, most - len(kept))
+        one, *more = (list(islice(cycle(others), size * k, size * k + size)) for k in range(3))
+        # Loops that take a batch while the one before is under way find the next one's random state: those before the
+        # poisoned ones need one.
+        plan = [("first", [*kept, *one], 0), ("again", [*kept, *one], 0)]
+        plan += [("other", [*kept, *beside], 0) for beside in more] + [
+            ("alone", [index], 0) for index in islice(cycle(kept), _EXAMPLES)
+        ]
+        if not source.batch or any(t.is_floating_point() for t in source.batch.values()):
+            # Whoever mixes rows by chance may leave one of them alone, but hardly each time.
+            plan += [("poisoned", [*kept, *(more[0] if seed % 2 else one)], seed) for seed in range(1, 5)]
+        for role, indices, seed in plan:
+            there = Collation(source.dataset, source.collate, indices, {})
+            self._due.append(Company(there, 1 if role == "alone" else len(kept), role, seed))
+        self.waits, self._seen = len(self._due), {}
+        with seeded(0):
+            self._fresh = randomness(model)
+
+    def take(self) -> Iterator[Company]:
+        """The batches that the loop is to be given next."""
+        due, self._due = self._due, []
+        yield from due
+
+    def note(self, found: Mapping[Path, torch.Tensor], company: Company, model: torch.nn.Module) -> None:
+        """What the loop made of a company's batch. Raises `SelfCheckError` if a row is another than before."""
+        noted = self._seen.setdefault(company.role, {})
+        for path, t in found.items():
+            noted[path] = t.detach().clone(), company.source.indices
+        if company.role not in ("first", "again"):
+            drew = company.seed == 0 and randomness(model) != self._fresh
+            for path in found.keys() & self._seen["first"].keys() & self._seen["again"].keys():
+                self._require_same(path, company, drew=drew)
+
+    def done(self) -> None:
+        """A company's batch went through the loop, backward pass and all."""
+        self.waits -= 1
+        self._seen = self._seen if self.waits else {}
+
+    def _require_same(self, path: Path, company: Company, *, drew: bool) -> None:
+        (one, two, again), companies = zip(*(self._seen[role][path] for role in ("first", company.role, "again")))
+        if len({(t.dim(), t.dtype) for t in (one, two, again)}) > 1:
+            return
+        rows = one.dim() > 0 and all(t.shape[0] == len(i) for t, i in zip((one, two, again), companies))
+        if not rows and company.role == "alone":
+            return
+        alike, sent = one.shape == two.shape, path[0] == CRITERION
+        itself = _gap(one, again) if one.shape == again.shape else math.inf
+        if company.role == "poisoned":
+            if sent:
+                return
+        elif itself > _rounding(one) or (drew and not alike):
+            # What changes by itself, like a schedule, or draws from a generator of the loop's own, tells by NaN alone.
+            if sent:
+                raise SelfCheckError(_RESTLESS)
+            return
+        for number in range(company.kept) if rows else (None,):
+            a, b = (one, two) if number is None else (one[companies[0].index(companies[1][number])], two[number])
+            if company.role == "poisoned":
+                apart = bool(b.isnan().any()) and not bool(a.isnan().any())
+            elif alike:
+                apart = _gap(a, b) > (max(_rounding(a), 4 * itself) if sent else 4 * itself)
+            else:
+                apart = _gap(*_cropped(a, b)) > _rounding(a)
+            if apart:
+                raise SelfCheckError(_COUPLES if sent else _TOGETHER.format(_named(path)))
+
+
+def _gap(a: torch.Tensor, b: torch.Tensor) -> float:
+    """How far two tensors of one shape are apart, relative to their largest entry."""
+    if a.numel() == 0:
+        return 0.0
+    a, b = (t.nan_to_num().double() for t in (a, b))
+    size = float(torch.maximum(a.abs().max(), b.abs().max()))
+    return float((a - b).abs().max()) / size if size else 0.0
+
+
+def _cropped(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both cut to what both have: at the end, as padding comes there, or at the start where that fits better."""
+    sizes = [min(n, m) for n, m in zip(a.shape, b.shape)]
+    starts = [t[tuple(slice(0, n) for n in sizes)] for t in (a, b)]
+    ends = [t[tuple(slice(m - n, m) for n, m in zip(sizes, t.shape))] for t in (a, b)]
+    one, two = starts if _gap(*starts) <= _gap(*ends) else ends
+    return one, two
+
+
+def _rounding(t: torch.Tensor) -> float:
+    return 1e-5 if t.dtype in (torch.float32, torch.float64) else _LOW_PRECISION if t.is_floating_point() else 0.0
+
+
+def _named(path: Path) -> str:
+    return repr(path[-1]) if isinstance(path[-1], str) else f"argument {path[-1]}"

@@ -1,0 +1,202 @@
+"""What a loop makes of a batch before it calls the model: of each row alone it may be anything, of all together nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy
+import pytest
+import torch
+import torch.nn.functional as F
+
+import fastdp
+from fastdp.engine.errors import SelfCheckError
+from fastdp.private.run import Private
+from tests.engine.runs import FEATURES, Batch, Classifier, clipped_sum, error, examples, loader, one_by_one, start
+
+CLIPPED = 1e-4
+
+
+class Scaled(Classifier):
+    """Takes a number besides its rows."""
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None, scale: Any = 1.0) -> Any:
+        return super().forward(x * scale, labels)
+
+
+def own_generator() -> Callable[[Batch], Batch]:
+    generator = torch.Generator().manual_seed(3)
+    return lambda batch: {**batch, "x": batch["x"] + torch.randn(batch["x"].shape, generator=generator)}
+
+
+def annealed() -> Callable[[Batch], Any]:
+    numbers = iter(range(100))
+    return lambda batch: {**batch, "scale": 1 - 0.01 * next(numbers)}
+
+
+def mixed(weight: float) -> Callable[[Batch], Batch]:
+    generator = numpy.random.default_rng(5)
+
+    def mix(batch: Batch) -> Batch:
+        order = torch.from_numpy(generator.permutation(len(batch["x"])))
+        return {**batch, "x": (1 - weight) * batch["x"] + weight * batch["x"][order]}
+
+    return mix
+
+
+BY_ROW: dict[str, Callable[[], Callable[[Batch], Any]]] = {
+    "normalised": lambda: lambda b: {**b, "x": b["x"] / b["x"].norm(dim=1, keepdim=True)},
+    "noised": lambda: lambda b: {**b, "x": b["x"] + torch.randn_like(b["x"])},
+    "noised by a generator of its own": own_generator,
+    "a constant": lambda: lambda b: {**b, "scale": 0.5},
+    "an annealed number": annealed,
+    "a map": lambda: lambda b: {**b, "x": b["x"] @ torch.ones(FEATURES, FEATURES)},
+}
+TOGETHER: dict[str, Callable[[], Callable[[Batch], Any]]] = {
+    "centred": lambda: lambda b: {**b, "x": b["x"] - b["x"].mean(0)},
+    "barely centred": lambda: lambda b: {**b, "x": b["x"] - 1e-4 * b["x"].mean(0)},
+    "a large entry": lambda: lambda b: {**b, "x": b["x"] / b["x"].abs().max()},
+    "a count": lambda: lambda b: {**b, "x": b["x"] / len(b["x"])},
+    "mixed": lambda: mixed(0.3),
+    "hardly mixed": lambda: mixed(1e-3),
+    "a number": lambda: lambda b: {**b, "scale": float(b["x"].mean())},
+    "a class's share": lambda: lambda b: {**b, "scale": (b["labels"] == 0).float().mean()},
+    "sorted": lambda: lambda b: {**b, "x": b["x"].sort(0).values},
+    "labels of the next row": lambda: lambda b: {**b, "labels": b["labels"].roll(1)},
+}
+
+
+class Logits(Scaled):
+    """Leaves the loss to a criterion outside."""
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None, scale: Any = 1.0) -> Any:
+        return super().forward(x, None, scale)["logits"]
+
+
+def row_losses(logits: torch.Tensor, batch: Batch) -> torch.Tensor:
+    return F.cross_entropy(logits, batch["labels"], reduction="none")
+
+
+#: Where the loss is computed: the model, what `make_private` is told, and the loop's line.
+LOSSES: dict[str, tuple[type[Classifier], dict[str, Any], Callable[[Private, Any, Batch], torch.Tensor]]] = {
+    "the model's own": (Scaled, {}, lambda private, output, batch: output["loss"]),
+    "a criterion": (Logits, {"criterion": row_losses}, lambda private, output, batch: private.loss(output, batch)),
+    "the loop's mean": (
+        Logits,
+        {"loss_reduction": "mean"},
+        lambda private, output, batch: row_losses(output, batch).mean(),
+    ),
+}
+
+
+def train(
+    private: Private, make: Callable[[Batch], Any], loss: str = "the model's own", releases: int = 1
+) -> list[Batch]:
+    """A loop until so many releases; what of its batches was summed."""
+    summed: list[Batch] = []
+    for batch in private.data_loader:
+        tried = private.data_loader.tickets[0].company
+        made = make(batch)
+        summed += [] if tried else [made]
+        private.optimizer.zero_grad()
+        LOSSES[loss][2](private, private.model(**made), made).backward()
+        private.optimizer.step()
+        releases -= private.last_step_done
+        if releases == 0:
+            break
+    return summed
+
+
+@pytest.mark.parametrize("name", TOGETHER)
+@pytest.mark.parametrize("most", [8, 3])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_what_is_made_of_all_rows_together_is_refused_before_a_release(name: str, most: int, loss: str) -> None:
+    model, options, _ = LOSSES[loss]
+    private = start(model(), max_physical_batch_size=most, **options)
+    with pytest.raises(SelfCheckError, match="beside other companions|couples examples|draws at random"):
+        train(private, TOGETHER[name](), loss)
+    assert private.steps_done == 0
+
+
+@pytest.mark.parametrize("loss", ["a criterion", "the loop's mean"])
+def test_a_loop_that_draws_with_a_criterion_outside_is_told_what_to_do(loss: str) -> None:
+    model, options, _ = LOSSES[loss]
+    for name in ("noised", "noised by a generator of its own", "an annealed number"):
+        private = start(model(), **options)
+        with pytest.raises(SelfCheckError, match="draws at random, or changes from batch to batch"):
+            train(private, BY_ROW[name](), loss)
+
+
+@pytest.mark.parametrize("name", ["centred", "hardly mixed"])
+def test_a_loop_that_goes_on_after_a_refusal_is_tried_again(name: str) -> None:
+    private, make = start(Scaled()), TOGETHER[name]()
+    for _ in range(2):
+        with pytest.raises(SelfCheckError, match="another for an example"):
+            train(private, make)
+    assert private.steps_done == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "loss"),
+    [*((name, "the model's own") for name in BY_ROW), *((n, k) for n in ("normalised", "a constant") for k in LOSSES)],
+)
+def test_what_is_made_of_each_row_is_summed_as_ever(name: str, loss: str) -> None:
+    model, options, _ = LOSSES[loss]
+    private = start(model(), **options, method=fastdp.DPSGD(max_grad_norm=0.5), max_physical_batch_size=3)
+    summed = train(private, BY_ROW[name](), loss)
+    plain = Scaled()
+    plain.load_state_dict(private.model.state_dict())
+    # A number is one for all rows, and so each row's own.
+    rows = [
+        {k: v if isinstance(v, torch.Tensor) else torch.full((len(b["x"]), 1), v) for k, v in b.items()} for b in summed
+    ]
+    truth = [gradient for batch in rows for gradient in one_by_one(plain, batch)]
+    got = {
+        n: private.data_loader.batch_size * p.grad for n, p in private.model.named_parameters() if p.grad is not None
+    }
+    assert error(got, clipped_sum(truth, 0.5)) < CLIPPED
+
+
+def test_a_loop_that_makes_nothing_gets_no_batch_besides_its_own() -> None:
+    for make in (lambda b: b, lambda b: {"x": b["x"].double().float(), "labels": b["labels"].clone()}):
+        private = start(noise_multiplier=1.0, target_delta=1e-3)
+        tried = []
+        for batch in private.data_loader:
+            tried.append(private.data_loader.tickets[0].company)
+            private.model(**make(batch))["loss"].backward()
+            private.optimizer.step()
+            private.optimizer.zero_grad()
+        assert not any(tried)
+
+
+def test_a_trial_leaves_random_states_and_the_draws_as_they_were() -> None:
+    states = []
+    for name in ("a constant", "a map"):
+        private = start(Scaled())
+        torch.manual_seed(7)
+        train(private, BY_ROW[name]())
+        states.append(torch.get_rng_state())
+    private = start(Scaled())
+    torch.manual_seed(7)
+    train(private, lambda batch: batch)
+    assert all(torch.equal(state, torch.get_rng_state()) for state in states)
+
+
+def test_a_trial_that_is_broken_off_begins_anew() -> None:
+    private = start(Scaled(), max_physical_batch_size=3)
+    for number, batch in enumerate(private.data_loader):
+        private.model(**BY_ROW["normalised"]()(batch))["loss"].backward()
+        private.optimizer.step()
+        if number == 2:
+            break
+    assert private.steps_done == 0
+    with pytest.raises(SelfCheckError, match="another for an example"):
+        train(private, TOGETHER["centred"]())
+    assert private.steps_done == 0
+
+
+def test_rows_that_never_meet_cannot_reach_each_other() -> None:
+    private = start(Scaled(), loader(examples(6), batch_size=3), max_physical_batch_size=1)
+    assert all(len(batch["x"]) == 1 for batch in train(private, TOGETHER["centred"]()))
+    assert private.steps_done == 1
