@@ -27,7 +27,7 @@ from fastdp.private.checks import (
     refuse_accumulation,
     refuse_frozen,
     refuse_fused_loss,
-    refuse_side_releases,
+    refuse_in_pieces,
 )
 from fastdp.private.loader import PrivateLoader, batching, check_loader
 from fastdp.private.method import Method
@@ -165,7 +165,7 @@ def make_private(
         )
         check_budget(target_delta, target_epsilon, noise_multiplier, method.mechanism, len(units), allow_large_delta)
         plan = plan.settle(method.budget(plan))
-        refuse_side_releases(model, plan, method.mechanism)
+        refuse_in_pieces(model, plan, method.mechanism, keep_logits=keep_logits)
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         # Made once here for its refusals, before a ledger exists.
         for factor in {1.0, *(factor for _, factor in plan.factors)}:

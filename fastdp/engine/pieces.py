@@ -64,7 +64,8 @@ def joined(own: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor itself, from all its pieces. Collective."""
-    return cast(Any, tensor.detach()).full_tensor() if is_cut(tensor) else tensor  # type: ignore[no-any-return]
+    plain: Any = tensor.detach()
+    return plain.full_tensor() if is_cut(tensor) else plain  # type: ignore[no-any-return]
 
 
 def added(total: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

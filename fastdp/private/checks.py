@@ -127,12 +127,19 @@ def check_model(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Non
             )
 
 
-def refuse_side_releases(model: torch.nn.Module, plan: Plan, mechanism: str) -> None:
-    """Raise ValueError for a method that releases more than gradients, where weights are in pieces."""
-    if plan.side and any(map(is_cut, model.parameters())):
+def refuse_in_pieces(model: torch.nn.Module, plan: Plan, mechanism: str, *, keep_logits: bool | None) -> None:
+    """Raise ValueError for what needs whole weights, where they are in pieces."""
+    if not any(map(is_cut, model.parameters())):
+        return
+    if plan.side:
         raise ValueError(
             f"{mechanism} makes releases between its steps, which need the whole model: train it without fully_shard, or use "
             "DPSGD"
+        )
+    if keep_logits is False:
+        raise ValueError(
+            "keep_logits is False, and tiles of logits need the head's weight after the backward pass, when it is in pieces "
+            "again: leave keep_logits out"
         )
 
 

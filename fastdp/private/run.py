@@ -545,7 +545,7 @@ class Private(Published):
             raise ValueError("the non-private method claims nothing, so there is nothing to prove")
         if any(map(is_cut, self.model.parameters())):
             raise ValueError(
-                "a model whose weights are in pieces cannot be copied: prove a run of the whole model, or a small one"
+                "weights in pieces cannot be copied: prove a run of the same model, or of a smaller one, in one process"
             )
         loader = self.data_loader
         units = [

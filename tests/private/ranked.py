@@ -12,7 +12,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import fastdp
+from fastdp.engine import pieces
 from fastdp.methods.rapft import NoisyMap
 from tests.engine.models import build
 from tests.engine.runs import Classifier, collate, examples
@@ -101,7 +102,7 @@ def trained(case: str, noise: float, prepare: Callable[[nn.Module], None] = lamb
     card = private.card()
     private.detach()
     return {
-        "weights": {n: _whole(p) for n, p in model.named_parameters()},
+        "weights": whole(model),
         "processes": card["model"]["processes"],
         "route": private.route,
         "spent": card["steps"]["spent"],
@@ -124,10 +125,9 @@ def checkpointed(model: nn.Module) -> None:
     shard(model)
 
 
-def _whole(parameter: torch.Tensor) -> torch.Tensor:
-    found = parameter.detach()
-    found = found.full_tensor() if hasattr(found, "full_tensor") else found
-    return found.clone()
+def whole(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Every parameter, from all its pieces."""
+    return {name: pieces.whole(parameter).clone() for name, parameter in model.named_parameters()}
 
 
 def matrix(rank: int, size: int, folder: Path) -> dict[str, Any]:
@@ -348,7 +348,8 @@ def trainer(rank: int, size: int, folder: Path) -> dict[str, Any]:
 
 #: Moments of a release at which a rank is killed.
 MOMENTS = ("before the record", "after the record", "in the reduction")
-SCENARIOS: dict[str, Callable[[int, int, Path], dict[str, Any]]] = {
+Scenario = Callable[[int, int, Path], dict[str, Any]]
+SCENARIOS: dict[str, Scenario] = {
     "matrix": matrix,
     "sharded": sharded,
     "refusals": refusals,
@@ -358,7 +359,7 @@ SCENARIOS: dict[str, Callable[[int, int, Path], dict[str, Any]]] = {
 }
 
 
-def group(scenario: str, size: int, folder: Path) -> list[int]:
+def group(scenario: str, size: int, folder: Path, scenarios: Mapping[str, Scenario]) -> list[int]:
     """Fork the processes of one group; their exit statuses."""
     meeting = folder / f"meeting-{scenario}-{size}-{time.monotonic_ns()}"
     children = []
@@ -368,9 +369,9 @@ def group(scenario: str, size: int, folder: Path) -> list[int]:
             status = 1
             try:
                 torch.set_num_threads(1)
-                if size > 1 or scenario == "sharded":
+                if size > 1 or scenario not in SCENARIOS or scenario == "sharded":
                     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=size)
-                found = SCENARIOS[scenario](rank, size, folder)
+                found = scenarios[scenario](rank, size, folder)
                 torch.save(found, folder / f"{scenario}-{size}-{rank}.pt")
                 status = 0
             except BaseException:
@@ -385,6 +386,8 @@ def group(scenario: str, size: int, folder: Path) -> list[int]:
 
 if __name__ == "__main__":
     place = Path(sys.argv[1])
+    from tests.private import sharded as cut
+
     for scenario, size in (each.split(":") for each in sys.argv[2:]):
-        statuses = group(scenario, int(size), place)
+        statuses = group(scenario, int(size), place, {**SCENARIOS, **cut.SCENARIOS})
         print(scenario, size, statuses, flush=True)

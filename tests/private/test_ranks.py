@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -16,6 +17,7 @@ from accelerate import Accelerator
 from fastdp.accounting import Ledger
 from tests.engine.runs import Classifier, start
 from tests.private.ranked import CASES, MOMENTS, SELECTING
+from tests.private.sharded import WAYS
 from tests.private.test_bad_input import one_sentence
 
 #: Weights after six steps may differ by the rounding of sums in another order.
@@ -64,6 +66,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run(
         place,
         *("matrix:1", "matrix:2", "sharded:2", "refusals:2", "shapes:1", "shapes:2"),
+        *("pieces refused:2", "stretched:2", "stretched:1"),
         *(f"{moment}:{size}" for moment in MOMENTS for size in (2, 1)),
         CASES="tied gpt2,users,lora",
         SHARDED="tied gpt2,lora",
@@ -98,6 +101,43 @@ def test_weights_in_one_and_in_four_pieces_give_the_same(tmp_path: Path) -> None
     wanted = ",".join(case for case in CASES if case not in SELECTING)
     run(tmp_path, "matrix:1", "sharded:1", "sharded:2", "sharded:4", CASES=wanted, SHARDED=wanted, FULL="1")
     require_sharded(tmp_path, (1, 2, 4))
+
+
+@pytest.mark.slow
+def test_so_do_pieces_of_every_kind(tmp_path: Path) -> None:
+    """Replicas of pieces, weights on the host or made of nothing; in half precision the noise is the same, in float32."""
+    run(tmp_path, "matrix:1", "ways:2", "ways:4", CASES="tied gpt2,llama,lora")
+    (alone,) = ranks(tmp_path, "matrix", 1)
+    for size in (2, 4):
+        for rank in ranks(tmp_path, "ways", size):
+            for way, (case, _) in WAYS.items():
+                gap = apart(rank[way]["weights"], alone[case, 1.0]["weights"])
+                assert gap < (2e-3 if way == "half" else ROUNDING), (size, way)
+                assert rank[way]["spent"] == 6
+
+
+def require_stretches(folder: Path, *sizes: int) -> None:
+    before, weights = 0, None
+    for size in sizes:
+        stretch = ranks(folder, "stretched", size)
+        for found in stretch:
+            assert (found["before"], found["after"], found["optimizer"]) == (before, before + 2, before + 2)
+            assert weights is None or apart(found["begun"], weights) == 0
+            assert apart(found["begun"], found["left"]) > 0
+        before, weights = before + 2, stretch[0]["left"]
+    assert Ledger.read(folder / "stretched" / "ledger.jsonl").spent_steps == before
+
+
+def test_a_checkpoint_of_two_goes_on_in_one(folder: Path) -> None:
+    """Torch's distributed checkpoints of the pieces, the optimizer's too; what was spent stays spent."""
+    require_stretches(folder, 2, 1)
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_two_goes_on_in_four_and_then_in_one(tmp_path: Path) -> None:
+    run(tmp_path, "stretched:2", "stretched:4", "stretched:1")
+    require_stretches(tmp_path, 2, 4, 1)
+    assert ranks(tmp_path, "stretched", 1)[0]["said"].startswith("all 6 budgeted steps are spent")
 
 
 @pytest.mark.slow
@@ -152,6 +192,29 @@ def test_parameters_in_other_pieces_are_refused_by_name() -> None:
     ) as caught:
         start(model)
     one_sentence(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("what", "match"),
+    [
+        ("tensor parallel", "mlp.up_proj.weight is cut .* not by fully_shard on the model itself: tensor, pipeline"),
+        ("blocks alone", "q_proj.weight is cut .* not by fully_shard on the model itself"),
+        ("along columns", "leave out shard_placement_fn"),
+        ("pipeline", "lies on 1 of 2 processes: pipeline, context and tensor parallelism are not followed"),
+        ("no values", "has no values yet: materialise the model"),
+        ("a selection", "DP-FROST makes releases between its steps, which need the whole model"),
+        ("no logits", "keep_logits is False"),
+        ("a proof", "weights in pieces cannot be copied"),
+        ("afterwards", "fully_shard was called after make_private"),
+        ("blocks afterwards", "fully_shard was called after make_private"),
+        ("no rule", "weights in pieces need a per-example rule"),
+    ],
+)
+def test_other_pieces_and_what_needs_a_whole_are_refused(folder: Path, what: str, match: str) -> None:
+    for rank in ranks(folder, "pieces refused", 2):
+        assert re.search(match, rank[what]), rank[what]
+        one_sentence(RuntimeError(rank[what].split(": ", 1)[1]))
+        assert rank["spent"] == 0
 
 
 @pytest.mark.parametrize("kind", ["FullyShardedDataParallel", "DeepSpeedEngine"])

@@ -1,0 +1,202 @@
+"""Private runs with weights in pieces, beside the matrix of `ranked.py`, which starts the processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.utils.data import DataLoader
+
+import fastdp
+from fastdp.accounting import BudgetExceeded
+from tests.engine.models import build
+from tests.engine.runs import Classifier
+from tests.private.ranked import padded, shard, texts, trained, whole
+
+HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+def hybrid(model: nn.Module) -> None:
+    """Replicas of pieces."""
+    size = dist.get_world_size()
+    shard(model, mesh=init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("replicate", "shard")))
+
+
+def from_meta(model: nn.Module) -> None:
+    """Cut before it has any values."""
+    values = {name: t.detach().clone() for name, t in model.state_dict().items()}
+    buffers = {name: b.detach().clone() for name, b in model.named_buffers()}
+    model.to("meta")
+    shard(model)
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(torch.distributed.tensor.distribute_tensor(values[name], *_cut(parameter)))
+        for name, buffer in model.named_buffers():
+            buffer.copy_(buffers[name])
+
+
+def _cut(parameter: Any) -> tuple[Any, Any]:
+    return parameter.device_mesh, parameter.placements
+
+
+#: Ways of `fully_shard`, and the case of the matrix that each is tried on.
+WAYS: dict[str, tuple[str, Callable[[nn.Module], None]]] = {
+    "hybrid": ("tied gpt2", hybrid),
+    "offloaded": ("lora", partial(shard, offload_policy=CPUOffloadPolicy(pin_memory=False))),
+    "from meta": ("llama", from_meta),
+    "half": ("lora", partial(shard, mp_policy=HALF)),
+    "kept after forward": ("llama", partial(shard, reshard_after_forward=False)),
+    "cut after forward": ("llama", partial(shard, reshard_after_forward=True)),
+    "the root alone": ("tied gpt2", fully_shard),
+}
+
+
+def ways(rank: int, size: int, folder: Path) -> dict[str, Any]:
+    """What each way gives."""
+    return {name: trained(case, 1.0, way) for name, (case, way) in WAYS.items()}
+
+
+def _adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
+
+
+def _started(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, **options: Any) -> Any:
+    loader: DataLoader = DataLoader(texts(), batch_size=6, collate_fn=padded)  # type: ignore[arg-type]
+    given = {"noise_multiplier": 1.0, "target_delta": 1e-3, "epochs": 2, "max_physical_batch_size": 2, **options}
+    return fastdp.make_private(model, optimizer or _adam(model), loader, **given)
+
+
+def _go_on(private: Any, steps: int) -> None:
+    done = 0
+    while done < steps:
+        for batch in private.data_loader:
+            private.model(**batch)["loss"].backward()
+            private.optimizer.step()
+            private.optimizer.zero_grad()
+            done += private.last_step_done
+            if done == steps:
+                return
+
+
+def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    values, moments = get_state_dict(model, optimizer)
+    return {"model": values, "optimizer": moments}
+
+
+def stretched(rank: int, size: int, folder: Path) -> dict[str, Any]:
+    """Two of six steps, from a checkpoint if there is one, and a checkpoint."""
+    own = folder / "stretched"
+    resume = (own / "ledger.jsonl").exists()
+    model = build("gpt2", seed=size)
+    shard(model)
+    optimizer = _adam(model)
+    if resume:
+        state = _state(model, optimizer)
+        dcp.load(state, checkpoint_id=own / "checkpoint")
+        set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    private = _started(model, optimizer, output_dir=own, resume=resume)
+    if resume:
+        private.load_state_dict(torch.load(own / "private.pt", weights_only=False))
+    found: dict[str, Any] = {"begun": whole(model), "before": private.steps_done}
+    _go_on(private, 2)
+    moments = optimizer.state[next(iter(private.parameters.values()))]
+    found |= {"left": whole(model), "after": private.steps_done, "optimizer": int(moments["step"])}
+    dcp.save(_state(model, optimizer), checkpoint_id=own / "checkpoint")
+    if rank == 0:
+        torch.save(private.state_dict(), own / "private.pt")
+    if private.steps_done == private.total_steps:
+        try:
+            _go_on(private, 1)
+        except BudgetExceeded as error:
+            found["said"] = str(error)
+    private.detach()
+    return found
+
+
+class Sorting(Classifier):
+    """Whose tokens are whose, the data decide: only the one-example route serves it."""
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        order = x[:, 0].argsort()
+        return self.second(torch.tanh(self.first(x[order])))[order.argsort()]
+
+
+def refused(rank: int, size: int, folder: Path) -> dict[str, Any]:
+    """What is told where weights are in other pieces, or a run needs them whole."""
+    from torch.distributed.tensor import Shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    def column_wise(model: nn.Module) -> None:
+        parallelize_module(model, init_device_mesh("cpu", (size,)), {"model.layers.0.mlp.up_proj": ColwiseParallel()})
+
+    def blocks_alone(model: Any) -> None:
+        for layer in model.model.layers:
+            fully_shard(layer)
+
+    def along_columns(model: nn.Module) -> None:
+        shard(model, shard_placement_fn=lambda p: Shard(1) if p.dim() == 2 else None)
+
+    def on_one(model: nn.Module) -> None:
+        shard(model, mesh=init_device_mesh("cpu", (size, 1), mesh_dim_names=("pipeline", "data"))["data"])
+
+    def on_meta(model: nn.Module) -> None:
+        model.to("meta")
+        shard(model)
+
+    selecting = fastdp.DPFrost(unfreezing_ratio=0.5, selection_noise_multiplier=2.0, selection_rate=0.5)
+    tried: dict[str, tuple[Callable[[nn.Module], None], dict[str, Any]]] = {
+        "tensor parallel": (column_wise, {}),
+        "blocks alone": (blocks_alone, {}),
+        "along columns": (along_columns, {}),
+        "pipeline": (on_one, {}),
+        "no values": (on_meta, {}),
+        **({"a number": (partial(shard, reshard_after_forward=2), {})} if size == 4 else {}),
+        "a selection": (shard, {"method": selecting}),
+        "no logits": (shard, {"keep_logits": False}),
+        "a proof": (shard, {}),
+        "afterwards": (lambda model: None, {}),
+        "blocks afterwards": (lambda model: None, {}),
+    }
+    found: dict[str, Any] = {}
+    for name, (prepare, options) in tried.items():
+        model: Any = build("llama")
+        prepare(model)
+        try:
+            private = _started(model, **options)
+            if name == "a proof":
+                private.prove()
+            if name.endswith("afterwards"):
+                (shard if name == "afterwards" else blocks_alone)(model)
+                _go_on(private, 1)
+            found[name] = "taken"
+        except Exception as error:
+            found[name] = f"{type(error).__name__}: {error}"
+    sorting = Sorting()
+    fully_shard(sorting)
+    from tests.private.ranked import go_on, small
+
+    private = small(model=sorting)
+    try:
+        go_on(private, 1)
+    except Exception as error:
+        found["no rule"] = f"{type(error).__name__}: {error}"
+    found["spent"] = private.steps_done
+    return found
+
+
+#: In the order in which they may be run.
+SCENARIOS: dict[str, Callable[[int, int, Path], dict[str, Any]]] = {
+    "ways": ways,
+    "stretched": stretched,
+    "pieces refused": refused,
+}
