@@ -351,7 +351,7 @@ def test_gradient_checkpointing(
 
     second = []
     opened = SumSink.__init__
-    monkeypatch.setattr(SumSink, "__init__", lambda self, *a: (second.append(1), opened(self, *a))[1])
+    monkeypatch.setattr(SumSink, "__init__", lambda self, *a, **k: (second.append(1), opened(self, *a, **k))[1])
     model = build(name, tuning)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
     if tuning == "lora":
