@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 from fastdp.commands.quiet import quiet_libraries
 from fastdp.commands.refusal import errors, refusing
-from fastdp.finetune.config import FinetuneConfig, load_config, setting_type
+from fastdp.finetune.config import TYPES, FinetuneConfig, load_config
 from fastdp.finetune.reporter import Forecast, Reporter, duration, memory
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def with_settings(command: Callable[..., None]) -> Callable[..., None]:
 
     def flag(name: str) -> inspect.Parameter:
         # Lists and mappings come as one value, as in the YAML file's short form.
-        kind: Any = str if setting_type(name) in (list, dict) else setting_type(name)
+        kind: Any = str if TYPES[name] in (list, dict) else TYPES[name]
         text = fields[name].metadata["help"]
         if fields[name].default is not None:
             text += f" (default {fields[name].default!r})"

@@ -7,7 +7,6 @@ stricter of the run's settings and its own policy, and not at all where neither 
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from typing import Any
 
 from fastdp.federated.config import PERTURBATIONS, FederatedConfig
 from fastdp.federated.refusal import ClientRefusal
-from fastdp.federated.settings import converted, setting, types_of
+from fastdp.settings import check, converted, nearest, setting, types_of
 
 #: For each mechanism those whose bound implies its own: ``local`` holds among all tokens, so also among those of a cell.
 LEAST = {"local": ("local",), "partition": ("partition", "local"), "metric": ("metric",)}
@@ -58,19 +57,21 @@ class NodePolicy:
     model: str = setting("where this machine has the run's public model", "")
     names: str = setting("file of the organisation's own names, one a line", "")
     labelled_spans: str = setting("labelled spans to measure the detector's misses on, for the card", "")
-    threads: int = setting("torch threads; 0 leaves the run's choice", 0)
+    threads: int = setting("torch threads; 0 leaves the run's choice", 0, least=0)
     device: str = setting("where this node perturbs and trains; by default the run's choice", "")
-    partition_id: int = setting("number of this node; names its folder below state", 0)
+    partition_id: int = setting("number of this node; names its folder below state", 0, least=0)
 
-    perturbation: str = setting("least that is perturbed: none, selective (private tokens), or all", "")
-    epsilon: float = setting("largest budget of a private token, or text", 0.0)
-    mechanism: str = setting("weakest mechanism: local, partition or metric", "local")
-    budget: str = setting("token; or text, which a token's budget does not satisfy", "token")
-    cells: int = setting("most cells of the partition", 0)
+    perturbation: str = setting(
+        "least that is perturbed: none, selective (private tokens), or all", "", among=PERTURBATIONS
+    )
+    epsilon: float = setting("largest budget of a private token, or text", 0.0, above=0)
+    mechanism: str = setting("weakest mechanism: local, partition or metric", "local", among=tuple(LEAST))
+    budget: str = setting("token; or text, which a token's budget does not satisfy", "token", among=("token", "text"))
+    cells: int = setting("most cells of the partition", 0, above=0)
     detector: str = setting("always asked, beside the run's: rules, presidio, or a folder", "rules")
-    threshold: float = setting("largest least score of a span that counts as private", 0.0)
-    dpsgd_epsilon: float = setting("largest budget of DP-SGD at this node; 0 asks for none", 0.0)
-    dpsgd_delta: float = setting("largest delta of DP-SGD at this node", 1e-5)
+    threshold: float = setting("largest least score of a span that counts as private", 0.0, least=0, most=1)
+    dpsgd_epsilon: float = setting("largest budget of DP-SGD at this node; 0 asks for none", 0.0, least=0)
+    dpsgd_delta: float = setting("largest delta of DP-SGD at this node", 1e-5, above=0, below=1)
 
     @classmethod
     def read(cls, node: Mapping[str, Any]) -> NodePolicy | None:
@@ -109,27 +110,11 @@ class NodePolicy:
         ):
             if not getattr(self, name):
                 raise NodeSettingError(f"{name} is missing: name {what} in the node config")
-        for name, choices in (
-            ("perturbation", PERTURBATIONS),
-            ("mechanism", tuple(LEAST)),
-            ("budget", ("token", "text")),
-        ):
-            if getattr(self, name) not in choices:
-                raise NodeSettingError(f"{name} is {getattr(self, name)!r}: use one of {', '.join(choices)}")
+        check(self, NodeSettingError, only={*given, "perturbation"})
         self._check_effects(given)
         for name, wanted in (("epsilon", self.perturbation != "none"), ("cells", self.mechanism == "partition")):
-            value = getattr(self, name)
             if wanted and name not in given:
                 raise NodeSettingError(f"{name} is missing: set the largest that you allow in the node config")
-            if name in given and not (value > 0 and math.isfinite(value)):
-                raise NodeSettingError(f"{name} is {value}: it must be positive and finite")
-        for name in ("dpsgd_epsilon", "threads", "partition_id"):
-            if not (getattr(self, name) >= 0 and math.isfinite(getattr(self, name))):
-                raise NodeSettingError(f"{name} is {getattr(self, name)}: it must be 0 or more")
-        if not 0 <= self.threshold <= 1:
-            raise NodeSettingError(f"threshold is {self.threshold}: a score lies between 0 and 1")
-        if not 0 < self.dpsgd_delta < 1:
-            raise NodeSettingError(f"dpsgd_delta is {self.dpsgd_delta}: it lies between 0 and 1")
 
     def _check_effects(self, given: Mapping[str, Any]) -> None:
         """A setting that changes nothing is a promise that nobody keeps."""
@@ -194,6 +179,4 @@ _TYPES = types_of(NodePolicy)
 def _unknown(key: str) -> str:
     if key in types_of(FederatedConfig):
         return f"{key} is the run's to set, not a node's: leave it out of the node config"
-    nearest = difflib.get_close_matches(key, _TYPES, n=1)
-    hint = f"; did you mean {nearest[0]}?" if nearest else f"; there are {', '.join(_TYPES)}"
-    return f"a node has no setting {key!r}{hint}"
+    return f"a node has no setting {key!r}{nearest(key, _TYPES)}"

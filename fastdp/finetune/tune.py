@@ -28,7 +28,7 @@ import fastdp.files as files
 from fastdp.audit.losses import example_losses
 from fastdp.audit.saved import load_saved
 from fastdp.data import Collator, Rows, read_rows
-from fastdp.finetune.config import ConfigError, FinetuneConfig, load_config, setting_type
+from fastdp.finetune.config import TYPES, ConfigError, FinetuneConfig, load_config
 from fastdp.finetune.reporter import Reporter
 from fastdp.finetune.run import CONFIG, LEDGER, finetune
 from fastdp.finetune.tasks import encode_rows
@@ -178,7 +178,7 @@ def _combinations(config: FinetuneConfig, candidates: Mapping[str, Sequence[Any]
     found = []
     for values in itertools.product(*candidates.values()):
         try:
-            settings = {name: setting_type(name)(value) for name, value in zip(candidates, values)}
+            settings = {name: TYPES[name](value) for name, value in zip(candidates, values)}
         except (TypeError, ValueError):
             raise ConfigError(f"a candidate cannot be read: {dict(zip(candidates, values))}") from None
         dataclasses.replace(config, **settings).check()
