@@ -1,8 +1,10 @@
 """Federated selective DP: the paper's figures 3 and 4, what the detector finds, how fast tokens are drawn.
 
 Perplexity by round without privacy, with private tokens perturbed, and with every token perturbed, at several epsilons and
-numbers of clients, on WikiText-2 and on texts with labelled private spans. The rounds use the clients' and the server's own
-code (`Site`, `Aggregator`) in one process; what Flower's processes cost beyond that is measured apart (``--overhead``).
+numbers of clients, on WikiText-2 and on texts with labelled private spans; ``typed`` perturbs private tokens by type. Of the
+second data perplexity is also taken of the tokens outside the labelled spans, since nobody should learn the others. The
+rounds use the clients' and the server's own code (`Site`, `Aggregator`) in one process; what Flower's processes cost beyond
+that is measured apart (``--overhead``).
 """
 
 from __future__ import annotations
@@ -22,16 +24,19 @@ import numpy as np
 import torch
 
 from fastdp import NoiseStream
+from fastdp.data import Examples
 from fastdp.federated import Aggregator, Bounds, FederatedConfig
 from fastdp.federated.adapter import AdaptedModel
 from fastdp.federated.site import Site
 from fastdp.methods.selective import (
+    PrivacyPolicy,
     RuleDetector,
     TokenMechanism,
     balanced_partition,
     measure_detector,
     public_radius,
     read_labelled_spans,
+    token_mask,
 )
 
 from .. import record
@@ -39,6 +44,8 @@ from ..plots import picture, plain_log
 from .suite import Table, measure_rows, parser_of
 
 SCHEMES = ("none", "selective", "all")
+#: Of ``typed``, on the second data set.
+TYPED_EPSILONS = (2.0, 4.0, 8.0)
 DATA = ("wikitext2", "pii_spans")
 
 
@@ -71,6 +78,7 @@ class Bench:
             "wikitext2": (_paragraphs(wikitext / "valid.txt"), _paragraphs(wikitext / "test.txt")),
             "pii_spans": _halves(read_labelled_spans(pii)[0]),
         }
+        self.spans = dict(zip(*read_labelled_spans(pii)))
         for data, (train, held_out) in lines.items():
             _write_texts(folder / f"{data}.train.jsonl", train[: size.texts])
             _write_texts(folder / f"{data}.eval.jsonl", held_out[: size.held_out])
@@ -84,7 +92,8 @@ class Bench:
             output=str(output),
             rounds=self.size.rounds,
             learning_rate=self.size.learning_rate,
-            perturbation=row["scheme"],
+            perturbation="selective" if row["scheme"] == "typed" else row["scheme"],
+            mechanism="typed" if row["scheme"] == "typed" else "local",
             epsilon=row["epsilon"] or 1.0,
             seed=row["seed"],
         )
@@ -95,10 +104,13 @@ class Bench:
             warnings.simplefilter("ignore")
             config = self.config(row, Path(output))
             adapted = AdaptedModel.load(config)
-            held_out = adapted.examples(adapted.encode(adapted.texts(config.eval)))
+            texts = adapted.texts(config.eval)
+            held_out = adapted.examples(adapted.encode(texts))
+            others = self._others(adapted, texts, held_out) if row["data"] == "pii_spans" else None
             sites = [Site.of_partition(adapted, index, row["clients"]) for index in range(row["clients"])]
             cards = [json.loads((site.folder / "card.json").read_text()) for site in sites if row["scheme"] != "none"]
             perplexities = [adapted.quality(held_out).perplexity]
+            of_others = [] if others is None else [adapted.quality(others).perplexity]
             adapter = adapted.adapter
             for number in range(1, config.rounds + 1):
                 aggregator = Aggregator(adapter, Bounds(config.max_update_norm, config.max_examples))
@@ -111,9 +123,27 @@ class Bench:
             tokens = sum(card["tokens"]["all"] for card in cards)
             return {
                 "perplexities": perplexities,
+                "perplexities_of_others": [
+                    *of_others,
+                    *([] if others is None else [adapted.quality(others).perplexity]),
+                ],
                 "private_share": sum(card["tokens"]["private"] for card in cards) / tokens if tokens else 0.0,
-                "largest_epsilon_of_a_text": max((c["budget"]["largest_of_a_text"] for c in cards), default=None),
+                "largest_epsilon_of_a_text": max((c["budget"]["of_a_text"] for c in cards), default=None),
             }
+
+    def _others(self, adapted: AdaptedModel, texts: Sequence[str], examples: Examples) -> Examples:
+        """The same examples, of which tokens in labelled spans, found by a detector or not, are read but not judged."""
+        exact = PrivacyPolicy(whole_words=False)
+        encoded = adapted.tokenizer(list(texts), add_special_tokens=False, return_offsets_mapping=True)
+        items = []
+        for text, offsets, item in zip(texts, encoded["offset_mapping"], examples.items):
+            private = token_mask(offsets, exact.private(text, self.spans[text]))
+            begun = len(item["input_ids"]) and item["input_ids"][0] == adapted.tokenizer.bos_token_id
+            marks = ([False] if begun else []) + private
+            hidden = marks[: len(item["labels"])] + [False] * (len(item["labels"]) - len(marks))
+            labels = [-100 if own else label for own, label in zip(hidden, item["labels"])]
+            items.append({**item, "labels": labels})
+        return Examples(items, examples.truncated)
 
 
 def settings(size: Size, seeds: int) -> Iterator[dict[str, Any]]:
@@ -124,6 +154,10 @@ def settings(size: Size, seeds: int) -> Iterator[dict[str, Any]]:
                 for epsilon in size.epsilons if scheme != "none" else (None,):
                     row = {"data": data, "scheme": scheme, "epsilon": epsilon, "clients": size.clients}
                     yield {**row, "rounds": size.rounds, "seed": seed}
+        for clients in (size.clients, *size.more_clients):
+            for epsilon in TYPED_EPSILONS:
+                row = {"data": "pii_spans", "scheme": "typed", "epsilon": epsilon, "clients": clients}
+                yield {**row, "rounds": size.rounds, "seed": seed}
         for clients in size.more_clients:
             row = {"data": "pii_spans", "scheme": "selective", "epsilon": 8.0, "clients": clients}
             yield {**row, "rounds": size.rounds, "seed": seed}

@@ -83,7 +83,7 @@ class FederatedConfig:
     epsilon: float = setting("budget of each private token, or text", 8.0, above=0)
     budget: str = setting("token or text", "token", among=("token", "text"))
     mechanism: str = setting(
-        "local, metric, partition or paper", "local", among=("local", "metric", "partition", "paper")
+        "local, metric, partition, typed or paper", "local", among=("local", "metric", "partition", "typed", "paper")
     )
     radius: float = setting("cap or radius of distances; 0: the table's median distance", 0.0, least=0)
     alpha: float = setting("the paper's factor", 1.0, above=0)

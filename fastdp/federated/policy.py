@@ -16,8 +16,14 @@ from fastdp.federated.config import PERTURBATIONS, FederatedConfig
 from fastdp.federated.refusal import ClientRefusal
 from fastdp.settings import check, converted, nearest, setting, types_of
 
-#: For each mechanism those whose bound implies its own: ``local`` holds among all tokens, so also among those of a cell.
-LEAST = {"local": ("local",), "partition": ("partition", "local"), "metric": ("metric",)}
+#: For each mechanism those whose bound implies its own: ``local`` holds among all tokens, so also among those of a cell, and
+#: ``typed`` as well, with nothing told within a type.
+LEAST = {
+    "local": ("local", "typed"),
+    "partition": ("partition", "local", "typed"),
+    "metric": ("metric",),
+    "typed": ("typed",),
+}
 #: What marks a client of Flower's simulation, where the owner of the run is the owner of the texts.
 _SIMULATED = {"partition_id", "num_partitions"}
 _OF_A_PERTURBATION = ("epsilon", "mechanism", "budget", "cells")
@@ -65,7 +71,7 @@ class NodePolicy:
         "least that is perturbed: none, selective (private tokens), or all", "", among=PERTURBATIONS
     )
     epsilon: float = setting("largest budget of a private token, or text", 0.0, above=0)
-    mechanism: str = setting("weakest mechanism: local, partition or metric", "local", among=tuple(LEAST))
+    mechanism: str = setting("weakest mechanism: local, partition, typed or metric", "local", among=tuple(LEAST))
     budget: str = setting("token; or text, which a token's budget does not satisfy", "token", among=("token", "text"))
     cells: int = setting("most cells of the partition", 0, above=0)
     detector: str = setting("always asked, beside the run's: rules, presidio, or a folder", "rules")

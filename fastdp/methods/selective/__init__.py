@@ -25,3 +25,4 @@ from fastdp.methods.selective.spans import (
     token_mask as token_mask,
 )
 from fastdp.methods.selective.token_classification import TokenClassificationDetector as TokenClassificationDetector
+from fastdp.methods.selective.typed import TypedCells as TypedCells

@@ -12,6 +12,8 @@ PAPER_FLAWS = (
     "the paper's candidates depend on the token: what one token can become, another cannot, so no epsilon holds",
     "a token without a neighbour within the radius is sent as it is",
 )
+#: Of the typed cells, beside the epsilon between them.
+_WITHIN_A_TYPE = "private tokens of one public type have the same law of replacements: between them epsilon is 0"
 _UNPROTECTED = (
     "private text that the detector missed, and all text that it left alone",
     "which tokens are private, how many there are, and into how many pieces the tokenizer cuts a private word",
@@ -67,6 +69,7 @@ def perturbation_card(
         flaws=PAPER_FLAWS if form == "paper" else (),
         unprotected=_UNPROTECTED,
         notes=(
+            *((_WITHIN_A_TYPE,) if form == "typed" else ()),
             *(() if private_tokens else ("the detector found no private token: nothing was perturbed",)),
             f"the detector's miss rate: {_miss_rate(quality)}",
         ),

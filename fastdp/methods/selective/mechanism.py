@@ -116,6 +116,9 @@ class TokenMechanism:
         if self.form == "partition":
             self._check_cells()
 
+    def __len__(self) -> int:
+        return len(self.table)
+
     def _check_cells(self) -> None:
         if self.cells is None or self.cells.shape != self.table.shape[:1] or self.cells.dtype != torch.int64:
             raise ValueError(f"the partition needs one int64 cell for each of the table's {len(self.table)} rows")

@@ -36,9 +36,13 @@ from fastdp.methods.selective.mechanism import (
 from fastdp.methods.selective.quality import DetectorQuality
 from fastdp.methods.selective.rules import RuleDetector
 from fastdp.methods.selective.spans import PrivacyDetector, PrivacyPolicy, token_mask
+from fastdp.methods.selective.typed import TypedCells
 from fastdp.ops.stream import NoiseStream
 
+MECHANISMS = (*FORMS, "typed")
 BUDGETS = ("token", "text")
+#: Those that know no distances.
+_WITHOUT_RADIUS = ("metric", "typed")
 SCOPES = ("private", "all")
 
 
@@ -88,7 +92,7 @@ class PerturbedTexts:
 
 @dataclass(frozen=True)
 class SelectivePerturbation:
-    """Replace the private tokens of texts by draws of the exponential mechanism over a public vocabulary.
+    """Replace the private tokens of texts by draws from a public vocabulary, of the exponential mechanism or by type.
 
     After Pan and Wu, "Selective Privacy-Preserving Federated Learning for Large Language Model Fine-Tuning" (equations 1
     to 5, algorithm 1). What the guarantee covers is the value of each token that the detector reports, and nothing else:
@@ -98,8 +102,8 @@ class SelectivePerturbation:
         epsilon: budget of each private token, or of each text (``budget``). k private tokens compose to k epsilons. The
             draws are as strong as it allows on the public table, which is more than the mechanism's scale alone says: see
             `TokenMechanism.strength`.
-        mechanism: ``local`` (default), ``metric``, ``partition`` or ``paper``; see `fastdp.methods.selective.mechanism`.
-            ``paper`` carries no guarantee, and its card says so.
+        mechanism: ``local`` (default), ``metric``, ``partition`` or ``paper``, see `fastdp.methods.selective.mechanism`; or
+            ``typed``, see `fastdp.methods.selective.typed`. ``paper`` carries no guarantee, and its card says so.
         budget: ``token``, or ``text`` to share epsilon equally among a text's private tokens.
         radius: cap of distances (``local``, ``partition``) or the paper's d; None for the public table's median distance.
         alpha: the paper's factor.
@@ -124,7 +128,7 @@ class SelectivePerturbation:
 
     def __post_init__(self) -> None:
         for name, value, choices in (
-            ("mechanism", self.mechanism, FORMS),
+            ("mechanism", self.mechanism, MECHANISMS),
             ("budget", self.budget, BUDGETS),
             ("scope", self.scope, SCOPES),
         ):
@@ -279,7 +283,7 @@ class SelectiveReleases(Releases):
         return None if settings is None else settings()
 
     def _radius(self, matrix: Tensor) -> float | None:
-        if self.settings.mechanism == "metric":
+        if self.settings.mechanism in _WITHOUT_RADIUS:
             return None
         given = self.settings.radius
         radius = public_radius(matrix) if given is None else given
@@ -290,12 +294,14 @@ class SelectiveReleases(Releases):
             )
         return radius
 
-    def _mechanism(self) -> TokenMechanism:
+    def _mechanism(self) -> TokenMechanism | TypedCells:
         # Rows beyond the tokenizer's own, of a table padded to a round size, stand for no token; special ones are never drawn.
         matrix = self._matrix[: len(self.tokenizer)]
         candidates = torch.ones(len(matrix), dtype=torch.bool)
         special = [token for token in self.tokenizer.all_special_ids if token < len(matrix)]
         candidates[special] = False
+        if self.settings.mechanism == "typed":
+            return TypedCells.of(self.tokenizer, candidates)
         cells = None
         if self.settings.mechanism == "partition":
             usable = candidates.nonzero().flatten()
@@ -315,16 +321,20 @@ class SelectiveReleases(Releases):
         ]
 
     def _draw(
-        self, ids: list[list[int]], private: list[list[bool]], mechanism: TokenMechanism, stream: NoiseStream
+        self,
+        ids: list[list[int]],
+        private: list[list[bool]],
+        mechanism: TokenMechanism | TypedCells,
+        stream: NoiseStream,
     ) -> tuple[list[list[int]], list[float], dict[str, float]]:
         """Replaced ids, the budget of each text, and the strength that was drawn at for each budget of a token.
 
         Every private token of all texts is drawn in one call.
         """
         tokens = [token for own, mask in zip(ids, private) for token, hidden in zip(own, mask) if hidden]
-        if tokens and max(tokens) >= len(mechanism.table):
+        if tokens and max(tokens) >= len(mechanism):
             raise ValueError(
-                f"the tokenizer's id {max(tokens)} has no row in the table of {len(mechanism.table)}: take the tokenizer "
+                f"the tokenizer's id {max(tokens)} has no row in the table of {len(mechanism)}: take the tokenizer "
                 "and the table of one model"
             )
         counts = [sum(mask) for mask in private]

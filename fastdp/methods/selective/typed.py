@@ -1,0 +1,187 @@
+"""Typed cells: a private token's public type goes by randomised response, and of the token itself nothing is told.
+
+Types are read off a public tokenizer: whether a token begins a word or goes on with one, and whether it is a number of so
+many digits, a known name, a capitalised or a lower-case word, or a sign. The answer's type says from which tokens the
+replacement is drawn, all of them equally likely. Tokens of one type have the same law: between them epsilon is 0. Any
+other two differ by the odds of their types' answers, exp(epsilon) at most, since the draw that follows sees the answer alone.
+A replacement keeps the form of what it replaces as often as the type is told truly, and so leaves sentences as they were built.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastdp.methods.response import check_response, keep_probability, randomised_response
+from fastdp.methods.selective.names import AMBIGUOUS, GIVEN_NAMES, SURNAMES
+from fastdp.ops.stream import NoiseStream
+
+#: Fewest tokens of a type of its own: types with fewer join the signs of their place in a word.
+SMALLEST_TYPE = 16
+#: How tokenizers mark a token that begins a word, and one that goes on with it.
+_BEGINS, _GOES_ON = ("\u0120", "\u2581"), "##"
+_NAMES = GIVEN_NAMES | SURNAMES
+_MOST_DIGITS = 4
+_LEFT = "other"
+
+
+def token_types(tokenizer: Any, candidates: Tensor) -> tuple[Tensor, tuple[str, ...]]:
+    """The type of every token: int64 [V], and the types' names.
+
+    Args:
+        tokenizer: public.
+        candidates: bool [V], the tokens that may be drawn. The others (special tokens) count as of the left-over type, and
+            none of them is ever drawn.
+
+    Raises ValueError for a vocabulary without two types of `SMALLEST_TYPE` tokens.
+    """
+    tokens = tokenizer.convert_ids_to_tokens(list(range(len(candidates))))
+    marked = {mark for mark in _BEGINS if any(t is not None and t.startswith(mark) for t in tokens)}
+    cased = any(t is not None and t.lstrip("".join(_BEGINS))[:1].isupper() for t in tokens)
+    found = [_described(t or "", marked, cased) for t in tokens]
+    for _ in range(2):  # What is left over joins its place in a word, and if that is not enough the rest.
+        sizes: dict[str, int] = {}
+        for name, allowed in zip(found, candidates.tolist()):
+            sizes[name] = sizes.get(name, 0) + allowed
+        found = [name if sizes[name] >= SMALLEST_TYPE else f"{name.split(', ')[0]}, {_LEFT}" for name in found]
+    small = {name for name in set(found) if _count(found, candidates, name) < SMALLEST_TYPE}
+    names = sorted(set(found) - small)
+    if len(names) < 2:
+        raise ValueError(
+            f"this vocabulary has no two types of {SMALLEST_TYPE} tokens each: use another mechanism, such as local"
+        )
+    largest = max(names, key=lambda name: _count(found, candidates, name))
+    types = torch.tensor([names.index(largest if name in small else name) for name in found])
+    return types, tuple(names)
+
+
+def _count(found: Sequence[str], candidates: Tensor, name: str) -> int:
+    return sum(own == name and allowed for own, allowed in zip(found, candidates.tolist()))
+
+
+def _described(token: str, marked: set[str], cased: bool) -> str:
+    if token.startswith(_GOES_ON) and len(token) > len(_GOES_ON):
+        begins, word = False, token[len(_GOES_ON) :]
+    elif token[:1] in marked:
+        begins, word = True, token[1:]
+    else:
+        # With a mark of its own for beginnings, what has none goes on; with one for what goes on, it begins.
+        begins, word = not marked, token
+    return f"{'begins' if begins else 'goes on'}, {_kind(word, begins, cased)}"
+
+
+def _kind(word: str, begins: bool, cased: bool) -> str:
+    if word.isdecimal():
+        return f"{min(len(word), _MOST_DIGITS)} digits"
+    if not word.isalpha():
+        return _LEFT
+    named = word.casefold() in _NAMES and (word[0].isupper() or (not cased and word not in AMBIGUOUS))
+    if begins and named:
+        return "name"
+    if len(word) > 1 and word.isupper():
+        return "capitals"
+    return "capitalised" if word[0].isupper() else "lower case"
+
+
+@dataclass(frozen=True)
+class TypedCells:
+    """The law of a replacement by type.
+
+    Attributes:
+        types: int64 [V], public: the type of every token that a text may hold.
+        candidates: bool [V], tokens that may be drawn; every type has one.
+        names: of the types.
+
+    Raises ValueError for types that do not fit.
+    """
+
+    types: Tensor
+    candidates: Tensor
+    names: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.types.dim() != 1 or self.types.dtype != torch.int64 or self.candidates.shape != self.types.shape:
+            raise ValueError("types are one int64 for each token, and candidates one truth value")
+        if bool((self.types < 0).any()):
+            raise ValueError("types count from 0")
+        check_response(self._count, 1.0)
+        if bool((self._sizes == 0).any()):
+            raise ValueError(
+                f"no token of type {int((self._sizes == 0).nonzero()[0])} may be drawn: join it with another"
+            )
+
+    @classmethod
+    def of(cls, tokenizer: Any, candidates: Tensor) -> TypedCells:
+        """By the types that the tokenizer's tokens show (`token_types`)."""
+        types, names = token_types(tokenizer, candidates)
+        return cls(types, candidates, names)
+
+    def __len__(self) -> int:
+        return len(self.types)
+
+    @cached_property
+    def _count(self) -> int:
+        return int(self.types.max()) + 1
+
+    @cached_property
+    def _sizes(self) -> Tensor:
+        return torch.bincount(self.types[self.candidates], minlength=self._count)
+
+    def epsilon(self, strength: float) -> float:
+        """What a draw costs between tokens of different types; within a type it costs nothing."""
+        check_response(self._count, strength)
+        return strength
+
+    def strength(self, epsilon: float) -> float:
+        """As much as it may cost: the bound is exact."""
+        check_response(self._count, epsilon)
+        return epsilon
+
+    def log_probabilities(self, token: int, epsilon: float) -> Tensor:
+        """Law of a token's replacement: log probabilities, float64 [V], -inf for what is never drawn."""
+        kept = keep_probability(self._count, epsilon)
+        answers = torch.full((self._count,), math.log((1 - kept) / (self._count - 1)), dtype=torch.float64)
+        answers[self.types[token]] = math.log(kept)
+        law = (answers - self._sizes.double().log())[self.types]
+        return law.masked_fill(~self.candidates, -math.inf)
+
+    def bound(self, token: int, other: int, epsilon: float) -> float:
+        """How far the laws of two tokens differ, in nats: 0 within a type, else epsilon."""
+        return 0.0 if self.types[token] == self.types[other] else epsilon
+
+    def draw(self, ids: Tensor, epsilon: float | Tensor, stream: NoiseStream) -> Tensor:
+        """One independent draw for each id, at ``epsilon`` (a number, or float64 like ``ids``): int64 [n] to [n].
+
+        Raises:
+            IndexError: an id without a type.
+            ValueError: an epsilon that `check_response` refuses.
+        """
+        if not ids.numel():
+            return ids.clone()
+        if not 0 <= int(ids.min()) <= int(ids.max()) < len(self.types):
+            raise IndexError(f"an id lies outside the {len(self.types)} tokens that have a type")
+        epsilons = torch.as_tensor(epsilon, dtype=torch.float64).expand(ids.shape)
+        own, answers = self.types[ids.cpu()], torch.empty(ids.shape, dtype=torch.int64)
+        for value in epsilons.unique().tolist():
+            mine = epsilons == value
+            answers[mine] = randomised_response(own[mine], self._count, value, stream)
+        # The place among an answer's tokens is a fraction of 53 bits of its number: that some are likelier by a
+        # rounding tells nothing of the token, whose type alone was answered.
+        fractions = torch.from_numpy((stream.uniform64(len(ids)) >> 11).astype("float64") * 2.0**-53)
+        order = torch.argsort(self.types.masked_fill(~self.candidates, self._count), stable=True)
+        starts = self._sizes.cumsum(0) - self._sizes
+        return order[starts[answers] + (fractions * self._sizes[answers]).long()].to(ids.device)
+
+    def digest(self) -> str:
+        """SHA-256 (hex) of the types and of what may be drawn."""
+        found = hashlib.sha256(str(len(self.types)).encode())
+        for tensor in (self.types, self.candidates):
+            found.update(tensor.cpu().contiguous().view(torch.uint8).numpy().data)
+        return found.hexdigest()
