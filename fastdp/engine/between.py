@@ -133,8 +133,13 @@ class Between:
 
     def take(self) -> Iterator[Company]:
         """The batches that the loop is to be given next."""
-        due, self._due = self._due, []
-        yield from due
+        while self._due:
+            yield self._due.pop(0)
+
+    def spare(self) -> None:
+        """Leave out what of a trial was not handed out: the loop calls the model with what its batches hold."""
+        self.waits -= len(self._due)
+        self._due = []
 
     def note(self, found: Mapping[Path, torch.Tensor], company: Company, model: torch.nn.Module) -> None:
         """What the loop made of a company's batch. Raises `SelfCheckError` if a row is another than before."""

@@ -357,6 +357,8 @@ class Engine:
         """A pass without randomness of which only the call is looked at, and what a criterion sends back; nothing is summed."""
         company: Company = ticket.company
         self.between.note(dict(values(call, single=False)), company, self.model)
+        if self.between.first and self.returns_loss and not self.between.makes(call, company.source):
+            self.between.spare()
         with self.weights.apart(), unchanged(self.model), still(self.model):
             output = self._root.plain(*call[0], **call[1])
 

@@ -127,9 +127,11 @@ class PrivateLoader:
     def companies(self) -> Iterator[Any]:
         """What the loop is to be tried with before it goes on, each batch in the random state that it is to be tried in."""
         for company in self.trials():
-            ticket = _ticket([1] * len(company.source.indices), 0.0, is_last=False)
-            self.tickets.append(replace(ticket, company=company))
-            batch = self._placed(company.batch())
+            batch = company.batch()
+            source = replace(company.source, batch=dict(leaves(batch)))
+            ticket = _ticket([1] * len(source.indices), 0.0, is_last=False)
+            self.tickets.append(replace(ticket, company=replace(company, source=source)))
+            batch = self._placed(batch)
             with seeded(company.seed):
                 yield batch
 

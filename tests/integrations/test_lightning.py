@@ -66,6 +66,36 @@ def test_what_a_training_step_makes_of_a_batch_is_tried_before_the_first(tmp_pat
     assert private.steps_done == (0 if together else private.steps_per_epoch)
 
 
+class Counting(lightning.LightningModule):
+    """Calls the model with what it is given."""
+
+    def __init__(self, private: fastdp.Private):
+        super().__init__()
+        self.model, self.private, self.sizes = private.model, private, list[int]()
+
+    def training_step(self, batch: dict[str, torch.Tensor], index: int) -> torch.Tensor:
+        self.sizes.append(len(batch["x"]))
+        loss: torch.Tensor = self.model(**batch)["loss"]
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return self.private.optimizer
+
+
+def test_a_training_step_that_makes_nothing_gets_two_batches_more(tmp_path: Path) -> None:
+    private = start(Classifier(), noise_multiplier=1.0, target_delta=1e-3, max_physical_batch_size=3)
+    drawn: list[int] = []
+    draw = private.data_loader.micro_batches
+    private.data_loader.micro_batches = lambda units: ((drawn.append(len(i)), (i, t))[1] for i, t in draw(units))
+    options = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    trainer = lightning.Trainer(
+        max_epochs=1, default_root_dir=tmp_path, accelerator="cpu", enable_model_summary=False, **options
+    )
+    trainer.fit(module := Counting(private), Batches(private))
+    assert module.sizes == [3, 3, *drawn]
+    assert private.steps_done == private.steps_per_epoch
+
+
 class Skipping(lightning.LightningModule):
     """Leaves a batch out, as a training step may that returns nothing."""
 
