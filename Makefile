@@ -67,6 +67,7 @@ ifeq ($(ARCH),$(shell uname -m))
 	$(TOOLS)/bin/cyclonedx-py environment --of JSON -o dist/sbom.json $(TRIED)
 	mkdir $(TRIED)/elsewhere
 	cd $(TRIED)/elsewhere && export PATH=$(CURDIR)/$(TRIED)/bin HF_HUB_OFFLINE=1 && python -I $(CURDIR)/tests/wheel.py && fastdp doctor && fastdp quickstart --records 256 && fastdp prove quickstart
+	grep -q "$$(sha256sum dist/*manylinux*_$(ARCH).whl | cut -c-64)" $(TRIED)/elsewhere/runs/quickstart/epsilon-8/card.json
 endif
 
 # The tests of what touches other libraries, with the oldest of these that pyproject.toml allows.

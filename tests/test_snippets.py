@@ -39,6 +39,8 @@ NOT_RUN = {
     "class Biases": "executed by tests/test_documents.py, which checks what it computes",
     "HALVES = Op(": "the same",
 }
+#: Libraries that Python blocks need and an environment of the tests may lack, by a phrase in them.
+NEEDS = {"BitsAndBytesConfig": "bitsandbytes"}
 #: Programs of shell blocks whose options are not looked up.
 NOT_LOOKED_UP = {
     "flwr": "Flower's own; tests/federated runs the app that it starts",
@@ -121,6 +123,9 @@ def test_a_code_block_runs_as_it_stands(
         # A tenth of the canaries of the page, so that the test is short; each block goes on from the first.
         monkeypatch.setattr("fastdp.audit.GradientCanaries.__init__", fewer(fastdp.audit.GradientCanaries.__init__))
     block = blocks(page)[number]
+    for phrase, library in NEEDS.items():
+        if phrase in block:
+            pytest.importorskip(library)
     names: dict[str, Any] = {**world(page), "fastdp": fastdp, "DataLoader": DataLoader}
     if page in ("docs/sap.md", "docs/federated.md"):
         names |= classifier_world() if "split_model" in block else texts_world()
@@ -132,7 +137,7 @@ def test_a_code_block_runs_as_it_stands(
 
 def test_every_block_that_is_left_out_is_there() -> None:
     texts = "".join((ROOT / page).read_text() for page in PAGES)
-    assert all(phrase in texts for phrase in (*NOT_RUN, *NOT_LOOKED_UP))
+    assert all(phrase in texts for phrase in (*NOT_RUN, *NEEDS, *NOT_LOOKED_UP))
     assert all(Path(page).name in (ROOT / test).read_text() for page, test in ONE_PROGRAM.items())
 
 
