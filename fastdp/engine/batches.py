@@ -9,6 +9,8 @@ import torch
 
 #: Where a tensor stands in nested tuples, lists and mappings.
 Path = tuple[Any, ...]
+#: Positional and named arguments.
+Call = tuple[Any, Any]
 
 
 def leaves(tree: Any, path: Path = ()) -> Iterator[tuple[Path, torch.Tensor]]:

@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
-from fastdp.engine.batches import Path, map_leaves
+from fastdp.engine.batches import Call, Path, map_leaves
 from fastdp.engine.collation import Collation, seeded, spread, values
 from fastdp.engine.errors import SelfCheckError
-from fastdp.engine.replay import Call, randomness
+from fastdp.engine.replay import randomness
 
 #: The examples that are looked at, and as many companions.
 _EXAMPLES = 3

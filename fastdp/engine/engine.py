@@ -14,13 +14,14 @@ import torch
 
 from fastdp.engine import selfcheck
 from fastdp.engine.accumulator import Accumulator
-from fastdp.engine.batches import as_long_as, leaves, map_tensors, tensors
+from fastdp.engine.batches import Call, as_long_as, map_tensors, tensors
 from fastdp.engine.between import CRITERION, Between, Company
 from fastdp.engine.boundary import LossBoundary, OutputBoundary, caught, find_loss, replace_loss
 from fastdp.engine.collation import Collation, values
 from fastdp.engine.errors import SelfCheckError, UnsupportedUse
 from fastdp.engine.forwards import PatchedForward, RootCall, RootForward
 from fastdp.engine.guard import Guard
+from fastdp.engine.known import Known, wrong_rows
 from fastdp.engine.later import Schedule, Structure
 from fastdp.engine.layout import Layout, Ticket
 from fastdp.engine.logits import VOCABULARY
@@ -30,9 +31,9 @@ from fastdp.engine.pieces import is_cut
 from fastdp.engine.policy import Policy, Unclipped
 from fastdp.engine.ranks import ONE, Ranks
 from fastdp.engine.reads import Reads
-from fastdp.engine.replay import Call, Replay, still, unchanged
+from fastdp.engine.replay import Replay, still, unchanged
 from fastdp.engine.shards import weights_of
-from fastdp.engine.trace import Trace, require_same, trace
+from fastdp.engine.trace import Trace, Tracer
 from fastdp.engine.uses import Sink, Tap
 
 #: How per-example gradients are obtained.
@@ -125,8 +126,6 @@ class Engine:
         self.divided: frozenset[int] = frozenset()
         #: Where the model was seen to ask the host about data.
         self.asked: frozenset[str] = frozenset()
-        #: For inputs of given shapes, the shapes that uses had.
-        self.explained: dict[Any, frozenset[Any]] = {}
         self._again = Schedule(batches, self.device)
         self._structure = Structure(model)
         self._foreseen: selfcheck.Foreseen | None = None
@@ -140,6 +139,8 @@ class Engine:
             self._root = RootCall(model, self.forward, self.weights)
         else:
             self._root = RootForward(model, self.forward)
+        self._tracer = Tracer(model, self.read, self.vocabulary)
+        self._known = Known(self._tracer, self._root.plain)
 
     def plain_forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own forward pass, with nothing intercepted but the logits of heads, left out."""
@@ -177,7 +178,7 @@ class Engine:
         if ticket.company is not None:
             return self._try_loop(call, ticket)
         if not as_long_as(call, ticket.rows):
-            raise ValueError(_wrong_rows(call, ticket))
+            raise ValueError(wrong_rows(call, ticket.rows))
         self.weights.settle()
         verify, thorough, due, looked = self.route is None, False, False, False
         if self.route != ORDINARY:
@@ -185,7 +186,7 @@ class Engine:
                 thorough = self._structure.changed() or self._again.affordable()
                 due = self._again.due(ticket.rows) or thorough
                 self.between.settled &= not thorough or self.ranks.size > 1
-            looked = self.weights.anyone(verify or due or self._unknown(call, ticket))
+            looked = self.weights.anyone(verify or due or self._known.new(self.trace, call, ticket.rows))
         if looked:
             with self.weights.apart():
                 if verify:
@@ -193,7 +194,7 @@ class Engine:
                         self._prepare(call, _real(ticket))
                     self._again.begin(ticket.rows)
                 else:
-                    self._know_rows(call, ticket)
+                    self._known.add(self.trace, call, ticket.rows)
                     if due:
                         with self._again.check(brief=not thorough):
                             self._check_again(call, _real(ticket), thorough=thorough)
@@ -250,7 +251,7 @@ class Engine:
         output, tops = self._tops(args, kwargs, layout, tap, verify=verify)
         if self.route == USES and not self._preparing:
             with self.weights.apart() if looked else nullcontext():
-                self._require_explained((args, kwargs), ticket, tap)
+                self._known.require(self.trace, (args, kwargs), ticket.rows, tap)
                 foreseen, self._foreseen = self._foreseen, None
                 if foreseen is not None and not foreseen.holds(tops):
                     selfcheck.whole(self, (args, kwargs), ticket, foreseen.rows)
@@ -491,7 +492,7 @@ class Engine:
 
     def _decide(self, call: Call, ticket: Ticket) -> str | None:
         """The reason why the one-example route is taken, or None; raises for a model that neither route serves."""
-        self.trace = trace(self.model, self._root.original, *call, ticket.rows, self.read, self.vocabulary)
+        self.trace = self._tracer.trace(self._root.original, call, ticket.rows)
         modules = dict(self.model.named_modules())
         for name, weight in self.trace.heads.items():
             if name:
@@ -563,51 +564,6 @@ class Engine:
         self.reads.heads.weights.clear()
         self._root.unwrap()
 
-    def _unknown(self, call: Call, ticket: Ticket) -> bool:
-        """Whether a call has tensors, or sizes, that need a look of their own."""
-        assert self.trace is not None
-        found, long = dict(leaves(call)), as_long_as(call, ticket.rows)
-        carriers = self.trace.carriers & found.keys()
-        plain = bool(carriers) and carriers <= long and not (long - carriers - self.trace.paths)
-        return not plain or (bool(self.explained) and self._inputs(call) not in self.explained)
-
-    def _inputs(self, call: Call) -> frozenset[Any]:
-        """The shapes of a call's tensors; a row's, of those that carry rows."""
-        assert self.trace is not None
-        carriers = self.trace.carriers
-        return frozenset((path, t.shape[1:] if path in carriers else t.shape) for path, t in leaves(call))
-
-    def _know_rows(self, call: Call, ticket: Ticket) -> None:
-        """Decide again what carries rows where a call has tensors, or sizes, that the first one did not explain."""
-        assert self.trace is not None
-        found = dict(leaves(call))
-        long = as_long_as(call, ticket.rows)
-        carriers = self.trace.carriers & found.keys()
-        if not carriers & long:
-            raise ValueError(_wrong_rows(call, ticket))
-        if carriers <= long and not (long - carriers - self.trace.paths):
-            return
-        with unchanged(self.model):
-            latest = trace(self.model, self._root.plain, *call, ticket.rows, self.read, self.vocabulary)
-        self.trace.carriers = latest.carriers | (self.trace.carriers - found.keys())
-        self.trace.paths = self.trace.paths | latest.paths
-
-    def _require_explained(self, call: Call, ticket: Ticket, tap: Tap) -> None:
-        """Raise `UnsupportedUse` unless a trace explains inputs of these shapes, and the uses' shapes follow from them."""
-        assert self.trace is not None
-        inputs = self._inputs(call)
-        # The first pass is the one that was traced.
-        if self.explained and inputs not in self.explained:
-            with unchanged(self.model):
-                plain, known = self._root.plain, self.read
-                require_same(self.trace, self.model, plain, *call, ticket.rows, known, self.vocabulary)
-        seen = self.explained.setdefault(inputs, frozenset(tap.shapes))
-        if not tap.shapes <= seen:
-            operation, shape = next(iter(tap.shapes - seen))
-            raise UnsupportedUse(
-                f"the input of {operation} has shape {list(shape)} a row, by no reason of the batch's shapes"
-            )
-
     def _check_again(self, call: Call, ticket: Ticket, *, thorough: bool) -> None:
         """What the first batch was asked, of some rows of a later one; without ``thorough``, one extra pass or two rows."""
         self._preparing, kept = True, self.accumulator
@@ -656,11 +612,3 @@ def _outer(output: Any) -> list[torch.Tensor]:
     if not found:
         raise ValueError("the model returned no tensor that a loss could be computed from")
     return found
-
-
-def _wrong_rows(call: Call, ticket: Ticket) -> str:
-    return (
-        f"the loader handed out {ticket.rows} rows but the model was called with "
-        f"{[list(t.shape) for t in tensors(call)]}: each batch of the private loader must go through forward and backward "
-        "once, in order"
-    )

@@ -101,7 +101,7 @@ class Layout:
     def covers(self, tokens: int) -> bool:
         """Whether a flat axis of this many tokens can be cut into the rows.
 
-        That it is made of the rows, in order, the trace knows: inputs of other shapes are traced anew (`trace.require_same`).
+        That it is made of the rows, in order, the trace knows: inputs of other shapes are traced anew (`Tracer.require_same`).
         """
         if self.token_segments is not None:
             return tokens == self.token_segments.numel()

@@ -7,11 +7,10 @@ from typing import Any
 
 import torch
 
-from fastdp.engine.batches import map_tensors, take_rows, tensors, unpadded
+from fastdp.engine.batches import Call, map_tensors, take_rows, tensors, unpadded
 from fastdp.engine.boundary import find_loss, plain_gradients
 from fastdp.engine.layout import Layout, Ticket
 from fastdp.engine.losses import LossTerms, intercepted
-from fastdp.engine.replay import Call
 from fastdp.engine.selfcheck import Checked
 
 NO_LOSS = (

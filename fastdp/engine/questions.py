@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from fastdp.engine.batches import Path, leaves, map_leaves
+from fastdp.engine.batches import Call, Path, leaves, map_leaves
 from fastdp.engine.errors import UnsupportedUse
-from fastdp.engine.replay import Call, Replay, Witness, rounding
+from fastdp.engine.replay import Replay, Witness, rounding
 from fastdp.engine.trace import Follow, functions
 
 _TRUTHS = functions("__bool__ is_nonzero equal allclose __contains__")

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
-from fastdp.engine.batches import Path, leaves, map_leaves, take_rows, take_tokens, tensors
+from fastdp.engine.batches import Call, Path, leaves, map_leaves, take_rows, take_tokens, tensors
 from fastdp.engine.boundary import find_loss, plain_gradients
 from fastdp.engine.collation import Collation, same
 from fastdp.engine.errors import SelfCheckError, UnsupportedUse
@@ -26,7 +26,6 @@ from fastdp.engine.rows import Fold, Places
 from fastdp.engine.shards import Whole
 from fastdp.engine.trace import Follow, devices
 
-Call = tuple[Any, Any]
 T = TypeVar("T")
 #: How far a loss may move, relative to its size, when the shapes around an example change and nothing else does.
 _ROUNDING = {torch.float64: 1e-9, torch.float32: 2e-4}

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 
 from fastdp.engine.accumulator import Accumulator
-from fastdp.engine.batches import tensors
+from fastdp.engine.batches import Call, tensors
 from fastdp.engine.boundary import find_loss, plain_gradients
 from fastdp.engine.bounds import UpperNorms
 from fastdp.engine.errors import SelfCheckError, UnsupportedUse
@@ -28,7 +28,6 @@ from fastdp.engine.losses import LossTerms, intercepted
 from fastdp.engine.policy import Policy
 from fastdp.engine.questions import asked, require_unasked
 from fastdp.engine.replay import (
-    Call,
     Replay,
     coupled,
     randomness,

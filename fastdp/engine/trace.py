@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
-from fastdp.engine.batches import Path, as_long_as, leaves, take_rows
+from fastdp.engine.batches import Call, Path, as_long_as, leaves, take_rows
 from fastdp.engine.errors import UnsupportedUse
 from fastdp.engine.intercept import OPERATIONS, operand
 from fastdp.engine.lanes import operation as meeting_name
@@ -308,44 +308,97 @@ class _Recorder(Follow):
             self.met += [_Encounter(meeting_name(func), sources, before, values, made) for before in befores]
 
 
-def trace(
-    model: torch.nn.Module,
-    forward: Callable[..., Any],
-    args: Any,
-    kwargs: Any,
-    rows: int,
-    trained: dict[str, torch.nn.Parameter],
-    vocabulary: int | None = None,
-) -> Trace:
-    """Run ``forward`` on 2 and on 3 rows of the given call, without gradients, and compare what each read saw.
-
-    What carries rows is decided here once: every tensor as long as the batch, unless the forward pass then fails and does
-    not when some of them are left whole (a table of positions may be as long as the batch by chance).
+class Tracer:
+    """Watches forward passes of a model on a few rows.
 
     Args:
         model: owner of ``trained``; its hooks, buffers and random state are left as they were.
-        rows: number of rows of the call; rows are repeated if there are fewer than three.
+        trained: the parameters whose reads are followed, by name.
         vocabulary: the fewest rows of a matrix that may be a head, whose logits are then left out; None to leave out none.
-
-    Raises whatever the forward pass raises on a few rows.
     """
-    call = (args, kwargs)
-    candidates = sorted(as_long_as(call, rows), key=str)
-    failure: Exception | None = None
-    for size in range(min(3, len(candidates))):
-        for constant in itertools.combinations(candidates, size):
-            carriers = frozenset(candidates) - set(constant)
-            try:
-                runs = [_record(model, forward, call, carriers, rows, count, trained, vocabulary) for count in (2, 3)]
-            except Exception as error:
-                failure = failure or error
+
+    def __init__(
+        self, model: torch.nn.Module, trained: Mapping[str, torch.nn.Parameter], vocabulary: int | None = None
+    ):
+        self.model, self.trained, self.vocabulary = model, trained, vocabulary
+
+    def trace(self, forward: Callable[..., Any], call: Call, rows: int) -> Trace:
+        """Run ``forward`` on 2 and on 3 of the call's rows, without gradients, and compare what each read saw.
+
+        What carries rows is decided here once: every tensor as long as the batch, unless the forward pass then fails and does
+        not when some of them are left whole (a table of positions may be as long as the batch by chance). Rows are repeated if
+        there are fewer than three. Raises whatever the forward pass raises on a few rows.
+        """
+        candidates = sorted(as_long_as(call, rows), key=str)
+        failure: Exception | None = None
+        for size in range(min(3, len(candidates))):
+            for constant in itertools.combinations(candidates, size):
+                carriers = frozenset(candidates) - set(constant)
+                try:
+                    runs = [self._record(forward, call, carriers, rows, count) for count in (2, 3)]
+                except Exception as error:
+                    failure = failure or error
+                    continue
+                found = _compare(runs[0], runs[1], carriers, self.trained)
+                found.paths = frozenset(path for path, _ in leaves(call))
+                return found
+        if failure is None:
+            raise ValueError("no tensor of this call has a row for each example")
+        raise failure
+
+    def require_same(self, first: Trace, forward: Callable[..., Any], call: Call, rows: int) -> None:
+        """Raise `UnsupportedUse` unless the first call's trace says of this one, too, whose tokens are whose.
+
+        A length that the rows divide does not: a model that branches on the shape of its batch may select or sort by content.
+        A pass on two rows is looked at, and all that a trace looks at only where it is another.
+        """
+        two = self._record(forward, call, first.carriers, rows, 2)
+        # What was left out of this pass is given up again.
+        _heads(two.left_out)
+        if _sight(two) == first.pair:
+            return
+        latest = self.trace(forward, call, rows)
+        if latest.conflict is not None:
+            raise UnsupportedUse(latest.conflict)
+        if latest.selects > first.selects or latest.mapped < first.mapped:
+            raise UnsupportedUse("the data of a later batch choose what those of the first did not")
+        known: dict[Any, Fold | None] = {**first.carries_rows, **{key: met.fold for key, met in first.meetings.items()}}
+        found: dict[Any, Fold | None] = {
+            **latest.carries_rows,
+            **{key: met.fold for key, met in latest.meetings.items()},
+        }
+        for key in known.keys() & found.keys():
+            a, b = known[key], found[key]
+            if a != b and (a is None or b is None or a.with_(b) is None):
+                raise UnsupportedUse(f"rows lie elsewhere in the input of {key[0]} than when the model was traced")
+
+    def _record(
+        self, forward: Callable[..., Any], call: Call, carriers: frozenset[Path], rows: int, count: int
+    ) -> _Recorder:
+        call = take_rows(call, torch.arange(count) % rows, carriers)
+        stack = [""]
+        handles = []
+        for name, module in self.model.named_modules():
+            if module is self.model or isinstance(module, torch.jit.ScriptModule):
                 continue
-            found = _compare(runs[0], runs[1], carriers, trained)
-            found.paths = frozenset(path for path, _ in leaves(call))
-            return found
-    if failure is None:
-        raise ValueError("no tensor of this call has a row for each example")
-    raise failure
+
+            def enter(_module: Any, _args: Any, name: str = name) -> None:
+                stack.append(name)
+
+            def leave(_module: Any, _args: Any, _output: Any) -> None:
+                stack.pop()
+
+            handles.append(module.register_forward_pre_hook(enter))
+            handles.append(module.register_forward_hook(leave, always_call=True))
+        data = [t for path, t in leaves(call) if path in carriers]
+        recorder = _Recorder(self.trained, data, stack, count, self.vocabulary)
+        try:
+            with torch.random.fork_rng(devices=devices(self.model)), torch.no_grad(), recorder:
+                forward(*call[0], **call[1])
+        finally:
+            for handle in handles:
+                handle.remove()
+        return recorder
 
 
 def _compare(two: _Recorder, three: _Recorder, carriers: frozenset[Path], trained: Mapping[str, Any]) -> Trace:
@@ -406,39 +459,6 @@ def _sight(two: _Recorder) -> tuple[Any, ...]:
     return two.selects, *reads
 
 
-def require_same(
-    first: Trace,
-    model: torch.nn.Module,
-    forward: Callable[..., Any],
-    args: Any,
-    kwargs: Any,
-    rows: int,
-    trained: dict[str, torch.nn.Parameter],
-    vocabulary: int | None = None,
-) -> None:
-    """Raise `UnsupportedUse` unless the first call's trace says of this one, too, whose tokens are whose.
-
-    A length that the rows divide does not: a model that branches on the shape of its batch may select or sort by content.
-    Arguments are `trace`'s. A pass on two rows is looked at, and all that a trace looks at only where it is another.
-    """
-    two = _record(model, forward, (args, kwargs), first.carriers, rows, 2, trained, vocabulary)
-    # What was left out of this pass is given up again.
-    _heads(two.left_out)
-    if _sight(two) == first.pair:
-        return
-    latest = trace(model, forward, args, kwargs, rows, trained, vocabulary)
-    if latest.conflict is not None:
-        raise UnsupportedUse(latest.conflict)
-    if latest.selects > first.selects or latest.mapped < first.mapped:
-        raise UnsupportedUse("the data of a later batch choose what those of the first did not")
-    known: dict[Any, Fold | None] = {**first.carries_rows, **{key: met.fold for key, met in first.meetings.items()}}
-    found: dict[Any, Fold | None] = {**latest.carries_rows, **{key: met.fold for key, met in latest.meetings.items()}}
-    for key in known.keys() & found.keys():
-        a, b = known[key], found[key]
-        if a != b and (a is None or b is None or a.with_(b) is None):
-            raise UnsupportedUse(f"rows lie elsewhere in the input of {key[0]} than when the model was traced")
-
-
 def _fold(two: _Seen, three: _Seen) -> Fold | None | str:
     """Where the rows of a tensor lie that was seen on 2 and on 3 rows; None if it has none, a text where nobody can say."""
     if not _moves(two.shape, three.shape):
@@ -491,41 +511,6 @@ def _joined(a: Met, b: Met, operation: str) -> Met:
 
 def _moves(a: tuple[int, ...], b: tuple[int, ...]) -> list[int]:
     return [i for i, (m, n) in enumerate(zip(a, b)) if m != n]
-
-
-def _record(
-    model: torch.nn.Module,
-    forward: Callable[..., Any],
-    call: tuple[Any, Any],
-    carriers: frozenset[Path],
-    rows: int,
-    count: int,
-    trained: dict[str, torch.nn.Parameter],
-    vocabulary: int | None,
-) -> _Recorder:
-    call = take_rows(call, torch.arange(count) % rows, carriers)
-    stack = [""]
-    handles = []
-    for name, module in model.named_modules():
-        if module is model or isinstance(module, torch.jit.ScriptModule):
-            continue
-
-        def enter(_module: Any, _args: Any, name: str = name) -> None:
-            stack.append(name)
-
-        def leave(_module: Any, _args: Any, _output: Any) -> None:
-            stack.pop()
-
-        handles.append(module.register_forward_pre_hook(enter))
-        handles.append(module.register_forward_hook(leave, always_call=True))
-    recorder = _Recorder(trained, [t for path, t in leaves(call) if path in carriers], stack, count, vocabulary)
-    try:
-        with torch.random.fork_rng(devices=devices(model)), torch.no_grad(), recorder:
-            forward(*call[0], **call[1])
-    finally:
-        for handle in handles:
-            handle.remove()
-    return recorder
 
 
 def devices(model: torch.nn.Module) -> list[int]:

@@ -9,7 +9,7 @@ from torch import nn
 from transformers import BertConfig, BertModel, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from fastdp.engine.rows import Places
-from fastdp.engine.trace import Follow, trace
+from fastdp.engine.trace import Follow, Tracer
 
 SMALL = {"hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 11}
 
@@ -40,7 +40,7 @@ def model(request: pytest.FixtureRequest) -> nn.Module:
 def test_texts_as_long_as_there_are_rows_leave_them_in_order(model: nn.Module, tokens: int, group: int) -> None:
     ids = torch.randint(0, 11, (4, group, tokens))
     trained = dict(model.named_parameters())
-    found = trace(model, model.forward, (ids,), {}, 4, trained)
+    found = Tracer(model, trained).trace(model.forward, ((ids,), {}), 4)
     assert found.conflict is None
     assert all(fold is None or fold.natural for fold in found.carries_rows.values())
 

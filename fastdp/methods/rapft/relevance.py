@@ -16,7 +16,7 @@ from fastdp.engine.factors import Factors
 from fastdp.engine.intercept import Reads
 from fastdp.engine.layout import Layout, Ticket
 from fastdp.engine.rows import Met
-from fastdp.engine.trace import Key, trace
+from fastdp.engine.trace import Key, Tracer
 from fastdp.engine.uses import Tap
 from fastdp.methods.rapft.initialisation import Initialisation, one_hot
 from fastdp.methods.rapft.rules import (
@@ -211,7 +211,7 @@ class Propagator:
 
     def _traced(self, inputs: dict[str, Any], layout: Layout) -> Reads:
         if self._reads is None:
-            found = trace(self.model, self.model.forward, (), inputs, layout.rows, self.parameters)
+            found = Tracer(self.model, self.parameters).trace(self.model.forward, ((), inputs), layout.rows)
             if found.conflict is not None:
                 raise ValueError(f"relevance cannot be propagated through this model: {found.conflict}")
             self._reads = Reads(self.parameters)

@@ -1,0 +1,80 @@
+"""Which calls the trace of the first one explains, and what later ones add to it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from fastdp.engine.batches import Call, as_long_as, leaves, tensors
+from fastdp.engine.errors import UnsupportedUse
+from fastdp.engine.replay import unchanged
+from fastdp.engine.trace import Trace, Tracer
+from fastdp.engine.uses import Tap
+
+
+class Known:
+    """The shapes of inputs that were explained, with those that uses then had.
+
+    Args:
+        tracer: of the model.
+        plain: the model's own forward pass.
+    """
+
+    def __init__(self, tracer: Tracer, plain: Callable[..., Any]):
+        self._tracer, self._plain = tracer, plain
+        self._shapes: dict[Any, frozenset[Any]] = {}
+
+    def new(self, first: Trace | None, call: Call, rows: int) -> bool:
+        """Whether a call has tensors, or sizes, that need a look of their own."""
+        assert first is not None
+        return not _plain(first, call, rows) or (bool(self._shapes) and _inputs(first, call) not in self._shapes)
+
+    def add(self, first: Trace | None, call: Call, rows: int) -> None:
+        """Decide again what carries rows where a call has tensors, or sizes, that the first one did not explain.
+
+        Raises ValueError for a call of another number of rows.
+        """
+        assert first is not None
+        found = dict(leaves(call))
+        if not first.carriers & found.keys() & as_long_as(call, rows):
+            raise ValueError(wrong_rows(call, rows))
+        if _plain(first, call, rows):
+            return
+        with unchanged(self._tracer.model):
+            latest = self._tracer.trace(self._plain, call, rows)
+        first.carriers = latest.carriers | (first.carriers - found.keys())
+        first.paths = first.paths | latest.paths
+
+    def require(self, first: Trace | None, call: Call, rows: int, tap: Tap) -> None:
+        """Raise `UnsupportedUse` unless a trace explains inputs of these shapes, and the uses' shapes follow from them."""
+        assert first is not None
+        inputs = _inputs(first, call)
+        # The first pass is the one that was traced.
+        if self._shapes and inputs not in self._shapes:
+            with unchanged(self._tracer.model):
+                self._tracer.require_same(first, self._plain, call, rows)
+        seen = self._shapes.setdefault(inputs, frozenset(tap.shapes))
+        if not tap.shapes <= seen:
+            operation, shape = next(iter(tap.shapes - seen))
+            raise UnsupportedUse(
+                f"the input of {operation} has shape {list(shape)} a row, by no reason of the batch's shapes"
+            )
+
+
+def _plain(first: Trace, call: Call, rows: int) -> bool:
+    """Whether what carried rows in the first call does in this one, and nothing new does."""
+    long, carriers = as_long_as(call, rows), first.carriers & dict(leaves(call)).keys()
+    return bool(carriers) and carriers <= long and not (long - carriers - first.paths)
+
+
+def _inputs(first: Trace, call: Call) -> frozenset[Any]:
+    """The shapes of a call's tensors; a row's, of those that carry rows."""
+    return frozenset((path, t.shape[1:] if path in first.carriers else t.shape) for path, t in leaves(call))
+
+
+def wrong_rows(call: Call, rows: int) -> str:
+    """The refusal of a call that is not what the loader handed out."""
+    return (
+        f"the loader handed out {rows} rows but the model was called with {[list(t.shape) for t in tensors(call)]}: each batch "
+        "of the private loader must go through forward and backward once, in order"
+    )
