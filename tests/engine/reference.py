@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections import deque
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -87,3 +90,21 @@ def engine_for(model: torch.nn.Module, bound: float, **options: object) -> tuple
 def ticket(rows: int, *, last: bool = True) -> Ticket:
     """A micro-batch in which every row is a unit."""
     return Ticket(torch.arange(rows), torch.ones(rows), last)
+
+
+def feed(engine: Engine, tickets: deque[Ticket], batch: Mapping[str, Any], units: Ticket | None = None) -> None:
+    """One micro-batch through an engine, by whichever route; what came before it is forgotten."""
+    engine.abandon()
+    tickets.append(units or ticket(len(next(iter(batch.values())))))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="this model takes the one-example route")
+        engine.model(**batch)["loss"].backward()
+
+
+def stepped(
+    model: torch.nn.Module, batch: Mapping[str, Any], bound: float, units: Ticket | None = None, **options: object
+) -> Engine:
+    """An engine after one micro-batch of a model that returns its loss."""
+    engine, tickets = engine_for(model, bound, **options)
+    feed(engine, tickets, batch, units)
+    return engine

@@ -10,7 +10,7 @@ import torch
 
 from fastdp.engine.engine import Engine
 from tests.engine.models import batch, build
-from tests.engine.reference import Recording, engine_for, norms, relative, ticket
+from tests.engine.reference import Recording, engine_for, norms, relative, stepped, ticket
 
 
 def alone(model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
@@ -63,7 +63,5 @@ def test_a_base_of_four_bits(tmp_path: Path) -> None:
     model.train()
     inputs = batch("llama")
     units = alone(model, inputs)
-    engine, tickets = engine_for(model, float(norms(units).median()))
-    tickets.append(ticket(4))
-    model(**inputs).loss.backward()
+    engine = stepped(model, inputs, float(norms(units).median()))
     require_exact(engine, units)

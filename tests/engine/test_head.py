@@ -19,7 +19,7 @@ from fastdp.engine.layout import Ticket
 from fastdp.engine.logits import Logits
 from fastdp.engine.policy import Policy
 from tests.engine.models import MODELS, batch, build
-from tests.engine.reference import Recording, engine_for, norms, one_at_a_time, relative, ticket
+from tests.engine.reference import Recording, engine_for, norms, one_at_a_time, relative, stepped, ticket
 
 VOCABULARY, WIDTH, TOKENS = 37, 5, 9
 TOLERANCE = 1e-5
@@ -116,11 +116,13 @@ def require_exact(
     assert bool((scales * sizes <= bound * (1 + 1e-9)).all())
 
 
-def step(model: nn.Module, inputs: dict[str, torch.Tensor], bound: float = 0.7, **options: Any) -> Engine:
+def step(
+    model: nn.Module, inputs: dict[str, torch.Tensor], bound: float = 0.7, *, left_out: bool = True, **options: Any
+) -> Engine:
     engine, tickets = engine_for(model, bound, **options)
     tickets.append(ticket(inputs["ids"].shape[0]))
     output = model(**inputs)
-    assert isinstance(output["logits"], Logits), engine.reason
+    assert isinstance(output["logits"], Logits) is left_out, engine.reason
     output["loss"].backward()
     return engine
 
@@ -187,9 +189,7 @@ def test_users_of_several_rows_and_padding_rows(tokens: int) -> None:
     rows = truth(model, inputs)
     owners = torch.tensor([0, 0, 0, 1, 2, 2, 3])
     units = [{n: sum(rows[row][n] for row in range(7) if owners[row] == unit) for n in rows[0]} for unit in range(3)]
-    engine, tickets = engine_for(model, 0.7)
-    tickets.append(Ticket(owners, torch.tensor([1.0, 1.0, 1.0, 0.0]), is_last=True))
-    model(**inputs)["loss"].backward()
+    engine = stepped(model, inputs, 0.7, Ticket(owners, torch.tensor([1.0, 1.0, 1.0, 0.0]), is_last=True))
     Recording.given[-1], Recording.seen[-1] = Recording.given[-1][:, :3], Recording.seen[-1][:, :3]
     require_exact(engine, engine.accumulator.sums, units)
 
@@ -231,11 +231,7 @@ def test_bfloat16_is_as_good_as_with_its_logits(tied: bool, tokens: int) -> None
 
     plain = copy.deepcopy(model)
     without = error(step(model, inputs))
-    engine, tickets = engine_for(plain, 0.7, keep_logits=True)
-    tickets.append(ticket(5))
-    output = plain(**inputs)
-    assert not isinstance(output["logits"], Logits)
-    output["loss"].backward()
+    engine = step(plain, inputs, left_out=False, keep_logits=True)
     # Both round a token's products to bfloat16 once; 1e-3 is an eighth of its unit of rounding.
     assert without < 1.5 * error(engine) + 1e-3
 
@@ -309,12 +305,7 @@ def test_other_readers_of_logits_get_them(how: str, trained: bool) -> None:
     model.head.weight.requires_grad = trained
     inputs["labels"] = inputs["ids"]
     units = truth(model, inputs)
-    engine, tickets = engine_for(model, 0.7)
-    tickets.append(ticket(5))
-    output = model(**inputs)
-    assert not isinstance(output["logits"], Logits)
-    output["loss"].backward()
-    require_exact(engine, engine.accumulator.sums, units)
+    require_exact(engine := step(model, inputs, left_out=False), engine.accumulator.sums, units)
 
 
 class Writes(Speaker):
@@ -335,12 +326,7 @@ def test_what_logits_are_made_of_may_be_written_afterwards() -> None:
     model.head.bias = nn.Parameter(torch.zeros(VOCABULARY))
     inputs["labels"] = inputs["ids"]
     units = truth(model, inputs)
-    engine, tickets = engine_for(model, 0.7)
-    tickets.append(ticket(5))
-    output = model(**inputs)
-    assert not isinstance(output["logits"], Logits)
-    output["loss"].backward()
-    require_exact(engine, engine.accumulator.sums, units)
+    require_exact(engine := step(model, inputs, left_out=False), engine.accumulator.sums, units)
 
 
 def test_rows_that_see_each_other_through_the_logits_are_refused() -> None:

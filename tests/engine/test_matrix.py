@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.engine.models import MODELS, batch, build
-from tests.engine.reference import Recording, engine_for, norms, one_at_a_time, relative, ticket
+from tests.engine.reference import Recording, engine_for, norms, one_at_a_time, relative, stepped, ticket
 
 #: The worst relative error allowed against float64, in float32 arithmetic.
 TOLERANCE = 1e-5
@@ -32,9 +32,7 @@ def test_step_matches_one_example_at_a_time(name: str, tuning: str) -> None:
     bound = float(sizes.median())
     plain = copy.deepcopy(model)
 
-    engine, tickets = engine_for(model, bound)
-    tickets.append(ticket(len(sizes)))
-    model(**data).loss.backward()
+    engine = stepped(model, data, bound)
 
     assert engine.route == "uses", engine.reason
     assert relative(Recording.seen[-1][0], sizes) < TOLERANCE

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from fastdp.engine.errors import SelfCheckError
-from tests.engine.reference import Recording, engine_for, norms, relative, ticket
+from tests.engine.reference import Recording, norms, relative, stepped
 
 WIDTH, EXPERTS, WORDS = 8, 3, 13
 Back = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -65,9 +65,7 @@ def _run(back: Back) -> tuple[nn.Module, nn.Module, dict[str, torch.Tensor], obj
     torch.manual_seed(6)
     ids = torch.randint(0, WORDS, (4, 7))
     inputs = {"ids": ids, "labels": ids}
-    engine, tickets = engine_for(model, 0.5)
-    tickets.append(ticket(4))
-    model(**inputs)["loss"].backward()
+    engine = stepped(model, inputs, 0.5)
     return model, plain, inputs, engine
 
 

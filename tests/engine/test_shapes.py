@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ from torch import nn
 
 from fastdp.engine import later
 from fastdp.engine.errors import SelfCheckError
-from tests.engine.reference import engine_for, ticket
+from tests.engine.reference import engine_for, feed, ticket
 from tests.engine.runs import clipped_sum, error, one_by_one
 
 EXACT = 1e-5
@@ -60,11 +59,7 @@ def test_a_length_that_the_rows_divide_misleads_nobody(change: str, monkeypatch:
     engine, tickets = engine_for(model, 0.5)
     for labelled, tokens in (([4, 4, 4, 4], 4), ([2, 6, 7, 1], 8), ([8, 8, 8, 8], 8), ([5, 1, 1, 5], 6)):
         data = sentences(labelled, tokens)
-        engine.abandon()
-        tickets.append(ticket(4))
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            model(**data)["loss"].backward()
+        feed(engine, tickets, data)
         truth = clipped_sum(one_by_one(Branching(change), data), 0.5)
         assert error(engine.accumulator.sums, truth) < EXACT, (labelled, tokens)
     assert engine.route == ("uses" if change == "gelu" else "one-example")
@@ -79,8 +74,7 @@ def test_a_branch_on_the_number_of_rows_is_checked_before_it_counts() -> None:
 
     model = Crowded("none")
     engine, tickets = engine_for(model, 0.5)
-    tickets.append(ticket(4))
-    model(**sentences([4] * 4, 4))["loss"].backward()
+    feed(engine, tickets, sentences([4] * 4, 4))
     engine.abandon()
     engine._again._next = 1 << 40
     tickets.append(ticket(5))

@@ -76,23 +76,12 @@ def test_measuring_takes_private_steps_and_leaves_the_model_as_it_was(config):  
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
+PLANNED = "--examples 400 --epsilon 8 --delta 1e-4 --max-length 48".split()
+
+
 def test_the_command_writes_settings_that_a_run_takes(model_folder, tmp_path):  # noqa: F811
     picture, written = tmp_path / "plan.png", tmp_path / "plan.yaml"
-    arguments = [
-        "plan",
-        "--model",
-        model_folder,
-        "--examples",
-        400,
-        "--length",
-        12,
-        "--epsilon",
-        8,
-        "--delta",
-        1e-4,
-        "--max-length",
-        48,
-    ]
+    arguments = ["plan", "--model", model_folder, "--length", 12, *PLANNED]
     arguments += ["--physical-batch-size", 4, "--picture", picture, "--write", written]
     done = CliRunner().invoke(app, [str(argument) for argument in arguments])
     assert done.exit_code == 0, done.output
@@ -106,21 +95,7 @@ def test_the_command_writes_settings_that_a_run_takes(model_folder, tmp_path):  
 
 def test_a_gpu_is_simulated_and_said_to_be(model_folder):  # noqa: F811
     pytest.importorskip("triton")
-    arguments = [
-        "plan",
-        "--model",
-        model_folder,
-        "--examples",
-        400,
-        "--length",
-        16,
-        "--epsilon",
-        8,
-        "--delta",
-        1e-4,
-        "--max-length",
-        48,
-    ]
+    arguments = ["plan", "--model", model_folder, "--length", 16, *PLANNED]
     arguments += ["--physical-batch-size", 2, "--gpu", "h100", "--peft", "full"]
     done = CliRunner().invoke(app, [str(argument) for argument in arguments])
     assert done.exit_code == 0, done.output

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from fastdp.engine.engine import Engine
-from tests.engine.reference import Recording, engine_for, ticket
+from tests.engine.reference import Recording, stepped
 from tests.engine.runs import CLASSES, Batch, clipped_sum, error, one_by_one, sizes
 
 #: The worst relative error of norms and sums against float64, in float32 arithmetic.
@@ -55,11 +54,7 @@ def exact_step(model: nn.Module, batch: Batch, route: str = "uses", two_pass: bo
     rows = len(next(iter(batch.values())))
     truth = one_by_one(model, batch)
     true = sizes(truth)
-    engine, tickets = engine_for(model, float(true.median()), two_pass=two_pass)
-    tickets.append(ticket(rows))
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="this model takes the one-example route")
-        model(**batch)["loss"].backward()
+    engine = stepped(model, batch, float(true.median()), two_pass=two_pass)
     assert engine.route == route, engine.reason
     passes = slice(-rows, None) if route == "one-example" else slice(-1, None)
     seen, given = (torch.cat([r[0] for r in values[passes]]).double() for values in (Recording.seen, Recording.given))

@@ -1,0 +1,293 @@
+"""What no fast rule knows is served exactly, and every gradient is autograd's on one example alone."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from fastdp.engine.accumulator import Accumulator
+from fastdp.engine.bounds import Norms, UpperNorms
+from fastdp.engine.losses import LossTerms, intercepted
+from fastdp.engine.policy import Policy
+from tests.engine.nets import EXACT, Net, exact, mixed, mixture, parameter, steps, trained
+from tests.engine.reference import engine_for, feed, stepped, ticket
+from tests.engine.runs import clipped_sum, collate, error, examples, one_by_one
+
+
+def experts(net: Any, h: torch.Tensor) -> torch.Tensor:
+    """Each row goes to one of two experts."""
+    chances = net.router(h).softmax(-1)
+    out = torch.zeros_like(h)
+    for i, expert in enumerate((net.one, net.two)):
+        where = (chances.argmax(-1) == i).nonzero().flatten()
+        out = out.index_add(0, where, expert(h[where]) * chances[where, i : i + 1])
+    return out
+
+
+class Attending(nn.Module):
+    """Self-attention that returns no weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(6, 2, batch_first=True)
+
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.attention(h, h, h, need_weights=False)[0]
+        return out
+
+
+def translator() -> nn.Transformer:
+    return nn.Transformer(6, 2, 1, 1, 12, dropout=0.0, batch_first=True)
+
+
+SERVED: dict[str, Callable[[], nn.Module]] = {
+    "a scalar parameter": lambda: Net(lambda net, h: h * net.gate, gate=parameter()),
+    "scalars of a batch": lambda: Net(
+        lambda net, h: h * (h.sum(1) * net.gate).sigmoid().unsqueeze(1), gate=parameter()
+    ),
+    "attention without weights": lambda: Net(lambda net, h: net.inner(steps(h)), inner=Attending()),
+    "an encoder layer": lambda: Net(
+        lambda net, h: net.inner(steps(h)), inner=nn.TransformerEncoderLayer(6, 2, 12, 0.0, batch_first=True)
+    ),
+    "a transformer": lambda: Net(lambda net, h: net.inner(steps(h), steps(h)), inner=translator()),
+    "vmap": lambda: Net(lambda net, h: torch.vmap(lambda row: torch.tanh(net.inner(row)))(h), inner=nn.Linear(6, 6)),
+    "a layer on a parameter": lambda: Net(
+        lambda net, h: h + net.inner(net.query).sum(0), inner=nn.Linear(6, 6), query=parameter(2, 6)
+    ),
+    "a layer on three parameters": lambda: Net(
+        lambda net, h: h + net.inner(net.query).sum(0), inner=nn.Linear(6, 6), query=parameter(3, 6)
+    ),
+    "a repeated bias": lambda: Net(lambda net, h: h + net.shift.repeat(len(h), 1), shift=parameter(6)),
+    "a bias in the sequence": lambda: Net(
+        lambda net, h: torch.cat([steps(h), net.shift.repeat(len(h), 1, 1)], 1), shift=parameter(1, 1, 6)
+    ),
+    "a scalar mix": lambda: Net(lambda net, h: mixture(h, net.mix), mix=parameter(3)),
+    "heads before rows": lambda: Net(
+        lambda net, h: (
+            net.inner(h.unflatten(1, (2, 3)).transpose(0, 1).reshape(-1, 3))
+            .view(2, len(h), 3)
+            .transpose(0, 1)
+            .flatten(1)
+        ),
+        inner=nn.Linear(3, 3),
+    ),
+    "time before rows": lambda: Net(
+        lambda net, h: net.inner(steps(h).transpose(0, 1).reshape(-1, 6)).view(4, len(h), 6).transpose(0, 1),
+        inner=nn.Linear(6, 6),
+    ),
+    "experts": lambda: Net(experts, router=nn.Linear(6, 2), one=nn.Linear(6, 6), two=nn.Linear(6, 6)),
+    "rows sorted and put back": lambda: Net(
+        lambda net, h: net.inner(h[h.sum(1).argsort()])[h.sum(1).argsort().argsort()], inner=nn.Linear(6, 6)
+    ),
+    "a scripted module": lambda: Net(lambda net, h: net.inner(h), inner=torch.jit.script(nn.Linear(6, 6))),
+    "its own loss": lambda: Net(loss=lambda o, y: -torch.log_softmax(o, -1)[torch.arange(len(o)), y].mean()),
+}
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_what_no_fast_rule_knows_is_served_exactly(name: str) -> None:
+    model = SERVED[name]()
+    scripted = name == "a scripted module"
+    data = collate(examples(6))
+    if scripted:
+        assert trained(model, data).route == "one-example"
+    else:
+        exact(model, data)
+
+
+def penalised(o: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(o, y) + 0.7 * F.mse_loss(o, torch.ones_like(o))
+
+
+LOSSES: dict[str, tuple[Any, str]] = {
+    "half": (lambda o, y: 0.5 * F.cross_entropy(o, y), "uses"),
+    "two losses": (penalised, "uses"),
+    "a sum over the rows' number": (lambda o, y: F.cross_entropy(o, y, reduction="sum") / len(o), "uses"),
+    "a sum over some number": (
+        lambda o, y: F.cross_entropy(o, y, reduction="sum") / (y > 0).sum().clamp(min=1),
+        "one-example",
+    ),
+    "a sum": (lambda o, y: F.cross_entropy(o, y, reduction="sum"), "uses"),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_the_gradient_is_that_of_the_loss_as_written(name: str) -> None:
+    loss, route = LOSSES[name]
+    assert exact(Net(loss=loss), collate(examples(6))).route == route
+    assert exact(Net(mixed, loss=loss, mix=parameter(3)), collate(examples(6))).route == "one-example"
+
+
+def test_a_penalty_on_the_weights_is_part_of_every_example_s_loss() -> None:
+    class Penalised(Net):
+        def forward(self, x: torch.Tensor, labels: torch.Tensor) -> Any:
+            output = super().forward(x, labels)
+            return {"loss": output["loss"] + 0.01 * self.first.weight.square().sum()}
+
+    assert exact(Penalised(), collate(examples(6))).route == "one-example"
+
+
+@pytest.mark.parametrize("route", ["uses", "one-example"])
+def test_class_weights_stay_in_an_example_s_loss(route: str) -> None:
+    weight = torch.tensor([1.0, 5.0, 0.1])
+
+    class Weighted(Net):
+        def forward(self, x: torch.Tensor, labels: torch.Tensor) -> Any:
+            hidden = torch.tanh(self.first(x))
+            hidden = mixed(self, hidden) if route == "one-example" else hidden
+            return {"loss": F.cross_entropy(self.second(hidden), labels, weight=weight.to(hidden))}
+
+    class Written(Weighted):
+        def forward(self, x: torch.Tensor, labels: torch.Tensor) -> Any:
+            with intercepted(LossTerms(ticket(1).layout(x.device), alone=True)):
+                return super().forward(x, labels)
+
+    data = collate(examples(6))
+    model = Weighted(mix=parameter(3)) if route == "one-example" else Weighted()
+    plain = Written(mix=parameter(3)) if route == "one-example" else Written()
+    truth = one_by_one(plain, data)
+    unweighted = one_by_one(Net() if route == "uses" else Weighted(mix=parameter(3)), data)
+    engine = trained(model, data, 100.0)
+    got = {n: engine.accumulator.sums.get(n, torch.zeros_like(p)) for n, p in engine.parameters.items()}
+    assert engine.route == route
+    assert error(got, clipped_sum(truth, 100.0)) < EXACT
+    by_class = [float(w["first.weight"].norm() / u["first.weight"].norm()) for w, u in zip(truth, unweighted)]
+    assert by_class == pytest.approx([float(weight[int(y)]) for y in data["labels"]], rel=1e-4)
+
+
+class Shifted(Net):
+    """Adds a table that the caller hands in."""
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor, positions: torch.Tensor) -> Any:  # type: ignore[override]
+        hidden = torch.tanh(self.first(x)).unsqueeze(1) + positions
+        hidden = mixed(self, hidden)
+        return {"loss": F.cross_entropy(self.second(hidden).mean(1), labels)}
+
+
+def test_what_carries_rows_is_decided_once_and_not_by_length() -> None:
+    model = Shifted(mix=parameter(3))
+    positions = torch.randn(3, 6, generator=torch.Generator().manual_seed(2))
+    engine, tickets = engine_for(model, 0.5)
+    for rows in (4, 3, 6, 1, 3):
+        data = collate(examples(rows))
+        plain = Net(lambda net, h: mixed(net, h.unsqueeze(1) + positions.to(h)), mix=parameter(3))
+        truth = one_by_one(plain, data)
+        feed(engine, tickets, {**data, "positions": positions})
+        got = {n: engine.accumulator.sums[n] for n in truth[0]}
+        assert error(got, clipped_sum(truth, 0.5)) < EXACT
+    assert engine.route == "one-example"
+
+
+class Growing(Net):
+    """Sees other tokens than in the batch before, by no reason of its inputs' shapes."""
+
+    tokens = 1
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> Any:
+        hidden = self.first(x).repeat_interleave(self.tokens, 0)
+        output = self.second(torch.tanh(hidden)).view(len(x), self.tokens, 3).mean(1)
+        return {"loss": F.cross_entropy(output, labels)}
+
+
+def test_a_use_of_another_shape_takes_the_route_that_needs_none() -> None:
+    model, data = Growing(), collate(examples(6))
+    engine, tickets = engine_for(model, 0.5)
+    for tokens in (2, 4):
+        model.tokens = tokens
+        feed(engine, tickets, data)
+        assert error(engine.accumulator.sums, clipped_sum(one_by_one(Net(), data), 0.5)) < EXACT
+    assert engine.route == "one-example"
+    assert "by no reason of the batch's shapes" in str(engine.reason)
+
+
+def test_a_padding_row_whose_gradient_is_nan_adds_nothing() -> None:
+    from fastdp.engine.layout import Ticket
+
+    data = collate(examples(4))
+    truth = one_by_one(Net(), {k: v[:3] for k, v in data.items()})
+    data["x"][3] = float("nan")
+    for model in (Net(), Net(mixed, mix=parameter(3))):
+        engine = stepped(
+            model, data, 0.5, Ticket(torch.arange(4), torch.tensor([1.0, 1.0, 1.0, 0.0]), is_last=True), check=False
+        )
+        assert all(bool(s.isfinite().all()) for s in engine.accumulator.sums.values())
+        if engine.route == "uses":
+            assert error({n: engine.accumulator.sums[n] for n in truth[0]}, clipped_sum(truth, 0.5)) < EXACT
+
+
+@pytest.mark.parametrize("scale", [float("nan"), float("inf"), 1.0])
+def test_a_padding_rows_scale_counts_for_nothing(scale: float) -> None:
+    """Whatever a policy says of it: 0 times NaN is NaN."""
+
+    class Strange(Policy):
+        def scales(self, upper: UpperNorms) -> torch.Tensor:
+            return super().scales(upper).index_fill(1, torch.tensor([3]), scale)
+
+    parameters = {"weight": nn.Parameter(torch.ones(2, 2))}
+    accumulator = Accumulator(parameters, Strange((1.0,), (0.0,), {"weight": 0}))
+    norms = Norms(1, 4, torch.device("cpu"))
+    norms.add(0, torch.ones(4), 4, relative=0.0)
+    found = accumulator.factors(norms.upper(), torch.tensor([1.0, 1.0, 1.0, 0.0]))
+    assert bool((found[0, :3] > 0).all())
+    assert found[0, 3] == 0
+    assert int(accumulator.units) == 3
+    assert int(accumulator.nonfinite) == 0
+
+
+class Pooled(nn.Module):
+    """Reads its table in a way that has no rule, and notes how many tokens it saw."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(30, 6), nn.Linear(6, 3)
+        self.seen: list[int] = []
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, labels: torch.Tensor) -> Any:
+        self.seen.append(input_ids.shape[1])
+        hidden = torch.cummax(self.table.weight, 0).values[input_ids] * attention_mask.unsqueeze(-1)
+        return {"loss": F.cross_entropy(self.head(hidden.sum(1)), labels)}
+
+
+@pytest.mark.parametrize("left", [False, True])
+def test_a_row_that_runs_alone_is_without_its_padding(left: bool) -> None:
+    torch.manual_seed(0)
+    model, lengths, width = Pooled(), [3, 5, 7, 4], 7
+    mask = torch.stack([(torch.arange(width) < n).long() for n in lengths])
+    mask = mask.flip(1) if left else mask
+    data = {"input_ids": torch.randint(1, 30, (4, width)) * mask, "attention_mask": mask, "labels": torch.arange(4) % 3}
+    truth = one_by_one(model, data)
+    engine, tickets = engine_for(model, 0.5)
+    tickets.append(ticket(4))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        output = model(**data)
+    assert engine.route == "one-example"
+    assert model.seen[-4:] == lengths
+    output["loss"].backward()
+    assert error(engine.accumulator.sums, clipped_sum(truth, 0.5)) < EXACT
+
+
+class TimeMajor(nn.Module):
+    """Looks up ids laid out time first, as older recurrent code does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.out = nn.Embedding(11, 5), nn.Linear(5, 3)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> Any:
+        return {"loss": F.cross_entropy(self.out(torch.tanh(self.table(x.t())).mean(0)), labels)}
+
+
+@pytest.mark.parametrize("tokens", [2, 3, 4, 5])
+def test_a_lookup_time_first_is_served_whatever_the_lengths(tokens: int) -> None:
+    data = {"x": torch.randint(0, 11, (4, tokens)), "labels": torch.arange(4) % 3}
+    model = TimeMajor()
+    engine = trained(model, data)
+    assert error(engine.accumulator.sums, clipped_sum(one_by_one(TimeMajor(), data), 0.5)) < EXACT
