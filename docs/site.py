@@ -27,6 +27,7 @@ def on_files(files: Files, config: Any) -> Files:
     names = _public()
     for name, module in names:
         content = f"# {name}\n\n{_shown_in(name, _docstring(name, module))}::: {module}\n"
+        content += "".join(f"\n::: {home}.{member}\n" for member, home in _members(name))
         files.append(File.generated(config, f"reference/{name}.md", content=content))
     config.nav.append({"Reference": [{name: f"reference/{name}.md"} for name, _ in names]})
     return files
@@ -61,6 +62,53 @@ def _public() -> list[tuple[str, str]]:
 _MUST = {"what it takes": ("Args:", "Attributes:"), "what it raises": ("Raises:", "Raises ")}
 
 
+#: Packages whose every public name is on their page of the reference, and whether each must show an example.
+_PACKAGES = {"accounting": True, "ops": False}
+
+
+def _members(package: str) -> list[tuple[str, str]]:
+    """What one of `_PACKAGES` hands out, each with the module that defines it; checked as public names are."""
+    if package not in _PACKAGES:
+        return []
+    found = []
+    for node in ast.parse((ROOT / "fastdp" / package / "__init__.py").read_text()).body:
+        if isinstance(node, ast.ImportFrom):
+            home = f"fastdp.{package}.{node.module}" if node.level else str(node.module)
+            found += [(alias.name, home) for alias in node.names]
+    for name, home in found:
+        path = ROOT.joinpath(*home.split(".")).with_suffix(".py")
+        definition = next(node for node in _definitions(path) if node.name == name)
+        text = _complete(definition, path)
+        if _PACKAGES[package] and isinstance(definition, ast.FunctionDef):
+            _shown_in(name, text)
+    return found
+
+
+def _definitions(path: Path) -> list[ast.ClassDef | ast.FunctionDef]:
+    return [node for node in ast.parse(path.read_text()).body if isinstance(node, (ast.ClassDef, ast.FunctionDef))]
+
+
+def _complete(node: ast.ClassDef | ast.FunctionDef, path: Path, whole: bool = False) -> str:
+    """A definition's docstring. Raises ValueError, which fails the build, where it leaves out what a reader needs."""
+    text = ast.get_docstring(node) or ""
+    must = dict(_MUST)
+    if whole:
+        pass  # names of the package's root say all of it
+    elif isinstance(node, ast.ClassDef):
+        # What making one raises is said by whatever makes it; exceptions and abstract classes take nothing.
+        del must["what it raises"]
+        if not any(isinstance(field, ast.AnnAssign) and field.value is None for field in node.body):
+            must = {}
+    elif not (node.args.args or node.args.kwonlyargs or node.args.vararg):
+        del must["what it takes"]
+    for what, words in must.items():
+        if not any(word in text for word in words):
+            raise ValueError(f"the docstring of {node.name} ({path.relative_to(ROOT)}) does not say {what}")
+    if not text:
+        raise ValueError(f"{node.name} ({path.relative_to(ROOT)}) has no docstring")
+    return text
+
+
 def _docstring(name: str, module: str) -> str:
     """Of a public name. Raises ValueError, which fails the build, where it leaves out what a reader needs."""
     package = ROOT.joinpath(*module.split(".")[:-1])
@@ -69,13 +117,9 @@ def _docstring(name: str, module: str) -> str:
         # A method's settings may stand in the module beside its folder that all methods share.
         homes += sorted(package.parent.glob("*.py"))
     for home in homes:
-        for node in ast.parse(home.read_text()).body:
-            if isinstance(node, (ast.ClassDef, ast.FunctionDef)) and node.name == name:
-                text = ast.get_docstring(node) or ""
-                for what, words in _MUST.items():
-                    if not any(word in text for word in words):
-                        raise ValueError(f"the docstring of {name} ({home.relative_to(ROOT)}) does not say {what}")
-                return text
+        for node in _definitions(home):
+            if node.name == name:
+                return _complete(node, home, whole=True)
     if module == f"fastdp.{name}":
         return ""  # a module of the package
     raise ValueError(f"{module} is public, but not found where it is said to be")

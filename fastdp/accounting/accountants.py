@@ -77,7 +77,13 @@ def check_adjacency(adjacency: str) -> None:
 def epsilon(
     event: DpEvent, delta: float, accountant: Accountant = "pld", adjacency: Adjacency = "add_remove"
 ) -> Epsilon:
-    """Upper bound on epsilon of ``event`` at ``delta``.
+    """Upper bound on epsilon of an event.
+
+    Args:
+        event: what was released; see `dpsgd`, `gaussian`, `compose`.
+        delta: share of the guarantee that may fail altogether, in (0, 1).
+        accountant: ``pld``, ``prv`` or ``rdp``.
+        adjacency: what neighbouring data sets are.
 
     ``pld`` certifies: privacy loss distributions rounded pessimistically in both directions, on a grid of 1e-4 (1e-5
     for epsilon below 0.05; coarser above 10, and where a grid would not fit in memory). ``prv`` is prv_accountant's
@@ -88,7 +94,8 @@ def epsilon(
     reaches no bound (PRV and RDP overflow at very small multipliers; PRV's grid is capped in size, and above epsilon
     of some hundreds no grid within the cap is fine enough).
 
-    Raises ValueError for an unknown accountant, adjacency or kind of event, and for delta outside (0, 1).
+    Raises:
+        ValueError: for an unknown accountant, adjacency or kind of event, and for delta outside (0, 1).
     """
     delta = check_delta(delta)
     check_adjacency(adjacency)

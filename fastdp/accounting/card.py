@@ -47,7 +47,14 @@ def noise_source(reproducible: bool, secure_rounding: bool | None = None) -> dic
     """Where noise came from, for a card; a reproducible key voids its guarantee.
 
     Args:
+        reproducible: whether its key can be known.
         secure_rounding: whether noised sums were rounded to a grid; None for draws that are no sums.
+
+    Raises nothing.
+
+    >>> from fastdp.accounting import noise_source
+    >>> noise_source(reproducible=False)["key"]
+    'operating system'
     """
     key = UNSAFE_KEY if reproducible else "operating system"
     stated = {} if secure_rounding is None else {"secure_rounding": secure_rounding}
@@ -55,7 +62,17 @@ def noise_source(reproducible: bool, secure_rounding: bool | None = None) -> dic
 
 
 def rounded_to_grid(distance: float) -> str:
-    """What a card says of noised sums that were rounded to a grid: how far all of them are from real numbers so rounded."""
+    """What a card says of noised sums that were rounded to a grid.
+
+    Args:
+        distance: how far all of them together are from real numbers so rounded, in total variation; a part of delta.
+
+    Raises nothing.
+
+    >>> from fastdp.accounting import rounded_to_grid
+    >>> "1.0e-18" in rounded_to_grid(1e-18)
+    True
+    """
     return f"noised sums are rounded as real numbers would be up to a distance of {distance:.1e}, part of delta"
 
 
@@ -254,6 +271,11 @@ def digest(card: Mapping[str, Any]) -> str:
 def public_name(name: str) -> str:
     """What a card calls a model: its name on a hub, or the last part of a folder's path, which says nothing of a machine.
 
+    Args:
+        name: as it was given to ``from_pretrained``.
+
+    Raises nothing.
+
     >>> public_name("openai-community/gpt2"), public_name("/home/anna/models/notes-v2")
     ('openai-community/gpt2', 'notes-v2')
     """
@@ -263,7 +285,18 @@ def public_name(name: str) -> str:
 
 
 def model_name(model: Any) -> str:
-    """What a card calls a model object: what it was loaded by (see `public_name`), or else its class."""
+    """What a card calls a model object: what it was loaded by (see `public_name`), or else its class.
+
+    Args:
+        model: any; transformers' models know what they were loaded by.
+
+    Raises nothing.
+
+    >>> import torch
+    >>> from fastdp.accounting import model_name
+    >>> model_name(torch.nn.Linear(1, 1))
+    'Linear'
+    """
     loaded = getattr(getattr(model, "config", None), "_name_or_path", "")
     return public_name(loaded) if loaded else type(model).__name__
 

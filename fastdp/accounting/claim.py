@@ -46,7 +46,12 @@ class Followed:
 
 
 class Claim(ABC):
-    """What the kinds have in common: a unit that is protected, a name on a card, and what the guarantee is called."""
+    """What the kinds have in common.
+
+    Attributes:
+        kind: its name on a card.
+        unit: what is protected, in words.
+    """
 
     kind: ClassVar[str]
     unit: str

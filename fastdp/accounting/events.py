@@ -47,12 +47,35 @@ def squared_ratio(multiplier: float) -> float:
 
 
 def gaussian(noise_multiplier: float) -> DpEvent:
-    """One Gaussian release over all units; ``noise_multiplier`` is noise std over L2 sensitivity (0: no privacy)."""
+    """One Gaussian release over all units.
+
+    Args:
+        noise_multiplier: noise std over L2 sensitivity; 0 is no privacy.
+
+    Raises:
+        ValueError: for a multiplier that is negative or no number.
+
+    >>> from fastdp.accounting import compose, epsilon, gaussian
+    >>> round(epsilon(gaussian(1.0), 1e-5), 3) == round(epsilon(compose(*4 * [gaussian(2.0)]), 1e-5), 3)
+    True
+    """
     return dp_event.GaussianDpEvent(_as_multiplier(noise_multiplier))
 
 
 def poisson_gaussian(noise_multiplier: float, sample_rate: float) -> DpEvent:
-    """One Gaussian release of a sample that each unit joins independently with probability ``sample_rate``."""
+    """One Gaussian release of a sample that each unit joins independently.
+
+    Args:
+        noise_multiplier: noise std over L2 sensitivity; 0 is no privacy.
+        sample_rate: the probability with which a unit joins, in (0, 1].
+
+    Raises:
+        ValueError: for values out of range.
+
+    >>> from fastdp.accounting import epsilon, gaussian, poisson_gaussian
+    >>> epsilon(poisson_gaussian(1.0, 0.1), 1e-5) < epsilon(gaussian(1.0), 1e-5)
+    True
+    """
     return dp_event.PoissonSampledDpEvent(_as_rate(sample_rate), gaussian(noise_multiplier))
 
 
@@ -60,14 +83,37 @@ def selection(noise_multiplier: float, releases: int = 1, sample_rate: float | N
     """Noisy statistics by which parameters are chosen (a relevance map, partition magnitudes), ``releases`` times.
 
     Each is a Gaussian release of an L2-clipped vector sum; the choice made from it is post-processing.
-    ``sample_rate`` None means that every unit takes part in every release.
+
+    Args:
+        noise_multiplier: noise std over L2 sensitivity of one release; 0 is no privacy.
+        releases: how many.
+        sample_rate: the probability with which a unit joins a release; None means that every unit takes part in all.
+
+    Raises:
+        ValueError: for values out of range.
+
+    >>> from fastdp.accounting import epsilon, selection
+    >>> epsilon(selection(2.0, 3, 0.1), 1e-5) < epsilon(selection(2.0, 3), 1e-5)
+    True
     """
     one = gaussian(noise_multiplier) if sample_rate is None else poisson_gaussian(noise_multiplier, sample_rate)
     return EventModel(one).event(releases)
 
 
 def compose(*events: DpEvent) -> DpEvent:
-    """Several releases of the same data set, each of which may depend on the earlier ones."""
+    """Several releases of the same data set, each of which may depend on the earlier ones.
+
+    Args:
+        events: any number of them; none is an event that costs nothing.
+
+    Raises nothing.
+
+    >>> from fastdp.accounting import compose, dpsgd, epsilon, gaussian
+    >>> epsilon(compose(), 1e-5)
+    0.0
+    >>> epsilon(compose(dpsgd(1.0, 0.1, 10), gaussian(4.0)), 1e-5) > epsilon(dpsgd(1.0, 0.1, 10), 1e-5)
+    True
+    """
     kept = [event for event in events if not isinstance(event, dp_event.NoOpDpEvent)]
     if not kept:
         return dp_event.NoOpDpEvent()
@@ -79,6 +125,16 @@ def joint_multiplier(noise_multipliers: Iterable[float]) -> float:
 
     Statistics of one Poisson sample (a gradient and the count of adaptive clipping) share its randomness, so they may
     not be composed as if each had been sampled afresh.
+
+    Args:
+        noise_multipliers: of the releases; a 0 among them makes 0, which is no privacy.
+
+    Raises:
+        ValueError: for a multiplier that is negative or no number.
+
+    >>> from fastdp.accounting import joint_multiplier
+    >>> joint_multiplier([5.0, 5.0]) < 5.0, joint_multiplier([1.0, 0.0])
+    (True, 0.0)
     """
     multipliers = [_as_multiplier(z) for z in noise_multipliers]
     if not multipliers or 0.0 in multipliers:
@@ -148,7 +204,12 @@ def dpsgd_model(
         sampling: ``poisson`` is amplified by sampling; ``shuffled`` is accounted without amplification.
         steps_per_epoch: releases in one pass over the shuffled units; needed for ``shuffled`` only.
 
-    Raises ValueError for values out of range and for another sampling.
+    Raises:
+        ValueError: for values out of range and for another sampling.
+
+    >>> from fastdp.accounting import dpsgd, dpsgd_model
+    >>> dpsgd_model(1.0, 0.1).event(20) == dpsgd(1.0, 0.1, 20)
+    True
     """
     if sampling == "poisson":
         one, *later = (
@@ -186,7 +247,17 @@ def dpsgd(
     sampling: Sampling = "poisson",
     steps_per_epoch: int | None = None,
 ) -> DpEvent:
-    """Event of ``steps`` steps of DP-SGD; the arguments are those of `dpsgd_model`."""
+    """Event of DP-SGD.
+
+    Args:
+        noise_multiplier: noise std over sensitivity of one step; 0 is no privacy.
+        sample_rate: expected batch size over the number of units, in (0, 1].
+        steps: how many, noisy sums each.
+        sampling, steps_per_epoch: as for `dpsgd_model`.
+
+    Raises:
+        ValueError: for values out of range and for another sampling.
+    """
     return dpsgd_model(noise_multiplier, sample_rate, sampling, steps_per_epoch).event(steps)
 
 

@@ -44,8 +44,14 @@ def epoch_weighted_schedule(
         reading: ``printed`` counts epochs from 1 and drops a partial batch, as the pseudocode does; ``text`` counts
             from 0 and keeps it, which gives the two halves that the text describes.
 
-    Raises ValueError for epsilon <= 1 with several epochs (the printed search has no target then), and for sizes,
-    delta or step_distance out of range.
+    Raises:
+        ValueError: for epsilon <= 1 with several epochs (the printed search has no target then), and for sizes, delta or
+            step_distance out of range.
+
+    >>> from fastdp.accounting import epoch_weighted_schedule
+    >>> first, second, last = epoch_weighted_schedule(1000, 100, 3, 4.0, 1e-5, step_distance=1.0)
+    >>> first >= second >= last
+    True
     """
     rate, steps, epochs, delta = _check(dataset_size, batch_size, epochs, epsilon, delta, reading)
     if not (step_distance > 0 and math.isfinite(step_distance)):
@@ -76,7 +82,18 @@ def epoch_weighted_schedule(
 def uniform_schedule(
     dataset_size: int, batch_size: int, epochs: int, epsilon: float, delta: float, reading: Reading = "printed"
 ) -> list[float]:
-    """One noise multiplier for all epochs, accounted as `epoch_weighted_schedule` is: the paper's baseline."""
+    """One noise multiplier for all epochs, accounted as `epoch_weighted_schedule` is: the paper's baseline.
+
+    Args:
+        dataset_size, batch_size, epochs, epsilon, delta, reading: as for `epoch_weighted_schedule`.
+
+    Raises:
+        ValueError: for values out of range.
+
+    >>> from fastdp.accounting import uniform_schedule
+    >>> len(set(uniform_schedule(1000, 100, 3, 4.0, 1e-5))), len(uniform_schedule(1000, 100, 3, 4.0, 1e-5))
+    (1, 3)
+    """
     rate, steps, epochs, delta = _check(dataset_size, batch_size, epochs, epsilon, delta, reading)
     return [calibrate(lambda z: _schedule_event([z] * epochs, rate, steps), epsilon, delta, tolerance=1e-5)] * epochs
 
@@ -89,9 +106,16 @@ def sound_schedule(epochs: int, epsilon: float, delta: float, shape: Sequence[fl
     Releasing once and reusing the release is ``epochs=1``, and the least noise.
 
     Args:
+        epochs: how many releases.
+        epsilon, delta: what they cost together.
         shape: relative multipliers of the epochs, such as `epoch_weighted_schedule` returns; default all equal.
 
-    Raises ValueError for values out of range.
+    Raises:
+        ValueError: for values out of range.
+
+    >>> from fastdp.accounting import epsilon, local_event, sound_schedule
+    >>> 3.9 < epsilon(local_event(sound_schedule(3, 4.0, 1e-5)), 1e-5) <= 4.0
+    True
     """
     delta = check_delta(delta)
     check_target(epsilon, delta, None)
@@ -109,7 +133,18 @@ def sound_schedule(epochs: int, epsilon: float, delta: float, shape: Sequence[fl
 
 
 def largest_mu(epsilon: float, delta: float) -> float:
-    """The largest sensitivity over noise std whose Gaussian release costs at most ``epsilon`` at ``delta``."""
+    """The largest sensitivity over noise std whose Gaussian release stays within a budget.
+
+    Args:
+        epsilon, delta: the budget, as the Gaussian's own trade-off gives it (Balle and Wang 2018), by bisection from below.
+
+    Raises:
+        ValueError: for a delta outside (0, 1).
+
+    >>> from fastdp.accounting import epsilon, gaussian, largest_mu
+    >>> 3.99 < epsilon(gaussian(1 / largest_mu(4.0, 1e-5)), 1e-5) <= 4.0
+    True
+    """
     low, high = 0.0, 1.0
     while pld.gaussian_epsilon(high, delta) <= epsilon:
         low, high = high, 2 * high
@@ -120,7 +155,18 @@ def largest_mu(epsilon: float, delta: float) -> float:
 
 
 def local_event(multipliers: Sequence[float]) -> DpEvent:
-    """Event of one release of a record per multiplier (of its local sensitivity), with no amplification."""
+    """Event of several releases of one record, with no amplification.
+
+    Args:
+        multipliers: noise std over the local sensitivity, one a release.
+
+    Raises:
+        ValueError: for a multiplier that is negative or no number.
+
+    >>> from fastdp.accounting import epsilon, local_event, sound_schedule
+    >>> 3.9 < epsilon(local_event(sound_schedule(3, 4.0, 1e-5)), 1e-5) <= 4.0
+    True
+    """
     return compose(*(gaussian(multiplier) for multiplier in multipliers))
 
 

@@ -20,11 +20,21 @@ def canonical(value: Any) -> str:
 
 
 def serialise(event: DpEvent) -> dict[str, Any]:
-    """``event`` as JSON-ready values; floats survive exactly.
+    """An event as JSON-ready values; floats survive exactly.
 
     Kinds: ``gaussian`` (noise_multiplier), ``poisson_sampled`` (sampling_probability, event), ``self_composed`` (count,
     event), ``composed`` (events), ``chosen`` (alternatives, shape, stop), ``no_op``,
-    ``non_private``. Raises ValueError for any other kind.
+    ``non_private``.
+
+    Args:
+        event: of a kind named above.
+
+    Raises:
+        ValueError: for any other kind.
+
+    >>> from fastdp.accounting import deserialise, gaussian, serialise
+    >>> serialise(gaussian(1.5))["event"]
+    {'kind': 'gaussian', 'noise_multiplier': 1.5}
     """
     return {"format": FORMAT, "version": VERSION, "event": _to_json(event)}
 
@@ -52,8 +62,16 @@ def _to_json(event: DpEvent) -> dict[str, Any]:
 def deserialise(document: dict[str, Any] | str | bytes) -> DpEvent:
     """The event of what `serialise` returned, or of its JSON text.
 
-    Raises ValueError, in one sentence, for text that is not JSON, an unknown version or kind, and missing, unknown or
-    ill-typed fields.
+    Args:
+        document: JSON values, or their text.
+
+    Raises:
+        ValueError: in one sentence, for text that is not JSON, an unknown version or kind, and missing, unknown or
+            ill-typed fields.
+
+    >>> from fastdp.accounting import deserialise, gaussian, serialise
+    >>> deserialise(serialise(gaussian(1.5))) == gaussian(1.5)
+    True
     """
     if isinstance(document, (str, bytes)):
         try:

@@ -80,7 +80,16 @@ def verify(
         ledger: the run's ledger file.
 
     A card that is malformed, altered, of another schema version or inconsistent does not hold, nor does one that weights or
-    ledger contradict, and the reason says so. Raises FileNotFoundError for a path that is not there.
+    ledger contradict, and the reason says so.
+
+    Raises:
+        FileNotFoundError: for a path that is not there.
+
+    >>> from fastdp.accounting import Card, Gaussian, dpsgd, verify
+    >>> claim = Gaussian("example", "add_remove", dpsgd(2.0, 0.1, 10), 1e-5)
+    >>> card = Card.of(claim, mechanism="DP-SGD", noise_source={}, cross_check=False)
+    >>> verify(card).holds, verify({**card, "delta": 1e-9}).holds
+    (True, False)
     """
     claimed = recomputed = None
     unchecked: tuple[str, ...] = ()

@@ -134,7 +134,13 @@ def choice_log_probabilities(
 ) -> Tensor:
     """The law that ``exponential_choice`` draws from for one token: log probabilities, float64 [V].
 
-    Arguments as there, for a single id and scale. For exact checks of privacy bounds on small tables.
+    For exact checks of privacy bounds on small tables.
+
+    Args:
+        token: a single id, in [0, V).
+        table: [V, d]; scale, cap, log_prior [V] and candidate_scale [V] as there.
+
+    Raises nothing of its own.
     """
     prior, slopes = _rows_as_double(log_prior, table), _rows_as_double(candidate_scale, table)
     return _log_weights(token, table.double(), scale, cap, prior, slopes).log_softmax(0)

@@ -81,7 +81,17 @@ def instance_sqnorm(instances: Tensor) -> Tensor:
 
 
 def instance_abs_sum(instances: Tensor) -> Tensor:
-    """L1 norm of each unit's instantiated gradient; as :func:`instance_sqnorm`."""
+    """L1 norm of each unit's instantiated gradient.
+
+    Args:
+        instances: [B, ...], float, any strides.
+
+    Returns:
+        [B], float32 (float64 if ``instances`` is float64).
+
+    Raises:
+        TypeError, ValueError: another dtype, or no dimensions.
+    """
     return INSTANCE_NORMS(instances, ABSOLUTE, None)[0]
 
 
