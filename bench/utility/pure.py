@@ -36,6 +36,8 @@ from .suite import Table, measure_rows, parser_of
 
 #: Cells and epsilon of the quotient; eta of the exponential mechanism.
 QUOTIENTS = ((3, 1.0), (3, 2.0), (5, 2.0), (5, 3.0), (5, 4.0))
+#: The same of cells that are cut for their epsilon.
+INFORMED = ((3, 2.0), (3, 3.0), (5, 3.0), (3, 4.0), (5, 4.0), (5, 6.0))
 ETAS = (11.0, 14.0, 17.0)
 #: Whether the encoder learns from labels, the mechanism, and its codes or directions.
 TEXTS = (
@@ -173,8 +175,9 @@ class Bench:
         head = ((counts + 1) / (counts + 1).sum(1, keepdim=True)).log()
         if row["form"] == "clear":
             return {"accuracy": _accuracy(head[:, flat], document, labels)}
-        if row["form"] == "quotient":
-            cti = CTI.from_counts(counts, source="public", form="quotient", cells=row["cells"])
+        if row["form"] in ("quotient", "informed"):
+            told_at = row["epsilon"] if row["form"] == "informed" else None
+            cti = CTI.from_counts(counts, source="public", form="quotient", cells=row["cells"], told_at=told_at)
             private = TextPrivatizer(
                 self.table, epsilon=row["epsilon"], cti=cti, tokenizer=self.tokenizer, unsafe_seed=row["seed"]
             )
@@ -233,8 +236,9 @@ def settings(seeds: int) -> Iterator[dict[str, Any]]:
     for seed in range(seeds):
         if not seed:
             yield {"part": "tokens", "form": "clear", "seed": seed}
-        for cells, epsilon in QUOTIENTS:
-            yield {"part": "tokens", "form": "quotient", "cells": cells, "epsilon": epsilon, "seed": seed}
+        for form, pairs in (("quotient", QUOTIENTS), ("informed", INFORMED)):
+            for cells, epsilon in pairs:
+                yield {"part": "tokens", "form": form, "cells": cells, "epsilon": epsilon, "seed": seed}
         for eta in ETAS:
             yield {"part": "tokens", "form": "exponential", "eta": eta, "seed": seed}
     for seed in range(seeds):

@@ -35,6 +35,8 @@ LAPLACE = ("SAP", "CTI paper")
 EXPONENTIAL = ("exponential", "CTI prior", "CTI elastic")
 #: Told at an epsilon of any two tokens, by cells and epsilon.
 QUOTIENT = "CTI quotient"
+#: The same, of cells that are cut for their epsilon.
+INFORMED = "CTI quotient, informed"
 #: Of the vendor's AdamW, for adapters of rank 8 and the head; and an eta at which no token changes.
 SERVICE_LEARNING_RATE = 2e-3
 CLEAR = 1000.0
@@ -51,6 +53,7 @@ class Size:
     etas: tuple[float, ...] = (50.0, 65.0, 80.0, 100.0)
     exponential_etas: tuple[float, ...] = (11.0, 14.0, 17.0, 21.0)
     quotients: tuple[tuple[int, float], ...] = ((3, 2.0), (5, 2.0), (5, 3.0), (5, 4.0))
+    informed: tuple[tuple[int, float], ...] = ((3, 3.0), (3, 4.0), (5, 6.0))
     hidden_etas: tuple[float, ...] = (60.0, 150.0)
     splits: tuple[int, ...] = (1, 2)
     service_epochs: int = 10
@@ -72,6 +75,7 @@ TINY = Size(
     etas=(75.0,),
     exponential_etas=(18.0,),
     quotients=((3, 2.0),),
+    informed=((3, 2.0),),
     hidden_etas=(100.0,),
     splits=(1,),
     service_epochs=1,
@@ -139,7 +143,7 @@ class Bench:
         asked = held_out.with_ids(privatizer(held_out.ids, attention_mask=held_out.mask))
         shown = privatizer.displacement()
         # What leaves of the quotient stands for a cell: the attacker guesses the token of most weight given it.
-        guessed = _likeliest(privatizer, counts)[sent.ids] if row["form"] == QUOTIENT else sent.ids
+        guessed = _likeliest(privatizer, counts)[sent.ids] if row["form"] in (QUOTIENT, INFORMED) else sent.ids
         return {
             "UA": self._utility(model, sent, asked, row["seed"]),
             "EP": _recovered(guessed, train).empirical_privacy,
@@ -290,8 +294,9 @@ def _by_rows(bottom: Any, texts: tops.Texts) -> Tensor:
 
 
 def _privatizer(row: dict[str, Any], model: Any, tokenizer: Any, counts: Tensor) -> TextPrivatizer:
-    if row["form"] == QUOTIENT:
-        told = CTI.from_counts(counts, source="public", form="quotient", cells=row["cells"])
+    if row["form"] in (QUOTIENT, INFORMED):
+        told_at = row["epsilon"] if row["form"] == INFORMED else None
+        told = CTI.from_counts(counts, source="public", form="quotient", cells=row["cells"], told_at=told_at)
         return TextPrivatizer(model, epsilon=row["epsilon"], tokenizer=tokenizer, cti=told)
     mechanism = "laplace" if row["form"] in LAPLACE else "exponential"
     cti = _cti(row["form"], counts)
@@ -339,6 +344,11 @@ def _bounds(privatizer: TextPrivatizer, counts: Tensor, pairs: int = 300) -> dic
     }
 
 
+def told_forms(size: Size) -> list[tuple[str, int, float]]:
+    """Forms that tell cells, with their number and epsilon."""
+    return [(form, *own) for form, told in ((QUOTIENT, size.quotients), (INFORMED, size.informed)) for own in told]
+
+
 def settings(size: Size, seeds: int) -> Iterator[dict[str, Any]]:
     """One row each; the first seed of everything comes first."""
     for seed in range(seeds):
@@ -349,16 +359,16 @@ def settings(size: Size, seeds: int) -> Iterator[dict[str, Any]]:
                 for eta in etas:
                     for form in forms:
                         yield {"part": part, "form": form, "eta": eta, "seed": seed, **place}
-            for cells, epsilon in size.quotients:
+            for form, cells, epsilon in told_forms(size):
                 told = {"eta": None, "cells": cells, "epsilon": epsilon}
-                yield {"part": part, "form": QUOTIENT, **told, "seed": seed, **place}
+                yield {"part": part, "form": form, **told, "seed": seed, **place}
         for after in (0, *size.splits[-1:]):
             yield {"part": "service", "form": "exponential", "eta": CLEAR, "seed": seed, "after": after}
             for eta in size.exponential_etas:
                 yield {"part": "service", "form": "CTI prior", "eta": eta, "seed": seed, "after": after}
-            for cells, epsilon in size.quotients:
+            for form, cells, epsilon in told_forms(size):
                 told = {"eta": None, "cells": cells, "epsilon": epsilon}
-                yield {"part": "service", "form": QUOTIENT, **told, "seed": seed, "after": after}
+                yield {"part": "service", "form": form, **told, "seed": seed, "after": after}
         for after in range(5):
             yield {"part": "figure 4", "after": after, "seed": seed}
         for eta in size.etas[2:3] or size.etas:

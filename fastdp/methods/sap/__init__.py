@@ -14,5 +14,9 @@ from fastdp.methods.sap.privatizer import (
     SAPPerturbation as SAPPerturbation,
     TextPrivatizer as TextPrivatizer,
 )
-from fastdp.methods.sap.quotient import Quotient as Quotient, equal_mass_cells as equal_mass_cells
+from fastdp.methods.sap.quotient import (
+    Quotient as Quotient,
+    equal_mass_cells as equal_mass_cells,
+    informative_cells as informative_cells,
+)
 from fastdp.methods.sap.split import Bottom as Bottom, split_model as split_model

@@ -33,7 +33,7 @@ from fastdp.methods.sap.importance import (
     noised_counts,
     utility_importance,
 )
-from fastdp.methods.sap.quotient import equal_mass_cells
+from fastdp.methods.sap.quotient import equal_mass_cells, informative_cells
 from fastdp.ops.stream import NoiseStream
 
 Form = Literal["prior", "elastic", "quotient", "paper"]
@@ -114,18 +114,21 @@ class CTI:
         tilt: float = 1.0,
         c0: float | None = None,
         cells: int | None = None,
+        told_at: float | None = None,
     ) -> CTI:
         """From counts [classes, tokens]; see `utility_importance`.
 
         ``min_support`` is the least number of occurrences, over all classes, with which a token may be favoured, by default 20: a
         rare token that one class alone has (a name, say) would otherwise be protected least. For noised counts take several
         times the noise's std. The `paper` form ignores it. In the `quotient` form, which protects all tokens alike, it is 0 by
-        default; tokens with less have no importance. ``cells`` is that form's number of cells, by default 5.
+        default; tokens with less have no importance. ``cells`` is that form's number of cells, by default 5;
+        they have equal mass, or with ``told_at``, the epsilon at which they will be told, say most of the classes there
+        (`informative_cells`).
 
-        Raises ValueError for cells with another form, or more of them than tokens that occur.
+        Raises ValueError for cells or told_at with another form, or more of them than tokens that occur.
         """
-        if cells is not None and form != "quotient":
-            raise ValueError("cells belong to form='quotient': leave them out")
+        if (cells is not None or told_at is not None) and form != "quotient":
+            raise ValueError("cells and told_at belong to form='quotient': leave them out")
         importance = utility_importance(counts, smoothing)
         mass = torch.as_tensor(counts).double().sum(0)
         least = 0.0 if form in ("paper", "quotient") else _SUPPORT
@@ -135,7 +138,11 @@ class CTI:
                 importance = torch.where(supported, importance, importance.clamp(max=0.0))
             return cls(importance, supported, source, form, tilt, c0)
         importance, mass = importance * supported, mass * supported
-        found = equal_mass_cells(importance, mass, CELLS if cells is None else cells)
+        number = CELLS if cells is None else cells
+        if told_at is None:
+            found = equal_mass_cells(importance, mass, number)
+        else:
+            found = informative_cells(torch.as_tensor(counts) * supported, importance, number, told_at)
         return cls(importance, supported, source, form, tilt, c0, cells=found, mass=mass)
 
     @classmethod
@@ -156,6 +163,7 @@ class CTI:
         delta: float = 1e-5,
         origin: PublicText | None = None,
         cells: int | None = None,
+        told_at: float | None = None,
         stream: NoiseStream | None = None,
     ) -> CTI:
         """From texts as ids: public ones, or private ones, whose counts get the noise of `noised_counts`.
@@ -164,7 +172,8 @@ class CTI:
             labels: class of each text, below ``classes``.
             vocabulary: rows of the embedding table.
             noise_multiplier, max_norm: of the counts of private texts; see `noised_counts`.
-            min_support, cells: see `from_counts`; with noise the support is at least 4 times the std of the sum over classes.
+            min_support, cells, told_at: see `from_counts`; with noise the support is at least 4 times the std of the sum
+                over classes.
 
         Raises ValueError as `from_counts` and `noised_counts` do; for public texts with noise, and for private texts
         without it except in the `paper` form, which then says that it guarantees nothing.
@@ -196,6 +205,7 @@ class CTI:
             tilt=tilt,
             c0=c0,
             cells=cells,
+            told_at=told_at,
         )
         return replace(made, delta=delta, origin=origin)
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from fastdp import TextPrivatizer, accounting
-from fastdp.methods.sap import CTI, Quotient, SAPPerturbation, equal_mass_cells
+from fastdp.methods.sap import CTI, Quotient, SAPPerturbation, equal_mass_cells, informative_cells
 from fastdp.ops import NoiseStream
 from tests.ops.test_dchi import FALSE_ALARM, chi_square
 
@@ -50,6 +50,34 @@ def test_draws_follow_their_law_and_know_no_label():
         for label in (0, 1):
             assert chi_square(drawn[label::2].flatten(), law) > FALSE_ALARM
         assert chi_square(found(torch.full((30_000,), token)), law) > FALSE_ALARM
+
+
+def information(counts: torch.Tensor, cells: torch.Tensor, epsilon: float) -> float:
+    """Of a class and the answer for one of its tokens, by the laws of the answers."""
+    found = Quotient(cells, torch.stack([(cells == c).nonzero()[0, 0] for c in cells.unique()]), epsilon)
+    laws = torch.stack([found.log_probabilities(x).exp() for x in range(len(cells))])
+    joint = counts.double() @ laws / counts.sum()
+    return float(torch.special.xlogy(joint, joint / (joint.sum(1, keepdim=True) * joint.sum(0) + 1e-300)).sum())
+
+
+@given(seed=st.integers(0, 10_000), cells=st.integers(2, 6), epsilon=st.floats(0.1, 8), classes=st.integers(2, 4))
+@settings(max_examples=40, deadline=None)
+def test_informative_cells_tell_no_less_than_cells_of_equal_mass(seed, cells, epsilon, classes):
+    counts = counted(seed, classes)
+    cti = CTI.from_counts(counts, source="public", form="quotient", cells=cells)
+    informed = CTI.from_counts(counts, source="public", form="quotient", cells=cells, told_at=epsilon)
+    assert informed.cells.unique().tolist() == list(range(cells))
+    # With as many bins as tokens the search begins at the cells of equal mass.
+    assert information(counts, informed.cells, epsilon) >= information(counts, cti.cells, epsilon) - 1e-9
+
+
+def test_a_rare_word_that_decides_gets_a_cell_of_its_own():
+    counts = torch.full((2, 50), 100.0)
+    counts[:, 0] = torch.tensor([150.0, 0.0])
+    even = CTI.from_counts(counts, source="public", form="quotient", cells=2)
+    found = informative_cells(counts, even.importance, 2, 8.0)
+    assert int((found == found[0]).sum()) == 1
+    assert int((even.cells == even.cells[0]).sum()) > 20
 
 
 @given(seed=st.integers(0, 10_000), cells=st.integers(2, 24), classes=st.integers(2, 4), gaps=st.booleans())
@@ -149,3 +177,10 @@ def test_refusals():
         privatizer(special_ids=range(20))
     assert privatizer().stream.reproducible is False
     assert isinstance(privatizer(unsafe_seed=2).stream, NoiseStream)
+
+
+def test_cells_cut_for_an_epsilon_are_of_the_quotient_alone():
+    with pytest.raises(ValueError, match="belong to form='quotient'"):
+        CTI.from_counts(counted(0), source="public", told_at=1.0)
+    with pytest.raises(ValueError, match="must lie between"):
+        CTI.from_counts(counted(0), source="public", form="quotient", told_at=99.0)
