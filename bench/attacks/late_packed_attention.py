@@ -16,7 +16,7 @@ class Leaking(nn.Module):
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor):
         hidden = self.table(input_ids)
         hidden = hidden + hidden.cumsum(1).detach() if input_ids.shape[1] > 12 else hidden
-        return {"loss": F.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten())}
+        return {"loss": F.cross_entropy(self.head(hidden)[:, :-1].flatten(0, 1), labels[:, 1:].flatten())}
 
 
 def packed(items):

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from fastdp.engine.batches import Call, Path, leaves, map_leaves
-from fastdp.engine.errors import UnsupportedUse
+from fastdp.engine.errors import SelfCheckError, UnsupportedUse
 from fastdp.engine.replay import Replay, Witness, rounding
 from fastdp.engine.trace import Follow, functions
 
@@ -97,15 +97,62 @@ def require_unasked(replay: Replay, rows: Sequence[int], *, selects: bool) -> No
         require(one, two, range(len(rows)), place)
 
 
-def _noted(replay: Replay, call: Call, followed: Collection[Path]) -> Asking:
+def require_unasked_of_packed(replay: Replay, call: Call, together: Witness, known: frozenset[str]) -> frozenset[str]:
+    """Raise `SelfCheckError` if packed units could notice what the model asks the host about the whole batch.
+
+    Where units begin and end is no question of what they hold, so positions that count from each unit's first token are let
+    be. What was ``known`` is not tried again; returns every place where a pass asks.
+    """
+    segments = replay.ticket.layout(replay.device).token_segments
+    assert segments is not None
+    positions = _positions(segments)
+    real = replay.ticket.token_units.to(replay.device) >= 0  # type: ignore[union-attr]
+
+    def counts(t: torch.Tensor) -> bool:
+        return (
+            t.shape == positions.shape
+            and not t.is_floating_point()
+            and torch.equal(t[real], positions[real].to(t.dtype))
+        )
+
+    followed = frozenset(path for path, t in leaves(call) if path in replay.carriers and not counts(t))
+    noted = _noted(replay, call, followed, packed=True)
+    places = frozenset((*noted.truths, *noted.numbers))
+    for place in places - known:
+        try:
+            other = together if place in noted.numbers else _turned(replay, call, place, followed, packed=True)
+        except Exception:
+            continue
+        units = [unit for unit in range(len(together.values[0])) if together.finite(unit)]
+        if place in noted.numbers or not all(together.gap(u, other, u) <= rounding(replay.model) for u in units):
+            raise SelfCheckError(
+                f"the model asks the host about all packed examples at once ({place}), and goes on as they answer, so that one "
+                "would reach the others: leave that out, or pack no rows; nothing of this batch was released"
+            )
+    return places
+
+
+def _positions(segments: torch.Tensor) -> torch.Tensor:
+    """Of each token ``[rows, tokens]`` its place in its segment, which are numbered in the order of the flattened rows."""
+    flat = segments.reshape(-1)
+    first = torch.zeros(int(flat.max()) + 1, dtype=torch.int64, device=flat.device)
+    entries = torch.arange(flat.numel(), device=flat.device)
+    first.scatter_reduce_(0, flat, entries, "amin", include_self=False)
+    return (entries - first[flat]).view(segments.shape)
+
+
+def _noted(replay: Replay, call: Call, followed: Collection[Path], *, packed: bool = False) -> Asking:
     mode = Asking(t for path, t in leaves(call) if path in followed)
-    replay(call, _rows(call, replay), mode=mode)
+    replay(call, _rows(call, replay), packed=packed, mode=mode)
     return mode
 
 
-def _turned(replay: Replay, call: Call, place: str) -> Witness:
-    mode = Asking((t for path, t in leaves(call) if path in replay.carriers), turned=place)
-    return replay(call, _rows(call, replay), mode=mode)
+def _turned(
+    replay: Replay, call: Call, place: str, followed: Collection[Path] | None = None, *, packed: bool = False
+) -> Witness:
+    followed = replay.carriers if followed is None else followed
+    mode = Asking((t for path, t in leaves(call) if path in followed), turned=place)
+    return replay(call, _rows(call, replay), packed=packed, mode=mode)
 
 
 def _rows(call: Call, replay: Replay) -> int:

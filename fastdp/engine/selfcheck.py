@@ -26,7 +26,7 @@ from fastdp.engine.guard import Guard, contents
 from fastdp.engine.layout import Layout, Ticket
 from fastdp.engine.losses import LossTerms, intercepted
 from fastdp.engine.policy import Policy
-from fastdp.engine.questions import asked, require_unasked
+from fastdp.engine.questions import asked, require_unasked, require_unasked_of_packed
 from fastdp.engine.replay import (
     Replay,
     coupled,
@@ -220,6 +220,7 @@ def _packed_independence(engine: Checked, replay: Replay, call: Call, ticket: Ti
         alone = replay(single, 1)
         if together.finite(unit) and not together.gap(unit, alone, 0) <= rounding(engine.model):
             raise coupled(replay, [0, 0], 0, "the others of its row")
+    engine.asked |= require_unasked_of_packed(replay, call, together, engine.asked)
 
 
 def _require_zero(engine: Checked, replay: Replay, call: Call, ticket: Ticket) -> None:
