@@ -64,7 +64,7 @@ def grid(only: str | None = None) -> Iterator[tuple[str, dict[str, Any]]]:
 def run(name: str, settings: dict[str, Any], model: str, data: Path, folder: Path) -> dict[str, Any]:
     """One run's row: settings, what it was judged, noise multiplier and steps."""
     paths, common = DATA[name]
-    files = [_first(data / path, count, folder) for path, count in zip(paths, (EXAMPLES, JUDGES))]
+    files = [excerpt(data / path, count, folder) for path, count in zip(paths, (EXAMPLES, JUDGES))]
     config = FinetuneConfig(
         model=model,
         train=str(files[0]),
@@ -95,7 +95,8 @@ def run(name: str, settings: dict[str, Any], model: str, data: Path, folder: Pat
     }
 
 
-def _first(path: Path, count: int, folder: Path) -> Path:
+def excerpt(path: Path, count: int, folder: Path) -> Path:
+    """The first examples of a data set, written to a file of their own."""
     table = read_rows(path)
     # Spread over the file, which may be sorted; long enough that a model has something to learn from.
     usable = [row for row in table.rows if len(str(next(iter(row.values())))) > 20]

@@ -3,14 +3,17 @@
 import dataclasses
 import math
 import random
+import re
 
 import numpy as np
 import peft
 import pytest
 import transformers
 from scipy.stats import beta
+from typer.testing import CliRunner
 
 from fastdp.accounting import Card, Ledger, chosen, epsilon, gaussian, renyi, verify
+from fastdp.cli import app
 from fastdp.finetune import tune as tuning
 from fastdp.finetune.config import ConfigError
 from fastdp.finetune.tune import best_of, tune
@@ -52,6 +55,23 @@ def test_a_search_releases_the_best_trial_and_its_card(config, model_folder, tmp
     peft.PeftModel.from_pretrained(base, output / "adapter")
     with pytest.raises((ConfigError, ValueError), match="already holds"):
         tune(config, {"learning_rate": [1e-3]}, trials=3, held_out=0.5)
+
+
+def test_the_command_searches_and_says_what_won(config, tmp_path, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(renyi, "draw_trials", lambda *_: 1)
+    monkeypatch.setattr(tuning, "_LEAST_JUDGES", 5)
+    settings = tmp_path / "settings.yaml"
+    dataclasses.replace(config, eval=None, batch_size=8).save(settings)
+    arguments = ["tune", str(settings), "--try", "learning_rate=1e-3", "--try", "lora_r=1,2", "--held-out", "0.5"]
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code == 0, done.output
+    said = " ".join(done.output.split())
+    assert re.search(r"won: learning_rate 0\.001, lora_r [12], noised loss of the judges [\d.-]+", said)
+    assert re.search(r"privacy of the whole search: epsilon [\d.]+ at delta 0\.001", said)
+    assert Card.load(tmp_path / "run" / "card.json")["tuning"]["expected_trials"] == 6.0
+    refused = CliRunner().invoke(app, [*arguments, "--try", "learning_rate"])
+    assert refused.exit_code == 1
+    assert "write a setting and its values" in " ".join(refused.stderr.split())
 
 
 def test_a_search_that_fails_has_paid(config, tmp_path, monkeypatch):  # noqa: F811

@@ -228,7 +228,11 @@ def test_a_loss_over_the_whole_batch_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("column", [True, False])
 def test_grouping_by_length_orders_micro_batches(tmp_path: Path, column: bool) -> None:
-    made = trainer(tmp_path, train_sampling_strategy="group_by_length")
+    # Earlier releases of transformers 5 have a flag instead of the strategy.
+    strategy = "train_sampling_strategy" in TrainingArguments.__dataclass_fields__
+    made = trainer(
+        tmp_path, **({"train_sampling_strategy": "group_by_length"} if strategy else {"group_by_length": True})
+    )
     if column:
         made.train_dataset = made.train_dataset.add_column("length", [i % 7 for i in range(ROWS)])
     loader = made.get_train_dataloader().private.data_loader

@@ -1,0 +1,107 @@
+"""What `fastdp plan` foretells, and what the run of its settings then takes: seconds a step and peak memory.
+
+    python -m fastdp.bench.plan --data shared/data --model shared/models/gpt2-mini --json bench/results/plan.json
+
+Four examples of ours, cut short. Each plan and each run has a process of its own, so that neither's memory counts as the other's;
+a file with rows is gone on with. Nothing else should run beside it. Ends with exit code 1 where a bar is not met.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import tempfile
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from fastdp.finetune.config import FinetuneConfig
+
+from . import record
+from .settings import DATA, excerpt
+
+EXAMPLES, BATCH, PHYSICAL, EPOCHS = 512, 128, 32, 2.0
+#: Data set of `DATA`, and what is trained.
+CASES = (("e2e", "lora"), ("e2e", "full"), ("sst2", "lora"), ("wikitext2", "bitfit"))
+#: How far seconds and memory may be from what was foretold, relatively.
+BARS = {"seconds": 0.15, "bytes": 0.1}
+
+
+def settings(name: str, peft: str, model: str, data: Path, folder: Path) -> FinetuneConfig:
+    """A run on an excerpt of a data set, which it writes to ``folder``; without held-out data, which no plan counts."""
+    paths, common = DATA[name]
+    return FinetuneConfig(
+        model=model,
+        train=str(excerpt(data / paths[0], EXAMPLES, folder)),
+        output=str(folder / "run"),
+        epsilon=8.0,
+        delta=1e-4,
+        epochs=EPOCHS,
+        batch_size=BATCH,
+        physical_batch_size=PHYSICAL,
+        peft=peft,
+        samples=0,
+        **common,
+    )
+
+
+def foretold(config: FinetuneConfig) -> dict[str, float]:
+    """By the plan, for the examples' mean length in tokens, which the row states too."""
+    from fastdp.data import read_rows
+    from fastdp.finetune.models import load_tokenizer, load_trained
+    from fastdp.finetune.plan import measure
+    from fastdp.finetune.tasks import encode_rows
+
+    tokenizer = load_tokenizer(config)
+    items = encode_rows(read_rows(str(config.train)), tokenizer, config).items
+    length = round(sum(len(item["input_ids"]) for item in items) / len(items))
+    machine = measure(load_trained(config, tokenizer), tokenizer, config, length)
+    return {"seconds": machine.seconds(config.batch_size, 1), "bytes": machine.peak_bytes, "length": length}
+
+
+def taken(config: FinetuneConfig) -> dict[str, float]:
+    """By the run itself."""
+    from fastdp.finetune import finetune
+
+    result = finetune(config)
+    return {"seconds": result.seconds_per_step, "bytes": result.peak_bytes}
+
+
+def compare(name: str, peft: str, model: str, data: Path) -> dict[str, Any]:
+    """One case's row."""
+    with tempfile.TemporaryDirectory() as folder:
+        config = settings(name, peft, model, data, Path(folder))
+        spawned = multiprocessing.get_context("spawn")
+        found = []
+        for ask in (foretold, taken):
+            with ProcessPoolExecutor(1, mp_context=spawned) as process:
+                found.append(process.submit(ask, config).result())
+    plan, run = found
+    off = {key: abs(plan[key] / run[key] - 1) for key in BARS}
+    return {"data": name, "peft": peft, "foretold": plan, "taken": run, "off": off}
+
+
+def main() -> None:
+    """Measure what is missing, writing each row as it comes, and judge all."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, required=True, help="folder with e2e/, sst2/ and wikitext2/")
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--json", type=Path, required=True)
+    arguments = parser.parse_args()
+    rows = json.loads(arguments.json.read_text())["figures"] if arguments.json.exists() else []
+    for name, peft in CASES:
+        if not any((row["data"], row["peft"]) == (name, peft) for row in rows):
+            rows.append(compare(name, peft, arguments.model, arguments.data))
+            record.write(arguments.json, rows)
+    failed = False
+    for row in rows:
+        missed = [key for key, bar in BARS.items() if row["off"][key] > bar]
+        failed |= bool(missed)
+        said = ", ".join(f"{key} {row['foretold'][key]:.3g} foretold, {row['taken'][key]:.3g} taken" for key in BARS)
+        print(f"{row['data']} {row['peft']}: {said}" + (f"; MISSED: {', '.join(missed)}" if missed else ""), flush=True)
+    raise SystemExit(int(failed))
+
+
+if __name__ == "__main__":
+    main()
