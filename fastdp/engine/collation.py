@@ -30,12 +30,14 @@ class Collation:
         dataset, collate: the user's own.
         indices: the examples of the micro-batch, in order.
         batch: the tensors that were handed out, by their places.
+        unit_map: of rows that several examples share, the entry that names the example of each token.
     """
 
     dataset: Any
     collate: Callable[[list[Any]], Any]
     indices: Sequence[int]
     batch: dict[Path, torch.Tensor]
+    unit_map: str | None = None
 
     def items(self) -> list[Any]:
         """A few examples of the micro-batch, and a few spread over the data set, whose lengths differ more."""
@@ -59,6 +61,9 @@ class Collation:
         """Raise `SelfCheckError` if an example's row depends on its companions, ValueError if one cannot stand alone."""
         self._require_repeatable()
         items = self.items()
+        if self.unit_map is not None:
+            self._require_packed_independence(items)
+            return
         shorter = _halved(items[0])
         if shorter is not None and self._takes(shorter, items):
             items.append(shorter)
@@ -87,6 +92,38 @@ class Collation:
                         )
             if not any(_holds_rows(own, batch.get(path), len(items)) for path, own in alone[0].items()):
                 raise SelfCheckError("the collator does not give each example one row of its own" + _REFUSAL)
+
+    def _require_packed_independence(self, items: list[Any]) -> None:
+        """Raise `SelfCheckError` if an example's tokens are others where it is packed beside others.
+
+        Whole numbers of no token may say where examples begin and end; fractions of none are of all examples together.
+        """
+        alone = [self._tokens(self._values([item]), 0) for item in items]
+        if any(not same(self._tokens(self._values([i], 1), 0), a) for i, a in zip(items, alone)):
+            return
+        for order in (list(range(len(items))), list(reversed(range(len(items))))):
+            batch = self._values([items[i] for i in order])
+            for number, i in enumerate(order):
+                found = self._tokens(batch, number)
+                for path, own in alone[i].items():
+                    if path not in found or not torch.equal(found[path].nan_to_num(), own.nan_to_num()):
+                        raise SelfCheckError(
+                            f"the collator gives an example other tokens of {_named(path)} packed with others than alone"
+                            + _REFUSAL
+                        )
+            fractions = {path for path, t in batch.items() if t.is_floating_point() and path not in alone[0]}
+            for path, own in self._values([items[0]]).items():
+                if path in fractions:
+                    _require_constant(path, own, batch[path])
+
+    def _tokens(self, values: dict[Path, torch.Tensor], number: int) -> dict[Path, torch.Tensor]:
+        """Of a packed batch everything that is by token, for one of its examples."""
+        units = values[(self.unit_map,)]
+        return {
+            path: t[units == number]
+            for path, t in values.items()
+            if t.shape[: units.dim()] == units.shape and path != (self.unit_map,)
+        }
 
     def _require_repeatable(self) -> None:
         """Raise `SelfCheckError` if an example reads otherwise after others were read; what it draws is drawn alike."""

@@ -117,7 +117,9 @@ class PrivateLoader:
             if not self.look_ahead:
                 self.require_consumed()
             indices, ticket = waiting.popleft()
-            ticket = replace(ticket, source=Collation(self.dataset, self.collate_fn, indices, dict(leaves(batch))))
+            ticket = replace(
+                ticket, source=Collation(self.dataset, self.collate_fn, indices, dict(leaves(batch)), self.unit_map)
+            )
             if self.unit_map is not None:
                 batch, ticket = self._packed(batch, ticket)
             self.tickets.append(ticket)
