@@ -33,8 +33,9 @@ from fastdp.ops.noise import standard_normals
 from fastdp.ops.table import OPS
 
 from .record import environment, write
-from .simulate import Case, build, examples
+from .simulate import build
 from .variants import compiled, variants
+from .workloads import Case, examples
 
 NORMS = 1e-5  # what docs/kernels.md promises
 #: Of a float32 normal relative to its radius: its roundings, the polynomials and the device's square root.

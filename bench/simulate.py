@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import importlib
 import math
 import sys
@@ -27,6 +28,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
+
+from . import workloads
+from .workloads import Case
 
 META = torch.device("meta")
 
@@ -58,33 +62,14 @@ _PER_NORMAL = 72
 _LIST_LIMITS = {1: 110, 2: 64, 3: 48, 4: 36, 5: 30}
 
 
-@dataclass(frozen=True)
-class Case:
-    """A model at its published size, and a batch."""
-
-    kind: str
-    layers: int
-    width: int
-    feed_forward: int
-    heads: int
-    key_heads: int
-    vocabulary: int
-    rows: int
-    tokens: int
-    rank: int = 0  # of LoRA on all linear layers; 0 trains everything
-    checkpointed: bool = False
-    dropout: float = 0.1  # of BERT and GPT-2
-    dtype: torch.dtype = torch.bfloat16
-
-
+_half = functools.partial(Case, dtype=torch.bfloat16)
 CASES = {
-    "llama-8b-lora": Case("llama", 32, 4096, 14336, 32, 8, 128256, 4, 2048, rank=16),
-    "llama-8b-lora-checkpointed": Case("llama", 32, 4096, 14336, 32, 8, 128256, 4, 2048, rank=16, checkpointed=True),
-    "llama-1b-full": Case("llama", 16, 2048, 8192, 32, 8, 128256, 4, 1024),
-    "gpt2-124m-full": Case("gpt2", 12, 768, 3072, 12, 12, 50257, 8, 1024),
-    "bert-base-full": Case("bert", 12, 768, 3072, 12, 12, 30522, 32, 128),
+    "llama-8b-lora": _half("llama", 32, 4096, 14336, 32, 8, 128256, 4, 2048, rank=16),
+    "llama-8b-lora-checkpointed": _half("llama", 32, 4096, 14336, 32, 8, 128256, 4, 2048, rank=16, checkpointed=True),
+    "llama-1b-full": _half("llama", 16, 2048, 8192, 32, 8, 128256, 4, 1024),
+    "gpt2-124m-full": _half("gpt2", 12, 768, 3072, 12, 12, 50257, 8, 1024),
+    "bert-base-full": _half("bert", 12, 768, 3072, 12, 12, 30522, 32, 128),
 }
-_TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
 class HostWaits(RuntimeError):
@@ -459,95 +444,16 @@ def _launched(meter: Meter) -> Callable[..., None]:
 
 
 def build(case: Case, device: torch.device = META) -> torch.nn.Module:
-    """The case's model."""
-    import transformers as hf
-
-    shape = {
-        "num_hidden_layers": case.layers,
-        "hidden_size": case.width,
-        "intermediate_size": case.feed_forward,
-        "num_attention_heads": case.heads,
-        "vocab_size": case.vocabulary,
-        "max_position_embeddings": case.tokens,
-    }
-    with device:
-        if case.kind == "gpt2":
-            model: torch.nn.Module = hf.GPT2LMHeadModel(
-                hf.GPT2Config(
-                    n_layer=case.layers,
-                    n_embd=case.width,
-                    n_head=case.heads,
-                    vocab_size=case.vocabulary,
-                    n_positions=case.tokens,
-                    bos_token_id=0,
-                    eos_token_id=0,
-                    resid_pdrop=case.dropout,
-                    embd_pdrop=case.dropout,
-                    attn_pdrop=case.dropout,
-                )
-            )
-        elif case.kind == "bert":
-            rates = {"hidden_dropout_prob": case.dropout, "attention_probs_dropout_prob": case.dropout}
-            model = hf.BertForSequenceClassification(hf.BertConfig(num_labels=2, **rates, **shape))
-        else:
-            model = hf.LlamaForCausalLM(hf.LlamaConfig(num_key_value_heads=case.key_heads, **shape))
-        model = model.to(case.dtype)
-        model.config.use_cache = False  # type: ignore[union-attr]
-        if case.rank:
-            import peft
-
-            config = peft.LoraConfig(r=case.rank, target_modules=_TARGETS, task_type="CAUSAL_LM")
-            model = peft.get_peft_model(model, config)  # type: ignore[arg-type]
-    if case.checkpointed:
-        model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
-        if case.rank:
-            model.enable_input_require_grads()  # type: ignore[operator]
-    return model.train()
+    """The case's model, which keeps nothing to generate by."""
+    model = workloads.build(case, device)
+    model.config.use_cache = False  # type: ignore[union-attr]
+    return model
 
 
-def examples(case: Case, count: int) -> list[dict[str, torch.Tensor]]:
-    """Rows of random tokens."""
-    generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(0, case.vocabulary, (count, case.tokens), generator=generator)
-    if case.kind == "bert":
-        return [{"input_ids": row, "labels": torch.tensor(0)} for row in ids]
-    return [{"input_ids": row, "labels": row.clone()} for row in ids]
-
-
-def step_of(case: Case, model: torch.nn.Module, *, private: bool) -> Callable[[], None]:
-    """A function that takes one training step on the model's device: AdamW in torch's fused form, or private in ours."""
-    from torch.utils.data import DataLoader
-
-    import fastdp
-
-    device = next(model.parameters()).device
-    trained = [p for p in model.parameters() if p.requires_grad]
-    loader: Any = DataLoader(examples(case, 4 * case.rows), batch_size=case.rows)  # type: ignore[arg-type]
-    if private:
-        privacy: dict[str, Any] = {
-            "noise_multiplier": 1.0,
-            "target_delta": 1e-5,
-            "epochs": 10_000,
-            "sampling": "shuffled",
-        }
-        run = fastdp.make_private(model, fastdp.optim.AdamW(trained, lr=1e-4), loader, self_check=False, **privacy)
-        loader, optimizer = run.data_loader, run.optimizer
-    else:
-        optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=True)
-
-    def batches() -> Iterator[Any]:
-        while True:
-            yield from loader
-
-    stream = batches()
-
-    def step() -> None:
-        batch = {key: value.to(device, non_blocking=True) for key, value in next(stream).items()}
-        model(**batch).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step
+def step_of(case: Case, device: torch.device, *, private: bool) -> Callable[[], None]:
+    """A function that takes one training step, in the fused forms of AdamW: torch's, or ours with its noise."""
+    model = build(case, device)
+    return (workloads.private_step if private else workloads.plain_step)(case, model, fused=True)
 
 
 def measure(name: str, gpu: str) -> list[dict[str, Any]]:
@@ -595,7 +501,7 @@ def prices() -> dict[str, Any]:
 def tally(case: Case, gpu: Gpu, *, private: bool, granularity: int = 512) -> Tally:
     """What the third step comes to: the first prepares, and by the third the optimizer's state is there."""
     with simulated(gpu, granularity) as meter:
-        step = step_of(case, build(case), private=private)
+        step = step_of(case, META, private=private)
         step()
         step()
         with meter.measuring() as found:
@@ -611,7 +517,7 @@ def real_peak(case: Case, *, private: bool) -> int:
 
     same = {("cpu", width): value for (kind, width), value in routes.DEFAULTS.items() if kind == "cuda"}
     with mock.patch.dict(routes.DEFAULTS, same):
-        step = step_of(case, build(case, torch.device("cpu")), private=private)
+        step = step_of(case, torch.device("cpu"), private=private)
         step()
         step()
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:

@@ -23,58 +23,45 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from . import layers
+from . import layers, workloads
 from .memory import ENVIRONMENT
+from .workloads import LEARNING_RATE, Case
 
 IMPLEMENTATIONS = ("non-private", "fastdp", "opacus-hooks", "opacus-ghost")
 FUSED = ("non-private-fused", "fastdp-fused")
-LEARNING_RATE = 1e-4
-
-
-@dataclass(frozen=True)
-class Case:
-    """A model and a batch: ``kind`` is a builder below, ``tuning`` what is trained."""
-
-    kind: str
-    layers: int
-    width: int
-    tuning: str
-    rows: int = 8
-    tokens: int = 128
-    vocabulary: int = 8192
-    gpu: bool = False
 
 
 CASES = {
-    "gpt2-6x512-lora": Case("gpt2", 6, 512, "lora"),
-    "gpt2-6x512-full": Case("gpt2", 6, 512, "full"),
-    "llama-6x512-lora": Case("llama", 6, 512, "lora"),
-    "llama-6x512-full": Case("llama", 6, 512, "full"),
-    "bert-6x384-full": Case("bert", 6, 384, "full"),
-    "bert-6x384-bitfit": Case("bert", 6, 384, "bitfit"),
-    "vit-6x384-full": Case("vit", 6, 384, "full", tokens=197),
-    "cnn": Case("cnn", 3, 32, "full", rows=32, tokens=32),
-    "cnn-gn": Case("cnn-gn", 3, 32, "full", rows=32, tokens=32),
-    "cnn-in": Case("cnn-in", 3, 32, "full", rows=32, tokens=32),
-    "depthwise": Case("depthwise", 3, 32, "full", rows=32, tokens=32),
-    "conv3d": Case("conv3d", 3, 16, "full", rows=16, tokens=16),
-    "text-cnn": Case("text-cnn", 1, 64, "full", rows=32, vocabulary=5000),
-    "bags": Case("bags", 1, 128, "full", rows=32, vocabulary=5000),
-    "gru": Case("gru", 1, 128, "full", rows=32, vocabulary=5000),
-    "rnn": Case("rnn", 1, 128, "full", rows=32, vocabulary=5000),
-    "attention": Case("attention", 1, 256, "full", rows=16, vocabulary=5000),
-    "lstm": Case("lstm", 1, 128, "full", rows=32, vocabulary=5000),
-    "encoder-layer": Case("encoder-layer", 2, 256, "full", rows=16, vocabulary=5000),
-    "gpt2-124m-lora": Case("gpt2", 12, 768, "lora", tokens=1024, vocabulary=50257, gpu=True),
-    "gpt2-124m-full": Case("gpt2", 12, 768, "full", tokens=1024, vocabulary=50257, gpu=True),
-    "bert-base-full": Case("bert", 12, 768, "full", rows=32, vocabulary=30522, gpu=True),
-    "llama-1b-full": Case("llama", 16, 2048, "full", rows=4, tokens=1024, vocabulary=128256, gpu=True),
-    "llama-8b-lora": Case("llama", 32, 4096, "lora", rows=4, tokens=1024, vocabulary=128256, gpu=True),
+    "gpt2-6x512-lora": Case("gpt2", 6, 512, tuning="lora"),
+    "gpt2-6x512-full": Case("gpt2", 6, 512),
+    "llama-6x512-lora": Case("llama", 6, 512, 1376, tuning="lora"),
+    "llama-6x512-full": Case("llama", 6, 512, 1376),
+    "bert-6x384-full": Case("bert", 6, 384),
+    "bert-6x384-bitfit": Case("bert", 6, 384, tuning="bitfit"),
+    "vit-6x384-full": Case("vit", 6, 384, tokens=197),
+    "cnn": Case("cnn", 3, 32, rows=32, tokens=32),
+    "cnn-gn": Case("cnn-gn", 3, 32, rows=32, tokens=32),
+    "cnn-in": Case("cnn-in", 3, 32, rows=32, tokens=32),
+    "depthwise": Case("depthwise", 3, 32, rows=32, tokens=32),
+    "conv3d": Case("conv3d", 3, 16, rows=16, tokens=16),
+    "text-cnn": Case("text-cnn", 1, 64, rows=32, vocabulary=5000),
+    "bags": Case("bags", 1, 128, rows=32, vocabulary=5000),
+    "gru": Case("gru", 1, 128, rows=32, vocabulary=5000),
+    "rnn": Case("rnn", 1, 128, rows=32, vocabulary=5000),
+    "attention": Case("attention", 1, 256, rows=16, vocabulary=5000),
+    "lstm": Case("lstm", 1, 128, rows=32, vocabulary=5000),
+    "encoder-layer": Case("encoder-layer", 2, 256, rows=16, vocabulary=5000),
+    "gpt2-124m-lora": Case("gpt2", 12, 768, tuning="lora", tokens=1024, vocabulary=50257, dtype=torch.bfloat16),
+    "gpt2-124m-full": Case("gpt2", 12, 768, tokens=1024, vocabulary=50257, dtype=torch.bfloat16),
+    "bert-base-full": Case("bert", 12, 768, rows=32, vocabulary=30522, dtype=torch.bfloat16),
+    "llama-1b-full": Case("llama", 16, 2048, rows=4, tokens=1024, vocabulary=128256, dtype=torch.bfloat16),
+    "llama-8b-lora": Case(
+        "llama", 32, 4096, tuning="lora", rows=4, tokens=1024, vocabulary=128256, dtype=torch.bfloat16
+    ),
 }
 
 
@@ -176,142 +163,18 @@ class _Worker:
         self.process.wait(60)
 
 
-def _model(case: Case) -> torch.nn.Module:
-    import transformers as hf
-
-    heads = max(1, case.width // 64)
-    torch.manual_seed(0)
-    if case.kind == "gpt2":
-        return hf.GPT2LMHeadModel(
-            hf.GPT2Config(
-                n_layer=case.layers,
-                n_embd=case.width,
-                n_head=heads,
-                vocab_size=case.vocabulary,
-                n_positions=case.tokens,
-                bos_token_id=0,
-                eos_token_id=0,
-            )
-        )
-    if case.kind in layers.KINDS:
-        return layers.KINDS[case.kind].build(case.vocabulary, case.width, case.layers)
-    if case.kind == "vit":
-        return hf.ViTForImageClassification(
-            hf.ViTConfig(
-                num_hidden_layers=case.layers,
-                hidden_size=case.width,
-                intermediate_size=4 * case.width,
-                num_attention_heads=heads,
-                num_labels=10,
-            )
-        )
-    shape = {
-        "num_hidden_layers": case.layers,
-        "hidden_size": case.width,
-        "num_attention_heads": heads,
-        "vocab_size": case.vocabulary,
-        "max_position_embeddings": case.tokens,
-    }
-    if case.kind == "bert":
-        return hf.BertForSequenceClassification(hf.BertConfig(intermediate_size=4 * case.width, num_labels=2, **shape))
-    intermediate = -(-8 * case.width // 3 // 32) * 32 if case.width < 2048 else 4 * case.width
-    return hf.LlamaForCausalLM(hf.LlamaConfig(intermediate_size=intermediate, **shape))
-
-
-def _tuned(case: Case, model: torch.nn.Module) -> torch.nn.Module:
-    if case.tuning == "bitfit":
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad_(name.endswith(".bias"))
-    if case.tuning != "lora":
-        return model
-    import peft
-
-    targets = {"gpt2": ["c_attn"], "llama": ["q_proj", "v_proj"], "bert": ["query", "value"]}[case.kind]
-    config = peft.LoraConfig(r=4, target_modules=targets, fan_in_fan_out=case.kind == "gpt2", task_type="CAUSAL_LM")
-    return peft.get_peft_model(model, config)
-
-
-def _examples(case: Case, count: int) -> list[dict[str, torch.Tensor]]:
-    generator = torch.Generator().manual_seed(1)
-    if case.kind == "vit":
-        images = torch.randn(count, 3, 224, 224, generator=generator)
-        labels = torch.randint(0, 10, (count,), generator=generator)
-        return [{"pixel_values": image, "labels": label} for image, label in zip(images, labels)]
-    dimensions = layers.KINDS[case.kind].dimensions if case.kind in layers.KINDS else 0
-    if dimensions:
-        seen = torch.randn(count, 3, *[case.tokens] * dimensions, generator=generator)
-        return [{"x": image, "labels": torch.tensor(i % layers.CLASSES)} for i, image in enumerate(seen)]
-    ids = torch.randint(0, case.vocabulary, (count, case.tokens), generator=generator)
-    if case.kind in layers.KINDS:
-        return [{"x": row, "labels": torch.tensor(i % layers.CLASSES)} for i, row in enumerate(ids)]
-    if case.kind == "bert":
-        labels = torch.randint(0, 2, (count,), generator=generator)
-        return [{"input_ids": row, "labels": label} for row, label in zip(ids, labels)]
-    return [{"input_ids": row, "labels": row.clone()} for row in ids]
-
-
 def _build(case: Case, implementation: str) -> Callable[[], None]:
     """A function that takes one training step."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model = _model(case)
-    if case.gpu:
-        model = model.to(torch.bfloat16)  # before it moves, or a GPU would have to hold it in float32
-    model = _tuned(case, model.to(device))
-    model.train()
-    examples = _examples(case, 4 * case.rows)
+    model = workloads.build(case, device)
     if implementation in ("fastdp", "fastdp-fused"):
-        return _fastdp(case, model, examples, device, fused=implementation == "fastdp-fused")
-    batches = _batches(case, examples, device)
-    trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer: Any = torch.optim.AdamW(trained, lr=LEARNING_RATE, fused=implementation == "non-private-fused" or None)
+        return workloads.private_step(case, model, fused=implementation == "fastdp-fused")
     if implementation in ("non-private", "non-private-fused"):
-
-        def step() -> None:
-            model(**next(batches)).loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-        return step
-    return _opacus(case, model, optimizer, batches, examples, ghost=implementation == "opacus-ghost")
-
-
-def _batches(case: Case, examples: list[Any], device: torch.device) -> Iterator[dict[str, torch.Tensor]]:
-    from torch.utils.data import DataLoader
-
-    loader: DataLoader = DataLoader(examples, batch_size=case.rows, shuffle=True)  # type: ignore[arg-type]
-    while True:
-        for batch in loader:
-            yield {key: value.to(device) for key, value in batch.items()}
-
-
-def _fastdp(
-    case: Case, model: torch.nn.Module, examples: list[Any], device: torch.device, *, fused: bool
-) -> Callable[[], None]:
-    from torch.utils.data import DataLoader
-
-    import fastdp
-
-    loader: DataLoader = DataLoader(examples, batch_size=case.rows)  # type: ignore[arg-type]
-    privacy: dict[str, Any] = {"noise_multiplier": 1.0, "target_delta": 1e-5, "epochs": 10_000, "sampling": "shuffled"}
-    # A few of a run's later batches are checked: at most 1.25% of its time (`fastdp.engine.later`), which falls on single steps.
-    privacy["self_check"] = False
+        return workloads.plain_step(case, model, fused=implementation == "non-private-fused")
+    batches = workloads.batches(workloads.loader_of(case, shuffle=True), device)
     trained = [p for p in model.parameters() if p.requires_grad]
-    kind = fastdp.optim.AdamW if fused else torch.optim.AdamW
-    private = fastdp.make_private(model, kind(trained, lr=LEARNING_RATE), loader, **privacy)
-
-    def batches() -> Any:
-        while True:
-            yield from private.data_loader
-
-    stream = batches()
-
-    def step() -> None:
-        batch = {key: value.to(device) for key, value in next(stream).items()}
-        model(**batch).loss.backward()
-        private.optimizer.step()
-        private.optimizer.zero_grad()
-
-    return step
+    optimizer: Any = torch.optim.AdamW(trained, lr=LEARNING_RATE)
+    return _opacus(case, model, optimizer, batches, ghost=implementation == "opacus-ghost")
 
 
 def _opacus(
@@ -319,15 +182,12 @@ def _opacus(
     model: torch.nn.Module,
     optimizer: Any,
     batches: Iterator[dict[str, torch.Tensor]],
-    examples: list[Any],
     *,
     ghost: bool,
 ) -> Callable[[], None]:
     from opacus import PrivacyEngine
     from opacus.validators import ModuleValidator
-    from torch.utils.data import DataLoader
 
-    loader: DataLoader = DataLoader(examples, batch_size=case.rows)  # type: ignore[arg-type]
     if case.kind in layers.KINDS and layers.KINDS[case.kind].replaced:
         # Its own layer, with the weights of torch's.
         optimizer_class, model = type(optimizer), ModuleValidator.fix(model)
@@ -338,7 +198,7 @@ def _opacus(
     made = engine.make_private(
         module=model,
         optimizer=optimizer,
-        data_loader=loader,
+        data_loader=workloads.loader_of(case),
         noise_multiplier=1.0,
         max_grad_norm=1.0,
         poisson_sampling=False,

@@ -273,7 +273,7 @@ def _now(device: torch.device) -> float:
 
 
 def _simulated(config: FinetuneConfig, model: torch.nn.Module, length: int, gpu: str) -> Machine:
-    from fastdp.bench import simulate
+    from fastdp.bench import simulate, workloads
 
     if gpu not in simulate.GPUS:
         raise ConfigError(f"there is no price list for '{gpu}': choose one of {', '.join(simulate.GPUS)}")
@@ -282,7 +282,7 @@ def _simulated(config: FinetuneConfig, model: torch.nn.Module, length: int, gpu:
         raise ConfigError(
             f"{shape.model_type} with {config.peft} cannot be simulated: gpt2, bert and llama can, full or with lora"
         )
-    case = simulate.Case(
+    case = workloads.Case(
         kind=shape.model_type,
         layers=shape.num_hidden_layers,
         width=shape.hidden_size,
@@ -294,6 +294,7 @@ def _simulated(config: FinetuneConfig, model: torch.nn.Module, length: int, gpu:
         tokens=length,
         rank=config.lora_r if config.peft == "lora" and shape.model_type == "llama" else 0,
         checkpointed=config.gradient_checkpointing,
+        dtype=torch.bfloat16,
     )
     found = simulate.tally(case, simulate.GPUS[gpu], private=True)
     return Machine(

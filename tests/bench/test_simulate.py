@@ -5,7 +5,8 @@ import dataclasses
 import pytest
 import torch
 from fastdp.bench import simulate
-from fastdp.bench.simulate import CASES, GPUS, Case, HostWaits
+from fastdp.bench.simulate import CASES, GPUS, HostWaits
+from fastdp.bench.workloads import Case
 
 pytest.importorskip("triton")
 #: Small enough to be run for real, on a processor; without GQA and dropout, which it computes in another way.

@@ -1,0 +1,164 @@
+"""Models and steps that are measured, and that are simulated: a case says which, at which size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from . import layers
+
+LEARNING_RATE = 1e-4
+#: Projections of attention, which LoRA of rank 4 adapts where a case says no more than "lora".
+_ATTENTION = {"gpt2": ["c_attn"], "llama": ["q_proj", "v_proj"], "bert": ["query", "value"]}
+_ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model and a batch.
+
+    Args:
+        kind: gpt2, llama, bert, vit, or one of `bench.layers.KINDS`.
+        feed_forward, heads, key_heads: four times the width, one for 64 of it, and as many, where they are 0.
+        rank: of LoRA on all linear layers of a Llama.
+        dropout: of BERT and GPT-2.
+        dtype: of what is not adapted.
+        tuning: full, lora (of attention, rank 4) or bitfit, without a rank.
+    """
+
+    kind: str
+    layers: int
+    width: int
+    feed_forward: int = 0
+    heads: int = 0
+    key_heads: int = 0
+    vocabulary: int = 8192
+    rows: int = 8
+    tokens: int = 128
+    rank: int = 0
+    checkpointed: bool = False
+    dropout: float = 0.1
+    dtype: torch.dtype = torch.float32
+    tuning: str = "full"
+
+    @property
+    def gpu(self) -> bool:
+        """Whether it is of a size for GPUs, in half precision."""
+        return self.dtype != torch.float32
+
+
+def build(case: Case, device: torch.device) -> torch.nn.Module:
+    """The case's model in training mode, converted before it moves: a GPU need not hold it in float32."""
+    with device if device.type == "meta" else torch.device("cpu"):
+        model = _tuned(case, _made(case).to(case.dtype).to(device))
+    if case.checkpointed:
+        model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
+        if case.rank:
+            model.enable_input_require_grads()  # type: ignore[operator]
+    return model.train()
+
+
+def _made(case: Case) -> torch.nn.Module:
+    import transformers as hf
+
+    torch.manual_seed(0)
+    heads, wide = case.heads or max(1, case.width // 64), case.feed_forward or 4 * case.width
+    if case.kind in layers.KINDS:
+        return layers.KINDS[case.kind].build(case.vocabulary, case.width, case.layers)
+    if case.kind == "gpt2":
+        rates = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), case.dropout)
+        own = {"n_layer": case.layers, "n_embd": case.width, "n_head": heads, "n_positions": case.tokens}
+        ids = {"vocab_size": case.vocabulary, "bos_token_id": 0, "eos_token_id": 0}
+        return hf.GPT2LMHeadModel(hf.GPT2Config(**own, **ids, **rates))
+    shape: dict[str, Any] = {
+        "num_hidden_layers": case.layers,
+        "hidden_size": case.width,
+        "intermediate_size": wide,
+        "num_attention_heads": heads,
+    }
+    if case.kind == "vit":
+        return hf.ViTForImageClassification(hf.ViTConfig(num_labels=10, **shape))
+    shape |= {"vocab_size": case.vocabulary, "max_position_embeddings": case.tokens}
+    if case.kind == "bert":
+        rates = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), case.dropout)
+        return hf.BertForSequenceClassification(hf.BertConfig(num_labels=2, **rates, **shape))
+    return hf.LlamaForCausalLM(hf.LlamaConfig(num_key_value_heads=case.key_heads or heads, **shape))
+
+
+def _tuned(case: Case, model: torch.nn.Module) -> torch.nn.Module:
+    if case.tuning == "bitfit":
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(name.endswith(".bias"))
+    if case.tuning != "lora" and not case.rank:
+        return model
+    import peft
+
+    targets, rank = (_ALL, case.rank) if case.rank else (_ATTENTION[case.kind], 4)
+    config = peft.LoraConfig(r=rank, target_modules=targets, fan_in_fan_out=case.kind == "gpt2", task_type="CAUSAL_LM")
+    return peft.get_peft_model(model, config)  # type: ignore[arg-type]
+
+
+def examples(case: Case, count: int) -> list[dict[str, torch.Tensor]]:
+    """Rows of random tokens, images or numbers."""
+    generator = torch.Generator().manual_seed(1)
+    if case.kind == "vit":
+        images = torch.randn(count, 3, 224, 224, generator=generator)
+        labels = torch.randint(0, 10, (count,), generator=generator)
+        return [{"pixel_values": image, "labels": label} for image, label in zip(images, labels)]
+    dimensions = layers.KINDS[case.kind].dimensions if case.kind in layers.KINDS else 0
+    if dimensions:
+        seen = torch.randn(count, 3, *[case.tokens] * dimensions, generator=generator)
+        return [{"x": image, "labels": torch.tensor(i % layers.CLASSES)} for i, image in enumerate(seen)]
+    ids = torch.randint(0, case.vocabulary, (count, case.tokens), generator=generator)
+    if case.kind in layers.KINDS:
+        return [{"x": row, "labels": torch.tensor(i % layers.CLASSES)} for i, row in enumerate(ids)]
+    if case.kind == "bert":
+        labels = torch.randint(0, 2, (count,), generator=generator)
+        return [{"input_ids": row, "labels": label} for row, label in zip(ids, labels)]
+    return [{"input_ids": row, "labels": row.clone()} for row in ids]
+
+
+def batches(loader: Any, device: torch.device) -> Iterator[dict[str, torch.Tensor]]:
+    """Batches of a loader on the device, pass after pass."""
+    while True:
+        for batch in loader:
+            yield {key: value.to(device, non_blocking=True) for key, value in batch.items()}
+
+
+def loader_of(case: Case, *, shuffle: bool = False) -> Any:
+    """A loader of four batches."""
+    from torch.utils.data import DataLoader
+
+    return DataLoader(examples(case, 4 * case.rows), batch_size=case.rows, shuffle=shuffle)  # type: ignore[arg-type]
+
+
+def plain_step(case: Case, model: torch.nn.Module, *, fused: bool) -> Callable[[], None]:
+    """A function that takes one training step without privacy, with torch's AdamW."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=LEARNING_RATE, fused=fused or None)
+    return _stepping(model, optimizer, batches(loader_of(case, shuffle=True), trained[0].device))
+
+
+def private_step(case: Case, model: torch.nn.Module, *, fused: bool) -> Callable[[], None]:
+    """A function that takes one private step, with torch's AdamW or that which fuses noise and update."""
+    import fastdp
+
+    privacy: dict[str, Any] = {"noise_multiplier": 1.0, "target_delta": 1e-5, "epochs": 10_000, "sampling": "shuffled"}
+    # A few of a run's later batches are checked: at most 1.25% of its time (`fastdp.engine.later`), which falls on single steps.
+    privacy["self_check"] = False
+    trained = [p for p in model.parameters() if p.requires_grad]
+    kind = fastdp.optim.AdamW if fused else torch.optim.AdamW
+    private = fastdp.make_private(model, kind(trained, lr=LEARNING_RATE), loader_of(case), **privacy)
+    return _stepping(model, private.optimizer, batches(private.data_loader, trained[0].device))
+
+
+def _stepping(model: torch.nn.Module, optimizer: Any, stream: Iterator[dict[str, torch.Tensor]]) -> Callable[[], None]:
+    def step() -> None:
+        model(**next(stream)).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
