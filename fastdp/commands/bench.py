@@ -74,7 +74,7 @@ def kernels_command(
     json: Json = None,
 ) -> None:
     """Each op against its floor and its alternatives; nothing is timed whose result is wrong."""
-    from fastdp.bench import kernels as bench
+    from fastdp.bench import micro as bench
 
     rows: list[dict[str, Any]] = []
     measured = bench.measure(turns, only, sizes, compiled)
