@@ -112,7 +112,7 @@ def norms(device: str) -> Iterator[tuple[str, Result]]:
             # An upper bound, raised by what covers its own rounding and by 2^-42 an entry.
             yield f"row_products {label}", (apart(got, rows[:, 0, 0]), 2.0**-9)
         chosen = torch.rand(offsets.shape[0] - 1, device=device) < 0.5
-        got = ops.chosen_sqnorm(left, right, offsets, chosen)
+        got = ops.chosen_sqnorm([left], [right], offsets, chosen[None])[0]
         yield f"chosen_sqnorm {label}", (apart(got, squares.sum((1, 2)) * chosen, floor), NORMS)
         if not strided:
             total, most = truth.abs().sum((1, 2)), torch.maximum(truth.abs(), share * terms).sum((1, 2))
@@ -131,6 +131,17 @@ def norms(device: str) -> Iterator[tuple[str, Result]]:
         terms = in_double(left.abs(), torch.ones(tokens, 1, device=device), offsets)[:, :, 0]
         bound = (max(lengths) + 8) * 2.0**-24
         yield f"column_sums {label}", (apart(ops.column_sums(left, offsets), sums, terms), bound)
+        mean, rstd = torch.rand(tokens, device=device), torch.rand(tokens, device=device)
+        normed = (right.double() - mean[:, None]) * rstd[:, None]
+        sums, terms = (
+            in_double(x, torch.ones(tokens, 1, device=device), offsets)[:, :, 0]
+            for x in (
+                normed * right.double(),
+                (right.double().abs() + mean[:, None]) * rstd[:, None] * right.double().abs(),
+            )
+        )
+        got = ops.affine_sums(right, right, mean, rstd, offsets)[0]
+        yield f"affine_sums {label}", (apart(got, sums, terms), bound)
         ids = torch.randint(0, m, (tokens,), device=device)
         table = in_double(ids, right, offsets, m)
         square = table.square().sum((1, 2))
@@ -341,6 +352,7 @@ def behaviour(device: str) -> Iterator[tuple[str, Result]]:
                 ops.per_unit(left, right, offsets),
                 *ops.per_unit_group([left] * 128, [right] * 128, offsets)[0],
                 ops.column_sums(left, offsets),
+                ops.affine_sums(left, left, weights, weights, offsets)[0],
             ]
         finally:
             torch.cuda.set_sync_debug_mode("default")

@@ -278,7 +278,7 @@ def _norms(device: torch.device, sizes: Sizes) -> Iterator[Case]:
     chosen = torch.arange(units, device=device) % 4 == 0
     quarter = {"flops": direct["flops"] / 4, "bytes": bytes / 4}
     every = {"sqnorm of all": lambda: ops.sqnorm(left, right, offsets, "direct")}
-    yield case(layer, of(ops.chosen_sqnorm, left, right, offsets, chosen), every, **quarter)
+    yield case(layer, of(ops.chosen_sqnorm, [left], [right], offsets, chosen[None]), every, **quarter)
 
     cross = of(ops.cross_inner, left, right, left2, right, offsets, offsets)
     yield case(layer, cross, _torch(full_gram, left, right, left2, right), flops=2 * gram, bytes=2 * bytes)
@@ -359,6 +359,17 @@ def _sums(device: torch.device, sizes: Sizes) -> Iterator[Case]:
     ways = _torch(lambda a: a.view(units, length, m).float().sum(1), left)
     size = f"{units} x {length}, {m}"
     yield case(size, of(ops.column_sums, left, offsets), ways, bytes=float(tokens * m * width))
+
+    mean, rstd = torch.rand(tokens, device=device), torch.rand(tokens, device=device)
+    ways = _torch(
+        lambda g, x: (
+            torch.stack([((x - mean[:, None]) * rstd[:, None] * g), g]).float().view(2, units, length, n).sum(2)
+        ),
+        right,
+        right,
+    )
+    size = f"{units} x {length}, {n}"
+    yield case(size, of(ops.affine_sums, right, right, mean, rstd, offsets), ways, bytes=float(2 * tokens * n * width))
 
     yield from _adapters(device, sizes, offsets)
     yield from _instances(device, sizes)

@@ -66,6 +66,7 @@ _half = functools.partial(Case, dtype=torch.bfloat16)
 CASES = {
     "llama-8b-lora": _half("llama", 32, 4096, 14336, 32, 8, 128256, 4, 2048, rank=16),
     "llama-8b-lora-checkpointed": _half("llama", 32, 4096, 14336, 32, 8, 128256, 4, 2048, rank=16, checkpointed=True),
+    "llama-1b-long": _half("llama", 16, 2048, 8192, 32, 8, 128256, 1, 4096),
     "llama-1b-full": _half("llama", 16, 2048, 8192, 32, 8, 128256, 4, 1024),
     "gpt2-124m-full": _half("gpt2", 12, 768, 3072, 12, 12, 50257, 8, 1024),
     "bert-base-full": _half("bert", 12, 768, 3072, 12, 12, 30522, 32, 128),
@@ -223,8 +224,9 @@ class Meter(TorchDispatchMode):
                     result = reference(*args)
             finally:
                 own = self._own.pop()
-            if self.tally is not None:
-                tensors = _on_meta((args, result))
+            # What a launcher does by torch's own operations is priced as these.
+            if self.tally is not None and own.kernels:
+                tensors = _on_meta((args if name not in _UNREAD else args[_UNREAD[name] :], result))
                 results = sum(map(_size, _on_meta(result)))
                 moved = sum(map(_size, tensors)) + 2 * max(0, own.allocated - results)
                 operations, rate = self._work(name, args)
@@ -297,6 +299,10 @@ def _products(left: torch.Tensor, right: torch.Tensor, *_: Any) -> tuple[float, 
     return 2.0 * right.shape[0] * columns * right.shape[1], right
 
 
+def _all_products(lefts: list[torch.Tensor], rights: list[torch.Tensor]) -> tuple[float, torch.Tensor]:
+    return sum(_products(left, right)[0] for left, right in zip(lefts, rights)), rights[0]
+
+
 def _gram(lefts: list[torch.Tensor], right: torch.Tensor, offsets: torch.Tensor) -> tuple[float, torch.Tensor]:
     units = max(1, offsets.shape[0] - 1)
     length = right.shape[0] / units
@@ -339,22 +345,28 @@ def _reading(*args: Any) -> tuple[float, torch.Tensor]:
 _WORK: dict[str, Callable[..., tuple[float, torch.Tensor | None]]] = {
     "norms": _norms,
     "gram_norms": _gram_groups,
-    # Units whose Gram norms hide too much are found on the device and measured anew: none in a step as usual.
     "chosen_sqnorm": _reading,
     "row_products": _reading,
     "column_sums": _reading,
+    "affine_sums": _reading,
     "instance_norms": _reading,
     "instance_sum": _reading,
     "instance_norms_group": _reading,
     "instance_sum_group": _reading,
     "per_unit": _products,
-    "per_unit_group": lambda lefts, rights, _: (sum(_products(*pair)[0] for pair in zip(lefts, rights)), rights[0]),
+    "per_unit_group": lambda lefts, rights, _: _all_products(lefts, rights),
     "weighted_sum_": lambda out, left, right, *_: _products(left, right),
+    "weighted_sum_group_": lambda outs, lefts, rights, *_: _all_products(lefts, rights),
     "cross_inner": _cross,
     "add_noise_": _normals,
     "adamw_noise_step_": _normals,
     "adamw_noise_steps_": lambda params, *_: (sum(_normals(p)[0] for p in params), None),
 }
+
+
+#: Ops that usually read none of their first arguments, and how many: units whose Gram norms hide too much are found on the
+#: device and measured anew, and in a step as usual there are none.
+_UNREAD = {"chosen_sqnorm": 2}
 
 
 def _made_of_numbers(meter: Meter, make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

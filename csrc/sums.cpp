@@ -1,4 +1,5 @@
-// Weighted sums of token gradients: under a mask, from bands that are never written whole, and rows of R into a table.
+// Sums of token gradients: weighted ones under a mask, from bands that are never written whole, rows of R into a table, and
+// a layer norm's by unit.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -7,6 +8,7 @@
 
 #include "bindings.h"
 #include "block.h"
+#include "cpu.h"
 #include "factor.h"
 #include "team.h"
 
@@ -15,6 +17,63 @@ namespace {
 
 constexpr int64_t kColumns = 512;  // columns of a table's row added at a time
 constexpr int64_t kWords = kColumns / kBlockColumns;
+constexpr int64_t kTokens = 64;  // tokens added up in float32 before their sum is
+
+// weight[j] += g[j] (x[j] - mean) rstd and bias[j] += g[j] for j < count.
+using AffineRow = void (*)(const float *g, const float *x, float mean, float rstd, int64_t count, float *weight, float *bias);
+
+#define FASTDP_AFFINE_ROW(name)                                                                                       \
+    void name(const float *__restrict g, const float *__restrict x, float mean, float rstd, int64_t count,            \
+              float *__restrict weight, float *__restrict bias) {                                                     \
+        for (int64_t j = 0; j < count; ++j) {                                                                         \
+            weight[j] += g[j] * ((x[j] - mean) * rstd);                                                               \
+            bias[j] += g[j];                                                                                          \
+        }                                                                                                             \
+    }
+FASTDP_AFFINE_ROW(affine_row_portable)
+#if defined(__x86_64__)
+__attribute__((target("avx2,fma"))) FASTDP_AFFINE_ROW(affine_row_avx2)
+__attribute__((target("avx512f,avx512dq,avx512bw,avx512vl"))) FASTDP_AFFINE_ROW(affine_row_avx512)
+#endif
+
+AffineRow affine_row() {
+#if defined(__x86_64__)
+    if (isa() == Isa::avx512) return affine_row_avx512;
+    if (isa() == Isa::avx2) return affine_row_avx2;
+#endif
+    return affine_row_portable;
+}
+
+// Sums over each unit's tokens of G (X - mean) rstd, then of G: out float32 [2, units, width].
+void affine_sums(const FactorTuple &gradient_tuple, const FactorTuple &x_tuple, uintptr_t mean_address,
+                 uintptr_t rstd_address, const std::vector<int64_t> &bounds, uintptr_t out_address, int threads) {
+    const Factor gradient = factor_of(gradient_tuple), x = factor_of(x_tuple);
+    const float *mean = reinterpret_cast<const float *>(mean_address);
+    const float *rstd = reinterpret_cast<const float *>(rstd_address);
+    float *out = reinterpret_cast<float *>(out_address);
+    const int64_t n = x.width, units = static_cast<int64_t>(bounds.size()) - 1, panels = (n + kColumns - 1) / kColumns;
+    pybind11::gil_scoped_release release;
+
+    const AffineRow add = affine_row();
+    team_for(units * panels, threads, [&](int64_t item) {
+        const int64_t unit = item / panels, start = item % panels * kColumns, count = std::min(kColumns, n - start);
+        float *totals[2] = {out + unit * n + start, out + (units + unit) * n + start};
+        for (float *total : totals) std::fill(total, total + count, 0.0f);
+        alignas(64) float sums[2][kColumns], rows[2][kColumns];
+        for (int64_t first = bounds[unit]; first < bounds[unit + 1]; first += kTokens) {
+            for (float *sum : sums) std::fill(sum, sum + count, 0.0f);
+            for (int64_t t = first; t < std::min(bounds[unit + 1], first + kTokens); ++t) {
+                const float *g = gradient.plain() ? gradient.row(t) + start : rows[0];
+                const float *from = x.plain() ? x.row(t) + start : rows[1];
+                if (g == rows[0]) read_row(gradient, t, start, count, rows[0]);
+                if (from == rows[1]) read_row(x, t, start, count, rows[1]);
+                add(g, from, mean[t], rstd[t], count, sums[0], sums[1]);
+            }
+            for (int64_t side = 0; side < 2; ++side)
+                for (int64_t j = 0; j < count; ++j) totals[side][j] += sums[side][j];
+        }
+    });
+}
 
 // The sum over tokens of w_t L_t R_t^T added to `out`, with one weight for masked and another for unmasked entries. Runs of
 // tokens with the same weights (a unit's) are multiplied once and scaled under the mask as they are added: run r is tokens
@@ -108,6 +167,8 @@ void onehot_masked_add(uintptr_t ids_address, int64_t ids_stride, const FactorTu
 
 void bind_sums(pybind11::module_ &m) {
     namespace py = pybind11;
+    m.def("affine_sums", &affine_sums, py::arg("gradient"), py::arg("x"), py::arg("mean"), py::arg("rstd"),
+          py::arg("bounds"), py::arg("out"), py::arg("threads"));
     m.def("masked_weighted_sum", &masked_weighted_sum, py::arg("left"), py::arg("right"), py::arg("bounds"),
           py::arg("masked"), py::arg("unmasked"), py::arg("mask"), py::arg("out"), py::arg("out_row"),
           py::arg("threads"));

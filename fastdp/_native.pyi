@@ -66,6 +66,15 @@ def row_products(
 ) -> None: ...
 
 # sums.cpp
+def affine_sums(
+    gradient: _Factor,
+    x: _Factor,
+    mean: _Address,
+    rstd: _Address,
+    bounds: Sequence[int],
+    out: _Address,
+    threads: int,
+) -> None: ...
 def masked_weighted_sum(
     left: _Factor,
     right: _Factor,

@@ -9,10 +9,8 @@ import triton.language as tl
 from .chacha import BLOCKS, normals
 from .grid import numbers_of_grid, on_grid
 from .groups import first_programs, owner
-from .launch import beside, on_device_of
+from .launch import TRITON, beside, cdiv, on_device_of
 from .tiles import load_flat, store_flat
-
-_TRITON = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 @triton.jit
@@ -170,7 +168,7 @@ def adamw_noise_step_(
     flat = [x.contiguous() for x in written]
     rounded = secure_rounding and std > 0.0
     with on_device_of(param):
-        _adamw_kernel[(triton.cdiv(param.numel(), 16 * BLOCKS),)](
+        _adamw_kernel[(cdiv(param.numel(), 16 * BLOCKS),)](
             flat[0],
             grad_sum.contiguous(),
             flat[1],
@@ -237,7 +235,7 @@ def adamw_noise_steps_(
                 beside(drawn if len(kinds) == 1 else drawn[members], params[0]),
                 len(members),
                 *numbers,
-                PARAMETER=_TRITON[dtype],
+                PARAMETER=TRITON[dtype],
                 b_blocks=BLOCKS,
                 CORRECTED=variance_floor is not None,
                 ROUNDED=rounded,

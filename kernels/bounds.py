@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from . import direct, gram
-from .launch import beside, on_device_of, serves
+from .launch import beside, cdiv, on_device_of, serves
 
 _TOKENS = 16
 _COLUMNS = 256
@@ -71,7 +71,7 @@ def row_products(left: torch.Tensor, right: torch.Tensor, offsets: torch.Tensor,
     one_hot = left.dim() == 1
     products = torch.empty(tokens, dtype=torch.float64, device=right.device)
     with on_device_of(right):
-        _products_kernel[(triton.cdiv(tokens, _TOKENS),)](
+        _products_kernel[(cdiv(tokens, _TOKENS),)](
             left,
             right,
             products,
@@ -102,6 +102,8 @@ def gram_norms(
 
 
 @serves(2)
-def chosen_sqnorm(left: torch.Tensor, right: torch.Tensor, offsets: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-    """Squared norms [B], float32, of the chosen units by the direct route; 0 of the others, whose programs end at once."""
-    return direct.direct_norms(left, right, offsets, direct.SQUARE.value, chosen=chosen)[0]
+def chosen_sqnorm(
+    lefts: Sequence[torch.Tensor], rights: Sequence[torch.Tensor], offsets: torch.Tensor, chosen: torch.Tensor
+) -> torch.Tensor:
+    """Squared norms [k, B], float32, of the chosen units by the direct route; 0 of the others, whose programs end at once."""
+    return direct.chosen_norms(lefts, rights, offsets, chosen)

@@ -10,7 +10,7 @@ import triton.language as tl
 
 from .chacha import BLOCKS, normals
 from .grid import numbers_of_grid, on_grid
-from .launch import beside, on_device_of
+from .launch import beside, cdiv, on_device_of
 from .tiles import load_flat, store_flat
 
 # Elements that one program of the dot products reads: large enough that its float64 sums hide behind the loads.
@@ -141,7 +141,7 @@ def _pull_back_kernel(p_grad, p_x, p_out, p_scale, p_pull, n, width, b_tile: tl.
 
 
 def _row_dots(x: torch.Tensor, y: torch.Tensor, rows: int, width: int) -> tuple[torch.Tensor, int]:
-    chunks = max(1, triton.cdiv(width, _CHUNK))
+    chunks = max(1, cdiv(width, _CHUNK))
     partial = torch.empty(rows, chunks, dtype=torch.float64, device=x.device)
     _row_dots_kernel[(rows * chunks,)](
         x,
@@ -178,7 +178,7 @@ def clip_noise(
         _forward_factor_kernel[(rows,)](
             partial, norm, scale, chunks, float(max_norm), b_chunks=128, enable_fp_fusion=True, num_warps=1
         )
-        _apply_kernel[(triton.cdiv(x.numel(), 16 * BLOCKS),)](
+        _apply_kernel[(cdiv(x.numel(), 16 * BLOCKS),)](
             flat,
             out,
             scale,
@@ -218,7 +218,7 @@ def clip_noise_backward(grad: torch.Tensor, x: torch.Tensor, norm: torch.Tensor,
             enable_fp_fusion=True,
             num_warps=1,
         )
-        _pull_back_kernel[(triton.cdiv(x.numel(), _STEP),)](
+        _pull_back_kernel[(cdiv(x.numel(), _STEP),)](
             grad,
             flat,
             out,

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import beside, on_device_of, row_tile, splits_to_fill
+from .launch import beside, cdiv, on_device_of, row_tile, splits_to_fill
 from .reduce import sum_parts
 from .tiles import gram_tile, unit_of_slot
 
@@ -79,7 +79,7 @@ def cross_inner(
     wide = torch.float32 in (left1.dtype, right1.dtype, left2.dtype, right2.dtype)
     b_t = row_tile(tokens, units, 64 if wide or kind is ID_AGAINST_DENSE else 128)
     slots = tokens // b_t + units
-    splits = splits or splits_to_fill(right1, slots, triton.cdiv(right2.shape[0], b_t))
+    splits = splits or splits_to_fill(right1, slots, cdiv(right2.shape[0], b_t))
     parts = torch.empty(1, slots * splits, dtype=torch.float32, device=right1.device)
 
     def strides(factor: torch.Tensor) -> tuple[int, ...]:

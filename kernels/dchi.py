@@ -12,7 +12,7 @@ import triton.language as tl
 from fastdp.ops.dchi import refuse_overflow
 
 from .chacha import chacha20_words, normals
-from .launch import beside, on_device_of
+from .launch import beside, cdiv, next_power_of_2, on_device_of
 from .snap import finite, named_bad_row, nearest, survey
 
 _ATTEMPTS = tl.constexpr(16)
@@ -70,7 +70,7 @@ def dchi_rows(ids: torch.Tensor, table: torch.Tensor, eta: torch.Tensor, positio
     out = torch.empty(ids.numel(), width, dtype=torch.float32, device=table.device)
     if out.numel() == 0:
         return out
-    b_blocks = triton.next_power_of_2(triton.cdiv(width, 16))
+    b_blocks = next_power_of_2(cdiv(width, 16))
     with on_device_of(table):
         _dchi_kernel[(ids.numel(),)](
             table,

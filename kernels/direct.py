@@ -4,11 +4,13 @@ A program makes one tile of one unit's gradient in registers, over all tokens of
 Flop: 2 T m n a unit; the factors are read once for each row or column of tiles, mostly from the second-level cache.
 """
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
 
-from .launch import beside, has_wide_tiles, on_device_of
+from .launch import TRITON, aligned, beside, cdiv, has_wide_tiles, next_power_of_2, on_device_of, splits_to_fill
 from .mask import load_mask, pack_mask
 from .reduce import sum_slots
 from .tiles import outer_tile
@@ -16,13 +18,15 @@ from .tiles import outer_tile
 SQUARE = tl.constexpr(0)
 ABSOLUTE = tl.constexpr(1)
 MASKED_SQUARE = tl.constexpr(2)
+#: Of a line of the table of many matrices: addresses of left and right, sizes, strides.
+_FIELDS = tl.constexpr(8)
 
 
 @triton.jit(do_not_specialize=["units", "tiles_n", "tiles"])
 def _direct_kernel(
-    p_left, p_right, p_offsets, p_bits, p_chosen, p_parts, units, tiles_n, tiles, m, n, bytes_a_row,
+    p_left, p_right, p_offsets, p_bits, p_parts, units, tiles_n, tiles, m, n, bytes_a_row,
     stride_lt, stride_lm, stride_rt, stride_rn,
-    b_m: tl.constexpr, b_n: tl.constexpr, b_t: tl.constexpr, KIND: tl.constexpr, CHOSEN: tl.constexpr, PRECISION: tl.constexpr,
+    b_m: tl.constexpr, b_n: tl.constexpr, b_t: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     # All tiles of a unit run close together in time: its factors stay in the second-level cache.
     pid = tl.program_id(0).to(tl.int64)
@@ -34,8 +38,6 @@ def _direct_kernel(
     m_n = o_n < n
     start = tl.load(p_offsets + unit)
     end = tl.load(p_offsets + unit + 1)
-    if CHOSEN:  # a unit that was not chosen has no tokens here
-        end = tl.where(tl.load(p_chosen + unit) != 0, end, start)
     gradient = outer_tile(p_left, p_right, start, end, o_m, o_n, m_m, m_n, stride_lt, stride_lm, stride_rt, stride_rn,
                           b_m, b_n, b_t, PRECISION)  # fmt: skip
     if KIND == ABSOLUTE:
@@ -51,9 +53,53 @@ def _direct_kernel(
             tl.store(p_parts + pid, tl.sum(tl.sum(square, 1), 0))
 
 
+@triton.jit(do_not_specialize=["units", "splits"])
+def _chosen_kernel(
+    p_lines, p_offsets, p_chosen, p_parts, units, splits,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, CONTIGUOUS: tl.constexpr, ALIGNED: tl.constexpr,
+    b_m: tl.constexpr, b_n: tl.constexpr, b_t: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    # Every part of a unit's tiles, of one of many matrices; hardly any unit is chosen.
+    pid = tl.program_id(0).to(tl.int64)
+    split = tl.program_id(1)
+    p_line = p_lines + pid // units * _FIELDS
+    unit = pid % units
+    m = tl.load(p_line + 2).to(tl.int32)
+    n = tl.load(p_line + 3).to(tl.int32)
+    tiles_n = tl.cdiv(n, b_n)
+    tiles = tl.where(tl.load(p_chosen + pid) != 0, tl.cdiv(m, b_m) * tiles_n, 0)
+    p_left = tl.load(p_line).to(tl.pointer_type(LEFT))
+    p_right = tl.load(p_line + 1).to(tl.pointer_type(RIGHT))
+    stride_lt = tl.load(p_line + 4).to(tl.int32)
+    stride_lm = tl.load(p_line + 5).to(tl.int32)
+    stride_rt = tl.load(p_line + 6).to(tl.int32)
+    stride_rn = tl.load(p_line + 7).to(tl.int32)
+    # What the launcher knows of all matrices, said so that Triton believes it: wide loads depend on it.
+    if CONTIGUOUS:
+        stride_lm = 1
+        stride_rn = 1
+    if ALIGNED:
+        p_left = tl.multiple_of(p_left, 16)
+        p_right = tl.multiple_of(p_right, 16)
+        m = m // 8 * 8
+        n = n // 8 * 8
+        stride_lt = stride_lt // 8 * 8
+        stride_rt = stride_rt // 8 * 8
+    start = tl.load(p_offsets + unit)
+    end = tl.load(p_offsets + unit + 1)
+    total = 0.0
+    for tile in range(split, tiles, splits):
+        o_m = (tile // tiles_n) * b_m + tl.arange(0, b_m)
+        o_n = (tile % tiles_n) * b_n + tl.arange(0, b_n)
+        gradient = outer_tile(p_left, p_right, start, end, o_m, o_n, o_m < m, o_n < n, stride_lt, stride_lm, stride_rt,
+                              stride_rn, b_m, b_n, b_t, PRECISION)  # fmt: skip
+        total += tl.sum(tl.sum(gradient * gradient, 1), 0)
+    tl.store(p_parts + pid * splits + split, total)
+
+
 def side_tile(width: int, wide: bool) -> int:
     """Side of the tiles of a gradient that is ``width`` wide: 128 (64 for float32 factors), or less for narrow ones."""
-    return min(64 if wide else 128, max(16, triton.next_power_of_2(width)))
+    return min(64 if wide else 128, max(16, next_power_of_2(width)))
 
 
 def direct_norms(
@@ -63,12 +109,10 @@ def direct_norms(
     measure: int,
     mask: torch.Tensor | None = None,
     precision: str = "ieee",
-    chosen: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Norms [1, B], float32, of left [N, m] and right [N, n]; float32, bfloat16 or float16, any strides.
 
     With ``mask`` (bool [m, n]), [2, B]: of the entries where it is True, then where it is False.
-    With ``chosen`` (bool [B], on the device), 0 for the units where it is False, which cost nothing.
     """
     units, m, n = offsets.shape[0] - 1, left.shape[1], right.shape[1]
     rows = 1 if mask is None else 2
@@ -80,8 +124,8 @@ def direct_norms(
     b_m, b_n = side_tile(m, wide), side_tile(n, wide)
     if not wide and mask is None and b_m == 128 and n >= 256 and has_wide_tiles(right.device):
         b_n = 256  # reads a quarter fewer bytes for each product, which is what these tiles wait for
-    tiles_n = triton.cdiv(n, b_n)
-    tiles = triton.cdiv(m, b_m) * tiles_n
+    tiles_n = cdiv(n, b_n)
+    tiles = cdiv(m, b_m) * tiles_n
     parts = torch.empty(rows, units * tiles, dtype=torch.float32, device=right.device)
     with on_device_of(right):
         _direct_kernel[(units * tiles,)](
@@ -89,7 +133,6 @@ def direct_norms(
             right,
             offsets,
             parts if bits is None else bits,
-            parts if chosen is None else chosen.view(torch.uint8),
             parts,
             units,
             tiles_n,
@@ -103,10 +146,66 @@ def direct_norms(
             b_n=b_n,
             b_t=32 if wide else 64,
             KIND=measure,
-            CHOSEN=chosen is not None,
             PRECISION=precision,
             enable_fp_fusion=True,
             num_warps=8 if b_m * b_n > 4096 else 4,
             num_stages=3,
         )
     return sum_slots(parts, units, tiles)
+
+
+def chosen_norms(
+    lefts: Sequence[torch.Tensor], rights: Sequence[torch.Tensor], offsets: torch.Tensor, chosen: torch.Tensor
+) -> torch.Tensor:
+    """Squared norms [k, B], float32, of lefts [N, m_i] and rights [N, n_i] where ``chosen`` (bool [k, B]) says, 0 elsewhere.
+
+    Float32, bfloat16 or float16, any strides; one launch for all of the same dtypes and alignment.
+    """
+    units, device = chosen.shape[1], chosen.device
+    norms = torch.zeros(chosen.shape, dtype=torch.float32, device=device)
+    kinds: dict[tuple[torch.dtype, torch.dtype, bool, bool], list[int]] = {}
+    for i, (left, right) in enumerate(zip(lefts, rights)):
+        if left.numel() and right.numel():
+            contiguous = left.stride(1) == right.stride(1) == 1
+            kind = left.dtype, right.dtype, contiguous, contiguous and aligned(left) and aligned(right)
+            kinds.setdefault(kind, []).append(i)
+    offsets = beside(offsets, norms)
+    for (of_left, of_right, contiguous, wide_loads), members in kinds.items():
+        wide = torch.float32 in (of_left, of_right)
+        b_m = max(side_tile(lefts[i].shape[1], wide) for i in members)
+        b_n = max(side_tile(rights[i].shape[1], wide) for i in members)
+        tiles = max(-(-lefts[i].shape[1] // b_m) * -(-rights[i].shape[1] // b_n) for i in members)
+        splits = splits_to_fill(norms, len(members) * units, tiles)
+        lines = [
+            (lefts[i].data_ptr(), rights[i].data_ptr(), lefts[i].shape[1], rights[i].shape[1], *lefts[i].stride())
+            + rights[i].stride()
+            for i in members
+        ]
+        every = len(members) == len(lefts)
+        into = members if every else beside(torch.tensor(members), norms)
+        parts = torch.empty(1, len(members) * units * splits, dtype=torch.float32, device=device)
+        with on_device_of(norms):
+            _chosen_kernel[(len(members) * units, splits)](
+                beside(torch.tensor(lines, dtype=torch.int64), norms),
+                offsets,
+                (chosen if every else chosen[into]).contiguous().view(torch.uint8),
+                parts,
+                units,
+                splits,
+                LEFT=TRITON[of_left],
+                RIGHT=TRITON[of_right],
+                CONTIGUOUS=contiguous,
+                ALIGNED=wide_loads,
+                b_m=b_m,
+                b_n=b_n,
+                b_t=32 if wide else 64,
+                PRECISION="ieee",
+                enable_fp_fusion=True,
+                num_warps=8 if b_m * b_n > 4096 else 4,
+                num_stages=3,
+            )
+        found = (parts if splits == 1 else sum_slots(parts, len(members) * units, splits)).view(-1, units)
+        if every:
+            return found
+        norms[into] = found
+    return norms

@@ -14,13 +14,12 @@ import triton
 import triton.language as tl
 from torch.utils.weak import WeakIdKeyDictionary
 
-from .launch import beside, capability_of, on_device_of, processors, row_tile, version_of
+from .launch import TRITON, aligned, beside, capability_of, on_device_of, processors, row_tile, version_of
 from .tiles import gram_tile
 
 _RIGHT_FIELDS = tl.constexpr(6)
 _LEFT_FIELDS = tl.constexpr(4)
 PADDING = tl.constexpr(2.0**-42)  # as csrc/bounds.h and fastdp/ops/bounds.py have it
-_TRITON = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 #: Programs that a processor runs at a time, and how fast each of their entries is made, by side of tiles: assumed, as larger
 #: tiles read each row fewer times.
 RESIDENT = {128: 1, 64: 2, 32: 4, 16: 8}
@@ -195,10 +194,6 @@ def _line(factor: torch.Tensor) -> list[int]:
     return [factor.data_ptr(), factor.shape[1], factor.stride(0), factor.stride(1)]
 
 
-def _aligned(factor: torch.Tensor) -> bool:
-    return factor.data_ptr() % 16 == 0 and factor.shape[1] % 8 == 0 and factor.stride(0) % 8 == 0
-
-
 def gram_norms(
     groups: Sequence[tuple[Sequence[torch.Tensor], torch.Tensor]],
     offsets: torch.Tensor,
@@ -227,12 +222,12 @@ def gram_norms(
         kinds: dict[tuple[torch.dtype, torch.dtype, bool, bool], list[tuple[int, torch.Tensor]]] = {}
         for left in lefts:
             contiguous = left.stride(1) == right.stride(1) == 1
-            kind = right.dtype, left.dtype, contiguous, contiguous and _aligned(left) and _aligned(right)
+            kind = right.dtype, left.dtype, contiguous, contiguous and aligned(left) and aligned(right)
             kinds.setdefault(kind, []).append((at, left))
             at += 1
         for kind, members in kinds.items():
             launches.setdefault(kind, []).append((right, members))
-    for (of_right, of_left, contiguous, aligned), problems in launches.items():
+    for (of_right, of_left, contiguous, wide_loads), problems in launches.items():
         problems.sort(key=lambda problem: -sum(left.shape[1] for _, left in problem[1]) - problem[0].shape[1])
         order = [i for _, members in problems for i, _ in members]
         rights: list[int] = []
@@ -260,10 +255,10 @@ def gram_norms(
                 units,
                 most,
                 len(problems),
-                RIGHT=_TRITON[of_right],
-                LEFT=_TRITON[of_left],
+                RIGHT=TRITON[of_right],
+                LEFT=TRITON[of_left],
                 CONTIGUOUS=contiguous,
-                ALIGNED=aligned,
+                ALIGNED=wide_loads,
                 b_t=side,
                 b_k=32 if wide else 64,
                 PRECISION=precision,

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import beside, on_device_of, splits_to_fill
+from .launch import TRITON, beside, cdiv, next_power_of_2, on_device_of, splits_to_fill
 from .reduce import sum_slots
 from .tiles import outer_tile
 
@@ -74,9 +74,6 @@ def _grouped_kernel(
     tl.store(p_norms + (problem * units + unit) * splits + split, total)
 
 
-_TRITON = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-
-
 def _row(left: torch.Tensor, right: torch.Tensor, gradient: torch.Tensor) -> tuple[list[int], bool, bool, bool]:
     """A problem's line of the table with its narrow factor first, and whether it is contiguous and aligned."""
     unit, to_m, to_n = gradient.stride()
@@ -123,10 +120,10 @@ def per_unit_group(
         )
         table = torch.tensor(rows, dtype=torch.int64)
         narrowest, widest = (int(width) for width in table[:, 3:5].amax(0))
-        b_m = min(64 if all(contiguous) else 32, max(16, triton.next_power_of_2(narrowest)))
+        b_m = min(64 if all(contiguous) else 32, max(16, next_power_of_2(narrowest)))
         single = torch.float32 in (narrow_dtype, wide_dtype)
         programs = len(members) * units
-        dealt = splits or splits_to_fill(norms, programs, triton.cdiv(widest, _WIDE_TILE))
+        dealt = splits or splits_to_fill(norms, programs, cdiv(widest, _WIDE_TILE))
         parts = torch.empty(1, programs * dealt, dtype=torch.float32, device=device)
         with on_device_of(norms):
             _grouped_kernel[(len(members), units, dealt)](
@@ -135,8 +132,8 @@ def per_unit_group(
                 parts,
                 units,
                 dealt,
-                NARROW=_TRITON[narrow_dtype],
-                WIDE=_TRITON[wide_dtype],
+                NARROW=TRITON[narrow_dtype],
+                WIDE=TRITON[wide_dtype],
                 CONTIGUOUS=all(contiguous),
                 NARROW_ALIGNED=all(narrow_aligned),
                 WIDE_ALIGNED=all(wide_aligned),

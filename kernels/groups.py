@@ -14,6 +14,8 @@ import triton.language as tl
 from .launch import beside, on_device_of
 
 _COLUMNS = 1024
+#: Elements of a gradient that one program measures.
+_LONG = 1 << 16
 
 
 @triton.jit
@@ -29,18 +31,36 @@ def owner(p_table, width: tl.constexpr, lines, program):
     return low
 
 
-@triton.jit(do_not_specialize=["units"])
-def _norms_kernel(p_table, p_out, units, b: tl.constexpr):
-    line = tl.program_id(0).to(tl.int64)
+@triton.jit(do_not_specialize=["units", "lines"])
+def _norms_kernel(p_table, p_parts, units, lines, each, b: tl.constexpr):
+    # `each` elements of one unit's gradient of one tensor.
+    program = tl.program_id(0)
     unit = tl.program_id(1).to(tl.int64)
-    n = tl.load(p_table + line * 2 + 1)
-    p_row = tl.load(p_table + line * 2).to(tl.pointer_type(tl.float32)) + unit * n
+    p_line = p_table + owner(p_table, 3, lines, program).to(tl.int64) * 3
+    n = tl.load(p_line + 1)
+    start = (program - tl.load(p_line + 2)) * each
+    last = tl.minimum(n, start + each)
+    p_row = tl.load(p_line).to(tl.pointer_type(tl.float32)) + unit * n
     total = tl.zeros((b,), tl.float32)
-    for first in range(0, n, b):
+    for first in range(start, last, b):
         o_x = first + tl.arange(0, b)
         # [b]
-        x = tl.load(p_row + o_x, mask=o_x < n, other=0.0)
+        x = tl.load(p_row + o_x, mask=o_x < last, other=0.0)
         total += x * x
+    tl.store(p_parts + unit * tl.num_programs(0) + program, tl.sum(total, 0))
+
+
+@triton.jit(do_not_specialize=["units", "lines", "programs"])
+def _norm_parts_kernel(p_table, p_parts, p_out, units, lines, programs, b: tl.constexpr):
+    line = tl.program_id(0).to(tl.int64)
+    unit = tl.program_id(1).to(tl.int64)
+    first = tl.load(p_table + line * 3 + 2).to(tl.int32)
+    last = tl.load(p_table + line * 3 + 5, mask=line + 1 < lines, other=programs).to(tl.int32)
+    total = tl.zeros((b,), tl.float32)
+    for at in range(first, last, b):
+        o_part = at + tl.arange(0, b)
+        # [b]
+        total += tl.load(p_parts + unit * programs + o_part, mask=o_part < last, other=0.0)
     tl.store(p_out + line * units + unit, tl.sum(total, 0))
 
 
@@ -72,14 +92,22 @@ def first_programs(lengths: Sequence[int], each: int) -> tuple[list[int], int]:
 
 
 def instance_norms(instances: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Squared norms, float32 [k, B], of k contiguous float32 tensors [B, ...]: one program a tensor and unit."""
+    """Squared norms, float32 [k, B], of k contiguous float32 tensors [B, ...], in chunks whose parts are added up in order."""
     units, device = instances[0].shape[0], instances[0].device
-    out = torch.zeros(len(instances), units, dtype=torch.float32, device=device)
+    out = torch.empty(len(instances), units, dtype=torch.float32, device=device)
     if out.numel():
-        table = torch.tensor([[x.data_ptr(), x.numel() // units] for x in instances], dtype=torch.int64)
+        lengths = [x.numel() // units for x in instances]
+        firsts, programs = first_programs(lengths, _LONG)
+        lines = [(x.data_ptr(), n, first) for x, n, first in zip(instances, lengths, firsts)]
+        table = beside(torch.tensor(lines, dtype=torch.int64), out)
+        parts = torch.empty(units, programs, dtype=torch.float32, device=device)
         with on_device_of(out):
-            _norms_kernel[(len(instances), units)](
-                beside(table, out), out, units, b=_COLUMNS, enable_fp_fusion=True, num_warps=4
+            if programs:
+                _norms_kernel[(programs, units)](
+                    table, parts, units, len(lines), _LONG, b=_COLUMNS, enable_fp_fusion=True, num_warps=4
+                )
+            _norm_parts_kernel[(len(lines), units)](
+                table, parts, out, units, len(lines), programs, b=128, enable_fp_fusion=True, num_warps=1
             )
     return out
 

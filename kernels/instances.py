@@ -12,7 +12,7 @@ import triton.language as tl
 
 from . import groups
 from .direct import ABSOLUTE, MASKED_SQUARE, SQUARE
-from .launch import on_device_of, serves
+from .launch import cdiv, on_device_of, serves
 from .reduce import sum_slots
 
 _CHUNK = 4096
@@ -73,7 +73,7 @@ def instance_norms(instances: torch.Tensor, measure: int, mask: torch.Tensor | N
         return torch.zeros(rows, units, dtype=torch.float32, device=instances.device)
     instances = instances.contiguous()
     n = instances.numel() // units
-    chunks = triton.cdiv(n, _CHUNK)
+    chunks = cdiv(n, _CHUNK)
     parts = torch.empty(rows, units * chunks, dtype=torch.float32, device=instances.device)
     with on_device_of(instances):
         _instance_norm_kernel[(units * chunks,)](
@@ -110,7 +110,7 @@ def instance_sum(
         unmasked = weights if weights_unmasked is None else weights_unmasked.contiguous()
         bits = weights if mask is None else mask.contiguous().view(torch.uint8)
         with on_device_of(out):
-            _instance_sum_kernel[(triton.cdiv(out.numel(), _COLUMNS),)](
+            _instance_sum_kernel[(cdiv(out.numel(), _COLUMNS),)](
                 instances,
                 weights,
                 unmasked,
@@ -126,19 +126,14 @@ def instance_sum(
     return out
 
 
-#: Longer gradients keep more than one program a unit busy, by themselves.
-_SHORT = 1 << 16
-
-
 def _grouped(instances: Sequence[torch.Tensor]) -> bool:
     return all(x.dtype == torch.float32 and x.is_contiguous() for x in instances)
 
 
 @serves(1)
 def instance_norms_group(instances: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Squared norms [k, B] of k tensors [B, ...]: of short ones in one launch."""
-    short = [i for i, x in enumerate(instances) if x.shape[1:].numel() <= _SHORT]
-    if len(short) == len(instances) and _grouped(instances):
+    """Squared norms [k, B] of k tensors [B, ...], in two launches."""
+    if _grouped(instances):
         return groups.instance_norms(instances)
     return torch.stack([instance_norms(x, SQUARE, None)[0] for x in instances])
 

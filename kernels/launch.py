@@ -8,7 +8,10 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
-import triton
+import triton.language as tl
+
+#: What a kernel that finds addresses in memory is told of the dtypes behind them.
+TRITON = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 _Launcher = TypeVar("_Launcher", bound=Callable[..., Any])
 
@@ -45,6 +48,21 @@ def beside(small: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     return small.to(tensor.device, non_blocking=True)
 
 
+def cdiv(a: int, b: int) -> int:
+    """``a / b`` rounded up: Triton's own is callable from kernels too, and takes the host 80 times as long."""
+    return -(-a // b)
+
+
+def next_power_of_2(n: int) -> int:
+    """The least power of two that is at least ``n``, a positive number."""
+    return 1 << (n - 1).bit_length()
+
+
+def aligned(matrix: torch.Tensor) -> bool:
+    """Whether the rows of a contiguous matrix may be read 16 bytes at a time."""
+    return matrix.data_ptr() % 16 == 0 and matrix.shape[1] % 8 == 0 and matrix.stride(0) % 8 == 0
+
+
 def version_of(tensor: torch.Tensor) -> int:
     """How often a tensor was written to, where torch counts it: part of what results that are kept depend on."""
     return 0 if tensor.is_inference() else tensor._version
@@ -73,9 +91,9 @@ def splits_to_fill(tensor: torch.Tensor, programs: int, most: int) -> int:
     Depends on shapes and the device alone, so the order of a sum is the same in every run.
     """
     wanted = 4 * processors(tensor.device)
-    return max(1, min(most, triton.cdiv(wanted, max(1, programs))))
+    return max(1, min(most, cdiv(wanted, max(1, programs))))
 
 
 def row_tile(tokens: int, units: int, largest: int) -> int:
     """Length of the row tiles for units of about ``tokens / units`` tokens: a power of two from 16 to ``largest``."""
-    return min(largest, max(16, triton.next_power_of_2(triton.cdiv(tokens, max(1, units)))))
+    return min(largest, max(16, next_power_of_2(cdiv(tokens, max(1, units)))))

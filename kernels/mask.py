@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import on_device_of
+from .launch import cdiv, on_device_of
 
 
 @triton.jit(do_not_specialize=["rows", "columns", "bytes_a_row"])
@@ -23,10 +23,10 @@ def _pack_kernel(p_mask, p_bits, rows, columns, bytes_a_row, stride_m, stride_n,
 def pack_mask(mask: torch.Tensor) -> torch.Tensor:
     """bool [m, n] to uint8 [m, ceil(n / 8)]: column j is bit j % 8 of byte j // 8."""
     rows, columns = mask.shape
-    bits = torch.empty(rows, triton.cdiv(columns, 8), dtype=torch.uint8, device=mask.device)
+    bits = torch.empty(rows, cdiv(columns, 8), dtype=torch.uint8, device=mask.device)
     if bits.numel():
         with on_device_of(mask):
-            _pack_kernel[(triton.cdiv(bits.numel(), 512),)](
+            _pack_kernel[(cdiv(bits.numel(), 512),)](
                 mask.view(torch.uint8),
                 bits,
                 rows,

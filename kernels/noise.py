@@ -6,7 +6,7 @@ import triton.language as tl
 
 from .chacha import BLOCKS, normals
 from .grid import numbers_of_grid, on_grid
-from .launch import beside, on_device_of
+from .launch import beside, cdiv, on_device_of
 from .tiles import load_flat, store_flat
 
 
@@ -40,7 +40,7 @@ def add_noise_(x: torch.Tensor, std: float, position: torch.Tensor, secure_round
     if within:
         flat = torch.cat([flat.new_zeros(within), flat.view(-1)])
     with on_device_of(x):
-        _add_noise_kernel[(triton.cdiv(flat.numel(), 16 * BLOCKS),)](
+        _add_noise_kernel[(cdiv(flat.numel(), 16 * BLOCKS),)](
             flat,
             beside(position, x),
             flat.numel(),

@@ -12,7 +12,7 @@ import triton.language as tl
 
 from fastdp.ops.snap import refuse_non_finite
 
-from .launch import on_device_of
+from .launch import cdiv, next_power_of_2, on_device_of
 from .tiles import multiply
 
 _GROUP = 32
@@ -133,7 +133,7 @@ def survey(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     bad = torch.full((1,), _NO_ROW, dtype=torch.int64, device=x.device)
     if rows:
         with on_device_of(x):
-            _survey_kernel[(triton.cdiv(rows, 8),)](
+            _survey_kernel[(cdiv(rows, 8),)](
                 x, half, bad, rows, width, *x.stride(), b_t=8, b_k=256, enable_fp_fusion=True, num_warps=4
             )
     return half, bad
@@ -155,16 +155,16 @@ def nearest(x: torch.Tensor, table: torch.Tensor, half_x: torch.Tensor, half_tab
     index = torch.zeros(rows, dtype=torch.int64, device=x.device)
     if rows == 0 or width == 0:
         return index
-    groups = triton.cdiv(size, _GROUP)
+    groups = cdiv(size, _GROUP)
     rounded = x.to(torch.bfloat16).contiguous()
     least = torch.empty(rows, groups, dtype=torch.float32, device=x.device)
     unit = 2.0**-9  # of rounding to bfloat16
     u_x, u_e = (0.0 if factor.dtype == torch.bfloat16 else unit for factor in (x, table))
     sums = (width + 16) * 2.0**-22  # of float32 sums of products, however the matrix unit rounds them
-    b_x = min(128, max(16, triton.next_power_of_2(rows)))
-    tiles_x = triton.cdiv(rows, b_x)
+    b_x = min(128, max(16, next_power_of_2(rows)))
+    tiles_x = cdiv(rows, b_x)
     with on_device_of(x):
-        _nearest_group_kernel[(triton.cdiv(size, 128) * tiles_x,)](
+        _nearest_group_kernel[(cdiv(size, 128) * tiles_x,)](
             rounded,
             table,
             half_table,

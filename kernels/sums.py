@@ -6,14 +6,26 @@ import torch
 
 from fastdp.ops.factors import per_token
 
-from . import grouped, onehot, weighted
+from . import affine, grouped, onehot, weighted
 from .launch import assert_ids, serves
+
+#: The narrower side of matrices that one program makes alone, of a unit; wider ones are dealt to programs as sums are.
+_NARROW = 64
+#: Whether torch multiplies 16-bit matrices into float32 (from 2.8 on, on a GPU).
+_WIDENS = "dtype" in torch.ops.aten.mm.overloads()
 
 
 @serves(2)
 def per_unit(left: torch.Tensor, right: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """The gradient of each unit, float32 [B, m, n]."""
-    return grouped.per_unit_group([left], [right], offsets)[0][0]
+    """The gradient of each unit, float32 [B, m, n]; that of a single unit is one product."""
+    if offsets.shape[0] > 2 or min(left.shape[1], right.shape[1]) <= _NARROW:
+        return grouped.per_unit_group([left], [right], offsets)[0][0]
+    if _WIDENS and left.dtype == right.dtype != torch.float32 and left.device.type != "cpu":
+        return torch.mm(left.T, right, out_dtype=torch.float32).unsqueeze(0)
+    gradient = torch.empty(1, left.shape[1], right.shape[1], dtype=torch.float32, device=right.device)
+    every = torch.ones(1, 1, dtype=torch.float32, device=right.device)
+    weighted.weighted_sums_([gradient[0]], [left], [right], every, offsets, [False])
+    return gradient
 
 
 @serves(2)
@@ -29,6 +41,14 @@ def column_sums(left: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     """Sums of each unit's rows, float32 [B, m]: its gradient against inputs of 1."""
     ones = left.new_ones(1, 1).expand(left.shape[0], 1)
     return grouped.per_unit_group([left], [ones], offsets)[0][0].squeeze(2)
+
+
+@serves(4)
+def affine_sums(
+    gradient: torch.Tensor, x: torch.Tensor, mean: torch.Tensor, rstd: torch.Tensor, offsets: torch.Tensor
+) -> torch.Tensor:
+    """Per-unit gradients of a layer norm's weight and bias, float32 [2, B, n]."""
+    return affine.affine_sums(gradient, x, mean, rstd, offsets)
 
 
 @serves(3)
@@ -50,3 +70,16 @@ def weighted_sum_(
         onehot.onehot_weighted_sum_(out, left, right, weights, weights_unmasked, mask)
     else:
         weighted.weighted_sum_(out, left, right, weights, weights_unmasked, mask, offsets)
+
+
+@serves(3)
+def weighted_sum_group_(
+    outs: Sequence[torch.Tensor],
+    lefts: Sequence[torch.Tensor],
+    rights: Sequence[torch.Tensor],
+    weights: torch.Tensor,
+    offsets: torch.Tensor,
+    begun: Sequence[bool],
+) -> None:
+    """The weighted sums of k matrices, one launch for all of the same dtypes and alignment; see `weighted.weighted_sums_`."""
+    weighted.weighted_sums_(outs, lefts, rights, weights, offsets, begun)

@@ -1,14 +1,18 @@
 """Weighted sums of all tokens' gradients: products of blocks of tokens, each weight applied once to what its unit adds.
 
-A program has one tile of the sum and walks over blocks of tokens that belong to one unit each (`blocks`). Products add up
+A program has one tile of one matrix and walks over blocks of tokens that belong to one unit each (`blocks`). Products add up
 in the matrix units' own accumulator; where a unit ends, or every 512 tokens of it, that is multiplied by the unit's
 weight and added to the tile in float32. So no row is scaled, 16-bit factors meet as they are, loads and products of
 the next blocks are under way meanwhile, and a tensor core, which truncates, never adds to a long sum. What a unit of
 weight 0 would add is selected out, NaN included.
 
-Tiles that do not fill the last round of processors are cut along the tokens; their parts are added up in order by a second
-launch.
+Tiles of many matrices over the same tokens go out in one launch: a table in memory says where each lies. Those that do not
+fill the last round of processors are cut along the tokens; their parts are added up in order by a second launch.
 """
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
@@ -16,32 +20,57 @@ import triton.language as tl
 
 from .blocks import COUNT_MASK, ENDS, UNIT_SHIFT, blocks_of, runs_of
 from .direct import side_tile
-from .launch import beside, on_device_of, processors, row_tile
+from .groups import owner
+from .launch import TRITON, aligned, beside, on_device_of, processors, row_tile
 from .mask import load_mask, pack_mask
 from .tiles import multiply
 
 _BAND = tl.constexpr(8)
+#: Of a line of the table: addresses of left, right, sum and mask, sizes, strides, whether the sum holds something already, and
+#: the number of the matrix's first tile.
+_FIELDS = tl.constexpr(14)
 #: Tokens that each part of a cut tile has at least.
 _SHORTEST_PART = 512
 
 
 @triton.jit
-def _corner(tile, tiles_m, tiles_n, b_m: tl.constexpr, b_n: tl.constexpr):
+def _corner(tile, m, n, b_m: tl.constexpr, b_n: tl.constexpr):
     # Tiles go by bands of eight rows, down a column of the band and on to the next: neighbours in time share factors.
+    tiles_m = tl.cdiv(m, b_m)
+    tiles_n = tl.cdiv(n, b_n)
     band = tile // (_BAND * tiles_n)
     rows = tl.minimum(tiles_m - band * _BAND, _BAND)
     inner = tile - band * _BAND * tiles_n
     return (band * _BAND + inner % rows) * b_m, inner // rows * b_n
 
 
-@triton.jit(do_not_specialize=["slots", "tiles_m", "tiles_n", "whole", "splits"])
+@triton.jit
+def _add_tile(p_line, o_m, o_n, m_tile, total, CONTIGUOUS: tl.constexpr, ALIGNED: tl.constexpr):
+    # The tile added to what the sum holds, or put there.
+    p_out = tl.load(p_line + 2).to(tl.pointer_type(tl.float32))
+    stride_om = tl.load(p_line + 9).to(tl.int32)
+    stride_on = tl.load(p_line + 10).to(tl.int32)
+    if CONTIGUOUS:
+        stride_on = 1
+    if ALIGNED:
+        p_out = tl.multiple_of(p_out, 16)
+        stride_om = stride_om // 8 * 8
+    p_tile = p_out + o_m[:, None].to(tl.int64) * stride_om + o_n[None, :].to(tl.int64) * stride_on
+    if tl.load(p_line + 12) != 0:
+        # [b_m, b_n]
+        total += tl.load(p_tile, mask=m_tile, other=0.0)
+    # [b_m, b_n]
+    tl.store(p_tile, total, mask=m_tile)
+
+
+@triton.jit(do_not_specialize=["units", "lines", "slots", "whole", "splits"])
 def _weighted_kernel(
-    p_left, p_right, p_table, p_weights, p_outside, p_bits, p_out, p_parts, slots, tiles_m, tiles_n, whole, splits,
-    m, n, bytes_a_row, stride_lt, stride_lm, stride_rt, stride_rn, stride_om, stride_on,
+    p_lines, p_blocks, p_weights, p_outside, p_parts, units, lines, slots, whole, splits,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, CONTIGUOUS: tl.constexpr, ALIGNED: tl.constexpr,
     b_m: tl.constexpr, b_n: tl.constexpr, b_t: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
-    blocks = tl.load(p_table)
+    blocks = tl.load(p_blocks)
     tile = pid
     first = 0
     last = blocks
@@ -50,7 +79,28 @@ def _weighted_kernel(
         split = (pid - whole) % splits
         first = (blocks.to(tl.int64) * split // splits).to(tl.int32)
         last = (blocks.to(tl.int64) * (split + 1) // splits).to(tl.int32)
-    from_m, from_n = _corner(tile, tiles_m, tiles_n, b_m, b_n)
+    line = owner(p_lines, _FIELDS, lines, tile).to(tl.int64)
+    p_line = p_lines + line * _FIELDS
+    p_left = tl.load(p_line).to(tl.pointer_type(LEFT))
+    p_right = tl.load(p_line + 1).to(tl.pointer_type(RIGHT))
+    m = tl.load(p_line + 3).to(tl.int32)
+    n = tl.load(p_line + 4).to(tl.int32)
+    stride_lt = tl.load(p_line + 5).to(tl.int32)
+    stride_lm = tl.load(p_line + 6).to(tl.int32)
+    stride_rt = tl.load(p_line + 7).to(tl.int32)
+    stride_rn = tl.load(p_line + 8).to(tl.int32)
+    from_m, from_n = _corner(tile - tl.load(p_line + _FIELDS - 1).to(tl.int32), m, n, b_m, b_n)
+    # What the launcher knows of all matrices, said so that Triton believes it: wide loads depend on it.
+    if CONTIGUOUS:
+        stride_lm = 1
+        stride_rn = 1
+    if ALIGNED:
+        p_left = tl.multiple_of(p_left, 16)
+        p_right = tl.multiple_of(p_right, 16)
+        m = m // 8 * 8
+        n = n // 8 * 8
+        stride_lt = stride_lt // 8 * 8
+        stride_rt = stride_rt // 8 * 8
     o_t = tl.arange(0, b_t)
     o_m = from_m + tl.arange(0, b_m)
     o_n = from_n + tl.arange(0, b_n)
@@ -61,8 +111,8 @@ def _weighted_kernel(
     total = tl.zeros((b_m, b_n), tl.float32)
     acc = tl.zeros((b_m, b_n), tl.float32)
     for at in range(first, last):
-        start = tl.load(p_table + 1 + at).to(tl.int64)
-        word = tl.load(p_table + 1 + slots + at)
+        start = tl.load(p_blocks + 1 + at).to(tl.int64)
+        word = tl.load(p_blocks + 1 + slots + at)
         m_t = o_t < (word & COUNT_MASK)
         # [b_m, b_t]
         left = tl.load(p_l + start * stride_lt, mask=m_m[:, None] & m_t[None, :], other=0.0)
@@ -70,44 +120,42 @@ def _weighted_kernel(
         right = tl.load(p_r + start * stride_rt, mask=m_t[:, None] & m_n[None, :], other=0.0)
         acc = multiply(left, right, acc, PRECISION)
         if (at == last - 1) | ((word & ENDS) != 0):
-            unit = word >> UNIT_SHIFT
-            weight = tl.load(p_weights + unit).to(tl.float32)
+            weight_at = line * units + (word >> UNIT_SHIFT)
+            weight = tl.load(p_weights + weight_at).to(tl.float32)
             if MASKED:
-                inside = load_mask(p_bits, o_m, o_n, m_m, m_n, bytes_a_row)
-                weight = tl.where(inside, weight, tl.load(p_outside + unit).to(tl.float32))
+                p_bits = tl.load(p_line + 11).to(tl.pointer_type(tl.uint8))
+                inside = load_mask(p_bits, o_m, o_n, m_m, m_n, tl.cdiv(n, 8))
+                weight = tl.where(inside, weight, tl.load(p_outside + weight_at).to(tl.float32))
             total += tl.where(weight == 0.0, 0.0, acc) * weight
             acc = tl.zeros((b_m, b_n), tl.float32)
     if pid < whole:
-        m_tile = m_m[:, None] & m_n[None, :]
-        p_tile = p_out + o_m[:, None].to(tl.int64) * stride_om + o_n[None, :].to(tl.int64) * stride_on
-        # [b_m, b_n]
-        tl.store(p_tile, tl.load(p_tile, mask=m_tile, other=0.0) + total, mask=m_tile)
+        _add_tile(p_line, o_m, o_n, m_m[:, None] & m_n[None, :], total, CONTIGUOUS, ALIGNED)
     else:
         o_part = tl.arange(0, b_m)[:, None] * b_n + tl.arange(0, b_n)[None, :]
         # [b_m, b_n]
         tl.store(p_parts + (pid - whole).to(tl.int64) * (b_m * b_n) + o_part, total)
 
 
-@triton.jit(do_not_specialize=["tiles_m", "tiles_n", "whole", "splits"])
+@triton.jit(do_not_specialize=["lines", "whole", "splits"])
 def _add_parts_kernel(
-    p_parts, p_out, tiles_m, tiles_n, whole, splits, m, n, stride_om, stride_on,
-    b_m: tl.constexpr, b_n: tl.constexpr, b_row: tl.constexpr,
+    p_lines, p_parts, lines, whole, splits,
+    CONTIGUOUS: tl.constexpr, ALIGNED: tl.constexpr, b_m: tl.constexpr, b_n: tl.constexpr, b_row: tl.constexpr,
 ):  # fmt: skip
     rest = tl.program_id(0)
+    p_line = p_lines + owner(p_lines, _FIELDS, lines, whole + rest).to(tl.int64) * _FIELDS
+    m = tl.load(p_line + 3).to(tl.int32)
+    n = tl.load(p_line + 4).to(tl.int32)
+    from_m, from_n = _corner(whole + rest - tl.load(p_line + _FIELDS - 1).to(tl.int32), m, n, b_m, b_n)
     o_row = tl.program_id(1) * b_row + tl.arange(0, b_row)
     o_column = tl.arange(0, b_n)
-    from_m, from_n = _corner(whole + rest, tiles_m, tiles_n, b_m, b_n)
-    o_m = (from_m + o_row)[:, None]
-    o_n = (from_n + o_column)[None, :]
-    m_tile = (o_m < m) & (o_n < n)
     p_part = p_parts + rest.to(tl.int64) * splits * (b_m * b_n) + o_row[:, None] * b_n + o_column[None, :]
     total = tl.zeros((b_row, b_n), tl.float32)
     for split in range(splits):
         # [b_row, b_n]
         total += tl.load(p_part + split * (b_m * b_n))
-    p_tile = p_out + o_m.to(tl.int64) * stride_om + o_n.to(tl.int64) * stride_on
-    # [b_row, b_n]
-    tl.store(p_tile, tl.load(p_tile, mask=m_tile, other=0.0) + total, mask=m_tile)
+    o_m = from_m + o_row
+    o_n = from_n + o_column
+    _add_tile(p_line, o_m, o_n, (o_m < m)[:, None] & (o_n < n)[None, :], total, CONTIGUOUS, ALIGNED)
 
 
 def deal(tiles: int, programs: int, most: int) -> tuple[int, int]:
@@ -123,6 +171,117 @@ def deal(tiles: int, programs: int, most: int) -> tuple[int, int]:
     return (tiles, 1) if splits == 1 else (whole, splits)
 
 
+def weighted_sums_(
+    outs: Sequence[torch.Tensor],
+    lefts: Sequence[torch.Tensor],
+    rights: Sequence[torch.Tensor],
+    weights: torch.Tensor,
+    offsets: torch.Tensor,
+    begun: Sequence[bool],
+    weights_unmasked: torch.Tensor | None = None,
+    masks: Sequence[torch.Tensor] = (),
+    precision: str = "ieee",
+    dealt: tuple[int, int] | None = None,
+) -> None:
+    """Of k matrices ``outs[i] += sum over units b of weights[i, b] G_ib``; where a mask is False, of ``weights_unmasked``.
+
+    ``outs`` float32 [m_i, n_i], any strides, are taken as zero where ``begun`` is False; lefts [N, m_i] and rights [N, n_i]
+    float32, bfloat16 or float16, any strides; weights [k, B] float; masks bool [m_i, n_i]; offsets int64 [B + 1]. One launch for
+    all of the same dtypes and alignment. ``dealt``: whole tiles, and parts of each other one, as `deal` has them.
+    """
+    tokens, units = rights[0].shape[0], offsets.shape[0] - 1
+    device = rights[0].device
+    kinds: dict[Any, list[int]] = {}
+    for i, (out, left, right) in enumerate(zip(outs, lefts, rights)):
+        if tokens == 0 or out.numel() == 0:
+            if not begun[i]:
+                out.zero_()
+            continue
+        contiguous = left.stride(1) == right.stride(1) == out.stride(1) == 1
+        wide_loads = contiguous and aligned(left) and aligned(right) and aligned(out)
+        kinds.setdefault((left.dtype, right.dtype, contiguous, wide_loads), []).append(i)
+    masked = weights_unmasked is not None
+    bits = [pack_mask(mask) for mask in masks]
+    offsets = beside(offsets, rights[0])
+    for (of_left, of_right, contiguous, wide_loads), members in kinds.items():
+        wide = torch.float32 in (of_left, of_right)
+        b_t = row_tile(tokens, units, 32 if wide else 64)
+        b_m = max(side_tile(outs[i].shape[0], wide) for i in members)
+        b_n = max(side_tile(outs[i].shape[1], wide) for i in members)
+        if masked:  # the mask's bits take registers
+            b_n = min(64, b_n)
+        large = b_m * b_n > 4096
+        numbers = [-(-outs[i].shape[0] // b_m) * -(-outs[i].shape[1] // b_n) for i in members]
+        ends = list(itertools.accumulate(numbers))
+        tiles = ends[-1]
+        lines = [
+            (
+                lefts[i].data_ptr(),
+                rights[i].data_ptr(),
+                outs[i].data_ptr(),
+                *outs[i].shape,
+                *lefts[i].stride(),
+                *rights[i].stride(),
+                *outs[i].stride(),
+                bits[i].data_ptr() if masked else 0,
+                int(begun[i]),
+                end - number,
+            )
+            for i, number, end in zip(members, numbers, ends)
+        ]
+        most = max(1, tokens // _SHORTEST_PART)
+        whole, splits = dealt or deal(tiles, (1 if large else 4) * processors(device), most)
+        rest = tiles - whole
+        blocks, slots = blocks_of(offsets, tokens, b_t)
+        parts = torch.empty(max(1, rest * splits * b_m * b_n), dtype=torch.float32, device=device)
+        table = beside(torch.tensor(lines, dtype=torch.int64), parts)
+        # A kernel without a mask never reads the second ones, and has no optional arguments.
+        inside, outside = (
+            (w if len(members) == len(outs) else w[beside(torch.tensor(members), parts)]).contiguous()
+            for w in (weights, weights if weights_unmasked is None else weights_unmasked)
+        )
+        with on_device_of(parts):
+            _weighted_kernel[(whole + rest * splits,)](
+                table,
+                blocks,
+                inside,
+                outside,
+                parts,
+                units,
+                len(lines),
+                slots,
+                whole,
+                splits,
+                LEFT=TRITON[of_left],
+                RIGHT=TRITON[of_right],
+                CONTIGUOUS=contiguous,
+                ALIGNED=wide_loads,
+                b_m=b_m,
+                b_n=b_n,
+                b_t=b_t,
+                MASKED=masked,
+                PRECISION=precision,
+                enable_fp_fusion=True,
+                num_warps=8 if large or masked and wide else 4,
+                num_stages=5,  # the table is read two blocks before the factors it points to, these two before their product
+            )
+            if rest:
+                b_row = max(1, 2048 // b_n)
+                _add_parts_kernel[(rest, -(-b_m // b_row))](
+                    table,
+                    parts,
+                    len(lines),
+                    whole,
+                    splits,
+                    CONTIGUOUS=contiguous,
+                    ALIGNED=wide_loads,
+                    b_m=b_m,
+                    b_n=b_n,
+                    b_row=min(b_row, b_m),
+                    num_warps=4,
+                )
+
+
 def weighted_sum_(
     out: torch.Tensor,
     left: torch.Tensor,
@@ -131,86 +290,17 @@ def weighted_sum_(
     weights_unmasked: torch.Tensor | None = None,
     mask: torch.Tensor | None = None,
     offsets: torch.Tensor | None = None,
-    precision: str = "ieee",
-    dealt: tuple[int, int] | None = None,
+    **options: Any,
 ) -> None:
-    """``out += sum over units b of weights[b] G_b``; where ``mask`` is False, of ``weights_unmasked[b] G_b``.
-
-    ``out`` float32 [m, n], any strides; left [N, m] and right [N, n] float32, bfloat16 or float16, any strides; weights
-    [B] float; mask bool [m, n]; offsets int64 [B + 1]. Without offsets the weights are [N], one a token. ``dealt``: whole
-    tiles, and parts of each other one, as `deal` has them.
-    """
-    tokens, m, n = right.shape[0], left.shape[1], right.shape[1]
-    if tokens == 0 or m == 0 or n == 0:
+    """`weighted_sums_` of one matrix; without offsets the weights are [N], one a token."""
+    tokens = right.shape[0]
+    if tokens == 0 or out.numel() == 0:
         return
-    masked = mask is not None and weights_unmasked is not None
-    wide = torch.float32 in (left.dtype, right.dtype)
-    b_t = 32 if wide else 64
+    others = [] if weights_unmasked is None else [weights_unmasked]
     if offsets is None:
-        offsets = runs_of(weights) if weights_unmasked is None else runs_of(weights, weights_unmasked)
+        offsets = runs_of(weights, *others)
         begins = offsets[:-1].clamp(max=tokens - 1)
-        weights = weights[begins]
-        weights_unmasked = None if weights_unmasked is None else weights_unmasked[begins]
-    else:
-        offsets = beside(offsets, right)
-        b_t = row_tile(tokens, offsets.shape[0] - 1, b_t)
-    b_m, b_n = side_tile(m, wide), side_tile(n, wide)
-    if masked:  # the mask's bits take registers
-        b_n = min(64, b_n)
-    large = b_m * b_n > 4096
-    tiles_m, tiles_n = -(-m // b_m), -(-n // b_n)
-    tiles = tiles_m * tiles_n
-    whole, splits = dealt or deal(tiles, (1 if large else 4) * processors(out.device), max(1, tokens // _SHORTEST_PART))
-    table, slots = blocks_of(offsets, tokens, b_t)
-    rest = tiles - whole
-    parts = out if rest == 0 else torch.empty(rest * splits, b_m, b_n, dtype=torch.float32, device=out.device)
-    # A kernel without a mask never reads these, and has no optional arguments.
-    unmasked = weights if weights_unmasked is None else weights_unmasked
-    bits = weights if mask is None else pack_mask(mask)
-    with on_device_of(out):
-        _weighted_kernel[(whole + rest * splits,)](
-            left,
-            right,
-            table,
-            weights,
-            unmasked,
-            bits,
-            out,
-            parts,
-            slots,
-            tiles_m,
-            tiles_n,
-            whole,
-            splits,
-            m,
-            n,
-            bits.shape[-1],
-            *left.stride(),
-            *right.stride(),
-            *out.stride(),
-            b_m=b_m,
-            b_n=b_n,
-            b_t=b_t,
-            MASKED=masked,
-            PRECISION=precision,
-            enable_fp_fusion=True,
-            num_warps=8 if large or masked and wide else 4,
-            num_stages=5,  # the table is read two blocks before the factors it points to, these two before their product
-        )
-        if rest:
-            b_row = max(1, 2048 // b_n)
-            _add_parts_kernel[(rest, -(-b_m // b_row))](
-                parts,
-                out,
-                tiles_m,
-                tiles_n,
-                whole,
-                splits,
-                m,
-                n,
-                *out.stride(),
-                b_m=b_m,
-                b_n=b_n,
-                b_row=min(b_row, b_m),
-                num_warps=4,
-            )
+        weights, others = weights[begins], [w[begins] for w in others]
+    masks = () if mask is None else (mask,)
+    outside = others[0].unsqueeze(0) if others else None
+    weighted_sums_([out], [left], [right], weights.unsqueeze(0), offsets, [True], outside, masks, **options)

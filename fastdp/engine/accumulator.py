@@ -10,6 +10,7 @@ import torch
 import fastdp.ops as ops
 from fastdp.engine.axes import Scaled
 from fastdp.engine.bounds import Norms, UpperNorms
+from fastdp.engine.factors import Factors
 from fastdp.engine.layout import Layout
 from fastdp.engine.likeness import Likeness, Noting
 from fastdp.engine.norms import Entry, NormSink
@@ -18,6 +19,9 @@ from fastdp.engine.ranks import Ranks
 from fastdp.engine.shards import Whole
 from fastdp.engine.sums import Sums, SumSink
 from fastdp.engine.uses import Sink
+
+#: In how many launches sums are made at least where there are many: what one of them makes, it holds beside all its factors.
+_LAUNCHES = 8
 
 
 class Accumulator(Sums):
@@ -95,20 +99,29 @@ class Accumulator(Sums):
                 self.require_alike()
             return
         whole: dict[str, torch.Tensor] = {}
-        held, most = 0, 0 if self.weights.cut else norms.may_hold_bytes
+        matrices: dict[str, Factors] = {}
+        held, most = 0, min(norms.may_hold_bytes, self._sum_bytes(norms) // _LAUNCHES)
         # What other ranks have captures of is added up with theirs, in one order everywhere.
         for name in list(self.parameters if self.weights.cut else reversed(norms.entries)):
             entry = norms.entries.pop(name, None) or Entry()
             if entry.instance is not None:
                 whole[name], entry.instance = entry.instance, None
                 held += whole[name].nbytes
-                if held > most:
-                    self.add_instances(whole, factors)
-                    whole, held = {}, 0
+            if len(entry.factors) == 1 and entry.factors[0].in_memory and name not in self.policy.masks:
+                matrices[name] = entry.factors.pop()
+                held += 4 * self.parameters[name].numel()
             while entry.factors:
                 self.add_factors(name, entry.factors.pop(), factors, layout)
+            if held > most or self.weights.cut:
+                self.add_instances(whole, factors)
+                self.add_matrices(matrices, factors, layout)
+                whole, matrices, held = {}, {}, 0
             self.keep(name)
         self.add_instances(whole, factors)
+        self.add_matrices(matrices, factors, layout)
+
+    def _sum_bytes(self, norms: NormSink) -> int:
+        return 4 * sum(self.parameters[name].numel() for name in norms.entries)
 
     def _scaled(self, sink: Sink) -> Sink:
         """The sink, or one before it that divides by the policy's axes."""

@@ -61,6 +61,11 @@ class Factors:
         """The same gradient in the order of the parameter."""
         return Factors(*self.oriented, self.laned) if self.swap else self
 
+    @property
+    def in_memory(self) -> bool:
+        """Whether both factors are matrices that lie in memory."""
+        return not self.one_hot and not self.tiled
+
     def dense(self) -> Factors:
         """The same with both factors in memory."""
         return self

@@ -336,7 +336,7 @@ class _Norms:
         constant = ops.Rounding(tile, hidden).gram(tile.shape[1], hidden.shape[1], longest)
         poor = constant * products.square() > REMEASURED * squares
         if poor.device.type != "cpu" or bool(poor.any()):
-            squares = torch.where(poor, ops.chosen_sqnorm(tile, hidden, offsets, poor).double(), squares)
+            squares = torch.where(poor, ops.chosen_sqnorm([tile], [hidden], offsets, poor[None])[0].double(), squares)
         self.squares[units], self.products[units], self.poor[units] = squares, products, poor
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -15,6 +15,9 @@ from fastdp.engine.head import REMEASURED
 from fastdp.engine.layout import Layout
 from fastdp.engine.sums import Captures, Route, Sums, as_matrix
 from fastdp.ops.routes import plan
+
+#: The narrower side of matrices whose gradients wait for others, at most: wider ones fill a GPU by themselves.
+_NARROW = 64
 
 
 @dataclass
@@ -183,6 +186,9 @@ class NormSink(Captures):
         left, right = factors.oriented
         if not self.keep:
             self.note_products(name, factors)
+        if min(left.shape[1], right.shape[1]) > _NARROW:
+            self.entries[name].add(ops.per_unit(left, right, factors.offsets(self.layout)))
+            return
         self._small.setdefault((right.shape[0], factors.laned), []).append((name, left, right))
         self._held_bytes += left.nbytes + right.nbytes
         if self._held_bytes > self.may_hold_bytes:
@@ -258,14 +264,30 @@ class NormSink(Captures):
         if anew:
             squares, products = squares.masked_fill(poor, 0), products.masked_fill(poor, 0)
             rests = rests.masked_fill(~poor, 0)
+            self._measure(poor, rests, arithmetic)
         for at, (found, (rounding, tokens)) in enumerate(zip(self._grams, arithmetic)):
-            name, use, added = found.name, found.use, rounding.added(tokens)
-            if anew:
-                again = ops.chosen_sqnorm(use.left, use.right, use.offsets(self.layout), poor[at])
-                both = rounding.entry(tokens) + added
-                self.add_powers(name, again, rounding, products=rests[at], added=both)
-            self.add_powers(name, squares[at], rounding, products=products[at], gram=constants[at], added=added)
+            gram, added = constants[at], rounding.added(tokens)
+            self.add_powers(found.name, squares[at], rounding, products=products[at], gram=gram, added=added)
         self._grams.clear()
+
+    def _measure(
+        self, chosen: torch.Tensor, products: torch.Tensor, arithmetic: Sequence[tuple[ops.Rounding, int]]
+    ) -> None:
+        """Take norms by the direct route of chosen units, bool ``[uses, units]``, and 0 of the others."""
+        axes: dict[tuple[int, bool], list[int]] = {}
+        for at, found in enumerate(self._grams):
+            axes.setdefault((found.use.right.shape[0], found.use.laned), []).append(at)
+        for members in axes.values():
+            uses = [self._grams[at].use for at in members]
+            own = chosen
+            if len(axes) > 1:
+                own = chosen.index_select(0, sent(tuple(members), torch.int64, chosen.device))
+            lefts, rights = [use.left for use in uses], [use.right for use in uses]
+            again = ops.chosen_sqnorm(lefts, rights, uses[0].offsets(self.layout), own)
+            for row, at in zip(again, members):
+                rounding, tokens = arithmetic[at]
+                both = rounding.entry(tokens) + rounding.added(tokens)
+                self.add_powers(self._grams[at].name, row, rounding, products=products[at], added=both)
 
     def drop(self, entry: Entry) -> None:
         """Let go of factors that are measured, unless the weighted sums will need them."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -76,6 +76,11 @@ class Sums:
             return factors[group[0]], factors[group[1]]
         return factors[group], None
 
+    def _plain_weights(self, names: Sequence[str], factors: torch.Tensor) -> torch.Tensor:
+        """Weights ``[names, units]`` of parameters without a mask."""
+        own = [group for name in names if isinstance(group := self.policy.group_of[name], int)]
+        return factors.index_select(0, sent(tuple(own), torch.int64, factors.device))
+
     def add_instances(self, instances: Mapping[str, torch.Tensor], factors: torch.Tensor) -> None:
         """Add instantiated gradients ``[units, ...]`` of several parameters: in one launch all that have no mask."""
         plain = []
@@ -86,8 +91,7 @@ class Sums:
                 plain.append(name)
         if not plain:
             return
-        own = [group for name in plain if isinstance(group := self.policy.group_of[name], int)]
-        weights = factors.index_select(0, sent(tuple(own), torch.int64, factors.device))
+        weights = self._plain_weights(plain, factors)
         shaped = [instances[name].reshape(-1, *self.parameters[name].shape) for name in plain]
         totals = dict(zip(plain, ops.instance_sum_group(shaped, weights)))
         again = [name for name in plain if name in self._whole]
@@ -142,6 +146,20 @@ class Sums:
         self.compared += [[([(name, len(rows))], rows)] for rows in use.unlike()]
         if use.tiled and flat.device.type == "cpu":
             self.require_alike()
+
+    def add_matrices(self, uses: Mapping[str, Factors], factors: torch.Tensor, layout: Layout) -> None:
+        """Add the weighted sums of several parameters without a mask, one use each, both factors in memory: in one launch."""
+        axes: dict[tuple[int, bool], list[str]] = {}
+        for name, use in uses.items():
+            axes.setdefault((use.right.shape[0], use.laned), []).append(name)
+        for (tokens, laned), names in axes.items():
+            lefts, rights = zip(*(uses[name].oriented for name in names))
+            weights = self._plain_weights(names, factors)
+            held = [self._whole.get(name) for name in names]
+            outs = [None if total is None else total.view(total.shape[0], -1) for total in held]
+            found = ops.weighted_sum_group(lefts, rights, weights, layout.offsets(tokens, laned=laned), outs)
+            for name, total in zip(names, found):
+                self._whole[name] = total.view(self.parameters[name].shape)
 
 
 def as_matrix(mask: torch.Tensor) -> torch.Tensor:

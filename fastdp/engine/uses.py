@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 
+import fastdp.ops as ops
 from fastdp.engine.factors import Factors
 from fastdp.engine.layout import Layout
 from fastdp.engine.rows import Fold
@@ -198,11 +199,15 @@ class LayerNormUse(torch.autograd.Function):
         x, mean, rstd = ctx.saved_tensors
         sink, layout = ctx.tap.open(), ctx.tap.layout
         weight, bias = ctx.parameters
-        if bias is not None:
-            sink.tokens(bias, _flat(gradient), layout, False)
-        if weight is not None:
-            normed = (x - mean).mul_(rstd).mul_(gradient)
-            sink.tokens(weight, _flat(normed), layout, False)
+        flat = _flat(gradient)
+        if weight is None:
+            sink.tokens(bias, flat, layout, False)
+        else:
+            offsets = layout.offsets(flat.shape[0])
+            scales, shifts = ops.affine_sums(flat, _flat(x), mean.reshape(-1), rstd.reshape(-1), offsets)
+            sink.instances(weight, scales, layout)
+            if bias is not None:
+                sink.instances(bias, shifts, layout)
         back = None
         if ctx.needs_input_grad[0]:
             scale, shift = ctx.affine

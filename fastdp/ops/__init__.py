@@ -28,9 +28,11 @@ from .norms import abs_sum as abs_sum, cross_inner as cross_inner, masked_sqnorm
 from .snap import snap as snap
 from .stream import NoiseStream as NoiseStream
 from .sums import (
+    affine_sums as affine_sums,
     column_sums as column_sums,
     masked_weighted_sum as masked_weighted_sum,
     per_unit as per_unit,
     per_unit_group as per_unit_group,
     weighted_sum as weighted_sum,
+    weighted_sum_group as weighted_sum_group,
 )

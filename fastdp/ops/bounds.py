@@ -166,50 +166,58 @@ def gram_norms(groups: Sequence[tuple[Sequence[Tensor], Tensor]], offsets: Tenso
     return squares, products * _OWN_ROUNDING
 
 
-def _chosen_sqnorm_reference(left: Tensor, right: Tensor, offsets: Tensor, chosen: Tensor) -> Tensor:
-    bounds = unit_bounds(offsets)
-    dtype = accumulator(left, right)
-    squares = right.new_zeros(len(bounds) - 1, dtype=dtype)
-    for unit in chosen.nonzero()[:, 0].tolist():
+def _chosen_sqnorm_reference(
+    lefts: Sequence[Tensor], rights: Sequence[Tensor], offsets: Tensor, chosen: Tensor
+) -> Tensor:
+    bounds, dtype = unit_bounds(offsets), accumulator(*lefts, *rights)
+    squares = torch.zeros(chosen.shape, dtype=dtype, device=chosen.device)
+    for matrix, unit in chosen.nonzero().tolist():
         tokens = slice(bounds[unit], bounds[unit + 1])
-        gradient = left[tokens].to(dtype).T @ right[tokens].to(dtype)
-        squares[unit] = gradient.square().sum(dtype=torch.float64)
+        gradient = lefts[matrix][tokens].to(dtype).T @ rights[matrix][tokens].to(dtype)
+        squares[matrix, unit] = gradient.square().sum(dtype=torch.float64)
     return squares
 
 
-def _check_chosen_sqnorm(left: Tensor, right: Tensor, offsets: Tensor, chosen: Tensor) -> None:
-    check_pair(left, right)
-    if is_one_hot(left):
-        raise ValueError("left is a vector of ids: one-hot factors have one route, use sqnorm")
-    check_offsets(offsets, right.shape[0], right.device)
-    if chosen.dtype != torch.bool or chosen.shape != (offsets.shape[0] - 1,) or chosen.device != right.device:
-        raise ValueError("chosen must be bool, one a unit, beside the factors")
+def _check_chosen_sqnorm(lefts: Sequence[Tensor], rights: Sequence[Tensor], offsets: Tensor, chosen: Tensor) -> None:
+    if not lefts or len(lefts) != len(rights):
+        raise ValueError(f"there are {len(lefts)} lefts and {len(rights)} rights: give as many of each, at least one")
+    for left, right in zip(lefts, rights):
+        check_pair(left, right)
+        if is_one_hot(left):
+            raise ValueError("left is a vector of ids: one-hot factors have one route, use sqnorm")
+        check_offsets(offsets, right.shape[0], right.device)
+    shape = len(lefts), offsets.shape[0] - 1
+    if chosen.dtype != torch.bool or chosen.shape != shape or chosen.device != rights[0].device:
+        raise ValueError("chosen must be bool, one a matrix and unit, beside the factors")
 
 
 CHOSEN_SQNORM = Op(
-    "chosen_sqnorm(Tensor left, Tensor right, Tensor offsets, Tensor chosen) -> Tensor",
+    "chosen_sqnorm(Tensor[] lefts, Tensor[] rights, Tensor offsets, Tensor chosen) -> Tensor",
     reference=_chosen_sqnorm_reference,
-    fake=lambda left, right, offsets, chosen: right.new_empty(chosen.shape, dtype=accumulator(left, right)),
+    fake=lambda lefts, rights, offsets, chosen: torch.empty_like(chosen, dtype=accumulator(*lefts, *rights)),
     check=_check_chosen_sqnorm,
 )
 CHOSEN_SQNORM.implement("cpu", "fastdp.ops.cpu.bounds")
 CHOSEN_SQNORM.implement("cuda", "fastdp.kernels.bounds")
 
 
-def chosen_sqnorm(left: Tensor, right: Tensor, offsets: Tensor, chosen: Tensor) -> Tensor:
-    """Squared norms by the direct route of some of the units, chosen on the device; nothing waits for it.
+def chosen_sqnorm(lefts: Sequence[Tensor], rights: Sequence[Tensor], offsets: Tensor, chosen: Tensor) -> Tensor:
+    """Squared norms by the direct route of some units of k matrices, chosen on the device; nothing waits for it.
+
+    On a GPU one launch serves all matrices, and a unit that was not chosen ends its programs at once.
 
     Args:
-        left: [N, m] and right: [N, n], float, any strides; offsets: int64 [B + 1], as in :func:`fastdp.ops.sqnorm`.
-        chosen: bool [B], beside the factors.
+        lefts: k matrices [N, m_i] and rights: [N, n_i], float, any strides; offsets: int64 [B + 1], as in
+            :func:`fastdp.ops.sqnorm`.
+        chosen: bool [k, B], beside the factors.
 
     Returns:
-        [B], float32 (float64 if a factor is float64); 0 for the others.
+        [k, B], float32 (float64 if a factor is float64); 0 for the others.
 
     Raises:
-        TypeError, ValueError: ids, or a dtype, shape, device or offset outside the above.
+        TypeError, ValueError: no matrices, ids, or a dtype, shape, device or offset outside the above.
     """
-    return CHOSEN_SQNORM(left, right, offsets, chosen)
+    return CHOSEN_SQNORM(list(lefts), list(rights), offsets, chosen)
 
 
 class Rounding:

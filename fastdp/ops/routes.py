@@ -76,10 +76,13 @@ def allowed(
 ) -> bool:
     """Whether a route may be taken: ``instantiate`` only where gradients take half the memory of the larger factor or less.
 
-    The right factor is often shared with other uses, or kept by the model itself, so that letting go of it frees nothing.
+    The right factor is often shared with other uses, or kept by the model itself, so that letting go of it frees nothing. The
+    gradient of a single unit takes the place of the sum, which would be made in any case: it may be nearly as large as both.
     """
     if route != "instantiate":
         return True
+    if units == 1:
+        return not one_hot and 4 * m * n < length * (m + n) * dtype.itemsize
     return not one_hot and 2 * 4 * m * n <= length * max(m, n) * dtype.itemsize
 
 
@@ -147,12 +150,22 @@ def plan(
     units: int,
     *,
     one_hot: bool = False,
+    keeps_factors: bool = True,
     dtype: torch.dtype = torch.float32,
-    **options: Any,
+    constants: Constants | None = None,
+    device: torch.device | str = "cpu",
 ) -> str:
     """The allowed route with the least predicted time; arguments as in :func:`predicted_seconds`."""
+    return _cheapest(m, n, length, units, one_hot, keeps_factors, dtype, constants or constants_for(device, dtype))
+
+
+@functools.lru_cache(maxsize=4096)
+def _cheapest(
+    m: int, n: int, length: int, units: int, one_hot: bool, keeps: bool, dtype: torch.dtype, constants: Constants
+) -> str:
     routes = (route for route in ROUTES if allowed(route, m, n, length, units, one_hot=one_hot, dtype=dtype))
-    return min(routes, key=lambda r: predicted_seconds(r, m, n, length, units, one_hot=one_hot, dtype=dtype, **options))
+    options: Any = {"one_hot": one_hot, "keeps_factors": keeps, "dtype": dtype, "constants": constants}
+    return min(routes, key=lambda route: predicted_seconds(route, m, n, length, units, **options))
 
 
 def for_norms(left: Tensor, right: Tensor, offsets: Tensor | list[int]) -> str:

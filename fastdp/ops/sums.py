@@ -177,6 +177,58 @@ def column_sums(left: Tensor, offsets: Tensor) -> Tensor:
     return COLUMN_SUMS(left, offsets)
 
 
+def _affine_sums_reference(gradient: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, offsets: Tensor) -> Tensor:
+    bounds, dtype = unit_bounds(offsets), accumulator(gradient, x)
+    sums = gradient.new_zeros(2, len(bounds) - 1, gradient.shape[1], dtype=dtype)
+    for unit, (start, end) in enumerate(zip(bounds, bounds[1:])):
+        own = slice(start, end)
+        normed = (x[own].to(dtype) - mean[own].to(dtype).unsqueeze(1)) * rstd[own].to(dtype).unsqueeze(1)
+        arrived = gradient[own].to(dtype)
+        sums[0, unit], sums[1, unit] = (normed * arrived).sum(0), arrived.sum(0)
+    return sums
+
+
+def _check_affine_sums(gradient: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, offsets: Tensor) -> None:
+    check_pair(gradient, x, ("gradient", "x"))
+    if gradient.dim() != 2 or gradient.shape != x.shape:
+        raise ValueError(f"gradient has shape {tuple(gradient.shape)} and x {tuple(x.shape)}: both are [tokens, n]")
+    for name, row in (("mean", mean), ("rstd", rstd)):
+        if row.shape != x.shape[:1] or not row.is_floating_point() or row.device != x.device:
+            raise ValueError(f"{name} is {row.dtype} {list(row.shape)} on {row.device}: one float a token, beside x")
+    check_offsets(offsets, x.shape[0], x.device)
+
+
+AFFINE_SUMS = Op(
+    "affine_sums(Tensor gradient, Tensor x, Tensor mean, Tensor rstd, Tensor offsets) -> Tensor",
+    reference=_affine_sums_reference,
+    fake=lambda gradient, x, mean, rstd, offsets: gradient.new_empty(
+        2, offsets.shape[0] - 1, gradient.shape[1], dtype=accumulator(gradient, x)
+    ),
+    check=_check_affine_sums,
+)
+AFFINE_SUMS.implement("cpu", "fastdp.ops.cpu.sums")
+AFFINE_SUMS.implement("cuda", "fastdp.kernels.sums")
+
+
+def affine_sums(gradient: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
+    """The per-unit gradients of a layer norm's weight and bias, in one reading of both arguments.
+
+    Args:
+        gradient: [N, n], of the layer's output, float, any strides.
+        x: [N, n], its input, float, any strides.
+        mean, rstd: [N], of each row of ``x``, and the inverse of its standard deviation.
+        offsets: int64 [B + 1], from 0 to N, not decreasing; on the CPU or with ``x``.
+
+    Returns:
+        Sums [B, n] of ``gradient (x - mean) rstd`` and of ``gradient`` over each unit's tokens, float32 (float64 if an
+        argument is float64); zero for empty units.
+
+    Raises:
+        TypeError, ValueError: a dtype, shape, device or offset outside the above.
+    """
+    return AFFINE_SUMS(gradient, x, mean, rstd, offsets).unbind(0)
+
+
 def _add_weighted(out: Tensor, left: Tensor, right: Tensor, weights: Tensor) -> Tensor:
     keep = weights != 0
     left, scaled = left[keep], right[keep].to(out.dtype) * weights[keep].to(out.dtype).unsqueeze(1)
@@ -244,6 +296,83 @@ WEIGHTED_SUM = Op(
 )
 WEIGHTED_SUM.implement("cpu", "fastdp.ops.cpu.sums")
 WEIGHTED_SUM.implement("cuda", "fastdp.kernels.sums")
+
+
+def _weighted_sum_group_reference(
+    outs: Sequence[Tensor],
+    lefts: Sequence[Tensor],
+    rights: Sequence[Tensor],
+    weights: Tensor,
+    offsets: Tensor,
+    begun: Sequence[bool],
+) -> None:
+    for out, left, right, own, held in zip(outs, lefts, rights, weights, begun):
+        if not held:
+            out.zero_()
+        _weighted_sum_reference(out, left, right, own, None, None, offsets)
+
+
+def _check_weighted_sum_group(
+    outs: Sequence[Tensor],
+    lefts: Sequence[Tensor],
+    rights: Sequence[Tensor],
+    weights: Tensor,
+    offsets: Tensor,
+    begun: Sequence[bool],
+) -> None:
+    if not lefts or not len(outs) == len(lefts) == len(rights) == len(weights) == len(begun):
+        raise ValueError(
+            f"there are {len(lefts)} lefts, {len(rights)} rights and {len(weights)} rows of weights: give as many of each, at "
+            "least one"
+        )
+    for number, (out, left, right, own) in enumerate(zip(outs, lefts, rights, weights)):
+        if is_one_hot(left):
+            raise ValueError(f"lefts[{number}] is a vector of ids: add the rows of a table by weighted_sum")
+        if right.shape[0] != rights[0].shape[0]:
+            raise ValueError(f"rights[{number}] has {right.shape[0]} tokens and rights[0] {rights[0].shape[0]}")
+        _check_weighted_sum(out, left, right, own, None, None, offsets)
+
+
+WEIGHTED_SUM_GROUP = Op(
+    "weighted_sum_group_(Tensor(a!)[] outs, Tensor[] lefts, Tensor[] rights, Tensor weights, Tensor offsets, bool[] begun) "
+    "-> ()",
+    reference=_weighted_sum_group_reference,
+    fake=lambda outs, lefts, rights, weights, offsets, begun: None,
+    check=_check_weighted_sum_group,
+)
+WEIGHTED_SUM_GROUP.implement("cpu", "fastdp.ops.cpu.sums")
+WEIGHTED_SUM_GROUP.implement("cuda", "fastdp.kernels.sums")
+
+
+def weighted_sum_group(
+    lefts: Sequence[Tensor],
+    rights: Sequence[Tensor],
+    weights: Tensor,
+    offsets: Tensor,
+    outs: Sequence[Tensor | None] | None = None,
+) -> list[Tensor]:
+    """:func:`weighted_sum` of k matrices over the same tokens: on a GPU in one launch.
+
+    Args:
+        lefts: k matrices [N, m_i], float, any strides.
+        rights: k matrices [N, n_i], float, any strides.
+        weights: [k, B], float32 or float64, one a matrix and unit.
+        offsets: int64 [B + 1], from 0 to N, not decreasing; on the CPU or with the factors.
+        outs: [m_i, n_i], float32 or float64: sums are added to these, in place; None where there is none yet.
+
+    Returns:
+        k matrices: those of ``outs``, and new ones, float32 (float64 if a factor is float64).
+
+    Raises:
+        TypeError, ValueError: no matrices, lists of other lengths, ids, other tokens, or what :func:`weighted_sum` refuses.
+    """
+    given = [None] * len(lefts) if outs is None else list(outs)
+    sums = [
+        right.new_empty(left.shape[-1], right.shape[-1], dtype=accumulator(left, right)) if out is None else out
+        for out, left, right in zip(given, lefts, rights)
+    ]
+    WEIGHTED_SUM_GROUP(sums, list(lefts), list(rights), weights, offsets, [out is not None for out in given])
+    return sums
 
 
 def _empty_sum(left: Tensor, right: Tensor, rows: int | None) -> Tensor:

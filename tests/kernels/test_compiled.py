@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from fastdp.kernels import (
     adamw,
+    affine,
     blocks,
     bounds,
     chacha,
@@ -102,36 +103,26 @@ def gram_case(dtype, b_t, b_k, warps, precision="ieee", slow=False):
     return Case(gram._gram_kernel, types, constants | {"PRECISION": precision}, warps, 4, matrix, True, slow=slow)
 
 
-def direct_case(dtype, kind, b_m, b_n, b_t, warps, precision="ieee", chosen=False, slow=False):
+def direct_case(dtype, kind, b_m, b_n, b_t, warps, precision="ieee", slow=False):
     types = {
         "p_left": f"*{dtype}",
         "p_right": f"*{dtype}",
-        **{"p_bits": "*u8", "p_chosen": "*u8"},
+        "p_bits": "*u8",
         **numbers("units", "tiles_n", "tiles", "m", "n", "bytes_a_row"),
         **strides("stride_lt", "stride_lm", "stride_rt", "stride_rn"),
         **OFFSETS,
     }
-    constants = {"b_m": b_m, "b_n": b_n, "b_t": b_t, "KIND": kind.value}
-    constants |= {"CHOSEN": chosen, "PRECISION": precision}
+    constants = {"b_m": b_m, "b_n": b_n, "b_t": b_t, "KIND": kind.value, "PRECISION": precision}
     matrix = dtype != "fp32" or precision != "ieee"
     return Case(direct._direct_kernel, types, constants, warps, 3, matrix, True, slow=slow)
 
 
 def weighted_case(dtype, b_m, b_n, b_t, warps, masked, precision="ieee", slow=False):
-    types = {
-        **{
-            "p_left": f"*{dtype}",
-            "p_right": f"*{dtype}",
-            "p_table": "*i32",
-            "p_weights": "*fp32",
-            "p_outside": "*fp32",
-        },
-        **{"p_bits": "*u8" if masked else "*fp32", "p_out": "*fp32", "p_parts": "*fp32"},
-        **numbers("slots", "tiles_m", "tiles_n", "whole", "splits", "m", "n", "bytes_a_row"),
-        **strides("stride_lt", "stride_lm", "stride_rt", "stride_rn", "stride_om", "stride_on"),
-    }
-    constants = {"b_m": b_m, "b_n": b_n, "b_t": b_t, "MASKED": masked, "PRECISION": precision}
-    matrix = dtype != "fp32" or precision != "ieee"
+    types = {"p_lines": "*i64", "p_blocks": "*i32", "p_weights": "*fp32", "p_outside": "*fp32", "p_parts": "*fp32"}
+    types |= numbers("units", "lines", "slots", "whole", "splits")
+    constants = {"LEFT": dtype, "RIGHT": dtype, "CONTIGUOUS": True, "ALIGNED": True, "b_m": b_m, "b_n": b_n, "b_t": b_t}
+    constants |= {"MASKED": masked, "PRECISION": precision}
+    matrix = dtype != tl.float32 or precision != "ieee"
     return Case(weighted._weighted_kernel, types, constants, warps, 5, matrix, True, slow=slow)
 
 
@@ -256,7 +247,16 @@ CASES = {
         slow=True,
     ),
     "instance-norms-many": Case(
-        groups._norms_kernel, {"p_table": "*i64", "p_out": "*fp32", **numbers("units")}, {"b": groups._COLUMNS}
+        groups._norms_kernel,
+        {"p_table": "*i64", "p_parts": "*fp32", **numbers("units", "lines", "each")},
+        {"b": groups._COLUMNS},
+    ),
+    "instance-norms-parts": Case(
+        groups._norm_parts_kernel,
+        {"p_table": "*i64", "p_parts": "*fp32", "p_out": "*fp32", **numbers("units", "lines", "programs")},
+        {"b": 128},
+        1,
+        slow=True,
     ),
     "instance-sums-many": Case(
         groups._sums_kernel,
@@ -303,26 +303,39 @@ CASES = {
     ),
     "direct-bf16": replace(direct_case("bf16", direct.SQUARE, 128, 128, 64, 8), blocks=2),
     "direct-bf16-wide": replace(direct_case("bf16", direct.SQUARE, 128, 256, 64, 8), wide=True, loop=200),
-    "direct-chosen-bf16": direct_case("bf16", direct.SQUARE, 128, 128, 64, 8, chosen=True),
+    "direct-chosen-bf16": Case(
+        direct._chosen_kernel,
+        {"p_lines": "*i64", "p_offsets": "*i64", "p_chosen": "*u8", "p_parts": "*fp32", **numbers("units", "splits")},
+        {"LEFT": tl.bfloat16, "RIGHT": tl.bfloat16, "CONTIGUOUS": True, "ALIGNED": True, "PRECISION": "ieee"}
+        | {"b_m": 128, "b_n": 128, "b_t": 64},
+        8,
+        matrix=True,
+        asynchronous=True,
+    ),
     "direct-fp16-narrow": replace(direct_case("fp16", direct.SQUARE, 16, 128, 64, 4, slow=True), narrow=True),
     "direct-masked-bf16": direct_case("bf16", direct.MASKED_SQUARE, 128, 128, 64, 8),
     "direct-absolute-fp32": replace(direct_case("fp32", direct.ABSOLUTE, 64, 64, 32, 4), loop=1300, blocks=4),
     "direct-masked-fp32": replace(
         direct_case("fp32", direct.MASKED_SQUARE, 64, 64, 32, 4, slow=True), loop=1300, blocks=4
     ),
-    "weighted-bf16": replace(weighted_case("bf16", 128, 128, 64, 8, False), loop=450),
-    "weighted-fp32": replace(weighted_case("fp32", 64, 64, 32, 4, False, slow=True), loop=1400, blocks=4),
-    "weighted-bf16-short": replace(weighted_case("bf16", 128, 128, 16, 8, False, slow=True), loop=400),
-    "masked-weighted-bf16": replace(weighted_case("bf16", 128, 64, 64, 8, True), loop=540),
-    "masked-weighted-fp32": replace(weighted_case("fp32", 64, 64, 32, 8, True, slow=True), loop=830, blocks=2),
+    "affine-bf16": Case(
+        affine._affine_kernel,
+        {
+            **{"p_gradient": "*bf16", "p_x": "*bf16", "p_mean": "*fp32", "p_rstd": "*fp32"},
+            **{"p_offsets": "*i64", "p_out": "*fp32", **numbers("units", "splits", "n")},
+            **strides("stride_gt", "stride_gn", "stride_xt", "stride_xn"),
+        },
+        {"b_t": affine._TOKENS, "b_n": affine._COLUMNS},
+    ),
+    "weighted-bf16": replace(weighted_case(tl.bfloat16, 128, 128, 64, 8, False), loop=450),
+    "weighted-fp32": replace(weighted_case(tl.float32, 64, 64, 32, 4, False, slow=True), loop=1400, blocks=4),
+    "weighted-bf16-short": replace(weighted_case(tl.bfloat16, 128, 128, 16, 8, False, slow=True), loop=400),
+    "masked-weighted-bf16": replace(weighted_case(tl.bfloat16, 128, 64, 64, 8, True), loop=540),
+    "masked-weighted-fp32": replace(weighted_case(tl.float32, 64, 64, 32, 8, True, slow=True), loop=830),
     "weighted-parts": Case(
         weighted._add_parts_kernel,
-        {
-            **{"p_parts": "*fp32", "p_out": "*fp32"},
-            **numbers("tiles_m", "tiles_n", "whole", "splits", "m", "n"),
-            **strides("stride_om", "stride_on"),
-        },
-        {"b_m": 128, "b_n": 128, "b_row": 16},
+        {"p_lines": "*i64", "p_parts": "*fp32", **numbers("lines", "whole", "splits")},
+        {"CONTIGUOUS": True, "ALIGNED": True, "b_m": 128, "b_n": 128, "b_row": 16},
         slow=True,
     ),
     "blocks": Case(
@@ -508,6 +521,7 @@ def test_fits_its_neighbours(name, capability, monkeypatch):
 def test_every_kernel_is_compiled_somewhere():
     modules = (
         adamw,
+        affine,
         blocks,
         bounds,
         choice,

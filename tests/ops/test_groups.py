@@ -1,10 +1,12 @@
 """Ops over many tensors: each is the op over one, tensor by tensor."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 
 from fastdp import ops
-from fastdp.ops.table import OPS
+from fastdp.ops.table import OPS, definitions
 
 SHAPES = [(3,), (130, 7), (1,), (0,), (2049,), (17, 300)]
 
@@ -27,6 +29,36 @@ def test_norms_and_sums(dtype):
     )
     for got, x, row in zip(ops.instance_sum_group(made, weights), made, weights):
         assert torch.equal(got, ops.instance_sum(x, row))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("defined", [False, True])
+def test_weighted_sums_and_norms_of_chosen_units(dtype, defined):
+    """Sums that hold nothing yet are written whole, whatever lies in their memory, also where no unit has a weight."""
+    offsets, sizes = torch.tensor([0, 70, 70, 90, 91, 420]), [(7, 40), (40, 7), (1, 1), (33, 300)]
+    lefts, rights = ([torch.randn(420, size[side]).to(dtype) for size in sizes] for side in (0, 1))
+    weights = torch.rand(4, 5)
+    weights[0, 2], weights[2] = 0.0, 0.0
+    lefts[0][75], lefts[2][:] = float("nan"), float("nan")
+    held = [torch.randn(size, dtype=torch.promote_types(dtype, torch.float32)) for size in sizes]
+    chosen = torch.rand(4, 5) < 0.5
+    torch._C._set_deterministic_algorithms(True)  # what is left uninitialised is NaN
+    try:
+        with definitions() if defined else nullcontext():
+            new = ops.weighted_sum_group(lefts, rights, weights, offsets)
+            outs = [held[0].clone(), None, None, held[3].clone()]
+            both = ops.weighted_sum_group(lefts, rights, weights, offsets, outs)
+            squares = ops.chosen_sqnorm(lefts[1:], rights[1:], offsets, chosen[1:])
+    finally:
+        torch._C._set_deterministic_algorithms(False)
+    assert both[0] is outs[0]
+    for i, (left, right, row) in enumerate(zip(lefts, rights, weights)):
+        alone = ops.weighted_sum(left, right, row, offsets=offsets)
+        torch.testing.assert_close(new[i], alone, rtol=1e-5, atol=3e-4)
+        torch.testing.assert_close(both[i], alone if outs[i] is None else alone + held[i], rtol=1e-5, atol=3e-4)
+        if i in (1, 3):
+            expected = ops.per_unit(left, right, offsets).square().sum((1, 2))
+            torch.testing.assert_close(squares[i - 1], torch.where(chosen[i], expected, 0), rtol=1e-4, atol=0)
 
 
 @pytest.mark.parametrize("masters", [False, True])
@@ -69,6 +101,25 @@ def test_refusals():
             ops.instance_sqnorm_group(bad)
     with pytest.raises(ValueError, match="weights are"):
         ops.instance_sum_group([x], torch.ones(2, 2))
+    two, ends = [x, x], torch.tensor([0, 1, 2])
+    for wrong, message in (
+        (([], [], torch.ones(0, 2)), "at least one"),
+        ((two, [x], torch.ones(2, 2)), "as many of each"),
+        ((two, two, torch.ones(1, 2)), "as many of each"),
+        (([ends[:2]], [x], torch.ones(1, 2)), "vector of ids"),
+        ((two, [x, x[:1]], torch.ones(2, 2)), "tokens"),
+        ((two, two, torch.ones(2, 3)), "weights"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            ops.weighted_sum_group(*wrong, ends)
+    for args, message in (
+        (([], [], ends, torch.ones(0, 2).bool()), "at least one"),
+        ((two, two, ends, torch.ones(2, 2)), "bool"),
+        ((two, two, ends, torch.ones(1, 2).bool()), "bool"),
+        (([ends[:2]], [x], ends, torch.ones(1, 2).bool()), "vector of ids"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            ops.chosen_sqnorm(*args)
     drawn, numbers = stream().take_at(0, [0]), {"divisor": 1.0, "lr": 0.1, "step": 1}
     tensors = [[torch.ones(3)] for _ in range(4)]
     for changed, message in (
@@ -84,10 +135,12 @@ def test_refusals():
 
 
 def test_opcheck():
-    made = instances()[:2]
+    made, x, ends = instances()[:2], torch.ones(2, 3), torch.tensor([0, 1, 2])
     for name, args in (
         ("instance_norms_group", (made,)),
         ("instance_sum_group", (made, torch.ones(2, 3))),
+        ("weighted_sum_group_", ([torch.ones(3, 3)], [x], [x], torch.ones(1, 2), ends, [True])),
+        ("chosen_sqnorm", ([x], [x], ends, torch.ones(1, 2).bool())),
         (
             "adamw_noise_steps_",
             ([torch.ones(3)], [torch.ones(3)], [torch.ones(3)], [torch.ones(3)], [], stream().take_at(0, [1]))

@@ -1,5 +1,7 @@
 """Per-unit gradients and weighted sums against float64, and what a weight of zero keeps out."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
@@ -221,6 +223,24 @@ def test_sums_of_any_units(lengths, m, n, zero, seed):
     assert torch.equal(table, ops.weighted_sum(ids, right, weights, rows=7))
 
 
+@pytest.mark.parametrize("layout", ["plain", "transposed"])
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
+def test_gradients_of_a_layer_norm(dtype, layout):
+    """Against autograd in float64, over blocks of tokens and of columns, with an empty unit."""
+    offsets = offsets_of([150, 0, 1, 70])
+    gradient, x = factor(221, 600, 0, dtype, layout), factor(221, 600, 1, dtype, layout)
+    _, mean, rstd = torch.native_layer_norm(x.double(), [600], None, None, 1e-5)
+    means, scales = (row.reshape(-1).to(torch.promote_types(dtype, torch.float32)) for row in (mean, rstd))
+    got = ops.affine_sums(gradient, x, means, scales, offsets)
+    for unit, (start, end) in enumerate(pairwise(offsets.tolist())):
+        weight, bias = (torch.full((600,), value, dtype=torch.float64, requires_grad=True) for value in (1.0, 0.0))
+        out = torch.nn.functional.layer_norm(x[start:end].double(), [600], weight, bias)
+        out.backward(gradient[start:end].double())
+        for found, parameter in zip(got, (weight, bias)):
+            assert found.dtype == means.dtype
+            torch.testing.assert_close(found[unit].double(), parameter.grad, rtol=1e-5, atol=1e-4)
+
+
 def test_float64_sums_stay_float64():
     left, right, weights = factor(20, 5, 1).double(), factor(20, 6, 2).double(), torch.rand(20)
     truth = left.T @ (right * weights.double().unsqueeze(1))
@@ -298,6 +318,9 @@ BAD = [
     (lambda: ops.per_unit_group([LEFT], [RIGHT], OFFSETS.int()), TypeError, "offsets are torch.int32"),
     (lambda: ops.column_sums(IDS, OFFSETS), ValueError, "left is a vector of ids"),
     (lambda: ops.column_sums(LEFT, OFFSETS[:1]), ValueError, "offsets run from 0 to 0"),
+    (lambda: ops.affine_sums(LEFT, RIGHT, WEIGHTS, WEIGHTS, OFFSETS), ValueError, "both are"),
+    (lambda: ops.affine_sums(LEFT, LEFT, WEIGHTS[1:], WEIGHTS, OFFSETS), ValueError, "mean is"),
+    (lambda: ops.affine_sums(LEFT, LEFT, WEIGHTS, WEIGHTS.int(), OFFSETS), ValueError, "rstd is"),
     (lambda: ops.weighted_sum(LEFT, RIGHT, WEIGHTS[:5]), ValueError, r"weights have shape \(5,\)"),
     (
         lambda: ops.weighted_sum(LEFT, RIGHT, WEIGHTS, offsets=OFFSETS),

@@ -47,12 +47,13 @@ def gram_norms(
     return squares[0] if len(squares) == 1 else torch.cat(squares), products
 
 
-def chosen_sqnorm(left: Tensor, right: Tensor, offsets: Tensor, chosen: Tensor) -> Tensor:
+def chosen_sqnorm(lefts: Sequence[Tensor], rights: Sequence[Tensor], offsets: Tensor, chosen: Tensor) -> Tensor:
     """:func:`fastdp.ops.chosen_sqnorm` on a processor."""
-    if not served(left, right):
+    if not served(*rights, *lefts):
         return NotImplemented
-    squares = torch.zeros(chosen.shape[0])
+    squares = torch.zeros(chosen.shape)
     bounds = unit_bounds(offsets)
-    for unit in chosen.nonzero()[:, 0].tolist():
-        squares[unit] = direct_norms(left, right, bounds[unit : unit + 2], SQUARE)[0, 0]
+    for matrix, unit in chosen.nonzero().tolist():
+        own = bounds[unit : unit + 2]
+        squares[matrix, unit] = direct_norms(lefts[matrix], rights[matrix], own, SQUARE)[0, 0]
     return squares

@@ -79,6 +79,24 @@ def column_sums(left: Tensor, offsets: Tensor) -> Tensor:
     return sums
 
 
+def affine_sums(gradient: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, offsets: Tensor) -> Tensor:
+    """:func:`fastdp.ops.affine_sums` on a processor."""
+    if not served(gradient, x) or not mean.dtype == rstd.dtype == torch.float32:
+        return NotImplemented
+    bounds, mean, rstd = unit_bounds(offsets), mean.contiguous(), rstd.contiguous()
+    sums = torch.empty(2, len(bounds) - 1, gradient.shape[1])
+    _native.affine_sums(
+        native_factor(gradient),
+        native_factor(x),
+        mean.data_ptr(),
+        rstd.data_ptr(),
+        bounds,
+        sums.data_ptr(),
+        torch.get_num_threads(),
+    )
+    return sums
+
+
 def _kept_runs(weights: Tensor) -> list[tuple[int, int]]:
     """Runs of tokens whose weight is not 0."""
     if int(torch.count_nonzero(weights)) == weights.shape[0]:
@@ -88,8 +106,11 @@ def _kept_runs(weights: Tensor) -> list[tuple[int, int]]:
     return list(zip(edges[::2], edges[1::2]))
 
 
-def _add_products(out: Tensor, left: Tensor, right: Tensor, weights: Tensor) -> None:
-    """Add the weighted sum of tokens that are all kept: the narrower factor is scaled, the wider one read in place."""
+def _add_products(out: Tensor, left: Tensor, right: Tensor, weights: Tensor, begun: bool) -> None:
+    """Add the weighted sum of tokens that are all kept: the narrower factor is scaled, the wider one read in place.
+
+    A sum that is not ``begun`` is written, whatever its memory holds.
+    """
     weights = weights.unsqueeze(1)
     narrow = left if out.shape[0] < out.shape[1] else right
     scaled = out.new_empty(min(_SLAB, left.shape[0]), narrow.shape[1])
@@ -97,12 +118,14 @@ def _add_products(out: Tensor, left: Tensor, right: Tensor, weights: Tensor) -> 
         tokens = slice(start, start + _SLAB)
         part = narrow[tokens]
         part = torch.mul(part, weights[tokens], out=scaled[: part.shape[0]])
+        held = int(begun or start > 0)
         if narrow is left:
-            torch.addmm(out, part.T, right[tokens].to(out.dtype), out=out)
+            torch.addmm(out, part.T, right[tokens].to(out.dtype), beta=held, out=out)
         elif out.shape[1] <= _NARROW:
-            out.add_(torch.mm(part.T, left[tokens].to(out.dtype)).T)
+            product = torch.mm(part.T, left[tokens].to(out.dtype)).T
+            out.add_(product) if held else out.copy_(product)
         else:
-            torch.addmm(out, left[tokens].to(out.dtype).T, part, out=out)
+            torch.addmm(out, left[tokens].to(out.dtype).T, part, beta=held, out=out)
 
 
 @in_full_precision
@@ -127,14 +150,37 @@ def weighted_sum_(
     weights = per_token(weights, offsets, tokens)
     if one_hot:
         return _onehot(out, left, right, weights)
-    runs = _kept_runs(weights)
+    return _add_kept(out, left, right, weights, _kept_runs(weights), True)
+
+
+def _add_kept(
+    out: Tensor, left: Tensor, right: Tensor, weights: Tensor, runs: list[tuple[int, int]], begun: bool
+) -> None:
+    """Add the weighted sum of the tokens of these runs; one that is not ``begun`` is written."""
     if len(runs) * _SHORTEST_RUN > right.shape[0] and len(runs) > 1:
         kept = weights.nonzero()[:, 0]
         left, right, weights = left.index_select(0, kept), right.index_select(0, kept), weights[kept]
         runs = [(0, right.shape[0])]
+    if not begun and not any(end > start for start, end in runs):
+        out.zero_()
     for start, end in runs:
-        _add_products(out, left[start:end], right[start:end], weights[start:end])
-    return None
+        _add_products(out, left[start:end], right[start:end], weights[start:end], begun)
+        begun = begun or end > start
+
+
+@in_full_precision
+def weighted_sum_group_(
+    outs: Sequence[Tensor],
+    lefts: Sequence[Tensor],
+    rights: Sequence[Tensor],
+    weights: Tensor,
+    offsets: Tensor,
+    begun: Sequence[bool],
+) -> None:
+    """:func:`fastdp.ops.weighted_sum_group` on a processor: a matrix after another."""
+    for out, left, right, own, held in zip(outs, lefts, rights, weights, begun):
+        spread = per_token(own, offsets, right.shape[0])
+        _add_kept(out, left, right, spread, _kept_runs(spread), held)
 
 
 def _native_rows(out: Tensor) -> bool:

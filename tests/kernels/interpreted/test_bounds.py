@@ -59,10 +59,18 @@ def test_every_pair_of_tiles_is_a_job():
 
 
 def test_only_chosen_units_are_measured_again():
-    offsets, chosen = offsets_of(RAGGED), torch.tensor([True, True, False, True])
-    left, right = factor(60, 33, 0), factor(60, 70, 1)
-    truth = gradients(left, right, offsets).square().sum((1, 2)) * chosen
-    assert relative_error(bounds.chosen_sqnorm(left, right, offsets, chosen), truth) <= 1e-5
+    """Of matrices of several sizes and dtypes, over several tiles."""
+    offsets, chosen = (
+        offsets_of(RAGGED),
+        torch.tensor([[True, True, False, True], [False] * 4, [False, True, True, True]]),
+    )
+    dtypes = [torch.float32, torch.bfloat16, torch.bfloat16]
+    lefts = [factor(60, m, m, dtype) for m, dtype in zip((33, 8, 129), dtypes)]
+    rights = [factor(60, n, n, dtype) for n, dtype in zip((70, 16, 300), dtypes)]
+    truth = [gradients(left, right, offsets).square().sum((1, 2)) for left, right in zip(lefts, rights)]
+    assert relative_error(bounds.chosen_sqnorm(lefts, rights, offsets, chosen), torch.stack(truth) * chosen) <= 1e-5
+    nothing = bounds.chosen_sqnorm([x[:0] for x in lefts], [x[:0] for x in rights], 0 * offsets, chosen)
+    assert not nothing.any()
 
 
 @pytest.mark.parametrize("masked", [False, True])

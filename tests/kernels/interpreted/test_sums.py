@@ -2,10 +2,11 @@
 
 import pytest
 import torch
+from fastdp.kernels import affine, sums
 from fastdp.kernels.blocks import COUNT_MASK, ENDS, UNIT_SHIFT, blocks_of
 from fastdp.kernels.instances import instance_sum
 from fastdp.kernels.onehot import onehot_weighted_sum_
-from fastdp.kernels.weighted import weighted_sum_
+from fastdp.kernels.weighted import weighted_sum_, weighted_sums_
 
 from fastdp import ops
 from fastdp.ops.table import OPS
@@ -54,6 +55,55 @@ def test_weighted_sums(lengths, m, n, dtype, layout):
     out = start.clone()
     weighted_sum_(out, left, right, weights, others, mask, offsets, dealt=(0, 3))
     assert bool(((out - start - both[0]).abs() <= bound(tokens) * both[1] + 1e-6 * (start.abs() + both[1])).all())
+
+
+def test_many_matrices_in_one_launch():
+    """Sums that hold nothing yet are written whole, whatever was in their memory; others are added to."""
+    offsets, sizes = offsets_of((20, 0, 33, 7)), [(40, 24), (3, 8), (24, 40), (16, 16)]
+    dtypes = [torch.bfloat16, torch.bfloat16, torch.float32, torch.bfloat16]
+    lefts = [factor(60, m, i, dtype) for i, ((m, _), dtype) in enumerate(zip(sizes, dtypes))]
+    rights = [factor(60, n, 9 + i, dtype) for i, ((_, n), dtype) in enumerate(zip(sizes, dtypes))]
+    weights = torch.rand(4, 4)
+    weights[0, 2] = 0.0
+    lefts[0][21] = NAN
+    begun = [False, True, False, True]
+    starts = [torch.randn(size) if held else torch.zeros(size) for size, held in zip(sizes, begun)]
+    for dealt in (None, (0, 2)):
+        outs = [start.clone() if held else torch.full_like(start, NAN) for start, held in zip(starts, begun)]
+        weighted_sums_(outs, lefts, rights, weights, offsets, begun, dealt=dealt)
+        for out, start, left, right, row in zip(outs, starts, lefts, rights, weights):
+            truth, size = exact(left, right, spread(row, offsets))
+            assert bool(((out - start - truth).abs() <= bound(60) * size + 1e-6 * (start.abs() + size)).all())
+    empty = [torch.full((2, 3), NAN)]
+    weighted_sums_(
+        empty, [lefts[0][:0, :2]], [rights[0][:0, :3]], weights[:1], torch.zeros(5, dtype=torch.int64), [False]
+    )
+    assert not empty[0].any()
+
+
+def test_a_wide_gradient_of_one_unit():
+    """By the kernel of sums, and by torch's own product where it gives float32."""
+    left, right = factor(40, 70, 0, torch.bfloat16), factor(40, 130, 1, torch.bfloat16)
+    truth, size = exact(left, right, torch.ones(40))
+    got = sums.per_unit(left, right, offsets_of((40,)))
+    assert got.shape == (1, 70, 130)
+    assert bool(((got[0] - truth).abs() <= bound(40) * size).all())
+    assert sums.per_unit(left.to("meta"), right.to("meta"), offsets_of((40,))).dtype == torch.float32
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gradients_of_a_layer_norm(dtype, monkeypatch):
+    offsets = offsets_of((20, 0, 33, 7))
+    gradient, x = factor(60, 70, 0, dtype, "transposed"), factor(60, 70, 1, dtype)
+    x[21, 3] = NAN
+    mean, rstd = torch.rand(60), torch.rand(60)
+    truth = OPS["affine_sums"].reference(gradient.double(), x.double(), mean, rstd, offsets)
+    size = OPS["affine_sums"].reference(gradient.double().abs(), x.double().abs(), -mean, rstd, offsets)
+    for splits in (1, 3):
+        monkeypatch.setattr(affine, "splits_to_fill", lambda *_, splits=splits: splits)
+        got = affine.affine_sums(gradient, x, mean, rstd, offsets)
+        assert torch.equal(got.isnan(), truth.isnan())
+        assert bool((((got - truth).abs() <= 40 * 2.0**-24 * size) | truth.isnan()).all())
 
 
 def test_weights_of_tokens():
