@@ -20,7 +20,7 @@ from fastdp.engine.shards import Whole
 from fastdp.engine.sums import Sums, SumSink
 from fastdp.engine.uses import Sink
 
-#: In how many launches sums are made at least where there are many: what one of them makes, it holds beside all its factors.
+#: In how many launches sums are made at least where they are large: what one of them makes, it holds beside all its factors.
 _LAUNCHES = 8
 
 
@@ -100,13 +100,13 @@ class Accumulator(Sums):
             return
         whole: dict[str, torch.Tensor] = {}
         matrices: dict[str, Factors] = {}
-        held, most = 0, min(norms.may_hold_bytes, self._sum_bytes(norms) // _LAUNCHES)
+        held, most = 0, self._together(norms)
         # What other ranks have captures of is added up with theirs, in one order everywhere.
         for name in list(self.parameters if self.weights.cut else reversed(norms.entries)):
             entry = norms.entries.pop(name, None) or Entry()
             if entry.instance is not None:
                 whole[name], entry.instance = entry.instance, None
-                held += whole[name].nbytes
+                held += 4 * self.parameters[name].numel()
             if len(entry.factors) == 1 and entry.factors[0].in_memory and name not in self.policy.masks:
                 matrices[name] = entry.factors.pop()
                 held += 4 * self.parameters[name].numel()
@@ -120,8 +120,10 @@ class Accumulator(Sums):
         self.add_instances(whole, factors)
         self.add_matrices(matrices, factors, layout)
 
-    def _sum_bytes(self, norms: NormSink) -> int:
-        return 4 * sum(self.parameters[name].numel() for name in norms.entries)
+    def _together(self, norms: NormSink) -> int:
+        """Bytes of sums that are made in one launch: few beside all of them, or beside what captures may hold back."""
+        every = 4 * sum(self.parameters[name].numel() for name in norms.entries)
+        return min(norms.may_hold_bytes, max(every // _LAUNCHES, norms.may_hold_bytes // 32))
 
     def _scaled(self, sink: Sink) -> Sink:
         """The sink, or one before it that divides by the policy's axes."""
