@@ -21,7 +21,7 @@ from fastdp.finetune.config import FinetuneConfig
 from . import record
 from .settings import DATA, excerpt
 
-EXAMPLES, BATCH, PHYSICAL, EPOCHS = 512, 128, 32, 2.0
+EXAMPLES, BATCH, PHYSICAL, EPOCHS = 384, 96, 32, 2.0
 #: Data set of `DATA`, and what is trained.
 CASES = (("e2e", "lora"), ("e2e", "full"), ("sst2", "lora"), ("wikitext2", "bitfit"))
 #: How far seconds and memory may be from what was foretold, relatively.

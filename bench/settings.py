@@ -27,7 +27,7 @@ from . import record
 DATA: dict[str, tuple[tuple[str, str], dict[str, Any]]] = {
     "e2e": (
         ("e2e/train.csv", "e2e/test.csv"),
-        {"prompt_column": "mr", "target_column": "ref", "max_length": 96},
+        {"prompt_column": "mr", "target_column": "ref", "max_length": 64},
     ),
     "sst2": (
         ("sst2/train.tsv", "sst2/dev.tsv"),
@@ -36,18 +36,18 @@ DATA: dict[str, tuple[tuple[str, str], dict[str, Any]]] = {
             "text_column": "sentence",
             "label_column": "label",
             "labels": ["0", "1"],
-            "max_length": 48,
+            "max_length": 32,
         },
     ),
     # Nothing is fitted on this one: it tells whether the rules carry over.
     "wikitext2": (("wikitext2/train.txt", "wikitext2/valid.txt"), {"max_length": 64}),
 }
 FITTED = ("e2e", "sst2")
-EXAMPLES, JUDGES, EPOCHS, DELTA = 512, 128, 3, 1e-4
+EXAMPLES, JUDGES, EPOCHS, DELTA = 384, 96, 3, 1e-4
 EPSILONS = (8.0, 2.0)
-BATCHES = (32, 128, 384)
+BATCHES = (16, 64, 192)
 RATES = (1e-3, 4e-3, 1.6e-2, 6.4e-2)
-MIDDLE = {"batch_size": 128, "learning_rate": 4e-3, "lora_r": 8, "max_grad_norm": 1.0}
+MIDDLE = {"batch_size": 64, "learning_rate": 4e-3, "lora_r": 8, "max_grad_norm": 1.0}
 
 
 def grid(only: str | None = None) -> Iterator[tuple[str, dict[str, Any]]]:
