@@ -95,6 +95,7 @@ def tune_command(
     trials: Annotated[float, typer.Option(help="how many are expected; the number itself stays secret")] = 6.0,
     shape: Annotated[float, typer.Option(help="of its distribution: 0 costs least, 1 varies less")] = 0.0,
     held_out: Annotated[float, typer.Option(help="share of the examples that judge the trials")] = 0.1,
+    resume: Annotated[bool, typer.Option("--resume", help="go on with a search that was interrupted")] = False,
     overrides: dict[str, Any],
 ) -> None:
     """Search settings on the private data within one budget: the best of a secret number of trials, all of it on the card."""
@@ -103,7 +104,7 @@ def tune_command(
     quiet_libraries()
     settings = load_config(config, overrides)
     with ProgressReporter() as reporter:
-        found = tune(settings, _values(candidates), trials, shape, held_out, reporter=reporter)
+        found = tune(settings, _values(candidates), trials, shape, held_out, reporter=reporter, resume=resume)
     won = ", ".join(f"{name} {value}" for name, value in found.settings.items())
     console.print(f"won: [bold]{won}[/], noised loss of the judges {found.score:.3f}", highlight=False)
     console.print(f"privacy of the whole search: epsilon [bold]{found.epsilon:.3f}[/] at delta {found.delta:g}")

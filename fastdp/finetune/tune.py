@@ -101,6 +101,7 @@ def tune(
     held_out: float = 0.1,
     largest_loss: float = 10.0,
     reporter: Reporter | None = None,
+    resume: bool = False,
 ) -> Tuned:
     """Train with the settings that suit the data best, within one budget, and write weights and card to the output folder.
 
@@ -112,6 +113,8 @@ def tune(
         held_out: share of the examples that judge and are not trained on, each chosen by a coin.
         largest_loss: of one example, in nats; larger ones count as this.
         reporter: told how trials go, which is not protected.
+        resume: go on with a search that was interrupted. Its number of trials, its judges and the scores it had stay; the trial
+            that was cut short begins anew, so that all remain independent runs of one mechanism, and nothing more is paid.
 
     Raises:
         ConfigError: for settings that cannot be searched or do not hold, before anything is spent.
@@ -126,7 +129,9 @@ def tune(
     output = Path(str(config.output))
     work = output / TRIALS
     table = read_rows(str(config.train))
-    train, judges = _split(table, held_out)
+    asked = [dataclasses.asdict(config) | {"output": None}, searched, trials, shape, held_out, largest_loss, len(table)]
+    state = _State.read(work, asked) if resume else _State.begin(work, asked, table, held_out)
+    train, judges = _split(table, state.judging)
     if len(judges) < _LEAST_JUDGES or len(train) < config.batch_size:
         raise ConfigError(
             f"of {len(table)} examples {len(judges)} would judge and {len(train)} be trained on: that is too few to choose by, "
@@ -141,27 +146,75 @@ def tune(
     event, judging = cost(sigma)
     header = {"mechanism": _NAME, "unit": "example", "adjacency": "add_remove", "dataset_size": len(table)}
     ledger = accounting.Ledger.open_or_create(
-        output / LEDGER, header, event=accounting.EventModel(event), budget_steps=1, resume=False
+        output / LEDGER, header, event=accounting.EventModel(event), budget_steps=1, resume=resume
     )
     try:
         _write(work / "train.jsonl", train)
+        state.save()
         stream = NoiseStream()
-        ledger.record()
+        if not ledger.spent_steps:
+            ledger.record()
 
         def trial(number: int) -> tuple[float, Path]:
-            folder = work / str(number)
+            if number < len(state.done):
+                score, name = state.done[number]
+                return score, work / name
+            folder = work / f"{number}-{secrets.token_hex(4)}"
             settings = secrets.choice(options)
             own = dataclasses.replace(
                 config, **settings, train=str(work / "train.jsonl"), eval=None, output=str(folder), samples=0
             )
             finetune(own, reporter=reporter, noise_multiplier=sigma)
-            return _judge(folder, judges, largest_loss, judging, stream), folder
+            state.done.append((_judge(folder, judges, largest_loss, judging, stream), folder.name))
+            state.save()
+            return state.done[-1][0], folder
 
-        score, best = best_of(trial, shape, stop)
-        return _publish(config, searched, best, score, sigma, event, judging, ledger, trials, shape, stop)
+        score, best = best_of(trial, shape, stop, state.uniform)
+        found = _publish(config, searched, best, score, sigma, event, judging, ledger, trials, shape, stop)
+        shutil.rmtree(work, ignore_errors=True)
+        return found
     finally:
         ledger.close()
-        shutil.rmtree(work, ignore_errors=True)
+
+
+@dataclass
+class _State:
+    """What a search keeps on the disk while it goes on, beside its trials: nothing of it leaves, and all goes at its end.
+
+    Attributes:
+        asked: settings of the search, with which it goes on.
+        uniform: what the number of trials is drawn from.
+        judging: whether each row judges, by a coin of its own, so that no row's place depends on another's.
+        done: score and folder of each finished trial.
+    """
+
+    path: Path
+    asked: Any
+    uniform: float
+    judging: list[bool]
+    done: list[tuple[float, str]]
+
+    @classmethod
+    def begin(cls, work: Path, asked: Any, table: Rows, share: float) -> _State:
+        random = secrets.SystemRandom()
+        judging = [random.random() < share for _ in table.rows]
+        return cls(work / "search.json", asked, random.random(), judging, [])
+
+    @classmethod
+    def read(cls, work: Path, asked: Any) -> _State:
+        path = work / "search.json"
+        if not path.exists():
+            raise ConfigError(f"there is no search to resume in {work.parent}: it is finished, or was never begun")
+        state = cls(path, **json.loads(path.read_text()))
+        if json.loads(json.dumps(asked, default=str)) != state.asked:
+            raise ConfigError(
+                "a search that is resumed keeps its settings, its candidates and its data: these are others"
+            )
+        return state
+
+    def save(self) -> None:
+        """In one piece, readable by its owner alone."""
+        files.write(self.path, json.dumps({k: v for k, v in vars(self).items() if k != "path"}, default=str))
 
 
 _NAME = "best of a secret number of DP-SGD runs"
@@ -203,10 +256,8 @@ def _check(config: FinetuneConfig, trials: float, shape: float, held_out: float,
         raise ConfigError(str(error)) from None
 
 
-def _split(table: Rows, share: float) -> tuple[list[dict[str, Any]], Rows]:
-    """Rows to train on, and those that judge; each by a coin of its own, so that no row's place depends on another's."""
-    coin = secrets.SystemRandom()
-    judging = [coin.random() < share for _ in table.rows]
+def _split(table: Rows, judging: Sequence[bool]) -> tuple[list[dict[str, Any]], Rows]:
+    """Rows to train on, and those that judge."""
     chosen = [index for index, judges in enumerate(judging) if judges]
     judges = dataclasses.replace(table, rows=[table.rows[i] for i in chosen], lines=[table.lines[i] for i in chosen])
     return [row for row, away in zip(table.rows, judging) if not away], judges
@@ -292,7 +343,7 @@ def _publish(
             },
         },
     )
-    shutil.move(weights, output / weights.name)
+    shutil.copytree(weights, output / weights.name, dirs_exist_ok=True)
     card.save(output / "card")
     card.save_beside(output / weights.name)
     won.save(output / CONFIG)

@@ -1,6 +1,7 @@
 """A search over settings: one event pays for it, what it releases verifies, and its choice is audited."""
 
 import dataclasses
+import json
 import math
 import random
 import re
@@ -83,7 +84,42 @@ def test_a_search_that_fails_has_paid(config, tmp_path, monkeypatch):  # noqa: F
     with pytest.raises(RuntimeError, match="out of memory"):
         tune(dataclasses.replace(config, batch_size=8), trials=3, held_out=0.5)
     assert Ledger.read(tmp_path / "run" / "ledger.jsonl").spent_steps == 1
-    assert not (tmp_path / "run" / ".trials").exists()
+
+
+def test_an_interrupted_search_goes_on_and_pays_no_more(config, tmp_path, monkeypatch):  # noqa: F811
+    """Three trials, of which the second is cut short: the first keeps its score, the others are made, and all is paid once."""
+    monkeypatch.setattr(renyi, "draw_trials", lambda shape, stop, drawn: drawn and 3)
+    monkeypatch.setattr(tuning, "_LEAST_JUDGES", 5)
+    made, real = [], tuning.finetune
+
+    def counted(own, **options):
+        made.append(own.output)
+        if len(made) == 2:
+            raise KeyboardInterrupt
+        return real(own, **options)
+
+    monkeypatch.setattr(tuning, "finetune", counted)
+    config = dataclasses.replace(config, eval=None, batch_size=8)
+    search = {"candidates": {"learning_rate": [1e-3]}, "trials": 3, "held_out": 0.5}
+    with pytest.raises(ConfigError, match="no search to resume"):
+        tune(config, **search, resume=True)
+    with pytest.raises(KeyboardInterrupt):
+        tune(config, **search)
+    kept = json.loads((tmp_path / "run" / ".trials" / "search.json").read_text())
+    assert [name for _, name in kept["done"]] == [made[0].rpartition("/")[2]]
+    for other in ({**search, "trials": 4}, {**search, "candidates": {"learning_rate": [2e-3]}}):
+        with pytest.raises(ConfigError, match="these are others"):
+            tune(config, **other, resume=True)
+    with pytest.raises(ValueError, match="already holds"):
+        tune(config, **search)
+    found = tune(config, **search, resume=True)
+    assert len(set(made)) == len(made) == 4
+    output = tmp_path / "run"
+    assert Ledger.read(output / "ledger.jsonl").spent_steps == 1
+    assert found.score <= kept["done"][0][0]
+    assert found.epsilon <= 8
+    assert verify(output / "card.json", weights=output, ledger=output / "ledger.jsonl").guarantee
+    assert not (output / ".trials").exists()
 
 
 @pytest.mark.parametrize(
@@ -94,7 +130,7 @@ def test_a_search_that_fails_has_paid(config, tmp_path, monkeypatch):  # noqa: F
         ({}, {"candidates": {"batch_size": [8, 16]}}, "batch_size cannot be searched"),
         ({}, {"candidates": {"learning_rate": []}}, "no value"),
         ({}, {"candidates": {"learning_rate": ["fast"]}}, "cannot be read"),
-        ({}, {"candidates": {"learning_rate": [-1.0]}}, "learning_rate must be greater"),
+        ({}, {"candidates": {"learning_rate": [-1.0]}}, "learning_rate is -1.0: it must be greater"),
         ({}, {"trials": 1.0}, "more than 1"),
         ({}, {"shape": -1.0}, "above -1"),
         ({}, {"held_out": 1.0}, "between 0 and 1"),
