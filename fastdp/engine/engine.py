@@ -121,7 +121,7 @@ class Engine:
         self._ended = False
         self.backwards = 0
         self.between = Between()
-        self.guard = Guard(model)
+        self.guard = Guard(model, self.weights.settle)
         #: The model's loss functions whose coefficient it divides by the number of rows.
         self.divided: frozenset[int] = frozenset()
         #: Where the model was seen to ask the host about data.

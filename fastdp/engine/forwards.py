@@ -106,9 +106,8 @@ class RootCall:
         train = torch.compiler.disable(train)
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            return (
-                train(args, kwargs) if model.training and torch.is_grad_enabled() else model._call_impl(*args, **kwargs)
-            )
+            trains = model.training and torch.is_grad_enabled()
+            return train(args, kwargs) if trains else self.plain(*args, **kwargs)
 
         model._compiled_call_impl = call
 

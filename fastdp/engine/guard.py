@@ -16,7 +16,7 @@ import torch
 
 from fastdp.engine.batches import tensors as flat
 from fastdp.engine.errors import SelfCheckError
-from fastdp.engine.pieces import is_cut, piece
+from fastdp.engine.pieces import is_cut, piece, writes
 
 #: A buffer's name, the tensor that holds it, and how often that was written.
 _Buffers = dict[str, tuple[torch.Tensor, int]]
@@ -32,10 +32,14 @@ class Guard:
 
     Buffers that leave with a state dict must not change in training forwards, unless they follow from the parameters
     alone (spectral normalisation's vectors do). Parameters may change only where `settle` is called afterwards.
+
+    Args:
+        model: what is watched.
+        hold: has its modules hold their own parameters, where passes put others in their places.
     """
 
-    def __init__(self, model: torch.nn.Module):
-        self.model = model
+    def __init__(self, model: torch.nn.Module, hold: Callable[[], None] = lambda: None):
+        self.model, self._hold = model, hold
         self.harmless: frozenset[str] = frozenset()
         self._modules = list(model.named_modules())
         #: Every parameter by its module's place and its name there, and how often it was written.
@@ -47,8 +51,9 @@ class Guard:
 
     def settle(self) -> None:
         """Take the parameters as they are now for released, or for not yet trained."""
+        self._hold()
         self._settled = [
-            (prefix, module, name, parameter, parameter._version)
+            (prefix, module, name, parameter, writes(parameter))
             for prefix, module in self._modules
             for name, parameter in module._parameters.items()
             if parameter is not None
@@ -62,9 +67,10 @@ class Guard:
 
     def require_settled(self) -> None:
         """Raise RuntimeError, naming it, if a parameter was written or replaced since `settle`."""
+        self._hold()
         for prefix, module, name, parameter, version in self._settled:
             held = module._parameters
-            if parameter._version != version or (name in held and held[name] is not parameter):
+            if writes(parameter) != version or (name in held and held[name] is not parameter):
                 raise _moved(_joined(prefix, name))
 
     def require_untouched(self, *, last: bool) -> None:
@@ -219,7 +225,7 @@ def contents(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, tuple[int, 
     for name, tensor in named:
         plain = piece(tensor)
         flat = (torch.view_as_real(plain) if plain.is_complex() else plain).contiguous().reshape(-1)
-        found[name] = (id(tensor), tensor._version, _sum(flat))
+        found[name] = (id(tensor), writes(tensor), _sum(flat))
     return found
 
 

@@ -25,6 +25,11 @@ def piece(tensor: torch.Tensor) -> torch.Tensor:
         return cast(Any, tensor).to_local()  # type: ignore[no-any-return]
 
 
+def writes(tensor: torch.Tensor) -> int:
+    """How often torch counted a write into a tensor, or into its piece."""
+    return tensor._version + (piece(tensor)._version if is_cut(tensor) else 0)
+
+
 def _rows(tensor: torch.Tensor) -> tuple[int, int, int]:
     """Of a tensor's first axis: where its piece begins and ends, and the rows of a piece before the last ones."""
     held: Any = tensor

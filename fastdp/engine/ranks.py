@@ -226,15 +226,28 @@ def alone() -> Iterator[None]:
 
 
 @contextmanager
-def reached() -> Iterator[None]:
-    """What is exchanged meanwhile raises `RankLost` where another process cannot be reached."""
+def reached(*, surely: bool = True) -> Iterator[None]:
+    """What is exchanged meanwhile raises `RankLost` where another process cannot be reached.
+
+    Args:
+        surely: nothing else happens meanwhile, so that any RuntimeError says that; otherwise its words are looked at.
+    """
     try:
         yield
     except RuntimeError as error:
+        if isinstance(error, RankLost) or not (surely or _of_an_exchange(error)):
+            raise
         raise RankLost(
             "another process of the group ended or cannot be reached, and its own message says why: nothing of this logical "
             "batch was released here; start all of them again, with resume=True"
         ) from error
+
+
+def _of_an_exchange(error: RuntimeError) -> bool:
+    said = str(error).lower()
+    return isinstance(error, dist.DistError) or any(
+        word in said for word in ("gloo", "nccl", "connection closed by peer")
+    )
 
 
 def _portable(error: Exception) -> Exception:

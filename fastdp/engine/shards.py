@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from fastdp.engine import pieces
 from fastdp.engine.errors import UnsupportedUse
-from fastdp.engine.ranks import Ranks, reached
+from fastdp.engine.ranks import RankLost, Ranks, reached
 
 T = TypeVar("T")
 #: What a process asks for that wants nothing more.
@@ -116,7 +116,7 @@ class Sharded(Whole):
         left = {name for name, parameter in parameters.items() if pieces.is_cut(parameter)}
         found = dict(parameters)
         for module in self._modules:
-            with reached():
+            with reached(surely=False):
                 module.unshard()
             for name in list(left):
                 now = self.model.get_parameter(name)
@@ -193,10 +193,11 @@ class Sharded(Whole):
 
         A pass that starts within the model, at units' losses, does not come by the hook on the model's own output.
         """
-        with reached():
+        with reached(surely=False):
             self.model.unshard()
         try:
-            yield
+            with reached(surely=False):
+                yield
         finally:
             self.settle()
 
@@ -210,7 +211,10 @@ class Sharded(Whole):
 
         def run(*args: Any, **kwargs: Any) -> T:
             try:
-                found = forward(*args, **kwargs)
+                with reached(surely=False):
+                    found = forward(*args, **kwargs)
+            except RankLost:
+                raise
             except Exception:
                 self.model.reset_iter_state()
                 raise

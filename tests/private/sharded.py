@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,14 +17,14 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.data import DataLoader
 
 import fastdp
 from fastdp.accounting import BudgetExceeded
 from tests.engine.models import build
 from tests.engine.runs import Classifier
-from tests.private.ranked import padded, shard, texts, trained, whole
+from tests.private.ranked import checkpointed, go_on, padded, shard, small, texts, trained, whole
 
 HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
@@ -71,7 +75,7 @@ def _adam(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def _started(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, **options: Any) -> Any:
-    loader: DataLoader = DataLoader(texts(), batch_size=6, collate_fn=padded)  # type: ignore[arg-type]
+    loader: DataLoader = DataLoader(options.pop("data", texts()), batch_size=6, collate_fn=padded)  # type: ignore[arg-type]
     given = {"noise_multiplier": 1.0, "target_delta": 1e-3, "epochs": 2, "max_physical_batch_size": 2, **options}
     return fastdp.make_private(model, optimizer or _adam(model), loader, **given)
 
@@ -81,11 +85,41 @@ def _go_on(private: Any, steps: int) -> None:
     while done < steps:
         for batch in private.data_loader:
             private.model(**batch)["loss"].backward()
+            # To evaluate leaves what torch gathered for the model itself.
+            with torch.no_grad():
+                private.model.eval()(**batch)
+            private.model.train()
             private.optimizer.step()
             private.optimizer.zero_grad()
             done += private.last_step_done
             if done == steps:
                 return
+
+
+def lost(rank: int, size: int, folder: Path) -> dict[str, Any]:
+    """Rank 1 ends within a pass of its third step, so that others wait for its piece of a weight."""
+    model: Any = Classifier()
+    released, began = 0, time.monotonic()
+
+    def end(*_: Any) -> None:
+        if rank == 1 and released == 2:
+            os._exit(9)
+
+    model.first.register_forward_hook(end)
+    for module in (model.first, model.second, model):
+        fully_shard(module)
+    private = small(model=model, output_dir=folder / "lost")
+
+    def clock(_moment: str, step: int) -> None:
+        nonlocal released, began
+        released, began = step, time.monotonic()
+
+    try:
+        go_on(private, 6, clock)
+        said = "done"
+    except Exception as error:
+        said = f"{type(error).__name__}: {error}"
+    return {"said": said, "seconds": time.monotonic() - began, "released": released, "spent": private.steps_done}
 
 
 def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -121,6 +155,93 @@ def stretched(rank: int, size: int, folder: Path) -> dict[str, Any]:
             found["said"] = str(error)
     private.detach()
     return found
+
+
+def measured(rank: int, size: int, folder: Path) -> dict[str, Any]:
+    """What micro-batches gather and add up, in bytes, and how much of sums and gradients is whole, and when."""
+    found: dict[str, Any] = {}
+    for name, tuning, way in (("llama", "full", shard), ("gpt2", "full", checkpointed), ("llama", "lora", shard)):
+        model: Any = build(name, tuning)
+        model.config.use_cache = False
+        way(model)
+        private = _started(model, self_check=False, data=[{"input_ids": item["input_ids"][:6]} for item in texts()])
+        shapes = {n: tuple(p.shape) for n, p in model.named_parameters()}
+        counts = {"gathered": 0, "added": 0, "micro-batches": 0}
+        with _counted(model, counts) as most:
+            for number, batch in enumerate(private.data_loader):
+                private.optimizer.zero_grad()
+                private.model(**batch)["loss"].backward()
+                # The first one is traced, and everything that may be whole then was let go of.
+                counts["micro-batches"] += number > 0
+                if number == 0:
+                    counts.update(gathered=0, added=0)
+                    most.clear()
+                private.optimizer.step()
+                if private.last_step_done and number > 0:
+                    break
+        held = [p.to_local().numel() for p in private.parameters.values()]
+        found[f"{name} {tuning}"] = {
+            **{key: counts[key] / counts["micro-batches"] for key in ("gathered", "added")},
+            "whole sums at once": max(most, default=0),
+            "shapes": shapes,
+            "trained": list(private.parameters),
+            "gradients": [p.grad.to_local().numel() for p in private.parameters.values()],
+            "moments": [private.optimizer.state[p]["exp_avg"].to_local().numel() for p in private.parameters.values()],
+            "pieces": held,
+        }
+        private.detach()
+    return found
+
+
+@contextmanager
+def _counted(model: Any, counts: dict[str, int]) -> Iterator[list[int]]:
+    """Count bytes that are gathered and added up outside of checks."""
+    most: list[int] = []
+    usual = {}
+    for module in model.modules():
+        for group in module._get_fsdp_state()._fsdp_param_groups if isinstance(module, FSDPModule) else ():
+            usual[group] = group._all_gather_comm
+            group._all_gather_comm = _Counting(usual[group], counts)
+
+    def add(own: torch.Tensor, parts: torch.Tensor, **options: Any) -> None:
+        counts["added"] += parts.nbytes
+        if parts.shape == (62, 32):
+            # The vocabulary's, which is filled up from 61 rows: no piece of anything has that shape.
+            shapes = [(61, 32), (62, 32)]
+            tensors = [t for t in gc.get_objects() if type(t) in (torch.Tensor, nn.Parameter) and t.shape in shapes]
+            weights = {_place(t) for t in tensors if isinstance(t, nn.Parameter)}
+            most.append(len({_place(t) for t in tensors} - weights - {0}))
+        reduce(own, parts, **options)
+
+    reduce, dist.reduce_scatter_single = dist.reduce_scatter_single, add
+    try:
+        yield most
+    finally:
+        dist.reduce_scatter_single = reduce
+        for group, comm in usual.items():
+            group._all_gather_comm = comm
+
+
+def _place(tensor: torch.Tensor) -> int:
+    """Where its numbers lie; 0 if it has none."""
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except RuntimeError:
+        return 0
+
+
+class _Counting:
+    """Torch's own gathering, counted."""
+
+    def __init__(self, usual: Any, counts: dict[str, int]):
+        self.usual, self.counts = usual, counts
+
+    def allocate(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return self.usual.allocate(*args, **kwargs)  # type: ignore[no-any-return]
+
+    def __call__(self, output_tensor: torch.Tensor, **options: Any) -> Any:
+        self.counts["gathered"] += output_tensor.nbytes
+        return self.usual(output_tensor=output_tensor, **options)
 
 
 class Sorting(Classifier):
@@ -181,10 +302,24 @@ def refused(rank: int, size: int, folder: Path) -> dict[str, Any]:
             found[name] = "taken"
         except Exception as error:
             found[name] = f"{type(error).__name__}: {error}"
+    for name, write in {
+        "counted": lambda p: p.to_local().add_(1),
+        "not counted": lambda p: p.to_local().data.add_(1),
+    }.items():
+        model = Classifier()
+        fully_shard(model)
+        private = small(model=model)
+        try:
+            for batch in private.data_loader:
+                private.model(**batch)["loss"].backward()
+                with torch.no_grad():
+                    write(model.second.weight)
+                private.optimizer.step()
+        except Exception as error:
+            found[name] = f"{type(error).__name__}: {error}"
+        private.detach()
     sorting = Sorting()
     fully_shard(sorting)
-    from tests.private.ranked import go_on, small
-
     private = small(model=sorting)
     try:
         go_on(private, 1)
@@ -197,6 +332,8 @@ def refused(rank: int, size: int, folder: Path) -> dict[str, Any]:
 #: In the order in which they may be run.
 SCENARIOS: dict[str, Callable[[int, int, Path], dict[str, Any]]] = {
     "ways": ways,
+    "measured": measured,
+    "lost": lost,
     "stretched": stretched,
     "pieces refused": refused,
 }

@@ -14,6 +14,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 
+from bench.scaling import Shape, Traffic, Weights, held, traffic
 from fastdp.accounting import Ledger
 from tests.engine.runs import Classifier, start
 from tests.private.ranked import CASES, MOMENTS, SELECTING
@@ -66,7 +67,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run(
         place,
         *("matrix:1", "matrix:2", "sharded:2", "refusals:2", "shapes:1", "shapes:2"),
-        *("pieces refused:2", "stretched:2", "stretched:1"),
+        *("pieces refused:2", "measured:2", "lost:2", "stretched:2", "stretched:1"),
         *(f"{moment}:{size}" for moment in MOMENTS for size in (2, 1)),
         CASES="tied gpt2,users,lora",
         SHARDED="tied gpt2,lora",
@@ -131,6 +132,26 @@ def require_stretches(folder: Path, *sizes: int) -> None:
 def test_a_checkpoint_of_two_goes_on_in_one(folder: Path) -> None:
     """Torch's distributed checkpoints of the pieces, the optimizer's too; what was spent stays spent."""
     require_stretches(folder, 2, 1)
+
+
+@pytest.mark.parametrize("case", ["llama full", "gpt2 full", "llama lora"])
+def test_a_step_sends_and_holds_what_the_formulas_say(folder: Path, case: str) -> None:
+    """Sums, gradients and moments are pieces; no more than one parameter's sum is whole at once."""
+    for rank in ranks(folder, "measured", 2):
+        found = rank[case]
+        shapes, trained = found["shapes"], set(found["trained"])
+        blocks: dict[str, list[Shape]] = {}
+        for name, shape in shapes.items():
+            block = re.search(r"(layers|h)\.\d+\.", name)
+            blocks.setdefault(block[0] if block else "", []).append(shape)
+        root = blocks.pop("")
+        weights = Weights(root, list(blocks.values()), [shape for name, shape in shapes.items() if name in trained])
+        tied = [(61, 32)] if case == "gpt2 full" else []
+        assert traffic(weights, 2, two_pass=bool(tied), again=tied) == Traffic(found["gathered"], found["added"])
+        own = held(weights, 2)
+        assert 4 * sum(found["gradients"]) <= own["pieces of sums, then of gradients"]
+        assert found["gradients"] == found["moments"] == found["pieces"]
+        assert found["whole sums at once"] <= 2, "the sum, and the same filled up to equal pieces"
 
 
 @pytest.mark.slow
@@ -207,6 +228,8 @@ def test_parameters_in_other_pieces_are_refused_by_name() -> None:
         ("a proof", "weights in pieces cannot be copied"),
         ("afterwards", "fully_shard was called after make_private"),
         ("blocks afterwards", "fully_shard was called after make_private"),
+        ("counted", "second.weight was changed outside of a release"),
+        ("not counted", "second.weight was changed outside of a release"),
         ("no rule", "weights in pieces need a per-example rule"),
     ],
 )
@@ -304,3 +327,10 @@ def test_a_rank_that_is_killed_stops_the_others_and_loses_no_count(folder: Path,
     assert resumed["said"].startswith("BudgetExceeded"), "the budget of six was spent, by both runs together"
     assert left["spent"] + resumed["released"] <= 6
     assert Ledger.read(folder / moment / "ledger.jsonl").spent_steps == 6
+
+
+def test_a_rank_that_ends_within_a_pass_stops_those_that_wait_for_its_piece(folder: Path) -> None:
+    left = torch.load(folder / "lost-2-0.pt", weights_only=False)
+    assert left["said"].startswith("RankLost: another process of the group ended"), left
+    assert left["seconds"] < 10
+    assert left["released"] == left["spent"] == Ledger.read(folder / "lost" / "ledger.jsonl").spent_steps == 2

@@ -1,0 +1,134 @@
+"""What a private step on weights in pieces sends and holds, worked out from shapes: the tables of docs/scaling.md.
+
+    python -m bench.scaling
+
+The formulas are compared with what was counted in real runs by `tests/private/test_ranks.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Shapes of a model's parameters.
+
+    Args:
+        root: those that `fully_shard` of the model itself gathers, and `blocks` those of each block.
+        trained: shapes of what is trained; all of it, if None.
+    """
+
+    root: Sequence[Shape]
+    blocks: Sequence[Sequence[Shape]]
+    trained: Sequence[Shape] | None = None
+
+    @property
+    def all(self) -> list[Shape]:
+        """Every parameter."""
+        return [*self.root, *(shape for block in self.blocks for shape in block)]
+
+    @property
+    def learned(self) -> list[Shape]:
+        """Every trained parameter."""
+        return self.all if self.trained is None else list(self.trained)
+
+
+def padded(shapes: Sequence[Shape], ranks: int) -> int:
+    """Numbers in all pieces together: the first axis is cut into equal pieces, the last of which are filled up."""
+    return sum(ranks * -(-shape[0] // ranks) * prod(shape[1:]) for shape in shapes)
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes that a micro-batch gathers and adds up, as the collectives see them; each rank sends (W - 1) / W of both."""
+
+    gathered: int
+    added: int
+
+
+def traffic(
+    weights: Weights, ranks: int, *, size: int = 4, two_pass: bool = False, again: Sequence[Shape] = ()
+) -> Traffic:
+    """Of one micro-batch.
+
+    Args:
+        size: bytes of a gathered number.
+        two_pass: whether the backward pass runs twice, as it does with activation checkpointing.
+        again: shapes captured a second time in a pass, as a tied head is.
+    """
+    root, blocks = padded(weights.root, ranks), sum(padded(block, ranks) for block in weights.blocks)
+    # What the root gathered is kept until the first backward pass is over.
+    gathered = (2 * root + 3 * blocks) if two_pass else (root + 2 * blocks)
+    added = padded(weights.learned, ranks) + (padded(again, ranks) if two_pass else 0)
+    return Traffic(size * gathered, 4 * added)
+
+
+def held(weights: Weights, ranks: int, *, size: int = 4, moments: int = 2) -> dict[str, int]:
+    """Bytes on one rank besides activations: pieces that stay, and what is whole for a moment.
+
+    Args:
+        size: bytes of a gathered number; trained pieces are float32, frozen ones of this size.
+        moments: float32 numbers that the optimizer keeps of each trained parameter.
+    """
+    learned = padded(weights.learned, ranks) // ranks
+    frozen = 0 if weights.trained is None else padded(weights.all, ranks) // ranks - learned
+    return {
+        "pieces of weights": 4 * learned + size * frozen,
+        "pieces of sums, then of gradients": 4 * learned,
+        "the optimizer's": 4 * moments * learned,
+        "one whole sum": 4 * max(padded([shape], ranks) for shape in weights.learned),
+        "gathered weights": size * (padded(weights.root, ranks) + 2 * max(padded(b, ranks) for b in weights.blocks)),
+    }
+
+
+def llama(layers: int, width: int, inner: int, keys: int, words: int, *, lora: int = 0) -> Weights:
+    """A Llama's shapes; with ``lora`` adapters of that rank on every matrix of its blocks, which alone are trained."""
+    matrices = [
+        (width, width),
+        (keys, width),
+        (keys, width),
+        (width, width),
+        (inner, width),
+        (inner, width),
+        (width, inner),
+    ]
+    norms: list[Shape] = [(width,), (width,)]
+    adapters = [shape for m, n in matrices for shape in ((lora, n), (m, lora))] if lora else []
+    blocks = [[*matrices, *norms, *adapters]] * layers
+    return Weights([(words, width), (words, width), (width,)], blocks, adapters * layers if lora else None)
+
+
+MODELS = {
+    "8B": lambda lora: llama(32, 4096, 14336, 1024, 128256, lora=lora),
+    "70B": lambda lora: llama(80, 8192, 28672, 1024, 128256, lora=lora),
+}
+
+
+def tables() -> str:
+    """Both models, tuned in full and by LoRA, in Markdown: gathered numbers are bfloat16, the optimizer is AdamW."""
+    lines = [
+        "| model | GPUs | stays on each | one whole sum | gathered weights | sent a micro-batch | backward twice |",
+        "|---|---:|---:|---:|---:|---:|---:|",
+    ]
+    for name, shapes in MODELS.items():
+        for lora in (0, 8):
+            weights = shapes(lora)
+            for ranks in (8, 64, 512):
+                own = held(weights, ranks, size=2)
+                stay = own["pieces of weights"] + own["pieces of sums, then of gradients"] + own["the optimizer's"]
+                sent = [traffic(weights, ranks, size=2, two_pass=two) for two in (False, True)]
+                share = (ranks - 1) / ranks
+                figures = [stay, own["one whole sum"], own["gathered weights"]]
+                figures += [int(share * (each.gathered + each.added)) for each in sent]
+                label = f"{name} {'LoRA' if lora else 'full'}"
+                lines.append(f"| {label} | {ranks} | " + " | ".join(f"{f / 1e9:.2f} GB" for f in figures) + " |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(tables())
