@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+import fastdp.engine.pieces as pieces
 import fastdp.ops as ops
 from fastdp.engine.axes import RankOne
 from fastdp.engine.policy import Policy
@@ -101,7 +102,8 @@ class BiasCorrection(Part, Following):
         for name, parameter in parameters.items():
             group = policy.group_of.get(name, 0)
             if isinstance(group, tuple):
-                found[parameter] = torch.where(policy.masks[name], variances[group[0]], variances[group[1]])
+                whole = torch.where(policy.masks[name], variances[group[0]], variances[group[1]])
+                found[parameter] = pieces.joined(pieces.part(whole, parameter), parameter)
             elif name in policy.axes:
                 found[parameter] = ScaledVariance(variances[group], policy.axes[name])
             else:
