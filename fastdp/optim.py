@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+import fastdp.engine.pieces as pieces
 import fastdp.ops as ops
 from fastdp.engine.axes import RankOne
 from fastdp.entry import make_private
@@ -212,7 +213,8 @@ class CorrectedAdam(torch.optim.AdamW):
 
     def _variance_of(self, parameter: torch.Tensor) -> float | torch.Tensor:
         known = self._known_of(parameter)
-        return known.whole(parameter.shape) if isinstance(known, ScaledVariance) else known
+        found = known.whole(parameter.shape) if isinstance(known, ScaledVariance) else known
+        return pieces.joined(pieces.part(found, parameter), parameter) if isinstance(found, torch.Tensor) else found
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
