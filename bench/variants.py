@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import triton.language as tl
 
-from .simulate import GPUS, simulated
+from .meter import GPUS, simulated
 
 
 @dataclass(frozen=True)

@@ -273,10 +273,10 @@ def _now(device: torch.device) -> float:
 
 
 def _simulated(config: FinetuneConfig, model: torch.nn.Module, length: int, gpu: str) -> Machine:
-    from fastdp.bench import simulate, workloads
+    from fastdp.bench import meter, simulate, workloads
 
-    if gpu not in simulate.GPUS:
-        raise ConfigError(f"there is no price list for '{gpu}': choose one of {', '.join(simulate.GPUS)}")
+    if gpu not in meter.GPUS:
+        raise ConfigError(f"there is no price list for '{gpu}': choose one of {', '.join(meter.GPUS)}")
     shape: Any = model.config
     if shape.model_type not in ("gpt2", "bert", "llama") or config.peft not in ("full", "lora"):
         raise ConfigError(
@@ -296,13 +296,13 @@ def _simulated(config: FinetuneConfig, model: torch.nn.Module, length: int, gpu:
         checkpointed=config.gradient_checkpointing,
         dtype=torch.bfloat16,
     )
-    found = simulate.tally(case, simulate.GPUS[gpu], private=True)
+    found = simulate.tally(case, meter.GPUS[gpu], private=True)
     return Machine(
         found.seconds / case.rows,
         0.0,
         found.peak_bytes,
         case.rows,
-        f"SIMULATED for {simulate.GPUS[gpu].name}, never measured",
+        f"SIMULATED for {meter.GPUS[gpu].name}, never measured",
     )
 
 

@@ -5,7 +5,8 @@ import dataclasses
 import pytest
 import torch
 from fastdp.bench import simulate
-from fastdp.bench.simulate import CASES, GPUS, HostWaits
+from fastdp.bench.meter import GPUS, HostWaits, simulated
+from fastdp.bench.simulate import CASES
 from fastdp.bench.workloads import Case
 
 pytest.importorskip("triton")
@@ -28,7 +29,7 @@ def test_memory_is_that_of_a_real_step(case, private):
 
 
 def test_a_host_that_waits_is_found():
-    with simulate.simulated(GPUS["h100"]) as meter:
+    with simulated(GPUS["h100"]) as meter:
         x = torch.ones(3, device="meta")
         namespace = {"__name__": "fastdp.engine.waiting", "torch": torch, "x": x}
         for code in ("float(x.sum())", "x.cpu()", "torch.tensor([1.0], device='meta')", "torch.ones(3).to('meta')"):
@@ -45,7 +46,7 @@ def test_a_host_that_waits_is_found():
 
 def test_prices():
     gpu = dataclasses.replace(GPUS["h100"], bandwidth=1e9, half=1e12, launch=1e-6, captured_launch=1e-7)
-    with simulate.simulated(gpu) as meter:
+    with simulated(gpu) as meter:
         a, b = (torch.empty(1024, 1024, device="meta", dtype=torch.bfloat16) for _ in range(2))
         with meter.measuring() as product:
             made = a @ b

@@ -4,6 +4,8 @@ Arguments are typed as the launchers pass them: pointers on 16 bytes, widths and
 """
 
 import functools
+import importlib
+import pkgutil
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 
 pytest.importorskip("triton")
 
+import fastdp.kernels
 import triton
 import triton.language as tl
 from fastdp.kernels import (
@@ -43,19 +46,8 @@ from .resources import SHARED_LIMIT, compiled
 MATRIX = {90: ("HGMMA",), 100: ("UTCHMMA", "UTCQMMA"), **dict.fromkeys((80, 86, 89, 120), ("HMMA",))}
 #: Numbers that differ from batch to batch: a kernel compiled for some of their values would be compiled again and again.
 VARYING = {
-    "units",
-    "tokens",
-    "most",
-    "problems",
-    "slots",
-    "splits",
-    "whole",
-    "rows",
-    "size",
-    "groups",
-    "tiles_x",
-    "chunks",
-    "lines",
+    *("units", "tokens", "most", "problems", "slots", "splits", "whole", "rows", "size"),
+    *("groups", "tiles_x", "chunks", "lines"),
 }
 
 
@@ -519,27 +511,8 @@ def test_fits_its_neighbours(name, capability, monkeypatch):
 
 
 def test_every_kernel_is_compiled_somewhere():
-    modules = (
-        adamw,
-        affine,
-        blocks,
-        bounds,
-        choice,
-        clip,
-        cross,
-        dchi,
-        direct,
-        gram,
-        grouped,
-        groups,
-        instances,
-        mask,
-        noise,
-        onehot,
-        reduce,
-        snap,
-        weighted,
-    )
+    found = pkgutil.iter_modules(fastdp.kernels.__path__, "fastdp.kernels.")
+    modules = [importlib.import_module(module.name) for module in found]
     kernels = {
         f"{module.__name__}.{name}"
         for module in modules

@@ -13,6 +13,7 @@ from scipy import stats
 
 from fastdp.ops import NoiseStream, dchi_vectors, private_snap, snap
 from fastdp.ops.dchi import PRIVATE_SNAP, dchi_noise, gamma_variates
+from tests.ops.uses import by_threads
 
 search = importlib.import_module("fastdp.ops.cpu.snap")
 FALSE_ALARM = 1e-9
@@ -175,13 +176,7 @@ def test_place_alone_decides(monkeypatch):
     assert torch.equal(tokens.view(20, 25), private_snap(ids.view(20, 25), table, eta.view(20, 25), stream(9)))
     monkeypatch.setattr(search, "_ROWS", 33)
     monkeypatch.setattr(search, "_TILE", 48)
-    before = torch.get_num_threads()
-    try:
-        for threads in (1, 3):
-            torch.set_num_threads(threads)
-            assert torch.equal(tokens, private_snap(ids, table, eta, stream(9)))
-    finally:
-        torch.set_num_threads(before)
+    assert torch.equal(tokens, by_threads(lambda: private_snap(ids, table, eta, stream(9))))
 
 
 def test_positions():

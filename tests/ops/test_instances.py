@@ -1,9 +1,5 @@
 """Norms and weighted sums of instantiated gradients against float64."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
@@ -11,6 +7,7 @@ from hypothesis import given, settings, strategies as st
 from fastdp import ops
 from fastdp.ops.factors import ABSOLUTE, MASKED_SQUARE, SQUARE
 from fastdp.ops.table import OPS
+from tests.ops.uses import by_threads, on_instruction_set
 
 from .uses import DTYPES, relative_error
 
@@ -117,39 +114,17 @@ def test_a_changed_mask_is_packed_again():
 
 def test_threads_do_not_change_the_result():
     instances, mask, weights = instances_of(3, (50_001,), 1), drawn((50_001,), 2), torch.rand(3)
-    threads = torch.get_num_threads()
-    results = []
-    try:
-        for count in (1, 2, 3):
-            torch.set_num_threads(count)
-            norms = [ops.instance_sqnorm(instances), *ops.instance_masked_sqnorm(instances, mask)]
-            results.append(torch.cat([*norms, ops.instance_masked_sum(instances, weights, -weights, mask)]))
-    finally:
-        torch.set_num_threads(threads)
-    assert torch.equal(results[0], results[1])
-    assert torch.equal(results[0], results[2])
+
+    def compute():
+        norms = [ops.instance_sqnorm(instances), *ops.instance_masked_sqnorm(instances, mask)]
+        return torch.cat([*norms, ops.instance_masked_sum(instances, weights, -weights, mask)])
+
+    by_threads(compute)
 
 
 @pytest.mark.parametrize("isa", ["portable", "avx2"])
 def test_other_instruction_sets(isa):
-    from fastdp import _native
-
-    if ("portable", "avx2", "avx512").index(_native.isa()) <= ("portable", "avx2").index(isa):
-        pytest.skip(f"this run uses {_native.isa()} already")
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-x",
-        "-p",
-        "no:cacheprovider",
-        __file__,
-        "-k",
-        "every_shape or keeps",
-    ]
-    done = subprocess.run(command, env={**os.environ, "FASTDP_ISA": isa}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-3000:]
+    on_instruction_set(isa, __file__, "every_shape or keeps")
 
 
 @pytest.mark.parametrize("name", ["instance_norms", "instance_sum"])

@@ -1,9 +1,5 @@
 """Squared norms, inner products and L1 norms of per-unit gradients against float64, one unit at a time."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
@@ -12,6 +8,7 @@ from fastdp import ops
 from fastdp.ops.cpu.norms import HAS_KERNELS
 from fastdp.ops.factors import ABSOLUTE, MASKED_SQUARE, SQUARE
 from fastdp.ops.table import OPS
+from tests.ops.uses import by_threads, on_instruction_set
 
 from .uses import DTYPES, RAGGED, factor, gradients, offsets_of, relative_error
 
@@ -239,43 +236,28 @@ def test_threads_do_not_change_the_result():
     left, right = factor(200, 300, 1), factor(200, 200, 2)
     mask = torch.rand(300, 200) < 0.5
     ids = torch.randint(0, 9, (200,))
-    threads = torch.get_num_threads()
-    results = []
-    try:
-        for count in (1, 2, 3):
-            torch.set_num_threads(count)
-            results.append(
-                torch.cat(
-                    [
-                        ops.sqnorm(left, right, offsets, "gram"),
-                        ops.sqnorm(left, right, offsets, "direct"),
-                        ops.sqnorm(ids, right, offsets),
-                        ops.abs_sum(left, right, offsets),
-                        *ops.masked_sqnorm(left, right, offsets, mask),
-                        ops.abs_sum(ids, right, offsets),
-                        *ops.masked_sqnorm(ids, right, offsets, mask[:9]),
-                        ops.cross_inner(left, right, ids, right, offsets, offsets),
-                    ]
-                )
-            )
-    finally:
-        torch.set_num_threads(threads)
-    assert torch.equal(results[0], results[1])
-    assert torch.equal(results[0], results[2])
+    by_threads(
+        lambda: torch.cat(
+            [
+                ops.sqnorm(left, right, offsets, "gram"),
+                ops.sqnorm(left, right, offsets, "direct"),
+                ops.sqnorm(ids, right, offsets),
+                ops.abs_sum(left, right, offsets),
+                *ops.masked_sqnorm(left, right, offsets, mask),
+                ops.abs_sum(ids, right, offsets),
+                *ops.masked_sqnorm(ids, right, offsets, mask[:9]),
+                ops.cross_inner(left, right, ids, right, offsets, offsets),
+            ]
+        )
+    )
 
 
 @pytest.mark.parametrize("isa", ["portable", "avx2"])
 def test_other_instruction_sets(isa):
-    from fastdp import _native
-
-    if ("portable", "avx2", "avx512").index(_native.isa()) <= ("portable", "avx2").index(isa):
-        pytest.skip(f"this run uses {_native.isa()} already")
     chosen = (
         "layout and (plain or strided) or repeated_ids or ragged_units and 257 or cross_inner and ids or nan_in_one"
     )
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__, "-k", chosen]
-    done = subprocess.run(command, env={**os.environ, "FASTDP_ISA": isa}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-3000:]
+    on_instruction_set(isa, __file__, chosen)
 
 
 @pytest.mark.parametrize("name", ["norms", "cross_inner"])

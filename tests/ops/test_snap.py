@@ -11,6 +11,7 @@ from hypothesis import given, settings, strategies as st
 from fastdp import _native
 from fastdp.ops import snap
 from fastdp.ops.snap import SNAP
+from tests.ops.uses import by_threads
 
 module = importlib.import_module("fastdp.ops.cpu.snap")
 SIZES = (1, 7, 129, 257)
@@ -172,16 +173,7 @@ def test_autocast_and_lower_precision_do_not_touch_the_answer(monkeypatch):
 
 def test_threads_do_not_matter():
     x, table = torch.randn(100, 64), torch.randn(3000, 64)
-    before = torch.get_num_threads()
-    answers = []
-    try:
-        for threads in (1, 2, 3):
-            torch.set_num_threads(threads)
-            answers.append(snap(x, table))
-    finally:
-        torch.set_num_threads(before)
-    assert torch.equal(answers[0], answers[1])
-    assert torch.equal(answers[0], answers[2])
+    by_threads(lambda: snap(x, table))
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])

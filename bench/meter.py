@@ -1,0 +1,430 @@
+"""The prices of GPUs, and a meter that counts and prices every operation on tensors of torch's ``meta`` device."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import math
+import sys
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+META = torch.device("meta")
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """What a price is made of; of kernels written here the share of cuBLAS's rate is an estimate from their compiled code."""
+
+    name: str
+    memory: int  # bytes
+    bandwidth: float  # bytes a second that a copy reaches
+    half: float  # operations a second that cuBLAS reaches in bfloat16
+    single: float  # and in float32, without tensor cores
+    words: float  # 32-bit integer operations a second
+    processors: int = 132
+    own_share: float = 0.55  # of cuBLAS's rate, in products of our kernels
+    launch: float = 5e-6  # of a torch operation from Python
+    kernel_launch: float = 1.25e-5  # of a Triton kernel from Python
+    captured_launch: float = 2e-6  # of either, replayed from a graph
+
+
+GPUS = {
+    "h100": Gpu("NVIDIA H100 SXM", 80 << 30, 2.95e12, 7.0e14, 5.0e13, 1.44e13),
+    "h200": Gpu("NVIDIA H200", 141 << 30, 4.2e12, 7.0e14, 5.0e13, 1.44e13),
+}
+#: Integer operations for each normal: ten double rounds of some 96 for sixteen, and what stands around them.
+PER_NORMAL = 72
+#: How many tensors one launch of torch's multi-tensor kernels takes, by how many lists it reads.
+_LIST_LIMITS = {1: 110, 2: 64, 3: 48, 4: 36, 5: 30}
+
+
+class HostWaits(RuntimeError):
+    """The host would wait for the device."""
+
+
+@dataclass
+class Tally:
+    """What a step comes to."""
+
+    launches: int = 0
+    kernels: int = 0
+    bytes: int = 0
+    operations: float = 0.0
+    seconds: float = 0.0
+    captured_seconds: float = 0.0
+    start_bytes: int = 0
+    peak_bytes: int = 0
+    #: How often the model's own code made the host wait, which no engine can help.
+    model_waits: int = 0
+    counts: Counter[str] = field(default_factory=Counter)
+    spent: Counter[str] = field(default_factory=Counter)
+
+
+class Meter(TorchDispatchMode):
+    """Follows operations and storages on the meta device; counts and prices while `measuring`, and refuses to wait then."""
+
+    def __init__(self, gpu: Gpu, granularity: int = 512) -> None:
+        super().__init__()
+        self.gpu, self.granularity = gpu, granularity
+        self.live = self.peak = 0
+        self.tally: Tally | None = None
+        self._storages: dict[int, int] = {}
+        self._own: list[_Own] = []
+
+    @contextlib.contextmanager
+    def measuring(self) -> Iterator[Tally]:
+        """One step."""
+        self.tally, self.peak = Tally(start_bytes=self.live), self.live
+        try:
+            yield self.tally
+            self.tally.peak_bytes = self.peak
+        finally:
+            self.tally = None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        given = _on_meta((args, kwargs))
+        answer = self._asked(func, args, kwargs, given)
+        if answer is not None:
+            return answer
+        result = func(*args, **kwargs)
+        found = _on_meta(result)
+        if not given and not found:
+            return result
+        fresh = sum(self._follow(t) for t in found)
+        if self._own:
+            self._own[-1].allocated += fresh
+        if self.tally is not None and not _is_free(func, found, fresh):
+            launches, operations = _launches(args), _operations(func, args, kwargs, result)
+            moved = [*given, *(t for t in found if t not in _Identity(given))] + _written(func, args)
+            rate = self.gpu.half if any(t.dtype.itemsize == 2 for t in given) else self.gpu.single
+            self.add(str(func).removesuffix(".default"), sum(map(_size, moved)), operations, rate, launches, 0)
+        return result
+
+    def add(self, name: str, moved: int, operations: float, rate: float, launches: int, kernels: int) -> None:
+        """Price one operation of this many launches, ``kernels`` of them Triton's."""
+        tally = self.tally
+        if tally is None:
+            return
+        work = max(moved / self.gpu.bandwidth, operations / rate)
+        host = (launches - kernels) * self.gpu.launch + kernels * self.gpu.kernel_launch
+        tally.launches += launches
+        tally.kernels += kernels
+        tally.bytes += moved
+        tally.operations += operations
+        tally.seconds += max(work, host)
+        tally.captured_seconds += max(work, launches * self.gpu.captured_launch)
+        tally.counts[name] += launches
+        tally.spent[name] += round(1e9 * max(work, host))
+
+    def wait(self, why: str) -> None:
+        """The host is about to wait for the device, which nothing of ours may make it do within a step."""
+        if self.tally is None:
+            return
+        frame: Any = sys._getframe(1)
+        while (
+            frame.f_back is not None
+            and frame.f_globals["__name__"].split(".")[0] == "torch"
+            or frame.f_globals is globals()
+        ):
+            frame = frame.f_back
+        where = frame.f_globals.get("__name__", "")
+        if where.split(".")[0] == "fastdp":
+            raise HostWaits(f"the host would wait for the device: {why}, in {where}, line {frame.f_lineno}")
+        self.tally.model_waits += 1
+
+    def _asked(self, func: Any, args: Any, kwargs: Any, given: list[torch.Tensor]) -> Any:
+        """What the host is told of values that nobody has; None for an operation that asks for none."""
+        if func is torch.ops.aten._to_copy.default:
+            to = kwargs.get("device")
+            if given and to is not None and torch.device(to).type == "cpu":
+                self.wait("a tensor is copied back")
+                return torch.zeros(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype)
+            if not given and to == META and not kwargs.get("non_blocking"):
+                self.wait("a tensor is copied to it by a blocking copy")
+        elif not given:
+            return None
+        elif func is torch.ops.aten.nonzero.default:
+            self.wait("values are looked for")
+            return args[0].new_empty(0, args[0].dim(), dtype=torch.int64)
+        elif func is torch.ops.aten.index.Tensor and any(i is not None and i.dtype == torch.bool for i in args[1]):
+            self.wait("rows are chosen by a mask")
+        elif func is torch.ops.aten._local_scalar_dense.default:
+            self.wait("a value is read")
+            return {torch.bool: True}.get(args[0].dtype, 1.0 if args[0].is_floating_point() else 0)
+        elif func is torch.ops.aten.equal.default:
+            self.wait("two tensors are compared")
+            return True
+        return None
+
+    def _follow(self, tensor: torch.Tensor) -> int:
+        """Count a storage until it is freed; its bytes if it is new."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._storages:
+            return 0
+        size = -(-storage.nbytes() // self.granularity) * self.granularity
+        self._storages[key] = size
+        weakref.finalize(storage, self._freed, key)
+        self.live += size
+        self.peak = max(self.peak, self.live)
+        return storage.nbytes()
+
+    def _freed(self, key: int) -> None:
+        self.live -= self._storages.pop(key)
+
+    def launched(self, _kernel: Any, *_args: Any, warmup: bool = False, **_options: Any) -> None:
+        """Stands in for a Triton kernel's launch."""
+        if self._own and not warmup:
+            self._own[-1].kernels += 1
+
+    def own(self, name: str, launcher: Callable[..., Any], reference: Callable[..., Any]) -> Callable[..., Any]:
+        """One of our ops on this device: its launcher runs, and the op is priced by its work and its launches."""
+
+        def run(*args: Any) -> Any:
+            self._own.append(_Own())
+            try:
+                result = launcher(*args)
+                if result is NotImplemented:
+                    result = reference(*args)
+            finally:
+                own = self._own.pop()
+            # What a launcher does by torch's own operations is priced as these.
+            if self.tally is not None and own.kernels:
+                tensors = _on_meta((args if name not in _UNREAD else args[_UNREAD[name] :], result))
+                results = sum(map(_size, _on_meta(result)))
+                moved = sum(map(_size, tensors)) + 2 * max(0, own.allocated - results)
+                operations, rate = self._work(name, args)
+                self.add(f"fastdp::{name}", moved, operations, rate, own.kernels, own.kernels)
+            return result
+
+        return run
+
+    def _work(self, name: str, args: Any) -> tuple[float, float]:
+        if name not in _WORK:
+            raise KeyError(f"{name} has no price: say in bench/simulate.py how many operations it takes")
+        operations, factor = _WORK[name](*args)
+        if factor is None:
+            return operations, self.gpu.words
+        half = factor.dtype.itemsize == 2
+        return operations, self.gpu.own_share * (self.gpu.half if half else self.gpu.single)
+
+
+@dataclass
+class _Own:
+    kernels: int = 0
+    allocated: int = 0
+
+
+class _Identity:
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        self._ids = {id(t) for t in tensors}
+
+    def __contains__(self, tensor: object) -> bool:
+        return id(tensor) in self._ids
+
+
+def _on_meta(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor) and leaf.is_meta]
+
+
+def _size(tensor: torch.Tensor) -> int:
+    """Bytes read or written of a tensor: an expanded one is read once."""
+    return min(tensor.numel() * tensor.itemsize, tensor.untyped_storage().nbytes())
+
+
+def _is_free(func: Any, found: list[torch.Tensor], fresh: int) -> bool:
+    """Views, and memory that is only reserved."""
+    if func._schema.is_mutable:
+        return False
+    name = func._schema.name.removeprefix("aten::")
+    return func.is_view or (bool(found) and not fresh) or name in ("empty", "empty_like", "new_empty", "empty_strided")
+
+
+def _written(func: Any, args: Any) -> list[torch.Tensor]:
+    """Arguments that are written too: their bytes move twice."""
+    named = zip(func._schema.arguments, args)
+    return [t for a, given in named if a.alias_info is not None and a.alias_info.is_write for t in _on_meta(given)]
+
+
+def _launches(args: Any) -> int:
+    lists = [a for a in args if isinstance(a, (list, tuple)) and a and isinstance(a[0], torch.Tensor)]
+    if not lists:
+        return 1
+    return math.ceil(len(lists[0]) / _LIST_LIMITS[min(5, len(lists))])
+
+
+def _operations(func: Any, args: Any, kwargs: Any, result: Any) -> float:
+    count = flop_registry.get(func._overloadpacket)
+    return float(count(*args, **kwargs, out_val=result)) if count is not None else 0.0
+
+
+def _products(left: torch.Tensor, right: torch.Tensor, *_: Any) -> tuple[float, torch.Tensor]:
+    columns = 1 if left.dim() == 1 else left.shape[1]
+    return 2.0 * right.shape[0] * columns * right.shape[1], right
+
+
+def _all_products(lefts: list[torch.Tensor], rights: list[torch.Tensor]) -> tuple[float, torch.Tensor]:
+    return sum(_products(left, right)[0] for left, right in zip(lefts, rights)), rights[0]
+
+
+def _gram(lefts: list[torch.Tensor], right: torch.Tensor, offsets: torch.Tensor) -> tuple[float, torch.Tensor]:
+    units = max(1, offsets.shape[0] - 1)
+    length = right.shape[0] / units
+    # Half of each Gram matrix, and whole tiles of 128 on its diagonal.
+    return units * length * (length + 128) * (right.shape[1] + sum(left.shape[1] for left in lefts)), right
+
+
+def _gram_groups(
+    lefts: list[torch.Tensor], rights: list[torch.Tensor], counts: list[int], offsets: torch.Tensor
+) -> tuple[float, torch.Tensor]:
+    queue = iter(lefts)
+    groups = [([next(queue) for _ in range(count)], right) for count, right in zip(counts, rights)]
+    return sum(_gram(own, right, offsets)[0] for own, right in groups), rights[0]
+
+
+def _cross(left1: Any, right1: torch.Tensor, left2: Any, right2: torch.Tensor, *_: Any) -> tuple[float, torch.Tensor]:
+    # Of each unit's tokens against its tokens of the other use; a one-hot factor takes no product.
+    units = max(1, _[0].shape[0] - 1)
+    width = right1.shape[1] + (left1.shape[1] if left1.dim() > 1 and left2.dim() > 1 else 0)
+    return 2.0 * units * (right1.shape[0] / units) * (right2.shape[0] / units) * width, right1
+
+
+def _normals(x: torch.Tensor, *_: Any) -> tuple[float, None]:
+    return float(PER_NORMAL * x.numel()), None
+
+
+def _norms(left: torch.Tensor, right: torch.Tensor, offsets: torch.Tensor, route: str, *_: Any) -> Any:
+    from fastdp.ops.routes import for_norms
+
+    if left.dim() > 1 and (for_norms(left, right, offsets) if route == "auto" else route) == "gram":
+        return _gram([left], right, offsets)
+    return _products(left, right)
+
+
+def _reading(*args: Any) -> tuple[float, torch.Tensor]:
+    return 0.0, _on_meta(args)[0]
+
+
+#: Operations of each op, and a factor that says at which rate; None for integer operations.
+_WORK: dict[str, Callable[..., tuple[float, torch.Tensor | None]]] = {
+    "norms": _norms,
+    "gram_norms": _gram_groups,
+    "chosen_sqnorm": _reading,
+    "row_products": _reading,
+    "column_sums": _reading,
+    "affine_sums": _reading,
+    "instance_norms": _reading,
+    "instance_sum": _reading,
+    "instance_norms_group": _reading,
+    "instance_sum_group": _reading,
+    "per_unit": _products,
+    "per_unit_group": lambda lefts, rights, _: _all_products(lefts, rights),
+    "weighted_sum_": lambda out, left, right, *_: _products(left, right),
+    "weighted_sum_group_": lambda outs, lefts, rights, *_: _all_products(lefts, rights),
+    "cross_inner": _cross,
+    "add_noise_": _normals,
+    "adamw_noise_step_": _normals,
+    "adamw_noise_steps_": lambda params, *_: (sum(_normals(p)[0] for p in params), None),
+}
+
+
+#: Ops that usually read none of their first arguments, and how many: units whose Gram norms hide too much are found on the
+#: device and measured anew, and in a step as usual there are none.
+_UNREAD = {"chosen_sqnorm": 2}
+
+
+def _made_of_numbers(meter: Meter, make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Tensors made of numbers on the device are blocking copies to it."""
+
+    def made(*args: Any, **kwargs: Any) -> torch.Tensor:
+        tensor = make(*args, **kwargs)
+        if tensor.is_meta and tensor.numel():
+            meter.wait("a tensor is made of numbers, by a blocking copy")
+        return tensor
+
+    return made
+
+
+def _attention(elsewhere: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Attention as a GPU computes it, without its matrix of scores."""
+
+    def attention(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> torch.Tensor:
+        if not query.is_meta:
+            rest = (attn_mask, dropout_p, is_causal)
+            return elsewhere(query, key, value, *rest, scale=scale, enable_gqa=enable_gqa)
+        if attn_mask is not None:
+            raise ValueError("attention with a mask is not simulated: give batches without padding")
+        if enable_gqa and key.shape[1] != query.shape[1]:
+            key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], dim=1) for t in (key, value))
+        flash = torch.ops.aten._scaled_dot_product_flash_attention.default
+        return flash(query, key, value, dropout_p, is_causal, scale=scale)[0]
+
+    return attention
+
+
+@contextlib.contextmanager
+def simulated(gpu: Gpu, granularity: int = 512) -> Iterator[Meter]:
+    """Within, tensors on the meta device are those of the GPU: our ops' launchers run on them, and all is metered."""
+    from torch.fx.experimental import _config as config
+    from triton.runtime.jit import JITFunction
+
+    from fastdp.engine import norms
+    from fastdp.ops import routes
+    from fastdp.ops.table import OPS
+
+    for family in ("norms", "sums", "bounds", "instances", "noise", "adamw"):
+        importlib.import_module(f"fastdp.kernels.{family}")
+    meter = Meter(gpu, granularity)
+    constants = {("meta", width): value for (kind, width), value in routes.DEFAULTS.items() if kind == "cuda"}
+    ours = {name: meter.own(name, op.implementations["cuda"], op.reference) for name, op in OPS.items()}
+    autocast = torch.is_autocast_enabled
+    with contextlib.ExitStack() as stack:
+        for name, op in OPS.items():
+            stack.enter_context(mock.patch.dict(op.implementations, {"meta": ours[name]}))
+        stack.enter_context(mock.patch.dict(routes.DEFAULTS, constants))
+        stack.enter_context(mock.patch.object(norms, "may_hold", return_value=gpu.memory // 32))
+        for module in [m for name, m in sys.modules.items() if name.startswith("fastdp.kernels.")]:
+            if hasattr(module, "processors"):
+                stack.enter_context(mock.patch.object(module, "processors", return_value=gpu.processors))
+        stack.enter_context(mock.patch.object(JITFunction, "run", _launched(meter)))
+        # Torch knows no autocast on this device; nothing here uses any.
+        ask = lambda kind="cuda": kind != "meta" and autocast(kind)  # noqa: E731
+        stack.enter_context(mock.patch.object(torch, "is_autocast_enabled", ask))
+        supported = "torch.optim.optimizer._get_fused_kernels_supported_devices"
+        stack.enter_context(mock.patch(supported, return_value=["meta", "cpu"]))
+        # By name, since modes of torch's function layer do not reach into backward passes.
+        for name in ("tensor", "as_tensor"):
+            stack.enter_context(mock.patch.object(torch, name, _made_of_numbers(meter, getattr(torch, name))))
+        of_a_gpu = _attention(torch.nn.functional.scaled_dot_product_attention)
+        stack.enter_context(mock.patch.object(torch.nn.functional, "scaled_dot_product_attention", of_a_gpu))
+        # Of values that nobody has, all are taken to be nonzero, until a step is measured.
+        stack.enter_context(mock.patch.object(config, "meta_nonzero_assume_all_nonzero", True))
+        stack.enter_context(meter)
+        yield meter
+
+
+def _launched(meter: Meter) -> Callable[..., None]:
+    def run(kernel: Any, *args: Any, **options: Any) -> None:
+        meter.launched(kernel, *args, **options)
+
+    return run
