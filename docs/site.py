@@ -38,6 +38,14 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
     return _linked(markdown)
 
 
+def on_post_page(output: str, page: Any, **_: Any) -> str:
+    """A page that would fetch anything from elsewhere fails the build: it must read the same without a network."""
+    asked = re.findall(r'<(?:script|img|iframe|link rel="?stylesheet"?)\b[^>]*(?:src|href)="?(https?:[^"\s>]+)', output)
+    if asked:
+        raise ValueError(f"{page.file.src_uri} would fetch {', '.join(asked)}: bring it along, or leave it out")
+    return output
+
+
 def _linked(text: str) -> str:
     for name, page in BESIDE.items():
         text = text.replace(f"](../{name}", f"]({page}").replace(f"]({name}", f"]({page}")
