@@ -285,18 +285,24 @@ def test_what_one_rank_cannot_do_is_refused_on_all(folder: Path, what: str, matc
 
 
 @pytest.mark.slow
-def test_the_example_reaches_the_perplexity_of_one_process(tmp_path: Path) -> None:
-    example = [str(Path(__file__).parents[2] / "examples" / "ddp_e2e.py"), "--records", "512", "--epochs", "2"]
+@pytest.mark.parametrize(
+    ("name", "launcher"),
+    [
+        ("ddp_e2e.py", ["torch.distributed.run", "--nproc-per-node", "2"]),
+        ("fsdp2_lora.py", ["accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]),
+    ],
+)
+def test_the_examples_reach_the_perplexity_of_one_process(name: str, launcher: list[str], tmp_path: Path) -> None:
+    example = [str(Path(__file__).parents[2] / "examples" / name), "--records", "512", "--epochs", "2"]
     example += ["--unsafe-seed", "3"]
-    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
     said = []
-    for name, launched in (("one", []), ("two", launcher)):
-        command = [sys.executable, *launched, *example, "--output", str(tmp_path / name)]
+    for group, launched in (("one", []), ("two", ["-m", *launcher])):
+        command = [sys.executable, *launched, *example, "--output", str(tmp_path / group)]
         own = {**os.environ, "OMP_NUM_THREADS": "1"}
         done = subprocess.run(command, env=own, capture_output=True, text=True, timeout=900)
         assert done.returncode == 0, done.stderr
         said.append(done.stdout.splitlines()[1])
-        assert Ledger.read(tmp_path / name / "ledger.jsonl").spent_steps == 4
+        assert Ledger.read(tmp_path / group / "ledger.jsonl").spent_steps == 4
     assert said[0].startswith("perplexity after 4 releases")
     assert said[0] == said[1]
     assert '"processes": 2' in (tmp_path / "two" / "card.json").read_text()
