@@ -215,6 +215,7 @@ def make_private(
                 ranks=ranks,
                 batches=plan.steps * math.ceil(batch_size / (physical * ranks.size)),
                 keep_logits=keep_logits,
+                secret=not loader.reproducible,
             )
 
         def open_access() -> Access:

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 
 from fastdp.engine.batches import Call, Path, map_leaves
-from fastdp.engine.collation import Collation, seeded, spread, values
+from fastdp.engine.chance import seeded
+from fastdp.engine.collation import Collation, spread, values
 from fastdp.engine.errors import SelfCheckError
 from fastdp.engine.replay import randomness
 

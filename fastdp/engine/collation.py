@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import copy
-import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import numpy
 import torch
 
 from fastdp.engine.batches import Path, leaves
+from fastdp.engine.chance import seeded
 from fastdp.engine.errors import SelfCheckError
 
 _OWN, _STRANGERS = 3, 5
@@ -246,18 +244,3 @@ def _padded(own: torch.Tensor, row: torch.Tensor) -> bool:
 
 def _named(path: Path) -> str:
     return repr(path[-1]) if path else "the batch"
-
-
-@contextmanager
-def seeded(seed: int) -> Iterator[None]:
-    """Every random state of a processor set to this seed meanwhile, and put back."""
-    states = random.getstate(), numpy.random.get_state()  # noqa: NPY002 - the state that collators draw from
-    try:
-        with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(seed)
-            random.seed(seed)
-            numpy.random.seed(seed)  # noqa: NPY002
-            yield
-    finally:
-        random.setstate(states[0])
-        numpy.random.set_state(states[1])  # noqa: NPY002

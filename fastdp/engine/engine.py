@@ -8,6 +8,7 @@ import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from fastdp.engine.accumulator import Accumulator
 from fastdp.engine.batches import Call, as_long_as, map_tensors, tensors
 from fastdp.engine.between import CRITERION, Between, Company
 from fastdp.engine.boundary import LossBoundary, OutputBoundary, caught, find_loss, replace_loss
+from fastdp.engine.chance import secretly
 from fastdp.engine.collation import Collation, values
 from fastdp.engine.errors import SelfCheckError, UnsupportedUse
 from fastdp.engine.forwards import PatchedForward, RootCall, RootForward
@@ -31,7 +33,7 @@ from fastdp.engine.pieces import is_cut
 from fastdp.engine.policy import Policy, Unclipped
 from fastdp.engine.ranks import ONE, Ranks
 from fastdp.engine.reads import Reads
-from fastdp.engine.replay import Replay, still, unchanged
+from fastdp.engine.replay import Replay, devices, still, unchanged
 from fastdp.engine.shards import weights_of
 from fastdp.engine.trace import Trace, Tracer
 from fastdp.engine.uses import Sink, Tap
@@ -73,6 +75,7 @@ class Engine:
         keep_logits: compute the logits of a vocabulary as a whole, so that they may be read beside the loss; False never does,
             None where that is faster.
         ranks: the processes that train together.
+        secret: let nobody know what a training pass draws by chance (`fastdp.engine.chance`).
     """
 
     #: The fewest rows of a matrix that counts as a vocabulary's head.
@@ -92,8 +95,10 @@ class Engine:
         batches: int = 0,
         keep_logits: bool | None = None,
         ranks: Ranks = ONE,
+        secret: bool = False,
     ):
         self.model = model
+        self.chance = partial(secretly, devices(model)) if secret else nullcontext
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.weights = weights_of(model, ranks)
         #: The same as modules read them in a pass.
@@ -179,6 +184,11 @@ class Engine:
             return self._try_loop(call, ticket)
         if not as_long_as(call, ticket.rows):
             raise ValueError(wrong_rows(call, ticket.rows))
+        with self.chance():
+            return self._checked_forward(call, ticket)
+
+    def _checked_forward(self, call: Call, ticket: Ticket) -> Any:
+        """The pass itself, after what has to be looked at before it; what it draws, a look ahead has drawn too."""
         self.weights.settle()
         verify, thorough, due, looked = self.route is None, False, False, False
         if self.route != ORDINARY:
@@ -201,14 +211,14 @@ class Engine:
         self._look_between(call, ticket)
         with self.guard.forward() if self.route != ORDINARY else nullcontext():
             try:
-                return self.run_forward(args, kwargs, ticket, verify=verify or self.backwards == 0, looked=looked)
+                return self.run_forward(*call, ticket, verify=verify or self.backwards == 0, looked=looked)
             except (SelfCheckError, torch.OutOfMemoryError):
                 raise
             except Exception as error:
                 if self.route != USES:
                     raise
                 self._fall_back(str(error), ticket)
-                return self.run_forward(args, kwargs, ticket, verify=True)
+                return self.run_forward(*call, ticket, verify=True)
 
     @property
     def returns_loss(self) -> bool:
@@ -439,7 +449,7 @@ class Engine:
             if self._preparing or not self.returns_loss:
                 raise
             self._fall_back(str(error), waiting.ticket)
-            with torch.enable_grad():
+            with torch.enable_grad(), self.chance():
                 _, _, backward = rows_alone(self, waiting.call, waiting.ticket, waiting.layout)
             backward(upstream, False)
         finally:

@@ -103,7 +103,7 @@ class FinetuneConfig:
     precision: str = setting("float32, or bfloat16 for autocast", "float32", among=("float32", "bfloat16"))
     gradient_checkpointing: bool = setting("recompute activations to save memory", False)
     device: str = setting("auto, cpu, cuda, cuda:1, ...", "auto")
-    seed: int = setting("seed of new weights and dropout; never of noise or sampling", 0)
+    seed: int = setting("seed of new weights; never of noise or sampling, and of dropout only without privacy", 0)
     checkpoint_every: int = setting("steps between checkpoints", 20, above=0)
     eval_batch_size: int = setting("examples in memory during evaluation", 32, above=0)
     samples: int = setting("texts or answers of the trained model to keep for `fastdp report`", 3, least=0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +14,8 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 from fastdp.accounting.ledger import STEP
 from fastdp.engine.batches import leaves, map_tensors
 from fastdp.engine.between import Company
-from fastdp.engine.collation import Collation, seeded, spread
+from fastdp.engine.chance import secretly, seeded
+from fastdp.engine.collation import Collation, spread
 from fastdp.engine.layout import Ticket
 from fastdp.engine.ranks import ONE, Ranks
 from fastdp.ops.stream import NoiseStream
@@ -23,6 +25,7 @@ from fastdp.private.sampler import Sampler, Units
 
 #: Most examples in a batch that only tries the loop.
 _TRIED = 6
+_END = object()
 
 
 class PrivateLoader:
@@ -68,6 +71,8 @@ class PrivateLoader:
         self.batch_size = batching(loader).batch_size
         self.kind = kind
         self._sampler = plan.sampler(stream, kind)
+        #: Whether what data set and collator draw follows from the user's seeds: nothing is protected then.
+        self.reproducible = stream.reproducible or plan.sigma == 0
         self.units = units
         self.steps_per_epoch = plan.steps_per_epoch if kind == STEP else 1
         self.max_physical_batch_size = max_physical_batch_size
@@ -113,7 +118,7 @@ class PrivateLoader:
         steps = min(self.steps_per_epoch, self.remaining())
         waiting: deque[tuple[list[int], Ticket]] = deque()
         inner: DataLoader = DataLoader(self.dataset, batch_sampler=_Drawn(self, steps, waiting), **self._options)
-        for batch in inner:
+        for batch in self._collated(inner):
             if not self.look_ahead:
                 self.require_consumed()
             indices, ticket = waiting.popleft()
@@ -125,6 +130,18 @@ class PrivateLoader:
             self.tickets.append(ticket)
             yield self._placed(batch)
             yield from self.companies()
+
+    def _collated(self, inner: Iterable[Any]) -> Iterator[Any]:
+        """What data set and collator make, drawing by chance what nobody knows, unless the run's own draws are known."""
+        chance = nullcontext if self.reproducible else secretly
+        with chance():
+            batches = iter(inner)
+        while True:
+            with chance():
+                batch = next(batches, _END)
+            if batch is _END:
+                return
+            yield batch
 
     def companies(self) -> Iterator[Any]:
         """What the loop is to be tried with before it goes on, each batch in the random state that it is to be tried in."""

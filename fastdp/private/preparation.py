@@ -211,6 +211,7 @@ class Sample:
             check=check,
             keep_logits=True,
             ranks=self._access.ranks,
+            secret=not loader.reproducible,
         )
         try:
             for batch in loader:

@@ -261,7 +261,7 @@ def test_trap_08_noise_is_drawn_in_float32_for_bf16_parameters(monkeypatch: pyte
 
     check()
 
-    def in_bf16(release: Any, total: torch.Tensor, std: float, index: int) -> None:
+    def in_bf16(release: Any, total: torch.Tensor, std: float, index: int, *_: Any) -> None:
         noise = torch.zeros_like(total, dtype=torch.bfloat16)
         total.add_(releases.ops.add_noise_(noise, 1.0, release.stream.at(release._count, index)).float() * std)
 
