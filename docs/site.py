@@ -100,14 +100,13 @@ def _complete(node: ast.ClassDef | ast.FunctionDef, path: Path, whole: bool = Fa
     """A definition's docstring. Raises ValueError, which fails the build, where it leaves out what a reader needs."""
     text = ast.get_docstring(node) or ""
     must = dict(_MUST)
-    if whole:
-        pass  # names of the package's root say all of it
-    elif isinstance(node, ast.ClassDef):
+    # Classes of the package's root say all of it.
+    if isinstance(node, ast.ClassDef) and not whole:
         # What making one raises is said by whatever makes it; exceptions and abstract classes take nothing.
         del must["what it raises"]
         if not any(isinstance(field, ast.AnnAssign) and field.value is None for field in node.body):
             must = {}
-    elif not (node.args.args or node.args.kwonlyargs or node.args.vararg):
+    elif isinstance(node, ast.FunctionDef) and not (node.args.args or node.args.kwonlyargs or node.args.vararg):
         del must["what it takes"]
     for what, words in must.items():
         if not any(word in text for word in words):
