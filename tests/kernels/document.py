@@ -5,6 +5,7 @@ Shares of floors are estimates for an H100 by the rates below: nothing here has 
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +17,8 @@ from .resources import Resources
 from .test_compiled import CASES, Case, built
 
 PAGE = Path(__file__).parents[2] / "docs" / "kernels.md"
-KERNELS, WAVES = "compiled", "waves"
+SIMULATED_ROWS = Path(__file__).parents[2] / "bench" / "results" / "simulated"
+KERNELS, WAVES, SIMULATED = "compiled", "waves", "simulated"
 PROCESSORS = 132
 #: Of one H100 processor, a clock: multiply-adds of 16-bit matrices and of float32, warps' instructions, operations of the pipe
 #: for logic, bytes from the second-level cache (assumed) and from memory (2.95 TB/s of copying at 1.755 GHz).
@@ -121,6 +123,17 @@ def waves_table() -> str:
     return "\n".join(rows)
 
 
+def simulated_table() -> str:
+    """One line for each simulated case and GPU, from the files of `fastdp bench simulate`."""
+    rows = ["| simulated, private over plain | time | captured | launches | peak memory |", "|---|---|---|---|---|"]
+    for file in sorted(SIMULATED_ROWS.glob("*.json")):
+        for row in json.loads(file.read_text())["figures"]["rows"]:
+            if row["step"] == "private":
+                ratios = [f"{row[f'ratio_{name}']:.3f}" for name in ("seconds", "captured", "launches", "memory")]
+                rows.append(f"| {row['case']}, {row['gpu']} | " + " | ".join(ratios) + " |")
+    return "\n".join(rows)
+
+
 def between(text: str, name: str) -> tuple[int, int]:
     """Where the part of the page is that stands between the marks of this name."""
     start = text.index(f"<!-- {name}: begin -->\n") + len(f"<!-- {name}: begin -->\n")
@@ -128,7 +141,7 @@ def between(text: str, name: str) -> tuple[int, int]:
 
 
 if __name__ == "__main__":
-    for name, made in ((KERNELS, kernels_table), (WAVES, waves_table)):
+    for name, made in ((SIMULATED, simulated_table), (WAVES, waves_table), (KERNELS, kernels_table)):
         text = PAGE.read_text()
         start, end = between(text, name)
         PAGE.write_text(text[:start] + made() + "\n" + text[end:])

@@ -1,5 +1,7 @@
 """docs/kernels.md says what the compiled kernels are, and all processors have work at the shapes of its goals."""
 
+import json
+
 import pytest
 
 pytest.importorskip("triton")
@@ -25,6 +27,15 @@ def test_the_page_says_what_was_compiled():
 
 def test_the_page_says_how_busy_processors_are():
     assert written(document.WAVES) == document.waves_table(), "run python -m tests.kernels.document"
+
+
+def test_the_page_has_the_simulated_rows():
+    """And each file holds both steps of its case, each marked as simulated."""
+    assert written(document.SIMULATED) == document.simulated_table(), "run python -m tests.kernels.document"
+    for file in document.SIMULATED_ROWS.glob("*.json"):
+        figures = json.loads(file.read_text())["figures"]
+        assert figures["simulated"] is True
+        assert [row["step"] for row in figures["rows"] if row["simulated"]] == ["plain", "private"]
 
 
 @pytest.mark.parametrize("shape", document.SHAPES)
