@@ -399,7 +399,7 @@ def _pays(hidden: torch.Tensor, weight: torch.Tensor) -> bool:
         return False
     length, dtype = hidden.shape[:-1][-1] if hidden.dim() > 1 else 1, as_autocast(hidden[:0]).dtype
     rows, width = weight.shape
-    return not weight.requires_grad or allowed("instantiate", rows, width, length, 1, dtype=dtype)
+    return not weight.requires_grad or allowed("instantiate", rows, width, length, 2, dtype=dtype)
 
 
 @dataclass

@@ -93,7 +93,7 @@ def test_canaries_see_what_little_noise_shows() -> None:
 
 @pytest.fixture
 def noise_at_a_tenth(monkeypatch: pytest.MonkeyPatch) -> None:
-    def draw(self: Release, total: torch.Tensor, std: float, index: int) -> None:
+    def draw(self: Release, total: torch.Tensor, std: float, index: int, *_: Any) -> None:
         ops.add_noise_(total, std / 10, self.stream.at(self._count, index))
 
     monkeypatch.setattr(Release, "_draw", draw)
@@ -112,7 +112,7 @@ def test_noise_at_a_tenth_is_caught_by_examples(score: str) -> None:
 
 
 def test_noise_that_is_reused_in_every_step_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    def draw(self: Release, total: torch.Tensor, std: float, index: int) -> None:
+    def draw(self: Release, total: torch.Tensor, std: float, index: int, *_: Any) -> None:
         ops.add_noise_(total, std, NoiseStream.unsafe_reproducible(1).at(0, index))
 
     monkeypatch.setattr(Release, "_draw", draw)
@@ -159,7 +159,7 @@ def test_a_second_use_left_out_of_the_norm_is_caught(score: str, monkeypatch: py
 def test_noise_scaled_as_if_the_sum_were_a_mean_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """Noise for the mean put on the sum: too small by the batch size."""
 
-    def draw(self: Release, total: torch.Tensor, std: float, index: int) -> None:
+    def draw(self: Release, total: torch.Tensor, std: float, index: int, *_: Any) -> None:
         ops.add_noise_(total, std / self.expected_batch_size, self.stream.at(self._count, index))
 
     monkeypatch.setattr(Release, "_draw", draw)

@@ -308,7 +308,8 @@ def test_a_unit_map_that_is_missing_or_names_a_stranger() -> None:
         labels = torch.zeros(1, 3, dtype=torch.int64)
         return {"x": torch.zeros(1, 3, FEATURES), "labels": labels, "units": torch.tensor([[0, 1, 0]])}
 
-    private = start(data_loader=loader(collate_fn=split), unit_map="units", **PRIVATE)
+    # That its collator gives an example other tokens beside others would be found first.
+    private = start(data_loader=loader(collate_fn=split), unit_map="units", self_check=False, **PRIVATE)
     batch = next(iter(private.data_loader))
     with refused(ValueError, "one contiguous run", private):
         private.model(**batch)
