@@ -125,6 +125,11 @@ def make_private(
         refuse_driven(model, optimizer)
         check_model(model, optimizer)
         check_loader(data_loader)
+        if unit_map is not None and (loss_reduction is not None or criterion is not None):
+            raise ValueError(
+                "a criterion outside the model cannot be tried on packed rows, which share tensors: let the model return its own "
+                "loss, or leave unit_map out and give every example a row"
+            )
         if loss_reduction not in (None, "mean", "sum"):
             raise ValueError(
                 f"loss_reduction is '{loss_reduction}': use 'mean' or 'sum', or None if the model returns its loss"

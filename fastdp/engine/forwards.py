@@ -30,7 +30,7 @@ class _Forward:
         self.module.forward = self  # type: ignore[method-assign]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError
+        raise NotImplementedError  # each kind has its own
 
     def remove(self) -> None:
         """Give the module its own forward back."""

@@ -177,7 +177,7 @@ class Captures:
 
     def whole(self, parameter: torch.nn.Parameter, gradients: torch.Tensor, route: str, tokens: int) -> None:
         """Take whole gradients by unit, made in the way that ``route`` names from so many ``tokens``."""
-        raise NotImplementedError
+        raise NotImplementedError  # each kind has its own
 
     def tokens(self, parameter: torch.nn.Parameter, gradient: torch.Tensor, layout: Layout, laned: bool) -> None:
         """A bias's gradient by token, ``[N, m]``."""

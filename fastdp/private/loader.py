@@ -112,9 +112,10 @@ class PrivateLoader:
     def __iter__(self) -> Iterator[Any]:
         self.tickets.clear()
         self.on_restart()
-        some = spread(len(self.dataset), _TRIED)[: self.max_physical_batch_size]  # type: ignore[arg-type]
-        self.try_loop(Collation(self.dataset, self.collate_fn, some, {}))
-        yield from self.companies()
+        if self.unit_map is None:  # packed rows have none of their own that could be compared
+            some = spread(len(self.dataset), _TRIED)[: self.max_physical_batch_size]  # type: ignore[arg-type]
+            self.try_loop(Collation(self.dataset, self.collate_fn, some, {}))
+            yield from self.companies()
         steps = min(self.steps_per_epoch, self.remaining())
         waiting: deque[tuple[list[int], Ticket]] = deque()
         inner: DataLoader = DataLoader(self.dataset, batch_sampler=_Drawn(self, steps, waiting), **self._options)

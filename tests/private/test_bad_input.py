@@ -315,6 +315,12 @@ def test_a_unit_map_that_is_missing_or_names_a_stranger() -> None:
         private.model(**batch)
 
 
+def test_a_criterion_outside_of_packed_rows() -> None:
+    for outside in ({"loss_reduction": "mean"}, {"criterion": lambda output, batch: output}):
+        with pytest.raises(ValueError, match="cannot be tried on packed rows"):
+            start(unit_map="units", **outside, **PRIVATE)
+
+
 def test_step_without_backward() -> None:
     private = start(**PRIVATE)
     with refused(RuntimeError, r"step\(\) without backward\(\)", private):
