@@ -1,4 +1,4 @@
-"""What `fastdp plan` foretells, and what the run of its settings then takes: seconds a step and peak memory.
+"""What `fastdp plan` foretells, and what the run of its settings then takes: seconds of all steps and peak memory.
 
     python -m fastdp.bench.plan --data shared/data --model shared/models/gpt2-mini --json bench/results/plan.json
 
@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import multiprocessing
 import tempfile
+import time
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,7 @@ from fastdp.finetune.config import FinetuneConfig
 from . import record
 from .settings import DATA, excerpt
 
-EXAMPLES, BATCH, PHYSICAL, EPOCHS = 384, 96, 32, 2.0
+EXAMPLES, BATCH, PHYSICAL, EPOCHS = 384, 96, 32, 4
 #: Data set of `DATA`, and what is trained.
 CASES = (("e2e", "lora"), ("e2e", "full"), ("sst2", "lora"), ("wikitext2", "bitfit"))
 #: How far seconds and memory may be from what was foretold, relatively.
@@ -37,7 +39,7 @@ def settings(name: str, peft: str, model: str, data: Path, folder: Path) -> Fine
         output=str(folder / "run"),
         epsilon=8.0,
         delta=1e-4,
-        epochs=EPOCHS,
+        epochs=float(EPOCHS),
         batch_size=BATCH,
         physical_batch_size=PHYSICAL,
         peft=peft,
@@ -46,26 +48,39 @@ def settings(name: str, peft: str, model: str, data: Path, folder: Path) -> Fine
     )
 
 
-def foretold(config: FinetuneConfig) -> dict[str, float]:
-    """By the plan, for the examples' mean length in tokens, which the row states too."""
+def foretold(config: FinetuneConfig) -> dict[str, Any]:
+    """By the plan, for lengths that spread as the examples' do: the shortest, those at each tenth, and the longest."""
+    import numpy
+
     from fastdp.data import read_rows
+    from fastdp.finetune.machine import measure
     from fastdp.finetune.models import load_tokenizer, load_trained
-    from fastdp.finetune.plan import measure
     from fastdp.finetune.tasks import encode_rows
 
     tokenizer = load_tokenizer(config)
-    items = encode_rows(read_rows(str(config.train)), tokenizer, config).items
-    length = round(sum(len(item["input_ids"]) for item in items) / len(items))
-    machine = measure(load_trained(config, tokenizer), tokenizer, config, length)
-    return {"seconds": machine.seconds(config.batch_size, 1), "bytes": machine.peak_bytes, "length": length}
+    lengths = encode_rows(read_rows(str(config.train)), tokenizer, config).lengths
+    spread = [int(length) for length in numpy.quantile(lengths, numpy.linspace(0, 1, 11))]
+    machine = measure(load_trained(config, tokenizer), tokenizer, config, spread)
+    steps = EPOCHS * math.ceil(len(lengths) / config.batch_size)
+    return {
+        "seconds": machine.seconds(config.batch_size, steps),
+        "bytes": machine.peak_bytes,
+        "once_seconds": machine.once_seconds(config.batch_size, steps),
+        "step_seconds": machine.step_seconds(config.batch_size),
+        "steps": steps,
+        "lengths": spread,
+    }
 
 
 def taken(config: FinetuneConfig) -> dict[str, float]:
-    """By the run itself."""
+    """By the run itself; its whole time besides, with loading, evaluation and writing, of which a plan says nothing."""
     from fastdp.finetune import finetune
 
+    begin = time.perf_counter()
     result = finetune(config)
-    return {"seconds": result.seconds_per_step, "bytes": result.peak_bytes}
+    whole = time.perf_counter() - begin
+    seconds = result.seconds_per_step * result.steps
+    return {"seconds": seconds, "bytes": result.peak_bytes, "steps": result.steps, "whole_seconds": whole}
 
 
 def compare(name: str, peft: str, model: str, data: Path) -> dict[str, Any]:

@@ -70,8 +70,8 @@ def _public() -> list[tuple[str, str]]:
 _MUST = {"what it takes": ("Args:", "Attributes:"), "what it raises": ("Raises:", "Raises ")}
 
 
-#: Packages whose every public name is on their page of the reference, and whether each must show an example.
-_PACKAGES = {"accounting": True, "ops": False}
+#: Packages whose every public name is on their page of the reference, each function with an example.
+_PACKAGES = ("accounting", "ops")
 
 
 def _members(package: str) -> list[tuple[str, str]]:
@@ -87,7 +87,7 @@ def _members(package: str) -> list[tuple[str, str]]:
         path = ROOT.joinpath(*home.split(".")).with_suffix(".py")
         definition = next(node for node in _definitions(path) if node.name == name)
         text = _complete(definition, path)
-        if _PACKAGES[package] and isinstance(definition, ast.FunctionDef):
+        if isinstance(definition, ast.FunctionDef):
             _shown_in(name, text)
     return found
 

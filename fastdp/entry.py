@@ -112,6 +112,20 @@ def make_private(
 
     Raises:
         ValueError, TypeError: for what cannot be made private, before any budget is spent.
+
+    >>> import torch, fastdp
+    >>> model, rows = torch.nn.Linear(3, 1), [(torch.ones(3), torch.ones(1))] * 100
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> loader = torch.utils.data.DataLoader(rows, batch_size=20)
+    >>> private = fastdp.make_private(
+    ...     model, optimizer, loader, target_epsilon=8.0, target_delta=1e-3, epochs=1, loss_reduction="mean"
+    ... )
+    >>> for x, y in private.data_loader:
+    ...     torch.nn.functional.mse_loss(model(x), y).backward()
+    ...     optimizer.step()
+    ...     optimizer.zero_grad()
+    >>> private.steps_done, 7.5 < private.epsilon() <= 8
+    (5, True)
     """
     ranks = Ranks.here()
     given = optimizer

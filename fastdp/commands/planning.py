@@ -26,7 +26,12 @@ def plan_command(
     examples: Annotated[
         int | None, typer.Option(help="examples in the training data (by default those of train)")
     ] = None,
-    length: Annotated[int | None, typer.Option(help="tokens of an example (by default max_length)")] = None,
+    length: Annotated[
+        str | None,
+        typer.Option(
+            help="tokens of an example; or the shortest, the median and the longest: 5,18,32 (by default max_length)"
+        ),
+    ] = None,
     minutes: Annotated[float | None, typer.Option(help="that the steps may take")] = None,
     gpu: Annotated[str | None, typer.Option(help="simulate h100 or h200 instead of measuring on this machine")] = None,
     picture: Annotated[Path | None, typer.Option(help="PNG of what each batch size trades")] = None,
@@ -47,8 +52,9 @@ def plan_command(
         if not settings.train:
             raise ConfigError("examples is missing: give --examples, or --train to count them")
         examples = len(read_rows(settings.train))
+    lengths = _lengths(length) if length else settings.max_length
     with console.status("trying private steps ..." if gpu is None else "simulating ..."):
-        found = plan(invented(settings), examples, length or settings.max_length, minutes, gpu)
+        found = plan(invented(settings), examples, lengths, minutes, gpu)
     table = Table(
         title=f"{examples} examples, epsilon {settings.epsilon:g} at delta {settings.delta:g}", title_justify="left"
     )
@@ -68,10 +74,14 @@ def plan_command(
         )
     console.print(table)
     machine = found.machine
+    once, each = (
+        machine.once_seconds(found.best.batch_size, found.best.steps),
+        machine.step_seconds(found.best.batch_size),
+    )
     console.print(
-        f"time and memory {machine.where}: {1e3 * machine.example_seconds:.3g} ms an example, "
-        f"{1e3 * machine.release_seconds:.3g} ms a release, peak {memory(machine.peak_bytes)} with {machine.physical} examples "
-        "at once",
+        f"time and memory {machine.where}: as suggested {duration(once)} once for looks at the model, and {each:.3g} s a step, "
+        f"{1e3 * machine.release_seconds:.3g} ms of it for the release; peak {memory(machine.peak_bytes)} with "
+        f"{machine.physical} examples at once",
         highlight=False,
     )
     for reason in found.reasons:
@@ -81,6 +91,13 @@ def plan_command(
     if write is not None:
         found.config.save(write)
         console.print(f"written to {write}", highlight=False)
+
+
+def _lengths(text: str) -> list[int]:
+    try:
+        return [int(length) for length in listed(text)]
+    except ValueError:
+        raise ConfigError(f"--length {text}: write whole numbers of tokens, as in 18 or 5,18,32") from None
 
 
 @with_settings

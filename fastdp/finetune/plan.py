@@ -9,23 +9,15 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch.utils.data import DataLoader
-
-import fastdp
 import fastdp.accounting as accounting
-from fastdp.data import Collator
 from fastdp.finetune.config import LABELLED, ConfigError, FinetuneConfig
-from fastdp.finetune.evaluation import autocast
-from fastdp.finetune.memory import PeakMemory
+from fastdp.finetune.machine import Machine, measure, simulated
 from fastdp.finetune.models import load_tokenizer, load_trained
-from fastdp.finetune.tasks import invented_label
 
 #: Fewer steps than this leave an optimizer no time to arrive, whatever the noise.
 LEAST_STEPS = 30
@@ -36,28 +28,6 @@ _MOVEMENT = 0.23
 _RATES = {"lora": (5e-4, 1e-2), "dora": (5e-4, 1e-2), "full": (2e-5, 1e-3)}
 _SCALE = 8.0
 _RANKS = ((0.5, 16), (1.0, 8), (2.0, 4), (math.inf, 2))
-
-
-@dataclass(frozen=True)
-class Machine:
-    """What private steps take.
-
-    Attributes:
-        example_seconds: of forward and backward, for one example.
-        release_seconds: of noise and update, once a step.
-        peak_bytes: with ``physical`` examples in memory at once.
-        where: in words; says so where it is simulated.
-    """
-
-    example_seconds: float
-    release_seconds: float
-    peak_bytes: int
-    physical: int
-    where: str
-
-    def seconds(self, batch_size: int, steps: int) -> float:
-        """Of a run's steps."""
-        return steps * (self.release_seconds + batch_size * self.example_seconds)
 
 
 @dataclass(frozen=True)
@@ -101,7 +71,7 @@ class Plan:
 def plan(
     config: FinetuneConfig,
     examples: int,
-    length: int,
+    lengths: int | Sequence[int],
     minutes: float | None = None,
     gpu: str | None = None,
 ) -> Plan:
@@ -111,21 +81,23 @@ def plan(
         config: ``model``, ``task``, ``peft``, ``epsilon``, ``delta`` and what is not to be suggested; batch size, epochs,
             learning rate, bound, rank and scale are.
         examples: in the training data.
-        length: of an example, in tokens; the mean, if they differ.
+        lengths: of examples, in tokens: one, if all are alike, or the shortest, those at equal shares of the examples, and the
+            longest (shortest, median, longest are three).
         minutes: that the steps may take; without it, `MOST_EPOCHS` passes may.
         gpu: simulate this one (``h100``, ``h200``) instead of measuring here.
 
     Raises:
         ConfigError: for settings that do not hold, a model that cannot be loaded, or a time too short for `LEAST_STEPS`.
     """
-    _check(config, examples, length, minutes)
+    lengths = (lengths,) if isinstance(lengths, int) else tuple(sorted(lengths))
+    _check(config, examples, lengths, minutes)
     tokenizer = load_tokenizer(config)
     model = load_trained(config, tokenizer)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    machine = _simulated(config, model, length, gpu) if gpu else measure(model, tokenizer, config, length)
+    machine = simulated(config, model, lengths, gpu) if gpu else measure(model, tokenizer, config, lengths)
     batches = _batches(examples)
     options = tuple(_option(config, examples, batch, trained, machine, minutes) for batch in batches)
-    best = _suggested(options, minutes)
+    best = _suggested(options, machine, minutes)
     rank, ranked = _rank(config, best)
     settings: dict[str, Any] = {
         "batch_size": best.batch_size,
@@ -147,15 +119,15 @@ def plan(
     return Plan(options, best, machine, trained, dataclasses.replace(config, **settings), reasons)
 
 
-def _check(config: FinetuneConfig, examples: int, length: int, minutes: float | None) -> None:
+def _check(config: FinetuneConfig, examples: int, lengths: Sequence[int], minutes: float | None) -> None:
     if config.epsilon is None or not 0 < config.epsilon < math.inf:
         raise ConfigError(f"epsilon is {config.epsilon}: a plan needs a budget greater than 0")
     if not 0 < config.delta < 1 / examples:
         raise ConfigError(f"delta is {config.delta:g}: it must lie between 0 and 1 / {examples} examples")
     if examples < 2 * LEAST_STEPS:
         raise ConfigError(f"{examples} examples are too few to plan for: give at least {2 * LEAST_STEPS}")
-    if length < 1:
-        raise ConfigError(f"length is {length}: examples have at least 1 token")
+    if not lengths or min(lengths) < 1:
+        raise ConfigError(f"length is {', '.join(map(str, lengths)) or 'empty'}: examples have at least 1 token")
     if minutes is not None and not minutes > 0:
         raise ConfigError(f"minutes is {minutes}: it must be greater than 0")
 
@@ -171,7 +143,8 @@ def _option(
     per_epoch = math.ceil(examples / batch)
     epochs = MOST_EPOCHS
     if minutes is not None:
-        epochs = min(epochs, 60 * minutes / machine.seconds(batch, per_epoch))
+        left = 60 * minutes - machine.once_seconds(batch, math.ceil(MOST_EPOCHS * per_epoch))
+        epochs = min(epochs, left / (per_epoch * machine.step_seconds(batch)))
     # A tenth of a pass, and never none: what does not fit in the time is seen in the table.
     epochs = max(math.floor(10 * epochs) / 10, 0.1)
     steps = max(1, math.ceil(epochs * per_epoch))
@@ -183,14 +156,14 @@ def _option(
     return Option(batch, epochs, steps, noise, ratio, ratio / math.sqrt(steps), machine.seconds(batch, steps))
 
 
-def _suggested(options: Sequence[Option], minutes: float | None) -> Option:
+def _suggested(options: Sequence[Option], machine: Machine, minutes: float | None) -> Option:
     fitting = [
         option
         for option in options
         if option.steps >= LEAST_STEPS and (minutes is None or option.seconds <= 60 * minutes * 1.01)
     ]
     if not fitting:
-        least = min(option.seconds * LEAST_STEPS / option.steps for option in options)
+        least = min(machine.seconds(option.batch_size, LEAST_STEPS) for option in options)
         raise ConfigError(
             f"{minutes:g} minutes are too short: {LEAST_STEPS} steps of the smallest batch take {least / 60:.3g}; give more time"
         )
@@ -213,96 +186,6 @@ def _rank(config: FinetuneConfig, best: Option) -> tuple[int, tuple[str, ...]]:
         f"rank {rank}: at rank 8 the run's noise is {at_eight:.2g} times its signal; it grows with the root of the rank",
         f"alpha {_SCALE * rank:g}, {_SCALE:g} times the rank: E2E came to perplexity 38 with that, and to 59 with twice the rank "
         "(docs/results.md)",
-    )
-
-
-def measure(model: torch.nn.Module, tokenizer: Any, config: FinetuneConfig, length: int) -> Machine:
-    """Time and memory of private steps on invented tokens, on the model's device; the model is put back as it was.
-
-    Two logical steps of three microbatches; the first looks at the model and is not counted.
-    """
-    physical, kept = config.physical_batch_size, {name: p.detach().clone() for name, p in _trained(model)}
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(0, len(tokenizer), (3 * physical, length), generator=generator).tolist()
-    rows: Any = [{"input_ids": row, "labels": invented_label(config, row, number)} for number, row in enumerate(ids)]
-    pad: Any = tokenizer.pad_token_id
-    device = next(model.parameters()).device
-    loader: Any = DataLoader(rows, batch_size=len(rows), collate_fn=Collator(pad))
-    optimizer = torch.optim.AdamW([p for _, p in _trained(model)], lr=0.0)
-    peak = PeakMemory(device)
-    private = fastdp.make_private(
-        model, optimizer, loader, noise_multiplier=1.0, target_delta=1e-9, epochs=3, max_physical_batch_size=physical,
-        sampling="shuffled",
-    )  # fmt: skip
-    was_training = model.training
-    model.train()
-    microbatches, releases = [], []
-    try:
-        for _ in range(3):
-            begin = _now(device)
-            for batch in private.data_loader:
-                with autocast(device, config.precision):
-                    loss = model(**{key: value.to(device) for key, value in batch.items()}).loss
-                loss.backward()
-                between = _now(device)
-                optimizer.step()
-                optimizer.zero_grad()
-                microbatches.append(between - begin)
-                begin = _now(device)
-                if private.last_step_done:
-                    releases.append(begin - between)
-    finally:
-        private.detach()
-        model.train(was_training)
-        with torch.no_grad():
-            for name, parameter in _trained(model):
-                parameter.copy_(kept[name])
-    usual = sorted(microbatches[len(microbatches) // 3 :])
-    example = usual[len(usual) // 2] / physical
-    return Machine(example, min(releases[1:]), peak.so_far(), physical, f"measured here, on {device}")
-
-
-def _trained(model: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
-    return [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-
-
-def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
-
-
-def _simulated(config: FinetuneConfig, model: torch.nn.Module, length: int, gpu: str) -> Machine:
-    from fastdp.bench import meter, simulate, workloads
-
-    if gpu not in meter.GPUS:
-        raise ConfigError(f"there is no price list for '{gpu}': choose one of {', '.join(meter.GPUS)}")
-    shape: Any = model.config
-    if shape.model_type not in ("gpt2", "bert", "llama") or config.peft not in ("full", "lora"):
-        raise ConfigError(
-            f"{shape.model_type} with {config.peft} cannot be simulated: gpt2, bert and llama can, full or with lora"
-        )
-    case = workloads.Case(
-        kind=shape.model_type,
-        layers=shape.num_hidden_layers,
-        width=shape.hidden_size,
-        feed_forward=getattr(shape, "intermediate_size", None) or 4 * shape.hidden_size,
-        heads=shape.num_attention_heads,
-        key_heads=getattr(shape, "num_key_value_heads", None) or shape.num_attention_heads,
-        vocabulary=shape.vocab_size,
-        rows=config.physical_batch_size,
-        tokens=length,
-        rank=config.lora_r if config.peft == "lora" and shape.model_type == "llama" else 0,
-        checkpointed=config.gradient_checkpointing,
-        dtype=torch.bfloat16,
-    )
-    found = simulate.tally(case, meter.GPUS[gpu], private=True)
-    return Machine(
-        found.seconds / case.rows,
-        0.0,
-        found.peak_bytes,
-        case.rows,
-        f"SIMULATED for {meter.GPUS[gpu].name}, never measured",
     )
 
 

@@ -175,6 +175,15 @@ def adamw_noise_step_(
         ValueError: if a number is out of range, or shapes or devices differ.
         TypeError: if a dtype or layout is another, or ``stream`` is no stream.
         RuntimeError: if a tensor to be written requires grad and grad mode is on, or the position was drawn before.
+
+    >>> import torch
+    >>> from fastdp import NoiseStream
+    >>> from fastdp.ops import adamw_noise_step_
+    >>> weight, total = torch.ones(2), torch.full((2,), 4.0)
+    >>> moments = torch.zeros(2), torch.zeros(2)
+    >>> adamw_noise_step_(weight, total, *moments, 0.0, NoiseStream(), divisor=8.0, lr=0.1, step=1)  # without noise
+    >>> weight
+    tensor([0.8990, 0.8990])
     """
     numbers = (std, divisor, lr, *betas, eps, weight_decay)
     _ADAMW(param, grad_sum, exp_avg, exp_avg_sq, stream, *numbers, step, variance_floor, secure_rounding, rows, columns)
@@ -281,6 +290,16 @@ def adamw_noise_steps_(
         ValueError: if a number is out of range, or numbers of tensors, shapes, dtypes or devices differ.
         TypeError: if a parameter has another dtype or layout.
         RuntimeError: if a parameter requires grad and grad mode is on.
+
+    >>> import torch
+    >>> from fastdp import NoiseStream
+    >>> from fastdp.ops import adamw_noise_steps_
+    >>> weights, totals = [torch.ones(2), torch.ones(3)], [torch.full((2,), 4.0), torch.zeros(3)]
+    >>> means, squares = ([torch.zeros(2), torch.zeros(3)] for _ in range(2))
+    >>> drawn = NoiseStream().take_at(0, [0, 1])
+    >>> adamw_noise_steps_(weights, totals, means, squares, 0.0, drawn, divisor=8.0, lr=0.1, step=1)
+    >>> weights
+    [tensor([0.8990, 0.8990]), tensor([0.9990, 0.9990, 0.9990])]
     """
     numbers = (std, divisor, lr, *betas, eps, weight_decay)
     tensors = (list(params), list(grad_sums), list(exp_avgs), list(exp_avg_sqs), list(masters))

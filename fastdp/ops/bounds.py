@@ -86,6 +86,13 @@ def row_products(left: Tensor, right: Tensor, offsets: Tensor, order: int = 2) -
 
     Raises:
         TypeError, ValueError: a dtype, shape, device, offset or order outside the above.
+
+    >>> import torch
+    >>> from fastdp.ops import row_products
+    >>> left, right = torch.ones(3, 2), torch.ones(3, 4)  # three tokens
+    >>> offsets = torch.tensor([0, 1, 3])  # one of the first unit, two of the second
+    >>> (row_products(left, right, offsets) >= torch.tensor([2.8284, 5.6568])).all()  # rows of norms 2 and root 2
+    tensor(True)
     """
     return ROW_PRODUCTS(left, right, offsets, order) * _OWN_ROUNDING
 
@@ -160,6 +167,15 @@ def gram_norms(groups: Sequence[tuple[Sequence[Tensor], Tensor]], offsets: Tenso
 
     Raises:
         TypeError, ValueError: no groups or an empty one, ids among the lefts, or what :func:`fastdp.ops.sqnorm` refuses.
+
+    >>> import torch
+    >>> from fastdp.ops import gram_norms
+    >>> left, right = torch.ones(3, 2), torch.ones(3, 4)  # three tokens
+    >>> offsets = torch.tensor([0, 1, 3])  # one of the first unit, two of the second
+    >>> norms, products = gram_norms([([left, 2 * left], right)], offsets)
+    >>> norms
+    tensor([[  8.,  32.],
+            [ 32., 128.]])
     """
     rights, counts = [right for _, right in groups], [len(lefts) for lefts, _ in groups]
     squares, products = GRAM_NORMS([left for lefts, _ in groups for left in lefts], rights, counts, offsets)
@@ -216,6 +232,13 @@ def chosen_sqnorm(lefts: Sequence[Tensor], rights: Sequence[Tensor], offsets: Te
 
     Raises:
         TypeError, ValueError: no matrices, ids, or a dtype, shape, device or offset outside the above.
+
+    >>> import torch
+    >>> from fastdp.ops import chosen_sqnorm
+    >>> left, right = torch.ones(3, 2), torch.ones(3, 4)  # three tokens
+    >>> offsets = torch.tensor([0, 1, 3])  # one of the first unit, two of the second
+    >>> chosen_sqnorm([left], [right], offsets, torch.tensor([[False, True]]))
+    tensor([[ 0., 32.]])
     """
     return CHOSEN_SQNORM(list(lefts), list(rights), offsets, chosen)
 
@@ -228,6 +251,11 @@ class Rounding:
 
     Args:
         factors: of the use, ids included: their device and dtypes say which arithmetic runs.
+
+    >>> import torch
+    >>> from fastdp.ops import Rounding
+    >>> Rounding(torch.ones(3, 2), torch.ones(3, 4)).gamma(1000) < 1001 * 2**-24
+    True
     """
 
     def __init__(self, *factors: Tensor):

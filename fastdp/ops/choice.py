@@ -141,6 +141,12 @@ def choice_log_probabilities(
         table: [V, d]; scale, cap, log_prior [V] and candidate_scale [V] as there.
 
     Raises nothing of its own.
+
+    >>> import torch
+    >>> from fastdp.ops import choice_log_probabilities
+    >>> table = torch.tensor([[0.0], [1.0]])
+    >>> choice_log_probabilities(0, table, 1.0).exp()
+    tensor([0.7311, 0.2689], dtype=torch.float64)
     """
     prior, slopes = _rows_as_double(log_prior, table), _rows_as_double(candidate_scale, table)
     return _log_weights(token, table.double(), scale, cap, prior, slopes).log_softmax(0)
@@ -189,6 +195,14 @@ def exponential_choice(
             row has a weight above 0, even in float64.
         TypeError: wrong dtypes, or no stream.
         RuntimeError: the position was drawn before.
+
+    >>> import torch
+    >>> from fastdp import NoiseStream
+    >>> from fastdp.ops import exponential_choice
+    >>> table = torch.tensor([[0.0], [1.0], [50.0]])
+    >>> drawn = exponential_choice(torch.zeros(1000, dtype=torch.int64), table, 1.0, NoiseStream())
+    >>> sorted(set(drawn.tolist()))  # the third is e^50 times less likely
+    [0, 1]
     """
     prior, slopes = _rows_as_double(log_prior, table), _rows_as_double(candidate_scale, table)
     there, limit = ids.to(table.device), None if cap is None else float(cap)

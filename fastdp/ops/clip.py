@@ -138,5 +138,12 @@ def clip_noise(
         ValueError: if ``max_norm`` or ``std`` is out of range, or ``x`` has no dimension or too many elements.
         TypeError: if the dtype or layout of ``x`` is another, or ``stream`` is no stream.
         RuntimeError: if the position was drawn before.
+
+    >>> import torch
+    >>> from fastdp import NoiseStream
+    >>> from fastdp.ops import clip_noise
+    >>> clip_noise(torch.tensor([[3.0, 4.0], [0.3, 0.4]]), 1.0, 0.0, NoiseStream())
+    tensor([[0.6000, 0.8000],
+            [0.3000, 0.4000]])
     """
     return _CLIP_NOISE(x, max_norm * _INSIDE, std, stream, secure_rounding)[0]

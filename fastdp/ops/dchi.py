@@ -159,6 +159,12 @@ def dchi_vectors(eta: Tensor, width: int, stream: NoiseStream | Draw) -> Tensor:
         ValueError: a number out of range, or more vectors than one position has noise for.
         TypeError: no stream.
         RuntimeError: the position was drawn before.
+
+    >>> import torch
+    >>> from fastdp import NoiseStream
+    >>> from fastdp.ops import dchi_vectors
+    >>> dchi_vectors(torch.tensor([1.0, 1e9], dtype=torch.float64), 4, NoiseStream()).shape
+    torch.Size([2, 4])
     """
     return DCHI_VECTORS(eta, width, stream)
 
@@ -195,6 +201,13 @@ def private_snap(ids: Tensor, table: Tensor, eta: float | Tensor, stream: NoiseS
             empty table, or one with a row that holds a NaN or an infinity.
         TypeError: wrong dtypes, or no stream.
         RuntimeError: the position was drawn before.
+
+    >>> import torch
+    >>> from fastdp import NoiseStream
+    >>> from fastdp.ops import private_snap
+    >>> table = torch.tensor([[0.0, 0.0], [1.0, 0.0], [0.0, 9.0]])
+    >>> private_snap(torch.tensor([2, 0, 1]), table, 1e6, NoiseStream())  # hardly any noise
+    tensor([2, 0, 1])
     """
     there = ids.to(table.device)
     return PRIVATE_SNAP(there, table, per_token(eta, there), stream).to(ids.device)

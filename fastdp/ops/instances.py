@@ -76,6 +76,12 @@ def instance_sqnorm(instances: Tensor) -> Tensor:
 
     Raises:
         TypeError, ValueError: another dtype, or no dimensions.
+
+    >>> import torch
+    >>> from fastdp.ops import instance_sqnorm
+    >>> gradients = torch.tensor([[3.0, -4.0], [1.0, 0.0]])  # of two units
+    >>> instance_sqnorm(gradients)
+    tensor([25.,  1.])
     """
     return INSTANCE_NORMS(instances, SQUARE, None)[0]
 
@@ -91,6 +97,12 @@ def instance_abs_sum(instances: Tensor) -> Tensor:
 
     Raises:
         TypeError, ValueError: another dtype, or no dimensions.
+
+    >>> import torch
+    >>> from fastdp.ops import instance_abs_sum
+    >>> gradients = torch.tensor([[3.0, -4.0], [1.0, 0.0]])  # of two units
+    >>> instance_abs_sum(gradients)
+    tensor([7., 1.])
     """
     return INSTANCE_NORMS(instances, ABSOLUTE, None)[0]
 
@@ -107,6 +119,13 @@ def instance_masked_sqnorm(instances: Tensor, mask: Tensor) -> Tensor:
 
     Raises:
         TypeError, ValueError: a dtype, shape or device outside the above.
+
+    >>> import torch
+    >>> from fastdp.ops import instance_masked_sqnorm
+    >>> gradients = torch.tensor([[3.0, -4.0], [1.0, 0.0]])  # of two units
+    >>> instance_masked_sqnorm(gradients, torch.tensor([True, False]))
+    tensor([[ 9.,  1.],
+            [16.,  0.]])
     """
     return INSTANCE_NORMS(instances, MASKED_SQUARE, mask)
 
@@ -160,6 +179,12 @@ def instance_sum(instances: Tensor, weights: Tensor) -> Tensor:
 
     Raises:
         TypeError, ValueError: a dtype, shape or device outside the above.
+
+    >>> import torch
+    >>> from fastdp.ops import instance_sum
+    >>> gradients = torch.tensor([[3.0, -4.0], [1.0, 0.0]])  # of two units
+    >>> instance_sum(gradients, torch.tensor([0.2, 1.0]))
+    tensor([ 1.6000, -0.8000])
     """
     return INSTANCE_SUM(instances, weights, None, None)
 
@@ -178,6 +203,12 @@ def instance_masked_sum(instances: Tensor, weights_masked: Tensor, weights_unmas
 
     Raises:
         TypeError, ValueError: a dtype, shape or device outside the above.
+
+    >>> import torch
+    >>> from fastdp.ops import instance_masked_sum
+    >>> gradients = torch.tensor([[3.0, -4.0], [1.0, 0.0]])  # of two units
+    >>> instance_masked_sum(gradients, torch.tensor([0.2, 1.0]), torch.ones(2), torch.tensor([True, False]))
+    tensor([ 1.6000, -4.0000])
     """
     return INSTANCE_SUM(instances, weights_masked, weights_unmasked, mask)
 
@@ -220,6 +251,13 @@ def instance_sqnorm_group(instances: Sequence[Tensor]) -> Tensor:
 
     Raises:
         TypeError, ValueError: none at all, another dtype or device, or other units.
+
+    >>> import torch
+    >>> from fastdp.ops import instance_sqnorm_group
+    >>> gradients = torch.tensor([[3.0, -4.0], [1.0, 0.0]])  # of two units
+    >>> instance_sqnorm_group([gradients, 2 * gradients])
+    tensor([[ 25.,   1.],
+            [100.,   4.]])
     """
     return INSTANCE_NORMS_GROUP(list(instances))
 
@@ -255,5 +293,11 @@ def instance_sum_group(instances: Sequence[Tensor], weights: Tensor) -> list[Ten
 
     Raises:
         TypeError, ValueError: none at all, another dtype, shape or device, or other units.
+
+    >>> import torch
+    >>> from fastdp.ops import instance_sum_group
+    >>> gradients = torch.tensor([[3.0, -4.0], [1.0, 0.0]])  # of two units
+    >>> instance_sum_group([gradients, 2 * gradients], torch.tensor([[0.2, 1.0], [1.0, 0.0]]))
+    [tensor([ 1.6000, -0.8000]), tensor([ 6., -8.])]
     """
     return INSTANCE_SUM_GROUP(list(instances), weights)

@@ -128,6 +128,15 @@ def add_noise_(
         ValueError: if ``std`` is negative or not finite, ``x`` is an expanded view, or it is too large or ends too far on.
         TypeError: if the dtype or layout of ``x`` is another, or ``stream`` is no stream.
         RuntimeError: if ``x`` requires grad and grad mode is on, or the position was drawn before.
+
+    >>> import torch
+    >>> from fastdp import NoiseStream
+    >>> from fastdp.ops import add_noise_
+    >>> total = torch.zeros(1000)
+    >>> add_noise_(total, 2.0, NoiseStream()) is total
+    True
+    >>> bool(1.7 < total.std() < 2.3)
+    True
     """
     _ADD_NOISE(x, std, stream, secure_rounding, first)
     # The eager path passes by the dispatcher, which would have counted the write.

@@ -117,6 +117,15 @@ def sqnorm(left: Tensor, right: Tensor, offsets: Tensor, route: str = "auto") ->
         TypeError, ValueError: a dtype, shape, device or offset outside the above.
 
     Source: Goodfellow 2015 (arXiv 1510.01799) for T = 1; Li et al. 2021 (arXiv 2110.05679), section 4, for sequences.
+
+    >>> import torch
+    >>> from fastdp.ops import sqnorm
+    >>> left, right = torch.ones(3, 2), torch.ones(3, 4)  # three tokens
+    >>> offsets = torch.tensor([0, 1, 3])  # one of the first unit, two of the second
+    >>> sqnorm(left, right, offsets)
+    tensor([ 8., 32.])
+    >>> sqnorm(torch.tensor([5, 7, 7]), right, offsets)  # rows of a table, by id
+    tensor([ 4., 16.])
     """
     return NORMS(left, right, offsets, route, SQUARE, None)[0]
 
@@ -134,6 +143,13 @@ def abs_sum(left: Tensor, right: Tensor, offsets: Tensor) -> Tensor:
 
     Raises:
         TypeError, ValueError: a dtype, shape, device or offset outside the above.
+
+    >>> import torch
+    >>> from fastdp.ops import abs_sum
+    >>> left, right = torch.ones(3, 2), torch.ones(3, 4)  # three tokens
+    >>> offsets = torch.tensor([0, 1, 3])  # one of the first unit, two of the second
+    >>> abs_sum(left, right, offsets)
+    tensor([ 8., 16.])
     """
     return NORMS(left, right, offsets, "direct", ABSOLUTE, None)[0]
 
@@ -152,6 +168,15 @@ def masked_sqnorm(left: Tensor, right: Tensor, offsets: Tensor, mask: Tensor) ->
 
     Raises:
         TypeError, ValueError: a dtype, shape, device or offset outside the above.
+
+    >>> import torch
+    >>> from fastdp.ops import masked_sqnorm
+    >>> left, right = torch.ones(3, 2), torch.ones(3, 4)  # three tokens
+    >>> offsets = torch.tensor([0, 1, 3])  # one of the first unit, two of the second
+    >>> mask = torch.tensor([[True], [False]]).expand(2, 4).contiguous()
+    >>> masked_sqnorm(left, right, offsets, mask)
+    tensor([[ 4., 16.],
+            [ 4., 16.]])
     """
     return NORMS(left, right, offsets, "direct", MASKED_SQUARE, mask)
 
@@ -232,5 +257,12 @@ def cross_inner(
 
     Raises:
         TypeError, ValueError: factors of different matrices, ids outside the table, or what :func:`sqnorm` refuses.
+
+    >>> import torch
+    >>> from fastdp.ops import cross_inner
+    >>> left, right = torch.ones(3, 2), torch.ones(3, 4)  # three tokens
+    >>> offsets = torch.tensor([0, 1, 3])  # one of the first unit, two of the second
+    >>> cross_inner(left, right, 2 * left, right, offsets, offsets)
+    tensor([16., 64.])
     """
     return CROSS_INNER(left1, right1, left2, right2, offsets1, offsets2)

@@ -65,6 +65,15 @@ def per_unit(left: Tensor, right: Tensor, offsets: Tensor) -> Tensor:
 
     Raises:
         TypeError, ValueError: a dtype, shape, device or offset outside the above.
+
+    >>> import torch
+    >>> from fastdp.ops import per_unit
+    >>> left, right = torch.ones(3, 2), torch.ones(3, 4)  # three tokens
+    >>> offsets = torch.tensor([0, 1, 3])  # one of the first unit, two of the second
+    >>> per_unit(left, right, offsets).shape
+    torch.Size([2, 2, 4])
+    >>> per_unit(left, right, offsets)[:, 0, 0]
+    tensor([1., 2.])
     """
     return PER_UNIT(left, right, offsets)
 
@@ -128,6 +137,15 @@ def per_unit_group(lefts: Sequence[Tensor], rights: Sequence[Tensor], offsets: T
 
     Raises:
         TypeError, ValueError: no matrices, lists of two lengths, ids, other tokens, or what :func:`per_unit` refuses.
+
+    >>> import torch
+    >>> from fastdp.ops import per_unit_group
+    >>> left, right = torch.ones(3, 2), torch.ones(3, 4)  # three tokens
+    >>> offsets = torch.tensor([0, 1, 3])  # one of the first unit, two of the second
+    >>> gradients, norms = per_unit_group([left, 2 * left], [right, right], offsets)
+    >>> norms
+    tensor([[  8.,  32.],
+            [ 32., 128.]])
     """
     return PER_UNIT_GROUP(list(lefts), list(rights), offsets)
 
@@ -173,6 +191,12 @@ def column_sums(left: Tensor, offsets: Tensor) -> Tensor:
 
     Raises:
         TypeError, ValueError: a dtype, shape, device or offset outside the above.
+
+    >>> import torch
+    >>> from fastdp.ops import column_sums
+    >>> column_sums(torch.tensor([[1.0], [2.0], [3.0]]), torch.tensor([0, 1, 3]))
+    tensor([[1.],
+            [5.]])
     """
     return COLUMN_SUMS(left, offsets)
 
@@ -225,6 +249,15 @@ def affine_sums(gradient: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, offsets
 
     Raises:
         TypeError, ValueError: a dtype, shape, device or offset outside the above.
+
+    >>> import torch
+    >>> from fastdp.ops import affine_sums
+    >>> gradient, x, offsets = torch.ones(3, 2), torch.tensor([[1.0, 3.0]] * 3), torch.tensor([0, 1, 3])
+    >>> weight, bias = affine_sums(gradient, x, x.mean(1), 1 / x.std(1, correction=0), offsets)
+    >>> weight, bias
+    (tensor([[-1.,  1.],
+            [-2.,  2.]]), tensor([[1., 1.],
+            [2., 2.]]))
     """
     return AFFINE_SUMS(gradient, x, mean, rstd, offsets).unbind(0)
 
@@ -365,6 +398,14 @@ def weighted_sum_group(
 
     Raises:
         TypeError, ValueError: no matrices, lists of other lengths, ids, other tokens, or what :func:`weighted_sum` refuses.
+
+    >>> import torch
+    >>> from fastdp.ops import weighted_sum_group
+    >>> left, right = torch.ones(3, 2), torch.ones(3, 4)  # three tokens
+    >>> offsets = torch.tensor([0, 1, 3])  # one of the first unit, two of the second
+    >>> sums = weighted_sum_group([left, 2 * left], [right, right], torch.tensor([[1.0, 0.5], [1.0, 0.0]]), offsets)
+    >>> [float(total[0, 0]) for total in sums]
+    [2.0, 2.0]
     """
     given = [None] * len(lefts) if outs is None else list(outs)
     sums = [
@@ -413,6 +454,14 @@ def weighted_sum(
 
     Raises:
         TypeError, ValueError: shapes, dtypes or devices that do not fit, ids outside the table, ids without a table.
+
+    >>> import torch
+    >>> from fastdp.ops import weighted_sum
+    >>> left, right = torch.ones(3, 2), torch.ones(3, 4)  # three tokens
+    >>> offsets = torch.tensor([0, 1, 3])  # one of the first unit, two of the second
+    >>> weighted_sum(left, right, torch.tensor([1.0, 0.5]), offsets=offsets)
+    tensor([[2., 2., 2., 2.],
+            [2., 2., 2., 2.]])
     """
     if out is None:
         out = _empty_sum(left, right, rows)
@@ -447,6 +496,15 @@ def masked_weighted_sum(
 
     Raises:
         TypeError, ValueError: shapes, dtypes or devices that do not fit.
+
+    >>> import torch
+    >>> from fastdp.ops import masked_weighted_sum
+    >>> left, right = torch.ones(3, 2), torch.ones(3, 4)  # three tokens
+    >>> offsets = torch.tensor([0, 1, 3])  # one of the first unit, two of the second
+    >>> mask = torch.tensor([[True], [False]]).expand(2, 4).contiguous()
+    >>> masked_weighted_sum(left, right, torch.ones(2), torch.zeros(2), mask, offsets=offsets)
+    tensor([[3., 3., 3., 3.],
+            [0., 0., 0., 0.]])
     """
     if out is None:
         out = right.new_zeros(mask.shape, dtype=accumulator(left, right))

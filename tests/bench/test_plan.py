@@ -44,6 +44,7 @@ def test_plan_and_run_are_measured_apart(tmp_path):
         writer.writerows([f"name[place {n}], food[French]", f"Place {n} serves French food."] for n in range(600))
     row = plan.compare("e2e", "lora", MODEL, tmp_path)
     for found in (row["foretold"], row["taken"]):
-        assert 0 < found["seconds"] < 60
+        assert 0 < found["seconds"] < 120
         assert found["bytes"] > 1e8
-    assert row["foretold"]["length"] > 10
+    assert row["foretold"]["lengths"][0] > 10
+    assert row["foretold"]["steps"] == row["taken"]["steps"]

@@ -1,0 +1,231 @@
+"""What private steps take on a machine: tried on invented tokens here, or simulated for a GPU."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader
+
+import fastdp
+from fastdp.data import Collator, Examples
+from fastdp.finetune.config import ConfigError, FinetuneConfig
+from fastdp.finetune.evaluation import autocast
+from fastdp.finetune.memory import PeakMemory, rehearse
+from fastdp.finetune.tasks import invented_label
+
+#: Examples that are drawn, in as many logical batches as they fill, to find how much padding a batch size needs.
+_DRAWN, _FEWEST = 100_000, 50
+#: Rounds over the same micro-batches after the first one, in which the model is looked at.
+_ROUNDS = 4
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What private steps take.
+
+    Attributes:
+        microbatch_seconds: of forward and backward, whatever is in them.
+        token_seconds: besides, for each token and each place that is filled up to the longest example.
+        release_seconds: of noise and update, once a step.
+        look_seconds: of following the model through a micro-batch of a length that no earlier one had.
+        start_seconds: of the looks at a run's first batch, once.
+        peak_bytes: with ``physical`` examples in memory at once.
+        lengths: of examples in tokens: the shortest, those at equal shares of the examples, and the longest.
+        where: in words; says so where it is simulated.
+    """
+
+    microbatch_seconds: float
+    token_seconds: float
+    release_seconds: float
+    look_seconds: float
+    start_seconds: float
+    peak_bytes: int
+    physical: int
+    lengths: tuple[int, ...]
+    where: str
+
+    def step_seconds(self, batch_size: int) -> float:
+        """Of a usual step: as many micro-batches, as padded, as logical batches have on average."""
+        drawn = _drawn(self.lengths, batch_size, self.physical)
+        each = [self.microbatch_seconds + self.token_seconds * rows * longest for b in drawn for rows, longest in b]
+        return self.release_seconds + sum(each) / len(drawn)
+
+    def once_seconds(self, batch_size: int, steps: int) -> float:
+        """What so many steps take besides: the looks at the first batch, and one at each new length that comes up."""
+        drawn = _drawn(self.lengths, batch_size, self.physical)
+        having = Counter(longest for batch in drawn for longest in {longest for _, longest in batch})
+        met = sum(1 - (1 - count / len(drawn)) ** steps for count in having.values())
+        return self.start_seconds + self.look_seconds * max(0.0, met - 1)
+
+    def seconds(self, batch_size: int, steps: int) -> float:
+        """Of a run's steps, all told."""
+        return self.once_seconds(batch_size, steps) + steps * self.step_seconds(batch_size)
+
+
+@lru_cache(maxsize=64)
+def _drawn(lengths: tuple[int, ...], batch_size: int, physical: int) -> list[list[tuple[int, int]]]:
+    """Rows and longest length of each micro-batch of some logical batches, as a private loader would cut them."""
+    generator = np.random.default_rng(0)
+    found = []
+    for size in generator.poisson(batch_size, max(_FEWEST, _DRAWN // batch_size)):
+        # An empty batch is one padding row.
+        drawn = np.sort(_spread(lengths, generator.random(max(1, size))))[::-1]
+        found.append([(len(part), int(part[0])) for part in np.split(drawn, range(physical, len(drawn), physical))])
+    return found
+
+
+def _spread(lengths: Sequence[int], shares: Any) -> Any:
+    """The lengths below which such shares of the examples lie."""
+    return np.rint(np.quantile(lengths, shares)).astype(int)
+
+
+def measure(model: torch.nn.Module, tokenizer: Any, config: FinetuneConfig, lengths: Sequence[int]) -> Machine:
+    """Time and memory of private steps on invented tokens, on the model's device; the model is put back as it was.
+
+    Three full micro-batches and a small one make a logical batch, whose lengths spread as those of examples do; it goes through
+    the same loop five times, and a ledger is kept. The first time the model is looked at, which a run has to pay for once.
+
+    Args:
+        lengths: of examples, as `Machine` has them.
+
+    Raises:
+        ConfigError: if the longest examples do not fit into the device's memory.
+    """
+    device, kept = next(model.parameters()).device, {name: p.detach().clone() for name, p in _trained(model)}
+    was_training = model.training
+    examples, pad = _invented(tokenizer, config, lengths), Collator(tokenizer.pad_token_id)
+    rehearse(model, examples, pad, config)
+    loader: Any = DataLoader(examples, batch_size=len(examples), collate_fn=pad)
+    optimizer = torch.optim.AdamW([p for _, p in _trained(model)], lr=0.0)
+    peak = PeakMemory(device)
+    rounds: list[list[float]] = []
+    releases: list[float] = []
+    shapes: list[tuple[int, int]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        private = fastdp.make_private(
+            model, optimizer, loader, noise_multiplier=1.0, target_delta=1e-9, epochs=1 + _ROUNDS, sampling="shuffled",
+            max_physical_batch_size=config.physical_batch_size, output_dir=folder,
+        )  # fmt: skip
+        model.train()
+        try:
+            for _ in range(1 + _ROUNDS):
+                rounds.append([])
+                begin = _now(device)
+                for batch in private.data_loader:
+                    batch = {key: value.to(device) for key, value in batch.items()}
+                    with autocast(device, config.precision):
+                        loss = model(**batch).loss
+                    loss.backward()
+                    between = _now(device)
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    rounds[-1].append(between - begin)
+                    shapes.append(tuple(batch["input_ids"].shape))
+                    begin = _now(device)
+                    if private.last_step_done:
+                        releases.append(begin - between)
+        finally:
+            private.detach()
+            model.train(was_training)
+            with torch.no_grad():
+                for name, parameter in _trained(model):
+                    parameter.copy_(kept[name])
+    usual = np.median(np.array(rounds[1:]), axis=0)
+    first = shapes[: len(usual)]
+    each, a_token = _line([rows * longest for rows, longest in first], usual)
+    extra, others = np.array(rounds[0]) - usual, len({longest for _, longest in first}) - 1
+    # The third micro-batch is of another length than those before it, and none of the other checks falls on it.
+    look = max(0.0, float(extra[2])) if others else 0.0
+    return Machine(
+        microbatch_seconds=each,
+        token_seconds=a_token,
+        release_seconds=float(np.median(releases[1:])),
+        look_seconds=look,
+        start_seconds=max(0.0, float(extra.sum()) - others * look),
+        peak_bytes=peak.so_far(),
+        physical=config.physical_batch_size,
+        lengths=tuple(lengths),
+        where=f"measured here, on {device}",
+    )
+
+
+def _invented(tokenizer: Any, config: FinetuneConfig, lengths: Sequence[int]) -> Examples:
+    """Three full micro-batches and a small one, of such lengths."""
+    count, generator = (
+        3 * config.physical_batch_size + max(1, config.physical_batch_size // 4),
+        np.random.default_rng(0),
+    )
+    spread = _spread(lengths, np.linspace(0, 1, count))
+    ids = [generator.integers(0, len(tokenizer), length).tolist() for length in spread]
+    return Examples(
+        [{"input_ids": row, "labels": invented_label(config, row, number)} for number, row in enumerate(ids)], 0
+    )
+
+
+def _line(tokens: Sequence[int], seconds: Any) -> tuple[float, float]:
+    """Seconds of a micro-batch and of a token in it, neither below zero, that come nearest to those measured."""
+    a, b = np.linalg.lstsq(np.stack([np.ones(len(tokens)), tokens], 1), seconds, rcond=None)[0]
+    if a < 0:
+        return 0.0, float(np.dot(tokens, seconds) / np.dot(tokens, tokens))
+    return (float(a), float(b)) if b >= 0 else (float(np.mean(seconds)), 0.0)
+
+
+def _trained(model: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
+    return [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def simulated(config: FinetuneConfig, model: torch.nn.Module, lengths: Sequence[int], gpu: str) -> Machine:
+    """The same by a table of prices, for full micro-batches of the lengths' mean.
+
+    Raises:
+        ConfigError: for a GPU without prices, or a model that cannot be simulated.
+    """
+    from fastdp.bench import meter, simulate, workloads
+
+    if gpu not in meter.GPUS:
+        raise ConfigError(f"there is no price list for '{gpu}': choose one of {', '.join(meter.GPUS)}")
+    shape: Any = model.config
+    if shape.model_type not in ("gpt2", "bert", "llama") or config.peft not in ("full", "lora"):
+        raise ConfigError(
+            f"{shape.model_type} with {config.peft} cannot be simulated: gpt2, bert and llama can, full or with lora"
+        )
+    case = workloads.Case(
+        kind=shape.model_type,
+        layers=shape.num_hidden_layers,
+        width=shape.hidden_size,
+        feed_forward=getattr(shape, "intermediate_size", None) or 4 * shape.hidden_size,
+        heads=shape.num_attention_heads,
+        key_heads=getattr(shape, "num_key_value_heads", None) or shape.num_attention_heads,
+        vocabulary=shape.vocab_size,
+        rows=config.physical_batch_size,
+        tokens=round(sum(lengths) / len(lengths)),
+        rank=config.lora_r if config.peft == "lora" and shape.model_type == "llama" else 0,
+        checkpointed=config.gradient_checkpointing,
+        dtype=torch.bfloat16,
+    )
+    found = simulate.tally(case, meter.GPUS[gpu], private=True)
+    return Machine(
+        microbatch_seconds=0.0,
+        token_seconds=found.seconds / (case.rows * case.tokens),
+        release_seconds=0.0,
+        look_seconds=0.0,
+        start_seconds=0.0,
+        peak_bytes=found.peak_bytes,
+        physical=case.rows,
+        lengths=tuple(lengths),
+        where=f"SIMULATED for {meter.GPUS[gpu].name}, never measured",
+    )
