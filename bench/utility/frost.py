@@ -27,6 +27,7 @@ from fastdp.bench.utility.suite import (
     Table,
     by_seed,
     curve,
+    interior,
     level,
     measure,
     parser_of,
@@ -45,7 +46,8 @@ from fastdp.private.method import Method
 from fastdp.private.plan import Budget, Plan
 
 RATIO = 0.25**2
-#: Learning rates that are tried before the rest, each once at the middle epsilon; rows of the other forms take a neighbour's.
+#: Learning rates that are tried before the rest, each once at the middle epsilon, and more of them while the best is at an edge;
+#: rows of the other forms take a neighbour's.
 TRIED = {
     "full": (2e-3, 5e-3, 1e-2),
     "values": (2e-3, 5e-3, 1e-2),
@@ -244,6 +246,8 @@ class Bench:
             # Half a step less is rounded up to a whole one, whatever the rounding of the quotient.
             epochs=(steps - 0.5) / math.ceil(len(data) / size.batch_size),
             max_physical_batch_size=64,
+            # The same batches and noise for all forms of a seed, whose differences are then their own; the data is public.
+            unsafe_seed=row["seed"],
             **options,
         )
 
@@ -268,7 +272,8 @@ class Bench:
         selection, _ = timed(run.prepare)
         training, _ = timed(lambda: list(train(run)))
         held_out = self.tuned_on if row["part"] == "rate" else self.held_out
-        true = run.epsilon() if row["form"] != "non-private" else math.inf
+        private = row["form"] != "non-private"
+        true = float(fastdp.accounting.epsilon(run.ledger.event(), self.delta)) if private else math.inf
         found: dict[str, Any] = {
             "accuracy": self._accuracy(model, held_out),
             "true_epsilon": true if math.isfinite(true) else "inf",
@@ -358,23 +363,19 @@ def runs(bench: Bench, seeds: int, table: Table, forms: Sequence[str] = ()) -> I
     if not forms:
         yield row, partial(bench.time, row)
     for form, rates in TRIED.items():
-        if forms and form not in forms:
-            continue
-        frost = {**FROST, "selection_rate": bench.size.rates[0]} if form == "frost" else {}
-        for rate in rates:
-            row = {
-                **frost,
-                "part": "rate",
-                "form": form,
-                "epsilon": bench.size.compared,
-                "learning_rate": rate,
-                "seed": seeds,
-            }
-            yield row, partial(bench.run, row)
+        if not forms or form in forms:
+            yield from interior(table, rates, partial(_rate, bench, form, seeds), "accuracy", largest=True)
     bench.learn_rates(table.rows)
     for row in settings(bench.size, seeds):
         if not forms or row["form"] in forms:
             yield row, partial(bench.run, row)
+
+
+def _rate(bench: Bench, form: str, seed: int, rate: float) -> Run:
+    """A form at a learning rate, on the held-out texts that only rates are chosen by."""
+    row: dict[str, Any] = {"part": "rate", "form": form, "epsilon": bench.size.compared, "learning_rate": rate}
+    row |= {"seed": seed, **({**FROST, "selection_rate": bench.size.rates[0], **row} if form == "frost" else {})}
+    return row, partial(bench.run, row)
 
 
 def tables(rows: Sequence[dict[str, Any]], size: Size) -> str:

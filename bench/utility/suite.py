@@ -92,6 +92,47 @@ def by_seed(rows: Sequence[dict[str, Any]], seeds: int) -> Iterator[dict[str, An
     return ({**row, "seed": seed} for seed in range(seeds) for row in once)
 
 
+def interior(
+    table: Table, rates: Sequence[float], run: Callable[[float], Run], value: str, *, largest: bool, most: int = 8
+) -> Iterator[Run]:
+    """A run at each learning rate, and on beyond the grid's edge, by its own steps, while the best lies there.
+
+    Args:
+        table: where the runs' rows are found once they were measured.
+        rates: the grid, rising; at least two.
+        run: the run at a rate.
+        value: what is best if it is largest, or else smallest.
+        most: rates that are tried at most.
+    """
+    tried = {rate: run(rate) for rate in rates}
+    yield from tried.values()
+    while len(tried) < most:
+        found = {rate: mean_of(table.rows, value, **setting) for rate, (setting, _) in tried.items()}
+        known = sorted(rate for rate, figure in found.items() if figure is not None)
+        if len(known) < len(tried):
+            return  # Time was up before all had been measured.
+        best = (max if largest else min)(known, key=lambda rate: (found[rate], 0.0))
+        if best not in (known[0], known[-1]):
+            return
+        rate = known[0] ** 2 / known[1] if best == known[0] else known[-1] ** 2 / known[-2]
+        tried[rate] = run(rate)
+        yield tried[rate]
+
+
+def paired(
+    rows: Sequence[dict[str, Any]], value: str, one: Mapping[str, Any], other: Mapping[str, Any]
+) -> tuple[float, float, int] | None:
+    """Mean over seeds of ``one`` less ``other``, its standard error, and how many seeds have both; None for less than two."""
+    ours, theirs = (
+        {row["seed"]: row[value] for row in rows if all(row.get(key) == wanted for key, wanted in setting.items())}
+        for setting in (one, other)
+    )
+    differences = [ours[seed] - theirs[seed] for seed in sorted(ours.keys() & theirs.keys())]
+    if len(differences) < 2:
+        return None
+    return statistics.mean(differences), statistics.stdev(differences) / len(differences) ** 0.5, len(differences)
+
+
 def values_of(rows: Sequence[dict[str, Any]], value: str, **setting: Any) -> list[Any]:
     """A value in the rows with this setting that have it."""
     chosen = (row for row in rows if all(row.get(key) == wanted for key, wanted in setting.items()))
