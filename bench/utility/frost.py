@@ -102,6 +102,8 @@ class Size:
         return self.epsilons[len(self.epsilons) // 2]
 
 
+#: For several forms and seeds on one shared processor: what differs is to be read off pairs, not off the accuracy itself.
+SMALL = Size(8000, 20, 256)
 TINY = Size(300, 2, 16, 12, 4, 24, (2.0,), (0.02, 0.05), (2,), (1, 200))
 FULL = Size(60614, 177, 1024, 64, 0, 3300, rates=(0.02, 1.0, 0.1, 0.05, 0.01), timed=(20, 60000))
 
@@ -441,6 +443,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Measure what is missing, then draw."""
     parser = parser_of(
         __doc__,
+        sizes=("small",),
         model="folder of all-MiniLM-L6-v2 or another encoder",
         train="TSV with the columns sentence and label",
         eval="TSV of the same form, held out",
@@ -448,7 +451,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--forms", nargs="+", default=(), help="only the learning rates and the accuracy of these")
     options = parser.parse_args(arguments)
     quiet_libraries()
-    size = {"default": Size(), "tiny": TINY, "full": FULL}[options.size]
+    size = {"default": Size(), "small": SMALL, "tiny": TINY, "full": FULL}[options.size]
     bench, table = Bench(options.model, options.train, options.eval, size), Table(options.json)
     done = measure(table, runs(bench, options.seeds, table, options.forms), options.minutes)
     print(tables(table.rows, size), flush=True)

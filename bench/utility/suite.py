@@ -67,12 +67,13 @@ def measure_rows(
     return measure(table, ((row, partial(run, row)) for row in rows), minutes)
 
 
-def parser_of(doc: str | None, seeds: int = 3, **paths: str) -> argparse.ArgumentParser:
+def parser_of(doc: str | None, seeds: int = 3, sizes: Sequence[str] = (), **paths: str) -> argparse.ArgumentParser:
     """A suite's options: the paths that it cannot do without, with their help, and what all share.
 
     Args:
         doc: the suite's own docstring, whose first line describes it.
         seeds: default of ``--seeds``.
+        sizes: what ``--size`` may be besides the sizes that every suite has.
     """
     parser = argparse.ArgumentParser(description=str(doc).splitlines()[0])
     for name, text in paths.items():
@@ -81,7 +82,7 @@ def parser_of(doc: str | None, seeds: int = 3, **paths: str) -> argparse.Argumen
     parser.add_argument("--pictures", type=Path, help="folder to draw into once all is measured")
     parser.add_argument("--seeds", type=int, default=seeds)
     parser.add_argument("--minutes", type=float, default=60.0, help="how long to go on; the same command resumes")
-    parser.add_argument("--size", choices=("default", "tiny", "full"), default="default")
+    parser.add_argument("--size", choices=("default", "tiny", "full", *sizes), default="default")
     parser.add_argument("--full", dest="size", action="store_const", const="full", help="the paper's size, for a GPU")
     return parser
 
