@@ -94,6 +94,8 @@ class Bench:
             learning_rate=self.size.learning_rate,
             perturbation="selective" if row["scheme"] == "typed" else row["scheme"],
             mechanism="typed" if row["scheme"] == "typed" else "local",
+            replacement=row.get("replacement", "uniform"),
+            learn_replaced=row.get("learned", True),
             epsilon=row["epsilon"] or 1.0,
             seed=row["seed"],
         )

@@ -14,7 +14,7 @@ from fastdp.commands.refusal import refusing
 
 bench_app = typer.Typer(help="Measure this machine: steps, kernels, the planner.", no_args_is_help=True)
 console = Console()
-SUITES = ("rapft", "frost", "ewft", "sap", "pure", "federated")
+SUITES = ("lora", "rapft", "frost", "ewft", "sap", "pure", "federated")
 
 Json = Annotated[Path | None, typer.Option("--json", help="write the rows, with device, versions and commit")]
 

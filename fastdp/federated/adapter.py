@@ -79,13 +79,26 @@ class AdaptedModel:
         """The text column of a file."""
         return read_rows(path).column(self.config.text_column, "text_column")
 
-    def examples(self, ids: list[list[int]]) -> Examples:
-        """Token ids of texts, begun and ended as the tokenizer does, every token to be learned."""
+    def examples(self, ids: list[list[int]], read_only: list[list[bool]] | None = None) -> Examples:
+        """Token ids of texts, begun and ended as the tokenizer does, every token to be learned.
+
+        Args:
+            read_only: tokens that are read and not learned; a text of nothing else is learned all the same.
+        """
         start = [token for token in [self.tokenizer.bos_token_id] if token is not None]
         end = [token for token in [self.tokenizer.eos_token_id] if token is not None]
-        full = [start + own + end for own in ids]
-        items = [{"input_ids": own, "labels": list(own)} for own in (own[: self.config.max_length] for own in full)]
-        return Examples(items, sum(len(own) > self.config.max_length for own in full))
+        items = []
+        for index, own in enumerate(ids):
+            full = (start + own + end)[: self.config.max_length]
+            labels = list(full)
+            if read_only is not None:
+                for place, hidden in enumerate(read_only[index][: len(full) - len(start)], len(start)):
+                    labels[place] = -100 if hidden else full[place]
+            # The first token is nobody's target.
+            learned = any(label != -100 for label in labels[1:])
+            items.append({"input_ids": full, "labels": labels if learned else list(full)})
+        longest = self.config.max_length - len(start) - len(end)
+        return Examples(items, sum(len(own) > longest for own in ids))
 
     def encode(self, texts: list[str]) -> list[list[int]]:
         """Token ids without special tokens, cut to the room that `max_length` leaves."""

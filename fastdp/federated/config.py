@@ -88,6 +88,12 @@ class FederatedConfig:
     radius: float = setting("cap or radius of distances; 0: the table's median distance", 0.0, least=0)
     alpha: float = setting("the paper's factor", 1.0, above=0)
     cells: int = setting("cells of the public partition", 64, above=0)
+    replacement: str = setting(
+        "typed: tokens of a type are drawn uniformly, or as the public model expects them (model)",
+        "uniform",
+        among=("uniform", "model"),
+    )
+    learn_replaced: bool = setting("learn replaced tokens too, as the paper does; otherwise they are only read", False)
     detector: str = setting(
         "rules, presidio, or the folder of a token classification model; several joined by ' + '", "rules"
     )

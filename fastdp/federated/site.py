@@ -99,6 +99,7 @@ class Site:
             radius=config.radius or None,
             alpha=config.alpha,
             cells=config.cells,
+            replacement=config.replacement,
             scope="all" if config.perturbation == "all" else "private",
             detector=detector,
             policy=PrivacyPolicy(threshold=config.threshold),
@@ -112,7 +113,9 @@ class Site:
         )
         quality = None if perturb.scope == "all" else _quality(config, detector, texts)
         found.card(quality).save(self.folder / "card")
-        return adapted.examples(found.ids)
+        # What was drawn at random is nothing to learn, unless nothing else is left.
+        learned = config.learn_replaced or perturb.scope == "all"
+        return adapted.examples(found.ids, None if learned else found.private)
 
     def fit(self, round_number: int) -> Fitted:
         """Train the model's adapter on this client's examples for a round's passes."""

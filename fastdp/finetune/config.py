@@ -71,6 +71,10 @@ class FinetuneConfig:
     )
     lora_r: int = setting("rank of LoRA and DoRA", 8, above=0)
     lora_alpha: float = setting("scale of LoRA and DoRA", 16, above=0)
+    lora_fixed: bool = setting(
+        "LoRA: freeze its first matrix, with orthonormal rows; half the noise, and norms that do not depend on its scale",
+        False,
+    )
     lora_dropout: float = setting("dropout of LoRA and DoRA", 0.0, least=0, below=1)
     bottleneck_size: int = setting("width of bottleneck adapters", 64, above=0)
     prompt_tokens: int = setting("number of soft prompt tokens", 20, above=0)
@@ -127,6 +131,8 @@ class FinetuneConfig:
                 raise ConfigError(
                     f"private_metrics must lie between 0 and epsilon, which it is a share of, not be {self.private_metrics}"
                 )
+        if self.lora_fixed and self.peft != "lora":
+            raise ConfigError(f"lora_fixed belongs to peft: lora; this run has peft: {self.peft}")
         self._check_task()
 
     def _check_task(self) -> None:

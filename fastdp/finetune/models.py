@@ -18,7 +18,7 @@ from transformers.pytorch_utils import Conv1D
 
 from fastdp.finetune.config import PAIRED, ConfigError, FinetuneConfig
 from fastdp.finetune.tasks import TASKS
-from fastdp.integrations.adapters import BottleneckConfig, train_biases_only
+from fastdp.integrations.adapters import BottleneckConfig, fix_lora_projections, train_biases_only
 
 HEADS = ("classifier", "score", "pre_classifier", "classification_head")
 #: Tasks in peft's words whose head is the model's own.
@@ -106,7 +106,10 @@ def load_trained(config: FinetuneConfig, tokenizer: PreTrainedTokenizerBase) -> 
             return model
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*fan_in_fan_out.*")
-            return peft.get_peft_model(model, _peft_config(model, config, new))  # type: ignore[arg-type]
+            adapted = peft.get_peft_model(model, _peft_config(model, config, new))  # type: ignore[arg-type]
+        if config.lora_fixed:
+            fix_lora_projections(adapted)
+        return adapted
     except (ValueError, TypeError) as error:
         raise ConfigError(f"peft: {config.peft} does not fit {config.model}: {_first_line(error)}") from None
 

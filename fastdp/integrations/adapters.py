@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from peft import PeftConfig
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_PREFIX_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING
+from peft.tuners.lora import LoraLayer
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 from torch import nn
 from transformers.pytorch_utils import Conv1D
@@ -202,6 +203,42 @@ def train_biases_only(model: nn.Module, also: Collection[str] = ()) -> list[str]
             "train LoRA or a bottleneck instead"
         )
     return trained
+
+
+def fix_lora_projections(model: nn.Module) -> list[str]:
+    """Give every LoRA of `model` a frozen first matrix with orthonormal rows, so that its second one alone is trained.
+
+    With W = W0 + s B A and A A^T = I the gradient of B is s G A^T, whose norm is that of s G A^T A: an example is clipped by what
+    it would change the whole matrix by, within the rows of A, and noise is added there evenly. Neither then depends on how
+    large A and B happen to be (arXiv 2606.00944), no product of two noises arises, and half of the noise has nowhere to go
+    (arXiv 2403.12313 freezes A as it was drawn). A is drawn from torch's generator, and public.
+
+    Returns:
+        The names of the frozen matrices.
+
+    Raises:
+        ValueError: for a model without LoRA, or with one whose rank is above the width that it reads.
+    """
+    found = []
+    for name, module in model.named_modules():
+        if not isinstance(module, LoraLayer):
+            continue
+        for kind in (module.lora_A, module.lora_embedding_A):
+            for key, holder in kind.items():
+                weight = holder if isinstance(holder, nn.Parameter) else holder.weight
+                if weight.shape[0] > weight.shape[1]:
+                    raise ValueError(
+                        f"{name} has rank {weight.shape[0]} and reads {weight.shape[1]} numbers: lower the rank of LoRA to that"
+                    )
+                with torch.no_grad():
+                    weight.copy_(nn.init.orthogonal_(torch.empty(weight.shape)))
+                weight.requires_grad_(False)
+                found.append(f"{name}.{key}")
+    if not found:
+        raise ValueError(
+            f"{type(model).__name__} has no LoRA whose first matrix could be fixed: add one with peft first"
+        )
+    return found
 
 
 def _register() -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from fastdp.accounting import Card
 from fastdp.federated import FederatedConfig
@@ -56,6 +57,35 @@ def test_perturbed_once_for_all_rounds(settings):
     card = Card.load(first.folder / "card.json")
     assert card["guarantee"].startswith("epsilon-local")
     assert card["budget"]["releases"] == 1
+
+
+def test_replaced_tokens_are_read_and_not_learned(settings):
+    """The labels that are left out are those of the replaced tokens, by what the client keeps of them; the paper learns all."""
+    options = {"perturbation": "selective", "mechanism": "typed", "replacement": "model", "epsilon": 2.0}
+    model = adapted(settings, **options)
+    site = Site.of_partition(model, 0, 2)
+    kept = load_file(site.folder / "perturbed.safetensors")
+    first = int(model.tokenizer.bos_token_id is not None)
+    hidden = 0
+    for item, private in zip(site.examples.items, kept["private"].split(kept["lengths"].tolist()), strict=True):
+        left_out = [label == -100 for label in item["labels"]][first : first + len(private)]
+        assert left_out == private.tolist()
+        learned = [label for label in item["labels"] if label != -100]
+        assert learned == [token for token, label in zip(item["input_ids"], item["labels"]) if label != -100]
+        hidden += sum(left_out)
+    assert hidden > 0
+    everything = Site.of_partition(adapted(settings, **options, learn_replaced=True), 0, 2)
+    assert [item["input_ids"] for item in everything.examples.items] == [i["input_ids"] for i in site.examples.items]
+    assert all(item["labels"] == item["input_ids"] for item in everything.examples.items)
+
+
+def test_a_text_of_replaced_tokens_alone_is_learned(settings):
+    model = adapted(settings)
+    model.tokenizer.eos_token = None
+    (item,) = model.examples([[5, 6, 7]], [[True, True, True]]).items
+    assert item["labels"] == item["input_ids"]
+    (item,) = model.examples([[5, 6, 7]], [[True, True, False]]).items
+    assert [label for label in item["labels"] if label != -100][-1] == 7
 
 
 def test_every_token(settings):

@@ -9,7 +9,7 @@ import torch
 import transformers
 from torch import nn
 
-from fastdp.integrations.adapters import BottleneckConfig, BottleneckLayer, train_biases_only
+from fastdp.integrations.adapters import BottleneckConfig, BottleneckLayer, fix_lora_projections, train_biases_only
 
 SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
 TOKENS = {"vocab_size": 64, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
@@ -163,3 +163,70 @@ def test_bitfit_trains_biases_and_nothing_else():
 def test_bitfit_refuses_a_model_without_biases():
     with pytest.raises(ValueError, match="no bias"):
         train_biases_only(llama())
+
+
+class Matrices(nn.Module):
+    """Two layers, and the mean of what comes out as the loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(12, 10), nn.Linear(10, 6)
+
+    def forward(self, x):
+        return self.second(torch.tanh(self.first(x))).square().mean()
+
+
+@pytest.mark.parametrize("size", [0.01, 100.0])
+def test_with_a_fixed_first_matrix_norms_are_those_of_the_whole_matrix(size):
+    """|gradient of B| is the scale times |G A^T A|, G the gradient of the whole matrix, however large A was drawn and B is."""
+    torch.manual_seed(0)
+    model = peft.get_peft_model(Matrices(), peft.LoraConfig(r=3, lora_alpha=6, target_modules=["first", "second"]))
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    for parameter in trained.values():
+        nn.init.normal_(parameter, std=size)
+    assert len(fix_lora_projections(model)) == 2
+    assert [name for name, p in model.named_parameters() if p.requires_grad] == [n for n in trained if "lora_B" in n]
+    x = torch.randn(1, 4, 12)
+    for layer in ("first", "second"):
+        lora = getattr(model.base_model.model, layer)
+        a, b = lora.lora_A["default"].weight, lora.lora_B["default"].weight
+        assert torch.allclose(a @ a.T, torch.eye(3), atol=1e-6)
+        nn.init.normal_(b, std=1e-2)
+        model(x).backward()
+        found = b.grad.double()
+        # The same layer's own weight has the gradient of the whole matrix.
+        lora.base_layer.weight.requires_grad_()
+        model.zero_grad()
+        model(x).backward()
+        whole = lora.base_layer.weight.grad.double()
+        lora.base_layer.weight.requires_grad_(False)
+        model.zero_grad()
+        expected = 2.0 * (whole @ a.double().T @ a.double()).norm()
+        assert found.norm() == pytest.approx(float(expected), rel=1e-4)
+
+
+def test_a_fixed_first_matrix_is_saved_and_loads_in_peft(tmp_path):
+    torch.manual_seed(0)
+    base = gpt2()
+    weights = {name: value.clone() for name, value in base.state_dict().items()}
+    model = peft.get_peft_model(base, peft.LoraConfig(r=4, target_modules=["c_attn", "wte"], fan_in_fan_out=True))
+    fixed = fix_lora_projections(model)
+    assert len(fixed) == 3
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            nn.init.normal_(parameter, std=0.1)
+    ids = torch.arange(1, 9)[None]
+    expected = model.eval()(input_ids=ids).logits
+    model.save_pretrained(tmp_path)
+    fresh = gpt2()
+    fresh.load_state_dict(weights)
+    loaded = peft.PeftModel.from_pretrained(fresh, tmp_path).eval()
+    assert torch.equal(loaded(input_ids=ids).logits, expected)
+
+
+def test_fixing_needs_lora_of_a_rank_that_fits():
+    with pytest.raises(ValueError, match="has no LoRA"):
+        fix_lora_projections(Matrices())
+    model = peft.get_peft_model(Matrices(), peft.LoraConfig(r=11, target_modules=["second"]))
+    with pytest.raises(ValueError, match="rank 11 and reads 10"):
+        fix_lora_projections(model)

@@ -26,6 +26,7 @@ from fastdp.accounting.witness import count_release
 from fastdp.methods.encoding import encode_private
 from fastdp.methods.perturbation import Releases
 from fastdp.methods.selective.card import PAPER_FLAWS, perturbation_card
+from fastdp.methods.selective.infill import infill
 from fastdp.methods.selective.mechanism import (
     FORMS,
     TokenMechanism,
@@ -44,6 +45,7 @@ BUDGETS = ("token", "text")
 #: Those that know no distances.
 _WITHOUT_RADIUS = ("metric", "typed")
 SCOPES = ("private", "all")
+REPLACEMENTS = ("model", "uniform")
 
 
 @dataclass(frozen=True)
@@ -108,6 +110,8 @@ class SelectivePerturbation:
         radius: cap of distances (``local``, ``partition``) or the paper's d; None for the public table's median distance.
         alpha: the paper's factor.
         cells: number of cells of the public partition.
+        replacement: what ``typed`` draws from an answered type: ``uniform``, all of its tokens alike; or ``model``, by what
+            a public language model expects there, which must then be given as the table (`infill.infill`). Both cost nothing.
         scope: ``private`` tokens alone, or ``all`` (the baseline that perturbs every token).
         detector: finds private text; the rule detector by default.
         policy: which of it is private.
@@ -122,6 +126,7 @@ class SelectivePerturbation:
     radius: float | None = None
     alpha: float = 1.0
     cells: int = 64
+    replacement: str = "uniform"
     scope: str = "private"
     detector: PrivacyDetector = field(default_factory=RuleDetector)
     policy: PrivacyPolicy = field(default_factory=PrivacyPolicy)
@@ -131,9 +136,12 @@ class SelectivePerturbation:
             ("mechanism", self.mechanism, MECHANISMS),
             ("budget", self.budget, BUDGETS),
             ("scope", self.scope, SCOPES),
+            ("replacement", self.replacement, REPLACEMENTS),
         ):
             if value not in choices:
                 raise ValueError(f"{name} is {value!r}: use one of {', '.join(choices)}")
+        if self.replacement == "model" and self.mechanism != "typed":
+            raise ValueError("replacement 'model' draws from a type that was told: set mechanism='typed'")
         for name in ("epsilon", "alpha", "cells"):
             if not _is_number(getattr(self, name)):
                 raise ValueError(f"{name} is {getattr(self, name)!r}: it must be a number")
@@ -200,6 +208,7 @@ class SelectivePerturbation:
             "radius": self.radius,
             "alpha": self.alpha if self.mechanism == "paper" else None,
             "cells": self.cells if self.mechanism == "partition" else None,
+            **({"replacement": self.replacement} if self.mechanism == "typed" else {}),
             "scope": self.scope,
             "detector": {"name": "every token"} if self.scope == "all" else self.detector.describe(),
             "policy": self.policy.describe(),
@@ -227,6 +236,9 @@ class SelectiveReleases(Releases):
         self.cache = None if cache is None else Path(cache)
         self.stream = NoiseStream() if stream is None else stream
         self._matrix = _table(table)
+        if settings.replacement == "model" and not isinstance(table, nn.Module):
+            raise ValueError("replacement 'model' reads the words around a place: give the public model, not its table")
+        self._model = table if isinstance(table, nn.Module) else None
         self.radius = self._radius(self._matrix)
         self.released: PerturbedTexts | None = None
 
@@ -347,8 +359,20 @@ class SelectiveReleases(Releases):
         if len(strengths) == 1:
             at = next(iter(strengths.values()))
         epsilons = [self.settings.epsilon * (count > 0 if shared else count) for count in counts]
-        drawn = iter(mechanism.draw(torch.tensor(tokens, dtype=torch.int64), at, stream).tolist() if tokens else [])
-        replaced = [[next(drawn) if hidden else token for token, hidden in zip(*pair)] for pair in zip(ids, private)]
+        owned = torch.tensor(tokens, dtype=torch.int64)
+        if self.settings.replacement == "model" and isinstance(mechanism, TypedCells):
+            assert self._model is not None
+            told = iter(mechanism.answer(owned, at, stream).tolist())
+            answers = [[next(told) if hidden else None for hidden in own] for own in private]
+            # A private token stands nowhere from here on: its place is empty until it is drawn.
+            kept = [[0 if hidden else token for token, hidden in zip(*pair)] for pair in zip(ids, private)]
+            begin = self.tokenizer.bos_token_id
+            replaced = infill(self._model, kept, answers, mechanism.allowed, stream, begin=begin)
+        else:
+            drawn = iter(mechanism.draw(owned, at, stream).tolist() if tokens else [])
+            replaced = [
+                [next(drawn) if hidden else token for token, hidden in zip(*pair)] for pair in zip(ids, private)
+            ]
         return replaced, epsilons, {f"{budget:.6g}": strength for budget, strength in strengths.items()}
 
 

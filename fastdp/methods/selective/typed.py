@@ -156,28 +156,43 @@ class TypedCells:
         """How far the laws of two tokens differ, in nats: 0 within a type, else epsilon."""
         return 0.0 if self.types[token] == self.types[other] else epsilon
 
-    def draw(self, ids: Tensor, epsilon: float | Tensor, stream: NoiseStream) -> Tensor:
-        """One independent draw for each id, at ``epsilon`` (a number, or float64 like ``ids``): int64 [n] to [n].
+    def answer(self, ids: Tensor, epsilon: float | Tensor, stream: NoiseStream) -> Tensor:
+        """The type that is told of each id, by randomised response at ``epsilon`` (a number, or float64 like ``ids``).
+
+        int64 [n] to [n]; all that the tokens tell is in it.
 
         Raises:
             IndexError: an id without a type.
             ValueError: an epsilon that `check_response` refuses.
         """
-        if not ids.numel():
-            return ids.clone()
-        if not 0 <= int(ids.min()) <= int(ids.max()) < len(self.types):
+        if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < len(self.types):
             raise IndexError(f"an id lies outside the {len(self.types)} tokens that have a type")
         epsilons = torch.as_tensor(epsilon, dtype=torch.float64).expand(ids.shape)
         own, answers = self.types[ids.cpu()], torch.empty(ids.shape, dtype=torch.int64)
         for value in epsilons.unique().tolist():
             mine = epsilons == value
             answers[mine] = randomised_response(own[mine], self._count, value, stream)
+        return answers
+
+    def draw(self, ids: Tensor, epsilon: float | Tensor, stream: NoiseStream) -> Tensor:
+        """One independent draw for each id, all tokens of the answered type alike: int64 [n] to [n].
+
+        Raises IndexError and ValueError as `answer`.
+        """
+        if not ids.numel():
+            return ids.clone()
+        answers = self.answer(ids, epsilon, stream)
         # The place among an answer's tokens is a fraction of 53 bits of its number: that some are likelier by a
         # rounding tells nothing of the token, whose type alone was answered.
         fractions = torch.from_numpy((stream.uniform64(len(ids)) >> 11).astype("float64") * 2.0**-53)
         order = torch.argsort(self.types.masked_fill(~self.candidates, self._count), stable=True)
         starts = self._sizes.cumsum(0) - self._sizes
         return order[starts[answers] + (fractions * self._sizes[answers]).long()].to(ids.device)
+
+    @cached_property
+    def allowed(self) -> Tensor:
+        """Which tokens may be drawn for which answer: bool [types, V]."""
+        return (self.types == torch.arange(self._count)[:, None]) & self.candidates
 
     def digest(self) -> str:
         """SHA-256 (hex) of the types and of what may be drawn."""

@@ -1,0 +1,291 @@
+"""Private LoRA at its best, on E2E references: each form at its own best learning rate, pairs of the same batches and noise.
+
+    fastdp bench utility --suite lora --model MODEL --train train.csv --eval test.csv --json lora.json
+
+Every row spends its ``epsilon`` truly (PLD). The protocol is one for all forms: three learning rates, and more while the best
+is at the grid's edge, each once at the middle epsilon, on held-out texts and with a seed that nothing else uses; like
+anybody's choice of them, that is not accounted for. A seed's forms share new weights, batches and noise, so that their
+differences have a standard error of their own. Forms that are ``warmed`` make a pass over 64 public examples first; any method
+may that is given some.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from fastdp.bench.plots import picture
+from fastdp.bench.utility import rapft as suite_of_rapft
+from fastdp.bench.utility.suite import (
+    Run,
+    Table,
+    by_seed,
+    curve,
+    interior,
+    measure,
+    paired,
+    parser_of,
+    spread_of,
+    train,
+)
+from torch.utils.data import DataLoader
+
+import fastdp
+from fastdp.commands.quiet import quiet_libraries
+from fastdp.data import Examples
+from fastdp.finetune.evaluation import evaluate
+from fastdp.integrations.adapters import fix_lora_projections
+from fastdp.methods import rapft
+from fastdp.private.method import Method
+
+DELTA = suite_of_rapft.DELTA
+RATES = (5e-3, 1e-2, 2e-2)
+BASELINE = "DP-SGD"
+
+
+@dataclass(frozen=True)
+class Form:
+    """What is done to plain DP-SGD on LoRA of rank 4 and scale 8.
+
+    Args:
+        fixed: the first matrix is frozen with orthonormal rows (`fix_lora_projections`).
+        warmed: a pass over the public examples first.
+        axes: gradients are clipped and noised along axes of the public examples' second moments.
+        corrected: the noise's variance is subtracted from Adam's second moment.
+        averaged: decay of an average of the weights, or None.
+        denoised: singular values of the released gradients are shrunk to what the noise leaves of them.
+        larger: so many times the batch in as many fewer steps.
+    """
+
+    fixed: bool = False
+    warmed: bool = False
+    axes: bool = False
+    corrected: bool = False
+    averaged: float | None = None
+    denoised: bool = False
+    larger: int = 1
+
+
+FORMS = {
+    BASELINE: Form(),
+    "first matrix fixed": Form(fixed=True),
+    "warmed": Form(warmed=True),
+    "warmed, axes": Form(warmed=True, axes=True),
+    "warmed, fixed": Form(warmed=True, fixed=True),
+    "warmed, axes, corrected": Form(warmed=True, axes=True, corrected=True),
+    "corrected": Form(corrected=True),
+    "averaged": Form(averaged=0.7),
+    "batches of twice the size": Form(larger=2),
+    "denoised": Form(denoised=True),
+}
+#: What a form is compared with: the same public examples for both.
+AGAINST = {name: "warmed" if form.warmed and name != "warmed" else BASELINE for name, form in FORMS.items()}
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much is run; ``tuned_on`` held-out texts choose the learning rates."""
+
+    steps: int = 12
+    batch_size: int = 64
+    length: int = 48
+    held_out: int = 160
+    tuned_on: int = 96
+    public: int = 64
+    epsilons: tuple[float, ...] = (1.0, 3.0, 8.0)
+
+    @property
+    def middle(self) -> float:
+        """The epsilon at which learning rates are tried."""
+        return self.epsilons[len(self.epsilons) // 2]
+
+
+TINY = Size(2, 8, 32, 8, 8, 8, (5.0,))
+FULL = Size(820, 256, 128, 4000, 600)
+
+
+class Bench(suite_of_rapft.Bench):
+    """The data, and one run of any row."""
+
+    def __init__(self, model: Path, train: Path, held_out: Path, size: Size):
+        shared = suite_of_rapft.Size(
+            steps=size.steps,
+            batch_size=size.batch_size,
+            length=size.length,
+            held_out=size.held_out + size.tuned_on,
+            public=size.public,
+        )
+        super().__init__(model, train, held_out, shared)
+        items = self.held_out.items
+        self.tuned_on = Examples(items[: size.tuned_on], 0)
+        self.held_out = Examples(items[size.tuned_on :], 0)
+
+    def lora(self, form: Form, seed: int) -> torch.nn.Module:
+        """A fresh model with LoRA."""
+        model = self.model("lora", seed)
+        if form.fixed:
+            torch.manual_seed(seed)
+            fix_lora_projections(model)
+        if form.warmed:
+            self._warm(model)
+        return model
+
+    def run(self, row: dict[str, Any]) -> dict[str, Any]:
+        """Train once and evaluate: perplexity, true epsilon, noise multiplier."""
+        form = FORMS[row["form"]]
+        model = self.lora(form, row["seed"])
+        steps, batch = max(1, self.size.steps // form.larger), self.size.batch_size * form.larger
+        per_epoch = math.ceil(len(self.train) / batch)
+        trained = [p for p in model.parameters() if p.requires_grad]
+        adam = fastdp.optim.AdamW if form.corrected else torch.optim.AdamW
+        optimizer = adam(trained, lr=row["learning_rate"], weight_decay=0.0)
+        run = fastdp.make_private(
+            model,
+            optimizer,
+            DataLoader(self.train, batch_size=batch, collate_fn=self.collator),
+            method=self._method(form, model),
+            target_epsilon=row["epsilon"],
+            target_delta=DELTA,
+            # Half a step less is rounded up to a whole one, whatever the rounding of the quotient.
+            epochs=(steps - 0.5) / per_epoch,
+            max_physical_batch_size=32,
+            # The same batches and noise for all forms of a seed; the data is public.
+            unsafe_seed=row["seed"],
+        )
+        shares: list[float] = []
+        if form.denoised:
+            optimizer.register_step_pre_hook(lambda *_: shares.append(denoise(run)))
+        list(train(run))
+        examples = self.tuned_on if row["part"] == "rate" else self.held_out
+        if form.averaged is None:
+            quality = evaluate(model, examples, self.collator, 32, "causal-lm")
+        else:
+            with run.averaged():
+                quality = evaluate(model, examples, self.collator, 32, "causal-lm")
+        found = {
+            "perplexity": quality.perplexity,
+            "true_epsilon": float(fastdp.accounting.epsilon(run.ledger.event(), DELTA)),
+            "noise_multiplier": run.noise_multiplier,
+            "trained_parameters": sum(p.numel() for p in trained),
+        }
+        if form.denoised:
+            found["share_above_the_noise"] = sum(shares) / len(shares)
+        run.detach()
+        return found
+
+    def _method(self, form: Form, model: torch.nn.Module) -> Method:
+        options: dict[str, Any] = {"bias_correction": form.corrected, "weight_averaging": form.averaged}
+        if not form.axes:
+            return fastdp.DPSGD(**options)
+        sizes = rapft.second_moments(model, self.public)
+        return fastdp.RapFT(rapft.PublicMoments(sizes), allocation="axes", **options)
+
+
+@torch.no_grad()
+def denoise(run: fastdp.Private) -> float:
+    """Shrink the singular values of the released gradients of matrices; the share of them that any noise left visible.
+
+    Of an m x n matrix with noise of variance v a singular value y below (sqrt(m) + sqrt(n)) sqrt(v) says nothing; above, the
+    least Frobenius error is at sqrt((y^2 - (m + n) v)^2 - 4 m n v^2) / y (Gavish and Donoho 2017).
+    """
+    std = run.policy.stds[0] / run.expected_batch_size
+    kept = every = 0
+    for parameter in run.parameters.values():
+        if parameter.grad is None or parameter.dim() != 2:
+            continue
+        left, values, right = torch.linalg.svd(parameter.grad, full_matrices=False)
+        (m, n), v = parameter.shape, std**2
+        seen = values > (m**0.5 + n**0.5) * std
+        rest = ((values**2 - (m + n) * v) ** 2 - 4 * m * n * v**2).clamp_min(0).sqrt() / values
+        parameter.grad.copy_((left * torch.where(seen, rest, torch.zeros_like(rest))) @ right)
+        kept, every = kept + int(seen.sum()), every + len(values)
+    return kept / every
+
+
+def settings(size: Size, seeds: int, rates: Mapping[str, float] | None = None) -> Iterator[dict[str, Any]]:
+    """The rows of perplexity; the middle epsilon of every form and seed comes first."""
+    known = dict.fromkeys(FORMS, RATES[1]) if rates is None else rates
+    for epsilon in sorted(size.epsilons, key=lambda epsilon: epsilon != size.middle):
+        rows = [
+            {"part": "perplexity", "form": form, "epsilon": epsilon, "learning_rate": known[form]} for form in known
+        ]
+        yield from by_seed(rows, seeds)
+
+
+def runs(bench: Bench, size: Size, table: Table, seeds: int, forms: Sequence[str]) -> Iterator[Run]:
+    """Learning rates first, then the rows at the best of them."""
+    for form in forms:
+
+        def at(rate: float, form: str = form) -> Run:
+            row = {"part": "rate", "form": form, "epsilon": size.middle, "learning_rate": rate, "seed": seeds}
+            return row, partial(bench.run, row)
+
+        yield from interior(table, RATES, at, "perplexity", largest=False)
+    for row in settings(size, seeds, {form: best_rate(table.rows, form) for form in forms}):
+        yield row, partial(bench.run, row)
+
+
+def best_rate(rows: Sequence[dict[str, Any]], form: str) -> float:
+    """The learning rate that did best among those tried; the middle of the grid if none was."""
+    tried = [row for row in rows if row["part"] == "rate" and row["form"] == form]
+    return min(tried, key=lambda row: row["perplexity"])["learning_rate"] if tried else RATES[1]
+
+
+def tables(rows: Sequence[dict[str, Any]], size: Size) -> str:
+    """Markdown: perplexity by epsilon, and what a form has over the one that it is compared with, by pairs of seeds."""
+    lines = [
+        "| form | learning rate | " + " | ".join(f"epsilon {e:g}, less its baseline" for e in size.epsilons) + " |"
+    ]
+    lines.append("|---" * (2 + len(size.epsilons)) + "|")
+    for form in FORMS:
+        cells = []
+        for epsilon in size.epsilons:
+            setting = {"part": "perplexity", "epsilon": epsilon}
+            found = spread_of(rows, "perplexity", **setting, form=form)
+            ahead = paired(rows, "perplexity", {**setting, "form": form}, {**setting, "form": AGAINST[form]})
+            cell = "-" if found is None else f"{found[0]:.1f} ± {found[1]:.1f}"
+            if ahead is not None and AGAINST[form] != form:
+                cell += f", {ahead[0]:+.1f} (standard error {ahead[1]:.1f}, {ahead[2]} pairs)"
+            cells.append(cell)
+        if any(cell != "-" for cell in cells):
+            lines.append(f"| {form} | {best_rate(rows, form):g} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def plot(rows: Sequence[dict[str, Any]], size: Size, folder: Path) -> None:
+    """Perplexity against epsilon."""
+    with picture(folder / "lora-epsilon.png", panel=(6.8, 5.2), legends=5) as (axes,):
+        for form in FORMS:
+            curve(axes, rows, "perplexity", "epsilon", size.epsilons, form, part="perplexity", form=form)
+        axes.set(xscale="log", xlabel="true epsilon", ylabel="perplexity")
+        axes.minorticks_off()
+        axes.set_xticks(size.epsilons, [f"{e:g}" for e in size.epsilons])
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure what is missing, then draw."""
+    parser = parser_of(
+        __doc__,
+        seeds=5,
+        model="folder of a small GPT-2",
+        train="CSV with a column ref",
+        eval="CSV of the same form, held out",
+    )
+    parser.add_argument("--forms", nargs="+", choices=tuple(FORMS), default=tuple(FORMS), help="only these")
+    options = parser.parse_args(arguments)
+    quiet_libraries()
+    size = {"default": Size(), "tiny": TINY, "full": FULL}[options.size]
+    bench, table = Bench(options.model, options.train, options.eval, size), Table(options.json)
+    done = measure(table, runs(bench, size, table, options.seeds, options.forms), options.minutes)
+    print(tables(table.rows, size), flush=True)
+    if options.pictures and done:
+        plot(table.rows, size, options.pictures)
+
+
+if __name__ == "__main__":
+    main()
