@@ -212,7 +212,7 @@ def test_a_fixed_first_matrix_is_saved_and_loads_in_peft(tmp_path):
     model = peft.get_peft_model(base, peft.LoraConfig(r=4, target_modules=["c_attn", "wte"], fan_in_fan_out=True))
     fixed = fix_lora_projections(model)
     assert len(fixed) == 3
-    for name, parameter in model.named_parameters():
+    for parameter in model.parameters():
         if parameter.requires_grad:
             nn.init.normal_(parameter, std=0.1)
     ids = torch.arange(1, 9)[None]
