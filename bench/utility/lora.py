@@ -121,9 +121,9 @@ class Bench(suite_of_rapft.Bench):
             public=size.public,
         )
         super().__init__(model, train, held_out, shared)
-        items = self.held_out.items
+        items: Any = self.held_out.items
         self.tuned_on = Examples(items[: size.tuned_on], 0)
-        self.held_out = Examples(items[size.tuned_on :], 0)
+        self.judged_on = Examples(items[size.tuned_on :], 0)
 
     def lora(self, form: Form, seed: int) -> torch.nn.Module:
         """A fresh model with LoRA."""
@@ -161,7 +161,7 @@ class Bench(suite_of_rapft.Bench):
         if form.denoised:
             optimizer.register_step_pre_hook(lambda *_: shares.append(denoise(run)))
         list(train(run))
-        examples = self.tuned_on if row["part"] == "rate" else self.held_out
+        examples = self.tuned_on if row["part"] == "rate" else self.judged_on
         if form.averaged is None:
             quality = evaluate(model, examples, self.collator, 32, "causal-lm")
         else:

@@ -224,8 +224,9 @@ def fix_lora_projections(model: nn.Module) -> list[str]:
         if not isinstance(module, LoraLayer):
             continue
         for kind in (module.lora_A, module.lora_embedding_A):
-            for key, holder in kind.items():
-                weight = holder if isinstance(holder, nn.Parameter) else holder.weight
+            held: Any = kind
+            for key, holder in held.items():
+                weight: torch.Tensor = holder if isinstance(holder, nn.Parameter) else holder.weight
                 if weight.shape[0] > weight.shape[1]:
                     raise ValueError(
                         f"{name} has rank {weight.shape[0]} and reads {weight.shape[1]} numbers: lower the rank of LoRA to that"

@@ -113,8 +113,9 @@ def _as_published(model: nn.Module) -> Iterator[None]:
     """The model in evaluation, without an adapter that it may have."""
     training = model.training
     with ExitStack() as stack:
-        if hasattr(model, "disable_adapter"):
-            stack.enter_context(model.disable_adapter())
+        without_adapter: Any = getattr(model, "disable_adapter", None)
+        if without_adapter is not None:
+            stack.enter_context(without_adapter())
         model.eval()
         try:
             yield
