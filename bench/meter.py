@@ -23,7 +23,10 @@ META = torch.device("meta")
 
 @dataclass(frozen=True)
 class Gpu:
-    """What a price is made of; of kernels written here the share of cuBLAS's rate is an estimate from their compiled code."""
+    """What a price is made of.
+
+    Shares of kernels written here are about nine tenths of what their compiled loops allow (docs/kernels.md), over cuBLAS's rate.
+    """
 
     name: str
     memory: int  # bytes
@@ -33,6 +36,7 @@ class Gpu:
     words: float  # 32-bit integer operations a second
     processors: int = 132
     own_share: float = 0.55  # of cuBLAS's rate, in products of our kernels
+    wide_share: float = 0.72  # the same of those whose tiles are 128 by 256
     launch: float = 5e-6  # of a torch operation from Python
     kernel_launch: float = 1.25e-5  # of a Triton kernel from Python
     captured_launch: float = 2e-6  # of either, replayed from a graph
@@ -107,6 +111,11 @@ class Meter(TorchDispatchMode):
         if self.tally is not None and not _is_free(func, found, fresh):
             launches, operations = _launches(args), _operations(func, args, kwargs, result)
             moved = [*given, *(t for t in found if t not in _Identity(given))] + _written(func, args)
+            if func is torch.ops.aten.native_layer_norm_backward.default and any(args[-1][1:]):
+                launches, moved = (
+                    2,
+                    moved + [args[0], args[1]],
+                )  # torch's gradients of weight and bias are a kernel of their own
             rate = self.gpu.half if any(t.dtype.itemsize == 2 for t in given) else self.gpu.single
             self.add(str(func).removesuffix(".default"), sum(map(_size, moved)), operations, rate, launches, 0)
         return result
@@ -204,6 +213,7 @@ class Meter(TorchDispatchMode):
                 tensors = _on_meta((args if name not in _UNREAD else args[_UNREAD[name] :], result))
                 results = sum(map(_size, _on_meta(result)))
                 moved = sum(map(_size, tensors)) + 2 * max(0, own.allocated - results)
+                moved += _read_and_written(name, args) - _table_rows(name, args)
                 operations, rate = self._work(name, args)
                 self.add(f"fastdp::{name}", moved, operations, rate, own.kernels, own.kernels)
             return result
@@ -216,8 +226,9 @@ class Meter(TorchDispatchMode):
         operations, factor = _WORK[name](*args)
         if factor is None:
             return operations, self.gpu.words
-        half = factor.dtype.itemsize == 2
-        return operations, self.gpu.own_share * (self.gpu.half if half else self.gpu.single)
+        if factor.dtype.itemsize != 2:
+            return operations, self.gpu.own_share * self.gpu.single
+        return operations, (self.gpu.wide_share if _has_wide_tiles(name, args) else self.gpu.own_share) * self.gpu.half
 
 
 @dataclass
@@ -253,8 +264,27 @@ def _is_free(func: Any, found: list[torch.Tensor], fresh: int) -> bool:
 
 def _written(func: Any, args: Any) -> list[torch.Tensor]:
     """Arguments that are written too: their bytes move twice."""
-    named = zip(func._schema.arguments, args)
-    return [t for a, given in named if a.alias_info is not None and a.alias_info.is_write for t in _on_meta(given)]
+    named = [(a, given) for a, given in zip(func._schema.arguments, args) if a.alias_info and a.alias_info.is_write]
+    # Fused optimizers declare their gradients as written, which they are with a scale alone.
+    unscaled = func._schema.name.startswith("aten::_fused_adam")
+    return [t for a, given in named if not (unscaled and a.name == "grads") for t in _on_meta(given)]
+
+
+def _read_and_written(name: str, args: Any) -> int:
+    """Bytes of arguments of one of our ops that it writes to after it has read them."""
+    if name == "weighted_sum_group_":
+        return sum(_size(out) for out, begun in zip(args[0], args[-1]) if begun)
+    if name == "weighted_sum_" and args[1].dim() == 1:
+        return 0  # of a table only the rows of the ids: `_table_rows`
+    return sum(map(_size, _written(getattr(torch.ops.fastdp, name).default, args)))
+
+
+def _table_rows(name: str, args: Any) -> int:
+    """Bytes of a table that a sum by ids neither reads nor writes, less those of its rows that are written too."""
+    if name != "weighted_sum_" or args[1].dim() > 1:
+        return 0
+    rows = min(args[0].shape[0], args[1].shape[0]) * args[0].shape[1] * args[0].itemsize
+    return _size(args[0]) - 2 * rows
 
 
 def _launches(args: Any) -> int:
@@ -304,12 +334,23 @@ def _normals(x: torch.Tensor, *_: Any) -> tuple[float, None]:
     return float(PER_NORMAL * x.numel()), None
 
 
-def _norms(left: torch.Tensor, right: torch.Tensor, offsets: torch.Tensor, route: str, *_: Any) -> Any:
+def _route(left: torch.Tensor, right: torch.Tensor, offsets: torch.Tensor, route: str) -> str:
     from fastdp.ops.routes import for_norms
 
-    if left.dim() > 1 and (for_norms(left, right, offsets) if route == "auto" else route) == "gram":
+    return for_norms(left, right, offsets) if route == "auto" else route
+
+
+def _norms(left: torch.Tensor, right: torch.Tensor, offsets: torch.Tensor, route: str, *_: Any) -> Any:
+    if left.dim() > 1 and _route(left, right, offsets, route) == "gram":
         return _gram([left], right, offsets)
     return _products(left, right)
+
+
+def _has_wide_tiles(name: str, args: Any) -> bool:
+    """Whether a launcher takes tiles of 128 by 256 for these 16-bit factors, as on Hopper."""
+    if name in ("weighted_sum_", "weighted_sum_group_"):
+        return max(out.shape[1] for out in ([args[0]] if name == "weighted_sum_" else args[0])) >= 256
+    return name == "norms" and args[1].shape[1] >= 256 and args[0].dim() > 1 and _route(*args[:4]) == "direct"
 
 
 def _reading(*args: Any) -> tuple[float, torch.Tensor]:

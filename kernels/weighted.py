@@ -1,10 +1,12 @@
 """Weighted sums of all tokens' gradients: products of blocks of tokens, each weight applied once to what its unit adds.
 
-A program has one tile of one matrix and walks over blocks of tokens that belong to one unit each (`blocks`). Products add up
-in the matrix units' own accumulator; where a unit ends, or every 512 tokens of it, that is multiplied by the unit's
-weight and added to the tile in float32. So no row is scaled, 16-bit factors meet as they are, loads and products of
-the next blocks are under way meanwhile, and a tensor core, which truncates, never adds to a long sum. What a unit of
-weight 0 would add is selected out, NaN included.
+A program has one tile of one matrix and walks over blocks of tokens that belong to one unit each (`blocks`). No row is
+scaled, 16-bit factors meet as they are, and loads and products of the next blocks are under way meanwhile. Without a
+mask the matrix units' own accumulator holds the sum over the weight of the unit that is being added: where the next unit
+has another weight it is multiplied by the quotient of the two, and at the end by the last weight, so that one
+accumulator fills the registers and tiles may be twice as wide. Tokens of weight 0 are not read.
+With a mask a unit has two weights: its product ends with it, or with every 512 tokens of it, is multiplied by the weights
+and added to the tile. What a unit of weight 0 would add is selected out, NaN included.
 
 Tiles of many matrices over the same tokens go out in one launch: a table in memory says where each lies. Those that do not
 fill the last round of processors are cut along the tokens; their parts are added up in order by a second launch.
@@ -21,7 +23,7 @@ import triton.language as tl
 from .blocks import COUNT_MASK, ENDS, UNIT_SHIFT, blocks_of, runs_of
 from .direct import side_tile
 from .groups import owner
-from .launch import TRITON, aligned, beside, on_device_of, processors, row_tile
+from .launch import TRITON, aligned, beside, has_wide_tiles, on_device_of, processors, row_tile
 from .mask import load_mask, pack_mask
 from .tiles import multiply
 
@@ -29,6 +31,8 @@ _BAND = tl.constexpr(8)
 #: Of a line of the table: addresses of left, right, sum and mask, sizes, strides, whether the sum holds something already, and
 #: the number of the matrix's first tile.
 _FIELDS = tl.constexpr(14)
+#: Strides of rows below this have places within a block that 32 bits hold.
+_NEAR = 1 << 24
 #: Tokens that each part of a cut tile has at least.
 _SHORTEST_PART = 512
 
@@ -106,28 +110,53 @@ def _weighted_kernel(
     o_n = from_n + tl.arange(0, b_n)
     m_m = o_m < m
     m_n = o_n < n
-    p_l = p_left + o_m[:, None].to(tl.int64) * stride_lm + o_t[None, :].to(tl.int64) * stride_lt
-    p_r = p_right + o_t[:, None].to(tl.int64) * stride_rt + o_n[None, :].to(tl.int64) * stride_rn
+    if CONTIGUOUS:
+        o_l = o_m[:, None] + o_t[None, :] * stride_lt
+        o_r = o_t[:, None] * stride_rt + o_n[None, :]
+    else:
+        o_l = o_m[:, None].to(tl.int64) * stride_lm + o_t[None, :].to(tl.int64) * stride_lt
+        o_r = o_t[:, None].to(tl.int64) * stride_rt + o_n[None, :].to(tl.int64) * stride_rn
+    p_words = p_blocks + 1 + slots
+    p_own = p_weights + line * units
     total = tl.zeros((b_m, b_n), tl.float32)
     acc = tl.zeros((b_m, b_n), tl.float32)
+    held = 1.0
+    if not MASKED:
+        begins = tl.load(p_words + first, mask=first < last, other=0)
+        held = tl.load(p_own + (begins >> UNIT_SHIFT)).to(tl.float32)
+        held = tl.where(held == 0.0, 1.0, held)
     for at in range(first, last):
         start = tl.load(p_blocks + 1 + at).to(tl.int64)
-        word = tl.load(p_blocks + 1 + slots + at)
-        m_t = o_t < (word & COUNT_MASK)
+        word = tl.load(p_words + at)
+        count = word & COUNT_MASK
+        if not MASKED:
+            weight = tl.load(p_own + (word >> UNIT_SHIFT)).to(tl.float32)
+            then = tl.load(p_words + tl.minimum(at + 1, last - 1))
+            follows = tl.load(p_own + (then >> UNIT_SHIFT)).to(tl.float32)
+            count = tl.where(weight == 0.0, 0, count)
+        m_t = o_t < count
         # [b_m, b_t]
-        left = tl.load(p_l + start * stride_lt, mask=m_m[:, None] & m_t[None, :], other=0.0)
+        left = tl.load(p_left + start * stride_lt + o_l, mask=m_m[:, None] & m_t[None, :], other=0.0)
         # [b_t, b_n]
-        right = tl.load(p_r + start * stride_rt, mask=m_t[:, None] & m_n[None, :], other=0.0)
+        right = tl.load(p_right + start * stride_rt + o_r, mask=m_t[:, None] & m_n[None, :], other=0.0)
         acc = multiply(left, right, acc, PRECISION)
-        if (at == last - 1) | ((word & ENDS) != 0):
-            weight_at = line * units + (word >> UNIT_SHIFT)
-            weight = tl.load(p_weights + weight_at).to(tl.float32)
-            if MASKED:
+        if MASKED:
+            if (at == last - 1) | ((word & ENDS) != 0):
                 p_bits = tl.load(p_line + 11).to(tl.pointer_type(tl.uint8))
                 inside = load_mask(p_bits, o_m, o_n, m_m, m_n, tl.cdiv(n, 8))
-                weight = tl.where(inside, weight, tl.load(p_outside + weight_at).to(tl.float32))
-            total += tl.where(weight == 0.0, 0.0, acc) * weight
-            acc = tl.zeros((b_m, b_n), tl.float32)
+                weights = tl.where(
+                    inside,
+                    tl.load(p_own + (word >> UNIT_SHIFT)).to(tl.float32),
+                    tl.load(p_outside + line * units + (word >> UNIT_SHIFT)).to(tl.float32),
+                )
+                total += tl.where(weights == 0.0, 0.0, acc) * weights
+                acc = tl.zeros((b_m, b_n), tl.float32)
+        else:
+            if (follows != held) & (follows != 0.0):
+                acc = acc * (held / follows)
+                held = follows
+    if not MASKED:
+        total = acc * held
     if pid < whole:
         _add_tile(p_line, o_m, o_n, m_m[:, None] & m_n[None, :], total, CONTIGUOUS, ALIGNED)
     else:
@@ -186,8 +215,9 @@ def weighted_sums_(
     """Of k matrices ``outs[i] += sum over units b of weights[i, b] G_ib``; where a mask is False, of ``weights_unmasked``.
 
     ``outs`` float32 [m_i, n_i], any strides, are taken as zero where ``begun`` is False; lefts [N, m_i] and rights [N, n_i]
-    float32, bfloat16 or float16, any strides; weights [k, B] float; masks bool [m_i, n_i]; offsets int64 [B + 1]. One launch for
-    all of the same dtypes and alignment. ``dealt``: whole tiles, and parts of each other one, as `deal` has them.
+    float32, bfloat16 or float16, any strides; weights [k, B] float, no two of them more than 2^120 apart but for zeros;
+    masks bool [m_i, n_i]; offsets int64 [B + 1]. One launch for all of the same dtypes and alignment. ``dealt``: whole tiles,
+    and parts of each other one, as `deal` has them.
     """
     tokens, units = rights[0].shape[0], offsets.shape[0] - 1
     device = rights[0].device
@@ -198,6 +228,7 @@ def weighted_sums_(
                 out.zero_()
             continue
         contiguous = left.stride(1) == right.stride(1) == out.stride(1) == 1
+        contiguous = contiguous and max(left.stride(0), right.stride(0)) < _NEAR
         wide_loads = contiguous and aligned(left) and aligned(right) and aligned(out)
         kinds.setdefault((left.dtype, right.dtype, contiguous, wide_loads), []).append(i)
     masked = weights_unmasked is not None
@@ -210,6 +241,8 @@ def weighted_sums_(
         b_n = max(side_tile(outs[i].shape[1], wide) for i in members)
         if masked:  # the mask's bits take registers
             b_n = min(64, b_n)
+        elif not wide and b_m == 128 and has_wide_tiles(device) and max(outs[i].shape[1] for i in members) >= 256:
+            b_n = 256  # reads a quarter fewer bytes for each product, which is what these tiles wait for
         large = b_m * b_n > 4096
         numbers = [-(-outs[i].shape[0] // b_m) * -(-outs[i].shape[1] // b_n) for i in members]
         ends = list(itertools.accumulate(numbers))

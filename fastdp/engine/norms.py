@@ -147,7 +147,7 @@ class NormSink(Captures):
     def _add_tiled(self, name: str, use: Factors) -> None:
         """A vocabulary's head, whose tiles gave its norms in the forward pass."""
         rounding, longest, (squares, products) = use.rounding(), use.longest(self.layout), use.powers(self.layout)
-        added, poor = rounding.added(longest), use.poor
+        added, poor = rounding.added(longest, self.layout.units), use.poor
         both = added + rounding.entry(longest)
         self.add_powers(name, squares * poor, rounding, products=products * poor, added=both)
         gram = rounding.gram(use.width, use.right.shape[1], longest)
@@ -178,7 +178,7 @@ class NormSink(Captures):
             ops.sqnorm(use.left, use.right, use.offsets(self.layout), "direct"),
             rounding,
             products=use.row_products(self.layout),
-            added=rounding.entry(tokens) + rounding.added(tokens),
+            added=rounding.entry(tokens) + rounding.added(tokens, self.layout.units),
         )
 
     def _instantiate(self, name: str, factors: Factors) -> None:
@@ -266,7 +266,7 @@ class NormSink(Captures):
             rests = rests.masked_fill(~poor, 0)
             self._measure(poor, rests, arithmetic)
         for at, (found, (rounding, tokens)) in enumerate(zip(self._grams, arithmetic)):
-            gram, added = constants[at], rounding.added(tokens)
+            gram, added = constants[at], rounding.added(tokens, self.layout.units)
             self.add_powers(found.name, squares[at], rounding, products=products[at], gram=gram, added=added)
         self._grams.clear()
 
@@ -286,7 +286,7 @@ class NormSink(Captures):
             again = ops.chosen_sqnorm(lefts, rights, uses[0].offsets(self.layout), own)
             for row, at in zip(again, members):
                 rounding, tokens = arithmetic[at]
-                both = rounding.entry(tokens) + rounding.added(tokens)
+                both = rounding.entry(tokens) + rounding.added(tokens, self.layout.units)
                 self.add_powers(self._grams[at].name, row, rounding, products=products[at], added=both)
 
     def drop(self, entry: Entry) -> None:
@@ -300,7 +300,7 @@ class NormSink(Captures):
         entry = self.entries[name]
         entry.products = products if entry.products is None else entry.products + products
         # An instance may be made by a BLAS as well, in an order that is not known.
-        entry.added += 2 * rounding.added(use.longest(self.layout))
+        entry.added += 2 * rounding.added(use.longest(self.layout), self.layout.units)
 
     def _add_instances(self, entries: dict[str, Entry]) -> None:
         """Take the norms of whole gradients, finding in one launch those that did not come with them."""
@@ -390,7 +390,7 @@ class NormSink(Captures):
             for other in uses[:index]:
                 square += 2 * use.inner(other, self.layout)
         rounding = ops.Rounding(*(factor for use in uses for factor in (use.left, use.right)))
-        added = rounding.added(tokens)
+        added = rounding.added(tokens, self.layout.units)
         poor = gram * products.square() > REMEASURED * (self.norms.measured()[group] + square)
         if poor.device.type == "cpu" and bool(poor.any()):
             # Such a unit's gradient is put together, one at a time; elsewhere its weight is what the bound allows.
@@ -408,7 +408,7 @@ class NormSink(Captures):
             use = entry.factors[0]
             squared = ops.masked_sqnorm(*use.oriented, use.offsets(self.layout), as_matrix(mask))
             rounding, tokens = use.rounding(), use.longest(self.layout)
-            added = rounding.entry(tokens) + rounding.added(tokens)
+            added = rounding.entry(tokens) + rounding.added(tokens, self.layout.units)
             products: torch.Tensor | None = use.row_products(self.layout)
             self.drop(entry)
         else:

@@ -298,12 +298,13 @@ class Rounding:
             return self.gamma(_chained(tokens) + 1)
         return self.gamma(tokens + 1)
 
-    def added(self, tokens: int) -> float:
-        """Of what a unit adds to a weighted sum, against its weight times the products."""
+    def added(self, tokens: int, units: int) -> float:
+        """Of what a unit adds to a weighted sum of so many units, against its weight times the products."""
         # The order of a BLAS is not known: any order of the unit's terms has at most this many additions in a row.
-        # Two more of the weight times a row and of its product. On a GPU a product ends after 512 tokens and its pieces, fewer
-        # than T / 64 + 4, are weighted and added: docs/clipping.md.
-        return self.gamma(tokens + (24 if self.arithmetic == "triton" else 3))
+        # Two more of the weight times a row and of its product. On a GPU what is held is multiplied by a quotient of two
+        # weights where units change; under a mask a product ends after 512 tokens and its pieces, fewer than T / 64 + 4, are
+        # weighted and added: docs/clipping.md.
+        return self.gamma(tokens + (24 + 2 * units if self.arithmetic == "triton" else 3))
 
     def squares(self, entries: int) -> float:
         """Of a sum of this many squares or sizes, against itself, and of adding an instance times its weight."""

@@ -75,6 +75,13 @@ def _clocks(case: Case, found: Resources) -> tuple[float, float] | None:
     return least, max(least, issued, read)
 
 
+def allowed_rate(name: str) -> float:
+    """Operations a second that an H100 of 132 processors at 1.755 GHz would reach if nothing but the slowest loop counted."""
+    share = _clocks(CASES[name], built(name, 90))
+    assert share is not None
+    return share[0] / share[1] * MATRIX * 2 * PROCESSORS * 1.755e9
+
+
 def _row(name: str) -> str:
     case, found = CASES[name], built(name, 90)
     loops = [loop for loop in found.loops if loop.multiplies or loop.counts.get("SHF", 0) >= 32]

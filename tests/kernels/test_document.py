@@ -7,6 +7,7 @@ import pytest
 pytest.importorskip("triton")
 
 import triton
+from fastdp.bench.meter import GPUS
 
 from . import document
 
@@ -43,3 +44,12 @@ def test_processors_are_busy(shape):
     layers, groups, length, units = document.SHAPES[shape]
     assert document.gram_busy(groups * layers, length, units) >= 0.85
     assert all(document.sum_busy(m, n, length * units) >= 0.85 for n, lefts in groups for m in lefts)
+
+
+@pytest.mark.parametrize(
+    ("name", "share"),
+    [("gram-bf16", "own_share"), ("weighted-bf16-wide", "wide_share"), ("direct-bf16-wide", "wide_share")],
+)
+def test_simulated_steps_are_priced_by_the_compiled_loops(name, share):
+    allowed, priced = document.allowed_rate(name), getattr(GPUS["h100"], share) * GPUS["h100"].half
+    assert 0.85 * allowed <= priced <= 0.95 * allowed

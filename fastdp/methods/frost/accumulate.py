@@ -46,7 +46,7 @@ class AbsoluteSink(NormSink):
             ops.abs_sum(factors.left, factors.right, factors.offsets(layout)),
             rounding,
             products=factors.row_products(layout, 1),
-            added=rounding.entry(longest) + rounding.added(longest),
+            added=rounding.entry(longest) + rounding.added(longest, layout.units),
         )
         self.drop(entry)
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from fastdp.kernels import affine, sums
+from fastdp.kernels import affine, sums, weighted
 from fastdp.kernels.blocks import COUNT_MASK, ENDS, UNIT_SHIFT, blocks_of
 from fastdp.kernels.instances import instance_sum
 from fastdp.kernels.onehot import onehot_weighted_sum_
@@ -55,6 +55,34 @@ def test_weighted_sums(lengths, m, n, dtype, layout):
     out = start.clone()
     weighted_sum_(out, left, right, weights, others, mask, offsets, dealt=(0, 3))
     assert bool(((out - start - both[0]).abs() <= bound(tokens) * both[1] + 1e-6 * (start.abs() + both[1])).all())
+
+
+@pytest.mark.parametrize("dealt", [(1, 1), (0, 3)])
+def test_weights_far_apart(dealt):
+    """One accumulator goes from unit to unit: no weight is lost beside another, and units of weight 0 are not read."""
+    lengths = (20, 1, 70, 0, 5, 64, 3, 9)
+    offsets = offsets_of(lengths)
+    left, right = factor(172, 9, 0, torch.bfloat16), factor(172, 12, 1, torch.bfloat16)
+    weights = torch.tensor([0.0, 2.0**-60, 1.0, 5.0, 2.0**-58, 0.0, -0.3, 0.0])
+    for start, end in ((0, 20), (96, 160), (163, 172)):
+        left[start:end], right[start:end] = NAN, float("inf")
+    for own in (weights, torch.where(weights.abs() > 2.0**-50, 0.0, weights)):
+        truth, size = exact(left, right, spread(own, offsets))
+        out = torch.zeros(9, 12)
+        weighted_sum_(out, left, right, own, offsets=offsets, dealt=dealt)
+        assert bool(((out - truth).abs() <= (bound(172) + 2 * len(lengths) * 2.0**-24) * size).all())
+
+
+def test_wide_tiles(monkeypatch):
+    """Of large GPUs."""
+    monkeypatch.setattr(weighted, "has_wide_tiles", lambda device: True)
+    offsets, weights = offsets_of((30, 40)), torch.tensor([0.9, 0.2])
+    left, right = factor(70, 130, 0, torch.bfloat16), factor(70, 264, 1, torch.bfloat16)
+    truth, size = exact(left, right, spread(weights, offsets))
+    for dealt in ((4, 1), (0, 2)):
+        out = torch.zeros(130, 264)
+        weighted_sum_(out, left, right, weights, offsets=offsets, dealt=dealt)
+        assert bool(((out - truth).abs() <= bound(70) * size + 1e-6 * size).all())
 
 
 def test_many_matrices_in_one_launch():

@@ -61,16 +61,41 @@ def test_norms_by_gram_matrices(tensor_cores, rounding, width):
 
 
 def test_gradients_and_sums_of_long_units(tensor_cores, rounding):
-    """A sum's accumulator ends every 512 tokens, so that it loses less than the direct route's, which goes on to the end."""
+    """Under a mask an accumulator ends every 512 tokens, so that it loses less than one that goes on to the end."""
     tokens = 4096
     offsets = offsets_of((tokens,))
     left, right = factor(tokens, 3, 0, torch.bfloat16).abs(), factor(tokens, 5, 1, torch.bfloat16).abs()
     truth = gradients(left, right, offsets)[0]
     scale = (left.double().norm(dim=1) * right.double().norm(dim=1)).sum().item()
     measured = direct.direct_norms(left, right, offsets, SQUARE)[0].double().sqrt().item()
-    assert 0 < truth.norm().item() - measured <= rounding.entry(tokens) * scale
-    out, weight = torch.zeros(3, 5), torch.tensor([0.3])
-    weighted.weighted_sum_(out, left, right, weight, offsets=offsets)
-    error = (out.double() / weight.double() - truth).norm().item()
-    assert error <= rounding.gamma(512 + 11 + 2 + tokens / 64 + 4) * scale <= rounding.added(tokens) * scale
-    assert error < 0.25 * (truth.norm().item() - measured)
+    lost = truth.norm().item() - measured
+    assert 0 < lost <= rounding.entry(tokens) * scale
+    weight, mask = torch.tensor([0.3]), torch.ones(3, 5, dtype=torch.bool)
+    errors = []
+    for masked in ((), (weight, mask)):
+        out = torch.zeros(3, 5)
+        weighted.weighted_sum_(out, left, right, weight, *masked, offsets=offsets, dealt=(1, 1))
+        errors.append((out.double() / weight.double() - truth).norm().item())
+    assert errors[0] <= rounding.added(tokens, 1) * scale
+    assert errors[1] <= rounding.gamma(512 + 11 + 2 + tokens / 64 + 4) * scale <= rounding.added(tokens, 1) * scale
+    assert errors[1] < 0.25 * lost
+
+
+def test_a_unit_beside_others(tensor_cores, rounding):
+    """What one unit adds, by the difference of sums with it and without: its own rounding, and that among the others."""
+    lengths = (40, 7, 33, 20, 28)
+    offsets, tokens = offsets_of(lengths), sum(lengths)
+    left, right = factor(tokens, 3, 0, torch.bfloat16).abs(), factor(tokens, 5, 1, torch.bfloat16).abs()
+    products = (left.double().norm(dim=1) * right.double().norm(dim=1)).split(lengths)
+    scales = torch.stack([each.sum() for each in products])
+    weights = torch.tensor([0.7, 2.0**-40, 1.0, 3e-3, 0.11])
+    truth = gradients(left, right, offsets)
+    for unit in range(len(lengths)):
+        sums = []
+        for own in (weights, torch.where(torch.arange(5) == unit, 0.0, weights)):
+            sums.append(torch.zeros(3, 5))
+            weighted.weighted_sum_(sums[-1], left, right, own, offsets=offsets, dealt=(1, 1))
+        gap = (sums[0].double() - sums[1].double() - weights[unit].double() * truth[unit]).norm()
+        shares = weights.double() * scales
+        others = 2 * rounding.gamma(tokens + 24 + 10) * (shares.sum() - shares[unit])
+        assert gap <= rounding.added(max(lengths), len(lengths)) * shares[unit] + others
