@@ -289,6 +289,12 @@ def test_layers_below_the_noise_learn_from_public_text_alone(config, files, tmp_
         ({"method": "ewft", "method_options": {"autoencoder": None, "noise": "loud"}}, "noise of ewft is 'loud'"),
         ({"method": "sap", "epsilon": None, "method_options": {"eta": 1.0, "teta": 1}}, "teta"),
         ({"method": "sap", "epsilon": None, "method_options": {}}, "needs eta"),
+        ({"method": "selective", "epsilon": None, "method_options": {}}, "needs epsilon, of a private token"),
+        (
+            {"method": "selective", "epsilon": None, "method_options": {"epsilon": 1, "mechanism": "tiped"}},
+            "mechanism is 'tiped'",
+        ),
+        ({"lora_fixed": True, "peft": "bitfit"}, "lora_fixed belongs to peft: lora"),
         ({"method": "sap", "epsilon": None, "method_options": {"eta": -1.0}}, "eta is -1.0"),
         ({"method": "sap", "epsilon": None, "method_options": {"epsilon": 1.0}}, "quotient"),
         ({"method": "ewft", "method_options": {"autoencoder": None, "max_norm": -1.0}}, "max_norm is -1.0"),
@@ -456,6 +462,35 @@ def test_a_second_run_of_the_same_texts_is_refused_or_said(config, files, tmp_pa
     monkeypatch.setenv("FASTDP_AGAIN", "1")
     finetune(classify(config, files, **options, output=str(tmp_path / "second")))
     assert len(Card.load(tmp_path / "second" / "statement.json")["earlier_releases"]) == 1
+
+
+def test_private_tokens_are_replaced_and_not_learned(config, files, tmp_path, monkeypatch):
+    """What is trained on has the words that no detector found, in their places, and labels for these alone."""
+    from fastdp.finetune import run
+
+    seen = []
+    real = run._Run._seen
+    monkeypatch.setattr(run._Run, "_seen", lambda self, *args, **kw: seen.append(real(self, *args, **kw)) or seen[-1])
+    texts = tmp_path / "private.jsonl"
+    lines = [f"Anna paid {1000 + i} at the caf\u00e9 with card 4111 1111 1111 1111 on Monday." for i in range(24)]
+    texts.write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
+    options = {"epsilon": 6.0, "mechanism": "typed", "replacement": "model", "names": ["Quorra"]}
+    settings = {"epsilon": None, "method": "selective", "method_options": options}
+    result = finetune(with_settings(config, **settings, train=str(texts), eval=str(texts)))
+    tokenizer = transformers.AutoTokenizer.from_pretrained(config.model)
+    card = Card.load(tmp_path / "run" / "card.json")
+    assert accounting.verify(card).guarantee
+    assert "Quorra" not in json.dumps(card)
+    assert result.privacy.startswith(card["bound"])
+    trained, held_out = seen
+    hidden = sum(label == -100 for item in trained.items for label in item["labels"])
+    assert hidden == card["tokens"]["private"] > 24 * 8
+    for line, item, plain in zip(lines, trained.items, held_out.items, strict=True):
+        assert line in tokenizer.decode(plain["input_ids"])
+        assert len(item["input_ids"]) == len(plain["input_ids"])
+        kept = [token for token, label in zip(item["input_ids"], item["labels"]) if label != -100]
+        assert "at the caf\u00e9 with card" in tokenizer.decode(kept)
+        assert "4111" not in tokenizer.decode(kept)
 
 
 def test_contributing_tokens_of_a_text(config, files, tmp_path):

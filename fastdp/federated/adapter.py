@@ -24,6 +24,7 @@ from fastdp.finetune.models import (
     trained_state,
 )
 from fastdp.methods.encoding import encode_private
+from fastdp.methods.selective.perturbation import labels_of
 from fastdp.validate import usable_device
 
 
@@ -88,15 +89,10 @@ class AdaptedModel:
         start = [token for token in [self.tokenizer.bos_token_id] if token is not None]
         end = [token for token in [self.tokenizer.eos_token_id] if token is not None]
         items = []
-        for index, own in enumerate(ids):
+        for own, hidden in zip(ids, [[False] * len(own) for own in ids] if read_only is None else read_only):
             full = (start + own + end)[: self.config.max_length]
-            labels = list(full)
-            if read_only is not None:
-                for place, hidden in enumerate(read_only[index][: len(full) - len(start)], len(start)):
-                    labels[place] = -100 if hidden else full[place]
-            # The first token is nobody's target.
-            learned = any(label != -100 for label in labels[1:])
-            items.append({"input_ids": full, "labels": labels if learned else list(full)})
+            marks = ([False] * len(start) + hidden + [False] * len(end))[: len(full)]
+            items.append({"input_ids": full, "labels": labels_of(full, marks)})
         longest = self.config.max_length - len(start) - len(end)
         return Examples(items, sum(len(own) > longest for own in ids))
 

@@ -28,7 +28,9 @@ _BELONGS = {
     "labels": LABELLED,
 }
 #: Methods that perturb the text itself, and the tasks whose text they know how to perturb whole.
-_PERTURBED = {"ewft": ("causal-lm", *PAIRED), "sap": ("causal-lm", *PAIRED)}
+_PERTURBED = {"ewft": ("causal-lm", *PAIRED), "sap": ("causal-lm", *PAIRED), "selective": ("causal-lm",)}
+#: Methods whose bound is no epsilon of a whole record.
+_WITHOUT_EPSILON = ("sap", "selective")
 
 
 @dataclass
@@ -84,7 +86,7 @@ class FinetuneConfig:
         "probability that the guarantee may fail; keep it well below 1 / examples", 1e-5, above=0, below=1
     )
     large_delta: bool = setting("allow a delta of 1 / examples or more, which may publish a whole record", False)
-    method: str = setting("", "dpsgd", among=("dpsgd", "rapft", "frost", "ewft", "sap"))
+    method: str = setting("", "dpsgd", among=("dpsgd", "rapft", "frost", "ewft", "sap", "selective"))
     method_options: dict[str, Any] | None = setting("arguments of the method, as in {irrelevance_ratio: 0.7}")
     public_overlap: int = setting(
         "records that a public file of method_options may share with train: confirmed public", 0, least=0
@@ -121,7 +123,7 @@ class FinetuneConfig:
         for name, what in (("model", "a model"), ("train", "training data"), ("output", "an output folder")):
             if not getattr(self, name):
                 raise ConfigError(f"{name} is missing: name {what} in the config or with --{name}")
-        if self.epsilon is None and self.method != "sap":
+        if self.epsilon is None and self.method not in _WITHOUT_EPSILON:
             raise ConfigError("epsilon is missing: state a privacy budget such as 8, or inf to train without privacy")
         check(self, ConfigError)
         if self.private_metrics is not None:

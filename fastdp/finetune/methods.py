@@ -31,7 +31,7 @@ class Public:
 ReadPublic = Callable[..., Public]
 
 #: Methods whose privacy does not come from the training steps.
-LOCAL = ("ewft", "sap")
+LOCAL = ("ewft", "sap", "selective")
 _SOURCES = {"noisy": NoisyMap, "private": PrivateSubset}
 _NESTED = {"propagation": Propagation, "initialisation": Initialisation}
 _PUBLIC_EXAMPLES = 64

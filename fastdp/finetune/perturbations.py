@@ -1,4 +1,4 @@
-"""Runs whose privacy enters before or inside the forward pass: EW-FT and SAP, by the config's `method_options`."""
+"""Runs whose privacy enters before or inside the forward pass, by the config's `method_options`: EW-FT, SAP, selective."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from fastdp.methods.blocks import find_blocks
 from fastdp.methods.perturbation import Releases
 from fastdp.methods.response import check_response
 from fastdp.methods.sap import CTI, SAPPerturbation
+from fastdp.methods.selective import RuleDetector, SelectivePerturbation
 
 RELEASES = "releases"
 _ALL = 1 << 53
@@ -50,7 +51,7 @@ def choose_perturbation(config: FinetuneConfig) -> Opening:
     Raises:
         ConfigError: for an option that the method does not have, or a value that it refuses, before anything is read.
     """
-    kinds: dict[str, Callable[[FinetuneConfig], Opening]] = {"sap": _sap, "ewft": _ewft}
+    kinds: dict[str, Callable[[FinetuneConfig], Opening]] = {"sap": _sap, "ewft": _ewft, "selective": _selective}
     if config.method not in kinds or (config.method == "ewft" and math.isinf(float(config.epsilon or 0))):
         return lambda subject: Central()
     opening = _in_words(kinds[config.method], config)
@@ -95,6 +96,27 @@ def _sap(config: FinetuneConfig) -> Opening:
     return lambda subject: SAPPerturbation(**options, cti=_contributing(dict(cti), subject)).open(
         subject.model, tokenizer=subject.tokenizer
     )
+
+
+def _selective(config: FinetuneConfig) -> Opening:
+    """`fastdp.SelectivePerturbation`: tokens that the rule detector takes for private are replaced once, and not learned.
+
+    Options are the perturbation's: ``epsilon``, of a private token, ``mechanism``, ``replacement``, ``budget``, ``radius``,
+    ``alpha``, ``cells`` and ``scope``; and ``names``, a list of names of one's own that the detector finds besides.
+    """
+    options = dict(config.method_options or {})
+    if config.epsilon is not None:
+        raise ConfigError(
+            "selective guarantees an epsilon of each private token, not of an example: leave epsilon out and set it in "
+            "method_options"
+        )
+    if "epsilon" not in options:
+        raise ConfigError("method_options of selective needs epsilon, of a private token")
+    known = [name for name in _names(SelectivePerturbation) if name not in ("detector", "policy")]
+    _refuse_unknown("selective", options, [*known, "names"])
+    names = frozenset(str(name) for name in options.pop("names", ()))
+    settings = SelectivePerturbation(**options, detector=RuleDetector(names=names))
+    return lambda subject: settings.open(subject.model, tokenizer=subject.tokenizer)
 
 
 def _check_sap(options: dict[str, Any], form: Any) -> None:

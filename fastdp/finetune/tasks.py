@@ -64,7 +64,7 @@ def encode_rows(
         ConfigError: a tokenizer that does not fit the task.
     """
     try:
-        examples = TASKS[config.task].encode(table, tokenizer, config, config.method == "sap")
+        examples = TASKS[config.task].encode(table, tokenizer, config, config.method in ("sap", "selective"))
     except DataError:
         raise
     except ValueError as error:

@@ -8,7 +8,7 @@ import json
 import math
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Real
 from pathlib import Path
@@ -23,7 +23,7 @@ from fastdp.accounting import Card, Claim
 from fastdp.accounting.claim import read_claim
 from fastdp.accounting.serialisation import canonical
 from fastdp.accounting.witness import count_release
-from fastdp.methods.encoding import encode_private
+from fastdp.methods.encoding import ADDED, encode_private
 from fastdp.methods.perturbation import Releases
 from fastdp.methods.selective.card import PAPER_FLAWS, perturbation_card
 from fastdp.methods.selective.infill import infill
@@ -248,6 +248,41 @@ class SelectiveReleases(Releases):
         self.released = self._read_back(encoded["input_ids"]) or self._drawn(texts, encoded)
         return self.released
 
+    def examples(self, items: Sequence[Mapping[str, Any]], *, training: bool) -> list[dict[str, Any]]:
+        """Training examples with their private tokens replaced, once, and read without being learned; queries as they are.
+
+        Items come from the encoder of private text, with ``special_tokens_mask``; what a detector is asked about is what their
+        tokens spell. A model is evaluated on text that nobody hands on.
+        """
+        plain = [{key: value for key, value in item.items() if key != ADDED} for item in items]
+        if not training:
+            return plain
+        places = [[place for place, added in enumerate(item[ADDED]) if not added] for item in items]
+        own = [[item["input_ids"][place] for place in kept] for item, kept in zip(items, places)]
+        spelled = [_spelled(self.tokenizer, ids) for ids in own]
+        encoded = {"input_ids": own, "offset_mapping": [offsets for _, offsets in spelled]}
+        self.released = found = self._drawn([text for text, _ in spelled], encoded)
+        learned = self.settings.scope == "all"
+        for item, kept, ids, hidden in zip(plain, places, found.ids, found.private):
+            full, read_only = list(item["input_ids"]), [False] * len(item["input_ids"])
+            for place, token, replaced in zip(kept, ids, hidden):
+                full[place], read_only[place] = token, replaced and not learned
+            labels = labels_of(full, read_only)
+            item["labels"] = [-100 if old == -100 else new for old, new in zip(item["labels"], labels)]
+            item["input_ids"] = full
+        return plain
+
+    def in_words(self) -> str:
+        """The bound of a token, how many there are, and what nothing is said of."""
+        card = self.card()
+        if card["guarantee"] == "none":
+            return f"none: {'; '.join(card['why_no_guarantee'])}"
+        tokens, budget = card["tokens"], card["budget"]
+        return (
+            f"{card['bound']}, {card['unit']}, at most {budget['units']} of them a text; {tokens['private']} of "
+            f"{tokens['all']} tokens were taken for private, and nothing is promised of the others"
+        )
+
     def claim(self) -> Claim:
         """Of a private token, and of a text by the most that one of the texts holds."""
         return read_claim(self.card())
@@ -374,6 +409,25 @@ class SelectiveReleases(Releases):
                 [next(drawn) if hidden else token for token, hidden in zip(*pair)] for pair in zip(ids, private)
             ]
         return replaced, epsilons, {f"{budget:.6g}": strength for budget, strength in strengths.items()}
+
+
+def labels_of(ids: Sequence[int], read_only: Sequence[bool]) -> list[int]:
+    """What a language model learns of a text: its tokens, -100 for those that are only read; all of one that has no others."""
+    labels = [-100 if hidden else token for token, hidden in zip(ids, read_only, strict=True)]
+    # The first token is nobody's target.
+    return labels if any(label != -100 for label in labels[1:]) else list(ids)
+
+
+def _spelled(tokenizer: Any, ids: Sequence[int]) -> tuple[str, list[tuple[int, int]]]:
+    """The text that tokens spell, and of each token the characters that it takes part in."""
+    text, offsets = "", []
+    for end in range(1, len(ids) + 1):
+        longer = tokenizer.decode(ids[:end], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        # Of a letter of several tokens the first ones spell a mark that stands for no letter yet.
+        start = len(text.rstrip("\ufffd"))
+        offsets.append((start, max(len(longer), start)))
+        text = longer
+    return text, offsets
 
 
 def _table(source: Tensor | nn.Module) -> Tensor:
