@@ -21,15 +21,18 @@ from fastdp.accounting.exports import FORMATS, SUFFIXES, export
 from fastdp.accounting.meaning import membership_bounds
 from fastdp.commands.privacy import verify_command
 from fastdp.methods import ewft
-from fastdp.methods.rapft import NoisyMap
+from fastdp.methods.rapft import NoisyMap, PublicMoments
 from fastdp.methods.sap import CTI, PrivateBottom
 from tests.engine.runs import Classifier, loader, logical_step
 from tests.methods.selective.tokenizers_for_tests import quickstart
 
+SIZES = {name: parameter.detach().abs() + 0.1 for name, parameter in Classifier().named_parameters()}
 CENTRAL = {
     "DPSGD": fastdp.DPSGD(),
     "Rap-FT": fastdp.RapFT(NoisyMap(2.0, 0.5)),
+    "Rap-FT, axes": fastdp.RapFT(PublicMoments(SIZES), allocation="axes"),
     "DP-FROST": fastdp.DPFrost(unfreezing_ratio=0.9, selection_noise_multiplier=2.0),
+    "DP-FROST, soft": fastdp.DPFrost(unfreezing_ratio=1.0, axes_power=0.5, selection_noise_multiplier=2.0),
 }
 
 
@@ -54,6 +57,22 @@ def central(name, folder):
     private.detach()
     save_file(model.state_dict(), folder / "model.safetensors")
     return card, {"ledger": folder / "ledger.jsonl", "weights": folder}
+
+
+def coded():
+    """EW-FT's codebook: each record told once, by randomised response."""
+    config = BertConfig(
+        vocab_size=50, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8, num_labels=2
+    )
+    model = BertForSequenceClassification(config).train()
+    settings = {"layer": 1, "sequence_length": 6, "dataset_size": 8}
+    private = ewft.PureSettings(mechanism=ewft.codebook(2, 1.5), **settings).open(model)
+    batch = {"input_ids": torch.randint(5, 50, (8, 6)), "attention_mask": torch.ones(8, 6, dtype=torch.int64)}
+    private.learn([{**batch, "labels": torch.arange(8) % 2}])
+    model(**batch, example_ids=torch.arange(8))
+    card = private.card()
+    private.remove()
+    return card, {}
 
 
 def local(folder):
@@ -88,6 +107,12 @@ def counted_tokens():
     return fastdp.TextPrivatizer(torch.randn(20, 3), eta=3.0, cti=counted).statement(), {}
 
 
+def told_cells():
+    """SAP's quotient: a token's cell by randomised response."""
+    cti = CTI.from_counts(torch.arange(1.0, 41.0).view(2, 20), source="public", form="quotient", cells=3)
+    return fastdp.TextPrivatizer(torch.randn(20, 3), epsilon=3.0, cti=cti).statement(), {}
+
+
 def hidden_rows():
     return PrivateBottom(torch.nn.Linear(2, 2).requires_grad_(False), eta=4.0).statement(releases=2), {}
 
@@ -111,11 +136,14 @@ def federated():
 MAKE = {
     **{name: lambda folder, name=name: central(name, folder) for name in CENTRAL},
     "EW-FT": local,
+    "EW-FT, codebook": lambda folder: coded(),
     "TextPrivatizer": lambda folder: replaced_tokens(),
     "TextPrivatizer, counted": lambda folder: counted_tokens(),
+    "TextPrivatizer, quotient": lambda folder: told_cells(),
     "PrivateBottom": lambda folder: hidden_rows(),
     "SelectivePerturbation": lambda folder: private_words("local"),
     "SelectivePerturbation, metric": lambda folder: private_words("metric"),
+    "SelectivePerturbation, typed": lambda folder: private_words("typed"),
     "federated run": lambda folder: federated(),
 }
 
