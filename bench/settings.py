@@ -1,6 +1,10 @@
 """Runs over batch size, learning rate, rank and bound at two budgets: what the rules of `fastdp plan` are fitted on.
 
     python -m fastdp.bench.settings --data shared/data --model shared/models/gpt2-mini --json bench/results/settings.json
+    python -m fastdp.bench.settings --fit bench/results/settings.json
+
+The second fits the rules to what the first found. With ``--only wikitext2`` a grid of 12 points is run on data that the rules
+were not fitted to, and then what the plan suggests for as many passes; it ends with exit code 1 where `BAR` does not allow that.
 
 Small runs on purpose: they say which settings suit a noise-to-signal ratio, not how good a model gets. Each is a
 run of `fastdp finetune` on the first examples of a data set, judged on held-out ones; a file with rows is gone on with.
@@ -11,15 +15,20 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import tempfile
 import time
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from fastdp.data import read_rows
 from fastdp.finetune import finetune
 from fastdp.finetune.config import FinetuneConfig
+from fastdp.finetune.plan import RATE_STEPS, plan
 
 from . import record
 
@@ -44,6 +53,8 @@ DATA: dict[str, tuple[tuple[str, str], dict[str, Any]]] = {
 }
 FITTED = ("e2e", "sst2")
 EXAMPLES, JUDGES, EPOCHS, DELTA = 384, 96, 3, 1e-4
+#: How much worse than the best of the grid the suggested settings may be, in perplexity.
+BAR = 1.1
 EPSILONS = (8.0, 2.0)
 BATCHES = (16, 64, 192)
 RATES = (1e-3, 4e-3, 1.6e-2, 6.4e-2)
@@ -52,13 +63,23 @@ MIDDLE = {"batch_size": 64, "learning_rate": 4e-3, "lora_r": 8, "max_grad_norm":
 
 def grid(only: str | None = None) -> Iterator[tuple[str, dict[str, Any]]]:
     """Data set and settings of every run; the coarse grid of all before the finer questions of any."""
-    names = FITTED if only is None else (only,)
-    for epsilon, batch, rate, name in itertools.product(EPSILONS, BATCHES, RATES, names):
+    names, epsilons = (FITTED, EPSILONS) if only is None else ((only,), EPSILONS[:1])
+    for epsilon, batch, rate, name in itertools.product(epsilons, BATCHES, RATES, names):
         yield name, {**MIDDLE, "epsilon": epsilon, "batch_size": batch, "learning_rate": rate}
+    if only is not None:
+        return
     for epsilon, (setting, value), name in itertools.product(
         EPSILONS, (("lora_r", 2), ("lora_r", 32), ("max_grad_norm", 0.1), ("max_grad_norm", 10.0)), names
     ):
         yield name, {**MIDDLE, "epsilon": epsilon, setting: value}
+
+
+def suggested(name: str, model: str) -> dict[str, Any]:
+    """What the plan says for as many examples and passes as the grid has."""
+    common = DATA[name][1]
+    config = FinetuneConfig(model=model, epsilon=EPSILONS[0], delta=DELTA, physical_batch_size=32, **common)
+    found = plan(config, EXAMPLES, common["max_length"], passes=EPOCHS).config
+    return {setting: getattr(found, setting) for setting in MIDDLE} | {"epsilon": EPSILONS[0]}
 
 
 def run(name: str, settings: dict[str, Any], model: str, data: Path, folder: Path) -> dict[str, Any]:
@@ -71,7 +92,7 @@ def run(name: str, settings: dict[str, Any], model: str, data: Path, folder: Pat
         eval=str(files[1]),
         output=str(folder / "run"),
         delta=DELTA,
-        epochs=EPOCHS,
+        epochs=float(EPOCHS),
         schedule="linear",
         physical_batch_size=32,
         samples=0,
@@ -95,6 +116,77 @@ def run(name: str, settings: dict[str, Any], model: str, data: Path, folder: Pat
     }
 
 
+def figure(row: dict[str, Any]) -> float:
+    """The logarithm of what a run is judged by, perplexity or the share of wrong labels: differences of it are relative."""
+    return math.log(1 - row["accuracy"]) if "accuracy" in row else math.log(row["perplexity"])
+
+
+def fit(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The rules under which these runs are, on average, least above the best that was found beside them.
+
+    Returns:
+        ``rate`` at `RATE_STEPS` steps and its ``power``; ``least_steps``; ``bound``; and ``ranks``, by `EPSILONS`.
+    """
+
+    def settings(row: dict[str, Any], *but: str) -> tuple[Any, ...]:
+        return tuple(row[name] for name in ("data", "epsilon", *MIDDLE) if name not in but)
+
+    def best(setting: str, chosen: Sequence[dict[str, Any]]) -> Any:
+        """The value under which runs that differ in it alone are least above the best of them, on average."""
+        excess: dict[Any, list[float]] = defaultdict(list)
+        groups: dict[Any, list[dict[str, Any]]] = defaultdict(list)
+        for row in chosen:
+            groups[settings(row, setting)].append(row)
+        values = {row[setting] for row in chosen if row[setting] != MIDDLE[setting]} | {MIDDLE[setting]}
+        for group in groups.values():
+            if {row[setting] for row in group} == values:
+                for row in group:
+                    excess[row[setting]].append(figure(row) - min(map(figure, group)))
+        return min(excess, key=lambda value: (np.mean(excess[value]), value))
+
+    def at_middle(row: dict[str, Any], *but: str) -> bool:
+        return all(row[name] == value for name, value in MIDDLE.items() if name not in but)
+
+    curves = defaultdict(list)
+    for row in rows:
+        if at_middle(row, "batch_size", "learning_rate"):
+            curves[row["data"], row["epsilon"], row["steps"]].append((math.log(row["learning_rate"]), figure(row)))
+    whole = {key: sorted(points) for key, points in curves.items() if len(points) == len(RATES)}
+    # Between the rates that were tried, a cubic through what they gave.
+    cubics = []
+    for (_, _, steps), points in whole.items():
+        rates, judged = zip(*points)
+        cubics.append((steps, np.polyfit(rates, judged, 3), min(judged)))
+
+    def excess_of(rule: tuple[float, float]) -> float:
+        rate, power = rule
+        at = [min(max(rate * (RATE_STEPS / steps) ** power, RATES[0]), RATES[-1]) for steps, _, _ in cubics]
+        return float(np.mean([np.polyval(cubic, math.log(x)) - low for x, (_, cubic, low) in zip(at, cubics)]))
+
+    rules = itertools.product(np.geomspace(RATES[0], RATES[-1], 49), (0.0, 0.25, 0.5, 0.75, 1.0))
+    rate, power = min(rules, key=excess_of)
+    lowest = [
+        {"data": d, "epsilon": e, "steps": s, "low": min(f for _, f in points)} for (d, e, s), points in whole.items()
+    ]
+    by_steps: dict[int, list[float]] = defaultdict(list)
+    for one in lowest:
+        beside = [
+            other["low"] for other in lowest if (other["data"], other["epsilon"]) == (one["data"], one["epsilon"])
+        ]
+        if len(beside) == len(BATCHES):
+            by_steps[one["steps"]].append(one["low"] - min(beside))
+    return {
+        "rate": float(f"{rate:.2g}"),
+        "power": power,
+        "least_steps": min(by_steps, key=lambda steps: np.mean(by_steps[steps])),
+        "bound": best("max_grad_norm", [row for row in rows if at_middle(row, "max_grad_norm")]),
+        "ranks": [
+            best("lora_r", [row for row in rows if row["epsilon"] == epsilon and at_middle(row, "lora_r")])
+            for epsilon in EPSILONS
+        ],
+    }
+
+
 def excerpt(path: Path, count: int, folder: Path) -> Path:
     """The first examples of a data set, written to a file of their own."""
     table = read_rows(path)
@@ -109,20 +201,36 @@ def excerpt(path: Path, count: int, folder: Path) -> Path:
 def main() -> None:
     """Run what is missing, writing each row as it comes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, required=True, help="folder with e2e/, sst2/ and wikitext2/")
-    parser.add_argument("--model", required=True)
+    parser.add_argument("--data", type=Path, help="folder with e2e/, sst2/ and wikitext2/")
+    parser.add_argument("--model")
     parser.add_argument("--only", choices=tuple(DATA), help="one data set (by default those that rules are fitted on)")
-    parser.add_argument("--json", type=Path, required=True)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--fit", type=Path, help="say the rules that fit the runs of this file, and run nothing")
     arguments = parser.parse_args()
+    if arguments.fit:
+        print(json.dumps(fit(json.loads(arguments.fit.read_text())["figures"])))
+        return
+    if None in (arguments.data, arguments.model, arguments.json):
+        parser.error("give --data, --model and --json, or --fit")
     rows = json.loads(arguments.json.read_text())["figures"] if arguments.json.exists() else []
-    for name, settings in grid(arguments.only):
-        if any(row["data"] == name and all(row[key] == value for key, value in settings.items()) for row in rows):
-            continue
+
+    def row_of(name: str, settings: dict[str, Any], **marks: Any) -> dict[str, Any]:
+        for row in rows:
+            if row["data"] == name and all(row.get(key) == value for key, value in (settings | marks).items()):
+                return row
         with tempfile.TemporaryDirectory() as folder:
-            rows.append(run(name, settings, arguments.model, arguments.data, Path(folder)))
+            rows.append(run(name, settings, arguments.model, arguments.data, Path(folder)) | marks)
         record.write(arguments.json, rows)
         row = rows[-1]
         print(f"{len(rows)}: {name} {settings} loss {row['loss']:.4f} in {row['seconds']:.0f} s", flush=True)
+        return row
+
+    found = [row_of(name, settings) for name, settings in grid(arguments.only)]
+    if arguments.only and arguments.only not in FITTED:
+        ours = row_of(arguments.only, suggested(arguments.only, arguments.model), suggested=True)
+        ratio = ours["perplexity"] / min(row["perplexity"] for row in found)
+        print(f"suggested: {ratio:.3f} of the best of {len(found)} points; the bar is {BAR}")
+        raise SystemExit(int(ratio > BAR))
 
 
 if __name__ == "__main__":

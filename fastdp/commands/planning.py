@@ -33,6 +33,7 @@ def plan_command(
         ),
     ] = None,
     minutes: Annotated[float | None, typer.Option(help="that the steps may take")] = None,
+    passes: Annotated[float, typer.Option(help="over the data, at most")] = 10.0,
     gpu: Annotated[str | None, typer.Option(help="simulate h100 or h200 instead of measuring on this machine")] = None,
     picture: Annotated[Path | None, typer.Option(help="PNG of what each batch size trades")] = None,
     write: Annotated[
@@ -54,7 +55,7 @@ def plan_command(
         examples = len(read_rows(settings.train))
     lengths = _lengths(length) if length else settings.max_length
     with console.status("trying private steps ..." if gpu is None else "simulating ..."):
-        found = plan(invented(settings), examples, lengths, minutes, gpu)
+        found = plan(invented(settings), examples, lengths, minutes, gpu, passes)
     table = Table(
         title=f"{examples} examples, epsilon {settings.epsilon:g} at delta {settings.delta:g}", title_justify="left"
     )

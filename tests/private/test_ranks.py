@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
+from torch.distributed.fsdp import FSDPModule
 
 from bench.scaling import Shape, Traffic, Weights, held, traffic
 from fastdp.accounting import Ledger
@@ -24,6 +25,10 @@ from tests.private.test_bad_input import one_sentence
 #: Weights after six steps may differ by the rounding of sums in another order.
 ROUNDING = 1e-6
 Found = Mapping[str, Any]
+#: Older ones are refused by `fastdp.engine.shards`, in a sentence; `make minimum` runs the other tests with one.
+in_pieces = pytest.mark.skipif(
+    not hasattr(FSDPModule, "set_custom_all_gather"), reason="weights in pieces need torch 2.13 or later"
+)
 
 
 def run(folder: Path, *groups: str, **environment: str) -> None:
@@ -92,11 +97,13 @@ def require_sharded(folder: Path, sizes: tuple[int, ...]) -> None:
                 )
 
 
+@in_pieces
 def test_so_do_two_that_have_half_of_the_weights_each(folder: Path) -> None:
     """With `fully_shard`, and with activation checkpointing beside it."""
     require_sharded(folder, (2,))
 
 
+@in_pieces
 @pytest.mark.slow
 def test_weights_in_one_and_in_four_pieces_give_the_same(tmp_path: Path) -> None:
     wanted = ",".join(case for case in CASES if case not in SELECTING)
@@ -104,6 +111,7 @@ def test_weights_in_one_and_in_four_pieces_give_the_same(tmp_path: Path) -> None
     require_sharded(tmp_path, (1, 2, 4))
 
 
+@in_pieces
 @pytest.mark.slow
 def test_so_do_pieces_of_every_kind(tmp_path: Path) -> None:
     """Replicas of pieces, weights on the host or made of nothing; in half precision the noise is the same, in float32."""
@@ -129,6 +137,7 @@ def require_stretches(folder: Path, *sizes: int) -> None:
     assert Ledger.read(folder / "stretched" / "ledger.jsonl").spent_steps == before
 
 
+@in_pieces
 @pytest.mark.parametrize("case", ["llama full", "gpt2 full", "llama lora"])
 def test_a_step_sends_and_holds_what_the_formulas_say(folder: Path, case: str) -> None:
     """Sums, gradients and moments are pieces; no more than one parameter's sum is whole at once."""
@@ -149,6 +158,7 @@ def test_a_step_sends_and_holds_what_the_formulas_say(folder: Path, case: str) -
         assert found["whole sums at once"] <= 2, "the sum, and the same filled up to equal pieces"
 
 
+@in_pieces
 @pytest.mark.slow
 def test_a_checkpoint_of_two_goes_on_in_four_and_then_in_one(tmp_path: Path) -> None:
     """Torch's distributed checkpoints of the pieces, the optimizer's too; what was spent stays spent."""
@@ -211,6 +221,7 @@ def test_parameters_in_other_pieces_are_refused_by_name() -> None:
     one_sentence(caught.value)
 
 
+@in_pieces
 @pytest.mark.parametrize(
     ("what", "match"),
     [
@@ -331,6 +342,7 @@ def test_a_rank_that_is_killed_stops_the_others_and_loses_no_count(folder: Path,
     assert Ledger.read(folder / moment / "ledger.jsonl").spent_steps == 6
 
 
+@in_pieces
 def test_a_rank_that_ends_within_a_pass_stops_those_that_wait_for_its_piece(folder: Path) -> None:
     left = torch.load(folder / "lost-2-0.pt", weights_only=False)
     assert left["said"].startswith("RankLost: another process of the group ended"), left

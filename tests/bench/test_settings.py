@@ -1,0 +1,47 @@
+"""Rules are found again in runs that follow them, and a suggestion that is worse than the bar is told by the exit code."""
+
+import json
+import math
+import sys
+
+import pytest
+from fastdp.bench import settings
+
+STEPS = {16: 72, 64: 18, 192: 6}
+
+
+def followed(name, chosen):
+    """A run's row under known rules: the best rate at 18 steps is .004, falls with their root, and few steps are worse."""
+    steps = STEPS[chosen["batch_size"]]
+    off = math.log(chosen["learning_rate"] / (0.004 * (18 / steps) ** 0.5)) ** 2
+    off += abs(math.log(steps / 18)) / 10 + math.log(chosen["max_grad_norm"]) ** 2
+    off += math.log(chosen["lora_r"] / (32 if chosen["epsilon"] == 8.0 else 2)) ** 2
+    judged = {"accuracy": 1 - 0.1 * math.exp(min(off, 2.0))} if name == "sst2" else {"perplexity": math.exp(3 + off)}
+    return {"data": name, **chosen, "steps": steps, **judged}
+
+
+def test_planted_rules_are_found():
+    rows = [followed(name, chosen) for name, chosen in settings.grid()]
+    assert len(rows) == 64
+    found = settings.fit(rows)
+    # The rates that were tried lie a factor of 4 apart, and those between are interpolated.
+    assert 0.002 <= found["rate"] <= 0.008
+    assert found["power"] == 0.5
+    assert (found["least_steps"], found["bound"], found["ranks"]) == (18, 1.0, [32, 2])
+
+
+@pytest.mark.parametrize(("ratio", "code"), [(1.09, 0), (1.11, 1)])
+def test_a_suggestion_beyond_the_bar_is_told(ratio, code, tmp_path, monkeypatch, capsys):
+    ours = {**settings.MIDDLE, "lora_r": 32, "epsilon": 8.0}
+    rows = [{"data": "wikitext2", **chosen, "perplexity": 100.0} for _, chosen in settings.grid("wikitext2")]
+    assert len(rows) == 12
+    rows.append({"data": "wikitext2", **ours, "suggested": True, "perplexity": 100 * ratio})
+    path = tmp_path / "settings.json"
+    path.write_text(json.dumps({"figures": rows}))
+    monkeypatch.setattr(settings, "suggested", lambda *_: ours)
+    arguments = ["--data", str(tmp_path), "--model", "none", "--only", "wikitext2", "--json", str(path)]
+    monkeypatch.setattr(sys, "argv", ["settings", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        settings.main()
+    assert ended.value.code == code
+    assert f"suggested: {ratio:.3f} of the best of 12" in capsys.readouterr().out
