@@ -5,22 +5,18 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import nn
 
 import fastdp.accounting as accounting
 from fastdp.accounting import Ledger
-from fastdp.data import IGNORED, Collator
+from fastdp.data import Collator
 from fastdp.finetune.config import ConfigError, FinetuneConfig
-from fastdp.finetune.evaluation import predict
-from fastdp.ops import NoiseStream, add_noise_
+from fastdp.finetune.judges import JUDGED, LARGEST_LOSS, noised_means, scores
+from fastdp.ops import NoiseStream
 
 KIND = "metrics"
 #: Points of a curve, about.
 POINTS = 10
-#: In nats; a larger loss of one example counts as this.
-LARGEST_LOSS = 10.0
 
 
 class Curves:
@@ -41,8 +37,8 @@ class Curves:
             raise ConfigError(
                 "private_metrics goes with method: dpsgd without method_options, whose releases are its steps"
             )
-        if config.task not in ("causal-lm", "classification"):
-            raise ConfigError(f"private_metrics knows causal-lm and classification, not {config.task}")
+        if config.task not in JUDGED:
+            raise ConfigError(f"private_metrics knows {' and '.join(JUDGED)}, not {config.task}")
         self.config = config
         per_epoch = math.ceil(examples / config.batch_size)
         self.total = math.ceil(config.epochs * per_epoch)
@@ -83,39 +79,6 @@ class Curves:
         if not ledger.remaining(KIND):
             return None
         ledger.record(KIND)
-        scores = self._scores(model, examples, collator)
-        total = scores.sum(0).to(torch.float32)
-        # Each score lies in [0, 1], so that one example moves the vector by at most the root of their number.
-        add_noise_(total, self.multiplier * math.sqrt(len(total)), self.stream)
-        means = (total / len(examples)).tolist()
+        own = scores(model, examples, collator, self.config.task, self.config.precision)
+        means = noised_means(own, self.multiplier, self.stream)
         return {"held_out_loss": LARGEST_LOSS * means[0], **({"held_out_accuracy": means[1]} if len(means) > 1 else {})}
-
-    def _scores(self, model: nn.Module, examples: Any, collator: Collator) -> Tensor:
-        """[examples, 1 or 2], each in [0, 1]: the loss over its largest, and whether the label is right."""
-        config, device = self.config, next(model.parameters()).device
-        was_training = model.training
-        model.eval()
-        rows = []
-        try:
-            with torch.inference_mode():
-                for start in range(0, len(examples), config.eval_batch_size):
-                    batch = collator(
-                        [examples[i] for i in range(start, min(start + config.eval_batch_size, len(examples)))]
-                    )
-                    logits, labels = predict(model, batch, config.task, config.precision, device)
-                    rows.append(_bounded(logits, labels))
-        finally:
-            model.train(was_training)
-        return torch.cat(rows)
-
-
-def _bounded(logits: Tensor, labels: Tensor) -> Tensor:
-    losses = F.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="none", ignore_index=IGNORED)
-    known = (labels != IGNORED).double()
-    means = (losses.view_as(labels).double() * known).reshape(len(labels), -1).sum(1)
-    means = means / known.reshape(len(labels), -1).sum(1).clamp(min=1)
-    # What is not a number counts as the largest loss: it must not pass the bound.
-    scores = [means.nan_to_num(nan=LARGEST_LOSS, posinf=LARGEST_LOSS).clamp(0, LARGEST_LOSS) / LARGEST_LOSS]
-    if labels.dim() == 1:
-        scores.append((logits.argmax(-1) == labels).double())
-    return torch.stack(scores, 1).cpu()

@@ -19,20 +19,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
 from safetensors.torch import load_file
 
 import fastdp.accounting as accounting
 import fastdp.accounting.renyi as renyi
 import fastdp.files as files
-from fastdp.audit.losses import example_losses
 from fastdp.audit.saved import load_saved
 from fastdp.data import Collator, Rows, read_rows
 from fastdp.finetune.config import TYPES, ConfigError, FinetuneConfig, load_config
+from fastdp.finetune.judges import JUDGED, noised_means, scores
+from fastdp.finetune.models import load_tokenizer
 from fastdp.finetune.reporter import Reporter
 from fastdp.finetune.run import CONFIG, LEDGER, finetune
 from fastdp.finetune.tasks import encode_rows
-from fastdp.ops import NoiseStream, add_noise_
+from fastdp.ops import NoiseStream
 
 #: Settings that may be searched: what a trial costs does not depend on them.
 FREE = (
@@ -139,6 +139,8 @@ def tune(
         )
     if config.delta >= 1 / len(table):
         raise ConfigError(f"delta {config.delta:g} is not below 1 / {len(table)} examples: lower it")
+    # What a row may be wrong in is found before anything is paid, not by a trial.
+    encode_rows(table, load_tokenizer(config), config)
     stop = renyi.stop_for(trials, shape)
     cost = _cost(config, len(train), shape, stop)
     assert config.epsilon is not None
@@ -244,8 +246,10 @@ def _check(config: FinetuneConfig, trials: float, shape: float, held_out: float,
         raise ConfigError("a search trains by dpsgd without method_options, whose steps are all that a trial releases")
     if config.epsilon is None or not math.isfinite(config.epsilon):
         raise ConfigError("a search needs a finite epsilon, which it shares among its trials")
-    if config.task not in ("causal-lm", "classification"):
-        raise ConfigError(f"trials of {config.task} cannot be judged: a search knows causal-lm and classification")
+    if config.task not in JUDGED:
+        raise ConfigError(f"trials of {config.task} cannot be judged: a search knows {' and '.join(JUDGED)}")
+    if config.private_metrics is not None:
+        raise ConfigError("a search releases no curves: leave out private_metrics")
     if not 0 < held_out < 1:
         raise ConfigError(f"held_out is {held_out}: it must lie between 0 and 1")
     if not 0 < largest_loss < math.inf:
@@ -287,12 +291,9 @@ def _judge(folder: Path, judges: Rows, largest: float, multiplier: float, stream
     """The mean bounded loss of the judges, with noise: each moves the sum by at most 1."""
     model, tokenizer, config = load_saved(folder)
     examples = encode_rows(judges, tokenizer, config)
-    pad: Any = tokenizer.pad_token_id
-    losses = example_losses(model, examples, Collator(pad), config.eval_batch_size)  # type: ignore[arg-type]
-    bounded = losses.nan_to_num(nan=largest, posinf=largest).clamp(0, largest) / largest
-    total = bounded.sum().to(torch.float32).reshape(1)
-    add_noise_(total, multiplier, stream)
-    return float(total) * largest / len(judges)
+    collator = Collator(tokenizer.pad_token_id)  # type: ignore[arg-type]
+    losses = scores(model, examples, collator, config.task, config.precision, largest)[:, :1]
+    return noised_means(losses, multiplier, stream)[0] * largest
 
 
 def _publish(

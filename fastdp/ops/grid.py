@@ -41,6 +41,15 @@ def grid(std: float) -> tuple[float, float]:
     return math.ldexp(1.0, exponent - 5), math.ldexp(mantissa, 5)
 
 
+def exact_spacing(count: int, largest: float) -> float:
+    """The smallest power of two of whose multiples, ``count`` of them up to ``largest`` in size, float32 holds every sum.
+
+    Such a sum is rounded nowhere, so that one summand moves it by exactly its own size.
+    """
+    _, exponent = math.frexp(max(count, 1) * largest)
+    return math.ldexp(1.0, exponent - 24)
+
+
 def check_grid(name: str, x: torch.Tensor, std: float, first: int = 0) -> None:
     """Refuse what secure rounding is not defined on: more than 2^35 elements, and noise near the ends of float32."""
     if first + x.numel() > _LARGEST:

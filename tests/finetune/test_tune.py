@@ -15,7 +15,8 @@ from typer.testing import CliRunner
 
 from fastdp.accounting import Card, Ledger, chosen, epsilon, gaussian, renyi, verify
 from fastdp.cli import app
-from fastdp.finetune import tune as tuning
+from fastdp.data import DataError
+from fastdp.finetune import judges, tune as tuning
 from fastdp.finetune.config import ConfigError
 from fastdp.finetune.tune import best_of, tune
 from tests.test_finetune import config, files, model_folder  # noqa: F401
@@ -27,7 +28,7 @@ def test_a_search_releases_the_best_trial_and_its_card(config, model_folder, tmp
     rates = iter([{"learning_rate": 50.0}, {"learning_rate": 1e-3}])
     monkeypatch.setattr(tuning.secrets, "choice", lambda _: next(rates))
     monkeypatch.setattr(tuning, "_LEAST_JUDGES", 5)
-    monkeypatch.setattr(tuning, "add_noise_", lambda total, multiplier, stream: total)
+    monkeypatch.setattr(judges, "add_noise_", lambda total, multiplier, stream: total)
     config = dataclasses.replace(config, eval=None, batch_size=8)
     found = tune(config, {"learning_rate": [50.0, 1e-3]}, trials=3, held_out=0.5)
     output = tmp_path / "run"
@@ -127,6 +128,7 @@ def test_an_interrupted_search_goes_on_and_pays_no_more(config, tmp_path, monkey
     [
         ({"method": "frost"}, {}, "by dpsgd"),
         ({"epsilon": math.inf}, {}, "finite epsilon"),
+        ({"private_metrics": 1.0}, {}, "no curves"),
         ({}, {"candidates": {"batch_size": [8, 16]}}, "batch_size cannot be searched"),
         ({}, {"candidates": {"learning_rate": []}}, "no value"),
         ({}, {"candidates": {"learning_rate": ["fast"]}}, "cannot be read"),
@@ -141,6 +143,16 @@ def test_an_interrupted_search_goes_on_and_pays_no_more(config, tmp_path, monkey
 def test_refusals_come_before_anything_is_spent(config, tmp_path, settings, arguments, message):  # noqa: F811
     with pytest.raises(ConfigError, match=message):
         tune(dataclasses.replace(config, **settings), **arguments)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_row_that_is_no_text_is_found_before_anything_is_spent(config, tmp_path, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(tuning, "_LEAST_JUDGES", 1)
+    rows = [{"text": "good day"}] * 60 + [{"text": None}]
+    train = tmp_path / "gap.jsonl"
+    train.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(DataError, match="line 61"):
+        tune(dataclasses.replace(config, train=str(train), eval=None, text_column="text", batch_size=8), held_out=0.5)
     assert not (tmp_path / "run").exists()
 
 

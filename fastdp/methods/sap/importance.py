@@ -11,6 +11,7 @@ from torch import Tensor
 import fastdp.accounting as accounting
 import fastdp.ops as ops
 from fastdp.accounting.event_types import DpEvent
+from fastdp.ops.grid import exact_spacing
 from fastdp.ops.stream import NoiseStream
 
 
@@ -125,10 +126,13 @@ def noised_counts(
     if not (noise_multiplier > 0 and max_norm > 0 and math.isfinite(noise_multiplier * max_norm)):
         raise ValueError("noise_multiplier and max_norm of noised counts must be finite and above 0")
     counts = torch.zeros(classes, vocabulary, dtype=torch.float64)
+    # On a grid, so that no text's count moves where another's is rounded; towards 0, so that none passes its bound.
+    spacing = exact_spacing(len(texts), max_norm)
     for ids, label in _pairs(texts, labels, classes, vocabulary):
         tokens, times = ids.unique(return_counts=True)
         times = times.double()
-        counts[label, tokens] += times * min(1.0, max_norm / max(float(times.norm()), 1e-12))
+        clipped = times * min(1.0, max_norm / max(float(times.norm()), 1e-12))
+        counts[label, tokens] += (clipped / spacing).floor() * spacing
     noisy = ops.add_noise_(counts.float(), noise_multiplier * max_norm, stream)
     return noisy.double().clamp_min(0), accounting.gaussian(noise_multiplier)
 
