@@ -87,8 +87,8 @@ def _members(package: str) -> list[tuple[str, str]]:
         path = ROOT.joinpath(*home.split(".")).with_suffix(".py")
         definition = next(node for node in _definitions(path) if node.name == name)
         text = _complete(definition, path)
-        if isinstance(definition, ast.FunctionDef):
-            _shown_in(name, text)
+        if isinstance(definition, ast.FunctionDef) and ">>>" not in text:
+            raise ValueError(f"the docstring of {name} ({path.relative_to(ROOT)}) shows no example")
     return found
 
 

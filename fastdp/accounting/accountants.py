@@ -96,6 +96,11 @@ def epsilon(
 
     Raises:
         ValueError: for an unknown accountant, adjacency or kind of event, and for delta outside (0, 1).
+
+    >>> from fastdp.accounting import dpsgd, epsilon
+    >>> spent = epsilon(dpsgd(noise_multiplier=1.0, sample_rate=0.01, steps=1000), delta=1e-5)
+    >>> round(spent, 2), spent.accountant
+    (1.83, 'pld')
     """
     delta = check_delta(delta)
     check_adjacency(adjacency)

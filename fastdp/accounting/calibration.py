@@ -44,6 +44,10 @@ def calibrate(
         tolerance: how far below the target epsilon the result's may lie, relatively.
 
     Raises ValueError for an epsilon that is not positive, delta outside (0, 1), and a target out of reach.
+
+    >>> from fastdp.accounting import calibrate, dpsgd
+    >>> round(calibrate(lambda noise: dpsgd(noise, 0.01, 1000), epsilon=2.0, delta=1e-5), 2)
+    0.96
     """
     delta = check_delta(delta)
     check_target(epsilon, delta, dataset_size)

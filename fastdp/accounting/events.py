@@ -257,6 +257,10 @@ def dpsgd(
 
     Raises:
         ValueError: for values out of range and for another sampling.
+
+    >>> from fastdp.accounting import dpsgd
+    >>> dpsgd(noise_multiplier=1.0, sample_rate=0.1, steps=20).event
+    PoissonSampledDpEvent(sampling_probability=0.1, event=GaussianDpEvent(noise_multiplier=1.0))
     """
     return dpsgd_model(noise_multiplier, sample_rate, sampling, steps_per_epoch).event(steps)
 
@@ -285,6 +289,11 @@ def chosen(alternatives: Sequence[DpEvent], shape: float, stop: float) -> DpEven
         stop: gamma, in (0, 1); see `fastdp.accounting.renyi.stop_for`.
 
     Raises ValueError for another distribution, and where no trial is given.
+
+    >>> from fastdp.accounting import chosen, dpsgd, epsilon
+    >>> trial = dpsgd(4.0, 0.1, 20)
+    >>> epsilon(trial, 1e-5) < epsilon(chosen([trial], shape=0.0, stop=0.1), 1e-5)
+    True
     """
     if not alternatives:
         raise ValueError("a choice among trials needs the event of a trial")

@@ -36,6 +36,10 @@ def membership_bound(event: DpEvent, false_positive_rate: float, adjacency: Adja
 
     Raises:
         ValueError: for a rate outside [0, 1].
+
+    >>> from fastdp.accounting import gaussian, membership_bound
+    >>> round(membership_bound(gaussian(2.0), 0.01), 3)  # whoever accuses one of a hundred innocents finds so many
+    0.034
     """
     return membership_bounds(event, (false_positive_rate,), adjacency)[0]
 
