@@ -9,6 +9,7 @@ that is measured apart (``--overhead``).
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import sys
@@ -46,6 +47,11 @@ from .suite import Table, measure_rows, parser_of
 SCHEMES = ("none", "selective", "all")
 #: Of ``typed``, on the second data set.
 TYPED_EPSILONS = (2.0, 4.0, 8.0)
+#: What is drawn from an answered type, and whether that is learned; the other schemes learn it, as the paper does.
+WAYS: tuple[dict[str, Any], ...] = tuple(
+    {"replacement": replacement, "learned": learned}
+    for replacement, learned in (("uniform", True), ("model", False), ("uniform", False), ("model", True))
+)
 DATA = ("wikitext2", "pii_spans")
 
 
@@ -62,6 +68,7 @@ class Size:
     learning_rate: float = 2e-3
 
 
+SMALL = Size(texts=180, held_out=60, rounds=3, clients=2, more_clients=())
 TINY = Size(texts=24, held_out=8, rounds=2, epsilons=(1.0,), clients=2, more_clients=())
 FULL = Size(texts=2_000, held_out=600, rounds=20, epsilons=(0.1, 1.0, 4.0, 8.0, 16.0, 32.0, 64.0))
 
@@ -157,8 +164,8 @@ def settings(size: Size, seeds: int) -> Iterator[dict[str, Any]]:
                     row = {"data": data, "scheme": scheme, "epsilon": epsilon, "clients": size.clients}
                     yield {**row, "rounds": size.rounds, "seed": seed}
         for clients in (size.clients, *size.more_clients):
-            for epsilon in TYPED_EPSILONS:
-                row = {"data": "pii_spans", "scheme": "typed", "epsilon": epsilon, "clients": clients}
+            for epsilon, way in itertools.product(TYPED_EPSILONS, WAYS):
+                row = {"data": "pii_spans", "scheme": "typed", "epsilon": epsilon, "clients": clients, **way}
                 yield {**row, "rounds": size.rounds, "seed": seed}
         for clients in size.more_clients:
             row = {"data": "pii_spans", "scheme": "selective", "epsilon": 8.0, "clients": clients}
@@ -317,7 +324,7 @@ def _write_texts(path: Path, texts: Sequence[str]) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure what is missing, then draw."""
-    parser = parser_of(__doc__, seeds=1, pii="labelled spans, such as synth_dataset_v2.json")
+    parser = parser_of(__doc__, seeds=1, sizes=("small",), pii="labelled spans, such as synth_dataset_v2.json")
     parser.epilog = "Results other than the rounds are written beside --json."
     parser.add_argument("--model", type=Path, help="folder of a causal model, such as gpt2-mini")
     parser.add_argument("--wikitext", type=Path, help="folder with valid.txt and test.txt")
@@ -337,7 +344,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     if options.model is None or options.wikitext is None:
         parser.error("the rounds need --model and --wikitext")
-    size = {"default": Size(), "tiny": TINY, "full": FULL}[options.size]
+    size = {"default": Size(), "small": SMALL, "tiny": TINY, "full": FULL}[options.size]
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(options.model, options.wikitext, options.pii, size, Path(folder))
         if options.overhead:

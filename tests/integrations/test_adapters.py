@@ -1,4 +1,4 @@
-"""The bottleneck adapter inside peft, and BitFit's choice of parameters."""
+"""The bottleneck adapter inside peft, BitFit's choice of parameters, and LoRA whose first matrix is fixed."""
 
 import subprocess
 import sys
@@ -9,7 +9,9 @@ import torch
 import transformers
 from torch import nn
 
+import fastdp
 from fastdp.integrations.adapters import BottleneckConfig, BottleneckLayer, fix_lora_projections, train_biases_only
+from tests.engine.runs import Classifier, loader, logical_step
 
 SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
 TOKENS = {"vocab_size": 64, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
@@ -230,3 +232,35 @@ def test_fixing_needs_lora_of_a_rank_that_fits():
     model = peft.get_peft_model(Matrices(), peft.LoraConfig(r=11, target_modules=["second"]))
     with pytest.raises(ValueError, match="rank 11 and reads 10"):
         fix_lora_projections(model)
+
+
+def test_with_a_fixed_first_matrix_the_scale_is_a_learning_rate():
+    """Scale, bound and steps of B by powers of two: after private steps of Adam the product is the same, to its last bits."""
+    found = []
+    for k in (1.0, 8.0):
+        torch.manual_seed(0)
+        model = peft.get_peft_model(
+            Classifier(), peft.LoraConfig(r=2, lora_alpha=2 * 0.5 * k, target_modules=["first", "second"])
+        )
+        fix_lora_projections(model)
+        trained = [p for p in model.parameters() if p.requires_grad]
+        private = fastdp.make_private(
+            model,
+            torch.optim.Adam(trained, lr=0.25 / k, eps=0.0),
+            loader(),
+            method=fastdp.DPSGD(max_grad_norm=0.125 * k),
+            noise_multiplier=1.0,
+            target_delta=1e-3,
+            epochs=1,
+            unsafe_seed=3,
+        )
+        iterator = iter(private.data_loader)
+        for _ in range(3):
+            logical_step(private, iterator)
+        private.detach()
+        layers = [module for module in model.modules() if isinstance(module, peft.tuners.lora.LoraLayer)]
+        found.append([layer.get_delta_weight("default").detach() for layer in layers])
+    for one, other in zip(*found, strict=True):
+        assert float(one.abs().max()) > 0.1
+        # Norms are rounded at other places: 2^-18 of the largest entry is a hundred times the clip's own rounding.
+        assert float((one - other).abs().max()) <= 2**-18 * float(one.abs().max())
