@@ -184,7 +184,7 @@ def make_private(
         )
         check_budget(target_delta, target_epsilon, noise_multiplier, method.mechanism, len(units), allow_large_delta)
         plan = plan.settle(method.budget(plan))
-        refuse_in_pieces(model, plan, method.mechanism, keep_logits=keep_logits)
+        refuse_in_pieces(model, keep_logits=keep_logits)
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         # Made once here for its refusals, before a ledger exists.
         for factor in {1.0, *(factor for _, factor in plan.factors)}:
@@ -199,7 +199,7 @@ def make_private(
             *(plan, method.describe(), physical, user_ids is None, unit_map, loss_reduction, resume, folder is None),
             *(secure_rounding, two_pass, self_check, unsafe_seed, keep_logits),
         ]
-        alike = described(model, data_loader.dataset, units)
+        alike = described(model, data_loader.dataset, units, method)
         ranks.require_alike({**alike, "what make_private was given": repr(arguments)})
 
     def open_ledger() -> Ledger:

@@ -101,8 +101,7 @@ class Accumulator(Sums):
         whole: dict[str, torch.Tensor] = {}
         matrices: dict[str, Factors] = {}
         held, most = 0, self._together(norms)
-        # What other ranks have captures of is added up with theirs, in one order everywhere.
-        for name in list(self.parameters if self.weights.cut else reversed(norms.entries)):
+        for name in self.in_order(norms.entries):
             entry = norms.entries.pop(name, None) or Entry()
             if entry.instance is not None:
                 whole[name], entry.instance = entry.instance, None

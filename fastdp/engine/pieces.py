@@ -55,6 +55,15 @@ def part(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return whole[start:end]
 
 
+def counts(tensor: torch.Tensor) -> bool:
+    """Whether it is for this process to count the numbers of its piece, of which others may have replicas."""
+    held: Any = tensor
+    return all(
+        placement.is_shard() or held.device_mesh.get_local_rank(axis) == 0
+        for axis, placement in enumerate(held.placements)
+    )
+
+
 def joined(own: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """A tensor in pieces as ``like`` is, of which ``own`` is the piece here."""
     if not is_cut(like):

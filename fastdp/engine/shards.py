@@ -77,6 +77,18 @@ class Whole:
         """Of a sum over this rank's units, what this rank keeps of it: of a sum over all units, where that is due now."""
         return total
 
+    def joined(self, name: str, kept: torch.Tensor) -> torch.Tensor:
+        """A parameter's whole sum, where ``kept`` is what this rank keeps of it."""
+        return kept
+
+    def counts(self, name: str) -> bool:
+        """Whether it is for this rank to count what it keeps of a parameter's sum, of which others may keep the same."""
+        return True
+
+    def counted(self, numbers: torch.Tensor) -> torch.Tensor:
+        """What was counted, over all ranks."""
+        return numbers
+
     def measured(self, name: str, gradient: torch.Tensor) -> Measured:
         """What is compared of a gradient of one unit."""
         return Measured(gradient.float(), float(gradient.double().norm()))
@@ -144,7 +156,7 @@ class Sharded(Whole):
 
     @property
     def _device(self) -> torch.device:
-        return next(iter(self._read.values())).device
+        return self._groups[0].device  # type: ignore[no-any-return]
 
     @contextmanager
     def apart(self) -> Iterator[None]:
@@ -236,6 +248,22 @@ class Sharded(Whole):
             total = torch.zeros(parameter.shape, device=self._read[name].device)
         with reached():
             return pieces.added(total, parameter)
+
+    def joined(self, name: str, kept: torch.Tensor) -> torch.Tensor:
+        """A parameter's whole sum, from the pieces of all ranks. Collective."""
+        with reached():
+            return pieces.whole(pieces.joined(kept, self._parameters[name]))
+
+    def counts(self, name: str) -> bool:
+        """Of replicas of a piece one is counted, and of what all have the first rank's."""
+        parameter = self._parameters[name]
+        return pieces.counts(parameter) if pieces.is_cut(parameter) else self.ranks.leads
+
+    def counted(self, numbers: torch.Tensor) -> torch.Tensor:
+        """What was counted, over all ranks. Collective."""
+        found = {"counted": numbers}
+        self.ranks.add(found, found)
+        return found["counted"]
 
     def measured(self, name: str, gradient: torch.Tensor) -> Measured:
         """The part of a gradient that this rank would keep of a sum, and the norm of the whole of it."""

@@ -70,6 +70,19 @@ class Sums:
             require_alike(compared)
         self.compared.clear()
 
+    def in_order(self, captured: Mapping[str, object]) -> list[str]:
+        """Whose sums are to be made, the last captured first; of pieces every parameter's, in one order on all ranks.
+
+        Where this rank has captured nothing another may have, and waits for it.
+        """
+        return list(self.parameters if self.weights.cut else reversed(captured))
+
+    def whole(self, name: str) -> torch.Tensor:
+        """A parameter's sum as a whole, which is zero where nothing was captured. Collective, of weights in pieces."""
+        if name not in self.sums:
+            return torch.zeros(self.parameters[name].shape, device=self.parameters[name].device)
+        return self.weights.joined(name, self.sums[name])
+
     def _weights(self, name: str, factors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         group = self.policy.group_of[name]
         if isinstance(group, tuple):
@@ -110,7 +123,7 @@ class Sums:
         self._sum(name, total)
 
     def add_gradient(self, name: str, gradient: torch.Tensor) -> None:
-        """Add what nothing clips: a gradient of ordinary training."""
+        """Add what is not to be scaled here: a gradient of ordinary training, or one that was clipped before."""
         self._sum(name, gradient.float())
         self.keep(name)
 

@@ -6,7 +6,8 @@ import math
 import os
 import warnings
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import is_dataclass
 from typing import Any
 
 import torch
@@ -16,7 +17,6 @@ from fastdp.engine.guard import contents
 from fastdp.engine.pieces import is_cut
 from fastdp.engine.ranks import pass_through
 from fastdp.engine.shards import check_pieces
-from fastdp.private.plan import Plan
 from fastdp.private.sampler import Units
 
 #: Wrappers that gather, cut or reduce gradients before any of them could be clipped, and what is wrong with each.
@@ -48,7 +48,7 @@ def bare(model: torch.nn.Module) -> torch.nn.Module:
             return model
 
 
-def described(model: torch.nn.Module, dataset: Any, units: Units) -> dict[str, Any]:
+def described(model: torch.nn.Module, dataset: Any, units: Units, method: Any) -> dict[str, Any]:
     """What processes that train together must have alike, by name: short digests of a model, and of a few of the examples."""
     shapes = [(name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in model.named_parameters()]
     held = (*model.named_parameters(), *model.named_buffers())
@@ -61,7 +61,19 @@ def described(model: torch.nn.Module, dataset: Any, units: Units) -> dict[str, A
         # One that is not the same twice is augmented, and may be otherwise elsewhere.
         "an example of the data set": [(index, one) for index, one, two in read if one == two],
         "a weight or a buffer of the model": values,
+        "what the method was given to read": [_digest(tensor) for tensor in _given(method)],
     }
+
+
+def _given(settings: Any) -> Iterator[torch.Tensor]:
+    """The tensors among settings, and among theirs: public examples, sizes."""
+    if is_dataclass(settings):
+        settings = vars(settings)
+    if isinstance(settings, torch.Tensor):
+        yield settings
+    elif isinstance(settings, (Mapping, list, tuple)):
+        for own in settings.values() if isinstance(settings, Mapping) else settings:
+            yield from _given(own)
 
 
 def _in_memory(tensor: torch.Tensor) -> bool:
@@ -127,15 +139,10 @@ def check_model(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Non
             )
 
 
-def refuse_in_pieces(model: torch.nn.Module, plan: Plan, mechanism: str, *, keep_logits: bool | None) -> None:
+def refuse_in_pieces(model: torch.nn.Module, *, keep_logits: bool | None) -> None:
     """Raise ValueError for what needs whole weights, where they are in pieces."""
     if not any(map(is_cut, model.parameters())):
         return
-    if plan.side:
-        raise ValueError(
-            f"{mechanism} makes releases between its steps, which need the whole model: train it without fully_shard, or use "
-            "DPSGD"
-        )
     if keep_logits is False:
         raise ValueError(
             "keep_logits is False, and tiles of logits need the head's weight after the backward pass, when it is in pieces "

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from fastdp.engine.collation import Collation
 from fastdp.engine.engine import Engine
 from fastdp.engine.errors import SelfCheckError
 from fastdp.engine.ranks import ONE, Ranks
+from fastdp.engine.shards import Whole
 from fastdp.ops.stream import NoiseStream
 from fastdp.private.loader import PrivateLoader
 from fastdp.private.plan import Plan, SideRelease
@@ -61,6 +62,7 @@ class Moment:
         parameters: every parameter that may be trained, by name, the frozen ones included.
         step: logical steps done.
         outcome: what the previous preparation came to; empty at the first.
+        weights: how passes through the model get at its weights; passes that ranks do not make alike, within its `apart`.
     """
 
     plan: Plan
@@ -68,6 +70,7 @@ class Moment:
     parameters: Mapping[str, torch.nn.Parameter]
     step: int
     outcome: Outcome
+    weights: Whole = field(default_factory=Whole)
 
 
 @dataclass
@@ -138,16 +141,19 @@ class Preparation(Moment):
                 "private data are read without noise only by a method that says in its flaws() why it guarantees nothing"
             )
         total: dict[str, torch.Tensor] = {}
-        for part in _parts(self._access.open_unprotected(rate), self.parameters, contributions):
-            for name, values in part.items():
-                total[name] = total[name] + values.sum(0) if name in total else values.sum(0)
+        loader = self._access.open_unprotected(rate)
+        with self.weights.apart():
+            for part in _parts(loader, self.parameters, contributions):
+                for name, values in part.items():
+                    total[name] = total[name] + values.sum(0) if name in total else values.sum(0)
         self._releases.append(Released(self._access.ranks.total(total)))
         return self._releases[-1]
 
     def findings(self) -> Findings:
         """End the preparation; what it released."""
         self.end()
-        return Findings(self.plan, self.model, self.parameters, self.step, self.outcome, tuple(self._releases))
+        moment = (self.plan, self.model, self.parameters, self.step, self.outcome, self.weights)
+        return Findings(*moment, tuple(self._releases))
 
     def end(self) -> None:
         """From here on nothing is released."""
@@ -187,8 +193,10 @@ class Sample:
         Raises ValueError where the contributions are not one a unit.
         """
         sums = {name: torch.zeros_like(tensor, dtype=torch.float32) for name, tensor in like.items()}
-        for part in _parts(self._draw(), self._preparation.parameters, contributions):
-            add_clipped(sums, part, max_norm)
+        loader = self._draw()
+        with self._preparation.weights.apart():
+            for part in _parts(loader, self._preparation.parameters, contributions):
+                add_clipped(sums, part, max_norm)
         self._access.ranks.add(sums, like)
         return self.publish(sums, max_norm)
 

@@ -315,7 +315,11 @@ class Private(Published):
             {k: v for k, v in g.items() if isinstance(v, (bool, int, float, tuple))} for g in optimizer.param_groups
         ]
         policy = self.policy
-        return {"a setting of the optimizer": repr(numbers), "the clipping": repr((policy.bounds, policy.stds))}
+        return {
+            "a setting of the optimizer": repr(numbers),
+            "the clipping": repr((policy.bounds, policy.stds)),
+            f"what {self.method.mechanism} chose": self._stages.chosen,
+        }
 
     @property
     def nonfinite_examples(self) -> int:

@@ -18,6 +18,7 @@ from fastdp.engine.engine import Engine
 from fastdp.engine.guard import contents
 from fastdp.engine.policy import Policy
 from fastdp.engine.ranks import ONE, Ranks
+from fastdp.engine.shards import weights_of
 from fastdp.private.method import Method
 from fastdp.private.preparation import Outcome, Preparation
 from fastdp.private.release import Release
@@ -63,6 +64,7 @@ class Stages:
         self.release = release
         self.parameters: Mapping[str, torch.nn.Parameter] = dict(release.parameters)
         self.outcome: Outcome = {}
+        self._chosen: tuple[Outcome, str] = self.outcome, ""
         #: The step before which the latest preparation ran; -1 before the first.
         self.prepared_step = -1
         self._ledger = ledger
@@ -89,6 +91,7 @@ class Stages:
         self._train(self.parameters)
         # After a step its gradients are still there, and would be taken for ones that nothing has clipped.
         self.model.zero_grad(set_to_none=True)
+        preparation.weights = weights_of(self.model, self._ranks)
         try:
             self._release(preparation)
             outcome = dict(self.method.conclude(preparation.findings()))
@@ -96,6 +99,7 @@ class Stages:
             self.outcome, self.prepared_step = outcome, preparation.step
         finally:
             preparation.end()
+            preparation.weights.release()
             self.model.zero_grad(set_to_none=True)
             self.model.train(training)
             self.engine = self._open()
@@ -116,6 +120,13 @@ class Stages:
                 f"{changed[0]} changed while {self.method.mechanism} looked at private data: nothing but its releases may "
                 "leave there"
             )
+
+    @property
+    def chosen(self) -> str:
+        """What tells outcomes apart: empty before the first."""
+        if self._chosen[0] is not self.outcome:
+            self._chosen = self.outcome, digest(self.outcome)
+        return self._chosen[1]
 
     def adopt(self, outcome: Outcome, step: int, name: str = "the checkpoint's outcome") -> None:
         """Go on from an outcome of an earlier process.
@@ -169,8 +180,9 @@ class Stages:
             group["params"] = [p for p in everything if id(p) in kept or id(p) not in known]
 
     def _save(self, outcome: Outcome, step: int) -> None:
-        with self._ranks.together():
-            self._ledger.note(_NOTE.format(step=step), digest(outcome))
+        chosen = digest(outcome)
+        with self._ranks.together({f"what {self.method.mechanism} chose": chosen}):
+            self._ledger.note(_NOTE.format(step=step), chosen)
         if self._folder is not None and self._ranks.leads:
             files.save_tensors(self._folder / _OUTCOME_FILE.format(step=step), outcome)
 

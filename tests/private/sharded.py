@@ -274,7 +274,6 @@ def refused(rank: int, size: int, folder: Path) -> dict[str, Any]:
         model.to("meta")
         shard(model)
 
-    selecting = fastdp.DPFrost(unfreezing_ratio=0.5, selection_noise_multiplier=2.0, selection_rate=0.5)
     tried: dict[str, tuple[Callable[[nn.Module], None], dict[str, Any]]] = {
         "tensor parallel": (column_wise, {}),
         "blocks alone": (blocks_alone, {}),
@@ -282,7 +281,6 @@ def refused(rank: int, size: int, folder: Path) -> dict[str, Any]:
         "pipeline": (on_one, {}),
         "no values": (on_meta, {}),
         **({"a number": (partial(shard, reshard_after_forward=2), {})} if size == 4 else {}),
-        "a selection": (shard, {"method": selecting}),
         "no logits": (shard, {"keep_logits": False}),
         "a proof": (shard, {}),
         "afterwards": (lambda model: None, {}),

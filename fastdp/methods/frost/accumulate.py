@@ -11,7 +11,7 @@ from fastdp.engine.accumulator import Accumulator
 from fastdp.engine.bounds import Norms, UpperNorms
 from fastdp.engine.factors import Factors, PerUnit
 from fastdp.engine.layout import Layout
-from fastdp.engine.norms import NormSink
+from fastdp.engine.norms import Entry, NormSink
 from fastdp.engine.policy import Policy
 from fastdp.engine.ranks import Ranks
 from fastdp.engine.sums import Route
@@ -127,18 +127,18 @@ class MagnitudeAccumulator(Accumulator):
         open_sink(sink)
         backward(False)
         scales = self._scales(sink.finish(), layout.weights)
-        while sink.entries and self.vectors:
-            name, entry = sink.entries.popitem()
-            if self.absolute:
-                self._add_absolute(
-                    name, PerUnit(entry.factors, entry.instance, layout, self.parameters[name].shape), scales
-                )
+        factors = scales.expand(len(self.partitions), -1)
+        for name in self.in_order(sink.entries) if self.vectors else ():
+            entry = sink.entries.pop(name, None) or Entry()
+            if self.absolute and (entry.factors or entry.instance is not None):
+                gradients = PerUnit(entry.factors, entry.instance, layout, self.parameters[name].shape)
+                self.add_gradient(name, self._absolute(name, gradients, scales))
                 continue
-            factors = scales.expand(len(self.partitions), -1)
             if entry.instance is not None:
                 self.add_instance(name, entry.instance, factors)
             while entry.factors:
                 self.add_factors(name, entry.factors.pop(), factors, layout)
+            self.keep(name)
 
     def add_unit(self, instances: Mapping[str, torch.Tensor], weight: torch.Tensor) -> None:
         """Clip and add one unit from its whole gradients ``[1, ...]``: the one-example route."""
@@ -165,21 +165,25 @@ class MagnitudeAccumulator(Accumulator):
             self.totals += (torch.where(scales > 0, upper.measured, 0.0) @ scales.double()) / self.sizes
         return scales
 
-    def _add_absolute(self, name: str, gradients: PerUnit, scales: torch.Tensor) -> None:
-        total = self.sums.setdefault(name, torch.zeros(self.parameters[name].shape, device=scales.device))
+    def _absolute(self, name: str, gradients: PerUnit, scales: torch.Tensor) -> torch.Tensor:
+        total = torch.zeros(self.parameters[name].shape, device=scales.device)
         for unit, scale in enumerate(scales.tolist()):
             if scale > 0:
                 total.add_(gradients[unit].abs_(), alpha=scale)
+        return total
 
     def magnitudes(self) -> torch.Tensor:
-        """The magnitudes without noise, float64 ``[partitions]``: private until noise of their sensitivity is added."""
+        """The magnitudes without noise, float64 ``[partitions]``: private until noise of their sensitivity is added.
+
+        Of weights in pieces every rank must ask.
+        """
         if not self.vectors:
             return self.totals
         powers = torch.zeros_like(self.sizes)
-        for name, total in self.sums.items():
-            group = self.policy.group_of[name]
+        for name in filter(self.weights.counts, self.sums):
+            group, total = self.policy.group_of[name], self.sums[name]
             assert isinstance(group, int)
             powers[group] += (total.abs() if self.magnitude.norm_order == 1 else total.square()).sum(
                 dtype=torch.float64
             )
-        return (powers / self.sizes) ** (1 / self.magnitude.norm_order)
+        return (self.weights.counted(powers) / self.sizes) ** (1 / self.magnitude.norm_order)

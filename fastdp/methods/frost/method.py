@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 import fastdp.accounting as accounting
+import fastdp.engine.pieces as pieces
 from fastdp.engine.policy import Policy
 from fastdp.methods.frost.accumulate import MagnitudeAccumulator
 from fastdp.methods.frost.magnitudes import Kind, Magnitude
@@ -280,17 +281,13 @@ class DPFrost(Options):
         parameters = preparation.parameters
         whole = Partition("all", tuple(parameters), sum(p.numel() for p in parameters.values()))
         sample = preparation.release(_KIND)
-        sums = self._accumulate(preparation, sample, [whole], vectors=True).sums
-        scores = {
-            name: sums[name] / self.max_grad_norm if name in sums else torch.zeros(p.shape, device=p.device)
-            for name, p in parameters.items()
-        }
-        sample.publish(scores, 1.0)
+        sums = self._accumulate(preparation, sample, [whole], vectors=True)
+        sample.publish({name: sums.whole(name) / self.max_grad_norm for name in parameters}, 1.0)
 
     def _entry_scores(self, findings: Findings) -> Mapping[str, torch.Tensor]:
         parameters = findings.parameters
         if self.choose_by == "values":
-            return {name: p.detach().abs() for name, p in parameters.items()}
+            return {name: pieces.whole(p).abs() for name, p in parameters.items()}
         if self.choose_by == "random":
             generator = self._generator(findings)
             return {name: torch.rand(p.shape, generator=generator) for name, p in parameters.items()}
@@ -301,7 +298,7 @@ class DPFrost(Options):
             return torch.rand(len(partitions), generator=self._generator(findings)).tolist()
         parameters = findings.parameters
         return [
-            sum(float(parameters[name].detach().abs().sum()) for name in partition.parameters) / partition.size
+            sum(float(pieces.whole(parameters[name]).abs().sum()) for name in partition.parameters) / partition.size
             for partition in partitions
         ]
 

@@ -168,7 +168,7 @@ class RapFT(Options):
     def _propagator(self, moment: Moment) -> Propagator:
         if not isinstance(self.source, PublicMoments):
             require_values(moment.parameters)
-        return Propagator(moment.model, moment.parameters, self.propagation, self.initialisation)
+        return Propagator(moment.model, moment.parameters, self.propagation, self.initialisation, moment.weights)
 
     def policy(
         self, parameters: Mapping[str, torch.nn.Parameter], noise_multiplier: float, outcome: Outcome | None = None

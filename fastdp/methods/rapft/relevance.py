@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+import fastdp.engine.pieces as pieces
 import fastdp.ops as ops
 from fastdp.engine.batches import as_long_as, take_rows, tensors
 from fastdp.engine.errors import UnsupportedUse
@@ -16,6 +17,7 @@ from fastdp.engine.factors import Factors
 from fastdp.engine.intercept import Reads
 from fastdp.engine.layout import Layout, Ticket
 from fastdp.engine.rows import Met
+from fastdp.engine.shards import Whole
 from fastdp.engine.trace import Key, Tracer
 from fastdp.engine.uses import Tap
 from fastdp.methods.rapft.initialisation import Initialisation, one_hot
@@ -37,7 +39,7 @@ Map = dict[str, torch.Tensor]
 
 
 class _MapSink:
-    """Adds up what a backward pass captures, by unit: ``[units, *shape]`` float32 for each trained parameter."""
+    """Adds up what a backward pass captures times the parameter, by unit: ``[units, *shape]`` float32 for each that is trained."""
 
     def __init__(self, parameters: Mapping[str, torch.nn.Parameter], layout: Layout):
         self.names = {id(p): name for name, p in parameters.items()}
@@ -46,7 +48,8 @@ class _MapSink:
 
     def _add(self, parameter: torch.nn.Parameter, instance: torch.Tensor) -> None:
         name = self.names[id(parameter)]
-        instance = instance.reshape(self.layout.units, *parameter.shape)
+        # While the backward pass is here, the parameter has its values; of one in pieces it has none afterwards.
+        instance = parameter.detach().float() * instance.reshape(self.layout.units, *parameter.shape)
         self.sums[name] = self.sums[name] + instance if name in self.sums else instance
 
     def matrix(self, parameter: torch.nn.Parameter, factors: Factors, layout: Layout) -> None:
@@ -112,6 +115,7 @@ class Propagator:
         parameters: the trained parameters by name; each must require a gradient.
         propagation: the rules.
         initialisation: where relevance starts.
+        weights: how passes get at the weights.
     """
 
     def __init__(
@@ -120,9 +124,13 @@ class Propagator:
         parameters: Mapping[str, torch.nn.Parameter],
         propagation: Propagation | None = None,
         initialisation: Initialisation | None = None,
+        weights: Whole | None = None,
     ):
         self.model = model
-        self.parameters = dict(parameters)
+        self.weights = weights or Whole()
+        #: As modules read them in a pass.
+        self.parameters = self.weights.read(parameters)
+        self._forward = self.weights.running(model)
         self.propagation = propagation or Propagation()
         self.initialisation = initialisation or Initialisation()
         self._reads: Reads | None = None
@@ -161,7 +169,12 @@ class Propagator:
             inputs.pop("labels", None)
         layout = ticket.layout(device)
         context = Context(self.propagation, ticket.rows, audit)
-        with _evaluating(self.model), torch.enable_grad(), activations_hand_on(self.model, context):
+        with (
+            self.weights.apart(),
+            _evaluating(self.model),
+            torch.enable_grad(),
+            activations_hand_on(self.model, context),
+        ):
             try:
                 return self._propagate(inputs, labels, layout, context)
             except UnsupportedUse as error:
@@ -173,7 +186,7 @@ class Propagator:
         tap.sink = sink
         flowing = {k: begin(v.detach(), context) if v.is_floating_point() else v for k, v in inputs.items()}
         with RelevanceMode(reads, tap, context):
-            output = self.model(**flowing)
+            output = self._forward(**flowing)
         logits = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
         if logits is None:
             raise ValueError("relevance starts at a model's logits, and this model returns none")
@@ -189,7 +202,7 @@ class Propagator:
             context.audit.output = float((messages * logits.detach()).double().sum())
         self._backward(logits, messages)
         return {
-            name: parameter.detach().float() * sink.sums[name]
+            name: sink.sums[name]
             if name in sink.sums
             else torch.zeros(layout.units, *parameter.shape, device=parameter.device)
             for name, parameter in self.parameters.items()
@@ -201,7 +214,8 @@ class Propagator:
         for parameter in self.parameters.values():
             parameter.grad = None
         try:
-            torch.autograd.backward(logits, messages)
+            with self.weights.gathered():
+                torch.autograd.backward(logits, messages)
             missed = [name for name, p in self.parameters.items() if p.grad is not None]
         finally:
             for name, parameter in self.parameters.items():
@@ -211,7 +225,7 @@ class Propagator:
 
     def _traced(self, inputs: dict[str, Any], layout: Layout) -> Reads:
         if self._reads is None:
-            found = Tracer(self.model, self.parameters).trace(self.model.forward, ((), inputs), layout.rows)
+            found = Tracer(self.model, self.parameters).trace(self._forward, ((), inputs), layout.rows)
             if found.conflict is not None:
                 raise ValueError(f"relevance cannot be propagated through this model: {found.conflict}")
             self._reads = Reads(self.parameters)
@@ -253,7 +267,7 @@ def require_values(parameters: Mapping[str, torch.nn.Parameter]) -> None:
     This looks at weights alone, which are public or were released, never at data.
     """
     for name, parameter in parameters.items():
-        if parameter.dim() >= 2 and not bool(parameter.detach().any()):
+        if parameter.dim() >= 2 and not bool(pieces.whole(parameter).any()):
             raise ValueError(
                 f"{name} is zero throughout, as LoRA's B and an adapter's last matrix are at first, and a zero has no "
                 "relevance: set map_after to some private steps, or call methods.rapft.warm_up with public data first"
