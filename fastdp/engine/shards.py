@@ -114,6 +114,8 @@ class Sharded(Whole):
         self.ranks = ranks
         self._modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
         self._groups = [group for module in self._modules for group in _groups(module)]
+        #: Whether there was a pass since torch's notes of passes were last cleared.
+        self._passed = False
         self._apart = False
         self._parameters: dict[str, torch.nn.Parameter] = {}
         self._read: dict[str, torch.nn.Parameter] = {}
@@ -214,9 +216,16 @@ class Sharded(Whole):
             self.settle()
 
     def settle(self) -> None:
-        """Have modules hold their weights in pieces, as after a backward pass."""
+        """Have modules hold their weights in pieces, as after a backward pass.
+
+        Torch also keeps the order of passes that no backward pass followed, and would gather by it ahead of need: on those
+        ranks alone that made them.
+        """
         for module in self._modules:
             module.reshard()
+        if self._passed:
+            self.model.reset_iter_state()
+            self._passed = False
 
     def running(self, forward: Callable[..., T]) -> Callable[..., T]:
         """A forward pass after whose failure another may begin."""
@@ -230,6 +239,7 @@ class Sharded(Whole):
             except Exception:
                 self.model.reset_iter_state()
                 raise
+            self._passed = True
             if not torch.is_grad_enabled():
                 # Without a backward pass to come, nothing else would.
                 self.settle()

@@ -93,18 +93,27 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
 SELECTING = ("masked", "rapft", "frost", "soft", "public", "axes", "values")
 
 
-def trained(case: str, noise: float, prepare: Callable[[nn.Module], None] = lambda model: None) -> dict[str, Any]:
-    """One run of the matrix: the weights after `STEPS` steps, and what the run says of itself."""
+def trained(
+    case: str,
+    noise: float,
+    prepare: Callable[[nn.Module], None] = lambda model: None,
+    launch: Callable[..., Any] = lambda *given: given,
+) -> dict[str, Any]:
+    """One run of the matrix: the weights after `STEPS` steps, and what the run says of itself.
+
+    ``launch`` is handed model, optimizer and loader, and returns those that are to be trained with.
+    """
     name, tuning, options = CASES[case]
-    model = build(name, tuning)
+    model: Any = build(name, tuning)
     model.config.use_cache = False
     prepare(model)
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1, momentum=0.5)
+    optimizer: Any = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1, momentum=0.5)
     loader: DataLoader = DataLoader(
         texts(),  # type: ignore[arg-type]
         batch_size=3 if "user_ids" in options else 6,
         collate_fn=packed if "unit_map" in options else padded,
     )
+    model, optimizer, loader = launch(model, optimizer, loader)
     given = {"noise_multiplier": noise, "target_delta": 1e-3, "epochs": 3, "unsafe_seed": 5, **options}
     # Rounded to a grid, a difference in the last digit of a sum may move a weight by a step of the grid.
     private = fastdp.make_private(model, optimizer, loader, max_physical_batch_size=2, secure_rounding=False, **given)
@@ -116,6 +125,7 @@ def trained(case: str, noise: float, prepare: Callable[[nn.Module], None] = lamb
         "processes": card["model"]["processes"],
         "route": private.route,
         "spent": card["steps"]["spent"],
+        "pieces": any(map(pieces.is_cut, model.parameters())),
     }
 
 

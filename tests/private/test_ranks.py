@@ -125,6 +125,19 @@ def test_so_do_pieces_of_every_kind(tmp_path: Path) -> None:
                 assert rank[way]["spent"] == 6
 
 
+@pytest.mark.slow
+def test_so_do_pieces_that_accelerate_makes(tmp_path: Path) -> None:
+    """Its FSDP2 plugin before `make_private`, and not after it."""
+    run(tmp_path, "matrix:1", "accelerated:2", CASES="tied gpt2,llama,lora")
+    (alone,) = ranks(tmp_path, "matrix", 1)
+    for rank in ranks(tmp_path, "accelerated", 2):
+        for case in ("tied gpt2", "llama", "lora"):
+            assert apart(rank[case]["weights"], alone[case, 1.0]["weights"]) < ROUNDING, case
+            assert rank[case]["pieces"], case
+        assert "fully_shard was called after make_private" in rank["afterwards"]
+        assert rank["spent"] == 0
+
+
 def require_stretches(folder: Path, *sizes: int) -> None:
     before, weights = 0, None
     for size in sizes:

@@ -39,7 +39,7 @@ Map = dict[str, torch.Tensor]
 
 
 class _MapSink:
-    """Adds up what a backward pass captures times the parameter, by unit: ``[units, *shape]`` float32 for each that is trained."""
+    """Adds up captured gradients times their parameters, by unit: ``[units, *shape]`` float32 for each trained one."""
 
     def __init__(self, parameters: Mapping[str, torch.nn.Parameter], layout: Layout):
         self.names = {id(p): name for name, p in parameters.items()}
