@@ -287,26 +287,27 @@ def shapes(rank: int, size: int, folder: Path) -> dict[str, Any]:
     return found
 
 
-def killed(moment: str, rank: int, size: int, folder: Path) -> dict[str, Any]:
+def killed(
+    moment: str, rank: int, size: int, folder: Path, *, model: nn.Module | None = None, name: str | None = None
+) -> dict[str, Any]:
     """Rank 1 ends at a given moment of the third release; what the others see, and how fast."""
     from fastdp.engine.accumulator import Accumulator
+    from fastdp.engine.shards import Sharded
     from fastdp.private.release import Books
 
-    place = folder / moment
-    private = small(output_dir=place, resume=(place / "ledger.jsonl").exists())
-    count = 0
+    place = folder / (name or moment)
+    private = small(model=model, output_dir=place, resume=(place / "ledger.jsonl").exists())
+    began = 0.0
+    released = 0
 
     def ending(owner: Any, name: str, *, after: bool) -> None:
         inner = getattr(owner, name)
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            nonlocal count
-            count += 1
-            if after:
-                inner(*args, **kwargs)
-            if rank == 1 and count == 3:
+            found = inner(*args, **kwargs) if after else None
+            if rank == 1 and released == 2:
                 os._exit(9)
-            return None if after else inner(*args, **kwargs)
+            return found if after else inner(*args, **kwargs)
 
         setattr(owner, name, call)
 
@@ -315,9 +316,7 @@ def killed(moment: str, rank: int, size: int, folder: Path) -> dict[str, Any]:
     elif moment == "after the record":
         ending(Books, "record", after=True)
     elif moment == "in the reduction":
-        ending(Accumulator, "merge", after=False)
-    began = 0.0
-    released = 0
+        ending(*((Accumulator, "merge") if model is None else (Sharded, "kept")), after=False)
 
     def clock(_moment: str, step: int) -> None:
         nonlocal began, released

@@ -22,9 +22,14 @@ from torch.utils.data import DataLoader
 
 import fastdp
 from fastdp.accounting import BudgetExceeded
+from fastdp.engine import pieces
+from fastdp.engine.policy import Policy
+from fastdp.engine.ranks import Ranks
+from fastdp.ops.stream import NoiseStream
+from fastdp.private.release import Release
 from tests.engine.models import build
 from tests.engine.runs import Classifier
-from tests.private.ranked import checkpointed, go_on, padded, shard, small, texts, trained, whole
+from tests.private.ranked import MOMENTS, checkpointed, go_on, killed, padded, shard, small, texts, trained, whole
 
 HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
@@ -152,6 +157,53 @@ def lost(rank: int, size: int, folder: Path) -> dict[str, Any]:
     except Exception as error:
         said = f"{type(error).__name__}: {error}"
     return {"said": said, "seconds": time.monotonic() - began, "released": released, "spent": private.steps_done}
+
+
+def killed_with_pieces(moment: str, rank: int, size: int, folder: Path) -> dict[str, Any]:
+    """As `killed`, where each rank has but a piece of every weight."""
+    model = Classifier()
+    for module in (model.first, model.second, model):
+        fully_shard(module)
+    return killed(moment, rank, size, folder, model=model, name=f"{moment}, of pieces")
+
+
+class Uneven(nn.Module):
+    """Parameters whose last pieces are shorter than the others, or empty."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tall = nn.Parameter(torch.zeros(1501, 16))
+        self.masked = nn.Parameter(torch.zeros(7, 8000))
+        self.short = nn.Parameter(torch.zeros(1, 60_000))
+
+
+class NoLedger:
+    def record(self, kind: str = "step") -> None:
+        """Notes nothing."""
+
+
+def noise(rank: int, size: int, folder: Path) -> dict[str, Any]:
+    """What releases add to the pieces here, over its standard deviation; with keys of the operating system.
+
+    The last two are rounded to a grid.
+    """
+    model: Any = Uneven()
+    fully_shard(model)
+    mask = torch.arange(7 * 8000).view(7, 8000) % 3 == 0
+    policy = Policy((1.0, 1.0), (2.0, 0.5), {"tall": 0, "masked": (0, 1), "short": 1}, {"masked": mask})
+    parameters = dict(model.named_parameters())
+    releases = [
+        Release(parameters, NoLedger(), NoiseStream.shared(Ranks.here().key), 4.0, secure_rounding=rounded)
+        for rounded in (False, True)
+    ]
+    scales = {"tall": torch.tensor(2.0), "masked": torch.where(mask, 2.0, 0.5), "short": torch.tensor(0.5)}
+    found: dict[str, Any] = {}
+    for number in range(4):
+        releases[number // 2]({}, policy)
+        for name, parameter in parameters.items():
+            std = scales[name].expand(parameter.shape)
+            found[name, number] = 4 * pieces.piece(parameter.grad) / pieces.part(std, parameter)
+    return found
 
 
 def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -363,6 +415,8 @@ def refused(rank: int, size: int, folder: Path) -> dict[str, Any]:
 SCENARIOS: dict[str, Callable[[int, int, Path], dict[str, Any]]] = {
     "ways": ways,
     "accelerated": accelerated,
+    "noise": noise,
+    **{f"{moment}, of pieces": partial(killed_with_pieces, moment) for moment in MOMENTS},
     "measured": measured,
     "lost": lost,
     "stretched": stretched,

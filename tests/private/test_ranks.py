@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import subprocess
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
+from scipy import stats
 from torch.distributed.fsdp import FSDPModule
 
 from bench.scaling import Shape, Traffic, Weights, held, traffic
@@ -24,6 +26,10 @@ from tests.private.test_bad_input import one_sentence
 
 #: Weights after six steps may differ by the rounding of sums in another order.
 ROUNDING = 1e-6
+#: How often each of the tests of noise, some hundred, may fail with nothing wrong; each draws fresh noise.
+FALSE_ALARM = 1e-9
+#: Moments at which a rank is killed that has pieces.
+IN_PIECES = [f"{moment}, of pieces" for moment in MOMENTS]
 Found = Mapping[str, Any]
 #: Older ones are refused by `fastdp.engine.shards`, in a sentence; `make minimum` runs the other tests with one.
 in_pieces = pytest.mark.skipif(
@@ -72,8 +78,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run(
         place,
         *("matrix:1", "matrix:2", "sharded:2", "refusals:2", "shapes:1", "shapes:2"),
-        *("pieces refused:2", "measured:2", "lost:2"),
-        *(f"{moment}:{size}" for moment in MOMENTS for size in (2, 1)),
+        *("pieces refused:2", "measured:2", "lost:2", "noise:2"),
+        *(f"{moment}:{size}" for moment in (*MOMENTS, IN_PIECES[-1]) for size in (2, 1)),
         CASES="tied gpt2,users,rapft,soft",
         SHARDED="tied gpt2,rapft,soft",
     )
@@ -125,6 +131,7 @@ def test_so_do_pieces_of_every_kind(tmp_path: Path) -> None:
                 assert rank[way]["spent"] == 6
 
 
+@in_pieces
 @pytest.mark.slow
 def test_so_do_pieces_that_accelerate_makes(tmp_path: Path) -> None:
     """Its FSDP2 plugin before `make_private`, and not after it."""
@@ -136,6 +143,44 @@ def test_so_do_pieces_that_accelerate_makes(tmp_path: Path) -> None:
             assert rank[case]["pieces"], case
         assert "fully_shard was called after make_private" in rank["afterwards"]
         assert rank["spent"] == 0
+
+
+def require_noise(folder: Path, size: int) -> None:
+    """Every piece's noise is standard normal, and independent of other pieces', ranks' and releases'."""
+    every = ranks(folder, "noise", size)
+    drawn = [torch.cat([part.double().reshape(-1) for part in found.values()]) for found in every]
+    assert sum(map(len, drawn)) == 4 * (1501 * 16 + 7 * 8000 + 60_000), "the pieces make up the whole"
+    for name in ("tall", "masked", "short"):
+        assert every[0][name, 0].numel() > every[-1][name, 0].numel(), "the last piece is the smaller one"
+    for values in (*drawn, torch.cat(drawn)):
+        count, square = len(values), float(values.square().sum())
+        assert 2 * min(stats.chi2.cdf(square, count), stats.chi2.sf(square, count)) > FALSE_ALARM
+        assert 2 * stats.norm.sf(abs(float(values.sum())) / count**0.5) > FALSE_ALARM
+    for found in every:
+        plain = torch.cat([part.double().reshape(-1) for (_, number), part in found.items() if number < 2])
+        assert stats.kstest(plain.numpy(), "norm").pvalue > FALSE_ALARM
+    parts = {
+        (rank, *which): part.double().reshape(-1) for rank, found in enumerate(every) for which, part in found.items()
+    }
+    for (one, left), (other, right) in itertools.combinations(parts.items(), 2):
+        shared = min(len(left), len(right))
+        if shared > 1000:
+            product = float(left[:shared] @ right[:shared]) / shared**0.5
+            # The product of two independent normals has heavier tails than a normal: 8 of its deviations in a mean of 1000 or
+            # more lie beyond what 1e-9 takes (Bernstein, with moments of at most n! / 2).
+            assert abs(product) < 8, (one, other)
+
+
+@in_pieces
+def test_noise_of_pieces_is_independent_between_ranks_and_of_the_stated_size(folder: Path) -> None:
+    require_noise(folder, 2)
+
+
+@in_pieces
+@pytest.mark.slow
+def test_so_it_is_among_four_some_of_which_have_nothing(tmp_path: Path) -> None:
+    run(tmp_path, "noise:4")
+    require_noise(tmp_path, 4)
 
 
 def require_stretches(folder: Path, *sizes: int) -> None:
@@ -343,9 +388,7 @@ def test_trainer_and_accelerate_under_a_launcher(tmp_path: Path) -> None:
     assert equal([found["weights"] for found in together])
 
 
-@pytest.mark.parametrize("moment", MOMENTS)
-def test_a_rank_that_is_killed_stops_the_others_and_loses_no_count(folder: Path, moment: str) -> None:
-    """Rank 1 is killed in its third release; then one process goes on."""
+def require_count(folder: Path, moment: str) -> None:
     left = torch.load(folder / f"{moment}-2-0.pt", weights_only=False)
     assert left["said"].startswith("RankLost: another process of the group ended"), left
     assert left["seconds"] < 10
@@ -354,6 +397,20 @@ def test_a_rank_that_is_killed_stops_the_others_and_loses_no_count(folder: Path,
     assert resumed["said"].startswith("BudgetExceeded"), "the budget of six was spent, by both runs together"
     assert left["spent"] + resumed["released"] <= 6
     assert Ledger.read(folder / moment / "ledger.jsonl").spent_steps == 6
+
+
+@pytest.mark.parametrize("moment", [*MOMENTS, pytest.param(IN_PIECES[-1], marks=in_pieces)])
+def test_a_rank_that_is_killed_stops_the_others_and_loses_no_count(folder: Path, moment: str) -> None:
+    """Rank 1 is killed in its third release; then one process goes on."""
+    require_count(folder, moment)
+
+
+@in_pieces
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", IN_PIECES[:-1])
+def test_so_does_one_that_has_pieces_of_the_weights(tmp_path: Path, moment: str) -> None:
+    run(tmp_path, f"{moment}:2", f"{moment}:1")
+    require_count(tmp_path, moment)
 
 
 @in_pieces
