@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -70,7 +71,7 @@ class Sums:
             require_alike(compared)
         self.compared.clear()
 
-    def in_order(self, captured: Mapping[str, object]) -> list[str]:
+    def in_order(self, captured: dict[str, Any]) -> list[str]:
         """Whose sums are to be made, the last captured first; of pieces every parameter's, in one order on all ranks.
 
         Where this rank has captured nothing another may have, and waits for it.
