@@ -35,6 +35,7 @@ ONE_PROGRAM = {"docs/tutorial.md": "tests/test_tutorial.py"}
 #: Python blocks that are not executed, by a phrase in them.
 NOT_RUN = {
     "from opacus": "another library's side of a comparison",
+    "from fastDP": "the same",
     "service.wait()": "serves until it is stopped, for another machine; tests/split runs both sides",
     "class Biases": "executed by tests/test_documents.py, which checks what it computes",
     "HALVES = Op(": "the same",
