@@ -115,11 +115,17 @@ def test_an_adapter_is_left_out_and_training_goes_on():
         if "lora" in name:
             torch.nn.init.normal_(parameter, std=2.0)
     adapted.train()
+    fixed = [p for name, p in adapted.named_parameters() if "lora_A" in name]
+    for parameter in fixed:
+        parameter.requires_grad_(False)
     for module in adapted.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
     assert infill(adapted, *args, NoiseStream.unsafe_reproducible(2), begin=0) == plain
     assert adapted.training
+    assert fixed
+    assert not any(parameter.requires_grad for parameter in fixed)
+    assert any(p.requires_grad for name, p in adapted.named_parameters() if "lora_B" in name)
 
 
 def test_without_a_first_token_the_first_place_is_drawn_evenly():
