@@ -12,6 +12,7 @@ import pytest
 import torch
 import transformers
 import yaml
+from safetensors.torch import load_file
 
 from fastdp import accounting
 from fastdp.accounting import Card, verify
@@ -657,6 +658,25 @@ def test_resume_keeps_spent_budget_and_ends_within_the_target(config, tmp_path):
     assert 6 < result.steps <= 11
     with pytest.raises(ConfigError, match="is finished"):
         finetune(config, resume=True)
+
+
+def test_a_resumed_run_keeps_the_matrices_that_were_drawn_and_not_trained(config, tmp_path, monkeypatch):
+    """Another build of torch draws other numbers from the seed: those of the checkpoint count, and the adapter holds them."""
+    from fastdp.finetune import models
+
+    config = with_settings(config, lora_fixed=True, target_modules=["c_attn"])
+    with pytest.raises(SystemExit):
+        finetune(config, reporter=StopAfter(3))
+    kept = torch.load(tmp_path / "run" / "checkpoint.pt", weights_only=False)["trained"]
+    drawn = {name: value for name, value in kept.items() if "lora_A" in name}
+    original = models.fix_lora_projections
+    monkeypatch.setattr(models, "fix_lora_projections", lambda model: (torch.manual_seed(9), original(model))[1])
+    result = finetune(config, resume=True)
+    assert result.trained_parameters == sum(value.numel() for name, value in kept.items() if "lora_B" in name)
+    saved = load_file(tmp_path / "run" / "adapter" / "adapter_model.safetensors")
+    assert len(drawn) == 2
+    for name, value in drawn.items():
+        assert torch.equal(saved[name.replace(".default", "")], value)
 
 
 def test_resume_before_the_first_checkpoint_starts_anew_but_remembers(config, tmp_path):

@@ -218,6 +218,11 @@ def trained_names(model: nn.Module) -> list[str]:
     return [name for name, p in model.named_parameters() if p.requires_grad]
 
 
+def kept_names(model: nn.Module) -> list[str]:
+    """What a checkpoint needs besides the pretrained model: what is trained, and of LoRA what was drawn and is not."""
+    return [name for name, p in model.named_parameters() if p.requires_grad or ".lora_" in name]
+
+
 def trained_state(model: nn.Module, names: Sequence[str]) -> dict[str, torch.Tensor]:
     """These parameters by name, on the CPU: what a checkpoint needs besides the pretrained model."""
     parameters = dict(model.named_parameters())

@@ -32,11 +32,11 @@ from fastdp.finetune.memory import PeakMemory, rehearse
 from fastdp.finetune.methods import LOCAL, Public, check_method, choose_method
 from fastdp.finetune.models import (
     check_model,
+    kept_names,
     load_tokenizer,
     load_trained,
     restore_trained,
     save_weights,
-    trained_names,
     trained_state,
 )
 from fastdp.finetune.perturbations import Opening, Subject, choose_perturbation
@@ -263,7 +263,7 @@ class _Run:
         self.output.mkdir(parents=True, exist_ok=True)
         if not resume:
             config.save(self.output / CONFIG)
-        self.names = trained_names(self.model)
+        self.names = kept_names(self.model)
         method = choose_method(config, self._read_public)
         parameters = [p for p in self.model.parameters() if p.requires_grad]
         optimizer = torch.optim.AdamW(parameters, lr=config.learning_rate, weight_decay=config.weight_decay)
