@@ -48,6 +48,8 @@ GPUS = {
 }
 #: Integer operations for each normal: ten double rounds of some 96 for sixteen, and what stands around them.
 PER_NORMAL = 72
+#: And for each pair of moments that are rounded at random: a hash, and both roundings.
+PER_ROUNDING = 12
 #: How many tensors one launch of torch's multi-tensor kernels takes, by how many lists it reads.
 _LIST_LIMITS = {1: 110, 2: 64, 3: 48, 4: 36, 5: 30}
 
@@ -334,6 +336,11 @@ def _normals(x: torch.Tensor, *_: Any) -> tuple[float, None]:
     return float(PER_NORMAL * x.numel()), None
 
 
+def _fused_updates(params: list[torch.Tensor], _: Any, moments: list[torch.Tensor], *__: Any) -> tuple[float, None]:
+    each = PER_NORMAL + (PER_ROUNDING if moments[0].itemsize == 2 else 0)
+    return float(each * sum(p.numel() for p in params)), None
+
+
 def _route(left: torch.Tensor, right: torch.Tensor, offsets: torch.Tensor, route: str) -> str:
     from fastdp.ops.routes import for_norms
 
@@ -376,7 +383,7 @@ _WORK: dict[str, Callable[..., tuple[float, torch.Tensor | None]]] = {
     "cross_inner": _cross,
     "add_noise_": _normals,
     "adamw_noise_step_": _normals,
-    "adamw_noise_steps_": lambda params, *_: (sum(_normals(p)[0] for p in params), None),
+    "adamw_noise_steps_": _fused_updates,
 }
 
 

@@ -143,15 +143,21 @@ def plain_step(case: Case, model: torch.nn.Module, *, fused: bool) -> Callable[[
 
 
 def private_step(case: Case, model: torch.nn.Module, *, fused: bool) -> Callable[[], None]:
-    """A function that takes one private step, with torch's AdamW or that which fuses noise and update."""
+    """A function that takes one private step, with torch's AdamW or that which fuses noise and update.
+
+    Moments of both are kept in the case's dtype, as torch keeps them.
+    """
     import fastdp
 
     privacy: dict[str, Any] = {"noise_multiplier": 1.0, "target_delta": 1e-5, "epochs": 10_000, "sampling": "shuffled"}
     # A few of a run's later batches are checked: at most 1.25% of its time (`fastdp.engine.later`), which falls on single steps.
     privacy["self_check"] = False
     trained = [p for p in model.parameters() if p.requires_grad]
-    kind = fastdp.optim.AdamW if fused else torch.optim.AdamW
-    private = fastdp.make_private(model, kind(trained, lr=LEARNING_RATE), loader_of(case), **privacy)
+    if fused:
+        optimizer: torch.optim.Optimizer = fastdp.optim.AdamW(trained, lr=LEARNING_RATE, moments=case.dtype)
+    else:
+        optimizer = torch.optim.AdamW(trained, lr=LEARNING_RATE)
+    private = fastdp.make_private(model, optimizer, loader_of(case), **privacy)
     return _stepping(model, private.optimizer, batches(private.data_loader, trained[0].device))
 
 

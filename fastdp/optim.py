@@ -14,6 +14,7 @@ import fastdp.engine.pieces as pieces
 import fastdp.ops as ops
 from fastdp.engine.axes import RankOne
 from fastdp.entry import make_private
+from fastdp.ops.halves import keep_moments
 from fastdp.ops.noise import DTYPES
 from fastdp.private.parts import ScaledVariance
 from fastdp.private.release import Summed, Update
@@ -124,6 +125,8 @@ class CorrectedAdam(torch.optim.AdamW):
     fused: bool = True
     #: Keep a float32 copy of each parameter of half precision, and update that.
     master_weights: bool = False
+    #: What moments are kept in: float32, or bfloat16, rounded at random.
+    moments: torch.dtype = torch.float32
 
     def noisy_update(self) -> Update | None:
         """What takes this step on a sum and its noise in one pass, as the groups are now; None with ``fused`` off."""
@@ -193,18 +196,18 @@ class CorrectedAdam(torch.optim.AdamW):
         return variance is not None and (variance == 0 or math.isclose(variance_of_noise, variance))
 
     def _state_of(self, parameter: torch.Tensor) -> dict[str, Any]:
-        """Torch's own state of a parameter, begun if it is new; moments are float32 whatever its dtype."""
+        """Torch's own state of a parameter, begun if it is new; the dtype of moments does not depend on its own."""
         state = self.state[parameter]
         if not state:
             state["step"] = torch.tensor(0.0)
-            state["exp_avg"] = torch.zeros_like(parameter, dtype=torch.float32)
-            state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=torch.float32)
+            state["exp_avg"] = torch.zeros_like(parameter, dtype=self.moments)
+            state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=self.moments)
         if self.master_weights and parameter.dtype != torch.float32 and "master" not in state:
             state["master"] = parameter.detach().float()
-        for name in ("exp_avg", "exp_avg_sq", "master"):
+        for name, dtype in (("exp_avg", self.moments), ("exp_avg_sq", self.moments), ("master", torch.float32)):
             # Torch gives what it loads from a checkpoint the parameter's dtype.
-            if name in state and state[name].dtype != torch.float32:
-                state[name] = state[name].float()
+            if name in state and state[name].dtype != dtype:
+                state[name] = state[name].to(dtype)
         return state
 
     def _known_of(self, parameter: torch.Tensor) -> float | torch.Tensor | ScaledVariance:
@@ -222,11 +225,10 @@ class CorrectedAdam(torch.optim.AdamW):
         if not self.noise_variance and self._torch_can():
             return _unhooked(torch.optim.AdamW.step)(self, closure)
         loss = None if closure is None else closure()
-        for group in self.param_groups:
-            beta1, beta2 = group["betas"]
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._corrected(parameter, group, beta1, beta2)
+        every = [(group, parameter) for group in self.param_groups for parameter in group["params"]]
+        for number, (group, parameter) in enumerate(every):
+            if parameter.grad is not None:
+                self._corrected(number, parameter, group, *group["betas"])
         return loss
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -240,15 +242,17 @@ class CorrectedAdam(torch.optim.AdamW):
             if any(group["amsgrad"] or group["maximize"] for group in groups):
                 raise ValueError("Adam with weight decay and amsgrad or maximize needs torch 2.7 or later: use AdamW")
             return False
-        return not any(self._is_wider(p) for group in groups for p in group["params"])
+        return not any(self._has_own_moments(p) for group in groups for p in group["params"])
 
-    def _is_wider(self, parameter: torch.Tensor) -> bool:
-        """Whether a gradient is to be applied whose moments are of another dtype, which torch's own step refuses."""
-        if parameter.grad is None or parameter.dtype == torch.float32:
+    def _has_own_moments(self, parameter: torch.Tensor) -> bool:
+        """Whether a gradient is to be applied whose moments torch's own step would not keep in their dtype."""
+        if parameter.grad is None:
             return False
-        return self.master_weights or self.state.get(parameter, {}).get("exp_avg", parameter).dtype != parameter.dtype
+        return self.moments != torch.float32 or parameter.dtype not in (torch.float32, torch.float64)
 
-    def _corrected(self, parameter: torch.Tensor, group: dict[str, Any], beta1: float, beta2: float) -> None:
+    def _corrected(
+        self, number: int, parameter: torch.Tensor, group: dict[str, Any], beta1: float, beta2: float
+    ) -> None:
         state = self._state_of(parameter)
         assert parameter.grad is not None
         gradient, wide = parameter.grad.float(), state.get("master", parameter).float()
@@ -258,14 +262,19 @@ class CorrectedAdam(torch.optim.AdamW):
             wide.mul_(1 - group["lr"] * group["weight_decay"])
         elif group["weight_decay"]:
             gradient = gradient.add(wide, alpha=group["weight_decay"])
-        state["exp_avg"].lerp_(gradient, 1 - beta1)
-        state["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-        second, variance = state["exp_avg_sq"] / (1 - beta2**step), self._variance_of(parameter)
+        kept = state["exp_avg"], state["exp_avg_sq"]
+        mean, square = (moment.float() for moment in kept)
+        mean.lerp_(gradient, 1 - beta1)
+        square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        second, variance = square / (1 - beta2**step), self._variance_of(parameter)
         if isinstance(variance, torch.Tensor) or variance > 0:
             denominator = (second - variance).clamp_(min=self.floor).sqrt_()
         else:
             denominator = second.sqrt_().add_(group["eps"])
-        wide.addcdiv_(state["exp_avg"], denominator, value=-group["lr"] / (1 - beta1**step))
+        wide.addcdiv_(mean, denominator, value=-group["lr"] / (1 - beta1**step))
+        if self.moments != torch.float32:
+            halves = [pieces.piece(moment) for moment in kept]
+            keep_moments((halves[0], halves[1]), (pieces.piece(mean), pieces.piece(square)), number, int(step))
         if parameter.dtype != torch.float32:
             parameter.copy_(wide)
 
@@ -279,6 +288,12 @@ def _along(variance: float | torch.Tensor | ScaledVariance, axes: RankOne | None
     return variance
 
 
+def _dtype_of_moments(dtype: torch.dtype) -> torch.dtype:
+    if dtype not in (torch.float32, torch.bfloat16):
+        raise ValueError(f"moments is {dtype}: keep them in torch.float32 or in torch.bfloat16")
+    return dtype
+
+
 class AdamW(_Private, CorrectedAdam):
     """`torch.optim.AdamW` with private gradients; a method's ``bias_correction=True`` corrects its second moment.
 
@@ -289,11 +304,24 @@ class AdamW(_Private, CorrectedAdam):
         fused: draw the noise within the update, in one pass over memory; the gradients of parameters then stay None. False,
             or a hook of yours before the step: noisy gradients are set first, as by any other optimizer.
         master_weights: keep a float32 copy of each parameter of half precision and update that, so that small updates are
-            not lost in rounding. Moments are float32 in any case. A checkpoint holds both in the parameter's own precision.
+            not lost in rounding. A checkpoint holds copies and moments in the parameter's own precision.
+        moments: dtype of both moments, whatever the parameters': ``torch.float32``, or ``torch.bfloat16`` for half the memory,
+            which torch's own takes for parameters of half precision. They are rounded up or down at random: to nearest, a second
+            moment whose decay is .999 could grow but not shrink.
+
+    Raises ValueError for another dtype of moments.
     """
 
-    def __init__(self, params: Any, *args: Any, fused: bool = True, master_weights: bool = False, **options: Any):
-        self.fused, self.master_weights = fused, master_weights
+    def __init__(
+        self,
+        params: Any,
+        *args: Any,
+        fused: bool = True,
+        master_weights: bool = False,
+        moments: torch.dtype = torch.float32,
+        **options: Any,
+    ):
+        self.fused, self.master_weights, self.moments = fused, master_weights, _dtype_of_moments(moments)
         self._begin(torch.optim.AdamW, params, args, options)
 
 

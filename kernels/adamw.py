@@ -6,11 +6,35 @@ import torch
 import triton
 import triton.language as tl
 
+from fastdp.ops.halves import ELEMENT_FACTOR, MIX_FACTOR, STEP_FACTOR, TENSOR_FACTOR
+
 from .chacha import BLOCKS, normals
 from .grid import numbers_of_grid, on_grid
 from .groups import first_programs, owner
 from .launch import TRITON, beside, cdiv, on_device_of
 from .tiles import load_flat, store_flat
+
+_ELEMENT, _TENSOR, _STEP, _MIX = map(tl.constexpr, (ELEMENT_FACTOR, TENSOR_FACTOR, STEP_FACTOR, MIX_FACTOR))
+
+
+@triton.jit
+def _kept_in_half(x, bits):
+    # Float32 numbers in bfloat16, rounded up or down by sixteen random bits.
+    words = x.to(tl.uint32, bitcast=True) + bits
+    rounded = (words >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    return tl.where(x != x, x.to(tl.bfloat16), rounded)
+
+
+@triton.jit
+def _random_bits(p_position, o_x):
+    # As fastdp/ops/halves.py has them.
+    seed = (
+        tl.load(p_position + 8).to(tl.uint32, bitcast=True) * _TENSOR
+        + tl.load(p_position + 9).to(tl.uint32, bitcast=True) * _STEP
+    )
+    x = o_x.to(tl.uint32) * _ELEMENT + seed
+    x = (x ^ (x >> 15)) * _MIX
+    return x ^ (x >> 16)
 
 
 @triton.jit
@@ -33,8 +57,8 @@ def update(
         g = g * axes
         variance = noise_variance * axes * axes
     # [b_blocks, 16]
-    mean = load_flat(p_mean, o_x, n, inside)
-    square = load_flat(p_square, o_x, n, inside)
+    mean = load_flat(p_mean, o_x, n, inside).to(tl.float32)
+    square = load_flat(p_square, o_x, n, inside).to(tl.float32)
     if MASTER:
         param = load_flat(p_master, o_x, n, inside)
     else:
@@ -47,8 +71,13 @@ def update(
         under = tl.sqrt(square * inverse_correction2) + eps
     param = param * keep - step_size * mean / under
     # [b_blocks, 16]
-    store_flat(p_mean, o_x, n, inside, mean)
-    store_flat(p_square, o_x, n, inside, square)
+    if p_mean.dtype.element_ty == tl.float32:
+        store_flat(p_mean, o_x, n, inside, mean)
+        store_flat(p_square, o_x, n, inside, square)
+    else:
+        bits = _random_bits(p_position, o_x)
+        store_flat(p_mean, o_x, n, inside, _kept_in_half(mean, bits >> 16))
+        store_flat(p_square, o_x, n, inside, _kept_in_half(square, bits & 0xFFFF))
     if MASTER:
         store_flat(p_master, o_x, n, inside, param)
     store_flat(p_param, o_x, n, inside, param.to(p_param.dtype.element_ty))
@@ -75,16 +104,16 @@ def _adamw_kernel(
 def _adamw_group_kernel(
     p_table, p_positions, lines,
     std, spacing, inverse, inverse_divisor, keep, step_size, lerp1, beta2, rest2, inverse_correction2, eps, noise_variance, floor,
-    PARAMETER: tl.constexpr, b_blocks: tl.constexpr, CORRECTED: tl.constexpr, ROUNDED: tl.constexpr, MASTER: tl.constexpr,
-    ALIGNED: tl.constexpr, AXES: tl.constexpr,
+    PARAMETER: tl.constexpr, MOMENTS: tl.constexpr, b_blocks: tl.constexpr, CORRECTED: tl.constexpr, ROUNDED: tl.constexpr,
+    MASTER: tl.constexpr, ALIGNED: tl.constexpr, AXES: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     line = owner(p_table, 10, lines, program).to(tl.int64)
     p_line = p_table + line * 10
     p_param = tl.load(p_line).to(tl.pointer_type(PARAMETER))
     p_grad = tl.load(p_line + 1).to(tl.pointer_type(tl.float32))
-    p_mean = tl.load(p_line + 2).to(tl.pointer_type(tl.float32))
-    p_square = tl.load(p_line + 3).to(tl.pointer_type(tl.float32))
+    p_mean = tl.load(p_line + 2).to(tl.pointer_type(MOMENTS))
+    p_square = tl.load(p_line + 3).to(tl.pointer_type(MOMENTS))
     p_master = tl.load(p_line + 4).to(tl.pointer_type(tl.float32))
     if ALIGNED:
         p_param = tl.multiple_of(p_param, 16)
@@ -211,7 +240,7 @@ def adamw_noise_steps_(
     rows: Sequence[torch.Tensor],
     columns: Sequence[torch.Tensor],
 ) -> None:
-    """As `adamw_noise_step_` for k tensors, contiguous ones: a launch for each dtype of parameters."""
+    """As `adamw_noise_step_` for k contiguous tensors, moments float32 or bfloat16: a launch for each dtype of parameters."""
     rounded = secure_rounding and std > 0.0
     numbers = _numbers(std, divisor, lr, beta1, beta2, eps, weight_decay, step, variance_floor, rounded)
     kinds: dict[torch.dtype, list[int]] = {}
@@ -236,6 +265,7 @@ def adamw_noise_steps_(
                 len(members),
                 *numbers,
                 PARAMETER=TRITON[dtype],
+                MOMENTS=TRITON[exp_avgs[0].dtype],
                 b_blocks=BLOCKS,
                 CORRECTED=variance_floor is not None,
                 ROUNDED=rounded,

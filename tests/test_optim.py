@@ -16,12 +16,12 @@ def made(dtype, **options):
     return params, fastdp.optim.AdamW(groups, lr=0.01, **options)
 
 
-def update(optimizer, params, sums, std=0.0):
+def update(optimizer, params, sums, std=0.0, release=0):
     taken = []
 
     def take(tensors):
         taken.append(list(tensors))
-        return fastdp.NoiseStream.unsafe_reproducible(1).take_at(0, tensors)
+        return fastdp.NoiseStream.unsafe_reproducible(1).take_at(release, tensors)
 
     summed = [Summed(p, total, std, at) for at, (p, total) in enumerate(zip(params, sums))]
     return optimizer.noisy_update()(summed, take, **NUMBERS), taken
@@ -83,3 +83,30 @@ def test_a_resumed_optimizer_has_wide_moments_again():
     assert not left
     assert all(resumed.state[p]["master"].dtype == resumed.state[p]["exp_avg"].dtype == torch.float32 for p in fresh)
     assert all(int(resumed.state[p]["step"]) == 2 for p in fresh)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_moments_in_half_precision_follow_those_in_float32(dtype, fused, monkeypatch):
+    """Over steps whose gradients shrink: to nearest, the second moment would stay at its height."""
+    monkeypatch.setattr(fastdp.optim, "drives", lambda optimizer: True)
+    found = []
+    for moments in (torch.float32, torch.bfloat16):
+        param = torch.nn.Parameter(torch.zeros(4096, dtype=dtype))
+        optimizer = fastdp.optim.AdamW([param], lr=1e-3, moments=moments, betas=(0.9, 0.995))
+        for turn in range(120):
+            total = torch.full(param.shape, 4.0 if turn < 20 else 0.4)
+            if fused:
+                assert not update(optimizer, [param], [total], release=turn)[0]
+            else:
+                param.grad = (total / 4).to(dtype)
+                optimizer.step()
+        state = optimizer.state[param]
+        assert state["exp_avg"].dtype == state["exp_avg_sq"].dtype == moments
+        found.append([state[name].float().mean() for name in ("exp_avg", "exp_avg_sq")])
+    torch.testing.assert_close(found[0], found[1], rtol=0.004, atol=0)
+
+
+def test_moments_of_another_dtype_are_refused():
+    with pytest.raises(ValueError, match=r"keep them in torch.float32 or in torch.bfloat16"):
+        made(torch.float32, moments=torch.float16)

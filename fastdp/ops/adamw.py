@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
 from fastdp.ops.grid import check_grid, on_grid
+from fastdp.ops.halves import keep_moments
 from fastdp.ops.noise import check_in_place, check_position, check_tensor, standard_normals
 from fastdp.ops.stream import POSITION_WORDS, Draw, NoiseStream
 from fastdp.ops.table import Op
@@ -210,16 +212,17 @@ def _check_steps(
         )
     if drawn.dtype != torch.int32 or drawn.shape != (count, POSITION_WORDS):
         raise ValueError(f"drawn is {drawn.dtype} {list(drawn.shape)}: positions are int32 [{count}, {POSITION_WORDS}]")
-    _check(params[0], grad_sums[0], exp_avgs[0], exp_avg_sqs[0], drawn[0], *numbers_of_all)
+    _check(params[0], grad_sums[0], grad_sums[0], grad_sums[0], drawn[0], *numbers_of_all)
     device = params[0].device
+    of_moments = torch.bfloat16 if exp_avgs[0].dtype == torch.bfloat16 else torch.float32
     for i, param in enumerate(params):
-        others = [grad_sums[i], exp_avgs[i], exp_avg_sqs[i], *masters[i : i + 1]]
+        dtypes = [torch.float32, of_moments, of_moments, torch.float32]
         check_tensor("param", param)
-        for x in others:
-            if x.dtype != torch.float32 or x.shape != param.shape or x.device != device or not x.is_contiguous():
+        for x, dtype in zip([grad_sums[i], exp_avgs[i], exp_avg_sqs[i], *masters[i : i + 1]], dtypes):
+            if x.dtype != dtype or x.shape != param.shape or x.device != device or not x.is_contiguous():
                 raise ValueError(
-                    f"sums, moments and masters must be contiguous float32 {list(param.shape)} on {device}, got "
-                    f"{x.dtype} {list(x.shape)} on {x.device}"
+                    f"sums and masters must be contiguous float32 {list(param.shape)} on {device}, moments all float32 or all "
+                    f"bfloat16, got {x.dtype} {list(x.shape)} on {x.device}"
                 )
         if param.device != device or not param.is_contiguous():
             raise ValueError(f"params must be contiguous and on one device, {device}")
@@ -239,9 +242,24 @@ def _reference_steps(
     *numbers_of_all, rows, columns = numbers
     for i, param in enumerate(params):
         target, axes = masters[i] if masters else param, (rows[i], columns[i]) if rows else ()
-        _reference(target, grad_sums[i], exp_avgs[i], exp_avg_sqs[i], drawn[i], *numbers_of_all, *axes)
+        with widened(exp_avgs[i], exp_avg_sqs[i], drawn[i]) as moments:
+            _reference(target, grad_sums[i], *moments, drawn[i], *numbers_of_all, *axes)
         if masters:
             param.copy_(target)
+
+
+@contextlib.contextmanager
+def widened(
+    exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor, position: torch.Tensor
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Both moments in float32 for an update at a position; afterwards those in bfloat16 hold it (`fastdp.ops.halves`)."""
+    if exp_avg.dtype == torch.float32:
+        yield exp_avg, exp_avg_sq
+        return
+    wide = exp_avg.float(), exp_avg_sq.float()
+    yield wide
+    tensor, step = (int(word) & 0xFFFFFFFF for word in position[8:10])
+    keep_moments((exp_avg, exp_avg_sq), wide, tensor, step)
 
 
 _STEPS = Op(
@@ -280,7 +298,8 @@ def adamw_noise_steps_(
 
     Args:
         params: k contiguous tensors, float32, bfloat16 or float16.
-        grad_sums, exp_avgs, exp_avg_sqs: k contiguous float32 tensors each, of their shapes.
+        grad_sums, exp_avgs, exp_avg_sqs: k contiguous float32 tensors each, of their shapes. Moments may all be bfloat16 instead:
+            they are then rounded up or down at random, by bits that the position's tensor and step say.
         std, divisor, lr, betas, eps, weight_decay, step, variance_floor, secure_rounding: as there, for all of them.
         drawn: int32 [k, 11], a position for each, of `NoiseStream.take_at`.
         masters: k float32 copies that are updated in the parameters' place; these become the copies, rounded. Or none.

@@ -225,16 +225,25 @@ CASES = {
         adamw._adamw_group_kernel,
         {"p_table": "*i64", "p_positions": "*i32", **numbers("lines"), **numbers(*GRID, *ADAMW, kind="fp32")},
         {
-            **{"PARAMETER": tl.bfloat16, "b_blocks": chacha.BLOCKS, "CORRECTED": False, "ROUNDED": False},
-            **{"MASTER": True, "ALIGNED": True, "AXES": False},
+            **{"PARAMETER": tl.bfloat16, "MOMENTS": tl.float32, "b_blocks": chacha.BLOCKS, "CORRECTED": False},
+            **{"ROUNDED": False, "MASTER": True, "ALIGNED": True, "AXES": False},
         },
+    ),
+    "adamw-many-halves": Case(
+        adamw._adamw_group_kernel,
+        {"p_table": "*i64", "p_positions": "*i32", **numbers("lines"), **numbers(*GRID, *ADAMW, kind="fp32")},
+        {
+            **{"PARAMETER": tl.bfloat16, "MOMENTS": tl.bfloat16, "b_blocks": chacha.BLOCKS, "CORRECTED": False},
+            **{"ROUNDED": True, "MASTER": False, "ALIGNED": True, "AXES": False},
+        },
+        slow=True,
     ),
     "adamw-many-axes": Case(
         adamw._adamw_group_kernel,
         {"p_table": "*i64", "p_positions": "*i32", **numbers("lines"), **numbers(*GRID, *ADAMW, kind="fp32")},
         {
-            **{"PARAMETER": tl.float32, "b_blocks": chacha.BLOCKS, "CORRECTED": True, "ROUNDED": True},
-            **{"MASTER": False, "ALIGNED": True, "AXES": True},
+            **{"PARAMETER": tl.float32, "MOMENTS": tl.float32, "b_blocks": chacha.BLOCKS, "CORRECTED": True},
+            **{"ROUNDED": True, "MASTER": False, "ALIGNED": True, "AXES": True},
         },
         slow=True,
     ),

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 import fastdp._native as _native
+from fastdp.ops.adamw import widened
 from fastdp.ops.noise import DTYPES
 from fastdp.ops.stream import native_threads
 
@@ -87,6 +88,7 @@ def adamw_noise_steps_(
     numbers = (std, divisor, lr, beta1, beta2, eps, weight_decay, step, variance_floor, secure_rounding)
     for i, target in enumerate(masters or params):
         axes = (rows[i], columns[i]) if rows else ()
-        adamw_noise_step_(target, grad_sums[i], exp_avgs[i], exp_avg_sqs[i], drawn[i], *numbers, *axes)
+        with widened(exp_avgs[i], exp_avg_sqs[i], drawn[i]) as (mean, square):
+            adamw_noise_step_(target, grad_sums[i], mean, square, drawn[i], *numbers, *axes)
         if masters:
             params[i].copy_(target)

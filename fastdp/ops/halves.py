@@ -1,0 +1,42 @@
+"""Float32 numbers kept in bfloat16, rounded up or down at random so that on average nothing is lost.
+
+An average that moves by less than half of bfloat16's last place (2^-9 of it) stays where it is if it is rounded to nearest:
+with a decay of .999 a second moment can then grow but never shrink. The random bits are a hash of where a number stands and
+of the step, no secret: what is rounded was released before.
+"""
+
+from __future__ import annotations
+
+import torch
+
+_WORD = (1 << 32) - 1
+#: Multipliers of the hash: of an element's number, of a tensor's and of a step's, and between its two shifts (kernels/adamw.py).
+ELEMENT_FACTOR, TENSOR_FACTOR, STEP_FACTOR, MIX_FACTOR = 0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D, 0x7FEB352D
+
+
+def random_bits(count: int, tensor: int, step: int, device: torch.device) -> torch.Tensor:
+    """32 bits for each of so many elements, int64: the upper sixteen for one number of the element, the lower for another."""
+    x = torch.arange(count, device=device) * ELEMENT_FACTOR + (tensor * TENSOR_FACTOR + step * STEP_FACTOR) % (1 << 32)
+    x = x & _WORD
+    x = ((x ^ (x >> 15)) * MIX_FACTOR) & _WORD
+    return x ^ (x >> 16)
+
+
+def kept_in_half(x: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
+    """Float32 ``x`` in bfloat16, up with the probability that its distance from below says; ``bits`` int64, sixteen an element.
+
+    Infinities and NaN stay what they are.
+    """
+    words = (x.contiguous().view(torch.int32).long() & _WORD) + bits.view(x.shape)
+    upper = (words >> 16) & 0xFFFF
+    rounded = torch.where(upper >= 0x8000, upper - 0x10000, upper).to(torch.int16).view(torch.bfloat16)
+    return torch.where(x.isnan(), x.to(torch.bfloat16), rounded)
+
+
+def keep_moments(
+    into: tuple[torch.Tensor, torch.Tensor], moments: tuple[torch.Tensor, torch.Tensor], tensor: int, step: int
+) -> None:
+    """Write both float32 moments of a parameter into bfloat16 ones, of tensor ``tensor`` at ``step``."""
+    bits = random_bits(moments[0].numel(), tensor, step, moments[0].device)
+    into[0].copy_(kept_in_half(moments[0], bits >> 16))
+    into[1].copy_(kept_in_half(moments[1], bits & 0xFFFF))
