@@ -203,14 +203,20 @@ def make_private(
         ranks.require_alike({**alike, "what make_private was given": repr(arguments)})
 
     def open_ledger() -> Ledger:
-        return Ledger.open_or_create(
-            None if folder is None else folder / "ledger.jsonl",
-            plan.header(method.describe(), fingerprint(trained)),
-            event=plan.event(),
-            budget_steps=plan.steps,
-            side={side.kind: (side.event, side.count) for side in plan.side},
-            resume=resume,
-        )
+        try:
+            return Ledger.open_or_create(
+                None if folder is None else folder / "ledger.jsonl",
+                plan.header(method.describe(), fingerprint(trained)),
+                event=plan.event(),
+                budget_steps=plan.steps,
+                side={side.kind: (side.event, side.count) for side in plan.side},
+                resume=resume,
+            )
+        except OSError as error:
+            raise ValueError(
+                f"the ledger cannot be kept in {folder} ({error.strerror or error}): give an output_dir that the first process "
+                "may write to"
+            ) from error
 
     ledger = ranks.kept(open_ledger, Ledger.mirrored)
     stages: Stages | None = None

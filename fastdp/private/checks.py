@@ -126,6 +126,12 @@ def check_model(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Non
     trained = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
     if not trained:
         raise ValueError("the model has no trained parameter: every requires_grad is False")
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and (parameter.is_quantized or hasattr(parameter, "quant_state")):
+            raise ValueError(
+                f"{name} is quantised, and its packed numbers have no gradient of their own: set requires_grad=False, and train "
+                "LoRA beside it"
+            )
     given = {id(p) for group in optimizer.param_groups for p in group["params"]}
     known = {id(p) for p in model.parameters()}
     if given - known:

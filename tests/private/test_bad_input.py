@@ -158,6 +158,11 @@ class Stream(IterableDataset):
             "WeightedRandomSampler",
         ),
         (lambda: loader(sampler=RandomSampler(range(24), replacement=True)), ValueError, "with replacement"),
+        (
+            lambda: loader(sampler=torch.utils.data.DistributedSampler(range(24), 2, 0)),  # type: ignore[arg-type]
+            ValueError,
+            "DistributedSampler would be replaced",
+        ),
     ],
 )
 def test_loaders_that_cannot_be_sampled(make: Callable[[], Any], kind: type[Exception], match: str) -> None:
@@ -202,6 +207,31 @@ def test_a_model_with_nothing_to_train() -> None:
         start(model, optimizer=torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1))
     with refused(ValueError, "no trained parameter"):
         fastdp.optim.AdamW(model, loader(), epochs=1, noise_multiplier=1.0)
+
+
+def test_quantised_weights_that_are_to_be_trained() -> None:
+    model = Classifier()
+    # As bitsandbytes marks a weight that is packed into numbers of another kind.
+    model.second.weight.quant_state = object()  # type: ignore[attr-defined]
+    with refused(ValueError, "second.weight is quantised", model=model):
+        start(model)
+
+
+def test_an_output_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    blocked = tmp_path / "a file"
+    blocked.write_text("")
+    with refused(ValueError, "the ledger cannot be kept in .*a file .*give an output_dir"):
+        start(output_dir=blocked, **PRIVATE)
+
+
+def test_a_criterion_that_returns_a_mean() -> None:
+    private = start(
+        Silent(), criterion=lambda output, batch: F.cross_entropy(output["logits"], batch["labels"]), **PRIVATE
+    )
+    for batch in private.data_loader:
+        with refused(ValueError, "it must return one loss a row", private):
+            private.loss(private.model(**batch), batch)
+        break
 
 
 def test_a_balancing_loss_across_the_batch() -> None:

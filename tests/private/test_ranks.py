@@ -336,7 +336,7 @@ def test_an_optimizer_that_leaves_steps_out_is_refused() -> None:
         ("weights", "a weight or a buffer of the model is not the same"),
         ("model", "the model is not the same"),
         ("one rank alone", "epochs is -1"),
-        ("output", "a file"),
+        ("output", "give an output_dir that the first process may write to"),
         ("resume", "there is no ledger to resume"),
         ("public examples", "what the method was given to read is not the same"),
         ("learning rate", "a setting of the optimizer is not the same"),
