@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from hypothesis import given, settings, strategies as st
 
 import fastdp
 from fastdp import NoiseStream
@@ -13,7 +14,9 @@ from fastdp.methods.selective import (
     Span,
     measure_detector,
     read_labelled_spans,
+    token_mask,
 )
+from fastdp.methods.selective.perturbation import _spelled
 
 from .tokenizers_for_tests import quickstart, word_tokenizer
 
@@ -237,3 +240,18 @@ def test_public_names():
     assert fastdp.SelectivePerturbation is SelectivePerturbation
     assert read_labelled_spans is not None
     assert PrivacyPolicy().describe()["entities"] is None
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.text("aZ é\u00fc\u4e2d\U0001f600.,-9", min_size=1, max_size=14), st.data())
+def test_what_tokens_spell_leaves_no_private_token_out(text, data):
+    """Offsets worked out from tokens mark all that the tokenizer's own mark, for any stretch, bytes of one letter among them."""
+    tokenizer, _ = quickstart()
+    found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    spelled, offsets = _spelled(tokenizer, found["input_ids"])
+    assert spelled == text
+    start = data.draw(st.integers(0, len(text) - 1))
+    end = data.draw(st.integers(start + 1, len(text)))
+    known = token_mask(found["offset_mapping"], [(start, end)])
+    worked_out = token_mask(offsets, [(start, end)])
+    assert all(own for own, needed in zip(worked_out, known) if needed)
