@@ -25,7 +25,7 @@ import transformers as hf
 from torch.utils.data import DataLoader
 
 import fastdp
-from fastdp.engine.engine import Engine
+from fastdp.engine.checks import Checks
 from fastdp.engine.guard import Guard
 from fastdp.engine.later import Structure
 from fastdp.engine.likeness import Likeness, Noting
@@ -36,7 +36,7 @@ ROWS, TOKENS, VOCABULARY = 8, 64, 5000
 TUNINGS = ("lora", "full", "checkpointed")
 #: What is timed, and what it is called.
 LOOKS: dict[str, list[tuple[type, str]]] = {
-    "checks of later batches": [(Engine, "_check_again")],
+    "checks of later batches": [(Checks, "_check_again")],
     "whether the model was switched": [(Structure, "changed")],
     "whether state moved outside a release": [
         (Guard, name) for name in ("settle", "require_settled", "require_untouched", "require_frozen", "_buffers")

@@ -8,18 +8,22 @@ more, of which nothing is summed: the same examples in one company, again, in an
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle, islice
 from typing import Any
 
 import torch
 
-from fastdp.engine.batches import Call, Path, map_leaves
+from fastdp.engine.batches import Call, Path, map_leaves, map_tensors
+from fastdp.engine.boundary import replace_loss, require_loss
 from fastdp.engine.chance import seeded
 from fastdp.engine.collation import Collation, spread, values
 from fastdp.engine.errors import SelfCheckError
-from fastdp.engine.replay import randomness
+from fastdp.engine.layout import Ticket
+from fastdp.engine.passes import Pass, Passes
+from fastdp.engine.replay import randomness, still, unchanged
+from fastdp.engine.uses import Tap
 
 #: The examples that are looked at, and as many companions.
 _EXAMPLES = 3
@@ -79,13 +83,17 @@ _TOGETHER = (
 class Between:
     """Tries a loop, and compares what it calls the model with.
 
+    Args:
+        passes: of the model.
+
     Attributes:
         settled: whether the loop was tried, or calls the model with nothing but what its batches hold.
         waits: how many batches of a trial have not gone through the loop yet; nothing may be released before.
         first: whether the loop is tried before its first batch alone, as one that takes batches ahead cannot be later.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, passes: Passes) -> None:
+        self._passes = passes
         self.settled = self.first = False
         self.waits = 0
         self._due: list[Company] = []
@@ -107,7 +115,7 @@ class Between:
             if t.dim() or t.dtype is not torch.bool
         )
 
-    def begin(self, source: Collation, model: torch.nn.Module, most: int) -> None:
+    def begin(self, source: Collation, most: int) -> None:
         """Ask for a trial of the loop with examples of this batch, in batches of at most ``most`` examples."""
         self.settled = True
         kept = list(dict.fromkeys(source.indices))[: min(_EXAMPLES, most // 2)]
@@ -130,32 +138,48 @@ class Between:
             self._due.append(Company(there, 1 if role == "alone" else len(kept), role, seed))
         self.waits, self._seen = len(self._due), {}
         with seeded(0):
-            self._fresh = randomness(model)
+            self._fresh = randomness(self._passes.model)
 
     def take(self) -> Iterator[Company]:
         """The batches that the loop is to be given next."""
         while self._due:
             yield self._due.pop(0)
 
-    def spare(self) -> None:
-        """Leave out what of a trial was not handed out: the loop calls the model with what its batches hold."""
-        self.waits -= len(self._due)
-        self._due = []
+    def run_forward(self, call: Call, ticket: Ticket, enter: Callable[[Pass, Any], None]) -> Any:
+        """A pass without randomness of which only the call is looked at, and what a criterion sends back; nothing is summed."""
+        passes, company = self._passes, ticket.company
+        self._note(dict(values(call, single=False)), company)
+        if self.first and passes.returns_loss and not self.makes(call, company.source):
+            # The rest of the trial is left out: the loop calls the model with what its batches hold.
+            self.waits -= len(self._due)
+            self._due = []
+        with passes.weights.apart(), unchanged(passes.model), still(passes.model):
+            output = passes.forwards.root.plain(*call[0], **call[1])
 
-    def note(self, found: Mapping[Path, torch.Tensor], company: Company, model: torch.nn.Module) -> None:
+        def backward(upstream: Any, _retain: bool) -> None:
+            if not passes.returns_loss:
+                sent = {(CRITERION, i): g * passes.scale(ticket) for i, g in enumerate(upstream) if g is not None}
+                self._note(sent, company)
+            self.waits -= 1
+            self._seen = self._seen if self.waits else {}
+
+        layout = ticket.layout(passes.device)
+        waiting = Pass(call, ticket, layout, Tap(layout), True, enter, [], backward)
+        if passes.returns_loss:
+            return replace_loss(output, waiting.loss(require_loss(output).detach().nan_to_num()))
+        return waiting.replace_outputs(
+            map_tensors(output, lambda t: t.nan_to_num() if t.requires_grad and t.is_floating_point() else t)
+        )
+
+    def _note(self, found: Mapping[Path, torch.Tensor], company: Company) -> None:
         """What the loop made of a company's batch. Raises `SelfCheckError` if a row is another than before."""
         noted = self._seen.setdefault(company.role, {})
         for path, t in found.items():
             noted[path] = t.detach().clone(), company.source.indices
         if company.role not in ("first", "again"):
-            drew = company.seed == 0 and randomness(model) != self._fresh
+            drew = company.seed == 0 and randomness(self._passes.model) != self._fresh
             for path in found.keys() & self._seen["first"].keys() & self._seen["again"].keys():
                 self._require_same(path, company, drew=drew)
-
-    def done(self) -> None:
-        """A company's batch went through the loop, backward pass and all."""
-        self.waits -= 1
-        self._seen = self._seen if self.waits else {}
 
     def _require_same(self, path: Path, company: Company, *, drew: bool) -> None:
         (one, two, again), companies = zip(*(self._seen[role][path] for role in ("first", company.role, "again")))

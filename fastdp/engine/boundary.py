@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fastdp.engine.batches import map_tensors
+from fastdp.engine.batches import map_tensors, tensors
 from fastdp.engine.logits import Logits
 
 
@@ -116,6 +116,22 @@ def find_loss(output: Any) -> torch.Tensor | None:
             f"the model's loss has shape {list(loss.shape)}, not that of a scalar: let the model average it over the examples"
         )
     return loss
+
+
+def require_loss(output: Any) -> torch.Tensor:
+    """The scalar loss in what a model returned; ValueError where there is none."""
+    loss = find_loss(output)
+    if loss is None:
+        raise ValueError(
+            "the model returned no loss: pass labels to it, or state loss_reduction='mean' (or 'sum') to make_private and "
+            "compute the loss outside"
+        )
+    return loss
+
+
+def differentiable(output: Any) -> list[torch.Tensor]:
+    """The tensors in what a model returned that a criterion outside it may be computed from."""
+    return [t for t in tensors(output) if t.requires_grad and t.dim() > 0]
 
 
 class Beside(torch.autograd.Function):

@@ -9,8 +9,9 @@ import torch
 
 from fastdp.engine.batches import tensors
 from fastdp.engine.boundary import find_loss
-from fastdp.engine.engine import ONE_EXAMPLE, Engine
+from fastdp.engine.engine import Engine
 from fastdp.engine.layout import Ticket
+from fastdp.engine.passes import ONE_EXAMPLE
 from fastdp.engine.policy import Policy
 from fastdp.ops.routes import constants_for, predicted_seconds
 

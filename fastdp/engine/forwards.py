@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -124,3 +124,48 @@ class RootCall:
     def remove(self) -> None:
         """The model's own calls again."""
         self.model._compiled_call_impl = self._kept
+
+
+class Forwards:
+    """Which forwards of a model's modules stand aside for the engine's.
+
+    Args:
+        model: theirs.
+        reads: what patched ones record.
+        train: takes the arguments of the model's own call while it trains.
+        weights: the model's.
+    """
+
+    def __init__(self, model: torch.nn.Module, reads: Reads, train: Callable[[Any, Any], Any], weights: Whole):
+        self._model, self._reads = model, reads
+        self._patches: dict[str, PatchedForward] = {}
+        self.root: RootForward | RootCall = (
+            RootCall(model, train, weights) if weights.cut else RootForward(model, train)
+        )
+
+    def patch(self, modules: Iterable[str]) -> None:
+        """Have reads of trained parameters in these modules recorded."""
+        named = dict(self._model.named_modules())
+        for name in modules:
+            if not name:
+                self.root.wrap(PatchedForward(self._model, self._reads))
+            elif name not in self._patches:
+                self._patches[name] = PatchedForward(named[name], self._reads)
+
+    def leave_out(self, heads: Mapping[str, torch.nn.Parameter]) -> None:
+        """Have the logits of these modules' matrices left out."""
+        self.patch(name for name in heads if name)
+        self._reads.heads.weights |= {id(weight): weight for name, weight in heads.items() if name}
+
+    def unpatch(self) -> None:
+        """Modules' own forwards again; the model's own call still goes through the engine."""
+        for patch in self._patches.values():
+            patch.remove()
+        self._patches.clear()
+        self._reads.heads.weights.clear()
+        self.root.unwrap()
+
+    def close(self) -> None:
+        """Everything as it was."""
+        self.unpatch()
+        self.root.remove()

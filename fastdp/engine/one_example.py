@@ -2,68 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from fastdp.engine.batches import Call, map_tensors, take_rows, tensors, unpadded
-from fastdp.engine.boundary import find_loss, plain_gradients
-from fastdp.engine.layout import Layout, Ticket
+from fastdp.engine.batches import Call, Path, map_tensors, take_rows, tensors, unpadded
+from fastdp.engine.boundary import differentiable, require_loss
+from fastdp.engine.layout import Ticket
 from fastdp.engine.losses import LossTerms, intercepted
-from fastdp.engine.selfcheck import Checked
 
-NO_LOSS = (
-    "the model returned no loss: pass labels to it, or state loss_reduction='mean' (or 'sum') to make_private and compute the "
-    "loss outside"
-)
 _ONE_ROW = Ticket(torch.zeros(1, dtype=torch.int64), torch.ones(1), is_last=True)
 
 
-def rows_alone(
-    engine: Checked, call: Call, ticket: Ticket, layout: Layout
-) -> tuple[list[Any], list[list[torch.Tensor]], Callable[[Any, bool], None]]:
-    """Each row a batch of its own: its output, what a backward pass starts from, and that backward pass."""
-    assert engine.trace is not None
+def run_alone(
+    forward: Callable[..., Any],
+    call: Call,
+    carriers: frozenset[Path],
+    rows: int,
+    device: torch.device,
+    *,
+    returns_loss: bool,
+) -> tuple[list[Any], list[list[torch.Tensor]]]:
+    """Each row a batch of its own: what the model returns for it, and what a backward pass would start from."""
     outputs = []
-    for row in range(ticket.rows):
-        single = take_rows(call, torch.tensor([row]), engine.trace.carriers)
-        args, kwargs = unpadded(single, engine.trace.carriers) if engine.returns_loss else single
-        with intercepted(LossTerms(_ONE_ROW.layout(layout.weights.device), alone=True)):
-            outputs.append(engine.plain_forward(*args, **kwargs))
-    if engine.returns_loss:
-        losses = [find_loss(output) for output in outputs]
-        if any(loss is None for loss in losses):
-            raise ValueError(NO_LOSS)
-        targets = [[loss] for loss in losses if loss is not None]
-    else:
-        targets = [[t for t in tensors(o) if t.requires_grad and t.dim() > 0] for o in outputs]
-
-    def backward(upstream: Any, retain: bool) -> None:
-        for unit in range(layout.units):
-            if float(layout.weights[unit]) == 0:
-                continue
-            own = (ticket.row_units == unit).nonzero().reshape(-1).tolist()
-            _one_unit(engine, unit, [(r, targets[r]) for r in own], upstream, layout, engine.scale(ticket))
-
-    return outputs, targets, backward
+    for row in range(rows):
+        single = take_rows(call, torch.tensor([row]), carriers)
+        args, kwargs = unpadded(single, carriers) if returns_loss else single
+        with intercepted(LossTerms(_ONE_ROW.layout(device), alone=True)):
+            outputs.append(forward(*args, **kwargs))
+    return outputs, [[require_loss(output)] if returns_loss else differentiable(output) for output in outputs]
 
 
-def _one_unit(engine: Checked, unit: int, rows: list[Any], upstream: Any, layout: Layout, scale: float) -> None:
+def starts(
+    rows: Sequence[int],
+    targets: list[list[torch.Tensor]],
+    upstream: Sequence[torch.Tensor | None] | None,
+    scale: float,
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Where the backward pass of a unit starts, and with what: ones for losses, or its rows of ``scale`` times what arrived."""
     tops, seeds = [], []
-    for row, targets in rows:
-        for position, tensor in enumerate(targets):
-            if engine.returns_loss:
+    for row in rows:
+        for position, tensor in enumerate(targets[row]):
+            arrived = None if upstream is None else upstream[position]
+            if upstream is None or arrived is not None:
                 tops.append(tensor)
-                seeds.append(torch.ones_like(tensor))
-            elif upstream[position] is not None:
-                tops.append(tensor)
-                seeds.append(upstream[position][row : row + 1] * scale)
-    gradients = plain_gradients(tops, seeds, engine.read.values())
-    instances = {
-        name: gradient.float().unsqueeze(0) for name, gradient in zip(engine.read, gradients) if gradient is not None
-    }
-    engine.accumulator.add_unit(instances, layout.weights[unit : unit + 1])
+                seeds.append(torch.ones_like(tensor) if arrived is None else arrived[row : row + 1] * scale)
+    return tops, seeds
 
 
 def merged(outputs: list[Any]) -> Any:

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from fastdp.engine.batches import Call, Path, leaves, map_leaves, take_rows, take_tokens, tensors
-from fastdp.engine.boundary import find_loss, plain_gradients
+from fastdp.engine.boundary import differentiable, plain_gradients, require_loss
 from fastdp.engine.collation import Collation, same
 from fastdp.engine.errors import SelfCheckError, UnsupportedUse
 from fastdp.engine.layout import Layout, Ticket
@@ -167,12 +167,7 @@ class Replay:
             rows = layout.rows
             values = [t.detach() for t in tensors(output) if t.is_floating_point() and t.dim() and t.shape[0] == rows]
             return Witness(values), terms, output
-        total = find_loss(output)
-        if total is None:
-            raise ValueError(
-                "the model returned no loss: pass labels to it, or state loss_reduction='mean' (or 'sum') to make_private "
-                "and compute the loss outside"
-            )
+        total = require_loss(output)
         if not (self.mapped and terms.terms):
             raise UnsupportedUse(terms.unmapped or "the model computes its loss without torch's loss functions")
         found = torch.autograd.grad(total, [t.scalar for t in terms.terms], allow_unused=True, retain_graph=True)
@@ -215,12 +210,10 @@ class Replay:
                 _, terms, output = self._witness(call, layout)
             seeds: list[torch.Tensor] = []
             if self.returns_loss:
-                total = find_loss(output)
-                assert total is not None
-                chosen = combine(total, terms, self.divided, verify=False)[unit]
+                chosen = combine(require_loss(output), terms, self.divided, verify=False)[unit]
                 tops, upstream = [chosen], [torch.ones_like(chosen)]
             else:
-                tops = [t for t in tensors(output) if t.requires_grad and t.dim() > 0]
+                tops = differentiable(output)
                 seeds = seeds_for(tops)
                 upstream = [torch.zeros_like(s).index_copy_(0, i, s[i]) for s in seeds for i in (_one(unit, s),)]
             with self.weights.gathered():

@@ -9,28 +9,26 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
 
 import torch
 
 from fastdp.engine.accumulator import Accumulator
-from fastdp.engine.batches import Call, tensors
-from fastdp.engine.boundary import find_loss, plain_gradients
+from fastdp.engine.batches import Call
+from fastdp.engine.boundary import differentiable, find_loss, plain_gradients, require_loss
 from fastdp.engine.bounds import UpperNorms
 from fastdp.engine.errors import SelfCheckError, UnsupportedUse
 from fastdp.engine.factors import Factors
 from fastdp.engine.guard import Guard, contents
 from fastdp.engine.layout import Layout, Ticket
 from fastdp.engine.losses import LossTerms, intercepted
+from fastdp.engine.passes import Passes, repeatable
 from fastdp.engine.policy import Policy
 from fastdp.engine.questions import asked, require_unasked, require_unasked_of_packed
 from fastdp.engine.replay import (
     Replay,
     coupled,
-    randomness,
     require_independence,
     require_same_loss,
     require_unmoved,
@@ -40,48 +38,10 @@ from fastdp.engine.replay import (
     still,
     unchanged,
 )
-from fastdp.engine.shards import Measured, Whole
-from fastdp.engine.trace import Trace
-from fastdp.engine.uses import Sink
+from fastdp.engine.shards import Measured
 
 _EXAMPLES = 3
 _SECRET = random.SystemRandom()
-
-
-class Checked(Protocol):
-    """What the checks need of an engine."""
-
-    model: torch.nn.Module
-    read: dict[str, torch.nn.Parameter]
-    weights: Whole
-    accumulator: Accumulator
-    guard: Guard
-    trace: Trace | None
-    divided: frozenset[int]
-    asked: frozenset[str]
-    route: str | None
-
-    @property
-    def returns_loss(self) -> bool:
-        """Whether the model's output holds the loss."""
-
-    def scale(self, ticket: Ticket) -> float:
-        """What a criterion outside the model divided its gradient by."""
-
-    def replay(self, call: Call, ticket: Ticket) -> Replay:
-        """A call, to be run again in other company."""
-
-    def plain_forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's own forward pass."""
-
-    def run_forward(self, args: Any, kwargs: Any, ticket: Ticket, *, verify: bool) -> Any:
-        """The forward pass by the chosen route."""
-
-    def tops(self, args: Any, kwargs: Any, ticket: Ticket) -> list[torch.Tensor]:
-        """What a backward pass on a call would start from."""
-
-    def capture(self, args: Any, kwargs: Any, ticket: Ticket, unit: int, sink: Sink) -> None:
-        """Hand a sink what a backward pass from one unit's loss alone captures."""
 
 
 @dataclass(frozen=True)
@@ -107,23 +67,23 @@ def chosen_rows(ticket: Ticket, start: int = 0) -> list[int]:
     return [(start + i) % ticket.rows for i in range(count)]
 
 
-def independence(engine: Checked, call: Call, ticket: Ticket, rows: list[int]) -> list[int]:
+def independence(passes: Passes, call: Call, ticket: Ticket, rows: list[int]) -> list[int]:
     """Raise `SelfCheckError` if the plain model lets rows of this batch see each other; note what its loss divides by.
 
     Returns the rows that are worth looking at further. Raises `UnsupportedUse` if the losses cannot be told apart by row:
     each must then be run alone.
     """
-    assert engine.trace is not None
-    replay = engine.replay(call, ticket)
+    assert passes.trace is not None
+    replay = passes.replay(call, ticket)
     if ticket.token_units is not None:
-        _packed_independence(engine, replay, call, ticket)
+        _packed_independence(passes, replay, call, ticket)
     else:
-        rows, engine.divided = require_independence(replay, rows, selects=engine.trace.selects)
-        require_unmoved(engine.replay(call, ticket), _half(ticket), selects=engine.trace.selects)
-        require_unasked(replay, rows, selects=engine.trace.selects)
-        engine.asked = asked(replay, rows)
+        rows, passes.divided = require_independence(replay, rows, selects=passes.trace.selects)
+        require_unmoved(passes.replay(call, ticket), _half(ticket), selects=passes.trace.selects)
+        require_unasked(replay, rows, selects=passes.trace.selects)
+        passes.asked = asked(replay, rows)
         call, ticket = replay.rows(rows), Ticket(torch.arange(len(rows)), torch.ones(len(rows)), is_last=True)
-    _require_zero(engine, replay, call, ticket)
+    _require_zero(passes, replay, call, ticket)
     return rows
 
 
@@ -158,78 +118,77 @@ def _half(ticket: Ticket) -> list[int]:
     return torch.isin(ticket.row_units, chosen).nonzero()[:, 0].tolist()
 
 
-def briefly(engine: Checked, call: Call, ticket: Ticket, rows: Sequence[int]) -> Foreseen | None:
+def briefly(passes: Passes, call: Call, ticket: Ticket, rows: Sequence[int]) -> Foreseen | None:
     """A look at a later batch: a pass beside other companions, and by chance two rows' gradients and questions.
 
     What the first gives must hold of the batch's own pass; it raises `SelfCheckError` and `UnsupportedUse` as
     `independence` does.
     """
-    assert engine.trace is not None
-    replay = engine.replay(call, ticket)
+    assert passes.trace is not None
+    replay = passes.replay(call, ticket)
     if ticket.token_units is not None:
-        _packed_independence(engine, replay, call, ticket)
+        _packed_independence(passes, replay, call, ticket)
         return None
-    if engine.route != "uses":
-        _require_repeated(engine, replay, rows)
+    if passes.route != "uses":
+        _require_repeated(passes, replay, rows)
         return None
     if ticket.rows < 2 or _SECRET.random() < 0.5:
         pair = Ticket(torch.arange(2), torch.ones(2), is_last=True)
-        _require_zero(engine, replay, replay.rows(rows[:2]), pair)
-        if not asked(replay, rows[:2]) <= engine.asked:
-            require_unasked(replay, rows, selects=engine.trace.selects)
+        _require_zero(passes, replay, replay.rows(rows[:2]), pair)
+        if not asked(replay, rows[:2]) <= passes.asked:
+            require_unasked(replay, rows, selects=passes.trace.selects)
     if ticket.rows < 2:
         return None
     kept = _half(ticket)
     with torch.enable_grad():
-        args, kwargs = replay.beside(range(ticket.rows), set(kept))
-        tops = engine.tops(args, kwargs, ticket)
-    places = (ticket.row_units[kept].unique() if engine.returns_loss else torch.tensor(kept)).to(replay.device)
+        tops = passes.tops(replay.beside(range(ticket.rows), set(kept)), ticket)
+    places = (ticket.row_units[kept].unique() if passes.returns_loss else torch.tensor(kept)).to(replay.device)
     longest = int(places.max())
     values = [t.detach().index_select(0, places) for t in tops if t.shape[0] > longest]
     return Foreseen(kept, places, values)
 
 
-def whole(engine: Checked, call: Call, ticket: Ticket, kept: Sequence[int]) -> None:
+def whole(passes: Passes, call: Call, ticket: Ticket, kept: Sequence[int]) -> None:
     """Raise `SelfCheckError` if rows of the whole call notice the others, all randomness taken out."""
-    assert engine.trace is not None
-    require_unmoved(engine.replay(call, ticket), kept, selects=engine.trace.selects)
+    assert passes.trace is not None
+    require_unmoved(passes.replay(call, ticket), kept, selects=passes.trace.selects)
 
 
-def _require_repeated(engine: Checked, replay: Replay, rows: Sequence[int]) -> None:
+def _require_repeated(passes: Passes, replay: Replay, rows: Sequence[int]) -> None:
     """Raise `SelfCheckError` if a row run alone has another loss after another row was."""
-    if not engine.returns_loss:
+    if not passes.returns_loss:
         return
-    losses = [_loss_of(engine, replay, [row]) for row in (rows[-1], rows[0], rows[-1])]
-    if abs(losses[2] - losses[0]) > rounding(engine.model) * abs(losses[0]):
+    losses = [_loss_of(passes, replay, [row]) for row in (rows[-1], rows[0], rows[-1])]
+    if abs(losses[2] - losses[0]) > rounding(passes.model) * abs(losses[0]):
         raise stateful()
 
 
-def _loss_of(engine: Checked, replay: Replay, rows: Sequence[int]) -> float:
+def _loss_of(passes: Passes, replay: Replay, rows: Sequence[int]) -> float:
     """The model's own loss on some rows without randomness; NaN where that cannot be had."""
     args, kwargs = replay.rows(rows)
-    with unchanged(engine.model), still(engine.model) as restless, torch.enable_grad():
-        loss = find_loss(engine.plain_forward(*args, **kwargs))
+    with unchanged(passes.model), still(passes.model) as restless, torch.enable_grad():
+        loss = find_loss(passes.plain_forward(*args, **kwargs))
         return math.nan if loss is None or restless() else float(loss.detach())
 
 
-def _packed_independence(engine: Checked, replay: Replay, call: Call, ticket: Ticket) -> None:
+def _packed_independence(passes: Passes, replay: Replay, call: Call, ticket: Ticket) -> None:
     layout = ticket.layout(replay.device)
     assert layout.token_segments is not None
     together = replay(call, ticket.rows, packed=True)
     for unit, single in replay.packed_alone():
         alone = replay(single, 1)
-        if together.finite(unit) and not together.gap(unit, alone, 0) <= rounding(engine.model):
+        if together.finite(unit) and not together.gap(unit, alone, 0) <= rounding(passes.model):
             raise coupled(replay, [0, 0], 0, "the others of its row")
-    engine.asked |= require_unasked_of_packed(replay, call, together, engine.asked)
+    passes.asked |= require_unasked_of_packed(replay, call, together, passes.asked)
 
 
-def _require_zero(engine: Checked, replay: Replay, call: Call, ticket: Ticket) -> None:
+def _require_zero(passes: Passes, replay: Replay, call: Call, ticket: Ticket) -> None:
     """Raise `SelfCheckError` if one unit's gradient reaches another's rows of an embedding or an input at all."""
     layout = ticket.layout(replay.device)
     own = layout.token_segments if layout.token_segments is not None else layout.lane_units
     unit = int(layout.weights.nonzero()[-1])
     packed = layout.token_segments is not None
-    parameters = list(engine.read.values())
+    parameters = list(passes.read.values())
     _, flowing, _ = replay.gradients(call, ticket.rows, unit, parameters, lambda _index, _gradient: 0, packed=packed)
     for gradient in flowing:
         if gradient.shape[: own.dim()] == own.shape and bool(_reaches(gradient[own != unit])):
@@ -276,14 +235,14 @@ class _Attribution:
             raise UnsupportedUse(f"{self.names[id(parameter)]}: its tokens are not in the order of the batch's rows")
 
 
-def compare(engine: Checked, call: Call, ticket: Ticket, rows: Sequence[int]) -> None:
+def compare(passes: Passes, call: Call, ticket: Ticket, rows: Sequence[int]) -> None:
     """Raise `UnsupportedUse` unless the engine's attribution, norms and sums are plain autograd's.
 
     All of it on these rows; then, on the whole micro-batch, the norm and the gradient of one unit drawn by chance, as a
     backward pass may do to many rows what it does not do to a few. Raises `SelfCheckError` if the backward pass draws random
     numbers of its own.
     """
-    replay = engine.replay(call, ticket)
+    replay = passes.replay(call, ticket)
     packed = ticket.token_units is not None
     if packed:
         batch, small = call, ticket
@@ -292,104 +251,89 @@ def compare(engine: Checked, call: Call, ticket: Ticket, rows: Sequence[int]) ->
         small = Ticket(torch.arange(len(rows)), torch.ones(len(rows)), is_last=True)
     layout = small.layout(replay.device)
     units = [unit for unit in range(layout.units) if float(layout.weights[unit]) > 0]
-    sinks = [_Attribution(engine.accumulator.names, unit) for unit in dict.fromkeys((units[0], units[-1]))]
+    sinks = [_Attribution(passes.accumulator.names, unit) for unit in dict.fromkeys((units[0], units[-1]))]
     with torch.autocast(replay.device.type, enabled=False):
         for sink in sinks:
-            with unchanged(engine.model):
-                engine.capture(*batch, small, sink.unit, sink)
-        kinds = {p.dtype for p in engine.model.parameters() if p.is_floating_point()}
+            with unchanged(passes.model):
+                passes.capture(batch, small, sink.unit, sink)
+        kinds = {p.dtype for p in passes.model.parameters() if p.is_floating_point()}
         rough = any(sink.rough for sink in sinks) or not kinds <= {torch.float32, torch.float64}
         tolerance = 0.1 if rough else 1e-3
-        _compare(engine, replay, batch, small, {unit: 1 / (1 + unit) for unit in units}, tolerance)
+        _compare(passes, replay, batch, small, {unit: 1 / (1 + unit) for unit in units}, tolerance)
         plain = not packed and torch.equal(ticket.row_units, torch.arange(ticket.rows))
         if plain and ticket.rows > len(rows):
             drawn = _SECRET.choice(ticket.weights.nonzero()[:, 0].tolist())
-            _compare(engine, replay, call, ticket, {drawn: 1.0}, tolerance)
+            _compare(passes, replay, call, ticket, {drawn: 1.0}, tolerance)
 
 
 def _compare(
-    engine: Checked, replay: Replay, call: Call, ticket: Ticket, weights: Mapping[int, float], tolerance: float
+    passes: Passes, replay: Replay, call: Call, ticket: Ticket, weights: Mapping[int, float], tolerance: float
 ) -> None:
     """Raise `UnsupportedUse` unless the engine finds autograd's norms of these units, and their sum by these weights."""
-    kept, packed = engine.accumulator, ticket.token_units is not None
-    policy, names = kept.policy, list(engine.read)
+    kept, packed = passes.accumulator, ticket.token_units is not None
+    policy, names = kept.policy, list(passes.read)
     probe = _Probe(policy.bounds, policy.stds, policy.group_of, policy.masks, known=weights)
-    engine.accumulator = Accumulator(engine.read, probe, engine.weights)
-    engine.accumulator.tables = kept.tables
+    passes.accumulator = Accumulator(passes.read, probe, passes.weights)
+    passes.accumulator.tables = kept.tables
     try:
-        with unchanged(engine.model):
-            _by_engine(engine, call, ticket)
-        squared, found = probe.seen[0], _Comparison(engine.accumulator.sums)
+        with unchanged(passes.model):
+            _by_engine(passes, call, ticket)
+        squared, found = probe.seen[0], _Comparison(passes.accumulator.sums)
         for unit, weight in weights.items():
             gradients, *_ = replay.gradients(
-                call, ticket.rows, unit, list(engine.read.values()), lambda i, g: engine.weights.measured(names[i], g),
+                call, ticket.rows, unit, list(passes.read.values()), lambda i, g: passes.weights.measured(names[i], g),
                 packed=packed,
             )  # fmt: skip
             measured = float(squared[:, unit].double().sum()) ** 0.5
             found.add(measured, weight, {n: g for n, g in zip(names, gradients) if g is not None})
     finally:
-        engine.accumulator = kept
+        passes.accumulator = kept
     found.judge(tolerance=tolerance)
 
 
-def _by_engine(engine: Checked, call: Call, ticket: Ticket) -> None:
-    output = engine.run_forward(*call, ticket, verify=True)
-    if engine.returns_loss:
-        tops = [find_loss(output)]
-        seeds = [torch.ones_like(tops[0])]  # type: ignore[arg-type]
+def _by_engine(passes: Passes, call: Call, ticket: Ticket) -> None:
+    output = passes.run_forward(call, ticket, verify=True)[0]
+    if passes.returns_loss:
+        tops = [require_loss(output)]
+        seeds = [torch.ones_like(tops[0])]
     else:
-        tops = [t for t in tensors(output) if t.requires_grad and t.dim() > 0]
-        seeds = [s / engine.scale(ticket) for s in seeds_for(tops)]  # type: ignore[arg-type]
-    with repeatable(engine.model):
-        torch.autograd.backward(tops, seeds)  # type: ignore[arg-type]
+        tops = differentiable(output)
+        seeds = [s / passes.scale(ticket) for s in seeds_for(tops)]
+    with repeatable(passes.model):
+        torch.autograd.backward(tops, seeds)
 
 
-@contextmanager
-def repeatable(model: torch.nn.Module) -> Iterator[None]:
-    """Raise `SelfCheckError` if a backward pass meanwhile drew random numbers of its own: a second one would see others."""
-    before = randomness(model)
-    yield
-    if randomness(model) != before:
-        raise SelfCheckError(
-            "the backward pass draws random numbers of its own, so that norms and sums would see two dropout masks: "
-            "checkpoint with preserve_rng_state=True, and draw from torch's generator alone; nothing of this batch was released"
-        )
-
-
-def alone(engine: Checked, call: Call, ticket: Ticket, rows: Sequence[int]) -> None:
+def alone(passes: Passes, call: Call, ticket: Ticket, rows: Sequence[int]) -> None:
     """Run the one-example route's forward and backward once, and see that a batch of copies has one copy's loss.
 
     Raises whatever the model raises on one row, and `SelfCheckError` if it scores examples against each other.
     """
-    replay = engine.replay(call, ticket)
-    if engine.returns_loss:
-        losses = [_loss_of(engine, replay, chosen) for chosen in ([rows[-1]], [rows[-1]] * 2, [rows[0]], [rows[-1]])]
+    replay = passes.replay(call, ticket)
+    if passes.returns_loss:
+        losses = [_loss_of(passes, replay, chosen) for chosen in ([rows[-1]], [rows[-1]] * 2, [rows[0]], [rows[-1]])]
         one, two, _, again = losses
-        if abs(again - one) > rounding(engine.model) * abs(one):
+        if abs(again - one) > rounding(passes.model) * abs(one):
             raise stateful()
-        if all(abs(two - n * one) > rounding(engine.model) * max(abs(one), abs(two)) for n in (1, 2)):
+        if all(abs(two - n * one) > rounding(passes.model) * max(abs(one), abs(two)) for n in (1, 2)):
             raise coupled(replay, rows, rows[-1], "copies of itself")
     single = replay.rows([rows[-1]])
-    with unchanged(engine.model), torch.enable_grad():
+    with unchanged(passes.model), torch.enable_grad():
         with intercepted(LossTerms(replay.layout(1), alone=True)):
-            output = engine.plain_forward(*single[0], **single[1])
-        tops = [t for t in tensors(output) if t.requires_grad and t.dim() > 0]
-        if engine.returns_loss:
-            found = find_loss(output)
-            tops = [] if found is None else [found]
-        plain_gradients(tops, [torch.ones_like(t) for t in tops], list(engine.read.values()))
+            output = passes.plain_forward(*single[0], **single[1])
+        tops = [require_loss(output)] if passes.returns_loss else differentiable(output)
+        plain_gradients(tops, [torch.ones_like(t) for t in tops], list(passes.read.values()))
 
 
-def buffers(engine: Checked, call: Call, ticket: Ticket) -> None:
+def buffers(passes: Passes, guard: Guard, call: Call, ticket: Ticket) -> None:
     """Raise `SelfCheckError` if a training forward writes what depends on the data into a buffer, or any parameter."""
-    replay = engine.replay(call, ticket)
-    found, before = [], contents(engine.model.named_parameters())
+    replay = passes.replay(call, ticket)
+    found, before = [], contents(passes.model.named_parameters())
     for tried in (call, replay.beside(range(ticket.rows), ())):
-        with unchanged(engine.model), torch.no_grad():
-            passed = engine.guard.passed()
-            engine.plain_forward(*tried[0], **tried[1])
+        with unchanged(passes.model), torch.no_grad():
+            passed = guard.passed()
+            passes.plain_forward(*tried[0], **tried[1])
             found.append(passed())
-        after = contents(engine.model.named_parameters())
+        after = contents(passes.model.named_parameters())
         written = [name for name in before.keys() | after.keys() if before.get(name) != after.get(name)]
         if written:
             raise SelfCheckError(
@@ -398,16 +342,16 @@ def buffers(engine: Checked, call: Call, ticket: Ticket) -> None:
             )
         if not found[0][0]:
             return
-    engine.guard.learn(found)
+    guard.learn(found)
 
 
-def collation(engine: Checked, call: Call, ticket: Ticket) -> None:
+def collation(passes: Passes, call: Call, ticket: Ticket) -> None:
     """Raise `SelfCheckError` if the loader's collator lets an example's row, or its loss, depend on the others."""
     if ticket.source is None:
         return
     ticket.source.require_independence()
-    if engine.returns_loss and ticket.token_units is None:
-        require_same_loss(ticket.source, engine.replay(call, ticket))
+    if passes.returns_loss and ticket.token_units is None:
+        require_same_loss(ticket.source, passes.replay(call, ticket))
 
 
 class _Comparison:
@@ -419,7 +363,7 @@ class _Comparison:
         self.norms: list[tuple[float, float]] = []
 
     def add(self, measured: float, weight: float, gradients: Mapping[str, Measured]) -> None:
-        """Take one example: its norm by the engine, its weight in the sum, and its gradient by autograd."""
+        """Take one example: its norm by the passes, its weight in the sum, and its gradient by autograd."""
         sizes = {name: gradient.norm for name, gradient in gradients.items()}
         truth = math.sqrt(sum(size**2 for size in sizes.values()))
         if not math.isfinite(measured) and not math.isfinite(truth):

@@ -112,8 +112,8 @@ class Private(Published):
         follow_releases(optimizer, lambda: self._releases)
         data_loader.remaining = lambda: self._require_budget()
         data_loader.on_restart = self._restart
-        data_loader.try_loop = lambda source: self._engine.try_loop(source, ahead=data_loader.takes_ahead)
-        data_loader.trials = lambda: self._engine.between.take()
+        data_loader.try_loop = lambda source: self._engine.checks.try_loop(source, ahead=data_loader.takes_ahead)
+        data_loader.trials = lambda: self._engine.checks.between.take()
         self._follow_schedule()
 
     def __iter__(self) -> Iterator[Any]:

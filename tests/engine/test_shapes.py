@@ -76,7 +76,7 @@ def test_a_branch_on_the_number_of_rows_is_checked_before_it_counts() -> None:
     engine, tickets = engine_for(model, 0.5)
     feed(engine, tickets, sentences([4] * 4, 4))
     engine.abandon()
-    engine._again._next = 1 << 40
+    engine.checks.schedule._next = 1 << 40
     tickets.append(ticket(5))
     with pytest.raises(SelfCheckError, match="couples examples"):
         model(**sentences([4] * 5, 4))

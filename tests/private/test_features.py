@@ -342,7 +342,7 @@ def test_gradient_checkpointing(
     name: str, tuning: str, share: float, reentrant: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In two passes; in one where whole gradients may be kept, unless a table is also read in another way."""
-    monkeypatch.setattr("fastdp.engine.engine._INSTANCES", share)
+    monkeypatch.setattr("fastdp.engine.passes._INSTANCES", share)
     data = model_batch(name)
     single, tickets = engine_for(build(name, tuning), 1.0)
     tickets.append(ticket(4))

@@ -1,0 +1,183 @@
+"""When a batch is looked at and how closely, before anything of it is released, and which route follows from it."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Callable, Sequence
+
+import torch
+
+from fastdp.engine import selfcheck
+from fastdp.engine.batches import Call
+from fastdp.engine.between import Between
+from fastdp.engine.collation import Collation
+from fastdp.engine.errors import SelfCheckError, UnsupportedUse
+from fastdp.engine.guard import Guard
+from fastdp.engine.known import Known
+from fastdp.engine.later import Schedule, Structure
+from fastdp.engine.layout import Ticket
+from fastdp.engine.passes import ORDINARY, USES, Pass, Passes
+from fastdp.engine.ranks import Ranks
+from fastdp.engine.trace import Tracer
+
+
+class Checks:
+    """Looks at the first batch as a whole, at calls of new shapes, at later batches at intervals, and at the loop between.
+
+    Args:
+        passes: of the model.
+        guard: of the model.
+        ranks: the processes that train together.
+        enabled: compare the first micro-batch with one-at-a-time autograd, and look at later ones.
+        batches: micro-batches that the run is planned to have; checks of later ones may take a hundredth of its time.
+        on_route: told of the route, and why, once it is known.
+    """
+
+    def __init__(
+        self,
+        passes: Passes,
+        guard: Guard,
+        ranks: Ranks,
+        *,
+        enabled: bool,
+        batches: int,
+        on_route: Callable[[str, str | None], None],
+    ):
+        self.enabled = enabled
+        self.between = Between(passes)
+        self.schedule = Schedule(batches, passes.device)
+        self._passes, self._guard, self._ranks, self._on_route = passes, guard, ranks, on_route
+        self._structure = Structure(passes.model)
+        self._foreseen: selfcheck.Foreseen | None = None
+        self._tracer = Tracer(passes.model, passes.read, passes.vocabulary)
+        self._known = Known(self._tracer, passes.forwards.root.plain)
+
+    def before(self, call: Call, ticket: Ticket) -> bool:
+        """Look at a batch before its own pass; whether any rank looked at its own."""
+        passes, thorough, due = self._passes, False, False
+        if passes.route == ORDINARY:
+            return False
+        first = passes.route is None
+        if not first and self.enabled:
+            thorough = self._structure.changed() or self.schedule.affordable()
+            due = self.schedule.due(ticket.rows) or thorough
+            self.between.settled &= not thorough or self._ranks.size > 1
+        looked = passes.weights.anyone(first or due or self._known.new(passes.trace, call, ticket.rows))
+        if looked:
+            with passes.weights.apart():
+                if first:
+                    with self.schedule.check():
+                        self._prepare(call, _real(ticket))
+                    self.schedule.begin(ticket.rows)
+                else:
+                    self._known.add(passes.trace, call, ticket.rows)
+                    if due:
+                        with self.schedule.check(brief=not thorough):
+                            self._check_again(call, _real(ticket), thorough=thorough)
+        self._look_between(call, ticket)
+        return looked
+
+    def after(self, waiting: Pass) -> None:
+        """Look at what a batch's own pass by uses found: the shapes of its uses, and what was foreseen of it."""
+        passes, call, ticket = self._passes, waiting.call, waiting.ticket
+        self._known.require(passes.trace, call, ticket.rows, waiting.tap)
+        foreseen, self._foreseen = self._foreseen, None
+        if foreseen is not None and not foreseen.holds(waiting.tops):
+            selfcheck.whole(passes, call, ticket, foreseen.rows)
+
+    def try_loop(self, source: Collation, *, ahead: bool) -> None:
+        """Have the loop tried before it begins, if a criterion stands outside the model or the loop takes batches ``ahead``."""
+        between, passes = self.between, self._passes
+        if not self.enabled or passes.route == ORDINARY or (passes.returns_loss and not ahead):
+            return
+        if not between.settled or (self._ranks.size == 1 and self.schedule.affordable()):
+            between.first = True
+            between.begin(source, len(source.indices))
+
+    def _look_between(self, call: Call, ticket: Ticket) -> None:
+        """Have the loop tried if it makes something of a batch itself: on all ranks, at the same batch, or on none."""
+        between, source = self.between, ticket.source
+        if between.settled or between.first or not self.enabled:
+            return
+        asked = source is not None and ticket.token_units is None and ticket.rows > 1
+        said = self._ranks.gather((asked, asked and between.makes(call, source)))
+        between.settled = all(could for could, _ in said)
+        if between.settled and any(makes for _, makes in said):
+            between.begin(source, ticket.rows)
+
+    def _prepare(self, call: Call, ticket: Ticket) -> None:
+        """Trace the model, see that its rows are independent, and try the route of uses on a few examples."""
+        self._guard.settle()
+        with self._passes.trial():
+            reason = self._decide(call, ticket)
+        self._guard.require_settled()
+        if reason is not None:
+            self._passes.fall_back(reason, ticket)
+        self._structure.changed()
+        self._on_route(str(self._passes.route), reason)
+
+    def _decide(self, call: Call, ticket: Ticket) -> str | None:
+        """The reason why the one-example route is taken, or None; raises for a model that neither route serves."""
+        passes = self._passes
+        passes.trace = self._tracer.trace(passes.forwards.root.original, call, ticket.rows)
+        passes.forwards.leave_out(passes.trace.heads)
+        rows = selfcheck.chosen_rows(ticket)
+        selfcheck.buffers(passes, self._guard, call, ticket)
+        reason = passes.trace.conflict
+        if self.enabled:
+            try:
+                selfcheck.collation(passes, call, ticket)
+                rows = selfcheck.independence(passes, call, ticket, rows)
+            except UnsupportedUse as error:
+                reason = reason or str(error)
+        reason = reason or self._try_uses(call, ticket, rows)
+        if reason is not None and ticket.token_units is None:
+            try:
+                selfcheck.alone(passes, call, ticket, rows)
+            except SelfCheckError:
+                raise
+            except Exception as error:
+                raise ValueError(
+                    f"no route serves this model: {reason}; and on one row alone it fails: {error}"
+                ) from error
+        return reason
+
+    def _try_uses(self, call: Call, ticket: Ticket, rows: Sequence[int]) -> str | None:
+        passes = self._passes
+        try:
+            passes.take_uses()
+            if self.enabled:
+                selfcheck.compare(passes, call, ticket, rows)
+            else:
+                passes.run_forward(call, ticket, verify=True)
+            return None
+        except (SelfCheckError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            passes.model.zero_grad(set_to_none=True)
+            passes.forwards.unpatch()
+            return str(error) or type(error).__name__
+
+    def _check_again(self, call: Call, ticket: Ticket, *, thorough: bool) -> None:
+        """What the first batch was asked, of some rows of a later one; without ``thorough``, one extra pass or two rows."""
+        passes = self._passes
+        rows = selfcheck.chosen_rows(ticket, random.SystemRandom().randrange(ticket.rows))
+        try:
+            with passes.trial():
+                if not thorough:
+                    self._foreseen = selfcheck.briefly(passes, call, ticket, rows)
+                    return
+                selfcheck.collation(passes, call, ticket)
+                if passes.route == USES:
+                    rows = selfcheck.independence(passes, call, ticket, rows)
+                    selfcheck.compare(passes, call, ticket, rows)
+        except UnsupportedUse as error:
+            passes.fall_back(str(error), ticket)
+
+
+def _real(ticket: Ticket) -> Ticket:
+    """The ticket, to be checked: a padding row that stands for an empty sample is looked at as if it were a unit's."""
+    return (
+        ticket if bool(ticket.weights.any()) else dataclasses.replace(ticket, weights=torch.ones_like(ticket.weights))
+    )

@@ -1,0 +1,408 @@
+"""One pass of a model, forward and backward, by the route that its per-example gradients take, into an accumulator."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from fastdp.engine.accumulator import Accumulator
+from fastdp.engine.batches import Call, map_tensors
+from fastdp.engine.boundary import (
+    LossBoundary,
+    OutputBoundary,
+    caught,
+    differentiable,
+    plain_gradients,
+    replace_loss,
+    require_loss,
+)
+from fastdp.engine.chance import secretly
+from fastdp.engine.errors import SelfCheckError, UnsupportedUse
+from fastdp.engine.forwards import Forwards
+from fastdp.engine.layout import Layout, Ticket
+from fastdp.engine.logits import VOCABULARY
+from fastdp.engine.losses import LossTerms, combine, intercepted, masked_mean
+from fastdp.engine.one_example import merged, run_alone, starts
+from fastdp.engine.policy import Policy, Unclipped
+from fastdp.engine.ranks import Ranks
+from fastdp.engine.reads import Reads
+from fastdp.engine.replay import Replay, randomness, unchanged
+from fastdp.engine.shards import weights_of
+from fastdp.engine.trace import Trace, devices
+from fastdp.engine.uses import Sink, Tap
+
+#: How per-example gradients are obtained.
+USES, ONE_EXAMPLE, ORDINARY = "uses", "one-example", "ordinary"
+#: Whole gradients that take less than this share of the model's own memory are cheaper than a second backward pass.
+_INSTANCES = 0.125
+
+
+@dataclass
+class Pass:
+    """One forward pass that waits for its backward: what to differentiate, and for whom.
+
+    Args:
+        enter: called with this pass and the gradient that the user's backward pass brings, or those of the outputs.
+    """
+
+    call: Call
+    ticket: Ticket
+    layout: Layout
+    tap: Tap
+    verify: bool
+    enter: Callable[[Pass, Any], None]
+    tops: list[torch.Tensor]
+    backward: Callable[[Any, bool], None]
+    used: bool = False
+
+    def loss(self, value: torch.Tensor) -> torch.Tensor:
+        """A loss whose backward pass is this one's."""
+
+        def enter(upstream: torch.Tensor) -> None:
+            if (self.verify or upstream.device.type == "cpu") and not float(upstream) > 0:
+                raise ValueError(
+                    f"the loss was scaled by {float(upstream)} before backward(): scales are divided out, so it must be "
+                    "positive; change the sign inside the model's loss"
+                )
+            self.enter(self, upstream)
+
+        return LossBoundary.apply(_anchor(value), value, enter)
+
+    def outputs(self, found: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """Outputs whose backward pass is this one's."""
+        return OutputBoundary.apply(_anchor(found[0]), lambda upstream: self.enter(self, upstream), found)
+
+    def replace_outputs(self, output: Any) -> Any:
+        """What the model returned, its differentiable tensors replaced by outputs of this pass.
+
+        Raises ValueError if there is none.
+        """
+        found = outer(output)
+        replaced = {id(t): o for t, o in zip(found, self.outputs(found))}
+        return map_tensors(output, lambda t: replaced.get(id(t), t))
+
+
+class Passes:
+    """A model's passes: per-example gradients of its trained parameters, clipped and summed as a policy says.
+
+    Args:
+        model: the user's model; only the `forward` attribute of some of its modules is patched, and only until `close`.
+        policy: the method's decisions.
+        train: what the model's own call does while it trains.
+        loss_reduction, two_pass, accumulator, keep_logits, ranks, secret: as `Engine`'s.
+
+    Attributes:
+        route, reason: how gradients are obtained, None before that is known; and why not by uses.
+        trace: what is known of the model, by which uses are told apart.
+        divided: the model's loss functions whose coefficient it divides by the number of rows.
+        asked: where the model was seen to ask the host about data.
+        trying: whether a pass only looks at the model, so that none of its faults is the user's loop's.
+    """
+
+    #: The fewest rows of a matrix that counts as a vocabulary's head.
+    vocabulary: int | None = VOCABULARY
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        policy: Policy,
+        train: Callable[[Any, Any], Any],
+        *,
+        loss_reduction: str | None,
+        two_pass: bool | None,
+        accumulator: Accumulator | None,
+        keep_logits: bool | None,
+        ranks: Ranks,
+        secret: bool,
+    ):
+        self.model = model
+        self.chance = partial(secretly, devices(model)) if secret else nullcontext
+        self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.weights = weights_of(model, ranks)
+        #: The same as modules read them in a pass.
+        self.read = self.weights.read(self.parameters)
+        self.accumulator = accumulator or Accumulator(self.read, policy)
+        self.accumulator.read(self.read, self.weights)
+        self.device = next(iter(self.read.values())).device
+        self.loss_reduction = loss_reduction
+        self.two_pass = two_pass
+        if keep_logits or not self.returns_loss or self.weights.cut:
+            self.vocabulary = None
+        self.route: str | None = ORDINARY if isinstance(policy, Unclipped) else None
+        self.reason: str | None = None
+        self.trace: Trace | None = None
+        self.divided: frozenset[int] = frozenset()
+        self.asked: frozenset[str] = frozenset()
+        self.trying = False
+        self.reads = Reads(self.read)
+        self.reads.heads.always = keep_logits is False
+        self.forwards = Forwards(model, self.reads, train, self.weights)
+        self._expected: Counter[str] = Counter()
+        self._own_bytes: int | None = None
+        #: The modules that may be checkpointed, once that was asked.
+        self._switches: list[Any] | None = None
+
+    @property
+    def returns_loss(self) -> bool:
+        """Whether the model's output holds the loss to differentiate."""
+        return self.loss_reduction is None
+
+    def scale(self, ticket: Ticket) -> float:
+        """What a criterion outside the model divided its gradient by."""
+        return float(ticket.rows) if self.loss_reduction == "mean" else 1.0
+
+    def close(self) -> None:
+        """Give the model its own forwards back."""
+        self.forwards.close()
+        self.weights.release()
+
+    @contextmanager
+    def trial(self) -> Iterator[None]:
+        """Passes that only look: model and accumulator are afterwards what they were."""
+        kept, self.trying = self.accumulator, True
+        try:
+            with unchanged(self.model):
+                yield
+        finally:
+            self.accumulator, self.trying = kept, False
+
+    def plain_forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's own forward pass, with nothing intercepted but the logits of heads, left out."""
+        with self.reads.heads.open():
+            return self.forwards.root.plain(*args, **kwargs)
+
+    def replay(self, call: Call, ticket: Ticket) -> Replay:
+        """This call, to be run again in other company. Needs a trace."""
+        assert self.trace is not None
+        return Replay(
+            self.model,
+            self.plain_forward,
+            call,
+            self.trace.carriers,
+            ticket,
+            returns_loss=self.returns_loss,
+            divided=self.divided,
+            mapped=self.trace.mapped,
+            weights=self.weights,
+        )
+
+    def take_uses(self) -> None:
+        """Go on by the route of uses, as the trace knows them."""
+        assert self.trace is not None
+        self.reads.carries_rows = self.trace.carries_rows
+        self._expected, self.accumulator.tables = self.trace.uses, self.trace.tables
+        self.route = USES
+        self.forwards.patch(self.trace.modules)
+
+    def fall_back(self, reason: str, ticket: Ticket) -> None:
+        """Go on by the one-example route: exact for any model, and slow. Raises ValueError where it does not serve."""
+        if ticket.token_units is not None:
+            raise ValueError(f"packed rows need a per-example rule for every parameter, and one is missing: {reason}")
+        if self.weights.cut:
+            raise ValueError(
+                f"weights in pieces need a per-example rule for every parameter, and one is missing: {reason}; train the model "
+                "without fully_shard, or freeze that parameter"
+            )
+        self.forwards.unpatch()
+        self.route, self.reason = ONE_EXAMPLE, reason
+        warnings.warn(f"this model takes the one-example route, exact but several times slower: {reason}", stacklevel=3)
+
+    def _layout(self, ticket: Ticket) -> Layout:
+        layout = ticket.layout(self.device)
+        layout.meetings = self.trace.meetings if self.trace is not None else {}
+        return layout
+
+    def run_forward(
+        self, call: Call, ticket: Ticket, *, verify: bool, enter: Callable[[Pass, Any], None] | None = None
+    ) -> tuple[Any, Pass]:
+        """The forward pass by the chosen route, its loss or outputs replaced by a boundary, and what waits behind that.
+
+        ``enter`` is what a backward pass does (default: `differentiate`); ``verify`` looks at more on the way.
+        """
+        layout, enter = self._layout(ticket), enter or self.differentiate
+        if self.route == ONE_EXAMPLE:
+            return self._one_at_a_time(call, ticket, layout, enter)
+        tap = Tap(layout)
+        output, tops = self._tops(call, layout, tap, verify=verify)
+
+        def backward(upstream: Any, retain: bool) -> None:
+            if self.returns_loss:
+                # A unit that takes no part sends back exact zeros; its weight of 0 then selects it out of every sum.
+                pairs = [(tops[0], (layout.weights > 0).to(tops[0].dtype))]
+            else:
+                pairs = [(t, g * self.scale(ticket)) for t, g in zip(tops, upstream) if g is not None]
+            with self.weights.gathered():
+                torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs], retain_graph=retain)
+
+        waiting = Pass(call, ticket, layout, tap, verify, enter, tops, backward)
+        if self.returns_loss:
+            return replace_loss(output, waiting.loss(masked_mean(tops[0].detach(), layout.weights))), waiting
+        return waiting.replace_outputs(output), waiting
+
+    def _one_at_a_time(
+        self, call: Call, ticket: Ticket, layout: Layout, enter: Callable[[Pass, Any], None]
+    ) -> tuple[Any, Pass]:
+        """The universal route: each row is a batch of its own, so any model is differentiated exactly."""
+        outputs, targets, backward = self._alone(call, ticket, layout)
+        waiting = Pass(call, ticket, layout, Tap(layout), True, enter, [], backward)
+        output = merged(outputs)
+        if self.returns_loss:
+            rows = torch.stack([loss.detach().reshape(()).float() for (loss,) in targets])
+            return replace_loss(output, waiting.loss(masked_mean(layout.sum_lanes(rows), layout.weights))), waiting
+        queue = deque(waiting.outputs([torch.cat([row[i] for row in targets]) for i in range(len(targets[0]))]))
+        return map_tensors(output, lambda t: queue.popleft() if t.requires_grad and t.dim() > 0 else t), waiting
+
+    def _alone(
+        self, call: Call, ticket: Ticket, layout: Layout
+    ) -> tuple[list[Any], list[list[torch.Tensor]], Callable[[Any, bool], None]]:
+        """Each row a batch of its own: its output, what a backward pass starts from, and that backward pass."""
+        assert self.trace is not None
+        outputs, targets = run_alone(
+            self.plain_forward, call, self.trace.carriers, ticket.rows, self.device, returns_loss=self.returns_loss
+        )
+
+        def backward(upstream: Any, retain: bool) -> None:
+            arrived = None if self.returns_loss else upstream
+            for unit in (layout.weights != 0).nonzero()[:, 0].tolist():
+                own = (ticket.row_units == unit).nonzero()[:, 0].tolist()
+                gradients = plain_gradients(*starts(own, targets, arrived, self.scale(ticket)), self.read.values())
+                found = {n: g.float().unsqueeze(0) for n, g in zip(self.read, gradients) if g is not None}
+                self.accumulator.add_unit(found, layout.weights[unit : unit + 1])
+
+        return outputs, targets, backward
+
+    def tops(self, call: Call, ticket: Ticket) -> list[torch.Tensor]:
+        """What a backward pass on a call would start from, by the route of uses: units' losses ``[units]``, or outputs."""
+        layout = self._layout(ticket)
+        return self._tops(call, layout, Tap(layout), verify=True)[1]
+
+    def _tops(self, call: Call, layout: Layout, tap: Tap, *, verify: bool) -> tuple[Any, list[torch.Tensor]]:
+        """A forward pass by the route of uses, and what its backward pass starts from: units' losses ``[units]``, or outputs."""
+        terms = LossTerms(layout)
+        self.reads.tap = tap if self.route == USES else None
+        try:
+            with intercepted(terms):
+                output = self.forwards.root.original(*call[0], **call[1])
+        finally:
+            self.reads.tap = None
+            self.reads.heads.close()
+        if not self.returns_loss:
+            return output, outer(output)
+        total = require_loss(output)
+        tap.shapes |= {("a loss function", (count,)) for count in terms.tokens}
+        try:
+            return output, [combine(total, terms, self.divided, verify=verify)]
+        except UnsupportedUse:
+            if self.route != ORDINARY:
+                raise
+            # Nothing is clipped: the mean over the rows stands for each of them.
+            return output, [total.expand(layout.units)]
+
+    def capture(self, call: Call, ticket: Ticket, unit: int, sink: Sink) -> None:
+        """Hand a sink what a backward pass from one unit's loss (or outputs) alone captures."""
+        layout = self._layout(ticket)
+        tap = Tap(layout)
+        _, tops = self._tops(call, layout, tap, verify=True)
+        tap.sink = sink
+        self.reads.tap = tap
+        try:
+            seeds = [torch.zeros_like(t).index_fill_(0, torch.tensor(unit, device=t.device), 1) for t in tops]
+            with self.weights.gathered():
+                torch.autograd.backward(tops, seeds)
+        finally:
+            self.reads.tap = None
+        self.refuse_foreign_gradients("in the backward pass")
+
+    def differentiate(self, waiting: Pass, upstream: Any) -> None:
+        """Run the backward pass of one micro-batch into the accumulator."""
+        two_pass, instances = self._twice_or_whole(waiting.layout)
+        self.reads.tap = waiting.tap if self.route == USES else None
+        try:
+            if self.route == ORDINARY:
+                names = list(self.read)
+                with caught(self.read.values(), lambda i, g: self.accumulator.add_gradient(names[i], g)):
+                    waiting.backward(upstream, False)
+                self.accumulator.units = self.accumulator.units + (waiting.layout.weights > 0).sum()
+            elif self.route == ONE_EXAMPLE:
+                waiting.backward(upstream, False)
+            else:
+                with repeatable(self.model) if two_pass else nullcontext():
+                    self.accumulator.run(
+                        lambda retain: waiting.backward(upstream, retain),
+                        lambda sink: setattr(waiting.tap, "sink", sink),
+                        waiting.layout,
+                        self._expected,
+                        two_pass=two_pass,
+                        instances=instances,
+                    )
+                self.refuse_foreign_gradients("in the backward pass")
+        except UnsupportedUse as error:
+            # Nothing has been added yet: captures are refused before the first norm is used.
+            if self.trying or not self.returns_loss:
+                raise
+            self.fall_back(str(error), waiting.ticket)
+            with torch.enable_grad(), self.chance():
+                _, _, backward = self._alone(waiting.call, waiting.ticket, waiting.layout)
+            backward(upstream, False)
+        finally:
+            self.reads.tap = None
+            waiting.tap.close()
+
+    def _twice_or_whole(self, layout: Layout) -> tuple[bool, bool]:
+        """Whether to run the backward pass twice, and whether to keep whole gradients, which are small where few train."""
+        if self.two_pass is not None:
+            return self.two_pass, False
+        if self._switches is None:
+            self._switches = [module for module in self.model.modules() if hasattr(module, "gradient_checkpointing")]
+        if not any(module.gradient_checkpointing for module in self._switches):
+            return False, False
+        if self._own_bytes is None:
+            self._own_bytes = sum(p.nbytes for p in self.model.parameters())
+        small = self.accumulator.fit(layout.units, int(_INSTANCES * self._own_bytes))
+        instances = not self.weights.anyone(not small)
+        return not instances, instances
+
+    def refuse_foreign_gradients(self, when: str) -> None:
+        """Every covered use returns no gradient to autograd, so a `.grad` that appears is one nothing has clipped."""
+        for name, parameter in (*self.parameters.items(), *self.read.items()):
+            if parameter.grad is not None:
+                parameter.grad = None
+                if self.trying:
+                    raise UnsupportedUse(
+                        f"{name} is read where no module's forward runs, as in a checkpointed function"
+                    )
+                raise RuntimeError(
+                    f"{name} holds a gradient {when} that was not clipped: call optimizer.zero_grad() after step(), and "
+                    "let no loss term use parameters directly"
+                )
+
+
+@contextmanager
+def repeatable(model: torch.nn.Module) -> Iterator[None]:
+    """Raise `SelfCheckError` if a backward pass meanwhile drew random numbers of its own: a second one would see others."""
+    before = randomness(model)
+    yield
+    if randomness(model) != before:
+        raise SelfCheckError(
+            "the backward pass draws random numbers of its own, so that norms and sums would see two dropout masks: "
+            "checkpoint with preserve_rng_state=True, and draw from torch's generator alone; nothing of this batch was released"
+        )
+
+
+def outer(output: Any) -> list[torch.Tensor]:
+    """What a criterion outside the model may be computed from. Raises ValueError if there is nothing."""
+    found = differentiable(output)
+    if not found:
+        raise ValueError("the model returned no tensor that a loss could be computed from")
+    return found
+
+
+def _anchor(like: torch.Tensor) -> torch.Tensor:
+    return torch.zeros((), device=like.device, requires_grad=True)
