@@ -78,7 +78,8 @@ class Engine(Passes):
         #: Whether a backward pass of this logical batch failed, perhaps after it had added something.
         self.broken = False
         self._ended = False
-        self.backwards = 0
+        #: Backward passes so far, and how many of them a step of the optimizer has followed.
+        self.backwards = self.followed = 0
 
     def abandon(self) -> None:
         """Forget a logical batch that was begun and not released: the loader starts anew."""

@@ -134,6 +134,12 @@ def reach(units: Sequence[Unit]) -> int:
     return 8 * max((_tokens(example) or 1 for unit in units for example in unit), default=1)
 
 
+def positions(model: torch.nn.Module, units: Sequence[Unit]) -> int | None:
+    """The same, or as many tokens as the model has positions for; None for one that does not say."""
+    most = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    return min(most, reach(units)) if isinstance(most, int) else None
+
+
 def own_loss(model: Any, batch: Any) -> torch.Tensor:
     """The loss that a model returns."""
     output = model(**batch) if isinstance(batch, Mapping) or hasattr(batch, "keys") else model(*batch)

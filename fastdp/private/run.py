@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -23,22 +23,16 @@ from fastdp.engine.ranks import ONE, Ranks
 from fastdp.ops.grid import DISTANCE
 from fastdp.private.loader import PrivateLoader
 from fastdp.private.observer import Observer
-from fastdp.private.parts import Average, Following, noised_fraction
+from fastdp.private.parts import Average
 from fastdp.private.plan import Plan, fingerprint
 from fastdp.private.preparation import Access, Moment, Outcome, Preparation
 from fastdp.private.publish import Published
-from fastdp.private.schedules import follow_releases, forget_releases
 from fastdp.private.stages import Stages
+from fastdp.private.steps import Steps
 
 _STATE_VERSION = 2
 #: Models and optimizers which an engine drives; held here, not on them, so that their copies are plain.
 _DRIVEN: weakref.WeakSet[Any] = weakref.WeakSet()
-_EVALUATES = (
-    "the model is in eval mode, so that this loss was not taken example by example: call model.train() before you go on "
-    "training"
-)
-
-
 #: (output, batch) -> one loss a row, ``[rows]``.
 Criterion = Callable[[Any, Any], torch.Tensor]
 
@@ -49,7 +43,6 @@ class Private(Published):
     Attributes:
         plan: what is public about the run.
         total_steps: logical steps of the whole budget.
-        last_step_done: whether the latest ``optimizer.step()`` released a logical batch (earlier micro-batches do nothing).
 
     Raises:
         RuntimeError: from ``optimizer.step()``, where no loss came through the engine.
@@ -89,9 +82,6 @@ class Private(Published):
         self.criterion = criterion
         #: The processes that train together.
         self.ranks = ranks
-        self.last_step_done = False
-        #: On the device: to read it would make the host wait before each release.
-        self._nonfinite: torch.Tensor | int = 0
         self._stages = stages
         self._release = stages.release
         self._open_access = open_access
@@ -100,16 +90,12 @@ class Private(Published):
         self._observed: set[str] = set()
         self._following = [part.follow() for part in self.method.parts()]
         self._fingerprint = fingerprint(stages.parameters)
-        self._backwards_seen = 0
-        self._releases = self._depth = 0
         self._epsilons: dict[tuple[tuple[int, ...], float], float] = {}
-        self._hooks = [
-            optimizer.register_step_pre_hook(self._before_step),
-            optimizer.register_step_post_hook(self._after_step),
-        ]
+        self._steps = Steps(
+            model, optimizer, stages, ledger, plan, observers, self._following, ranks, prepare=self.prepare
+        )
         for owner in (model, optimizer):
             _DRIVEN.add(owner)
-        follow_releases(optimizer, lambda: self._releases)
         data_loader.remaining = lambda: self._require_budget()
         data_loader.on_restart = self._restart
         data_loader.try_loop = lambda source: self._engine.checks.try_loop(source, ahead=data_loader.takes_ahead)
@@ -190,6 +176,11 @@ class Private(Published):
         return self.ledger.spent_steps
 
     @property
+    def last_step_done(self) -> bool:
+        """Whether the latest ``optimizer.step()`` released a logical batch (earlier micro-batches do nothing)."""
+        return self._steps.done
+
+    @property
     def route(self) -> str | None:
         """How per-example gradients are obtained: ``uses``, ``one-example`` or ``ordinary``; None before the first batch."""
         return self._engine.route
@@ -229,7 +220,6 @@ class Private(Published):
         if self.steps_done < self.total_steps and self._stages.due(self.steps_done):
             moment = Moment(self.plan, self.model, self._stages.parameters, self.steps_done, self.outcome)
             self._stages.prepare(Preparation(moment, self._open_access()))
-            self._backwards_seen = 0
         self._follow_schedule()
 
     def _follow_schedule(self) -> None:
@@ -241,134 +231,10 @@ class Private(Published):
     def _scheduled(self, policy: Policy, step: int) -> Policy:
         return self.method.scheduled(policy, self._stages.begun, self.plan.sigma_at(step), step)
 
-    def _require_noise(self, policy: Policy) -> None:
-        """Raise RuntimeError before a release with less noise than its event in the ledger has."""
-        sigma = self.plan.sigma_at(self.steps_done)
-        # What else is released with the gradient leaves it less, so that its own noise is never the smaller.
-        counted = max(sigma, self.method.gradient_multiplier(sigma))
-        if policy.bounds and not policy.noise_multiplier >= counted * (1 - 1e-6):
-            raise RuntimeError(
-                f"the policy's noise multiplier is {policy.noise_multiplier:.6g}, and the ledger counts on {counted:.6g} for "
-                "this step: the method gave its gradients less noise than its budget says; nothing was released"
-            )
-
-    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
-        """Torch's hook; returns the arguments of `step`, with a closure that has been run in the place of one that has not."""
-        # torch hands the optimizer itself as the first argument.
-        closure = next((given for given in (*args[1:], kwargs.get("closure")) if given is not None), None)
-        if closure is None or isinstance(closure, _Evaluated):
-            self._release_if_complete(optimizer)
-            return None
-        # The release needs the closure's backward pass, and the optimizers that are served call a closure once.
-        with torch.enable_grad():
-            evaluated = _Evaluated(closure())
-        self._release_if_complete(optimizer)
-        return (args[0], evaluated), {name: value for name, value in kwargs.items() if name != "closure"}
-
-    def _release_if_complete(self, optimizer: torch.optim.Optimizer) -> None:
-        engine = self._engine
-        if engine.backwards == self._backwards_seen:
-            if self._depth > 0:
-                # The step of a subclass calls its parent's, and torch runs the hooks for each.
-                self._depth += 1
-                return
-            if not self.model.training:
-                raise RuntimeError(_EVALUATES)
-            raise RuntimeError("step() without backward(): call backward() on the loss of this batch first")
-        self._depth = 1
-        self._refuse_unclipped(optimizer)
-        engine.guard.require_settled()
-        engine.guard.require_frozen(engine.parameters)
-        self._backwards_seen = engine.backwards
-        self.last_step_done = engine.complete
-        if not engine.complete:
-            return
-        accumulator = engine.accumulator
-        with self.ranks.together(self._stated(optimizer)):
-            engine.guard.require_untouched(last=self.steps_done + 1 >= self.total_steps)
-            accumulator.require_alike()
-            self._require_noise(accumulator.policy)
-        accumulator.merge(self.ranks)
-        self._nonfinite = self._nonfinite + accumulator.nonfinite
-        for observer in self._observers:
-            observer.before_release(accumulator)
-        for following in self._following:
-            following.before_release(accumulator.policy, self.parameters, self.expected_batch_size, optimizer)
-        # Last of all, whatever looked on: this policy's noise is what is drawn.
-        accumulator.require_one_clip()
-        self._require_noise(accumulator.policy)
-        # Whoever else looks on before the step, a hook or an observer, wants to see gradients.
-        alone = len(optimizer._optimizer_step_pre_hooks) == 1 and not self._observers
-        update = optimizer.noisy_update() if alone and hasattr(optimizer, "noisy_update") else None
-        self._release(accumulator.sums, accumulator.policy, update=update)
-        self._releases += 1
-        for observer in self._observers:
-            observer.after_release(accumulator)
-        for following in self._following:
-            self._adapt(following)
-        accumulator.reset()
-        engine.complete = False
-
-    def _stated(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """What must be the same on all ranks at a release, so that they go on alike."""
-        numbers = [
-            {k: v for k, v in g.items() if isinstance(v, (bool, int, float, tuple))} for g in optimizer.param_groups
-        ]
-        policy = self.policy
-        return {
-            "a setting of the optimizer": repr(numbers),
-            "the clipping": repr((policy.bounds, policy.stds)),
-            f"what {self.method.mechanism} chose": self._stages.chosen,
-        }
-
     @property
     def nonfinite_examples(self) -> int:
         """How many examples were left out so far because their loss or gradient was not finite."""
-        return int(self._nonfinite)
-
-    def _adapt(self, following: Following) -> None:
-        accumulator, std = self._engine.accumulator, following.count_noise_std
-        if std is None or accumulator.policy.noise_multiplier == 0:
-            return
-        counts = float(accumulator.unclipped), float(accumulator.units)
-        fraction = noised_fraction(*counts, std, self.expected_batch_size, self._release.stream)
-        accumulator.policy = following.adapted(accumulator.policy, fraction)
-
-    def _refuse_unclipped(self, optimizer: torch.optim.Optimizer) -> None:
-        """Until a release, every gradient the optimizer would apply is None; one that is not has not been clipped."""
-        trained = {id(p) for p in self._engine.parameters.values()}
-        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-            known = id(parameter) in trained
-            if not known and self.method.selects:
-                raise ValueError(
-                    f"{self._name(parameter)} is frozen and stands in the optimizer's groups: take it out; the method puts in "
-                    "what it chooses"
-                )
-            if parameter.grad is None and parameter.requires_grad == known:
-                continue
-            name = self._name(parameter)
-            parameter.grad = None
-            if parameter.requires_grad != known:
-                raise RuntimeError(
-                    f"{name} was frozen, unfrozen or given to the optimizer after make_private; call detach() and make the "
-                    "run private anew"
-                )
-            raise RuntimeError(
-                f"{name} holds a gradient at step() that was not clipped: let backward() start from the model's loss alone"
-            )
-
-    def _name(self, parameter: torch.Tensor) -> str:
-        found = {id(p): name for name, p in self.model.named_parameters()}
-        return found.get(id(parameter), "a parameter of the optimizer that is not the model's")
-
-    def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        self._depth -= 1
-        if self._depth > 0 or not self.last_step_done:
-            return
-        self._engine.guard.settle()
-        for following in self._following:
-            following.after_step(self.parameters)
-        self.prepare()
+        return int(self._steps.nonfinite)
 
     @contextmanager
     def averaged(self) -> Iterator[torch.nn.Module]:
@@ -518,7 +384,6 @@ class Private(Published):
         self._engine.guard.settle()
         if state["prepared_step"] >= 0:
             self._stages.adopt(state["outcome"], state["prepared_step"])
-            self._backwards_seen = 0
         if self.policy.bounds:
             policy = replace(self.policy, bounds=tuple(state["bounds"]), stds=tuple(state["stds"]))
             known = self._scheduled(self._stages.begun, state["steps_done"])
@@ -551,46 +416,26 @@ class Private(Published):
             raise ValueError(
                 "weights in pieces cannot be copied: prove a run of the same model, or of a smaller one, in one process"
             )
-        loader = self.data_loader
+        loader, twin = self.data_loader, copy.deepcopy(self.model).train()
+        method = proving.Settled(self.method, self.outcome)
         units = [
             [loader.dataset[index] for index in loader.units.examples(unit)]
             for unit in proving.spread_out(len(loader.units))
         ]
-        positions = getattr(getattr(self.model, "config", None), "max_position_embeddings", None)
-        if longest is None and isinstance(positions, int):
-            longest = min(positions, proving.reach(units))
-        twin, method = copy.deepcopy(self.model).train(), proving.Settled(self.method, self.outcome)
-
-        def start(units: Sequence[list[Any]]) -> Private:
-            return self._open_replay(twin, method, units, proving.TOGETHER)
-
-        return proving.prove(start, units, loss, longest)
+        return proving.prove(
+            lambda drawn: self._open_replay(twin, method, drawn, proving.TOGETHER),
+            units,
+            loss,
+            longest or proving.positions(self.model, units),
+        )
 
     def detach(self) -> None:
         """Give model and optimizer back as they were before `make_private`; the ledger is closed."""
-        for hook in self._hooks:
-            hook.remove()
+        self._steps.remove()
         self._stages.close()
         self.ledger.close()
         for owner in (self.model, self.optimizer):
             _DRIVEN.discard(owner)
-        forget_releases(self.optimizer)
-
-
-class _Evaluated:
-    """A closure that has been run: gives its value, once."""
-
-    def __init__(self, value: Any):
-        self.value, self.asked = value, False
-
-    def __call__(self) -> Any:
-        if self.asked:
-            raise RuntimeError(
-                "this optimizer evaluates its closure several times in a step, and each would need a release of its own; use one "
-                "that takes its gradients once"
-            )
-        self.asked = True
-        return self.value
 
 
 def drives(owner: Any) -> bool:

@@ -1,0 +1,209 @@
+"""What a call of `optimizer.step()` does: nothing before a logical batch is whole, then its release, and the update."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from fastdp.accounting.ledger import Ledger
+from fastdp.engine.policy import Policy
+from fastdp.engine.ranks import Ranks
+from fastdp.private.observer import Observer
+from fastdp.private.parts import Following, noised_fraction
+from fastdp.private.plan import Plan
+from fastdp.private.schedules import follow_releases, forget_releases
+from fastdp.private.stages import Stages
+
+_EVALUATES = (
+    "the model is in eval mode, so that this loss was not taken example by example: call model.train() before you go on "
+    "training"
+)
+
+
+class Steps:
+    """Hooks of torch's round the steps of one optimizer.
+
+    Args:
+        model, optimizer: the user's own.
+        stages: of the run.
+        ledger, plan: say with how much noise the next release is counted.
+        observers: who looks on; others may join.
+        following: what follows the releases.
+        ranks: the processes that train together.
+        prepare: called after each update, for what the method may do before the next step.
+
+    Attributes:
+        done: whether the latest step released a logical batch.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        stages: Stages,
+        ledger: Ledger,
+        plan: Plan,
+        observers: list[Observer],
+        following: list[Following],
+        ranks: Ranks,
+        prepare: Callable[[], None],
+    ):
+        self._model, self._optimizer, self._stages = model, optimizer, stages
+        self._ledger, self._plan, self._ranks, self._prepare = ledger, plan, ranks, prepare
+        self._observers, self._following = observers, following
+        self.done = False
+        #: On the device: to read it would make the host wait before each release.
+        self.nonfinite: torch.Tensor | int = 0
+        self._releases = self._depth = 0
+        self._hooks = [
+            optimizer.register_step_pre_hook(self._before_step),
+            optimizer.register_step_post_hook(self._after_step),
+        ]
+        follow_releases(optimizer, lambda: self._releases)
+
+    def remove(self) -> None:
+        """Leave the optimizer and its schedules alone again."""
+        for hook in self._hooks:
+            hook.remove()
+        forget_releases(self._optimizer)
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+        """Torch's hook; returns the arguments of `step`, with a closure that has been run in the place of one that has not."""
+        # torch hands the optimizer itself as the first argument.
+        closure = next((given for given in (*args[1:], kwargs.get("closure")) if given is not None), None)
+        if closure is None or isinstance(closure, _Evaluated):
+            self._release_if_complete(optimizer)
+            return None
+        # The release needs the closure's backward pass, and the optimizers that are served call a closure once.
+        with torch.enable_grad():
+            evaluated = _Evaluated(closure())
+        self._release_if_complete(optimizer)
+        return (args[0], evaluated), {name: value for name, value in kwargs.items() if name != "closure"}
+
+    def _release_if_complete(self, optimizer: torch.optim.Optimizer) -> None:
+        engine, release = self._stages.engine, self._stages.release
+        if engine.backwards == engine.followed:
+            if self._depth > 0:
+                # The step of a subclass calls its parent's, and torch runs the hooks for each.
+                self._depth += 1
+                return
+            if not self._model.training:
+                raise RuntimeError(_EVALUATES)
+            raise RuntimeError("step() without backward(): call backward() on the loss of this batch first")
+        self._depth = 1
+        self._refuse_unclipped(optimizer)
+        engine.guard.require_settled()
+        engine.guard.require_frozen(engine.parameters)
+        engine.followed = engine.backwards
+        self.done = engine.complete
+        if not engine.complete:
+            return
+        accumulator = engine.accumulator
+        with self._ranks.together(self._stated(accumulator.policy)):
+            engine.guard.require_untouched(last=self._ledger.spent_steps + 1 >= self._ledger.budget_steps)
+            accumulator.require_alike()
+            self._require_noise(accumulator.policy)
+        accumulator.merge(self._ranks)
+        self.nonfinite = self.nonfinite + accumulator.nonfinite
+        for observer in self._observers:
+            observer.before_release(accumulator)
+        for following in self._following:
+            following.before_release(accumulator.policy, engine.parameters, release.expected_batch_size, optimizer)
+        # Last of all, whatever looked on: this policy's noise is what is drawn.
+        accumulator.require_one_clip()
+        self._require_noise(accumulator.policy)
+        # Whoever else looks on before the step, a hook or an observer, wants to see gradients.
+        alone = len(optimizer._optimizer_step_pre_hooks) == 1 and not self._observers
+        update = optimizer.noisy_update() if alone and hasattr(optimizer, "noisy_update") else None
+        release(accumulator.sums, accumulator.policy, update=update)
+        self._releases += 1
+        for observer in self._observers:
+            observer.after_release(accumulator)
+        for following in self._following:
+            self._adapt(following)
+        accumulator.reset()
+        engine.complete = False
+
+    def _stated(self, policy: Policy) -> dict[str, Any]:
+        """What must be the same on all ranks at a release, so that they go on alike."""
+        groups = self._optimizer.param_groups
+        numbers = [{k: v for k, v in g.items() if isinstance(v, (bool, int, float, tuple))} for g in groups]
+        return {
+            "a setting of the optimizer": repr(numbers),
+            "the clipping": repr((policy.bounds, policy.stds)),
+            f"what {self._stages.method.mechanism} chose": self._stages.chosen,
+        }
+
+    def _require_noise(self, policy: Policy) -> None:
+        """Raise RuntimeError before a release with less noise than its event in the ledger has."""
+        sigma = self._plan.sigma_at(self._ledger.spent_steps)
+        # What else is released with the gradient leaves it less, so that its own noise is never the smaller.
+        counted = max(sigma, self._stages.method.gradient_multiplier(sigma))
+        if policy.bounds and not policy.noise_multiplier >= counted * (1 - 1e-6):
+            raise RuntimeError(
+                f"the policy's noise multiplier is {policy.noise_multiplier:.6g}, and the ledger counts on {counted:.6g} for "
+                "this step: the method gave its gradients less noise than its budget says; nothing was released"
+            )
+
+    def _adapt(self, following: Following) -> None:
+        accumulator, std = self._stages.engine.accumulator, following.count_noise_std
+        if std is None or accumulator.policy.noise_multiplier == 0:
+            return
+        release, counts = self._stages.release, (float(accumulator.unclipped), float(accumulator.units))
+        fraction = noised_fraction(*counts, std, release.expected_batch_size, release.stream)
+        accumulator.policy = following.adapted(accumulator.policy, fraction)
+
+    def _refuse_unclipped(self, optimizer: torch.optim.Optimizer) -> None:
+        """Until a release, every gradient the optimizer would apply is None; one that is not has not been clipped."""
+        trained = {id(p) for p in self._stages.engine.parameters.values()}
+        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+            known = id(parameter) in trained
+            if not known and self._stages.method.selects:
+                raise ValueError(
+                    f"{self._name(parameter)} is frozen and stands in the optimizer's groups: take it out; the method puts in "
+                    "what it chooses"
+                )
+            if parameter.grad is None and parameter.requires_grad == known:
+                continue
+            name = self._name(parameter)
+            parameter.grad = None
+            if parameter.requires_grad != known:
+                raise RuntimeError(
+                    f"{name} was frozen, unfrozen or given to the optimizer after make_private; call detach() and make the "
+                    "run private anew"
+                )
+            raise RuntimeError(
+                f"{name} holds a gradient at step() that was not clipped: let backward() start from the model's loss alone"
+            )
+
+    def _name(self, parameter: torch.Tensor) -> str:
+        found = {id(p): name for name, p in self._model.named_parameters()}
+        return found.get(id(parameter), "a parameter of the optimizer that is not the model's")
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self._depth -= 1
+        if self._depth > 0 or not self.done:
+            return
+        engine = self._stages.engine
+        engine.guard.settle()
+        for following in self._following:
+            following.after_step(engine.parameters)
+        self._prepare()
+
+
+class _Evaluated:
+    """A closure that has been run: gives its value, once."""
+
+    def __init__(self, value: Any):
+        self.value, self.asked = value, False
+
+    def __call__(self) -> Any:
+        if self.asked:
+            raise RuntimeError(
+                "this optimizer evaluates its closure several times in a step, and each would need a release of its own; use one "
+                "that takes its gradients once"
+            )
+        self.asked = True
+        return self.value
