@@ -7,6 +7,7 @@ import datetime
 import importlib
 import importlib.util
 import io
+import json
 import math
 import pkgutil
 import traceback
@@ -90,6 +91,25 @@ def cell(outcome: dict[str, Any]) -> str:
         return outcome["verdict"]
     value = float(outcome["moved"])
     return "without bound" if math.isinf(value) else f"{value:.2f}" if value < 100 else f"{value:,.0f}"
+
+
+def earlier(path: Path, systems: Sequence[System]) -> list[dict[str, Any]]:
+    """The rows of a result file, if there is one, that stay where only some attacks are run.
+
+    Raises ValueError for a file of other systems, or of other versions of theirs: one table would mix them.
+    """
+    if not path.exists():
+        return []
+    found = json.loads(path.read_text())["figures"]
+    if found["systems"] != {system.name: system.version for system in systems}:
+        raise ValueError(f"{path} is of {found['systems']}: run all attacks anew, or write to another file")
+    return [row for row in found["attacks"] if row["attack"] in names()]
+
+
+def merged(before: Sequence[dict[str, Any]], rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The latest row of each attack, in the order of the alphabet."""
+    latest = {row["attack"]: row for row in (*before, *rows)}
+    return [latest[name] for name in sorted(latest)]
 
 
 def figures(systems: Sequence[System], rows: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -135,7 +135,9 @@ def utility_command(
 @bench_app.command("attacks")
 @refusing
 def attacks_command(
-    only: Annotated[str | None, typer.Option(help="only attacks whose name holds this")] = None,
+    only: Annotated[
+        str | None, typer.Option(help="only attacks whose name holds this; the file keeps its other rows")
+    ] = None,
     json: Json = None,
     document: Annotated[Path | None, typer.Option(help="page whose table is written anew, as docs/attacks.md")] = None,
 ) -> None:
@@ -144,6 +146,7 @@ def attacks_command(
     from fastdp.bench.attacks import run, systems
 
     libraries = systems.installed()
+    before = run.earlier(json, libraries) if only and json is not None else []
     rows: list[dict[str, Any]] = []
     measured = run.measure(libraries, only)
     while True:
@@ -156,7 +159,7 @@ def attacks_command(
         console.print(
             f"{row['attack']}: {row['shows']}", *(f"  {name}: {text}" for name, text in told.items()), sep="\n"
         )
-    figures = run.figures(libraries, rows)
+    figures = run.figures(libraries, run.merged(before, rows))
     _write(json, figures)
     if document is not None:
         plots.insert(document, run.table(figures))

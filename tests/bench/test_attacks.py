@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -73,3 +75,14 @@ def test_the_table_says_what_each_system_did() -> None:
     assert "| `a` | A thing | refused | not run |" in text
     assert "| `b` | B thing | without bound | not run |" in text
     assert "- `a`: no \\| no" in text
+
+
+def test_a_file_keeps_the_rows_of_attacks_that_are_not_run_again(tmp_path: Path) -> None:
+    system, path = systems.FastDP(), tmp_path / "attacks.json"
+    assert run.earlier(path, [system]) == []
+    rows = [{"attack": name, "outcomes": {}} for name in ("huge_record", "tied_table", "no_longer_there")]
+    path.write_text(json.dumps({"figures": run.figures([system], rows)}))
+    again = {"attack": "tied_table", "outcomes": {"fastdp": {"verdict": "refused"}}}
+    assert run.merged(run.earlier(path, [system]), [again]) == [rows[0], again]
+    with pytest.raises(ValueError, match="run all attacks anew"):
+        run.earlier(path, [system, systems.Opacus()])
