@@ -1,11 +1,13 @@
 """``adamw_noise_step_``: noise and AdamW in one pass over memory, 28 bytes an element in float32."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
+from fastdp.ops.adamw import Numbers, told
 from fastdp.ops.halves import ELEMENT_FACTOR, MIX_FACTOR, STEP_FACTOR, TENSOR_FACTOR
 
 from .chacha import BLOCKS, normals
@@ -136,31 +138,20 @@ def _adamw_group_kernel(
            p_rows, p_columns, width, CORRECTED, ROUNDED, MASTER, AXES)  # fmt: skip
 
 
-def _numbers(
-    std: float,
-    divisor: float,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    step: int,
-    variance_floor: float | None,
-    rounded: bool,
-) -> tuple[float, ...]:
+def _numbers(of: Numbers) -> tuple[float, ...]:
     """What the kernel takes from ``std`` to ``floor``, computed in float64."""
     return (
-        *(numbers_of_grid(std) if rounded else (float(std), 0.0, 0.0)),
-        1.0 / divisor,
-        1.0 - lr * weight_decay,
-        lr / (1.0 - beta1**step),
-        1.0 - beta1,
-        float(beta2),
-        1.0 - beta2,
-        1.0 / (1.0 - beta2**step),
-        float(eps),
-        (std / divisor) ** 2,
-        float(variance_floor or 0.0),
+        *(numbers_of_grid(of.std) if of.rounded else (float(of.std), 0.0, 0.0)),
+        1.0 / of.divisor,
+        1.0 - of.lr * of.weight_decay,
+        of.lr / (1.0 - of.beta1**of.step),
+        1.0 - of.beta1,
+        float(of.beta2),
+        1.0 - of.beta2,
+        1.0 / (1.0 - of.beta2**of.step),
+        float(of.eps),
+        (of.std / of.divisor) ** 2,
+        float(of.variance_floor or 0.0),
     )
 
 
@@ -170,18 +161,7 @@ def adamw_noise_step_(
     exp_avg: torch.Tensor,
     exp_avg_sq: torch.Tensor,
     position: torch.Tensor,
-    std: float,
-    divisor: float,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    step: int,
-    variance_floor: float | None,
-    secure_rounding: bool,
-    rows: torch.Tensor | None = None,
-    columns: torch.Tensor | None = None,
+    *rest: Any,
 ) -> None:
     """One step of AdamW in place on ``g = (grad_sum + std z) / divisor``, z at ``position`` (int32 [11]).
 
@@ -193,9 +173,9 @@ def adamw_noise_step_(
     """
     if param.numel() == 0:
         return
+    numbers, rows, columns = told(rest)
     written = (param, exp_avg, exp_avg_sq)
     flat = [x.contiguous() for x in written]
-    rounded = secure_rounding and std > 0.0
     with on_device_of(param):
         _adamw_kernel[(cdiv(param.numel(), 16 * BLOCKS),)](
             flat[0],
@@ -204,13 +184,13 @@ def adamw_noise_step_(
             flat[2],
             beside(position, param),
             param.numel(),
-            *_numbers(std, divisor, lr, beta1, beta2, eps, weight_decay, step, variance_floor, rounded),
+            *_numbers(numbers),
             flat[0] if rows is None else rows,
             flat[0] if columns is None else columns,
             1 if columns is None else columns.numel(),
             b_blocks=BLOCKS,
-            CORRECTED=variance_floor is not None,
-            ROUNDED=rounded,
+            CORRECTED=numbers.variance_floor is not None,
+            ROUNDED=numbers.rounded,
             AXES=rows is not None,
             enable_fp_fusion=True,
             num_warps=4,
@@ -227,22 +207,11 @@ def adamw_noise_steps_(
     exp_avg_sqs: Sequence[torch.Tensor],
     masters: Sequence[torch.Tensor],
     drawn: torch.Tensor,
-    std: float,
-    divisor: float,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    step: int,
-    variance_floor: float | None,
-    secure_rounding: bool,
-    rows: Sequence[torch.Tensor],
-    columns: Sequence[torch.Tensor],
+    *rest: Any,
 ) -> None:
     """As `adamw_noise_step_` for k contiguous tensors, moments float32 or bfloat16: a launch for each dtype of parameters."""
-    rounded = secure_rounding and std > 0.0
-    numbers = _numbers(std, divisor, lr, beta1, beta2, eps, weight_decay, step, variance_floor, rounded)
+    numbers, rows, columns = told(rest)
+    computed = _numbers(numbers)
     kinds: dict[torch.dtype, list[int]] = {}
     for i, param in enumerate(params):
         kinds.setdefault(param.dtype, []).append(i)
@@ -263,12 +232,12 @@ def adamw_noise_steps_(
                 beside(table, params[0]),
                 beside(drawn if len(kinds) == 1 else drawn[members], params[0]),
                 len(members),
-                *numbers,
+                *computed,
                 PARAMETER=TRITON[dtype],
                 MOMENTS=TRITON[exp_avgs[0].dtype],
                 b_blocks=BLOCKS,
-                CORRECTED=variance_floor is not None,
-                ROUNDED=rounded,
+                CORRECTED=numbers.variance_floor is not None,
+                ROUNDED=numbers.rounded,
                 MASTER=bool(masters),
                 ALIGNED=all(address % 16 == 0 for tensors in addresses for address in tensors),
                 AXES=bool(rows),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -16,25 +16,40 @@ from fastdp.ops.table import Op
 from fastdp.validate import at_least, positive
 
 
+class Numbers(NamedTuple):
+    """What a step is told beside tensors, in the order of the schemas; fields as in `adamw_noise_step_`."""
+
+    std: float
+    divisor: float
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    step: int
+    variance_floor: float | None
+    secure_rounding: bool
+
+    @property
+    def rounded(self) -> bool:
+        """Whether what is applied lies on a grid."""
+        return self.secure_rounding and self.std > 0.0
+
+
+def told(rest: Sequence[Any]) -> tuple[Numbers, Any, Any]:
+    """The last arguments of either op: its numbers, rows and columns."""
+    return Numbers(*rest[:10]), *(rest[10:] or (None, None))  # type: ignore[return-value]
+
+
 def _check(
     param: torch.Tensor,
     grad_sum: torch.Tensor,
     exp_avg: torch.Tensor,
     exp_avg_sq: torch.Tensor,
     position: torch.Tensor | NoiseStream | Draw,
-    std: float,
-    divisor: float,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    step: int,
-    variance_floor: float | None,
-    secure_rounding: bool,
-    rows: torch.Tensor | None = None,
-    columns: torch.Tensor | None = None,
+    *rest: Any,
 ) -> None:
+    numbers, rows, columns = told(rest)
     check_tensor("param", param)
     check_in_place("param", param)
     for name, x in (("grad_sum", grad_sum), ("exp_avg", exp_avg), ("exp_avg_sq", exp_avg_sq)):
@@ -46,17 +61,18 @@ def _check(
                 f"{name} must have the shape and device of param, {list(param.shape)} on {param.device}, "
                 f"got {list(x.shape)} on {x.device}"
             )
-    at_least(0.0, std=std, lr=lr, eps=eps, weight_decay=weight_decay, **{"betas[0]": beta1, "betas[1]": beta2})
-    positive(divisor=divisor)
-    if beta1 >= 1.0 or beta2 >= 1.0:
-        raise ValueError(f"betas must be below 1, got ({beta1}, {beta2})")
-    if not isinstance(step, int) or step < 1:
-        raise ValueError(f"step counts from 1, got {step!r}")
-    if variance_floor is not None:
-        positive(variance_floor=variance_floor)
+    least = {"std": numbers.std, "lr": numbers.lr, "eps": numbers.eps, "weight_decay": numbers.weight_decay}
+    at_least(0.0, **least, **{"betas[0]": numbers.beta1, "betas[1]": numbers.beta2})
+    positive(divisor=numbers.divisor)
+    if numbers.beta1 >= 1.0 or numbers.beta2 >= 1.0:
+        raise ValueError(f"betas must be below 1, got ({numbers.beta1}, {numbers.beta2})")
+    if not isinstance(numbers.step, int) or numbers.step < 1:
+        raise ValueError(f"step counts from 1, got {numbers.step!r}")
+    if numbers.variance_floor is not None:
+        positive(variance_floor=numbers.variance_floor)
     check_position(position)
-    if secure_rounding:
-        check_grid("param", param, std)
+    if numbers.secure_rounding:
+        check_grid("param", param, numbers.std)
     _check_axes(param, rows, columns)
 
 
@@ -81,20 +97,11 @@ def _reference(
     exp_avg: torch.Tensor,
     exp_avg_sq: torch.Tensor,
     position: torch.Tensor,
-    std: float,
-    divisor: float,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    step: int,
-    variance_floor: float | None,
-    secure_rounding: bool,
-    rows: torch.Tensor | None = None,
-    columns: torch.Tensor | None = None,
+    *rest: Any,
 ) -> None:
-    if secure_rounding and std > 0.0:
+    numbers, rows, columns = told(rest)
+    std, divisor, lr, beta1, beta2, eps, weight_decay, step, variance_floor, _ = numbers
+    if numbers.rounded:
         g = on_grid(grad_sum, std, position).div_(divisor)
     else:
         z = standard_normals(position, param.numel()).to(param.device, torch.float32)
@@ -200,9 +207,9 @@ def _check_steps(
     exp_avg_sqs: Sequence[torch.Tensor],
     masters: Sequence[torch.Tensor],
     drawn: torch.Tensor,
-    *numbers: Any,
+    *rest: Any,
 ) -> None:
-    *numbers_of_all, rows, columns = numbers
+    numbers, rows, columns = told(rest)
     count = len(params)
     if {len(rows) or count, len(columns) or count, len(rows) - len(columns) + count} != {count}:
         raise ValueError(f"rows and columns must be as many as params, {count}, or none")
@@ -212,7 +219,7 @@ def _check_steps(
         )
     if drawn.dtype != torch.int32 or drawn.shape != (count, POSITION_WORDS):
         raise ValueError(f"drawn is {drawn.dtype} {list(drawn.shape)}: positions are int32 [{count}, {POSITION_WORDS}]")
-    _check(params[0], grad_sums[0], grad_sums[0], grad_sums[0], drawn[0], *numbers_of_all)
+    _check(params[0], grad_sums[0], grad_sums[0], grad_sums[0], drawn[0], *numbers)
     device = params[0].device
     of_moments = torch.bfloat16 if exp_avgs[0].dtype == torch.bfloat16 else torch.float32
     for i, param in enumerate(params):
@@ -237,13 +244,13 @@ def _reference_steps(
     exp_avg_sqs: Sequence[torch.Tensor],
     masters: Sequence[torch.Tensor],
     drawn: torch.Tensor,
-    *numbers: Any,
+    *rest: Any,
 ) -> None:
-    *numbers_of_all, rows, columns = numbers
+    numbers, rows, columns = told(rest)
     for i, param in enumerate(params):
         target, axes = masters[i] if masters else param, (rows[i], columns[i]) if rows else ()
         with widened(exp_avgs[i], exp_avg_sqs[i], drawn[i]) as moments:
-            _reference(target, grad_sums[i], *moments, drawn[i], *numbers_of_all, *axes)
+            _reference(target, grad_sums[i], *moments, drawn[i], *numbers, *axes)
         if masters:
             param.copy_(target)
 

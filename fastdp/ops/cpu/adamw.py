@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 import fastdp._native as _native
-from fastdp.ops.adamw import widened
+from fastdp.ops.adamw import told, widened
 from fastdp.ops.noise import DTYPES
 from fastdp.ops.stream import native_threads
 
@@ -18,20 +19,10 @@ def adamw_noise_step_(
     exp_avg: torch.Tensor,
     exp_avg_sq: torch.Tensor,
     position: torch.Tensor,
-    std: float,
-    divisor: float,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    step: int,
-    variance_floor: float | None,
-    secure_rounding: bool,
-    rows: torch.Tensor | None = None,
-    columns: torch.Tensor | None = None,
+    *rest: Any,
 ) -> None:
     """:func:`fastdp.ops.adamw_noise_step_` on a processor."""
+    numbers, rows, columns = told(rest)
     written = (param, exp_avg, exp_avg_sq)
     flat = [x.contiguous() for x in written]
     grad = grad_sum.contiguous()
@@ -43,17 +34,10 @@ def adamw_noise_step_(
         flat[2].data_ptr(),
         param.numel(),
         position.data_ptr(),
-        secure_rounding,
-        std,
-        divisor,
-        lr,
-        beta1,
-        beta2,
-        eps,
-        weight_decay,
-        step,
-        variance_floor is not None,
-        variance_floor or 0.0,
+        numbers.secure_rounding,
+        *numbers[:8],
+        numbers.variance_floor is not None,
+        numbers.variance_floor or 0.0,
         0 if rows is None else rows.data_ptr(),
         0 if columns is None else columns.data_ptr(),
         1 if columns is None else columns.numel(),
@@ -71,21 +55,10 @@ def adamw_noise_steps_(
     exp_avg_sqs: Sequence[torch.Tensor],
     masters: Sequence[torch.Tensor],
     drawn: torch.Tensor,
-    std: float,
-    divisor: float,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    step: int,
-    variance_floor: float | None,
-    secure_rounding: bool,
-    rows: Sequence[torch.Tensor],
-    columns: Sequence[torch.Tensor],
+    *rest: Any,
 ) -> None:
     """:func:`fastdp.ops.adamw_noise_steps_` on a processor, one tensor after another."""
-    numbers = (std, divisor, lr, beta1, beta2, eps, weight_decay, step, variance_floor, secure_rounding)
+    numbers, rows, columns = told(rest)
     for i, target in enumerate(masters or params):
         axes = (rows[i], columns[i]) if rows else ()
         with widened(exp_avgs[i], exp_avg_sqs[i], drawn[i]) as (mean, square):
