@@ -147,6 +147,56 @@ class Scores(nn.Module):
         return self.second(torch.tanh(self.first(x)))
 
 
+class Words(nn.Module):
+    """A table of 50 tokens and a layer over what it says; what lies between, and the loss, is a subclass's own."""
+
+    width, outputs = 16, 50
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.head = nn.Embedding(50, self.width), nn.Linear(self.width, self.outputs)
+
+
+class Asking(Words):
+    """Words whose classes are told by their mean."""
+
+    width, outputs = 8, CLASSES
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> Any:
+        """The mean loss of a batch."""
+        return {"loss": F.cross_entropy(self.head(self.asked(input_ids, self.table(input_ids).mean(1))), labels)}
+
+    def asked(self, input_ids: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        """What the head reads, after a question about the batch."""
+        return hidden
+
+
+class Next(Words):
+    """Words that foretell the next one."""
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> Any:
+        """The mean loss of a batch."""
+        logits = self.head(self.between(input_ids, self.table(input_ids)))
+        return {"loss": F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())}
+
+    def between(self, input_ids: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        """What the head reads."""
+        return hidden
+
+
+def classed(count: int = 32) -> list[Record]:
+    """Records of five tokens, none of them 49, and a class each."""
+    return [{**record, "labels": i % CLASSES} for i, record in enumerate(tokens(count, [5], 49))]
+
+
+def packed(items: Sequence[Record]) -> dict[str, torch.Tensor]:
+    """Records one behind the other in one row, and whose each token is."""
+    row = torch.cat([item["input_ids"] for item in items])[None]
+    units = torch.cat([torch.full((len(item["input_ids"]),), n) for n, item in enumerate(items)])[None]
+    return {"input_ids": row, "labels": row, "units": units}
+
+
 def tokens(count: int, lengths: Sequence[int], vocabulary: int = 50, seed: int = 0) -> list[Record]:
     """Token ids of these lengths in turn."""
     generator = torch.Generator().manual_seed(seed)

@@ -2,17 +2,11 @@
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from . import kit
 
 
-class Tagger(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.table, self.head = nn.Embedding(50, 16), nn.Linear(16, 50)
-
+class Tagger(kit.Words):
     def forward(self, input_ids: torch.Tensor, **_: torch.Tensor) -> torch.Tensor:
         return self.head(torch.tanh(self.table(input_ids)))
 
