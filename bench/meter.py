@@ -46,8 +46,9 @@ GPUS = {
     "h100": Gpu("NVIDIA H100 SXM", 80 << 30, 2.95e12, 7.0e14, 5.0e13, 1.44e13),
     "h200": Gpu("NVIDIA H200", 141 << 30, 4.2e12, 7.0e14, 5.0e13, 1.44e13),
 }
-#: Integer operations for each normal: ten double rounds of some 96 for sixteen, and what stands around them.
-PER_NORMAL = 72
+#: Integer operations for each normal: ten double rounds of some 96 for sixteen, and what stands around them, 72; and twice the
+#: rounds again in a program of seven, where a rounding to the grid is left open.
+PER_NORMAL = 90
 #: And for each pair of moments that are rounded at random: a hash, and both roundings.
 PER_ROUNDING = 12
 #: How many tensors one launch of torch's multi-tensor kernels takes, by how many lists it reads.

@@ -10,7 +10,7 @@ import triton.language as tl
 from fastdp.ops.adamw import Numbers, told
 from fastdp.ops.halves import ELEMENT_FACTOR, MIX_FACTOR, STEP_FACTOR, TENSOR_FACTOR
 
-from .chacha import BLOCKS, normals
+from .chacha import blocks_and_warps, normals
 from .grid import numbers_of_grid, on_grid
 from .groups import first_programs, owner
 from .launch import TRITON, beside, cdiv, on_device_of
@@ -174,10 +174,11 @@ def adamw_noise_step_(
     if param.numel() == 0:
         return
     numbers, rows, columns = told(rest)
+    b_blocks, warps = blocks_and_warps(numbers.rounded)
     written = (param, exp_avg, exp_avg_sq)
     flat = [x.contiguous() for x in written]
     with on_device_of(param):
-        _adamw_kernel[(cdiv(param.numel(), 16 * BLOCKS),)](
+        _adamw_kernel[(cdiv(param.numel(), 16 * b_blocks),)](
             flat[0],
             grad_sum.contiguous(),
             flat[1],
@@ -188,12 +189,12 @@ def adamw_noise_step_(
             flat[0] if rows is None else rows,
             flat[0] if columns is None else columns,
             1 if columns is None else columns.numel(),
-            b_blocks=BLOCKS,
+            b_blocks=b_blocks,
             CORRECTED=numbers.variance_floor is not None,
             ROUNDED=numbers.rounded,
             AXES=rows is not None,
             enable_fp_fusion=True,
-            num_warps=4,
+            num_warps=warps,
         )
     for x, result in zip(written, flat):
         if result is not x:
@@ -211,6 +212,7 @@ def adamw_noise_steps_(
 ) -> None:
     """As `adamw_noise_step_` for k contiguous tensors, moments float32 or bfloat16: a launch for each dtype of parameters."""
     numbers, rows, columns = told(rest)
+    b_blocks, warps = blocks_and_warps(numbers.rounded)
     computed = _numbers(numbers)
     kinds: dict[torch.dtype, list[int]] = {}
     for i, param in enumerate(params):
@@ -223,7 +225,7 @@ def adamw_noise_steps_(
         axes = [[x[i].data_ptr() if rows else 0 for i in members] for x in (rows, columns)]
         widths = [columns[i].numel() if rows else 1 for i in members]
         lengths = [params[i].numel() for i in members]
-        firsts, programs = first_programs(lengths, 16 * BLOCKS)
+        firsts, programs = first_programs(lengths, 16 * b_blocks)
         if not programs:
             continue
         table = torch.tensor(list(zip(*addresses, *axes, widths, lengths, firsts)), dtype=torch.int64)
@@ -235,12 +237,12 @@ def adamw_noise_steps_(
                 *computed,
                 PARAMETER=TRITON[dtype],
                 MOMENTS=TRITON[exp_avgs[0].dtype],
-                b_blocks=BLOCKS,
+                b_blocks=b_blocks,
                 CORRECTED=numbers.variance_floor is not None,
                 ROUNDED=numbers.rounded,
                 MASTER=bool(masters),
                 ALIGNED=all(address % 16 == 0 for tensors in addresses for address in tensors),
                 AXES=bool(rows),
                 enable_fp_fusion=True,
-                num_warps=4,
+                num_warps=warps,
             )

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .chacha import BLOCKS, normals
+from .chacha import blocks_and_warps, normals
 from .grid import numbers_of_grid, on_grid
 from .launch import beside, cdiv, on_device_of
 from .tiles import load_flat, store_flat
@@ -172,25 +172,27 @@ def clip_noise(
     if x.numel() == 0:
         return out, norm
     width = x.numel() // rows
+    rounded = secure_rounding and std > 0.0
+    b_blocks, warps = blocks_and_warps(rounded)
     with on_device_of(x):
         partial, chunks = _row_dots(flat, flat, rows, width)
         scale = torch.empty(rows, dtype=torch.float32, device=x.device)
         _forward_factor_kernel[(rows,)](
             partial, norm, scale, chunks, float(max_norm), b_chunks=128, enable_fp_fusion=True, num_warps=1
         )
-        _apply_kernel[(cdiv(x.numel(), 16 * BLOCKS),)](
+        _apply_kernel[(cdiv(x.numel(), 16 * b_blocks),)](
             flat,
             out,
             scale,
             beside(position, x),
             x.numel(),
             width,
-            *(numbers_of_grid(std) if secure_rounding and std > 0.0 else (float(std), 0.0, 0.0)),
-            b_blocks=BLOCKS,
+            *(numbers_of_grid(std) if rounded else (float(std), 0.0, 0.0)),
+            b_blocks=b_blocks,
             NOISY=std != 0.0,
-            ROUNDED=secure_rounding and std > 0.0,
+            ROUNDED=rounded,
             enable_fp_fusion=True,
-            num_warps=4,
+            num_warps=warps,
         )
     return out, norm
 

@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .chacha import BLOCKS, normals
+from .chacha import blocks_and_warps, normals
 from .grid import numbers_of_grid, on_grid
 from .launch import beside, cdiv, on_device_of
 from .tiles import load_flat, store_flat
@@ -39,17 +39,18 @@ def add_noise_(x: torch.Tensor, std: float, position: torch.Tensor, secure_round
     flat, within = x.contiguous(), first % 16
     if within:
         flat = torch.cat([flat.new_zeros(within), flat.view(-1)])
+    b_blocks, warps = blocks_and_warps(secure_rounding)
     with on_device_of(x):
-        _add_noise_kernel[(cdiv(flat.numel(), 16 * BLOCKS),)](
+        _add_noise_kernel[(cdiv(flat.numel(), 16 * b_blocks),)](
             flat,
             beside(position, x),
             flat.numel(),
             first // 16,
             *(numbers_of_grid(std) if secure_rounding else (float(std), 0.0, 0.0)),
-            b_blocks=BLOCKS,
+            b_blocks=b_blocks,
             ROUNDED=secure_rounding,
             enable_fp_fusion=True,
-            num_warps=4,
+            num_warps=warps,
         )
     if flat is not x:
         x.copy_(flat[within:].view(x.shape) if within else flat)

@@ -67,6 +67,8 @@ class Case:
     narrow: bool = False
     #: Launched on Hopper and Blackwell's large chips alone.
     wide: bool = False
+    #: Few programs take a path, in float64, that has more than registers hold.
+    settles: bool = False
     #: The most instructions of a loop over products, branches within it included.
     loop: int = 180
     #: The fewest blocks that one processor holds at a time.
@@ -208,8 +210,10 @@ CASES = {
     "noise-rounded-bf16": Case(
         noise._add_noise_kernel,
         {"p_x": "*bf16", "p_position": "*i32", "n": "i64", "begin": "i64", **numbers(*GRID, kind="fp32")},
-        {"b_blocks": chacha.BLOCKS, "ROUNDED": True},
+        {"b_blocks": chacha.BLOCKS // 4, "ROUNDED": True},
+        1,
         slow=True,
+        settles=True,
     ),
     "adamw": Case(
         adamw._adamw_kernel,
@@ -233,19 +237,23 @@ CASES = {
         adamw._adamw_group_kernel,
         {"p_table": "*i64", "p_positions": "*i32", **numbers("lines"), **numbers(*GRID, *ADAMW, kind="fp32")},
         {
-            **{"PARAMETER": tl.bfloat16, "MOMENTS": tl.bfloat16, "b_blocks": chacha.BLOCKS, "CORRECTED": False},
+            **{"PARAMETER": tl.bfloat16, "MOMENTS": tl.bfloat16, "b_blocks": chacha.BLOCKS // 4, "CORRECTED": False},
             **{"ROUNDED": True, "MASTER": False, "ALIGNED": True, "AXES": False},
         },
+        1,
         slow=True,
+        settles=True,
     ),
     "adamw-many-axes": Case(
         adamw._adamw_group_kernel,
         {"p_table": "*i64", "p_positions": "*i32", **numbers("lines"), **numbers(*GRID, *ADAMW, kind="fp32")},
         {
-            **{"PARAMETER": tl.float32, "MOMENTS": tl.float32, "b_blocks": chacha.BLOCKS, "CORRECTED": True},
+            **{"PARAMETER": tl.float32, "MOMENTS": tl.float32, "b_blocks": chacha.BLOCKS // 4, "CORRECTED": True},
             **{"ROUNDED": True, "MASTER": False, "ALIGNED": True, "AXES": True},
         },
+        1,
         slow=True,
+        settles=True,
     ),
     "instance-norms-many": Case(
         groups._norms_kernel,
@@ -451,8 +459,12 @@ def check(name, capability):
     case, found = CASES[name], built(name, capability)
     assert found.shared <= SHARED_LIMIT[capability]
     assert found.registers * 32 * case.num_warps <= 65536
+    if case.settles:
+        # The rounds of a normal, and of its tail, keep all they have in registers.
+        rounds = [loop for loop in found.loops if loop.counts.get("SHF", 0) >= 32]
+        assert sum(loop.counts.get("LDL", 0) + loop.counts.get("STL", 0) == 0 for loop in rounds) >= 2
     # Registers are assigned for Hopper with the newest Triton; elsewhere a few words outside the main loop may spill.
-    if capability == 90 and tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9):
+    elif capability == 90 and tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9):
         assert found.stack == case.stack
         assert found.spills == 0 or case.stack
     else:
