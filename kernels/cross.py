@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import beside, cdiv, on_device_of, row_tile, splits_to_fill
+from .launch import beside, cdiv, largest_side, on_device_of, row_tile, splits_to_fill
 from .reduce import sum_parts
 from .tiles import gram_tile, unit_of_slot
 
@@ -77,7 +77,7 @@ def cross_inner(
     offsets1, offsets2 = beside(offsets1, right1), beside(offsets2, right1)
     kind = DENSE if left1.dim() == 2 else ID_AGAINST_DENSE if left2.dim() == 2 else IDS
     wide = torch.float32 in (left1.dtype, right1.dtype, left2.dtype, right2.dtype)
-    b_t = row_tile(tokens, units, 64 if wide or kind is ID_AGAINST_DENSE else 128)
+    b_t = row_tile(tokens, units, min(64 if kind is ID_AGAINST_DENSE else 128, largest_side(wide, right1.device)))
     slots = tokens // b_t + units
     splits = splits or splits_to_fill(right1, slots, cdiv(right2.shape[0], b_t))
     parts = torch.empty(1, slots * splits, dtype=torch.float32, device=right1.device)

@@ -10,7 +10,17 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import TRITON, aligned, beside, cdiv, has_wide_tiles, next_power_of_2, on_device_of, splits_to_fill
+from .launch import (
+    TRITON,
+    aligned,
+    beside,
+    cdiv,
+    has_wide_tiles,
+    largest_side,
+    next_power_of_2,
+    on_device_of,
+    splits_to_fill,
+)
 from .mask import load_mask, pack_mask
 from .reduce import sum_slots
 from .tiles import outer_tile
@@ -121,7 +131,8 @@ def direct_norms(
     offsets = beside(offsets, right)
     bits = None if mask is None else pack_mask(mask)
     wide = torch.float32 in (left.dtype, right.dtype)
-    b_m, b_n = side_tile(m, wide), side_tile(n, wide)
+    largest = largest_side(wide, right.device)
+    b_m, b_n = min(largest, side_tile(m, wide)), min(largest, side_tile(n, wide))
     if not wide and mask is None and b_m == 128 and n >= 256 and has_wide_tiles(right.device):
         b_n = 256  # reads a quarter fewer bytes for each product, which is what these tiles wait for
     tiles_n = cdiv(n, b_n)
@@ -172,8 +183,9 @@ def chosen_norms(
     offsets = beside(offsets, norms)
     for (of_left, of_right, contiguous, wide_loads), members in kinds.items():
         wide = torch.float32 in (of_left, of_right)
-        b_m = max(side_tile(lefts[i].shape[1], wide) for i in members)
-        b_n = max(side_tile(rights[i].shape[1], wide) for i in members)
+        largest = largest_side(wide, device)
+        b_m = min(largest, max(side_tile(lefts[i].shape[1], wide) for i in members))
+        b_n = min(largest, max(side_tile(rights[i].shape[1], wide) for i in members))
         tiles = max(-(-lefts[i].shape[1] // b_m) * -(-rights[i].shape[1] // b_n) for i in members)
         splits = splits_to_fill(norms, len(members) * units, tiles)
         lines = [

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch.utils.weak import WeakIdKeyDictionary
 
-from .launch import TRITON, aligned, beside, capability_of, on_device_of, processors, row_tile, version_of
+from .launch import TRITON, aligned, beside, largest_side, on_device_of, processors, row_tile, version_of
 from .tiles import gram_tile
 
 _RIGHT_FIELDS = tl.constexpr(6)
@@ -173,14 +173,6 @@ def jobs_of(length: int, units: int, problems: int, b_t: int) -> int:
     """Jobs of a launch whose units have ``length`` tokens each."""
     tiles = -(-length // b_t)
     return problems * units * (tiles * (tiles + 1) // 2)
-
-
-def largest_side(wide: bool, device: torch.device) -> int:
-    """Side of the largest tiles: of two float32 accumulators as many registers hold, and Triton compiles."""
-    if wide:
-        return 64
-    # Triton 3.7 ends with an error where it would put such products into the tensor memory of sm_100; smaller ones use none.
-    return 32 if capability_of(device)[0] == 10 and triton.__version__.startswith("3.7.") else 128
 
 
 def tile_of(tokens: int, units: int, problems: int, largest: int, count: int) -> int:

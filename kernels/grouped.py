@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import TRITON, beside, cdiv, next_power_of_2, on_device_of, splits_to_fill
+from .launch import TRITON, beside, cdiv, largest_side, next_power_of_2, on_device_of, splits_to_fill
 from .reduce import sum_slots
 from .tiles import outer_tile
 
@@ -120,7 +120,7 @@ def per_unit_group(
         )
         table = torch.tensor(rows, dtype=torch.int64)
         narrowest, widest = (int(width) for width in table[:, 3:5].amax(0))
-        b_m = min(64 if all(contiguous) else 32, max(16, next_power_of_2(narrowest)))
+        b_m = min(64 if all(contiguous) else 32, largest_side(False, device), max(16, next_power_of_2(narrowest)))
         single = torch.float32 in (narrow_dtype, wide_dtype)
         programs = len(members) * units
         dealt = splits or splits_to_fill(norms, programs, cdiv(widest, _WIDE_TILE))

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
+import triton
 import triton.language as tl
 
 #: What a kernel that finds addresses in memory is told of the dtypes behind them.
@@ -78,6 +79,14 @@ def processors(device: torch.device) -> int:
 def capability_of(device: torch.device) -> tuple[int, int]:
     """Compute capability of a GPU; (0, 0) for the interpreter."""
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+
+
+def largest_side(wide: bool, device: torch.device) -> int:
+    """Side of the largest tiles whose products go on within the program: registers hold them, and Triton compiles."""
+    if wide:
+        return 64
+    # Triton 3.7 ends with an error where it would put such products into the tensor memory of sm_100; smaller ones use none.
+    return 32 if capability_of(device)[0] == 10 and triton.__version__.startswith("3.7.") else 128
 
 
 def has_wide_tiles(device: torch.device) -> bool:

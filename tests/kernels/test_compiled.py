@@ -31,6 +31,7 @@ from fastdp.kernels import (
     grouped,
     groups,
     instances,
+    launch,
     mask,
     noise,
     onehot,
@@ -436,6 +437,14 @@ CASES = {
 }
 
 
+#: What their launchers hold to `launch.largest_side`.
+SIDES = {
+    **dict.fromkeys(("gram-bf16", "cross-dense-bf16", "cross-id-dense-bf16", "cross-ids-bf16"), ("b_t",)),
+    **dict.fromkeys(("direct-bf16", "direct-bf16-wide", "direct-chosen-bf16", "direct-masked-bf16"), ("b_m", "b_n")),
+    "grouped-bf16-64": ("b_m",),
+}
+
+
 @functools.cache
 def built(name, capability):
     case = CASES[name]
@@ -523,13 +532,15 @@ def test_fits_its_neighbours(name, capability, monkeypatch):
     if CASES[name].wide and capability not in (90, 100):
         # Launchers choose tiles this wide for the shared memory of these two alone.
         pytest.skip("never launched there")
-    if capability == 100 and name == "gram-bf16":
+    if capability == 100 and name in SIDES:
         with monkeypatch.context() as patch:
-            patch.setattr(gram, "capability_of", lambda device: (10, 0))
-            side = gram.largest_side(False, None)
-        case = replace(CASES[name], constants={**CASES[name].constants, "b_t": side}, narrow=side < 64)
-        name = f"{name}-{side}"
-        monkeypatch.setitem(CASES, name, replace(case, num_warps=8 if side == 128 else 4))
+            patch.setattr(launch, "capability_of", lambda device: (10, 0))
+            side = launch.largest_side(False, None)
+        if side < 64:
+            smaller = {key: min(side, value) for key, value in CASES[name].constants.items() if key in SIDES[name]}
+            case = replace(CASES[name], constants={**CASES[name].constants, **smaller}, narrow=True, num_warps=4)
+            name = f"{name}-{side}"
+            monkeypatch.setitem(CASES, name, case)
     check(name, capability)
 
 
