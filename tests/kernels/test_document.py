@@ -37,7 +37,7 @@ def test_the_page_has_the_simulated_rows():
         figures = json.loads(file.read_text())["figures"]
         assert figures["simulated"] is True
         assert [row["step"] for row in figures["rows"] if row["simulated"]] == ["plain", "private"]
-        assert max(row["ratio_memory"] for row in figures["rows"]) <= 1.3
+        assert max(row["ratio_memory"] for row in figures["rows"]) <= 1.05
 
 
 @pytest.mark.parametrize("shape", document.SHAPES)
