@@ -371,8 +371,9 @@ class Passes:
 
     def refuse_foreign_gradients(self, when: str) -> None:
         """Every covered use returns no gradient to autograd, so a `.grad` that appears is one nothing has clipped."""
+        stray = self.weights.stray()
         for name, parameter in (*self.parameters.items(), *self.read.items()):
-            if parameter.grad is not None:
+            if parameter.grad is not None or name == stray:
                 parameter.grad = None
                 if self.trying:
                     raise UnsupportedUse(

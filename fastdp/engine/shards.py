@@ -69,6 +69,10 @@ class Whole:
     def settle(self) -> None:
         """Have modules hold their weights in pieces."""
 
+    def stray(self) -> str | None:
+        """The name of a parameter whose gradient was put aside, where nobody looks for it; it is forgotten."""
+        return None
+
     def running(self, forward: Callable[..., T]) -> Callable[..., T]:
         """A forward pass that may fail and be run again."""
         return forward
@@ -226,6 +230,14 @@ class Sharded(Whole):
         if self._passed:
             self.model.reset_iter_state()
             self._passed = False
+
+    def stray(self) -> str | None:
+        """With a `reduce_dtype` torch takes gradients that are not to be added up yet away from parameters, and keeps them."""
+        found = None
+        for held in (held for group in self._groups for held in group.fsdp_params):
+            if held.unsharded_accumulated_grad is not None:
+                held.unsharded_accumulated_grad, found = None, held.sharded_param
+        return None if found is None else next(n for n, p in self.model.named_parameters() if p is found)
 
     def running(self, forward: Callable[..., T]) -> Callable[..., T]:
         """A forward pass after whose failure another may begin."""

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from fastdp.accounting.ledger import Ledger
+from fastdp.engine.pieces import writes
 from fastdp.engine.policy import Policy
 from fastdp.engine.ranks import Ranks
 from fastdp.private.observer import Observer
@@ -133,6 +134,7 @@ class Steps:
         return {
             "a setting of the optimizer": repr(numbers),
             "the clipping": repr((policy.bounds, policy.stds)),
+            "a mask": [writes(mask) for mask in policy.masks.values()],
             f"what {self._stages.method.mechanism} chose": self._stages.chosen,
         }
 

@@ -240,6 +240,18 @@ def refusals(rank: int, size: int, folder: Path) -> dict[str, Any]:
         found["selection"] = str(error)
         found["spent"] += private.steps_done
     private.detach()
+    private = small(method=fastdp.DPFrost(0.9, choose_by="values", granularity="parameters"))
+
+    def change(moment: str, step: int) -> None:
+        if second:
+            next(iter(private.outcome.values())).logical_not_()
+
+    try:
+        go_on(private, 1, change)
+    except ValueError as error:
+        found["mask"] = str(error)
+        found["spent"] += private.steps_done
+    private.detach()
     return found
 
 

@@ -408,7 +408,24 @@ def refused(rank: int, size: int, folder: Path) -> dict[str, Any]:
     except Exception as error:
         found["no rule"] = f"{type(error).__name__}: {error}"
     found["spent"] = private.steps_done
+    late = Late()
+    fully_shard(late, mp_policy=HALF)
+    private = small(model=late, self_check=False)
+    try:
+        go_on(private, 2, lambda moment, step: setattr(late, "late", step == 1))
+    except Exception as error:
+        found["put aside"] = f"{type(error).__name__}: {error}"
+    found["spent"] += private.steps_done - 1
     return found
+
+
+class Late(Classifier):
+    """Comes to read a weight in another way, whose gradient torch puts aside where a `reduce_dtype` is set."""
+
+    late = False
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        return super().logits(x) * (1 + self.second.weight.mean() if self.late else 1)
 
 
 #: In the order in which they may be run.

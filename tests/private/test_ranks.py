@@ -295,6 +295,7 @@ def test_parameters_in_other_pieces_are_refused_by_name() -> None:
         ("counted", "second.weight was changed outside of a release"),
         ("not counted", "second.weight was changed outside of a release"),
         ("no rule", "weights in pieces need a per-example rule"),
+        ("put aside", "second.weight holds a gradient in the backward pass that was not clipped"),
     ],
 )
 def test_other_pieces_and_what_needs_a_whole_are_refused(folder: Path, what: str, match: str) -> None:
@@ -341,6 +342,7 @@ def test_an_optimizer_that_leaves_steps_out_is_refused() -> None:
         ("public examples", "what the method was given to read is not the same"),
         ("learning rate", "a setting of the optimizer is not the same"),
         ("selection", "what DP-FROST chose is not the same"),
+        ("mask", "a mask is not the same"),
     ],
 )
 def test_what_one_rank_cannot_do_is_refused_on_all(folder: Path, what: str, match: str) -> None:
