@@ -28,7 +28,7 @@ import numpy as np
 from fastdp.data import read_rows
 from fastdp.finetune import finetune
 from fastdp.finetune.config import FinetuneConfig
-from fastdp.finetune.plan import RATE_STEPS, plan
+from fastdp.finetune.plan import plan
 
 from . import record
 
@@ -125,65 +125,55 @@ def fit(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The rules under which these runs are, on average, least above the best that was found beside them.
 
     Returns:
-        ``rate`` at `RATE_STEPS` steps and its ``power``; ``least_steps``; ``bound``; and ``ranks``, by `EPSILONS`.
+        ``rate`` where the whole run's noise is as large as its signal, and the ``power`` of that ratio by which it falls;
+        ``least_steps``; ``bound``; and ``ranks``, by `EPSILONS`.
     """
 
-    def settings(row: dict[str, Any], *but: str) -> tuple[Any, ...]:
-        return tuple(row[name] for name in ("data", "epsilon", *MIDDLE) if name not in but)
-
     def best(setting: str, chosen: Sequence[dict[str, Any]]) -> Any:
-        """The value under which runs that differ in it alone are least above the best of them, on average."""
-        excess: dict[Any, list[float]] = defaultdict(list)
-        groups: dict[Any, list[dict[str, Any]]] = defaultdict(list)
+        """The value that is least above the best beside it, on average, each at the best rate that it was tried with.
+
+        The usual value was tried with more rates than others: another one is taken where it is better all the same.
+        """
+        groups: dict[Any, dict[Any, float]] = defaultdict(dict)
         for row in chosen:
-            groups[settings(row, setting)].append(row)
-        values = {row[setting] for row in chosen if row[setting] != MIDDLE[setting]} | {MIDDLE[setting]}
-        for group in groups.values():
-            if {row[setting] for row in group} == values:
-                for row in group:
-                    excess[row[setting]].append(figure(row) - min(map(figure, group)))
-        return min(excess, key=lambda value: (np.mean(excess[value]), value))
+            if all(row[name] == value for name, value in MIDDLE.items() if name not in (setting, "learning_rate")):
+                group, value = groups[row["data"], row["epsilon"]], row[setting]
+                group[value] = min(group.get(value, math.inf), figure(row))
+        values = set.union(*map(set, groups.values()))
+        whole = [group for group in groups.values() if group.keys() == values]
+        return min(sorted(values), key=lambda value: np.mean([group[value] - min(group.values()) for group in whole]))
 
-    def at_middle(row: dict[str, Any], *but: str) -> bool:
-        return all(row[name] == value for name, value in MIDDLE.items() if name not in but)
-
-    curves = defaultdict(list)
+    curves: dict[Any, dict[int, list[tuple[float, float, float]]]] = defaultdict(lambda: defaultdict(list))
     for row in rows:
-        if at_middle(row, "batch_size", "learning_rate"):
-            curves[row["data"], row["epsilon"], row["steps"]].append((math.log(row["learning_rate"]), figure(row)))
-    whole = {key: sorted(points) for key, points in curves.items() if len(points) == len(RATES)}
+        if all(row[name] == MIDDLE[name] for name in ("lora_r", "max_grad_norm")):
+            ratio = row["noise_multiplier"] * row["trained_parameters"] ** 0.5 / row["batch_size"] / row["steps"] ** 0.5
+            point = math.log(row["learning_rate"]), figure(row), ratio
+            curves[row["data"], row["epsilon"]][row["steps"]].append(point)
     # Between the rates that were tried, a cubic through what they gave.
-    cubics = []
-    for (_, _, steps), points in whole.items():
-        rates, judged = zip(*points)
-        cubics.append((steps, np.polyfit(rates, judged, 3), min(judged)))
+    cubics, excess = [], defaultdict(list)
+    for by_steps in curves.values():
+        for points in by_steps.values():
+            rates, judged, ratios = zip(*points)
+            if len(rates) == len(RATES):
+                cubics.append((ratios[0], np.polyfit(rates, judged, 3)))
+        lows = {steps: min(judged for _, judged, _ in points) for steps, points in by_steps.items()}
+        for steps, low in lows.items():
+            excess[steps].append(low - min(lows.values()))
 
-    def excess_of(rule: tuple[float, float]) -> float:
+    def judged_by(rule: tuple[float, float]) -> float:
         rate, power = rule
-        at = [min(max(rate * (RATE_STEPS / steps) ** power, RATES[0]), RATES[-1]) for steps, _, _ in cubics]
-        return float(np.mean([np.polyval(cubic, math.log(x)) - low for x, (_, cubic, low) in zip(at, cubics)]))
+        at = [min(max(rate * ratio**-power, RATES[0]), RATES[-1]) for ratio, _ in cubics]
+        return float(np.mean([np.polyval(cubic, math.log(x)) for x, (_, cubic) in zip(at, cubics)]))
 
-    rules = itertools.product(np.geomspace(RATES[0], RATES[-1], 49), (0.0, 0.25, 0.5, 0.75, 1.0))
-    rate, power = min(rules, key=excess_of)
-    lowest = [
-        {"data": d, "epsilon": e, "steps": s, "low": min(f for _, f in points)} for (d, e, s), points in whole.items()
-    ]
-    by_steps: dict[int, list[float]] = defaultdict(list)
-    for one in lowest:
-        beside = [
-            other["low"] for other in lowest if (other["data"], other["epsilon"]) == (one["data"], one["epsilon"])
-        ]
-        if len(beside) == len(BATCHES):
-            by_steps[one["steps"]].append(one["low"] - min(beside))
+    rate, power = min(
+        itertools.product(np.geomspace(RATES[0], RATES[-1], 49), (0.0, 0.25, 0.5, 0.75, 1.0)), key=judged_by
+    )
     return {
         "rate": float(f"{rate:.2g}"),
         "power": power,
-        "least_steps": min(by_steps, key=lambda steps: np.mean(by_steps[steps])),
-        "bound": best("max_grad_norm", [row for row in rows if at_middle(row, "max_grad_norm")]),
-        "ranks": [
-            best("lora_r", [row for row in rows if row["epsilon"] == epsilon and at_middle(row, "lora_r")])
-            for epsilon in EPSILONS
-        ],
+        "least_steps": min(excess, key=lambda steps: np.mean(excess[steps])),
+        "bound": best("max_grad_norm", rows),
+        "ranks": [best("lora_r", [row for row in rows if row["epsilon"] == epsilon]) for epsilon in EPSILONS],
     }
 
 

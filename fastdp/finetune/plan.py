@@ -22,9 +22,9 @@ from fastdp.finetune.models import load_tokenizer, load_trained
 #: Passes over the data beyond which more of them buy little.
 MOST_EPOCHS = 10.0
 #: What `python -m fastdp.bench.settings --fit` says of bench/results/settings.json, runs on E2E and SST-2 by LoRA with a scale of
-#: twice the rank and a falling rate: the learning rate at `RATE_STEPS` steps, and the power of their number that it falls by; the
-#: bound; the rank, by noise over signal of the whole run at rank 8; and the steps below which an optimizer has no time to arrive.
-RATE, RATE_POWER, RATE_STEPS = 0.016, 0.5, 18
+#: twice the rank and a falling rate. By noise over signal of the whole run, at rank 8: the learning rate where that is 1, the
+#: power of it that the rate falls by, and the rank. Besides, the bound, and the least steps in which an optimizer arrives.
+RATE, RATE_POWER = 0.011, 0.25
 BOUND = 1.0
 RANKS = ((1.5, 8), (math.inf, 2))
 SCALE = 2.0
@@ -104,11 +104,13 @@ def plan(
     batches = _batches(examples)
     options = tuple(_option(config, examples, batch, trained, machine, minutes, passes) for batch in batches)
     best = _suggested(options, machine, minutes)
-    rank, ranked = _rank(config, best)
+    # The number of parameters goes with the rank, and the noise with its root.
+    noise = best.run_ratio * (math.sqrt(8 / config.lora_r) if config.peft in ("lora", "dora") else 1.0)
+    rank, ranked = _rank(config, noise)
     settings: dict[str, Any] = {
         "batch_size": best.batch_size,
         "epochs": best.epochs,
-        "learning_rate": _learning_rate(config, best.steps),
+        "learning_rate": _learning_rate(config, noise),
         "schedule": "linear",
         "max_grad_norm": BOUND,
         **({"lora_r": rank, "lora_alpha": SCALE * rank} if config.peft in ("lora", "dora") else {}),
@@ -118,8 +120,8 @@ def plan(
         f"batch {best.batch_size}: the least noise over signal of the sizes that leave {LEAST_STEPS} steps or more{within}; that "
         "noise over batch size decides at a given budget is a scaling law of private training (arXiv 2501.18914), and the least "
         "number of steps is fitted",
-        f"learning rate {settings['learning_rate']:.2g}: {RATE:g} at {RATE_STEPS} steps, falling with their number to the power "
-        f"{RATE_POWER:g}, and bound {BOUND:g}: fitted to runs on E2E and SST-2 (bench/results/settings.json)",
+        f"learning rate {settings['learning_rate']:.2g}, which falls with noise over signal, and bound {BOUND:g}: fitted to runs "
+        "on E2E and SST-2 (bench/results/settings.json)",
         *ranked,
     )
     return Plan(options, best, machine, trained, dataclasses.replace(config, **settings), reasons)
@@ -187,20 +189,17 @@ def _suggested(options: Sequence[Option], machine: Machine, minutes: float | Non
     return min(fitting, key=lambda option: option.run_ratio)
 
 
-def _learning_rate(config: FinetuneConfig, steps: int) -> float:
-    rate = min(max(RATE * (RATE_STEPS / steps) ** RATE_POWER, RATES[0]), RATES[1])
+def _learning_rate(config: FinetuneConfig, noise: float) -> float:
+    rate = min(max(RATE * noise**-RATE_POWER, RATES[0]), RATES[1])
     return float(f"{rate * (_FULL if config.peft == 'full' else 1):.2g}")
 
 
-def _rank(config: FinetuneConfig, best: Option) -> tuple[int, tuple[str, ...]]:
+def _rank(config: FinetuneConfig, noise: float) -> tuple[int, tuple[str, ...]]:
     if config.peft not in ("lora", "dora"):
         return config.lora_r, ()
-    # The number of parameters goes with the rank, and the noise with its root.
-    at_eight = best.run_ratio * math.sqrt(8 / config.lora_r)
-    rank = next(rank for limit, rank in RANKS if at_eight < limit)
-    return rank, (
-        f"rank {rank} and alpha {SCALE * rank:g}: fitted likewise; at rank 8 the run's noise is {at_eight:.2g} times its signal",
-    )
+    rank = next(rank for limit, rank in RANKS if noise < limit)
+    signal = f"at rank 8 the run's noise is {noise:.2g} times its signal"
+    return rank, (f"rank {rank} and alpha {SCALE * rank:g}: fitted likewise; {signal}",)
 
 
 def invented(config: FinetuneConfig) -> FinetuneConfig:
