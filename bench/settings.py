@@ -126,16 +126,16 @@ def fit(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
     Returns:
         ``rate`` where the whole run's noise is as large as its signal, and the ``power`` of that ratio by which it falls;
-        ``least_steps``; ``bound``; and ``ranks``, by `EPSILONS`.
+        ``least_steps``; ``bound``; and ``rank``.
     """
 
-    def best(setting: str, chosen: Sequence[dict[str, Any]]) -> Any:
+    def best(setting: str) -> Any:
         """The value that is least above the best beside it, on average, each at the best rate that it was tried with.
 
         The usual value was tried with more rates than others: another one is taken where it is better all the same.
         """
         groups: dict[Any, dict[Any, float]] = defaultdict(dict)
-        for row in chosen:
+        for row in rows:
             if all(row[name] == value for name, value in MIDDLE.items() if name not in (setting, "learning_rate")):
                 group, value = groups[row["data"], row["epsilon"]], row[setting]
                 group[value] = min(group.get(value, math.inf), figure(row))
@@ -149,21 +149,20 @@ def fit(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
             ratio = row["noise_multiplier"] * row["trained_parameters"] ** 0.5 / row["batch_size"] / row["steps"] ** 0.5
             point = math.log(row["learning_rate"]), figure(row), ratio
             curves[row["data"], row["epsilon"]][row["steps"]].append(point)
-    # Between the rates that were tried, a cubic through what they gave.
-    cubics, excess = [], defaultdict(list)
+    # Straight lines between the rates that were tried: a smooth curve is bent away by the runs that diverged.
+    lines, excess = [], defaultdict(list)
     for by_steps in curves.values():
         for points in by_steps.values():
             rates, judged, ratios = zip(*points)
             if len(rates) == len(RATES):
-                cubics.append((ratios[0], np.polyfit(rates, judged, 3)))
+                lines.append((ratios[0], *zip(*sorted(zip(rates, judged)))))
         lows = {steps: min(judged for _, judged, _ in points) for steps, points in by_steps.items()}
         for steps, low in lows.items():
             excess[steps].append(low - min(lows.values()))
 
     def judged_by(rule: tuple[float, float]) -> float:
         rate, power = rule
-        at = [min(max(rate * ratio**-power, RATES[0]), RATES[-1]) for ratio, _ in cubics]
-        return float(np.mean([np.polyval(cubic, math.log(x)) for x, (_, cubic) in zip(at, cubics)]))
+        return float(np.mean([np.interp(math.log(rate * ratio**-power), xs, ys) for ratio, xs, ys in lines]))
 
     rate, power = min(
         itertools.product(np.geomspace(RATES[0], RATES[-1], 49), (0.0, 0.25, 0.5, 0.75, 1.0)), key=judged_by
@@ -172,8 +171,8 @@ def fit(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "rate": float(f"{rate:.2g}"),
         "power": power,
         "least_steps": min(excess, key=lambda steps: np.mean(excess[steps])),
-        "bound": best("max_grad_norm", rows),
-        "ranks": [best("lora_r", [row for row in rows if row["epsilon"] == epsilon]) for epsilon in EPSILONS],
+        "bound": best("max_grad_norm"),
+        "rank": best("lora_r"),
     }
 
 

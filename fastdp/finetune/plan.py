@@ -22,12 +22,11 @@ from fastdp.finetune.models import load_tokenizer, load_trained
 #: Passes over the data beyond which more of them buy little.
 MOST_EPOCHS = 10.0
 #: What `python -m fastdp.bench.settings --fit` says of bench/results/settings.json, runs on E2E and SST-2 by LoRA with a scale of
-#: twice the rank and a falling rate. By noise over signal of the whole run, at rank 8: the learning rate where that is 1, the
-#: power of it that the rate falls by, and the rank. Besides, the bound, and the least steps in which an optimizer arrives.
-RATE, RATE_POWER = 0.011, 0.25
+#: twice the rank and a falling rate: the learning rate where the noise of a whole run is as large as its signal, the power of
+#: their ratio that it falls by, bound, rank, and the least steps in which an optimizer arrives.
+RATE, RATE_POWER = 0.016, 0.0
 BOUND = 1.0
-RANKS = ((1.5, 8), (math.inf, 2))
-SCALE = 2.0
+RANK, SCALE = 8, 2.0
 LEAST_STEPS = 18
 #: Rates beyond these were not tried. Full fine-tuning was not either: a twentieth of the rate of adapters is a rule of thumb.
 RATES = (1e-3, 6.4e-2)
@@ -104,25 +103,23 @@ def plan(
     batches = _batches(examples)
     options = tuple(_option(config, examples, batch, trained, machine, minutes, passes) for batch in batches)
     best = _suggested(options, machine, minutes)
-    # The number of parameters goes with the rank, and the noise with its root.
-    noise = best.run_ratio * (math.sqrt(8 / config.lora_r) if config.peft in ("lora", "dora") else 1.0)
-    rank, ranked = _rank(config, noise)
+    adapts = config.peft in ("lora", "dora")
     settings: dict[str, Any] = {
         "batch_size": best.batch_size,
         "epochs": best.epochs,
-        "learning_rate": _learning_rate(config, noise),
+        "learning_rate": _learning_rate(config, best.run_ratio),
         "schedule": "linear",
         "max_grad_norm": BOUND,
-        **({"lora_r": rank, "lora_alpha": SCALE * rank} if config.peft in ("lora", "dora") else {}),
+        **({"lora_r": RANK, "lora_alpha": SCALE * RANK} if adapts else {}),
     }
     within = "" if minutes is None else f" within {minutes:g} minutes"
     reasons = (
         f"batch {best.batch_size}: the least noise over signal of the sizes that leave {LEAST_STEPS} steps or more{within}; that "
         "noise over batch size decides at a given budget is a scaling law of private training (arXiv 2501.18914), and the least "
         "number of steps is fitted",
-        f"learning rate {settings['learning_rate']:.2g}, which falls with noise over signal, and bound {BOUND:g}: fitted to runs "
-        "on E2E and SST-2 (bench/results/settings.json)",
-        *ranked,
+        f"learning rate {settings['learning_rate']:.2g}, bound {BOUND:g}"
+        + (f", rank {RANK} and alpha {SCALE * RANK:g}" if adapts else "")
+        + ": fitted to runs on E2E and SST-2 (bench/results/settings.json)",
     )
     return Plan(options, best, machine, trained, dataclasses.replace(config, **settings), reasons)
 
@@ -192,14 +189,6 @@ def _suggested(options: Sequence[Option], machine: Machine, minutes: float | Non
 def _learning_rate(config: FinetuneConfig, noise: float) -> float:
     rate = min(max(RATE * noise**-RATE_POWER, RATES[0]), RATES[1])
     return float(f"{rate * (_FULL if config.peft == 'full' else 1):.2g}")
-
-
-def _rank(config: FinetuneConfig, noise: float) -> tuple[int, tuple[str, ...]]:
-    if config.peft not in ("lora", "dora"):
-        return config.lora_r, ()
-    rank = next(rank for limit, rank in RANKS if noise < limit)
-    signal = f"at rank 8 the run's noise is {noise:.2g} times its signal"
-    return rank, (f"rank {rank} and alpha {SCALE * rank:g}: fitted likewise; {signal}",)
 
 
 def invented(config: FinetuneConfig) -> FinetuneConfig:
