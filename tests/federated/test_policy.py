@@ -169,6 +169,8 @@ def test_every_setting_that_could_weaken_a_client_is_decided():
         ),
         *("threads", "device", "partition", "dirichlet_alpha", "source_column", "radius", "alpha", "client_clip"),
         *("client_noise_multiplier", "client_delta", "dpsgd_max_grad_norm"),
+        # What is drawn after a type was answered, and whether draws are learned, tell nothing more of a token.
+        *("replacement", "learn_replaced"),
     }
     decided = {field.name for field in dataclasses.fields(NodePolicy)} | harmless
     assert {field.name for field in dataclasses.fields(FederatedConfig)} <= decided
