@@ -80,8 +80,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         *("matrix:1", "matrix:2", "sharded:2", "refusals:2", "shapes:1", "shapes:2"),
         *("pieces refused:2", "measured:2", "lost:2", "noise:2"),
         *(f"{moment}:{size}" for moment in (*MOMENTS, IN_PIECES[-1]) for size in (2, 1)),
-        CASES="tied gpt2,users,rapft,soft",
-        SHARDED="tied gpt2,rapft,soft",
+        CASES="tied gpt2,users,soft",
+        SHARDED="tied gpt2,soft",
     )
     return place
 
