@@ -71,7 +71,7 @@ _MUST = {"what it takes": ("Args:", "Attributes:"), "what it raises": ("Raises:"
 
 
 #: Packages whose every public name is on their page of the reference, each function with an example.
-_PACKAGES = ("accounting", "ops")
+_PACKAGES = ("accounting", "audit", "ops")
 
 
 def _members(package: str) -> list[tuple[str, str]]:

@@ -9,7 +9,7 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fastdp import accounting as accounting, ops as ops, optim as optim
+    from fastdp import accounting as accounting, audit as audit, ops as ops, optim as optim
     from fastdp.entry import make_private as make_private
     from fastdp.integrations.adapters import BottleneckConfig as BottleneckConfig
     from fastdp.integrations.trainer import DPTrainer as DPTrainer, PrivacyArguments as PrivacyArguments
@@ -55,7 +55,7 @@ _HOMES = {
     "TextPrivatizer": "fastdp.methods.sap",
     "make_private": "fastdp.entry",
 }
-_MODULES = ("accounting", "ops", "optim")
+_MODULES = ("accounting", "audit", "ops", "optim")
 __all__ = [*_HOMES, *_MODULES]
 
 

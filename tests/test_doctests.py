@@ -19,6 +19,17 @@ MODULES = (
     "fastdp.accounting.schedules",
     "fastdp.accounting.serialisation",
     "fastdp.accounting.verification",
+    "fastdp.audit.attributes",
+    "fastdp.audit.bound",
+    "fastdp.audit.example_canaries",
+    "fastdp.audit.extraction",
+    "fastdp.audit.guessing",
+    "fastdp.audit.inversion",
+    "fastdp.audit.losses",
+    "fastdp.audit.membership",
+    "fastdp.audit.prove",
+    "fastdp.audit.reconstruction",
+    "fastdp.audit.repeated",
     "fastdp.entry",
     "fastdp.integrations.adapters",
     "fastdp.methods.dpsgd.method",
@@ -61,6 +72,7 @@ def test_the_sites_build_knows_what_a_page_must_say(tmp_path, monkeypatch):
         site._shown_in(name, site._docstring(name, module))
     assert len(site._members("accounting")) > 30
     assert len(site._members("ops")) > 20
+    assert len(site._members("audit")) > 30
     (tmp_path / "fastdp").mkdir()
     (tmp_path / "fastdp" / "new.py").write_text('def new(x):\n    """Something."""\n')
     monkeypatch.setattr(site, "ROOT", tmp_path)

@@ -39,7 +39,7 @@ from fastdp.audit.membership import (
     likelihood_ratio as likelihood_ratio,
     membership as membership,
 )
-from fastdp.audit.prove import Evidence as Evidence, prove as prove
+from fastdp.audit.prove import prove as prove
 from fastdp.audit.reconstruction import (
     ReconstructionResult as ReconstructionResult,
     Target as Target,
@@ -48,3 +48,4 @@ from fastdp.audit.reconstruction import (
     strike_out as strike_out,
 )
 from fastdp.audit.repeated import RepeatedReleaseResult as RepeatedReleaseResult, repeated_release as repeated_release
+from fastdp.private.prove import Evidence as Evidence, Trial as Trial

@@ -30,7 +30,23 @@ class AttributeResult(Figures):
 
 
 def pooled(released: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
-    """Mean over the tokens of each sequence: [N, T, d] -> [N, d]; ``mask``, bool [N, T], says which tokens are there."""
+    """What `attribute_inference` reads of a sequence: the mean over its tokens.
+
+    Args:
+        released: representations of tokens, [N, T, d], of any floating type.
+        mask: bool [N, T], which tokens are there; by default all.
+
+    Returns:
+        float32 [N, d]; zeros for a sequence without tokens.
+
+    Raises:
+        RuntimeError: a mask that is not [N, T].
+
+    >>> import torch
+    >>> from fastdp.audit import pooled
+    >>> pooled(torch.tensor([[[1.0, 2.0], [3.0, 4.0], [9.0, 9.0]]]), torch.tensor([[True, True, False]]))
+    tensor([[2., 3.]])
+    """
     if mask is None:
         return released.float().mean(1)
     weights = mask.to(released.device).float().unsqueeze(-1)
@@ -54,9 +70,18 @@ def attribute_inference(
         known, attacked: representations [K, d] and [N, d]; see `pooled`.
         attributes, truth: their attributes, int64 [K] and [N], counted from 0.
         hidden: width of a hidden layer; 0 makes the classifier linear.
+        weight_decay: factor of the weights' squares in the loss.
+        iterations: of L-BFGS, at most.
+        seed: of the classifier's first weights.
 
     Raises:
         ValueError: shapes that do not fit, or fewer than two attributes among the known.
+
+    >>> import torch
+    >>> from fastdp.audit import attribute_inference
+    >>> known = torch.tensor([[1.0, 0.0], [0.9, 0.1], [0.0, 1.0], [0.1, 0.9]])
+    >>> attribute_inference(known, torch.tensor([0, 0, 1, 1]), known.flip(0), torch.tensor([1, 1, 0, 0])).accuracy
+    1.0
     """
     for rows, labels in ((known, attributes), (attacked, truth)):
         if rows.dim() != 2 or labels.shape != rows.shape[:1] or not len(rows):

@@ -37,6 +37,10 @@ def p_value(canaries: int, guesses: int, correct: int, epsilon: float, delta: fl
 
     Raises:
         ValueError: a count or parameter outside these ranges.
+
+    >>> from fastdp.audit import p_value
+    >>> round(p_value(canaries=100, guesses=20, correct=19, epsilon=1.0), 3)  # luck that one run in sixty has
+    0.016
     """
     if not 0 <= correct <= guesses <= canaries:
         raise ValueError(
@@ -69,6 +73,10 @@ def lower_bound(canaries: int, guesses: int, correct: int, delta: float, confide
 
     Raises:
         ValueError: as `p_value`, and for a confidence outside (0, 1).
+
+    >>> from fastdp.audit import lower_bound
+    >>> round(lower_bound(canaries=100, guesses=20, correct=19, delta=1e-5), 2)
+    1.29
     """
     if not 0 < confidence < 1:
         raise ValueError(f"confidence is {confidence}: it must lie between 0 and 1")
@@ -86,7 +94,21 @@ def lower_bound(canaries: int, guesses: int, correct: int, delta: float, confide
 
 
 def best_possible(canaries: int, guesses: int, delta: float, confidence: float = 0.95) -> float:
-    """The bound if every guess is right: what an audit of this size can show at most."""
+    """The bound if every guess is right: what an audit of this size can show at most.
+
+    Args:
+        canaries, guesses, delta, confidence: as in `lower_bound`.
+
+    Returns:
+        Epsilon.
+
+    Raises:
+        ValueError: as `lower_bound`.
+
+    >>> from fastdp.audit import best_possible
+    >>> round(best_possible(canaries=100, guesses=20, delta=1e-5), 2)
+    1.82
+    """
     return lower_bound(canaries, guesses, guesses, delta, confidence)
 
 
@@ -95,8 +117,16 @@ def guesses_needed(epsilon: float, confidence: float = 0.95) -> int:
 
     The smallest r with (e^epsilon / (1 + e^epsilon))^r <= 1 - confidence.
 
+    Args:
+        epsilon: the claim to be refuted, at a delta of 0.
+        confidence: as in `lower_bound`.
+
     Raises:
         ValueError: an epsilon that is negative or infinite, or a confidence outside (0, 1).
+
+    >>> from fastdp.audit import guesses_needed
+    >>> [guesses_needed(epsilon) for epsilon in (1.0, 3.0, 8.0)]
+    [10, 62, 8932]
     """
     if not (epsilon >= 0 and math.isfinite(epsilon)):
         raise ValueError(f"epsilon is {epsilon}: it must be at least 0 and finite")

@@ -151,7 +151,23 @@ def _returned_loss(model: torch.nn.Module, batch: Any) -> torch.Tensor:
 
 
 def with_canaries(dataset: Dataset, canaries: Sequence[Any]) -> tuple[ConcatDataset, range]:
-    """The data set with the canaries after its own examples, and their indices."""
+    """The data set with the canaries after its own examples, and their indices.
+
+    Args:
+        dataset: of the run, with a length.
+        canaries: examples as the data set's collator takes them.
+
+    Returns:
+        The longer data set, and the canaries' places in it: the ``units`` of `ExampleCanaries` where each example is one.
+
+    Raises:
+        TypeError: a data set without a length.
+
+    >>> from fastdp.audit import random_sequences, with_canaries
+    >>> longer, units = with_canaries(random_sequences(3, 8, 100), random_sequences(2, 8, 100))
+    >>> len(longer), units
+    (5, range(3, 5))
+    """
     size = len(dataset)  # type: ignore[arg-type]
     return ConcatDataset([dataset, list(canaries)]), range(size, size + len(canaries))  # type: ignore[list-item]
 
@@ -161,8 +177,21 @@ def random_sequences(
 ) -> list[dict[str, list[int]]]:
     """Canaries for a causal language model: sequences of tokens that no text holds, as examples of `fastdp.data`.
 
+    Args:
+        count: number of canaries.
+        length: of each, in tokens.
+        vocabulary: the model's; tokens are drawn evenly from all of it.
+        unsafe_seed: makes them reproducible; for tests.
+
+    Returns:
+        ``count`` examples of ``input_ids`` and ``labels``, lists of ``length`` numbers each.
+
     Raises:
         ValueError: a length or vocabulary below 2.
+
+    >>> from fastdp.audit import random_sequences
+    >>> random_sequences(1, 4, 100, unsafe_seed=0)
+    [{'input_ids': [62, 1, 18, 68], 'labels': [62, 1, 18, 68]}]
     """
     if min(length, vocabulary) < 2:
         raise ValueError(f"length is {length} and vocabulary {vocabulary}: both must be at least 2")
@@ -176,8 +205,21 @@ def mislabelled(
 ) -> list[dict[str, Any]]:
     """Canaries for a classifier: copies of examples, each with another label than its own.
 
+    Args:
+        examples: of the run's data set, before collation.
+        classes: how many labels there are, counted from 0.
+        label: the name under which an example holds its label.
+        unsafe_seed: makes the wrong labels reproducible; for tests.
+
+    Returns:
+        As many examples; each wrong label is equally likely.
+
     Raises:
         ValueError: fewer than 2 classes, or a label outside them.
+
+    >>> from fastdp.audit import mislabelled
+    >>> mislabelled([{"input_ids": [5, 6], "labels": 1}], classes=2)
+    [{'input_ids': [5, 6], 'labels': 0}]
     """
     if classes < 2:
         raise ValueError(f"{classes} classes leave no wrong label: there must be at least 2")

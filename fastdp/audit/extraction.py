@@ -38,8 +38,15 @@ class ExtractionResult(Figures):
 class NameFinder:
     """Finds names of a list in a text, as whole words and in its own letters.
 
+    Args:
+        names: to look for; of two that overlap the longer is found.
+
     Raises:
         ValueError: an empty list, or an empty name in it.
+
+    >>> from fastdp.audit import NameFinder
+    >>> NameFinder(["Ann", "Ann Lee"])("Ann Lee met Anna and Ann.")
+    ['Ann Lee', 'Ann']
     """
 
     def __init__(self, names: Iterable[str]):
@@ -70,8 +77,27 @@ def generate(
 
     Settings are the paper's: 256 tokens, top-k sampling with k = 40. Torch's global generators are left as they were.
 
+    Args:
+        model: a causal language model with a method ``generate``, as transformers has them; its mode is put back.
+        tokenizer: the model's.
+        count: number of texts.
+        prompt: what each text goes on from.
+        length: most new tokens of a text.
+        top_k: how many of the likeliest tokens each is drawn from.
+        batch_size: texts that are generated together.
+        seed: of the draws.
+        progress: told how many of how many texts are done.
+
     Raises:
         ValueError: an empty prompt with a tokenizer that has neither a begin nor an end token, or a count below 1.
+
+    >>> from importlib import resources
+    >>> from transformers import AutoModelForCausalLM, AutoTokenizer
+    >>> from fastdp.audit import generate
+    >>> folder = str(resources.files("fastdp.quickstart") / "model")
+    >>> model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    >>> len(generate(model, tokenizer, 2, prompt="Patient:", length=4))
+    2
     """
     if count < 1:
         raise ValueError(f"the number of texts is {count}: it must be at least 1")
@@ -117,12 +143,18 @@ def extraction(
     decoys, names of the same kind that are not in it, against which precision is measured.
 
     Args:
+        texts: what the model said, as `generate` returns it.
         planted: names in the training data.
         decoys: names that are not.
         known: names that a model which never saw the data says as well; they count neither way, as in the paper.
 
     Raises:
         ValueError: no planted name is left, or a name is both planted and a decoy.
+
+    >>> from fastdp.audit import extraction
+    >>> found = extraction(["Alma Berger met Jonas Pike."], ["Alma Berger", "Boris Quade"], decoys=["Jonas Pike"])
+    >>> found.precision, found.recall
+    (0.5, 0.5)
     """
     inside = set(planted) - set(known)
     if not inside:

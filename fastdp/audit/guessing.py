@@ -17,7 +17,13 @@ SHARES = (0.02, 0.1, 0.4)
 
 @dataclass(frozen=True)
 class Guess:
-    """One choice of how many canaries to guess about, and what it showed at its part of the confidence."""
+    """One choice of how many canaries to guess about, and what it showed at its part of the confidence.
+
+    Attributes:
+        guesses: how many canaries were guessed about.
+        correct: how many of these guesses were right.
+        epsilon: the lower bound that follows.
+    """
 
     guesses: int
     correct: int
@@ -31,6 +37,8 @@ class AuditResult:
     Attributes:
         epsilon: empirical lower bound at ``delta``: with probability ``confidence`` over the audit, the run's true epsilon
             is at least this.
+        delta: at which both epsilons are stated.
+        confidence: of all trials together.
         claimed: the upper bound that the run states at the same delta.
         canaries: how many were included by a coin.
         trials: each number of guesses that was tried; the best one gives ``epsilon``.
@@ -77,10 +85,17 @@ def conclude(
         scores: float [m], higher for what looks included.
         included: bool [m], the coins.
         claimed: the epsilon that is put to the test, at ``delta``.
+        delta: in [0, 1].
+        confidence: in (0, 1); 1 - confidence bounds the probability that a true claim is refuted.
         shares: shares of the canaries guessed about, in (0, 1], half at each end of the order.
 
     Raises:
         ValueError: shapes that differ, a score that is no number, or a share outside (0, 1].
+
+    >>> import torch
+    >>> from fastdp.audit import conclude
+    >>> print(conclude(torch.arange(100.0), torch.arange(100) >= 50, claimed=0.5, delta=1e-5))  # all guesses right
+    epsilon >= 2.223 at delta 1e-05 (0.95 confidence, 100 canaries); claimed 0.500: REFUTED
     """
     if scores.dim() != 1 or scores.shape != included.shape:
         raise ValueError(f"scores have shape {list(scores.shape)} and coins {list(included.shape)}: both must be [m]")

@@ -33,10 +33,20 @@ class InversionResult(Figures):
 
 
 def inversion(guessed: torch.Tensor, ids: torch.Tensor, mask: torch.Tensor | None = None) -> InversionResult:
-    """Judge guesses of the tokens ``ids``, both int64 of one shape; ``mask``, bool of that shape, says which count.
+    """Judge guesses of tokens, as `nearest_tokens` and `optimised_tokens` make them.
+
+    Args:
+        guessed: int64 [...].
+        ids: the tokens, of the same shape.
+        mask: bool of that shape, which of them count; by default all.
 
     Raises:
         ValueError: shapes that differ, or no token that counts.
+
+    >>> import torch
+    >>> from fastdp.audit import inversion
+    >>> inversion(torch.tensor([0, 2, 1, 4]), torch.tensor([0, 2, 2, 4])).recovered
+    0.75
     """
     if guessed.shape != ids.shape or (mask is not None and mask.shape != ids.shape):
         raise ValueError(f"guesses have shape {list(guessed.shape)} and tokens {list(ids.shape)}: they must be equal")
@@ -53,6 +63,14 @@ def nearest_tokens(released: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
     Args:
         released: [..., d].
         table: [V, d], the embeddings that the attacker knows.
+
+    Raises:
+        ValueError: a table of another width, or rows that are not finite.
+
+    >>> import torch
+    >>> from fastdp.audit import nearest_tokens
+    >>> nearest_tokens(torch.tensor([[0.9, 0.2, 0.0], [0.0, 0.1, 0.7]]), torch.eye(3))
+    tensor([0, 2])
     """
     rows = released.detach().reshape(-1, released.shape[-1])
     return ops.snap(rows, table.detach()).view(released.shape[:-1])
@@ -69,6 +87,16 @@ def from_embeddings(
 
     Returns:
         A function from embeddings [B, T, e] to representations, through which gradients flow.
+
+    Raises:
+        Exception: whatever ``bottom`` raises, when the function is called.
+
+    >>> import torch
+    >>> from fastdp.audit import from_embeddings
+    >>> embedding = torch.nn.Embedding(5, 3)
+    >>> bottom = torch.nn.Sequential(embedding, torch.nn.Linear(3, 3))
+    >>> torch.equal(from_embeddings(bottom, embedding)(embedding.weight[None]), bottom(torch.arange(5)[None]))
+    True
     """
 
     def run(embeddings: torch.Tensor) -> torch.Tensor:
@@ -101,10 +129,21 @@ def optimised_tokens(
         released: [B, T, d], of sequences of one length without padding.
         bottom: embeddings [B, T, e] -> representations [B, T, d], as `from_embeddings` makes it; deterministic.
         table: [V, e], the embedding layer's rows. Memory is that of B T V numbers, four times.
+        steps: of Adam.
+        learning_rate: Adam's.
         temperatures: of the softmax in the first and the last step; it falls geometrically.
+        progress: told how many of how many steps are done.
 
     Raises:
         ValueError: a released tensor that is not [B, T, d], or a setting that is not positive.
+
+    >>> import torch
+    >>> from fastdp.audit import from_embeddings, optimised_tokens
+    >>> embedding = torch.nn.Embedding.from_pretrained(torch.eye(3))
+    >>> bottom = torch.nn.Sequential(embedding, torch.nn.Tanh())
+    >>> secret = bottom(torch.tensor([[2, 0, 1]]))
+    >>> optimised_tokens(secret, from_embeddings(bottom, embedding), embedding.weight, steps=50)
+    tensor([[2, 0, 1]])
     """
     if released.dim() != 3:
         raise ValueError(f"released has shape {list(released.shape)}: it must be [sequences, tokens, width]")

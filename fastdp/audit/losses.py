@@ -31,10 +31,21 @@ def example_losses(
     The perplexity of a text is its exponential. Without gradients and dropout; the model's mode is put back.
 
     Args:
+        model: gives ``logits``, [N, T, V] of tokens or [N, classes], as transformers' models do.
         examples: as `fastdp.data.causal_examples` or `classification_examples` make them.
+        collator: with the padding token of the model.
+        batch_size: examples that go through the model together.
+        progress: told how many of how many examples are done.
 
     Raises:
         ValueError: no examples, or one without a labelled token.
+
+    >>> from transformers import GPT2Config, GPT2LMHeadModel
+    >>> from fastdp.audit import example_losses, random_sequences
+    >>> from fastdp.data import Collator
+    >>> model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=16, n_head=2, vocab_size=50))
+    >>> example_losses(model, random_sequences(3, 8, vocabulary=50), Collator(0)).shape
+    torch.Size([3])
     """
     if not len(examples):
         raise ValueError("there are no examples to attack")

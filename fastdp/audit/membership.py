@@ -36,10 +36,19 @@ class MembershipResult(Figures):
 
 
 def membership(members: torch.Tensor, others: torch.Tensor) -> MembershipResult:
-    """Judge an attack by its scores of members [M] and of others [N], higher for what looks like a member.
+    """Judge an attack by its scores, higher for what looks like a member: losses with their sign turned, say.
+
+    Args:
+        members: scores of examples that were trained on, [M].
+        others: scores of examples of the same distribution that were not, [N].
 
     Raises:
         ValueError: an empty side, or scores that are not finite.
+
+    >>> import torch
+    >>> from fastdp.audit import membership
+    >>> membership(torch.tensor([3.0, 2.0, 4.0, 5.0]), torch.tensor([1.0, 2.5])).auc
+    0.875
     """
     if not (members.numel() and others.numel()):
         raise ValueError("membership inference needs examples of both kinds: members and others")
@@ -72,6 +81,11 @@ def likelihood_ratio(target: torch.Tensor, references: torch.Tensor) -> torch.Te
 
     Raises:
         ValueError: shapes that do not fit.
+
+    >>> import torch
+    >>> from fastdp.audit import likelihood_ratio
+    >>> likelihood_ratio(torch.tensor([1.0, 2.0]), torch.tensor([[3.0, 2.0], [4.0, 3.0]]))
+    tensor([2.5000, 0.5000])
     """
     if references.dim() != 2 or not len(references) or references.shape[1:] != target.shape:
         raise ValueError(

@@ -39,6 +39,14 @@ def prove(
 
     Raises:
         ValueError: for records that the run refuses as they are.
+
+    >>> import torch
+    >>> from fastdp import audit
+    >>> loader = torch.utils.data.DataLoader([(torch.randn(3), k % 2) for k in range(8)], batch_size=4)
+    >>> def loss(model, batch):
+    ...     return torch.nn.functional.cross_entropy(model(batch[0]), batch[1])
+    >>> audit.prove(torch.nn.Linear(3, 2), loader, loss=loss, loss_reduction="mean").holds
+    True
     """
     method = DPSGD() if method is None else method
     if method.prepares_at(0):

@@ -17,7 +17,12 @@ from fastdp.data import Collator, causal_examples
 
 @dataclass(frozen=True)
 class Target:
-    """A sentence of the training data without a name, and the name."""
+    """A sentence of the training data without a name, and the name.
+
+    Attributes:
+        before, after: the sentence's parts, of characters.
+        answer: the name that stood between them.
+    """
 
     before: str
     after: str
@@ -46,8 +51,16 @@ class ReconstructionResult(Figures):
 def strike_out(text: str, name: str) -> Target:
     """The text without the first occurrence of a name.
 
+    Args:
+        text: a sentence of the training data.
+        name: what is struck out of it.
+
     Raises:
         ValueError: the name is empty or not in the text.
+
+    >>> from fastdp.audit import strike_out
+    >>> strike_out("Alma has asthma.", "Alma")
+    Target(before='', after=' has asthma.', answer='Alma')
     """
     if not name or name not in text:
         raise ValueError(f"the name {name!r} is not in its text")
@@ -65,7 +78,28 @@ def sampled_candidates(
     length: int = 16,
     seed: int = 0,
 ) -> list[str]:
-    """Candidates as the paper makes them: the first name in each of ``count`` continuations of what precedes the gap."""
+    """Candidates as the paper makes them: the first name in each of ``count`` continuations of what precedes the gap.
+
+    Args:
+        model, tokenizer, count, length, seed: as in `generate`.
+        target: the sentence with its gap.
+        find: text -> the names in it, such as a `NameFinder`.
+
+    Returns:
+        Different names in the order of the alphabet; at most ``count``, and none where no continuation holds a name.
+
+    Raises:
+        ValueError: as `generate`.
+
+    >>> from importlib import resources
+    >>> from transformers import AutoModelForCausalLM, AutoTokenizer
+    >>> from fastdp.audit import sampled_candidates, strike_out
+    >>> folder = str(resources.files("fastdp.quickstart") / "model")
+    >>> model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    >>> target = strike_out("Patient: Anna McCray, aged 52.", "Anna")
+    >>> len(sampled_candidates(model, tokenizer, target, lambda text: ["Anna", "Ben"], count=2, length=2))
+    1
+    """
     texts = generate(model, tokenizer, count, prompt=target.before, length=length, seed=seed)
     return sorted({names[0] for names in map(find, texts) if names})
 
@@ -86,11 +120,25 @@ def reconstruction(
     the candidate that comes first in the alphabet is chosen.
 
     Args:
+        model: a causal language model.
+        tokenizer: the model's.
+        targets: sentences with their gaps.
         candidates: for each target, names to try.
         max_length: in tokens, of a filled sentence; longer ones are cut.
+        batch_size: filled sentences that go through the model together.
+        progress: told how many of how many targets are done.
 
     Raises:
         ValueError: no targets, or not one list of candidates for each.
+
+    >>> from importlib import resources
+    >>> from transformers import AutoModelForCausalLM, AutoTokenizer
+    >>> from fastdp.audit import reconstruction, strike_out
+    >>> folder = str(resources.files("fastdp.quickstart") / "model")
+    >>> model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    >>> target = strike_out("Patient: Anna McCray, aged 52.", "aged")
+    >>> reconstruction(model, tokenizer, [target], [["aged", "the", "zebra"]]).top1
+    1.0
     """
     if not targets or len(candidates) != len(targets):
         raise ValueError(f"{len(candidates)} lists of candidates for {len(targets)} targets: give one for each")

@@ -40,6 +40,13 @@ def repeated_release(
 
     Raises:
         ValueError: no release, or releases of different shapes.
+
+    >>> import torch
+    >>> from fastdp.audit import repeated_release
+    >>> table = torch.eye(3)
+    >>> found = repeated_release([table[[0, 1, 1]], table[[0, 0, 2]]], table, torch.tensor([0, 1, 2]))
+    >>> found.union.recovered, len(found.single)
+    (1.0, 2)
     """
     if not releases:
         raise ValueError("there is no release to attack")

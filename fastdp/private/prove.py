@@ -56,7 +56,11 @@ class Trial:
 
 @dataclass(frozen=True)
 class Evidence:
-    """What `prove` found; true if no trial moved a release by more than its bound, and some trial moved it at all."""
+    """What `prove` found; true if no trial moved a release by more than its bound, and some trial moved it at all.
+
+    Attributes:
+        trials: every pair of neighbours that was tried.
+    """
 
     trials: tuple[Trial, ...]
 
