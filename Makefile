@@ -76,7 +76,7 @@ OLDEST = build/oldest
 minimum: constraints-minimum.txt
 	test -x $(OLDEST)/bin/python || $(PYTHON) -m venv $(OLDEST)
 	$(OLDEST)/bin/python -m pip --disable-pip-version-check -q install -c constraints-minimum.txt -e ".[trainer]" torch pytest hypothesis
-	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(OLDEST)/bin/python -m pytest -q tests/private tests/integrations/test_adapters.py tests/integrations/test_trainer.py tests/test_finetune.py tests/accounting
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(OLDEST)/bin/python -m pytest -q tests/private tests/integrations/test_adapters.py tests/integrations/test_trainer.py tests/finetune tests/accounting
 
 # The notebooks of examples/notebooks, run from top to bottom and saved with what they show; each in less than four minutes.
 notebooks: $(VENV)/.fastdp-test

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from fastdp.accounting.exports import FORMATS, SUFFIXES
 from fastdp.cli import app
-from tests.test_finetune import files, model_folder  # noqa: F401 - fixtures
+from tests.finetune.conftest import files, model_folder  # noqa: F401 - fixtures
 
 runner = CliRunner()
 

@@ -19,7 +19,7 @@ from fastdp.cli import app
 from fastdp.methods import rapft
 from fastdp.private.prove import ROUNDING, Evidence, Trial
 from tests.engine.runs import Classifier, collate, examples, logical_step, start
-from tests.test_finetune import files, model_folder  # noqa: F401 - fixtures
+from tests.finetune.conftest import files, model_folder  # noqa: F401 - fixtures
 
 
 def loader(**options: Any) -> DataLoader:

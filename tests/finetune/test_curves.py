@@ -11,10 +11,9 @@ from fastdp.finetune import curves, finetune, judges
 from fastdp.finetune.config import ConfigError
 from fastdp.finetune.curves import Curves
 from fastdp.finetune.judges import LARGEST_LOSS
-from tests.test_finetune import config, files, model_folder  # noqa: F401
 
 
-def test_points_are_marked_as_released_and_paid_for(config, tmp_path):  # noqa: F811
+def test_points_are_marked_as_released_and_paid_for(config, tmp_path):
     result = finetune(dataclasses.replace(config, private_metrics=1.0))
     output = tmp_path / "run"
     rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
@@ -30,7 +29,7 @@ def test_points_are_marked_as_released_and_paid_for(config, tmp_path):  # noqa: 
     assert result.noise_multiplier > calibrate(lambda z: dpsgd(z, 16 / 48, 3), 8.0, 1e-3)
 
 
-def test_a_point_costs_what_the_ledger_says_and_none_is_made_twice(config, monkeypatch):  # noqa: F811
+def test_a_point_costs_what_the_ledger_says_and_none_is_made_twice(config, monkeypatch):
     asked = []
     made = Curves(dataclasses.replace(config, private_metrics=1.0), 48)
     ledger = Ledger.create(None, {}, event=made._event(1.0), budget_steps=1)
@@ -53,7 +52,7 @@ def test_a_point_costs_what_the_ledger_says_and_none_is_made_twice(config, monke
         ({"private_metrics": 1.0, "epsilon": float("inf")}, "between 0 and epsilon"),
     ],
 )
-def test_refusals(config, tmp_path, settings, message):  # noqa: F811
+def test_refusals(config, tmp_path, settings, message):
     with pytest.raises(ConfigError, match=message):
         finetune(dataclasses.replace(config, **settings))
     assert not (tmp_path / "run").exists()

@@ -19,21 +19,20 @@ from fastdp.finetune.config import ConfigError, load_config
 from fastdp.finetune.machine import Machine, measure
 from fastdp.finetune.models import load_tokenizer, load_trained
 from fastdp.finetune.plan import LEAST_STEPS, SCALE, plan
-from tests.test_finetune import config, files, model_folder  # noqa: F401
 
 #: Every example as long, so that a step's time is known: micro-batches of 8, and none of another length than the first.
 MACHINE = Machine(0.02, 1e-4, 0.1, 0.5, 3.0, 1 << 30, 8, (32,), "measured here, on a test's word")
 
 
 @pytest.fixture
-def planned(config, monkeypatch):  # noqa: F811
+def planned(config, monkeypatch):
     monkeypatch.setattr(planning, "measure", lambda *_: MACHINE)
     return lambda minutes=None, passes=10.0, **settings: plan(
         dataclasses.replace(config, **settings), 1500, 32, minutes, passes=passes
     )
 
 
-def test_the_noise_of_every_option_meets_the_budget(planned, config):  # noqa: F811
+def test_the_noise_of_every_option_meets_the_budget(planned, config):
     found = planned(delta=1e-5)
     assert [option.batch_size for option in found.options] == [2**k for k in range(4, 9)]
     for option in found.options:
@@ -76,7 +75,7 @@ def test_refusals(planned, settings, arguments, message):
         planned(**{"delta": 1e-5, **settings, **arguments})
 
 
-def test_measuring_takes_private_steps_and_leaves_the_model_as_it_was(config):  # noqa: F811
+def test_measuring_takes_private_steps_and_leaves_the_model_as_it_was(config):
     tokenizer = load_tokenizer(config)
     model = load_trained(config, tokenizer)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -117,7 +116,7 @@ def test_a_step_is_padded_as_the_private_loader_pads_it():
 PLANNED = "--examples 400 --epsilon 8 --delta 1e-4 --max-length 48".split()
 
 
-def test_the_command_writes_settings_that_a_run_takes(model_folder, tmp_path):  # noqa: F811
+def test_the_command_writes_settings_that_a_run_takes(model_folder, tmp_path):
     picture, written = tmp_path / "plan.png", tmp_path / "plan.yaml"
     arguments = ["plan", "--model", model_folder, "--length", "4,12,20", *PLANNED]
     arguments += ["--physical-batch-size", 4, "--picture", picture, "--write", written]
@@ -133,7 +132,7 @@ def test_the_command_writes_settings_that_a_run_takes(model_folder, tmp_path):  
     assert yaml.safe_load(written.read_text())["model"] == str(model_folder)
 
 
-def test_a_gpu_is_simulated_and_said_to_be(model_folder):  # noqa: F811
+def test_a_gpu_is_simulated_and_said_to_be(model_folder):
     pytest.importorskip("triton")
     arguments = ["plan", "--model", model_folder, "--length", 16, *PLANNED]
     arguments += ["--physical-batch-size", 2, "--gpu", "h100", "--peft", "full"]

@@ -19,10 +19,9 @@ from fastdp.data import DataError
 from fastdp.finetune import judges, tune as tuning
 from fastdp.finetune.config import ConfigError
 from fastdp.finetune.tune import best_of, tune
-from tests.test_finetune import config, files, model_folder  # noqa: F401
 
 
-def test_a_search_releases_the_best_trial_and_its_card(config, model_folder, tmp_path, monkeypatch):  # noqa: F811
+def test_a_search_releases_the_best_trial_and_its_card(config, model_folder, tmp_path, monkeypatch):
     """Two trials, the first with a learning rate that ruins the model."""
     monkeypatch.setattr(renyi, "draw_trials", lambda *_: 2)
     rates = iter([{"learning_rate": 50.0}, {"learning_rate": 1e-3}])
@@ -59,7 +58,7 @@ def test_a_search_releases_the_best_trial_and_its_card(config, model_folder, tmp
         tune(config, {"learning_rate": [1e-3]}, trials=3, held_out=0.5)
 
 
-def test_the_command_searches_and_says_what_won(config, tmp_path, monkeypatch):  # noqa: F811
+def test_the_command_searches_and_says_what_won(config, tmp_path, monkeypatch):
     monkeypatch.setattr(renyi, "draw_trials", lambda *_: 1)
     monkeypatch.setattr(tuning, "_LEAST_JUDGES", 5)
     settings = tmp_path / "settings.yaml"
@@ -76,7 +75,7 @@ def test_the_command_searches_and_says_what_won(config, tmp_path, monkeypatch): 
     assert "write a setting and its values" in " ".join(refused.stderr.split())
 
 
-def test_a_search_that_fails_has_paid(config, tmp_path, monkeypatch):  # noqa: F811
+def test_a_search_that_fails_has_paid(config, tmp_path, monkeypatch):
     def fail(*_, **__):
         raise RuntimeError("out of memory")
 
@@ -87,7 +86,7 @@ def test_a_search_that_fails_has_paid(config, tmp_path, monkeypatch):  # noqa: F
     assert Ledger.read(tmp_path / "run" / "ledger.jsonl").spent_steps == 1
 
 
-def test_an_interrupted_search_goes_on_and_pays_no_more(config, tmp_path, monkeypatch):  # noqa: F811
+def test_an_interrupted_search_goes_on_and_pays_no_more(config, tmp_path, monkeypatch):
     """Three trials, of which the second is cut short: the first keeps its score, the others are made, and all is paid once."""
     monkeypatch.setattr(renyi, "draw_trials", lambda shape, stop, drawn: drawn and 3)
     monkeypatch.setattr(tuning, "_LEAST_JUDGES", 5)
@@ -140,13 +139,13 @@ def test_an_interrupted_search_goes_on_and_pays_no_more(config, tmp_path, monkey
         ({}, {}, "too few to choose by"),
     ],
 )
-def test_refusals_come_before_anything_is_spent(config, tmp_path, settings, arguments, message):  # noqa: F811
+def test_refusals_come_before_anything_is_spent(config, tmp_path, settings, arguments, message):
     with pytest.raises(ConfigError, match=message):
         tune(dataclasses.replace(config, **settings), **arguments)
     assert not (tmp_path / "run").exists()
 
 
-def test_a_row_that_is_no_text_is_found_before_anything_is_spent(config, tmp_path, monkeypatch):  # noqa: F811
+def test_a_row_that_is_no_text_is_found_before_anything_is_spent(config, tmp_path, monkeypatch):
     monkeypatch.setattr(tuning, "_LEAST_JUDGES", 1)
     rows = [{"text": "good day"}] * 60 + [{"text": None}]
     train = tmp_path / "gap.jsonl"

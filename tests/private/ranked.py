@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import dp_accounting  # noqa: F401 - what ranks send each other are its events: a second in each child
 import torch
 import torch._dynamo  # an optimizer imports it, which would take each child two seconds
 import torch.distributed as dist

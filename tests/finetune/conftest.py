@@ -1,0 +1,65 @@
+"""What runs of `fastdp finetune` are given in tests: a tiny model, files, and settings."""
+
+import csv
+import json
+from importlib import resources
+
+import pytest
+import torch
+import transformers
+
+from fastdp.finetune import FinetuneConfig
+from fastdp.quickstart.corpus import private_records
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory):
+    """A random GPT-2 of two layers with the tokenizer of the quickstart's model."""
+    folder = tmp_path_factory.mktemp("model")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(str(resources.files("fastdp.quickstart") / "model"))
+    tokenizer.save_pretrained(folder)
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        n_layer=2, n_embd=32, n_head=2, n_positions=64, vocab_size=len(tokenizer), bos_token_id=0, eos_token_id=0
+    )
+    transformers.GPT2LMHeadModel(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def files(tmp_path_factory):
+    """Records as JSON lines, as prompt and target columns, and with labels."""
+    folder = tmp_path_factory.mktemp("data")
+    records = private_records(48, seed=1)
+    (folder / "text.jsonl").write_text("".join(json.dumps({"text": record}) + "\n" for record in records))
+    with open(folder / "pairs.csv", "w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["mr", "ref"])
+        writer.writerows(record.split(". ", 1) for record in records)
+    lines = [f"{record}\t{'often' if 'twice' in record else 'seldom'}\n" for record in records]
+    (folder / "labels.tsv").write_text("sentence\tlabel\n" + "".join(lines))
+    others = private_records(48, seed=2)
+    (folder / "public.jsonl").write_text("".join(json.dumps({"text": record}) + "\n" for record in others))
+    lines = [f"{record}\t{'often' if 'twice' in record else 'seldom'}\n" for record in others]
+    (folder / "public.tsv").write_text("sentence\tlabel\n" + "".join(lines))
+    return folder
+
+
+@pytest.fixture
+def config(model_folder, files, tmp_path):
+    return FinetuneConfig(
+        model=str(model_folder),
+        train=str(files / "text.jsonl"),
+        eval=str(files / "text.jsonl"),
+        output=str(tmp_path / "run"),
+        epsilon=8.0,
+        delta=1e-3,
+        max_length=48,
+        epochs=1,
+        batch_size=16,
+        physical_batch_size=8,
+        checkpoint_every=2,
+        lora_r=2,
+        bottleneck_size=4,
+        prompt_tokens=3,
+    )

@@ -1,0 +1,43 @@
+"""Text that a run takes as public, and which may not be the private one."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from fastdp.finetune import ConfigError, finetune
+from tests.finetune.runs import classify, public_inputs
+
+
+@pytest.mark.parametrize("kind", public_inputs(""))
+def test_private_data_does_not_pass_for_public(config, files, tmp_path, kind):
+    """Neither the training file, nor a copy, nor a copy in another order and other letters, by whatever method."""
+    head, *rows = (files / "labels.tsv").read_text().splitlines()
+    (tmp_path / "copy.tsv").write_text("\n".join([head, *rows]) + "\n")
+    (tmp_path / "dressed.tsv").write_text(
+        "\n".join([head, *(row.replace(". ", " .  ") for row in rows[::-1][:9])]) + "\n"
+    )
+    for path, words in (
+        (files / "labels.tsv", "is the private data itself"),
+        (tmp_path / "copy.tsv", "is the private data itself"),
+        (tmp_path / "dressed.tsv", r"9 of its 9 records are among the private ones \(the first in line 2\)"),
+    ):
+        method, options = public_inputs(str(path))[kind]
+        settings = classify(
+            config, files, method=method, method_options=options, epsilon=None if method == "sap" else 8.0
+        )
+        with pytest.raises(ValueError, match=words):
+            finetune(settings)
+        assert not (tmp_path / "run" / "ledger.jsonl").exists()
+
+
+def test_shared_records_that_are_confirmed_stand_on_the_card(config, files, tmp_path):
+    rows = (files / "public.tsv").read_text() + (files / "labels.tsv").read_text().splitlines(keepends=True)[1]
+    (tmp_path / "some.tsv").write_text(rows)
+    method, options = public_inputs(str(tmp_path / "some.tsv"))["autoencoder"]
+    settings = classify(config, files, method=method, method_options=options, epochs=1)
+    with pytest.raises(ConfigError, match="1 of its 49 records"):
+        finetune(settings)
+    finetune(replace(settings, public_overlap=1))
+    card = json.loads((tmp_path / "run" / "card.json").read_text())
+    assert card["mechanism"]["public_text"][0]["shared"] == 1

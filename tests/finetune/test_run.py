@@ -1,0 +1,176 @@
+"""A whole run on a tiny model: what it writes, and what it refuses."""
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+import transformers
+
+from fastdp.data import Collator, causal_examples
+from fastdp.finetune import ConfigError, finetune, load_config
+from fastdp.finetune.evaluation import evaluate
+
+
+def logits(model, ids):
+    with torch.no_grad():
+        return model.eval()(input_ids=ids).logits
+
+
+def test_lora_run_writes_everything_and_loads_in_plain_peft(config, model_folder, tmp_path, monkeypatch):
+    seen = {}
+
+    def remember(model, *args):
+        seen["logits"] = logits(model, torch.arange(1, 13).reshape(2, 6))
+        return original(model, *args)
+
+    from fastdp.finetune import run
+
+    original = run.save_weights
+    monkeypatch.setattr(run, "save_weights", remember)
+    result = finetune(config)
+    output = tmp_path / "run"
+    assert {path.name for path in output.iterdir()} >= {
+        *("adapter", "card.json", "card.md", "config.yaml", "metrics.jsonl", "result.json", "loss.png", "epsilon.png"),
+    }
+    assert not (output / "checkpoint.pt").exists()
+    assert 0 < result.epsilon <= 8
+    assert result.steps == 3
+    rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert rows[-1]["epsilon"] == pytest.approx(result.epsilon)
+    assert all(set(row["unprotected"]) == {"loss", "seconds"} for row in rows), "functions of what was drawn are marked"
+    assert load_config(output / "config.yaml") == config
+    base = transformers.AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+    loaded = peft.PeftModel.from_pretrained(base, output / "adapter")
+    assert torch.equal(logits(loaded, torch.arange(1, 13).reshape(2, 6)), seen["logits"])
+
+
+@pytest.mark.parametrize("kind", ["full", "bitfit", "bottleneck", "prompt", "ia3"])
+def test_every_kind_of_fine_tuning_runs_and_loads(config, kind, model_folder, tmp_path):
+    result = finetune(replace(config, peft=kind, epochs=1, batch_size=24, learning_rate=0.05))
+    assert 0 < result.epsilon <= 8
+    assert result.before.perplexity != result.after.perplexity
+    output = tmp_path / "run"
+    if kind in ("full", "bitfit"):
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(output / "model")
+    else:
+        base = transformers.AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+        loaded = peft.PeftModel.from_pretrained(base, output / "adapter")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model_folder)
+    texts = [json.loads(line)["text"] for line in Path(config.eval).read_text().splitlines()]
+    again = evaluate(loaded, causal_examples(tokenizer, texts, 48), Collator(0), 5, "causal-lm")
+    assert again.perplexity == pytest.approx(result.after.perplexity, rel=1e-5)
+
+
+def test_without_privacy_the_same_path_learns(config):
+    result = finetune(replace(config, peft="full", epsilon=math.inf, epochs=4, learning_rate=0.01))
+    assert math.isinf(result.epsilon)
+    assert result.noise_multiplier == 0
+    assert result.after.loss < result.before.loss - 0.3
+    assert json.loads((Path(config.output) / "result.json").read_text())["epsilon"] == "inf"
+
+
+def test_classification(config, files):
+    settings = {"task": "classification", "text_column": "sentence", "labels": ["often", "seldom"]}
+    data = {"train": str(files / "labels.tsv"), "eval": str(files / "labels.tsv")}
+    result = finetune(replace(config, **settings, **data))
+    assert 0 <= result.after.accuracy <= 1
+    assert result.after.perplexity is None
+    assert result.after.count == 48
+
+
+def test_prompt_and_target_columns(config, files):
+    data = {"train": str(files / "pairs.csv"), "eval": str(files / "pairs.csv")}
+    result = finetune(replace(config, **data, prompt_column="mr", target_column="ref"))
+    whole = finetune(replace(config, output=config.output + "2"))
+    assert result.after.count < whole.after.count, "the prompt's tokens are not scored"
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"method": "rapft", "method_options": {"relevance": 1}}, "has no option 'relevance'"),
+        ({"method": "frost", "method_options": {"gamma": 1}}, "has no option 'gamma'"),
+        ({"method": "rapft", "method_options": {"source": {"kind": "nosy"}}}, "choose one of public, noisy"),
+        ({"method": "ewft", "method_options": {"laier": 1}}, "laier"),
+        ({"method": "ewft", "method_options": {"autoencoder": None, "noise": "loud"}}, "noise of ewft is 'loud'"),
+        ({"method": "sap", "epsilon": None, "method_options": {"eta": 1.0, "teta": 1}}, "teta"),
+        ({"method": "sap", "epsilon": None, "method_options": {}}, "needs eta"),
+        ({"method": "selective", "epsilon": None, "method_options": {}}, "needs epsilon, of a private token"),
+        (
+            {"method": "selective", "epsilon": None, "method_options": {"epsilon": 1, "mechanism": "tiped"}},
+            "mechanism is 'tiped'",
+        ),
+        ({"lora_fixed": True, "peft": "bitfit"}, "lora_fixed belongs to peft: lora"),
+        ({"method": "sap", "epsilon": None, "method_options": {"eta": -1.0}}, "eta is -1.0"),
+        ({"method": "sap", "epsilon": None, "method_options": {"epsilon": 1.0}}, "quotient"),
+        ({"method": "ewft", "method_options": {"autoencoder": None, "max_norm": -1.0}}, "max_norm is -1.0"),
+        ({"device": "abacus"}, "device abacus cannot be used"),
+    ],
+)
+def test_settings_are_refused_before_anything_is_read_loaded_or_made(config, tmp_path, monkeypatch, changes, words):
+    from fastdp.finetune import run
+
+    for name in ("read_rows", "check_model", "load_tokenizer", "load_trained"):
+        monkeypatch.setattr(run, name, lambda *_, name=name: pytest.fail(f"{name} came before the refusal"))
+    with pytest.raises(ConfigError, match=words):
+        finetune(replace(config, **changes))
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(("delta", "refused"), [(1 / 48, True), (0.5, True), (1 / 49, False)])
+def test_a_delta_that_would_publish_whole_records_is_refused_unless_confirmed(config, monkeypatch, delta, refused):
+    from fastdp.finetune import run
+
+    def loading(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run, "load_trained", loading)
+    settings = replace(config, delta=delta)
+    with pytest.raises(ConfigError if refused else KeyboardInterrupt):
+        finetune(settings)
+    with pytest.raises(KeyboardInterrupt):
+        finetune(replace(settings, large_delta=True))
+
+
+def test_an_output_that_cannot_be_written_is_refused_in_words(config, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    for output in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(ConfigError, match="file is a file and not a folder"):
+            finetune(replace(config, output=str(output)))
+    (tmp_path / "nowhere").symlink_to(tmp_path / "missing")
+    with pytest.raises(ConfigError, match="nowhere is a file and not a folder"):
+        finetune(replace(config, output=str(tmp_path / "nowhere")))
+    monkeypatch.setattr("os.access", lambda *_: False)
+    with pytest.raises(ConfigError, match="nothing can be written to"):
+        finetune(config)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"model": "./absent/model"}, "there is no model folder"),
+        ({"train": "absent.csv"}, "there is no file absent.csv"),
+        ({"text_column": "body"}, "has no column 'body'"),
+        ({"batch_size": 49}, "exceeds the 48 training examples"),
+        ({"max_length": 65}, "has 64 positions, too few for 65"),
+        ({"peft": "prompt", "max_length": 62}, "too few for 65"),
+        ({"peft": "lora", "target_modules": ["absent"]}, "does not fit"),
+        ({"device": "cuda:99"}, "cannot be used"),
+    ],
+)
+def test_refusals_leave_nothing_behind(config, settings, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        finetune(replace(config, **settings))
+    left = list((tmp_path / "run").iterdir()) if (tmp_path / "run").exists() else []
+    assert not left
+
+
+def test_an_unknown_label_names_its_line(config, files):
+    settings = {"task": "classification", "text_column": "sentence", "labels": ["often", "never"]}
+    with pytest.raises(ValueError, match=r"labels\.tsv, line \d+: label 'seldom' is not one of labels: often, never"):
+        finetune(replace(config, **settings, train=str(files / "labels.tsv"), eval=None))
