@@ -149,7 +149,7 @@ def _batch(task: str) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "labels": ids.clone()}
 
 
-def _cases() -> dict[str, tuple[Callable[[], torch.nn.Module], dict[str, torch.Tensor]]]:
+def cases() -> dict[str, tuple[Callable[[], torch.nn.Module], dict[str, torch.Tensor]]]:
     """Of the tests' matrix, and of the list above."""
     from tests.engine.models import MODELS, batch
 
@@ -233,7 +233,8 @@ def row(build: Callable[[], torch.nn.Module], inputs: dict[str, torch.Tensor], t
         engine.close()
 
 
-def _measured(name: str, tuning: str, case: Any) -> dict[str, Any] | None:
+def measured(case: Any, tuning: str) -> dict[str, Any] | None:
+    """`row` of a case, or the sentence that it was refused with."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -286,10 +287,9 @@ def main(chosen: list[str]) -> None:
     """The table, or rows of it."""
     torch.set_num_threads(1)
     hf.logging.set_verbosity_error()
-    cases = _cases()
-    figures = {}
-    for name in chosen or cases:
-        figures[name] = {tuning: _measured(name, tuning, cases[name]) for tuning in TUNINGS}
+    known, figures = cases(), {}
+    for name in chosen or known:
+        figures[name] = {tuning: measured(known[name], tuning) for tuning in TUNINGS}
         print(name, json.dumps(figures[name]), flush=True)
     if not chosen:
         record = {"environment": environment(), "figures": figures}

@@ -10,6 +10,7 @@ import io
 import json
 import math
 import pkgutil
+import re
 import traceback
 import warnings
 from collections.abc import Iterator, Sequence
@@ -68,7 +69,9 @@ def _own(error: BaseException, system: Any) -> bool:
 
 
 def _sentence(error: BaseException) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
+    # Where an object lies in memory says nothing, and would differ each time.
+    said = re.sub(r" at 0x[0-9a-f]+", "", " ".join(str(error).split()))
+    return f"{type(error).__name__}: {said}"[:300]
 
 
 def measure(systems: Sequence[System], only: str | None = None) -> Iterator[dict[str, Any]]:

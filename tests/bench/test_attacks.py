@@ -77,6 +77,13 @@ def test_the_table_says_what_each_system_did() -> None:
     assert "- `a`: no \\| no" in text
 
 
+def test_the_page_shows_the_committed_outcomes() -> None:
+    root = Path(__file__).parents[2]
+    found = json.loads((root / "bench" / "results" / "attacks.json").read_text())["figures"]
+    assert run.table(found) in (root / "docs" / "attacks.md").read_text()
+    assert [row["attack"] for row in found["attacks"]] == run.names()
+
+
 def test_a_file_keeps_the_rows_of_attacks_that_are_not_run_again(tmp_path: Path) -> None:
     system, path = systems.FastDP(), tmp_path / "attacks.json"
     assert run.earlier(path, [system]) == []
