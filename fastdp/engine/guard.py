@@ -45,8 +45,8 @@ class Guard:
         #: Every parameter by its module's place and its name there, and how often it was written.
         self._settled: list[tuple[str, torch.nn.Module, str, torch.nn.Parameter, int]] = []
         self._spots: _Spots | None = None
-        #: All numbers of what no training changes, as of its latest change that torch counted.
-        self._still: dict[str, tuple[int, int, int]] = {}
+        #: All numbers of what no training changes, as of its latest change that torch counted; None before the first `settle`.
+        self._still: dict[str, tuple[int, int, int]] | None = None
         self._releases, self._next = 0, 1
 
     def settle(self) -> None:
@@ -58,12 +58,18 @@ class Guard:
             for name, parameter in module._parameters.items()
             if parameter is not None
         ]
-        state: list[tuple[str, str, torch.Tensor]] = [(prefix, name, p) for prefix, _, name, p, _ in self._settled]
-        state += [("", name, buffer) for name, (buffer, _) in self._buffers().items() if name not in self.harmless]
-        chosen = _DRAW.sample(state, _SPOTS) if len(state) > _SPOTS else state
-        here = [(_joined(prefix, name), piece(t) if is_cut(t) else t) for prefix, name, t in chosen]
+        buffers = [(name, buffer) for name, (buffer, _) in self._buffers().items() if name not in self.harmless]
+        count, own = len(self._settled) + len(buffers), len(self._settled)
+        here: list[tuple[str, torch.Tensor]] = []
+        for at in _DRAW.sample(range(count), min(count, _SPOTS)):
+            if at < own:
+                prefix, _, name, parameter, _ = self._settled[at]
+                here.append((_joined(prefix, name), piece(parameter) if is_cut(parameter) else parameter))
+            else:
+                here.append(buffers[at - own])
         self._spots = _Spots([(name, t) for name, t in here if _readable(t)])
-        self._still = self._still or self._untrained()
+        if self._still is None:
+            self._still = self._untrained()
 
     def require_settled(self) -> None:
         """Raise RuntimeError, naming it, if a parameter was written or replaced since `settle`."""
@@ -85,9 +91,9 @@ class Guard:
         if not last and self._releases < self._next:
             return
         self._next = 4 * self._releases
-        found = self._untrained()
+        found, still = self._untrained(), self._still or {}
         for name, (identity, version, bits) in found.items():
-            before = self._still.get(name, (0, 0, -1))
+            before = still.get(name, (0, 0, -1))
             if before[:2] == (identity, version) and before[2] != bits:
                 raise _moved(name)
         self._still = found
@@ -95,9 +101,10 @@ class Guard:
     def require_frozen(self, trained: dict[str, torch.nn.Parameter]) -> None:
         """Raise RuntimeError, naming it, if a parameter that the engine does not know has come to be trained."""
         known = {id(p) for p in trained.values()}
-        for prefix, module in self.model.named_modules():
+        for module in _reached(self.model):
             for name, parameter in module._parameters.items():
                 if parameter is not None and parameter.requires_grad and id(parameter) not in known:
+                    prefix = next((prefix for prefix, own in self.model.named_modules() if own is module), "")
                     raise RuntimeError(
                         f"{_joined(prefix, name)} was unfrozen or added after make_private; call detach() and make "
                         "the run private anew"
@@ -158,6 +165,7 @@ class Guard:
         return {
             _joined(prefix, name): (buffer, buffer._version)
             for prefix, module in self._modules
+            if module._buffers
             for name, buffer in module._buffers.items()
             if buffer is not None and name not in getattr(module, "_non_persistent_buffers_set", ())
         }
@@ -191,6 +199,17 @@ class _Spots:
                 if tensor._version == version and bool(gap.any()):
                     return name
         return None
+
+
+def _reached(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """Every module that the model holds now, each once; torch's own walk makes a generator and a name for each."""
+    found, waiting = {id(model): model}, [model]
+    while waiting:
+        for module in waiting.pop()._modules.values():
+            if module is not None and id(module) not in found:
+                found[id(module)] = module
+                waiting.append(module)
+    return list(found.values())
 
 
 def _joined(prefix: str, name: str) -> str:
