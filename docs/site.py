@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from griffe import Extension, Object
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parent.parent
@@ -26,8 +27,11 @@ def on_files(files: Files, config: Any) -> Files:
         files.append(File.generated(config, page, content=_linked(text)))
     names = _public()
     for name, module in names:
-        content = f"# {name}\n\n{_shown_in(name, _docstring(name, module))}::: {module}\n"
+        docstring = _docstring(name, module)
+        content = f"# {name}\n\n{_shown_in(name, docstring)}::: {module}\n"
         content += "".join(f"\n::: {home}.{member}\n" for member, home in _members(name))
+        if "as in `Options`" in docstring:
+            content += "\n::: fastdp.methods.options.Options\n    options: { members: false }\n"
         files.append(File.generated(config, f"reference/{name}.md", content=content))
     config.nav.append({"Reference": [{name: f"reference/{name}.md"} for name, _ in names]})
     return files
@@ -44,6 +48,26 @@ def on_post_page(output: str, page: Any, **_: Any) -> str:
     if asked:
         raise ValueError(f"{page.file.src_uri} would fetch {', '.join(asked)}: bring it along, or leave it out")
     return output
+
+
+class NamesApart(Extension):
+    """Several names that share a line of a docstring, "a, b: of both", have a line each on their page."""
+
+    def on_object(self, *, obj: Object, **_: Any) -> None:
+        """Told of each object as it is read."""
+        if obj.docstring is not None:
+            obj.docstring.value = names_apart(obj.docstring.value)
+
+
+def names_apart(docstring: str) -> str:
+    """A docstring whose lists of arguments and attributes hold one name an entry, with the words that it shared."""
+    several = re.compile(r"^( +)(\w+(?:, \w+)+)(:.*(?:\n\1 +.*)*)", re.MULTILINE)
+
+    def apart(entry: re.Match[str]) -> str:
+        return "\n".join(entry[1] + name + entry[3] for name in entry[2].split(", "))
+
+    lists = re.compile(r"^(Args|Attributes):\n(?: +.*\n?)+", re.MULTILINE)
+    return lists.sub(lambda section: several.sub(apart, section[0]), docstring)
 
 
 def _linked(text: str) -> str:

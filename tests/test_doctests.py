@@ -73,6 +73,10 @@ def test_the_sites_build_knows_what_a_page_must_say(tmp_path, monkeypatch):
     assert len(site._members("accounting")) > 30
     assert len(site._members("ops")) > 20
     assert len(site._members("audit")) > 30
+    shared = "What.\n\nArgs:\n    a, b: of both,\n        in two lines.\n    c: alone.\n\nRaises:\n    A, B: never."
+    each = [f"    {name}: of both,\n        in two lines.\n" for name in "ab"]
+    apart = shared.replace("    a, b: of both,\n        in two lines.\n", "".join(each))
+    assert site.names_apart(shared) == apart
     (tmp_path / "fastdp").mkdir()
     (tmp_path / "fastdp" / "new.py").write_text('def new(x):\n    """Something."""\n')
     monkeypatch.setattr(site, "ROOT", tmp_path)

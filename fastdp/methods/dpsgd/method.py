@@ -26,7 +26,7 @@ class DPSGD(Options):
         max_grad_norm: the clipping threshold C; or one threshold a group, by the group's name.
         groups: named groups of parameters, as shell patterns over parameter names (first match wins); each is clipped on
             its own. ``"per_layer"`` makes a group of every module. None: one norm over all parameters (flat).
-        adaptive, bias_correction, weight_averaging: as in `Options`.
+        adaptive, bias_correction, weight_averaging, noise_schedule, clipping_schedule: as in `Options`.
 
     Raises:
         ValueError: for a threshold that is not positive, or a group without a threshold.
