@@ -11,6 +11,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from fastdp.engine.marks import Marks
+
 _SORTS = frozenset({torch.sort, torch.Tensor.sort, torch.argsort, torch.Tensor.argsort})
 _GETS = frozenset({torch.Tensor.__getitem__})
 #: Of these only the first argument has an axis of tokens; the others say where groups end.
@@ -23,45 +25,47 @@ class Orders:
     """Which permutation decides the first axis of a tensor, and nothing else about it."""
 
     def __init__(self) -> None:
+        #: By their identity; they are held, so that no other takes the place of one in memory.
         self._permutations: dict[int, torch.Tensor] = {}
-        self._of: dict[int, int] = {}
-        self._inverses: dict[int, int] = {}
+        self._of: Marks[int] = Marks()
+        self._inverses: Marks[int] = Marks()
 
     def restores(self, func: Any, args: Any) -> bool:
         """Whether an operation puts tokens back to where a sort had taken them from."""
         if func not in _GETS or not isinstance(args[1], torch.Tensor):
             return False
-        return self._inverses.get(id(args[1]), -1) == self._of.get(id(args[0]), -2)
+        inverse = self._inverses.get(args[1])
+        return inverse is not None and inverse == self._of.get(args[0])
 
     def follow(
-        self, func: Any, args: Any, given: list[torch.Tensor], results: list[torch.Tensor], chosen: dict[int, Any]
+        self, func: Any, args: Any, given: list[torch.Tensor], results: list[torch.Tensor], chosen: Marks[None]
     ) -> None:
         """Note the permutation of an operation's results; ``chosen`` holds every tensor whose first axis the data decide."""
         first = args[0] if args and isinstance(args[0], torch.Tensor) else None
         found = None
         if func in _SORTS and first is not None and first.dim() == 1:
             permutation = results[-1]
-            if self._of.get(id(first)) == id(first):
-                self._inverses[id(permutation)] = id(first)
-            elif id(first) not in chosen:
+            if self._of.get(first) == id(first):
+                self._inverses[permutation] = id(first)
+            elif first not in chosen:
                 self._permutations[id(permutation)] = permutation
                 found = id(permutation)
         elif func is torch.Tensor.__setitem__ and first is not None and isinstance(args[1], torch.Tensor):
             where, value = id(args[1]), args[2]
             plain = isinstance(value, torch.Tensor) and value.dim() == 1 and value.shape == args[1].shape
             if where in self._permutations and plain and first.shape == value.shape:
-                self._inverses.pop(id(first), None)
+                self._inverses.pop(first)
                 if torch.equal(value, torch.arange(value.shape[0], device=value.device)):
-                    self._inverses[id(first)] = where
+                    self._inverses[first] = where
             return
-        elif func in _GETS and isinstance(args[1], torch.Tensor) and id(first) not in chosen:
-            found = self._of.get(id(args[1]))
+        elif func in _GETS and isinstance(args[1], torch.Tensor) and first not in chosen:
+            found = self._of.get(args[1])
         else:
-            ordered = given[:1] if func in _GROUPED else [t for t in given if id(t) in chosen]
-            kinds = {self._of.get(id(t)) for t in ordered}
+            ordered = given[:1] if func in _GROUPED else [t for t in given if t in chosen]
+            kinds = {self._of.get(t) for t in ordered}
             found = kinds.pop() if len(kinds) == 1 else None
         for result in results:
-            self._of.pop(id(result), None)
+            self._of.pop(result)
             length = None if found is None else self._permutations[found].shape[0]
             if found is not None and result.dim() and result.shape[0] == length:
-                self._of[id(result)] = found
+                self._of[result] = found

@@ -15,8 +15,8 @@ import torch
 
 from fastdp.engine.batches import Call, Path, leaves, map_leaves
 from fastdp.engine.errors import SelfCheckError, UnsupportedUse
+from fastdp.engine.follow import Follow, functions
 from fastdp.engine.replay import Replay, Witness, rounding
-from fastdp.engine.trace import Follow, functions
 
 _TRUTHS = functions("__bool__ is_nonzero equal allclose __contains__")
 _NUMBERS = functions("item __int__ __float__ __index__ __complex__ tolist numpy __array__")
@@ -44,7 +44,7 @@ class Asking(Follow):
         if func not in _TRUTHS and func not in _NUMBERS:
             return out
         given = [t for _, t in leaves((args, kwargs or {}))]
-        if not any(id(t) in self.data and id(t) not in self.chosen for t in given):
+        if not any(t in self.data and t not in self.chosen for t in given):
             return out
         place = _place()
         if func in _NUMBERS:

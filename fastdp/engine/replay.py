@@ -20,11 +20,12 @@ from fastdp.engine.batches import Call, Path, leaves, map_leaves, take_rows, tak
 from fastdp.engine.boundary import differentiable, plain_gradients, require_loss
 from fastdp.engine.collation import Collation, same
 from fastdp.engine.errors import SelfCheckError, UnsupportedUse
+from fastdp.engine.follow import Follow
 from fastdp.engine.layout import Layout, Ticket
 from fastdp.engine.losses import LossTerms, combine, intercepted
 from fastdp.engine.rows import Fold, Places
 from fastdp.engine.shards import Whole
-from fastdp.engine.trace import Follow, devices
+from fastdp.engine.trace import devices
 
 T = TypeVar("T")
 #: How far a loss may move, relative to its size, when the shapes around an example change and nothing else does.
@@ -241,7 +242,7 @@ class _Beginnings(Follow):
     def follow(self, func: Any, args: Any, kwargs: Any, given: list[torch.Tensor], out: Any) -> None:
         """Follow one operation, and what it makes of the rows' numbers if it is one on ids."""
         super().follow(func, args, kwargs, given, out)
-        if not isinstance(out, torch.Tensor) or id(out) not in self.data:
+        if not isinstance(out, torch.Tensor) or out not in self.data:
             return
         ids = kwargs.get("input", args[0] if args else None)
         if func in (F.embedding, F.embedding_bag) and torch.is_grad_enabled():

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from fastdp.engine.errors import UnsupportedUse
+from fastdp.engine.marks import Marks
 
 
 @dataclass(frozen=True)
@@ -154,20 +155,18 @@ class Places:
     """Follows the place of rows from the inputs of a forward pass on ``count`` rows, one operation at a time."""
 
     def __init__(self, inputs: Iterable[torch.Tensor], count: int):
-        self._known: dict[int, tuple[torch.Tensor, Place]] = {}
+        self._known: Marks[Place] = Marks()
         for t in inputs:
             if t.dim():
                 self._note(t, Place(0, torch.arange(count, dtype=torch.int16, device=t.device)))
 
     def of(self, t: torch.Tensor) -> Place | None:
-        found = self._known.get(id(t))
-        return None if found is None else found[1]
+        return self._known.get(t)
 
     def _note(self, t: torch.Tensor, place: Place | None) -> None:
-        self._known.pop(id(t), None)
+        self._known.pop(t)
         if place is not None:
-            # Tensors are held, so that no other takes the place of one in memory.
-            self._known[id(t)] = (t, place)
+            self._known[t] = place
 
     def follow(self, func: Any, args: Any, kwargs: Any, given: list[torch.Tensor], out: Iterable[torch.Tensor]) -> None:
         """Note where the rows of an operation's results lie, as far as that is known."""

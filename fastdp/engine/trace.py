@@ -1,32 +1,25 @@
-"""One traced forward: which operations read which trained parameters, in which modules, and what their inputs descend from.
-
-Three things are followed from operation to operation. *Data*: what is computed from the rows of the batch. *Chosen*: data
-whose first axis was chosen or ordered by the data's values (a boolean index, `nonzero`, `unique`, a sort, a gather), so
-that no shape says which token belongs to whom. *Weights*: what is computed from trained parameters and no data.
-"""
+"""One traced forward: which operations read which trained parameters, in which modules, and what their inputs descend from."""
 
 from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.overrides import TorchFunctionMode
 
-from fastdp.engine.batches import Call, Path, as_long_as, leaves, take_rows
+from fastdp.engine.batches import Call, Path, as_long_as, leaves, take_rows, tensors
 from fastdp.engine.errors import UnsupportedUse
+from fastdp.engine.follow import Follow
 from fastdp.engine.intercept import OPERATIONS, operand
 from fastdp.engine.lanes import operation as meeting_name
 from fastdp.engine.logits import Logits, Source
 from fastdp.engine.losses import LOSSES
-from fastdp.engine.orders import Orders
 from fastdp.engine.rows import Fold, Met, Place, Places, fold_between
 from fastdp.engine.rules.composite import opened
-from fastdp.engine.uses import is_detach, is_metadata
 
 #: Which operations met which tensors: their name, the ids of the parameters on the one side, and the other's dimensions.
 Key = tuple[str, frozenset[int], int]
@@ -85,119 +78,7 @@ class Trace:
         return list(dict.fromkeys(read.module for read in self.reads))
 
 
-def functions(names: str) -> frozenset[Any]:
-    """Torch's functions and methods of these names."""
-    owners = (torch, torch.Tensor, F)
-    return frozenset(f for name in names.split() for owner in owners if (f := getattr(owner, name, None)) is not None)
-
-
 _LOOKUPS = frozenset({OPERATIONS[F.embedding], OPERATIONS[F.embedding_bag]})
-#: The data decide the size of what these return, or which row comes where.
-_SELECTING = functions("nonzero argwhere masked_select unique unique_consecutive bincount histc tolist")
-_ORDERING = functions("sort argsort topk msort")
-_GATHERING = functions("index_select gather take take_along_dim embedding")
-#: These write into rows of their first argument, whose own axis stays as it was.
-_SCATTERING = functions(
-    "index_add index_copy index_put scatter scatter_add scatter_reduce index_reduce masked_scatter index_fill"
-)
-
-
-class Follow(TorchFunctionMode):
-    """Follows data and weights through one forward pass.
-
-    Args:
-        inputs: the tensors that carry rows.
-        weights: the trained parameters.
-    """
-
-    def __init__(self, inputs: Iterable[torch.Tensor], weights: Iterable[torch.Tensor] = ()):
-        super().__init__()
-        # Tensors are held, so that no other takes the place of one in memory.
-        self.data = {id(t): t for t in inputs}
-        self.weights = {id(t): t for t in weights}
-        self.chosen: dict[int, torch.Tensor] = {}
-        self.orders = Orders()
-        self.selects = False
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if is_metadata(func):
-            return func(*args, **kwargs)
-        given = list(_flat((args, kwargs)))
-        self.note(func, args, kwargs, given)
-        out = self.run(func, args, kwargs)
-        self.follow(func, args, kwargs, given, out)
-        return out
-
-    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run one operation."""
-        return func(*args, **kwargs)
-
-    def note(self, func: Any, args: Any, kwargs: Any, given: list[torch.Tensor]) -> None:
-        """Look at one operation before it runs."""
-
-    def follow(self, func: Any, args: Any, kwargs: Any, given: list[torch.Tensor], out: Any) -> None:
-        """Look at what one operation returned."""
-        data = any(id(t) in self.data for t in given)
-        if not data:
-            if any(id(t) in self.weights for t in given) and not is_detach(func):
-                self.weights.update((id(t), t) for t in _flat(out))
-            return
-        chosen = self._chooses(func, args, kwargs)
-        self.selects |= chosen
-        first = args[0] if args and isinstance(args[0], torch.Tensor) else None
-        if func in _SCATTERING and first is not None:
-            chosen = id(first) in self.chosen
-        else:
-            chosen = chosen or any(id(t) in self.chosen for t in given)
-        chosen = chosen and not self.orders.restores(func, args)
-        self.orders.follow(func, args, given, list(_flat(out)), self.chosen)
-        if func is torch.Tensor.__setitem__ and first is not None:
-            self.data[id(first)] = first
-        for result in _flat(out):
-            # What is written into keeps its own axis.
-            axis = id(result) in self.chosen if result is first else chosen
-            self.data[id(result)] = result
-            self.weights.pop(id(result), None)
-            if axis and result.dim() > 0:
-                self.chosen[id(result)] = result
-
-    def _chooses(self, func: Any, args: Any, kwargs: Any) -> bool:
-        """Whether the data decide the first axis of what an operation on data returns."""
-
-        def is_data(value: Any) -> bool:
-            return isinstance(value, torch.Tensor) and id(value) in self.data
-
-        if func in _SELECTING:
-            return True
-        if func is torch.where:
-            return len(args) + len(kwargs) == 1
-        if func in (torch.repeat_interleave, torch.Tensor.repeat_interleave):
-            return any(is_data(v) for v in (*args[1:], *kwargs.values()))
-        if func in _ORDERING:
-            given = [v for v in (*args[1:], *kwargs.values()) if isinstance(v, int) and not isinstance(v, bool)]
-            rank = args[0].dim()
-            default = 0 if func in (torch.msort, torch.Tensor.msort) else -1
-            dim = kwargs.get("dim", given[-1] if given and (len(given) > 1 or "topk" not in func.__name__) else default)
-            return rank == 0 or dim % rank == 0
-        if func in _GATHERING:
-            indices = [v for v in (*args[1:], *kwargs.values()) if is_data(v)]
-            if func is F.embedding:
-                return is_data(kwargs.get("weight", args[1] if len(args) > 1 else None))
-            if "index_select" in func.__name__ or func.__name__ in ("gather", "take_along_dim"):
-                dims = [v for v in (*args[1:], *kwargs.values()) if isinstance(v, int)]
-                return bool(indices) and bool(dims) and dims[0] % args[0].dim() == 0
-            return bool(indices)
-        if func is torch.Tensor.__getitem__:
-            index = args[1] if isinstance(args[1], tuple) else (args[1],)
-            first = next((i for i in index if i is not None), None)
-            masks = any(is_data(i) and i.dtype in (torch.bool, torch.uint8) for i in index)
-            return masks or is_data(first)
-        return False
-
-
-def _flat(values: Any) -> Iterator[torch.Tensor]:
-    return (tensor for _, tensor in leaves(values))
 
 
 @dataclass(frozen=True)
@@ -233,14 +114,13 @@ class _Recorder(Follow):
         self.names = {id(p): name for name, p in trained.items()}
         self.stack = stack
         self.places = Places(inputs, rows)
-        #: The ids of the parameters that each of the weights is computed from.
-        self.made_of = {id(p): frozenset({id(p)}) for p in trained.values()}
         self.reads: list[Read] = []
         #: The input of each read.
         self.inputs: list[_Seen | None] = []
         self.met: list[_Encounter] = []
-        #: Logits left out, and the module that would have computed them.
-        self.left_out: list[tuple[Source, str]] = []
+        #: Logits left out, and the module that would have computed them; and the matrices whose logits were computed after all.
+        self.left_out: list[tuple[Source, str] | None] = []
+        self.computed: set[int] = set()
         self.vocabulary = vocabulary
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -253,7 +133,15 @@ class _Recorder(Follow):
         plain = type(input) is torch.Tensor and isinstance(weight, torch.nn.Parameter) and weight.dim() == 2
         if not plain or input.dim() < 3 or weight.shape[0] < self.vocabulary:
             return F.linear(input, weight, bias)
-        source = Source(input, weight, bias, lambda: F.linear(input, weight, bias), strict=False)
+        number = len(self.left_out)
+
+        def product() -> torch.Tensor:
+            # Most wide matrices are no heads: what they make must not live longer than the model's own code has it.
+            self.computed.add(id(weight))
+            self.left_out[number] = None
+            return F.linear(input, weight, bias)
+
+        source = Source(input, weight, bias, product, strict=False)
         self.left_out.append((source, self.stack[-1]))
         return Logits.of(source)
 
@@ -265,21 +153,21 @@ class _Recorder(Follow):
             return inside(*args, **(kwargs or {}))
 
     def seen(self, t: torch.Tensor) -> _Seen:
-        return _Seen(tuple(t.shape), self.places.of(t), id(t) in self.chosen)
+        return _Seen(tuple(t.shape), self.places.of(t), t in self.chosen)
 
     def note(self, func: Any, args: Any, kwargs: Any, given: list[torch.Tensor]) -> None:
-        if func is F.embedding_bag and id(given[0]) not in self.data and any(id(t) in self.data for t in given[2:]):
+        if func is F.embedding_bag and given[0] not in self.data and any(t in self.data for t in given[2:]):
             raise ValueError(
                 f"{self.names.get(id(given[1]), 'an embedding bag')}: flat ids beside offsets cannot be cut into rows; pad ids "
                 "to [rows, tokens] and set padding_idx"
             )
         found = [self.names[id(t)] for t in given if id(t) in self.names]
         operation = OPERATIONS.get(func, getattr(func, "__name__", str(func)))
-        others = [t for t in given if id(t) not in self.weights]
-        chosen = any(id(t) in self.chosen for t in others)
+        others = [t for t in given if t not in self.weights]
+        chosen = any(t in self.chosen for t in others)
         if func in OPERATIONS:
             inputs = [operand(func, args, kwargs)]
-        elif func in LOSSES and kwargs.get("reduction", "mean") != "none" and id(given[0]) in self.data:
+        elif func in LOSSES and kwargs.get("reduction", "mean") != "none" and given[0] in self.data:
             self._note_read("", operation, given[:1], chosen)
             return
         else:
@@ -294,16 +182,15 @@ class _Recorder(Follow):
 
     def follow(self, func: Any, args: Any, kwargs: Any, given: list[torch.Tensor], out: Any) -> None:
         """Follow one operation, and note which tensors met what is computed from parameters."""
-        sources = frozenset().union(*(self.made_of[id(t)] for t in given if id(t) in self.weights))
-        others = [t for t in given if id(t) not in self.weights and t.dim()]
+        sources = frozenset().union(*(self.weights[t] for t in given if t in self.weights))
+        others = [t for t in given if t not in self.weights and t.dim()]
         befores = [self.seen(t) for t in others] if sources else []
-        values = tuple(self.seen(t) for t in given if id(t) in self.weights)
+        values = tuple(self.seen(t) for t in given if t in self.weights)
         super().follow(func, args, kwargs, given, out)
-        results = list(_flat(out))
-        if any(id(t) in self.data for t in given):
+        results = list(tensors(out))
+        if any(t in self.data for t in given):
             self.places.follow(func, args, kwargs, given, results)
         if sources:
-            self.made_of.update((id(t), sources) for t in results if id(t) in self.weights)
             made = tuple(self.seen(t) for t in results)
             self.met += [_Encounter(meeting_name(func), sources, before, values, made) for before in befores]
 
@@ -354,7 +241,7 @@ class Tracer:
         """
         two = self._record(forward, call, first.carriers, rows, 2)
         # What was left out of this pass is given up again.
-        _heads(two.left_out)
+        _heads(two)
         if _sight(two) == first.pair:
             return
         latest = self.trace(forward, call, rows)
@@ -432,18 +319,16 @@ def _compare(two: _Recorder, three: _Recorder, carriers: frozenset[Path], traine
     selects = two.selects or three.selects
     met = _met(two.met, three.met)
     found = Trace(reads, frozenset(), carriers, carries, met, unread, mapped, selects, conflict, uses)
-    found.heads = _heads((*two.left_out, *three.left_out))
+    found.heads = _heads(two, three)
     found.pair = _sight(two)
     return found
 
 
-def _heads(left_out: Sequence[tuple[Source, str]]) -> dict[str, torch.nn.Parameter]:
+def _heads(*recorders: _Recorder) -> dict[str, torch.nn.Parameter]:
     """The modules whose logits one cross-entropy took and nothing else read, and their weights."""
-    odd = {
-        id(source.weight)
-        for source, _ in left_out
-        if source.taken != 1 or source.whole is not None or not source.unwritten
-    }
+    left_out = [entry for recorder in recorders for entry in recorder.left_out if entry is not None]
+    odd = {id(source.weight) for source, _ in left_out if source.taken != 1 or not source.unwritten}
+    odd = odd.union(*(recorder.computed for recorder in recorders))
     found = {}
     for source, module in left_out:
         if id(source.weight) not in odd and isinstance(source.weight, torch.nn.Parameter):

@@ -1,0 +1,131 @@
+"""What descends from the data, and what from trained parameters alone, from operation to operation of a forward pass.
+
+*Data*: what is computed from the rows of the batch. *Chosen*: data whose first axis was chosen or ordered by the data's values
+(a boolean index, `nonzero`, `unique`, a sort, a gather), so that no shape says which token belongs to whom. *Weights*: what
+is computed from trained parameters and no data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+
+from fastdp.engine.batches import tensors
+from fastdp.engine.marks import Marks
+from fastdp.engine.orders import Orders
+from fastdp.engine.uses import is_detach, is_metadata
+
+
+def functions(names: str) -> frozenset[Any]:
+    """Torch's functions and methods of these names."""
+    owners = (torch, torch.Tensor, F)
+    return frozenset(f for name in names.split() for owner in owners if (f := getattr(owner, name, None)) is not None)
+
+
+#: The data decide the size of what these return, or which row comes where.
+_SELECTING = functions("nonzero argwhere masked_select unique unique_consecutive bincount histc tolist")
+_ORDERING = functions("sort argsort topk msort")
+_GATHERING = functions("index_select gather take take_along_dim embedding")
+#: These write into rows of their first argument, whose own axis stays as it was.
+_SCATTERING = functions(
+    "index_add index_copy index_put scatter scatter_add scatter_reduce index_reduce masked_scatter index_fill"
+)
+
+
+class Follow(TorchFunctionMode):
+    """Follows data and weights through one forward pass.
+
+    Args:
+        inputs: the tensors that carry rows.
+        weights: the trained parameters.
+    """
+
+    def __init__(self, inputs: Iterable[torch.Tensor], weights: Iterable[torch.Tensor] = ()):
+        super().__init__()
+        self.data: Marks[None] = Marks((t, None) for t in inputs)
+        #: With the ids of the parameters that each is computed from.
+        self.weights = Marks((t, frozenset({id(t)})) for t in weights)
+        self.chosen: Marks[None] = Marks()
+        self.orders = Orders()
+        self.selects = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if is_metadata(func):
+            return func(*args, **kwargs)
+        given = list(tensors((args, kwargs)))
+        self.note(func, args, kwargs, given)
+        out = self.run(func, args, kwargs)
+        self.follow(func, args, kwargs, given, out)
+        return out
+
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run one operation."""
+        return func(*args, **kwargs)
+
+    def note(self, func: Any, args: Any, kwargs: Any, given: list[torch.Tensor]) -> None:
+        """Look at one operation before it runs."""
+
+    def follow(self, func: Any, args: Any, kwargs: Any, given: list[torch.Tensor], out: Any) -> None:
+        """Look at what one operation returned."""
+        if not any(t in self.data for t in given):
+            sources = frozenset().union(*(self.weights[t] for t in given if t in self.weights))
+            if sources and not is_detach(func):
+                for result in tensors(out):
+                    self.weights[result] = sources
+            return
+        chosen = self._chooses(func, args, kwargs)
+        self.selects |= chosen
+        first = args[0] if args and isinstance(args[0], torch.Tensor) else None
+        if func in _SCATTERING and first is not None:
+            chosen = first in self.chosen
+        else:
+            chosen = chosen or any(t in self.chosen for t in given)
+        chosen = chosen and not self.orders.restores(func, args)
+        self.orders.follow(func, args, given, list(tensors(out)), self.chosen)
+        if func is torch.Tensor.__setitem__ and first is not None:
+            self.data[first] = None
+        for result in tensors(out):
+            # What is written into keeps its own axis.
+            axis = result in self.chosen if result is first else chosen
+            self.data[result] = None
+            self.weights.pop(result)
+            if axis and result.dim() > 0:
+                self.chosen[result] = None
+
+    def _chooses(self, func: Any, args: Any, kwargs: Any) -> bool:
+        """Whether the data decide the first axis of what an operation on data returns."""
+
+        def is_data(value: Any) -> bool:
+            return isinstance(value, torch.Tensor) and value in self.data
+
+        if func in _SELECTING:
+            return True
+        if func is torch.where:
+            return len(args) + len(kwargs) == 1
+        if func in (torch.repeat_interleave, torch.Tensor.repeat_interleave):
+            return any(is_data(v) for v in (*args[1:], *kwargs.values()))
+        if func in _ORDERING:
+            given = [v for v in (*args[1:], *kwargs.values()) if isinstance(v, int) and not isinstance(v, bool)]
+            rank = args[0].dim()
+            default = 0 if func in (torch.msort, torch.Tensor.msort) else -1
+            dim = kwargs.get("dim", given[-1] if given and (len(given) > 1 or "topk" not in func.__name__) else default)
+            return rank == 0 or dim % rank == 0
+        if func in _GATHERING:
+            indices = [v for v in (*args[1:], *kwargs.values()) if is_data(v)]
+            if func is F.embedding:
+                return is_data(kwargs.get("weight", args[1] if len(args) > 1 else None))
+            if "index_select" in func.__name__ or func.__name__ in ("gather", "take_along_dim"):
+                dims = [v for v in (*args[1:], *kwargs.values()) if isinstance(v, int)]
+                return bool(indices) and bool(dims) and dims[0] % args[0].dim() == 0
+            return bool(indices)
+        if func is torch.Tensor.__getitem__:
+            index = args[1] if isinstance(args[1], tuple) else (args[1],)
+            first = next((i for i in index if i is not None), None)
+            masks = any(is_data(i) and i.dtype in (torch.bool, torch.uint8) for i in index)
+            return masks or is_data(first)
+        return False

@@ -1,0 +1,58 @@
+"""What a trace keeps in memory while it follows a forward pass."""
+
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from fastdp.engine.questions import Asking
+from fastdp.engine.trace import Tracer
+
+LAYERS, WIDTH = 8, 12
+
+
+class Deep(nn.Module):
+    """Layers, checkpointed or not, that count how many of their results are in memory at once."""
+
+    def __init__(self, *, checkpointed: bool):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()) for _ in range(LAYERS)])
+        self.checkpointed, self.most = checkpointed, 0
+        self.made: list[weakref.ref[torch.Tensor]] = []
+        for layer in self.layers:
+            for module in layer:
+                module.register_forward_hook(self.note)
+
+    def note(self, _module: nn.Module, _args: object, output: torch.Tensor) -> None:
+        self.made.append(weakref.ref(output))
+        self.most = max(self.most, sum(ref() is not None for ref in self.made))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False) if self.checkpointed else layer(x)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("vocabulary", [None, WIDTH], ids=["narrow", "as wide as a vocabulary"])
+@pytest.mark.parametrize("checkpointed", [False, True], ids=["plain", "checkpointed"])
+def test_a_trace_keeps_nothing_that_the_model_lets_go_of(checkpointed, vocabulary):
+    model = Deep(checkpointed=checkpointed)
+    with torch.no_grad():
+        model(torch.randn(4, 3, WIDTH))
+    alone = model.most
+    trace = Tracer(model, dict(model.named_parameters()), vocabulary).trace(model, ((torch.randn(4, 3, WIDTH),), {}), 4)
+    assert trace.conflict is None
+    assert len(trace.reads) == 2 * LAYERS
+    # Of logits that might have been left out, the stand-in is in memory beside the numbers.
+    assert model.most <= alone + 1
+
+
+def test_questions_are_looked_for_without_keeping_what_checkpoints_let_go_of():
+    model, x = Deep(checkpointed=True), torch.randn(4, 3, WIDTH)
+    model(x)
+    alone = model.most
+    with Asking([x]):
+        model(x)
+    assert model.most == alone
