@@ -149,20 +149,23 @@ class CorrectedAdam(torch.optim.AdamW):
         Left are those with weight decay of Adam's kind or another option that the op lacks, and strided ones.
         """
         left: list[Summed] = []
-        alike: dict[tuple[Any, ...], list[Summed]] = {}
+        taken: list[tuple[Summed, int, bool]] = []
+        served = {id(group): _serves(group) for group in self.param_groups}
         for part in summed:
             group = group_of.get(id(part.parameter))
-            if group is None or not self._fusable(part, group, (part.std / divisor) ** 2):
+            variance = _along(self._known_of(part.parameter), part.axes)
+            if group is None or not (served[id(group)] and _fusable(part, variance, divisor)):
                 left.append(part)
-                continue
-            state = self._state_of(part.parameter)
-            state["step"] += 1
-            corrected = _along(self._known_of(part.parameter), part.axes) != 0
-            kind = (id(group), part.std, int(state["step"]), corrected, part.axes is not None)
-            alike.setdefault(kind, []).append(part)
-        for (_, std, step, corrected, _), parts in alike.items():
+            else:
+                taken.append((part, id(group), variance != 0))
+        every = [self._state_of(part.parameter) for part, *_ in taken]
+        alike: dict[tuple[Any, ...], list[tuple[Summed, dict[str, Any]]]] = {}
+        for (part, number, corrected), state, step in zip(taken, every, _counted([state["step"] for state in every])):
+            kind = (number, part.std, step, corrected, part.axes is not None)
+            alike.setdefault(kind, []).append((part, state))
+        for (_, std, step, corrected, _), members in alike.items():
+            parts, states = zip(*members)
             group = group_of[id(parts[0].parameter)]
-            states = [self.state[part.parameter] for part in parts]
             axes = [part.axes for part in parts if part.axes is not None]
             ops.adamw_noise_steps_(
                 [part.parameter for part in parts],
@@ -184,16 +187,6 @@ class CorrectedAdam(torch.optim.AdamW):
                 columns=[own.columns.float() for own in axes],
             )
         return left
-
-    def _fusable(self, part: Summed, group: dict[str, Any], variance_of_noise: float) -> bool:
-        if group["amsgrad"] or group["maximize"] or group["differentiable"]:
-            return False
-        if group["weight_decay"] and not group["decoupled_weight_decay"]:
-            return False
-        if part.parameter.dtype not in DTYPES or not part.parameter.is_contiguous():
-            return False
-        variance = _along(self._known_of(part.parameter), part.axes)
-        return variance is not None and (variance == 0 or math.isclose(variance_of_noise, variance))
 
     def _state_of(self, parameter: torch.Tensor) -> dict[str, Any]:
         """Torch's own state of a parameter, begun if it is new; the dtype of moments does not depend on its own."""
@@ -277,6 +270,30 @@ class CorrectedAdam(torch.optim.AdamW):
             keep_moments((halves[0], halves[1]), (pieces.piece(mean), pieces.piece(square)), number, int(step))
         if parameter.dtype != torch.float32:
             parameter.copy_(wide)
+
+
+def _serves(group: dict[str, Any]) -> bool:
+    """Whether the fused step does what a group's options ask for."""
+    if group["amsgrad"] or group["maximize"] or group["differentiable"]:
+        return False
+    return not group["weight_decay"] or group["decoupled_weight_decay"]
+
+
+def _fusable(part: Summed, variance: float | None, divisor: float) -> bool:
+    """Whether the fused step serves a parameter, and what is to be subtracted is its noise's variance, or nothing."""
+    if part.parameter.dtype not in DTYPES or not part.parameter.is_contiguous() or variance is None:
+        return False
+    return variance == 0 or math.isclose((part.std / divisor) ** 2, variance)
+
+
+def _counted(steps: list[torch.Tensor]) -> list[int]:
+    """Numbers of steps, one more than torch's own counts in the states say, which are raised."""
+    if not steps:
+        return []
+    torch._foreach_add_(steps, 1)
+    if len({count.device for count in steps}) > 1:
+        return [int(count) for count in steps]
+    return [int(count) for count in torch.stack(steps).tolist()]
 
 
 def _along(variance: float | torch.Tensor | ScaledVariance, axes: RankOne | None) -> float | None:

@@ -222,19 +222,24 @@ def _check_steps(
     _check(params[0], grad_sums[0], grad_sums[0], grad_sums[0], drawn[0], *numbers)
     device = params[0].device
     of_moments = torch.bfloat16 if exp_avgs[0].dtype == torch.bfloat16 else torch.float32
-    for i, param in enumerate(params):
-        dtypes = [torch.float32, of_moments, of_moments, torch.float32]
+    for param in params:
         check_tensor("param", param)
-        for x, dtype in zip([grad_sums[i], exp_avgs[i], exp_avg_sqs[i], *masters[i : i + 1]], dtypes):
-            if x.dtype != dtype or x.shape != param.shape or x.device != device or not x.is_contiguous():
-                raise ValueError(
-                    f"sums and masters must be contiguous float32 {list(param.shape)} on {device}, moments all float32 or all "
-                    f"bfloat16, got {x.dtype} {list(x.shape)} on {x.device}"
-                )
-        if param.device != device or not param.is_contiguous():
-            raise ValueError(f"params must be contiguous and on one device, {device}")
-        if rows:
-            _check_axes(param, rows[i], columns[i])
+    shapes = [param.shape for param in params]
+    # A property of all tensors of a list is looked at in one go: there are hundreds of them, in every step.
+    lists = ((grad_sums, torch.float32), (exp_avgs, of_moments), (exp_avg_sqs, of_moments), (masters, torch.float32))
+    for xs, dtype in lists:
+        kinds = [(x.dtype, x.shape, x.device, x.is_contiguous()) for x in xs]
+        wanted = [(dtype, shape, device, True) for shape in shapes]
+        if xs and kinds != wanted:
+            (_, shape, *_), x = next((own, x) for own, kind, x in zip(wanted, kinds, xs) if own != kind)
+            raise ValueError(
+                f"sums and masters must be contiguous float32 {list(shape)} on {device}, moments all float32 or all "
+                f"bfloat16, got {x.dtype} {list(x.shape)} on {x.device}"
+            )
+    if any(param.device != device or not param.is_contiguous() for param in params):
+        raise ValueError(f"params must be contiguous and on one device, {device}")
+    for param, *axes in zip(params, rows, columns):
+        _check_axes(param, *axes)
 
 
 def _reference_steps(
@@ -330,5 +335,4 @@ def adamw_noise_steps_(
     numbers = (std, divisor, lr, *betas, eps, weight_decay)
     tensors = (list(params), list(grad_sums), list(exp_avgs), list(exp_avg_sqs), list(masters))
     _STEPS(*tensors, drawn, *numbers, step, variance_floor, secure_rounding, list(rows), list(columns))
-    for x in (*params, *exp_avgs, *exp_avg_sqs, *masters):
-        torch.autograd.graph.increment_version(x)
+    torch.autograd.graph.increment_version((*params, *exp_avgs, *exp_avg_sqs, *masters))

@@ -127,7 +127,7 @@ class NoiseStream:
         with self._lock:
             serial = self._serial
             self._serial += 1
-            return self._position(serial, _SERIAL_TENSOR)
+            return self._positions(serial, (_SERIAL_TENSOR,))[0]
 
     def _take_at(self, step: int, tensor: int) -> torch.Tensor:
         return self._claim(step, (tensor,))[0]
@@ -137,7 +137,7 @@ class NoiseStream:
 
         None is claimed where one was drawn before. Raises as `at` and its draws.
         """
-        for tensor in tensors:
+        for tensor in (min(tensors), max(tensors)) if tensors else ():
             self.at(step, tensor)
         if len(set(tensors)) < len(tensors):
             raise ValueError(f"a tensor id was given twice for step {step}: a position is drawn once")
@@ -159,15 +159,13 @@ class NoiseStream:
                     f"the noise of step {step}, tensor {min(known)} was already drawn: a position is drawn once"
                 )
             self._claimed.update(tensors)
-            positions = [self._position(step, tensor) for tensor in tensors]
-            return torch.stack(positions) if positions else torch.empty(0, POSITION_WORDS, dtype=torch.int32)
+            return self._positions(step, tensors)
 
-    def _position(self, step: int, tensor: int) -> torch.Tensor:
-        words = np.empty(POSITION_WORDS, np.uint32)
-        words[:8] = self._key
-        words[8] = tensor
-        words[9] = step & 0xFFFFFFFF
-        words[10] = step >> 32
+    def _positions(self, step: int, tensors: Sequence[int]) -> torch.Tensor:
+        words = np.empty((len(tensors), POSITION_WORDS), np.uint32)
+        words[:, :8] = self._key
+        words[:, 8] = tensors
+        words[:, 9:] = step & 0xFFFFFFFF, step >> 32
         return torch.from_numpy(words.view(np.int32))
 
     def uniform64(self, n: int) -> np.ndarray:

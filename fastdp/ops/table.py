@@ -13,6 +13,8 @@ from .factors import in_full_precision
 
 _library = torch.library.Library("fastdp", "DEF")
 
+#: Tensors that hold data of their own: not fake, functional or distributed.
+_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 #: Every op by name; filled as the modules of this package are imported.
 OPS: dict[str, Op] = {}
 
@@ -113,13 +115,13 @@ class Op:
         recorded = self.differentiable and torch.is_grad_enabled()
         for i in self._tensors:
             a = args[i]
-            if a is None or (type(a) is torch.Tensor and not recorded):
+            if a is None or (
+                not recorded and (_PLAIN.issuperset(map(type, a)) if type(a) is list else type(a) in _PLAIN)
+            ):
                 continue
             # Autograd, and tensors that hold no data of their own (fake, functional), exist only behind the dispatcher.
             for x in a if type(a) is list else (a,):
-                if isinstance(x, torch.Tensor) and (
-                    (recorded and x.requires_grad) or type(x) not in (torch.Tensor, torch.nn.Parameter)
-                ):
+                if isinstance(x, torch.Tensor) and ((recorded and x.requires_grad) or type(x) not in _PLAIN):
                     if self._position is not None:
                         self.check(*args)  # before a position is spent
                     return self._overload(*self._drawn(args))

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -16,8 +15,7 @@ from fastdp.engine.ranks import Ranks
 from fastdp.ops.stream import NoiseStream
 
 
-@dataclass(frozen=True)
-class Summed:
+class Summed(NamedTuple):
     """A parameter with its clipped sum, the noise that the sum is due, and the tensor id of that noise.
 
     With ``axes``, sum and noise are of the gradient over them.
@@ -132,13 +130,14 @@ class Release:
     def _left(self, sums: dict[str, torch.Tensor], policy: Policy, update: Update) -> list[str]:
         """Names of the parameters that an optimizer's own step leaves to us; the sums of others are gone."""
         summed, left = {}, []
+        stds = policy.stds or (0.0,)
         for name, parameter in self.parameters.items():
             group = policy.group_of.get(name, 0)
             if isinstance(group, tuple) or pieces.is_cut(parameter):
                 left.append(name)
                 continue
-            std, axes = (policy.stds or (0.0,))[group], policy.axes.get(name)
-            summed[name] = Summed(parameter, self._total(sums, name), std, self._tensors[name], axes)
+            total, axes = self._total(sums, name), policy.axes.get(name)
+            summed[name] = Summed(parameter, total, stds[group], self._tensors[name], axes)
         rest = update(
             list(summed.values()),
             lambda tensors: self.stream.take_at(self._count, tensors),
