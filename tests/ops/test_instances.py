@@ -7,7 +7,7 @@ from hypothesis import given, settings, strategies as st
 from fastdp import ops
 from fastdp.ops.factors import ABSOLUTE, MASKED_SQUARE, SQUARE
 from fastdp.ops.table import OPS
-from tests.ops.uses import by_threads, on_instruction_set
+from tests.ops.uses import by_threads
 
 from .uses import DTYPES, relative_error
 
@@ -120,11 +120,6 @@ def test_threads_do_not_change_the_result():
         return torch.cat([*norms, ops.instance_masked_sum(instances, weights, -weights, mask)])
 
     by_threads(compute)
-
-
-@pytest.mark.parametrize("isa", ["portable", "avx2"])
-def test_other_instruction_sets(isa):
-    on_instruction_set(isa, __file__, "every_shape or keeps")
 
 
 @pytest.mark.parametrize("name", ["instance_norms", "instance_sum"])

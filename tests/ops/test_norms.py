@@ -8,7 +8,7 @@ from fastdp import ops
 from fastdp.ops.cpu.norms import HAS_KERNELS
 from fastdp.ops.factors import ABSOLUTE, MASKED_SQUARE, SQUARE
 from fastdp.ops.table import OPS
-from tests.ops.uses import by_threads, on_instruction_set
+from tests.ops.uses import by_threads
 
 from .uses import DTYPES, RAGGED, factor, gradients, offsets_of, relative_error
 
@@ -250,14 +250,6 @@ def test_threads_do_not_change_the_result():
             ]
         )
     )
-
-
-@pytest.mark.parametrize("isa", ["portable", "avx2"])
-def test_other_instruction_sets(isa):
-    chosen = (
-        "layout and (plain or strided) or repeated_ids or ragged_units and 257 or cross_inner and ids or nan_in_one"
-    )
-    on_instruction_set(isa, __file__, chosen)
 
 
 @pytest.mark.parametrize("name", ["norms", "cross_inner"])

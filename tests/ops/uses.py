@@ -1,13 +1,6 @@
 """Factors of made-up uses, their gradients one unit at a time in float64, and the error each op is allowed."""
 
-import os
-import subprocess
-import sys
-
-import pytest
 import torch
-
-from fastdp import _native
 
 #: Units of odd lengths; the second and the last are empty.
 RAGGED = (7, 0, 1, 65, 4, 129, 16, 0)
@@ -62,13 +55,3 @@ def by_threads(compute):
         torch.set_num_threads(before)
     assert all(torch.equal(results[0], other) for other in results[1:])
     return results[0]
-
-
-def on_instruction_set(isa: str, file: str, chosen: str) -> None:
-    """Run some of a file's tests again in a process that is kept to a lower instruction set."""
-    order = ("portable", "avx2", "avx512")
-    if order.index(_native.isa()) <= order.index(isa):
-        pytest.skip(f"this run uses {_native.isa()} already")
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", file, "-k", chosen]
-    done = subprocess.run(command, env={**os.environ, "FASTDP_ISA": isa}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-3000:]

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
+from filelock import FileLock
 from scipy import stats
 from torch.distributed.fsdp import FSDPModule
 
@@ -73,16 +74,22 @@ def require_matrix(folder: Path, sizes: tuple[int, ...]) -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Groups of one and of two processes, whose parent imports everything once."""
-    place = tmp_path_factory.mktemp("ranks")
-    run(
-        place,
-        *("matrix:1", "matrix:2", "sharded:2", "refusals:2", "shapes:1", "shapes:2"),
-        *("pieces refused:2", "measured:2", "lost:2", "noise:2"),
-        *(f"{moment}:{size}" for moment in (*MOMENTS, IN_PIECES[-1]) for size in (2, 1)),
-        CASES="tied gpt2,users,soft",
-        SHARDED="tied gpt2,soft",
-    )
+    """Groups of one and of two processes, whose parent imports everything once; made once for all of xdist's workers."""
+    base = tmp_path_factory.getbasetemp()
+    place = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "ranks"
+    with FileLock(f"{place}.lock"):
+        if not place.exists():
+            making = base / "making"
+            making.mkdir()
+            run(
+                making,
+                *("matrix:1", "matrix:2", "sharded:2", "refusals:2", "shapes:1", "shapes:2"),
+                *("pieces refused:2", "measured:2", "lost:2", "noise:2"),
+                *(f"{moment}:{size}" for moment in (*MOMENTS, IN_PIECES[-1]) for size in (2, 1)),
+                CASES="tied gpt2,users,soft",
+                SHARDED="tied gpt2,soft",
+            )
+            making.rename(place)
     return place
 
 
