@@ -3,23 +3,21 @@
 A generator that makes a radius from 32 bits stops at 6.76 sigma, one of 24 bits at 5.77: both would pass a
 Kolmogorov-Smirnov test, whose statistic is blind to one draw in a hundred million.
 
-    python bench/noise_tails.py --json bench/results/cpu/noise_tails.json
+    python -m fastdp.bench.noise_tails --json bench/results/cpu/noise_tails.json
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import platform
-import subprocess
 import time
 from pathlib import Path
 
 import torch
 from scipy import stats
 
-from fastdp import _native
 from fastdp.ops import NoiseStream, add_noise_
+
+from . import record
 
 SIGMAS = (4.0, 4.5, 5.0, 5.7, 6.0, 6.5)
 CHUNK = 1 << 22
@@ -49,38 +47,21 @@ def tails(draws: int, seed: int) -> tuple[list[dict[str, float]], float]:
     return rows, largest
 
 
-def commit() -> str:
-    """The repository's commit, or "unknown" outside one."""
-    found = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True)
-    return found.stdout.strip() or "unknown"
-
-
 def main() -> None:
     """Run, print and write."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--draws", type=int, default=1 << 32)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, required=True)
     options = parser.parse_args()
     begin = time.perf_counter()
     rows, largest = tails(options.draws, options.seed)
-    result = {
-        "draws": options.draws,
-        "seed": options.seed,
-        "seconds": round(time.perf_counter() - begin, 1),
-        "largest": largest,
-        "tails": rows,
-        "device": platform.processor() or platform.machine(),
-        "instruction_set": _native.isa(),
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "commit": commit(),
-    }
-    options.json.parent.mkdir(parents=True, exist_ok=True)
-    options.json.write_text(json.dumps(result, indent=1) + "\n")
+    seconds = round(time.perf_counter() - begin, 1)
+    figures = {"draws": options.draws, "seed": options.seed, "seconds": seconds, "largest": largest, "tails": rows}
+    record.write(options.json, figures)
     for row in rows:
         print("beyond {sigma:.1f} sigma: {observed} draws, {expected:.1f} expected, p = {p_value:.3g}".format(**row))
-    print(f"largest {largest:.3f} sigma; {result['seconds']} s")
+    print(f"largest {largest:.3f} sigma; {seconds} s")
 
 
 if __name__ == "__main__":

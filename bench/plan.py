@@ -9,7 +9,6 @@ a file with rows is gone on with. Nothing else should run beside it. Ends with e
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import multiprocessing
 import tempfile
@@ -20,8 +19,8 @@ from typing import Any
 
 from fastdp.finetune.config import FinetuneConfig
 
-from . import record
 from .settings import DATA, excerpt
+from .utility.suite import Table, measure_rows
 
 EXAMPLES, BATCH, PHYSICAL, EPOCHS = 384, 96, 32, 4
 #: Data set of `DATA`, and what is trained.
@@ -84,7 +83,7 @@ def taken(config: FinetuneConfig) -> dict[str, float]:
 
 
 def compare(name: str, peft: str, model: str, data: Path) -> dict[str, Any]:
-    """One case's row."""
+    """What is measured of one case."""
     with tempfile.TemporaryDirectory() as folder:
         config = settings(name, peft, model, data, Path(folder))
         spawned = multiprocessing.get_context("spawn")
@@ -94,7 +93,7 @@ def compare(name: str, peft: str, model: str, data: Path) -> dict[str, Any]:
                 found.append(process.submit(ask, config).result())
     plan, run = found
     off = {key: abs(plan[key] / run[key] - 1) for key in BARS}
-    return {"data": name, "peft": peft, "foretold": plan, "taken": run, "off": off}
+    return {"foretold": plan, "taken": run, "off": off}
 
 
 def main() -> None:
@@ -104,13 +103,11 @@ def main() -> None:
     parser.add_argument("--model", required=True)
     parser.add_argument("--json", type=Path, required=True)
     arguments = parser.parse_args()
-    rows = json.loads(arguments.json.read_text())["figures"] if arguments.json.exists() else []
-    for name, peft in CASES:
-        if not any((row["data"], row["peft"]) == (name, peft) for row in rows):
-            rows.append(compare(name, peft, arguments.model, arguments.data))
-            record.write(arguments.json, rows)
+    table = Table(arguments.json)
+    wanted = [{"data": name, "peft": peft} for name, peft in CASES]
+    measure_rows(table, wanted, lambda row: compare(row["data"], row["peft"], arguments.model, arguments.data))
     failed = False
-    for row in rows:
+    for row in table.rows:
         missed = [key for key, bar in BARS.items() if row["off"][key] > bar]
         failed |= bool(missed)
         said = ", ".join(f"{key} {row['foretold'][key]:.3g} foretold, {row['taken'][key]:.3g} taken" for key in BARS)

@@ -17,7 +17,6 @@ import itertools
 import json
 import math
 import tempfile
-import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -30,7 +29,7 @@ from fastdp.finetune import finetune
 from fastdp.finetune.config import FinetuneConfig
 from fastdp.finetune.plan import plan
 
-from . import record
+from .utility.suite import Table, measure_rows
 
 #: What a data set's run has in common; (train, eval) below the data folder.
 DATA: dict[str, tuple[tuple[str, str], dict[str, Any]]] = {
@@ -82,9 +81,10 @@ def suggested(name: str, model: str) -> dict[str, Any]:
     return {setting: getattr(found, setting) for setting in MIDDLE} | {"epsilon": EPSILONS[0]}
 
 
-def run(name: str, settings: dict[str, Any], model: str, data: Path, folder: Path) -> dict[str, Any]:
-    """One run's row: settings, what it was judged, noise multiplier and steps."""
-    paths, common = DATA[name]
+def run(row: dict[str, Any], model: str, data: Path, folder: Path) -> dict[str, Any]:
+    """Of the run with a row's settings: what it was judged, noise multiplier and steps."""
+    paths, common = DATA[row["data"]]
+    settings = {setting: row[setting] for setting in (*MIDDLE, "epsilon")}
     files = [excerpt(data / path, count, folder) for path, count in zip(paths, (EXAMPLES, JUDGES))]
     config = FinetuneConfig(
         model=model,
@@ -99,20 +99,16 @@ def run(name: str, settings: dict[str, Any], model: str, data: Path, folder: Pat
         **common,
         **(settings | {"lora_alpha": 2.0 * settings["lora_r"]}),
     )
-    begin = time.perf_counter()
     result = finetune(config)
     assert result.before is not None
     assert result.after is not None
     return {
-        "data": name,
-        **settings,
         "noise_multiplier": result.noise_multiplier,
         "steps": result.steps,
         "trained_parameters": result.trained_parameters,
         "loss_before": result.before.loss,
         "loss": result.after.loss,
         result.after.figure[0]: result.after.figure[1],
-        "seconds": time.perf_counter() - begin,
     }
 
 
@@ -201,22 +197,20 @@ def main() -> None:
         return
     if None in (arguments.data, arguments.model, arguments.json):
         parser.error("give --data, --model and --json, or --fit")
-    rows = json.loads(arguments.json.read_text())["figures"] if arguments.json.exists() else []
+    table = Table(arguments.json)
 
-    def row_of(name: str, settings: dict[str, Any], **marks: Any) -> dict[str, Any]:
-        for row in rows:
-            if row["data"] == name and all(row.get(key) == value for key, value in (settings | marks).items()):
-                return row
+    def tried(row: dict[str, Any]) -> dict[str, Any]:
         with tempfile.TemporaryDirectory() as folder:
-            rows.append(run(name, settings, arguments.model, arguments.data, Path(folder)) | marks)
-        record.write(arguments.json, rows)
-        row = rows[-1]
-        print(f"{len(rows)}: {name} {settings} loss {row['loss']:.4f} in {row['seconds']:.0f} s", flush=True)
-        return row
+            return run(row, arguments.model, arguments.data, Path(folder))
 
-    found = [row_of(name, settings) for name, settings in grid(arguments.only)]
+    def measured(*rows: dict[str, Any]) -> list[dict[str, Any]]:
+        measure_rows(table, rows, tried)
+        return [found for row in rows if (found := table.of(row))]
+
+    found = measured(*({"data": name, **settings} for name, settings in grid(arguments.only)))
     if arguments.only and arguments.only not in FITTED:
-        ours = row_of(arguments.only, suggested(arguments.only, arguments.model), suggested=True)
+        chosen = suggested(arguments.only, arguments.model)
+        [ours] = measured({"data": arguments.only, **chosen, "suggested": True})
         ratio = ours["perplexity"] / min(row["perplexity"] for row in found)
         print(f"suggested: {ratio:.3f} of the best of {len(found)} points; the bar is {BAR}")
         raise SystemExit(int(ratio > BAR))

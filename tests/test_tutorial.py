@@ -2,30 +2,27 @@
 
 import math
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from fastdp.accounting import calibrate, dpsgd, membership_bound
+from fastdp.cli import app
 
 DOCS = Path(__file__).parent.parent / "docs"
 EXAMPLES, EPOCHS, DELTA = 40_000, 4, 1e-5
 
 
-def test_the_tutorial_runs_from_the_table_to_generated_text(tmp_path):
+def test_the_tutorial_runs_from_the_table_to_generated_text(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
     blocks = re.findall(r"```python\n(.*?)```", (DOCS / "tutorial.md").read_text(), flags=re.DOTALL)
-    done = subprocess.run(
-        [sys.executable, "-c", "\n".join(blocks)], cwd=tmp_path, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr
-    assert re.search(r"epsilon [78]\.\d\d", done.stdout), done.stdout
-    assert "item 7 cost" in done.stdout
-    verified = subprocess.run(
-        [sys.executable, "-m", "fastdp", "verify", "items-card.json"], cwd=tmp_path, capture_output=True, text=True
-    )
-    assert verified.returncode == 0, verified.stdout + verified.stderr
+    exec("\n".join(blocks), {})
+    said = capsys.readouterr().out
+    assert re.search(r"epsilon [78]\.\d\d", said), said
+    assert "item 7 cost" in said
+    verified = CliRunner().invoke(app, ["verify", "items-card.json"])
+    assert verified.exit_code == 0, verified.output
 
 
 def rows(columns: int) -> list[list[float]]:

@@ -1,11 +1,12 @@
-"""What the utility suites share: rows that are written as they come, so that a run that was stopped goes on where it was, their
-options, seeds and figures, and the training loop.
+"""What the utility suites and other long comparisons share: rows that are written as they come, so that a run that was
+stopped goes on where it was, their options, seeds and figures, and the training loop.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -32,10 +33,10 @@ class Table:
         if path is not None and path.exists():
             self.rows = json.loads(path.read_text())["figures"]
 
-    def has(self, setting: dict[str, Any]) -> bool:
-        """Whether this setting was measured."""
+    def of(self, setting: dict[str, Any]) -> dict[str, Any] | None:
+        """The row of this setting; None if it was not measured."""
         wanted = json.loads(json.dumps(setting))
-        return any(all(row.get(key) == value for key, value in wanted.items()) for row in self.rows)
+        return next((row for row in self.rows if all(row.get(key) == value for key, value in wanted.items())), None)
 
     def add(self, row: dict[str, Any]) -> None:
         """Keep a row, on disk too."""
@@ -44,11 +45,11 @@ class Table:
             record.write(self.path, self.rows)
 
 
-def measure(table: Table, runs: Iterable[Run], minutes: float) -> bool:
+def measure(table: Table, runs: Iterable[Run], minutes: float = math.inf) -> bool:
     """Measure what is missing, until the time is up; True if nothing is left."""
     end = time.perf_counter() + 60 * minutes
     for setting, run in runs:
-        if table.has(setting):
+        if table.of(setting):
             continue
         if time.perf_counter() >= end:
             print(f"stopped after {minutes:g} minutes; the same command goes on from here", flush=True)
@@ -61,7 +62,10 @@ def measure(table: Table, runs: Iterable[Run], minutes: float) -> bool:
 
 
 def measure_rows(
-    table: Table, rows: Iterable[dict[str, Any]], run: Callable[[dict[str, Any]], dict[str, Any]], minutes: float
+    table: Table,
+    rows: Iterable[dict[str, Any]],
+    run: Callable[[dict[str, Any]], dict[str, Any]],
+    minutes: float = math.inf,
 ) -> bool:
     """As `measure`, where one function measures every row from its setting."""
     return measure(table, ((row, partial(run, row)) for row in rows), minutes)

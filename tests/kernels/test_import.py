@@ -19,6 +19,7 @@ def test_a_transformers_model_from_the_root_and_ops_that_import_no_kernel_of_our
         "num_attention_heads=1, num_key_value_heads=1))\n"
         "import fastdp.ops\n"
         "assert not [m for m in sys.modules if m.startswith('fastdp.kernels')], sys.modules.keys()\n"
+        "import fastdp.kernels, kernels\n"
     )
     assert run.returncode == 0, run.stderr
 
