@@ -55,6 +55,16 @@ def test_links_and_paths_lead_somewhere(page: Path) -> None:
     assert not missing
 
 
+def test_every_result_is_named_where_it_is_read() -> None:
+    """By its path, by a pattern, or, where a page speaks of all that a folder holds, by the folder."""
+    text = "".join(page.read_text(encoding="utf-8") for page in PAGES)
+    named = re.findall(r"bench/results/[\w./*-]*[\w/]", text)
+    files = [path.relative_to(ROOT) for path in (ROOT / "bench" / "results").rglob("*.json")]
+    assert len(files) > 50
+    unread = [file for file in files if not any(file.match(name + "*" * name.endswith("/")) for name in named)]
+    assert unread == []
+
+
 @pytest.mark.parametrize(("page", "least"), [("pitfalls.md", 50), ("attacks.md", 35)])
 def test_every_pitfall_is_held_by_something_that_exists(page: str, least: int) -> None:
     """Each is held by attacks, tests or files that are there; those that no program can hold say nothing."""
