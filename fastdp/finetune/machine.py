@@ -23,8 +23,9 @@ from fastdp.finetune.tasks import invented_label
 
 #: Examples that are drawn, in as many logical batches as they fill, to find how much padding a batch size needs.
 _DRAWN, _FEWEST = 100_000, 50
-#: Rounds over the same micro-batches after the first one, in which the model is looked at.
-_ROUNDS = 4
+#: Rounds over the same micro-batches after the first one, in which the model is looked at: so many at least, and more of
+#: short ones, until they have taken so many seconds. How fast a machine is that others share changes within seconds.
+_ROUNDS, _MOST_ROUNDS, _SECONDS = 4, 16, 8.0
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,8 @@ def measure(model: torch.nn.Module, tokenizer: Any, config: FinetuneConfig, leng
     """Time and memory of private steps on invented tokens, on the model's device; the model is put back as it was.
 
     Three full micro-batches and a small one make a logical batch, whose lengths spread as those of examples do; it goes through
-    the same loop five times, and a ledger is kept. The first time the model is looked at, which a run has to pay for once.
+    the same loop at least five times, and a ledger is kept. The first time the model is looked at, which a run has to pay for
+    once.
 
     Args:
         lengths: of examples, as `Machine` has them.
@@ -111,12 +113,14 @@ def measure(model: torch.nn.Module, tokenizer: Any, config: FinetuneConfig, leng
     shapes: list[tuple[int, int]] = []
     with tempfile.TemporaryDirectory() as folder:
         private = fastdp.make_private(
-            model, optimizer, loader, noise_multiplier=1.0, target_delta=1e-9, epochs=1 + _ROUNDS, sampling="shuffled",
+            model, optimizer, loader, noise_multiplier=1.0, target_delta=1e-9, epochs=1 + _MOST_ROUNDS, sampling="shuffled",
             max_physical_batch_size=config.physical_batch_size, output_dir=folder,
         )  # fmt: skip
         model.train()
         try:
-            for _ in range(1 + _ROUNDS):
+            for number in range(1 + _MOST_ROUNDS):
+                if number > _ROUNDS and sum(map(sum, rounds[1:])) > _SECONDS:
+                    break
                 rounds.append([])
                 begin = _now(device)
                 for batch in private.data_loader:
@@ -141,15 +145,16 @@ def measure(model: torch.nn.Module, tokenizer: Any, config: FinetuneConfig, leng
     usual = np.median(np.array(rounds[1:]), axis=0)
     first = shapes[: len(usual)]
     each, a_token = _line([rows * longest for rows, longest in first], usual)
-    extra, others = np.array(rounds[0]) - usual, len({longest for _, longest in first}) - 1
-    # The third micro-batch is of another length than those before it, and none of the other checks falls on it.
-    look = max(0.0, float(extra[2])) if others else 0.0
+    extra = np.array(rounds[0]) - usual
+    # Micro-batches of a length that none before them had. Other checks fall on some of them too, so the quickest tells.
+    new = [k for k in range(1, len(first)) if first[k][1] not in {longest for _, longest in first[:k]}]
+    look = max(0.0, float(extra[new].min())) if new else 0.0
     return Machine(
         microbatch_seconds=each,
         token_seconds=a_token,
         release_seconds=float(np.median(releases[1:])),
         look_seconds=look,
-        start_seconds=max(0.0, float(extra.sum()) - others * look),
+        start_seconds=max(0.0, float(extra.sum()) - len(new) * look),
         peak_bytes=peak.so_far(),
         physical=config.physical_batch_size,
         lengths=tuple(lengths),
