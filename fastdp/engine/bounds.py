@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -68,15 +70,20 @@ def among_units_in_words(units: int, tokens: int, spread: float) -> str:
     )
 
 
-@dataclass(frozen=True)
-class _Part:
-    group: int
-    powers: torch.Tensor
-    products: torch.Tensor | None
+class Errors(NamedTuple):
+    """How far rounding may have carried the powers of one part, and what it adds to a sum: as `Norms.add` has them."""
+
+    entries: int
     relative: float
-    gram: float
-    added: float
-    floor: float
+    gram: float = 0.0
+    added: float = 0.0
+
+
+class _Rows(NamedTuple):
+    groups: Sequence[int]
+    powers: torch.Tensor
+    errors: Sequence[Errors]
+    products: torch.Tensor | None
 
 
 class Norms:
@@ -93,7 +100,7 @@ class Norms:
         self.order = order
         self._shape = groups, units
         self._device = device
-        self._parts: list[_Part] = []
+        self._rows: list[_Rows] = []
         self._measured = torch.zeros(self._shape, dtype=torch.float64, device=device)
         self._counted = 0
 
@@ -120,15 +127,25 @@ class Norms:
             gram: error of ``powers`` against the products to the power of the order.
             added: error of the norm, and of what is added to the sum, against the products.
         """
-        floor = float(entries) * FLOOR**self.order
-        self._parts.append(_Part(group, powers, products, relative, gram, added, floor))
+        errors = Errors(entries, relative, gram, added)
+        self.add_rows([group], powers.unsqueeze(0), [errors], None if products is None else products.unsqueeze(0))
+
+    def add_rows(
+        self,
+        groups: Sequence[int],
+        powers: torch.Tensor,
+        errors: Sequence[Errors],
+        products: torch.Tensor | None = None,
+    ) -> None:
+        """`add` of k parts at once: ``powers`` and ``products`` are ``[k, units]``, a row each."""
+        self._rows.append(_Rows(groups, powers, errors, products))
 
     def measured(self) -> torch.Tensor:
         """The computed powers so far ``[groups, units]`` float64: never a bound of anything."""
-        new = self._parts[self._counted :]
+        new = self._rows[self._counted :]
         if new:
-            self._measured.index_add_(0, self._groups(new), stacked([p.powers for p in new]))
-            self._counted = len(self._parts)
+            self._measured.index_add_(0, self._groups(new), stacked([rows.powers for rows in new]))
+            self._counted = len(self._rows)
         return self._measured.clone()
 
     def upper(self) -> UpperNorms:
@@ -139,34 +156,39 @@ class Norms:
         """
         measured, added = self.measured(), torch.zeros(self._shape, dtype=torch.float64, device=self._device)
         highest = measured.clone()
-        if self._parts:
-            powers, groups = stacked([p.powers for p in self._parts]), self._groups(self._parts)
+        if self._rows:
+            powers, groups = stacked([rows.powers for rows in self._rows]), self._groups(self._rows)
             none = sent((0.0,) * self._shape[1], torch.float64, self._device)
-            products = stacked([none if p.products is None else p.products for p in self._parts])
+            products = stacked(
+                [none.expand(len(r.groups), -1) if r.products is None else r.products for r in self._rows]
+            )
             reach = products**self.order
-            errors = powers.abs() * self._constants([p.relative for p in self._parts])
-            errors += self._constants([p.floor for p in self._parts])
-            errors += reach * self._constants([p.gram for p in self._parts])
+            entries, relative, gram, apart = zip(*(error for rows in self._rows for error in rows.errors))
+            floor = FLOOR**self.order
+            errors = powers.abs() * self._constants(relative)
+            errors += self._constants(tuple(count * floor for count in entries))
+            errors += reach * self._constants(gram)
             highest.index_add_(0, groups, errors)
-            added.index_add_(0, groups, reach * self._constants([p.added**self.order for p in self._parts]))
+            added.index_add_(0, groups, reach * self._constants(tuple(error**self.order for error in apart)))
         norms = highest.clamp(min=0) ** (1 / self.order) + added ** (1 / self.order)
         return UpperNorms(norms * _SLACK, measured)
 
-    def _groups(self, parts: Sequence[_Part]) -> torch.Tensor:
-        return sent(tuple(p.group for p in parts), torch.int64, self._device)
+    def _groups(self, every: Sequence[_Rows]) -> torch.Tensor:
+        return sent(tuple(group for rows in every for group in rows.groups), torch.int64, self._device)
 
-    def _constants(self, values: list[float]) -> torch.Tensor:
-        return sent(tuple(values), torch.float64, self._device).unsqueeze(1)
+    def _constants(self, values: tuple[float, ...]) -> torch.Tensor:
+        return sent(values, torch.float64, self._device).unsqueeze(1)
 
 
-def stacked(rows: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Rows as float64 ``[rows, units]``; on a GPU in a few launches, however many there are."""
+def stacked(blocks: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Blocks of rows as one of float64, ``[rows, units]``; on a GPU in a few launches, however many there are."""
     kinds: dict[torch.dtype, list[int]] = {}
-    for at, row in enumerate(rows):
-        kinds.setdefault(row.dtype, []).append(at)
-    blocks = [torch.stack([rows[at] for at in members]).double() for members in kinds.values()]
-    if len(blocks) == 1:
-        return blocks[0]
-    order = [at for members in kinds.values() for at in members]
+    for at, block in enumerate(blocks):
+        kinds.setdefault(block.dtype, []).append(at)
+    alike = [torch.cat([blocks[at] for at in members]).double() for members in kinds.values()]
+    if len(alike) == 1:
+        return alike[0]
+    begins = [0, *itertools.accumulate(block.shape[0] for block in blocks)]
+    order = [row for members in kinds.values() for at in members for row in range(begins[at], begins[at + 1])]
     places = sorted(range(len(order)), key=order.__getitem__)
-    return torch.cat(blocks).index_select(0, sent(tuple(places), torch.int64, rows[0].device))
+    return torch.cat(alike).index_select(0, sent(tuple(places), torch.int64, blocks[0].device))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 import fastdp.ops as ops
-from fastdp.engine.bounds import Norms, UpperNorms, stacked
+from fastdp.engine.bounds import Errors, Norms, UpperNorms, stacked
 from fastdp.engine.constants import sent
 from fastdp.engine.factors import Factors, PerUnit, joined
 from fastdp.engine.head import REMEASURED
@@ -16,8 +17,11 @@ from fastdp.engine.layout import Layout
 from fastdp.engine.sums import Captures, Route, Sums, as_matrix
 from fastdp.ops.routes import plan
 
+_T = TypeVar("_T")
 #: The narrower side of matrices whose gradients wait for others, at most: wider ones fill a GPU by themselves.
 _NARROW = 64
+#: Sizes of uses whose constants are kept, at most.
+_KEPT = 1 << 14
 
 
 @dataclass
@@ -46,14 +50,34 @@ class Entry:
         return None if self.products is None else 3 * self.products + norm
 
 
-@dataclass(frozen=True)
-class _Gram:
-    """A use whose norms were found by Gram matrices, kept until it is known whether they are good enough."""
+class _Grams(NamedTuple):
+    """Uses whose norms were found by Gram matrices, ``[uses, units]``, kept until it is known whether they are good enough."""
 
-    name: str
-    use: Factors
+    names: list[str]
+    uses: list[Factors]
     squares: torch.Tensor
     products: torch.Tensor
+
+
+class _Constants(NamedTuple):
+    """Of one use: the errors of its norms by Gram matrices and by the direct route."""
+
+    gram: Errors
+    direct: Errors
+
+
+#: By the arithmetic and the sizes that they depend on, which are the same in every step.
+_CONSTANTS: dict[tuple[object, ...], Any] = {}
+
+
+def _once(sizes: tuple[object, ...], find: Callable[[], _T]) -> _T:
+    """What ``find`` gives, which depends on ``sizes`` alone."""
+    found = _CONSTANTS.get(sizes)
+    if found is None:
+        if len(_CONSTANTS) >= _KEPT:
+            _CONSTANTS.clear()
+        found = _CONSTANTS[sizes] = find()
+    return found  # type: ignore[no-any-return]
 
 
 class NormSink(Captures):
@@ -77,7 +101,7 @@ class NormSink(Captures):
         self.tables = sums.tables
         self.entries: dict[str, Entry] = {}
         self.norms = Norms(len(self.policy.bounds), layout.units, layout.weights.device)
-        self._grams: list[_Gram] = []
+        self._grams: list[_Grams] = []
         #: Uses that wait for their Gram matrices, in groups that read the same input, by their axis of tokens.
         self._waiting: dict[tuple[int, bool], list[tuple[torch.Tensor, list[tuple[str, Factors]]]]] = {}
         self._small: dict[tuple[int, bool], list[tuple[str, torch.Tensor, torch.Tensor]]] = {}
@@ -87,7 +111,10 @@ class NormSink(Captures):
     def entry(self, parameter: torch.nn.Parameter) -> tuple[str, Entry]:
         """A parameter's name, and what it has collected."""
         name = self.names[id(parameter)]
-        return name, self.entries.setdefault(name, Entry())
+        found = self.entries.get(name)
+        if found is None:
+            found = self.entries[name] = Entry()
+        return name, found
 
     def whole(self, parameter: torch.nn.Parameter, gradients: torch.Tensor, route: str, tokens: int) -> None:
         name, entry = self.entry(parameter)
@@ -230,9 +257,9 @@ class NormSink(Captures):
             offsets = self.layout.offsets(tokens, laned=laned)
             pairs = [([use.left for _, use in own], right) for right, own in groups]
             squares, products = ops.gram_norms(pairs, offsets)
-            uses = [found for _, own in groups for found in own]
-            for (name, use), square, product in zip(uses, squares, products):
-                self._grams.append(_Gram(name, use, square, product))
+            names, uses = zip(*(found for _, own in groups for found in own))
+            self._grams.append(_Grams(list(names), list(uses), squares, products))
+            for name in names:
                 self.drop(self.entries[name])
         self._waiting.clear()
         if not self.keep:
@@ -246,17 +273,15 @@ class NormSink(Captures):
         """
         if not self._grams:
             return
-        arithmetic = [(found.use.rounding(), found.use.longest(self.layout)) for found in self._grams]
-        constants = [
-            rounding.gram(found.use.width, found.use.right.shape[1], tokens)
-            for found, (rounding, tokens) in zip(self._grams, arithmetic)
-        ]
-        own = [self.policy.group_of[found.name] for found in self._grams]
+        uses = [(name, use) for found in self._grams for name, use in zip(found.names, found.uses)]
+        constants = [self._constants(name, use) for name, use in uses]
+        own = [group for name, _ in uses if isinstance(group := self.policy.group_of[name], int)]
         groups = sent(tuple(own), torch.int64, self.layout.weights.device)
         squares = stacked([found.squares for found in self._grams])
         products = stacked([found.products for found in self._grams])
+        errors = [known.gram for known in constants]
         hidden = products.square()
-        hidden *= sent(tuple(constants), torch.float64, hidden.device).unsqueeze(1)
+        hidden *= sent(tuple(error.gram for error in errors), torch.float64, hidden.device).unsqueeze(1)
         known = self.norms.measured().index_add_(0, groups, squares)
         poor = (torch.zeros_like(known).index_add_(0, groups, hidden) > REMEASURED * known)[groups]
         anew = poor.device.type != "cpu" or bool(poor.any())
@@ -264,30 +289,45 @@ class NormSink(Captures):
         if anew:
             squares, products = squares.masked_fill(poor, 0), products.masked_fill(poor, 0)
             rests = rests.masked_fill(~poor, 0)
-            self._measure(poor, rests, arithmetic)
-        for at, (found, (rounding, tokens)) in enumerate(zip(self._grams, arithmetic)):
-            gram, added = constants[at], rounding.added(tokens, self.layout.units)
-            self.add_powers(found.name, squares[at], rounding, products=products[at], gram=gram, added=added)
+            self._measure([use for _, use in uses], own, poor, rests, [known.direct for known in constants])
+        self.norms.add_rows(own, squares, errors, products)
         self._grams.clear()
 
     def _measure(
-        self, chosen: torch.Tensor, products: torch.Tensor, arithmetic: Sequence[tuple[ops.Rounding, int]]
+        self,
+        uses: Sequence[Factors],
+        groups: Sequence[int],
+        chosen: torch.Tensor,
+        products: torch.Tensor,
+        errors: Sequence[Errors],
     ) -> None:
         """Take norms by the direct route of chosen units, bool ``[uses, units]``, and 0 of the others."""
         axes: dict[tuple[int, bool], list[int]] = {}
-        for at, found in enumerate(self._grams):
-            axes.setdefault((found.use.right.shape[0], found.use.laned), []).append(at)
+        for at, use in enumerate(uses):
+            axes.setdefault((use.right.shape[0], use.laned), []).append(at)
         for members in axes.values():
-            uses = [self._grams[at].use for at in members]
-            own = chosen
+            own = [uses[at] for at in members]
+            theirs, reach = chosen, products
             if len(axes) > 1:
-                own = chosen.index_select(0, sent(tuple(members), torch.int64, chosen.device))
-            lefts, rights = [use.left for use in uses], [use.right for use in uses]
-            again = ops.chosen_sqnorm(lefts, rights, uses[0].offsets(self.layout), own)
-            for row, at in zip(again, members):
-                rounding, tokens = arithmetic[at]
-                both = rounding.entry(tokens) + rounding.added(tokens, self.layout.units)
-                self.add_powers(self._grams[at].name, row, rounding, products=products[at], added=both)
+                rows = sent(tuple(members), torch.int64, chosen.device)
+                theirs, reach = chosen.index_select(0, rows), products.index_select(0, rows)
+            lefts, rights = [use.left for use in own], [use.right for use in own]
+            again = ops.chosen_sqnorm(lefts, rights, own[0].offsets(self.layout), theirs)
+            self.norms.add_rows([groups[at] for at in members], again, [errors[at] for at in members], reach)
+
+    def _constants(self, name: str, use: Factors) -> _Constants:
+        """The errors of one use, computed once for all of its size and arithmetic."""
+        right, tokens, units = use.right, use.longest(self.layout), self.layout.units
+        entries, columns = self.parameters[name].numel(), right.shape[1]
+
+        def find() -> _Constants:
+            rounding = use.rounding()
+            relative, added = rounding.squares(entries), rounding.added(tokens, units)
+            gram = Errors(entries, relative, rounding.gram(use.width, columns, tokens), added)
+            return _Constants(gram, Errors(entries, relative, added=added + rounding.entry(tokens)))
+
+        left = None if use.tiled else use.left.dtype
+        return _once((left, right.dtype, right.device.type, use.width, columns, tokens, units, entries), find)
 
     def drop(self, entry: Entry) -> None:
         """Let go of factors that are measured, unless the weighted sums will need them."""
@@ -304,19 +344,32 @@ class NormSink(Captures):
 
     def _add_instances(self, entries: dict[str, Entry]) -> None:
         """Take the norms of whole gradients, finding in one launch those that did not come with them."""
-        unknown = [entry for entry in entries.values() if entry.squared is None]
+        unknown = {name: entry for name, entry in entries.items() if entry.squared is None}
         if unknown:
-            rows = ops.instance_sqnorm_group([entry.instance for entry in unknown if entry.instance is not None])
-            for entry, row in zip(unknown, rows):
-                entry.squared = row
+            instances = [entry.instance for entry in unknown.values() if entry.instance is not None]
+            rows = ops.instance_sqnorm_group(instances)
+            if all(entry.products is None for entry in unknown.values()):
+                groups = [group for name in unknown if isinstance(group := self.policy.group_of[name], int)]
+                errors = [self._of_instance(name, own) for name, own in zip(unknown, instances)]
+                self.norms.add_rows(groups, rows, errors)
+            else:
+                for entry, row in zip(unknown.values(), rows):
+                    entry.squared = row
         for name, entry in entries.items():
-            assert entry.instance is not None
-            assert entry.squared is not None
-            # An instance is added as it was measured.
-            products = None if entry.products is None else entry.reach(entry.squared.double().sqrt())
-            self.add_powers(name, entry.squared, ops.Rounding(entry.instance), products=products, added=entry.added)
+            if entry.squared is not None and entry.instance is not None:
+                # An instance is added as it was measured.
+                products = None if entry.products is None else entry.reach(entry.squared.double().sqrt())
+                self.add_powers(name, entry.squared, ops.Rounding(entry.instance), products=products, added=entry.added)
             if not self.keep:
                 entry.instance = entry.squared = None
+
+    def _of_instance(self, name: str, instance: torch.Tensor) -> Errors:
+        """The errors of a whole gradient's norm, which is added as it was measured."""
+        entries = self.parameters[name].numel()
+        return _once(
+            (instance.dtype, instance.device.type, entries),
+            lambda: Errors(entries, ops.Rounding(instance).squares(entries)),
+        )
 
     def finish(self) -> UpperNorms:
         """Upper bounds of what each unit adds, complete."""
@@ -350,7 +403,8 @@ class NormSink(Captures):
         elif uses[0].one_hot:
             self._add_direct(name, uses[0])
         else:
-            self._grams.append(_Gram(name, uses[0], *uses[0].powers(self.layout)))
+            squares, products = uses[0].powers(self.layout)
+            self._grams.append(_Grams([name], uses, squares.unsqueeze(0), products.unsqueeze(0)))
         self.drop(entry)
 
     def _put_together(self, name: str, entry: Entry) -> None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,8 +16,7 @@ from fastdp.engine.policy import Policy
 from fastdp.engine.shards import Whole
 
 
-@dataclass(frozen=True)
-class Route:
+class Route(NamedTuple):
     """How a parameter's norms were found in the latest pass, and the sizes that decided it."""
 
     name: str
