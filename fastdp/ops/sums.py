@@ -308,16 +308,19 @@ def _check_weighted_sum(
         check_weights(weights, right, each, "weights_masked", count=count)
         check_weights(weights_unmasked, right, each, "weights_unmasked", count=count)
         check_mask(mask, left, right)
+    _check_out(out, left, right)
+    if is_one_hot(left):
+        check_ids(left, out.shape[0])
+
+
+def _check_out(out: Tensor, left: Tensor, right: Tensor) -> None:
     if out.dtype not in SUMS:
         raise TypeError(f"out is {out.dtype}: sums are kept in float32 or float64")
-    one_hot = is_one_hot(left)
-    m = out.shape[0] if one_hot and out.dim() == 2 else left.shape[-1]
+    m = out.shape[0] if is_one_hot(left) and out.dim() == 2 else left.shape[-1]
     if out.shape != (m, right.shape[1]):
         raise ValueError(f"out has shape {tuple(out.shape)}: the sum has shape {(m, right.shape[1])}")
     if out.device != right.device:
         raise ValueError(f"out is on {out.device} and the factors on {right.device}")
-    if one_hot:
-        check_ids(left, m)
 
 
 WEIGHTED_SUM = Op(
@@ -358,12 +361,18 @@ def _check_weighted_sum_group(
             f"there are {len(lefts)} lefts, {len(rights)} rights and {len(weights)} rows of weights: give as many of each, at "
             "least one"
         )
-    for number, (out, left, right, own) in enumerate(zip(outs, lefts, rights, weights)):
+    tokens, device = rights[0].shape[0], rights[0].device
+    check_offsets(offsets, tokens, device)
+    check_weights(weights[0], rights[0], "unit", count=offsets.shape[0] - 1)
+    for number, (out, left, right) in enumerate(zip(outs, lefts, rights)):
         if is_one_hot(left):
             raise ValueError(f"lefts[{number}] is a vector of ids: add the rows of a table by weighted_sum")
-        if right.shape[0] != rights[0].shape[0]:
-            raise ValueError(f"rights[{number}] has {right.shape[0]} tokens and rights[0] {rights[0].shape[0]}")
-        _check_weighted_sum(out, left, right, own, None, None, offsets)
+        if right.shape[0] != tokens:
+            raise ValueError(f"rights[{number}] has {right.shape[0]} tokens and rights[0] {tokens}")
+        if right.device != device:
+            raise ValueError(f"rights[{number}] is on {right.device} and rights[0] on {device}")
+        check_pair(left, right)
+        _check_out(out, left, right)
 
 
 WEIGHTED_SUM_GROUP = Op(
