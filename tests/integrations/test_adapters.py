@@ -107,6 +107,7 @@ def test_bottleneck_computes_the_formula():
 
 
 def test_bottleneck_loads_in_a_new_process_after_import_fastdp(tmp_path):
+    """Although transformers looks for peft, without importing it, to see whether it is installed."""
     model = gpt2()
     model.save_pretrained(tmp_path / "base")
     adapted = peft.get_peft_model(model, BottleneckConfig(task_type="CAUSAL_LM"))
@@ -114,7 +115,9 @@ def test_bottleneck_loads_in_a_new_process_after_import_fastdp(tmp_path):
     adapted.save_pretrained(tmp_path / "adapter")
     torch.save(logits(adapted), tmp_path / "logits.pt")
     script = (
-        "import sys, torch, peft, transformers, fastdp\n"
+        "import fastdp, importlib.util; importlib.util.find_spec('peft'); import sys, peft, torch, transformers\n"
+        "from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING as known\n"
+        "assert 'BOTTLENECK' in known\n"
         "base = transformers.GPT2LMHeadModel.from_pretrained(sys.argv[1] + '/base')\n"
         "model = peft.PeftModel.from_pretrained(base, sys.argv[1] + '/adapter').eval()\n"
         "with torch.no_grad(): got = model(input_ids=torch.arange(3, 19).reshape(2, 8)).logits\n"
