@@ -153,7 +153,7 @@ class CorrectedAdam(torch.optim.AdamW):
         served = {id(group): _serves(group) for group in self.param_groups}
         for part in summed:
             group = group_of.get(id(part.parameter))
-            variance = _along(self._known_of(part.parameter), part.axes)
+            variance = _along(self._known_of(part.parameter), part.axes) if self.noise_variance else 0.0
             if group is None or not (served[id(group)] and _fusable(part, variance, divisor)):
                 left.append(part)
             else:

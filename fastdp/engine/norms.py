@@ -106,6 +106,8 @@ class NormSink(Captures):
         self._waiting: dict[tuple[int, bool], list[tuple[torch.Tensor, list[tuple[str, Factors]]]]] = {}
         self._small: dict[tuple[int, bool], list[tuple[str, torch.Tensor, torch.Tensor]]] = {}
         self._held_bytes = 0
+        #: Routes of matrices by their sizes: a model has many of few.
+        self._planned: dict[tuple[object, ...], str] = {}
         self.may_hold_bytes = may_hold(layout.weights.device) if keep else 0
 
     def entry(self, parameter: torch.nn.Parameter) -> tuple[str, Entry]:
@@ -156,15 +158,19 @@ class NormSink(Captures):
             return "row sums"
         if self.all_whole:
             return "instantiate"
-        return plan(
-            rows,
-            use.right.shape[1],
-            use.right.shape[0] // max(1, self.layout.units),
-            self.layout.units,
-            keeps_factors=self.keep,
-            dtype=use.right.dtype,
-            device=use.right.device,
-        )
+        right = use.right
+        kind = (rows, right.shape, right.dtype, right.device)
+        if kind not in self._planned:
+            self._planned[kind] = plan(
+                rows,
+                right.shape[1],
+                right.shape[0] // max(1, self.layout.units),
+                self.layout.units,
+                keeps_factors=self.keep,
+                dtype=right.dtype,
+                device=right.device,
+            )
+        return self._planned[kind]
 
     def require_once(self, name: str, entry: Entry) -> None:
         """Raise RuntimeError if a parameter that the trace saw used once has come again."""
