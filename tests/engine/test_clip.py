@@ -14,7 +14,7 @@ from torch import nn
 import fastdp
 from fastdp.engine import norms as norm_sinks
 from fastdp.engine.accumulator import Accumulator
-from fastdp.engine.bounds import Norms, among_units, down
+from fastdp.engine.bounds import Errors, Norms, among_units, down
 from fastdp.engine.factors import Factors
 from fastdp.engine.layout import Ticket
 from fastdp.engine.policy import Policy
@@ -141,6 +141,27 @@ def test_a_norm_that_is_not_finite_gives_no_weight(bad: float) -> None:
     assert bool((weights[:, 1] == 0).all())
     # A square below zero is worth what rounding may have hidden.
     assert 0 < float(weights[1, 2]) <= 1e-6 / (1e-2 - 1e-3) ** 0.5
+
+
+@given(st.lists(st.tuples(st.integers(1, 3), st.booleans(), st.booleans()), min_size=1, max_size=4), st.integers(0, 99))
+def test_blocks_of_rows_bound_what_their_rows_do(blocks: list[tuple[int, bool, bool]], seed: int) -> None:
+    """Blocks of (rows, float64, with products), in one dtype or two: the same bounds as of one row after another."""
+    generator = torch.Generator().manual_seed(seed)
+    together, apart = (Norms(2, 3, torch.device("cpu")) for _ in range(2))
+    for count, wide, reached in blocks:
+        powers = torch.rand(count, 3, generator=generator, dtype=torch.float64 if wide else torch.float32)
+        products = torch.rand(count, 3, generator=generator, dtype=torch.float64) if reached else None
+        groups = torch.randint(0, 2, (count,), generator=generator).tolist()
+        errors = [
+            Errors(n + 1, *torch.rand(3, generator=generator, dtype=torch.float64).tolist()) for n in range(count)
+        ]
+        together.add_rows(groups, powers, errors, products)
+        for at, (group, own) in enumerate(zip(groups, errors)):
+            reach = None if products is None else products[at]
+            numbers = {"relative": own.relative, "gram": own.gram, "added": own.added}
+            apart.add(group, powers[at], own.entries, products=reach, **numbers)
+        torch.testing.assert_close(together.measured(), apart.measured(), rtol=1e-14, atol=0)
+    torch.testing.assert_close(together.upper().norms, apart.upper().norms, rtol=1e-14, atol=0)
 
 
 def test_a_bare_norm_is_no_bound() -> None:
