@@ -1,5 +1,6 @@
 """What every test runs under."""
 
+import gc
 import os
 import tempfile
 
@@ -18,6 +19,12 @@ _STATE = tempfile.TemporaryDirectory(prefix="fastdp-state-")
 os.environ["FASTDP_STATE"] = _STATE.name
 # Many tests release the same few texts; those that are about it take this away.
 os.environ["FASTDP_AGAIN"] = "1"
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays: the garbage collector need not look through it again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -197,10 +197,16 @@ def simulated(config: FinetuneConfig, model: torch.nn.Module, lengths: Sequence[
     """The same by a table of prices, for full micro-batches of the lengths' mean.
 
     Raises:
-        ConfigError: for a GPU without prices, or a model that cannot be simulated.
+        ConfigError: for a GPU without prices, a model that cannot be simulated, or a torch that cannot do it.
     """
+    from torch.fx.experimental import _config
+
     from fastdp.bench import meter, simulate, workloads
 
+    if not hasattr(_config, "meta_nonzero_assume_all_nonzero"):
+        raise ConfigError(
+            f"torch {torch.__version__} is too old to simulate steps: leave --gpu out, or take a newer one"
+        )
     if gpu not in meter.GPUS:
         raise ConfigError(f"there is no price list for '{gpu}': choose one of {', '.join(meter.GPUS)}")
     shape: Any = model.config
