@@ -12,7 +12,6 @@ counts: launches, bytes allocated, and that nothing in a step waits for the devi
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -23,15 +22,7 @@ from . import workloads
 from .meter import GPUS, META, PER_NORMAL, Gpu, Tally, simulated
 from .workloads import Case
 
-_half = functools.partial(Case, dtype=torch.bfloat16)
-CASES = {
-    "llama-8b-lora": _half("llama", 32, 4096, 14336, 32, 8, 128256, 4, 2048, rank=16),
-    "llama-8b-lora-checkpointed": _half("llama", 32, 4096, 14336, 32, 8, 128256, 4, 2048, rank=16, checkpointed=True),
-    "llama-1b-long": _half("llama", 16, 2048, 8192, 32, 8, 128256, 1, 4096),
-    "llama-1b-full": _half("llama", 16, 2048, 8192, 32, 8, 128256, 4, 1024),
-    "gpt2-124m-full": _half("gpt2", 12, 768, 3072, 12, 12, 50257, 8, 1024),
-    "bert-base-full": _half("bert", 12, 768, 3072, 12, 12, 30522, 32, 128),
-}
+CASES = workloads.LARGE
 
 
 def build(case: Case, device: torch.device = META) -> torch.nn.Module:

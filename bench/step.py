@@ -1,4 +1,4 @@
-"""One training step: non-private, fastdp, and Opacus in both its modes, alternating, each in a process of its own.
+"""One training step: non-private, fastdp, and Opacus in both its modes, alternating, on processors each in a process of its own.
 
 A step is a batch of fixed size from a loader, forward, backward and `optimizer.step()` of torch's AdamW, with clipping and
 noise where the implementation has them. Where all is trained the update counts, so there the non-private step also runs
@@ -23,6 +23,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -33,6 +34,16 @@ from .workloads import LEARNING_RATE, Case
 
 IMPLEMENTATIONS = ("non-private", "fastdp", "opacus-hooks", "opacus-ghost")
 FUSED = ("non-private-fused", "fastdp-fused")
+#: On a GPU: with fused optimizers alone, one operation at a time and recorded as CUDA graphs; other libraries last, as it is
+#: theirs that time may be short of.
+ON_A_GPU = (
+    "non-private-fused",
+    "fastdp-fused",
+    "non-private-captured",
+    "fastdp-captured",
+    "opacus-hooks",
+    "opacus-ghost",
+)
 
 
 CASES = {
@@ -55,13 +66,7 @@ CASES = {
     "attention": Case("attention", 1, 256, rows=16, vocabulary=5000),
     "lstm": Case("lstm", 1, 128, rows=32, vocabulary=5000),
     "encoder-layer": Case("encoder-layer", 2, 256, rows=16, vocabulary=5000),
-    "gpt2-124m-lora": Case("gpt2", 12, 768, tuning="lora", tokens=1024, vocabulary=50257, dtype=torch.bfloat16),
-    "gpt2-124m-full": Case("gpt2", 12, 768, tokens=1024, vocabulary=50257, dtype=torch.bfloat16),
-    "bert-base-full": Case("bert", 12, 768, rows=32, vocabulary=30522, dtype=torch.bfloat16),
-    "llama-1b-full": Case("llama", 16, 2048, rows=4, tokens=1024, vocabulary=128256, dtype=torch.bfloat16),
-    "llama-8b-lora": Case(
-        "llama", 32, 4096, tuning="lora", rows=4, tokens=1024, vocabulary=128256, dtype=torch.bfloat16
-    ),
+    **workloads.LARGE,
 }
 
 
@@ -79,56 +84,98 @@ def measure(
     """
     if case not in CASES:
         raise ValueError(f"there is no case '{case}'; choose one of {', '.join(CASES)}")
+    on_gpu = torch.cuda.device_count() > 0
     if implementations is None:
-        # Other libraries last: what time is short of, on a GPU that is lent, is theirs.
-        implementations = (*IMPLEMENTATIONS[:2], *(FUSED if CASES[case].tuning == "full" else ()), *IMPLEMENTATIONS[2:])
-    on_gpu = torch.cuda.is_available()
-    workers: dict[str, _Worker] = {}
-    heaps: dict[str, int] = {}
-    # A GPU holds one model at a time and keeps its speed; processors drift, so there implementations take turns.
-    for together in [[name] for name in implementations] if on_gpu else [implementations]:
-        with ExitStack() as stack:
-            here = {name: stack.enter_context(_Worker(case, name, os.environ)) for name in together}
-            for _ in range(warmup):
-                for worker in here.values():
-                    worker.ask("step")
-            for _ in range(steps):
-                for worker in here.values():
-                    worker.times.append(worker.ask("step"))
-            heaps |= {name: worker.ask("peak") for name, worker in here.items()}
-        workers |= here
-    peaks = heaps if on_gpu else {name: _peak_alone(case, name) for name, w in workers.items() if w.error is None}
-    base = workers["non-private"]
+        every = (*IMPLEMENTATIONS[:2], *(FUSED if CASES[case].tuning == "full" else ()), *IMPLEMENTATIONS[2:])
+        implementations = ON_A_GPU if on_gpu else every
+    measured = _one_by_one if on_gpu else _in_turns
+    found = measured(case, implementations, steps, warmup)
+    base = found[implementations[0]]
     rows = []
-    for name, worker in workers.items():
+    for name, one in found.items():
         row: dict[str, Any] = {"case": case, "implementation": name}
-        if worker.error is not None:
-            row["error"] = worker.error
+        if one.error is not None:
+            row["error"] = one.error
         else:
-            row["seconds"] = statistics.median(worker.times)
-            row["peak_bytes"] = peaks[name]
-            row["ratio_time"] = statistics.median(a / b for a, b in zip(worker.times, base.times))
-            row["ratio_memory"] = peaks[name] / peaks["non-private"]
+            row["seconds"] = statistics.median(one.times)
+            row["peak_bytes"] = one.peak
+            if base.error is None:
+                row["ratio_time"] = statistics.median(a / b for a, b in zip(one.times, base.times))
+                row["ratio_memory"] = one.peak / base.peak
             if not on_gpu:
-                row["heap_bytes"] = heaps[name]
-                row["ratio_heap"] = heaps[name] / heaps["non-private"]
+                row["heap_bytes"] = one.heap
+                row["ratio_heap"] = one.heap / base.heap if base.error is None else None
         rows.append(row)
     return rows
 
 
+@dataclass
+class _Found:
+    """What was seen of one implementation: seconds of its steps, bytes, or why there are none."""
+
+    times: list[float] = field(default_factory=list)
+    peak: int = 0
+    heap: int = 0
+    error: str | None = None
+
+
+def _one_by_one(case: str, implementations: tuple[str, ...], steps: int, warmup: int) -> dict[str, _Found]:
+    """On a GPU, which holds one model at a time and keeps its speed, in one process, which has imported everything once."""
+    global _resident
+    found = {}
+    for name in implementations:
+        if _resident is None or _resident.error is not None:
+            _resident = _Worker(os.environ)
+        worker = _resident
+        worker.build(case, name)
+        for _ in range(warmup + 2):
+            worker.ask("step")
+        times = [worker.ask("step") for _ in range(steps)]
+        found[name] = _Found(times, worker.ask("peak"), error=worker.error)
+        if found[implementations[0]].error is not None:
+            break  # what ordinary training cannot hold, nothing else does
+    return found
+
+
+_resident: _Worker | None = None
+
+
+def _in_turns(case: str, implementations: tuple[str, ...], steps: int, warmup: int) -> dict[str, _Found]:
+    """Processors drift, so there implementations take turns, each in a process of its own."""
+    with ExitStack() as stack:
+        workers = {name: stack.enter_context(_Worker(os.environ)) for name in implementations}
+        for name, worker in workers.items():
+            worker.build(case, name)
+        for _ in range(warmup):
+            for worker in workers.values():
+                worker.ask("step")
+        found = {name: _Found() for name in workers}
+        for _ in range(steps):
+            for name, worker in workers.items():
+                found[name].times.append(worker.ask("step"))
+        for name, worker in workers.items():
+            found[name].heap, found[name].error = worker.ask("peak"), worker.error
+    for name, one in found.items():
+        if one.error is None:
+            one.peak = _peak_alone(case, name)
+    return found
+
+
 def _peak_alone(case: str, implementation: str) -> int:
-    with _Worker(case, implementation, os.environ | ENVIRONMENT) as worker:
+    with _Worker(os.environ | ENVIRONMENT) as worker:
+        worker.build(case, implementation)
         for _ in range(3):
             worker.ask("step")
         return worker.ask("peak")
 
 
 class _Worker:
-    def __init__(self, case: str, implementation: str, environment: Mapping[str, str]):
-        self.times: list[float] = []
+    """A process that has imported everything, and builds a step and takes it when it is asked to."""
+
+    def __init__(self, environment: Mapping[str, str]):
         self.error: str | None = None
         self.process = subprocess.Popen(
-            [sys.executable, "-m", __name__, case, implementation],
+            [sys.executable, "-m", __name__],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -136,6 +183,10 @@ class _Worker:
             env=dict(environment),
         )
         self.ask(None)
+
+    def build(self, case: str, implementation: str) -> None:
+        """Let go of the step before, and build another."""
+        self.ask(f"{case} {implementation}")
 
     def ask(self, word: str | None) -> Any:
         """Send a word and wait for the answer; after an error nothing is sent any more."""
@@ -167,8 +218,11 @@ def _build(case: Case, implementation: str) -> Callable[[], None]:
     """A function that takes one training step."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = workloads.build(case, device)
-    if implementation in ("fastdp", "fastdp-fused"):
-        return workloads.private_step(case, model, fused=implementation == "fastdp-fused")
+    if implementation.startswith("fastdp"):
+        captured = implementation == "fastdp-captured"
+        return workloads.private_step(case, model, fused=implementation != "fastdp", capture=captured)
+    if implementation == "non-private-captured":
+        return workloads.captured_step(case, model)
     if implementation in ("non-private", "non-private-fused"):
         return workloads.plain_step(case, model, fused=implementation == "non-private-fused")
     batches = workloads.batches(workloads.loader_of(case, shuffle=True), device)
@@ -231,8 +285,8 @@ def _peak(start: int) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - start
 
 
-def _serve(case: str, implementation: str) -> None:
-    """Answer the parent's words, a JSON line each."""
+def _serve() -> None:
+    """Answer the parent's words, a JSON line each: a case and an implementation, `step`, or `peak`."""
     answers = sys.stdout
     sys.stdout = sys.stderr
     warnings.simplefilter("ignore")
@@ -249,22 +303,31 @@ def _serve(case: str, implementation: str) -> None:
         import fastdp  # noqa: F401
 
         transformers.logging.set_verbosity_error()
-        gc.collect()
-        start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        step = _build(CASES[case], implementation)
+        start, step = 0, None
         answer(value=0.0)
         for line in sys.stdin:
-            if line.strip() == "peak":
+            words = line.split()
+            if words == ["peak"]:
                 answer(value=_peak(start))
-                continue
-            begun = time.perf_counter()
-            step()
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
-            answer(value=time.perf_counter() - begun)
+            elif words == ["step"]:
+                assert step is not None
+                begun = time.perf_counter()
+                step()
+                if torch.cuda.is_available():
+                    torch.cuda.synchronize()
+                answer(value=time.perf_counter() - begun)
+            else:
+                step = None
+                gc.collect()
+                if torch.cuda.is_available():
+                    torch.cuda.empty_cache()
+                    torch.cuda.reset_peak_memory_stats()
+                start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+                step = _build(CASES[words[0]], words[1])
+                answer(value=0.0)
     except Exception as error:
         answer(error=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:300])
 
 
 if __name__ == "__main__":
-    _serve(sys.argv[1], sys.argv[2])
+    _serve()

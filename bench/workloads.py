@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -51,9 +52,16 @@ class Case:
 
 
 def build(case: Case, device: torch.device) -> torch.nn.Module:
-    """The case's model in training mode, converted before it moves: a GPU need not hold it in float32."""
-    with device if device.type == "meta" else torch.device("cpu"):
-        model = _tuned(case, _made(case).to(case.dtype).to(device))
+    """The case's model in training mode, made where it will be and as it will be: a GPU need not hold it in float32."""
+    usual = torch.get_default_dtype()
+    torch.set_default_dtype(case.dtype)
+    try:
+        with device:
+            model = _made(case)
+    finally:
+        torch.set_default_dtype(usual)
+    with device:
+        model = _tuned(case, model)
     if case.checkpointed:
         model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
         if case.rank:
@@ -121,6 +129,18 @@ def examples(case: Case, count: int) -> list[dict[str, torch.Tensor]]:
     return [{"input_ids": row, "labels": row.clone()} for row in ids]
 
 
+_half = functools.partial(Case, dtype=torch.bfloat16)
+#: Steps that take a GPU, or are simulated.
+LARGE = {
+    "bert-base-full": _half("bert", 12, 768, 3072, 12, 12, 30522, 32, 128),
+    "gpt2-124m-full": _half("gpt2", 12, 768, 3072, 12, 12, 50257, 8, 1024),
+    "llama-1b-full": _half("llama", 16, 2048, 8192, 32, 8, 128256, 4, 1024),
+    "llama-1b-long": _half("llama", 16, 2048, 8192, 32, 8, 128256, 1, 4096),
+    "llama-8b-lora-checkpointed": _half("llama", 32, 4096, 14336, 32, 8, 128256, 4, 2048, rank=16, checkpointed=True),
+    "llama-8b-lora": _half("llama", 32, 4096, 14336, 32, 8, 128256, 4, 2048, rank=16),
+}
+
+
 def batches(loader: Any, device: torch.device) -> Iterator[dict[str, torch.Tensor]]:
     """Batches of a loader on the device, pass after pass."""
     while True:
@@ -142,7 +162,34 @@ def plain_step(case: Case, model: torch.nn.Module, *, fused: bool) -> Callable[[
     return _stepping(model, optimizer, batches(loader_of(case, shuffle=True), trained[0].device))
 
 
-def private_step(case: Case, model: torch.nn.Module, *, fused: bool) -> Callable[[], None]:
+def captured_step(case: Case, model: torch.nn.Module) -> Callable[[], None]:
+    """`plain_step` with torch's fused AdamW whose passes are recorded as a CUDA graph, as torch's own documents do it."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=LEARNING_RATE, fused=True)
+    stream = batches(loader_of(case, shuffle=True), trained[0].device)
+    held = next(stream)
+    aside = torch.cuda.Stream()
+    aside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(aside):
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(**held).loss.backward()
+    torch.cuda.current_stream().wait_stream(aside)
+    optimizer.zero_grad()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        model(**held).loss.backward()
+
+    def step() -> None:
+        for key, value in next(stream).items():
+            held[key].copy_(value)
+        graph.replay()
+        optimizer.step()
+
+    return step
+
+
+def private_step(case: Case, model: torch.nn.Module, *, fused: bool, capture: bool = False) -> Callable[[], None]:
     """A function that takes one private step, with torch's AdamW or that which fuses noise and update.
 
     Moments of both are kept in the case's dtype, as torch keeps them.
@@ -157,7 +204,7 @@ def private_step(case: Case, model: torch.nn.Module, *, fused: bool) -> Callable
         optimizer: torch.optim.Optimizer = fastdp.optim.AdamW(trained, lr=LEARNING_RATE, moments=case.dtype)
     else:
         optimizer = torch.optim.AdamW(trained, lr=LEARNING_RATE)
-    private = fastdp.make_private(model, optimizer, loader_of(case), **privacy)
+    private = fastdp.make_private(model, optimizer, loader_of(case), capture=capture, **privacy)
     return _stepping(model, private.optimizer, batches(private.data_loader, trained[0].device))
 
 

@@ -25,6 +25,7 @@ from fastdp.private.checks import (
     check_model,
     described,
     refuse_accumulation,
+    refuse_capture,
     refuse_frozen,
     refuse_fused_loss,
     refuse_in_pieces,
@@ -71,6 +72,7 @@ def make_private(
     two_pass: bool | None = None,
     self_check: bool = True,
     keep_logits: bool | None = None,
+    capture: bool = False,
     unsafe_seed: int | None = None,
     allow_large_delta: bool = False,
 ) -> Private:
@@ -107,6 +109,9 @@ def make_private(
         keep_logits: True lets the loop read ``output.logits`` of a large vocabulary beside the loss. False never computes them as
             a whole, which saves three times their memory, and takes up to 2.5 times as long for a trained head whose rows are
             shorter than twice its width. None: they are left out where that takes no longer, on processors.
+        capture: on a GPU, record micro-batches whose shapes come again as CUDA graphs and replay them, which frees the host: for
+            batches padded to one length. What the model's Python code decides is then decided once; a batch of another shape, or
+            one that is checked, goes the ordinary way. Tensors beside the loss hold until the next micro-batch.
         unsafe_seed: makes sampling and noise reproducible, which protects nothing; for tests.
         allow_large_delta: take a target_delta of 1/N or more, which allows publishing a whole example.
 
@@ -154,6 +159,8 @@ def make_private(
             loss_reduction = "mean"
         if loss_reduction is None:
             refuse_fused_loss(model)
+        if capture:
+            refuse_capture(model, returns_loss=loss_reduction is None)
         if epochs is None or not (epochs > 0 and math.isfinite(epochs)):
             raise ValueError(f"epochs is {epochs}: state how many passes over the data the budget must last for")
         size = len(data_loader.dataset)  # type: ignore[arg-type]
@@ -241,6 +248,7 @@ def make_private(
                 batches=plan.steps * math.ceil(batch_size / (physical * ranks.size)),
                 keep_logits=keep_logits,
                 secret=not loader.reproducible,
+                graphs=capture,
             )
 
         def open_access() -> Access:

@@ -10,7 +10,7 @@ import triton.language as tl
 from fastdp.ops.adamw import Numbers, told
 from fastdp.ops.halves import ELEMENT_FACTOR, MIX_FACTOR, STEP_FACTOR, TENSOR_FACTOR
 
-from .chacha import blocks_and_warps, normals
+from .chacha import blocks_and_options, normals
 from .grid import numbers_of_grid, on_grid
 from .groups import first_programs, owner
 from .launch import TRITON, beside, cdiv, on_device_of
@@ -174,7 +174,7 @@ def adamw_noise_step_(
     if param.numel() == 0:
         return
     numbers, rows, columns = told(rest)
-    b_blocks, warps = blocks_and_warps(numbers.rounded)
+    b_blocks, options = blocks_and_options(numbers.rounded)
     written = (param, exp_avg, exp_avg_sq)
     flat = [x.contiguous() for x in written]
     with on_device_of(param):
@@ -194,7 +194,7 @@ def adamw_noise_step_(
             ROUNDED=numbers.rounded,
             AXES=rows is not None,
             enable_fp_fusion=True,
-            num_warps=warps,
+            **options,
         )
     for x, result in zip(written, flat):
         if result is not x:
@@ -212,7 +212,7 @@ def adamw_noise_steps_(
 ) -> None:
     """As `adamw_noise_step_` for k contiguous tensors, moments float32 or bfloat16: a launch for each dtype of parameters."""
     numbers, rows, columns = told(rest)
-    b_blocks, warps = blocks_and_warps(numbers.rounded)
+    b_blocks, options = blocks_and_options(numbers.rounded)
     computed = _numbers(numbers)
     kinds: dict[torch.dtype, list[int]] = {}
     for i, param in enumerate(params):
@@ -244,5 +244,5 @@ def adamw_noise_steps_(
                 ALIGNED=all(address % 16 == 0 for tensors in addresses for address in tensors),
                 AXES=bool(rows),
                 enable_fp_fusion=True,
-                num_warps=warps,
+                **options,
             )

@@ -16,13 +16,13 @@ DOMAIN_FLAG = tl.constexpr(1 << 31)
 BLOCKS = 128
 
 
-def blocks_and_warps(rounded: bool) -> tuple[int, int]:
-    """Blocks a program makes, one a thread, and its warps: one warp where an open rounding takes all of them another way.
+def blocks_and_options(rounded: bool) -> tuple[int, dict[str, int]]:
+    """Blocks a program makes, one a thread, and what it is launched with: one warp where open roundings take all of them along.
 
     A normal in 3,000 leaves its rounding open (`fastdp.ops.grid`): of 512 elements one does in a program in seven, of 2,048 in
-    nearly half of them.
+    nearly half of them. Registers are capped, so that what only these need lies in memory and four times as many warps run.
     """
-    return (BLOCKS // 4, 1) if rounded else (BLOCKS, 4)
+    return (BLOCKS // 4, {"num_warps": 1, "maxnreg": 128}) if rounded else (BLOCKS, {"num_warps": 4})
 
 
 @triton.jit
@@ -54,11 +54,8 @@ def _interleave8(a, b, c, d, e, f, g, h):
 
 
 @triton.jit
-def chacha20_words(p_position, block, flag):
-    """The words 0..7 and 8..15 of blocks ``block`` (uint32 [B]), two uint32 tiles [B, 8]; ``flag`` is 0 or DOMAIN_FLAG.
-
-    B should be at least the number of threads.
-    """
+def chacha20_block(p_position, block, flag):
+    """The sixteen words of each of ``block`` (uint32, any shape), of that shape each; ``flag`` is 0 or DOMAIN_FLAG."""
     nothing = block ^ block
     # A load of at least one element a thread is what Triton takes layouts from: with the key as vectors, the sixteen
     # words of a block stay in one thread through the joins. As scalars, each join went through shared memory (49
@@ -93,9 +90,33 @@ def chacha20_words(p_position, block, flag):
         x1, x6, x11, x12 = _quarter(x1, x6, x11, x12, one)
         x2, x7, x8, x13 = _quarter(x2, x7, x8, x13, one)
         x3, x4, x9, x14 = _quarter(x3, x4, x9, x14, one)
-    first = _interleave8(x0 + c0, x1 + c1, x2 + c2, x3 + c3, x4 + k0, x5 + k1, x6 + k2, x7 + k3)
-    last = _interleave8(x8 + k4, x9 + k5, x10 + k6, x11 + k7, x12 + block, x13 + tensor, x14 + low, x15 + high)
-    return first, last
+    return (
+        x0 + c0, x1 + c1, x2 + c2, x3 + c3, x4 + k0, x5 + k1, x6 + k2, x7 + k3,
+        x8 + k4, x9 + k5, x10 + k6, x11 + k7, x12 + block, x13 + tensor, x14 + low, x15 + high,
+    )  # fmt: skip
+
+
+@triton.jit
+def chacha20_words(p_position, block, flag):
+    """The words 0..7 and 8..15 of blocks ``block`` (uint32 [B]), two uint32 tiles [B, 8]; ``flag`` is 0 or DOMAIN_FLAG.
+
+    B should be at least the number of threads.
+    """
+    w = chacha20_block(p_position, block, flag)
+    first = _interleave8(w[0], w[1], w[2], w[3], w[4], w[5], w[6], w[7])
+    return first, _interleave8(w[8], w[9], w[10], w[11], w[12], w[13], w[14], w[15])
+
+
+@triton.jit
+def own_words(p_position, block, element, flag):
+    """Of element ``element`` (0 .. 15) of ``block``, any shape: the word of its radius and that of its angle."""
+    w = chacha20_block(p_position, block, flag)
+    pair = element & 7
+    radius, angle = w[0], w[8]
+    for i in tl.static_range(1, 8):
+        radius = tl.where(pair == i, w[i], radius)
+        angle = tl.where(pair == i, w[8 + i], angle)
+    return radius, angle
 
 
 @triton.jit

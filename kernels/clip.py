@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .chacha import blocks_and_warps, normals
+from .chacha import blocks_and_options, normals
 from .grid import numbers_of_grid, on_grid
 from .launch import beside, cdiv, on_device_of
 from .tiles import load_flat, store_flat
@@ -173,7 +173,7 @@ def clip_noise(
         return out, norm
     width = x.numel() // rows
     rounded = secure_rounding and std > 0.0
-    b_blocks, warps = blocks_and_warps(rounded)
+    b_blocks, options = blocks_and_options(rounded)
     with on_device_of(x):
         partial, chunks = _row_dots(flat, flat, rows, width)
         scale = torch.empty(rows, dtype=torch.float32, device=x.device)
@@ -192,7 +192,7 @@ def clip_noise(
             NOISY=std != 0.0,
             ROUNDED=rounded,
             enable_fp_fusion=True,
-            num_warps=warps,
+            **options,
         )
     return out, norm
 

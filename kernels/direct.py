@@ -19,6 +19,7 @@ from .launch import (
     largest_side,
     next_power_of_2,
     on_device_of,
+    readable,
     splits_to_fill,
 )
 from .mask import load_mask, pack_mask
@@ -129,6 +130,9 @@ def direct_norms(
     if units == 0 or m == 0 or n == 0:
         return torch.zeros(rows, units, dtype=torch.float32, device=right.device)
     offsets = beside(offsets, right)
+    if mask is None:
+        left, right = readable(left), readable(right)
+        m, n = left.shape[1], right.shape[1]
     bits = None if mask is None else pack_mask(mask)
     wide = torch.float32 in (left.dtype, right.dtype)
     largest = largest_side(wide, right.device)
@@ -174,6 +178,7 @@ def chosen_norms(
     """
     units, device = chosen.shape[1], chosen.device
     norms = torch.zeros(chosen.shape, dtype=torch.float32, device=device)
+    lefts, rights = [readable(left) for left in lefts], [readable(right) for right in rights]
     kinds: dict[tuple[torch.dtype, torch.dtype, bool, bool], list[int]] = {}
     for i, (left, right) in enumerate(zip(lefts, rights)):
         if left.numel() and right.numel():

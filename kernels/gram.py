@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch.utils.weak import WeakIdKeyDictionary
 
-from .launch import TRITON, aligned, beside, largest_side, on_device_of, processors, row_tile, version_of
+from .launch import TRITON, aligned, beside, largest_side, on_device_of, processors, readable, row_tile, version_of
 from .tiles import gram_tile
 
 _RIGHT_FIELDS = tl.constexpr(6)
@@ -206,6 +206,7 @@ def gram_norms(
     if units == 0 or tokens == 0:
         return squares, products
     offsets = beside(offsets, squares)
+    groups = [([readable(left) for left in lefts], readable(right)) for lefts, right in groups]
     launches: dict[
         tuple[torch.dtype, torch.dtype, bool, bool], list[tuple[torch.Tensor, list[tuple[int, torch.Tensor]]]]
     ]

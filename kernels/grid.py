@@ -1,7 +1,7 @@
 """Noised sums rounded to a grid, on the device: the definition is ``fastdp.ops.grid``, the proof docs/noise.md.
 
-Float32 normals decide almost every rounding. A tile in which one is left open takes 64 bits of its uniforms and float64,
-and if that leaves one open, 128 bits and pairs of float64, 106 bits together. Products are split by masks and not by
+Float32 normals decide almost every rounding. An element that is left open takes 64 bits of its uniforms and float64, and if
+those leave it open, 128 bits and pairs of float64, 106 bits together. Products are split by masks and not by
 fused operations, which the interpreter does not have; those the compiler fuses by itself only lose less.
 """
 
@@ -10,7 +10,7 @@ import triton.language as tl
 
 from fastdp.ops.grid import grid
 
-from .chacha import DOMAIN_FLAG, chacha20_words
+from .chacha import DOMAIN_FLAG, own_words
 
 _CONTINUED = tl.constexpr(1 << 31)
 _HEAD = tl.constexpr(-(1 << 27))
@@ -150,32 +150,24 @@ def _exact_turn(w0, w1, w2, w3):
 
 
 @triton.jit
-def _as_elements(cosine, sine, n_blocks: tl.constexpr):
-    # [B, 8] twice -> [B, 16]
-    return tl.reshape(tl.permute(tl.join(cosine, sine), (0, 2, 1)), (n_blocks, 16))
-
-
-@triton.jit
-def exact_normals(p_position, block):
-    """Normals of ``block`` (uint32 [B]) from 128 bits of each uniform, the sum of two float64 tiles [B, 16]."""
+def exact_normal(p_position, block, element):
+    """The normals ``element`` (0 .. 15) of ``block`` (uint32), of one shape, from 128 bits of each uniform: two float64 parts."""
     plain = tl.full((), 0, tl.uint32)
     flag = tl.full((), DOMAIN_FLAG, tl.uint32)
-    r0, a0 = chacha20_words(p_position, block, plain)
-    r1, a1 = chacha20_words(p_position, block, flag)
-    r2, a2 = chacha20_words(p_position, block | _CONTINUED, flag)
-    r3, a3 = chacha20_words(p_position, block | _CONTINUED, plain)
+    r0, a0 = own_words(p_position, block, element, plain)
+    r1, a1 = own_words(p_position, block, element, flag)
+    r2, a2 = own_words(p_position, block | _CONTINUED, element, flag)
+    r3, a3 = own_words(p_position, block | _CONTINUED, element, plain)
     r, r_lo = _exact_radius(r0, r1, r2, r3)
     c, c_lo, s, s_lo = _exact_turn(a0, a1, a2, a3)
-    c, c_lo = _multiply(r, r_lo, c, c_lo)
-    s, s_lo = _multiply(r, r_lo, s, s_lo)
-    return _as_elements(c, s, block.shape[0]), _as_elements(c_lo, s_lo, block.shape[0])
+    return _multiply(r, r_lo, tl.where(element < 8, c, s), tl.where(element < 8, c_lo, s_lo))
 
 
 @triton.jit
-def _near_normals(p_position, block):
-    # From 64 bits in float64, and where these are too few: u below 2^-16 or above 1 - 2^-16.
-    r0, a0 = chacha20_words(p_position, block, tl.full((), 0, tl.uint32))
-    r1, a1 = chacha20_words(p_position, block, tl.full((), DOMAIN_FLAG, tl.uint32))
+def _near_normal(p_position, block, element):
+    # From 64 bits in float64, and whether these are too few: u below 2^-16 or above 1 - 2^-16.
+    r0, a0 = own_words(p_position, block, element, tl.full((), 0, tl.uint32))
+    r1, a1 = own_words(p_position, block, element, tl.full((), DOMAIN_FLAG, tl.uint32))
     u = (r0.to(tl.uint64) << 32) | r1.to(tl.uint64)
     away = (_flip(r0).to(tl.uint64) << 32) | _flip(r1).to(tl.uint64)
     x = (away.to(tl.float64) + 0.5) * (1.0 / 18446744073709551616.0)
@@ -186,21 +178,18 @@ def _near_normals(p_position, block):
     radius = tl.sqrt(-2.0 * tl.where(r0 >= _CONTINUED, tl.where(left == 1.0, -x, close), far))
     turn = ((a0.to(tl.uint64) << 32) | a1.to(tl.uint64)).to(tl.int64, bitcast=True)
     angle = (turn.to(tl.float64) + 0.5) * tl.full((), 6.283185307179586 / 18446744073709551616.0, tl.float64)
-    z = _as_elements(radius * tl.cos(angle), radius * tl.sin(angle), block.shape[0])
     top = r0 >> 16
-    rough = ((top == 0) | (top == 0xFFFF)).to(tl.int32)
-    return z, _as_elements(rough, rough, block.shape[0]) != 0
+    return radius * tl.where(element < 8, tl.cos(angle), tl.sin(angle)), (top == 0) | (top == 0xFFFF)
 
 
 @triton.jit
-def _open_steps(p_position, block, past, ratio, left):
-    # The whole numbers nearest to past + ratio z, float32 [B, 16], right wherever ``left`` says that they are needed.
-    z, rough = _near_normals(p_position, block)
+def _open_step(p_position, block, element, past, ratio):
+    # The whole number nearest to past + ratio z of one element.
+    z, rough = _near_normal(p_position, block, element)
     y = past.to(tl.float64) + ratio * z
     steps = tl.floor(y + 0.5)
-    left = left & (rough | (tl.abs(y - steps) > 0.5 - 1.0 / 68719476736.0))
-    if tl.max(tl.max(left.to(tl.int32), 1), 0) > 0:
-        z, z_lo = exact_normals(p_position, block)
+    if rough | (tl.abs(y - steps) > 0.5 - 1.0 / 68719476736.0):
+        z, z_lo = exact_normal(p_position, block, element)
         nothing = z - z
         y, y_lo = _multiply(z, z_lo, nothing + ratio, nothing)
         y, y_lo = _add(y, y_lo, past.to(tl.float64), nothing)
@@ -225,8 +214,14 @@ def on_grid(x, z, p_position, block, ratio, spacing, inverse):
     room = 0.5 - ratio * tl.where(tl.abs(z) < 1.0 / 4096.0, 1.0 / 32768.0, 5.394797e-06)
     left = (tl.abs(rest) < room) == 0
     moved = y - rest
-    if tl.max(tl.max(left.to(tl.int32), 1), 0) > 0:
-        moved = tl.where(left, _open_steps(p_position, block, past, ratio, left), moved)
+    # One at a time: hardly any tile has two, and a tile of float64 takes all registers of those that have none.
+    o_x = tl.arange(0, block.shape[0])[:, None] * 16 + tl.arange(0, 16)[None, :]
+    at = tl.max(tl.max(tl.where(left, o_x, -1), 1), 0)
+    while at >= 0:
+        own = tl.max(tl.where(tl.arange(0, block.shape[0]) == at // 16, block, 0), 0)
+        own_past = tl.sum(tl.sum(tl.where(o_x == at, past, 0.0), 1), 0)
+        moved = tl.where(o_x == at, _open_step(p_position, own, at % 16, own_past, ratio), moved)
+        at = tl.max(tl.max(tl.where(left & (o_x < at), o_x, -1), 1), 0)
     return tl.where(divided, (steps - past) * spacing, x) + moved * spacing
 
 

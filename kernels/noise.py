@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .chacha import blocks_and_warps, normals
+from .chacha import blocks_and_options, normals
 from .grid import numbers_of_grid, on_grid
 from .launch import beside, cdiv, on_device_of
 from .tiles import load_flat, store_flat
@@ -39,7 +39,7 @@ def add_noise_(x: torch.Tensor, std: float, position: torch.Tensor, secure_round
     flat, within = x.contiguous(), first % 16
     if within:
         flat = torch.cat([flat.new_zeros(within), flat.view(-1)])
-    b_blocks, warps = blocks_and_warps(secure_rounding)
+    b_blocks, options = blocks_and_options(secure_rounding)
     with on_device_of(x):
         _add_noise_kernel[(cdiv(flat.numel(), 16 * b_blocks),)](
             flat,
@@ -50,7 +50,7 @@ def add_noise_(x: torch.Tensor, std: float, position: torch.Tensor, secure_round
             b_blocks=b_blocks,
             ROUNDED=secure_rounding,
             enable_fp_fusion=True,
-            num_warps=warps,
+            **options,
         )
     if flat is not x:
         x.copy_(flat[within:].view(x.shape) if within else flat)

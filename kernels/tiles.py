@@ -9,8 +9,12 @@ import os
 import triton
 import triton.language as tl
 
+from fastdp.ops.bounds import CHAIN
+
 # The interpreter multiplies the bit patterns of bfloat16 as if they were integers: there, operands are widened first.
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+# There, numbers of a loop are Python's, which leave no rest beside a constexpr.
+_CHAIN = CHAIN if INTERPRETED.value else tl.constexpr(CHAIN)
 
 
 @triton.jit
@@ -27,7 +31,11 @@ def gram_tile(
     p_a, o_a, m_a, stride_at, stride_ak, p_b, o_b, m_b, stride_bt, stride_bk, width,
     b_a: tl.constexpr, b_b: tl.constexpr, b_k: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """[b_a, b_b]: the inner products of rows ``o_a`` of a [., width] and rows ``o_b`` of b [., width]."""
+    """[b_a, b_b]: the inner products of rows ``o_a`` of a [., width] and rows ``o_b`` of b [., width].
+
+    Matrix units truncate what they add to their accumulator: it is emptied every `CHAIN` columns into a sum that is rounded.
+    """
+    total = tl.zeros((b_a, b_b), tl.float32)
     acc = tl.zeros((b_a, b_b), tl.float32)
     o_k = tl.arange(0, b_k)
     p_rows_a = p_a + o_a[:, None] * stride_at
@@ -40,7 +48,10 @@ def gram_tile(
         # [b_k, b_b]
         b = tl.load(p_rows_b + o_ak[:, None] * stride_bk, mask=m_b[None, :] & m_k[:, None], other=0.0)
         acc = multiply(a, b, acc, PRECISION)
-    return acc
+        if (k + b_k) % _CHAIN == 0:
+            total += acc
+            acc = tl.zeros((b_a, b_b), tl.float32)
+    return total + acc
 
 
 @triton.jit

@@ -23,7 +23,7 @@ import triton.language as tl
 from .blocks import COUNT_MASK, ENDS, UNIT_SHIFT, blocks_of, runs_of
 from .direct import side_tile
 from .groups import owner
-from .launch import TRITON, aligned, beside, has_wide_tiles, on_device_of, processors, row_tile
+from .launch import TRITON, aligned, beside, has_wide_tiles, on_device_of, processors, readable, row_tile
 from .mask import load_mask, pack_mask
 from .tiles import multiply
 
@@ -221,6 +221,19 @@ def weighted_sums_(
     """
     tokens, units = rights[0].shape[0], offsets.shape[0] - 1
     device = rights[0].device
+    if not masks:
+        longer = [readable(left) for left in lefts]
+        odd = [i for i, left in enumerate(longer) if left is not lefts[i]]
+        if odd:
+            wider = list(outs)
+            for i in odd:
+                wider[i] = outs[i].new_empty(longer[i].shape[1], outs[i].shape[1])
+            fresh = [own and i not in odd for i, own in enumerate(begun)]
+            weighted_sums_(wider, longer, rights, weights, offsets, fresh, precision=precision, dealt=dealt)
+            for i in odd:
+                total = wider[i][: outs[i].shape[0]]
+                outs[i].add_(total) if begun[i] else outs[i].copy_(total)
+            return
     kinds: dict[Any, list[int]] = {}
     for i, (out, left, right) in enumerate(zip(outs, lefts, rights)):
         if tokens == 0 or out.numel() == 0:
@@ -296,7 +309,8 @@ def weighted_sums_(
                 PRECISION=precision,
                 enable_fp_fusion=True,
                 num_warps=8 if large or masked and wide else 4,
-                num_stages=5,  # the table is read two blocks before the factors it points to, these two before their product
+                # The table is read two blocks before the factors it points to, these two before their product, or four.
+                num_stages=7 if b_n == 256 else 5,
             )
             if rest:
                 b_row = max(1, 2048 // b_n)

@@ -6,6 +6,8 @@ import functools
 
 import torch
 
+from fastdp.ops.placed import placed
+
 
 @functools.lru_cache(maxsize=512)
 def sent(numbers: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -13,4 +15,4 @@ def sent(numbers: tuple[float, ...], dtype: torch.dtype, device: torch.device) -
 
     The copy is queued. One that blocks, as ``torch.tensor(..., device=...)`` makes, waits for all that the device has to do.
     """
-    return torch.tensor(numbers, dtype=dtype).to(device, non_blocking=True)
+    return placed(torch.tensor(numbers, dtype=dtype), device)

@@ -13,6 +13,7 @@ from fastdp.engine.accumulator import Accumulator
 from fastdp.engine.batches import Call, as_long_as
 from fastdp.engine.checks import Checks
 from fastdp.engine.errors import SelfCheckError
+from fastdp.engine.graphs import Graphs
 from fastdp.engine.guard import Guard
 from fastdp.engine.known import wrong_rows
 from fastdp.engine.layout import Ticket
@@ -41,6 +42,7 @@ class Engine(Passes):
             None where that is faster.
         ranks: the processes that train together.
         secret: let nobody know what a training pass draws by chance (`fastdp.engine.chance`).
+        graphs: replays micro-batches of shapes that come again, where they may be (`fastdp.engine.graphs`).
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class Engine(Passes):
         keep_logits: bool | None = None,
         ranks: Ranks = ONE,
         secret: bool = False,
+        graphs: bool = False,
     ):
         super().__init__(
             model,
@@ -74,6 +77,7 @@ class Engine(Passes):
         self.ranks = ranks
         self.guard = Guard(model, self.weights.settle)
         self.checks = Checks(self, self.guard, ranks, enabled=check, batches=batches, on_route=on_route)
+        self.graphs = Graphs(self) if graphs else None
         self.complete = False
         #: Whether a backward pass of this logical batch failed, perhaps after it had added something.
         self.broken = False
@@ -115,6 +119,10 @@ class Engine(Passes):
         self.weights.settle()
         first = self.route is None
         looked = self.checks.before(call, ticket)
+        if self.graphs is not None and self.route == USES and not (first or looked):
+            replayed = self.graphs.forward(call, ticket, self._backward)
+            if replayed is not None:
+                return replayed[0]
         with self.guard.forward() if self.route != ORDINARY else nullcontext():
             try:
                 verify = first or self.backwards == 0

@@ -11,6 +11,7 @@ import torch
 
 from fastdp.engine.errors import UnsupportedUse
 from fastdp.engine.rows import Met
+from fastdp.ops.placed import placed
 
 
 @dataclass(frozen=True)
@@ -124,7 +125,7 @@ class Layout:
                 counts = self.counts if packed else self.counts * (tokens // self.rows)
             offsets = torch.zeros(self.units + 1, dtype=torch.int64)
             torch.cumsum(counts, 0, out=offsets[1:])
-            self._offsets[key] = offsets.to(self.weights.device, non_blocking=True)
+            self._offsets[key] = placed(offsets, self.weights.device)
         return self._offsets[key]
 
     def longest(self, tokens: int, *, laned: bool = False) -> int:

@@ -61,6 +61,8 @@ class Pass:
     tops: list[torch.Tensor]
     backward: Callable[[Any, bool], None]
     used: bool = False
+    #: What adds a recorded pass to its logical batch, in the place of a backward pass.
+    replay: Callable[[], None] | None = None
 
     def loss(self, value: torch.Tensor) -> torch.Tensor:
         """A loss whose backward pass is this one's."""
@@ -220,13 +222,19 @@ class Passes:
         return layout
 
     def run_forward(
-        self, call: Call, ticket: Ticket, *, verify: bool, enter: Callable[[Pass, Any], None] | None = None
+        self,
+        call: Call,
+        ticket: Ticket,
+        *,
+        verify: bool,
+        enter: Callable[[Pass, Any], None] | None = None,
+        layout: Layout | None = None,
     ) -> tuple[Any, Pass]:
         """The forward pass by the chosen route, its loss or outputs replaced by a boundary, and what waits behind that.
 
         ``enter`` is what a backward pass does (default: `differentiate`); ``verify`` looks at more on the way.
         """
-        layout, enter = self._layout(ticket), enter or self.differentiate
+        layout, enter = layout or self._layout(ticket), enter or self.differentiate
         if self.route == ONE_EXAMPLE:
             return self._one_at_a_time(call, ticket, layout, enter)
         tap = Tap(layout)
@@ -322,6 +330,9 @@ class Passes:
 
     def differentiate(self, waiting: Pass, upstream: Any) -> None:
         """Run the backward pass of one micro-batch into the accumulator."""
+        if waiting.replay is not None:
+            waiting.replay()
+            return
         two_pass, instances = self._twice_or_whole(waiting.layout)
         self.reads.tap = waiting.tap if self.route == USES else None
         try:

@@ -26,6 +26,8 @@ from .table import Op
 PADDING = 2.0**-42
 #: Entries of a gradient below this may vanish when they are squared or weighted.
 FLOOR = 2.0**-50
+#: Columns of a row that a Gram kernel adds up in one accumulator of the matrix units (kernels/tiles.py).
+CHAIN = 128
 #: A unit is left out where its norm is more than this many times its bound: its weight would not survive float32.
 LARGEST_RATIO = 2.0**60
 #: Products are sums of square roots of sums, all of positive terms: whatever their order, this covers their own rounding.
@@ -280,7 +282,7 @@ class Rounding:
             passes = math.ceil(width / 1024)
             return math.ceil(min(width, 1024) / lanes) + 1 + math.log2(lanes) + passes
         if self.arithmetic == "triton":
-            return _chained(width)
+            return _chained(min(width, CHAIN)) + width // CHAIN + 1
         return width + 1
 
     def gram(self, m: int, n: int, tokens: int) -> float:

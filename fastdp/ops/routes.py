@@ -55,12 +55,12 @@ DEFAULTS: dict[tuple[str, int], Constants] = {
         call_seconds=1.0e-5,
     ),
     ("cuda", 2): Constants(
-        "assumed for an H200, not measured: 60% of the data sheet's rates",
-        gram_flops=5.9e14,
-        direct_flops=5.9e14,
-        product_flops=5.9e14,
-        bandwidth=3.8e12,
-        call_seconds=1.0e-5,
+        "an H100, bfloat16, matrices of a GPT-2 and of a Llama of 1B at 1,024 tokens",
+        gram_flops=3.6e14,
+        direct_flops=5.0e14,
+        product_flops=4.9e14,
+        bandwidth=3.0e12,
+        call_seconds=2.0e-5,
     ),
 }
 

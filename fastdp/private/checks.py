@@ -156,6 +156,19 @@ def refuse_in_pieces(model: torch.nn.Module, *, keep_logits: bool | None) -> Non
         )
 
 
+def refuse_capture(model: torch.nn.Module, *, returns_loss: bool) -> None:
+    """Raise ValueError where micro-batches cannot be recorded and replayed."""
+    if any(p.device.type != "cuda" or is_cut(p) for p in model.parameters()):
+        raise ValueError(
+            "capture records CUDA graphs, and this model's weights do not lie whole on a GPU: leave capture out, or move the "
+            "model there first"
+        )
+    if not returns_loss:
+        raise ValueError(
+            "capture needs a model that returns its loss: leave capture or loss_reduction and criterion out"
+        )
+
+
 #: Where forward passes come from that end in a loss over all tokens of a batch, computed with the head, and how to do without.
 _FUSED = {
     "liger_kernel.transformers.model": "apply Liger's kernels with fused_linear_cross_entropy=False and cross_entropy=False",

@@ -219,7 +219,7 @@ def _lengths(dataset: Any) -> Sequence[int] | None:
 
 
 def _ticket(sizes: list[int], weight: float, *, is_last: bool) -> Ticket:
-    row_units = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
+    row_units = torch.tensor([unit for unit, size in enumerate(sizes) for _ in range(size)], dtype=torch.int64)
     return Ticket(row_units, torch.full((len(sizes),), weight), is_last)
 
 

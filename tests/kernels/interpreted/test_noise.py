@@ -12,7 +12,7 @@ from fastdp.kernels.adamw import adamw_noise_step_
 from fastdp.kernels.chacha import _radius_squared, _turn, _wide_radius_squared, chacha20_words
 from fastdp.kernels.choice import uniforms
 from fastdp.kernels.clip import clip_noise, clip_noise_backward
-from fastdp.kernels.grid import exact_normals
+from fastdp.kernels.grid import exact_normal as device_exact_normal
 from fastdp.kernels.noise import add_noise_
 
 from fastdp import ops
@@ -118,9 +118,8 @@ def test_normals_equal_the_definition(n):
 
 @triton.jit
 def _exact_kernel(p_position, p_high, p_low, b: tl.constexpr):
-    block = tl.arange(0, b)
-    high, low = exact_normals(p_position, block.to(tl.uint32))
-    o = block[:, None] * 16 + tl.arange(0, 16)[None, :]
+    o = tl.arange(0, 16 * b)
+    high, low = device_exact_normal(p_position, (o // 16).to(tl.uint32), o % 16)
     tl.store(p_high + o, high)
     tl.store(p_low + o, low)
 

@@ -1,0 +1,294 @@
+"""Micro-batches recorded once and replayed: on a GPU the host need not say what to do, which takes longest for small models.
+
+A graph belongs to what the host knew when it was recorded: the shapes of the batch, how its rows belong to units, the policy, and
+the modules with their modes and weights. Anything else goes the ordinary way. Nothing is recorded of a pass that is
+looked at, and each graph must give the sums of an ordinary pass before it is used.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+import fastdp.engine.boundary as boundary
+from fastdp.engine.accumulator import Accumulator
+from fastdp.engine.batches import Call, leaves, map_tensors
+from fastdp.engine.layout import Layout, Ticket
+from fastdp.engine.logits import Logits
+from fastdp.engine.passes import Pass, Passes
+from fastdp.engine.pieces import writes
+from fastdp.engine.policy import Policy
+from fastdp.engine.uses import Tap
+from fastdp.ops.placed import keeping
+
+#: Ordinary passes of a kind before one is recorded: they compile what has to be, and show that the kind comes again.
+_BEFORE = 2
+#: Graphs of a run at most: each holds the memory of a whole pass.
+_MOST = 4
+#: How far a replayed sum may be from an ordinary one, relative to it: kernels of others may add in no fixed order.
+_APART = 1e-2
+_PLAIN = (type(None), bool, int, float, str)
+
+Recorder = Callable[[Callable[[], list[torch.Tensor]]], tuple[list[torch.Tensor], Callable[[], None]]]
+
+
+@dataclass
+class _Graph:
+    """A recorded pass: what it reads, what it gives, and the two halves to be replayed."""
+
+    call: Call
+    layout: Layout
+    output: Any
+    loss: torch.Tensor
+    sums: dict[str, torch.Tensor]
+    counts: tuple[torch.Tensor, ...]
+    forward: Callable[[], None]
+    backward: Callable[[], None]
+    kept: list[torch.Tensor]
+
+
+class Graphs:
+    """The recorded passes of a model by uses.
+
+    Args:
+        passes: of the model.
+        recorder: gives a function that records another one: its results, and what makes them again.
+    """
+
+    def __init__(self, passes: Passes, recorder: Callable[[], Recorder] | None = None):
+        self._passes = passes
+        self._recorder = recorder or _on_a_gpu
+        self._seen: dict[Any, int] = {}
+        self._graphs: dict[Any, _Graph | None] = {}
+
+    def forward(self, call: Call, ticket: Ticket, enter: Callable[[Pass, Any], None]) -> tuple[Any, Pass] | None:
+        """The forward pass replayed, and what waits for its backward; None where the pass has to be made in the ordinary way."""
+        key = self._key(call, ticket)
+        if key is None:
+            return None
+        if key not in self._graphs:
+            self._seen[key] = self._seen.get(key, 0) + 1
+            if self._seen[key] <= _BEFORE or len(self._graphs) >= _MOST:
+                return None
+            self._graphs[key] = self._recorded(call, ticket)
+        graph = self._graphs[key]
+        return None if graph is None else self._replayed(graph, call, ticket, enter)
+
+    def _replayed(
+        self, graph: _Graph, call: Call, ticket: Ticket, enter: Callable[[Pass, Any], None]
+    ) -> tuple[Any, Pass]:
+        _fill(graph, call, ticket)
+        graph.forward()
+        tap = Tap(graph.layout)
+        waiting = Pass(call, ticket, graph.layout, tap, False, enter, [], lambda upstream, retain: None)
+        waiting.replay = lambda: self._add(graph, ticket)
+        # A term of the loss made from another output has no graph to go back through, and is refused there as ever.
+        output = map_tensors(graph.output, _beside)
+        return boundary.replace_loss(output, waiting.loss(graph.loss)), waiting
+
+    def _add(self, graph: _Graph, ticket: Ticket) -> None:
+        """Replay the backward pass, and add what it gave to the logical batch."""
+        graph.backward()
+        accumulator = self._passes.accumulator
+        accumulator.require_one_clip()
+        accumulator.bounds = accumulator.policy.bounds
+        if ticket.is_last and not accumulator.sums:
+            # Nothing is added to them any more, and the next replay comes after they were released.
+            accumulator.sums = dict(graph.sums)
+        else:
+            old = [name for name in graph.sums if name in accumulator.sums]
+            new = [name for name in graph.sums if name not in accumulator.sums]
+            if old:
+                torch._foreach_add_([accumulator.sums[name] for name in old], [graph.sums[name] for name in old])
+            accumulator.sums |= {name: graph.sums[name].clone() for name in new}
+        nonfinite, unclipped, units = (count.clone() for count in graph.counts)
+        accumulator.nonfinite = accumulator.nonfinite + nonfinite
+        accumulator.unclipped = accumulator.unclipped + unclipped
+        accumulator.units = accumulator.units + units
+
+    def _key(self, call: Call, ticket: Ticket) -> Any:
+        """What the host knows of a pass; None if it is of a kind that is not recorded."""
+        passes, policy = self._passes, self._passes.accumulator.policy
+        others = list(_others(call))
+        if (
+            ticket.token_units is not None
+            or ticket.company is not None
+            or type(passes.accumulator) is not Accumulator
+            or type(policy) is not Policy
+            or any(not isinstance(value, _PLAIN) for _, value in others)
+        ):
+            return None
+        inputs = tuple((path, t.shape, t.dtype, t.device) for path, t in leaves(call))
+        modules = tuple(
+            (
+                *(id(module), module.training, id(module.__dict__.get("forward"))),
+                *(len(module._forward_hooks), len(module._forward_pre_hooks)),
+                *((id(p), p.data_ptr(), p.requires_grad) for p in module._parameters.values() if p is not None),
+                *((id(b), b.data_ptr()) for b in module._buffers.values() if b is not None),
+            )
+            for module in passes.model.modules()
+        )
+        units = (tuple(ticket.row_units.tolist()), ticket.weights.shape[0])
+        chosen = (policy.group_of, *policy.masks.values(), *policy.axes.values())
+        clip = (policy.bounds, *map(id, chosen), *map(writes, policy.masks.values()))
+        autocast = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
+        return inputs, tuple(others), units, modules, clip, autocast
+
+    def _recorded(self, call: Call, ticket: Ticket) -> _Graph | None:
+        """Record a pass beside an ordinary one of the same batch; None, with a warning, where that fails or they differ."""
+        try:
+            return self._compared(call, ticket)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            _recover(self._passes.device)
+            reason = str(error).split("\n", 1)[0]
+            warnings.warn(
+                f"micro-batches of this kind are not replayed but made one operation at a time: {reason}", stacklevel=4
+            )
+            return None
+
+    def _compared(self, call: Call, ticket: Ticket) -> _Graph:
+        passes, accumulator = self._passes, self._passes.accumulator
+        held = map_tensors(call, lambda t: t.detach().clone(memory_format=torch.contiguous_format))
+        layout = ticket.layout(passes.device)
+        layout.meetings = passes.trace.meetings if passes.trace is not None else {}
+        kept = dict(vars(accumulator))
+        random = _random_state(passes.device)
+        made: dict[str, Any] = {}
+
+        def forward() -> list[torch.Tensor]:
+            made["output"], made["waiting"] = passes.run_forward(held, ticket, verify=False, layout=layout)
+            found = boundary.require_loss(made["output"])
+            return [found, *(t for _, t in leaves(made["output"]) if t is not found and not isinstance(t, Logits))]
+
+        def backward() -> list[torch.Tensor]:
+            accumulator.reset()
+            passes.differentiate(made["waiting"], None)
+            if accumulator.compared:
+                raise RuntimeError("its head is made twice, tile by tile: give keep_logits=True")
+            counts = (accumulator.nonfinite, accumulator.unclipped, accumulator.units)
+            made["sums"], made["counts"] = dict(accumulator.sums), counts
+            return [*accumulator.sums.values(), *(torch.as_tensor(count) for count in counts)]
+
+        try:
+            # Once in the ordinary way, with this layout: what is made once for a layout is then there.
+            forward()
+            backward()
+            expected, drawn = made["sums"], not torch.equal(random, _random_state(passes.device))
+            made.clear()
+            with keeping() as tables, torch.enable_grad():
+                record = self._recorder()
+                found, again = record(forward)
+                _, back = record(backward)
+        finally:
+            vars(accumulator).update(kept)
+        output = map_tensors(made["output"], lambda t: t if isinstance(t, Logits) else t.detach())
+        graph = _Graph(held, layout, output, found[0].detach(), made["sums"], made["counts"], again, back, tables)
+        first = self._tried(graph, random)
+        if set(expected) != set(first):
+            raise RuntimeError("a replayed pass reached other parameters than an ordinary one")
+        # Recorded, attention may draw its masks in another order: then the sums are of one size, and no more alike than that.
+        _require_alike(first, expected, loosely=drawn)
+        _overwrite_what_is_free(passes.device)
+        _require_alike(self._tried(graph, random), first, loosely=False)
+        _set_random_state(passes.device, random)
+        return graph
+
+    def _tried(self, graph: _Graph, random: torch.Tensor) -> dict[str, torch.Tensor]:
+        _set_random_state(self._passes.device, random)
+        graph.forward()
+        graph.backward()
+        return {name: total.clone() for name, total in graph.sums.items()}
+
+
+def _require_alike(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], *, loosely: bool) -> None:
+    """Raise RuntimeError, naming a parameter, if its sum is not that of another pass; ``loosely``, if all together are not."""
+    norms = {name: float(total.double().norm()) for name, total in expected.items()}
+    whole = sum(norm**2 for norm in norms.values()) ** 0.5
+    if loosely:
+        size = sum(float(found[name].double().norm()) ** 2 for name in norms) ** 0.5
+        if not whole / 4 <= size <= 4 * whole:
+            raise RuntimeError(f"a replayed pass gave sums of norm {size:.3g} and an ordinary one of {whole:.3g}")
+        return
+    for name, total in expected.items():
+        # Gradients that should be zero, as of the keys' biases, are all rounding: they may differ, and stay small.
+        if not float((found[name].double() - total.double()).norm()) <= _APART * (norms[name] + _APART * whole):
+            raise RuntimeError(f"a replayed pass gave another sum for {name} than the pass before")
+
+
+def _overwrite_what_is_free(device: torch.device) -> None:
+    """Fill memory that nobody holds, so that a replay that reads what was let go of gives something else."""
+    if device.type != "cuda":
+        return
+    free = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    sizes = [1 << power for power in range(9, 27) for _ in range(8)]
+    held = [torch.full((size // 4,), float("nan"), device=device) for size in sizes if size <= free // 16]
+    del held
+
+
+def _beside(t: torch.Tensor) -> torch.Tensor:
+    return t if isinstance(t, Logits) else t.detach().requires_grad_(t.is_floating_point())
+
+
+def _fill(graph: _Graph, call: Call, ticket: Ticket) -> None:
+    given = dict(leaves(call))
+    for path, held in leaves(graph.call):
+        held.copy_(given[path], non_blocking=True)
+    graph.layout.weights.copy_(ticket.weights, non_blocking=True)
+
+
+def _others(call: Call) -> Iterator[tuple[Any, Any]]:
+    """What stands in a call beside its tensors, and where."""
+    marked: list[tuple[Any, Any]] = []
+    tensors = {path for path, _ in leaves(call)}
+
+    def walk(tree: Any, path: tuple[Any, ...]) -> None:
+        if path in tensors:
+            return
+        if isinstance(tree, dict) or hasattr(tree, "items"):
+            for key, value in tree.items():
+                walk(value, (*path, key))
+        elif isinstance(tree, (list, tuple)):
+            for position, value in enumerate(tree):
+                walk(value, (*path, position))
+        else:
+            marked.append((path, tree))
+
+    walk(call, ())
+    return iter(marked)
+
+
+def _random_state(device: torch.device) -> torch.Tensor:
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+
+
+def _set_random_state(device: torch.device, state: torch.Tensor) -> None:
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(state, device)
+    else:
+        torch.set_rng_state(state)
+
+
+def _recover(device: torch.device) -> None:
+    """A recording that fails leaves the generator believing that it goes on: give it a state that knows nothing of it."""
+    if device.type == "cuda":
+        generator = torch.cuda.default_generators[device.index or 0]
+        generator.graphsafe_set_state(generator.clone_state())
+
+
+def _on_a_gpu() -> Recorder:
+    """CUDA graphs that share their memory: the backward pass finds what the forward pass left there."""
+    pool = torch.cuda.graph_pool_handle()
+
+    def record(function: Callable[[], list[torch.Tensor]]) -> tuple[list[torch.Tensor], Callable[[], None]]:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="relaxed"):
+            found = function()
+        return found, graph.replay
+
+    return record

@@ -1,0 +1,43 @@
+"""Numbers that the host makes for a device: sent without waiting or, for a step that is recorded, there for ever."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+_kept: list[torch.Tensor] | None = None
+
+
+def placed(numbers: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Numbers on a device; the copy is queued, the host does not wait.
+
+    While a step is recorded they are copied beside it instead, and kept: what is replayed finds them where they were, and no copy
+    of memory that the host has long used for something else is part of it.
+    """
+    if _kept is None or device.type != "cuda" or numbers.device == device:
+        return numbers.to(device, non_blocking=True)
+    stream = _beside(device)
+    with torch.cuda.stream(stream):
+        there = numbers.to(device)
+    stream.synchronize()
+    _kept.append(there)
+    return there
+
+
+@contextmanager
+def keeping() -> Iterator[list[torch.Tensor]]:
+    """What is `placed` meanwhile, to be held for as long as it may be read."""
+    global _kept
+    before, _kept = _kept, []
+    try:
+        yield _kept
+    finally:
+        _kept = before
+
+
+@functools.cache
+def _beside(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
