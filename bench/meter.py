@@ -18,6 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from fastdp.engine.marks import Marks
+
 META = torch.device("meta")
 
 
@@ -87,6 +89,8 @@ class Meter(TorchDispatchMode):
         self.tally: Tally | None = None
         self._storages: dict[int, int] = {}
         self._own: list[_Own] = []
+        #: Answers to whether anything is out of the ordinary, which nothing is.
+        self._exceptions: Marks[None] = Marks()
 
     @contextlib.contextmanager
     def measuring(self) -> Iterator[Tally]:
@@ -106,6 +110,8 @@ class Meter(TorchDispatchMode):
             return answer
         result = func(*args, **kwargs)
         found = _on_meta(result)
+        if func is torch.ops.aten.any.default:
+            self._exceptions[result] = None
         if not given and not found:
             return result
         fresh = sum(self._follow(t) for t in found)
@@ -173,7 +179,9 @@ class Meter(TorchDispatchMode):
             self.wait("rows are chosen by a mask")
         elif func is torch.ops.aten._local_scalar_dense.default:
             self.wait("a value is read")
-            return {torch.bool: True}.get(args[0].dtype, 1.0 if args[0].is_floating_point() else 0)
+            if args[0].dtype == torch.bool:
+                return args[0] not in self._exceptions
+            return 1.0 if args[0].is_floating_point() else 0
         elif func is torch.ops.aten.equal.default:
             self.wait("two tensors are compared")
             return True
@@ -437,7 +445,7 @@ def simulated(gpu: Gpu, granularity: int = 512) -> Iterator[Meter]:
     from torch.fx.experimental import _config as config
     from triton.runtime.jit import JITFunction
 
-    from fastdp.engine import norms
+    from fastdp.engine import norms, selfcheck
     from fastdp.ops import routes
     from fastdp.ops.table import OPS
 
@@ -455,6 +463,8 @@ def simulated(gpu: Gpu, granularity: int = 512) -> Iterator[Meter]:
         for module in [m for name, m in sys.modules.items() if name.startswith("fastdp.kernels.")]:
             if hasattr(module, "processors"):
                 stack.enter_context(mock.patch.object(module, "processors", return_value=gpu.processors))
+        # Self-checks are made, and what they find of values that nobody has is judged by nobody.
+        stack.enter_context(mock.patch.object(selfcheck.Comparison, "judge", _unjudged(selfcheck.Comparison.judge)))
         stack.enter_context(mock.patch.object(JITFunction, "run", _launched(meter)))
         # Torch knows no autocast on this device; nothing here uses any.
         ask = lambda kind="cuda": kind != "meta" and autocast(kind)  # noqa: E731
@@ -464,12 +474,26 @@ def simulated(gpu: Gpu, granularity: int = 512) -> Iterator[Meter]:
         # By name, since modes of torch's function layer do not reach into backward passes.
         for name in ("tensor", "as_tensor"):
             stack.enter_context(mock.patch.object(torch, name, _made_of_numbers(meter, getattr(torch, name))))
+        # On this device torch puts no random state back, not even the processor's, which checkpoints set.
+        fork = torch.random.fork_rng
+        forked = lambda devices=None, enabled=True, **_: fork(devices or [], enabled)  # noqa: E731
+        stack.enter_context(mock.patch.object(torch.random, "fork_rng", forked))
         of_a_gpu = _attention(torch.nn.functional.scaled_dot_product_attention)
         stack.enter_context(mock.patch.object(torch.nn.functional, "scaled_dot_product_attention", of_a_gpu))
         # Of values that nobody has, all are taken to be nonzero, until a step is measured.
         stack.enter_context(mock.patch.object(config, "meta_nonzero_assume_all_nonzero", True))
         stack.enter_context(meter)
         yield meter
+
+
+def _unjudged(judge: Callable[..., None]) -> Callable[..., None]:
+    from fastdp.engine.errors import UnsupportedUse
+
+    def run(*args: Any, **options: Any) -> None:
+        with contextlib.suppress(UnsupportedUse):
+            judge(*args, **options)
+
+    return run
 
 
 def _launched(meter: Meter) -> Callable[..., None]:

@@ -52,23 +52,15 @@ class UseMode(TorchFunctionMode):
                 return result
         if is_detach(func):
             return func(*args, **kwargs)
-        changed, new_args, new_kwargs = self._substitute(args, kwargs)
-        return func(*new_args, **new_kwargs) if changed else func(*args, **kwargs)
+        return func(*map(self._substituted, args), **{k: self._substituted(v) for k, v in kwargs.items()})
 
-    def _substitute(self, args: Any, kwargs: Any) -> tuple[bool, Any, Any]:
-        changed = False
-
-        def put(value: Any) -> Any:
-            nonlocal changed
-            if self.reads.is_trained(value):
-                changed = True
-                return PerLane.of(value, self.tap)
-            if isinstance(value, (list, tuple)) and any(isinstance(v, torch.Tensor) for v in value):
-                return type(value)(put(v) for v in value)
-            return value
-
-        new_args, new_kwargs = [put(a) for a in args], {k: put(v) for k, v in kwargs.items()}
-        return changed, new_args, new_kwargs
+    def _substituted(self, value: Any) -> Any:
+        # A method, since a nested function that calls itself is a cycle, which would keep a step's tensors until collected.
+        if self.reads.is_trained(value):
+            return PerLane.of(value, self.tap)
+        if isinstance(value, (list, tuple)) and any(isinstance(v, torch.Tensor) for v in value):
+            return type(value)(self._substituted(v) for v in value)
+        return value
 
 
 def _embedding(

@@ -8,7 +8,7 @@ copy of the value a row. That gradient then goes back to the parameters, unit by
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -123,17 +123,7 @@ def _apply(func: Any, args: Any, kwargs: Any) -> Any:
     found: list[PerLane] = []
     plain: list[torch.Tensor] = []
 
-    def sort(value: Any) -> None:
-        if isinstance(value, PerLane):
-            found.append(value)
-        elif isinstance(value, torch.Tensor):
-            plain.append(value)
-        elif isinstance(value, (list, tuple)):
-            for item in value:
-                sort(item)
-
-    sort(list(args))
-    sort(list(kwargs.values()))
+    _sort((*args, *kwargs.values()), found, plain)
     tap = found[0].tap
     sources = tuple(dict.fromkeys(source for p in found for source in p.sources))
     meeting = Meeting.found(func, sources, plain, tap)
@@ -149,6 +139,17 @@ def _apply(func: Any, args: Any, kwargs: Any) -> Any:
         return PerLane(func(args[0].lanes, *args[1:], **kwargs), tap, sources=sources)
     mapped = _mapped(func, args, kwargs, lambda t: None)(0)
     return _of_results(mapped, lambda t: PerLane(t, tap, sources=sources), func)
+
+
+# Functions that call themselves stand outside of others: nested ones are cycles, which keep a step's tensors until collected.
+def _sort(values: Iterable[Any], found: list[PerLane], plain: list[torch.Tensor]) -> None:
+    for value in values:
+        if isinstance(value, PerLane):
+            found.append(value)
+        elif isinstance(value, torch.Tensor):
+            plain.append(value)
+        elif isinstance(value, (list, tuple)):
+            _sort(value, found, plain)
 
 
 def operation(func: Any) -> str:
@@ -170,13 +171,14 @@ def _of_results(result: Any, wrap: Callable[[torch.Tensor], Any], func: Any) -> 
     raise UnsupportedUse(f"{operation(func)} of a parameter")
 
 
-def _put(value: Any, change: Callable[[PerLane], Any]) -> Any:
-    if isinstance(value, PerLane):
+def _put(value: Any, change: Callable[[Any], Any], kind: type = PerLane) -> Any:
+    """The same nesting with everything of a kind replaced."""
+    if isinstance(value, kind):
         return change(value)
     if isinstance(value, dict):
-        return {k: _put(v, change) for k, v in value.items()}
+        return {k: _put(v, change, kind) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
-        parts = [_put(v, change) for v in value]
+        parts = [_put(v, change, kind) for v in value]
         return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
     return value
 
@@ -190,31 +192,19 @@ def _mapped(func: Any, args: Any, kwargs: Any, axis: Callable[[torch.Tensor], in
     given: list[torch.Tensor] = []
     axes: list[int | None] = []
 
-    def take(value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            lanes = isinstance(value, PerLane)
-            given.append(value.lanes if isinstance(value, PerLane) else value)
-            axes.append(0 if lanes else axis(value))
-            return _Slot(len(given) - 1)
-        if isinstance(value, dict):
-            return {k: take(v) for k, v in value.items()}
-        if isinstance(value, (list, tuple)):
-            return [take(v) for v in value] if isinstance(value, list) else tuple(take(v) for v in value)
-        return value
+    def take(tensor: torch.Tensor) -> _Slot:
+        lanes = isinstance(tensor, PerLane)
+        given.append(tensor.lanes if isinstance(tensor, PerLane) else tensor)
+        axes.append(0 if lanes else axis(tensor))
+        return _Slot(len(given) - 1)
 
-    slots, named = take(tuple(args)), take(kwargs)
+    slots, named = _put(tuple(args), take, torch.Tensor), _put(kwargs, take, torch.Tensor)
 
     def one(*tensors: torch.Tensor) -> Any:
-        def put(value: Any) -> Any:
-            if isinstance(value, _Slot):
-                return tensors[value.index]
-            if isinstance(value, dict):
-                return {k: put(v) for k, v in value.items()}
-            if isinstance(value, (list, tuple)):
-                return type(value)(put(v) for v in value)
-            return value
+        def put(slot: _Slot) -> torch.Tensor:
+            return tensors[slot.index]
 
-        return func(*put(slots), **put(named))
+        return func(*_put(slots, put, _Slot), **_put(named, put, _Slot))
 
     def run(out: Any) -> Any:
         try:
@@ -322,20 +312,12 @@ def _by_lane(func: Any, args: Any, kwargs: Any, meeting: Meeting) -> Any:
     axes: dict[int, int] = {}
     copies = iter(meeting.met.copies)
 
-    def cut(value: Any) -> Any:
-        if isinstance(value, (list, tuple)):
-            return type(value)(cut(v) for v in value)
-        if isinstance(value, dict):
-            return {k: cut(v) for k, v in value.items()}
+    def cut(value: torch.Tensor) -> torch.Tensor:
         if isinstance(value, PerLane):
             own = next(copies, None)
-            return (
-                value
-                if own is None or layout.rows == 1
-                else PerLane(_own_copy(value.lanes, own, layout.rows), value.tap, sources=value.sources)
-            )
-        if not isinstance(value, torch.Tensor):
-            return value
+            if own is None or layout.rows == 1:
+                return value
+            return PerLane(_own_copy(value.lanes, own, layout.rows), value.tap, sources=value.sources)
         met = Meeting.of(*meeting.key, value, meeting.tap)
         if met is None or met.fold is None:
             return value
@@ -343,7 +325,7 @@ def _by_lane(func: Any, args: Any, kwargs: Any, meeting: Meeting) -> Any:
         axes[id(parts)] = axis
         return parts
 
-    cut_args, cut_kwargs = cut(tuple(args)), cut(kwargs)
+    cut_args, cut_kwargs = (_put(given, cut, torch.Tensor) for given in (tuple(args), kwargs))
     run = _mapped(func, cut_args, cut_kwargs, lambda t: axes.get(id(t)))
     out = meeting.met.out
     if not out or None in out:

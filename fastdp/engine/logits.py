@@ -9,7 +9,7 @@ the logits as ever.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from fastdp.engine.errors import UnsupportedUse
-from fastdp.engine.uses import as_autocast, is_metadata
+from fastdp.engine.uses import as_autocast, is_metadata, uncast
 from fastdp.ops.routes import allowed
 
 #: A matrix of fewer rows than this is no vocabulary: its outputs are small, and loops read them.
@@ -365,9 +365,7 @@ class _Losses(torch.autograd.Function):
 @contextmanager
 def quiet(x: torch.Tensor) -> Iterator[None]:
     """No autocast, and no mode that looks at torch's functions: what happens inside is one operation to everybody."""
-    device = x.device.type
-    casts = torch.autocast(device, enabled=False) if torch.amp.is_autocast_available(device) else nullcontext()
-    with torch._C.DisableTorchFunction(), casts:
+    with torch._C.DisableTorchFunction(), uncast(x.device):
         yield
 
 

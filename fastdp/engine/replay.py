@@ -217,6 +217,8 @@ class Replay:
                 tops = differentiable(output)
                 seeds = seeds_for(tops)
                 upstream = [torch.zeros_like(s).index_copy_(0, i, s[i]) for s in seeds for i in (_one(unit, s),)]
+            # The logits beside a loss are let go of before its backward pass, as they are in a step.
+            del output
             with self.weights.gathered():
                 found = plain_gradients(tops, upstream, parameters, keep=keep)
         return found, [fold.front(t.grad, rows) for t, fold in flowing if t.grad is not None], seeds

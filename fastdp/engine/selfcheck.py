@@ -38,7 +38,8 @@ from fastdp.engine.replay import (
     still,
     unchanged,
 )
-from fastdp.engine.shards import Measured
+from fastdp.engine.shards import Measured, norm
+from fastdp.engine.uses import uncast
 
 _EXAMPLES = 3
 _SECRET = random.SystemRandom()
@@ -186,7 +187,7 @@ def _require_zero(passes: Passes, replay: Replay, call: Call, ticket: Ticket) ->
     """Raise `SelfCheckError` if one unit's gradient reaches another's rows of an embedding or an input at all."""
     layout = ticket.layout(replay.device)
     own = layout.token_segments if layout.token_segments is not None else layout.lane_units
-    unit = int(layout.weights.nonzero()[-1])
+    unit = int(ticket.layout(torch.device("cpu")).weights.nonzero()[-1])
     packed = layout.token_segments is not None
     parameters = list(passes.read.values())
     _, flowing, _ = replay.gradients(call, ticket.rows, unit, parameters, lambda _index, _gradient: 0, packed=packed)
@@ -252,7 +253,7 @@ def compare(passes: Passes, call: Call, ticket: Ticket, rows: Sequence[int]) -> 
     layout = small.layout(replay.device)
     units = [unit for unit in range(layout.units) if float(layout.weights[unit]) > 0]
     sinks = [_Attribution(passes.accumulator.names, unit) for unit in dict.fromkeys((units[0], units[-1]))]
-    with torch.autocast(replay.device.type, enabled=False):
+    with uncast(replay.device):
         for sink in sinks:
             with unchanged(passes.model):
                 passes.capture(batch, small, sink.unit, sink)
@@ -278,14 +279,14 @@ def _compare(
     try:
         with unchanged(passes.model):
             _by_engine(passes, call, ticket)
-        squared, found = probe.seen[0], _Comparison(passes.accumulator.sums)
+        squared, found = probe.seen[0], Comparison(passes.accumulator.sums)
         for unit, weight in weights.items():
-            gradients, *_ = replay.gradients(
-                call, ticket.rows, unit, list(passes.read.values()), lambda i, g: passes.weights.measured(names[i], g),
-                packed=packed,
+            found.begin(float(squared[:, unit].double().sum()) ** 0.5, weight)
+            replay.gradients(
+                call, ticket.rows, unit, list(passes.read.values()),
+                lambda i, g: found.take(names[i], passes.weights.measured(names[i], g)), packed=packed,
             )  # fmt: skip
-            measured = float(squared[:, unit].double().sum()) ** 0.5
-            found.add(measured, weight, {n: g for n, g in zip(names, gradients) if g is not None})
+            found.end()
     finally:
         passes.accumulator = kept
     found.judge(tolerance=tolerance)
@@ -299,6 +300,8 @@ def _by_engine(passes: Passes, call: Call, ticket: Ticket) -> None:
     else:
         tops = differentiable(output)
         seeds = [s / passes.scale(ticket) for s in seeds_for(tops)]
+    # The logits beside a loss are let go of before its backward pass, as they are in a step.
+    del output
     with repeatable(passes.model):
         torch.autograd.backward(tops, seeds)
 
@@ -354,28 +357,43 @@ def collation(passes: Passes, call: Call, ticket: Ticket) -> None:
         require_same_loss(ticket.source, passes.replay(call, ticket))
 
 
-class _Comparison:
-    """The engine's sums less autograd's gradients, example by example, so that one gradient at a time is in memory."""
+class Comparison:
+    """The engine's sums less autograd's gradients, each taken as it arrives, so that one at a time is in memory.
+
+    Args:
+        sums: by parameter, float32; they are changed.
+    """
 
     def __init__(self, sums: dict[str, torch.Tensor]):
         self.residual = sums
         self.scale = dict.fromkeys(sums, 0.0)
         self.norms: list[tuple[float, float]] = []
 
-    def add(self, measured: float, weight: float, gradients: Mapping[str, Measured]) -> None:
-        """Take one example: its norm by the passes, its weight in the sum, and its gradient by autograd."""
-        sizes = {name: gradient.norm for name, gradient in gradients.items()}
-        truth = math.sqrt(sum(size**2 for size in sizes.values()))
-        if not math.isfinite(measured) and not math.isfinite(truth):
-            # An example that both find not to be finite takes no part; it is not held against the others.
+    def begin(self, measured: float, weight: float) -> None:
+        """One example's gradients come next, whose norm is this by the passes, and this its weight in the sums."""
+        self._measured, self._weight = measured, weight
+        self._sizes: dict[str, float] = {}
+
+    def take(self, name: str, gradient: Measured) -> None:
+        """One parameter's gradient by autograd. Raises `UnsupportedUse` where one comes in parts, whose norms do not add up."""
+        if name in self._sizes:
+            raise UnsupportedUse("a gradient comes in several parts: checkpoint with use_reentrant=False")
+        self._sizes[name] = gradient.norm
+        # An example without a finite norm is in no sum.
+        if not math.isfinite(self._measured):
             return
-        self.norms.append((measured, truth))
-        for name, gradient in gradients.items():
-            self.scale[name] = self.scale.get(name, 0.0) + weight * sizes[name]
-            if name in self.residual:
-                self.residual[name].sub_(gradient.values, alpha=weight)
-            else:
-                self.residual[name] = gradient.values * -weight
+        self.scale[name] = self.scale.get(name, 0.0) + self._weight * gradient.norm
+        if name in self.residual:
+            self.residual[name].sub_(gradient.values, alpha=self._weight)
+        else:
+            self.residual[name] = gradient.values.float() * -self._weight
+
+    def end(self) -> None:
+        """All of the example's gradients came."""
+        truth = math.sqrt(sum(size**2 for size in self._sizes.values()))
+        # An example that both find not to be finite takes no part; it is not held against the others.
+        if math.isfinite(self._measured) or math.isfinite(truth):
+            self.norms.append((self._measured, truth))
 
     def judge(self, *, tolerance: float) -> None:
         """Raise `UnsupportedUse` if a norm or a sum is off by more than ``tolerance`` of its size."""
@@ -395,7 +413,7 @@ class _Comparison:
         most = max(self.scale.values(), default=0.0)
         errors = {
             # A gradient that vanishes next to the others is rounding noise: it is judged on their scale.
-            name: float(gap.double().norm()) / max(self.scale.get(name, 0.0), 1e-4 * most, 1e-30)
+            name: norm(gap) / max(self.scale.get(name, 0.0), 1e-4 * most, 1e-30)
             for name, gap in self.residual.items()
         }
         # A gap that is NaN is the worst of all.

@@ -16,24 +16,26 @@ import torch
 import torch.distributed as dist
 
 from fastdp.engine import pieces
-from fastdp.engine.errors import UnsupportedUse
 from fastdp.engine.ranks import RankLost, Ranks, reached
 
 T = TypeVar("T")
 #: What a process asks for that wants nothing more.
 _DONE = -1
+#: Numbers of a tensor that are copied in float64 at once.
+_PART = 2**22
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Of a gradient, the values that are compared, float32, and the norm of the whole of it."""
+    """Of a gradient, the values that are compared, and the norm of the whole of it."""
 
     values: torch.Tensor
     norm: float
 
-    def __add__(self, other: Measured) -> Measured:
-        """Raises `UnsupportedUse`: the norm of a sum is not known from those of its parts."""
-        raise UnsupportedUse("a gradient comes in several parts: checkpoint with use_reentrant=False")
+
+def norm(values: torch.Tensor) -> float:
+    """The norm of a tensor's numbers in float64, of which no copy is made as a whole."""
+    return float(torch.stack([part.double().norm() for part in values.reshape(-1).split(_PART)]).norm())
 
 
 class Whole:
@@ -95,7 +97,8 @@ class Whole:
 
     def measured(self, name: str, gradient: torch.Tensor) -> Measured:
         """What is compared of a gradient of one unit."""
-        return Measured(gradient.float(), float(gradient.double().norm()))
+        gradient = gradient.to_dense() if gradient.is_sparse else gradient
+        return Measured(gradient, norm(gradient))
 
     def release(self) -> None:
         """Give the model back as it was."""
@@ -290,7 +293,7 @@ class Sharded(Whole):
     def measured(self, name: str, gradient: torch.Tensor) -> Measured:
         """The part of a gradient that this rank would keep of a sum, and the norm of the whole of it."""
         own = pieces.part(gradient, self._parameters[name])
-        return Measured(own.float().clone(), float(gradient.double().norm()))
+        return Measured(own, norm(gradient))
 
     def release(self) -> None:
         """Let torch add up gradients again."""

@@ -7,6 +7,7 @@ while the backward of an `autograd.Function` runs exactly once a pass.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -94,6 +95,12 @@ def as_autocast(tensor: Any) -> Any:
     if tensor is None or not torch.is_autocast_enabled(tensor.device.type) or not tensor.is_floating_point():
         return tensor
     return tensor.to(torch.get_autocast_dtype(tensor.device.type))
+
+
+def uncast(device: torch.device) -> AbstractContextManager[Any]:
+    """No autocast meanwhile, on devices for which torch has any."""
+    kind = device.type
+    return torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext()
 
 
 #: Rows first, in order.

@@ -1,9 +1,11 @@
 """What a trace keeps in memory while it follows a forward pass."""
 
+import gc
 import weakref
 
 import pytest
 import torch
+from fastdp.bench.workloads import Case, build, private_step
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -56,3 +58,18 @@ def test_questions_are_looked_for_without_keeping_what_checkpoints_let_go_of():
     with Asking([x]):
         model(x)
     assert model.most == alone
+
+
+def test_a_first_step_leaves_no_tensor_to_be_collected():
+    """A reference cycle would hold a step's activations until Python looks for some."""
+    case = Case("llama", 1, 16, 32, 2, 2, 32, 2, 4)
+    step = private_step(case, build(case, torch.device("cpu")), fused=True)
+    gc.collect()
+    gc.disable()
+    try:
+        step()
+        before = sum(t.numel() for t in gc.get_objects() if type(t) is torch.Tensor)
+        gc.collect()
+        assert sum(t.numel() for t in gc.get_objects() if type(t) is torch.Tensor) == before
+    finally:
+        gc.enable()
