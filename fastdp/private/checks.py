@@ -132,6 +132,16 @@ def check_model(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Non
                 f"{name} is quantised, and its packed numbers have no gradient of their own: set requires_grad=False, and train "
                 "LoRA beside it"
             )
+    # Torch's own optimizers calculate in the type of the weights.
+    for group in optimizer.param_groups if type(optimizer).__module__.startswith("torch.optim") else ():
+        for parameter in group["params"]:
+            eps = group.get("eps") or 1.0
+            if parameter.is_floating_point() and not torch.tensor(eps, dtype=parameter.dtype):
+                raise ValueError(
+                    f"{trained.get(id(parameter), 'a parameter')} is {parameter.dtype}, which rounds the optimizer's eps of "
+                    f"{eps:g} to zero, and the first step would divide by it: load the model with dtype=torch.float32, and save "
+                    "memory by torch.autocast"
+                )
     given = {id(p) for group in optimizer.param_groups for p in group["params"]}
     known = {id(p) for p in model.parameters()}
     if given - known:

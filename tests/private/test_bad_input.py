@@ -422,6 +422,14 @@ def test_parameters_unfrozen_after_the_start() -> None:
         private.optimizer.step()
 
 
+def test_weights_whose_type_rounds_the_optimizers_eps_to_zero() -> None:
+    model = Classifier().half()
+    with refused(ValueError, "is torch.float16, which rounds the optimizer's eps of 1e-08 to zero", model=model):
+        start(model, optimizer=torch.optim.AdamW(model.parameters(), lr=1e-3), **PRIVATE)
+    for optimizer in (torch.optim.SGD(model.parameters(), lr=1e-3), torch.optim.Adam(model.parameters(), eps=1e-4)):
+        start(model, optimizer=optimizer, **PRIVATE).detach()
+
+
 def test_two_models_on_one_optimizer() -> None:
     one, two = Classifier(), Classifier(1)
     optimizer = torch.optim.SGD([*one.parameters(), *two.parameters()], lr=0.1)
