@@ -23,7 +23,7 @@ import triton.language as tl
 from .blocks import COUNT_MASK, ENDS, UNIT_SHIFT, blocks_of, runs_of
 from .direct import side_tile
 from .groups import owner
-from .launch import TRITON, aligned, beside, has_wide_tiles, on_device_of, processors, readable, row_tile
+from .launch import TRITON, beside, has_wide_tiles, on_device_of, processors, readable, row_tile
 from .mask import load_mask, pack_mask
 from .tiles import multiply
 
@@ -235,44 +235,40 @@ def weighted_sums_(
                 outs[i].add_(total) if begun[i] else outs[i].copy_(total)
             return
     kinds: dict[Any, list[int]] = {}
+    places: dict[int, tuple[int, ...]] = {}
     for i, (out, left, right) in enumerate(zip(outs, lefts, rights)):
         if tokens == 0 or out.numel() == 0:
             if not begun[i]:
                 out.zero_()
             continue
-        contiguous = left.stride(1) == right.stride(1) == out.stride(1) == 1
-        contiguous = contiguous and max(left.stride(0), right.stride(0)) < _NEAR
-        wide_loads = contiguous and aligned(left) and aligned(right) and aligned(out)
+        shape, (left_row, left_column), (right_row, right_column) = out.shape, left.stride(), right.stride()
+        out_row, out_column = out.stride()
+        addresses = left.data_ptr(), right.data_ptr(), out.data_ptr()
+        contiguous = left_column == right_column == out_column == 1 and max(left_row, right_row) < _NEAR
+        # Rows of all three may be read 16 bytes at a time: `aligned`, with each number asked for once.
+        sizes = *shape, left_row, right_row, out_row
+        wide_loads = contiguous and not any(a % 16 for a in addresses) and not any(size % 8 for size in sizes)
         kinds.setdefault((left.dtype, right.dtype, contiguous, wide_loads), []).append(i)
+        strides = left_row, left_column, right_row, right_column, out_row, out_column
+        places[i] = (*addresses, *shape, *strides)
     masked = weights_unmasked is not None
     bits = [pack_mask(mask) for mask in masks]
     offsets = beside(offsets, rights[0])
     for (of_left, of_right, contiguous, wide_loads), members in kinds.items():
         wide = torch.float32 in (of_left, of_right)
         b_t = row_tile(tokens, units, 32 if wide else 64)
-        b_m = max(side_tile(outs[i].shape[0], wide) for i in members)
-        b_n = max(side_tile(outs[i].shape[1], wide) for i in members)
+        widest = max(places[i][4] for i in members)
+        b_m, b_n = side_tile(max(places[i][3] for i in members), wide), side_tile(widest, wide)
         if masked:  # the mask's bits take registers
             b_n = min(64, b_n)
-        elif not wide and b_m == 128 and has_wide_tiles(device) and max(outs[i].shape[1] for i in members) >= 256:
+        elif not wide and b_m == 128 and has_wide_tiles(device) and widest >= 256:
             b_n = 256  # reads a quarter fewer bytes for each product, which is what these tiles wait for
         large = b_m * b_n > 4096
-        numbers = [-(-outs[i].shape[0] // b_m) * -(-outs[i].shape[1] // b_n) for i in members]
+        numbers = [-(-places[i][3] // b_m) * -(-places[i][4] // b_n) for i in members]
         ends = list(itertools.accumulate(numbers))
         tiles = ends[-1]
         lines = [
-            (
-                lefts[i].data_ptr(),
-                rights[i].data_ptr(),
-                outs[i].data_ptr(),
-                *outs[i].shape,
-                *lefts[i].stride(),
-                *rights[i].stride(),
-                *outs[i].stride(),
-                bits[i].data_ptr() if masked else 0,
-                int(begun[i]),
-                end - number,
-            )
+            (*places[i], bits[i].data_ptr() if masked else 0, int(begun[i]), end - number)
             for i, number, end in zip(members, numbers, ends)
         ]
         most = max(1, tokens // _SHORTEST_PART)
