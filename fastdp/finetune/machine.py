@@ -199,11 +199,11 @@ def simulated(config: FinetuneConfig, model: torch.nn.Module, lengths: Sequence[
     Raises:
         ConfigError: for a GPU without prices, a model that cannot be simulated, or a torch that cannot do it.
     """
-    from torch.fx.experimental import _config
+    import torch.fx.experimental._config as config_of_torch
 
     from fastdp.bench import meter, simulate, workloads
 
-    if not hasattr(_config, "meta_nonzero_assume_all_nonzero"):
+    if not hasattr(config_of_torch, "meta_nonzero_assume_all_nonzero"):
         raise ConfigError(
             f"torch {torch.__version__} is too old to simulate steps: leave --gpu out, or take a newer one"
         )
