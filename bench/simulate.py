@@ -32,10 +32,12 @@ def build(case: Case, device: torch.device = META) -> torch.nn.Module:
     return model
 
 
-def step_of(case: Case, device: torch.device, *, private: bool) -> Callable[[], None]:
+def step_of(case: Case, device: torch.device, *, private: bool, self_check: bool = False) -> Callable[[], None]:
     """A function that takes one training step, in the fused forms of AdamW: torch's, or ours with its noise."""
     model = build(case, device)
-    return (workloads.private_step if private else workloads.plain_step)(case, model, fused=True)
+    if private:
+        return workloads.private_step(case, model, fused=True, self_check=self_check)
+    return workloads.plain_step(case, model, fused=True)
 
 
 def measure(name: str, gpu: str) -> list[dict[str, Any]]:
@@ -49,6 +51,7 @@ def measure(name: str, gpu: str) -> list[dict[str, Any]]:
         raise ValueError(f"there is no case '{name}'; choose one of {', '.join(CASES)}")
     if gpu not in GPUS:
         raise ValueError(f"there is no price list for '{gpu}'; choose one of {', '.join(GPUS)}")
+    firsts = {kind: first_peak(CASES[name], GPUS[gpu], private=kind == "private") for kind in ("plain", "private")}
     tallies = {kind: tally(CASES[name], GPUS[gpu], private=kind == "private") for kind in ("plain", "private")}
     rows = []
     for kind, found in tallies.items():
@@ -63,6 +66,7 @@ def measure(name: str, gpu: str) -> list[dict[str, Any]]:
                 "captured_seconds": found.captured_seconds,
                 "launches": found.launches,
                 "peak_bytes": found.peak_bytes,
+                "first_peak_bytes": firsts[kind],
                 "bytes": found.bytes,
                 "operations": found.operations,
                 "ratio_seconds": found.seconds / base.seconds,
@@ -89,6 +93,15 @@ def tally(case: Case, gpu: Gpu, *, private: bool, granularity: int = 512) -> Tal
         with meter.measuring() as found:
             step()
     return found
+
+
+def first_peak(case: Case, gpu: Gpu, *, private: bool, granularity: int = 512) -> int:
+    """The most bytes in the first step, where a private one has its model traced and checked in the way of every run."""
+    with simulated(gpu, granularity) as meter:
+        step = step_of(case, META, private=private, self_check=True)
+        meter.peak = meter.live
+        step()
+    return meter.peak
 
 
 def real_peak(case: Case, *, private: bool) -> int:

@@ -189,7 +189,9 @@ def captured_step(case: Case, model: torch.nn.Module) -> Callable[[], None]:
     return step
 
 
-def private_step(case: Case, model: torch.nn.Module, *, fused: bool, capture: bool = False) -> Callable[[], None]:
+def private_step(
+    case: Case, model: torch.nn.Module, *, fused: bool, capture: bool = False, self_check: bool = False
+) -> Callable[[], None]:
     """A function that takes one private step, with torch's AdamW or that which fuses noise and update.
 
     Moments of both are kept in the case's dtype, as torch keeps them.
@@ -198,7 +200,7 @@ def private_step(case: Case, model: torch.nn.Module, *, fused: bool, capture: bo
 
     privacy: dict[str, Any] = {"noise_multiplier": 1.0, "target_delta": 1e-5, "epochs": 10_000, "sampling": "shuffled"}
     # A few of a run's later batches are checked: at most 1.25% of its time (`fastdp.engine.later`), which falls on single steps.
-    privacy["self_check"] = False
+    privacy["self_check"] = self_check
     trained = [p for p in model.parameters() if p.requires_grad]
     if fused:
         optimizer: torch.optim.Optimizer = fastdp.optim.AdamW(trained, lr=LEARNING_RATE, moments=case.dtype)

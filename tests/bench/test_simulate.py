@@ -28,6 +28,24 @@ def test_memory_is_that_of_a_real_step(case, private):
     assert found.peak_bytes - found.start_bytes == pytest.approx(real, rel=0.03)
 
 
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(
+            small("llama", layers=3, tokens=64, vocabulary=2048, rank=4, checkpointed=True),
+            id="llama-lora-checkpointed",
+        ),
+        pytest.param(small("llama", layers=3, tokens=64), id="llama-full", marks=pytest.mark.slow),
+        pytest.param(small("gpt2", layers=4, vocabulary=8192), id="gpt2-full", marks=pytest.mark.slow),
+    ],
+)
+def test_the_first_step_needs_no_more_memory_than_a_step(case):
+    """Whose model is traced, whose rows are run beside others, and whose norms and sums are compared with autograd's."""
+    gpu = dataclasses.replace(GPUS["h100"], memory=0)
+    plain = simulate.tally(case, gpu, private=False, granularity=1)
+    assert simulate.first_peak(case, gpu, private=True, granularity=1) <= 1.05 * plain.peak_bytes
+
+
 def test_a_host_that_waits_is_found():
     with simulated(GPUS["h100"]) as meter:
         x = torch.ones(3, device="meta")

@@ -60,10 +60,11 @@ def test_questions_are_looked_for_without_keeping_what_checkpoints_let_go_of():
     assert model.most == alone
 
 
-def test_a_first_step_leaves_no_tensor_to_be_collected():
+@pytest.mark.parametrize("self_check", [False, True], ids=["traced", "checked"])
+def test_a_first_step_leaves_no_tensor_to_be_collected(self_check):
     """A reference cycle would hold a step's activations until Python looks for some."""
     case = Case("llama", 1, 16, 32, 2, 2, 32, 2, 4)
-    step = private_step(case, build(case, torch.device("cpu")), fused=True)
+    step = private_step(case, build(case, torch.device("cpu")), fused=True, self_check=self_check)
     gc.collect()
     gc.disable()
     try:
