@@ -27,6 +27,13 @@ def placed(numbers: torch.Tensor, device: torch.device) -> torch.Tensor:
     return there
 
 
+def held(there: torch.Tensor) -> torch.Tensor:
+    """A tensor that was `placed` before, kept as well by a step that is recorded meanwhile: a cache may let go of it."""
+    if _kept is not None:
+        _kept.append(there)
+    return there
+
+
 @contextmanager
 def keeping() -> Iterator[list[torch.Tensor]]:
     """What is `placed` meanwhile, to be held for as long as it may be read."""

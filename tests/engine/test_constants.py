@@ -1,0 +1,14 @@
+"""Numbers sent to a device stay there for as long as something recorded reads them."""
+
+import torch
+
+from fastdp.engine.constants import sent
+from fastdp.ops.placed import keeping
+
+
+def test_numbers_sent_before_are_held_by_what_is_recorded() -> None:
+    before = sent((3.0, 7.0), torch.float64, torch.device("cpu"))
+    with keeping() as tables:
+        again = sent((3.0, 7.0), torch.float64, torch.device("cpu"))
+    assert again is before
+    assert any(table is before for table in tables)
