@@ -437,11 +437,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", help="also write the rows to this file, as they come")
     arguments = parser.parse_args()
-    # Asked whether there is a GPU, torch starts the driver, which processes that compile could not share: unless it is told at
-    # its start to ask otherwise.
-    asks = "PYTORCH_NVML_BASED_CUDA_CHECK"
-    if os.environ.get(asks) != "1":
-        os.execve(sys.executable, [sys.executable, "-m", "bench.gpu_check", *sys.argv[1:]], os.environ | {asks: "1"})
     if torch.cuda.device_count() == 0:
         print("this checks the kernels of a GPU, and there is none", file=sys.stderr)
         return 2

@@ -19,7 +19,7 @@ from unittest import mock
 import torch
 
 from . import workloads
-from .meter import GPUS, META, PER_NORMAL, Gpu, Tally, simulated
+from .meter import GPUS, META, PER_NORMAL, PER_UPDATE, Gpu, Tally, simulated
 from .workloads import Case
 
 CASES = workloads.LARGE
@@ -81,7 +81,10 @@ def measure(name: str, gpu: str) -> list[dict[str, Any]]:
 
 def prices() -> dict[str, Any]:
     """The tables that simulated figures rest on."""
-    return {kind: dataclasses.asdict(gpu) for kind, gpu in GPUS.items()} | {"words_a_normal": PER_NORMAL}
+    return {kind: dataclasses.asdict(gpu) for kind, gpu in GPUS.items()} | {
+        "words_a_normal": PER_NORMAL,
+        "words_an_update": PER_UPDATE,
+    }
 
 
 def tally(case: Case, gpu: Gpu, *, private: bool, granularity: int = 512) -> Tally:

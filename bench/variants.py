@@ -7,6 +7,7 @@ run then launches lies in Triton's cache.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import multiprocessing
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -44,25 +45,42 @@ def variants(work: Callable[[], Any]) -> list[Variant]:
 def compiled(found: list[Variant], processes: int) -> Iterator[tuple[str, float, str | None]]:
     """Compile into Triton's cache: name, seconds and what went wrong, as each is done.
 
-    The processes are forks of this one, which must not have used the GPU yet.
+    The processes come from one that has imported the kernels and never asked for the GPU, whose driver they could not share.
     """
-    global _found
-    _found = found
-    context = multiprocessing.get_context("fork")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__, *{variant.kernel.fn.__module__ for variant in found}])
     with contextlib.closing(context.Pool(max(1, min(processes, len(found))))) as pool:
-        yield from pool.imap_unordered(_compile, range(len(found)))
+        yield from pool.imap_unordered(_compile, [_told(variant) for variant in found])
 
 
-_found: list[Variant] = []
+def _told(variant: Variant) -> tuple[str, str, list[Any], dict[str, Any]]:
+    """A variant as another process can be told of it: of a tensor its dtype, and whether it lies on 16 bytes."""
+    kernel = variant.kernel.fn
+    arguments = [_Like(a.dtype, _on_16_bytes(a)) if isinstance(a, torch.Tensor) else a for a in variant.arguments]
+    return kernel.__module__, kernel.__name__, arguments, variant.options
 
 
-def _compile(index: int) -> tuple[str, float, str | None]:
-    variant, start = _found[index], time.perf_counter()
+@dataclass(frozen=True)
+class _Like:
+    dtype: torch.dtype
+    aligned: bool
+
+    def tensor(self) -> torch.Tensor:
+        return torch.empty(32, dtype=self.dtype, device="meta")[0 if self.aligned else 1 :]
+
+
+def _compile(told: tuple[str, str, list[Any], dict[str, Any]]) -> tuple[str, float, str | None]:
+    (module, name, arguments, options), start = told, time.perf_counter()
     try:
-        variant.kernel.warmup(*variant.arguments, grid=(1,), **variant.options)
+        kernel = getattr(importlib.import_module(module), name)
+        kernel.warmup(*(a.tensor() if isinstance(a, _Like) else a for a in arguments), grid=(1,), **options)
     except Exception as error:
-        return variant.kernel.fn.__name__, time.perf_counter() - start, f"{type(error).__name__}: {error}"[:300]
-    return variant.kernel.fn.__name__, time.perf_counter() - start, None
+        return name, time.perf_counter() - start, f"{type(error).__name__}: {error}"[:300]
+    return name, time.perf_counter() - start, None
+
+
+def _on_16_bytes(tensor: torch.Tensor) -> bool:
+    return tensor.storage_offset() * tensor.itemsize % 16 == 0
 
 
 def _key(kernel: Any, arguments: Iterable[Any], options: dict[str, Any]) -> Any:
@@ -74,7 +92,7 @@ def _key(kernel: Any, arguments: Iterable[Any], options: dict[str, Any]) -> Any:
 def _kind(value: Any, parameter: Any) -> Any:
     """What Triton compiles a kernel anew for: values of constants, dtypes, addresses and numbers that 16 divides, and 1."""
     if isinstance(value, torch.Tensor):
-        return str(value.dtype), value.storage_offset() * value.itemsize % 16 == 0
+        return str(value.dtype), _on_16_bytes(value)
     if parameter.is_constexpr or isinstance(value, tl.core.dtype):
         return str(value)
     if isinstance(value, bool) or not isinstance(value, int):

@@ -204,7 +204,7 @@ def make_private(
     if ranks.size > 1:
         arguments = [
             *(plan, method.describe(), physical, user_ids is None, unit_map, loss_reduction, resume, folder is None),
-            *(secure_rounding, two_pass, self_check, unsafe_seed, keep_logits),
+            *(secure_rounding, two_pass, self_check, unsafe_seed, keep_logits, capture),
         ]
         alike = described(model, data_loader.dataset, units, method)
         ranks.require_alike({**alike, "what make_private was given": repr(arguments)})

@@ -279,6 +279,7 @@ def _recover(device: torch.device) -> None:
     if device.type == "cuda":
         generator = torch.cuda.default_generators[device.index or 0]
         generator.graphsafe_set_state(generator.clone_state())
+        torch.cuda.empty_cache()
 
 
 def _on_a_gpu() -> Recorder:

@@ -101,6 +101,7 @@ def test_refusals_before_the_start_leave_everything_as_it_was(tmp_path: Path) ->
             {"method": fastdp.DPSGD({"a": 1.0}, groups={"a": ["first.*"], "b": ["*"]})},
             "no entry for the group 'b'",
         ),
+        ({"capture": True}, "capture records CUDA graphs"),
         (
             {"method": fastdp.DPSGD(adaptive=fastdp.AdaptiveClipping(count_noise_std=0.4)), "noise_multiplier": 1.0},
             "leaves nothing for the gradient",

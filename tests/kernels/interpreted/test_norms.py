@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from fastdp.kernels import cross, direct, gram, grouped, instances, mask, onehot
+from fastdp.kernels import cross, direct, gram, grouped, instances, launch, mask, onehot, weighted
 
 from fastdp import ops
 from fastdp.ops.factors import ABSOLUTE, MASKED_SQUARE, SQUARE
@@ -15,6 +15,29 @@ SHAPES = ((1, 1), (7, 129), (257, 123))
 
 def squared(left, right, offsets, rows=None):
     return gradients(left, right, offsets, rows).square().sum((1, 2))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_that_cannot_be_read_16_bytes_at_a_time_are_copied(dtype, monkeypatch):
+    monkeypatch.setattr(launch, "_MANY", 1)
+    offsets = offsets_of(RAGGED)
+    left, right = factor(int(offsets[-1]), 13, 0, dtype), factor(int(offsets[-1]), 16, 1, dtype)
+    assert launch.readable(left).stride(0) == 16
+    assert launch.readable(right) is right
+    truth = squared(left, right, offsets)
+    every = torch.ones(1, len(RAGGED), dtype=torch.bool)
+    for found in (
+        gram.gram_norms([([left], right)], offsets)[0][0],
+        direct.direct_norms(left, right, offsets, SQUARE)[0],
+        direct.chosen_norms([left], [right], offsets, every)[0],
+    ):
+        assert relative_error(found, truth) <= BOUND
+    weights = torch.rand(1, len(RAGGED))
+    wanted = torch.einsum("b,bmn->mn", weights[0].double(), gradients(left, right, offsets))
+    for begun in (False, True):
+        out = torch.full((13, 16), 0.5)
+        weighted.weighted_sums_([out], [left], [right], weights, offsets, [begun])
+        torch.testing.assert_close(out.double(), wanted + 0.5 * begun, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("precision", ["ieee", "tf32x3"])

@@ -1,0 +1,178 @@
+"""Recorded passes, with a recorder that runs a function again in the place of a GPU: the sums are those of ordinary passes."""
+
+import warnings
+from collections import deque
+
+import pytest
+import torch
+from fastdp.bench import simulate
+from fastdp.bench.workloads import Case, examples
+
+from fastdp.engine.engine import Engine
+from fastdp.engine.graphs import Graphs
+from fastdp.engine.layout import Ticket
+from fastdp.engine.policy import Policy
+
+CASE = Case("llama", 2, 32, 64, 2, 2, 64, 4, 8, dtype=torch.float32)
+
+
+def again_on_a_processor(accumulator, runs):
+    """What is recorded is run once more for each replay, and its results put where those of the recording are."""
+
+    def record(function):
+        found = function()
+
+        @torch.no_grad()
+        def again():
+            runs.append(function.__name__)
+            kept = dict(vars(accumulator))
+            with torch.enable_grad():
+                new = function()
+            vars(accumulator).clear()
+            vars(accumulator).update(kept)
+            for there, value in zip(found, new):
+                there.data.copy_(value)
+
+        return found, again
+
+    return record
+
+
+def engine_of(model, tickets, runs=None, recorder=again_on_a_processor, bound=0.5):
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    engine = Engine(model, Policy((bound,), (0.0,), dict.fromkeys(trained, 0)), tickets, check=False, keep_logits=True)
+    if runs is not None:
+        engine.graphs = Graphs(engine, lambda: recorder(engine.accumulator, runs))
+    return engine
+
+
+def trained_on(engine, lengths, change=lambda number: None):
+    """Losses of micro-batches of these lengths, and the sums and counts of each two."""
+    found = []
+    for number, length in enumerate(lengths):
+        change(number)
+        rows = examples(CASE, 4 * len(lengths))[4 * number : 4 * number + 4]
+        batch = {key: torch.stack([row[key][:length] for row in rows]) for key in rows[0]}
+        loss = engine.model(**batch).loss
+        loss.backward()
+        found.append({"loss": loss.detach().clone()})
+        if number % 2:
+            counts = (engine.accumulator.units, engine.accumulator.unclipped, engine.accumulator.nonfinite)
+            found.append({name: total.clone() for name, total in engine.accumulator.sums.items()})
+            found.append({str(i): torch.as_tensor(count) for i, count in enumerate(counts)})
+            engine.accumulator.reset()
+            engine.complete, engine.followed = False, engine.backwards
+    engine.close()
+    return found
+
+
+def tickets_of(count):
+    weights = [torch.tensor([1.0, 1.0, 1.0, float(number % 3 != 1)]) for number in range(count)]
+    return deque(Ticket(torch.arange(4), own, number % 2 == 1) for number, own in enumerate(weights))
+
+
+def both(lengths, change=lambda engine, number: None):
+    torch.manual_seed(0)
+    results, runs = [], []
+    for recorded in (None, runs):
+        engine = engine_of(simulate.build(CASE, torch.device("cpu")), tickets_of(len(lengths)), recorded)
+        results.append(trained_on(engine, lengths, lambda number, engine=engine: change(engine, number)))
+    return results, runs
+
+
+def require_equal(results):
+    for ordinary, replayed in zip(*results, strict=True):
+        assert ordinary.keys() == replayed.keys()
+        for name, value in ordinary.items():
+            torch.testing.assert_close(replayed[name], value, rtol=1e-5, atol=1e-7)
+
+
+def test_replayed_micro_batches_give_the_sums_of_ordinary_ones():
+    results, runs = both([8] * 10)
+    require_equal(results)
+    # The first three go the ordinary way, the fourth is recorded, tried twice and then, as the others, replayed.
+    assert runs.count("forward") == runs.count("backward") == 2 + 7
+
+
+def test_other_lengths_go_the_ordinary_way_until_they_come_again():
+    results, runs = both([8, 6, 8, 6, 8, 5, 8, 8])
+    require_equal(results)
+    assert runs.count("forward") == 2 + 2
+
+
+def test_a_changed_model_is_not_replayed():
+    def change(engine, number):
+        if number == 6:
+            engine.model.model.layers[0].eval()
+
+    results, runs = both([8] * 8, change)
+    require_equal(results)
+    assert runs.count("forward") == 2 + 3
+
+
+def test_another_clip_is_not_replayed():
+    def change(engine, number):
+        if number == 6:
+            policy = engine.accumulator.policy
+            engine.accumulator.policy = Policy((0.25,), (0.0,), policy.group_of)
+
+    results, runs = both([8] * 8, change)
+    require_equal(results)
+    assert runs.count("forward") == 2 + 3
+
+
+@pytest.mark.parametrize("fault", ["raises", "wrong"])
+def test_a_recording_that_fails_or_differs_is_not_used_and_says_so(fault):
+    def recorder(accumulator, runs):
+        record = again_on_a_processor(accumulator, runs)
+
+        def faulty(function):
+            if fault == "raises":
+                raise RuntimeError("nothing is recorded here\nat all")
+            found, again = record(function)
+
+            def other():
+                again()
+                found[0].data.mul_(1.5)
+
+            return found, other
+
+        return faulty
+
+    plain = trained_on(engine_of(simulate.build(CASE, torch.device("cpu")), tickets_of(6)), [8] * 6)
+    engine = engine_of(simulate.build(CASE, torch.device("cpu")), tickets_of(6), [], recorder)
+    reason = "nothing is recorded here" if fault == "raises" else "gave another sum"
+    with pytest.warns(UserWarning, match=reason) as seen:
+        found = trained_on(engine, [8] * 6)
+    assert len(seen) == 1
+    require_equal((plain, found))
+
+
+def test_a_loss_made_from_another_output_of_a_replay_is_refused():
+    runs = []
+    engine = engine_of(simulate.build(CASE, torch.device("cpu")), tickets_of(6), runs)
+    rows = examples(CASE, 4)
+    batch = {key: torch.stack([row[key] for row in rows]) for key in rows[0]}
+    for _ in range(4):
+        engine.model(**batch).loss.backward()
+        engine.accumulator.reset()
+        engine.complete = False
+    assert runs
+    output = engine.model(**batch)
+    with pytest.raises(RuntimeError, match="beside its own loss"):
+        (output.loss + output.logits.square().mean()).backward()
+    engine.close()
+
+
+def test_packed_rows_and_trial_passes_are_never_recorded():
+    engine = engine_of(simulate.build(CASE, torch.device("cpu")), tickets_of(2), [])
+    graphs = engine.graphs
+    call = ((), {"input_ids": torch.zeros(4, 8, dtype=torch.int64)})
+    packed = Ticket(torch.arange(4), torch.ones(4), True, token_units=torch.zeros(4, 8, dtype=torch.int64))
+    strange = ((), {"input_ids": torch.zeros(4, 8, dtype=torch.int64), "cache": object()})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for own, ticket in ((call, packed), (strange, tickets_of(1)[0])):
+            for _ in range(5):
+                assert graphs.forward(own, ticket, lambda waiting, upstream: None) is None
+    engine.close()
