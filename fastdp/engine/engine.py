@@ -77,7 +77,7 @@ class Engine(Passes):
         self.ranks = ranks
         self.guard = Guard(model, self.weights.settle)
         self.checks = Checks(self, self.guard, ranks, enabled=check, batches=batches, on_route=on_route)
-        self.graphs = Graphs(self) if graphs else None
+        self.graphs = Graphs(self, self.guard.forward) if graphs else None
         self.complete = False
         #: Whether a backward pass of this logical batch failed, perhaps after it had added something.
         self.broken = False

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 import fastdp.engine.boundary as boundary
 from fastdp.engine.accumulator import Accumulator
 from fastdp.engine.batches import Call, leaves, map_tensors
+from fastdp.engine.errors import SelfCheckError
 from fastdp.engine.layout import Layout, Ticket
 from fastdp.engine.logits import Logits
 from fastdp.engine.passes import Pass, Passes
@@ -48,7 +50,8 @@ class _Graph:
     counts: tuple[torch.Tensor, ...]
     forward: Callable[[], None]
     backward: Callable[[], None]
-    kept: list[torch.Tensor]
+    #: Tables that it reads; and what its key knows by identity, so that nothing else can come to have that.
+    kept: list[Any]
 
 
 class Graphs:
@@ -56,11 +59,18 @@ class Graphs:
 
     Args:
         passes: of the model.
+        watched: refuses a pass that writes buffers, as `Guard.forward` does.
         recorder: gives a function that records another one: its results, and what makes them again.
     """
 
-    def __init__(self, passes: Passes, recorder: Callable[[], Recorder] | None = None):
+    def __init__(
+        self,
+        passes: Passes,
+        watched: Callable[[], AbstractContextManager[None]],
+        recorder: Callable[[], Recorder] | None = None,
+    ):
         self._passes = passes
+        self._watched = watched
         self._recorder = recorder or _on_a_gpu
         self._seen: dict[Any, int] = {}
         self._graphs: dict[Any, _Graph | None] = {}
@@ -85,26 +95,22 @@ class Graphs:
         graph.forward()
         tap = Tap(graph.layout)
         waiting = Pass(call, ticket, graph.layout, tap, False, enter, [], lambda upstream, retain: None)
-        waiting.replay = lambda: self._add(graph, ticket)
+        waiting.replay = lambda: self._add(graph)
         # A term of the loss made from another output has no graph to go back through, and is refused there as ever.
         output = map_tensors(graph.output, _beside)
         return boundary.replace_loss(output, waiting.loss(graph.loss)), waiting
 
-    def _add(self, graph: _Graph, ticket: Ticket) -> None:
+    def _add(self, graph: _Graph) -> None:
         """Replay the backward pass, and add what it gave to the logical batch."""
         graph.backward()
         accumulator = self._passes.accumulator
         accumulator.require_one_clip()
         accumulator.bounds = accumulator.policy.bounds
-        if ticket.is_last and not accumulator.sums:
-            # Nothing is added to them any more, and the next replay comes after they were released.
-            accumulator.sums = dict(graph.sums)
-        else:
-            old = [name for name in graph.sums if name in accumulator.sums]
-            new = [name for name in graph.sums if name not in accumulator.sums]
-            if old:
-                torch._foreach_add_([accumulator.sums[name] for name in old], [graph.sums[name] for name in old])
-            accumulator.sums |= {name: graph.sums[name].clone() for name in new}
+        old = [name for name in graph.sums if name in accumulator.sums]
+        if old:
+            torch._foreach_add_([accumulator.sums[name] for name in old], [graph.sums[name] for name in old])
+        # Copies: a sum becomes a gradient that others may keep, and the next replay writes sums without noise where this one did.
+        accumulator.sums |= {name: graph.sums[name].clone() for name in graph.sums if name not in old}
         nonfinite, unclipped, units = (count.clone() for count in graph.counts)
         accumulator.nonfinite = accumulator.nonfinite + nonfinite
         accumulator.unclipped = accumulator.unclipped + unclipped
@@ -141,8 +147,9 @@ class Graphs:
     def _recorded(self, call: Call, ticket: Ticket) -> _Graph | None:
         """Record a pass beside an ordinary one of the same batch; None, with a warning, where that fails or they differ."""
         try:
-            return self._compared(call, ticket)
-        except torch.OutOfMemoryError:
+            with self._watched():
+                return self._compared(call, ticket)
+        except (torch.OutOfMemoryError, SelfCheckError):
             raise
         except Exception as error:
             _recover(self._passes.device)
@@ -188,7 +195,9 @@ class Graphs:
         finally:
             vars(accumulator).update(kept)
         output = map_tensors(made["output"], lambda t: t if isinstance(t, Logits) else t.detach())
-        graph = _Graph(held, layout, output, found[0].detach(), made["sums"], made["counts"], again, back, tables)
+        model = passes.model
+        kept_alive = [*tables, accumulator.policy, *model.modules(), *model.parameters(), *model.buffers()]
+        graph = _Graph(held, layout, output, found[0].detach(), made["sums"], made["counts"], again, back, kept_alive)
         first = self._tried(graph, random)
         if set(expected) != set(first):
             raise RuntimeError("a replayed pass reached other parameters than an ordinary one")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import subprocess
 import sys
-import types
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ import torch
 from fastdp.bench import gpu_check, variants
 
 from fastdp import ops
+from tests.bench import compiling
 
 ROOT = Path(__file__).parents[2]
 
@@ -79,18 +79,11 @@ def test_the_schedule_on_a_mock_device(monkeypatch):
     assert gpu_check.VALUES[0] is gpu_check.engine
 
 
-def test_variants_are_compiled_by_processes_that_share_a_cache(monkeypatch):
+def test_variants_are_compiled_by_processes_that_share_a_cache():
     """A kernel that does not compile is a row with its reason, and holds up none of the others."""
-
-    class Kernel:
-        def __init__(self, name, fails=False):
-            self.fn, self.fails = types.SimpleNamespace(__name__=name), fails
-
-        def warmup(self, *arguments, grid):
-            if self.fails:
-                raise RuntimeError("no such instruction")
-
-    found = [variants.Variant(Kernel(f"k{i}", i == 2), (), {}) for i in range(5)]
+    arguments = (torch.empty(3, device="meta"), 7, None)
+    kernels = (compiling.k0, compiling.k1, compiling.k2, compiling.k3, compiling.k4)
+    found = [variants.Variant(kernel, arguments, {}) for kernel in kernels]
     done = {name: error for name, _, error in variants.compiled(found, 2)}
     assert done.keys() == {f"k{i}" for i in range(5)}
     assert [name for name, error in done.items() if error] == ["k2"]

@@ -9,6 +9,7 @@ from fastdp.bench import simulate
 from fastdp.bench.workloads import Case, examples
 
 from fastdp.engine.engine import Engine
+from fastdp.engine.errors import SelfCheckError
 from fastdp.engine.graphs import Graphs
 from fastdp.engine.layout import Ticket
 from fastdp.engine.policy import Policy
@@ -42,7 +43,7 @@ def engine_of(model, tickets, runs=None, recorder=again_on_a_processor, bound=0.
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     engine = Engine(model, Policy((bound,), (0.0,), dict.fromkeys(trained, 0)), tickets, check=False, keep_logits=True)
     if runs is not None:
-        engine.graphs = Graphs(engine, lambda: recorder(engine.accumulator, runs))
+        engine.graphs = Graphs(engine, engine.guard.forward, lambda: recorder(engine.accumulator, runs))
     return engine
 
 
@@ -162,6 +163,21 @@ def test_a_loss_made_from_another_output_of_a_replay_is_refused():
     with pytest.raises(RuntimeError, match="beside its own loss"):
         (output.loss + output.logits.square().mean()).backward()
     engine.close()
+
+
+def test_a_buffer_that_the_recorded_pass_writes_is_refused():
+    model, writes = simulate.build(CASE, torch.device("cpu")), []
+    model.register_buffer("seen", torch.zeros(1))
+
+    def count(module, args):
+        if writes:
+            model.seen.add_(1)
+
+    model.model.register_forward_pre_hook(count)
+    with pytest.raises(SelfCheckError, match="seen is a buffer"):
+        trained_on(
+            engine_of(model, tickets_of(6), []), [8] * 6, lambda number: writes.append(1) if number == 3 else None
+        )
 
 
 def test_packed_rows_and_trial_passes_are_never_recorded():
