@@ -34,6 +34,7 @@ class Constants:
     product_flops: float  # a second, in matrix products
     bandwidth: float  # bytes a second, read or written
     call_seconds: float  # of an op that does nothing
+    shared_gram: bool = False  # whether Gram norms of many matrices are one call, so that none costs one of its own
 
 
 #: Defaults by device type and width of an element in bytes; float32 stands in for a width that is not listed.
@@ -53,6 +54,7 @@ DEFAULTS: dict[tuple[str, int], Constants] = {
         product_flops=4.0e13,
         bandwidth=3.8e12,
         call_seconds=1.0e-5,
+        shared_gram=True,
     ),
     ("cuda", 2): Constants(
         "an H100, bfloat16, matrices of a GPT-2 and of a Llama of 1B at 1,024 tokens",
@@ -61,6 +63,7 @@ DEFAULTS: dict[tuple[str, int], Constants] = {
         product_flops=4.9e14,
         bandwidth=3.0e12,
         call_seconds=2.0e-5,
+        shared_gram=True,
     ),
 }
 
@@ -136,7 +139,8 @@ def predicted_seconds(
         passes = 3 if keeps_factors else 2  # written, read for the norms, read for the sum
         seconds = product + factors + passes * 4 * entries / constants.bandwidth
         return seconds + constants.call_seconds * (2 + keeps_factors)
-    seconds = _kernel_seconds(route, m, n, length, tokens, units, constants) + factors + constants.call_seconds
+    call = 0.0 if route == "gram" and constants.shared_gram else constants.call_seconds
+    seconds = _kernel_seconds(route, m, n, length, tokens, units, constants) + factors + call
     if keeps_factors:
         scaled = 3 * 4 * tokens * min(m, n) / constants.bandwidth  # the narrower factor: read, written scaled, read
         seconds += product + scaled + constants.call_seconds

@@ -24,12 +24,12 @@ from fastdp.finetune.tune import best_of, tune
 def test_a_search_releases_the_best_trial_and_its_card(config, model_folder, tmp_path, monkeypatch):
     """Two trials, the first with a learning rate that ruins the model."""
     monkeypatch.setattr(renyi, "draw_trials", lambda *_: 2)
-    rates = iter([{"learning_rate": 50.0}, {"learning_rate": 1e-3}])
+    rates = iter([{"learning_rate": 1e36}, {"learning_rate": 1e-3}])
     monkeypatch.setattr(tuning.secrets, "choice", lambda _: next(rates))
     monkeypatch.setattr(tuning, "_LEAST_JUDGES", 5)
     monkeypatch.setattr(judges, "add_noise_", lambda total, multiplier, stream: total)
     config = dataclasses.replace(config, eval=None, batch_size=8)
-    found = tune(config, {"learning_rate": [50.0, 1e-3]}, trials=3, held_out=0.5)
+    found = tune(config, {"learning_rate": [1e36, 1e-3]}, trials=3, held_out=0.5)
     output = tmp_path / "run"
     assert found.settings == {"learning_rate": 1e-3}
     assert 0 < found.score < 10

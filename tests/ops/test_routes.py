@@ -22,7 +22,7 @@ settings_of_a_use = st.fixed_dictionaries(
 def test_no_allowed_route_is_predicted_faster_than_the_chosen_one(shape, use):
     chosen = plan(**shape, **use)
     least = predicted_seconds(chosen, **shape, **use)
-    assert least > 0
+    assert least > 0 or shape["length"] == 0
     for route in ROUTES:
         if allowed(route, **shape, one_hot=use["one_hot"], dtype=use["dtype"]):
             assert least <= predicted_seconds(route, **shape, **use)
