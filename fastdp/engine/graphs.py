@@ -52,6 +52,8 @@ class _Graph:
     backward: Callable[[], None]
     #: Tables that it reads; and what its key knows by identity, so that nothing else can come to have that.
     kept: list[Any]
+    #: The forward pass whose activations lie in its memory now.
+    latest: Pass | None = None
 
 
 class Graphs:
@@ -95,13 +97,20 @@ class Graphs:
         graph.forward()
         tap = Tap(graph.layout)
         waiting = Pass(call, ticket, graph.layout, tap, False, enter, [], lambda upstream, retain: None)
-        waiting.replay = lambda: self._add(graph)
+        waiting.replay = lambda: self._add(graph, waiting)
+        graph.latest = waiting
         # A term of the loss made from another output has no graph to go back through, and is refused there as ever.
         output = map_tensors(graph.output, _beside)
         return boundary.replace_loss(output, waiting.loss(graph.loss)), waiting
 
-    def _add(self, graph: _Graph) -> None:
+    def _add(self, graph: _Graph, waiting: Pass) -> None:
         """Replay the backward pass, and add what it gave to the logical batch."""
+        if graph.latest is not waiting:
+            raise RuntimeError(
+                "another forward pass was made since this loss, and with capture=True its activations took the place of this "
+                "one's: call backward() before the next forward pass"
+            )
+        graph.latest = None
         graph.backward()
         accumulator = self._passes.accumulator
         accumulator.require_one_clip()

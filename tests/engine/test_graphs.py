@@ -180,6 +180,21 @@ def test_a_buffer_that_the_recorded_pass_writes_is_refused():
         )
 
 
+def test_a_loss_whose_activations_were_overwritten_is_refused():
+    engine = engine_of(simulate.build(CASE, torch.device("cpu")), tickets_of(6), [])
+    rows = examples(CASE, 8)
+    one, other = ({key: torch.stack([row[key] for row in part]) for key in rows[0]} for part in (rows[:4], rows[4:]))
+    for _ in range(4):
+        engine.model(**one).loss.backward()
+        engine.accumulator.reset()
+        engine.complete = False
+    first = engine.model(**one).loss
+    engine.model(**other)
+    with pytest.raises(RuntimeError, match="before the next forward pass"):
+        first.backward()
+    engine.close()
+
+
 def test_packed_rows_and_trial_passes_are_never_recorded():
     engine = engine_of(simulate.build(CASE, torch.device("cpu")), tickets_of(2), [])
     graphs = engine.graphs
