@@ -20,6 +20,7 @@ CHOSEN = (
 def test_lower_instruction_sets(isa):
     order = ("portable", "avx2", "avx512")
     if order.index(_native.isa()) <= order.index(isa):
+        # A processor without the higher set runs this one, or less, in every other test.
         pytest.skip(f"this run uses {_native.isa()} already")
     files = [Path(__file__).with_name(name) for name in FILES]
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *files, "-k", CHOSEN]
