@@ -2,12 +2,15 @@
 
     python -m fastdp.bench.growing results/cpu/growing.json growing.png
 
-Every point is measured in processes of its own, forked from one that has imported everything; each has one thread. The shares
+Every point is measured in processes of its own, forked from one that has imported everything; each has one thread. Memory is
+that of processes whose C library gives freed blocks back; times are of others, whose library keeps them: how much of a heap
+it gives back by itself, to be filled with zeros by the system again, is a matter of chance. The shares
 of a step that noise and ledger take are measured too, and what two processes take of one's time.
 """
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import json
 import os
@@ -76,11 +79,11 @@ class Setting:
 BASE = Setting()
 #: What is changed of the base, by axis.
 SWEEPS: dict[str, list[Setting]] = {
-    "batch": [replace(BASE, batch=n, together=n) for n in (2, 4, 8, 16)],
+    "batch": [replace(BASE, batch=n, together=n) for n in (2, 4, 8, 16, 32)],
     "tokens": [replace(BASE, tokens=n) for n in (64, 128, 256, 512)],
     "width": [replace(BASE, width=n) for n in (128, 256, 384, 512)],
     "words": [replace(BASE, words=n) for n in (2048, 8192, 16384, 32768)],
-    "ranks": [replace(BASE, batch=16, ranks=n) for n in (1, 2, 4)],
+    "ranks": [replace(BASE, batch=32, together=32, ranks=n) for n in (1, 2, 4)],
 }
 #: Ways of training; the last two leave a piece of every weight on each process.
 WAYS = ("ordinary", "private", "ordinary, pieces", "private, pieces")
@@ -154,6 +157,13 @@ def _private(
     return step, released
 
 
+def _keep_freed_blocks() -> None:
+    """Let the C library of this process keep what it can of its heap: mallopt's M_TRIM_THRESHOLD and M_MMAP_THRESHOLD."""
+    library = ctypes.CDLL(None)
+    if not (library.mallopt(-1, 2**31 - 1) and library.mallopt(-3, 2**25)):
+        raise RuntimeError("the C library does not take its settings")
+
+
 def _measure(setting: Setting, way: str, steps: int, folder: Path) -> dict[str, float]:
     """One process's figures: seconds of a step, of its release, and bytes at its peak with model and optimizer."""
     took: list[float] = []
@@ -186,7 +196,13 @@ def _measure(setting: Setting, way: str, steps: int, folder: Path) -> dict[str, 
 
 
 def measured(setting: Setting, way: str, steps: int) -> dict[str, float]:
-    """The first process's times and the most bytes of any, in a group that is forked for it.
+    """The first process's times, and the most bytes of any, in groups that are forked for them."""
+    timed = _group(setting, way, steps, keeping=True)[0]
+    return {**timed, "bytes": max(found["bytes"] for found in _group(setting, way, 1, keeping=False))}
+
+
+def _group(setting: Setting, way: str, steps: int, keeping: bool) -> list[dict[str, float]]:
+    """The figures of each process of a group, with a C library that keeps freed blocks or gives them back.
 
     Raises:
         RuntimeError: a process failed.
@@ -198,6 +214,8 @@ def measured(setting: Setting, way: str, steps: int) -> dict[str, float]:
             if child == 0:
                 try:
                     torch.set_num_threads(1)
+                    if keeping:
+                        _keep_freed_blocks()
                     if setting.ranks > 1 or way.endswith("pieces"):
                         meeting = f"file://{folder / 'meeting'}"
                         dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=setting.ranks)
@@ -215,8 +233,7 @@ def measured(setting: Setting, way: str, steps: int) -> dict[str, float]:
         statuses = [os.waitpid(child, 0)[1] for child in children]
         if any(statuses):
             raise RuntimeError(f"{way} failed at {setting}")
-        found = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(setting.ranks)]
-        return {**found[0], "bytes": max(figures["bytes"] for figures in found)}
+        return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(setting.ranks)]
 
 
 def figures(steps: int) -> list[dict[str, Any]]:
@@ -249,7 +266,9 @@ def summary(points: Sequence[dict[str, Any]]) -> dict[str, Any]:
     steps = {(p["at"], p["way"]): p["seconds"] for p in points if p["axis"] == "ranks"}
     return {
         "exponents": exponents,
-        "largest share of noise and ledger": max(p["release"] / p["seconds"] for p in points if "release" in p),
+        "share of noise and ledger by batch": {
+            p["at"]: p["release"] / p["seconds"] for p in points if p["axis"] == "batch" and "release" in p
+        },
         "two processes over half of one": {way: 2 * steps[2, way] / steps[1, way] for way in WAYS},
     }
 

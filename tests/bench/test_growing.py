@@ -34,7 +34,7 @@ def test_the_summary_says_what_the_bars_ask_for() -> None:
     assert set(found["exponents"]) == {"batch", "tokens", "width", "words", "ranks"}
     assert found["exponents"]["width"]["private"] == {"seconds": 2.0, "bytes": 0.5}
     assert set(found["exponents"]["ranks"]) == set(WAYS)
-    assert found["largest share of noise and ledger"] == pytest.approx(0.01)
+    assert found["share of noise and ledger by batch"] == pytest.approx(dict.fromkeys((2, 4, 8, 16, 32), 0.01))
     assert found["two processes over half of one"] == pytest.approx(dict.fromkeys(WAYS, 8.0))
 
 
