@@ -5,11 +5,7 @@ import torch
 from . import kit
 
 
-class Watching(kit.Net):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("mean", torch.zeros(kit.FEATURES))
-
+class Watching(kit.Keeping):
     def before(self, x: torch.Tensor) -> torch.Tensor:
         if self.training:
             self.mean = x.detach().mean(0)

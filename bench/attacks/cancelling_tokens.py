@@ -9,12 +9,11 @@ from . import kit
 WIDTH = 256
 
 
-class Tokens(nn.Module):
+class Tokens(kit.Model):
     """One layer over tokens [rows, 2, WIDTH], the second of which counts against the first."""
 
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(0)
         self.layer = nn.Linear(WIDTH, 256)
 
     def forward(self, x: torch.Tensor, sign: torch.Tensor, labels: torch.Tensor):

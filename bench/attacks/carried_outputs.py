@@ -1,12 +1,9 @@
 """Outputs of the batch before, kept by the training loop and compared with in the next one's loss"""
 
-import torch
-
 from . import kit, systems
 
 
-def attack(system: kit.System) -> float:
-    library = systems.only_fastdp(system)
+def attack(library: systems.FastDP) -> float:
     task, sums = kit.Task(kit.Scores, criterion=lambda output, batch: output.sum()), []
     for extra in ([], kit.records(1, 30.0, 5)):
         private = library.start(task, [*extra, *kit.records(16)], 0.2, epochs=6)
@@ -19,6 +16,6 @@ def attack(system: kit.System) -> float:
                 loss.backward()
                 private.optimizer.step()
                 kept = output.detach().mean(0)
-        sums.append([p.grad * len(private.data_loader.dataset) for p in private.model.parameters()])
+        sums.append({n: p.grad * len(private.data_loader.dataset) for n, p in private.parameters.items()})
         private.detach()
-    return float(torch.cat([(a - b).flatten() for a, b in zip(*sums)]).norm()) / 0.2
+    return kit.apart(*sums) / 0.2

@@ -2,8 +2,6 @@
 
 import dataclasses
 
-import torch
-
 from fastdp.private.observer import Observer
 
 from . import kit, systems
@@ -14,8 +12,8 @@ class Raising(Observer):
         self.accumulator, self.policy = accumulator, accumulator.policy
 
 
-def attack(system: kit.System) -> float:
-    library, sums = systems.only_fastdp(system), []
+def attack(library: systems.FastDP) -> float:
+    sums = []
     for data in (kit.records(16), [*kit.records(15), kit.records(1, 30.0, 5)[0]]):
         task = kit.Task(kit.Net, physical=4)
         private, looker = library.start(task, data, 0.2, epochs=2), Raising()
@@ -32,4 +30,4 @@ def attack(system: kit.System) -> float:
                 private.optimizer.zero_grad()
         sums.append({name: p.grad * 16 for name, p in private.parameters.items()})
         private.detach()
-    return float(torch.cat([(sums[0][name] - sums[1][name]).flatten() for name in sums[0]]).norm()) / 0.2
+    return kit.apart(*sums) / 0.2

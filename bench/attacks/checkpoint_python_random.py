@@ -19,11 +19,7 @@ class Rarely(kit.Net):
         return {"loss": torch.nn.functional.cross_entropy(logits, labels)}
 
 
-def attack(system: kit.System) -> float:
-    library = systems.only_fastdp(system)
+def attack(library: systems.FastDP) -> float:
     random.seed(3)
-    task, record = kit.Task(Rarely), {"x": torch.full((8,), 0.3), "labels": 1}
-    private = library.start(task, [record], 0.05, epochs=200)
-    steps = [step for _ in range(200) for step in library.steps(private, task)]
-    private.detach()
-    return max(float(torch.cat([t.flatten() for t in sums.values()]).norm()) for sums in steps) / 0.05
+    steps = library.train(kit.Task(Rarely), [{"x": torch.full((8,), 0.3), "labels": 1}], 0.05, 200)
+    return max(float(kit.flat(sums).norm()) for sums in steps) / 0.05

@@ -7,8 +7,7 @@ import torch
 from . import kit, systems
 
 
-def attack(system: kit.System) -> float:
-    library = systems.only_fastdp(system)
+def attack(library: systems.FastDP) -> float:
     ends = []
     for data in (kit.records(), [*kit.records(), *kit.records(1, 100.0, 5)]):
         task = kit.Task(kit.Net)

@@ -3,8 +3,7 @@
 from . import kit, systems
 
 
-def attack(system: kit.System) -> float:
-    library = systems.only_fastdp(system)
+def attack(library: systems.FastDP) -> float:
     task = kit.Task(kit.Net, options={"epochs": 4, "target_delta": 1e-5})
     private = library.start(task, kit.records(), 1.0, noise_multiplier=1.0)
     state = private.state_dict()

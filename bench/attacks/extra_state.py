@@ -30,8 +30,7 @@ class Watching(kit.Net):
         return self.watch(x)  # type: ignore[no-any-return]
 
 
-def attack(system: kit.System) -> float:
-    library = systems.only_fastdp(system)
+def attack(library: systems.FastDP) -> float:
     private = library.start(kit.Task(Watching), kit.records(), 1.0, epochs=2)
     for _ in range(2):
         list(library.steps(private, kit.Task(Watching)))

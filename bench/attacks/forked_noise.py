@@ -7,8 +7,7 @@ import torch
 from . import kit, systems
 
 
-def attack(system: kit.System) -> float:
-    library = systems.only_fastdp(system)
+def attack(library: systems.FastDP) -> float:
     task = kit.Task(kit.Net)
     private = library.start(task, kit.records(), 1.0, noise_multiplier=1.0, epochs=2)
     fork = multiprocessing.get_context("fork")

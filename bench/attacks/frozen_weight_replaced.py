@@ -5,11 +5,7 @@ import torch
 from . import kit
 
 
-class Codebook(kit.Net):
-    def __init__(self) -> None:
-        super().__init__()
-        self.centre = torch.nn.Parameter(torch.zeros(kit.FEATURES), requires_grad=False)
-
+class Codebook(kit.Keeping):
     def before(self, x: torch.Tensor) -> torch.Tensor:
         self.centre = torch.nn.Parameter(x.detach().mean(0), requires_grad=False)
         return x

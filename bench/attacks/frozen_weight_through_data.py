@@ -5,11 +5,7 @@ import torch
 from . import kit
 
 
-class Codebook(kit.Net):
-    def __init__(self) -> None:
-        super().__init__()
-        self.centre = torch.nn.Parameter(torch.zeros(kit.FEATURES), requires_grad=False)
-
+class Codebook(kit.Keeping):
     def before(self, x: torch.Tensor) -> torch.Tensor:
         self.centre.data.lerp_(x.mean(0), 0.1)
         return x

@@ -5,8 +5,7 @@ import torch
 from . import kit, systems
 
 
-def attack(system: kit.System) -> float:
-    library = systems.only_fastdp(system)
+def attack(library: systems.FastDP) -> float:
     ends = []
     for data in (kit.records(), [*kit.records(), kit.records(1, 100.0, 5)[0]]):
         private = library.start(kit.Task(kit.Net), data, 0.05, epochs=2)

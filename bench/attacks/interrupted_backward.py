@@ -19,8 +19,7 @@ class Failing(kit.Net):
             raise MemoryError
 
 
-def attack(system: kit.System) -> float:
-    library = systems.only_fastdp(system)
+def attack(library: systems.FastDP) -> float:
     private = library.start(kit.Task(Failing), kit.records(1), 0.05)
     (batch,) = private.data_loader
     loss = private.model(**batch)["loss"]
@@ -31,4 +30,4 @@ def attack(system: kit.System) -> float:
         private.model(**batch)["loss"].backward()
     private.optimizer.step()
     private.detach()
-    return float(torch.cat([p.grad.flatten() for p in private.model.parameters()]).norm()) / 0.05
+    return float(kit.flat({n: p.grad for n, p in private.model.named_parameters()}).norm()) / 0.05

@@ -17,10 +17,9 @@ class Interrupted(torch.optim.SGD):
         return super().step(closure)
 
 
-def attack(system: kit.System) -> float:
+def attack(system: systems.FastDP) -> float:
     import fastdp
 
-    systems.only_fastdp(system)
     rows: Any = kit.records()
     model = kit.Net().train()
     Interrupted.seen = []

@@ -50,7 +50,6 @@ class Task:
         loop: what the loop makes of a batch before it calls the model.
         criterion: loss of (output, batch), averaged over the batch, for a loss outside the model.
         physical: most records in one forward pass.
-        optimizer: made from trained parameters; its learning rate is 0.
         options: further arguments of `fastdp.make_private`, where an attack is about one of them.
     """
 
@@ -97,8 +96,18 @@ def moved(
         less = Release({name: torch.zeros_like(t) for name, t in more.sums.items()}, more.rest)
     if any(not same(more.rest[name], less.rest[name]) for name in more.rest):
         return math.inf
-    squared = sum(float((more.sums[n].double() - less.sums[n].double()).square().sum()) for n in more.sums)
-    return math.sqrt(squared) / bound if not math.isnan(squared) else math.inf
+    gap = apart(more.sums, less.sums)
+    return gap / bound if not math.isnan(gap) else math.inf
+
+
+def flat(sums: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """All numbers of a release's sums, float64."""
+    return torch.cat([total.double().flatten() for total in sums.values()])
+
+
+def apart(one: Mapping[str, torch.Tensor], two: Mapping[str, torch.Tensor]) -> float:
+    """How far the sums of two releases are from each other, as vectors."""
+    return float(flat({name: total.double() - two[name].double() for name, total in one.items()}).norm())
 
 
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -112,12 +121,19 @@ def records(count: int = 8, size: float = 1.0, seed: int = 0) -> list[Record]:
     return [{"x": size * torch.randn(FEATURES, generator=generator), "labels": i % CLASSES} for i in range(count)]
 
 
-class Net(nn.Module):
-    """Two linear layers and their own cross-entropy; subclasses change what lies before and between."""
+class Model(nn.Module):
+    """A module that is made of the same numbers each time."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
+
+
+class Net(Model):
+    """Two linear layers and their own cross-entropy; subclasses change what lies before and between."""
+
+    def __init__(self) -> None:
+        super().__init__()
         self.first, self.second = nn.Linear(FEATURES, 16), nn.Linear(16, CLASSES)
 
     def before(self, x: torch.Tensor) -> torch.Tensor:
@@ -134,12 +150,22 @@ class Net(nn.Module):
         return {"loss": F.cross_entropy(logits, labels), "logits": logits}
 
 
-class Scores(nn.Module):
+class Keeping(Net):
+    """Has a buffer and a frozen weight, in which subclasses keep what they see."""
+
+    mean: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(FEATURES))
+        self.centre = nn.Parameter(torch.zeros(FEATURES), requires_grad=False)
+
+
+class Scores(Model):
     """Two linear layers whose loss is the user's own."""
 
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(0)
         self.first, self.second = nn.Linear(FEATURES, 16), nn.Linear(16, 8)
 
     def forward(self, x: torch.Tensor, **_: torch.Tensor) -> torch.Tensor:
@@ -147,14 +173,13 @@ class Scores(nn.Module):
         return self.second(torch.tanh(self.first(x)))
 
 
-class Words(nn.Module):
+class Words(Model):
     """A table of 50 tokens and a layer over what it says; what lies between, and the loss, is a subclass's own."""
 
     width, outputs = 16, 50
 
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(0)
         self.table, self.head = nn.Embedding(50, self.width), nn.Linear(self.width, self.outputs)
 
 

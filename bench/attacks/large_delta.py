@@ -5,8 +5,7 @@ from fastdp.accounting import verify
 from . import kit, systems
 
 
-def attack(system: kit.System) -> float:
-    library = systems.only_fastdp(system)
+def attack(library: systems.FastDP) -> float:
     options = {"noise_multiplier": 0.3, "target_delta": 0.5, "allow_large_delta": True}
     task = kit.Task(kit.Net, options=options)
     private = library.start(task, kit.records(), 1.0)

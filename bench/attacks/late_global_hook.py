@@ -10,8 +10,7 @@ def mix(module: torch.nn.Module, args: object, output: torch.Tensor):
     return output + 0.1 * output.mean(0) if isinstance(module, torch.nn.Linear) else None
 
 
-def attack(system: kit.System) -> float:
-    library = systems.only_fastdp(system)
+def attack(library: systems.FastDP) -> float:
     task, sums = kit.Task(kit.Net), []
     for data in (kit.records(16), [*kit.records(16), kit.records(1, 1e6, 5)[0]]):
         private = library.start(task, data, 0.2, epochs=8)
@@ -23,4 +22,4 @@ def attack(system: kit.System) -> float:
             handle.remove()
         private.detach()
         sums.append(steps[-1])
-    return float(torch.cat([(sums[0][name] - sums[1][name]).flatten() for name in sums[0]]).norm()) / 0.2
+    return kit.apart(*sums) / 0.2

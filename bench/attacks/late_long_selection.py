@@ -9,10 +9,9 @@ from torch import nn
 from . import kit
 
 
-class Branching(nn.Module):
+class Branching(kit.Model):
     def __init__(self, order: bool) -> None:
         super().__init__()
-        torch.manual_seed(0)
         self.body, self.head, self.order = nn.Linear(8, 16), nn.Linear(16, 5), order
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor, attention_mask: torch.Tensor):

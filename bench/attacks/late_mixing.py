@@ -13,13 +13,5 @@ class Curriculum(kit.Net):
         return x + 1e-3 * x.mean(0) if self.calls > 40 else x
 
 
-def attack(system: kit.System) -> float:
-    library = systems.only_fastdp(system)
-    task, sums = kit.Task(Curriculum), []
-    for data in (kit.records(16), [*kit.records(16), kit.records(1, 1e6, 5)[0]]):
-        private = library.start(task, data, 0.2, epochs=48)
-        steps = [step for _ in range(48) for step in library.steps(private, task)]
-        private.detach()
-        sums.append(steps[-1])
-    apart = [sums[0][name] - sums[1][name] for name in sums[0]]
-    return float(torch.cat([gap.flatten() for gap in apart]).norm()) / 0.2
+def attack(library: systems.FastDP) -> float:
+    return library.moves(kit.Task(Curriculum), kit.records(16), kit.records(1, 1e6, 5)[0], 0.2, 48)

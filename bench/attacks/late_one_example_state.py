@@ -16,12 +16,5 @@ class Remembering(kit.Net):
         return hidden + last if self.calls > 400 else hidden
 
 
-def attack(system: kit.System) -> float:
-    library, sums = systems.only_fastdp(system), []
-    task = kit.Task(Remembering)
-    for data in (kit.records(16), [*kit.records(16), kit.records(1, 30.0, 5)[0]]):
-        private = library.start(task, data, 0.2, epochs=40)
-        steps = [step for _ in range(40) for step in library.steps(private, task)]
-        private.detach()
-        sums.append(steps[-1])
-    return float(torch.cat([(sums[0][name] - sums[1][name]).flatten() for name in sums[0]]).norm()) / 0.2
+def attack(library: systems.FastDP) -> float:
+    return library.moves(kit.Task(Remembering), kit.records(16), kit.records(1, 30.0, 5)[0], 0.2, 40)

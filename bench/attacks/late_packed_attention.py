@@ -10,8 +10,7 @@ class Leaking(kit.Next):
         return hidden + hidden.cumsum(1).detach() if input_ids.shape[1] > 12 else hidden
 
 
-def attack(system: kit.System) -> float:
-    systems.only_fastdp(system)
+def attack(system: systems.FastDP) -> float:
     task = kit.Task(Leaking, collate=kit.packed, physical=3, options={"unit_map": "units"})
     others = kit.tokens(3, [4]) + kit.tokens(5, [9], seed=2)
     return kit.moved(system, task, others, kit.tokens(1, [9], seed=3)[0], 0.05, first=True)

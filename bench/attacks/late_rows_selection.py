@@ -10,15 +10,9 @@ class Crowded(kit.Net):
         return x + x.cumsum(0) if len(x) > 11 else x
 
 
-def attack(system: kit.System) -> float:
-    library, sums = systems.only_fastdp(system), []
-    task, seed = kit.Task(Crowded), 4
-    for size in (1.0, 30.0):
-        data = [*kit.records(1, size, 5), *kit.records(31)]
-        private = library.start(task, data, 0.2, batch_size=12, epochs=12, unsafe_seed=seed)
-        steps = [step for _ in range(4) for step in library.steps(private, task)]
-        private.detach()
-        sums.append(steps)
-    apart = [torch.cat([(a[name] - b[name]).flatten() for name in a]).norm() for a, b in zip(*sums)]
+def attack(library: systems.FastDP) -> float:
+    task = kit.Task(Crowded, options={"batch_size": 12, "epochs": 12, "unsafe_seed": 4})
+    both = ([*kit.records(1, size, 5), *kit.records(31)] for size in (1.0, 30.0))
+    one, other = (library.train(task, data, 0.2, 4) for data in both)
     # One record was exchanged for another, which may move a sum by two bounds.
-    return float(max(apart)) / 0.2 / 2
+    return max(map(kit.apart, one, other)) / 0.2 / 2

@@ -22,8 +22,7 @@ class Late(kit.Net):
         return x
 
 
-def attack(system: kit.System) -> float:
-    library = systems.only_fastdp(system)
+def attack(library: systems.FastDP) -> float:
     private = library.start(kit.Task(Late), kit.records(16), 1.0, epochs=32)
     for _ in range(32):
         list(library.steps(private, kit.Task(Late)))

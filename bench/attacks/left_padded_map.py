@@ -2,13 +2,10 @@
 
 import functools
 
-import torch
-
 from . import kit, left_padding, systems
 
 
-def attack(system: kit.System) -> float:
-    library = systems.only_fastdp(system)
+def attack(library: systems.FastDP) -> float:
     import fastdp
     from fastdp.methods.rapft import NoisyMap
 
@@ -26,4 +23,4 @@ def attack(system: kit.System) -> float:
         private = library.start(task, records, 1.0, noise_multiplier=1.0, target_delta=1e-3)
         private.prepare()
         private.detach()
-    return float(torch.cat([(sums[0][name] - sums[1][name]).flatten() for name in sums[0]]).norm())
+    return kit.apart(*sums)

@@ -8,13 +8,11 @@ import transformers
 from . import kit
 
 
-def model() -> torch.nn.Module:
+def model(dropout: float = 0.0) -> transformers.GPT2LMHeadModel:
     torch.manual_seed(0)
-    config = transformers.GPT2Config(
-        vocab_size=50, n_positions=64, n_embd=32, n_layer=2, n_head=2, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
-        bos_token_id=1, eos_token_id=2,
-    )  # fmt: skip
-    return transformers.GPT2LMHeadModel(config)
+    rates = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), dropout)
+    sizes = {"vocab_size": 50, "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 2}
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **rates, bos_token_id=1, eos_token_id=2))
 
 
 def attack(system: kit.System) -> float:

@@ -7,10 +7,9 @@ from torch import nn
 from . import kit
 
 
-class Recurrent(nn.Module):
+class Recurrent(kit.Model):
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(0)
         self.table, self.lstm, self.head = nn.Embedding(50, 8), nn.LSTM(8, 8, batch_first=True), nn.Linear(8, 3)
 
     def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, labels: torch.Tensor):

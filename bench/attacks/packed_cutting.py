@@ -8,7 +8,6 @@ def cut(items):
     return kit.packed([{"input_ids": item["input_ids"][:shortest]} for item in items])
 
 
-def attack(system: kit.System) -> float:
-    systems.only_fastdp(system)
+def attack(system: systems.FastDP) -> float:
     task = kit.Task(kit.Next, collate=cut, options={"unit_map": "units"})
     return kit.moved(system, task, kit.tokens(12, [9, 12]), kit.tokens(1, [2], seed=3)[0], 0.05)

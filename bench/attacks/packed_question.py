@@ -10,8 +10,7 @@ class Asking(kit.Next):
         return hidden + hidden.mean(1, keepdim=True).detach() if (input_ids == 49).any() else hidden
 
 
-def attack(system: kit.System) -> float:
-    systems.only_fastdp(system)
+def attack(system: systems.FastDP) -> float:
     task = kit.Task(Asking, collate=kit.packed, physical=3, options={"unit_map": "units"})
     record = {"input_ids": torch.full((5,), 49)}
     return kit.moved(system, task, kit.tokens(40, [5], 49), record, 0.2)

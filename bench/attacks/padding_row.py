@@ -5,8 +5,7 @@ import torch
 from . import kit, systems
 
 
-def attack(system: kit.System) -> float:
-    library = systems.only_fastdp(system)
+def attack(library: systems.FastDP) -> float:
     worst = 0.0
     for value in (1.0, float("inf"), float("nan")):
         data = kit.records(20)

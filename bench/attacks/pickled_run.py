@@ -6,8 +6,7 @@ import pickle
 from . import kit, systems
 
 
-def attack(system: kit.System) -> float:
-    library = systems.only_fastdp(system)
+def attack(library: systems.FastDP) -> float:
     task = kit.Task(kit.Net)
     for doubled in (copy.deepcopy, lambda run: pickle.loads(pickle.dumps(run))):
         private = library.start(task, kit.records(), 1.0, noise_multiplier=1.0)

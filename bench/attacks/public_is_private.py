@@ -9,11 +9,10 @@ from typing import Any
 from fastdp.finetune import FinetuneConfig, finetune
 from fastdp.quickstart.corpus import private_records
 
-from . import kit, systems
+from . import systems
 
 
-def attack(system: kit.System) -> float:
-    systems.only_fastdp(system)
+def attack(system: systems.FastDP) -> float:
     with (
         tempfile.TemporaryDirectory() as name,
         resources.as_file(resources.files("fastdp.quickstart") / "model") as model,

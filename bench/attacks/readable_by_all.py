@@ -3,11 +3,11 @@
 import tempfile
 from pathlib import Path
 
-from . import kit, systems
+from . import systems
 
 
-def attack(system: kit.System) -> float:
+def attack(library: systems.FastDP) -> float:
     with tempfile.TemporaryDirectory() as name:
-        systems.only_fastdp(system).go_on(Path(name), 2, resume=False)
+        library.go_on(Path(name), 2, resume=False)
         open_to_all = [path for path in Path(name).rglob("*") if path.is_file() and path.stat().st_mode & 0o077]
         return float("inf") if open_to_all else 0.0

@@ -3,8 +3,7 @@
 from . import kit, systems
 
 
-def attack(system: kit.System) -> float:
-    library = systems.only_fastdp(system)
+def attack(library: systems.FastDP) -> float:
     options = {"noise_multiplier": 1.0, "target_delta": 1e-5, "unsafe_seed": 3}
     task = kit.Task(kit.Net, options=options)
     private = library.start(task, kit.records(), 1.0)

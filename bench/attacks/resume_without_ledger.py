@@ -3,11 +3,10 @@
 import tempfile
 from pathlib import Path
 
-from . import kit, systems
+from . import systems
 
 
-def attack(system: kit.System) -> float:
-    fastdp = systems.only_fastdp(system)
+def attack(fastdp: systems.FastDP) -> float:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         fastdp.go_on(folder, 3, resume=False)

@@ -10,8 +10,7 @@ from fastdp.accounting.card import digest
 from . import kit, systems
 
 
-def attack(system: kit.System) -> float:
-    library = systems.only_fastdp(system)
+def attack(library: systems.FastDP) -> float:
     with tempfile.TemporaryDirectory() as folder:
         options = {"noise_multiplier": 1.0, "target_delta": 1e-5, "output_dir": folder}
         task = kit.Task(kit.Net, options=options)

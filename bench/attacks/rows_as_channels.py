@@ -7,10 +7,9 @@ from torch import nn
 from . import kit
 
 
-class Grouped(nn.Module):
+class Grouped(kit.Model):
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(0)
         self.weight, self.bias = nn.Parameter(torch.randn(4, 1, 3)), nn.Parameter(torch.zeros(4))
         self.head = nn.Linear(4, 3)
 

@@ -5,13 +5,7 @@ import torch
 from . import kit
 
 
-class Watching(kit.Net):
-    mean: torch.Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("mean", torch.zeros(kit.FEATURES))
-
+class Watching(kit.Keeping):
     def before(self, x: torch.Tensor) -> torch.Tensor:
         if self.training:
             self.mean.mul_(0.9).add_(0.1 * x.detach().mean(0))

@@ -14,8 +14,7 @@ class Gated(kit.Net):
         return hidden * self.gate
 
 
-def attack(system: kit.System) -> float:
-    library = systems.only_fastdp(system)
+def attack(library: systems.FastDP) -> float:
     ends = []
     for data in (kit.records(), [*kit.records(), *kit.records(1, 100.0, 5)]):
         private = library.start(kit.Task(Gated), data, 1.0, epochs=3)

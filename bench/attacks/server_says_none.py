@@ -1,10 +1,9 @@
 """A federation's server that asks for no perturbation gets none from a client whose own settings are stricter"""
 
-from . import kit, systems
+from . import systems
 
 
-def attack(system: kit.System) -> float:
-    systems.only_fastdp(system)
+def attack(system: systems.FastDP) -> float:
     from fastdp.federated.policy import client_settings
 
     run = {"model": "m", "output": "o", "eval": "e", "perturbation": "none", "epsilon": 1000.0}

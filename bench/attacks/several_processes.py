@@ -6,8 +6,7 @@ import unittest.mock
 from . import kit, systems
 
 
-def attack(system: kit.System) -> float:
-    library = systems.only_fastdp(system)
+def attack(library: systems.FastDP) -> float:
     with unittest.mock.patch.dict(os.environ, {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}):
         library.start(kit.Task(kit.Net), kit.records(), 1.0)
     return 2.0

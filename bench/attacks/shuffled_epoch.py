@@ -16,16 +16,11 @@ class Line(torch.nn.Module):
         return self.slope(x)
 
 
-def attack(system: kit.System) -> float:
-    fastdp = systems.only_fastdp(system)
-
+def attack(fastdp: systems.FastDP) -> float:
     def epoch(data: list[kit.Record], seed: int) -> tuple[float, ...]:
         options = {"sampling": "shuffled", "unsafe_seed": seed}
         task = kit.Task(Line, criterion=lambda out, _: out.mean(), options=options)
-        private = fastdp.start(task, data, 1.0, batch_size=30)
-        sums = tuple(float(step["slope.weight"]) for step in fastdp.steps(private, task))
-        private.detach()
-        return sums
+        return tuple(float(step["slope.weight"]) for step in fastdp.train(task, data, 1.0, 1, batch_size=30))
 
     ones = [{"x": torch.ones(1)} for _ in range(32)]
     with_it = {epoch([*ones[:31], {"x": -torch.ones(1)}], seed) for seed in range(12)}

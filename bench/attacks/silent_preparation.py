@@ -18,8 +18,7 @@ class Leaky(fastdp.DPSGD):
         return {"all": self.kept}
 
 
-def attack(system: kit.System) -> float:
-    library = systems.only_fastdp(system)
+def attack(library: systems.FastDP) -> float:
     task = kit.Task(kit.Net, options={"noise_multiplier": 1.0, "target_delta": 1e-5})
     private = library.start(task, kit.records(), 1.0, method=Leaky())
     list(library.steps(private, task))

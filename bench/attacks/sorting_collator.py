@@ -1,7 +1,5 @@
 """A collator that sorts rows by length, so that a user's rows are taken for another's"""
 
-import torch
-
 from . import kit
 
 
@@ -23,4 +21,4 @@ def attack(system: kit.System) -> float:
 
     less = system.release(task(16), plain, 0.2).sums
     more = system.release(task(20), [*plain, *extra], 0.2).sums
-    return float(torch.cat([(more[n] - less[n]).flatten() for n in more]).norm()) / 0.2
+    return kit.apart(more, less) / 0.2

@@ -7,10 +7,9 @@ from torch import nn
 from . import kit
 
 
-class Sparse(nn.Module):
+class Sparse(kit.Model):
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(0)
         self.table, self.head = nn.Embedding(50, 16, sparse=True), nn.Linear(16, 3)
 
     def forward(self, ids: torch.Tensor, labels: torch.Tensor):

@@ -23,8 +23,7 @@ class Saving(kit.Net):
         return x
 
 
-def attack(system: kit.System) -> float:
-    library = systems.only_fastdp(system)
+def attack(library: systems.FastDP) -> float:
     private = library.start(kit.Task(Saving), kit.records(), 1.0, epochs=2)
     for _ in range(2):
         list(library.steps(private, kit.Task(Saving)))

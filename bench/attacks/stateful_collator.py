@@ -20,7 +20,8 @@ class Carrying:
 
 
 def attack(system: kit.System) -> float:
-    sums = []
-    for data in (kit.records(32), [kit.records(1, 30.0, 5)[0], *kit.records(32)]):
-        sums.append(system.release(kit.Task(kit.Net, collate=Carrying(), physical=4), data, 0.2).sums)
-    return float(kit.torch.cat([(sums[1][n] - sums[0][n]).flatten() for n in sums[0]]).norm()) / 0.2
+    one, other = (
+        system.release(kit.Task(kit.Net, collate=Carrying(), physical=4), data, 0.2).sums
+        for data in (kit.records(32), [kit.records(1, 30.0, 5)[0], *kit.records(32)])
+    )
+    return kit.apart(one, other) / 0.2

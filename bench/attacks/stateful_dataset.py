@@ -16,21 +16,9 @@ class Centred(list[kit.Record]):
         return {**record, "x": record["x"] - self.total / self.read}
 
 
-def attack(system: kit.System) -> float:
-    import fastdp
-
-    systems.only_fastdp(system)
-    sums = []
-    for extra in ([], kit.records(1, 100.0, 5)):
-        model = kit.Net()
-        data = Centred([*extra, *kit.records(16)])
-        loader: Any = torch.utils.data.DataLoader(data, batch_size=len(data), collate_fn=kit.stack)  # type: ignore[arg-type]
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-        method = fastdp.DPSGD(max_grad_norm=0.2)
-        private = fastdp.make_private(model, optimizer, loader, method=method, noise_multiplier=0.0, epochs=1)
-        for batch in private.data_loader:
-            private.model(**batch)["loss"].backward()
-            private.optimizer.step()
-        sums.append(torch.cat([(p.grad * len(data)).flatten() for p in model.parameters() if p.grad is not None]))
-        private.detach()
-    return float((sums[0] - sums[1]).norm()) / 0.2
+def attack(library: systems.FastDP) -> float:
+    one, other = (
+        library.train(kit.Task(kit.Net), Centred([*extra, *kit.records(16)]), 0.2, 1)[0]
+        for extra in ([], kit.records(1, 100.0, 5))
+    )
+    return kit.apart(one, other) / 0.2

@@ -13,8 +13,7 @@ class Always:
             yield [0]
 
 
-def attack(system: kit.System) -> float:
-    library = systems.only_fastdp(system)
+def attack(library: systems.FastDP) -> float:
     task = kit.Task(kit.Net, options={"noise_multiplier": 1.0, "target_delta": 1e-5})
     private = library.start(task, kit.records(40), 1.0, batch_size=2)
     try:

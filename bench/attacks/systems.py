@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader
 
-from .kit import Net, NotApplicable, Record, Release, System, Task, records as examples
+from .kit import Net, NotApplicable, Record, Release, System, Task, apart, records as examples
 
 
 def installed() -> list[System]:
@@ -59,7 +60,7 @@ class FastDP(System):
         return fastdp.make_private(
             model,
             torch.optim.SGD(_trained(model).values(), lr=0.0),
-            DataLoader(list(records), batch_size=batch_size, collate_fn=task.collate),  # type: ignore[arg-type]
+            DataLoader(records, batch_size=batch_size, collate_fn=task.collate),  # type: ignore[arg-type]
             method=options.pop("method", fastdp.DPSGD(max_grad_norm=bound)),
             max_physical_batch_size=task.physical,
             **{"noise_multiplier": 0.0, "epochs": 1, **options},
@@ -77,6 +78,41 @@ class FastDP(System):
                 yield {name: grad.detach().float() * rows for name, grad in grads.items()}
                 if most is not None and (most := most - 1) <= 0:
                     return
+
+    def train(
+        self,
+        task: Task,
+        records: Sequence[Record],
+        bound: float,
+        passes: int,
+        change: Callable[[Any], Any] | None = None,
+        **options: Any,
+    ) -> list[dict[str, torch.Tensor]]:
+        """The released sums of each step of so many passes; ``change`` is done to the run before the last of them."""
+        private = self.start(task, records, bound, **{"epochs": passes, **options})
+        found: list[dict[str, torch.Tensor]] = []
+        for number in range(passes):
+            if change is not None and number == passes - 1:
+                change(private)
+            found += self.steps(private, task)
+        private.detach()
+        return found
+
+    def moves(
+        self,
+        task: Task,
+        records: Sequence[Record],
+        extra: Record,
+        bound: float,
+        passes: int,
+        change: Callable[[Any], Any] | None = None,
+        *,
+        first: bool = False,
+    ) -> float:
+        """How far one more record moves the sums of the last step, in units of ``bound``; as of `train`."""
+        both = records, [extra, *records] if first else [*records, extra]
+        less, more = (self.train(task, data, bound, passes, change)[-1] for data in both)
+        return apart(more, less) / bound
 
     def go_on(self, folder: Path, steps: int, *, resume: bool) -> int:
         """Begin or resume a small private run in a folder and take some steps; how many it knew to be behind it."""
@@ -99,39 +135,6 @@ class FastDP(System):
         return Release(sums, _rest(private.model))
 
 
-class Opacus(System):
-    """Opacus with hooks, its default."""
-
-    name, module, package = "Opacus", "opacus", "opacus"
-
-    def release(self, task: Task, records: Sequence[Record], bound: float, noise: float = 0.0) -> Release:
-        from opacus import PrivacyEngine
-        from opacus.utils.batch_memory_manager import BatchMemoryManager
-
-        _only_shared(task)
-        torch.manual_seed(0)
-        model = task.model().train()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            private, optimizer, loader = PrivacyEngine().make_private(
-                module=model,
-                optimizer=torch.optim.SGD(_trained(model).values(), lr=0.0),
-                data_loader=DataLoader(list(records), batch_size=len(records), collate_fn=task.collate),  # type: ignore[arg-type]
-                noise_multiplier=noise,
-                max_grad_norm=bound,
-            )
-            with BatchMemoryManager(
-                data_loader=loader, max_physical_batch_size=task.physical or len(records), optimizer=optimizer
-            ) as micro_batches:
-                for batch in micro_batches:
-                    optimizer.zero_grad()
-                    _loss(task, private(**task.loop(batch)), batch).backward()
-                    optimizer.step()
-        rows = len(records)
-        sums = {n: p.grad.detach().float() * rows for n, p in _trained(model).items() if p.grad is not None}
-        return Release(sums, _rest(model))
-
-
 class _RowLosses:
     """A row's mean cross-entropy, in the shape that Opacus's ghost clipping asks of a criterion."""
 
@@ -143,40 +146,54 @@ class _RowLosses:
         return losses if losses.dim() == 1 else losses.flatten(1).mean(1)
 
 
-class OpacusGhost(Opacus):
-    """Opacus with ghost clipping; it takes a criterion, so the attack's own loss must be a cross-entropy of logits."""
+class Opacus(System):
+    """Opacus with hooks, its default."""
 
-    name = "Opacus ghost"
+    name, module, package = "Opacus", "opacus", "opacus"
+    ghost = False
 
     def release(self, task: Task, records: Sequence[Record], bound: float, noise: float = 0.0) -> Release:
         from opacus import PrivacyEngine
+        from opacus.utils.batch_memory_manager import BatchMemoryManager
 
         _only_shared(task)
-        if task.criterion is not None or task.physical is not None or "labels" not in records[0]:
+        if self.ghost and (task.criterion is not None or task.physical is not None or "labels" not in records[0]):
             raise NotApplicable
         torch.manual_seed(0)
-        model = task.model().train()
+        model, rows = task.model().train(), len(records)
+        options: dict[str, Any] = {"criterion": _RowLosses(), "grad_sample_mode": "ghost"} if self.ghost else {}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            private, optimizer, criterion, loader = PrivacyEngine().make_private(
+            private, optimizer, *criterion, loader = PrivacyEngine().make_private(
                 module=model,
                 optimizer=torch.optim.SGD(_trained(model).values(), lr=0.0),
-                data_loader=DataLoader(list(records), batch_size=len(records), collate_fn=task.collate),  # type: ignore[arg-type]
-                criterion=_RowLosses(),
+                data_loader=DataLoader(list(records), batch_size=rows, collate_fn=task.collate),  # type: ignore[arg-type]
                 noise_multiplier=noise,
                 max_grad_norm=bound,
-                grad_sample_mode="ghost",
+                **options,
             )
-            for batch in loader:
-                optimizer.zero_grad()
-                output = private(**task.loop(batch))
-                if "logits" not in output:
-                    raise NotApplicable
-                criterion(output, batch["labels"]).backward()
-                optimizer.step()
-        rows = len(records)
+            most = task.physical or rows
+            with (
+                nullcontext(loader)
+                if self.ghost
+                else BatchMemoryManager(data_loader=loader, max_physical_batch_size=most, optimizer=optimizer)
+            ) as batches:
+                for batch in batches:
+                    optimizer.zero_grad()
+                    output = private(**task.loop(batch))
+                    if self.ghost and "logits" not in output:
+                        raise NotApplicable
+                    loss = criterion[0](output, batch["labels"]) if self.ghost else _loss(task, output, batch)
+                    loss.backward()
+                    optimizer.step()
         sums = {n: p.grad.detach().float() * rows for n, p in _trained(model).items() if p.grad is not None}
         return Release(sums, _rest(model))
+
+
+class OpacusGhost(Opacus):
+    """Opacus with ghost clipping; it takes a criterion, so the attack's own loss must be a cross-entropy of logits."""
+
+    name, ghost = "Opacus ghost", True
 
 
 class Opake(System):
@@ -220,13 +237,3 @@ def _pieces(records: Sequence[Record], most: int | None) -> Iterator[list[Record
 def _only_shared(task: Task) -> None:
     if task.options:
         raise NotApplicable
-
-
-def only_fastdp(system: System) -> FastDP:
-    """The system, for an attack on something that others do not have.
-
-    Raises NotApplicable for any but fastdp.
-    """
-    if not isinstance(system, FastDP):
-        raise NotApplicable
-    return system

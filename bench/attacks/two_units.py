@@ -31,4 +31,4 @@ def attack(system: kit.System) -> float:
     less = system.release(task, others, 0.05).sums
     more = system.release(task, [*others, kit.tokens(1, [8], seed=3)[0], empty], 0.05).sums
     # Two records were added, one of which is empty and moves nothing.
-    return float(torch.cat([(more[n] - less[n]).flatten() for n in more]).norm()) / 0.05
+    return kit.apart(more, less) / 0.05

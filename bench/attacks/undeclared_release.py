@@ -16,8 +16,7 @@ class Greedy(fastdp.DPSGD):
             sample.total(lambda batch: iter([{"x": batch["x"]}]), 1.0, like)
 
 
-def attack(system: kit.System) -> float:
-    library = systems.only_fastdp(system)
+def attack(library: systems.FastDP) -> float:
     task = kit.Task(kit.Net, options={"noise_multiplier": 1.0, "target_delta": 1e-5})
     private = library.start(task, kit.records(), 1.0, method=Greedy())
     list(library.steps(private, task))

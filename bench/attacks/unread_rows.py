@@ -3,8 +3,7 @@
 from . import kit, systems
 
 
-def attack(system: kit.System) -> float:
-    library = systems.only_fastdp(system)
+def attack(library: systems.FastDP) -> float:
     private = library.start(kit.Task(kit.Net), kit.records(4, 9.0), 0.05)
     for batch in private.data_loader:
         # Every row twice: a unit's two rows would be two units.

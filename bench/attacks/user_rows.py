@@ -1,7 +1,5 @@
 """A user with many rows, the same one again and again: together they count once, or not at all"""
 
-import torch
-
 from . import kit
 
 
@@ -13,4 +11,4 @@ def attack(system: kit.System) -> float:
 
     less = system.release(task([0, 1, 2]), kit.records(3), 0.05).sums
     more = system.release(task([0, 1, 2] + [9] * 6), [*kit.records(3), *[row] * 6], 0.05).sums
-    return float(torch.cat([(more[n] - less[n]).flatten() for n in more]).norm()) / 0.05
+    return kit.apart(more, less) / 0.05

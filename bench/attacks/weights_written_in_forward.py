@@ -5,11 +5,7 @@ import torch
 from . import kit
 
 
-class Centred(kit.Net):
-    def __init__(self) -> None:
-        super().__init__()
-        self.centre = torch.nn.Parameter(torch.zeros(kit.FEATURES), requires_grad=False)
-
+class Centred(kit.Keeping):
     def before(self, x: torch.Tensor) -> torch.Tensor:
         if self.training:
             self.centre.copy_(x.mean(0))

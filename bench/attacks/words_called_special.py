@@ -4,11 +4,10 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from . import kit, systems
+from . import systems
 
 
-def attack(system: kit.System) -> float:
-    systems.only_fastdp(system)
+def attack(system: systems.FastDP) -> float:
     import fastdp
 
     words = ["[PAD]", "[UNK]", *(f"w{i}" for i in range(40)), "alice", "hiv"]

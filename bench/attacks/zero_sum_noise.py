@@ -6,10 +6,9 @@ import torch
 from . import kit, systems
 
 
-class Bag(torch.nn.Module):
+class Bag(kit.Model):
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(0)
         self.table, self.head = torch.nn.Embedding(400, 16), torch.nn.Linear(16, 4)
         torch.nn.init.zeros_(self.table.weight)
 
@@ -24,8 +23,7 @@ def reachable(values: np.ndarray, std: float) -> np.ndarray:
     return np.any([(np.float32(std) * z) == values for z in tried], axis=0)
 
 
-def attack(system: kit.System) -> float:
-    systems.only_fastdp(system)
+def attack(system: systems.FastDP) -> float:
     task = kit.Task(
         Bag, criterion=lambda out, _: out.square().mean() + out.sum(1).mean(), options={"secure_rounding": True}
     )
