@@ -82,22 +82,18 @@ class Scaled:
         self.sink, self.axes, self.names = sink, axes, names
 
     def matrix(self, parameter: torch.nn.Parameter, factors: Factors, layout: Layout) -> None:
-        """One use of a matrix."""
         own = self._of(parameter)
         self.sink.matrix(parameter, factors if own is None else own.scaled(factors), layout)
 
     def vector(self, parameter: torch.nn.Parameter, lanes: Tensor, layout: Layout) -> None:
-        """The gradient of an expanded parameter, ``[lanes, *shape]``."""
         self.sink.vector(parameter, self._whole(parameter, lanes), layout)
 
     def tokens(self, parameter: torch.nn.Parameter, gradient: Tensor, layout: Layout, laned: bool) -> None:
-        """A bias's gradient by token, ``[N, m]``."""
         own = self._of(parameter)
         scaled = gradient if own is None else _over(gradient, own.whole(parameter.shape).reshape(-1))
         self.sink.tokens(parameter, scaled, layout, laned)
 
     def instances(self, parameter: torch.nn.Parameter, gradients: Tensor, layout: Layout) -> None:
-        """Whole gradients by unit."""
         self.sink.instances(parameter, self._whole(parameter, gradients), layout)
 
     def _of(self, parameter: torch.nn.Parameter) -> RankOne | None:

@@ -13,16 +13,21 @@ Path = tuple[Any, ...]
 Call = tuple[Any, Any]
 
 
-def leaves(tree: Any, path: Path = ()) -> Iterator[tuple[Path, torch.Tensor]]:
-    """Every tensor in nested tuples, lists and mappings, and where it stands."""
-    if isinstance(tree, torch.Tensor):
-        yield path, tree
-    elif isinstance(tree, dict) or hasattr(tree, "items"):
+def everything(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """What nested tuples, lists and mappings hold, tensors and anything else, and where it stands."""
+    if isinstance(tree, dict) or hasattr(tree, "items"):
         for key, value in tree.items():
-            yield from leaves(value, (*path, key))
+            yield from everything(value, (*path, key))
     elif isinstance(tree, (list, tuple)):
         for position, value in enumerate(tree):
-            yield from leaves(value, (*path, position))
+            yield from everything(value, (*path, position))
+    else:
+        yield path, tree
+
+
+def leaves(tree: Any, path: Path = ()) -> Iterator[tuple[Path, torch.Tensor]]:
+    """Every tensor in nested tuples, lists and mappings, and where it stands."""
+    return ((place, value) for place, value in everything(tree, path) if isinstance(value, torch.Tensor))
 
 
 def tensors(tree: Any) -> Iterator[torch.Tensor]:

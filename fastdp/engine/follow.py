@@ -16,15 +16,9 @@ from torch.overrides import TorchFunctionMode
 
 from fastdp.engine.batches import tensors
 from fastdp.engine.marks import Marks
+from fastdp.engine.named import functions
 from fastdp.engine.orders import Orders
 from fastdp.engine.uses import is_detach, is_metadata
-
-
-def functions(names: str) -> frozenset[Any]:
-    """Torch's functions and methods of these names."""
-    owners = (torch, torch.Tensor, F)
-    return frozenset(f for name in names.split() for owner in owners if (f := getattr(owner, name, None)) is not None)
-
 
 #: The data decide the size of what these return, or which row comes where.
 _SELECTING = functions("nonzero argwhere masked_select unique unique_consecutive bincount histc tolist")

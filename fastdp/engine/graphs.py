@@ -8,7 +8,7 @@ looked at, and each graph must give the sums of an ordinary pass before it is us
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +17,7 @@ import torch
 
 import fastdp.engine.boundary as boundary
 from fastdp.engine.accumulator import Accumulator
-from fastdp.engine.batches import Call, leaves, map_tensors
+from fastdp.engine.batches import Call, everything, leaves, map_tensors
 from fastdp.engine.errors import SelfCheckError
 from fastdp.engine.layout import Layout, Ticket
 from fastdp.engine.logits import Logits
@@ -128,7 +128,7 @@ class Graphs:
     def _key(self, call: Call, ticket: Ticket) -> Any:
         """What the host knows of a pass; None if it is of a kind that is not recorded."""
         passes, policy = self._passes, self._passes.accumulator.policy
-        others = list(_others(call))
+        others = tuple((path, value) for path, value in everything(call) if not isinstance(value, torch.Tensor))
         if (
             ticket.token_units is not None
             or ticket.company is not None
@@ -151,7 +151,7 @@ class Graphs:
         chosen = (policy.group_of, *policy.masks.values(), *policy.axes.values())
         clip = (policy.bounds, *map(id, chosen), *map(writes, policy.masks.values()))
         autocast = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
-        return inputs, tuple(others), units, modules, clip, autocast
+        return inputs, others, units, modules, clip, autocast
 
     def _recorded(self, call: Call, ticket: Ticket) -> _Graph | None:
         """Record a pass beside an ordinary one of the same batch; None, with a warning, where that fails or they differ."""
@@ -258,27 +258,6 @@ def _fill(graph: _Graph, call: Call, ticket: Ticket) -> None:
     for path, held in leaves(graph.call):
         held.copy_(given[path], non_blocking=True)
     graph.layout.weights.copy_(ticket.weights, non_blocking=True)
-
-
-def _others(call: Call) -> Iterator[tuple[Any, Any]]:
-    """What stands in a call beside its tensors, and where."""
-    marked: list[tuple[Any, Any]] = []
-    tensors = {path for path, _ in leaves(call)}
-
-    def walk(tree: Any, path: tuple[Any, ...]) -> None:
-        if path in tensors:
-            return
-        if isinstance(tree, dict) or hasattr(tree, "items"):
-            for key, value in tree.items():
-                walk(value, (*path, key))
-        elif isinstance(tree, (list, tuple)):
-            for position, value in enumerate(tree):
-                walk(value, (*path, position))
-        else:
-            marked.append((path, tree))
-
-    walk(call, ())
-    return iter(marked)
 
 
 def _random_state(device: torch.device) -> torch.Tensor:

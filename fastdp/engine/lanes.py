@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from fastdp.engine.errors import UnsupportedUse
+from fastdp.engine.named import functions
 from fastdp.engine.rows import Fold, Met
 from fastdp.engine.shared import Shared, SharedLanes, SharedProduct, pull_through
 from fastdp.engine.uses import ExpandUse, Tap, is_detach, is_metadata
@@ -104,16 +105,11 @@ class PerLane(torch.Tensor):
 
 
 #: Element-wise operations, for which a tensor of lanes is like any other.
-_ELEMENTWISE = frozenset(
-    function
-    for name in (
-        "float bfloat16 half double to type_as add sub mul div neg exp sigmoid tanh rsub pow abs sqrt rsqrt square "
-        "clone contiguous __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ __neg__ __pow__ "
-        "add_ sub_ mul_ div_ __iadd__ __isub__ __imul__ __itruediv__ masked_fill where maximum minimum "
-        "true_divide addcmul lerp multiply subtract"
-    ).split()
-    for owner in (torch, torch.Tensor)
-    if (function := getattr(owner, name, None)) is not None
+_ELEMENTWISE = functions(
+    "float bfloat16 half double to type_as add sub mul div neg exp sigmoid tanh rsub pow abs sqrt rsqrt square "
+    "clone contiguous __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ __neg__ __pow__ "
+    "add_ sub_ mul_ div_ __iadd__ __isub__ __imul__ __itruediv__ masked_fill where maximum minimum "
+    "true_divide addcmul lerp multiply subtract"
 )
 #: Operations that take a laid-out parameter beside an activation as they would take a second activation.
 _JOINS = frozenset({torch.cat, torch.concat, torch.concatenate, F.scaled_dot_product_attention})

@@ -76,22 +76,18 @@ class Noting:
         self.sink, self.likeness = sink, likeness
 
     def matrix(self, parameter: torch.nn.Parameter, factors: Factors, layout: Layout) -> None:
-        """One use of a matrix."""
         self._keep(layout, parameter, factors.left, factors.right)
         self.sink.matrix(parameter, factors, layout)
 
     def vector(self, parameter: torch.nn.Parameter, lanes: torch.Tensor, layout: Layout) -> None:
-        """The gradient of an expanded parameter."""
         self._keep(layout, parameter, lanes)
         self.sink.vector(parameter, lanes, layout)
 
     def tokens(self, parameter: torch.nn.Parameter, gradient: torch.Tensor, layout: Layout, laned: bool) -> None:
-        """A bias's gradient by token."""
         self._keep(layout, parameter, gradient)
         self.sink.tokens(parameter, gradient, layout, laned)
 
     def instances(self, parameter: torch.nn.Parameter, gradients: torch.Tensor, layout: Layout) -> None:
-        """Whole gradients by unit."""
         self._keep(layout, parameter, gradients)
         self.sink.instances(parameter, gradients, layout)
 

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from fastdp.engine.errors import UnsupportedUse
+from fastdp.engine.named import functions
 from fastdp.engine.uses import as_autocast, is_metadata, uncast
 from fastdp.ops.routes import allowed
 
@@ -34,20 +35,13 @@ READ = (
 )
 
 
-def functions(names: str, *owners: Any) -> frozenset[Any]:
-    """Torch's functions and methods of these names."""
-    return frozenset(f for name in names.split() for owner in owners if (f := getattr(owner, name, None)) is not None)
-
-
 _ELEMENTWISE = functions(
     "to float double half bfloat16 mul multiply div true_divide add sub subtract tanh neg clone contiguous "
-    "__mul__ __rmul__ __truediv__ __add__ __radd__ __sub__ __neg__",
-    torch,
-    torch.Tensor,
+    "__mul__ __rmul__ __truediv__ __add__ __radd__ __sub__ __neg__"
 )
-_CASTS = functions("to float double half bfloat16 detach clone contiguous", torch, torch.Tensor)
-_RESHAPING = functions("view reshape", torch, torch.Tensor)
-_INDEXING = functions("__getitem__ unsqueeze squeeze", torch, torch.Tensor)
+_CASTS = functions("to float double half bfloat16 detach clone contiguous")
+_RESHAPING = functions("view reshape")
+_INDEXING = functions("__getitem__ unsqueeze squeeze")
 
 Step = Callable[[torch.Tensor], torch.Tensor]
 

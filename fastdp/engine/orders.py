@@ -9,16 +9,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from fastdp.engine.marks import Marks
+from fastdp.engine.named import functions
 
 _SORTS = frozenset({torch.sort, torch.Tensor.sort, torch.argsort, torch.Tensor.argsort})
 _GETS = frozenset({torch.Tensor.__getitem__})
 #: Of these only the first argument has an axis of tokens; the others say where groups end.
-_GROUPED = frozenset(
-    f for owner in (F, torch) for name in ("grouped_mm", "_grouped_mm") if (f := getattr(owner, name, None)) is not None
-)
+_GROUPED = functions("grouped_mm _grouped_mm")
 
 
 class Orders:

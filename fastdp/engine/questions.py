@@ -15,7 +15,8 @@ import torch
 
 from fastdp.engine.batches import Call, Path, leaves, map_leaves
 from fastdp.engine.errors import SelfCheckError, UnsupportedUse
-from fastdp.engine.follow import Follow, functions
+from fastdp.engine.follow import Follow
+from fastdp.engine.named import functions
 from fastdp.engine.replay import Replay, Witness, rounding
 
 _TRUTHS = functions("__bool__ is_nonzero equal allclose __contains__")

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 
 from fastdp.engine.errors import UnsupportedUse
 from fastdp.engine.marks import Marks
+from fastdp.engine.named import functions
 
 
 @dataclass(frozen=True)
@@ -110,20 +111,15 @@ class Met:
     problem: str | None = None
 
 
-def _functions(names: str) -> frozenset[Any]:
-    owners = (torch, torch.Tensor)
-    return frozenset(f for name in names.split() for owner in owners if (f := getattr(owner, name, None)) is not None)
-
-
 #: These move entries and compute nothing: what they do to a tensor they do to the numbers of its rows.
-_MOVING = _functions(
+_MOVING = functions(
     "view reshape transpose permute movedim moveaxis swapaxes swapdims t flatten unflatten squeeze unsqueeze expand "
     "expand_as repeat repeat_interleave contiguous clone chunk split tensor_split unbind select narrow __getitem__ cat "
     "concat concatenate stack index_select flip roll view_as reshape_as tile adjoint"
 ) | {getattr(torch.Tensor, name).__get__ for name in ("T", "mT", "H", "mH")}
 #: These compute new dimensions behind those of their argument.
 _APPENDING = frozenset({F.embedding, F.one_hot, torch.embedding, torch.diag_embed})
-_RESHAPING = _functions("view reshape flatten unflatten view_as reshape_as")
+_RESHAPING = functions("view reshape flatten unflatten view_as reshape_as")
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 import fastdp.ops as ops
 from fastdp.engine.factors import Factors
+from fastdp.engine.named import functions
 from fastdp.engine.rows import Fold
 from fastdp.engine.uses import Sink, Tap
 
@@ -110,21 +111,16 @@ class SharedLanes(torch.autograd.Function):
         return (None, None, *[None] * len(ctx.shared.sources))
 
 
-def _functions(names: str, *owners: Any) -> frozenset[Any]:
-    owners = owners or (torch, torch.Tensor)
-    return frozenset(f for name in names.split() for owner in owners if (f := getattr(owner, name, None)) is not None)
-
-
 #: These only choose and arrange entries of their first argument.
-_INDEXING = _functions(
+_INDEXING = functions(
     "t transpose permute movedim moveaxis swapaxes swapdims adjoint __getitem__ narrow chunk split tensor_split select unbind "
     "index_select flip contiguous clone view reshape flatten unflatten squeeze unsqueeze"
 ) | {getattr(torch.Tensor, name).__get__ for name in ("T", "mT", "H", "mH")}
-_SCALING = _functions("mul multiply __mul__ __rmul__ div true_divide __truediv__")
-_ADDING = _functions("add __add__ __radd__")
-_CASTING = _functions("to float double half bfloat16 type_as")
+_SCALING = functions("mul multiply __mul__ __rmul__ div true_divide __truediv__")
+_ADDING = functions("add __add__ __radd__")
+_CASTING = functions("to float double half bfloat16 type_as")
 _JOINING = frozenset({torch.cat, torch.concat, torch.concatenate})
-_PRODUCTS = _functions("matmul mm __matmul__")
+_PRODUCTS = functions("matmul mm __matmul__")
 
 
 def pull_through(func: Any, args: Any, kwargs: Any, result: torch.Tensor, part: int | None) -> Pull | None:
@@ -144,7 +140,7 @@ def pull_through(func: Any, args: Any, kwargs: Any, result: torch.Tensor, part: 
         return _through_parts(first, args[1] if len(args) > 1 else kwargs.get("dim", 0))
     second = args[1]
     if func in _SCALING and own is not None and _scalar(second) and not kwargs:
-        factor = second if func not in _functions("div true_divide __truediv__") else 1 / second
+        factor = second if func not in functions("div true_divide __truediv__") else 1 / second
         return lambda f: own(replace(f, left=f.left * factor))
     if func in _ADDING and not kwargs:
         return _through_sum(args[:2], result)

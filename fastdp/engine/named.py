@@ -1,0 +1,14 @@
+"""Torch's functions and methods by their names, whichever of them the installed version has."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+
+def functions(names: str, *owners: Any) -> frozenset[Any]:
+    """The functions of these names that the owners have; by default torch, its tensors and `torch.nn.functional`."""
+    owners = owners or (torch, torch.Tensor, F)
+    return frozenset(f for name in names.split() for owner in owners if (f := getattr(owner, name, None)) is not None)
