@@ -1,4 +1,4 @@
-"""What an implementation allocates and forgets to write shows up as NaN."""
+"""What an implementation allocates and forgets to write shows up as NaN; and every test draws the same numbers."""
 
 from collections.abc import Iterator
 
@@ -13,3 +13,8 @@ def _memory_starts_as_nan() -> Iterator[None]:
     assert torch.empty(3).isnan().all()
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(autouse=True)
+def _same_draws() -> None:
+    torch.manual_seed(0)

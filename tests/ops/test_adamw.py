@@ -8,20 +8,16 @@ import torch
 from hypothesis import given, strategies as st
 
 from fastdp import ops
-from fastdp.ops import NoiseStream
 from fastdp.ops.grid import on_grid
 from fastdp.ops.noise import standard_normals
 from fastdp.ops.table import OPS
 from tests.ops.noise_paths import DTYPES, ODD_SHAPES
+from tests.ops.uses import stream
 
 #: Float32 noise as it is, not rounded to a grid (that has tests of its own).
 adamw_noise_step_ = partial(ops.adamw_noise_step_, secure_rounding=False)
 
 HYPER = {"lr": 3e-3, "betas": (0.9, 0.99), "eps": 1e-6, "weight_decay": 0.1}
-
-
-def stream(seed: int = 1) -> NoiseStream:
-    return NoiseStream.unsafe_reproducible(seed)
 
 
 def torch_steps(param: torch.Tensor, sums: list[torch.Tensor], dtype: torch.dtype, secure: bool = False):

@@ -18,20 +18,11 @@ from hypothesis import given, settings, strategies as st
 from scipy import stats
 
 from fastdp import _native
-from fastdp.ops import NoiseStream, choice_log_probabilities, exponential_choice, private_snap, snap
+from fastdp.ops import choice_log_probabilities, exponential_choice, private_snap, snap
 from fastdp.ops.choice import EXPONENTIAL_CHOICE
-from tests.ops.uses import by_threads
+from tests.ops.uses import by_threads, stream
 
 FALSE_ALARM = 1e-9
-
-
-@pytest.fixture(autouse=True)
-def _seeded():
-    torch.manual_seed(0)
-
-
-def stream(seed=0):
-    return NoiseStream.unsafe_reproducible(seed)
 
 
 def rows(v, d, seed=0, spread=1.0):

@@ -8,11 +8,11 @@ import torch
 from hypothesis import given, strategies as st
 
 from fastdp import ops
-from fastdp.ops import NoiseStream
 from fastdp.ops.grid import grid
 from fastdp.ops.noise import standard_normals
 from fastdp.ops.table import OPS
 from tests.ops.noise_paths import DTYPES, NORMAL_ERROR
+from tests.ops.uses import stream
 
 #: Float32 noise as it is, not rounded to a grid (that has tests of its own).
 clip_noise = partial(ops.clip_noise, secure_rounding=False)
@@ -28,10 +28,6 @@ def _poisoned():
     assert torch.empty(1).isnan().all()
     yield
     torch.use_deterministic_algorithms(before)
-
-
-def stream(seed: int = 1) -> NoiseStream:
-    return NoiseStream.unsafe_reproducible(seed)
 
 
 def noise(shape: tuple[int, ...]) -> torch.Tensor:

@@ -11,21 +11,12 @@ import pytest
 import torch
 from scipy import stats
 
-from fastdp.ops import NoiseStream, dchi_vectors, private_snap, snap
+from fastdp.ops import dchi_vectors, private_snap, snap
 from fastdp.ops.dchi import PRIVATE_SNAP, dchi_noise, gamma_variates
-from tests.ops.uses import by_threads
+from tests.ops.uses import by_threads, stream
 
 search = importlib.import_module("fastdp.ops.cpu.snap")
 FALSE_ALARM = 1e-9
-
-
-@pytest.fixture(autouse=True)
-def _seeded():
-    torch.manual_seed(0)
-
-
-def stream(seed=0):
-    return NoiseStream.unsafe_reproducible(seed)
 
 
 def native_noise(n, d, eta=1.0, seed=0):

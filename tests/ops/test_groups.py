@@ -7,12 +7,9 @@ import torch
 
 from fastdp import ops
 from fastdp.ops.table import OPS, definitions
+from tests.ops.uses import stream
 
 SHAPES = [(3,), (130, 7), (1,), (0,), (2049,), (17, 300)]
-
-
-def stream():
-    return ops.NoiseStream.unsafe_reproducible(4)
 
 
 def instances(units=3, dtype=torch.float32):
@@ -71,8 +68,8 @@ def test_steps(dtype, secure, masters):
     numbers = {"divisor": 8.0, "lr": 0.1, "step": 3, "secure_rounding": secure}
     alone = [[x.clone() for x in tensors] for tensors in (wide if masters else params, sums, means, squares)]
     for i, own in enumerate(zip(*alone)):
-        ops.adamw_noise_step_(*own, 0.5, stream().at(2, 10 + i), **numbers)
-    drawn = stream().take_at(2, range(10, 10 + len(SHAPES)))
+        ops.adamw_noise_step_(*own, 0.5, stream(4).at(2, 10 + i), **numbers)
+    drawn = stream(4).take_at(2, range(10, 10 + len(SHAPES)))
     copies = wide if masters else []
     ops.adamw_noise_steps_(params, sums, means, squares, 0.5, drawn, masters=copies, **numbers)
     for got, expected in zip((wide if masters else params, sums, means, squares), alone):
@@ -81,7 +78,7 @@ def test_steps(dtype, secure, masters):
 
 
 def test_positions_are_those_of_single_draws_and_claimed_with_them():
-    one, other = stream(), stream()
+    one, other = stream(4), stream(4)
     assert torch.equal(one.take_at(5, [3, 9]), torch.stack([other.at(5, 3).take(), other.at(5, 9).take()]))
     with pytest.raises(RuntimeError, match="tensor 9 was already drawn"):
         one.take_at(5, [4, 9])
@@ -120,7 +117,7 @@ def test_refusals():
     ):
         with pytest.raises(ValueError, match=message):
             ops.chosen_sqnorm(*args)
-    drawn, numbers = stream().take_at(0, [0]), {"divisor": 1.0, "lr": 0.1, "step": 1}
+    drawn, numbers = stream(4).take_at(0, [0]), {"divisor": 1.0, "lr": 0.1, "step": 1}
     tensors = [[torch.ones(3)] for _ in range(4)]
     for changed, message in (
         ({0: [torch.ones(3)] * 2}, "as many"),
@@ -143,7 +140,7 @@ def test_opcheck():
         ("chosen_sqnorm", ([x], [x], ends, torch.ones(1, 2).bool())),
         (
             "adamw_noise_steps_",
-            ([torch.ones(3)], [torch.ones(3)], [torch.ones(3)], [torch.ones(3)], [], stream().take_at(0, [1]))
+            ([torch.ones(3)], [torch.ones(3)], [torch.ones(3)], [torch.ones(3)], [], stream(4).take_at(0, [1]))
             + (1.0, 1.0, 0.1, 0.9, 0.999, 1e-8, 0.0, 1, None, False, [], []),
         ),
     ):

@@ -17,11 +17,6 @@ module = importlib.import_module("fastdp.ops.cpu.snap")
 SIZES = (1, 7, 129, 257)
 
 
-@pytest.fixture(autouse=True)
-def _seeded():
-    torch.manual_seed(0)
-
-
 @pytest.fixture(params=[True, False], ids=["bfloat16", "float32"])
 def _first_pass(request, monkeypatch):
     monkeypatch.setattr(module, "_multiplies_in_bf16", lambda: request.param)

@@ -2,9 +2,16 @@
 
 import torch
 
+from fastdp.ops import NoiseStream
+
 #: Units of odd lengths; the second and the last are empty.
 RAGGED = (7, 0, 1, 65, 4, 129, 16, 0)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def stream(seed: int = 1) -> NoiseStream:
+    """One that repeats itself."""
+    return NoiseStream.unsafe_reproducible(seed)
 
 
 def offsets_of(lengths) -> torch.Tensor:
