@@ -9,19 +9,19 @@ transforms round; and `prv_accountant`'s lower bound where it is done within sec
 
 from __future__ import annotations
 
-import argparse
 import math
 import time
 import warnings
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from scipy import special
 
 import fastdp.accounting as accounting
+
+from . import record
 
 #: What must be among the runs, whatever the draw: rate 1, a million steps, delta 1e-12, epsilon near .01.
 CORNERS = (
@@ -149,18 +149,14 @@ def measure(count: int, seed: int = 0) -> Iterator[dict[str, Any]]:
 
 def main() -> None:
     """Write the rows, and fail if any figure lies below the truth."""
-    from fastdp.bench.record import write
-
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = record.parser_of(__doc__)
     parser.add_argument("--count", type=int, default=200)
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     rows = []
     for row in measure(options.count):
         print(row, flush=True)
         rows.append(row)
-        if options.json:
-            write(options.json, rows)
+        record.write(options.json, rows)
     if not all(row["holds"] for row in rows):
         raise SystemExit("a certified epsilon lies below the truth")
 

@@ -8,7 +8,6 @@ what the run claims. The correct mechanism stands beside each fault: its bound m
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -25,6 +24,8 @@ from fastdp.engine.accumulator import Accumulator
 from fastdp.methods.rapft import PrivateSubset, PublicMap, RapFT
 from fastdp.private.observer import Observer
 from fastdp.private.run import Private
+
+from . import record, workloads
 
 CONFIDENCE = 0.95
 DELTA = 1e-5
@@ -97,22 +98,9 @@ def mask(canaries: int, private_mask: bool, epsilon: float = 2.0, steps: int = 6
     A token that no example holds has no relevance, so its row of the embedding is weak and gets the larger noise: the
     canary whose row is noised less was there.
     """
-    from transformers import BertConfig, BertForSequenceClassification
-
-    torch.manual_seed(0)
-    ordinary, width = 8, 8
-    model = BertForSequenceClassification(
-        BertConfig(
-            vocab_size=canaries + ordinary,
-            hidden_size=width,
-            num_hidden_layers=1,
-            num_attention_heads=1,
-            intermediate_size=width,
-            max_position_embeddings=4,
-            hidden_dropout_prob=0.0,
-            attention_probs_dropout_prob=0.0,
-        )
-    )
+    ordinary = 8
+    case = workloads.Case("bert", 1, 8, 8, heads=1, vocabulary=canaries + ordinary, tokens=4, dropout=0.0)
+    model: Any = workloads.build(case, torch.device("cpu"))
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name.endswith("word_embeddings.weight"))
     with torch.no_grad():
@@ -180,16 +168,11 @@ def measure(runs: int = 5, only: str = "") -> list[dict[str, Any]]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run, print and write."""
-    from fastdp.bench import record
-
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser = record.parser_of(__doc__)
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--only", default="", help="only cases whose name holds this")
-    parser.add_argument("--json")
     options = parser.parse_args(arguments)
-    rows = measure(options.runs, options.only)
-    if options.json:
-        record.write(options.json, rows)
+    record.write(options.json, measure(options.runs, options.only))
 
 
 if __name__ == "__main__":

@@ -8,10 +8,8 @@ through the engine's accumulator as captures of a backward pass do; what it adde
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from unittest import mock
 
 import torch
@@ -224,10 +222,9 @@ def cases(count: int, seed: int = 0) -> Iterator[Case]:
 
 def main() -> None:
     """Search, print what moved furthest, and save the figures by use."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = record.parser_of(__doc__)
     parser.add_argument("--count", type=int, default=20_000)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     found: dict[str, dict[str, float]] = {use: {"searched": 0, "at its bound": 0, "largest": 0.0} for use in USES}
     for case in cases(options.count, options.seed):
@@ -239,8 +236,7 @@ def main() -> None:
         if not length <= 1:
             print(length, case, flush=True)
     print(found)
-    if options.json:
-        record.write(options.json, {"seed": options.seed, "by use": found})
+    record.write(options.json, {"seed": options.seed, "by use": found})
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ model with its tokenizer. A record is one text, its loss the mean over its token
 
 from __future__ import annotations
 
-import argparse
 import csv
 import warnings
 from collections import Counter, deque
@@ -97,10 +96,9 @@ def measure(path: str, corpus: list[str], tuning: str, dtype: torch.dtype, *, tw
 
 def main() -> None:
     """Measure every case and save the figures."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = record.parser_of(__doc__)
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--model", required=True)
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     cases = {}
@@ -112,8 +110,7 @@ def main() -> None:
                     label = f"{name} {tuning} {str(dtype).removeprefix('torch.')}{' two passes' if two_pass else ''}"
                     cases[label] = measure(options.model, corpus, tuning, dtype, two_pass=two_pass)
                     print(label, cases[label], flush=True)
-    if options.json:
-        record.write(options.json, cases)
+    record.write(options.json, cases)
 
 
 if __name__ == "__main__":

@@ -339,11 +339,11 @@ class _Noting(Policy):
         return given
 
 
-def _alone(model: nn.Module, batch: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+def alone(model: nn.Module, batch: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
     """Plain autograd of each row's own loss, in the model's own precision."""
     named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
     kind, found = named[0][1].dtype, []
-    for row in range(len(batch["labels"])):
+    for row in range(len(next(iter(batch.values())))):
         single = {k: v[row : row + 1] for k, v in batch.items()}
         single = {k: v.to(kind) if v.is_floating_point() else v for k, v in single.items()}
         gradients = torch.autograd.grad(model(**single)["loss"], [p for _, p in named], allow_unused=True)
@@ -351,11 +351,13 @@ def _alone(model: nn.Module, batch: dict[str, torch.Tensor]) -> list[dict[str, t
     return found
 
 
-def _norms(gradients: list[dict[str, torch.Tensor]]) -> torch.Tensor:
+def norms(gradients: list[dict[str, torch.Tensor]]) -> torch.Tensor:
+    """Of each row's gradient, float64."""
     return torch.stack([torch.cat([g.double().flatten() for g in one.values()]).norm() for one in gradients])
 
 
-def _sum(gradients: list[dict[str, torch.Tensor]], scales: torch.Tensor) -> torch.Tensor:
+def summed(gradients: list[dict[str, torch.Tensor]], scales: torch.Tensor) -> torch.Tensor:
+    """Their sum by these scales, flat and in float64."""
     flat = [torch.cat([g.double().flatten() for g in one.values()]) for one in gradients]
     return torch.stack(flat).mul(scales.unsqueeze(1)).sum(0)
 
@@ -379,8 +381,8 @@ def run(case: Case) -> Outcome:
     try:
         for batch in case.batches:
             rows = len(batch["labels"])
-            truth = _alone(exact, batch)
-            true = _norms(truth)
+            truth = alone(exact, batch)
+            true = norms(truth)
             policy = _Noting((float(true.median()),), (0.0,), dict.fromkeys(names, 0))
             if engine is None:
                 engine = Engine(case.model, policy, tickets)
@@ -394,8 +396,8 @@ def run(case: Case) -> Outcome:
             seen, given = (torch.cat(part) for part in zip(*last))
             zero = {n: p for n, p in exact.named_parameters() if p.requires_grad}
             sums = [engine.accumulator.sums.get(n, torch.zeros_like(p)).double().flatten() for n, p in zero.items()]
-            expected = _sum(truth, given)
-            errors = float(((seen - true).abs() / true).max()), _apart(torch.cat(sums), expected)
+            expected = summed(truth, given)
+            errors = float(((seen - true).abs() / true).max()), apart(torch.cat(sums), expected)
             if not max(errors) < TOLERANCE:
                 own = _rounding(plain, exact, batch, truth, given)
                 if not all(error < TOLERANCE + 8 * room for error, room in zip(errors, own)):
@@ -416,7 +418,7 @@ def _rounding(
     plain: nn.Module, exact: nn.Module, batch: dict[str, torch.Tensor], truth: Any, scales: torch.Tensor
 ) -> tuple[float, float]:
     """What float32 itself does to norms and to their sum: in autograd, and by rounding parameters and data at random."""
-    true, expected, found = _norms(truth), _sum(truth, scales), [_alone(plain, batch)]
+    true, expected, found = norms(truth), summed(truth, scales), [alone(plain, batch)]
     for _ in range(4):
         moved = copy.deepcopy(exact)
         with torch.no_grad():
@@ -426,12 +428,13 @@ def _rounding(
             k: 2.0**-23 * torch.randn(v.shape, dtype=torch.float64) if v.is_floating_point() else 0
             for k, v in batch.items()
         }
-        found.append(_alone(moved, {k: v + v * noise[k] for k, v in batch.items()}))
-    norms = max(float(((_norms(one) - true).abs() / true).max()) for one in found)
-    return norms, max(_apart(_sum(one, scales), expected) for one in found)
+        found.append(alone(moved, {k: v + v * noise[k] for k, v in batch.items()}))
+    of_norms = max(float(((norms(one) - true).abs() / true).max()) for one in found)
+    return of_norms, max(apart(summed(one, scales), expected) for one in found)
 
 
-def _apart(got: torch.Tensor, expected: torch.Tensor) -> float:
+def apart(got: torch.Tensor, expected: torch.Tensor) -> float:
+    """The norm of the difference over that of what is expected."""
     return float((got - expected).norm() / expected.norm())
 
 

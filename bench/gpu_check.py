@@ -10,7 +10,6 @@ on a processor: a bound that a right implementation misses is found without a GP
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
@@ -32,7 +31,8 @@ from fastdp.ops.grid import on_grid
 from fastdp.ops.noise import standard_normals
 from fastdp.ops.table import OPS
 
-from .record import environment, write
+from . import fuzz
+from .record import environment, parser_of, write
 from .simulate import build
 from .variants import compiled, variants
 from .workloads import Case, examples
@@ -290,24 +290,20 @@ def engine(device: str) -> Iterator[tuple[str, Result]]:
         rows = examples(case, 4)
         batch = {key: torch.stack([row[key] for row in rows]).to(device) for key in rows[0]}
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        alone = []
-        for row in range(4):
-            model(**{key: value[row : row + 1] for key, value in batch.items()}).loss.backward()
-            alone.append({name: p.grad.double() for name, p in trained.items() if p.grad is not None})
-            model.zero_grad()
-        norms = torch.stack([torch.stack([g.square().sum() for g in own.values()]).sum().sqrt() for own in alone])
+        gradients = fuzz.alone(model, batch)
+        sizes = fuzz.norms(gradients)
         # Unclipped, and at the median: what bounds of norms are above them is at most 1 / 64.
-        for bound, error in ((float(norms.max()) * 4, 1e-5), (float(norms.median()), 2.0**-6)):
+        for bound, error in ((float(sizes.max()) * 4, 1e-5), (float(sizes.median()), 2.0**-6)):
             tickets = deque([Ticket(torch.arange(4), torch.ones(4), True)])
             running = Engine(model, Policy((bound,), (0.0,), dict.fromkeys(trained, 0)), tickets, check=False)
             model(**batch).loss.backward()
             running.close()
-            scales = (bound / norms).clamp(max=1.0)
+            scales = (bound / sizes).clamp(max=1.0)
             worst = 0.0
             for parameter_name, total in running.accumulator.sums.items():
-                truth = torch.stack([scale * own[parameter_name] for scale, own in zip(scales, alone)]).sum(0)
+                truth = torch.stack([s * own[parameter_name].double() for s, own in zip(scales, gradients)]).sum(0)
                 worst = max(worst, float((total.double() - truth).norm() / truth.norm()))
-            yield f"engine, {name}, bound {bound / float(norms.median()):.1f}", (worst, error)
+            yield f"engine, {name}, bound {bound / float(sizes.median()):.1f}", (worst, error)
 
 
 def wide(device: str) -> Iterator[tuple[str, Result]]:
@@ -434,17 +430,14 @@ def rows(processes: int, device: str = "cuda") -> Iterator[dict[str, Any]]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", help="also write the rows to this file, as they come")
-    arguments = parser.parse_args()
+    arguments = parser_of(__doc__).parse_args()
     if torch.cuda.device_count() == 0:
         print("this checks the kernels of a GPU, and there is none", file=sys.stderr)
         return 2
     known: list[dict[str, Any]] = []
     for row in rows(os.cpu_count() or 1):
         known.append(row)
-        if arguments.json:
-            write(arguments.json, known)
+        write(arguments.json, known)
     failed = [row for row in known if not row["holds"]]
     print(json.dumps({"environment": environment(), "checks": len(known), "failed": failed}, indent=1))
     return 1 if failed else 0

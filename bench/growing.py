@@ -28,7 +28,6 @@ import numpy as np
 import torch
 import torch._dynamo  # an optimizer imports it, which would take each child two seconds
 import torch.distributed as dist
-import transformers
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
@@ -40,6 +39,7 @@ from fastdp.private.observer import Observer
 from .memory import ENVIRONMENT, growth
 from .plots import picture, plain_log
 from .record import write
+from .workloads import Case, build
 
 
 @dataclass(frozen=True)
@@ -62,18 +62,10 @@ class Setting:
 
     def model(self) -> Any:
         """The model, alike in every process."""
-        torch.manual_seed(0)
-        config = transformers.LlamaConfig(
-            vocab_size=self.words,
-            hidden_size=self.width,
-            intermediate_size=4 * self.width,
-            num_hidden_layers=self.layers,
-            num_attention_heads=4,
-            num_key_value_heads=4,
-            max_position_embeddings=self.tokens,
-            use_cache=False,
-        )
-        return transformers.LlamaForCausalLM(config).train()
+        case = Case("llama", self.layers, self.width, heads=4, vocabulary=self.words, tokens=self.tokens)
+        model: Any = build(case, torch.device("cpu"))
+        model.config.use_cache = False
+        return model
 
 
 BASE = Setting()

@@ -97,6 +97,17 @@ def _relative(got: torch.Tensor, truth: torch.Tensor) -> float:
     return gap / max(float(truth.double().norm()), 1e-300) if math.isfinite(gap) else math.inf
 
 
+def _defined(function: Callable[[], torch.Tensor]) -> float:
+    """Relative error of what a function of ops gives, against what it gives by their definitions."""
+    found = function()
+    with definitions():
+        return _relative(found, function())
+
+
+def _same_noise() -> ops.NoiseStream:
+    return ops.NoiseStream.unsafe_reproducible(7)
+
+
 def _noise(device: torch.device, sizes: Sizes) -> Iterator[Case]:
     n = sizes.elements
     stream = ops.NoiseStream()
@@ -104,12 +115,7 @@ def _noise(device: torch.device, sizes: Sizes) -> Iterator[Case]:
     scratch = torch.empty_like(x)
 
     def check_noise() -> tuple[float, float]:
-        small = torch.zeros(4099, device=device)
-        ops.add_noise_(small, 1.0, ops.NoiseStream.unsafe_reproducible(7))
-        reference = torch.zeros(4099)
-        with definitions():
-            ops.add_noise_(reference, 1.0, ops.NoiseStream.unsafe_reproducible(7))
-        return _relative(small.cpu(), reference), 1e-5
+        return _defined(lambda: ops.add_noise_(torch.zeros(4099, device=device), 1.0, _same_noise())), 1e-5
 
     yield Case(
         "add_noise_",
@@ -139,19 +145,13 @@ def _noise(device: torch.device, sizes: Sizes) -> Iterator[Case]:
 
     def check_step() -> tuple[float, float]:
         base = [torch.randn(1003, device=device) for _ in range(3)] + [torch.rand(1003, device=device)]
-        weight, grad_sum, first, second = [t.clone() for t in base]
-        fixed = ops.NoiseStream.unsafe_reproducible(3)
-        ops.adamw_noise_step_(
-            weight, grad_sum, first, second, 0.5, fixed, divisor=8.0, lr=1e-2, step=4, weight_decay=0.01
-        )
-        noisy = base[1].clone()
-        ops.add_noise_(noisy, 0.5, ops.NoiseStream.unsafe_reproducible(3))
-        q = torch.nn.Parameter(base[0].clone())
-        q.grad = noisy / 8.0
-        check = torch.optim.AdamW([q], lr=1e-2, weight_decay=0.01)
-        check.state[q] = {"step": torch.tensor(3.0), "exp_avg": base[2].clone(), "exp_avg_sq": base[3].clone()}
-        check.step()
-        return _relative(weight, q.detach()), 1e-5
+
+        def stepped() -> torch.Tensor:
+            weight, grad_sum, first, second = [t.clone() for t in base]
+            ops.adamw_noise_step_(weight, grad_sum, first, second, 0.5, _same_noise(), divisor=8.0, lr=1e-2, step=4)
+            return weight
+
+        return _defined(stepped), 1e-5
 
     yield Case(
         "adamw_noise_step_",
@@ -173,23 +173,16 @@ def _clip_noise(device: torch.device, sizes: Sizes, stream: ops.NoiseStream) -> 
         scale = (1.0 / v.flatten(1).norm(dim=1)).clamp(max=1.0).view(-1, 1, 1)
         return v * scale + 0.1 * torch.randn_like(v)
 
-    def with_gradient(function: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    def with_gradient(function: Callable[[torch.Tensor], torch.Tensor], rows: int | None = None) -> torch.Tensor:
         with torch.enable_grad():
-            leaf = hidden.detach().requires_grad_()
-            return torch.autograd.grad(function(leaf), leaf, upstream)[0]
+            leaf = hidden[:rows].detach().requires_grad_()
+            return torch.autograd.grad(function(leaf), leaf, upstream[:rows])[0]
 
     def check_clip() -> tuple[float, float]:
-        truth = hidden[:3].double()
-        truth = truth * (1.0 / truth.flatten(1).norm(dim=1)).clamp(max=1).view(-1, 1, 1)
-        return _relative(ops.clip_noise(hidden[:3], 1.0, 0.0, stream), truth), 1e-6
+        return _defined(lambda: ops.clip_noise(hidden[:3], 1.0, 0.0, _same_noise())), 1e-6
 
     def check_gradient() -> tuple[float, float]:
-        got = with_gradient(lambda v: ops.clip_noise(v, 1.0, 0.1, stream))
-        with torch.enable_grad():
-            leaf = hidden[:3].double().requires_grad_()
-            scaled = leaf * (1.0 / leaf.flatten(1).norm(dim=1)).clamp(max=1).view(-1, 1, 1)
-            truth = torch.autograd.grad(scaled, leaf, upstream[:3].double())[0]
-        return _relative(got[:3], truth), 1e-5
+        return _defined(lambda: with_gradient(lambda v: ops.clip_noise(v, 1.0, 0.1, _same_noise()), 3)), 1e-5
 
     yield Case(
         "clip_noise",

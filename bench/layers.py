@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -32,27 +33,23 @@ def _norm(kind: str | None, width: int) -> list[nn.Module]:
     return [nn.InstanceNorm2d(width, affine=True)] if kind == "instance" else []
 
 
+_VOLUMES: tuple[Any, ...] = (nn.Conv3d, nn.MaxPool3d, nn.AdaptiveAvgPool3d)
+
+
 def _images(
-    _vocabulary: int, width: int, layers: int, *, norm: str | None = None, depthwise: bool = False
+    _vocabulary: int, width: int, layers: int, *, norm: str | None = None, depthwise: bool = False, of: Any = None
 ) -> nn.Module:
     """Convolutions that double their channels and halve the image, each with a norm or none."""
+    convolution, largest, mean = of or (nn.Conv2d, nn.MaxPool2d, nn.AdaptiveAvgPool2d)
     body: list[nn.Module] = []
     for layer in range(layers):
         into, out = (3 if layer == 0 else width << layer - 1), width << layer
         if depthwise:
             body += [nn.Conv2d(into, into, 3, padding=1, groups=into), nn.Conv2d(into, out, 1)]
         else:
-            body.append(nn.Conv2d(into, out, 3, padding=1))
+            body.append(convolution(into, out, 3, padding=1))
         body += [*_norm(norm, out), nn.ReLU()]
-        body += [nn.MaxPool2d(2)] if layer + 1 < layers else [nn.AdaptiveAvgPool2d(1), nn.Flatten()]
-    return Classifier(nn.Sequential(*body), width << layers - 1)
-
-
-def _volumes(_vocabulary: int, width: int, layers: int) -> nn.Module:
-    body: list[nn.Module] = []
-    for layer in range(layers):
-        body += [nn.Conv3d(3 if layer == 0 else width << layer - 1, width << layer, 3, padding=1), nn.ReLU()]
-        body += [nn.MaxPool3d(2)] if layer + 1 < layers else [nn.AdaptiveAvgPool3d(1), nn.Flatten()]
+        body += [largest(2)] if layer + 1 < layers else [mean(1), nn.Flatten()]
     return Classifier(nn.Sequential(*body), width << layers - 1)
 
 
@@ -135,7 +132,7 @@ KINDS = {
     "cnn-gn": Kind(partial(_images, norm="group"), 2),
     "cnn-in": Kind(partial(_images, norm="instance"), 2),
     "depthwise": Kind(partial(_images, depthwise=True), 2),
-    "conv3d": Kind(_volumes, 3),
+    "conv3d": Kind(partial(_images, of=_VOLUMES), 3),
     "text-cnn": Kind(lambda v, w, n: Classifier(_Windows(v, w), 3 * w)),
     "bags": Kind(lambda v, w, n: Classifier(nn.EmbeddingBag(v, w), w)),
     "lstm": _recurrent(nn.LSTM),

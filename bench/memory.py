@@ -28,15 +28,16 @@ def growth(function: Callable[[], Any]) -> int | None:
     try:
         # Linux: 5 sets the process's high-water mark back to what it holds now.
         Path("/proc/self/clear_refs").write_text("5")
-        before = _status("VmRSS")
+        before = held("VmRSS")
         kept = function()
         del kept
-        return max(0, _status("VmHWM") - before)
+        return max(0, held("VmHWM") - before)
     except OSError:
         return None
 
 
-def _status(key: str) -> int:
+def held(key: str) -> int:
+    """Bytes that this process holds (``VmRSS``), or held at most (``VmHWM``); OSError where the system does not tell."""
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key))
     return int(line.split()[1]) * 1024
 

@@ -119,12 +119,10 @@ class Meter(TorchDispatchMode):
             self._own[-1].allocated += fresh
         if self.tally is not None and not _is_free(func, found, fresh):
             launches, operations = _launches(args), _operations(func, args, kwargs, result)
-            moved = [*given, *(t for t in found if t not in _Identity(given))] + _written(func, args)
+            moved = [*given, *(t for t in found if all(t is not own for own in given)), *_written(func, args)]
             if func is torch.ops.aten.native_layer_norm_backward.default and any(args[-1][1:]):
-                launches, moved = (
-                    2,
-                    moved + [args[0], args[1]],
-                )  # torch's gradients of weight and bias are a kernel of their own
+                # Torch's gradients of weight and bias are a kernel of their own.
+                launches, moved = 2, [*moved, args[0], args[1]]
             rate = self.gpu.half if any(t.dtype.itemsize == 2 for t in given) else self.gpu.single
             self.add(str(func).removesuffix(".default"), sum(map(_size, moved)), operations, rate, launches, 0)
         return result
@@ -246,14 +244,6 @@ class Meter(TorchDispatchMode):
 class _Own:
     kernels: int = 0
     allocated: int = 0
-
-
-class _Identity:
-    def __init__(self, tensors: list[torch.Tensor]) -> None:
-        self._ids = {id(t) for t in tensors}
-
-    def __contains__(self, tensor: object) -> bool:
-        return id(tensor) in self._ids
 
 
 def _on_meta(tree: Any) -> list[torch.Tensor]:
@@ -465,7 +455,9 @@ def simulated(gpu: Gpu, granularity: int = 512) -> Iterator[Meter]:
                 stack.enter_context(mock.patch.object(module, "processors", return_value=gpu.processors))
         # Self-checks are made, and what they find of values that nobody has is judged by nobody.
         stack.enter_context(mock.patch.object(selfcheck.Comparison, "judge", _unjudged(selfcheck.Comparison.judge)))
-        stack.enter_context(mock.patch.object(JITFunction, "run", _launched(meter)))
+        # Asked for at each launch, as others may stand in for it; called as the method that it replaces is.
+        launched = lambda kernel, *args, **options: meter.launched(kernel, *args, **options)  # noqa: E731
+        stack.enter_context(mock.patch.object(JITFunction, "run", launched))
         # Torch knows no autocast on this device; nothing here uses any.
         ask = lambda kind="cuda": kind != "meta" and autocast(kind)  # noqa: E731
         stack.enter_context(mock.patch.object(torch, "is_autocast_enabled", ask))
@@ -492,12 +484,5 @@ def _unjudged(judge: Callable[..., None]) -> Callable[..., None]:
     def run(*args: Any, **options: Any) -> None:
         with contextlib.suppress(UnsupportedUse):
             judge(*args, **options)
-
-    return run
-
-
-def _launched(meter: Meter) -> Callable[..., None]:
-    def run(kernel: Any, *args: Any, **options: Any) -> None:
-        meter.launched(kernel, *args, **options)
 
     return run

@@ -73,12 +73,12 @@ def _measure(
     functions = {"fastdp": case.run, **alternatives}
     repeats: dict[str, int] = {}
     for name, function in functions.items():
-        _seconds(function, device)  # compiles, loads, allocates
-        repeats[name] = max(1, math.ceil(_TURN_SECONDS / max(_seconds(function, device), 1e-7)))
+        seconds_of(function, device)  # compiles, loads, allocates
+        repeats[name] = max(1, math.ceil(_TURN_SECONDS / max(seconds_of(function, device), 1e-7)))
     times: dict[str, list[float]] = {name: [] for name in functions}
     for _ in range(turns):
         for name, function in functions.items():
-            times[name].append(_seconds(function, device, repeats[name]))
+            times[name].append(seconds_of(function, device, repeats[name]))
     own = times["fastdp"]
     row["seconds"] = statistics.median(own)
     floor = max(case.bytes / bandwidth, case.flops / matmul)
@@ -92,7 +92,7 @@ def _measure(
     return row
 
 
-def _seconds(function: Function, device: torch.device, repeats: int = 1) -> float:
+def seconds_of(function: Function, device: torch.device, repeats: int = 1) -> float:
     """Mean of so many calls in a row."""
     if device.type == "cuda":
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -112,8 +112,8 @@ def floors(device: torch.device, small: bool = False) -> tuple[float, float]:
     """Copy bandwidth in bytes a second (read and written), and float32 matmul rate (bfloat16 on a GPU)."""
     big = torch.empty(1 << (28 if device.type == "cuda" else 16 if small else 25), device=device)
     other = torch.empty_like(big)
-    copy = statistics.median(_seconds(lambda: other.copy_(big), device) for _ in range(7))
+    copy = statistics.median(seconds_of(lambda: other.copy_(big), device) for _ in range(7))
     size, dtype = (8192, torch.bfloat16) if device.type == "cuda" else (128 if small else 1536, torch.float32)
     a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
-    product = statistics.median([_seconds(lambda: a @ b, device) for _ in range(8)][1:])
+    product = statistics.median([seconds_of(lambda: a @ b, device) for _ in range(8)][1:])
     return 2 * big.numel() * 4 / copy, 2 * size**3 / product

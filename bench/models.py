@@ -18,9 +18,8 @@ from typing import Any
 import torch
 import transformers as hf
 
-import fastdp.files as files
-
-from .record import environment
+from .fuzz import alone, apart, norms, summed
+from .record import write
 
 TUNINGS = ("full", "lora", "bitfit")
 #: What an error must be below for a step to count as exact: float32 arithmetic on both sides of a clipped sum.
@@ -203,32 +202,20 @@ def row(build: Callable[[], torch.nn.Module], inputs: dict[str, torch.Tensor], t
     if hasattr(exact.config, "_experts_implementation"):
         # Torch's grouped product knows no float64; the plain loop over experts does.
         exact.config._experts_implementation = "eager"
-    names = list(trained)
-    wanted, sizes = [], []
-    for index in range(_ROWS):
-        single = {k: v[index : index + 1] for k, v in inputs.items()}
-        single = {k: v.double() if v.is_floating_point() else v for k, v in single.items()}
-        loss = exact(**single).loss
-        parameters = dict(exact.named_parameters())
-        found = torch.autograd.grad(loss, [parameters[n] for n in names], allow_unused=True)
-        wanted.append({n: torch.zeros_like(parameters[n]) if g is None else g for n, g in zip(names, found)})
-        sizes.append(torch.stack([g.square().sum() for g in wanted[-1].values()]).sum().sqrt())
-    bound = float(torch.stack(sizes).median())
+    wanted = alone(exact, inputs)
+    sizes = norms(wanted)
+    bound = float(sizes.median())
     tickets = deque([Ticket(torch.arange(_ROWS), torch.ones(_ROWS), is_last=True)])
-    engine = Engine(model, Policy((bound,), (0.0,), dict.fromkeys(names, 0)), tickets)
+    engine = Engine(model, Policy((bound,), (0.0,), dict.fromkeys(trained, 0)), tickets)
     try:
         model(**inputs).loss.backward()
-        scales = [min(1.0, bound / float(size)) for size in sizes]
-        gap = size = 0.0
-        for name in names:
-            total = torch.stack([scale * unit[name] for scale, unit in zip(scales, wanted)]).sum(0)
-            gap += float((engine.accumulator.sums.get(name, torch.zeros(())) - total).square().sum())
-            size += float(total.square().sum())
-        routes = engine.accumulator.routes
+        sums, routes = engine.accumulator.sums, engine.accumulator.routes
+        found = torch.cat([sums.get(n, torch.zeros_like(p)).double().flatten() for n, p in trained.items()])
+        error = apart(found, summed(wanted, (bound / sizes).clamp(max=1)))
         slow = {n for n, p in trained.items() if n in routes and routes[n].name == "expanded" and p.dim() > 1}
-        slow = set(names) if engine.route != "uses" else slow
+        slow = set(trained) if engine.route != "uses" else slow
         share = 1 - sum(trained[n].numel() for n in slow) / sum(p.numel() for p in trained.values())
-        return {"error": (gap / size) ** 0.5, "route": engine.route, "fast": share, "reason": engine.reason}
+        return {"error": error, "route": engine.route, "fast": share, "reason": engine.reason}
     finally:
         engine.close()
 
@@ -292,8 +279,7 @@ def main(chosen: list[str]) -> None:
         figures[name] = {tuning: measured(known[name], tuning) for tuning in TUNINGS}
         print(name, json.dumps(figures[name]), flush=True)
     if not chosen:
-        record = {"environment": environment(), "figures": figures}
-        files.write("bench/results/models.json", json.dumps(record, indent=1) + "\n", public=True)
+        write("bench/results/models.json", figures)
         Path("docs/models.md").write_text(page(figures))
 
 

@@ -8,9 +8,7 @@ Kolmogorov-Smirnov test, whose statistic is blind to one draw in a hundred milli
 
 from __future__ import annotations
 
-import argparse
 import time
-from pathlib import Path
 
 import torch
 from scipy import stats
@@ -49,10 +47,9 @@ def tails(draws: int, seed: int) -> tuple[list[dict[str, float]], float]:
 
 def main() -> None:
     """Run, print and write."""
-    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    parser = record.parser_of(__doc__)
     parser.add_argument("--draws", type=int, default=1 << 32)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, required=True)
     options = parser.parse_args()
     begin = time.perf_counter()
     rows, largest = tails(options.draws, options.seed)

@@ -8,7 +8,6 @@ a file with rows is gone on with. Nothing else should run beside it. Ends with e
 
 from __future__ import annotations
 
-import argparse
 import math
 import multiprocessing
 import tempfile
@@ -19,8 +18,9 @@ from typing import Any
 
 from fastdp.finetune.config import FinetuneConfig
 
+from .record import parser_of
 from .settings import DATA, excerpt
-from .utility.suite import Table, measure_rows
+from .utility.suite import Table, each, measure
 
 EXAMPLES, BATCH, PHYSICAL, EPOCHS = 384, 96, 32, 4
 #: Data set of `DATA`, and what is trained.
@@ -98,14 +98,13 @@ def compare(name: str, peft: str, model: str, data: Path) -> dict[str, Any]:
 
 def main() -> None:
     """Measure what is missing, writing each row as it comes, and judge all."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--data", type=Path, required=True, help="folder with e2e/, sst2/ and wikitext2/")
     parser.add_argument("--model", required=True)
-    parser.add_argument("--json", type=Path, required=True)
     arguments = parser.parse_args()
     table = Table(arguments.json)
     wanted = [{"data": name, "peft": peft} for name, peft in CASES]
-    measure_rows(table, wanted, lambda row: compare(row["data"], row["peft"], arguments.model, arguments.data))
+    measure(table, each(wanted, lambda row: compare(row["data"], row["peft"], arguments.model, arguments.data)))
     failed = False
     for row in table.rows:
         missed = [key for key, bar in BARS.items() if row["off"][key] > bar]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import statistics
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +12,8 @@ import torch
 
 from fastdp import ops
 from fastdp.ops.routes import ENTRY_TOKENS, GRAM_BLOCK, ROUTES, Constants, allowed, plan, predicted_seconds
+
+from .micro import seconds_of
 
 #: (m, n, tokens a unit, units): layers of the step benchmark, long and short units, LoRA's factors.
 SHAPES = [
@@ -43,7 +45,8 @@ def measure(turns: int = 5) -> dict[str, Any]:
         for route in ROUTES:
             if not allowed(route, m, n, length, units):
                 continue
-            times = [_seconds(route, left, right, offsets, device) for _ in range(turns + 1)][1:]
+            run = functools.partial(_run, route, left, right, offsets, torch.ones(len(left), device=device))
+            times = [seconds_of(run, device) for _ in range(turns + 1)][1:]
             rows.append(
                 {
                     "m": m,
@@ -59,40 +62,20 @@ def measure(turns: int = 5) -> dict[str, Any]:
     return {"constants": dataclasses.asdict(constants), "rows": rows}
 
 
-def _seconds(route: str, left: torch.Tensor, right: torch.Tensor, offsets: torch.Tensor, device: torch.device) -> float:
-    weights = torch.ones(left.shape[0], device=device)
-    units = torch.ones(offsets.shape[0] - 1, device=device)
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    begun = time.perf_counter()
+def _run(route: str, left: torch.Tensor, right: torch.Tensor, offsets: torch.Tensor, weights: torch.Tensor) -> None:
+    """Norms and weighted sum by a route."""
     if route == "instantiate":
         gradients = ops.per_unit(left, right, offsets)
         gradients.flatten(1).square().sum(1)
-        torch.einsum("u,umn->mn", units, gradients)
+        torch.einsum("u,umn->mn", weights[: len(gradients)], gradients)
     else:
         ops.sqnorm(left, right, offsets, route)
         ops.weighted_sum(left, right, weights)
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - begun
 
 
 def _least(work: Callable[[], object], device: torch.device, repeats: int = 15) -> float:
-    """Least time of a few runs: what else the machine does only adds."""
-
-    def wait() -> None:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-
-    work()
-    times = []
-    for _ in range(repeats):
-        wait()
-        start = time.perf_counter()
-        work()
-        wait()
-        times.append(time.perf_counter() - start)
-    return min(times)
+    """Least time of a few runs after one: what else the machine does only adds."""
+    return min([seconds_of(work, device) for _ in range(1 + repeats)][1:])
 
 
 def fit(device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> Constants:

@@ -8,7 +8,6 @@ bfloat16 products would do: the search then multiplies in float32.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
@@ -20,28 +19,26 @@ from fastdp import TextPrivatizer
 from fastdp.commands.quiet import quiet_libraries
 from fastdp.data import read_rows
 
-from .record import write
+from .record import parser_of, write
 
 SETTINGS = [("laplace", eta) for eta in (10.0, 50.0, 75.0, 200.0)] + [("exponential", eta) for eta in (4.0, 16.0, 26.0)]
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Measure, print, and write to --json."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--model", required=True)
     parser.add_argument("--text", type=Path, required=True)
     parser.add_argument("--column", default="sentence")
     parser.add_argument("--lines", type=int, default=4000)
     parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--json", type=Path)
     given = parser.parse_args(arguments)
     quiet_libraries()
     texts = read_rows(given.text).column(given.column, "--column")[: given.lines]
     rows = [measure(given.model, texts, mechanism, eta, given.turns) for mechanism, eta in SETTINGS]
     limits = {name: os.environ[name] for name in ("FASTDP_ISA",) if name in os.environ}
     figures = {"model": Path(given.model).name, "texts": len(texts), "limited_to": limits, "rows": rows}
-    if given.json is not None:
-        write(given.json, figures)
+    write(given.json, figures)
 
 
 def measure(name: str, texts: list[str], mechanism: str, eta: float, turns: int) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -34,9 +35,18 @@ def environment() -> dict[str, Any]:
     }
 
 
-def write(path: str | os.PathLike[str], figures: Any) -> None:
-    """Write figures with their environment, in one piece."""
-    files.write(path, json.dumps({"environment": environment(), "figures": figures}, indent=1) + "\n", public=True)
+def write(path: str | os.PathLike[str] | None, figures: Any) -> None:
+    """Write figures with their environment, in one piece; nothing without a path."""
+    if path is not None:
+        text = json.dumps({"environment": environment(), "figures": figures}, indent=1)
+        files.write(path, text + "\n", public=True)
+
+
+def parser_of(doc: str | None) -> argparse.ArgumentParser:
+    """The options of a script of this docstring: to begin with, where its figures are written."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="write the figures here, with device, versions and commit")
+    return parser
 
 
 def _version(name: str) -> str | None:

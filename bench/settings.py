@@ -29,7 +29,7 @@ from fastdp.finetune import finetune
 from fastdp.finetune.config import FinetuneConfig
 from fastdp.finetune.plan import plan
 
-from .utility.suite import Table, measure_rows
+from .utility.suite import Table, each, measure
 
 #: What a data set's run has in common; (train, eval) below the data folder.
 DATA: dict[str, tuple[tuple[str, str], dict[str, Any]]] = {
@@ -204,7 +204,7 @@ def main() -> None:
             return run(row, arguments.model, arguments.data, Path(folder))
 
     def measured(*rows: dict[str, Any]) -> list[dict[str, Any]]:
-        measure_rows(table, rows, tried)
+        measure(table, each(rows, tried))
         return [found for row in rows if (found := table.of(row))]
 
     found = measured(*({"data": name, **settings} for name, settings in grid(arguments.only)))

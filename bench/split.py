@@ -23,8 +23,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .memory import ENVIRONMENT
-from .record import write
+from .memory import ENVIRONMENT, held
+from .record import parser_of, write
+from .workloads import Case, build
 
 _ETA = 100.0
 
@@ -45,11 +46,10 @@ SHAPES = {"default": Shape(), "tiny": Shape(2, 32, 200, 4, 8)}
 
 def main(arguments: list[str] | None = None) -> None:
     """Measure, print, and write to --json."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--size", choices=SHAPES, default="default")
     parser.add_argument("--steps", type=int, default=7, help="steps timed")
     parser.add_argument("--customers", type=int, default=32)
-    parser.add_argument("--json", type=Path, help="write the figures, with device, versions and commit")
     parser.add_argument("--serve", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
     shape = SHAPES[given.size]
@@ -58,27 +58,13 @@ def main(arguments: list[str] | None = None) -> None:
         return
     figures = {"shape": vars(shape), "step": step(shape, given.steps), "load": load(shape, given.customers)}
     print(json.dumps(figures, indent=1))
-    if given.json is not None:
-        write(given.json, figures)
+    write(given.json, figures)
 
 
 def make_model(shape: Shape) -> Any:
     """The same weights in every process."""
-    from transformers import BertConfig, BertForSequenceClassification
-
-    torch.manual_seed(0)
-    return BertForSequenceClassification(
-        BertConfig(
-            vocab_size=shape.vocabulary,
-            hidden_size=shape.width,
-            intermediate_size=4 * shape.width,
-            num_hidden_layers=shape.layers,
-            num_attention_heads=max(1, shape.width // 32),
-            num_labels=2,
-            hidden_dropout_prob=0.0,
-            attention_probs_dropout_prob=0.0,
-        )
-    )
+    sizes = shape.layers, shape.width, 4 * shape.width, max(1, shape.width // 32)
+    return build(Case("bert", *sizes, vocabulary=shape.vocabulary, tokens=512, dropout=0.0), torch.device("cpu"))
 
 
 class IdsOfText:
@@ -112,11 +98,7 @@ def serve(shape: Shape, folder: Path) -> None:
 
 
 def _memory() -> dict[str, int]:
-    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    return {
-        "resident_bytes": int(status["VmRSS"].split()[0]) << 10,
-        "peak_bytes": int(status["VmHWM"].split()[0]) << 10,
-    }
+    return {"resident_bytes": held("VmRSS"), "peak_bytes": held("VmHWM")}
 
 
 def _expected(vendor: Any) -> dict[str, int]:
@@ -266,8 +248,8 @@ def load(shape: Shape, customers: int) -> dict[str, Any]:
         _send_and_step(first, texts, labels)
         warm = vendor.memory()
         _send_and_step(first, texts, labels, hold=True)
-        held = vendor.memory()
-        batch = held["resident_bytes"] - warm["resident_bytes"]
+        holding = vendor.memory()
+        batch = holding["resident_bytes"] - warm["resident_bytes"]
         everyone = [_customer(vendor, shape, folder, name) for name in names]
         begin = time.perf_counter()
         with ThreadPoolExecutor(customers) as pool:

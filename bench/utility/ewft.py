@@ -19,24 +19,24 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from functools import cache, partial
+from dataclasses import dataclass
+from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import AutoTokenizer
 
 import fastdp
 from fastdp import accounting, audit
-from fastdp.commands.quiet import quiet_libraries
 from fastdp.methods import ewft
 from fastdp.methods.sap import split_model
 
 from .. import record
 from ..plots import picture
 from . import attributes, tops
-from .suite import Table, by_seed, in_turns, level, mean_of, measure_rows, parser_of
+from .suite import begin, by_seed, each, finish, in_turns, level, mean_of, parser_of
 
 DELTA = 1e-5
 PAPER: dict[str, Any] = {"dataset_size": 67349, "batch_size": 32, "epochs": 3}
@@ -124,27 +124,25 @@ class Bench:
     unlabelled: Path
     pii: Path
     size: Size
-    _held: dict[Any, Any] = field(default_factory=dict)
 
-    def parts(self, length: int, seed: int) -> dict[str, Any]:
+    def __post_init__(self) -> None:
+        self.parts = lru_cache(1)(self._parts)
+
+    def _parts(self, length: int, seed: int) -> dict[str, Any]:
         """The model and, by name, the texts."""
-        if self._held.get("key") != (length, seed):
-            from transformers import AutoTokenizer
-
-            tokenizer, model, size = AutoTokenizer.from_pretrained(self.model), tops.load(self.model, seed), self.size
-            subjects = attributes.read_subjects(self.pii, tokenizer, length, size.subjects, seed)
-            texts = {
-                "train": tops.read_texts(self.sst2 / "train.tsv", tokenizer, length, size.train, seed),
-                "public": tops.read_texts(self.sst2 / "dev.tsv", tokenizer, length, size.public, seed),
-                "held_out": tops.read_texts(self.sst2 / "test.tsv", tokenizer, length, size.held_out, seed),
-                "unlabelled": tops.read_public(self.unlabelled, tokenizer, length, size.unlabelled),
-                "known": subjects.known,
-                "attacked": subjects.attacked,
-            }
-            bottom, _ = split_model(model, size.frozen)
-            parts = {name: Part(each, tops.hidden_states(bottom, each)) for name, each in texts.items()}
-            self._held = {"key": (length, seed), "model": model, "subjects": subjects, **parts}
-        return self._held
+        tokenizer, model, size = AutoTokenizer.from_pretrained(self.model), tops.load(self.model, seed), self.size
+        subjects = attributes.read_subjects(self.pii, tokenizer, length, size.subjects, seed)
+        texts = {
+            "train": tops.read_texts(self.sst2 / "train.tsv", tokenizer, length, size.train, seed),
+            "public": tops.read_texts(self.sst2 / "dev.tsv", tokenizer, length, size.public, seed),
+            "held_out": tops.read_texts(self.sst2 / "test.tsv", tokenizer, length, size.held_out, seed),
+            "unlabelled": tops.read_public(self.unlabelled, tokenizer, length, size.unlabelled),
+            "known": subjects.known,
+            "attacked": subjects.attacked,
+        }
+        bottom, _ = split_model(model, size.frozen)
+        parts = {name: Part(each, tops.hidden_states(bottom, each)) for name, each in texts.items()}
+        return {"model": model, "subjects": subjects, **parts}
 
     def run(self, row: dict[str, Any]) -> dict[str, Any]:
         """Train and evaluate one setting, and attack its releases."""
@@ -261,7 +259,7 @@ class Bench:
     def _train(self, top: torch.nn.Module, part: Part, seed: int, private: Any = None) -> None:
         tops.train_top(
             top,
-            lambda epoch: part.states,
+            [part.states],
             part.texts,
             epochs=self.size.epochs,
             batch_size=self.size.batch_size,
@@ -361,7 +359,7 @@ def step_time(model: Path, steps: int = 7, length: int = 64, batch_size: int = 3
     return {"plain_seconds": medians[0], "ewft_seconds": medians[1], "ratio": medians[1] / medians[0]}
 
 
-def plot(rows: list[dict[str, Any]], folder: Path) -> None:
+def plot(rows: Sequence[dict[str, Any]], folder: Path) -> None:
     """Accuracy by layer, what is inferred against accuracy, and the noise of each schedule."""
     with picture(folder / "ewft.png", 3, panel=(4.6, 7.6), legends=1) as (by_layer, privacy, noise):
         _plot_layers(rows, by_layer)
@@ -369,7 +367,7 @@ def plot(rows: list[dict[str, Any]], folder: Path) -> None:
         _plot_noise(rows, noise)
 
 
-def _plot_noise(rows: list[dict[str, Any]], axes: Any) -> None:
+def _plot_noise(rows: Sequence[dict[str, Any]], axes: Any) -> None:
     drawn = set()
     for row in rows:
         ratios = tuple(row.get("noise_std_over_max_norm", ()))
@@ -383,7 +381,7 @@ def _plot_noise(rows: list[dict[str, Any]], axes: Any) -> None:
     axes.xaxis.get_major_locator().set_params(integer=True)
 
 
-def _plot_layers(rows: list[dict[str, Any]], axes: Any) -> None:
+def _plot_layers(rows: Sequence[dict[str, Any]], axes: Any) -> None:
     length = min(row["length"] for row in rows)
     layers = sorted({row["layer"] for row in rows})
     shared: dict[str, Any] = {"epsilon": 8.0, "step_distance": 2.0, "length": length}
@@ -405,7 +403,7 @@ def _plot_layers(rows: list[dict[str, Any]], axes: Any) -> None:
     axes.set(xlabel="blocks before the noise", ylabel="accuracy", title="Accuracy at printed epsilon 8", xticks=layers)
 
 
-def _plot_privacy(rows: list[dict[str, Any]], axes: Any) -> None:
+def _plot_privacy(rows: Sequence[dict[str, Any]], axes: Any) -> None:
     attacked = [row for row in rows if row["attacked"]]
     points: dict[tuple[str, float, str], list[dict[str, Any]]] = {}
     for row in attacked:
@@ -427,14 +425,14 @@ def _plot_privacy(rows: list[dict[str, Any]], axes: Any) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure what is missing, then draw."""
-    parser = parser_of(__doc__, model="folder of all-MiniLM-L6-v2 or another encoder")
+    sizes = {"default": Size(), "tiny": TINY, "full": FULL}
+    parser = parser_of(__doc__, sizes, model="folder of all-MiniLM-L6-v2 or another encoder")
     parser.add_argument("--sst2", type=Path, help="folder with train.tsv and test.tsv")
     parser.add_argument("--public", type=Path, help="plain text for the autoencoders")
     parser.add_argument("--pii", type=Path, help="labelled spans, such as synth_dataset_v2.json")
     parser.add_argument("--only", default="", help="only rows whose form and mechanism hold this")
     parser.add_argument("--step-time", action="store_true", help="only the time of a step; into --json")
-    options = parser.parse_args(arguments)
-    quiet_libraries()
+    options, size, table = begin(parser, arguments)
     if options.step_time:
         found = step_time(options.model)
         print(found, flush=True)
@@ -443,12 +441,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     if options.sst2 is None or options.public is None or options.pii is None:
         parser.error("the tables need --sst2, --public and --pii")
-    size = {"default": Size(), "tiny": TINY, "full": FULL}[options.size]
-    bench, table = Bench(options.model, options.sst2, options.public, options.pii, size), Table(options.json)
+    bench = Bench(options.model, options.sst2, options.public, options.pii, size)
     wanted = (row for row in settings(size, options.seeds) if options.only in f"{row['form']} {row['mechanism']}")
-    measure_rows(table, wanted, bench.run, options.minutes)
-    if options.pictures:
-        plot(table.rows, options.pictures)
+    finish(table, each(wanted, bench.run), options, plot)
 
 
 if __name__ == "__main__":

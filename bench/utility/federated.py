@@ -42,7 +42,7 @@ from fastdp.methods.selective import (
 
 from .. import record
 from ..plots import picture, plain_log
-from .suite import Table, measure_rows, parser_of
+from .suite import begin, each, finish, parser_of
 
 SCHEMES = ("none", "selective", "all")
 #: Of ``typed``, on the second data set.
@@ -324,14 +324,15 @@ def _write_texts(path: Path, texts: Sequence[str]) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure what is missing, then draw."""
-    parser = parser_of(__doc__, seeds=1, sizes=("small",), pii="labelled spans, such as synth_dataset_v2.json")
+    sizes = {"default": Size(), "small": SMALL, "tiny": TINY, "full": FULL}
+    parser = parser_of(__doc__, sizes, seeds=1, pii="labelled spans, such as synth_dataset_v2.json")
     parser.epilog = "Results other than the rounds are written beside --json."
     parser.add_argument("--model", type=Path, help="folder of a causal model, such as gpt2-mini")
     parser.add_argument("--wikitext", type=Path, help="folder with valid.txt and test.txt")
     parser.add_argument("--detector", action="store_true", help="only what the detector finds")
     parser.add_argument("--speed", action="store_true", help="only tokens a second, and SecAgg+'s precision")
     parser.add_argument("--overhead", action="store_true", help="only one flwr run against the clients' training")
-    options = parser.parse_args(arguments)
+    options, size, table = begin(parser, arguments)
     if options.detector or options.speed:
         found: dict[str, Any] = {}
         if options.detector:
@@ -344,16 +345,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     if options.model is None or options.wikitext is None:
         parser.error("the rounds need --model and --wikitext")
-    size = {"default": Size(), "small": SMALL, "tiny": TINY, "full": FULL}[options.size]
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(options.model, options.wikitext, options.pii, size, Path(folder))
         if options.overhead:
             _keep({"overhead": overhead(bench)}, options.json)
             return
-        table = Table(options.json)
-        measure_rows(table, settings(size, options.seeds), bench.run, options.minutes)
-    if options.pictures:
-        plot(table.rows, options.pictures)
+        finish(table, each(settings(size, options.seeds), bench.run), options, plot)
 
 
 def _keep(found: dict[str, Any], path: Path | None) -> None:

@@ -25,11 +25,13 @@ from fastdp.bench.utility import tops
 from fastdp.bench.utility.suite import (
     Run,
     Table,
+    begin,
     by_seed,
     curve,
+    each,
+    finish,
     interior,
     level,
-    measure,
     parser_of,
     placed,
     spread_of,
@@ -40,7 +42,6 @@ from fastdp.bench.utility.suite import (
 from torch.utils.data import DataLoader, Dataset
 
 import fastdp
-from fastdp.commands.quiet import quiet_libraries
 from fastdp.methods.sap import split_model
 from fastdp.private.method import Method
 from fastdp.private.plan import Budget, Plan
@@ -368,9 +369,7 @@ def runs(bench: Bench, seeds: int, table: Table, forms: Sequence[str] = ()) -> I
         if not forms or form in forms:
             yield from interior(table, rates, partial(_rate, bench, form, seeds), "accuracy", largest=True)
     bench.learn_rates(table.rows)
-    for row in settings(bench.size, seeds):
-        if not forms or row["form"] in forms:
-            yield row, partial(bench.run, row)
+    yield from each((row for row in settings(bench.size, seeds) if not forms or row["form"] in forms), bench.run)
 
 
 def _rate(bench: Bench, form: str, seed: int, rate: float) -> Run:
@@ -409,7 +408,7 @@ def tables(rows: Sequence[dict[str, Any]], size: Size) -> str:
     return "\n".join(lines) + "\n"
 
 
-def plot(rows: Sequence[dict[str, Any]], size: Size, folder: Path) -> None:
+def plot(rows: Sequence[dict[str, Any]], folder: Path, size: Size) -> None:
     """Accuracy against epsilon, and which partitions were selected in which iteration."""
     usual = {**FROST, "selection_rate": size.rates[0]}
     with picture(folder / "frost-epsilon.png", panel=(6.8, 5.2), legends=4) as (axes,):
@@ -443,20 +442,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Measure what is missing, then draw."""
     parser = parser_of(
         __doc__,
-        sizes=("small",),
+        {"default": Size(), "small": SMALL, "tiny": TINY, "full": FULL},
         model="folder of all-MiniLM-L6-v2 or another encoder",
         train="TSV with the columns sentence and label",
         eval="TSV of the same form, held out",
     )
     parser.add_argument("--forms", nargs="+", default=(), help="only the learning rates and the accuracy of these")
-    options = parser.parse_args(arguments)
-    quiet_libraries()
-    size = {"default": Size(), "small": SMALL, "tiny": TINY, "full": FULL}[options.size]
-    bench, table = Bench(options.model, options.train, options.eval, size), Table(options.json)
-    done = measure(table, runs(bench, options.seeds, table, options.forms), options.minutes)
-    print(tables(table.rows, size), flush=True)
-    if options.pictures and done:
-        plot(table.rows, size, options.pictures)
+    options, size, table = begin(parser, arguments)
+    bench = Bench(options.model, options.train, options.eval, size)
+    wanted = runs(bench, options.seeds, table, options.forms)
+    finish(table, wanted, options, partial(plot, size=size), partial(tables, size=size))
 
 
 if __name__ == "__main__":

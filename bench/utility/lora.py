@@ -24,10 +24,12 @@ from fastdp.bench.utility import rapft as suite_of_rapft
 from fastdp.bench.utility.suite import (
     Run,
     Table,
+    begin,
     by_seed,
     curve,
+    each,
+    finish,
     interior,
-    measure,
     paired,
     parser_of,
     spread_of,
@@ -36,7 +38,6 @@ from fastdp.bench.utility.suite import (
 from torch.utils.data import DataLoader
 
 import fastdp
-from fastdp.commands.quiet import quiet_libraries
 from fastdp.data import Examples
 from fastdp.finetune.evaluation import evaluate
 from fastdp.integrations.adapters import fix_lora_projections
@@ -226,8 +227,7 @@ def runs(bench: Bench, size: Size, table: Table, seeds: int, forms: Sequence[str
             return row, partial(bench.run, row)
 
         yield from interior(table, RATES, at, "perplexity", largest=False)
-    for row in settings(size, seeds, {form: best_rate(table.rows, form) for form in forms}):
-        yield row, partial(bench.run, row)
+    yield from each(settings(size, seeds, {form: best_rate(table.rows, form) for form in forms}), bench.run)
 
 
 def best_rate(rows: Sequence[dict[str, Any]], form: str) -> float:
@@ -257,7 +257,7 @@ def tables(rows: Sequence[dict[str, Any]], size: Size) -> str:
     return "\n".join(lines) + "\n"
 
 
-def plot(rows: Sequence[dict[str, Any]], size: Size, folder: Path) -> None:
+def plot(rows: Sequence[dict[str, Any]], folder: Path, size: Size) -> None:
     """Perplexity against epsilon."""
     with picture(folder / "lora-epsilon.png", panel=(6.8, 5.2), legends=5) as (axes,):
         for form in FORMS:
@@ -271,20 +271,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Measure what is missing, then draw."""
     parser = parser_of(
         __doc__,
+        {"default": Size(), "tiny": TINY, "full": FULL},
         seeds=5,
         model="folder of a small GPT-2",
         train="CSV with a column ref",
         eval="CSV of the same form, held out",
     )
     parser.add_argument("--forms", nargs="+", choices=tuple(FORMS), default=tuple(FORMS), help="only these")
-    options = parser.parse_args(arguments)
-    quiet_libraries()
-    size = {"default": Size(), "tiny": TINY, "full": FULL}[options.size]
-    bench, table = Bench(options.model, options.train, options.eval, size), Table(options.json)
-    done = measure(table, runs(bench, size, table, options.seeds, options.forms), options.minutes)
-    print(tables(table.rows, size), flush=True)
-    if options.pictures and done:
-        plot(table.rows, size, options.pictures)
+    options, size, table = begin(parser, arguments)
+    bench = Bench(options.model, options.train, options.eval, size)
+    wanted = runs(bench, size, table, options.seeds, options.forms)
+    finish(table, wanted, options, partial(plot, size=size), partial(tables, size=size))
 
 
 if __name__ == "__main__":

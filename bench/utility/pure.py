@@ -15,15 +15,16 @@ texts.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import AutoModel, AutoTokenizer
 
 from fastdp import TextPrivatizer
-from fastdp.commands.quiet import quiet_libraries
 from fastdp.data import read_rows
 from fastdp.methods import ewft
 from fastdp.methods.ewft.pooled import learn, pooled
@@ -32,7 +33,7 @@ from fastdp.ops.noise import standard_normals
 from fastdp.ops.stream import NoiseStream
 
 from . import tops
-from .suite import Table, measure_rows, parser_of
+from .suite import begin, each, measure, parser_of
 
 #: Cells and epsilon of the quotient; eta of the exponential mechanism.
 QUOTIENTS = ((3, 1.0), (3, 2.0), (5, 2.0), (5, 3.0), (5, 4.0))
@@ -73,59 +74,50 @@ class Bench:
     model: Path
     sst2: Path
     size: Size
-    _held: dict[str, Any] = field(default_factory=dict)
 
-    @property
+    def __post_init__(self) -> None:
+        self.states = lru_cache(1)(self._states)
+
+    @cached_property
     def tokenizer(self) -> Any:
         """The model's."""
-        if "tokenizer" not in self._held:
-            from transformers import AutoTokenizer
+        return AutoTokenizer.from_pretrained(self.model)
 
-            self._held["tokenizer"] = AutoTokenizer.from_pretrained(self.model)
-        return self._held["tokenizer"]
-
-    @property
+    @cached_property
     def table(self) -> Tensor:
         """The model's token embeddings [V, d]."""
-        if "table" not in self._held:
-            from transformers import AutoModel
+        made = AutoModel.from_pretrained(self.model)
+        return made.get_input_embeddings().weight.detach()[: len(self.tokenizer)]
 
-            made = AutoModel.from_pretrained(self.model)
-            self._held["table"] = made.get_input_embeddings().weight.detach()[: len(self.tokenizer)]
-        return self._held["table"]
-
-    def texts(self, name: str, count: int) -> tuple[list[Tensor], Tensor]:
+    def _texts_of(self, name: str, count: int) -> tuple[list[Tensor], Tensor]:
         """Ids of each text, and the labels, of the first ``count`` lines of a file."""
-        if name not in self._held:
-            rows = read_rows(self.sst2 / name)
-            ids = self.tokenizer(rows.column("sentence", "text")[:count], add_special_tokens=False)["input_ids"]
-            labels = torch.tensor([int(label) for label in rows.column("label", "label")[:count]])
-            self._held[name] = ([torch.tensor(own, dtype=torch.int64) for own in ids], labels)
-        return self._held[name]
+        rows = read_rows(self.sst2 / name)
+        ids = self.tokenizer(rows.column("sentence", "text")[:count], add_special_tokens=False)["input_ids"]
+        labels = torch.tensor([int(label) for label in rows.column("label", "label")[:count]])
+        return [torch.tensor(own, dtype=torch.int64) for own in ids], labels
 
+    @cached_property
+    def held_out(self) -> tuple[list[Tensor], Tensor]:
+        """Ids and labels of the texts that are read privatized."""
+        return self._texts_of("test.tsv", self.size.held_out)
+
+    @cached_property
     def counts(self) -> Tensor:
         """Occurrences of each token in the public texts of each class."""
-        if "counts" not in self._held:
-            texts, labels = self.texts("dev.tsv", self.size.public)
-            self._held["counts"] = count_tokens(texts, labels.tolist(), 2, len(self.tokenizer))  # type: ignore[arg-type]
-        return self._held["counts"]
+        texts, labels = self._texts_of("dev.tsv", self.size.public)
+        return count_tokens(texts, labels.tolist(), 2, len(self.tokenizer))  # type: ignore[arg-type]
 
-    def states(self, seed: int) -> dict[str, tuple[Tensor, Tensor]]:
+    def _states(self, seed: int) -> list[tuple[Tensor, Tensor]]:
         """Pooled states of public, private and held-out texts, and their labels."""
-        if self._held.get("seed") != seed:
-            from transformers import AutoModel
-
-            size, model = self.size, AutoModel.from_pretrained(self.model).eval()
-            kinds = {"dev.tsv": size.encoded, "train.tsv": size.private, "test.tsv": size.held_out}
-            found = {}
-            for name, count in kinds.items():
-                texts = tops.read_texts(self.sst2 / name, self.tokenizer, size.length, count, seed)
-                parts = zip(texts.ids.split(64), texts.mask.split(64))
-                with torch.no_grad():
-                    made = [pooled(model(input_ids=i, attention_mask=m).last_hidden_state, m) for i, m in parts]
-                found[name] = (torch.cat(made), texts.labels)
-            self._held |= {"seed": seed, "states": found}
-        return self._held["states"]
+        size, model = self.size, AutoModel.from_pretrained(self.model).eval()
+        found = []
+        for name, count in (("dev.tsv", size.encoded), ("train.tsv", size.private), ("test.tsv", size.held_out)):
+            texts = tops.read_texts(self.sst2 / name, self.tokenizer, size.length, count, seed)
+            parts = zip(texts.ids.split(64), texts.mask.split(64))
+            with torch.no_grad():
+                made = [pooled(model(input_ids=i, attention_mask=m).last_hidden_state, m) for i, m in parts]
+            found.append((torch.cat(made), texts.labels))
+        return found
 
     def run(self, row: dict[str, Any]) -> dict[str, Any]:
         """One row of either part."""
@@ -133,7 +125,7 @@ class Bench:
 
     def _texts(self, row: dict[str, Any]) -> dict[str, Any]:
         """Accuracy with a head of the private texts' releases, and of a code what public labels alone say."""
-        (public, known), (private, labels), (held_out, asked) = self.states(row["seed"]).values()
+        (public, known), (private, labels), (held_out, asked) = self.states(row["seed"])
         given = [known] if row["labels"] else None
         number, epsilon = row["number"], row["epsilon"]
         if row["mechanism"] == "clear":
@@ -169,8 +161,7 @@ class Bench:
 
     def _tokens(self, row: dict[str, Any]) -> dict[str, Any]:
         """One row: accuracy, share of tokens that the attacker gets wrong, nats between the median pair of tokens."""
-        counts = self.counts()
-        texts, labels = self.texts("test.tsv", self.size.held_out)
+        counts, (texts, labels) = self.counts, self.held_out
         flat, document = torch.cat(texts), _documents(texts)
         head = ((counts + 1) / (counts + 1).sum(1, keepdim=True)).log()
         if row["form"] == "clear":
@@ -251,13 +242,14 @@ def settings(seeds: int) -> Iterator[dict[str, Any]]:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure what is missing."""
     parser = parser_of(
-        __doc__, model="folder of all-MiniLM-L6-v2 or another encoder", sst2="folder with dev.tsv and test.tsv"
+        __doc__,
+        {"default": Size(), "tiny": TINY},
+        model="folder of all-MiniLM-L6-v2 or another encoder",
+        sst2="folder with train.tsv, dev.tsv and test.tsv",
     )
-    options = parser.parse_args(arguments)
-    quiet_libraries()
-    size = TINY if options.size == "tiny" else Size()
+    options, size, table = begin(parser, arguments)
     bench = Bench(options.model, options.sst2, size)
-    measure_rows(Table(options.json), settings(options.seeds), bench.run, options.minutes)
+    measure(table, each(settings(options.seeds), bench.run), options.minutes)
 
 
 if __name__ == "__main__":

@@ -24,13 +24,14 @@ import transformers as hf
 from fastdp.bench.plots import picture
 from fastdp.bench.utility.suite import (
     Run,
-    Table,
+    begin,
     by_seed,
     curve,
     device,
+    each,
+    finish,
     in_turns,
     level,
-    measure,
     parser_of,
     placed,
     spread_of,
@@ -41,7 +42,6 @@ from fastdp.bench.utility.suite import (
 from torch.utils.data import DataLoader
 
 import fastdp
-from fastdp.commands.quiet import quiet_libraries
 from fastdp.data import Collator, Examples, causal_examples, read_rows
 from fastdp.finetune.evaluation import evaluate
 from fastdp.finetune.memory import PeakMemory
@@ -324,8 +324,7 @@ def runs(bench: Bench, seeds: int) -> Iterator[Run]:
     for kind, by in FULL.initialisations if bench.size != TINY else TINY.initialisations:
         row = {"part": "initialisation", "initialisation": kind, "initialised_by": by}
         yield row, partial(bench.initialisation, row)
-    for row in settings(bench.size, seeds):
-        yield row, partial(bench.run, row)
+    yield from each(settings(bench.size, seeds), bench.run)
 
 
 def tables(rows: Sequence[dict[str, Any]], size: Size) -> str:
@@ -411,24 +410,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Measure what is missing, then draw."""
     parser = parser_of(
         __doc__,
+        {"default": Size(), "tiny": TINY, "full": FULL},
         model="folder of a small GPT-2",
         train="CSV with a column ref",
         eval="CSV of the same form, held out",
     )
     parser.add_argument("--forms", nargs="+", help="only perplexity of these forms, of LoRA at the middle epsilon")
-    options = parser.parse_args(arguments)
-    quiet_libraries()
-    size = {"default": Size(), "tiny": TINY, "full": FULL}[options.size]
-    bench, table = Bench(options.model, options.train, options.eval, size), Table(options.json)
+    options, size, table = begin(parser, arguments)
+    bench = Bench(options.model, options.train, options.eval, size)
     wanted = runs(bench, options.seeds)
     if options.forms:
         middle = {"tuning": "lora", "epsilon": MIDDLE, **USUAL}
         every = (row for row in settings(size, options.seeds) if row["form"] in options.forms)
-        wanted = ((row, partial(bench.run, row)) for row in every if row == {**row, **middle})
-    done = measure(table, wanted, options.minutes)
-    print(tables(table.rows, size), flush=True)
-    if options.pictures and done:
-        plot(table.rows, options.pictures)
+        wanted = each((row for row in every if row == {**row, **middle}), bench.run)
+    finish(table, wanted, options, plot, partial(tables, size=size))
 
 
 if __name__ == "__main__":

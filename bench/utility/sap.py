@@ -14,20 +14,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import AutoTokenizer
 
 from fastdp import TextPrivatizer, audit
-from fastdp.commands.quiet import quiet_libraries
 from fastdp.methods.sap import CTI, PrivateBottom, count_tokens, split_model
 
 from ..plots import picture
 from . import attributes, service, tops
-from .suite import Table, mean_of, measure_rows, parser_of
+from .suite import begin, each, finish, mean_of, parser_of
 
 #: Forms by mechanism. The exponential mechanism leaves as many tokens unchanged at a fraction of the eta: its odds are over
 #: the vocabulary's tokens, where Laplace noise has the whole space to get lost in.
@@ -109,23 +110,24 @@ class Bench:
     sst2: Path
     pii: Path
     size: Size
-    _held: dict[str, Any] = field(default_factory=dict)
-    _subjects: dict[int, attributes.Subjects] = field(default_factory=dict)
 
-    def texts(self, seed: int) -> tuple[Any, ...]:
+    def __post_init__(self) -> None:
+        self.texts, self.subjects = lru_cache(1)(self._texts), lru_cache(1)(self._subjects)
+
+    def _texts(self, seed: int) -> tuple[Any, ...]:
         """Tokenizer, model, training and held-out texts, and counts for CTI of texts that count as public."""
-        if self._held.get("seed") != seed:
-            from transformers import AutoTokenizer
+        size, tokenizer = self.size, AutoTokenizer.from_pretrained(self.model)
+        model = tops.load(self.model, seed)
+        train = tops.read_texts(self.sst2 / "train.tsv", tokenizer, size.length, size.train, seed)
+        held_out = tops.read_texts(self.sst2 / "test.tsv", tokenizer, size.length, size.held_out, seed)
+        other = tops.read_texts(self.sst2 / "dev.tsv", tokenizer, size.length, size.counted, seed)
+        rows = [ids[mask.bool()][1:-1] for ids, mask in zip(other.ids, other.mask)]
+        counts = count_tokens(rows, other.labels.tolist(), 2, len(tokenizer))  # type: ignore[arg-type]
+        return tokenizer, model, train, held_out, counts
 
-            size, tokenizer = self.size, AutoTokenizer.from_pretrained(self.model)
-            model = tops.load(self.model, seed)
-            train = tops.read_texts(self.sst2 / "train.tsv", tokenizer, size.length, size.train, seed)
-            held_out = tops.read_texts(self.sst2 / "test.tsv", tokenizer, size.length, size.held_out, seed)
-            other = tops.read_texts(self.sst2 / "dev.tsv", tokenizer, size.length, size.counted, seed)
-            rows = [ids[mask.bool()][1:-1] for ids, mask in zip(other.ids, other.mask)]
-            counts = count_tokens(rows, other.labels.tolist(), 2, len(tokenizer))  # type: ignore[arg-type]
-            self._held = {"seed": seed, "value": (tokenizer, model, train, held_out, counts)}
-        return self._held["value"]
+    def _subjects(self, seed: int) -> attributes.Subjects:
+        size, tokenizer = self.size, self.texts(seed)[0]
+        return attributes.read_subjects(self.pii, tokenizer, size.length, size.subjects, seed)
 
     def run(self, row: dict[str, Any]) -> dict[str, Any]:
         """One row of a figure or table."""
@@ -197,9 +199,20 @@ class Bench:
         ever = torch.stack([ids == train.ids for ids in sent]).any(0)
         state = {name: value.clone() for name, value in model.state_dict().items()}
         model.get_input_embeddings().weight.requires_grad_(row["trained_embedding"])
-        self._train_whole(model, train, sent, row["seed"])
+        torch.manual_seed(row["seed"])
+        tops.train_top(
+            model,
+            sent,
+            train,
+            named="input_ids",
+            epochs=self.size.epochs,
+            batch_size=self.size.batch_size,
+            learning_rate=self.size.learning_rate / 4,
+            seed=row["seed"],
+            weight_decay=1e-2,
+        )
         asked = privatizer(held_out.ids, attention_mask=held_out.mask)
-        found = self._judge_whole(model, held_out.with_ids(asked))
+        found = tops.accuracy(model, asked, held_out, "input_ids")
         model.load_state_dict(state)
         model.requires_grad_(True)
         return {"UA": found, "EP": _recovered(torch.where(ever, train.ids, -1), train).empirical_privacy}
@@ -207,7 +220,7 @@ class Bench:
     def attribute_inference(self, row: dict[str, Any]) -> dict[str, Any]:
         """What is inferred of the texts of others from their privatized tokens, or from hidden rows with noise."""
         tokenizer, model, _, _, counts = self.texts(row["seed"])
-        subjects = self._read_subjects(tokenizer, row["seed"])
+        subjects = self.subjects(row["seed"])
         texts = (subjects.known, subjects.attacked)
         if row["after"]:
             bottom, _ = split_model(model, row["after"])
@@ -223,12 +236,6 @@ class Bench:
         known, attacked = (audit.pooled(rows, t.mask.bool()) for rows, t in zip(released, texts))
         return attributes.attack(subjects, known, attacked)
 
-    def _read_subjects(self, tokenizer: Any, seed: int) -> attributes.Subjects:
-        if seed not in self._subjects:
-            size = self.size
-            self._subjects = {seed: attributes.read_subjects(self.pii, tokenizer, size.length, size.subjects, seed)}
-        return self._subjects[seed]
-
     def _utility(self, model: Any, train: tops.Texts, held_out: tops.Texts, seed: int) -> float:
         bottom, top = split_model(model, self.size.trained_from)
         states = [tops.hidden_states(bottom, texts) for texts in (train, held_out)]
@@ -242,7 +249,7 @@ class Bench:
         size = self.size
         tops.train_top(
             top,
-            lambda epoch: states[0],
+            states[:1],
             train,
             epochs=size.epochs,
             batch_size=size.batch_size,
@@ -252,27 +259,6 @@ class Bench:
         found = tops.accuracy(top, states[1], held_out)
         model.load_state_dict(state)
         return found
-
-    def _train_whole(self, model: Any, train: tops.Texts, sent: list[Tensor], seed: int) -> None:
-        size, generator = self.size, torch.Generator().manual_seed(seed)
-        torch.manual_seed(seed)
-        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=size.learning_rate / 4)
-        model.train()
-        for epoch in range(size.epochs):
-            ids = sent[min(epoch, len(sent) - 1)]
-            for rows in torch.randperm(len(train.labels), generator=generator).split(size.batch_size):
-                model(input_ids=ids[rows], attention_mask=train.mask[rows], labels=train.labels[rows]).loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-
-    @torch.no_grad()
-    def _judge_whole(self, model: Any, texts: tops.Texts) -> float:
-        model.eval()
-        found = [
-            model(input_ids=ids, attention_mask=mask).logits.argmax(1)
-            for ids, mask in zip(texts.ids.split(64), texts.mask.split(64))
-        ]
-        return float((torch.cat(found) == texts.labels).double().mean())
 
     def _attack(self, bottom: Any, seed: int, eta: float | None) -> float:
         """EP against inversion of the bottom's hidden rows, of the first tokens of the longest texts."""
@@ -380,7 +366,7 @@ def settings(size: Size, seeds: int) -> Iterator[dict[str, Any]]:
                     yield {"part": part, "after": after, "eta": hidden_eta, "seed": seed}
 
 
-def plot(rows: list[dict[str, Any]], folder: Path) -> None:
+def plot(rows: Sequence[dict[str, Any]], folder: Path) -> None:
     """EP against UA of every form, EP by split position, and attributes inferred against tokens recovered."""
     with picture(folder / "sap.png", 3, panel=(5.0, 4.9)) as (trade, split, inferred):
         _plot_trade(rows, trade)
@@ -392,7 +378,7 @@ def plot(rows: list[dict[str, Any]], folder: Path) -> None:
         _plot_attributes(rows, inferred)
 
 
-def _plot_trade(rows: list[dict[str, Any]], axes: Any) -> None:
+def _plot_trade(rows: Sequence[dict[str, Any]], axes: Any) -> None:
     for form in LAPLACE + EXPONENTIAL:
         etas = sorted({row["eta"] for row in rows if row.get("form") == form})
         points = [[mean_of(rows, value, part="figure 2", form=form, eta=eta) for value in ("EP", "UA")] for eta in etas]
@@ -407,7 +393,7 @@ def _plot_trade(rows: list[dict[str, Any]], axes: Any) -> None:
     axes.set(xlabel="empirical privacy", ylabel="accuracy", title="SAP at the embedding, by eta")
 
 
-def _plot_attributes(rows: list[dict[str, Any]], axes: Any) -> None:
+def _plot_attributes(rows: Sequence[dict[str, Any]], axes: Any) -> None:
     """Accuracy of the attribute attack by EP against inversion at the same eta; dotted: the most frequent value's share."""
     for color, name in zip(("tab:blue", "tab:orange", "tab:green"), attributes.ATTRIBUTES):
         for form, style in (("SAP", "-"), ("exponential", "--")):
@@ -433,19 +419,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Measure what is missing, then draw."""
     parser = parser_of(
         __doc__,
+        {"default": Size(), "tiny": TINY, "full": FULL},
         model="folder of all-MiniLM-L6-v2 or another encoder",
         sst2="folder with train.tsv, dev.tsv and test.tsv",
         pii="labelled spans, such as synth_dataset_v2.json",
     )
     parser.add_argument("--only", default="", help="only parts and forms whose names hold this")
-    options = parser.parse_args(arguments)
-    quiet_libraries()
-    size = {"default": Size(), "tiny": TINY, "full": FULL}[options.size]
-    bench, table = Bench(options.model, options.sst2, options.pii, size), Table(options.json)
+    options, size, table = begin(parser, arguments)
+    bench = Bench(options.model, options.sst2, options.pii, size)
     wanted = (row for row in settings(size, options.seeds) if options.only in f"{row['part']} {row.get('form')}")
-    measure_rows(table, wanted, bench.run, options.minutes)
-    if options.pictures:
-        plot(table.rows, options.pictures)
+    finish(table, each(wanted, bench.run), options, plot)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 import fastdp
+from fastdp.commands.quiet import quiet_libraries
 
 from .. import record
 
@@ -41,8 +42,7 @@ class Table:
     def add(self, row: dict[str, Any]) -> None:
         """Keep a row, on disk too."""
         self.rows.append(row)
-        if self.path is not None:
-            record.write(self.path, self.rows)
+        record.write(self.path, self.rows)
 
 
 def measure(table: Table, runs: Iterable[Run], minutes: float = math.inf) -> bool:
@@ -61,34 +61,54 @@ def measure(table: Table, runs: Iterable[Run], minutes: float = math.inf) -> boo
     return True
 
 
-def measure_rows(
-    table: Table,
-    rows: Iterable[dict[str, Any]],
-    run: Callable[[dict[str, Any]], dict[str, Any]],
-    minutes: float = math.inf,
-) -> bool:
-    """As `measure`, where one function measures every row from its setting."""
-    return measure(table, ((row, partial(run, row)) for row in rows), minutes)
+def each(rows: Iterable[dict[str, Any]], run: Callable[[dict[str, Any]], dict[str, Any]]) -> Iterator[Run]:
+    """The runs where one function measures every row from its setting."""
+    return ((row, partial(run, row)) for row in rows)
 
 
-def parser_of(doc: str | None, seeds: int = 3, sizes: Sequence[str] = (), **paths: str) -> argparse.ArgumentParser:
+def parser_of(doc: str | None, sizes: Mapping[str, Any], seeds: int = 3, **paths: str) -> argparse.ArgumentParser:
     """A suite's options: the paths that it cannot do without, with their help, and what all share.
 
     Args:
         doc: the suite's own docstring, whose first line describes it.
+        sizes: what ``--size`` may be, and what `begin` makes of it.
         seeds: default of ``--seeds``.
-        sizes: what ``--size`` may be besides the sizes that every suite has.
     """
-    parser = argparse.ArgumentParser(description=str(doc).splitlines()[0])
+    parser = record.parser_of(str(doc).splitlines()[0])
     for name, text in paths.items():
         parser.add_argument(f"--{name}", type=Path, required=True, help=text)
-    parser.add_argument("--json", type=Path, help="rows as they come, with device, versions and commit")
     parser.add_argument("--pictures", type=Path, help="folder to draw into once all is measured")
     parser.add_argument("--seeds", type=int, default=seeds)
     parser.add_argument("--minutes", type=float, default=60.0, help="how long to go on; the same command resumes")
-    parser.add_argument("--size", choices=("default", "tiny", "full", *sizes), default="default")
-    parser.add_argument("--full", dest="size", action="store_const", const="full", help="the paper's size, for a GPU")
+    parser.add_argument("--size", choices=tuple(sizes), default="default")
+    if "full" in sizes:
+        parser.add_argument(
+            "--full", dest="size", action="store_const", const="full", help="the paper's size, for a GPU"
+        )
+    parser.set_defaults(sizes=sizes)
     return parser
+
+
+def begin(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> tuple[argparse.Namespace, Any, Table]:
+    """The options, the size that they ask for, and the rows that there are."""
+    options = parser.parse_args(arguments)
+    quiet_libraries()
+    return options, options.sizes[options.size], Table(options.json)
+
+
+def finish(
+    table: Table,
+    wanted: Iterable[Run],
+    options: argparse.Namespace,
+    plot: Callable[[Sequence[dict[str, Any]], Path], None],
+    tables: Callable[[Sequence[dict[str, Any]]], str] | None = None,
+) -> None:
+    """Measure what is missing, print the tables, and draw once all is there."""
+    done = measure(table, wanted, options.minutes)
+    if tables is not None:
+        print(tables(table.rows), flush=True)
+    if options.pictures and done:
+        plot(table.rows, options.pictures)
 
 
 def by_seed(rows: Sequence[dict[str, Any]], seeds: int) -> Iterator[dict[str, Any]]:

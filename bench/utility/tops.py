@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,9 +12,6 @@ from torch import Tensor, nn
 
 from fastdp.data import read_rows
 from fastdp.methods.sap import Bottom
-
-#: Epoch -> hidden states [N, T, d] of the training texts in that epoch.
-States = Callable[[int], Tensor]
 
 
 @dataclass(frozen=True)
@@ -73,42 +70,44 @@ def hidden_states(bottom: Bottom, texts: Texts, rows: int = 64) -> Tensor:
 
 def train_top(
     top: nn.Module,
-    states: States,
+    inputs: Sequence[Tensor],
     texts: Texts,
     *,
+    named: str = "inputs_embeds",
     epochs: int,
     batch_size: int,
     learning_rate: float,
     seed: int,
+    weight_decay: float = 0.0,
     extra: Iterable[nn.Parameter] = (),
     begin_epoch: Callable[[int], None] | None = None,
     ids: bool = False,
 ) -> None:
-    """Train a top on hidden states by AdamW; ``ids`` passes example_ids, ``extra`` are further parameters."""
+    """Train by AdamW on hidden states (or what else is ``named``) of each epoch, the last for all that follow.
+
+    ``ids`` passes example_ids, ``extra`` are further parameters.
+    """
     parameters = [p for p in top.parameters() if p.requires_grad] + list(extra)
-    optimizer = torch.optim.AdamW(parameters, lr=learning_rate, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(parameters, lr=learning_rate, weight_decay=weight_decay)
     generator = torch.Generator().manual_seed(seed)
     top.train()
     for epoch in range(1, epochs + 1):
         if begin_epoch is not None:
             begin_epoch(epoch)
-        hidden = states(epoch)
+        given = inputs[min(epoch, len(inputs)) - 1]
         for rows in torch.randperm(len(texts.labels), generator=generator).split(batch_size):
-            named = {"example_ids": rows} if ids else {}
-            loss = top(
-                inputs_embeds=hidden[rows], attention_mask=texts.mask[rows], labels=texts.labels[rows], **named
-            ).loss
-            loss.backward()
+            batch = {named: given[rows], **({"example_ids": rows} if ids else {})}
+            top(**batch, attention_mask=texts.mask[rows], labels=texts.labels[rows]).loss.backward()
             optimizer.step()
             optimizer.zero_grad()
 
 
 @torch.no_grad()
-def accuracy(top: nn.Module, hidden: Tensor, texts: Texts, rows: int = 64) -> float:
-    """Share of the texts that a top classifies as labelled."""
+def accuracy(top: nn.Module, given: Tensor, texts: Texts, named: str = "inputs_embeds", rows: int = 64) -> float:
+    """Share of the texts that a top classifies as labelled, by hidden states or what else is ``named``."""
     top.eval()
     found = [
-        top(inputs_embeds=states, attention_mask=mask).logits.argmax(1)
-        for states, mask in zip(hidden.split(rows), texts.mask.split(rows))
+        top(**{named: own}, attention_mask=mask).logits.argmax(1)
+        for own, mask in zip(given.split(rows), texts.mask.split(rows))
     ]
     return float((torch.cat(found) == texts.labels).double().mean())

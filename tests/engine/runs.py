@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from fastdp.bench.fuzz import alone
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -121,16 +122,7 @@ def join(batches: Sequence[Batch]) -> Batch:
 
 def one_by_one(model: nn.Module, batch: Batch) -> list[dict[str, torch.Tensor]]:
     """The gradient of each row's own loss, by a plain copy of the model in float64."""
-    exact = copy.deepcopy(model).double()
-    names = [n for n, p in exact.named_parameters() if p.requires_grad]
-    parameters = [p for p in exact.parameters() if p.requires_grad]
-    gradients = []
-    for row in range(len(next(iter(batch.values())))):
-        single = {k: v[row : row + 1] for k, v in batch.items()}
-        single = {k: v.double() if v.is_floating_point() else v for k, v in single.items()}
-        found = torch.autograd.grad(exact(**single)["loss"], parameters, allow_unused=True)
-        gradients.append({n: torch.zeros_like(p) if g is None else g for n, p, g in zip(names, parameters, found)})
-    return gradients
+    return alone(copy.deepcopy(model).double(), batch)
 
 
 def clipped_sum(
@@ -148,11 +140,6 @@ def clipped_sum(
             part = g * (bound / size).clamp(max=1)
             total[name] = total[name] + part if name in total else part
     return total
-
-
-def sizes(gradients: Sequence[Mapping[str, torch.Tensor]]) -> torch.Tensor:
-    """Norm of each gradient over all parameters."""
-    return torch.stack([torch.stack([g.square().sum() for g in one.values()]).sum().sqrt() for one in gradients])
 
 
 def error(got: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> float:

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from fastdp.engine.engine import Engine
-from tests.engine.reference import Recording, stepped
-from tests.engine.runs import CLASSES, Batch, clipped_sum, error, one_by_one, sizes
+from tests.engine.reference import Recording, norms, stepped
+from tests.engine.runs import CLASSES, Batch, clipped_sum, error, one_by_one
 
 #: The worst relative error of norms and sums against float64, in float32 arithmetic.
 TOLERANCE = 1e-5
@@ -53,7 +53,7 @@ def exact_step(model: nn.Module, batch: Batch, route: str = "uses", two_pass: bo
     """One clipped step of a model that returns its loss, against float64 autograd on each row alone."""
     rows = len(next(iter(batch.values())))
     truth = one_by_one(model, batch)
-    true = sizes(truth)
+    true = norms(truth)
     engine = stepped(model, batch, float(true.median()), two_pass=two_pass)
     assert engine.route == route, engine.reason
     passes = slice(-rows, None) if route == "one-example" else slice(-1, None)
