@@ -101,9 +101,4 @@ def gram_norms(
     )
 
 
-@serves(2)
-def chosen_sqnorm(
-    lefts: Sequence[torch.Tensor], rights: Sequence[torch.Tensor], offsets: torch.Tensor, chosen: torch.Tensor
-) -> torch.Tensor:
-    """Squared norms [k, B], float32, of the chosen units by the direct route; 0 of the others, whose programs end at once."""
-    return direct.chosen_norms(lefts, rights, offsets, chosen)
+chosen_sqnorm = serves(2)(direct.chosen_norms)

@@ -43,12 +43,7 @@ def column_sums(left: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     return grouped.per_unit_group([left], [ones], offsets)[0][0].squeeze(2)
 
 
-@serves(4)
-def affine_sums(
-    gradient: torch.Tensor, x: torch.Tensor, mean: torch.Tensor, rstd: torch.Tensor, offsets: torch.Tensor
-) -> torch.Tensor:
-    """Per-unit gradients of a layer norm's weight and bias, float32 [2, B, n]."""
-    return affine.affine_sums(gradient, x, mean, rstd, offsets)
+affine_sums = serves(4)(affine.affine_sums)
 
 
 @serves(3)
