@@ -129,8 +129,7 @@ _ADAMW = Op(
     fake=lambda *args: None,
     check=_check,
 )
-_ADAMW.implement("cpu", "fastdp.ops.cpu.adamw")
-_ADAMW.implement("cuda", "fastdp.kernels.adamw")
+_ADAMW.in_family("adamw")
 
 
 def adamw_noise_step_(
@@ -282,8 +281,7 @@ _STEPS = Op(
     fake=lambda *args: None,
     check=_check_steps,
 )
-_STEPS.implement("cpu", "fastdp.ops.cpu.adamw")
-_STEPS.implement("cuda", "fastdp.kernels.adamw")
+_STEPS.in_family("adamw")
 
 
 def adamw_noise_steps_(

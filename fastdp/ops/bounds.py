@@ -68,8 +68,7 @@ ROW_PRODUCTS = Op(
     fake=_row_products_fake,
     check=_check_row_products,
 )
-ROW_PRODUCTS.implement("cpu", "fastdp.ops.cpu.bounds")
-ROW_PRODUCTS.implement("cuda", "fastdp.kernels.bounds")
+ROW_PRODUCTS.in_family("bounds")
 
 
 def row_products(left: Tensor, right: Tensor, offsets: Tensor, order: int = 2) -> Tensor:
@@ -149,8 +148,7 @@ GRAM_NORMS = Op(
     fake=_gram_norms_fake,
     check=_check_gram_norms,
 )
-GRAM_NORMS.implement("cpu", "fastdp.ops.cpu.bounds")
-GRAM_NORMS.implement("cuda", "fastdp.kernels.bounds")
+GRAM_NORMS.in_family("bounds")
 
 
 def gram_norms(groups: Sequence[tuple[Sequence[Tensor], Tensor]], offsets: Tensor) -> tuple[Tensor, Tensor]:
@@ -215,8 +213,7 @@ CHOSEN_SQNORM = Op(
     fake=lambda lefts, rights, offsets, chosen: torch.empty_like(chosen, dtype=accumulator(*lefts, *rights)),
     check=_check_chosen_sqnorm,
 )
-CHOSEN_SQNORM.implement("cpu", "fastdp.ops.cpu.bounds")
-CHOSEN_SQNORM.implement("cuda", "fastdp.kernels.bounds")
+CHOSEN_SQNORM.in_family("bounds")
 
 
 def chosen_sqnorm(lefts: Sequence[Tensor], rights: Sequence[Tensor], offsets: Tensor, chosen: Tensor) -> Tensor:

@@ -115,8 +115,7 @@ EXPONENTIAL_CHOICE = Op(
 )
 
 
-EXPONENTIAL_CHOICE.implement("cpu", "fastdp.ops.cpu.choice")
-EXPONENTIAL_CHOICE.implement("cuda", "fastdp.kernels.choice")
+EXPONENTIAL_CHOICE.in_family("choice")
 
 
 def _rows_as_double(value: Tensor | None, table: Tensor) -> Tensor | None:

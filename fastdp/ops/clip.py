@@ -79,8 +79,7 @@ _CLIP_BACKWARD = Op(
     fake=lambda grad, x, norm, max_norm: torch.empty_like(x, memory_format=torch.contiguous_format),
     check=_check_backward,
 )
-_CLIP_BACKWARD.implement("cpu", "fastdp.ops.cpu.clip")
-_CLIP_BACKWARD.implement("cuda", "fastdp.kernels.clip")
+_CLIP_BACKWARD.in_family("clip")
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
@@ -108,8 +107,7 @@ _CLIP_NOISE = Op(
     backward=_backward,
     setup_context=_setup_context,
 )
-_CLIP_NOISE.implement("cpu", "fastdp.ops.cpu.clip")
-_CLIP_NOISE.implement("cuda", "fastdp.kernels.clip")
+_CLIP_NOISE.in_family("clip")
 
 
 def clip_noise(

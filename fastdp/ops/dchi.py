@@ -138,8 +138,7 @@ DCHI_VECTORS = Op(
     fake=lambda eta, width, position: eta.new_empty(eta.numel(), width, dtype=torch.float32),
     check=_check_vectors,
 )
-DCHI_VECTORS.implement("cpu", "fastdp.ops.cpu.dchi")
-DCHI_VECTORS.implement("cuda", "fastdp.kernels.dchi")
+DCHI_VECTORS.in_family("dchi")
 
 
 def dchi_vectors(eta: Tensor, width: int, stream: NoiseStream | Draw) -> Tensor:
@@ -169,8 +168,7 @@ def dchi_vectors(eta: Tensor, width: int, stream: NoiseStream | Draw) -> Tensor:
     return DCHI_VECTORS(eta, width, stream)
 
 
-PRIVATE_SNAP.implement("cpu", "fastdp.ops.cpu.dchi")
-PRIVATE_SNAP.implement("cuda", "fastdp.kernels.dchi")
+PRIVATE_SNAP.in_family("dchi")
 
 
 def private_snap(ids: Tensor, table: Tensor, eta: float | Tensor, stream: NoiseStream | Draw) -> Tensor:

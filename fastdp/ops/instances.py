@@ -61,8 +61,7 @@ INSTANCE_NORMS = Op(
     fake=_norms_fake,
     check=_check_norms,
 )
-INSTANCE_NORMS.implement("cpu", "fastdp.ops.cpu.instances")
-INSTANCE_NORMS.implement("cuda", "fastdp.kernels.instances")
+INSTANCE_NORMS.in_family("instances")
 
 
 def instance_sqnorm(instances: Tensor) -> Tensor:
@@ -161,8 +160,7 @@ INSTANCE_SUM = Op(
     fake=_sum_fake,
     check=_check_sum,
 )
-INSTANCE_SUM.implement("cpu", "fastdp.ops.cpu.instances")
-INSTANCE_SUM.implement("cuda", "fastdp.kernels.instances")
+INSTANCE_SUM.in_family("instances")
 
 
 def instance_sum(instances: Tensor, weights: Tensor) -> Tensor:
@@ -236,8 +234,7 @@ INSTANCE_NORMS_GROUP = Op(
     fake=lambda instances: instances[0].new_empty(len(instances), instances[0].shape[0], dtype=_widest(instances)),
     check=_check_group,
 )
-INSTANCE_NORMS_GROUP.implement("cpu", "fastdp.ops.cpu.instances")
-INSTANCE_NORMS_GROUP.implement("cuda", "fastdp.kernels.instances")
+INSTANCE_NORMS_GROUP.in_family("instances")
 
 
 def instance_sqnorm_group(instances: Sequence[Tensor]) -> Tensor:
@@ -277,8 +274,7 @@ INSTANCE_SUM_GROUP = Op(
     fake=lambda instances, weights: [_sum_fake(x, weights, None, None) for x in instances],
     check=_check_sum_group,
 )
-INSTANCE_SUM_GROUP.implement("cpu", "fastdp.ops.cpu.instances")
-INSTANCE_SUM_GROUP.implement("cuda", "fastdp.kernels.instances")
+INSTANCE_SUM_GROUP.in_family("instances")
 
 
 def instance_sum_group(instances: Sequence[Tensor], weights: Tensor) -> list[Tensor]:

@@ -101,8 +101,7 @@ _ADD_NOISE = Op(
     fake=lambda x, std, position, secure_rounding, first=0: None,
     check=_check_add_noise,
 )
-_ADD_NOISE.implement("cpu", "fastdp.ops.cpu.noise")
-_ADD_NOISE.implement("cuda", "fastdp.kernels.noise")
+_ADD_NOISE.in_family("noise")
 
 
 def add_noise_(

@@ -93,8 +93,7 @@ NORMS = Op(
     fake=_norms_fake,
     check=_check_norms,
 )
-NORMS.implement("cpu", "fastdp.ops.cpu.norms")
-NORMS.implement("cuda", "fastdp.kernels.norms")
+NORMS.in_family("norms")
 
 
 def sqnorm(left: Tensor, right: Tensor, offsets: Tensor, route: str = "auto") -> Tensor:
@@ -236,8 +235,7 @@ CROSS_INNER = Op(
     fake=_cross_fake,
     check=_check_cross,
 )
-CROSS_INNER.implement("cpu", "fastdp.ops.cpu.norms")
-CROSS_INNER.implement("cuda", "fastdp.kernels.norms")
+CROSS_INNER.in_family("norms")
 
 
 def cross_inner(

@@ -56,8 +56,7 @@ def _snap_fake(x: Tensor, table: Tensor) -> Tensor:
 
 
 SNAP = Op("snap(Tensor x, Tensor table) -> Tensor", reference=_snap_reference, fake=_snap_fake, check=_check_snap)
-SNAP.implement("cpu", "fastdp.ops.cpu.snap")
-SNAP.implement("cuda", "fastdp.kernels.snap")
+SNAP.in_family("snap")
 
 
 def snap(x: Tensor, table: Tensor) -> Tensor:

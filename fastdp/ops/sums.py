@@ -48,8 +48,7 @@ PER_UNIT = Op(
     fake=_per_unit_fake,
     check=_check_per_unit,
 )
-PER_UNIT.implement("cpu", "fastdp.ops.cpu.sums")
-PER_UNIT.implement("cuda", "fastdp.kernels.sums")
+PER_UNIT.in_family("sums")
 
 
 def per_unit(left: Tensor, right: Tensor, offsets: Tensor) -> Tensor:
@@ -117,8 +116,7 @@ PER_UNIT_GROUP = Op(
     fake=_per_unit_group_fake,
     check=_check_per_unit_group,
 )
-PER_UNIT_GROUP.implement("cpu", "fastdp.ops.cpu.sums")
-PER_UNIT_GROUP.implement("cuda", "fastdp.kernels.sums")
+PER_UNIT_GROUP.in_family("sums")
 
 
 def per_unit_group(lefts: Sequence[Tensor], rights: Sequence[Tensor], offsets: Tensor) -> tuple[list[Tensor], Tensor]:
@@ -175,8 +173,7 @@ COLUMN_SUMS = Op(
     fake=_column_sums_fake,
     check=_check_column_sums,
 )
-COLUMN_SUMS.implement("cpu", "fastdp.ops.cpu.sums")
-COLUMN_SUMS.implement("cuda", "fastdp.kernels.sums")
+COLUMN_SUMS.in_family("sums")
 
 
 def column_sums(left: Tensor, offsets: Tensor) -> Tensor:
@@ -230,8 +227,7 @@ AFFINE_SUMS = Op(
     ),
     check=_check_affine_sums,
 )
-AFFINE_SUMS.implement("cpu", "fastdp.ops.cpu.sums")
-AFFINE_SUMS.implement("cuda", "fastdp.kernels.sums")
+AFFINE_SUMS.in_family("sums")
 
 
 def affine_sums(gradient: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
@@ -330,8 +326,7 @@ WEIGHTED_SUM = Op(
     fake=lambda out, left, right, weights, weights_unmasked, mask, offsets: None,
     check=_check_weighted_sum,
 )
-WEIGHTED_SUM.implement("cpu", "fastdp.ops.cpu.sums")
-WEIGHTED_SUM.implement("cuda", "fastdp.kernels.sums")
+WEIGHTED_SUM.in_family("sums")
 
 
 def _weighted_sum_group_reference(
@@ -382,8 +377,7 @@ WEIGHTED_SUM_GROUP = Op(
     fake=lambda outs, lefts, rights, weights, offsets, begun: None,
     check=_check_weighted_sum_group,
 )
-WEIGHTED_SUM_GROUP.implement("cpu", "fastdp.ops.cpu.sums")
-WEIGHTED_SUM_GROUP.implement("cuda", "fastdp.kernels.sums")
+WEIGHTED_SUM_GROUP.in_family("sums")
 
 
 def weighted_sum_group(

@@ -76,6 +76,11 @@ class Op:
         """
         self.implementations[device] = function if callable(function) else self._imported(device, function)
 
+    def in_family(self, family: str) -> None:
+        """Say that functions of the op's name run on processors and on GPUs, in the files of a family: see `fastdp.ops`."""
+        self.implement("cpu", f"fastdp.ops.cpu.{family}")
+        self.implement("cuda", f"fastdp.kernels.{family}")
+
     def _imported(self, device: str, module: str) -> Callable[..., Any]:
         def first_call(*args: Any) -> Any:
             try:
