@@ -11,6 +11,7 @@ from torch.utils.data import ConcatDataset, Dataset
 from fastdp.audit.canaries import Canaries, noise_std
 from fastdp.engine.batches import map_tensors
 from fastdp.engine.boundary import plain_gradients
+from fastdp.engine.modes import in_mode
 from fastdp.engine.policy import Policy
 from fastdp.ops.stream import NoiseStream
 
@@ -111,13 +112,8 @@ class ExampleCanaries(Canaries):
     def _losses(self) -> torch.Tensor:
         """Each canary's loss, without dropout, float64 [m]."""
         model = self.private.model
-        training = model.training
-        model.eval()
-        try:
-            with torch.no_grad():
-                return torch.tensor([float(self._loss(model, batch)) for batch in self._batches()], dtype=torch.float64)
-        finally:
-            model.train(training)
+        with in_mode(model, training=False), torch.no_grad():
+            return torch.tensor([float(self._loss(model, batch)) for batch in self._batches()], dtype=torch.float64)
 
     def _directions(self) -> Iterable[list[torch.Tensor | None]]:
         if self.refresh_every == 1:
@@ -129,15 +125,11 @@ class ExampleCanaries(Canaries):
     def _gradients(self) -> Iterator[list[torch.Tensor | None]]:
         """Each canary's gradient in turn, without dropout, by a backward pass that the engine has no part in."""
         model = self.private.model
-        training = model.training
-        model.eval()
-        try:
+        with in_mode(model, training=False):
             for batch in self._batches():
                 with torch.enable_grad():
                     loss = self._loss(model, batch)
                     yield plain_gradients([loss], [torch.ones_like(loss)], self.private.parameters.values())
-        finally:
-            model.train(training)
 
 
 def _returned_loss(model: torch.nn.Module, batch: Any) -> torch.Tensor:

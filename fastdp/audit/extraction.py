@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from fastdp.audit.figures import Figures
 from fastdp.audit.losses import Progress, silent
+from fastdp.engine.modes import in_mode
 
 
 @dataclass(frozen=True)
@@ -109,25 +110,21 @@ def generate(
         raise ValueError("the tokenizer has no token that begins a text: give a prompt")
     device = next(model.parameters()).device
     texts: list[str] = []
-    training = model.training
-    model.eval()
-    try:
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.inference_mode():
-            torch.manual_seed(seed)
-            while len(texts) < count:
-                ids = torch.tensor([start] * min(batch_size, count - len(texts)), device=device)
-                made = model.generate(  # type: ignore[operator]
-                    input_ids=ids,
-                    attention_mask=torch.ones_like(ids),
-                    do_sample=True,
-                    top_k=top_k,
-                    max_new_tokens=length,
-                    pad_token_id=tokenizer.pad_token_id,
-                )
-                texts += tokenizer.batch_decode(made[:, ids.shape[1] :], skip_special_tokens=True)
-                progress(len(texts), count)
-    finally:
-        model.train(training)
+    devices = [device] if device.type == "cuda" else []
+    with in_mode(model, training=False), torch.random.fork_rng(devices=devices), torch.inference_mode():
+        torch.manual_seed(seed)
+        while len(texts) < count:
+            ids = torch.tensor([start] * min(batch_size, count - len(texts)), device=device)
+            made = model.generate(  # type: ignore[operator]
+                input_ids=ids,
+                attention_mask=torch.ones_like(ids),
+                do_sample=True,
+                top_k=top_k,
+                max_new_tokens=length,
+                pad_token_id=tokenizer.pad_token_id,
+            )
+            texts += tokenizer.batch_decode(made[:, ids.shape[1] :], skip_special_tokens=True)
+            progress(len(texts), count)
     return texts
 
 

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from fastdp.data import IGNORED, Collator
+from fastdp.engine.modes import in_mode
 
 #: Told how many of how many are done.
 Progress = Callable[[int, int], None]
@@ -53,18 +54,13 @@ def example_losses(
     # By length, which spares padding and changes no example's loss.
     order = sorted(range(len(examples)), key=lambda index: len(examples[index]["input_ids"]))
     losses = torch.zeros(len(examples), dtype=torch.float64)
-    training = model.training
-    model.eval()
-    try:
-        with torch.inference_mode():
-            for start in range(0, len(order), batch_size):
-                chosen = order[start : start + batch_size]
-                batch = {key: value.to(device) for key, value in collator([examples[i] for i in chosen]).items()}
-                labels = batch.pop("labels")
-                losses[torch.tensor(chosen)] = _losses(model(**batch).logits.float(), labels).double().cpu()
-                progress(min(start + batch_size, len(order)), len(order))
-    finally:
-        model.train(training)
+    with in_mode(model, training=False), torch.inference_mode():
+        for start in range(0, len(order), batch_size):
+            chosen = order[start : start + batch_size]
+            batch = {key: value.to(device) for key, value in collator([examples[i] for i in chosen]).items()}
+            labels = batch.pop("labels")
+            losses[torch.tensor(chosen)] = _losses(model(**batch).logits.float(), labels).double().cpu()
+            progress(min(start + batch_size, len(order)), len(order))
     if bool(torch.isnan(losses).any()):
         raise ValueError(f"example {int(torch.isnan(losses).nonzero()[0])} has no labelled token, and so no loss")
     return losses

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fastdp.data import IGNORED, Collator, Examples
+from fastdp.engine.modes import in_mode
 
 #: The label of words that belong to no entity, where a task has it: being right about these counts for no F1.
 OUTSIDE = "O"
@@ -70,23 +71,19 @@ def evaluate(
 
     Batches are formed by length, which spares padding and changes no example's own figure.
     """
-    measure, summary = _MEASURES[task]
+    measure, figures = _MEASURES[task]
     device = next(model.parameters()).device
     outside = getattr(getattr(model, "config", None), "label2id", None) or {}
     order = sorted(range(len(examples)), key=lambda index: len(examples[index]["input_ids"]))
     sums: dict[str, float] = {}
-    was_training = model.training
-    model.eval()
-    try:
-        with torch.inference_mode():
-            for start in range(0, len(order), batch_size):
-                batch = collator([examples[index] for index in order[start : start + batch_size]])
-                found, labels = predict(model, batch, task, precision, device)
-                for name, value in measure(found, labels, outside.get(OUTSIDE)).items():
-                    sums[name] = sums.get(name, 0.0) + float(value)
-    finally:
-        model.train(was_training)
-    return summary(sums)
+    with in_mode(model, training=False), torch.inference_mode():
+        for start in range(0, len(order), batch_size):
+            batch = collator([examples[index] for index in order[start : start + batch_size]])
+            found, labels = predict(model, batch, task, precision, device)
+            for name, value in measure(found, labels, outside.get(OUTSIDE)).items():
+                sums[name] = sums.get(name, 0.0) + float(value)
+    others = {name: _FIGURES[name](sums) for name in figures}
+    return Quality(_share(sums, "loss", "count"), int(sums["count"]), **others)
 
 
 def predict(
@@ -143,32 +140,19 @@ def _share(sums: Mapping[str, float], part: str, whole: str) -> float:
     return sums[part] / sums[whole] if sums.get(whole) else math.nan
 
 
-def _perplexity(sums: Mapping[str, float]) -> Quality:
-    loss = _share(sums, "loss", "count")
-    return Quality(loss, int(sums["count"]), perplexity=math.exp(loss) if loss < 700 else math.inf)
-
-
-def _accuracy(sums: Mapping[str, float]) -> Quality:
-    return Quality(_share(sums, "loss", "count"), int(sums["count"]), accuracy=_share(sums, "right", "count"))
-
-
-def _f1(sums: Mapping[str, float]) -> Quality:
-    accuracy = _accuracy(sums)
-    return Quality(accuracy.loss, accuracy.count, accuracy=accuracy.accuracy, f1=2 * _share(sums, "hits", "given"))
-
-
-def _rmse(sums: Mapping[str, float]) -> Quality:
-    loss = _share(sums, "loss", "count")
-    return Quality(loss, int(sums["count"]), rmse=math.sqrt(loss))
-
-
-_Measure = tuple[Callable[[Tensor, Tensor, "int | None"], dict[str, Any]], Callable[[Mapping[str, float]], Quality]]
-#: What is summed over the batches of a task, and what comes of the sums.
-_MEASURES: dict[str, _Measure] = {
-    "causal-lm": (_classes, _perplexity),
-    "seq2seq": (_classes, _perplexity),
-    "classification": (_classes, _accuracy),
-    "token-classification": (_classes, _f1),
-    "multi-label": (_sets, _f1),
-    "regression": (_numbers, _rmse),
+#: Each figure of the sums.
+_FIGURES: dict[str, Callable[[Mapping[str, float]], float]] = {
+    "perplexity": lambda sums: math.exp(loss) if (loss := _share(sums, "loss", "count")) < 700 else math.inf,
+    "accuracy": lambda sums: _share(sums, "right", "count"),
+    "f1": lambda sums: 2 * _share(sums, "hits", "given"),
+    "rmse": lambda sums: math.sqrt(_share(sums, "loss", "count")),
+}
+#: What is summed over the batches of a task, and which figures it has.
+_MEASURES: dict[str, tuple[Callable[[Tensor, Tensor, int | None], dict[str, Any]], tuple[str, ...]]] = {
+    "causal-lm": (_classes, ("perplexity",)),
+    "seq2seq": (_classes, ("perplexity",)),
+    "classification": (_classes, ("accuracy",)),
+    "token-classification": (_classes, ("accuracy", "f1")),
+    "multi-label": (_sets, ("accuracy", "f1")),
+    "regression": (_numbers, ("rmse",)),
 }

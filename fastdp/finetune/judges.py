@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fastdp.data import IGNORED, Collator
+from fastdp.engine.modes import in_mode
 from fastdp.finetune.evaluation import predict
 from fastdp.ops import NoiseStream, add_noise_
 from fastdp.ops.grid import exact_spacing
@@ -32,16 +33,10 @@ def scores(
 
     Without gradients and dropout; the model's mode is put back.
     """
-    device, was_training = next(model.parameters()).device, model.training
-    model.eval()
-    try:
-        with torch.inference_mode():
-            rows = [
-                _bounded(*predict(model, collator([example]), task, precision, device), largest) for example in examples
-            ]
-    finally:
-        model.train(was_training)
-    return torch.cat(rows)
+    device = next(model.parameters()).device
+    with in_mode(model, training=False), torch.inference_mode():
+        predicted = (predict(model, collator([example]), task, precision, device) for example in examples)
+        return torch.cat([_bounded(logits, labels, largest) for logits, labels in predicted])
 
 
 def noised_means(scores: Tensor, multiplier: float, stream: NoiseStream) -> list[float]:

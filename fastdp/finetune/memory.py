@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from fastdp.data import Collator, Examples
+from fastdp.engine.modes import in_mode
 from fastdp.finetune.config import ConfigError, FinetuneConfig
 from fastdp.finetune.evaluation import autocast
 
@@ -85,18 +86,16 @@ def rehearse(model: nn.Module, examples: Examples, collator: Collator, config: F
 
 def _pass(model: nn.Module, items: Sequence[dict], collator: Collator, config: FinetuneConfig) -> None:
     device = next(model.parameters()).device
-    was_training = model.training
-    model.train()
-    try:
-        batch = {key: value.to(device) for key, value in collator(items).items()}
-        with autocast(device, config.precision):
-            loss = model(**batch).loss
-        if not math.isfinite(value := loss.item()):
-            raise ConfigError(
-                f"{config.model} has a loss of {value} before any training: its weights are damaged, or overflow in "
-                f"{config.precision}; load another copy, or set precision: float32"
-            )
-        loss.backward()
-    finally:
-        model.zero_grad(set_to_none=True)
-        model.train(was_training)
+    with in_mode(model, training=True):
+        try:
+            batch = {key: value.to(device) for key, value in collator(items).items()}
+            with autocast(device, config.precision):
+                loss = model(**batch).loss
+            if not math.isfinite(value := loss.item()):
+                raise ConfigError(
+                    f"{config.model} has a loss of {value} before any training: its weights are damaged, or overflow in "
+                    f"{config.precision}; load another copy, or set precision: float32"
+                )
+            loss.backward()
+        finally:
+            model.zero_grad(set_to_none=True)

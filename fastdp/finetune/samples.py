@@ -9,6 +9,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from fastdp.data import IGNORED, Collator, Examples
+from fastdp.engine.modes import in_mode
 from fastdp.finetune.config import FinetuneConfig
 from fastdp.finetune.evaluation import predict
 
@@ -26,17 +27,12 @@ def draw_samples(
     ``unprotected``, held-out examples with the right answer and the model's: they show records.
     """
     device = next(model.parameters()).device
-    was_training = model.training
-    model.eval()
-    try:
-        with torch.inference_mode(), torch.random.fork_rng():
-            torch.manual_seed(config.seed)
-            if config.task == "causal-lm" and not config.prompt_column:
-                return {"own": _texts(model, tokenizer, config, device)}
-            items = [] if held_out is None else [held_out[index] for index in range(min(config.samples, len(held_out)))]
-            return {"unprotected": [_answered(model, tokenizer, collator, item, config, device) for item in items]}
-    finally:
-        model.train(was_training)
+    with in_mode(model, training=False), torch.inference_mode(), torch.random.fork_rng():
+        torch.manual_seed(config.seed)
+        if config.task == "causal-lm" and not config.prompt_column:
+            return {"own": _texts(model, tokenizer, config, device)}
+        items = [] if held_out is None else [held_out[index] for index in range(min(config.samples, len(held_out)))]
+        return {"unprotected": [_answered(model, tokenizer, collator, item, config, device) for item in items]}
 
 
 def _texts(

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fastdp.engine.modes import in_mode
 from fastdp.methods.ewft.autoencoder import StackedAutoencoder
 from fastdp.methods.ewft.noise import NoiseSchedule
 from fastdp.methods.ewft.releases import EWFT
@@ -69,23 +70,22 @@ def rehearse(
         joint_autoencoder=autoencoder is not None,
         unsafe_seed=unsafe_seed,
     )
-    training, losses = model.training, []
+    losses = []
     try:
         if autoencoder is not None and autoencoder.trained_on is None:
             rehearsal.train_autoencoder(batches)
         trained = [p for p in model.parameters() if p.requires_grad] + rehearsal.trained_parameters()
         optimizer = torch.optim.AdamW(trained, lr=learning_rate, weight_decay=0.0)
-        model.train()
-        for epoch in range(1, passes + 1):
-            rehearsal.set_epoch(epoch)
-            for index in torch.randperm(len(batches)).tolist():
-                ids = torch.arange(first[index], first[index + 1])
-                loss = model(**batches[index], example_ids=ids).loss
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                losses.append(float(loss.detach()))
+        with in_mode(model, training=True):
+            for epoch in range(1, passes + 1):
+                rehearsal.set_epoch(epoch)
+                for index in torch.randperm(len(batches)).tolist():
+                    ids = torch.arange(first[index], first[index + 1])
+                    loss = model(**batches[index], example_ids=ids).loss
+                    loss.backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    losses.append(float(loss.detach()))
     finally:
         rehearsal.remove()
-        model.train(training)
     return losses

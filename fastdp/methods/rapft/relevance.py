@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +15,7 @@ from fastdp.engine.errors import UnsupportedUse
 from fastdp.engine.factors import Factors
 from fastdp.engine.intercept import Reads
 from fastdp.engine.layout import Layout, Ticket
+from fastdp.engine.modes import in_mode
 from fastdp.engine.rows import Met
 from fastdp.engine.shards import Whole
 from fastdp.engine.trace import Key, Tracer
@@ -171,7 +171,7 @@ class Propagator:
         context = Context(self.propagation, ticket.rows, audit)
         with (
             self.weights.apart(),
-            _evaluating(self.model),
+            in_mode(self.model, training=False),
             torch.enable_grad(),
             activations_hand_on(self.model, context),
         ):
@@ -280,13 +280,3 @@ def _rows(batch: Mapping[str, Any]) -> int:
             f"relevance needs batches that are mappings of the model's arguments, not a {type(batch).__name__}"
         )
     return next(t.shape[0] for t in tensors(batch) if t.dim() > 0)
-
-
-@contextmanager
-def _evaluating(model: torch.nn.Module) -> Iterator[None]:
-    training = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(training)

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from fastdp.accounting import model_name
+from fastdp.engine.modes import in_mode
 from fastdp.methods.selective.spans import Span
 
 
@@ -76,13 +77,8 @@ class TokenClassificationDetector:
 
     def _predict(self, batch: Any) -> Iterator[tuple[list[float], list[int]]]:
         device = next(self.model.parameters()).device
-        was_training = self.model.training
-        self.model.eval()
-        try:
-            with torch.inference_mode():
-                logits = self.model(**{key: value.to(device) for key, value in batch.items()}).logits
-        finally:
-            self.model.train(was_training)
+        with in_mode(self.model, training=False), torch.inference_mode():
+            logits = self.model(**{key: value.to(device) for key, value in batch.items()}).logits
         best = logits.float().softmax(-1).max(-1)
         yield from zip(best.values.tolist(), best.indices.tolist())
 
