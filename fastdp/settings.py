@@ -96,11 +96,11 @@ def types_of(table: type) -> dict[str, type]:
     return found
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
+def nearest(name: str, known: Iterable[str], otherwise: str = "known settings:") -> str:
     """What to add to the refusal of an unknown name: the nearest known one, or all."""
     known = list(known)
     close = difflib.get_close_matches(name, known, n=1)
-    return f"; did you mean {close[0]}?" if close else f"; known settings: {', '.join(known)}"
+    return f"; did you mean {close[0]}?" if close else f"; {otherwise} {', '.join(known)}"
 
 
 def converted(name: str, value: Any, kinds: Mapping[str, type]) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -17,6 +16,7 @@ from fastdp.methods.public import PublicText
 from fastdp.methods.rapft import Initialisation, NoisyMap, PrivateSubset, Propagation, PublicMap
 from fastdp.private.method import Method
 from fastdp.private.run import Private
+from fastdp.settings import nearest
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +84,6 @@ class Central(Releases):
         return self.private.epsilon()
 
     def flaws(self) -> list[str]:
-        """The method's."""
         return list(self.private.method.flaws())
 
     def in_words(self) -> str | None:
@@ -96,7 +95,6 @@ class Central(Releases):
         return read_claim(self.card())
 
     def card(self) -> Card:
-        """Of the run."""
         return self.private.card()
 
 
@@ -130,9 +128,9 @@ def _made(kind: Any, options: Mapping[str, Any], where: str) -> Any:
     known = [field.name for field in dataclasses.fields(kind) if field.init]
     for name in options:
         if name not in known:
-            nearest = difflib.get_close_matches(str(name), known, n=1)
-            hint = f"did you mean {nearest[0]}?" if nearest else f"there are {', '.join(known)}"
-            raise ConfigError(f"{where}: {kind.__name__} has no option {name!r}; {hint}")
+            raise ConfigError(
+                f"{where}: {kind.__name__} has no option {name!r}{nearest(str(name), known, 'there are')}"
+            )
     try:
         return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in options.items()})
     except (TypeError, ValueError) as error:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from fastdp.methods.perturbation import Releases
 from fastdp.methods.response import check_response
 from fastdp.methods.sap import CTI, SAPPerturbation
 from fastdp.methods.selective import RuleDetector, SelectivePerturbation
+from fastdp.settings import nearest
 
 RELEASES = "releases"
 _ALL = 1 << 53
@@ -207,7 +207,7 @@ def _ewft(config: FinetuneConfig) -> Opening:
 
 _PURE: dict[str, tuple[str, int, Callable[..., Any]]] = {
     "codebook": ("cells", 2, lambda epsilon, cells: ewft.codebook(cells, epsilon)),
-    "privunit": ("dimension", 16, lambda epsilon, dimension: ewft.privunit(epsilon, dimension)),
+    "privunit": ("dimension", 16, ewft.privunit),
 }
 
 
@@ -232,7 +232,9 @@ def _pure(config: FinetuneConfig) -> Opening:
         found = subject.read_public(learning.public, learning.examples, plain.sequence_length)
         settings = dataclasses.replace(plain, dataset_size=len(subject.train), public_texts=(found.origin,))
         if rehearsal is not None:
-            _rehearse_without_noise(plain, subject, rehearsal, found.batches)
+            # What tells the classes apart is learned whole; the draw comes after, and of a summary.
+            silent = ewft.NoiseSchedule("none", (0.0,), subject.config.delta)
+            _rehearse(plain, subject, rehearsal, found.batches, noise=silent, max_norm=_UNCLIPPED)
         made = settings.open(subject.model)
         try:
             made.learn(found.batches)
@@ -244,33 +246,36 @@ def _pure(config: FinetuneConfig) -> Opening:
     return opened
 
 
-def _rehearse_without_noise(
-    settings: ewft.PureSettings, subject: Subject, rehearsal: _Learning, batches: Iterable[Mapping[str, Any]]
+def _rehearse(
+    settings: ewft.EWFTPerturbation | ewft.PureSettings,
+    subject: Subject,
+    rehearsal: _Learning,
+    batches: Iterable[Mapping[str, Any]],
+    **others: Any,
 ) -> None:
-    """What tells the classes apart is learned whole; the draw comes after, and of a summary."""
+    """Train what lies below the noise. What the model makes EWFT refuse is refused before minutes of it."""
     trained = [p for p in subject.model.parameters() if p.requires_grad]
-    settings.open(subject.model).remove()
+    settings.open(subject.model).remove()  # It freezes the layers that are to rehearse.
     for parameter in trained:
         parameter.requires_grad_()
-    rate: dict[str, Any] = {} if rehearsal.learning_rate is None else {"learning_rate": rehearsal.learning_rate}
-    ewft.rehearse(
-        subject.model,
-        batches,
-        layer=settings.layer,
-        noise=ewft.NoiseSchedule("none", (0.0,), subject.config.delta),
-        sequence_length=settings.sequence_length,
-        max_norm=_UNCLIPPED,
-        passes=rehearsal.passes,
-        lengths=settings.lengths,
-        **rate,
-    )
+    if rehearsal.learning_rate is not None:
+        others["learning_rate"] = rehearsal.learning_rate
+    shared: dict[str, Any] = {name: getattr(settings, name) for name in ("layer", "sequence_length", "lengths")}
+    ewft.rehearse(subject.model, batches, passes=rehearsal.passes, **shared, **others)
 
 
 def _open(
     settings: ewft.EWFTPerturbation, subject: Subject, autoencoder: _Learning | None, rehearsal: _Learning | None
 ) -> ewft.EWFT:
     if rehearsal is not None:
-        settings = _rehearsed(settings, subject, rehearsal)
+        if settings.autoencoder is not None:
+            width = find_blocks(subject.model).hidden_size
+            sizes: Any = settings.autoencoder
+            settings = dataclasses.replace(settings, autoencoder=ewft.StackedAutoencoder(width, sizes))
+        public = subject.read_public(rehearsal.public, rehearsal.examples, settings.sequence_length)
+        shared: dict[str, Any] = {name: getattr(settings, name) for name in ("noise", "max_norm", "autoencoder")}
+        _rehearse(settings, subject, rehearsal, public.batches, **shared)
+        settings = dataclasses.replace(settings, public_texts=(public.origin,))
     batches: list[Mapping[str, Any]] = []
     if autoencoder is not None and settings.autoencoder is not None:
         public = subject.read_public(autoencoder.public, autoencoder.examples, settings.sequence_length)
@@ -284,27 +289,6 @@ def _open(
         made.discard()
         raise
     return made
-
-
-def _rehearsed(settings: ewft.EWFTPerturbation, subject: Subject, rehearsal: _Learning) -> ewft.EWFTPerturbation:
-    """Train what lies below the noise; the settings with the autoencoder that learned along."""
-    if settings.autoencoder is not None:
-        width = find_blocks(subject.model).hidden_size
-        sizes: Any = settings.autoencoder
-        settings = dataclasses.replace(settings, autoencoder=ewft.StackedAutoencoder(width, sizes))
-    # What the model makes EWFT refuse is refused before minutes of rehearsal. It freezes the layers that are to rehearse.
-    trained = [p for p in subject.model.parameters() if p.requires_grad]
-    settings.open(subject.model).remove()
-    for parameter in trained:
-        parameter.requires_grad_()
-    public = subject.read_public(rehearsal.public, rehearsal.examples, settings.sequence_length)
-    shared: dict[str, Any] = {
-        name: getattr(settings, name) for name in ("layer", "noise", "sequence_length", "max_norm", "lengths")
-    }
-    rate: dict[str, Any] = {} if rehearsal.learning_rate is None else {"learning_rate": rehearsal.learning_rate}
-    autoencoder: Any = settings.autoencoder
-    ewft.rehearse(subject.model, public.batches, autoencoder=autoencoder, passes=rehearsal.passes, **shared, **rate)
-    return dataclasses.replace(settings, public_texts=(public.origin,))
 
 
 def _autoencoder_text(options: dict[str, Any]) -> _Learning | None:
@@ -345,6 +329,4 @@ def _names(table: type) -> list[str]:
 def _refuse_unknown(what: str, options: Iterable[str], known: list[str]) -> None:
     for name in options:
         if name not in known:
-            nearest = difflib.get_close_matches(str(name), known, n=1)
-            hint = f"did you mean {nearest[0]}?" if nearest else f"there are {', '.join(known)}"
-            raise ConfigError(f"method_options of {what} has no {name!r}; {hint}")
+            raise ConfigError(f"method_options of {what} has no {name!r}{nearest(str(name), known, 'there are')}")

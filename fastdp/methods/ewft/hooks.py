@@ -2,39 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+import fastdp.accounting as accounting
+from fastdp.engine.modes import in_mode
 from fastdp.methods.blocks import Blocks, find_blocks
 from fastdp.methods.ewft.mask import argument, hide_padding
+from fastdp.methods.ewft.settings import Place
+from fastdp.methods.perturbation import Releases
+from fastdp.ops.stream import NoiseStream
 
-
-class Releasing(Protocol):
-    """What makes the releases."""
-
-    def release(self, hidden: Tensor, mask: Tensor | None, ids: Tensor | None) -> Tensor:
-        """Noisy codes [B, T, k] of hidden states [B, T, d] of the records ``ids``; ``mask`` [B, T] is 0 at padding."""
-
-    def decode(self, code: Tensor) -> Tensor:
-        """The hidden state that what follows goes on with, [B, T, d]."""
-
-
-class Place(Protocol):
-    """Where a model is perturbed, and what of its batches is public; settings have it."""
-
-    @property
-    def layer(self) -> int | str: ...
-    @property
-    def sequence_length(self) -> int: ...
-    @property
-    def dataset_size(self) -> int: ...
-    @property
-    def bottom(self) -> str: ...
-    @property
-    def lengths(self) -> str: ...
+_UNPROTECTED = (
+    "labels: the guarantee covers a sequence, not the label that comes with it",
+    "which sequence belongs to whom, and when it is used",
+)
 
 
 class _Reached(Exception):
@@ -59,7 +45,7 @@ class PerturbedLayer:
     Raises ValueError for a layer that does not exist, lengths that cannot be hidden, and a model that is perturbed already.
     """
 
-    def __init__(self, model: nn.Module, settings: Place, releases: Releasing):
+    def __init__(self, model: nn.Module, settings: Place, releases: LayerReleases):
         self.settings, self._releases = settings, releases
         self.blocks: Blocks = find_blocks(model)
         self._check_alone()
@@ -77,9 +63,9 @@ class PerturbedLayer:
         self._hooks: list[Any] = []
         self._places = (model, module, self.blocks.blocks[after:])
 
-    def attach(self) -> None:
-        """Freeze what precedes the layer, unless it is to be trained, and put the hooks in."""
-        if self.settings.bottom == "frozen":
+    def attach(self, *, freeze: bool) -> None:
+        """Put the hooks in, and freeze what precedes the layer if it is not to be trained."""
+        if freeze:
             self._freeze_bottom()
         model, module, later = self._places
         # PEFT calls the forward of the model inside it, past that model's hooks: the outermost is what a user calls.
@@ -100,17 +86,14 @@ class PerturbedLayer:
     @torch.no_grad()
     def tapped(self, batch: Mapping[str, Any], tap: str) -> Tensor:
         """The ``hidden`` state at the layer, without noise, or its noisy ``code``, of a batch of model inputs."""
-        base = self.blocks.base
-        training = base.training
-        base.eval()
-        self._tap = tap
+        base, self._tap = self.blocks.base, tap
         try:
-            base(**{key: value for key, value in batch.items() if key not in ("labels", "example_ids")})
+            with in_mode(base, training=False):
+                base(**{key: value for key, value in batch.items() if key not in ("labels", "example_ids")})
         except _Reached as reached:
             return reached.hidden
         finally:
             self._tap = None
-            base.train(training)
         raise RuntimeError("the forward pass never came to the perturbed layer")
 
     def _check_alone(self) -> None:
@@ -190,3 +173,57 @@ class PerturbedLayer:
         if ids.unique().numel() != ids.numel():
             raise ValueError("example_ids holds a record twice in one batch: each is released once")
         return ids
+
+
+class LayerReleases(Releases, ABC):
+    """A perturbed layer of one model, and what both of EW-FT's forms do around it; each defines `release` and `decode`.
+
+    Attributes:
+        perturbed: the layer with its hooks.
+        blocks: the parts of the model.
+        inference_releases: rows that were released outside of training.
+    """
+
+    def __init__(self, model: nn.Module, settings: Place, unsafe_seed: int | None):
+        self.padded_length = settings.sequence_length
+        self.perturbed = PerturbedLayer(model, settings, self)
+        self.blocks = self.perturbed.blocks
+        self.stream = NoiseStream() if unsafe_seed is None else NoiseStream.unsafe_reproducible(unsafe_seed)
+        self.inference_releases = 0
+
+    @property
+    def frozen_parameters(self) -> list[str]:
+        """What precedes the layer, by name, whose gradients were turned off."""
+        return self.perturbed.frozen_parameters
+
+    def examples(self, items: Sequence[Mapping[str, Any]], *, training: bool) -> list[dict[str, Any]]:
+        """Examples for training get their ``example_ids``."""
+        return [{**item, **({"example_ids": number} if training else {})} for number, item in enumerate(items)]
+
+    def released_codes(self, batches: Iterable[Mapping[str, Any]]) -> Iterator[Tensor]:
+        """What is released of batches of queries: all that their receiver gets. Each row is a release, and counted."""
+        for batch in batches:
+            yield self.perturbed.tapped(batch, "code")
+
+    def remove(self) -> None:
+        """Take the hooks out, so that the model computes as before. Frozen parameters stay so."""
+        self.perturbed.remove()
+
+    @abstractmethod
+    def release(self, hidden: Tensor, mask: Tensor | None, ids: Tensor | None) -> Tensor:
+        """Codes [B, ...] of hidden states [B, T, d] of the records ``ids``, counted; ``mask`` [B, T] is 0 at padding."""
+
+    @abstractmethod
+    def decode(self, code: Tensor) -> Tensor:
+        """The hidden state that what follows goes on with, [B, T, d]."""
+
+    def described(self) -> dict[str, Any]:
+        """The model, for the card."""
+        model = self.blocks.model
+        trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        return {"name": accounting.model_name(model), "trained_parameters": trained}
+
+    def unprotected(self) -> tuple[str, ...]:
+        """For the card."""
+        public = self.perturbed.settings.lengths == "public"
+        return (*_UNPROTECTED, *(("the length of each sequence",) if public else ()))

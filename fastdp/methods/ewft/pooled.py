@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -68,11 +68,15 @@ class Encoder:
 
 @dataclass(frozen=True)
 class Codebook:
-    """One of K codes by randomised response: see `codebook`."""
+    """One of K codes of a sequence, learned from public text, by K-ary randomised response: ``epsilon``, without a delta.
+
+    Few codes suffer less noise: two for most tasks of two classes, more where nothing labelled is public. Raises ValueError as
+    `fastdp.methods.response.check_response`.
+    """
 
     cells: int
     epsilon: float
-    name: str = "codebook"
+    name: ClassVar[str] = "codebook"
 
     def __post_init__(self) -> None:
         check_response(self.cells, self.epsilon)
@@ -119,11 +123,14 @@ class Codebook:
 
 @dataclass(frozen=True)
 class PrivUnit:
-    """A direction by PrivUnit: see `privunit`."""
+    """The direction of a summary of a sequence, learned from public text, by PrivUnit: ``epsilon``, without a delta.
+
+    Raises ValueError for fewer than two dimensions, or an epsilon that is not positive.
+    """
 
     epsilon: float
     dimension: int = 16
-    name: str = "PrivUnit"
+    name: ClassVar[str] = "PrivUnit"
 
     def __post_init__(self) -> None:
         best_cap(self.dimension, self.epsilon)
@@ -160,23 +167,8 @@ class PrivUnit:
 
 
 Symbols = Codebook | PrivUnit
-
-
-def codebook(cells: int, epsilon: float) -> Codebook:
-    """One of K codes of a sequence, learned from public text, by K-ary randomised response: ``epsilon``, without a delta.
-
-    Few codes suffer less noise: two for most tasks of two classes, more where nothing labelled is public. Raises ValueError as
-    `fastdp.methods.response.check_response`.
-    """
-    return Codebook(cells, epsilon)
-
-
-def privunit(epsilon: float, dimension: int = 16) -> PrivUnit:
-    """The direction of a summary of a sequence, learned from public text, by PrivUnit: ``epsilon``, without a delta.
-
-    Raises ValueError for fewer than two dimensions, or an epsilon that is not positive.
-    """
-    return PrivUnit(epsilon, dimension)
+#: As the noise of the other form is asked for: `ewft.codebook(...)` beside `ewft.release_once(...)`.
+codebook, privunit = Codebook, PrivUnit
 
 
 def learn(

@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
 from torch import Tensor, nn
 
 import fastdp.accounting as accounting
-from fastdp.methods.ewft.hooks import PerturbedLayer
+from fastdp.methods.ewft.hooks import LayerReleases
 from fastdp.methods.ewft.pooled import Encoder, Symbols, learn, pooled
-from fastdp.methods.ewft.records import TOKEN_LABELS, UNPROTECTED, Records
-from fastdp.methods.perturbation import Releases
-from fastdp.methods.public import PublicText, described
-from fastdp.ops.stream import NoiseStream
+from fastdp.methods.ewft.records import TOKEN_LABELS, Records
+from fastdp.methods.ewft.settings import Place
+from fastdp.methods.public import described
 
 
 @dataclass(frozen=True, kw_only=True)
-class PureSettings:
-    """Settings of `PureEWFT`, all public.
+class PureSettings(Place):
+    """Settings of `PureEWFT`, all public. Each record is released once, and known by its id.
 
     Args:
         layer: ``embeddings`` (0), the number of a block counted from 1, or ``output``: what is summarised, and replaced.
@@ -33,38 +32,14 @@ class PureSettings:
     Raises ValueError for values out of range.
     """
 
-    layer: int | str
     mechanism: Symbols
-    sequence_length: int
-    dataset_size: int
-    lengths: str = "hidden"
-    public_texts: Sequence[PublicText] = ()
-
-    #: What precedes the layer is never trained; each record is released once, and known by its id.
-    @property
-    def bottom(self) -> str:
-        """Always ``frozen``."""
-        return "frozen"
-
-    @property
-    def unchecked_records(self) -> bool:
-        """Never."""
-        return False
-
-    def __post_init__(self) -> None:
-        for name in ("sequence_length", "dataset_size"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not (isinstance(value, int) and value >= 1):
-                raise ValueError(f"{name} is {value!r}: it must be a whole number of at least 1")
-        if self.lengths not in ("hidden", "public"):
-            raise ValueError(f"lengths is {self.lengths!r}: choose 'hidden' or 'public'")
 
     def open(self, model: nn.Module, /, unsafe_seed: int | None = None) -> PureEWFT:
         """The perturbation of a model."""
         return PureEWFT(model, unsafe_seed=unsafe_seed, **{own.name: getattr(self, own.name) for own in fields(self)})
 
 
-class PureEWFT(Releases):
+class PureEWFT(LayerReleases):
     """Replaces the hidden states after one layer by what a pure-epsilon draw tells of them, in training and in inference.
 
     The states of a sequence are averaged over its tokens, made a code or a short vector by an encoder that `learn` took from
@@ -84,23 +59,13 @@ class PureEWFT(Releases):
 
     def __init__(self, model: nn.Module, *, unsafe_seed: int | None = None, **settings: Any):
         self.settings = PureSettings(**settings)
-        self.mechanism, self.padded_length = self.settings.mechanism, self.settings.sequence_length
-        self._layer = PerturbedLayer(model, self.settings, self)
-        self.blocks = self._layer.blocks
-        self.stream = NoiseStream() if unsafe_seed is None else NoiseStream.unsafe_reproducible(unsafe_seed)
-        self.inference_releases = 0
+        self.mechanism = self.settings.mechanism
+        super().__init__(model, self.settings, unsafe_seed)
         self._records = Records(self.settings.dataset_size)
         self._encoder: Encoder | None = None
         self._learned: dict[str, Tensor] = {}
         self._with_labels = False
-        self._layer.attach()
-
-    # Use
-
-    @property
-    def frozen_parameters(self) -> list[str]:
-        """What precedes the layer, by name, whose gradients were turned off."""
-        return self._layer.frozen_parameters
+        self.perturbed.attach(freeze=True)
 
     def learn(self, public_batches: Iterable[Mapping[str, Any]], *, labels: bool = True) -> None:
         """Learn the encoder from **public** batches of model inputs; if they have ``labels`` [B], what tells those apart.
@@ -113,7 +78,7 @@ class PureEWFT(Releases):
             )
         states, given = [], []
         for batch in public_batches:
-            states.append(pooled(self._layer.tapped(batch, "hidden"), batch.get("attention_mask")))
+            states.append(pooled(self.perturbed.tapped(batch, "hidden"), batch.get("attention_mask")))
             given.append(batch.get("labels"))
         if not states:
             raise ValueError("there was no public text to learn from")
@@ -123,23 +88,8 @@ class PureEWFT(Releases):
         self._encoder, self._learned = learn(self.mechanism, states, given if known else None)  # type: ignore[arg-type]
         self._with_labels = known
 
-    def examples(self, items: Sequence[Mapping[str, Any]], *, training: bool) -> list[dict[str, Any]]:
-        """Examples for training get their ``example_ids``."""
-        return [{**item, **({"example_ids": number} if training else {})} for number, item in enumerate(items)]
-
-    def released_codes(self, batches: Iterable[Mapping[str, Any]]) -> Iterator[Tensor]:
-        """The draws of batches of queries: all that their receiver gets. Each row is a release, and counted."""
-        for batch in batches:
-            yield self._layer.tapped(batch, "code")
-
-    def remove(self) -> None:
-        """Take the hooks out, so that the model computes as before. Frozen parameters stay so."""
-        self._layer.remove()
-
-    # Releases
-
     def release(self, hidden: Tensor, mask: Tensor | None, ids: Tensor | None) -> Tensor:
-        """Draws of hidden states. Called by the forward pass."""
+        """Draws of hidden states [B] or [B, k]. Called by the forward pass."""
         if self._encoder is None:
             raise RuntimeError("there is no encoder yet: call learn with public text")
         code = self.mechanism.encode(self._encoder, self._learned, pooled(hidden, mask))
@@ -160,16 +110,13 @@ class PureEWFT(Releases):
         dtype = next(self.blocks.base.parameters()).dtype
         return state.to(dtype)[:, None, :].expand(-1, self.settings.sequence_length, -1).contiguous()
 
-    # Accounting
-
     @property
     def untouched(self) -> bool:
         """Whether no training record was released."""
         return not bool(self._records.seen.any())
 
     def flaws(self) -> list[str]:
-        """Why the run carries no guarantee; empty if it does."""
-        return [TOKEN_LABELS] if self._layer.token_labels else []
+        return [TOKEN_LABELS] if self.perturbed.token_labels else []
 
     def epsilon(self) -> float:
         """What was told of a training record so far; inf of draws that whoever knows their seed can repeat."""
@@ -193,7 +140,7 @@ class PureEWFT(Releases):
 
     def card(self) -> accounting.Card:
         """What was told of a training record, what it costs, and what is not protected."""
-        settings, model = self.settings, self.blocks.model
+        settings = self.settings
         float_draws = self.mechanism.name == "PrivUnit"
         return accounting.Card.of(
             self.claim(),
@@ -215,18 +162,13 @@ class PureEWFT(Releases):
                 "local differential privacy: the figure holds against whoever receives what is told",
                 f"each inference query tells as much again about the sequence in it; {self.inference_releases} were made",
             ),
-            unprotected=(*UNPROTECTED, *(("the length of each sequence",) if settings.lengths == "public" else ())),
+            unprotected=self.unprotected(),
             facts={
                 "dataset_size": settings.dataset_size,
                 "released_records": int(self._records.seen.sum()),
-                "model": {
-                    "name": accounting.model_name(model),
-                    "trained_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
-                },
+                "model": self.described(),
             },
         )
-
-    # Keeping
 
     def state_dict(self) -> dict[str, Any]:
         """The encoder, and the draws that are used again. They hold answers, and no key."""

@@ -10,10 +10,6 @@ from torch import Tensor
 TOKEN_LABELS = (
     "labels were given for every token: where they are the text itself, training on them reveals what the noise hides"
 )
-UNPROTECTED = (
-    "labels: the guarantee covers a sequence, not the label that comes with it",
-    "which sequence belongs to whom, and when it is used",
-)
 
 
 class Records:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -15,20 +15,18 @@ import fastdp.accounting as accounting
 import fastdp.ops as ops
 from fastdp.accounting.event_types import DpEvent
 from fastdp.methods.ewft.autoencoder import StackedAutoencoder, TrainedPrivately, train_autoencoder
-from fastdp.methods.ewft.hooks import PerturbedLayer
-from fastdp.methods.ewft.records import TOKEN_LABELS, UNPROTECTED, Records
+from fastdp.methods.ewft.hooks import LayerReleases
+from fastdp.methods.ewft.records import TOKEN_LABELS, Records
 from fastdp.methods.ewft.settings import EWFTSettings, kind
-from fastdp.methods.perturbation import Releases
 from fastdp.methods.public import described
 from fastdp.ops.grid import DISTANCE
-from fastdp.ops.stream import NoiseStream
 
 _UNCHECKED = (
     "each record was used at most once an epoch: nobody checked, since the run was allowed to go without example_ids"
 )
 
 
-class EWFT(Releases):
+class EWFT(LayerReleases):
     """Perturbs the hidden state after one layer of a model, in training and in inference, until `remove`.
 
     At the layer, the hidden state h [B, T, d] becomes ``decode(clip(encode(h)) + noise)``: each example's whole padded
@@ -67,19 +65,16 @@ class EWFT(Releases):
         **settings: Any,
     ):
         self.settings = EWFTSettings(**settings)
-        self.padded_length, self.noise_multiplier = self.settings.sequence_length, self.settings.noise.ratios[-1]
-        self._layer = PerturbedLayer(model, self.settings, self)
-        self.blocks, self.noise = self._layer.blocks, self.settings.noise
+        super().__init__(model, self.settings, unsafe_seed)
+        self.noise, self.noise_multiplier = self.settings.noise, self.settings.noise.ratios[-1]
         self.autoencoder = self._autoencoder()
         self.ledger = self.settings.ledger(output_dir, resume)
-        self.stream = NoiseStream() if unsafe_seed is None else NoiseStream.unsafe_reproducible(unsafe_seed)
         self.epoch: int | None = None
-        self.inference_releases = 0
         self._records = Records(self.settings.dataset_size, self.settings.unchecked_records)
         self._sealed = False
         if self.autoencoder is not None:
             self.autoencoder.encoder.requires_grad_(self.settings.joint_autoencoder)
-        self._layer.attach()
+        self.perturbed.attach(freeze=self.settings.bottom == "frozen")
 
     def _autoencoder(self) -> StackedAutoencoder | None:
         given = self.settings.autoencoder
@@ -90,17 +85,6 @@ class EWFT(Releases):
         if made.width != width:
             raise ValueError(f"the autoencoder takes states of width {made.width}, but this model's are {width} wide")
         return made.to(next(self.blocks.base.parameters()).device)
-
-    # Use
-
-    @property
-    def frozen_parameters(self) -> list[str]:
-        """What precedes the layer, by name, whose gradients were turned off."""
-        return self._layer.frozen_parameters
-
-    def examples(self, items: Sequence[Mapping[str, Any]], *, training: bool) -> list[dict[str, Any]]:
-        """Examples for training get their ``example_ids``."""
-        return [{**item, **({"example_ids": number} if training else {})} for number, item in enumerate(items)]
 
     def set_epoch(self, epoch: int) -> None:
         """The noise of this epoch, counted from 1, applies from now on. Call it before the epoch's first batch.
@@ -142,12 +126,7 @@ class EWFT(Releases):
     def hidden_states(self, batches: Iterable[Mapping[str, Any]]) -> Iterator[Tensor]:
         """Hidden states [B, T, d] at the layer, without noise, of **public** batches of model inputs."""
         for batch in batches:
-            yield self._layer.tapped(batch, "hidden")
-
-    def released_codes(self, batches: Iterable[Mapping[str, Any]]) -> Iterator[Tensor]:
-        """Noisy codes [B, T, k] of batches of queries: all that their receiver gets. Each row is a release, and counted."""
-        for batch in batches:
-            yield self._layer.tapped(batch, "code")
+            yield self.perturbed.tapped(batch, "hidden")
 
     def train_autoencoder(
         self, public_batches: Iterable[Mapping[str, Any]], *, learning_rate: float = 1e-3, with_noise: bool = True
@@ -174,7 +153,7 @@ class EWFT(Releases):
 
     def remove(self) -> None:
         """Take the hooks out, so that the model computes as before, and close the ledger. Frozen parameters stay so."""
-        self._layer.remove()
+        super().remove()
         self.ledger.close()
 
     def discard(self) -> None:
@@ -186,10 +165,8 @@ class EWFT(Releases):
             if not any(path.parent.iterdir()):
                 path.parent.rmdir()
 
-    # Releases
-
     def release(self, hidden: Tensor, mask: Tensor | None, ids: Tensor | None) -> Tensor:
-        """Noisy codes of hidden states; counted. Called by the forward pass."""
+        """Noisy codes [B, T, k] of hidden states. Called by the forward pass."""
         ae = self.autoencoder
         if ae is not None and ae.trained_on is None and not self.settings.joint_autoencoder:
             raise RuntimeError(
@@ -233,8 +210,6 @@ class EWFT(Releases):
             code, self.settings.max_norm, std, self.stream, secure_rounding=self.settings.secure_rounding
         )
 
-    # Accounting
-
     def event(self) -> DpEvent:
         """Event of the releases of one training record so far, and of a privately trained autoencoder; sensitivity 2 C."""
         trained_on = None if self.autoencoder is None else self.autoencoder.trained_on
@@ -242,8 +217,7 @@ class EWFT(Releases):
         return accounting.compose(self.ledger.event(), *extra)
 
     def flaws(self) -> list[str]:
-        """Why the run carries no guarantee; empty if it does."""
-        return self.settings.flaws() + ([TOKEN_LABELS] if self._layer.token_labels else [])
+        return self.settings.flaws() + ([TOKEN_LABELS] if self.perturbed.token_labels else [])
 
     def epsilon(self, delta: float | None = None) -> float:
         """What a training record's releases cost so far, an upper bound without amplification.
@@ -291,7 +265,6 @@ class EWFT(Releases):
         """What was released about a training record, its cost without amplification, and what is not protected."""
         noise, ae = self.noise, self.autoencoder
         spent = sum(self.ledger.spent(name) for name in self.ledger.kinds)
-        model = self.blocks.model
         return accounting.Card.build(
             mechanism={
                 "name": noise.name,
@@ -318,11 +291,7 @@ class EWFT(Releases):
             run_id=self.ledger.run_id,
             ledger_head=self.ledger.head,
             noise_source=accounting.noise_source(self.stream.reproducible, self.settings.secure_rounding),
-            model={
-                "name": accounting.model_name(model),
-                "trained_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
-                "bottom": self.settings.bottom,
-            },
+            model=self.described() | {"bottom": self.settings.bottom},
             flaws=self.flaws(),
             remaining=[accounting.rounded_to_grid(DISTANCE * self._width * self.settings.sequence_length * spent)]
             if self.settings.secure_rounding
@@ -333,13 +302,8 @@ class EWFT(Releases):
                 f"each inference query is a further release of epsilon {_shown(self.inference_epsilon())} about the "
                 f"sequence in it; {self.inference_releases} were made",
             ),
-            unprotected=(
-                *UNPROTECTED,
-                *(("the length of each sequence",) if self.settings.lengths == "public" else ()),
-            ),
+            unprotected=self.unprotected(),
         )
-
-    # Keeping
 
     def state_dict(self) -> dict[str, Any]:
         """Autoencoder, epoch, counts and the releases that are reused. They hold noisy codes, and no key."""

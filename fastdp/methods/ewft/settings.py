@@ -23,7 +23,32 @@ _JOINT_AUTOENCODER = "the autoencoder is trained together with the model, on seq
 
 
 @dataclass(frozen=True, kw_only=True)
-class EWFTSettings:
+class Place:
+    """Where a model is perturbed, and what of its batches is public; see `EWFTSettings`.
+
+    Raises ValueError for values out of range.
+    """
+
+    layer: int | str
+    sequence_length: int
+    dataset_size: int
+    lengths: str = "hidden"
+    public_texts: Sequence[PublicText] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("sequence_length", "dataset_size"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not (isinstance(value, int) and value >= 1):
+                raise ValueError(f"{name} is {value!r}: it must be a whole number of at least 1")
+        self._check_choice("lengths", "hidden", "public")
+
+    def _check_choice(self, name: str, *choices: str) -> None:
+        if getattr(self, name) not in choices:
+            raise ValueError(f"{name} is {getattr(self, name)!r}: choose {choices[0]!r} or {choices[1]!r}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EWFTSettings(Place):
     """Settings of `EWFT`, all public.
 
     Args:
@@ -49,29 +74,19 @@ class EWFTSettings:
         ValueError: for values out of range, or that contradict each other.
     """
 
-    layer: int | str
     noise: NoiseSchedule
-    sequence_length: int
-    dataset_size: int
     max_norm: float = 1.0
     autoencoder: Sequence[int] | StackedAutoencoder | None = (64,)
     bottom: str = "frozen"
-    lengths: str = "hidden"
     joint_autoencoder: bool = False
     unchecked_records: bool = False
     secure_rounding: bool = True
-    public_texts: Sequence[PublicText] = ()
 
     def __post_init__(self) -> None:
-        for name in ("sequence_length", "dataset_size"):
-            value = getattr(self, name)
-            if not (isinstance(value, int) and value >= 1):
-                raise ValueError(f"{name} is {value!r}: it must be a whole number of at least 1")
+        super().__post_init__()
         if not (self.max_norm > 0 and math.isfinite(self.max_norm)):
             raise ValueError(f"max_norm is {self.max_norm}: it must be a positive number")
-        for name, choices in (("bottom", ("frozen", "trained")), ("lengths", ("hidden", "public"))):
-            if getattr(self, name) not in choices:
-                raise ValueError(f"{name} is {getattr(self, name)!r}: choose {choices[0]!r} or {choices[1]!r}")
+        self._check_choice("bottom", "frozen", "trained")
         if self.unchecked_records and self.noise.reuse:
             raise ValueError(
                 "a schedule that releases once finds its releases by example_ids: leave unchecked_records out"
