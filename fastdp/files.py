@@ -70,6 +70,23 @@ def save_tensors(
         save_file(ready, aside, None if metadata is None else dict(metadata))
 
 
+@contextmanager
+def kept_tensors(path: str | os.PathLike[str], kind: str) -> Iterator[tuple[dict[str, Tensor], dict[str, str]]]:
+    """Tensors by name, which is not the order of the file, and metadata of a file of `save_tensors`.
+
+    Raises:
+        ValueError: that ``path`` is no ``kind``, if it is damaged or the block cannot read what it holds.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, "pt") as file:  # type: ignore[no-untyped-call]
+            tensors, metadata = {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
+        yield tensors, metadata
+    except (SafetensorError, OSError, KeyError, ValueError) as error:
+        raise ValueError(f"{path} is no {kind}: {error}") from None
+
+
 def appending(path: str | os.PathLike[str]) -> IO[str]:
     """A private text file, open for appending."""
     return open(path, "a", encoding="utf-8", opener=private)

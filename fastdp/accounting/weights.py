@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -34,6 +34,18 @@ def digests(tensors: Iterable[Tensor]) -> list[str]:
         digest.update(whole.reshape(-1).view(torch.uint8).numpy().data)
         found.append(digest.hexdigest())
     return sorted(found)
+
+
+def named_digest(tensors: Mapping[str, Tensor]) -> str:
+    """One SHA-256 (hex) of names, types, shapes and values of tensors, in the order of their names."""
+    import torch
+
+    found = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        plain = tensor.detach().cpu().contiguous()
+        found.update(f"{name} {plain.dtype} {list(plain.shape)} ".encode())
+        found.update(plain.reshape(-1).view(torch.uint8).numpy().data)
+    return found.hexdigest()
 
 
 def digests_of(folder: Path) -> set[str]:

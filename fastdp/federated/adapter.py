@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
+from fastdp.accounting.weights import named_digest
 from fastdp.data import Collator, Examples, read_rows
 from fastdp.federated.config import FederatedConfig
 from fastdp.federated.wire import Layout
@@ -57,9 +56,9 @@ class AdaptedModel:
         )
         tokenizer = load_tokenizer(settings)
         model = load_trained(settings, tokenizer).to(usable_device(config.device))
-        return cls(
-            config, tokenizer, model, Layout.of(trained_state(model, trained_names(model))), _digest_of_frozen(model)
-        )
+        layout = Layout.of(trained_state(model, trained_names(model)))
+        frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
+        return cls(config, tokenizer, model, layout, named_digest(frozen))
 
     @property
     def adapter(self) -> dict[str, Tensor]:
@@ -112,12 +111,3 @@ class AdaptedModel:
     def save(self, output: Path) -> Path:
         """Write the adapter as peft writes it; returns its folder."""
         return save_weights(self.model, self.tokenizer, output)
-
-
-def _digest_of_frozen(model: nn.Module) -> str:
-    digest = hashlib.sha256()
-    for name, parameter in model.named_parameters():
-        if not parameter.requires_grad:
-            digest.update(f"{name} {parameter.dtype} {list(parameter.shape)}\n".encode())
-            digest.update(parameter.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 import fastdp.files as files
@@ -59,16 +58,10 @@ class Checkpoint:
             return None
         if not config.resume:
             raise ValueError(f"{folder} already holds a run: set resume to continue it, or name another output")
-        try:
-            with safe_open(path, "pt") as file:  # type: ignore[no-untyped-call]
-                metadata = file.metadata() or {}
-                # Not in the order of the file: the bytes of an adapter follow the model's own order.
-                adapter = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        with files.kept_tensors(path, "checkpoint that can be read") as (adapter, metadata):
             settings = json.loads(metadata["config"])
             done, population = int(metadata["rounds_done"]), int(metadata["population"])
             rows, head = json.loads(metadata["rows"]), json.loads(metadata["ledger_head"])
-        except (SafetensorError, OSError, KeyError, ValueError) as error:
-            raise ValueError(f"{path} is no checkpoint that can be read: {error}") from None
         _refuse_other(settings, config, folder)
         return cls(adapter, done, population, rows, head)
 

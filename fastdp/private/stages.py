@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 import itertools
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -14,6 +13,7 @@ from safetensors.torch import load_file
 
 import fastdp.files as files
 from fastdp.accounting import Ledger, LedgerError
+from fastdp.accounting.weights import named_digest
 from fastdp.engine.engine import Engine
 from fastdp.engine.guard import contents
 from fastdp.engine.policy import Policy
@@ -125,7 +125,7 @@ class Stages:
     def chosen(self) -> str:
         """What tells outcomes apart: empty before the first."""
         if self._chosen[0] is not self.outcome:
-            self._chosen = self.outcome, digest(self.outcome)
+            self._chosen = self.outcome, named_digest(self.outcome)
         return self._chosen[1]
 
     def adopt(self, outcome: Outcome, step: int, name: str = "the checkpoint's outcome") -> None:
@@ -134,7 +134,7 @@ class Stages:
         Raises LedgerError for one that the ledger does not vouch for; a ledger in memory knows none but its own.
         """
         known = self._ledger.noted(_NOTE.format(step=step))
-        if known != digest(outcome) and (known is not None or self._folder is not None):
+        if known != named_digest(outcome) and (known is not None or self._folder is not None):
             raise LedgerError(
                 f"{name} is not what this run's ledger says was released: it was edited, or is another run's"
             )
@@ -180,18 +180,8 @@ class Stages:
             group["params"] = [p for p in everything if id(p) in kept or id(p) not in known]
 
     def _save(self, outcome: Outcome, step: int) -> None:
-        chosen = digest(outcome)
+        chosen = named_digest(outcome)
         with self._ranks.together({f"what {self.method.mechanism} chose": chosen}):
             self._ledger.note(_NOTE.format(step=step), chosen)
         if self._folder is not None and self._ranks.leads:
             files.save_tensors(self._folder / _OUTCOME_FILE.format(step=step), outcome)
-
-
-def digest(outcome: Outcome) -> str:
-    """SHA-256 (hex) of an outcome's names, types, shapes and values."""
-    found = hashlib.sha256()
-    for name, tensor in sorted(outcome.items()):
-        plain = tensor.detach().cpu().contiguous()
-        found.update(f"{name} {plain.dtype} {list(plain.shape)} ".encode())
-        found.update(plain.reshape(-1).view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import tempfile
 from collections.abc import Mapping
@@ -17,6 +16,7 @@ from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedTokeniz
 
 import fastdp.files as files
 from fastdp.accounting.serialisation import canonical
+from fastdp.accounting.weights import named_digest
 from fastdp.methods.sap import Bottom, split_model
 
 FILE = "bottom.safetensors"
@@ -60,7 +60,7 @@ def pack_bottom(bottom: Bottom, tokenizer: PreTrainedTokenizerBase | None, folde
     files.save_tensors(path, tensors)
     config: Any = bottom.model.config
     settings = json.loads(config.to_json_string(use_diff=True))
-    return PackedBottom(path, canonical({k: v for k, v in settings.items() if k not in _UNSENT}), _digest(tensors))
+    return PackedBottom(path, canonical({k: v for k, v in settings.items() if k not in _UNSENT}), named_digest(tensors))
 
 
 def unpack_bottom(packed: PackedBottom, after: int) -> tuple[Bottom, PreTrainedTokenizerBase | None]:
@@ -84,7 +84,7 @@ def unpack_bottom(packed: PackedBottom, after: int) -> tuple[Bottom, PreTrainedT
             weights = {name: file.get_tensor(_WEIGHTS + name) for name in names}
             texts = {name: file.get_tensor(_TOKENIZER + name) for name in _FILES if _TOKENIZER + name in file.keys()}  # noqa: SIM118
             named = {_WEIGHTS + name: value for name, value in weights.items()}
-            if _digest(named | {_TOKENIZER + name: value for name, value in texts.items()}) != packed.digest:
+            if named_digest(named | {_TOKENIZER + name: value for name, value in texts.items()}) != packed.digest:
                 raise ValueError("its weights or its tokenizer are not those that the vendor announced")
     except Exception as error:
         # Another's config may make transformers raise anything.
@@ -111,11 +111,3 @@ def _tokenizer(texts: Mapping[str, Tensor], folder: Path) -> PreTrainedTokenizer
     for name, content in texts.items():
         files.write(folder / name, content.numpy().tobytes())
     return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-
-
-def _digest(tensors: Mapping[str, Tensor]) -> str:
-    found = hashlib.sha256()
-    for name in sorted(tensors):
-        found.update(f"{name} {tensors[name].dtype} {list(tensors[name].shape)} ".encode())
-        found.update(tensors[name].contiguous().flatten().view(torch.uint8).numpy().data)
-    return found.hexdigest()

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 import fastdp.files as files
@@ -70,15 +69,10 @@ class Run:
         path = folder / NAME
         if not cls.is_in(folder):
             return None
-        try:
-            with safe_open(path, "pt") as file:  # type: ignore[no-untyped-call]
-                metadata = file.metadata() or {}
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        with files.kept_tensors(path, "run that can be taken up") as (tensors, metadata):
             settings, step = json.loads(metadata["settings"]), int(metadata["step"])
             run = cls(_parameters(tensors, template), settings)
             run.digest = metadata["digest"]
-        except (SafetensorError, OSError, KeyError, ValueError) as error:
-            raise ValueError(f"{path} is no run that can be taken up: {error}") from None
         run._restore_optimizer(tensors)
         run.step = run.kept = step
         return run
