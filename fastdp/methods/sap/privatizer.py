@@ -150,30 +150,16 @@ class TextPrivatizer(Releases):
         self,
         table_or_model: Tensor | nn.Module,
         *,
-        eta: float | None = None,
-        epsilon: float | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
-        mechanism: str | None = None,
-        cti: CTI | None = None,
-        special: str = "keep",
-        unknown: str = "perturb",
-        duplicates: str = "refuse",
         special_ids: Sequence[int] = (),
         unknown_id: int | None = None,
         unsafe_seed: int | None = None,
+        **settings: Any,
     ):
-        settings = SAPPerturbation(
-            eta=eta,
-            epsilon=epsilon,
-            mechanism=mechanism,
-            cti=cti,
-            special=special,
-            unknown=unknown,
-            duplicates=duplicates,
-        )
-        self.eta, self.epsilon_of_a_token, self.mechanism = settings.eta, settings.epsilon, str(settings.mechanism)
-        self.tokenizer, self.cti = tokenizer, cti
-        self.special, self.unknown = special, unknown
+        own = SAPPerturbation(**settings)
+        cti, special = own.cti, own.special
+        self.eta, self.epsilon_of_a_token, self.mechanism = own.eta, own.epsilon, str(own.mechanism)
+        self.tokenizer, self.cti, self.special, self.unknown = tokenizer, cti, special, own.unknown
         table = table_of(table_or_model)
         self._unknown_id = unknown_id_of(tokenizer) if unknown_id is None else unknown_id
         self._kept = kept_tokens(table.shape[0], tokenizer, special, special_ids, self._unknown_id)
@@ -189,15 +175,13 @@ class TextPrivatizer(Releases):
         self._table = table
         if len(self._rows) < 2:
             raise ValueError("fewer than two tokens are left to draw from: nothing would be hidden")
-        check_rows(self._rows, self._ids, "merge" if self.mechanism == "quotient" else duplicates)
+        check_rows(self._rows, self._ids, "merge" if self.mechanism == "quotient" else own.duplicates)
         if cti is not None and cti.importance.shape[1] != table.shape[0]:
             raise ValueError(f"cti tells of {cti.importance.shape[1]} tokens, the table has {table.shape[0]}")
-        self._quotient = _quotient(cti, drawn, epsilon)
+        self._quotient = _quotient(cti, drawn, own.epsilon)
         self.stream = NoiseStream() if unsafe_seed is None else NoiseStream.unsafe_reproducible(unsafe_seed)
         self.tokens_released, self.tokens_kept = 0, 0
         self._nats: float | None = None
-
-    # Use
 
     def __call__(
         self,
@@ -381,8 +365,6 @@ class TextPrivatizer(Releases):
     def _per_row(self, value: Tensor) -> Tensor:
         return value[self._ids]
 
-    # What it does
-
     def displacement(self, tokens: int = 2000) -> Displacement:
         """Share left unchanged and mean displacement, tried on tokens spread evenly over the public vocabulary.
 
@@ -497,7 +479,6 @@ class TextPrivatizer(Releases):
         return found
 
     def flaws(self) -> list[str]:
-        """Why no bound holds; empty if one does."""
         return [] if self.cti is None else self.cti.flaws()
 
     def in_words(self) -> str:

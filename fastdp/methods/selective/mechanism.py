@@ -22,6 +22,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -158,16 +159,9 @@ class TokenMechanism:
         """By the laws of the whole table, or for the partition the worst of its cells."""
         if self.form == "paper":
             return [math.inf] * len(strengths)
-        prior = self._prior()
-        if self.form == "partition":
-            assert self.cells is not None
-            parts = [(self.cells == cell).nonzero().flatten() for cell in self.cells.unique().tolist()]
-        else:
-            parts = [torch.arange(len(self.table))]
         found = [0.0] * len(strengths)
-        for rows in parts:
-            own = self._costs_among(self.table[rows], None if prior is None else prior[rows], strengths)
-            found = [max(pair) for pair in zip(found, own)]
+        for _, rows, prior in filter(lambda part: len(part[0]), self._parts):
+            found = [max(pair) for pair in zip(found, self._costs_among(rows, prior, strengths))]
         return [min(pair) for pair in zip(found, strengths)]
 
     def _costs_among(self, rows: Tensor, prior: Tensor | None, strengths: Sequence[float]) -> list[float]:
@@ -195,10 +189,10 @@ class TokenMechanism:
             rows = self.table.double()
             law = _paper_laws(torch.tensor([token]), rows, epsilons, self._radius, self.alpha, self.candidates)[0]
             return law.log()
-        rows, local, prior = self._cell_of(token)
-        law = choice_log_probabilities(local, self.table[rows], *self._scale_and_cap(epsilon), log_prior=prior)
-        found = law.to(rows.device)
-        return torch.full((len(self.table),), -math.inf, dtype=torch.float64).index_copy(0, rows, found)
+        ids, rows, prior = self._parts[0 if self.cells is None or self.form != "partition" else int(self.cells[token])]
+        place = int((ids == token).nonzero())
+        law = choice_log_probabilities(place, rows, *self._scale_and_cap(epsilon), log_prior=prior)
+        return torch.full((len(self.table),), -math.inf, dtype=torch.float64).index_copy(0, ids, law.to(ids.device))
 
     def draw(self, ids: Tensor, epsilon: float | Tensor, stream: NoiseStream) -> Tensor:
         """One independent draw for each id, at ``epsilon`` (a number, or float64 like ``ids``): int64 [n] to [n].
@@ -225,7 +219,7 @@ class TokenMechanism:
         assert self.radius is not None
         return self.radius
 
-    def _scale_and_cap(self, epsilon: float) -> tuple[float, float | None]:
+    def _scale_and_cap(self, epsilon: Any) -> tuple[Any, float | None]:
         return (epsilon / 2, None) if self.form == "metric" else (epsilon / (2 * self._radius), self._radius)
 
     def _prior(self) -> Tensor | None:
@@ -233,45 +227,30 @@ class TokenMechanism:
             return None
         return torch.zeros(len(self.table), dtype=torch.float64).masked_fill(~self.candidates, -math.inf)
 
-    def _cell_of(self, token: int) -> tuple[Tensor, int, Tensor | None]:
-        """Rows of the token's cell, the token's place among them, and their prior; the whole table without a partition."""
+    @cached_property
+    def _parts(self) -> list[tuple[Tensor, Tensor, Tensor | None]]:
+        """Ids, rising, rows and prior of the tokens of each cell; without a partition all are one cell."""
         prior = self._prior()
         if self.cells is None or self.form != "partition":
-            return torch.arange(len(self.table)), token, prior
-        rows = (self.cells == self.cells[token]).nonzero().flatten()
-        return rows, int((rows == token).nonzero()), None if prior is None else prior[rows]
+            return [(torch.arange(len(self.table)), self.table, prior)]
+        cells = torch.argsort(self.cells, stable=True).split(torch.bincount(self.cells).tolist())
+        return [(ids, self.table[ids], None if prior is None else prior[ids]) for ids in cells]
 
     def _choose(
         self, ids: Tensor, table: Tensor, epsilons: Tensor, stream: NoiseStream, prior: Tensor | None
     ) -> Tensor:
-        scale, cap = (epsilons / 2, None) if self.form == "metric" else (epsilons / (2 * self._radius), self._radius)
+        scale, cap = self._scale_and_cap(epsilons)
         return exponential_choice(ids, table, scale if scale.dim() else float(scale), stream, cap, log_prior=prior)
-
-    @cached_property
-    def _by_cell(self) -> _Cells:
-        assert self.cells is not None
-        order = torch.argsort(self.cells, stable=True)
-        sizes = torch.bincount(self.cells)
-        starts = sizes.cumsum(0) - sizes
-        place = torch.empty_like(order)
-        place[order] = torch.arange(len(order)) - starts[self.cells[order]]
-        prior = self._prior()
-        return _Cells(order, starts, sizes, place, self.table[order], None if prior is None else prior[order])
 
     def _draw_partition(self, ids: Tensor, epsilons: Tensor, stream: NoiseStream) -> Tensor:
         assert self.cells is not None
-        cells, result = self._by_cell, torch.empty_like(ids)
-        of = self.cells[ids]
+        of, result = self.cells[ids], torch.empty_like(ids)
         order = torch.argsort(of, stable=True)
-        for mine in order.split(torch.bincount(of).tolist()):
-            if not len(mine):
-                continue
-            cell = int(of[mine[0]])
-            own = slice(int(cells.starts[cell]), int(cells.starts[cell] + cells.sizes[cell]))
-            strengths = epsilons[mine] if epsilons.dim() else epsilons
-            prior = None if cells.prior is None else cells.prior[own]
-            drawn = self._choose(cells.place[ids[mine]], cells.table[own], strengths, stream, prior)
-            result[mine] = cells.order[own][drawn]
+        for mine, (own, rows, prior) in zip(order.split(torch.bincount(of).tolist()), self._parts):
+            if len(mine):
+                strengths = epsilons[mine] if epsilons.dim() else epsilons
+                drawn = self._choose(torch.searchsorted(own, ids[mine]), rows, strengths, stream, prior)
+                result[mine] = own[drawn]
         return result
 
     def _draw_paper(self, ids: Tensor, epsilons: Tensor, stream: NoiseStream) -> Tensor:
@@ -317,20 +296,6 @@ class TokenMechanism:
             for end, mine in zip(ends, sharing[start : start + _CHUNK]):
                 result[mine] = torch.searchsorted(end, draws[mine] * end[-1], right=True)
         return result
-
-
-@dataclass(frozen=True)
-class _Cells:
-    """A partition's tokens, cell by cell: their order, where cells start and how many they hold, each token's place in its
-    cell, and rows and prior in that order.
-    """
-
-    order: Tensor
-    starts: Tensor
-    sizes: Tensor
-    place: Tensor
-    table: Tensor
-    prior: Tensor | None
 
 
 def public_radius(table: Tensor, rows: int = 512) -> float:

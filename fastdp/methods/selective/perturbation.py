@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 import fastdp.files as files
@@ -25,6 +24,7 @@ from fastdp.accounting.serialisation import canonical
 from fastdp.accounting.witness import count_release
 from fastdp.methods.encoding import ADDED, encode_private
 from fastdp.methods.perturbation import Releases
+from fastdp.methods.sap.vocabulary import table_of
 from fastdp.methods.selective.card import PAPER_FLAWS, perturbation_card
 from fastdp.methods.selective.infill import infill
 from fastdp.methods.selective.mechanism import (
@@ -158,11 +158,7 @@ class SelectivePerturbation:
         texts: Sequence[str],
         tokenizer: Any,
         table: Tensor | nn.Module,
-        *,
-        max_length: int | None = None,
-        cache: str | os.PathLike[str] | None = None,
-        stream: NoiseStream | None = None,
-        again: bool = False,
+        **where: Any,
     ) -> PerturbedTexts:
         """Perturb ``texts`` once.
 
@@ -170,18 +166,12 @@ class SelectivePerturbation:
             texts: private.
             tokenizer: fast, with character offsets; public.
             table: [V, d] token embeddings of a public model, or the model itself; draws are made where they are.
-            max_length: tokens of a text that are kept; those cut off cost nothing.
-            cache: file beside the private data. If it exists it is read back at no cost, and refused if it was made from
-                other texts or with other settings (a detector's own names are compared too), since a second draw would be a
-                second release.
-            stream: source of the draws; a new one by default.
-            again: draw anew for a cache what was drawn for another one before; the card says so.
+            where: ``max_length``, ``cache``, ``stream`` and ``again``, as for `open`.
 
         Warns if no private token is found. Raises ValueError for a tokenizer or table that does not fit, spans outside
         their text, a cache of something else, and texts that were drawn for another cache before, unless ``again`` is set
         (see `fastdp.accounting.witness`).
         """
-        where: dict[str, Any] = {"max_length": max_length, "cache": cache, "stream": stream, "again": again}
         return self.open(table, tokenizer=tokenizer, **where)(texts)
 
     def open(
@@ -195,7 +185,17 @@ class SelectivePerturbation:
         stream: NoiseStream | None = None,
         again: bool = False,
     ) -> SelectiveReleases:
-        """What perturbs texts by these settings on a public table; arguments as above."""
+        """What perturbs texts by these settings on a public table.
+
+        Args:
+            table, tokenizer: as above.
+            max_length: tokens of a text that are kept; those cut off cost nothing.
+            cache: file beside the private data. If it exists it is read back at no cost, and refused if it was made from
+                other texts or with other settings (a detector's own names are compared too), since a second draw would be a
+                second release.
+            stream: source of the draws; a new one by default.
+            again: draw anew for a cache what was drawn for another one before; the card says so.
+        """
         return SelectiveReleases(self, table, tokenizer, max_length, cache, stream, again)
 
     def describe(self) -> dict[str, Any]:
@@ -235,7 +235,7 @@ class SelectiveReleases(Releases):
         self.settings, self.tokenizer, self.max_length, self.again = settings, tokenizer, max_length, again
         self.cache = None if cache is None else Path(cache)
         self.stream = NoiseStream() if stream is None else stream
-        self._matrix = _table(table)
+        self._matrix = table_of(table).contiguous()
         if settings.replacement == "model" and not isinstance(table, nn.Module):
             raise ValueError("replacement 'model' reads the words around a place: give the public model, not its table")
         self._model = table if isinstance(table, nn.Module) else None
@@ -430,13 +430,6 @@ def _spelled(tokenizer: Any, ids: Sequence[int]) -> tuple[str, list[tuple[int, i
     return text, offsets
 
 
-def _table(source: Tensor | nn.Module) -> Tensor:
-    if isinstance(source, nn.Module):
-        weight: Tensor = source.get_input_embeddings().weight  # type: ignore[operator]
-        return _table(weight.detach())
-    return source.detach().float().contiguous()
-
-
 def _encode(tokenizer: Any, texts: Sequence[str], max_length: int | None) -> dict[str, Any]:
     if not getattr(tokenizer, "is_fast", False):
         raise ValueError("the tokenizer gives no character offsets, so spans cannot be aligned: use a fast one")
@@ -480,16 +473,11 @@ def _write(path: Path, found: PerturbedTexts, private_settings: Any, original: l
 
 
 def _read(path: Path, settings: dict[str, Any], private_settings: Any, original: list[list[int]]) -> PerturbedTexts:
-    try:
-        with safe_open(path, "pt") as file:  # type: ignore[no-untyped-call]
-            metadata = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    with files.kept_tensors(path, "cache of perturbed texts") as (tensors, metadata):
         made_with = json.loads(metadata["settings"])
         salt = metadata["salt"]
         same_texts = hmac.compare_digest(metadata["digest"], _keyed_digest(salt, original))
         same_names = hmac.compare_digest(metadata["private_settings"], _keyed_digest(salt, private_settings))
-    except (SafetensorError, OSError, KeyError, ValueError) as error:
-        raise ValueError(f"{path} is no cache of perturbed texts: {error}") from None
     again = "perturbing anew would spend a second budget on what both share; name another file if you mean it"
     wanted = json.loads(canonical(settings))
     differing = next((key for key in wanted if made_with.get(key) != wanted[key]), None)

@@ -9,7 +9,6 @@ A replacement keeps the form of what it replaces as often as the type is told tr
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -193,10 +192,3 @@ class TypedCells:
     def allowed(self) -> Tensor:
         """Which tokens may be drawn for which answer: bool [types, V]."""
         return (self.types == torch.arange(self._count)[:, None]) & self.candidates
-
-    def digest(self) -> str:
-        """SHA-256 (hex) of the types and of what may be drawn."""
-        found = hashlib.sha256(str(len(self.types)).encode())
-        for tensor in (self.types, self.candidates):
-            found.update(tensor.cpu().contiguous().view(torch.uint8).numpy().data)
-        return found.hexdigest()
