@@ -10,7 +10,7 @@ from typing import Any
 from fastdp.accounting.events import Factors
 from fastdp.engine.policy import Policy
 from fastdp.private.method import Method
-from fastdp.private.parts import BiasCorrection, Following, Part, WeightAveraging
+from fastdp.private.parts import BiasCorrection, Part, WeightAveraging
 
 #: Accounting takes a third of a second for each.
 _MOST_FACTORS = 64
@@ -55,27 +55,13 @@ class AdaptiveClipping(Part):
             )
         return rest**-0.5
 
-    def updated(self, policy: Policy, fraction: float) -> Policy:
-        """The policy of the next step, from the noised share of units that were left whole."""
+    def adapted(self, policy: Policy, fraction: float) -> Policy:
         factor = math.exp(-self.learning_rate * (min(max(fraction, 0.0), 1.0) - self.target_quantile))
         return replace(
             policy,
             bounds=tuple(bound * factor for bound in policy.bounds),
             stds=tuple(std * factor for std in policy.stds),
         )
-
-    def follow(self) -> Following:
-        """Updates the policy after each release."""
-        return _Adapting(self)
-
-
-class _Adapting(Following):
-    def __init__(self, settings: AdaptiveClipping):
-        self.settings = settings
-        self.count_noise_std = settings.count_noise_std
-
-    def adapted(self, policy: Policy, fraction: float) -> Policy:
-        return self.settings.updated(policy, fraction)
 
 
 @dataclass(frozen=True, kw_only=True)

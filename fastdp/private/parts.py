@@ -16,8 +16,10 @@ from fastdp.engine.policy import Policy
 from fastdp.ops.stream import NoiseStream
 
 
-class Following:
+class Part:
     """Follows the releases of one run; override what is of interest. Nothing that it is handed is without noise.
+
+    Several methods may have the same one, which is settings alone; what keeps something is made for each run, by `follow`.
 
     Attributes:
         count_noise_std: with it `adapted` is called, with a count that has noise of this standard deviation. The method's
@@ -25,6 +27,13 @@ class Following:
     """
 
     count_noise_std: float | None = None
+
+    def check(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise ValueError for an optimizer that it does not go with."""
+
+    def follow(self) -> Part:
+        """What follows one run: itself, unless it keeps something."""
+        return self
 
     def before_release(
         self,
@@ -50,17 +59,6 @@ class Following:
         """Go on from `state`."""
 
 
-class Part:
-    """Settings of one such thing; several methods may have the same."""
-
-    def check(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raise ValueError for an optimizer that it does not go with."""
-
-    def follow(self) -> Following:
-        """What follows one run."""
-        return Following()
-
-
 @dataclass(frozen=True)
 class ScaledVariance:
     """The variance of noise whose deviation follows a parameter's axes."""
@@ -73,7 +71,7 @@ class ScaledVariance:
         return self.variance * self.axes.whole(shape).square()
 
 
-class BiasCorrection(Part, Following):
+class BiasCorrection(Part):
     """Tells `fastdp.optim.Adam` or `AdamW` the noise's variance, which they subtract from the second moment.
 
     DP-AdamBC, arXiv 2312.14334, algorithm 1. Where the noise differs from coordinate to coordinate, so does the variance.
@@ -86,14 +84,9 @@ class BiasCorrection(Part, Following):
                 "bias_correction needs fastdp.optim.Adam or fastdp.optim.AdamW: other optimizers cannot apply it"
             )
 
-    def follow(self) -> Following:
-        """Itself: there is nothing to keep."""
-        return self
-
     def before_release(
         self, policy: Policy, parameters: Mapping[str, torch.nn.Parameter], divisor: float, optimizer: Any
     ) -> None:
-        """As `Following.before_release`."""
         variances = [(std / divisor) ** 2 for std in policy.stds or (0.0,)]
         if len(set(variances)) == 1 and not policy.axes:
             optimizer.noise_variance = variances[0]
@@ -130,7 +123,7 @@ class WeightAveraging(Part):
         return Average(self.decay)
 
 
-class Average(Following):
+class Average(Part):
     """The averaged weights of one run."""
 
     def __init__(self, decay: float):
@@ -164,11 +157,9 @@ class Average(Following):
                     parameter.copy_(latest[name])
 
     def state(self) -> dict[str, Any]:
-        """The average so far."""
         return {"average": self.values}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Go on from it."""
         self.values = state["average"]
 
 

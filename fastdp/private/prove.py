@@ -173,7 +173,6 @@ class Settled(Method):
         return self.method.policy(parameters, noise_multiplier, self.outcome)
 
     def describe(self) -> dict[str, Any]:
-        """As the method's."""
         return self.method.describe()
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Iterator, Sequence
-from typing import Protocol
 
 import torch
 
@@ -52,13 +51,6 @@ class Units:
         return [unit] if self.members is None else self.members[unit]
 
 
-class Sampler(Protocol):
-    """Draws the units of logical batches."""
-
-    def epoch(self, steps: int) -> Iterator[list[int]]:
-        """The units of ``steps`` successive logical batches."""
-
-
 class PoissonSampler:
     """Every unit joins every logical batch independently with probability ``sample_rate``."""
 
@@ -68,6 +60,7 @@ class PoissonSampler:
         self.units, self.sample_rate, self.stream = units, sample_rate, stream
 
     def epoch(self, steps: int) -> Iterator[list[int]]:
+        """The units of ``steps`` successive logical batches."""
         for _ in range(steps):
             taken = torch.as_tensor(self.stream.bernoulli(self.units, self.sample_rate))
             yield taken.nonzero().reshape(-1).tolist()
@@ -90,6 +83,9 @@ class ShuffledSampler:
         )
         for batch in places.split(self.batch_size)[:steps]:
             yield batch[batch < self.units].tolist()
+
+
+Sampler = PoissonSampler | ShuffledSampler
 
 
 def steps_per_epoch(units: int, batch_size: int) -> int:

@@ -12,7 +12,7 @@ from fastdp.engine.pieces import writes
 from fastdp.engine.policy import Policy
 from fastdp.engine.ranks import Ranks
 from fastdp.private.observer import Observer
-from fastdp.private.parts import Following, noised_fraction
+from fastdp.private.parts import Part, noised_fraction
 from fastdp.private.plan import Plan
 from fastdp.private.schedules import follow_releases, forget_releases
 from fastdp.private.stages import Stages
@@ -47,7 +47,7 @@ class Steps:
         ledger: Ledger,
         plan: Plan,
         observers: list[Observer],
-        following: list[Following],
+        following: list[Part],
         ranks: Ranks,
         prepare: Callable[[], None],
     ):
@@ -149,7 +149,7 @@ class Steps:
                 "this step: the method gave its gradients less noise than its budget says; nothing was released"
             )
 
-    def _adapt(self, following: Following) -> None:
+    def _adapt(self, following: Part) -> None:
         accumulator, std = self._stages.engine.accumulator, following.count_noise_std
         if std is None or accumulator.policy.noise_multiplier == 0:
             return

@@ -47,7 +47,6 @@ class DPSGD(Options):
         return clip_groups(parameters, self.gradient_multiplier(noise_multiplier), self.max_grad_norm, self.groups)
 
     def describe(self) -> dict[str, Any]:
-        """The settings, for the card."""
         return {"name": self.mechanism, **describe_clipping(self.max_grad_norm, self.groups), **self.describe_options()}
 
 
@@ -87,5 +86,4 @@ class NonPrivate(Method):
         return Unclipped()
 
     def describe(self) -> dict[str, Any]:
-        """The settings, for the card."""
         return {"name": self.mechanism, "weight_averaging": self.weight_averaging}

@@ -100,7 +100,6 @@ class MagnitudeAccumulator(Accumulator):
         super().__init__(parameters, Policy((1.0,) * count, (0.0,) * count, owner))
 
     def reset(self) -> None:
-        """Forget the sums: a new sample begins."""
         super().reset()
         self.totals = torch.zeros_like(self.sizes)
 

@@ -339,7 +339,6 @@ class DPFrost(Options):
         return replace(policy, axes=even_axes(scales, parameters))
 
     def describe(self) -> dict[str, Any]:
-        """The settings, for the card."""
         settings = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.init}
         settings |= describe_clipping(self.max_grad_norm, self.groups) | self.describe_options()
         if isinstance(self.partitions, Mapping):

@@ -197,7 +197,6 @@ class RapFT(Options):
         )
 
     def describe(self) -> dict[str, Any]:
-        """The settings, for the card."""
         assert self.source is not None
         return {
             "name": self.mechanism,

@@ -350,16 +350,10 @@ def _hand_on(mode: RelevanceMode, func: Any, input: Any, *args: Any, **options: 
         return NotImplemented
     with torch.no_grad():
         y = func(input, *args, **options)
+    if func in _SOFTMAX:
+        # softmax(0) is not 0, so that here the stabiliser matters.
+        return _HandOn.apply(input, y, max(mode.context.settings.epsilon, _TINY), mode.context)
     return _HandOn.apply(input, y, _TINY, mode.context, True)
-
-
-def _softmax(mode: RelevanceMode, func: Any, input: Any, *args: Any, **options: Any) -> Any:
-    if not mode.flows(input):
-        return NotImplemented
-    with torch.no_grad():
-        y = func(input, *args, **options)
-    # softmax(0) is not 0, so that here the stabiliser matters.
-    return _HandOn.apply(input, y, max(mode.context.settings.epsilon, _TINY), mode.context)
 
 
 def _attention(
@@ -452,6 +446,7 @@ def _embedding(mode: RelevanceMode, func: Any, *args: Any, **options: Any) -> An
     return begin(out, mode.context)
 
 
+_SOFTMAX = (F.softmax, torch.softmax, torch.Tensor.softmax)
 _HANDLERS: dict[Any, Callable[..., Any]] = {
     F.linear: _linear,
     torch.addmm: _addmm,
@@ -465,8 +460,7 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     ),
     **dict.fromkeys((torch.mul, torch.Tensor.mul, torch.Tensor.__mul__, torch.Tensor.__rmul__), _times),
     **dict.fromkeys((torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.bmm, torch.Tensor.bmm), _times),
-    **dict.fromkeys((F.gelu, F.silu, F.relu, F.tanh, torch.tanh, torch.Tensor.tanh, torch.relu), _hand_on),
-    **dict.fromkeys((F.softmax, torch.softmax, torch.Tensor.softmax), _softmax),
+    **dict.fromkeys((F.gelu, F.silu, F.relu, F.tanh, torch.tanh, torch.Tensor.tanh, torch.relu, *_SOFTMAX), _hand_on),
     **dict.fromkeys((torch.rsqrt, torch.Tensor.rsqrt), _held),
 }
 

@@ -18,8 +18,19 @@ from fastdp.private.preparation import Contributions, Findings, Preparation
 RELEVANCE = "relevance"
 
 
+class _Public:
+    """A source that costs no privacy."""
+
+    def side(self, count: int) -> tuple[SideRelease, ...]:
+        """Nothing is released."""
+        return ()
+
+    def release(self, propagator: Propagator, preparation: Preparation) -> None:
+        """Nothing is released."""
+
+
 @dataclass(frozen=True)
-class PublicMap:
+class PublicMap(_Public):
     """Relevance averaged over public examples (equation 18); costs no privacy.
 
     Args:
@@ -34,13 +45,6 @@ class PublicMap:
         if len(self.batches) == 0:
             raise ValueError("PublicMap has no batches: give some public examples, or use NoisyMap")
 
-    def side(self, count: int) -> tuple[SideRelease, ...]:
-        """Nothing is released."""
-        return ()
-
-    def release(self, propagator: Propagator, preparation: Preparation) -> None:
-        """Nothing is released."""
-
     def relevance(self, propagator: Propagator, findings: Findings) -> Map:
         """The sum of the examples' maps."""
         return _added(propagator.total(batch) for batch in self.batches)
@@ -51,7 +55,7 @@ class PublicMap:
 
 
 @dataclass(frozen=True)
-class PublicMoments:
+class PublicMoments(_Public):
     """Root mean squares of public gradients (`second_moments`), for axes; costs no privacy.
 
     Args:
@@ -61,13 +65,6 @@ class PublicMoments:
 
     sizes: Mapping[str, torch.Tensor] = field(repr=False)
     origin: PublicText | None = None
-
-    def side(self, count: int) -> tuple[SideRelease, ...]:
-        """Nothing is released."""
-        return ()
-
-    def release(self, propagator: Propagator, preparation: Preparation) -> None:
-        """Nothing is released."""
 
     def relevance(self, propagator: Propagator, findings: Findings) -> Map:
         """The sizes of the trained parameters. Raises ValueError, naming one, where it has none or of another shape."""
