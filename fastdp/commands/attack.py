@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 import fastdp.files as files
 from fastdp.commands.quiet import quiet_libraries
-from fastdp.commands.refusal import refusing
+from fastdp.commands.refusal import console, refusing
 
 if TYPE_CHECKING:
     import torch
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
     from fastdp.data import Examples
     from fastdp.finetune import FinetuneConfig
 
-console = Console()
 
 KINDS = ("membership", "extraction", "reconstruction", "inversion")
 
@@ -85,9 +83,9 @@ def attack_command(
         figures = _inversion(setting, _needed(train, "train"), eta, blocks)
     for title, row in figures.items():
         text = ", ".join(f"{key} {_shown(value)}" for key, value in row.items() if value is not None)
-        console.print(f"[bold]{title}[/]: {text}", highlight=False, soft_wrap=True)
+        console.print(f"[bold]{title}[/]: {text}", soft_wrap=True)
     if json is not None:
-        _write(json, {"model": str(model), "kind": kind, "seed": seed, "figures": figures})
+        files.write_json(json, {"model": str(model), "kind": kind, "seed": seed, "figures": figures})
 
 
 Figures = dict[str, dict[str, Any]]
@@ -296,7 +294,3 @@ def _progress(title: str) -> Iterator[Callable[[int, int], None]]:
 
 def _shown(value: Any) -> str:
     return f"{value:.4f}" if isinstance(value, float) else str(value)
-
-
-def _write(path: Path, values: dict[str, Any]) -> None:
-    files.write_json(path, values)

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
-from fastdp.commands.refusal import refusing
+from fastdp.commands.refusal import console, refusing
 
 bench_app = typer.Typer(help="Measure this machine: steps, kernels, the planner.", no_args_is_help=True)
-console = Console()
 SUITES = ("lora", "rapft", "frost", "ewft", "sap", "pure", "federated")
 
 Json = Annotated[Path | None, typer.Option("--json", help="write the rows, with device, versions and commit")]
@@ -77,12 +76,7 @@ def kernels_command(
     from fastdp.bench import micro as bench
 
     rows: list[dict[str, Any]] = []
-    measured = bench.measure(turns, only, sizes, compiled)
-    while True:
-        with console.status("kernels ..."):
-            row = next(measured, None)
-        if row is None:
-            break
+    for row in _each("kernels ...", bench.measure(turns, only, sizes, compiled)):
         rows.append(row)
         _print(f"{row['op']} {row.get('size', '')}", [{k: v for k, v in row.items() if k not in ("op", "size")}])
         _write(json, rows)
@@ -148,12 +142,7 @@ def attacks_command(
     libraries = systems.installed()
     before = run.earlier(json, libraries) if only and json is not None else []
     rows: list[dict[str, Any]] = []
-    measured = run.measure(libraries, only)
-    while True:
-        with console.status("attacks ..."):
-            row = next(measured, None)
-        if row is None:
-            break
+    for row in _each("attacks ...", run.measure(libraries, only)):
         rows.append(row)
         told = {name: run.cell(outcome) for name, outcome in row["outcomes"].items()}
         console.print(
@@ -186,6 +175,16 @@ def plot_command(
     for name, draw in (("kernels", plots.roofline), ("planner", plots.planner)):
         draw(results / f"{name}.json", output / f"{name}.png")
         console.print(f"wrote {output / name}.png")
+
+
+def _each(status: str, measured: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """What is measured, one after another, with a status while each takes its time."""
+    while True:
+        with console.status(status):
+            row = next(measured, None)
+        if row is None:
+            return
+        yield row
 
 
 def _print(title: str, rows: list[dict[str, Any]]) -> None:

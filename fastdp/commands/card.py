@@ -6,12 +6,10 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
-from rich.console import Console
 
 import fastdp.files as files
-from fastdp.commands.refusal import refusing
+from fastdp.commands.refusal import console, refusing
 
-console = Console()
 card_app = typer.Typer(help="Take a privacy card where people look for it.", no_args_is_help=True)
 
 
@@ -36,6 +34,6 @@ def export_command(
         raise ValueError(f"{card} does not hold, so it is not passed on: {found.reason}")
     path = output or card.with_name(f"{card.stem}-{form}{SUFFIXES[form]}")
     files.write(path, export(Card.load(card), form), public=True)
-    console.print(f"written to {path}", highlight=False, soft_wrap=True)
+    console.print(f"written to {path}", soft_wrap=True)
     if form == "registry":
         console.print("what only you know is marked TO FILL IN")

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
-from rich.console import Console
+
+from fastdp.commands.flags import with_flags
+from fastdp.commands.refusal import console
 
 if TYPE_CHECKING:
     from fastdp import TextPrivatizer
@@ -16,71 +19,58 @@ if TYPE_CHECKING:
     from fastdp.methods.sap import CTI
     from fastdp.methods.sap.privatizer import Displacement
 
-Form = Annotated[
-    Literal["prior", "elastic", "quotient", "paper"] | None,
-    typer.Option("--cti", help="favour tokens that tell classes apart, in this form; paper guarantees nothing"),
-]
-Public = Annotated[
-    Path | None, typer.Option("--cti-public", help="public labelled texts to count tokens in, with the same columns")
-]
-Noise = Annotated[
-    float | None,
-    typer.Option("--cti-noise", help="count the private texts, with normal noise of this multiplier"),
-]
-Overlap = Annotated[
-    int,
-    typer.Option("--public-overlap", help="records that --cti-public may share with IN: confirmed to be public", min=0),
-]
-Cells = Annotated[
-    int | None, typer.Option("--cells", help="--cti quotient: into how many cells the vocabulary is cut (5)", min=2)
-]
-Epsilon = Annotated[
-    float | None,
-    typer.Option("--epsilon", help="--cti quotient: of one token, in place of --eta; text adds up over its tokens"),
-]
-Delta = Annotated[float, typer.Option("--cti-delta", help="of the epsilon that is stated for noised counts")]
-
 
 @dataclass(frozen=True)
 class Contributing:
-    """What the options --cti, --cti-public, --cti-noise, --cti-delta and --cells ask for."""
+    """The options of contributing tokens, and the epsilon of one form, as a command has them."""
 
-    form: str
-    public: Path | None
-    noise: float | None
-    delta: float
-    overlap: int = 0
-    cells: int | None = None
+    cti: Annotated[
+        Literal["prior", "elastic", "quotient", "paper"] | None,
+        typer.Option(help="favour tokens that tell classes apart, in this form; paper guarantees nothing"),
+    ] = None
+    cti_public: Annotated[
+        Path | None, typer.Option(help="public labelled texts to count tokens in, with the same columns")
+    ] = None
+    cti_noise: Annotated[
+        float | None, typer.Option(help="count the private texts, with normal noise of this multiplier")
+    ] = None
+    cti_delta: Annotated[float, typer.Option(help="of the epsilon that is stated for noised counts")] = 1e-5
+    cells: Annotated[
+        int | None, typer.Option(help="--cti quotient: into how many cells the vocabulary is cut (5)", min=2)
+    ] = None
+    public_overlap: Annotated[
+        int, typer.Option(help="records that --cti-public may share with IN: confirmed to be public", min=0)
+    ] = 0
+    epsilon: Annotated[
+        float | None,
+        typer.Option(help="--cti quotient: of one token, in place of --eta; text adds up over its tokens"),
+    ] = None
 
-    @classmethod
-    def chosen(
-        cls,
-        form: str | None,
-        public: Path | None,
-        noise: float | None,
-        delta: float,
-        overlap: int = 0,
-        cells: int | None = None,
-    ) -> Contributing | None:
+    def chosen(self, eta: float | None) -> Contributing | None:
         """None without --cti.
 
-        Raises ValueError, before anything is read, for options that do not go together, and where counts would give the
-        private texts away under a form that promises otherwise.
+        Raises ValueError, before anything is read, for options that do not go together, for a strength that the form does not
+        take (an epsilon of a token, or eta for each unit of distance), and where counts would give the private texts away under
+        a form that promises otherwise.
         """
-        if cells is not None and form != "quotient":
+        if self.cti == "quotient" and (self.epsilon is None or eta is not None):
+            raise ValueError("--cti quotient guarantees an epsilon of any token: give --epsilon, and leave --eta out")
+        if self.cti != "quotient" and self.epsilon is not None:
+            raise ValueError("--epsilon of a token belongs to --cti quotient: give --eta, in units of 1 / distance")
+        if self.cells is not None and self.cti != "quotient":
             raise ValueError("--cells belongs to --cti quotient: leave it out, or name that form")
-        if form is None:
-            if public is not None or noise is not None:
+        if self.cti is None:
+            if self.cti_public is not None or self.cti_noise is not None:
                 raise ValueError("--cti-public and --cti-noise say what --cti counts: name its form")
             return None
-        if public is not None and noise is not None:
+        if self.cti_public is not None and self.cti_noise is not None:
             raise ValueError("counts of public texts need no noise: give either --cti-public or --cti-noise")
-        if public is None and noise is None and form != "paper":
+        if self.cti_public is None and self.cti_noise is None and self.cti != "paper":
             raise ValueError(
                 "counts of the private texts reveal them: name public texts with --cti-public, or noise the counts with "
                 "--cti-noise (--cti paper counts them as they are, and guarantees nothing)"
             )
-        return cls(form, public, noise, delta, overlap, cells)
+        return self
 
     def admit(self, texts: Sequence[str], private: Mapping[Path, Sequence[str]]) -> PublicText | None:
         """What the statement says of the public texts, if there are any, compared with the private ones by file.
@@ -89,10 +79,10 @@ class Contributing:
         """
         from fastdp.public import PublicGate
 
-        if self.public is None:
+        if self.cti_public is None:
             return None
-        gate = PublicGate([text for own in private.values() for text in own], list(private), self.overlap)
-        return gate.admit(self.public, texts)
+        gate = PublicGate([text for own in private.values() for text in own], list(private), self.public_overlap)
+        return gate.admit(self.cti_public, texts)
 
     def count(
         self,
@@ -112,10 +102,10 @@ class Contributing:
             labels,
             classes=classes,
             vocabulary=vocabulary,
-            public=self.public is not None,
-            form=self.form,
-            noise_multiplier=self.noise,
-            delta=self.delta,
+            public=self.cti_public is not None,
+            form=str(self.cti),
+            noise_multiplier=self.cti_noise,
+            delta=self.cti_delta,
             origin=origin,
             cells=self.cells,
         )
@@ -132,25 +122,23 @@ class Contributing:
         if not path.exists():
             return None
         found = CTI.load(path)
-        source = "private" if self.noise is None else accounting.gaussian(self.noise)
-        cells = (self.cells or CELLS) if self.form == "quotient" else None
-        if (found.form, found.source, found.describe()["cells"]) != (self.form, source, cells):
+        source = "private" if self.cti_noise is None else accounting.gaussian(self.cti_noise)
+        cells = (self.cells or CELLS) if self.cti == "quotient" else None
+        if (found.form, found.source, found.describe()["cells"]) != (self.cti, source, cells):
             raise ValueError(
                 f"{path} holds counts that were made with another --cti, --cti-noise or --cells: use those, or another folder, "
                 "for which the texts are counted, and paid for, again"
             )
-        return replace(found, delta=self.delta)
+        return replace(found, delta=self.cti_delta)
 
 
-def check_strength(cti: str | None, eta: float | None, epsilon: float | None) -> None:
-    """Raise ValueError unless the strength is what the form wants: an epsilon of a token, or eta for each unit of distance."""
-    if cti == "quotient" and (epsilon is None or eta is not None):
-        raise ValueError("--cti quotient guarantees an epsilon of any token: give --epsilon, and leave --eta out")
-    if cti != "quotient" and epsilon is not None:
-        raise ValueError("--epsilon of a token belongs to --cti quotient: give --eta, in units of 1 / distance")
+#: Gives a command these options, as an argument named `counting`.
+with_contributing = with_flags(
+    list(inspect.signature(Contributing, eval_str=True).parameters.values()), "counting", Contributing
+)
 
 
-def show_contributing(cti: CTI, console: Console) -> None:
+def show_contributing(cti: CTI) -> None:
     """One line: how many tokens may be favoured, and what is known of the texts that were counted."""
     cost = cti.epsilon_of_counts()
     counts = (
@@ -159,10 +147,10 @@ def show_contributing(cti: CTI, console: Console) -> None:
     if cti.flaws():
         counts = f"no guarantee: {'; '.join(cti.flaws())}"
     supported = int(cti.supported.sum())
-    console.print(f"cti {cti.form}: {supported:,} tokens occur often enough to be favoured; {counts}", highlight=False)
+    console.print(f"cti {cti.form}: {supported:,} tokens occur often enough to be favoured; {counts}")
 
 
-def show_displacement(privatizer: TextPrivatizer, console: Console) -> Displacement:
+def show_displacement(privatizer: TextPrivatizer) -> Displacement:
     """One line: what it leaves in the clear."""
     shown = privatizer.displacement()
     console.print(

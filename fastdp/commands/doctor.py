@@ -9,15 +9,12 @@ import platform
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from fastdp.commands.quiet import quiet_libraries
-from fastdp.commands.refusal import refusing
+from fastdp.commands.refusal import console, refusing
 from fastdp.distribution import installed_version, wheel_digest
 from fastdp.finetune.config import CHOICES
-
-console = Console()
 
 PACKAGES = (
     "torch",

@@ -6,16 +6,13 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from fastdp.commands.quiet import quiet_libraries
-from fastdp.commands.refusal import refusing
+from fastdp.commands.refusal import console, refusing
 from fastdp.commands.training import ProgressReporter, with_settings
 from fastdp.finetune.config import ConfigError, listed, load_config
 from fastdp.finetune.reporter import duration, memory
-
-console = Console()
 
 
 @with_settings
@@ -83,15 +80,14 @@ def plan_command(
         f"time and memory {machine.where}: as suggested {duration(once)} once for looks at the model, and {each:.3g} s a step, "
         f"{1e3 * machine.release_seconds:.3g} ms of it for the release; peak {memory(machine.peak_bytes)} with "
         f"{machine.physical} examples at once",
-        highlight=False,
     )
     for reason in found.reasons:
-        console.print(f"- {reason}", highlight=False)
+        console.print(f"- {reason}")
     if picture is not None:
         draw(found, picture)
     if write is not None:
         found.config.save(write)
-        console.print(f"written to {write}", highlight=False)
+        console.print(f"written to {write}")
 
 
 def _lengths(text: str) -> list[int]:
@@ -124,9 +120,9 @@ def tune_command(
     with ProgressReporter() as reporter:
         found = tune(settings, _values(candidates), trials, shape, held_out, reporter=reporter, resume=resume)
     won = ", ".join(f"{name} {value}" for name, value in found.settings.items())
-    console.print(f"won: [bold]{won}[/], noised loss of the judges {found.score:.3f}", highlight=False)
+    console.print(f"won: [bold]{won}[/], noised loss of the judges {found.score:.3f}")
     console.print(f"privacy of the whole search: epsilon [bold]{found.epsilon:.3f}[/] at delta {found.delta:g}")
-    console.print(f"written to {found.output}", highlight=False)
+    console.print(f"written to {found.output}")
 
 
 def _values(candidates: list[str] | None) -> dict[str, list[str]] | None:

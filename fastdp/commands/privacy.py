@@ -8,12 +8,9 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
-from fastdp.commands.refusal import refusing
-
-console = Console()
+from fastdp.commands.refusal import console, refusing
 
 Examples = Annotated[int, typer.Option(min=1, help="examples in the training data, N")]
 BatchSize = Annotated[int, typer.Option(min=1, help="expected examples in a step, B")]
@@ -132,4 +129,4 @@ def verify_command(
     if result.unchecked:
         console.print("not checked:")
     for entry in result.unchecked:
-        console.print(f"- {entry}", highlight=False)
+        console.print(f"- {entry}")

@@ -10,25 +10,12 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 import fastdp.files as files
-from fastdp.commands.contributing import (
-    Cells,
-    Contributing,
-    Delta,
-    Epsilon,
-    Form,
-    Noise,
-    Overlap,
-    Public,
-    check_strength,
-    show_contributing,
-    show_displacement,
-)
+from fastdp.commands.contributing import Contributing, show_contributing, show_displacement, with_contributing
 from fastdp.commands.quiet import quiet_libraries
-from fastdp.commands.refusal import refusing
+from fastdp.commands.refusal import console, refusing
 
 if TYPE_CHECKING:
     import torch
@@ -37,12 +24,12 @@ if TYPE_CHECKING:
     from fastdp.data import Rows
     from fastdp.methods.public import PublicText
 
-console = Console()
 
 _SUFFIXES = (".csv", ".tsv", ".jsonl", ".txt")
 STATEMENT = ".privacy.json"
 
 
+@with_contributing
 @refusing
 def privatize_command(
     source: Annotated[Path, typer.Argument(help="texts: .csv, .tsv, .jsonl or .txt", metavar="IN")],
@@ -51,7 +38,6 @@ def privatize_command(
     eta: Annotated[
         float | None, typer.Option(help="privacy parameter in units of 1 / distance; small is private")
     ] = None,
-    epsilon: Epsilon = None,
     text_column: Annotated[str, typer.Option(help="column with the text")] = "text",
     keep: Annotated[
         list[str] | None, typer.Option(help="column to copy AS IT IS, unprotected; may be repeated")
@@ -61,12 +47,6 @@ def privatize_command(
         Literal["laplace", "exponential"] | None,
         typer.Option(help="noise and nearest row (the default without --cti), or the exponential mechanism"),
     ] = None,
-    cti: Form = None,
-    cti_public: Public = None,
-    cti_noise: Noise = None,
-    cti_delta: Delta = 1e-5,
-    cells: Cells = None,
-    public_overlap: Overlap = 0,
     label_column: Annotated[str, typer.Option(help="column with the class, for --cti")] = "label",
     label: Annotated[
         list[str] | None, typer.Option(help="a class of --cti, which counts as public; name every one")
@@ -83,6 +63,8 @@ def privatize_command(
     again: Annotated[
         bool, typer.Option("--again", help="release texts that were released before once more; their costs add up")
     ] = False,
+    *,
+    counting: Contributing,
 ) -> None:
     """Replace every token of every text by a random near one, so that the file may leave (metric privacy, d_chi).
 
@@ -95,14 +77,13 @@ def privatize_command(
 
     _check_target(source, target, ids, overwrite)
     there = usable_device(device)
-    check_strength(cti, eta, epsilon)
-    if eta is None and epsilon is None:
+    chosen, classes = counting.chosen(eta), label or []
+    if eta is None and counting.epsilon is None:
         raise ValueError(
             "--eta is missing: choose how much a text's tokens are changed, such as 14 with --mechanism exponential"
         )
-    if exact and cti == "quotient":
+    if exact and counting.cti == "quotient":
         raise ValueError("--exact is a cost for each unit of distance, and the quotient has none: leave it out")
-    chosen, classes = Contributing.chosen(cti, cti_public, cti_noise, cti_delta, public_overlap, cells), label or []
     if classes and not chosen:
         raise ValueError("--label names the classes of --cti: give its form, or leave --label out")
     if chosen and len(set(classes)) < max(2, len(classes)):
@@ -116,18 +97,28 @@ def privatize_command(
         raise ValueError(f"--keep {text_column} would copy the text itself: leave it out")
     counted, origin = None, None
     if chosen is not None:
-        counting = rows if chosen.public is None else read_rows(chosen.public)
-        counted = (counting.column(text_column, "--text-column"), class_numbers(counting, label_column, classes))
+        source_of_counts = rows if chosen.cti_public is None else read_rows(chosen.cti_public)
+        counted = (
+            source_of_counts.column(text_column, "--text-column"),
+            class_numbers(source_of_counts, label_column, classes),
+        )
         origin = chosen.admit(counted[0], {source: texts})
     privatizer = _privatizer(
-        model, there, (eta, epsilon), mechanism, unknown, merge_duplicates, chosen, counted, len(classes), origin
+        model,
+        there,
+        (eta, counting.epsilon),
+        mechanism,
+        unknown,
+        merge_duplicates,
+        chosen,
+        counted,
+        len(classes),
+        origin,
     )
-    shown = show_displacement(privatizer, console)
+    shown = show_displacement(privatizer)
     if exact:
         nats = privatizer.nats_per_distance()
-        console.print(
-            f"a token costs at most {nats:.4g} nats for each unit of distance, of eta {eta:g}", highlight=False
-        )
+        console.print(f"a token costs at most {nats:.4g} nats for each unit of distance, of eta {eta:g}")
     earlier = count_release(texts, privatizer.in_short, target, again)
     begin = time.perf_counter()
     # A label that leaves anyway may say which tokens are favoured; one that stays must not show in them.
@@ -188,7 +179,7 @@ def _privatizer(
     cti = None
     if chosen is not None and counted is not None:
         cti = chosen.count(tokenizer, network.get_input_embeddings().weight.shape[0], *counted, classes, origin)
-        show_contributing(cti, console)
+        show_contributing(cti)
     return TextPrivatizer(
         network.get_input_embeddings().weight.to(device),
         eta=eta,

@@ -7,19 +7,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 import fastdp.files as files
 from fastdp.commands.quiet import quiet_libraries
-from fastdp.commands.refusal import refusing
+from fastdp.commands.refusal import console, refusing
 from fastdp.finetune.config import CHOICES
 from fastdp.quickstart import MODEL
 
 if TYPE_CHECKING:
     from fastdp.audit.prove import Evidence
 
-console = Console()
 #: The model that ships with the package, by name.
 QUICKSTART = "quickstart"
 
@@ -53,7 +51,7 @@ def prove_command(
     with console.status("replaying neighbours"):
         evidence = _prove(Path(MODEL if own else model), data, settings, own=own)
     console.print(_table(evidence))
-    console.print(str(evidence), highlight=False, soft_wrap=True)
+    console.print(str(evidence), soft_wrap=True)
     if json is not None:
         trials = [dataclasses.asdict(trial) for trial in evidence.trials]
         files.write_json(json, {"model": model, "holds": evidence.holds, "trials": trials})

@@ -1,4 +1,4 @@
-"""How a command says no: one sentence on standard error and a non-zero exit."""
+"""How a command speaks, and how it says no: one sentence on standard error and a non-zero exit."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rich.console import Console
 P = ParamSpec("P")
 R = TypeVar("R")
 
-errors = Console(stderr=True, soft_wrap=True)
+console, errors = Console(highlight=False), Console(stderr=True, soft_wrap=True, highlight=False)
 
 
 def refusing(command: Callable[P, R]) -> Callable[P, R]:
@@ -35,10 +35,10 @@ def refusing(command: Callable[P, R]) -> Callable[P, R]:
                 raise
             message = _system(error) if isinstance(error, OSError) else str(error)
             message = " ".join(message.split()) or type(error).__name__
-            errors.print(f"[bold red]error:[/] {_plain(message)}", highlight=False)
+            errors.print(f"[bold red]error:[/] {_plain(message)}")
             raise typer.Exit(1) from None
         except KeyboardInterrupt:
-            errors.print("stopped", highlight=False)
+            errors.print("stopped")
             raise typer.Exit(130) from None
 
     return guarded
@@ -47,7 +47,7 @@ def refusing(command: Callable[P, R]) -> Callable[P, R]:
 def _show_warning(message: Warning | str, category: type[Warning], *_: object, **__: object) -> None:
     # Of the libraries' warnings only those meant for the user are worth a line between progress bars.
     if issubclass(category, UserWarning):
-        errors.print(f"[yellow]warning:[/] {_plain(str(message))}", highlight=False)
+        errors.print(f"[yellow]warning:[/] {_plain(str(message))}")
 
 
 def _system(error: OSError) -> str:

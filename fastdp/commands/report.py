@@ -6,12 +6,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 import fastdp.files as files
-from fastdp.commands.refusal import refusing
-
-console = Console()
+from fastdp.commands.refusal import console, refusing
 
 
 @refusing
@@ -34,4 +31,4 @@ def report_command(
     if path.is_dir():
         raise ValueError(f"output {path} is a folder: name the page to write, such as {path / 'report.html'}")
     files.write(path, page, public=public)
-    console.print(f"written to {path}", highlight=False, soft_wrap=True)
+    console.print(f"written to {path}", soft_wrap=True)

@@ -8,25 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 import fastdp.files as files
-from fastdp.commands.contributing import (
-    Cells,
-    Contributing,
-    Delta,
-    Epsilon,
-    Form,
-    Noise,
-    Overlap,
-    Public,
-    check_strength,
-    show_contributing,
-    show_displacement,
-)
+from fastdp.commands.contributing import Contributing, show_contributing, show_displacement, with_contributing
 from fastdp.commands.quiet import quiet_libraries
-from fastdp.commands.refusal import errors, refusing
+from fastdp.commands.refusal import console, errors, refusing
 
 if TYPE_CHECKING:
     from fastdp import SplitCustomer, TextPrivatizer
@@ -37,7 +24,6 @@ split_app = typer.Typer(
     help="Fine-tune a vendor's model on a customer's texts: the texts stay, privatized rows travel.",
     no_args_is_help=True,
 )
-console = Console()
 
 _ADDRESS = "localhost:7443"
 COUNTS = "counts.pt"
@@ -60,7 +46,7 @@ def certificates_command(
 
     made = make_certificates(folder, customer or ["customer"], [*(host or []), "localhost", "127.0.0.1", "::1"], days)
     for path in made:
-        console.print(f"wrote {path}", highlight=False)
+        console.print(f"wrote {path}")
     if not made:
         console.print(f"{folder} has all of these already")
 
@@ -116,14 +102,13 @@ def vendor_command(
         # A plain stop is as good as an interrupt: calls end and runs are kept.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         if insecure:
-            errors.print("[yellow]warning:[/] no TLS: anybody on this machine can be any customer", highlight=False)
-        console.print(
-            f"serving {model} at {service.address}, {classes} classes, {after} blocks in the bottom", highlight=False
-        )
+            errors.print("[yellow]warning:[/] no TLS: anybody on this machine can be any customer")
+        console.print(f"serving {model} at {service.address}, {classes} classes, {after} blocks in the bottom")
         service.wait()
 
 
 @split_app.command("customer")
+@with_contributing
 @refusing
 def customer_command(
     folder: Annotated[Path, typer.Option(help="for what must survive: run again with it to go on")] = Path(
@@ -135,7 +120,6 @@ def customer_command(
     eta: Annotated[
         float | None, typer.Option(help="privacy parameter in units of 1 / distance; small is private")
     ] = None,
-    epsilon: Epsilon = None,
     noise: Annotated[
         Literal["tokens", "rows"], typer.Option(help="replace tokens before the bottom, or add noise to its rows")
     ] = "tokens",
@@ -143,12 +127,6 @@ def customer_command(
         Literal["laplace", "exponential"] | None,
         typer.Option(help="of tokens: noise and nearest row, or the exponential mechanism (the default without --cti)"),
     ] = None,
-    cti: Form = None,
-    cti_public: Public = None,
-    cti_noise: Noise = None,
-    cti_delta: Delta = 1e-5,
-    cells: Cells = None,
-    public_overlap: Overlap = 0,
     train: Annotated[Path | None, typer.Option(help="texts and labels to train on: .csv, .tsv, .jsonl")] = None,
     eval: Annotated[
         Path | None, typer.Option(help="texts and labels to measure accuracy on; they are released too")
@@ -171,6 +149,8 @@ def customer_command(
     discard: Annotated[
         bool, typer.Option("--discard", help="have the vendor delete the run and the rows first")
     ] = False,
+    *,
+    counting: Contributing,
 ) -> None:
     """Train on a vendor's model, or use it, without sending a text. Run it again after a stop and it goes on."""
     quiet_libraries()
@@ -179,12 +159,11 @@ def customer_command(
 
     if output is not None and predict is None:
         raise ValueError("--output is for the classes of --predict: name the texts")
-    check_strength(cti, eta, epsilon)
+    chosen, epsilon = counting.chosen(eta), counting.epsilon
     if eta is None and epsilon is None and (train or eval or predict):
         raise ValueError(
             "--eta is missing: choose how much a text's tokens are changed (fastdp privatize shows what it does)"
         )
-    chosen = Contributing.chosen(cti, cti_public, cti_noise, cti_delta, public_overlap, cells)
     if chosen and noise == "rows":
         raise ValueError("--cti chooses among tokens: leave out --noise rows, or --cti")
     with SplitCustomer(
@@ -207,15 +186,15 @@ def customer_command(
             return
         labelled = None if train is None else _labelled(train, text_column, label_column, limit)
         counts = None
-        if chosen and chosen.public:
-            public = _labelled(chosen.public, text_column, label_column, None)
+        if chosen and chosen.cti_public:
+            public = _labelled(chosen.cti_public, text_column, label_column, None)
             private = {path: _texts(path, text_column, limit) for path in (train, eval, predict) if path}
             counts = _counts(customer, chosen, public, chosen.admit(public[0], private))
         elif chosen:
             counts = _counts(customer, chosen, labelled)
         privatizer = _privatizer(customer, eta, epsilon, noise, mechanism, counts)
         if not isinstance(privatizer, PrivateBottom):
-            show_displacement(privatizer, console)
+            show_displacement(privatizer)
         if labelled is not None:
             texts, labels = labelled
             _train(customer, privatizer, texts, labels, epochs)
@@ -223,10 +202,10 @@ def customer_command(
             texts, labels = _labelled(eval, text_column, label_column, limit)
             found = customer.predict(texts, privatizer).argmax(1).tolist()
             accuracy = sum(map(int.__eq__, found, labels)) / len(labels)
-            console.print(f"accuracy {accuracy:.4f} on {len(labels)} texts", highlight=False)
+            console.print(f"accuracy {accuracy:.4f} on {len(labels)} texts")
         if predict is not None:
             _predict(customer, privatizer, _texts(predict, text_column, limit), output)
-        console.print(f"wrote {customer.save_statement(privatizer)}", highlight=False)
+        console.print(f"wrote {customer.save_statement(privatizer)}")
 
 
 def _vendor_certificates(folder: Path | None, address: str) -> Path:
@@ -243,7 +222,7 @@ def _vendor_certificates(folder: Path | None, address: str) -> Path:
                 f"there is no folder {folder}: fastdp split certificates makes one, for this address and your customers"
             ) from None
         for made in make_certificates(folder, ["customer"]):
-            console.print(f"wrote {made}", highlight=False)
+            console.print(f"wrote {made}")
     return folder / "vendor"
 
 
@@ -267,15 +246,15 @@ def _counts(
 ) -> CTI:
     """Contributing tokens; those of private texts are counted once, and kept in the customer's folder before use."""
     path = customer.folder / COUNTS
-    cti = chosen.kept(path) if chosen.public is None else None
+    cti = chosen.kept(path) if chosen.cti_public is None else None
     if cti is None:
         if labelled is None:
             raise ValueError("--cti without --cti-public counts the texts of --train: name them")
         table: Any = customer.bottom.model.get_input_embeddings()
         cti = chosen.count(customer.tokenizer, table.weight.shape[0], *labelled, customer.served.classes, origin)
-        if chosen.public is None:
+        if chosen.cti_public is None:
             cti.save(path)
-    show_contributing(cti, console)
+    show_contributing(cti)
     return cti
 
 
@@ -358,7 +337,7 @@ def _predict(
         json.dumps({"class": int(row.argmax()), "probability": round(float(row.max()), 4)}) + "\n" for row in found
     ]
     if output is None:
-        console.print("".join(lines), end="", highlight=False)
+        console.print("".join(lines), end="")
     else:
         files.write(output, "".join(lines))
-        console.print(f"wrote {output}", highlight=False)
+        console.print(f"wrote {output}")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,6 +12,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 
+from fastdp.commands.flags import with_flags
 from fastdp.commands.quiet import quiet_libraries
 from fastdp.commands.refusal import errors, refusing
 from fastdp.finetune.config import TYPES, FinetuneConfig, load_config
@@ -47,19 +47,15 @@ class ProgressReporter(Reporter):
         self.progress.stop()
 
     def phase(self, text: str) -> None:
-        """Print the phase above the bar."""
         self.progress.console.print(f"[dim]{self.title}{text}[/]", highlight=False)
 
     def note(self, text: str) -> None:
-        """Print the note above the bar."""
         self.progress.console.print(f"[yellow]note:[/] {text}", highlight=False)
 
     def forecast(self, expected: Forecast) -> None:
-        """Print what is to come above the bar."""
         self.progress.console.print(f"{self.title}to come: {expected.in_words()}", highlight=False)
 
     def step(self, done: int, total: int, loss: float, epsilon: float | None, left: Forecast) -> None:
-        """Move the bar."""
         if self.bar is None:
             self.bar = self.progress.add_task("steps", total=total, state="")
         if epsilon is not None and math.isfinite(epsilon):
@@ -68,29 +64,18 @@ class ProgressReporter(Reporter):
         self.progress.update(self.bar, completed=done, state=state)
 
 
-def with_settings(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command one flag for every setting of `FinetuneConfig`, passed on as a dict named `overrides`."""
-    fields = {field.name: field for field in dataclasses.fields(FinetuneConfig)}
+def _flag(field: dataclasses.Field[Any]) -> inspect.Parameter:
+    # Lists and mappings come as one value, as in the YAML file's short form.
+    kind: Any = str if TYPES[field.name] in (list, dict) else TYPES[field.name]
+    text = field.metadata["help"]
+    if field.default is not None:
+        text += f" (default {field.default!r})"
+    hint = Annotated[kind | None, typer.Option(help=text, show_default=False)]  # type: ignore[valid-type]
+    return inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=hint)
 
-    def flag(name: str) -> inspect.Parameter:
-        # Lists and mappings come as one value, as in the YAML file's short form.
-        kind: Any = str if TYPES[name] in (list, dict) else TYPES[name]
-        text = fields[name].metadata["help"]
-        if fields[name].default is not None:
-            text += f" (default {fields[name].default!r})"
-        hint = Annotated[kind | None, typer.Option(help=text, show_default=False)]  # type: ignore[valid-type]
-        return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=hint)
 
-    own = inspect.signature(command, eval_str=True).parameters
-    parameters = [own[name] for name in own if name != "overrides"]
-
-    def wrapper(**arguments: Any) -> None:
-        command(overrides={name: arguments.pop(name) for name in fields}, **arguments)
-
-    wrapper.__name__, wrapper.__doc__ = command.__name__, command.__doc__
-    wrapper.__signature__ = inspect.Signature(parameters + [flag(name) for name in fields])  # type: ignore[attr-defined]
-    wrapper.__annotations__ = {name: p.annotation for name, p in wrapper.__signature__.parameters.items()}  # type: ignore[attr-defined]
-    return wrapper
+#: One flag for every setting of `FinetuneConfig`, passed on as a dict named `overrides`.
+with_settings = with_flags([_flag(field) for field in dataclasses.fields(FinetuneConfig)], "overrides")
 
 
 @with_settings

@@ -1,0 +1,29 @@
+"""Commands that share flags: each takes those of a table, and gets them as one."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+Command = Callable[..., None]
+
+
+def with_flags(
+    flags: Sequence[inspect.Parameter], into: str, make: Callable[..., Any] = dict
+) -> Callable[[Command], Command]:
+    """Give a command these flags behind its own; what ``make`` makes of their values, by name, is its argument ``into``."""
+
+    def decorated(command: Command) -> Command:
+        own = inspect.signature(command, eval_str=True).parameters
+        parameters = [own[name] for name in own if name != into]
+
+        def wrapper(**arguments: Any) -> None:
+            command(**{into: make(**{flag.name: arguments.pop(flag.name) for flag in flags})}, **arguments)
+
+        wrapper.__name__, wrapper.__doc__ = command.__name__, command.__doc__
+        wrapper.__signature__ = inspect.Signature([*parameters, *flags])  # type: ignore[attr-defined]
+        wrapper.__annotations__ = {p.name: p.annotation for p in (*parameters, *flags)}
+        return wrapper
+
+    return decorated
