@@ -11,6 +11,7 @@ import io
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -144,14 +145,6 @@ def _read_delimited(path: Path, text: str, **dialect: Any) -> Rows:
     return Rows(path, tuple(header), rows, lines)
 
 
-def _read_csv(path: Path, text: str) -> Rows:
-    return _read_delimited(path, text, strict=True)
-
-
-def _read_tsv(path: Path, text: str) -> Rows:
-    return _read_delimited(path, text, delimiter="\t", quoting=csv.QUOTE_NONE)
-
-
 def _read_jsonl(path: Path, text: str) -> Rows:
     rows, lines = [], []
     columns: dict[str, None] = {}
@@ -176,9 +169,9 @@ def _read_text(path: Path, text: str) -> Rows:
     return Rows(path, ("text",), [{"text": line} for _, line in numbered], [number for number, _ in numbered])
 
 
-_READERS = {
-    ".csv": _read_csv,
-    ".tsv": _read_tsv,
+_READERS: dict[str, Callable[[Path, str], Rows]] = {
+    ".csv": partial(_read_delimited, strict=True),
+    ".tsv": partial(_read_delimited, delimiter="\t", quoting=csv.QUOTE_NONE),
     ".jsonl": _read_jsonl,
     ".ndjson": _read_jsonl,
     ".txt": _read_text,

@@ -1,4 +1,4 @@
-"""Figures of a run as PNG files: the loss and the privacy spent over its steps."""
+"""Figures of a run as PNG files: the loss and the privacy spent over its steps, or the perplexity over its rounds."""
 
 from __future__ import annotations
 
@@ -80,12 +80,26 @@ def epsilon_over_steps(rows: Sequence[dict[str, Any]], path: str | Path, target:
     figure.savefig(path, dpi=_DPI)
 
 
-def _figure(title: str, ylabel: str) -> tuple[Figure, Any]:
+def perplexity_over_rounds(rows: Sequence[dict[str, Any]], path: str | Path) -> None:
+    """Held-out perplexity of a federated run.
+
+    Args:
+        rows: the rows of `rounds.jsonl`; those without "perplexity" are left out.
+        path: the PNG to write.
+    """
+    points = [(row["round"], row["perplexity"]) for row in rows if row["perplexity"] is not None]
+    figure, axes = _figure("Held-out perplexity", "perplexity", "round")
+    if points:
+        axes.plot(*zip(*points), color=_INK, marker="o", markersize=3, linewidth=1.8)
+    figure.savefig(path, dpi=_DPI)
+
+
+def _figure(title: str, ylabel: str, xlabel: str = "step") -> tuple[Figure, Any]:
     # A Figure of its own rather than pyplot: no display, no global state, safe beside a notebook's own figures.
     figure = Figure(figsize=_SIZE, layout="constrained")
     axes = figure.subplots()
     axes.set_title(title, fontsize=10, loc="left")
-    axes.set_xlabel("step")
+    axes.set_xlabel(xlabel)
     axes.set_ylabel(ylabel)
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)

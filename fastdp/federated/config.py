@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fastdp.accounting.serialisation import canonical
 from fastdp.settings import check, converted, nearest, setting, types_of
 
 #: From the least to the most that is perturbed.
@@ -157,11 +155,6 @@ class FederatedConfig:
     def as_dict(self) -> dict[str, Any]:
         """Every setting."""
         return dataclasses.asdict(self)
-
-    def digest(self) -> str:
-        """Names the settings a run is made of: equal for runs that may continue each other."""
-        kept = {key: value for key, value in self.as_dict().items() if key not in MAY_CHANGE}
-        return hashlib.sha256(canonical(kept).encode()).hexdigest()
 
 
 _TYPES = types_of(FederatedConfig)

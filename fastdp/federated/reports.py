@@ -1,4 +1,4 @@
-"""What a run leaves to read: a line of figures a round, a picture, and the run's card."""
+"""What a run leaves to read: a line of figures a round, and the run's card."""
 
 from __future__ import annotations
 
@@ -6,9 +6,6 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
-
-from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
 
 import fastdp.accounting as accounting
 import fastdp.files as files
@@ -146,18 +143,3 @@ def central_card(
 def write_rounds(rows: Sequence[Mapping[str, Any]], output: Path) -> None:
     """All rounds so far, one JSON object a line."""
     files.write(output / ROUNDS, "".join(json.dumps(row) + "\n" for row in rows))
-
-
-def perplexity_by_round(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """A PNG of held-out perplexity over rounds; rounds without one are left out."""
-    points = [(row["round"], row["perplexity"]) for row in rows if row["perplexity"] is not None]
-    figure = Figure(figsize=(6.4, 3.6), layout="constrained")
-    axes = figure.subplots()
-    if points:
-        axes.plot(*zip(*points), color="#1b3a57", marker="o", markersize=3, linewidth=1.8)
-    axes.set(xlabel="round", ylabel="perplexity")
-    axes.set_title("Held-out perplexity", fontsize=10, loc="left")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.grid(alpha=0.25)
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=150)

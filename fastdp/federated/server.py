@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor
 
 import fastdp.accounting as accounting
+import fastdp.plots as plots
 from fastdp.data import Examples
 from fastdp.federated import reports
 from fastdp.federated.adapter import AdaptedModel
@@ -294,7 +295,7 @@ class Server:
     def _finish(self) -> None:
         self.adapted.save(self.output)
         reports.run_card(self.config, self.rows, self.population).save(self.output / reports.CARD)
-        reports.perplexity_by_round(self.rows, self.output / "perplexity.png")
+        plots.perplexity_over_rounds(self.rows, self.output / "perplexity.png")
         if self.ledger is not None:
             model = {
                 "name": self.config.model,

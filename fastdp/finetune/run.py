@@ -188,7 +188,6 @@ class _Noting(Reporter):
         self._note = other.note
 
     def note(self, text: str) -> None:
-        """Keep it."""
         self.notes.append(text)
         self._note(text)
 

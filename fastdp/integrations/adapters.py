@@ -242,10 +242,6 @@ def fix_lora_projections(model: nn.Module) -> list[str]:
     return found
 
 
-def _register() -> None:
-    PEFT_TYPE_TO_PREFIX_MAPPING[PEFT_TYPE] = BottleneckModel.prefix  # type: ignore[index]
-    PEFT_TYPE_TO_CONFIG_MAPPING[PEFT_TYPE] = BottleneckConfig  # type: ignore[index]
-    PEFT_TYPE_TO_TUNER_MAPPING[PEFT_TYPE] = BottleneckModel  # type: ignore[index]
-
-
-_register()
+PEFT_TYPE_TO_PREFIX_MAPPING[PEFT_TYPE] = BottleneckModel.prefix  # type: ignore[index]
+PEFT_TYPE_TO_CONFIG_MAPPING[PEFT_TYPE] = BottleneckConfig  # type: ignore[index]
+PEFT_TYPE_TO_TUNER_MAPPING[PEFT_TYPE] = BottleneckModel  # type: ignore[index]

@@ -121,8 +121,6 @@ class SplitCustomer:
             raise
         self._labels: Tensor | None = None
 
-    # Use
-
     def send(
         self,
         texts: Sequence[str],
@@ -276,8 +274,6 @@ class SplitCustomer:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # Steps
-
     def _step(self, step: int, labels: Tensor) -> tuple[int, float]:
         """Steps taken after this one, and its loss."""
         indices = batch_of(step, len(labels), self.batch_size, self.seed)
@@ -343,8 +339,6 @@ class SplitCustomer:
                 )
         elif not isinstance(privatizer, TextPrivatizer):
             raise ValueError("a TextPrivatizer or a PrivateBottom is needed: nothing is sent as it is")
-
-    # The run and its folder
 
     def _open(self) -> dict[str, Any]:
         settings = {

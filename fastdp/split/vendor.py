@@ -177,8 +177,6 @@ class SplitVendor:
                 customer.store.close()
             self._customers.clear()
 
-    # Operations
-
     def _describe(self, name: str, message: Message, seconds: float) -> Outgoing:
         return Outgoing("describe", {**asdict(self.served), "open": int(self._find(name) is not None)})
 
@@ -300,8 +298,6 @@ class SplitVendor:
             shutil.rmtree(aside)
         return Outgoing("discard")
 
-    # Customers
-
     def _find(self, name: str) -> _Customer | None:
         with self._lock:
             if name not in self._customers:
@@ -361,8 +357,6 @@ class SplitVendor:
                 self._held.pop(name, None)
                 customer.store.close()
             raise
-
-    # Computation
 
     def _submit(self, work: Callable[[], T], seconds: float) -> T:
         """Run in the computing thread, after what waits there.
