@@ -5,13 +5,13 @@ import json
 
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
+from transformers import BertConfig, BertModel
 
 import fastdp
 from fastdp import accounting
 from tests.elsewhere import elsewhere
 from tests.test_cli import refused, run
+from tests.tokenizers_for_tests import word_tokenizer
 
 WORDS = ["[PAD]", "[UNK]", *(f"w{i}" for i in range(60))]
 
@@ -20,9 +20,7 @@ WORDS = ["[PAD]", "[UNK]", *(f"w{i}" for i in range(60))]
 def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("model")
     torch.manual_seed(0)
-    backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="[UNK]"))
-    backend.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="[PAD]", unk_token="[UNK]").save_pretrained(path)
+    word_tokenizer(WORDS, pad_token="[PAD]").save_pretrained(path)
     config = BertConfig(
         vocab_size=len(WORDS), hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8
     )

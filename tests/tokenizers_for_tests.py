@@ -1,10 +1,10 @@
-"""The quickstart's tokenizer and table, and a word tokenizer that lacks words."""
+"""The quickstart's tokenizer and table, and tokenizers of whole words."""
 
 from functools import lru_cache
 from importlib import resources
 
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 
@@ -17,9 +17,15 @@ def quickstart():
     return tokenizer, model.get_input_embeddings().weight.detach()
 
 
-def word_tokenizer(words):
-    """Whole words only; whatever is not among ``words`` is [UNK], the special token 0."""
-    vocabulary = {"[UNK]": 0} | {word: index + 1 for index, word in enumerate(words)}
-    core = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
+def word_tokenizer(words, pair=None, **options):
+    """Whole words, numbered in their order; whatever is not among them is [UNK], the first where they do not hold it.
+
+    With ``pair``, a template, texts stand between [CLS] and [SEP], which are tokens 2 and 3.
+    """
+    words = [*words] if "[UNK]" in words else ["[UNK]", *words]
+    core = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="[UNK]"))
     core.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(tokenizer_object=core, unk_token="[UNK]")
+    if pair is not None:
+        special = [("[CLS]", 2), ("[SEP]", 3)]
+        core.post_processor = processors.TemplateProcessing("[CLS] $A [SEP]", pair, special)
+    return PreTrainedTokenizerFast(tokenizer_object=core, **{"unk_token": "[UNK]", **options})

@@ -24,7 +24,7 @@ from fastdp.methods import ewft
 from fastdp.methods.rapft import NoisyMap, PublicMoments
 from fastdp.methods.sap import CTI, PrivateBottom
 from tests.engine.runs import Classifier, loader, logical_step
-from tests.methods.selective.tokenizers_for_tests import quickstart
+from tests.tokenizers_for_tests import quickstart
 
 SIZES = {name: parameter.detach().abs() + 0.1 for name, parameter in Classifier().named_parameters()}
 CENTRAL = {

@@ -11,7 +11,7 @@ import fastdp
 from fastdp import accounting
 from fastdp.accounting import BudgetExceeded, Ledger, LedgerError
 from fastdp.accounting.witness import count_release, state_folder
-from tests.methods.selective.tokenizers_for_tests import quickstart
+from tests.tokenizers_for_tests import quickstart
 
 STEP = accounting.dpsgd_model(0.5, 0.01)
 SIDE = {"selection": (accounting.EventModel(accounting.selection(2.0)), 3)}

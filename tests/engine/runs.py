@@ -16,6 +16,9 @@ import fastdp
 from fastdp.private.run import Private
 
 FEATURES, CLASSES = 5, 3
+EXACT = 1e-5
+#: Of clipped sums: a unit is scaled by an upper bound of its norm, which is above the norm by what rounding may hide.
+CLIPPED = 1e-4
 Batch = dict[str, torch.Tensor]
 
 

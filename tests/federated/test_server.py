@@ -35,6 +35,13 @@ def rows_of(settings):
     return [json.loads(line) for line in lines]
 
 
+def one_round(settings, grid, **changes):
+    """The row of a run of one round, which nobody evaluates unless told to."""
+    run(settings | {"rounds": 1, "evaluation": "none"} | changes, grid)
+    (row,) = rows_of(settings)
+    return row
+
+
 def test_a_run_lowers_perplexity_and_leaves_what_it_says(settings):
     grid = federation(settings, 3)
     run(settings, grid)
@@ -184,7 +191,6 @@ def test_a_hostile_update_is_refused_and_changes_nothing(settings, trained, case
 
 def test_a_failure_that_nobody_foresaw_refuses_one_update(settings, trained, monkeypatch):
     """Whatever breaks while a client's update is read, the round goes on with the others."""
-    settings = settings | {"rounds": 1, "evaluation": "none"}
     original, asked = server.read_update, []
 
     def breaking(record):
@@ -194,8 +200,7 @@ def test_a_failure_that_nobody_foresaw_refuses_one_update(settings, trained, mon
         return original(record)
 
     monkeypatch.setattr(server, "read_update", breaking)
-    run(settings, LocalGrid({100 + index: replaying(content) for index, content in enumerate(trained)}))
-    (row,) = rows_of(settings)
+    row = one_round(settings, LocalGrid({100 + index: replaying(content) for index, content in enumerate(trained)}))
     assert row["accepted"] == 2
     assert row["refused"][0]["reason"] == "it is no update: RecursionError"
 
@@ -203,11 +208,9 @@ def test_a_failure_that_nobody_foresaw_refuses_one_update(settings, trained, mon
 @pytest.mark.parametrize("value", [math.nan, math.inf, 1e308, -1.0])
 def test_metrics_that_no_client_can_measure_are_ignored(settings, trained, value):
     """Two losses of 1e308 have no finite sum; no row could be written of them."""
-    settings = settings | {"rounds": 1, "evaluation": "none"}
     wrong = [tampering(replaying(content), put("loss", value)) for content in trained[:2]]
     wrong = [tampering(answer, put("seconds", value)) for answer in wrong]
-    run(settings, LocalGrid(dict(enumerate([*wrong, replaying(trained[2])]))))
-    (row,) = rows_of(settings)
+    row = one_round(settings, LocalGrid(dict(enumerate([*wrong, replaying(trained[2])]))))
     metrics = trained[2].metric_records["metrics"]
     assert row["accepted"] == 3
     assert (row["unprotected"]["loss"], row["client_seconds"]) == (metrics["loss"], metrics["seconds"])
@@ -215,7 +218,7 @@ def test_metrics_that_no_client_can_measure_are_ignored(settings, trained, value
 
 def test_a_perplexity_that_no_client_can_measure_is_ignored(settings):
     """Losses of both signs beyond all bounds would make the sum no number."""
-    settings = settings | {"evaluation": "clients", "rounds": 1}
+    settings = settings | {"evaluation": "clients"}
     grid = federation(settings, 3)
 
     def exaggerating(answer, value):
@@ -225,16 +228,14 @@ def test_a_perplexity_that_no_client_can_measure_is_ignored(settings):
         node: exaggerating(answer, value) if value else answer
         for (node, answer), value in zip(grid.clients.items(), (1e308, -1e308, None))
     }
-    run(settings, grid)
-    assert 1 < rows_of(settings)[0]["perplexity"] < math.inf
+    assert 1 < one_round(settings, grid, evaluation="clients")["perplexity"] < math.inf
 
 
 def test_dpsgd_at_the_client_sends_no_loss(settings):
     settings = settings | {"rounds": 1, "evaluation": "none", "dpsgd_epsilon": 8.0, "batch_size": 6}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        run(settings, federation(settings, 2))
-    (row,) = rows_of(settings)
+        row = one_round(settings, federation(settings, 2))
     assert row["accepted"] == 2
     assert row["unprotected"]["loss"] is None
     card = Card.load(Path(settings["output"]) / "run_card.json")
@@ -242,9 +243,8 @@ def test_dpsgd_at_the_client_sends_no_loss(settings):
 
 
 def test_a_client_that_stays_away_is_not_waited_for_for_ever(settings, trained):
-    settings = settings | {"round_seconds": 1.0, "rounds": 1, "evaluation": "none"}
-    run(settings, LocalGrid({1: lambda message: None, 2: replaying(trained[0]), 3: replaying(trained[1])}))
-    (row,) = rows_of(settings)
+    grid = LocalGrid({1: lambda message: None, 2: replaying(trained[0]), 3: replaying(trained[1])})
+    row = one_round(settings, grid, round_seconds=1.0)
     assert (row["accepted"], row["missing"]) == (2, 1)
 
 
@@ -267,8 +267,7 @@ def test_an_empty_client_is_reported_and_the_round_goes_on(settings):
     settings = settings | {"rounds": 1, "partition": "source", "source_column": "text", "evaluation": "none"}
     grid = federation(settings, 25)
     grid.clients = {node: reporting(grid.clients[node]) for node in (100, 101, 124)}
-    run(settings, grid)
-    (row,) = rows_of(settings)
+    row = one_round(settings, grid)
     assert row["accepted"] == 2
     assert "holds no example" in row["refused"][0]["reason"]
 
@@ -314,8 +313,7 @@ def test_an_unforeseen_failure_of_a_client_quotes_nothing(settings, monkeypatch,
     grid = federation(settings, 2)
 
     grid.clients = {node: reporting(answer) for node, answer in grid.clients.items()}
-    run(settings, grid)
-    reasons = [refusal["reason"] for refusal in rows_of(settings)[0]["refused"]]
+    reasons = [refusal["reason"] for refusal in one_round(settings, grid)["refused"]]
     assert len(reasons) == 2
     assert all(fault in reason and "diagnosis" not in reason for reason in reasons)
 
@@ -335,8 +333,7 @@ def test_settings_that_do_not_fit_are_told(settings):
     settings = settings | {"rounds": 1, "evaluation": "none"}
     grid = federation(settings, 2)
     broken = {node: reporting(answer) for node, answer in federation(settings | {"epsilon": -1.0}, 2).clients.items()}
-    run(settings, LocalGrid(grid.clients | {node + 100: answer for node, answer in broken.items()}))
-    (row,) = rows_of(settings)
+    row = one_round(settings, LocalGrid(grid.clients | {node + 100: answer for node, answer in broken.items()}))
     assert row["accepted"] == 2
     assert all("epsilon is -1.0" in refusal["reason"] for refusal in row["refused"])
 
@@ -352,24 +349,20 @@ def test_another_base_model_is_noticed_by_the_client(settings, world):
 
 def test_memory_does_not_grow_with_clients(settings, trained):
     """At most one group of replies is alive at a time, of 24."""
-    settings = settings | {"rounds": 1, "evaluation": "none"}
     grid = LocalGrid(dict.fromkeys(range(24), replaying(trained[0])))
-    run(settings, grid)
-    assert rows_of(settings)[0]["accepted"] == 24
+    assert one_round(settings, grid)["accepted"] == 24
     assert grid.alive <= 5
 
 
 def test_sampling_of_clients(settings, trained):
-    settings = settings | {"fraction": 0.5, "rounds": 1, "evaluation": "none"}
     grid = LocalGrid(dict.fromkeys(range(6), replaying(trained[0])))
-    run(settings, grid)
+    one_round(settings, grid, fraction=0.5)
     assert len(grid.sent) == len({node for node, _ in grid.sent}) == 3
 
 
 def test_perplexity_by_the_clients(settings):
-    settings = settings | {"evaluation": "clients", "rounds": 1}
-    run(settings, federation(settings, 2))
-    by_clients = rows_of(settings)[0]["perplexity"]
+    settings = settings | {"evaluation": "clients"}
+    by_clients = one_round(settings, federation(settings, 2), evaluation="clients")["perplexity"]
     assert math.isfinite(by_clients)
     assert by_clients > 1
 
@@ -433,8 +426,8 @@ def test_central_dp_is_certified(settings, trained):
 def test_central_dp_publishes_nothing_of_who_took_part(settings, trained):
     """Its epsilon counts on the sample being secret: no card holds a client's number or how many answered."""
     settings = settings | CENTRAL | {"rounds": 1, "fraction": 1.0}
-    run(settings, LocalGrid({7770001: replaying(trained[0]), 7770002: failing, 7770003: lambda message: None}))
-    (row,) = rows_of(settings)
+    grid = LocalGrid({7770001: replaying(trained[0]), 7770002: failing, 7770003: lambda message: None})
+    row = one_round(settings, grid)
     assert (row["accepted"], row["missing"], row["refused"][0]["client"]) == (1, 1, "7770002")
     output = Path(settings["output"])
     run_card, card = Card.load(output / "run_card.json"), Card.load(output / "card.json")

@@ -17,8 +17,7 @@ import torch
 import torch.nn.functional as F
 from datasets import Dataset
 from peft import LoraConfig
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerBase
 from trl import DPOConfig, SFTConfig
 
 import fastdp
@@ -26,6 +25,7 @@ from fastdp.engine.accumulator import Accumulator
 from fastdp.integrations.trl import PackingCollator
 from fastdp.private.observer import Observer
 from tests.engine.runs import clipped_sum, error
+from tests.tokenizers_for_tests import word_tokenizer
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 COMMON: dict[str, Any] = {
@@ -43,11 +43,8 @@ COMMON: dict[str, Any] = {
 
 
 @pytest.fixture(scope="module")
-def tokenizer() -> PreTrainedTokenizerFast:
-    words = {word: number for number, word in enumerate(["[PAD]", "[UNK]", *"abcdefghij"])}
-    made = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
-    made.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="[PAD]", unk_token="[UNK]", eos_token="[UNK]")
+def tokenizer() -> PreTrainedTokenizerBase:
+    return word_tokenizer(["[PAD]", "[UNK]", *"abcdefghij"], pad_token="[PAD]", eos_token="[UNK]")
 
 
 def model() -> GPT2LMHeadModel:

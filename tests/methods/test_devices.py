@@ -9,7 +9,7 @@ from fastdp.methods.selective.mechanism import FORMS, TokenMechanism, balanced_p
 from fastdp.ops import NoiseStream
 from tests.elsewhere import DEVICE, There, elsewhere
 from tests.engine.models import batch, build
-from tests.methods.selective.tokenizers_for_tests import quickstart
+from tests.tokenizers_for_tests import quickstart
 
 IDS = torch.arange(240).remainder(60).view(6, 40)
 

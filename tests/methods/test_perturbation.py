@@ -12,7 +12,7 @@ from fastdp.methods import ewft
 from fastdp.methods.perturbation import Releases
 from fastdp.methods.sap import SAPPerturbation
 from tests.engine.models import batch, build
-from tests.methods.selective.tokenizers_for_tests import quickstart
+from tests.tokenizers_for_tests import quickstart
 
 TOKENS, ROWS = 11, 4
 

@@ -199,6 +199,15 @@ def go_on(private: Any, steps: int, at: Callable[[str, int], None] = lambda mome
                 return
 
 
+def said(call: Callable[[], Any], otherwise: str = "done") -> str:
+    """What a call is refused with."""
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return otherwise
+
+
 def refusals(rank: int, size: int, folder: Path) -> dict[str, Any]:
     """What every rank is told where one of them is not like the others."""
     second = rank == 1
@@ -219,13 +228,7 @@ def refusals(rank: int, size: int, folder: Path) -> dict[str, Any]:
         "resume": lambda: small(output_dir=folder / "nothing", resume=True),
         "public examples": lambda: small(method=fastdp.RapFT(PublicMap([{"x": torch.full((1, 5), float(rank))}]))),
     }
-    found: dict[str, Any] = {}
-    for name, start in tried.items():
-        try:
-            start().detach()
-            found[name] = "taken"
-        except Exception as error:
-            found[name] = f"{type(error).__name__}: {error}"
+    found: dict[str, Any] = {name: said(lambda: start().detach(), "taken") for name, start in tried.items()}  # noqa: B023
     private = small()
     private.optimizer.param_groups[0]["lr"] = 0.1 + rank
     try:
@@ -335,12 +338,8 @@ def killed(
         nonlocal began, released
         began, released = time.monotonic(), step
 
-    try:
-        go_on(private, 6, clock)
-        said = "done"
-    except Exception as error:
-        said = f"{type(error).__name__}: {error}"
-    return {"said": said, "seconds": time.monotonic() - began, "released": released, "spent": private.steps_done}
+    ended = said(lambda: go_on(private, 6, clock))
+    return {"said": ended, "seconds": time.monotonic() - began, "released": released, "spent": private.steps_done}
 
 
 def trainer(rank: int, size: int, folder: Path) -> dict[str, Any]:

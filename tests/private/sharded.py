@@ -29,7 +29,7 @@ from fastdp.ops.stream import NoiseStream
 from fastdp.private.release import Release
 from tests.engine.models import build
 from tests.engine.runs import Classifier
-from tests.private.ranked import MOMENTS, checkpointed, go_on, killed, padded, shard, small, texts, trained, whole
+from tests.private.ranked import MOMENTS, checkpointed, go_on, killed, padded, said, shard, small, texts, trained, whole
 
 HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
@@ -97,12 +97,13 @@ def accelerated(rank: int, size: int, folder: Path) -> dict[str, Any]:
         for case in ("tied gpt2", "llama", "lora")
     }
     private = _started(build("llama"))
-    try:
+
+    def afterwards() -> None:
         model, _, data = _accelerator().prepare(*private)
         for batch in data:
             model(**batch)["loss"].backward()
-    except Exception as error:
-        found["afterwards"] = f"{type(error).__name__}: {error}"
+
+    found["afterwards"] = said(afterwards)
     found["spent"] = private.steps_done
     return found
 
@@ -151,12 +152,8 @@ def lost(rank: int, size: int, folder: Path) -> dict[str, Any]:
         nonlocal released, began
         released, began = step, time.monotonic()
 
-    try:
-        go_on(private, 6, clock)
-        said = "done"
-    except Exception as error:
-        said = f"{type(error).__name__}: {error}"
-    return {"said": said, "seconds": time.monotonic() - began, "released": released, "spent": private.steps_done}
+    ended = said(lambda: go_on(private, 6, clock))
+    return {"said": ended, "seconds": time.monotonic() - began, "released": released, "spent": private.steps_done}
 
 
 def killed_with_pieces(moment: str, rank: int, size: int, folder: Path) -> dict[str, Any]:
@@ -370,51 +367,40 @@ def refused(rank: int, size: int, folder: Path) -> dict[str, Any]:
         "afterwards": (lambda model: None, {}),
         "blocks afterwards": (lambda model: None, {}),
     }
-    found: dict[str, Any] = {}
-    for name, (prepare, options) in tried.items():
+
+    def attempt(name: str, prepare: Callable[[nn.Module], None], options: dict[str, Any]) -> None:
         model: Any = build("llama")
         prepare(model)
-        try:
-            private = _started(model, **options)
-            if name == "a proof":
-                private.prove()
-            if name.endswith("afterwards"):
-                (shard if name == "afterwards" else blocks_alone)(model)
-                _go_on(private, 1)
-            found[name] = "taken"
-        except Exception as error:
-            found[name] = f"{type(error).__name__}: {error}"
-    for name, write in {
-        "counted": lambda p: p.to_local().add_(1),
-        "not counted": lambda p: p.to_local().data.add_(1),
-    }.items():
+        private = _started(model, **options)
+        if name == "a proof":
+            private.prove()
+        if name.endswith("afterwards"):
+            (shard if name == "afterwards" else blocks_alone)(model)
+            _go_on(private, 1)
+
+    found: dict[str, Any] = {name: said(partial(attempt, name, *how), "taken") for name, how in tried.items()}
+
+    def written(write: Callable[[Any], Any]) -> None:
         model = Classifier()
         fully_shard(model)
         private = small(model=model)
-        try:
-            for batch in private.data_loader:
-                private.model(**batch)["loss"].backward()
-                with torch.no_grad():
-                    write(model.second.weight)
-                private.optimizer.step()
-        except Exception as error:
-            found[name] = f"{type(error).__name__}: {error}"
-        private.detach()
+        for batch in private.data_loader:
+            private.model(**batch)["loss"].backward()
+            with torch.no_grad():
+                write(model.second.weight)
+            private.optimizer.step()
+
+    found["counted"] = said(partial(written, lambda p: p.to_local().add_(1)))
+    found["not counted"] = said(partial(written, lambda p: p.to_local().data.add_(1)))
     sorting = Sorting()
     fully_shard(sorting)
     private = small(model=sorting)
-    try:
-        go_on(private, 1)
-    except Exception as error:
-        found["no rule"] = f"{type(error).__name__}: {error}"
+    found["no rule"] = said(lambda: go_on(private, 1))
     found["spent"] = private.steps_done
     late = Late()
     fully_shard(late, mp_policy=HALF)
     private = small(model=late, self_check=False)
-    try:
-        go_on(private, 2, lambda moment, step: setattr(late, "late", step == 1))
-    except Exception as error:
-        found["put aside"] = f"{type(error).__name__}: {error}"
+    found["put aside"] = said(lambda: go_on(private, 2, lambda moment, step: setattr(late, "late", step == 1)))
     found["spent"] += private.steps_done - 1
     return found
 

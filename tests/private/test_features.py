@@ -30,6 +30,8 @@ from tests.engine.reference import (
 )
 from tests.engine.runs import (
     CLASSES,
+    CLIPPED,
+    EXACT,
     FEATURES,
     Batch,
     Classifier,
@@ -48,10 +50,6 @@ from tests.engine.runs import (
     start,
     state,
 )
-
-EXACT = 1e-5
-#: Of clipped sums: a unit is scaled by an upper bound of its norm, which is above the norm by what rounding may hide.
-CLIPPED = 1e-4
 
 
 def exact_step(model: nn.Module, data: Batch, bound: float, route: str = "uses", **options: Any) -> None:

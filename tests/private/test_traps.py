@@ -30,6 +30,8 @@ from fastdp.private.sampler import ShuffledSampler
 from tests.engine.models import batch as model_batch, build
 from tests.engine.reference import Recording, engine_for, ticket
 from tests.engine.runs import (
+    CLIPPED,
+    EXACT,
     Classifier,
     Odd,
     clipped_sum,
@@ -44,10 +46,6 @@ from tests.engine.runs import (
     sizes,
     start,
 )
-
-EXACT = 1e-5
-#: Of clipped sums: a unit is scaled by an upper bound of its norm, which is above the norm by what rounding may hide.
-CLIPPED = 1e-4
 
 
 def notices(check: Callable[[], None], *errors: type[BaseException]) -> None:

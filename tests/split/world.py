@@ -2,12 +2,12 @@
 
 import peft
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
-from transformers import BertConfig, BertForSequenceClassification, PreTrainedTokenizerFast
+from transformers import BertConfig, BertForSequenceClassification
 
 from fastdp.methods.sap import PrivateBottom, split_model
 from fastdp.split import Limits, SplitVendor
 from fastdp.split.vendor import default_lora
+from tests.tokenizers_for_tests import word_tokenizer
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *(f"w{i}" for i in range(60))]
 LIMITS = Limits(max_tokens=16, max_batch=8, max_message_bytes=1 << 18)
@@ -15,14 +15,9 @@ ETA = 40.0
 
 
 def make_tokenizer():
-    backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="[UNK]"))
-    backend.pre_tokenizer = pre_tokenizers.Whitespace()
-    backend.post_processor = processors.TemplateProcessing(
-        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
-    )
-    special = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
+    special = {"pad_token": "[PAD]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
     names = ["input_ids", "token_type_ids", "attention_mask"]
-    return PreTrainedTokenizerFast(tokenizer_object=backend, model_input_names=names, **special)
+    return word_tokenizer(WORDS, "[CLS] $A [SEP] $B:1 [SEP]:1", model_input_names=names, **special)
 
 
 def make_model(dropout=0.0, width=16, layers=2):

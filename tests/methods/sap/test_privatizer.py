@@ -4,26 +4,21 @@ import math
 
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
-from transformers import PreTrainedTokenizerFast
 
 import fastdp
 from fastdp.methods.encoding import encode_private
 from fastdp.methods.sap import CTI
 from tests.ops.test_dchi import FALSE_ALARM, chi_square, line_law
+from tests.tokenizers_for_tests import word_tokenizer
 
 WORDS = [f"w{i}" for i in range(40)]
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
+KNOWN = dict(zip(("pad_token", "unk_token", "cls_token", "sep_token"), SPECIAL))
 
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    vocabulary = {word: i for i, word in enumerate(SPECIAL + WORDS + ["[", "]", "SEP"])}
-    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
-    backend.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend, pad_token="[PAD]", unk_token="[UNK]", cls_token="[CLS]", sep_token="[SEP]"
-    )
+    return word_tokenizer([*SPECIAL, *WORDS, "[", "]", "SEP"], **KNOWN)
 
 
 @pytest.fixture(scope="module")
@@ -85,14 +80,7 @@ def test_a_special_token_spelled_out_in_a_text_is_text(table, tokenizer):
 
 def vendors_tokenizer(**roles):
     """One whose maker calls words of the vocabulary special, to have them left alone."""
-    vocabulary = {word: i for i, word in enumerate(SPECIAL + WORDS)}
-    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
-    backend.pre_tokenizer = pre_tokenizers.Whitespace()
-    backend.post_processor = processors.TemplateProcessing(
-        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
-    )
-    known = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"} | roles
-    made = PreTrainedTokenizerFast(tokenizer_object=backend, **known)
+    made = word_tokenizer(SPECIAL + WORDS, "[CLS] $A [SEP] $B [SEP]", **{**KNOWN, **roles})
     made.add_special_tokens({"additional_special_tokens": ["w3", "w4"]})
     return made
 

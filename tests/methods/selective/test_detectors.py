@@ -8,8 +8,7 @@ from transformers import BertConfig, BertForTokenClassification
 
 from fastdp.methods.selective import PresidioDetector, PrivacyDetector, TokenClassificationDetector
 from fastdp.methods.selective.token_classification import _spans
-
-from .tokenizers_for_tests import word_tokenizer
+from tests.tokenizers_for_tests import word_tokenizer
 
 WORDS = ["anna", "bo", "met", "in", "paris", "today"]
 

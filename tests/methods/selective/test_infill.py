@@ -12,9 +12,9 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from fastdp import NoiseStream, accounting
 from fastdp.methods.selective import SelectivePerturbation, TypedCells
 from fastdp.methods.selective.infill import choose, infill
+from tests.tokenizers_for_tests import quickstart
 
 from .test_perturbation import TEXTS
-from .tokenizers_for_tests import quickstart
 
 TYPES = torch.tensor([0, 1, 1, 2, 2, 2])
 ALLOWED = (torch.arange(3)[:, None] == TYPES) & (torch.arange(6) > 0)

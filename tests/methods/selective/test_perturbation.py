@@ -17,8 +17,7 @@ from fastdp.methods.selective import (
     token_mask,
 )
 from fastdp.methods.selective.perturbation import _spelled
-
-from .tokenizers_for_tests import quickstart, word_tokenizer
+from tests.tokenizers_for_tests import quickstart, word_tokenizer
 
 TEXTS = ["Please call Richard McCray on 0393 1144137.", "Nothing to see.", "Anna paid with 4111 1111 1111 1111."]
 

@@ -5,8 +5,7 @@ from hypothesis import given, strategies as st
 
 from fastdp.methods.selective import PrivacyPolicy, Span, token_mask
 from fastdp.methods.selective.spans import merge
-
-from .tokenizers_for_tests import quickstart
+from tests.tokenizers_for_tests import quickstart
 
 TEXT = "Ms. Anna Lindqvist-Åberg lives here"
 

@@ -10,9 +10,9 @@ from scipy.stats import chisquare
 from fastdp import NoiseStream, accounting
 from fastdp.methods.selective import SelectivePerturbation, TypedCells
 from fastdp.methods.selective.typed import SMALLEST_TYPE, token_types
+from tests.tokenizers_for_tests import quickstart, word_tokenizer
 
 from .test_perturbation import TEXTS, encoded
-from .tokenizers_for_tests import quickstart, word_tokenizer
 
 
 def cells_of(types, allowed=None):
