@@ -1,5 +1,6 @@
 """The command: its figures, its refusals in one sentence, and a run from the shell."""
 
+import io
 import json
 import os
 import re
@@ -10,10 +11,13 @@ import time
 
 import pytest
 import yaml
+from rich.console import Console
 from typer.testing import CliRunner
 
 from fastdp.accounting.exports import FORMATS, SUFFIXES
 from fastdp.cli import app
+from fastdp.commands import training
+from fastdp.finetune.reporter import Forecast
 from tests.finetune.conftest import files, model_folder  # noqa: F401 - fixtures
 
 runner = CliRunner()
@@ -74,6 +78,15 @@ def test_doctor_lists_every_trained_parameter(model_folder, peft):  # noqa: F811
     expected = ["transformer.wte.weight", "transformer.h.1.mlp.c_proj.bias"] if peft == "full" else ["lora_A", "lora_B"]
     for name in expected:
         assert name in output
+
+
+def test_a_run_is_told_in_80_columns(monkeypatch):
+    monkeypatch.setattr(training, "console", Console(file=io.StringIO(), width=80))
+    with training.ProgressReporter() as reporter:
+        reporter.step(1995, 2000, 10.123, 7.99, Forecast(5, 7500.0, 120 << 30, 8.0, 1e-5))
+    bar, state = training.console.file.getvalue().splitlines()
+    assert re.search(r"━{20}.* 1995/2000$", bar)
+    assert state.strip() == "loss 10.123 (unprotected)  epsilon 7.99 of 8  120.0 GiB  2 h 5 min left"
 
 
 def test_finetune_from_flags_alone_and_verify(model_folder, files, tmp_path):  # noqa: F811

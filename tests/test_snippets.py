@@ -1,17 +1,13 @@
 """The code blocks of README and docs run as they stand, on a model as `from_pretrained` returns it: in eval mode.
 
-Every Python block is executed, and of every shell block each command is looked up, with its options. `NOT_RUN` and
-`NOT_LOOKED_UP` are all that is left out, and why; the blocks of CONTRIBUTING.md run in `tests/test_documents.py`.
+Every Python block is executed. `NOT_RUN` is all that is left out, and why; the blocks of CONTRIBUTING.md run in
+`tests/test_documents.py`, and the commands of shell blocks in `tests/test_commands.py`.
 """
 
 from __future__ import annotations
 
-import contextlib
-import importlib.util
 import inspect
-import io
 import re
-import shlex
 from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
@@ -21,10 +17,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 from transformers import AutoTokenizer, BertConfig, BertForSequenceClassification, GPT2Config, GPT2LMHeadModel
-from typer.main import get_command
 
 import fastdp
-from fastdp.cli import app
 from fastdp.methods.selective import RuleDetector, Span, measure_detector
 
 ROOT = Path(__file__).parent.parent
@@ -42,14 +36,6 @@ NOT_RUN = {
 }
 #: Libraries that Python blocks need and an environment of the tests may lack, by a phrase in them.
 NEEDS = {"BitsAndBytesConfig": "bitsandbytes"}
-#: Programs of shell blocks whose options are not looked up.
-NOT_LOOKED_UP = {
-    "flwr": "Flower's own; tests/federated runs the app that it starts",
-    "flower-superlink": "Flower's own, and needs certificates of a deployment",
-    "flower-supernode": "the same",
-    "ssh-keygen": "the operating system's",
-    "export": "the shell's",
-}
 
 
 def rows(count: int, ids: bool = False) -> list[dict[str, Any]]:
@@ -138,7 +124,7 @@ def test_a_code_block_runs_as_it_stands(
 
 def test_every_block_that_is_left_out_is_there() -> None:
     texts = "".join((ROOT / page).read_text() for page in PAGES)
-    assert all(phrase in texts for phrase in (*NOT_RUN, *NEEDS, *NOT_LOOKED_UP))
+    assert all(phrase in texts for phrase in (*NOT_RUN, *NEEDS))
     assert all(Path(page).name in (ROOT / test).read_text() for page, test in ONE_PROGRAM.items())
 
 
@@ -163,68 +149,6 @@ def test_recipes_give_each_row_its_own_loss() -> None:
         alone = [names[name](output[i : i + 1], {k: v[i : i + 1] for k, v in batch.items()}) for i in range(3)]
         assert together.shape == (3,)
         assert torch.allclose(together, torch.cat(alone))
-
-
-def commands() -> list[tuple[str, list[str]]]:
-    """Every command of every shell block, as words, with its page."""
-    found = []
-    for page in PAGES:
-        for kind, block in re.findall(
-            r"^```(\w*)\n(.*?)^```", (ROOT / page).read_text(), flags=re.DOTALL | re.MULTILINE
-        ):
-            if kind not in ("", "bash", "sh", "shell"):
-                continue
-            for line in block.replace("\\\n", " ").splitlines():
-                if line.split() and line.split()[0] in (*KNOWN, *NOT_LOOKED_UP):
-                    found.append((page, shlex.split(line, comments=True)))
-    return found
-
-
-def fastdp_command(words: list[str]) -> None:
-    command: Any = get_command(app)
-    while words and words[0] in getattr(command, "commands", {}):
-        command, words = command.commands[words[0]], words[1:]
-    assert not hasattr(command, "commands"), f"no such command: {words}"
-    known = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
-    if command.context_settings.get("ignore_unknown_options"):
-        # Handed on to a suite, whose own parser tells them.
-        suite = importlib.import_module(f"fastdp.bench.utility.{words[words.index('--suite') + 1]}")
-        with contextlib.redirect_stdout(io.StringIO()) as told, contextlib.suppress(SystemExit):
-            suite.main(["--help"])
-        known |= set(re.findall(r"--[\w-]+", told.getvalue()))
-    unknown = [word for word in words if word.startswith("--") and word.partition("=")[0] not in known]
-    assert not unknown
-
-
-def make(words: list[str]) -> None:
-    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
-    assert all(word in targets for word in words)
-
-
-def python(words: list[str]) -> None:
-    if words[0] == "-m":
-        assert importlib.util.find_spec(words[1])
-        return
-    text = (ROOT / words[0]).read_text()
-    assert all(f'"{word}"' in text for word in words[1:] if word.startswith("--") and word != "--help")
-
-
-def pip(words: list[str]) -> None:
-    assert words[0] == "install"
-    extras = re.findall(r"^(\w+) = \[", (ROOT / "pyproject.toml").read_text(), flags=re.MULTILINE)
-    asked = [extra for word in words for group in re.findall(r"\[(.*?)\]", word) for extra in group.split(",")]
-    assert all(extra in extras for extra in asked)
-
-
-KNOWN = {"fastdp": fastdp_command, "make": make, "python": python, "pip": pip}
-
-
-@pytest.mark.parametrize(
-    ("page", "words"), commands(), ids=lambda value: value if isinstance(value, str) else " ".join(value)[:60]
-)
-def test_a_command_line_exists_with_its_options(page: str, words: list[str]) -> None:
-    if words[0] in KNOWN:
-        KNOWN[words[0]](words[1:])
 
 
 def fewer(begin: Any) -> Any:

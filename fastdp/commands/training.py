@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import math
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
+from rich.text import Text
 
 from fastdp.commands.flags import with_flags
 from fastdp.commands.quiet import quiet_libraries
@@ -24,20 +26,24 @@ if TYPE_CHECKING:
 console = Console()
 
 
+class _Bar(Progress):
+    """A bar of steps, and its state on a line below: both have room in a terminal of 80 columns."""
+
+    state = ""
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        yield from super().get_renderables()
+        yield Text(self.state)
+
+
 class ProgressReporter(Reporter):
-    """Draws a run as a line of phases and a bar of steps."""
+    """Draws a run as lines of phases, a bar of steps and how they stand."""
 
     def __init__(self, title: str = "") -> None:
         self.title = title
         self.epsilon = ""
         self.bar: TaskID | None = None
-        self.progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[state]}"),
-            console=console,
-        )
+        self.progress = _Bar(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), console=console)
 
     def __enter__(self) -> ProgressReporter:
         self.progress.start()
@@ -57,11 +63,13 @@ class ProgressReporter(Reporter):
 
     def step(self, done: int, total: int, loss: float, epsilon: float | None, left: Forecast) -> None:
         if self.bar is None:
-            self.bar = self.progress.add_task("steps", total=total, state="")
+            self.bar = self.progress.add_task("steps", total=total)
         if epsilon is not None and math.isfinite(epsilon):
             self.epsilon = f"  epsilon {epsilon:.2f}" + ("" if left.epsilon is None else f" of {left.epsilon:g}")
-        state = f"loss {loss:.3f} (unprotected){self.epsilon}  {memory(left.peak_bytes)}  {duration(left.seconds)} left"
-        self.progress.update(self.bar, completed=done, state=state)
+        self.progress.state = (
+            f"loss {loss:.3f} (unprotected){self.epsilon}  {memory(left.peak_bytes)}  {duration(left.seconds)} left"
+        )
+        self.progress.update(self.bar, completed=done)
 
 
 def _flag(field: dataclasses.Field[Any]) -> inspect.Parameter:
