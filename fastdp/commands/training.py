@@ -10,20 +10,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console, RenderableType
+from rich.console import RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 from rich.text import Text
 
 from fastdp.commands.flags import with_flags
 from fastdp.commands.quiet import quiet_libraries
-from fastdp.commands.refusal import errors, refusing
+from fastdp.commands.refusal import console, errors, refusing
 from fastdp.finetune.config import TYPES, FinetuneConfig, load_config
 from fastdp.finetune.reporter import Forecast, Reporter, duration, memory
 
 if TYPE_CHECKING:
     from fastdp.finetune import Result
-
-console = Console()
 
 
 class _Bar(Progress):
@@ -53,13 +51,13 @@ class ProgressReporter(Reporter):
         self.progress.stop()
 
     def phase(self, text: str) -> None:
-        self.progress.console.print(f"[dim]{self.title}{text}[/]", highlight=False)
+        self.progress.console.print(f"[dim]{self.title}{text}[/]")
 
     def note(self, text: str) -> None:
-        self.progress.console.print(f"[yellow]note:[/] {text}", highlight=False)
+        self.progress.console.print(f"[yellow]note:[/] {text}")
 
     def forecast(self, expected: Forecast) -> None:
-        self.progress.console.print(f"{self.title}to come: {expected.in_words()}", highlight=False)
+        self.progress.console.print(f"{self.title}to come: {expected.in_words()}")
 
     def step(self, done: int, total: int, loss: float, epsilon: float | None, left: Forecast) -> None:
         if self.bar is None:
@@ -105,7 +103,7 @@ def finetune_command(
         with ProgressReporter() as reporter:
             result = finetune(settings, resume=resume, reporter=reporter)
     except KeyboardInterrupt:
-        errors.print(_stopped(settings), highlight=False)
+        errors.print(_stopped(settings))
         raise typer.Exit(130) from None
     _print_result(result)
 
@@ -125,7 +123,7 @@ def _print_result(result: Result) -> None:
     if result.before and result.after:
         console.print(f"held out: {result.before.headline} before, [bold]{result.after.headline}[/] after")
     if result.privacy is not None:
-        console.print(f"privacy: {result.privacy}", highlight=False)
+        console.print(f"privacy: {result.privacy}")
     elif math.isfinite(result.epsilon):
         console.print(
             f"privacy: epsilon [bold]{result.epsilon:.3f}[/] at delta {result.delta:g} "
