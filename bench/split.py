@@ -71,8 +71,9 @@ class IdsOfText:
     """In place of a tokenizer: a text is its ids, and every text is as long as the batch needs."""
 
     def __call__(self, texts: list[str], **_: Any) -> dict[str, list[list[int]]]:
-        """Ids of each text."""
-        return {"input_ids": [[int(token) for token in text.split()] for text in texts]}
+        """Ids of each text, none of them the tokenizer's own."""
+        ids = [[int(token) for token in text.split()] for text in texts]
+        return {"input_ids": ids, "special_tokens_mask": [[0] * len(own) for own in ids]}
 
 
 def texts_of(shape: Shape, count: int, seed: int) -> tuple[list[str], list[int]]:
