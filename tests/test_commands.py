@@ -58,6 +58,8 @@ CUT = {
 #: What a reader puts in for a name that cannot be meant as it stands, by command.
 STANDS_FOR = {
     "/data/": "{folder}/",
+    # The Ray that `launch.py` starts has one processor, for one client at a time.
+    "num-supernodes=4": "num-supernodes=4 client-resources-num-cpus=1",
     "--model ...": "--model all-MiniLM-L6-v2",
     "--train ...": "--train train.tsv",
     "--certificates alice": "--certificates certificates/alice",
@@ -94,6 +96,8 @@ ELSEWHERE = {
     "flwr run examples/federated server": (*DEPLOYED, "needs several machines"),
 }
 SERVES = "fastdp split vendor"
+#: The modules that launchers run.
+LAUNCHERS = {"torchrun": "torch.distributed.run", "accelerate": "accelerate.commands.accelerate_cli"}
 
 
 def blocks(page: str) -> list[tuple[str, str]]:
@@ -334,6 +338,9 @@ class Reader:
         more, _ = of(CUT, line) or ("", "")
         line = f"{line} {more.format(port=self.port)}"
         words = shlex.split(line)
+        if words[0] in LAUNCHERS and not shutil.which(words[0], path=str(Path(sys.executable).parent)):
+            # Installed elsewhere than beside this Python, and for another one.
+            line = line.replace(words[0], f"python -m {LAUNCHERS[words[0]]}", 1)
         if words[0] == "export":
             self.environment |= dict(word.split("=", 1) for word in words[1:])
         elif words[0] == "flwr":
