@@ -295,7 +295,7 @@ def things(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "synth_dataset_v2.json").write_text(json.dumps(labelled_texts))
     (folder / "wikitext2").mkdir()
     for name, part in (("train", records[:400]), ("valid", records[400:800]), ("test", records[800:1200])):
-        (folder / "wikitext2" / f"{name}.txt").write_text("\n".join(part))
+        (folder / "wikitext2" / f"{name}.txt").write_text("\n".join(map(" ".join, zip(part, part[1:]))))
     return folder
 
 
