@@ -57,7 +57,7 @@ def picture(
 def plain_log(axis: Any) -> None:
     """Write a logarithmic axis as numbers, at 1, 2 and 5 of each power of ten."""
     axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
-    axis.set_major_formatter(lambda value, _: f"{value:,.0f}".replace(",", " ") if value >= 1 else f"{value:g}")
+    axis.set_major_formatter(lambda value, _: f"{value:,.0f}".replace(",", " ") if value >= 100 else f"{value:.3g}")
     axis.set_minor_formatter(lambda *_: "")
 
 
