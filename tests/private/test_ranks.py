@@ -42,7 +42,7 @@ def run(folder: Path, *groups: str, **environment: str) -> None:
     """Let the program run these groups of processes, one after another."""
     command = [sys.executable, "-m", "tests.private.ranked", str(folder), *groups]
     own = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **environment}
-    done = subprocess.run(command, env=own, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=900)
+    done = subprocess.run(command, env=own, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=3600)
     assert done.returncode == 0, done.stderr
 
 
@@ -374,7 +374,7 @@ def test_the_examples_reach_the_perplexity_of_one_process(name: str, launcher: l
     for group, launched in (("one", []), ("two", ["-m", *launcher])):
         command = [sys.executable, *launched, *example, "--output", str(tmp_path / group)]
         own = {**os.environ, "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(command, env=own, capture_output=True, text=True, timeout=900)
+        done = subprocess.run(command, env=own, capture_output=True, text=True, timeout=3600)
         assert done.returncode == 0, done.stderr
         said.append(done.stdout.splitlines()[1])
         assert Ledger.read(tmp_path / group / "ledger.jsonl").spent_steps == 4
