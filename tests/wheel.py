@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM  # noqa: E402
 
 from fastdp.quickstart import MODEL  # noqa: E402
 
-model = AutoModelForCausalLM.from_pretrained(MODEL).train()
+model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).train()  # its file holds float16
 rows = [{"input_ids": torch.randint(1, 500, (32,))} for _ in range(64)]
 loader = torch.utils.data.DataLoader([row | {"labels": row["input_ids"]} for row in rows], batch_size=16)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
