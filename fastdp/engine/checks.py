@@ -17,6 +17,7 @@ from fastdp.engine.guard import Guard
 from fastdp.engine.known import Known
 from fastdp.engine.later import Schedule, Structure
 from fastdp.engine.layout import Ticket
+from fastdp.engine.modes import refuse_mixing
 from fastdp.engine.passes import ORDINARY, USES, Pass, Passes
 from fastdp.engine.ranks import Ranks
 from fastdp.engine.trace import Tracer
@@ -108,6 +109,7 @@ class Checks:
 
     def _prepare(self, call: Call, ticket: Ticket) -> None:
         """Trace the model, see that its rows are independent, and try the route of uses on a few examples."""
+        refuse_mixing(self._passes.model)
         self._guard.settle()
         with self._passes.trial():
             reason = self._decide(call, ticket)
@@ -162,6 +164,8 @@ class Checks:
     def _check_again(self, call: Call, ticket: Ticket, *, thorough: bool) -> None:
         """What the first batch was asked, of some rows of a later one; without ``thorough``, one extra pass or two rows."""
         passes = self._passes
+        if thorough:
+            refuse_mixing(passes.model)
         rows = selfcheck.chosen_rows(ticket, random.SystemRandom().randrange(ticket.rows))
         try:
             with passes.trial():

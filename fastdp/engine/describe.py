@@ -11,6 +11,7 @@ from fastdp.engine.batches import tensors
 from fastdp.engine.boundary import find_loss
 from fastdp.engine.engine import Engine
 from fastdp.engine.layout import Ticket
+from fastdp.engine.modes import in_mode
 from fastdp.engine.passes import ONE_EXAMPLE
 from fastdp.engine.policy import Policy
 from fastdp.ops.routes import constants_for, predicted_seconds
@@ -38,15 +39,13 @@ def describe(model: torch.nn.Module, batch: dict[str, Any]) -> list[Description]
     rows = next(t.shape[0] for t in tensors(batch) if t.dim() > 0)
     tickets = deque([Ticket(torch.arange(rows), torch.ones(rows), is_last=True)])
     engine = Engine(model, Policy((1.0,), (0.0,), dict.fromkeys(parameters, 0)), tickets)
-    training = model.training
-    model.train()
     try:
-        loss = find_loss(model(**batch))
-        assert loss is not None
-        loss.backward()
+        with in_mode(model, training=True):
+            loss = find_loss(model(**batch))
+            assert loss is not None
+            loss.backward()
     finally:
         engine.close()
-        model.train(training)
     return [_row(engine, name) for name in parameters]
 
 

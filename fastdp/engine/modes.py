@@ -1,4 +1,4 @@
-"""A model in training or in evaluation for a while."""
+"""A model in training or in evaluation for a while, and what may be in training at all."""
 
 from __future__ import annotations
 
@@ -9,11 +9,35 @@ import torch
 
 
 @contextmanager
-def in_mode(model: torch.nn.Module, *, training: bool) -> Iterator[None]:
-    """The model in this mode, and afterwards in the one that it was in."""
-    before = model.training
-    model.train(training)
+def kept_modes(model: torch.nn.Module) -> Iterator[None]:
+    """Afterwards each module is in the mode that it was in: some may be frozen in evaluation, within a model that trains."""
+    before = [(module, module.training) for module in model.modules()]
     try:
         yield
     finally:
-        model.train(before)
+        for module, mode in before:
+            module.training = mode
+
+
+@contextmanager
+def in_mode(model: torch.nn.Module, *, training: bool) -> Iterator[None]:
+    """The model in this mode, and afterwards each of its modules in its own."""
+    with kept_modes(model):
+        model.train(training)
+        yield
+
+
+def refuse_mixing(model: torch.nn.Module) -> None:
+    """Raise ValueError for a batch normalisation, unless it scales by known numbers alone: in eval mode, with statistics, frozen.
+
+    Asked again when modes have changed: a loop's own ``model.train()`` reaches frozen modules too.
+    """
+    for name, module in model.named_modules():
+        if not isinstance(module, torch.nn.modules.batchnorm._BatchNorm):
+            continue
+        frozen = not any(p.requires_grad for p in module.parameters())
+        if module.training or module.running_mean is None or not frozen:
+            raise ValueError(
+                f"{name} is a batch normalisation, which mixes examples; replace it by group or layer norm, or freeze it: "
+                "requires_grad=False, and eval mode after each model.train()"
+            )

@@ -14,6 +14,7 @@ import torch
 
 from fastdp.engine.collation import spread
 from fastdp.engine.guard import contents
+from fastdp.engine.modes import refuse_mixing
 from fastdp.engine.pieces import is_cut
 from fastdp.engine.ranks import pass_through
 from fastdp.engine.shards import check_pieces
@@ -112,12 +113,8 @@ def check_model(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Non
     check_pieces(model)
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError("LBFGS differentiates several times a step, and a step is one release; use SGD, Adam or AdamW")
+    refuse_mixing(model)
     for name, module in model.named_modules():
-        if isinstance(module, torch.nn.modules.batchnorm._BatchNorm) and not _constant(module):
-            raise ValueError(
-                f"{name} is a batch normalisation, which mixes examples; replace it by group or layer norm, or freeze it: "
-                "requires_grad=False, and eval mode after each model.train()"
-            )
         if isinstance(module, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and module.max_norm is not None:
             raise ValueError(f"{name} has max_norm, which rewrites rows by what the batch contains; set it to None")
     config = getattr(model, "config", None)
@@ -198,12 +195,6 @@ def refuse_fused_loss(model: torch.nn.Module) -> None:
                     f"the tokens of a whole batch: {remedy}, since private training leaves the logits out itself, or give "
                     "make_private a criterion= of one loss a row"
                 )
-
-
-def _constant(module: torch.nn.Module) -> bool:
-    """Whether a batch normalisation scales by known numbers alone: in eval mode, with statistics kept, and frozen."""
-    frozen = not any(p.requires_grad for p in module.parameters())
-    return frozen and not module.training and module.running_mean is not None
 
 
 def refuse_frozen(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:

@@ -16,6 +16,7 @@ from fastdp.accounting import Ledger, LedgerError
 from fastdp.accounting.weights import named_digest
 from fastdp.engine.engine import Engine
 from fastdp.engine.guard import contents
+from fastdp.engine.modes import kept_modes
 from fastdp.engine.policy import Policy
 from fastdp.engine.ranks import ONE, Ranks
 from fastdp.engine.shards import weights_of
@@ -87,13 +88,13 @@ class Stages:
         if self._resume and self._adopt_stored(preparation.step):
             return
         self.engine.close()
-        training = self.model.training
         self._train(self.parameters)
         # After a step its gradients are still there, and would be taken for ones that nothing has clipped.
         self.model.zero_grad(set_to_none=True)
         preparation.weights = weights_of(self.model, self._ranks)
         try:
-            self._release(preparation)
+            with kept_modes(self.model):
+                self._release(preparation)
             outcome = dict(self.method.conclude(preparation.findings()))
             self._save(outcome, preparation.step)
             self.outcome, self.prepared_step = outcome, preparation.step
@@ -101,7 +102,6 @@ class Stages:
             preparation.end()
             preparation.weights.release()
             self.model.zero_grad(set_to_none=True)
-            self.model.train(training)
             self.engine = self._open()
 
     def _release(self, preparation: Preparation) -> None:

@@ -128,11 +128,6 @@ def one_by_one(model: nn.Module, batch: Batch) -> list[dict[str, torch.Tensor]]:
     return alone(copy.deepcopy(model).double(), batch)
 
 
-def sizes(gradients: Sequence[Mapping[str, torch.Tensor]]) -> torch.Tensor:
-    """Norm of each gradient over all parameters."""
-    return torch.stack([torch.stack([g.square().sum() for g in one.values()]).sum().sqrt() for one in gradients])
-
-
 def clipped_sum(
     gradients: Sequence[Mapping[str, torch.Tensor]], bounds: Mapping[str, float] | float
 ) -> dict[str, torch.Tensor]:

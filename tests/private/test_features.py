@@ -46,7 +46,6 @@ from tests.engine.runs import (
     one_by_one,
     opaque,
     same,
-    sizes,
     start,
     state,
 )
@@ -60,7 +59,7 @@ def exact_step(model: nn.Module, data: Batch, bound: float, route: str = "uses",
     model(**data)["loss"].backward()
     assert engine.route == route, engine.reason
     seen = Recording.seen[-1][0] if route == "uses" else torch.stack([n[0, 0] for n in Recording.seen])
-    assert torch.allclose(seen.double(), sizes(truth), rtol=EXACT)
+    assert torch.allclose(seen.double(), reference_norms(truth), rtol=EXACT)
     got = {n: engine.accumulator.sums.get(n, torch.zeros_like(p)) for n, p in engine.parameters.items()}
     assert error(got, clipped_sum(truth, bound)) < CLIPPED
     engine.close()

@@ -28,7 +28,7 @@ from fastdp.private import release as releases
 from fastdp.private.loader import PrivateLoader
 from fastdp.private.sampler import ShuffledSampler
 from tests.engine.models import batch as model_batch, build
-from tests.engine.reference import Recording, engine_for, ticket
+from tests.engine.reference import Recording, engine_for, norms as sizes, ticket
 from tests.engine.runs import (
     CLIPPED,
     EXACT,
@@ -43,7 +43,6 @@ from tests.engine.runs import (
     one_by_one,
     opaque,
     same,
-    sizes,
     start,
 )
 

@@ -158,10 +158,13 @@ class CTI:
         noise_multiplier: float | None = None,
         max_norm: float = 5.0,
         min_support: float | None = None,
+        tilt: float = 1.0,
+        c0: float | None = None,
         delta: float = 1e-5,
         origin: PublicText | None = None,
+        cells: int | None = None,
+        told_at: float | None = None,
         stream: NoiseStream | None = None,
-        **others: Any,
     ) -> CTI:
         """From texts as ids: public ones, or private ones, whose counts get the noise of `noised_counts`.
 
@@ -170,7 +173,7 @@ class CTI:
             vocabulary: rows of the embedding table.
             noise_multiplier, max_norm: of the counts of private texts; see `noised_counts`.
             min_support: see `from_counts`; with noise the support is at least 4 times the std of the sum over classes.
-            others: ``tilt``, ``c0``, ``cells`` and ``told_at``, as for `from_counts`.
+            tilt, c0, cells, told_at: see `from_counts`.
 
         Raises ValueError as `from_counts` and `noised_counts` do; for public texts with noise, and for private texts
         without it except in the `paper` form, which then says that it guarantees nothing.
@@ -194,7 +197,16 @@ class CTI:
             )
             if min_support is None:
                 min_support = max(_SUPPORT, 4 * math.sqrt(classes) * noise_multiplier * max_norm)
-        made = cls.from_counts(counts, source=source, form=form, min_support=min_support, **others)
+        made = cls.from_counts(
+            counts,
+            source=source,
+            form=form,
+            min_support=min_support,
+            tilt=tilt,
+            c0=c0,
+            cells=cells,
+            told_at=told_at,
+        )
         return replace(made, delta=delta, origin=origin)
 
     @property

@@ -150,16 +150,29 @@ class TextPrivatizer(Releases):
         self,
         table_or_model: Tensor | nn.Module,
         *,
+        eta: float | None = None,
+        epsilon: float | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
+        mechanism: str | None = None,
+        cti: CTI | None = None,
+        special: str = "keep",
+        unknown: str = "perturb",
+        duplicates: str = "refuse",
         special_ids: Sequence[int] = (),
         unknown_id: int | None = None,
         unsafe_seed: int | None = None,
-        **settings: Any,
     ):
-        own = SAPPerturbation(**settings)
-        cti, special = own.cti, own.special
+        own = SAPPerturbation(
+            eta=eta,
+            epsilon=epsilon,
+            mechanism=mechanism,
+            cti=cti,
+            special=special,
+            unknown=unknown,
+            duplicates=duplicates,
+        )
         self.eta, self.epsilon_of_a_token, self.mechanism = own.eta, own.epsilon, str(own.mechanism)
-        self.tokenizer, self.cti, self.special, self.unknown = tokenizer, cti, special, own.unknown
+        self.tokenizer, self.cti, self.special, self.unknown = tokenizer, cti, special, unknown
         table = table_of(table_or_model)
         self._unknown_id = unknown_id_of(tokenizer) if unknown_id is None else unknown_id
         self._kept = kept_tokens(table.shape[0], tokenizer, special, special_ids, self._unknown_id)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fastdp.engine.modes import in_mode
 from fastdp.ops.stream import NoiseStream
 
 #: Texts that go through the model together.
@@ -111,13 +112,12 @@ def _fill(
 @contextmanager
 def _as_published(model: nn.Module) -> Iterator[None]:
     """The model in evaluation, without an adapter that it may have; what is trained of it stays what it was."""
-    training, trained = model.training, [(p, p.requires_grad) for p in model.parameters()]
+    trained = [(p, p.requires_grad) for p in model.parameters()]
     with ExitStack() as stack:
         stack.callback(lambda: [p.requires_grad_(was) for p, was in trained])
         without_adapter: Any = getattr(model, "disable_adapter", None)
         if without_adapter is not None:
             # peft trains the whole adapter when it comes back, frozen parts of it too.
             stack.enter_context(without_adapter())
-        stack.callback(model.train, training)
-        model.eval()
+        stack.enter_context(in_mode(model, training=False))
         yield
