@@ -148,7 +148,9 @@ def _noise(device: torch.device, sizes: Sizes) -> Iterator[Case]:
 
         def stepped() -> torch.Tensor:
             weight, grad_sum, first, second = [t.clone() for t in base]
-            ops.adamw_noise_step_(weight, grad_sum, first, second, 0.5, _same_noise(), divisor=8.0, lr=1e-2, step=4)
+            ops.adamw_noise_step_(
+                weight, grad_sum, first, second, 0.5, _same_noise(), divisor=8.0, lr=1e-2, step=4, weight_decay=0.01
+            )
             return weight
 
         return _defined(stepped), 1e-5
