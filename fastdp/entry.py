@@ -105,7 +105,8 @@ def make_private(
         secure_rounding: round what is noised to a grid, exactly (docs/noise.md); without it the low bits of exact weights
             may tell what rounding did to a sum.
         two_pass: run backward twice and keep no activations' factors; None: when gradient checkpointing is on.
-        self_check: compare the first batch with one-at-a-time autograd before anything is released.
+        self_check: compare the first batch with one-at-a-time autograd before anything is released, and ask of it and of later
+            ones whether an example reaches another. Without it the card says that this was assumed.
         keep_logits: True lets the loop read ``output.logits`` of a large vocabulary beside the loss. False never computes them as
             a whole, which saves three times their memory, and takes up to 2.5 times as long for a trained head whose rows are
             shorter than twice its width. None: they are left out where that takes no longer, on processors.

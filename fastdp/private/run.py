@@ -28,9 +28,13 @@ from fastdp.private.plan import Plan, fingerprint
 from fastdp.private.preparation import Access, Moment, Outcome, Preparation
 from fastdp.private.publish import Published
 from fastdp.private.stages import Stages
-from fastdp.private.steps import Steps
+from fastdp.private.steps import UNCHECKED, Steps
 
 _STATE_VERSION = 2
+_UNCHECKED_ROWS = (
+    "no example reached another in the model or in the loop: nothing looked (self_check=False), and where one did the "
+    "figure does not hold"
+)
 #: Models and optimizers which an engine drives; held here, not on them, so that their copies are plain.
 _DRIVEN: weakref.WeakSet[Any] = weakref.WeakSet()
 #: (output, batch) -> one loss a row, ``[rows]``.
@@ -334,6 +338,7 @@ class Private(Published):
             },
             flaws=self.method.flaws(),
             notes=self.method.notes(plan, self.ledger),
+            assumptions=[_UNCHECKED_ROWS] if self.ledger.noted(UNCHECKED) is not None else [],
             unprotected=[f"what looked on at the run from inside, before its noise: {seen}"] if seen else [],
             remaining=[
                 *([accounting.rounded_to_grid(distance)] if self._release.secure_rounding else []),

@@ -17,6 +17,8 @@ from fastdp.private.plan import Plan
 from fastdp.private.schedules import follow_releases, forget_releases
 from fastdp.private.stages import Stages
 
+#: Under this name the ledger keeps that steps were released without checks of the model.
+UNCHECKED = "unchecked rows"
 _EVALUATES = (
     "the model is in eval mode, so that this loss was not taken example by example: call model.train() before you go on "
     "training"
@@ -106,6 +108,9 @@ class Steps:
             engine.guard.require_untouched(last=self._ledger.spent_steps + 1 >= self._ledger.budget_steps)
             accumulator.require_alike()
             self._require_noise(accumulator.policy)
+            if not engine.checks.enabled and self._ledger.noted(UNCHECKED) is None:
+                # Kept with the spending, so that the card says so of a run that goes on with checks as well.
+                self._ledger.note(UNCHECKED, "self_check=False")
         accumulator.merge(self._ranks)
         self.nonfinite = self.nonfinite + accumulator.nonfinite
         for observer in self._observers:
