@@ -46,6 +46,18 @@ class Accumulator(Sums):
         self.units: torch.Tensor | int = 0
         #: The bounds that this batch is clipped by, once its first unit was.
         self.bounds: tuple[float, ...] | None = None
+        #: Sums whose memory another batch will write to, without noise: nobody may keep these.
+        self.lent: frozenset[str] = frozenset()
+
+    def lend(self, sums: Mapping[str, torch.Tensor]) -> None:
+        """Take sums of parameters that have none yet as they lie in a recorded pass, until `own`."""
+        self.sums |= sums
+        self.lent |= sums.keys()
+
+    def own(self) -> None:
+        """Copy what was lent: a recorded pass is about to write where it lies."""
+        self.sums |= {name: self.sums[name].clone() for name in self.lent & self.sums.keys()}
+        self.lent = frozenset()
 
     def merge(self, ranks: Ranks) -> None:
         """Make the sums, and what is said about them, those of the whole logical batch: of all ranks' micro-batches."""

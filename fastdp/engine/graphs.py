@@ -93,6 +93,8 @@ class Graphs:
     def _replayed(
         self, graph: _Graph, call: Call, ticket: Ticket, enter: Callable[[Pass, Any], None]
     ) -> tuple[Any, Pass]:
+        # Sums of the pass before lie where this one will write.
+        self._passes.accumulator.own()
         _fill(graph, call, ticket)
         graph.forward()
         tap = Tap(graph.layout)
@@ -118,8 +120,7 @@ class Graphs:
         old = [name for name in graph.sums if name in accumulator.sums]
         if old:
             torch._foreach_add_([accumulator.sums[name] for name in old], [graph.sums[name] for name in old])
-        # Copies: a sum becomes a gradient that others may keep, and the next replay writes sums without noise where this one did.
-        accumulator.sums |= {name: graph.sums[name].clone() for name in graph.sums if name not in old}
+        accumulator.lend({name: total for name, total in graph.sums.items() if name not in old})
         nonfinite, unclipped, units = (count.clone() for count in graph.counts)
         accumulator.nonfinite = accumulator.nonfinite + nonfinite
         accumulator.unclipped = accumulator.unclipped + unclipped
@@ -157,7 +158,11 @@ class Graphs:
         """Record a pass beside an ordinary one of the same batch; None, with a warning, where that fails or they differ."""
         try:
             with self._watched():
-                return self._compared(call, ticket)
+                graph = self._compared(call, ticket)
+            if self._passes.device.type == "cuda":
+                # What ordinary passes had is not needed any more, and the release would have to ask for it piece by piece.
+                torch.cuda.empty_cache()
+            return graph
         except (torch.OutOfMemoryError, SelfCheckError):
             raise
         except Exception as error:
@@ -207,21 +212,23 @@ class Graphs:
         model = passes.model
         kept_alive = [*tables, accumulator.policy, *model.modules(), *model.parameters(), *model.buffers()]
         graph = _Graph(held, layout, output, found[0].detach(), made["sums"], made["counts"], again, back, kept_alive)
-        first = self._tried(graph, random)
-        if set(expected) != set(first):
+        self._try(graph, random)
+        if set(expected) != set(graph.sums):
             raise RuntimeError("a replayed pass reached other parameters than an ordinary one")
         # Recorded, attention may draw its masks in another order: then the sums are of one size, and no more alike than that.
-        _require_alike(first, expected, loosely=drawn)
+        _require_alike(graph.sums, expected, loosely=drawn)
+        del expected
+        first = {name: total.clone() for name, total in graph.sums.items()}
         _overwrite_what_is_free(passes.device)
-        _require_alike(self._tried(graph, random), first, loosely=False)
+        self._try(graph, random)
+        _require_alike(graph.sums, first, loosely=False)
         _set_random_state(passes.device, random)
         return graph
 
-    def _tried(self, graph: _Graph, random: torch.Tensor) -> dict[str, torch.Tensor]:
+    def _try(self, graph: _Graph, random: torch.Tensor) -> None:
         _set_random_state(self._passes.device, random)
         graph.forward()
         graph.backward()
-        return {name: total.clone() for name, total in graph.sums.items()}
 
 
 def _require_alike(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], *, loosely: bool) -> None:

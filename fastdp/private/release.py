@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -107,16 +107,19 @@ class Release:
         *,
         kind: str = "step",
         update: Update | None = None,
+        lent: Collection[str] = (),
     ) -> None:
         """Record, add noise and set `.grad`, rounded to the parameter's dtype only after the noise is in.
 
         ``update`` takes the parameters it can; their `.grad` stays None. ``sums`` is emptied: each other buffer becomes a
-        gradient.
+        gradient, or a copy of those ``lent`` does, which are to be written to again, without noise.
         """
         self.ledger.record(kind)
         names = list(self.parameters) if update is None else self._left(sums, policy, update)
         for name in names:
             parameter, total = self.parameters[name], self._total(sums, name)
+            if name in lent:
+                total = total.clone()
             self._add_noise(name, total, policy, self._tensors[name])
             if name in policy.axes:
                 total.mul_(pieces.part(policy.axes[name].whole(parameter.shape), parameter))

@@ -123,7 +123,7 @@ class Steps:
         # Whoever else looks on before the step, a hook or an observer, wants to see gradients.
         alone = len(optimizer._optimizer_step_pre_hooks) == 1 and not self._observers
         update = optimizer.noisy_update() if alone and hasattr(optimizer, "noisy_update") else None
-        release(accumulator.sums, accumulator.policy, update=update)
+        release(accumulator.sums, accumulator.policy, update=update, lent=accumulator.lent)
         self._releases += 1
         for observer in self._observers:
             observer.after_release(accumulator)
