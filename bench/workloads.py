@@ -179,6 +179,8 @@ def captured_step(case: Case, model: torch.nn.Module) -> Callable[[], None]:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         model(**held).loss.backward()
+    # What the graph reads has to outlive this call; the optimizer holds no buffers.
+    kept = list(model.buffers())
 
     def step() -> None:
         for key, value in next(stream).items():
@@ -186,6 +188,7 @@ def captured_step(case: Case, model: torch.nn.Module) -> Callable[[], None]:
         graph.replay()
         optimizer.step()
 
+    step.kept = kept  # type: ignore[attr-defined]
     return step
 
 

@@ -1,5 +1,7 @@
 """Recorded passes, with a recorder that runs a function again in the place of a GPU: the sums are those of ordinary passes."""
 
+import contextlib
+import itertools
 import warnings
 from collections import deque
 
@@ -147,6 +149,23 @@ def test_a_recording_that_fails_or_differs_is_not_used_and_says_so(fault):
         found = trained_on(engine, [8] * 6)
     assert len(seen) == 1
     require_equal((plain, found))
+
+
+@pytest.mark.parametrize(("spread", "replayed"), [(0.05, True), (0.5, False)])
+def test_a_recording_may_differ_as_ordinary_passes_do_and_these_not_by_much(spread, replayed):
+    model, runs, signs = simulate.build(CASE, torch.device("cpu")), [], itertools.cycle((1, -1))
+    forward = model.forward
+
+    def restless(**batch):
+        output = forward(**batch)
+        output.loss = output.loss * (1 + spread * next(signs))
+        return output
+
+    model.forward = restless
+    engine = engine_of(model, tickets_of(6), runs, bound=1e3)
+    with contextlib.nullcontext() if replayed else pytest.warns(UserWarning, match="two ordinary passes"):
+        trained_on(engine, [8] * 6)
+    assert (runs.count("forward") > 2) == replayed
 
 
 def test_a_loss_made_from_another_output_of_a_replay_is_refused():
