@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import math
 import sys
@@ -240,6 +241,21 @@ class Meter(TorchDispatchMode):
         return operations, (self.gpu.wide_share if _has_wide_tiles(name, args) else self.gpu.own_share) * self.gpu.half
 
 
+class _Sent:
+    """What was asked of the device, as `fastdp.engine.sent.Sent`: to read it in the step that asked is to wait."""
+
+    def __init__(self, meter: Meter, values: torch.Tensor):
+        self._meter, self._values, self._step = meter, values, meter.tally
+        self.there = not values.is_meta
+        if values.is_meta:
+            meter.add("fastdp::sent", _size(values), 0.0, meter.gpu.single, 1, 0)
+
+    def read(self) -> torch.Tensor:
+        if self._values.is_meta and self._step is self._meter.tally:
+            self._meter.wait("what was asked of it is read in the same step")
+        return torch.zeros(self._values.shape, dtype=self._values.dtype) if self._values.is_meta else self._values
+
+
 @dataclass
 class _Own:
     kernels: int = 0
@@ -435,7 +451,7 @@ def simulated(gpu: Gpu, granularity: int = 512) -> Iterator[Meter]:
     from torch.fx.experimental import _config as config
     from triton.runtime.jit import JITFunction
 
-    from fastdp.engine import norms, selfcheck
+    from fastdp.engine import guard, norms, selfcheck
     from fastdp.ops import routes
     from fastdp.ops.table import OPS
 
@@ -455,6 +471,9 @@ def simulated(gpu: Gpu, granularity: int = 512) -> Iterator[Meter]:
                 stack.enter_context(mock.patch.object(module, "processors", return_value=gpu.processors))
         # Self-checks are made, and what they find of values that nobody has is judged by nobody.
         stack.enter_context(mock.patch.object(selfcheck.Comparison, "judge", _unjudged(selfcheck.Comparison.judge)))
+        # What the guard looks at is looked at here too, as on any device but this one.
+        stack.enter_context(mock.patch.object(guard, "NUMBERLESS", frozenset()))
+        stack.enter_context(mock.patch.object(guard, "Sent", functools.partial(_Sent, meter)))
         # Asked for at each launch, as others may stand in for it; called as the method that it replaces is.
         launched = lambda kernel, *args, **options: meter.launched(kernel, *args, **options)  # noqa: E731
         stack.enter_context(mock.patch.object(JITFunction, "run", launched))

@@ -85,6 +85,11 @@ class Engine(Passes):
         #: Backward passes so far, and how many of them a step of the optimizer has followed.
         self.backwards = self.followed = 0
 
+    def close(self) -> None:
+        """Give the model its own forwards back; what the guard has not said yet it still knows."""
+        super().close()
+        self.guard.close()
+
     def abandon(self) -> None:
         """Forget a logical batch that was begun and not released: the loader starts anew."""
         self.accumulator.reset()

@@ -2,21 +2,24 @@
 
 Torch counts every write into a tensor, so that looking costs nothing but the counting. Writes through ``.data``, and by
 other ways round torch, are not counted: for them a few numbers of every tensor, at places drawn anew for each release, are
-compared as well, and from time to time all numbers that training leaves alone.
+compared as well, and from time to time all numbers that training leaves alone. A GPU compares by itself and sends what it
+found, which is read one release later, or where the run's results leave: no release waits for the device.
 """
 
 from __future__ import annotations
 
+import functools
 import random
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
 
 from fastdp.engine.batches import tensors as flat
 from fastdp.engine.errors import SelfCheckError
 from fastdp.engine.pieces import is_cut, piece, writes
+from fastdp.engine.sent import Sent
 
 #: A buffer's name, the tensor that holds it, and how often that was written.
 _Buffers = dict[str, tuple[torch.Tensor, int]]
@@ -25,6 +28,38 @@ _WIDE = 512
 #: Numbers of a tensor that are looked at for each release, and the most tensors; of more than these, some are drawn.
 _SPOT, _SPOTS = 16, 32
 _DRAW = random.Random(random.SystemRandom().getrandbits(128))
+#: Devices whose tensors have no numbers.
+NUMBERLESS = frozenset({"meta"})
+
+
+class _Question(NamedTuple):
+    """What was compared: for each tensor its name, None if others judge it, how many flags it has, and the flags."""
+
+    names: list[str | None]
+    widths: list[int]
+    differ: Sent
+
+    def answer(self) -> str | None:
+        """The name of a tensor that is another than it was, if there is one."""
+        flags = self.differ.read()
+        if not bool(flags.any()):
+            return None
+        found = zip(self.names, flags.split(self.widths))
+        return next((name for name, own in found if name is not None and bool(own.any())), None)
+
+
+class _Kept(NamedTuple):
+    """A tensor, or something else of a state dict, as it was.
+
+    Args:
+        known: what the host knows of it.
+        bits: the sum of its bits, on its device; None for what is no tensor.
+        counted: whether ``known`` is others' to judge.
+    """
+
+    known: tuple[Any, ...]
+    bits: torch.Tensor | None
+    counted: bool = True
 
 
 class Guard:
@@ -46,8 +81,18 @@ class Guard:
         self._settled: list[tuple[str, torch.nn.Module, str, torch.nn.Parameter, int]] = []
         self._spots: _Spots | None = None
         #: All numbers of what no training changes, as of its latest change that torch counted; None before the first `settle`.
-        self._still: dict[str, tuple[int, int, int]] | None = None
+        self._still: dict[tuple[str, int], _Kept] | None = None
         self._releases, self._next = 0, 1
+        #: What devices were asked and have not said; and a tensor that was moved, once that is known.
+        self._asked: list[_Question] = []
+        self._moved: str | None = None
+        leaving = _Leaving(self.require_told)
+        self._hooks = [module.register_state_dict_pre_hook(leaving) for _, module in self._modules]
+
+    def close(self) -> None:
+        """Let states of the model be taken as of any other."""
+        for hook in self._hooks:
+            hook.remove()
 
     def settle(self) -> None:
         """Take the parameters as they are now for released, or for not yet trained."""
@@ -83,19 +128,58 @@ class Guard:
         """Raise RuntimeError, naming it, if a parameter or a buffer was written in a way that torch does not count.
 
         Called before each release: some numbers of each tensor are compared with those at `settle`, and before the 1st, 4th,
-        16th, 64th ... and the ``last`` release all numbers of frozen weights and of buffers with those before.
+        16th, 64th ... and the ``last`` release all numbers of frozen weights and of buffers with those before. Of a write before
+        a release a GPU says at the next one, or at `require_told`; before the ``last`` release it is waited for.
         """
-        if self._spots is not None and (name := self._spots.moved()) is not None:
-            raise _moved(name)
+        self.require_told()
+        if self._releases + 1 >= self._next or last:
+            self._compare(self._untrained())
+            self._next = 4 * (self._releases + 1)
         self._releases += 1
-        if not last and self._releases < self._next:
-            return
-        self._next = 4 * self._releases
-        found, still = self._untrained(), self._still or {}
-        for name, (identity, version, bits) in found.items():
-            before = still.get(name, (0, 0, -1))
-            if before[:2] == (identity, version) and before[2] != bits:
-                raise _moved(name)
+        if self._spots is not None:
+            self._spots.compare(self._asked)
+        self._answered(wait=last)
+
+    def require_told(self) -> None:
+        """Raise RuntimeError, naming it, if a tensor was moved before an earlier release; waits for what devices were asked.
+
+        What was found once is said at each call, and at each release, until `conclude`.
+        """
+        self._answered(wait=True)
+
+    def conclude(self) -> None:
+        """Raise as `require_told` what was not yet raised, and forget it: whoever calls says what the weights are, or ends."""
+        try:
+            if self._moved is None:
+                self.require_told()
+        finally:
+            self._asked, self._moved = [], None
+
+    def _answered(self, *, wait: bool) -> None:
+        late = []
+        for question in self._asked:
+            if self._moved is None and (wait or question.differ.there):
+                self._moved = question.answer()
+            elif self._moved is None:
+                late.append(question)
+        self._asked = late
+        if self._moved is not None:
+            raise _moved(self._moved)
+
+    def _compare(self, found: dict[tuple[str, int], _Kept]) -> None:
+        """Ask whether what no training changes is what it was, but for what torch counted a write into."""
+        still = self._still or {}
+        pairs: dict[torch.device, list[tuple[str, torch.Tensor, torch.Tensor]]] = {}
+        for (name, place), now in found.items():
+            before = still.get((name, place))
+            if before is None or before.known != now.known:
+                if not now.counted:
+                    self._moved = self._moved or name
+            elif before.bits is not None and now.bits is not None:
+                pairs.setdefault(now.bits.device, []).append((name, before.bits, now.bits))
+        for device, alike in pairs.items():
+            differ = torch.stack([bits.to(device) for _, bits, _ in alike]) != torch.stack([bits for *_, bits in alike])
+            self._asked.append(_Question([name for name, *_ in alike], [1] * len(alike), Sent(differ)))
         self._still = found
 
     def require_frozen(self, trained: dict[str, torch.nn.Parameter]) -> None:
@@ -110,21 +194,29 @@ class Guard:
                         "the run private anew"
                     )
 
-    def _untrained(self) -> dict[str, tuple[int, int, int]]:
+    def _untrained(self) -> dict[tuple[str, int], _Kept]:
         frozen = ((name, p) for name, p in self.model.named_parameters() if not p.requires_grad)
         buffers = ((name, b) for name, (b, _) in self._buffers().items() if name not in self.harmless)
-        return {**contents((name, t) for name, t in (*frozen, *buffers) if _readable(piece(t))), **self._extra()}
+        found = {
+            (name, 0): _Kept((id(t), writes(t)), _sum(piece(t)))
+            for name, t in (*frozen, *buffers)
+            if _readable(piece(t))
+        }
+        return found | self._extra()
 
-    def _extra(self) -> dict[str, tuple[int, int, int]]:
+    def _extra(self) -> dict[tuple[str, int], _Kept]:
         """What hooks and modules put into the state dict beside parameters and buffers."""
         own = {_joined(prefix, name) for prefix, module in self._modules for name in module._parameters.keys()}  # noqa: SIM118
         own |= {name for name, _ in self.model.named_buffers()}
         found = {}
         for name, value in self.model.state_dict().items():
-            if name not in own:
-                tensors = [t.detach().cpu().numpy().tobytes() for t in flat(value) if _readable(t)]
-                rest = repr(value) if not tensors else ""
-                found[name] = (0, 0, zlib.crc32(b"".join(tensors) + rest.encode()))
+            if name in own:
+                continue
+            tensors = [t.detach() for t in flat(value) if _readable(t)]
+            for place, t in enumerate(tensors):
+                found[name, place] = _Kept((t.dtype, t.shape), _sum(t), counted=False)
+            if not tensors:
+                found[name, 0] = _Kept((repr(value),), None, counted=False)
         return found
 
     @contextmanager
@@ -183,22 +275,39 @@ class _Spots:
             self._places.setdefault(kind, []).append((name, tensor, tensor._version, size, start))
         self._values = [_read(places) for places in self._places.values()]
 
-    def moved(self) -> str | None:
-        """The name of a tensor whose numbers are others now though torch counted no write, if there is one."""
+    def compare(self, asked: list[_Question]) -> None:
+        """Ask whether numbers are others now though torch counted no write.
+
+        Raises RuntimeError at once, naming it, for a tensor that lies elsewhere or is smaller.
+        """
         for (kind, places), before in zip(self._places.items(), self._values):
             for name, tensor, _, size, start in places:
                 if (tensor.device, tensor.dtype) != kind or start + size > tensor.storage_offset() + tensor.numel():
-                    return name
-            now = _read(places)
-            if torch.equal(now, before):
-                continue
+                    raise _moved(name)
+            differ = _read(places) != before
             width = before.shape[0] // sum(size for *_, size, _ in places)
-            widths = [size * width for *_, size, _ in places]
-            for (name, tensor, version, *_), gap in zip(places, (now != before).split(widths)):
-                # What torch counted a write into is for others to judge.
-                if tensor._version == version and bool(gap.any()):
-                    return name
-        return None
+            # What torch counted a write into is for others to judge.
+            names = [name if tensor._version == version else None for name, tensor, version, *_ in places]
+            asked.append(_Question(names, [size * width for *_, size, _ in places], Sent(differ)))
+
+
+class _Leaving:
+    """A hook of modules whose state is about to be taken, or which are copied or saved whole: what leaves is looked at first."""
+
+    def __init__(self, require: Callable[[], None]):
+        self._require = require
+
+    def __call__(self, module: torch.nn.Module, prefix: str, keep_vars: bool) -> None:
+        self._require()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        function, arguments = self.__reduce__()
+        return function(*arguments)
+
+    def __reduce__(self) -> Any:
+        self._require()
+        # A copy is a plain model, and a file of it is read without this package: of three arguments a slice does nothing.
+        return functools.partial, (slice,)
 
 
 def _reached(model: torch.nn.Module) -> list[torch.nn.Module]:
@@ -227,7 +336,7 @@ def _readable(tensor: torch.Tensor) -> bool:
     plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
     return (
         plain
-        and tensor.device.type != "meta"
+        and tensor.device.type not in NUMBERLESS
         and not tensor.is_quantized
         and not tensor.is_complex()
         and tensor.numel() > 0
@@ -240,25 +349,26 @@ def contents(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, tuple[int, 
 
     Bits are added up, by place, so that writes through ``.data``, which torch does not count, are seen as well.
     """
-    found = {}
-    for name, tensor in named:
-        plain = piece(tensor)
-        flat = (torch.view_as_real(plain) if plain.is_complex() else plain).contiguous().reshape(-1)
-        found[name] = (id(tensor), writes(tensor), _sum(flat))
-    return found
+    found = {name: (id(tensor), writes(tensor), _sum(piece(tensor))) for name, tensor in named}
+    sums: dict[torch.device, list[torch.Tensor]] = {}
+    for *_, bits in found.values():
+        sums.setdefault(bits.device, []).append(bits)
+    # One wait for each device, not for each tensor.
+    told = {device: iter(torch.stack(own).tolist()) for device, own in sums.items()}
+    return {name: (*known, next(told[bits.device])) for name, (*known, bits) in found.items()}  # type: ignore[misc]
 
 
-def _sum(flat: torch.Tensor) -> int:
-    """A sum of the bits of a flat tensor, modulo 2^64, in which no two places count alike."""
-    bits = flat.view(torch.uint8)
+def _sum(tensor: torch.Tensor) -> torch.Tensor:
+    """A sum of the bits of a tensor's numbers, modulo 2^64, in which no two places count alike: int64 [], where they lie."""
+    bits = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).contiguous().reshape(-1).view(torch.uint8)
     head = bits.shape[0] // (8 * _WIDE) * 8 * _WIDE
-    whole = 0
+    rest = bits[head:].long()
+    whole = (rest * _odd(rest)).sum()
     if head:
         table = bits[:head].view(torch.int64).view(-1, _WIDE)
         for sums in (table.sum(0), table.sum(1)):
-            whole += int((sums * _odd(sums)).sum())
-    rest = bits[head:].long()
-    return (whole + int((rest * _odd(rest)).sum())) % 2**64
+            whole += (sums * _odd(sums)).sum()
+    return whole
 
 
 def _odd(like: torch.Tensor) -> torch.Tensor:

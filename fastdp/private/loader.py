@@ -156,7 +156,10 @@ class PrivateLoader:
                 yield batch
 
     def _placed(self, batch: Any) -> Any:
-        return batch if self.device is None else map_tensors(batch, lambda tensor: tensor.to(self.device))
+        if self.device is None:
+            return batch
+        # To a device it is queued; from one the host has to wait for it.
+        return map_tensors(batch, lambda t: t.to(self.device, non_blocking=t.device.type == "cpu"))
 
     def require_consumed(self) -> None:
         """Raise RuntimeError if a batch was handed out and never differentiated: its ticket would go to another."""

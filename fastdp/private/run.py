@@ -201,6 +201,7 @@ class Private(Published):
         # Whoever iterates over the private loader trains, and `from_pretrained` leaves a model in eval mode.
         if not self.model.training:
             self.model.train()
+        self._engine.guard.require_told()
         self._engine.abandon()
         self.ledger.begin_pass()
         for observer in self._observers:
@@ -249,6 +250,7 @@ class Private(Published):
         found = [following for following in self._following if isinstance(following, Average)]
         average = found[0] if found else Average(0.0)
         self._engine.guard.require_settled()
+        self._engine.guard.require_told()
         try:
             with average.applied(self._stages.parameters):
                 yield self.model
@@ -308,6 +310,7 @@ class Private(Published):
 
         Of weights in pieces every rank must ask, as each has some of what the card keeps digests of.
         """
+        self._engine.guard.require_told()
         stream, plan = self._release.stream, self.plan
         seen = ", ".join(sorted(self._observed))
         trained = sum(p.numel() for p in self._engine.parameters.values())
@@ -354,6 +357,7 @@ class Private(Published):
 
     def state_dict(self) -> dict[str, Any]:
         """Step counts and spent budget, for a checkpoint; never a key, so a resumed run repeats no noise."""
+        self._engine.guard.require_told()
         return {
             "version": _STATE_VERSION,
             "model": self._fingerprint,
@@ -385,6 +389,7 @@ class Private(Published):
                 f"this checkpoint was made at noise multiplier {state['noise_multiplier']:.6g}, the run has "
                 f"{self.noise_multiplier:.6g}; give the same privacy arguments"
             )
+        self._engine.guard.conclude()
         self.ledger.restore(state["spent"], state["ledger_head"])
         self._engine.guard.settle()
         if state["prepared_step"] >= 0:
@@ -436,11 +441,13 @@ class Private(Published):
 
     def detach(self) -> None:
         """Give model and optimizer back as they were before `make_private`; the ledger is closed."""
+        guard = self._engine.guard
         self._steps.remove()
         self._stages.close()
         self.ledger.close()
         for owner in (self.model, self.optimizer):
             _DRIVEN.discard(owner)
+        guard.conclude()
 
 
 def drives(owner: Any) -> bool:

@@ -85,6 +85,7 @@ class Stages:
 
         A release that an earlier process made and kept is not made again. A method that fails leaves the stage as it was.
         """
+        self.engine.guard.require_told()
         if self._resume and self._adopt_stored(preparation.step):
             return
         self.engine.close()

@@ -1,12 +1,16 @@
 """What the guard looks at anew each time, and what it takes once."""
 
+import copy
+import pickle
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+import fastdp.engine.guard as engine_guard
 from fastdp.engine.guard import Guard
+from fastdp.engine.sent import Sent
 
 
 def settled() -> tuple[nn.Sequential, Guard, dict[str, nn.Parameter]]:
@@ -55,3 +59,129 @@ def test_a_parameter_in_another_s_place_is_refused() -> None:
     model[1].weight = nn.Parameter(model[1].weight.detach().clone())
     with pytest.raises(RuntimeError, match="1.weight was changed outside of a release"):
         guard.require_settled()
+
+
+class Late(Sent):
+    """Values of a processor that arrive as late as a GPU's: whoever reads them before the next release has waited."""
+
+    waits = 0
+
+    def __init__(self, values: torch.Tensor):
+        super().__init__(values.clone())
+        self.there = False
+
+    def read(self) -> torch.Tensor:
+        Late.waits += 1
+        return super().read()
+
+
+@pytest.fixture
+def late(monkeypatch: pytest.MonkeyPatch) -> type[Late]:
+    monkeypatch.setattr(engine_guard, "Sent", Late)
+    monkeypatch.setattr(Late, "waits", 0)
+    return Late
+
+
+def everywhere(model: nn.Module) -> None:
+    """Write where torch does not count it, so that any place tells."""
+    for parameter in model.parameters():
+        parameter.data.add_(1.0)
+
+
+def released(guard: Guard, *, last: bool = False) -> None:
+    guard.require_untouched(last=last)
+    guard.settle()
+
+
+def test_nothing_is_read_before_the_next_release(late: type[Late]) -> None:
+    _, guard, _ = settled()
+    released(guard)
+    assert late.waits == 0
+    released(guard)
+    assert late.waits == 1
+    released(guard, last=True)
+    assert late.waits == 3
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
+def test_a_write_is_told_at_the_next_release_and_forgotten_by_nothing(late: type[Late], frozen: bool) -> None:
+    model, guard, _ = settled()
+    model[1].weight.requires_grad_(not frozen)
+    released(guard)
+    model[1].weight.data.add_(1.0)
+    released(guard)
+    model[1].weight.data.sub_(1.0)
+    guard.settle()
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="1.weight was changed outside of a release"):
+            guard.require_untouched(last=False)
+        guard.settle()
+
+
+def test_frozen_weights_are_compared_as_a_whole_at_the_fourth_release(
+    late: type[Late], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_guard, "_SPOTS", 0)
+    model, guard, _ = settled()
+    model.requires_grad_(False)
+    released(guard)
+    model[0].bias.data[1] = 7.0
+    for _ in range(3):
+        released(guard)
+    with pytest.raises(RuntimeError, match="0.bias was changed outside of a release"):
+        guard.require_told()
+
+
+def test_the_last_release_waits(late: type[Late]) -> None:
+    model, guard, _ = settled()
+    everywhere(model)
+    with pytest.raises(RuntimeError, match="changed outside of a release"):
+        guard.require_untouched(last=True)
+
+
+def test_another_shape_or_place_is_told_at_once_beside_what_is_late(late: type[Late]) -> None:
+    model, guard, _ = settled()
+    everywhere(model)
+    released(guard)
+    model[0].weight.data = torch.zeros(1)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="changed outside of a release"):
+            guard.require_untouched(last=False)
+
+
+def test_whoever_begins_anew_is_told_once(late: type[Late]) -> None:
+    model, guard, _ = settled()
+    everywhere(model)
+    released(guard)
+    with pytest.raises(RuntimeError, match="changed outside of a release"):
+        guard.conclude()
+    guard.settle()
+    guard.conclude()
+    released(guard, last=True)
+    everywhere(model)
+    released(guard)
+    with pytest.raises(RuntimeError, match="changed outside of a release"):
+        guard.require_untouched(last=False)
+    guard.conclude()
+
+
+@pytest.mark.parametrize(
+    "take", [nn.Module.state_dict, lambda model: model[1].state_dict(), copy.deepcopy, pickle.dumps]
+)
+def test_no_weights_leave_before_the_answer(late: type[Late], take: Any) -> None:
+    model, guard, _ = settled()
+    everywhere(model)
+    released(guard)
+    with pytest.raises(RuntimeError, match="changed outside of a release"):
+        take(model)
+    guard.close()
+    take(model)
+
+
+def test_a_copy_knows_nothing_of_the_guard(late: type[Late]) -> None:
+    model, guard, _ = settled()
+    copies = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
+    everywhere(model)
+    released(guard)
+    for copied in copies:
+        assert len(copied.state_dict()) == 4
