@@ -10,6 +10,7 @@ on a processor: a bound that a right implementation misses is found without a GP
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import sys
@@ -33,9 +34,9 @@ from fastdp.ops.table import OPS
 
 from . import fuzz
 from .record import environment, parser_of, write
-from .simulate import build
+from .simulate import META, build, step_of
 from .variants import compiled, variants
-from .workloads import Case, examples
+from .workloads import LARGE, Case, examples
 
 NORMS = 1e-5  # what docs/kernels.md promises
 #: Of a float32 normal relative to its radius: its roundings, the polynomials and the device's square root.
@@ -410,10 +411,18 @@ def dry_run() -> None:
                     raise RuntimeError(f"{row['check']} cannot be foreseen: {row['raised']}")
 
 
+def step_kernels() -> None:
+    """What private steps of `bench.step` launch on a GPU, with two layers of each model in the place of all."""
+    for case in LARGE.values():
+        step = step_of(dataclasses.replace(case, layers=2), META, private=True)
+        step()
+        step()
+
+
 def rows(processes: int, device: str = "cuda") -> Iterator[dict[str, Any]]:
     """Kernels, compiled by all processors at once, and then the checks: a row each, as it is known."""
     begin = time.perf_counter()
-    found = variants(dry_run)
+    found = variants(lambda: (dry_run(), step_kernels()))
     failed = [f"{name}: {error}" for name, _, error in compiled(found, processes) if error is not None]
     seconds = time.perf_counter() - begin
     yield {

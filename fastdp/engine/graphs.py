@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.utils.checkpoint as checkpoint
 
 import fastdp.engine.boundary as boundary
 from fastdp.engine.accumulator import Accumulator
@@ -211,7 +212,7 @@ class Graphs:
             drawn = not torch.equal(random, _random_state(passes.device))
             usual = _gaps(ordinary(), expected)
             made.clear()
-            with keeping() as tables, torch.enable_grad():
+            with keeping() as tables, torch.enable_grad(), nullcontext() if drawn else _states_left_alone():
                 record = self._recorder()
                 found, again = record(forward)
                 _, back = record(backward)
@@ -291,6 +292,17 @@ def _fill(graph: _Graph, call: Call, ticket: Ticket) -> None:
     for path, held in leaves(graph.call):
         held.copy_(given[path], non_blocking=True)
     graph.layout.weights.copy_(ticket.weights, non_blocking=True)
+
+
+@contextmanager
+def _states_left_alone() -> Iterator[None]:
+    """Checkpoints do not read a device's random state, which no recording allows: for passes that draw nothing."""
+    read = checkpoint.get_device_states
+    checkpoint.get_device_states = lambda *args: ([], [])
+    try:
+        yield
+    finally:
+        checkpoint.get_device_states = read
 
 
 def _random_state(device: torch.device) -> torch.Tensor:

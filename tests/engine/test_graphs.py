@@ -1,6 +1,7 @@
 """Recorded passes, with a recorder that runs a function again in the place of a GPU: the sums are those of ordinary passes."""
 
 import contextlib
+import dataclasses
 import itertools
 import warnings
 from collections import deque
@@ -149,6 +150,31 @@ def test_a_recording_that_fails_or_differs_is_not_used_and_says_so(fault):
         found = trained_on(engine, [8] * 6)
     assert len(seen) == 1
     require_equal((plain, found))
+
+
+def test_checkpointed_passes_are_replayed_and_recorded_without_reading_random_states():
+    case, results, runs, read = (
+        dataclasses.replace(CASE, checkpointed=True),
+        [],
+        [],
+        torch.utils.checkpoint.get_device_states,
+    )
+
+    def recorder(accumulator, runs):
+        record = again_on_a_processor(accumulator, runs)
+
+        def strict(function):
+            assert torch.utils.checkpoint.get_device_states(torch.ones(1)) == ([], [])
+            return record(function)
+
+        return strict
+
+    for recorded in (None, runs):
+        engine = engine_of(simulate.build(case, torch.device("cpu")), tickets_of(8), recorded, recorder)
+        results.append(trained_on(engine, [8] * 8))
+    require_equal(results)
+    assert runs.count("forward") == 2 + 5
+    assert torch.utils.checkpoint.get_device_states is read
 
 
 @pytest.mark.parametrize(("spread", "replayed"), [(0.05, True), (0.5, False)])
