@@ -1,8 +1,6 @@
 """Recorded passes, with a recorder that runs a function again in the place of a GPU: the sums are those of ordinary passes."""
 
-import contextlib
 import dataclasses
-import itertools
 import warnings
 from collections import deque
 
@@ -94,14 +92,14 @@ def require_equal(results):
 def test_replayed_micro_batches_give_the_sums_of_ordinary_ones():
     results, runs = both([8] * 10)
     require_equal(results)
-    # The first three go the ordinary way, the fourth is recorded, tried twice and then, as the others, replayed.
-    assert runs.count("forward") == runs.count("backward") == 2 + 7
+    # The first three go the ordinary way, the fourth is recorded, tried three times and then, as the others, replayed.
+    assert runs.count("forward") == runs.count("backward") == 3 + 7
 
 
 def test_other_lengths_go_the_ordinary_way_until_they_come_again():
     results, runs = both([8, 6, 8, 6, 8, 5, 8, 8])
     require_equal(results)
-    assert runs.count("forward") == 2 + 2
+    assert runs.count("forward") == 3 + 2
 
 
 def test_a_changed_model_is_not_replayed():
@@ -111,7 +109,7 @@ def test_a_changed_model_is_not_replayed():
 
     results, runs = both([8] * 8, change)
     require_equal(results)
-    assert runs.count("forward") == 2 + 3
+    assert runs.count("forward") == 3 + 3
 
 
 def test_another_clip_is_not_replayed():
@@ -122,10 +120,10 @@ def test_another_clip_is_not_replayed():
 
     results, runs = both([8] * 8, change)
     require_equal(results)
-    assert runs.count("forward") == 2 + 3
+    assert runs.count("forward") == 3 + 3
 
 
-@pytest.mark.parametrize("fault", ["raises", "wrong"])
+@pytest.mark.parametrize("fault", ["raises", "wrong", "old inputs"])
 def test_a_recording_that_fails_or_differs_is_not_used_and_says_so(fault):
     def recorder(accumulator, runs):
         record = again_on_a_processor(accumulator, runs)
@@ -134,6 +132,8 @@ def test_a_recording_that_fails_or_differs_is_not_used_and_says_so(fault):
             if fault == "raises":
                 raise RuntimeError("nothing is recorded here\nat all")
             found, again = record(function)
+            if fault == "old inputs":
+                return found, lambda: None
 
             def other():
                 again()
@@ -173,25 +173,8 @@ def test_checkpointed_passes_are_replayed_and_recorded_without_reading_random_st
         engine = engine_of(simulate.build(case, torch.device("cpu")), tickets_of(8), recorded, recorder)
         results.append(trained_on(engine, [8] * 8))
     require_equal(results)
-    assert runs.count("forward") == 2 + 5
+    assert runs.count("forward") == 3 + 5
     assert torch.utils.checkpoint.get_device_states is read
-
-
-@pytest.mark.parametrize(("spread", "replayed"), [(0.05, True), (0.5, False)])
-def test_a_recording_may_differ_as_ordinary_passes_do_and_these_not_by_much(spread, replayed):
-    model, runs, signs = simulate.build(CASE, torch.device("cpu")), [], itertools.cycle((1, -1))
-    forward = model.forward
-
-    def restless(**batch):
-        output = forward(**batch)
-        output.loss = output.loss * (1 + spread * next(signs))
-        return output
-
-    model.forward = restless
-    engine = engine_of(model, tickets_of(6), runs, bound=1e3)
-    with contextlib.nullcontext() if replayed else pytest.warns(UserWarning, match="two ordinary passes"):
-        trained_on(engine, [8] * 6)
-    assert (runs.count("forward") > 2) == replayed
 
 
 def test_a_loss_made_from_another_output_of_a_replay_is_refused():
