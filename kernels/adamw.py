@@ -11,10 +11,11 @@ import triton.language as tl
 from fastdp.ops.adamw import Numbers, told
 from fastdp.ops.halves import ELEMENT_FACTOR, MIX_FACTOR, STEP_FACTOR, TENSOR_FACTOR
 
-from .chacha import blocks_and_options, normals
-from .grid import numbers_of_grid, on_grid
+from .chacha import BLOCKS, normals
+from .grid import numbers_of_grid, on_grid, settled
 from .groups import first_programs, owner
 from .launch import TRITON, beside, cdiv, on_device_of
+from .settle import NO_LIST, SETTLED, lowest, new_list, own_entries, put_on_list
 from .tiles import load_flat, store_flat
 
 _ELEMENT, _TENSOR, _STEP, _MIX = map(tl.constexpr, (ELEMENT_FACTOR, TENSOR_FACTOR, STEP_FACTOR, MIX_FACTOR))
@@ -41,77 +42,8 @@ def _random_bits(p_position, o_x):
 
 
 @triton.jit
-def update(
-    p_param, p_grad, p_mean, p_square, p_master, o_x, n, inside, z, p_position, block, std, spacing, inverse,
-    inverse_divisor, keep, step_size, lerp1, beta2, rest2, inverse_correction2, eps, noise_variance, floor,
-    p_rows, p_columns, width,
-    CORRECTED: tl.constexpr, ROUNDED: tl.constexpr, MASTER: tl.constexpr, AXES: tl.constexpr,
-):  # fmt: skip
-    # [b_blocks, 16]
-    grad = load_flat(p_grad, o_x, n, inside)
-    if ROUNDED:
-        g = on_grid(grad, z, p_position, block, std, spacing, inverse) * inverse_divisor
-    else:
-        g = tl.fma(z, std, grad) * inverse_divisor
-    variance = noise_variance
-    if AXES:
-        m_x = o_x < n
-        axes = tl.load(p_rows + o_x // width, m_x, 1.0) * tl.load(p_columns + o_x % width, m_x, 1.0)
-        g = g * axes
-        variance = noise_variance * axes * axes
-    # [b_blocks, 16]
-    mean = load_flat(p_mean, o_x, n, inside).to(tl.float32)
-    square = load_flat(p_square, o_x, n, inside).to(tl.float32)
-    if MASTER:
-        param = load_flat(p_master, o_x, n, inside)
-    else:
-        param = load_flat(p_param, o_x, n, inside).to(tl.float32)
-    mean = tl.fma(lerp1, g - mean, mean)
-    square = tl.fma(g * g, rest2, square * beta2)
-    if CORRECTED:
-        under = tl.sqrt(tl.maximum(square * inverse_correction2 - variance, floor))
-    else:
-        under = tl.sqrt(square * inverse_correction2) + eps
-    param = param * keep - step_size * mean / under
-    # [b_blocks, 16]
-    if p_mean.dtype.element_ty == tl.float32:
-        store_flat(p_mean, o_x, n, inside, mean)
-        store_flat(p_square, o_x, n, inside, square)
-    else:
-        bits = _random_bits(p_position, o_x)
-        store_flat(p_mean, o_x, n, inside, _kept_in_half(mean, bits >> 16))
-        store_flat(p_square, o_x, n, inside, _kept_in_half(square, bits & 0xFFFF))
-    if MASTER:
-        store_flat(p_master, o_x, n, inside, param)
-    store_flat(p_param, o_x, n, inside, param.to(p_param.dtype.element_ty))
-
-
-@triton.jit(do_not_specialize=["n"])
-def _adamw_kernel(
-    p_param, p_grad, p_mean, p_square, p_position, n,
-    std, spacing, inverse, inverse_divisor, keep, step_size, lerp1, beta2, rest2, inverse_correction2, eps, noise_variance, floor,
-    p_rows, p_columns, width,
-    b_blocks: tl.constexpr, CORRECTED: tl.constexpr, ROUNDED: tl.constexpr, AXES: tl.constexpr,
-):  # fmt: skip
-    first = tl.program_id(0).to(tl.int64) * b_blocks
-    block = (first + tl.arange(0, b_blocks)).to(tl.uint32)
-    z = normals(p_position, block, ROUNDED)
-    o_x = (first + tl.arange(0, b_blocks))[:, None] * 16 + tl.arange(0, 16)[None, :]
-    inside = (first + b_blocks) * 16 <= n
-    update(p_param, p_grad, p_mean, p_square, p_param, o_x, n, inside, z, p_position, block, std, spacing, inverse,
-           inverse_divisor, keep, step_size, lerp1, beta2, rest2, inverse_correction2, eps, noise_variance, floor,
-           p_rows, p_columns, width, CORRECTED, ROUNDED, False, AXES)  # fmt: skip
-
-
-@triton.jit(do_not_specialize=["lines"])
-def _adamw_group_kernel(
-    p_table, p_positions, lines,
-    std, spacing, inverse, inverse_divisor, keep, step_size, lerp1, beta2, rest2, inverse_correction2, eps, noise_variance, floor,
-    PARAMETER: tl.constexpr, MOMENTS: tl.constexpr, b_blocks: tl.constexpr, CORRECTED: tl.constexpr, ROUNDED: tl.constexpr,
-    MASTER: tl.constexpr, ALIGNED: tl.constexpr, AXES: tl.constexpr,
-):  # fmt: skip
-    program = tl.program_id(0)
-    line = owner(p_table, 10, lines, program).to(tl.int64)
+def _addresses(p_table, line, PARAMETER: tl.constexpr, MOMENTS: tl.constexpr, ALIGNED: tl.constexpr):
+    # Of one line, or of a tile of lines.
     p_line = p_table + line * 10
     p_param = tl.load(p_line).to(tl.pointer_type(PARAMETER))
     p_grad = tl.load(p_line + 1).to(tl.pointer_type(tl.float32))
@@ -126,17 +58,110 @@ def _adamw_group_kernel(
         p_master = tl.multiple_of(p_master, 16)
     p_rows = tl.load(p_line + 5).to(tl.pointer_type(tl.float32))
     p_columns = tl.load(p_line + 6).to(tl.pointer_type(tl.float32))
-    width = tl.load(p_line + 7)
-    n = tl.load(p_line + 8)
-    first = (program - tl.load(p_line + 9)) * b_blocks
+    return p_param, p_grad, p_mean, p_square, p_master, p_rows, p_columns, tl.load(p_line + 7), tl.load(p_line + 8)
+
+
+@triton.jit
+def _update(
+    p_param, p_mean, p_square, p_master, p_rows, p_columns, width, n, o_x, inside, noised, is_open, lost, p_position,
+    inverse_divisor, keep, step_size, lerp1, beta2, rest2, inverse_correction2, eps, noise_variance, floor,
+    CORRECTED: tl.constexpr, HELD: tl.constexpr, MASTER: tl.constexpr, AXES: tl.constexpr,
+):  # fmt: skip
+    # Of elements o_x, in a tile or one of each tensor. Where HELD, those that are open stay as they are, and become NaN if lost.
+    g = noised * inverse_divisor
+    variance = noise_variance
+    if AXES:
+        m_x = o_x < n
+        axes = tl.load(p_rows + o_x // width, m_x, 1.0) * tl.load(p_columns + o_x % width, m_x, 1.0)
+        g = g * axes
+        variance = noise_variance * axes * axes
+    # [b_blocks, 16], or [b]; so are the others
+    mean = load_flat(p_mean, o_x, n, inside).to(tl.float32)
+    square = load_flat(p_square, o_x, n, inside).to(tl.float32)
+    if MASTER:
+        param = load_flat(p_master, o_x, n, inside)
+    else:
+        param = load_flat(p_param, o_x, n, inside).to(tl.float32)
+    new_mean = tl.fma(lerp1, g - mean, mean)
+    new_square = tl.fma(g * g, rest2, square * beta2)
+    if CORRECTED:
+        under = tl.sqrt(tl.maximum(new_square * inverse_correction2 - variance, floor))
+    else:
+        under = tl.sqrt(new_square * inverse_correction2) + eps
+    new_param = param * keep - step_size * new_mean / under
+    if HELD:
+        # Written as they were, and not left out: stores with a mask are narrow.
+        new_mean = tl.where(is_open, mean, new_mean)
+        new_square = tl.where(is_open, square, new_square)
+        new_param = tl.where(is_open, tl.where(lost, float("nan"), param), new_param)
+    # [b_blocks, 16]
+    if p_mean.dtype.element_ty == tl.float32:
+        store_flat(p_mean, o_x, n, inside, new_mean)
+        store_flat(p_square, o_x, n, inside, new_square)
+    else:
+        # What lies in bfloat16 already has no digits that these bits could carry on.
+        bits = _random_bits(p_position, o_x)
+        store_flat(p_mean, o_x, n, inside, _kept_in_half(new_mean, bits >> 16))
+        store_flat(p_square, o_x, n, inside, _kept_in_half(new_square, bits & 0xFFFF))
+    if MASTER:
+        store_flat(p_master, o_x, n, inside, new_param)
+    store_flat(p_param, o_x, n, inside, new_param.to(p_param.dtype.element_ty))
+
+
+@triton.jit(do_not_specialize=["capacity", "lines"])
+def _adamw_kernel(
+    p_table, p_positions, p_list, capacity, lines,
+    std, spacing, inverse, inverse_divisor, keep, step_size, lerp1, beta2, rest2, inverse_correction2, eps, noise_variance, floor,
+    PARAMETER: tl.constexpr, MOMENTS: tl.constexpr, b_blocks: tl.constexpr, CORRECTED: tl.constexpr, ROUNDED: tl.constexpr,
+    MASTER: tl.constexpr, ALIGNED: tl.constexpr, AXES: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    line = owner(p_table, 10, lines, program).to(tl.int64)
+    p_param, p_grad, p_mean, p_square, p_master, p_rows, p_columns, width, n = _addresses(
+        p_table, line, PARAMETER, MOMENTS, ALIGNED
+    )
+    first = (program - tl.load(p_table + line * 10 + 9)) * b_blocks
+    block = first + tl.arange(0, b_blocks)
     p_position = p_positions + line * 11
-    block = (first + tl.arange(0, b_blocks)).to(tl.uint32)
-    z = normals(p_position, block, ROUNDED)
-    o_x = (first + tl.arange(0, b_blocks))[:, None] * 16 + tl.arange(0, 16)[None, :]
+    z = normals(p_position, block.to(tl.uint32), ROUNDED)
+    o_x = block[:, None] * 16 + tl.arange(0, 16)[None, :]
     inside = (first + b_blocks) * 16 <= n
-    update(p_param, p_grad, p_mean, p_square, p_master, o_x, n, inside, z, p_position, block, std, spacing, inverse,
-           inverse_divisor, keep, step_size, lerp1, beta2, rest2, inverse_correction2, eps, noise_variance, floor,
-           p_rows, p_columns, width, CORRECTED, ROUNDED, MASTER, AXES)  # fmt: skip
+    # [b_blocks, 16]
+    grad = load_flat(p_grad, o_x, n, inside)
+    if ROUNDED:
+        noised, is_open = on_grid(grad, z, std, spacing, inverse)
+        place, _ = put_on_list(p_list, capacity, line, block, n, is_open)
+        lost = place[:, None] >= capacity
+    else:
+        noised, is_open, lost = tl.fma(z, std, grad), False, False
+    _update(p_param, p_mean, p_square, p_master, p_rows, p_columns, width, n, o_x, inside, noised, is_open, lost, p_position,
+            inverse_divisor, keep, step_size, lerp1, beta2, rest2, inverse_correction2, eps, noise_variance, floor,
+            CORRECTED, ROUNDED, MASTER, AXES)  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["capacity"])
+def _settle_adamw_kernel(
+    p_table, p_positions, p_list, capacity,
+    std, spacing, inverse, inverse_divisor, keep, step_size, lerp1, beta2, rest2, inverse_correction2, eps, noise_variance, floor,
+    PARAMETER: tl.constexpr, MOMENTS: tl.constexpr, b: tl.constexpr, CORRECTED: tl.constexpr, MASTER: tl.constexpr,
+    AXES: tl.constexpr,
+):  # fmt: skip
+    _, line, block, bits = own_entries(p_list, capacity, b)
+    p_position = p_positions + line * 11
+    p_param, p_grad, p_mean, p_square, p_master, p_rows, p_columns, width, n = _addresses(
+        p_table, line, PARAMETER, MOMENTS, False
+    )
+    # Hardly any block has two.
+    while tl.max(bits, 0) > 0:
+        element = lowest(bits)
+        o_x = tl.where(bits != 0, block.to(tl.int64) * 16 + element, n)
+        # [b]
+        grad = load_flat(p_grad, o_x, n, False)
+        noised = settled(grad, p_position, block, element, std, spacing, inverse)
+        _update(p_param, p_mean, p_square, p_master, p_rows, p_columns, width, n, o_x, False, noised, False, False, p_position,
+                inverse_divisor, keep, step_size, lerp1, beta2, rest2, inverse_correction2, eps, noise_variance, floor,
+                CORRECTED, False, MASTER, AXES)  # fmt: skip
+        bits &= bits - 1
 
 
 def _numbers(of: Numbers) -> tuple[float, ...]:
@@ -169,34 +194,13 @@ def adamw_noise_step_(
     With ``variance_floor`` the second moment is freed of the noise's variance (DP-AdamBC, arXiv 2312.14334, algorithm
     1). With ``rows`` and ``columns``, g and the deviation of its noise are multiplied by their outer product.
     All tensors have one shape; ``param`` is float32, bfloat16 or float16, the others float32; strided ones are
-    copied once. The numbers of a step are computed in float64 and reach the kernel as float32: no step compiles
-    another kernel.
+    copied once.
     """
-    if param.numel() == 0:
-        return
     numbers, rows, columns = told(rest)
-    b_blocks, options = blocks_and_options(numbers.rounded)
     written = (param, exp_avg, exp_avg_sq)
     flat = [x.contiguous() for x in written]
-    with on_device_of(param):
-        _adamw_kernel[(cdiv(param.numel(), 16 * b_blocks),)](
-            flat[0],
-            grad_sum.contiguous(),
-            flat[1],
-            flat[2],
-            beside(position, param),
-            param.numel(),
-            *_numbers(numbers),
-            flat[0] if rows is None else rows,
-            flat[0] if columns is None else columns,
-            1 if columns is None else columns.numel(),
-            b_blocks=b_blocks,
-            CORRECTED=numbers.variance_floor is not None,
-            ROUNDED=numbers.rounded,
-            AXES=rows is not None,
-            enable_fp_fusion=True,
-            **options,
-        )
+    axes = ([], []) if rows is None else ([rows], [columns])
+    adamw_noise_steps_([flat[0]], [grad_sum.contiguous()], [flat[1]], [flat[2]], [], position[None], *numbers, *axes)
     for x, result in zip(written, flat):
         if result is not x:
             x.copy_(result)
@@ -211,9 +215,12 @@ def adamw_noise_steps_(
     drawn: torch.Tensor,
     *rest: Any,
 ) -> None:
-    """As `adamw_noise_step_` for k contiguous tensors, moments float32 or bfloat16: a launch for each dtype of parameters."""
+    """As `adamw_noise_step_` for k contiguous tensors, moments float32 or bfloat16: a launch for each dtype of parameters.
+
+    Where noise is rounded, another settles what it left open. The numbers of a step are computed in float64 and reach the kernel
+    as float32: no step compiles another kernel.
+    """
     numbers, rows, columns = told(rest)
-    b_blocks, options = blocks_and_options(numbers.rounded)
     computed = _numbers(numbers)
     lists = (params, grad_sums, exp_avgs, exp_avg_sqs, masters or grad_sums, *((rows, columns) if rows else ()))
     kinds: dict[torch.dtype, list[int]] = {}
@@ -222,7 +229,7 @@ def adamw_noise_steps_(
     for dtype, members in kinds.items():
         own = lists if len(kinds) == 1 else [[tensors[i] for i in members] for tensors in lists]
         lengths = list(map(torch.Tensor.numel, own[0]))
-        firsts, programs = first_programs(lengths, 16 * b_blocks)
+        firsts, programs = first_programs(lengths, 16 * BLOCKS)
         if not programs:
             continue
         # A table of hundreds of lines in every step: made by columns, which takes the host a third of the time.
@@ -233,20 +240,32 @@ def adamw_noise_steps_(
             table[:, 5:7] = 0
         table[:, 7] = list(map(torch.Tensor.numel, own[6])) if rows else 1
         table[:, 8], table[:, 9] = lengths, firsts
+        kind: dict[str, Any] = {
+            "PARAMETER": TRITON[dtype],
+            "MOMENTS": TRITON[exp_avgs[0].dtype],
+            "CORRECTED": numbers.variance_floor is not None,
+            "MASTER": bool(masters),
+            "AXES": bool(rows),
+            "enable_fp_fusion": True,
+        }
         with on_device_of(params[0]):
-            _adamw_group_kernel[(programs,)](
-                beside(torch.from_numpy(table), params[0]),
-                beside(drawn if len(kinds) == 1 else drawn[members], params[0]),
+            lines = beside(torch.from_numpy(table), params[0])
+            positions = beside(drawn if len(kinds) == 1 else drawn[members], params[0])
+            opened = new_list(sum(lengths), params[0].device, with_sums=False) if numbers.rounded else NO_LIST
+            _adamw_kernel[(programs,)](
+                lines,
+                positions,
+                opened.entries,
+                opened.capacity,
                 len(members),
                 *computed,
-                PARAMETER=TRITON[dtype],
-                MOMENTS=TRITON[exp_avgs[0].dtype],
-                b_blocks=b_blocks,
-                CORRECTED=numbers.variance_floor is not None,
+                b_blocks=BLOCKS,
                 ROUNDED=numbers.rounded,
-                MASTER=bool(masters),
                 ALIGNED=not (table[:, :5] % 16).any(),
-                AXES=bool(rows),
-                enable_fp_fusion=True,
-                **options,
+                **kind,
+                num_warps=4,
             )
+            if numbers.rounded:
+                _settle_adamw_kernel[(cdiv(opened.capacity, SETTLED),)](
+                    lines, positions, opened.entries, opened.capacity, *computed, b=SETTLED, **kind, num_warps=1
+                )

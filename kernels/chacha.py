@@ -16,15 +16,6 @@ DOMAIN_FLAG = tl.constexpr(1 << 31)
 BLOCKS = 128
 
 
-def blocks_and_options(rounded: bool) -> tuple[int, dict[str, int]]:
-    """Blocks a program makes, one a thread, and what it is launched with: one warp where open roundings take all of them along.
-
-    A normal in 3,000 leaves its rounding open (`fastdp.ops.grid`): of 512 elements one does in a program in seven, of 2,048 in
-    nearly half of them. Registers are capped, so that what only these need lies in memory and four times as many warps run.
-    """
-    return (BLOCKS // 4, {"num_warps": 1, "maxnreg": 128}) if rounded else (BLOCKS, {"num_warps": 4})
-
-
 @triton.jit
 def _quarter(a, b, c, d, one):
     # Additions are written as products with a 1 that the compiler does not know: integer products run beside the pipe that

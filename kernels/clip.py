@@ -8,9 +8,10 @@ import torch
 import triton
 import triton.language as tl
 
-from .chacha import blocks_and_options, normals
-from .grid import numbers_of_grid, on_grid
+from .chacha import BLOCKS, normals
+from .grid import numbers_of_grid
 from .launch import beside, cdiv, on_device_of
+from .settle import NO_LIST, new_list, rounded_or_nan, settle
 from .tiles import load_flat, store_flat
 
 # Elements that one program of the dot products reads: large enough that its float64 sums hide behind the loads.
@@ -92,20 +93,20 @@ def _rows_of(first, o_tile, width, b_tile: tl.constexpr):
     return rows
 
 
-@triton.jit(do_not_specialize=["n", "width"])
+@triton.jit(do_not_specialize=["capacity", "n", "width"])
 def _apply_kernel(
-    p_x, p_out, p_scale, p_position, n, width, std, spacing, inverse,
+    p_x, p_out, p_scale, p_position, p_list, p_sums, capacity, n, width, std, spacing, inverse,
     b_blocks: tl.constexpr, NOISY: tl.constexpr, ROUNDED: tl.constexpr,
 ):  # fmt: skip
     first = tl.program_id(0).to(tl.int64) * b_blocks
-    block = (first + tl.arange(0, b_blocks)).to(tl.uint32)
+    block = first + tl.arange(0, b_blocks)
     o_tile = tl.arange(0, b_blocks)[:, None] * 16 + tl.arange(0, 16)[None, :]
     o_x = first * 16 + o_tile
     rows = _rows_of(first * 16, o_tile, width.to(tl.int64), b_blocks * 16)
     # [b_blocks, 16]
     scale = tl.load(p_scale + rows, mask=o_x < n, other=0.0)
     if NOISY:
-        z = normals(p_position, block, ROUNDED)
+        z = normals(p_position, block.to(tl.uint32), ROUNDED)
     else:
         z = tl.zeros((b_blocks, 16), tl.float32)
     inside = (first + b_blocks) * 16 <= n
@@ -114,7 +115,7 @@ def _apply_kernel(
     # A scale of zero removes the example by selection: zero times NaN would be NaN.
     kept = tl.where(scale != 0.0, x * scale, 0.0)
     if ROUNDED:
-        kept = on_grid(kept, z, p_position, block, std, spacing, inverse)
+        kept = rounded_or_nan(kept, z, p_list, p_sums, capacity, block, n, std, spacing, inverse)
     else:
         kept = tl.fma(z, std, kept)
     # [b_blocks, 16]
@@ -173,27 +174,31 @@ def clip_noise(
         return out, norm
     width = x.numel() // rows
     rounded = secure_rounding and std > 0.0
-    b_blocks, options = blocks_and_options(rounded)
     with on_device_of(x):
         partial, chunks = _row_dots(flat, flat, rows, width)
         scale = torch.empty(rows, dtype=torch.float32, device=x.device)
         _forward_factor_kernel[(rows,)](
             partial, norm, scale, chunks, float(max_norm), b_chunks=128, enable_fp_fusion=True, num_warps=1
         )
-        _apply_kernel[(cdiv(x.numel(), 16 * b_blocks),)](
+        there = beside(position, x)
+        opened = new_list(x.numel(), x.device, with_sums=True) if rounded else NO_LIST
+        _apply_kernel[(cdiv(x.numel(), 16 * BLOCKS),)](
             flat,
             out,
             scale,
-            beside(position, x),
+            there,
+            *opened,
             x.numel(),
             width,
             *(numbers_of_grid(std) if rounded else (float(std), 0.0, 0.0)),
-            b_blocks=b_blocks,
+            b_blocks=BLOCKS,
             NOISY=std != 0.0,
             ROUNDED=rounded,
             enable_fp_fusion=True,
-            **options,
+            num_warps=4,
         )
+        if rounded:
+            settle(out, there, opened, 0, std)
     return out, norm
 
 

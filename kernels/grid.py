@@ -1,8 +1,9 @@
 """Noised sums rounded to a grid, on the device: the definition is ``fastdp.ops.grid``, the proof docs/noise.md.
 
-Float32 normals decide almost every rounding. An element that is left open takes 64 bits of its uniforms and float64, and if
-those leave it open, 128 bits and pairs of float64, 106 bits together. Products are split by masks and not by
-fused operations, which the interpreter does not have; those the compiler fuses by itself only lose less.
+Float32 normals decide almost every rounding, in `on_grid`. An element that is left open goes through `settled` in a launch of
+its own (`settle.py`): 64 bits of its uniforms and float64, and if those leave it open, 128 bits and pairs of float64, 106
+bits together. Products are split by masks and not by fused operations, which the interpreter does not have; those the
+compiler fuses by itself only lose less.
 """
 
 import triton
@@ -12,15 +13,10 @@ from fastdp.ops.grid import grid
 
 from .chacha import DOMAIN_FLAG, own_words
 
+#: Of y = past + ratio z in float32, in ratios, where the radius is at least 2^-12.
+ERROR = tl.constexpr(5.394797e-06)
 _CONTINUED = tl.constexpr(1 << 31)
 _HEAD = tl.constexpr(-(1 << 27))
-
-
-@triton.jit
-def _past_whole(x):
-    # The rest of dividing |x| < 2^23 by 1, at most 1/2 in size: adding 2^23 leaves no place for a fraction.
-    whole = (tl.abs(x) + 8388608.0) - 8388608.0
-    return x - tl.where(x < 0.0, -whole, whole)
 
 
 @triton.jit
@@ -183,49 +179,56 @@ def _near_normal(p_position, block, element):
 
 
 @triton.jit
-def _open_step(p_position, block, element, past, ratio):
-    # The whole number nearest to past + ratio z of one element.
+def _past_whole(x, inverse):
+    # What x in steps of the grid is past a whole number, at most 1/2 in size: adding 2^23 of its sign leaves no place for a
+    # fraction. From 2^23 steps on there is none.
+    steps = x * inverse
+    large = ((steps.to(tl.uint32, bitcast=True) & 0x80000000) | 0x4B000000).to(tl.float32, bitcast=True)
+    return tl.where(tl.abs(steps) < 8388608.0, steps - ((steps + large) - large), 0.0)
+
+
+@triton.jit
+def _released(x, past, whole, spacing):
+    # Every product and the first sum are exact.
+    return tl.fma(-past, spacing, x) + whole * spacing
+
+
+@triton.jit
+def on_grid(x, z, ratio, spacing, inverse):
+    """``x + ratio * spacing * z`` rounded to multiples of ``spacing``: x float32 [B, 16], z marked normals; and where it is open.
+
+    ``inverse`` is 1 / spacing. The error of float32 is below 2^-17.5 ratios, but for radii below 2^-12, which 32 bits of
+    the uniform leave open by 2^-15: an element whose rounding hangs on that is left open, and its number means nothing.
+    """
+    past = _past_whole(x, inverse)
+    y = tl.fma(z, ratio, past)
+    whole = (y + 12582912.0) - 12582912.0  # |y| is below 2^8
+    room = tl.where(tl.abs(z) < 1.0 / 4096.0, 0.5 - ratio * (1.0 / 32768.0), 0.5 - ratio * ERROR)
+    # A marked normal is NaN, and not within any room.
+    return _released(x, past, whole, spacing), (tl.abs(y - whole) < room) == 0
+
+
+@triton.jit
+def settled(x, p_position, block, element, ratio, spacing, inverse):
+    """As `on_grid`, of element ``element`` of each of ``block`` (uint32), all of one shape: no rounding is left open."""
+    past = _past_whole(x, inverse)
     z, rough = _near_normal(p_position, block, element)
     y = past.to(tl.float64) + ratio * z
-    steps = tl.floor(y + 0.5)
-    if rough | (tl.abs(y - steps) > 0.5 - 1.0 / 68719476736.0):
+    whole = tl.floor(y + 0.5)
+    rough = rough | (tl.abs(y - whole) > 0.5 - 1.0 / 68719476736.0)
+    if tl.max(rough.to(tl.int32), 0) > 0:
         z, z_lo = exact_normal(p_position, block, element)
         nothing = z - z
         y, y_lo = _multiply(z, z_lo, nothing + ratio, nothing)
         y, y_lo = _add(y, y_lo, past.to(tl.float64), nothing)
-        whole = tl.floor(y + 0.5)
-        beyond = (y - whole) + y_lo
-        steps = whole + tl.where(beyond > 0.5, 1.0, 0.0) - tl.where(beyond < -0.5, 1.0, 0.0)
-    return steps.to(tl.float32)
-
-
-@triton.jit
-def on_grid(x, z, p_position, block, ratio, spacing, inverse):
-    """``x + ratio * spacing * z`` rounded to multiples of ``spacing``, exactly: x float32 [B, 16], z marked normals.
-
-    ``inverse`` is 1 / spacing. The error of float32 is below 2^-17.5 ratios, but for radii below 2^-12, which 32 bits of
-    the uniform leave open by 2^-15.
-    """
-    steps = x * inverse
-    divided = tl.abs(steps) < 8388608.0
-    past = tl.where(divided, _past_whole(steps), 0.0)
-    y = tl.fma(z, ratio, past)
-    rest = _past_whole(y)
-    room = 0.5 - ratio * tl.where(tl.abs(z) < 1.0 / 4096.0, 1.0 / 32768.0, 5.394797e-06)
-    left = (tl.abs(rest) < room) == 0
-    moved = y - rest
-    # One at a time: hardly any tile has two, and a tile of float64 takes all registers of those that have none.
-    o_x = tl.arange(0, block.shape[0])[:, None] * 16 + tl.arange(0, 16)[None, :]
-    at = tl.max(tl.max(tl.where(left, o_x, -1), 1), 0)
-    while at >= 0:
-        own = tl.max(tl.where(tl.arange(0, block.shape[0]) == at // 16, block, 0), 0)
-        own_past = tl.sum(tl.sum(tl.where(o_x == at, past, 0.0), 1), 0)
-        moved = tl.where(o_x == at, _open_step(p_position, own, at % 16, own_past, ratio), moved)
-        at = tl.max(tl.max(tl.where(left & (o_x < at), o_x, -1), 1), 0)
-    return tl.where(divided, (steps - past) * spacing, x) + moved * spacing
+        exact = tl.floor(y + 0.5)
+        beyond = (y - exact) + y_lo
+        exact += tl.where(beyond > 0.5, 1.0, 0.0) - tl.where(beyond < -0.5, 1.0, 0.0)
+        whole = tl.where(rough, exact, whole)
+    return _released(x, past, whole.to(tl.float32), spacing)
 
 
 def numbers_of_grid(std: float) -> tuple[float, float, float]:
-    """What `on_grid` is told of the noise: std in units of the grid's spacing, the spacing, and its inverse."""
+    """What `on_grid` and `settled` are told of the noise: std in units of the grid's spacing, the spacing, and its inverse."""
     spacing, ratio = grid(std)
     return ratio, spacing, 1.0 / spacing

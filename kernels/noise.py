@@ -4,25 +4,27 @@ import torch
 import triton
 import triton.language as tl
 
-from .chacha import blocks_and_options, normals
-from .grid import numbers_of_grid, on_grid
+from .chacha import BLOCKS, normals
+from .grid import numbers_of_grid
 from .launch import beside, cdiv, on_device_of
+from .settle import NO_LIST, new_list, rounded_or_nan, settle
 from .tiles import load_flat, store_flat
 
 
-@triton.jit(do_not_specialize=["n", "begin", "std", "spacing", "inverse"])
-def _add_noise_kernel(p_x, p_position, n, begin, std, spacing, inverse, b_blocks: tl.constexpr, ROUNDED: tl.constexpr):
+@triton.jit(do_not_specialize=["capacity", "n", "begin", "std", "spacing", "inverse"])
+def _add_noise_kernel(
+    p_x, p_position, p_list, p_sums, capacity, n, begin, std, spacing, inverse, b_blocks: tl.constexpr, ROUNDED: tl.constexpr,
+):  # fmt: skip
     # Where the sum is ROUNDED, ``std`` is in units of the grid's spacing. The first element is that of block ``begin``.
     first = tl.program_id(0).to(tl.int64) * b_blocks
-    block = begin + first + tl.arange(0, b_blocks)
-    block = block.to(tl.uint32)
-    z = normals(p_position, block, ROUNDED)
-    o_x = (first + tl.arange(0, b_blocks))[:, None] * 16 + tl.arange(0, 16)[None, :]
+    block = first + tl.arange(0, b_blocks)
+    z = normals(p_position, (begin + block).to(tl.uint32), ROUNDED)
+    o_x = block[:, None] * 16 + tl.arange(0, 16)[None, :]
     inside = (first + b_blocks) * 16 <= n
     # [b_blocks, 16]
     x = load_flat(p_x, o_x, n, inside).to(tl.float32)
     if ROUNDED:
-        x = on_grid(x, z, p_position, block, std, spacing, inverse)
+        x = rounded_or_nan(x, z, p_list, p_sums, capacity, block, n, std, spacing, inverse)
     else:
         x = tl.fma(z, std, x)
     # [b_blocks, 16]
@@ -39,18 +41,22 @@ def add_noise_(x: torch.Tensor, std: float, position: torch.Tensor, secure_round
     flat, within = x.contiguous(), first % 16
     if within:
         flat = torch.cat([flat.new_zeros(within), flat.view(-1)])
-    b_blocks, options = blocks_and_options(secure_rounding)
     with on_device_of(x):
-        _add_noise_kernel[(cdiv(flat.numel(), 16 * b_blocks),)](
+        there = beside(position, x)
+        opened = new_list(flat.numel(), x.device, with_sums=True) if secure_rounding else NO_LIST
+        _add_noise_kernel[(cdiv(flat.numel(), 16 * BLOCKS),)](
             flat,
-            beside(position, x),
+            there,
+            *opened,
             flat.numel(),
             first // 16,
             *(numbers_of_grid(std) if secure_rounding else (float(std), 0.0, 0.0)),
-            b_blocks=b_blocks,
+            b_blocks=BLOCKS,
             ROUNDED=secure_rounding,
             enable_fp_fusion=True,
-            **options,
+            num_warps=4,
         )
+        if secure_rounding:
+            settle(flat, there, opened, first // 16, std)
     if flat is not x:
         x.copy_(flat[within:].view(x.shape) if within else flat)

@@ -95,6 +95,8 @@ def _row(name: str) -> str:
         estimate = "bound by memory"
     elif share is not None:
         estimate = f"{share[0] / share[1]:.0%} of the products' rate"
+    elif "b_blocks" not in case.constants:
+        estimate = "of few numbers"
     else:
         everything = sum(
             len(re.findall(rf"\s{op}\b", found.sass)) for op in ("LOP3", "SHF", "IADD3", "PRMT", "LEA", "SGXT")
@@ -103,7 +105,7 @@ def _row(name: str) -> str:
         # The second such loop makes another block for the tails and runs in one tile of a million.
         logic = (everything - 2 * rounds + 10 * rounds) * 32 * case.num_warps / LOGIC
         elements = 16 * case.constants["b_blocks"]
-        width = {"noise": 8, "adamw": 26}.get(name, 4)
+        width = {"noise": 8, "noise-rounded": 8, "adamw": 16, "adamw-rounded": 16}.get(name, 4)
         memory = elements * width / MEMORY
         estimate = f"{min(1.0, memory / logic):.0%} of copying; bound by {'logic' if logic > memory else 'memory'}"
     return "| " + " | ".join([*cells, str(loop.instructions), *under_way, estimate]) + " |"

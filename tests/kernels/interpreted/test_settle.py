@@ -1,0 +1,130 @@
+"""Roundings that float32 leaves open are settled by a launch of their own: any number of them, and NaN where its list is full."""
+
+import math
+
+import pytest
+import torch
+import triton.language as tl
+from fastdp.kernels import adamw, grid, settle
+from fastdp.kernels.clip import clip_noise
+from fastdp.kernels.noise import add_noise_
+
+from fastdp import ops
+from fastdp.ops.grid import on_grid
+
+
+def position():
+    return ops.NoiseStream.unsafe_reproducible(5).at(7, 1).take()
+
+
+def leave_open(monkeypatch, share, room=lambda n: n):
+    """Float32 leaves about this share of roundings for std 0.7 open, and lists have so much room."""
+    monkeypatch.setattr(grid, "ERROR", tl.constexpr(share / 2 / 22.4))
+    monkeypatch.setattr(settle, "capacity_of", room)
+    for module in (settle, adamw):  # hundreds of entries: the interpreter takes as long for a program of one
+        monkeypatch.setattr(module, "SETTLED", 256)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("n", "first"), [(1, 0), (2061, 0), (700, 4099)])
+def test_sums(dtype, n, first, monkeypatch):
+    x = (3 * torch.randn(n)).to(dtype)
+    x[::50] = float("inf")
+    few, got = x.clone(), x.clone()
+    add_noise_(few, 0.7, position(), True, first)
+    leave_open(monkeypatch, 0.1)
+    add_noise_(got, 0.7, position(), True, first)
+    assert torch.equal(got, few)
+    # The interpreter rounds to bfloat16 in a way of its own.
+    assert dtype == torch.bfloat16 or torch.equal(got, on_grid(x, 0.7, position(), first).to(dtype))
+
+
+def test_clipped_rows(monkeypatch):
+    leave_open(monkeypatch, 0.1)
+    x = 0.01 * torch.randn(5, 129)  # not clipped, so that both round the same numbers
+    assert torch.equal(clip_noise(x, 10.0, 0.7, position(), True)[0], on_grid(x, 0.7, position()))
+
+
+def updated(params, moments, masters, axes, floor):
+    """Copies of everything after an update with rounded noise: several tensors, tails among them."""
+    shapes = [(3,), (2049,), (0,), (5, 2, 7)]
+    generator = torch.Generator().manual_seed(1)
+    made = [[torch.rand(shape, generator=generator) for shape in shapes] for _ in range(4)]
+    tensors = [[x.to(dtype) for x in own] for own, dtype in zip(made, (params, torch.float32, moments, moments))]
+    tensors.append([x.clone() for x in made[0]] if masters else [])
+    counts = ((3, 2049, 0, 5), (1, 1, 1, 14))
+    scales = [[torch.rand(k, generator=generator) + 0.1 for k in own] for own in counts] if axes else [[], []]
+    numbers = (0.7, 8.0, 0.1, 0.9, 0.999, 1e-8, 0.01, 3, floor, True)
+    drawn = ops.NoiseStream.unsafe_reproducible(4).take_at(2, range(4))
+    before = [[x.clone() for x in own] for own in tensors]
+    adamw.adamw_noise_steps_(*tensors, drawn, *numbers, *scales)
+    assert all(map(torch.equal, before[1], tensors[1]))
+    return before, tensors
+
+
+UPDATES = [
+    (torch.float32, torch.float32, False, True, 1e-3),
+    (torch.bfloat16, torch.float32, True, False, None),
+    (torch.bfloat16, torch.bfloat16, False, False, None),
+    (torch.float16, torch.bfloat16, True, True, None),
+]
+
+
+@pytest.mark.parametrize("update", UPDATES)
+def test_an_update_does_not_depend_on_what_is_left_open(update, monkeypatch):
+    _, expected = updated(*update)
+    leave_open(monkeypatch, 0.1)
+    _, got = updated(*update)
+    assert all(torch.equal(a, b) for own, other in zip(got, expected) for a, b in zip(own, other))
+
+
+def test_sums_beyond_the_list_stay_nan(monkeypatch):
+    leave_open(monkeypatch, 0.05, lambda n: 3)
+    x = torch.randn(2061)
+    got = x.clone()
+    add_noise_(got, 0.7, position(), True)
+    expected, lost = on_grid(x, 0.7, position()), got.isnan()
+    assert torch.equal(got[~lost], expected[~lost])
+    assert 50 < int(lost.sum()) < 200
+    # Without any room, all that is open: three blocks were settled.
+    monkeypatch.setattr(settle, "capacity_of", lambda n: 0)
+    none = x.clone()
+    add_noise_(none, 0.7, position(), True)
+    settled = none.isnan() & ~lost
+    assert bool((lost <= none.isnan()).all())
+    assert settled.nonzero().div(16, rounding_mode="floor").unique().numel() == 3
+
+
+@pytest.mark.parametrize("update", UPDATES[1:3])
+def test_parameters_beyond_the_list_become_nan(update, monkeypatch):
+    _, expected = updated(*update)
+    leave_open(monkeypatch, 0.05, lambda n: 3)
+    (_, _, *moments, _), got = updated(*update)
+    seen = 0
+    for i, (param, wanted) in enumerate(zip(got[0], expected[0])):
+        lost = param.isnan()
+        seen += int(lost.sum())
+        assert torch.equal(param[~lost], wanted[~lost])
+        for before, now, then in zip(moments, got[2:4], expected[2:4]):
+            assert torch.equal(now[i], torch.where(lost, before[i], then[i]))
+        if update[2]:
+            assert torch.equal(got[4][i].isnan(), lost)
+    assert 50 < seen < 200
+
+
+def test_lists_are_long_enough():
+    """What `capacity_of` says of the probability that one is not, with the bound that kernels have."""
+    share = 4 * 32 * grid.ERROR.value + 0.4 * 2.0**-13 + 2.0**-32
+    assert share <= 7.5e-4
+    for n in (1, 1000, *range(10**5, 2 * 10**6, 997), 10**9):
+        mean, most = 7.5e-4 * n, settle.capacity_of(n)
+        assert most > mean
+        assert most * math.log(most / mean) - most + mean >= 180 * math.log(2)
+
+
+def test_few_roundings_are_open(monkeypatch):
+    monkeypatch.setattr(settle, "capacity_of", lambda n: 0)
+    x = torch.randn(1 << 15)
+    add_noise_(x, 0.7, position(), True)
+    # 2 * 22.4 * 5.4e-6 of 32,768 are 7.9 on average.
+    assert 1 <= int(x.isnan().sum()) <= 16
