@@ -428,10 +428,16 @@ def step_kernels() -> None:
         step()
 
 
+def both_runs() -> None:
+    """All that is launched, by checks and by steps."""
+    dry_run()
+    step_kernels()
+
+
 def rows(processes: int, device: str = "cuda") -> Iterator[dict[str, Any]]:
     """Kernels, compiled by all processors at once, and then the checks: a row each, as it is known."""
     begin = time.perf_counter()
-    found = variants(lambda: (dry_run(), step_kernels()))
+    found = variants(both_runs)
     failed = [f"{name}: {error}" for name, _, error in compiled(found, processes) if error is not None]
     seconds = time.perf_counter() - begin
     yield {
