@@ -34,16 +34,11 @@ from .workloads import LEARNING_RATE, Case
 
 IMPLEMENTATIONS = ("non-private", "fastdp", "opacus-hooks", "opacus-ghost")
 FUSED = ("non-private-fused", "fastdp-fused")
-#: On a GPU: with fused optimizers alone, one operation at a time and recorded as CUDA graphs; other libraries last, as it is
-#: theirs that time may be short of.
-ON_A_GPU = (
-    "non-private-fused",
-    "fastdp-fused",
-    "non-private-captured",
-    "fastdp-captured",
-    "opacus-hooks",
-    "opacus-ghost",
-)
+#: On a GPU: with fused optimizers alone, one operation at a time and recorded as CUDA graphs.
+ON_A_GPU = (*FUSED, "non-private-captured", "fastdp-captured")
+OTHERS_ON_A_GPU = (FUSED[0], "opacus-hooks", "opacus-ghost")
+#: Steps in a row on a GPU, which the host need not wait for between them.
+_IN_A_ROW = 8
 
 
 CASES = {
@@ -78,7 +73,9 @@ def measure(
     Without a choice of implementations all, and where everything is trained those with fused optimizers too.
 
     Ratios are to non-private in the same run: time by the median of step-by-step ratios, so that a machine whose speed
-    drifts is compared with itself. On a processor ``heap_bytes`` and ``ratio_heap`` are those of the timed processes.
+    drifts is compared with itself. On a processor ``heap_bytes`` and ``ratio_heap`` are those of the timed processes. On a
+    GPU ``seconds`` are those of a step among several in a row, as loops take them, and ``waited_seconds`` those of one that the
+    host waits for; ``steady_bytes`` is the peak of these steps, ``peak_bytes`` that of all since the model was built.
 
     Raises ValueError for an unknown case.
     """
@@ -87,7 +84,9 @@ def measure(
     on_gpu = torch.cuda.device_count() > 0
     if implementations is None:
         every = (*IMPLEMENTATIONS[:2], *(FUSED if CASES[case].tuning == "full" else ()), *IMPLEMENTATIONS[2:])
-        implementations = ON_A_GPU if on_gpu else every
+        # Torch does not record checkpointed passes.
+        whole = ON_A_GPU[:2] if CASES[case].checkpointed else ON_A_GPU
+        implementations = whole if on_gpu else every
     measured = _one_by_one if on_gpu else _in_turns
     found = measured(case, implementations, steps, warmup)
     base = found[implementations[0]]
@@ -102,7 +101,12 @@ def measure(
             if base.error is None:
                 row["ratio_time"] = statistics.median(a / b for a, b in zip(one.times, base.times))
                 row["ratio_memory"] = one.peak / base.peak
-            if not on_gpu:
+            if on_gpu:
+                row["waited_seconds"], row["steady_bytes"] = statistics.median(one.waited), one.steady
+                if base.error is None:
+                    row["ratio_waited"] = statistics.median(one.waited) / statistics.median(base.waited)
+                    row["ratio_steady"] = one.steady / base.steady
+            else:
                 row["heap_bytes"] = one.heap
                 row["ratio_heap"] = one.heap / base.heap if base.error is None else None
         rows.append(row)
@@ -114,7 +118,9 @@ class _Found:
     """What was seen of one implementation: seconds of its steps, bytes, or why there are none."""
 
     times: list[float] = field(default_factory=list)
+    waited: list[float] = field(default_factory=list)
     peak: int = 0
+    steady: int = 0
     heap: int = 0
     error: str | None = None
 
@@ -130,8 +136,11 @@ def _one_by_one(case: str, implementations: tuple[str, ...], steps: int, warmup:
         worker.build(case, name)
         for _ in range(warmup + 2):
             worker.ask("step")
-        times = [worker.ask("step") for _ in range(steps)]
-        found[name] = _Found(times, worker.ask("peak"), error=worker.error)
+        peak = worker.ask("peak")
+        waited = [worker.ask("step") for _ in range(steps)]
+        times = [worker.ask("steps") / _IN_A_ROW for _ in range(3)]
+        steady = worker.ask("peak")
+        found[name] = _Found(times, waited, max(peak, steady), steady, error=worker.error)
         if found[implementations[0]].error is not None:
             break  # what ordinary training cannot hold, nothing else does
     return found
@@ -280,13 +289,16 @@ def _opacus(
 
 
 def _peak(start: int) -> int:
+    """Bytes: on a GPU since the latest question."""
     if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated()
+        peak = torch.cuda.max_memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        return peak
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - start
 
 
 def _serve() -> None:
-    """Answer the parent's words, a JSON line each: a case and an implementation, `step`, or `peak`."""
+    """Answer the parent's words, a JSON line each: a case and an implementation, `step`, `steps`, or `peak`."""
     answers = sys.stdout
     sys.stdout = sys.stderr
     warnings.simplefilter("ignore")
@@ -309,10 +321,11 @@ def _serve() -> None:
             words = line.split()
             if words == ["peak"]:
                 answer(value=_peak(start))
-            elif words == ["step"]:
+            elif words in (["step"], ["steps"]):
                 assert step is not None
                 begun = time.perf_counter()
-                step()
+                for _ in range(_IN_A_ROW if words == ["steps"] else 1):
+                    step()
                 if torch.cuda.is_available():
                     torch.cuda.synchronize()
                 answer(value=time.perf_counter() - begun)

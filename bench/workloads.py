@@ -135,8 +135,8 @@ LARGE = {
     "bert-base-full": _half("bert", 12, 768, 3072, 12, 12, 30522, 32, 128),
     "gpt2-124m-full": _half("gpt2", 12, 768, 3072, 12, 12, 50257, 8, 1024),
     "llama-1b-full": _half("llama", 16, 2048, 8192, 32, 8, 128256, 4, 1024),
-    "llama-1b-long": _half("llama", 16, 2048, 8192, 32, 8, 128256, 1, 4096),
     "llama-8b-lora-checkpointed": _half("llama", 32, 4096, 14336, 32, 8, 128256, 4, 2048, rank=16, checkpointed=True),
+    "llama-1b-long": _half("llama", 16, 2048, 8192, 32, 8, 128256, 1, 4096),
     "llama-8b-lora": _half("llama", 32, 4096, 14336, 32, 8, 128256, 4, 2048, rank=16),
 }
 

@@ -142,7 +142,11 @@ class LinearUse(torch.autograd.Function):
         sink = ctx.tap.open()
         matrix, bias = ctx.parameters
         rows = ctx.tap.layout.rows
-        flat = _flat(ctx.fold.front(gradient, rows))
+        front = ctx.fold.front(gradient, rows)
+        flat = _flat(front)
+        if front is gradient:
+            # Whatever had to be copied for that is not copied once more.
+            gradient = flat.view(gradient.shape)
         if bias is not None:
             sink.tokens(bias, flat, ctx.tap.layout, ctx.laned)
         if matrix is not None:
