@@ -50,8 +50,8 @@ GPUS = {
     "h200": Gpu("NVIDIA H200", 141 << 30, 4.2e12, 7.0e14, 5.0e13, 1.44e13),
 }
 #: Operations for each rounded normal, and for what an update makes of it, at the rate of integers: so many that they take as
-#: long as on an H100, where noise that is rounded took 7.2 ps a number, and an update with it 12.3.
-PER_NORMAL, PER_UPDATE = 104, 61
+#: long as on an H100, where noise that is rounded took 5.6 ps a number, and in a step of Llama 1B an update with it 10.8.
+PER_NORMAL, PER_UPDATE = 81, 62
 #: And for each pair of moments that are rounded at random: a hash, and both roundings.
 PER_ROUNDING = 12
 #: How many tensors one launch of torch's multi-tensor kernels takes, by how many lists it reads.
