@@ -18,6 +18,9 @@ from .launch import TRITON, beside, cdiv, on_device_of
 from .settle import NO_LIST, SETTLED, lowest, new_list, own_entries, put_on_list
 from .tiles import load_flat, store_flat
 
+#: A thread's, so that a processor holds three programs.
+REGISTERS = 168
+
 _ELEMENT, _TENSOR, _STEP, _MIX = map(tl.constexpr, (ELEMENT_FACTOR, TENSOR_FACTOR, STEP_FACTOR, MIX_FACTOR))
 
 
@@ -63,11 +66,11 @@ def _addresses(p_table, line, PARAMETER: tl.constexpr, MOMENTS: tl.constexpr, AL
 
 @triton.jit
 def _update(
-    p_param, p_mean, p_square, p_master, p_rows, p_columns, width, n, o_x, inside, noised, is_open, lost, p_position,
+    p_param, p_mean, p_square, p_master, p_rows, p_columns, width, n, o_x, inside, noised, is_open, p_position,
     inverse_divisor, keep, step_size, lerp1, beta2, rest2, inverse_correction2, eps, noise_variance, floor,
     CORRECTED: tl.constexpr, HELD: tl.constexpr, MASTER: tl.constexpr, AXES: tl.constexpr,
 ):  # fmt: skip
-    # Of elements o_x, in a tile or one of each tensor. Where HELD, those that are open stay as they are, and become NaN if lost.
+    # Of elements o_x, in a tile or one of each tensor. Where HELD, those that are open stay as they are.
     g = noised * inverse_divisor
     variance = noise_variance
     if AXES:
@@ -93,7 +96,7 @@ def _update(
         # Written as they were, and not left out: stores with a mask are narrow.
         new_mean = tl.where(is_open, mean, new_mean)
         new_square = tl.where(is_open, square, new_square)
-        new_param = tl.where(is_open, tl.where(lost, float("nan"), param), new_param)
+        new_param = tl.where(is_open, param, new_param)
     # [b_blocks, 16]
     if p_mean.dtype.element_ty == tl.float32:
         store_flat(p_mean, o_x, n, inside, new_mean)
@@ -130,11 +133,10 @@ def _adamw_kernel(
     grad = load_flat(p_grad, o_x, n, inside)
     if ROUNDED:
         noised, is_open = on_grid(grad, z, std, spacing, inverse)
-        place, _ = put_on_list(p_list, capacity, line, block, n, is_open)
-        lost = place[:, None] >= capacity
+        put_on_list(p_list, capacity, line, block, n, is_open)
     else:
-        noised, is_open, lost = tl.fma(z, std, grad), False, False
-    _update(p_param, p_mean, p_square, p_master, p_rows, p_columns, width, n, o_x, inside, noised, is_open, lost, p_position,
+        noised, is_open = tl.fma(z, std, grad), False
+    _update(p_param, p_mean, p_square, p_master, p_rows, p_columns, width, n, o_x, inside, noised, is_open, p_position,
             inverse_divisor, keep, step_size, lerp1, beta2, rest2, inverse_correction2, eps, noise_variance, floor,
             CORRECTED, ROUNDED, MASTER, AXES)  # fmt: skip
 
@@ -147,6 +149,7 @@ def _settle_adamw_kernel(
     AXES: tl.constexpr,
 ):  # fmt: skip
     _, line, block, bits = own_entries(p_list, capacity, b)
+    is_full = tl.load(p_list) > capacity
     p_position = p_positions + line * 11
     p_param, p_grad, p_mean, p_square, p_master, p_rows, p_columns, width, n = _addresses(
         p_table, line, PARAMETER, MOMENTS, False
@@ -158,7 +161,9 @@ def _settle_adamw_kernel(
         # [b]
         grad = load_flat(p_grad, o_x, n, False)
         noised = settled(grad, p_position, block, element, std, spacing, inverse)
-        _update(p_param, p_mean, p_square, p_master, p_rows, p_columns, width, n, o_x, False, noised, False, False, p_position,
+        # What the list had no room for was not updated, and nobody knows where it is: the step shall not go on.
+        noised = tl.where(is_full, float("nan"), noised)
+        _update(p_param, p_mean, p_square, p_master, p_rows, p_columns, width, n, o_x, False, noised, False, p_position,
                 inverse_divisor, keep, step_size, lerp1, beta2, rest2, inverse_correction2, eps, noise_variance, floor,
                 CORRECTED, False, MASTER, AXES)  # fmt: skip
         bits &= bits - 1
@@ -264,6 +269,7 @@ def adamw_noise_steps_(
                 ALIGNED=not (table[:, :5] % 16).any(),
                 **kind,
                 num_warps=4,
+                maxnreg=REGISTERS,
             )
             if numbers.rounded:
                 _settle_adamw_kernel[(cdiv(opened.capacity, SETTLED),)](

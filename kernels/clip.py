@@ -11,7 +11,7 @@ import triton.language as tl
 from .chacha import BLOCKS, normals
 from .grid import numbers_of_grid
 from .launch import beside, cdiv, on_device_of
-from .settle import NO_LIST, new_list, rounded_or_nan, settle
+from .settle import NO_LIST, new_list, settle, store_rounded
 from .tiles import load_flat, store_flat
 
 # Elements that one program of the dot products reads: large enough that its float64 sums hide behind the loads.
@@ -115,11 +115,10 @@ def _apply_kernel(
     # A scale of zero removes the example by selection: zero times NaN would be NaN.
     kept = tl.where(scale != 0.0, x * scale, 0.0)
     if ROUNDED:
-        kept = rounded_or_nan(kept, z, p_list, p_sums, capacity, block, n, std, spacing, inverse)
+        store_rounded(kept, z, p_out, p_list, p_sums, capacity, block, o_x, n, inside, std, spacing, inverse)
     else:
-        kept = tl.fma(z, std, kept)
-    # [b_blocks, 16]
-    store_flat(p_out, o_x, n, inside, kept.to(p_out.dtype.element_ty))
+        # [b_blocks, 16]
+        store_flat(p_out, o_x, n, inside, tl.fma(z, std, kept).to(p_out.dtype.element_ty))
 
 
 @triton.jit(do_not_specialize=["n", "width"])

@@ -7,7 +7,7 @@ import triton.language as tl
 from .chacha import BLOCKS, normals
 from .grid import numbers_of_grid
 from .launch import beside, cdiv, on_device_of
-from .settle import NO_LIST, new_list, rounded_or_nan, settle
+from .settle import NO_LIST, new_list, settle, store_rounded
 from .tiles import load_flat, store_flat
 
 
@@ -24,11 +24,10 @@ def _add_noise_kernel(
     # [b_blocks, 16]
     x = load_flat(p_x, o_x, n, inside).to(tl.float32)
     if ROUNDED:
-        x = rounded_or_nan(x, z, p_list, p_sums, capacity, block, n, std, spacing, inverse)
+        store_rounded(x, z, p_x, p_list, p_sums, capacity, block, o_x, n, inside, std, spacing, inverse)
     else:
-        x = tl.fma(z, std, x)
-    # [b_blocks, 16]
-    store_flat(p_x, o_x, n, inside, x.to(p_x.dtype.element_ty))
+        # [b_blocks, 16]
+        store_flat(p_x, o_x, n, inside, tl.fma(z, std, x).to(p_x.dtype.element_ty))
 
 
 def add_noise_(x: torch.Tensor, std: float, position: torch.Tensor, secure_rounding: bool, first: int = 0) -> None:

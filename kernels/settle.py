@@ -12,6 +12,7 @@ import triton.language as tl
 
 from .grid import numbers_of_grid, on_grid, settled
 from .launch import cdiv
+from .tiles import store_flat
 
 #: Blocks that one program settles, one a thread.
 SETTLED = 32
@@ -69,16 +70,18 @@ def lowest(bits):
 
 
 @triton.jit
-def rounded_or_nan(x, z, p_list, p_sums, capacity, block, n, ratio, spacing, inverse):
-    """`on_grid`, and NaN where it is open: blocks with such elements go on the list, and all their x, float32 [B, 16], with them.
+def store_rounded(x, z, p_out, p_list, p_sums, capacity, block, o_x, n, inside, ratio, spacing, inverse):
+    """Store `on_grid`, and NaN where it is open: blocks with such elements go on the list, with all their x, float32 [B, 16].
 
     What the list has no room for stays NaN.
     """
     released, is_open = on_grid(x, z, ratio, spacing, inverse)
+    # [B, 16]
+    store_flat(p_out, o_x, n, inside, tl.where(is_open, float("nan"), released).to(p_out.dtype.element_ty))
+    # Last, as what follows waits for the list's answer.
     place, fits = put_on_list(p_list, capacity, tl.full((), 0, tl.int64), block, n, is_open)
     # [B, 16]
     tl.store(p_sums + place[:, None] * 16 + tl.arange(0, 16)[None, :], x, mask=fits[:, None])
-    return tl.where(is_open, float("nan"), released)
 
 
 @triton.jit(do_not_specialize=["capacity", "begin", "std", "spacing", "inverse"])

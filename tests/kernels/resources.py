@@ -116,6 +116,7 @@ def compiled(
     aligned: tuple[str, ...] = (),
     num_warps: int = 4,
     num_stages: int = 3,
+    maxnreg: int | None = None,
 ) -> Resources:
     """Compile for ``sm_<capability>``, with the types of arguments (``*bf16``, ``i64``, ...) and the values of constexprs.
 
@@ -142,7 +143,7 @@ def compiled(
     binary = triton.compile(
         source,
         target=GPUTarget("cuda", capability, 32),
-        options={"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": True},
+        options={"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": True, "maxnreg": maxnreg},
     )
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(binary.asm["cubin"])

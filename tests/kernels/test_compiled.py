@@ -66,6 +66,7 @@ class Case:
     matrix: bool = False
     asynchronous: bool = False
     stack: int = 0
+    maxnreg: int | None = None
     slow: bool = False
     narrow: bool = False
     #: Launched on Hopper and Blackwell's large chips alone.
@@ -216,7 +217,7 @@ def adamw_case(rounded, parameter, moments, slow=False, **constants):
         return Case(adamw._settle_adamw_kernel, types, constants | {"b": settle.SETTLED}, 1, slow=slow, stack=40)
     types["p_list"] = "*i64" if rounded else None
     constants |= {"b_blocks": chacha.BLOCKS, "ROUNDED": rounded, "ALIGNED": True}
-    return Case(adamw._adamw_kernel, types, constants, slow=slow)
+    return Case(adamw._adamw_kernel, types, constants, slow=slow, maxnreg=adamw.REGISTERS, blocks=3)
 
 
 LONG = {
@@ -448,6 +449,7 @@ def built(name, capability):
         aligned=aligned,
         num_warps=case.num_warps,
         num_stages=case.num_stages,
+        maxnreg=case.maxnreg,
     )
 
 

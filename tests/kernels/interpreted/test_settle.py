@@ -96,20 +96,26 @@ def test_sums_beyond_the_list_stay_nan(monkeypatch):
 
 
 @pytest.mark.parametrize("update", UPDATES[1:3])
-def test_parameters_beyond_the_list_become_nan(update, monkeypatch):
+def test_where_a_list_is_full_what_is_on_it_becomes_nan(update, monkeypatch):
+    """What is not on it stays as it was; nothing is updated wrongly."""
     _, expected = updated(*update)
     leave_open(monkeypatch, 0.05, lambda n: 3)
-    (_, _, *moments, _), got = updated(*update)
-    seen = 0
-    for i, (param, wanted) in enumerate(zip(got[0], expected[0])):
-        lost = param.isnan()
-        seen += int(lost.sum())
-        assert torch.equal(param[~lost], wanted[~lost])
-        for before, now, then in zip(moments, got[2:4], expected[2:4]):
-            assert torch.equal(now[i], torch.where(lost, before[i], then[i]))
-        if update[2]:
-            assert torch.equal(got[4][i].isnan(), lost)
-    assert 50 < seen < 200
+    before, got = updated(*update)
+    lost, kept, blocks = 0, 0, set()
+    # Parameters that have masters are these, rounded by the interpreter.
+    states = [own for own in zip(before, got, expected) if own[0]][1 if update[2] else 0 :]
+    for i, param in enumerate(got[0]):
+        nan = param.isnan()
+        lost += int(nan.sum())
+        blocks |= {(i, int(at) // 16) for at in nan.flatten().nonzero()}
+        others = torch.stack([(now[i] == then[i]).flatten() for _, now, then in states]).all(0).view_as(nan)
+        same = torch.stack([(now[i] == own[i]).flatten() for own, now, _ in states]).all(0).view_as(nan)
+        assert bool((nan | others | same).all())
+        assert not bool((nan & same).any())
+        kept += int((same & ~others).sum())
+    assert len(blocks) == 3
+    assert 3 <= lost <= 8
+    assert 50 < kept < 200
 
 
 def test_lists_are_long_enough():
