@@ -9,8 +9,10 @@ found, which is read one release later, or where the run's results leave: no rel
 from __future__ import annotations
 
 import functools
+import itertools
+import operator
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -77,8 +79,17 @@ class Guard:
         self.model, self._hold = model, hold
         self.harmless: frozenset[str] = frozenset()
         self._modules = list(model.named_modules())
-        #: Every parameter by its module's place and its name there, and how often it was written.
-        self._settled: list[tuple[str, torch.nn.Module, str, torch.nn.Parameter, int]] = []
+        self._own = [module for _, module in self._modules]
+        self._children = self._identities("_modules")
+        #: Every parameter by its module's place and its name there, what all modules held then, and how often each was written.
+        self._settled: list[tuple[str, torch.nn.Module, str]] = []
+        self._parameters: list[torch.nn.Parameter] = []
+        self._held: list[int] = []
+        self._writes: list[int] = []
+        #: Whether some are in pieces, whose writes are counted apart.
+        self._cut = False
+        #: What was seen when each module was last looked at for parameters that have come to be trained.
+        self._trained: tuple[list[int], list[bool], list[int]] | None = None
         self._spots: _Spots | None = None
         #: All numbers of what no training changes, as of its latest change that torch counted; None before the first `settle`.
         self._still: dict[tuple[str, int], _Kept] | None = None
@@ -97,18 +108,25 @@ class Guard:
     def settle(self) -> None:
         """Take the parameters as they are now for released, or for not yet trained."""
         self._hold()
-        self._settled = [
-            (prefix, module, name, parameter, writes(parameter))
-            for prefix, module in self._modules
-            for name, parameter in module._parameters.items()
-            if parameter is not None
-        ]
+        held = self._identities("_parameters")
+        if held != self._held:
+            self._held, self._trained = held, None
+            found = [
+                (prefix, module, name, parameter)
+                for prefix, module in self._modules
+                for name, parameter in module._parameters.items()
+                if parameter is not None
+            ]
+            self._settled = [(prefix, module, name) for prefix, module, name, _ in found]
+            self._parameters = [parameter for *_, parameter in found]
+            self._cut = any(map(is_cut, self._parameters))
+        self._writes = self._count()
         buffers = [(name, buffer) for name, (buffer, _) in self._buffers().items() if name not in self.harmless]
         count, own = len(self._settled) + len(buffers), len(self._settled)
         here: list[tuple[str, torch.Tensor]] = []
         for at in _DRAW.sample(range(count), min(count, _SPOTS)):
             if at < own:
-                prefix, _, name, parameter, _ = self._settled[at]
+                (prefix, _, name), parameter = self._settled[at], self._parameters[at]
                 here.append((_joined(prefix, name), piece(parameter) if is_cut(parameter) else parameter))
             else:
                 here.append(buffers[at - own])
@@ -116,13 +134,28 @@ class Guard:
         if self._still is None:
             self._still = self._untrained()
 
-    def require_settled(self) -> None:
-        """Raise RuntimeError, naming it, if a parameter was written or replaced since `settle`."""
+    def require_settled(self, trained: Mapping[str, torch.nn.Parameter] | None = None) -> None:
+        """Raise RuntimeError, naming it, if a parameter was written or replaced since `settle`.
+
+        With ``trained``, what the engine knows, also if any other has come to be trained.
+        """
         self._hold()
-        for prefix, module, name, parameter, version in self._settled:
-            held = module._parameters
-            if writes(parameter) != version or (name in held and held[name] is not parameter):
-                raise _moved(_joined(prefix, name))
+        held = self._identities("_parameters")
+        if held != self._held or self._count() != self._writes:
+            for (prefix, module, name), parameter, version in zip(self._settled, self._parameters, self._writes):
+                own = module._parameters
+                if writes(parameter) != version or (name in own and own[name] is not parameter):
+                    raise _moved(_joined(prefix, name))
+        if trained is not None:
+            self._require_frozen(trained, held)
+
+    def _identities(self, kind: str) -> list[int]:
+        """Of all parameters that modules hold now, or of all their own modules, in order."""
+        tables = filter(None, map(operator.attrgetter(kind), self._own))
+        return [*map(id, itertools.chain.from_iterable([table.values() for table in tables]))]
+
+    def _count(self) -> list[int]:
+        return list(map(writes, self._parameters)) if self._cut else [p._version for p in self._parameters]
 
     def require_untouched(self, *, last: bool) -> None:
         """Raise RuntimeError, naming it, if a parameter or a buffer was written in a way that torch does not count.
@@ -182,9 +215,12 @@ class Guard:
             self._asked.append(_Question([name for name, *_ in alike], [1] * len(alike), Sent(differ)))
         self._still = found
 
-    def require_frozen(self, trained: dict[str, torch.nn.Parameter]) -> None:
-        """Raise RuntimeError, naming it, if a parameter that the engine does not know has come to be trained."""
-        known = {id(p) for p in trained.values()}
+    def _require_frozen(self, trained: Mapping[str, torch.nn.Parameter], held: list[int]) -> None:
+        seen = held, [parameter.requires_grad for parameter in self._parameters], [*map(id, trained.values())]
+        # Where the same modules hold the same parameters as when all was looked at, nothing can have come.
+        if seen == self._trained and self._identities("_modules") == self._children:
+            return
+        known = set(seen[2])
         for module in _reached(self.model):
             for name, parameter in module._parameters.items():
                 if parameter is not None and parameter.requires_grad and id(parameter) not in known:
@@ -193,6 +229,7 @@ class Guard:
                         f"{_joined(prefix, name)} was unfrozen or added after make_private; call detach() and make "
                         "the run private anew"
                     )
+        self._trained = seen if held == self._held else None
 
     def _untrained(self) -> dict[tuple[str, int], _Kept]:
         frozen = ((name, p) for name, p in self.model.named_parameters() if not p.requires_grad)
@@ -263,32 +300,55 @@ class Guard:
         }
 
 
+class _Spot(NamedTuple):
+    """Neighbouring numbers of a tensor, and where it lay, and how often it was written, when they were chosen."""
+
+    name: str
+    tensor: torch.Tensor
+    version: int
+    address: int
+    size: int
+    start: int
+    numbers: torch.Tensor
+
+    def now(self) -> torch.Tensor:
+        """The numbers at the same place, wherever the tensor lies now."""
+        if self.tensor.data_ptr() == self.address:
+            return self.numbers
+        return self.tensor.detach().as_strided((self.size,), (1,), self.start)
+
+
 class _Spots:
     """A few neighbouring numbers of each of some tensors, at places that nobody knows beforehand, as they are now."""
 
+    @torch.no_grad()
     def __init__(self, named: Sequence[tuple[str, torch.Tensor]]):
-        self._places: dict[tuple[torch.device, torch.dtype], list[tuple[str, torch.Tensor, int, int, int]]] = {}
+        self._places: dict[tuple[torch.device, torch.dtype], list[_Spot]] = {}
         for name, tensor in named:
-            size = min(_SPOT, tensor.numel())
-            start = int(tensor.storage_offset()) + _DRAW.randrange(tensor.numel() - size + 1)
-            kind = (tensor.device, tensor.dtype)
-            self._places.setdefault(kind, []).append((name, tensor, tensor._version, size, start))
-        self._values = [_read(places) for places in self._places.values()]
+            total = tensor.numel()
+            size = min(_SPOT, total)
+            start = int(tensor.storage_offset()) + int(_DRAW.random() * (total - size + 1))
+            numbers = tensor.as_strided((size,), (1,), start)
+            spot = _Spot(name, tensor, tensor._version, tensor.data_ptr(), size, start, numbers)
+            self._places.setdefault((tensor.device, tensor.dtype), []).append(spot)
+        self._values = [_bytes([spot.numbers for spot in spots]) for spots in self._places.values()]
 
     def compare(self, asked: list[_Question]) -> None:
         """Ask whether numbers are others now though torch counted no write.
 
         Raises RuntimeError at once, naming it, for a tensor that lies elsewhere or is smaller.
         """
-        for (kind, places), before in zip(self._places.items(), self._values):
-            for name, tensor, _, size, start in places:
-                if (tensor.device, tensor.dtype) != kind or start + size > tensor.storage_offset() + tensor.numel():
-                    raise _moved(name)
-            differ = _read(places) != before
-            width = before.shape[0] // sum(size for *_, size, _ in places)
+        for (kind, spots), before in zip(self._places.items(), self._values):
+            for spot in spots:
+                tensor = spot.tensor
+                end = tensor.storage_offset() + tensor.numel()
+                if (tensor.device, tensor.dtype) != kind or spot.start + spot.size > end:
+                    raise _moved(spot.name)
+            differ = _bytes([spot.now() for spot in spots]) != before
+            width = spots[0].numbers.element_size()
             # What torch counted a write into is for others to judge.
-            names = [name if tensor._version == version else None for name, tensor, version, *_ in places]
-            asked.append(_Question(names, [size * width for *_, size, _ in places], Sent(differ)))
+            names = [spot.name if spot.tensor._version == spot.version else None for spot in spots]
+            asked.append(_Question(names, [spot.size * width for spot in spots], Sent(differ)))
 
 
 class _Leaving:
@@ -325,10 +385,9 @@ def _joined(prefix: str, name: str) -> str:
     return f"{prefix}.{name}" if prefix else name
 
 
-@torch.no_grad()
-def _read(places: Sequence[tuple[str, torch.Tensor, int, int, int]]) -> torch.Tensor:
-    """The bytes that lie at these places, one behind the other."""
-    return torch.cat([t.as_strided((size,), (1,), start) for _, t, _, size, start in places]).view(torch.uint8)
+def _bytes(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Of vectors of one dtype, one behind the other: a copy."""
+    return torch.cat(list(parts)).view(torch.uint8)
 
 
 def _readable(tensor: torch.Tensor) -> bool:
@@ -340,7 +399,7 @@ def _readable(tensor: torch.Tensor) -> bool:
         and not tensor.is_quantized
         and not tensor.is_complex()
         and tensor.numel() > 0
-        and torch.ops.aten.is_non_overlapping_and_dense(tensor)
+        and (tensor.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense(tensor))
     )
 
 

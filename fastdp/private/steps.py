@@ -97,8 +97,7 @@ class Steps:
             raise RuntimeError("step() without backward(): call backward() on the loss of this batch first")
         self._depth = 1
         self._refuse_unclipped(optimizer)
-        engine.guard.require_settled()
-        engine.guard.require_frozen(engine.parameters)
+        engine.guard.require_settled(engine.parameters)
         engine.followed = engine.backwards
         self.done = engine.complete
         if not engine.complete:

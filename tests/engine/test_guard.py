@@ -22,17 +22,17 @@ def settled() -> tuple[nn.Sequential, Guard, dict[str, nn.Parameter]]:
 
 def test_a_module_that_joins_later_is_found_wherever_it_stands() -> None:
     model, guard, trained = settled()
-    guard.require_frozen(trained)
+    guard.require_settled(trained)
     model[0].add_module("late", nn.Sequential(nn.Identity(), nn.Linear(3, 3)))
     with pytest.raises(RuntimeError, match="0.late.1.weight was unfrozen or added"):
-        guard.require_frozen(trained)
+        guard.require_settled(trained)
 
 
 def test_modules_that_hold_each_other_are_walked_once() -> None:
     model, guard, trained = settled()
     model[0]._modules["back"] = model
     model[1]._modules["none"] = None
-    guard.require_frozen(trained)
+    guard.require_settled(trained)
 
 
 def test_what_no_step_trains_is_taken_once(monkeypatch: pytest.MonkeyPatch) -> None:
