@@ -195,6 +195,9 @@ class CorrectedAdam(torch.optim.AdamW):
             state["step"] = torch.tensor(0.0)
             state["exp_avg"] = torch.zeros_like(parameter, dtype=self.moments)
             state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=self.moments)
+        mean, square = state["exp_avg"], state["exp_avg_sq"]
+        if mean.dtype is square.dtype is self.moments and not self.master_weights:
+            return state
         if self.master_weights and parameter.dtype != torch.float32 and "master" not in state:
             state["master"] = parameter.detach().float()
         for name, dtype in (("exp_avg", self.moments), ("exp_avg_sq", self.moments), ("master", torch.float32)):
@@ -290,7 +293,8 @@ def _counted(steps: list[torch.Tensor]) -> list[int]:
     """Numbers of steps, one more than torch's own counts in the states say, which are raised."""
     if not steps:
         return []
-    torch._foreach_add_(steps, 1)
+    # As a tensor: a number is made one anew for each count, which takes the host three times as long.
+    torch._foreach_add_(steps, torch.ones((), device=steps[0].device), alpha=1.0)
     if len({count.device for count in steps}) > 1:
         return [int(count) for count in steps]
     return [int(count) for count in torch.stack(steps).tolist()]

@@ -26,7 +26,9 @@ def serves(factors: int) -> Callable[[_Launcher], _Launcher]:
     """Decorate what an op runs on a GPU: without autograd, and only if none of its first ``factors`` arguments is float64."""
 
     def is_double(argument: Any) -> bool:
-        return any(map(is_double, argument)) if isinstance(argument, list) else argument.dtype == torch.float64
+        if type(argument) is list:
+            return torch.float64 in [x.dtype for x in argument]
+        return argument.dtype is torch.float64
 
     def decorate(launcher: _Launcher) -> _Launcher:
         @functools.wraps(launcher)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fastdp.engine.intercept import PlainHeads, UseMode
+from fastdp.engine.intercept import PlainHeads, UseMode, called
 from fastdp.engine.reads import Reads
 from fastdp.engine.shards import Whole
 
@@ -58,6 +58,10 @@ class PatchedForward(_Forward):
         tap = self.reads.tap
         if self.reads.mode_open or (tap is None and not self.reads.heads.plainly):
             return self.original(*args, **kwargs)
+        if tap is not None and not self.had_own and not torch.compiler.is_compiling():
+            result = called(self.module, self.reads, tap, args, kwargs)
+            if result is not NotImplemented:
+                return result
         self.reads.mode_open = True
         try:
             with PlainHeads(self.reads) if tap is None else UseMode(self.reads, tap):

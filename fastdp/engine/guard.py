@@ -30,6 +30,8 @@ _WIDE = 512
 #: Numbers of a tensor that are looked at for each release, and the most tensors; of more than these, some are drawn.
 _SPOT, _SPOTS = 16, 32
 _DRAW = random.Random(random.SystemRandom().getrandbits(128))
+#: What a module says that it holds.
+_HOLDS = operator.attrgetter("_parameters", "_modules")
 #: Devices whose tensors have no numbers.
 NUMBERLESS = frozenset({"meta"})
 
@@ -80,7 +82,7 @@ class Guard:
         self.harmless: frozenset[str] = frozenset()
         self._modules = list(model.named_modules())
         self._own = [module for _, module in self._modules]
-        self._children = self._identities("_modules")
+        _, self._children = self._identities()
         #: Every parameter by its module's place and its name there, what all modules held then, and how often each was written.
         self._settled: list[tuple[str, torch.nn.Module, str]] = []
         self._parameters: list[torch.nn.Parameter] = []
@@ -108,7 +110,7 @@ class Guard:
     def settle(self) -> None:
         """Take the parameters as they are now for released, or for not yet trained."""
         self._hold()
-        held = self._identities("_parameters")
+        held, _ = self._identities()
         if held != self._held:
             self._held, self._trained = held, None
             found = [
@@ -120,6 +122,15 @@ class Guard:
             self._settled = [(prefix, module, name) for prefix, module, name, _ in found]
             self._parameters = [parameter for *_, parameter in found]
             self._cut = any(map(is_cut, self._parameters))
+        if self._still is None:
+            self._still = self._untrained()
+        self.advance()
+
+    def advance(self) -> None:
+        """As `settle`, of the same parameters as before: one that was replaced is found by `require_settled`."""
+        if self._still is None:
+            self.settle()
+            return
         self._writes = self._count()
         buffers = [(name, buffer) for name, (buffer, _) in self._buffers().items() if name not in self.harmless]
         count, own = len(self._settled) + len(buffers), len(self._settled)
@@ -131,8 +142,6 @@ class Guard:
             else:
                 here.append(buffers[at - own])
         self._spots = _Spots([(name, t) for name, t in here if _readable(t)])
-        if self._still is None:
-            self._still = self._untrained()
 
     def require_settled(self, trained: Mapping[str, torch.nn.Parameter] | None = None) -> None:
         """Raise RuntimeError, naming it, if a parameter was written or replaced since `settle`.
@@ -140,19 +149,23 @@ class Guard:
         With ``trained``, what the engine knows, also if any other has come to be trained.
         """
         self._hold()
-        held = self._identities("_parameters")
+        held, children = self._identities()
         if held != self._held or self._count() != self._writes:
             for (prefix, module, name), parameter, version in zip(self._settled, self._parameters, self._writes):
                 own = module._parameters
                 if writes(parameter) != version or (name in own and own[name] is not parameter):
                     raise _moved(_joined(prefix, name))
         if trained is not None:
-            self._require_frozen(trained, held)
+            self._require_frozen(trained, held, children)
 
-    def _identities(self, kind: str) -> list[int]:
-        """Of all parameters that modules hold now, or of all their own modules, in order."""
-        tables = filter(None, map(operator.attrgetter(kind), self._own))
-        return [*map(id, itertools.chain.from_iterable([table.values() for table in tables]))]
+    def _identities(self) -> tuple[list[int], list[int]]:
+        """Of all parameters that modules hold now, and of all modules, in order."""
+        parameters, modules = zip(*map(_HOLDS, self._own))
+        chained = itertools.chain.from_iterable
+        return (
+            [*map(id, chained([table.values() for table in parameters if table]))],
+            [*map(id, chained([table.values() for table in modules if table]))],
+        )
 
     def _count(self) -> list[int]:
         return list(map(writes, self._parameters)) if self._cut else [p._version for p in self._parameters]
@@ -215,10 +228,10 @@ class Guard:
             self._asked.append(_Question([name for name, *_ in alike], [1] * len(alike), Sent(differ)))
         self._still = found
 
-    def _require_frozen(self, trained: Mapping[str, torch.nn.Parameter], held: list[int]) -> None:
+    def _require_frozen(self, trained: Mapping[str, torch.nn.Parameter], held: list[int], children: list[int]) -> None:
         seen = held, [parameter.requires_grad for parameter in self._parameters], [*map(id, trained.values())]
         # Where the same modules hold the same parameters as when all was looked at, nothing can have come.
-        if seen == self._trained and self._identities("_modules") == self._children:
+        if seen == self._trained and children == self._children:
             return
         known = set(seen[2])
         for module in _reached(self.model):

@@ -41,15 +41,9 @@ class UseMode(TorchFunctionMode):
         if inside is not None:
             with self:
                 return inside(*args, **kwargs)
-        handler = _HANDLERS.get(func)
-        if handler is not None:
-            try:
-                result = handler(self.reads, self.tap, *args, **kwargs)
-            except UnsupportedUse:
-                # What no rule serves goes lane by lane, if the trace saw it.
-                result = NotImplemented
-            if result is not NotImplemented:
-                return result
+        result = _handled(self.reads, self.tap, func, args, kwargs)
+        if result is not NotImplemented:
+            return result
         if is_detach(func):
             return func(*args, **kwargs)
         return func(*map(self._substituted, args), **{k: self._substituted(v) for k, v in kwargs.items()})
@@ -61,6 +55,36 @@ class UseMode(TorchFunctionMode):
         if isinstance(value, (list, tuple)) and any(isinstance(v, torch.Tensor) for v in value):
             return type(value)(self._substituted(v) for v in value)
         return value
+
+
+def _handled(reads: Reads, tap: Tap, func: Any, args: Any, kwargs: Any) -> Any:
+    """The use that an operation is; NotImplemented for one that no rule serves: it goes lane by lane, if the trace saw it."""
+    handler = _HANDLERS.get(func)
+    if handler is None:
+        return NotImplemented
+    try:
+        return handler(reads, tap, *args, **kwargs)
+    except UnsupportedUse:
+        return NotImplemented
+
+
+#: What the forwards of torch's own modules call on one tensor, as their code says: an operation and its other arguments.
+_CALLS: dict[type[torch.nn.Module], Callable[[Any], tuple[Any, tuple[Any, ...]]]] = {
+    torch.nn.Linear: lambda module: (F.linear, (module.weight, module.bias)),
+    torch.nn.LayerNorm: lambda module: (
+        F.layer_norm,
+        (module.normalized_shape, module.weight, module.bias, module.eps),
+    ),
+}
+
+
+def called(module: torch.nn.Module, reads: Reads, tap: Tap, args: Any, kwargs: Any) -> Any:
+    """The use that the call of one of torch's own modules is, found without following its code; NotImplemented for others."""
+    call = _CALLS.get(type(module))
+    if call is None or kwargs or len(args) != 1 or type(args[0]) is not torch.Tensor or not torch.is_grad_enabled():
+        return NotImplemented
+    function, rest = call(module)
+    return _handled(reads, tap, function, (args[0], *rest), {})
 
 
 def _embedding(

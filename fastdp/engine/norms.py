@@ -126,7 +126,7 @@ class NormSink(Captures):
     def matrix(self, parameter: torch.nn.Parameter, factors: Factors, layout: Layout) -> None:
         name, entry = self.entry(parameter)
         entry.uses += 1
-        masked = name in self.policy.masks
+        masked = bool(self.policy.masks) and name in self.policy.masks
         if masked:
             factors = factors.dense()
         tokens, columns = factors.right.shape

@@ -130,6 +130,10 @@ class Passes:
         self.weights = weights_of(model, ranks)
         #: The same as modules read them in a pass.
         self.read = self.weights.read(self.parameters)
+        #: All of both, each once.
+        self._every = list(
+            {id(p): (name, p) for own in (self.parameters, self.read) for name, p in own.items()}.values()
+        )
         self.accumulator = accumulator or Accumulator(self.read, policy)
         self.accumulator.read(self.read, self.weights)
         self.device = next(iter(self.read.values())).device
@@ -383,7 +387,7 @@ class Passes:
     def refuse_foreign_gradients(self, when: str) -> None:
         """Every covered use returns no gradient to autograd, so a `.grad` that appears is one nothing has clipped."""
         stray = self.weights.stray()
-        for name, parameter in (*self.parameters.items(), *self.read.items()):
+        for name, parameter in self._every:
             if parameter.grad is not None or name == stray:
                 parameter.grad = None
                 if self.trying:

@@ -45,16 +45,14 @@ class Fold:
             return None
         return other if self.inner is None else self
 
-    def require(self, x: torch.Tensor, rows: int, operation: str) -> None:
-        """Raise `UnsupportedUse` unless `fits`."""
-        if x.dim() > self.axis and self.inner is None and x.shape[self.axis] > rows:
+    def require(self, shape: torch.Size, rows: int, operation: str) -> None:
+        """Raise `UnsupportedUse` unless the input of an operation `fits`."""
+        if len(shape) > self.axis and self.inner is None and shape[self.axis] > rows:
             raise UnsupportedUse(
                 f"the input of {operation} has several entries a row, whose order was not seen when traced"
             )
-        if not self.fits(tuple(x.shape), rows):
-            raise UnsupportedUse(
-                f"the input of {operation} has shape {list(x.shape)}, which is not that of {rows} rows"
-            )
+        if not self.fits(tuple(shape), rows):
+            raise UnsupportedUse(f"the input of {operation} has shape {list(shape)}, which is not that of {rows} rows")
 
     def front(self, x: torch.Tensor, rows: int) -> torch.Tensor:
         """The same entries with rows first, in their order: ``[rows * k, ...]``, or ``[rows, ..., k, ...]`` if inner."""

@@ -200,8 +200,10 @@ class Captures:
             out = gradient.new_zeros((layout.units, gradient.shape[1]), dtype=torch.float32)
             summed = out.index_add_(0, layout.token_segments.reshape(-1), gradient.float())
         else:
-            lanes = gradient.view(layout.lanes, -1, gradient.shape[1])
-            each = lanes[:, 0].float() if lanes.shape[1] == 1 else lanes.sum(1, dtype=torch.float32)
+            if tokens == layout.lanes:
+                each = gradient.float()
+            else:
+                each = gradient.view(layout.lanes, -1, gradient.shape[1]).sum(1, dtype=torch.float32)
             summed = layout.sum_lanes(each)
         self.whole(parameter, summed, "token sums", tokens)
 

@@ -7,8 +7,9 @@ while the backward of an `autograd.Function` runs exactly once a pass.
 
 from __future__ import annotations
 
+import functools
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -42,6 +43,15 @@ class Held(Protocol):
         """Let go of it."""
 
 
+@functools.lru_cache(1 << 12)
+def _kind(operation: str, shape: torch.Size, rows: int, fold: Fold | None) -> tuple[str, tuple[int, ...]]:
+    own = list(shape)
+    if fold is not None:
+        fold.require(shape, rows, operation)
+        own[fold.axis] //= rows
+    return operation, tuple(own)
+
+
 class Tap:
     """Joins the captures of one forward pass to whichever sink its backward pass has opened.
 
@@ -63,11 +73,7 @@ class Tap:
 
     def note(self, operation: str, x: torch.Tensor, fold: Fold | None) -> None:
         """Note the shape of a use's input; raises `UnsupportedUse` if it cannot be cut into the rows."""
-        shape = list(x.shape)
-        if fold is not None:
-            fold.require(x, self.layout.rows, operation)
-            shape[fold.axis] //= self.layout.rows
-        self.shapes.add((operation, tuple(shape)))
+        self.shapes.add(_kind(operation, x.shape, self.layout.rows, fold))
 
     def close(self) -> None:
         """The backward pass is over."""
@@ -87,7 +93,7 @@ class Tap:
 
 
 def _flat(x: torch.Tensor) -> torch.Tensor:
-    return x.reshape(-1, x.shape[-1])
+    return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
 
 
 def as_autocast(tensor: Any) -> Any:
@@ -103,60 +109,68 @@ def uncast(device: torch.device) -> AbstractContextManager[Any]:
     return torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext()
 
 
-#: Rows first, in order.
-_NATURAL = Fold()
+class Product(NamedTuple):
+    """How a matrix or its bias is used.
+
+    Args:
+        tap: of the forward pass.
+        swap: the parameter is stored as [n, m].
+        lanes: how often the result is viewed, where x has no unit axis and the product is taken once; else None.
+        laned: tokens come in equal blocks a lane.
+        trained: whether the matrix is, and the bias.
+        fold: where x's rows are; None where they are first, in order.
+    """
+
+    tap: Tap
+    swap: bool
+    lanes: int | None
+    laned: bool
+    trained: tuple[bool, bool]
+    fold: Fold | None
 
 
 class LinearUse(torch.autograd.Function):
-    """``x W^T + b`` (or ``x W + b`` when ``swap``) with W, b or both trained; x is [..., n], its rows where ``fold`` says.
-
-    With ``lanes`` given, x has no unit axis: the product is taken once and its result viewed for every lane.
-    """
+    """``x W^T + b`` (or ``x W + b`` when swapped) with W, b or both trained; x is [..., n]."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        tap: Tap,
-        swap: bool,
-        lanes: int | None,
-        laned: bool,
-        trained: tuple[bool, bool],
-        fold: Fold = _NATURAL,
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, use: Product
     ) -> torch.Tensor:
-        ctx.tap, ctx.swap, ctx.lanes, ctx.laned, ctx.fold = tap, swap, lanes, laned, fold
-        ctx.parameters = (weight if trained[0] else None, bias if trained[1] else None)
-        ctx.x_dtype = x.dtype
-        x, cast = as_autocast(x), as_autocast(weight)
-        ctx.save_for_backward(x if trained[0] else None, cast if ctx.needs_input_grad[0] else None)
-        flat = cast if cast.dim() == 2 else cast.flatten(1)
-        out = F.linear(x, flat.t() if swap else flat, as_autocast(bias))
-        return out if lanes is None else out.expand(lanes, *out.shape)
+        ctx.use, ctx.x_dtype = use, x.dtype
+        ctx.parameters = (weight if use.trained[0] else None, bias if use.trained[1] else None)
+        if torch.is_autocast_enabled(x.device.type):
+            x, weight, bias = as_autocast(x), as_autocast(weight), as_autocast(bias)
+        ctx.save_for_backward(x if use.trained[0] else None, weight if ctx.needs_input_grad[0] else None)
+        flat = weight if weight.dim() == 2 else weight.flatten(1)
+        out = F.linear(x, flat.t() if use.swap else flat, bias)
+        return out if use.lanes is None else out.expand(use.lanes, *out.shape)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         gradient = gradients[0]
         x, weight = ctx.saved_tensors
-        sink = ctx.tap.open()
+        tap, swap, lanes, laned, _, fold = ctx.use
+        sink, layout = tap.open(), tap.layout
         matrix, bias = ctx.parameters
-        rows = ctx.tap.layout.rows
-        front = ctx.fold.front(gradient, rows)
-        flat = _flat(front)
-        if front is gradient:
+        flat = _flat(gradient if fold is None else fold.front(gradient, layout.rows))
+        if fold is None and not gradient.is_contiguous():
             # Whatever had to be copied for that is not copied once more.
             gradient = flat.view(gradient.shape)
         if bias is not None:
-            sink.tokens(bias, flat, ctx.tap.layout, ctx.laned)
+            sink.tokens(bias, flat, layout, laned)
         if matrix is not None:
-            inputs = _flat(ctx.fold.front(x, rows) if ctx.lanes is None else x.expand(ctx.lanes, *x.shape))
-            sink.matrix(matrix, Factors(flat, inputs, ctx.laned, ctx.swap), ctx.tap.layout)
+            if lanes is not None:
+                x = x.expand(lanes, *x.shape)
+            elif fold is not None:
+                x = fold.front(x, layout.rows)
+            sink.matrix(matrix, Factors(flat, _flat(x), laned, swap), layout)
         back = None
         if weight is not None:
             weight = weight if weight.dim() == 2 else weight.flatten(1)
-            back = F.linear(gradient, weight if ctx.swap else weight.t()).to(ctx.x_dtype)
-        return back, None, None, None, None, None, None, None, None
+            back = F.linear(gradient, weight if swap else weight.t())
+            if back.dtype != ctx.x_dtype:
+                back = back.to(ctx.x_dtype)
+        return back, None, None, None
 
 
 class EmbeddingUse(torch.autograd.Function):

@@ -227,10 +227,9 @@ def _check_steps(
     # A property of all tensors of a list is looked at in one go: there are hundreds of them, in every step.
     lists = ((grad_sums, torch.float32), (exp_avgs, of_moments), (exp_avg_sqs, of_moments), (masters, torch.float32))
     for xs, dtype in lists:
-        kinds = [(x.dtype, x.shape, x.device, x.is_contiguous()) for x in xs]
-        wanted = [(dtype, shape, device, True) for shape in shapes]
-        if xs and kinds != wanted:
-            (_, shape, *_), x = next((own, x) for own, kind, x in zip(wanted, kinds, xs) if own != kind)
+        good = [x.dtype is dtype and x.is_contiguous() and x.device == device for x in xs]
+        if xs and not (all(good) and [x.shape for x in xs] == shapes):
+            x, shape = next((x, shape) for x, shape, fine in zip(xs, shapes, good) if not fine or x.shape != shape)
             raise ValueError(
                 f"sums and masters must be contiguous float32 {list(shape)} on {device}, moments all float32 or all "
                 f"bfloat16, got {x.dtype} {list(x.shape)} on {x.device}"

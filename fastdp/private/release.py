@@ -134,13 +134,14 @@ class Release:
         """Names of the parameters that an optimizer's own step leaves to us; the sums of others are gone."""
         summed, left = {}, []
         stds = policy.stds or (0.0,)
+        tensors, axes = self._tensors, policy.axes
         for name, parameter in self.parameters.items():
             group = policy.group_of.get(name, 0)
             if isinstance(group, tuple) or pieces.is_cut(parameter):
                 left.append(name)
                 continue
-            total, axes = self._total(sums, name), policy.axes.get(name)
-            summed[name] = Summed(parameter, total, stds[group], self._tensors[name], axes)
+            own = axes.get(name) if axes else None
+            summed[name] = Summed(parameter, self._total(sums, name), stds[group], tensors[name], own)
         rest = update(
             list(summed.values()),
             lambda tensors: self.stream.take_at(self._count, tensors),

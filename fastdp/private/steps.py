@@ -163,10 +163,11 @@ class Steps:
 
     def _refuse_unclipped(self, optimizer: torch.optim.Optimizer) -> None:
         """Until a release, every gradient the optimizer would apply is None; one that is not has not been clipped."""
-        trained = {id(p) for p in self._stages.engine.parameters.values()}
-        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+        trained, selects = set(map(id, self._stages.engine.parameters.values())), self._stages.method.selects
+        every = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        for parameter in every:
             known = id(parameter) in trained
-            if not known and self._stages.method.selects:
+            if not known and selects:
                 raise ValueError(
                     f"{self._name(parameter)} is frozen and stands in the optimizer's groups: take it out; the method puts in "
                     "what it chooses"
@@ -193,7 +194,7 @@ class Steps:
         if self._depth > 0 or not self.done:
             return
         engine = self._stages.engine
-        engine.guard.settle()
+        engine.guard.advance()
         for following in self._following:
             following.after_step(engine.parameters)
         self._prepare()

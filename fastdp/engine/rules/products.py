@@ -13,14 +13,13 @@ from fastdp.engine.head import take
 from fastdp.engine.lanes import PerLane
 from fastdp.engine.logits import Logits
 from fastdp.engine.reads import Reads
-from fastdp.engine.rows import Fold
-from fastdp.engine.uses import LinearUse, Tap
+from fastdp.engine.uses import LinearUse, Product, Tap
 
 
 def _linear(reads: Reads, tap: Tap, input: Any, weight: Any, bias: Any = None) -> Any:
-    product = functools.partial(_product, reads, tap, "linear", input, weight, bias, swap=False)
     if not reads.heads.holds(weight) or isinstance(input, PerLane) or isinstance(bias, PerLane):
-        return product()
+        return _product(reads, tap, "linear", input, weight, bias, swap=False)
+    product = functools.partial(_product, reads, tap, "linear", input, weight, bias, swap=False)
     trained = (weight if reads.is_trained(weight) else None, bias if reads.is_trained(bias) else None)
     owner = trained[0] if trained[0] is not None else trained[1]
     if owner is not None:
@@ -53,21 +52,19 @@ def _product(reads: Reads, tap: Tap, operation: str, x: Any, weight: Any, bias: 
     trained = (reads.is_trained(weight), reads.is_trained(bias))
     if not any(trained) or isinstance(weight, PerLane) or isinstance(bias, PerLane):
         return NotImplemented
-    layout, fold = tap.layout, None
-    lanes, laned = None, False
-    sources = tuple(p for p, own in zip((weight, bias), trained) if own)
+    own = tuple(p for p, read in zip((weight, bias), trained) if read)
     if reads.is_trained(x):
         x = PerLane.of(x, tap)
     if isinstance(x, PerLane):
-        sources, x, laned = sources + x.sources, x.lanes, True
-    else:
-        fold = reads.fold(operation, weight if trained[0] else bias, x, tap)
-        if fold is None:
-            lanes, laned = layout.lanes, True
-        elif fold.axis == x.dim() - 1:
-            return NotImplemented
-    out = LinearUse.apply(x, weight, bias, tap, swap, lanes, laned, trained, fold or Fold())
-    return PerLane(out, tap, sources=sources) if laned else out
+        out = LinearUse.apply(x.lanes, weight, bias, Product(tap, swap, None, True, trained, None))
+        return PerLane(out, tap, sources=own + x.sources)
+    fold = reads.fold(operation, own[0], x, tap)
+    if fold is None:
+        out = LinearUse.apply(x, weight, bias, Product(tap, swap, tap.layout.lanes, True, trained, None))
+        return PerLane(out, tap, sources=own)
+    if fold.axis == x.dim() - 1:
+        return NotImplemented
+    return LinearUse.apply(x, weight, bias, Product(tap, swap, None, False, trained, None if fold.natural else fold))
 
 
 HANDLERS: dict[Any, Callable[..., Any]] = {
