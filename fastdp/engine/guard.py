@@ -100,7 +100,9 @@ class Guard:
         self._asked: list[_Question] = []
         self._moved: str | None = None
         leaving = _Leaving(self.require_told)
-        self._hooks = [module.register_state_dict_pre_hook(leaving) for _, module in self._modules]
+        # A scripted module takes no hooks; what it is part of does.
+        hooked = [module for module in self._own if not isinstance(module, torch.jit.ScriptModule)]
+        self._hooks = [module.register_state_dict_pre_hook(leaving) for module in hooked]
 
     def close(self) -> None:
         """Let states of the model be taken as of any other."""
