@@ -223,6 +223,9 @@ class Graphs:
         model = passes.model
         kept_alive = [*tables, accumulator.policy, *model.modules(), *model.parameters(), *model.buffers()]
         graph = _Graph(held, layout, output, found[0].detach(), made["sums"], made["counts"], again, back, kept_alive)
+        # What the recording was made with knows its pass, and through autograd's own nodes, which Python's collector does not
+        # see, that would hold the model for ever.
+        made.clear()
         if set(graph.sums) != set(expected[0]):
             raise RuntimeError("a recorded pass reached other parameters than an ordinary one")
         # Recorded, attention may draw its masks in another order: then the sums are of one size, and no more alike than that.

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-#: How many releases each private optimizer has applied.
-_RELEASES: weakref.WeakKeyDictionary[torch.optim.Optimizer, Callable[[], int]] = weakref.WeakKeyDictionary()
+#: How many releases each optimizer has applied while it was private, and which are private now.
+_RELEASES: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
+_FOLLOWED: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 #: At which of them each schedule last advanced.
 _ADVANCED: weakref.WeakKeyDictionary[LRScheduler, int] = weakref.WeakKeyDictionary()
 
@@ -19,7 +20,7 @@ _ADVANCED: weakref.WeakKeyDictionary[LRScheduler, int] = weakref.WeakKeyDictiona
 _STEPPING: weakref.WeakSet[LRScheduler] = weakref.WeakSet()
 
 
-def follow_releases(optimizer: torch.optim.Optimizer, releases: Callable[[], int]) -> None:
+def follow_releases(optimizer: torch.optim.Optimizer) -> None:
     """Let the schedules of an optimizer count its releases from here on.
 
     A loop over micro-batches steps its schedule after each of them, as it steps the optimizer. The optimizer then does nothing
@@ -30,12 +31,17 @@ def follow_releases(optimizer: torch.optim.Optimizer, releases: Callable[[], int
     for schedule in _classes(LRScheduler):
         if "step" in vars(schedule) and not hasattr(schedule.step, "once_a_release"):
             schedule.step = _once_a_release(schedule.step)  # type: ignore[method-assign]
-    _RELEASES[optimizer] = releases
+    _FOLLOWED.add(optimizer)
+
+
+def count_release(optimizer: torch.optim.Optimizer) -> None:
+    """Note that the optimizer is about to apply another release."""
+    _RELEASES[optimizer] = _RELEASES.get(optimizer, 0) + 1
 
 
 def forget_releases(optimizer: torch.optim.Optimizer) -> None:
     """Leave the schedules of an optimizer to the loop again."""
-    _RELEASES.pop(optimizer, None)
+    _FOLLOWED.discard(optimizer)
 
 
 def _classes(kind: type[LRScheduler]) -> Iterator[type[LRScheduler]]:
@@ -47,14 +53,15 @@ def _classes(kind: type[LRScheduler]) -> Iterator[type[LRScheduler]]:
 def _once_a_release(step: Callable[..., None]) -> Any:
     @functools.wraps(step)
     def wrapper(self: LRScheduler, *args: Any, **kwargs: Any) -> None:
-        releases = _RELEASES.get(getattr(self, "optimizer", None))  # type: ignore[arg-type]
+        optimizer: Any = getattr(self, "optimizer", None)
         # A schedule takes its first step as it is made, before there is anything to count; and one's step may call another's.
-        if releases is None or getattr(self, "_step_count", 1) == 0 or self in _STEPPING:
+        if optimizer not in _FOLLOWED or getattr(self, "_step_count", 1) == 0 or self in _STEPPING:
             step(self, *args, **kwargs)
             return
-        if releases() <= _ADVANCED.get(self, 0):
+        releases = _RELEASES.get(optimizer, 0)
+        if releases <= _ADVANCED.get(self, 0):
             return
-        _ADVANCED[self] = releases()
+        _ADVANCED[self] = releases
         _STEPPING.add(self)
         try:
             step(self, *args, **kwargs)

@@ -14,7 +14,7 @@ from fastdp.engine.ranks import Ranks
 from fastdp.private.observer import Observer
 from fastdp.private.parts import Part, noised_fraction
 from fastdp.private.plan import Plan
-from fastdp.private.schedules import follow_releases, forget_releases
+from fastdp.private.schedules import count_release, follow_releases, forget_releases
 from fastdp.private.stages import Stages
 
 #: Under this name the ledger keeps that steps were released without checks of the model.
@@ -59,12 +59,12 @@ class Steps:
         self.done = False
         #: On the device: to read it would make the host wait before each release.
         self.nonfinite: torch.Tensor | int = 0
-        self._releases = self._depth = 0
+        self._depth = 0
         self._hooks = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
         ]
-        follow_releases(optimizer, lambda: self._releases)
+        follow_releases(optimizer)
 
     def remove(self) -> None:
         """Leave the optimizer and its schedules alone again."""
@@ -123,7 +123,7 @@ class Steps:
         alone = len(optimizer._optimizer_step_pre_hooks) == 1 and not self._observers
         update = optimizer.noisy_update() if alone and hasattr(optimizer, "noisy_update") else None
         release(accumulator.sums, accumulator.policy, update=update, lent=accumulator.lent)
-        self._releases += 1
+        count_release(optimizer)
         for observer in self._observers:
             observer.after_release(accumulator)
         for following in self._following:

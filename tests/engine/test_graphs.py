@@ -1,7 +1,9 @@
 """Recorded passes, with a recorder that runs a function again in the place of a GPU: the sums are those of ordinary passes."""
 
 import dataclasses
+import gc
 import warnings
+import weakref
 from collections import deque
 
 import pytest
@@ -121,6 +123,18 @@ def test_another_clip_is_not_replayed():
     results, runs = both([8] * 8, change)
     require_equal(results)
     assert runs.count("forward") == 3 + 3
+
+
+def test_a_recorded_pass_does_not_keep_its_model_alive():
+    model = simulate.build(CASE, torch.device("cpu"))
+    model.config.use_cache = True
+    engine = engine_of(model, tickets_of(6), runs := [])
+    trained_on(engine, [8] * 6)
+    assert runs
+    weights = [weakref.ref(parameter) for parameter in engine.model.parameters()]
+    del engine, model
+    gc.collect()
+    assert not any(parameter() is not None for parameter in weights)
 
 
 @pytest.mark.parametrize("fault", ["raises", "wrong", "old inputs"])

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +100,15 @@ def test_a_run_without_checks_says_so_on_its_card_for_ever(tmp_path: Path) -> No
     checked = start(noise_multiplier=1.0, target_delta=1e-3)
     logical_step(checked)
     assert not any(assumed(checked))
+
+
+def test_a_run_that_is_let_go_of_keeps_no_model() -> None:
+    private = start(noise_multiplier=1.0, target_delta=1e-3)
+    logical_step(private)
+    weights = [weakref.ref(parameter) for parameter in private.model.parameters()]
+    del private
+    gc.collect()
+    assert not any(parameter() is not None for parameter in weights)
 
 
 def test_the_card_states_what_the_ledger_holds(tmp_path: Path) -> None:
