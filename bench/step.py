@@ -37,8 +37,8 @@ FUSED = ("non-private-fused", "fastdp-fused")
 #: On a GPU: with fused optimizers alone, one operation at a time and recorded as CUDA graphs.
 ON_A_GPU = (*FUSED, "non-private-captured", "fastdp-captured")
 OTHERS_ON_A_GPU = (FUSED[0], "opacus-hooks", "opacus-ghost")
-#: Steps in a row on a GPU, which the host need not wait for between them.
-_IN_A_ROW = 8
+#: Seconds that steps in a row on a GPU take about, between which the host need not wait.
+_IN_A_ROW = 0.5
 
 
 CASES = {
@@ -75,7 +75,8 @@ def measure(
     Ratios are to non-private in the same run: time by the median of step-by-step ratios, so that a machine whose speed
     drifts is compared with itself. On a processor ``heap_bytes`` and ``ratio_heap`` are those of the timed processes. On a
     GPU ``seconds`` are those of a step among several in a row, as loops take them, and ``waited_seconds`` those of one that the
-    host waits for; ``steady_bytes`` is the peak of these steps, ``peak_bytes`` that of all since the model was built.
+    host waits for; ``peak_bytes`` is the peak of tensors since the model was built, and ``held_bytes`` what torch holds of the
+    device after all steps, recorded passes and freed blocks with it.
 
     Raises ValueError for an unknown case.
     """
@@ -102,10 +103,10 @@ def measure(
                 row["ratio_time"] = statistics.median(a / b for a, b in zip(one.times, base.times))
                 row["ratio_memory"] = one.peak / base.peak
             if on_gpu:
-                row["waited_seconds"], row["steady_bytes"] = statistics.median(one.waited), one.steady
+                row["waited_seconds"], row["held_bytes"] = statistics.median(one.waited), one.held
                 if base.error is None:
                     row["ratio_waited"] = statistics.median(one.waited) / statistics.median(base.waited)
-                    row["ratio_steady"] = one.steady / base.steady
+                    row["ratio_held"] = one.held / base.held
             else:
                 row["heap_bytes"] = one.heap
                 row["ratio_heap"] = one.heap / base.heap if base.error is None else None
@@ -120,7 +121,7 @@ class _Found:
     times: list[float] = field(default_factory=list)
     waited: list[float] = field(default_factory=list)
     peak: int = 0
-    steady: int = 0
+    held: int = 0
     heap: int = 0
     error: str | None = None
 
@@ -136,11 +137,10 @@ def _one_by_one(case: str, implementations: tuple[str, ...], steps: int, warmup:
         worker.build(case, name)
         for _ in range(warmup + 2):
             worker.ask("step")
-        peak = worker.ask("peak")
         waited = [worker.ask("step") for _ in range(steps)]
-        times = [worker.ask("steps") / _IN_A_ROW for _ in range(3)]
-        steady = worker.ask("peak")
-        found[name] = _Found(times, waited, max(peak, steady), steady, error=worker.error)
+        row = max(4, min(32, round(_IN_A_ROW / max(statistics.median(waited), 1e-3))))
+        times = [worker.ask(f"steps {row}") / row for _ in range(3)]
+        found[name] = _Found(times, waited, worker.ask("peak"), worker.ask("held"), error=worker.error)
         if found[implementations[0]].error is not None:
             break  # what ordinary training cannot hold, nothing else does
     return found
@@ -289,16 +289,13 @@ def _opacus(
 
 
 def _peak(start: int) -> int:
-    """Bytes: on a GPU since the latest question."""
     if torch.cuda.is_available():
-        peak = torch.cuda.max_memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        return peak
+        return torch.cuda.max_memory_allocated()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - start
 
 
 def _serve() -> None:
-    """Answer the parent's words, a JSON line each: a case and an implementation, `step`, `steps`, or `peak`."""
+    """Answer the parent's words, a JSON line each: a case and implementation, `step`, `steps` and a number, `peak`, `held`."""
     answers = sys.stdout
     sys.stdout = sys.stderr
     warnings.simplefilter("ignore")
@@ -321,10 +318,12 @@ def _serve() -> None:
             words = line.split()
             if words == ["peak"]:
                 answer(value=_peak(start))
-            elif words in (["step"], ["steps"]):
+            elif words == ["held"]:
+                answer(value=torch.cuda.memory_reserved())
+            elif words[0] in ("step", "steps"):
                 assert step is not None
                 begun = time.perf_counter()
-                for _ in range(_IN_A_ROW if words == ["steps"] else 1):
+                for _ in range(int(words[1]) if words[1:] else 1):
                     step()
                 if torch.cuda.is_available():
                     torch.cuda.synchronize()

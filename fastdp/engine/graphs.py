@@ -203,7 +203,7 @@ class Graphs:
             _set_random_state(passes.device, random)
             forward()
             backward()
-            return made.pop("sums")
+            return _aside(made.pop("sums"))
 
         # A batch of nothing but the first row: what a replay should have read anew, and did not, gives other sums.
         other = map_tensors(held, lambda t: t[:1].expand_as(t) if t.dim() and t.shape[0] == ticket.rows else t)
@@ -231,7 +231,7 @@ class Graphs:
         # Recorded, attention may draw its masks in another order: then the sums are of one size, and no more alike than that.
         alike = _require_one_size if drawn else partial(_require_alike, apart=_apart(model, passes.device))
         alike(self._tried(graph, batches[0], random), expected[0])
-        first = {name: total.clone() for name, total in graph.sums.items()}
+        first = _aside(graph.sums)
         _overwrite_what_is_free(passes.device)
         _require_alike(self._tried(graph, batches[0], random), first, apart=_apart(model, passes.device))
         alike(self._tried(graph, batches[1], random), expected[1])
@@ -252,6 +252,11 @@ def _apart(model: torch.nn.Module, device: torch.device) -> float:
     return 1 / 8 if halves or torch.is_autocast_enabled(device.type) else 1e-2
 
 
+def _aside(sums: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Copies in the host's memory: a device may have none left for them."""
+    return {name: total.to("cpu", copy=True) for name, total in sums.items()}
+
+
 def _norms(sums: Iterable[tuple[str, torch.Tensor]]) -> dict[str, float]:
     return {name: float(torch.linalg.vector_norm(total, dtype=torch.float64)) for name, total in sums}
 
@@ -267,7 +272,9 @@ def _require_alike(found: dict[str, torch.Tensor], expected: dict[str, torch.Ten
     """Raise RuntimeError, naming a parameter, if its sum is not that of another pass."""
     norms = _norms(expected.items())
     whole = math.hypot(*norms.values())
-    for name, gap in _norms((name, found[name] - total) for name, total in expected.items()).items():
+    for name, gap in _norms(
+        (name, found[name] - total.to(found[name].device)) for name, total in expected.items()
+    ).items():
         # Gradients that should be zero, as of the keys' biases, are all rounding: they may differ, and stay small.
         if not gap <= apart * (norms[name] + apart * whole):
             raise RuntimeError(
