@@ -68,20 +68,30 @@ def _handled(reads: Reads, tap: Tap, func: Any, args: Any, kwargs: Any) -> Any:
         return NotImplemented
 
 
-#: What the forwards of torch's own modules call on one tensor, as their code says: an operation and its other arguments.
-_CALLS: dict[type[torch.nn.Module], Callable[[Any], tuple[Any, tuple[Any, ...]]]] = {
-    torch.nn.Linear: lambda module: (F.linear, (module.weight, module.bias)),
-    torch.nn.LayerNorm: lambda module: (
-        F.layer_norm,
-        (module.normalized_shape, module.weight, module.bias, module.eps),
+def _own(kind: type[torch.nn.Module]) -> Any:
+    """The forward of one of torch's own modules, if it is torch's; others may have put theirs in its place."""
+    forward: Any = kind.forward
+    code = getattr(forward, "__code__", None)
+    return forward if code is not None and code.co_filename == inspect.getfile(kind) else None
+
+
+#: Forwards of torch's own modules, and what they call on one tensor, as their code says: an operation, its other arguments.
+_CALLS: dict[type[torch.nn.Module], tuple[Any, Callable[[Any], tuple[Any, tuple[Any, ...]]]]] = {
+    torch.nn.Linear: (_own(torch.nn.Linear), lambda module: (F.linear, (module.weight, module.bias))),
+    torch.nn.LayerNorm: (
+        _own(torch.nn.LayerNorm),
+        lambda module: (F.layer_norm, (module.normalized_shape, module.weight, module.bias, module.eps)),
     ),
 }
 
 
 def called(module: torch.nn.Module, reads: Reads, tap: Tap, args: Any, kwargs: Any) -> Any:
     """The use that the call of one of torch's own modules is, found without following its code; NotImplemented for others."""
-    call = _CALLS.get(type(module))
-    if call is None or kwargs or len(args) != 1 or type(args[0]) is not torch.Tensor or not torch.is_grad_enabled():
+    kind = type(module)
+    if kind not in _CALLS or kwargs or len(args) != 1 or type(args[0]) is not torch.Tensor:
+        return NotImplemented
+    forward, call = _CALLS[kind]
+    if kind.forward is not forward or not torch.is_grad_enabled():
         return NotImplemented
     function, rest = call(module)
     return _handled(reads, tap, function, (args[0], *rest), {})

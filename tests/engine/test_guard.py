@@ -28,6 +28,14 @@ def test_a_module_that_joins_later_is_found_wherever_it_stands() -> None:
         guard.require_settled(trained)
 
 
+def test_a_parameter_that_is_replaced_within_a_step_is_refused() -> None:
+    model, guard, _ = settled()
+    model[1].weight = nn.Parameter(model[1].weight.detach().clone())
+    guard.advance()
+    with pytest.raises(RuntimeError, match="1.weight was changed outside of a release"):
+        guard.require_settled()
+
+
 def test_modules_that_hold_each_other_are_walked_once() -> None:
     model, guard, trained = settled()
     model[0]._modules["back"] = model

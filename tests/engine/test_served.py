@@ -17,7 +17,7 @@ from fastdp.engine.losses import LossTerms, intercepted
 from fastdp.engine.policy import Policy
 from tests.engine.nets import EXACT, Net, exact, mixed, mixture, parameter, steps, trained
 from tests.engine.reference import engine_for, feed, stepped, ticket
-from tests.engine.runs import clipped_sum, collate, error, examples, one_by_one
+from tests.engine.runs import CLIPPED, clipped_sum, collate, error, examples, join, logical_step, one_by_one, start
 
 
 def experts(net: Any, h: torch.Tensor) -> torch.Tensor:
@@ -291,3 +291,21 @@ def test_a_lookup_time_first_is_served_whatever_the_lengths(tokens: int) -> None
     model = TimeMajor()
     engine = trained(model, data)
     assert error(engine.accumulator.sums, clipped_sum(one_by_one(TimeMajor(), data), 0.5)) < EXACT
+
+
+def test_a_forward_in_the_place_of_torch_s_own_is_followed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of torch's modules only their own code is known, and so not followed."""
+    plain = nn.Linear.forward
+    seen: list[int] = []
+
+    def halved(self: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+        seen.append(1)
+        return plain(self, x) / 2
+
+    monkeypatch.setattr(nn.Linear, "forward", halved)
+    private = start()
+    gradients, batches = logical_step(private)
+    expected = clipped_sum(one_by_one(private.model, join(batches)), 1.0)
+    assert seen
+    assert private.route == "uses"
+    assert error({name: 8 * g for name, g in gradients.items()}, expected) < CLIPPED
