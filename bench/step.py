@@ -45,6 +45,7 @@ CASES = {
     "gpt2-6x512-lora": Case("gpt2", 6, 512, tuning="lora"),
     "gpt2-6x512-full": Case("gpt2", 6, 512),
     "llama-6x512-lora": Case("llama", 6, 512, 1376, tuning="lora"),
+    "llama-6x512-lora-checkpointed": Case("llama", 6, 512, 1376, tuning="lora", checkpointed=True),
     "llama-6x512-full": Case("llama", 6, 512, 1376),
     "bert-6x384-full": Case("bert", 6, 384),
     "bert-6x384-bitfit": Case("bert", 6, 384, tuning="bitfit"),

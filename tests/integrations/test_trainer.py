@@ -216,6 +216,15 @@ def test_arguments_that_would_break_the_guarantee_are_refused(tmp_path: Path, op
         trainer(tmp_path, **{option: value})
 
 
+def test_passes_are_recorded_on_a_gpu_alone(tmp_path: Path) -> None:
+    run = trainer(tmp_path, {"capture": True})
+    with pytest.raises(
+        ValueError, match="capture records CUDA graphs, and this model's weights do not lie whole on a GPU"
+    ):
+        run.train()
+    assert not (tmp_path / "ledger.jsonl").exists()
+
+
 def test_a_loss_over_the_whole_batch_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="compute_loss_func"):
         fastdp.DPTrainer(
