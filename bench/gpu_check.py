@@ -13,17 +13,19 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import pkgutil
 import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor
 
-from fastdp import ops
+from fastdp import kernels, ops
 from fastdp.engine.engine import Engine
 from fastdp.engine.layout import Ticket
 from fastdp.engine.policy import Policy
@@ -35,7 +37,7 @@ from fastdp.ops.table import OPS
 from . import fuzz
 from .record import environment, parser_of, write
 from .simulate import META, build, step_of
-from .variants import compiled, variants
+from .variants import Compiled, Variant, compiling, variants
 from .workloads import LARGE, Case, examples
 
 NORMS = 1e-5  # what docs/kernels.md promises
@@ -408,49 +410,50 @@ def checks(group: Group, device: str) -> Iterator[dict[str, Any]]:
         yield {"check": group.__name__, "holds": False, "raised": f"{type(reason).__name__}: {reason}"}
 
 
-def dry_run() -> None:
-    """Every check on the meta device, to see what it launches."""
+def foresee(group: Group) -> None:
+    """The group's checks on the meta device, to see what they launch."""
     from fastdp.kernels import dchi
 
     # The host asks whether noise overflowed, of values that nobody has.
     with mock.patch.object(dchi, "named_bad_row", return_value=None):
-        for group in ON_A_GPU:
-            for row in checks(group, "meta"):
-                if "raised" in row:
-                    raise RuntimeError(f"{row['check']} cannot be foreseen: {row['raised']}")
+        for row in checks(group, "meta"):
+            if "raised" in row:
+                raise RuntimeError(f"{row['check']} cannot be foreseen: {row['raised']}")
 
 
 def step_kernels() -> None:
     """What private steps of `bench.step` launch on a GPU, with two layers of each model in the place of all."""
     for case in LARGE.values():
-        step = step_of(dataclasses.replace(case, layers=2), META, private=True)
-        step()
-        step()
-
-
-def both_runs() -> None:
-    """All that is launched, by checks and by steps."""
-    dry_run()
-    step_kernels()
+        step_of(dataclasses.replace(case, layers=2), META, private=True)()
 
 
 def rows(processes: int, device: str = "cuda") -> Iterator[dict[str, Any]]:
-    """Kernels, compiled by all processors at once, and then the checks: a row each, as it is known."""
-    begin = time.perf_counter()
-    found = variants(both_runs)
-    failed = [f"{name}: {error}" for name, _, error in compiled(found, processes) if error is not None]
-    seconds = time.perf_counter() - begin
-    yield {
-        "check": "kernels compiled beforehand",
+    """A row each, as it is known: checks, once their kernels were compiled, and last that those of steps were.
+
+    All processors compile at once, and go on with kernels of later checks meanwhile.
+    """
+    known: dict[Any, Variant] = {}
+    modules = [f"{kernels.__name__}.{module.name}" for module in pkgutil.iter_modules(kernels.__path__)]
+    with compiling(processes, modules) as begin:
+        waiting = [(group, begin(variants(partial(foresee, group), known))) for group in ON_A_GPU]
+        for group, compiled in waiting:
+            yield _all_compiled(group.__name__, compiled)
+            yield from checks(group, device)
+        if device == "cuda":
+            yield from checks(behaviour, device)
+        yield _all_compiled("steps", begin(variants(step_kernels, known)))
+
+
+def _all_compiled(what: str, compiled: Iterator[Compiled]) -> dict[str, Any]:
+    begin, done = time.perf_counter(), list(compiled)
+    failed = [f"{name}: {error}" for name, _, error in done if error is not None]
+    return {
+        "check": f"kernels of {what} compiled",
         "holds": not failed,
-        "variants": len(found),
-        "seconds": seconds,
+        "variants": len(done),
+        "waited_seconds": time.perf_counter() - begin,
         "raised": failed,
     }
-    for group in ON_A_GPU:
-        yield from checks(group, device)
-    if device == "cuda":
-        yield from checks(behaviour, device)
 
 
 def main() -> int:

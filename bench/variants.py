@@ -29,28 +29,33 @@ class Variant:
     options: dict[str, Any]
 
 
-def variants(work: Callable[[], Any]) -> list[Variant]:
-    """What ``work``, given no device, launches on the meta device: each variant once, in the order of first use."""
-    found: dict[Any, Variant] = {}
+def variants(work: Callable[[], Any], known: dict[Any, Variant]) -> list[Variant]:
+    """What ``work``, given no device, launches on the meta device and is not ``known`` yet, in the order of first use."""
+    begun = len(known)
 
     def launched(kernel: Any, *arguments: Any, grid: Any = None, warmup: bool = False, **options: Any) -> None:
-        found.setdefault(_key(kernel, arguments, options), Variant(kernel, arguments, options))
+        known.setdefault(_key(kernel, arguments, options), Variant(kernel, arguments, options))
 
     with simulated(GPUS["h100"]) as meter:
         meter.launched = launched  # type: ignore[method-assign, assignment]
         work()
-    return list(found.values())
+    return list(known.values())[begun:]
 
 
-def compiled(found: list[Variant], processes: int) -> Iterator[tuple[str, float, str | None]]:
-    """Compile into Triton's cache: name, seconds and what went wrong, as each is done.
+#: Of a variant its name, the seconds it took, and what went wrong.
+Compiled = tuple[str, float, str | None]
 
-    The processes come from one that has imported the kernels and never asked for the GPU, whose driver they could not share.
+
+@contextlib.contextmanager
+def compiling(processes: int, modules: Iterable[str] = ()) -> Iterator[Callable[[list[Variant]], Iterator[Compiled]]]:
+    """A function that begins to compile variants into Triton's cache, and gives each as it is done.
+
+    The processes come from one that has imported ``modules`` and never asked for the GPU, whose driver they could not share.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__, *{variant.kernel.fn.__module__ for variant in found}])
-    with contextlib.closing(context.Pool(max(1, min(processes, len(found))))) as pool:
-        yield from pool.imap_unordered(_compile, [_told(variant) for variant in found])
+    context.set_forkserver_preload([__name__, *modules])
+    with contextlib.closing(context.Pool(processes)) as pool:
+        yield lambda found: pool.imap_unordered(_compile, [_told(variant) for variant in found])
 
 
 def _told(variant: Variant) -> tuple[str, str, list[Any], dict[str, Any]]:

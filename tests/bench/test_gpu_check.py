@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import subprocess
 import sys
@@ -61,22 +62,41 @@ def test_refuses_where_there_is_no_gpu():
 
 
 def test_the_schedule_on_a_mock_device(monkeypatch):
-    """What is compiled is few and known beforehand; the first result is the engine's; rows come one by one."""
+    """What is compiled is few and known beforehand; the engine's checks come first and wait for their own kernels alone."""
     pytest.importorskip("triton")
-    compiled = []
-    monkeypatch.setattr(gpu_check, "compiled", lambda found, processes: compiled.extend(found) or iter(()))
-    first = next(rows := gpu_check.rows(4, "meta"))
-    assert first["variants"] == len(compiled) <= 96
-    assert first["holds"]
-    assert {v.kernel.fn.__module__.rpartition(".")[2] for v in compiled} >= {
+    begun, asked = [], []
+
+    @contextlib.contextmanager
+    def compiling(processes, modules):
+        def begin(found):
+            begun.extend(found)
+            return (asked.append(variant) or (variant.kernel.fn.__name__, 0.0, None) for variant in found)
+
+        yield begin
+
+    monkeypatch.setattr(gpu_check, "compiling", compiling)
+    rows = gpu_check.rows(4, "meta")
+    assert next(rows) | {"waited_seconds": 0} == {
+        "check": "kernels of engine compiled",
+        "holds": True,
+        "variants": len(asked),
+        "waited_seconds": 0,
+        "raised": [],
+    }
+    assert next(rows)["check"] == "engine"
+    assert 0 < len(asked) < len(begun)
+    assert {v.kernel.fn.__module__.rpartition(".")[2] for v in asked} >= {"weighted", "gram", "groups"}
+    assert {v.kernel.fn.__module__.rpartition(".")[2] for v in begun} >= {
         "weighted",
         "gram",
         "direct",
         "adamw",
         "groups",
     }
-    rows.close()
-    assert gpu_check.VALUES[0] is gpu_check.engine
+    last = list(rows)[-1]
+    assert last["check"] == "kernels of steps compiled"
+    assert last["variants"] > 0
+    assert len(begun) == len(asked) <= 96
 
 
 def test_variants_are_compiled_by_processes_that_share_a_cache():
@@ -84,7 +104,8 @@ def test_variants_are_compiled_by_processes_that_share_a_cache():
     arguments = (torch.empty(3, device="meta"), 7, None)
     kernels = (compiling.k0, compiling.k1, compiling.k2, compiling.k3, compiling.k4)
     found = [variants.Variant(kernel, arguments, {}) for kernel in kernels]
-    done = {name: error for name, _, error in variants.compiled(found, 2)}
+    with variants.compiling(2) as begin:
+        done = {name: error for name, _, error in begin(found)}
     assert done.keys() == {f"k{i}" for i in range(5)}
     assert [name for name, error in done.items() if error] == ["k2"]
     assert "no such instruction" in done["k2"]
