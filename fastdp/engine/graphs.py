@@ -100,24 +100,27 @@ class Graphs:
         graph.forward()
         tap = Tap(graph.layout)
         waiting = Pass(call, ticket, graph.layout, tap, False, enter, [], lambda upstream, retain: None)
-        waiting.replay = lambda: self._add(graph, waiting)
+        clip = self._passes.accumulator.policy.bounds
+        waiting.replay = lambda: self._add(graph, waiting, clip)
         graph.latest = waiting
         # A term of the loss made from another output has no graph to go back through, and is refused there as ever.
         output = map_tensors(graph.output, _beside)
         return boundary.replace_loss(output, waiting.loss(graph.loss)), waiting
 
-    def _add(self, graph: _Graph, waiting: Pass) -> None:
-        """Replay the backward pass, and add what it gave to the logical batch."""
+    def _add(self, graph: _Graph, waiting: Pass, clip: tuple[float, ...]) -> None:
+        """Replay the backward pass, and add what it gave to the logical batch: sums clipped to the bounds ``clip``."""
         if graph.latest is not waiting:
             raise RuntimeError(
                 "another forward pass was made since this loss, and with capture=True its activations took the place of this "
                 "one's: call backward() before the next forward pass"
             )
         graph.latest = None
-        graph.backward()
         accumulator = self._passes.accumulator
         accumulator.require_one_clip()
-        accumulator.bounds = accumulator.policy.bounds
+        accumulator.bounds = clip
+        # Whoever has changed the policy since the forward pass would have noise for other bounds.
+        accumulator.require_one_clip()
+        graph.backward()
         old = [name for name in graph.sums if name in accumulator.sums]
         if old:
             torch._foreach_add_([accumulator.sums[name] for name in old], [graph.sums[name] for name in old])
@@ -134,6 +137,8 @@ class Graphs:
         if (
             ticket.token_units is not None
             or ticket.company is not None
+            # What lies on the host Python may read unseen, and a replay would go on with what it read once.
+            or any(t.device != passes.device for _, t in leaves(call))
             or type(passes.accumulator) is not Accumulator
             or type(policy) is not Policy
             or any(not isinstance(value, _PLAIN) for _, value in others)
@@ -221,7 +226,8 @@ class Graphs:
             vars(accumulator).update(kept)
         output = map_tensors(made["output"], lambda t: t if isinstance(t, Logits) else t.detach())
         model = passes.model
-        kept_alive = [*tables, accumulator.policy, *model.modules(), *model.parameters(), *model.buffers()]
+        forwards = [module.__dict__.get("forward") for module in model.modules()]
+        kept_alive = [*tables, accumulator.policy, *model.modules(), *forwards, *model.parameters(), *model.buffers()]
         graph = _Graph(held, layout, output, found[0].detach(), made["sums"], made["counts"], again, back, kept_alive)
         # What the recording was made with knows its pass, and through autograd's own nodes, which Python's collector does not
         # see, that would hold the model for ever.
@@ -234,7 +240,10 @@ class Graphs:
         first = _aside(graph.sums)
         _overwrite_what_is_free(passes.device)
         _require_alike(self._tried(graph, batches[0], random), first, apart=_apart(model, passes.device))
-        alike(self._tried(graph, batches[1], random), expected[1])
+        second = self._tried(graph, batches[1], random)
+        alike(second, expected[1])
+        if _same(first, second) and not _same(*expected):
+            raise RuntimeError("a replayed pass gave the same sums for another batch")
         _set_random_state(passes.device, random)
         return graph
 
@@ -255,6 +264,10 @@ def _apart(model: torch.nn.Module, device: torch.device) -> float:
 def _aside(sums: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Copies in the host's memory: a device may have none left for them."""
     return {name: total.to("cpu", copy=True) for name, total in sums.items()}
+
+
+def _same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(total, other[name].to(total.device)) for name, total in one.items())
 
 
 def _norms(sums: Iterable[tuple[str, torch.Tensor]]) -> dict[str, float]:

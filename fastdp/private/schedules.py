@@ -29,8 +29,10 @@ def follow_releases(optimizer: torch.optim.Optimizer) -> None:
     `step` of torch's schedules is wrapped; those of other optimizers are not touched.
     """
     for schedule in _classes(LRScheduler):
-        if "step" in vars(schedule) and not hasattr(schedule.step, "once_a_release"):
-            schedule.step = _once_a_release(schedule.step)  # type: ignore[method-assign]
+        for name, wrap in (("__init__", _from_now_on), ("step", _once_a_release)):
+            own = vars(schedule).get(name)
+            if own is not None and not hasattr(own, "counts_releases"):
+                setattr(schedule, name, wrap(own))
     _FOLLOWED.add(optimizer)
 
 
@@ -48,6 +50,19 @@ def _classes(kind: type[LRScheduler]) -> Iterator[type[LRScheduler]]:
     yield kind
     for narrower in kind.__subclasses__():
         yield from _classes(narrower)
+
+
+def _from_now_on(begin: Callable[..., None]) -> Any:
+    @functools.wraps(begin)
+    def wrapper(self: LRScheduler, *args: Any, **kwargs: Any) -> None:
+        begin(self, *args, **kwargs)
+        optimizer: Any = getattr(self, "optimizer", None)
+        if isinstance(optimizer, torch.optim.Optimizer):
+            # Releases from before it was made are none of its.
+            _ADVANCED[self] = _RELEASES.get(optimizer, 0)
+
+    wrapper.counts_releases = True  # type: ignore[attr-defined]
+    return wrapper
 
 
 def _once_a_release(step: Callable[..., None]) -> Any:
@@ -68,5 +83,5 @@ def _once_a_release(step: Callable[..., None]) -> Any:
         finally:
             _STEPPING.discard(self)
 
-    wrapper.once_a_release = True  # type: ignore[attr-defined]
+    wrapper.counts_releases = True  # type: ignore[attr-defined]
     return wrapper

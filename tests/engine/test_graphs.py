@@ -166,6 +166,44 @@ def test_a_recording_that_fails_or_differs_is_not_used_and_says_so(fault):
     require_equal((plain, found))
 
 
+def test_a_recording_with_dropout_that_reads_old_inputs_is_not_used():
+    """Masks may be drawn in another order, so that only the size of sums is compared; another batch must still give others."""
+
+    def old_inputs(accumulator, runs):
+        record = again_on_a_processor(accumulator, runs)
+        return lambda function: (record(function)[0], lambda: None)
+
+    def dropping():
+        model = simulate.build(CASE, torch.device("cpu"))
+        for layer in model.model.layers:
+            layer.self_attn.attention_dropout = 0.5
+        return model
+
+    with pytest.warns(UserWarning, match="gave the same sums for another batch"):
+        trained_on(engine_of(dropping(), tickets_of(6), [], old_inputs), [8] * 6)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trained_on(engine_of(dropping(), tickets_of(6), runs := []), [8] * 6)
+    assert runs.count("forward") == 3 + 3
+
+
+def test_a_policy_that_changes_before_the_backward_pass_of_a_replay_is_refused():
+    engine = engine_of(simulate.build(CASE, torch.device("cpu")), tickets_of(6), runs := [])
+    rows = examples(CASE, 4)
+    batch = {key: torch.stack([row[key] for row in rows]) for key in rows[0]}
+    for _ in range(4):
+        engine.model(**batch).loss.backward()
+        engine.accumulator.reset()
+        engine.complete = False
+    assert runs
+    loss, policy = engine.model(**batch).loss, engine.accumulator.policy
+    engine.accumulator.policy = Policy((0.01,), (0.0,), policy.group_of)
+    with pytest.raises(RuntimeError, match="change bounds between logical batches alone"):
+        loss.backward()
+    assert not engine.accumulator.sums
+    engine.close()
+
+
 def test_checkpointed_passes_are_replayed_and_recorded_without_reading_random_states():
     case, results, runs, read = (
         dataclasses.replace(CASE, checkpointed=True),
@@ -243,9 +281,11 @@ def test_packed_rows_and_trial_passes_are_never_recorded():
     call = ((), {"input_ids": torch.zeros(4, 8, dtype=torch.int64)})
     packed = Ticket(torch.arange(4), torch.ones(4), True, token_units=torch.zeros(4, 8, dtype=torch.int64))
     strange = ((), {"input_ids": torch.zeros(4, 8, dtype=torch.int64), "cache": object()})
+    # Of a tensor beside another device than the model's, Python may have read the numbers: those of one batch.
+    elsewhere = ((), {"input_ids": torch.zeros(4, 8, dtype=torch.int64), "lengths": torch.zeros(4, device="meta")})
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        for own, ticket in ((call, packed), (strange, tickets_of(1)[0])):
+        for own, ticket in ((call, packed), (strange, tickets_of(1)[0]), (elsewhere, tickets_of(1)[0])):
             for _ in range(5):
                 assert graphs.forward(own, ticket, lambda waiting, upstream: None) is None
     engine.close()

@@ -50,6 +50,24 @@ def test_a_schedule_stepped_each_micro_batch_advances_once_a_release(before: boo
     assert optimizer.param_groups[0]["lr"] == 0.5**8, "a detached optimizer's schedule is its loop's again"
 
 
+def test_a_schedule_does_not_count_releases_from_before_it_was_made() -> None:
+    model = Classifier()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    expected = [0.5**step for step in range(6)]
+    for when in ("before", "within", "after"):
+        optimizer.param_groups[0].update(lr=1.0)
+        optimizer.param_groups[0].pop("initial_lr", None)
+        schedule = halving(optimizer) if when == "before" else None
+        private = start(model, optimizer=optimizer, max_physical_batch_size=2, **PRIVATE)
+        if when == "after":
+            logical_step(private)
+        if schedule is None:
+            schedule = torch.optim.lr_scheduler.SequentialLR(optimizer, [halving(optimizer)], milestones=[])
+        rates = spend(private, schedule)
+        assert rates == expected[: len(rates)]
+        private.detach()
+
+
 def test_no_release_that_is_paid_for_runs_at_a_rate_of_zero() -> None:
     """As every Hugging Face loop does; 6 of 8 releases ran at rate 0."""
     private = start(optimizer=None, max_physical_batch_size=2, epochs=3, **PRIVATE)
