@@ -86,12 +86,12 @@ class Guard:
         #: Every parameter by its module's place and its name there, what all modules held then, and how often each was written.
         self._settled: list[tuple[str, torch.nn.Module, str]] = []
         self._parameters: list[torch.nn.Parameter] = []
-        self._held: list[int] = []
+        self._held: list[Any] = []
         self._writes: list[int] = []
         #: Whether some are in pieces, whose writes are counted apart.
         self._cut = False
         #: What was seen when each module was last looked at for parameters that have come to be trained.
-        self._trained: tuple[list[int], list[bool], list[int]] | None = None
+        self._trained: tuple[list[Any], list[bool], list[int]] | None = None
         self._spots: _Spots | None = None
         #: All numbers of what no training changes, as of its latest change that torch counted; None before the first `settle`.
         self._still: dict[tuple[str, int], _Kept] | None = None
@@ -148,7 +148,7 @@ class Guard:
     def require_settled(self, trained: Mapping[str, torch.nn.Parameter] | None = None) -> None:
         """Raise RuntimeError, naming it, if a parameter was written or replaced since `settle`.
 
-        With ``trained``, what the engine knows, also if any other has come to be trained.
+        With ``trained``, what the engine knows, also if any other has come to be trained, or to be there at all.
         """
         self._hold()
         held, children = self._identities()
@@ -160,12 +160,14 @@ class Guard:
         if trained is not None:
             self._require_frozen(trained, held, children)
 
-    def _identities(self) -> tuple[list[int], list[int]]:
-        """Of all parameters that modules hold now, and of all modules, in order."""
+    def _identities(self) -> tuple[list[Any], list[int]]:
+        """Of all parameters that modules hold now, with their names there, and of all modules, in order."""
         parameters, modules = zip(*map(_HOLDS, self._own))
         chained = itertools.chain.from_iterable
+        own = [table for table in parameters if table]
         return (
-            [*map(id, chained([table.values() for table in parameters if table]))],
+            # `keys`, as a scripted module's table is walked by nothing else.
+            [*chained([table.keys() for table in own]), *map(id, chained([table.values() for table in own]))],
             [*map(id, chained([table.values() for table in modules if table]))],
         )
 
@@ -216,12 +218,13 @@ class Guard:
 
     def _compare(self, found: dict[tuple[str, int], _Kept]) -> None:
         """Ask whether what no training changes is what it was, but for what torch counted a write into."""
-        still = self._still or {}
+        still, parameters = self._still or {}, {name for name, _ in self.model.named_parameters()}
         pairs: dict[torch.device, list[tuple[str, torch.Tensor, torch.Tensor]]] = {}
         for (name, place), now in found.items():
             before = still.get((name, place))
             if before is None or before.known != now.known:
-                if not now.counted:
+                # Of parameters the host knows as well when they come and when they go.
+                if not now.counted or (before is None and name not in parameters):
                     self._moved = self._moved or name
             elif before.bits is not None and now.bits is not None:
                 pairs.setdefault(now.bits.device, []).append((name, before.bits, now.bits))
@@ -230,15 +233,15 @@ class Guard:
             self._asked.append(_Question([name for name, *_ in alike], [1] * len(alike), Sent(differ)))
         self._still = found
 
-    def _require_frozen(self, trained: Mapping[str, torch.nn.Parameter], held: list[int], children: list[int]) -> None:
+    def _require_frozen(self, trained: Mapping[str, torch.nn.Parameter], held: list[Any], children: list[int]) -> None:
         seen = held, [parameter.requires_grad for parameter in self._parameters], [*map(id, trained.values())]
         # Where the same modules hold the same parameters as when all was looked at, nothing can have come.
         if seen == self._trained and children == self._children:
             return
-        known = set(seen[2])
+        known, settled = set(seen[2]), set(map(id, self._parameters))
         for module in _reached(self.model):
             for name, parameter in module._parameters.items():
-                if parameter is not None and parameter.requires_grad and id(parameter) not in known:
+                if parameter is not None and id(parameter) not in (known if parameter.requires_grad else settled):
                     prefix = next((prefix for prefix, own in self.model.named_modules() if own is module), "")
                     raise RuntimeError(
                         f"{_joined(prefix, name)} was unfrozen or added after make_private; call detach() and make "
@@ -257,10 +260,15 @@ class Guard:
         return found | self._extra()
 
     def _extra(self) -> dict[tuple[str, int], _Kept]:
-        """What hooks and modules put into the state dict beside parameters and buffers."""
-        own = {_joined(prefix, name) for prefix, module in self._modules for name in module._parameters.keys()}  # noqa: SIM118
-        own |= {name for name, _ in self.model.named_buffers()}
-        found = {}
+        """What is in the state dict beside parameters and buffers: hooks put it there, or modules that have come since."""
+        known, found = set(map(id, self._own)), {}
+        # A module may stand in several places, and its state then has a name for each.
+        own = {
+            _joined(prefix, name)
+            for prefix, module in self.model.named_modules(remove_duplicate=False)
+            if id(module) in known
+            for name in (*module._parameters.keys(), *module._buffers.keys())
+        }
         for name, value in self.model.state_dict().items():
             if name in own:
                 continue

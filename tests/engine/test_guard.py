@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -193,3 +194,56 @@ def test_a_copy_knows_nothing_of_the_guard(late: type[Late]) -> None:
     released(guard)
     for copied in copies:
         assert len(copied.state_dict()) == 4
+
+
+def test_a_module_in_two_places_is_trained_on() -> None:
+    """As an encoder and a decoder share their embeddings: the state has a name for each place."""
+    shared = nn.Linear(3, 3)
+    shared.register_buffer("scale", torch.ones(3))
+    model = nn.Sequential(shared, nn.Tanh(), shared)
+    guard = Guard(model)
+    guard.settle()
+    for release in range(5):
+        guard.require_untouched(last=release == 4)
+        with torch.no_grad():
+            shared.weight.add_(1.0)
+        guard.settle()
+
+
+def _frozen_module(model: nn.Module) -> None:
+    model.add_module("late", nn.Linear(3, 3).requires_grad_(False))
+
+
+def _frozen_parameter(model: nn.Module) -> None:
+    model.register_parameter("late", nn.Parameter(torch.ones(3), requires_grad=False))
+
+
+def _swapped_names(model: Any) -> None:
+    model[0]._parameters = {"bias": model[0].weight, "weight": model[0].bias}
+
+
+@pytest.mark.parametrize("change", [_frozen_module, _frozen_parameter, _swapped_names])
+def test_frozen_parameters_that_come_or_change_places_are_refused(change: Callable[[nn.Module], None]) -> None:
+    model, guard, trained = settled()
+    change(model)
+    with pytest.raises(RuntimeError, match="late.* was unfrozen or added|0.weight was changed outside of a release"):
+        guard.require_settled(trained)
+
+
+def _buffer(model: nn.Module) -> None:
+    model.register_buffer("late", torch.ones(3))
+
+
+def _buffer_of_a_module(model: nn.Module) -> None:
+    late = nn.Module()
+    late.register_buffer("seen", torch.ones(3))
+    model.add_module("late", late)
+
+
+@pytest.mark.parametrize("change", [_buffer, _buffer_of_a_module])
+def test_buffers_that_come_after_the_start_are_refused(change: Callable[[nn.Module], None]) -> None:
+    model, guard, trained = settled()
+    change(model)
+    guard.require_settled(trained)
+    with pytest.raises(RuntimeError, match="late.* was changed outside of a release"):
+        guard.require_untouched(last=True)
