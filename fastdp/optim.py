@@ -161,9 +161,9 @@ class CorrectedAdam(torch.optim.AdamW):
         every = [self._state_of(part.parameter) for part, *_ in taken]
         alike: dict[tuple[Any, ...], list[tuple[Summed, dict[str, Any]]]] = {}
         for (part, number, corrected), state, step in zip(taken, every, _counted([state["step"] for state in every])):
-            kind = (number, part.std, step, corrected, part.axes is not None)
+            kind = (number, part.std, step, corrected, part.axes is not None, "master" in state)
             alike.setdefault(kind, []).append((part, state))
-        for (_, std, step, corrected, _), members in alike.items():
+        for (_, std, step, corrected, *_), members in alike.items():
             parts, states = zip(*members)
             group = group_of[id(parts[0].parameter)]
             axes = [part.axes for part in parts if part.axes is not None]
@@ -196,7 +196,7 @@ class CorrectedAdam(torch.optim.AdamW):
             state["exp_avg"] = torch.zeros_like(parameter, dtype=self.moments)
             state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=self.moments)
         mean, square = state["exp_avg"], state["exp_avg_sq"]
-        if mean.dtype is square.dtype is self.moments and not self.master_weights:
+        if mean.dtype is square.dtype is self.moments and not (self.master_weights or "master" in state):
             return state
         if self.master_weights and parameter.dtype != torch.float32 and "master" not in state:
             state["master"] = parameter.detach().float()
@@ -293,10 +293,12 @@ def _counted(steps: list[torch.Tensor]) -> list[int]:
     """Numbers of steps, one more than torch's own counts in the states say, which are raised."""
     if not steps:
         return []
-    # As a tensor: a number is made one anew for each count, which takes the host three times as long.
-    torch._foreach_add_(steps, torch.ones((), device=steps[0].device), alpha=1.0)
-    if len({count.device for count in steps}) > 1:
+    kinds = {(count.device, count.dtype) for count in steps}
+    if len(kinds) > 1:
+        torch._foreach_add_(steps, 1)
         return [int(count) for count in steps]
+    # As a tensor: a number is made one anew for each count, which takes the host three times as long.
+    torch._foreach_add_(steps, torch.ones((), dtype=steps[0].dtype, device=steps[0].device), alpha=1)
     return [int(count) for count in torch.stack(steps).tolist()]
 
 

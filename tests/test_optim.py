@@ -85,6 +85,39 @@ def test_a_resumed_optimizer_has_wide_moments_again():
     assert all(int(resumed.state[p]["step"]) == 2 for p in fresh)
 
 
+@pytest.mark.parametrize("resumed_with", [True, False])
+def test_masters_of_some_parameters_of_a_group_serve_these_alone(resumed_with):
+    """Norms are often left in float32 beside matrices in half precision; a state that has masters goes on with them."""
+    params = [torch.nn.Parameter(torch.randn(3, 5).bfloat16()), torch.nn.Parameter(torch.randn(7))]
+    optimizer = fastdp.optim.AdamW(params, lr=0.01, master_weights=True)
+    wide = [torch.nn.Parameter(p.detach().float()) for p in params]
+    theirs = torch.optim.AdamW(wide, lr=0.01)
+    for turn in range(3):
+        if turn == 1:
+            state, optimizer = optimizer.state_dict(), fastdp.optim.AdamW(params, lr=0.01, master_weights=resumed_with)
+            optimizer.load_state_dict(state)
+        sums = [torch.randn(p.shape) for p in params]
+        left, _ = update(optimizer, params, [s.clone() for s in sums])
+        assert not left
+        for w, total in zip(wide, sums):
+            w.grad = total / 4
+        theirs.step()
+    for w, p in zip(wide, params):
+        torch.testing.assert_close(
+            p, w.detach().to(p.dtype), rtol=2**-7 if p.dtype != torch.float32 else 1e-6, atol=1e-6
+        )
+        assert ("master" in optimizer.state[p]) == (p.dtype != torch.float32)
+
+
+def test_counts_of_steps_may_be_whole_numbers():
+    params, optimizer = made(torch.float32)
+    for _ in range(2):
+        update(optimizer, params, [torch.randn(p.shape) for p in params])
+        for state in optimizer.state.values():
+            state["step"] = state["step"].long()
+    assert [int(optimizer.state[p]["step"]) for p in params] == [2, 2, 2]
+
+
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_moments_in_half_precision_follow_those_in_float32(dtype, fused, monkeypatch):
