@@ -135,7 +135,7 @@ def _check_gram_norms(
         if not own:
             raise ValueError("lefts is empty: a group has at least one use")
         for number, left in enumerate(own):
-            check_pair(left, right)
+            check_pair(left, right, (f"lefts[{number}]", "right"))
             if is_one_hot(left):
                 raise ValueError(
                     f"lefts[{number}] is a vector of ids: one-hot factors share no Gram matrix, use sqnorm"
