@@ -241,7 +241,10 @@ class Guard:
         known, settled = set(seen[2]), set(map(id, self._parameters))
         for module in _reached(self.model):
             for name, parameter in module._parameters.items():
-                if parameter is not None and id(parameter) not in (known if parameter.requires_grad else settled):
+                # Where no pass is looked at before it is made, nothing is settled until the first release.
+                if parameter is None or not (parameter.requires_grad or settled):
+                    continue
+                if id(parameter) not in (known if parameter.requires_grad else settled):
                     prefix = next((prefix for prefix, own in self.model.named_modules() if own is module), "")
                     raise RuntimeError(
                         f"{_joined(prefix, name)} was unfrozen or added after make_private; call detach() and make "
