@@ -46,7 +46,7 @@ def _loss(task: Task, output: Any, batch: Any) -> torch.Tensor:
 class FastDP(System):
     """This library."""
 
-    name, module, package = "fastdp", "fastdp", "fastdp"
+    name, module, package = "fastdp", "fastdp", "fastdp-lm"
 
     def start(self, task: Task, records: Sequence[Record], bound: float, **options: Any) -> Any:
         """A private run that takes every record in every step, without noise, unless the options say otherwise."""

@@ -178,11 +178,12 @@ class Guard:
         """Raise RuntimeError, naming it, if a parameter or a buffer was written in a way that torch does not count.
 
         Called before each release: some numbers of each tensor are compared with those at `settle`, and before the 1st, 4th,
-        16th, 64th ... and the ``last`` release all numbers of frozen weights and of buffers with those before. Of a write before
-        a release a GPU says at the next one, or at `require_told`; before the ``last`` release it is waited for.
+        16th, 64th ... and the ``last`` release all numbers of frozen weights and of buffers with those before, and so before any
+        other release if torch has counted a write into a buffer, as a loop may beside all forwards. Of a write before a release
+        a GPU says at the next one, or at `require_told`; before the ``last`` release it is waited for.
         """
         self.require_told()
-        if self._releases + 1 >= self._next or last:
+        if self._releases + 1 >= self._next or last or self._rewritten():
             self._compare(self._untrained())
             self._next = 4 * (self._releases + 1)
         self._releases += 1
@@ -198,12 +199,19 @@ class Guard:
         self._answered(wait=True)
 
     def conclude(self) -> None:
-        """Raise as `require_told` what was not yet raised, and forget it: whoever calls says what the weights are, or ends."""
+        """Raise as `require_told` what was not yet raised, and forget it: whoever calls says what the weights are, or ends.
+
+        Buffers that were loaded with them, as torch counts it, are then as they are to be.
+        """
         try:
             if self._moved is None:
                 self.require_told()
         finally:
             self._asked, self._moved = [], None
+            if self._still is not None:
+                still = self._still
+                loaded = (item for item in self._untrained().items() if item[0] in still and item[1].counted)
+                still.update({key: now for key, now in loaded if now.known != still[key].known})
 
     def _answered(self, *, wait: bool) -> None:
         late = []
@@ -216,16 +224,25 @@ class Guard:
         if self._moved is not None:
             raise _moved(self._moved)
 
+    def _rewritten(self) -> bool:
+        """Whether a buffer is another tensor, or was written to, since all numbers were compared."""
+        still = self._still or {}
+        known = (
+            (still.get((name, 0)), buffer) for name, (buffer, _) in self._buffers().items() if name not in self.harmless
+        )
+        return any(before is not None and before.known != (id(now), writes(now)) for before, now in known)
+
     def _compare(self, found: dict[tuple[str, int], _Kept]) -> None:
-        """Ask whether what no training changes is what it was, but for what torch counted a write into."""
+        """Ask whether what no training changes is what it was, but for parameters that torch counted a write into."""
         still, parameters = self._still or {}, {name for name, _ in self.model.named_parameters()}
         pairs: dict[torch.device, list[tuple[str, torch.Tensor, torch.Tensor]]] = {}
         for (name, place), now in found.items():
             before = still.get((name, place))
-            if before is None or before.known != now.known:
-                # Of parameters the host knows as well when they come and when they go.
-                if not now.counted or (before is None and name not in parameters):
-                    self._moved = self._moved or name
+            # Of parameters the host knows as well when they come, are written to, and go.
+            if name in parameters and (before is None or before.known != now.known):
+                continue
+            if before is None or (before.known != now.known and not now.counted):
+                self._moved = self._moved or name
             elif before.bits is not None and now.bits is not None:
                 pairs.setdefault(now.bits.device, []).append((name, before.bits, now.bits))
         for device, alike in pairs.items():

@@ -1,4 +1,4 @@
-"""Learning-rate schedules of private optimizers advance once a release, however often a loop steps them."""
+"""Learning-rate schedules of private optimizers advance once a release, however often a loop steps them, and see no figure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 #: How many releases each optimizer has applied while it was private, and which are private now.
 _RELEASES: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
@@ -56,8 +56,10 @@ def _from_now_on(begin: Callable[..., None]) -> Any:
     @functools.wraps(begin)
     def wrapper(self: LRScheduler, *args: Any, **kwargs: Any) -> None:
         begin(self, *args, **kwargs)
-        optimizer: Any = getattr(self, "optimizer", None)
+        optimizer = _innermost(self)
         if isinstance(optimizer, torch.optim.Optimizer):
+            if optimizer in _FOLLOWED:
+                _require_unseeing(self)
             # Releases from before it was made are none of its.
             _ADVANCED[self] = _RELEASES.get(optimizer, 0)
 
@@ -65,14 +67,32 @@ def _from_now_on(begin: Callable[..., None]) -> Any:
     return wrapper
 
 
+def _innermost(schedule: LRScheduler) -> Any:
+    """A schedule's optimizer, without what a launcher has wrapped around it."""
+    optimizer: Any = getattr(schedule, "optimizer", None)
+    while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
+        optimizer = inner
+    return optimizer
+
+
+def _require_unseeing(schedule: LRScheduler) -> None:
+    """Raise ValueError for a schedule that reads a figure: updates are as long as their learning rate, and tell it to anyone."""
+    if isinstance(schedule, ReduceLROnPlateau):
+        raise ValueError(
+            f"{type(schedule).__name__} sets the learning rate by a figure, which the released weights then tell without noise: "
+            "use a schedule of steps alone, or, where the figure is public, set lr in optimizer.param_groups yourself"
+        )
+
+
 def _once_a_release(step: Callable[..., None]) -> Any:
     @functools.wraps(step)
     def wrapper(self: LRScheduler, *args: Any, **kwargs: Any) -> None:
-        optimizer: Any = getattr(self, "optimizer", None)
+        optimizer = _innermost(self)
         # A schedule takes its first step as it is made, before there is anything to count; and one's step may call another's.
         if optimizer not in _FOLLOWED or getattr(self, "_step_count", 1) == 0 or self in _STEPPING:
             step(self, *args, **kwargs)
             return
+        _require_unseeing(self)
         releases = _RELEASES.get(optimizer, 0)
         if releases <= _ADVANCED.get(self, 0):
             return

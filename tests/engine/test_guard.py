@@ -247,3 +247,31 @@ def test_buffers_that_come_after_the_start_are_refused(change: Callable[[nn.Modu
     guard.require_settled(trained)
     with pytest.raises(RuntimeError, match="late.* was changed outside of a release"):
         guard.require_untouched(last=True)
+
+
+def _written_in_place(model: nn.Module) -> None:
+    model.seen.add_(1)
+
+
+def _replaced(model: nn.Module) -> None:
+    model.seen = model.seen + 1
+
+
+@pytest.mark.parametrize("write", [_written_in_place, _replaced])
+def test_a_buffer_that_the_loop_writes_is_refused_at_the_next_release(write: Callable[[nn.Module], None]) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
+    model.register_buffer("seen", torch.zeros(3))
+    guard = Guard(model)
+    guard.settle()
+    guard.require_untouched(last=False)
+    for change in (lambda: model.seen.copy_(torch.zeros(3)), lambda: setattr(model, "seen", torch.zeros(3))):
+        change()
+        guard.require_untouched(last=False)
+    write(model)
+    with pytest.raises(RuntimeError, match="seen was changed outside of a release"):
+        guard.require_untouched(last=False)
+    guard.conclude()
+    guard.require_untouched(last=False)
+    model.seen.sub_(1)
+    with pytest.raises(RuntimeError, match="seen was changed outside of a release"):
+        guard.require_untouched(last=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -282,3 +283,12 @@ def test_nothing_that_is_kept_counts_what_was_drawn(tmp_path: Path) -> None:
     logged = {key for entry in run.state.log_history for key in entry}
     assert not logged & {"loss", "train_loss", "train_runtime", "train_samples_per_second"}
     assert "unprotected_train_runtime" in logged
+
+
+def test_a_rate_that_follows_a_loss_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    judged = partial(fastdp.DPTrainer, eval_dataset=examples())
+    made = trainer(tmp_path, kind=judged, lr_scheduler_type="reduce_lr_on_plateau", eval_strategy="epoch")
+    before = {name: p.detach().clone() for name, p in made.model.named_parameters()}
+    with pytest.raises(ValueError, match="sets the learning rate by a figure"):
+        made.train()
+    assert all(torch.equal(p, before[name]) for name, p in made.model.named_parameters())

@@ -372,3 +372,20 @@ def test_a_model_compiled_as_a_whole_trains_without_the_compiler(compiled: str) 
     got = gradients(compiled)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 1
     assert same(got, gradients("never"))
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_a_schedule_that_reads_a_figure_is_refused(before: bool) -> None:
+    model = Classifier()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+
+    def make() -> Any:
+        return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+
+    schedule = make() if before else None
+    private = start(model, optimizer=optimizer, **PRIVATE)
+    with pytest.raises(ValueError, match="sets the learning rate by a figure"):
+        schedule.step(1.0) if schedule is not None else make()
+    private.detach()
+    schedule = schedule or make()
+    schedule.step(1.0)
