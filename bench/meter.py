@@ -451,7 +451,7 @@ def simulated(gpu: Gpu, granularity: int = 512) -> Iterator[Meter]:
     from torch.fx.experimental import _config as config
     from triton.runtime.jit import JITFunction
 
-    from fastdp.engine import guard, norms, selfcheck
+    from fastdp.engine import bits, guard, norms, selfcheck
     from fastdp.ops import routes
     from fastdp.ops.table import OPS
 
@@ -472,7 +472,7 @@ def simulated(gpu: Gpu, granularity: int = 512) -> Iterator[Meter]:
         # Self-checks are made, and what they find of values that nobody has is judged by nobody.
         stack.enter_context(mock.patch.object(selfcheck.Comparison, "judge", _unjudged(selfcheck.Comparison.judge)))
         # What the guard looks at is looked at here too, as on any device but this one.
-        stack.enter_context(mock.patch.object(guard, "NUMBERLESS", frozenset()))
+        stack.enter_context(mock.patch.object(bits, "NUMBERLESS", frozenset()))
         stack.enter_context(mock.patch.object(guard, "Sent", functools.partial(_Sent, meter)))
         # Asked for at each launch, as others may stand in for it; called as the method that it replaces is.
         launched = lambda kernel, *args, **options: meter.launched(kernel, *args, **options)  # noqa: E731

@@ -11,29 +11,24 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
-import random
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 
 from fastdp.engine.batches import tensors as flat
+from fastdp.engine.bits import DRAW, Spots, moved, readable, total
 from fastdp.engine.errors import SelfCheckError
 from fastdp.engine.pieces import is_cut, piece, writes
 from fastdp.engine.sent import Sent
 
 #: A buffer's name, the tensor that holds it, and how often that was written.
 _Buffers = dict[str, tuple[torch.Tensor, int]]
-#: Columns of the table in which bits are added up.
-_WIDE = 512
-#: Numbers of a tensor that are looked at for each release, and the most tensors; of more than these, some are drawn.
-_SPOT, _SPOTS = 16, 32
-_DRAW = random.Random(random.SystemRandom().getrandbits(128))
+#: The most tensors that are looked at for each release; of more than these, some are drawn.
+_SPOTS = 32
 #: What a module says that it holds.
 _HOLDS = operator.attrgetter("_parameters", "_modules")
-#: Devices whose tensors have no numbers.
-NUMBERLESS = frozenset({"meta"})
 
 
 class _Question(NamedTuple):
@@ -92,7 +87,7 @@ class Guard:
         self._cut = False
         #: What was seen when each module was last looked at for parameters that have come to be trained.
         self._trained: tuple[list[Any], list[bool], list[int]] | None = None
-        self._spots: _Spots | None = None
+        self._spots: Spots | None = None
         #: All numbers of what no training changes, as of its latest change that torch counted; None before the first `settle`.
         self._still: dict[tuple[str, int], _Kept] | None = None
         self._releases, self._next = 0, 1
@@ -137,13 +132,13 @@ class Guard:
         buffers = [(name, buffer) for name, (buffer, _) in self._buffers().items() if name not in self.harmless]
         count, own = len(self._settled) + len(buffers), len(self._settled)
         here: list[tuple[str, torch.Tensor]] = []
-        for at in _DRAW.sample(range(count), min(count, _SPOTS)):
+        for at in DRAW.sample(range(count), min(count, _SPOTS)):
             if at < own:
                 (prefix, _, name), parameter = self._settled[at], self._parameters[at]
                 here.append((_joined(prefix, name), piece(parameter) if is_cut(parameter) else parameter))
             else:
                 here.append(buffers[at - own])
-        self._spots = _Spots([(name, t) for name, t in here if _readable(t)])
+        self._spots = Spots([(name, t) for name, t in here if readable(t)])
 
     def require_settled(self, trained: Mapping[str, torch.nn.Parameter] | None = None) -> None:
         """Raise RuntimeError, naming it, if a parameter was written or replaced since `settle`.
@@ -156,7 +151,7 @@ class Guard:
             for (prefix, module, name), parameter, version in zip(self._settled, self._parameters, self._writes):
                 own = module._parameters
                 if writes(parameter) != version or (name in own and own[name] is not parameter):
-                    raise _moved(_joined(prefix, name))
+                    raise moved(_joined(prefix, name))
         if trained is not None:
             self._require_frozen(trained, held, children)
 
@@ -188,7 +183,8 @@ class Guard:
             self._next = 4 * (self._releases + 1)
         self._releases += 1
         if self._spots is not None:
-            self._spots.compare(self._asked)
+            for names, widths, differ in self._spots.compare():
+                self._asked.append(_Question(names, widths, Sent(differ)))
         self._answered(wait=last)
 
     def require_told(self) -> None:
@@ -222,7 +218,7 @@ class Guard:
                 late.append(question)
         self._asked = late
         if self._moved is not None:
-            raise _moved(self._moved)
+            raise moved(self._moved)
 
     def _rewritten(self) -> bool:
         """Whether a buffer is another tensor, or was written to, since all numbers were compared."""
@@ -273,9 +269,9 @@ class Guard:
         frozen = ((name, p) for name, p in self.model.named_parameters() if not p.requires_grad)
         buffers = ((name, b) for name, (b, _) in self._buffers().items() if name not in self.harmless)
         found = {
-            (name, 0): _Kept((id(t), writes(t)), _sum(piece(t)))
+            (name, 0): _Kept((id(t), writes(t)), total(piece(t)))
             for name, t in (*frozen, *buffers)
-            if _readable(piece(t))
+            if readable(piece(t))
         }
         return found | self._extra()
 
@@ -292,9 +288,9 @@ class Guard:
         for name, value in self.model.state_dict().items():
             if name in own:
                 continue
-            tensors = [t.detach() for t in flat(value) if _readable(t)]
+            tensors = [t.detach() for t in flat(value) if readable(t)]
             for place, t in enumerate(tensors):
-                found[name, place] = _Kept((t.dtype, t.shape), _sum(t), counted=False)
+                found[name, place] = _Kept((t.dtype, t.shape), total(t), counted=False)
             if not tensors:
                 found[name, 0] = _Kept((repr(value),), None, counted=False)
         return found
@@ -343,57 +339,6 @@ class Guard:
         }
 
 
-class _Spot(NamedTuple):
-    """Neighbouring numbers of a tensor, and where it lay, and how often it was written, when they were chosen."""
-
-    name: str
-    tensor: torch.Tensor
-    version: int
-    address: int
-    size: int
-    start: int
-    numbers: torch.Tensor
-
-    def now(self) -> torch.Tensor:
-        """The numbers at the same place, wherever the tensor lies now."""
-        if self.tensor.data_ptr() == self.address:
-            return self.numbers
-        return self.tensor.detach().as_strided((self.size,), (1,), self.start)
-
-
-class _Spots:
-    """A few neighbouring numbers of each of some tensors, at places that nobody knows beforehand, as they are now."""
-
-    @torch.no_grad()
-    def __init__(self, named: Sequence[tuple[str, torch.Tensor]]):
-        self._places: dict[tuple[torch.device, torch.dtype], list[_Spot]] = {}
-        for name, tensor in named:
-            total = tensor.numel()
-            size = min(_SPOT, total)
-            start = int(tensor.storage_offset()) + int(_DRAW.random() * (total - size + 1))
-            numbers = tensor.as_strided((size,), (1,), start)
-            spot = _Spot(name, tensor, tensor._version, tensor.data_ptr(), size, start, numbers)
-            self._places.setdefault((tensor.device, tensor.dtype), []).append(spot)
-        self._values = [_bytes([spot.numbers for spot in spots]) for spots in self._places.values()]
-
-    def compare(self, asked: list[_Question]) -> None:
-        """Ask whether numbers are others now though torch counted no write.
-
-        Raises RuntimeError at once, naming it, for a tensor that lies elsewhere or is smaller.
-        """
-        for (kind, spots), before in zip(self._places.items(), self._values):
-            for spot in spots:
-                tensor = spot.tensor
-                end = tensor.storage_offset() + tensor.numel()
-                if (tensor.device, tensor.dtype) != kind or spot.start + spot.size > end:
-                    raise _moved(spot.name)
-            differ = _bytes([spot.now() for spot in spots]) != before
-            width = spots[0].numbers.element_size()
-            # What torch counted a write into is for others to judge.
-            names = [spot.name if spot.tensor._version == spot.version else None for spot in spots]
-            asked.append(_Question(names, [spot.size * width for spot in spots], Sent(differ)))
-
-
 class _Leaving:
     """A hook of modules whose state is about to be taken, or which are copied or saved whole: what leaves is looked at first."""
 
@@ -426,63 +371,6 @@ def _reached(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 def _joined(prefix: str, name: str) -> str:
     return f"{prefix}.{name}" if prefix else name
-
-
-def _bytes(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Of vectors of one dtype, one behind the other: a copy."""
-    return torch.cat(list(parts)).view(torch.uint8)
-
-
-def _readable(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's numbers lie plainly in memory."""
-    plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
-    return (
-        plain
-        and tensor.device.type not in NUMBERLESS
-        and not tensor.is_quantized
-        and not tensor.is_complex()
-        and tensor.numel() > 0
-        and (tensor.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense(tensor))
-    )
-
-
-def contents(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, tuple[int, int, int]]:
-    """What tells whether tensors were written to or replaced, by name.
-
-    Bits are added up, by place, so that writes through ``.data``, which torch does not count, are seen as well.
-    """
-    found = {name: (id(tensor), writes(tensor), _sum(piece(tensor))) for name, tensor in named}
-    sums: dict[torch.device, list[torch.Tensor]] = {}
-    for *_, bits in found.values():
-        sums.setdefault(bits.device, []).append(bits)
-    # One wait for each device, not for each tensor.
-    told = {device: iter(torch.stack(own).tolist()) for device, own in sums.items()}
-    return {name: (*known, next(told[bits.device])) for name, (*known, bits) in found.items()}  # type: ignore[misc]
-
-
-def _sum(tensor: torch.Tensor) -> torch.Tensor:
-    """A sum of the bits of a tensor's numbers, modulo 2^64, in which no two places count alike: int64 [], where they lie."""
-    bits = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).contiguous().reshape(-1).view(torch.uint8)
-    head = bits.shape[0] // (8 * _WIDE) * 8 * _WIDE
-    rest = bits[head:].long()
-    whole = (rest * _odd(rest)).sum()
-    if head:
-        table = bits[:head].view(torch.int64).view(-1, _WIDE)
-        for sums in (table.sum(0), table.sum(1)):
-            whole += (sums * _odd(sums)).sum()
-    return whole
-
-
-def _odd(like: torch.Tensor) -> torch.Tensor:
-    """A different odd number for each place."""
-    return (2 * torch.arange(like.shape[0], device=like.device) + 1) * 0x9E3779B97F4A7C1
-
-
-def _moved(name: str) -> RuntimeError:
-    return RuntimeError(
-        f"{name} was changed outside of a release, so no noise covers it: let the private optimizer alone change the model; "
-        "after loading released weights call private.load_state_dict, or detach() and make the run private anew"
-    )
 
 
 def _buffer_written(name: str) -> SelfCheckError:

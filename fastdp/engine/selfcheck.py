@@ -16,11 +16,12 @@ import torch
 
 from fastdp.engine.accumulator import Accumulator
 from fastdp.engine.batches import Call
+from fastdp.engine.bits import contents
 from fastdp.engine.boundary import differentiable, find_loss, plain_gradients, require_loss
 from fastdp.engine.bounds import UpperNorms
 from fastdp.engine.errors import SelfCheckError, UnsupportedUse
 from fastdp.engine.factors import Factors
-from fastdp.engine.guard import Guard, contents
+from fastdp.engine.guard import Guard
 from fastdp.engine.layout import Layout, Ticket
 from fastdp.engine.losses import LossTerms, intercepted
 from fastdp.engine.passes import Passes, repeatable

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
+from fastdp.engine.bits import contents
 from fastdp.engine.collation import spread
-from fastdp.engine.guard import contents
 from fastdp.engine.modes import refuse_mixing
 from fastdp.engine.pieces import is_cut
 from fastdp.engine.ranks import pass_through

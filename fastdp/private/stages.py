@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 import fastdp.files as files
 from fastdp.accounting import Ledger, LedgerError
 from fastdp.accounting.weights import named_digest
+from fastdp.engine.bits import contents
 from fastdp.engine.engine import Engine
-from fastdp.engine.guard import contents
 from fastdp.engine.modes import kept_modes
 from fastdp.engine.policy import Policy
 from fastdp.engine.ranks import ONE, Ranks
