@@ -7,22 +7,22 @@ import json
 import os
 import platform
 import subprocess
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import fastdp.files as files
-from fastdp.distribution import installed_version
+from fastdp.distribution import installed_version, version_of
 
-_PACKAGES = ("fastdp", "torch", "triton", "transformers", "peft", "opacus", "numpy")
+_PACKAGES = ("torch", "triton", "transformers", "peft", "opacus", "numpy")
 
 
 def environment() -> dict[str, Any]:
     """Device, instruction set, threads, versions and commit."""
     from fastdp import _native
 
+    versions = {"fastdp": installed_version(), **{name: version_of(name) for name in _PACKAGES}}
     device = torch.cuda.get_device_name(0) if torch.cuda.is_available() else _processor()
     return {
         "device": device,
@@ -30,7 +30,7 @@ def environment() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
-        "versions": {name: found for name in _PACKAGES if (found := _version(name))},
+        "versions": {name: found for name, found in versions.items() if found},
         "commit": _commit(),
     }
 
@@ -47,15 +47,6 @@ def parser_of(doc: str | None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="write the figures here, with device, versions and commit")
     return parser
-
-
-def _version(name: str) -> str | None:
-    if name == "fastdp":
-        return installed_version()
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
 
 
 def _processor() -> str:

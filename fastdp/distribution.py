@@ -10,12 +10,17 @@ from importlib import metadata
 NAME = "fastdp-lm"
 
 
-def installed_version() -> str | None:
-    """The version that was installed; None for a tree that is only on the path."""
+def version_of(package: str) -> str | None:
+    """The version of a package that was installed; None for one that was not, or is a tree on the path."""
     try:
-        return metadata.version(NAME)
+        return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
+
+
+def installed_version() -> str | None:
+    """The version of this package, likewise."""
+    return version_of(NAME)
 
 
 @lru_cache(maxsize=1)

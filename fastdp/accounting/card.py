@@ -9,7 +9,6 @@ import platform
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime, timezone
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +20,7 @@ from fastdp.accounting.page import ENVELOPE, markdown
 from fastdp.accounting.pld import Adjacency
 from fastdp.accounting.serialisation import canonical, parse
 from fastdp.accounting.weights import digests
-from fastdp.distribution import installed_version, wheel_digest
+from fastdp.distribution import installed_version, version_of, wheel_digest
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -322,14 +321,7 @@ def _assumptions(sampling: str, adjacency: str, dataset_size: int, noise_source:
 
 
 def _software() -> dict[str, str]:
-    found = {"python": platform.python_version()}
-    if known := installed_version():
-        found["fastdp"] = known
-    if wheel := wheel_digest():
-        found["fastdp_wheel"] = f"sha256:{wheel}"
-    for package in _PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found
+    wheel = wheel_digest()
+    own = {"fastdp": installed_version(), "fastdp_wheel": wheel and f"sha256:{wheel}"}
+    found = {"python": platform.python_version(), **own, **{name: version_of(name) for name in _PACKAGES}}
+    return {name: version for name, version in found.items() if version}

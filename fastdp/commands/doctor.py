@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.metadata
 import os
 import platform
 from typing import Annotated
@@ -13,7 +12,7 @@ from rich.table import Table
 
 from fastdp.commands.quiet import quiet_libraries
 from fastdp.commands.refusal import console, refusing
-from fastdp.distribution import installed_version, wheel_digest
+from fastdp.distribution import installed_version, version_of, wheel_digest
 from fastdp.finetune.config import CHOICES
 
 PACKAGES = (
@@ -58,10 +57,7 @@ def _environment() -> Table:
     table.add_row("fastdp", _own_version())
     table.add_row("python", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
     for package in PACKAGES:
-        try:
-            table.add_row(package, importlib.metadata.version(package))
-        except importlib.metadata.PackageNotFoundError:
-            table.add_row(package, "[dim]not installed[/]")
+        table.add_row(package, version_of(package) or "[dim]not installed[/]")
     table.add_row("instruction set", f"{_native.isa()} (of the C++ kernels, chosen at run time)")
     table.add_row("threads", f"{torch.get_num_threads()} of {os.cpu_count()} processors")
     if torch.cuda.is_available():
