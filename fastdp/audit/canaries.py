@@ -95,16 +95,3 @@ class Canaries(Observer, ABC):
     def detach(self) -> None:
         """Take the canaries out of the run; scores and coins stay."""
         self.private.unobserve(self)
-
-
-def noise_std(policy: Policy, name: str, device: torch.device) -> torch.Tensor:
-    """The noise that a policy states for a parameter: a scalar, or of the parameter's shape where it is masked.
-
-    Without noise it is 1, so that scores divided by it stay finite.
-    """
-    group = policy.group_of.get(name, 0)
-    stds = [std if std > 0 else 1.0 for std in policy.stds]
-    if isinstance(group, tuple):
-        inside, outside = (torch.tensor(stds[k], device=device) for k in group)
-        return torch.where(policy.masks[name].to(device), inside, outside)
-    return torch.tensor(stds[group], device=device)

@@ -254,19 +254,12 @@ def _distance(a: _Release, b: _Release, allowed: float) -> tuple[float, str, dic
     squares = {}
     for name in a.sums.keys() | b.sums.keys():
         gap = a.sums.get(name, torch.zeros(())).double() - b.sums.get(name, torch.zeros(())).double()
-        squares[name] = float((gap / _std(a.policy, name).to(gap.device)).square().sum())
+        squares[name] = float((gap / a.policy.std_of(name, gap.device)).square().sum())
     total = sum(squares.values())
     if not math.isfinite(total):
         return math.inf, "", {name: 1.0 for name, square in squares.items() if not math.isfinite(square)}
     shares = sorted(((name, square / total if total else 0.0) for name, square in squares.items()), key=lambda s: -s[1])
     return math.sqrt(total) * a.policy.noise_multiplier / allowed, "", dict(shares)
-
-
-def _std(policy: Policy, name: str) -> torch.Tensor:
-    group = policy.group_of.get(name, 0)
-    if isinstance(group, tuple):
-        return torch.where(policy.masks[name], policy.stds[group[0]], policy.stds[group[1]]).double()
-    return torch.tensor(policy.stds[group], dtype=torch.float64)
 
 
 def _sentence(error: Exception) -> str:
