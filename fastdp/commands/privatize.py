@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 import fastdp.files as files
 from fastdp.commands.contributing import Contributing, show_contributing, show_displacement, with_contributing
+from fastdp.commands.progress import bar
 from fastdp.commands.quiet import quiet_libraries
 from fastdp.commands.refusal import console, refusing
 
@@ -193,13 +193,11 @@ def _privatizer(
 
 
 def _watched(values: Iterator[Any], total: int) -> Iterator[Any]:
-    with Progress(
-        TextColumn("texts"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), console=console
-    ) as progress:
-        bar = progress.add_task("texts", total=total)
-        for value in values:
+    with bar("texts") as move:
+        move(0, total)
+        for done, value in enumerate(values, start=1):
             yield value
-            progress.advance(bar)
+            move(done, total)
 
 
 def _write(target: Path, text_column: str, kept: dict[str, list[str]], values: Iterator[Any]) -> None:

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 import fastdp.files as files
 from fastdp.commands.contributing import Contributing, show_contributing, show_displacement, with_contributing
+from fastdp.commands.progress import bar
 from fastdp.commands.quiet import quiet_libraries
 from fastdp.commands.refusal import console, errors, refusing
 
@@ -309,24 +309,11 @@ def _train(
     labels: list[int],
     epochs: int,
 ) -> None:
-    with Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[state]}"),
-        TimeRemainingColumn(),
-        console=console,
-    ) as progress:
-        sending = progress.add_task("texts", total=len(texts), state="privatized and sent once")
-        customer.send(texts, labels, privatizer, on_example=lambda sent, _: progress.update(sending, completed=sent))
-        progress.update(sending, completed=len(texts))
-        steps = progress.add_task("steps", total=None, state="")
-        customer.train(
-            epochs,
-            lambda done, total, loss: progress.update(
-                steps, completed=done, total=total, state=f"loss {loss:.3f} (unprotected)"
-            ),
-        )
+    with bar("texts", "privatized and sent once") as move:
+        customer.send(texts, labels, privatizer, on_example=move)
+        move(len(texts), len(texts))
+    with bar("steps") as move:
+        customer.train(epochs, lambda done, total, loss: move(done, total, f"loss {loss:.3f} (unprotected)"))
 
 
 def _predict(
