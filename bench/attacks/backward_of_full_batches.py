@@ -25,4 +25,4 @@ class Net(kit.Net):
 
 def attack(system: kit.System) -> float:
     data = kit.records(16, 0.05)
-    return kit.moved(system, kit.Task(Net), data, kit.records(1, 1.0, 5)[0], 1.0)
+    return kit.moved(system, kit.Task(Net), data, kit.outlier(1.0), 1.0)

@@ -1,16 +1,12 @@
 """A buffer replaced by another tensor in each training forward leaves with the model's state without noise"""
 
-import torch
-
 from . import kit
 
 
-class Watching(kit.Keeping):
-    def before(self, x: torch.Tensor) -> torch.Tensor:
-        if self.training:
-            self.mean = x.detach().mean(0)
+def attack(system: kit.System) -> float:
+    def watched(own, x):
+        if own.training:
+            own.mean = x.detach().mean(0)
         return x
 
-
-def attack(system: kit.System) -> float:
-    return kit.moved(system, kit.Task(Watching), kit.records(), kit.records(1, 100.0, 5)[0])
+    return kit.moved(system, kit.Task(kit.net(kit.Keeping, before=watched)), kit.records(), kit.outlier(100.0))

@@ -21,13 +21,14 @@ class Tokens(kit.Model):
         return {"loss": F.cross_entropy(logits, labels), "logits": logits}
 
 
-def attack(system: kit.System) -> float:
-    def record(size: float, apart: float, seed: int) -> kit.Record:
-        generator = torch.Generator().manual_seed(seed)
-        x = size * torch.randn(WIDTH, generator=generator)
-        d = apart * torch.randn(WIDTH, generator=generator)
-        return {"x": torch.stack([x + d, x]), "sign": torch.tensor([1.0, -1.0]), "labels": seed % 4}
+def record(size: float, apart: float, seed: int) -> kit.Record:
+    """Two tokens that are ``apart`` from each other, and ``size`` from nothing."""
+    x, d = torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(seed))
+    tokens = torch.stack([size * x + apart * d, size * x])
+    return {"x": tokens, "sign": torch.tensor([1.0, -1.0]), "labels": seed % 4}
 
+
+def attack(system: kit.System) -> float:
     plain = [record(1.0, 1.0, seed) for seed in range(4)]
     extremes = [record(size, apart, 10 + seed) for size in (1e3, 1e5) for apart in (1.0, 10.0) for seed in range(6)]
     return max(kit.moved(system, kit.Task(Tokens), plain, extreme, 1e-3) for extreme in extremes)

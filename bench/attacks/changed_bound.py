@@ -14,7 +14,7 @@ class Raising(Observer):
 
 def attack(library: systems.FastDP) -> float:
     sums = []
-    for data in (kit.records(16), [*kit.records(15), kit.records(1, 30.0, 5)[0]]):
+    for data in (kit.records(16), [*kit.records(15), kit.outlier(30.0)]):
         task = kit.Task(kit.Net, physical=4)
         private, looker = library.start(task, data, 0.2, epochs=2), Raising()
         private.observe(looker)

@@ -6,7 +6,7 @@ from . import kit, systems
 def attack(library: systems.FastDP) -> float:
     sums = []
     task = kit.Task(kit.Net, physical=4)
-    for data in (kit.records(12), [*kit.records(12), kit.records(1, 30.0, 5)[0]]):
+    for data in (kit.records(12), [*kit.records(12), kit.outlier(30.0)]):
         private = library.start(task, data, 0.2, epochs=1)
         kept: list[kit.Record] = []
         for batch in private.data_loader:

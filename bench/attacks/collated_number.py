@@ -1,15 +1,10 @@
 """A number that the collator makes of all records and that is no row's: the model turns every record round by it"""
 
-import torch
-import torch.nn.functional as F
-
 from . import kit
 
 
-class Turning(kit.Net):
-    def forward(self, x: torch.Tensor, labels: torch.Tensor, *, total: torch.Tensor | int = 0):
-        logits = self.second(torch.tanh(self.first(x * (1 if total < 200 else -1))))
-        return {"loss": F.cross_entropy(logits, labels), "logits": logits}
+def turned(own, x, labels, *, total=0):
+    return kit.Net.forward(own, x * (1 if total < 200 else -1), labels)
 
 
 def collate(items):
@@ -17,4 +12,5 @@ def collate(items):
 
 
 def attack(system: kit.System) -> float:
-    return kit.moved(system, kit.Task(Turning, collate=collate), kit.records(8), kit.records(1, 100.0, 5)[0], 0.2)
+    task = kit.Task(kit.net(forward=turned), collate=collate)
+    return kit.moved(system, task, kit.records(8), kit.outlier(100.0), 0.2)

@@ -3,10 +3,6 @@
 from . import kit
 
 
-class Evaluated(kit.Net):
-    def train(self, mode: bool = True):
-        return super().train(False)
-
-
 def attack(system: kit.System) -> float:
-    return kit.moved(system, kit.Task(Evaluated), kit.records(), kit.records(1, 100.0, 5)[0], 0.05)
+    evaluated = kit.net(train=lambda own, mode=True: kit.Net.train(own, False))
+    return kit.moved(system, kit.Task(evaluated), kit.records(), kit.outlier(100.0), 0.05)

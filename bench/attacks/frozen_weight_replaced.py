@@ -5,11 +5,9 @@ import torch
 from . import kit
 
 
-class Codebook(kit.Keeping):
-    def before(self, x: torch.Tensor) -> torch.Tensor:
-        self.centre = torch.nn.Parameter(x.detach().mean(0), requires_grad=False)
+def attack(system: kit.System) -> float:
+    def coded(own, x):
+        own.centre = torch.nn.Parameter(x.detach().mean(0), requires_grad=False)
         return x
 
-
-def attack(system: kit.System) -> float:
-    return kit.moved(system, kit.Task(Codebook), kit.records(), kit.records(1, 100.0, 5)[0])
+    return kit.moved(system, kit.Task(kit.net(kit.Keeping, before=coded)), kit.records(), kit.outlier(100.0))

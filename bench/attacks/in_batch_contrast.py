@@ -12,4 +12,4 @@ def contrast(output: torch.Tensor, batch) -> torch.Tensor:
 
 def attack(system: kit.System) -> float:
     task = kit.Task(kit.Scores, criterion=contrast)
-    return max(kit.moved(system, task, kit.records(24), kit.records(1, size, 5)[0], 0.05) for size in (0.3, 10.0))
+    return max(kit.moved(system, task, kit.records(24), kit.outlier(size), 0.05) for size in (0.3, 10.0))

@@ -7,7 +7,7 @@ from . import kit, systems
 
 def attack(library: systems.FastDP) -> float:
     ends = []
-    for data in (kit.records(), [*kit.records(), kit.records(1, 100.0, 5)[0]]):
+    for data in (kit.records(), [*kit.records(), kit.outlier(100.0)]):
         private = library.start(kit.Task(kit.Net), data, 0.05, epochs=2)
         for batch in private.data_loader:
             private.model(**batch)["loss"].backward()

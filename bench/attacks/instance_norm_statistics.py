@@ -16,4 +16,4 @@ class Normed(kit.Net):
 
 
 def attack(system: kit.System) -> float:
-    return kit.moved(system, kit.Task(Normed), kit.records(), kit.records(1, 100.0, 5)[0])
+    return kit.moved(system, kit.Task(Normed), kit.records(), kit.outlier(100.0))

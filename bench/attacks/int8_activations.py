@@ -20,4 +20,4 @@ class Quantised(kit.Net):
 
 def attack(system: kit.System) -> float:
     task = kit.Task(Quantised)
-    return max(kit.moved(system, task, kit.records(32), kit.records(1, size, 5)[0], 0.2) for size in (30.0, 1e4))
+    return max(kit.moved(system, task, kit.records(32), kit.outlier(size), 0.2) for size in (30.0, 1e4))

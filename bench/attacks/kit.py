@@ -6,12 +6,13 @@ import dataclasses
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+
+from fastdp.distribution import version_of
 
 FEATURES, CLASSES = 8, 3
 Record = dict[str, Any]
@@ -72,10 +73,7 @@ class System(ABC):
     @property
     def version(self) -> str:
         """Of the distribution; empty for one that was not installed as such."""
-        try:
-            return version(self.package)
-        except PackageNotFoundError:
-            return ""
+        return version_of(self.package) or ""
 
     @abstractmethod
     def release(self, task: Task, records: Sequence[Record], bound: float, noise: float = 0.0) -> Release:
@@ -121,6 +119,11 @@ def records(count: int = 8, size: float = 1.0, seed: int = 0) -> list[Record]:
     return [{"x": size * torch.randn(FEATURES, generator=generator), "labels": i % CLASSES} for i in range(count)]
 
 
+def outlier(size: float) -> Record:
+    """A record so many times as large."""
+    return records(1, size, 5)[0]
+
+
 class Model(nn.Module):
     """A module that is made of the same numbers each time."""
 
@@ -148,6 +151,11 @@ class Net(Model):
         """The mean loss of a batch, and its logits."""
         logits = self.second(self.between(torch.tanh(self.first(self.before(x)))))
         return {"loss": F.cross_entropy(logits, labels), "logits": logits}
+
+
+def net(base: type[Model] = Net, /, **methods: Any) -> type[Model]:
+    """A class of models with other methods than its own, each of which takes the module first."""
+    return type(base.__name__, (base,), methods)
 
 
 class Keeping(Net):
@@ -208,6 +216,10 @@ class Next(Words):
     def between(self, input_ids: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         """What the head reads."""
         return hidden
+
+
+#: Five times a token that none of them holds.
+ASKED: Record = {"input_ids": torch.full((5,), 49), "labels": 0}
 
 
 def classed(count: int = 32) -> list[Record]:

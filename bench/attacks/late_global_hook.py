@@ -12,7 +12,7 @@ def mix(module: torch.nn.Module, args: object, output: torch.Tensor):
 
 def attack(library: systems.FastDP) -> float:
     task, sums = kit.Task(kit.Net), []
-    for data in (kit.records(16), [*kit.records(16), kit.records(1, 1e6, 5)[0]]):
+    for data in (kit.records(16), [*kit.records(16), kit.outlier(1e6)]):
         private = library.start(task, data, 0.2, epochs=8)
         steps = [step for _ in range(6) for step in library.steps(private, task)]
         handle = register_module_forward_hook(mix)

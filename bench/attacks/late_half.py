@@ -3,7 +3,7 @@
 import torch
 
 from . import kit, systems
-from .cancelling_tokens import WIDTH, Tokens
+from .cancelling_tokens import Tokens, record
 
 
 class CastBack(Tokens):
@@ -14,9 +14,8 @@ class CastBack(Tokens):
 def attack(library: systems.FastDP) -> float:
     worst = 0.0
     for seed in range(4):
-        x, d = torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(seed))
-        record = {"x": torch.stack([1e4 * x + 100 * d, 1e4 * x]), "sign": torch.tensor([1.0, -1.0]), "labels": 1}
-        _, sums = library.train(kit.Task(CastBack), [record], 1e-3, 2, lambda private: private.model.bfloat16())
+        extreme = {**record(1e4, 100.0, seed), "labels": 1}
+        _, sums = library.train(kit.Task(CastBack), [extreme], 1e-3, 2, lambda private: private.model.bfloat16())
         worst = max(worst, float(kit.flat(sums).norm()) / 1e-3)
     # Gradients of bfloat16 weights are bfloat16: half a unit in the last of 8 bits.
     return worst / (1 + 2**-8)

@@ -8,4 +8,4 @@ def mix(private) -> None:
 
 
 def attack(library: systems.FastDP) -> float:
-    return library.moves(kit.Task(kit.Net), kit.records(16), kit.records(1, 1e6, 5)[0], 0.2, 2, mix)
+    return library.moves(kit.Task(kit.Net), kit.records(16), kit.outlier(1e6), 0.2, 2, mix)

@@ -24,4 +24,4 @@ class Bank(kit.Net):
 
 
 def attack(library: systems.FastDP) -> float:
-    return library.moves(kit.Task(Bank), kit.records(16), kit.records(1, 30.0, 5)[0], 0.2, 40, first=True)
+    return library.moves(kit.Task(Bank), kit.records(16), kit.outlier(30.0), 0.2, 40, first=True)

@@ -17,4 +17,4 @@ class Remembering(kit.Net):
 
 
 def attack(library: systems.FastDP) -> float:
-    return library.moves(kit.Task(Remembering), kit.records(16), kit.records(1, 30.0, 5)[0], 0.2, 40)
+    return library.moves(kit.Task(Remembering), kit.records(16), kit.outlier(30.0), 0.2, 40)

@@ -10,4 +10,4 @@ def attack(system: kit.System) -> float:
         return output["loss"] + 1e3 * output["logits"].square().sum()
 
     task = kit.Task(kit.Net, criterion=loss, options={"loss_reduction": None} if system.name == "fastdp" else {})
-    return kit.moved(system, task, kit.records(), kit.records(1, 50.0, 5)[0])
+    return kit.moved(system, task, kit.records(), kit.outlier(50.0))

@@ -8,4 +8,4 @@ def centred(batch):
 
 
 def attack(system: kit.System) -> float:
-    return kit.moved(system, kit.Task(kit.Net, loop=centred), kit.records(16), kit.records(1, 1e3, 5)[0], 0.2)
+    return kit.moved(system, kit.Task(kit.Net, loop=centred), kit.records(16), kit.outlier(1e3), 0.2)

@@ -12,4 +12,4 @@ def attack(system: kit.System) -> float:
         other = torch.randperm(len(batch["x"]), generator=generator)
         return {**batch, "x": 0.7 * batch["x"] + 0.3 * batch["x"][other]}
 
-    return kit.moved(system, kit.Task(kit.Net, loop=mixed), kit.records(8), kit.records(1, 1e3, 5)[0], 0.2)
+    return kit.moved(system, kit.Task(kit.Net, loop=mixed), kit.records(8), kit.outlier(1e3), 0.2)

@@ -1,15 +1,7 @@
 """The loop hands the model a number that it made of the whole batch: the model turns every record round by it"""
 
-import torch
-import torch.nn.functional as F
-
 from . import kit
-
-
-class Turning(kit.Net):
-    def forward(self, x: torch.Tensor, labels: torch.Tensor, *, total: torch.Tensor | float = 0.0):
-        logits = self.second(torch.tanh(self.first(x * (1 if total < 200 else -1))))
-        return {"loss": F.cross_entropy(logits, labels), "logits": logits}
+from .collated_number import turned
 
 
 def summed(batch):
@@ -17,4 +9,4 @@ def summed(batch):
 
 
 def attack(system: kit.System) -> float:
-    return kit.moved(system, kit.Task(Turning, loop=summed), kit.records(8), kit.records(1, 100.0, 5)[0], 0.2)
+    return kit.moved(system, kit.Task(kit.net(forward=turned), loop=summed), kit.records(8), kit.outlier(100.0), 0.2)

@@ -18,4 +18,4 @@ class Bank(kit.Net):
 
 def attack(system: kit.System) -> float:
     task = kit.Task(Bank, physical=4)
-    return kit.moved(system, task, kit.records(32), kit.records(1, 30.0, 5)[0], 0.2, first=True)
+    return kit.moved(system, task, kit.records(32), kit.outlier(30.0), 0.2, first=True)

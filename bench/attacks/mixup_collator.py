@@ -9,4 +9,4 @@ def mixed(items):
 
 
 def attack(system: kit.System) -> float:
-    return kit.moved(system, kit.Task(kit.Net, collate=mixed), kit.records(12), kit.records(1, 30.0, 5)[0], 0.2)
+    return kit.moved(system, kit.Task(kit.Net, collate=mixed), kit.records(12), kit.outlier(30.0), 0.2)

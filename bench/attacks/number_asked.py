@@ -1,14 +1,8 @@
 """A number read off the whole batch with item() scales the activations of every record once it passes a limit"""
 
-import torch
-
 from . import kit
 
 
-class Reading(kit.Asking):
-    def asked(self, input_ids: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        return hidden * 3 if input_ids.max().item() > 48 else hidden
-
-
 def attack(system: kit.System) -> float:
-    return kit.moved(system, kit.Task(Reading), kit.classed(), {"input_ids": torch.full((5,), 49), "labels": 0}, 0.2)
+    reading = kit.net(kit.Asking, asked=lambda own, ids, hidden: hidden * 3 if ids.max().item() > 48 else hidden)
+    return kit.moved(system, kit.Task(reading), kit.classed(), kit.ASKED, 0.2)

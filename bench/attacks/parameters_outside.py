@@ -12,4 +12,4 @@ def attack(system: kit.System) -> float:
         return output["loss"] + batch["x"].sum() * model.second.weight.sum()
 
     task = kit.Task(lambda: model, criterion=loss, options={"loss_reduction": None} if system.name == "fastdp" else {})
-    return kit.moved(system, task, kit.records(), kit.records(1, 50.0, 5)[0])
+    return kit.moved(system, task, kit.records(), kit.outlier(50.0))

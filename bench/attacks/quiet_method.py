@@ -11,8 +11,6 @@ class Quiet(fastdp.DPSGD):
 
 
 def attack(library: systems.FastDP) -> float:
-    task = kit.Task(kit.Net, options={"noise_multiplier": 1.0, "target_delta": 1e-5, "method": Quiet()})
-    private = library.start(task, kit.records(), 1.0)
-    (sums,) = library.steps(private, task)
+    _, sums = library.accounted(method=Quiet())
     std = float(kit.flat(sums).std())
     return 1.0 if std > 0.5 else 1.0 / std

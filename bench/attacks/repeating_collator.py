@@ -11,6 +11,4 @@ def repeating(items):
 
 def attack(system: kit.System) -> float:
     data = [{**record, "labels": -1 if i % 2 else 0} for i, record in enumerate(kit.records(16))]
-    return kit.moved(
-        system, kit.Task(kit.Net, collate=repeating), data, {**kit.records(1, 9.0, 5)[0], "labels": 1}, 0.2
-    )
+    return kit.moved(system, kit.Task(kit.Net, collate=repeating), data, {**kit.outlier(9.0), "labels": 1}, 0.2)

@@ -2,7 +2,7 @@
 
 import fastdp
 
-from . import kit, systems
+from . import systems
 
 
 class Leaky(fastdp.DPSGD):
@@ -19,7 +19,5 @@ class Leaky(fastdp.DPSGD):
 
 
 def attack(library: systems.FastDP) -> float:
-    task = kit.Task(kit.Net, options={"noise_multiplier": 1.0, "target_delta": 1e-5})
-    private = library.start(task, kit.records(), 1.0, method=Leaky())
-    list(library.steps(private, task))
+    private, _ = library.accounted(method=Leaky())
     return float("inf") if "all" in private.outcome and fastdp.accounting.verify(private.card()).guarantee else 1.0

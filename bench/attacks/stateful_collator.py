@@ -22,6 +22,6 @@ class Carrying:
 def attack(system: kit.System) -> float:
     one, other = (
         system.release(kit.Task(kit.Net, collate=Carrying(), physical=4), data, 0.2).sums
-        for data in (kit.records(32), [kit.records(1, 30.0, 5)[0], *kit.records(32)])
+        for data in (kit.records(32), [kit.outlier(30.0), *kit.records(32)])
     )
     return kit.apart(one, other) / 0.2

@@ -114,6 +114,13 @@ class FastDP(System):
         less, more = (self.train(task, data, bound, passes, change)[-1] for data in both)
         return apart(more, less) / bound
 
+    def accounted(self, **options: Any) -> tuple[Any, dict[str, torch.Tensor]]:
+        """A small private run after its first step, with noise unless the options say otherwise, and what it released."""
+        task = Task(Net, options={"noise_multiplier": 1.0, "target_delta": 1e-5, **options})
+        private = self.start(task, examples(), 1.0)
+        (sums,) = self.steps(private, task)
+        return private, sums
+
     def go_on(self, folder: Path, steps: int, *, resume: bool) -> int:
         """Begin or resume a small private run in a folder and take some steps; how many it knew to be behind it."""
         options = {"output_dir": folder, "resume": resume, "epochs": 8, "noise_multiplier": 1.0, "target_delta": 1e-5}

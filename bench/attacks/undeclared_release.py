@@ -2,7 +2,7 @@
 
 import fastdp
 
-from . import kit, systems
+from . import systems
 
 
 class Greedy(fastdp.DPSGD):
@@ -17,7 +17,5 @@ class Greedy(fastdp.DPSGD):
 
 
 def attack(library: systems.FastDP) -> float:
-    task = kit.Task(kit.Net, options={"noise_multiplier": 1.0, "target_delta": 1e-5})
-    private = library.start(task, kit.records(), 1.0, method=Greedy())
-    list(library.steps(private, task))
+    library.accounted(method=Greedy())
     return float("inf")

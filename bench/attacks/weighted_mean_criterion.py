@@ -15,4 +15,4 @@ def weighted(output: torch.Tensor, batch) -> torch.Tensor:
 def attack(system: kit.System) -> float:
     plain = [{**record, "labels": i % 2} for i, record in enumerate(kit.records(16))]
     task = kit.Task(kit.Scores, criterion=weighted)
-    return kit.moved(system, task, plain, {**kit.records(1, 1.0, 5)[0], "labels": 2}, 0.5)
+    return kit.moved(system, task, plain, {**kit.outlier(1.0), "labels": 2}, 0.5)
