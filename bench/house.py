@@ -59,11 +59,16 @@ def draw(picture: Path) -> None:
         _box(floors, 0.5, middle, 0.94, height * 0.78, COLOURS["public"])
         floors.text(0.5, middle + 0.028, name, ha="center", va="center", fontsize=12, weight="bold")
         floors.text(0.5, middle - 0.032, rooms, ha="center", va="center", fontsize=10)
-    for text, x, y, kind in STATIONS.values():
-        _box(step, x, y, 0.23 if x < 0.3 else 0.29, 0.115, COLOURS[kind])
+    boxes = {}
+    for name, (text, x, y, kind) in STATIONS.items():
+        boxes[name] = _box(step, x, y, 0.23 if x < 0.3 else 0.29, 0.115, COLOURS[kind])
         step.text(x, y, text, ha="center", va="center", fontsize=10)
     for start, end in ARROWS:
-        _arrow(step, STATIONS[start], STATIONS[end])
+        # From middle to middle, as far as it lies outside of both boxes.
+        ends = {"patchA": boxes[start], "patchB": boxes[end], "shrinkA": 0, "shrinkB": 0}
+        step.annotate(
+            "", STATIONS[end][1:3], STATIONS[start][1:3], arrowprops={"arrowstyle": "-|>", "color": "#333333", **ends}
+        )
     for x, kind, told in (
         (0.36, "data", "private, without noise"),
         (0.64, "public", "public"),
@@ -75,31 +80,10 @@ def draw(picture: Path) -> None:
     figure.savefig(picture, dpi=110)
 
 
-def _box(axes: Any, x: float, y: float, width: float, height: float, colour: str) -> None:
-    corner = (x - width / 2, y - height / 2)
-    axes.add_patch(
-        FancyBboxPatch(
-            corner, width, height, boxstyle="round,pad=0,rounding_size=0.012", facecolor=colour, edgecolor="#555555"
-        )
-    )
-
-
-def _arrow(axes: Any, start: tuple[str, float, float, str], end: tuple[str, float, float, str]) -> None:
-    _, x, y, _ = start
-    _, to_x, to_y, _ = end
-    half = (0.115 if x < 0.3 else 0.145, 0.115 if to_x < 0.3 else 0.145)
-    if abs(to_y - y) < 0.05:
-        sign = 1 if to_x > x else -1
-        ends = (x + sign * half[0], y), (to_x - sign * half[1], to_y)
-    elif abs(to_x - x) < 0.08:
-        sign = 1 if to_y > y else -1
-        ends = (x, y + sign * 0.058), (to_x, to_y - sign * 0.058)
-    else:
-        sign = 1 if to_x > x else -1
-        up = 1 if to_y > y else -1
-        ends = (x + sign * half[0] * 0.75, y + up * 0.058), (to_x - sign * half[1] * 0.75, to_y - up * 0.058)
-    axes.annotate(
-        "", xytext=ends[0], xy=ends[1], arrowprops={"arrowstyle": "-|>", "color": "#333333", "shrinkA": 0, "shrinkB": 0}
+def _box(axes: Any, x: float, y: float, width: float, height: float, colour: str) -> Any:
+    corner, rounded = (x - width / 2, y - height / 2), "round,pad=0,rounding_size=0.012"
+    return axes.add_patch(
+        FancyBboxPatch(corner, width, height, boxstyle=rounded, facecolor=colour, edgecolor="#555555")
     )
 
 
