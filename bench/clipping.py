@@ -8,7 +8,6 @@ model with its tokenizer. A record is one text, its loss the mean over its token
 
 from __future__ import annotations
 
-import csv
 import warnings
 from collections import Counter, deque
 from pathlib import Path
@@ -18,6 +17,7 @@ import peft
 import torch
 import transformers as hf
 
+from fastdp.data import read_rows
 from fastdp.engine.bounds import UpperNorms
 from fastdp.engine.engine import Engine
 from fastdp.engine.layout import Ticket
@@ -40,15 +40,8 @@ class _Watch(Policy):
 
 def texts(data: Path, name: str) -> list[str]:
     """Texts of a data set, in the order of its file."""
-    path, column, delimiter = {
-        "e2e": (data / "e2e/train.csv", "ref", ","),
-        "sst2": (data / "sst2/train.tsv", "sentence", "\t"),
-    }[name]
-    with path.open(newline="") as file:
-        rows = csv.DictReader(
-            file, delimiter=delimiter, quoting=csv.QUOTE_MINIMAL if delimiter == "," else csv.QUOTE_NONE
-        )
-        return [row[column] for _, row in zip(range(BATCH * BATCHES), rows)]
+    path, column = {"e2e": ("e2e/train.csv", "ref"), "sst2": ("sst2/train.tsv", "sentence")}[name]
+    return read_rows(data / path).column(column, "text")[: BATCH * BATCHES]
 
 
 def model_of(path: str, tuning: str, dtype: torch.dtype) -> torch.nn.Module:

@@ -197,21 +197,15 @@ def _convolved_image(width: int, pick: Choice) -> nn.Module:
     return nn.Conv2d(width, width, 3, **options)
 
 
-def _widened_image(width: int, pick: Choice) -> nn.Module:
-    return nn.ConvTranspose2d(width, width, 3, 2, padding=1, output_padding=1, groups=pick.choice((1, 2)))
-
-
-def _deep(width: int, pick: Choice) -> Block:
-    return Block(
-        lambda own, x: own.inner(x.unsqueeze(2)).mean(2), inner=nn.Conv3d(width, width, (2, 1, 3), padding=(1, 0, 1))
-    )
-
-
 #: Blocks over images ``[rows, width, height, breadth]``.
 IMAGES: dict[str, Callable[[int, Choice], nn.Module]] = {
     "conv2d": _convolved_image,
-    "transposed conv2d": _widened_image,
-    "conv3d": _deep,
+    "transposed conv2d": lambda n, pick: nn.ConvTranspose2d(
+        n, n, 3, 2, padding=1, output_padding=1, groups=pick.choice((1, 2))
+    ),
+    "conv3d": lambda n, pick: Block(
+        lambda own, x: own.inner(x.unsqueeze(2)).mean(2), inner=nn.Conv3d(n, n, (2, 1, 3), padding=(1, 0, 1))
+    ),
     "group norm": lambda n, pick: nn.GroupNorm(pick.choice((1, 2, n)), n),
     # Torch's instance norm of a single image goes wrong on its way back from gradients whose channels come last: these do not.
     "instance norm": lambda n, pick: Block(

@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 
 from fastdp.data import read_rows
+from fastdp.files import write_rows
 from fastdp.finetune import finetune
 from fastdp.finetune.config import FinetuneConfig
 from fastdp.finetune.plan import plan
@@ -188,7 +189,7 @@ def excerpt(path: Path, count: int, folder: Path, part: str = PARTS[0]) -> Path:
     usable = [row for row in rows if len(str(next(iter(row.values())))) > 20]
     chosen = usable[:: max(1, len(usable) // count)][:count]
     written = folder / f"{path.parent.name}-{path.stem}-{part}.jsonl"
-    written.write_text("".join(json.dumps(row) + "\n" for row in chosen))
+    write_rows(written, chosen)
     return written
 
 

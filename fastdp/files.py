@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -53,6 +53,11 @@ def write(path: str | os.PathLike[str], content: str | bytes, *, public: bool = 
 def write_json(path: str | os.PathLike[str], value: Any, *, public: bool = False) -> None:
     """Write indented JSON as `whole` does."""
     write(path, json.dumps(value, indent=2) + "\n", public=public)
+
+
+def write_rows(path: str | os.PathLike[str], rows: Iterable[Any]) -> None:
+    """Write one JSON value a line as `whole` does."""
+    write(path, "".join(json.dumps(row, default=str) + "\n" for row in rows))
 
 
 def save_tensors(

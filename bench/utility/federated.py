@@ -29,6 +29,7 @@ from fastdp.data import Examples
 from fastdp.federated import Aggregator, Bounds, FederatedConfig
 from fastdp.federated.adapter import AdaptedModel
 from fastdp.federated.site import Site
+from fastdp.files import write_rows
 from fastdp.methods.selective import (
     PrivacyPolicy,
     RuleDetector,
@@ -87,8 +88,8 @@ class Bench:
         }
         self.spans = dict(zip(*read_labelled_spans(pii)))
         for data, (train, held_out) in lines.items():
-            _write_texts(folder / f"{data}.train.jsonl", train[: size.texts])
-            _write_texts(folder / f"{data}.eval.jsonl", held_out[: size.held_out])
+            for part, texts in (("train", train[: size.texts]), ("eval", held_out[: size.held_out])):
+                write_rows(folder / f"{data}.{part}.jsonl", ({"text": text} for text in texts))
 
     def config(self, row: dict[str, Any], output: Path) -> FederatedConfig:
         """The settings of a row's run."""
@@ -316,10 +317,6 @@ def _halves(texts: list[str]) -> tuple[list[str], list[str]]:
     """Train and held-out texts; those made from one template fall on both sides, as in the data set itself."""
     usable = [text for text in texts if len(text) > 60]
     return [t for i, t in enumerate(usable) if i % 4], [t for i, t in enumerate(usable) if not i % 4]
-
-
-def _write_texts(path: Path, texts: Sequence[str]) -> None:
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -162,7 +162,8 @@ class Bench:
     def _tokens(self, row: dict[str, Any]) -> dict[str, Any]:
         """One row: accuracy, share of tokens that the attacker gets wrong, nats between the median pair of tokens."""
         counts, (texts, labels) = self.counts, self.held_out
-        flat, document = torch.cat(texts), _documents(texts)
+        flat = torch.cat(texts)
+        document = torch.arange(len(texts)).repeat_interleave(torch.tensor([len(own) for own in texts]))
         head = ((counts + 1) / (counts + 1).sum(1, keepdim=True)).log()
         if row["form"] == "clear":
             return {"accuracy": _accuracy(head[:, flat], document, labels)}
@@ -205,10 +206,6 @@ def _linear(states: Tensor, labels: Tensor, held_out: Tensor, asked: Tensor) -> 
     gram = ours.T @ ours / len(ours) + 1e-2 * torch.eye(ours.shape[1], dtype=torch.float64)
     weights = torch.linalg.solve(gram, ours.T @ (wanted - wanted.mean()) / len(ours))
     return float(((theirs @ weights + wanted.mean() > 0) == (asked == 1)).double().mean())
-
-
-def _documents(texts: Sequence[Tensor]) -> Tensor:
-    return torch.repeat_interleave(torch.arange(len(texts)), torch.tensor([len(own) for own in texts]))
 
 
 def _accuracy(scores: Tensor, document: Tensor, labels: Tensor) -> float:

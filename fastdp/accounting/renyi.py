@@ -87,15 +87,11 @@ def epsilon(flat: Flat, delta: float, adjacency: str) -> float:
         return math.inf
     best = math.inf
     for order in _ORDERS:
-        spent = _divergence(flat, order, adjacency)
+        spent = _of_releases(flat, order, adjacency)
+        spent += sum(_of_choice(choice, order, adjacency) for choice in flat.choices)
         if spent < math.inf:
             best = min(best, spent + math.log1p(-1 / order) - (math.log(delta) + math.log(order)) / (order - 1))
     return max(best, 0.0)
-
-
-def _divergence(flat: Flat, order: float, adjacency: str) -> float:
-    """Of all that was released, at one order."""
-    return _of_releases(flat, order, adjacency) + sum(_of_choice(choice, order, adjacency) for choice in flat.choices)
 
 
 def _of_releases(flat: Flat, order: float, adjacency: str) -> float:

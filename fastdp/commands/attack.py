@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 import fastdp.files as files
+from fastdp.commands.progress import bar
 from fastdp.commands.quiet import quiet_libraries
 from fastdp.commands.refusal import console, refusing
 
@@ -82,7 +80,8 @@ def attack_command(
     else:
         figures = _inversion(setting, _needed(train, "train"), eta, blocks)
     for title, row in figures.items():
-        text = ", ".join(f"{key} {_shown(value)}" for key, value in row.items() if value is not None)
+        shown = {key: f"{value:.4f}" if isinstance(value, float) else value for key, value in row.items()}
+        text = ", ".join(f"{key} {value}" for key, value in shown.items() if value is not None)
         console.print(f"[bold]{title}[/]: {text}", soft_wrap=True)
     if json is not None:
         files.write_json(json, {"model": str(model), "kind": kind, "seed": seed, "figures": figures})
@@ -132,7 +131,7 @@ class _Setting:
         from fastdp.data import Collator
 
         assert self.tokenizer.pad_token_id is not None
-        with _progress(title) as progress:
+        with bar(title, transient=True) as progress:
             return example_losses(
                 model, examples.items, Collator(self.tokenizer.pad_token_id), self.batch_size, progress
             )
@@ -176,11 +175,11 @@ def _extraction(
     known: set[str] = set()
     if base is not None:
         before, tokenizer, _ = load_saved(base)
-        with _progress("texts of the base model") as progress:
+        with bar("texts of the base model", transient=True) as progress:
             texts = generate(before, tokenizer, samples, progress=progress, **options)
         find = NameFinder([*planted, *others])
         known = {name for text in texts for name in find(text)}
-    with _progress("texts") as progress:
+    with bar("texts", transient=True) as progress:
         texts = generate(setting.model, setting.tokenizer, samples, progress=progress, **options)
     return {"extraction": extraction(texts, planted, others, known).as_dict()}
 
@@ -205,7 +204,7 @@ def _reconstruction(setting: _Setting, train: Path, names: Path, decoys: Path | 
     for target in targets:
         wrong = [name for name in pool if name != target.answer]
         tried.append([target.answer, *drawn.sample(wrong, min(len(wrong), candidates - 1))])
-    with _progress("sentences") as progress:
+    with bar("sentences", transient=True) as progress:
         result = reconstruction(
             setting.model,
             setting.tokenizer,
@@ -259,7 +258,7 @@ def _behind(model: nn.Module, rows: list[torch.Tensor], table: torch.Tensor, blo
 
     run = from_embeddings(bottom, model.get_input_embeddings())  # type: ignore[operator]
     guessed = []
-    with _progress("rows") as progress:
+    with bar("rows", transient=True) as progress:
         for done, ids in enumerate(rows, start=1):
             guessed.append(optimised_tokens(bottom(ids[None]), run, table)[0])
             progress(done, len(rows))
@@ -281,16 +280,3 @@ def _lines(path: Path) -> list[str]:
     if not found:
         raise ValueError(f"{path} holds no names; put one on each line")
     return found
-
-
-@contextmanager
-def _progress(title: str) -> Iterator[Callable[[int, int], None]]:
-    """A bar; gives the function that moves it."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task(title, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
-
-
-def _shown(value: Any) -> str:
-    return f"{value:.4f}" if isinstance(value, float) else str(value)

@@ -59,9 +59,7 @@ def simulate_command(
         for kind in bench.GPUS if gpu == "all" else [gpu]:
             with console.status(f"{name} on {kind}, simulated ..."):
                 found = bench.measure(name, kind)
-            _print(
-                f"{name} on {found[0]['gpu']}, SIMULATED", [_without(row, "case", "gpu", "dearest") for row in found]
-            )
+            _print(f"{name} on {found[0]['gpu']}, SIMULATED", found, "case", "gpu", "dearest")
             rows += found
             _write(json, {"simulated": True, "prices": bench.prices(), "rows": rows})
 
@@ -81,7 +79,7 @@ def kernels_command(
     rows: list[dict[str, Any]] = []
     for row in _each("kernels ...", bench.measure(turns, only, sizes, compiled)):
         rows.append(row)
-        _print(f"{row['op']} {row.get('size', '')}", [{k: v for k, v in row.items() if k not in ("op", "size")}])
+        _print(f"{row['op']} {row.get('size', '')}", [row], "op", "size")
         _write(json, rows)
     if any("failed" in row for row in rows):
         raise typer.Exit(1)
@@ -190,22 +188,16 @@ def _each(status: str, measured: Iterator[dict[str, Any]]) -> Iterator[dict[str,
         yield row
 
 
-def _print(title: str, rows: list[dict[str, Any]]) -> None:
-    keys = list(dict.fromkeys(key for row in rows for key in row))
+def _print(title: str, rows: list[dict[str, Any]], *untold: str) -> None:
+    """A table of the rows, but for some of their columns."""
+    keys = list(dict.fromkeys(key for row in rows for key in row if key not in untold))
     table = Table(title=title, title_justify="left")
     for key in keys:
         table.add_column(key, overflow="fold")
     for row in rows:
-        table.add_row(*(_text(row.get(key, "")) for key in keys))
+        values = (row.get(key, "") for key in keys)
+        table.add_row(*(f"{value:.4g}" if isinstance(value, float) else str(value) for value in values))
     console.print(table)
-
-
-def _without(row: dict[str, Any], *keys: str) -> dict[str, Any]:
-    return {key: value for key, value in row.items() if key not in keys}
-
-
-def _text(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def _write(path: Path | None, figures: Any) -> None:

@@ -364,10 +364,6 @@ def laid(value: PerLane, meeting: Meeting) -> torch.Tensor:
     raise UnsupportedUse(f"a parameter of shape {list(shape)} meets an activation of shape {list(activation.shape)}")
 
 
-def _linear(meeting: Meeting, input: Any, weight: Any, bias: Any = None) -> Any:
-    return _product(meeting, F.linear, input, weight, bias, swap=False)
-
-
 def _matmul(meeting: Meeting, input: Any, other: Any) -> Any:
     if isinstance(other, PerLane):
         return _product(meeting, torch.matmul, input, other, None, swap=True)
@@ -408,7 +404,7 @@ def _product(meeting: Meeting, func: Any, x: Any, weight: Any, bias: Any, *, swa
 
 
 _PRODUCT_RULES: dict[Any, Callable[..., Any]] = {
-    F.linear: _linear,
+    F.linear: lambda meeting, input, weight, bias=None: _product(meeting, F.linear, input, weight, bias, swap=False),
     **dict.fromkeys((torch.matmul, torch.mm, torch.Tensor.matmul, torch.Tensor.mm, torch.Tensor.__matmul__), _matmul),
     **dict.fromkeys((torch.addmm, torch.Tensor.addmm), _addmm),
 }

@@ -8,7 +8,7 @@ the logits as ever.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -126,7 +126,8 @@ class Logits(torch.Tensor):
         history: tuple[Step, ...] = (),
     ) -> Logits:
         shape = (*index.shape, source.weight.shape[0])
-        grad = torch.is_grad_enabled() and (source.take is not None or source.hidden.requires_grad or _grows(source))
+        grows = source.weight.requires_grad or (source.bias is not None and source.bias.requires_grad)
+        grad = torch.is_grad_enabled() and (source.take is not None or source.hidden.requires_grad or grows)
         self = torch.Tensor._make_wrapper_subclass(
             cls, shape, dtype=dtype, device=source.weight.device, requires_grad=grad
         )
@@ -178,10 +179,6 @@ class Logits(torch.Tensor):
         if func is torch.ops.aten.detach.default:
             return Logits(own.source, own.dtype, own.places, own.steps, own.history) if not own.source.closed else own
         raise RuntimeError(READ if own.source.closed else f"{func} of logits below torch's function layer")
-
-
-def _grows(source: Source) -> bool:
-    return source.weight.requires_grad or (source.bias is not None and source.bias.requires_grad)
 
 
 def _flat(values: Any) -> Iterator[Any]:
@@ -266,12 +263,9 @@ def _constant(value: torch.Tensor, width: int) -> bool:
 
 
 def _is_place(value: Any) -> bool:
-    plain = value is None or value is Ellipsis or (isinstance(value, int) and not isinstance(value, bool))
-    return plain or (isinstance(value, slice) and all(v is None or isinstance(v, int) for v in _ends(value)))
-
-
-def _ends(value: slice) -> Iterable[Any]:
-    return value.start, value.stop, value.step
+    if isinstance(value, slice):
+        return all(v is None or isinstance(v, int) for v in (value.start, value.stop, value.step))
+    return value is None or value is Ellipsis or (isinstance(value, int) and not isinstance(value, bool))
 
 
 def _loss(func: Any, args: Any, kwargs: Any) -> Any:

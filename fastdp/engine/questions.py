@@ -70,7 +70,8 @@ def require_unasked(replay: Replay, rows: Sequence[int], *, selects: bool) -> No
     call = replay.rows(rows)
     if not asked(replay, rows):
         return
-    binary = frozenset(path for path, t in leaves(call) if path in replay.carriers and _is_binary(t))
+    whole = [(path, t) for path, t in leaves(call) if path in replay.carriers and not t.is_floating_point()]
+    binary = frozenset(path for path, t in whole if bool(((t == 0) | (t == 1)).all()))
     noted = _noted(replay, call, replay.carriers - binary)
     if noted.numbers:
         raise UnsupportedUse(f"the model reads numbers of the data ({next(iter(noted.numbers))})")
@@ -158,10 +159,6 @@ def _turned(
 
 def _rows(call: Call, replay: Replay) -> int:
     return next(t.shape[0] for path, t in leaves(call) if path in replay.carriers)
-
-
-def _is_binary(t: torch.Tensor) -> bool:
-    return not t.is_floating_point() and bool(((t == 0) | (t == 1)).all())
 
 
 def _filled(call: Call, binary: Collection[Path], rows: Sequence[int], unit: int, *, full: bool) -> Call:

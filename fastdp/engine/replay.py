@@ -216,7 +216,8 @@ class Replay:
             else:
                 tops = differentiable(output)
                 seeds = seeds_for(tops)
-                upstream = [torch.zeros_like(s).index_copy_(0, i, s[i]) for s in seeds for i in (_one(unit, s),)]
+                places = [torch.tensor([unit], device=seed.device) for seed in seeds]
+                upstream = [torch.zeros_like(s).index_copy_(0, i, s[i]) for s, i in zip(seeds, places)]
             # The logits beside a loss are let go of before its backward pass, as they are in a step.
             del output
             with self.weights.gathered():
@@ -228,10 +229,6 @@ def seeds_for(tops: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Upstream gradients that are the same whenever the outputs have these shapes."""
     generator = torch.Generator().manual_seed(0)
     return [torch.randn(t.shape, generator=generator).to(t.device, t.dtype) for t in tops]
-
-
-def _one(unit: int, t: torch.Tensor) -> torch.Tensor:
-    return torch.tensor([unit], device=t.device)
 
 
 class _Beginnings(Follow):

@@ -346,7 +346,7 @@ def _sight(two: _Recorder) -> tuple[Any, ...]:
 
 def _fold(two: _Seen, three: _Seen) -> Fold | None | str:
     """Where the rows of a tensor lie that was seen on 2 and on 3 rows; None if it has none, a text where nobody can say."""
-    if not _moves(two.shape, three.shape):
+    if all(m == n for m, n in zip(two.shape, three.shape)):
         return None
     fold = fold_between(two.shape, three.shape, (two.place, three.place))
     return "unknown" if fold is None else fold
@@ -392,10 +392,6 @@ def _joined(a: Met, b: Met, operation: str) -> Met:
     same = len(a.out) == len(b.out)
     out = tuple(None if x is None or y is None else x.with_(y) for x, y in zip(a.out, b.out)) if same else ()
     return Met(fold, out, a.copies)
-
-
-def _moves(a: tuple[int, ...], b: tuple[int, ...]) -> list[int]:
-    return [i for i, (m, n) in enumerate(zip(a, b)) if m != n]
 
 
 def devices(model: torch.nn.Module) -> list[int]:

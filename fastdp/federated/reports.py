@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import fastdp.accounting as accounting
-import fastdp.files as files
 from fastdp.accounting import Card
 from fastdp.federated.config import FederatedConfig
 from fastdp.methods.selective.card import token_claim
@@ -138,8 +135,3 @@ def central_card(
             KEPT_BY_THE_SERVER,
         ],
     )
-
-
-def write_rounds(rows: Sequence[Mapping[str, Any]], output: Path) -> None:
-    """All rounds so far, one JSON object a line."""
-    files.write(output / ROUNDS, "".join(json.dumps(row) + "\n" for row in rows))

@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor
 
 import fastdp.accounting as accounting
+import fastdp.files as files
 import fastdp.plots as plots
 from fastdp.data import Examples
 from fastdp.federated import reports
@@ -139,7 +140,7 @@ class Server:
         self.rounds_done = number
         head = None if self.ledger is None else self.ledger.head
         Checkpoint(self.adapted.adapter, number, self.population, self.rows, head).save(self.output, self.config)
-        reports.write_rounds(self.rows, self.output)
+        files.write_rows(self.output / reports.ROUNDS, self.rows)
         shown = "not measured" if perplexity is None else f"{perplexity:.2f}"
         log.info("round %d: %d of %d accepted, perplexity %s", number, played.accepted, played.sampled, shown)
 

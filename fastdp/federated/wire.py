@@ -13,7 +13,6 @@ from torch import Tensor
 from fastdp.accounting.serialisation import canonical
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_SIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True)
@@ -38,7 +37,7 @@ class Layout:
     @property
     def nbytes(self) -> int:
         """Bytes of the buffer."""
-        return sum(_SIZES[dtype] * math.prod(shape) for _, dtype, shape in self.entries)
+        return sum(_DTYPES[dtype].itemsize * math.prod(shape) for _, dtype, shape in self.entries)
 
     def to_json(self) -> str:
         """Canonical JSON: a list of [name, dtype, shape]."""
@@ -79,7 +78,7 @@ class Layout:
         state, at = {}, 0
         for name, dtype, shape in self.entries:
             count = math.prod(shape)
-            size = _SIZES[dtype] * count
+            size = _DTYPES[dtype].itemsize * count
             # torch reads no empty buffer.
             flat = torch.frombuffer(bytearray(data[at : at + size]), dtype=_DTYPES[dtype]) if size else torch.empty(0)
             state[name] = flat.to(_DTYPES[dtype]).reshape(shape)

@@ -151,7 +151,7 @@ def tune(
         output / LEDGER, header, event=accounting.EventModel(event), budget_steps=1, resume=resume
     )
     try:
-        _write(work / "train.jsonl", train)
+        files.write_rows(work / "train.jsonl", train)
         state.save()
         stream = NoiseStream()
         if not ledger.spent_steps:
@@ -265,10 +265,6 @@ def _split(table: Rows, judging: Sequence[bool]) -> tuple[list[dict[str, Any]], 
     chosen = [index for index, judges in enumerate(judging) if judges]
     judges = dataclasses.replace(table, rows=[table.rows[i] for i in chosen], lines=[table.lines[i] for i in chosen])
     return [row for row, away in zip(table.rows, judging) if not away], judges
-
-
-def _write(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    files.write(path, "".join(json.dumps(row, default=str) + "\n" for row in rows))
 
 
 def _cost(config: FinetuneConfig, count: int, shape: float, stop: float) -> Callable[[float], tuple[Any, float]]:

@@ -53,7 +53,8 @@ def described(model: torch.nn.Module, dataset: Any, units: Units, method: Any) -
     """What processes that train together must have alike, by name: short digests of a model, and of a few of the examples."""
     shapes = [(name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in model.named_parameters()]
     held = (*model.named_parameters(), *model.named_buffers())
-    values = {name: bits for name, (*_, bits) in contents((n, t) for n, t in held if _in_memory(t)).items()}
+    here = ((n, t) for n, t in held if type(t.data) is torch.Tensor and t.device.type != "meta")
+    values = {name: bits for name, (*_, bits) in contents(here).items()}
     read = [(index, _digest(dataset[index]), _digest(dataset[index])) for index in spread(len(dataset), _COMPARED)]
     return {
         "the model": repr(shapes),
@@ -75,10 +76,6 @@ def _given(settings: Any) -> Iterator[torch.Tensor]:
     elif isinstance(settings, (Mapping, list, tuple)):
         for own in settings.values() if isinstance(settings, Mapping) else settings:
             yield from _given(own)
-
-
-def _in_memory(tensor: torch.Tensor) -> bool:
-    return type(tensor.data) is torch.Tensor and tensor.device.type != "meta"
 
 
 def _digest(item: Any) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Callable
@@ -58,8 +57,7 @@ def quickstart(output: Path, seed: int, console: Console, reporter: Callable[[st
     output.mkdir(parents=True, exist_ok=True)
     records = private_records(train + HELD_OUT, seed)
     for name, part in (("train", records[:train]), ("held_out", records[train:])):
-        lines = (json.dumps({"text": record}) + "\n" for record in part)
-        files.write(output / f"{name}.jsonl", "".join(lines))
+        files.write_rows(output / f"{name}.jsonl", ({"text": record} for record in part))
     console.print(
         f"{train} records of people who do not exist, for example:\n  [italic]{records[0]}[/]", highlight=False
     )

@@ -264,6 +264,8 @@ class EWFT(LayerReleases):
     def card(self) -> accounting.Card:
         """What was released about a training record, its cost without amplification, and what is not protected."""
         noise, ae = self.noise, self.autoencoder
+        trained_on = None if ae is None else ae.trained_on
+        query = "infinite" if math.isinf(asked := self.inference_epsilon()) else f"{asked:.3f}"
         spent = sum(self.ledger.spent(name) for name in self.ledger.kinds)
         return accounting.Card.build(
             mechanism={
@@ -274,7 +276,9 @@ class EWFT(LayerReleases):
                 "noise_std_over_max_norm": list(noise.ratios),
                 "reuse": noise.reuse,
                 "autoencoder": None if ae is None else [ae.width, *ae.sizes],
-                "autoencoder_trained_on": None if ae is None or ae.trained_on is None else _origin(ae),
+                "autoencoder_trained_on": "private records, with its own event"
+                if isinstance(trained_on, TrainedPrivately)
+                else trained_on,
                 "public_text": [text.describe() for text in self.settings.public_texts] or described(None),
                 **dict(noise.settings),
             },
@@ -299,7 +303,7 @@ class EWFT(LayerReleases):
             assumptions=(_UNCHECKED,) if self.settings.unchecked_records else (),
             notes=(
                 "local differential privacy: the figure holds against whoever receives the perturbed sequences",
-                f"each inference query is a further release of epsilon {_shown(self.inference_epsilon())} about the "
+                f"each inference query is a further release of epsilon {query} about the "
                 f"sequence in it; {self.inference_releases} were made",
             ),
             unprotected=self.unprotected(),
@@ -348,11 +352,3 @@ class EWFTPerturbation(EWFTSettings):
     def open(self, model: nn.Module, /, **where: Any) -> EWFT:
         """The perturbation of a model; ``where`` holds EWFT's ``output_dir``, ``resume`` and ``unsafe_seed``."""
         return EWFT(model, **{field.name: getattr(self, field.name) for field in fields(EWFTSettings)}, **where)
-
-
-def _origin(autoencoder: StackedAutoencoder) -> str:
-    return autoencoder.trained_on if isinstance(autoencoder.trained_on, str) else "private records, with its own event"
-
-
-def _shown(epsilon: float) -> str:
-    return "infinite" if math.isinf(epsilon) else f"{epsilon:.3f}"

@@ -313,7 +313,8 @@ def public_radius(table: Tensor, rows: int = 512) -> float:
     distances = torch.pdist(sample)
     positive = distances[distances > 0]
     if not len(positive):
-        sample = torch.cat([sample[:1], table[_farthest(table)].cpu().double()[None]])
+        farthest = table[(table - table[0]).norm(dim=1).argmax()]
+        sample = torch.stack([sample[0], farthest.cpu().double()])
         positive = torch.pdist(sample)
     return float(positive.median())
 
@@ -362,10 +363,6 @@ def _leading_axis(centred: Tensor, turns: int = 20) -> Tensor:
             return axis
         axis = turned / length
     return axis
-
-
-def _farthest(table: Tensor) -> int:
-    return int((table - table[0]).norm(dim=1).argmax())
 
 
 def _check_table(table: Tensor) -> None:

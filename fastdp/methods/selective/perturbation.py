@@ -305,7 +305,7 @@ class SelectiveReleases(Releases):
         settings = self.settings.describe()
         return settings | {
             "radius": self.radius,
-            "table": _fingerprint(self._matrix),
+            "table": hashlib.sha256(self._matrix.cpu().numpy().tobytes()).hexdigest(),
             "max_length": self.max_length,
         }
 
@@ -441,10 +441,6 @@ def _encode(tokenizer: Any, texts: Sequence[str], max_length: int | None) -> dic
         return {"input_ids": [], "offset_mapping": []}
     encoded = encode_private(tokenizer, texts, return_offsets_mapping=True)
     return {key: [own[:max_length] for own in encoded[key]] for key in ("input_ids", "offset_mapping")}
-
-
-def _fingerprint(matrix: Tensor) -> str:
-    return hashlib.sha256(matrix.cpu().numpy().tobytes()).hexdigest()
 
 
 def _keyed_digest(salt: str, value: Any) -> str:
