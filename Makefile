@@ -93,12 +93,14 @@ clean:
 	rm -rf build dist *.egg-info fastdp/_native*.so .venv
 
 # torch comes first and alone: an index may offer a build for this machine that the constraints, read together with the
-# requirements of everything else, would turn down. After that it is left out of the constraints, so that a torch which
-# the environment already had is not replaced.
+# requirements of everything else, would turn down. Then torch, and the triton that may have come with it, are held as they
+# are, so that what the environment already had is not replaced.
+HELD = import importlib.metadata as m; held = {d.name: d.version for d in m.distributions() if d.name in ("torch", "triton")}; \
+	print(*(f"{n}=={held[n]}" if (n := line.split("==")[0]) in held else line for line in open("constraints.txt").read().splitlines()), sep="\n")
 $(VENV)/.torch: constraints.txt
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -c "import torch" 2>/dev/null || $(PIP) install $$(grep '^torch==' constraints.txt)
-	grep -v '^torch==' constraints.txt > $(VENV)/constraints.txt
+	$(VENV)/bin/python -c '$(HELD)' > $(VENV)/constraints.txt
 	touch $@
 
 $(VENV)/.fastdp: $(VENV)/.torch $(SOURCES)

@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,19 @@ def test_the_oldest_versions_are_those_that_are_asked_for():
 
     assert oldest.keys() == asked.keys()
     assert all(same(oldest[name], version) for name, version in asked.items())
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+def test_a_torch_that_an_environment_has_is_held(tmp_path):
+    """Where a newer triton had come with it, pip put the pinned one in its place, and an older torch that goes with that."""
+    python = tmp_path / "bin" / "python"
+    python.parent.mkdir()
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    subprocess.run(["make", "-s", f"VENV={tmp_path}", f"{tmp_path}/.torch"], cwd=ROOT, check=True)
+    held = dict(line.split("==") for line in (tmp_path / "constraints.txt").read_text().splitlines() if "==" in line)
+    pinned = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line)
+    assert held == pinned | {name: version(name) for name in ("torch", "triton")}
 
 
 @pytest.fixture
