@@ -15,13 +15,7 @@ class Normalised(torch.autograd.Function):
         return gradient / gradient.norm().clamp(min=1e-12)
 
 
-class Net(kit.Net):
-    def between(self, hidden: torch.Tensor) -> torch.Tensor:
-        return Normalised.apply(hidden)
-
-
 def attack(system: kit.System) -> float:
+    task = kit.Task(kit.net(between=lambda own, hidden: Normalised.apply(hidden)))
     extra = {"x": torch.full((kit.FEATURES,), 0.1), "labels": 0}
-    return max(
-        kit.moved(system, kit.Task(Net), kit.records(n), extra, bound) for n in (1, 2, 24) for bound in (0.2, 5.0)
-    )
+    return max(kit.moved(system, task, kit.records(n), extra, bound) for n in (1, 2, 24) for bound in (0.2, 5.0))

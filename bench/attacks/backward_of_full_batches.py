@@ -18,11 +18,6 @@ class Levelled(torch.autograd.Function):
         return gradient * (gradient.norm() < 2.09)
 
 
-class Net(kit.Net):
-    def between(self, hidden: torch.Tensor) -> torch.Tensor:
-        return Levelled.apply(hidden)  # type: ignore[no-any-return]
-
-
 def attack(system: kit.System) -> float:
-    data = kit.records(16, 0.05)
-    return kit.moved(system, kit.Task(Net), data, kit.outlier(1.0), 1.0)
+    levelled = kit.net(between=lambda own, hidden: Levelled.apply(hidden))
+    return kit.moved(system, kit.Task(levelled), kit.records(16, 0.05), kit.outlier(1.0), 1.0)

@@ -135,9 +135,14 @@ class Model(nn.Module):
 class Net(Model):
     """Two linear layers and their own cross-entropy; subclasses change what lies before and between."""
 
+    #: What makes further modules and parameters, by name.
+    parts: Mapping[str, Callable[[], Any]] = {}
+
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second = nn.Linear(FEATURES, 16), nn.Linear(16, CLASSES)
+        for name, make in self.parts.items():
+            setattr(self, name, make())
 
     def before(self, x: torch.Tensor) -> torch.Tensor:
         """What enters the first layer."""
@@ -163,10 +168,11 @@ class Keeping(Net):
 
     mean: torch.Tensor
 
+    parts = {"centre": lambda: nn.Parameter(torch.zeros(FEATURES), requires_grad=False)}
+
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("mean", torch.zeros(FEATURES))
-        self.centre = nn.Parameter(torch.zeros(FEATURES), requires_grad=False)
 
 
 class Scores(Model):

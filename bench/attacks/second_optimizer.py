@@ -5,19 +5,11 @@ import torch
 from . import kit, systems
 
 
-class Gated(kit.Net):
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate = torch.nn.Parameter(torch.ones(16), requires_grad=False)
-
-    def between(self, hidden: torch.Tensor) -> torch.Tensor:
-        return hidden * self.gate
-
-
 def attack(library: systems.FastDP) -> float:
-    ends = []
+    parts = {"gate": lambda: torch.nn.Parameter(torch.ones(16), requires_grad=False)}
+    ends, task = [], kit.Task(kit.net(between=lambda own, hidden: hidden * own.gate, parts=parts))
     for data in (kit.records(), [*kit.records(), *kit.records(1, 100.0, 5)]):
-        private = library.start(kit.Task(Gated), data, 1.0, epochs=3)
+        private = library.start(task, data, 1.0, epochs=3)
         plain = torch.optim.SGD([private.model.gate], lr=1.0)
         for epoch in range(3):
             private.model.gate.requires_grad_(epoch > 0)
