@@ -8,18 +8,29 @@ from __future__ import annotations
 
 import gc
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
 #: Makes the C library give every larger block back when it is freed, instead of keeping it in its heap.
 ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+
+
+def process(environment: Mapping[str, str]) -> ProcessPoolExecutor:
+    """One process of its own, with these variables besides ours; what functions leave in their modules stays there."""
+    made = ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
+    with mock.patch.dict(os.environ, environment):
+        made.submit(os.getpid).result()
+    return made
 
 
 def growth(function: Callable[[], Any]) -> int | None:

@@ -9,15 +9,14 @@ a file with rows is gone on with. Nothing else should run beside it. Ends with e
 from __future__ import annotations
 
 import math
-import multiprocessing
 import tempfile
 import time
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from fastdp.finetune.config import FinetuneConfig
 
+from .memory import process
 from .record import parser_of
 from .settings import DATA, excerpt
 from .utility.suite import Table, each, measure
@@ -86,11 +85,10 @@ def compare(name: str, peft: str, model: str, data: Path) -> dict[str, Any]:
     """What is measured of one case."""
     with tempfile.TemporaryDirectory() as folder:
         config = settings(name, peft, model, data, Path(folder))
-        spawned = multiprocessing.get_context("spawn")
         found = []
         for ask in (foretold, taken):
-            with ProcessPoolExecutor(1, mp_context=spawned) as process:
-                found.append(process.submit(ask, config).result())
+            with process({}) as alone:
+                found.append(alone.submit(ask, config).result())
     plan, run = found
     off = {key: abs(plan[key] / run[key] - 1) for key in BARS}
     return {"foretold": plan, "taken": run, "off": off}

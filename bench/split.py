@@ -6,16 +6,13 @@ takes one step in itself, then one through the vendor, alternating. Batches are 
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .memory import ENVIRONMENT, held
+from .memory import ENVIRONMENT, held, process
 from .record import parser_of, write
 from .workloads import Case, build
 
@@ -50,12 +47,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--size", choices=SHAPES, default="default")
     parser.add_argument("--steps", type=int, default=7, help="steps timed")
     parser.add_argument("--customers", type=int, default=32)
-    parser.add_argument("--serve", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
     shape = SHAPES[given.size]
-    if given.serve is not None:
-        serve(shape, given.serve)
-        return
     figures = {"shape": vars(shape), "step": step(shape, given.steps), "load": load(shape, given.customers)}
     print(json.dumps(figures, indent=1))
     write(given.json, figures)
@@ -83,75 +76,64 @@ def texts_of(shape: Shape, count: int, seed: int) -> tuple[list[str], list[int]]
     return [" ".join(map(str, row)) for row in ids], torch.randint(0, 2, (count,), generator=generator).tolist()
 
 
-# The vendor's process
+# In the vendor's process
+
+_vendor: Any = None
+_service: Any = None
 
 
-def serve(shape: Shape, folder: Path) -> None:
-    """Serve until standard input ends, answering ``memory`` with what the process holds."""
+def _serve(shape: Shape, folder: Path) -> str:
+    """Begin to serve; returns the address."""
+    global _service, _vendor
     from fastdp.split import Limits, SplitVendor
 
     limits = Limits(max_tokens=shape.tokens, max_batch=shape.rows)
-    vendor = SplitVendor(make_model(shape), folder / "vendor", limits=limits)
-    with vendor.serve("localhost:0", folder / "certificates" / "vendor") as service:
-        print(json.dumps({"address": service.address, **_memory()}), flush=True)
-        for _ in sys.stdin:
-            print(json.dumps({**_memory(), **_expected(vendor)}), flush=True)
+    _vendor = SplitVendor(make_model(shape), folder / "vendor", limits=limits)
+    _service = _vendor.serve("localhost:0", folder / "certificates" / "vendor")
+    return str(_service.address)
+
+
+def _close() -> None:
+    _service.close()
 
 
 def _memory() -> dict[str, int]:
-    return {"resident_bytes": held("VmRSS"), "peak_bytes": held("VmHWM")}
-
-
-def _expected(vendor: Any) -> dict[str, int]:
-    """Adapters with their optimizers, and what each customer's batch holds until its backward pass."""
-    runs = [customer.run for customer in vendor._customers.values()]
+    """What the process holds, and of it adapters with their optimizers, and the examples that came."""
+    runs = [customer.run for customer in _vendor._customers.values()]
     adapters = sum(
         p.nbytes + sum(value.nbytes for value in run.optimizer.state[p].values())
         for run in runs
         for p in run.parameters.values()
     )
-    return {"adapter_bytes": adapters, "examples": sum(customer.store.count for customer in vendor._customers.values())}
+    examples = sum(customer.store.count for customer in _vendor._customers.values())
+    memory = {"resident_bytes": held("VmRSS"), "peak_bytes": held("VmHWM")}
+    return {**memory, "adapter_bytes": adapters, "examples": examples}
 
 
-class _Vendor:
-    """The process of `serve`; a context manager."""
-
-    def __init__(self, shape: Shape, folder: Path, customers: list[str], environment: Mapping[str, str]):
-        from fastdp.split import make_certificates
-
-        make_certificates(folder / "certificates", customers)
-        name = next(name for name, known in SHAPES.items() if known == shape)
-        command = [sys.executable, "-m", __spec__.name, "--size", name, "--serve", str(folder)]
-        self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=dict(environment)
-        )
-        self.started = self._read()
-        self.address = self.started["address"]
-
-    def _read(self) -> dict[str, Any]:
-        assert self.process.stdout is not None
-        return json.loads(self.process.stdout.readline())
-
-    def memory(self) -> dict[str, Any]:
-        """What the process holds now."""
-        assert self.process.stdin is not None
-        print("memory", file=self.process.stdin, flush=True)
-        return self._read()
-
-    def __enter__(self) -> _Vendor:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        self.process.wait(60)
+# The customers'
 
 
-def _customer(vendor: _Vendor, shape: Shape, folder: Path, name: str) -> Any:
+@contextmanager
+def _serving(
+    shape: Shape, folder: Path, customers: list[str], environment: Mapping[str, str]
+) -> Iterator[tuple[str, Callable[[], dict[str, int]]]]:
+    """The address of a vendor in a process of its own, and what says what that holds."""
+    from fastdp.split import make_certificates
+
+    make_certificates(folder / "certificates", customers)
+    with process(environment) as vendor:
+        address = vendor.submit(_serve, shape, folder).result()
+        try:
+            yield address, lambda: vendor.submit(_memory).result()
+        finally:
+            vendor.submit(_close).result()
+
+
+def _customer(address: str, shape: Shape, folder: Path, name: str) -> Any:
     from fastdp.split import SplitCustomer
 
     customer = SplitCustomer(
-        vendor.address,
+        address,
         folder / f"state-{name}",
         folder / "certificates" / name,
         batch_size=shape.rows,
@@ -176,8 +158,8 @@ def step(shape: Shape, steps: int) -> dict[str, Any]:
     times: dict[str, list[float]] = {"in_process": [], "over_tls": []}
     with (
         tempfile.TemporaryDirectory() as place,
-        _Vendor(shape, Path(place), ["alice"], os.environ) as vendor,
-        _customer(vendor, shape, Path(place), "alice") as customer,
+        _serving(shape, Path(place), ["alice"], {}) as (address, _),
+        _customer(address, shape, Path(place), "alice") as customer,
     ):
         customer.send(texts, labels, PrivateBottom(customer.bottom, eta=_ETA))
         alone = InProcess(make_model(shape), customer._store, torch.tensor(labels))
@@ -241,22 +223,22 @@ def load(shape: Shape, customers: int) -> dict[str, Any]:
     names = [f"customer-{number}" for number in range(customers)]
     with (
         tempfile.TemporaryDirectory() as place,
-        _Vendor(shape, Path(place), [*names, "first"], os.environ | ENVIRONMENT) as vendor,
+        _serving(shape, Path(place), [*names, "first"], ENVIRONMENT) as (address, memory),
     ):
         folder = Path(place)
         texts, labels = texts_of(shape, shape.rows, 2)
-        first = _customer(vendor, shape, folder, "first")
+        first = _customer(address, shape, folder, "first")
         _send_and_step(first, texts, labels)
-        warm = vendor.memory()
+        warm = memory()
         _send_and_step(first, texts, labels, hold=True)
-        holding = vendor.memory()
+        holding = memory()
         batch = holding["resident_bytes"] - warm["resident_bytes"]
-        everyone = [_customer(vendor, shape, folder, name) for name in names]
+        everyone = [_customer(address, shape, folder, name) for name in names]
         begin = time.perf_counter()
         with ThreadPoolExecutor(customers) as pool:
             list(pool.map(lambda customer: _send_and_step(customer, texts, labels, hold=True), everyone))
         seconds = time.perf_counter() - begin
-        after = vendor.memory()
+        after = memory()
         for customer in [first, *everyone]:
             customer.close()
     grown = after["peak_bytes"] - warm["resident_bytes"]

@@ -13,23 +13,21 @@ peak is reported beside it.
 from __future__ import annotations
 
 import gc
-import json
 import os
 import resource
 import statistics
-import subprocess
 import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from . import layers, workloads
-from .memory import ENVIRONMENT
+from .memory import ENVIRONMENT, process
 from .workloads import LEARNING_RATE, Case
 
 IMPLEMENTATIONS = ("non-private", "fastdp", "opacus-hooks", "opacus-ghost")
@@ -133,15 +131,16 @@ def _one_by_one(case: str, implementations: tuple[str, ...], steps: int, warmup:
     found = {}
     for name in implementations:
         if _resident is None or _resident.error is not None:
-            _resident = _Worker(os.environ)
+            _resident = _Worker({})
         worker = _resident
-        worker.build(case, name)
+        worker.ask(_make, case, name)
         for _ in range(warmup + 2):
-            worker.ask("step")
-        waited = [worker.ask("step") for _ in range(steps)]
+            worker.ask(_take)
+        waited = [worker.ask(_take) for _ in range(steps)]
         row = max(4, min(32, round(_IN_A_ROW / max(statistics.median(waited), 1e-3))))
-        times = [worker.ask(f"steps {row}") / row for _ in range(3)]
-        found[name] = _Found(times, waited, worker.ask("peak"), worker.ask("held"), error=worker.error)
+        times = [worker.ask(_take, row) / row for _ in range(3)]
+        held = worker.ask(torch.cuda.memory_reserved)
+        found[name] = _Found(times, waited, worker.ask(_peak), held, error=worker.error)
         if found[implementations[0]].error is not None:
             break  # what ordinary training cannot hold, nothing else does
     return found
@@ -153,18 +152,18 @@ _resident: _Worker | None = None
 def _in_turns(case: str, implementations: tuple[str, ...], steps: int, warmup: int) -> dict[str, _Found]:
     """Processors drift, so there implementations take turns, each in a process of its own."""
     with ExitStack() as stack:
-        workers = {name: stack.enter_context(_Worker(os.environ)) for name in implementations}
+        workers = {name: stack.enter_context(closing(_Worker({}))) for name in implementations}
         for name, worker in workers.items():
-            worker.build(case, name)
+            worker.ask(_make, case, name)
         for _ in range(warmup):
             for worker in workers.values():
-                worker.ask("step")
+                worker.ask(_take)
         found = {name: _Found() for name in workers}
         for _ in range(steps):
             for name, worker in workers.items():
-                found[name].times.append(worker.ask("step"))
+                found[name].times.append(worker.ask(_take))
         for name, worker in workers.items():
-            found[name].heap, found[name].error = worker.ask("peak"), worker.error
+            found[name].heap, found[name].error = worker.ask(_peak), worker.error
     for name, one in found.items():
         if one.error is None:
             one.peak = _peak_alone(case, name)
@@ -172,56 +171,80 @@ def _in_turns(case: str, implementations: tuple[str, ...], steps: int, warmup: i
 
 
 def _peak_alone(case: str, implementation: str) -> int:
-    with _Worker(os.environ | ENVIRONMENT) as worker:
-        worker.build(case, implementation)
-        for _ in range(3):
-            worker.ask("step")
-        return worker.ask("peak")
+    with closing(_Worker(ENVIRONMENT)) as worker:
+        worker.ask(_make, case, implementation)
+        worker.ask(_take, 3)
+        return worker.ask(_peak)
 
 
 class _Worker:
-    """A process that has imported everything, and builds a step and takes it when it is asked to."""
+    """A process that has imported everything, and builds a step and takes it when it is asked to; none once it has failed."""
 
     def __init__(self, environment: Mapping[str, str]):
         self.error: str | None = None
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", __name__],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            env=dict(environment),
-        )
-        self.ask(None)
+        self._process = process(environment)
+        self.ask(_begin)
 
-    def build(self, case: str, implementation: str) -> None:
-        """Let go of the step before, and build another."""
-        self.ask(f"{case} {implementation}")
-
-    def ask(self, word: str | None) -> Any:
-        """Send a word and wait for the answer; after an error nothing is sent any more."""
+    def ask(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """What a function of this module says there; 0 after an error."""
         if self.error is not None:
             return 0.0
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
         try:
-            if word is not None:
-                self.process.stdin.write(word + "\n")
-                self.process.stdin.flush()
-            line = self.process.stdout.readline()
-        except BrokenPipeError:
-            line = ""
-        answer = json.loads(line) if line else {"error": "the process ended without an answer"}
-        self.error = answer.get("error")
-        return answer.get("value", 0.0)
+            return self._process.submit(function, *arguments).result()
+        except Exception as error:
+            self.error = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:300]
+            self.close()
+            return 0.0
 
-    def __enter__(self) -> _Worker:
-        return self
+    def close(self) -> None:
+        """End the process."""
+        self._process.shutdown()
 
-    def __exit__(self, *_: object) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        self.process.wait(60)
+
+#: In such a process: the step, and the most memory that it had used when that was begun to be built.
+_step: Callable[[], None] | None = None
+_start = 0
+
+
+def _begin() -> None:
+    sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+    warnings.simplefilter("ignore")
+    import opacus  # noqa: F401
+    import peft  # noqa: F401
+    import transformers
+
+    import fastdp  # noqa: F401
+
+    transformers.logging.set_verbosity_error()
+
+
+def _make(case: str, implementation: str) -> None:
+    """Let go of the step before, and build another."""
+    global _start, _step
+    _step = None
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    _start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    _step = _build(CASES[case], implementation)
+
+
+def _take(count: int = 1) -> float:
+    """Seconds of so many steps in a row."""
+    assert _step is not None
+    begun = time.perf_counter()
+    for _ in range(count):
+        _step()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter() - begun
+
+
+def _peak() -> int:
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - _start
 
 
 def _build(case: Case, implementation: str) -> Callable[[], None]:
@@ -287,60 +310,3 @@ def _opacus(
         private_optimizer.zero_grad()
 
     return step
-
-
-def _peak(start: int) -> int:
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - start
-
-
-def _serve() -> None:
-    """Answer the parent's words, a JSON line each: a case and implementation, `step`, `steps` and a number, `peak`, `held`."""
-    answers = sys.stdout
-    sys.stdout = sys.stderr
-    warnings.simplefilter("ignore")
-
-    def answer(**fields: Any) -> None:
-        answers.write(json.dumps(fields) + "\n")
-        answers.flush()
-
-    try:
-        import opacus  # noqa: F401
-        import peft  # noqa: F401
-        import transformers
-
-        import fastdp  # noqa: F401
-
-        transformers.logging.set_verbosity_error()
-        start, step = 0, None
-        answer(value=0.0)
-        for line in sys.stdin:
-            words = line.split()
-            if words == ["peak"]:
-                answer(value=_peak(start))
-            elif words == ["held"]:
-                answer(value=torch.cuda.memory_reserved())
-            elif words[0] in ("step", "steps"):
-                assert step is not None
-                begun = time.perf_counter()
-                for _ in range(int(words[1]) if words[1:] else 1):
-                    step()
-                if torch.cuda.is_available():
-                    torch.cuda.synchronize()
-                answer(value=time.perf_counter() - begun)
-            else:
-                step = None
-                gc.collect()
-                if torch.cuda.is_available():
-                    torch.cuda.empty_cache()
-                    torch.cuda.reset_peak_memory_stats()
-                start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-                step = _build(CASES[words[0]], words[1])
-                answer(value=0.0)
-    except Exception as error:
-        answer(error=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:300])
-
-
-if __name__ == "__main__":
-    _serve()
