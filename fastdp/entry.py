@@ -29,6 +29,7 @@ from fastdp.private.checks import (
     refuse_frozen,
     refuse_fused_loss,
     refuse_in_pieces,
+    refuse_made_of_examples,
 )
 from fastdp.private.loader import PrivateLoader, batching, check_loader
 from fastdp.private.method import Method
@@ -144,6 +145,7 @@ def make_private(
         method = _central(DPSGD() if method is None else method)
         refuse_driven(model, optimizer)
         check_model(model, optimizer)
+        refuse_made_of_examples(model)
         check_loader(data_loader)
         if unit_map is not None and (loss_reduction is not None or criterion is not None):
             raise ValueError(

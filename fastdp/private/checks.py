@@ -173,6 +173,24 @@ def refuse_capture(model: torch.nn.Module, *, returns_loss: bool) -> None:
         )
 
 
+#: What `init_lora_weights` calls the ways in which peft makes an adapter's first weights of examples.
+_FROM_EXAMPLES = ("eva", "corda", "lora_ga")
+
+
+def refuse_made_of_examples(model: torch.nn.Module) -> None:
+    """Raise ValueError for adapters whose first weights were made of examples: they leave with the model, unaccounted for."""
+    for module in model.modules():
+        configs = getattr(module, "peft_config", None)
+        for adapter, config in configs.items() if isinstance(configs, Mapping) else ():
+            way = getattr(config, "init_lora_weights", None)
+            if way in _FROM_EXAMPLES:
+                raise ValueError(
+                    f"init_lora_weights={way!r} makes the first weights of adapter {adapter!r} of examples, which no noise "
+                    "covers: use another initialisation, or, if those examples were public, say so by "
+                    f"peft_config[{adapter!r}].init_lora_weights = True"
+                )
+
+
 #: Where forward passes come from that end in a loss over all tokens of a batch, computed with the head, and how to do without.
 _FUSED = {
     "liger_kernel.transformers.model": "apply Liger's kernels with fused_linear_cross_entropy=False and cross_entropy=False",

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 import torch.nn.functional as F
@@ -208,6 +209,16 @@ def test_a_model_with_nothing_to_train() -> None:
         start(model, optimizer=torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1))
     with refused(ValueError, "no trained parameter"):
         fastdp.optim.AdamW(model, loader(), epochs=1, noise_multiplier=1.0)
+
+
+@pytest.mark.parametrize("way", ["eva", "corda", "lora_ga"])
+def test_adapters_made_of_examples_that_nobody_said_were_public(way: str) -> None:
+    model = peft.get_peft_model(build("gpt2"), peft.LoraConfig(r=2, fan_in_fan_out=True))
+    model.peft_config["default"].init_lora_weights = way
+    with refused(ValueError, f"'{way}' makes the first weights of adapter 'default' of examples", model=model):
+        start(nn.ModuleDict({"inner": model}), **PRIVATE)
+    model.peft_config["default"].init_lora_weights = True
+    start(model, **PRIVATE).detach()
 
 
 def test_quantised_weights_that_are_to_be_trained() -> None:
