@@ -150,6 +150,7 @@ class PrivateTraining(_Behind):
             "it uploads the ledger and the log too; call push_to_hub() on the trainer after training",
         ),
         "neftune_noise_alpha": (None, "its noise on the embeddings depends on how long the batch's rows are padded"),
+        "include_num_input_tokens_seen": ("no", "how many tokens the drawn examples have is private"),
     }
 
     def _check_arguments(self, arguments: TrainingArguments, kwargs: dict[str, Any]) -> None:

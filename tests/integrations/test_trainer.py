@@ -210,6 +210,7 @@ def test_the_upstream_scale_of_the_loss_does_not_move_the_threshold(tmp_path: Pa
         ("auto_find_batch_size", True),
         ("dataloader_drop_last", True),
         ("neftune_noise_alpha", 5.0),
+        ("include_num_input_tokens_seen", "non_padding"),
     ],
 )
 def test_arguments_that_would_break_the_guarantee_are_refused(tmp_path: Path, option: str, value: Any) -> None:
