@@ -22,7 +22,7 @@ from fastdp.engine.collation import Collation, spread, values
 from fastdp.engine.errors import SelfCheckError
 from fastdp.engine.layout import Ticket
 from fastdp.engine.passes import Pass, Passes
-from fastdp.engine.replay import randomness, still, unchanged
+from fastdp.engine.still import randomness, still, unchanged
 from fastdp.engine.uses import Tap
 
 #: The examples that are looked at, and as many companions.

@@ -33,8 +33,9 @@ from fastdp.engine.one_example import merged, run_alone, starts
 from fastdp.engine.policy import Policy, Unclipped
 from fastdp.engine.ranks import Ranks
 from fastdp.engine.reads import Reads
-from fastdp.engine.replay import Replay, randomness, unchanged
+from fastdp.engine.replay import Replay
 from fastdp.engine.shards import weights_of
+from fastdp.engine.still import randomness, unchanged
 from fastdp.engine.trace import Trace, devices
 from fastdp.engine.uses import Sink, Tap
 

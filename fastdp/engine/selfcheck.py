@@ -36,10 +36,9 @@ from fastdp.engine.replay import (
     rounding,
     seeds_for,
     stateful,
-    still,
-    unchanged,
 )
 from fastdp.engine.shards import Measured, norm
+from fastdp.engine.still import still, unchanged
 from fastdp.engine.uses import uncast
 
 _EXAMPLES = 3
