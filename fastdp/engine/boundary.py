@@ -77,10 +77,9 @@ def plain_gradients(
     seeds: Sequence[torch.Tensor],
     parameters: Iterable[torch.nn.Parameter],
     *,
-    retain: bool = False,
     keep: Callable[[int, torch.Tensor], Any] = lambda index, gradient: gradient,
 ) -> list[Any]:
-    """Gradients of the parameters, by a backward pass whose `.grad` are put back as they were; ``retain`` keeps the graph.
+    """Gradients of the parameters, by a backward pass whose `.grad` are put back as they were.
 
     ``keep`` makes of a gradient, as soon as it is there, what is returned in its place; its first argument is its number.
 
@@ -94,7 +93,7 @@ def plain_gradients(
         found[index] = own if found[index] is None else found[index] + own
 
     with caught(parameters, take):
-        torch.autograd.backward(tops, seeds, retain_graph=retain)
+        torch.autograd.backward(tops, seeds)
     return found
 
 

@@ -1,8 +1,8 @@
-"""The card of a perturbed data set: what each private token and each text was given, and what was not protected."""
+"""A perturbed data set and its card: what each private token and each text was given, and what was not protected."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from fastdp.accounting import Card, Metric, Pure, noise_source
@@ -39,47 +39,60 @@ def token_claim(form: str, budget: str, epsilon: float, most_tokens: int | None,
     return Pure(unit, epsilon, units, releases)
 
 
-def perturbation_card(
-    *,
-    settings: Mapping[str, Any],
-    epsilons: Sequence[float],
-    most_tokens: int,
-    private_tokens: int,
-    tokens: int,
-    reproducible: bool,
-    quality: DetectorQuality | None,
-    releases: int = 1,
-) -> Card:
-    """The card of a perturbation with these settings.
+@dataclass(frozen=True)
+class PerturbedTexts:
+    """Texts as token ids, private tokens replaced: all that training may see of them.
 
-    Args:
-        settings: `SelectivePerturbation.describe` with the radius that was used.
-        epsilons: budget of each text: the sum over its private tokens.
-        most_tokens: most private tokens in one text.
-        private_tokens, tokens: in all texts.
-        reproducible: whether the draws came from a reproducible key, which voids the guarantee.
-        quality: what the detector misses; None says that nobody measured it.
-        releases: how often these texts were drawn, this draw included.
+    Attributes:
+        ids: token ids of each text, without the tokenizer's special tokens.
+        private: which of them were replaced; keep it with the private data.
+        epsilons: budget spent on each text, the sum over its private tokens (``metric``: per unit of distance).
+        settings: what it was made with, as on the card.
+        reproducible: whether the draws came from a reproducible key.
+        earlier: releases of the same texts before this one, in words.
+        from_cache: whether they were read back rather than drawn, at no further cost.
     """
-    form = settings["mechanism"]
-    return Card.of(
-        token_claim(form, settings["budget"], settings["epsilon"], most_tokens, releases),
-        mechanism={"name": settings["name"], "form": form},
-        noise_source=noise_source(reproducible),
-        flaws=PAPER_FLAWS if form == "paper" else (),
-        unprotected=_UNPROTECTED,
-        notes=(
-            *((_WITHIN_A_TYPE,) if form == "typed" else ()),
-            *(() if private_tokens else ("the detector found no private token: nothing was perturbed",)),
-            f"the detector's miss rate: {_miss_rate(quality)}",
-        ),
-        facts={
-            "settings": dict(settings),
-            "mean_of_a_text": sum(epsilons) / len(epsilons) if epsilons else 0.0,
-            "tokens": {"private": private_tokens, "all": tokens, "texts": len(epsilons)},
-            "detector_quality": None if quality is None else quality.as_dict(),
-        },
-    )
+
+    ids: list[list[int]]
+    private: list[list[bool]]
+    epsilons: list[float]
+    settings: dict[str, Any]
+    reproducible: bool
+    earlier: tuple[str, ...] = ()
+    from_cache: bool = False
+
+    @property
+    def private_tokens(self) -> int:
+        """Number of replaced tokens in all texts."""
+        return sum(map(sum, self.private))
+
+    def texts(self, tokenizer: Any) -> list[str]:
+        """The perturbed texts for a reader; train on ``ids``, as encoding these anew may give other tokens."""
+        return [tokenizer.decode(ids) for ids in self.ids]
+
+    def card(self, quality: DetectorQuality | None = None) -> Card:
+        """What was bought; ``quality`` states the detector's miss rate (`measure_detector`)."""
+        private, form = self.private_tokens, self.settings["mechanism"]
+        most = max(map(sum, self.private), default=0)
+        card = Card.of(
+            token_claim(form, self.settings["budget"], self.settings["epsilon"], most),
+            mechanism={"name": self.settings["name"], "form": form},
+            noise_source=noise_source(self.reproducible),
+            flaws=PAPER_FLAWS if form == "paper" else (),
+            unprotected=_UNPROTECTED,
+            notes=(
+                *((_WITHIN_A_TYPE,) if form == "typed" else ()),
+                *(() if private else ("the detector found no private token: nothing was perturbed",)),
+                f"the detector's miss rate: {_miss_rate(quality)}",
+            ),
+            facts={
+                "settings": dict(self.settings),
+                "mean_of_a_text": sum(self.epsilons) / len(self.epsilons) if self.epsilons else 0.0,
+                "tokens": {"private": private, "all": sum(map(len, self.ids)), "texts": len(self.epsilons)},
+                "detector_quality": None if quality is None else quality.as_dict(),
+            },
+        )
+        return card.after(self.earlier)
 
 
 def _miss_rate(quality: DetectorQuality | None) -> str:

@@ -25,7 +25,7 @@ from fastdp.accounting.witness import count_release
 from fastdp.methods.encoding import ADDED, encode_private
 from fastdp.methods.perturbation import Releases
 from fastdp.methods.sap.vocabulary import table_of
-from fastdp.methods.selective.card import PAPER_FLAWS, perturbation_card
+from fastdp.methods.selective.card import PAPER_FLAWS, PerturbedTexts
 from fastdp.methods.selective.infill import infill
 from fastdp.methods.selective.mechanism import (
     FORMS,
@@ -34,7 +34,6 @@ from fastdp.methods.selective.mechanism import (
     diameter_bound,
     public_radius,
 )
-from fastdp.methods.selective.quality import DetectorQuality
 from fastdp.methods.selective.rules import RuleDetector
 from fastdp.methods.selective.spans import PrivacyDetector, PrivacyPolicy, token_mask
 from fastdp.methods.selective.typed import TypedCells
@@ -46,50 +45,6 @@ BUDGETS = ("token", "text")
 _WITHOUT_RADIUS = ("metric", "typed")
 SCOPES = ("private", "all")
 REPLACEMENTS = ("model", "uniform")
-
-
-@dataclass(frozen=True)
-class PerturbedTexts:
-    """Texts as token ids, private tokens replaced: all that training may see of them.
-
-    Attributes:
-        ids: token ids of each text, without the tokenizer's special tokens.
-        private: which of them were replaced; keep it with the private data.
-        epsilons: budget spent on each text, the sum over its private tokens (``metric``: per unit of distance).
-        settings: what it was made with, as on the card.
-        reproducible: whether the draws came from a reproducible key.
-        earlier: releases of the same texts before this one, in words.
-        from_cache: whether they were read back rather than drawn, at no further cost.
-    """
-
-    ids: list[list[int]]
-    private: list[list[bool]]
-    epsilons: list[float]
-    settings: dict[str, Any]
-    reproducible: bool
-    earlier: tuple[str, ...] = ()
-    from_cache: bool = False
-
-    @property
-    def private_tokens(self) -> int:
-        """Number of replaced tokens in all texts."""
-        return sum(map(sum, self.private))
-
-    def texts(self, tokenizer: Any) -> list[str]:
-        """The perturbed texts for a reader; train on ``ids``, as encoding these anew may give other tokens."""
-        return [tokenizer.decode(ids) for ids in self.ids]
-
-    def card(self, quality: DetectorQuality | None = None) -> Card:
-        """What was bought; ``quality`` states the detector's miss rate (`measure_detector`)."""
-        return perturbation_card(
-            settings=self.settings,
-            epsilons=self.epsilons,
-            most_tokens=max(map(sum, self.private), default=0),
-            private_tokens=self.private_tokens,
-            tokens=sum(map(len, self.ids)),
-            reproducible=self.reproducible,
-            quality=quality,
-        ).after(self.earlier)
 
 
 @dataclass(frozen=True)
