@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,6 +19,10 @@ from fastdp.ops.noise import DTYPES
 from fastdp.private.parts import ScaledVariance
 from fastdp.private.release import Summed, Update
 from fastdp.private.run import Private, drives
+
+#: A parameter that an update serves, with the optimizer's state of it; and what parameters share that are served together.
+_Member = tuple[Summed, dict[str, Any]]
+_Kind = tuple[Any, ...]
 
 
 class _Private:
@@ -149,21 +153,18 @@ class CorrectedAdam(torch.optim.AdamW):
         Left are those with weight decay of Adam's kind or another option that the op lacks, and strided ones.
         """
         left: list[Summed] = []
-        taken: list[tuple[Summed, int, bool]] = []
+        alike: dict[_Kind, list[_Member]] = {}
         served = {id(group): _serves(group) for group in self.param_groups}
         for part in summed:
             group = group_of.get(id(part.parameter))
             variance = _along(self._known_of(part.parameter), part.axes) if self.noise_variance else 0.0
             if group is None or not (served[id(group)] and _fusable(part, variance, divisor)):
                 left.append(part)
-            else:
-                taken.append((part, id(group), variance != 0))
-        every = [self._state_of(part.parameter) for part, *_ in taken]
-        alike: dict[tuple[Any, ...], list[tuple[Summed, dict[str, Any]]]] = {}
-        for (part, number, corrected), state, step in zip(taken, every, _counted([state["step"] for state in every])):
-            kind = (number, part.std, step, corrected, part.axes is not None, "master" in state)
+                continue
+            state = self._state_of(part.parameter)
+            kind = (id(group), part.std, variance != 0, part.axes is not None, "master" in state)
             alike.setdefault(kind, []).append((part, state))
-        for (_, std, step, corrected, *_), members in alike.items():
+        for (_, std, corrected, *_), step, members in _counted(alike):
             parts, states = zip(*members)
             group = group_of[id(parts[0].parameter)]
             axes = [part.axes for part in parts if part.axes is not None]
@@ -289,17 +290,19 @@ def _fusable(part: Summed, variance: float | None, divisor: float) -> bool:
     return variance == 0 or math.isclose((part.std / divisor) ** 2, variance)
 
 
-def _counted(steps: list[torch.Tensor]) -> list[int]:
-    """Numbers of steps, one more than torch's own counts in the states say, which are raised."""
-    if not steps:
-        return []
-    kinds = {(count.device, count.dtype) for count in steps}
-    if len(kinds) > 1:
-        torch._foreach_add_(steps, 1)
-        return [int(count) for count in steps]
-    # As a tensor: a number is made one anew for each count, which takes the host three times as long.
-    torch._foreach_add_(steps, torch.ones((), dtype=steps[0].dtype, device=steps[0].device), alpha=1)
-    return [int(count) for count in torch.stack(steps).tolist()]
+def _counted(alike: Mapping[_Kind, list[_Member]]) -> Iterator[tuple[_Kind, int, list[_Member]]]:
+    """Members of each kind whose steps have one number: one more than torch's own counts in their states, which are raised."""
+    for kind, members in alike.items():
+        counts = [state["step"] for _, state in members]
+        if len({(count.device, count.dtype) for count in counts}) > 1:
+            torch._foreach_add_(counts, 1)
+            steps = [int(count) for count in counts]
+        else:
+            # As a tensor: a number is made one anew for each count, which takes the host three times as long.
+            torch._foreach_add_(counts, torch.ones((), dtype=counts[0].dtype, device=counts[0].device), alpha=1)
+            steps = [int(count) for count in torch.stack(counts).tolist()]
+        for step in dict.fromkeys(steps):
+            yield kind, step, [member for member, own in zip(members, steps) if own == step]
 
 
 def _along(variance: float | torch.Tensor | ScaledVariance, axes: RankOne | None) -> float | None:

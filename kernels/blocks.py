@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch.utils.weak import WeakIdKeyDictionary
 
-from .launch import on_device_of, version_of
+from .launch import is_recorded, on_device_of, version_of
 
 #: Tokens after which a product is added to its sum although its unit goes on: tensor cores truncate what they add to.
 PROMOTED = tl.constexpr(512)
@@ -59,12 +59,14 @@ def blocks_of(offsets: torch.Tensor, tokens: int, b_t: int) -> tuple[torch.Tenso
     units, slots = offsets.shape[0] - 1, tokens // b_t + offsets.shape[0] - 1
     made = _made.setdefault(offsets, {})
     key = (b_t, tokens, version_of(offsets))
-    if key not in made:
+    table = made.get(key)
+    if table is None:
         table = torch.empty(1 + 2 * slots, dtype=torch.int32, device=offsets.device)
         with on_device_of(offsets):
             _blocks_kernel[(units,)](offsets, table, units, slots, b_t=b_t, num_warps=4)
-        made[key] = table
-    return made[key], slots
+        if not is_recorded(offsets):
+            made[key] = table
+    return table, slots
 
 
 def runs_of(*weights: torch.Tensor) -> torch.Tensor:

@@ -17,6 +17,7 @@ from .launch import (
     cdiv,
     has_wide_tiles,
     largest_side,
+    line_of,
     next_power_of_2,
     on_device_of,
     readable,
@@ -180,23 +181,22 @@ def chosen_norms(
     norms = torch.zeros(chosen.shape, dtype=torch.float32, device=device)
     lefts, rights = [readable(left) for left in lefts], [readable(right) for right in rights]
     kinds: dict[tuple[torch.dtype, torch.dtype, bool, bool], list[int]] = {}
-    for i, (left, right) in enumerate(zip(lefts, rights)):
-        if left.numel() and right.numel():
-            contiguous = left.stride(1) == right.stride(1) == 1
-            kind = left.dtype, right.dtype, contiguous, contiguous and aligned(left) and aligned(right)
+    pairs = [(line_of(left), line_of(right)) for left, right in zip(lefts, rights)]
+    for i, (one, two) in enumerate(pairs):
+        if one[1] and two[1] and rights[i].shape[0]:
+            contiguous = one[3] == two[3] == 1
+            kind = lefts[i].dtype, rights[i].dtype, contiguous, contiguous and aligned(one, two)
             kinds.setdefault(kind, []).append(i)
     offsets = beside(offsets, norms)
     for (of_left, of_right, contiguous, wide_loads), members in kinds.items():
         wide = torch.float32 in (of_left, of_right)
         largest = largest_side(wide, device)
-        b_m = min(largest, max(side_tile(lefts[i].shape[1], wide) for i in members))
-        b_n = min(largest, max(side_tile(rights[i].shape[1], wide) for i in members))
-        tiles = max(-(-lefts[i].shape[1] // b_m) * -(-rights[i].shape[1] // b_n) for i in members)
+        b_m, b_n = (min(largest, side_tile(max(pairs[i][side][1] for i in members), wide)) for side in (0, 1))
+        tiles = max(-(-pairs[i][0][1] // b_m) * -(-pairs[i][1][1] // b_n) for i in members)
         splits = splits_to_fill(norms, len(members) * units, tiles)
         lines = [
-            (lefts[i].data_ptr(), rights[i].data_ptr(), lefts[i].shape[1], rights[i].shape[1], *lefts[i].stride())
-            + rights[i].stride()
-            for i in members
+            (at_left, at_right, m, n, *strides_left, *strides_right)
+            for (at_left, m, *strides_left), (at_right, n, *strides_right) in map(pairs.__getitem__, members)
         ]
         every = len(members) == len(lefts)
         into = members if every else beside(torch.tensor(members), norms)

@@ -14,7 +14,19 @@ import triton
 import triton.language as tl
 from torch.utils.weak import WeakIdKeyDictionary
 
-from .launch import TRITON, aligned, beside, largest_side, on_device_of, processors, readable, row_tile, version_of
+from .launch import (
+    TRITON,
+    aligned,
+    beside,
+    is_recorded,
+    largest_side,
+    line_of,
+    on_device_of,
+    processors,
+    readable,
+    row_tile,
+    version_of,
+)
 from .tiles import gram_tile
 
 _RIGHT_FIELDS = tl.constexpr(6)
@@ -23,6 +35,7 @@ PADDING = tl.constexpr(2.0**-42)  # as csrc/bounds.h and fastdp/ops/bounds.py ha
 #: Programs that a processor runs at a time, and how fast each of their entries is made, by side of tiles: assumed, as larger
 #: tiles read each row fewer times.
 RESIDENT = {128: 1, 64: 2, 32: 4, 16: 8}
+_Line = tuple[int, int, int, int]
 _SPEED = {128: 1.0, 64: 0.55, 32: 0.3, 16: 0.15}
 
 
@@ -161,12 +174,14 @@ def _pairs_of(offsets: torch.Tensor, tokens: int, b_t: int) -> tuple[torch.Tenso
     most = tiles * (tiles + 1) // 2 + units
     made = _made.setdefault(offsets, {})
     key = (b_t, tokens, version_of(offsets))
-    if key not in made:
+    table = made.get(key)
+    if table is None:
         table = torch.empty(units + 1 + 3 * most, dtype=torch.int32, device=offsets.device)
         with on_device_of(offsets):
             _pairs_kernel[(units,)](offsets, table, units, most, b_t=b_t, num_warps=4)
-        made[key] = table
-    return made[key], most
+        if not is_recorded(offsets):
+            made[key] = table
+    return table, most
 
 
 def jobs_of(length: int, units: int, problems: int, b_t: int) -> int:
@@ -180,10 +195,6 @@ def tile_of(tokens: int, units: int, problems: int, largest: int, count: int) ->
     length = max(1, -(-tokens // units))
     sides = [side for side in (128, 64, 32, 16) if side <= row_tile(tokens, units, largest)]
     return min(sides, key=lambda b: -(-jobs_of(length, units, problems, b) // count) * b * b / _SPEED[b])
-
-
-def _line(factor: torch.Tensor) -> list[int]:
-    return [factor.data_ptr(), factor.shape[1], factor.stride(0), factor.stride(1)]
 
 
 def gram_norms(
@@ -207,28 +218,29 @@ def gram_norms(
         return squares, products
     offsets = beside(offsets, squares)
     groups = [([readable(left) for left in lefts], readable(right)) for lefts, right in groups]
-    launches: dict[
-        tuple[torch.dtype, torch.dtype, bool, bool], list[tuple[torch.Tensor, list[tuple[int, torch.Tensor]]]]
-    ]
-    launches, at = {}, 0
+    # Of each launch the rights, each with its lefts, which stand in the results where their numbers say: a line for each.
+    launches: dict[tuple[torch.dtype, torch.dtype, bool, bool], list[tuple[_Line, list[tuple[int, _Line]]]]] = {}
+    at = 0
     for lefts, right in groups:
-        kinds: dict[tuple[torch.dtype, torch.dtype, bool, bool], list[tuple[int, torch.Tensor]]] = {}
+        kinds: dict[tuple[torch.dtype, torch.dtype, bool, bool], list[tuple[int, _Line]]] = {}
+        of_group = line_of(right)
         for left in lefts:
-            contiguous = left.stride(1) == right.stride(1) == 1
-            kind = right.dtype, left.dtype, contiguous, contiguous and aligned(left) and aligned(right)
-            kinds.setdefault(kind, []).append((at, left))
+            line = line_of(left)
+            contiguous = line[3] == of_group[3] == 1
+            kind = right.dtype, left.dtype, contiguous, contiguous and aligned(line, of_group)
+            kinds.setdefault(kind, []).append((at, line))
             at += 1
         for kind, members in kinds.items():
-            launches.setdefault(kind, []).append((right, members))
+            launches.setdefault(kind, []).append((of_group, members))
     for (of_right, of_left, contiguous, wide_loads), problems in launches.items():
-        problems.sort(key=lambda problem: -sum(left.shape[1] for _, left in problem[1]) - problem[0].shape[1])
+        problems.sort(key=lambda problem: -sum(line[1] for _, line in problem[1]) - problem[0][1])
         order = [i for _, members in problems for i, _ in members]
         rights: list[int] = []
         lines: list[int] = []
-        for right, members in problems:
-            rights += [*_line(right), len(lines) // _LEFT_FIELDS.value, len(members)]
-            for _, left in members:
-                lines += _line(left)
+        for line, members in problems:
+            rights += [*line, len(lines) // _LEFT_FIELDS.value, len(members)]
+            for _, of_left_line in members:
+                lines += of_left_line
         wide = torch.float32 in (of_right, of_left)
         count = processors(device)
         side = b_t or tile_of(tokens, units, len(problems), largest_side(wide, device), count)

@@ -66,9 +66,15 @@ def next_power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-def aligned(matrix: torch.Tensor) -> bool:
-    """Whether the rows of a contiguous matrix may be read 16 bytes at a time."""
-    return matrix.data_ptr() % 16 == 0 and matrix.shape[1] % 8 == 0 and matrix.stride(0) % 8 == 0
+def line_of(matrix: torch.Tensor) -> tuple[int, int, int, int]:
+    """What tables of many matrices say of one: its address, columns and strides."""
+    row, column = matrix.stride()
+    return matrix.data_ptr(), matrix.shape[1], row, column
+
+
+def aligned(*lines: tuple[int, int, int, int]) -> bool:
+    """Whether the rows of matrices, whose columns are neighbours, may all be read 16 bytes at a time."""
+    return not any(address % 16 or (columns | row) % 8 for address, columns, row, _ in lines)
 
 
 def readable(matrix: torch.Tensor) -> torch.Tensor:
@@ -76,7 +82,7 @@ def readable(matrix: torch.Tensor) -> torch.Tensor:
 
     The gradient of 50,257 logits is: reading it number by number takes nine times as long as all products.
     """
-    if matrix.numel() < _MANY or matrix.stride(1) != 1 or aligned(matrix):
+    if matrix.numel() < _MANY or matrix.stride(1) != 1 or aligned(line_of(matrix)):
         return matrix
     return torch.nn.functional.pad(matrix, (0, -matrix.shape[1] % 8))
 
@@ -84,6 +90,11 @@ def readable(matrix: torch.Tensor) -> torch.Tensor:
 def version_of(tensor: torch.Tensor) -> int:
     """How often a tensor was written to, where torch counts it: part of what results that are kept depend on."""
     return 0 if tensor.is_inference() else tensor._version
+
+
+def is_recorded(tensor: torch.Tensor) -> bool:
+    """Whether what is launched now is only recorded: a table is then not there before the record is replayed, for nobody else."""
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 @functools.cache

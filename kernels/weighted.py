@@ -12,6 +12,7 @@ Tiles of many matrices over the same tokens go out in one launch: a table in mem
 fill the last round of processors are cut along the tokens; their parts are added up in order by a second launch.
 """
 
+import functools
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -187,6 +188,7 @@ def _add_parts_kernel(
     _add_tile(p_line, o_m, o_n, (o_m < m)[:, None] & (o_n < n)[None, :], total, CONTIGUOUS, ALIGNED)
 
 
+@functools.lru_cache(1024)
 def deal(tiles: int, programs: int, most: int) -> tuple[int, int]:
     """How many of ``tiles`` tiles are made whole, and into how many parts, at most ``most``, each of the others is cut.
 
@@ -241,16 +243,16 @@ def weighted_sums_(
             if not begun[i]:
                 out.zero_()
             continue
-        shape, (left_row, left_column), (right_row, right_column) = out.shape, left.stride(), right.stride()
+        (m, n), (left_row, left_column), (right_row, right_column) = out.shape, left.stride(), right.stride()
         out_row, out_column = out.stride()
         addresses = left.data_ptr(), right.data_ptr(), out.data_ptr()
-        contiguous = left_column == right_column == out_column == 1 and max(left_row, right_row) < _NEAR
+        contiguous = left_column == right_column == out_column == 1 and left_row < _NEAR and right_row < _NEAR
         # Rows of all three may be read 16 bytes at a time: `aligned`, with each number asked for once.
-        sizes = *shape, left_row, right_row, out_row
-        wide_loads = contiguous and not any(a % 16 for a in addresses) and not any(size % 8 for size in sizes)
+        least = (addresses[0] | addresses[1] | addresses[2]) % 16 | (m | n | left_row | right_row | out_row) % 8
+        wide_loads = contiguous and not least
         kinds.setdefault((left.dtype, right.dtype, contiguous, wide_loads), []).append(i)
         strides = left_row, left_column, right_row, right_column, out_row, out_column
-        places[i] = (*addresses, *shape, *strides)
+        places[i] = (*addresses, m, n, *strides)
     masked = weights_unmasked is not None
     bits = [pack_mask(mask) for mask in masks]
     offsets = beside(offsets, rights[0])

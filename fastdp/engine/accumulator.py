@@ -96,8 +96,9 @@ class Accumulator(Sums):
         open_sink(Noting(self._scaled(norms), first) if two_pass else self._scaled(norms))
         backward(two_pass)
         factors = self.factors(norms.finish(), layout.weights)
-        self.most_tokens = max(self.most_tokens, *(route.tokens for route in self.routes.values()), 1)
-        self.longest = max(self.longest, *(route.tokens // max(1, route.units) for route in self.routes.values()), 1)
+        every = {(route.tokens, route.tokens // max(1, route.units)) for route in self.routes.values()}
+        self.most_tokens = max(self.most_tokens, *(tokens for tokens, _ in every), 1)
+        self.longest = max(self.longest, *(longest for _, longest in every), 1)
         if two_pass:
             again.places = first.places
             # Ranks whose captures come in another order could not add them up as they come.

@@ -7,6 +7,7 @@ more moves the share of each behind it, which no clip bounds. So a private run d
 
 from __future__ import annotations
 
+import functools
 import os
 import random
 import struct
@@ -43,17 +44,24 @@ def secretly(devices: Sequence[int] = ()) -> Iterator[None]:
 
 def _unknown_state() -> torch.Tensor:
     """A state of torch's generator on processors, which takes no more than 32 bits of a seed: all its words drawn."""
-    generator = torch.Generator().manual_seed(5489)
-    state = generator.get_state()
+    known, start = _known_state()
+    state = known.clone()
+    words = torch.frombuffer(bytearray(os.urandom(4 * _WORDS)), dtype=torch.int32).long() & 0xFFFFFFFF
+    state[start : start + 8 * _WORDS].view(torch.int64).copy_(words)
+    return state
+
+
+@functools.cache
+def _known_state() -> tuple[torch.Tensor, int]:
+    """The state that one seed makes, and where its words begin."""
+    state = torch.Generator().manual_seed(5489).get_state()
     # The first words of the state that this seed makes, as the generator's authors print them.
     start = state.numpy().tobytes().find(struct.pack("<QQ", 5489, 1301868182))
     if start < 0:
         raise RuntimeError(
             f"the random state of torch {torch.__version__} is not known, so that masks could be guessed"
         )
-    words = torch.frombuffer(bytearray(os.urandom(4 * _WORDS)), dtype=torch.int32).long() & 0xFFFFFFFF
-    state[start : start + 8 * _WORDS].view(torch.int64).copy_(words)
-    return state
+    return state, start
 
 
 @contextmanager

@@ -12,7 +12,7 @@ import fastdp.ops as ops
 from fastdp.engine.layout import Layout
 
 
-@dataclass(frozen=True)
+@dataclass
 class Factors:
     """One captured use: ``left`` [N, m] (or ids [N] of a one-hot factor) and ``right`` [N, n], over flat tokens.
 

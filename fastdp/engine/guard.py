@@ -28,7 +28,7 @@ _Buffers = dict[str, tuple[torch.Tensor, int]]
 #: The most tensors that are looked at for each release; of more than these, some are drawn.
 _SPOTS = 32
 #: What a module says that it holds.
-_HOLDS = operator.attrgetter("_parameters", "_modules")
+_HOLDS, _BUFFERS = operator.attrgetter("_parameters", "_modules"), operator.attrgetter("_buffers")
 
 
 class _Question(NamedTuple):
@@ -332,9 +332,9 @@ class Guard:
     def _buffers(self) -> _Buffers:
         return {
             _joined(prefix, name): (buffer, buffer._version)
-            for prefix, module in self._modules
-            if module._buffers
-            for name, buffer in module._buffers.items()
+            for (prefix, module), table in zip(self._modules, map(_BUFFERS, self._own))
+            if table
+            for name, buffer in table.items()
             if buffer is not None and name not in getattr(module, "_non_persistent_buffers_set", ())
         }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -35,17 +36,15 @@ class UseMode(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not torch.is_grad_enabled() or is_metadata(func):
+        reads_values, inside = _asked(func)
+        if not (reads_values and torch.is_grad_enabled()):
             return func(*args, **kwargs)
-        inside = opened(func)
         if inside is not None:
             with self:
                 return inside(*args, **kwargs)
         result = _handled(self.reads, self.tap, func, args, kwargs)
         if result is not NotImplemented:
             return result
-        if is_detach(func):
-            return func(*args, **kwargs)
         return func(*map(self._substituted, args), **{k: self._substituted(v) for k, v in kwargs.items()})
 
     def _substituted(self, value: Any) -> Any:
@@ -55,6 +54,12 @@ class UseMode(TorchFunctionMode):
         if isinstance(value, (list, tuple)) and any(isinstance(v, torch.Tensor) for v in value):
             return type(value)(self._substituted(v) for v in value)
         return value
+
+
+@functools.lru_cache(1 << 12)
+def _asked(func: Any) -> tuple[bool, Any]:
+    """Whether a torch function makes something of values that a gradient follows, and the code of one that is made of others."""
+    return not (is_metadata(func) or is_detach(func)), opened(func)
 
 
 def _handled(reads: Reads, tap: Tap, func: Any, args: Any, kwargs: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 
 from fastdp.engine.errors import UnsupportedUse
 from fastdp.engine.rows import Met
-from fastdp.ops.placed import placed
+from fastdp.ops.placed import held, placed
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,12 @@ class Ticket:
         )
 
 
+@functools.lru_cache(maxsize=8)
+def _offsets(counts: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """The same tensor for the same units, so that tables that kernels make of it are made once; few, as these are long."""
+    return placed(torch.tensor((0, *itertools.accumulate(counts)), dtype=torch.int64), device)
+
+
 @dataclass
 class Layout:
     """A micro-batch's map from rows (or packed tokens) to units, on the device of the model.
@@ -120,12 +127,11 @@ class Layout:
             if (tokens % self.lanes) if laned else not self.covers(tokens):
                 raise UnsupportedUse(f"an axis of {tokens} tokens cannot be divided among {self.rows} rows")
             if packed and laned:
-                counts = torch.full((self.units,), tokens // self.lanes)
+                counts = [tokens // self.lanes] * self.units
             else:
-                counts = self.counts if packed else self.counts * (tokens // self.rows)
-            offsets = torch.zeros(self.units + 1, dtype=torch.int64)
-            torch.cumsum(counts, 0, out=offsets[1:])
-            self._offsets[key] = placed(offsets, self.weights.device)
+                each = 1 if packed else tokens // self.rows
+                counts = [each * count for count in self.counts.tolist()]
+            self._offsets[key] = held(_offsets(tuple(counts), self.weights.device))
         return self._offsets[key]
 
     def longest(self, tokens: int, *, laned: bool = False) -> int:

@@ -50,20 +50,28 @@ class Entry:
         return None if self.products is None else 3 * self.products + norm
 
 
-class _Grams(NamedTuple):
-    """Uses whose norms were found by Gram matrices, ``[uses, units]``, kept until it is known whether they are good enough."""
-
-    names: list[str]
-    uses: list[Factors]
-    squares: torch.Tensor
-    products: torch.Tensor
-
-
 class _Constants(NamedTuple):
     """Of one use: the errors of its norms by Gram matrices and by the direct route."""
 
     gram: Errors
     direct: Errors
+
+
+class _Found(NamedTuple):
+    """One use of a parameter, the route to its norms, and their errors."""
+
+    name: str
+    use: Factors
+    route: Route
+    errors: _Constants
+
+
+class _Grams(NamedTuple):
+    """Uses whose norms were found by Gram matrices, ``[uses, units]``, kept until it is known whether they are good enough."""
+
+    own: list[_Found]
+    squares: torch.Tensor
+    products: torch.Tensor
 
 
 #: By the arithmetic and the sizes that they depend on, which are the same in every step.
@@ -102,12 +110,12 @@ class NormSink(Captures):
         self.entries: dict[str, Entry] = {}
         self.norms = Norms(len(self.policy.bounds), layout.units, layout.weights.device)
         self._grams: list[_Grams] = []
-        #: Uses that wait for their Gram matrices, in groups that read the same input, by their axis of tokens.
-        self._waiting: dict[tuple[int, bool], list[tuple[torch.Tensor, list[tuple[str, Factors]]]]] = {}
+        #: Uses that wait for their Gram matrices, in groups that read the same input (where it lies), by their axis of tokens.
+        self._waiting: dict[tuple[int, bool], list[tuple[tuple[Any, ...], list[_Found]]]] = {}
         self._small: dict[tuple[int, bool], list[tuple[str, torch.Tensor, torch.Tensor]]] = {}
         self._held_bytes = 0
-        #: Routes of matrices by their sizes: a model has many of few.
-        self._planned: dict[tuple[object, ...], str] = {}
+        #: Routes of uses, and their errors, by their sizes: a model has many of few.
+        self._kinds: dict[tuple[object, ...], tuple[Route, _Constants]] = {}
         self.may_hold_bytes = may_hold(layout.weights.device) if keep else 0
 
     def entry(self, parameter: torch.nn.Parameter) -> tuple[str, Entry]:
@@ -129,13 +137,11 @@ class NormSink(Captures):
         masked = bool(self.policy.masks) and name in self.policy.masks
         if masked:
             factors = factors.dense()
-        tokens, columns = factors.right.shape
-        rows = factors.width or parameter.shape[0]
-        route = self._route(factors, rows)
+        found = self._found(name, factors)
+        route = found.route.name
         # The gradient of a table has no small form, and its cross term with this use needs both as factors.
         small = route == "instantiate" and name not in self.tables
-        shown = "masked" if masked and not small else route
-        self.routes[name] = Route(shown, rows, columns, tokens, layout.units)
+        self.routes[name] = found.route._replace(name="masked") if masked and not small else found.route
         if small:
             self._instantiate(name, factors)
             return
@@ -144,11 +150,22 @@ class NormSink(Captures):
             return
         self.require_once(name, entry)
         if route == "gram":
-            self._defer(name, factors)
+            self._defer(found)
         else:
             add = self._add_tiled if factors.tiled else self._add_direct
-            add(name, factors)
+            add(found)
             self.drop(entry)
+
+    def _found(self, name: str, use: Factors) -> _Found:
+        """A use with what its sizes and its arithmetic say of it."""
+        left, right, entries = use.left, use.right, self.parameters[name].numel()
+        kind = (entries, left.shape, left.dtype, right.shape, right.dtype, right.device, use.laned, use.tiled)
+        known = self._kinds.get(kind)
+        if known is None:
+            rows = use.width or self.parameters[name].shape[0]
+            route = Route(self._route(use, rows), rows, right.shape[1], right.shape[0], self.layout.units)
+            known = self._kinds[kind] = route, self._constants(use, entries)
+        return _Found(name, use, *known)
 
     def _route(self, use: Factors, rows: int) -> str:
         """How the norms of one use are found."""
@@ -158,34 +175,31 @@ class NormSink(Captures):
             return "row sums"
         if self.all_whole:
             return "instantiate"
-        right = use.right
-        kind = (rows, right.shape, right.dtype, right.device)
-        if kind not in self._planned:
-            self._planned[kind] = plan(
-                rows,
-                right.shape[1],
-                right.shape[0] // max(1, self.layout.units),
-                self.layout.units,
-                keeps_factors=self.keep,
-                dtype=right.dtype,
-                device=right.device,
-            )
-        return self._planned[kind]
+        right, units = use.right, self.layout.units
+        length = right.shape[0] // max(1, units)
+        options: dict[str, Any] = {"keeps_factors": self.keep, "dtype": right.dtype, "device": right.device}
+        return plan(rows, right.shape[1], length, units, **options)
 
     def require_once(self, name: str, entry: Entry) -> None:
         """Raise RuntimeError if a parameter that the trace saw used once has come again."""
         if entry.uses > 1:
             raise RuntimeError(f"{name} was used more often than when the model was traced; its norm cannot be trusted")
 
-    def _add_tiled(self, name: str, use: Factors) -> None:
+    def _add_tiled(self, found: _Found) -> None:
         """A vocabulary's head, whose tiles gave its norms in the forward pass."""
-        rounding, longest, (squares, products) = use.rounding(), use.longest(self.layout), use.powers(self.layout)
-        added, poor = rounding.added(longest, self.layout.units), use.poor
-        both = added + rounding.entry(longest)
-        self.add_powers(name, squares * poor, rounding, products=products * poor, added=both)
-        gram = rounding.gram(use.width, use.right.shape[1], longest)
-        squares, products = squares * ~poor, products * ~poor
-        self.add_powers(name, squares, rounding, products=products, gram=gram, added=added)
+        (squares, products), poor = found.use.powers(self.layout), found.use.poor
+        self._take(found, found.errors.direct, squares * poor, products * poor)
+        self._take(found, found.errors.gram, squares * ~poor, products * ~poor)
+
+    def _add_direct(self, found: _Found) -> None:
+        use, offsets = found.use, found.use.offsets(self.layout)
+        squares = ops.sqnorm(use.left, use.right, offsets, "direct")
+        self._take(found, found.errors.direct, squares, use.row_products(self.layout))
+
+    def _take(self, found: _Found, errors: Errors, squares: torch.Tensor, products: torch.Tensor) -> None:
+        group = self.policy.group_of[found.name]
+        assert isinstance(group, int)
+        self.norms.add_rows([group], squares.unsqueeze(0), [errors], products.unsqueeze(0))
 
     def add_powers(
         self,
@@ -203,16 +217,6 @@ class NormSink(Captures):
         for own, power in parts:
             relative = rounding.squares(entries)
             self.norms.add(own, power, entries, relative=relative, products=products, gram=gram, added=added)
-
-    def _add_direct(self, name: str, use: Factors) -> None:
-        rounding, tokens = use.rounding(), use.longest(self.layout)
-        self.add_powers(
-            name,
-            ops.sqnorm(use.left, use.right, use.offsets(self.layout), "direct"),
-            rounding,
-            products=use.row_products(self.layout),
-            added=rounding.entry(tokens) + rounding.added(tokens, self.layout.units),
-        )
 
     def _instantiate(self, name: str, factors: Factors) -> None:
         """Wait for other small matrices (LoRA's): a GPU makes the gradients of all of them in one launch."""
@@ -236,37 +240,31 @@ class NormSink(Captures):
         self._small.clear()
         self._held_bytes = 0
 
-    def _defer(self, name: str, factors: Factors) -> None:
+    def _defer(self, found: _Found) -> None:
         """Wait for other uses that read the same input (q, k and v; gate and up): its Gram matrix serves them all.
 
         On a GPU that keeps factors for the sums anyway, all inputs wait for each other: one launch measures them all.
         """
-        right = factors.right
-        groups = self._waiting.setdefault((right.shape[0], factors.laned), [])
-        same = (
-            groups
-            and groups[-1][0].data_ptr() == right.data_ptr()
-            and groups[-1][0].shape == right.shape
-            and groups[-1][0].stride() == right.stride()
-        )
-        if not same:
+        right = found.use.right
+        place = right.data_ptr(), right.shape, right.stride()
+        groups = self._waiting.setdefault((right.shape[0], found.use.laned), [])
+        if not groups or groups[-1][0] != place:
             if not self.may_hold_bytes:
                 self._flush()
-                groups = self._waiting.setdefault((right.shape[0], factors.laned), [])
-            groups.append((right, []))
-        groups[-1][1].append((name, factors))
+                groups = self._waiting.setdefault((right.shape[0], found.use.laned), [])
+            groups.append((place, []))
+        groups[-1][1].append(found)
 
     def _flush(self) -> None:
         for (tokens, laned), groups in self._waiting.items():
             if not groups:
                 continue
             offsets = self.layout.offsets(tokens, laned=laned)
-            pairs = [([use.left for _, use in own], right) for right, own in groups]
+            pairs = [([found.use.left for found in own], own[0].use.right) for _, own in groups]
             squares, products = ops.gram_norms(pairs, offsets)
-            names, uses = zip(*(found for _, own in groups for found in own))
-            self._grams.append(_Grams(list(names), list(uses), squares, products))
-            for name in names:
-                self.drop(self.entries[name])
+            self._grams.append(_Grams([found for _, own in groups for found in own], squares, products))
+            for found in self._grams[-1].own if not self.keep else ():
+                self.drop(self.entries[found.name])
         self._waiting.clear()
         if not self.keep:
             self._judge()
@@ -279,13 +277,12 @@ class NormSink(Captures):
         """
         if not self._grams:
             return
-        uses = [(name, use) for found in self._grams for name, use in zip(found.names, found.uses)]
-        constants = [self._constants(name, use) for name, use in uses]
-        own = [group for name, _ in uses if isinstance(group := self.policy.group_of[name], int)]
+        every = [found for grams in self._grams for found in grams.own]
+        own = [group for found in every if isinstance(group := self.policy.group_of[found.name], int)]
         groups = sent(tuple(own), torch.int64, self.layout.weights.device)
         squares = stacked([found.squares for found in self._grams])
         products = stacked([found.products for found in self._grams])
-        errors = [known.gram for known in constants]
+        errors = [found.errors.gram for found in every]
         hidden = products.square()
         hidden *= sent(tuple(error.gram for error in errors), torch.float64, hidden.device).unsqueeze(1)
         known = self.norms.measured().index_add_(0, groups, squares)
@@ -295,7 +292,7 @@ class NormSink(Captures):
         if anew:
             squares, products = squares.masked_fill(poor, 0), products.masked_fill(poor, 0)
             rests = rests.masked_fill(~poor, 0)
-            self._measure([use for _, use in uses], own, poor, rests, [known.direct for known in constants])
+            self._measure([found.use for found in every], own, poor, rests, [found.errors.direct for found in every])
         self.norms.add_rows(own, squares, errors, products)
         self._grams.clear()
 
@@ -321,10 +318,9 @@ class NormSink(Captures):
             again = ops.chosen_sqnorm(lefts, rights, own[0].offsets(self.layout), theirs)
             self.norms.add_rows([groups[at] for at in members], again, [errors[at] for at in members], reach)
 
-    def _constants(self, name: str, use: Factors) -> _Constants:
+    def _constants(self, use: Factors, entries: int) -> _Constants:
         """The errors of one use, computed once for all of its size and arithmetic."""
-        right, tokens, units = use.right, use.longest(self.layout), self.layout.units
-        entries, columns = self.parameters[name].numel(), right.shape[1]
+        right, tokens, units, columns = use.right, use.longest(self.layout), self.layout.units, use.right.shape[1]
 
         def find() -> _Constants:
             rounding = use.rounding()
@@ -407,10 +403,10 @@ class NormSink(Captures):
         if len(uses) > 1:
             self._crossed(name, uses)
         elif uses[0].one_hot:
-            self._add_direct(name, uses[0])
+            self._add_direct(self._found(name, uses[0]))
         else:
             squares, products = uses[0].powers(self.layout)
-            self._grams.append(_Grams([name], uses, squares.unsqueeze(0), products.unsqueeze(0)))
+            self._grams.append(_Grams([self._found(name, uses[0])], squares.unsqueeze(0), products.unsqueeze(0)))
         self.drop(entry)
 
     def _put_together(self, name: str, entry: Entry) -> None:

@@ -388,6 +388,8 @@ class Passes:
     def refuse_foreign_gradients(self, when: str) -> None:
         """Every covered use returns no gradient to autograd, so a `.grad` that appears is one nothing has clipped."""
         stray = self.weights.stray()
+        if stray is None and not any(parameter.grad is not None for _, parameter in self._every):
+            return
         for name, parameter in self._every:
             if parameter.grad is not None or name == stray:
                 parameter.grad = None

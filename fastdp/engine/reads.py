@@ -21,6 +21,8 @@ class Reads:
     """
 
     def __init__(self, trained: dict[str, torch.nn.Parameter]):
+        # They live as long as this, so that nothing else can come to have the identity of one.
+        self._trained = tuple(trained.values())
         self.names = {id(p): name for name, p in trained.items()}
         self.carries_rows: Mapping[tuple[str, str, int], Fold | None] = {}
         self.tap: Tap | None = None
@@ -28,7 +30,7 @@ class Reads:
         self.heads = Heads()
 
     def is_trained(self, value: Any) -> bool:
-        return isinstance(value, torch.nn.Parameter) and id(value) in self.names
+        return id(value) in self.names
 
     def serve(self, *values: Any) -> bool:
         """Whether some of these are trained parameters, and none was computed from parameters."""

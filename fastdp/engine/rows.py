@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -18,8 +18,7 @@ from fastdp.engine.marks import Marks
 from fastdp.engine.named import functions
 
 
-@dataclass(frozen=True)
-class Fold:
+class Fold(NamedTuple):
     """Where rows lie: along ``axis``, whose size is a multiple of their number.
 
     Entries of one row are neighbours there, unless ``inner``: then a row's entries are as far apart as there are rows.

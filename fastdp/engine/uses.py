@@ -153,9 +153,6 @@ class LinearUse(torch.autograd.Function):
         sink, layout = tap.open(), tap.layout
         matrix, bias = ctx.parameters
         flat = _flat(gradient if fold is None else fold.front(gradient, layout.rows))
-        if fold is None and not gradient.is_contiguous():
-            # Whatever had to be copied for that is not copied once more.
-            gradient = flat.view(gradient.shape)
         if bias is not None:
             sink.tokens(bias, flat, layout, laned)
         if matrix is not None:
@@ -167,7 +164,12 @@ class LinearUse(torch.autograd.Function):
         back = None
         if weight is not None:
             weight = weight if weight.dim() == 2 else weight.flatten(1)
-            back = F.linear(gradient, weight if swap else weight.t())
+            weight = weight.t() if swap else weight
+            if fold is None:
+                # Whatever had to be copied for the flat one is not copied once more.
+                back = flat.mm(weight).view(*gradient.shape[:-1], weight.shape[1])
+            else:
+                back = gradient.matmul(weight)
             if back.dtype != ctx.x_dtype:
                 back = back.to(ctx.x_dtype)
         return back, None, None, None

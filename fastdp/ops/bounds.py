@@ -17,7 +17,7 @@ from torch import Tensor
 
 import fastdp._native as _native
 
-from .factors import ELEMENT, SQUARE, accumulator, check_offsets, check_pair, is_one_hot, unit_bounds
+from .factors import ELEMENT, SQUARE, accumulator, check_group, check_offsets, check_pair, is_one_hot, unit_bounds
 from .norms import NORMS
 from .table import Op
 
@@ -130,19 +130,9 @@ def _check_gram_norms(
 ) -> None:
     if len(rights) != len(counts) or not rights or sum(counts) != len(lefts):
         raise ValueError(f"{len(lefts)} lefts in groups of {list(counts)} do not belong to {len(rights)} rights")
-    axes = set()
-    for own, right in _split(lefts, rights, counts):
-        if not own:
-            raise ValueError("lefts is empty: a group has at least one use")
-        for number, left in enumerate(own):
-            check_pair(left, right, (f"lefts[{number}]", "right"))
-            if is_one_hot(left):
-                raise ValueError(
-                    f"lefts[{number}] is a vector of ids: one-hot factors share no Gram matrix, use sqnorm"
-                )
-        axes.add((right.shape[0], right.device))
-    for tokens, device in axes:
-        check_offsets(offsets, tokens, device)
+    if min(counts) < 1:
+        raise ValueError("lefts is empty: a group has at least one use")
+    check_group(lefts, [right for right, count in zip(rights, counts) for _ in range(count)], offsets)
 
 
 GRAM_NORMS = Op(
@@ -198,16 +188,7 @@ def _chosen_sqnorm_reference(
 
 
 def _check_chosen_sqnorm(lefts: Sequence[Tensor], rights: Sequence[Tensor], offsets: Tensor, chosen: Tensor) -> None:
-    if not lefts or len(lefts) != len(rights):
-        raise ValueError(f"there are {len(lefts)} lefts and {len(rights)} rights: give as many of each, at least one")
-    axes = set()
-    for left, right in zip(lefts, rights):
-        check_pair(left, right)
-        if is_one_hot(left):
-            raise ValueError("left is a vector of ids: one-hot factors have one route, use sqnorm")
-        axes.add((right.shape[0], right.device))
-    for tokens, device in axes:
-        check_offsets(offsets, tokens, device)
+    check_group(lefts, rights, offsets)
     shape = len(lefts), offsets.shape[0] - 1
     if chosen.dtype != torch.bool or chosen.shape != shape or chosen.device != rights[0].device:
         raise ValueError("chosen must be bool, one a matrix and unit, beside the factors")

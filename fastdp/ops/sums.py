@@ -10,6 +10,7 @@ from torch import Tensor
 from .factors import (
     SUMS,
     accumulator,
+    check_group,
     check_ids,
     check_left,
     check_mask,
@@ -94,27 +95,11 @@ def _per_unit_group_fake(
     return gradients, rights[0].new_empty(len(lefts), offsets.shape[0] - 1, dtype=accumulator(*lefts, *rights))
 
 
-def _check_per_unit_group(lefts: Sequence[Tensor], rights: Sequence[Tensor], offsets: Tensor) -> None:
-    if not lefts or len(lefts) != len(rights):
-        raise ValueError(f"there are {len(lefts)} lefts and {len(rights)} rights: give as many of each, at least one")
-    tokens, device = rights[0].shape[0], rights[0].device
-    for number, (left, right) in enumerate(zip(lefts, rights)):
-        check_pair(left, right, (f"lefts[{number}]", f"rights[{number}]"))
-        if is_one_hot(left):
-            raise ValueError(f"lefts[{number}] is a vector of ids: the gradients of a table are not instantiated")
-        if right.shape[0] != tokens or right.device != device:
-            raise ValueError(
-                f"rights[{number}] has {right.shape[0]} tokens on {right.device} and rights[0] {tokens} on {device}: "
-                "all of a group belong to the same tokens"
-            )
-    check_offsets(offsets, tokens, device)
-
-
 PER_UNIT_GROUP = Op(
     "per_unit_group(Tensor[] lefts, Tensor[] rights, Tensor offsets) -> (Tensor[], Tensor)",
     reference=_per_unit_group_reference,
     fake=_per_unit_group_fake,
-    check=_check_per_unit_group,
+    check=check_group,
 )
 PER_UNIT_GROUP.in_family("sums")
 
@@ -351,22 +336,11 @@ def _check_weighted_sum_group(
     offsets: Tensor,
     begun: Sequence[bool],
 ) -> None:
-    if not lefts or not len(outs) == len(lefts) == len(rights) == len(weights) == len(begun):
-        raise ValueError(
-            f"there are {len(lefts)} lefts, {len(rights)} rights and {len(weights)} rows of weights: give as many of each, at "
-            "least one"
-        )
-    tokens, device = rights[0].shape[0], rights[0].device
-    check_offsets(offsets, tokens, device)
+    check_group(lefts, rights, offsets)
+    if not len(outs) == len(lefts) == len(weights) == len(begun):
+        raise ValueError(f"there are {len(lefts)} lefts and {len(weights)} rows of weights: give as many of each")
     check_weights(weights[0], rights[0], "unit", count=offsets.shape[0] - 1)
-    for number, (out, left, right) in enumerate(zip(outs, lefts, rights)):
-        if is_one_hot(left):
-            raise ValueError(f"lefts[{number}] is a vector of ids: add the rows of a table by weighted_sum")
-        if right.shape[0] != tokens:
-            raise ValueError(f"rights[{number}] has {right.shape[0]} tokens and rights[0] {tokens}")
-        if right.device != device:
-            raise ValueError(f"rights[{number}] is on {right.device} and rights[0] on {device}")
-        check_pair(left, right)
+    for out, left, right in zip(outs, lefts, rights):
         _check_out(out, left, right)
 
 

@@ -132,7 +132,8 @@ class Release:
 
     def _left(self, sums: dict[str, torch.Tensor], policy: Policy, update: Update) -> list[str]:
         """Names of the parameters that an optimizer's own step leaves to us; the sums of others are gone."""
-        summed, left = {}, []
+        summed: list[Summed] = []
+        left: list[str] = []
         stds = policy.stds or (0.0,)
         tensors, axes = self._tensors, policy.axes
         for name, parameter in self.parameters.items():
@@ -141,18 +142,16 @@ class Release:
                 left.append(name)
                 continue
             own = axes.get(name) if axes else None
-            summed[name] = Summed(parameter, self._total(sums, name), stds[group], tensors[name], own)
-        rest = update(
-            list(summed.values()),
+            summed.append(Summed(parameter, self._total(sums, name), stds[group], tensors[name], own))
+        names = list(self.parameters)
+        for part in update(
+            summed,
             lambda tensors: self.stream.take_at(self._count, tensors),
             divisor=self.expected_batch_size,
             secure_rounding=self.secure_rounding,
-        )
-        unserved = {part.tensor for part in rest}
-        for name, part in summed.items():
-            if part.tensor in unserved:
-                sums[name] = part.total
-                left.append(name)
+        ):
+            sums[names[part.tensor]] = part.total
+            left.append(names[part.tensor])
         return left
 
     def _add_noise(self, name: str, total: torch.Tensor, policy: Policy, index: int) -> None:

@@ -50,21 +50,24 @@ def _matmul(reads: Reads, tap: Tap, input: Any, other: Any) -> Any:
 
 def _product(reads: Reads, tap: Tap, operation: str, x: Any, weight: Any, bias: Any, *, swap: bool) -> Any:
     trained = (reads.is_trained(weight), reads.is_trained(bias))
-    if not any(trained) or isinstance(weight, PerLane) or isinstance(bias, PerLane):
+    if True not in trained or isinstance(weight, PerLane) or isinstance(bias, PerLane):
         return NotImplemented
-    own = tuple(p for p, read in zip((weight, bias), trained) if read)
     if reads.is_trained(x):
         x = PerLane.of(x, tap)
-    if isinstance(x, PerLane):
+    laned = isinstance(x, PerLane)
+    fold = None if laned else reads.fold(operation, weight if trained[0] else bias, x, tap)
+    if fold is not None:
+        if fold.axis == x.dim() - 1:
+            return NotImplemented
+        return LinearUse.apply(
+            x, weight, bias, Product(tap, swap, None, False, trained, None if fold.natural else fold)
+        )
+    own = tuple(p for p, read in zip((weight, bias), trained) if read)
+    if laned:
         out = LinearUse.apply(x.lanes, weight, bias, Product(tap, swap, None, True, trained, None))
         return PerLane(out, tap, sources=own + x.sources)
-    fold = reads.fold(operation, own[0], x, tap)
-    if fold is None:
-        out = LinearUse.apply(x, weight, bias, Product(tap, swap, tap.layout.lanes, True, trained, None))
-        return PerLane(out, tap, sources=own)
-    if fold.axis == x.dim() - 1:
-        return NotImplemented
-    return LinearUse.apply(x, weight, bias, Product(tap, swap, None, False, trained, None if fold.natural else fold))
+    out = LinearUse.apply(x, weight, bias, Product(tap, swap, tap.layout.lanes, True, trained, None))
+    return PerLane(out, tap, sources=own)
 
 
 HANDLERS: dict[Any, Callable[..., Any]] = {
