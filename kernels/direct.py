@@ -17,7 +17,7 @@ from .launch import (
     cdiv,
     has_wide_tiles,
     largest_side,
-    line_of,
+    lines_of,
     next_power_of_2,
     on_device_of,
     readable,
@@ -132,7 +132,7 @@ def direct_norms(
         return torch.zeros(rows, units, dtype=torch.float32, device=right.device)
     offsets = beside(offsets, right)
     if mask is None:
-        left, right = readable(left), readable(right)
+        left, right = readable([left, right])
         m, n = left.shape[1], right.shape[1]
     bits = None if mask is None else pack_mask(mask)
     wide = torch.float32 in (left.dtype, right.dtype)
@@ -179,9 +179,9 @@ def chosen_norms(
     """
     units, device = chosen.shape[1], chosen.device
     norms = torch.zeros(chosen.shape, dtype=torch.float32, device=device)
-    lefts, rights = [readable(left) for left in lefts], [readable(right) for right in rights]
+    lefts, rights = readable(lefts), readable(rights)
     kinds: dict[tuple[torch.dtype, torch.dtype, bool, bool], list[int]] = {}
-    pairs = [(line_of(left), line_of(right)) for left, right in zip(lefts, rights)]
+    pairs = list(zip(lines_of(lefts), lines_of(rights)))
     for i, (one, two) in enumerate(pairs):
         if one[1] and two[1] and rights[i].shape[0]:
             contiguous = one[3] == two[3] == 1
@@ -191,8 +191,9 @@ def chosen_norms(
     for (of_left, of_right, contiguous, wide_loads), members in kinds.items():
         wide = torch.float32 in (of_left, of_right)
         largest = largest_side(wide, device)
-        b_m, b_n = (min(largest, side_tile(max(pairs[i][side][1] for i in members), wide)) for side in (0, 1))
-        tiles = max(-(-pairs[i][0][1] // b_m) * -(-pairs[i][1][1] // b_n) for i in members)
+        widths = {(pairs[i][0][1], pairs[i][1][1]) for i in members}
+        b_m, b_n = (min(largest, side_tile(max(widest), wide)) for widest in zip(*widths))
+        tiles = max(-(-m // b_m) * -(-n // b_n) for m, n in widths)
         splits = splits_to_fill(norms, len(members) * units, tiles)
         lines = [
             (at_left, at_right, m, n, *strides_left, *strides_right)

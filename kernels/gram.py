@@ -16,11 +16,12 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from .launch import (
     TRITON,
+    Line,
     aligned,
     beside,
     is_recorded,
     largest_side,
-    line_of,
+    lines_of,
     on_device_of,
     processors,
     readable,
@@ -35,7 +36,6 @@ PADDING = tl.constexpr(2.0**-42)  # as csrc/bounds.h and fastdp/ops/bounds.py ha
 #: Programs that a processor runs at a time, and how fast each of their entries is made, by side of tiles: assumed, as larger
 #: tiles read each row fewer times.
 RESIDENT = {128: 1, 64: 2, 32: 4, 16: 8}
-_Line = tuple[int, int, int, int]
 _SPEED = {128: 1.0, 64: 0.55, 32: 0.3, 16: 0.15}
 
 
@@ -217,15 +217,14 @@ def gram_norms(
     if units == 0 or tokens == 0:
         return squares, products
     offsets = beside(offsets, squares)
-    groups = [([readable(left) for left in lefts], readable(right)) for lefts, right in groups]
+    groups = [(readable(lefts), readable([right])[0]) for lefts, right in groups]
     # Of each launch the rights, each with its lefts, which stand in the results where their numbers say: a line for each.
-    launches: dict[tuple[torch.dtype, torch.dtype, bool, bool], list[tuple[_Line, list[tuple[int, _Line]]]]] = {}
+    launches: dict[tuple[torch.dtype, torch.dtype, bool, bool], list[tuple[Line, list[tuple[int, Line]]]]] = {}
     at = 0
     for lefts, right in groups:
-        kinds: dict[tuple[torch.dtype, torch.dtype, bool, bool], list[tuple[int, _Line]]] = {}
-        of_group = line_of(right)
-        for left in lefts:
-            line = line_of(left)
+        kinds: dict[tuple[torch.dtype, torch.dtype, bool, bool], list[tuple[int, Line]]] = {}
+        (of_group,) = lines_of([right])
+        for left, line in zip(lefts, lines_of(lefts)):
             contiguous = line[3] == of_group[3] == 1
             kind = right.dtype, left.dtype, contiguous, contiguous and aligned(line, of_group)
             kinds.setdefault(kind, []).append((at, line))
@@ -233,7 +232,7 @@ def gram_norms(
         for kind, members in kinds.items():
             launches.setdefault(kind, []).append((of_group, members))
     for (of_right, of_left, contiguous, wide_loads), problems in launches.items():
-        problems.sort(key=lambda problem: -sum(line[1] for _, line in problem[1]) - problem[0][1])
+        problems.sort(key=lambda problem: -sum([line[1] for _, line in problem[1]]) - problem[0][1])
         order = [i for _, members in problems for i, _ in members]
         rights: list[int] = []
         lines: list[int] = []

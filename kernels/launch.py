@@ -4,7 +4,7 @@ programs fill it.
 
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import torch
@@ -19,6 +19,7 @@ TRITON = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16:
 #: Numbers of a matrix from which on a copy of it is cheap beside its products.
 _MANY = 1 << 20
 
+Line = tuple[int, int, int, int]
 _Launcher = TypeVar("_Launcher", bound=Callable[..., Any])
 
 
@@ -66,23 +67,27 @@ def next_power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-def line_of(matrix: torch.Tensor) -> tuple[int, int, int, int]:
-    """What tables of many matrices say of one: its address, columns and strides."""
-    row, column = matrix.stride()
-    return matrix.data_ptr(), matrix.shape[1], row, column
+def lines_of(matrices: Iterable[torch.Tensor]) -> list[Line]:
+    """What tables of many matrices say of each: its address, columns and strides."""
+    return [(matrix.data_ptr(), matrix.shape[1], *matrix.stride()) for matrix in matrices]  # type: ignore[misc]
 
 
-def aligned(*lines: tuple[int, int, int, int]) -> bool:
-    """Whether the rows of matrices, whose columns are neighbours, may all be read 16 bytes at a time."""
-    return not any(address % 16 or (columns | row) % 8 for address, columns, row, _ in lines)
+def aligned(one: Line, other: Line) -> bool:
+    """Whether the rows of two matrices, whose columns are neighbours, may be read 16 bytes at a time."""
+    return not ((one[0] | other[0]) % 16 or (one[1] | one[2] | other[1] | other[2]) % 8)
 
 
-def readable(matrix: torch.Tensor) -> torch.Tensor:
-    """The matrix, or a copy with columns of zeros behind it, if its rows are many numbers that cannot be read 16 bytes at a time.
+def readable(matrices: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """The matrices; a copy with columns of zeros behind of each whose many numbers cannot be read 16 bytes at a time.
 
-    The gradient of 50,257 logits is: reading it number by number takes nine times as long as all products.
+    The gradient of 50,257 logits is one: reading it number by number takes nine times as long as all products.
     """
-    if matrix.numel() < _MANY or matrix.stride(1) != 1 or aligned(line_of(matrix)):
+    return [matrix if matrix.numel() < _MANY else _padded(matrix) for matrix in matrices]
+
+
+def _padded(matrix: torch.Tensor) -> torch.Tensor:
+    (line,) = lines_of([matrix])
+    if line[3] != 1 or aligned(line, line):
         return matrix
     return torch.nn.functional.pad(matrix, (0, -matrix.shape[1] % 8))
 

@@ -224,7 +224,7 @@ def weighted_sums_(
     tokens, units = rights[0].shape[0], offsets.shape[0] - 1
     device = rights[0].device
     if not masks:
-        longer = [readable(left) for left in lefts]
+        longer = readable(lefts)
         odd = [i for i, left in enumerate(longer) if left is not lefts[i]]
         if odd:
             wider = list(outs)

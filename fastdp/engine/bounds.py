@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ import torch
 
 from fastdp.engine.constants import sent
 from fastdp.ops.bounds import FLOOR, LARGEST_RATIO
+from fastdp.ops.placed import held, placed
 
 # float64 arithmetic on a few thousand numbers, each positive: far below this.
 _SLACK = 1 + 2.0**-30
@@ -163,21 +165,28 @@ class Norms:
                 [none.expand(len(r.groups), -1) if r.products is None else r.products for r in self._rows]
             )
             reach = products**self.order
-            entries, relative, gram, apart = zip(*(error for rows in self._rows for error in rows.errors))
-            floor = FLOOR**self.order
-            errors = powers.abs() * self._constants(relative)
-            errors += self._constants(tuple(count * floor for count in entries))
-            errors += reach * self._constants(gram)
+            every = tuple(itertools.chain.from_iterable([rows.errors for rows in self._rows]))
+            relative, least, gram, apart = held(_constants(every, self.order, self._device))
+            errors = powers.abs() * relative
+            errors += least
+            errors += reach * gram
             highest.index_add_(0, groups, errors)
-            added.index_add_(0, groups, reach * self._constants(tuple(error**self.order for error in apart)))
+            added.index_add_(0, groups, reach * apart)
         norms = highest.clamp(min=0) ** (1 / self.order) + added ** (1 / self.order)
         return UpperNorms(norms * _SLACK, measured)
 
     def _groups(self, every: Sequence[_Rows]) -> torch.Tensor:
-        return sent(tuple(group for rows in every for group in rows.groups), torch.int64, self._device)
+        return sent(tuple(itertools.chain.from_iterable([rows.groups for rows in every])), torch.int64, self._device)
 
-    def _constants(self, values: tuple[float, ...]) -> torch.Tensor:
-        return sent(values, torch.float64, self._device).unsqueeze(1)
+
+@functools.lru_cache(maxsize=64)
+def _constants(every: tuple[Errors, ...], order: int, device: torch.device) -> torch.Tensor:
+    """Of each part what its powers are off by relative to themselves, at least, and against the products to the power of the
+    order; and what is added so, against these: ``[4, parts, 1]``.
+    """
+    floor = FLOOR**order
+    numbers = [(error.relative, error.entries * floor, error.gram, error.added**order) for error in every]
+    return placed(torch.tensor(numbers, dtype=torch.float64).t().contiguous(), device).unsqueeze(2)
 
 
 def stacked(blocks: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -284,7 +284,7 @@ class NormSink(Captures):
         products = stacked([found.products for found in self._grams])
         errors = [found.errors.gram for found in every]
         hidden = products.square()
-        hidden *= sent(tuple(error.gram for error in errors), torch.float64, hidden.device).unsqueeze(1)
+        hidden *= sent(tuple([error.gram for error in errors]), torch.float64, hidden.device).unsqueeze(1)
         known = self.norms.measured().index_add_(0, groups, squares)
         poor = (torch.zeros_like(known).index_add_(0, groups, hidden) > REMEASURED * known)[groups]
         anew = poor.device.type != "cpu" or bool(poor.any())

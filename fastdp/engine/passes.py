@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
@@ -41,6 +42,7 @@ from fastdp.engine.uses import Sink, Tap
 
 #: How per-example gradients are obtained.
 USES, ONE_EXAMPLE, ORDINARY = "uses", "one-example", "ordinary"
+_GRADIENT = operator.attrgetter("grad")
 #: Whole gradients that take less than this share of the model's own memory are cheaper than a second backward pass.
 _INSTANCES = 0.125
 
@@ -135,6 +137,7 @@ class Passes:
         self._every = list(
             {id(p): (name, p) for own in (self.parameters, self.read) for name, p in own.items()}.values()
         )
+        self._parameters = [parameter for _, parameter in self._every]
         self.accumulator = accumulator or Accumulator(self.read, policy)
         self.accumulator.read(self.read, self.weights)
         self.device = next(iter(self.read.values())).device
@@ -388,7 +391,7 @@ class Passes:
     def refuse_foreign_gradients(self, when: str) -> None:
         """Every covered use returns no gradient to autograd, so a `.grad` that appears is one nothing has clipped."""
         stray = self.weights.stray()
-        if stray is None and not any(parameter.grad is not None for _, parameter in self._every):
+        if stray is None and {None}.issuperset(map(_GRADIENT, self._parameters)):
             return
         for name, parameter in self._every:
             if parameter.grad is not None or name == stray:

@@ -11,12 +11,10 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-_WHOLE = (torch.nn.Parameter, torch.Tensor)
-
 
 def is_cut(tensor: torch.Tensor) -> bool:
     """Whether a tensor is in pieces, or might be."""
-    return type(tensor) not in _WHOLE and hasattr(tensor, "placements")
+    return hasattr(tensor, "placements")
 
 
 def piece(tensor: torch.Tensor) -> torch.Tensor:

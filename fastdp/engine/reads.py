@@ -68,6 +68,6 @@ class Reads:
             raise UnsupportedUse(f"{key[1]}: {operation} of an input of {x.dim()} dimensions, unseen when traced")
         fold = self.carries_rows[key]
         tap.note(operation, x, fold)
-        if fold is not None and not fold.natural and tap.layout.token_segments is not None:
+        if tap.layout.token_segments is not None and fold is not None and not fold.natural:
             raise UnsupportedUse(f"{key[1]}: packed rows are not first in the input of {operation}")
         return fold

@@ -164,14 +164,14 @@ class Sums:
         axes: dict[tuple[int, bool], list[str]] = {}
         for name, use in uses.items():
             axes.setdefault((use.right.shape[0], use.laned), []).append(name)
+        whole = self._whole
         for (tokens, laned), names in axes.items():
-            lefts, rights = zip(*(uses[name].oriented for name in names))
+            lefts, rights = zip(*[uses[name].oriented for name in names])
             weights = self._plain_weights(names, factors)
-            held = [self._whole.get(name) for name in names]
+            held = [whole.get(name) for name in names]
             outs = [None if total is None else total.view(total.shape[0], -1) for total in held]
             found = ops.weighted_sum_group(lefts, rights, weights, layout.offsets(tokens, laned=laned), outs)
-            for name, total in zip(names, found):
-                self._whole[name] = total.view(self.parameters[name].shape)
+            whole.update({name: total.view(self.parameters[name].shape) for name, total in zip(names, found)})
 
 
 def as_matrix(mask: torch.Tensor) -> torch.Tensor:

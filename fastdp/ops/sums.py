@@ -95,11 +95,15 @@ def _per_unit_group_fake(
     return gradients, rights[0].new_empty(len(lefts), offsets.shape[0] - 1, dtype=accumulator(*lefts, *rights))
 
 
+def _check_per_unit_group(lefts: Sequence[Tensor], rights: Sequence[Tensor], offsets: Tensor) -> None:
+    check_group(lefts, rights, offsets)
+
+
 PER_UNIT_GROUP = Op(
     "per_unit_group(Tensor[] lefts, Tensor[] rights, Tensor offsets) -> (Tensor[], Tensor)",
     reference=_per_unit_group_reference,
     fake=_per_unit_group_fake,
-    check=check_group,
+    check=_check_per_unit_group,
 )
 PER_UNIT_GROUP.in_family("sums")
 

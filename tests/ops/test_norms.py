@@ -295,7 +295,11 @@ BAD = [
     (lambda: ops.sqnorm(LEFT, RIGHT, OFFSETS, "ghost"), ValueError, "route is 'ghost'"),
     (lambda: ops.gram_norms([([], RIGHT)], OFFSETS), ValueError, "lefts is empty"),
     (lambda: ops.gram_norms([([LEFT, LEFT[:2]], RIGHT)], OFFSETS), ValueError, r"lefts\[1\] has 2 tokens"),
-    (lambda: ops.gram_norms([([torch.zeros(6).long()], RIGHT)], OFFSETS), ValueError, "one-hot factors share no Gram"),
+    (
+        lambda: ops.gram_norms([([torch.zeros(6).long()], RIGHT)], OFFSETS),
+        ValueError,
+        "one-hot factors are in no group",
+    ),
     (lambda: ops.cross_inner(LEFT, RIGHT, LEFT, LEFT, OFFSETS, OFFSETS), ValueError, "right1 is 4 wide and right2 3"),
     (lambda: ops.cross_inner(LEFT, RIGHT, RIGHT, RIGHT, OFFSETS, OFFSETS), ValueError, "left1 is 3 wide and left2 4"),
     (

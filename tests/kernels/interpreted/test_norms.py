@@ -22,8 +22,9 @@ def test_rows_that_cannot_be_read_16_bytes_at_a_time_are_copied(dtype, monkeypat
     monkeypatch.setattr(launch, "_MANY", 1)
     offsets = offsets_of(RAGGED)
     left, right = factor(int(offsets[-1]), 13, 0, dtype), factor(int(offsets[-1]), 16, 1, dtype)
-    assert launch.readable(left).stride(0) == 16
-    assert launch.readable(right) is right
+    longer, same = launch.readable([left, right])
+    assert longer.stride(0) == 16
+    assert same is right
     truth = squared(left, right, offsets)
     every = torch.ones(1, len(RAGGED), dtype=torch.bool)
     for found in (
