@@ -239,13 +239,10 @@ class CorrectedAdam(torch.optim.AdamW):
             if any(group["amsgrad"] or group["maximize"] for group in groups):
                 raise ValueError("Adam with weight decay and amsgrad or maximize needs torch 2.7 or later: use AdamW")
             return False
-        return not any(self._has_own_moments(p) for group in groups for p in group["params"])
-
-    def _has_own_moments(self, parameter: torch.Tensor) -> bool:
-        """Whether a gradient is to be applied whose moments torch's own step would not keep in their dtype."""
-        if parameter.grad is None:
-            return False
-        return self.moments != torch.float32 or parameter.dtype not in (torch.float32, torch.float64)
+        applied = [p for group in groups for p in group["params"] if p.grad is not None]
+        # Of other dtypes torch's own step would not keep the moments in theirs.
+        wide = {p.dtype for p in applied} <= {torch.float32, torch.float64}
+        return not applied or (wide and self.moments == torch.float32)
 
     def _corrected(
         self, number: int, parameter: torch.Tensor, group: dict[str, Any], beta1: float, beta2: float

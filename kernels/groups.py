@@ -87,7 +87,7 @@ def _sums_kernel(p_table, p_weights, units, lines, b: tl.constexpr):
 
 def first_programs(lengths: Sequence[int], each: int) -> tuple[list[int], int]:
     """Number of the first program of each tensor, and of all programs, where one program takes ``each`` elements."""
-    ends = list(itertools.accumulate(-(-n // each) for n in lengths))
+    ends = list(itertools.accumulate([-(-n // each) for n in lengths]))
     return [0, *ends[:-1]], ends[-1] if ends else 0
 
 

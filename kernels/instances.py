@@ -127,7 +127,7 @@ def instance_sum(
 
 
 def _grouped(instances: Sequence[torch.Tensor]) -> bool:
-    return all(x.dtype == torch.float32 and x.is_contiguous() for x in instances)
+    return {x.dtype for x in instances} == {torch.float32} and all(map(torch.Tensor.is_contiguous, instances))
 
 
 @serves(1)

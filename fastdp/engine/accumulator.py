@@ -128,13 +128,14 @@ class Accumulator(Sums):
                 self.add_instances(whole, factors)
                 self.add_matrices(matrices, factors, layout)
                 whole, matrices, held = {}, {}, 0
-            self.keep(name)
+            if self.weights.cut:
+                self.keep(name)
         self.add_instances(whole, factors)
         self.add_matrices(matrices, factors, layout)
 
     def _together(self, norms: NormSink) -> int:
         """Bytes of sums that are made in one launch: few beside all of them, or beside what captures may hold back."""
-        every = 4 * sum(self.parameters[name].numel() for name in norms.entries)
+        every = 4 * sum([self.parameters[name].numel() for name in norms.entries])
         return min(norms.may_hold_bytes, max(every // _LAUNCHES, norms.may_hold_bytes // 32))
 
     def _scaled(self, sink: Sink) -> Sink:

@@ -234,7 +234,7 @@ def _check_steps(
                 f"sums and masters must be contiguous float32 {list(shape)} on {device}, moments all float32 or all "
                 f"bfloat16, got {x.dtype} {list(x.shape)} on {x.device}"
             )
-    if any(param.device != device or not param.is_contiguous() for param in params):
+    if not ({param.device for param in params} == {device} and all(map(torch.Tensor.is_contiguous, params))):
         raise ValueError(f"params must be contiguous and on one device, {device}")
     for param, *axes in zip(params, rows, columns):
         _check_axes(param, *axes)

@@ -216,7 +216,8 @@ def _check_group(instances: Sequence[Tensor]) -> None:
         raise ValueError("instances is empty: give at least one tensor")
     first = instances[0]
     for x in instances:
-        _check_instances(x, None)
+        if x.dim() < 1 or x.dtype not in FLOATS:
+            _check_instances(x, None)
         if x.shape[0] != first.shape[0] or x.device != first.device:
             raise ValueError(
                 f"instances are of {first.shape[0]} units on {first.device} and of {x.shape[0]} on {x.device}: they must "

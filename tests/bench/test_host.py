@@ -33,14 +33,14 @@ def calls(step: Callable[[], None]) -> int:
 @pytest.mark.parametrize(
     ("case", "most"),
     [
-        pytest.param(small("llama", rank=4, tokens=16), 0, id="llama-lora"),
-        pytest.param(small("llama", tokens=16), 0, id="llama-full"),
-        pytest.param(small("bert", tokens=16), 0, id="bert-full"),
-        pytest.param(small("gpt2", tokens=16), 0, id="gpt2-full"),
+        pytest.param(small("llama", rank=4, tokens=16), 800, id="llama-lora"),
+        pytest.param(small("llama", tokens=16), 590, id="llama-full"),
+        pytest.param(small("bert", tokens=16), 570, id="bert-full"),
+        pytest.param(small("gpt2", tokens=16), 560, id="gpt2-full"),
     ],
 )
 def test_a_layer_takes_few_calls(case, most):
-    """By the difference of two depths, in the third step; a 20th of what it takes is left for other versions of torch."""
+    """By the difference of two depths, in the third step; with a 20th of room, for other versions of torch and transformers."""
     found = []
     for layers in (1, 2):
         with simulated(GPUS["h100"]):
