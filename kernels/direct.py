@@ -22,6 +22,7 @@ from .launch import (
     on_device_of,
     readable,
     splits_to_fill,
+    table_beside,
 )
 from .mask import load_mask, pack_mask
 from .reduce import sum_slots
@@ -204,7 +205,7 @@ def chosen_norms(
         parts = torch.empty(1, len(members) * units * splits, dtype=torch.float32, device=device)
         with on_device_of(norms):
             _chosen_kernel[(len(members) * units, splits)](
-                beside(torch.tensor(lines, dtype=torch.int64), norms),
+                table_beside(lines, norms),
                 offsets,
                 (chosen if every else chosen[into]).contiguous().view(torch.uint8),
                 parts,

@@ -26,6 +26,7 @@ from .launch import (
     processors,
     readable,
     row_tile,
+    table_beside,
     version_of,
 )
 from .tiles import gram_tile
@@ -244,7 +245,7 @@ def gram_norms(
         count = processors(device)
         side = b_t or tile_of(tokens, units, len(problems), largest_side(wide, device), count)
         table, most = _pairs_of(offsets, tokens, side)
-        addresses = beside(torch.tensor(rights + lines, dtype=torch.int64), squares)
+        addresses = table_beside((rights, lines), squares)
         parts = torch.empty(2, len(order), most, dtype=torch.float32, device=device)
         all_of_it = len(launches) == 1 and order == list(range(uses))
         out = squares if all_of_it else torch.empty(len(order), units, dtype=torch.float32, device=device)

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import beside, on_device_of
+from .launch import on_device_of, table_beside
 
 _COLUMNS = 1024
 #: Elements of a gradient that one program measures.
@@ -99,7 +99,7 @@ def instance_norms(instances: Sequence[torch.Tensor]) -> torch.Tensor:
         lengths = [x.numel() // units for x in instances]
         firsts, programs = first_programs(lengths, _LONG)
         lines = [(x.data_ptr(), n, first) for x, n, first in zip(instances, lengths, firsts)]
-        table = beside(torch.tensor(lines, dtype=torch.int64), out)
+        table = table_beside(lines, out)
         parts = torch.empty(units, programs, dtype=torch.float32, device=device)
         with on_device_of(out):
             if programs:
@@ -122,7 +122,7 @@ def instance_sums(instances: Sequence[torch.Tensor], weights: torch.Tensor) -> l
         lines = [(x.data_ptr(), t.data_ptr(), n, first) for x, t, n, first in zip(instances, sums, lengths, firsts)]
         with on_device_of(weights):
             _sums_kernel[(programs,)](
-                beside(torch.tensor(lines, dtype=torch.int64), weights),
+                table_beside(lines, weights),
                 weights.contiguous(),
                 units,
                 len(lines),

@@ -24,7 +24,7 @@ import triton.language as tl
 from .blocks import COUNT_MASK, ENDS, UNIT_SHIFT, blocks_of, runs_of
 from .direct import side_tile
 from .groups import owner
-from .launch import TRITON, beside, has_wide_tiles, on_device_of, processors, readable, row_tile
+from .launch import TRITON, beside, has_wide_tiles, on_device_of, processors, readable, row_tile, table_beside
 from .mask import load_mask, pack_mask
 from .tiles import multiply
 
@@ -278,7 +278,7 @@ def weighted_sums_(
         rest = tiles - whole
         blocks, slots = blocks_of(offsets, tokens, b_t)
         parts = torch.empty(max(1, rest * splits * b_m * b_n), dtype=torch.float32, device=device)
-        table = beside(torch.tensor(lines, dtype=torch.int64), parts)
+        table = table_beside(lines, parts)
         # A kernel without a mask never reads the second ones, and has no optional arguments.
         inside, outside = (
             (w if len(members) == len(outs) else w[beside(torch.tensor(members), parts)]).contiguous()
