@@ -459,10 +459,11 @@ def simulated(gpu: Gpu, granularity: int = 512) -> Iterator[Meter]:
         importlib.import_module(f"fastdp.kernels.{family}")
     meter = Meter(gpu, granularity)
     constants = {("meta", width): value for (kind, width), value in routes.DEFAULTS.items() if kind == "cuda"}
-    ours = {name: meter.own(name, op.implementations["cuda"], op.reference) for name, op in OPS.items()}
+    served = {name: op for name, op in OPS.items() if "cuda" in op.implementations}
+    ours = {name: meter.own(name, op.implementations["cuda"], op.reference) for name, op in served.items()}
     autocast = torch.is_autocast_enabled
     with contextlib.ExitStack() as stack:
-        for name, op in OPS.items():
+        for name, op in served.items():
             stack.enter_context(mock.patch.dict(op.implementations, {"meta": ours[name]}))
         stack.enter_context(mock.patch.dict(routes.DEFAULTS, constants))
         stack.enter_context(mock.patch.object(norms, "may_hold", return_value=gpu.memory // 32))

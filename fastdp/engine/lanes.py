@@ -372,7 +372,7 @@ def _matmul(meeting: Meeting, input: Any, other: Any) -> Any:
     # W x is (x^T W^T)^T.
     rank = other.dim()
     swapped = {rank - 1: rank - 2, rank - 2: rank - 1}
-    fold = meeting.fold._replace(axis=swapped.get(meeting.fold.axis, meeting.fold.axis))
+    fold = Fold(swapped.get(meeting.fold.axis, meeting.fold.axis), meeting.fold.inner)
     turned = replace(meeting, activation=other.mT, fold=fold)
     out = _product(turned, torch.matmul, turned.activation, input, None, swap=False)
     return out if out is NotImplemented else out.mT

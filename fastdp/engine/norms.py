@@ -141,7 +141,7 @@ class NormSink(Captures):
         route = found.route.name
         # The gradient of a table has no small form, and its cross term with this use needs both as factors.
         small = route == "instantiate" and name not in self.tables
-        self.routes[name] = found.route._replace(name="masked") if masked and not small else found.route
+        self.routes[name] = Route("masked", *found.route[1:]) if masked and not small else found.route
         if small:
             self._instantiate(name, factors)
             return
