@@ -132,13 +132,13 @@ def test_a_group_that_the_policy_leaves_unclipped_is_caught(monkeypatch: pytest.
 
 
 def test_a_layer_left_out_of_the_norm_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    correct = NormSink.add_powers
+    correct = NormSink._add_direct
 
-    def add(self: NormSink, name: str, *powers: Any, **errors: Any) -> None:
-        if name != "embedding.weight":
-            correct(self, name, *powers, **errors)
+    def add(self: NormSink, found: Any) -> None:
+        if found.name != "embedding.weight":
+            correct(self, found)
 
-    monkeypatch.setattr(NormSink, "add_powers", add)
+    monkeypatch.setattr(NormSink, "_add_direct", add)
     assert examples(tied=False, self_check=False).refuted
 
 
