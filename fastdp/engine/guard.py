@@ -27,6 +27,8 @@ from fastdp.engine.sent import Sent
 _Buffers = dict[str, tuple[torch.Tensor, int]]
 #: The most tensors that are looked at for each release; of more than these, some are drawn.
 _SPOTS = 32
+#: Where a module holds what is in its state.
+_STATE = frozenset({"_parameters", "_buffers", "_modules"})
 #: What a module says that it holds.
 _HOLDS, _BUFFERS = operator.attrgetter("_parameters", "_modules"), operator.attrgetter("_buffers")
 
@@ -94,7 +96,9 @@ class Guard:
         #: What devices were asked and have not said; and a tensor that was moved, once that is known.
         self._asked: list[_Question] = []
         self._moved: str | None = None
-        leaving = _Leaving(self.require_told)
+        #: What a whole model has beside its state, as it was at the start.
+        self._aside = self._beside()
+        leaving = _Leaving(self.require_told, self._require_whole)
         # A scripted module takes no hooks; what it is part of does.
         hooked = [module for module in self._own if not isinstance(module, torch.jit.ScriptModule)]
         self._hooks = [module.register_state_dict_pre_hook(leaving) for module in hooked]
@@ -193,6 +197,27 @@ class Guard:
         What was found once is said at each call, and at each release, until `conclude`.
         """
         self._answered(wait=True)
+
+    def _require_whole(self) -> None:
+        """As `require_told`, of a model that is copied or saved as a whole, with all that a forward may have left in it."""
+        self.require_told()
+        for name, found in self._beside().items():
+            before = self._aside.get(name, [])
+            if len(found) != len(before) or any(map(_written, before, found)):
+                raise RuntimeError(
+                    f"{name} has come to the model, or was written, since it was made private, and would leave with a model that "
+                    "is copied or saved whole: set it to None first, or take state_dict()"
+                )
+
+    def _beside(self) -> dict[str, list[tuple[torch.Tensor, int]]]:
+        """Tensors that modules hold beside their state, by name: attributes, nested ones too, and buffers that no state has."""
+        found = {}
+        for prefix, module in self.model.named_modules():
+            aside = {name: module._buffers[name] for name in getattr(module, "_non_persistent_buffers_set", ())}
+            for name, value in {**vars(module), **aside}.items():
+                if name not in _STATE and (tensors := [(t, t._version) for t in flat(value)]):
+                    found[_joined(prefix, name)] = tensors
+        return found
 
     def conclude(self) -> None:
         """Raise as `require_told` what was not yet raised, and forget it: whoever calls says what the weights are, or ends.
@@ -342,8 +367,8 @@ class Guard:
 class _Leaving:
     """A hook of modules whose state is about to be taken, or which are copied or saved whole: what leaves is looked at first."""
 
-    def __init__(self, require: Callable[[], None]):
-        self._require = require
+    def __init__(self, require: Callable[[], None], require_whole: Callable[[], None]):
+        self._require, self._require_whole = require, require_whole
 
     def __call__(self, module: torch.nn.Module, prefix: str, keep_vars: bool) -> None:
         self._require()
@@ -353,7 +378,7 @@ class _Leaving:
         return function(*arguments)
 
     def __reduce__(self) -> Any:
-        self._require()
+        self._require_whole()
         # A copy is a plain model, and a file of it is read without this package: of three arguments a slice does nothing.
         return functools.partial, (slice,)
 

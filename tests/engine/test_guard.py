@@ -275,3 +275,36 @@ def test_a_buffer_that_the_loop_writes_is_refused_at_the_next_release(write: Cal
     model.seen.sub_(1)
     with pytest.raises(RuntimeError, match="seen was changed outside of a release"):
         guard.require_untouched(last=False)
+
+
+class Remembering(nn.Module):
+    """Keeps what its latest forward pass saw, as models keep attention maps."""
+
+    def __init__(self, where: str):
+        super().__init__()
+        self.linear, self.where = nn.Linear(3, 2), where
+        self.constant = torch.ones(2)
+        self.register_buffer("scratch", torch.zeros(4, 3), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        kept = {"attribute": x, "nested": {"seen": [x]}}
+        if self.where == "scratch":
+            self.scratch.copy_(x)
+        else:
+            self.kept = kept[self.where]
+        return self.linear(x) * self.constant
+
+
+@pytest.mark.parametrize("take", [copy.deepcopy, pickle.dumps])
+@pytest.mark.parametrize("where", ["attribute", "nested", "scratch"])
+def test_what_a_forward_leaves_in_a_model_does_not_leave_with_it(where: str, take: Any) -> None:
+    model = nn.Sequential(Remembering(where))
+    guard = Guard(model)
+    guard.settle()
+    take(model)
+    model(torch.ones(4, 3))
+    assert len(model.state_dict()) == 2
+    with pytest.raises(RuntimeError, match=r"0\.(kept|scratch) has come to the model, or was written"):
+        take(model)
+    guard.close()
+    take(model)

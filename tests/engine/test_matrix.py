@@ -33,6 +33,7 @@ def test_step_matches_one_example_at_a_time(name: str, tuning: str) -> None:
     plain = copy.deepcopy(model)
 
     engine = stepped(model, data, bound)
+    copy.deepcopy(model)  # would be refused if a forward had left something of the batch in it
 
     assert engine.route == "uses", engine.reason
     assert relative(Recording.seen[-1][0], sizes) < TOLERANCE
