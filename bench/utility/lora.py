@@ -6,7 +6,8 @@ Every row spends its ``epsilon`` truly (PLD). The protocol is one for all forms:
 is at the grid's edge, each once at the middle epsilon, on held-out texts and with a seed that nothing else uses; like
 anybody's choice of them, that is not accounted for. A seed's forms share new weights, batches and noise, so that their
 differences have a standard error of their own. Forms that are ``warmed`` make a pass over 64 public examples first; any method
-may that is given some.
+may that is given some. Forms with ``oracle`` axes take them from the private gradients as they are: they have no epsilon and are
+no method, but what no choice of axes can pass. Rows of the part ``axes`` say what axes should gain, by private gradients as well.
 """
 
 from __future__ import annotations
@@ -32,9 +33,11 @@ from fastdp.bench.utility.suite import (
     interior,
     paired,
     parser_of,
+    placed,
     spread_of,
     train,
 )
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 import fastdp
@@ -47,6 +50,8 @@ from fastdp.private.method import Method
 DELTA = suite_of_rapft.DELTA
 RATES = (5e-3, 1e-2, 2e-2)
 BASELINE = "DP-SGD"
+#: Of the private ones that oracle axes are taken from, half.
+EXAMPLES = 192
 
 
 @dataclass(frozen=True)
@@ -56,7 +61,8 @@ class Form:
     Args:
         fixed: the first matrix is frozen with orthonormal rows (`fix_lora_projections`).
         warmed: a pass over the public examples first.
-        axes: gradients are clipped and noised along axes of the public examples' second moments.
+        axes: gradients are clipped and noised along axes: of the ``public`` examples' second moments; or, without any privacy,
+            ``oracle`` axes of the private ones', one a ``tensor``, or ``agreed``, the best there are for Adam (`gain`).
         corrected: the noise's variance is subtracted from Adam's second moment.
         averaged: decay of an average of the weights, or None.
         denoised: singular values of the released gradients are shrunk to what the noise leaves of them.
@@ -65,20 +71,28 @@ class Form:
 
     fixed: bool = False
     warmed: bool = False
-    axes: bool = False
+    axes: str | None = None
     corrected: bool = False
     averaged: float | None = None
     denoised: bool = False
     larger: int = 1
+
+    @property
+    def claims(self) -> bool:
+        """Whether its epsilon is one."""
+        return self.axes in (None, "public")
 
 
 FORMS = {
     BASELINE: Form(),
     "first matrix fixed": Form(fixed=True),
     "warmed": Form(warmed=True),
-    "warmed, axes": Form(warmed=True, axes=True),
+    "warmed, axes": Form(warmed=True, axes="public"),
+    "warmed, oracle axes": Form(warmed=True, axes="oracle"),
+    "warmed, oracle axes by tensor": Form(warmed=True, axes="tensor"),
+    "warmed, oracle axes of agreement": Form(warmed=True, axes="agreed"),
     "warmed, fixed": Form(warmed=True, fixed=True),
-    "warmed, axes, corrected": Form(warmed=True, axes=True, corrected=True),
+    "warmed, axes, corrected": Form(warmed=True, axes="public", corrected=True),
     "corrected": Form(corrected=True),
     "averaged": Form(averaged=0.7),
     "batches of twice the size": Form(larger=2),
@@ -170,7 +184,7 @@ class Bench(suite_of_rapft.Bench):
                 quality = evaluate(model, examples, self.collator, 32, "causal-lm")
         found = {
             "perplexity": quality.perplexity,
-            "true_epsilon": float(fastdp.accounting.epsilon(run.ledger.event(), DELTA)),
+            "true_epsilon": float(fastdp.accounting.epsilon(run.ledger.event(), DELTA)) if form.claims else "inf",
             "noise_multiplier": run.noise_multiplier,
             "trained_parameters": sum(p.numel() for p in trained),
         }
@@ -181,10 +195,73 @@ class Bench(suite_of_rapft.Bench):
 
     def _method(self, form: Form, model: torch.nn.Module) -> Method:
         options: dict[str, Any] = {"bias_correction": form.corrected, "weight_averaging": form.averaged}
-        if not form.axes:
+        if form.axes is None:
             return fastdp.DPSGD(**options)
-        sizes = rapft.second_moments(model, self.public)
-        return fastdp.RapFT(rapft.PublicMoments(sizes), allocation="axes", **options)
+        sizes = self._sizes(form.axes, model)
+        power = 1.0 if form.axes == "agreed" else 0.5
+        return fastdp.RapFT(rapft.PublicMoments(sizes), allocation="axes", axes_power=power, **options)
+
+    def _sizes(self, axes: str, model: torch.nn.Module) -> dict[str, Tensor]:
+        """What the axes of a form follow, by trained parameter."""
+        if axes == "public":
+            return rapft.second_moments(model, self.public)
+        sizes = {}
+        for name, (square, *halves) in self._known(model).items():
+            root, mean = square.sqrt(), torch.stack(halves).mean(0)
+            if axes == "tensor":
+                root = torch.full_like(root, float(root.square().mean().sqrt()))
+            elif axes == "agreed":
+                # Of rows, columns and the whole the share of what examples have in common; of chance as little as a tenth.
+                whole = float(mean.sum() / square.sum())
+                rows, columns = ((mean.sum(i) / square.sum(i)).clamp_min(0.1 * whole) for i in (1, 0))
+                root = whole / torch.outer(rows, columns)
+            sizes[name] = root.float()
+        return sizes
+
+    def _known(self, model: torch.nn.Module) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
+        """Of single private examples: means of squared gradients, and the squared mean gradient of either half, without bias."""
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        items: Any = self.train.items
+        some = items[:: max(1, len(items) // (2 * EXAMPLES))][: 2 * EXAMPLES]
+        sums = {name: torch.zeros(4, *p.shape, dtype=torch.float64, device=p.device) for name, p in trained.items()}
+        for number, item in enumerate(some):
+            loss = model(**placed(self.collator([item]))).loss
+            for name, gradient in zip(trained, torch.autograd.grad(loss, list(trained.values()))):
+                sums[name][number % 2] += gradient
+                sums[name][2 + number % 2] += gradient.double().square()
+        count = len(some) // 2
+        pairs = count * (count - 1)
+        return {
+            name: (
+                own[2:].sum(0) / len(some),
+                (own[0].square() - own[2]) / pairs,
+                (own[1].square() - own[3]) / pairs,
+            )
+            for name, own in sums.items()
+        }
+
+    def gain(self, row: dict[str, Any]) -> dict[str, Any]:
+        """What axes s make of the signal over the noise that Adam has, at the beginning of a run: to first order, where every
+        example is clipped and noise dominates.
+
+        With M = E g^2 by coordinate and m the mean gradient it is sum(m^2 / s) / sum(m^2) times sqrt(sum(M) / sum(M / s^2)),
+        and by Cauchy and Schwarz for no s more than sqrt(sum(m^4 / M) sum(M)) / sum(m^2): ``most``.
+        """
+        form = FORMS[row["form"]]
+        assert form.axes is not None
+        model = self.lora(form, row["seed"])
+        axes = rapft.rank_one(self._sizes(form.axes, model), 1.0 if form.axes == "agreed" else 0.5)
+        sums = torch.zeros(5, dtype=torch.float64)
+        for name, (square, *halves) in self._known(model).items():
+            s, mean = axes[name].whole(square.shape).double(), torch.stack(halves).mean(0)
+            parts = (square, square / s**2, mean, mean / s, halves[0] * halves[1] / square.clamp_min(1e-30))
+            sums += torch.stack([part.sum() for part in parts]).cpu()
+        energy, scaled, signal, kept, agreed = sums.tolist()
+        return {
+            "signal_over_noise": kept / signal * (energy / scaled) ** 0.5,
+            "most": (max(agreed, 0.0) * energy) ** 0.5 / signal,
+            "in_common": signal / energy,
+        }
 
 
 @torch.no_grad()
@@ -227,6 +304,8 @@ def runs(bench: Bench, size: Size, table: Table, seeds: int, forms: Sequence[str
             return row, partial(bench.run, row)
 
         yield from interior(table, RATES, at, "perplexity", largest=False)
+    shaped = [{"part": "axes", "form": form} for form in forms if FORMS[form].axes and not FORMS[form].corrected]
+    yield from each(by_seed(shaped, seeds), bench.gain)
     yield from each(settings(size, seeds, {form: best_rate(table.rows, form) for form in forms}), bench.run)
 
 
