@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -136,6 +136,8 @@ class Bench(suite_of_rapft.Bench):
             public=size.public,
         )
         super().__init__(model, train, held_out, shared)
+        #: The same for all forms of a seed.
+        self.known = cache(self._known)
         items: Any = self.held_out.items
         self.tuned_on = Examples(items[: size.tuned_on], 0)
         self.judged_on = Examples(items[size.tuned_on :], 0)
@@ -163,7 +165,7 @@ class Bench(suite_of_rapft.Bench):
             model,
             optimizer,
             DataLoader(self.train, batch_size=batch, collate_fn=self.collator),
-            method=self._method(form, model),
+            method=self._method(form, model, row["seed"]),
             target_epsilon=row["epsilon"],
             target_delta=DELTA,
             # Half a step less is rounded up to a whole one, whatever the rounding of the quotient.
@@ -193,20 +195,20 @@ class Bench(suite_of_rapft.Bench):
         run.detach()
         return found
 
-    def _method(self, form: Form, model: torch.nn.Module) -> Method:
+    def _method(self, form: Form, model: torch.nn.Module, seed: int) -> Method:
         options: dict[str, Any] = {"bias_correction": form.corrected, "weight_averaging": form.averaged}
         if form.axes is None:
             return fastdp.DPSGD(**options)
-        sizes = self._sizes(form.axes, model)
+        sizes = self._sizes(form.axes, model, seed)
         power = 1.0 if form.axes == "agreed" else 0.5
         return fastdp.RapFT(rapft.PublicMoments(sizes), allocation="axes", axes_power=power, **options)
 
-    def _sizes(self, axes: str, model: torch.nn.Module) -> dict[str, Tensor]:
+    def _sizes(self, axes: str, model: torch.nn.Module, seed: int) -> dict[str, Tensor]:
         """What the axes of a form follow, by trained parameter."""
         if axes == "public":
             return rapft.second_moments(model, self.public)
         sizes = {}
-        for name, (square, *halves) in self._known(model).items():
+        for name, (square, *halves) in self.known(seed).items():
             root, mean = square.sqrt(), torch.stack(halves).mean(0)
             if axes == "tensor":
                 root = torch.full_like(root, float(root.square().mean().sqrt()))
@@ -218,8 +220,9 @@ class Bench(suite_of_rapft.Bench):
             sizes[name] = root.float()
         return sizes
 
-    def _known(self, model: torch.nn.Module) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
+    def _known(self, seed: int) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
         """Of single private examples: means of squared gradients, and the squared mean gradient of either half, without bias."""
+        model = self.lora(FORMS["warmed"], seed)
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         items: Any = self.train.items
         some = items[:: max(1, len(items) // (2 * EXAMPLES))][: 2 * EXAMPLES]
@@ -249,10 +252,11 @@ class Bench(suite_of_rapft.Bench):
         """
         form = FORMS[row["form"]]
         assert form.axes is not None
-        model = self.lora(form, row["seed"])
-        axes = rapft.rank_one(self._sizes(form.axes, model), 1.0 if form.axes == "agreed" else 0.5)
+        axes = rapft.rank_one(
+            self._sizes(form.axes, self.lora(form, row["seed"]), row["seed"]), 1.0 if form.axes == "agreed" else 0.5
+        )
         sums = torch.zeros(5, dtype=torch.float64)
-        for name, (square, *halves) in self._known(model).items():
+        for name, (square, *halves) in self.known(row["seed"]).items():
             s, mean = axes[name].whole(square.shape).double(), torch.stack(halves).mean(0)
             parts = (square, square / s**2, mean, mean / s, halves[0] * halves[1] / square.clamp_min(1e-30))
             sums += torch.stack([part.sum() for part in parts]).cpu()
