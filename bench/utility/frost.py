@@ -21,7 +21,7 @@ import peft
 import torch
 import transformers as hf
 from fastdp.bench.plots import picture
-from fastdp.bench.utility import tops
+from fastdp.bench.utility import shaping, tops
 from fastdp.bench.utility.suite import (
     Run,
     Table,
@@ -42,6 +42,8 @@ from fastdp.bench.utility.suite import (
 from torch.utils.data import DataLoader, Dataset
 
 import fastdp
+from fastdp.methods.frost.partitions import split
+from fastdp.methods.frost.soft import soft_scales
 from fastdp.methods.sap import split_model
 from fastdp.private.method import Method
 from fastdp.private.plan import Budget, Plan
@@ -56,6 +58,7 @@ TRIED = {
     "adapter": (1e-2, 2e-2, 4e-2),
     "frost": (5e-3, 1e-2, 2e-2),
     "soft": (2e-3, 5e-3, 1e-2),
+    "soft once": (2e-3, 5e-3, 1e-2),
     "soft corrected": (2e-3, 5e-3, 1e-2),
     "full corrected": (2e-3, 5e-3, 1e-2),
 }
@@ -71,8 +74,15 @@ FROST: dict[str, Any] = {
     "selections": 1,
 }
 PEFT = ("lora", "adapter")
-#: Nothing frozen, every partition on its own scale; and both with the noise's variance taken off Adam's second moment.
-SOFT = ("soft", "soft corrected", "full corrected")
+#: Nothing frozen, every partition on its own scale: as far as noise is least for a given norm, and half as far, by one release
+#: for a fiftieth of epsilon. Then with the noise's variance taken off Adam's second moment.
+SOFT: dict[str, dict[str, Any]] = {
+    "soft": {"axes_power": 0.5},
+    "soft once": {"axes_power": 0.25, "selection_steps": 1, "budget_ratio": 0.98},
+    "soft corrected": {"axes_power": 0.5},
+}
+#: Private examples whose gradients are looked at, and after which part of a run of full fine-tuning.
+EXAMPLES, LOOKED_AT = 256, 2 / 5
 
 
 @dataclass(frozen=True)
@@ -193,9 +203,8 @@ class Bench:
         if form in ("full", "full corrected", *PEFT):
             return fastdp.DPSGD(**corrected)  # type: ignore[arg-type]
         if form in SOFT:
-            return fastdp.DPFrost(
-                unfreezing_ratio=1.0, axes_power=0.5, selection_rate=size.rates[0], **corrected, **options
-            )
+            soft = {**SOFT[form], **corrected, **options}
+            return fastdp.DPFrost(unfreezing_ratio=1.0, selection_rate=size.rates[0], **soft)
         if form == "random":
             return fastdp.DPFrost(unfreezing_ratio=RATIO, choose_by="random", seed=row["seed"])
         if form == "values":
@@ -292,6 +301,28 @@ class Bench:
         run.detach()
         return found
 
+    def gain(self, row: dict[str, Any]) -> dict[str, Any]:
+        """What scales by partition, root mean squares to a power, should do for full fine-tuning: see `shaping.gain`."""
+        model = self.model("full", row["seed"])
+        run = self.start(model, {"form": "full", **row})
+        loop = train(run)
+        while run.steps_done < row["steps"] or not run.last_step_done:
+            next(loop)
+        run.detach()
+        model.zero_grad(set_to_none=True)
+        some = range(0, len(self.train), max(1, len(self.train) // EXAMPLES))
+        found = shaping.known(model, (placed(self.train.collate([i])) for i in some))
+        partitions = split({name: own.squares for name, own in found.items()}, None)
+        sizes = [
+            (sum(float(found[n].squares.sum()) for n in part.parameters) / part.size) ** 0.5 for part in partitions
+        ]
+        gains = {}
+        for power in (0.125, 0.25, 0.5):
+            scales = soft_scales(partitions, sizes, power)
+            gains[power] = shaping.gain(found, {name: torch.tensor(scale) for name, scale in scales.items()})
+        rest = {key: value for key, value in gains[0.5].items() if key != "signal_over_noise"}
+        return {"signal_over_noise": {f"{p:g}": one["signal_over_noise"] for p, one in gains.items()}, **rest}
+
     @torch.no_grad()
     def _accuracy(self, model: torch.nn.Module, rows: Rows) -> float:
         model.eval()
@@ -349,7 +380,7 @@ def settings(size: Size, seeds: int) -> Iterator[dict[str, Any]]:
     frost = {**FROST, "selection_rate": usual}
     rows: list[dict[str, Any]] = [{"part": "accuracy", "form": "non-private", "epsilon": "inf"}]
     for epsilon in size.epsilons:
-        forms = ("full", "random", "values", *PEFT, *SOFT)
+        forms = ("full", "random", "values", *PEFT, *SOFT, "full corrected")
         rows += [{"part": "accuracy", "form": form, "epsilon": epsilon} for form in forms]
         rows.append({**frost, "epsilon": epsilon})
     rows.append({**frost, "form": "parameters", "selection_steps": 1, "epsilon": size.compared})
@@ -369,6 +400,9 @@ def runs(bench: Bench, seeds: int, table: Table, forms: Sequence[str] = ()) -> I
         if not forms or form in forms:
             yield from interior(table, rates, partial(_rate, bench, form, seeds), "accuracy", largest=True)
     bench.learn_rates(table.rows)
+    if "full" in (forms or ("full",)):
+        look = {"part": "axes", "epsilon": bench.size.compared, "steps": round(LOOKED_AT * bench.size.steps)}
+        yield from each(by_seed([look], seeds), bench.gain)
     yield from each((row for row in settings(bench.size, seeds) if not forms or row["form"] in forms), bench.run)
 
 
@@ -391,7 +425,7 @@ def tables(rows: Sequence[dict[str, Any]], size: Size) -> str:
     lines = ["Table 1", "", head, "|---" * (1 + len(size.epsilons)) + "|"]
     plain = cell(form="non-private")
     lines.append(f"| non-private | {' | '.join([plain] * len(size.epsilons))} |")
-    for form in ("full", "random", "values", *PEFT, *SOFT):
+    for form in ("full", "random", "values", *PEFT, *SOFT, "full corrected"):
         lines.append(f"| {form} | {' | '.join(cell(form=form, epsilon=e) for e in size.epsilons)} |")
     lines.append(f"| frost | {' | '.join(cell(**usual, epsilon=e) for e in size.epsilons)} |")
     lines += ["", f"Table 3, epsilon {size.compared:g}", "", "| method | accuracy |", "|---|---|"]

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from fastdp.bench.plots import picture
-from fastdp.bench.utility import rapft as suite_of_rapft
+from fastdp.bench.utility import rapft as suite_of_rapft, shaping
 from fastdp.bench.utility.suite import (
     Run,
     Table,
@@ -50,8 +50,8 @@ from fastdp.private.method import Method
 DELTA = suite_of_rapft.DELTA
 RATES = (5e-3, 1e-2, 2e-2)
 BASELINE = "DP-SGD"
-#: Of the private ones that oracle axes are taken from, half.
-EXAMPLES = 192
+#: Private ones that oracle axes are taken from.
+EXAMPLES = 384
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Form:
         fixed: the first matrix is frozen with orthonormal rows (`fix_lora_projections`).
         warmed: a pass over the public examples first.
         axes: gradients are clipped and noised along axes: of the ``public`` examples' second moments; or, without any privacy,
-            ``oracle`` axes of the private ones', one a ``tensor``, or ``agreed``, the best there are for Adam (`gain`).
+            ``oracle`` axes of the private ones', one a ``tensor``, or ``agreed``, the best there are for Adam (`shaping`).
         corrected: the noise's variance is subtracted from Adam's second moment.
         averaged: decay of an average of the weights, or None.
         denoised: singular values of the released gradients are shrunk to what the noise leaves of them.
@@ -208,64 +208,33 @@ class Bench(suite_of_rapft.Bench):
         if axes == "public":
             return rapft.second_moments(model, self.public)
         sizes = {}
-        for name, (square, *halves) in self.known(seed).items():
-            root, mean = square.sqrt(), torch.stack(halves).mean(0)
+        for name, own in self.known(seed).items():
+            square, root, common = own.squares, own.squares.sqrt(), own.common
             if axes == "tensor":
                 root = torch.full_like(root, float(root.square().mean().sqrt()))
             elif axes == "agreed":
                 # Of rows, columns and the whole the share of what examples have in common; of chance as little as a tenth.
-                whole = float(mean.sum() / square.sum())
-                rows, columns = ((mean.sum(i) / square.sum(i)).clamp_min(0.1 * whole) for i in (1, 0))
+                whole = float(common.sum() / square.sum())
+                rows, columns = ((common.sum(i) / square.sum(i)).clamp_min(0.1 * whole) for i in (1, 0))
                 root = whole / torch.outer(rows, columns)
             sizes[name] = root.float()
         return sizes
 
-    def _known(self, seed: int) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
-        """Of single private examples: means of squared gradients, and the squared mean gradient of either half, without bias."""
-        model = self.lora(FORMS["warmed"], seed)
-        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    def _known(self, seed: int) -> dict[str, shaping.Known]:
+        """Of private gradients after the public pass."""
         items: Any = self.train.items
-        some = items[:: max(1, len(items) // (2 * EXAMPLES))][: 2 * EXAMPLES]
-        sums = {name: torch.zeros(4, *p.shape, dtype=torch.float64, device=p.device) for name, p in trained.items()}
-        for number, item in enumerate(some):
-            loss = model(**placed(self.collator([item]))).loss
-            for name, gradient in zip(trained, torch.autograd.grad(loss, list(trained.values()))):
-                sums[name][number % 2] += gradient
-                sums[name][2 + number % 2] += gradient.double().square()
-        count = len(some) // 2
-        pairs = count * (count - 1)
-        return {
-            name: (
-                own[2:].sum(0) / len(some),
-                (own[0].square() - own[2]) / pairs,
-                (own[1].square() - own[3]) / pairs,
-            )
-            for name, own in sums.items()
-        }
+        some = items[:: max(1, len(items) // EXAMPLES)][:EXAMPLES]
+        return shaping.known(self.lora(FORMS["warmed"], seed), (placed(self.collator([item])) for item in some))
 
     def gain(self, row: dict[str, Any]) -> dict[str, Any]:
-        """What axes s make of the signal over the noise that Adam has, at the beginning of a run: to first order, where every
-        example is clipped and noise dominates.
-
-        With M = E g^2 by coordinate and m the mean gradient it is sum(m^2 / s) / sum(m^2) times sqrt(sum(M) / sum(M / s^2)),
-        and by Cauchy and Schwarz for no s more than sqrt(sum(m^4 / M) sum(M)) / sum(m^2): ``most``.
-        """
+        """What a form's axes should do for it, by `shaping.gain`, at the beginning of its run."""
         form = FORMS[row["form"]]
         assert form.axes is not None
-        axes = rapft.rank_one(
-            self._sizes(form.axes, self.lora(form, row["seed"]), row["seed"]), 1.0 if form.axes == "agreed" else 0.5
+        sizes = self._sizes(form.axes, self.lora(form, row["seed"]), row["seed"])
+        axes = rapft.rank_one(sizes, 1.0 if form.axes == "agreed" else 0.5)
+        return shaping.gain(
+            self.known(row["seed"]), {name: axes[name].whole(size.shape) for name, size in sizes.items()}
         )
-        sums = torch.zeros(5, dtype=torch.float64)
-        for name, (square, *halves) in self.known(row["seed"]).items():
-            s, mean = axes[name].whole(square.shape).double(), torch.stack(halves).mean(0)
-            parts = (square, square / s**2, mean, mean / s, halves[0] * halves[1] / square.clamp_min(1e-30))
-            sums += torch.stack([part.sum() for part in parts]).cpu()
-        energy, scaled, signal, kept, agreed = sums.tolist()
-        return {
-            "signal_over_noise": kept / signal * (energy / scaled) ** 0.5,
-            "most": (max(agreed, 0.0) * energy) ** 0.5 / signal,
-            "in_common": signal / energy,
-        }
 
 
 @torch.no_grad()
