@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fastdp.engine.boundary import find_loss
+
 
 class Known(NamedTuple):
     """Of single examples' gradients: means of their squares, and the squared mean over either half of them, without bias."""
@@ -35,7 +37,9 @@ def known(model: torch.nn.Module, batches: Iterable[Mapping[str, Any]]) -> dict[
     for number, batch in enumerate(batches):
         half = number % 2
         counts[half] += 1
-        for name, gradient in zip(trained, torch.autograd.grad(model(**batch).loss, list(trained.values()))):
+        loss = find_loss(model(**batch))
+        assert loss is not None
+        for name, gradient in zip(trained, torch.autograd.grad(loss, list(trained.values()))):
             sums[name][half] += gradient
             sums[name][2 + half] += gradient.double().square()
     first, second = (count * (count - 1) for count in counts)
