@@ -59,6 +59,7 @@ class Form:
     """What is done to plain DP-SGD on LoRA of rank 4 and scale 8.
 
     Args:
+        tuning: ``lora``, or ``full``: all weights.
         fixed: the first matrix is frozen with orthonormal rows (`fix_lora_projections`).
         warmed: a pass over the public examples first.
         axes: gradients are clipped and noised along axes: of the ``public`` examples' second moments; or, without any privacy,
@@ -69,6 +70,7 @@ class Form:
         larger: so many times the batch in as many fewer steps.
     """
 
+    tuning: str = "lora"
     fixed: bool = False
     warmed: bool = False
     axes: str | None = None
@@ -97,9 +99,14 @@ FORMS = {
     "averaged": Form(averaged=0.7),
     "batches of twice the size": Form(larger=2),
     "denoised": Form(denoised=True),
+    "full": Form("full"),
+    "full, oracle axes of agreement": Form("full", axes="agreed"),
 }
 #: What a form is compared with: the same public examples for both.
-AGAINST = {name: "warmed" if form.warmed and name != "warmed" else BASELINE for name, form in FORMS.items()}
+AGAINST = {
+    name: "full" if form.tuning == "full" else "warmed" if form.warmed and name != "warmed" else BASELINE
+    for name, form in FORMS.items()
+}
 
 
 @dataclass(frozen=True)
@@ -142,9 +149,9 @@ class Bench(suite_of_rapft.Bench):
         self.tuned_on = Examples(items[: size.tuned_on], 0)
         self.judged_on = Examples(items[size.tuned_on :], 0)
 
-    def lora(self, form: Form, seed: int) -> torch.nn.Module:
-        """A fresh model with LoRA."""
-        model = self.model("lora", seed)
+    def begin(self, form: Form, seed: int) -> torch.nn.Module:
+        """A fresh model with what a form trains of it."""
+        model = self.model(form.tuning, seed)
         if form.fixed:
             torch.manual_seed(seed)
             fix_lora_projections(model)
@@ -155,7 +162,7 @@ class Bench(suite_of_rapft.Bench):
     def run(self, row: dict[str, Any]) -> dict[str, Any]:
         """Train once and evaluate: perplexity, true epsilon, noise multiplier."""
         form = FORMS[row["form"]]
-        model = self.lora(form, row["seed"])
+        model = self.begin(form, row["seed"])
         steps, batch = max(1, self.size.steps // form.larger), self.size.batch_size * form.larger
         per_epoch = math.ceil(len(self.train) / batch)
         trained = [p for p in model.parameters() if p.requires_grad]
@@ -199,41 +206,44 @@ class Bench(suite_of_rapft.Bench):
         options: dict[str, Any] = {"bias_correction": form.corrected, "weight_averaging": form.averaged}
         if form.axes is None:
             return fastdp.DPSGD(**options)
-        sizes = self._sizes(form.axes, model, seed)
+        sizes = self._sizes(form, model, seed)
         power = 1.0 if form.axes == "agreed" else 0.5
         return fastdp.RapFT(rapft.PublicMoments(sizes), allocation="axes", axes_power=power, **options)
 
-    def _sizes(self, axes: str, model: torch.nn.Module, seed: int) -> dict[str, Tensor]:
+    def _sizes(self, form: Form, model: torch.nn.Module, seed: int) -> dict[str, Tensor]:
         """What the axes of a form follow, by trained parameter."""
-        if axes == "public":
+        if form.axes == "public":
             return rapft.second_moments(model, self.public)
         sizes = {}
-        for name, own in self.known(seed).items():
-            square, root, common = own.squares, own.squares.sqrt(), own.common
-            if axes == "tensor":
+        for name, own in self.known(form.tuning, seed).items():
+            root = own.squares.sqrt()
+            if form.axes == "tensor":
                 root = torch.full_like(root, float(root.square().mean().sqrt()))
-            elif axes == "agreed":
-                # Of rows, columns and the whole the share of what examples have in common; of chance as little as a tenth.
-                whole = float(common.sum() / square.sum())
-                rows, columns = ((common.sum(i) / square.sum(i)).clamp_min(0.1 * whole) for i in (1, 0))
-                root = whole / torch.outer(rows, columns)
+            elif form.axes == "agreed":
+                # The share that examples have in common, of rank one; of chance as little as a twentieth.
+                common, energy = (part.reshape(len(part), -1) for part in (own.common, own.squares))
+                whole = (common.sum() / energy.sum()).clamp_min(0.05)
+                rows, columns = ((common.sum(i) / energy.sum(i)).clamp_min(0.05) for i in (1, 0))
+                root = (whole / torch.outer(rows, columns)).view(root.shape)
             sizes[name] = root.float()
         return sizes
 
-    def _known(self, seed: int) -> dict[str, shaping.Known]:
-        """Of private gradients after the public pass."""
+    def _known(self, tuning: str, seed: int) -> dict[str, shaping.Known]:
+        """Of private gradients: LoRA's after the public pass, before which half of them are zero."""
         items: Any = self.train.items
         some = items[:: max(1, len(items) // EXAMPLES)][:EXAMPLES]
-        return shaping.known(self.lora(FORMS["warmed"], seed), (placed(self.collator([item])) for item in some))
+        return shaping.known(
+            self.begin(Form(tuning, warmed=tuning == "lora"), seed), (placed(self.collator([item])) for item in some)
+        )
 
     def gain(self, row: dict[str, Any]) -> dict[str, Any]:
         """What a form's axes should do for it, by `shaping.gain`, at the beginning of its run."""
         form = FORMS[row["form"]]
         assert form.axes is not None
-        sizes = self._sizes(form.axes, self.lora(form, row["seed"]), row["seed"])
+        sizes = self._sizes(form, self.begin(form, row["seed"]), row["seed"])
         axes = rapft.rank_one(sizes, 1.0 if form.axes == "agreed" else 0.5)
         return shaping.gain(
-            self.known(row["seed"]), {name: axes[name].whole(size.shape) for name, size in sizes.items()}
+            self.known(form.tuning, row["seed"]), {name: axes[name].whole(size.shape) for name, size in sizes.items()}
         )
 
 
