@@ -222,8 +222,8 @@ class Bench(suite_of_rapft.Bench):
             elif form.axes == "agreed":
                 # The share that examples have in common, of rank one; of chance as little as a twentieth.
                 common, energy = (part.reshape(len(part), -1) for part in (own.common, own.squares))
-                whole = (common.sum() / energy.sum()).clamp_min(0.05)
-                rows, columns = ((common.sum(i) / energy.sum(i)).clamp_min(0.05) for i in (1, 0))
+                whole = (common.sum() / energy.sum().clamp_min(1e-30)).clamp_min(0.05)
+                rows, columns = ((common.sum(i) / energy.sum(i).clamp_min(1e-30)).clamp_min(0.05) for i in (1, 0))
                 root = (whole / torch.outer(rows, columns)).view(root.shape)
             sizes[name] = root.float()
         return sizes
