@@ -302,26 +302,29 @@ class Bench:
         return found
 
     def gain(self, row: dict[str, Any]) -> dict[str, Any]:
-        """What scales by partition, root mean squares to a power, should do for full fine-tuning: see `shaping.gain`."""
+        """What scales by partition, root mean squares to a power, should do for full fine-tuning, and the best axes of all
+        should (`shaping.less_noise`).
+        """
         model = self.model("full", row["seed"])
         run = self.start(model, {"form": "full", **row})
         loop = train(run)
         while run.steps_done < row["steps"] or not run.last_step_done:
             next(loop)
+        ratio = self.size.batch_size / run.noise_multiplier
         run.detach()
         model.zero_grad(set_to_none=True)
         some = range(0, len(self.train), max(1, len(self.train) // EXAMPLES))
         found = shaping.known(model, (placed(self.train.collate([i])) for i in some))
-        partitions = split({name: own.squares for name, own in found.items()}, None)
+        partitions = split({name: own.mean for name, own in found.items()}, None)
         sizes = [
             (sum(float(found[n].squares.sum()) for n in part.parameters) / part.size) ** 0.5 for part in partitions
         ]
-        gains = {}
+        less = {}
         for power in (0.125, 0.25, 0.5):
             scales = soft_scales(partitions, sizes, power)
-            gains[power] = shaping.gain(found, {name: torch.tensor(scale) for name, scale in scales.items()})
-        rest = {key: value for key, value in gains[0.5].items() if key != "signal_over_noise"}
-        return {"signal_over_noise": {f"{p:g}": one["signal_over_noise"] for p, one in gains.items()}, **rest}
+            axes = {name: torch.tensor(scale) for name, scale in scales.items()}
+            less[f"{power:g}"] = shaping.less_noise(found, ratio, axes)
+        return {"less_noise": less, "least_noise": shaping.less_noise(found, ratio)}
 
     @torch.no_grad()
     def _accuracy(self, model: torch.nn.Module, rows: Rows) -> float:
@@ -401,8 +404,9 @@ def runs(bench: Bench, seeds: int, table: Table, forms: Sequence[str] = ()) -> I
             yield from interior(table, rates, partial(_rate, bench, form, seeds), "accuracy", largest=True)
     bench.learn_rates(table.rows)
     if "full" in (forms or ("full",)):
-        look = {"part": "axes", "epsilon": bench.size.compared, "steps": round(LOOKED_AT * bench.size.steps)}
-        yield from each(by_seed([look], seeds), bench.gain)
+        steps = round(LOOKED_AT * bench.size.steps)
+        looks = [{"part": "axes", "epsilon": epsilon, "steps": steps} for epsilon in bench.size.epsilons]
+        yield from each(by_seed(looks, seeds), bench.gain)
     yield from each((row for row in settings(bench.size, seeds) if not forms or row["form"] in forms), bench.run)
 
 

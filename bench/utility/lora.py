@@ -62,7 +62,8 @@ class Form:
         tuning: ``lora``, or ``full``: all weights.
         fixed: the first matrix is frozen with orthonormal rows (`fix_lora_projections`).
         warmed: a pass over the public examples first.
-        axes: gradients are clipped and noised along axes: of the ``public`` examples' second moments; or, without any privacy,
+        axes: gradients are clipped and noised along axes: of second moments of the ``public`` examples' gradients, batch by
+            batch, or of ``singles``; or, without any privacy,
             ``oracle`` axes of the private ones', one a ``tensor``, or ``agreed``, the best there are for Adam (`shaping`).
         corrected: the noise's variance is subtracted from Adam's second moment.
         averaged: decay of an average of the weights, or None.
@@ -82,7 +83,12 @@ class Form:
     @property
     def claims(self) -> bool:
         """Whether its epsilon is one."""
-        return self.axes in (None, "public")
+        return self.axes in (None, "public", "singles")
+
+    @property
+    def power(self) -> float:
+        """How far axes follow what they are made of."""
+        return 1.0 if self.axes == "agreed" else 0.5
 
 
 FORMS = {
@@ -90,6 +96,7 @@ FORMS = {
     "first matrix fixed": Form(fixed=True),
     "warmed": Form(warmed=True),
     "warmed, axes": Form(warmed=True, axes="public"),
+    "warmed, axes of single examples": Form(warmed=True, axes="singles"),
     "warmed, oracle axes": Form(warmed=True, axes="oracle"),
     "warmed, oracle axes by tensor": Form(warmed=True, axes="tensor"),
     "warmed, oracle axes of agreement": Form(warmed=True, axes="agreed"),
@@ -207,13 +214,12 @@ class Bench(suite_of_rapft.Bench):
         if form.axes is None:
             return fastdp.DPSGD(**options)
         sizes = self._sizes(form, model, seed)
-        power = 1.0 if form.axes == "agreed" else 0.5
-        return fastdp.RapFT(rapft.PublicMoments(sizes), allocation="axes", axes_power=power, **options)
+        return fastdp.RapFT(rapft.PublicMoments(sizes), allocation="axes", axes_power=form.power, **options)
 
     def _sizes(self, form: Form, model: torch.nn.Module, seed: int) -> dict[str, Tensor]:
         """What the axes of a form follow, by trained parameter."""
-        if form.axes == "public":
-            return rapft.second_moments(model, self.public)
+        if form.axes in ("public", "singles"):
+            return rapft.second_moments(model, self.public if form.axes == "public" else self._singles())
         sizes = {}
         for name, own in self.known(form.tuning, seed).items():
             root = own.squares.sqrt()
@@ -221,12 +227,20 @@ class Bench(suite_of_rapft.Bench):
                 root = torch.full_like(root, float(root.square().mean().sqrt()))
             elif form.axes == "agreed":
                 # The share that examples have in common, of rank one; of chance as little as a twentieth.
-                common, energy = (part.reshape(len(part), -1) for part in (own.common, own.squares))
+                common, energy = (part.reshape(len(part), -1) for part in (own.mean.square(), own.squares))
                 whole = (common.sum() / energy.sum().clamp_min(1e-30)).clamp_min(0.05)
                 rows, columns = ((common.sum(i) / energy.sum(i).clamp_min(1e-30)).clamp_min(0.05) for i in (1, 0))
                 root = (whole / torch.outer(rows, columns)).view(root.shape)
             sizes[name] = root.float()
         return sizes
+
+    def _singles(self) -> Iterator[dict[str, Any]]:
+        """The public examples, each a batch."""
+        return (
+            {key: value[i : i + 1] for key, value in batch.items()}
+            for batch in self.public
+            for i in range(len(batch["labels"]))
+        )
 
     def _known(self, tuning: str, seed: int) -> dict[str, shaping.Known]:
         """Of private gradients: LoRA's after the public pass, before which half of them are zero."""
@@ -237,14 +251,16 @@ class Bench(suite_of_rapft.Bench):
         )
 
     def gain(self, row: dict[str, Any]) -> dict[str, Any]:
-        """What a form's axes should do for it, by `shaping.gain`, at the beginning of its run."""
-        form = FORMS[row["form"]]
-        assert form.axes is not None
-        sizes = self._sizes(form, self.begin(form, row["seed"]), row["seed"])
-        axes = rapft.rank_one(sizes, 1.0 if form.axes == "agreed" else 0.5)
-        return shaping.gain(
-            self.known(form.tuning, row["seed"]), {name: axes[name].whole(size.shape) for name, size in sizes.items()}
-        )
+        """What a form's axes should do for it, and the best should, at the beginning of its run (`shaping.less_noise`)."""
+        form, seed = FORMS[row["form"]], row["seed"]
+        found = self.known(form.tuning, seed)
+        ratio = self.size.batch_size / self.multiplier(row["epsilon"], False)
+        own = rapft.rank_one(self._sizes(form, self.begin(form, seed), seed), form.power)
+        axes = {name: own[name].whole(known.mean.shape) for name, known in found.items()}
+        return {
+            "less_noise": shaping.less_noise(found, ratio, axes),
+            "least_noise": shaping.less_noise(found, ratio),
+        }
 
 
 @torch.no_grad()
@@ -287,7 +303,12 @@ def runs(bench: Bench, size: Size, table: Table, seeds: int, forms: Sequence[str
             return row, partial(bench.run, row)
 
         yield from interior(table, RATES, at, "perplexity", largest=False)
-    shaped = [{"part": "axes", "form": form} for form in forms if FORMS[form].axes and not FORMS[form].corrected]
+    shaped = [
+        {"part": "axes", "form": form, "epsilon": epsilon}
+        for form in forms
+        for epsilon in size.epsilons
+        if FORMS[form].axes and not FORMS[form].corrected
+    ]
     yield from each(by_seed(shaped, seeds), bench.gain)
     yield from each(settings(size, seeds, {form: best_rate(table.rows, form) for form in forms}), bench.run)
 

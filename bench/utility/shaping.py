@@ -1,9 +1,10 @@
-"""What noise along axes can gain, from gradients as they are: a measure of a method's ceiling, without any privacy.
+"""What noise along axes can gain under Adam, from gradients as they are: a measure of ceilings, without any privacy.
 
-Adam divides a coordinate by the size of what it sees, which is its noise where noise dominates. Where every example is
-clipped too, a step along axes s takes sum(m^2 / s) / sqrt(sum(M / s^2)) off the loss, to first order and but for constants, with
-M = E g^2 by coordinate and m the mean gradient, while noise moves every coordinate as far as without axes. By Cauchy and
-Schwarz that is at most sqrt(sum(m^4 / M)), at s = M / m^2; without axes it is sum(m^2) / sqrt(sum(M)).
+Let every example be clipped, m = E g and M = E g^2 by coordinate. Along axes s a coordinate has signal over noise
+x = k |m| y, with y = 1 / (s sqrt(sum(M / s^2))) and k the expected batch size over the noise multiplier, and Adam's step there
+is x / sqrt(1 + x^2) learning rates in the mean. All coordinates together take sum(|m| x / sqrt(1 + x^2)) off the loss, to first
+order, and move as far whatever the axes. This is concave in y, and all y with sum(M y^2) = 1 can be had: one choice is best.
+Where noise dominates it is s = M / m^2, by Cauchy and Schwarz, and nothing is gained if all coordinates agree alike.
 """
 
 from __future__ import annotations
@@ -18,63 +19,70 @@ from fastdp.engine.boundary import find_loss
 
 
 class Known(NamedTuple):
-    """Of single examples' gradients: means of their squares, and the squared mean over either half of them, without bias."""
+    """Of single examples' gradients: means, and means of squares."""
 
+    mean: Tensor
     squares: Tensor
-    halves: tuple[Tensor, Tensor]
-
-    @property
-    def common(self) -> Tensor:
-        """The squared mean gradient, of both halves."""
-        return (self.halves[0] + self.halves[1]) / 2
 
 
 def known(model: torch.nn.Module, batches: Iterable[Mapping[str, Any]]) -> dict[str, Known]:
-    """By trained parameter, float64 of its shape; each batch is one example, and there are at least four."""
+    """By trained parameter, float64 of its shape; each batch is one example."""
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    sums = {name: torch.zeros(4, *p.shape, dtype=torch.float64, device=p.device) for name, p in trained.items()}
-    counts = [0, 0]
-    for number, batch in enumerate(batches):
-        half = number % 2
-        counts[half] += 1
+    sums = {name: torch.zeros(2, *p.shape, dtype=torch.float64, device=p.device) for name, p in trained.items()}
+    count = 0
+    for batch in batches:
+        count += 1
         loss = find_loss(model(**batch))
         assert loss is not None
         for name, gradient in zip(trained, torch.autograd.grad(loss, list(trained.values()))):
-            sums[name][half] += gradient
-            sums[name][2 + half] += gradient.double().square()
-    first, second = (count * (count - 1) for count in counts)
-    return {
-        name: Known(
-            (own[2] + own[3]) / sum(counts),
-            ((own[0].square() - own[2]) / first, (own[1].square() - own[3]) / second),
-        )
-        for name, own in sums.items()
-    }
+            sums[name][0] += gradient
+            sums[name][1] += gradient.double().square()
+    return {name: Known(*(own / count)) for name, own in sums.items()}
 
 
-def gain(found: Mapping[str, Known], axes: Mapping[str, Tensor]) -> dict[str, float]:
-    """Signal over noise along ``axes``, tensors that broadcast to the parameters', over that without; the most that any axes
-    of as many numbers give it; and the share of the gradients' energy that examples have in common.
+def less_noise(found: Mapping[str, Known], ratio: float, axes: Mapping[str, Tensor] | None = None) -> float:
+    """By how much less noise DP-SGD would do as well as along ``axes``, or along the best that there are; k is ``ratio``.
+
+    ``axes`` broadcast to the parameters.
     """
-    sums = torch.zeros(5, dtype=torch.float64)
-    for name, own in found.items():
-        s = axes[name].double()
-        # One number for a whole parameter is one coordinate of its own.
-        whole = s.numel() == 1
-        energy, (first, second) = (
-            (own.squares.sum(), [half.sum() for half in own.halves]) if whole else (own.squares, own.halves)
-        )
-        parts = (
-            energy,
-            energy / s**2,
-            (first + second) / 2,
-            (first + second) / 2 / s,
-            first * second / energy.clamp_min(1e-30),
-        )
-        sums += torch.stack([part.sum() for part in parts]).cpu()
-    energy, scaled, signal, kept, agreed = sums.tolist()
-    return {
-        "signal_over_noise": kept / signal * (energy / scaled) ** 0.5,
-        "most": (max(agreed, 0.0) * energy) ** 0.5 / signal,
-        "in_common": signal / energy,
-    }
+    mean, squares = (torch.cat([own[i].reshape(-1) for own in found.values()]) for i in (0, 1))
+    mean = mean.abs()
+    if axes is None:
+        y = _best(mean, squares, ratio)
+    else:
+        y = 1 / torch.cat([axes[name].double().expand(own.mean.shape).reshape(-1) for name, own in found.items()])
+        y /= (squares * y.square()).sum().sqrt()
+    wanted = _taken(mean, ratio * y * mean)
+    even = ratio * mean / squares.sum().sqrt()
+    return _root(lambda factor: _taken(mean, factor * even) < wanted, 1e-3, 1e3)
+
+
+def _taken(mean: Tensor, x: Tensor) -> float:
+    return float((mean * x / (1 + x.square()).sqrt()).sum())
+
+
+def _best(mean: Tensor, squares: Tensor, ratio: float) -> Tensor:
+    """y where the derivative k |m|^2 (1 + x^2)^(-3/2) is the same multiple of M y everywhere."""
+    seen = squares > 0
+    a, known = ratio * mean[seen], squares[seen]
+
+    def at(multiple: float) -> Tensor:
+        low, high = torch.zeros_like(a), a * mean[seen] / (multiple * known)
+        for _ in range(60):
+            y = (low + high) / 2
+            short = a * mean[seen] * (1 + (a * y).square()) ** -1.5 > multiple * known * y
+            low, high = torch.where(short, y, low), torch.where(short, high, y)
+        return low
+
+    multiple = _root(lambda guess: float((known * at(guess).square()).sum()) > 1, 1e-9, 1e9)
+    y = torch.zeros_like(mean)
+    y[seen] = at(multiple)
+    return y
+
+
+def _root(low_at: Any, low: float, high: float) -> float:
+    """Where a condition that holds of small numbers ends, by halving ratios."""
+    for _ in range(60):
+        middle = (low * high) ** 0.5
+        low, high = (middle, high) if low_at(middle) else (low, middle)
+    return low
