@@ -59,7 +59,6 @@ class Form:
     """What is done to plain DP-SGD on LoRA of rank 4 and scale 8.
 
     Args:
-        tuning: ``lora``, or ``full``: all weights.
         fixed: the first matrix is frozen with orthonormal rows (`fix_lora_projections`).
         warmed: a pass over the public examples first.
         axes: gradients are clipped and noised along axes: of second moments of the ``public`` examples' gradients, batch by
@@ -71,7 +70,6 @@ class Form:
         larger: so many times the batch in as many fewer steps.
     """
 
-    tuning: str = "lora"
     fixed: bool = False
     warmed: bool = False
     axes: str | None = None
@@ -106,14 +104,9 @@ FORMS = {
     "averaged": Form(averaged=0.7),
     "batches of twice the size": Form(larger=2),
     "denoised": Form(denoised=True),
-    "full": Form("full"),
-    "full, oracle axes of agreement": Form("full", axes="agreed"),
 }
 #: What a form is compared with: the same public examples for both.
-AGAINST = {
-    name: "full" if form.tuning == "full" else "warmed" if form.warmed and name != "warmed" else BASELINE
-    for name, form in FORMS.items()
-}
+AGAINST = {name: "warmed" if form.warmed and name != "warmed" else BASELINE for name, form in FORMS.items()}
 
 
 @dataclass(frozen=True)
@@ -152,13 +145,14 @@ class Bench(suite_of_rapft.Bench):
         super().__init__(model, train, held_out, shared)
         #: The same for all forms of a seed.
         self.known = cache(self._known)
+        self.middle = size.middle
         items: Any = self.held_out.items
         self.tuned_on = Examples(items[: size.tuned_on], 0)
         self.judged_on = Examples(items[size.tuned_on :], 0)
 
-    def begin(self, form: Form, seed: int) -> torch.nn.Module:
-        """A fresh model with what a form trains of it."""
-        model = self.model(form.tuning, seed)
+    def lora(self, form: Form, seed: int) -> torch.nn.Module:
+        """A fresh model with LoRA."""
+        model = self.model("lora", seed)
         if form.fixed:
             torch.manual_seed(seed)
             fix_lora_projections(model)
@@ -166,18 +160,16 @@ class Bench(suite_of_rapft.Bench):
             self._warm(model)
         return model
 
-    def run(self, row: dict[str, Any]) -> dict[str, Any]:
-        """Train once and evaluate: perplexity, true epsilon, noise multiplier."""
-        form = FORMS[row["form"]]
-        model = self.begin(form, row["seed"])
+    def start(self, form: Form, row: dict[str, Any]) -> fastdp.Private:
+        """The private run of a row, not begun."""
+        model = self.lora(form, row["seed"])
         steps, batch = max(1, self.size.steps // form.larger), self.size.batch_size * form.larger
         per_epoch = math.ceil(len(self.train) / batch)
         trained = [p for p in model.parameters() if p.requires_grad]
         adam = fastdp.optim.AdamW if form.corrected else torch.optim.AdamW
-        optimizer = adam(trained, lr=row["learning_rate"], weight_decay=0.0)
-        run = fastdp.make_private(
+        return fastdp.make_private(
             model,
-            optimizer,
+            adam(trained, lr=row["learning_rate"], weight_decay=0.0),
             DataLoader(self.train, batch_size=batch, collate_fn=self.collator),
             method=self._method(form, model, row["seed"]),
             target_epsilon=row["epsilon"],
@@ -188,21 +180,26 @@ class Bench(suite_of_rapft.Bench):
             # The same batches and noise for all forms of a seed; the data is public.
             unsafe_seed=row["seed"],
         )
+
+    def run(self, row: dict[str, Any]) -> dict[str, Any]:
+        """Train once and evaluate: perplexity, true epsilon, noise multiplier."""
+        form = FORMS[row["form"]]
+        run = self.start(form, row)
         shares: list[float] = []
         if form.denoised:
-            optimizer.register_step_pre_hook(lambda *_: shares.append(denoise(run)))
+            run.optimizer.register_step_pre_hook(lambda *_: shares.append(denoise(run)))
         list(train(run))
         examples = self.tuned_on if row["part"] == "rate" else self.judged_on
         if form.averaged is None:
-            quality = evaluate(model, examples, self.collator, 32, "causal-lm")
+            quality = evaluate(run.model, examples, self.collator, 32, "causal-lm")
         else:
             with run.averaged():
-                quality = evaluate(model, examples, self.collator, 32, "causal-lm")
+                quality = evaluate(run.model, examples, self.collator, 32, "causal-lm")
         found = {
             "perplexity": quality.perplexity,
             "true_epsilon": float(fastdp.accounting.epsilon(run.ledger.event(), DELTA)) if form.claims else "inf",
             "noise_multiplier": run.noise_multiplier,
-            "trained_parameters": sum(p.numel() for p in trained),
+            "trained_parameters": sum(p.numel() for p in run.parameters.values()),
         }
         if form.denoised:
             found["share_above_the_noise"] = sum(shares) / len(shares)
@@ -221,7 +218,7 @@ class Bench(suite_of_rapft.Bench):
         if form.axes in ("public", "singles"):
             return rapft.second_moments(model, self.public if form.axes == "public" else self._singles())
         sizes = {}
-        for name, own in self.known(form.tuning, seed).items():
+        for name, own in self.known(seed, 0).items():
             root = own.squares.sqrt()
             if form.axes == "tensor":
                 root = torch.full_like(root, float(root.square().mean().sqrt()))
@@ -242,20 +239,25 @@ class Bench(suite_of_rapft.Bench):
             for i in range(len(batch["labels"]))
         )
 
-    def _known(self, tuning: str, seed: int) -> dict[str, shaping.Known]:
-        """Of private gradients: LoRA's after the public pass, before which half of them are zero."""
+    def _known(self, seed: int, steps: int) -> dict[str, shaping.Known]:
+        """Of private gradients after the public pass, and so many private steps at the middle epsilon."""
+        row = {"seed": seed, "epsilon": self.middle, "learning_rate": RATES[1]}
+        run = self.start(FORMS["warmed"], row)
+        loop = train(run)
+        while run.steps_done < steps or not (run.last_step_done or steps == 0):
+            next(loop)
+        run.detach()
+        run.model.zero_grad(set_to_none=True)
         items: Any = self.train.items
         some = items[:: max(1, len(items) // EXAMPLES)][:EXAMPLES]
-        return shaping.known(
-            self.begin(Form(tuning, warmed=tuning == "lora"), seed), (placed(self.collator([item])) for item in some)
-        )
+        return shaping.known(run.model, (placed(self.collator([item])) for item in some))
 
     def gain(self, row: dict[str, Any]) -> dict[str, Any]:
-        """What a form's axes should do for it, and the best should, at the beginning of its run (`shaping.less_noise`)."""
+        """What a form's axes should do for a step of it, and the best axes for just that step (`shaping.less_noise`)."""
         form, seed = FORMS[row["form"]], row["seed"]
-        found = self.known(form.tuning, seed)
+        found = self.known(seed, row["steps"])
         ratio = self.size.batch_size / self.multiplier(row["epsilon"], False)
-        own = rapft.rank_one(self._sizes(form, self.begin(form, seed), seed), form.power)
+        own = rapft.rank_one(self._sizes(form, self.lora(form, seed), seed), form.power)
         axes = {name: own[name].whole(known.mean.shape) for name, known in found.items()}
         return {
             "less_noise": shaping.less_noise(found, ratio, axes),
@@ -304,9 +306,9 @@ def runs(bench: Bench, size: Size, table: Table, seeds: int, forms: Sequence[str
 
         yield from interior(table, RATES, at, "perplexity", largest=False)
     shaped = [
-        {"part": "axes", "form": form, "epsilon": epsilon}
+        {"part": "axes", "form": form, "epsilon": size.middle, "steps": steps}
         for form in forms
-        for epsilon in size.epsilons
+        for steps in (0, size.steps // 2)
         if FORMS[form].axes and not FORMS[form].corrected
     ]
     yield from each(by_seed(shaped, seeds), bench.gain)

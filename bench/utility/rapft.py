@@ -138,7 +138,7 @@ class Bench:
         model: Any = hf.AutoModelForCausalLM.from_pretrained(self.folder)
         if tuning == "bitfit":
             train_biases_only(model)
-        elif tuning != "full":
+        else:
             task: Any = {"task_type": "CAUSAL_LM"}
             lora = peft.LoraConfig(r=4, lora_alpha=32, **task)
             with warnings.catch_warnings():
