@@ -405,8 +405,8 @@ def runs(bench: Bench, seeds: int, table: Table, forms: Sequence[str] = ()) -> I
     bench.learn_rates(table.rows)
     if "full" in (forms or ("full",)):
         steps = round(LOOKED_AT * bench.size.steps)
-        looks = [{"part": "axes", "epsilon": epsilon, "steps": steps} for epsilon in bench.size.epsilons]
-        yield from each(by_seed(looks, seeds), bench.gain)
+        look = {"part": "axes", "epsilon": bench.size.compared, "steps": steps}
+        yield from each(by_seed([look], seeds), bench.gain)
     yield from each((row for row in settings(bench.size, seeds) if not forms or row["form"] in forms), bench.run)
 
 
