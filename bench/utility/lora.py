@@ -46,12 +46,24 @@ from fastdp.finetune.evaluation import evaluate
 from fastdp.integrations.adapters import fix_lora_projections
 from fastdp.methods import rapft
 from fastdp.private.method import Method
+from fastdp.private.preparation import Findings
 
 DELTA = suite_of_rapft.DELTA
 RATES = (5e-3, 1e-2, 2e-2)
 BASELINE = "DP-SGD"
 #: Private ones that oracle axes are taken from.
 EXAMPLES = 384
+
+
+@dataclass(frozen=True)
+class Renewed(rapft.PublicMoments):
+    """Second moments of public examples' gradients at the weights as they are when axes are made, and not as they were."""
+
+    batches: Sequence[dict[str, Any]] = ()
+
+    def relevance(self, propagator: rapft.Propagator, findings: Findings) -> dict[str, Tensor]:
+        """By trained parameter."""
+        return rapft.second_moments(findings.model, self.batches)
 
 
 @dataclass(frozen=True)
@@ -64,6 +76,7 @@ class Form:
         axes: gradients are clipped and noised along axes: of second moments of the ``public`` examples' gradients, batch by
             batch, or of ``singles``; or, without any privacy,
             ``oracle`` axes of the private ones', one a ``tensor``, or ``agreed``, the best there are for Adam (`shaping`).
+        renewed: before every second step axes are made anew, at the weights as they are then.
         corrected: the noise's variance is subtracted from Adam's second moment.
         averaged: decay of an average of the weights, or None.
         denoised: singular values of the released gradients are shrunk to what the noise leaves of them.
@@ -73,6 +86,7 @@ class Form:
     fixed: bool = False
     warmed: bool = False
     axes: str | None = None
+    renewed: bool = False
     corrected: bool = False
     averaged: float | None = None
     denoised: bool = False
@@ -95,6 +109,7 @@ FORMS = {
     "warmed": Form(warmed=True),
     "warmed, axes": Form(warmed=True, axes="public"),
     "warmed, axes of single examples": Form(warmed=True, axes="singles"),
+    "warmed, axes of single examples, renewed": Form(warmed=True, axes="singles", renewed=True),
     "warmed, oracle axes": Form(warmed=True, axes="oracle"),
     "warmed, oracle axes by tensor": Form(warmed=True, axes="tensor"),
     "warmed, oracle axes of agreement": Form(warmed=True, axes="agreed"),
@@ -210,6 +225,9 @@ class Bench(suite_of_rapft.Bench):
         options: dict[str, Any] = {"bias_correction": form.corrected, "weight_averaging": form.averaged}
         if form.axes is None:
             return fastdp.DPSGD(**options)
+        if form.renewed:
+            source = Renewed({}, batches=list(self._singles()))
+            return fastdp.RapFT(source, allocation="axes", map_every=2, **options)
         sizes = self._sizes(form, model, seed)
         return fastdp.RapFT(rapft.PublicMoments(sizes), allocation="axes", axes_power=form.power, **options)
 
@@ -309,7 +327,7 @@ def runs(bench: Bench, size: Size, table: Table, seeds: int, forms: Sequence[str
         {"part": "axes", "form": form, "epsilon": size.middle, "steps": steps}
         for form in forms
         for steps in (0, size.steps // 2)
-        if FORMS[form].axes and not FORMS[form].corrected
+        if FORMS[form].axes and not (FORMS[form].corrected or FORMS[form].renewed)
     ]
     yield from each(by_seed(shaped, seeds), bench.gain)
     yield from each(settings(size, seeds, {form: best_rate(table.rows, form) for form in forms}), bench.run)
