@@ -46,24 +46,12 @@ from fastdp.finetune.evaluation import evaluate
 from fastdp.integrations.adapters import fix_lora_projections
 from fastdp.methods import rapft
 from fastdp.private.method import Method
-from fastdp.private.preparation import Findings
 
 DELTA = suite_of_rapft.DELTA
 RATES = (5e-3, 1e-2, 2e-2)
 BASELINE = "DP-SGD"
 #: Private ones that oracle axes are taken from.
 EXAMPLES = 384
-
-
-@dataclass(frozen=True)
-class Renewed(rapft.PublicMoments):
-    """Second moments of public examples' gradients at the weights as they are when axes are made, and not as they were."""
-
-    batches: Sequence[dict[str, Any]] = ()
-
-    def relevance(self, propagator: rapft.Propagator, findings: Findings) -> dict[str, Tensor]:
-        """By trained parameter."""
-        return rapft.second_moments(findings.model, self.batches)
 
 
 @dataclass(frozen=True)
@@ -226,7 +214,7 @@ class Bench(suite_of_rapft.Bench):
         if form.axes is None:
             return fastdp.DPSGD(**options)
         if form.renewed:
-            source = Renewed({}, batches=list(self._singles()))
+            source = rapft.PublicGradients(list(self._singles()))
             return fastdp.RapFT(source, allocation="axes", map_every=2, **options)
         sizes = self._sizes(form, model, seed)
         return fastdp.RapFT(rapft.PublicMoments(sizes), allocation="axes", axes_power=form.power, **options)

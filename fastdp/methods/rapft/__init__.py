@@ -17,6 +17,7 @@ from fastdp.methods.rapft.rules import Propagation as Propagation
 from fastdp.methods.rapft.sources import (
     NoisyMap as NoisyMap,
     PrivateSubset as PrivateSubset,
+    PublicGradients as PublicGradients,
     PublicMap as PublicMap,
     PublicMoments as PublicMoments,
 )

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fastdp.engine.axes import RankOne
+from fastdp.engine.boundary import find_loss
 
 #: Least mean of a row or column, over that of its parameter: what seems to be nothing may come to matter.
 _LEAST = 1e-2
@@ -50,12 +51,15 @@ def second_moments(model: torch.nn.Module, batches: Iterable[Mapping[str, Any]])
 
     Call it before `make_private`, on a model whose trained parameters are not at zero (`warm_up`), or nothing reaches LoRA's A.
 
-    Raises ValueError without batches.
+    Raises ValueError without batches, or for a model that returns no loss.
     """
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     sums, count = {name: torch.zeros_like(p, dtype=torch.float32) for name, p in trained.items()}, 0
     for batch in batches:
-        found = torch.autograd.grad(model(**batch).loss, list(trained.values()), allow_unused=True)
+        loss = find_loss(model(**batch))
+        if loss is None:
+            raise ValueError("the model returned no loss: second moments need batches with labels")
+        found = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
         for name, gradient in zip(trained, found):
             if gradient is not None:
                 sums[name] += gradient.float().square()

@@ -29,11 +29,13 @@ from fastdp.methods.rapft.initialisation import Initialisation
 from fastdp.methods.rapft.masks import RANKINGS, check_ratio, check_strong, weak_masks
 from fastdp.methods.rapft.relevance import Propagator, require_values
 from fastdp.methods.rapft.rules import Propagation
-from fastdp.methods.rapft.sources import NoisyMap, PrivateSubset, PublicMap, PublicMoments
+from fastdp.methods.rapft.sources import NoisyMap, PrivateSubset, PublicGradients, PublicMap, PublicMoments
 from fastdp.private.plan import Budget, Plan
 from fastdp.private.preparation import Findings, Moment, Outcome, Preparation
 
 MODES = ("sound", "paper")
+#: Sources that say how large gradients are, from public examples.
+_SIZES = (PublicMoments, PublicGradients)
 _PRIVATE_MASK = (
     "the mask was computed from private examples without noise: neighbouring data sets then get noise of different "
     "covariances, so that no epsilon holds, whatever the noise (take the mask from PublicMap or NoisyMap)"
@@ -47,8 +49,9 @@ class RapFT(Options):
     Until the first mask exists the steps are those of DP-SGD at the same noise multiplier.
 
     Args:
-        source: where the mask, or the axes, come from: `PublicMap` (free), `PublicMoments` (free, for axes), `NoisyMap` (a
-            release, paid for out of the budget), or in ``paper`` mode `PrivateSubset` (no guarantee; the default there).
+        source: where the mask, or the axes, come from: `PublicMap` (free), `PublicMoments` or `PublicGradients` (free, for axes),
+            `NoisyMap` (a release, paid for out of the budget), or in ``paper`` mode `PrivateSubset` (no guarantee; the default
+            there).
         mode: ``sound``: the noise multiplier of the run is that of the whole mechanism. ``paper``: sigma is taken for that
             of DP-SGD, as printed, which overstates epsilon; the card gives the true figure beside the printed one.
         max_grad_norm: C.
@@ -69,7 +72,7 @@ class RapFT(Options):
         ValueError: for a setting out of range, and for a mask that would be computed from private data unaccounted for.
     """
 
-    source: PublicMap | PublicMoments | NoisyMap | PrivateSubset | None = None
+    source: PublicMap | PublicMoments | PublicGradients | NoisyMap | PrivateSubset | None = None
     mode: str = "sound"
     max_grad_norm: float = 1.0
     irrelevance_ratio: float = 0.7
@@ -98,8 +101,10 @@ class RapFT(Options):
                 raise ValueError(f"{name} is {pair}: give two positive numbers, for the weak and the strong block")
         if not 0 <= self.axes_power <= 1:
             raise ValueError(f"axes_power is {self.axes_power}: it must lie between 0, where all axes are even, and 1")
-        if isinstance(self.source, PublicMoments) and self.allocation != "axes":
-            raise ValueError("PublicMoments say how large gradients are, which makes axes: set allocation='axes'")
+        if isinstance(self.source, _SIZES) and self.allocation != "axes":
+            raise ValueError(
+                f"{type(self.source).__name__} say how large gradients are, which makes axes: set allocation='axes'"
+            )
         if self.allocation in ("printed", "axes") and (self.bounds is not None or self.weights != (1.0, 1.0)):
             raise ValueError("bounds and weights belong to allocation='optimal' or 'ellipsoid'; leave them out")
         for steps, least in ((self.map_after, 0), (1 if self.map_every is None else self.map_every, 1)):
@@ -108,7 +113,7 @@ class RapFT(Options):
         self._check_mode()
 
     def _check_mode(self) -> None:
-        if not isinstance(self.source, (PublicMap, PublicMoments, NoisyMap, PrivateSubset, type(None))):
+        if not isinstance(self.source, (PublicMap, *_SIZES, NoisyMap, PrivateSubset, type(None))):
             raise ValueError(
                 f"source is a {type(self.source).__name__}: give PublicMap(batches), NoisyMap(noise_multiplier, sample_rate) "
                 "or, in paper mode, PrivateSubset(sample_rate)"
@@ -141,7 +146,7 @@ class RapFT(Options):
             raise ValueError(
                 f"map_after is {self.map_after} but the run has {plan.steps} steps: no mask would ever be made"
             )
-        if plan.unit != "example" and not isinstance(self.source, (PublicMap, PublicMoments)):
+        if plan.unit != "example" and not isinstance(self.source, (PublicMap, *_SIZES)):
             raise ValueError(f"a relevance map has one row a unit, and the unit is {plan.unit}: take it from PublicMap")
         side = self.source.side(masks)
         multiplier = plan.multiplier(side)
@@ -166,7 +171,7 @@ class RapFT(Options):
         return weak_masks(relevance, self.irrelevance_ratio, self.ranking)
 
     def _propagator(self, moment: Moment) -> Propagator:
-        if not isinstance(self.source, PublicMoments):
+        if not isinstance(self.source, _SIZES):
             require_values(moment.parameters)
         return Propagator(moment.model, moment.parameters, self.propagation, self.initialisation, moment.weights)
 

@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 
+import fastdp.engine.pieces as pieces
 from fastdp.methods.public import PublicText, described
+from fastdp.methods.rapft.axes import second_moments
 from fastdp.methods.rapft.relevance import Map, Propagator
 from fastdp.private.plan import SideRelease
 from fastdp.private.preparation import Contributions, Findings, Preparation
@@ -78,6 +80,39 @@ class PublicMoments(_Public):
     def describe(self) -> dict[str, Any]:
         """For the card."""
         return {"kind": "public second moments", "text": described(self.origin)}
+
+
+@dataclass(frozen=True)
+class PublicGradients(_Public):
+    """Root mean squares of public examples' gradients at the weights as they are, for axes that are made anew on the way.
+
+    What is a good axis at the beginning of a run may be a bad one soon (docs/rapft.md). Costs no privacy: weights were released.
+
+    Args:
+        batches: mappings of the model's arguments, labels included, best of one example each: those are what is clipped.
+        origin: the file that they came from, for the card.
+
+    Raises ValueError without batches.
+    """
+
+    batches: Sequence[Mapping[str, Any]] = field(repr=False)
+    origin: PublicText | None = None
+
+    def __post_init__(self) -> None:
+        if len(self.batches) == 0:
+            raise ValueError("PublicGradients has no batches: give some public examples")
+
+    def relevance(self, propagator: Propagator, findings: Findings) -> Map:
+        """The sizes of the trained parameters. Raises ValueError for weights in pieces."""
+        if any(pieces.is_cut(parameter) for parameter in findings.parameters.values()):
+            raise ValueError(
+                "PublicGradients need whole weights: with weights in pieces use PublicMap or PublicMoments"
+            )
+        return second_moments(findings.model, self.batches)
+
+    def describe(self) -> dict[str, Any]:
+        """For the card."""
+        return {"kind": "public gradients", "batches": len(self.batches), "text": described(self.origin)}
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from fastdp.methods.rapft import (
     PrivateSubset,
     Propagation,
     Propagator,
+    PublicGradients,
     PublicMap,
     PublicMoments,
     RapFT,
@@ -210,6 +211,34 @@ def test_second_moments_are_those_of_public_gradients():
         second_moments(model, [])
 
 
+def test_axes_of_public_gradients_follow_the_weights_and_cost_nothing():
+    singles = [collate([row]) for row in examples(4, 9)]
+    method = RapFT(PublicGradients(singles), allocation="axes", map_every=2)
+    model = Classifier()
+    private = start(
+        model, method=method, optimizer=AdamW(model.parameters(), lr=0.5), noise_multiplier=0.8, target_delta=1e-3
+    )
+    later, outcomes = Classifier(), []
+    for step in range(4):
+        logical_step(private)
+        outcomes.append(private.outcome)
+        if step == 1:
+            # Axes for the next step are made once this one is done.
+            later.load_state_dict(model.state_dict())
+    assert outcomes[1] is outcomes[2]
+    made = [(Classifier(), outcomes[0]), (later, outcomes[1])]
+    for then, outcome in made:
+        wanted = rank_one(second_moments(then, singles), 0.5)
+        for name, own in wanted.items():
+            assert torch.allclose(outcome[name], torch.cat([own.rows, own.columns]), rtol=1e-4)
+    assert any(not torch.allclose(outcomes[0][name], own, rtol=0.05) for name, own in outcomes[1].items())
+    assert private.policy.noise_multiplier == pytest.approx(0.8)
+    assert private.ledger.spent_steps == 4
+    assert not private.plan.side
+    assert accounting.verify(private.card()).holds
+    private.detach()
+
+
 def test_magnitude_ranks_by_size():
     """The least |R| are weak; by R it would be the most negative ones, which the epsilon rule has even here."""
     model, rule = Classifier(), Propagation("epsilon")
@@ -307,6 +336,7 @@ def test_paper_mode_with_a_public_mask_has_a_guarantee():
         ({"ranking": "all"}, "ranking is 'all'"),
         ({"allocation": "axes", "axes_power": 2.0}, "axes_power is 2.0"),
         ({"source": PublicMoments({}), "allocation": "optimal"}, "set allocation='axes'"),
+        ({"source": PublicGradients([{}]), "allocation": "printed"}, "PublicGradients say how large"),
         ({"irrelevance_ratio": 0.5}, "above .5"),
         ({"irrelevance_ratio": 1.2}, "above .5"),
         ({"max_grad_norm": 0.0}, "max_grad_norm"),
