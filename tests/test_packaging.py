@@ -48,7 +48,6 @@ def test_the_oldest_versions_are_those_that_are_asked_for():
     assert all(same(oldest[name], version) for name, version in asked.items())
 
 
-@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
 def test_a_torch_that_an_environment_has_is_held(tmp_path):
     """Where a newer triton had come with it, pip put the pinned one in its place, and an older torch that goes with that."""
     python = tmp_path / "bin" / "python"

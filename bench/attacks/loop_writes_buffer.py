@@ -12,24 +12,9 @@ class Counting(kit.Net):
 
 
 def attack(library: systems.FastDP) -> float:
-    refused = []
-    for write in (
+    return library.written_by_the_loop(
+        Counting,
         lambda model, x: model.mean.copy_(x),
         lambda model, x: model.mean.data.copy_(x),
         lambda model, x: setattr(model, "mean", x.clone()),
-    ):
-        private = library.start(kit.Task(Counting), kit.records(16), 1.0, epochs=8)
-        try:
-            for _ in range(8):
-                for batch in private.data_loader:
-                    private.optimizer.zero_grad()
-                    private.model(**batch)["loss"].backward()
-                    private.optimizer.step()
-                    write(private.model, batch["x"].mean(0))
-        except RuntimeError as error:
-            refused.append(error)
-        finally:
-            private.detach()
-    if len(refused) == 3:
-        raise refused[-1]
-    return float("inf")
+    )

@@ -95,3 +95,9 @@ class Canaries(Observer, ABC):
     def detach(self) -> None:
         """Take the canaries out of the run; scores and coins stay."""
         self.private.unobserve(self)
+
+
+def noise_std(policy: Policy, name: str, device: torch.device) -> torch.Tensor:
+    """A parameter's `Policy.std_of`, and 1 where there is no noise, so that scores divided by it stay finite."""
+    std = policy.std_of(name, device)
+    return torch.where(std > 0, std, 1.0)

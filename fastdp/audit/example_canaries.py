@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import ConcatDataset, Dataset
 
-from fastdp.audit.canaries import Canaries
+from fastdp.audit.canaries import Canaries, noise_std
 from fastdp.engine.batches import map_tensors
 from fastdp.engine.boundary import plain_gradients
 from fastdp.engine.modes import in_mode
@@ -82,7 +82,7 @@ class ExampleCanaries(Canaries):
         if self.score == "loss":
             return
         parameters = self.private.parameters
-        stds = [policy.std_of(name, p.device) for name, p in parameters.items()]
+        stds = [noise_std(policy, name, p.device) for name, p in parameters.items()]
         released = [
             None if p.grad is None else p.grad.detach().float() * self.private.expected_batch_size
             for p in parameters.values()

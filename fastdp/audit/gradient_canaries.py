@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fastdp.audit.canaries import Canaries
+from fastdp.audit.canaries import Canaries, noise_std
 from fastdp.engine.accumulator import Accumulator
 from fastdp.engine.bounds import Norms, UpperNorms
 from fastdp.engine.policy import Policy
@@ -127,7 +127,7 @@ class GradientCanaries(Canaries):
                 inner.index_add_(0, owner, seen.reshape(-1).square())
                 size.index_add_(0, owner, torch.ones(owner.shape[0], dtype=torch.float64))
                 continue
-            std = policy.std_of(name, gradient.device).double().cpu()
+            std = noise_std(policy, name, gradient.device).double().cpu()
             values = values.double().cpu()
             inner.index_add_(0, owner, (self._phase * seen * values / std.square()).reshape(-1))
             size.index_add_(0, owner, (values / std).square().reshape(-1))

@@ -203,7 +203,7 @@ class Guard:
         self.require_told()
         for name, found in self._beside().items():
             before = self._aside.get(name, [])
-            if len(found) != len(before) or any(map(_written, before, found)):
+            if len(found) != len(before) or not all(map(_as_it_was, before, found)):
                 raise RuntimeError(
                     f"{name} has come to the model, or was written, since it was made private, and would leave with a model that "
                     "is copied or saved whole: set it to None first, or take state_dict()"
@@ -215,7 +215,7 @@ class Guard:
         for prefix, module in self.model.named_modules():
             aside = {name: module._buffers[name] for name in getattr(module, "_non_persistent_buffers_set", ())}
             for name, value in {**vars(module), **aside}.items():
-                if name not in _STATE and (tensors := [(t, t._version) for t in flat(value)]):
+                if name not in _STATE and (tensors := _tensors_of(value)):
                     found[_joined(prefix, name)] = tensors
         return found
 
@@ -408,3 +408,25 @@ def _buffer_written(name: str) -> SelfCheckError:
 
 def _written(before: tuple[torch.Tensor, int], after: tuple[torch.Tensor, int]) -> bool:
     return before[0] is not after[0] or before[1] != after[1]
+
+
+def _as_it_was(before: tuple[torch.Tensor, int], after: tuple[torch.Tensor, int]) -> bool:
+    """Whether a tensor is the one that it was, or has its numbers, as buffers have on the device that a model is moved to."""
+    (kept, version), (now, _) = before, after
+    if kept._version != version or kept.is_meta:
+        return now is kept and kept._version == version
+    alike = now.shape == kept.shape and now.dtype == kept.dtype
+    return now is kept or (alike and torch.equal(now.to(kept.device), kept))
+
+
+def _tensors_of(value: Any) -> list[tuple[torch.Tensor, int]]:
+    """Tensors in nested containers, which may hold themselves, and how often each was written."""
+    found, seen, waiting = [], set(), [value]
+    while waiting:
+        item = waiting.pop()
+        if isinstance(item, torch.Tensor):
+            found.append((item, item._version))
+        elif isinstance(item, (dict, list, tuple, set, frozenset)) and id(item) not in seen:
+            seen.add(id(item))
+            waiting.extend(item.values() if isinstance(item, dict) else item)
+    return found

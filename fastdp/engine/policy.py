@@ -55,12 +55,9 @@ class Policy:
         return 1 / math.sqrt(sum((c / s) ** 2 for c, s in zip(self.bounds, self.stds)))
 
     def std_of(self, name: str, device: torch.device) -> torch.Tensor:
-        """The noise of a parameter: a scalar, or of the parameter's shape where it is masked; 1 where there is none.
-
-        So scores divided by it stay finite.
-        """
+        """The standard deviation of a parameter's noise: a scalar, or of the parameter's shape where it is masked."""
         group = self.group_of.get(name, 0)
-        stds = [torch.tensor(std or 1.0, device=device) for std in self.stds]
+        stds = [torch.tensor(float(std), device=device) for std in self.stds]
         if isinstance(group, tuple):
             return torch.where(self.masks[name].to(device), stds[group[0]], stds[group[1]])
         return stds[group]

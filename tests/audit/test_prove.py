@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -191,3 +193,17 @@ def test_the_command_refuses_what_is_no_model(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["prove", str(tmp_path / "none")])
     assert result.exit_code == 1
     assert "no folder" in result.output
+
+
+class Silent(fastdp.DPSGD):
+    """States no noise for what it clips."""
+
+    def policy(self, *args: Any, **kwargs: Any) -> Any:
+        stated = super().policy(*args, **kwargs)
+        return replace(stated, stds=(0.0,) * len(stated.stds))
+
+
+def test_a_policy_without_noise_holds_no_record() -> None:
+    worst = prove(Classifier(), loader(), method=Silent(max_grad_norm=0.3)).worst
+    assert worst is not None
+    assert worst.moved == math.inf

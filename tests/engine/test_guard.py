@@ -308,3 +308,18 @@ def test_what_a_forward_leaves_in_a_model_does_not_leave_with_it(where: str, tak
         take(model)
     guard.close()
     take(model)
+
+
+@pytest.mark.parametrize("take", [copy.deepcopy, pickle.dumps])
+def test_a_model_that_is_moved_leaves_whole(take: Any) -> None:
+    """As by `model.cpu()` before it is saved: buffers that no state has are other tensors then, of the same numbers."""
+    model = nn.Sequential(Remembering("scratch"))
+    model[0].itself = {"tensor": torch.ones(2)}
+    model[0].itself["round"] = model[0].itself
+    guard = Guard(model)
+    model[0].scratch = model[0].scratch.clone()
+    take(model)
+    model[0].scratch = model[0].scratch + 1
+    with pytest.raises(RuntimeError, match="scratch has come to the model, or was written"):
+        take(model)
+    guard.close()
