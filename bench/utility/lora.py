@@ -1,6 +1,8 @@
-"""Private LoRA at its best, on E2E references: each form at its own best learning rate, pairs of the same batches and noise.
+r"""Private LoRA at its best, on E2E references: each form at its own best learning rate, pairs of the same batches and noise.
 
     fastdp bench utility --suite lora --model MODEL --train train.csv --eval test.csv --json lora.json
+    fastdp bench utility --suite lora --tuning full --forms warmed --column text --model MODEL --train train.txt --eval test.txt \
+        --json full.json
 
 Every row spends its ``epsilon`` truly (PLD). The protocol is one for all forms: three learning rates, and more while the best
 is at the grid's edge, each once at the middle epsilon, on held-out texts and with a seed that nothing else uses; like
@@ -12,6 +14,7 @@ no method, but what no choice of axes can pass. Rows of the part ``axes`` say wh
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -48,7 +51,8 @@ from fastdp.methods import rapft
 from fastdp.private.method import Method
 
 DELTA = suite_of_rapft.DELTA
-RATES = (5e-3, 1e-2, 2e-2)
+#: Learning rates by what is trained.
+RATES = {"lora": (5e-3, 1e-2, 2e-2), "full": (5e-4, 1e-3, 2e-3)}
 BASELINE = "DP-SGD"
 #: Private ones that oracle axes are taken from.
 EXAMPLES = 384
@@ -56,7 +60,7 @@ EXAMPLES = 384
 
 @dataclass(frozen=True)
 class Form:
-    """What is done to plain DP-SGD on LoRA of rank 4 and scale 8.
+    """What is done to plain DP-SGD, on LoRA of rank 4 and scale 8 or on all weights.
 
     Args:
         fixed: the first matrix is frozen with orthonormal rows (`fix_lora_projections`).
@@ -64,7 +68,7 @@ class Form:
         axes: gradients are clipped and noised along axes: of second moments of the ``public`` examples' gradients, batch by
             batch, or of ``singles``; or, without any privacy,
             ``oracle`` axes of the private ones', one a ``tensor``, or ``agreed``, the best there are for Adam (`shaping`).
-        renewed: before every second step axes are made anew, at the weights as they are then.
+        renewed: axes are made anew before every so many steps, at the weights as they are then.
         corrected: the noise's variance is subtracted from Adam's second moment.
         averaged: decay of an average of the weights, or None.
         denoised: singular values of the released gradients are shrunk to what the noise leaves of them.
@@ -74,7 +78,7 @@ class Form:
     fixed: bool = False
     warmed: bool = False
     axes: str | None = None
-    renewed: bool = False
+    renewed: int | None = None
     corrected: bool = False
     averaged: float | None = None
     denoised: bool = False
@@ -97,7 +101,8 @@ FORMS = {
     "warmed": Form(warmed=True),
     "warmed, axes": Form(warmed=True, axes="public"),
     "warmed, axes of single examples": Form(warmed=True, axes="singles"),
-    "warmed, axes of single examples, renewed": Form(warmed=True, axes="singles", renewed=True),
+    "warmed, axes of single examples, renewed": Form(warmed=True, axes="singles", renewed=2),
+    "warmed, axes of single examples, renewed every step": Form(warmed=True, axes="singles", renewed=1),
     "warmed, oracle axes": Form(warmed=True, axes="oracle"),
     "warmed, oracle axes by tensor": Form(warmed=True, axes="tensor"),
     "warmed, oracle axes of agreement": Form(warmed=True, axes="agreed"),
@@ -123,6 +128,12 @@ class Size:
     tuned_on: int = 96
     public: int = 64
     epsilons: tuple[float, ...] = (1.0, 3.0, 8.0)
+    tuning: str = "lora"
+
+    @property
+    def rates(self) -> tuple[float, ...]:
+        """The learning rates that are tried first."""
+        return RATES[self.tuning]
 
     @property
     def middle(self) -> float:
@@ -137,7 +148,15 @@ FULL = Size(820, 256, 128, 4000, 600)
 class Bench(suite_of_rapft.Bench):
     """The data, and one run of any row."""
 
-    def __init__(self, model: Path, train: Path, held_out: Path, size: Size):
+    def __init__(
+        self,
+        model: Path,
+        train: Path,
+        held_out: Path,
+        size: Size,
+        column: str = "ref",
+        public_rate: float | None = None,
+    ):
         shared = suite_of_rapft.Size(
             steps=size.steps,
             batch_size=size.batch_size,
@@ -145,7 +164,9 @@ class Bench(suite_of_rapft.Bench):
             held_out=size.held_out + size.tuned_on,
             public=size.public,
         )
-        super().__init__(model, train, held_out, shared)
+        super().__init__(model, train, held_out, shared, column)
+        self.tuning = size.tuning
+        self.public_rate = public_rate or suite_of_rapft.LEARNING_RATES[size.tuning]
         #: The same for all forms of a seed.
         self.known = cache(self._known)
         self.middle = size.middle
@@ -153,19 +174,19 @@ class Bench(suite_of_rapft.Bench):
         self.tuned_on = Examples(items[: size.tuned_on], 0)
         self.judged_on = Examples(items[size.tuned_on :], 0)
 
-    def lora(self, form: Form, seed: int) -> torch.nn.Module:
-        """A fresh model with LoRA."""
-        model = self.model("lora", seed)
+    def fresh(self, form: Form, seed: int) -> torch.nn.Module:
+        """A fresh model with its trained parameters."""
+        model = self.model(self.tuning, seed)
         if form.fixed:
             torch.manual_seed(seed)
             fix_lora_projections(model)
         if form.warmed:
-            self._warm(model)
+            rapft.warm_up(model, self.public, self.public_rate)
         return model
 
     def start(self, form: Form, row: dict[str, Any]) -> fastdp.Private:
         """The private run of a row, not begun."""
-        model = self.lora(form, row["seed"])
+        model = self.fresh(form, row["seed"])
         steps, batch = max(1, self.size.steps // form.larger), self.size.batch_size * form.larger
         per_epoch = math.ceil(len(self.train) / batch)
         trained = [p for p in model.parameters() if p.requires_grad]
@@ -215,7 +236,7 @@ class Bench(suite_of_rapft.Bench):
             return fastdp.DPSGD(**options)
         if form.renewed:
             source = rapft.PublicGradients(list(self._singles()))
-            return fastdp.RapFT(source, allocation="axes", map_every=2, **options)
+            return fastdp.RapFT(source, allocation="axes", map_every=form.renewed, **options)
         sizes = self._sizes(form, model, seed)
         return fastdp.RapFT(rapft.PublicMoments(sizes), allocation="axes", axes_power=form.power, **options)
 
@@ -247,7 +268,7 @@ class Bench(suite_of_rapft.Bench):
 
     def _known(self, seed: int, steps: int) -> dict[str, shaping.Known]:
         """Of private gradients after the public pass, and so many private steps at the middle epsilon."""
-        row = {"seed": seed, "epsilon": self.middle, "learning_rate": RATES[1]}
+        row = {"seed": seed, "epsilon": self.middle, "learning_rate": RATES[self.tuning][1]}
         run = self.start(FORMS["warmed"], row)
         loop = train(run)
         while run.steps_done < steps or not (run.last_step_done or steps == 0):
@@ -263,7 +284,7 @@ class Bench(suite_of_rapft.Bench):
         form, seed = FORMS[row["form"]], row["seed"]
         found = self.known(seed, row["steps"])
         ratio = self.size.batch_size / self.multiplier(row["epsilon"], False)
-        own = rapft.rank_one(self._sizes(form, self.lora(form, seed), seed), form.power)
+        own = rapft.rank_one(self._sizes(form, self.fresh(form, seed), seed), form.power)
         axes = {name: own[name].whole(known.mean.shape) for name, known in found.items()}
         return {
             "less_noise": shaping.less_noise(found, ratio, axes),
@@ -294,7 +315,7 @@ def denoise(run: fastdp.Private) -> float:
 
 def settings(size: Size, seeds: int, rates: Mapping[str, float] | None = None) -> Iterator[dict[str, Any]]:
     """The rows of perplexity; the middle epsilon of every form and seed comes first."""
-    known = dict.fromkeys(FORMS, RATES[1]) if rates is None else rates
+    known = dict.fromkeys(FORMS, size.rates[1]) if rates is None else rates
     for epsilon in sorted(size.epsilons, key=lambda epsilon: epsilon != size.middle):
         rows = [
             {"part": "perplexity", "form": form, "epsilon": epsilon, "learning_rate": known[form]} for form in known
@@ -310,7 +331,7 @@ def runs(bench: Bench, size: Size, table: Table, seeds: int, forms: Sequence[str
             row = {"part": "rate", "form": form, "epsilon": size.middle, "learning_rate": rate, "seed": seeds}
             return row, partial(bench.run, row)
 
-        yield from interior(table, RATES, at, "perplexity", largest=False)
+        yield from interior(table, size.rates, at, "perplexity", largest=False)
     shaped = [
         {"part": "axes", "form": form, "epsilon": size.middle, "steps": steps}
         for form in forms
@@ -318,13 +339,13 @@ def runs(bench: Bench, size: Size, table: Table, seeds: int, forms: Sequence[str
         if FORMS[form].axes and not (FORMS[form].corrected or FORMS[form].renewed)
     ]
     yield from each(by_seed(shaped, seeds), bench.gain)
-    yield from each(settings(size, seeds, {form: best_rate(table.rows, form) for form in forms}), bench.run)
+    yield from each(settings(size, seeds, {form: best_rate(table.rows, form, size) for form in forms}), bench.run)
 
 
-def best_rate(rows: Sequence[dict[str, Any]], form: str) -> float:
+def best_rate(rows: Sequence[dict[str, Any]], form: str, size: Size) -> float:
     """The learning rate that did best among those tried; the middle of the grid if none was."""
     tried = [row for row in rows if row["part"] == "rate" and row["form"] == form]
-    return min(tried, key=lambda row: row["perplexity"])["learning_rate"] if tried else RATES[1]
+    return min(tried, key=lambda row: row["perplexity"])["learning_rate"] if tried else size.rates[1]
 
 
 def tables(rows: Sequence[dict[str, Any]], size: Size) -> str:
@@ -344,7 +365,7 @@ def tables(rows: Sequence[dict[str, Any]], size: Size) -> str:
                 cell += f", {ahead[0]:+.1f} (standard error {ahead[1]:.1f}, {ahead[2]} pairs)"
             cells.append(cell)
         if any(cell != "-" for cell in cells):
-            lines.append(f"| {form} | {best_rate(rows, form):g} | {' | '.join(cells)} |")
+            lines.append(f"| {form} | {best_rate(rows, form, size):g} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
@@ -365,12 +386,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
         {"default": Size(), "tiny": TINY, "full": FULL},
         seeds=5,
         model="folder of a small GPT-2",
-        train="CSV with a column ref",
-        eval="CSV of the same form, held out",
+        train="file of rows with texts",
+        eval="file of the same form, held out",
     )
+    parser.add_argument("--column", default="ref", help="of the texts")
+    parser.add_argument("--tuning", choices=tuple(RATES), default="lora", help="what is trained")
+    parser.add_argument("--public-rate", type=float, help="learning rate of the pass over public examples")
     parser.add_argument("--forms", nargs="+", choices=tuple(FORMS), default=tuple(FORMS), help="only these")
     options, size, table = begin(parser, arguments)
-    bench = Bench(options.model, options.train, options.eval, size)
+    size = dataclasses.replace(size, tuning=options.tuning)
+    bench = Bench(options.model, options.train, options.eval, size, options.column, options.public_rate)
     wanted = runs(bench, size, table, options.seeds, options.forms)
     finish(table, wanted, options, partial(plot, size=size), partial(tables, size=size))
 

@@ -55,7 +55,7 @@ TUNINGS = ("adapter", "bitfit", "lora")
 FORMS = ("printed", "optimal", "ellipsoid")
 AXES = ("axes", "moments", "dpsgd warmed", "moments warmed")
 #: The best for DP-SGD at epsilon 5 of those tried, each about twice the one before; the other forms take the same.
-LEARNING_RATES = {"adapter": 1.2e-2, "bitfit": 4e-2, "lora": 1e-2}
+LEARNING_RATES = {"adapter": 1.2e-2, "bitfit": 4e-2, "lora": 1e-2, "full": 1e-3}
 #: The noised map of form ``noised``: sigma_R and q_R.
 NOISED = (2.0, 0.02)
 #: What is not swept in a row, and the epsilon of those that are not compared at every one.
@@ -105,11 +105,12 @@ class Bench:
 
     Args:
         model: folder of a causal language model with its tokenizer.
-        train, held_out: CSV files with a column ``ref``; some of the second, never evaluated on, are the public ones.
+        train, held_out: files of rows; some of the second, never evaluated on, are the public ones.
+        column: of the rows' texts.
     """
 
-    def __init__(self, model: Path, train: Path, held_out: Path, size: Size):
-        self.folder, self.size = model, size
+    def __init__(self, model: Path, train: Path, held_out: Path, size: Size, column: str = "ref"):
+        self.folder, self.size, self.column = model, size, column
         tokenizer = hf.AutoTokenizer.from_pretrained(model)
         self.collator = Collator(
             tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
@@ -126,7 +127,7 @@ class Bench:
         self.multiplier = cache(self._multiplier)
 
     def _examples(self, tokenizer: Any, path: Path) -> Examples:
-        return causal_examples(tokenizer, read_rows(str(path)).column("ref", "the references"), self.size.length)
+        return causal_examples(tokenizer, read_rows(str(path)).column(self.column, "the texts"), self.size.length)
 
     @property
     def per_epoch(self) -> int:
@@ -138,7 +139,7 @@ class Bench:
         model: Any = hf.AutoModelForCausalLM.from_pretrained(self.folder)
         if tuning == "bitfit":
             train_biases_only(model)
-        else:
+        elif tuning != "full":
             task: Any = {"task_type": "CAUSAL_LM"}
             lora = peft.LoraConfig(r=4, lora_alpha=32, **task)
             with warnings.catch_warnings():
