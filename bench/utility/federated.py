@@ -173,6 +173,17 @@ def settings(size: Size, seeds: int) -> Iterator[dict[str, Any]]:
             yield {**row, "rounds": size.rounds, "seed": seed}
 
 
+def by_type(size: Size, seeds: int) -> Iterator[dict[str, Any]]:
+    """Rows of what writing private words by type and not learning them costs the others, by the number of clients."""
+    ways: tuple[dict[str, Any], ...] = (
+        {"scheme": "none", "epsilon": None},
+        {"scheme": "typed", "epsilon": 8.0, "replacement": "model", "learned": False},
+    )
+    for seed in range(seeds):
+        for clients, way in itertools.product((2, 4, 16), ways):
+            yield {"data": "pii_spans", **way, "clients": clients, "rounds": size.rounds, "seed": seed}
+
+
 def detector_quality(pii: Path) -> dict[str, Any]:
     """Precision and recall of the rule detector by entity."""
     texts, labels = read_labelled_spans(pii)
@@ -329,6 +340,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--detector", action="store_true", help="only what the detector finds")
     parser.add_argument("--speed", action="store_true", help="only tokens a second, and SecAgg+'s precision")
     parser.add_argument("--overhead", action="store_true", help="only one flwr run against the clients' training")
+    parser.add_argument("--types", action="store_true", help="only private tokens by type, with 2, 4 and 16 clients")
     options, size, table = begin(parser, arguments)
     if options.detector or options.speed:
         found: dict[str, Any] = {}
@@ -347,7 +359,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if options.overhead:
             _keep({"overhead": overhead(bench)}, options.json)
             return
-        finish(table, each(settings(size, options.seeds), bench.run), options, plot)
+        wanted = by_type if options.types else settings
+        finish(table, each(wanted(size, options.seeds), bench.run), options, plot)
 
 
 def _keep(found: dict[str, Any], path: Path | None) -> None:
