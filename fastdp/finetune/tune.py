@@ -172,7 +172,15 @@ def tune(
             return state.done[-1][0], folder
 
         score, best = best_of(trial, shape, stop, state.uniform)
-        found = _publish(config, searched, best, score, sigma, event, judging, ledger, trials, shape, stop)
+        search = {
+            "candidates": {name: list(values) for name, values in searched.items()},
+            "expected_trials": trials,
+            "shape": shape,
+            "stop": stop,
+            "noise_multiplier_of_a_step": sigma,
+            "noise_multiplier_of_a_score": judging,
+        }
+        found = _publish(config, best, score, event, ledger, search)
         shutil.rmtree(work, ignore_errors=True)
         return found
     finally:
@@ -293,22 +301,13 @@ def _judge(folder: Path, judges: Rows, largest: float, multiplier: float, stream
 
 
 def _publish(
-    config: FinetuneConfig,
-    searched: Mapping[str, Sequence[Any]],
-    best: Path,
-    score: float,
-    sigma: float,
-    event: Any,
-    judging: float,
-    ledger: accounting.Ledger,
-    trials: float,
-    shape: float,
-    stop: float,
+    config: FinetuneConfig, best: Path, score: float, event: Any, ledger: accounting.Ledger, search: Mapping[str, Any]
 ) -> Tuned:
+    """Put the best trial's weights in the place of a run's, with the card of the whole ``search``."""
     output = Path(str(config.output))
     own = accounting.Card.load(best / "card.json")
     won = dataclasses.replace(load_config(best / CONFIG), train=config.train, output=config.output)
-    settings = {name: getattr(won, name) for name in searched}
+    settings = {name: getattr(won, name) for name in search["candidates"]}
     weights = next(best / name for name in ("adapter", "model") if (best / name).is_dir())
     released = [t for file in sorted(weights.glob("*.safetensors")) for t in load_file(file).values()]
     claim = accounting.Gaussian("example", "add_remove", event, config.delta, config.epsilon)
@@ -328,16 +327,7 @@ def _publish(
         facts={
             "dataset_size": ledger.header["dataset_size"],
             "model": own["model"],
-            "tuning": {
-                "candidates": {name: list(values) for name, values in searched.items()},
-                "won": settings,
-                "noised_score": score,
-                "expected_trials": trials,
-                "shape": shape,
-                "stop": stop,
-                "noise_multiplier_of_a_step": sigma,
-                "noise_multiplier_of_a_score": judging,
-            },
+            "tuning": {**search, "won": settings, "noised_score": score},
         },
     )
     shutil.copytree(weights, output / weights.name, dirs_exist_ok=True)
@@ -346,4 +336,4 @@ def _publish(
     won.save(output / CONFIG)
     assert config.epsilon is not None
     spent = card["epsilon"]["upper_bound"]
-    return Tuned(str(output), settings, score, spent, config.delta, sigma)
+    return Tuned(str(output), settings, score, spent, config.delta, search["noise_multiplier_of_a_step"])
