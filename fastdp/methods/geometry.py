@@ -45,7 +45,7 @@ def clip_groups(
     else:
         # One threshold for several groups is the threshold of the whole, shared equally.
         bounds = (float(max_grad_norm) / math.sqrt(len(names)),) * len(names)
-    std = noise_multiplier * math.sqrt(sum(bound**2 for bound in bounds))
+    std = noise_multiplier * math.hypot(*bounds)
     return Policy(bounds, (std,) * len(bounds), group_of)
 
 

@@ -126,11 +126,6 @@ class EllipsoidPolicy(Policy):
         return down(1 / (upper.norms / axes).square().sum(0, keepdim=True).sqrt()).expand_as(upper.norms)
 
 
-def flat_policy(names: Sequence[str], max_grad_norm: float, noise_multiplier: float) -> Policy:
-    """DP-SGD's own policy, for steps before there is a mask."""
-    return Policy((max_grad_norm,), (noise_multiplier * max_grad_norm,), dict.fromkeys(names, 0))
-
-
 def weak_fraction(masks: Mapping[str, torch.Tensor]) -> float:
     """r_w of a mask (True is weak), over all trained coordinates. Raises ValueError if either block is empty."""
     weak = sum(int(mask.sum()) for mask in masks.values())

@@ -16,11 +16,11 @@ import torch
 import fastdp.accounting as accounting
 from fastdp.engine.axes import RankOne
 from fastdp.engine.policy import Policy
+from fastdp.methods.geometry import clip_groups
 from fastdp.methods.options import Options
 from fastdp.methods.rapft.allocation import (
     ALLOCATIONS,
     effective_noise_multiplier,
-    flat_policy,
     masked_policy,
     printed_noise_multiplier,
 )
@@ -183,17 +183,15 @@ class RapFT(Options):
         Raises ValueError if the mask to come would leave nothing strong, which the sizes alone decide.
         """
         noise_multiplier = self.gradient_multiplier(noise_multiplier)
-        if self.allocation == "axes" and outcome:
-            axes = {
-                name: _axes(outcome[name].to(parameter.device), parameter) for name, parameter in parameters.items()
-            }
-            return replace(flat_policy(list(parameters), self.max_grad_norm, noise_multiplier), axes=axes)
-        if not outcome:
-            if self.allocation != "axes":
-                check_strong([p.numel() for p in parameters.values()], self.irrelevance_ratio, self.ranking)
-            return flat_policy(list(parameters), self.max_grad_norm, noise_multiplier)
+        chosen = {name: outcome[name].to(p.device) for name, p in parameters.items()} if outcome else {}
+        flat = clip_groups(parameters, noise_multiplier, self.max_grad_norm)
+        if self.allocation == "axes":
+            return replace(flat, axes={name: _axes(own, parameters[name]) for name, own in chosen.items()})
+        if not chosen:
+            check_strong([p.numel() for p in parameters.values()], self.irrelevance_ratio, self.ranking)
+            return flat
         return masked_policy(
-            {name: outcome[name].to(parameter.device) for name, parameter in parameters.items()},
+            chosen,
             allocation=self.allocation,
             max_grad_norm=self.max_grad_norm,
             noise_multiplier=noise_multiplier,

@@ -282,6 +282,12 @@ def test_the_first_steps_without_a_mask_are_accounted_alike():
     private.detach()
 
 
+@given(st.floats(1e-300, 1e300), st.floats(0.1, 10))
+def test_without_a_mask_the_noise_is_that_of_one_bound_to_the_last_bit(bound, multiplier):
+    policy = RapFT(public(), max_grad_norm=bound).policy({"w": torch.ones(4)}, multiplier)
+    assert (policy.bounds, policy.stds) == ((bound,), (multiplier * bound,))
+
+
 def test_a_resumed_run_keeps_its_mask(tmp_path):
     options: dict[str, Any] = {"method": RapFT(NoisyMap(1.5, 0.5)), "noise_multiplier": 1.0, "target_delta": 1e-3}
     private = start(Classifier(), output_dir=tmp_path, **options)
