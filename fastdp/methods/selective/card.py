@@ -22,21 +22,20 @@ _UNPROTECTED = (
 )
 
 
-def token_claim(form: str, budget: str, epsilon: float, most_tokens: int | None, releases: int = 1) -> Pure:
+def token_claim(form: str, budget: str, epsilon: float, most_tokens: int | None) -> Pure:
     """What a form of the mechanism promises of each private token, or of those of a text where they share its budget.
 
     Args:
         form, budget, epsilon: as in `SelectivePerturbation`.
         most_tokens: most private tokens in one text; None where that is not known.
-        releases: of each text.
     """
     among = "the tokens of its public cell" if form == "partition" else "all tokens of the vocabulary"
     shared = budget == "text"
     unit = f"{'the private tokens of each text together, each' if shared else 'each private token,'} among {among}"
     units = min(most_tokens, 1) if shared and most_tokens is not None else most_tokens
     if form == "metric":
-        return Metric(unit, epsilon, units, releases, "the distance of the tokens' rows")
-    return Pure(unit, epsilon, units, releases)
+        return Metric(unit, epsilon, units, distance="the distance of the tokens' rows")
+    return Pure(unit, epsilon, units)
 
 
 @dataclass(frozen=True)

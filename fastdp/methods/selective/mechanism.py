@@ -17,7 +17,6 @@ With x the private token, w a candidate, dist their rows' Euclidean distance:
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastdp.accounting.weights import named_digest
 from fastdp.methods.exact import lipschitz, log_normalisers
 from fastdp.ops.choice import choice_log_probabilities, exponential_choice
 from fastdp.ops.stream import NoiseStream
@@ -147,7 +147,7 @@ class TokenMechanism:
         """
         if self.form == "paper":
             return epsilon
-        key = (self._digest, epsilon)
+        key = (self._name, epsilon)
         if key not in _STRENGTHS:
             # At epsilon / 2 each, weights and sums alone cannot pass epsilon; at twice that the weights alone reach it.
             tried = [epsilon * (1 + step / _STEPS) for step in range(_STEPS)]
@@ -175,12 +175,11 @@ class TokenMechanism:
         return [k / 2 + more for k, more in zip(strengths, spread)]
 
     @cached_property
-    def _digest(self) -> str:
-        found = hashlib.sha256(f"{self.form} {self.radius} {list(self.table.shape)}".encode())
-        for tensor in (self.table, self.candidates, self.cells if self.form == "partition" else None):
-            if tensor is not None:
-                found.update(tensor.cpu().contiguous().flatten().view(torch.uint8).numpy().data)
-        return found.hexdigest()
+    def _name(self) -> str:
+        """Tells mechanisms apart whose costs differ."""
+        parts = {"table": self.table, "candidates": self.candidates, "cells": self.cells}
+        digest = named_digest({name: tensor for name, tensor in parts.items() if tensor is not None})
+        return f"{self.form} {self.radius} {digest}"
 
     def log_probabilities(self, token: int, epsilon: float) -> Tensor:
         """Exact law of one private token: log probabilities, float64 [V], -inf for what cannot be drawn."""
@@ -298,8 +297,8 @@ class TokenMechanism:
         return result
 
 
-def public_radius(table: Tensor, rows: int = 512) -> float:
-    """The median distance between ``rows`` evenly spaced rows of a public table: the radius where none is given.
+def public_radius(table: Tensor) -> float:
+    """The median distance between some 512 evenly spaced rows of a public table: the radius where none is given.
 
     Computed from public data alone and without randomness, so that all who hold the table agree on it.
 
@@ -307,7 +306,7 @@ def public_radius(table: Tensor, rows: int = 512) -> float:
         ValueError: if all rows of the table are equal.
     """
     _check_table(table)
-    step = max(1, len(table) // rows)
+    step = max(1, len(table) // 512)
     # On a processor, whatever the table's device: all who hold it must find the same number.
     sample = table[::step].cpu().double()
     distances = torch.pdist(sample)
