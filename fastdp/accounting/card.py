@@ -16,7 +16,7 @@ import fastdp.files as files
 from fastdp.accounting.claim import Claim, Gaussian, read_claim
 from fastdp.accounting.event_types import DpEvent
 from fastdp.accounting.exports import export
-from fastdp.accounting.page import ENVELOPE, markdown
+from fastdp.accounting.page import ENVELOPE, claims, markdown
 from fastdp.accounting.pld import Adjacency
 from fastdp.accounting.serialisation import canonical, parse
 from fastdp.accounting.weights import digests
@@ -223,7 +223,7 @@ class Card(dict[str, Any]):
     @property
     def claims(self) -> list[Claim]:
         """What it claims, the first first. Raises ValueError for a claim that cannot be read."""
-        return [] if self.get("kind") == "none" else [read_claim(fields) for fields in (self, *self.get("also", ()))]
+        return [read_claim(fields) for fields in claims(self)]
 
     @property
     def event(self) -> DpEvent:

@@ -26,8 +26,8 @@ _INLINE = 8
 
 
 def claims(card: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The fields of each claim, the first first."""
-    return [] if card["kind"] == "none" else [card, *card["also"]]
+    """The fields of each claim, the first first; of a card that nobody has checked yet, too."""
+    return [] if card.get("kind") == "none" else [card, *card.get("also", ())]
 
 
 def headlines(card: Mapping[str, Any]) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from fastdp.accounting.events import CONSTANT, Flat, dpsgd_model, flatten
 from fastdp.accounting.exports import read_export
 from fastdp.accounting.journal import LedgerError
 from fastdp.accounting.ledger import Ledger
+from fastdp.accounting.page import claims
 from fastdp.accounting.serialisation import parse
 from fastdp.accounting.weights import digests_of
 
@@ -247,7 +248,7 @@ def _check_ledger(card: Mapping[str, Any], path: Path) -> list[str]:
         if key in card and key in ledger.header and card[key] != ledger.header[key]:
             raise _Refused(f"the card states {key} {card[key]!r}, but the ledger was begun with {ledger.header[key]!r}")
     _check_described(card, ledger.header)
-    event = next((c.event for c in map(read_claim, _claims(card)) if isinstance(c, Gaussian)), None)
+    event = next((c.event for c in map(read_claim, claims(card)) if isinstance(c, Gaussian)), None)
     if event is None or not _covers(flatten(event), flatten(ledger.event())):
         if ledger.closed_in_order:
             raise _Refused(f"{path} counts releases that the card's event does not hold")
@@ -266,10 +267,6 @@ def _check_described(card: Mapping[str, Any], header: Mapping[str, Any]) -> None
             raise _Refused(f"the card states another model than the ledger was begun with: its {key} differs")
 
 
-def _claims(card: Mapping[str, Any]) -> Iterable[Mapping[str, Any]]:
-    return () if card.get("kind") == "none" else (card, *card.get("also", ()))
-
-
 def _covers(stated: Flat, counted: Flat) -> bool:
     """Whether an event holds at least the releases of another."""
     if stated.mu_squared < counted.mu_squared * (1 - ROOM) or (stated.private and not counted.private):
@@ -283,17 +280,17 @@ def _covers(stated: Flat, counted: Flat) -> bool:
 def _unchecked(card: Mapping[str, Any], weights: bool, ledger: bool) -> list[str]:
     """What a reader has to take on trust, in words."""
     found = ["who wrote the card: its digest finds accidents and is no signature"]
-    if any(isinstance(claim, Gaussian) for claim in map(read_claim, _claims(card))):
+    if any(isinstance(claim, Gaussian) for claim in map(read_claim, claims(card))):
         found.append("that the run drew its samples and its noise as the event says")
-    if any(isinstance(claim, Pure) for claim in map(read_claim, _claims(card))):
+    if any(isinstance(claim, Pure) for claim in map(read_claim, claims(card))):
         found.append("that the draws were made by the mechanism and with the settings that the card states")
-    for fields in _claims(card):
+    for fields in claims(card):
         delta = fields["epsilon"]["delta"] if "epsilon" in fields else None
         if delta is not None and "dataset_size" not in fields:
             found.append(
                 f"whether delta {delta:g} is below one over the number of units, which the card does not state"
             )
-    for claim in map(read_claim, _claims(card)):
+    for claim in map(read_claim, claims(card)):
         if isinstance(claim, Elsewhere):
             found.append(f"what {claim.card} certifies: {claim.promise}")
     if earlier := card.get("earlier_releases"):

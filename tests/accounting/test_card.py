@@ -7,7 +7,7 @@ import os
 import pytest
 
 from fastdp import accounting
-from fastdp.accounting import Card, verify
+from fastdp.accounting import Card, page, verify
 from fastdp.accounting.card import digest
 
 RATE, STEPS = 0.02, 40
@@ -203,6 +203,14 @@ def test_malformed_cards_are_refused_in_a_sentence(changed, match):
     assert not result
     assert match in result.reason
     assert "\n" not in result.reason
+
+
+def test_claims_are_read_of_a_card_that_nobody_has_checked():
+    card = _card()
+    for missing in ({"also"}, {"also", "kind"}):
+        cut = Card({key: value for key, value in card.items() if key not in missing})
+        assert cut.claims == card.claims
+        assert page.claims(cut) == [cut]
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "{}", '{"format": "fastdp.card", "version": 1}', "[" * 100_000])
