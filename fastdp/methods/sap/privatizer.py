@@ -357,10 +357,14 @@ class TextPrivatizer(Releases):
             self._row_of[missing] = ops.snap(self._table[missing].nan_to_num(), self._rows).to(self._row_of.device)
         return self._row_of[ids]
 
+    @property
+    def _eta(self) -> float:
+        assert self.eta is not None  # only the quotient has none, and it knows no distance
+        return self.eta
+
     def _draw(self, rows: Tensor, label: int | None) -> Tensor:
-        assert self.eta is not None
         if self.mechanism == "laplace":
-            eta = self.eta if self.cti is None else self._per_row(self.cti.eta_of(label, self.eta))[rows]
+            eta = self._eta if self.cti is None else self._per_row(self.cti.eta_of(label, self._eta))[rows]
             return ops.private_snap(rows, self._rows, eta, self.stream)
         table, scale, extra = self._law(label)
         return ops.exponential_choice(rows, table, scale, self.stream, **extra)
@@ -368,12 +372,11 @@ class TextPrivatizer(Releases):
     def _law(self, label: int | None) -> tuple[Tensor, float, dict[str, Any]]:
         """Table, scale and weights of `exponential_choice`."""
         cti = self.cti
-        assert self.eta is not None
         if cti is None:
-            return self._rows, self.eta / 2, {}
+            return self._rows, self._eta / 2, {}
         if cti.form == "prior":
-            return self._rows, self.eta / 2, {"log_prior": cti.tilt * self._per_row(cti.importance_of(label))}
-        return _stretched(self._rows, self._per_row(cti.eta_of(label, self.eta))), 0.5, {}
+            return self._rows, self._eta / 2, {"log_prior": cti.tilt * self._per_row(cti.importance_of(label))}
+        return _stretched(self._rows, self._per_row(cti.eta_of(label, self._eta))), 0.5, {}
 
     def _per_row(self, value: Tensor) -> Tensor:
         return value[self._ids]
@@ -432,7 +435,6 @@ class TextPrivatizer(Releases):
         """
         if self._quotient is not None:
             return self._quotient.bound(token, other)
-        assert self.eta is not None
         a, b = int(self._row_of[token]), int(self._row_of[other])
         if a == b:
             return 0.0
@@ -440,8 +442,8 @@ class TextPrivatizer(Releases):
             return float("inf")
         distance = float((self._rows[a].double() - self._rows[b].double()).norm())
         if self.cti is None or self.cti.form == "prior":
-            return self.eta * distance
-        eta = self._per_row(self.cti.eta_of(label, self.eta))
+            return self._eta * distance
+        eta = self._per_row(self.cti.eta_of(label, self._eta))
         if self.cti.form == "elastic":
             stretched = _stretched(self._rows, eta).double()
             return float((stretched[a] - stretched[b]).norm())
@@ -468,8 +470,7 @@ class TextPrivatizer(Releases):
 
     def _nats_of(self, label: int | None) -> float:
         if self.mechanism == "laplace":
-            assert self.eta is not None
-            return self.eta if self.cti is None else math.inf
+            return self._eta if self.cti is None else math.inf
         table, scale, extra = self._law(label)
         logs, error = log_normalisers(table, [scale], None, extra.get("log_prior"))
         return scale + lipschitz(table, logs, error, [scale])[0]
@@ -550,9 +551,8 @@ class TextPrivatizer(Releases):
         unit = "one token, with the other tokens of its text given"
         if self.epsilon_of_a_token is not None:
             return Pure(unit, self.epsilon_of_a_token)
-        assert self.eta is not None
         form = None if self.cti is None else self.cti.form
-        eta, distance = self.eta, "distance of the tokens' rows"
+        eta, distance = self._eta, "distance of the tokens' rows"
         if form == "elastic":
             eta, distance = 1.0, f"{distance}, each stretched about the mean row by its own eta"
         elif form == "paper":
