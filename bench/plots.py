@@ -103,14 +103,8 @@ def planner(results: Path, picture_path: Path) -> None:
         axes.plot(
             [r["predicted"] for r in chosen],
             [r["measured"] for r in chosen],
-            **{
-                "marker": "o",
-                "linestyle": "",
-                "markersize": 13,
-                "fillstyle": "none",
-                "color": "black",
-                "label": "chosen",
-            },
+            **{"marker": "o", "linestyle": "", "markersize": 13, "fillstyle": "none", "color": "black"},
+            label="chosen",
         )
         ends = [min(r["predicted"] for r in rows), max(r["predicted"] for r in rows)]
         axes.plot(ends, ends, color="grey", linewidth=1, marker="", linestyle="-")
