@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import fastdp.accounting as accounting
@@ -113,8 +113,7 @@ def dp_forward(epochs: int, epsilon: float, delta: float) -> NoiseSchedule:
     A matrix Gaussian shaped by row and column factors U, V costs what the whitened difference ``U^-1 D V^-T`` does; a
     clip of the Frobenius norm prefers no direction, so multiples of the identity are best (Du et al., CCS 2023).
     """
-    same = uniform(epochs, epsilon, delta)
-    return NoiseSchedule("DP-Forward", same.ratios, delta, epsilon)
+    return replace(uniform(epochs, epsilon, delta), name="DP-Forward")
 
 
 def paper(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -36,7 +36,7 @@ class PureSettings(Place):
 
     def open(self, model: nn.Module, /, unsafe_seed: int | None = None) -> PureEWFT:
         """The perturbation of a model."""
-        return PureEWFT(model, unsafe_seed=unsafe_seed, **{own.name: getattr(self, own.name) for own in fields(self)})
+        return PureEWFT(model, unsafe_seed=unsafe_seed, **vars(self))
 
 
 class PureEWFT(LayerReleases):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -351,4 +351,4 @@ class EWFTPerturbation(EWFTSettings):
 
     def open(self, model: nn.Module, /, **where: Any) -> EWFT:
         """The perturbation of a model; ``where`` holds EWFT's ``output_dir``, ``resume`` and ``unsafe_seed``."""
-        return EWFT(model, **{field.name: getattr(self, field.name) for field in fields(EWFTSettings)}, **where)
+        return EWFT(model, **vars(self), **where)
