@@ -69,6 +69,7 @@ class Form:
             batch, or of ``singles``; or, without any privacy,
             ``oracle`` axes of the private ones', one a ``tensor``, or ``agreed``, the best there are for Adam (`shaping`).
         renewed: axes are made anew before every so many steps, at the weights as they are then.
+        chosen: how far these follow is chosen each time, by what a step promises.
         corrected: the noise's variance is subtracted from Adam's second moment.
         averaged: decay of an average of the weights, or None.
         denoised: singular values of the released gradients are shrunk to what the noise leaves of them.
@@ -79,6 +80,7 @@ class Form:
     warmed: bool = False
     axes: str | None = None
     renewed: int | None = None
+    chosen: bool = False
     corrected: bool = False
     averaged: float | None = None
     denoised: bool = False
@@ -90,8 +92,10 @@ class Form:
         return self.axes in (None, "public", "singles")
 
     @property
-    def power(self) -> float:
-        """How far axes follow what they are made of."""
+    def power(self) -> float | None:
+        """How far axes follow what they are made of; None where that is chosen."""
+        if self.chosen:
+            return None
         return 1.0 if self.axes == "agreed" else 0.5
 
 
@@ -102,7 +106,7 @@ FORMS = {
     "warmed, axes": Form(warmed=True, axes="public"),
     "warmed, axes of single examples": Form(warmed=True, axes="singles"),
     "warmed, axes of single examples, renewed": Form(warmed=True, axes="singles", renewed=2),
-    "warmed, axes of single examples, renewed every step": Form(warmed=True, axes="singles", renewed=1),
+    "warmed, axes of single examples, renewed and chosen": Form(warmed=True, axes="singles", renewed=2, chosen=True),
     "warmed, oracle axes": Form(warmed=True, axes="oracle"),
     "warmed, oracle axes by tensor": Form(warmed=True, axes="tensor"),
     "warmed, oracle axes of agreement": Form(warmed=True, axes="agreed"),
@@ -236,7 +240,7 @@ class Bench(suite_of_rapft.Bench):
             return fastdp.DPSGD(**options)
         if form.renewed:
             source = rapft.PublicGradients(list(self._singles()))
-            return fastdp.RapFT(source, allocation="axes", map_every=form.renewed, **options)
+            return fastdp.RapFT(source, allocation="axes", map_every=form.renewed, axes_power=form.power, **options)
         sizes = self._sizes(form, model, seed)
         return fastdp.RapFT(rapft.PublicMoments(sizes), allocation="axes", axes_power=form.power, **options)
 
@@ -246,12 +250,12 @@ class Bench(suite_of_rapft.Bench):
             return rapft.second_moments(model, self.public if form.axes == "public" else self._singles())
         sizes = {}
         for name, own in self.known(seed, 0).items():
-            root = own.squares.sqrt()
+            root = own.square.sqrt()
             if form.axes == "tensor":
                 root = torch.full_like(root, float(root.square().mean().sqrt()))
             elif form.axes == "agreed":
                 # The share that examples have in common, of rank one; of chance as little as a twentieth.
-                common, energy = (part.reshape(len(part), -1) for part in (own.mean.square(), own.squares))
+                common, energy = (part.reshape(len(part), -1) for part in (own.mean.square(), own.square))
                 whole = (common.sum() / energy.sum().clamp_min(1e-30)).clamp_min(0.05)
                 rows, columns = ((common.sum(i) / energy.sum(i).clamp_min(1e-30)).clamp_min(0.05) for i in (1, 0))
                 root = (whole / torch.outer(rows, columns)).view(root.shape)
@@ -266,7 +270,7 @@ class Bench(suite_of_rapft.Bench):
             for i in range(len(batch["labels"]))
         )
 
-    def _known(self, seed: int, steps: int) -> dict[str, shaping.Known]:
+    def _known(self, seed: int, steps: int) -> dict[str, rapft.Moments]:
         """Of private gradients after the public pass, and so many private steps at the middle epsilon."""
         row = {"seed": seed, "epsilon": self.middle, "learning_rate": RATES[self.tuning][1]}
         run = self.start(FORMS["warmed"], row)
@@ -277,13 +281,14 @@ class Bench(suite_of_rapft.Bench):
         run.model.zero_grad(set_to_none=True)
         items: Any = self.train.items
         some = items[:: max(1, len(items) // EXAMPLES)][:EXAMPLES]
-        return shaping.known(run.model, (placed(self.collator([item])) for item in some))
+        return rapft.gradient_moments(run.model, (placed(self.collator([item])) for item in some), torch.float64)
 
     def gain(self, row: dict[str, Any]) -> dict[str, Any]:
         """What a form's axes should do for a step of it, and the best axes for just that step (`shaping.less_noise`)."""
         form, seed = FORMS[row["form"]], row["seed"]
         found = self.known(seed, row["steps"])
         ratio = self.size.batch_size / self.multiplier(row["epsilon"], False)
+        assert form.power is not None
         own = rapft.rank_one(self._sizes(form, self.fresh(form, seed), seed), form.power)
         axes = {name: own[name].whole(known.mean.shape) for name, known in found.items()}
         return {

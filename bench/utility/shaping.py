@@ -10,57 +10,30 @@ Where noise dominates it is s = M / m^2, by Cauchy and Schwarz, and nothing is g
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from fastdp.engine.boundary import find_loss
+from fastdp.methods.rapft.axes import Moments, taken
 
 
-class Known(NamedTuple):
-    """Of single examples' gradients: means, and means of squares."""
-
-    mean: Tensor
-    squares: Tensor
-
-
-def known(model: torch.nn.Module, batches: Iterable[Mapping[str, Any]]) -> dict[str, Known]:
-    """By trained parameter, float64 of its shape; each batch is one example."""
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    sums = {name: torch.zeros(2, *p.shape, dtype=torch.float64, device=p.device) for name, p in trained.items()}
-    count = 0
-    for batch in batches:
-        count += 1
-        loss = find_loss(model(**batch))
-        assert loss is not None
-        for name, gradient in zip(trained, torch.autograd.grad(loss, list(trained.values()))):
-            sums[name][0] += gradient
-            sums[name][1] += gradient.double().square()
-    return {name: Known(*(own / count)) for name, own in sums.items()}
-
-
-def less_noise(found: Mapping[str, Known], ratio: float, axes: Mapping[str, Tensor] | None = None) -> float:
+def less_noise(found: Mapping[str, Moments], ratio: float, axes: Mapping[str, Tensor] | None = None) -> float:
     """By how much less noise DP-SGD would do as well as along ``axes``, or along the best that there are; k is ``ratio``.
 
     ``axes`` broadcast to the parameters.
     """
-    mean, squares = (torch.cat([own[i].reshape(-1) for own in found.values()]) for i in (0, 1))
+    mean, squares = (torch.cat([own[i].double().reshape(-1) for own in found.values()]) for i in (0, 1))
     mean = mean.abs()
     if axes is None:
         y = _best(mean, squares, ratio)
     else:
         y = 1 / torch.cat([axes[name].double().expand(own.mean.shape).reshape(-1) for name, own in found.items()])
         y /= (squares * y.square()).sum().sqrt()
-    wanted = _taken(mean, ratio * y * mean)
+    wanted = taken(mean, ratio * y * mean)
     even = ratio * mean / squares.sum().sqrt()
-    return _root(lambda factor: _taken(mean, factor * even) < wanted, 1e-3, 1e3)
-
-
-def _taken(mean: Tensor, x: Tensor) -> float:
-    return float((mean * x / (1 + x.square()).sqrt()).sum())
+    return _root(lambda factor: taken(mean, factor * even) < wanted, 1e-3, 1e3)
 
 
 def _best(mean: Tensor, squares: Tensor, ratio: float) -> Tensor:

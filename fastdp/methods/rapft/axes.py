@@ -8,7 +8,7 @@ get more of the noise.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +18,16 @@ from fastdp.engine.boundary import find_loss
 
 #: Least mean of a row or column, over that of its parameter: what seems to be nothing may come to matter.
 _LEAST = 1e-2
+#: Powers that `fitted_axes` chooses among, and how much more than even axes it wants of another: a mean of few gradients promises
+#: a little too much.
+_POWERS, _MARGIN = (0.0, 0.125, 0.25, 0.5), 1.02
+
+
+class Moments(NamedTuple):
+    """Of single examples' gradients, in a parameter's shape: their mean, and the mean of their squares."""
+
+    mean: Tensor
+    square: Tensor
 
 
 def rank_one(sizes: Mapping[str, Tensor], power: float) -> dict[str, RankOne]:
@@ -46,27 +56,72 @@ def rank_one(sizes: Mapping[str, Tensor], power: float) -> dict[str, RankOne]:
     return {name: RankOne(a * scale, b) for name, (a, b) in parts.items()}
 
 
+def gradient_moments(
+    model: torch.nn.Module, batches: Iterable[Mapping[str, Any]], dtype: torch.dtype = torch.float32
+) -> dict[str, Moments]:
+    """Moments over batches of the gradients of **public** batches, by trained parameter.
+
+    Raises ValueError without batches, or for a model that returns no loss.
+    """
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    sums = {name: Moments(*(torch.zeros_like(p, dtype=dtype) for _ in range(2))) for name, p in trained.items()}
+    count = 0
+    for batch in batches:
+        loss = find_loss(model(**batch))
+        if loss is None:
+            raise ValueError("the model returned no loss: moments of gradients need batches with labels")
+        found = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
+        for own, gradient in zip(sums.values(), found):
+            if gradient is not None:
+                own.mean.add_(gradient)
+                own.square.add_(gradient.to(dtype).square())
+        count += 1
+    if not count:
+        raise ValueError("there are no public batches to take moments of")
+    return {name: Moments(own.mean / count, own.square / count) for name, own in sums.items()}
+
+
 def second_moments(model: torch.nn.Module, batches: Iterable[Mapping[str, Any]]) -> dict[str, Tensor]:
     """Root mean squares of the gradients of **public** batches, by trained parameter: what `PublicMoments` takes.
 
     Call it before `make_private`, on a model whose trained parameters are not at zero (`warm_up`), or nothing reaches LoRA's A.
 
-    Raises ValueError without batches, or for a model that returns no loss.
+    Raises ValueError as `gradient_moments`.
     """
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    sums, count = {name: torch.zeros_like(p, dtype=torch.float32) for name, p in trained.items()}, 0
-    for batch in batches:
-        loss = find_loss(model(**batch))
-        if loss is None:
-            raise ValueError("the model returned no loss: second moments need batches with labels")
-        found = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
-        for name, gradient in zip(trained, found):
-            if gradient is not None:
-                sums[name] += gradient.float().square()
-        count += 1
-    if not count:
-        raise ValueError("there are no public batches to take second moments of")
-    return {name: (total / count).sqrt() for name, total in sums.items()}
+    return {name: own.square.sqrt() for name, own in gradient_moments(model, batches).items()}
+
+
+def fitted_axes(found: Mapping[str, Moments], ratio: float) -> dict[str, RankOne]:
+    """The `rank_one` of gradients' sizes, to the power by which a step of Adam promises most; even if none promises more.
+
+    What a step promises is derived in docs/rapft.md.
+
+    Args:
+        found: of single public examples.
+        ratio: the expected batch size over the noise multiplier.
+    """
+    sizes = {name: own.square.sqrt() for name, own in found.items()}
+    axes = {power: rank_one(sizes, power) for power in _POWERS}
+    promises = {power: _promise(found, ratio, own) for power, own in axes.items()}
+    best = max(_POWERS, key=lambda power: promises[power])
+    return axes[best if promises[best] > _MARGIN * promises[0.0] else 0.0]
+
+
+def _promise(found: Mapping[str, Moments], ratio: float, axes: Mapping[str, RankOne]) -> float:
+    whole = {name: own.whole(found[name].mean.shape).double() for name, own in axes.items()}
+    norm = sum(float((own.square / whole[name].square()).sum()) for name, own in found.items()) ** 0.5
+    if norm == 0:
+        return 0.0
+    return sum(taken(own.mean.double(), ratio * own.mean / (norm * whole[name])) for name, own in found.items())
+
+
+def taken(mean: Tensor, visible: Tensor) -> float:
+    """What a step of Adam takes off the loss, to first order and in learning rates, at the signal over noise of each coordinate.
+
+    In the mean it moves a coordinate whose signal is x of its noise by x / sqrt(1 + x^2).
+    """
+    x = visible.abs()
+    return float((mean.abs() * x / (1 + x.square()).sqrt()).sum())
 
 
 def _mean(values: list[float]) -> float:

@@ -24,7 +24,7 @@ from fastdp.methods.rapft.allocation import (
     masked_policy,
     printed_noise_multiplier,
 )
-from fastdp.methods.rapft.axes import rank_one
+from fastdp.methods.rapft.axes import fitted_axes, rank_one
 from fastdp.methods.rapft.initialisation import Initialisation
 from fastdp.methods.rapft.masks import RANKINGS, check_ratio, check_strong, weak_masks
 from fastdp.methods.rapft.relevance import Propagator, require_values
@@ -58,7 +58,8 @@ class RapFT(Options):
         irrelevance_ratio: beta, in (.5, 1].
         allocation: ``printed`` (equations 21 and 22), ``optimal`` or ``ellipsoid``; see `allocation.masked_policy`. ``axes``: no
             mask, but an axis for each coordinate, of rank one in every matrix (`axes.rank_one`).
-        axes_power: how far axes follow relevance, from 0 (even: DP-SGD) to 1.
+        axes_power: how far axes follow relevance, from 0 (even: DP-SGD) to 1. None chooses it by what a step promises, each time
+            that axes are made, from `PublicGradients` alone: even axes where no others promise more.
         bounds: C_w and C_s in place of the printed C r^2; for ``optimal`` and ``ellipsoid``.
         weights: what a unit of noise variance costs in the weak and in the strong block; for the same two.
         ranking: ``layer`` or ``map``; see `masks.weak_masks`.
@@ -79,7 +80,7 @@ class RapFT(Options):
     allocation: str = "printed"
     bounds: tuple[float, float] | None = None
     weights: tuple[float, float] = (1.0, 1.0)
-    axes_power: float = 0.5
+    axes_power: float | None = 0.5
     ranking: str = "layer"
     magnitude: bool = False
     propagation: Propagation = Propagation()
@@ -99,7 +100,12 @@ class RapFT(Options):
         for name, pair in (("bounds", self.bounds), ("weights", self.weights)):
             if pair is not None and not (len(pair) == 2 and all(v > 0 and math.isfinite(v) for v in pair)):
                 raise ValueError(f"{name} is {pair}: give two positive numbers, for the weak and the strong block")
-        if not 0 <= self.axes_power <= 1:
+        if self.axes_power is None:
+            if not isinstance(self.source, PublicGradients):
+                raise ValueError(
+                    "axes_power is None: what axes promise is known of PublicGradients alone, so set a number"
+                )
+        elif not 0 <= self.axes_power <= 1:
             raise ValueError(f"axes_power is {self.axes_power}: it must lie between 0, where all axes are even, and 1")
         if isinstance(self.source, _SIZES) and self.allocation != "axes":
             raise ValueError(
@@ -162,10 +168,14 @@ class RapFT(Options):
     def conclude(self, findings: Findings) -> Outcome:
         """The mask: relevance, min-max, ranking; True is weak. Of axes rows and columns, one behind the other."""
         assert self.source is not None
+        if isinstance(self.source, PublicGradients) and self.axes_power is None:
+            plan = findings.plan
+            ratio = plan.batch_size / max(plan.sigma_at(findings.step), 1e-9)
+            return _kept(fitted_axes(self.source.moments(findings), ratio))
         relevance = self.source.relevance(self._propagator(findings), findings)
         if self.allocation == "axes":
-            found = rank_one({name: values.abs() for name, values in relevance.items()}, self.axes_power)
-            return {name: torch.cat([own.rows, own.columns]) for name, own in found.items()}
+            assert self.axes_power is not None
+            return _kept(rank_one({name: values.abs() for name, values in relevance.items()}, self.axes_power))
         if self.magnitude:
             relevance = {name: values.abs() for name, values in relevance.items()}
         return weak_masks(relevance, self.irrelevance_ratio, self.ranking)
@@ -207,7 +217,9 @@ class RapFT(Options):
             "max_grad_norm": self.max_grad_norm,
             "irrelevance_ratio": self.irrelevance_ratio,
             "allocation": self.allocation,
-            "axes_power": self.axes_power if self.allocation == "axes" else None,
+            "axes_power": ("chosen" if self.axes_power is None else self.axes_power)
+            if self.allocation == "axes"
+            else None,
             "bounds": None if self.bounds is None else list(self.bounds),
             "weights": list(self.weights),
             "ranking": self.ranking,
@@ -239,6 +251,11 @@ class RapFT(Options):
             f"{epsilons[0]:.4g}; for a fixed mask they are one Gaussian mechanism of multiplier "
             f"{plan.sigma:.6g}, whose epsilon is {epsilons[1]:.4g}",
         )
+
+
+def _kept(axes: Mapping[str, RankOne]) -> dict[str, torch.Tensor]:
+    """Rows and columns, one behind the other."""
+    return {name: torch.cat([own.rows, own.columns]) for name, own in axes.items()}
 
 
 def _axes(kept: torch.Tensor, parameter: torch.nn.Parameter) -> RankOne:

@@ -11,7 +11,7 @@ import torch
 
 import fastdp.engine.pieces as pieces
 from fastdp.methods.public import PublicText, described
-from fastdp.methods.rapft.axes import second_moments
+from fastdp.methods.rapft.axes import Moments, gradient_moments
 from fastdp.methods.rapft.relevance import Map, Propagator
 from fastdp.private.plan import SideRelease
 from fastdp.private.preparation import Contributions, Findings, Preparation
@@ -104,11 +104,15 @@ class PublicGradients(_Public):
 
     def relevance(self, propagator: Propagator, findings: Findings) -> Map:
         """The sizes of the trained parameters. Raises ValueError for weights in pieces."""
+        return {name: own.square.sqrt() for name, own in self.moments(findings).items()}
+
+    def moments(self, findings: Findings) -> dict[str, Moments]:
+        """Of the gradients of the trained parameters. Raises ValueError for weights in pieces."""
         if any(pieces.is_cut(parameter) for parameter in findings.parameters.values()):
             raise ValueError(
                 "PublicGradients need whole weights: with weights in pieces use PublicMap or PublicMoments"
             )
-        return second_moments(findings.model, self.batches)
+        return gradient_moments(findings.model, self.batches)
 
     def describe(self) -> dict[str, Any]:
         """For the card."""

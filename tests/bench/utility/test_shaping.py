@@ -6,19 +6,19 @@ from hypothesis import given, settings, strategies as st
 
 pytest.importorskip("matplotlib")
 
-from fastdp.bench.utility.shaping import Known, known, less_noise
+from fastdp.bench.utility.shaping import less_noise
 
-from tests.engine.runs import Classifier, collate, examples, one_by_one
+from fastdp.methods.rapft import Moments
 
 
-def some(seed: int, spread: float) -> tuple[dict[str, Known], dict[str, torch.Tensor]]:
+def some(seed: int, spread: float) -> tuple[dict[str, Moments], dict[str, torch.Tensor]]:
     """Gradients that agree more in some coordinates than in others, and axes."""
     generator = torch.Generator().manual_seed(seed)
     found, axes = {}, {}
     for name, shape in (("a", (3, 5)), ("b", (7,))):
         squares = (spread * torch.randn(shape, generator=generator)).exp().double()
         common = squares * torch.rand(shape, generator=generator).clamp_min(1e-3)
-        found[name] = Known(common.sqrt(), squares)
+        found[name] = Moments(common.sqrt(), squares)
         axes[name] = (spread * torch.randn(shape, generator=generator)).exp()
     return found, axes
 
@@ -38,7 +38,7 @@ def test_no_axes_pass_the_best(seed: int, spread: float, power: float) -> None:
 def test_where_noise_dominates_the_best_follows_what_examples_have_in_common(seed: int, spread: float) -> None:
     found, _ = some(seed, spread)
     best = less_noise(found, 1e-4)
-    agreed = {name: own.squares / own.mean.square() for name, own in found.items()}
+    agreed = {name: own.square / own.mean.square() for name, own in found.items()}
     assert less_noise(found, 1e-4, agreed) == pytest.approx(best, rel=1e-4)
     mean, squares = (torch.cat([own[i].reshape(-1) for own in found.values()]) for i in (0, 1))
     most = ((mean**4 / squares).sum() * squares.sum()).sqrt() / mean.square().sum()
@@ -47,15 +47,6 @@ def test_where_noise_dominates_the_best_follows_what_examples_have_in_common(see
 
 def test_where_all_coordinates_agree_alike_axes_only_lose() -> None:
     squares = torch.tensor([1.0, 4.0, 9.0], dtype=torch.float64)
-    found = {"a": Known((squares / 10).sqrt(), squares)}
+    found = {"a": Moments((squares / 10).sqrt(), squares)}
     assert less_noise(found, 1e-4) == pytest.approx(1, rel=1e-4)
     assert less_noise(found, 1e-4, {"a": squares.sqrt()}) == pytest.approx(6 / 42**0.5, rel=1e-4)
-
-
-def test_what_is_known_is_of_single_examples() -> None:
-    model, rows = Classifier(), examples(9)
-    singles = one_by_one(Classifier(), collate(rows))
-    for name, own in known(model, (collate([row]) for row in rows)).items():
-        every = torch.stack([single[name] for single in singles])
-        assert torch.allclose(own.mean, every.double().mean(0), rtol=1e-4, atol=1e-7)
-        assert torch.allclose(own.squares, every.double().square().mean(0), rtol=1e-4, atol=1e-9)

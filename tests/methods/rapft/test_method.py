@@ -12,6 +12,7 @@ from hypothesis import given, settings, strategies as st
 from fastdp import DPSGD, accounting
 from fastdp.methods.rapft import (
     EllipsoidPolicy,
+    Moments,
     NoisyMap,
     PrivateSubset,
     Propagation,
@@ -21,6 +22,8 @@ from fastdp.methods.rapft import (
     PublicMoments,
     RapFT,
     effective_noise_multiplier,
+    fitted_axes,
+    gradient_moments,
     rank_one,
     second_moments,
 )
@@ -211,9 +214,58 @@ def test_second_moments_are_those_of_public_gradients():
         second_moments(model, [])
 
 
-def test_axes_of_public_gradients_follow_the_weights_and_cost_nothing():
+def test_moments_are_of_single_examples():
+    model, rows = Classifier(), examples(9)
+    singles = one_by_one(Classifier(), collate(rows))
+    for name, own in gradient_moments(model, (collate([row]) for row in rows), torch.float64).items():
+        every = torch.stack([single[name] for single in singles])
+        assert torch.allclose(own.mean, every.double().mean(0), rtol=1e-4, atol=1e-7)
+        assert torch.allclose(own.square, every.double().square().mean(0), rtol=1e-4, atol=1e-9)
+
+
+@given(st.integers(0, 2**32 - 1), st.floats(0, 3), st.floats(-2, 2))
+@settings(deadline=None, max_examples=25)
+def test_chosen_axes_promise_as_much_as_any_of_their_kind(seed, spread, power):
+    generator = torch.Generator().manual_seed(seed)
+    found = {}
+    for name, shape in (("a", (3, 5)), ("b", (7,))):
+        square = (spread * torch.randn(shape, generator=generator)).exp()
+        found[name] = Moments((square * torch.rand(shape, generator=generator)).sqrt(), square)
+    ratio = 10**power
+    mean, square = (torch.cat([own[i].flatten() for own in found.values()]).double() for i in (0, 1))
+
+    def promised(axes):
+        s = torch.cat([axes[name].whole(own.mean.shape).flatten() for name, own in found.items()]).double()
+        x = ratio * mean / (s * (square / s.square()).sum().sqrt())
+        return float((mean * x / (1 + x.square()).sqrt()).sum())
+
+    sizes = {name: own.square.sqrt() for name, own in found.items()}
+    every = [promised(rank_one(sizes, p)) for p in (0, 0.125, 0.25, 0.5)]
+    chosen = promised(fitted_axes(found, ratio))
+    assert chosen == pytest.approx(max(every) if max(every) > 1.02 * every[0] else every[0], rel=1e-5)
+
+
+def test_axes_are_chosen_where_size_says_what_is_learned_and_even_where_it_says_nothing():
+    # A few large coordinates, and many small ones of which there is ten times as much to learn.
+    size = torch.cat([torch.full((4,), 10.0), torch.full((4_000,), 0.1)])
+    learned = {"a": Moments(size, size.square())}
+
+    def apart(ratio):
+        rows = fitted_axes(learned, ratio)["a"].rows
+        return float(rows.max() / rows.min())
+
+    # The signal of large ones is far above the noise: more of it does no harm there, and small ones may have less.
+    assert apart(50.0) == pytest.approx(10, rel=1e-4)
+    # Noise drowns all, and examples agree alike everywhere: no axes gain anything.
+    assert apart(1e-4) == 1
+    nothing = {"a": Moments(torch.zeros(40), torch.zeros(40))}
+    assert torch.isfinite(fitted_axes(nothing, 1.0)["a"].whole((40,))).all()
+
+
+@pytest.mark.parametrize("power", [0.5, None])
+def test_axes_of_public_gradients_follow_the_weights_and_cost_nothing(power):
     singles = [collate([row]) for row in examples(4, 9)]
-    method = RapFT(PublicGradients(singles), allocation="axes", map_every=2)
+    method = RapFT(PublicGradients(singles), allocation="axes", map_every=2, axes_power=power)
     model = Classifier()
     private = start(
         model, method=method, optimizer=AdamW(model.parameters(), lr=0.5), noise_multiplier=0.8, target_delta=1e-3
@@ -228,10 +280,16 @@ def test_axes_of_public_gradients_follow_the_weights_and_cost_nothing():
     assert outcomes[1] is outcomes[2]
     made = [(Classifier(), outcomes[0]), (later, outcomes[1])]
     for then, outcome in made:
-        wanted = rank_one(second_moments(then, singles), 0.5)
+        moments = gradient_moments(then, singles)
+        wanted = (
+            rank_one(second_moments(then, singles), 0.5)
+            if power
+            else fitted_axes(moments, private.plan.batch_size / 0.8)
+        )
         for name, own in wanted.items():
             assert torch.allclose(outcome[name], torch.cat([own.rows, own.columns]), rtol=1e-4)
-    assert any(not torch.allclose(outcomes[0][name], own, rtol=0.05) for name, own in outcomes[1].items())
+    if power:
+        assert any(not torch.allclose(outcomes[0][name], own, rtol=0.05) for name, own in outcomes[1].items())
     assert private.policy.noise_multiplier == pytest.approx(0.8)
     assert private.ledger.spent_steps == 4
     assert not private.plan.side
@@ -341,6 +399,7 @@ def test_paper_mode_with_a_public_mask_has_a_guarantee():
         ({"allocation": "best"}, "allocation is 'best'"),
         ({"ranking": "all"}, "ranking is 'all'"),
         ({"allocation": "axes", "axes_power": 2.0}, "axes_power is 2.0"),
+        ({"allocation": "axes", "axes_power": None}, "of PublicGradients alone"),
         ({"source": PublicMoments({}), "allocation": "optimal"}, "set allocation='axes'"),
         ({"source": PublicGradients([{}]), "allocation": "printed"}, "PublicGradients say how large"),
         ({"irrelevance_ratio": 0.5}, "above .5"),
