@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -20,6 +20,7 @@ import torch
 from fastdp.engine.batches import tensors as flat
 from fastdp.engine.bits import DRAW, Spots, moved, readable, total
 from fastdp.engine.errors import SelfCheckError
+from fastdp.engine.follow import FollowInto
 from fastdp.engine.pieces import is_cut, piece, writes
 from fastdp.engine.sent import Sent
 
@@ -329,6 +330,15 @@ class Guard:
         for name in after:
             if name not in self.harmless and (name not in before or _written(before[name], after[name])):
                 raise _buffer_written(name)
+
+    def following(self, data: Iterable[torch.Tensor]) -> FollowInto:
+        """What sees, over one pass, into which buffers something of these tensors is written."""
+        return FollowInto(data, {name: buffer for name, (buffer, _) in self._buffers().items()})
+
+    def require_unreached(self, into: FollowInto) -> None:
+        """Raise `SelfCheckError` for a buffer that was: what has no weight yet, as in a warm-up, may have some later."""
+        for name in into.reached({name: buffer for name, (buffer, _) in self._buffers().items()}):
+            raise _buffer_written(name)
 
     def learn(self, passes: list[tuple[dict[str, torch.Tensor], frozenset[str]]]) -> None:
         """Take buffers that were written alike whatever the data were for harmless, and refuse others by name.

@@ -10,12 +10,13 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
 
 from fastdp.engine.accumulator import Accumulator
-from fastdp.engine.batches import Call
+from fastdp.engine.batches import Call, leaves
 from fastdp.engine.bits import contents
 from fastdp.engine.boundary import differentiable, find_loss, plain_gradients, require_loss
 from fastdp.engine.bounds import UpperNorms
@@ -333,9 +334,12 @@ def buffers(passes: Passes, guard: Guard, call: Call, ticket: Ticket) -> None:
     found, before = [], contents(passes.model.named_parameters())
     for tried in (call, replay.beside(range(ticket.rows), ())):
         with unchanged(passes.model), torch.no_grad():
-            passed = guard.passed()
-            passes.plain_forward(*tried[0], **tried[1])
+            passed, into = guard.passed(), guard.following(t for path, t in leaves(tried) if path in replay.carriers)
+            with into if tried is call else nullcontext():
+                passes.plain_forward(*tried[0], **tried[1])
             found.append(passed())
+            if tried is call:
+                guard.require_unreached(into)
         after = contents(passes.model.named_parameters())
         written = [name for name in before.keys() | after.keys() if before.get(name) != after.get(name)]
         if written:

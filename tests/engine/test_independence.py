@@ -151,6 +151,49 @@ def test_a_checkpoint_that_forgets_its_dropout_masks_is_refused() -> None:
         trained(Net(middle), collate(examples(6)))
 
 
+class Later(Net):
+    """Keeps what does not yet weigh anything, as in a warm-up."""
+
+    def __init__(self, write: Callable[[Any, torch.Tensor], Any]):
+        super().__init__()
+        self.write = write
+        self.register_buffer("average", torch.zeros(5))
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> Any:
+        with torch.no_grad():
+            self.write(self, x.mean(0))
+        return super().forward(x, labels)
+
+
+WEIGHTLESS: dict[str, Callable[[Any, torch.Tensor], Any]] = {
+    "in place": lambda net, mean: net.average.lerp_(mean, 0.0),
+    "through data": lambda net, mean: net.average.data.lerp_(mean, 0.0),
+    "an entry": lambda net, mean: net.average[0].mul_(mean[0] * 0),
+    "a slice": lambda net, mean: net.average.__setitem__(slice(2), mean[:2] * 0),
+    "as out": lambda net, mean: torch.lerp(net.average, mean, 0.0, out=net.average),
+    "replaced": lambda net, mean: setattr(net, "average", torch.where(net.count > 3, mean, net.average)),
+    "other memory": lambda net, mean: setattr(net.average, "data", net.average + 0 * mean),
+}
+#: These follow from no data, though the count is brought into the data's type.
+COUNTED: dict[str, Callable[[Any, torch.Tensor], Any]] = {
+    "counted": lambda net, mean: net.count.add_(1),
+    "used between": lambda net, mean: (net.count.add_(1), net.count.to(mean) * mean, net.count.add_(1)),
+    "of weights": lambda net, mean: net.average.fill_(float(next(net.parameters()).detach().sum())),
+}
+
+
+@pytest.mark.parametrize("way", WEIGHTLESS)
+def test_a_buffer_into_which_data_are_written_without_weight_is_refused(way: str) -> None:
+    with pytest.raises(SelfCheckError, match="average is a buffer that a training forward writes"):
+        trained(Later(WEIGHTLESS[way]), collate(examples(6)))
+
+
+@pytest.mark.parametrize("way", COUNTED)
+def test_a_buffer_that_is_written_without_data_is_let_be(way: str) -> None:
+    trained(Later(COUNTED[way]), collate(examples(6)))
+
+
 class Running(Net):
     """Keeps a mean of its data, in place or by another tensor."""
 
