@@ -30,6 +30,7 @@ from fastdp.private.checks import (
     refuse_fused_loss,
     refuse_in_pieces,
     refuse_made_of_examples,
+    refuse_repeats,
 )
 from fastdp.private.loader import PrivateLoader, batching, check_loader
 from fastdp.private.method import Method
@@ -168,6 +169,7 @@ def make_private(
             raise ValueError(f"epochs is {epochs}: state how many passes over the data the budget must last for")
         size = len(data_loader.dataset)  # type: ignore[arg-type]
         units = Units(size, user_ids, max_examples_per_user)
+        refuse_repeats(data_loader.dataset, units)
         batch_size = batching(data_loader).batch_size
         physical = max_physical_batch_size or max(batch_size, units.largest)
         if physical < units.largest:

@@ -146,6 +146,11 @@ class _Recorder(Follow):
         return Logits.of(source)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.autograd.grad, torch.Tensor.backward):
+            raise ValueError(
+                "the model differentiates inside its own forward pass (torch.autograd.grad, backward), which no per-example "
+                "gradient can be followed through: leave penalties of gradients and adversarial inputs out of it"
+            )
         inside = opened(func)
         if inside is None:
             return super().__torch_function__(func, types, args, kwargs)

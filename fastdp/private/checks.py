@@ -11,6 +11,7 @@ from dataclasses import is_dataclass
 from typing import Any
 
 import torch
+from torch.utils.data import ConcatDataset, Subset
 
 from fastdp.engine.bits import contents
 from fastdp.engine.collation import spread
@@ -147,6 +148,37 @@ def check_model(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Non
             raise ValueError(
                 f"{name} is trained but the optimizer does not hold it: add it, or set requires_grad=False"
             )
+
+
+def refuse_repeats(dataset: Any, units: Units) -> None:
+    """Raise ValueError where torch's wrappers put one example in several places, and so among several units."""
+    if type(dataset) not in (Subset, ConcatDataset):
+        return
+    # Rows beyond a user's limit are in none, and never read.
+    owned = [(place, unit) for unit in range(len(units)) for place in units.examples(unit)]
+    places, owners = (torch.tensor(each) for each in zip(*owned))
+    picked = _picked(dataset, {})[places]
+    order = picked.argsort(stable=True)
+    picked, owners = picked[order], owners[order]
+    again = ((picked[1:] == picked[:-1]) & (owners[1:] != owners[:-1])).nonzero()
+    if len(again):
+        one, other = places[order[int(again[0]) :][:2]].tolist()
+        raise ValueError(
+            f"examples {one} and {other} of the data set are the same one, which would count as two units and be protected less "
+            "than the card says: leave repeats out of Subset and ConcatDataset, or give user_ids that tell whose each is"
+        )
+
+
+def _picked(dataset: Any, leaves: dict[int, torch.Tensor]) -> torch.Tensor:
+    """The number of the example in each place, among all of the data sets that torch's wrappers pick from: int64."""
+    if type(dataset) is ConcatDataset:
+        return torch.cat([_picked(part, leaves) for part in dataset.datasets])
+    if type(dataset) is Subset:
+        return _picked(dataset.dataset, leaves)[torch.as_tensor(list(dataset.indices), dtype=torch.int64)]
+    if id(dataset) not in leaves:
+        begin = sum(map(len, leaves.values()))
+        leaves[id(dataset)] = torch.arange(begin, begin + len(dataset))
+    return leaves[id(dataset)]
 
 
 def refuse_in_pieces(model: torch.nn.Module, *, keep_logits: bool | None) -> None:
