@@ -34,8 +34,6 @@ class Accumulator(Sums):
     """
 
     def __init__(self, parameters: Mapping[str, torch.nn.Parameter], policy: Policy, weights: Whole | None = None):
-        #: The most tokens that one product added up, of all units and of one.
-        self.most_tokens = self.longest = 1
         super().__init__(parameters, policy, weights)
 
     def reset(self) -> None:
@@ -68,9 +66,7 @@ class Accumulator(Sums):
         ranks.add(sums, whole)
         self.sums |= sums
         counts = [int(count) for count in (self.units, self.unclipped, self.nonfinite)]
-        every, most, longest = zip(*ranks.gather((counts, self.most_tokens, self.longest)))
-        self.units, self.unclipped, self.nonfinite = map(sum, zip(*every))
-        self.most_tokens, self.longest = max(most), max(longest)
+        self.units, self.unclipped, self.nonfinite = map(sum, zip(*ranks.gather(counts)))
 
     def run(
         self,
@@ -96,9 +92,6 @@ class Accumulator(Sums):
         open_sink(Noting(self._scaled(norms), first) if two_pass else self._scaled(norms))
         backward(two_pass)
         factors = self.factors(norms.finish(), layout.weights)
-        every = {(route.tokens, route.tokens // max(1, route.units)) for route in self.routes.values()}
-        self.most_tokens = max(self.most_tokens, *(tokens for tokens, _ in every), 1)
-        self.longest = max(self.longest, *(longest for _, longest in every), 1)
         if two_pass:
             again.places = first.places
             # Ranks whose captures come in another order could not add them up as they come.

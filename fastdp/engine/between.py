@@ -15,13 +15,14 @@ from typing import Any
 
 import torch
 
-from fastdp.engine.batches import Call, Path, map_leaves, map_tensors
+from fastdp.engine.batches import Call, Path, as_long_as, map_leaves, map_tensors
 from fastdp.engine.boundary import replace_loss, require_loss
 from fastdp.engine.chance import seeded
 from fastdp.engine.collation import Collation, spread, values
-from fastdp.engine.errors import SelfCheckError
+from fastdp.engine.errors import SelfCheckError, UnsupportedUse
 from fastdp.engine.layout import Ticket
 from fastdp.engine.passes import Pass, Passes
+from fastdp.engine.replay import Replay, rounding
 from fastdp.engine.still import randomness, still, unchanged
 from fastdp.engine.uses import Tap
 
@@ -63,7 +64,9 @@ class Company:
 
 #: The place of what a criterion sends back, among what a loop makes.
 CRITERION = "criterion"
-_COUPLES = (
+#: The place of the rows' losses, of what a loop makes for a model that returns its loss.
+LOSS = "loss"
+COUPLES = (
     "the criterion couples examples: one's gradient in company is not what it is alone, as with a mean over all tokens of a "
     "batch, class weights, or scores against each other. Give make_private a criterion=, a function of (output, batch) that "
     "returns one loss a row; nothing of this batch was released"
@@ -78,6 +81,11 @@ _TOGETHER = (
     "whole batch, like its mean or a mixture of its rows, lets one example reach the others; make it of each row alone; nothing "
     "of this batch was released"
 )
+_PADDED = (
+    "an example has another loss where the loop calls the model with it beside others: what the loop pads or cuts by the batch "
+    "changes it. On the left that shifts positions unless position_ids are given: pad on the right, or give them; nothing of "
+    "this batch was released"
+)
 
 
 class Between:
@@ -88,13 +96,14 @@ class Between:
 
     Attributes:
         settled: whether the loop was tried, or calls the model with nothing but what its batches hold.
+        made: whether it was tried because it makes something itself, or because nobody looks at what it makes.
         waits: how many batches of a trial have not gone through the loop yet; nothing may be released before.
         first: whether the loop is tried before its first batch alone, as one that takes batches ahead cannot be later.
     """
 
     def __init__(self, passes: Passes) -> None:
         self._passes = passes
-        self.settled = self.first = False
+        self.settled = self.made = self.first = False
         self.waits = 0
         self._due: list[Company] = []
         #: By role and place what the loop made, and of which examples.
@@ -107,17 +116,25 @@ class Between:
         self.waits, self._due = 0, []
 
     def makes(self, call: Call, source: Collation) -> bool:
-        """Whether a call holds tensors or numbers that the batch does not."""
-        held = [t.nan_to_num() for t in source.batch.values()]
+        """Whether a call holds tensors or numbers that the batch did not when it was handed out."""
+        held = source.unwritten()
+        own = set(map(id, held))
         return any(
-            not any(h.shape == t.shape and torch.equal(h.to(t), t.nan_to_num()) for h in held)
+            not any(h.shape == t.shape and torch.equal(h.to(t).nan_to_num(), t.nan_to_num()) for h in held)
             for _, t in values(call, single=False)
-            if t.dim() or t.dtype is not torch.bool
+            if id(t) not in own and (t.dim() or t.dtype is not torch.bool)
         )
 
-    def begin(self, source: Collation, most: int) -> None:
-        """Ask for a trial of the loop with examples of this batch, in batches of at most ``most`` examples."""
-        self.settled = True
+    def begin(self, source: Collation, most: int, *, whole: bool = False) -> None:
+        """Ask for a trial of the loop with examples of this batch, in batches of at most ``most`` examples.
+
+        With ``whole`` all of them stand together first, and then each half beside strangers: what a loop makes of this batch
+        and made of none before may be for one example's sake.
+        """
+        self.settled = self.made = True
+        if whole:
+            self._plan(self._halves(source), source)
+            return
         kept = list(dict.fromkeys(source.indices))[: min(_EXAMPLES, most // 2)]
         if not kept:
             return
@@ -133,9 +150,21 @@ class Between:
         if not source.batch or any(t.is_floating_point() for t in source.batch.values()):
             # Whoever mixes rows by chance may leave one of them alone, but hardly each time.
             plan += [("poisoned", [*kept, *(more[0] if seed % 2 else one)], seed) for seed in range(1, 5)]
-        for role, indices, seed in plan:
+        self._plan([(role, 1 if role == "alone" else len(kept), indices, seed) for role, indices, seed in plan], source)
+
+    def _halves(self, source: Collation) -> list[tuple[str, int, list[int], int]]:
+        every = list(dict.fromkeys(source.indices))
+        strangers = [i for i in spread(len(source.dataset), len(every) + _EXAMPLES) if i not in every]
+        halves = [every[: len(every) // 2], every[len(every) // 2 :]]
+        # Where all stand in the batch, more of the same half do: what is in the other one alone is then missing.
+        beside = [list(islice(cycle(strangers or half), len(every) - len(half))) for half in halves]
+        others = [("other", len(half), [*half, *more], 0) for half, more in zip(halves, beside)]
+        return [("first", len(every), every, 0), ("again", len(every), every, 0), *others]
+
+    def _plan(self, plan: Sequence[tuple[str, int, list[int], int]], source: Collation) -> None:
+        for role, kept, indices, seed in plan:
             there = Collation(source.dataset, source.collate, indices, {})
-            self._due.append(Company(there, 1 if role == "alone" else len(kept), role, seed))
+            self._due.append(Company(there, kept, role, seed))
         self.waits, self._seen = len(self._due), {}
         with seeded(0):
             self._fresh = randomness(self._passes.model)
@@ -148,13 +177,18 @@ class Between:
     def run_forward(self, call: Call, ticket: Ticket, enter: Callable[[Pass, Any], None]) -> Any:
         """A pass without randomness of which only the call is looked at, and what a criterion sends back; nothing is summed."""
         passes, company = self._passes, ticket.company
-        self._note(dict(values(call, single=False)), company)
+        made = dict(values(call, single=False))
+        if company.role == "other":
+            self._require_same_arguments(made)
+        self._note(made, company)
         if self.first and passes.returns_loss and not self.makes(call, company.source):
             # The rest of the trial is left out: the loop calls the model with what its batches hold.
             self.waits -= len(self._due)
             self._due = []
-        with passes.weights.apart(), unchanged(passes.model), still(passes.model):
+        with passes.weights.apart(), unchanged(passes.model), still(passes.model) as restless:
             output = passes.forwards.root.plain(*call[0], **call[1])
+            if passes.returns_loss and company.role != "poisoned" and not restless():
+                self._note({(LOSS,): self._losses(call, ticket.rows)}, company)
 
         def backward(upstream: Any, _retain: bool) -> None:
             if not passes.returns_loss:
@@ -171,6 +205,18 @@ class Between:
             map_tensors(output, lambda t: t.nan_to_num() if t.requires_grad and t.is_floating_point() else t)
         )
 
+    def _losses(self, call: Call, rows: int) -> torch.Tensor:
+        """The rows' losses ``[rows, ...]`` as the loop has put them together; a row at a time where they are not told apart."""
+        passes = self._passes
+        ticket = Ticket(torch.arange(rows), torch.ones(rows), is_last=False)
+        carriers = as_long_as(call, rows) if passes.trace is None else passes.trace.carriers
+        replay = Replay(passes.model, passes.plain_forward, call, carriers, ticket, returns_loss=True)
+        try:
+            return torch.stack(replay(call, rows).values, 1)
+        except UnsupportedUse:
+            alone = (passes.plain_forward(*one, **named) for one, named in (replay.rows([row]) for row in range(rows)))
+            return torch.stack([require_loss(output).detach().reshape(1) for output in alone])
+
     def _note(self, found: Mapping[Path, torch.Tensor], company: Company) -> None:
         """What the loop made of a company's batch. Raises `SelfCheckError` if a row is another than before."""
         noted = self._seen.setdefault(company.role, {})
@@ -181,12 +227,24 @@ class Between:
             for path in found.keys() & self._seen["first"].keys() & self._seen["again"].keys():
                 self._require_same(path, company, drew=drew)
 
+    def _require_same_arguments(self, made: Mapping[Path, torch.Tensor]) -> None:
+        """Raise `SelfCheckError` for an argument that is there in one company, and not in another of as many examples."""
+        every = self._seen["first"], self._seen["again"], made
+        first, again, other = ({path[:2] for path in seen if path[0] not in (CRITERION, LOSS)} for seen in every)
+        odd = ((first & again) - other) | (other - (first | again))
+        if odd:
+            raise SelfCheckError(_TOGETHER.format(_named(min(odd, key=repr))))
+
     def _require_same(self, path: Path, company: Company, *, drew: bool) -> None:
         (one, two, again), companies = zip(*(self._seen[role][path] for role in ("first", company.role, "again")))
         if len({(t.dim(), t.dtype) for t in (one, two, again)}) > 1:
             return
         rows = one.dim() > 0 and all(t.shape[0] == len(i) for t, i in zip((one, two, again), companies))
         if not rows and company.role == "alone":
+            return
+        if path[0] == LOSS:
+            if not drew:
+                self._require_same_losses(company)
             return
         alike, sent = one.shape == two.shape, path[0] == CRITERION
         itself = _gap(one, again) if one.shape == again.shape else math.inf
@@ -207,15 +265,24 @@ class Between:
             else:
                 apart = _gap(*_cropped(a, b)) > _rounding(a)
             if apart:
-                raise SelfCheckError(_COUPLES if sent else _TOGETHER.format(_named(path)))
+                raise SelfCheckError(COUPLES if sent else _TOGETHER.format(_named(path)))
+
+    def _require_same_losses(self, company: Company) -> None:
+        (one, first), (two, here), (again, _) = (self._seen[role][LOSS,] for role in ("first", company.role, "again"))
+        limit = rounding(self._passes.model)
+        kept = [(one[first.index(index)], two[here.index(index)]) for index in here[: company.kept]]
+        size = float(one.nan_to_num().abs().mean())
+        # What a loop changes by itself has other losses too.
+        if _gap(one, again) <= limit and any(_gap(a, b, size) > limit for a, b in kept):
+            raise SelfCheckError(_PADDED)
 
 
-def _gap(a: torch.Tensor, b: torch.Tensor) -> float:
-    """How far two tensors of one shape are apart, relative to their largest entry."""
+def _gap(a: torch.Tensor, b: torch.Tensor, least: float = 0.0) -> float:
+    """How far two tensors of one shape are apart, relative to their largest entry, or to ``least`` where that is more."""
     if a.numel() == 0:
         return 0.0
     a, b = (t.nan_to_num().double() for t in (a, b))
-    size = float(torch.maximum(a.abs().max(), b.abs().max()))
+    size = max(float(torch.maximum(a.abs().max(), b.abs().max())), least)
     return float((a - b).abs().max()) / size if size else 0.0
 
 
@@ -224,7 +291,7 @@ def _cropped(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
     sizes = [min(n, m) for n, m in zip(a.shape, b.shape)]
     starts = [t[tuple(slice(0, n) for n in sizes)] for t in (a, b)]
     ends = [t[tuple(slice(m - n, m) for n, m in zip(sizes, t.shape))] for t in (a, b)]
-    one, two = starts if _gap(*starts) <= _gap(*ends) else ends
+    one, two = starts if _gap(starts[0], starts[1]) <= _gap(ends[0], ends[1]) else ends
     return one, two
 
 

@@ -29,6 +29,31 @@ class LossBoundary(torch.autograd.Function):
         return None, None, None
 
 
+def require_positive(upstream: torch.Tensor) -> None:
+    """Raise ValueError for a loss whose sign a loop turned, or which it left out: that may follow the whole batch."""
+    if not float(upstream) > 0:
+        raise ValueError(
+            f"the loss was scaled by {float(upstream)} before backward(): scales are divided out, so it must be positive; change "
+            "the sign, and leave out or limit what is too large, in each row's own loss"
+        )
+
+
+class MeanBoundary(torch.autograd.Function):
+    """The mean of rows' losses, whose backward divides out what the loop has made of it, as `LossBoundary`'s does."""
+
+    @staticmethod
+    def forward(ctx: Any, losses: torch.Tensor) -> Any:
+        ctx.rows = losses.shape[0]
+        return losses.mean()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        (upstream,) = gradients
+        if upstream.device.type == "cpu":
+            require_positive(upstream)
+        return torch.full_like(upstream, 1 / ctx.rows).expand(ctx.rows)
+
+
 class OutputBoundary(torch.autograd.Function):
     """The model's outputs, whose backward hands their gradients to the engine.
 

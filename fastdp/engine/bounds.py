@@ -45,6 +45,10 @@ def down(ratios: torch.Tensor) -> torch.Tensor:
     return torch.where(kept, weights, 0.0)
 
 
+#: Tokens of a unit for which a card states what rounding among units comes to.
+_STATED = 1024
+
+
 def among_units(units: int, tokens: int, spread: float) -> float:
     """How far rounding *among* the units of one sum may move it when one unit is left out, in units of the clipping bound.
 
@@ -62,13 +66,18 @@ def among_units(units: int, tokens: int, spread: float) -> float:
     return 2 * (units - 1) * spread * error / (1 - error) if error < 0.25 else float("inf")
 
 
-def among_units_in_words(units: int, tokens: int, spread: float) -> str:
-    """`among_units` as a card states it, beside what roundings that are independent of each other come to."""
-    worst = among_units(units, tokens, spread)
-    likely = 2 * spread * (max(0, units - 1) * (tokens + 3)) ** 0.5 * 2.0**-24
+def among_units_in_words(units: int) -> str:
+    """`among_units` as a card states it, beside what roundings that are independent of each other come to.
+
+    For units of a length that is the same on every card: how long those that were drawn are is private.
+    """
+    spread, additions = _STATED**0.5, units * (_STATED + 1)
+    worst = among_units(units, additions, spread)
+    likely = 2 * spread * (max(0, units - 1) * (additions + 3)) ** 0.5 * 2.0**-24
     return (
-        f"rounding among the units of one sum (about {units}, {tokens} additions) is no part of any unit's bound: it moves a sum "
-        f"by some {likely:.1e} of the bound where roundings are independent, and by {worst:.1e} at most"
+        f"rounding among the units of one sum is no part of any unit's bound: about {units} units of {_STATED:,} tokens each "
+        f"move it by some {likely:.1e} of the bound where roundings are independent, and by {worst:.1e} at most; of n times as "
+        "many tokens by n and by n^1.5 times that"
     )
 
 

@@ -99,13 +99,16 @@ class Checks:
     def _look_between(self, call: Call, ticket: Ticket) -> None:
         """Have the loop tried if it makes something of a batch itself: on all ranks, at the same batch, or on none."""
         between, source = self.between, ticket.source
-        if between.settled or between.first or not self.enabled:
+        # On a processor a batch that goes to the model untouched is known at once, and one that does not is new.
+        again = between.settled and not between.made and self._ranks.size == 1 and self._passes.device.type == "cpu"
+        if between.first or not self.enabled or (between.settled and not again):
             return
         asked = source is not None and ticket.token_units is None and ticket.rows > 1
         said = self._ranks.gather((asked, asked and between.makes(call, source)))
         between.settled = all(could for could, _ in said)
+        between.settled |= again
         if between.settled and any(makes for _, makes in said):
-            between.begin(source, ticket.rows)
+            between.begin(source, ticket.rows, whole=again)
 
     def _prepare(self, call: Call, ticket: Ticket) -> None:
         """Trace the model, see that its rows are independent, and try the route of uses on a few examples."""

@@ -27,7 +27,8 @@ class Collation:
     Args:
         dataset, collate: the user's own.
         indices: the examples of the micro-batch, in order.
-        batch: the tensors that were handed out, by their places.
+        batch: the tensors that were handed out, by their places: copies of them where a loop may write into them unseen.
+        writes: how often each had been written to then.
         unit_map: of rows that several examples share, the entry that names the example of each token.
     """
 
@@ -36,6 +37,26 @@ class Collation:
     indices: Sequence[int]
     batch: dict[Path, torch.Tensor]
     unit_map: str | None = None
+    writes: tuple[int, ...] = ()
+
+    @classmethod
+    def of(
+        cls,
+        dataset: Any,
+        collate: Callable[[list[Any]], Any],
+        indices: Sequence[int],
+        batch: Any,
+        unit_map: str | None = None,
+        *,
+        copied: bool = False,
+    ) -> Collation:
+        """Of a batch that is about to be handed out; ``copied`` keeps its tensors as they are now, whatever is done to them."""
+        held = {path: t.clone() if copied else t for path, t in leaves(batch)}
+        return cls(dataset, collate, indices, held, unit_map, tuple(map(_written, held.values())))
+
+    def unwritten(self) -> list[torch.Tensor]:
+        """The tensors of the batch that nothing has written to since it was handed out."""
+        return [t for t, count in zip(self.batch.values(), self.writes) if _written(t) == count]
 
     def items(self) -> list[Any]:
         """A few examples of the micro-batch, and a few spread over the data set, whose lengths differ more."""
@@ -88,7 +109,8 @@ class Collation:
                             f"the collator gives an example another row of {_named(path)} in company than alone"
                             + _REFUSAL
                         )
-            if not any(_holds_rows(own, batch.get(path), len(items)) for path, own in alone[0].items()):
+            # Of texts alone a loop has to make tensors, and what it makes is tried.
+            if alone[0] and not any(_holds_rows(own, batch.get(path), len(items)) for path, own in alone[0].items()):
                 raise SelfCheckError("the collator does not give each example one row of its own" + _REFUSAL)
 
     def _require_packed_independence(self, items: list[Any]) -> None:
@@ -166,6 +188,10 @@ class Collation:
                             f"the collator gives an example another row of {_named(path)} beside another companion"
                             + _REFUSAL
                         )
+
+
+def _written(t: torch.Tensor) -> int:
+    return 0 if t.is_inference() else t._version
 
 
 def _halved(item: Any) -> Any:

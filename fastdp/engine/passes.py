@@ -23,6 +23,7 @@ from fastdp.engine.boundary import (
     plain_gradients,
     replace_loss,
     require_loss,
+    require_positive,
 )
 from fastdp.engine.chance import secretly
 from fastdp.engine.errors import SelfCheckError, UnsupportedUse
@@ -71,11 +72,8 @@ class Pass:
         """A loss whose backward pass is this one's."""
 
         def enter(upstream: torch.Tensor) -> None:
-            if (self.verify or upstream.device.type == "cpu") and not float(upstream) > 0:
-                raise ValueError(
-                    f"the loss was scaled by {float(upstream)} before backward(): scales are divided out, so it must be "
-                    "positive; change the sign inside the model's loss"
-                )
+            if self.verify or upstream.device.type == "cpu":
+                require_positive(upstream)
             self.enter(self, upstream)
 
         return LossBoundary.apply(_anchor(value), value, enter)

@@ -299,10 +299,9 @@ def _settings(runs: Sequence[Record]) -> str:
         marked = ' class="differs"' if differs(name) else ""
         rows.append(f"<tr{marked}><th>{name}</th>{cells}</tr>")
     models: list[dict[str, Any]] = [(run.card or {}).get("model", {}) for run in runs]
-    for name, label in (("route", "gradients by"), ("trained_parameters", "trained parameters")):
-        if any(name in model for model in models):
-            cells = "".join(f"<td>{escape(_said(model.get(name)))}</td>" for model in models)
-            rows.append(f"<tr><th>{label}</th>{cells}</tr>")
+    if any("trained_parameters" in model for model in models):
+        cells = "".join(f"<td>{escape(_said(model.get('trained_parameters')))}</td>" for model in models)
+        rows.append(f"<tr><th>trained parameters</th>{cells}</tr>")
     heads = "".join(f"<th>{escape(run.name)}</th>" for run in runs)
     head = f"<tr><th></th>{heads}</tr>" if len(runs) > 1 else ""
     about = (

@@ -9,10 +9,18 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    Subset,
+)
 
 from fastdp.accounting.ledger import STEP
-from fastdp.engine.batches import leaves, map_tensors
+from fastdp.engine.batches import map_tensors
 from fastdp.engine.between import Company
 from fastdp.engine.chance import secretly, seeded
 from fastdp.engine.collation import Collation, spread
@@ -88,6 +96,8 @@ class PrivateLoader:
         #: Told that iteration begins; the companies in which the loop is to be tried now.
         self.try_loop: Callable[[Collation], None] = lambda source: None
         self.trials: Callable[[], Iterable[Company]] = tuple
+        #: Whether batches are kept as they were handed out, for a look at what the loop makes of them.
+        self.keeps_batches: Callable[[], bool] = lambda: False
         #: Set by a caller that takes each batch before the backward pass of the one before.
         self.takes_ahead = False
         #: Set by a caller that takes several micro-batches before their backward passes, and checks them itself.
@@ -118,14 +128,14 @@ class PrivateLoader:
             yield from self.companies()
         steps = min(self.steps_per_epoch, self.remaining())
         waiting: deque[tuple[list[int], Ticket]] = deque()
-        inner: DataLoader = DataLoader(self.dataset, batch_sampler=_Drawn(self, steps, waiting), **self._options)
+        read: Any = _Singly(self.dataset) if _may_mix(self.dataset) else self.dataset
+        inner: DataLoader = DataLoader(read, batch_sampler=_Drawn(self, steps, waiting), **self._options)
         for batch in self._collated(inner):
             if not self.look_ahead:
                 self.require_consumed()
             indices, ticket = waiting.popleft()
-            ticket = replace(
-                ticket, source=Collation(self.dataset, self.collate_fn, indices, dict(leaves(batch)), self.unit_map)
-            )
+            made = self.dataset, self.collate_fn, indices, batch, self.unit_map
+            ticket = replace(ticket, source=Collation.of(*made, copied=self.keeps_batches()))
             if self.unit_map is not None:
                 batch, ticket = self._packed(batch, ticket)
             self.tickets.append(ticket)
@@ -147,8 +157,8 @@ class PrivateLoader:
     def companies(self) -> Iterator[Any]:
         """What the loop is to be tried with before it goes on, each batch in the random state that it is to be tried in."""
         for company in self.trials():
-            batch = company.batch()
-            source = replace(company.source, batch=dict(leaves(batch)))
+            batch, there = company.batch(), company.source
+            source = Collation.of(there.dataset, there.collate, there.indices, batch, copied=True)
             ticket = _ticket([1] * len(source.indices), 0.0, is_last=False)
             self.tickets.append(replace(ticket, company=replace(company, source=source)))
             batch = self._placed(batch)
@@ -241,6 +251,37 @@ class _Drawn:
                 yield indices
 
 
+class _Singly:
+    """A data set whose examples are read one at a time, by workers too, so that none is made of those it is drawn with."""
+
+    #: What torch would ask for all of a batch at once.
+    __getitems__ = None
+
+    def __init__(self, dataset: Any):
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.dataset[index]
+
+    def __getattr__(self, name: str) -> Any:
+        # What workers' own functions ask of the data set; while this is unpickled there is none.
+        if name == "dataset" or name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.dataset, name)
+
+
+def _may_mix(dataset: Any) -> bool:
+    """Whether the examples of a batch are read together by code that may be anybody's, as a transform of datasets' is."""
+    if isinstance(dataset, Subset) and type(dataset).__getitems__ is Subset.__getitems__:
+        return _may_mix(dataset.dataset)
+    if type(dataset).__module__.partition(".")[0] == "datasets" and hasattr(dataset, "format"):
+        return dataset.format["type"] == "custom"
+    return callable(getattr(dataset, "__getitems__", None))
+
+
 def batching(loader: DataLoader) -> BatchSampler:
     """How a loader cuts its data into batches; ValueError if not as torch does, which accelerate's loaders still do."""
     batches = loader.batch_sampler
@@ -265,7 +306,7 @@ def check_loader(loader: Any) -> None:
     if not isinstance(batches.sampler, (RandomSampler, SequentialSampler)):
         raise ValueError(
             f"the loader's {type(batches.sampler).__name__} would be replaced by private sampling; "
-            "remove it (shuffle=True is fine) and express weights otherwise"
+            "remove it (shuffle=True is fine), and let what should count more have a larger loss"
         )
     if isinstance(batches.sampler, RandomSampler) and batches.sampler.replacement:
         raise ValueError("sampling with replacement is not what the accountant assumes; drop replacement=True")

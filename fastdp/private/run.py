@@ -21,6 +21,7 @@ from fastdp.engine.pieces import is_cut, whole
 from fastdp.engine.policy import Policy
 from fastdp.engine.ranks import ONE, Ranks
 from fastdp.ops.grid import DISTANCE
+from fastdp.private.criterion import Criterion, RowLosses
 from fastdp.private.loader import PrivateLoader
 from fastdp.private.observer import Observer
 from fastdp.private.parts import Average
@@ -35,10 +36,16 @@ _UNCHECKED_ROWS = (
     "no example reached another in the model or in the loop: nothing looked (self_check=False), and where one did the "
     "figure does not hold"
 )
+#: Under this name the ledger keeps which runs trained the model before.
+_BEFORE = "trained before"
+_TRAINED_BEFORE = (
+    "this model was trained by private runs before ({}): unless other weights were loaded since, what those spent on the same "
+    "data adds to this figure"
+)
+#: The runs that trained a model and have ended.
+_TRAINED: weakref.WeakKeyDictionary[torch.nn.Module, tuple[str, ...]] = weakref.WeakKeyDictionary()
 #: Models and optimizers which an engine drives; held here, not on them, so that their copies are plain.
 _DRIVEN: weakref.WeakSet[Any] = weakref.WeakSet()
-#: (output, batch) -> one loss a row, ``[rows]``.
-Criterion = Callable[[Any, Any], torch.Tensor]
 
 
 class Private(Published):
@@ -84,6 +91,7 @@ class Private(Published):
         self.ledger = ledger
         self.plan = plan
         self.criterion = criterion
+        self._row_losses = None if criterion is None else RowLosses(criterion)
         #: The processes that train together.
         self.ranks = ranks
         self._stages = stages
@@ -92,6 +100,7 @@ class Private(Published):
         self._open_replay = open_replay
         self._observers = observers
         self._observed: set[str] = set()
+        self._assumed: list[str] = []
         self._following = [part.follow() for part in self.method.parts()]
         self._fingerprint = fingerprint(stages.parameters)
         self._epsilons: dict[tuple[tuple[int, ...], float], float] = {}
@@ -100,10 +109,15 @@ class Private(Published):
         )
         for owner in (model, optimizer):
             _DRIVEN.add(owner)
+        earlier = [run for run in _TRAINED.get(model, ()) if run != ledger.run_id]
+        if earlier and ledger.noted(_BEFORE) is None:
+            # Kept with the spending, so that the card says so after a resume as well.
+            ledger.note(_BEFORE, ", ".join(earlier))
         data_loader.remaining = lambda: self._require_budget()
         data_loader.on_restart = self._restart
         data_loader.try_loop = lambda source: self._engine.checks.try_loop(source, ahead=data_loader.takes_ahead)
         data_loader.trials = lambda: self._engine.checks.between.take()
+        data_loader.keeps_batches = lambda: not self._engine.checks.between.settled
         self._follow_schedule()
 
     def __iter__(self) -> Iterator[Any]:
@@ -165,6 +179,10 @@ class Private(Published):
             raise ValueError("this observer looks on already")
         self._observers.append(observer)
         self._observed.add(type(observer).__name__)
+
+    def assume(self, statement: str) -> None:
+        """Have the card say what the run takes for granted besides."""
+        self._assumed.append(statement)
 
     def unobserve(self, observer: Observer) -> None:
         """Send an observer away."""
@@ -260,18 +278,13 @@ class Private(Published):
     def loss(self, output: Any, batch: Any) -> torch.Tensor:
         """The mean over a batch's rows of the losses that ``criterion`` gives them; call backward() on it.
 
-        Raises RuntimeError without a criterion, and ValueError if it does not return one loss a row.
+        Raises RuntimeError without a criterion, ValueError if it does not return one loss a row, and `SelfCheckError` if a row's
+        is another beside others.
         """
-        if self.criterion is None:
+        if self._row_losses is None:
             raise RuntimeError("this run has no criterion: give make_private criterion=, a function of (output, batch)")
-        losses = self.criterion(output, batch)
         tickets = self.data_loader.tickets
-        if losses.dim() != 1 or (self.model.training and tickets and losses.shape[0] != tickets[0].rows):
-            raise ValueError(
-                f"the criterion returned losses of shape {list(losses.shape)}: it must return one loss a row (compute token "
-                "losses with reduction='none' and average each row over its own tokens)"
-            )
-        return losses.mean()
+        return self._row_losses.mean(output, batch, tickets[0] if self.model.training and tickets else None)
 
     def epsilon(self, delta: float | None = None) -> float:
         """Privacy spent so far, an upper bound (PLD, pessimistic), at ``delta`` (default: the target).
@@ -336,24 +349,21 @@ class Private(Published):
                 "name": accounting.model_name(self.model),
                 "trained_parameters": trained,
                 "processes": self.ranks.size,
-                "route": self.route,
                 "fingerprint": self._fingerprint,
             },
             flaws=self.method.flaws(),
             notes=self.method.notes(plan, self.ledger),
-            assumptions=[_UNCHECKED_ROWS] if self.ledger.noted(UNCHECKED) is not None else [],
+            assumptions=[
+                *([_UNCHECKED_ROWS] if self.ledger.noted(UNCHECKED) is not None else []),
+                *([_TRAINED_BEFORE.format(before)] if (before := self.ledger.noted(_BEFORE)) is not None else []),
+                *self._assumed,
+            ],
             unprotected=[f"what looked on at the run from inside, before its noise: {seen}"] if seen else [],
             remaining=[
                 *([accounting.rounded_to_grid(distance)] if self._release.secure_rounding else []),
-                *([self._among_units()] if self._engine.backwards and self.policy.bounds else []),
+                *([among_units_in_words(math.ceil(self.expected_batch_size))] if self.policy.bounds else []),
             ],
         )
-
-    def _among_units(self) -> str:
-        accumulator, units = self._engine.accumulator, math.ceil(self.expected_batch_size)
-        # Of one example at a time, whole gradients are added.
-        tokens = units if self.route == "one-example" else accumulator.most_tokens + units
-        return among_units_in_words(units, tokens, math.sqrt(accumulator.longest))
 
     def state_dict(self) -> dict[str, Any]:
         """Step counts and spent budget, for a checkpoint; never a key, so a resumed run repeats no noise."""
@@ -442,6 +452,8 @@ class Private(Published):
     def detach(self) -> None:
         """Give model and optimizer back as they were before `make_private`; the ledger is closed."""
         guard = self._engine.guard
+        if not self.ledger.untouched:
+            _TRAINED[self.model] = (*_TRAINED.get(self.model, ()), self.ledger.run_id)
         self._steps.remove()
         self._stages.close()
         self.ledger.close()

@@ -45,6 +45,14 @@ def mixed(weight: float) -> Callable[[Batch], Batch]:
     return mix
 
 
+def written(change: Callable[[Batch], Any]) -> Callable[[Batch], Batch]:
+    def make(batch: Batch) -> Batch:
+        change(batch)
+        return batch
+
+    return make
+
+
 BY_ROW: dict[str, Callable[[], Callable[[Batch], Any]]] = {
     "normalised": lambda: lambda b: {**b, "x": b["x"] / b["x"].norm(dim=1, keepdim=True)},
     "noised": lambda: lambda b: {**b, "x": b["x"] + torch.randn_like(b["x"])},
@@ -52,6 +60,7 @@ BY_ROW: dict[str, Callable[[], Callable[[Batch], Any]]] = {
     "a constant": lambda: lambda b: {**b, "scale": 0.5},
     "an annealed number": annealed,
     "a map": lambda: lambda b: {**b, "x": b["x"] @ torch.ones(FEATURES, FEATURES)},
+    "written into": lambda: written(lambda b: b["x"].div_(b["x"].norm(dim=1, keepdim=True))),
 }
 TOGETHER: dict[str, Callable[[], Callable[[Batch], Any]]] = {
     "centred": lambda: lambda b: {**b, "x": b["x"] - b["x"].mean(0)},
@@ -64,6 +73,8 @@ TOGETHER: dict[str, Callable[[], Callable[[Batch], Any]]] = {
     "a class's share": lambda: lambda b: {**b, "scale": (b["labels"] == 0).float().mean()},
     "sorted": lambda: lambda b: {**b, "x": b["x"].sort(0).values},
     "labels of the next row": lambda: lambda b: {**b, "labels": b["labels"].roll(1)},
+    "written into": lambda: written(lambda b: b["x"].sub_(b["x"].mean(0))),
+    "written through numpy": lambda: written(lambda b: numpy.subtract(b["x"], b["x"].mean(0), out=b["x"].numpy())),
 }
 
 
@@ -199,4 +210,95 @@ def test_a_trial_that_is_broken_off_begins_anew() -> None:
 def test_rows_that_never_meet_cannot_reach_each_other() -> None:
     private = start(Scaled(), loader(examples(6), batch_size=3), max_physical_batch_size=1)
     assert all(len(batch["x"]) == 1 for batch in train(private, TOGETHER["centred"]()))
+    assert private.steps_done == 1
+
+
+RARELY: dict[str, Callable[[Batch], Batch]] = {
+    "scaled": lambda b: {**b, "x": b["x"] / b["x"].abs().max()} if b["x"].abs().max() > 100 else b,
+    "scaled in place": written(lambda b: b["x"].div_(b["x"].abs().max()) if b["x"].abs().max() > 100 else b),
+    "a number": lambda b: {**b, "scale": 0.5} if b["x"].abs().max() > 100 else b,
+}
+
+
+@pytest.mark.parametrize("name", RARELY)
+@pytest.mark.parametrize("at", [1, 5])
+def test_what_a_loop_makes_of_one_late_batch_alone_is_looked_at_in_that_batch(name: str, at: int) -> None:
+    """Nothing in the first batches is large: the trial needs the very batch in which something is."""
+    data = examples(8)
+    private = start(Scaled(), loader(data), epochs=4)
+    for _ in range(2):
+        train(private, RARELY[name])
+    data[at] = {**data[at], "x": torch.full((FEATURES,), 1e3)}
+    with pytest.raises(SelfCheckError, match="another for an example"):
+        train(private, RARELY[name])
+    assert private.steps_done == 2
+
+
+def test_what_a_loop_makes_of_a_late_batch_by_row_is_summed() -> None:
+    private = start(Scaled(), loader(examples(8)), epochs=4)
+    for make in (lambda b: b, BY_ROW["normalised"](), BY_ROW["written into"](), lambda b: b):
+        train(private, make)
+    assert private.steps_done == 4
+
+
+class Places(torch.nn.Module):
+    """Tokens that know where they stand in their row, and how many there are beside a mask."""
+
+    def __init__(self, *, alone: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words, self.places, self.head = torch.nn.Embedding(9, 6), torch.nn.Embedding(32, 6), torch.nn.Linear(6, 9)
+        self.alone = alone
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> Any:
+        logits = self.head(torch.tanh(self.words(ids) + self.places(torch.arange(ids.shape[1]))))
+        if self.alone:
+            losses = -logits.log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None])[..., 0]
+            return {"loss": ((losses * (labels >= 0)).sum(1) / (labels >= 0).sum(1)).mean()}
+        return {"loss": F.cross_entropy(logits.transpose(1, 2), labels)}
+
+
+def of_one_width(side: str) -> Callable[[Any], Batch]:
+    def collate(items: Any) -> Batch:
+        found = {}
+        for name, fill in (("ids", 0), ("labels", -100)):
+            rows = [(24 - len(i)) * [fill] + i if side == "left" else i + (24 - len(i)) * [fill] for i in items]
+            found[name] = torch.tensor(rows)
+        return found
+
+    return collate
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("alone", [False, True])
+def test_padding_that_a_loop_cuts_by_the_batch_may_change_no_loss(side: str, alone: bool) -> None:
+    """Every row has one width as it is handed out, and so the same places whatever stands beside it."""
+    data = [[1 + i % 8] * (3 + i) for i in range(8)]
+
+    def cut(batch: Batch) -> Batch:
+        width = int((batch["labels"] >= 0).sum(1).max())
+        return {name: t[:, -width:] if side == "left" else t[:, :width] for name, t in batch.items()}
+
+    private = start(Places(alone=alone), loader(data, collate_fn=of_one_width(side)))
+    if side == "left":
+        with pytest.raises(SelfCheckError, match="what the loop pads or cuts by the batch changes it"):
+            train(private, cut)
+        assert private.steps_done == 0
+        train(private, lambda batch: batch)
+    else:
+        train(private, cut)
+    assert private.steps_done == 1
+    assert private.route == ("one-example" if alone else "uses")
+
+
+def test_a_loop_may_make_tensors_of_texts() -> None:
+    data = [" ".join(str(1 + i % 8) for _ in range(3 + i)) for i in range(8)]
+
+    def encoded(batch: list[str]) -> Batch:
+        rows = [torch.tensor([int(word) for word in text.split()]) for text in batch]
+        ids, labels = (torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=v) for v in (0, -100))
+        return {"ids": ids, "labels": labels}
+
+    private = start(Places(), loader(data, collate_fn=list))
+    train(private, encoded)
     assert private.steps_done == 1

@@ -21,7 +21,7 @@ CARD = {
     "unit": "example",
     "adjacency": "add_remove",
     "epsilon": {"upper_bound": 7.98, "delta": 1e-5},
-    "model": {"route": "uses", "trained_parameters": 4242},
+    "model": {"trained_parameters": 4242},
 }
 
 

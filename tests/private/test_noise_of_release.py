@@ -177,8 +177,39 @@ def test_the_ledger_is_told_before_any_noise_is_drawn(monkeypatch: pytest.Monkey
 
 def test_the_card_states_rounding_among_units_with_its_size() -> None:
     private = start(noise_multiplier=1.0, target_delta=1e-3)
-    assert not [s for s in private.card()["remaining"] if "among the units" in s]
-    logical_step(private)
     (sentence,) = [s for s in private.card()["remaining"] if "among the units" in s]
     likely, worst = (float(word) for word in sentence.split() if "e-" in word)
-    assert 0 < likely < worst < 1e-3
+    assert 0 < likely < 1e-2
+    assert likely < worst < 1
+
+
+def test_the_card_of_other_data_differs_in_what_was_released_alone() -> None:
+    """One long record, or one that the model reads numbers of, must not show in what is published with the weights."""
+
+    class Words(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.table, self.head = nn.Embedding(9, 4), nn.Linear(4, 9)
+
+        def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> Any:
+            hidden = self.table(ids)
+            if ids.shape[1] > 20 and ids.sum().item() < 0:
+                hidden = hidden * 2
+            return {"loss": F.cross_entropy(self.head(hidden).transpose(1, 2), labels)}
+
+    def card(longest: int) -> dict[str, Any]:
+        data = [torch.full((longest if i == 0 else 5,), i % 9) for i in range(8)]
+
+        def padded(items: Any) -> Any:
+            ids, labels = (nn.utils.rnn.pad_sequence(items, batch_first=True, padding_value=v) for v in (0, -100))
+            return {"ids": ids, "labels": labels}
+
+        private = start(Words(), loader(data, collate_fn=padded), noise_multiplier=1.0, target_delta=1e-3, epochs=4)
+        for _ in range(4):
+            logical_step(private)
+        assert private.route == ("one-example" if longest > 20 else "uses")
+        card = private.card()
+        return {k: v for k, v in card.items() if k not in ("weights", "run_id", "digest", "created", "ledger_head")}
+
+    assert card(5) == card(40)

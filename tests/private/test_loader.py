@@ -1,0 +1,76 @@
+"""How a private loader reads its data set: no example by code that sees the ones it is drawn with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import datasets
+import pytest
+import torch
+from torch.utils.data import DataLoader, Subset
+
+from tests.engine.runs import examples, loader, logical_step, start
+
+
+class Together(list[Any]):
+    """Reads a batch at once, and takes its mean from each."""
+
+    asked = 0
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        self.asked += 1
+        mean = torch.stack([self[i]["x"] for i in indices]).mean(0)
+        return [{**self[i], "x": self[i]["x"] - mean} for i in indices]
+
+
+def centred(batch: dict[str, Any]) -> dict[str, Any]:
+    """A transform of datasets', which is given all rows that are read at once."""
+    x = torch.tensor(batch["x"])
+    return {"x": list(x - x.mean(0)), "labels": batch["labels"]}
+
+
+def sets(kind: str) -> Any:
+    if kind == "a class of its own":
+        return Together(examples(8))
+    rows = datasets.Dataset.from_list([{"x": e["x"].tolist(), "labels": e["labels"]} for e in examples(8)])
+    rows = rows.with_transform(centred)
+    return Subset(rows, list(range(8))) if kind == "a subset of them" else rows
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("kind", ["a class of its own", "a transform", "a subset of them"])
+def test_examples_that_a_data_set_may_mix_are_read_one_at_a_time(kind: str, workers: int) -> None:
+    data = sets(kind)
+    (plain,) = DataLoader(data, batch_size=8, collate_fn=loader().collate_fn)
+    assert plain["x"].std() > 0, "as torch reads it, the mean of eight is taken away"
+    (batch,) = logical_step(start(data_loader=loader(data, num_workers=workers)))[1]
+    expected = torch.zeros_like(batch["x"]) if "class" not in kind else torch.stack([e["x"] for e in examples(8)])
+    assert torch.equal(batch["x"], expected)
+
+
+def test_what_is_read_together_by_known_code_alone_stays_so() -> None:
+    rows = datasets.Dataset.from_list([{"x": e["x"].tolist(), "labels": e["labels"]} for e in examples(8)])
+    asked = []
+
+    class Noting(type(rows)):  # type: ignore[misc]
+        def __getitems__(self, keys: list[int]) -> Any:
+            asked.append(len(keys))
+            return super().__getitems__(keys)
+
+    Noting.__module__ = type(rows).__module__
+    formatted = rows.with_format("torch")
+    formatted.__class__ = Noting
+    logical_step(start(data_loader=loader(formatted)))
+    assert asked == [8]
+
+
+def test_workers_find_what_their_functions_ask_of_the_data_set() -> None:
+    data = Together(examples(8))
+    found = loader(data, num_workers=1, worker_init_fn=_look)
+    logical_step(start(data_loader=found))
+
+
+def _look(number: int) -> None:
+    info: Any = torch.utils.data.get_worker_info()
+    assert info.dataset.asked == 0
+    assert len(info.dataset) == 8
