@@ -12,23 +12,27 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
-from transformers import Trainer, TrainingArguments
+from transformers import EarlyStoppingCallback, Trainer, TrainingArguments
 
 import fastdp.files as files
 from fastdp.engine.ranks import Ranks
 from fastdp.entry import make_private
 from fastdp.private.publish import upload
 from fastdp.private.run import Criterion, Private
+from fastdp.private.schedules import require_unseeing
 
 _LOG = logging.getLogger(__name__)
 #: The privacy state's file inside a Trainer checkpoint.
 STATE_FILE = "fastdp_state.pt"
-#: What Trainer logs of the private data without protection, and the name under which it is shown instead.
-_UNPROTECTED = {
-    name: f"unprotected_{name}"
-    # Times follow the size of the samples that were drawn.
-    for name in ("loss", "train_loss", "train_runtime", "train_samples_per_second", "train_steps_per_second")
-}
+_CHOSEN = (
+    "which checkpoint was kept, or when training ended, was decided by figures of the evaluation data: these are public, and "
+    "none of them is among the training data"
+)
+
+
+def _marked(name: str) -> str:
+    """The name under which a figure is shown: what is of training is of the private data, times and memory too."""
+    return f"unprotected_{name}" if name == "loss" or name.startswith("train_") else name
 
 
 @dataclass(frozen=True)
@@ -236,7 +240,16 @@ class PrivateTraining(_Behind):
         )
         if lengths is not None:
             private.data_loader.lengths = lengths
+        early = any(isinstance(callback, EarlyStoppingCallback) for callback in self.callback_handler.callbacks)
+        if early or self.args.load_best_model_at_end or self.args.save_strategy == "best":
+            private.assume(_CHOSEN)
         return private
+
+    def create_scheduler(self, *args: Any, **kwargs: Any) -> Any:
+        """Trainer's own; raises ValueError for a schedule that reads a figure."""
+        schedule = super().create_scheduler(*args, **kwargs)
+        require_unseeing(schedule)
+        return schedule
 
     def _lengths(self) -> list[int] | None:
         """Tokens of each example where training groups by length, from the column that holds them or by counting."""
@@ -327,7 +340,7 @@ class PrivateTraining(_Behind):
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Log with epsilon, and with what is unprotected marked as such."""
-        marked = {_UNPROTECTED.get(key, key): value for key, value in logs.items()}
+        marked = {_marked(key): value for key, value in logs.items()}
         if self.private is not None and "learning_rate" in logs:
             # A method as its paper prints it may guarantee nothing, whatever its event costs.
             marked["epsilon"] = self.private.epsilon()

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler
 
 #: How many releases each optimizer has applied while it was private, and which are private now.
 _RELEASES: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
@@ -59,7 +60,7 @@ def _from_now_on(begin: Callable[..., None]) -> Any:
         optimizer = _innermost(self)
         if isinstance(optimizer, torch.optim.Optimizer):
             if optimizer in _FOLLOWED:
-                _require_unseeing(self)
+                require_unseeing(self)
             # Releases from before it was made are none of its.
             _ADVANCED[self] = _RELEASES.get(optimizer, 0)
 
@@ -75,9 +76,16 @@ def _innermost(schedule: LRScheduler) -> Any:
     return optimizer
 
 
-def _require_unseeing(schedule: LRScheduler) -> None:
-    """Raise ValueError for a schedule that reads a figure: updates are as long as their learning rate, and tell it to anyone."""
-    if isinstance(schedule, ReduceLROnPlateau):
+def require_unseeing(schedule: Any) -> None:
+    """Raise ValueError for a schedule that reads a figure: updates are as long as their learning rate, and tell it to anyone.
+
+    It says so by what its ``step`` takes besides the number of an epoch.
+    """
+    kinds = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
+    taken = (
+        p for name, p in inspect.signature(type(schedule).step).parameters.items() if name not in ("self", "epoch")
+    )
+    if any(p.kind not in kinds for p in taken):
         raise ValueError(
             f"{type(schedule).__name__} sets the learning rate by a figure, which the released weights then tell without noise: "
             "use a schedule of steps alone, or, where the figure is public, set lr in optimizer.param_groups yourself"
@@ -88,11 +96,12 @@ def _once_a_release(step: Callable[..., None]) -> Any:
     @functools.wraps(step)
     def wrapper(self: LRScheduler, *args: Any, **kwargs: Any) -> None:
         optimizer = _innermost(self)
+        if optimizer in _FOLLOWED:
+            require_unseeing(self)
         # A schedule takes its first step as it is made, before there is anything to count; and one's step may call another's.
         if optimizer not in _FOLLOWED or getattr(self, "_step_count", 1) == 0 or self in _STEPPING:
             step(self, *args, **kwargs)
             return
-        _require_unseeing(self)
         releases = _RELEASES.get(optimizer, 0)
         if releases <= _ADVANCED.get(self, 0):
             return

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from datasets import Dataset
-from transformers import GPT2LMHeadModel, TrainingArguments
+from transformers import EarlyStoppingCallback, GPT2LMHeadModel, IntervalStrategy, SchedulerType, TrainingArguments
 
 import fastdp
 from fastdp.engine.accumulator import Accumulator
@@ -293,3 +294,33 @@ def test_a_rate_that_follows_a_loss_is_refused_before_the_first_step(tmp_path: P
     with pytest.raises(ValueError, match="sets the learning rate by a figure"):
         made.train()
     assert all(torch.equal(p, before[name]) for name, p in made.model.named_parameters())
+
+
+@pytest.mark.skipif(not hasattr(transformers.optimization, "GreedyLR"), reason="this transformers has none")
+def test_a_schedule_of_transformers_that_reads_a_figure_is_refused(tmp_path: Path) -> None:
+    made = trainer(tmp_path)
+    made.args.lr_scheduler_type = SchedulerType("greedy")
+    with pytest.raises(ValueError, match="GreedyLR sets the learning rate by a figure"):
+        made.train()
+    assert made.private.steps_done == 0
+
+
+@pytest.mark.parametrize("way", ["best", "early", "neither"])
+@pytest.mark.filterwarnings("ignore:Using EarlyStoppingCallback")
+def test_the_card_says_that_a_checkpoint_was_chosen(tmp_path: Path, way: str) -> None:
+    made = trainer(tmp_path)
+    made.eval_dataset, made.args.eval_strategy, made.args.eval_steps = examples(), IntervalStrategy.STEPS, 3
+    made.args.metric_for_best_model, made.args.load_best_model_at_end = "eval_loss", way == "best"
+    if way == "early":
+        made.add_callback(EarlyStoppingCallback(1))
+    made.train()
+    said = [s for s in json.loads((tmp_path / "card.json").read_text())["assumptions"] if "which checkpoint" in s]
+    assert len(said) == (way != "neither")
+
+
+def test_what_is_measured_of_training_is_marked(tmp_path: Path) -> None:
+    made = trainer(tmp_path, skip_memory_metrics=False)
+    made.train()
+    keys = {key for entry in made.state.log_history for key in entry}
+    assert not [key for key in keys if key.startswith("train_")]
+    assert "unprotected_train_mem_cpu_peaked_delta" in keys

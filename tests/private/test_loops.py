@@ -11,6 +11,7 @@ from transformers import get_linear_schedule_with_warmup
 
 import fastdp
 from fastdp.methods.rapft import PublicMap
+from fastdp.private.schedules import require_unseeing
 from tests.engine.runs import Classifier, collate, examples, loader, logical_step, same, start
 
 PRIVATE: dict[str, Any] = {"noise_multiplier": 1.0, "target_delta": 1e-3}
@@ -374,13 +375,35 @@ def test_a_model_compiled_as_a_whole_trains_without_the_compiler(compiled: str) 
     assert same(got, gradients("never"))
 
 
+class Halved(torch.optim.lr_scheduler.LRScheduler):
+    """By a loss that it is told, as a schedule of one's own may."""
+
+    def get_lr(self) -> Any:
+        return [group["lr"] for group in self.optimizer.param_groups]
+
+    def step(self, loss: float | None = None) -> None:  # type: ignore[override]
+        for group in self.optimizer.param_groups if loss is not None and loss > 1 else ():
+            group["lr"] /= 2
+
+
+def test_every_schedule_of_steps_is_taken() -> None:
+    module = torch.optim.lr_scheduler
+    kinds = {
+        value for value in vars(module).values() if isinstance(value, type) and issubclass(value, module.LRScheduler)
+    }
+    assert len(kinds) > 12
+    for kind in kinds - {module.ReduceLROnPlateau}:
+        require_unseeing(kind.__new__(kind))
+
+
 @pytest.mark.parametrize("before", [True, False])
-def test_a_schedule_that_reads_a_figure_is_refused(before: bool) -> None:
+@pytest.mark.parametrize("kind", [torch.optim.lr_scheduler.ReduceLROnPlateau, Halved])
+def test_a_schedule_that_reads_a_figure_is_refused(before: bool, kind: Any) -> None:
     model = Classifier()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
 
     def make() -> Any:
-        return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+        return kind(optimizer)
 
     schedule = make() if before else None
     private = start(model, optimizer=optimizer, **PRIVATE)
