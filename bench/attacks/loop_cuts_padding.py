@@ -14,9 +14,10 @@ def gpt2():
 
 
 def of_one_width(items):
-    batch = kit.padded(items, left=True)
+    # A first token has nothing before it but padding, from which it would be told.
+    labels = [torch.cat([torch.tensor([-100]), item["input_ids"][1:]]) for item in items]
+    batch = kit.padded([{**item, "labels": own} for item, own in zip(items, labels)], left=True)
     gap = 40 - batch["input_ids"].shape[1]
-    batch["labels"][:, 0] = -100
     return {name: F.pad(t, (gap, 0), value=-100 if name == "labels" else 0) for name, t in batch.items()}
 
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from . import kit
+from . import kit, systems
 
 
 class Together(list[kit.Record]):
@@ -21,5 +21,5 @@ class Reading(kit.System):
         return self.system.release(task, Together(records), bound, noise)
 
 
-def attack(system: kit.System) -> float:
+def attack(system: systems.FastDP) -> float:
     return kit.moved(Reading(system), kit.Task(kit.Net), kit.records(16), kit.outlier(1e3), 0.2)
