@@ -34,12 +34,17 @@ def seeded(seed: int) -> Iterator[None]:
 def secretly(devices: Sequence[int] = ()) -> Iterator[None]:
     """Every random state, and those of these GPUs, set to what the operating system draws meanwhile, and put back."""
     with _put_back(devices):
-        torch.set_rng_state(_unknown_state())
+        forget_seeds()
         for index in devices:
             torch.cuda.default_generators[index].manual_seed(int.from_bytes(os.urandom(8), "little") >> 1)
-        random.seed(os.urandom(32))
-        numpy.random.seed(numpy.frombuffer(os.urandom(32), dtype=numpy.uint32))  # noqa: NPY002
         yield
+
+
+def forget_seeds() -> None:
+    """Set every random state of the host to what the operating system draws, whoever has seeded it."""
+    torch.set_rng_state(_unknown_state())
+    random.seed(os.urandom(32))
+    numpy.random.seed(numpy.frombuffer(os.urandom(32), dtype=numpy.uint32))  # noqa: NPY002
 
 
 def _unknown_state() -> torch.Tensor:

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from torch.utils.data import (
 from fastdp.accounting.ledger import STEP
 from fastdp.engine.batches import map_tensors
 from fastdp.engine.between import Company
-from fastdp.engine.chance import secretly, seeded
+from fastdp.engine.chance import forget_seeds, secretly, seeded
 from fastdp.engine.collation import Collation, spread
 from fastdp.engine.layout import Ticket
 from fastdp.engine.ranks import ONE, Ranks
@@ -107,7 +108,7 @@ class PrivateLoader:
             "collate_fn": loader.collate_fn,
             "pin_memory": loader.pin_memory,
             "timeout": loader.timeout,
-            "worker_init_fn": loader.worker_init_fn,
+            "worker_init_fn": loader.worker_init_fn if self.reproducible else partial(_begin, loader.worker_init_fn),
             "prefetch_factor": loader.prefetch_factor,
         }
 
@@ -249,6 +250,13 @@ class _Drawn:
             for indices, ticket in self.loader.micro_batches(drawn):
                 self.waiting.append((indices, ticket))
                 yield indices
+
+
+def _begin(own: Callable[[int], Any] | None, worker: int) -> None:
+    """Begin a worker as the user's function does, whose seeds others may know, and let it draw what nobody knows."""
+    if own is not None:
+        own(worker)
+    forget_seeds()
 
 
 class _Singly:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import datasets
+import numpy
 import pytest
 import torch
 from torch.utils.data import DataLoader, Subset
@@ -74,3 +76,32 @@ def _look(number: int) -> None:
     info: Any = torch.utils.data.get_worker_info()
     assert info.dataset.asked == 0
     assert len(info.dataset) == 8
+
+
+class Augmented(list[Any]):
+    """Draws from every generator that a worker may have seeded."""
+
+    def __getitem__(self, index: Any) -> Any:
+        drawn = [torch.rand(()).item(), random.random(), numpy.random.rand()]  # noqa: NPY002
+        return {**super().__getitem__(index), "drawn": torch.tensor(drawn)}
+
+
+def _seeded(worker: int) -> None:
+    torch.manual_seed(worker)
+    random.seed(worker)
+    numpy.random.seed(worker)  # noqa: NPY002
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_seeds_that_workers_are_begun_with_tell_nothing_of_a_private_run(known: bool) -> None:
+    def collate(items: Any) -> Any:
+        return {**loader().collate_fn(items), "drawn": torch.stack([item["drawn"] for item in items])}
+
+    drawn = []
+    for _ in range(2):
+        options = {"noise_multiplier": 1.0, "target_delta": 1e-3, "unsafe_seed": 3 if known else None}
+        data = loader(Augmented(examples(8)), collate_fn=collate, num_workers=1, worker_init_fn=_seeded)
+        iterator = iter(start(data_loader=data, **options).data_loader)
+        drawn.append(next(iterator)["drawn"])
+        iterator.close()
+    assert torch.equal(*drawn) if known else not bool((drawn[0][:1] == drawn[1][:1]).any())
