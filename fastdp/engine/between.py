@@ -109,6 +109,8 @@ class Between:
         #: By role and place what the loop made, and of which examples.
         self._seen: dict[str, dict[Path, tuple[torch.Tensor, Sequence[int]]]] = {}
         self._fresh: tuple[Any, ...] = ()
+        #: By place how long, and how large, what was tried is at most.
+        self._reach: dict[Path, list[float]] = {}
 
     def forget(self) -> None:
         """Of a trial that was begun the rest will not come."""
@@ -124,6 +126,22 @@ class Between:
             for _, t in values(call, single=False)
             if id(t) not in own and (t.dim() or t.dtype is not torch.bool)
         )
+
+    def passes_reach(self, source: Collation) -> bool:
+        """Whether something in a batch is a tenth longer, or twice as large, as all that was tried; it then counts as tried."""
+        before = {path: list(reach) for path, reach in self._reach.items()}
+        self._extend_reach(source)
+        return any(
+            now > factor * then
+            for path, reach in before.items()
+            for now, then, factor in zip(self._reach[path], reach, [2.0] + [1.1] * (len(reach) - 1))
+        )
+
+    def _extend_reach(self, source: Collation) -> None:
+        for path, t in source.batch.items():
+            large = float(t.nan_to_num(0.0, 0.0, 0.0).abs().max()) if t.is_floating_point() and t.numel() else 0.0
+            known = self._reach.get(path, [0.0] * max(1, t.dim()))
+            self._reach[path] = list(map(max, known, (large, *t.shape[1:])))
 
     def begin(self, source: Collation, most: int, *, whole: bool = False) -> None:
         """Ask for a trial of the loop with examples of this batch, in batches of at most ``most`` examples.
@@ -177,6 +195,7 @@ class Between:
     def run_forward(self, call: Call, ticket: Ticket, enter: Callable[[Pass, Any], None]) -> Any:
         """A pass without randomness of which only the call is looked at, and what a criterion sends back; nothing is summed."""
         passes, company = self._passes, ticket.company
+        self._extend_reach(company.source)
         made = dict(values(call, single=False))
         if company.role == "other":
             self._require_same_arguments(made)

@@ -99,8 +99,10 @@ class Checks:
     def _look_between(self, call: Call, ticket: Ticket) -> None:
         """Have the loop tried if it makes something of a batch itself: on all ranks, at the same batch, or on none."""
         between, source = self.between, ticket.source
-        # On a processor a batch that goes to the model untouched is known at once, and one that does not is new.
-        again = between.settled and not between.made and self._ranks.size == 1 and self._passes.device.type == "cpu"
+        # On a processor a batch that goes to the model untouched is known at once, and one that does not is new; of a loop that
+        # changes every batch one is that holds more than all before it.
+        again = between.settled and not between.waits and self._ranks.size == 1 and self._passes.device.type == "cpu"
+        again = again and source is not None and (not between.made or between.passes_reach(source))
         if between.first or not self.enabled or (between.settled and not again):
             return
         asked = source is not None and ticket.token_units is None and ticket.rows > 1

@@ -234,6 +234,48 @@ def test_what_a_loop_makes_of_one_late_batch_alone_is_looked_at_in_that_batch(na
     assert private.steps_done == 2
 
 
+@pytest.mark.parametrize("kind", ["large", "long"])
+def test_a_loop_that_changes_every_batch_is_tried_with_one_that_is_larger_than_all_before(kind: str) -> None:
+    data: list[Any] = [[1 + i % 8] * 6 for i in range(8)] if kind == "long" else examples(8)
+
+    def scaled(batch: Batch) -> Batch:
+        x = 1.5 * batch["x"]
+        return {**batch, "x": x / x.abs().max() if x.abs().max() > 100 else x}
+
+    def cut(batch: Batch) -> Batch:
+        labels = batch["labels"].clone()
+        return {**batch, "labels": labels[:, :4] if labels.shape[1] > 9 else labels, "ids": batch["ids"] % 9 + 0}
+
+    def shorter(batch: Batch) -> Batch:
+        made = cut(batch)
+        return {name: t[:, : made["labels"].shape[1]] for name, t in made.items()}
+
+    def padded(items: Any) -> Batch:
+        rows = [torch.tensor(item) for item in items]
+        ids, labels = (torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=v) for v in (0, -100))
+        return {"ids": ids + 9, "labels": labels}
+
+    if kind == "large":
+        private, make = start(Scaled(), loader(data), epochs=4), scaled
+    else:
+        private, make = start(Places(), loader(data, collate_fn=padded), epochs=4), shorter
+    for _ in range(2):
+        train(private, make)
+    data[5] = [3] * 20 if kind == "long" else {**data[5], "x": torch.full((FEATURES,), 1e3)}
+    with pytest.raises(SelfCheckError, match="another for an example|another loss"):
+        train(private, make)
+    assert private.steps_done == 2
+
+
+def test_a_loop_that_changes_every_row_by_itself_may_meet_a_larger_one() -> None:
+    data = examples(8)
+    private = start(Scaled(), loader(data), epochs=4)
+    for scale in (1.0, 1e3, 1e6, 1.0):
+        data[5] = {**data[5], "x": torch.full((FEATURES,), scale)}
+        train(private, BY_ROW["normalised"]())
+    assert private.steps_done == 4
+
+
 def test_what_a_loop_makes_of_a_late_batch_by_row_is_summed() -> None:
     private = start(Scaled(), loader(examples(8)), epochs=4)
     for make in (lambda b: b, BY_ROW["normalised"](), BY_ROW["written into"](), lambda b: b):
