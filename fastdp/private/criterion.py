@@ -25,7 +25,7 @@ class RowLosses:
     """The mean of a criterion's losses, of which each must be what it is without the other rows.
 
     A batch that only tries the loop tells which tensors carry rows: they are as many as its rows, and one where it has one.
-    From then on a row of each batch, drawn in secret, is taken alone as well; on a GPU of the 1st, 2nd, 4th, 8th ..., as the
+    From then on two rows of each batch, drawn in secret, are taken alone as well; on a GPU of the 1st, 2nd, 4th, 8th ..., as the
     host has to wait for what it finds.
 
     Args:
@@ -63,11 +63,13 @@ class RowLosses:
         return mean
 
     def _require_own(self, output: Any, batch: Any, losses: torch.Tensor) -> None:
-        row, carriers = DRAW.randrange(losses.shape[0]), self._carriers or frozenset()
-        own = map_leaves((output, batch), lambda path, t: t[row : row + 1] if path in carriers else t)
+        carriers = self._carriers or frozenset()
+        # Two, so that one of them is not the row for whose sake all others are treated otherwise.
+        rows = DRAW.sample(range(losses.shape[0]), 2)
         try:
             with torch.no_grad():
-                alone, together = float(self._criterion(*own)[0]), float(losses[row])
+                alone = [float(self._criterion(*_row(carriers, (output, batch), row))[0]) for row in rows]
+                together = losses[rows].tolist()
         except (RuntimeError, ValueError, IndexError) as error:
             self._carriers = None
             warnings.warn(
@@ -75,7 +77,12 @@ class RowLosses:
                 stacklevel=4,
             )
             return
-        apart = 1e-3 if losses.dtype in (torch.float32, torch.float64) else 5e-2
-        size = max(abs(alone), abs(together), 1e-3)
-        if math.isfinite(alone) != math.isfinite(together) or abs(alone - together) > apart * size:
-            raise SelfCheckError(COUPLES)
+        limit = 1e-3 if losses.dtype in (torch.float32, torch.float64) else 5e-2
+        for one, other in zip(alone, together):
+            size = max(abs(one), abs(other), 1e-3)
+            if math.isfinite(one) != math.isfinite(other) or abs(one - other) > limit * size:
+                raise SelfCheckError(COUPLES)
+
+
+def _row(carriers: frozenset[Path], tree: Any, row: int) -> Any:
+    return map_leaves(tree, lambda path, t: t[row : row + 1] if path in carriers else t)
