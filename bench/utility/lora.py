@@ -9,7 +9,8 @@ is at the grid's edge, each once at the middle epsilon, on held-out texts and wi
 anybody's choice of them, that is not accounted for. A seed's forms share new weights, batches and noise, so that their
 differences have a standard error of their own. Forms that are ``warmed`` make a pass over 64 public examples first; any method
 may that is given some. Forms with ``oracle`` axes take them from the private gradients as they are: they have no epsilon and are
-no method, but what no choice of axes can pass. Rows of the part ``axes`` say what axes should gain, by private gradients as well.
+no method, but what no choice of axes can pass. Rows of the parts ``axes`` and ``promise`` say what axes should gain, by private
+gradients as well.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ from fastdp.private.method import Method
 
 DELTA = suite_of_rapft.DELTA
 #: Learning rates by what is trained.
-RATES = {"lora": (5e-3, 1e-2, 2e-2), "full": (5e-4, 1e-3, 2e-3)}
+RATES = {"lora": (5e-3, 1e-2, 2e-2), "full": (2e-3, 4e-3, 8e-3)}
 BASELINE = "DP-SGD"
 #: Private ones that oracle axes are taken from.
 EXAMPLES = 384
@@ -249,7 +250,7 @@ class Bench(suite_of_rapft.Bench):
         if form.axes in ("public", "singles"):
             return rapft.second_moments(model, self.public if form.axes == "public" else self._singles())
         sizes = {}
-        for name, own in self.known(seed, 0).items():
+        for name, own in self.known(seed, 0)[0].items():
             root = own.square.sqrt()
             if form.axes == "tensor":
                 root = torch.full_like(root, float(root.square().mean().sqrt()))
@@ -270,8 +271,8 @@ class Bench(suite_of_rapft.Bench):
             for i in range(len(batch["labels"]))
         )
 
-    def _known(self, seed: int, steps: int) -> dict[str, rapft.Moments]:
-        """Of private gradients after the public pass, and so many private steps at the middle epsilon."""
+    def _known(self, seed: int, steps: int) -> tuple[dict[str, rapft.Moments], dict[str, rapft.Moments]]:
+        """Of private gradients, and of public ones, after the public pass and so many private steps at the middle epsilon."""
         row = {"seed": seed, "epsilon": self.middle, "learning_rate": RATES[self.tuning][1]}
         run = self.start(FORMS["warmed"], row)
         loop = train(run)
@@ -281,12 +282,13 @@ class Bench(suite_of_rapft.Bench):
         run.model.zero_grad(set_to_none=True)
         items: Any = self.train.items
         some = items[:: max(1, len(items) // EXAMPLES)][:EXAMPLES]
-        return rapft.gradient_moments(run.model, (placed(self.collator([item])) for item in some), torch.float64)
+        private = rapft.gradient_moments(run.model, (placed(self.collator([item])) for item in some), torch.float64)
+        return private, rapft.gradient_moments(run.model, self._singles())
 
     def gain(self, row: dict[str, Any]) -> dict[str, Any]:
         """What a form's axes should do for a step of it, and the best axes for just that step (`shaping.less_noise`)."""
         form, seed = FORMS[row["form"]], row["seed"]
-        found = self.known(seed, row["steps"])
+        found, _ = self.known(seed, row["steps"])
         ratio = self.size.batch_size / self.multiplier(row["epsilon"], False)
         assert form.power is not None
         own = rapft.rank_one(self._sizes(form, self.fresh(form, seed), seed), form.power)
@@ -294,6 +296,17 @@ class Bench(suite_of_rapft.Bench):
         return {
             "less_noise": shaping.less_noise(found, ratio, axes),
             "least_noise": shaping.less_noise(found, ratio),
+        }
+
+    def promise(self, row: dict[str, Any]) -> dict[str, Any]:
+        """What axes by size promise for a step over what even ones do: by private gradients, and by the public ones alone."""
+        private, public = self.known(row["seed"], row["steps"])
+        ratio = self.size.batch_size / self.multiplier(row["epsilon"], False)
+        sizes = {name: own.square.sqrt() for name, own in public.items()}
+        even, axes = (rapft.rank_one(sizes, power) for power in (0.0, row["power"]))
+        return {
+            name: rapft.promised(own, ratio, axes) / rapft.promised(own, ratio, even)
+            for name, own in (("by_private", private), ("by_public", public))
         }
 
 
@@ -344,6 +357,10 @@ def runs(bench: Bench, size: Size, table: Table, seeds: int, forms: Sequence[str
         if FORMS[form].axes and not (FORMS[form].corrected or FORMS[form].renewed)
     ]
     yield from each(by_seed(shaped, seeds), bench.gain)
+    if any(FORMS[form].chosen for form in forms):
+        row = {"part": "promise", "epsilon": size.middle}
+        asked = [{**row, "steps": n, "power": power} for n in (0, size.steps // 2) for power in (0.125, 0.25, 0.5)]
+        yield from each(by_seed(asked, min(2, seeds)), bench.promise)
     yield from each(settings(size, seeds, {form: best_rate(table.rows, form, size) for form in forms}), bench.run)
 
 

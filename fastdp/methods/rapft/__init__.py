@@ -12,6 +12,7 @@ from fastdp.methods.rapft.axes import (
     Moments as Moments,
     fitted_axes as fitted_axes,
     gradient_moments as gradient_moments,
+    promised as promised,
     rank_one as rank_one,
     second_moments as second_moments,
 )

@@ -102,12 +102,13 @@ def fitted_axes(found: Mapping[str, Moments], ratio: float) -> dict[str, RankOne
     """
     sizes = {name: own.square.sqrt() for name, own in found.items()}
     axes = {power: rank_one(sizes, power) for power in _POWERS}
-    promises = {power: _promise(found, ratio, own) for power, own in axes.items()}
+    promises = {power: promised(found, ratio, own) for power, own in axes.items()}
     best = max(_POWERS, key=lambda power: promises[power])
     return axes[best if promises[best] > _MARGIN * promises[0.0] else 0.0]
 
 
-def _promise(found: Mapping[str, Moments], ratio: float, axes: Mapping[str, RankOne]) -> float:
+def promised(found: Mapping[str, Moments], ratio: float, axes: Mapping[str, RankOne]) -> float:
+    """What a step of Adam takes off the loss, to first order and in learning rates, with noise along axes; as `fitted_axes`."""
     whole = {name: own.whole(found[name].mean.shape).double() for name, own in axes.items()}
     norm = sum(float((own.square / whole[name].square()).sum()) for name, own in found.items()) ** 0.5
     if norm == 0:
@@ -116,10 +117,7 @@ def _promise(found: Mapping[str, Moments], ratio: float, axes: Mapping[str, Rank
 
 
 def taken(mean: Tensor, visible: Tensor) -> float:
-    """What a step of Adam takes off the loss, to first order and in learning rates, at the signal over noise of each coordinate.
-
-    In the mean it moves a coordinate whose signal is x of its noise by x / sqrt(1 + x^2).
-    """
+    """The same by each coordinate's signal over its noise: where that is x, Adam moves it by x / sqrt(1 + x^2) in the mean."""
     x = visible.abs()
     return float((mean.abs() * x / (1 + x.square()).sqrt()).sum())
 
