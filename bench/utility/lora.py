@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
@@ -34,6 +35,7 @@ from fastdp.bench.utility.suite import (
     curve,
     each,
     finish,
+    in_turns,
     interior,
     paired,
     parser_of,
@@ -309,6 +311,24 @@ class Bench(suite_of_rapft.Bench):
             for name, own in (("by_private", private), ("by_public", public))
         }
 
+    def cost(self, row: dict[str, Any]) -> dict[str, Any]:
+        """Seconds of a DP-SGD step, and of making axes anew from the public examples, taking turns."""
+        run = self.start(FORMS["warmed"], {"epsilon": self.middle, "learning_rate": self.size.rates[0], **row})
+        loop = train(run)
+
+        def step() -> None:
+            while next(loop) and not run.last_step_done:
+                pass
+
+        def make() -> None:
+            rapft.fitted_axes(rapft.gradient_moments(model, self._singles()), 1.0)
+
+        model = self.fresh(FORMS["warmed"], row["seed"])
+        turns = max(1, self.size.steps // 2)
+        own, theirs = (statistics.median(each) for each in in_turns([step, make], turns - turns // 3, turns // 3))
+        run.detach()
+        return {"step_seconds": own, "axes_seconds": theirs, "axes_over_step": theirs / own}
+
 
 @torch.no_grad()
 def denoise(run: fastdp.Private) -> float:
@@ -361,6 +381,7 @@ def runs(bench: Bench, size: Size, table: Table, seeds: int, forms: Sequence[str
         row = {"part": "promise", "epsilon": size.middle}
         asked = [{**row, "steps": n, "power": power} for n in (0, size.steps // 2) for power in (0.125, 0.25, 0.5)]
         yield from each(by_seed(asked, min(2, seeds)), bench.promise)
+        yield from each(by_seed([{"part": "cost"}], 1), bench.cost)
     yield from each(settings(size, seeds, {form: best_rate(table.rows, form, size) for form in forms}), bench.run)
 
 
