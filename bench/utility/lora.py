@@ -313,7 +313,7 @@ class Bench(suite_of_rapft.Bench):
 
     def cost(self, row: dict[str, Any]) -> dict[str, Any]:
         """Seconds of a DP-SGD step, and of making axes anew from the public examples, taking turns."""
-        run = self.start(FORMS["warmed"], {"epsilon": self.middle, "learning_rate": self.size.rates[0], **row})
+        run = self.start(FORMS["warmed"], {"epsilon": self.middle, "learning_rate": RATES[self.tuning][0], **row})
         loop = train(run)
 
         def step() -> None:
