@@ -13,7 +13,14 @@ from fastdp.accounting.claim import read_claim
 from fastdp.finetune.config import ConfigError, FinetuneConfig
 from fastdp.methods.perturbation import Releases
 from fastdp.methods.public import PublicText
-from fastdp.methods.rapft import Initialisation, NoisyMap, PrivateSubset, Propagation, PublicMap
+from fastdp.methods.rapft import (
+    Initialisation,
+    NoisyMap,
+    PrivateSubset,
+    Propagation,
+    PublicGradients,
+    PublicMap,
+)
 from fastdp.private.method import Method
 from fastdp.private.run import Private
 from fastdp.settings import nearest
@@ -41,8 +48,8 @@ def choose_method(config: FinetuneConfig, read_public: ReadPublic) -> Method:
     """The method that a config names; without privacy (epsilon inf) there is none, whatever it names.
 
     ``method_options`` are the arguments of `fastdp.DPSGD`, `fastdp.RapFT` or `fastdp.DPFrost`. Rap-FT's ``source`` is a
-    mapping: ``{kind: noisy, noise_multiplier: 2, sample_rate: .02}``, ``{kind: public, data: PATH, examples: 64}``, or in
-    ``paper`` mode ``{kind: private}``.
+    mapping: ``{kind: noisy, noise_multiplier: 2, sample_rate: .02}``, ``{kind: public, data: PATH, examples: 64}``, the same of
+    ``kind: gradients`` for axes that follow the gradients of single examples, or in ``paper`` mode ``{kind: private}``.
 
     Raises:
         ConfigError: for an option that the method does not have, or a value that it refuses.
@@ -105,17 +112,25 @@ def check_method(config: FinetuneConfig) -> None:
 
 def _source(options: dict[str, Any], read_public: ReadPublic) -> Any:
     kind = options.pop("kind", None)
-    if kind == "public":
+    if kind in ("public", "gradients"):
         if "data" not in options:
-            raise ConfigError("source of kind public needs data: the file with the public examples")
+            raise ConfigError(f"source of kind {kind} needs data: the file with the public examples")
         path, count = str(options.pop("data")), int(options.pop("examples", _PUBLIC_EXAMPLES))
         if options:
-            raise ConfigError(f"source of kind public has data and examples, not {', '.join(options)}")
+            raise ConfigError(f"source of kind {kind} has data and examples, not {', '.join(options)}")
         public = read_public(path, count)
-        return PublicMap(public.batches, public.origin)
+        if kind == "public":
+            return PublicMap(public.batches, public.origin)
+        return PublicGradients([one for batch in public.batches for one in _singly(batch)], public.origin)
     if kind not in _SOURCES:
-        raise ConfigError(f"source has kind {kind!r}: choose one of public, {', '.join(_SOURCES)}")
+        raise ConfigError(f"source has kind {kind!r}: choose one of public, gradients, {', '.join(_SOURCES)}")
     return _made(_SOURCES[kind], options, "source")
+
+
+def _singly(batch: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The rows of a batch, each a batch."""
+    rows = min((len(tensor) for tensor in batch.values()), default=1)
+    return [{name: tensor[row : row + 1] for name, tensor in batch.items()} for row in range(rows)]
 
 
 def _mapping(value: Any, name: str) -> dict[str, Any]:

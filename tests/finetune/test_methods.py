@@ -18,6 +18,18 @@ PAPER = {"mode": "paper", "source": {"kind": "private", "sample_rate": 1.0}}
     [
         ("lora", "rapft", {**RAPFT, "source": {"kind": "noisy", "noise_multiplier": 4.0, "sample_rate": 0.2}}, 2),
         ("bitfit", "rapft", {**RAPFT, "source": {"kind": "public", "data": "PUBLIC", "examples": 6}}, 1),
+        (
+            "lora",
+            "rapft",
+            {
+                "allocation": "axes",
+                "axes_power": None,
+                "source": {"kind": "gradients", "data": "PUBLIC", "examples": 6},
+                "map_after": 1,
+                "map_every": 2,
+            },
+            1,
+        ),
         ("full", "rapft", {**PAPER, "propagation": {"rule": "alpha_beta"}}, 1),
         ("full", "frost", {"unfreezing_ratio": 0.5, "selection_steps": 2, "selection_rate": 0.2}, 2),
     ],
@@ -48,7 +60,8 @@ def test_methods_by_their_options(config, files, tmp_path, peft_kind, method, op
         ("rapft", {"irelevance_ratio": 0.7}, "no option 'irelevance_ratio'; did you mean irrelevance_ratio"),
         ("rapft", {}, "breaks the guarantee"),
         ("rapft", {"source": {"kind": "public"}}, "needs data"),
-        ("rapft", {"source": {"kind": "nosy"}}, "choose one of public, noisy"),
+        ("rapft", {"source": {"kind": "gradients", "data": "x", "rows": 3}}, "has data and examples, not rows"),
+        ("rapft", {"source": {"kind": "nosy"}}, "choose one of public, gradients, noisy"),
         ("rapft", {"source": "noisy"}, "must be a mapping"),
         ("rapft", {"source": {"kind": "noisy", "noise_multiplier": 1.0}}, "sample_rate"),
         ("frost", {"unfreezing_ratio": 2.0}, "must lie between 0 and 1"),
