@@ -275,7 +275,7 @@ def things(tmp_path_factory: pytest.TempPathFactory) -> Path:
         return [(record.split(". Plan")[0], str(int("twice" in record))) for record in records]
 
     records = private_records(4096, seed=0)
-    for name, part in (("train", records[:400]), ("test", records[400:500])):
+    for name, part in (("train", records[:400]), ("test", records[400:500]), ("public_pairs", records[500:600])):
         pairs = [tuple(record.split(". ", 1)) for record in part]
         table(f"{name}.csv", ("mr", "ref"), pairs)  # type: ignore[arg-type]
     for name, part in (("train", records[:64]), ("eval", records[64:96])):
