@@ -95,7 +95,7 @@ def test_prompt_and_target_columns(config, files):
     [
         ({"method": "rapft", "method_options": {"relevance": 1}}, "has no option 'relevance'"),
         ({"method": "frost", "method_options": {"gamma": 1}}, "has no option 'gamma'"),
-        ({"method": "rapft", "method_options": {"source": {"kind": "nosy"}}}, "choose one of public, noisy"),
+        ({"method": "rapft", "method_options": {"source": {"kind": "nosy"}}}, "choose one of public, gradients, noisy"),
         ({"method": "ewft", "method_options": {"laier": 1}}, "laier"),
         ({"method": "ewft", "method_options": {"autoencoder": None, "noise": "loud"}}, "noise of ewft is 'loud'"),
         ({"method": "sap", "epsilon": None, "method_options": {"eta": 1.0, "teta": 1}}, "teta"),
