@@ -124,6 +124,19 @@ def outlier(size: float) -> Record:
     return records(1, size, 5)[0]
 
 
+def beside_an_outlier(library: Any, loop: Callable[..., Any]) -> float:
+    """How far a record moves the release, in units of the bound, that becomes an outlier when a loop was looked at already."""
+    released = []
+    for extra in ([], records(1)):
+        data = [*records(16), *extra]
+
+        def change(_: Any, data: list[Record] = data) -> None:
+            data[16:] = [{"x": torch.full((FEATURES,), 1e3), "labels": 0}] * len(data[16:])
+
+        released.append(library.train(Task(Net, loop=loop), data, 0.2, 5, change)[-1])
+    return apart(*released) / 0.2
+
+
 class Model(nn.Module):
     """A module that is made of the same numbers each time."""
 

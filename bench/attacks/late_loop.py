@@ -1,7 +1,5 @@
 """The loop rescales a batch in which something is too large, and no batch held anything so large while it was looked at"""
 
-import torch
-
 from . import kit, systems
 
 
@@ -11,13 +9,4 @@ def rescaled(batch):
 
 
 def attack(library: systems.FastDP) -> float:
-    released = []
-    for extra in ([], kit.records(1)):
-        data = [*kit.records(16), *extra]
-        outlier = {"x": torch.full((kit.FEATURES,), 1e3), "labels": 0}
-
-        def change(private, data=data, outlier=outlier):
-            data[16:] = [outlier] * len(data[16:])
-
-        released.append(library.train(kit.Task(kit.Net, loop=rescaled), data, 0.2, 5, change)[-1])
-    return kit.apart(*released) / 0.2
+    return kit.beside_an_outlier(library, rescaled)

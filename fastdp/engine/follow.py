@@ -155,7 +155,8 @@ class FollowInto(Follow):
     def _place(self, t: torch.Tensor) -> str | None:
         try:
             return self._places.get(t.untyped_storage().data_ptr()) if readable(t) else None
-        except NotImplementedError:  # within torch.func a tensor stands for several and has no memory of its own
+        except NotImplementedError:
+            # Within torch.func a tensor has no memory of its own, and torch refuses to write it into one from outside.
             return None
 
     def reached(self, now: Mapping[str, torch.Tensor]) -> list[str]:

@@ -296,7 +296,7 @@ def test_a_rate_that_follows_a_loss_is_refused_before_the_first_step(tmp_path: P
     assert all(torch.equal(p, before[name]) for name, p in made.model.named_parameters())
 
 
-@pytest.mark.skipif(not hasattr(transformers.optimization, "GreedyLR"), reason="this transformers has none")
+@pytest.mark.skipif(not hasattr(transformers.optimization, "GreedyLR"), reason="older transformers have no GreedyLR")
 def test_a_schedule_of_transformers_that_reads_a_figure_is_refused(tmp_path: Path) -> None:
     made = trainer(tmp_path)
     made.args.lr_scheduler_type = SchedulerType("greedy")

@@ -15,15 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import (
-    BatchSampler,
-    ConcatDataset,
-    DataLoader,
-    IterableDataset,
-    RandomSampler,
-    SequentialSampler,
-    Subset,
-)
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 from transformers import DataCollatorWithFlattening
 
 import fastdp
@@ -586,31 +578,6 @@ def test_fused_losses_over_a_batch_are_refused_by_name(home: str) -> None:
     # Token losses of the user's own are no business of it.
     private = start(model, criterion=lambda output, batch: output["logits"].square().mean(1), **PRIVATE)
     private.detach()
-
-
-@pytest.mark.parametrize(
-    "pick",
-    [
-        lambda data: Subset(data, [0, 1, 2, 1]),
-        lambda data: ConcatDataset([data, data]),
-        lambda data: ConcatDataset([Subset(data, [3, 4]), Subset(Subset(data, [5, 6]), [-2]), Subset(data, [-19])]),
-    ],
-)
-def test_an_example_that_would_be_two_units_is_refused(pick: Callable[[Any], Any]) -> None:
-    with pytest.raises(ValueError, match="are the same one, which would count as two units"):
-        start(data_loader=loader(pick(examples(24)), batch_size=2))
-
-
-def test_repeats_within_a_users_rows_and_beyond_their_limit_are_taken() -> None:
-    data = Subset(examples(24), [0, 0, 1, 2, 2])
-    users = ["a", "a", "a", "b", "c"]
-    with pytest.raises(ValueError, match="examples 3 and 4 of the data set are the same one"):
-        start(data_loader=loader(data, batch_size=2), user_ids=users, max_examples_per_user=3)
-    users[-1] = "b"
-    for most in (3, 1):
-        start(data_loader=loader(data, batch_size=2), user_ids=users, max_examples_per_user=most).detach()
-    parts = ConcatDataset([Subset(examples(24), [0, 1]), Subset(examples(24, seed=1), [0, 1])])
-    assert len(start(data_loader=loader(parts, batch_size=2)).data_loader.units) == 4
 
 
 def test_a_model_that_differentiates_inside_itself_is_told_so() -> None:

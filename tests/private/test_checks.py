@@ -1,0 +1,34 @@
+"""Data sets in which one example stands in several places."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from torch.utils.data import ConcatDataset, Subset
+
+from tests.engine.runs import examples, loader, start
+
+
+@pytest.mark.parametrize(
+    "pick",
+    [
+        lambda data: Subset(data, [0, 1, 2, 1]),
+        lambda data: ConcatDataset([data, data]),
+        lambda data: ConcatDataset([Subset(data, [3, 4]), Subset(Subset(data, [5, 6]), [-2]), Subset(data, [-19])]),
+    ],
+)
+def test_an_example_that_would_be_two_units_is_refused(pick: Callable[[Any], Any]) -> None:
+    with pytest.raises(ValueError, match="are the same one, which would count as two units"):
+        start(data_loader=loader(pick(examples(24)), batch_size=2))
+
+
+def test_repeats_within_a_users_rows_and_beyond_their_limit_are_taken() -> None:
+    data = Subset(examples(24), [0, 0, 1, 2, 2])
+    users = ["a", "a", "a", "b", "c"]
+    with pytest.raises(ValueError, match="examples 3 and 4 of the data set are the same one"):
+        start(data_loader=loader(data, batch_size=2), user_ids=users, max_examples_per_user=3)
+    users[-1] = "b"
+    for most in (3, 1):
+        start(data_loader=loader(data, batch_size=2), user_ids=users, max_examples_per_user=most).detach()
+    parts = ConcatDataset([Subset(examples(24), [0, 1]), Subset(examples(24, seed=1), [0, 1])])
+    assert len(start(data_loader=loader(parts, batch_size=2)).data_loader.units) == 4
