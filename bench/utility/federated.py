@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import sys
 import tempfile
 import time
@@ -78,8 +77,6 @@ class Bench:
     """Texts in files, as clients read them, and runs over them."""
 
     def __init__(self, model: Path, wikitext: Path, pii: Path, size: Size, folder: Path) -> None:
-        # The same public texts are drawn in every row of the table.
-        os.environ["FASTDP_AGAIN"] = "1"
         self.model, self.size, self.folder = model, size, folder
         # The model was pretrained on WikiText's train part: clients hold its validation part instead.
         lines = {

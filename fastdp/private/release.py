@@ -163,7 +163,7 @@ class Release:
             # Each side's noised sum lies on a grid of its own: both are drawn whole, and each gives the elements it has.
             outside = total.clone()
             self._draw(total, stds[group[0]], index, start)
-            self._draw(outside, stds[group[1]], index + len(self.parameters), start)
+            self._draw(outside, stds[group[1]], index + len(self._tensors), start)
             torch.where(pieces.part(policy.masks[name], parameter), total, outside, out=total)
         elif stds[group] > 0:
             self._draw(total, stds[group], index, start)
