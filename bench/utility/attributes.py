@@ -57,12 +57,15 @@ def read_subjects(path: Path, tokenizer: Any, length: int, count: int, seed: int
     return Subjects(encoded[0], encoded[1], attributes[0], attributes[1])
 
 
-def attack(subjects: Subjects, known: Tensor, attacked: Tensor) -> dict[str, float]:
-    """Accuracy, EP and the most frequent value's share of every attribute, for pooled releases [N, d]."""
+def attack(subjects: Subjects, known: Tensor, attacked: Tensor, labels: int | None = None) -> dict[str, float]:
+    """Accuracy, EP and the most frequent value's share of every attribute, for pooled releases [N, d].
+
+    ``labels`` is of how many texts the attacker knows the attributes; by default of all.
+    """
     found: dict[str, float] = {}
     for name in ATTRIBUTES:
-        truth, labels = subjects.attacked_attributes[name], subjects.known_attributes[name]
-        result = audit.attribute_inference(known, labels, attacked, truth, weight_decay=0.1)
+        truth, values = subjects.attacked_attributes[name], subjects.known_attributes[name][:labels]
+        result = audit.attribute_inference(known[:labels], values, attacked, truth, weight_decay=0.1)
         found[f"{name}_accuracy"] = result.accuracy
         found[f"{name}_majority"] = result.majority
         found[f"{name}_EP"] = result.empirical_privacy

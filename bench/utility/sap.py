@@ -25,9 +25,10 @@ from transformers import AutoTokenizer
 
 from fastdp import TextPrivatizer, audit
 from fastdp.methods.sap import CTI, PrivateBottom, count_tokens, split_model
+from fastdp.ops.stream import NoiseStream
 
 from ..plots import picture
-from . import attributes, service, tops
+from . import attributes, denoise, service, tops
 from .suite import begin, each, finish, mean_of, parser_of
 
 #: Forms by mechanism. The exponential mechanism leaves as many tokens unchanged at a fraction of the eta: its odds are over
@@ -58,6 +59,7 @@ class Size:
     hidden_etas: tuple[float, ...] = (60.0, 150.0)
     splits: tuple[int, ...] = (1, 2)
     service_epochs: int = 10
+    denoiser_steps: int = 400
     trained_from: int = 4
     epochs: int = 3
     batch_size: int = 32
@@ -66,6 +68,7 @@ class Size:
     attacked_length: int = 12
     attack_steps: int = 120
     subjects: int = 720
+    labels: tuple[int, ...] = (30, 60, 120, 240, 480)
 
 
 TINY = Size(
@@ -80,11 +83,13 @@ TINY = Size(
     hidden_etas=(100.0,),
     splits=(1,),
     service_epochs=1,
+    denoiser_steps=2,
     epochs=1,
     attacked=1,
     attacked_length=4,
     attack_steps=3,
     subjects=60,
+    labels=(20,),
 )
 FULL = Size(
     train=60614,
@@ -153,6 +158,24 @@ class Bench:
             "mean_displacement": shown.mean_displacement,
             **_bounds(privatizer, counts),
         }
+
+    def denoised(self, row: dict[str, Any]) -> dict[str, Any]:
+        """EP and UA by eta of split-and-denoise, a linear head of the customer's own above it."""
+        size, (tokenizer, model, train, held_out, counts) = self.size, self.texts(row["seed"])
+        other = tops.read_texts(self.sst2 / "dev.tsv", tokenizer, size.length, size.counted, row["seed"])
+        embedder = denoise.Embedder(model.base_model, NoiseStream())
+        if row["eta"] is None:
+            known, attacked = (embedder.send(texts, None).returned for texts in (train, held_out))
+            return {"UA": audit.attribute_inference(known, train.labels, attacked, held_out.labels).accuracy}
+        denoiser = denoise.trained(embedder, other, row["eta"], size.denoiser_steps, row["seed"])
+        sent = [embedder.send(texts, row["eta"]) for texts in (train, held_out)]
+        found: dict[str, Any] = {}
+        for name, states in (("UA", [denoiser(own) for own in sent]), ("noisy_UA", [own.returned for own in sent])):
+            found[name] = audit.attribute_inference(states[0], train.labels, states[1], held_out.labels).accuracy
+        privatizer = TextPrivatizer(model, eta=row["eta"], tokenizer=tokenizer)
+        guessed = sent[0].guessed(embedder.table)
+        guessed = torch.nn.functional.pad(guessed, (0, size.length - guessed.shape[1]))
+        return {**found, "EP": _recovered(guessed, train).empirical_privacy, **_bounds(privatizer, counts)}
 
     def service(self, row: dict[str, Any]) -> dict[str, Any]:
         """UA of what a customer trains at a vendor from privatized texts, all of them sent once."""
@@ -234,7 +257,10 @@ class Bench:
                 sent = [privatizer(t.ids, attention_mask=t.mask) for t in texts]
             released = [model.get_input_embeddings().weight.detach()[ids] for ids in sent]
         known, attacked = (audit.pooled(rows, t.mask.bool()) for rows, t in zip(released, texts))
-        return attributes.attack(subjects, known, attacked)
+        return attributes.attack(subjects, known, attacked, row.get("labels"))
+
+    #: Figure 3: what the number of texts whose attributes the attacker knows does.
+    attributes_by_labels = attribute_inference
 
     def _utility(self, model: Any, train: tops.Texts, held_out: tops.Texts, seed: int) -> float:
         bottom, top = split_model(model, self.size.trained_from)
@@ -355,6 +381,18 @@ def settings(size: Size, seeds: int) -> Iterator[dict[str, Any]]:
             for form, cells, epsilon in told_forms(size):
                 told = {"eta": None, "cells": cells, "epsilon": epsilon}
                 yield {"part": "service", "form": form, **told, "seed": seed, "after": after}
+        for labels in size.labels:
+            for form, eta in (("none", None), *(("exponential", eta) for eta in size.exponential_etas[1:3])):
+                yield {
+                    "part": "attributes by labels",
+                    "form": form,
+                    "eta": eta,
+                    "labels": labels,
+                    "seed": seed,
+                    "after": 0,
+                }
+        for denoised_eta in (*size.etas, None):
+            yield {"part": "denoised", "eta": denoised_eta, "seed": seed}
         for after in range(5):
             yield {"part": "figure 4", "after": after, "seed": seed}
         for eta in size.etas[2:3] or size.etas:
@@ -395,6 +433,7 @@ def _plot_trade(rows: Sequence[dict[str, Any]], axes: Any) -> None:
 
 def _plot_attributes(rows: Sequence[dict[str, Any]], axes: Any) -> None:
     """Accuracy of the attribute attack by EP against inversion at the same eta; dotted: the most frequent value's share."""
+    rows = [row for row in rows if row["part"] in ("figure 2", "attribute inference")]
     for color, name in zip(("tab:blue", "tab:orange", "tab:green"), attributes.ATTRIBUTES):
         for form, style in (("SAP", "-"), ("exponential", "--")):
             etas = sorted({row["eta"] for row in rows if row.get("form") == form})
