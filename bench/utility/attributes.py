@@ -57,7 +57,7 @@ def read_subjects(path: Path, tokenizer: Any, length: int, count: int, seed: int
     return Subjects(encoded[0], encoded[1], attributes[0], attributes[1])
 
 
-def attack(subjects: Subjects, known: Tensor, attacked: Tensor, labels: int | None = None) -> dict[str, float]:
+def attack(subjects: Subjects, known: Tensor, attacked: Tensor, *, labels: int | None = None) -> dict[str, float]:
     """Accuracy, EP and the most frequent value's share of every attribute, for pooled releases [N, d].
 
     ``labels`` is of how many texts the attacker knows the attributes; by default of all.

@@ -6,6 +6,7 @@ the noise out of it, at the customer's.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -59,7 +60,7 @@ class Denoiser(nn.Module):
 class Embedder:
     """A vendor's frozen encoder, which serves the mean of its last states for rows in the place of tokens."""
 
-    def __init__(self, encoder: nn.Module, stream: NoiseStream):
+    def __init__(self, encoder: Any, stream: NoiseStream):
         self.encoder, self.stream = encoder.eval(), stream
         self.table = encoder.get_input_embeddings().weight
 

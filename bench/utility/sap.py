@@ -257,7 +257,7 @@ class Bench:
                 sent = [privatizer(t.ids, attention_mask=t.mask) for t in texts]
             released = [model.get_input_embeddings().weight.detach()[ids] for ids in sent]
         known, attacked = (audit.pooled(rows, t.mask.bool()) for rows, t in zip(released, texts))
-        return attributes.attack(subjects, known, attacked, row.get("labels"))
+        return attributes.attack(subjects, known, attacked, labels=row.get("labels"))
 
     #: Figure 3: what the number of texts whose attributes the attacker knows does.
     attributes_by_labels = attribute_inference
@@ -382,15 +382,9 @@ def settings(size: Size, seeds: int) -> Iterator[dict[str, Any]]:
                 told = {"eta": None, "cells": cells, "epsilon": epsilon}
                 yield {"part": "service", "form": form, **told, "seed": seed, "after": after}
         for labels in size.labels:
-            for form, eta in (("none", None), *(("exponential", eta) for eta in size.exponential_etas[1:3])):
-                yield {
-                    "part": "attributes by labels",
-                    "form": form,
-                    "eta": eta,
-                    "labels": labels,
-                    "seed": seed,
-                    "after": 0,
-                }
+            own = {"part": "attributes by labels", "labels": labels, "seed": seed, "after": 0}
+            yield {**own, "form": "none", "eta": None}
+            yield from ({**own, "form": "exponential", "eta": eta} for eta in size.exponential_etas[1:3])
         for denoised_eta in (*size.etas, None):
             yield {"part": "denoised", "eta": denoised_eta, "seed": seed}
         for after in range(5):
