@@ -301,14 +301,21 @@ class Bench(suite_of_rapft.Bench):
         }
 
     def promise(self, row: dict[str, Any]) -> dict[str, Any]:
-        """What axes by size promise for a step over what even ones do: by private gradients, and by the public ones alone."""
+        """What axes by size promise for a step over what even ones do: by private gradients, and by the public ones alone.
+
+        And with how much less noise even ones would do as well, by the private.
+        """
         private, public = self.known(row["seed"], row["steps"])
         ratio = self.size.batch_size / self.multiplier(row["epsilon"], False)
         sizes = {name: own.square.sqrt() for name, own in public.items()}
         even, axes = (rapft.rank_one(sizes, power) for power in (0.0, row["power"]))
+        whole = {name: axes[name].whole(known.mean.shape) for name, known in private.items()}
         return {
-            name: rapft.promised(own, ratio, axes) / rapft.promised(own, ratio, even)
-            for name, own in (("by_private", private), ("by_public", public))
+            **{
+                name: rapft.promised(own, ratio, axes) / rapft.promised(own, ratio, even)
+                for name, own in (("by_private", private), ("by_public", public))
+            },
+            "less_noise": shaping.less_noise(private, ratio, whole),
         }
 
     def cost(self, row: dict[str, Any]) -> dict[str, Any]:
@@ -378,8 +385,12 @@ def runs(bench: Bench, size: Size, table: Table, seeds: int, forms: Sequence[str
     ]
     yield from each(by_seed(shaped, seeds), bench.gain)
     if any(FORMS[form].chosen for form in forms):
-        row = {"part": "promise", "epsilon": size.middle}
-        asked = [{**row, "steps": n, "power": power} for n in (0, size.steps // 2) for power in (0.125, 0.25, 0.5)]
+        asked = [
+            {"part": "promise", "epsilon": epsilon, "steps": steps, "power": power}
+            for steps in (0, size.steps // 2, size.steps - 1)
+            for epsilon in size.epsilons
+            for power in (0.125, 0.25, 0.5)
+        ]
         yield from each(by_seed(asked, min(2, seeds)), bench.promise)
         yield from each(by_seed([{"part": "cost"}], 1), bench.cost)
     yield from each(settings(size, seeds, {form: best_rate(table.rows, form, size) for form in forms}), bench.run)
