@@ -53,7 +53,7 @@ RATIO = 0.25**2
 #: rows of the other forms take a neighbour's.
 TRIED = {
     "full": (2e-3, 5e-3, 1e-2),
-    "values": (2e-3, 5e-3, 1e-2),
+    "values": (2e-2, 4e-2, 8e-2),
     "lora": (5e-3, 1e-2, 2e-2),
     "adapter": (1e-2, 2e-2, 4e-2),
     "frost": (5e-3, 1e-2, 2e-2),
