@@ -135,6 +135,25 @@ class FastDP(System):
         less, more = (self.train(task, data, bound, passes, change)[-1] for data in both)
         return apart(more, less) / bound
 
+    def map_moves(self, task: Task, records: Sequence[Record], extra: Record) -> float:
+        """How far one more record moves Rap-FT's noised map of relevance, of which each may move 1."""
+        import fastdp
+        from fastdp.methods.rapft import NoisyMap
+
+        sums: list[dict[str, torch.Tensor]] = []
+
+        class Watched(fastdp.RapFT):
+            def conclude(self, findings: Any) -> Any:
+                sums.append(dict(findings.releases[0]))
+                return super().conclude(findings)
+
+        options = {"method": Watched(NoisyMap(1e-9, 1.0, max_norm=1.0)), "noise_multiplier": 1.0, "target_delta": 1e-3}
+        for data in (records, [*records, extra]):
+            private = self.start(task, data, 1.0, **options)
+            private.prepare()
+            private.detach()
+        return apart(*sums)
+
     def accounted(self, **options: Any) -> tuple[Any, dict[str, torch.Tensor]]:
         """A small private run after its first step, with noise unless the options say otherwise, and what it released."""
         task = Task(Net, options={"noise_multiplier": 1.0, "target_delta": 1e-5, **options})

@@ -2,7 +2,8 @@
 
 ``if (ids == 49).any():`` decides for a whole batch, and a check whose rows answer no never sees what follows a yes. So the
 question itself is looked for: a truth value is turned round and the rows must not notice; whoever reads numbers of the data
-(``item()``, ``tolist()``, ``int()``) is run one example at a time, where a question is about one example alone.
+(``item()``, ``tolist()``, ``int()``) is run one example at a time, where a question is about one example alone. What is made of
+all rows at once and stays a tensor is a question too, and its answer is made another.
 """
 
 from __future__ import annotations
@@ -16,22 +17,26 @@ import torch
 from fastdp.engine.batches import Call, Path, leaves, map_leaves
 from fastdp.engine.errors import SelfCheckError, UnsupportedUse
 from fastdp.engine.follow import Follow
+from fastdp.engine.marks import Marks
 from fastdp.engine.named import functions
 from fastdp.engine.replay import Replay, Witness, rounding
+from fastdp.engine.rows import reduced
 
 _TRUTHS = functions("__bool__ is_nonzero equal allclose __contains__")
+#: Of all rows at once.
+_OF_ALL = functions("any all sum mean prod max min amax amin count_nonzero nansum nanmean median norm")
 _NUMBERS = functions("item __int__ __float__ __index__ __complex__ tolist numpy __array__")
 
 
 class Asking(Follow):
-    """Notes where the host is told something of the data.
+    """Notes where the host is told something of the data, or one thing is made of all rows.
 
     Args:
         inputs: the data; what was chosen by them (the experts that got tokens) is followed elsewhere.
-        turned: the place whose truth values are turned round.
+        turned: the place whose answers are made others.
 
     Attributes:
-        truths, numbers: places (file and line) where truth values, or numbers, were asked for.
+        truths, numbers: places (file and line) where truth values or something of all rows, or numbers, were asked for.
     """
 
     def __init__(self, inputs: Iterable[torch.Tensor], turned: str | None = None):
@@ -39,10 +44,12 @@ class Asking(Follow):
         self.turned = turned
         self.truths: dict[str, None] = {}
         self.numbers: dict[str, None] = {}
+        self._turned: Marks[None] = Marks()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = super().__torch_function__(func, types, args, kwargs)
-        if func not in _TRUTHS and func not in _NUMBERS:
+        of_all = func in _OF_ALL and isinstance(out, torch.Tensor) and _of_all(args, kwargs or {}, out)
+        if not of_all and func not in _TRUTHS and func not in _NUMBERS:
             return out
         given = [t for _, t in leaves((args, kwargs or {}))]
         if not any(t in self.data and t not in self.chosen for t in given):
@@ -52,7 +59,20 @@ class Asking(Follow):
             self.numbers[place] = None
             return out
         self.truths[place] = None
-        return not out if place == self.turned else out
+        # An answer that was turned round as a tensor is not turned back where the same line tells the host.
+        if place != self.turned or any(t in self._turned for t in given):
+            return out
+        if not of_all:
+            return not out
+        out = ~out if out.dtype is torch.bool else out + 1
+        self.data[out] = self._turned[out] = None
+        return out
+
+
+def _of_all(args: Any, kwargs: Any, out: torch.Tensor) -> bool:
+    """Whether the first of an operation's dimensions is gone, in which rows mostly lie."""
+    rank = args[0].dim() if args and isinstance(args[0], torch.Tensor) else 0
+    return out.dim() == 0 or (rank > 0 and 0 in [d % rank for d in reduced(args, kwargs)])
 
 
 def asked(replay: Replay, rows: Sequence[int]) -> frozenset[str]:

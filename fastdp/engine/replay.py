@@ -28,6 +28,10 @@ T = TypeVar("T")
 #: How far a loss may move, relative to its size, when the shapes around an example change and nothing else does.
 _ROUNDING = {torch.float64: 1e-9, torch.float32: 2e-4}
 _LOW_PRECISION = 5e-2
+OVERFLOWS = (
+    "a row that is not finite reaches the others, as where rows are multiplied by zeros (0 times NaN is NaN) or asked together "
+    "whether they are finite"
+)
 
 
 @dataclass
@@ -99,16 +103,20 @@ class Replay:
         call: Call = take_rows(self.call, torch.tensor(rows), self.carriers)
         return call
 
-    def beside(self, rows: Sequence[int], kept: Collection[int]) -> Call:
+    def beside(self, rows: Sequence[int], kept: Collection[int], *, finite: bool = True) -> Call:
         """The call on these rows where all but those ``kept`` have become one row, and its numbers are huge.
 
-        Masks (zeros and ones alone) stay, since attention may take another kernel where they change.
+        Masks (zeros and ones alone) stay, since attention may take another kernel where they change. Unless they shall be
+        ``finite`` all fractions are NaN and infinite in turn.
         """
         last = next((r for r in reversed(rows) if r not in kept), rows[-1])
         mixed = [r if r in kept else last for r in rows]
         others = torch.tensor([r not in kept for r in rows])
 
         def change(path: Path, t: torch.Tensor) -> torch.Tensor:
+            if path in self.carriers and t.is_floating_point() and not finite:
+                t = t.index_select(0, torch.tensor(rows, device=t.device))
+                return _overwritten(t, 0, _overflows(rows, kept))
             if path not in self.carriers or bool(((t == 0) | (t == 1)).all()):
                 return t.index_select(0, torch.tensor(rows, device=t.device)) if path in self.carriers else t
             t = t.index_select(0, torch.tensor(mixed, device=t.device))
@@ -118,6 +126,12 @@ class Replay:
 
         call: Call = map_leaves(self.call, change)
         return call
+
+    def overflown(self, rows: Sequence[int], kept: Collection[int]) -> Witness:
+        """A pass on these rows where all but those ``kept`` hold NaN and infinities, also in what is looked up for their ids."""
+        call = self.beside(rows, kept, finite=False)
+        inputs = [t for path, t in leaves(call) if path in self.carriers]
+        return self(call, len(rows), mode=_Overflow(inputs, _overflows(rows, kept)))
 
     def packed_alone(self) -> Iterator[tuple[int, Call]]:
         """Each unit of packed rows by itself, with its number among the layout's segments."""
@@ -185,8 +199,9 @@ class Replay:
         keep: Callable[[int, torch.Tensor], T],
         *,
         packed: bool = False,
+        others: float = 0.0,
     ) -> tuple[list[T | None], list[torch.Tensor], list[torch.Tensor]]:
-        """Plain autograd of one unit's loss within a pass on the whole call, with its randomness.
+        """Plain autograd of one unit's loss within a pass on the whole call, with its randomness; of the ``others``' this much.
 
         Returns what ``keep`` makes of the parameters' gradients (see `plain_gradients`), the gradients of every embedding and
         floating-point input (rows first), and the random upstream gradients of the outputs where the model returns no loss.
@@ -208,13 +223,14 @@ class Replay:
                 _, terms, output = self._witness(call, layout)
             seeds: list[torch.Tensor] = []
             if self.returns_loss:
-                chosen = combine(require_loss(output), terms, self.divided, verify=False)[unit]
-                tops, upstream = [chosen], [torch.ones_like(chosen)]
+                losses = combine(require_loss(output), terms, self.divided, verify=False)
+                own = torch.tensor(unit, device=losses.device)
+                tops, upstream = [losses], [torch.full_like(losses, others).index_fill_(0, own, 1)]
             else:
                 tops = differentiable(output)
                 seeds = seeds_for(tops)
                 places = [torch.tensor([unit], device=seed.device) for seed in seeds]
-                upstream = [torch.zeros_like(s).index_copy_(0, i, s[i]) for s, i in zip(seeds, places)]
+                upstream = [torch.full_like(s, others).index_copy_(0, i, s[i]) for s, i in zip(seeds, places)]
             # The logits beside a loss are let go of before its backward pass, as they are in a step.
             del output
             with self.weights.gathered():
@@ -253,6 +269,57 @@ class _Beginnings(Follow):
             self.flowing.append((out, fold))
         elif not out.is_floating_point():
             self.places.follow(func, args, kwargs, given, [out])
+
+
+class _Overflow(Follow):
+    """Writes NaN and infinities into what is looked up for rows of ids.
+
+    Args:
+        inputs: the tensors that carry rows.
+        values: for each row what is written, 0 where nothing is.
+    """
+
+    def __init__(self, inputs: Sequence[torch.Tensor], values: torch.Tensor):
+        super().__init__(inputs)
+        self.values, self.places = values, Places(inputs, len(values))
+
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run one operation; of one that reads a table by ids, rows are overwritten."""
+        out = super().run(func, args, kwargs)
+        data: list[torch.Tensor] = []
+        other: list[torch.Tensor] = []
+        for t in tensors((args, kwargs)):
+            (data if t in self.data else other).append(t)
+        reads = isinstance(out, torch.Tensor) and out.is_floating_point() and len(data) == 1
+        if not reads or data[0].dtype not in _IDS or not any(t.is_floating_point() for t in other):
+            return out
+        place = self.places.of(data[0])
+        if place is None or out.shape[: data[0].dim()] != data[0].shape:
+            return out
+        here = torch.where(place.rows < 0, 0.0, self.values[place.rows.long().clamp(min=0)])
+        return _overwritten(out, place.axis, here)
+
+    def follow(self, func: Any, args: Any, kwargs: Any, given: list[torch.Tensor], out: Any) -> None:
+        """Follow one operation, and what it makes of the rows' numbers if it is one on ids."""
+        super().follow(func, args, kwargs, given, out)
+        if isinstance(out, torch.Tensor) and out in self.data and not out.is_floating_point():
+            self.places.follow(func, args, kwargs, given, [out])
+
+
+_IDS = frozenset({torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8})
+
+
+def _overflows(rows: Sequence[int], kept: Collection[int]) -> torch.Tensor:
+    """For each row NaN and infinity in turn, 0 for those ``kept``."""
+    return torch.tensor([0.0 if row in kept else (torch.nan, torch.inf)[i % 2] for i, row in enumerate(rows)])
+
+
+def _overwritten(t: torch.Tensor, axis: int, values: torch.Tensor) -> torch.Tensor:
+    """The tensor with these values along an axis, where they are not 0."""
+    sizes = [1] * t.dim()
+    sizes[axis] = -1
+    values = values.to(t).view(sizes)
+    return torch.where(values == 0, t, values)
 
 
 def rounding(model: torch.nn.Module) -> float:
@@ -321,11 +388,11 @@ def require_independence(replay: Replay, rows: Sequence[int], *, selects: bool) 
     return list(rows), divided or frozenset()
 
 
-def require_unmoved(replay: Replay, kept: Sequence[int], *, selects: bool) -> None:
+def require_unmoved(replay: Replay, kept: Sequence[int], *, selects: bool) -> Witness:
     """Raise `SelfCheckError` if one of the rows ``kept`` has another loss when all other rows of the whole call change.
 
-    Some couplings and some memories begin at a size that a few rows do not have. Raises `UnsupportedUse` where losses cannot
-    be told apart by row.
+    Some couplings and some memories begin at a size that a few rows do not have. Returns what the rows got; raises
+    `UnsupportedUse` where losses cannot be told apart by row.
     """
     rows = range(replay.ticket.rows)
     changed = replay(replay.beside(rows, set(kept)), len(rows))
@@ -338,6 +405,32 @@ def require_unmoved(replay: Replay, kept: Sequence[int], *, selects: bool) -> No
     for row in kept:
         if one.finite(row) and not one.gap(row, changed, row) <= (limit if selects else min(4 * apart, limit)):
             raise coupled(replay, rows, row, "other companions")
+    return one
+
+
+def require_contained(replay: Replay, rows: Sequence[int], kept: Collection[int], base: Witness) -> None:
+    """Raise `UnsupportedUse` if one of the rows ``kept`` notices that the others are not finite.
+
+    0 times NaN is NaN, and a record that brings one would be dropped together with all that it reaches. On processors alone:
+    a kernel of a GPU may end the process where it meets a NaN.
+
+    Args:
+        replay: of a call.
+        rows: of it, in this order.
+        kept: those that stay as they are.
+        base: what each got beside the others as they are.
+    """
+    if replay.device.type != "cpu":
+        return
+    try:
+        other = replay.overflown(rows, kept)
+    except Exception:
+        # A pass that raises would have stopped the run.
+        return
+    places = [i for i, row in enumerate(rows) if row in kept and base.finite(i)]
+    same = all(base.gap(i, other, i) <= rounding(replay.model) for i in places)
+    if not same or _coefficient(base.shares, other.shares, 1.0) != frozenset():
+        raise UnsupportedUse(OVERFLOWS)
 
 
 def require_same_loss(source: Collation, replay: Replay) -> None:
@@ -392,8 +485,8 @@ def _coefficient(base: Sequence[float], other: Sequence[float], ratio: float) ->
     """Which coefficients are ``ratio`` times as large in the other pass, the rest being equal; None if one is neither."""
     divided = set()
     for index, (a, b) in enumerate(zip(base, other)):
-        if abs(a - b) > 1e-5 * abs(a):
-            if abs(a * ratio - b) > 1e-5 * abs(b):
+        if not abs(a - b) <= 1e-5 * abs(a):
+            if not abs(a * ratio - b) <= 1e-5 * abs(b):
                 return None
             divided.add(index)
     return frozenset(divided)

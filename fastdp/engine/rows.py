@@ -174,7 +174,7 @@ class Places:
             if moved:
                 return
         known = [(t, place) for t in given if (place := self.of(t)) is not None]
-        lost = _reduced(args, kwargs)
+        lost = reduced(args, kwargs)
         for t in results:
             places = (_kept(source, place, t, func in _APPENDING, lost) for source, place in known)
             self._note(t, next((p for p in places if p is not None), None))
@@ -229,7 +229,7 @@ def _compressed(rows: torch.Tensor) -> Place | None:
     return None
 
 
-def _reduced(args: Any, kwargs: Any) -> tuple[int, ...]:
+def reduced(args: Any, kwargs: Any) -> tuple[int, ...]:
     """The dimensions that an operation was told to reduce, if it reduces any."""
     told = kwargs.get("dim", args[1] if len(args) > 1 else ())
     dims = told if isinstance(told, (list, tuple)) else (told,)

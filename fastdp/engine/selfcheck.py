@@ -29,8 +29,10 @@ from fastdp.engine.passes import Passes, repeatable
 from fastdp.engine.policy import Policy
 from fastdp.engine.questions import asked, require_unasked, require_unasked_of_packed
 from fastdp.engine.replay import (
+    OVERFLOWS,
     Replay,
     coupled,
+    require_contained,
     require_independence,
     require_same_loss,
     require_unmoved,
@@ -81,10 +83,15 @@ def independence(passes: Passes, call: Call, ticket: Ticket, rows: list[int]) ->
         _packed_independence(passes, replay, call, ticket)
     else:
         rows, passes.divided = require_independence(replay, rows, selects=passes.trace.selects)
-        require_unmoved(passes.replay(call, ticket), _half(ticket), selects=passes.trace.selects)
+        whole, half = passes.replay(call, ticket), _half(ticket)
+        seen = require_unmoved(whole, half, selects=passes.trace.selects)
         require_unasked(replay, rows, selects=passes.trace.selects)
         passes.asked = asked(replay, rows)
-        call, ticket = replay.rows(rows), Ticket(torch.arange(len(rows)), torch.ones(len(rows)), is_last=True)
+        few = Ticket(torch.arange(len(rows)), torch.ones(len(rows)), is_last=True)
+        _require_zero(passes, replay, replay.rows(rows), few)
+        require_contained(replay, rows, {rows[-1]}, replay(replay.rows(rows), len(rows)))
+        require_contained(whole, range(ticket.rows), set(half), seen)
+        return rows
     _require_zero(passes, replay, call, ticket)
     return rows
 
@@ -142,8 +149,15 @@ def briefly(passes: Passes, call: Call, ticket: Ticket, rows: Sequence[int]) -> 
     if ticket.rows < 2:
         return None
     kept = _half(ticket)
-    with torch.enable_grad():
-        tops = passes.tops(replay.beside(range(ticket.rows), set(kept)), ticket)
+    finite = replay.device.type != "cpu" or _SECRET.random() < 0.5
+    try:
+        with torch.enable_grad():
+            tops = passes.tops(replay.beside(range(ticket.rows), set(kept), finite=finite), ticket)
+    except Exception:
+        if finite:
+            raise
+        # A record that is not finite would have stopped the run.
+        return None
     places = (ticket.row_units[kept].unique() if passes.returns_loss else torch.tensor(kept)).to(replay.device)
     longest = int(places.max())
     values = [t.detach().index_select(0, places) for t in tops if t.shape[0] > longest]
@@ -151,9 +165,14 @@ def briefly(passes: Passes, call: Call, ticket: Ticket, rows: Sequence[int]) -> 
 
 
 def whole(passes: Passes, call: Call, ticket: Ticket, kept: Sequence[int]) -> None:
-    """Raise `SelfCheckError` if rows of the whole call notice the others, all randomness taken out."""
+    """Raise `SelfCheckError` if rows of the whole call notice the others, all randomness taken out.
+
+    Raises `UnsupportedUse` if they notice only what is not finite.
+    """
     assert passes.trace is not None
-    require_unmoved(passes.replay(call, ticket), kept, selects=passes.trace.selects)
+    replay = passes.replay(call, ticket)
+    seen = require_unmoved(replay, kept, selects=passes.trace.selects)
+    require_contained(replay, range(ticket.rows), set(kept), seen)
 
 
 def _require_repeated(passes: Passes, replay: Replay, rows: Sequence[int]) -> None:
@@ -174,8 +193,16 @@ def _loss_of(passes: Passes, replay: Replay, rows: Sequence[int]) -> float:
 
 
 def _packed_independence(passes: Passes, replay: Replay, call: Call, ticket: Ticket) -> None:
-    layout = ticket.layout(replay.device)
+    layout, kind = ticket.layout(replay.device), replay.device.type
     assert layout.token_segments is not None
+    shape = layout.token_segments.shape
+    half = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) is torch.float16
+    half |= any(parameter.dtype is torch.float16 for parameter in passes.model.parameters())
+    if half or any(t.is_floating_point() and t.shape[:2] == shape for _, t in leaves(call)):
+        raise SelfCheckError(
+            "packed rows take token ids, and no float16: attention keeps the examples of a row apart by weights of zero, and "
+            "where one is not finite 0 times NaN makes the others NaN too; use bfloat16 or float32, or leave packing out"
+        )
     together = replay(call, ticket.rows, packed=True)
     for unit, single in replay.packed_alone():
         alone = replay(single, 1)
@@ -195,6 +222,12 @@ def _require_zero(passes: Passes, replay: Replay, call: Call, ticket: Ticket) ->
     for gradient in flowing:
         if gradient.shape[: own.dim()] == own.shape and bool(_reaches(gradient[own != unit])):
             raise coupled(replay, [0, 0], 0, "others: its gradient reaches them")
+    if packed:
+        return
+    _, beside, _ = replay.gradients(call, ticket.rows, unit, parameters, lambda _index, _gradient: 0, others=math.nan)
+    for gradient, other in zip(flowing, beside):
+        if gradient.shape[:1] == own.shape and bool(gradient[unit].isfinite().all() & ~other[unit].isfinite().all()):
+            raise UnsupportedUse(OVERFLOWS)
 
 
 def _reaches(gradient: torch.Tensor) -> torch.Tensor:

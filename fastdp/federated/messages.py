@@ -43,9 +43,8 @@ class Order:
 
 def update_record(layout: Layout, state: Mapping[str, Tensor], fitted: Fitted) -> RecordDict:
     """A client's reply to an order to train."""
-    metrics = MetricRecord({"num-examples": fitted.examples, "seconds": fitted.seconds})
-    if fitted.loss is not None:
-        metrics["loss"] = fitted.loss
+    told = {"num-examples": fitted.examples, "seconds": fitted.seconds, "loss": fitted.loss}
+    metrics = MetricRecord({name: value for name, value in told.items() if value is not None})
     return RecordDict(
         {
             "arrays": _arrays(layout.pack(state)),

@@ -38,13 +38,13 @@ class Fitted:
 
     Attributes:
         examples: size of the client's data set.
-        seconds: of training alone.
+        seconds: of training alone. None with DP-SGD, where they follow from how many examples each step drew.
         loss: mean training loss of the last pass, without noise: a function of what was trained on, raw or perturbed. None
             with DP-SGD, whose epsilon covers the adapter and would not cover this.
     """
 
     examples: int
-    seconds: float
+    seconds: float | None
     loss: float | None
 
 
@@ -126,12 +126,11 @@ class Site:
         optimizer = torch.optim.AdamW(trained, lr=config.learning_rate, weight_decay=0.0)
         size = min(config.batch_size, len(self.examples))
         loader: Any = DataLoader(self.examples, batch_size=size, shuffle=True, collate_fn=self.adapted.collator)
-        begin = time.perf_counter()
-        loss = None
         if config.dpsgd_epsilon > 0:
             self._fit_privately(model, optimizer, loader)
-        else:
-            loss = _passes(model, optimizer, loader, config.local_epochs)
+            return Fitted(len(self.examples), None, None)
+        begin = time.perf_counter()
+        loss = _passes(model, optimizer, loader, config.local_epochs)
         return Fitted(len(self.examples), time.perf_counter() - begin, loss)
 
     def _fit_privately(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, loader: Any) -> None:

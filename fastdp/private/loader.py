@@ -35,6 +35,8 @@ from fastdp.private.sampler import Sampler, Units
 #: Most examples in a batch that only tries the loop.
 _TRIED = 6
 _END = object()
+#: What the plan, and the checks of the first batch, go by.
+_SETTLED = frozenset({"dataset", "collate_fn", "batch_size", "kind", "units", "unit_map", "reproducible", "_sampler"})
 
 
 class PrivateLoader:
@@ -111,6 +113,14 @@ class PrivateLoader:
             "worker_init_fn": loader.worker_init_fn if self.reproducible else partial(_begin, loader.worker_init_fn),
             "prefetch_factor": loader.prefetch_factor,
         }
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _SETTLED and name in vars(self):
+            raise AttributeError(
+                f"{name} of a private loader is settled, as the accounting rests on it: call detach() and make the run private "
+                "anew with another loader"
+            )
+        super().__setattr__(name, value)
 
     @property
     def sampler(self) -> Sampler:

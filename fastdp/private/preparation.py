@@ -15,7 +15,8 @@ import torch
 
 import fastdp.ops as ops
 from fastdp.engine.accumulator import Accumulator
-from fastdp.engine.batches import map_tensors
+from fastdp.engine.batches import as_long_as, map_tensors, take_rows
+from fastdp.engine.bits import DRAW
 from fastdp.engine.bounds import Norms
 from fastdp.engine.collation import Collation
 from fastdp.engine.engine import Engine
@@ -34,6 +35,14 @@ Contributions = Callable[[Any], Iterator[Mapping[str, torch.Tensor]]]
 
 #: How far what an example contributes may move beside a longer one, relative to its size: rounding of other shapes.
 _APART = 1e-2
+_PADDED = (
+    "an example contributes otherwise to this release when it is collated beside a longer one: padding changes it. Padding on "
+    "the left shifts positions unless position_ids are given: pad on the right; nothing was released"
+)
+_COUPLED = (
+    "an example contributes otherwise to this release beside others than alone: the model couples examples, in evaluation mode "
+    "too, or lets one that is not finite reach the others; nothing was released"
+)
 
 
 class Released(Mapping[str, torch.Tensor]):
@@ -286,7 +295,7 @@ def add_clipped(total: dict[str, torch.Tensor], parts: Mapping[str, torch.Tensor
 def _parts(
     loader: PrivateLoader, parameters: Mapping[str, torch.nn.Parameter], contributions: Contributions
 ) -> Iterator[Mapping[str, torch.Tensor]]:
-    """The contributions of a sample's units, the padding row of an empty one left out."""
+    """The contributions of a sample's units, the padding row of an empty one left out; two of each batch are taken alone too."""
     checked = False
     for batch in loader:
         ticket = loader.tickets.popleft()
@@ -296,16 +305,23 @@ def _parts(
         if not checked:
             _require_independence(ticket.source, parameters, contributions)
             checked = True
-        found = 0
-        for part in contributions(_placed(batch, parameters)):
+        found, units, placed = 0, weights.shape[0], _placed(batch, parameters)
+        # Two, so that one of them is not the unit for whose sake all others are treated otherwise.
+        drawn = DRAW.sample(range(units), 2) if units > 1 else []
+        for part in contributions(placed):
             counts = {tensor.shape[0] for tensor in part.values()}
-            found += max(counts)
-            if len(counts) > 1 or found > weights.shape[0]:
+            before, found = found, found + max(counts)
+            if len(counts) > 1 or found > units:
                 break
+            for own in drawn:
+                if before <= own < found:
+                    alone = take_rows(placed, torch.tensor([own]), as_long_as(placed, units))
+                    here = {name: tensor[own - before] for name, tensor in part.items()}
+                    _require_same(here, _first(contributions(alone)), _COUPLED)
             yield part
-        if found != weights.shape[0]:
+        if found != units:
             raise ValueError(
-                f"a batch of {weights.shape[0]} units gave another number of contributions: this release needs one row a "
+                f"a batch of {units} units gave another number of contributions: this release needs one row a "
                 "unit, not users or packed rows"
             )
 
@@ -320,17 +336,23 @@ def _require_independence(
     sizes = [sum(t.numel() for t in source.together([item]).values()) for item in items]
     longest, shortest = (items[pick(range(len(items)), key=sizes.__getitem__)] for pick in (max, min))
     beside, alone = (
-        {name: torch.cat([part[name][:1] for part in parts[:1]]) for name in parts[0]}
+        _first(contributions(_placed(source.collated(chosen), parameters)))
         for chosen in ([shortest, longest], [shortest])
-        for parts in (list(contributions(_placed(source.collated(chosen), parameters))),)
     )
+    _require_same(beside, alone, _PADDED)
+
+
+def _first(parts: Iterator[Mapping[str, torch.Tensor]]) -> Mapping[str, torch.Tensor]:
+    """The contribution of the first unit."""
+    return {name: tensor[0] for name, tensor in next(parts).items()}
+
+
+def _require_same(one: Mapping[str, torch.Tensor], alone: Mapping[str, torch.Tensor], otherwise: str) -> None:
+    """Raise `SelfCheckError` if what a unit contributes is another alone, and finite there."""
     size = sum(float(t.double().square().sum()) for t in alone.values()) ** 0.5
-    gap = sum(float((beside[n].double() - alone[n].double()).square().sum()) for n in alone) ** 0.5
+    gap = sum(float((one[n].double() - alone[n].double()).square().sum()) for n in alone) ** 0.5
     if math.isfinite(size) and not gap <= _APART * size:
-        raise SelfCheckError(
-            "an example contributes otherwise to this release when it is collated beside a longer one: padding changes it. "
-            "Padding on the left shifts positions unless position_ids are given: pad on the right; nothing was released"
-        )
+        raise SelfCheckError(otherwise)
 
 
 def _placed(batch: Any, parameters: Mapping[str, torch.nn.Parameter]) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -267,6 +268,76 @@ def test_later_batches_are_checked_again(monkeypatch: pytest.MonkeyPatch) -> Non
         step()
 
 
+class Spreading(torch.autograd.Function):
+    """Nothing forward; backward nothing times the mean of all gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, h: torch.Tensor) -> torch.Tensor:
+        return h.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient + 0 * gradient.mean(0)
+
+
+def chosen_by_products(net: Net, h: torch.Tensor) -> torch.Tensor:
+    """Two experts that are handed their rows by a product with zeros and ones."""
+    places = F.one_hot((h[:, 0] > 0).long(), 2).to(h).unsqueeze(1) * torch.eye(len(h)).unsqueeze(2)
+    return torch.einsum("bse,esh->bh", places, torch.einsum("bse,bh->esh", places, h).sin())
+
+
+def chosen_by_index(net: Net, h: torch.Tensor) -> torch.Tensor:
+    """The same experts, whose rows are taken and put back."""
+    out = torch.zeros_like(h)
+    for expert in (0, 1):
+        own = ((h[:, 0] > 0).long() == expert).nonzero()[:, 0]
+        out = out.index_add(0, own, h[own].sin())
+    return out
+
+
+#: Each keeps finite rows apart to the last bit.
+SPREADING: dict[str, Callable[[], nn.Module]] = {
+    "0 times the mean": lambda: Net(before=lambda net, x: x + 0 * x.mean(0)),
+    "0 times the mean, detached": lambda: Net(lambda net, h: h + 0 * h.mean(0).detach()),
+    "whether all are finite": lambda: Net(before=lambda net, x: x.nan_to_num() * x.isfinite().all()),
+    "a product with zeros and ones": lambda: Net(chosen_by_products),
+    "backward alone": lambda: Net(lambda net, h: Spreading.apply(h)),
+    "in the loss's coefficient": lambda: Net(loss=lambda o, y: F.cross_entropy(o, y) * (1 + 0 * o.detach().mean())),
+    "a question in the loss's coefficient": lambda: Net(loss=lambda o, y: F.cross_entropy(o, y) * o.isfinite().all()),
+}
+
+
+@pytest.mark.parametrize("name", SPREADING)
+def test_a_row_that_is_not_finite_takes_no_other_along(name: str) -> None:
+    data = collate(examples(6))
+    truth = clipped_sum(one_by_one(SPREADING[name](), data), 0.5)
+    for value in (None, float("nan"), float("inf")):
+        more = data if value is None else collate([*examples(6), {"x": torch.full((5,), value), "labels": 0}])
+        engine = trained(SPREADING[name](), more)
+        assert engine.route == "one-example"
+        assert "not finite reaches the others" in str(engine.reason) or "asks the whole batch" in str(engine.reason)
+        gaps = [engine.accumulator.sums[n] - t for n, t in truth.items()]
+        # Of a record that is not finite itself; where the model makes it finite again, it counts like any other.
+        most = 0.5 if name == "whether all are finite" and value is not None else 0.0
+        assert math.hypot(*(float(gap.norm()) for gap in gaps)) <= most + EXACT
+
+
+@pytest.mark.parametrize("between", [lambda h: h + 0 * h.mean(0), lambda h: h + 0 * h.mean(0).detach()])
+def test_what_ids_may_overflow_to_takes_no_other_row_along(between: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    assert trained(Words(between), sentences([6] * 4)).route == "one-example"
+    assert trained(Words(lambda h: h * 2), sentences([6] * 4)).route == "uses"
+
+
+def test_a_row_that_is_not_finite_slows_no_model_that_keeps_it_apart() -> None:
+    def stops(net: Net, h: torch.Tensor) -> torch.Tensor:
+        torch._assert(bool(h.isfinite().all()), "not finite")
+        return h
+
+    for middle in (lambda net, h: h.clamp(-1, 1).nan_to_num(), chosen_by_index, stops):
+        assert exact(Net(middle), collate(examples(6))).route == "uses"
+    assert exact(Net(before=lambda net, x: torch.where(x.isfinite(), x, 0.0)), collate(examples(6))).route == "uses"
+
+
 class Branching(nn.Module):
     """Asks something of the whole batch, and goes on as the answer is."""
 
@@ -278,6 +349,14 @@ class Branching(nn.Module):
         hidden = self.table(input_ids).mean(1)
         if self.asks(input_ids):
             hidden = hidden + 1e-4 * hidden.mean(0)
+        return {"loss": F.cross_entropy(self.head(hidden), labels)}
+
+
+class Switched(Branching):
+    """Multiplies all rows by an answer."""
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> Any:
+        hidden = self.table(input_ids).mean(1) * (1 - 1 * self.asks(input_ids))
         return {"loss": F.cross_entropy(self.head(hidden), labels)}
 
 
@@ -299,6 +378,32 @@ def test_a_question_whose_answer_no_row_gives_is_found(asks: Callable[[torch.Ten
     engine = stepped(model, data, 0.5)
     assert engine.route == "one-example"
     assert "the model " in str(engine.reason)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        lambda ids: (ids == 49).any(),
+        lambda ids: ~(ids != 49).all(0).all(),
+        lambda ids: (ids == 49).sum() > 0,
+        lambda ids: (ids == 49).float().amax(dim=(0, 1)),
+        lambda ids: (ids == 49).sum(1).max() > 0,
+        lambda ids: bool((ids == 49).any()),
+    ],
+)
+def test_an_answer_that_stays_a_tensor_is_made_another(answer: Callable[[torch.Tensor], Any]) -> None:
+    """What it switches off are all rows at once, and none of these holds what it asks for."""
+    torch.manual_seed(0)
+    model, data = Switched(answer), {"input_ids": torch.randint(0, 49, (6, 5)), "labels": torch.arange(6) % 3}
+    engine = stepped(model, data, 0.5)
+    assert engine.route == "one-example"
+    assert "asks the whole batch" in str(engine.reason)
+
+
+def test_what_is_asked_of_each_row_is_no_question_of_all() -> None:
+    data = {"input_ids": torch.randint(0, 49, (6, 5)), "labels": torch.arange(6) % 3}
+    for asks in (lambda ids: (ids == 49).any(1, keepdim=True), lambda ids: ids.max(-1, keepdim=True).values > 48):
+        assert stepped(Switched(asks), data, 0.5).route == "uses"
 
 
 def test_a_question_that_stops_the_run_or_changes_nothing_costs_nothing() -> None:

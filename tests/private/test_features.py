@@ -406,6 +406,24 @@ def test_packed_rows_that_see_each_other_are_refused() -> None:
     assert private.steps_done == 0
 
 
+@pytest.mark.parametrize("half", ["a frozen weight", "autocast"])
+def test_packed_rows_in_which_an_overflow_would_spread_are_refused(half: str) -> None:
+    """Two examples of a row are apart by attention of exact zeros, times what may be NaN."""
+    model = build("llama", "lora")
+    model.config.use_cache = False
+    if half == "a frozen weight":
+        model.register_parameter("unused", torch.nn.Parameter(torch.zeros(1, dtype=torch.float16), requires_grad=False))
+    data = loader(_lengths(), batch_size=6, collate_fn=_packed)
+    private = start(model, data, unit_map="units", noise_multiplier=1.0)
+    batch = next(iter(private.data_loader))
+    with (
+        torch.autocast("cpu", torch.float16, enabled=half == "autocast"),
+        pytest.raises(SelfCheckError, match="no float16"),
+    ):
+        private.model(**batch)
+    assert private.steps_done == 0
+
+
 @pytest.mark.parametrize("tuning", ["full", "lora", "bitfit"])
 def test_packed_rows_are_their_examples(tuning: str) -> None:
     name = "phi" if tuning == "bitfit" else "llama"

@@ -105,3 +105,10 @@ def test_seeds_that_workers_are_begun_with_tell_nothing_of_a_private_run(known: 
         drawn.append(next(iterator)["drawn"])
         iterator.close()
     assert torch.equal(*drawn) if known else not bool((drawn[0][:1] == drawn[1][:1]).any())
+
+
+@pytest.mark.parametrize("name", ["dataset", "collate_fn", "batch_size", "units"])
+def test_what_the_plan_goes_by_is_settled(name: str) -> None:
+    data = start(noise_multiplier=1.0, target_delta=1e-3).data_loader
+    with pytest.raises(AttributeError, match=f"{name} of a private loader is settled"):
+        setattr(data, name, getattr(data, name))

@@ -11,12 +11,13 @@ import torch
 
 from fastdp import accounting
 from fastdp.accounting import BudgetExceeded, LedgerError
+from fastdp.engine.errors import SelfCheckError
 from fastdp.engine.policy import Policy
 from fastdp.private.method import Method
 from fastdp.private.observer import Observer
 from fastdp.private.plan import Budget, Plan, SideRelease
 from fastdp.private.preparation import Findings, Outcome, Preparation
-from tests.engine.runs import FEATURES, Classifier, examples, start
+from tests.engine.runs import FEATURES, Classifier, examples, loader, start
 
 RATE, NOISE, BOUND = 0.5, 2.0, 0.3
 SUM = {"x": torch.zeros(FEATURES)}
@@ -212,6 +213,29 @@ def test_a_preparation_kept_for_later() -> None:
     ):
         with pytest.raises(RuntimeError, match="this preparation is over"):
             use()
+
+
+@pytest.mark.parametrize("weight", [2e-3, 0.0])
+def test_a_contribution_that_others_change_is_not_released(weight: float) -> None:
+    """By little in ordinary company: beside a record that is huge, or with nothing times the mean beside one that is NaN."""
+    data = [*examples(), {"x": torch.full((FEATURES,), 1e3 if weight else torch.nan), "labels": 0}]
+
+    def centred(batch: Mapping[str, torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:
+        if len(batch["x"]) > 2:
+            yield {"x": batch["x"] - weight * batch["x"].mean(0)}
+        else:
+            yield from rows(batch)
+
+    def act(method: Any, preparation: Any) -> None:
+        preparation.release("rows").total(centred, BOUND, SUM)
+
+    def attempts() -> None:
+        # Each sample holds the record with a chance of 1/2, and looks at another than that one mostly.
+        for seed in range(8):
+            start(Classifier(), loader(data), method=Sneaky(act), noise_multiplier=1.0, unsafe_seed=seed).prepare()
+
+    with pytest.raises(SelfCheckError, match="beside others than alone"):
+        attempts()
 
 
 def test_more_than_one_contribution_a_unit() -> None:
