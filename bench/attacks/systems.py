@@ -59,7 +59,7 @@ class FastDP(System):
         batch_size = options.pop("batch_size", len(set(map(str, options.get("user_ids", range(len(records)))))))
         return fastdp.make_private(
             model,
-            torch.optim.SGD(_trained(model).values(), lr=0.0),
+            options.pop("optimizer", None) or torch.optim.SGD(_trained(model).values(), lr=0.0),
             DataLoader(records, batch_size=batch_size, collate_fn=task.collate),  # type: ignore[arg-type]
             method=options.pop("method", fastdp.DPSGD(max_grad_norm=bound)),
             max_physical_batch_size=task.physical,

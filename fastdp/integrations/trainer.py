@@ -346,6 +346,21 @@ class PrivateTraining(_Behind):
             marked["epsilon"] = self.private.epsilon()
         super().log(marked, *args, **kwargs)
 
+    def save_metrics(self, split: str, metrics: dict[str, float], combined: bool = True) -> None:
+        """Write figures as Trainer does, those of training marked as `log` marks them, for their owner alone to read."""
+        super().save_metrics(split, {_marked(key): value for key, value in metrics.items()}, combined)
+        self._for_the_owner(f"{split}_results.json", "all_results.json")
+
+    def save_state(self) -> None:
+        """Write the state, with the log of losses, as Trainer does, for its owner alone to read."""
+        super().save_state()
+        self._for_the_owner("trainer_state.json")
+
+    def _for_the_owner(self, *names: str) -> None:
+        for path in (Path(self.args.output_dir) / name for name in names):
+            if self.is_world_process_zero() and path.exists():
+                path.chmod(0o600)
+
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)
         if self.private is not None and self.args.should_save:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from fastdp.accounting.ledger import Ledger
+from fastdp.engine.batches import tensors
 from fastdp.engine.pieces import writes
 from fastdp.engine.policy import Policy
 from fastdp.engine.ranks import Ranks
@@ -22,6 +23,10 @@ UNCHECKED = "unchecked rows"
 _EVALUATES = (
     "the model is in eval mode, so that this loss was not taken example by example: call model.train() before you go on "
     "training"
+)
+_READS = (
+    "this optimizer's step goes by a loss, which the released weights then tell without noise: use one that goes by gradients "
+    "alone, or, where the figure is public, set what it decides in optimizer.param_groups yourself"
 )
 
 
@@ -60,6 +65,7 @@ class Steps:
         #: On the device: to read it would make the host wait before each release.
         self.nonfinite: torch.Tensor | int = 0
         self._depth = 0
+        self._handed: _Unread | None = None
         self._hooks = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
@@ -75,15 +81,25 @@ class Steps:
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         """Torch's hook; returns the arguments of `step`, with a closure that has been run in the place of one that has not."""
         # torch hands the optimizer itself as the first argument.
+        if any(isinstance(given, (torch.Tensor, float)) for given in (*args[1:], *kwargs.values())):
+            raise ValueError(_READS)
         closure = next((given for given in (*args[1:], kwargs.get("closure")) if given is not None), None)
         if closure is None or isinstance(closure, _Evaluated):
             self._release_if_complete(optimizer)
             return None
         # The release needs the closure's backward pass, and the optimizers that are served call a closure once.
         with torch.enable_grad():
-            evaluated = _Evaluated(closure())
+            evaluated = _Evaluated(self._unread(optimizer, closure()))
         self._release_if_complete(optimizer)
         return (args[0], evaluated), {name: value for name, value in kwargs.items() if name != "closure"}
+
+    def _unread(self, optimizer: torch.optim.Optimizer, loss: Any) -> Any:
+        """The loss of a closure, which somebody's own step may hand on and not read; torch's own steps do no more."""
+        own = type(optimizer).step.__module__.startswith(("torch.optim", "fastdp.optim"))
+        if own or not isinstance(loss, torch.Tensor):
+            return loss
+        self._handed = loss.as_subclass(_Unread)
+        return self._handed
 
     def _release_if_complete(self, optimizer: torch.optim.Optimizer) -> None:
         engine, release = self._stages.engine, self._stages.release
@@ -191,7 +207,11 @@ class Steps:
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self._depth -= 1
-        if self._depth > 0 or not self.done:
+        if self._depth > 0:
+            return
+        if self._handed is not None:
+            self._handed.stepping = False
+        if not self.done:
             return
         engine = self._stages.engine
         engine.guard.advance()
@@ -214,3 +234,16 @@ class _Evaluated:
             )
         self.asked = True
         return self.value
+
+
+class _Unread(torch.Tensor):
+    """A loss that nothing is computed from, nor read off, until the step is over that it was handed to."""
+
+    stepping = True
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(isinstance(t, cls) and t.stepping for t in tensors((args, kwargs))):
+            raise ValueError(_READS)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))

@@ -324,3 +324,14 @@ def test_what_is_measured_of_training_is_marked(tmp_path: Path) -> None:
     keys = {key for entry in made.state.log_history for key in entry}
     assert not [key for key in keys if key.startswith("train_")]
     assert "unprotected_train_mem_cpu_peaked_delta" in keys
+
+
+def test_what_is_written_of_training_is_marked_and_its_owners(tmp_path: Path) -> None:
+    """As the example scripts of transformers write it, beside the weights."""
+    made = trainer(tmp_path)
+    made.save_metrics("train", made.train().metrics)
+    made.save_state()
+    for name in ("train_results.json", "all_results.json", "trainer_state.json"):
+        assert (tmp_path / name).stat().st_mode & 0o077 == 0
+        assert '"train_loss"' not in (tmp_path / name).read_text()
+    assert "unprotected_train_loss" in json.loads((tmp_path / "train_results.json").read_text())

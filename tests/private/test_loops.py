@@ -188,6 +188,32 @@ def test_a_closure_with_a_corrected_second_moment_returns_its_loss() -> None:
     assert all(loss.shape == () for loss in by_closure(private))
 
 
+class Polyak(torch.optim.SGD):
+    """Steps as far as the loss is large."""
+
+    def step(self, closure: Any = None, loss: Any = None) -> Any:
+        loss = closure() if loss is None else loss
+        self.param_groups[0]["lr"] = 0.1 * float(loss)
+        super().step()
+        return loss
+
+
+def test_an_optimizer_whose_step_goes_by_the_loss_is_refused() -> None:
+    for train in (by_closure, by_argument):
+        model = Classifier()
+        before = {name: p.detach().clone() for name, p in model.named_parameters()}
+        with pytest.raises(ValueError, match="step goes by a loss"):
+            train(start(model, optimizer=Polyak(model.parameters(), lr=0.1), **PRIVATE))
+        assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+
+
+def by_argument(private: Any) -> None:
+    batch = next(iter(private.data_loader))
+    loss = private.model(**batch)["loss"]
+    loss.backward()
+    private.optimizer.step(loss=loss.detach())
+
+
 class Twice(torch.optim.SGD):
     """Looks at the loss before and after, as a line search does."""
 
