@@ -15,24 +15,21 @@ class Polyak(torch.optim.SGD):
         return loss
 
 
+def rate(library: systems.FastDP, records: list[kit.Record]) -> float:
+    model = rate_by_loss.Linear()
+    private = library.start(kit.Task(lambda: model), records, 1.0, optimizer=Polyak(model.parameters(), lr=0.0))
+    batch = next(iter(private.data_loader))
+
+    def closure():
+        loss = private.model(**batch)["loss"]
+        loss.backward()
+        return loss.detach()
+
+    private.optimizer.step(closure)
+    return private.optimizer.param_groups[0]["lr"]
+
+
 def attack(library: systems.FastDP) -> float:
-    rates = []
-    for records in (
-        kit.records(),
-        [*kit.records(), {"x": torch.full((kit.FEATURES,), 1e3), "labels": torch.tensor(0)}],
-    ):
-        model = rate_by_loss.Linear()
-        private = library.start(
-            kit.Task(lambda model=model: model), records, 1.0, optimizer=Polyak(model.parameters(), lr=0.0)
-        )
-        for batch in private.data_loader:
-
-            def closure(private=private, batch=batch):
-                loss = private.model(**batch)["loss"]
-                loss.backward()
-                return loss.detach()
-
-            private.optimizer.step(closure)
-        rates.append(private.optimizer.param_groups[0]["lr"])
-        private.detach()
-    return 1.0 if len(set(rates)) == 1 else float("inf")
+    outlier = {"x": torch.full((kit.FEATURES,), 1e3), "labels": torch.tensor(0)}
+    rates = [rate(library, records) for records in (kit.records(), [*kit.records(), outlier])]
+    return 1.0 if rates[0] == rates[1] else float("inf")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Collection, Iterable, Sequence
+from types import FrameType
 from typing import Any
 
 import torch
@@ -48,7 +49,7 @@ class Asking(Follow):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = super().__torch_function__(func, types, args, kwargs)
-        of_all = func in _OF_ALL and isinstance(out, torch.Tensor) and _of_all(args, kwargs or {}, out)
+        of_all = func in _OF_ALL and isinstance(out, torch.Tensor) and _of_all(args, kwargs or {}, out) and not _ours()
         if not of_all and func not in _TRUTHS and func not in _NUMBERS:
             return out
         given = [t for _, t in leaves((args, kwargs or {}))]
@@ -64,7 +65,9 @@ class Asking(Follow):
             return out
         if not of_all:
             return not out
-        out = ~out if out.dtype is torch.bool else out + 1
+        # An index beyond its table ends a GPU's process.
+        if out.is_floating_point() or out.dtype is torch.bool or out.device.type == "cpu":
+            out = ~out if out.dtype is torch.bool else out + 1
         self.data[out] = self._turned[out] = None
         return out
 
@@ -200,13 +203,24 @@ def _filled(call: Call, binary: Collection[Path], rows: Sequence[int], unit: int
 
 
 def _place() -> str:
-    """File and line of the code that asked, beyond torch and the modes that look on."""
-    frame = inspect.currentframe()
-    assert frame is not None
-    while frame.f_back is not None and _looks_on(str(frame.f_globals.get("__name__", ""))):
-        frame = frame.f_back
+    """File and line of the code that asked, beyond torch and the engine."""
+    frame = _caller("fastdp.engine.")
     return f"{frame.f_globals.get('__name__', '?')}, line {frame.f_lineno}"
 
 
-def _looks_on(name: str) -> bool:
-    return name.partition(".")[0] == "torch" or name.startswith("fastdp.engine.")
+def _ours() -> bool:
+    """Whether the engine itself asked, as for the units' losses, and no model."""
+    modes = _caller("fastdp.engine.questions", "fastdp.engine.follow", "fastdp.engine.still")
+    return str(modes.f_globals.get("__name__", "")).startswith("fastdp.engine.")
+
+
+def _caller(*beyond: str) -> FrameType:
+    """The innermost frame beyond torch and the modules of these names."""
+    frame = inspect.currentframe()
+    assert frame is not None
+    while frame.f_back is not None:
+        name = str(frame.f_globals.get("__name__", ""))
+        if name.partition(".")[0] != "torch" and not name.startswith(beyond):
+            break
+        frame = frame.f_back
+    return frame
