@@ -338,9 +338,21 @@ class PrivateTraining(_Behind):
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> None:
         """The norm before the noise is private; it is neither logged nor saved."""
 
+    _judges_training = False
+
+    def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """As Trainer's; figures of the training data themselves are logged as unprotected ones."""
+        judged = self.eval_dataset if eval_dataset is None else eval_dataset
+        self._judges_training = judged is self.train_dataset
+        try:
+            return super().evaluate(eval_dataset, *args, **kwargs)
+        finally:
+            self._judges_training = False
+
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Log with epsilon, and with what is unprotected marked as such."""
-        marked = {_marked(key): value for key, value in logs.items()}
+        own = self._judges_training
+        marked = {f"unprotected_{k}" if own and k.startswith("eval_") else _marked(k): v for k, v in logs.items()}
         if self.private is not None and "learning_rate" in logs:
             # A method as its paper prints it may guarantee nothing, whatever its event costs.
             marked["epsilon"] = self.private.epsilon()

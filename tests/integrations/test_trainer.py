@@ -330,6 +330,10 @@ def test_what_is_written_of_training_is_marked_and_its_owners(tmp_path: Path) ->
     """As the example scripts of transformers write it, beside the weights."""
     made = trainer(tmp_path)
     made.save_metrics("train", made.train().metrics)
+    assert "eval_loss" in made.evaluate(made.train_dataset)
+    logged = {key for entry in made.state.log_history for key in entry}
+    assert "unprotected_eval_loss" in logged
+    assert "eval_loss" not in logged
     made.save_state()
     for name in ("train_results.json", "all_results.json", "trainer_state.json"):
         assert (tmp_path / name).stat().st_mode & 0o077 == 0
