@@ -41,15 +41,19 @@ class Asking(Follow):
     """
 
     def __init__(self, inputs: Iterable[torch.Tensor], turned: str | None = None):
+        inputs = list(inputs)
         super().__init__(inputs)
         self.turned = turned
+        self._rows = inputs[0].shape[0] if inputs else 0
         self.truths: dict[str, None] = {}
         self.numbers: dict[str, None] = {}
         self._turned: Marks[None] = Marks()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = super().__torch_function__(func, types, args, kwargs)
-        of_all = func in _OF_ALL and isinstance(out, torch.Tensor) and _of_all(args, kwargs or {}, out) and not _ours()
+        of_all = (
+            func in _OF_ALL and isinstance(out, torch.Tensor) and self._gone(args, kwargs or {}, out) and not _ours()
+        )
         if not of_all and func not in _TRUTHS and func not in _NUMBERS:
             return out
         given = [t for _, t in leaves((args, kwargs or {}))]
@@ -71,11 +75,13 @@ class Asking(Follow):
         self.data[out] = self._turned[out] = None
         return out
 
-
-def _of_all(args: Any, kwargs: Any, out: torch.Tensor) -> bool:
-    """Whether the first of an operation's dimensions is gone, in which rows mostly lie."""
-    rank = args[0].dim() if args and isinstance(args[0], torch.Tensor) else 0
-    return out.dim() == 0 or (rank > 0 and 0 in [d % rank for d in reduced(args, kwargs)])
+    def _gone(self, args: Any, kwargs: Any, out: torch.Tensor) -> bool:
+        """Whether an operation has put rows together: of nothing as many as rows is left, and the first dimension held them."""
+        first = args[0] if args and isinstance(args[0], torch.Tensor) else out
+        if out.dim() == 0 or first.dim() == 0:
+            return out.dim() == 0
+        held = self._rows > 0 and first.shape[0] % self._rows == 0 and self._rows not in out.shape
+        return held and 0 in [d % first.dim() for d in reduced(args, kwargs)]
 
 
 def asked(replay: Replay, rows: Sequence[int]) -> frozenset[str]:
