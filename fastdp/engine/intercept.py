@@ -80,13 +80,14 @@ def _own(kind: type[torch.nn.Module]) -> Any:
     return forward if code is not None and code.co_filename == inspect.getfile(kind) else None
 
 
-#: Forwards of torch's own modules, and what they call on one tensor, as their code says: an operation, its other arguments.
-_CALLS: dict[type[torch.nn.Module], tuple[Any, Callable[[Any], tuple[Any, tuple[Any, ...]]]]] = {
-    torch.nn.Linear: (_own(torch.nn.Linear), lambda module: (F.linear, (module.weight, module.bias))),
-    torch.nn.LayerNorm: (
-        _own(torch.nn.LayerNorm),
-        lambda module: (F.layer_norm, (module.normalized_shape, module.weight, module.bias, module.eps)),
-    ),
+def _layer_norm_of(module: torch.nn.LayerNorm, reads: Reads, tap: Tap, x: torch.Tensor) -> Any:
+    return _layer_norm(reads, tap, x, module.normalized_shape, module.weight, module.bias, module.eps)
+
+
+#: Forwards of torch's own modules, and the uses that these are on one tensor, as their code says.
+_CALLS: dict[type[torch.nn.Module], tuple[Any, Callable[[Any, Reads, Tap, torch.Tensor], Any]]] = {
+    torch.nn.Linear: (_own(torch.nn.Linear), products.linear_of),
+    torch.nn.LayerNorm: (_own(torch.nn.LayerNorm), _layer_norm_of),
 }
 
 
@@ -95,11 +96,13 @@ def called(module: torch.nn.Module, reads: Reads, tap: Tap, args: Any, kwargs: A
     kind = type(module)
     if kind not in _CALLS or kwargs or len(args) != 1 or type(args[0]) is not torch.Tensor:
         return NotImplemented
-    forward, call = _CALLS[kind]
+    forward, use_of = _CALLS[kind]
     if kind.forward is not forward or not torch.is_grad_enabled():
         return NotImplemented
-    function, rest = call(module)
-    return _handled(reads, tap, function, (args[0], *rest), {})
+    try:
+        return use_of(module, reads, tap, args[0])
+    except UnsupportedUse:
+        return NotImplemented
 
 
 def _embedding(

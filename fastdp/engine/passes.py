@@ -204,7 +204,7 @@ class Passes:
     def take_uses(self) -> None:
         """Go on by the route of uses, as the trace knows them."""
         assert self.trace is not None
-        self.reads.carries_rows = self.trace.carries_rows
+        self.reads.learn(self.trace.carries_rows)
         self._expected, self.accumulator.tables = self.trace.uses, self.trace.tables
         self.route = USES
         self.forwards.patch(self.trace.modules)

@@ -11,7 +11,7 @@ from fastdp.engine.errors import UnsupportedUse
 from fastdp.engine.lanes import PerLane
 from fastdp.engine.logits import Heads
 from fastdp.engine.rows import Fold
-from fastdp.engine.uses import Tap
+from fastdp.engine.uses import Product, Tap
 
 
 class Reads:
@@ -24,10 +24,17 @@ class Reads:
         # They live as long as this, so that nothing else can come to have the identity of one.
         self._trained = tuple(trained.values())
         self.names = {id(p): name for name, p in trained.items()}
-        self.carries_rows: Mapping[tuple[str, str, int], Fold | None] = {}
+        self.learn({})
         self.tap: Tap | None = None
         self.mode_open = False
         self.heads = Heads()
+
+    def learn(self, carries_rows: Mapping[tuple[str, str, int], Fold | None]) -> None:
+        """Take what a trace found: where the rows of inputs lie, by operation, parameter and dimensions."""
+        self._carries_rows = carries_rows
+        #: Of each matrix of torch's own linear layers its latest use: the bias's identity, the input's shape and rows, and what
+        #: both come to. Trained parameters live on, so that no other bias has the identity of one that is.
+        self.linear: dict[int, tuple[int, torch.Size, int, tuple[str, tuple[int, ...]], Product]] = {}
 
     def is_trained(self, value: Any) -> bool:
         return id(value) in self.names
@@ -64,9 +71,9 @@ class Reads:
     def fold(self, operation: str, parameter: torch.nn.Parameter, x: torch.Tensor, tap: Tap) -> Fold | None:
         """Where the rows of an operation's input lie; None if it has none. Raises `UnsupportedUse` for an unseen use."""
         key = (operation, self.names[id(parameter)], x.dim())
-        if key not in self.carries_rows:
+        if key not in self._carries_rows:
             raise UnsupportedUse(f"{key[1]}: {operation} of an input of {x.dim()} dimensions, unseen when traced")
-        fold = self.carries_rows[key]
+        fold = self._carries_rows[key]
         tap.note(operation, x, fold)
         if tap.layout.token_segments is not None and fold is not None and not fold.natural:
             raise UnsupportedUse(f"{key[1]}: packed rows are not first in the input of {operation}")

@@ -44,7 +44,8 @@ class Held(Protocol):
 
 
 @functools.lru_cache(1 << 12)
-def _kind(operation: str, shape: torch.Size, rows: int, fold: Fold | None) -> tuple[str, tuple[int, ...]]:
+def kind(operation: str, shape: torch.Size, rows: int, fold: Fold | None) -> tuple[str, tuple[int, ...]]:
+    """An operation and the shape of its input for one row, all of it without rows; `UnsupportedUse` if it cannot be cut."""
     own = list(shape)
     if fold is not None:
         fold.require(shape, rows, operation)
@@ -73,7 +74,7 @@ class Tap:
 
     def note(self, operation: str, x: torch.Tensor, fold: Fold | None) -> None:
         """Note the shape of a use's input; raises `UnsupportedUse` if it cannot be cut into the rows."""
-        self.shapes.add(_kind(operation, x.shape, self.layout.rows, fold))
+        self.shapes.add(kind(operation, x.shape, self.layout.rows, fold))
 
     def close(self) -> None:
         """The backward pass is over."""
@@ -109,11 +110,21 @@ def uncast(device: torch.device) -> AbstractContextManager[Any]:
     return torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext()
 
 
+class Use(torch.autograd.Function):
+    """An operation that captures: torch's own function, called without what torch does before it for functorch's tensors."""
+
+    @classmethod
+    def apply(cls, *args: Any) -> Any:
+        if torch._C._are_functorch_transforms_active():
+            return super().apply(*args)
+        # Looking at every argument takes the host half as long as a small product.
+        return super(torch.autograd.Function, cls).apply(*args)  # type: ignore[misc]
+
+
 class Product(NamedTuple):
     """How a matrix or its bias is used.
 
     Args:
-        tap: of the forward pass.
         swap: the parameter is stored as [n, m].
         lanes: how often the result is viewed, where x has no unit axis and the product is taken once; else None.
         laned: tokens come in equal blocks a lane.
@@ -121,7 +132,6 @@ class Product(NamedTuple):
         fold: where x's rows are; None where they are first, in order.
     """
 
-    tap: Tap
     swap: bool
     lanes: int | None
     laned: bool
@@ -129,14 +139,14 @@ class Product(NamedTuple):
     fold: Fold | None
 
 
-class LinearUse(torch.autograd.Function):
+class LinearUse(Use):
     """``x W^T + b`` (or ``x W + b`` when swapped) with W, b or both trained; x is [..., n]."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, use: Product
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tap: Tap, use: Product
     ) -> torch.Tensor:
-        ctx.use, ctx.x_dtype = use, x.dtype
+        ctx.tap, ctx.use, ctx.x_dtype = tap, use, x.dtype
         ctx.parameters = (weight if use.trained[0] else None, bias if use.trained[1] else None)
         if torch.is_autocast_enabled(x.device.type):
             x, weight, bias = as_autocast(x), as_autocast(weight), as_autocast(bias)
@@ -149,7 +159,8 @@ class LinearUse(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> Any:
         gradient = gradients[0]
         x, weight = ctx.saved_tensors
-        tap, swap, lanes, laned, _, fold = ctx.use
+        swap, lanes, laned, _, fold = ctx.use
+        tap = ctx.tap
         sink, layout = tap.open(), tap.layout
         matrix, bias = ctx.parameters
         flat = _flat(gradient if fold is None else fold.front(gradient, layout.rows))
@@ -172,10 +183,10 @@ class LinearUse(torch.autograd.Function):
                 back = gradient.matmul(weight)
             if back.dtype != ctx.x_dtype:
                 back = back.to(ctx.x_dtype)
-        return back, None, None, None
+        return back, None, None, None, None
 
 
-class EmbeddingUse(torch.autograd.Function):
+class EmbeddingUse(Use):
     """Rows of a table: ids [...] -> [..., n], ids with their units first. Padding rows get no gradient."""
 
     @staticmethod
@@ -198,7 +209,7 @@ class EmbeddingUse(torch.autograd.Function):
         return None, None, None, None, None
 
 
-class LayerNormUse(torch.autograd.Function):
+class LayerNormUse(Use):
     """`F.layer_norm` over the last dimension with trained weight or bias, saving what torch itself saves."""
 
     @staticmethod
@@ -244,7 +255,7 @@ class LayerNormUse(torch.autograd.Function):
         return back, None, None, None, None, None
 
 
-class ExpandUse(torch.autograd.Function):
+class ExpandUse(Use):
     """A parameter expanded to one copy a lane, ``[lanes, *shape]``: autograd then gives its gradient by lane."""
 
     @staticmethod

@@ -13,7 +13,20 @@ from fastdp.engine.head import take
 from fastdp.engine.lanes import PerLane
 from fastdp.engine.logits import Logits
 from fastdp.engine.reads import Reads
-from fastdp.engine.uses import LinearUse, Product, Tap
+from fastdp.engine.uses import LinearUse, Product, Tap, kind
+
+
+def linear_of(module: torch.nn.Linear, reads: Reads, tap: Tap, x: torch.Tensor) -> Any:
+    """The use that a call of torch's own linear layer is; found once for inputs of a shape, and the same from then on."""
+    own, layout = module._parameters, tap.layout
+    weight, bias = own.get("weight"), own.get("bias")
+    known = reads.linear.get(id(weight))
+    if known is not None and layout.token_segments is None and not reads.heads.holds(weight):
+        of_bias, shape, rows, noted, use = known
+        if id(bias) == of_bias and x.shape == shape and layout.rows == rows and module.__dict__.keys().isdisjoint(own):
+            tap.shapes.add(noted)
+            return LinearUse.apply(x, weight, bias, tap, use)
+    return _linear(reads, tap, x, module.weight, module.bias)
 
 
 def _linear(reads: Reads, tap: Tap, input: Any, weight: Any, bias: Any = None) -> Any:
@@ -59,14 +72,16 @@ def _product(reads: Reads, tap: Tap, operation: str, x: Any, weight: Any, bias: 
     if fold is not None:
         if fold.axis == x.dim() - 1:
             return NotImplemented
-        return LinearUse.apply(
-            x, weight, bias, Product(tap, swap, None, False, trained, None if fold.natural else fold)
-        )
+        use = Product(swap, None, False, trained, None if fold.natural else fold)
+        if operation == "linear" and trained[0]:
+            rows = tap.layout.rows
+            reads.linear[id(weight)] = id(bias), x.shape, rows, kind(operation, x.shape, rows, fold), use
+        return LinearUse.apply(x, weight, bias, tap, use)
     own = tuple(p for p, read in zip((weight, bias), trained) if read)
     if laned:
-        out = LinearUse.apply(x.lanes, weight, bias, Product(tap, swap, None, True, trained, None))
+        out = LinearUse.apply(x.lanes, weight, bias, tap, Product(swap, None, True, trained, None))
         return PerLane(out, tap, sources=own + x.sources)
-    out = LinearUse.apply(x, weight, bias, Product(tap, swap, tap.layout.lanes, True, trained, None))
+    out = LinearUse.apply(x, weight, bias, tap, Product(swap, tap.layout.lanes, True, trained, None))
     return PerLane(out, tap, sources=own)
 
 
