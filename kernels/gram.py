@@ -212,24 +212,27 @@ def gram_norms(
     ``tf32x3``.
     """
     units, (tokens, device) = offsets.shape[0] - 1, (groups[0][1].shape[0], groups[0][1].device)
-    uses = sum(len(lefts) for lefts, _ in groups)
+    counts = [len(lefts) for lefts, _ in groups]
+    uses = sum(counts)
     squares = torch.zeros(uses, units, dtype=torch.float32, device=device)
     products = torch.zeros(uses, units, dtype=torch.float64, device=device)
     if units == 0 or tokens == 0:
         return squares, products
     offsets = beside(offsets, squares)
-    groups = [(readable(lefts), readable([right])[0]) for lefts, right in groups]
+    # Of all groups in one go: there are hundreds of them, in every step.
+    lefts, shared = readable([left for own, _ in groups for left in own]), readable([right for _, right in groups])
+    of_lefts = lines_of(lefts)
     # Of each launch the rights, each with its lefts, which stand in the results where their numbers say: a line for each.
     launches: dict[tuple[torch.dtype, torch.dtype, bool, bool], list[tuple[Line, list[tuple[int, Line]]]]] = {}
-    at = 0
-    for lefts, right in groups:
+    first = 0
+    for count, right, of_group in zip(counts, shared, lines_of(shared)):
         kinds: dict[tuple[torch.dtype, torch.dtype, bool, bool], list[tuple[int, Line]]] = {}
-        (of_group,) = lines_of([right])
-        for left, line in zip(lefts, lines_of(lefts)):
+        for at in range(first, first + count):
+            line = of_lefts[at]
             contiguous = line[3] == of_group[3] == 1
-            kind = right.dtype, left.dtype, contiguous, contiguous and aligned(line, of_group)
+            kind = right.dtype, lefts[at].dtype, contiguous, contiguous and aligned(line, of_group)
             kinds.setdefault(kind, []).append((at, line))
-            at += 1
+        first += count
         for kind, members in kinds.items():
             launches.setdefault(kind, []).append((of_group, members))
     for (of_right, of_left, contiguous, wide_loads), problems in launches.items():

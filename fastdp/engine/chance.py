@@ -51,8 +51,8 @@ def _unknown_state() -> torch.Tensor:
     """A state of torch's generator on processors, which takes no more than 32 bits of a seed: all its words drawn."""
     known, start = _known_state()
     state = known.clone()
-    words = torch.frombuffer(bytearray(os.urandom(4 * _WORDS)), dtype=torch.int32).long() & 0xFFFFFFFF
-    state[start : start + 8 * _WORDS].view(torch.int64).copy_(words)
+    words = state.numpy()[start : start + 8 * _WORDS].view(numpy.uint64)
+    words[:] = numpy.frombuffer(os.urandom(4 * _WORDS), numpy.uint32)
     return state
 
 

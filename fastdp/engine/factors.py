@@ -12,7 +12,7 @@ import fastdp.ops as ops
 from fastdp.engine.layout import Layout
 
 
-@dataclass
+@dataclass(slots=True)
 class Factors:
     """One captured use: ``left`` [N, m] (or ids [N] of a one-hot factor) and ``right`` [N, n], over flat tokens.
 
@@ -64,7 +64,7 @@ class Factors:
     @property
     def in_memory(self) -> bool:
         """Whether both factors are matrices that lie in memory."""
-        return not self.one_hot and not self.tiled
+        return self.left.dim() > 1 and not self.tiled
 
     def dense(self) -> Factors:
         """The same with both factors in memory."""

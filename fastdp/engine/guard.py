@@ -31,7 +31,7 @@ _SPOTS = 32
 #: Where a module holds what is in its state.
 _STATE = frozenset({"_parameters", "_buffers", "_modules"})
 #: What a module says that it holds.
-_HOLDS, _BUFFERS = operator.attrgetter("_parameters", "_modules"), operator.attrgetter("_buffers")
+_PARAMETERS, _MODULES, _BUFFERS = map(operator.attrgetter, ("_parameters", "_modules", "_buffers"))
 
 
 class _Question(NamedTuple):
@@ -162,13 +162,12 @@ class Guard:
 
     def _identities(self) -> tuple[list[Any], list[int]]:
         """Of all parameters that modules hold now, with their names there, and of all modules, in order."""
-        parameters, modules = zip(*map(_HOLDS, self._own))
         chained = itertools.chain.from_iterable
-        own = [table for table in parameters if table]
+        own, modules = (list(filter(None, map(held, self._own))) for held in (_PARAMETERS, _MODULES))
         return (
             # `keys`, as a scripted module's table is walked by nothing else.
             [*chained([table.keys() for table in own]), *map(id, chained([table.values() for table in own]))],
-            [*map(id, chained([table.values() for table in modules if table]))],
+            [*map(id, chained([table.values() for table in modules]))],
         )
 
     def _count(self) -> list[int]:
@@ -367,9 +366,9 @@ class Guard:
     def _buffers(self) -> _Buffers:
         return {
             _joined(prefix, name): (buffer, buffer._version)
-            for (prefix, module), table in zip(self._modules, map(_BUFFERS, self._own))
-            if table
-            for name, buffer in table.items()
+            # Most have none, and nothing is done for these.
+            for prefix, module in itertools.compress(self._modules, map(_BUFFERS, self._own))
+            for name, buffer in module._buffers.items()
             if buffer is not None and name not in getattr(module, "_non_persistent_buffers_set", ())
         }
 

@@ -114,7 +114,7 @@ class Tiles:
         self.compared.append(apart(before, tile[rows, column : column + _BAND]))
 
 
-@dataclass
+@dataclass(slots=True)
 class HeadFactors(Factors):
     """A head's factor pair whose ``left`` is made tile by tile; as it stands here it says what was backpropagated.
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from fastdp.engine.errors import UnsupportedUse
-from fastdp.engine.lanes import Meeting, PerLane, laid
+from fastdp.engine.lanes import Meeting, PerLane, affine, laid
 from fastdp.engine.reads import Reads
 from fastdp.engine.rows import Fold
 from fastdp.engine.rules import bags, convolution, norms, products, recurrent
@@ -39,6 +39,17 @@ class UseMode(TorchFunctionMode):
         reads_values, inside = _asked(func)
         if not (reads_values and torch.is_grad_enabled()):
             return func(*args, **kwargs)
+        names = self.reads.names
+        if inside is None and func not in _HANDLERS:
+            # Most of what runs beside a parameter's own operation reads none.
+            for value in (*args, *kwargs.values()):
+                if id(value) in names or isinstance(value, (PerLane, list, tuple)):
+                    break
+            else:
+                return func(*args, **kwargs)
+            result = affine(func, args, kwargs, names, self.tap)
+            if result is not NotImplemented:
+                return result
         if inside is not None:
             with self:
                 return inside(*args, **kwargs)

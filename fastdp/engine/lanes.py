@@ -8,7 +8,7 @@ copy of the value a row. That gradient then goes back to the parameters, unit by
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -111,8 +111,30 @@ _ELEMENTWISE = functions(
     "add_ sub_ mul_ div_ __iadd__ __isub__ __imul__ __itruediv__ masked_fill where maximum minimum "
     "true_divide addcmul lerp multiply subtract"
 )
+#: Those that scale and shift in stock models.
+_AFFINE = functions("add mul __add__ __radd__ __mul__ __rmul__ multiply")
 #: Operations that take a laid-out parameter beside an activation as they would take a second activation.
 _JOINS = frozenset({torch.cat, torch.concat, torch.concatenate, F.scaled_dot_product_attention})
+
+
+def affine(func: Any, args: Any, kwargs: Any, trained: Mapping[int, str], tap: Tap) -> Any:
+    """A trained vector times an activation whose first axis is the rows, or added to it: as `PerLane` takes it, at once.
+
+    NotImplemented for anything else.
+    """
+    if func not in _AFFINE or kwargs or len(args) != 2:
+        return NotImplemented
+    own = int(id(args[1]) in trained)
+    vector, x = args[own], args[1 - own]
+    if id(vector) not in trained or type(x) is not torch.Tensor or tap.layout.token_segments is not None:
+        return NotImplemented
+    if vector.dim() != 1 or x.dim() < 2 or x.shape[0] != tap.layout.rows or not vector.requires_grad:
+        return NotImplemented
+    met = Meeting.of(operation(func), frozenset((id(vector),)), x, tap)
+    if met is None or met.fold is None or not met.fold.natural:
+        return NotImplemented
+    lanes = ExpandUse.apply(vector, tap, x.dim() - 2)
+    return func(x, lanes) if own else func(lanes, x)
 
 
 def _apply(func: Any, args: Any, kwargs: Any) -> Any:

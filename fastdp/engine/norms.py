@@ -24,7 +24,7 @@ _NARROW = 64
 _KEPT = 1 << 14
 
 
-@dataclass
+@dataclass(slots=True)
 class Entry:
     """What one parameter has collected in a backward pass: factor pairs, and instantiated per-unit gradients."""
 
@@ -148,7 +148,8 @@ class NormSink(Captures):
         entry.factors.append(factors)
         if masked or self.expected.get(name, 1) > 1:
             return
-        self.require_once(name, entry)
+        if entry.uses > 1:
+            self.require_once(name, entry)
         if route == "gram":
             self._defer(found)
         else:

@@ -171,7 +171,10 @@ class Sums:
             held = [whole.get(name) for name in names]
             outs = [None if total is None else total.view(total.shape[0], -1) for total in held]
             found = ops.weighted_sum_group(lefts, rights, weights, layout.offsets(tokens, laned=laned), outs)
-            whole.update({name: total.view(self.parameters[name].shape) for name, total in zip(names, found)})
+            for name, total in zip(names, found):
+                parameter = self.parameters[name]
+                # Nearly all are matrices, and a view takes the host as long as a launch.
+                whole[name] = total if parameter.dim() == 2 else total.view(parameter.shape)
 
 
 def as_matrix(mask: torch.Tensor) -> torch.Tensor:

@@ -8,8 +8,9 @@ while the backward of an `autograd.Function` runs exactly once a pass.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -113,12 +114,16 @@ def uncast(device: torch.device) -> AbstractContextManager[Any]:
 class Use(torch.autograd.Function):
     """An operation that captures: torch's own function, called without what torch does before it for functorch's tensors."""
 
+    #: `apply` where no transform of functorch's is active: looking at every argument takes the host half as long as a product.
+    plainly: ClassVar[Callable[..., Any]]
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        cls.plainly = super(torch.autograd.Function, cls).apply  # type: ignore[misc]
+
     @classmethod
     def apply(cls, *args: Any) -> Any:
-        if torch._C._are_functorch_transforms_active():
-            return super().apply(*args)
-        # Looking at every argument takes the host half as long as a small product.
-        return super(torch.autograd.Function, cls).apply(*args)  # type: ignore[misc]
+        return super().apply(*args) if torch._C._are_functorch_transforms_active() else cls.plainly(*args)
 
 
 class Product(NamedTuple):
@@ -146,24 +151,24 @@ class LinearUse(Use):
     def forward(
         ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tap: Tap, use: Product
     ) -> torch.Tensor:
-        ctx.tap, ctx.use, ctx.x_dtype = tap, use, x.dtype
-        ctx.parameters = (weight if use.trained[0] else None, bias if use.trained[1] else None)
+        swap, lanes, _, (trained, shifted), _ = use
+        ctx.of = tap, use, x.dtype, weight if trained else None, bias if shifted else None
         if torch.is_autocast_enabled(x.device.type):
             x, weight, bias = as_autocast(x), as_autocast(weight), as_autocast(bias)
-        ctx.save_for_backward(x if use.trained[0] else None, weight if ctx.needs_input_grad[0] else None)
+        ctx.save_for_backward(x if trained else None, weight if ctx.needs_input_grad[0] else None)
         flat = weight if weight.dim() == 2 else weight.flatten(1)
-        out = F.linear(x, flat.t() if use.swap else flat, bias)
-        return out if use.lanes is None else out.expand(use.lanes, *out.shape)
+        out = F.linear(x, flat.t() if swap else flat, bias)
+        return out if lanes is None else out.expand(lanes, *out.shape)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         gradient = gradients[0]
         x, weight = ctx.saved_tensors
-        swap, lanes, laned, _, fold = ctx.use
-        tap = ctx.tap
-        sink, layout = tap.open(), tap.layout
-        matrix, bias = ctx.parameters
-        flat = _flat(gradient if fold is None else fold.front(gradient, layout.rows))
+        tap, (swap, lanes, laned, _, fold), dtype, matrix, bias = ctx.of
+        sink, layout = tap.sink or tap.open(), tap.layout
+        flat = gradient if fold is None else fold.front(gradient, layout.rows)
+        if flat.dim() != 2:
+            flat = flat.reshape(-1, flat.shape[-1])
         if bias is not None:
             sink.tokens(bias, flat, layout, laned)
         if matrix is not None:
@@ -171,7 +176,8 @@ class LinearUse(Use):
                 x = x.expand(lanes, *x.shape)
             elif fold is not None:
                 x = fold.front(x, layout.rows)
-            sink.matrix(matrix, Factors(flat, _flat(x), laned, swap), layout)
+            right = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+            sink.matrix(matrix, Factors(flat, right, laned, swap), layout)
         back = None
         if weight is not None:
             weight = weight if weight.dim() == 2 else weight.flatten(1)
@@ -181,8 +187,8 @@ class LinearUse(Use):
                 back = flat.mm(weight).view(*gradient.shape[:-1], weight.shape[1])
             else:
                 back = gradient.matmul(weight)
-            if back.dtype != ctx.x_dtype:
-                back = back.to(ctx.x_dtype)
+            if back.dtype != dtype:
+                back = back.to(dtype)
         return back, None, None, None, None
 
 
@@ -256,17 +262,23 @@ class LayerNormUse(Use):
 
 
 class ExpandUse(Use):
-    """A parameter expanded to one copy a lane, ``[lanes, *shape]``: autograd then gives its gradient by lane."""
+    """A parameter expanded to one copy a lane, ``[lanes, *shape]``: autograd then gives its gradient by lane.
+
+    With so many ``between`` dimensions of size 1 behind the first.
+    """
 
     @staticmethod
-    def forward(ctx: Any, parameter: torch.Tensor, tap: Tap) -> torch.Tensor:
-        ctx.tap, ctx.parameter = tap, parameter
-        return parameter.detach().expand(tap.layout.lanes, *parameter.shape)
+    def forward(ctx: Any, parameter: torch.Tensor, tap: Tap, between: int = 0) -> torch.Tensor:
+        ctx.tap, ctx.parameter, ctx.between = tap, parameter, between
+        return parameter.detach().expand(tap.layout.lanes, *[1] * between, *parameter.shape)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        ctx.tap.open().vector(ctx.parameter, gradients[0], ctx.tap.layout)
-        return None, None
+        gradient, parameter = gradients[0], ctx.parameter
+        if ctx.between:
+            gradient = gradient.reshape(-1, *parameter.shape)
+        ctx.tap.open().vector(parameter, gradient, ctx.tap.layout)
+        return None, None, None
 
 
 _METADATA = frozenset(

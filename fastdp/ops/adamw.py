@@ -10,10 +10,13 @@ import torch
 
 from fastdp.ops.grid import check_grid, on_grid
 from fastdp.ops.halves import keep_moments
-from fastdp.ops.noise import check_in_place, check_position, check_tensor, standard_normals
-from fastdp.ops.stream import POSITION_WORDS, Draw, NoiseStream
+from fastdp.ops.noise import DTYPES, check_in_place, check_position, check_tensor, standard_normals
+from fastdp.ops.stream import MAX_ELEMENTS, POSITION_WORDS, Draw, NoiseStream
 from fastdp.ops.table import Op
 from fastdp.validate import at_least, positive
+
+#: What parameters may be, as `fastdp.ops.noise.check_tensor` has it.
+_KINDS = {(dtype, torch.strided) for dtype in DTYPES}
 
 
 class Numbers(NamedTuple):
@@ -221,8 +224,10 @@ def _check_steps(
     _check(params[0], grad_sums[0], grad_sums[0], grad_sums[0], drawn[0], *numbers)
     device = params[0].device
     of_moments = torch.bfloat16 if exp_avgs[0].dtype == torch.bfloat16 else torch.float32
-    for param in params:
-        check_tensor("param", param)
+    kinds = {(param.dtype, param.layout) for param in params}
+    if not kinds <= _KINDS or max(map(torch.Tensor.numel, params)) > MAX_ELEMENTS:
+        for param in params:
+            check_tensor("param", param)
     shapes = [param.shape for param in params]
     # A property of all tensors of a list is looked at in one go: there are hundreds of them, in every step.
     lists = ((grad_sums, torch.float32), (exp_avgs, of_moments), (exp_avg_sqs, of_moments), (masters, torch.float32))

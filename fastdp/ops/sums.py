@@ -344,8 +344,11 @@ def _check_weighted_sum_group(
     if not len(outs) == len(lefts) == len(weights) == len(begun):
         raise ValueError(f"there are {len(lefts)} lefts and {len(weights)} rows of weights: give as many of each")
     check_weights(weights[0], rights[0], "unit", count=offsets.shape[0] - 1)
-    for out, left, right in zip(outs, lefts, rights):
-        _check_out(out, left, right)
+    shapes = [(left.shape[1], right.shape[1]) for left, right in zip(lefts, rights)]
+    good = {out.dtype for out in outs} <= set(SUMS) and {out.device for out in outs} == {rights[0].device}
+    if not good or [out.shape for out in outs] != shapes:
+        for out, left, right in zip(outs, lefts, rights):
+            _check_out(out, left, right)
 
 
 WEIGHTED_SUM_GROUP = Op(
@@ -389,8 +392,11 @@ def weighted_sum_group(
     [2.0, 2.0]
     """
     given = [None] * len(lefts) if outs is None else list(outs)
+    double = torch.float64 in {factor.dtype for factor in (*lefts, *rights)}
     sums = [
-        right.new_empty(left.shape[-1], right.shape[-1], dtype=accumulator(left, right)) if out is None else out
+        right.new_empty(left.shape[-1], right.shape[-1], dtype=accumulator(left, right) if double else torch.float32)
+        if out is None
+        else out
         for out, left, right in zip(given, lefts, rights)
     ]
     WEIGHTED_SUM_GROUP(sums, list(lefts), list(rights), weights, offsets, [out is not None for out in given])

@@ -117,7 +117,8 @@ class Release:
         self.ledger.record(kind)
         names = list(self.parameters) if update is None else self._left(sums, policy, update)
         for name in names:
-            parameter, total = self.parameters[name], self._total(sums, name)
+            parameter = self.parameters[name]
+            total = self._whole(parameter, sums.pop(name, None))
             if name in lent:
                 total = total.clone()
             self._add_noise(name, total, policy, self._tensors[name])
@@ -126,8 +127,8 @@ class Release:
             parameter.grad = pieces.joined(total.div_(self.expected_batch_size).to(parameter.dtype), parameter)
         self._count += 1
 
-    def _total(self, sums: dict[str, torch.Tensor], name: str) -> torch.Tensor:
-        parameter, total = self.parameters[name], sums.pop(name, None)
+    @staticmethod
+    def _whole(parameter: torch.nn.Parameter, total: torch.Tensor | None) -> torch.Tensor:
         return torch.zeros_like(pieces.piece(parameter), dtype=torch.float32) if total is None else total.contiguous()
 
     def _left(self, sums: dict[str, torch.Tensor], policy: Policy, update: Update) -> list[str]:
@@ -141,8 +142,10 @@ class Release:
             if isinstance(group, tuple) or pieces.is_cut(parameter):
                 left.append(name)
                 continue
-            own = axes.get(name) if axes else None
-            summed.append(Summed(parameter, self._total(sums, name), stds[group], tensors[name], own))
+            own, total = axes.get(name) if axes else None, sums.pop(name, None)
+            if total is None or not total.is_contiguous():
+                total = self._whole(parameter, total)
+            summed.append(Summed(parameter, total, stds[group], tensors[name], own))
         names = list(self.parameters)
         for part in update(
             summed,

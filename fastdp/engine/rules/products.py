@@ -18,14 +18,16 @@ from fastdp.engine.uses import LinearUse, Product, Tap, kind
 
 def linear_of(module: torch.nn.Linear, reads: Reads, tap: Tap, x: torch.Tensor) -> Any:
     """The use that a call of torch's own linear layer is; found once for inputs of a shape, and the same from then on."""
+    # A step asks this of every layer, and a function called takes the host as long as all that is compared here.
     own, layout = module._parameters, tap.layout
     weight, bias = own.get("weight"), own.get("bias")
     known = reads.linear.get(id(weight))
-    if known is not None and layout.token_segments is None and not reads.heads.holds(weight):
+    if known is not None and layout.token_segments is None and id(weight) not in reads.heads.weights:
         of_bias, shape, rows, noted, use = known
         if id(bias) == of_bias and x.shape == shape and layout.rows == rows and module.__dict__.keys().isdisjoint(own):
             tap.shapes.add(noted)
-            return LinearUse.apply(x, weight, bias, tap, use)
+            apply = LinearUse.apply if torch._C._are_functorch_transforms_active() else LinearUse.plainly
+            return apply(x, weight, bias, tap, use)
     return _linear(reads, tap, x, module.weight, module.bias)
 
 

@@ -11,6 +11,11 @@ import torch.nn.functional as F
 from hypothesis import given, settings, strategies as st
 from torch import nn
 
+from fastdp.engine.forwards import PatchedForward
+from fastdp.engine.layout import Layout
+from fastdp.engine.reads import Reads
+from fastdp.engine.rows import Fold
+from fastdp.engine.uses import Tap
 from tests.engine.rules.exact import exact_layer
 
 TOKENS, WIDTH, OUT = 5, 6, 4
@@ -120,8 +125,44 @@ USES: dict[str, tuple[dict[str, tuple[int, ...]], Callable[[Any, torch.Tensor], 
         {"s": (3,), "w": (WIDTH, WIDTH)},
         lambda m, x: (torch.stack([x, F.linear(x, m.w), x**2]) * m.s.softmax(0).view(3, 1, 1, 1)).sum(0),
     ),
+    "a scale and a shift of tokens": ({"s": (WIDTH,), "b": (WIDTH,)}, lambda m, x: m.s * x + m.b),
+    "a shift of pooled tokens": ({"b": (WIDTH,)}, lambda m, x: torch.add(m.b, x.mean(1))),
     "a scale": ({"s": (), "w": (OUT, WIDTH)}, lambda m, x: m.s.exp() * F.linear(x, m.w)),
 }
+
+
+def test_a_use_of_a_linear_layer_that_is_known_is_that_of_its_call() -> None:
+    """Asked for again at once, and anew where the layer or its input is another."""
+    layer = nn.Linear(WIDTH, OUT)
+    bias = layer.bias
+    reads = Reads({"weight": layer.weight, "bias": bias})
+    reads.learn({("linear", name, rank): Fold() for name in ("weight", "bias") for rank in (2, 3)})
+    patched = PatchedForward(layer, reads)
+
+    def check(x: torch.Tensor, rows: int) -> None:
+        layout = Layout(rows, torch.arange(rows), torch.ones(rows), torch.ones(rows, dtype=torch.int64), identity=True)
+        reads.tap = Tap(layout)
+        given = x.requires_grad_()
+        out = patched(given)
+        uses = [(name, shape) for name, shape in reads.tap.shapes]
+        assert uses == [("linear", (len(x) // rows, *x.shape[1:]))]
+        assert torch.equal(out, F.linear(x, layer.weight, layer.bias))
+        assert type(out.grad_fn).__name__ == "LinearUseBackward"
+
+    for _ in range(2):
+        check(torch.randn(4, WIDTH), 4)
+        check(torch.randn(4, WIDTH), 2)
+        check(torch.randn(4, TOKENS, WIDTH), 4)
+    layer.bias = None
+    check(torch.randn(4, TOKENS, WIDTH), 4)
+    layer.bias = bias
+    check(torch.randn(4, TOKENS, WIDTH), 4)
+    with pytest.raises(RuntimeError, match="setup_context"):
+        torch.vmap(patched)(torch.randn(2, 4, TOKENS, WIDTH))
+    layer.__dict__["weight"] = torch.ones(OUT, WIDTH)
+    assert torch.equal(layer.weight, torch.ones(OUT, WIDTH))
+    x = torch.randn(4, TOKENS, WIDTH)
+    assert torch.equal(patched(x), F.linear(x, layer.weight, bias))
 
 
 @pytest.mark.parametrize("name", USES)
