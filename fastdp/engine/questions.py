@@ -25,7 +25,10 @@ from fastdp.engine.rows import reduced
 
 _TRUTHS = functions("__bool__ is_nonzero equal allclose __contains__")
 #: Of all rows at once.
-_OF_ALL = functions("any all sum mean prod max min amax amin count_nonzero nansum nanmean median norm")
+_OF_ALL = functions(
+    "any all sum mean prod max min amax amin count_nonzero nansum nanmean median norm logsumexp var std bincount"
+)
+_COUNTS = functions("bincount")
 _NUMBERS = functions("item __int__ __float__ __index__ __complex__ tolist numpy __array__")
 
 
@@ -52,7 +55,10 @@ class Asking(Follow):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = super().__torch_function__(func, types, args, kwargs)
         of_all = (
-            func in _OF_ALL and isinstance(out, torch.Tensor) and self._gone(args, kwargs or {}, out) and not _ours()
+            func in _OF_ALL
+            and isinstance(out, torch.Tensor)
+            and self._gone(func, args, kwargs or {}, out)
+            and not _ours()
         )
         if not of_all and func not in _TRUTHS and func not in _NUMBERS:
             return out
@@ -75,13 +81,13 @@ class Asking(Follow):
         self.data[out] = self._turned[out] = None
         return out
 
-    def _gone(self, args: Any, kwargs: Any, out: torch.Tensor) -> bool:
+    def _gone(self, func: Any, args: Any, kwargs: Any, out: torch.Tensor) -> bool:
         """Whether an operation has put rows together: of nothing as many as rows is left, and the first dimension held them."""
         first = args[0] if args and isinstance(args[0], torch.Tensor) else out
         if out.dim() == 0 or first.dim() == 0:
             return out.dim() == 0
         held = self._rows > 0 and first.shape[0] % self._rows == 0 and self._rows not in out.shape
-        return held and 0 in [d % first.dim() for d in reduced(args, kwargs)]
+        return held and (func in _COUNTS or 0 in [d % first.dim() for d in reduced(args, kwargs)])
 
 
 def asked(replay: Replay, rows: Sequence[int]) -> frozenset[str]:
