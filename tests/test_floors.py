@@ -18,6 +18,7 @@ FOREIGN = {
     "_DropoutNd": "the base class of torch's dropouts",
     "_C": "the id of the backward pass that is running",
     "_current_graph_task_id": "the same",
+    "_are_functorch_transforms_active": "what torch asks before it applies a function",
     "_make_wrapper_subclass": "how torch makes a tensor that holds no data",
     "_get_active_ddp_module": "which wrapper of data parallelism a forward pass is in",
     "_call_impl": "a call of a module with its hooks, in which fully_shard gathers weights",
