@@ -319,11 +319,11 @@ class Bench(suite_of_rapft.Bench):
         }
 
     def cost(self, row: dict[str, Any]) -> dict[str, Any]:
-        """Seconds of a DP-SGD step, and of making axes anew from the public examples, taking turns."""
-        run = self.start(FORMS["warmed"], {"epsilon": self.middle, "learning_rate": RATES[self.tuning][0], **row})
-        loop = train(run)
+        """Seconds of a DP-SGD step, of one along axes, and of making axes anew from the public examples, taking turns."""
+        own = {"epsilon": self.middle, "learning_rate": RATES[self.tuning][0], **row}
+        both = [self.start(FORMS[name], own) for name in ("warmed", "warmed, axes of single examples")]
 
-        def step() -> None:
+        def step(run: fastdp.Private, loop: Iterator[int]) -> None:
             while next(loop) and not run.last_step_done:
                 pass
 
@@ -331,10 +331,17 @@ class Bench(suite_of_rapft.Bench):
             rapft.fitted_axes(rapft.gradient_moments(model, self._singles()), 1.0)
 
         model = self.fresh(FORMS["warmed"], row["seed"])
-        turns = max(1, self.size.steps // 2)
-        own, theirs = (statistics.median(each) for each in in_turns([step, make], turns - turns // 3, turns // 3))
-        run.detach()
-        return {"step_seconds": own, "axes_seconds": theirs, "axes_over_step": theirs / own}
+        turns, steps = max(1, self.size.steps // 2), [partial(step, run, train(run)) for run in both]
+        even, along, made = in_turns([*steps, make], turns - turns // 3, turns // 3)
+        for run in both:
+            run.detach()
+        seconds = statistics.median(even)
+        return {
+            "step_seconds": seconds,
+            "step_along_axes": statistics.median(a / b for a, b in zip(along, even)),
+            "axes_seconds": statistics.median(made),
+            "axes_over_step": statistics.median(made) / seconds,
+        }
 
 
 @torch.no_grad()
