@@ -97,7 +97,7 @@ def _key(kernel: Any, arguments: Iterable[Any], options: dict[str, Any]) -> Any:
 def _kind(value: Any, parameter: Any) -> Any:
     """What Triton compiles a kernel anew for: values of constants, dtypes, addresses and numbers that 16 divides, and 1."""
     if isinstance(value, torch.Tensor):
-        return str(value.dtype), _on_16_bytes(value)
+        return str(value.dtype), _on_16_bytes(value) or parameter.do_not_specialize_on_alignment
     if parameter.is_constexpr or isinstance(value, tl.core.dtype):
         return str(value)
     if isinstance(value, bool) or not isinstance(value, int):

@@ -19,8 +19,8 @@ ENDS = tl.constexpr(128)
 UNIT_SHIFT = tl.constexpr(8)
 
 
-@triton.jit(do_not_specialize=["units", "slots"])
-def _blocks_kernel(p_offsets, p_table, units, slots, b_t: tl.constexpr):
+@triton.jit(do_not_specialize=["units", "slots", "b_t"])
+def _blocks_kernel(p_offsets, p_table, units, slots, b_t):
     unit = tl.program_id(0)
     before = 0
     for first in range(0, unit, 1024):

@@ -40,8 +40,8 @@ RESIDENT = {128: 1, 64: 2, 32: 4, 16: 8}
 _SPEED = {128: 1.0, 64: 0.55, 32: 0.3, 16: 0.15}
 
 
-@triton.jit(do_not_specialize=["units", "most"])
-def _pairs_kernel(p_offsets, p_table, units, most, b_t: tl.constexpr):
+@triton.jit(do_not_specialize=["units", "most", "b_t"])
+def _pairs_kernel(p_offsets, p_table, units, most, b_t):
     # [units + 1] pairs before each unit, and of each pair the first tokens of both its tiles and the end of its unit
     unit = tl.program_id(0)
     before = 0
@@ -86,7 +86,7 @@ def _lengths(squares, width):
     return tl.sqrt(tl.maximum(squares, 0.0) * own + width.to(tl.float32) * (PADDING * PADDING))
 
 
-@triton.jit(do_not_specialize=["units", "most", "problems"])
+@triton.jit(do_not_specialize=["units", "most", "problems"], do_not_specialize_on_alignment=["p_products"])
 def _gram_kernel(
     p_rights, p_lefts, p_table, p_squares, p_products, units, most, problems,
     RIGHT: tl.constexpr, LEFT: tl.constexpr, CONTIGUOUS: tl.constexpr, ALIGNED: tl.constexpr,
@@ -147,7 +147,7 @@ def _gram_kernel(
             tl.store(p_products + o_part, product)
 
 
-@triton.jit(do_not_specialize=["units", "most"])
+@triton.jit(do_not_specialize=["units", "most"], do_not_specialize_on_alignment=["p_products"])
 def _sum_pairs_kernel(p_parts, p_products, p_table, p_out, p_sizes, units, most, b: tl.constexpr):
     unit = tl.program_id(0)
     use = tl.program_id(1).to(tl.int64)

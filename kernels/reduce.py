@@ -7,11 +7,11 @@ import triton.language as tl
 from .launch import on_device_of
 
 
-@triton.jit(do_not_specialize=["units", "columns", "parts"])
-def _sum_parts_kernel(p_parts, p_out, p_offsets, units, columns, parts, b_tile: tl.constexpr, b: tl.constexpr):
+@triton.jit(do_not_specialize=["units", "columns", "parts", "b_tile"])
+def _sum_parts_kernel(p_parts, p_out, p_offsets, units, columns, parts, b_tile, b: tl.constexpr):
     unit = tl.program_id(0).to(tl.int64)
     row = tl.program_id(1).to(tl.int64)
-    if b_tile == 0:
+    if p_offsets is None:
         first = unit * parts
         last = first + parts
     else:
@@ -28,7 +28,7 @@ def _sum_parts_kernel(p_parts, p_out, p_offsets, units, columns, parts, b_tile: 
     tl.store(p_out + row * units + unit, tl.sum(total, 0))
 
 
-def _launch(parts: torch.Tensor, offsets: torch.Tensor, units: int, per_slot: int, b_tile: int) -> torch.Tensor:
+def _launch(parts: torch.Tensor, offsets: torch.Tensor | None, units: int, per_slot: int, b_tile: int) -> torch.Tensor:
     rows = parts.shape[0]
     out = torch.empty(rows, units, dtype=torch.float32, device=parts.device)
     with on_device_of(parts):
@@ -57,4 +57,4 @@ def sum_parts(parts: torch.Tensor, offsets: torch.Tensor, per_slot: int, b_tile:
 
 def sum_slots(parts: torch.Tensor, slots: int, per_slot: int) -> torch.Tensor:
     """Sum partial results [rows, slots * per_slot] by slot: float32 [rows, slots]."""
-    return _launch(parts, parts, slots, per_slot, 0)
+    return _launch(parts, None, slots, per_slot, 1)

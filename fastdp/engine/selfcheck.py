@@ -226,8 +226,12 @@ def _require_zero(passes: Passes, replay: Replay, call: Call, ticket: Ticket) ->
         return
     _, beside, _ = replay.gradients(call, ticket.rows, unit, parameters, lambda _index, _gradient: 0, others=math.nan)
     for gradient, other in zip(flowing, beside):
-        if gradient.shape[:1] == own.shape and bool(gradient[unit].isfinite().all() & ~other[unit].isfinite().all()):
+        if gradient.shape[:1] == own.shape and _finite(gradient[unit]) and not _finite(other[unit]):
             raise UnsupportedUse(OVERFLOWS)
+
+
+def _finite(gradient: torch.Tensor) -> bool:
+    return bool(gradient.isfinite().all())
 
 
 def _reaches(gradient: torch.Tensor) -> torch.Tensor:

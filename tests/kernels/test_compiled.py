@@ -284,11 +284,11 @@ CASES = {
     "gram-bf16": gram_case(tl.bfloat16, 128, 64, 8),
     "gram-bf16-short": replace(gram_case(tl.bfloat16, 32, 64, 4, slow=True), narrow=True, blocks=4),
     "gram-fp32": replace(gram_case(tl.float32, 64, 32, 8), loop=700, blocks=2),
-    "gram-tf32x3": replace(gram_case(tl.float32, 64, 32, 8, "tf32x3", slow=True), loop=360),
+    "gram-tf32x3": replace(gram_case(tl.float32, 64, 32, 8, "tf32x3", slow=True), loop=380),
     "gram-pairs": Case(
         gram._pairs_kernel,
-        {"p_offsets": "*i64", "p_table": "*i32", **numbers("units", "most")},
-        {"b_t": 128},
+        {"p_offsets": "*i64", "p_table": "*i32", **numbers("units", "most", "b_t")},
+        {},
         slow=True,
     ),
     "gram-sum-pairs": Case(
@@ -341,8 +341,8 @@ CASES = {
     ),
     "blocks": Case(
         blocks._blocks_kernel,
-        {"p_offsets": "*i64", "p_table": "*i32", **numbers("units", "slots")},
-        {"b_t": 64},
+        {"p_offsets": "*i64", "p_table": "*i32", **numbers("units", "slots", "b_t")},
+        {},
         slow=True,
     ),
     "cross-dense-bf16": cross_case("bf16", cross.DENSE, 128, 64, 8, slow=True),
@@ -398,8 +398,8 @@ CASES = {
     ),
     "sum-parts": Case(
         reduce._sum_parts_kernel,
-        {"p_parts": "*fp32", "p_out": "*fp32", "p_offsets": "*i64", **numbers("units", "columns", "parts")},
-        {"b_tile": 128, "b": 128},
+        {"p_parts": "*fp32", "p_out": "*fp32", "p_offsets": "*i64", **numbers("units", "columns", "parts", "b_tile")},
+        {"b": 128},
         1,
     ),
     "snap-bf16": snap_case("bf16", 128, 8),
@@ -457,12 +457,15 @@ def check(name, capability):
     case, found = CASES[name], built(name, capability)
     assert found.shared <= SHARED_LIMIT[capability]
     assert found.registers * 32 * case.num_warps <= 65536
-    # Registers are assigned for Hopper with the newest Triton; elsewhere a few words outside the main loop may spill.
+    # Registers are assigned for Hopper with the newest Triton; elsewhere words outside the loops over products may spill.
     if capability == 90 and tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9):
         assert found.stack == case.stack
         assert found.spills == 0 or case.stack
     else:
-        assert found.stack <= case.stack + 64
+        assert found.stack <= case.stack + 256
+        assert all(
+            loop.counts.get("LDL", 0) <= 8 and not loop.counts.get("STL") for loop in found.loops if loop.multiplies
+        )
     if case.matrix:
         names = ("HMMA", *MATRIX[capability]) if case.narrow else MATRIX[capability]
         assert any(found.has(name) for name in names)
