@@ -133,7 +133,7 @@ def cross_case(dtype, kind, b_t, b_k, warps, slow=False):
         **{f"stride_{s}{i}": 1 if s[1] == "k" else "i32" for s in ("lt", "lk", "rt", "rk") for i in (1, 2)},
     }
     constants = {"KIND": kind.value, "b_t": b_t, "b_k": b_k, "PRECISION": "ieee"}
-    return Case(cross._cross_kernel, types, constants, warps, 3, dtype != "fp32", True, slow=slow, loop=220)
+    return Case(cross._cross_kernel, types, constants, warps, 3, dtype != "fp32", True, slow=slow, loop=310)
 
 
 def grouped_case(dtype, b_m, b_t, warps, slow=False):
@@ -348,7 +348,7 @@ CASES = {
     "cross-dense-bf16": cross_case("bf16", cross.DENSE, 128, 64, 8, slow=True),
     "cross-id-dense-bf16": cross_case("bf16", cross.ID_AGAINST_DENSE, 64, 64, 4),
     "cross-ids-bf16": cross_case("bf16", cross.IDS, 128, 64, 8, slow=True),
-    "cross-dense-fp32": replace(cross_case("fp32", cross.DENSE, 64, 32, 8, slow=True), loop=660),
+    "cross-dense-fp32": replace(cross_case("fp32", cross.DENSE, 64, 32, 8, slow=True), loop=700),
     "grouped-bf16": replace(grouped_case(tl.bfloat16, 16, 64, 4), narrow=True),
     "grouped-bf16-64": grouped_case(tl.bfloat16, 64, 64, 8, slow=True),
     "grouped-fp32": replace(grouped_case(tl.float32, 16, 32, 8, slow=True), loop=460),
