@@ -100,7 +100,7 @@ def norms(device: str) -> Iterator[tuple[str, Result]]:
         for route in ("gram", "direct", "auto"):
             yield f"sqnorm {route} {label}", (apart(ops.sqnorm(left, right, offsets, route), square), NORMS)
         both = torch.stack([square] * 2)
-        squared, products = ops.gram_norms([([left, left], right)], offsets)
+        squared, products = ops.gram_norms([left, left], [right], [2], offsets)
         yield f"gram_norms {label}", (apart(squared, both), NORMS)
         rows = in_double(
             left.norm(dim=1, dtype=torch.float64)[:, None],
@@ -326,7 +326,7 @@ def wide(device: str) -> Iterator[tuple[str, Result]]:
                 for a, b in ((0, tokens // 2), (tokens // 2, tokens))
             ]
         )
-        yield f"gram_norms {label}", (apart(ops.gram_norms([([left], right)], offsets)[0][0], squares), NORMS)
+        yield f"gram_norms {label}", (apart(ops.gram_norms([left], [right], [1], offsets)[0][0], squares), NORMS)
 
 
 def behaviour(device: str) -> Iterator[tuple[str, Result]]:

@@ -265,7 +265,7 @@ def _norms(device: torch.device, sizes: Sizes) -> Iterator[Case]:
     both: dict[str, Function] = {
         "two sqnorm, row_products": lambda: ([ops.sqnorm(a, right, offsets) for a in (left, left2)], products())
     }
-    yield case(f"2 of {layer}", of(ops.gram_norms, [([left, left2], right)], offsets), both, **least)
+    yield case(f"2 of {layer}", of(ops.gram_norms, [left, left2], [right], [2], offsets), both, **least)
 
     rows = _torch(lambda a, b: (a.double().norm(dim=1) * b.double().norm(dim=1)).view(units, -1).sum(1), left, right)
     yield case(layer, of(ops.row_products, left, right, offsets), rows, bytes=bytes)

@@ -3,7 +3,6 @@
 A program of the products reads whole rows of a few tokens, once; another adds up the tokens of a unit in their order.
 """
 
-import itertools
 from collections.abc import Sequence
 
 import torch
@@ -94,11 +93,8 @@ def row_products(left: torch.Tensor, right: torch.Tensor, offsets: torch.Tensor,
 def gram_norms(
     lefts: Sequence[torch.Tensor], rights: Sequence[torch.Tensor], counts: Sequence[int], offsets: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Squared norms [k, B], float32, of uses in groups of ``counts`` that share a right, and row products, float64."""
-    each = iter(lefts)
-    return gram.gram_norms(
-        [(list(itertools.islice(each, count)), right) for right, count in zip(rights, counts)], offsets
-    )
+    """Squared norms [k, B], float32, of uses of which each right has ``counts``, and row products, float64."""
+    return gram.gram_norms(lefts, rights, counts, offsets)
 
 
 chosen_sqnorm = serves(2)(direct.chosen_norms)

@@ -4,25 +4,27 @@ A program makes one tile of one unit's gradient in registers, over all tokens of
 Flop: 2 T m n a unit; the factors are read once for each row or column of tiles, mostly from the second-level cache.
 """
 
+import functools
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
+from fastdp.ops.matrices import Form
+
 from .launch import (
     TRITON,
-    aligned,
+    Table,
     beside,
     cdiv,
     has_wide_tiles,
     largest_side,
-    lines_of,
     next_power_of_2,
     on_device_of,
     readable,
     splits_to_fill,
-    table_beside,
 )
 from .mask import load_mask, pack_mask
 from .reduce import sum_slots
@@ -171,6 +173,43 @@ def direct_norms(
     return sum_slots(parts, units, tiles)
 
 
+class _Chosen(NamedTuple):
+    """Matrices of the same dtypes and alignment, and the tiles that their gradients are cut into."""
+
+    of_left: torch.dtype
+    of_right: torch.dtype
+    contiguous: bool
+    wide_loads: bool
+    members: list[int]
+    b_m: int
+    b_n: int
+    tiles: int
+    table: Table
+
+
+@functools.lru_cache(maxsize=128)
+def _chosen(lefts: Form, rights: Form, wide_lefts: bytes, wide_rights: bytes, sides: tuple[int, int]) -> list[_Chosen]:
+    # `sides` of tiles at most: of factors of 16 bits, and of 32.
+    kinds: dict[tuple[torch.dtype, torch.dtype, bool, bool], list[int]] = {}
+    for i, width in enumerate(zip(lefts.columns, rights.columns)):
+        if all(width):
+            contiguous = lefts.strides[i][1] == rights.strides[i][1] == 1
+            kind = lefts.dtypes[i], rights.dtypes[i], contiguous, bool(wide_lefts[i] and wide_rights[i])
+            kinds.setdefault(kind, []).append(i)
+    found = []
+    for kind, members in kinds.items():
+        wide = torch.float32 in kind
+        largest = sides[wide]
+        widths = [(lefts.columns[i], rights.columns[i]) for i in members]
+        b_m, b_n = (min(largest, side_tile(max(widest), wide)) for widest in zip(*widths))
+        tiles = max(-(-m // b_m) * -(-n // b_n) for m, n in widths)
+        lines = [(0, 0, *width, *lefts.strides[i], *rights.strides[i]) for i, width in zip(members, widths)]
+        every, fields = len(members) * _FIELDS.value, _FIELDS.value
+        table = Table(lines, (range(0, every, fields), members), (range(1, every, fields), members))
+        found.append(_Chosen(*kind, members, b_m, b_n, tiles, table))
+    return found
+
+
 def chosen_norms(
     lefts: Sequence[torch.Tensor], rights: Sequence[torch.Tensor], offsets: torch.Tensor, chosen: torch.Tensor
 ) -> torch.Tensor:
@@ -180,47 +219,34 @@ def chosen_norms(
     """
     units, device = chosen.shape[1], chosen.device
     norms = torch.zeros(chosen.shape, dtype=torch.float32, device=device)
-    lefts, rights = readable(lefts), readable(rights)
-    kinds: dict[tuple[torch.dtype, torch.dtype, bool, bool], list[int]] = {}
-    pairs = list(zip(lines_of(lefts), lines_of(rights)))
-    for i, (one, two) in enumerate(pairs):
-        if one[1] and two[1] and rights[i].shape[0]:
-            contiguous = one[3] == two[3] == 1
-            kind = lefts[i].dtype, rights[i].dtype, contiguous, contiguous and aligned(one, two)
-            kinds.setdefault(kind, []).append(i)
-    offsets = beside(offsets, norms)
-    for (of_left, of_right, contiguous, wide_loads), members in kinds.items():
-        wide = torch.float32 in (of_left, of_right)
-        largest = largest_side(wide, device)
-        widths = {(pairs[i][0][1], pairs[i][1][1]) for i in members}
-        b_m, b_n = (min(largest, side_tile(max(widest), wide)) for widest in zip(*widths))
-        tiles = max(-(-m // b_m) * -(-n // b_n) for m, n in widths)
-        splits = splits_to_fill(norms, len(members) * units, tiles)
-        lines = [
-            (at_left, at_right, m, n, *strides_left, *strides_right)
-            for (at_left, m, *strides_left), (at_right, n, *strides_right) in map(pairs.__getitem__, members)
-        ]
+    if rights[0].shape[0] == 0:
+        return norms
+    lefts, rights, offsets = readable(lefts), readable(rights), beside(offsets, norms)
+    sides = largest_side(False, device), largest_side(True, device)
+    for launch in _chosen(lefts.form, rights.form, lefts.wide, rights.wide, sides):
+        wide, members = torch.float32 in (launch.of_left, launch.of_right), launch.members
+        splits = splits_to_fill(norms, len(members) * units, launch.tiles)
         every = len(members) == len(lefts)
         into = members if every else beside(torch.tensor(members), norms)
         parts = torch.empty(1, len(members) * units * splits, dtype=torch.float32, device=device)
         with on_device_of(norms):
             _chosen_kernel[(len(members) * units, splits)](
-                table_beside(lines, norms),
+                launch.table.beside(norms, lefts.addresses, rights.addresses),
                 offsets,
                 (chosen if every else chosen[into]).contiguous().view(torch.uint8),
                 parts,
                 units,
                 splits,
-                LEFT=TRITON[of_left],
-                RIGHT=TRITON[of_right],
-                CONTIGUOUS=contiguous,
-                ALIGNED=wide_loads,
-                b_m=b_m,
-                b_n=b_n,
+                LEFT=TRITON[launch.of_left],
+                RIGHT=TRITON[launch.of_right],
+                CONTIGUOUS=launch.contiguous,
+                ALIGNED=launch.wide_loads,
+                b_m=launch.b_m,
+                b_n=launch.b_n,
                 b_t=32 if wide else 64,
                 PRECISION="ieee",
                 enable_fp_fusion=True,
-                num_warps=8 if b_m * b_n > 4096 else 4,
+                num_warps=8 if launch.b_m * launch.b_n > 4096 else 4,
                 num_stages=3,
             )
         found = (parts if splits == 1 else sum_slots(parts, len(members) * units, splits)).view(-1, units)

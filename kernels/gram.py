@@ -7,26 +7,28 @@ registers, that of a shared right factor is made once for all its lefts. The dia
 squared lengths of rows, and so the scale of rounding errors (`fastdp.ops.row_products`) comes for nothing.
 """
 
+import functools
+import itertools
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch.utils.weak import WeakIdKeyDictionary
 
+from fastdp.ops.matrices import Form
+
 from .launch import (
     TRITON,
-    Line,
-    aligned,
+    Table,
     beside,
     is_recorded,
     largest_side,
-    lines_of,
     on_device_of,
     processors,
     readable,
     row_tile,
-    table_beside,
     version_of,
 )
 from .tiles import gram_tile
@@ -198,75 +200,95 @@ def tile_of(tokens: int, units: int, problems: int, largest: int, count: int) ->
     return min(sides, key=lambda b: -(-jobs_of(length, units, problems, b) // count) * b * b / _SPEED[b])
 
 
+class _Launch(NamedTuple):
+    """Uses whose factors are of the same dtypes and alignment: the lefts of each right, the widest first."""
+
+    of_right: torch.dtype
+    of_left: torch.dtype
+    contiguous: bool
+    wide_loads: bool
+    problems: int
+    order: tuple[int, ...]
+    table: Table
+
+
+@functools.lru_cache(maxsize=128)
+def _launches(
+    lefts: Form, rights: Form, counts: tuple[int, ...], wide_lefts: bytes, wide_rights: bytes
+) -> list[_Launch]:
+    kinds: dict[tuple[torch.dtype, torch.dtype, bool, bool], dict[int, list[int]]] = {}
+    uses = iter(range(len(lefts.columns)))
+    for right, count in enumerate(counts):
+        for left in itertools.islice(uses, count):
+            contiguous = lefts.strides[left][1] == rights.strides[right][1] == 1
+            wide_loads = bool(wide_lefts[left] and wide_rights[right])
+            kind = rights.dtypes[right], lefts.dtypes[left], contiguous, wide_loads
+            kinds.setdefault(kind, {}).setdefault(right, []).append(left)
+    found = []
+    for kind, own in kinds.items():
+        problems = sorted(own.items(), key=lambda p: -sum([lefts.columns[i] for i in p[1]]) - rights.columns[p[0]])
+        order = tuple(i for _, members in problems for i in members)
+        firsts = [0, *itertools.accumulate([len(members) for _, members in problems])]
+        lines = [
+            (0, rights.columns[right], *rights.strides[right], first, len(members))
+            for (right, members), first in zip(problems, firsts)
+        ]
+        lines_of_lefts = [(0, lefts.columns[i], *lefts.strides[i]) for i in order]
+        behind, numbers = len(problems) * _RIGHT_FIELDS.value, [right for right, _ in problems]
+        table = Table(
+            (*lines, *lines_of_lefts),
+            (range(0, behind, _RIGHT_FIELDS.value), numbers),
+            (range(behind, behind + len(order) * _LEFT_FIELDS.value, _LEFT_FIELDS.value), order),
+        )
+        found.append(_Launch(*kind, len(problems), order, table))
+    return found
+
+
 def gram_norms(
-    groups: Sequence[tuple[Sequence[torch.Tensor], torch.Tensor]],
+    lefts: Sequence[torch.Tensor],
+    rights: Sequence[torch.Tensor],
+    counts: Sequence[int],
     offsets: torch.Tensor,
     precision: str = "ieee",
     b_t: int | None = None,
     programs: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Squared norms [k, B], float32, and row products [k, B], float64, of the uses of all ``groups`` in their order.
+    """Squared norms [k, B], float32, and row products [k, B], float64, of k uses.
 
-    A group is lefts [N, m_i] that share a right [N, n]: float32, bfloat16 or float16, any strides; offsets int64 [B + 1]. One
-    launch for all factors of the same dtypes and alignment. ``precision``: of products of float32 factors, ``ieee`` or
-    ``tf32x3``.
+    Lefts [N, m_i], of which each of the rights [N, n_j] has ``counts[j]``: float32, bfloat16 or float16, any strides; offsets
+    int64 [B + 1]. One launch for all factors of the same dtypes and alignment. ``precision``: of products of float32 factors,
+    ``ieee`` or ``tf32x3``.
     """
-    units, (tokens, device) = offsets.shape[0] - 1, (groups[0][1].shape[0], groups[0][1].device)
-    counts = [len(lefts) for lefts, _ in groups]
-    uses = sum(counts)
+    units, (tokens, device), uses = offsets.shape[0] - 1, (rights[0].shape[0], rights[0].device), len(lefts)
     squares = torch.zeros(uses, units, dtype=torch.float32, device=device)
     products = torch.zeros(uses, units, dtype=torch.float64, device=device)
     if units == 0 or tokens == 0:
         return squares, products
-    offsets = beside(offsets, squares)
-    # Of all groups in one go: there are hundreds of them, in every step.
-    lefts, shared = readable([left for own, _ in groups for left in own]), readable([right for _, right in groups])
-    of_lefts = lines_of(lefts)
-    # Of each launch the rights, each with its lefts, which stand in the results where their numbers say: a line for each.
-    launches: dict[tuple[torch.dtype, torch.dtype, bool, bool], list[tuple[Line, list[tuple[int, Line]]]]] = {}
-    first = 0
-    for count, right, of_group in zip(counts, shared, lines_of(shared)):
-        kinds: dict[tuple[torch.dtype, torch.dtype, bool, bool], list[tuple[int, Line]]] = {}
-        for at in range(first, first + count):
-            line = of_lefts[at]
-            contiguous = line[3] == of_group[3] == 1
-            kind = right.dtype, lefts[at].dtype, contiguous, contiguous and aligned(line, of_group)
-            kinds.setdefault(kind, []).append((at, line))
-        first += count
-        for kind, members in kinds.items():
-            launches.setdefault(kind, []).append((of_group, members))
-    for (of_right, of_left, contiguous, wide_loads), problems in launches.items():
-        problems.sort(key=lambda problem: -sum([line[1] for _, line in problem[1]]) - problem[0][1])
-        order = [i for _, members in problems for i, _ in members]
-        rights: list[int] = []
-        lines: list[int] = []
-        for line, members in problems:
-            rights += [*line, len(lines) // _LEFT_FIELDS.value, len(members)]
-            for _, of_left_line in members:
-                lines += of_left_line
-        wide = torch.float32 in (of_right, of_left)
+    offsets, lefts, rights = beside(offsets, squares), readable(lefts), readable(rights)
+    for launch in _launches(lefts.form, rights.form, tuple(counts), lefts.wide, rights.wide):
+        wide = torch.float32 in (launch.of_right, launch.of_left)
         count = processors(device)
-        side = b_t or tile_of(tokens, units, len(problems), largest_side(wide, device), count)
-        table, most = _pairs_of(offsets, tokens, side)
-        addresses = table_beside((rights, lines), squares)
+        side = b_t or tile_of(tokens, units, launch.problems, largest_side(wide, device), count)
+        pairs, most = _pairs_of(offsets, tokens, side)
+        table, order = launch.table.beside(squares, rights.addresses, lefts.addresses), launch.order
         parts = torch.empty(2, len(order), most, dtype=torch.float32, device=device)
-        all_of_it = len(launches) == 1 and order == list(range(uses))
+        all_of_it = order == tuple(range(uses))
         out = squares if all_of_it else torch.empty(len(order), units, dtype=torch.float32, device=device)
         sizes = products if all_of_it else torch.empty(len(order), units, dtype=torch.float64, device=device)
         with on_device_of(squares):
-            _gram_kernel[(programs or min(most * len(problems), RESIDENT[side] * count),)](
-                addresses,
-                addresses[len(rights) :],
+            _gram_kernel[(programs or min(most * launch.problems, RESIDENT[side] * count),)](
                 table,
+                table[launch.problems * _RIGHT_FIELDS.value :],
+                pairs,
                 parts[0],
                 parts[1],
                 units,
                 most,
-                len(problems),
-                RIGHT=TRITON[of_right],
-                LEFT=TRITON[of_left],
-                CONTIGUOUS=contiguous,
-                ALIGNED=wide_loads,
+                launch.problems,
+                RIGHT=TRITON[launch.of_right],
+                LEFT=TRITON[launch.of_left],
+                CONTIGUOUS=launch.contiguous,
+                ALIGNED=launch.wide_loads,
                 b_t=side,
                 b_k=32 if wide else 64,
                 PRECISION=precision,
@@ -275,7 +297,7 @@ def gram_norms(
                 num_stages=4,
             )
             _sum_pairs_kernel[(units, len(order))](
-                parts[0], parts[1], table, out, sizes, units, most, b=128, num_warps=4
+                parts[0], parts[1], pairs, out, sizes, units, most, b=128, num_warps=4
             )
         if not all_of_it:
             into = beside(torch.tensor(order), squares)

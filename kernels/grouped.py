@@ -5,13 +5,17 @@ unit: it makes the gradient tile by tile, stores it and adds up its squares in o
 reduce. Only where that would leave processors idle are the tiles of a gradient dealt to several programs.
 """
 
+import functools
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from .launch import TRITON, beside, cdiv, largest_side, next_power_of_2, on_device_of, splits_to_fill
+from fastdp.ops.matrices import Form, Matrices
+
+from .launch import TRITON, Table, beside, cdiv, largest_side, next_power_of_2, on_device_of, splits_to_fill
 from .reduce import sum_slots
 from .tiles import outer_tile
 
@@ -74,18 +78,48 @@ def _grouped_kernel(
     tl.store(p_norms + (problem * units + unit) * splits + split, total)
 
 
-def _row(left: torch.Tensor, right: torch.Tensor, gradient: torch.Tensor) -> tuple[list[int], bool, bool, bool]:
-    """A problem's line of the table with its narrow factor first, and whether it is contiguous and aligned."""
-    unit, to_m, to_n = gradient.stride()
-    if left.shape[1] > right.shape[1]:
-        left, right, to_m, to_n = right, left, to_n, to_m
-    row = [left.data_ptr(), right.data_ptr(), gradient.data_ptr(), left.shape[1], right.shape[1]]
-    row += [*left.stride(), *right.stride(), unit, to_m, to_n]
-    narrow, wide = (
-        factor.data_ptr() % 16 == 0 and factor.shape[1] % 8 == 0 and factor.stride(0) % 8 == 0
-        for factor in (left, right)
-    )
-    return row, left.stride(1) == 1 and right.stride(1) == 1, narrow, wide
+class _Launch(NamedTuple):
+    """Matrices whose narrow and wide factors have the same dtypes."""
+
+    narrow: torch.dtype
+    wide: torch.dtype
+    contiguous: bool
+    narrow_aligned: bool
+    wide_aligned: bool
+    narrowest: int
+    widest: int
+    members: list[int]
+    table: Table
+
+
+@functools.lru_cache(maxsize=128)
+def _launches(lefts: Form, rights: Form, wide_lefts: bytes, wide_rights: bytes) -> list[_Launch]:
+    kinds: dict[tuple[torch.dtype, torch.dtype], list[int]] = {}
+    # Of the narrow and of the wide factor: which of the two lists it is in.
+    sides = [(1, 0) if m > n else (0, 1) for m, n in zip(lefts.columns, rights.columns)]
+    forms, read_wide = (lefts, rights), (wide_lefts, wide_rights)
+    for i, (narrow, wide) in enumerate(sides):
+        kinds.setdefault((forms[narrow].dtypes[i], forms[wide].dtypes[i]), []).append(i)
+    found = []
+    for kind, members in kinds.items():
+        lines, fields = [], _FIELDS.value
+        places: list[tuple[list[int], list[int]]] = [([], []), ([], []), ([], [])]
+        for number, i in enumerate(members):
+            own = [forms[side] for side in sides[i]]
+            m, n = lefts.columns[i], rights.columns[i]
+            # Gradients are rows of m n numbers, those of a row of the matrix beside each other.
+            steps = (n, 1) if sides[i] == (0, 1) else (1, n)
+            strides = [step for form in own for step in form.strides[i]]
+            lines.append((0, 0, 0, *(form.columns[i] for form in own), *strides, m * n, *steps))
+            for at, which in enumerate((*sides[i], 2)):
+                places[which][0].append(number * fields + at)
+                places[which][1].append(i)
+        contiguous = all(form.strides[i][1] == 1 for i in members for form in forms)
+        aligned = [all(read_wide[sides[i][at]][i] for i in members) for at in (0, 1)]
+        widths = [max(forms[sides[i][at]].columns[i] for i in members) for at in (0, 1)]
+        table = Table(lines, *places)
+        found.append(_Launch(*kind, contiguous, aligned[0], aligned[1], widths[0], widths[1], members, table))
+    return found
 
 
 def per_unit_group(
@@ -102,41 +136,35 @@ def per_unit_group(
     """
     units = offsets.shape[0] - 1
     device = offsets.device if not rights else rights[0].device
-    gradients = [
-        torch.empty(units, left.shape[1], right.shape[1], dtype=torch.float32, device=device)
-        for left, right in zip(lefts, rights)
-    ]
+    lefts, rights = Matrices.of(lefts), Matrices.of(rights)
+    shapes = zip(lefts.form.columns, rights.form.columns)
+    gradients = [torch.empty(units, m, n, dtype=torch.float32, device=device) for m, n in shapes]
     norms = torch.empty(len(lefts), units, dtype=torch.float32, device=device)
     if norms.numel() == 0:
         return gradients, norms
-    groups: dict[tuple[torch.dtype, torch.dtype], list[int]] = {}
-    for i, (left, right) in enumerate(zip(lefts, rights)):
-        narrow, wide = (right, left) if left.shape[1] > right.shape[1] else (left, right)
-        groups.setdefault((narrow.dtype, wide.dtype), []).append(i)
-    offsets = beside(offsets, norms)
-    for (narrow_dtype, wide_dtype), members in groups.items():
-        rows, contiguous, narrow_aligned, wide_aligned = zip(
-            *(_row(lefts[i], rights[i], gradients[i]) for i in members)
+    launches = _launches(lefts.form, rights.form, lefts.wide, rights.wide)
+    offsets, results = beside(offsets, norms), Matrices(gradients)
+    for launch in launches:
+        members = launch.members
+        b_m = min(
+            64 if launch.contiguous else 32, largest_side(False, device), max(16, next_power_of_2(launch.narrowest))
         )
-        table = torch.tensor(rows, dtype=torch.int64)
-        narrowest, widest = (int(width) for width in table[:, 3:5].amax(0))
-        b_m = min(64 if all(contiguous) else 32, largest_side(False, device), max(16, next_power_of_2(narrowest)))
-        single = torch.float32 in (narrow_dtype, wide_dtype)
+        single = torch.float32 in (launch.narrow, launch.wide)
         programs = len(members) * units
-        dealt = splits or splits_to_fill(norms, programs, cdiv(widest, _WIDE_TILE))
+        dealt = splits or splits_to_fill(norms, programs, cdiv(launch.widest, _WIDE_TILE))
         parts = torch.empty(1, programs * dealt, dtype=torch.float32, device=device)
         with on_device_of(norms):
             _grouped_kernel[(len(members), units, dealt)](
-                beside(table, norms),
+                launch.table.beside(norms, lefts.addresses, rights.addresses, results.addresses),
                 offsets,
                 parts,
                 units,
                 dealt,
-                NARROW=TRITON[narrow_dtype],
-                WIDE=TRITON[wide_dtype],
-                CONTIGUOUS=all(contiguous),
-                NARROW_ALIGNED=all(narrow_aligned),
-                WIDE_ALIGNED=all(wide_aligned),
+                NARROW=TRITON[launch.narrow],
+                WIDE=TRITON[launch.wide],
+                CONTIGUOUS=launch.contiguous,
+                NARROW_ALIGNED=launch.narrow_aligned,
+                WIDE_ALIGNED=launch.wide_aligned,
                 b_m=b_m,
                 b_n=_WIDE_TILE,
                 b_t=32 if single else 64,
@@ -146,7 +174,7 @@ def per_unit_group(
                 num_stages=3,
             )
         of_members = parts if dealt == 1 else sum_slots(parts, programs, dealt)
-        if len(groups) == 1:
+        if len(launches) == 1:
             return gradients, of_members.view(len(lefts), units)
         norms[members] = of_members.view(len(members), units)
     return gradients, norms

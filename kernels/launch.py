@@ -5,7 +5,8 @@ programs fill it.
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Iterable
+import operator
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -13,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
+from fastdp.ops.matrices import Matrices
 from fastdp.ops.placed import placed
 
 #: What a kernel that finds addresses in memory is told of the dtypes behind them.
@@ -21,7 +23,6 @@ TRITON = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16:
 #: Numbers of a matrix from which on a copy of it is cheap beside its products.
 _MANY = 1 << 20
 
-Line = tuple[int, int, int, int]
 _Launcher = TypeVar("_Launcher", bound=Callable[..., Any])
 
 
@@ -29,7 +30,9 @@ def serves(factors: int) -> Callable[[_Launcher], _Launcher]:
     """Decorate what an op runs on a GPU: without autograd, and only if none of its first ``factors`` arguments is float64."""
 
     def is_double(argument: Any) -> bool:
-        if type(argument) is list:
+        if isinstance(argument, Matrices):
+            return torch.float64 in argument.form.dtypes
+        if isinstance(argument, list):
             return torch.float64 in [x.dtype for x in argument]
         return argument.dtype is torch.float64
 
@@ -64,6 +67,26 @@ def table_beside(lines: Iterable[Iterable[int]], tensor: torch.Tensor) -> torch.
     return beside(torch.from_numpy(np.array([*itertools.chain.from_iterable(lines)], np.int64)), tensor)
 
 
+class Table:
+    """A table of many matrices, made once for those of a form: what is new in each step are their addresses.
+
+    Args:
+        lines: int64, with 0 for each address.
+        places: of each list of matrices where in the table, taken as one row, addresses go, and of which matrices.
+    """
+
+    def __init__(self, lines: Iterable[Iterable[int]], *places: tuple[Sequence[int], Sequence[int]]):
+        self._lines = np.array([*itertools.chain.from_iterable(lines)], np.int64)
+        self._places = [(np.array(at, np.intp), np.array(of, np.intp)) for at, of in places]
+
+    def beside(self, tensor: torch.Tensor, *addresses: np.ndarray) -> torch.Tensor:
+        """The table on the device of a tensor, with the addresses of the lists' matrices."""
+        table = self._lines.copy()
+        for (at, of), own in zip(self._places, addresses):
+            table[at] = own[of]
+        return beside(torch.from_numpy(table), tensor)
+
+
 def cdiv(a: int, b: int) -> int:
     """``a / b`` rounded up: Triton's own is callable from kernels too, and takes the host 80 times as long."""
     return -(-a // b)
@@ -74,29 +97,21 @@ def next_power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-def lines_of(matrices: Iterable[torch.Tensor]) -> list[Line]:
-    """What tables of many matrices say of each: its address, columns and strides."""
-    return [(matrix.data_ptr(), matrix.shape[1], *matrix.stride()) for matrix in matrices]  # type: ignore[misc]
-
-
-def aligned(one: Line, other: Line) -> bool:
-    """Whether the rows of two matrices, whose columns are neighbours, may be read 16 bytes at a time."""
-    return not ((one[0] | other[0]) % 16 or (one[1] | one[2] | other[1] | other[2]) % 8)
-
-
-def readable(matrices: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+def readable(matrices: Sequence[torch.Tensor]) -> Matrices:
     """The matrices; a copy with columns of zeros behind of each whose many numbers cannot be read 16 bytes at a time.
 
     The gradient of 50,257 logits is one: reading it number by number takes nine times as long as all products.
     """
-    return [matrix if matrix.numel() < _MANY else _padded(matrix) for matrix in matrices]
-
-
-def _padded(matrix: torch.Tensor) -> torch.Tensor:
-    (line,) = lines_of([matrix])
-    if line[3] != 1 or aligned(line, line):
-        return matrix
-    return torch.nn.functional.pad(matrix, (0, -matrix.shape[1] % 8))
+    matrices = Matrices.of(matrices)
+    if max(matrices.form.columns, default=0) * (matrices.rows or 0) < _MANY:
+        return matrices
+    padded = [
+        torch.nn.functional.pad(matrix, (0, -matrix.shape[1] % 8))
+        if matrix.numel() >= _MANY and step == 1 and not wide
+        else matrix
+        for matrix, (_, step), wide in zip(matrices, matrices.form.strides, matrices.wide)
+    ]
+    return matrices if all(map(operator.is_, padded, matrices)) else Matrices(padded)
 
 
 def version_of(tensor: torch.Tensor) -> int:

@@ -18,7 +18,7 @@ def norms(
             assert_ids(left, mask.shape[0])
         return onehot.onehot_norms(left, right, offsets, measure, mask)
     if (for_norms(left, right, offsets) if route == "auto" else route) == "gram":
-        return gram.gram_norms([([left], right)], offsets)[0]
+        return gram.gram_norms([left], [right], [1], offsets)[0]
     return direct.direct_norms(left, right, offsets, measure, mask)
 
 

@@ -15,16 +15,18 @@ fill the last round of processors are cut along the tokens; their parts are adde
 import functools
 import itertools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
+from fastdp.ops.matrices import Form, Matrices
+
 from .blocks import COUNT_MASK, ENDS, UNIT_SHIFT, blocks_of, runs_of
 from .direct import side_tile
 from .groups import owner
-from .launch import TRITON, beside, has_wide_tiles, on_device_of, processors, readable, row_tile, table_beside
+from .launch import TRITON, Table, beside, has_wide_tiles, on_device_of, processors, readable, row_tile
 from .mask import load_mask, pack_mask
 from .tiles import multiply
 
@@ -202,6 +204,61 @@ def deal(tiles: int, programs: int, most: int) -> tuple[int, int]:
     return (tiles, 1) if splits == 1 else (whole, splits)
 
 
+class _Launch(NamedTuple):
+    """Matrices of the same dtypes and alignment, and the tiles that their sums are cut into."""
+
+    of_left: torch.dtype
+    of_right: torch.dtype
+    contiguous: bool
+    wide_loads: bool
+    members: list[int]
+    b_m: int
+    b_n: int
+    tiles: int
+    table: Table
+
+
+@functools.lru_cache(maxsize=128)
+def _launches(
+    lefts: Form,
+    rights: Form,
+    outs: Form,
+    wide_lefts: bytes,
+    wide_rights: bytes,
+    wide_outs: bytes,
+    begun: tuple[bool, ...],
+    masked: bool,
+    wide_tiles: bool,
+) -> list[_Launch]:
+    kinds: dict[tuple[torch.dtype, torch.dtype, bool, bool], list[int]] = {}
+    for i, (m, n) in enumerate(zip(lefts.columns, rights.columns)):
+        if m and n:
+            (left_row, left_column), (right_row, right_column), (_, out_column) = (
+                form.strides[i] for form in (lefts, rights, outs)
+            )
+            contiguous = left_column == right_column == out_column == 1 and left_row < _NEAR and right_row < _NEAR
+            wide_loads = contiguous and bool(wide_lefts[i] and wide_rights[i] and wide_outs[i]) and m % 8 == 0
+            kinds.setdefault((lefts.dtypes[i], rights.dtypes[i], contiguous, wide_loads), []).append(i)
+    found = []
+    for kind, members in kinds.items():
+        wide, widths = torch.float32 in kind, [(lefts.columns[i], rights.columns[i]) for i in members]
+        tallest, widest = map(max, zip(*widths))
+        b_m, b_n = side_tile(tallest, wide), side_tile(widest, wide)
+        if masked:  # the mask's bits take registers
+            b_n = min(64, b_n)
+        elif not wide and b_m == 128 and wide_tiles and widest >= 256:
+            b_n = 256  # reads a quarter fewer bytes for each product, which is what these tiles wait for
+        firsts = [0, *itertools.accumulate([-(-m // b_m) * -(-n // b_n) for m, n in widths])]
+        lines = [
+            (0, 0, 0, *width, *lefts.strides[i], *rights.strides[i], *outs.strides[i], 0, int(begun[i]), first)
+            for i, width, first in zip(members, widths, firsts)
+        ]
+        every, fields = len(members) * _FIELDS.value, _FIELDS.value
+        table = Table(lines, *((range(at, every, fields), members) for at in (0, 1, 2, *([11] if masked else ()))))
+        found.append(_Launch(*kind, members, b_m, b_n, firsts[-1], table))
+    return found
+
+
 def weighted_sums_(
     outs: Sequence[torch.Tensor],
     lefts: Sequence[torch.Tensor],
@@ -223,10 +280,11 @@ def weighted_sums_(
     """
     tokens, units = rights[0].shape[0], offsets.shape[0] - 1
     device = rights[0].device
+    lefts, rights = Matrices.of(lefts), Matrices.of(rights)
     if not masks:
         longer = readable(lefts)
-        odd = [i for i, left in enumerate(longer) if left is not lefts[i]]
-        if odd:
+        if longer is not lefts:
+            odd = [i for i, left in enumerate(longer) if left is not lefts[i]]
             wider = list(outs)
             for i in odd:
                 wider[i] = outs[i].new_empty(longer[i].shape[1], outs[i].shape[1])
@@ -236,52 +294,37 @@ def weighted_sums_(
                 total = wider[i][: outs[i].shape[0]]
                 outs[i].add_(total) if begun[i] else outs[i].copy_(total)
             return
-    kinds: dict[Any, list[int]] = {}
-    places: dict[int, tuple[int, ...]] = {}
-    for i, (out, left, right) in enumerate(zip(outs, lefts, rights)):
-        if tokens == 0 or out.numel() == 0:
-            if not begun[i]:
-                out.zero_()
-            continue
-        (m, n), (left_row, left_column), (right_row, right_column) = out.shape, left.stride(), right.stride()
-        out_row, out_column = out.stride()
-        addresses = left.data_ptr(), right.data_ptr(), out.data_ptr()
-        contiguous = left_column == right_column == out_column == 1 and left_row < _NEAR and right_row < _NEAR
-        # Rows of all three may be read 16 bytes at a time: `aligned`, with each number asked for once.
-        least = (addresses[0] | addresses[1] | addresses[2]) % 16 | (m | n | left_row | right_row | out_row) % 8
-        wide_loads = contiguous and not least
-        kinds.setdefault((left.dtype, right.dtype, contiguous, wide_loads), []).append(i)
-        strides = left_row, left_column, right_row, right_column, out_row, out_column
-        places[i] = (*addresses, m, n, *strides)
+    totals = Matrices.of(outs)
+    if tokens == 0:
+        for total, own in zip(totals, begun):
+            if not own:
+                total.zero_()
+        return
     masked = weights_unmasked is not None
-    bits = [pack_mask(mask) for mask in masks]
+    bits = Matrices([pack_mask(mask) for mask in masks])
     offsets = beside(offsets, rights[0])
-    for (of_left, of_right, contiguous, wide_loads), members in kinds.items():
-        wide = torch.float32 in (of_left, of_right)
+    wide_tiles = has_wide_tiles(device)
+    forms, wides = zip(*((own.form, own.wide) for own in (lefts, rights, totals)))
+    for launch in _launches(*forms, *wides, tuple(begun), masked, wide_tiles):
+        wide, members, b_m, b_n = (
+            torch.float32 in (launch.of_left, launch.of_right),
+            launch.members,
+            launch.b_m,
+            launch.b_n,
+        )
         b_t = row_tile(tokens, units, 32 if wide else 64)
-        widest = max(places[i][4] for i in members)
-        b_m, b_n = side_tile(max(places[i][3] for i in members), wide), side_tile(widest, wide)
-        if masked:  # the mask's bits take registers
-            b_n = min(64, b_n)
-        elif not wide and b_m == 128 and has_wide_tiles(device) and widest >= 256:
-            b_n = 256  # reads a quarter fewer bytes for each product, which is what these tiles wait for
         large = b_m * b_n > 4096
-        numbers = [-(-places[i][3] // b_m) * -(-places[i][4] // b_n) for i in members]
-        ends = list(itertools.accumulate(numbers))
-        tiles = ends[-1]
-        lines = [
-            (*places[i], bits[i].data_ptr() if masked else 0, int(begun[i]), end - number)
-            for i, number, end in zip(members, numbers, ends)
-        ]
         most = max(1, tokens // _SHORTEST_PART)
-        whole, splits = dealt or deal(tiles, (1 if large else 4) * processors(device), most)
-        rest = tiles - whole
+        whole, splits = dealt or deal(launch.tiles, (1 if large else 4) * processors(device), most)
+        rest = launch.tiles - whole
         blocks, slots = blocks_of(offsets, tokens, b_t)
         parts = torch.empty(max(1, rest * splits * b_m * b_n), dtype=torch.float32, device=device)
-        table = table_beside(lines, parts)
+        table = launch.table.beside(
+            parts, *(own.addresses for own in (lefts, rights, totals, *([bits] if masked else ())))
+        )
         # A kernel without a mask never reads the second ones, and has no optional arguments.
         inside, outside = (
-            (w if len(members) == len(outs) else w[beside(torch.tensor(members), parts)]).contiguous()
+            (w if len(members) == len(totals) else w[beside(torch.tensor(members), parts)]).contiguous()
             for w in (weights, weights if weights_unmasked is None else weights_unmasked)
         )
         with on_device_of(parts):
@@ -292,14 +335,14 @@ def weighted_sums_(
                 outside,
                 parts,
                 units,
-                len(lines),
+                len(members),
                 slots,
                 whole,
                 splits,
-                LEFT=TRITON[of_left],
-                RIGHT=TRITON[of_right],
-                CONTIGUOUS=contiguous,
-                ALIGNED=wide_loads,
+                LEFT=TRITON[launch.of_left],
+                RIGHT=TRITON[launch.of_right],
+                CONTIGUOUS=launch.contiguous,
+                ALIGNED=launch.wide_loads,
                 b_m=b_m,
                 b_n=b_n,
                 b_t=b_t,
@@ -315,11 +358,11 @@ def weighted_sums_(
                 _add_parts_kernel[(rest, -(-b_m // b_row))](
                     table,
                     parts,
-                    len(lines),
+                    len(members),
                     whole,
                     splits,
-                    CONTIGUOUS=contiguous,
-                    ALIGNED=wide_loads,
+                    CONTIGUOUS=launch.contiguous,
+                    ALIGNED=launch.wide_loads,
                     b_m=b_m,
                     b_n=b_n,
                     b_row=min(b_row, b_m),

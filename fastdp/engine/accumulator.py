@@ -10,10 +10,9 @@ import torch
 import fastdp.ops as ops
 from fastdp.engine.axes import Scaled
 from fastdp.engine.bounds import Norms, UpperNorms
-from fastdp.engine.factors import Factors
 from fastdp.engine.layout import Layout
 from fastdp.engine.likeness import Likeness, Noting
-from fastdp.engine.norms import Entry, NormSink
+from fastdp.engine.norms import Batch, Entry, NormSink
 from fastdp.engine.policy import Policy
 from fastdp.engine.ranks import Ranks
 from fastdp.engine.shards import Whole
@@ -104,31 +103,44 @@ class Accumulator(Sums):
             if layout.weights.device.type == "cpu":
                 self.require_alike()
             return
-        whole: dict[str, torch.Tensor] = {}
-        matrices: dict[str, Factors] = {}
-        held, most = 0, self._together(norms)
+        most = self._together(norms)
+        if self.weights.cut:
+            norms.apart()
+        for batch in reversed(norms.batches):
+            self._add_batch(batch, factors, most)
+        whole, held = norms.wholes, 0
         for name in self.in_order(norms.entries):
             entry = norms.entries.pop(name, None) or Entry()
             if entry.instance is not None:
                 whole[name], entry.instance = entry.instance, None
                 held += 4 * self.parameters[name].numel()
-            if len(entry.factors) == 1 and entry.factors[0].in_memory and name not in self.policy.masks:
-                matrices[name] = entry.factors.pop()
-                held += 4 * self.parameters[name].numel()
             while entry.factors:
                 self.add_factors(name, entry.factors.pop(), factors, layout)
             if held > most or self.weights.cut:
                 self.add_instances(whole, factors)
-                self.add_matrices(matrices, factors, layout)
-                whole, matrices, held = {}, {}, 0
+                whole, held = {}, 0
             if self.weights.cut:
                 self.keep(name)
         self.add_instances(whole, factors)
-        self.add_matrices(matrices, factors, layout)
+
+    def _add_batch(self, batch: Batch, factors: torch.Tensor, most: int) -> None:
+        """Add the sums of matrices that were measured together, the last captured first, in launches of about ``most`` bytes."""
+        waiting: list[int] = []
+        held = 0
+        for at in reversed(range(len(batch.names))):
+            waiting.append(at)
+            held += 4 * self.parameters[batch.names[at]].numel()
+            if held > most or at == 0:
+                own = batch.taken(tuple(waiting))
+                lefts, rights = (own.rights, own.lefts) if batch.swap else (own.lefts, own.rights)
+                self.add_matrices(own.names, lefts, rights, factors, batch.offsets)
+                del batch.lefts[at:], batch.rights[at:], own, lefts, rights
+                waiting, held = [], 0
 
     def _together(self, norms: NormSink) -> int:
         """Bytes of sums that are made in one launch: few beside all of them, or beside what captures may hold back."""
-        every = 4 * sum([self.parameters[name].numel() for name in norms.entries])
+        names = [name for batch in norms.batches for name in batch.names]
+        every = 4 * sum([self.parameters[name].numel() for name in (*names, *norms.wholes, *norms.entries)])
         return min(norms.may_hold_bytes, max(every // _LAUNCHES, norms.may_hold_bytes // 32))
 
     def _scaled(self, sink: Sink) -> Sink:

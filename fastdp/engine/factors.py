@@ -90,7 +90,7 @@ class Factors:
         """Computed squared norms (by Gram matrices, or from a table's rows), and the `row_products`: ``[units]`` each."""
         if self.one_hot:
             return ops.sqnorm(self.left, self.right, self.offsets(layout)), self.row_products(layout)
-        squares, products = ops.gram_norms([([self.left], self.right)], self.offsets(layout))
+        squares, products = ops.gram_norms([self.left], [self.right], [1], self.offsets(layout))
         return squares[0], products[0]
 
     @property

@@ -332,7 +332,7 @@ class _Norms:
         self, units: slice, tile: torch.Tensor, hidden: torch.Tensor, offsets: torch.Tensor, longest: int
     ) -> None:
         """By Gram matrices, or directly where their rounding may hide too much."""
-        squares, products = (found[0].double() for found in ops.gram_norms([([tile], hidden)], offsets))
+        squares, products = (found[0].double() for found in ops.gram_norms([tile], [hidden], [1], offsets))
         constant = ops.Rounding(tile, hidden).gram(tile.shape[1], hidden.shape[1], longest)
         poor = constant * products.square() > REMEASURED * squares
         if poor.device.type != "cpu" or bool(poor.any()):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
@@ -15,6 +17,7 @@ from fastdp.engine.factors import Factors, PerUnit, joined
 from fastdp.engine.head import REMEASURED
 from fastdp.engine.layout import Layout
 from fastdp.engine.sums import Captures, Route, Sums, as_matrix
+from fastdp.ops.matrices import Matrices
 from fastdp.ops.routes import plan
 
 _T = TypeVar("_T")
@@ -22,6 +25,8 @@ _T = TypeVar("_T")
 _NARROW = 64
 #: Sizes of uses whose constants are kept, at most.
 _KEPT = 1 << 14
+#: Plans of a model's uses that are kept, at most: one for each length of batches.
+_PLANS = 256
 
 
 @dataclass(slots=True)
@@ -67,11 +72,50 @@ class _Found(NamedTuple):
 
 
 class _Grams(NamedTuple):
-    """Uses whose norms were found by Gram matrices, ``[uses, units]``, kept until it is known whether they are good enough."""
+    """Norms by Gram matrices of uses over the same tokens, ``[uses, units]``, until it is known whether they are good enough."""
 
-    own: list[_Found]
+    names: Sequence[str]
+    lefts: Sequence[torch.Tensor]
+    rights: Sequence[torch.Tensor]
+    offsets: torch.Tensor
+    errors: Sequence[_Constants]
     squares: torch.Tensor
     products: torch.Tensor
+
+
+class Batch(NamedTuple):
+    """Factors of matrices without a mask over the same tokens, each the only use of its parameter, which `swap`s them."""
+
+    names: tuple[str, ...]
+    lefts: Matrices
+    rights: Matrices
+    swap: bool
+    offsets: torch.Tensor
+    errors: Sequence[_Constants]
+
+    def taken(self, order: tuple[int, ...]) -> Batch:
+        """Those with these numbers."""
+        if order == tuple(range(len(self.names))):
+            return self
+        return self._replace(
+            names=tuple([self.names[at] for at in order]),
+            lefts=self.lefts.taken(order),
+            rights=self.rights.taken(order),
+            errors=[self.errors[at] for at in order],
+        )
+
+
+class _Plan(NamedTuple):
+    """How uses that were captured together are measured: their numbers by route, and what their sizes say of all."""
+
+    gram: tuple[int, ...]
+    direct: tuple[int, ...]
+    small: tuple[int, ...]
+    rest: tuple[int, ...]
+    #: Those by Gram matrices and by the direct route: their factors are kept.
+    kept: tuple[int, ...]
+    routes: dict[str, Route]
+    errors: tuple[_Constants, ...]
 
 
 #: By the arithmetic and the sizes that they depend on, which are the same in every step.
@@ -106,13 +150,18 @@ class NormSink(Captures):
         self.expected = expected
         self.keep = keep
         self.routes = sums.routes
-        self.tables = sums.tables
+        self.tables, self.plans = sums.tables, sums.plans
         self.entries: dict[str, Entry] = {}
         self.norms = Norms(len(self.policy.bounds), layout.units, layout.weights.device)
+        #: What many were measured together: factors, and whole gradients by name.
+        self.batches: list[Batch] = []
+        self.wholes: dict[str, torch.Tensor] = {}
         self._grams: list[_Grams] = []
-        #: Uses that wait for their Gram matrices, in groups that read the same input (where it lies), by their axis of tokens.
-        self._waiting: dict[tuple[int, bool], list[tuple[tuple[Any, ...], list[_Found]]]] = {}
-        self._small: dict[tuple[int, bool], list[tuple[str, torch.Tensor, torch.Tensor]]] = {}
+        #: Those of them that wait for their Gram matrices; and single uses that do, all of which read the same input.
+        self._by_gram: list[Batch] = []
+        self._waiting: list[_Found] = []
+        #: Uses that wait for all others, where they may.
+        self._captured: list[tuple[torch.nn.Parameter, Factors]] = []
         self._held_bytes = 0
         #: Routes of uses, and their errors, by their sizes: a model has many of few.
         self._kinds: dict[tuple[object, ...], tuple[Route, _Constants]] = {}
@@ -132,6 +181,75 @@ class NormSink(Captures):
         entry.add(gradients)
 
     def matrix(self, parameter: torch.nn.Parameter, factors: Factors, layout: Layout) -> None:
+        if not self.may_hold_bytes:
+            self._take_alone(parameter, factors)
+            return
+        self._captured.append((parameter, factors))
+        # The factors of others are kept for the sums in any case.
+        if factors.in_memory and min(factors.left.shape[1], factors.right.shape[1]) <= _NARROW:
+            self._held_bytes += factors.left.nbytes + factors.right.nbytes
+            if self._held_bytes > self.may_hold_bytes:
+                self._take_together()
+
+    def _take_together(self) -> None:
+        """Sort what was captured: a GPU measures many matrices in one launch."""
+        captured, self._captured, self._held_bytes = self._captured, [], 0
+        axes: dict[tuple[int, bool, bool], list[tuple[torch.nn.Parameter, Factors]]] = {}
+        expected, masks = self.expected, self.policy.masks
+        for own in captured:
+            parameter, use = own
+            name = self.names[id(parameter)]
+            if use.in_memory and expected.get(name, 1) == 1 and name not in masks:
+                axes.setdefault((use.right.shape[0], use.laned, use.swap), []).append(own)
+            else:
+                self._take_alone(parameter, use)
+        for (tokens, laned, swap), members in axes.items():
+            names = tuple([self.names[id(parameter)] for parameter, _ in members])
+            lefts, rights = Matrices([use.left for _, use in members]), Matrices([use.right for _, use in members])
+            longest = self.layout.longest(tokens, laned=laned)
+            key = names, lefts.form, rights.form, tokens, longest, laned, self.layout.units, self.all_whole
+            plan = self.plans.get(key)
+            if plan is None:
+                if len(self.plans) >= _PLANS:
+                    self.plans.clear()
+                plan = self.plans[key] = self._planned(names, members)
+            for at in plan.rest:
+                self._take_alone(*members[at])
+            self.routes.update(plan.routes)
+            every = Batch(names, lefts, rights, swap, self.layout.offsets(tokens, laned=laned), plan.errors)
+            if plan.small:
+                self._take_small(every.taken(plan.small))
+            for at in plan.direct:
+                self._add_direct(_Found(names[at], members[at][1], plan.routes[names[at]], plan.errors[at]))
+            if plan.kept:
+                self.batches.append(every.taken(plan.kept))
+            if plan.gram:
+                self._by_gram.append(every.taken(plan.gram))
+
+    def _planned(self, names: Sequence[str], members: Sequence[tuple[torch.nn.Parameter, Factors]]) -> _Plan:
+        found = [self._found(name, use) for name, (_, use) in zip(names, members)]
+        numbers: dict[str, list[int]] = {"gram": [], "direct": [], "instantiate": [], "rest": []}
+        for at, (name, use, route, _) in enumerate(found):
+            narrow = min(use.left.shape[1], use.right.shape[1]) <= _NARROW and name not in self.tables
+            numbers["rest" if route.name == "instantiate" and not narrow else route.name].append(at)
+        gram, direct, small, rest = (tuple(own) for own in numbers.values())
+        kept = tuple(sorted(gram + direct))
+        routes, errors = {own.name: own.route for own in found}, tuple([own.errors for own in found])
+        return _Plan(gram, direct, small, rest, kept, routes, errors)
+
+    def _take_small(self, batch: Batch) -> None:
+        """Make and measure the gradients of small matrices (LoRA's) in one launch; nothing else of them is kept."""
+        lefts, rights = (batch.rights, batch.lefts) if batch.swap else (batch.lefts, batch.rights)
+        gradients, squared = ops.per_unit_group(lefts, rights, batch.offsets)
+        errors = [self._of_instance(name, gradient) for name, gradient in zip(batch.names, gradients)]
+        self.norms.add_rows(self._groups(batch.names), squared, errors)
+        self.wholes.update(zip(batch.names, gradients))
+
+    def _groups(self, names: Iterable[str]) -> list[int]:
+        """Of parameters without a mask."""
+        return [group for name in names if isinstance(group := self.policy.group_of[name], int)]
+
+    def _take_alone(self, parameter: torch.nn.Parameter, factors: Factors) -> None:
         name, entry = self.entry(parameter)
         entry.uses += 1
         masked = bool(self.policy.masks) and name in self.policy.masks
@@ -181,6 +299,21 @@ class NormSink(Captures):
         options: dict[str, Any] = {"keeps_factors": self.keep, "dtype": right.dtype, "device": right.device}
         return plan(rows, right.shape[1], length, units, **options)
 
+    def apart(self) -> None:
+        """Put what was measured together among the entries."""
+        for batch in self.batches:
+            for name, left, right in zip(batch.names, batch.lefts, batch.rights):
+                self.entries[name] = Entry([Factors(left, right, swap=batch.swap)])
+        self.entries |= {name: Entry(instance=gradient) for name, gradient in self.wholes.items()}
+        self.batches, self.wholes = [], {}
+
+    def _require_once(self) -> None:
+        """As `require_once`, of all that came together."""
+        names = [*itertools.chain.from_iterable([batch.names for batch in self.batches]), *self.wholes]
+        if len({*names, *self.entries}) < len(names) + len(self.entries):
+            seen = Counter([*names, *self.entries])
+            self.require_once(next(name for name, times in seen.items() if times > 1), Entry(uses=2))
+
     def require_once(self, name: str, entry: Entry) -> None:
         """Raise RuntimeError if a parameter that the trace saw used once has come again."""
         if entry.uses > 1:
@@ -220,55 +353,48 @@ class NormSink(Captures):
             self.norms.add(own, power, entries, relative=relative, products=products, gram=gram, added=added)
 
     def _instantiate(self, name: str, factors: Factors) -> None:
-        """Wait for other small matrices (LoRA's): a GPU makes the gradients of all of them in one launch."""
+        """Make the gradients of a small matrix at once."""
         left, right = factors.oriented
         if not self.keep:
             self.note_products(name, factors)
         if min(left.shape[1], right.shape[1]) > _NARROW:
             self.entries[name].add(ops.per_unit(left, right, factors.offsets(self.layout)))
             return
-        self._small.setdefault((right.shape[0], factors.laned), []).append((name, left, right))
-        self._held_bytes += left.nbytes + right.nbytes
-        if self._held_bytes > self.may_hold_bytes:
-            self._flush_small()
-
-    def _flush_small(self) -> None:
-        for (tokens, laned), uses in self._small.items():
-            names, lefts, rights = zip(*uses)
-            gradients, squared = ops.per_unit_group(lefts, rights, self.layout.offsets(tokens, laned=laned))
-            for name, gradient, row in zip(names, gradients, squared):
-                self.entries[name].add(gradient, row)
-        self._small.clear()
-        self._held_bytes = 0
+        (gradient,), squared = ops.per_unit_group([left], [right], factors.offsets(self.layout))
+        self.entries[name].add(gradient, squared[0])
 
     def _defer(self, found: _Found) -> None:
-        """Wait for other uses that read the same input (q, k and v; gate and up): its Gram matrix serves them all.
-
-        On a GPU that keeps factors for the sums anyway, all inputs wait for each other: one launch measures them all.
-        """
-        right = found.use.right
-        place = right.data_ptr(), right.shape, right.stride()
-        groups = self._waiting.setdefault((right.shape[0], found.use.laned), [])
-        if not groups or groups[-1][0] != place:
-            if not self.may_hold_bytes:
+        """Wait for other uses that read the same input (q, k and v; gate and up): its Gram matrix serves them all."""
+        if self._waiting:
+            one, other = self._waiting[0].use, found.use
+            alike = one.right.data_ptr() == other.right.data_ptr() and one.right.stride() == other.right.stride()
+            if not alike or one.right.shape != other.right.shape or one.laned != other.laned:
                 self._flush()
-                groups = self._waiting.setdefault((right.shape[0], found.use.laned), [])
-            groups.append((place, []))
-        groups[-1][1].append(found)
+        self._waiting.append(found)
 
     def _flush(self) -> None:
-        for (tokens, laned), groups in self._waiting.items():
-            if not groups:
-                continue
-            offsets = self.layout.offsets(tokens, laned=laned)
-            pairs = [([found.use.left for found in own], own[0].use.right) for _, own in groups]
-            squares, products = ops.gram_norms(pairs, offsets)
-            self._grams.append(_Grams([found for _, own in groups for found in own], squares, products))
-            for found in self._grams[-1].own if not self.keep else ():
-                self.drop(self.entries[found.name])
-        self._waiting.clear()
+        waiting, self._waiting = self._waiting, []
+        if not waiting:
+            return
+        lefts, right, offsets = (
+            [found.use.left for found in waiting],
+            waiting[0].use.right,
+            waiting[0].use.offsets(self.layout),
+        )
+        norms = ops.gram_norms(lefts, [right], [len(lefts)], offsets)
+        names, errors = [found.name for found in waiting], [found.errors for found in waiting]
+        self._grams.append(_Grams(names, lefts, [right] * len(lefts), offsets, errors, *norms))
         if not self.keep:
+            for name in names:
+                self.drop(self.entries[name])
             self._judge()
+
+    def _flush_batch(self, batch: Batch) -> None:
+        """Find all norms of a batch by Gram matrices in one launch: each input's once for the uses that follow each other."""
+        counts = batch.rights.counts
+        firsts = (0, *itertools.accumulate(counts[:-1]))
+        norms = ops.gram_norms(batch.lefts, batch.rights.taken(firsts), counts, batch.offsets)
+        self._grams.append(_Grams(batch.names, batch.lefts, batch.rights, batch.offsets, batch.errors, *norms))
 
     def _judge(self) -> None:
         """Take the norms found by Gram matrices, and find those of the units anew for which they are not good enough.
@@ -278,12 +404,11 @@ class NormSink(Captures):
         """
         if not self._grams:
             return
-        every = [found for grams in self._grams for found in grams.own]
-        own = [group for found in every if isinstance(group := self.policy.group_of[found.name], int)]
+        own = [group for grams in self._grams for group in self._groups(grams.names)]
         groups = sent(tuple(own), torch.int64, self.layout.weights.device)
         squares = stacked([found.squares for found in self._grams])
         products = stacked([found.products for found in self._grams])
-        errors = [found.errors.gram for found in every]
+        errors = [error.gram for grams in self._grams for error in grams.errors]
         hidden = products.square()
         hidden *= sent(tuple([error.gram for error in errors]), torch.float64, hidden.device).unsqueeze(1)
         known = self.norms.measured().index_add_(0, groups, squares)
@@ -293,31 +418,17 @@ class NormSink(Captures):
         if anew:
             squares, products = squares.masked_fill(poor, 0), products.masked_fill(poor, 0)
             rests = rests.masked_fill(~poor, 0)
-            self._measure([found.use for found in every], own, poor, rests, [found.errors.direct for found in every])
+            self._measure(poor, rests)
         self.norms.add_rows(own, squares, errors, products)
         self._grams.clear()
 
-    def _measure(
-        self,
-        uses: Sequence[Factors],
-        groups: Sequence[int],
-        chosen: torch.Tensor,
-        products: torch.Tensor,
-        errors: Sequence[Errors],
-    ) -> None:
+    def _measure(self, chosen: torch.Tensor, products: torch.Tensor) -> None:
         """Take norms by the direct route of chosen units, bool ``[uses, units]``, and 0 of the others."""
-        axes: dict[tuple[int, bool], list[int]] = {}
-        for at, use in enumerate(uses):
-            axes.setdefault((use.right.shape[0], use.laned), []).append(at)
-        for members in axes.values():
-            own = [uses[at] for at in members]
-            theirs, reach = chosen, products
-            if len(axes) > 1:
-                rows = sent(tuple(members), torch.int64, chosen.device)
-                theirs, reach = chosen.index_select(0, rows), products.index_select(0, rows)
-            lefts, rights = [use.left for use in own], [use.right for use in own]
-            again = ops.chosen_sqnorm(lefts, rights, own[0].offsets(self.layout), theirs)
-            self.norms.add_rows([groups[at] for at in members], again, [errors[at] for at in members], reach)
+        every = [len(grams.names) for grams in self._grams]
+        for grams, theirs, reach in zip(self._grams, chosen.split(every), products.split(every)):
+            again = ops.chosen_sqnorm(grams.lefts, grams.rights, grams.offsets, theirs)
+            errors = [error.direct for error in grams.errors]
+            self.norms.add_rows(self._groups(grams.names), again, errors, reach)
 
     def _constants(self, use: Factors, entries: int) -> _Constants:
         """The errors of one use, computed once for all of its size and arithmetic."""
@@ -376,8 +487,12 @@ class NormSink(Captures):
 
     def finish(self) -> UpperNorms:
         """Upper bounds of what each unit adds, complete."""
+        self._take_together()
         self._flush()
-        self._flush_small()
+        for batch in self._by_gram:
+            self._flush_batch(batch)
+        self._by_gram.clear()
+        self._require_once()
         self._judge()
         whole: dict[str, Entry] = {}
         for name, entry in self.entries.items():
@@ -407,7 +522,9 @@ class NormSink(Captures):
             self._add_direct(self._found(name, uses[0]))
         else:
             squares, products = uses[0].powers(self.layout)
-            self._grams.append(_Grams([self._found(name, uses[0])], squares.unsqueeze(0), products.unsqueeze(0)))
+            use, errors = uses[0], self._found(name, uses[0]).errors
+            norms = squares.unsqueeze(0), products.unsqueeze(0)
+            self._grams.append(_Grams([name], [use.left], [use.right], use.offsets(self.layout), [errors], *norms))
         self.drop(entry)
 
     def _put_together(self, name: str, entry: Entry) -> None:

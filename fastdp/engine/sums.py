@@ -38,6 +38,8 @@ class Sums:
     def __init__(self, parameters: Mapping[str, torch.nn.Parameter], policy: Policy, weights: Whole | None = None):
         self.policy = policy
         self.routes: dict[str, Route] = {}
+        #: How uses that come together are measured, by their names and form: `fastdp.engine.norms` makes them.
+        self.plans: dict[Any, Any] = {}
         #: Parameters that some use reads by row; the engine's trace says which.
         self.tables: frozenset[str] = frozenset()
         self.read(parameters, weights or Whole())
@@ -159,22 +161,23 @@ class Sums:
         if use.tiled and flat.device.type == "cpu":
             self.require_alike()
 
-    def add_matrices(self, uses: Mapping[str, Factors], factors: torch.Tensor, layout: Layout) -> None:
-        """Add the weighted sums of several parameters without a mask, one use each, both factors in memory: in one launch."""
-        axes: dict[tuple[int, bool], list[str]] = {}
-        for name, use in uses.items():
-            axes.setdefault((use.right.shape[0], use.laned), []).append(name)
+    def add_matrices(
+        self,
+        names: Sequence[str],
+        lefts: Sequence[torch.Tensor],
+        rights: Sequence[torch.Tensor],
+        factors: torch.Tensor,
+        offsets: torch.Tensor,
+    ) -> None:
+        """Add the weighted sums of several parameters without a mask over the same tokens, each of its own order's factors."""
         whole = self._whole
-        for (tokens, laned), names in axes.items():
-            lefts, rights = zip(*[uses[name].oriented for name in names])
-            weights = self._plain_weights(names, factors)
-            held = [whole.get(name) for name in names]
-            outs = [None if total is None else total.view(total.shape[0], -1) for total in held]
-            found = ops.weighted_sum_group(lefts, rights, weights, layout.offsets(tokens, laned=laned), outs)
-            for name, total in zip(names, found):
-                parameter = self.parameters[name]
-                # Nearly all are matrices, and a view takes the host as long as a launch.
-                whole[name] = total if parameter.dim() == 2 else total.view(parameter.shape)
+        held = [whole.get(name) for name in names]
+        outs = [None if total is None else total.view(total.shape[0], -1) for total in held]
+        found = ops.weighted_sum_group(lefts, rights, self._plain_weights(names, factors), offsets, outs)
+        for name, total in zip(names, found):
+            parameter = self.parameters[name]
+            # Nearly all are matrices, and a view takes the host as long as a launch.
+            whole[name] = total if parameter.dim() == 2 else total.view(parameter.shape)
 
 
 def as_matrix(mask: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,6 @@ docs/clipping.md derives each of them.
 from __future__ import annotations
 
 import importlib.util
-import itertools
 import math
 from collections.abc import Sequence
 
@@ -18,6 +17,7 @@ from torch import Tensor
 import fastdp._native as _native
 
 from .factors import ELEMENT, SQUARE, accumulator, check_group, check_offsets, check_pair, is_one_hot, unit_bounds
+from .matrices import Matrices
 from .norms import NORMS
 from .table import Op
 
@@ -98,18 +98,10 @@ def row_products(left: Tensor, right: Tensor, offsets: Tensor, order: int = 2) -
     return ROW_PRODUCTS(left, right, offsets, order) * _OWN_ROUNDING
 
 
-def _split(
-    lefts: Sequence[Tensor], rights: Sequence[Tensor], counts: Sequence[int]
-) -> list[tuple[list[Tensor], Tensor]]:
-    """The lefts of each right: ``counts`` says how many each has, in order."""
-    each = iter(lefts)
-    return [(list(itertools.islice(each, count)), right) for right, count in zip(rights, counts)]
-
-
 def _gram_norms_reference(
     lefts: Sequence[Tensor], rights: Sequence[Tensor], counts: Sequence[int], offsets: Tensor
 ) -> tuple[Tensor, Tensor]:
-    pairs = [(left, right) for own, right in _split(lefts, rights, counts) for left in own]
+    pairs = list(zip(lefts, [right for right, count in zip(rights, counts) for _ in range(count)]))
     squares = [NORMS.reference(left, right, offsets, "gram", SQUARE, None)[0] for left, right in pairs]
     products = [_row_products_reference(left, right, offsets, 2) for left, right in pairs]
     return torch.stack(squares).to(accumulator(*rights, *lefts)), torch.stack(products)
@@ -132,7 +124,7 @@ def _check_gram_norms(
         raise ValueError(f"{len(lefts)} lefts in groups of {list(counts)} do not belong to {len(rights)} rights")
     if min(counts) < 1:
         raise ValueError("lefts is empty: a group has at least one use")
-    check_group(lefts, [right for right, count in zip(rights, counts) for _ in range(count)], offsets)
+    check_group(Matrices.of(lefts), Matrices.of(rights), offsets, counts)
 
 
 GRAM_NORMS = Op(
@@ -144,34 +136,36 @@ GRAM_NORMS = Op(
 GRAM_NORMS.in_family("bounds")
 
 
-def gram_norms(groups: Sequence[tuple[Sequence[Tensor], Tensor]], offsets: Tensor) -> tuple[Tensor, Tensor]:
+def gram_norms(
+    lefts: Sequence[Tensor], rights: Sequence[Tensor], counts: Sequence[int], offsets: Tensor
+) -> tuple[Tensor, Tensor]:
     """Squared norms of uses by the Gram route of :func:`fastdp.ops.sqnorm`, and the :func:`row_products` of each.
 
-    Uses that read the same ``right`` (query, key and value projections) are a group, whose Gram matrix of ``right`` is computed
-    once. On a GPU one launch makes all of them, so that many matrices keep all processors busy where one does not.
+    Uses that read the same right factor (query, key and value projections) stand together: its Gram matrix is computed once.
+    On a GPU one launch makes all of them, so that many matrices keep all processors busy where one does not.
 
     Args:
-        groups: lefts [N, m_i] and the right [N, n] that they share, float, any strides.
+        lefts: k matrices [N, m_i], float, any strides.
+        rights: [N, n_i], float, any strides.
+        counts: how many of the lefts, in order, each of the rights has.
         offsets: int64 [B + 1], as in :func:`fastdp.ops.sqnorm`.
 
     Returns:
-        Of the uses of all groups in order, squared norms [k, B], float32 (float64 if a factor is float64), and products
-        [k, B], float64.
+        Squared norms [k, B], float32 (float64 if a factor is float64), and products [k, B], float64.
 
     Raises:
-        TypeError, ValueError: no groups or an empty one, ids among the lefts, or what :func:`fastdp.ops.sqnorm` refuses.
+        TypeError, ValueError: no matrices, a right without lefts, ids among these, or what :func:`fastdp.ops.sqnorm` refuses.
 
     >>> import torch
     >>> from fastdp.ops import gram_norms
     >>> left, right = torch.ones(3, 2), torch.ones(3, 4)  # three tokens
     >>> offsets = torch.tensor([0, 1, 3])  # one of the first unit, two of the second
-    >>> norms, products = gram_norms([([left, 2 * left], right)], offsets)
+    >>> norms, products = gram_norms([left, 2 * left], [right], [2], offsets)
     >>> norms
     tensor([[  8.,  32.],
             [ 32., 128.]])
     """
-    rights, counts = [right for _, right in groups], [len(lefts) for lefts, _ in groups]
-    squares, products = GRAM_NORMS([left for lefts, _ in groups for left in lefts], rights, counts, offsets)
+    squares, products = GRAM_NORMS(Matrices.of(lefts), Matrices.of(rights), list(counts), offsets)
     return squares, products * _OWN_ROUNDING
 
 
@@ -188,7 +182,7 @@ def _chosen_sqnorm_reference(
 
 
 def _check_chosen_sqnorm(lefts: Sequence[Tensor], rights: Sequence[Tensor], offsets: Tensor, chosen: Tensor) -> None:
-    check_group(lefts, rights, offsets)
+    check_group(Matrices.of(lefts), Matrices.of(rights), offsets)
     shape = len(lefts), offsets.shape[0] - 1
     if chosen.dtype != torch.bool or chosen.shape != shape or chosen.device != rights[0].device:
         raise ValueError("chosen must be bool, one a matrix and unit, beside the factors")
@@ -226,7 +220,7 @@ def chosen_sqnorm(lefts: Sequence[Tensor], rights: Sequence[Tensor], offsets: Te
     >>> chosen_sqnorm([left], [right], offsets, torch.tensor([[False, True]]))
     tensor([[ 0., 32.]])
     """
-    return CHOSEN_SQNORM(list(lefts), list(rights), offsets, chosen)
+    return CHOSEN_SQNORM(Matrices.of(lefts), Matrices.of(rights), offsets, chosen)
 
 
 class Rounding:

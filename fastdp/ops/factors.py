@@ -14,6 +14,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from .matrices import Form, Matrices
+
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 #: The dtypes that sums, and the weights in them, may have.
 SUMS = (torch.float32, torch.float64)
@@ -127,32 +129,34 @@ def check_pair(left: Tensor, right: Tensor, names: tuple[str, str] = ("left", "r
         raise ValueError(f"{names[0]} is on {left.device} and {names[1]} on {right.device}")
 
 
-def check_group(lefts: Sequence[Tensor], rights: Sequence[Tensor], offsets: Tensor) -> None:
-    """Raise TypeError or ValueError unless they are as many pairs of matrices, over the same tokens, cut by offsets."""
-    if not lefts or len(lefts) != len(rights):
+def check_group(lefts: Matrices, rights: Matrices, offsets: Tensor, counts: Sequence[int] = ()) -> None:
+    """Raise TypeError or ValueError unless they are pairs of matrices, over the same tokens, cut by offsets.
+
+    With ``counts`` each of the rights has so many lefts.
+    """
+    if not lefts or (len(lefts) != len(rights) and not counts):
         raise ValueError(f"there are {len(lefts)} lefts and {len(rights)} rights: give as many of each, at least one")
-    first = rights[0]
-    tokens, device = first.shape[0] if first.dim() else 0, first.device
-    for number, (left, right) in enumerate(zip(lefts, rights)):
-        # As in `check_pair`, whose words say what is wrong.
-        if (
-            left.dim() == right.dim() == 2
-            and left.dtype in FLOATS
-            and right.dtype in FLOATS
-            and left.shape[0] == right.shape[0] == tokens
-            and left.device == right.device == device
-        ):
-            continue
-        check_pair(left, right, (f"lefts[{number}]", f"rights[{number}]"))
-        if is_one_hot(left):
-            raise ValueError(
-                f"lefts[{number}] is a vector of ids: one-hot factors are in no group, use sqnorm and weighted_sum"
-            )
-        raise ValueError(
-            f"rights[{number}] has {right.shape[0]} tokens on {right.device} and rights[0] {tokens} on {device}: "
-            "all of a group belong to the same tokens"
-        )
-    check_offsets(offsets, tokens, device)
+    first, tokens = rights[0], rights.rows
+    good = tokens is not None and tokens == lefts.rows and first.device == lefts[0].device
+    if not (good and _floats(lefts.form) and _floats(rights.form)):
+        each = [right for right, count in zip(rights, counts) for _ in range(count)] if counts else rights
+        for number, (left, right) in enumerate(zip(lefts, each)):
+            check_pair(left, right, (f"lefts[{number}]", f"rights[{number}]"))
+            if is_one_hot(left):
+                raise ValueError(
+                    f"lefts[{number}] is a vector of ids: one-hot factors are in no group, use sqnorm and weighted_sum"
+                )
+            if right.shape[0] != first.shape[0] or right.device != first.device:
+                raise ValueError(
+                    f"rights[{number}] has {right.shape[0]} tokens on {right.device} and rights[0] {first.shape[0]} on "
+                    f"{first.device}: all of a group belong to the same tokens"
+                )
+    check_offsets(offsets, first.shape[0], first.device)
+
+
+@functools.lru_cache(maxsize=256)
+def _floats(form: Form) -> bool:
+    return {*form.dtypes} <= {*FLOATS}
 
 
 def check_offsets(offsets: Tensor, tokens: int, device: torch.device, name: str = "offsets") -> None:

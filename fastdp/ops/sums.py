@@ -21,6 +21,7 @@ from .factors import (
     per_token,
     unit_bounds,
 )
+from .matrices import Matrices
 from .table import Op
 
 
@@ -96,7 +97,7 @@ def _per_unit_group_fake(
 
 
 def _check_per_unit_group(lefts: Sequence[Tensor], rights: Sequence[Tensor], offsets: Tensor) -> None:
-    check_group(lefts, rights, offsets)
+    check_group(Matrices.of(lefts), Matrices.of(rights), offsets)
 
 
 PER_UNIT_GROUP = Op(
@@ -134,7 +135,7 @@ def per_unit_group(lefts: Sequence[Tensor], rights: Sequence[Tensor], offsets: T
     tensor([[  8.,  32.],
             [ 32., 128.]])
     """
-    return PER_UNIT_GROUP(list(lefts), list(rights), offsets)
+    return PER_UNIT_GROUP(Matrices.of(lefts), Matrices.of(rights), offsets)
 
 
 def _column_sums_reference(left: Tensor, offsets: Tensor) -> Tensor:
@@ -340,7 +341,7 @@ def _check_weighted_sum_group(
     offsets: Tensor,
     begun: Sequence[bool],
 ) -> None:
-    check_group(lefts, rights, offsets)
+    check_group(Matrices.of(lefts), Matrices.of(rights), offsets)
     if not len(outs) == len(lefts) == len(weights) == len(begun):
         raise ValueError(f"there are {len(lefts)} lefts and {len(weights)} rows of weights: give as many of each")
     check_weights(weights[0], rights[0], "unit", count=offsets.shape[0] - 1)
@@ -391,15 +392,13 @@ def weighted_sum_group(
     >>> [float(total[0, 0]) for total in sums]
     [2.0, 2.0]
     """
-    given = [None] * len(lefts) if outs is None else list(outs)
-    double = torch.float64 in {factor.dtype for factor in (*lefts, *rights)}
+    lefts, rights = Matrices.of(lefts), Matrices.of(rights)
+    given = [None] * len(lefts) if outs is None else outs
     sums = [
-        right.new_empty(left.shape[-1], right.shape[-1], dtype=accumulator(left, right) if double else torch.float32)
-        if out is None
-        else out
+        right.new_empty(left.shape[-1], right.shape[-1], dtype=accumulator(left, right)) if out is None else out
         for out, left, right in zip(given, lefts, rights)
     ]
-    WEIGHTED_SUM_GROUP(sums, list(lefts), list(rights), weights, offsets, [out is not None for out in given])
+    WEIGHTED_SUM_GROUP(sums, lefts, rights, weights, offsets, [out is not None for out in given])
     return sums
 
 

@@ -105,7 +105,7 @@ class Op:
         first = args[self._tensors[0]]
         if self._position is not None:
             args = self._drawn(args)
-        return self.on((first[0] if type(first) is list else first).device.type, *args)
+        return self.on((first[0] if isinstance(first, list) else first).device.type, *args)
 
     def _drawn(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """The arguments, with a position taken from the stream that was given in its place."""
@@ -121,11 +121,11 @@ class Op:
         for i in self._tensors:
             a = args[i]
             if a is None or (
-                not recorded and (_PLAIN.issuperset(map(type, a)) if type(a) is list else type(a) in _PLAIN)
+                not recorded and (_PLAIN.issuperset(map(type, a)) if isinstance(a, list) else type(a) in _PLAIN)
             ):
                 continue
             # Autograd, and tensors that hold no data of their own (fake, functional), exist only behind the dispatcher.
-            for x in a if type(a) is list else (a,):
+            for x in a if isinstance(a, list) else (a,):
                 if isinstance(x, torch.Tensor) and ((recorded and x.requires_grad) or type(x) not in _PLAIN):
                     if self._position is not None:
                         self.check(*args)  # before a position is spent

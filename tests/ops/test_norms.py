@@ -63,7 +63,7 @@ def test_every_norm_reads_every_dtype_and_layout(dtype, layout):
     assert relative_error(ops.abs_sum(ids, right, offsets), table.abs().sum((1, 2))) <= BOUND
     parts = torch.stack([(table.square() * rows).sum((1, 2)), (table.square() * ~rows).sum((1, 2))])
     assert relative_error(ops.masked_sqnorm(ids, right, offsets, rows), parts) <= BOUND
-    group, _ = ops.gram_norms([([left, right], right)], offsets)
+    group, _ = ops.gram_norms([left, right], [right], [2], offsets)
     assert relative_error(group[0], squares.sum((1, 2))) <= BOUND
     assert relative_error(group[1], squared(right, right, offsets)) <= BOUND
 
@@ -85,7 +85,7 @@ def test_float64_factors_stay_float64():
         assert relative_error(ops.sqnorm(left, right, offsets, route), truth.square().sum((1, 2))) <= 1e-12
     assert relative_error(ops.abs_sum(left, right, offsets), truth.abs().sum((1, 2))) <= 1e-12
     assert relative_error(ops.masked_sqnorm(left, right, offsets, mask)[0], truth.square().sum((1, 2))) <= 1e-12
-    assert relative_error(ops.gram_norms([([left], right)], offsets)[0][0], truth.square().sum((1, 2))) <= 1e-12
+    assert relative_error(ops.gram_norms([left], [right], [1], offsets)[0][0], truth.square().sum((1, 2))) <= 1e-12
     ids, rows = torch.arange(tokens) % 3, torch.rand(3, 13) < 0.5
     table = gradients(ids, right, offsets, 3)
     assert relative_error(ops.abs_sum(ids, right, offsets), table.abs().sum((1, 2))) <= 1e-12
@@ -293,10 +293,10 @@ BAD = [
     (lambda: ops.sqnorm(LEFT, RIGHT, OFFSETS[:2]), ValueError, "from 0 to 2: they must run from 0 to the 6"),
     (lambda: ops.sqnorm(LEFT, RIGHT, torch.tensor([0, 4, 2, 6])), ValueError, "decrease from 4 to 2 at unit 1"),
     (lambda: ops.sqnorm(LEFT, RIGHT, OFFSETS, "ghost"), ValueError, "route is 'ghost'"),
-    (lambda: ops.gram_norms([([], RIGHT)], OFFSETS), ValueError, "lefts is empty"),
-    (lambda: ops.gram_norms([([LEFT, LEFT[:2]], RIGHT)], OFFSETS), ValueError, r"lefts\[1\] has 2 tokens"),
+    (lambda: ops.gram_norms([LEFT], [RIGHT, RIGHT], [1, 0], OFFSETS), ValueError, "lefts is empty"),
+    (lambda: ops.gram_norms([LEFT, LEFT[:2]], [RIGHT], [2], OFFSETS), ValueError, r"lefts\[1\] has 2 tokens"),
     (
-        lambda: ops.gram_norms([([torch.zeros(6).long()], RIGHT)], OFFSETS),
+        lambda: ops.gram_norms([torch.zeros(6).long()], [RIGHT], [1], OFFSETS),
         ValueError,
         "one-hot factors are in no group",
     ),

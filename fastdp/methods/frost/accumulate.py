@@ -126,6 +126,7 @@ class MagnitudeAccumulator(Accumulator):
         open_sink(sink)
         backward(False)
         scales = self._scales(sink.finish(), layout.weights)
+        sink.apart()
         factors = scales.expand(len(self.partitions), -1)
         for name in self.in_order(sink.entries) if self.vectors else ():
             entry = sink.entries.pop(name, None) or Entry()

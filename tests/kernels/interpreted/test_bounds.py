@@ -36,7 +36,14 @@ def test_gram_norms_come_with_their_products():
     wide = factor(60, 40, 1, torch.bfloat16)
     groups = [([factor(60, 17, 0), wide], factor(60, 33, 2)), ([factor(60, 70, 3)], factor(60, 5, 4))]
     for side, programs in ((16, 3), (None, None)):
-        squares, products = gram.gram_norms(groups, offsets, b_t=side, programs=programs)
+        squares, products = gram.gram_norms(
+            [left for lefts, _ in groups for left in lefts],
+            [right for _, right in groups],
+            [2, 1],
+            offsets,
+            b_t=side,
+            programs=programs,
+        )
         pairs = [(left, right) for lefts, right in groups for left in lefts]
         for (left, right), square, product in zip(pairs, squares, products):
             assert relative_error(square, gradients(left, right, offsets).square().sum((1, 2))) <= 1e-5

@@ -75,7 +75,7 @@ def run_all(at_end, dtype):
     """Every launcher's results on guarded memory."""
     offsets, left, right, ids, weights, others, mask = given(at_end, dtype)
     results = [
-        *gram.gram_norms([([left], right), ([right], left)], offsets, programs=5),
+        *gram.gram_norms([left, right], [right, left], [1, 1], offsets, programs=5),
         direct.direct_norms(left, right, offsets, SQUARE),
         direct.direct_norms(left, right, offsets, ABSOLUTE),
         direct.direct_norms(left, right, offsets, MASKED_SQUARE, mask),

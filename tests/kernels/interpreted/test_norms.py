@@ -28,7 +28,7 @@ def test_rows_that_cannot_be_read_16_bytes_at_a_time_are_copied(dtype, monkeypat
     truth = squared(left, right, offsets)
     every = torch.ones(1, len(RAGGED), dtype=torch.bool)
     for found in (
-        gram.gram_norms([([left], right)], offsets)[0][0],
+        gram.gram_norms([left], [right], [1], offsets)[0][0],
         direct.direct_norms(left, right, offsets, SQUARE)[0],
         direct.chosen_norms([left], [right], offsets, every)[0],
     ):
@@ -48,7 +48,7 @@ def test_gram_and_direct_norms_of_ragged_units(m, n, precision):
     left, right = factor(int(offsets[-1]), m, 0), factor(int(offsets[-1]), n, 1)
     truth = squared(left, right, offsets)
     side = None if precision == "ieee" else 32
-    assert relative_error(gram.gram_norms([([left], right)], offsets, precision, side)[0][0], truth) <= BOUND
+    assert relative_error(gram.gram_norms([left], [right], [1], offsets, precision, side)[0][0], truth) <= BOUND
     assert relative_error(direct.direct_norms(left, right, offsets, SQUARE, None, precision)[0], truth) <= BOUND
 
 
@@ -62,7 +62,7 @@ def test_every_norm_reads_every_dtype_and_layout(dtype, layout):
     ids = torch.randint(0, 5, (2 * tokens,))[::2]
     truth = gradients(left, right, offsets)
     squares = truth.square()
-    assert relative_error(gram.gram_norms([([left], right)], offsets)[0][0], squares.sum((1, 2))) <= BOUND
+    assert relative_error(gram.gram_norms([left], [right], [1], offsets)[0][0], squares.sum((1, 2))) <= BOUND
     assert relative_error(direct.direct_norms(left, right, offsets, SQUARE)[0], squares.sum((1, 2))) <= BOUND
     assert relative_error(direct.direct_norms(left, right, offsets, ABSOLUTE)[0], truth.abs().sum((1, 2))) <= BOUND
     parts = torch.stack([(squares * bits).sum((1, 2)), (squares * ~bits).sum((1, 2))])
@@ -111,7 +111,7 @@ def test_factors_of_two_dtypes():
     offsets = offsets_of((5, 12))
     left, right = factor(17, 9, 0, torch.bfloat16), factor(17, 11, 1, torch.float32)
     for got in (
-        gram.gram_norms([([left], right)], offsets)[0][0],
+        gram.gram_norms([left], [right], [1], offsets)[0][0],
         direct.direct_norms(left, right, offsets, SQUARE)[0],
     ):
         assert relative_error(got, squared(left, right, offsets)) <= BOUND
@@ -122,7 +122,7 @@ def test_a_group_shares_its_right_factor():
     lefts = [factor(73, m, m) for m in (5, 64, 17)]
     right = factor(73, 12, 1)
     truth = torch.stack([squared(left, right, offsets) for left in lefts])
-    assert relative_error(gram.gram_norms([(lefts, right)], offsets, programs=2)[0], truth) <= BOUND
+    assert relative_error(gram.gram_norms(lefts, [right], [len(lefts)], offsets, programs=2)[0], truth) <= BOUND
 
 
 def test_the_packed_mask():
@@ -204,7 +204,7 @@ def test_a_nan_stays_in_its_unit():
     bits = torch.rand(7, 9) < 0.5
     ids = torch.randint(0, 4, (74,))
     for got in (
-        gram.gram_norms([([left], right)], offsets)[0][0],
+        gram.gram_norms([left], [right], [1], offsets)[0][0],
         direct.direct_norms(left, right, offsets, SQUARE)[0],
         direct.direct_norms(left, right, offsets, ABSOLUTE)[0],
         direct.direct_norms(left, right, offsets, MASKED_SQUARE, bits).sum(0),

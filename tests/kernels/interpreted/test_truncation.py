@@ -51,7 +51,7 @@ def rounding(monkeypatch):
 def test_norms_by_gram_matrices(tensor_cores, rounding, width):
     offsets = offsets_of((5,))
     left, right = factor(5, width, 0, torch.bfloat16).abs(), factor(5, 40, 1, torch.bfloat16).abs()
-    squares, products = gram.gram_norms([([left], right)], offsets)
+    squares, products = gram.gram_norms([left], [right], [1], offsets)
     truth = gradients(left, right, offsets).square().sum((1, 2))
     lost = (truth - squares[0].double()) / truth
     scale = (left.double().norm(dim=1) * right.double().norm(dim=1)).sum()
