@@ -16,6 +16,7 @@ import torch
 
 from fastdp.engine import norms
 from fastdp.engine.accumulator import Accumulator
+from fastdp.engine.axes import RankOne
 from fastdp.engine.factors import Factors
 from fastdp.engine.layout import Layout, Ticket
 from fastdp.engine.policy import Policy
@@ -28,7 +29,7 @@ from . import record
 
 KINDS = ("plain", "cancelling", "last bits", "aligned", "grid", "spread")
 USES = ("gram", "direct", "instantiate", "twice", "cross", "tied", "table", "bias", "vector", "one example", "L1")
-POLICIES = ("flat", "groups", "masked", "masked ellipsoid")
+POLICIES = ("flat", "groups", "masked", "masked ellipsoid", "axes", "wild axes")
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,11 @@ def _policy(case: Case, bound: float) -> Policy:
     if case.policy == "groups":
         return Policy((bound, bound / 3), (0.0, 0.0), both)
     generator = torch.Generator().manual_seed(case.seed + 1)
+    if "axes" in case.policy:
+        # Within 2^12 of 1 either way, or beyond it.
+        reach = 3.6 if case.policy == "axes" else 12.0
+        drawn = [10 ** (reach * (2 * torch.rand(size, generator=generator) - 1)) for size in (case.m, case.n) * 2]
+        return Policy((bound,), (0.0,), both, axes={"a": RankOne(*drawn[:2]), "b": RankOne(*drawn[2:])})
     masks = {name: torch.rand(case.m, case.n, generator=generator) < 0.4 for name in both}
     kind = EllipsoidPolicy if case.policy == "masked ellipsoid" else Policy
     return kind((bound, bound / 3), (0.0, 0.0), dict.fromkeys(both, (0, 1)), masks)

@@ -333,7 +333,7 @@ def _gram(lefts: list[torch.Tensor], right: torch.Tensor, offsets: torch.Tensor)
 
 
 def _gram_groups(
-    lefts: list[torch.Tensor], rights: list[torch.Tensor], counts: list[int], offsets: torch.Tensor
+    lefts: list[torch.Tensor], rights: list[torch.Tensor], counts: list[int], offsets: torch.Tensor, _: Any
 ) -> tuple[float, torch.Tensor]:
     queue = iter(lefts)
     groups = [([next(queue) for _ in range(count)], right) for count, right in zip(counts, rights)]

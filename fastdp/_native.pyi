@@ -6,7 +6,9 @@ Tensors cross as addresses, which the caller keeps alive, and factors of a use a
 from collections.abc import Sequence
 
 _Address = int
-_Factor = tuple[_Address, int, int, int, int]  # data, element type, width, row stride, column stride
+_Factor = tuple[
+    _Address, int, int, int, int, _Address
+]  # data, element type, width, strides of rows and columns, scale or 0
 _Left = tuple[_Factor, _Address, int]  # a matrix, or no matrix and the address and stride of ids
 
 # cpu.cpp

@@ -91,9 +91,15 @@ def row_products(left: torch.Tensor, right: torch.Tensor, offsets: torch.Tensor,
 
 @serves(2)
 def gram_norms(
-    lefts: Sequence[torch.Tensor], rights: Sequence[torch.Tensor], counts: Sequence[int], offsets: torch.Tensor
+    lefts: Sequence[torch.Tensor],
+    rights: Sequence[torch.Tensor],
+    counts: Sequence[int],
+    offsets: torch.Tensor,
+    scales: Sequence[torch.Tensor],
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Squared norms [k, B], float32, of uses of which each right has ``counts``, and row products, float64."""
+    if scales:
+        return NotImplemented
     return gram.gram_norms(lefts, rights, counts, offsets)
 
 

@@ -158,8 +158,11 @@ class Accumulator(Sums):
         policy = self.policy
         norms = Norms(len(policy.bounds), 1, weight.device)
         if policy.axes:
-            whole = {name: axes.whole(self.parameters[name].shape) for name, axes in policy.axes.items()}
-            instances = {name: own / whole[name] if name in whole else own for name, own in instances.items()}
+            axes = policy.axes
+            instances = {
+                name: axes[name].over(own, self.parameters[name].shape) if name in axes else own
+                for name, own in instances.items()
+            }
         for name, instance in instances.items():
             group, entries = policy.group_of[name], instance.numel()
             relative = ops.Rounding(instance).squares(entries)

@@ -3,20 +3,27 @@
 With s_ij = a_i b_j the gradient G = sum_t L_t R_t^T over s is sum_t (L_t / a)(R_t / b)^T, a pair of factors again. Norms, sums
 and noise are then those of the scaled factors: what is clipped to |G / s| <= C and noised with std sigma C is one Gaussian
 mechanism of multiplier sigma, and multiplying the released gradient by s afterwards costs nothing.
+
+On a processor matrices are not copied for it: norms scale the columns of factors as they read them, and the weighted sum of
+G is what is scaled, once for all tokens of a micro-batch. docs/clipping.md has what that adds to the error.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-from fastdp.engine.factors import Factors
+from fastdp.engine.factors import Factors, scale
 from fastdp.engine.layout import Layout
 from fastdp.engine.uses import Sink
+
+#: Axes within this of 1, either way, are those whose sums may be scaled after they are made: what underflow takes from the
+#: gradient itself is then as little beside the gradient over its axes (docs/clipping.md).
+_MILD = 2.0**12
 
 
 @dataclass(frozen=True)
@@ -32,14 +39,17 @@ class RankOne:
 
     rows: Tensor
     columns: Tensor
-    #: What divides the second factor; None where all columns are 1, which saves a pass over it.
-    _divisor: Tensor | None = field(init=False, repr=False, compare=False)
+    #: What the two factors are multiplied by, float32.
+    _scales: tuple[Tensor, Tensor] = field(init=False, repr=False, compare=False)
+    _mild: bool = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for axes in (self.rows, self.columns):
             if axes.dim() != 1 or not bool((torch.isfinite(axes) & (axes > 0)).all()):
                 raise ValueError("axes are vectors of positive, finite numbers")
-        object.__setattr__(self, "_divisor", None if bool((self.columns == 1).all()) else self.columns)
+        object.__setattr__(self, "_scales", (self.rows.float().reciprocal(), self.columns.float().reciprocal()))
+        mild = all(bool(((axes <= _MILD) & (axes >= 1 / _MILD)).all()) for axes in (self.rows, self.columns))
+        object.__setattr__(self, "_mild", mild)
 
     def check(self, name: str, shape: torch.Size) -> None:
         """Raise ValueError unless they are a parameter's."""
@@ -56,17 +66,21 @@ class RankOne:
     def scaled(self, factors: Factors) -> Factors:
         """Factors of G / s."""
         factors = factors.dense()
-        if factors.one_hot:
-            by_token = self.rows[factors.left].unsqueeze(1)
-            return Factors(
-                factors.left, _over(_over(factors.right, by_token), self._divisor), factors.laned, factors.swap
-            )
-        first, second = factors.oriented
-        return factors.moved(_over(first, self.rows), _over(second, self._divisor))
+        scales = (self._scales[1], self._scales[0]) if factors.swap else self._scales
+        if self._mild and not factors.one_hot and factors.right.device.type == "cpu":
+            return replace(factors, scales=scales)
+        own = factors.times(*scales)
+        # Products of 16 bits stay that.
+        return replace(own, left=own.left.to(factors.left.dtype), right=own.right.to(factors.right.dtype))
 
+    def over(self, gradients: Tensor, shape: torch.Size) -> Tensor:
+        """Whole gradients of a parameter of this shape, ``[..., *shape]`` in any view, over s."""
+        every = torch.outer(*self._scales).reshape(-1)
+        return (gradients.reshape(-1, len(every)) * every).to(gradients.dtype).view(gradients.shape)
 
-def _over(values: Tensor, axes: Tensor | None) -> Tensor:
-    return values if axes is None else (values.float() / axes.float()).to(values.dtype)
+    def along(self, gradient: Tensor, rows: Tensor) -> None:
+        """Multiply a gradient over s by s, in place: contiguous, float32, all of it or what belongs to some of the ``rows``."""
+        scale(gradient.view(len(rows), len(self.columns)), rows.float(), self.columns.float())
 
 
 class Scaled:
@@ -90,7 +104,7 @@ class Scaled:
 
     def tokens(self, parameter: torch.nn.Parameter, gradient: Tensor, layout: Layout, laned: bool) -> None:
         own = self._of(parameter)
-        scaled = gradient if own is None else _over(gradient, own.whole(parameter.shape).reshape(-1))
+        scaled = gradient if own is None else own.over(gradient, parameter.shape)
         self.sink.tokens(parameter, scaled, layout, laned)
 
     def instances(self, parameter: torch.nn.Parameter, gradients: Tensor, layout: Layout) -> None:
@@ -101,6 +115,4 @@ class Scaled:
 
     def _whole(self, parameter: torch.nn.Parameter, gradients: Tensor) -> Tensor:
         own = self._of(parameter)
-        if own is None:
-            return gradients
-        return _over(gradients.reshape(-1, *parameter.shape), own.whole(parameter.shape)).view(gradients.shape)
+        return gradients if own is None else own.over(gradients, parameter.shape)

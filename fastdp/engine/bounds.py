@@ -37,7 +37,7 @@ class UpperNorms:
 def down(ratios: torch.Tensor) -> torch.Tensor:
     """Ratios of a bound to a norm ``[..., units]`` as float32 weights, at most 1 and never rounded up.
 
-    0 in every group for a unit with a NaN among its ratios, or one so small (norms that are infinite or beyond 2^60 bounds)
+    0 in every group for a unit with a NaN among its ratios, or one so small (norms that are infinite or beyond 2^40 bounds)
     that a float32 weight could not carry it.
     """
     kept = (ratios >= 1 / LARGEST_RATIO).reshape(-1, ratios.shape[-1]).all(0)

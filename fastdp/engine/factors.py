@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -11,19 +11,24 @@ import torch
 import fastdp.ops as ops
 from fastdp.engine.layout import Layout
 
+#: Numbers that `scale` multiplies at a time: they stay in a processor's cache.
+_BLOCK = 1 << 16
+
 
 @dataclass(slots=True)
 class Factors:
     """One captured use: ``left`` [N, m] (or ids [N] of a one-hot factor) and ``right`` [N, n], over flat tokens.
 
     ``laned`` says that tokens come in equal blocks a lane rather than a row (they differ when rows are packed), and
-    ``swap`` that the parameter is stored as [n, m], as HF's Conv1D does.
+    ``swap`` that the parameter is stored as [n, m], as HF's Conv1D does. ``scales`` [m] and [n], float32, are what the columns
+    of both are yet to be multiplied by: norms do so as they read the factors, sums once for all tokens.
     """
 
     left: torch.Tensor
     right: torch.Tensor
     laned: bool = False
     swap: bool = False
+    scales: tuple[torch.Tensor, torch.Tensor] | None = None
 
     #: Whether ``left`` is made tile by tile, as a head's is (`fastdp.engine.head.HeadFactors`), and norms came with it.
     tiled: ClassVar[bool] = False
@@ -59,16 +64,29 @@ class Factors:
     @property
     def straight(self) -> Factors:
         """The same gradient in the order of the parameter."""
-        return Factors(*self.oriented, self.laned) if self.swap else self
+        if not self.swap:
+            return self
+        return Factors(*self.oriented, self.laned, scales=self.scales and (self.scales[1], self.scales[0]))
 
     @property
     def in_memory(self) -> bool:
-        """Whether both factors are matrices that lie in memory."""
-        return self.left.dim() > 1 and not self.tiled
+        """Whether both factors are matrices that lie in memory, with nothing left to do to them."""
+        return self.left.dim() > 1 and not self.tiled and self.scales is None
 
     def dense(self) -> Factors:
         """The same with both factors in memory."""
-        return self
+        return self if self.scales is None else self.bare.times(*self.scales)
+
+    @property
+    def bare(self) -> Factors:
+        """What lies in memory, without the scales."""
+        return self if self.scales is None else replace(self, scales=None)
+
+    def times(self, left: torch.Tensor, right: torch.Tensor) -> Factors:
+        """New factors, with columns multiplied, in float32 at least: of ids the rows of the other factor."""
+        if self.one_hot:
+            return replace(self, right=(self.right * left[self.left].unsqueeze(1)).mul_(right))
+        return replace(self, left=self.left * left, right=self.right * right)
 
     def offsets(self, layout: Layout) -> torch.Tensor:
         """Where units begin on the axis of tokens, int64 ``[units + 1]``."""
@@ -80,17 +98,18 @@ class Factors:
 
     def rounding(self) -> ops.Rounding:
         """The arithmetic of its products."""
-        return ops.Rounding(self.left, self.right)
+        return ops.Rounding(self.left, self.right, scaled=self.scales is not None)
 
     def row_products(self, layout: Layout, order: int = 2) -> torch.Tensor:
         """The scale of a unit's rounding errors, ``[units]`` float64: see `fastdp.ops.row_products`."""
-        return ops.row_products(self.left, self.right, self.offsets(layout), order)
+        own = self.dense()
+        return ops.row_products(own.left, own.right, self.offsets(layout), order)
 
     def powers(self, layout: Layout) -> tuple[torch.Tensor, torch.Tensor]:
         """Computed squared norms (by Gram matrices, or from a table's rows), and the `row_products`: ``[units]`` each."""
         if self.one_hot:
             return ops.sqnorm(self.left, self.right, self.offsets(layout)), self.row_products(layout)
-        squares, products = ops.gram_norms([self.left], [self.right], [1], self.offsets(layout))
+        squares, products = ops.gram_norms([self.left], [self.right], [1], self.offsets(layout), self.scales or ())
         return squares[0], products[0]
 
     @property
@@ -101,24 +120,39 @@ class Factors:
     def inner(self, other: Factors, layout: Layout) -> torch.Tensor:
         """Inner products with the units' gradients of another use of the matrix, both straight and the other not tiled."""
         offsets = self.offsets(layout), other.offsets(layout)
-        return ops.cross_inner(self.left, self.right, other.left, other.right, *offsets)
+        # <G / s, H / s> is <G / s^2, H>, and one of the two may be small.
+        one, two = self, other
+        if other.scales is not None:
+            one, two = self.dense().times(*other.scales), other.bare
+        elif self.scales is not None:
+            one, two = self.bare, other.times(*self.scales)
+        return ops.cross_inner(one.left, one.right, two.left, two.right, *offsets)
 
     def add_to(self, total: torch.Tensor | None, weights: torch.Tensor, layout: Layout) -> torch.Tensor:
         """Add the units' gradients by ``weights`` ``[units]`` to ``total`` ``[m, n]``, and return it.
 
         Without a total one is made, but for one that is not dense.
         """
-        return ops.weighted_sum(*self.oriented, weights, total, offsets=self.offsets(layout))
+        offsets = self.offsets(layout)
+        if self.scales is None:
+            return ops.weighted_sum(*self.oriented, weights, total, offsets=offsets)
+        own = self.straight
+        assert own.scales is not None
+        (found,) = ops.weighted_sum_group([own.left], [own.right], weights.unsqueeze(0), offsets)
+        scale(found, *own.scales)
+        return found if total is None else total.add_(found)
 
     def unit_to(self, total: torch.Tensor, unit: int, bounds: Sequence[int]) -> None:
         """Add one unit's gradient to ``total``; ``bounds`` are the offsets, on the host."""
-        left, right = (factor[bounds[unit] : bounds[unit + 1]] for factor in self.oriented)
+        tokens = slice(bounds[unit], bounds[unit + 1])
+        own = replace(self.bare, left=self.left[tokens], right=self.right[tokens])
+        left, right = (own if self.scales is None else own.times(*self.scales)).oriented
         ops.weighted_sum(left, right, torch.ones(right.shape[0], device=right.device), total)
 
     def each_to(self, totals: torch.Tensor, layout: Layout) -> None:
         """Add every unit's gradient to its own of ``totals`` ``[units, m, n]``."""
         if not self.one_hot:
-            totals += ops.per_unit(*self.oriented, self.offsets(layout))
+            totals += ops.per_unit(*self.dense().oriented, self.offsets(layout))
             return
         bounds = self.offsets(layout).tolist()
         for unit, total in enumerate(totals):
@@ -140,7 +174,14 @@ def joined(uses: list[Factors], layout: Layout) -> list[Factors]:
         blocks = [p.reshape(layout.lanes, -1, *p.shape[1:]) for p in parts]
         return torch.cat(blocks, dim=1).flatten(0, 1)
 
-    return [Factors(join([u.left for u in uses]), join([u.right for u in uses]), first.laned, first.swap)]
+    return [replace(first, left=join([u.left for u in uses]), right=join([u.right for u in uses]))]
+
+
+def scale(matrix: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor) -> None:
+    """Multiply ``[m, n]`` by ``rows`` ``[m]`` and ``columns`` ``[n]``, in place: two roundings of each entry."""
+    most = max(1, _BLOCK // max(1, len(columns)) if matrix.device.type == "cpu" else len(rows))
+    for part, own in zip(matrix.split(most), rows.split(most)):
+        part.mul_(own.unsqueeze(1)).mul_(columns)
 
 
 class PerUnit:

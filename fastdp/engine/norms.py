@@ -81,6 +81,8 @@ class _Grams(NamedTuple):
     errors: Sequence[_Constants]
     squares: torch.Tensor
     products: torch.Tensor
+    #: What columns of both factors of each are multiplied by, if they are.
+    scales: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()
 
 
 class Batch(NamedTuple):
@@ -278,7 +280,8 @@ class NormSink(Captures):
     def _found(self, name: str, use: Factors) -> _Found:
         """A use with what its sizes and its arithmetic say of it."""
         left, right, entries = use.left, use.right, self.parameters[name].numel()
-        kind = (entries, left.shape, left.dtype, right.shape, right.dtype, right.device, use.laned, use.tiled)
+        scaled = use.scales is not None
+        kind = (entries, left.shape, left.dtype, right.shape, right.dtype, right.device, use.laned, use.tiled, scaled)
         known = self._kinds.get(kind)
         if known is None:
             rows = use.width or self.parameters[name].shape[0]
@@ -326,7 +329,7 @@ class NormSink(Captures):
         self._take(found, found.errors.gram, squares * ~poor, products * ~poor)
 
     def _add_direct(self, found: _Found) -> None:
-        use, offsets = found.use, found.use.offsets(self.layout)
+        use, offsets = found.use.dense(), found.use.offsets(self.layout)
         squares = ops.sqnorm(use.left, use.right, offsets, "direct")
         self._take(found, found.errors.direct, squares, use.row_products(self.layout))
 
@@ -354,7 +357,7 @@ class NormSink(Captures):
 
     def _instantiate(self, name: str, factors: Factors) -> None:
         """Make the gradients of a small matrix at once."""
-        left, right = factors.oriented
+        left, right = factors.dense().oriented
         if not self.keep:
             self.note_products(name, factors)
         if min(left.shape[1], right.shape[1]) > _NARROW:
@@ -368,7 +371,14 @@ class NormSink(Captures):
         if self._waiting:
             one, other = self._waiting[0].use, found.use
             alike = one.right.data_ptr() == other.right.data_ptr() and one.right.stride() == other.right.stride()
-            if not alike or one.right.shape != other.right.shape or one.laned != other.laned:
+            # Scales are one parameter's own.
+            if (
+                not alike
+                or one.right.shape != other.right.shape
+                or one.laned != other.laned
+                or one.scales
+                or other.scales
+            ):
                 self._flush()
         self._waiting.append(found)
 
@@ -381,9 +391,10 @@ class NormSink(Captures):
             waiting[0].use.right,
             waiting[0].use.offsets(self.layout),
         )
-        norms = ops.gram_norms(lefts, [right], [len(lefts)], offsets)
+        scales = [found.use.scales for found in waiting if found.use.scales]
+        norms = ops.gram_norms(lefts, [right], [len(lefts)], offsets, list(itertools.chain(*scales)))
         names, errors = [found.name for found in waiting], [found.errors for found in waiting]
-        self._grams.append(_Grams(names, lefts, [right] * len(lefts), offsets, errors, *norms))
+        self._grams.append(_Grams(names, lefts, [right] * len(lefts), offsets, errors, *norms, scales))
         if not self.keep:
             for name in names:
                 self.drop(self.entries[name])
@@ -426,7 +437,12 @@ class NormSink(Captures):
         """Take norms by the direct route of chosen units, bool ``[uses, units]``, and 0 of the others."""
         every = [len(grams.names) for grams in self._grams]
         for grams, theirs, reach in zip(self._grams, chosen.split(every), products.split(every)):
-            again = ops.chosen_sqnorm(grams.lefts, grams.rights, grams.offsets, theirs)
+            lefts, rights = grams.lefts, grams.rights
+            # Scales are for processors, which look at the chosen alone.
+            if grams.scales and bool(theirs.any()):
+                both = list(zip(*grams.scales))
+                lefts, rights = ([f * own for f, own in zip(*side)] for side in ((lefts, both[0]), (rights, both[1])))
+            again = ops.chosen_sqnorm(lefts, rights, grams.offsets, theirs)
             errors = [error.direct for error in grams.errors]
             self.norms.add_rows(self._groups(grams.names), again, errors, reach)
 
@@ -440,8 +456,8 @@ class NormSink(Captures):
             gram = Errors(entries, relative, rounding.gram(use.width, columns, tokens), added)
             return _Constants(gram, Errors(entries, relative, added=added + rounding.entry(tokens)))
 
-        left = None if use.tiled else use.left.dtype
-        return _once((left, right.dtype, right.device.type, use.width, columns, tokens, units, entries), find)
+        left, scaled = None if use.tiled else use.left.dtype, use.scales is not None
+        return _once((left, right.dtype, right.device.type, use.width, columns, tokens, units, entries, scaled), find)
 
     def drop(self, entry: Entry) -> None:
         """Let go of factors that are measured, unless the weighted sums will need them."""
@@ -524,15 +540,18 @@ class NormSink(Captures):
             squares, products = uses[0].powers(self.layout)
             use, errors = uses[0], self._found(name, uses[0]).errors
             norms = squares.unsqueeze(0), products.unsqueeze(0)
-            self._grams.append(_Grams([name], [use.left], [use.right], use.offsets(self.layout), [errors], *norms))
+            scales = [use.scales] if use.scales else []
+            self._grams.append(
+                _Grams([name], [use.left], [use.right], use.offsets(self.layout), [errors], *norms, scales)
+            )
         self.drop(entry)
 
     def _put_together(self, name: str, entry: Entry) -> None:
         """Make one whole gradient by unit of all that a parameter has collected."""
         uses = [use.dense() for use in entry.factors]
         if not self.keep:
-            for use in uses:
-                self.note_products(name, use)
+            for use, own in zip(entry.factors, uses):
+                self.note_products(name, own if use.tiled else use)
         shape = self.parameters[name].shape
         if entry.instance is None:
             total = torch.zeros(self.layout.units, *shape, device=self.layout.weights.device)
@@ -563,7 +582,8 @@ class NormSink(Captures):
             gram = max(gram, rounding.gram(use.width, use.right.shape[1], longest), 3 * rounding.entry(longest))
             for other in uses[:index]:
                 square += 2 * use.inner(other, self.layout)
-        rounding = ops.Rounding(*(factor for use in uses for factor in (use.left, use.right)))
+        every, scaled = [f for use in uses for f in (use.left, use.right)], any(use.scales for use in uses)
+        rounding = ops.Rounding(*every, scaled=scaled)
         added = rounding.added(tokens, self.layout.units)
         poor = gram * products.square() > REMEASURED * (self.norms.measured()[group] + square)
         if poor.device.type == "cpu" and bool(poor.any()):

@@ -65,7 +65,7 @@ class Policy:
     def scales(self, upper: UpperNorms) -> torch.Tensor:
         """Upper bounds of the units' norms -> float32 factors ``[groups, units]`` in [0, 1].
 
-        A unit with a norm that is not finite, or beyond 2^60 times its bound, in any group gets 0 in all of them.
+        A unit with a norm that is not finite, or beyond 2^40 times its bound, in any group gets 0 in all of them.
         """
         return upper.weights(self.bounds)
 

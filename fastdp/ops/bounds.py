@@ -29,7 +29,7 @@ FLOOR = 2.0**-50
 #: Columns of a row that a Gram kernel adds up in one accumulator of the matrix units (kernels/tiles.py).
 CHAIN = 128
 #: A unit is left out where its norm is more than this many times its bound: its weight would not survive float32.
-LARGEST_RATIO = 2.0**60
+LARGEST_RATIO = 2.0**40
 #: Products are sums of square roots of sums, all of positive terms: whatever their order, this covers their own rounding.
 _OWN_ROUNDING = 1 + 2.0**-10
 _HAS_KERNELS = _native.isa() != "portable"
@@ -99,8 +99,15 @@ def row_products(left: Tensor, right: Tensor, offsets: Tensor, order: int = 2) -
 
 
 def _gram_norms_reference(
-    lefts: Sequence[Tensor], rights: Sequence[Tensor], counts: Sequence[int], offsets: Tensor
+    lefts: Sequence[Tensor],
+    rights: Sequence[Tensor],
+    counts: Sequence[int],
+    offsets: Tensor,
+    scales: Sequence[Tensor],
 ) -> tuple[Tensor, Tensor]:
+    if scales:
+        lefts = [left * scale for left, scale in zip(lefts, scales)]
+        rights = [right * scale for right, scale in zip(rights, scales[len(lefts) :])]
     pairs = list(zip(lefts, [right for right, count in zip(rights, counts) for _ in range(count)]))
     squares = [NORMS.reference(left, right, offsets, "gram", SQUARE, None)[0] for left, right in pairs]
     products = [_row_products_reference(left, right, offsets, 2) for left, right in pairs]
@@ -108,7 +115,11 @@ def _gram_norms_reference(
 
 
 def _gram_norms_fake(
-    lefts: Sequence[Tensor], rights: Sequence[Tensor], counts: Sequence[int], offsets: Tensor
+    lefts: Sequence[Tensor],
+    rights: Sequence[Tensor],
+    counts: Sequence[int],
+    offsets: Tensor,
+    scales: Sequence[Tensor],
 ) -> tuple[Tensor, Tensor]:
     shape = len(lefts), offsets.shape[0] - 1
     return (
@@ -118,17 +129,25 @@ def _gram_norms_fake(
 
 
 def _check_gram_norms(
-    lefts: Sequence[Tensor], rights: Sequence[Tensor], counts: Sequence[int], offsets: Tensor
+    lefts: Sequence[Tensor],
+    rights: Sequence[Tensor],
+    counts: Sequence[int],
+    offsets: Tensor,
+    scales: Sequence[Tensor],
 ) -> None:
     if len(rights) != len(counts) or not rights or sum(counts) != len(lefts):
         raise ValueError(f"{len(lefts)} lefts in groups of {list(counts)} do not belong to {len(rights)} rights")
     if min(counts) < 1:
         raise ValueError("lefts is empty: a group has at least one use")
     check_group(Matrices.of(lefts), Matrices.of(rights), offsets, counts)
+    if scales and [(s.shape, s.dtype, s.device) for s in scales] != [
+        ((f.shape[1],), torch.float32, f.device) for f in (*lefts, *rights)
+    ]:
+        raise ValueError("scales must be float32 vectors beside the factors, a number for each column of every one")
 
 
 GRAM_NORMS = Op(
-    "gram_norms(Tensor[] lefts, Tensor[] rights, int[] counts, Tensor offsets) -> (Tensor, Tensor)",
+    "gram_norms(Tensor[] lefts, Tensor[] rights, int[] counts, Tensor offsets, Tensor[] scales) -> (Tensor, Tensor)",
     reference=_gram_norms_reference,
     fake=_gram_norms_fake,
     check=_check_gram_norms,
@@ -137,7 +156,11 @@ GRAM_NORMS.in_family("bounds")
 
 
 def gram_norms(
-    lefts: Sequence[Tensor], rights: Sequence[Tensor], counts: Sequence[int], offsets: Tensor
+    lefts: Sequence[Tensor],
+    rights: Sequence[Tensor],
+    counts: Sequence[int],
+    offsets: Tensor,
+    scales: Sequence[Tensor] = (),
 ) -> tuple[Tensor, Tensor]:
     """Squared norms of uses by the Gram route of :func:`fastdp.ops.sqnorm`, and the :func:`row_products` of each.
 
@@ -149,12 +172,15 @@ def gram_norms(
         rights: [N, n_i], float, any strides.
         counts: how many of the lefts, in order, each of the rights has.
         offsets: int64 [B + 1], as in :func:`fastdp.ops.sqnorm`.
+        scales: of the lefts and then of the rights, vectors float32 that their columns are multiplied by as they are read, in
+            float32; none for factors as they are. On a GPU the definition runs, which makes copies.
 
     Returns:
         Squared norms [k, B], float32 (float64 if a factor is float64), and products [k, B], float64.
 
     Raises:
-        TypeError, ValueError: no matrices, a right without lefts, ids among these, or what :func:`fastdp.ops.sqnorm` refuses.
+        TypeError, ValueError: no matrices, a right without lefts, ids among these, scales of other widths, or what
+            :func:`fastdp.ops.sqnorm` refuses.
 
     >>> import torch
     >>> from fastdp.ops import gram_norms
@@ -165,7 +191,7 @@ def gram_norms(
     tensor([[  8.,  32.],
             [ 32., 128.]])
     """
-    squares, products = GRAM_NORMS(Matrices.of(lefts), Matrices.of(rights), list(counts), offsets)
+    squares, products = GRAM_NORMS(Matrices.of(lefts), Matrices.of(rights), list(counts), offsets, list(scales))
     return squares, products * _OWN_ROUNDING
 
 
@@ -231,6 +257,7 @@ class Rounding:
 
     Args:
         factors: of the use, ids included: their device and dtypes say which arithmetic runs.
+        scaled: columns of the factors are multiplied by numbers for norms, and entries of the sum by the same ones.
 
     >>> import torch
     >>> from fastdp.ops import Rounding
@@ -238,7 +265,8 @@ class Rounding:
     True
     """
 
-    def __init__(self, *factors: Tensor):
+    def __init__(self, *factors: Tensor, scaled: bool = False):
+        self.scaled = scaled
         self.unit = 2.0**-53 if accumulator(*factors) == torch.float64 else 2.0**-24
         device = factors[0].device.type
         if device == "cpu" and _HAS_KERNELS and all(f.dtype in ELEMENT or is_one_hot(f) for f in factors):
@@ -283,8 +311,10 @@ class Rounding:
         # The order of a BLAS is not known: any order of the unit's terms has at most this many additions in a row.
         # Two more of the weight times a row and of its product. On a GPU what is held is multiplied by a quotient of two
         # weights where units change; under a mask a product ends after 512 tokens and its pieces, fewer than T / 64 + 4, are
-        # weighted and added: docs/clipping.md.
-        return self.gamma(tokens + (24 + 2 * units if self.arithmetic == "triton" else 3))
+        # weighted and added: docs/clipping.md. Of what is scaled, two roundings of both factors for the norm, and of the sum
+        # two, and one of adding it to those before.
+        apart = 5 if self.scaled else 0
+        return self.gamma(tokens + apart + (24 + 2 * units if self.arithmetic == "triton" else 3))
 
     def squares(self, entries: int) -> float:
         """Of a sum of this many squares or sizes, against itself, and of adding an instance times its weight."""

@@ -44,9 +44,13 @@ def accumulator(*factors: Tensor) -> torch.dtype:
     return torch.float32
 
 
-def native_factor(matrix: Tensor) -> tuple[int, int, int, int, int]:
-    """What csrc/factor.h reads of a matrix on the CPU. The caller keeps the tensor alive."""
-    return matrix.data_ptr(), ELEMENT[matrix.dtype], matrix.shape[1], matrix.stride(0), matrix.stride(1)
+def native_factor(matrix: Tensor, scale: Tensor | None = None) -> tuple[int, int, int, int, int, int]:
+    """What csrc/factor.h reads of a matrix on the CPU, and what it multiplies its columns by: float32 [columns], contiguous.
+
+    The caller keeps the tensors alive.
+    """
+    own = 0 if scale is None else scale.data_ptr()
+    return matrix.data_ptr(), ELEMENT[matrix.dtype], matrix.shape[1], matrix.stride(0), matrix.stride(1), own
 
 
 def unit_bounds(offsets: Tensor) -> list[int]:

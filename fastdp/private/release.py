@@ -123,7 +123,8 @@ class Release:
                 total = total.clone()
             self._add_noise(name, total, policy, self._tensors[name])
             if name in policy.axes:
-                total.mul_(pieces.part(policy.axes[name].whole(parameter.shape), parameter))
+                axes = policy.axes[name]
+                axes.along(total, pieces.part(axes.rows, parameter))
             parameter.grad = pieces.joined(total.div_(self.expected_batch_size).to(parameter.dtype), parameter)
         self._count += 1
 

@@ -68,6 +68,25 @@ def test_every_norm_reads_every_dtype_and_layout(dtype, layout):
     assert relative_error(group[1], squared(right, right, offsets)) <= BOUND
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
+@pytest.mark.parametrize(("m", "n"), SHAPES)
+def test_columns_are_scaled_as_they_are_read(m, n, dtype, layout):
+    offsets = offsets_of(RAGGED)
+    tokens = int(offsets[-1])
+    left, right = factor(tokens, m, 4, dtype, layout), factor(tokens, n, 5, dtype, layout)
+    # One of them is a column of something, as a vector may be.
+    rows, columns = factor(m, 2, 6).exp()[:, 0], factor(1, n, 7).exp()[0]
+    norms, products = ops.gram_norms([left, right], [right], [2], offsets, [rows, columns, columns])
+    wide, other = left.double() * rows, right.double() * columns
+    assert relative_error(norms[0], squared(wide, other, offsets)) <= BOUND
+    assert relative_error(norms[1], squared(other, other, offsets)) <= BOUND
+    # Products are raised by 2^-10, which covers the roundings of scaled entries too.
+    sizes = ops.row_products(wide, other, offsets)
+    assert bool((products[0] >= sizes * (1 - 2**-10)).all())
+    assert relative_error(products[0], sizes) <= 2**-10
+
+
 def test_factors_may_differ_in_dtype():
     offsets = offsets_of([9, 3])
     left, right = factor(12, 8, 8, torch.bfloat16), factor(12, 6, 9, torch.float16)
@@ -295,6 +314,11 @@ BAD = [
     (lambda: ops.sqnorm(LEFT, RIGHT, OFFSETS, "ghost"), ValueError, "route is 'ghost'"),
     (lambda: ops.gram_norms([LEFT], [RIGHT, RIGHT], [1, 0], OFFSETS), ValueError, "lefts is empty"),
     (lambda: ops.gram_norms([LEFT, LEFT[:2]], [RIGHT], [2], OFFSETS), ValueError, r"lefts\[1\] has 2 tokens"),
+    (
+        lambda: ops.gram_norms([LEFT], [RIGHT], [1], OFFSETS, [torch.ones(3), torch.ones(3)]),
+        ValueError,
+        "scales must be float32 vectors",
+    ),
     (
         lambda: ops.gram_norms([torch.zeros(6).long()], [RIGHT], [1], OFFSETS),
         ValueError,

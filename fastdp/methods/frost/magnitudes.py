@@ -65,7 +65,7 @@ class Magnitude:
     def scales(self, upper: UpperNorms, sizes: torch.Tensor) -> torch.Tensor:
         """Clipping factors ``[units]`` float32 from upper bounds of the gradient's norms of order alpha by partition.
 
-        0 for a unit whose gradient is not finite, and for one beyond 2^60 times the bound.
+        0 for a unit whose gradient is not finite, and for one beyond 2^40 times the bound.
         """
         powers = upper.norms**self.norm_order
         weighed = powers if self.kind == "MG" else powers / sizes.unsqueeze(1)

@@ -242,8 +242,8 @@ class _AlphaBeta(torch.autograd.Function):
         negative = F.linear(up, shrink, None if bias is None else bias.clamp(max=0)) + F.linear(down, grow)
         some, less = positive > 0, negative < 0
         relevance = messages[0] * out
-        plus = torch.where(some, torch.where(less, alpha, 1.0) * relevance / positive, 0.0)
-        minus = torch.where(less, torch.where(some, 1 - alpha, 1.0) * relevance / negative, 0.0)
+        plus = torch.where(some, torch.where(less, alpha * relevance, relevance) / positive, 0.0)
+        minus = torch.where(less, torch.where(some, (1 - alpha) * relevance, relevance) / negative, 0.0)
         if bias is not None:
             _absorb(mode.context, bias, torch.where(bias > 0, plus, minus))
         mode.take_signed(ctx.trained, (up, down), (plus, minus), bias, swap=ctx.swap)

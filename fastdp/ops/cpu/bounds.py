@@ -32,7 +32,11 @@ def row_products(left: Tensor, right: Tensor, offsets: Tensor, order: int) -> Te
 
 
 def gram_norms(
-    lefts: Sequence[Tensor], rights: Sequence[Tensor], counts: Sequence[int], offsets: Tensor
+    lefts: Sequence[Tensor],
+    rights: Sequence[Tensor],
+    counts: Sequence[int],
+    offsets: Tensor,
+    scales: Sequence[Tensor],
 ) -> tuple[Tensor, Tensor]:
     """:func:`fastdp.ops.gram_norms` on a processor: a group after another."""
     if not served(*rights, *lefts):
@@ -40,9 +44,11 @@ def gram_norms(
     bounds = unit_bounds(offsets)
     products = torch.empty(len(lefts), len(bounds) - 1, dtype=torch.float64)
     squares, first = [], 0
-    for right, count in zip(rights, counts):
+    scales = [scale.contiguous() for scale in scales]
+    for group, (right, count) in enumerate(zip(rights, counts)):
         own = slice(first, first + count)
-        squares.append(gram_norms_of(lefts[own], right, bounds, products[own].data_ptr()))
+        by = (*scales[own], scales[len(lefts) + group]) if scales else ()
+        squares.append(gram_norms_of(lefts[own], right, bounds, products[own].data_ptr(), by))
         first += count
     return squares[0] if len(squares) == 1 else torch.cat(squares), products
 

@@ -15,7 +15,7 @@ import fastdp._native as _native
 from ..factors import ELEMENT, is_one_hot, native_factor, unit_bounds
 from ..routes import for_norms
 
-NO_FACTOR = (0, 0, 0, 0, 0)
+NO_FACTOR = (0, 0, 0, 0, 0, 0)
 HAS_KERNELS = _native.isa() != "portable"
 
 _packed_masks: Any = WeakIdKeyDictionary()
@@ -29,7 +29,7 @@ def served(*factors: Tensor) -> bool:
     return HAS_KERNELS
 
 
-def _left(left: Tensor) -> tuple[tuple[int, int, int, int, int], int, int]:
+def _left(left: Tensor) -> tuple[tuple[int, int, int, int, int, int], int, int]:
     if is_one_hot(left):
         return NO_FACTOR, left.data_ptr(), left.stride(0)
     return native_factor(left), 0, 0
@@ -52,12 +52,22 @@ def packed(mask: Tensor, *, flat: bool = False) -> np.ndarray:
     return known[1][flat]
 
 
-def gram_norms_of(lefts: Sequence[Tensor], right: Tensor, bounds: list[int], products: int = 0) -> Tensor:
-    """Squared norms [k, B] by Gram matrices; ``products`` is where the row products go as float64 [k, B], or 0."""
+def gram_norms_of(
+    lefts: Sequence[Tensor],
+    right: Tensor,
+    bounds: list[int],
+    products: int = 0,
+    scales: Sequence[Tensor | None] = (),
+) -> Tensor:
+    """Squared norms [k, B] by Gram matrices; ``products`` is where the row products go as float64 [k, B], or 0.
+
+    ``scales`` are of the columns of each left, and of right.
+    """
+    of_lefts, of_right = (scales[:-1], scales[-1]) if scales else ([None] * len(lefts), None)
     norms = torch.empty(len(lefts), len(bounds) - 1)
     _native.gram_sqnorm(
-        [native_factor(left) for left in lefts],
-        native_factor(right),
+        [native_factor(left, scale) for left, scale in zip(lefts, of_lefts)],
+        native_factor(right, of_right),
         bounds,
         norms.data_ptr(),
         products,

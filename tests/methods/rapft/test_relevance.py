@@ -56,6 +56,15 @@ def test_relevance_is_conserved_and_does_not_depend_on_the_batch(name, tuning, r
     assert sum(bool(m.any()) for m in maps.values()) > 0.8 * len(maps)
 
 
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bert"])
+def test_maps_of_bfloat16_weights_are_those_of_the_same_weights_in_float32(name):
+    """A message is rounded to 8 bits some dozens of times: a quarter is far from that, and from what has lost its rule."""
+    model, data = build(name).bfloat16(), batch(name)
+    (rounded,), (exact,) = (propagator(m, "alpha_beta").examples(data) for m in (model, copy.deepcopy(model).float()))
+    found, wanted = (torch.cat([maps[key].reshape(-1) for key in exact]) for maps in (rounded, exact))
+    assert float((found - wanted).norm() / wanted.norm()) < 0.25
+
+
 def test_relevance_of_a_parameter_is_its_value_times_its_message():
     """Equation 13 for the head of a BERT, whose inputs can be had from outside."""
     model = build("bert", "full").double().eval()
