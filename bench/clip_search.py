@@ -88,8 +88,8 @@ def _policy(case: Case, bound: float) -> Policy:
         return Policy((bound, bound / 3), (0.0, 0.0), both)
     generator = torch.Generator().manual_seed(case.seed + 1)
     if "axes" in case.policy:
-        # Within 2^12 of 1 either way, or beyond it.
-        reach = 3.6 if case.policy == "axes" else 12.0
+        # Within 2^10 of 1 either way, or beyond it.
+        reach = 3.0 if case.policy == "axes" else 12.0
         drawn = [10 ** (reach * (2 * torch.rand(size, generator=generator) - 1)) for size in (case.m, case.n) * 2]
         return Policy((bound,), (0.0,), both, axes={"a": RankOne(*drawn[:2]), "b": RankOne(*drawn[2:])})
     masks = {name: torch.rand(case.m, case.n, generator=generator) < 0.4 for name in both}

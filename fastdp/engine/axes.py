@@ -21,9 +21,9 @@ from fastdp.engine.factors import Factors, scale
 from fastdp.engine.layout import Layout
 from fastdp.engine.uses import Sink
 
-#: Axes within this of 1, either way, are those whose sums may be scaled after they are made: what underflow takes from the
-#: gradient itself is then as little beside the gradient over its axes (docs/clipping.md).
-_MILD = 2.0**12
+#: Sums are scaled after they are made where axes lie within this of 1, either way: what underflow takes from the gradient is
+#: then below what is added to the norm of the gradient over its axes (docs/clipping.md).
+_MILD = 2.0**10
 
 
 @dataclass(frozen=True)
