@@ -42,6 +42,8 @@ class RankOne:
     #: What the two factors are multiplied by, float32.
     _scales: tuple[Tensor, Tensor] = field(init=False, repr=False, compare=False)
     _mild: bool = field(init=False, repr=False, compare=False)
+    #: Whether all of them are 1: nothing is scaled then, and sums are to the last bit those without axes.
+    even: bool = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for axes in (self.rows, self.columns):
@@ -50,6 +52,7 @@ class RankOne:
         object.__setattr__(self, "_scales", (self.rows.float().reciprocal(), self.columns.float().reciprocal()))
         mild = all(bool(((axes <= _MILD) & (axes >= 1 / _MILD)).all()) for axes in (self.rows, self.columns))
         object.__setattr__(self, "_mild", mild)
+        object.__setattr__(self, "even", all(bool((axes == 1).all()) for axes in (self.rows, self.columns)))
 
     def check(self, name: str, shape: torch.Size) -> None:
         """Raise ValueError unless they are a parameter's."""
@@ -111,7 +114,8 @@ class Scaled:
         self.sink.instances(parameter, self._whole(parameter, gradients), layout)
 
     def _of(self, parameter: torch.nn.Parameter) -> RankOne | None:
-        return self.axes.get(self.names[id(parameter)])
+        own = self.axes.get(self.names[id(parameter)])
+        return None if own is None or own.even else own
 
     def _whole(self, parameter: torch.nn.Parameter, gradients: Tensor) -> Tensor:
         own = self._of(parameter)

@@ -175,6 +175,16 @@ def test_even_axes_are_dp_sgd():
     assert all(torch.allclose(gradients[name], wanted[name], atol=1e-6) for name in wanted)
 
 
+def test_axes_of_ones_are_no_axes_to_the_last_bit():
+    """What `axes_power=None` takes where no axes promise more, over several microbatches."""
+    sums = []
+    for method in (RapFT(moments(), allocation="axes", axes_power=0.0), DPSGD()):
+        private = start(Classifier(), method=method, noise_multiplier=0.0, max_physical_batch_size=2)
+        sums.append(logical_step(private)[0])
+        private.detach()
+    assert all(torch.equal(sums[0][name], wanted) for name, wanted in sums[1].items())
+
+
 @settings(max_examples=100)
 @given(seed=st.integers(0, 10**6), power=st.floats(0, 1), empty=st.booleans())
 def test_axes_have_rank_one_and_mean_square_one(seed, power, empty):
