@@ -422,7 +422,7 @@ class TestKilled:
     def judge(self, outcome: Any, budget: int, errors: str) -> None:
         observations, noise = outcome["observations"], [json.loads(line) for line in outcome["noise"]]
         assert observations[-1]["status"] == 0, errors
-        assert len(observations) > 5, "killed a few times at least"
+        assert len(observations) > 3, "killed a few times at least"
         for before, after in zip([{"released": 0, "spent": 0}, *observations], observations):
             assert after["spent"] >= after["released"]
             assert after["spent"] <= budget
