@@ -18,6 +18,8 @@ FOREIGN = {
     "_DropoutNd": "the base class of torch's dropouts",
     "_C": "the id of the backward pass that is running",
     "_current_graph_task_id": "the same",
+    "_autograd": "whether hooks on what autograd saves are active",
+    "_base": "what a product's output is a view of",
     "_are_functorch_transforms_active": "what torch asks before it applies a function",
     "_make_wrapper_subclass": "how torch makes a tensor that holds no data",
     "_get_active_ddp_module": "which wrapper of data parallelism a forward pass is in",

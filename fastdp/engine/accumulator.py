@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
+import fastdp.engine.norms as sinks
 import fastdp.ops as ops
 from fastdp.engine.axes import Scaled
 from fastdp.engine.bounds import Norms, UpperNorms
@@ -142,6 +143,10 @@ class Accumulator(Sums):
         names = [name for batch in norms.batches for name in batch.names]
         every = 4 * sum([self.parameters[name].numel() for name in (*names, *norms.wholes, *norms.entries)])
         return min(norms.may_hold_bytes, max(every // _LAUNCHES, norms.may_hold_bytes // 32))
+
+    def may_hold(self, layout: Layout) -> int:
+        """Bytes of gradients of small matrices' outputs that may wait until the backward pass is over; -1 for none at all."""
+        return sinks.may_hold(layout.weights.device) or -1
 
     def _scaled(self, sink: Sink) -> Sink:
         """The sink, or one before it that divides by the policy's axes."""

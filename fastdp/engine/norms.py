@@ -17,12 +17,11 @@ from fastdp.engine.factors import Factors, PerUnit, joined
 from fastdp.engine.head import REMEASURED
 from fastdp.engine.layout import Layout
 from fastdp.engine.sums import Captures, Route, Sums, as_matrix
+from fastdp.engine.uses import NARROW
 from fastdp.ops.matrices import Matrices
 from fastdp.ops.routes import plan
 
 _T = TypeVar("_T")
-#: The narrower side of matrices whose gradients wait for others, at most: wider ones fill a GPU by themselves.
-_NARROW = 64
 #: Sizes of uses whose constants are kept, at most.
 _KEPT = 1 << 14
 #: Plans of a model's uses that are kept, at most: one for each length of batches.
@@ -188,7 +187,7 @@ class NormSink(Captures):
             return
         self._captured.append((parameter, factors))
         # The factors of others are kept for the sums in any case.
-        if factors.in_memory and min(factors.left.shape[1], factors.right.shape[1]) <= _NARROW:
+        if factors.in_memory and min(factors.left.shape[1], factors.right.shape[1]) <= NARROW:
             self._held_bytes += factors.left.nbytes + factors.right.nbytes
             if self._held_bytes > self.may_hold_bytes:
                 self._take_together()
@@ -232,7 +231,7 @@ class NormSink(Captures):
         found = [self._found(name, use) for name, (_, use) in zip(names, members)]
         numbers: dict[str, list[int]] = {"gram": [], "direct": [], "instantiate": [], "rest": []}
         for at, (name, use, route, _) in enumerate(found):
-            narrow = min(use.left.shape[1], use.right.shape[1]) <= _NARROW and name not in self.tables
+            narrow = min(use.left.shape[1], use.right.shape[1]) <= NARROW and name not in self.tables
             numbers["rest" if route.name == "instantiate" and not narrow else route.name].append(at)
         gram, direct, small, rest = (tuple(own) for own in numbers.values())
         kept = tuple(sorted(gram + direct))
@@ -360,7 +359,7 @@ class NormSink(Captures):
         left, right = factors.dense().oriented
         if not self.keep:
             self.note_products(name, factors)
-        if min(left.shape[1], right.shape[1]) > _NARROW:
+        if min(left.shape[1], right.shape[1]) > NARROW:
             self.entries[name].add(ops.per_unit(left, right, factors.offsets(self.layout)))
             return
         (gradient,), squared = ops.per_unit_group([left], [right], factors.offsets(self.layout))

@@ -39,7 +39,7 @@ from fastdp.engine.replay import Replay
 from fastdp.engine.shards import weights_of
 from fastdp.engine.still import randomness, unchanged
 from fastdp.engine.trace import Trace, devices
-from fastdp.engine.uses import Sink, Tap
+from fastdp.engine.uses import Sink, Tap, differentiate
 
 #: How per-example gradients are obtained.
 USES, ONE_EXAMPLE, ORDINARY = "uses", "one-example", "ordinary"
@@ -244,7 +244,13 @@ class Passes:
         if self.route == ONE_EXAMPLE:
             return self._one_at_a_time(call, ticket, layout, enter)
         tap = Tap(layout)
-        output, tops = self._tops(call, layout, tap, verify=verify)
+        if not (verify or self.weights.cut or self._twice_or_whole(layout)[0]):
+            tap.room = self.accumulator.may_hold(layout)
+        try:
+            output, tops = self._tops(call, layout, tap, verify=verify)
+        finally:
+            # What a use keeps must not know the pass: their nodes know the tap, and nobody collects such a circle.
+            products, tap.products, tap.room = tap.products, [], -1
 
         def backward(upstream: Any, retain: bool) -> None:
             if self.returns_loss:
@@ -253,7 +259,8 @@ class Passes:
             else:
                 pairs = [(t, g * self.scale(ticket)) for t, g in zip(tops, upstream) if g is not None]
             with self.weights.gathered():
-                torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs], retain_graph=retain)
+                found, seeds = [t for t, _ in pairs], [g for _, g in pairs]
+                differentiate(found, seeds, products, tap, self._parameters, retain=retain)
 
         waiting = Pass(call, ticket, layout, tap, verify, enter, tops, backward)
         if self.returns_loss:

@@ -8,12 +8,13 @@ while the backward of an `autograd.Function` runs exactly once a pass.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
+from torch.autograd.graph import GradientEdge
 
 import fastdp.ops as ops
 from fastdp.engine.factors import Factors
@@ -44,6 +45,10 @@ class Held(Protocol):
         """Let go of it."""
 
 
+#: The narrower side of matrices whose gradients wait for others, at most: wider ones fill a GPU by themselves.
+NARROW = 64
+
+
 @functools.lru_cache(1 << 12)
 def kind(operation: str, shape: torch.Size, rows: int, fold: Fold | None) -> tuple[str, tuple[int, ...]]:
     """An operation and the shape of its input for one row, all of it without rows; `UnsupportedUse` if it cannot be cut."""
@@ -72,6 +77,11 @@ class Tap:
         self.held: list[Held] = []
         #: The ids that were looked up in a table, by its identity, rows first.
         self.looked_up: dict[int, list[torch.Tensor]] = {}
+        #: Bytes of gradients that products of autograd's own may leave to the end of the backward pass; none of them below 0.
+        self.room = -1
+        self.products: list[OwnProduct] = []
+        #: Whether a module that reads trained parameters ran without gradients, as under reentrant checkpointing.
+        self.hidden = False
 
     def note(self, operation: str, x: torch.Tensor, fold: Fold | None) -> None:
         """Note the shape of a use's input; raises `UnsupportedUse` if it cannot be cut into the rows."""
@@ -142,6 +152,97 @@ class Product(NamedTuple):
     laned: bool
     trained: tuple[bool, bool]
     fold: Fold | None
+
+
+class OwnProduct(NamedTuple):
+    """A linear layer that autograd differentiates by itself, for x alone: no Python runs for it in a backward pass.
+
+    Args:
+        edge: where the output's gradient is found.
+        x: its input, and how often that had been written to.
+        weight, bias: the parameters; None for a bias that is not trained.
+    """
+
+    edge: GradientEdge
+    x: torch.Tensor
+    version: int
+    weight: torch.nn.Parameter
+    bias: torch.nn.Parameter | None
+
+    def give(self, gradient: torch.Tensor, right: torch.Tensor, sink: Sink, layout: Layout) -> None:
+        """Hand a sink what the gradient of the output comes to, x being ``right`` with its tokens on one axis."""
+        if self.x._version != self.version:
+            raise RuntimeError("the input of a linear layer was modified in place after the layer had read it")
+        flat = _flat(gradient)
+        if self.bias is not None:
+            sink.tokens(self.bias, flat, layout, False)
+        sink.matrix(self.weight, Factors(flat, right), layout)
+
+
+#: The hooks on what autograd saves that are active, if there are any: as under checkpointing, which keeps no inputs.
+_saving_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda ignore_is_tracing: True)
+
+
+def own_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tap: Tap, use: Product) -> Any:
+    """``x W^T + b`` as an `OwnProduct` of the pass; NotImplemented where it has to be a `LinearUse`."""
+    if not x.requires_grad or _saving_hooks(True) is not None or torch.is_autocast_enabled(x.device.type):
+        return NotImplemented
+    out = F.linear(x, weight.detach(), None if bias is None else bias.detach())
+    # What is written into a view changes the way to it; the product before stays where it is.
+    made = out if out._base is None else out._base
+    edge = GradientEdge(made.grad_fn, made.output_nr)  # type: ignore[arg-type]
+    tap.products.append(OwnProduct(edge, x, x._version, weight, bias if use.trained[1] else None))  # type: ignore[arg-type]
+    return out
+
+
+def differentiate(
+    tops: Sequence[torch.Tensor],
+    seeds: Sequence[torch.Tensor],
+    products: Sequence[OwnProduct],
+    tap: Tap,
+    parameters: Iterable[torch.nn.Parameter],
+    *,
+    retain: bool,
+) -> None:
+    """A backward pass, and what it brings to products of autograd's own, for the tap's sink.
+
+    All uses give their ``parameters`` no gradient; what any gets in another way is in its `.grad` afterwards.
+    """
+    if not products:
+        torch.autograd.backward(tops, seeds, retain_graph=retain)
+        return
+    if tap.hidden:
+        # What is computed anew within a backward pass lies behind no parameter: so all of the graph is run.
+        caught: list[torch.Tensor | None] = [None] * len(products)
+        hooks = [
+            edge.node.register_prehook(functools.partial(_catch, caught, at, edge.output_nr))
+            for at, (edge, *_) in enumerate(products)
+        ]
+        torch.autograd.backward(tops, seeds, retain_graph=retain)
+        for hook in hooks:
+            hook.remove()
+    else:
+        trained = [parameter for parameter in parameters if parameter.requires_grad]
+        ends: Any = [*[product.edge for product in products], *trained]
+        found: Sequence[torch.Tensor | None] = torch.autograd.grad(
+            tops, ends, seeds, retain_graph=retain, allow_unused=True
+        )
+        caught = [*found[: len(products)]]
+        for parameter, gradient in zip(trained, found[len(products) :]):
+            if gradient is not None:
+                parameter.grad = gradient
+    sink, layout = tap.open(), tap.layout
+    right = x = None
+    for product, gradient in zip(reversed(products), reversed(caught)):
+        if gradient is not None:
+            if right is None or product.x is not x:
+                x = product.x
+                right = _flat(x.detach())
+            product.give(gradient, right, sink, layout)
+
+
+def _catch(caught: list[torch.Tensor | None], at: int, number: int, gradients: Sequence[torch.Tensor]) -> None:
+    caught[at] = gradients[number]
 
 
 class LinearUse(Use):

@@ -49,17 +49,21 @@ class Matrices(list[Tensor]):
         return matrices if isinstance(matrices, cls) else cls(matrices)
 
     @functools.cached_property
+    def shapes(self) -> list[torch.Size]:
+        """Of each."""
+        return [matrix.shape for matrix in self]
+
+    @functools.cached_property
     def rows(self) -> int | None:
         """Of each; None if they are not matrices of as many rows on one device."""
-        sizes = [matrix.shape for matrix in self]
-        alike = {len(size) for size in sizes} == {2} and len({matrix.device for matrix in self}) == 1
-        rows = {size[0] for size in sizes} if alike else set()
+        alike = {*map(len, self.shapes)} == {2} and len({matrix.device for matrix in self}) == 1
+        rows = {shape[0] for shape in self.shapes} if alike else set()
         return rows.pop() if len(rows) == 1 else None
 
     @functools.cached_property
     def form(self) -> Form:
         """Of matrices alone."""
-        columns, dtypes = tuple([matrix.shape[1] for matrix in self]), tuple([matrix.dtype for matrix in self])
+        columns, dtypes = tuple([shape[1] for shape in self.shapes]), tuple([matrix.dtype for matrix in self])
         return _form(columns, tuple([matrix.stride() for matrix in self]), dtypes)  # type: ignore[arg-type]
 
     @functools.cached_property

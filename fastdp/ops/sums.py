@@ -345,9 +345,9 @@ def _check_weighted_sum_group(
     if not len(outs) == len(lefts) == len(weights) == len(begun):
         raise ValueError(f"there are {len(lefts)} lefts and {len(weights)} rows of weights: give as many of each")
     check_weights(weights[0], rights[0], "unit", count=offsets.shape[0] - 1)
-    shapes = [(left.shape[1], right.shape[1]) for left, right in zip(lefts, rights)]
-    good = {out.dtype for out in outs} <= set(SUMS) and {out.device for out in outs} == {rights[0].device}
-    if not good or [out.shape for out in outs] != shapes:
+    columns = Matrices.of(lefts).form.columns, Matrices.of(rights).form.columns
+    good = {out.dtype for out in outs} <= {*SUMS} and {out.device for out in outs} == {rights[0].device}
+    if not good or Matrices.of(outs).shapes != [*zip(*columns)]:
         for out, left, right in zip(outs, lefts, rights):
             _check_out(out, left, right)
 
@@ -394,10 +394,10 @@ def weighted_sum_group(
     """
     lefts, rights = Matrices.of(lefts), Matrices.of(rights)
     given = [None] * len(lefts) if outs is None else outs
-    sums = [
+    sums = Matrices(
         right.new_empty(left.shape[-1], right.shape[-1], dtype=accumulator(left, right)) if out is None else out
         for out, left, right in zip(given, lefts, rights)
-    ]
+    )
     WEIGHTED_SUM_GROUP(sums, lefts, rights, weights, offsets, [out is not None for out in given])
     return sums
 

@@ -13,7 +13,7 @@ from fastdp.engine.head import take
 from fastdp.engine.lanes import PerLane
 from fastdp.engine.logits import Logits
 from fastdp.engine.reads import Reads
-from fastdp.engine.uses import LinearUse, Product, Tap, kind
+from fastdp.engine.uses import NARROW, LinearUse, Product, Tap, kind, own_product
 
 
 def linear_of(module: torch.nn.Linear, reads: Reads, tap: Tap, x: torch.Tensor) -> Any:
@@ -23,11 +23,17 @@ def linear_of(module: torch.nn.Linear, reads: Reads, tap: Tap, x: torch.Tensor) 
     weight, bias = own.get("weight"), own.get("bias")
     known = reads.linear.get(id(weight))
     if known is not None and layout.token_segments is None and id(weight) not in reads.heads.weights:
-        of_bias, shape, rows, noted, use = known
+        of_bias, shape, rows, noted, use, held = known
         if id(bias) == of_bias and x.shape == shape and layout.rows == rows and module.__dict__.keys().isdisjoint(own):
             tap.shapes.add(noted)
-            apply = LinearUse.apply if torch._C._are_functorch_transforms_active() else LinearUse.plainly
-            return apply(x, weight, bias, tap, use)
+            if torch._C._are_functorch_transforms_active():
+                return LinearUse.apply(x, weight, bias, tap, use)
+            if tap.room >= held and weight is not None:
+                out = own_product(x, weight, bias, tap, use)
+                if out is not NotImplemented:
+                    tap.room -= held
+                    return out
+            return LinearUse.plainly(x, weight, bias, tap, use)
     return _linear(reads, tap, x, module.weight, module.bias)
 
 
@@ -77,7 +83,11 @@ def _product(reads: Reads, tap: Tap, operation: str, x: Any, weight: Any, bias: 
         use = Product(swap, None, False, trained, None if fold.natural else fold)
         if operation == "linear" and trained[0]:
             rows = tap.layout.rows
-            reads.linear[id(weight)] = id(bias), x.shape, rows, kind(operation, x.shape, rows, fold), use
+            # The factors of wide matrices are kept for the sums in any case.
+            narrow = min(weight.shape) <= NARROW
+            held = x.numel() // x.shape[-1] * sum(weight.shape) * x.element_size() if narrow and x.numel() else 0
+            noted = kind(operation, x.shape, rows, fold)
+            reads.linear[id(weight)] = id(bias), x.shape, rows, noted, use, held if fold.natural else 1 << 62
         return LinearUse.apply(x, weight, bias, tap, use)
     own = tuple(p for p, read in zip((weight, bias), trained) if read)
     if laned:

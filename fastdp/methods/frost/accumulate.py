@@ -140,6 +140,10 @@ class MagnitudeAccumulator(Accumulator):
                 self.add_factors(name, entry.factors.pop(), factors, layout)
             self.keep(name)
 
+    def may_hold(self, layout: Layout) -> int:
+        """None, as most magnitudes need no factor once it is measured."""
+        return -1
+
     def add_unit(self, instances: Mapping[str, torch.Tensor], weight: torch.Tensor) -> None:
         """Clip and add one unit from its whole gradients ``[1, ...]``: the one-example route."""
         order = self.magnitude.norm_order

@@ -1,0 +1,147 @@
+"""Linear layers that autograd differentiates by itself: the same sums as where each captures, whatever is round them."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from fastdp.engine import norms, passes
+from fastdp.engine.engine import Engine
+from tests.engine.models import batch, build
+from tests.engine.nets import EXACT, Net
+from tests.engine.reference import engine_for, feed, ticket
+from tests.engine.runs import clipped_sum, error, one_by_one
+
+DATA = {"x": torch.randn(4, 7, 5, generator=torch.Generator().manual_seed(1)), "labels": torch.arange(4) % 3}
+
+
+@pytest.fixture
+def taken(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many there were in each backward pass, of engines that may hold as much as they like."""
+    counts: list[int] = []
+    monkeypatch.setattr(norms, "may_hold", lambda device: 1 << 40)
+    differentiate = passes.differentiate
+
+    def noted(tops, seeds, products, *args, **options):
+        counts.append(len(products))
+        differentiate(tops, seeds, products, *args, **options)
+
+    monkeypatch.setattr(passes, "differentiate", noted)
+    return counts
+
+
+def twice(model: torch.nn.Module, data: dict, **options: object) -> Engine:
+    """An engine after two micro-batches: the first is looked at, and takes no such products."""
+    engine, tickets = engine_for(model, 0.5, check=False, **options)
+    feed(engine, tickets, data)
+    feed(engine, tickets, data)
+    assert engine.route == "uses", engine.reason
+    return engine
+
+
+def require_alike(engine: Engine, other: Engine) -> None:
+    assert engine.accumulator.sums.keys() == other.accumulator.sums.keys()
+    for name, total in other.accumulator.sums.items():
+        torch.testing.assert_close(engine.accumulator.sums[name], total, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("tuning", ["full", "lora"])
+@pytest.mark.parametrize("name", ["llama", "bert", "gpt2"])
+def test_sums_of_models(name: str, tuning: str, taken: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = twice(build(name, tuning), batch(name))
+    assert taken[0] == 0
+    assert taken[1] > 0 or (name, tuning) == ("gpt2", "full")
+    monkeypatch.setattr(norms, "may_hold", lambda device: 0)
+    require_alike(engine, twice(build(name, tuning), batch(name)))
+    assert taken[3] == 0
+
+
+def net(middle) -> Net:
+    # With a bias the output is a view, which torch lets nobody write to where the layer captures.
+    return Net(middle, third=torch.nn.Linear(6, 6, bias=middle is not in_place))
+
+
+def in_place(net: Net, h: torch.Tensor) -> torch.Tensor:
+    h = net.third(h)
+    h += 1
+    h.mul_(0.5)
+    return h.relu_()
+
+
+def checkpointed(net: Net, h: torch.Tensor) -> torch.Tensor:
+    return h + checkpoint(net.third, h, use_reentrant=False)
+
+
+def reentrant(net: Net, h: torch.Tensor) -> torch.Tensor:
+    return h + checkpoint(net.third, h, use_reentrant=True)
+
+
+@pytest.mark.parametrize(
+    ("middle", "products"),
+    [
+        pytest.param(in_place, 2, id="written to"),
+        pytest.param(lambda net, h: net.third(net.third(h)), 3, id="used twice"),
+        pytest.param(lambda net, h: h + 0 * net.third(h).detach(), 2, id="reached by no gradient"),
+        pytest.param(checkpointed, 1, id="checkpointed"),
+        pytest.param(reentrant, 1, id="reentrant"),
+    ],
+)
+def test_sums_of_nets(middle, products: int, taken: list[int]) -> None:
+    """The first layer captures, as its input needs no gradient; the last is always differentiated by autograd."""
+    model = net(middle)
+    truth = copy.deepcopy(model)
+    # Torch's own gradients of single tensors do not go through reentrant checkpoints.
+    truth.steps = tuple(checkpointed if step is reentrant else step for step in truth.steps)
+    engine = twice(model, DATA, two_pass=False)
+    assert taken[1] == products
+    sums = {n: engine.accumulator.sums.get(n, torch.zeros_like(p)) for n, p in engine.parameters.items()}
+    assert error(sums, clipped_sum(one_by_one(truth, DATA), 0.5)) < EXACT
+
+
+def test_an_input_that_is_written_to_afterwards_is_refused(taken: list[int]) -> None:
+    def middle(net: Net, h: torch.Tensor) -> torch.Tensor:
+        h = h + 0
+        out = net.third(h)
+        if written:
+            h.add_(1)
+        return out
+
+    written = False
+    engine, tickets = engine_for(net(middle), 0.5, check=False)
+    feed(engine, tickets, DATA)
+    written = True
+    with pytest.raises(RuntimeError, match="modified in place"):
+        feed(engine, tickets, DATA)
+
+
+def test_a_gradient_that_comes_in_another_way_is_refused(taken: list[int]) -> None:
+    def middle(net: Net, h: torch.Tensor) -> torch.Tensor:
+        out = net.third(h)
+        if unseen:
+            with torch._C.DisableTorchFunction():
+                out = out * net.third.weight.sum()
+        return out
+
+    unseen = False
+    engine, tickets = engine_for(net(middle), 0.5, check=False)
+    feed(engine, tickets, DATA)
+    unseen = True
+    with pytest.raises(RuntimeError, match="third.weight holds a gradient"):
+        feed(engine, tickets, DATA)
+
+
+def test_a_pass_without_a_backward_pass_is_let_go_of(taken: list[int]) -> None:
+    engine, tickets = engine_for(net(lambda net, h: net.third(h)), 0.5, check=False)
+    feed(engine, tickets, DATA)
+    engine.abandon()
+    kept: list[weakref.ref] = []
+    engine.model.third.register_forward_hook(lambda module, args, out: kept.append(weakref.ref(args[0])))
+    tickets.append(ticket(4))
+    engine.model(**DATA)
+    gc.collect()
+    assert kept[0]() is None
