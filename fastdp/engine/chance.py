@@ -71,10 +71,17 @@ def _known_state() -> tuple[torch.Tensor, int]:
 
 @contextmanager
 def _put_back(devices: Sequence[int]) -> Iterator[None]:
-    states = random.getstate(), numpy.random.get_state()  # noqa: NPY002 - the state that collators draw from
+    # Numpy's generator is another one meanwhile, as copying a state takes longer than a small layer.
+    state, own = random.getstate(), numpy.random.get_bit_generator()  # type: ignore[attr-defined]
+    numpy.random.set_bit_generator(numpy.random.MT19937() if own is _spare() else _spare())  # type: ignore[attr-defined]
     try:
         with torch.random.fork_rng(devices=devices):
             yield
     finally:
-        random.setstate(states[0])
-        numpy.random.set_state(states[1])  # noqa: NPY002
+        random.setstate(state)
+        numpy.random.set_bit_generator(own)  # type: ignore[attr-defined]
+
+
+@functools.cache
+def _spare() -> numpy.random.BitGenerator:
+    return numpy.random.MT19937()

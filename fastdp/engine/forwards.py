@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fastdp.engine.intercept import PlainHeads, UseMode, called
+from fastdp.engine.intercept import Held, PlainHeads, UseMode, called
 from fastdp.engine.reads import Reads
 from fastdp.engine.shards import Whole
 
@@ -53,6 +53,8 @@ class PatchedForward(_Forward):
     def __init__(self, module: torch.nn.Module, reads: Reads):
         super().__init__(module)
         self.reads = reads
+        #: Its parameters as it holds them in a pass, once a mode has seen that nothing else of it reads any; by name.
+        self.held: dict[str, Held] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         tap = self.reads.tap
@@ -62,12 +64,29 @@ class PatchedForward(_Forward):
             result = called(self.module, self.reads, tap, args, kwargs)
             if result is not NotImplemented:
                 return result
+            if self.held:
+                return self._holding(args, kwargs)
         self.reads.mode_open = True
+        mode = PlainHeads(self.reads) if tap is None else UseMode(self.reads, tap)
         try:
-            with PlainHeads(self.reads) if tap is None else UseMode(self.reads, tap):
+            with mode:
                 return self.original(*args, **kwargs)
         finally:
             self.reads.mode_open = False
+            if isinstance(mode, UseMode) and not mode.else_read:
+                own = {name: p for name, p in self.module._parameters.items() if id(p) in mode.met}
+                if len(own) == len(mode.met):
+                    self.held = {name: Held.of(p, self.reads) for name, p in own.items() if p is not None}
+
+    def _holding(self, args: Any, kwargs: Any) -> Any:
+        """The module's own forward, with its parameters held so that what reads them is known."""
+        own: dict[str, Any] = self.module._parameters
+        before = {name: own[name] for name in self.held}
+        own.update(self.held)
+        try:
+            return self.original(*args, **kwargs)
+        finally:
+            own.update(before)
 
 
 class RootForward(_Forward):

@@ -33,6 +33,9 @@ class UseMode(TorchFunctionMode):
         super().__init__()
         self.reads = reads
         self.tap = tap
+        #: Parameters that met an activation entry by entry; and whether anything else was made that may read one.
+        self.met: set[int] = set()
+        self.else_read = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -49,7 +52,9 @@ class UseMode(TorchFunctionMode):
                 return func(*args, **kwargs)
             result = affine(func, args, kwargs, names, self.tap)
             if result is not NotImplemented:
+                self.met.update([id(value) for value in args if id(value) in names])
                 return result
+        self.else_read = True
         if inside is not None:
             with self:
                 return inside(*args, **kwargs)
@@ -65,6 +70,41 @@ class UseMode(TorchFunctionMode):
         if isinstance(value, (list, tuple)) and any(isinstance(v, torch.Tensor) for v in value):
             return type(value)(self._substituted(v) for v in value)
         return value
+
+
+class Held(torch.Tensor):
+    """A trained parameter in its module's hands during a forward pass: what is made of it goes where `UseMode` sends it.
+
+    Nothing else of the module's is intercepted, so it serves where a mode has seen all that reads a parameter there.
+    """
+
+    reads: Reads
+    parameter: torch.nn.Parameter
+    #: What torch takes a parameter by.
+    _is_param = True
+
+    @classmethod
+    def of(cls, parameter: torch.nn.Parameter, reads: Reads) -> Held:
+        """A parameter, for its module."""
+        held = parameter.detach().as_subclass(cls)
+        held.reads, held.parameter = reads, parameter
+        return held
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        held: list[Held] = []
+
+        def plain(value: Any) -> Any:
+            if type(value) is cls:
+                held.append(value)
+                return value.__dict__["parameter"]
+            return type(value)(map(plain, value)) if type(value) in (list, tuple) else value
+
+        args, kwargs = [*map(plain, args)], {name: plain(value) for name, value in (kwargs or {}).items()}
+        reads = held[0].__dict__["reads"]
+        if reads.tap is None:
+            return func(*args, **kwargs)
+        return UseMode(reads, reads.tap).__torch_function__(func, types, args, kwargs)
 
 
 @functools.lru_cache(1 << 12)

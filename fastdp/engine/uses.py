@@ -237,7 +237,7 @@ def differentiate(
         if gradient is not None:
             if right is None or product.x is not x:
                 x = product.x
-                right = _flat(x.detach())
+                right = _flat(x)
             product.give(gradient, right, sink, layout)
 
 
