@@ -148,10 +148,7 @@ def called(module: torch.nn.Module, reads: Reads, tap: Tap, args: Any, kwargs: A
     if kind not in _CALLS or kwargs or len(args) != 1 or type(args[0]) is not torch.Tensor:
         return NotImplemented
     forward, use_of = _CALLS[kind]
-    if not torch.is_grad_enabled():
-        tap.hidden = True
-        return NotImplemented
-    if kind.forward is not forward:
+    if kind.forward is not forward or not torch.is_grad_enabled():
         return NotImplemented
     try:
         return use_of(module, reads, tap, args[0])

@@ -63,7 +63,11 @@ def test_sums_of_models(name: str, tuning: str, taken: list[int], monkeypatch: p
 
 def net(middle) -> Net:
     # With a bias the output is a view, which torch lets nobody write to where the layer captures.
-    return Net(middle, third=torch.nn.Linear(6, 6, bias=middle is not in_place))
+    own = {"scale": Scale()} if middle is scaled_behind_a_leaf else {}
+    made = Net(middle, third=torch.nn.Linear(6, 6, bias=middle is not in_place), **own)
+    made.first.requires_grad_(middle is not scaled_behind_a_leaf)
+    made.third.requires_grad_(middle is not scaled_behind_a_leaf)
+    return made
 
 
 def in_place(net: Net, h: torch.Tensor) -> torch.Tensor:
@@ -81,6 +85,25 @@ def reentrant(net: Net, h: torch.Tensor) -> torch.Tensor:
     return h + checkpoint(net.third, h, use_reentrant=True)
 
 
+def scaled_behind_a_leaf(net: Net, h: torch.Tensor, use_reentrant: bool = True) -> torch.Tensor:
+    """Nothing that is trained lies before the checkpoint, and no linear layer in it."""
+    leaf = h.detach().requires_grad_()
+    return checkpoint(net.scale, leaf, use_reentrant=use_reentrant)
+
+
+def scaled(net: Net, h: torch.Tensor) -> torch.Tensor:
+    return scaled_behind_a_leaf(net, h, use_reentrant=False)
+
+
+class Scale(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.linspace(0.5, 1.5, 6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.weight * x
+
+
 @pytest.mark.parametrize(
     ("middle", "products"),
     [
@@ -89,6 +112,7 @@ def reentrant(net: Net, h: torch.Tensor) -> torch.Tensor:
         pytest.param(lambda net, h: h + 0 * net.third(h).detach(), 2, id="reached by no gradient"),
         pytest.param(checkpointed, 1, id="checkpointed"),
         pytest.param(reentrant, 1, id="reentrant"),
+        pytest.param(scaled_behind_a_leaf, 1, id="reentrant behind a leaf"),
     ],
 )
 def test_sums_of_nets(middle, products: int, taken: list[int]) -> None:
@@ -96,7 +120,8 @@ def test_sums_of_nets(middle, products: int, taken: list[int]) -> None:
     model = net(middle)
     truth = copy.deepcopy(model)
     # Torch's own gradients of single tensors do not go through reentrant checkpoints.
-    truth.steps = tuple(checkpointed if step is reentrant else step for step in truth.steps)
+    alike = {reentrant: checkpointed, scaled_behind_a_leaf: scaled}
+    truth.steps = tuple(alike.get(step, step) for step in truth.steps)
     engine = twice(model, DATA, two_pass=False)
     assert taken[1] == products
     sums = {n: engine.accumulator.sums.get(n, torch.zeros_like(p)) for n, p in engine.parameters.items()}
