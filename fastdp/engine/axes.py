@@ -82,7 +82,10 @@ class RankOne:
         return (gradients.reshape(-1, len(every)) * every).to(gradients.dtype).view(gradients.shape)
 
     def along(self, gradient: Tensor, rows: Tensor) -> None:
-        """Multiply a gradient over s by s, in place: contiguous, float32, all of it or what belongs to some of the ``rows``."""
+        """Multiply a gradient over s by the columns of s and by ``rows``, all of s or some, perhaps over a number; in place.
+
+        The gradient is contiguous, float32, and what belongs to these rows.
+        """
         scale(gradient.view(len(rows), len(self.columns)), rows.float(), self.columns.float())
 
 

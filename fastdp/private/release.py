@@ -122,10 +122,12 @@ class Release:
             if name in lent:
                 total = total.clone()
             self._add_noise(name, total, policy, self._tensors[name])
-            if name in policy.axes:
-                axes = policy.axes[name]
-                axes.along(total, pieces.part(axes.rows, parameter))
-            parameter.grad = pieces.joined(total.div_(self.expected_batch_size).to(parameter.dtype), parameter)
+            axes = policy.axes.get(name)
+            if axes is None or axes.even:
+                total.div_(self.expected_batch_size)
+            else:
+                axes.along(total, pieces.part(axes.rows, parameter) / self.expected_batch_size)
+            parameter.grad = pieces.joined(total.to(parameter.dtype), parameter)
         self._count += 1
 
     @staticmethod
