@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 from collections.abc import Hashable, Iterator, Sequence
 
 import torch
@@ -32,8 +33,7 @@ class Units:
         groups: dict[Hashable, list[int]] = {}
         for index, user in enumerate(user_ids):
             user = user.item() if isinstance(user, torch.Tensor) else user
-            alone = user is not None and type(user).__hash__ is object.__hash__
-            if alone or user != user:
+            if not _equals_its_copy(user):
                 raise ValueError(
                     f"example {index} has no user: its id is {user}, which equals no other, so that each such row would count as "
                     "a person; give it an id"
@@ -49,6 +49,17 @@ class Units:
 
     def examples(self, unit: int) -> list[int]:
         return [unit] if self.members is None else self.members[unit]
+
+
+def _equals_its_copy(user: Hashable) -> bool:
+    """Whether an id equals another that is made alike: NaN does not, nor what holds one, nor objects without equality."""
+    if isinstance(user, (str, int, bytes)) or user is None:
+        return True
+    try:
+        again = pickle.loads(pickle.dumps(user))
+        return bool(again is user or (again == user and hash(again) == hash(user)))
+    except Exception:
+        return False
 
 
 class PoissonSampler:
