@@ -124,17 +124,25 @@ def outlier(size: float) -> Record:
     return records(1, size, 5)[0]
 
 
-def beside_an_outlier(library: Any, loop: Callable[..., Any]) -> float:
-    """How far a record moves the release, in units of the bound, that becomes an outlier when a loop was looked at already."""
+def beside_a_late(
+    library: Any, task: Task, others: Sequence[Record], before: Record, after: Record, bound: float = 0.2
+) -> float:
+    """How far a record moves the release, in units of ``bound``, that becomes another when all was looked at already."""
     released = []
-    for extra in ([], records(1)):
-        data = [*records(16), *extra]
+    for extra in ([], [before]):
+        data = [*others, *extra]
 
         def change(_: Any, data: list[Record] = data) -> None:
-            data[16:] = [{"x": torch.full((FEATURES,), 1e3), "labels": 0}] * len(data[16:])
+            data[len(others) :] = [after] * len(data[len(others) :])
 
-        released.append(library.train(Task(Net, loop=loop), data, 0.2, 5, change)[-1])
-    return apart(*released) / 0.2
+        released.append(library.train(task, data, bound, 5, change)[-1])
+    return apart(*released) / bound
+
+
+def beside_an_outlier(library: Any, task: Task) -> float:
+    """`beside_a_late` of a record that becomes an outlier."""
+    after = {"x": torch.full((FEATURES,), 1e3), "labels": 0}
+    return beside_a_late(library, task, records(16), records(1)[0], after)
 
 
 class Model(nn.Module):

@@ -9,4 +9,4 @@ def rescaled(batch):
 
 
 def attack(library: systems.FastDP) -> float:
-    return kit.beside_an_outlier(library, rescaled)
+    return kit.beside_an_outlier(library, kit.Task(kit.Net, loop=rescaled))

@@ -8,6 +8,8 @@ more, of which nothing is summed: the same examples in one company, again, in an
 from __future__ import annotations
 
 import math
+import operator
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle, islice
@@ -15,7 +17,7 @@ from typing import Any
 
 import torch
 
-from fastdp.engine.batches import Call, Path, as_long_as, map_leaves, map_tensors
+from fastdp.engine.batches import Call, Path, as_long_as, everything, map_leaves, map_tensors
 from fastdp.engine.boundary import replace_loss, require_loss
 from fastdp.engine.chance import seeded
 from fastdp.engine.collation import Collation, spread, values
@@ -29,6 +31,8 @@ from fastdp.engine.uses import Tap
 #: The examples that are looked at, and as many companions.
 _EXAMPLES = 3
 _LOW_PRECISION = 2e-2
+#: Of an attribute that is not there.
+_NOTHING = object()
 
 
 @dataclass(frozen=True)
@@ -64,6 +68,8 @@ class Company:
 
 #: The place of what a criterion sends back, among what a loop makes.
 CRITERION = "criterion"
+#: The place of what a loop sets in a module.
+_ATTRIBUTE = "attribute"
 #: The place of the rows' losses, of what a loop makes for a model that returns its loss.
 LOSS = "loss"
 COUPLES = (
@@ -111,20 +117,66 @@ class Between:
         self._fresh: tuple[Any, ...] = ()
         #: By place how long, and how large, what was tried is at most.
         self._reach: dict[Path, list[float]] = {}
+        #: Switches, texts among them, of the first call.
+        self._switches: dict[Path, Any] | None = None
+        #: What modules, and the model's configuration, held when the latest pass was over; and what the loop has set in them.
+        self._left: list[dict[str, Any]] = []
+        self._set: dict[Path, tuple[dict[str, Any], str]] = {}
+        self._before: dict[Path, Any] = {}
+        self._fresh_set = False
+        owners = (*passes.model.modules(), getattr(passes.model, "config", None))
+        self._held: list[dict[str, Any]] = [vars(owner) for owner in owners if hasattr(owner, "__dict__")]
+        self.leave()
 
     def forget(self) -> None:
         """Of a trial that was begun the rest will not come."""
         self.settled = self.settled and not self.waits
         self.waits, self._due = 0, []
 
+    def arrive(self) -> None:
+        """A pass begins: whatever modules hold now and did not after the latest pass, the loop has set."""
+        self._fresh_set = False
+        self._before = self._before if self.waits else {}
+        for place, (held, before) in enumerate(zip(self._held, self._left)):
+            if len(held) == len(before) and all(map(operator.is_, held.values(), before.values())):
+                continue
+            for name, value in held.items():
+                # Before the first pass switches are set for all batches, and nothing is made of any.
+                if before.get(name, before) is value or (self._switches is None and isinstance(value, (bool, str))):
+                    continue
+                if isinstance(value, (bool, str)) or next(values(value, single=False), None) is not None:
+                    path = _ATTRIBUTE, place, name
+                    self._set[path], self._fresh_set = (held, name), True
+                    self._before.setdefault(path, before.get(name, _NOTHING))
+        self._left = []
+
+    def leave(self) -> None:
+        """A pass is over: what modules hold beside parameters is the model's own doing."""
+        if self.settled and self._passes.device.type != "cpu":
+            return
+        self._left = list(map(dict, self._held))
+
+    def _given(self, call: Call) -> dict[Path, torch.Tensor]:
+        """What the model gets from the loop: a call's tensors, numbers and switches, and what was set in its modules."""
+        found = dict(values(call, single=False))
+        for path, (held, name) in self._set.items():
+            found |= values(held.get(name), path, single=False)
+            found |= _switches(held.get(name), path)
+        return found | _switches(call, depth=2)
+
     def makes(self, call: Call, source: Collation) -> bool:
-        """Whether a call holds tensors or numbers that the batch did not when it was handed out."""
-        held = source.unwritten()
+        """Whether a call has tensors, numbers or switches that neither its batch nor the first call had, or modules do."""
+        held, switches = source.unwritten(), _switches(call, depth=2)
         own = set(map(id, held))
-        return any(
-            not any(h.shape == t.shape and torch.equal(h.to(t).nan_to_num(), t.nan_to_num()) for h in held)
-            for _, t in values(call, single=False)
-            if id(t) not in own and (t.dim() or t.dtype is not torch.bool)
+        known, self._switches = self._switches, switches if self._switches is None else self._switches
+        return (
+            self._fresh_set
+            or (known is not None and switches != known)
+            or any(
+                not any(h.shape == t.shape and torch.equal(h.to(t).nan_to_num(), t.nan_to_num()) for h in held)
+                for _, t in values(call, single=False)
+                if id(t) not in own and (t.dim() or t.dtype is not torch.bool)
+            )
         )
 
     def passes_reach(self, source: Collation) -> bool:
@@ -188,15 +240,26 @@ class Between:
             self._fresh = randomness(self._passes.model)
 
     def take(self) -> Iterator[Company]:
-        """The batches that the loop is to be given next."""
+        """The batches that the loop is to be given next; each finds in modules what was there before the loop set it."""
+        if not self._due:
+            return
+        now = {path: held.get(name, _NOTHING) for path, (held, name) in self._set.items()}
         while self._due:
+            self._put(self._before)
             yield self._due.pop(0)
+        self._put(now)
+        self.leave()
+
+    def _put(self, values: Mapping[Path, Any]) -> None:
+        for path, value in values.items():
+            held, name = self._set[path]
+            held.pop(name, None) if value is _NOTHING else held.update({name: value})
 
     def run_forward(self, call: Call, ticket: Ticket, enter: Callable[[Pass, Any], None]) -> Any:
         """A pass without randomness of which only the call is looked at, and what a criterion sends back; nothing is summed."""
         passes, company = self._passes, ticket.company
         self._extend_reach(company.source)
-        made = dict(values(call, single=False))
+        made = self._given(call)
         if company.role == "other":
             self._require_same_arguments(made)
         self._note(made, company)
@@ -316,6 +379,15 @@ def _cropped(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
 
 def _rounding(t: torch.Tensor) -> float:
     return 1e-5 if t.dtype in (torch.float32, torch.float64) else _LOW_PRECISION if t.is_floating_point() else 0.0
+
+
+def _switches(tree: Any, path: Path = (), depth: int = 0) -> dict[Path, torch.Tensor]:
+    """Truth values and texts that stand so deep, as numbers by which they can be told apart; deeper ones may be rows' own."""
+    return {
+        place: torch.tensor(zlib.crc32(repr(value).encode()), dtype=torch.float64)
+        for place, value in everything(tree, path)
+        if isinstance(value, (bool, str)) and len(place) == len(path) + depth
+    }
 
 
 def _named(path: Path) -> str:

@@ -59,12 +59,12 @@ class Checks:
         passes, thorough, due = self._passes, False, False
         if passes.route == ORDINARY:
             return False
-        first = passes.route is None
+        first, stretched = passes.route is None, self.enabled and self._known.stretches(call)
         if not first and self.enabled:
             thorough = self._structure.changed() or self.schedule.affordable()
             due = self.schedule.due(ticket.rows) or thorough
             self.between.settled &= not thorough or self._ranks.size > 1
-        looked = passes.weights.anyone(first or due or self._known.new(passes.trace, call, ticket.rows))
+        looked = passes.weights.anyone(first or due or stretched or self._known.new(passes.trace, call, ticket.rows))
         if looked:
             with passes.weights.apart():
                 if first:
@@ -73,9 +73,9 @@ class Checks:
                     self.schedule.begin(ticket.rows)
                 else:
                     self._known.add(passes.trace, call, ticket.rows)
-                    if due:
+                    if due or stretched:
                         with self.schedule.check(brief=not thorough):
-                            self._check_again(call, _real(ticket), thorough=thorough)
+                            self._check_again(call, _real(ticket), thorough=thorough, due=due, stretched=stretched)
         self._look_between(call, ticket)
         return looked
 
@@ -93,20 +93,22 @@ class Checks:
         if not self.enabled or passes.route == ORDINARY or (passes.returns_loss and not ahead):
             return
         if not between.settled or (self._ranks.size == 1 and self.schedule.affordable()):
-            between.first = True
+            between.first = ahead
             between.begin(source, len(source.indices))
 
     def _look_between(self, call: Call, ticket: Ticket) -> None:
         """Have the loop tried if it makes something of a batch itself: on all ranks, at the same batch, or on none."""
         between, source = self.between, ticket.source
         # On a processor a batch that goes to the model untouched is known at once, and one that does not is new; of a loop that
-        # changes every batch one is that holds more than all before it.
+        # changes every batch, or has a criterion, one is that holds more than all before it.
         again = between.settled and not between.waits and self._ranks.size == 1 and self._passes.device.type == "cpu"
         again = again and source is not None and (not between.made or between.passes_reach(source))
         if between.first or not self.enabled or (between.settled and not again):
             return
         asked = source is not None and ticket.token_units is None and ticket.rows > 1
-        said = self._ranks.gather((asked, asked and between.makes(call, source)))
+        said = self._ranks.gather(
+            (asked, asked and (again and not self._passes.returns_loss or between.makes(call, source)))
+        )
         between.settled = all(could for could, _ in said)
         between.settled |= again
         if between.settled and any(makes for _, makes in said):
@@ -166,23 +168,28 @@ class Checks:
             passes.forwards.unpatch()
             return str(error) or type(error).__name__
 
-    def _check_again(self, call: Call, ticket: Ticket, *, thorough: bool) -> None:
-        """What the first batch was asked, of some rows of a later one; without ``thorough``, one extra pass or two rows."""
+    def _check_again(self, call: Call, ticket: Ticket, *, thorough: bool, due: bool, stretched: bool) -> None:
+        """What the first batch was asked, of some rows of a later one; without ``thorough``, one extra pass or two rows.
+
+        Of a ``stretched`` one first whether its length matters, whether or not more is ``due``.
+        """
         passes = self._passes
         if thorough:
             refuse_mixing(passes.model)
         rows = selfcheck.chosen_rows(ticket, random.SystemRandom().randrange(ticket.rows))
         try:
             with passes.trial():
+                if thorough or stretched:
+                    selfcheck.collation(passes, call, ticket, stretched=stretched)
                 if not thorough:
-                    self._foreseen = selfcheck.briefly(passes, call, ticket, rows)
+                    self._foreseen = selfcheck.briefly(passes, call, ticket, rows) if due else None
                     return
-                selfcheck.collation(passes, call, ticket)
                 if passes.route == USES:
                     rows = selfcheck.independence(passes, call, ticket, rows)
                     selfcheck.compare(passes, call, ticket, rows)
         except UnsupportedUse as error:
-            passes.fall_back(str(error), ticket)
+            if passes.route == USES:
+                passes.fall_back(str(error), ticket)
 
 
 def _real(ticket: Ticket) -> Ticket:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -58,10 +59,10 @@ class Collation:
         """The tensors of the batch that nothing has written to since it was handed out."""
         return [t for t, count in zip(self.batch.values(), self.writes) if _written(t) == count]
 
-    def items(self) -> list[Any]:
-        """A few examples of the micro-batch, and a few spread over the data set, whose lengths differ more."""
-        chosen = dict.fromkeys((*self.indices[:_OWN], *spread(len(self.dataset), _STRANGERS)))
-        return [self.dataset[index] for index in list(chosen)[: _OWN + _STRANGERS]]
+    def items(self, own: int = _OWN) -> list[Any]:
+        """So many examples of the micro-batch, and a few spread over the data set, whose lengths differ more."""
+        chosen = dict.fromkeys((*self.indices[:own], *spread(len(self.dataset), _STRANGERS)))
+        return [self.dataset[index] for index in list(chosen)[: own + _STRANGERS]]
 
     def together(self, items: Sequence[Any], seed: int = 0) -> dict[Path, torch.Tensor]:
         """Their tensors, collated from copies (collators may take examples apart) under a random state of our own."""
@@ -225,6 +226,8 @@ def values(tree: Any, path: Path = (), *, single: bool) -> Iterator[tuple[Path, 
         yield path, torch.tensor(tree)
     elif isinstance(tree, (int, float)):
         yield path, torch.tensor(tree, dtype=torch.float64)
+    elif (array := _of_numpy(tree)) is not None:
+        yield path, array
     elif isinstance(tree, Mapping) or hasattr(tree, "items"):
         for key, value in tree.items():
             yield from values(value, (*path, key), single=single)
@@ -237,6 +240,14 @@ def values(tree: Any, path: Path = (), *, single: bool) -> Iterator[tuple[Path, 
         else:
             for position, value in enumerate(tree):
                 yield from values(value, (*path, position), single=single)
+
+
+def _of_numpy(value: Any) -> torch.Tensor | None:
+    """An array, or a number of numpy's, as a tensor; None for anything else, and for what holds no numbers."""
+    numpy = sys.modules.get("numpy")
+    if numpy is None or not isinstance(value, (numpy.ndarray, numpy.generic)) or value.dtype.kind not in "biuf":
+        return None
+    return torch.from_numpy(numpy.array(value))
 
 
 def _require_constant(path: Path, own: torch.Tensor, batch: torch.Tensor | None) -> None:

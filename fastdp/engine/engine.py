@@ -79,6 +79,8 @@ class Engine(Passes):
         self.checks = Checks(self, self.guard, ranks, enabled=check, batches=batches, on_route=on_route)
         self.graphs = Graphs(self, self.guard.forward) if graphs else None
         self.complete = False
+        #: Whether the model has seen some of a logical batch that is not released yet.
+        self.begun = False
         #: Whether a backward pass of this logical batch failed, perhaps after it had added something.
         self.broken = False
         self._ended = False
@@ -90,11 +92,13 @@ class Engine(Passes):
         super().close()
         self.guard.close()
 
-    def abandon(self) -> None:
-        """Forget a logical batch that was begun and not released: the loader starts anew."""
+    def abandon(self) -> bool:
+        """Forget a logical batch that was begun and not released: the loader starts anew. Whether there was one."""
+        begun, self.begun = self.begun, False
         self.accumulator.reset()
         self.checks.between.forget()
         self.complete = self.broken = self._ended = False
+        return begun
 
     def forward(self, args: Any, kwargs: Any) -> Any:
         """A training forward pass on the micro-batch at the head of the queue."""
@@ -112,16 +116,22 @@ class Engine(Passes):
                 "model.eval() with torch.no_grad() to evaluate"
             )
         ticket, call = self.tickets[0], (args, kwargs)
-        if ticket.company is not None:
-            return self.checks.between.run_forward(call, ticket, self._backward)
-        if not as_long_as(call, ticket.rows):
-            raise ValueError(wrong_rows(call, ticket.rows))
-        with self.chance():
-            return self._checked_forward(call, ticket)
+        between = self.checks.between
+        between.arrive()
+        try:
+            if ticket.company is not None:
+                return between.run_forward(call, ticket, self._backward)
+            if not as_long_as(call, ticket.rows):
+                raise ValueError(wrong_rows(call, ticket.rows))
+            with self.chance():
+                return self._checked_forward(call, ticket)
+        finally:
+            between.leave()
 
     def _checked_forward(self, call: Call, ticket: Ticket) -> Any:
         """The pass itself, after what has to be looked at before it; what it draws, a look ahead has drawn too."""
         self.weights.settle()
+        self.begun = True
         first = self.route is None
         looked = self.checks.before(call, ticket)
         if self.graphs is not None and self.route == USES and not (first or looked):

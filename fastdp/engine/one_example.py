@@ -11,11 +11,13 @@ from fastdp.engine.batches import Call, Path, map_tensors, take_rows, tensors, u
 from fastdp.engine.boundary import differentiable, require_loss
 from fastdp.engine.layout import Ticket
 from fastdp.engine.losses import LossTerms, intercepted
+from fastdp.engine.still import forgetting
 
 _ONE_ROW = Ticket(torch.zeros(1, dtype=torch.int64), torch.ones(1), is_last=True)
 
 
 def run_alone(
+    model: torch.nn.Module,
     forward: Callable[..., Any],
     call: Call,
     carriers: frozenset[Path],
@@ -24,13 +26,18 @@ def run_alone(
     *,
     returns_loss: bool,
 ) -> tuple[list[Any], list[list[torch.Tensor]]]:
-    """Each row a batch of its own: what the model returns for it, and what a backward pass would start from."""
+    """Each row a batch of its own: what the model returns for it, and what a backward pass would start from.
+
+    What a row leaves in the model's attributes the next one does not find.
+    """
     outputs = []
-    for row in range(rows):
-        single = take_rows(call, torch.tensor([row]), carriers)
-        args, kwargs = unpadded(single, carriers) if returns_loss else single
-        with intercepted(LossTerms(_ONE_ROW.layout(device), alone=True)):
-            outputs.append(forward(*args, **kwargs))
+    with forgetting(model) as forget:
+        for row in range(rows):
+            single = take_rows(call, torch.tensor([row]), carriers)
+            args, kwargs = unpadded(single, carriers) if returns_loss else single
+            with intercepted(LossTerms(_ONE_ROW.layout(device), alone=True)):
+                outputs.append(forward(*args, **kwargs))
+            forget()
     return outputs, [[require_loss(output)] if returns_loss else differentiable(output) for output in outputs]
 
 

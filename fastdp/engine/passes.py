@@ -286,7 +286,13 @@ class Passes:
         """Each row a batch of its own: its output, what a backward pass starts from, and that backward pass."""
         assert self.trace is not None
         outputs, targets = run_alone(
-            self.plain_forward, call, self.trace.carriers, ticket.rows, self.device, returns_loss=self.returns_loss
+            self.model,
+            self.plain_forward,
+            call,
+            self.trace.carriers,
+            ticket.rows,
+            self.device,
+            returns_loss=self.returns_loss,
         )
 
         def backward(upstream: Any, retain: bool) -> None:

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 import torch.nn.functional as F
 
-from fastdp.engine.batches import Call, Path, leaves, map_leaves, take_rows, take_tokens, tensors
+from fastdp.engine.batches import Call, Path, leaves, map_leaves, take_rows, take_tokens, tensors, unpadded
 from fastdp.engine.boundary import differentiable, plain_gradients, require_loss
 from fastdp.engine.collation import Collation, same
 from fastdp.engine.errors import SelfCheckError, UnsupportedUse
@@ -433,11 +433,12 @@ def require_contained(replay: Replay, rows: Sequence[int], kept: Collection[int]
         raise UnsupportedUse(OVERFLOWS)
 
 
-def require_same_loss(source: Collation, replay: Replay) -> None:
-    """Raise `SelfCheckError` if an example has another loss when it is collated beside a longer one.
+def require_same_loss(source: Collation, items: Sequence[Any], replay: Replay) -> None:
+    """Raise `SelfCheckError` if the shortest of some examples has another loss when it is collated beside the longest.
 
-    Looks only at calls all of whose rows come from the batch as the collator made it, and only where losses can be told
-    apart by row.
+    Raises `UnsupportedUse` if it has its own again without the padding, as each row has that is run alone: a branch on the
+    length of a batch, like position embeddings that stretch. Looks only at calls all of whose rows come from the batch as the
+    collator made it.
     """
     places: dict[Path, Path] = {}
     for path, t in leaves(replay.call):
@@ -447,7 +448,6 @@ def require_same_loss(source: Collation, replay: Replay) -> None:
                 return
             # Where no row is padded, labels may equal ids.
             places[path] = next((p for p in equal if p[-1:] == path[-1:]), equal[0])
-    items = source.items()
     alone = [source.together([item]) for item in items]
     if len(items) < 2 or any(not same(source.together([i], 1), a) for i, a in zip(items, alone)):
         return
@@ -463,14 +463,20 @@ def require_same_loss(source: Collation, replay: Replay) -> None:
         made: Call = map_leaves(replay.call, place)
         return made
 
-    beside = replay(call(source.together([items[shortest], items[longest]])), 2)
     single = replay(call(alone[shortest]), 1)
-    if replay.returns_loss and beside.finite(0) and not beside.gap(0, single, 0) <= rounding(replay.model):
-        raise SelfCheckError(
-            "an example has another loss when it is collated beside a longer one: padding changes it. Padding on the left "
-            "shifts positions unless position_ids are given, and lets padding predict an example's first token; pad on the "
-            "right, or pass position_ids and an attention mask and label no first token; nothing was released"
-        )
+    pair = call(source.together([items[shortest], items[longest]]))
+    beside = replay(pair, 2)
+    if not beside.finite(0) or beside.gap(0, single, 0) <= rounding(replay.model):
+        return
+    row = unpadded(take_rows(pair, torch.tensor([0]), replay.carriers), replay.carriers)
+    first = next((t[0, 0] for p, t in leaves(pair) if p[-1] == "attention_mask" and t.dim() == 2), None)
+    if first is not None and bool(first) and replay(row, 1).gap(0, single, 0) <= rounding(replay.model):
+        raise UnsupportedUse("an example's loss changes with the length of the longest one in its batch")
+    raise SelfCheckError(
+        "an example has another loss when it is collated beside a longer one: padding changes it. Padding on the left "
+        "shifts positions unless position_ids are given, and lets padding predict an example's first token; pad on the "
+        "right, or pass position_ids and an attention mask and label no first token; nothing was released"
+    )
 
 
 def stateful() -> SelfCheckError:

@@ -389,13 +389,18 @@ def buffers(passes: Passes, guard: Guard, call: Call, ticket: Ticket) -> None:
     guard.learn(found)
 
 
-def collation(passes: Passes, call: Call, ticket: Ticket) -> None:
-    """Raise `SelfCheckError` if the loader's collator lets an example's row, or its loss, depend on the others."""
+def collation(passes: Passes, call: Call, ticket: Ticket, *, stretched: bool = False) -> None:
+    """Raise `SelfCheckError` if the loader's collator lets an example's row, or its loss, depend on the others.
+
+    Raises `UnsupportedUse` if it is padding at the end, which a mask tells of, that another loss follows from. Of a batch that
+    is ``stretched``, longer or shorter than all before it, all examples are looked through for the longest and the shortest.
+    """
     if ticket.source is None:
         return
     ticket.source.require_independence()
     if passes.returns_loss and ticket.token_units is None:
-        require_same_loss(ticket.source, passes.replay(call, ticket))
+        items = ticket.source.items(len(ticket.source.indices)) if stretched else ticket.source.items()
+        require_same_loss(ticket.source, items, passes.replay(call, ticket))
 
 
 class Comparison:

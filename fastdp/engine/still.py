@@ -17,25 +17,58 @@ from fastdp.engine.trace import devices
 
 @contextmanager
 def unchanged(model: torch.nn.Module) -> Iterator[None]:
-    """Puts back buffers that are written or replaced, and every random state, when closed."""
-    own = [(m._buffers, dict(m._buffers.items())) for m in model.modules() if not isinstance(m, torch.jit.ScriptModule)]
-    copies = [(b, b.detach().clone()) for b in model.buffers()]
+    """Puts back what modules hold beside parameters, written or replaced, and every random state, when closed."""
     state, numpy = random.getstate(), sys.modules.get("numpy")
     drawn = numpy.random.get_state() if numpy is not None else None
     try:
-        with torch.random.fork_rng(devices=devices(model)):
+        with torch.random.fork_rng(devices=devices(model)), forgetting(model, persistent=True):
             yield
     finally:
         random.setstate(state)
         if numpy is not None and drawn is not None:
             numpy.random.set_state(drawn)
-        for buffers, before in own:
-            buffers.clear()
-            buffers.update(before)
+
+
+#: What the engine itself puts into a module while it looks at one.
+_OURS = frozenset({"forward"})
+
+
+@contextmanager
+def forgetting(model: torch.nn.Module, *, persistent: bool = False) -> Iterator[Callable[[], None]]:
+    """Puts back modules' attributes and buffers when closed, and whenever what it yields is called.
+
+    Of buffers in a state dict it does so only where ``persistent`` ones are meant. Position embeddings that stretch with the
+    longest text so far keep its length in an attribute and their frequencies in a buffer: a record that stays there would be
+    in every later one's loss.
+    """
+    own: list[tuple[torch.nn.Module, dict[str, Any], dict[str, torch.Tensor | None]]] = []
+    copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for module in model.modules():
+        kept = dict(module.named_buffers(recurse=False, remove_duplicate=False))
+        if not isinstance(module, torch.jit.ScriptModule):
+            aside = getattr(module, "_non_persistent_buffers_set", ())
+            kept = {name: buffer for name, buffer in kept.items() if persistent or name in aside}
+            own.append((module, dict(vars(module)), dict(module._buffers) if persistent else {**kept}))
+        copies += [(buffer, buffer.detach().clone()) for buffer in kept.values()]
+
+    def forget() -> None:
+        for module, attributes, buffers in own:
+            held = vars(module)
+            for name in held.keys() - attributes.keys() - _OURS:
+                del held[name]
+            held.update({n: v for n, v in attributes.items() if n not in _OURS and held.get(n, held) is not v})
+            if persistent:
+                module._buffers.clear()
+            module._buffers.update(buffers)
         with torch.no_grad():
             for buffer, values in copies:
                 if not torch.equal(buffer, values):
                     buffer.copy_(values)
+
+    try:
+        yield forget
+    finally:
+        forget()
 
 
 _DROPPING = frozenset(

@@ -101,6 +101,8 @@ class PrivateLoader:
         self.trials: Callable[[], Iterable[Company]] = tuple
         #: Whether batches are kept as they were handed out, for a look at what the loop makes of them.
         self.keeps_batches: Callable[[], bool] = lambda: False
+        #: Whether the latest iteration went to its end.
+        self._whole = False
         #: Set by a caller that takes each batch before the backward pass of the one before.
         self.takes_ahead = False
         #: Set by a caller that takes several micro-batches before their backward passes, and checks them itself.
@@ -131,6 +133,10 @@ class PrivateLoader:
         return self.steps_per_epoch
 
     def __iter__(self) -> Iterator[Any]:
+        whole, self._whole = self._whole, False
+        if whole:
+            # Not broken off: the loop went past the last batch, as it may past no other.
+            self.require_consumed()
         self.tickets.clear()
         self.on_restart()
         if self.unit_map is None:  # packed rows have none of their own that could be compared
@@ -152,6 +158,7 @@ class PrivateLoader:
             self.tickets.append(ticket)
             yield self._placed(batch)
             yield from self.companies()
+        self._whole = True
 
     def _collated(self, inner: Iterable[Any]) -> Iterator[Any]:
         """What data set and collator make, drawing by chance what nobody knows, unless the run's own draws are known."""

@@ -39,10 +39,16 @@ _UNCHECKED_ROWS = (
 #: Under this name the ledger keeps which runs trained the model before.
 _BEFORE = "trained before"
 _TRAINED_BEFORE = (
-    "this model was trained by private runs before ({}): unless other weights were loaded since, what those spent on the same "
-    "data adds to this figure"
+    "this model, or a part of it, was in private runs before ({}): unless other weights were loaded since, what those spent on "
+    "the same data adds to this figure"
 )
-#: The runs that trained a model and have ended.
+#: Under this name the ledger keeps that a logical batch was handed out, and not released.
+_DISCARDED = "discarded batches"
+_DISCARDED_BATCHES = (
+    "logical batches that were begun and not released were discarded for reasons that no record has a part in, like a shortage "
+    "of memory: leaving out a batch because of its loss tells of all of it"
+)
+#: The runs that a module was in.
 _TRAINED: weakref.WeakKeyDictionary[torch.nn.Module, tuple[str, ...]] = weakref.WeakKeyDictionary()
 #: Models and optimizers which an engine drives; held here, not on them, so that their copies are plain.
 _DRIVEN: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -109,7 +115,8 @@ class Private(Published):
         )
         for owner in (model, optimizer):
             _DRIVEN.add(owner)
-        earlier = [run for run in _TRAINED.get(model, ()) if run != ledger.run_id]
+        runs = dict.fromkeys(run for module in model.modules() for run in _TRAINED.get(module, ()))
+        earlier = [run for run in runs if run != ledger.run_id]
         if earlier and ledger.noted(_BEFORE) is None:
             # Kept with the spending, so that the card says so after a resume as well.
             ledger.note(_BEFORE, ", ".join(earlier))
@@ -220,11 +227,20 @@ class Private(Published):
         if not self.model.training:
             self.model.train()
         self._engine.guard.require_told()
-        self._engine.abandon()
+        self._abandon()
+        self._note_modules()
         self.ledger.begin_pass()
         for observer in self._observers:
             observer.begin_pass()
         self.prepare()
+
+    def _abandon(self) -> None:
+        if self._engine.abandon() and not self.ledger.untouched and self.ledger.noted(_DISCARDED) is None:
+            self.ledger.note(_DISCARDED, "begun, not released")
+
+    def _note_modules(self) -> None:
+        for module in self.model.modules():
+            _TRAINED[module] = tuple(dict.fromkeys((*_TRAINED.get(module, ()), self.ledger.run_id)))
 
     @property
     def _engine(self) -> Engine:
@@ -355,6 +371,7 @@ class Private(Published):
             notes=self.method.notes(plan, self.ledger),
             assumptions=[
                 *([_UNCHECKED_ROWS] if self.ledger.noted(UNCHECKED) is not None else []),
+                *([_DISCARDED_BATCHES] if self.ledger.noted(_DISCARDED) is not None else []),
                 *([_TRAINED_BEFORE.format(before)] if (before := self.ledger.noted(_BEFORE)) is not None else []),
                 *self._assumed,
             ],
@@ -453,7 +470,8 @@ class Private(Published):
         """Give model and optimizer back as they were before `make_private`; the ledger is closed."""
         guard = self._engine.guard
         if not self.ledger.untouched:
-            _TRAINED[self.model] = (*_TRAINED.get(self.model, ()), self.ledger.run_id)
+            self._note_modules()
+        self._abandon()
         self._steps.remove()
         self._stages.close()
         self.ledger.close()

@@ -145,7 +145,7 @@ class Steps:
         for following in self._following:
             self._adapt(following)
         accumulator.reset()
-        engine.complete = False
+        engine.complete = engine.begun = False
 
     def _stated(self, policy: Policy) -> dict[str, Any]:
         """What must be the same on all ranks at a release, so that they go on alike."""

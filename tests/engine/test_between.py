@@ -70,6 +70,8 @@ TOGETHER: dict[str, Callable[[], Callable[[Batch], Any]]] = {
     "mixed": lambda: mixed(0.3),
     "hardly mixed": lambda: mixed(1e-3),
     "a number": lambda: lambda b: {**b, "scale": float(b["x"].mean())},
+    "a number of numpy's": lambda: lambda b: {**b, "scale": b["x"].numpy().mean()},
+    "an array": lambda: lambda b: {**b, "scale": numpy.asarray(b["x"].numpy().mean())},
     "a class's share": lambda: lambda b: {**b, "scale": (b["labels"] == 0).float().mean()},
     "sorted": lambda: lambda b: {**b, "x": b["x"].sort(0).values},
     "labels of the next row": lambda: lambda b: {**b, "labels": b["labels"].roll(1)},
@@ -281,6 +283,109 @@ def test_what_a_loop_makes_of_a_late_batch_by_row_is_summed() -> None:
     for make in (lambda b: b, BY_ROW["normalised"](), BY_ROW["written into"](), lambda b: b):
         train(private, make)
     assert private.steps_done == 4
+
+
+class Set(Scaled):
+    """Takes what its batches are scaled by from attributes of a module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.second.scale, self.second.flips = 1.0, False
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        return super().logits(x * self.second.scale * (-1 if self.second.flips else 1))
+
+
+def train_setting(private: Private, make: Callable[[Batch], Any], name: str = "scale") -> None:
+    for batch in private.data_loader:
+        value = make(batch)
+        if value is not None:
+            setattr(private.model.second, name, value)
+        private.model(**batch)["loss"].backward()
+        private.optimizer.step()
+        private.optimizer.zero_grad()
+
+
+SET: dict[str, Callable[[Batch], Any]] = {
+    "number": lambda b: float(b["x"].mean()),
+    "tensor": lambda b: b["x"].mean(),
+    "once": lambda b: -1.0 if b["x"].abs().max() > 100 else None,
+    "flips": lambda b: bool(b["x"].abs().max() > 100),
+}
+
+
+@pytest.mark.parametrize("name", SET)
+@pytest.mark.parametrize("late", [False, True])
+def test_what_a_loop_sets_in_a_module_is_looked_at(name: str, late: bool) -> None:
+    data = examples(8)
+    private = start(Set(), loader(data), epochs=4)
+    kind = "flips" if name == "flips" else "scale"
+    for _ in range(2 if late or name in ("once", "flips") else 0):
+        train_setting(private, SET[name] if name in ("once", "flips") else lambda batch: 0.5, kind)
+    before = private.steps_done
+    data[5] = {**data[5], "x": torch.full((FEATURES,), 1e3)}
+    with pytest.raises(SelfCheckError, match="another for an example"):
+        train_setting(private, SET[name], kind)
+    assert private.steps_done == before
+
+
+def test_what_a_loop_sets_for_all_batches_or_by_their_number_is_its_own() -> None:
+    numbers = iter(range(100))
+    for make in (lambda batch: 0.5, lambda batch: 1 - 0.01 * next(numbers)):
+        private = start(Set(), epochs=3)
+        for _ in range(3):
+            train_setting(private, make)
+        assert private.steps_done == private.total_steps
+        private.detach()
+    # What a trial put back is again what the loop has set.
+    assert private.model.second.scale < 1
+
+
+class Named(Scaled):
+    """Takes a text besides its rows, and one for each row."""
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor, kind: str = "", names: Any = ()) -> Any:
+        return super().forward(x, labels, -1.0 if kind == "large" else 1.0)
+
+
+def test_a_text_that_tells_of_a_batch_is_looked_at_and_texts_of_rows_are_their_own() -> None:
+    data = examples(8)
+    private = start(Named(), loader(data), epochs=4)
+
+    def named(batch: Batch) -> dict[str, Any]:
+        kind = "large" if batch["x"].abs().max() > 100 else "usual"
+        return {**batch, "kind": kind, "names": [f"row {float(x[0])}" for x in batch["x"]]}
+
+    for _ in range(2):
+        train(private, named)
+    data[5] = {**data[5], "x": torch.full((FEATURES,), 1e3)}
+    with pytest.raises(SelfCheckError, match="'kind'"):
+        train(private, named)
+    assert private.steps_done == 2
+
+
+@pytest.mark.parametrize("size", [1.0, 1e3])
+def test_a_criterion_is_tried_again_with_a_batch_that_holds_something_larger(size: float) -> None:
+    data = examples(8)
+    private = start(Classifier(), loader(data), epochs=4, loss_reduction="mean")
+
+    def train_by(batches: Any) -> None:
+        for batch in batches:
+            sign = -1 if batch["x"].abs().max() > 100 else 1
+            logits = private.model(batch["x"])["logits"]
+            F.cross_entropy(sign * logits, batch["labels"]).backward()
+            private.optimizer.step()
+            private.optimizer.zero_grad()
+
+    for _ in range(2):
+        train_by(private.data_loader)
+    data[5] = {**data[5], "x": torch.full((FEATURES,), size)}
+    if size == 1.0:
+        train_by(private.data_loader)
+        return
+    with pytest.raises(SelfCheckError, match="criterion couples"):
+        train_by(private.data_loader)
+    assert private.steps_done == 2
 
 
 class Places(torch.nn.Module):

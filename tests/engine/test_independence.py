@@ -12,13 +12,14 @@ import torch.nn.functional as F
 import transformers as hf
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader
 
 from fastdp.engine import later
 from fastdp.engine.errors import SelfCheckError
 from tests.engine.models import VOCABULARY
 from tests.engine.nets import EXACT, Net, Step, exact, steps, trained
 from tests.engine.reference import engine_for, feed, stepped, ticket
-from tests.engine.runs import Batch, clipped_sum, collate, error, examples, one_by_one
+from tests.engine.runs import Batch, clipped_sum, collate, error, examples, one_by_one, start
 
 
 def int8(net: Net, h: torch.Tensor) -> torch.Tensor:
@@ -416,3 +417,54 @@ def test_a_question_that_stops_the_run_or_changes_nothing_costs_nothing() -> Non
             return super().forward(x.clone() if (x > 2).any() else x, labels)
 
     assert trained(Careful(), collate(examples(6))).route == "uses"
+
+
+class Stretching(nn.Module):
+    """Words that a batch longer than any before turns round; with ``keeps``, as long as none is shorter again."""
+
+    def __init__(self, *, keeps: bool = False, masked: bool = True):
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.head = nn.Embedding(9, 6), nn.Linear(6, 9)
+        self.keeps, self.masked, self.longest = keeps, masked, 10
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor, attention_mask: torch.Tensor | None = None) -> Any:
+        width = input_ids.shape[1]
+        self.longest = width if self.keeps and width > self.longest else self.longest
+        scale = -1 if (width > 10 if not self.keeps else self.longest > 10) else 1
+        logits = self.head(scale * self.table(input_ids))
+        return {"loss": F.cross_entropy(logits.transpose(1, 2), labels)}
+
+
+@pytest.mark.parametrize("masked", [True, False])
+@pytest.mark.parametrize("keeps", [True, False])
+def test_a_branch_on_the_length_of_a_batch_is_found_in_the_first_longer_one(keeps: bool, masked: bool) -> None:
+    """With a mask each record goes on alone, in its own length, and finds nothing of the one before; else it is refused."""
+    data = [torch.full((4 + i % 4,), 1 + i) for i in range(8)]
+
+    def padded(items: Any) -> Batch:
+        ids = nn.utils.rnn.pad_sequence(items, batch_first=True)
+        mask = {"attention_mask": (ids > 0).long()} if masked else {}
+        return {"input_ids": ids, "labels": ids.masked_fill(ids == 0, -100), **mask}
+
+    private = start(Stretching(keeps=keeps), DataLoader(data, batch_size=8, collate_fn=padded), epochs=5)  # type: ignore[arg-type]
+
+    def train(length: int) -> dict[str, torch.Tensor]:
+        data[3] = torch.full((length,), 4)
+        (batch,) = private.data_loader
+        private.model(**batch)["loss"].backward()
+        private.optimizer.step()
+        sums = {n: p.grad.clone() for n, p in private.model.named_parameters()}
+        private.optimizer.zero_grad()
+        return sums
+
+    first = [train(7), train(8), train(7)][0]
+    if not masked:
+        with pytest.raises(SelfCheckError, match="beside a longer one"):
+            train(20)
+        return
+    train(20)
+    assert private.route == "one-example"
+    assert private.model.longest == 10
+    for name, last in train(7).items():
+        torch.testing.assert_close(last, first[name])

@@ -119,7 +119,7 @@ def test_names_of_models(tmp_path, monkeypatch):
 
 def test_a_card_names_the_private_runs_that_trained_the_model_before(tmp_path: Path) -> None:
     def assumed(private: fastdp.private.run.Private) -> list[str]:
-        return [s for s in private.card()["assumptions"] if "trained by private runs before" in s]
+        return [s for s in private.card()["assumptions"] if "in private runs before" in s]
 
     settings: dict = {"noise_multiplier": 1.0, "target_delta": 1e-3, "unsafe_seed": None}
     model = Classifier()
@@ -141,3 +141,7 @@ def test_a_card_names_the_private_runs_that_trained_the_model_before(tmp_path: P
         assert first.ledger.run_id in said
         assert second.ledger.run_id not in said
         resumed.detach()
+    # A part of it is enough.
+    other = Classifier(seed=1)
+    other.first = model.first
+    assert second.ledger.run_id in assumed(start(other, **settings))[0]

@@ -239,6 +239,51 @@ def test_a_skipped_batch_is_refused_before_its_ticket_can_go_to_another() -> Non
     assert private.steps_done == 1
 
 
+def test_the_last_batch_of_an_epoch_is_not_skipped_either() -> None:
+    private = start(data_loader=loader(batch_size=24), max_physical_batch_size=24)
+    (batch,) = private.data_loader
+    with pytest.raises(RuntimeError, match="was skipped"):
+        next(iter(private.data_loader))
+    # Whoever begins anew all the same has discarded it.
+    logical_step(private)
+    (batch,) = private.data_loader
+    private.model(**batch)["loss"].backward()
+    private.optimizer.step()
+    assert private.steps_done == 2
+
+
+@pytest.mark.parametrize("how", ["released", "broken off", "no step", "no step at the end"])
+def test_a_card_says_that_a_logical_batch_was_discarded(how: str) -> None:
+    private = start(noise_multiplier=1.0, target_delta=1e-3, unsafe_seed=None, epochs=4)
+    logical_step(private)
+    for batch in private.data_loader:
+        loss = private.model(**batch)["loss"]
+        if how == "broken off":
+            break
+        loss.backward()
+        if how != "released":
+            break
+        private.optimizer.step()
+        private.optimizer.zero_grad()
+    if not how.endswith("end"):
+        logical_step(private)
+    private.detach()
+    assert any("were discarded" in said for said in private.card()["assumptions"]) == (how != "released")
+
+
+@pytest.mark.parametrize("user", [(1, float("nan")), (object(),), frozenset({float("nan")})])
+def test_an_id_that_holds_what_equals_nothing_is_none(user: Any) -> None:
+    with pytest.raises(ValueError, match="equals no other"):
+        start(user_ids=[user] * 24, max_examples_per_user=24)
+
+
+@pytest.mark.parametrize("user", ["ann", 3, b"x", 2.5, ("ann", 3), None, torch.tensor(4)])
+def test_an_id_that_equals_another_is_one(user: Any) -> None:
+    ids = [user] * 12 + list(range(100, 112))
+    private = start(data_loader=loader(batch_size=4), user_ids=ids, max_examples_per_user=12)
+    assert len(private.data_loader.units) == 13
+
+
 @pytest.mark.parametrize("sampling", ["poisson", "shuffled"])
 def test_len_counts_logical_steps(sampling: str) -> None:
     private = start(data_loader=loader(batch_size=7), sampling=sampling, max_physical_batch_size=2, epochs=3)
