@@ -161,6 +161,7 @@ class OwnProduct(NamedTuple):
         edge: where the output's gradient is found.
         x: its input, and how often that had been written to.
         weight, bias: the parameters; None for a bias that is not trained.
+        swap: the matrix is stored as [n, m].
     """
 
     edge: GradientEdge
@@ -168,6 +169,7 @@ class OwnProduct(NamedTuple):
     version: int
     weight: torch.nn.Parameter
     bias: torch.nn.Parameter | None
+    swap: bool
 
     def give(self, gradient: torch.Tensor, right: torch.Tensor, sink: Sink, layout: Layout) -> None:
         """Hand a sink what the gradient of the output comes to, x being ``right`` with its tokens on one axis."""
@@ -176,7 +178,7 @@ class OwnProduct(NamedTuple):
         flat = _flat(gradient)
         if self.bias is not None:
             sink.tokens(self.bias, flat, layout, False)
-        sink.matrix(self.weight, Factors(flat, right), layout)
+        sink.matrix(self.weight, Factors(flat, right, swap=self.swap), layout)
 
 
 #: The hooks on what autograd saves that are active, if there are any: as under checkpointing, which keeps no inputs.
@@ -187,11 +189,12 @@ def own_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     """``x W^T + b`` as an `OwnProduct` of the pass; NotImplemented where it has to be a `LinearUse`."""
     if not x.requires_grad or _saving_hooks(True) is not None or torch.is_autocast_enabled(x.device.type):
         return NotImplemented
-    out = F.linear(x, weight.detach(), None if bias is None else bias.detach())
+    plain = weight.detach()
+    out = F.linear(x, plain.t() if use.swap else plain, None if bias is None else bias.detach())
     # What is written into a view changes the way to it; the product before stays where it is.
     made = out if out._base is None else out._base
     edge = GradientEdge(made.grad_fn, made.output_nr)  # type: ignore[arg-type]
-    tap.products.append(OwnProduct(edge, x, x._version, weight, bias if use.trained[1] else None))  # type: ignore[arg-type]
+    tap.products.append(OwnProduct(edge, x, x._version, weight, bias if use.trained[1] else None, use.swap))  # type: ignore[arg-type]
     return out
 
 

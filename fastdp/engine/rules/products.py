@@ -26,15 +26,20 @@ def linear_of(module: torch.nn.Linear, reads: Reads, tap: Tap, x: torch.Tensor) 
         of_bias, shape, rows, noted, use, held = known
         if id(bias) == of_bias and x.shape == shape and layout.rows == rows and module.__dict__.keys().isdisjoint(own):
             tap.shapes.add(noted)
-            if torch._C._are_functorch_transforms_active():
-                return LinearUse.apply(x, weight, bias, tap, use)
-            if tap.room >= held and weight is not None:
-                out = own_product(x, weight, bias, tap, use)
-                if out is not NotImplemented:
-                    tap.room -= held
-                    return out
-            return LinearUse.plainly(x, weight, bias, tap, use)
+            return _applied(x, weight, bias, tap, use, held)
     return _linear(reads, tap, x, module.weight, module.bias)
+
+
+def _applied(x: Any, weight: Any, bias: Any, tap: Tap, use: Product, held: int) -> Any:
+    """A use whose output's gradient, and input, are so many bytes that wait for others where autograd differentiates it."""
+    if torch._C._are_functorch_transforms_active():
+        return LinearUse.apply(x, weight, bias, tap, use)
+    if tap.room >= held:
+        out = own_product(x, weight, bias, tap, use)
+        if out is not NotImplemented:
+            tap.room -= held
+            return out
+    return LinearUse.plainly(x, weight, bias, tap, use)
 
 
 def _linear(reads: Reads, tap: Tap, input: Any, weight: Any, bias: Any = None) -> Any:
@@ -81,14 +86,15 @@ def _product(reads: Reads, tap: Tap, operation: str, x: Any, weight: Any, bias: 
         if fold.axis == x.dim() - 1:
             return NotImplemented
         use = Product(swap, None, False, trained, None if fold.natural else fold)
+        # The factors of wide matrices are kept for the sums in any case.
+        narrow, whole = min(weight.shape) <= NARROW, fold.natural and trained[0] and weight.dim() == 2
+        held = x.numel() // x.shape[-1] * sum(weight.shape) * x.element_size() if narrow and x.numel() else 0
+        held = held if whole else 1 << 62
         if operation == "linear" and trained[0]:
             rows = tap.layout.rows
-            # The factors of wide matrices are kept for the sums in any case.
-            narrow = min(weight.shape) <= NARROW
-            held = x.numel() // x.shape[-1] * sum(weight.shape) * x.element_size() if narrow and x.numel() else 0
             noted = kind(operation, x.shape, rows, fold)
-            reads.linear[id(weight)] = id(bias), x.shape, rows, noted, use, held if fold.natural else 1 << 62
-        return LinearUse.apply(x, weight, bias, tap, use)
+            reads.linear[id(weight)] = id(bias), x.shape, rows, noted, use, held
+        return _applied(x, weight, bias, tap, use, held)
     own = tuple(p for p, read in zip((weight, bias), trained) if read)
     if laned:
         out = LinearUse.apply(x.lanes, weight, bias, tap, Product(swap, None, True, trained, None))
