@@ -185,10 +185,17 @@ class OwnProduct(NamedTuple):
 _saving_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda ignore_is_tracing: True)
 
 
-def own_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tap: Tap, use: Product) -> Any:
-    """``x W^T + b`` as an `OwnProduct` of the pass; NotImplemented where it has to be a `LinearUse`."""
-    if not x.requires_grad or _saving_hooks(True) is not None or torch.is_autocast_enabled(x.device.type):
-        return NotImplemented
+def applied(x: Any, weight: Any, bias: Any, tap: Tap, use: Product, held: int) -> Any:
+    """``x W^T + b`` as an `OwnProduct` of the pass, or else as a `LinearUse`.
+
+    ``held`` are the bytes of its input and its output's gradient, if they wait for others.
+    """
+    if torch._C._are_functorch_transforms_active():
+        return LinearUse.apply(x, weight, bias, tap, use)
+    own = tap.room >= held and x.requires_grad and _saving_hooks(True) is None
+    if not own or torch.is_autocast_enabled(x.device.type):
+        return LinearUse.plainly(x, weight, bias, tap, use)
+    tap.room -= held
     plain = weight.detach()
     out = F.linear(x, plain.t() if use.swap else plain, None if bias is None else bias.detach())
     # What is written into a view changes the way to it; the product before stays where it is.

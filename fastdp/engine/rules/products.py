@@ -13,7 +13,7 @@ from fastdp.engine.head import take
 from fastdp.engine.lanes import PerLane
 from fastdp.engine.logits import Logits
 from fastdp.engine.reads import Reads
-from fastdp.engine.uses import NARROW, LinearUse, Product, Tap, kind, own_product
+from fastdp.engine.uses import NARROW, LinearUse, Product, Tap, applied, kind
 
 
 def linear_of(module: torch.nn.Linear, reads: Reads, tap: Tap, x: torch.Tensor) -> Any:
@@ -26,20 +26,8 @@ def linear_of(module: torch.nn.Linear, reads: Reads, tap: Tap, x: torch.Tensor) 
         of_bias, shape, rows, noted, use, held = known
         if id(bias) == of_bias and x.shape == shape and layout.rows == rows and module.__dict__.keys().isdisjoint(own):
             tap.shapes.add(noted)
-            return _applied(x, weight, bias, tap, use, held)
+            return applied(x, weight, bias, tap, use, held)
     return _linear(reads, tap, x, module.weight, module.bias)
-
-
-def _applied(x: Any, weight: Any, bias: Any, tap: Tap, use: Product, held: int) -> Any:
-    """A use whose output's gradient, and input, are so many bytes that wait for others where autograd differentiates it."""
-    if torch._C._are_functorch_transforms_active():
-        return LinearUse.apply(x, weight, bias, tap, use)
-    if tap.room >= held:
-        out = own_product(x, weight, bias, tap, use)
-        if out is not NotImplemented:
-            tap.room -= held
-            return out
-    return LinearUse.plainly(x, weight, bias, tap, use)
 
 
 def _linear(reads: Reads, tap: Tap, input: Any, weight: Any, bias: Any = None) -> Any:
@@ -94,7 +82,7 @@ def _product(reads: Reads, tap: Tap, operation: str, x: Any, weight: Any, bias: 
             rows = tap.layout.rows
             noted = kind(operation, x.shape, rows, fold)
             reads.linear[id(weight)] = id(bias), x.shape, rows, noted, use, held
-        return _applied(x, weight, bias, tap, use, held)
+        return applied(x, weight, bias, tap, use, held)
     own = tuple(p for p, read in zip((weight, bias), trained) if read)
     if laned:
         out = LinearUse.apply(x.lanes, weight, bias, tap, Product(swap, None, True, trained, None))
