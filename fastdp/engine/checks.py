@@ -178,7 +178,8 @@ class Checks:
             refuse_mixing(passes.model)
         rows = selfcheck.chosen_rows(ticket, random.SystemRandom().randrange(ticket.rows))
         try:
-            with passes.trial():
+            # What one pass more leaves with the model the batch's own pass finds, which is compared with it.
+            with passes.trial(memory=thorough or stretched):
                 if thorough or stretched:
                     selfcheck.collation(passes, call, ticket, stretched=stretched)
                 if not thorough:

@@ -172,11 +172,11 @@ class Passes:
         self.weights.release()
 
     @contextmanager
-    def trial(self) -> Iterator[None]:
-        """Passes that only look: model and accumulator are afterwards what they were."""
+    def trial(self, *, memory: bool = True) -> Iterator[None]:
+        """Passes that only look: model and accumulator are afterwards what they were; ``memory`` as of `unchanged`."""
         kept, self.trying = self.accumulator, True
         try:
-            with unchanged(self.model):
+            with unchanged(self.model, memory=memory):
                 yield
         finally:
             self.accumulator, self.trying = kept, False

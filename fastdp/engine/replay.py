@@ -22,7 +22,7 @@ from fastdp.engine.layout import Layout, Ticket
 from fastdp.engine.losses import LossTerms, combine, intercepted
 from fastdp.engine.rows import Fold, Places
 from fastdp.engine.shards import Whole
-from fastdp.engine.still import still, unchanged
+from fastdp.engine.still import forgetting, still, unchanged
 
 T = TypeVar("T")
 #: How far a loss may move, relative to its size, when the shapes around an example change and nothing else does.
@@ -163,7 +163,7 @@ class Replay:
         Raises `UnsupportedUse` if the losses cannot be told apart by row, or randomness cannot be taken out.
         """
         layout = self.layout(rows, packed=packed)
-        with unchanged(self.model), still(self.model) as restless, torch.enable_grad():
+        with unchanged(self.model, memory=False), still(self.model) as restless, torch.enable_grad():
             witness = self._witness(call, layout, mode)[0]
             if restless():
                 raise UnsupportedUse("the forward pass draws random numbers that cannot be taken out of a comparison")
@@ -216,7 +216,7 @@ class Replay:
             flowing.append((t.detach().clone().requires_grad_(), Fold()))
             return flowing[-1][0].clone()
 
-        with unchanged(self.model), torch.enable_grad():
+        with unchanged(self.model, memory=False), torch.enable_grad():
             call = map_leaves(call, begin)
             inputs = [t for path, t in leaves(call) if path in self.carriers]
             with _Beginnings(inputs, flowing, rows):
@@ -463,14 +463,19 @@ def require_same_loss(source: Collation, items: Sequence[Any], replay: Replay) -
         made: Call = map_leaves(replay.call, place)
         return made
 
-    single = replay(call(alone[shortest]), 1)
+    def fresh(made: Call, count: int) -> Witness:
+        # A batch's length may stay with the model, and is not what is asked here.
+        with forgetting(replay.model):
+            return replay(made, count)
+
+    single = fresh(call(alone[shortest]), 1)
     pair = call(source.together([items[shortest], items[longest]]))
-    beside = replay(pair, 2)
+    beside = fresh(pair, 2)
     if not beside.finite(0) or beside.gap(0, single, 0) <= rounding(replay.model):
         return
     row = unpadded(take_rows(pair, torch.tensor([0]), replay.carriers), replay.carriers)
     first = next((t[0, 0] for p, t in leaves(pair) if p[-1] == "attention_mask" and t.dim() == 2), None)
-    if first is not None and bool(first) and replay(row, 1).gap(0, single, 0) <= rounding(replay.model):
+    if first is not None and bool(first) and fresh(row, 1).gap(0, single, 0) <= rounding(replay.model):
         raise UnsupportedUse("an example's loss changes with the length of the longest one in its batch")
     raise SelfCheckError(
         "an example has another loss when it is collated beside a longer one: padding changes it. Padding on the left "
@@ -525,7 +530,7 @@ def _outputs(replay: Replay, call: Call, row: int) -> dict[str, torch.Tensor]:
 
         handles.append(module.register_forward_hook(note))
     try:
-        with unchanged(replay.model), still(replay.model), torch.no_grad():
+        with unchanged(replay.model, memory=False), still(replay.model), torch.no_grad():
             replay.forward(*call[0], **call[1])
     finally:
         for handle in handles:

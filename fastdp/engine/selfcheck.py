@@ -187,7 +187,7 @@ def _require_repeated(passes: Passes, replay: Replay, rows: Sequence[int]) -> No
 def _loss_of(passes: Passes, replay: Replay, rows: Sequence[int]) -> float:
     """The model's own loss on some rows without randomness; NaN where that cannot be had."""
     args, kwargs = replay.rows(rows)
-    with unchanged(passes.model), still(passes.model) as restless, torch.enable_grad():
+    with unchanged(passes.model, memory=False), still(passes.model) as restless, torch.enable_grad():
         loss = find_loss(passes.plain_forward(*args, **kwargs))
         return math.nan if loss is None or restless() else float(loss.detach())
 
@@ -293,7 +293,7 @@ def compare(passes: Passes, call: Call, ticket: Ticket, rows: Sequence[int]) -> 
     sinks = [_Attribution(passes.accumulator.names, unit) for unit in dict.fromkeys((units[0], units[-1]))]
     with uncast(replay.device):
         for sink in sinks:
-            with unchanged(passes.model):
+            with unchanged(passes.model, memory=False):
                 passes.capture(batch, small, sink.unit, sink)
         kinds = {p.dtype for p in passes.model.parameters() if p.is_floating_point()}
         rough = any(sink.rough for sink in sinks) or not kinds <= {torch.float32, torch.float64}
@@ -315,7 +315,7 @@ def _compare(
     passes.accumulator = Accumulator(passes.read, probe, passes.weights)
     passes.accumulator.tables = kept.tables
     try:
-        with unchanged(passes.model):
+        with unchanged(passes.model, memory=False):
             _by_engine(passes, call, ticket)
         squared, found = probe.seen[0], Comparison(passes.accumulator.sums)
         for unit, weight in weights.items():
@@ -358,7 +358,7 @@ def alone(passes: Passes, call: Call, ticket: Ticket, rows: Sequence[int]) -> No
         if all(abs(two - n * one) > rounding(passes.model) * max(abs(one), abs(two)) for n in (1, 2)):
             raise coupled(replay, rows, rows[-1], "copies of itself")
     single = replay.rows([rows[-1]])
-    with unchanged(passes.model), torch.enable_grad():
+    with unchanged(passes.model, memory=False), torch.enable_grad():
         with intercepted(LossTerms(replay.layout(1), alone=True)):
             output = passes.plain_forward(*single[0], **single[1])
         tops = [require_loss(output)] if passes.returns_loss else differentiable(output)
@@ -370,7 +370,7 @@ def buffers(passes: Passes, guard: Guard, call: Call, ticket: Ticket) -> None:
     replay = passes.replay(call, ticket)
     found, before = [], contents(passes.model.named_parameters())
     for tried in (call, replay.beside(range(ticket.rows), ())):
-        with unchanged(passes.model), torch.no_grad():
+        with unchanged(passes.model, memory=False), torch.no_grad():
             passed, into = guard.passed(), guard.following(t for path, t in leaves(tried) if path in replay.carriers)
             with into if tried is call else nullcontext():
                 passes.plain_forward(*tried[0], **tried[1])

@@ -16,12 +16,16 @@ from fastdp.engine.trace import devices
 
 
 @contextmanager
-def unchanged(model: torch.nn.Module) -> Iterator[None]:
-    """Puts back what modules hold beside parameters, written or replaced, and every random state, when closed."""
+def unchanged(model: torch.nn.Module, *, memory: bool = True) -> Iterator[None]:
+    """Puts back what modules hold beside parameters, written or replaced, and every random state, when closed.
+
+    Without ``memory`` attributes stay, and buffers that no state dict has, so that the next pass shows whether it goes by them:
+    then another one has to be open around all of these.
+    """
     state, numpy = random.getstate(), sys.modules.get("numpy")
     drawn = numpy.random.get_state() if numpy is not None else None
     try:
-        with torch.random.fork_rng(devices=devices(model)), forgetting(model, persistent=True):
+        with torch.random.fork_rng(devices=devices(model)), forgetting(model, memory=memory, persistent=True):
             yield
     finally:
         random.setstate(state)
@@ -34,12 +38,14 @@ _OURS = frozenset({"forward"})
 
 
 @contextmanager
-def forgetting(model: torch.nn.Module, *, persistent: bool = False) -> Iterator[Callable[[], None]]:
+def forgetting(
+    model: torch.nn.Module, *, memory: bool = True, persistent: bool = False
+) -> Iterator[Callable[[], None]]:
     """Puts back modules' attributes and buffers when closed, and whenever what it yields is called.
 
-    Of buffers in a state dict it does so only where ``persistent`` ones are meant. Position embeddings that stretch with the
-    longest text so far keep its length in an attribute and their frequencies in a buffer: a record that stays there would be
-    in every later one's loss.
+    ``memory`` are attributes and buffers that no state dict has, ``persistent`` the others. Position embeddings that stretch
+    with the longest text so far keep its length in an attribute and their frequencies in a buffer: a record that stays there
+    would be in every later one's loss.
     """
     own: list[tuple[torch.nn.Module, dict[str, Any], dict[str, torch.Tensor | None]]] = []
     copies: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -47,18 +53,19 @@ def forgetting(model: torch.nn.Module, *, persistent: bool = False) -> Iterator[
         kept = dict(module.named_buffers(recurse=False, remove_duplicate=False))
         if not isinstance(module, torch.jit.ScriptModule):
             aside = getattr(module, "_non_persistent_buffers_set", ())
-            kept = {name: buffer for name, buffer in kept.items() if persistent or name in aside}
-            own.append((module, dict(vars(module)), dict(module._buffers) if persistent else {**kept}))
+            kept = {name: buffer for name, buffer in kept.items() if (memory if name in aside else persistent)}
+            own.append((module, dict(vars(module)), dict(module._buffers) if memory and persistent else {**kept}))
         copies += [(buffer, buffer.detach().clone()) for buffer in kept.values()]
 
     def forget() -> None:
         for module, attributes, buffers in own:
-            held = vars(module)
-            for name in held.keys() - attributes.keys() - _OURS:
-                del held[name]
-            held.update({n: v for n, v in attributes.items() if n not in _OURS and held.get(n, held) is not v})
-            if persistent:
-                module._buffers.clear()
+            if memory:
+                held = vars(module)
+                for name in held.keys() - attributes.keys() - _OURS:
+                    del held[name]
+                held.update({n: v for n, v in attributes.items() if n not in _OURS and held.get(n, held) is not v})
+                if persistent:
+                    module._buffers.clear()
             module._buffers.update(buffers)
         with torch.no_grad():
             for buffer, values in copies:
