@@ -6,7 +6,6 @@ Flop: 2 T m n a unit; the factors are read once for each row or column of tiles,
 
 import functools
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 import triton
@@ -16,6 +15,7 @@ from fastdp.ops.matrices import Form
 
 from .launch import (
     TRITON,
+    Launch,
     Table,
     beside,
     cdiv,
@@ -173,22 +173,8 @@ def direct_norms(
     return sum_slots(parts, units, tiles)
 
 
-class _Chosen(NamedTuple):
-    """Matrices of the same dtypes and alignment, and the tiles that their gradients are cut into."""
-
-    of_left: torch.dtype
-    of_right: torch.dtype
-    contiguous: bool
-    wide_loads: bool
-    members: list[int]
-    b_m: int
-    b_n: int
-    tiles: int
-    table: Table
-
-
 @functools.lru_cache(maxsize=128)
-def _chosen(lefts: Form, rights: Form, wide_lefts: bytes, wide_rights: bytes, sides: tuple[int, int]) -> list[_Chosen]:
+def _chosen(lefts: Form, rights: Form, wide_lefts: bytes, wide_rights: bytes, sides: tuple[int, int]) -> list[Launch]:
     # `sides` of tiles at most: of factors of 16 bits, and of 32.
     kinds: dict[tuple[torch.dtype, torch.dtype, bool, bool], list[int]] = {}
     for i, width in enumerate(zip(lefts.columns, rights.columns)):
@@ -206,7 +192,7 @@ def _chosen(lefts: Form, rights: Form, wide_lefts: bytes, wide_rights: bytes, si
         lines = [(0, 0, *width, *lefts.strides[i], *rights.strides[i]) for i, width in zip(members, widths)]
         every, fields = len(members) * _FIELDS.value, _FIELDS.value
         table = Table(lines, (range(0, every, fields), members), (range(1, every, fields), members))
-        found.append(_Chosen(*kind, members, b_m, b_n, tiles, table))
+        found.append(Launch(*kind, members, b_m, b_n, tiles, table))
     return found
 
 

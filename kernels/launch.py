@@ -7,7 +7,7 @@ import functools
 import itertools
 import operator
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -85,6 +85,20 @@ class Table:
         for (at, of), own in zip(self._places, addresses):
             table[at] = own[of]
         return beside(torch.from_numpy(table), tensor)
+
+
+class Launch(NamedTuple):
+    """Matrices of the same dtypes and alignment, and the tiles that what is made of them is cut into."""
+
+    of_left: torch.dtype
+    of_right: torch.dtype
+    contiguous: bool
+    wide_loads: bool
+    members: list[int]
+    b_m: int
+    b_n: int
+    tiles: int
+    table: Table
 
 
 def cdiv(a: int, b: int) -> int:

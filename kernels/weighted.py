@@ -15,7 +15,7 @@ fill the last round of processors are cut along the tokens; their parts are adde
 import functools
 import itertools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -26,7 +26,7 @@ from fastdp.ops.matrices import Form, Matrices
 from .blocks import COUNT_MASK, ENDS, UNIT_SHIFT, blocks_of, runs_of
 from .direct import side_tile
 from .groups import owner
-from .launch import TRITON, Table, beside, has_wide_tiles, on_device_of, processors, readable, row_tile
+from .launch import TRITON, Launch, Table, beside, has_wide_tiles, on_device_of, processors, readable, row_tile
 from .mask import load_mask, pack_mask
 from .tiles import multiply
 
@@ -204,20 +204,6 @@ def deal(tiles: int, programs: int, most: int) -> tuple[int, int]:
     return (tiles, 1) if splits == 1 else (whole, splits)
 
 
-class _Launch(NamedTuple):
-    """Matrices of the same dtypes and alignment, and the tiles that their sums are cut into."""
-
-    of_left: torch.dtype
-    of_right: torch.dtype
-    contiguous: bool
-    wide_loads: bool
-    members: list[int]
-    b_m: int
-    b_n: int
-    tiles: int
-    table: Table
-
-
 @functools.lru_cache(maxsize=128)
 def _launches(
     lefts: Form,
@@ -229,7 +215,7 @@ def _launches(
     begun: tuple[bool, ...],
     masked: bool,
     wide_tiles: bool,
-) -> list[_Launch]:
+) -> list[Launch]:
     kinds: dict[tuple[torch.dtype, torch.dtype, bool, bool], list[int]] = {}
     for i, (m, n) in enumerate(zip(lefts.columns, rights.columns)):
         if m and n:
@@ -255,7 +241,7 @@ def _launches(
         ]
         every, fields = len(members) * _FIELDS.value, _FIELDS.value
         table = Table(lines, *((range(at, every, fields), members) for at in (0, 1, 2, *([11] if masked else ()))))
-        found.append(_Launch(*kind, members, b_m, b_n, firsts[-1], table))
+        found.append(Launch(*kind, members, b_m, b_n, firsts[-1], table))
     return found
 
 
