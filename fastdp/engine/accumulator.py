@@ -49,12 +49,12 @@ class Accumulator(Sums):
 
     def lend(self, sums: Mapping[str, torch.Tensor]) -> None:
         """Take sums of parameters that have none yet as they lie in a recorded pass, until `own`."""
-        self.sums |= sums
+        self.sums.update(sums)
         self.lent |= sums.keys()
 
     def own(self) -> None:
         """Copy what was lent: a recorded pass is about to write where it lies."""
-        self.sums |= {name: self.sums[name].clone() for name in self.lent & self.sums.keys()}
+        self.sums.update({name: self.sums[name].clone() for name in self.lent & self.sums.keys()})
         self.lent = frozenset()
 
     def merge(self, ranks: Ranks) -> None:
@@ -64,7 +64,7 @@ class Accumulator(Sums):
         whole = {name: p for name, p in self.parameters.items() if not self.weights.cuts(name)}
         sums = {name: self.sums[name] for name in whole if name in self.sums}
         ranks.add(sums, whole)
-        self.sums |= sums
+        self.sums.update(sums)
         counts = [int(count) for count in (self.units, self.unclipped, self.nonfinite)]
         self.units, self.unclipped, self.nonfinite = map(sum, zip(*ranks.gather(counts)))
 

@@ -5,7 +5,7 @@ and noise are then those of the scaled factors: what is clipped to |G / s| <= C 
 mechanism of multiplier sigma, and multiplying the released gradient by s afterwards costs nothing.
 
 On a processor matrices are not copied for it: norms scale the columns of factors as they read them, and the weighted sum of
-G is what is scaled, once for all tokens of a micro-batch. docs/clipping.md has what that adds to the error.
+G is what is scaled, once for all tokens of a logical batch. docs/clipping.md has what that adds to the error.
 """
 
 from __future__ import annotations

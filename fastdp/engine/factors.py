@@ -133,14 +133,7 @@ class Factors:
 
         Without a total one is made, but for one that is not dense.
         """
-        offsets = self.offsets(layout)
-        if self.scales is None:
-            return ops.weighted_sum(*self.oriented, weights, total, offsets=offsets)
-        own = self.straight
-        assert own.scales is not None
-        (found,) = ops.weighted_sum_group([own.left], [own.right], weights.unsqueeze(0), offsets)
-        scale(found, *own.scales)
-        return found if total is None else total.add_(found)
+        return ops.weighted_sum(*self.oriented, weights, total, offsets=self.offsets(layout))
 
     def unit_to(self, total: torch.Tensor, unit: int, bounds: Sequence[int]) -> None:
         """Add one unit's gradient to ``total``; ``bounds`` are the offsets, on the host."""

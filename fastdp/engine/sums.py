@@ -9,7 +9,7 @@ import torch
 
 import fastdp.ops as ops
 from fastdp.engine.constants import sent
-from fastdp.engine.factors import Factors
+from fastdp.engine.factors import Factors, scale
 from fastdp.engine.layout import Layout
 from fastdp.engine.likeness import Compared, require_alike
 from fastdp.engine.policy import Policy
@@ -24,6 +24,13 @@ class Route(NamedTuple):
     columns: int
     tokens: int
     units: int
+
+
+class _Unscaled(NamedTuple):
+    """The sum of a parameter's plain gradients ``[m, n]``, and what its rows and columns are yet to be multiplied by."""
+
+    total: torch.Tensor
+    scales: tuple[torch.Tensor, torch.Tensor]
 
 
 class Sums:
@@ -52,15 +59,29 @@ class Sums:
 
     def reset(self) -> None:
         """Forget the sums: a new logical batch begins."""
-        self.sums: dict[str, torch.Tensor] = {}
+        self._sums: dict[str, torch.Tensor] = {}
+        self._unscaled: dict[str, _Unscaled] = {}
         self._uncut: dict[str, torch.Tensor] = {}
         #: What was made twice, of each micro-batch: which of it the second time gave otherwise.
         self.compared: list[Compared] = []
 
     @property
+    def sums(self) -> dict[str, torch.Tensor]:
+        """Of gradients over their axes: who reads them finds no sum that is yet to be scaled."""
+        for name in list(self._unscaled):
+            self._scale(name)
+        return self._sums
+
+    def _scale(self, name: str) -> None:
+        if name in self._unscaled:
+            total, scales = self._unscaled.pop(name)
+            scale(total, *scales)
+            self._sum(name, total.view(self.parameters[name].shape))
+
+    @property
     def _whole(self) -> dict[str, torch.Tensor]:
         """Where sums are added up: of one parameter at a time, if only pieces of them are kept."""
-        return self._uncut if self.weights.cut else self.sums
+        return self._uncut if self.weights.cut else self._sums
 
     def require_alike(self) -> None:
         """Raise `SelfCheckError`, naming a parameter, if something was added that was not what had been measured.
@@ -132,9 +153,10 @@ class Sums:
         """Of what a parameter's sum has grown by, keep what this process is to have."""
         if not self.weights.cut:
             return
+        self._scale(name)
         kept = self.weights.kept(name, self._whole.pop(name, None))
         if kept is not None:
-            self.sums[name] = self.sums[name].add_(kept) if name in self.sums else kept
+            self._sums[name] = self._sums[name].add_(kept) if name in self._sums else kept
 
     def _sum(self, name: str, total: torch.Tensor) -> None:
         if name in self._whole:
@@ -143,11 +165,18 @@ class Sums:
             self._whole[name] = total
 
     def add_factors(self, name: str, use: Factors, factors: torch.Tensor, layout: Layout) -> None:
-        """Add one use's weighted sum."""
+        """Add one use's weighted sum; of one along axes the plain gradients', which are scaled together when sums are read."""
         inside, outside = self._weights(name, factors)
-        shape, total = self.parameters[name].shape, self._whole.get(name)
-        if outside is not None:
-            use = use.dense()
+        shape, scales = self.parameters[name].shape, use.straight.scales
+        if scales is None:
+            total = self._whole.get(name)
+        else:
+            use = use.bare
+            held = self._unscaled.get(name)
+            if held is not None and list(map(id, held.scales)) != list(map(id, scales)):
+                self._scale(name)
+                held = None
+            total = None if held is None else held.total
         if total is None and (use.one_hot or use.tiled):
             total = torch.zeros(shape, device=use.right.device)
         flat = None if total is None else total.view(shape[0], -1)
@@ -156,7 +185,10 @@ class Sums:
         else:
             mask = as_matrix(self.policy.masks[name])
             flat = ops.masked_weighted_sum(*use.oriented, inside, outside, mask, flat, use.offsets(layout))
-        self._whole[name] = flat.view(shape)
+        if scales is None:
+            self._whole[name] = flat.view(shape)
+        else:
+            self._unscaled[name] = _Unscaled(flat, scales)
         self.compared += [[([(name, len(rows))], rows)] for rows in use.unlike()]
         if use.tiled and flat.device.type == "cpu":
             self.require_alike()

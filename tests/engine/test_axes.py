@@ -10,6 +10,7 @@ import torch
 from fastdp.engine.axes import RankOne
 from fastdp.engine.factors import Factors
 from fastdp.engine.policy import Policy
+from fastdp.engine.sums import Sums
 from tests.engine.models import batch, build
 from tests.engine.reference import Recording, engine_for, one_at_a_time, relative, ticket
 from tests.engine.runs import Odd, collate, examples, one_by_one
@@ -105,9 +106,17 @@ def test_factors_over_axes_are_those_of_the_gradient_over_them(m: int, n: int, d
     def close(found: torch.Tensor, wanted: torch.Tensor) -> None:
         assert relative(found, wanted) < 1e-6
 
-    for total in (None, torch.ones(shape)):
-        wanted = torch.einsum("u,umn->mn", weights.double(), exact) + (0 if total is None else 1)
-        close(own.add_to(total, weights, layout), wanted)
+    # Of two uses, of whole gradients between them, and of one along other axes, as after a change between logical batches.
+    sums = Sums({"w": torch.nn.Parameter(torch.zeros(shape))}, Policy((1.0,), (0.0,), {"w": 0}))
+    wanted = torch.einsum("u,umn->mn", weights.double(), exact)
+    sums.add_factors("w", own, weights.unsqueeze(0), layout)
+    sums.add_instance("w", torch.ones(3, *shape), weights.unsqueeze(0))
+    sums.add_factors("w", own, weights.unsqueeze(0), layout)
+    close(sums.sums["w"], 2 * wanted + 2.5)
+    sums.add_factors("w", own, weights.unsqueeze(0), layout)
+    others = RankOne(axes.rows * 4, axes.columns)
+    sums.add_factors("w", others.scaled(Factors(left, right, swap=swap)), weights.unsqueeze(0), layout)
+    close(sums.sums["w"], 3.25 * wanted + 2.5)
     each, one = torch.zeros(3, *shape), torch.zeros(shape)
     own.each_to(each, layout)
     close(each, exact)

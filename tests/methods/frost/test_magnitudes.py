@@ -162,7 +162,8 @@ def _neighbours(
     sums, totals = {n: t.clone() for n, t in accumulator.sums.items()}, accumulator.totals.clone()
     found = []
     for gradient in extra:
-        accumulator.sums, accumulator.totals = {n: t.clone() for n, t in sums.items()}, totals.clone()
+        accumulator.sums.update({n: t.clone() for n, t in sums.items()})
+        accumulator.totals = totals.clone()
         accumulator.add_unit(gradient, ONE)
         found.append(accumulator.magnitudes().clone())
     return without, found
