@@ -72,6 +72,7 @@ class Form:
             batch, or of ``singles``; or, without any privacy,
             ``oracle`` axes of the private ones', one a ``tensor``, or ``agreed``, the best there are for Adam (`shaping`).
         renewed: axes are made anew before every so many steps, at the weights as they are then.
+        at_once: of so many public examples each time; None for all.
         chosen: how far these follow is chosen each time, by what a step promises.
         corrected: the noise's variance is subtracted from Adam's second moment.
         averaged: decay of an average of the weights, or None.
@@ -83,6 +84,7 @@ class Form:
     warmed: bool = False
     axes: str | None = None
     renewed: int | None = None
+    at_once: int | None = None
     chosen: bool = False
     corrected: bool = False
     averaged: float | None = None
@@ -242,7 +244,7 @@ class Bench(suite_of_rapft.Bench):
         if form.axes is None:
             return fastdp.DPSGD(**options)
         if form.renewed:
-            source = rapft.PublicGradients(list(self._singles()))
+            source = rapft.PublicGradients(list(self._singles()), at_once=form.at_once)
             return fastdp.RapFT(source, allocation="axes", map_every=form.renewed, axes_power=form.power, **options)
         sizes = self._sizes(form, model, seed)
         return fastdp.RapFT(rapft.PublicMoments(sizes), allocation="axes", axes_power=form.power, **options)

@@ -49,7 +49,8 @@ def choose_method(config: FinetuneConfig, read_public: ReadPublic) -> Method:
 
     ``method_options`` are the arguments of `fastdp.DPSGD`, `fastdp.RapFT` or `fastdp.DPFrost`. Rap-FT's ``source`` is a
     mapping: ``{kind: noisy, noise_multiplier: 2, sample_rate: .02}``, ``{kind: public, data: PATH, examples: 64}``, the same of
-    ``kind: gradients`` for axes that follow the gradients of single examples, or in ``paper`` mode ``{kind: private}``.
+    ``kind: gradients`` for axes that follow the gradients of single examples, ``at_once`` so many of them, or in ``paper`` mode
+    ``{kind: private}``.
 
     Raises:
         ConfigError: for an option that the method does not have, or a value that it refuses.
@@ -107,7 +108,7 @@ class Central(Releases):
 
 def check_method(config: FinetuneConfig) -> None:
     """Refuse options of a central method before anything is read or loaded, as `choose_method` would after."""
-    choose_method(config, lambda path, count: Public([{}], PublicText(path, "", 0, 0)))
+    choose_method(config, lambda path, count: Public([{}] * count, PublicText(path, "", 0, 0)))
 
 
 def _source(options: dict[str, Any], read_public: ReadPublic) -> Any:
@@ -116,12 +117,15 @@ def _source(options: dict[str, Any], read_public: ReadPublic) -> Any:
         if "data" not in options:
             raise ConfigError(f"source of kind {kind} needs data: the file with the public examples")
         path, count = str(options.pop("data")), int(options.pop("examples", _PUBLIC_EXAMPLES))
+        turns = {"at_once": int(options.pop("at_once"))} if kind == "gradients" and "at_once" in options else {}
         if options:
-            raise ConfigError(f"source of kind {kind} has data and examples, not {', '.join(options)}")
+            known = "data, examples and at_once" if kind == "gradients" else "data and examples"
+            raise ConfigError(f"source of kind {kind} has {known}, not {', '.join(options)}")
         public = read_public(path, count)
         if kind == "public":
             return PublicMap(public.batches, public.origin)
-        return PublicGradients([one for batch in public.batches for one in _singly(batch)], public.origin)
+        singles = [one for batch in public.batches for one in _singly(batch)]
+        return _made(PublicGradients, {"batches": singles, "origin": public.origin, **turns}, "source")
     if kind not in _SOURCES:
         raise ConfigError(f"source has kind {kind!r}: choose one of public, gradients, {', '.join(_SOURCES)}")
     return _made(_SOURCES[kind], options, "source")

@@ -24,7 +24,7 @@ PAPER = {"mode": "paper", "source": {"kind": "private", "sample_rate": 1.0}}
             {
                 "allocation": "axes",
                 "axes_power": None,
-                "source": {"kind": "gradients", "data": "PUBLIC", "examples": 6},
+                "source": {"kind": "gradients", "data": "PUBLIC", "examples": 6, "at_once": 3},
                 "map_after": 1,
                 "map_every": 2,
             },
@@ -60,7 +60,16 @@ def test_methods_by_their_options(config, files, tmp_path, peft_kind, method, op
         ("rapft", {"irelevance_ratio": 0.7}, "no option 'irelevance_ratio'; did you mean irrelevance_ratio"),
         ("rapft", {}, "breaks the guarantee"),
         ("rapft", {"source": {"kind": "public"}}, "needs data"),
-        ("rapft", {"source": {"kind": "gradients", "data": "x", "rows": 3}}, "has data and examples, not rows"),
+        (
+            "rapft",
+            {"source": {"kind": "gradients", "data": "x", "rows": 3}},
+            "has data, examples and at_once, not rows",
+        ),
+        (
+            "rapft",
+            {"allocation": "axes", "source": {"kind": "gradients", "data": "x", "at_once": 65}},
+            "between 1 and the 64",
+        ),
         ("rapft", {"source": {"kind": "nosy"}}, "choose one of public, gradients, noisy"),
         ("rapft", {"source": "noisy"}, "must be a mapping"),
         ("rapft", {"source": {"kind": "noisy", "noise_multiplier": 1.0}}, "sample_rate"),

@@ -73,8 +73,9 @@ def gradient_moments(
         found = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
         for own, gradient in zip(sums.values(), found):
             if gradient is not None:
+                gradient = gradient.to(dtype)
                 own.mean.add_(gradient)
-                own.square.add_(gradient.to(dtype).square())
+                own.square.addcmul_(gradient, gradient)
         count += 1
     if not count:
         raise ValueError("there are no public batches to take moments of")

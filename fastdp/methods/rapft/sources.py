@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -91,16 +92,20 @@ class PublicGradients(_Public):
     Args:
         batches: mappings of the model's arguments, labels included, best of one example each: those are what is clipped.
         origin: the file that they came from, for the card.
+        at_once: of how many batches axes are made each time, others by turns; None for all of them.
 
-    Raises ValueError without batches.
+    Raises ValueError without batches, or for another ``at_once`` than 1 to their number.
     """
 
     batches: Sequence[Mapping[str, Any]] = field(repr=False)
     origin: PublicText | None = None
+    at_once: int | None = None
 
     def __post_init__(self) -> None:
         if len(self.batches) == 0:
             raise ValueError("PublicGradients has no batches: give some public examples")
+        if self.at_once is not None and not 1 <= self.at_once <= len(self.batches):
+            raise ValueError(f"at_once is {self.at_once}: it must lie between 1 and the {len(self.batches)} batches")
 
     def relevance(self, propagator: Propagator, findings: Findings) -> Map:
         """The sizes of the trained parameters. Raises ValueError for weights in pieces."""
@@ -112,11 +117,14 @@ class PublicGradients(_Public):
             raise ValueError(
                 "PublicGradients need whole weights: with weights in pieces use PublicMap or PublicMoments"
             )
-        return gradient_moments(findings.model, self.batches)
+        # By the step, so that a run that is taken up again looks at the same ones.
+        drawn = random.Random(findings.step).sample(self.batches, self.at_once or len(self.batches))
+        return gradient_moments(findings.model, drawn)
 
     def describe(self) -> dict[str, Any]:
         """For the card."""
-        return {"kind": "public gradients", "batches": len(self.batches), "text": described(self.origin)}
+        count = {"batches": len(self.batches), "at_once": self.at_once or len(self.batches)}
+        return {"kind": "public gradients", **count, "text": described(self.origin)}
 
 
 @dataclass(frozen=True)
