@@ -111,6 +111,7 @@ FORMS = {
     "warmed, axes": Form(warmed=True, axes="public"),
     "warmed, axes of single examples": Form(warmed=True, axes="singles"),
     "warmed, axes of single examples, renewed": Form(warmed=True, axes="singles", renewed=2),
+    "warmed, axes of single examples, renewed from eight": Form(warmed=True, axes="singles", renewed=4, at_once=8),
     "warmed, axes of single examples, renewed and chosen": Form(warmed=True, axes="singles", renewed=2, chosen=True),
     "warmed, oracle axes": Form(warmed=True, axes="oracle"),
     "warmed, oracle axes by tensor": Form(warmed=True, axes="tensor"),
