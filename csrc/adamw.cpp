@@ -7,8 +7,6 @@
 
 namespace fastdp {
 
-namespace py = pybind11;
-
 namespace {
 
 // Elements [first, first + n) of the matrix a b^T, whose rows are `width` long.
@@ -21,12 +19,11 @@ void outer(const float *a, const float *b, int64_t width, int64_t first, int64_t
     }
 }
 
-void adamw_noise_step(uintptr_t param, int dtype, uintptr_t grad, uintptr_t mean, uintptr_t square, int64_t n,
-                      uintptr_t position, bool rounded, double std, double divisor, double lr, double beta1,
-                      double beta2, double eps, double weight_decay, int64_t step, bool corrected, double floor,
-                      uintptr_t rows, uintptr_t columns, int64_t row_width, int threads) {
-    const Position at = *reinterpret_cast<const Position *>(position);
-    const Dtype type = static_cast<Dtype>(dtype);
+// Noise and AdamW in one pass, on n numbers; a and b are axes of the matrix that they are, or null.
+void adamw_noise_step(char *p, Dtype type, const float *g, float *m, float *v, int64_t n, const Position &at,
+                      bool rounded, double std, double divisor, double lr, double beta1, double beta2, double eps,
+                      double weight_decay, int64_t step, bool corrected, double floor, const float *a, const float *b,
+                      int64_t row_width, int threads) {
     const NoiseLanes &lanes = noise_lanes();
     const bool noisy = std != 0;
     const Grid grid(std);
@@ -43,12 +40,6 @@ void adamw_noise_step(uintptr_t param, int dtype, uintptr_t grad, uintptr_t mean
     s.corrected = corrected;
     s.noise_variance = static_cast<float>(std / divisor * (std / divisor));
     s.floor = static_cast<float>(floor);
-    char *p = reinterpret_cast<char *>(param);
-    const float *g = reinterpret_cast<const float *>(grad);
-    float *m = reinterpret_cast<float *>(mean);
-    float *v = reinterpret_cast<float *>(square);
-    const float *a = reinterpret_cast<const float *>(rows), *b = reinterpret_cast<const float *>(columns);
-    py::gil_scoped_release unlocked;
     share_out((n + kTile - 1) / kTile, kTilesAnItem, threads, [&](int64_t begin, int64_t end) {
         alignas(64) float room[kTileRoom];
         alignas(64) float axes[kTile];
@@ -75,12 +66,10 @@ void adamw_noise_step(uintptr_t param, int dtype, uintptr_t grad, uintptr_t mean
 
 }  // namespace
 
-void bind_adamw(py::module_ &m) {
-    m.def("adamw_noise_step", &adamw_noise_step, "noise and AdamW in one pass", py::arg("param"), py::arg("dtype"),
-          py::arg("grad"), py::arg("mean"), py::arg("square"), py::arg("n"), py::arg("position"), py::arg("rounded"),
-          py::arg("std"), py::arg("divisor"), py::arg("lr"), py::arg("beta1"), py::arg("beta2"), py::arg("eps"),
-          py::arg("weight_decay"), py::arg("step"), py::arg("corrected"), py::arg("floor"),
-          py::arg("rows"), py::arg("columns"), py::arg("width"), py::arg("threads"));
+void bind_adamw(pybind11::module_ &m) {
+    bind(m, "adamw_noise_step", &adamw_noise_step, "param", "dtype", "grad", "mean", "square", "n", "position", "rounded",
+         "std", "divisor", "lr", "beta1", "beta2", "eps", "weight_decay", "step", "corrected", "floor", "rows", "columns",
+         "width", "threads");
 }
 
 }  // namespace fastdp

@@ -1,8 +1,75 @@
-// One declaration a kernel file; module.cpp calls them all.
+// The way from Python to a kernel: each file binds its own functions, and module.cpp calls them all.
 #pragma once
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <type_traits>
+#include <vector>
+
+#include "chacha.h"
+#include "factor.h"
 
 namespace fastdp {
+
+// What Python gives for an argument, and what a kernel takes: pointers and positions come as addresses, enumerations as
+// numbers, factors as tuples, and all else as it is.
+template <typename T, typename = void>
+struct Argument {
+    using Given = T;
+    static T take(T given) { return given; }
+};
+template <typename T>
+struct Argument<T *> {
+    using Given = uintptr_t;
+    static T *take(uintptr_t address) { return reinterpret_cast<T *>(address); }
+};
+template <typename T>
+struct Argument<T, std::enable_if_t<std::is_enum_v<T>>> {
+    using Given = int;
+    static T take(int number) { return static_cast<T>(number); }
+};
+template <>
+struct Argument<const Position &> {
+    using Given = uintptr_t;
+    static const Position &take(uintptr_t address) { return *reinterpret_cast<const Position *>(address); }
+};
+template <>
+struct Argument<const Factor &> {
+    using Given = const FactorTuple &;
+    static Factor take(Given tuple) { return factor_of(tuple); }
+};
+template <>
+struct Argument<const std::vector<Factor> &> {
+    using Given = const std::vector<FactorTuple> &;
+    static std::vector<Factor> take(Given tuples) {
+        std::vector<Factor> factors;
+        for (const auto &tuple : tuples) factors.push_back(factor_of(tuple));
+        return factors;
+    }
+};
+
+// A kernel, or a member of a class, as a function of what Python gives; others may hold Python's lock while it runs.
+template <typename R, typename... A>
+auto from_python(R (*kernel)(A...)) {
+    return [kernel](typename Argument<A>::Given... given) {
+        pybind11::gil_scoped_release unlocked;
+        return kernel(Argument<A>::take(given)...);
+    };
+}
+template <typename C, typename... A>
+auto from_python(void (C::*member)(A...)) {
+    return [member](C &self, typename Argument<A>::Given... given) {
+        pybind11::gil_scoped_release unlocked;
+        (self.*member)(Argument<A>::take(given)...);
+    };
+}
+
+// Makes a kernel a function of the extension, its arguments under these names.
+template <typename R, typename... A, typename... Names>
+void bind(pybind11::module_ &m, const char *name, R (*kernel)(A...), Names... names) {
+    m.def(name, from_python(kernel), pybind11::arg(names)...);
+}
+
 void bind_cpu(pybind11::module_ &m);
 void bind_normal(pybind11::module_ &m);
 void bind_noise(pybind11::module_ &m);
@@ -17,4 +84,5 @@ void bind_instances(pybind11::module_ &m);
 void bind_snap(pybind11::module_ &m);
 void bind_dchi(pybind11::module_ &m);
 void bind_choice(pybind11::module_ &m);
+
 }  // namespace fastdp

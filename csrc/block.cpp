@@ -14,9 +14,6 @@ namespace {
 
 #if defined(__x86_64__)
 
-#define FASTDP_AVX2 __attribute__((target("avx2,fma")))
-#define FASTDP_AVX512 __attribute__((target("avx512f,avx512dq,avx512bw,avx512vl")))
-
 template <int kRows>
 FASTDP_AVX2 void outer_avx2(Rows left, Rows right, int64_t tokens, int64_t columns, float *block, bool add) {
     for (int64_t j = 0; j < columns; j += 16) {

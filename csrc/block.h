@@ -61,8 +61,8 @@ struct MaskRows {
     const uint64_t *bits;
     int64_t words_a_row;
 
-    MaskRows(uintptr_t address, int64_t columns)
-        : bits(reinterpret_cast<const uint64_t *>(address)), words_a_row((columns + kBlockColumns - 1) / kBlockColumns) {}
+    MaskRows(const uint64_t *bits, int64_t columns)
+        : bits(bits), words_a_row((columns + kBlockColumns - 1) / kBlockColumns) {}
 
     uint64_t word(int64_t row, int64_t column) const { return bits[row * words_a_row + column / kBlockColumns]; }
 };

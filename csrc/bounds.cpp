@@ -1,9 +1,6 @@
 // Sums over each unit's tokens of |L_t| |R_t|, the scale of every rounding error of its gradient: one pass over the rows.
 #include "bounds.h"
 
-#include <pybind11/pybind11.h>
-#include <pybind11/stl.h>
-
 #include <algorithm>
 #include <cmath>
 #include <vector>
@@ -33,7 +30,7 @@ float row_sum_portable(const float *x, int64_t count, bool square) {
 }
 
 #if defined(__x86_64__)
-__attribute__((target("avx512f,avx512dq"))) float row_sum_avx512(const float *x, int64_t count, bool square) {
+FASTDP_AVX512 float row_sum_avx512(const float *x, int64_t count, bool square) {
     __m512 sum[4] = {_mm512_setzero_ps(), _mm512_setzero_ps(), _mm512_setzero_ps(), _mm512_setzero_ps()};
     int64_t i = 0;
     for (; i + 64 <= count; i += 64)
@@ -50,7 +47,7 @@ __attribute__((target("avx512f,avx512dq"))) float row_sum_avx512(const float *x,
     return _mm512_reduce_add_ps(_mm512_add_ps(_mm512_add_ps(sum[0], sum[1]), _mm512_add_ps(sum[2], sum[3])));
 }
 
-__attribute__((target("avx2,fma"))) float row_sum_avx2(const float *x, int64_t count, bool square) {
+FASTDP_AVX2 float row_sum_avx2(const float *x, int64_t count, bool square) {
     const __m256 magnitude = _mm256_castsi256_ps(_mm256_set1_epi32(0x7fffffff));
     __m256 sum[4] = {_mm256_setzero_ps(), _mm256_setzero_ps(), _mm256_setzero_ps(), _mm256_setzero_ps()};
     int64_t i = 0;
@@ -67,14 +64,6 @@ __attribute__((target("avx2,fma"))) float row_sum_avx2(const float *x, int64_t c
 }
 #endif
 
-RowSum row_sum() {
-#if defined(__x86_64__)
-    if (isa() == Isa::avx512) return row_sum_avx512;
-    if (isa() == Isa::avx2) return row_sum_avx2;
-#endif
-    return row_sum_portable;
-}
-
 // The L2 norm of row t of a factor, or its L1 norm; padded.
 double row_norm(const Factor &factor, int64_t t, RowSum sum, bool square, std::vector<float> &room) {
     double total = 0;
@@ -89,14 +78,10 @@ double row_norm(const Factor &factor, int64_t t, RowSum sum, bool square, std::v
 }
 
 // out[unit] = sum over its tokens of the norms of R's rows, times those of L's where L is no vector of ids.
-void row_products(const FactorTuple &left_tuple, const FactorTuple &right_tuple, const std::vector<int64_t> &bounds,
-                  bool one_hot, bool square, uintptr_t out_address, int threads) {
-    const Factor left = factor_of(left_tuple), right = factor_of(right_tuple);
-    double *out = reinterpret_cast<double *>(out_address);
+void row_products(const Factor &left, const Factor &right, const std::vector<int64_t> &bounds, bool one_hot, bool square,
+                  double *out, int threads) {
     const int64_t tokens = bounds.back();
-    pybind11::gil_scoped_release release;
-
-    const RowSum sum = row_sum();
+    const RowSum sum = FASTDP_BEST(row_sum);
     std::vector<double> products(tokens);
     team_for((tokens + kTokensAnItem - 1) / kTokensAnItem, threads, [&](int64_t item) {
         static thread_local std::vector<float> room(kChunk);
@@ -112,9 +97,7 @@ void row_products(const FactorTuple &left_tuple, const FactorTuple &right_tuple,
 }  // namespace
 
 void bind_bounds(pybind11::module_ &m) {
-    namespace py = pybind11;
-    m.def("row_products", &row_products, py::arg("left"), py::arg("right"), py::arg("bounds"), py::arg("one_hot"),
-          py::arg("square"), py::arg("out"), py::arg("threads"));
+    bind(m, "row_products", &row_products, "left", "right", "bounds", "one_hot", "square", "out", "threads");
 }
 
 }  // namespace fastdp

@@ -12,8 +12,6 @@
 // bound. A law whose weights are so small that the floor would stand above them is weighed again with a start of its own.
 // Attempt a of token i uses words 0-7 (a even) or 8-15 (a odd) of block 64 i + a / 2: block, lane, acceptance, row of the lane.
 // A token whose 126 attempts all fail draws from the exact distribution, computed for its law, with block 64 i + 63.
-#include <pybind11/pybind11.h>
-
 #include <algorithm>
 #include <cmath>
 #include <cstdlib>
@@ -415,28 +413,23 @@ class Chooser {
     std::vector<double> masses_;  // [laws][blocks]
 };
 
-void exponential_choice(uintptr_t table, int64_t rows, int64_t d, uintptr_t centre, int32_t table_bits, uintptr_t order,
-                        uintptr_t starts, int64_t laws, uintptr_t law_ids, uintptr_t law_scales, uintptr_t log_prior,
-                        uintptr_t slopes, double cap, uintptr_t position, uintptr_t out, int threads) {
+void exponential_choice(const float *table, int64_t rows, int64_t d, const float *centre, int32_t table_bits,
+                        const int64_t *order, const int64_t *starts, int64_t laws, const int64_t *law_ids,
+                        const double *law_scales, const double *log_prior, const double *slopes, double cap,
+                        const Position &position, int64_t *out, int threads) {
     float largest;
     std::memcpy(&largest, &table_bits, sizeof largest);
     const int exponent = table_bits == 0 ? 0 : std::max(-126, std::min(126, std::ilogb(largest) + 1));
-    Chooser chooser({reinterpret_cast<const float *>(table), reinterpret_cast<const float *>(centre), rows, d, exponent,
-                     reinterpret_cast<const int64_t *>(order), reinterpret_cast<const int64_t *>(starts), laws,
-                     reinterpret_cast<const int64_t *>(law_ids), reinterpret_cast<const double *>(law_scales),
-                     reinterpret_cast<const double *>(log_prior), reinterpret_cast<const double *>(slopes), cap,
-                     *reinterpret_cast<const Position *>(position), reinterpret_cast<int64_t *>(out), threads});
+    Chooser chooser({table, centre, rows, d, exponent, order, starts, laws, law_ids, law_scales, log_prior, slopes, cap,
+                     position, out, threads});
     for (int64_t first = 0; first < laws; first += kLawsAtOnce) chooser.choose(first, std::min(laws, first + kLawsAtOnce));
 }
 
 }  // namespace
 
 void bind_choice(pybind11::module_ &m) {
-    namespace py = pybind11;
-    m.def("exponential_choice", &exponential_choice, py::call_guard<py::gil_scoped_release>(), py::arg("table"),
-          py::arg("rows"), py::arg("d"), py::arg("centre"), py::arg("table_bits"), py::arg("order"), py::arg("starts"),
-          py::arg("laws"), py::arg("law_ids"), py::arg("law_scales"), py::arg("log_prior"), py::arg("slopes"),
-          py::arg("cap"), py::arg("position"), py::arg("out"), py::arg("threads"));
+    bind(m, "exponential_choice", &exponential_choice, "table", "rows", "d", "centre", "table_bits", "order", "starts",
+         "laws", "law_ids", "law_scales", "log_prior", "slopes", "cap", "position", "out", "threads");
     m.def("has_matrix_tiles", [] { return choice_kernels().ids_at_once == kIdsATile; },
           "whether exponential_choice multiplies in the processor's matrix unit");
 }

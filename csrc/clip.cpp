@@ -9,8 +9,6 @@
 
 namespace fastdp {
 
-namespace py = pybind11;
-
 namespace {
 
 // Pieces of a row that are summed apart, so that one long row still occupies every thread. Their bounds do not depend
@@ -131,15 +129,10 @@ void short_backward(const NoiseLanes &lanes, Dtype type, const char *grad, const
     });
 }
 
-void clip_noise(uintptr_t x, uintptr_t out, uintptr_t norm, int dtype, int64_t rows, int64_t length, double bound,
-                double std, uintptr_t position, bool rounded, int threads) {
-    const Position at = *reinterpret_cast<const Position *>(position);
-    const Dtype type = static_cast<Dtype>(dtype);
+// Per-example clipping and noise.
+void clip_noise(const char *from, char *to, double *norms, Dtype type, int64_t rows, int64_t length, double bound,
+                double std, const Position &at, bool rounded, int threads) {
     const NoiseLanes &lanes = noise_lanes();
-    const char *from = reinterpret_cast<const char *>(x);
-    char *to = reinterpret_cast<char *>(out);
-    double *norms = reinterpret_cast<double *>(norm);
-    py::gil_scoped_release unlocked;
     if (length > 0 && length < kShort)
         return clip_short_rows(lanes, at, rounded, type, from, to, norms, rows, length, bound, std, threads);
     row_dots(lanes, from, from, type, rows, length, norms, threads);
@@ -170,15 +163,9 @@ void clip_noise(uintptr_t x, uintptr_t out, uintptr_t norm, int dtype, int64_t r
 }
 
 // With y = x min(1, C / |x|): dx = g where nothing was clipped, and C / |x| (g - x <g, x> / |x|^2) elsewhere.
-void clip_backward(uintptr_t grad, uintptr_t x, uintptr_t norm, uintptr_t out, int dtype, int64_t rows, int64_t length,
-                   double bound, int threads) {
-    const Dtype type = static_cast<Dtype>(dtype);
+void clip_backward(const char *g, const char *from, const double *norms, char *to, Dtype type, int64_t rows,
+                   int64_t length, double bound, int threads) {
     const NoiseLanes &lanes = noise_lanes();
-    const char *g = reinterpret_cast<const char *>(grad);
-    const char *from = reinterpret_cast<const char *>(x);
-    char *to = reinterpret_cast<char *>(out);
-    const double *norms = reinterpret_cast<const double *>(norm);
-    py::gil_scoped_release unlocked;
     if (length > 0 && length < kShort)
         return short_backward(lanes, type, g, from, to, norms, rows, length, bound, threads);
     std::vector<double> along(rows);
@@ -200,13 +187,10 @@ void clip_backward(uintptr_t grad, uintptr_t x, uintptr_t norm, uintptr_t out, i
 
 }  // namespace
 
-void bind_clip(py::module_ &m) {
-    m.def("clip_noise", &clip_noise, "per-example clipping and noise", py::arg("x"), py::arg("out"), py::arg("norm"),
-          py::arg("dtype"), py::arg("rows"), py::arg("length"), py::arg("bound"), py::arg("std"), py::arg("position"),
-          py::arg("rounded"), py::arg("threads"));
-    m.def("clip_backward", &clip_backward, "the gradient of per-example clipping", py::arg("grad"), py::arg("x"),
-          py::arg("norm"), py::arg("out"), py::arg("dtype"), py::arg("rows"), py::arg("length"), py::arg("bound"),
-          py::arg("threads"));
+void bind_clip(pybind11::module_ &m) {
+    bind(m, "clip_noise", &clip_noise, "x", "out", "norm", "dtype", "rows", "length", "bound", "std", "position", "rounded",
+         "threads");
+    bind(m, "clip_backward", &clip_backward, "grad", "x", "norm", "out", "dtype", "rows", "length", "bound", "threads");
 }
 
 }  // namespace fastdp

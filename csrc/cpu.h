@@ -1,5 +1,16 @@
 // What the processor can do, asked once.
 #pragma once
+// What a function needs that is compiled for one of them; and, of a function that has a form for each, that for this processor.
+#if defined(__x86_64__) && defined(__GNUC__)
+#define FASTDP_HAS_X86 1
+#define FASTDP_AVX512 __attribute__((target("avx512f,avx512dq,avx512bw,avx512vl,avx2,fma")))
+#define FASTDP_AVX2 __attribute__((target("avx2,fma")))
+#define FASTDP_BEST(form) (isa() == Isa::avx512 ? form##_avx512 : isa() == Isa::avx2 ? form##_avx2 : form##_portable)
+#else
+#define FASTDP_HAS_X86 0
+#define FASTDP_BEST(form) form##_portable
+#endif
+
 namespace fastdp {
 
 enum class Isa { portable = 0, avx2 = 1, avx512 = 2 };

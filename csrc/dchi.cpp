@@ -3,8 +3,6 @@
 // Token i of the flattened ids draws from blocks of its own of one position, so that neither threads nor grouping matter:
 //   blocks D i .. D i + D - 1, D = ceil(d / 16): the normals z whose direction is u (element j of the token is normal j);
 //   block 2^32 - 1 - (16 i + a): attempt a at the gamma variate, of which 16 all fail with probability below 2^-69.
-#include <pybind11/pybind11.h>
-
 #include <algorithm>
 #include <cmath>
 #include <vector>
@@ -46,13 +44,8 @@ double norm(const float *z, int64_t n) {
 }
 
 // out[k] = table[ids[k]] + noise of token first + k; eta has one entry a token, or one in all (eta_stride 0).
-void dchi_rows(uintptr_t table_at, uintptr_t ids_at, uintptr_t eta_at, int64_t eta_stride, int64_t first, int64_t n,
-               int64_t d, uintptr_t position_at, uintptr_t out_at, int threads) {
-    const float *table = reinterpret_cast<const float *>(table_at);
-    const int64_t *ids = reinterpret_cast<const int64_t *>(ids_at);
-    const double *eta = reinterpret_cast<const double *>(eta_at);
-    const Position &at = *reinterpret_cast<const Position *>(position_at);
-    float *out = reinterpret_cast<float *>(out_at);
+void dchi_rows(const float *table, const int64_t *ids, const double *eta, int64_t eta_stride, int64_t first, int64_t n,
+               int64_t d, const Position &at, float *out, int threads) {
     const NoiseLanes &lanes = noise_lanes();
     const int64_t blocks = (d + kBlockWords - 1) / kBlockWords;
     // Tokens are taken together until their blocks fill whole vectors.
@@ -76,10 +69,7 @@ void dchi_rows(uintptr_t table_at, uintptr_t ids_at, uintptr_t eta_at, int64_t e
 }  // namespace
 
 void bind_dchi(pybind11::module_ &m) {
-    namespace py = pybind11;
-    m.def("dchi_rows", &dchi_rows, py::call_guard<py::gil_scoped_release>(), py::arg("table"), py::arg("ids"),
-          py::arg("eta"), py::arg("eta_stride"), py::arg("first"), py::arg("n"), py::arg("d"), py::arg("position"),
-          py::arg("out"), py::arg("threads"));
+    bind(m, "dchi_rows", &dchi_rows, "table", "ids", "eta", "eta_stride", "first", "n", "d", "position", "out", "threads");
 }
 
 }  // namespace fastdp

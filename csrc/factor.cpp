@@ -28,25 +28,15 @@ __attribute__((target("avx2,f16c"))) int64_t widen_f16(const uint16_t *in, int64
 #endif
 
 // out[i] = in[i] * scale[i]; `out` may be `in`.
-using ScaleRow = void (*)(const float *in, const float *scale, int64_t count, float *out);
-
 #define FASTDP_SCALE_ROW(name)                                                         \
     void name(const float *in, const float *scale, int64_t count, float *out) {        \
         _Pragma("GCC ivdep") for (int64_t i = 0; i < count; ++i) out[i] = in[i] * scale[i]; \
     }
 FASTDP_SCALE_ROW(scale_row_portable)
 #if defined(__x86_64__)
-__attribute__((target("avx2,fma"))) FASTDP_SCALE_ROW(scale_row_avx2)
-__attribute__((target("avx512f,avx512dq,avx512bw,avx512vl"))) FASTDP_SCALE_ROW(scale_row_avx512)
+FASTDP_AVX2 FASTDP_SCALE_ROW(scale_row_avx2)
+FASTDP_AVX512 FASTDP_SCALE_ROW(scale_row_avx512)
 #endif
-
-ScaleRow scale_row() {
-#if defined(__x86_64__)
-    if (isa() == Isa::avx512) return scale_row_avx512;
-    if (isa() == Isa::avx2) return scale_row_avx2;
-#endif
-    return scale_row_portable;
-}
 
 }  // namespace
 
@@ -55,7 +45,7 @@ void read_row(const Factor &factor, int64_t t, int64_t start, int64_t count, flo
     const float *scale = factor.scale == nullptr ? nullptr : factor.scale + start;
     if (factor.element == Element::f32) {
         const float *in = static_cast<const float *>(factor.data) + first;
-        if (stride == 1 && scale != nullptr) return scale_row()(in, scale, count, out);
+        if (stride == 1 && scale != nullptr) return FASTDP_BEST(scale_row)(in, scale, count, out);
         if (stride == 1) std::memcpy(out, in, count * sizeof(float));
         else for (int64_t i = 0; i < count; ++i) out[i] = in[i * stride];
     } else {
@@ -67,7 +57,7 @@ void read_row(const Factor &factor, int64_t t, int64_t start, int64_t count, flo
 #endif
         for (; i < count; ++i) out[i] = brain ? bfloat_to_float(in[i * stride]) : half_to_float(in[i * stride]);
     }
-    if (scale != nullptr) scale_row()(out, scale, count, out);
+    if (scale != nullptr) FASTDP_BEST(scale_row)(out, scale, count, out);
 }
 
 }  // namespace fastdp

@@ -1,7 +1,4 @@
 // Instantiated per-unit gradients, rows [units][size] of floats: their norms, and their weighted sums, in one reading.
-#include <pybind11/pybind11.h>
-#include <pybind11/stl.h>
-
 #include <algorithm>
 #include <vector>
 
@@ -28,15 +25,9 @@ int threads_for(int64_t entries, int threads) {
 
 // out[which][unit], float32, as direct_norms in norms_direct.cpp, of gradients that lie in memory: contiguous float32
 // [units][size]; `mask` holds the bits of one of them.
-void instance_norms(uintptr_t instances, int64_t units, int64_t size, int measure_number, uintptr_t mask_address,
-                    uintptr_t out_address, int threads) {
-    const float *rows = reinterpret_cast<const float *>(instances);
-    const uint64_t *mask = reinterpret_cast<const uint64_t *>(mask_address);
-    const auto measure = static_cast<Measure>(measure_number);
+void instance_norms(const float *rows, int64_t units, int64_t size, Measure measure, const uint64_t *mask, float *out,
+                    int threads) {
     const int64_t chunks = std::max<int64_t>(1, (size + kChunk - 1) / kChunk);
-    float *out = reinterpret_cast<float *>(out_address);
-    pybind11::gil_scoped_release release;
-
     const BlockKernels &kernels = block_kernels();
     std::vector<double> parts(units * chunks * 2);
     team_for(units * chunks, threads_for(units * size, threads), [&](int64_t item) {
@@ -53,15 +44,8 @@ void instance_norms(uintptr_t instances, int64_t units, int64_t size, int measur
 
 // out[i] = sum over units of weight * row[i]: the unit's masked weight where the bit of `mask` is set, else its unmasked
 // one; without a mask the masked weight everywhere. A weight of 0 selects the row out.
-void instance_sum(uintptr_t instances, int64_t units, int64_t size, uintptr_t masked_address, uintptr_t unmasked_address,
-                  uintptr_t mask_address, uintptr_t out_address, int threads) {
-    const float *rows = reinterpret_cast<const float *>(instances);
-    const float *masked = reinterpret_cast<const float *>(masked_address);
-    const float *unmasked = reinterpret_cast<const float *>(unmasked_address);
-    const uint64_t *mask = reinterpret_cast<const uint64_t *>(mask_address);
-    float *out = reinterpret_cast<float *>(out_address);
-    pybind11::gil_scoped_release release;
-
+void instance_sum(const float *rows, int64_t units, int64_t size, const float *masked, const float *unmasked,
+                  const uint64_t *mask, float *out, int threads) {
     const BlockKernels &kernels = block_kernels();
     team_for((size + kChunk - 1) / kChunk, threads_for(units * size, threads), [&](int64_t item) {
         const int64_t start = item * kChunk, end = std::min(size, start + kChunk);
@@ -82,11 +66,8 @@ void instance_sum(uintptr_t instances, int64_t units, int64_t size, uintptr_t ma
 }  // namespace
 
 void bind_instances(pybind11::module_ &m) {
-    namespace py = pybind11;
-    m.def("instance_norms", &instance_norms, py::arg("instances"), py::arg("units"), py::arg("size"),
-          py::arg("measure"), py::arg("mask"), py::arg("out"), py::arg("threads"));
-    m.def("instance_sum", &instance_sum, py::arg("instances"), py::arg("units"), py::arg("size"), py::arg("masked"),
-          py::arg("unmasked"), py::arg("mask"), py::arg("out"), py::arg("threads"));
+    bind(m, "instance_norms", &instance_norms, "instances", "units", "size", "measure", "mask", "out", "threads");
+    bind(m, "instance_sum", &instance_sum, "instances", "units", "size", "masked", "unmasked", "mask", "out", "threads");
 }
 
 }  // namespace fastdp

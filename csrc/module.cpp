@@ -1,6 +1,4 @@
 // The extension's table of contents: each kernel file binds its own functions.
-#include <pybind11/pybind11.h>
-
 #include "bindings.h"
 
 PYBIND11_MODULE(_native, m) {

@@ -10,8 +10,6 @@
 
 namespace fastdp {
 
-namespace py = pybind11;
-
 const NoiseLanes &noise_lanes() {
 #if defined(__x86_64__) && defined(__GNUC__)
     if (isa() == Isa::avx512) return avx512::noise_lanes;
@@ -74,14 +72,10 @@ void round_to_grid(const NoiseLanes &lanes, const Position &at, const Grid &grid
 
 namespace {
 
-void add_noise(uintptr_t x, int dtype, uint64_t first, int64_t n, double std, uintptr_t position, bool rounded,
-               int threads) {
-    const Position at = *reinterpret_cast<const Position *>(position);
-    const Dtype type = static_cast<Dtype>(dtype);
+// x + std N(0, 1) in place.
+void add_noise(char *base, Dtype type, uint64_t first, int64_t n, double std, const Position &at, bool rounded, int threads) {
     const NoiseLanes &lanes = noise_lanes();
     const Grid grid(std);
-    char *base = reinterpret_cast<char *>(x);
-    py::gil_scoped_release unlocked;
     share_out((n + kTile - 1) / kTile, kTilesAnItem, threads, [&](int64_t begin, int64_t end) {
         alignas(64) float room[kTileRoom];
         for (int64_t tile = begin; tile < end; ++tile) {
@@ -98,52 +92,45 @@ void add_noise(uintptr_t x, int dtype, uint64_t first, int64_t n, double std, ui
     });
 }
 
-void words(uintptr_t out, uint32_t first, int64_t blocks, uintptr_t position, int threads, const std::string &name) {
-    const Position at = *reinterpret_cast<const Position *>(position);
+// The words of blocks [first, first + blocks).
+void words(uint32_t *out, uint32_t first, int64_t blocks, const Position &at, int threads, const std::string &name) {
     const NoiseLanes &lanes = noise_lanes(name);
-    uint32_t *base = reinterpret_cast<uint32_t *>(out);
-    py::gil_scoped_release unlocked;
     share_out((blocks + kGroup - 1) / kGroup, 4 * kTilesAnItem, threads, [&](int64_t begin, int64_t end) {
         alignas(64) uint32_t room[kGroup * kBlockWords];
         for (int64_t group = begin; group < end; ++group) {
             const int64_t b = group * kGroup, count = std::min(kGroup, blocks - b);
             lanes.words(at, first + static_cast<uint32_t>(b), kGroup, room);
-            std::copy(room, room + count * kBlockWords, base + b * kBlockWords);
+            std::copy(room, room + count * kBlockWords, out + b * kBlockWords);
         }
     });
 }
 
-void normals(uintptr_t out, uint64_t first, int64_t n, uintptr_t position, int threads, const std::string &name) {
-    const Position at = *reinterpret_cast<const Position *>(position);
+// The normals of elements [first, first + n).
+void normals(float *out, uint64_t first, int64_t n, const Position &at, int threads, const std::string &name) {
     const NoiseLanes &lanes = noise_lanes(name);
-    float *base = reinterpret_cast<float *>(out);
-    py::gil_scoped_release unlocked;
     share_out((n + kTile - 1) / kTile, kTilesAnItem, threads, [&](int64_t begin, int64_t end) {
         alignas(64) float room[kTileRoom];
         for (int64_t tile = begin; tile < end; ++tile) {
             const int64_t i = tile * kTile, count = std::min(kTile, n - i);
             const float *z = noise_tile(lanes, at, false, first + i, count, room);
-            std::copy(z, z + count, base + i);
+            std::copy(z, z + count, out + i);
         }
     });
 }
 
-// For the tests: the normal as the sum of two float64.
-std::pair<double, double> exact(uintptr_t position, uint64_t index) {
-    const Pair z = exact_normal(*reinterpret_cast<const Position *>(position), index);
+// For the tests: the normal of one element as the sum of two float64.
+std::pair<double, double> exact(const Position &at, uint64_t index) {
+    const Pair z = exact_normal(at, index);
     return {z.hi, z.lo};
 }
 
 }  // namespace
 
-void bind_noise(py::module_ &m) {
-    m.def("add_noise", &add_noise, "x + std N(0, 1) in place", py::arg("x"), py::arg("dtype"), py::arg("first"),
-          py::arg("n"), py::arg("std"), py::arg("position"), py::arg("rounded"), py::arg("threads"));
-    m.def("chacha20_words", &words, "the words of blocks [first, first + blocks)", py::arg("out"), py::arg("first"),
-          py::arg("blocks"), py::arg("position"), py::arg("threads"), py::arg("isa") = "");
-    m.def("noise_normals", &normals, "the normals of elements [first, first + n)", py::arg("out"), py::arg("first"),
-          py::arg("n"), py::arg("position"), py::arg("threads"), py::arg("isa") = "");
-    m.def("exact_normal", &exact, "the normal of one element in two parts", py::arg("position"), py::arg("index"));
+void bind_noise(pybind11::module_ &m) {
+    bind(m, "add_noise", &add_noise, "x", "dtype", "first", "n", "std", "position", "rounded", "threads");
+    bind(m, "chacha20_words", &words, "out", "first", "blocks", "position", "threads", "isa");
+    bind(m, "noise_normals", &normals, "out", "first", "n", "position", "threads", "isa");
+    bind(m, "exact_normal", &exact, "position", "index");
 }
 
 }  // namespace fastdp

@@ -1,7 +1,5 @@
 // The normal distribution's tails in float64, for privacy loss distributions: accounting needs no more of a library of
 // special functions, whose import would take longer than most of what it computes.
-#include <pybind11/pybind11.h>
-
 #include <cmath>
 
 #include "bindings.h"
@@ -25,18 +23,14 @@ double log_mass_below(double x) {
 }
 
 // out[i] = Phi(x[i]), or its logarithm; both hold `count` float64 and may be the same.
-void normal_mass_below(uintptr_t x_address, int64_t count, bool logarithm, uintptr_t out_address) {
-    const double *x = reinterpret_cast<const double *>(x_address);
-    double *out = reinterpret_cast<double *>(out_address);
-    pybind11::gil_scoped_release release;
+void normal_mass_below(const double *x, int64_t count, bool logarithm, double *out) {
     for (int64_t i = 0; i < count; ++i) out[i] = logarithm ? log_mass_below(x[i]) : mass_below(x[i]);
 }
 
 }  // namespace
 
 void bind_normal(pybind11::module_ &m) {
-    namespace py = pybind11;
-    m.def("normal_mass_below", &normal_mass_below, py::arg("x"), py::arg("count"), py::arg("logarithm"), py::arg("out"));
+    bind(m, "normal_mass_below", &normal_mass_below, "x", "count", "logarithm", "out");
 }
 
 }  // namespace fastdp

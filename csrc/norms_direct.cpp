@@ -2,9 +2,6 @@
 //
 // A band of 96 x 64 entries is computed, reduced and forgotten; the largest scratch is a unit's panel of columns. A BLAS
 // would write each product out for a second pass to read back.
-#include <pybind11/pybind11.h>
-#include <pybind11/stl.h>
-
 #include <algorithm>
 #include <stdexcept>
 #include <vector>
@@ -21,16 +18,10 @@ namespace {
 // where it owns none. Left [tokens, m] and right [tokens, n] as factor.h reads them; `mask` the address of bits [m, n]
 // (see MaskRows), read under masked_square alone, whose second row is what lies outside. Sums are float32 over a row of a
 // band and float64 beyond, in an order that threads do not change.
-void direct_norms(const FactorTuple &left_tuple, const FactorTuple &right_tuple, const std::vector<int64_t> &bounds,
-                  int measure_number, uintptr_t mask_address, uintptr_t out_address, int threads) {
-    const Factor left = factor_of(left_tuple), right = factor_of(right_tuple);
-    const auto measure = static_cast<Measure>(measure_number);
+void direct_norms(const Factor &left, const Factor &right, const std::vector<int64_t> &bounds, Measure measure,
+                  const uint64_t *mask, float *out, int threads) {
     const int64_t units = static_cast<int64_t>(bounds.size()) - 1, m = left.width, n = right.width;
     const int64_t panels = (n + kBlockColumns - 1) / kBlockColumns;
-    const uint64_t *mask = reinterpret_cast<const uint64_t *>(mask_address);
-    float *out = reinterpret_cast<float *>(out_address);
-    pybind11::gil_scoped_release release;
-
     const BlockKernels &kernels = block_kernels();
     std::vector<double> partial(units * panels * 2);
     team_for(units * panels, threads, [&](int64_t item) {
@@ -59,9 +50,7 @@ void direct_norms(const FactorTuple &left_tuple, const FactorTuple &right_tuple,
 }  // namespace
 
 void bind_norms_direct(pybind11::module_ &m) {
-    namespace py = pybind11;
-    m.def("direct_norms", &direct_norms, py::arg("left"), py::arg("right"), py::arg("bounds"), py::arg("measure"),
-          py::arg("mask"), py::arg("out"), py::arg("threads"));
+    bind(m, "direct_norms", &direct_norms, "left", "right", "bounds", "measure", "mask", "out", "threads");
 }
 
 }  // namespace fastdp

@@ -2,9 +2,6 @@
 //
 // A BLAS multiplies all T x T entries; this computes one triangle, a tile of tokens at a time, and never stores a Gram
 // matrix. The dot products run along the rows as they lie in memory, so nothing is packed or transposed.
-#include <pybind11/pybind11.h>
-#include <pybind11/stl.h>
-
 #include <algorithm>
 #include <cmath>
 #include <stdexcept>
@@ -31,9 +28,6 @@ constexpr int64_t kBlock = 4;     // tokens a side of the block held in register
 using DotBlock = void (*)(const float *const *a, const float *const *b, int64_t depth, float *g, bool add);
 
 #if defined(__x86_64__)
-
-#define FASTDP_AVX2 __attribute__((target("avx2,fma")))
-#define FASTDP_AVX512 __attribute__((target("avx512f,avx512dq,avx512bw,avx512vl")))
 
 FASTDP_AVX2 void dot_block_avx2(const float *const *a, const float *const *b, int64_t depth, float *g, bool add) {
     const __m256i lane_index = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
@@ -202,16 +196,11 @@ double diagonal_products(const float *left, const float *right, int64_t tokens, 
 
 // out[use][unit], float32: the squared norm of left^T right over tokens [bounds[unit], bounds[unit + 1]), not below 0, and
 // 0 where there are none; lefts [tokens, m_i] and right [tokens, n] as factor.h reads them. Inner products of rows are
-// float32, their products are added up in float64, in an order that threads do not change. Where `products_address` is not
-// 0, float64 [use][unit] of what rounding is measured by goes there: see bounds.h.
-void gram_sqnorm(const std::vector<FactorTuple> &left_tuples, const FactorTuple &right_tuple,
-                 const std::vector<int64_t> &bounds, uintptr_t out_address, uintptr_t products_address, int threads) {
-    std::vector<Factor> lefts;
-    for (const auto &tuple : left_tuples) lefts.push_back(factor_of(tuple));
-    const Factor right = factor_of(right_tuple);
+// float32, their products are added up in float64, in an order that threads do not change. Unless `sums` is null, float64
+// [use][unit] of what rounding is measured by goes there: see bounds.h.
+void gram_sqnorm(const std::vector<Factor> &lefts, const Factor &right, const std::vector<int64_t> &bounds, float *out,
+                 double *sums, int threads) {
     const int64_t units = static_cast<int64_t>(bounds.size()) - 1, uses = static_cast<int64_t>(lefts.size());
-    pybind11::gil_scoped_release release;
-
     std::vector<Tile> tiles;
     for (int64_t unit = 0; unit < units; ++unit) {
         const int64_t first = bounds[unit], last = bounds[unit + 1];
@@ -219,7 +208,7 @@ void gram_sqnorm(const std::vector<FactorTuple> &left_tuples, const FactorTuple 
             for (int64_t column = first; column <= row; column += kTile)
                 tiles.push_back({unit, row, std::min(kTile, last - row), column, std::min(kTile, last - column), row == column});
     }
-    std::vector<double> parts(tiles.size() * uses), products(products_address != 0 ? tiles.size() * uses : 0);
+    std::vector<double> parts(tiles.size() * uses), products(sums != nullptr ? tiles.size() * uses : 0);
     const DotBlock dot = dot_block();
     team_for(static_cast<int64_t>(tiles.size()), threads, [&](int64_t item) {
         static thread_local Scratch scratch;
@@ -230,14 +219,13 @@ void gram_sqnorm(const std::vector<FactorTuple> &left_tuples, const FactorTuple 
             const double product = tile_product(scratch.gram_right, scratch.gram_left, tile);
             // A tile left of the diagonal stands for its mirror image too.
             parts[item * uses + use] = tile.lower ? product : 2 * product;
-            if (products_address != 0 && tile.lower)
+            if (sums != nullptr && tile.lower)
                 products[item * uses + use] = diagonal_products(scratch.gram_left, scratch.gram_right, tile.rows,
                                                                 lefts[use].width, right.width);
         }
     });
-    sum_parts(tiles, parts, uses, units, reinterpret_cast<float *>(out_address), true);
-    if (products_address == 0) return;
-    double *sums = reinterpret_cast<double *>(products_address);
+    sum_parts(tiles, parts, uses, units, out, true);
+    if (sums == nullptr) return;
     std::fill(sums, sums + uses * units, 0.0);
     for (size_t item = 0; item < tiles.size(); ++item)
         for (int64_t use = 0; use < uses; ++use) sums[use * units + tiles[item].unit] += products[item * uses + use];
@@ -271,14 +259,10 @@ Left left_of(const LeftTuple &t) {
 
 // out[unit], float32: the sum over tokens t of use 1 and s of use 2, both of the unit, of <left1[t], left2[s]> <right1[t],
 // right2[s]>; arithmetic as in gram_sqnorm. A left factor may be int64 ids; against a matrix they lie within its width.
-void cross_inner(const LeftTuple &left1_tuple, const FactorTuple &right1_tuple, const LeftTuple &left2_tuple,
-                 const FactorTuple &right2_tuple, const std::vector<int64_t> &bounds1, const std::vector<int64_t> &bounds2,
-                 uintptr_t out_address, int threads) {
+void cross_inner(const LeftTuple &left1_tuple, const Factor &right1, const LeftTuple &left2_tuple, const Factor &right2,
+                 const std::vector<int64_t> &bounds1, const std::vector<int64_t> &bounds2, float *out, int threads) {
     const Left left1 = left_of(left1_tuple), left2 = left_of(left2_tuple);
-    const Factor right1 = factor_of(right1_tuple), right2 = factor_of(right2_tuple);
     const int64_t units = static_cast<int64_t>(bounds1.size()) - 1;
-    pybind11::gil_scoped_release release;
-
     std::vector<Tile> tiles;
     for (int64_t unit = 0; unit < units; ++unit)
         for (int64_t row = bounds1[unit]; row < bounds1[unit + 1]; row += kTile)
@@ -293,17 +277,14 @@ void cross_inner(const LeftTuple &left1_tuple, const FactorTuple &right1_tuple, 
         left_tile(left1, left2, tiles[item], dot, scratch, scratch.gram_left);
         parts[item] = tile_product(scratch.gram_right, scratch.gram_left, tiles[item]);
     });
-    sum_parts(tiles, parts, 1, units, reinterpret_cast<float *>(out_address), false);
+    sum_parts(tiles, parts, 1, units, out, false);
 }
 
 }  // namespace
 
 void bind_norms_gram(pybind11::module_ &m) {
-    namespace py = pybind11;
-    m.def("gram_sqnorm", &gram_sqnorm, py::arg("lefts"), py::arg("right"), py::arg("bounds"), py::arg("out"),
-          py::arg("products"), py::arg("threads"));
-    m.def("cross_inner", &cross_inner, py::arg("left1"), py::arg("right1"), py::arg("left2"), py::arg("right2"),
-          py::arg("bounds1"), py::arg("bounds2"), py::arg("out"), py::arg("threads"));
+    bind(m, "gram_sqnorm", &gram_sqnorm, "lefts", "right", "bounds", "out", "products", "threads");
+    bind(m, "cross_inner", &cross_inner, "left1", "right1", "left2", "right2", "bounds1", "bounds2", "out", "threads");
 }
 
 }  // namespace fastdp

@@ -1,8 +1,5 @@
 // Norms of an embedding's gradients, with or without a mask over the table: rows of R with the same id within a unit add
 // up before they are measured.
-#include <pybind11/pybind11.h>
-#include <pybind11/stl.h>
-
 #include <algorithm>
 #include <numeric>
 #include <vector>
@@ -19,17 +16,10 @@ constexpr int64_t kColumns = 512;  // columns summed at a time: two rows of them
 
 // out[which][unit], float32, as direct_norms in norms_direct.cpp, of an embedding: `ids` int64, `ids_stride` apart, all of
 // them rows of the mask if there is one; right [tokens, n]. Rows of equal ids are added in the order of their tokens.
-void onehot_norms(uintptr_t ids_address, int64_t ids_stride, const FactorTuple &right_tuple,
-                  const std::vector<int64_t> &bounds, int measure_number, uintptr_t mask_address, uintptr_t out_address,
-                  int threads) {
-    const int64_t *ids = reinterpret_cast<const int64_t *>(ids_address);
-    const Factor right = factor_of(right_tuple);
-    const auto measure = static_cast<Measure>(measure_number);
-    const MaskRows mask(mask_address, right.width);
+void onehot_norms(const int64_t *ids, int64_t ids_stride, const Factor &right, const std::vector<int64_t> &bounds,
+                  Measure measure, const uint64_t *bits, float *out, int threads) {
+    const MaskRows mask(bits, right.width);
     const int64_t units = static_cast<int64_t>(bounds.size()) - 1, panels = (right.width + kColumns - 1) / kColumns;
-    float *out = reinterpret_cast<float *>(out_address);
-    pybind11::gil_scoped_release release;
-
     const BlockKernels &kernels = block_kernels();
     std::vector<int64_t> order(bounds.back());
     std::iota(order.begin(), order.end(), 0);
@@ -68,9 +58,7 @@ void onehot_norms(uintptr_t ids_address, int64_t ids_stride, const FactorTuple &
 }  // namespace
 
 void bind_norms_onehot(pybind11::module_ &m) {
-    namespace py = pybind11;
-    m.def("onehot_norms", &onehot_norms, py::arg("ids"), py::arg("ids_stride"), py::arg("right"), py::arg("bounds"),
-          py::arg("measure"), py::arg("mask"), py::arg("out"), py::arg("threads"));
+    bind(m, "onehot_norms", &onehot_norms, "ids", "ids_stride", "right", "bounds", "measure", "mask", "out", "threads");
 }
 
 }  // namespace fastdp

@@ -9,8 +9,6 @@
 // smallest upper bound seen is not the nearest. The few that are left are compared by their distances in float64.
 #include "snap.h"
 
-#include <pybind11/pybind11.h>
-
 #include <algorithm>
 #include <atomic>
 #include <cmath>
@@ -198,14 +196,13 @@ constexpr int64_t kRowsAnItem = 16;
 
 class Snap {
   public:
-    Snap(uintptr_t table, int64_t rows, int64_t d, uintptr_t centre, int32_t table_bits, bool half, int threads)
-        : table_(reinterpret_cast<const float *>(table)), rows_(rows), d_(d),
-          centre_(reinterpret_cast<const float *>(centre)), centre_bits_(largest_bits(centre_, d)),
+    Snap(const float *table, int64_t rows, int64_t d, const float *centre, int32_t table_bits, bool half, int threads)
+        : table_(table), rows_(rows), d_(d), centre_(centre), centre_bits_(largest_bits(centre_, d)),
           table_exponent_(exponent(table_bits)), half_(half), threads_(threads), lanes_(lanes()) {}
 
     // Begins a search for n rows of x, and writes them, rounded, to `out` [n, d].
-    void begin(uintptr_t x, int64_t n, uintptr_t out) {
-        x_ = reinterpret_cast<const float *>(x);
+    void begin(const float *x, int64_t n, char *out) {
+        x_ = x;
         n_ = n;
         terms_.resize(n);
         least_.assign(n, std::numeric_limits<float>::infinity());
@@ -232,7 +229,7 @@ class Snap {
     }
 
     // Writes rows [first, first + n) of the table, rounded, to `out` [n, d].
-    void tile(int64_t first, int64_t n, uintptr_t out) {
+    void tile(int64_t first, int64_t n, char *out) {
         const int64_t padded = (n + kLanes - 1) / kLanes * kLanes;
         half_square_.assign(padded, std::numeric_limits<float>::infinity());
         norm_.assign(padded, 0);
@@ -247,14 +244,12 @@ class Snap {
     }
 
     // Takes the product of the rounded x and the tile [first, first + n): [rows of x, n], then 16 entries to spare.
-    void scan(int64_t first, int64_t n, uintptr_t scores) {
-        const char *s = reinterpret_cast<const char *>(scores);
+    void scan(int64_t first, int64_t n, const char *scores) {
         const int64_t width = half_ ? 2 : 4;
-        each(n_, [&](int64_t i) { scan_row(i, s + i * n * width, width, first, n); });
+        each(n_, [&](int64_t i) { scan_row(i, scores + i * n * width, width, first, n); });
     }
 
-    void finish(uintptr_t out) {
-        int64_t *result = reinterpret_cast<int64_t *>(out);
+    void finish(int64_t *result) {
         each(n_, [&](int64_t i) {
             compact(i);
             // One candidate, and nothing compared before: it is the nearest whatever its distance.
@@ -272,9 +267,8 @@ class Snap {
         });
     }
 
-    RowBounds round(const float *row, int e, uintptr_t out, int64_t i) const {
-        char *to = reinterpret_cast<char *>(out) + i * d_ * (half_ ? 2 : 4);
-        return lanes_.round_row(row, centre_, d_, std::ldexp(1.0f, -e), half_, to);
+    RowBounds round(const float *row, int e, char *out, int64_t i) const {
+        return lanes_.round_row(row, centre_, d_, std::ldexp(1.0f, -e), half_, out + i * d_ * (half_ ? 2 : 4));
     }
 
     void scan_row(int64_t i, const char *scores, int64_t width, int64_t first, int64_t n) {
@@ -334,8 +328,7 @@ class Snap {
 };
 
 // (first row with a NaN or an infinity, or -1; the largest magnitude as the bits of a float)
-std::pair<int64_t, int32_t> survey(uintptr_t pointer, int64_t rows, int64_t d, int threads) {
-    const float *table = reinterpret_cast<const float *>(pointer);
+std::pair<int64_t, int32_t> survey(const float *table, int64_t rows, int64_t d, int threads) {
     constexpr int64_t piece = 1024;
     std::atomic<int64_t> bad{rows};
     std::atomic<int32_t> most{0};
@@ -368,16 +361,17 @@ bool has_bf16_products() {
 
 void bind_snap(pybind11::module_ &m) {
     namespace py = pybind11;
-    using free = py::call_guard<py::gil_scoped_release>;
+    const auto made = [](const float *table, int64_t rows, int64_t d, const float *centre, int32_t table_bits, bool half,
+                         int threads) { return new Snap(table, rows, d, centre, table_bits, half, threads); };
     py::class_<Snap>(m, "Snap", "a search for nearest rows; every pointer is of contiguous float32 unless it holds products")
-        .def(py::init<uintptr_t, int64_t, int64_t, uintptr_t, int32_t, bool, int>(), py::arg("table"), py::arg("rows"),
-             py::arg("d"), py::arg("centre"), py::arg("table_bits"), py::arg("half"), py::arg("threads"))
-        .def("begin", &Snap::begin, free(), py::arg("x"), py::arg("n"), py::arg("out"))
-        .def("tile", &Snap::tile, free(), py::arg("first"), py::arg("n"), py::arg("out"))
-        .def("scan", &Snap::scan, free(), py::arg("first"), py::arg("n"), py::arg("scores"))
-        .def("finish", &Snap::finish, free(), py::arg("out"));
-    m.def("survey", &survey, free(), py::arg("table"), py::arg("rows"), py::arg("d"), py::arg("threads"));
-    m.def("has_bf16_products", &has_bf16_products);
+        .def(py::init(from_python(+made)), py::arg("table"), py::arg("rows"), py::arg("d"), py::arg("centre"),
+             py::arg("table_bits"), py::arg("half"), py::arg("threads"))
+        .def("begin", from_python(&Snap::begin), py::arg("x"), py::arg("n"), py::arg("out"))
+        .def("tile", from_python(&Snap::tile), py::arg("first"), py::arg("n"), py::arg("out"))
+        .def("scan", from_python(&Snap::scan), py::arg("first"), py::arg("n"), py::arg("scores"))
+        .def("finish", from_python(&Snap::finish), py::arg("out"));
+    bind(m, "survey", &survey, "table", "rows", "d", "threads");
+    bind(m, "has_bf16_products", &has_bf16_products);
 }
 
 }  // namespace fastdp

@@ -7,13 +7,6 @@
 
 // Bodies are written once over 16 lanes of GCC's vector types and inlined into one function per instruction set, so that
 // no template of the standard library is ever compiled for a processor that may lack the instructions.
-#if defined(__x86_64__) && defined(__GNUC__)
-#define FASTDP_HAS_X86 1
-#define FASTDP_AVX512 __attribute__((target("avx512f,avx512dq,avx512bw,avx512vl,avx2,fma")))
-#define FASTDP_AVX2 __attribute__((target("avx2,fma")))
-#else
-#define FASTDP_HAS_X86 0
-#endif
 #define FASTDP_BODY static inline __attribute__((always_inline))
 
 namespace fastdp {

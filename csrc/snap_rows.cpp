@@ -4,7 +4,7 @@
 namespace fastdp {
 namespace {
 
-FASTDP_BODY double distance_body(const float *a, const float *b, int64_t d) {
+FASTDP_BODY double distance_portable(const float *a, const float *b, int64_t d) {
     d8 low = {}, high = {};
     int64_t i = 0;
     for (; i + kLanes <= d; i += kLanes) {
@@ -27,7 +27,7 @@ FASTDP_BODY double distance_body(const float *a, const float *b, int64_t d) {
     return (((sum[0] + sum[4]) + (sum[1] + sum[5])) + ((sum[2] + sum[6]) + (sum[3] + sum[7]))) + rest;
 }
 
-FASTDP_BODY int32_t largest_body(const float *row, int64_t d) {
+FASTDP_BODY int32_t largest_portable(const float *row, int64_t d) {
     i16 most = {};
     int64_t i = 0;
     for (; i + kLanes <= d; i += kLanes) {
@@ -48,28 +48,16 @@ FASTDP_BODY int32_t largest_body(const float *row, int64_t d) {
 }
 
 #if FASTDP_HAS_X86
-FASTDP_AVX512 double distance_avx512(const float *a, const float *b, int64_t d) { return distance_body(a, b, d); }
-FASTDP_AVX2 double distance_avx2(const float *a, const float *b, int64_t d) { return distance_body(a, b, d); }
-FASTDP_AVX512 int32_t largest_avx512(const float *row, int64_t d) { return largest_body(row, d); }
-FASTDP_AVX2 int32_t largest_avx2(const float *row, int64_t d) { return largest_body(row, d); }
+FASTDP_AVX512 double distance_avx512(const float *a, const float *b, int64_t d) { return distance_portable(a, b, d); }
+FASTDP_AVX2 double distance_avx2(const float *a, const float *b, int64_t d) { return distance_portable(a, b, d); }
+FASTDP_AVX512 int32_t largest_avx512(const float *row, int64_t d) { return largest_portable(row, d); }
+FASTDP_AVX2 int32_t largest_avx2(const float *row, int64_t d) { return largest_portable(row, d); }
 #endif
 
 }  // namespace
 
-double squared_distance(const float *a, const float *b, int64_t d) {
-#if FASTDP_HAS_X86
-    if (isa() == Isa::avx512) return distance_avx512(a, b, d);
-    if (isa() == Isa::avx2) return distance_avx2(a, b, d);
-#endif
-    return distance_body(a, b, d);
-}
+double squared_distance(const float *a, const float *b, int64_t d) { return FASTDP_BEST(distance)(a, b, d); }
 
-int32_t largest_bits(const float *row, int64_t d) {
-#if FASTDP_HAS_X86
-    if (isa() == Isa::avx512) return largest_avx512(row, d);
-    if (isa() == Isa::avx2) return largest_avx2(row, d);
-#endif
-    return largest_body(row, d);
-}
+int32_t largest_bits(const float *row, int64_t d) { return FASTDP_BEST(largest)(row, d); }
 
 }  // namespace fastdp

@@ -1,8 +1,5 @@
 // Sums of token gradients: weighted ones under a mask, from bands that are never written whole, rows of R into a table, and
 // a layer norm's by unit.
-#include <pybind11/pybind11.h>
-#include <pybind11/stl.h>
-
 #include <algorithm>
 #include <vector>
 
@@ -32,29 +29,15 @@ using AffineRow = void (*)(const float *g, const float *x, float mean, float rst
     }
 FASTDP_AFFINE_ROW(affine_row_portable)
 #if defined(__x86_64__)
-__attribute__((target("avx2,fma"))) FASTDP_AFFINE_ROW(affine_row_avx2)
-__attribute__((target("avx512f,avx512dq,avx512bw,avx512vl"))) FASTDP_AFFINE_ROW(affine_row_avx512)
+FASTDP_AVX2 FASTDP_AFFINE_ROW(affine_row_avx2)
+FASTDP_AVX512 FASTDP_AFFINE_ROW(affine_row_avx512)
 #endif
-
-AffineRow affine_row() {
-#if defined(__x86_64__)
-    if (isa() == Isa::avx512) return affine_row_avx512;
-    if (isa() == Isa::avx2) return affine_row_avx2;
-#endif
-    return affine_row_portable;
-}
 
 // Sums over each unit's tokens of G (X - mean) rstd, then of G: out float32 [2, units, width].
-void affine_sums(const FactorTuple &gradient_tuple, const FactorTuple &x_tuple, uintptr_t mean_address,
-                 uintptr_t rstd_address, const std::vector<int64_t> &bounds, uintptr_t out_address, int threads) {
-    const Factor gradient = factor_of(gradient_tuple), x = factor_of(x_tuple);
-    const float *mean = reinterpret_cast<const float *>(mean_address);
-    const float *rstd = reinterpret_cast<const float *>(rstd_address);
-    float *out = reinterpret_cast<float *>(out_address);
+void affine_sums(const Factor &gradient, const Factor &x, const float *mean, const float *rstd,
+                 const std::vector<int64_t> &bounds, float *out, int threads) {
     const int64_t n = x.width, units = static_cast<int64_t>(bounds.size()) - 1, panels = (n + kColumns - 1) / kColumns;
-    pybind11::gil_scoped_release release;
-
-    const AffineRow add = affine_row();
+    const AffineRow add = FASTDP_BEST(affine_row);
     team_for(units * panels, threads, [&](int64_t item) {
         const int64_t unit = item / panels, start = item % panels * kColumns, count = std::min(kColumns, n - start);
         float *totals[2] = {out + unit * n + start, out + (units + unit) * n + start};
@@ -79,16 +62,11 @@ void affine_sums(const FactorTuple &gradient_tuple, const FactorTuple &x_tuple, 
 // tokens with the same weights (a unit's) are multiplied once and scaled under the mask as they are added: run r is tokens
 // [bounds[r], bounds[r + 1]) with weights masked[r] and unmasked[r], and is skipped where both are 0. `out` float32 [m, n],
 // rows `out_row` apart, columns next to each other; `mask` bits [m, n].
-void masked_weighted_sum(const FactorTuple &left_tuple, const FactorTuple &right_tuple, const std::vector<int64_t> &bounds,
-                  const std::vector<float> &masked, const std::vector<float> &unmasked, uintptr_t mask_address,
-                  uintptr_t out_address, int64_t out_row, int threads) {
-    const Factor left = factor_of(left_tuple), right = factor_of(right_tuple);
+void masked_weighted_sum(const Factor &left, const Factor &right, const std::vector<int64_t> &bounds,
+                         const std::vector<float> &masked, const std::vector<float> &unmasked, const uint64_t *mask,
+                         float *out, int64_t out_row, int threads) {
     const int64_t m = left.width, n = right.width;
     const int64_t panels = (n + kBlockColumns - 1) / kBlockColumns, chunks = (m + kChunkRows - 1) / kChunkRows;
-    const uint64_t *mask = reinterpret_cast<const uint64_t *>(mask_address);
-    float *out = reinterpret_cast<float *>(out_address);
-    pybind11::gil_scoped_release release;
-
     const BlockKernels &kernels = block_kernels();
     team_for(panels * chunks, threads, [&](int64_t item) {
         static thread_local Panels panels_of_thread;
@@ -109,15 +87,9 @@ void masked_weighted_sum(const FactorTuple &left_tuple, const FactorTuple &right
 
 // out[ids[t]] += weights[t] * R[t] for t < tokens: `out` float32, rows `out_stride` apart and columns next to each other;
 // `weights` float32, contiguous; tokens of weight 0 are not read. Each thread owns columns, so tokens are added in their order whatever the threads.
-void onehot_add(uintptr_t ids_address, int64_t ids_stride, const FactorTuple &right_tuple, int64_t tokens,
-                uintptr_t weights_address, uintptr_t out_address, int64_t out_stride, int threads) {
-    const int64_t *ids = reinterpret_cast<const int64_t *>(ids_address);
-    const float *weights = reinterpret_cast<const float *>(weights_address);
-    float *out = reinterpret_cast<float *>(out_address);
-    const Factor right = factor_of(right_tuple);
+void onehot_add(const int64_t *ids, int64_t ids_stride, const Factor &right, int64_t tokens, const float *weights,
+                float *out, int64_t out_stride, int threads) {
     const int64_t columns = std::clamp<int64_t>(right.width / std::max(1, threads) / 16 * 16, 16, kColumns);
-    pybind11::gil_scoped_release release;
-
     team_for((right.width + columns - 1) / columns, threads, [&](int64_t panel) {
         const int64_t start = panel * columns, count = std::min(columns, right.width - start);
         float row[kColumns];
@@ -133,18 +105,10 @@ void onehot_add(uintptr_t ids_address, int64_t ids_stride, const FactorTuple &ri
 }
 
 // The same with one weight for masked and another for unmasked entries of the table.
-void onehot_masked_add(uintptr_t ids_address, int64_t ids_stride, const FactorTuple &right_tuple, int64_t tokens,
-                       uintptr_t masked_address, uintptr_t unmasked_address, uintptr_t mask_address,
-                       uintptr_t out_address, int64_t out_stride, int threads) {
-    const int64_t *ids = reinterpret_cast<const int64_t *>(ids_address);
-    const float *masked = reinterpret_cast<const float *>(masked_address);
-    const float *unmasked = reinterpret_cast<const float *>(unmasked_address);
-    float *out = reinterpret_cast<float *>(out_address);
-    const Factor right = factor_of(right_tuple);
-    const MaskRows mask(mask_address, right.width);
+void onehot_masked_add(const int64_t *ids, int64_t ids_stride, const Factor &right, int64_t tokens, const float *masked,
+                       const float *unmasked, const uint64_t *bits, float *out, int64_t out_stride, int threads) {
+    const MaskRows mask(bits, right.width);
     const int64_t words = std::clamp<int64_t>(mask.words_a_row / std::max(1, threads), 1, kWords);
-    pybind11::gil_scoped_release release;
-
     const BlockKernels &kernels = block_kernels();
     team_for((mask.words_a_row + words - 1) / words, threads, [&](int64_t panel) {
         const int64_t start = panel * words * kBlockColumns;
@@ -166,17 +130,12 @@ void onehot_masked_add(uintptr_t ids_address, int64_t ids_stride, const FactorTu
 }  // namespace
 
 void bind_sums(pybind11::module_ &m) {
-    namespace py = pybind11;
-    m.def("affine_sums", &affine_sums, py::arg("gradient"), py::arg("x"), py::arg("mean"), py::arg("rstd"),
-          py::arg("bounds"), py::arg("out"), py::arg("threads"));
-    m.def("masked_weighted_sum", &masked_weighted_sum, py::arg("left"), py::arg("right"), py::arg("bounds"),
-          py::arg("masked"), py::arg("unmasked"), py::arg("mask"), py::arg("out"), py::arg("out_row"),
-          py::arg("threads"));
-    m.def("onehot_add", &onehot_add, py::arg("ids"), py::arg("ids_stride"), py::arg("right"), py::arg("tokens"),
-          py::arg("weights"), py::arg("out"), py::arg("out_stride"), py::arg("threads"));
-    m.def("onehot_masked_add", &onehot_masked_add, py::arg("ids"), py::arg("ids_stride"), py::arg("right"),
-          py::arg("tokens"), py::arg("masked"), py::arg("unmasked"), py::arg("mask"), py::arg("out"),
-          py::arg("out_stride"), py::arg("threads"));
+    bind(m, "affine_sums", &affine_sums, "gradient", "x", "mean", "rstd", "bounds", "out", "threads");
+    bind(m, "masked_weighted_sum", &masked_weighted_sum, "left", "right", "bounds", "masked", "unmasked", "mask", "out",
+         "out_row", "threads");
+    bind(m, "onehot_add", &onehot_add, "ids", "ids_stride", "right", "tokens", "weights", "out", "out_stride", "threads");
+    bind(m, "onehot_masked_add", &onehot_masked_add, "ids", "ids_stride", "right", "tokens", "masked", "unmasked", "mask",
+         "out", "out_stride", "threads");
 }
 
 }  // namespace fastdp
