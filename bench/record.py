@@ -7,6 +7,7 @@ import json
 import os
 import platform
 import subprocess
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,11 @@ def parser_of(doc: str | None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="write the figures here, with device, versions and commit")
     return parser
+
+
+def markdown(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> list[str]:
+    """A table, line by line."""
+    return [f"| {' | '.join(map(str, row))} |" for row in (head, ["---"] * len(head), *rows)]
 
 
 def _processor() -> str:

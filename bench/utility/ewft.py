@@ -35,8 +35,7 @@ from fastdp.methods.sap import split_model
 
 from .. import record
 from ..plots import picture
-from . import attributes, tops
-from .suite import begin, by_seed, each, finish, in_turns, level, mean_of, parser_of
+from . import attributes, suite, tops
 
 DELTA = 1e-5
 PAPER: dict[str, Any] = {"dataset_size": 67349, "batch_size": 32, "epochs": 3}
@@ -310,7 +309,7 @@ def settings(size: Size, seeds: int) -> Iterator[dict[str, Any]]:
     # A setting that is attacked somewhere needs no second row that is not.
     whole = [row for row in whole if row["attacked"] or {**row, "attacked": True} not in whole]
     # Rows of one length share hidden states.
-    return by_seed(sorted(whole, key=lambda row: row["length"]), seeds)
+    return suite.by_seed(sorted(whole, key=lambda row: row["length"]), seeds)
 
 
 def step_time(model: Path, steps: int = 7, length: int = 64, batch_size: int = 32) -> dict[str, Any]:
@@ -355,7 +354,7 @@ def step_time(model: Path, steps: int = 7, length: int = 64, batch_size: int = 3
         partial(step, plain.train(), optimizers[0], False),
         partial(step, perturbed.train(), optimizers[1], True),
     ]
-    medians = [statistics.median(of_one) for of_one in in_turns(calls, steps, warm_up=1)]
+    medians = [statistics.median(of_one) for of_one in suite.in_turns(calls, steps, warm_up=1)]
     return {"plain_seconds": medians[0], "ewft_seconds": medians[1], "ratio": medians[1] / medians[0]}
 
 
@@ -389,17 +388,17 @@ def _plot_layers(rows: Sequence[dict[str, Any]], axes: Any) -> None:
         for color, name in zip(("tab:orange", "tab:green", "tab:red", "tab:blue"), MECHANISMS):
             sizes = [64] if name in ("only autoencoder", "EW-FT") else []
             means = [
-                mean_of(rows, "accuracy", layer=layer, form=form, mechanism=name, autoencoder=sizes, **shared)
+                suite.mean_of(rows, "accuracy", layer=layer, form=form, mechanism=name, autoencoder=sizes, **shared)
                 for layer in layers
             ]
             if any(mean is not None for mean in means):
                 axes.plot(layers, means, style, color=color, marker=marker, label=f"{name}, {form}")
     once = [
-        mean_of(rows, "accuracy", layer=layer, form="once", autoencoder=[64], bottom="public", **shared)
+        suite.mean_of(rows, "accuracy", layer=layer, form="once", autoencoder=[64], bottom="public", **shared)
         for layer in layers
     ]
     axes.plot(layers, once, "-.", color="black", marker="s", label="released once")
-    level(axes, rows, "accuracy", "without noise", form="none", length=length)
+    suite.level(axes, rows, "accuracy", "without noise", form="none", length=length)
     axes.set(xlabel="blocks before the noise", ylabel="accuracy", title="Accuracy at printed epsilon 8", xticks=layers)
 
 
@@ -412,7 +411,7 @@ def _plot_privacy(rows: Sequence[dict[str, Any]], axes: Any) -> None:
     for color, name in zip(("tab:blue", "tab:orange", "tab:green"), attributes.ATTRIBUTES):
         for form, marker in (("none", "s"), ("paper", "x"), ("sound", "o"), ("once", "^")):
             found = [
-                (mean_of(of, f"{name}_EP"), mean_of(of, "accuracy"), of[0])
+                (suite.mean_of(of, f"{name}_EP"), suite.mean_of(of, "accuracy"), of[0])
                 for key, of in points.items()
                 if key[0] == form
             ]
@@ -426,13 +425,13 @@ def _plot_privacy(rows: Sequence[dict[str, Any]], axes: Any) -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure what is missing, then draw."""
     sizes = {"default": Size(), "tiny": TINY, "full": FULL}
-    parser = parser_of(__doc__, sizes, model="folder of all-MiniLM-L6-v2 or another encoder")
+    parser = suite.parser_of(__doc__, sizes, model="folder of all-MiniLM-L6-v2 or another encoder")
     parser.add_argument("--sst2", type=Path, help="folder with train.tsv and test.tsv")
     parser.add_argument("--public", type=Path, help="plain text for the autoencoders")
     parser.add_argument("--pii", type=Path, help="labelled spans, such as synth_dataset_v2.json")
     parser.add_argument("--only", default="", help="only rows whose form and mechanism hold this")
     parser.add_argument("--step-time", action="store_true", help="only the time of a step; into --json")
-    options, size, table = begin(parser, arguments)
+    options, size, table = suite.begin(parser, arguments)
     if options.step_time:
         found = step_time(options.model)
         print(found, flush=True)
@@ -443,7 +442,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error("the tables need --sst2, --public and --pii")
     bench = Bench(options.model, options.sst2, options.public, options.pii, size)
     wanted = (row for row in settings(size, options.seeds) if options.only in f"{row['form']} {row['mechanism']}")
-    finish(table, each(wanted, bench.run), options, plot)
+    suite.finish(table, suite.each(wanted, bench.run), options, plot)
 
 
 if __name__ == "__main__":

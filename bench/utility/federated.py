@@ -42,7 +42,7 @@ from fastdp.methods.selective import (
 
 from .. import record
 from ..plots import picture, plain_log
-from .suite import begin, each, finish, parser_of
+from . import suite
 
 SCHEMES = ("none", "selective", "all")
 #: Of ``typed``, on the second data set.
@@ -330,7 +330,7 @@ def _halves(texts: list[str]) -> tuple[list[str], list[str]]:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure what is missing, then draw."""
     sizes = {"default": Size(), "small": SMALL, "tiny": TINY, "full": FULL}
-    parser = parser_of(__doc__, sizes, seeds=1, pii="labelled spans, such as synth_dataset_v2.json")
+    parser = suite.parser_of(__doc__, sizes, seeds=1, pii="labelled spans, such as synth_dataset_v2.json")
     parser.epilog = "Results other than the rounds are written beside --json."
     parser.add_argument("--model", type=Path, help="folder of a causal model, such as gpt2-mini")
     parser.add_argument("--wikitext", type=Path, help="folder with valid.txt and test.txt")
@@ -338,7 +338,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--speed", action="store_true", help="only tokens a second, and SecAgg+'s precision")
     parser.add_argument("--overhead", action="store_true", help="only one flwr run against the clients' training")
     parser.add_argument("--types", action="store_true", help="only private tokens by type, with 2, 4 and 16 clients")
-    options, size, table = begin(parser, arguments)
+    options, size, table = suite.begin(parser, arguments)
     if options.detector or options.speed:
         found: dict[str, Any] = {}
         if options.detector:
@@ -357,7 +357,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             _keep({"overhead": overhead(bench)}, options.json)
             return
         wanted = by_type if options.types else settings
-        finish(table, each(wanted(size, options.seeds), bench.run), options, plot)
+        suite.finish(table, suite.each(wanted(size, options.seeds), bench.run), options, plot)
 
 
 def _keep(found: dict[str, Any], path: Path | None) -> None:

@@ -20,33 +20,19 @@ from typing import Any
 import peft
 import torch
 import transformers as hf
-from fastdp.bench.plots import picture
-from fastdp.bench.utility import shaping, tops
-from fastdp.bench.utility.suite import (
-    Run,
-    Table,
-    begin,
-    by_seed,
-    curve,
-    each,
-    finish,
-    interior,
-    level,
-    parser_of,
-    placed,
-    spread_of,
-    timed,
-    train,
-    without_dropout,
-)
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
 import fastdp
 from fastdp.methods.frost.partitions import split
 from fastdp.methods.frost.soft import soft_scales
+from fastdp.methods.rapft.axes import gradient_moments
 from fastdp.methods.sap import split_model
 from fastdp.private.method import Method
 from fastdp.private.plan import Budget, Plan
+
+from ..plots import picture
+from ..record import markdown
+from . import shaping, suite, tops
 
 RATIO = 0.25**2
 #: Learning rates that are tried before the rest, each once at the middle epsilon, and more of them while the best is at an edge;
@@ -192,7 +178,7 @@ class Bench:
                 r=rank, lora_alpha=2 * rank, target_modules=["query", "key", "value", "dense"], **task
             )
             model = peft.get_peft_model(model, lora if form == "lora" else fastdp.BottleneckConfig(**task))
-        return without_dropout(model)
+        return suite.without_dropout(model)
 
     def method(self, row: dict[str, Any], **options: Any) -> Method:
         """The method of a row."""
@@ -246,17 +232,16 @@ class Bench:
                 one: Any = budget.side[0].event.one
                 method = self.method(row, selection_noise_multiplier=one.event.noise_multiplier)
         data = self.train if data is None else data
-        steps = size.steps if steps is None else steps
-        trained = [p for p in model.parameters() if p.requires_grad]
-        adam = fastdp.optim.AdamW if row["form"].endswith("corrected") else torch.optim.AdamW
-        return fastdp.make_private(
+        return suite.private_run(
             model,
-            adam(trained, lr=self._learning_rate(row), weight_decay=0.0),
-            DataLoader(data, batch_size=size.batch_size, collate_fn=data.collate),
-            method=method,
+            data,
+            data.collate,
+            method,
+            rate=self._learning_rate(row),
+            batch_size=size.batch_size,
+            steps=size.steps if steps is None else steps,
+            corrected=row["form"].endswith("corrected"),
             target_delta=1 / (2 * len(data)),
-            # Half a step less is rounded up to a whole one, whatever the rounding of the quotient.
-            epochs=(steps - 0.5) / math.ceil(len(data) / size.batch_size),
             max_physical_batch_size=64,
             # The same batches and noise for all forms of a seed, whose differences are then their own; the data is public.
             unsafe_seed=row["seed"],
@@ -281,8 +266,8 @@ class Bench:
         model = self.model(row["form"], row["seed"])
         names = {name: p for name, p in model.named_parameters() if p.requires_grad}
         run = self.start(model, row)
-        selection, _ = timed(run.prepare)
-        training, _ = timed(lambda: list(train(run)))
+        selection, _ = suite.timed(run.prepare)
+        training, _ = suite.timed(lambda: list(suite.train(run)))
         held_out = self.tuned_on if row["part"] == "rate" else self.held_out
         private = row["form"] != "non-private"
         true = float(fastdp.accounting.epsilon(run.ledger.event(), self.delta)) if private else math.inf
@@ -307,18 +292,16 @@ class Bench:
         """
         model = self.model("full", row["seed"])
         run = self.start(model, {"form": "full", **row})
-        loop = train(run)
+        loop = suite.train(run)
         while run.steps_done < row["steps"] or not run.last_step_done:
             next(loop)
         ratio = self.size.batch_size / run.noise_multiplier
         run.detach()
         model.zero_grad(set_to_none=True)
         some = range(0, len(self.train), max(1, len(self.train) // EXAMPLES))
-        found = shaping.known(model, (placed(self.train.collate([i])) for i in some))
+        found = gradient_moments(model, (suite.placed(self.train.collate([i])) for i in some), torch.float64)
         partitions = split({name: own.mean for name, own in found.items()}, None)
-        sizes = [
-            (sum(float(found[n].squares.sum()) for n in part.parameters) / part.size) ** 0.5 for part in partitions
-        ]
+        sizes = [(sum(float(found[n].square.sum()) for n in part.parameters) / part.size) ** 0.5 for part in partitions]
         less = {}
         for power in (0.125, 0.25, 0.5):
             scales = soft_scales(partitions, sizes, power)
@@ -331,7 +314,7 @@ class Bench:
         model.eval()
         right = 0
         for indices in torch.arange(len(rows)).split(64):
-            batch = placed(rows.collate(indices.tolist()))
+            batch = suite.placed(rows.collate(indices.tolist()))
             right += int((model(**batch).logits.argmax(1) == batch["labels"]).sum())
         return right / len(rows)
 
@@ -347,13 +330,13 @@ class Bench:
         frost = self.model("frost", 0, whole=True)
         data = self.train.first(population)
         run = self.start(frost, chosen, data, 10_000)
-        selection, _ = timed(run.prepare)
+        selection, _ = suite.timed(run.prepare)
         size = sum(p.numel() for p in frost.parameters() if p.requires_grad)
         rank = self._rank(size)
         lora = self.model("lora", 0, rank, whole=True)
         other = self.start(lora, {**chosen, "form": "lora"}, data, 10_000)
-        loops = [train(run), train(other)]
-        turns = [[timed(partial(next, loop)) for loop in loops] for _ in range(steps + 2)][2:]
+        loops = [suite.train(run), suite.train(other)]
+        turns = [[suite.timed(partial(next, loop)) for loop in loops] for _ in range(steps + 2)][2:]
         times = [[seconds / examples for seconds, examples in of_one] for of_one in zip(*turns)]
         training = statistics.median(times[0]) * 3 * len(data)
         found = {
@@ -391,26 +374,26 @@ def settings(size: Size, seeds: int) -> Iterator[dict[str, Any]]:
         rows += [{**frost, "magnitude": kind, "selection_steps": steps, "epsilon": size.compared} for steps in (1, 5)]
     rows += [{**frost, "selections": repeats, "epsilon": size.compared} for repeats in size.repeats]
     rows += [{**frost, "selection_rate": rate, "epsilon": size.compared} for rate in size.rates]
-    return by_seed(rows, seeds)
+    return suite.by_seed(rows, seeds)
 
 
-def runs(bench: Bench, seeds: int, table: Table, forms: Sequence[str] = ()) -> Iterator[Run]:
+def runs(bench: Bench, seeds: int, table: suite.Table, forms: Sequence[str] = ()) -> Iterator[suite.Run]:
     """Everything that is measured: times, then learning rates, then the tables with the best of these; or that of some forms."""
     row: dict[str, Any] = {"part": "time"}
     if not forms:
         yield row, partial(bench.time, row)
     for form, rates in TRIED.items():
         if not forms or form in forms:
-            yield from interior(table, rates, partial(_rate, bench, form, seeds), "accuracy", largest=True)
+            yield from suite.interior(table, rates, partial(_rate, bench, form, seeds), "accuracy", largest=True)
     bench.learn_rates(table.rows)
     if "full" in (forms or ("full",)):
         steps = round(LOOKED_AT * bench.size.steps)
         look = {"part": "axes", "epsilon": bench.size.compared, "steps": steps}
-        yield from each(by_seed([look], seeds), bench.gain)
-    yield from each((row for row in settings(bench.size, seeds) if not forms or row["form"] in forms), bench.run)
+        yield from suite.each(suite.by_seed([look], seeds), bench.gain)
+    yield from suite.each((row for row in settings(bench.size, seeds) if not forms or row["form"] in forms), bench.run)
 
 
-def _rate(bench: Bench, form: str, seed: int, rate: float) -> Run:
+def _rate(bench: Bench, form: str, seed: int, rate: float) -> suite.Run:
     """A form at a learning rate, on the held-out texts that only rates are chosen by."""
     row: dict[str, Any] = {"part": "rate", "form": form, "epsilon": bench.size.compared, "learning_rate": rate}
     row |= {"seed": seed, **({**FROST, "selection_rate": bench.size.rates[0], **row} if form == "frost" else {})}
@@ -421,28 +404,23 @@ def tables(rows: Sequence[dict[str, Any]], size: Size) -> str:
     """The paper's tables in Markdown: mean and standard deviation of the accuracy in per cent."""
 
     def cell(**setting: Any) -> str:
-        found = spread_of(rows, "accuracy", **{"part": "accuracy", **setting})
-        return "-" if found is None else f"{100 * found[0]:.2f} ± {100 * found[1]:.2f}"
+        return suite.told(rows, "accuracy", 100, **{"part": "accuracy", **setting})
 
     usual = {**FROST, "selection_rate": size.rates[0]}
-    head = "| method | " + " | ".join(f"epsilon {epsilon:g}" for epsilon in size.epsilons) + " |"
-    lines = ["Table 1", "", head, "|---" * (1 + len(size.epsilons)) + "|"]
-    plain = cell(form="non-private")
-    lines.append(f"| non-private | {' | '.join([plain] * len(size.epsilons))} |")
-    for form in ("full", "random", "values", *PEFT, *SOFT, "full corrected"):
-        lines.append(f"| {form} | {' | '.join(cell(form=form, epsilon=e) for e in size.epsilons)} |")
-    lines.append(f"| frost | {' | '.join(cell(**usual, epsilon=e) for e in size.epsilons)} |")
-    lines += ["", f"Table 3, epsilon {size.compared:g}", "", "| method | accuracy |", "|---|---|"]
-    lines.append(f"| PARAM | {cell(form='parameters', epsilon=size.compared)} |")
+    middle = {**usual, "epsilon": size.compared}
+    methods = [{"form": form} for form in ("full", "random", "values", *PEFT, *SOFT, "full corrected")]
+    first = [["non-private", *[cell(form="non-private")] * len(size.epsilons)]]
+    first += [[own["form"], *(cell(**own, epsilon=e) for e in size.epsilons)] for own in (*methods, usual)]
+    third = [["PARAM", cell(form="parameters", epsilon=size.compared)]]
     for kind in ("MG", "MGN", "MGNA"):
         for steps, name in ((1, f"DP-{kind} (single)"), (5, f"DP-{kind}")):
-            setting = {**usual, "magnitude": kind, "selection_steps": steps, "epsilon": size.compared}
-            lines.append(f"| {name} | {cell(**setting)} |")
-    lines += ["", f"Table 4, epsilon {size.compared:g}", "", "| selections | accuracy |", "|---|---|"]
-    lines += [f"| {k} | {cell(**{**usual, 'selections': k, 'epsilon': size.compared})} |" for k in (1, *size.repeats)]
-    lines += ["", f"Table 6, epsilon {size.compared:g}", "", "| selection rate | accuracy |", "|---|---|"]
-    for rate in sorted(size.rates, reverse=True):
-        lines.append(f"| {rate:g} | {cell(**{**usual, 'selection_rate': rate, 'epsilon': size.compared})} |")
+            third.append([name, cell(**{**middle, "magnitude": kind, "selection_steps": steps})])
+    fourth = [[k, cell(**{**middle, "selections": k})] for k in (1, *size.repeats)]
+    rates = sorted(size.rates, reverse=True)
+    sixth = [[f"{rate:g}", cell(**{**middle, "selection_rate": rate})] for rate in rates]
+    lines = ["Table 1", "", *markdown(["method", *(f"epsilon {e:g}" for e in size.epsilons)], first)]
+    for number, what, found in ((3, "method", third), (4, "selections", fourth), (6, "selection rate", sixth)):
+        lines += ["", f"Table {number}, epsilon {size.compared:g}", "", *markdown([what, "accuracy"], found)]
     return "\n".join(lines) + "\n"
 
 
@@ -452,12 +430,10 @@ def plot(rows: Sequence[dict[str, Any]], folder: Path, size: Size) -> None:
     with picture(folder / "frost-epsilon.png", panel=(6.8, 5.2), legends=4) as (axes,):
         for form in ("full", "random", "values", *PEFT, "frost"):
             setting = usual if form == "frost" else {"part": "accuracy", "form": form}
-            curve(axes, rows, "accuracy", "epsilon", size.epsilons, form, **setting)
-        level(axes, rows, "accuracy", "non-private", part="accuracy", form="non-private")
-        axes.set(xscale="log", xlabel="true epsilon", ylabel="accuracy")
-        axes.minorticks_off()
-        axes.set_xticks(size.epsilons, [f"{e:g}" for e in size.epsilons])
-    _plot_selected([row for row in rows if all(row.get(key) == value for key, value in usual.items())], folder)
+            suite.curve(axes, rows, "accuracy", "epsilon", size.epsilons, form, **setting)
+        suite.level(axes, rows, "accuracy", "non-private", part="accuracy", form="non-private")
+        suite.by_epsilon(axes, size.epsilons, "accuracy")
+    _plot_selected(list(suite.those(rows, **usual)), folder)
 
 
 def _plot_selected(rows: Sequence[dict[str, Any]], folder: Path) -> None:
@@ -478,7 +454,7 @@ def _plot_selected(rows: Sequence[dict[str, Any]], folder: Path) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure what is missing, then draw."""
-    parser = parser_of(
+    parser = suite.parser_of(
         __doc__,
         {"default": Size(), "small": SMALL, "tiny": TINY, "full": FULL},
         model="folder of all-MiniLM-L6-v2 or another encoder",
@@ -486,10 +462,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         eval="TSV of the same form, held out",
     )
     parser.add_argument("--forms", nargs="+", default=(), help="only the learning rates and the accuracy of these")
-    options, size, table = begin(parser, arguments)
+    options, size, table = suite.begin(parser, arguments)
     bench = Bench(options.model, options.train, options.eval, size)
     wanted = runs(bench, options.seeds, table, options.forms)
-    finish(table, wanted, options, partial(plot, size=size), partial(tables, size=size))
+    suite.finish(table, wanted, options, partial(plot, size=size), partial(tables, size=size))
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ gradients as well.
 from __future__ import annotations
 
 import dataclasses
-import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,26 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from fastdp.bench.plots import picture
-from fastdp.bench.utility import rapft as suite_of_rapft, shaping
-from fastdp.bench.utility.suite import (
-    Run,
-    Table,
-    begin,
-    by_seed,
-    curve,
-    each,
-    finish,
-    in_turns,
-    interior,
-    paired,
-    parser_of,
-    placed,
-    spread_of,
-    train,
-)
 from torch import Tensor
-from torch.utils.data import DataLoader
 
 import fastdp
 from fastdp.data import Examples
@@ -52,6 +32,10 @@ from fastdp.finetune.evaluation import evaluate
 from fastdp.integrations.adapters import fix_lora_projections
 from fastdp.methods import rapft
 from fastdp.private.method import Method
+
+from ..plots import picture
+from ..record import markdown
+from . import rapft as suite_of_rapft, shaping, suite
 
 DELTA = suite_of_rapft.DELTA
 #: Learning rates by what is trained.
@@ -197,19 +181,17 @@ class Bench(suite_of_rapft.Bench):
     def start(self, form: Form, row: dict[str, Any]) -> fastdp.Private:
         """The private run of a row, not begun."""
         model = self.fresh(form, row["seed"])
-        steps, batch = max(1, self.size.steps // form.larger), self.size.batch_size * form.larger
-        per_epoch = math.ceil(len(self.train) / batch)
-        trained = [p for p in model.parameters() if p.requires_grad]
-        adam = fastdp.optim.AdamW if form.corrected else torch.optim.AdamW
-        return fastdp.make_private(
+        return suite.private_run(
             model,
-            adam(trained, lr=row["learning_rate"], weight_decay=0.0),
-            DataLoader(self.train, batch_size=batch, collate_fn=self.collator),
-            method=self._method(form, model, row["seed"]),
+            self.train,
+            self.collator,
+            self._method(form, model, row["seed"]),
+            rate=row["learning_rate"],
+            batch_size=self.size.batch_size * form.larger,
+            steps=max(1, self.size.steps // form.larger),
+            corrected=form.corrected,
             target_epsilon=row["epsilon"],
             target_delta=DELTA,
-            # Half a step less is rounded up to a whole one, whatever the rounding of the quotient.
-            epochs=(steps - 0.5) / per_epoch,
             max_physical_batch_size=32,
             # The same batches and noise for all forms of a seed; the data is public.
             unsafe_seed=row["seed"],
@@ -222,7 +204,7 @@ class Bench(suite_of_rapft.Bench):
         shares: list[float] = []
         if form.denoised:
             run.optimizer.register_step_pre_hook(lambda *_: shares.append(denoise(run)))
-        list(train(run))
+        list(suite.train(run))
         examples = self.tuned_on if row["part"] == "rate" else self.judged_on
         if form.averaged is None:
             quality = evaluate(run.model, examples, self.collator, 32, "causal-lm")
@@ -280,14 +262,16 @@ class Bench(suite_of_rapft.Bench):
         """Of private gradients, and of public ones, after the public pass and so many private steps at the middle epsilon."""
         row = {"seed": seed, "epsilon": self.middle, "learning_rate": RATES[self.tuning][1]}
         run = self.start(FORMS["warmed"], row)
-        loop = train(run)
+        loop = suite.train(run)
         while run.steps_done < steps or not (run.last_step_done or steps == 0):
             next(loop)
         run.detach()
         run.model.zero_grad(set_to_none=True)
         items: Any = self.train.items
         some = items[:: max(1, len(items) // EXAMPLES)][:EXAMPLES]
-        private = rapft.gradient_moments(run.model, (placed(self.collator([item])) for item in some), torch.float64)
+        private = rapft.gradient_moments(
+            run.model, (suite.placed(self.collator([item])) for item in some), torch.float64
+        )
         return private, rapft.gradient_moments(run.model, self._singles())
 
     def gain(self, row: dict[str, Any]) -> dict[str, Any]:
@@ -334,8 +318,8 @@ class Bench(suite_of_rapft.Bench):
             rapft.fitted_axes(rapft.gradient_moments(model, self._singles()), 1.0)
 
         model = self.fresh(FORMS["warmed"], row["seed"])
-        turns, steps = max(1, self.size.steps // 2), [partial(step, run, train(run)) for run in both]
-        even, along, made = in_turns([*steps, make], turns - turns // 3, turns // 3)
+        turns, steps = max(1, self.size.steps // 2), [partial(step, run, suite.train(run)) for run in both]
+        even, along, made = suite.in_turns([*steps, make], turns - turns // 3, turns // 3)
         for run in both:
             run.detach()
         seconds = statistics.median(even)
@@ -375,25 +359,25 @@ def settings(size: Size, seeds: int, rates: Mapping[str, float] | None = None) -
         rows = [
             {"part": "perplexity", "form": form, "epsilon": epsilon, "learning_rate": known[form]} for form in known
         ]
-        yield from by_seed(rows, seeds)
+        yield from suite.by_seed(rows, seeds)
 
 
-def runs(bench: Bench, size: Size, table: Table, seeds: int, forms: Sequence[str]) -> Iterator[Run]:
+def runs(bench: Bench, size: Size, table: suite.Table, seeds: int, forms: Sequence[str]) -> Iterator[suite.Run]:
     """Learning rates first, then the rows at the best of them."""
     for form in forms:
 
-        def at(rate: float, form: str = form) -> Run:
+        def at(rate: float, form: str = form) -> suite.Run:
             row = {"part": "rate", "form": form, "epsilon": size.middle, "learning_rate": rate, "seed": seeds}
             return row, partial(bench.run, row)
 
-        yield from interior(table, size.rates, at, "perplexity", largest=False)
+        yield from suite.interior(table, size.rates, at, "perplexity", largest=False)
     shaped = [
         {"part": "axes", "form": form, "epsilon": size.middle, "steps": steps}
         for form in forms
         for steps in (0, size.steps // 2)
         if FORMS[form].axes and not (FORMS[form].corrected or FORMS[form].renewed)
     ]
-    yield from each(by_seed(shaped, seeds), bench.gain)
+    yield from suite.each(suite.by_seed(shaped, seeds), bench.gain)
     if any(FORMS[form].chosen for form in forms):
         asked = [
             {"part": "promise", "epsilon": epsilon, "steps": steps, "power": power}
@@ -401,9 +385,9 @@ def runs(bench: Bench, size: Size, table: Table, seeds: int, forms: Sequence[str
             for epsilon in size.epsilons
             for power in (0.125, 0.25, 0.5)
         ]
-        yield from each(by_seed(asked, min(2, seeds)), bench.promise)
-        yield from each(by_seed([{"part": "cost"}], 1), bench.cost)
-    yield from each(settings(size, seeds, {form: best_rate(table.rows, form, size) for form in forms}), bench.run)
+        yield from suite.each(suite.by_seed(asked, min(2, seeds)), bench.promise)
+        yield from suite.each(suite.by_seed([{"part": "cost"}], 1), bench.cost)
+    yield from suite.each(settings(size, seeds, {form: best_rate(table.rows, form, size) for form in forms}), bench.run)
 
 
 def best_rate(rows: Sequence[dict[str, Any]], form: str, size: Size) -> float:
@@ -414,38 +398,33 @@ def best_rate(rows: Sequence[dict[str, Any]], form: str, size: Size) -> float:
 
 def tables(rows: Sequence[dict[str, Any]], size: Size) -> str:
     """Markdown: perplexity by epsilon, and what a form has over the one that it is compared with, by pairs of seeds."""
-    lines = [
-        "| form | learning rate | " + " | ".join(f"epsilon {e:g}, less its baseline" for e in size.epsilons) + " |"
-    ]
-    lines.append("|---" * (2 + len(size.epsilons)) + "|")
+    lines = []
     for form in FORMS:
         cells = []
         for epsilon in size.epsilons:
-            setting = {"part": "perplexity", "epsilon": epsilon}
-            found = spread_of(rows, "perplexity", **setting, form=form)
-            ahead = paired(rows, "perplexity", {**setting, "form": form}, {**setting, "form": AGAINST[form]})
-            cell = "-" if found is None else f"{found[0]:.1f} ± {found[1]:.1f}"
+            setting: dict[str, Any] = {"part": "perplexity", "epsilon": epsilon}
+            ahead = suite.paired(rows, "perplexity", {**setting, "form": form}, {**setting, "form": AGAINST[form]})
+            cell = suite.told(rows, "perplexity", **setting, form=form)
             if ahead is not None and AGAINST[form] != form:
                 cell += f", {ahead[0]:+.1f} (standard error {ahead[1]:.1f}, {ahead[2]} pairs)"
             cells.append(cell)
         if any(cell != "-" for cell in cells):
-            lines.append(f"| {form} | {best_rate(rows, form, size):g} | {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+            lines.append([form, f"{best_rate(rows, form, size):g}", *cells])
+    head = ["form", "learning rate", *(f"epsilon {e:g}, less its baseline" for e in size.epsilons)]
+    return "\n".join(markdown(head, lines)) + "\n"
 
 
 def plot(rows: Sequence[dict[str, Any]], folder: Path, size: Size) -> None:
     """Perplexity against epsilon."""
     with picture(folder / "lora-epsilon.png", panel=(6.8, 5.2), legends=5) as (axes,):
         for form in FORMS:
-            curve(axes, rows, "perplexity", "epsilon", size.epsilons, form, part="perplexity", form=form)
-        axes.set(xscale="log", xlabel="true epsilon", ylabel="perplexity")
-        axes.minorticks_off()
-        axes.set_xticks(size.epsilons, [f"{e:g}" for e in size.epsilons])
+            suite.curve(axes, rows, "perplexity", "epsilon", size.epsilons, form, part="perplexity", form=form)
+        suite.by_epsilon(axes, size.epsilons, "perplexity")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure what is missing, then draw."""
-    parser = parser_of(
+    parser = suite.parser_of(
         __doc__,
         {"default": Size(), "tiny": TINY, "full": FULL},
         seeds=5,
@@ -457,11 +436,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--tuning", choices=tuple(RATES), default="lora", help="what is trained")
     parser.add_argument("--public-rate", type=float, help="learning rate of the pass over public examples")
     parser.add_argument("--forms", nargs="+", choices=tuple(FORMS), default=tuple(FORMS), help="only these")
-    options, size, table = begin(parser, arguments)
+    options, size, table = suite.begin(parser, arguments)
     size = dataclasses.replace(size, tuning=options.tuning)
     bench = Bench(options.model, options.train, options.eval, size, options.column, options.public_rate)
     wanted = runs(bench, size, table, options.seeds, options.forms)
-    finish(table, wanted, options, partial(plot, size=size), partial(tables, size=size))
+    suite.finish(table, wanted, options, partial(plot, size=size), partial(tables, size=size))
 
 
 if __name__ == "__main__":

@@ -32,8 +32,7 @@ from fastdp.methods.sap import CTI, count_tokens
 from fastdp.ops.noise import standard_normals
 from fastdp.ops.stream import NoiseStream
 
-from . import tops
-from .suite import begin, each, measure, parser_of
+from . import suite, tops
 
 #: Cells and epsilon of the quotient; eta of the exponential mechanism.
 QUOTIENTS = ((3, 1.0), (3, 2.0), (5, 2.0), (5, 3.0), (5, 4.0))
@@ -238,15 +237,15 @@ def settings(seeds: int) -> Iterator[dict[str, Any]]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure what is missing."""
-    parser = parser_of(
+    parser = suite.parser_of(
         __doc__,
         {"default": Size(), "tiny": TINY},
         model="folder of all-MiniLM-L6-v2 or another encoder",
         sst2="folder with train.tsv, dev.tsv and test.tsv",
     )
-    options, size, table = begin(parser, arguments)
+    options, size, table = suite.begin(parser, arguments)
     bench = Bench(options.model, options.sst2, size)
-    measure(table, each(settings(options.seeds), bench.run), options.minutes)
+    suite.measure(table, suite.each(settings(options.seeds), bench.run), options.minutes)
 
 
 if __name__ == "__main__":

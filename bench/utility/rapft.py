@@ -21,24 +21,6 @@ from typing import Any
 import peft
 import torch
 import transformers as hf
-from fastdp.bench.plots import picture
-from fastdp.bench.utility.suite import (
-    Run,
-    begin,
-    by_seed,
-    curve,
-    device,
-    each,
-    finish,
-    in_turns,
-    level,
-    parser_of,
-    placed,
-    spread_of,
-    timed,
-    train,
-    without_dropout,
-)
 from torch.utils.data import DataLoader
 
 import fastdp
@@ -49,6 +31,10 @@ from fastdp.integrations.adapters import train_biases_only
 from fastdp.methods import rapft
 from fastdp.private.method import Method
 from fastdp.private.plan import Plan
+
+from ..plots import picture
+from ..record import markdown
+from . import suite
 
 DELTA = 1e-5
 TUNINGS = ("adapter", "bitfit", "lora")
@@ -122,7 +108,9 @@ class Bench:
                 f"{held_out} needs {size.public + size.held_out} rows and {train} {size.batch_size} for this size"
             )
         chosen = rest[:: max(1, len(rest) // (size.public + size.held_out))]
-        self.public = [placed(self.collator(chosen[i : min(i + 32, size.public)])) for i in range(0, size.public, 32)]
+        self.public = [
+            suite.placed(self.collator(chosen[i : min(i + 32, size.public)])) for i in range(0, size.public, 32)
+        ]
         self.held_out = Examples(chosen[size.public : size.public + size.held_out], 0)
         self.multiplier = cache(self._multiplier)
 
@@ -145,7 +133,7 @@ class Bench:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message=".*fan_in_fan_out.*")
                 model = peft.get_peft_model(model, lora if tuning == "lora" else fastdp.BottleneckConfig(**task))
-        return without_dropout(model)
+        return suite.without_dropout(model)
 
     def method(self, row: dict[str, Any]) -> Method:
         """The method of a row; parameters that start at zero are ranked after two private steps."""
@@ -187,20 +175,21 @@ class Bench:
         model = self.model(row["tuning"], row["seed"])
         if row["form"].endswith("warmed"):
             self._warm(model)
-        trained = [p for p in model.parameters() if p.requires_grad]
         private = row["form"] != "non-private"
-        run = fastdp.make_private(
+        run = suite.private_run(
             model,
-            torch.optim.AdamW(trained, lr=LEARNING_RATES[row["tuning"]], weight_decay=1e-2),
-            DataLoader(self.train, batch_size=size.batch_size, collate_fn=self.collator),
-            method=self.method(row),
+            self.train,
+            self.collator,
+            self.method(row),
+            rate=LEARNING_RATES[row["tuning"]],
+            batch_size=size.batch_size,
+            steps=size.steps,
+            weight_decay=1e-2,
             noise_multiplier=self.multiplier(row["epsilon"], row["form"] == "noised") if private else None,
             target_delta=DELTA,
-            # Half a step less is rounded up to a whole one, whatever the rounding of the quotient.
-            epochs=(size.steps - 0.5) / self.per_epoch,
             max_physical_batch_size=32,
         )
-        seconds, _ = timed(lambda: list(train(run)))
+        seconds, _ = suite.timed(lambda: list(suite.train(run)))
         quality = evaluate(model, self.held_out, self.collator, 32, "causal-lm")
         true = run.epsilon() if private else math.inf
         found = {
@@ -222,9 +211,9 @@ class Bench:
         propagator.total(self.public[0])
         seconds, peaks = [], []
         for _ in range(min(3, self.size.timed)):
-            memory = PeakMemory(device())
+            memory = PeakMemory(suite.device())
             start = memory.so_far()
-            seconds.append(timed(lambda: self._pass(propagator))[0])
+            seconds.append(suite.timed(lambda: self._pass(propagator))[0])
             peaks.append(memory.so_far() - start)
         return {"map_seconds": statistics.median(seconds), "map_bytes": statistics.median(peaks)}
 
@@ -253,11 +242,11 @@ class Bench:
         """
         methods = ("dpsgd", "printed", "ellipsoid")
         steps = [partial(next, self._stepper(row["tuning"], name)) for name in methods]
-        times = dict(zip(methods, in_turns(steps, self.size.timed, warm_up=2)))
+        times = dict(zip(methods, suite.in_turns(steps, self.size.timed, warm_up=2)))
         model = self.model(row["tuning"], 0)
         self._warm(model)
         propagator = self._propagator(model, rapft.Initialisation())
-        (seconds,) = in_turns([partial(self._pass, propagator)], min(4, self.size.timed))
+        (seconds,) = suite.in_turns([partial(self._pass, propagator)], min(4, self.size.timed))
         return {
             "dpsgd_seconds": statistics.median(times["dpsgd"]),
             **{
@@ -293,7 +282,7 @@ class Bench:
             sampling="shuffled",
             max_physical_batch_size=32,
         )
-        for _ in train(run):
+        for _ in suite.train(run):
             if run.last_step_done:
                 yield
 
@@ -312,10 +301,10 @@ def settings(size: Size, seeds: int) -> Iterator[dict[str, Any]]:
     swept = {**base, "tuning": "lora", "form": "printed", "epsilon": MIDDLE}
     rows += [{**swept, "irrelevance_ratio": ratio} for ratio in size.ratios]
     rows += [{**swept, "initialisation": kind, "initialised_by": by} for kind, by in size.initialisations]
-    return by_seed(rows, seeds)
+    return suite.by_seed(rows, seeds)
 
 
-def runs(bench: Bench, seeds: int) -> Iterator[Run]:
+def runs(bench: Bench, seeds: int) -> Iterator[suite.Run]:
     """Everything that is measured, the cheap parts first."""
     for tuning in bench.size.tunings:
         row: dict[str, Any] = {"part": "step", "tuning": tuning}
@@ -325,45 +314,36 @@ def runs(bench: Bench, seeds: int) -> Iterator[Run]:
     for kind, by in FULL.initialisations if bench.size != TINY else TINY.initialisations:
         row = {"part": "initialisation", "initialisation": kind, "initialised_by": by}
         yield row, partial(bench.initialisation, row)
-    yield from each(settings(bench.size, seeds), bench.run)
+    yield from suite.each(settings(bench.size, seeds), bench.run)
 
 
 def tables(rows: Sequence[dict[str, Any]], size: Size) -> str:
     """The paper's tables in Markdown: mean and standard deviation of the perplexity, and what maps and steps take."""
-
-    def cell(**setting: Any) -> str:
-        found = spread_of(rows, "perplexity", **setting)
-        return "-" if found is None else f"{found[0]:.1f} ± {found[1]:.1f}"
-
-    def form_row(tuning: str, form: str, name: str, epsilons: Sequence[float]) -> str:
-        cells = [cell(**{**USUAL, "tuning": tuning, "form": form, "epsilon": epsilon}) for epsilon in epsilons]
-        return f"| {tuning} | {name} | {' | '.join(cells)} |"
-
-    lines = ["| trained | method | " + " | ".join(f"epsilon {e:g}" for e in size.epsilons) + " |"]
-    lines.append("|---" * (2 + len(size.epsilons)) + "|")
+    cell = partial(suite.told, rows, "perplexity")
+    forms, maps = [], []
     for tuning in size.tunings:
-        plain = cell(form="non-private", tuning=tuning)
-        lines.append(f"| {tuning} | non-private | {' | '.join([plain] * len(size.epsilons))} |")
-        for form in ("dpsgd", *FORMS):
-            lines.append(form_row(tuning, form, form, size.epsilons))
-        for form in ("noised", "paper"):
-            lines.append(form_row(tuning, form, form, size.epsilons))
+        forms.append([tuning, "non-private", *[cell(form="non-private", tuning=tuning)] * len(size.epsilons)])
+        for form in ("dpsgd", *FORMS, "noised", "paper"):
+            own = {**USUAL, "tuning": tuning, "form": form}
+            forms.append([tuning, form, *(cell(**own, epsilon=epsilon) for epsilon in size.epsilons)])
     swept = {**USUAL, "form": "printed", "tuning": "lora", "epsilon": MIDDLE}
-    lines += ["", f"LoRA, printed shape, epsilon {MIDDLE:g}", "", "| irrelevance ratio | perplexity |", "|---|---|"]
-    for ratio in sorted({*size.ratios, USUAL["irrelevance_ratio"]}):
-        lines.append(f"| {ratio:g} | {cell(**{**swept, 'irrelevance_ratio': ratio})} |")
-    lines += ["", "| initialisation | perplexity | seconds of the map | MB of the map |", "|---|---|---|---|"]
-    for row in rows:
-        if row["part"] == "initialisation":
-            kind, by = row["initialisation"], row["initialised_by"]
-            quality = cell(**{**swept, "initialisation": kind, "initialised_by": by})
-            name = " ".join([kind, *(f"{value:g}" for value in by.values())])
-            lines.append(f"| {name} | {quality} | {row['map_seconds']:.2f} | {row['map_bytes'] / 1e6:.0f} |")
-    lines += ["", "| step of | printed over DP-SGD | ellipsoid over DP-SGD | map over step |", "|---|---|---|---|"]
-    for row in rows:
-        if row["part"] == "step":
-            times = (row[key] for key in ("printed_ratio", "ellipsoid_ratio", "map_over_step"))
-            lines.append(f"| {row['tuning']} | {' | '.join(f'{time:.2f}' for time in times)} |")
+    ratios = sorted({*size.ratios, USUAL["irrelevance_ratio"]})
+    for row in suite.those(rows, part="initialisation"):
+        own = {key: row[key] for key in ("initialisation", "initialised_by")}
+        name = " ".join([own["initialisation"], *(f"{value:g}" for value in own["initialised_by"].values())])
+        maps.append([name, cell(**swept | own), f"{row['map_seconds']:.2f}", f"{row['map_bytes'] / 1e6:.0f}"])
+    times = ("printed_ratio", "ellipsoid_ratio", "map_over_step")
+    steps = [[row["tuning"], *(f"{row[key]:.2f}" for key in times)] for row in suite.those(rows, part="step")]
+    lines = [
+        *markdown(["trained", "method", *(f"epsilon {e:g}" for e in size.epsilons)], forms),
+        *("", f"LoRA, printed shape, epsilon {MIDDLE:g}", ""),
+        *markdown(
+            ["irrelevance ratio", "perplexity"],
+            ([f"{ratio:g}", cell(**swept | {"irrelevance_ratio": ratio})] for ratio in ratios),
+        ),
+        *("", *markdown(["initialisation", "perplexity", "seconds of the map", "MB of the map"], maps)),
+        *("", *markdown(["step of", "printed over DP-SGD", "ellipsoid over DP-SGD", "map over step"], steps)),
+    ]
     return "\n".join(lines) + "\n"
 
 
@@ -374,17 +354,17 @@ def plot(rows: Sequence[dict[str, Any]], folder: Path) -> None:
         for axes, tuning in zip(panels, tunings):
             for form in ("dpsgd", *FORMS):
                 epsilons = sorted({r["epsilon"] for r in rows if r.get("form") == form and r["tuning"] == tuning})
-                curve(axes, rows, "perplexity", "epsilon", epsilons, form, form=form, tuning=tuning, **USUAL)
-            level(axes, rows, "perplexity", "non-private", form="non-private", tuning=tuning)
+                suite.curve(axes, rows, "perplexity", "epsilon", epsilons, form, form=form, tuning=tuning, **USUAL)
+            suite.level(axes, rows, "perplexity", "non-private", form="non-private", tuning=tuning)
             axes.set(title=tuning, xlabel="true epsilon", ylabel="perplexity", xticks=epsilons)
     swept = {**USUAL, "form": "printed", "tuning": "lora", "epsilon": MIDDLE}
     del swept["irrelevance_ratio"]
-    ratios = sorted({r["irrelevance_ratio"] for r in rows if all(r.get(k) == v for k, v in swept.items())})
+    ratios = sorted({row["irrelevance_ratio"] for row in suite.those(rows, **swept)})
     with picture(folder / "rapft-ratio.png", panel=(6.4, 4.6)) as (axes,):
-        curve(axes, rows, "perplexity", "irrelevance_ratio", ratios, "printed shape", **swept)
-        level(axes, rows, "perplexity", "DP-SGD", form="dpsgd", tuning="lora", epsilon=MIDDLE)
+        suite.curve(axes, rows, "perplexity", "irrelevance_ratio", ratios, "printed shape", **swept)
+        suite.level(axes, rows, "perplexity", "DP-SGD", form="dpsgd", tuning="lora", epsilon=MIDDLE)
         axes.set(xlabel="irrelevance ratio", ylabel="perplexity", title=f"LoRA at true epsilon {MIDDLE:g}")
-    found = [row for row in rows if row["part"] == "relevance"]
+    found = list(suite.those(rows, part="relevance"))
     with picture(folder / "rapft-relevance.png", len(found), panel=(5.9, 4.4)) as panels:
         for axes, row in zip(panels, found):
             _draw_relevance(axes, row)
@@ -409,7 +389,7 @@ def _draw_relevance(axes: Any, row: dict[str, Any]) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure what is missing, then draw."""
-    parser = parser_of(
+    parser = suite.parser_of(
         __doc__,
         {"default": Size(), "tiny": TINY, "full": FULL},
         model="folder of a small GPT-2",
@@ -417,14 +397,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         eval="CSV of the same form, held out",
     )
     parser.add_argument("--forms", nargs="+", help="only perplexity of these forms, of LoRA at the middle epsilon")
-    options, size, table = begin(parser, arguments)
+    options, size, table = suite.begin(parser, arguments)
     bench = Bench(options.model, options.train, options.eval, size)
     wanted = runs(bench, options.seeds)
     if options.forms:
         middle = {"tuning": "lora", "epsilon": MIDDLE, **USUAL}
         every = (row for row in settings(size, options.seeds) if row["form"] in options.forms)
-        wanted = each((row for row in every if row == {**row, **middle}), bench.run)
-    finish(table, wanted, options, plot, partial(tables, size=size))
+        wanted = suite.each((row for row in every if row == {**row, **middle}), bench.run)
+    suite.finish(table, wanted, options, plot, partial(tables, size=size))
 
 
 if __name__ == "__main__":

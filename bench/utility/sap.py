@@ -28,8 +28,7 @@ from fastdp.methods.sap import CTI, PrivateBottom, count_tokens, split_model
 from fastdp.ops.stream import NoiseStream
 
 from ..plots import picture
-from . import attributes, denoise, service, tops
-from .suite import begin, each, finish, mean_of, parser_of
+from . import attributes, denoise, service, suite, tops
 
 #: Forms by mechanism. The exponential mechanism leaves as many tokens unchanged at a fraction of the eta: its odds are over
 #: the vocabulary's tokens, where Laplace noise has the whole space to get lost in.
@@ -403,7 +402,7 @@ def plot(rows: Sequence[dict[str, Any]], folder: Path) -> None:
     with picture(folder / "sap.png", 3, panel=(5.0, 4.9)) as (trade, split, inferred):
         _plot_trade(rows, trade)
         positions = sorted({row["after"] for row in rows if row["part"] == "figure 4"})
-        split.plot(positions, [mean_of(rows, "EP", part="figure 4", after=k) for k in positions])
+        split.plot(positions, [suite.mean_of(rows, "EP", part="figure 4", after=k) for k in positions])
         split.set(
             xlabel="blocks in the bottom", ylabel="empirical privacy", title="Recovered without noise", xticks=positions
         )
@@ -413,14 +412,16 @@ def plot(rows: Sequence[dict[str, Any]], folder: Path) -> None:
 def _plot_trade(rows: Sequence[dict[str, Any]], axes: Any) -> None:
     for form in LAPLACE + EXPONENTIAL:
         etas = sorted({row["eta"] for row in rows if row.get("form") == form})
-        points = [[mean_of(rows, value, part="figure 2", form=form, eta=eta) for value in ("EP", "UA")] for eta in etas]
+        points = [
+            [suite.mean_of(rows, value, part="figure 2", form=form, eta=eta) for value in ("EP", "UA")] for eta in etas
+        ]
         known = [point for point in points if None not in point]
         if known:
             axes.plot(*zip(*known), label=form + (" (no bound)" if form == "CTI paper" else ""))
     told = sorted({(row["cells"], row["epsilon"]) for row in rows if row.get("form") == QUOTIENT})
     for cells, epsilon in told:
         own = {"form": QUOTIENT, "cells": cells, "epsilon": epsilon}
-        point = [mean_of(rows, value, part="figure 2", **own) for value in ("EP", "UA")]
+        point = [suite.mean_of(rows, value, part="figure 2", **own) for value in ("EP", "UA")]
         axes.plot(*point, "*", label=f"quotient, {cells} cells, epsilon {epsilon:g}")
     axes.set(xlabel="empirical privacy", ylabel="accuracy", title="SAP at the embedding, by eta")
 
@@ -431,14 +432,14 @@ def _plot_attributes(rows: Sequence[dict[str, Any]], axes: Any) -> None:
     for color, name in zip(("tab:blue", "tab:orange", "tab:green"), attributes.ATTRIBUTES):
         for form, style in (("SAP", "-"), ("exponential", "--")):
             etas = sorted({row["eta"] for row in rows if row.get("form") == form})
-            points = [(0.0, mean_of(rows, f"{name}_accuracy", form="none"))]
+            points = [(0.0, suite.mean_of(rows, f"{name}_accuracy", form="none"))]
             for eta in etas:
-                recovered = mean_of(rows, "EP", part="figure 2", form=form, eta=eta)
-                points.append((recovered, mean_of(rows, f"{name}_accuracy", form=form, eta=eta)))  # type: ignore[arg-type]
+                recovered = suite.mean_of(rows, "EP", part="figure 2", form=form, eta=eta)
+                points.append((recovered, suite.mean_of(rows, f"{name}_accuracy", form=form, eta=eta)))  # type: ignore[arg-type]
             known = sorted(point for point in points if None not in point)  # type: ignore[type-var]
             if known:
                 axes.plot(*zip(*known), style, color=color, marker="o", label=f"{name}, {form}")
-        chance = mean_of(rows, f"{name}_majority", form="none")
+        chance = suite.mean_of(rows, f"{name}_majority", form="none")
         if chance is not None:
             axes.axhline(chance, color=color, linestyle=":")
     axes.set(
@@ -450,7 +451,7 @@ def _plot_attributes(rows: Sequence[dict[str, Any]], axes: Any) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure what is missing, then draw."""
-    parser = parser_of(
+    parser = suite.parser_of(
         __doc__,
         {"default": Size(), "tiny": TINY, "full": FULL},
         model="folder of all-MiniLM-L6-v2 or another encoder",
@@ -458,10 +459,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         pii="labelled spans, such as synth_dataset_v2.json",
     )
     parser.add_argument("--only", default="", help="only parts and forms whose names hold this")
-    options, size, table = begin(parser, arguments)
+    options, size, table = suite.begin(parser, arguments)
     bench = Bench(options.model, options.sst2, options.pii, size)
     wanted = (row for row in settings(size, options.seeds) if options.only in f"{row['part']} {row.get('form')}")
-    finish(table, each(wanted, bench.run), options, plot)
+    suite.finish(table, suite.each(wanted, bench.run), options, plot)
 
 
 if __name__ == "__main__":

@@ -16,9 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils.data import DataLoader
 
 import fastdp
 from fastdp.commands.quiet import quiet_libraries
+from fastdp.private.method import Method
 
 from .. import record
 
@@ -38,7 +40,7 @@ class Table:
     def of(self, setting: dict[str, Any]) -> dict[str, Any] | None:
         """The row of this setting; None if it was not measured."""
         wanted = json.loads(json.dumps(setting))
-        return next((row for row in self.rows if all(row.get(key) == value for key, value in wanted.items())), None)
+        return next(those(self.rows, **wanted), None)
 
     def add(self, row: dict[str, Any]) -> None:
         """Keep a row, on disk too."""
@@ -151,32 +153,35 @@ def paired(
     rows: Sequence[dict[str, Any]], value: str, one: Mapping[str, Any], other: Mapping[str, Any]
 ) -> tuple[float, float, int] | None:
     """Mean over seeds of ``one`` less ``other``, its standard error, and how many seeds have both; None for less than two."""
-    ours, theirs = (
-        {row["seed"]: row[value] for row in rows if all(row.get(key) == wanted for key, wanted in setting.items())}
-        for setting in (one, other)
-    )
+    ours, theirs = ({row["seed"]: row[value] for row in those(rows, **setting)} for setting in (one, other))
     differences = [ours[seed] - theirs[seed] for seed in sorted(ours.keys() & theirs.keys())]
     if len(differences) < 2:
         return None
     return statistics.mean(differences), statistics.stdev(differences) / len(differences) ** 0.5, len(differences)
 
 
-def values_of(rows: Sequence[dict[str, Any]], value: str, **setting: Any) -> list[Any]:
-    """A value in the rows with this setting that have it."""
-    chosen = (row for row in rows if all(row.get(key) == wanted for key, wanted in setting.items()))
-    return [row[value] for row in chosen if row.get(value) is not None]
-
-
-def mean_of(rows: Sequence[dict[str, Any]], value: str, **setting: Any) -> float | None:
-    """Mean of a value over the rows with this setting; None without any."""
-    found = values_of(rows, value, **setting)
-    return sum(found) / len(found) if found else None
+def those(rows: Iterable[dict[str, Any]], /, **setting: Any) -> Iterator[dict[str, Any]]:
+    """The rows with this setting."""
+    return (row for row in rows if all(row.get(key) == wanted for key, wanted in setting.items()))
 
 
 def spread_of(rows: Sequence[dict[str, Any]], value: str, **setting: Any) -> tuple[float, float] | None:
-    """Mean and standard deviation of a value over the seeds of a setting; None without rows."""
-    found = values_of(rows, value, **setting)
+    """Mean and standard deviation of a value over the rows with this setting that have it; None without any."""
+    found = [row[value] for row in those(rows, **setting) if row.get(value) is not None]
     return (statistics.mean(found), statistics.stdev(found) if len(found) > 1 else 0.0) if found else None
+
+
+def mean_of(rows: Sequence[dict[str, Any]], value: str, **setting: Any) -> float | None:
+    """The mean alone."""
+    found = spread_of(rows, value, **setting)
+    return found and found[0]
+
+
+def told(rows: Sequence[dict[str, Any]], value: str, scale: float = 1.0, **setting: Any) -> str:
+    """Mean and standard deviation for a cell of a table: with two digits if a share is told in per cent, or else with one."""
+    found = spread_of(rows, value, **setting)
+    digits = 1 if scale == 1.0 else 2
+    return "-" if found is None else " ± ".join(f"{scale * figure:.{digits}f}" for figure in found)
 
 
 def timed(call: Callable[[], Any]) -> tuple[float, Any]:
@@ -202,6 +207,13 @@ def curve(
         axes.errorbar(*zip(*points), capsize=3, label=label)
 
 
+def by_epsilon(axes: Any, epsilons: Sequence[float], value: str) -> None:
+    """Axes of a value against the true epsilon, with a mark at each of these."""
+    axes.set(xscale="log", xlabel="true epsilon", ylabel=value)
+    axes.minorticks_off()
+    axes.set_xticks(epsilons, [f"{e:g}" for e in epsilons])
+
+
 def level(axes: Any, rows: Sequence[dict[str, Any]], value: str, label: str, **setting: Any) -> None:
     """A line at the mean of a value over the rows with this setting, if there are any."""
     mean = mean_of(rows, value, **setting)
@@ -225,6 +237,33 @@ def without_dropout(model: torch.nn.Module) -> torch.nn.Module:
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
     return model.to(device()).train()
+
+
+def private_run(
+    model: torch.nn.Module,
+    data: Any,
+    collate: Callable[..., Any],
+    method: Method,
+    *,
+    rate: float,
+    batch_size: int,
+    steps: float,
+    weight_decay: float = 0.0,
+    corrected: bool = False,
+    **options: Any,
+) -> fastdp.Private:
+    """A run of so many steps by AdamW, not begun; by ours where its second moment is ``corrected`` for the noise."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    adam = fastdp.optim.AdamW if corrected else torch.optim.AdamW
+    return fastdp.make_private(
+        model,
+        adam(trained, lr=rate, weight_decay=weight_decay),
+        DataLoader(data, batch_size=batch_size, collate_fn=collate),
+        method=method,
+        # Half a step less is rounded up to a whole one, whatever the rounding of the quotient.
+        epochs=(steps - 0.5) / math.ceil(len(data) / batch_size),
+        **options,
+    )
 
 
 def train(run: fastdp.Private) -> Iterator[int]:
