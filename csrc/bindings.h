@@ -70,19 +70,11 @@ void bind(pybind11::module_ &m, const char *name, R (*kernel)(A...), Names... na
     m.def(name, from_python(kernel), pybind11::arg(names)...);
 }
 
-void bind_cpu(pybind11::module_ &m);
-void bind_normal(pybind11::module_ &m);
-void bind_noise(pybind11::module_ &m);
-void bind_clip(pybind11::module_ &m);
-void bind_adamw(pybind11::module_ &m);
-void bind_bounds(pybind11::module_ &m);
-void bind_norms_direct(pybind11::module_ &m);
-void bind_norms_gram(pybind11::module_ &m);
-void bind_norms_onehot(pybind11::module_ &m);
-void bind_sums(pybind11::module_ &m);
-void bind_instances(pybind11::module_ &m);
-void bind_snap(pybind11::module_ &m);
-void bind_dchi(pybind11::module_ &m);
-void bind_choice(pybind11::module_ &m);
+// Every file that binds functions, each by a bind_FILE.
+#define FASTDP_FILES(each)                                                                                              \
+    each(cpu) each(normal) each(noise) each(clip) each(adamw) each(bounds) each(norms_direct) each(norms_gram)           \
+        each(norms_onehot) each(sums) each(instances) each(snap) each(dchi) each(choice)
+#define FASTDP_DECLARED(file) void bind_##file(pybind11::module_ &m);
+FASTDP_FILES(FASTDP_DECLARED)
 
 }  // namespace fastdp
