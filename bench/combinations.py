@@ -18,6 +18,8 @@ from fastdp.accounting import chosen, compose, epsilon, gaussian, renyi
 from fastdp.accounting.event_types import DpEvent
 from fastdp.methods.rapft import NoisyMap
 
+from .record import markdown
+
 PAGE = Path("docs/combinations.md")
 #: Each with what it is called on the page; made anew for each run.
 METHODS: dict[str, Any] = {
@@ -94,8 +96,7 @@ def bounded_by(event: DpEvent, adjacency: Any) -> str:
 
 def page() -> str:
     """The page, from what was tried."""
-    lines = [HEAD + "| method | " + " | ".join(f"{sampling}, {adjacency}" for sampling, adjacency in COLUMNS) + " |"]
-    lines.append("|---" * (len(COLUMNS) + 1) + "|")
+    rows = []
     refused: dict[str, None] = {}
     for name, method in METHODS.items():
         cells = []
@@ -105,10 +106,12 @@ def page() -> str:
             except ValueError as error:
                 refused[str(error)] = None
                 cells.append("refused")
-        lines.append(f"| {name} | {' | '.join(cells)} |")
+        rows.append([name, *cells])
     searched = chosen([released(fastdp.DPSGD(), "poisson", "add_remove"), gaussian(2.0)], 0.0, renyi.stop_for(6, 0.0))
-    lines.append(f"| DP-SGD, settings searched | {bounded_by(searched, 'add_remove')} | not offered | | | |")
-    return "\n".join([*lines, "", "What is refused, and in which words:", "", *(f"- {line}" for line in refused), TAIL])
+    rows.append(["DP-SGD, settings searched", bounded_by(searched, "add_remove"), "not offered", "", "", ""])
+    first, *lines = markdown(["method", *map(", ".join, COLUMNS)], rows)
+    told = ["", "What is refused, and in which words:", "", *(f"- {line}" for line in refused), TAIL]
+    return "\n".join([HEAD + first, *lines, *told])
 
 
 if __name__ == "__main__":

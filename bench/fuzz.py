@@ -41,7 +41,7 @@ Function = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Block(nn.Module):
-    """A function of an activation and of the modules and parameters that it was given by name."""
+    """A function of activations and of the modules and parameters that it was given by name."""
 
     def __init__(self, function: Callable[..., torch.Tensor], **parts: Any):
         super().__init__()
@@ -49,8 +49,8 @@ class Block(nn.Module):
         for name, part in parts.items():
             setattr(self, name, part)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.function(self, x)
+    def forward(self, *given: torch.Tensor, **named: torch.Tensor) -> torch.Tensor:
+        return self.function(self, *given, **named)
 
 
 def _parameter(*shape: int) -> nn.Parameter:
@@ -365,6 +365,9 @@ class Outcome:
     error: float
     why: str = ""
 
+    def __str__(self) -> str:
+        return f"exact, {self.route}" if self.verdict == "exact" else self.verdict
+
 
 def run(case: Case) -> Outcome:
     """One clipped step on each batch, and every norm and sum against float64."""
@@ -454,10 +457,9 @@ def table(seeds: range, processes: int = 1) -> dict[str, Any]:
     notable, worst = [], 0.0
     for seed, kinds, found in outcomes:
         worst = max(worst, found.error if found.verdict == "exact" else 0.0)
-        label = f"exact, {found.route}" if found.verdict == "exact" else found.verdict
-        total[label] += 1
+        total[str(found)] += 1
         for kind in set(kinds):
-            by_kind.setdefault(kind, Counter())[label] += 1
+            by_kind.setdefault(kind, Counter())[str(found)] += 1
         if found.verdict != "exact":
             notable.append({"seed": seed, "kinds": kinds, "verdict": found.verdict, "why": found.why[:300]})
     return {

@@ -18,9 +18,9 @@ import statistics
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ import fastdp
 from fastdp.engine.accumulator import Accumulator
 from fastdp.private.observer import Observer
 
-from .memory import ENVIRONMENT, growth
+from .memory import ENVIRONMENT, forked, growth
 from .plots import picture, plain_log
 from .record import write
 from .workloads import Case, build
@@ -200,27 +200,20 @@ def _group(setting: Setting, way: str, steps: int, keeping: bool) -> list[dict[s
         RuntimeError: a process failed.
     """
     with tempfile.TemporaryDirectory() as name:
-        folder, children = Path(name), []
-        for rank in range(setting.ranks):
-            child = os.fork()
-            if child == 0:
-                try:
-                    torch.set_num_threads(1)
-                    if keeping:
-                        _keep_freed_blocks()
-                    if setting.ranks > 1 or way.endswith("pieces"):
-                        meeting = f"file://{folder / 'meeting'}"
-                        dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=setting.ranks)
-                    # A process's first step also takes what libraries load, and keep, when they are first used.
-                    first = replace(setting, batch=setting.ranks, tokens=4, width=16, words=64, layers=1)
-                    _measure(first, way, 1, folder / "first")
-                    (folder / f"{rank}.json").write_text(json.dumps(_measure(setting, way, steps, folder / "run")))
-                    status = 0
-                except BaseException:
-                    traceback.print_exc()
-                    status = 1
-                os._exit(status)
-            children.append(child)
+        folder = Path(name)
+
+        def measure(rank: int) -> None:
+            if keeping:
+                _keep_freed_blocks()
+            if setting.ranks > 1 or way.endswith("pieces"):
+                meeting = f"file://{folder / 'meeting'}"
+                dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=setting.ranks)
+            # A process's first step also takes what libraries load, and keep, when they are first used.
+            first = replace(setting, batch=setting.ranks, tokens=4, width=16, words=64, layers=1)
+            _measure(first, way, 1, folder / "first")
+            (folder / f"{rank}.json").write_text(json.dumps(_measure(setting, way, steps, folder / "run")))
+
+        children = [forked(partial(measure, rank)) for rank in range(setting.ranks)]
         # All of them are waited for, whichever failed.
         statuses = [os.waitpid(child, 0)[1] for child in children]
         if any(statuses):

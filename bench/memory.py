@@ -15,6 +15,7 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -81,6 +82,20 @@ def of_cases(sizes: str, only: str | None) -> dict[str, dict[str, int | None]]:
     return {figures.pop("op"): figures for figures in map(json.loads, done.stdout.splitlines())}
 
 
+def forked(work: Callable[[], None], threads: int = 1) -> int:
+    """A child of this process that does some work, and says by its exit status whether it failed; its id."""
+    child = os.fork()
+    if child:
+        return child
+    try:
+        torch.set_num_threads(threads)
+        work()
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+    os._exit(0)
+
+
 def _measure(op: str, sizes: str) -> None:
     from .kernels import SIZES, cases
 
@@ -97,16 +112,7 @@ def _measure_each(sizes: str, only: str) -> None:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     for op in names(only):
-        child = os.fork()
-        if child == 0:
-            torch.set_num_threads(threads)
-            try:
-                _measure(op, sizes)
-            except BaseException:
-                traceback.print_exc()
-                os._exit(1)
-            os._exit(0)
-        if os.waitpid(child, 0)[1]:
+        if os.waitpid(forked(partial(_measure, op, sizes), threads), 0)[1]:
             sys.exit(f"{op} failed")
 
 

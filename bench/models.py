@@ -19,7 +19,7 @@ import torch
 import transformers as hf
 
 from .fuzz import alone, apart, norms, summed
-from .record import write
+from .record import markdown, write
 
 TUNINGS = ("full", "lora", "bitfit")
 #: What an error must be below for a step to count as exact: float32 arithmetic on both sides of a clipped sum.
@@ -254,10 +254,9 @@ def page(figures: dict[str, dict[str, Any]]) -> str:
         "exact for any model and several times slower. About 1e-5 of an error is the clip's, which divides by a proven upper",
         "bound of each norm ([clipping.md](clipping.md)).",
         "",
-        "| model | full | LoRA (all linear layers) | biases |",
-        "|---|---|---|---|",
     ]
-    lines += [f"| {name} | " + " | ".join(_cell(own[t]) for t in TUNINGS) + " |" for name, own in figures.items()]
+    rows = ([name, *(_cell(own[tuning]) for tuning in TUNINGS)] for name, own in figures.items())
+    lines += markdown(["model", "full", "LoRA (all linear layers)", "biases"], rows)
     reasons: dict[str, list[str]] = {}
     for name, own in figures.items():
         for tuning, found in own.items():

@@ -24,7 +24,7 @@ from fastdp.engine.layout import Ticket
 from fastdp.engine.policy import Policy
 
 from . import fuzz
-from .fuzz import CLASSES, Case, Choice, Outcome
+from .fuzz import CLASSES, Block, Case, Choice, Outcome
 from .record import write
 
 Batch = dict[str, torch.Tensor]
@@ -61,24 +61,13 @@ def _x(pick: Choice, *sizes: int, most: int = 4) -> Callable[[], Batch]:
     return lambda: {"x": torch.randn(pick.randint(1, most), *sizes)}
 
 
-class _Called(nn.Module):
-    """A function of a layer and of the batch's tensors, by their names."""
-
-    def __init__(self, run: Callable[..., torch.Tensor], inner: nn.Module):
-        super().__init__()
-        self.run, self.inner = run, inner
-
-    def forward(self, **inputs: torch.Tensor) -> torch.Tensor:
-        return self.run(self, **inputs)
-
-
 def _plain(module: nn.Module) -> nn.Module:
-    return _Called(lambda own, x: own.inner(x), inner=module)
+    return Block(lambda own, x: own.inner(x), inner=module)
 
 
 def _turned(module: nn.Module) -> nn.Module:
     """A module over words that come first."""
-    return _Called(lambda own, x: own.inner(x.transpose(0, 1)).transpose(0, 1), inner=module)
+    return Block(lambda own, x: own.inner(x.transpose(0, 1)).transpose(0, 1), inner=module)
 
 
 def _convolution(count: int) -> Callable[[Choice], Case]:
@@ -174,7 +163,7 @@ def _recurrent(kind: str, *, own: bool, packed: bool = False) -> Callable[[Choic
             x = torch.randn(rows, words, width)
             return {"x": x, "lengths": torch.randint(1, words + 1, (rows,))} if packed else {"x": x}
 
-        return _headed(_Called(pack if packed else run, inner=layer), draw)
+        return _headed(Block(pack if packed else run, inner=layer), draw)
 
     return make
 
@@ -194,7 +183,7 @@ def _attention(*, own: bool) -> Callable[[Choice], Case]:
             q = x.transpose(0, 1)
             return self.inner(q, q.sin(), q.cos())[0].transpose(0, 1)
 
-        return _headed(_Called(run, inner=layer), _x(pick, words, width))
+        return _headed(Block(run, inner=layer), _x(pick, words, width))
 
     return make
 
@@ -238,7 +227,7 @@ def case(kind: str, seed: int) -> Case:
 
 def flat_bags() -> Outcome:
     """What becomes of bags that the batch itself holds as flat ids and offsets, which no row can be cut out of."""
-    model = Headed(_Called(lambda own, x, offsets: own.inner(x, offsets), inner=nn.EmbeddingBag(9, 4)), 4).train()
+    model = Headed(Block(lambda own, x, offsets: own.inner(x, offsets), inner=nn.EmbeddingBag(9, 4)), 4).train()
     tickets = deque([Ticket(torch.arange(3), torch.ones(3), is_last=True)])
     engine = Engine(model, Policy((1.0,), (0.0,), {n: 0 for n, _ in model.named_parameters()}), tickets)
     batch = {"x": torch.arange(8), "offsets": torch.tensor([0, 2, 5]), "labels": torch.arange(3)}
@@ -254,19 +243,14 @@ def table(each: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for kind in KINDS:
         outcomes = [fuzz.run(case(kind, seed)) for seed in range(each)]
-        count = Counter(f"exact, {o.route}" if o.verdict == "exact" else o.verdict for o in outcomes)
         found[kind] = {
-            "cases": dict(sorted(count.items())),
+            "cases": dict(sorted(Counter(map(str, outcomes)).items())),
             "worst_error": max((o.error for o in outcomes if o.verdict == "exact"), default=0.0),
             "reasons": sorted({o.why[:200] for o in outcomes if o.why}),
         }
     bags = flat_bags()
-    found["EmbeddingBag, flat ids and offsets"] = {
-        "cases": {bags.verdict: 1},
-        "worst_error": 0.0,
-        "reasons": [bags.why],
-    }
-    return found
+    row = {"cases": {bags.verdict: 1}, "worst_error": 0.0, "reasons": [bags.why]}
+    return found | {"EmbeddingBag, flat ids and offsets": row}
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from . import plots
+from .record import markdown
 
 RESULTS = Path(__file__).parent / "results"
 CASES = {
@@ -34,18 +35,14 @@ def steps() -> dict[tuple[str, str], dict[str, Any]]:
 def table() -> str:
     """Time and memory of a private step over those of an ordinary one, in Markdown."""
     found = steps()
-    lines = [
-        f"| one step, over non-private training | {' | '.join(SYSTEMS.values())} |",
-        f"|---|{'---|' * len(SYSTEMS)}",
-    ]
-    for case, title in CASES.items():
-        cells = []
-        for system in SYSTEMS:
-            row = found.get((case, system), {})
-            known = row.get("ratio_time") is not None
-            cells.append(f"{row['ratio_time']:.2f}x time, {row['ratio_memory']:.2f}x memory" if known else "fails")
-        lines.append(f"| {title} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+
+    def cell(case: str, system: str) -> str:
+        row = found.get((case, system), {})
+        known = row.get("ratio_time") is not None
+        return f"{row['ratio_time']:.2f}x time, {row['ratio_memory']:.2f}x memory" if known else "fails"
+
+    head = ["one step, over non-private training", *SYSTEMS.values()]
+    return "\n".join(markdown(head, ([title, *(cell(case, s) for s in SYSTEMS)] for case, title in CASES.items())))
 
 
 def perplexities() -> dict[str, float]:

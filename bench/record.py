@@ -52,7 +52,8 @@ def parser_of(doc: str | None) -> argparse.ArgumentParser:
 
 def markdown(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> list[str]:
     """A table, line by line."""
-    return [f"| {' | '.join(map(str, row))} |" for row in (head, ["---"] * len(head), *rows)]
+    top, *lines = ["|" + "".join(f" {cell} |" if cell != "" else " |" for cell in row) for row in (head, *rows)]
+    return [top, "|---" * len(head) + "|", *lines]
 
 
 def _processor() -> str:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +25,13 @@ def loss_over_steps(rows: Sequence[dict[str, Any]], path: str | Path) -> None:
     """
     steps = [row["step"] for row in rows]
     losses = [row["unprotected"]["loss"] for row in rows]
-    figure, axes = _figure("Training loss (unprotected: keep it with the private data)", "loss (nats)")
-    axes.plot(steps, losses, color=_INK, alpha=0.3, linewidth=1, label="step")
     window = max(1, len(losses) // 20)
-    if window > 1:
-        means = [sum(losses[max(0, i - window + 1) : i + 1]) / min(i + 1, window) for i in range(len(losses))]
-        axes.plot(steps, means, color=_INK, linewidth=1.8, label=f"mean of {window} steps")
-        axes.legend(frameon=False)
-    figure.savefig(path, dpi=_DPI)
+    with _axes(path, "Training loss (unprotected: keep it with the private data)", "loss (nats)") as axes:
+        axes.plot(steps, losses, color=_INK, alpha=0.3, linewidth=1, label="step")
+        if window > 1:
+            means = [sum(losses[max(0, i - window + 1) : i + 1]) / min(i + 1, window) for i in range(len(losses))]
+            axes.plot(steps, means, color=_INK, linewidth=1.8, label=f"mean of {window} steps")
+            axes.legend(frameon=False)
 
 
 def released_over_steps(rows: Sequence[dict[str, Any]], path: str | Path) -> None:
@@ -42,19 +42,17 @@ def released_over_steps(rows: Sequence[dict[str, Any]], path: str | Path) -> Non
         path: the PNG to write.
     """
     points = [(row["step"], row["released"]) for row in rows if "released" in row]
-    figure, axes = _figure("Held out, released with noise (may be shown)", "loss (nats)")
     steps = [step for step, _ in points]
-    axes.plot(
-        steps, [found["held_out_loss"] for _, found in points], color=_INK, marker="o", markersize=3, label="loss"
-    )
-    if any("held_out_accuracy" in found for _, found in points):
-        beside = axes.twinx()
-        beside.set_ylabel("accuracy")
-        shares = [found["held_out_accuracy"] for _, found in points]
-        beside.plot(steps, shares, color=_ACCENT, marker="s", markersize=3, label="accuracy")
-        beside.legend(frameon=False, loc="upper right")
-    axes.legend(frameon=False, loc="upper left")
-    figure.savefig(path, dpi=_DPI)
+    dots: dict[str, Any] = {"marker": "o", "markersize": 3}
+    with _axes(path, "Held out, released with noise (may be shown)", "loss (nats)") as axes:
+        axes.plot(steps, [found["held_out_loss"] for _, found in points], color=_INK, label="loss", **dots)
+        if any("held_out_accuracy" in found for _, found in points):
+            beside = axes.twinx()
+            beside.set_ylabel("accuracy")
+            shares = [found["held_out_accuracy"] for _, found in points]
+            beside.plot(steps, shares, color=_ACCENT, label="accuracy", **dots | {"marker": "s"})
+            beside.legend(frameon=False, loc="upper right")
+        axes.legend(frameon=False, loc="upper left")
 
 
 def epsilon_over_steps(rows: Sequence[dict[str, Any]], path: str | Path, target: float | None, delta: float) -> None:
@@ -67,17 +65,16 @@ def epsilon_over_steps(rows: Sequence[dict[str, Any]], path: str | Path, target:
         delta: named in the title, since an epsilon means nothing without it.
     """
     points = [(row["step"], row["epsilon"]) for row in rows if isinstance(row.get("epsilon"), (int, float))]
-    figure, axes = _figure(f"Privacy spent at delta = {delta:g}", "epsilon (upper bound)")
-    if points:
-        axes.plot(*zip(*points), color=_INK, marker="o", markersize=3, linewidth=1.8, label="spent")
-        if target is not None and math.isfinite(target):
-            axes.axhline(target, color=_ACCENT, linestyle="--", linewidth=1.2, label=f"target {target:g}")
-        axes.set_ylim(bottom=0)
-        axes.legend(frameon=False, loc="lower right")
-    else:
-        axes.text(0.5, 0.5, "no privacy: epsilon is infinite", ha="center", va="center", transform=axes.transAxes)
-        axes.set_yticks([])
-    figure.savefig(path, dpi=_DPI)
+    with _axes(path, f"Privacy spent at delta = {delta:g}", "epsilon (upper bound)") as axes:
+        if points:
+            axes.plot(*zip(*points), color=_INK, marker="o", markersize=3, linewidth=1.8, label="spent")
+            if target is not None and math.isfinite(target):
+                axes.axhline(target, color=_ACCENT, linestyle="--", linewidth=1.2, label=f"target {target:g}")
+            axes.set_ylim(bottom=0)
+            axes.legend(frameon=False, loc="lower right")
+        else:
+            axes.text(0.5, 0.5, "no privacy: epsilon is infinite", ha="center", va="center", transform=axes.transAxes)
+            axes.set_yticks([])
 
 
 def perplexity_over_rounds(rows: Sequence[dict[str, Any]], path: str | Path) -> None:
@@ -88,20 +85,20 @@ def perplexity_over_rounds(rows: Sequence[dict[str, Any]], path: str | Path) -> 
         path: the PNG to write.
     """
     points = [(row["round"], row["perplexity"]) for row in rows if row["perplexity"] is not None]
-    figure, axes = _figure("Held-out perplexity", "perplexity", "round")
-    if points:
-        axes.plot(*zip(*points), color=_INK, marker="o", markersize=3, linewidth=1.8)
-    figure.savefig(path, dpi=_DPI)
+    with _axes(path, "Held-out perplexity", "perplexity", "round") as axes:
+        if points:
+            axes.plot(*zip(*points), color=_INK, marker="o", markersize=3, linewidth=1.8)
 
 
-def _figure(title: str, ylabel: str, xlabel: str = "step") -> tuple[Figure, Any]:
+@contextmanager
+def _axes(path: str | Path, title: str, ylabel: str, xlabel: str = "step") -> Iterator[Any]:
     # A Figure of its own rather than pyplot: no display, no global state, safe beside a notebook's own figures.
     figure = Figure(figsize=_SIZE, layout="constrained")
     axes = figure.subplots()
     axes.set_title(title, fontsize=10, loc="left")
-    axes.set_xlabel(xlabel)
-    axes.set_ylabel(ylabel)
+    axes.set(xlabel=xlabel, ylabel=ylabel)
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
-    return figure, axes
+    yield axes
+    figure.savefig(path, dpi=_DPI)

@@ -227,10 +227,9 @@ class Bench:
             sent,
             train,
             named="input_ids",
-            epochs=self.size.epochs,
-            batch_size=self.size.batch_size,
-            learning_rate=self.size.learning_rate / 4,
+            size=self.size,
             seed=row["seed"],
+            slower=4,
             weight_decay=1e-2,
         )
         asked = privatizer(held_out.ids, attention_mask=held_out.mask)
@@ -271,16 +270,7 @@ class Bench:
     ) -> float:
         state = {name: value.clone() for name, value in model.state_dict().items()}
         torch.manual_seed(seed)
-        size = self.size
-        tops.train_top(
-            top,
-            states[:1],
-            train,
-            epochs=size.epochs,
-            batch_size=size.batch_size,
-            learning_rate=size.learning_rate,
-            seed=seed,
-        )
+        tops.train_top(top, states[:1], train, size=self.size, seed=seed)
         found = tops.accuracy(top, states[1], held_out)
         model.load_state_dict(state)
         return found

@@ -74,10 +74,9 @@ def train_top(
     texts: Texts,
     *,
     named: str = "inputs_embeds",
-    epochs: int,
-    batch_size: int,
-    learning_rate: float,
+    size: Any,
     seed: int,
+    slower: float = 1.0,
     weight_decay: float = 0.0,
     extra: Iterable[nn.Parameter] = (),
     begin_epoch: Callable[[int], None] | None = None,
@@ -85,17 +84,18 @@ def train_top(
 ) -> None:
     """Train by AdamW on hidden states (or what else is ``named``) of each epoch, the last for all that follow.
 
-    ``ids`` passes example_ids, ``extra`` are further parameters.
+    ``size`` has ``epochs``, ``batch_size`` and ``learning_rate``, ``slower`` is what this is divided by; ``ids`` passes
+    example_ids, ``extra`` are further parameters.
     """
     parameters = [p for p in top.parameters() if p.requires_grad] + list(extra)
-    optimizer = torch.optim.AdamW(parameters, lr=learning_rate, weight_decay=weight_decay)
+    optimizer = torch.optim.AdamW(parameters, lr=size.learning_rate / slower, weight_decay=weight_decay)
     generator = torch.Generator().manual_seed(seed)
     top.train()
-    for epoch in range(1, epochs + 1):
+    for epoch in range(1, size.epochs + 1):
         if begin_epoch is not None:
             begin_epoch(epoch)
         given = inputs[min(epoch, len(inputs)) - 1]
-        for rows in torch.randperm(len(texts.labels), generator=generator).split(batch_size):
+        for rows in torch.randperm(len(texts.labels), generator=generator).split(size.batch_size):
             batch = {named: given[rows], **({"example_ids": rows} if ids else {})}
             top(**batch, attention_mask=texts.mask[rows], labels=texts.labels[rows]).loss.backward()
             optimizer.step()

@@ -113,11 +113,7 @@ class SelectivePerturbation:
         texts: Sequence[str],
         tokenizer: Any,
         table: Tensor | nn.Module,
-        *,
-        max_length: int | None = None,
-        cache: str | os.PathLike[str] | None = None,
-        stream: NoiseStream | None = None,
-        again: bool = False,
+        **where: Any,
     ) -> PerturbedTexts:
         """Perturb ``texts`` once.
 
@@ -125,13 +121,13 @@ class SelectivePerturbation:
             texts: private.
             tokenizer: fast, with character offsets; public.
             table: [V, d] token embeddings of a public model, or the model itself; draws are made where they are.
-            max_length, cache, stream, again: as for `open`.
+            where: max_length, cache, stream, again, as for `open`.
 
         Warns if no private token is found. Raises ValueError for a tokenizer or table that does not fit, spans outside
         their text, a cache of something else, and texts that were drawn for another cache before, unless ``again`` is set
         (see `fastdp.accounting.witness`).
         """
-        return SelectiveReleases(self, table, tokenizer, max_length, cache, stream, again)(texts)
+        return self.open(table, tokenizer=tokenizer, **where)(texts)
 
     def open(
         self,
