@@ -16,6 +16,7 @@ gradients as well.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -314,12 +315,13 @@ class Bench(suite_of_rapft.Bench):
             while next(loop) and not run.last_step_done:
                 pass
 
-        def make() -> None:
-            rapft.fitted_axes(rapft.gradient_moments(model, self._singles()), 1.0)
+        def make(count: int | None = None) -> None:
+            rapft.fitted_axes(rapft.gradient_moments(model, itertools.islice(self._singles(), count)), 1.0)
 
         model = self.fresh(FORMS["warmed"], row["seed"])
         turns, steps = max(1, self.size.steps // 2), [partial(step, run, suite.train(run)) for run in both]
-        even, along, made = suite.in_turns([*steps, make], turns - turns // 3, turns // 3)
+        calls = [*steps, make, partial(make, 8)]
+        even, along, made, of_eight = suite.in_turns(calls, turns - turns // 3, turns // 3)
         for run in both:
             run.detach()
         seconds = statistics.median(even)
@@ -328,6 +330,7 @@ class Bench(suite_of_rapft.Bench):
             "step_along_axes": statistics.median(a / b for a, b in zip(along, even)),
             "axes_seconds": statistics.median(made),
             "axes_over_step": statistics.median(made) / seconds,
+            "axes_of_eight_over_step": statistics.median(of_eight) / seconds,
         }
 
 
