@@ -320,7 +320,7 @@ class Bench(suite_of_rapft.Bench):
 
         model = self.fresh(FORMS["warmed"], row["seed"])
         turns, steps = max(1, self.size.steps // 2), [partial(step, run, suite.train(run)) for run in both]
-        calls = [*steps, make, partial(make, 8)]
+        calls: list[Any] = [*steps, make, partial(make, 8)]
         even, along, made, of_eight = suite.in_turns(calls, turns - turns // 3, turns // 3)
         for run in both:
             run.detach()
