@@ -117,7 +117,7 @@ class Checks:
     def _prepare(self, call: Call, ticket: Ticket) -> None:
         """Trace the model, see that its rows are independent, and try the route of uses on a few examples."""
         refuse_mixing(self._passes.model)
-        self._guard.settle()
+        self._guard.begin()
         with self._passes.trial():
             reason = self._decide(call, ticket)
         self._guard.require_settled()

@@ -128,6 +128,14 @@ class Guard:
             self._still = self._untrained()
         self.advance()
 
+    def begin(self) -> None:
+        """Before the first pass of an engine: as `settle`, unless what an earlier one left was settled already."""
+        if self._still is None:
+            self.settle()
+        self.require_settled()
+        self._ask_spots()
+        self._answered(wait=True)
+
     def advance(self) -> None:
         """As `settle`, of the same parameters as before: one that was replaced is found by `require_settled`."""
         if self._still is None:
@@ -144,6 +152,20 @@ class Guard:
             else:
                 here.append(buffers[at - own])
         self._spots = Spots([(name, t) for name, t in here if readable(t)])
+
+    def holds(self) -> bool:
+        """Whether parameters are those of the latest `settle`, as far as counts of writes, and a few numbers, can tell."""
+        if self._still is None:
+            return True
+        self._hold()
+        if self._identities()[0] != self._held or self._count() != self._writes:
+            return False
+        try:
+            found = [*self._spots.compare()] if self._spots is not None else []
+        except RuntimeError:
+            # On another device, or in another type, they are not compared.
+            return True
+        return not any(bool(differ.any()) for *_, differ in found)
 
     def require_settled(self, trained: Mapping[str, torch.nn.Parameter] | None = None) -> None:
         """Raise RuntimeError, naming it, if a parameter was written or replaced since `settle`.
@@ -186,10 +208,13 @@ class Guard:
             self._compare(self._untrained())
             self._next = 4 * (self._releases + 1)
         self._releases += 1
+        self._ask_spots()
+        self._answered(wait=last)
+
+    def _ask_spots(self) -> None:
         if self._spots is not None:
             for names, widths, differ in self._spots.compare():
                 self._asked.append(_Question(names, widths, Sent(differ)))
-        self._answered(wait=last)
 
     def require_told(self) -> None:
         """Raise RuntimeError, naming it, if a tensor was moved before an earlier release; waits for what devices were asked.

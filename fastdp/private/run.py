@@ -27,6 +27,7 @@ from fastdp.private.observer import Observer
 from fastdp.private.parts import Average
 from fastdp.private.plan import Plan, fingerprint
 from fastdp.private.preparation import Access, Moment, Outcome, Preparation
+from fastdp.private.provenance import Provenance
 from fastdp.private.publish import Published
 from fastdp.private.stages import Stages
 from fastdp.private.steps import UNCHECKED, Steps
@@ -36,20 +37,12 @@ _UNCHECKED_ROWS = (
     "no example reached another in the model or in the loop: nothing looked (self_check=False), and where one did the "
     "figure does not hold"
 )
-#: Under this name the ledger keeps which runs trained the model before.
-_BEFORE = "trained before"
-_TRAINED_BEFORE = (
-    "this model, or a part of it, was in private runs before ({}): unless other weights were loaded since, what those spent on "
-    "the same data adds to this figure"
-)
 #: Under this name the ledger keeps that a logical batch was handed out, and not released.
 _DISCARDED = "discarded batches"
 _DISCARDED_BATCHES = (
     "logical batches that were begun and not released were discarded for reasons that no record has a part in, like a shortage "
     "of memory: leaving out a batch because of its loss tells of all of it"
 )
-#: The runs that a module was in.
-_TRAINED: weakref.WeakKeyDictionary[torch.nn.Module, tuple[str, ...]] = weakref.WeakKeyDictionary()
 #: Models and optimizers which an engine drives; held here, not on them, so that their copies are plain.
 _DRIVEN: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -107,19 +100,15 @@ class Private(Published):
         self._observers = observers
         self._observed: set[str] = set()
         self._assumed: list[str] = []
+        self._provenance = Provenance(model, stages.parameters, ledger, lambda: stages.engine.guard)
         self._following = [part.follow() for part in self.method.parts()]
         self._fingerprint = fingerprint(stages.parameters)
         self._epsilons: dict[tuple[tuple[int, ...], float], float] = {}
         self._steps = Steps(
-            model, optimizer, stages, ledger, plan, observers, self._following, ranks, prepare=self.prepare
+            model, optimizer, stages, ledger, plan, observers, self._following, ranks, prepare=self._stepped
         )
         for owner in (model, optimizer):
             _DRIVEN.add(owner)
-        runs = dict.fromkeys(run for module in model.modules() for run in _TRAINED.get(module, ()))
-        earlier = [run for run in runs if run != ledger.run_id]
-        if earlier and ledger.noted(_BEFORE) is None:
-            # Kept with the spending, so that the card says so after a resume as well.
-            ledger.note(_BEFORE, ", ".join(earlier))
         data_loader.remaining = lambda: self._require_budget()
         data_loader.on_restart = self._restart
         data_loader.try_loop = lambda source: self._engine.checks.try_loop(source, ahead=data_loader.takes_ahead)
@@ -228,7 +217,7 @@ class Private(Published):
             self.model.train()
         self._engine.guard.require_told()
         self._abandon()
-        self._note_modules()
+        self._provenance.begin()
         self.ledger.begin_pass()
         for observer in self._observers:
             observer.begin_pass()
@@ -238,10 +227,6 @@ class Private(Published):
         if self._engine.abandon() and not self.ledger.untouched and self.ledger.noted(_DISCARDED) is None:
             self.ledger.note(_DISCARDED, "begun, not released")
 
-    def _note_modules(self) -> None:
-        for module in self.model.modules():
-            _TRAINED[module] = tuple(dict.fromkeys((*_TRAINED.get(module, ()), self.ledger.run_id)))
-
     @property
     def _engine(self) -> Engine:
         return self._stages.engine
@@ -250,6 +235,10 @@ class Private(Published):
     def outcome(self) -> Outcome:
         """What the method's latest preparation released, by name: a mask, a selection. Empty before the first."""
         return self._stages.outcome
+
+    def _stepped(self) -> None:
+        self._provenance.released(last=self.steps_done >= self.total_steps)
+        self.prepare()
 
     def prepare(self) -> None:
         """Make the release that the method needs before the next step, if one is due.
@@ -287,6 +276,8 @@ class Private(Published):
         self._engine.guard.require_told()
         try:
             with average.applied(self._stages.parameters):
+                self._provenance.keep()
+                self._engine.guard.settle()
                 yield self.model
         finally:
             self._engine.guard.settle()
@@ -340,6 +331,8 @@ class Private(Published):
         Of weights in pieces every rank must ask, as each has some of what the card keeps digests of.
         """
         self._engine.guard.require_told()
+        self._provenance.require()
+        self._provenance.look_back()
         stream, plan = self._release.stream, self.plan
         seen = ", ".join(sorted(self._observed))
         trained = sum(p.numel() for p in self._engine.parameters.values())
@@ -372,7 +365,7 @@ class Private(Published):
             assumptions=[
                 *([_UNCHECKED_ROWS] if self.ledger.noted(UNCHECKED) is not None else []),
                 *([_DISCARDED_BATCHES] if self.ledger.noted(_DISCARDED) is not None else []),
-                *([_TRAINED_BEFORE.format(before)] if (before := self.ledger.noted(_BEFORE)) is not None else []),
+                *self._provenance.sentences(),
                 *self._assumed,
             ],
             unprotected=[f"what looked on at the run from inside, before its noise: {seen}"] if seen else [],
@@ -385,9 +378,11 @@ class Private(Published):
     def state_dict(self) -> dict[str, Any]:
         """Step counts and spent budget, for a checkpoint; never a key, so a resumed run repeats no noise."""
         self._engine.guard.require_told()
+        self._provenance.require()
         return {
             "version": _STATE_VERSION,
             "model": self._fingerprint,
+            "weights": self._provenance.keep(),
             "run_id": self.ledger.run_id,
             "ledger_head": self.ledger.head,
             "steps_done": self.steps_done,
@@ -419,6 +414,7 @@ class Private(Published):
         self._engine.guard.conclude()
         self.ledger.restore(state["spent"], state["ledger_head"])
         self._engine.guard.settle()
+        self._provenance.resume(state.get("weights"))
         if state["prepared_step"] >= 0:
             self._stages.adopt(state["outcome"], state["prepared_step"])
         if self.policy.bounds:
@@ -469,8 +465,7 @@ class Private(Published):
     def detach(self) -> None:
         """Give model and optimizer back as they were before `make_private`; the ledger is closed."""
         guard = self._engine.guard
-        if not self.ledger.untouched:
-            self._note_modules()
+        self._provenance.close()
         self._abandon()
         self._steps.remove()
         self._stages.close()

@@ -104,6 +104,8 @@ class Stages:
             preparation.weights.release()
             self.model.zero_grad(set_to_none=True)
             self.engine = self._open()
+        # What comes between two stages comes between two releases.
+        self.engine.guard.settle()
 
     def _release(self, preparation: Preparation) -> None:
         """Let a copy of the method make its releases: what it keeps, or writes into the model, has no noise."""
@@ -142,6 +144,7 @@ class Stages:
         self.engine.close()
         self.outcome, self.prepared_step = dict(outcome), step
         self.engine = self._open()
+        self.engine.guard.settle()
 
     def close(self) -> None:
         """Give model and optimizer back as they were."""
