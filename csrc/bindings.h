@@ -11,7 +11,36 @@
 
 namespace fastdp {
 
-// What Python gives for an argument, and what a kernel takes: pointers and positions come as addresses, enumerations as
+// Memory as Python gives it: a tensor or an array, which the call keeps alive, an address, or None.
+struct Memory {
+    uintptr_t address;
+};
+
+}  // namespace fastdp
+
+template <>
+struct pybind11::detail::type_caster<fastdp::Memory> {
+    PYBIND11_TYPE_CASTER(fastdp::Memory, const_name("Memory"));
+
+    bool load(handle given, bool) {
+        if (given.is_none()) value.address = 0;
+        else if (PyLong_Check(given.ptr())) value.address = PyLong_AsSize_t(given.ptr());
+        else if (PyObject_CheckBuffer(given.ptr())) value.address = reinterpret_cast<uintptr_t>(
+            reinterpret_borrow<buffer>(given).request().ptr);
+        else {
+            static PyObject *const method = PyUnicode_InternFromString("data_ptr");
+            const object found = reinterpret_steal<object>(PyObject_CallMethodNoArgs(given.ptr(), method));
+            if (!found) PyErr_Clear();
+            else value.address = PyLong_AsSize_t(found.ptr());
+            return static_cast<bool>(found);
+        }
+        return true;
+    }
+};
+
+namespace fastdp {
+
+// What Python gives for an argument, and what a kernel takes: pointers and positions come as memory, enumerations as
 // numbers, factors as tuples, and all else as it is.
 template <typename T, typename = void>
 struct Argument {
@@ -20,8 +49,8 @@ struct Argument {
 };
 template <typename T>
 struct Argument<T *> {
-    using Given = uintptr_t;
-    static T *take(uintptr_t address) { return reinterpret_cast<T *>(address); }
+    using Given = Memory;
+    static T *take(Memory at) { return reinterpret_cast<T *>(at.address); }
 };
 template <typename T>
 struct Argument<T, std::enable_if_t<std::is_enum_v<T>>> {
@@ -30,8 +59,8 @@ struct Argument<T, std::enable_if_t<std::is_enum_v<T>>> {
 };
 template <>
 struct Argument<const Position &> {
-    using Given = uintptr_t;
-    static const Position &take(uintptr_t address) { return *reinterpret_cast<const Position *>(address); }
+    using Given = Memory;
+    static const Position &take(Memory at) { return *reinterpret_cast<const Position *>(at.address); }
 };
 template <>
 struct Argument<const Factor &> {

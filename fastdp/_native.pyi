@@ -1,10 +1,15 @@
 """The extension built from csrc/; each function's contract stands above it there.
 
-Tensors cross as addresses, which the caller keeps alive, and factors of a use as csrc/factor.h reads them.
+Tensors and arrays are read and written where they lie, and factors of a use, which the caller keeps alive, as csrc/factor.h
+reads them. None stands for what is not there.
 """
 
 from collections.abc import Sequence
 
+from numpy import ndarray
+from torch import Tensor
+
+_Memory = Tensor | ndarray | int | None
 _Address = int
 _Factor = tuple[
     _Address, int, int, int, int, _Address
@@ -15,7 +20,7 @@ _Left = tuple[_Factor, _Address, int]  # a matrix, or no matrix and the address 
 def isa() -> str: ...
 
 # normal.cpp
-def normal_mass_below(x: _Address, count: int, logarithm: bool, out: _Address) -> None: ...
+def normal_mass_below(x: _Memory, count: int, logarithm: bool, out: _Memory) -> None: ...
 
 # norms_direct.cpp, norms_onehot.cpp, norms_gram.cpp
 def direct_norms(
@@ -23,26 +28,26 @@ def direct_norms(
     right: _Factor,
     bounds: Sequence[int],
     measure: int,
-    mask: _Address,
-    out: _Address,
+    mask: _Memory,
+    out: _Memory,
     threads: int,
 ) -> None: ...
 def onehot_norms(
-    ids: _Address,
+    ids: _Memory,
     ids_stride: int,
     right: _Factor,
     bounds: Sequence[int],
     measure: int,
-    mask: _Address,
-    out: _Address,
+    mask: _Memory,
+    out: _Memory,
     threads: int,
 ) -> None: ...
 def gram_sqnorm(
     lefts: Sequence[_Factor],
     right: _Factor,
     bounds: Sequence[int],
-    out: _Address,
-    products: _Address,
+    out: _Memory,
+    products: _Memory,
     threads: int,
 ) -> None: ...
 def cross_inner(
@@ -52,7 +57,7 @@ def cross_inner(
     right2: _Factor,
     bounds1: Sequence[int],
     bounds2: Sequence[int],
-    out: _Address,
+    out: _Memory,
     threads: int,
 ) -> None: ...
 
@@ -63,7 +68,7 @@ def row_products(
     bounds: Sequence[int],
     one_hot: bool,
     square: bool,
-    out: _Address,
+    out: _Memory,
     threads: int,
 ) -> None: ...
 
@@ -71,10 +76,10 @@ def row_products(
 def affine_sums(
     gradient: _Factor,
     x: _Factor,
-    mean: _Address,
-    rstd: _Address,
+    mean: _Memory,
+    rstd: _Memory,
     bounds: Sequence[int],
-    out: _Address,
+    out: _Memory,
     threads: int,
 ) -> None: ...
 def masked_weighted_sum(
@@ -83,76 +88,76 @@ def masked_weighted_sum(
     bounds: Sequence[int],
     masked: Sequence[float],
     unmasked: Sequence[float],
-    mask: _Address,
-    out: _Address,
+    mask: _Memory,
+    out: _Memory,
     out_row: int,
     threads: int,
 ) -> None: ...
 def onehot_add(
-    ids: _Address,
+    ids: _Memory,
     ids_stride: int,
     right: _Factor,
     tokens: int,
-    weights: _Address,
-    out: _Address,
+    weights: _Memory,
+    out: _Memory,
     out_stride: int,
     threads: int,
 ) -> None: ...
 def onehot_masked_add(
-    ids: _Address,
+    ids: _Memory,
     ids_stride: int,
     right: _Factor,
     tokens: int,
-    masked: _Address,
-    unmasked: _Address,
-    mask: _Address,
-    out: _Address,
+    masked: _Memory,
+    unmasked: _Memory,
+    mask: _Memory,
+    out: _Memory,
     out_stride: int,
     threads: int,
 ) -> None: ...
 
 # instances.cpp
 def instance_norms(
-    instances: _Address, units: int, size: int, measure: int, mask: _Address, out: _Address, threads: int
+    instances: _Memory, units: int, size: int, measure: int, mask: _Memory, out: _Memory, threads: int
 ) -> None: ...
 def instance_sum(
-    instances: _Address,
+    instances: _Memory,
     units: int,
     size: int,
-    masked: _Address,
-    unmasked: _Address,
-    mask: _Address,
-    out: _Address,
+    masked: _Memory,
+    unmasked: _Memory,
+    mask: _Memory,
+    out: _Memory,
     threads: int,
 ) -> None: ...
 
 # noise.cpp
 def add_noise(
-    x: _Address, dtype: int, first: int, n: int, std: float, position: _Address, rounded: bool, threads: int
+    x: _Memory, dtype: int, first: int, n: int, std: float, position: _Memory, rounded: bool, threads: int
 ) -> None: ...
-def chacha20_words(out: _Address, first: int, blocks: int, position: _Address, threads: int, isa: str) -> None: ...
-def noise_normals(out: _Address, first: int, n: int, position: _Address, threads: int, isa: str) -> None: ...
-def exact_normal(position: _Address, index: int) -> tuple[float, float]: ...
+def chacha20_words(out: _Memory, first: int, blocks: int, position: _Memory, threads: int, isa: str) -> None: ...
+def noise_normals(out: _Memory, first: int, n: int, position: _Memory, threads: int, isa: str) -> None: ...
+def exact_normal(position: _Memory, index: int) -> tuple[float, float]: ...
 
 # clip.cpp
 def clip_noise(
-    x: _Address,
-    out: _Address,
-    norm: _Address,
+    x: _Memory,
+    out: _Memory,
+    norm: _Memory,
     dtype: int,
     rows: int,
     length: int,
     bound: float,
     std: float,
-    position: _Address,
+    position: _Memory,
     rounded: bool,
     threads: int,
 ) -> None: ...
 def clip_backward(
-    grad: _Address,
-    x: _Address,
-    norm: _Address,
-    out: _Address,
+    grad: _Memory,
+    x: _Memory,
+    norm: _Memory,
+    out: _Memory,
     dtype: int,
     rows: int,
     length: int,
@@ -162,13 +167,13 @@ def clip_backward(
 
 # adamw.cpp
 def adamw_noise_step(
-    param: _Address,
+    param: _Memory,
     dtype: int,
-    grad: _Address,
-    mean: _Address,
-    square: _Address,
+    grad: _Memory,
+    mean: _Memory,
+    square: _Memory,
     n: int,
-    position: _Address,
+    position: _Memory,
     rounded: bool,
     std: float,
     divisor: float,
@@ -180,8 +185,8 @@ def adamw_noise_step(
     step: int,
     corrected: bool,
     floor: float,
-    rows: _Address,
-    columns: _Address,
+    rows: _Memory,
+    columns: _Memory,
     width: int,
     threads: int,
 ) -> None: ...
@@ -189,47 +194,47 @@ def adamw_noise_step(
 # snap.cpp
 class Snap:
     def __init__(
-        self, table: _Address, rows: int, d: int, centre: _Address, table_bits: int, half: bool, threads: int
+        self, table: _Memory, rows: int, d: int, centre: _Memory, table_bits: int, half: bool, threads: int
     ) -> None: ...
-    def begin(self, x: _Address, n: int, out: _Address) -> None: ...
-    def tile(self, first: int, n: int, out: _Address) -> None: ...
-    def scan(self, first: int, n: int, scores: _Address) -> None: ...
-    def finish(self, out: _Address) -> None: ...
+    def begin(self, x: _Memory, n: int, out: _Memory) -> None: ...
+    def tile(self, first: int, n: int, out: _Memory) -> None: ...
+    def scan(self, first: int, n: int, scores: _Memory) -> None: ...
+    def finish(self, out: _Memory) -> None: ...
 
-def survey(table: _Address, rows: int, d: int, threads: int) -> tuple[int, int]: ...
+def survey(table: _Memory, rows: int, d: int, threads: int) -> tuple[int, int]: ...
 def has_bf16_products() -> bool: ...
 
 # dchi.cpp
 def dchi_rows(
-    table: _Address,
-    ids: _Address,
-    eta: _Address,
+    table: _Memory,
+    ids: _Memory,
+    eta: _Memory,
     eta_stride: int,
     first: int,
     n: int,
     d: int,
-    position: _Address,
-    out: _Address,
+    position: _Memory,
+    out: _Memory,
     threads: int,
 ) -> None: ...
 
 # choice.cpp
 def exponential_choice(
-    table: _Address,
+    table: _Memory,
     rows: int,
     d: int,
-    centre: _Address,
+    centre: _Memory,
     table_bits: int,
-    order: _Address,
-    starts: _Address,
+    order: _Memory,
+    starts: _Memory,
     laws: int,
-    law_ids: _Address,
-    law_scales: _Address,
-    log_prior: _Address,
-    slopes: _Address,
+    law_ids: _Memory,
+    law_scales: _Memory,
+    log_prior: _Memory,
+    slopes: _Memory,
     cap: float,
-    position: _Address,
-    out: _Address,
+    position: _Memory,
+    out: _Memory,
     threads: int,
 ) -> None: ...
 def has_matrix_tiles() -> bool: ...

@@ -179,7 +179,7 @@ def log_normal_mass_below(x: ArrayLike) -> NDArray[np.float64]:
 def _normal(x: ArrayLike, logarithm: bool) -> NDArray[np.float64]:
     points = np.asarray(x, np.float64, order="C")
     out = np.empty_like(points)
-    _native.normal_mass_below(points.ctypes.data, points.size, logarithm, out.ctypes.data)
+    _native.normal_mass_below(points, points.size, logarithm, out)
     return out
 
 

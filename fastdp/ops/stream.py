@@ -179,7 +179,7 @@ class NoiseStream:
         blocks = -(-n // 8)
         words = np.empty(blocks * 16, dtype=np.uint32)
         position = self.take()
-        _native.chacha20_words(words.ctypes.data, 0, blocks, position.data_ptr(), native_threads(), "")
+        _native.chacha20_words(words, 0, blocks, position, native_threads(), "")
         return words.astype("<u4", copy=False).view("<u8")[:n]
 
     def bernoulli(self, n: int, probability: float) -> torch.Tensor:

@@ -24,22 +24,21 @@ def adamw_noise_step_(
     """:func:`fastdp.ops.adamw_noise_step_` on a processor."""
     numbers, rows, columns = told(rest)
     written = (param, exp_avg, exp_avg_sq)
-    flat = [x.contiguous() for x in written]
-    grad = grad_sum.contiguous()
+    flat = weights, mean, square = [x.contiguous() for x in written]
     _native.adamw_noise_step(
-        flat[0].data_ptr(),
+        weights,
         DTYPES[param.dtype],
-        grad.data_ptr(),
-        flat[1].data_ptr(),
-        flat[2].data_ptr(),
+        grad_sum.contiguous(),
+        mean,
+        square,
         param.numel(),
-        position.data_ptr(),
+        position,
         numbers.secure_rounding,
         *numbers[:8],
         numbers.variance_floor is not None,
         numbers.variance_floor or 0.0,
-        0 if rows is None else rows.data_ptr(),
-        0 if columns is None else columns.data_ptr(),
+        rows,
+        columns,
         1 if columns is None else columns.numel(),
         native_threads(),
     )

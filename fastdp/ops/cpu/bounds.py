@@ -19,15 +19,9 @@ def row_products(left: Tensor, right: Tensor, offsets: Tensor, order: int) -> Te
         return NotImplemented
     products = torch.empty(offsets.shape[0] - 1, dtype=torch.float64)
     one_hot = is_one_hot(left)
-    _native.row_products(
-        NO_FACTOR if one_hot else native_factor(left),
-        native_factor(right),
-        unit_bounds(offsets),
-        one_hot,
-        order == 2,
-        products.data_ptr(),
-        torch.get_num_threads(),
-    )
+    own, bounds = NO_FACTOR if one_hot else native_factor(left), unit_bounds(offsets)
+    threads = torch.get_num_threads()
+    _native.row_products(own, native_factor(right), bounds, one_hot, order == 2, products, threads)
     return products
 
 
@@ -48,7 +42,7 @@ def gram_norms(
     for group, (right, count) in enumerate(zip(rights, counts)):
         own = slice(first, first + count)
         by = (*scales[own], scales[len(lefts) + group]) if scales else ()
-        squares.append(gram_norms_of(lefts[own], right, bounds, products[own].data_ptr(), by))
+        squares.append(gram_norms_of(lefts[own], right, bounds, products[own], by))
         first += count
     return squares[0] if len(squares) == 1 else torch.cat(squares), products
 

@@ -40,25 +40,22 @@ def exponential_choice(
     new[1:-1] = (sorted_ids[1:] != sorted_ids[:-1]) | (sorted_scales[1:] != sorted_scales[:-1])
     starts = np.flatnonzero(new)
     law_ids, law_scales = sorted_ids[starts[:-1]], sorted_scales[starts[:-1]].copy()
-    prior = None if log_prior is None else log_prior.contiguous()
-    slopes = None if candidate_scale is None else candidate_scale.contiguous()
-    centre = centre_of(table)
     _native.exponential_choice(
-        table=table.data_ptr(),
+        table=table,
         rows=table.shape[0],
         d=table.shape[1],
-        centre=centre.data_ptr(),
+        centre=centre_of(table),
         table_bits=bits,
-        order=order.ctypes.data,
-        starts=starts.ctypes.data,
+        order=order,
+        starts=starts,
         laws=len(law_ids),
-        law_ids=law_ids.ctypes.data,
-        law_scales=law_scales.ctypes.data,
-        log_prior=0 if prior is None else prior.data_ptr(),
-        slopes=0 if slopes is None else slopes.data_ptr(),
+        law_ids=law_ids,
+        law_scales=law_scales,
+        log_prior=None if log_prior is None else log_prior.contiguous(),
+        slopes=None if candidate_scale is None else candidate_scale.contiguous(),
         cap=math.inf if cap is None else cap,
-        position=position.data_ptr(),
-        out=result.data_ptr(),
+        position=position,
+        out=result,
         threads=native_threads(),
     )
     return result

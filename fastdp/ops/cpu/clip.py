@@ -17,18 +17,9 @@ def clip_noise(
     out = torch.empty_like(flat, memory_format=torch.contiguous_format)
     rows = x.shape[0]
     norm = torch.empty(rows, dtype=torch.float64)
+    length, threads = x.numel() // max(rows, 1), native_threads()
     _native.clip_noise(
-        flat.data_ptr(),
-        out.data_ptr(),
-        norm.data_ptr(),
-        DTYPES[x.dtype],
-        rows,
-        x.numel() // rows if rows else 0,
-        max_norm,
-        std,
-        position.data_ptr(),
-        secure_rounding,
-        native_threads(),
+        flat, out, norm, DTYPES[x.dtype], rows, length, max_norm, std, position, secure_rounding, threads
     )
     return out, norm
 
@@ -37,16 +28,6 @@ def clip_noise_backward(grad: torch.Tensor, x: torch.Tensor, norm: torch.Tensor,
     """The gradient of :func:`fastdp.ops.clip_noise` on a processor."""
     g, flat, norm = grad.contiguous(), x.contiguous(), norm.contiguous()
     out = torch.empty_like(flat, memory_format=torch.contiguous_format)
-    rows = x.shape[0]
-    _native.clip_backward(
-        g.data_ptr(),
-        flat.data_ptr(),
-        norm.data_ptr(),
-        out.data_ptr(),
-        DTYPES[x.dtype],
-        rows,
-        x.numel() // rows if rows else 0,
-        max_norm,
-        native_threads(),
-    )
+    rows, length = x.shape[0], x.numel() // max(x.shape[0], 1)
+    _native.clip_backward(g, flat, norm, out, DTYPES[x.dtype], rows, length, max_norm, native_threads())
     return out

@@ -22,7 +22,7 @@ def private_snap(ids: Tensor, table: Tensor, eta: Tensor, position: Tensor) -> T
 
     def noisy(begin: int, end: int) -> Tensor:
         rows = _rows(table, flat[begin:end], eta[stride * begin :], stride, begin, position)
-        refuse_overflow(_native.survey(rows.data_ptr(), end - begin, d, native_threads())[0] < 0)
+        refuse_overflow(_native.survey(rows, end - begin, d, native_threads())[0] < 0)
         return rows
 
     return search(noisy, flat.numel(), table, bits).view(ids.shape)
@@ -36,17 +36,7 @@ def dchi_vectors(eta: Tensor, width: int, position: Tensor) -> Tensor:
 
 def _rows(table: Tensor, ids: Tensor, eta: Tensor, stride: int, first: int, position: Tensor) -> Tensor:
     """Rows ``ids`` of the table with the noise of tokens ``first`` and on, float32 [n, d]."""
-    rows = torch.empty(ids.numel(), table.shape[1])
-    _native.dchi_rows(
-        table.data_ptr(),
-        ids.data_ptr(),
-        eta.data_ptr(),
-        stride,
-        first,
-        ids.numel(),
-        table.shape[1],
-        position.data_ptr(),
-        rows.data_ptr(),
-        native_threads(),
-    )
+    n, d = ids.numel(), table.shape[1]
+    rows = torch.empty(n, d)
+    _native.dchi_rows(table, ids, eta, stride, first, n, d, position, rows, native_threads())
     return rows

@@ -22,17 +22,10 @@ def instance_norms(instances: Tensor, measure: int, mask: Tensor | None) -> Tens
     """The norms of :mod:`fastdp.ops.instances` on a processor: [1, B], or [2, B] under a mask."""
     if not _served(instances):
         return NotImplemented
-    units = instances.shape[0]
+    units, bits = instances.shape[0], None if mask is None else packed(mask, flat=True)
     norms = torch.empty(1 if mask is None else 2, units)
-    _native.instance_norms(
-        instances.data_ptr(),
-        units,
-        instances.numel() // max(1, units),
-        measure,
-        0 if mask is None else packed(mask, flat=True).ctypes.data,
-        norms.data_ptr(),
-        torch.get_num_threads(),
-    )
+    size = instances.numel() // max(1, units)
+    _native.instance_norms(instances, units, size, measure, bits, norms, torch.get_num_threads())
     return norms
 
 
@@ -43,17 +36,9 @@ def instance_sum(instances: Tensor, weights: Tensor, weights_unmasked: Tensor | 
     if not (_served(instances) and weights.dtype == weights_unmasked.dtype == torch.float32):
         return NotImplemented
     total = torch.empty(instances.shape[1:])
-    weights, weights_unmasked = weights.contiguous(), weights_unmasked.contiguous()
-    _native.instance_sum(
-        instances.data_ptr(),
-        instances.shape[0],
-        total.numel(),
-        weights.data_ptr(),
-        weights_unmasked.data_ptr(),
-        0 if mask is None else packed(mask, flat=True).ctypes.data,
-        total.data_ptr(),
-        torch.get_num_threads(),
-    )
+    both = weights.contiguous(), weights_unmasked.contiguous()
+    bits = None if mask is None else packed(mask, flat=True)
+    _native.instance_sum(instances, instances.shape[0], total.numel(), *both, bits, total, torch.get_num_threads())
     return total
 
 

@@ -14,8 +14,6 @@ def add_noise_(x: torch.Tensor, std: float, position: torch.Tensor, secure_round
     if std == 0.0:
         return
     flat = x.contiguous()
-    _native.add_noise(
-        flat.data_ptr(), DTYPES[x.dtype], first, x.numel(), std, position.data_ptr(), secure_rounding, native_threads()
-    )
+    _native.add_noise(flat, DTYPES[x.dtype], first, x.numel(), std, position, secure_rounding, native_threads())
     if flat is not x:
         x.copy_(flat)

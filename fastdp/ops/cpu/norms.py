@@ -56,49 +56,27 @@ def gram_norms_of(
     lefts: Sequence[Tensor],
     right: Tensor,
     bounds: list[int],
-    products: int = 0,
+    products: Tensor | None = None,
     scales: Sequence[Tensor | None] = (),
 ) -> Tensor:
-    """Squared norms [k, B] by Gram matrices; ``products`` is where the row products go as float64 [k, B], or 0.
+    """Squared norms [k, B] by Gram matrices; ``products`` is where the row products go as float64 [k, B], if anywhere.
 
     ``scales`` are of the columns of each left, and of right.
     """
-    of_lefts, of_right = (scales[:-1], scales[-1]) if scales else ([None] * len(lefts), None)
     norms = torch.empty(len(lefts), len(bounds) - 1)
-    _native.gram_sqnorm(
-        [native_factor(left, scale) for left, scale in zip(lefts, of_lefts)],
-        native_factor(right, of_right),
-        bounds,
-        norms.data_ptr(),
-        products,
-        torch.get_num_threads(),
-    )
+    *own, last = [native_factor(*pair) for pair in zip((*lefts, right), scales or [None] * (len(lefts) + 1))]
+    _native.gram_sqnorm(own, last, bounds, norms, products, torch.get_num_threads())
     return norms
 
 
 def direct_norms(left: Tensor, right: Tensor, bounds: list[int], measure: int, mask: Tensor | None = None) -> Tensor:
-    """A measure of every entry of the units' gradients: [1, B], or [2, B] under a mask; ``bounds`` begin anywhere."""
-    norms = torch.empty(1 if mask is None else 2, len(bounds) - 1)
-    bits = 0 if mask is None else packed(mask).ctypes.data
-    _native.direct_norms(
-        native_factor(left), native_factor(right), bounds, measure, bits, norms.data_ptr(), torch.get_num_threads()
-    )
-    return norms
-
-
-def _onehot_norms(ids: Tensor, right: Tensor, bounds: list[int], measure: int, mask: Tensor | None) -> Tensor:
-    """The same of the rows that a table's gradient consists of."""
-    norms = torch.empty(1 if mask is None else 2, len(bounds) - 1)
-    _native.onehot_norms(
-        ids.data_ptr(),
-        ids.stride(0),
-        native_factor(right),
-        bounds,
-        measure,
-        0 if mask is None else packed(mask).ctypes.data,
-        norms.data_ptr(),
-        torch.get_num_threads(),
-    )
+    """A measure of every entry of the units' gradients: [1, B], or [2, B] under a mask; ``bounds`` of matrices begin anywhere."""
+    norms, bits = torch.empty(1 if mask is None else 2, len(bounds) - 1), None if mask is None else packed(mask)
+    rest = native_factor(right), bounds, measure, bits, norms, torch.get_num_threads()
+    if is_one_hot(left):
+        _native.onehot_norms(left, left.stride(0), *rest)
+    else:
+        _native.direct_norms(native_factor(left), *rest)
     return norms
 
 
@@ -106,11 +84,9 @@ def norms(left: Tensor, right: Tensor, offsets: Tensor, route: str, measure: int
     """The norms of :mod:`fastdp.ops.norms` on a processor: [1, B], or [2, B] under a mask."""
     if not served(left, right):
         return NotImplemented
-    bounds, one_hot = unit_bounds(offsets), is_one_hot(left)
-    if not one_hot and (for_norms(left, right, bounds) if route == "auto" else route) == "gram":
+    bounds = unit_bounds(offsets)
+    if not is_one_hot(left) and (for_norms(left, right, bounds) if route == "auto" else route) == "gram":
         return gram_norms_of([left], right, bounds)
-    if one_hot:
-        return _onehot_norms(left, right, bounds, measure, mask)
     return direct_norms(left, right, bounds, measure, mask)
 
 
@@ -122,14 +98,6 @@ def cross_inner(
         return NotImplemented
     bounds1, bounds2 = unit_bounds(offsets1), unit_bounds(offsets2)
     products = torch.empty(len(bounds1) - 1)
-    _native.cross_inner(
-        _left(left1),
-        native_factor(right1),
-        _left(left2),
-        native_factor(right2),
-        bounds1,
-        bounds2,
-        products.data_ptr(),
-        torch.get_num_threads(),
-    )
+    one, two = (_left(left1), native_factor(right1)), (_left(left2), native_factor(right2))
+    _native.cross_inner(*one, *two, bounds1, bounds2, products, torch.get_num_threads())
     return products

@@ -22,7 +22,7 @@ _TILE_ENTRIES = 1 << 22
 
 def survey(name: str, rows: Tensor) -> int:
     """As ``refuse_non_finite``, for contiguous float32 rows on the CPU; returns the bits of the largest magnitude."""
-    bad, bits = _native.survey(rows.data_ptr(), rows.shape[0], rows.shape[1], native_threads())
+    bad, bits = _native.survey(rows, rows.shape[0], rows.shape[1], native_threads())
     if bad >= 0:
         refuse_row(name, bad)
     return bits
@@ -53,20 +53,20 @@ def search(rows: Callable[[int, int], Tensor], n: int, table: Tensor, table_bits
     half = _multiplies_in_bf16()
     dtype = torch.bfloat16 if half else torch.float32
     centre = centre_of(table)
-    finder = _native.Snap(table.data_ptr(), size, d, centre.data_ptr(), table_bits, half, native_threads())
+    finder = _native.Snap(table, size, d, centre, table_bits, half, native_threads())
     most, width = min(n, _ROWS), min(size, _TILE, max(256, _TILE_ENTRIES // d))
     rounded, tile = torch.empty(most, d, dtype=dtype), torch.empty(width, d, dtype=dtype)
     products = torch.empty(most * width + 16, dtype=dtype)
     for begin in range(0, n, _ROWS):
         x = rows(begin, min(n, begin + _ROWS))
-        finder.begin(x.data_ptr(), len(x), rounded.data_ptr())
+        finder.begin(x, len(x), rounded)
         for first in range(0, size, width):
             count = min(width, size - first)
-            finder.tile(first, count, tile.data_ptr())
+            finder.tile(first, count, tile)
             out = products[: len(x) * count].view(len(x), count)
             torch.mm(rounded[: len(x)], tile[:count].t(), out=out)
-            finder.scan(first, count, out.data_ptr())
-        finder.finish(result[begin:].data_ptr())
+            finder.scan(first, count, out)
+        finder.finish(result[begin:])
     return result
 
 

@@ -85,15 +85,8 @@ def affine_sums(gradient: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, offsets
         return NotImplemented
     bounds, mean, rstd = unit_bounds(offsets), mean.contiguous(), rstd.contiguous()
     sums = torch.empty(2, len(bounds) - 1, gradient.shape[1])
-    _native.affine_sums(
-        native_factor(gradient),
-        native_factor(x),
-        mean.data_ptr(),
-        rstd.data_ptr(),
-        bounds,
-        sums.data_ptr(),
-        torch.get_num_threads(),
-    )
+    threads = torch.get_num_threads()
+    _native.affine_sums(native_factor(gradient), native_factor(x), mean, rstd, bounds, sums, threads)
     return sums
 
 
@@ -188,33 +181,14 @@ def _native_rows(out: Tensor) -> bool:
 
 
 def _onehot(out: Tensor, ids: Tensor, right: Tensor, weights: Tensor) -> None:
-    weights = weights.contiguous()
-    _native.onehot_add(
-        ids.data_ptr(),
-        ids.stride(0),
-        native_factor(right),
-        right.shape[0],
-        weights.data_ptr(),
-        out.data_ptr(),
-        out.stride(0),
-        torch.get_num_threads(),
-    )
+    factor, weights, threads = native_factor(right), weights.contiguous(), torch.get_num_threads()
+    _native.onehot_add(ids, ids.stride(0), factor, right.shape[0], weights, out, out.stride(0), threads)
 
 
 def _onehot_masked(out: Tensor, ids: Tensor, right: Tensor, masked: Tensor, unmasked: Tensor, mask: Tensor) -> None:
-    masked, unmasked = masked.float().contiguous(), unmasked.float().contiguous()
-    _native.onehot_masked_add(
-        ids.data_ptr(),
-        ids.stride(0),
-        native_factor(right),
-        right.shape[0],
-        masked.data_ptr(),
-        unmasked.data_ptr(),
-        packed(mask).ctypes.data,
-        out.data_ptr(),
-        out.stride(0),
-        torch.get_num_threads(),
-    )
+    given = ids, ids.stride(0), native_factor(right), right.shape[0]
+    weights = masked.float().contiguous(), unmasked.float().contiguous()
+    _native.onehot_masked_add(*given, *weights, packed(mask), out, out.stride(0), torch.get_num_threads())
 
 
 def _runs(*weights: Tensor) -> list[int]:
@@ -232,14 +206,5 @@ def _masked(out: Tensor, left: Tensor, right: Tensor, masked: Tensor, unmasked: 
     if len(bounds) - 1 > right.shape[0] // 8:
         return NotImplemented
     first = torch.tensor(bounds[:-1], dtype=torch.int64)
-    _native.masked_weighted_sum(
-        native_factor(left),
-        native_factor(right),
-        bounds,
-        masked[first].tolist(),
-        unmasked[first].tolist(),
-        packed(mask).ctypes.data,
-        out.data_ptr(),
-        out.stride(0),
-        torch.get_num_threads(),
-    )
+    given = native_factor(left), native_factor(right), bounds, masked[first].tolist(), unmasked[first].tolist()
+    _native.masked_weighted_sum(*given, packed(mask), out, out.stride(0), torch.get_num_threads())
