@@ -18,6 +18,7 @@ from fastdp.engine.bounds import Errors, Norms, among_units, down
 from fastdp.engine.factors import Factors
 from fastdp.engine.layout import Ticket
 from fastdp.engine.policy import Policy
+from fastdp.ops.bounds import LARGEST_RATIO
 from fastdp.ops.factors import in_full_precision
 from tests.engine.runs import start
 
@@ -177,7 +178,7 @@ def test_weights_are_rounded_down(ratios: list[float]) -> None:
     weights = down(exact).double()
     assert bool((weights <= exact).all())
     assert bool((weights <= 1).all())
-    assert bool(((weights >= exact.clamp(max=1) * (1 - 2.0**-22)) | (exact < 2.0**-60)).all())
+    assert bool(((weights >= exact.clamp(max=1) * (1 - 2.0**-22)) | (exact < 1 / LARGEST_RATIO)).all())
 
 
 def test_products_are_float32_whatever_torch_is_told() -> None:
