@@ -18,11 +18,7 @@ from fastdp.commands.quiet import quiet_libraries
 from fastdp.commands.refusal import console, refusing
 
 if TYPE_CHECKING:
-    import torch
-
-    from fastdp import TextPrivatizer
     from fastdp.data import Rows
-    from fastdp.methods.public import PublicText
 
 
 _SUFFIXES = (".csv", ".tsv", ".jsonl", ".txt")
@@ -71,8 +67,12 @@ def privatize_command(
     Only the text column and the columns named by --keep are written. What holds is written beside OUT.
     """
     quiet_libraries()
+    from transformers import AutoModel, AutoTokenizer
+
+    from fastdp import TextPrivatizer
     from fastdp.accounting.witness import count_release
     from fastdp.data import read_rows
+    from fastdp.methods.sap.importance import check_eta
     from fastdp.validate import usable_device
 
     _check_target(source, target, ids, overwrite)
@@ -103,17 +103,23 @@ def privatize_command(
             class_numbers(source_of_counts, label_column, classes),
         )
         origin = chosen.admit(counted[0], {source: texts})
-    privatizer = _privatizer(
-        model,
-        there,
-        (eta, counting.epsilon),
-        mechanism,
-        unknown,
-        merge_duplicates,
-        chosen,
-        counted,
-        len(classes),
-        origin,
+    if eta is not None:
+        check_eta(eta)
+    table = AutoModel.from_pretrained(model).get_input_embeddings().weight
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    cti = None
+    if chosen is not None and counted is not None:
+        cti = chosen.count(tokenizer, table.shape[0], *counted, len(classes), origin)
+        show_contributing(cti)
+    privatizer = TextPrivatizer(
+        table.to(there),
+        eta=eta,
+        epsilon=counting.epsilon,
+        tokenizer=tokenizer,
+        mechanism=mechanism,
+        cti=cti,
+        unknown=unknown,
+        duplicates="merge" if merge_duplicates else "refuse",
     )
     shown = show_displacement(privatizer)
     if exact:
@@ -153,43 +159,6 @@ def class_numbers(rows: Rows, column: str, classes: list[str]) -> list[int]:
         if label not in classes:
             raise ValueError(f"{rows.path}, line {line}: the label {label!r} is not among --label {', '.join(classes)}")
     return [classes.index(label) for label in labels]
-
-
-def _privatizer(
-    name: str,
-    device: torch.device,
-    strength: tuple[float | None, float | None],
-    mechanism: str | None,
-    unknown: str,
-    merge_duplicates: bool,
-    chosen: Contributing | None,
-    counted: tuple[list[str], list[int]] | None,
-    classes: int,
-    origin: PublicText | None,
-) -> TextPrivatizer:
-    from transformers import AutoModel, AutoTokenizer
-
-    from fastdp import TextPrivatizer
-    from fastdp.methods.sap.importance import check_eta
-
-    eta, epsilon = strength
-    if eta is not None:
-        check_eta(eta)
-    network, tokenizer = AutoModel.from_pretrained(name), AutoTokenizer.from_pretrained(name)
-    cti = None
-    if chosen is not None and counted is not None:
-        cti = chosen.count(tokenizer, network.get_input_embeddings().weight.shape[0], *counted, classes, origin)
-        show_contributing(cti)
-    return TextPrivatizer(
-        network.get_input_embeddings().weight.to(device),
-        eta=eta,
-        epsilon=epsilon,
-        tokenizer=tokenizer,
-        mechanism=mechanism,
-        cti=cti,
-        unknown=unknown,
-        duplicates="merge" if merge_duplicates else "refuse",
-    )
 
 
 def _watched(values: Iterator[Any], total: int) -> Iterator[Any]:

@@ -154,7 +154,7 @@ def customer_command(
 ) -> None:
     """Train on a vendor's model, or use it, without sending a text. Run it again after a stop and it goes on."""
     quiet_libraries()
-    from fastdp.methods.sap import PrivateBottom
+    from fastdp.methods.sap import PrivateBottom, TextPrivatizer
     from fastdp.split.customer import SplitCustomer
 
     if output is not None and predict is None:
@@ -192,8 +192,20 @@ def customer_command(
             counts = _counts(customer, chosen, public, chosen.admit(public[0], private))
         elif chosen:
             counts = _counts(customer, chosen, labelled)
-        privatizer = _privatizer(customer, eta, epsilon, noise, mechanism, counts)
-        if not isinstance(privatizer, PrivateBottom):
+        privatizer: TextPrivatizer | PrivateBottom
+        if noise == "rows":
+            assert eta is not None
+            privatizer = PrivateBottom(customer.bottom, eta=eta)
+        else:
+            privatizer = TextPrivatizer(
+                customer.bottom.model,
+                eta=eta,
+                epsilon=epsilon,
+                tokenizer=customer.tokenizer,
+                mechanism=mechanism or (None if counts else "exponential"),
+                cti=counts,
+                duplicates="merge",
+            )
             show_displacement(privatizer)
         if labelled is not None:
             texts, labels = labelled
@@ -256,30 +268,6 @@ def _counts(
             cti.save(path)
     show_contributing(cti)
     return cti
-
-
-def _privatizer(
-    customer: SplitCustomer,
-    eta: float | None,
-    epsilon: float | None,
-    noise: str,
-    mechanism: str | None,
-    cti: CTI | None,
-) -> TextPrivatizer | PrivateBottom:
-    from fastdp.methods.sap import PrivateBottom, TextPrivatizer
-
-    if noise == "rows":
-        assert eta is not None
-        return PrivateBottom(customer.bottom, eta=eta)
-    return TextPrivatizer(
-        customer.bottom.model,
-        eta=eta,
-        epsilon=epsilon,
-        tokenizer=customer.tokenizer,
-        mechanism=mechanism or (None if cti else "exponential"),
-        cti=cti,
-        duplicates="merge",
-    )
 
 
 def _texts(path: Path, column: str, limit: int | None) -> list[str]:

@@ -304,13 +304,11 @@ def _settings(runs: Sequence[Record]) -> str:
         rows.append(f"<tr><th>trained parameters</th>{cells}</tr>")
     heads = "".join(f"<th>{escape(run.name)}</th>" for run in runs)
     head = f"<tr><th></th>{heads}</tr>" if len(runs) > 1 else ""
-    about = (
-        "" if len(runs) == 1 else "<p>What differs is marked; settings that all share and few ask for are left out.</p>"
-    )
     table = f'<div class="wide"><table>{head}{"".join(rows)}</table></div>'
     if len(runs) == 1:
         return f"<section><details><summary><h2>What was trained, and how</h2></summary>{table}</details></section>"
-    return f"<section><h2>What was trained, and how</h2>{about}{table}</section>"
+    about = "What differs is marked; settings that all share and few ask for are left out."
+    return f"<section><h2>What was trained, and how</h2><p>{about}</p>{table}</section>"
 
 
 def _said(value: Any) -> str:
