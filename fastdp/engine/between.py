@@ -99,6 +99,7 @@ class Between:
 
     Args:
         passes: of the model.
+        enabled: whether it is tried at all; where not, it counts as settled.
 
     Attributes:
         settled: whether the loop was tried, or calls the model with nothing but what its batches hold.
@@ -107,9 +108,10 @@ class Between:
         first: whether the loop is tried before its first batch alone, as one that takes batches ahead cannot be later.
     """
 
-    def __init__(self, passes: Passes) -> None:
-        self._passes = passes
-        self.settled = self.made = self.first = False
+    def __init__(self, passes: Passes, *, enabled: bool = True) -> None:
+        self._passes, self._enabled = passes, enabled
+        self.made = self.first = False
+        self.settled = not enabled
         self.waits = 0
         self._due: list[Company] = []
         #: By role and place what the loop made, and of which examples.
@@ -152,7 +154,7 @@ class Between:
 
     def leave(self) -> None:
         """A pass is over: what modules hold beside parameters is the model's own doing."""
-        if self.settled and self._passes.device.type != "cpu":
+        if self.settled and not (self._enabled and self._passes.device.type == "cpu"):
             return
         self._left = list(map(dict, self._held))
 

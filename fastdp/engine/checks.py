@@ -46,7 +46,7 @@ class Checks:
         on_route: Callable[[str, str | None], None],
     ):
         self.enabled = enabled
-        self.between = Between(passes)
+        self.between = Between(passes, enabled=enabled)
         self.schedule = Schedule(batches, passes.device)
         self._passes, self._guard, self._ranks, self._on_route = passes, guard, ranks, on_route
         self._structure = Structure(passes.model)

@@ -31,7 +31,19 @@ _SPOTS = 32
 #: Where a module holds what is in its state.
 _STATE = frozenset({"_parameters", "_buffers", "_modules"})
 #: What a module says that it holds.
-_PARAMETERS, _MODULES, _BUFFERS = map(operator.attrgetter, ("_parameters", "_modules", "_buffers"))
+_PARAMETERS_AND_MODULES, _BUFFERS = operator.attrgetter("_parameters", "_modules"), operator.attrgetter("_buffers")
+
+
+class _Held(NamedTuple):
+    """What all modules hold: the names of parameters, these themselves, and modules."""
+
+    names: list[str]
+    parameters: list[Any]
+    modules: list[Any]
+
+    def holds_as(self, before: _Held | None) -> bool:
+        """Whether the same parameters stand under the same names."""
+        return before is not None and self.names == before.names and _same(self.parameters, before.parameters)
 
 
 class _Question(NamedTuple):
@@ -80,16 +92,18 @@ class Guard:
         self.harmless: frozenset[str] = frozenset()
         self._modules = list(model.named_modules())
         self._own = [module for _, module in self._modules]
-        _, self._children = self._identities()
+        #: Places of modules that have, or had, buffers.
+        self._holding: dict[int, None] = {}
+        self._children = self._identities().modules
         #: Every parameter by its module's place and its name there, what all modules held then, and how often each was written.
         self._settled: list[tuple[str, torch.nn.Module, str]] = []
         self._parameters: list[torch.nn.Parameter] = []
-        self._held: list[Any] = []
+        self._held: _Held | None = None
         self._writes: list[int] = []
         #: Whether some are in pieces, whose writes are counted apart.
         self._cut = False
         #: What was seen when each module was last looked at for parameters that have come to be trained.
-        self._trained: tuple[list[Any], list[bool], list[int]] | None = None
+        self._trained: tuple[list[bool], list[int]] | None = None
         self._spots: Spots | None = None
         #: All numbers of what no training changes, as of its latest change that torch counted; None before the first `settle`.
         self._still: dict[tuple[str, int], _Kept] | None = None
@@ -112,8 +126,8 @@ class Guard:
     def settle(self) -> None:
         """Take the parameters as they are now for released, or for not yet trained."""
         self._hold()
-        held, _ = self._identities()
-        if held != self._held:
+        held = self._identities()
+        if not held.holds_as(self._held):
             self._held, self._trained = held, None
             found = [
                 (prefix, module, name, parameter)
@@ -142,7 +156,8 @@ class Guard:
             self.settle()
             return
         self._writes = self._count()
-        buffers = [(name, buffer) for name, (buffer, _) in self._buffers().items() if name not in self.harmless]
+        known = self._buffers(everywhere=False)
+        buffers = [(name, buffer) for name, (buffer, _) in known.items() if name not in self.harmless]
         count, own = len(self._settled) + len(buffers), len(self._settled)
         here: list[tuple[str, torch.Tensor]] = []
         for at in DRAW.sample(range(count), min(count, _SPOTS)):
@@ -173,23 +188,26 @@ class Guard:
         With ``trained``, what the engine knows, also if any other has come to be trained, or to be there at all.
         """
         self._hold()
-        held, children = self._identities()
-        if held != self._held or self._count() != self._writes:
+        held = self._identities()
+        as_settled = held.holds_as(self._held)
+        if not as_settled or self._count() != self._writes:
             for (prefix, module, name), parameter, version in zip(self._settled, self._parameters, self._writes):
                 own = module._parameters
                 if writes(parameter) != version or (name in own and own[name] is not parameter):
                     raise moved(_joined(prefix, name))
         if trained is not None:
-            self._require_frozen(trained, held, children)
+            self._require_frozen(trained, as_settled, held.modules)
 
-    def _identities(self) -> tuple[list[Any], list[int]]:
-        """Of all parameters that modules hold now, with their names there, and of all modules, in order."""
-        chained = itertools.chain.from_iterable
-        own, modules = (list(filter(None, map(held, self._own))) for held in (_PARAMETERS, _MODULES))
-        return (
+    def _identities(self) -> _Held:
+        """What all modules hold now, in order."""
+        # One walk over a thousand modules, which lie far apart, takes longer than all that is made of them.
+        parameters, modules = (filter(None, tables) for tables in zip(*map(_PARAMETERS_AND_MODULES, self._own)))
+        own, chained = [*parameters], itertools.chain.from_iterable
+        return _Held(
             # `keys`, as a scripted module's table is walked by nothing else.
-            [*chained([table.keys() for table in own]), *map(id, chained([table.values() for table in own]))],
-            [*map(id, chained([table.values() for table in modules]))],
+            [*chained([table.keys() for table in own])],
+            [*chained([table.values() for table in own])],
+            [*chained([table.values() for table in modules])],
         )
 
     def _count(self) -> list[int]:
@@ -274,7 +292,9 @@ class Guard:
         """Whether a buffer is another tensor, or was written to, since all numbers were compared."""
         still = self._still or {}
         known = (
-            (still.get((name, 0)), buffer) for name, (buffer, _) in self._buffers().items() if name not in self.harmless
+            (still.get((name, 0)), buffer)
+            for name, (buffer, _) in self._buffers(everywhere=False).items()
+            if name not in self.harmless
         )
         return any(before is not None and before.known != (id(now), writes(now)) for before, now in known)
 
@@ -296,12 +316,12 @@ class Guard:
             self._asked.append(_Question([name for name, *_ in alike], [1] * len(alike), Sent(differ)))
         self._still = found
 
-    def _require_frozen(self, trained: Mapping[str, torch.nn.Parameter], held: list[Any], children: list[int]) -> None:
-        seen = held, [parameter.requires_grad for parameter in self._parameters], [*map(id, trained.values())]
+    def _require_frozen(self, trained: Mapping[str, torch.nn.Parameter], as_settled: bool, children: list[Any]) -> None:
+        seen = [parameter.requires_grad for parameter in self._parameters], [*map(id, trained.values())]
         # Where the same modules hold the same parameters as when all was looked at, nothing can have come.
-        if seen == self._trained and children == self._children:
+        if as_settled and seen == self._trained and _same(children, self._children):
             return
-        known, settled = set(seen[2]), set(map(id, self._parameters))
+        known, settled = set(seen[1]), set(map(id, self._parameters))
         for module in _reached(self.model):
             for name, parameter in module._parameters.items():
                 # Where no pass is looked at before it is made, nothing is settled until the first release.
@@ -313,7 +333,7 @@ class Guard:
                         f"{_joined(prefix, name)} was unfrozen or added after make_private; call detach() and make "
                         "the run private anew"
                     )
-        self._trained = seen if held == self._held else None
+        self._trained = seen if as_settled else None
 
     def _untrained(self) -> dict[tuple[str, int], _Kept]:
         frozen = ((name, p) for name, p in self.model.named_parameters() if not p.requires_grad)
@@ -348,7 +368,7 @@ class Guard:
     @contextmanager
     def forward(self) -> Iterator[None]:
         """Raise `SelfCheckError`, naming it, if a buffer is written meanwhile, or replaced."""
-        before = self._buffers()
+        before = self._buffers(everywhere=self._still is None)
         yield
         after = self._buffers()
         for name in after:
@@ -388,11 +408,13 @@ class Guard:
 
         return after
 
-    def _buffers(self) -> _Buffers:
+    def _buffers(self, *, everywhere: bool = True) -> _Buffers:
+        """Those with a place in a state dict; unless ``everywhere``, of modules alone that had some when all were looked at."""
+        if everywhere:
+            self._holding |= dict.fromkeys(itertools.compress(range(len(self._own)), map(_BUFFERS, self._own)))
         return {
             _joined(prefix, name): (buffer, buffer._version)
-            # Most have none, and nothing is done for these.
-            for prefix, module in itertools.compress(self._modules, map(_BUFFERS, self._own))
+            for prefix, module in map(self._modules.__getitem__, self._holding)
             for name, buffer in module._buffers.items()
             if buffer is not None and name not in getattr(module, "_non_persistent_buffers_set", ())
         }
@@ -426,6 +448,10 @@ def _reached(model: torch.nn.Module) -> list[torch.nn.Module]:
                 found[id(module)] = module
                 waiting.append(module)
     return list(found.values())
+
+
+def _same(one: list[Any], other: list[Any]) -> bool:
+    return len(one) == len(other) and all(map(operator.is_, one, other))
 
 
 def _joined(prefix: str, name: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,7 @@ from fastdp.private.plan import Plan
 from fastdp.private.schedules import count_release, follow_releases, forget_releases
 from fastdp.private.stages import Stages
 
+_TRAINS, _GRADIENT = map(operator.attrgetter, ("requires_grad", "grad"))
 #: Under this name the ledger keeps that steps were released without checks of the model.
 UNCHECKED = "unchecked rows"
 _EVALUATES = (
@@ -181,6 +183,8 @@ class Steps:
         """Until a release, every gradient the optimizer would apply is None; one that is not has not been clipped."""
         trained, selects = set(map(id, self._stages.engine.parameters.values())), self._stages.method.selects
         every = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        if trained.issuperset(map(id, every)) and all(map(_TRAINS, every)) and {None}.issuperset(map(_GRADIENT, every)):
+            return
         for parameter in every:
             known = id(parameter) in trained
             if not known and selects:
