@@ -33,7 +33,7 @@ class UseMode(TorchFunctionMode):
         super().__init__()
         self.reads = reads
         self.tap = tap
-        #: Parameters that met an activation entry by entry; and whether anything else was made that may read one.
+        #: Parameters that were read as they are, by a rule or entry by entry; and whether anything else may have read one.
         self.met: set[int] = set()
         self.else_read = False
 
@@ -46,7 +46,7 @@ class UseMode(TorchFunctionMode):
         if inside is None and func not in _HANDLERS:
             # Most of what runs beside a parameter's own operation reads none.
             for value in (*args, *kwargs.values()):
-                if id(value) in names or isinstance(value, (PerLane, list, tuple)):
+                if id(value) in names or _may_hold(value):
                     break
             else:
                 return func(*args, **kwargs)
@@ -54,11 +54,15 @@ class UseMode(TorchFunctionMode):
             if result is not NotImplemented:
                 self.met.update([id(value) for value in args if id(value) in names])
                 return result
-        self.else_read = True
         if inside is not None:
+            self.else_read = True
             with self:
                 return inside(*args, **kwargs)
         result = _handled(self.reads, self.tap, func, args, kwargs)
+        given = [*args, *kwargs.values()]
+        self.met.update([id(value) for value in given if id(value) in names])
+        # What a rule makes of a parameter alone goes on to others as that.
+        self.else_read |= type(result) is not torch.Tensor or any(map(_may_hold, given))
         if result is not NotImplemented:
             return result
         return func(*map(self._substituted, args), **{k: self._substituted(v) for k, v in kwargs.items()})
@@ -75,7 +79,8 @@ class UseMode(TorchFunctionMode):
 class Held(torch.Tensor):
     """A trained parameter in its module's hands during a forward pass: what is made of it goes where `UseMode` sends it.
 
-    Nothing else of the module's is intercepted, so it serves where a mode has seen all that reads a parameter there.
+    Nothing else of the module's is intercepted, so it serves where a mode has seen that each is read by a rule, or meets an
+    activation entry by entry.
     """
 
     reads: Reads
@@ -105,6 +110,13 @@ class Held(torch.Tensor):
         if reads.tap is None:
             return func(*args, **kwargs)
         return UseMode(reads, reads.tap).__torch_function__(func, types, args, kwargs)
+
+
+def _may_hold(value: Any) -> bool:
+    """Whether a value is made of parameters, or may have some in it."""
+    return isinstance(value, PerLane) or (
+        isinstance(value, (list, tuple)) and not all(isinstance(v, int) for v in value)
+    )
 
 
 @functools.lru_cache(1 << 12)

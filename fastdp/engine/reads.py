@@ -32,10 +32,10 @@ class Reads:
     def learn(self, carries_rows: Mapping[tuple[str, str, int], Fold | None]) -> None:
         """Take what a trace found: where the rows of inputs lie, by operation, parameter and dimensions."""
         self._carries_rows = carries_rows
-        #: Of each matrix of torch's own linear layers its latest use: the bias's identity, the input's shape and rows, what both
+        #: Of each matrix its latest use in a product: the operation, the bias's identity, the input's shape and rows, what both
         #: come to, and the bytes of a gradient that would wait for others. Trained parameters live on, so that no other bias has
         #: the identity of one that is.
-        self.linear: dict[int, tuple[int, torch.Size, int, tuple[str, tuple[int, ...]], Product, int]] = {}
+        self.products: dict[int, tuple[str, int, torch.Size, int, tuple[str, tuple[int, ...]], Product, int]] = {}
 
     def is_trained(self, value: Any) -> bool:
         return id(value) in self.names

@@ -21,10 +21,16 @@ def linear_of(module: torch.nn.Linear, reads: Reads, tap: Tap, x: torch.Tensor) 
     # A step asks this of every layer, and a function called takes the host as long as all that is compared here.
     own, layout = module._parameters, tap.layout
     weight, bias = own.get("weight"), own.get("bias")
-    known = reads.linear.get(id(weight))
+    known = reads.products.get(id(weight))
     if known is not None and layout.token_segments is None and id(weight) not in reads.heads.weights:
-        of_bias, shape, rows, noted, use, held = known
-        if id(bias) == of_bias and x.shape == shape and layout.rows == rows and module.__dict__.keys().isdisjoint(own):
+        operation, of_bias, shape, rows, noted, use, held = known
+        if (
+            operation == "linear"
+            and id(bias) == of_bias
+            and x.shape == shape
+            and layout.rows == rows
+            and module.__dict__.keys().isdisjoint(own)
+        ):
             tap.shapes.add(noted)
             return applied(x, weight, bias, tap, use, held)
     return _linear(reads, tap, x, module.weight, module.bias)
@@ -53,6 +59,12 @@ def _linear(reads: Reads, tap: Tap, input: Any, weight: Any, bias: Any = None) -
 def _addmm(reads: Reads, tap: Tap, input: Any, mat1: Any, mat2: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
     if beta != 1 or alpha != 1 or reads.is_trained(mat1):
         return NotImplemented
+    known, layout = reads.products.get(id(mat2)), tap.layout
+    if known is not None and layout.token_segments is None and type(mat1) is torch.Tensor:
+        operation, of_bias, shape, rows, noted, use, held = known
+        if operation == "addmm" and id(input) == of_bias and mat1.shape == shape and layout.rows == rows:
+            tap.shapes.add(noted)
+            return applied(mat1, mat2, input, tap, use, held)
     return _product(reads, tap, "addmm", mat1, mat2, input, swap=True)
 
 
@@ -78,10 +90,10 @@ def _product(reads: Reads, tap: Tap, operation: str, x: Any, weight: Any, bias: 
         narrow, whole = min(weight.shape) <= NARROW, fold.natural and trained[0] and weight.dim() == 2
         held = x.numel() // x.shape[-1] * sum(weight.shape) * x.element_size() if narrow and x.numel() else 0
         held = held if whole else 1 << 62
-        if operation == "linear" and trained[0]:
+        if trained[0]:
             rows = tap.layout.rows
             noted = kind(operation, x.shape, rows, fold)
-            reads.linear[id(weight)] = id(bias), x.shape, rows, noted, use, held
+            reads.products[id(weight)] = operation, id(bias), x.shape, rows, noted, use, held
         return applied(x, weight, bias, tap, use, held)
     own = tuple(p for p, read in zip((weight, bias), trained) if read)
     if laned:
