@@ -192,6 +192,16 @@ class NormSink(Captures):
             if self._held_bytes > self.may_hold_bytes:
                 self._take_together()
 
+    def tokens(self, parameter: torch.nn.Parameter, gradient: torch.Tensor, layout: Layout, laned: bool) -> None:
+        name = self.names[id(parameter)]
+        alone = self.expected.get(name, 1) > 1 or name in self.policy.masks or layout.token_segments is not None
+        if alone or not self.may_hold_bytes:
+            super().tokens(parameter, gradient, layout, laned)
+            return
+        # A matrix with one column, whose inputs are ones: a GPU adds up the tokens of many biases in one launch.
+        ones = sent((1.0,), gradient.dtype, gradient.device).expand(gradient.shape[0], 1)
+        self.matrix(parameter, Factors(gradient, ones, laned), layout)
+
     def _take_together(self) -> None:
         """Sort what was captured: a GPU measures many matrices in one launch."""
         captured, self._captured, self._held_bytes = self._captured, [], 0
@@ -294,7 +304,7 @@ class NormSink(Captures):
             return "tiles"
         if use.one_hot:
             return "row sums"
-        if self.all_whole:
+        if self.all_whole or use.right.shape[1] == 1:
             return "instantiate"
         right, units = use.right, self.layout.units
         length = right.shape[0] // max(1, units)
