@@ -386,7 +386,7 @@ _WORK: dict[str, Callable[..., tuple[float, torch.Tensor | None]]] = {
     "chosen_sqnorm": _reading,
     "row_products": _reading,
     "column_sums": _reading,
-    "affine_sums": _reading,
+    "affine_sums_group": _reading,
     "instance_norms": _reading,
     "instance_sum": _reading,
     "instance_norms_group": _reading,

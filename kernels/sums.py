@@ -43,7 +43,7 @@ def column_sums(left: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     return grouped.per_unit_group([left], [ones], offsets)[0][0].squeeze(2)
 
 
-affine_sums = serves(4)(affine.affine_sums)
+affine_sums_group = serves(4)(affine.affine_sums_group)
 
 
 @serves(3)

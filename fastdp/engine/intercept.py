@@ -19,10 +19,10 @@ from fastdp.engine.rules import bags, convolution, norms, products, recurrent
 from fastdp.engine.rules.composite import opened
 from fastdp.engine.uses import (
     EmbeddingUse,
-    LayerNormUse,
     Tap,
     is_detach,
     is_metadata,
+    normed,
 )
 
 
@@ -211,7 +211,7 @@ def _layer_norm(
         or not reads.rows("layer_norm", weight if trained[0] else bias, input, tap)
     ):
         raise UnsupportedUse("layer_norm over several dimensions, or of a value without rows")
-    return LayerNormUse.apply(input, weight, bias, eps, tap, trained)
+    return normed(input, weight, bias, eps, tap, trained)
 
 
 def _rms_norm(reads: Reads, tap: Tap, input: Any, normalized_shape: Any, weight: Any = None, eps: Any = None) -> Any:

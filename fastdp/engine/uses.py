@@ -77,9 +77,9 @@ class Tap:
         self.held: list[Held] = []
         #: The ids that were looked up in a table, by its identity, rows first.
         self.looked_up: dict[int, list[torch.Tensor]] = {}
-        #: Bytes of gradients that products of autograd's own may leave to the end of the backward pass; none of them below 0.
+        #: Bytes of gradients that uses of autograd's own may leave to the end of the backward pass; none of them below 0.
         self.room = -1
-        self.products: list[OwnProduct] = []
+        self.products: list[OwnProduct | OwnNorm] = []
         #: Whether a module that reads trained parameters ran without gradients, as under reentrant checkpointing.
         self.hidden = False
 
@@ -173,12 +173,42 @@ class OwnProduct(NamedTuple):
 
     def give(self, gradient: torch.Tensor, right: torch.Tensor, sink: Sink, layout: Layout) -> None:
         """Hand a sink what the gradient of the output comes to, x being ``right`` with its tokens on one axis."""
-        if self.x._version != self.version:
-            raise RuntimeError("the input of a linear layer was modified in place after the layer had read it")
         flat = _flat(gradient)
         if self.bias is not None:
             sink.tokens(self.bias, flat, layout, False)
         sink.matrix(self.weight, Factors(flat, right, swap=self.swap), layout)
+
+
+class OwnNorm(NamedTuple):
+    """A layer norm that autograd differentiates by itself, for x alone.
+
+    Args:
+        edge, x, version: as of `OwnProduct`.
+        mean, rstd: of each row of x, and the inverse of its standard deviation.
+        weight, bias: the parameters; None for one that is not trained.
+    """
+
+    edge: GradientEdge
+    x: torch.Tensor
+    version: int
+    mean: torch.Tensor
+    rstd: torch.Tensor
+    weight: torch.nn.Parameter | None
+    bias: torch.nn.Parameter | None
+
+
+def _give_norms(found: Sequence[tuple[OwnNorm, torch.Tensor, torch.Tensor]], sink: Sink, layout: Layout) -> None:
+    """Hand a sink what gradients of layer norms' outputs come to, each with its input, tokens on one axis: a shape at a time."""
+    alike: dict[torch.Size, list[tuple[OwnNorm, torch.Tensor, torch.Tensor]]] = {}
+    for own in found:
+        alike.setdefault(own[1].shape, []).append(own)
+    for shape, members in alike.items():
+        norms, gradients, xs = zip(*members)
+        rows = [norm.mean for norm in norms], [norm.rstd for norm in norms]
+        for norm, each in zip(norms, ops.affine_sums_group(gradients, xs, *rows, layout.offsets(shape[0]))):
+            for parameter, sums in zip((norm.weight, norm.bias), each):
+                if parameter is not None:
+                    sink.instances(parameter, sums, layout)
 
 
 #: The hooks on what autograd saves that are active, if there are any: as under checkpointing, which keeps no inputs.
@@ -190,12 +220,8 @@ def applied(x: Any, weight: Any, bias: Any, tap: Tap, use: Product, held: int) -
 
     ``held`` are the bytes of its input and its output's gradient, if they wait for others.
     """
-    if torch._C._are_functorch_transforms_active():
+    if not _differentiates_itself(x, tap, held):
         return LinearUse.apply(x, weight, bias, tap, use)
-    own = tap.room >= held and x.requires_grad and _saving_hooks(True) is None
-    if not own or torch.is_autocast_enabled(x.device.type):
-        return LinearUse.plainly(x, weight, bias, tap, use)
-    tap.room -= held
     plain = weight.detach()
     out = F.linear(x, plain.t() if use.swap else plain, None if bias is None else bias.detach())
     # What is written into a view changes the way to it; the product before stays where it is.
@@ -205,16 +231,37 @@ def applied(x: Any, weight: Any, bias: Any, tap: Tap, use: Product, held: int) -
     return out
 
 
+def normed(x: Any, weight: Any, bias: Any, eps: float, tap: Tap, trained: tuple[bool, bool]) -> Any:
+    """A layer norm over the last dimension as an `OwnNorm` of the pass, or else as a `LayerNormUse`."""
+    if not _differentiates_itself(x, tap, x.numel() * x.element_size()):
+        return LayerNormUse.apply(x, weight, bias, eps, tap, trained)
+    scale, shift = (None if parameter is None else parameter.detach() for parameter in (weight, bias))
+    out, mean, rstd = torch.native_layer_norm(x, x.shape[-1:], scale, shift, eps)
+    own = [parameter if reads else None for parameter, reads in zip((weight, bias), trained)]
+    edge = GradientEdge(out.grad_fn, out.output_nr)  # type: ignore[arg-type]
+    tap.products.append(OwnNorm(edge, x, x._version, mean, rstd, *own))
+    return out
+
+
+def _differentiates_itself(x: torch.Tensor, tap: Tap, held: int) -> bool:
+    """Whether autograd shall differentiate a use of x by itself, whose gradient of so many bytes then waits for others."""
+    own = tap.room >= held and x.requires_grad and _saving_hooks(True) is None
+    if not own or torch._C._are_functorch_transforms_active() or torch.is_autocast_enabled(x.device.type):
+        return False
+    tap.room -= held
+    return True
+
+
 def differentiate(
     tops: Sequence[torch.Tensor],
     seeds: Sequence[torch.Tensor],
-    products: Sequence[OwnProduct],
+    products: Sequence[OwnProduct | OwnNorm],
     tap: Tap,
     parameters: Iterable[torch.nn.Parameter],
     *,
     retain: bool,
 ) -> None:
-    """A backward pass, and what it brings to products of autograd's own, for the tap's sink.
+    """A backward pass, and what it brings to uses of autograd's own, for the tap's sink.
 
     All uses give their ``parameters`` no gradient; what any gets in another way is in its `.grad` afterwards.
     """
@@ -243,12 +290,21 @@ def differentiate(
                 parameter.grad = gradient
     sink, layout = tap.open(), tap.layout
     right = x = None
+    norms: list[tuple[OwnNorm, torch.Tensor, torch.Tensor]] = []
     for product, gradient in zip(reversed(products), reversed(caught)):
         if gradient is not None:
             if right is None or product.x is not x:
                 x = product.x
                 right = _flat(x)
-            product.give(gradient, right, sink, layout)
+            if x._version != product.version:
+                raise RuntimeError(
+                    "the input of a linear layer or a layer norm was modified in place after that had read it"
+                )
+            if isinstance(product, OwnNorm):
+                norms.append((product, _flat(gradient), right))
+            else:
+                product.give(gradient, right, sink, layout)
+    _give_norms(norms, sink, layout)
 
 
 def _catch(caught: list[torch.Tensor | None], at: int, number: int, gradients: Sequence[torch.Tensor]) -> None:

@@ -29,6 +29,7 @@ from .snap import snap as snap
 from .stream import NoiseStream as NoiseStream
 from .sums import (
     affine_sums as affine_sums,
+    affine_sums_group as affine_sums_group,
     column_sums as column_sums,
     masked_weighted_sum as masked_weighted_sum,
     per_unit as per_unit,

@@ -1,4 +1,4 @@
-"""Matrices that many launches read: what checks and tables ask of each is asked once, in one go.
+"""Tensors that many launches read: what checks and tables ask of each is asked once, in one go.
 
 A step has hundreds of them, and every question takes the host as long as a line of Python. What is the same in every step,
 their form, is one object then, by which tables are known; only addresses are new.
@@ -40,18 +40,27 @@ class Form:
 _form = functools.lru_cache(maxsize=256)(Form)
 
 
-class Matrices(list[Tensor]):
-    """A list of matrices, not to be changed."""
+class Tensors(list[Tensor]):
+    """A list of tensors, not to be changed."""
+
+    @functools.cached_property
+    def shapes(self) -> list[torch.Size]:
+        """Of each."""
+        return [tensor.shape for tensor in self]
+
+    @functools.cached_property
+    def addresses(self) -> np.ndarray:
+        """Where they lie, int64."""
+        return np.array([tensor.data_ptr() for tensor in self], np.int64)
+
+
+class Matrices(Tensors):
+    """A list of matrices."""
 
     @classmethod
     def of(cls, matrices: Iterable[Tensor]) -> Matrices:
         """These, or a list of them."""
         return matrices if isinstance(matrices, cls) else cls(matrices)
-
-    @functools.cached_property
-    def shapes(self) -> list[torch.Size]:
-        """Of each."""
-        return [matrix.shape for matrix in self]
 
     @functools.cached_property
     def rows(self) -> int | None:
@@ -65,11 +74,6 @@ class Matrices(list[Tensor]):
         """Of matrices alone."""
         columns, dtypes = tuple([shape[1] for shape in self.shapes]), tuple([matrix.dtype for matrix in self])
         return _form(columns, tuple([matrix.stride() for matrix in self]), dtypes)  # type: ignore[arg-type]
-
-    @functools.cached_property
-    def addresses(self) -> np.ndarray:
-        """Where they lie, int64."""
-        return np.array([matrix.data_ptr() for matrix in self], np.int64)
 
     @functools.cached_property
     def wide(self) -> bytes:

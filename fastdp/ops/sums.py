@@ -188,36 +188,55 @@ def column_sums(left: Tensor, offsets: Tensor) -> Tensor:
     return COLUMN_SUMS(left, offsets)
 
 
-def _affine_sums_reference(gradient: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, offsets: Tensor) -> Tensor:
-    bounds, dtype = unit_bounds(offsets), accumulator(gradient, x)
-    sums = gradient.new_zeros(2, len(bounds) - 1, gradient.shape[1], dtype=dtype)
-    for unit, (start, end) in enumerate(zip(bounds, bounds[1:])):
-        own = slice(start, end)
-        normed = (x[own].to(dtype) - mean[own].to(dtype).unsqueeze(1)) * rstd[own].to(dtype).unsqueeze(1)
-        arrived = gradient[own].to(dtype)
-        sums[0, unit], sums[1, unit] = (normed * arrived).sum(0), arrived.sum(0)
+def _affine_sums_group_reference(
+    gradients: Sequence[Tensor], xs: Sequence[Tensor], means: Sequence[Tensor], rstds: Sequence[Tensor], offsets: Tensor
+) -> Tensor:
+    bounds, dtype = unit_bounds(offsets), accumulator(*gradients, *xs)
+    sums = gradients[0].new_zeros(len(xs), 2, len(bounds) - 1, xs[0].shape[1], dtype=dtype)
+    for number, (gradient, x, *rows) in enumerate(zip(gradients, xs, means, rstds)):
+        mean, rstd = (row.to(dtype).reshape(-1, 1) for row in rows)
+        for unit, (start, end) in enumerate(zip(bounds, bounds[1:])):
+            own = slice(start, end)
+            arrived = gradient[own].to(dtype)
+            sums[number, 0, unit] = ((x[own].to(dtype) - mean[own]) * rstd[own] * arrived).sum(0)
+            sums[number, 1, unit] = arrived.sum(0)
     return sums
 
 
-def _check_affine_sums(gradient: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, offsets: Tensor) -> None:
-    check_pair(gradient, x, ("gradient", "x"))
-    if gradient.dim() != 2 or gradient.shape != x.shape:
-        raise ValueError(f"gradient has shape {tuple(gradient.shape)} and x {tuple(x.shape)}: both are [tokens, n]")
-    for name, row in (("mean", mean), ("rstd", rstd)):
-        if row.shape != x.shape[:1] or not row.is_floating_point() or row.device != x.device:
-            raise ValueError(f"{name} is {row.dtype} {list(row.shape)} on {row.device}: one float a token, beside x")
-    check_offsets(offsets, x.shape[0], x.device)
+def _check_affine_sums_group(
+    gradients: Sequence[Tensor], xs: Sequence[Tensor], means: Sequence[Tensor], rstds: Sequence[Tensor], offsets: Tensor
+) -> None:
+    if not xs or not len(gradients) == len(xs) == len(means) == len(rstds):
+        raise ValueError(
+            f"there are {len(gradients)} gradients, {len(xs)} xs, {len(means)} means and {len(rstds)} rstds: give as many of "
+            "each, at least one"
+        )
+    x, tokens = xs[0], xs[0].shape[0]
+    for gradient, own in zip(gradients, xs):
+        check_pair(gradient, own, ("gradient", "x"))
+        if gradient.dim() != 2 or not gradient.shape == own.shape == x.shape or own.device != x.device:
+            shapes = tuple(gradient.shape), tuple(own.shape)
+            raise ValueError(
+                f"gradient has shape {shapes[0]} and x {shapes[1]}: both are [tokens, n], and all are alike"
+            )
+    for name, rows in (("mean", means), ("rstd", rstds)):
+        for row in rows:
+            if row.numel() != tokens or not row.is_floating_point() or row.device != x.device:
+                raise ValueError(
+                    f"{name} is {row.dtype} {list(row.shape)} on {row.device}: one float a token, beside x"
+                )
+    check_offsets(offsets, tokens, x.device)
 
 
-AFFINE_SUMS = Op(
-    "affine_sums(Tensor gradient, Tensor x, Tensor mean, Tensor rstd, Tensor offsets) -> Tensor",
-    reference=_affine_sums_reference,
-    fake=lambda gradient, x, mean, rstd, offsets: gradient.new_empty(
-        2, offsets.shape[0] - 1, gradient.shape[1], dtype=accumulator(gradient, x)
+AFFINE_SUMS_GROUP = Op(
+    "affine_sums_group(Tensor[] gradients, Tensor[] xs, Tensor[] means, Tensor[] rstds, Tensor offsets) -> Tensor",
+    reference=_affine_sums_group_reference,
+    fake=lambda gradients, xs, means, rstds, offsets: xs[0].new_empty(
+        len(xs), 2, offsets.shape[0] - 1, xs[0].shape[1], dtype=accumulator(*gradients, *xs)
     ),
-    check=_check_affine_sums,
+    check=_check_affine_sums_group,
 )
-AFFINE_SUMS.in_family("sums")
+AFFINE_SUMS_GROUP.in_family("sums")
 
 
 def affine_sums(gradient: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
@@ -245,7 +264,35 @@ def affine_sums(gradient: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, offsets
             [-2.,  2.]]), tensor([[1., 1.],
             [2., 2.]]))
     """
-    return AFFINE_SUMS(gradient, x, mean, rstd, offsets).unbind(0)
+    return AFFINE_SUMS_GROUP([gradient], [x], [mean], [rstd], offsets)[0].unbind(0)
+
+
+def affine_sums_group(
+    gradients: Sequence[Tensor], xs: Sequence[Tensor], means: Sequence[Tensor], rstds: Sequence[Tensor], offsets: Tensor
+) -> list[tuple[Tensor, Tensor]]:
+    """:func:`affine_sums` of k layer norms of one shape: on a GPU one launch for all of the same dtypes.
+
+    Args:
+        gradients, xs: k matrices each, all [N, n], float, any strides.
+        means, rstds: k each, of N entries.
+        offsets: int64 [B + 1], from 0 to N, not decreasing; on the CPU or with ``xs``.
+
+    Returns:
+        k pairs of sums [B, n], float32 (float64 if an argument is float64).
+
+    Raises:
+        TypeError, ValueError: lists of other lengths, or of several shapes, or what :func:`affine_sums` refuses.
+
+    >>> import torch
+    >>> from fastdp.ops import affine_sums_group
+    >>> gradient, x, offsets = torch.ones(3, 2), torch.tensor([[1.0, 3.0]] * 3), torch.tensor([0, 1, 3])
+    >>> both = [[one] * 2 for one in (gradient, x, x.mean(1), 1 / x.std(1, correction=0))]
+    >>> [bias.tolist() for _, bias in affine_sums_group(*both, offsets)]
+    [[[1.0, 1.0], [2.0, 2.0]], [[1.0, 1.0], [2.0, 2.0]]]
+    """
+    sums = AFFINE_SUMS_GROUP(Matrices.of(gradients), Matrices.of(xs), list(means), list(rstds), offsets)
+    rows = sums.flatten(0, 1).unbind(0)
+    return [*zip(rows[::2], rows[1::2])]
 
 
 def _add_weighted(out: Tensor, left: Tensor, right: Tensor, weights: Tensor) -> Tensor:

@@ -64,6 +64,9 @@ def test_sums_of_models(name: str, tuning: str, taken: list[int], monkeypatch: p
 def net(middle) -> Net:
     # With a bias the output is a view, which torch lets nobody write to where the layer captures.
     own = {"scale": Scale()} if middle is scaled_behind_a_leaf else {}
+    if middle is norms_in_place:
+        own = {"norm": torch.nn.LayerNorm(6), "shift": torch.nn.LayerNorm(6)}
+        own["shift"].weight.requires_grad_(False)
     made = Net(middle, third=torch.nn.Linear(6, 6, bias=middle is not in_place), **own)
     made.first.requires_grad_(middle is not scaled_behind_a_leaf)
     made.third.requires_grad_(middle is not scaled_behind_a_leaf)
@@ -75,6 +78,11 @@ def in_place(net: Net, h: torch.Tensor) -> torch.Tensor:
     h += 1
     h.mul_(0.5)
     return h.relu_()
+
+
+def norms_in_place(net: Net, h: torch.Tensor) -> torch.Tensor:
+    h = net.norm(h).mul_(2)
+    return net.norm(net.shift(h)).relu_()
 
 
 def checkpointed(net: Net, h: torch.Tensor) -> torch.Tensor:
@@ -109,6 +117,7 @@ class Scale(torch.nn.Module):
     [
         pytest.param(in_place, 2, id="written to"),
         pytest.param(lambda net, h: net.third(net.third(h)), 3, id="used twice"),
+        pytest.param(norms_in_place, 4, id="layer norms"),
         pytest.param(lambda net, h: h + 0 * net.third(h).detach(), 2, id="reached by no gradient"),
         pytest.param(checkpointed, 1, id="checkpointed"),
         pytest.param(reentrant, 1, id="reentrant"),
@@ -128,19 +137,22 @@ def test_sums_of_nets(middle, products: int, taken: list[int]) -> None:
     assert error(sums, clipped_sum(one_by_one(truth, DATA), 0.5)) < EXACT
 
 
-def test_an_input_that_is_written_to_afterwards_is_refused(taken: list[int]) -> None:
+@pytest.mark.parametrize("layer", ["third", "norm"])
+def test_an_input_that_is_written_to_afterwards_is_refused(layer: str, taken: list[int]) -> None:
     def middle(net: Net, h: torch.Tensor) -> torch.Tensor:
         h = h + 0
-        out = net.third(h)
+        out = getattr(net, layer)(h)
         if written:
             h.add_(1)
         return out
 
     written = False
-    engine, tickets = engine_for(net(middle), 0.5, check=False)
+    model = net(middle)
+    model.norm = torch.nn.LayerNorm(6)
+    engine, tickets = engine_for(model, 0.5, check=False)
     feed(engine, tickets, DATA)
     written = True
-    with pytest.raises(RuntimeError, match="modified in place"):
+    with pytest.raises(RuntimeError, match="in ?place"):
         feed(engine, tickets, DATA)
 
 

@@ -320,11 +320,11 @@ CASES = {
     "affine-bf16": Case(
         affine._affine_kernel,
         {
-            **{"p_gradient": "*bf16", "p_x": "*bf16", "p_mean": "*fp32", "p_rstd": "*fp32"},
-            **{"p_offsets": "*i64", "p_out": "*fp32", **numbers("units", "splits", "n")},
-            **strides("stride_gt", "stride_gn", "stride_xt", "stride_xn"),
+            **{"p_table": "*i64", "p_offsets": "*i64", "p_out": "*fp32"},
+            **numbers("problems", "units", "splits", "n"),
         },
-        {"b_t": affine._TOKENS, "b_n": affine._COLUMNS},
+        {"GRADIENT": tl.bfloat16, "X": tl.bfloat16, "CONTIGUOUS": True, "ALIGNED": True}
+        | {"b_t": affine._TOKENS, "b_n": affine._COLUMNS},
     ),
     "weighted-bf16": replace(weighted_case(tl.bfloat16, 128, 128, 64, 8, False), loop=270),
     # An accumulator of 128 registers leaves four words over for the stack once, where the tile is stored.

@@ -321,6 +321,7 @@ BAD = [
     (lambda: ops.affine_sums(LEFT, RIGHT, WEIGHTS, WEIGHTS, OFFSETS), ValueError, "both are"),
     (lambda: ops.affine_sums(LEFT, LEFT, WEIGHTS[1:], WEIGHTS, OFFSETS), ValueError, "mean is"),
     (lambda: ops.affine_sums(LEFT, LEFT, WEIGHTS, WEIGHTS.int(), OFFSETS), ValueError, "rstd is"),
+    (lambda: ops.affine_sums_group([LEFT], [], [], [], OFFSETS), ValueError, "there are 1 gradients, 0 xs"),
     (lambda: ops.weighted_sum(LEFT, RIGHT, WEIGHTS[:5]), ValueError, r"weights have shape \(5,\)"),
     (
         lambda: ops.weighted_sum(LEFT, RIGHT, WEIGHTS, offsets=OFFSETS),

@@ -79,14 +79,17 @@ def column_sums(left: Tensor, offsets: Tensor) -> Tensor:
     return sums
 
 
-def affine_sums(gradient: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, offsets: Tensor) -> Tensor:
-    """:func:`fastdp.ops.affine_sums` on a processor."""
-    if not served(gradient, x) or not mean.dtype == rstd.dtype == torch.float32:
+def affine_sums_group(
+    gradients: Sequence[Tensor], xs: Sequence[Tensor], means: Sequence[Tensor], rstds: Sequence[Tensor], offsets: Tensor
+) -> Tensor:
+    """:func:`fastdp.ops.affine_sums_group` on a processor: one after another."""
+    if not served(*gradients, *xs) or {row.dtype for row in (*means, *rstds)} != {torch.float32}:
         return NotImplemented
-    bounds, mean, rstd = unit_bounds(offsets), mean.contiguous(), rstd.contiguous()
-    sums = torch.empty(2, len(bounds) - 1, gradient.shape[1])
-    threads = torch.get_num_threads()
-    _native.affine_sums(native_factor(gradient), native_factor(x), mean, rstd, bounds, sums, threads)
+    bounds, threads = unit_bounds(offsets), torch.get_num_threads()
+    sums = torch.empty(len(xs), 2, len(bounds) - 1, xs[0].shape[1])
+    for out, gradient, x, mean, rstd in zip(sums, gradients, xs, means, rstds):
+        rows = mean.contiguous(), rstd.contiguous()
+        _native.affine_sums(native_factor(gradient), native_factor(x), *rows, bounds, out, threads)
     return sums
 
 

@@ -125,11 +125,15 @@ def test_gradients_of_a_layer_norm(dtype, monkeypatch):
     gradient, x = factor(60, 70, 0, dtype, "transposed"), factor(60, 70, 1, dtype)
     x[21, 3] = NAN
     mean, rstd = torch.rand(60), torch.rand(60)
-    truth = OPS["affine_sums"].reference(gradient.double(), x.double(), mean, rstd, offsets)
-    size = OPS["affine_sums"].reference(gradient.double().abs(), x.double().abs(), -mean, rstd, offsets)
+    gradients, xs = [gradient, x, gradient.float()], [x, gradient, gradient]
+    means, rstds = [mean, rstd[None], mean.bfloat16()], [rstd] * 3
+    of = OPS["affine_sums_group"].reference
+    truth = of([own.double() for own in gradients], [own.double() for own in xs], means, rstds, offsets)
+    sizes = [[own.double().abs() for own in each] for each in (gradients, xs)]
+    size = of(*sizes, [-own for own in means], rstds, offsets)
     for splits in (1, 3):
         monkeypatch.setattr(affine, "splits_to_fill", lambda *_, splits=splits: splits)
-        got = affine.affine_sums(gradient, x, mean, rstd, offsets)
+        got = affine.affine_sums_group(gradients, xs, means, rstds, offsets)
         assert torch.equal(got.isnan(), truth.isnan())
         assert bool((((got - truth).abs() <= 40 * 2.0**-24 * size) | truth.isnan()).all())
 
