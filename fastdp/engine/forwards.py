@@ -59,7 +59,7 @@ class PatchedForward(_Forward):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         tap = self.reads.tap
         if tap is not None and not torch.is_grad_enabled():
-            tap.hidden = True
+            tap.whole = True
         if self.reads.mode_open or (tap is None and not self.reads.heads.plainly):
             return self.original(*args, **kwargs)
         if tap is not None and not self.had_own and not torch.compiler.is_compiling():

@@ -245,7 +245,7 @@ class Passes:
             return self._one_at_a_time(call, ticket, layout, enter)
         tap = Tap(layout)
         if not (verify or self.weights.cut or self._twice_or_whole(layout)[0]):
-            tap.room = self.accumulator.may_hold(layout)
+            tap.allow(self.accumulator.may_hold(layout))
         try:
             output, tops = self._tops(call, layout, tap, verify=verify)
         finally:

@@ -79,9 +79,13 @@ class Tap:
         self.looked_up: dict[int, list[torch.Tensor]] = {}
         #: Bytes of gradients that uses of autograd's own may leave to the end of the backward pass; none of them below 0.
         self.room = -1
-        self.products: list[OwnProduct | OwnNorm] = []
-        #: Whether a module that reads trained parameters ran without gradients, as under reentrant checkpointing.
-        self.hidden = False
+        self.products: list[OwnProduct] = []
+        #: Layer norms whose gradients are there and wait for others, their bytes, and how many may wait.
+        self.norms: list[Normed] = []
+        self.waiting = self.most = 0
+        #: Whether a backward pass has to run all of its graph: something hooks on it that lies before no parameter, or a module
+        #: that reads trained ones ran without gradients, as under reentrant checkpointing, and is computed anew within it.
+        self.whole = False
 
     def note(self, operation: str, x: torch.Tensor, fold: Fold | None) -> None:
         """Note the shape of a use's input; raises `UnsupportedUse` if it cannot be cut into the rows."""
@@ -94,6 +98,11 @@ class Tap:
             held.drop()
         self.held.clear()
         self.looked_up.clear()
+        self.norms.clear()
+
+    def allow(self, room: int) -> None:
+        """Let so many bytes wait; of layer norms, whose inputs nothing else keeps, a 64th."""
+        self.room, self.most = room, room // 64
 
     def open(self) -> Sink:
         if self.sink is None:
@@ -173,42 +182,29 @@ class OwnProduct(NamedTuple):
 
     def give(self, gradient: torch.Tensor, right: torch.Tensor, sink: Sink, layout: Layout) -> None:
         """Hand a sink what the gradient of the output comes to, x being ``right`` with its tokens on one axis."""
+        if self.x._version != self.version:
+            raise RuntimeError("the input of a linear layer was modified in place after the layer had read it")
         flat = _flat(gradient)
         if self.bias is not None:
             sink.tokens(self.bias, flat, layout, False)
         sink.matrix(self.weight, Factors(flat, right, swap=self.swap), layout)
 
 
-class OwnNorm(NamedTuple):
-    """A layer norm that autograd differentiates by itself, for x alone.
+class Normed(NamedTuple):
+    """A layer norm that autograd differentiated by itself, for x alone, once the gradient of its output is there.
 
     Args:
-        edge, x, version: as of `OwnProduct`.
+        gradient, x: of its output, and its input, tokens on one axis.
         mean, rstd: of each row of x, and the inverse of its standard deviation.
         weight, bias: the parameters; None for one that is not trained.
     """
 
-    edge: GradientEdge
+    gradient: torch.Tensor
     x: torch.Tensor
-    version: int
     mean: torch.Tensor
     rstd: torch.Tensor
     weight: torch.nn.Parameter | None
     bias: torch.nn.Parameter | None
-
-
-def _give_norms(found: Sequence[tuple[OwnNorm, torch.Tensor, torch.Tensor]], sink: Sink, layout: Layout) -> None:
-    """Hand a sink what gradients of layer norms' outputs come to, each with its input, tokens on one axis: a shape at a time."""
-    alike: dict[torch.Size, list[tuple[OwnNorm, torch.Tensor, torch.Tensor]]] = {}
-    for own in found:
-        alike.setdefault(own[1].shape, []).append(own)
-    for shape, members in alike.items():
-        norms, gradients, xs = zip(*members)
-        rows = [norm.mean for norm in norms], [norm.rstd for norm in norms]
-        for norm, each in zip(norms, ops.affine_sums_group(gradients, xs, *rows, layout.offsets(shape[0]))):
-            for parameter, sums in zip((norm.weight, norm.bias), each):
-                if parameter is not None:
-                    sink.instances(parameter, sums, layout)
 
 
 #: The hooks on what autograd saves that are active, if there are any: as under checkpointing, which keeps no inputs.
@@ -232,15 +228,45 @@ def applied(x: Any, weight: Any, bias: Any, tap: Tap, use: Product, held: int) -
 
 
 def normed(x: Any, weight: Any, bias: Any, eps: float, tap: Tap, trained: tuple[bool, bool]) -> Any:
-    """A layer norm over the last dimension as an `OwnNorm` of the pass, or else as a `LayerNormUse`."""
-    if not _differentiates_itself(x, tap, x.numel() * x.element_size()):
+    """A layer norm over the last dimension that autograd differentiates by itself, or else a `LayerNormUse`."""
+    if not _differentiates_itself(x, tap, 0):
         return LayerNormUse.apply(x, weight, bias, eps, tap, trained)
     scale, shift = (None if parameter is None else parameter.detach() for parameter in (weight, bias))
     out, mean, rstd = torch.native_layer_norm(x, x.shape[-1:], scale, shift, eps)
-    own = [parameter if reads else None for parameter, reads in zip((weight, bias), trained)]
-    edge = GradientEdge(out.grad_fn, out.output_nr)  # type: ignore[arg-type]
-    tap.products.append(OwnNorm(edge, x, x._version, mean, rstd, *own))
+    own = [x, mean, rstd, *(parameter if reads else None for parameter, reads in zip((weight, bias), trained))]
+    out.grad_fn.register_prehook(functools.partial(_arrived, tap, own))  # type: ignore[union-attr]
+    tap.whole = True
     return out
+
+
+def _arrived(tap: Tap, own: list[Any], gradients: Sequence[torch.Tensor | None]) -> None:
+    """The gradient of a layer norm's output is there; it waits for a few others, as that and the input take memory."""
+    if gradients[0] is None:
+        return
+    if not own:
+        raise RuntimeError("a second backward pass went through a layer norm, whose input was let go of by the first")
+    x, *rest = own
+    # Nodes outlive their pass, and would keep all inputs until it is over.
+    own.clear()
+    tap.norms.append(Normed(_flat(gradients[0]), _flat(x), *rest))
+    tap.waiting += 2 * gradients[0].nbytes
+    if tap.waiting > tap.most:
+        _give_norms(tap)
+
+
+def _give_norms(tap: Tap) -> None:
+    """Hand the sink the gradients of layer norms that wait, of each shape in one launch."""
+    found, tap.norms, tap.waiting = tap.norms, [], 0
+    alike: dict[torch.Size, list[Normed]] = {}
+    for own in found:
+        alike.setdefault(own.x.shape, []).append(own)
+    for shape, members in alike.items():
+        gradients, xs, means, rstds, *_ = zip(*members)
+        each = ops.affine_sums_group(gradients, xs, means, rstds, tap.layout.offsets(shape[0]))
+        for own, both in zip(members, each):
+            for parameter, sums in zip((own.weight, own.bias), both):
+                if parameter is not None:
+                    tap.open().instances(parameter, sums, tap.layout)
 
 
 def _differentiates_itself(x: torch.Tensor, tap: Tap, held: int) -> bool:
@@ -255,7 +281,7 @@ def _differentiates_itself(x: torch.Tensor, tap: Tap, held: int) -> bool:
 def differentiate(
     tops: Sequence[torch.Tensor],
     seeds: Sequence[torch.Tensor],
-    products: Sequence[OwnProduct | OwnNorm],
+    products: Sequence[OwnProduct],
     tap: Tap,
     parameters: Iterable[torch.nn.Parameter],
     *,
@@ -265,12 +291,8 @@ def differentiate(
 
     All uses give their ``parameters`` no gradient; what any gets in another way is in its `.grad` afterwards.
     """
-    if not products:
-        torch.autograd.backward(tops, seeds, retain_graph=retain)
-        return
-    if tap.hidden:
-        # What is computed anew within a backward pass lies behind no parameter: so all of the graph is run.
-        caught: list[torch.Tensor | None] = [None] * len(products)
+    caught: list[torch.Tensor | None] = [None] * len(products)
+    if tap.whole or not products:
         hooks = [
             edge.node.register_prehook(functools.partial(_catch, caught, at, edge.output_nr))
             for at, (edge, *_) in enumerate(products)
@@ -284,27 +306,19 @@ def differentiate(
         found: Sequence[torch.Tensor | None] = torch.autograd.grad(
             tops, ends, seeds, retain_graph=retain, allow_unused=True
         )
-        caught = [*found[: len(products)]]
+        caught[:] = found[: len(products)]
         for parameter, gradient in zip(trained, found[len(products) :]):
             if gradient is not None:
                 parameter.grad = gradient
+    _give_norms(tap)
     sink, layout = tap.open(), tap.layout
     right = x = None
-    norms: list[tuple[OwnNorm, torch.Tensor, torch.Tensor]] = []
     for product, gradient in zip(reversed(products), reversed(caught)):
         if gradient is not None:
             if right is None or product.x is not x:
                 x = product.x
                 right = _flat(x)
-            if x._version != product.version:
-                raise RuntimeError(
-                    "the input of a linear layer or a layer norm was modified in place after that had read it"
-                )
-            if isinstance(product, OwnNorm):
-                norms.append((product, _flat(gradient), right))
-            else:
-                product.give(gradient, right, sink, layout)
-    _give_norms(norms, sink, layout)
+            product.give(gradient, right, sink, layout)
 
 
 def _catch(caught: list[torch.Tensor | None], at: int, number: int, gradients: Sequence[torch.Tensor]) -> None:
