@@ -161,7 +161,7 @@ class NormSink(Captures):
         #: Those of them that wait for their Gram matrices; and single uses that do, all of which read the same input.
         self._by_gram: list[Batch] = []
         self._waiting: list[_Found] = []
-        #: Uses that wait for all others, where they may.
+        #: Uses that wait for all others, where they may: matrices in memory without a mask, each the only one of its parameter.
         self._captured: list[tuple[torch.nn.Parameter, Factors]] = []
         self._held_bytes = 0
         #: Routes of uses, and their errors, by their sizes: a model has many of few.
@@ -182,20 +182,20 @@ class NormSink(Captures):
         entry.add(gradients)
 
     def matrix(self, parameter: torch.nn.Parameter, factors: Factors, layout: Layout) -> None:
-        if not self.may_hold_bytes:
+        name = self.names[id(parameter)]
+        alone = not factors.in_memory or self.expected.get(name, 1) > 1 or name in self.policy.masks
+        if alone or not self.may_hold_bytes:
             self._take_alone(parameter, factors)
             return
         self._captured.append((parameter, factors))
         # The factors of others are kept for the sums in any case.
-        if factors.in_memory and min(factors.left.shape[1], factors.right.shape[1]) <= NARROW:
+        if min(factors.left.shape[1], factors.right.shape[1]) <= NARROW:
             self._held_bytes += factors.left.nbytes + factors.right.nbytes
             if self._held_bytes > self.may_hold_bytes:
                 self._take_together()
 
     def tokens(self, parameter: torch.nn.Parameter, gradient: torch.Tensor, layout: Layout, laned: bool) -> None:
-        name = self.names[id(parameter)]
-        alone = self.expected.get(name, 1) > 1 or name in self.policy.masks or layout.token_segments is not None
-        if alone or not self.may_hold_bytes:
+        if layout.token_segments is not None or not self.may_hold_bytes:
             super().tokens(parameter, gradient, layout, laned)
             return
         # A matrix with one column, whose inputs are ones: a GPU adds up the tokens of many biases in one launch.
@@ -206,14 +206,9 @@ class NormSink(Captures):
         """Sort what was captured: a GPU measures many matrices in one launch."""
         captured, self._captured, self._held_bytes = self._captured, [], 0
         axes: dict[tuple[int, bool, bool], list[tuple[torch.nn.Parameter, Factors]]] = {}
-        expected, masks = self.expected, self.policy.masks
         for own in captured:
-            parameter, use = own
-            name = self.names[id(parameter)]
-            if use.in_memory and expected.get(name, 1) == 1 and name not in masks:
-                axes.setdefault((use.right.shape[0], use.laned, use.swap), []).append(own)
-            else:
-                self._take_alone(parameter, use)
+            use = own[1]
+            axes.setdefault((use.right.shape[0], use.laned, use.swap), []).append(own)
         for (tokens, laned, swap), members in axes.items():
             names = tuple([self.names[id(parameter)] for parameter, _ in members])
             lefts, rights = Matrices([use.left for _, use in members]), Matrices([use.right for _, use in members])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -441,9 +442,13 @@ def weighted_sum_group(
     """
     lefts, rights = Matrices.of(lefts), Matrices.of(rights)
     given = [None] * len(lefts) if outs is None else outs
+    wide = torch.float64 in [factor.dtype for factor in (*lefts, *rights)]
+    dtypes = map(accumulator, lefts, rights) if wide else itertools.repeat(torch.float32)
     sums = Matrices(
-        right.new_empty(left.shape[-1], right.shape[-1], dtype=accumulator(left, right)) if out is None else out
-        for out, left, right in zip(given, lefts, rights)
+        [
+            right.new_empty(left.shape[-1], right.shape[-1], dtype=dtype) if out is None else out
+            for out, left, right, dtype in zip(given, lefts, rights, dtypes)
+        ]
     )
     WEIGHTED_SUM_GROUP(sums, lefts, rights, weights, offsets, [out is not None for out in given])
     return sums
