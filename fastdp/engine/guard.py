@@ -173,7 +173,7 @@ class Guard:
         if self._still is None:
             return True
         self._hold()
-        if self._identities()[0] != self._held or self._count() != self._writes:
+        if not self._identities().holds_as(self._held) or self._count() != self._writes:
             return False
         try:
             found = [*self._spots.compare()] if self._spots is not None else []
