@@ -311,6 +311,8 @@ def differentiate(
             if gradient is not None:
                 parameter.grad = gradient
     _give_norms(tap)
+    if not products:
+        return
     sink, layout = tap.open(), tap.layout
     right = x = None
     for product, gradient in zip(reversed(products), reversed(caught)):
