@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import time
 from collections.abc import Callable, Sequence
 
 import torch
@@ -11,6 +12,7 @@ import torch
 from fastdp.engine import selfcheck
 from fastdp.engine.batches import Call
 from fastdp.engine.between import Between
+from fastdp.engine.bits import DRAW
 from fastdp.engine.collation import Collation
 from fastdp.engine.errors import SelfCheckError, UnsupportedUse
 from fastdp.engine.guard import Guard
@@ -21,6 +23,9 @@ from fastdp.engine.modes import refuse_mixing
 from fastdp.engine.passes import ORDINARY, USES, Pass, Passes
 from fastdp.engine.ranks import Ranks
 from fastdp.engine.trace import Tracer
+
+#: Seconds beyond which a look at two examples is dear.
+_DEAR = 5e-3
 
 
 class Checks:
@@ -51,6 +56,8 @@ class Checks:
         self._passes, self._guard, self._ranks, self._on_route = passes, guard, ranks, on_route
         self._structure = Structure(passes.model)
         self._foreseen: selfcheck.Foreseen | None = None
+        #: Batches so far, whether looks at two of their examples tell anything, and whether these take long.
+        self._handed, self._alike, self._dear = 0, True, False
         self._tracer = Tracer(passes.model, passes.read, passes.vocabulary)
         self._known = Known(self._tracer, passes.forwards.root.plain)
 
@@ -59,6 +66,8 @@ class Checks:
         passes, thorough, due = self._passes, False, False
         if passes.route == ORDINARY:
             return False
+        if self.enabled:
+            self._require_own_rows(ticket)
         first, stretched = passes.route is None, self.enabled and self._known.stretches(call)
         if not first and self.enabled:
             thorough = self._structure.changed() or self.schedule.affordable()
@@ -95,6 +104,20 @@ class Checks:
         if not between.settled or (self._ranks.size == 1 and self.schedule.affordable()):
             between.first = ahead
             between.begin(source, len(source.indices))
+
+    def _require_own_rows(self, ticket: Ticket) -> None:
+        """See of two examples that data set and collator gave them what they give each of them alone.
+
+        Two, so that one of them is not the example for whose sake all others are treated otherwise. Where data are dear to
+        read, and on a GPU, which would wait, of the 1st, 2nd, 4th, 8th ... batch.
+        """
+        self._handed += 1
+        source, rare = ticket.source, self._dear or self._passes.device.type != "cpu"
+        if not self._alike or source is None or len(source.indices) < 2 or (rare and self._handed & self._handed - 1):
+            return
+        began = time.perf_counter()
+        self._alike = source.require_own(DRAW.sample(range(len(source.indices)), 2))
+        self._dear = time.perf_counter() - began > _DEAR
 
     def _look_between(self, call: Call, ticket: Ticket) -> None:
         """Have the loop tried if it makes something of a batch itself: on all ranks, at the same batch, or on none."""

@@ -101,18 +101,57 @@ class Collation:
         for order in (list(range(len(items))), list(reversed(range(len(items))))):
             batch = self._values([items[i] for i in order])
             for row, i in enumerate(order):
-                for path, own in alone[i].items():
-                    if not _holds_rows(own, batch.get(path), len(items)):
-                        _require_constant(path, own, batch.get(path))
-                        continue
-                    if not _padded(own[0], batch[path][row]):
-                        raise SelfCheckError(
-                            f"the collator gives an example another row of {_named(path)} in company than alone"
-                            + _REFUSAL
-                        )
+                self._require_same_row(alone[i], batch, row, len(items))
             # Of texts alone a loop has to make tensors, and what it makes is tried.
             if alone[0] and not any(_holds_rows(own, batch.get(path), len(items)) for path, own in alone[0].items()):
                 raise SelfCheckError("the collator does not give each example one row of its own" + _REFUSAL)
+
+    def require_own(self, rows: Sequence[int]) -> bool:
+        """Whether these rows of the batch are what their examples get alone, or what says so can be told at all.
+
+        Raises `SelfCheckError` if they are not, and all of the batch collated again shows it. False says that data set or
+        collator draw by chance, or change by themselves, so that nothing follows.
+        """
+        known = {path: t for (path, t), count in zip(self.batch.items(), self.writes) if _written(t) == count}
+        for row in rows:
+            try:
+                alone = self._values([self.dataset[self.indices[row]]])
+            except Exception:
+                # Of one example alone the first batch told what a collator makes.
+                return False
+            try:
+                self._require_same_row(alone, known, row, len(self.indices))
+            except SelfCheckError:
+                self._require_repeatable()
+                items = [self.dataset[index] for index in self.indices]
+                one, two = self._values(items), self._values(items, 1)
+                self._require_same_row(self._values([items[row]]), one if same(one, two) else {}, row, len(items))
+                return False
+        return True
+
+    def _require_same_row(
+        self, alone: dict[Path, torch.Tensor], batch: dict[Path, torch.Tensor], row: int, rows: int
+    ) -> None:
+        if self.unit_map is not None:
+            if (self.unit_map,) in batch:
+                self._require_same_tokens(self._tokens(alone, 0), self._tokens(batch, row))
+            return
+        for path, own in alone.items():
+            if not _holds_rows(own, batch.get(path), rows):
+                _require_constant(path, own, batch.get(path))
+            elif not _padded(own[0], batch[path][row]):
+                raise SelfCheckError(
+                    f"the collator gives an example another row of {_named(path)} in company than alone" + _REFUSAL
+                )
+
+    @staticmethod
+    def _require_same_tokens(alone: dict[Path, torch.Tensor], found: dict[Path, torch.Tensor]) -> None:
+        for path, own in alone.items():
+            if path not in found or not torch.equal(found[path].nan_to_num(), own.nan_to_num()):
+                raise SelfCheckError(
+                    f"the collator gives an example other tokens of {_named(path)} packed with others than alone"
+                    + _REFUSAL
+                )
 
     def _require_packed_independence(self, items: list[Any]) -> None:
         """Raise `SelfCheckError` if an example's tokens are others where it is packed beside others.
@@ -125,13 +164,7 @@ class Collation:
         for order in (list(range(len(items))), list(reversed(range(len(items))))):
             batch = self._values([items[i] for i in order])
             for number, i in enumerate(order):
-                found = self._tokens(batch, number)
-                for path, own in alone[i].items():
-                    if path not in found or not torch.equal(found[path].nan_to_num(), own.nan_to_num()):
-                        raise SelfCheckError(
-                            f"the collator gives an example other tokens of {_named(path)} packed with others than alone"
-                            + _REFUSAL
-                        )
+                self._require_same_tokens(alone[i], self._tokens(batch, number))
             fractions = {path for path, t in batch.items() if t.is_floating_point() and path not in alone[0]}
             for path, own in self._values([items[0]]).items():
                 if path in fractions:

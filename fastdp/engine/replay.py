@@ -22,12 +22,14 @@ from fastdp.engine.layout import Layout, Ticket
 from fastdp.engine.losses import LossTerms, combine, intercepted
 from fastdp.engine.rows import Fold, Places
 from fastdp.engine.shards import Whole
-from fastdp.engine.still import forgetting, still, unchanged
+from fastdp.engine.still import Chance, forgetting, still, unchanged
 
 T = TypeVar("T")
 #: How far a loss may move, relative to its size, when the shapes around an example change and nothing else does.
 _ROUNDING = {torch.float64: 1e-9, torch.float32: 2e-4}
 _LOW_PRECISION = 5e-2
+#: Quantiles that stand for what seldom comes by chance.
+_SELDOM = 0.001, 0.999
 OVERFLOWS = (
     "a row that is not finite reaches the others, as where rows are multiplied by zeros (0 times NaN is NaN) or asked together "
     "whether they are finite"
@@ -42,11 +44,13 @@ class Witness:
         values: for each loss function in the model its loss by row, ``[rows]``; without a loss, the outputs, rows first.
         shares: the coefficient of each loss function in the model's loss.
         rest: what the model's loss holds beyond them.
+        laws: the probabilities, means and deviations of what the pass would have drawn by chance.
     """
 
     values: list[torch.Tensor]
     shares: list[float] = field(default_factory=list)
     rest: float = 0.0
+    laws: list[torch.Tensor] = field(default_factory=list)
 
     def finite(self, row: int) -> bool:
         return all(bool(torch.isfinite(value[row]).all()) for value in self.values)
@@ -63,7 +67,31 @@ class Witness:
                 size = max(float(a[row].abs().max()), float(a[torch.isfinite(a)].abs().mean()), 1e-30)
                 gap = float((a[row].double() - b[at].double()).abs().max()) / size
                 worst = max(worst, gap if gap == gap else float("inf"))
+        return max(worst, self._law_gap(row, other, at))
+
+    def _law_gap(self, row: int, other: Witness, at: int) -> float:
+        """The largest difference of the laws that a row's draws have: a draw itself may hide by what it is distributed."""
+        if len(self.laws) != len(other.laws):
+            return float("inf")
+        worst = 0.0
+        for a, b in zip(self.laws, other.laws):
+            if a.shape == b.shape and torch.equal(a, b):
+                continue
+            one, two = _own_law(a, row, len(self.values[0])), _own_law(b, at, len(other.values[0]))
+            if one is None or two is None:
+                raise UnsupportedUse("something is drawn by chance for all rows at once, by what the batch holds")
+            if one.shape == two.shape:
+                gap = float((one.double() - two.double()).abs().max()) / max(float(one.abs().max()), 1e-30)
+                worst = max(worst, gap if gap == gap else float("inf"))
         return worst
+
+
+def _own_law(law: torch.Tensor, row: int, rows: int) -> torch.Tensor | None:
+    """Of a law the part of one row, or the number that it is all over; None where neither can be told."""
+    if law.dim() and law.shape[0] == rows:
+        return law[row]
+    flat = law.reshape(-1)
+    return flat[0] if flat.numel() and bool((flat == flat[0]).all()) else None
 
 
 class Replay:
@@ -96,6 +124,8 @@ class Replay:
         self.call, self.carriers, self.ticket = call, carriers, ticket
         self.returns_loss, self.divided, self.mapped = returns_loss, divided, mapped
         self.weights = weights or Whole()
+        #: Whether a pass would have drawn something by chance, units dropped at a fixed rate aside.
+        self.draws = False
         self.device = next(model.parameters()).device
 
     def rows(self, rows: Sequence[int]) -> Call:
@@ -156,17 +186,28 @@ class Replay:
         return Ticket(torch.arange(rows), torch.ones(rows), is_last=True).layout(self.device)
 
     def __call__(
-        self, call: Call, rows: int, *, packed: bool = False, mode: AbstractContextManager[Any] | None = None
+        self,
+        call: Call,
+        rows: int,
+        *,
+        packed: bool = False,
+        mode: AbstractContextManager[Any] | None = None,
+        at: float = 0.5,
     ) -> Witness:
-        """What each row gets from one pass on ``call`` without randomness; ``mode`` is open while the model runs.
+        """What each row gets from one pass on ``call``; ``mode`` is open while the model runs.
+
+        Without randomness: in the place of what would be drawn stands the quantile ``at`` of its distribution.
 
         Raises `UnsupportedUse` if the losses cannot be told apart by row, or randomness cannot be taken out.
         """
         layout = self.layout(rows, packed=packed)
-        with unchanged(self.model, memory=False), still(self.model) as restless, torch.enable_grad():
+        chance = Chance(at)
+        with unchanged(self.model, memory=False), still(self.model, chance) as restless, torch.enable_grad():
             witness = self._witness(call, layout, mode)[0]
+            witness.laws = chance.laws
             if restless():
                 raise UnsupportedUse("the forward pass draws random numbers that cannot be taken out of a comparison")
+        self.draws |= chance.drawn
         return witness
 
     def _witness(
@@ -388,6 +429,21 @@ def require_independence(replay: Replay, rows: Sequence[int], *, selects: bool) 
     return list(rows), divided or frozenset()
 
 
+def require_unmoved_by_chance(replay: Replay, rows: Sequence[int]) -> None:
+    """Raise `UnsupportedUse` if a row notices its companions where what is drawn by chance comes out as it seldom does.
+
+    A model that mixes rows in one of ten passes is one that others do not show.
+    """
+    unit, count = rows[-1], len(rows)
+    for at in _SELDOM if replay.draws else ():
+        base, alone = replay(replay.rows(rows), count, at=at), replay(replay.rows([unit]), 1, at=at)
+        gaps = [base.gap(count - 1, alone, 0)]
+        if rows.count(unit) == 1:
+            gaps.append(base.gap(count - 1, replay(replay.beside(rows, {unit}), count, at=at), count - 1))
+        if base.finite(count - 1) and not max(gaps) <= rounding(replay.model):
+            raise UnsupportedUse("rows meet in some passes, by chance")
+
+
 def require_unmoved(replay: Replay, kept: Sequence[int], *, selects: bool) -> Witness:
     """Raise `SelfCheckError` if one of the rows ``kept`` has another loss when all other rows of the whole call change.
 
@@ -487,7 +543,7 @@ def require_same_loss(source: Collation, items: Sequence[Any], replay: Replay) -
 def stateful() -> SelfCheckError:
     """The refusal of a model that remembers its batches."""
     return SelfCheckError(
-        "the model keeps something from one forward pass to the next (a queue, a running statistic, a hidden state): an "
+        "the model keeps something from one pass to the next (a queue, a running statistic, a hidden state): an "
         "example would reach every later one; nothing was released"
     )
 

@@ -36,6 +36,7 @@ from fastdp.engine.replay import (
     require_independence,
     require_same_loss,
     require_unmoved,
+    require_unmoved_by_chance,
     rounding,
     seeds_for,
     stateful,
@@ -46,6 +47,8 @@ from fastdp.engine.uses import uncast
 
 _EXAMPLES = 3
 _SECRET = random.SystemRandom()
+#: Upstream gradients of rows that another's gradient must not notice; those of a lost loss are 1.
+_LARGE = -(2.0**40)
 
 
 @dataclass(frozen=True)
@@ -85,6 +88,7 @@ def independence(passes: Passes, call: Call, ticket: Ticket, rows: list[int]) ->
         rows, passes.divided = require_independence(replay, rows, selects=passes.trace.selects)
         whole, half = passes.replay(call, ticket), _half(ticket)
         seen = require_unmoved(whole, half, selects=passes.trace.selects)
+        require_unmoved_by_chance(replay, rows)
         require_unasked(replay, rows, selects=passes.trace.selects)
         passes.asked = asked(replay, rows)
         few = Ticket(torch.arange(len(rows)), torch.ones(len(rows)), is_last=True)
@@ -182,6 +186,7 @@ def _require_repeated(passes: Passes, replay: Replay, rows: Sequence[int]) -> No
     losses = [_loss_of(passes, replay, [row]) for row in (rows[-1], rows[0], rows[-1])]
     if abs(losses[2] - losses[0]) > rounding(passes.model) * abs(losses[0]):
         raise stateful()
+    _require_forgetful(passes, replay, rows)
 
 
 def _loss_of(passes: Passes, replay: Replay, rows: Sequence[int]) -> float:
@@ -212,22 +217,44 @@ def _packed_independence(passes: Passes, replay: Replay, call: Call, ticket: Tic
 
 
 def _require_zero(passes: Passes, replay: Replay, call: Call, ticket: Ticket) -> None:
-    """Raise `SelfCheckError` if one unit's gradient reaches another's rows of an embedding or an input at all."""
+    """Raise `SelfCheckError` if one unit's gradient reaches another's rows of an embedding or an input at all.
+
+    Raises `UnsupportedUse` if what flows back to a unit is another beside gradients of the others, however large, NaN included,
+    or after these.
+    """
     layout = ticket.layout(replay.device)
     own = layout.token_segments if layout.token_segments is not None else layout.lane_units
     unit = int(ticket.layout(torch.device("cpu")).weights.nonzero()[-1])
     packed = layout.token_segments is not None
     parameters = list(passes.read.values())
-    _, flowing, _ = replay.gradients(call, ticket.rows, unit, parameters, lambda _index, _gradient: 0, packed=packed)
-    for gradient in flowing:
-        if gradient.shape[: own.dim()] == own.shape and bool(_reaches(gradient[own != unit])):
+
+    def flowing(others: float) -> list[torch.Tensor]:
+        found = replay.gradients(
+            call, ticket.rows, unit, parameters, lambda _index, _gradient: 0, packed=packed, others=others
+        )
+        return [gradient for gradient in found[1] if gradient.shape[: own.dim()] == own.shape]
+
+    # First beside large ones: what a backward pass keeps of them shows in the next.
+    large, plain = flowing(_LARGE), flowing(0.0)
+    for gradient in plain:
+        if bool(_reaches(gradient[own != unit])):
             raise coupled(replay, [0, 0], 0, "others: its gradient reaches them")
+    for gradient, other in zip(plain, large):
+        alone, beside = gradient[own == unit], other[own == unit]
+        if _finite(alone) and _finite(beside) and not _alike(alone, beside, rounding(passes.model)):
+            raise UnsupportedUse(
+                "what flows back to a row is another where much flows back to others, or did in the pass before"
+            )
     if packed:
         return
-    _, beside, _ = replay.gradients(call, ticket.rows, unit, parameters, lambda _index, _gradient: 0, others=math.nan)
-    for gradient, other in zip(flowing, beside):
-        if gradient.shape[:1] == own.shape and _finite(gradient[unit]) and not _finite(other[unit]):
+    for gradient, other in zip(plain, flowing(math.nan)):
+        if _finite(gradient[unit]) and not _finite(other[unit]):
             raise UnsupportedUse(OVERFLOWS)
+
+
+def _alike(one: torch.Tensor, other: torch.Tensor, limit: float) -> bool:
+    size = float(one.abs().max()) if one.numel() else 0.0
+    return torch.equal(one, other) or float((one - other).abs().max()) <= limit * size
 
 
 def _finite(gradient: torch.Tensor) -> bool:
@@ -357,12 +384,34 @@ def alone(passes: Passes, call: Call, ticket: Ticket, rows: Sequence[int]) -> No
             raise stateful()
         if all(abs(two - n * one) > rounding(passes.model) * max(abs(one), abs(two)) for n in (1, 2)):
             raise coupled(replay, rows, rows[-1], "copies of itself")
-    single = replay.rows([rows[-1]])
-    with unchanged(passes.model, memory=False), torch.enable_grad():
-        with intercepted(LossTerms(replay.layout(1), alone=True)):
-            output = passes.plain_forward(*single[0], **single[1])
-        tops = [require_loss(output)] if passes.returns_loss else differentiable(output)
-        plain_gradients(tops, [torch.ones_like(t) for t in tops], list(passes.read.values()))
+    _require_forgetful(passes, replay, rows)
+
+
+def _require_forgetful(passes: Passes, replay: Replay, rows: Sequence[int]) -> None:
+    """Raise `SelfCheckError` if a row run alone has another gradient after a large one of another row, and after a small one."""
+
+    def backward(row: int, size: float) -> tuple[torch.Tensor, ...] | None:
+        single = replay.rows([row])
+        with unchanged(passes.model, memory=False), still(passes.model) as restless, torch.enable_grad():
+            with intercepted(LossTerms(replay.layout(1), alone=True)):
+                output = passes.plain_forward(*single[0], **single[1])
+            tops = [require_loss(output)] if passes.returns_loss else differentiable(output)
+            seeds = [torch.full_like(t, size) for t in tops]
+            found = plain_gradients(tops, seeds, list(passes.read.values()), keep=lambda _index, g: _sketch(g))
+            return None if restless() else tuple(own for own in found if own is not None)
+
+    backward(rows[0], 1 / _LARGE)
+    first, _, again = backward(rows[-1], 1.0), backward(rows[0], _LARGE), backward(rows[-1], 1.0)
+    if first is not None and again is not None:
+        limit = 1e-3 if rounding(passes.model) < 1e-3 else 0.1
+        if len(first) != len(again) or not all(_alike(a, b, limit) for a, b in zip(first, again) if _finite(a)):
+            raise stateful()
+
+
+def _sketch(gradient: torch.Tensor) -> torch.Tensor:
+    """Its norm, and its sum over the root of how many numbers it has, which is no larger: float64 [2]."""
+    wide = gradient.detach().double()
+    return torch.stack([wide.norm(), wide.sum() / math.sqrt(max(wide.numel(), 1))])
 
 
 def buffers(passes: Passes, guard: Guard, call: Call, ticket: Ticket) -> None:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import random
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from statistics import NormalDist
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
+from fastdp.engine.batches import tensors
 from fastdp.engine.trace import devices
 
 
@@ -84,12 +88,35 @@ _DROPPING = frozenset(
 )
 
 
-class _Still(TorchFunctionMode):
-    """Every random draw replaced by the middle of its distribution, and nothing dropped."""
+@dataclass
+class Chance:
+    """What a pass without randomness has in its place.
 
-    def __init__(self, devices: list[int]):
+    Args:
+        at: the quantile of its distribution that stands for each draw; numbers of Python's and of numpy's own generators are
+            near it unless it is the middle, and then what they are.
+
+    Attributes:
+        laws: probabilities, means and deviations of what would have been drawn, which a quantile may not tell.
+        drawn: whether anything would have been.
+    """
+
+    at: float = 0.5
+    laws: list[torch.Tensor] = field(default_factory=list)
+    drawn: bool = False
+
+    @property
+    def normal(self) -> float:
+        """The quantile of the standard normal distribution."""
+        return NormalDist().inv_cdf(self.at)
+
+
+class _Still(TorchFunctionMode):
+    """Every random draw replaced by a quantile of its distribution, and nothing dropped."""
+
+    def __init__(self, devices: list[int], chance: Chance):
         super().__init__()
-        self.devices = devices
+        self.devices, self.chance = devices, chance
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -99,43 +126,69 @@ class _Still(TorchFunctionMode):
             return func(*(*args[:4], 0.0, *args[5:]), **kwargs)
         if func is F.scaled_dot_product_attention:
             return func(*args, **{**kwargs, "dropout_p": 0.0})
-        middle = _MIDDLES.get(func)
-        if middle is None:
+        quantile = _QUANTILES.get(func)
+        if quantile is None:
             return func(*args, **kwargs)
+        self.chance.drawn = True
+        if func in _LAWFUL:
+            given = args[1:] if func in _IN_PLACE else args
+            self.chance.laws += [t.detach().clone() for t in tensors((given, kwargs)) if t.is_floating_point()]
         with torch.random.fork_rng(devices=self.devices):
-            return middle(func, args, kwargs)
+            return quantile(self.chance, func, args, kwargs)
 
 
-def _like(value: float) -> Callable[..., Any]:
-    return lambda func, args, kwargs: torch.full_like(func(*args, **kwargs), value)
+def _like(value: Callable[[Chance], float]) -> Callable[..., Any]:
+    return lambda chance, func, args, kwargs: torch.full_like(func(*args, **kwargs), value(chance))
 
 
-def _chance(func: Any, args: Any, kwargs: Any) -> Any:
+def _bernoulli(chance: Chance, func: Any, args: Any, kwargs: Any) -> Any:
     chances = kwargs.get("p", args[1] if len(args) > 1 and not isinstance(args[1], torch.Generator) else args[0])
     drawn = func(*args, **kwargs)
-    likely = (torch.as_tensor(chances, device=drawn.device) >= 0.5).to(drawn.dtype).expand_as(drawn)
+    likely = (torch.as_tensor(chances, device=drawn.device) >= 1 - chance.at).to(drawn.dtype).expand_as(drawn)
     return drawn.copy_(likely)
 
 
-_MIDDLES: dict[Any, Callable[..., Any]] = {
-    torch.rand: _like(0.5),
-    torch.rand_like: _like(0.5),
-    torch.randn: _like(0.0),
-    torch.randn_like: _like(0.0),
-    torch.normal: lambda func, args, kwargs: func(*args, **kwargs).zero_(),
-    torch.bernoulli: _chance,
-    torch.Tensor.bernoulli: _chance,
-    torch.Tensor.bernoulli_: _chance,
-    torch.Tensor.normal_: lambda func, args, kwargs: args[0].fill_(kwargs.get("mean", args[1] if len(args) > 1 else 0)),
-    torch.Tensor.uniform_: lambda func, args, kwargs: args[0].fill_(0.5),
-    torch.Tensor.exponential_: lambda func, args, kwargs: args[0].fill_(1.0),
-    F.gumbel_softmax: lambda func, args, kwargs: torch.softmax(args[0], kwargs.get("dim", -1)),
+def _fill(value: Callable[..., Any], **default: float) -> Callable[..., Any]:
+    """For a draw into a tensor, whose parameters come by these names, or in this order."""
+
+    def run(chance: Chance, func: Any, args: Any, kwargs: Any) -> Any:
+        given = [
+            kwargs.get(name, args[i] if i < len(args) else own) for i, (name, own) in enumerate(default.items(), 1)
+        ]
+        return args[0].fill_(value(chance, *given))
+
+    return run
+
+
+def _normal(chance: Chance, func: Any, args: Any, kwargs: Any) -> Any:
+    mean, std = (kwargs.get(name, args[i] if i < len(args) else own) for i, (name, own) in enumerate(_NORMAL.items()))
+    return func(*args, **kwargs).copy_(mean + chance.normal * std)
+
+
+_NORMAL = {"mean": 0.0, "std": 1.0}
+_QUANTILES: dict[Any, Callable[..., Any]] = {
+    torch.rand: _like(lambda chance: chance.at),
+    torch.rand_like: _like(lambda chance: chance.at),
+    torch.randn: _like(lambda chance: chance.normal),
+    torch.randn_like: _like(lambda chance: chance.normal),
+    torch.normal: _normal,
+    torch.bernoulli: _bernoulli,
+    torch.Tensor.bernoulli: _bernoulli,
+    torch.Tensor.bernoulli_: _bernoulli,
+    torch.Tensor.normal_: _fill(lambda chance, mean, std: mean + chance.normal * std, **_NORMAL),
+    torch.Tensor.uniform_: _fill(lambda chance, low, high: low + chance.at * (high - low), **{"from": 0.0, "to": 1.0}),
+    torch.Tensor.exponential_: _fill(lambda chance, rate: -math.log1p(-chance.at) / rate, lambd=1.0),
+    F.gumbel_softmax: lambda chance, func, args, kwargs: torch.softmax(args[0], kwargs.get("dim", -1)),
 }
+#: Draws whose probabilities, means or deviations are tensors.
+_IN_PLACE = frozenset({torch.Tensor.bernoulli_})
+_LAWFUL = frozenset({torch.bernoulli, torch.Tensor.bernoulli, torch.normal}) | _IN_PLACE
 
 
 @contextmanager
-def still(model: torch.nn.Module) -> Iterator[Callable[[], bool]]:
+def still(model: torch.nn.Module, chance: Chance | None = None) -> Iterator[Callable[[], bool]]:
     """A forward pass without randomness; what it yields says whether some was drawn all the same."""
+    chance = Chance() if chance is None else chance
     changed: list[tuple[Any, str, float]] = []
     for module in model.modules():
         if isinstance(module, torch.jit.ScriptModule):
@@ -151,7 +204,11 @@ def still(model: torch.nn.Module) -> Iterator[Callable[[], bool]]:
         for module, attribute, value in changed:
             stack.callback(setattr, module, attribute, value)
         before = random_state(model)
-        stack.enter_context(_Still(devices(model)))
+        if chance.at != 0.5:
+            _put_near(chance.at)
+        hosts = _host_states()
+        stack.callback(lambda: setattr(chance, "drawn", chance.drawn or hosts != _host_states()))
+        stack.enter_context(_Still(devices(model), chance))
         yield lambda: not all(map(torch.equal, before, random_state(model)))
 
 
@@ -162,6 +219,29 @@ def random_state(model: torch.nn.Module) -> list[torch.Tensor]:
 
 def randomness(model: torch.nn.Module) -> tuple[Any, ...]:
     """Everything that a pass may draw from, to be compared: torch's generators, Python's and, where it is loaded, numpy's."""
+    return *(state.numpy().tobytes() for state in random_state(model)), *_host_states()
+
+
+def _host_states() -> tuple[Any, ...]:
     numpy = sys.modules.get("numpy")
     drawn = numpy.random.get_state() if numpy is not None else ("", b"", 0)
-    return *(state.numpy().tobytes() for state in random_state(model)), random.getstate(), bytes(drawn[1]), drawn[2]
+    return random.getstate(), bytes(drawn[1]), drawn[2]
+
+
+def _put_near(quantile: float) -> None:
+    """Have Python's generator, and numpy's, give numbers near this share of 1 for a while: of 624 words each says so."""
+    word = _untempered(int(quantile * 2**32))
+    random.setstate((3, (*[word] * 624, 0), None))
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.set_state(("MT19937", numpy.full(624, word, numpy.uint32), 0))
+
+
+def _untempered(word: int) -> int:
+    """The word of a Mersenne Twister's state that it hands out as this one."""
+    word ^= word >> 18
+    word ^= (word << 15) & 0xEFC60000
+    found = word
+    for _ in range(4):
+        found = word ^ ((found << 7) & 0x9D2C5680)
+    word = found & 0xFFFFFFFF
+    return word ^ (word >> 11) ^ (word >> 22)

@@ -468,3 +468,106 @@ def test_a_branch_on_the_length_of_a_batch_is_found_in_the_first_longer_one(keep
     assert private.model.longest == 10
     for name, last in train(7).items():
         torch.testing.assert_close(last, first[name])
+
+
+class _Back(torch.autograd.Function):
+    """Nothing forward, and a function of the gradient backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, back: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        ctx.back = back
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return ctx.back(gradients[0]), None
+
+
+def backwards(back: Callable[[torch.Tensor], torch.Tensor]) -> Net:
+    return Net(lambda net, h: _Back.apply(h, back))  # type: ignore[no-any-return]
+
+
+def test_a_backward_pass_that_asks_the_whole_batch_how_much_flows_back_is_taken_row_by_row() -> None:
+    engine = trained(backwards(lambda g: g / g.norm() if g.norm() > 1e3 else g), collate(examples(6)))
+    assert engine.route == "one-example"
+    # Each row's own gradient may be as long as it may.
+    assert (
+        trained(backwards(lambda g: g * (1e3 / g.norm(dim=1, keepdim=True)).clamp(max=1)), collate(examples(6))).route
+        == "uses"
+    )
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-6])
+def test_a_backward_pass_that_goes_by_the_one_before_is_refused(scale: float) -> None:
+    kept = [scale]
+
+    def scaled(gradient: torch.Tensor) -> torch.Tensor:
+        size, kept[0] = kept[0], float(gradient.abs().max())
+        return gradient * (2 if size > scale else 1)
+
+    with pytest.raises(SelfCheckError, match="from one pass to the next"):
+        trained(backwards(scaled), collate(examples(6)))
+
+
+def train(data: list[Any], make: Callable[[Any], Batch] = collate, epochs: int = 6) -> int:
+    """Train, with another first example halfway, and give how many logical batches were released."""
+    private = start(None, DataLoader(data, batch_size=24, collate_fn=make), epochs=epochs)  # type: ignore[arg-type]
+    try:
+        for epoch in range(epochs):
+            if epoch == epochs // 2:
+                data[0] = {"x": torch.full((5,), 1e3), "labels": 0}
+            for batch in private.data_loader:
+                private.optimizer.zero_grad()
+                private.model(**batch)["loss"].backward()
+                private.optimizer.step()
+        return private.steps_done
+    finally:
+        private.detach()
+
+
+def _turned(items: Any) -> Batch:
+    batch = collate(items)
+    return batch | {"x": -batch["x"]} if batch["x"].abs().max() > 100 else batch
+
+
+def _centred(items: Any) -> Batch:
+    batch = collate(items)
+    return batch | {"x": batch["x"] - batch["x"].mean(0)} if len(items) > 12 else batch
+
+
+def _noisy(items: Any) -> Batch:
+    batch = collate(items)
+    return batch | {"x": batch["x"] + torch.randn_like(batch["x"])}
+
+
+class Augmented(list[Any]):
+    def __getitem__(self, index: Any) -> Any:
+        example = super().__getitem__(index)
+        return example | {"x": example["x"] + torch.randn(5)}
+
+
+class Remembering(list[Any]):
+    """After some reads the example before is taken from each."""
+
+    reads, before = 0, torch.zeros(5)
+
+    def __getitem__(self, index: Any) -> Any:
+        example = super().__getitem__(index)
+        self.reads += 1
+        shift, self.before = self.before, example["x"]
+        return example | {"x": example["x"] - shift} if self.reads > 400 else example
+
+
+@pytest.mark.parametrize("make", [_turned, _centred])
+def test_what_a_collator_makes_of_a_batch_is_looked_at_in_each(make: Callable[[Any], Batch]) -> None:
+    with pytest.raises(SelfCheckError, match="in company than alone"):
+        train(examples(24), make)
+
+
+def test_data_that_begin_to_remember_are_refused() -> None:
+    with pytest.raises(SelfCheckError, match="after others were read"):
+        train(Remembering(examples(24)), epochs=60)
+
+
+def test_rows_on_their_own_are_taken_drawn_by_chance_or_not() -> None:
+    assert [train(examples(24)), train(examples(24), _noisy), train(Augmented(examples(24)))] == [6, 6, 6]
