@@ -195,7 +195,8 @@ class NormSink(Captures):
                 self._take_together()
 
     def tokens(self, parameter: torch.nn.Parameter, gradient: torch.Tensor, layout: Layout, laned: bool) -> None:
-        if layout.token_segments is not None or not self.may_hold_bytes:
+        # One of an odd width would be read number by number, and all that share its launch.
+        if layout.token_segments is not None or not self.may_hold_bytes or gradient.shape[1] % 8:
             super().tokens(parameter, gradient, layout, laned)
             return
         # A matrix with one column, whose inputs are ones: a GPU adds up the tokens of many biases in one launch.

@@ -31,7 +31,13 @@ def test_every_op_is_checked(rows):
     names = {row["check"].split()[0].removesuffix("_") for row in rows}
     public = {name.removesuffix("_") for name, value in vars(ops).items() if inspect.isfunction(value)}
     # The engine's steps run the ops of many tensors.
-    many = {"instance_sqnorm_group", "instance_sum_group", "weighted_sum_group", "adamw_noise_steps"}
+    many = {
+        "affine_sums_group",
+        "instance_sqnorm_group",
+        "instance_sum_group",
+        "weighted_sum_group",
+        "adamw_noise_steps",
+    }
     assert public - {"choice_log_probabilities"} - many | {"clip_noise_backward", "engine,"} <= names
 
 
