@@ -20,6 +20,9 @@ from pathlib import Path
 import fastdp.files as files
 from fastdp.accounting.journal import LedgerError
 
+#: Bytes of a text from which on it is hardly another person's as well; of its digest; and the name of a release's digests.
+_TELLING, _MARK, _PARTS = 24, 16, ".parts"
+
 
 def state_folder() -> Path:
     """The account's own folder; made, for its owner alone, if it is not there.
@@ -76,8 +79,9 @@ def count_release(
 ) -> list[str]:
     """Count a release of a data set by a perturbation at its source, before it leaves. Returns the earlier ones, in words.
 
-    A data set is known by a keyed digest of its parts in their order: the folder of the account shows nobody what was in it.
-    One that was changed, if by a single text, is another.
+    Data are known by keyed digests, of all parts together and of each that is long enough to be nobody else's: the folder of the
+    account shows nobody what was in them. A data set half of whose parts were released before counts as released; of one
+    that shares fewer with an earlier one, that is returned.
 
     Args:
         parts: the texts.
@@ -86,21 +90,42 @@ def count_release(
 
     Raises ValueError, naming the last release, if there was one and nobody asked for another.
     """
-    digest = hmac.new(_key(), digestmod=hashlib.sha256)
+    key = _key()
+    digest, marks, count = hmac.new(key, digestmod=hashlib.sha256), set(), 0
     for part in parts:
+        count += 1
         encoded = part.encode("utf-8", "surrogatepass")
         digest.update(len(encoded).to_bytes(8, "little") + encoded)
+        if len(encoded) >= _TELLING:
+            marks.add(hmac.digest(key, encoded, "sha256")[:_MARK])
     path = state_folder() / "releases" / f"{digest.hexdigest()}.json"
     earlier: list[str] = json.loads(path.read_text()) if path.exists() else []
-    if earlier and not again and os.environ.get("FASTDP_AGAIN") != "1":
+    shared = _sharing(marks, path)
+    before = earlier + [said for said, known in shared if 2 * known >= count]
+    earlier += [f"in part, {said}" for said, _ in shared]
+    if before and not again and os.environ.get("FASTDP_AGAIN") != "1":
         raise ValueError(
-            f"these data were released before, {earlier[-1]}: drawing them anew is a second release, whose cost adds to the "
+            f"these data were released before, {before[-1]}: drawing them anew is a second release, whose cost adds to the "
             "first's. Use what was drawn then; to release them again all the same, ask for it (again, --again, or "
             "FASTDP_AGAIN=1), and the card says so"
         )
     now = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    files.write_json(path, [*earlier, f"by {mechanism} to {os.path.realpath(place)} on {now}"])
+    own = json.loads(path.read_text()) if path.exists() else []
+    files.write(path.with_suffix(_PARTS), b"".join(sorted(marks)))
+    files.write_json(path, [*own, f"by {mechanism} to {os.path.realpath(place)} on {now}"])
     return earlier
+
+
+def _sharing(marks: set[bytes], own: Path) -> list[tuple[str, int]]:
+    """The latest of each earlier release of other data that hold some of these parts, and how many of them."""
+    found = []
+    for path in sorted(own.parent.glob(f"*{_PARTS}")):
+        if path.stem != own.stem:
+            held = path.read_bytes()
+            shared = sum(held[at : at + _MARK] in marks for at in range(0, len(held), _MARK))
+            if shared:
+                found.append((json.loads(path.with_suffix(".json").read_text())[-1], shared))
+    return found
 
 
 def _of_ledger(run_id: str) -> Path:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import random
-import time
 from collections.abc import Callable, Sequence
 
 import torch
@@ -23,9 +22,6 @@ from fastdp.engine.modes import refuse_mixing
 from fastdp.engine.passes import ORDINARY, USES, Pass, Passes
 from fastdp.engine.ranks import Ranks
 from fastdp.engine.trace import Tracer
-
-#: Seconds beyond which a look at two examples is dear.
-_DEAR = 5e-3
 
 
 class Checks:
@@ -56,8 +52,8 @@ class Checks:
         self._passes, self._guard, self._ranks, self._on_route = passes, guard, ranks, on_route
         self._structure = Structure(passes.model)
         self._foreseen: selfcheck.Foreseen | None = None
-        #: Batches so far, whether looks at two of their examples tell anything, and whether these take long.
-        self._handed, self._alike, self._dear = 0, True, False
+        #: Batches so far, and whether looks at two of their examples tell anything.
+        self._handed, self._alike = 0, True
         self._tracer = Tracer(passes.model, passes.read, passes.vocabulary)
         self._known = Known(self._tracer, passes.forwards.root.plain)
 
@@ -108,16 +104,14 @@ class Checks:
     def _require_own_rows(self, ticket: Ticket) -> None:
         """See of two examples that data set and collator gave them what they give each of them alone.
 
-        Two, so that one of them is not the example for whose sake all others are treated otherwise. Where data are dear to
-        read, and on a GPU, which would wait, of the 1st, 2nd, 4th, 8th ... batch.
+        Two, so that one of them is not the example for whose sake all others are treated otherwise. On a GPU, which would
+        wait, of the 1st, 2nd, 4th, 8th ... batch.
         """
         self._handed += 1
-        source, rare = ticket.source, self._dear or self._passes.device.type != "cpu"
+        source, rare = ticket.source, self._passes.device.type != "cpu"
         if not self._alike or source is None or len(source.indices) < 2 or (rare and self._handed & self._handed - 1):
             return
-        began = time.perf_counter()
         self._alike = source.require_own(DRAW.sample(range(len(source.indices)), 2))
-        self._dear = time.perf_counter() - began > _DEAR
 
     def _look_between(self, call: Call, ticket: Ticket) -> None:
         """Have the loop tried if it makes something of a batch itself: on all ranks, at the same batch, or on none."""

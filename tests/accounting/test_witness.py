@@ -182,6 +182,23 @@ def test_data_are_released_once_unless_it_is_asked_for_again(tmp_path, state, mo
     assert b"b c" not in kept
 
 
+def test_texts_that_were_released_in_other_company_are_refused_or_said(tmp_path, state):
+    texts = [f"what the {place}th of these people wrote" for place in range(8)]
+    assert count_release(texts, "laplace", tmp_path / "out.jsonl") == []
+    for known in (texts[::-1], texts[:3], [*texts, "and one who came later than all"], texts[:4] + ["short"] * 4):
+        with pytest.raises(ValueError, match=r"released before, by laplace to .*out\.jsonl"):
+            count_release(known, "laplace", tmp_path / "other.jsonl")
+    (said,) = count_release(texts[::-1], "laplace", tmp_path / "other.jsonl", again=True)
+    assert said.startswith("in part, by laplace to ")
+    grown = [*texts[:2], *(f"and what {name} wrote about it later" for name in ("Ann", "Ben", "Cem"))]
+    first, second = count_release(grown, "laplace", tmp_path / "third.jsonl")
+    assert first.startswith("in part, by laplace to ")
+    assert "third" not in first + second
+    assert count_release(["a", "b", "nobody wrote any of these lines before"], "laplace", tmp_path / "fourth") == []
+    kept = b"".join(path.read_bytes() for path in state.rglob("*") if path.is_file())
+    assert b"people" not in kept
+
+
 def test_a_second_draw_into_another_place_is_refused_or_said(tmp_path):
     tokenizer, table = quickstart()
     perturb = fastdp.SelectivePerturbation(2.0)
