@@ -483,6 +483,9 @@ def simulated(gpu: Gpu, granularity: int = 512) -> Iterator[Meter]:
         stack.enter_context(mock.patch.object(torch, "is_autocast_enabled", ask))
         supported = "torch.optim.optimizer._get_fused_kernels_supported_devices"
         stack.enter_context(mock.patch(supported, return_value=["meta", "cpu"]))
+        # Torch lists the functions that a device's context reaches when one is first used, and keeps the list: not of ours.
+        with torch.device("cpu"):
+            torch.empty(0)
         # By name, since modes of torch's function layer do not reach into backward passes.
         for name in ("tensor", "as_tensor"):
             stack.enter_context(mock.patch.object(torch, name, _made_of_numbers(meter, getattr(torch, name))))

@@ -6,6 +6,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+import torch.utils._device as torch_device
 from fastdp.bench import simulate
 from fastdp.bench.meter import GPUS, META, HostWaits, simulated
 from fastdp.bench.simulate import CASES
@@ -134,3 +135,12 @@ def test_a_layer_launches_little_more_than_without_privacy(name, most):
         )
         counts[private] = deep.launches - shallow.launches
     assert 0 < counts[True] <= most * counts[False]
+
+
+def test_a_context_of_a_device_reaches_what_torch_makes_of_numbers_afterwards():
+    """Torch keeps the list of functions that such a context reaches: made within, it would hold the meter's own for good."""
+    torch_device._device_constructors.cache_clear()
+    with simulated(GPUS["h100"]), torch.device("cpu"):
+        torch.empty(0)
+    with META:
+        assert torch.tensor([1.0]).is_meta
