@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 import fastdp.ops as ops
-from fastdp.engine.bounds import Errors, Norms, UpperNorms, stacked
+from fastdp.engine.bounds import Errors, Norms, UpperNorms
 from fastdp.engine.constants import sent
 from fastdp.engine.factors import Factors, PerUnit, joined
+from fastdp.engine.grams import Batch, Constants, Found, Grams
 from fastdp.engine.head import REMEASURED
 from fastdp.engine.layout import Layout
 from fastdp.engine.sums import Captures, Route, Sums, as_matrix
@@ -54,58 +55,6 @@ class Entry:
         return None if self.products is None else 3 * self.products + norm
 
 
-class _Constants(NamedTuple):
-    """Of one use: the errors of its norms by Gram matrices and by the direct route."""
-
-    gram: Errors
-    direct: Errors
-
-
-class _Found(NamedTuple):
-    """One use of a parameter, the route to its norms, and their errors."""
-
-    name: str
-    use: Factors
-    route: Route
-    errors: _Constants
-
-
-class _Grams(NamedTuple):
-    """Norms by Gram matrices of uses over the same tokens, ``[uses, units]``, until it is known whether they are good enough."""
-
-    names: Sequence[str]
-    lefts: Sequence[torch.Tensor]
-    rights: Sequence[torch.Tensor]
-    offsets: torch.Tensor
-    errors: Sequence[_Constants]
-    squares: torch.Tensor
-    products: torch.Tensor
-    #: What columns of both factors of each are multiplied by, if they are.
-    scales: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()
-
-
-class Batch(NamedTuple):
-    """Factors of matrices without a mask over the same tokens, each the only use of its parameter, which `swap`s them."""
-
-    names: tuple[str, ...]
-    lefts: Matrices
-    rights: Matrices
-    swap: bool
-    offsets: torch.Tensor
-    errors: Sequence[_Constants]
-
-    def taken(self, order: tuple[int, ...]) -> Batch:
-        """Those with these numbers."""
-        if order == tuple(range(len(self.names))):
-            return self
-        return self._replace(
-            names=tuple([self.names[at] for at in order]),
-            lefts=self.lefts.taken(order),
-            rights=self.rights.taken(order),
-            errors=[self.errors[at] for at in order],
-        )
-
-
 class _Plan(NamedTuple):
     """How uses that were captured together are measured: their numbers by route, and what their sizes say of all."""
 
@@ -116,7 +65,7 @@ class _Plan(NamedTuple):
     #: Those by Gram matrices and by the direct route: their factors are kept.
     kept: tuple[int, ...]
     routes: dict[str, Route]
-    errors: tuple[_Constants, ...]
+    errors: tuple[Constants, ...]
 
 
 #: By the arithmetic and the sizes that they depend on, which are the same in every step.
@@ -154,18 +103,18 @@ class NormSink(Captures):
         self.tables, self.plans = sums.tables, sums.plans
         self.entries: dict[str, Entry] = {}
         self.norms = Norms(len(self.policy.bounds), layout.units, layout.weights.device)
+        self._grams = Grams(self.norms, self.policy, layout)
         #: What many were measured together: factors, and whole gradients by name.
         self.batches: list[Batch] = []
         self.wholes: dict[str, torch.Tensor] = {}
-        self._grams: list[_Grams] = []
         #: Those of them that wait for their Gram matrices; and single uses that do, all of which read the same input.
         self._by_gram: list[Batch] = []
-        self._waiting: list[_Found] = []
+        self._waiting: list[Found] = []
         #: Uses that wait for all others, where they may: matrices in memory without a mask, each the only one of its parameter.
         self._captured: list[tuple[torch.nn.Parameter, Factors]] = []
         self._held_bytes = 0
         #: Routes of uses, and their errors, by their sizes: a model has many of few.
-        self._kinds: dict[tuple[object, ...], tuple[Route, _Constants]] = {}
+        self._kinds: dict[tuple[object, ...], tuple[Route, Constants]] = {}
         self.may_hold_bytes = may_hold(layout.weights.device) if keep else 0
 
     def entry(self, parameter: torch.nn.Parameter) -> tuple[str, Entry]:
@@ -227,7 +176,7 @@ class NormSink(Captures):
             if plan.small:
                 self._take_small(every.taken(plan.small))
             for at in plan.direct:
-                self._add_direct(_Found(names[at], members[at][1], plan.routes[names[at]], plan.errors[at]))
+                self._add_direct(Found(names[at], members[at][1], plan.routes[names[at]], plan.errors[at]))
             if plan.kept:
                 self.batches.append(every.taken(plan.kept))
             if plan.gram:
@@ -249,12 +198,8 @@ class NormSink(Captures):
         lefts, rights = (batch.rights, batch.lefts) if batch.swap else (batch.lefts, batch.rights)
         gradients, squared = ops.per_unit_group(lefts, rights, batch.offsets)
         errors = [self._of_instance(name, gradient) for name, gradient in zip(batch.names, gradients)]
-        self.norms.add_rows(self._groups(batch.names), squared, errors)
+        self.norms.add_rows(self.policy.groups(batch.names), squared, errors)
         self.wholes.update(zip(batch.names, gradients))
-
-    def _groups(self, names: Iterable[str]) -> list[int]:
-        """Of parameters without a mask."""
-        return [group for name in names if isinstance(group := self.policy.group_of[name], int)]
 
     def _take_alone(self, parameter: torch.nn.Parameter, factors: Factors) -> None:
         name, entry = self.entry(parameter)
@@ -282,7 +227,7 @@ class NormSink(Captures):
             add(found)
             self.drop(entry)
 
-    def _found(self, name: str, use: Factors) -> _Found:
+    def _found(self, name: str, use: Factors) -> Found:
         """A use with what its sizes and its arithmetic say of it."""
         left, right, entries = use.left, use.right, self.parameters[name].numel()
         scaled = use.scales is not None
@@ -292,7 +237,7 @@ class NormSink(Captures):
             rows = use.width or self.parameters[name].shape[0]
             route = Route(self._route(use, rows), rows, right.shape[1], right.shape[0], self.layout.units)
             known = self._kinds[kind] = route, self._constants(use, entries)
-        return _Found(name, use, *known)
+        return Found(name, use, *known)
 
     def _route(self, use: Factors, rows: int) -> str:
         """How the norms of one use are found."""
@@ -327,18 +272,18 @@ class NormSink(Captures):
         if entry.uses > 1:
             raise RuntimeError(f"{name} was used more often than when the model was traced; its norm cannot be trusted")
 
-    def _add_tiled(self, found: _Found) -> None:
+    def _add_tiled(self, found: Found) -> None:
         """A vocabulary's head, whose tiles gave its norms in the forward pass."""
         (squares, products), poor = found.use.powers(self.layout), found.use.poor
         self._take(found, found.errors.direct, squares * poor, products * poor)
         self._take(found, found.errors.gram, squares * ~poor, products * ~poor)
 
-    def _add_direct(self, found: _Found) -> None:
+    def _add_direct(self, found: Found) -> None:
         use, offsets = found.use.dense(), found.use.offsets(self.layout)
         squares = ops.sqnorm(use.left, use.right, offsets, "direct")
         self._take(found, found.errors.direct, squares, use.row_products(self.layout))
 
-    def _take(self, found: _Found, errors: Errors, squares: torch.Tensor, products: torch.Tensor) -> None:
+    def _take(self, found: Found, errors: Errors, squares: torch.Tensor, products: torch.Tensor) -> None:
         group = self.policy.group_of[found.name]
         assert isinstance(group, int)
         self.norms.add_rows([group], squares.unsqueeze(0), [errors], products.unsqueeze(0))
@@ -371,7 +316,7 @@ class NormSink(Captures):
         (gradient,), squared = ops.per_unit_group([left], [right], factors.offsets(self.layout))
         self.entries[name].add(gradient, squared[0])
 
-    def _defer(self, found: _Found) -> None:
+    def _defer(self, found: Found) -> None:
         """Wait for other uses that read the same input (q, k and v; gate and up): its Gram matrix serves them all."""
         if self._waiting:
             one, other = self._waiting[0].use, found.use
@@ -391,75 +336,21 @@ class NormSink(Captures):
         waiting, self._waiting = self._waiting, []
         if not waiting:
             return
-        lefts, right, offsets = (
-            [found.use.left for found in waiting],
-            waiting[0].use.right,
-            waiting[0].use.offsets(self.layout),
-        )
-        scales = [found.use.scales for found in waiting if found.use.scales]
-        norms = ops.gram_norms(lefts, [right], [len(lefts)], offsets, list(itertools.chain(*scales)))
-        names, errors = [found.name for found in waiting], [found.errors for found in waiting]
-        self._grams.append(_Grams(names, lefts, [right] * len(lefts), offsets, errors, *norms, scales))
+        self._grams.add(waiting)
         if not self.keep:
-            for name in names:
-                self.drop(self.entries[name])
-            self._judge()
+            for found in waiting:
+                self.drop(self.entries[found.name])
+            self._grams.judge()
 
-    def _flush_batch(self, batch: Batch) -> None:
-        """Find all norms of a batch by Gram matrices in one launch: each input's once for the uses that follow each other."""
-        counts = batch.rights.counts
-        firsts = (0, *itertools.accumulate(counts[:-1]))
-        norms = ops.gram_norms(batch.lefts, batch.rights.taken(firsts), counts, batch.offsets)
-        self._grams.append(_Grams(batch.names, batch.lefts, batch.rights, batch.offsets, batch.errors, *norms))
-
-    def _judge(self) -> None:
-        """Take the norms found by Gram matrices, and find those of the units anew for which they are not good enough.
-
-        A unit's group decides, over all that is known of it, so that a matrix whose gradient vanishes beside the others' is
-        not measured twice. On a GPU the units are chosen on the device, and nothing waits.
-        """
-        if not self._grams:
-            return
-        own = [group for grams in self._grams for group in self._groups(grams.names)]
-        groups = sent(tuple(own), torch.int64, self.layout.weights.device)
-        squares = stacked([found.squares for found in self._grams])
-        products = stacked([found.products for found in self._grams])
-        errors = [error.gram for grams in self._grams for error in grams.errors]
-        hidden = products.square()
-        hidden *= sent(tuple([error.gram for error in errors]), torch.float64, hidden.device).unsqueeze(1)
-        known = self.norms.measured().index_add_(0, groups, squares)
-        poor = (torch.zeros_like(known).index_add_(0, groups, hidden) > REMEASURED * known)[groups]
-        anew = poor.device.type != "cpu" or bool(poor.any())
-        rests = products
-        if anew:
-            squares, products = squares.masked_fill(poor, 0), products.masked_fill(poor, 0)
-            rests = rests.masked_fill(~poor, 0)
-            self._measure(poor, rests)
-        self.norms.add_rows(own, squares, errors, products)
-        self._grams.clear()
-
-    def _measure(self, chosen: torch.Tensor, products: torch.Tensor) -> None:
-        """Take norms by the direct route of chosen units, bool ``[uses, units]``, and 0 of the others."""
-        every = [len(grams.names) for grams in self._grams]
-        for grams, theirs, reach in zip(self._grams, chosen.split(every), products.split(every)):
-            lefts, rights = grams.lefts, grams.rights
-            # Scales are for processors, which look at the chosen alone.
-            if grams.scales and bool(theirs.any()):
-                both = list(zip(*grams.scales))
-                lefts, rights = ([f * own for f, own in zip(*side)] for side in ((lefts, both[0]), (rights, both[1])))
-            again = ops.chosen_sqnorm(lefts, rights, grams.offsets, theirs)
-            errors = [error.direct for error in grams.errors]
-            self.norms.add_rows(self._groups(grams.names), again, errors, reach)
-
-    def _constants(self, use: Factors, entries: int) -> _Constants:
+    def _constants(self, use: Factors, entries: int) -> Constants:
         """The errors of one use, computed once for all of its size and arithmetic."""
         right, tokens, units, columns = use.right, use.longest(self.layout), self.layout.units, use.right.shape[1]
 
-        def find() -> _Constants:
+        def find() -> Constants:
             rounding = use.rounding()
             relative, added = rounding.squares(entries), rounding.added(tokens, units)
             gram = Errors(entries, relative, rounding.gram(use.width, columns, tokens), added)
-            return _Constants(gram, Errors(entries, relative, added=added + rounding.entry(tokens)))
+            return Constants(gram, Errors(entries, relative, added=added + rounding.entry(tokens)))
 
         left, scaled = None if use.tiled else use.left.dtype, use.scales is not None
         return _once((left, right.dtype, right.device.type, use.width, columns, tokens, units, entries, scaled), find)
@@ -484,9 +375,8 @@ class NormSink(Captures):
             instances = [entry.instance for entry in unknown.values() if entry.instance is not None]
             rows = ops.instance_sqnorm_group(instances)
             if all(entry.products is None for entry in unknown.values()):
-                groups = [group for name in unknown if isinstance(group := self.policy.group_of[name], int)]
                 errors = [self._of_instance(name, own) for name, own in zip(unknown, instances)]
-                self.norms.add_rows(groups, rows, errors)
+                self.norms.add_rows(self.policy.groups(unknown), rows, errors)
             else:
                 for entry, row in zip(unknown.values(), rows):
                     entry.squared = row
@@ -511,10 +401,10 @@ class NormSink(Captures):
         self._take_together()
         self._flush()
         for batch in self._by_gram:
-            self._flush_batch(batch)
+            self._grams.add_batch(batch)
         self._by_gram.clear()
         self._require_once()
-        self._judge()
+        self._grams.judge()
         whole: dict[str, Entry] = {}
         for name, entry in self.entries.items():
             if name in self.policy.masks:
@@ -528,7 +418,7 @@ class NormSink(Captures):
                     self._add_instances(whole)
                     whole.clear()
         self._add_instances(whole)
-        self._judge()
+        self._grams.judge()
         return self.norms.upper()
 
     def _several(self, name: str, entry: Entry) -> None:
@@ -543,12 +433,7 @@ class NormSink(Captures):
             self._add_direct(self._found(name, uses[0]))
         else:
             squares, products = uses[0].powers(self.layout)
-            use, errors = uses[0], self._found(name, uses[0]).errors
-            norms = squares.unsqueeze(0), products.unsqueeze(0)
-            scales = [use.scales] if use.scales else []
-            self._grams.append(
-                _Grams([name], [use.left], [use.right], use.offsets(self.layout), [errors], *norms, scales)
-            )
+            self._grams.add_known([self._found(name, uses[0])], squares.unsqueeze(0), products.unsqueeze(0))
         self.drop(entry)
 
     def _put_together(self, name: str, entry: Entry) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -53,6 +53,10 @@ class Policy:
         if any(std == 0 for std in self.stds):
             return 0.0
         return 1 / math.sqrt(sum((c / s) ** 2 for c, s in zip(self.bounds, self.stds)))
+
+    def groups(self, names: Iterable[str]) -> list[int]:
+        """The group of each parameter without a mask among these."""
+        return [group for name in names if isinstance(group := self.group_of[name], int)]
 
     def std_of(self, name: str, device: torch.device) -> torch.Tensor:
         """The standard deviation of a parameter's noise: a scalar, or of the parameter's shape where it is masked."""
