@@ -263,7 +263,13 @@ class _Drawn:
     def __iter__(self) -> Iterator[list[int]]:
         for drawn in self.loader.sampler.epoch(self.steps):
             for observer in self.loader.observers:
-                drawn = observer.drawn(drawn, self.loader.kind)
+                taken = observer.drawn(list(drawn), self.loader.kind)
+                if len(set(taken)) < len(taken) or not set(taken) <= set(drawn):
+                    raise ValueError(
+                        f"{type(observer).__name__} puts units into a sample that were not drawn, or twice, and the accounting "
+                        "rests on the draw: an observer may leave units out; nothing of this batch was released"
+                    )
+                drawn = taken
             for indices, ticket in self.loader.micro_batches(drawn):
                 self.waiting.append((indices, ticket))
                 yield indices

@@ -16,7 +16,7 @@ class Observer:
         """Iteration over the loader begins."""
 
     def drawn(self, units: list[int], kind: str) -> list[int]:
-        """The units that were drawn for one release of a kind; those returned take part."""
+        """The units that were drawn for one release of a kind; those returned take part, all or some of them."""
         return units
 
     def before_release(self, accumulator: Accumulator) -> None:

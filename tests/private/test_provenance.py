@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import fastdp
+from fastdp.private.observer import Observer
 from fastdp.private.run import Private
 from tests.engine.runs import Classifier, collate, examples, logical_step, start
 
@@ -137,3 +138,15 @@ def test_nothing_moves_between_two_stages() -> None:
     _write(private.model)
     with pytest.raises(RuntimeError, match="was changed outside of a release"):
         logical_step(private)
+
+
+@pytest.mark.parametrize("taken", [lambda units: [24], lambda units: [*units, *units[:1]]])
+def test_an_observer_puts_nothing_into_a_sample(taken: Callable[[list[int]], list[int]]) -> None:
+    class Choosing(Observer):
+        def drawn(self, units: list[int], kind: str) -> list[int]:
+            return taken(units)
+
+    private = start(Classifier(), **SETTINGS)
+    private.observe(Choosing())
+    with pytest.raises(ValueError, match="an observer may leave units out"):
+        list(private.data_loader)
