@@ -59,7 +59,7 @@ def world(page: str) -> dict[str, Any]:
         # Its sequences have one length, which is public.
         train = [{**row, "input_ids": [1 + i % 7] * 64, "labels": [1 + i % 7] * 64} for i, row in enumerate(train)]
     loader = DataLoader(train, batch_size=32, collate_fn=collate)  # type: ignore[arg-type]
-    public = [collate([{key: value for key, value in row.items() if key != "example_ids"} for row in train[:4]])]
+    public = [collate([{key: value for key, value in row.items() if key != "example_ids"} for row in train[:8]])]
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     return {
         **{"torch": torch, "model": model, "optimizer": optimizer, "train": train, "collate": collate},
