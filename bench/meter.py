@@ -26,36 +26,52 @@ META = torch.device("meta")
 
 @dataclass(frozen=True)
 class Gpu:
-    """What a price is made of.
+    """What a price is made of: of an H100, what its kernels took within steps (`bench/results/gpu/profile.json`).
 
-    Shares of kernels written here are about nine tenths of what their compiled loops allow (docs/kernels.md), over cuBLAS's rate.
+    Shares of kernels written here are besides about nine tenths of what their compiled loops allow (docs/kernels.md).
     """
 
     name: str
     memory: int  # bytes
     bandwidth: float  # bytes a second that a copy reaches
-    half: float  # operations a second that cuBLAS reaches in bfloat16
+    half: float  # operations a second that cuBLAS reaches in bfloat16, beside `start`
     single: float  # and in float32, without tensor cores
     words: float  # 32-bit integer operations a second
     processors: int = 132
-    own_share: float = 0.55  # of cuBLAS's rate, in products of our kernels
-    wide_share: float = 0.72  # the same of those whose tiles are 128 by 256
+    start: float = 5e-6  # seconds of a product of torch's, of a sum over rows, and of a kernel of ours, beside the work itself
+    odd: float = 1.2e14  # operations a second of cuBLAS's where rows of 16-bit numbers do not begin at every 16 bytes
+    own_share: float = 0.48  # of cuBLAS's rate, in products of our kernels
+    wide_share: float = 0.66  # the same of those whose tiles are 128 by 256
+    attention: float = 0.5  # the same of torch's attention
+    own_bandwidth: float = 0.55  # of a copy's bandwidth, in our kernels that read more than they multiply
     launch: float = 5e-6  # of a torch operation from Python
     kernel_launch: float = 1.25e-5  # of a Triton kernel from Python
     captured_launch: float = 2e-6  # of either, replayed from a graph
 
 
 GPUS = {
-    "h100": Gpu("NVIDIA H100 SXM", 80 << 30, 2.95e12, 7.0e14, 5.0e13, 1.44e13),
-    "h200": Gpu("NVIDIA H200", 141 << 30, 4.2e12, 7.0e14, 5.0e13, 1.44e13),
+    "h100": Gpu("NVIDIA H100 SXM", 80 << 30, 2.95e12, 8.0e14, 5.0e13, 1.44e13),
+    "h200": Gpu("NVIDIA H200", 141 << 30, 4.2e12, 8.0e14, 5.0e13, 1.44e13),
 }
 #: Operations for each rounded normal, and for what an update makes of it, at the rate of integers: so many that they take as
-#: long as on an H100, where noise that is rounded took 5.6 ps a number, and in a step of Llama 1B an update with it 10.8.
-PER_NORMAL, PER_UPDATE = 81, 62
+#: long as on an H100, where noise that is rounded took 5.6 ps a number, and an update with it 8.9 in steps (8.8 BERT's).
+PER_NORMAL, PER_UPDATE = 81, 35
 #: And for each pair of moments that are rounded at random: a hash, and both roundings.
 PER_ROUNDING = 12
 #: How many tensors one launch of torch's multi-tensor kernels takes, by how many lists it reads.
 _LIST_LIMITS = {1: 110, 2: 64, 3: 48, 4: 36, 5: 30}
+
+
+#: Shares of a copy's bandwidth that these operations of torch's reach.
+_BANDWIDTH_SHARES = {
+    "aten::_fused_adamw_": 0.75,
+    "aten::_log_softmax": 0.52,
+    "aten::_log_softmax_backward_data": 0.74,
+}
+#: The same of sums over the rows of a matrix, which biases' gradients are, and of the kernel for a layer norm's own gradients.
+_ROWS_SHARE, _NORMS_SHARE = 0.43, 0.3
+#: Ops of ours that read as fast as a copy: norms by Gram matrices, and those that make noise.
+_READ_FAST = ("gram_norms", "add_noise_", "adamw_noise_step_", "adamw_noise_steps_")
 
 
 class HostWaits(RuntimeError):
@@ -123,26 +139,42 @@ class Meter(TorchDispatchMode):
             moved = [*given, *(t for t in found if all(t is not own for own in given)), *_written(func, args)]
             if func is torch.ops.aten.native_layer_norm_backward.default and any(args[-1][1:]):
                 # Torch's gradients of weight and bias are a kernel of their own.
-                launches, moved = 2, [*moved, args[0], args[1]]
-            rate = self.gpu.half if any(t.dtype.itemsize == 2 for t in given) else self.gpu.single
-            self.add(str(func).removesuffix(".default"), sum(map(_size, moved)), operations, rate, launches, 0)
+                both = _size(args[0]) + _size(args[1])
+                self.add("layer norms' own gradients", both, 0.0, both / (_NORMS_SHARE * self.gpu.bandwidth), 1, 0)
+            size = sum(map(_size, moved))
+            work = self._work_of_torch(func, args, size, operations, [*given, *found])
+            self.add(str(func).removesuffix(".default"), size, operations, work, launches, 0)
         return result
 
-    def add(self, name: str, moved: int, operations: float, rate: float, launches: int, kernels: int) -> None:
-        """Price one operation of this many launches, ``kernels`` of them Triton's."""
+    def add(self, name: str, moved: float, operations: float, work: float, launches: int, kernels: int) -> None:
+        """Price one operation of ``work`` seconds on the device and this many launches, ``kernels`` of them Triton's."""
         tally = self.tally
         if tally is None:
             return
-        work = max(moved / self.gpu.bandwidth, operations / rate)
         host = (launches - kernels) * self.gpu.launch + kernels * self.gpu.kernel_launch
         tally.launches += launches
         tally.kernels += kernels
-        tally.bytes += moved
+        tally.bytes += int(moved)
         tally.operations += operations
         tally.seconds += max(work, host)
         tally.captured_seconds += max(work, launches * self.gpu.captured_launch)
         tally.counts[name] += launches
         tally.spent[name] += round(1e9 * max(work, host))
+
+    def _work_of_torch(self, func: Any, args: Any, moved: float, operations: float, tensors: list[torch.Tensor]) -> float:
+        """Seconds on the device of one of torch's own operations."""
+        gpu, name = self.gpu, func._schema.name
+        if func is torch.ops.aten.sum.dim_IntList and 0 in args[1]:
+            return gpu.start + moved / (_ROWS_SHARE * gpu.bandwidth)
+        read = moved / (_BANDWIDTH_SHARES.get(name, 1.0) * gpu.bandwidth)
+        if not operations:
+            return read
+        half = any(t.dtype.itemsize == 2 for t in tensors)
+        if "attention" in name:
+            return max(read, gpu.start + operations / (gpu.attention * gpu.half))
+        odd = half and any(size % 8 for t in tensors for size in t.shape[-2:])
+        rate = (gpu.odd if odd else gpu.half) if half else gpu.single
+        return max(read, gpu.start + operations / rate)
 
     def wait(self, why: str) -> None:
         """The host is about to wait for the device, which nothing of ours may make it do within a step."""
@@ -225,7 +257,9 @@ class Meter(TorchDispatchMode):
                 moved = sum(map(_size, tensors)) + 2 * max(0, own.allocated - results)
                 moved += _read_and_written(name, args) - _table_rows(name, args)
                 operations, rate = self._work(name, args)
-                self.add(f"fastdp::{name}", moved, operations, rate, own.kernels, own.kernels)
+                share = 1.0 if name in _READ_FAST else self.gpu.own_bandwidth
+                work = own.kernels * self.gpu.start + max(moved / (share * self.gpu.bandwidth), operations / rate)
+                self.add(f"fastdp::{name}", moved, operations, work, own.kernels, own.kernels)
             return result
 
         return run
@@ -248,7 +282,7 @@ class _Sent:
         self._meter, self._values, self._step = meter, values, meter.tally
         self.there = not values.is_meta
         if values.is_meta:
-            meter.add("fastdp::sent", _size(values), 0.0, meter.gpu.single, 1, 0)
+            meter.add("fastdp::sent", _size(values), 0.0, _size(values) / meter.gpu.bandwidth, 1, 0)
 
     def read(self) -> torch.Tensor:
         if self._values.is_meta and self._step is self._meter.tally:
