@@ -38,7 +38,9 @@ class Gpu:
     single: float  # and in float32, without tensor cores
     words: float  # 32-bit integer operations a second
     processors: int = 132
-    start: float = 5e-6  # seconds of a product of torch's, of a sum over rows, and of a kernel of ours, beside the work itself
+    start: float = (
+        5e-6  # seconds of a product of torch's, of a sum over rows, and of a kernel of ours, beside the work itself
+    )
     odd: float = 1.2e14  # operations a second of cuBLAS's where rows of 16-bit numbers do not begin at every 16 bytes
     own_share: float = 0.48  # of cuBLAS's rate, in products of our kernels
     wide_share: float = 0.66  # the same of those whose tiles are 128 by 256
@@ -161,7 +163,9 @@ class Meter(TorchDispatchMode):
         tally.counts[name] += launches
         tally.spent[name] += round(1e9 * max(work, host))
 
-    def _work_of_torch(self, func: Any, args: Any, moved: float, operations: float, tensors: list[torch.Tensor]) -> float:
+    def _work_of_torch(
+        self, func: Any, args: Any, moved: float, operations: float, tensors: list[torch.Tensor]
+    ) -> float:
         """Seconds on the device of one of torch's own operations."""
         gpu, name = self.gpu, func._schema.name
         if func is torch.ops.aten.sum.dim_IntList and 0 in args[1]:

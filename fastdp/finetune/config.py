@@ -108,6 +108,9 @@ class FinetuneConfig:
     weight_decay: float = setting("weight decay of AdamW", 0.0, least=0)
     precision: str = setting("float32, or bfloat16 for autocast", "float32", among=("float32", "bfloat16"))
     gradient_checkpointing: bool = setting("recompute activations to save memory", False)
+    capture: bool = setting(
+        "on a GPU: record micro-batches, padded to max_length, and replay them, for small models", False
+    )
     device: str = setting("auto, cpu, cuda, cuda:1, ...", "auto")
     seed: int = setting("seed of new weights; never of noise or sampling, and of dropout only without privacy", 0)
     checkpoint_every: int = setting("steps between checkpoints", 20, above=0)

@@ -174,9 +174,14 @@ def _check_output(output: Path, config: FinetuneConfig, resume: bool) -> None:
 
 def _device(config: FinetuneConfig) -> torch.device:
     try:
-        return usable_device(config.device)
+        device = usable_device(config.device)
     except ValueError as error:
         raise ConfigError(str(error)) from None
+    if config.capture and device.type != "cuda":
+        raise ConfigError(
+            f"capture records CUDA graphs, and this run is on {device}: leave capture out, or choose a GPU"
+        )
+    return device
 
 
 class _Noting(Reporter):
@@ -266,7 +271,10 @@ class _Run:
         method = choose_method(config, self._read_public)
         parameters = [p for p in self.model.parameters() if p.requires_grad]
         optimizer = torch.optim.AdamW(parameters, lr=config.learning_rate, weight_decay=config.weight_decay)
-        loader = DataLoader(self.train, batch_size=config.batch_size, shuffle=True, collate_fn=self.collator)
+        # A recorded pass belongs to one shape.
+        fixed = self.collator.length or config.max_length
+        collator = dataclasses.replace(self.collator, length=fixed) if config.capture else self.collator
+        loader = DataLoader(self.train, batch_size=config.batch_size, shuffle=True, collate_fn=collator)
         self.private = fastdp.make_private(
             self.model,
             optimizer,
@@ -280,6 +288,7 @@ class _Run:
             sampling="shuffled" if self.releases.once_an_epoch else config.sampling,
             output_dir=str(self.output),
             resume=resume,
+            capture=config.capture,
         )
         if self.curves is not None:
             self.curves.declare(self.private.ledger)

@@ -49,6 +49,30 @@ def test_lora_run_writes_everything_and_loads_in_plain_peft(config, model_folder
     assert torch.equal(logits(loaded, torch.arange(1, 13).reshape(2, 6)), seen["logits"])
 
 
+def test_micro_batches_that_are_recorded_have_one_shape(config, monkeypatch):
+    from fastdp.engine import graphs
+    from fastdp.finetune import run
+
+    recorded = []
+
+    def no_recorder():
+        recorded.append(None)
+        raise RuntimeError("this is no GPU")
+
+    monkeypatch.setattr(run, "_device", lambda config: torch.device("cpu"))
+    monkeypatch.setattr("fastdp.entry.refuse_capture", lambda *args, **options: None)
+    monkeypatch.setattr(graphs, "_on_a_gpu", no_recorder)
+    with pytest.warns(UserWarning, match="not replayed but made one operation at a time: this is no GPU"):
+        finetune(replace(config, capture=True, sampling="shuffled", epochs=8, physical_batch_size=config.batch_size))
+    assert len(recorded) == 1
+
+
+def test_a_run_without_a_gpu_records_nothing(config, tmp_path):
+    with pytest.raises(ConfigError, match="capture records CUDA graphs, and this run is on cpu: leave capture out"):
+        finetune(replace(config, capture=True))
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.parametrize("kind", ["full", "bitfit", "bottleneck", "prompt", "ia3"])
 def test_every_kind_of_fine_tuning_runs_and_loads(config, kind, model_folder, tmp_path):
     result = finetune(replace(config, peft=kind, epochs=1, batch_size=24, learning_rate=0.05))
