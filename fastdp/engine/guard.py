@@ -90,6 +90,8 @@ class Guard:
     def __init__(self, model: torch.nn.Module, hold: Callable[[], None] = lambda: None):
         self.model, self._hold = model, hold
         self.harmless: frozenset[str] = frozenset()
+        #: Frozen parameters that forwards write to as they are, so that torch's counts say nothing of them: their bits do.
+        self.put_back: frozenset[int] = frozenset()
         self._modules = list(model.named_modules())
         self._own = [module for _, module in self._modules]
         #: Places of modules that have, or had, buffers.
@@ -193,7 +195,7 @@ class Guard:
         if not as_settled or self._count() != self._writes:
             for (prefix, module, name), parameter, version in zip(self._settled, self._parameters, self._writes):
                 own = module._parameters
-                if writes(parameter) != version or (name in own and own[name] is not parameter):
+                if self._writes_to(parameter) != version or (name in own and own[name] is not parameter):
                     raise moved(_joined(prefix, name))
         if trained is not None:
             self._require_frozen(trained, as_settled, held.modules)
@@ -211,7 +213,12 @@ class Guard:
         )
 
     def _count(self) -> list[int]:
-        return list(map(writes, self._parameters)) if self._cut else [p._version for p in self._parameters]
+        if self._cut or self.put_back:
+            return list(map(self._writes_to, self._parameters))
+        return [p._version for p in self._parameters]
+
+    def _writes_to(self, tensor: torch.Tensor) -> int:
+        return 0 if id(tensor) in self.put_back else writes(tensor)
 
     def require_untouched(self, *, last: bool) -> None:
         """Raise RuntimeError, naming it, if a parameter or a buffer was written in a way that torch does not count.
@@ -222,7 +229,7 @@ class Guard:
         a GPU says at the next one, or at `require_told`; before the ``last`` release it is waited for.
         """
         self.require_told()
-        if self._releases + 1 >= self._next or last or self._rewritten():
+        if self._releases + 1 >= self._next or last or self.put_back or self._rewritten():
             self._compare(self._untrained())
             self._next = 4 * (self._releases + 1)
         self._releases += 1
@@ -339,7 +346,7 @@ class Guard:
         frozen = ((name, p) for name, p in self.model.named_parameters() if not p.requires_grad)
         buffers = ((name, b) for name, (b, _) in self._buffers().items() if name not in self.harmless)
         found = {
-            (name, 0): _Kept((id(t), writes(t)), total(piece(t)))
+            (name, 0): _Kept((id(t), self._writes_to(t)), total(piece(t)))
             for name, t in (*frozen, *buffers)
             if readable(piece(t))
         }
@@ -396,6 +403,15 @@ class Guard:
                 continue
             raise _buffer_written(name)
         self.harmless = written | too
+
+    def let_back(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Know frozen parameters that a forward sets to what they are by their bits, whatever torch counts of them."""
+        own = set(map(id, parameters))
+        self.put_back |= own
+        self._writes = [0 if id(p) in own else count for p, count in zip(self._parameters, self._writes)]
+        for key, kept in (self._still or {}).items():
+            if kept.counted and kept.known[0] in own:
+                self._still[key] = kept._replace(known=(kept.known[0], 0))  # type: ignore[index]
 
     def passed(self) -> Callable[[], tuple[dict[str, torch.Tensor], frozenset[str]]]:
         """A function that gives the buffers, copied, and the names of those that were written since this call."""

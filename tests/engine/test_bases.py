@@ -65,3 +65,49 @@ def test_a_base_of_four_bits(tmp_path: Path) -> None:
     units = alone(model, inputs)
     engine = stepped(model, inputs, float(norms(units).median()))
     require_exact(engine, units)
+
+
+def experts() -> torch.nn.Module:
+    """Two layers of experts, whose single tensors PEFT adapts by setting them to themselves in every forward."""
+    import peft
+    import transformers as hf
+
+    torch.manual_seed(3)
+    shape = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 2, "head_dim": 16}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_local_experts": 4, "num_experts_per_tok": 2}
+    base = hf.GptOssForCausalLM(hf.GptOssConfig(**shape, **heads, pad_token_id=0))
+    own = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    model = peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["q_proj"], target_parameters=own))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.05 * torch.randn_like(parameter))
+    return model.train()
+
+
+def test_adapters_of_single_parameters_of_experts() -> None:
+    model, inputs = experts(), batch("llama")
+    units = alone(model, inputs)
+    engine = stepped(model, inputs, bound := float(norms(units).median()))
+    assert engine.route == "one-example"
+    assert len(engine.guard.put_back) == 4
+    scales = (bound / norms(units)).clamp(max=1)
+    for name in units[0]:
+        wanted = sum(scale * unit[name] for scale, unit in zip(scales, units))
+        assert relative(engine.accumulator.sums[name], wanted) < 1e-5
+    engine.guard.require_settled(engine.parameters)
+
+
+@pytest.mark.parametrize("counted", [True, False])
+def test_a_weight_that_forwards_put_back_is_known_by_its_bits(counted: bool) -> None:
+    model, inputs = experts(), batch("llama")
+    engine = stepped(model, inputs, 1.0)
+    guard, weight = engine.guard, model.base_model.model.model.layers[1].mlp.experts.get_base_layer().down_proj
+    for _ in range(3):
+        guard.require_settled(engine.parameters)
+        guard.require_untouched(last=False)
+        guard.advance()
+    with torch.no_grad():
+        (weight if counted else weight.data)[1, 2, 3] += 1
+    with pytest.raises(RuntimeError, match="down_proj was changed outside of a release"):
+        guard.require_untouched(last=False)
