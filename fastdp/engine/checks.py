@@ -56,6 +56,7 @@ class Checks:
         self._handed, self._alike = 0, True
         self._tracer = Tracer(passes.model, passes.read, passes.vocabulary)
         self._known = Known(self._tracer, passes.forwards.root.plain)
+        passes.explain = lambda call, rows: self._known.explain(passes.trace, call, rows)
 
     def before(self, call: Call, ticket: Ticket) -> bool:
         """Look at a batch before its own pass; whether any rank looked at its own."""
@@ -84,10 +85,25 @@ class Checks:
         self._look_between(call, ticket)
         return looked
 
-    def after(self, waiting: Pass) -> None:
-        """Look at what a batch's own pass by uses found: the shapes of its uses, and what was foreseen of it."""
+    def explain(self, call: Call, ticket: Ticket) -> None:
+        """Look at a batch that goes another way through the model than those before it, as the first batch was looked at.
+
+        Raises `UnsupportedUse` where no trace explains that way, or rows on it have to be run alone.
+        """
+        passes, ticket = self._passes, _real(ticket)
+        with self.schedule.check(), passes.trial():
+            self._known.explain(passes.trace, call, ticket.rows)
+            if self.enabled:
+                rows = selfcheck.chosen_rows(ticket, random.SystemRandom().randrange(ticket.rows))
+                selfcheck.compare(passes, call, ticket, selfcheck.independence(passes, call, ticket, rows))
+
+    def after(self, waiting: Pass, *, explained: bool) -> None:
+        """Look at what a batch's own pass by uses found: the shapes of its uses, and what was foreseen of it.
+
+        Raises `Unseen` for one that is to be ``explained`` and made again.
+        """
         passes, call, ticket = self._passes, waiting.call, waiting.ticket
-        self._known.require(passes.trace, call, ticket.rows, waiting.tap)
+        self._known.require(passes.trace, call, ticket.rows, waiting.tap, looked_at=explained)
         foreseen, self._foreseen = self._foreseen, None
         if foreseen is not None and not foreseen.holds(waiting.tops):
             selfcheck.whole(passes, call, ticket, foreseen.rows)

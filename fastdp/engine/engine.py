@@ -12,7 +12,7 @@ import torch
 from fastdp.engine.accumulator import Accumulator
 from fastdp.engine.batches import Call, as_long_as
 from fastdp.engine.checks import Checks
-from fastdp.engine.errors import SelfCheckError
+from fastdp.engine.errors import SelfCheckError, Unseen
 from fastdp.engine.graphs import Graphs
 from fastdp.engine.guard import Guard
 from fastdp.engine.known import wrong_rows
@@ -139,13 +139,16 @@ class Engine(Passes):
             if replayed is not None:
                 return replayed[0]
         with self.guard.forward() if self.route != ORDINARY else nullcontext():
+            verify = first or self.backwards == 0
             try:
-                verify = first or self.backwards == 0
-                output, waiting = self.run_forward(call, ticket, verify=verify, enter=self._backward)
-                if self.route == USES:
-                    with self.weights.apart() if looked else nullcontext():
-                        self.checks.after(waiting)
-                return output
+                try:
+                    return self._looked_forward(call, ticket, verify=verify, apart=looked)
+                except Unseen:
+                    # Other ranks would not follow where weights are in pieces.
+                    if self.weights.cut:
+                        raise
+                self.checks.explain(call, ticket)
+                return self._looked_forward(call, ticket, verify=verify, apart=looked, explained=True)
             except (SelfCheckError, torch.OutOfMemoryError):
                 raise
             except Exception as error:
@@ -153,6 +156,13 @@ class Engine(Passes):
                     raise
                 self.fall_back(str(error), ticket)
                 return self.run_forward(call, ticket, verify=True, enter=self._backward)[0]
+
+    def _looked_forward(self, call: Call, ticket: Ticket, *, verify: bool, apart: bool, explained: bool = False) -> Any:
+        output, waiting = self.run_forward(call, ticket, verify=verify, enter=self._backward)
+        if self.route == USES:
+            with self.weights.apart() if apart else nullcontext():
+                self.checks.after(waiting, explained=explained)
+        return output
 
     def _backward(self, waiting: Pass, upstream: Any) -> None:
         if waiting.used:

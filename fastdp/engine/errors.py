@@ -1,8 +1,12 @@
-"""The two ways in which the engine says no: to a route, and to a run."""
+"""The ways in which the engine says no: to a route, and to a run."""
 
 
 class UnsupportedUse(Exception):
     """An operation for which no per-example rule is known, or none that fits; the one-example route then takes over."""
+
+
+class Unseen(UnsupportedUse):
+    """A use that the trace did not see, as where another batch goes another way."""
 
 
 class SelfCheckError(RuntimeError):

@@ -6,10 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 from fastdp.engine.batches import Call, Path, as_long_as, leaves, tensors
-from fastdp.engine.errors import UnsupportedUse
+from fastdp.engine.errors import Unseen, UnsupportedUse
 from fastdp.engine.still import unchanged
 from fastdp.engine.trace import Trace, Tracer
 from fastdp.engine.uses import Tap
+
+#: Each is looked at as the first batch is.
+_MOST_WAYS = 16
 
 
 class Known:
@@ -23,6 +26,8 @@ class Known:
     def __init__(self, tracer: Tracer, plain: Callable[..., Any]):
         self._tracer, self._plain = tracer, plain
         self._shapes: dict[Any, frozenset[Any]] = {}
+        #: The ways through the model that were looked at: a pass's kinds of uses, whatever the lengths of inputs.
+        self._ways: set[frozenset[Any]] = set()
         #: By place the least and the largest sizes so far, rows aside.
         self._reach: dict[Path, tuple[list[int], list[int]]] = {}
 
@@ -59,20 +64,47 @@ class Known:
         first.carriers = latest.carriers | (first.carriers - found.keys())
         first.paths = first.paths | latest.paths
 
-    def require(self, first: Trace | None, call: Call, rows: int, tap: Tap) -> None:
-        """Raise `UnsupportedUse` unless a trace explains inputs of these shapes, and the uses' shapes follow from them."""
+    def explain(self, first: Trace | None, call: Call, rows: int) -> None:
+        """Have the trace learn where a call goes that it has not seen, as one without padding does.
+
+        All rows are traced, since a few of them may go another way. Raises `UnsupportedUse` where this trace contradicts the
+        first, or ways are too many to look at.
+        """
         assert first is not None
+        if len(self._ways) > _MOST_WAYS:
+            raise UnsupportedUse(f"batches go more than {_MOST_WAYS} ways through the model")
+        with unchanged(self._tracer.model):
+            first.add(self._tracer.trace(self._plain, call, rows, (max(2, rows), max(2, rows) + 1)))
+
+    def require(self, first: Trace | None, call: Call, rows: int, tap: Tap, *, looked_at: bool) -> None:
+        """Raise `UnsupportedUse` unless a trace explains inputs of these shapes, and the uses' shapes follow from them.
+
+        Or from the way that the pass went, if one that went so was ``looked_at``, as the first is; `Unseen` if none was.
+        """
+        assert first is not None
+        if looked_at or not self._ways:
+            self._ways.add(_way(first, call, tap))
         inputs = _inputs(first, call)
         # The first pass is the one that was traced.
         if self._shapes and inputs not in self._shapes:
             with unchanged(self._tracer.model):
                 self._tracer.require_same(first, self._plain, call, rows)
         seen = self._shapes.setdefault(inputs, frozenset(tap.shapes))
-        if not tap.shapes <= seen:
-            operation, shape = next(iter(tap.shapes - seen))
-            raise UnsupportedUse(
-                f"the input of {operation} has shape {list(shape)} a row, by no reason of the batch's shapes"
-            )
+        gone = {operation for operation, _ in seen - tap.shapes} if tap.shapes - seen else set()
+        for operation, shape in tap.shapes - seen:
+            reason = f"the input of {operation} has shape {list(shape)} a row, by no reason of the batch's shapes"
+            if operation in gone:
+                raise UnsupportedUse(reason)
+            if _way(first, call, tap) not in self._ways:
+                raise Unseen(reason)
+        self._shapes[inputs] = seen | tap.shapes
+
+
+def _way(first: Trace, call: Call, tap: Tap) -> frozenset[Any]:
+    """A pass's kinds of uses, in whose shapes the lengths of inputs are named and not told."""
+    inputs = sorted(_inputs(first, call), key=str)
+    names = {size: (path, axis) for path, shape in reversed(inputs) for axis, size in enumerate(shape)}
+    return frozenset([(operation, tuple([names.get(size, size) for size in shape])) for operation, shape in tap.shapes])
 
 
 def _plain(first: Trace, call: Call, rows: int) -> bool:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from fastdp.engine.errors import UnsupportedUse
+from fastdp.engine.errors import Unseen, UnsupportedUse
 from fastdp.engine.named import functions
 from fastdp.engine.rows import Fold, Met
 from fastdp.engine.shared import Shared, SharedLanes, SharedProduct, pull_through
@@ -298,7 +298,7 @@ class Meeting:
         if met is None:
             if tensor.numel() == 1:
                 return None
-            raise UnsupportedUse(f"{name} of a parameter and a tensor of {tensor.dim()} dimensions, unseen when traced")
+            raise Unseen(f"{name} of a parameter and a tensor of {tensor.dim()} dimensions, unseen when traced")
         if met.problem is not None:
             raise UnsupportedUse(met.problem)
         if met.fold is None or (layout.rows > 1 and tensor.shape[met.fold.axis] == 1):

@@ -26,7 +26,7 @@ from fastdp.engine.boundary import (
     require_positive,
 )
 from fastdp.engine.chance import secretly
-from fastdp.engine.errors import SelfCheckError, UnsupportedUse
+from fastdp.engine.errors import SelfCheckError, Unseen, UnsupportedUse
 from fastdp.engine.forwards import Forwards
 from fastdp.engine.layout import Layout, Ticket
 from fastdp.engine.logits import VOCABULARY
@@ -107,7 +107,10 @@ class Passes:
         divided: the model's loss functions whose coefficient it divides by the number of rows.
         asked: where the model was seen to ask the host about data.
         trying: whether a pass only looks at the model, so that none of its faults is the user's loop's.
+        explain: has the trace learn where a call of so many rows goes; raises `UnsupportedUse` where it cannot.
     """
+
+    explain: Callable[[Call, int], None]
 
     #: The fewest rows of a matrix that counts as a vocabulary's head.
     vocabulary: int | None = VOCABULARY
@@ -312,6 +315,17 @@ class Passes:
 
     def _tops(self, call: Call, layout: Layout, tap: Tap, *, verify: bool) -> tuple[Any, list[torch.Tensor]]:
         """A forward pass by the route of uses, and what its backward pass starts from: units' losses ``[units]``, or outputs."""
+        if not self.trying or self.weights.cut:
+            return self._tops_as_traced(call, layout, tap, verify=verify)
+        # A few rows of a batch may go another way than all of it did: where none of them is padded, say.
+        try:
+            return self._tops_as_traced(call, layout, tap, verify=verify)
+        except Unseen:
+            self.explain(call, layout.rows)
+        tap.restart()
+        return self._tops_as_traced(call, layout, tap, verify=verify)
+
+    def _tops_as_traced(self, call: Call, layout: Layout, tap: Tap, *, verify: bool) -> tuple[Any, list[torch.Tensor]]:
         terms = LossTerms(layout)
         self.reads.tap = tap if self.route == USES else None
         try:

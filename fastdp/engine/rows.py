@@ -258,18 +258,21 @@ def _kept(source: torch.Tensor, place: Place, out: torch.Tensor, appends: bool, 
 
 
 def fold_between(
-    two: tuple[int, ...], three: tuple[int, ...], places: tuple[Place | None, Place | None]
+    fewer: tuple[int, ...],
+    more: tuple[int, ...],
+    places: tuple[Place | None, Place | None],
+    counts: tuple[int, int] = (2, 3),
 ) -> Fold | None:
-    """The fold of a tensor that had these shapes on 2 and on 3 rows, both of them with rows; None if it has no known one.
+    """The fold of a tensor that had these shapes on ``counts`` rows, both of them with rows; None if it has no known one.
 
     A first axis that grows with the rows is taken to hold them in order where nothing else is known.
     """
-    grows = [axis for axis, (a, b) in enumerate(zip(two, three)) if a != b]
+    grows = [axis for axis, (a, b) in enumerate(zip(fewer, more)) if a != b]
     a, b = places
     if a is not None and b is not None and a.axis == b.axis and a.axis in grows:
-        fold = a.fold(2)
-        return fold if fold == b.fold(3) else None
+        fold = a.fold(counts[0])
+        return fold if fold == b.fold(counts[1]) else None
     axis = grows[0]
-    if (two[axis], three[axis]) == (2, 3):
+    if (fewer[axis], more[axis]) == counts:
         return Fold(axis, None)
-    return Fold() if axis == 0 and two[0] % 2 == 0 and three[0] % 3 == 0 else None
+    return Fold() if axis == 0 and fewer[0] % counts[0] == 0 and more[0] % counts[1] == 0 else None

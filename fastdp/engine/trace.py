@@ -68,6 +68,31 @@ class Trace:
     #: What a pass on two rows saw, in order.
     pair: tuple[Any, ...] = ()
 
+    def require_same(self, latest: Trace) -> None:
+        """Raise `UnsupportedUse` where a later trace says otherwise, or that the data chose what they had not."""
+        if latest.conflict is not None:
+            raise UnsupportedUse(latest.conflict)
+        if latest.selects > self.selects or latest.mapped < self.mapped:
+            raise UnsupportedUse("the data of a later batch choose what those of the first did not")
+        known: dict[Any, Fold | None] = {**self.carries_rows, **{key: met.fold for key, met in self.meetings.items()}}
+        found: dict[Any, Fold | None] = {
+            **latest.carries_rows,
+            **{key: met.fold for key, met in latest.meetings.items()},
+        }
+        for key in known.keys() & found.keys():
+            a, b = known[key], found[key]
+            if a != b and (a is None or b is None or a.with_(b) is None):
+                raise UnsupportedUse(f"rows lie elsewhere in the input of {key[0]} than when the model was traced")
+
+    def add(self, latest: Trace) -> None:
+        """Take what a later trace saw and this one did not. Raises `UnsupportedUse` where they differ in what both saw."""
+        self.require_same(latest)
+        if latest.uses.keys() - self.uses.keys() or set(latest.modules) - set(self.modules):
+            raise UnsupportedUse("a later batch reads other parameters than the first, or in other modules")
+        self.carries_rows |= {key: fold for key, fold in latest.carries_rows.items() if key not in self.carries_rows}
+        self.meetings |= {key: met for key, met in latest.meetings.items() if key not in self.meetings}
+        self.uses |= latest.uses
+
     @property
     def tables(self) -> frozenset[str]:
         """Parameters whose rows are looked up, whatever else reads them (a tied head does)."""
@@ -214,12 +239,12 @@ class Tracer:
     ):
         self.model, self.trained, self.vocabulary = model, trained, vocabulary
 
-    def trace(self, forward: Callable[..., Any], call: Call, rows: int) -> Trace:
-        """Run ``forward`` on 2 and on 3 of the call's rows, without gradients, and compare what each read saw.
+    def trace(self, forward: Callable[..., Any], call: Call, rows: int, counts: tuple[int, int] = (2, 3)) -> Trace:
+        """Run ``forward`` on 2 and on 3 of the call's rows (or ``counts``), without gradients, and compare what each read saw.
 
         What carries rows is decided here once: every tensor as long as the batch, unless the forward pass then fails and does
         not when some of them are left whole (a table of positions may be as long as the batch by chance). Rows are repeated if
-        there are fewer than three. Raises whatever the forward pass raises on a few rows.
+        there are fewer. Raises whatever the forward pass raises on a few rows.
         """
         candidates = sorted(as_long_as(call, rows), key=str)
         failure: Exception | None = None
@@ -227,11 +252,11 @@ class Tracer:
             for constant in itertools.combinations(candidates, size):
                 carriers = frozenset(candidates) - set(constant)
                 try:
-                    runs = [self._record(forward, call, carriers, rows, count) for count in (2, 3)]
+                    runs = [self._record(forward, call, carriers, rows, count) for count in counts]
                 except Exception as error:
                     failure = failure or error
                     continue
-                found = _compare(runs[0], runs[1], carriers, self.trained)
+                found = _compare(runs[0], runs[1], counts, carriers, self.trained)
                 found.paths = frozenset(path for path, _ in leaves(call))
                 return found
         if failure is None:
@@ -249,20 +274,7 @@ class Tracer:
         _heads(two)
         if _sight(two) == first.pair:
             return
-        latest = self.trace(forward, call, rows)
-        if latest.conflict is not None:
-            raise UnsupportedUse(latest.conflict)
-        if latest.selects > first.selects or latest.mapped < first.mapped:
-            raise UnsupportedUse("the data of a later batch choose what those of the first did not")
-        known: dict[Any, Fold | None] = {**first.carries_rows, **{key: met.fold for key, met in first.meetings.items()}}
-        found: dict[Any, Fold | None] = {
-            **latest.carries_rows,
-            **{key: met.fold for key, met in latest.meetings.items()},
-        }
-        for key in known.keys() & found.keys():
-            a, b = known[key], found[key]
-            if a != b and (a is None or b is None or a.with_(b) is None):
-                raise UnsupportedUse(f"rows lie elsewhere in the input of {key[0]} than when the model was traced")
+        first.require_same(self.trace(forward, call, rows))
 
     def _record(
         self, forward: Callable[..., Any], call: Call, carriers: frozenset[Path], rows: int, count: int
@@ -293,7 +305,9 @@ class Tracer:
         return recorder
 
 
-def _compare(two: _Recorder, three: _Recorder, carriers: frozenset[Path], trained: Mapping[str, Any]) -> Trace:
+def _compare(
+    two: _Recorder, three: _Recorder, counts: tuple[int, int], carriers: frozenset[Path], trained: Mapping[str, Any]
+) -> Trace:
     carries: dict[tuple[str, str, int], Fold | None] = {}
     conflict, mapped = None, True
     if [(r.parameter, r.operation) for r in two.reads] != [(r.parameter, r.operation) for r in three.reads]:
@@ -308,7 +322,7 @@ def _compare(two: _Recorder, three: _Recorder, carriers: frozenset[Path], traine
             conflict = f"{what}: the data choose which tokens {read.operation} sees"
         if a is None or b is None or not (handled or not read.parameter):
             continue
-        fold = _fold(a, b)
+        fold = _fold(a, b, counts)
         if isinstance(fold, str) or (not read.parameter and fold is not None and not fold.natural):
             conflict = f"{what}: the rows of the input of {read.operation} are not in order"
             continue
@@ -322,10 +336,10 @@ def _compare(two: _Recorder, three: _Recorder, carriers: frozenset[Path], traine
     seen = {read.parameter for read in reads}
     unread = [name for name in trained if name not in seen]
     selects = two.selects or three.selects
-    met = _met(two.met, three.met)
+    met = _met(two.met, three.met, counts)
     found = Trace(reads, frozenset(), carriers, carries, met, unread, mapped, selects, conflict, uses)
     found.heads = _heads(two, three)
-    found.pair = _sight(two)
+    found.pair = _sight(two) if counts[0] == 2 else ()
     return found
 
 
@@ -349,20 +363,20 @@ def _sight(two: _Recorder) -> tuple[Any, ...]:
     return two.selects, *reads
 
 
-def _fold(two: _Seen, three: _Seen) -> Fold | None | str:
-    """Where the rows of a tensor lie that was seen on 2 and on 3 rows; None if it has none, a text where nobody can say."""
+def _fold(two: _Seen, three: _Seen, counts: tuple[int, int]) -> Fold | None | str:
+    """Where the rows of a tensor lie that was seen on ``counts`` rows; None if it has none, a text where nobody can say."""
     if all(m == n for m, n in zip(two.shape, three.shape)):
         return None
-    fold = fold_between(two.shape, three.shape, (two.place, three.place))
+    fold = fold_between(two.shape, three.shape, (two.place, three.place), counts)
     return "unknown" if fold is None else fold
 
 
-def _met(two: Sequence[_Encounter], three: Sequence[_Encounter]) -> dict[Key, Met]:
+def _met(two: Sequence[_Encounter], three: Sequence[_Encounter], counts: tuple[int, int]) -> dict[Key, Met]:
     """What each kind of meeting is: problems are raised where such a meeting happens, if it does."""
     found: dict[Key, Met] = {}
     constants: dict[Key, list[tuple[int, ...]]] = {}
     for a, b in zip(two, three):
-        key, fold = (a.operation, a.sources, len(a.other.shape)), _fold(a.other, b.other)
+        key, fold = (a.operation, a.sources, len(a.other.shape)), _fold(a.other, b.other, counts)
         if a.other.chosen or isinstance(fold, str):
             found[key] = Met(
                 problem=f"{a.operation} of a parameter and an activation whose rows are not in order in one dimension"
@@ -370,7 +384,7 @@ def _met(two: Sequence[_Encounter], three: Sequence[_Encounter]) -> dict[Key, Me
         elif fold is None:
             constants.setdefault(key, []).append(a.other.shape)
         else:
-            met = Met(fold, _folds(a.out, b.out), _folds(a.values, b.values))
+            met = Met(fold, _folds(a.out, b.out, counts), _folds(a.values, b.values, counts))
             found[key] = _joined(found[key], met, a.operation) if key in found else met
     for key, shapes in constants.items():
         known = found.setdefault(key, Met())
@@ -382,8 +396,8 @@ def _met(two: Sequence[_Encounter], three: Sequence[_Encounter]) -> dict[Key, Me
     return found
 
 
-def _folds(two: Sequence[_Seen], three: Sequence[_Seen]) -> tuple[Fold | None, ...]:
-    folds = (_fold(a, b) for a, b in zip(two, three))
+def _folds(two: Sequence[_Seen], three: Sequence[_Seen], counts: tuple[int, int]) -> tuple[Fold | None, ...]:
+    folds = (_fold(a, b, counts) for a, b in zip(two, three))
     return tuple(None if isinstance(fold, str) else fold for fold in folds)
 
 

@@ -1,0 +1,103 @@
+"""Batches that go another way through a model than those before: by uses where that way is explained and looked at."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from fastdp.engine.errors import SelfCheckError
+from tests.engine.models import batch, build
+from tests.engine.nets import EXACT, Net, parameter
+from tests.engine.reference import engine_for, feed, norms, one_at_a_time, relative
+from tests.engine.runs import clipped_sum, collate, error, examples, one_by_one
+
+
+def padded(which: int) -> dict[str, torch.Tensor]:
+    """All rows of one length; the last shorter than the others; all but one row shorter; as the first, of another length."""
+    found = batch("t5", tokens=9 if which < 3 else 7)
+    shorter = {0: [], 1: [3], 2: [0, 1, 3], 3: []}[which]
+    found["attention_mask"] = torch.ones_like(found["input_ids"])
+    found["attention_mask"][shorter, 6:] = 0
+    found["input_ids"] = found["input_ids"].clamp(min=3) * found["attention_mask"]
+    return found
+
+
+@pytest.mark.parametrize("order", itertools.permutations(range(4)), ids=str)
+def test_a_model_that_leaves_its_mask_out_where_nothing_is_padded(order: tuple[int, ...]) -> None:
+    model = build("t5")
+    engine, tickets = engine_for(model, 0.5)
+    for which in order:
+        data = padded(which)
+        truth = one_at_a_time(model, data, shift=False)
+        feed(engine, tickets, data)
+        assert relative(engine.accumulator.sums["shared.weight"], clipped_sum(truth, 0.5)["shared.weight"]) < 1e-4
+        assert error(engine.accumulator.sums, clipped_sum(truth, 0.5)) < 1e-4
+        assert norms(truth).max() > 0.5
+    assert engine.route == "uses", engine.reason
+
+
+class Ways(Net):
+    """Goes another way in the forward passes of some numbers, counted where they end; in those of the engine's own, too."""
+
+    def __init__(self, way: Callable[[Any, torch.Tensor], torch.Tensor], usual: bool = True):
+        super().__init__(lambda net, h: way(net, h) if net.other() else h + net.gate if usual else h, gate=parameter(6))
+        self.other: Callable[[], bool] = lambda: False
+        self.passes = 0
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> Any:
+        try:
+            return super().forward(x, labels)
+        finally:
+            self.passes += 1
+
+
+def of_others(net: Any, h: torch.Tensor) -> torch.Tensor:
+    """A row's share in what all rows have in common."""
+    return h + net.gate * h.mean(0, keepdim=True)
+
+
+def scaled(net: Any, h: torch.Tensor) -> torch.Tensor:
+    return h * net.gate.sin()
+
+
+@pytest.mark.parametrize(("usual", "route"), [(True, "uses"), (False, "one-example")], ids=["known", "unread before"])
+def test_a_way_that_keeps_rows_apart(usual: bool, route: str) -> None:
+    """By uses, if it reads what others read."""
+    model = Ways(scaled, usual)
+    engine, tickets = engine_for(model, 0.5)
+    for number in range(6):
+        model.other = lambda number=number: number % 3 == 2
+        data = collate(examples(6, seed=number))
+        feed(engine, tickets, data)
+        plain = Ways(scaled, usual)
+        plain.other = model.other
+        truth = one_by_one(plain, data)
+        got = {n: engine.accumulator.sums.get(n, torch.zeros_like(p)) for n, p in engine.parameters.items()}
+        assert error(got, clipped_sum(truth, 0.5)) < EXACT
+    assert engine.route == route, engine.reason
+
+
+@pytest.mark.parametrize("at", ["by the batch", "by the pass"])
+def test_rows_that_meet_on_a_later_way_are_run_alone_or_refused(at: str) -> None:
+    model = Ways(of_others)
+    engine, tickets = engine_for(model, 0.5)
+    for number in range(5):
+        data = collate(examples(6, seed=number))
+        # By the pass: the batch's own pass goes there, and none that is made to look at it afterwards.
+        now = model.passes if at == "by the pass" else None
+        model.other = partial(lambda number, now: number == 3 and now in (None, model.passes), number, now)
+        try:
+            feed(engine, tickets, data)
+        except SelfCheckError:
+            return
+        if number == 3:
+            alone = Ways(of_others)
+            # A row that has been alone is one whose mean is its own.
+            alone.other = lambda: True
+            sums = [clipped_sum(one_by_one(plain, data), 0.5) for plain in (alone, Ways(of_others))]
+            assert min(error(engine.accumulator.sums, wanted) for wanted in sums) < EXACT
