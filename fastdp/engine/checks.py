@@ -167,6 +167,8 @@ class Checks:
         rows = selfcheck.chosen_rows(ticket)
         selfcheck.buffers(passes, self._guard, call, ticket)
         reason = passes.trace.conflict
+        if reason is not None and not passes.trace.mapped:
+            reason += _advice(passes.model)
         if self.enabled:
             try:
                 selfcheck.collation(passes, call, ticket)
@@ -224,6 +226,16 @@ class Checks:
         except UnsupportedUse as error:
             if passes.route == USES:
                 passes.fall_back(str(error), ticket)
+
+
+def _advice(model: torch.nn.Module) -> str:
+    """What spares stock classifiers of transformers picking out the rows that have a label, or nothing."""
+    kinds = [module for module in model.modules() if type(module).__name__.endswith("ForSequenceClassification")]
+    if any(getattr(module.config, "problem_type", "") is None for module in kinds):
+        return (
+            "; where every row has one label, model.config.problem_type = 'single_label_classification' leaves that out"
+        )
+    return ""
 
 
 def _real(ticket: Ticket) -> Ticket:
