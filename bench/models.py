@@ -169,7 +169,7 @@ def _tuned(model: torch.nn.Module, tuning: str) -> torch.nn.Module | None:
     if tuning == "lora":
         import peft
 
-        # Of mixtures attention alone: PEFT adapts experts by parametrisations, which a forward pass replaces.
+        # Of mixtures attention alone, as is usual: experts are adapted as single parameters, one example at a time.
         experts = any("experts" in name for name, _ in model.named_parameters())
         targets: Any = ["q_proj", "k_proj", "v_proj", "o_proj"] if experts else "all-linear"
         if "mamba" in type(model).__name__.lower():
