@@ -411,7 +411,7 @@ class Guard:
         self._writes = [0 if id(p) in own else count for p, count in zip(self._parameters, self._writes)]
         for key, kept in (self._still or {}).items():
             if kept.counted and kept.known[0] in own:
-                self._still[key] = kept._replace(known=(kept.known[0], 0))  # type: ignore[index]
+                self._still[key] = _Kept((kept.known[0], 0), kept.bits)  # type: ignore[index]
 
     def passed(self) -> Callable[[], tuple[dict[str, torch.Tensor], frozenset[str]]]:
         """A function that gives the buffers, copied, and the names of those that were written since this call."""

@@ -92,7 +92,7 @@ def independence(passes: Passes, call: Call, ticket: Ticket, rows: list[int]) ->
         require_unasked(replay, rows, selects=passes.trace.selects)
         passes.asked = asked(replay, rows)
         few = Ticket(torch.arange(len(rows)), torch.ones(len(rows)), is_last=True)
-        _require_zero(passes, replay, replay.rows(rows), few)
+        _require_zero(passes, replay, replay.rows(rows), few, rows)
         require_contained(replay, rows, {rows[-1]}, replay(replay.rows(rows), len(rows)))
         require_contained(whole, range(ticket.rows), set(half), seen)
         return rows
@@ -147,7 +147,7 @@ def briefly(passes: Passes, call: Call, ticket: Ticket, rows: Sequence[int]) -> 
         return None
     if ticket.rows < 2 or _SECRET.random() < 0.5:
         pair = Ticket(torch.arange(2), torch.ones(2), is_last=True)
-        _require_zero(passes, replay, replay.rows(rows[:2]), pair)
+        _require_zero(passes, replay, replay.rows(rows[:2]), pair, rows[:2])
         if not asked(replay, rows[:2]) <= passes.asked:
             require_unasked(replay, rows, selects=passes.trace.selects)
     if ticket.rows < 2:
@@ -216,11 +216,14 @@ def _packed_independence(passes: Passes, replay: Replay, call: Call, ticket: Tic
     passes.asked |= require_unasked_of_packed(replay, call, together, passes.asked)
 
 
-def _require_zero(passes: Passes, replay: Replay, call: Call, ticket: Ticket) -> None:
+def _require_zero(
+    passes: Passes, replay: Replay, call: Call, ticket: Ticket, rows: Sequence[int] | None = None
+) -> None:
     """Raise `SelfCheckError` if one unit's gradient reaches another's rows of an embedding or an input at all.
 
     Raises `UnsupportedUse` if what flows back to a unit is another beside gradients of the others, however large, NaN included,
-    or after these.
+    or after these; or, of a call on these ``rows``, where the others are strange, as what is kept for a backward pass may be kept
+    by the largest of all.
     """
     layout = ticket.layout(replay.device)
     own = layout.token_segments if layout.token_segments is not None else layout.lane_units
@@ -228,7 +231,7 @@ def _require_zero(passes: Passes, replay: Replay, call: Call, ticket: Ticket) ->
     packed = layout.token_segments is not None
     parameters = list(passes.read.values())
 
-    def flowing(others: float) -> list[torch.Tensor]:
+    def flowing(others: float, call: Call = call) -> list[torch.Tensor]:
         found = replay.gradients(
             call, ticket.rows, unit, parameters, lambda _index, _gradient: 0, packed=packed, others=others
         )
@@ -247,6 +250,12 @@ def _require_zero(passes: Passes, replay: Replay, call: Call, ticket: Ticket) ->
             )
     if packed:
         return
+    strange = [] if rows is None else [replay.beside(rows, {rows[unit]}, finite=finite) for finite in (True, False)]
+    for beside_others in strange:
+        for gradient, other in zip(plain, flowing(0.0, beside_others)):
+            alone, beside = gradient[unit], other[unit]
+            if _finite(alone) and _finite(beside) and not _alike(alone, beside, rounding(passes.model)):
+                raise UnsupportedUse("what flows back to a row is another beside other companions")
     for gradient, other in zip(plain, flowing(math.nan)):
         if _finite(gradient[unit]) and not _finite(other[unit]):
             raise UnsupportedUse(OVERFLOWS)
@@ -418,7 +427,8 @@ def buffers(passes: Passes, guard: Guard, call: Call, ticket: Ticket) -> None:
     """Raise `SelfCheckError` if a training forward writes what depends on the data into a buffer, or any parameter."""
     replay = passes.replay(call, ticket)
     found, before = [], contents(passes.model.named_parameters())
-    for tried in (call, replay.beside(range(ticket.rows), ())):
+    # Other rows, and one more of them: what counts rows or tokens tells how many a private batch has.
+    for tried in (call, replay.beside(range(ticket.rows), ()), replay.rows([*range(ticket.rows), 0])):
         with unchanged(passes.model, memory=False), torch.no_grad():
             passed, into = guard.passed(), guard.following(t for path, t in leaves(tried) if path in replay.carriers)
             with into if tried is call else nullcontext():
@@ -440,7 +450,8 @@ def buffers(passes: Passes, guard: Guard, call: Call, ticket: Ticket) -> None:
             )
         if not found[0][0]:
             return
-    guard.learn(found)
+    for other in found[1:]:
+        guard.learn([found[0], other])
 
 
 def collation(passes: Passes, call: Call, ticket: Ticket, *, stretched: bool = False) -> None:

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from fastdp.engine.batches import tensors
+from fastdp.engine.errors import SelfCheckError
 from fastdp.engine.trace import devices
 
 
@@ -120,6 +121,12 @@ class _Still(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        generator = kwargs.get("generator")
+        if generator is not None and generator is not torch.default_generator and not _is_a_gpus_own(generator):
+            raise SelfCheckError(
+                "the model draws by a torch.Generator of its own: who knows its seed knows what each place of a batch gets, and "
+                "a record more moves all behind it; leave `generator` out, so that torch's own is asked"
+            )
         if func in _DROPPING or func is torch.dropout:
             return args[0] if args else kwargs["input"]
         if func is F.scaled_dot_product_attention and len(args) > 4:
@@ -135,6 +142,10 @@ class _Still(TorchFunctionMode):
             self.chance.laws += [t.detach().clone() for t in tensors((given, kwargs)) if t.is_floating_point()]
         with torch.random.fork_rng(devices=self.devices):
             return quantile(self.chance, func, args, kwargs)
+
+
+def _is_a_gpus_own(generator: torch.Generator) -> bool:
+    return torch.cuda.is_initialized() and any(generator is own for own in torch.cuda.default_generators)
 
 
 def _like(value: Callable[[Chance], float]) -> Callable[..., Any]:

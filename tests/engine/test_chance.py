@@ -192,3 +192,17 @@ def seldom_mixed(draw: Callable[[], float]) -> torch.nn.Module:
 )
 def test_rows_that_meet_seldom_by_chance_are_run_alone(draw: Callable[[], float]) -> None:
     assert trained(seldom_mixed(draw), collate(examples(6))).route == "one-example"
+
+
+@pytest.mark.parametrize(
+    "draw", [torch.rand_like, torch.randint_like, torch.Tensor.normal_], ids=lambda draw: draw.__name__
+)
+def test_a_generator_of_the_models_own_is_refused(draw: Callable[..., torch.Tensor]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    given = (2,) if draw is torch.randint_like else ()
+
+    def noised(net: Any, x: torch.Tensor) -> torch.Tensor:
+        return x + draw(torch.zeros_like(x), *given, generator=generator)
+
+    with pytest.raises(SelfCheckError, match=r"the model draws by a torch\.Generator of its own"):
+        trained(Net(before=noised), collate(examples(6)))

@@ -509,6 +509,58 @@ def test_a_backward_pass_that_goes_by_the_one_before_is_refused(scale: float) ->
         trained(backwards(scaled), collate(examples(6)))
 
 
+class _Kept(torch.autograd.Function):
+    """Goes straight in its forward pass, and back by what it kept of all rows: 8 bits with one scale, or whether one is large."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, switched: bool) -> torch.Tensor:
+        ctx.switched, largest = switched, x.abs().max()
+        ctx.save_for_backward((x / largest * 127).round() / 127 * largest, largest)
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        kept, largest = ctx.saved_tensors
+        return gradients[0] * ((largest < 1e4).to(kept) if ctx.switched else kept.cos()), None
+
+
+@pytest.mark.parametrize("switched", [False, True], ids=["8 bits", "a switch"])
+def test_a_backward_pass_that_goes_by_what_was_kept_of_other_rows_is_taken_row_by_row(switched: bool) -> None:
+    def net() -> Net:
+        return Net(lambda net, h: _Kept.apply(h, switched), before=lambda net, x: x)
+
+    data = collate(examples(6))
+    engine = trained(net(), data)
+    assert engine.route == "one-example"
+    assert error(engine.accumulator.sums, clipped_sum(one_by_one(net(), data), 0.5)) < EXACT
+
+
+@pytest.mark.parametrize("what", ["rows", "numbers"])
+def test_a_buffer_that_counts_what_a_batch_has_is_refused(what: str) -> None:
+    def count(net: Any, x: torch.Tensor) -> torch.Tensor:
+        net.seen += len(x) if what == "rows" else x.numel()
+        return x
+
+    net = Net(before=count)
+    net.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+    with pytest.raises(SelfCheckError, match="seen is a buffer that a training forward writes"):
+        trained(net, collate(examples(6)))
+
+
+def test_a_loss_that_is_cut_off_beyond_what_the_first_batch_held_is_taken_row_by_row() -> None:
+    net = Net(loss=lambda o, y: F.cross_entropy(o, y).clamp(max=5.0))
+    with torch.no_grad():
+        net.second.bias += torch.tensor([0.0, 0.0, -60.0])
+    engine, tickets = engine_for(net, 0.5)
+    calm = collate(examples(6))
+    calm["labels"] %= 2
+    # One row of the class that hardly is takes the mean of all beyond the limit.
+    for data in (calm, {**calm, "labels": torch.tensor([*calm["labels"][:5], 2])}):
+        feed(engine, tickets, data)
+        assert error(engine.accumulator.sums, clipped_sum(one_by_one(net, data), 0.5)) < 1e-4
+    assert engine.route == "one-example"
+
+
 def train(data: list[Any], make: Callable[[Any], Batch] = collate, epochs: int = 6) -> int:
     """Train, with another first example halfway, and give how many logical batches were released."""
     private = start(None, DataLoader(data, batch_size=24, collate_fn=make), epochs=epochs)  # type: ignore[arg-type]
