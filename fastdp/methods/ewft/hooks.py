@@ -21,6 +21,7 @@ _UNPROTECTED = (
     "labels: the guarantee covers a sequence, not the label that comes with it",
     "which sequence belongs to whom, and when it is used",
 )
+_QUERIES = "no training record was among the inference queries, whose releases the figure leaves out: nobody checked"
 
 
 class _Reached(Exception):
@@ -41,6 +42,7 @@ class PerturbedLayer:
         blocks: the parts of the model.
         frozen_parameters: what precedes the layer, by name, whose gradients were turned off.
         token_labels: whether a batch in training had labels for every token.
+        training: whether the last pass that came to the layer released training records.
 
     Raises ValueError for a layer that does not exist, lengths that cannot be hidden, and a model that is perturbed already.
     """
@@ -57,6 +59,7 @@ class PerturbedLayer:
             )
         self.frozen_parameters: list[str] = []
         self.token_labels = False
+        self.training = self._began_training = False
         self._ids: Tensor | None = None
         self._mask: Tensor | None = None
         self._tap: str | None = None
@@ -87,6 +90,8 @@ class PerturbedLayer:
     def tapped(self, batch: Mapping[str, Any], tap: str) -> Tensor:
         """The ``hidden`` state at the layer, without noise, or its noisy ``code``, of a batch of model inputs."""
         base, self._tap = self.blocks.base, tap
+        # A pass that was refused on its way to the layer leaves these behind, and they are not of this batch.
+        self._ids, self._began_training = None, False
         try:
             with in_mode(base, training=False):
                 base(**{key: value for key, value in batch.items() if key not in ("labels", "example_ids")})
@@ -111,8 +116,16 @@ class PerturbedLayer:
     def _take_inputs(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._ids = self._checked_ids(kwargs.pop("example_ids", None))
         labels = kwargs.get("labels")
-        self.token_labels |= module.training and isinstance(labels, Tensor) and labels.dim() > 1
+        self._began_training = self._trains(module)
+        self.token_labels |= self._began_training and isinstance(labels, Tensor) and labels.dim() > 1
         return args, kwargs
+
+    def _trains(self, module: nn.Module) -> bool:
+        """Whether a call of this module may be one to learn from: in training mode, with gradients on, or of records by id.
+
+        A mode alone tells nothing: a frozen base is put in evaluation to have no dropout, and its head is trained all the same.
+        """
+        return module.training or torch.is_grad_enabled() or self._ids is not None
 
     def _take_mask(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if "example_ids" in kwargs:
@@ -121,6 +134,7 @@ class PerturbedLayer:
         self._mask = mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
         if self._tap != "hidden":
             self._check_last_token(argument(module, args, kwargs, "input_ids"))
+            self._check_positions(argument(module, args, kwargs, "position_ids"))
         return args, kwargs
 
     def _check_last_token(self, ids: Tensor | None) -> None:
@@ -137,6 +151,18 @@ class PerturbedLayer:
                 "the left (tokenizer.padding_side = 'left') with a token that ends no text, or pass lengths='public'"
             )
 
+    def _check_positions(self, positions: Tensor | None) -> None:
+        """Refuse positions that skip padding where the blocks after the noise are given them, since that tells the length."""
+        # Models that are not causal use positions in their embeddings alone, below the noise.
+        if positions is None or self.settings.lengths == "public" or not self.blocks.causal or not self._places[2]:
+            return
+        whole = torch.arange(positions.shape[-1], device=positions.device)
+        if bool((positions != whole).any()):
+            raise ValueError(
+                "position_ids other than 0 to sequence_length - 1 in each row would give the length away to the layers after the "
+                "noise: leave position_ids out of the batch, or pass lengths='public'"
+            )
+
     def _hide_lengths(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return hide_padding(module, args, kwargs, self.blocks.causal)
 
@@ -145,7 +171,9 @@ class PerturbedLayer:
         self._check_hidden(hidden)
         if self._tap == "hidden":
             raise _Reached(hidden)
-        ids, self._ids = self._ids, None
+        # The outermost model may have said so already, and turned gradients off for its base.
+        self.training = self._began_training or self._trains(self.blocks.base)
+        ids, self._ids, self._began_training = self._ids, None, False
         released = self._releases.release(hidden, self._mask, ids)
         if self._tap == "code":
             raise _Reached(released)
@@ -181,7 +209,7 @@ class LayerReleases(Releases, ABC):
     Attributes:
         perturbed: the layer with its hooks.
         blocks: the parts of the model.
-        inference_releases: rows that were released outside of training.
+        inference_releases: rows that were released outside of training, in evaluation mode and without gradients.
     """
 
     def __init__(self, model: nn.Module, settings: Place, unsafe_seed: int | None):
@@ -222,6 +250,11 @@ class LayerReleases(Releases, ABC):
         model = self.blocks.model
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         return {"name": accounting.model_name(model), "trained_parameters": trained}
+
+    def assumptions(self) -> tuple[str, ...]:
+        """For the card: what its figure takes for granted about the queries."""
+        # Whoever keeps what comes out of such passes can train on it later, and no hook sees that.
+        return (_QUERIES,) if self.inference_releases else ()
 
     def unprotected(self) -> tuple[str, ...]:
         """For the card."""

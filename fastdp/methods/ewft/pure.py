@@ -16,6 +16,8 @@ from fastdp.methods.ewft.records import TOKEN_LABELS, Records
 from fastdp.methods.ewft.settings import Place
 from fastdp.methods.public import described
 
+_ROUNDING = "nobody observes released vectors at a precision that exposes floating-point rounding"
+
 
 @dataclass(frozen=True, kw_only=True)
 class PureSettings(Place):
@@ -51,8 +53,9 @@ class PureEWFT(LayerReleases):
         settings: see `PureSettings`.
         unsafe_seed: draws that whoever knows the seed can repeat: for tests, and the card says so.
 
-    In training mode ``example_ids`` [B] among the model's inputs say which records they are. Outside of it every row is a
-    release of its own, counted in ``inference_releases``.
+    In training mode or with gradients on, ``example_ids`` [B] among the model's inputs say which records they are. A batch
+    without them in evaluation mode under ``torch.no_grad()`` is of queries: every row is a release of its own, counted in
+    ``inference_releases``.
 
     Raises ValueError as `PureSettings`, and for a layer that does not exist or a model that is perturbed already.
     """
@@ -93,7 +96,7 @@ class PureEWFT(LayerReleases):
         if self._encoder is None:
             raise RuntimeError("there is no encoder yet: call learn with public text")
         code = self.mechanism.encode(self._encoder, self._learned, pooled(hidden, mask))
-        if not self.blocks.base.training:
+        if not self.perturbed.training:
             self.inference_releases += len(code)
             return self._drawn(code).to(hidden.device)
         if ids is not None and ids.numel() != len(code):
@@ -155,9 +158,7 @@ class PureEWFT(LayerReleases):
             },
             noise_source=accounting.noise_source(self.stream.reproducible),
             flaws=self.flaws(),
-            assumptions=("nobody observes released vectors at a precision that exposes floating-point rounding",)
-            if float_draws
-            else (),
+            assumptions=(*((_ROUNDING,) if float_draws else ()), *self.assumptions()),
             notes=(
                 "local differential privacy: the figure holds against whoever receives what is told",
                 f"each inference query tells as much again about the sequence in it; {self.inference_releases} were made",

@@ -16,7 +16,7 @@ import fastdp.ops as ops
 from fastdp.accounting.event_types import DpEvent
 from fastdp.methods.ewft.autoencoder import StackedAutoencoder, TrainedPrivately, train_autoencoder
 from fastdp.methods.ewft.hooks import LayerReleases
-from fastdp.methods.ewft.records import TOKEN_LABELS, Records
+from fastdp.methods.ewft.records import EVALUATE, TOKEN_LABELS, Records
 from fastdp.methods.ewft.settings import EWFTSettings, kind
 from fastdp.methods.public import described
 from fastdp.ops.grid import DISTANCE
@@ -45,10 +45,11 @@ class EWFT(LayerReleases):
         resume: go on with the ledger in ``output_dir``, with the same arguments.
         unsafe_seed: noise that whoever knows the seed can repeat: for tests, and the card says so.
 
-    In training mode each forward pass releases the records of its batch. `set_epoch` says which noise applies, and
-    ``example_ids`` [B], ints from 0 to N - 1 among the model's inputs, which records they are (they are taken out before
-    the model sees them): a record that comes a second time in an epoch is refused. Outside of training mode every row is
-    a release of its own, at the noise of the last epoch, and is counted in ``inference_releases``.
+    A forward pass in training mode, with gradients on, or with ``example_ids`` releases the records of its batch.
+    `set_epoch` says which noise applies, and ``example_ids`` [B], ints from 0 to N - 1 among the model's inputs, which records
+    they are (they are taken out before the model sees them): a record that comes a second time in an epoch is refused. In any
+    other pass, as in evaluation mode under ``torch.no_grad()``, every row is a release of its own, at the noise of the last
+    epoch, and is counted in ``inference_releases``.
 
     Raises:
         ValueError: for a layer that does not exist, an autoencoder of another width, values out of range, a model that has
@@ -183,12 +184,13 @@ class EWFT(LayerReleases):
         return code if self.autoencoder is None else self.autoencoder.decode(code)
 
     def _released(self, code: Tensor, ids: Tensor | None) -> Tensor:
-        if not self.blocks.base.training:
+        if not self.perturbed.training:
             self.inference_releases += code.shape[0]
             return self._noised(code, self.noise.ratios[-1])
         if self.epoch is None:
             raise RuntimeError(
-                "no epoch has begun: call set_epoch(1) before the first batch, or give Trainer an EpochCallback"
+                "no epoch has begun: call set_epoch(1) before the first batch, or give Trainer an EpochCallback; "
+                + EVALUATE
             )
         if ids is not None and ids.numel() != code.shape[0]:
             raise ValueError(f"{ids.numel()} example_ids for {code.shape[0]} examples: give one for each")
@@ -300,7 +302,7 @@ class EWFT(LayerReleases):
             remaining=[accounting.rounded_to_grid(DISTANCE * self._width * self.settings.sequence_length * spent)]
             if self.settings.secure_rounding
             else [],
-            assumptions=(_UNCHECKED,) if self.settings.unchecked_records else (),
+            assumptions=(*((_UNCHECKED,) if self.settings.unchecked_records else ()), *self.assumptions()),
             notes=(
                 "local differential privacy: the figure holds against whoever receives the perturbed sequences",
                 f"each inference query is a further release of epsilon {query} about the "

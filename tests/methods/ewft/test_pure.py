@@ -41,6 +41,7 @@ def seen_after(private, run):
 
 
 @pytest.mark.parametrize(("name", "kind"), [("bert", "codebook"), ("gpt2", "privunit")])
+@torch.no_grad()
 def test_what_follows_sees_one_state_that_stands_for_the_answer(name, kind):
     model = build(name).eval()
     plain = model(**public(name)).logits
@@ -71,6 +72,24 @@ def test_a_training_record_is_drawn_once_and_its_draw_kept(kind):
     assert torch.equal(seen_after(again, lambda: again.blocks.model(**numbered())), states[0])
     with pytest.raises(ValueError, match="another thing"):
         private.learn([public()])
+
+
+def test_training_in_evaluation_mode_draws_once_and_queries_are_said_on_the_card():
+    model = build("bert").train()
+    model.base_model.eval()
+    private = attach(model)
+    states = [seen_after(private, lambda: model(**numbered())) for _ in range(3)]
+    assert all(torch.equal(states[0], other) for other in states)
+    assert private.inference_releases == 0
+    assert private.card()["released_records"] == ROWS
+    model.eval()
+    with pytest.raises(ValueError, match=r"to evaluate, call model.eval\(\)"):
+        model(**batch("bert", rows=ROWS, tokens=TOKENS))
+    assert not any("inference queries" in assumption for assumption in private.card()["assumptions"])
+    with torch.no_grad():
+        model(**batch("bert", rows=ROWS, tokens=TOKENS))
+    assert private.inference_releases == ROWS
+    assert any("inference queries" in assumption for assumption in private.card()["assumptions"])
 
 
 def test_answers_follow_randomised_response_of_the_public_code():

@@ -49,6 +49,7 @@ def seen_after(private, layer, run):
 
 @pytest.mark.parametrize("layer", ["embeddings", 1, 2, "output"])
 @pytest.mark.parametrize("name", FAMILIES)
+@torch.no_grad()
 def test_without_clip_or_noise_the_model_computes_what_it_did(name, layer):
     model, inputs = build(name).eval(), full_batch(name)
     keys, plain = list(model.state_dict()), model(**inputs).logits
@@ -61,6 +62,7 @@ def test_without_clip_or_noise_the_model_computes_what_it_did(name, layer):
 
 @pytest.mark.parametrize("layer", ["embeddings", 2, "output"])
 @pytest.mark.parametrize("name", FAMILIES)
+@torch.no_grad()
 def test_each_example_is_clipped_as_a_whole(name, layer):
     model = build(name).eval()
     private = attach(model, layer=layer, max_norm=0.25)
@@ -85,6 +87,7 @@ def test_released_codes_are_what_a_receiver_gets_of_queries(autoencoder):
     assert model.training
 
 
+@torch.no_grad()
 def test_noise_is_that_of_sensitivity_2_c():
     """Clipped to C with noise for sensitivity 1, or C, the guarantee would fail: std = 2 C sigma."""
     model, bound, rows = build("bert").eval(), 0.3, 40
@@ -103,6 +106,7 @@ def test_noise_is_that_of_sensitivity_2_c():
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("name", FAMILIES)
+@torch.no_grad()
 def test_later_layers_do_not_see_lengths(name, attention):
     model = build(name).eval()
     model.set_attn_implementation(attention)
@@ -129,6 +133,28 @@ def test_later_layers_do_not_see_lengths(name, attention):
         assert not private.blocks.causal or attention == "sdpa"
 
 
+@pytest.mark.parametrize("name", FAMILIES)
+@torch.no_grad()
+def test_positions_that_skip_padding_are_refused_where_later_layers_get_them(name):
+    model, inputs = build(name).eval(), full_batch(name)
+    inputs["attention_mask"][0, :3] = 0
+    whole = torch.arange(TOKENS)[None].expand(ROWS, -1)
+    skipping = (inputs["attention_mask"].cumsum(1) - 1).clamp(min=0)
+    private = attach(model)
+    model(**inputs, position_ids=whole)
+    if private.blocks.causal:
+        with pytest.raises(ValueError, match="leave position_ids out of the batch"):
+            model(**inputs, position_ids=skipping)
+    else:
+        model(**inputs, position_ids=skipping)
+    private.remove()
+    for options in ({"lengths": "public"}, {"layer": "output"}):
+        private = attach(model, **options)
+        model(**inputs, position_ids=skipping)
+        private.remove()
+
+
+@torch.no_grad()
 def test_padding_carries_nothing():
     model = build("bert").eval()
     private = attach(model, max_norm=1e6)
@@ -177,7 +203,8 @@ def test_the_gradient_is_that_of_encode_clip_decode():
     model = build("bert").eval()
     private = attach(model, layer=2, max_norm=0.5, autoencoder=(5,), bottom="trained", joint_autoencoder=True)
     inputs = full_batch("bert")
-    model(**inputs).logits.square().sum().backward()
+    private.set_epoch(1)
+    model(**inputs, example_ids=torch.arange(ROWS)).logits.square().sum().backward()
     ours = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     private.remove()
     model.zero_grad()
@@ -241,6 +268,54 @@ def test_kept_releases_are_used_after_a_restart(tmp_path):
     model(**inputs, example_ids=torch.arange(4))
     assert again.ledger.spent_steps == 2
     assert again.epsilon() > 8.5
+
+
+def frozen_base(model):
+    """As people train a head: the base in evaluation mode, to have no dropout."""
+    model.train()
+    model.base_model.eval()
+    return model
+
+
+@pytest.mark.parametrize("mode", [frozen_base, torch.nn.Module.eval])
+def test_training_is_paid_for_in_any_mode(mode):
+    model = mode(build("bert"))
+    private = attach(model, ewft.uniform(2, 8.0, DELTA), unsafe_seed=None)
+    with pytest.raises(RuntimeError, match="set_epoch"):
+        model(**numbered("bert"))
+    private.set_epoch(1)
+    with pytest.raises(ValueError, match=r"to evaluate, call model.eval\(\)"):
+        model(**full_batch("bert"))
+    model(**numbered("bert")).loss.backward()
+    with pytest.raises(RuntimeError, match="second time"):
+        model(**numbered("bert"))
+    private.set_epoch(2)
+    model(**numbered("bert")).loss.backward()
+    assert private.inference_releases == 0
+    assert private.epsilon() == pytest.approx(8.0, rel=1e-4)
+    assert not any("inference queries" in assumption for assumption in private.card()["assumptions"])
+
+
+def test_a_model_that_turns_gradients_off_for_its_base_trains_all_the_same():
+    model = build("bert").eval()
+    model.base_model.forward = torch.no_grad()(model.base_model.forward)
+    private = attach(model, ewft.uniform(1, 8.0, DELTA))
+    with pytest.raises(RuntimeError, match="set_epoch"):
+        model(**full_batch("bert"))
+    assert private.inference_releases == 0
+
+
+def test_records_by_id_are_released_for_training_and_a_refused_pass_leaves_nothing_behind():
+    model = build("bert").eval()
+    private = attach(model, ewft.uniform(1, 8.0, DELTA))
+    with torch.no_grad():
+        with pytest.raises(RuntimeError, match="set_epoch"):
+            model(**numbered("bert"))
+        with pytest.raises(ValueError, match="pad"):
+            model(**batch("bert", rows=2, tokens=TOKENS - 1), example_ids=torch.tensor([0, 1]))
+        list(private.released_codes([full_batch("bert")]))
+        model(**full_batch("bert"))
+    assert private.inference_releases == 2 * ROWS
 
 
 def test_epochs_and_their_counts(tmp_path):
@@ -338,7 +413,8 @@ def test_the_card_holds_and_says_what_is_not_covered():
         private.set_epoch(epoch)
         model(**numbered("bert"))
     model.eval()
-    model(**full_batch("bert"))
+    with torch.no_grad():
+        model(**full_batch("bert"), labels=torch.zeros(ROWS, dtype=torch.int64))
     private.stream.reproducible = False  # as from the operating system; the seed here is for the test alone
     card = private.card()
     assert card["guarantee"] == "differential privacy"
@@ -347,6 +423,7 @@ def test_the_card_holds_and_says_what_is_not_covered():
     assert accounting.verify(card)
     assert any("label" in entry for entry in card["unprotected"])
     assert any(f"{ROWS} were made" in note for note in card["notes"])
+    assert any("inference queries" in assumption for assumption in card["assumptions"])
     assert private.inference_epsilon() == pytest.approx(
         accounting.epsilon(accounting.gaussian(private.noise.ratios[-1]), DELTA, adjacency="replace_one")
     )
@@ -482,6 +559,7 @@ def test_refusals():
         model(**full_batch("bert", 2), example_ids=torch.tensor([0]))
 
 
+@torch.no_grad()
 def test_a_classifier_that_reads_the_last_token_needs_padding_on_the_left():
     import transformers as hf
 
