@@ -41,6 +41,7 @@ from fastdp.private.release import Books, Release
 from fastdp.private.run import Criterion, Private, refuse_driven
 from fastdp.private.sampler import Units, steps_per_epoch
 from fastdp.private.stages import Stages
+from fastdp.private.steps import refuse_warm
 
 #: Methods that are no argument of `make_private`, and how each is used.
 _LOCAL = {
@@ -145,6 +146,7 @@ def make_private(
         model = bare(model)
         method = _central(DPSGD() if method is None else method)
         refuse_driven(model, optimizer)
+        refuse_warm(optimizer)
         check_model(model, optimizer)
         refuse_made_of_examples(model)
         check_loader(data_loader)

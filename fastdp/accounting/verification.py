@@ -14,7 +14,7 @@ from fastdp.accounting.claim import ROOM, DoesNotFollow, Elsewhere, Followed, Ga
 from fastdp.accounting.earlier import translate
 from fastdp.accounting.events import CONSTANT, Flat, dpsgd_model, flatten
 from fastdp.accounting.exports import read_export
-from fastdp.accounting.journal import LedgerError
+from fastdp.accounting.journal import LedgerError, read as read_records
 from fastdp.accounting.ledger import Ledger
 from fastdp.accounting.page import claims
 from fastdp.accounting.serialisation import parse
@@ -37,6 +37,19 @@ _RUN: dict[str, type | tuple[type, ...]] = {
 }
 #: What a ledger's header and a card both state.
 _IN_BOTH = ("unit", "adjacency", "sampling", "sample_rate", "dataset_size", "noise_multiplier")
+#: Under this name a ledger keeps that rows went unchecked: before the release that it speaks of.
+_UNCHECKED = "unchecked rows"
+#: How the sentence begins that a card owes to each note of its ledger; what the note says stands in the braces.
+_OWED = {
+    _UNCHECKED: "no example reached another in the model or in the loop: nothing looked (self_check=False)",
+    "discarded batches": "logical batches that were begun and not released were discarded",
+    "trained before": "this model, or a part of it, was in private runs before ({})",
+    "changed weights": "the weights were changed after a release, and not by one",
+}
+#: Notes under names that begin so hold the digest of an outcome; no sentence speaks of them.
+_OUTCOMES = "preparation-"
+#: How the sentence on rounding begins, which every card of the second version has whose noised sums were rounded.
+_ROUNDED = "noised sums are rounded"
 
 
 @dataclass(frozen=True)
@@ -248,12 +261,57 @@ def _check_ledger(card: Mapping[str, Any], path: Path) -> list[str]:
         if key in card and key in ledger.header and card[key] != ledger.header[key]:
             raise _Refused(f"the card states {key} {card[key]!r}, but the ledger was begun with {ledger.header[key]!r}")
     _check_described(card, ledger.header)
+    left = []
     event = next((c.event for c in map(read_claim, claims(card)) if isinstance(c, Gaussian)), None)
     if event is None or not _covers(flatten(event), flatten(ledger.event())):
         if ledger.closed_in_order:
             raise _Refused(f"{path} counts releases that the card's event does not hold")
-        return ["releases that the ledger had reserved and may not have made: it was not closed"]
-    return []
+        left.append("releases that the ledger had reserved and may not have made: it was not closed")
+    _check_steps(card, ledger)
+    return [*left, *_check_notes(card, ledger, path)]
+
+
+def _check_steps(card: Mapping[str, Any], ledger: Ledger) -> None:
+    """Refuse a card that counts other steps than the ledger, or has lost what a run's card states."""
+    rounded = card.get("version") == VERSION and card["noise_source"].get("secure_rounding") is True
+    if rounded and not _says(card, "remaining", _ROUNDED):
+        raise _Refused("the card does not say what the rounding of noised sums leaves, as every such card does")
+    if "steps" not in card:
+        # A search of settings has one release, of all its trials; whatever trains has steps, and knows how it sampled.
+        if card.get("kind", Gaussian.kind) == Gaussian.kind and (ledger.spent_steps > 1 or "sampling" in ledger.header):
+            raise _Refused("the card states no steps, but its ledger counts them")
+        return
+    spent, total = card["steps"].get("spent"), sum(map(ledger.spent, ledger.kinds))
+    # Some methods count the releases of every kind as steps. What was reserved in vain is known once a ledger is closed.
+    if ledger.closed_in_order and spent not in (ledger.spent_steps, total):
+        raise _Refused(f"the card states {spent} steps, but its ledger counts {ledger.spent_steps}")
+
+
+def _check_notes(card: Mapping[str, Any], ledger: Ledger, path: Path) -> list[str]:
+    """Refuse a card without the sentence that a note of its ledger demands; returns what was noted after the card."""
+    history = read_records(path)
+    head = card.get("ledger_head")
+    written = history.digests.index(head) if head is not None else len(history.bodies)
+    left = []
+    if ledger.closed_in_order and any(body["record"] == "reserve" for body in history.bodies[written + 1 :]):
+        raise _Refused(f"{path} counts releases after the record that the card was written at")
+    for place, body in enumerate(history.bodies):
+        if body["record"] != "note" or body["name"].startswith(_OUTCOMES):
+            continue
+        name, owed = body["name"], _OWED.get(body["name"])
+        if owed is None:
+            left.append(f"what the ledger notes as {name!r}, which this package does not know")
+        elif not _says(card, "assumptions", owed.format(body["digest"])):
+            # Weights that are changed, or a batch that is dropped, after the card was written are no part of it.
+            if place <= written or (name == _UNCHECKED and ledger.closed_in_order):
+                raise _Refused(f"the ledger notes {name!r} ({body['digest']}), of which the card says nothing")
+            left.append(f"what the ledger notes after the card was written: {name} ({body['digest']})")
+    return left
+
+
+def _says(card: Mapping[str, Any], where: str, beginning: str) -> bool:
+    entries = card.get(where)
+    return isinstance(entries, list) and any(isinstance(e, str) and e.startswith(beginning) for e in entries)
 
 
 def _check_described(card: Mapping[str, Any], header: Mapping[str, Any]) -> None:

@@ -151,8 +151,8 @@ def check_model(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Non
 
 
 def refuse_repeats(dataset: Any, units: Units) -> None:
-    """Raise ValueError where torch's wrappers put one example in several places, and so among several units."""
-    if type(dataset) not in (Subset, ConcatDataset):
+    """Raise ValueError where what picks from a data set puts one example in several places, and so among several units."""
+    if type(dataset) not in (Subset, ConcatDataset) and not _picks_rows(dataset):
         return
     # Rows beyond a user's limit are in none, and never read.
     owned = [(place, unit) for unit in range(len(units)) for place in units.examples(unit)]
@@ -165,20 +165,38 @@ def refuse_repeats(dataset: Any, units: Units) -> None:
         one, other = places[order[int(again[0]) :][:2]].tolist()
         raise ValueError(
             f"examples {one} and {other} of the data set are the same one, which would count as two units and be protected less "
-            "than the card says: leave repeats out of Subset and ConcatDataset, or give user_ids that tell whose each is"
+            "than the card says: leave repeats out of Subset, ConcatDataset and select, or give user_ids that tell whose each is"
         )
 
 
 def _picked(dataset: Any, leaves: dict[int, torch.Tensor]) -> torch.Tensor:
-    """The number of the example in each place, among all of the data sets that torch's wrappers pick from: int64."""
+    """The number of the example in each place, among all of the data sets that are picked from: int64."""
     if type(dataset) is ConcatDataset:
         return torch.cat([_picked(part, leaves) for part in dataset.datasets])
     if type(dataset) is Subset:
         return _picked(dataset.dataset, leaves)[torch.as_tensor(list(dataset.indices), dtype=torch.int64)]
-    if id(dataset) not in leaves:
+    if _picks_rows(dataset):
+        rows = torch.tensor(dataset._indices.column(0).to_pylist(), dtype=torch.int64)
+        return _numbered(dataset.data, dataset.data.num_rows, leaves)[rows]
+    return _numbered(dataset.data if _has_rows(dataset) else dataset, len(dataset), leaves)
+
+
+def _numbered(leaf: Any, size: int, leaves: dict[int, torch.Tensor]) -> torch.Tensor:
+    if id(leaf) not in leaves:
         begin = sum(map(len, leaves.values()))
-        leaves[id(dataset)] = torch.arange(begin, begin + len(dataset))
-    return leaves[id(dataset)]
+        leaves[id(leaf)] = torch.arange(begin, begin + size)
+    return leaves[id(leaf)]
+
+
+def _has_rows(dataset: Any) -> bool:
+    """Whether it is a `datasets.Dataset`, which is not imported here: rows of a table, of which `_indices` may pick some."""
+    return any(
+        f"{kind.__module__}.{kind.__qualname__}" == "datasets.arrow_dataset.Dataset" for kind in type(dataset).__mro__
+    )
+
+
+def _picks_rows(dataset: Any) -> bool:
+    return _has_rows(dataset) and dataset._indices is not None
 
 
 def refuse_in_pieces(model: torch.nn.Module, *, keep_logits: bool | None) -> None:

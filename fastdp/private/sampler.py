@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 import pickle
 from collections.abc import Hashable, Iterator, Sequence
 
@@ -31,6 +32,8 @@ class Units:
         if max_examples_per_user is None or max_examples_per_user < 1:
             raise ValueError("with user_ids, state max_examples_per_user (at least 1): it bounds one user's share")
         groups: dict[Hashable, list[int]] = {}
+        # Where an id of each kind first stands.
+        seen: dict[type, int] = {}
         for index, user in enumerate(user_ids):
             user = user.item() if isinstance(user, torch.Tensor) else user
             if not _equals_its_copy(user):
@@ -38,9 +41,18 @@ class Units:
                     f"example {index} has no user: its id is {user}, which equals no other, so that each such row would count as "
                     "a person; give it an id"
                 )
+            for kind in (str, numbers.Number):
+                if isinstance(user, kind):
+                    seen.setdefault(kind, index)
             members = groups.setdefault(user, [])
             if len(members) < max_examples_per_user:
                 members.append(index)
+        if len(seen) > 1:
+            text, number = user_ids[seen[str]], user_ids[seen[numbers.Number]]
+            raise ValueError(
+                f"user_ids has text beside numbers, like {text!r} and {number!r}, so that one person may count as two, as 7 and "
+                "'7' do: give ids of one type"
+            )
         self.members = list(groups.values())
         self.largest = max(map(len, self.members))
 

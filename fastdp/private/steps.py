@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -29,6 +30,14 @@ _EVALUATES = (
 _READS = (
     "this optimizer's step goes by a loss, which the released weights then tell without noise: use one that goes by gradients "
     "alone, or, where the figure is public, set what it decides in optimizer.param_groups yourself"
+)
+_WARM = (
+    "this optimizer's state is not what a release of a private run left, and may tell of examples without noise: build a new "
+    "optimizer or, to go on with a private run, load its state after make_private, beside private.load_state_dict"
+)
+_STATE_CHANGED = (
+    "the optimizer's state changed between two steps, and what was written there would move the weights without noise: leave it "
+    "alone or, to go on from a checkpoint of a private run, call private.load_state_dict as well; nothing was released"
 )
 
 
@@ -62,6 +71,9 @@ class Steps:
     ):
         self._model, self._optimizer, self._stages = model, optimizer, stages
         self._ledger, self._plan, self._ranks, self._prepare = ledger, plan, ranks, prepare
+        self._carried = _Carried(optimizer, resumed=ledger.spent_steps > 0)
+        # Among what follows the releases, so that it hears of a checkpoint that is loaded.
+        following.append(self._carried)
         self._observers, self._following = observers, following
         self.done = False
         #: On the device: to read it would make the host wait before each release.
@@ -122,12 +134,14 @@ class Steps:
             return
         accumulator = engine.accumulator
         with self._ranks.together(self._stated(accumulator.policy)):
+            self._carried.require_untouched()
             engine.guard.require_untouched(last=self._ledger.spent_steps + 1 >= self._ledger.budget_steps)
             accumulator.require_alike()
             self._require_noise(accumulator.policy)
             if not engine.checks.enabled and self._ledger.noted(UNCHECKED) is None:
                 # Kept with the spending, so that the card says so of a run that goes on with checks as well.
                 self._ledger.note(UNCHECKED, "self_check=False")
+        self._carried.forget()
         accumulator.merge(self._ranks)
         self.nonfinite = self.nonfinite + accumulator.nonfinite
         for observer in self._observers:
@@ -217,11 +231,65 @@ class Steps:
             self._handed.stepping = False
         if not self.done:
             return
+        self._carried.keep()
         engine = self._stages.engine
         engine.guard.advance()
         for following in self._following:
             following.after_step(engine.parameters)
         self._prepare()
+
+
+#: What the latest release of each optimizer left in its state, and how often torch had counted writes into it.
+_LEFT: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[list[Any], list[int]]] = weakref.WeakKeyDictionary()
+
+
+def refuse_warm(optimizer: torch.optim.Optimizer) -> None:
+    """Raise ValueError for an optimizer whose state is not empty, unless a private run that has ended left it so."""
+    if _held(optimizer)[0] and not _as_left(optimizer):
+        raise ValueError(_WARM)
+
+
+class _Carried(Part):
+    """What an optimizer carries from step to step: its updates follow from it, and releases alone may write into it."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, *, resumed: bool):
+        self._optimizer = optimizer
+        if resumed:
+            # The state of the run's earlier process is loaded from here on.
+            self.forget()
+        else:
+            self.keep()
+
+    def keep(self) -> None:
+        """From here on nobody may write into the state."""
+        _LEFT[self._optimizer] = _held(self._optimizer)
+
+    def forget(self) -> None:
+        """Until the next step any state is taken."""
+        _LEFT.pop(self._optimizer, None)
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """A private run's checkpoint is being loaded, and the optimizer's state with it, before or after."""
+        self.forget()
+
+    def require_untouched(self) -> None:
+        """Raise RuntimeError if the state was written to since it was kept."""
+        if self._optimizer in _LEFT and not _as_left(self._optimizer):
+            raise RuntimeError(_STATE_CHANGED)
+
+
+def _held(optimizer: torch.optim.Optimizer) -> tuple[list[Any], list[int]]:
+    """The values of an optimizer's state, and how often torch counted a write into each that is a tensor."""
+    values = [value for state in optimizer.state.values() if isinstance(state, dict) for value in state.values()]
+    return values, [value._version for value in values if isinstance(value, torch.Tensor)]
+
+
+def _as_left(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the state is what the latest release left: the same objects, into which nothing was written."""
+    if optimizer not in _LEFT:
+        return False
+    (left, before), (values, versions) = _LEFT[optimizer], _held(optimizer)
+    return len(values) == len(left) and all(map(operator.is_, values, left)) and versions == before
 
 
 class _Evaluated:

@@ -328,6 +328,93 @@ def test_a_ledger_cut_back_behind_the_card_is_found(run):
     assert not verify(made, ledger=path)
 
 
+UNCHECKED = (
+    "no example reached another in the model or in the loop: nothing looked (self_check=False), and where one did the "
+    "figure does not hold"
+)
+BEFORE = "this model, or a part of it, was in private runs before (aa, bb): what those spent adds to this figure"
+CHANGED = "the weights were changed after a release, and not by one (a cast), for which this figure does not account"
+
+
+@pytest.fixture
+def noted(tmp_path):
+    """A run of three steps whose ledger noted two things before its card, and one that does not go there."""
+    path = tmp_path / "noted.jsonl"
+    ledger = Ledger.create(
+        path, {**HEADER, "sampling": "poisson"}, event=accounting.dpsgd_model(1.0, 0.02), budget_steps=20
+    )
+    ledger.note("trained before", "aa, bb")
+    ledger.record()
+    ledger.note("unchecked rows", "self_check=False")
+    ledger.note("preparation-00000000", "cc")
+    for _ in range(2):
+        ledger.record()
+    made = run_card(ledger, assumptions=[UNCHECKED, BEFORE])
+    return made, path, ledger
+
+
+def without(card, sentence):
+    return resealed({**card, "assumptions": [text for text in card["assumptions"] if text != sentence]})
+
+
+@pytest.mark.parametrize("closed", [True, False])
+@pytest.mark.parametrize(("sentence", "name"), [(UNCHECKED, "unchecked rows"), (BEFORE, "trained before")])
+def test_what_the_ledger_noted_stands_on_the_card(noted, sentence, name, closed):
+    made, path, ledger = noted
+    if closed:
+        ledger.close()
+    result = verify(made, ledger=path)
+    assert result.holds, result.reason
+    assert not any("notes" in entry for entry in result.unchecked)
+    for altered in (without(made, sentence), without({**made, "ledger_head": None}, sentence)):
+        assert f"the ledger notes '{name}'" in verify(altered, ledger=path).reason
+    fewer = [text.replace("aa, bb", "aa") for text in made["assumptions"]]
+    assert "of which the card says nothing" in verify(resealed({**made, "assumptions": fewer}), ledger=path).reason
+
+
+def test_what_was_noted_after_the_card_is_said_beside_it(noted):
+    made, path, ledger = noted
+    ledger.note("changed weights", "not by a release")
+    ledger.note("of a later version", "dd")
+    ledger.close()
+    result = verify(made, ledger=path)
+    assert result.holds, result.reason
+    assert any("after the card was written: changed weights" in entry for entry in result.unchecked)
+    assert any("'of a later version', which this package does not know" in entry for entry in result.unchecked)
+    # A card that says that it was written before is told by the releases that came after, and by the notes of those.
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    for record in records[:-1]:
+        early = without({**made, "ledger_head": record["digest"]}, UNCHECKED)
+        assert not verify(early, ledger=path)
+    first = verify(resealed({**made, "ledger_head": records[0]["digest"]}), ledger=path)
+    assert "counts releases after the record" in first.reason
+    assert verify(resealed({**made, "assumptions": [*made["assumptions"], CHANGED]}), ledger=path).holds
+
+
+def test_the_steps_of_the_card_are_those_of_the_ledger(run):
+    made, path = run
+    for spent in (1, 9):
+        altered = resealed({**made, "steps": {**made["steps"], "spent": spent}})
+        assert not verify(altered, ledger=path)
+    assert (
+        "its ledger counts 8" in verify(resealed({**made, "steps": {**made["steps"], "spent": 1}}), ledger=path).reason
+    )
+    dropped = resealed({key: value for key, value in made.items() if key != "steps"})
+    assert "states no steps" in verify(dropped, ledger=path).reason
+
+
+def test_what_rounding_leaves_is_not_dropped(run):
+    made, path = run
+    rounded = {
+        **made,
+        "noise_source": accounting.noise_source(False, True),
+        "remaining": [accounting.rounded_to_grid(1e-9)],
+    }
+    assert verify(resealed(rounded), ledger=path).holds
+    for remaining in ([], None, [1]):
+        assert "rounding of noised sums" in verify(resealed({**rounded, "remaining": remaining}), ledger=path).reason
+
+
 # Earlier forms
 
 STATEMENT = {

@@ -3,10 +3,17 @@
 from collections.abc import Callable
 from typing import Any
 
+import datasets
 import pytest
 from torch.utils.data import ConcatDataset, Subset
 
+from fastdp.private.checks import refuse_repeats
+from fastdp.private.sampler import Units
 from tests.engine.runs import examples, loader, start
+
+
+def _table(data: list[dict[str, Any]]) -> Any:
+    return datasets.Dataset.from_list([{"x": row["x"].tolist()} for row in data])
 
 
 @pytest.mark.parametrize(
@@ -14,6 +21,8 @@ from tests.engine.runs import examples, loader, start
     [
         lambda data: Subset(data, [0, 1, 2, 1]),
         lambda data: ConcatDataset([data, data]),
+        lambda data: _table(data).select([0, 1, 2, 1]),
+        lambda data: ConcatDataset([_table(data)] * 2),
         lambda data: ConcatDataset([Subset(data, [3, 4]), Subset(Subset(data, [5, 6]), [-2]), Subset(data, [-19])]),
     ],
 )
@@ -32,3 +41,10 @@ def test_repeats_within_a_users_rows_and_beyond_their_limit_are_taken() -> None:
         start(data_loader=loader(data, batch_size=2), user_ids=users, max_examples_per_user=most).detach()
     parts = ConcatDataset([Subset(examples(24), [0, 1]), Subset(examples(24, seed=1), [0, 1])])
     assert len(start(data_loader=loader(parts, batch_size=2)).data_loader.units) == 4
+
+
+def test_rows_that_are_picked_once_are_taken() -> None:
+    table = _table(examples(24)).with_format("torch")
+    apart = ConcatDataset([table.select([3, 1]), table.select([0, 2])])
+    for data in (table, table.shuffle(seed=0), apart):
+        refuse_repeats(data, Units(len(data)))

@@ -279,7 +279,8 @@ def test_an_id_that_holds_what_equals_nothing_is_none(user: Any) -> None:
 
 @pytest.mark.parametrize("user", ["ann", 3, b"x", 2.5, ("ann", 3), None, torch.tensor(4)])
 def test_an_id_that_equals_another_is_one(user: Any) -> None:
-    ids = [user] * 12 + list(range(100, 112))
+    others = range(100, 112)
+    ids = [user] * 12 + (list(map(str, others)) if isinstance(user, str) else list(others))
     private = start(data_loader=loader(batch_size=4), user_ids=ids, max_examples_per_user=12)
     assert len(private.data_loader.units) == 13
 
@@ -361,3 +362,11 @@ def test_two_runs_draw_differently_unless_seeded() -> None:
 def test_the_user_s_collator_is_kept() -> None:
     private = start()
     assert private.data_loader.collate_fn is collate
+
+
+def test_text_beside_numbers_among_user_ids_is_refused() -> None:
+    for ids in ([7, "7", 8], ["a", 7.5, None], ["a", torch.tensor(7), "b"]):
+        with pytest.raises(ValueError, match="user_ids has text beside numbers"):
+            Units(3, ids, max_examples_per_user=2)
+    for ids in ([7, 7.0, True], ["7", None, "8"]):
+        assert len(Units(3, ids, max_examples_per_user=2)) <= 3

@@ -1,0 +1,90 @@
+"""What an optimizer carries from step to step: releases alone may have made it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import fastdp
+from tests.engine.runs import Classifier, collate, examples, logical_step, start
+
+KINDS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+    "adam": lambda parameters: torch.optim.Adam(parameters, lr=0.1),
+}
+kinds = pytest.mark.parametrize("kind", KINDS)
+
+
+def _plain_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model(**collate(examples()))["loss"].backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@kinds
+def test_an_optimizer_that_took_plain_steps_is_refused(kind: str) -> None:
+    model = Classifier()
+    optimizer = KINDS[kind](model.parameters())
+    _plain_step(model, optimizer)
+    with pytest.raises(ValueError, match="build a new optimizer"):
+        start(model, None, optimizer)
+
+
+@kinds
+def test_what_an_ended_run_left_is_taken_until_a_plain_step(kind: str) -> None:
+    model = Classifier()
+    optimizer = KINDS[kind](model.parameters())
+    for _ in range(2):
+        private = start(model, None, optimizer)
+        logical_step(private)
+        private.detach()
+    _plain_step(model, optimizer)
+    with pytest.raises(ValueError, match="build a new optimizer"):
+        start(model, None, optimizer)
+
+
+@kinds
+@pytest.mark.parametrize("replaced", [False, True])
+def test_state_that_was_written_between_steps_is_not_released_with(kind: str, replaced: bool) -> None:
+    model = Classifier()
+    private = start(model, None, KINDS[kind](model.parameters()))
+    for _ in range(2):
+        logical_step(private)
+    state = private.optimizer.state[model.first.weight]
+    name = "momentum_buffer" if kind == "sgd" else "exp_avg"
+    if replaced:
+        state[name] = state[name] + 1
+    else:
+        state[name][0] += 1
+    done = private.steps_done
+    with pytest.raises(RuntimeError, match="optimizer's state changed between two steps"):
+        logical_step(private)
+    assert private.steps_done == done
+
+
+def test_a_checkpoint_is_loaded_with_the_private_state_and_not_without() -> None:
+    model = Classifier()
+    first = start(model, None, KINDS["adam"](model.parameters()))
+    logical_step(first)
+    saved, known = first.optimizer.state_dict(), first.state_dict()
+    for told in (True, False):
+        later = Classifier()
+        second = start(later, None, KINDS["adam"](later.parameters()))
+        second.optimizer.load_state_dict(saved)
+        if told:
+            second.load_state_dict(known)
+            logical_step(second)
+        else:
+            with pytest.raises(RuntimeError, match=r"call private\.load_state_dict as well"):
+                logical_step(second)
+
+
+def test_an_optimizer_of_ours_and_averages_go_on() -> None:
+    model = Classifier()
+    method = fastdp.DPSGD(bias_correction=True, weight_averaging=0.9)
+    private = start(model, None, fastdp.optim.AdamW(model.parameters(), lr=0.1), method=method)
+    for _ in range(3):
+        logical_step(private)
