@@ -18,6 +18,7 @@ FOREIGN = {
     "_DropoutNd": "the base class of torch's dropouts",
     "_C": "the id of the backward pass that is running",
     "_current_graph_task_id": "the same",
+    "_indices": "the rows that a data set of `datasets` picks, which it tells in no other way",
     "_autograd": "whether hooks on what autograd saves are active",
     "_base": "what a product's output is a view of",
     "_are_functorch_transforms_active": "what torch asks before it applies a function",

@@ -91,11 +91,25 @@ class Checks:
         Raises `UnsupportedUse` where no trace explains that way, or rows on it have to be run alone.
         """
         passes, ticket = self._passes, _real(ticket)
-        with self.schedule.check(), passes.trial():
-            self._known.explain(passes.trace, call, ticket.rows)
-            if self.enabled:
+        divided, asked = passes.divided, passes.asked
+        if passes.trace is None or not self.enabled:
+            raise UnsupportedUse("a batch goes where the first did not, and nothing is to be looked at")
+        # A loop that goes on after a refusal finds nothing learned.
+        with self.schedule.check(), passes.trial(), passes.trace.trying():
+            try:
+                self._known.explain(passes.trace, call, ticket.rows)
                 rows = selfcheck.chosen_rows(ticket, random.SystemRandom().randrange(ticket.rows))
-                selfcheck.compare(passes, call, ticket, selfcheck.independence(passes, call, ticket, rows))
+                rows = selfcheck.independence(passes, call, ticket, rows)
+                if passes.divided != divided:
+                    raise UnsupportedUse(
+                        "the loss of a later batch is divided by its rows where the first one's is not, or otherwise"
+                    )
+                selfcheck.compare(passes, call, ticket, rows)
+            except SelfCheckError as error:
+                # Run alone, rows meet nobody, on this way or another.
+                raise UnsupportedUse(str(error)) from error
+            finally:
+                passes.divided, passes.asked = divided, passes.asked | asked
 
     def after(self, waiting: Pass, *, explained: bool) -> None:
         """Look at what a batch's own pass by uses found: the shapes of its uses, and what was foreseen of it.

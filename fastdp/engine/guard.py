@@ -229,9 +229,11 @@ class Guard:
         a GPU says at the next one, or at `require_told`; before the ``last`` release it is waited for.
         """
         self.require_told()
-        if self._releases + 1 >= self._next or last or self.put_back or self._rewritten():
+        if self._releases + 1 >= self._next or last or self._rewritten():
             self._compare(self._untrained())
             self._next = 4 * (self._releases + 1)
+        elif self.put_back:
+            self._compare((self._still or {}) | self._put_back())
         self._releases += 1
         self._ask_spots()
         self._answered(wait=last)
@@ -282,7 +284,9 @@ class Guard:
             if self._still is not None:
                 still = self._still
                 loaded = (item for item in self._untrained().items() if item[0] in still and item[1].counted)
-                still.update({key: now for key, now in loaded if now.known != still[key].known})
+                still.update(
+                    {key: now for key, now in loaded if now.known != still[key].known or now.known[0] in self.put_back}
+                )
 
     def _answered(self, *, wait: bool) -> None:
         late = []
@@ -341,6 +345,11 @@ class Guard:
                         "the run private anew"
                     )
         self._trained = seen if as_settled else None
+
+    def _put_back(self) -> dict[tuple[str, int], _Kept]:
+        """Of what `put_back` names alone."""
+        every = self.model.named_parameters()
+        return {(name, 0): _Kept((id(p), 0), total(piece(p))) for name, p in every if id(p) in self.put_back}
 
     def _untrained(self) -> dict[tuple[str, int], _Kept]:
         frozen = ((name, p) for name, p in self.model.named_parameters() if not p.requires_grad)

@@ -28,6 +28,8 @@ class Known:
         self._shapes: dict[Any, frozenset[Any]] = {}
         #: The ways through the model that were looked at: a pass's kinds of uses, whatever the lengths of inputs.
         self._ways: set[frozenset[Any]] = set()
+        #: Whether the trace has learned something since that no pass of a whole batch was looked at for.
+        self.learned = False
         #: By place the least and the largest sizes so far, rows aside.
         self._reach: dict[Path, tuple[list[int], list[int]]] = {}
 
@@ -73,6 +75,7 @@ class Known:
         assert first is not None
         if len(self._ways) > _MOST_WAYS:
             raise UnsupportedUse(f"batches go more than {_MOST_WAYS} ways through the model")
+        self.learned = True
         with unchanged(self._tracer.model):
             first.add(self._tracer.trace(self._plain, call, rows, (max(2, rows), max(2, rows) + 1)))
 
@@ -84,6 +87,9 @@ class Known:
         assert first is not None
         if looked_at or not self._ways:
             self._ways.add(_way(first, call, tap))
+            self.learned = False
+        if self.learned:
+            raise Unseen("a look at a few rows met what the batch as a whole was not looked at for")
         inputs = _inputs(first, call)
         # The first pass is the one that was traced.
         if self._shapes and inputs not in self._shapes:

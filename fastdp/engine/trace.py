@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -92,6 +93,19 @@ class Trace:
         self.carries_rows |= {key: fold for key, fold in latest.carries_rows.items() if key not in self.carries_rows}
         self.meetings |= {key: met for key, met in latest.meetings.items() if key not in self.meetings}
         self.uses |= latest.uses
+
+    @contextmanager
+    def trying(self) -> Iterator[None]:
+        """What is added meanwhile is forgotten if it fails."""
+        own: list[dict[Any, Any]] = [self.carries_rows, self.meetings, self.uses]
+        before = [dict(known) for known in own]
+        try:
+            yield
+        except BaseException:
+            for known, kept in zip(own, before):
+                known.clear()
+                known |= kept
+            raise
 
     @property
     def tables(self) -> frozenset[str]:

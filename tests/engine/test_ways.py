@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -115,3 +116,35 @@ def test_a_classifier_that_picks_out_labelled_rows_unless_told(told: bool) -> No
     feed(engine, tickets, batch("bert"))
     assert engine.route == ("uses" if told else "one-example")
     assert told or "problem_type = 'single_label_classification' leaves that out" in str(engine.reason)
+
+
+class Tasks(Net):
+    """Two tasks that a keyword tells apart: their losses are divided by the rows in ways of their own."""
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor, other: torch.Tensor | None = None) -> Any:
+        h = torch.tanh(self.first(x))
+        if other is None:
+            return {"loss": torch.nn.functional.cross_entropy(self.second(h), labels)}
+        loss = torch.nn.functional.cross_entropy(self.second(h.unsqueeze(1)).squeeze(1), labels, reduction="sum")
+        return {"loss": loss / len(x)}
+
+
+def test_a_way_whose_loss_is_divided_otherwise_changes_no_other() -> None:
+    engine, tickets = engine_for(Tasks(), 0.5)
+    for number in range(4):
+        data = collate(examples(6, seed=number))
+        feed(engine, tickets, {**data, "other": data["labels"]} if number % 2 else data)
+        assert error(engine.accumulator.sums, clipped_sum(one_by_one(Net(), data), 0.5)) < EXACT
+    assert engine.route == "one-example"
+
+
+def test_a_way_that_was_refused_stays_unknown() -> None:
+    """Where the loop goes on all the same; the next batch is of another length."""
+    engine, tickets = engine_for(build("t5"), 0.5)
+    feed(engine, tickets, padded(0))
+    assert engine.trace is not None
+    known = dict(engine.trace.meetings)
+    with contextlib.suppress(KeyError), engine.trace.trying():
+        engine.trace.meetings.clear()
+        raise KeyError
+    assert engine.trace.meetings == known
