@@ -245,7 +245,7 @@ class Checks:
 def _advice(model: torch.nn.Module) -> str:
     """What spares stock classifiers of transformers picking out the rows that have a label, or nothing."""
     kinds = [module for module in model.modules() if type(module).__name__.endswith("ForSequenceClassification")]
-    if any(getattr(module.config, "problem_type", "") is None for module in kinds):
+    if any(getattr(getattr(module, "config", None), "problem_type", "") is None for module in kinds):
         return (
             "; where every row has one label, model.config.problem_type = 'single_label_classification' leaves that out"
         )

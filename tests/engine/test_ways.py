@@ -148,3 +148,18 @@ def test_a_way_that_was_refused_stays_unknown() -> None:
         engine.trace.meetings.clear()
         raise KeyError
     assert engine.trace.meetings == known
+
+
+class OwnForSequenceClassification(Net):
+    """Somebody's own class of that name, which has no configuration and picks out labelled rows."""
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> Any:
+        kept = (labels >= 0).nonzero()[:, 0]
+        output = self.second(torch.tanh(self.first(x)))
+        return {"loss": torch.nn.functional.cross_entropy(output[kept], labels[kept])}
+
+
+def test_a_class_of_that_name_needs_no_configuration() -> None:
+    engine, tickets = engine_for(OwnForSequenceClassification(), 0.5)
+    feed(engine, tickets, collate(examples(6)))
+    assert engine.route == "one-example"
