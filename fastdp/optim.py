@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import operator
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,9 +22,7 @@ from fastdp.private.parts import ScaledVariance
 from fastdp.private.release import Summed, Update
 from fastdp.private.run import Private, drives
 
-#: A parameter that an update serves, with the optimizer's state of it; and what parameters share that are served together.
-_Member = tuple[Summed, dict[str, Any]]
-_Kind = tuple[Any, ...]
+_DTYPE, _COUNTED_IN = operator.attrgetter("dtype"), operator.attrgetter("device", "dtype")
 
 
 class _Private:
@@ -142,52 +142,67 @@ class CorrectedAdam(torch.optim.AdamW):
     def _noisy_update(
         self,
         group_of: dict[int, dict[str, Any]],
-        summed: Sequence[Summed],
+        summed: Summed,
         take: Callable[[Sequence[int]], torch.Tensor],
         *,
         divisor: float,
         secure_rounding: bool,
-    ) -> Sequence[Summed]:
+    ) -> Sequence[int]:
         """As `Update`, by `fastdp.ops.adamw_noise_steps_`: parameters that share their numbers are one call.
 
         Left are those with weight decay of Adam's kind or another option that the op lacks, and strided ones.
         """
-        left: list[Summed] = []
-        alike: dict[_Kind, list[_Member]] = {}
+        parameters, totals, stds, tensors, every_axes = summed
+        groups = [*map(group_of.get, map(id, parameters))]
         served = {id(group): _serves(group) for group in self.param_groups}
-        for part in summed:
-            group = group_of.get(id(part.parameter))
-            variance = _along(self._known_of(part.parameter), part.axes) if self.noise_variance else 0.0
-            if group is None or not (served[id(group)] and _fusable(part, variance, divisor)):
-                left.append(part)
-                continue
-            state = self._state_of(part.parameter)
-            kind = (id(group), part.std, variance != 0, part.axes is not None, "master" in state)
-            alike.setdefault(kind, []).append((part, state))
-        for (_, std, corrected, *_), step, members in _counted(alike):
-            parts, states = zip(*members)
-            group = group_of[id(parts[0].parameter)]
-            axes = [part.axes for part in parts if part.axes is not None]
-            ops.adamw_noise_steps_(
-                [part.parameter for part in parts],
-                [part.total for part in parts],
-                [state["exp_avg"] for state in states],
-                [state["exp_avg_sq"] for state in states],
-                std,
-                take([part.tensor for part in parts]),
-                masters=[state["master"] for state in states if "master" in state],
-                divisor=divisor,
-                lr=float(group["lr"]),
-                betas=(float(group["betas"][0]), float(group["betas"][1])),
-                eps=group["eps"],
-                weight_decay=group["weight_decay"],
-                step=step,
-                variance_floor=self.floor if corrected else None,
-                secure_rounding=secure_rounding,
-                rows=[own.rows.float() for own in axes],
-                columns=[own.columns.float() for own in axes],
-            )
-        return left
+        variances: list[float | None] = [0.0] * len(parameters)
+        if self.noise_variance:
+            variances = [_along(self._known_of(p), axes) for p, axes in zip(parameters, every_axes)]
+        fused = [
+            group is not None and served[id(group)] and _fusable(parameter, std, variance, divisor)
+            for group, parameter, std, variance in zip(groups, parameters, stds, variances)
+        ]
+        members = [*itertools.compress(range(len(parameters)), fused)]
+        states = dict(zip(members, self._states_of([parameters[at] for at in members])))
+        # What parameters share that are served together.
+        shared = zip(map(id, groups), stds, map(bool, variances), [axes is None for axes in every_axes])
+        kinds = [(*own, "master" in states[at]) for at, own in enumerate(shared) if fused[at]]
+        for alike in _alike(members, kinds):
+            for step, own in _counted(alike, [states[at]["step"] for at in alike]):
+                group, their = groups[own[0]], [states[at] for at in own]
+                axes = [found for at in own if (found := every_axes[at]) is not None]
+                assert group is not None
+                ops.adamw_noise_steps_(
+                    [parameters[at] for at in own],
+                    [totals[at] for at in own],
+                    [state["exp_avg"] for state in their],
+                    [state["exp_avg_sq"] for state in their],
+                    stds[own[0]],
+                    take([tensors[at] for at in own]),
+                    masters=[state["master"] for state in their if "master" in state],
+                    divisor=divisor,
+                    lr=float(group["lr"]),
+                    betas=(float(group["betas"][0]), float(group["betas"][1])),
+                    eps=group["eps"],
+                    weight_decay=group["weight_decay"],
+                    step=step,
+                    variance_floor=self.floor if variances[own[0]] else None,
+                    secure_rounding=secure_rounding,
+                    rows=[found.rows.float() for found in axes],
+                    columns=[found.columns.float() for found in axes],
+                )
+        return [at for at, taken in enumerate(fused) if not taken]
+
+    def _states_of(self, parameters: Sequence[torch.Tensor]) -> list[dict[str, Any]]:
+        """Torch's own states of parameters, begun where they are new."""
+        known = self.state
+        # Nearly always they are all that there are, in this order: to look one up takes the host as long as what is made of it.
+        if len(known) == len(parameters) and all(map(operator.is_, known, parameters)):
+            states = [*known.values()]
+            kept = {*map(_DTYPE, [state[name] for name in ("exp_avg", "exp_avg_sq") for state in states if state])}
+            if kept == {self.moments} and not self.master_weights and all(map(_has_no_master, states)):
+                return states
+        return [self._state_of(parameter) for parameter in parameters]
 
     def _state_of(self, parameter: torch.Tensor) -> dict[str, Any]:
         """Torch's own state of a parameter, begun if it is new; the dtype of moments does not depend on its own."""
@@ -280,26 +295,40 @@ def _serves(group: dict[str, Any]) -> bool:
     return not group["weight_decay"] or group["decoupled_weight_decay"]
 
 
-def _fusable(part: Summed, variance: float | None, divisor: float) -> bool:
+def _fusable(parameter: torch.Tensor, std: float, variance: float | None, divisor: float) -> bool:
     """Whether the fused step serves a parameter, and what is to be subtracted is its noise's variance, or nothing."""
-    if part.parameter.dtype not in DTYPES or not part.parameter.is_contiguous() or variance is None:
+    if parameter.dtype not in DTYPES or not parameter.is_contiguous() or variance is None:
         return False
-    return variance == 0 or math.isclose((part.std / divisor) ** 2, variance)
+    return variance == 0 or math.isclose((std / divisor) ** 2, variance)
 
 
-def _counted(alike: Mapping[_Kind, list[_Member]]) -> Iterator[tuple[_Kind, int, list[_Member]]]:
-    """Members of each kind whose steps have one number: one more than torch's own counts in their states, which are raised."""
-    for kind, members in alike.items():
-        counts = [state["step"] for _, state in members]
-        if len({(count.device, count.dtype) for count in counts}) > 1:
-            torch._foreach_add_(counts, 1)
-            steps = [int(count) for count in counts]
-        else:
-            # As a tensor: a number is made one anew for each count, which takes the host three times as long.
-            torch._foreach_add_(counts, torch.ones((), dtype=counts[0].dtype, device=counts[0].device), alpha=1)
-            steps = [int(count) for count in torch.stack(counts).tolist()]
-        for step in dict.fromkeys(steps):
-            yield kind, step, [member for member, own in zip(members, steps) if own == step]
+def _has_no_master(state: dict[str, Any]) -> bool:
+    return bool(state) and "master" not in state
+
+
+def _alike(members: list[int], kinds: list[tuple[Any, ...]]) -> Collection[list[int]]:
+    """Members of each kind, in order."""
+    if len(set(kinds)) == 1:
+        return [members]
+    found: dict[tuple[Any, ...], list[int]] = {}
+    for at, kind in zip(members, kinds):
+        found.setdefault(kind, []).append(at)
+    return found.values()
+
+
+def _counted(members: list[int], counts: list[torch.Tensor]) -> list[tuple[int, list[int]]]:
+    """Members whose steps have one number, with it: one more than torch's own counts in their states, which are raised."""
+    if len({*map(_COUNTED_IN, counts)}) > 1:
+        torch._foreach_add_(counts, 1)
+        steps = [int(count) for count in counts]
+    else:
+        # As a tensor: a number is made one anew for each count, which takes the host three times as long.
+        torch._foreach_add_(counts, torch.ones((), dtype=counts[0].dtype, device=counts[0].device), alpha=1)
+        steps = [*map(int, torch.stack(counts).tolist())]
+    numbers = dict.fromkeys(steps)
+    if len(numbers) == 1:
+        return [(steps[0], members)]
+    return [(step, [at for at, own in zip(members, steps) if own == step]) for step in numbers]
 
 
 def _along(variance: float | torch.Tensor | ScaledVariance, axes: RankOne | None) -> float | None:

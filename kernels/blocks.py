@@ -7,9 +7,8 @@ loop over units within it: its loads and products overlap across the boundary of
 import torch
 import triton
 import triton.language as tl
-from torch.utils.weak import WeakIdKeyDictionary
 
-from .launch import is_recorded, on_device_of, version_of
+from .launch import kept_with, on_device_of
 
 #: Tokens after which a product is added to its sum although its unit goes on: tensor cores truncate what they add to.
 PROMOTED = tl.constexpr(512)
@@ -47,9 +46,6 @@ def _blocks_kernel(p_offsets, p_table, units, slots, b_t):
         tl.store(p_table, before + here)
 
 
-_made: WeakIdKeyDictionary = WeakIdKeyDictionary()
-
-
 def blocks_of(offsets: torch.Tensor, tokens: int, b_t: int) -> tuple[torch.Tensor, int]:
     """The table of blocks of at most ``b_t`` tokens (16 to 64), and how many it may hold at most.
 
@@ -57,16 +53,14 @@ def blocks_of(offsets: torch.Tensor, tokens: int, b_t: int) -> tuple[torch.Tenso
     offsets (int64 [B + 1], on the device), without asking the device how long units are.
     """
     units, slots = offsets.shape[0] - 1, tokens // b_t + offsets.shape[0] - 1
-    made = _made.setdefault(offsets, {})
-    key = (b_t, tokens, version_of(offsets))
-    table = made.get(key)
-    if table is None:
+
+    def make() -> torch.Tensor:
         table = torch.empty(1 + 2 * slots, dtype=torch.int32, device=offsets.device)
         with on_device_of(offsets):
             _blocks_kernel[(units,)](offsets, table, units, slots, b_t=b_t, num_warps=4)
-        if not is_recorded(offsets):
-            made[key] = table
-    return table, slots
+        return table
+
+    return kept_with(offsets, ("blocks", b_t, tokens), make), slots
 
 
 def runs_of(*weights: torch.Tensor) -> torch.Tensor:

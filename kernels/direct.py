@@ -23,6 +23,7 @@ from .launch import (
     largest_side,
     next_power_of_2,
     on_device_of,
+    places_beside,
     readable,
     splits_to_fill,
 )
@@ -213,7 +214,7 @@ def chosen_norms(
         wide, members = torch.float32 in (launch.of_left, launch.of_right), launch.members
         splits = splits_to_fill(norms, len(members) * units, launch.tiles)
         every = len(members) == len(lefts)
-        into = members if every else beside(torch.tensor(members), norms)
+        into = members if every else places_beside(members, norms)
         parts = torch.empty(1, len(members) * units * splits, dtype=torch.float32, device=device)
         with on_device_of(norms):
             _chosen_kernel[(len(members) * units, splits)](

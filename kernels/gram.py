@@ -15,7 +15,6 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
-from torch.utils.weak import WeakIdKeyDictionary
 
 from fastdp.ops.matrices import Form
 
@@ -23,13 +22,13 @@ from .launch import (
     TRITON,
     Table,
     beside,
-    is_recorded,
+    kept_with,
     largest_side,
     on_device_of,
+    places_beside,
     processors,
     readable,
     row_tile,
-    version_of,
 )
 from .tiles import gram_tile
 
@@ -168,23 +167,18 @@ def _sum_pairs_kernel(p_parts, p_products, p_table, p_out, p_sizes, units, most,
     tl.store(p_sizes + use * units + unit, tl.sum(size, 0))
 
 
-_made: WeakIdKeyDictionary = WeakIdKeyDictionary()
-
-
 def _pairs_of(offsets: torch.Tensor, tokens: int, b_t: int) -> tuple[torch.Tensor, int]:
     """The table of `_pairs_kernel`, made once for each tensor of offsets, and how many pairs it may hold at most."""
     units, tiles = offsets.shape[0] - 1, tokens // b_t + 1
     most = tiles * (tiles + 1) // 2 + units
-    made = _made.setdefault(offsets, {})
-    key = (b_t, tokens, version_of(offsets))
-    table = made.get(key)
-    if table is None:
+
+    def make() -> torch.Tensor:
         table = torch.empty(units + 1 + 3 * most, dtype=torch.int32, device=offsets.device)
         with on_device_of(offsets):
             _pairs_kernel[(units,)](offsets, table, units, most, b_t=b_t, num_warps=4)
-        if not is_recorded(offsets):
-            made[key] = table
-    return table, most
+        return table
+
+    return kept_with(offsets, ("pairs", b_t, tokens), make), most
 
 
 def jobs_of(length: int, units: int, problems: int, b_t: int) -> int:
@@ -300,6 +294,6 @@ def gram_norms(
                 parts[0], parts[1], pairs, out, sizes, units, most, b=128, num_warps=4
             )
         if not all_of_it:
-            into = beside(torch.tensor(order), squares)
+            into = places_beside(order, squares)
             squares[into], products[into] = out, sizes
     return squares, products

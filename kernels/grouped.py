@@ -15,7 +15,17 @@ import triton.language as tl
 
 from fastdp.ops.matrices import Form, Matrices
 
-from .launch import TRITON, Table, beside, cdiv, largest_side, next_power_of_2, on_device_of, splits_to_fill
+from .launch import (
+    TRITON,
+    Table,
+    beside,
+    cdiv,
+    largest_side,
+    next_power_of_2,
+    on_device_of,
+    places_beside,
+    splits_to_fill,
+)
 from .reduce import sum_slots
 from .tiles import outer_tile
 
@@ -176,5 +186,5 @@ def per_unit_group(
         of_members = parts if dealt == 1 else sum_slots(parts, programs, dealt)
         if len(launches) == 1:
             return gradients, of_members.view(len(lefts), units)
-        norms[members] = of_members.view(len(members), units)
+        norms[places_beside(members, norms)] = of_members.view(len(members), units)
     return gradients, norms

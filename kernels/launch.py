@@ -13,9 +13,10 @@ import numpy as np
 import torch
 import triton
 import triton.language as tl
+from torch.utils.weak import WeakIdKeyDictionary
 
 from fastdp.ops.matrices import Matrices
-from fastdp.ops.placed import placed
+from fastdp.ops.placed import placed, sent
 
 #: What a kernel that finds addresses in memory is told of the dtypes behind them.
 TRITON = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -60,6 +61,11 @@ def on_device_of(tensor: torch.Tensor) -> contextlib.AbstractContextManager[obje
 def beside(small: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     """``small`` on the device of ``tensor``; the copy is queued, the host does not wait for the device."""
     return placed(small, tensor.device)
+
+
+def places_beside(numbers: Sequence[int], tensor: torch.Tensor) -> torch.Tensor:
+    """Which of several tensors are meant, int64 on the device of ``tensor``: the same in every step, and sent once."""
+    return sent(tuple(numbers), torch.int64, tensor.device)
 
 
 def table_beside(lines: Iterable[Iterable[int]], tensor: torch.Tensor) -> torch.Tensor:
@@ -136,6 +142,21 @@ def version_of(tensor: torch.Tensor) -> int:
 def is_recorded(tensor: torch.Tensor) -> bool:
     """Whether what is launched now is only recorded: a table is then not there before the record is replayed, for nobody else."""
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+_kept: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def kept_with(offsets: torch.Tensor, which: tuple[object, ...], make: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """What is made of a tensor of offsets alone: once, and kept as long as these are, unless it is only recorded."""
+    known = _kept.setdefault(offsets, {})
+    key = (*which, version_of(offsets))
+    found = known.get(key)
+    if found is None:
+        found = make()
+        if not is_recorded(offsets):
+            known[key] = found
+    return found  # type: ignore[no-any-return]
 
 
 @functools.cache

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from .direct import ABSOLUTE, MASKED_SQUARE
-from .launch import beside, on_device_of
+from .launch import beside, kept_with, on_device_of
 from .reduce import sum_parts
 
 _COLUMNS = 256
@@ -230,7 +230,11 @@ def _parts_of_runs(tokens: int, n: int, device: torch.device) -> tuple[torch.Ten
 
 def units_of_tokens(offsets: torch.Tensor, tokens: int) -> torch.Tensor:
     """The unit of each token, int64 [tokens], without asking the device how long units are."""
-    return torch.searchsorted(offsets[1:], torch.arange(tokens, device=offsets.device), right=True)
+
+    def make() -> torch.Tensor:
+        return torch.searchsorted(offsets[1:], torch.arange(tokens, device=offsets.device), right=True)
+
+    return kept_with(offsets, ("units", tokens), make)
 
 
 def onehot_norms(

@@ -4,10 +4,8 @@ from collections.abc import Sequence
 
 import torch
 
-from fastdp.ops.factors import per_token
-
 from . import affine, grouped, onehot, weighted
-from .launch import assert_ids, serves
+from .launch import assert_ids, beside, serves
 
 #: The narrower side of matrices that one program makes alone, of a unit; wider ones are dealt to programs as sums are.
 _NARROW = 64
@@ -59,9 +57,10 @@ def weighted_sum_(
     """The weighted sum of all tokens' gradients added to ``out``; where ``mask`` is False, by ``weights_unmasked``."""
     if left.dim() == 1:
         assert_ids(left, out.shape[0])
-        weights = per_token(weights, offsets, left.shape[0])
-        if weights_unmasked is not None:
-            weights_unmasked = per_token(weights_unmasked, offsets, left.shape[0])
+        if offsets is not None:
+            units = onehot.units_of_tokens(beside(offsets, right), left.shape[0])
+            weights = weights.index_select(0, units)
+            weights_unmasked = None if weights_unmasked is None else weights_unmasked.index_select(0, units)
         onehot.onehot_weighted_sum_(out, left, right, weights, weights_unmasked, mask)
     else:
         weighted.weighted_sum_(out, left, right, weights, weights_unmasked, mask, offsets)

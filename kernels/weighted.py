@@ -26,7 +26,18 @@ from fastdp.ops.matrices import Form, Matrices
 from .blocks import COUNT_MASK, ENDS, UNIT_SHIFT, blocks_of, runs_of
 from .direct import side_tile
 from .groups import owner
-from .launch import TRITON, Launch, Table, beside, has_wide_tiles, on_device_of, processors, readable, row_tile
+from .launch import (
+    TRITON,
+    Launch,
+    Table,
+    beside,
+    has_wide_tiles,
+    on_device_of,
+    places_beside,
+    processors,
+    readable,
+    row_tile,
+)
 from .mask import load_mask, pack_mask
 from .tiles import multiply
 
@@ -310,7 +321,7 @@ def weighted_sums_(
         )
         # A kernel without a mask never reads the second ones, and has no optional arguments.
         inside, outside = (
-            (w if len(members) == len(totals) else w[beside(torch.tensor(members), parts)]).contiguous()
+            (w if len(members) == len(totals) else w[places_beside(members, parts)]).contiguous()
             for w in (weights, weights if weights_unmasked is None else weights_unmasked)
         )
         with on_device_of(parts):

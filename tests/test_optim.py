@@ -23,7 +23,8 @@ def update(optimizer, params, sums, std=0.0, release=0):
         taken.append(list(tensors))
         return fastdp.NoiseStream.unsafe_reproducible(1).take_at(release, tensors)
 
-    summed = [Summed(p, total, std, at) for at, (p, total) in enumerate(zip(params, sums))]
+    count = len(params)
+    summed = Summed(params, sums, [std] * count, range(count), [None] * count)
     return optimizer.noisy_update()(summed, take, **NUMBERS), taken
 
 

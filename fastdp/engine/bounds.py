@@ -10,9 +10,8 @@ from typing import NamedTuple
 
 import torch
 
-from fastdp.engine.constants import sent
 from fastdp.ops.bounds import FLOOR, LARGEST_RATIO
-from fastdp.ops.placed import held, placed
+from fastdp.ops.placed import held, placed, sent
 
 # float64 arithmetic on a few thousand numbers, each positive: far below this.
 _SLACK = 1 + 2.0**-30

@@ -13,6 +13,7 @@ from fastdp.engine.accumulator import Accumulator
 from fastdp.engine.batches import Call, as_long_as
 from fastdp.engine.checks import Checks
 from fastdp.engine.errors import SelfCheckError, Unseen
+from fastdp.engine.garbage import put_off
 from fastdp.engine.graphs import Graphs
 from fastdp.engine.guard import Guard
 from fastdp.engine.known import wrong_rows
@@ -123,7 +124,7 @@ class Engine(Passes):
                 return between.run_forward(call, ticket, self._backward)
             if not as_long_as(call, ticket.rows):
                 raise ValueError(wrong_rows(call, ticket.rows))
-            with self.chance():
+            with self.chance(), put_off():
                 return self._checked_forward(call, ticket)
         finally:
             between.leave()
@@ -183,10 +184,11 @@ class Engine(Passes):
             )
         self.refuse_foreign_gradients("before the backward pass")
         self.broken = True
-        if waiting.ticket.company is None:
-            self.differentiate(waiting, upstream)
-        else:
-            waiting.backward(upstream, False)
+        with put_off():
+            if waiting.ticket.company is None:
+                self.differentiate(waiting, upstream)
+            else:
+                waiting.backward(upstream, False)
         self.broken = False
         self.backwards += 1
         self.tickets.popleft()

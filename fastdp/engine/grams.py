@@ -10,13 +10,13 @@ import torch
 
 import fastdp.ops as ops
 from fastdp.engine.bounds import Errors, Norms, stacked
-from fastdp.engine.constants import sent
 from fastdp.engine.factors import Factors
 from fastdp.engine.head import REMEASURED
 from fastdp.engine.layout import Layout
 from fastdp.engine.policy import Policy
 from fastdp.engine.sums import Route
 from fastdp.ops.matrices import Matrices
+from fastdp.ops.placed import sent
 
 
 class Constants(NamedTuple):

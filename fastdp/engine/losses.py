@@ -90,6 +90,12 @@ class LossTerms:
         self.terms.append(Term(scalar, per_unit, summed))
         return scalar
 
+    def mean(self, total: torch.Tensor, per_unit: torch.Tensor) -> torch.Tensor:
+        """What the losses of units come to, for a loop to read, where ``total`` is the model's own loss."""
+        if len(self.terms) == 1 and total is self.terms[0].scalar and not self.terms[0].summed:
+            return total.detach()
+        return masked_mean(per_unit.detach(), self.layout.weights)
+
     def _shifted(self, tokens: int) -> bool:
         segments = self.layout.token_segments
         return segments is not None and tokens == segments[:, 1:].numel()

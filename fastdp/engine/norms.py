@@ -12,7 +12,6 @@ import torch
 
 import fastdp.ops as ops
 from fastdp.engine.bounds import Errors, Norms, UpperNorms
-from fastdp.engine.constants import sent
 from fastdp.engine.factors import Factors, PerUnit, joined
 from fastdp.engine.grams import Batch, Constants, Found, Grams
 from fastdp.engine.head import REMEASURED
@@ -20,6 +19,7 @@ from fastdp.engine.layout import Layout
 from fastdp.engine.sums import Captures, Route, Sums, as_matrix
 from fastdp.engine.uses import NARROW
 from fastdp.ops.matrices import Matrices
+from fastdp.ops.placed import sent
 from fastdp.ops.routes import plan
 
 _T = TypeVar("_T")

@@ -250,7 +250,7 @@ class Passes:
         if not (verify or self.weights.cut or self._twice_or_whole(layout)[0]):
             tap.allow(self.accumulator.may_hold(layout))
         try:
-            output, tops = self._tops(call, layout, tap, verify=verify)
+            output, tops, terms = self._tops(call, layout, tap, verify=verify)
         finally:
             # What a use keeps must not know the pass: their nodes know the tap, and nobody collects such a circle.
             products, tap.products, tap.room = tap.products, [], -1
@@ -267,7 +267,7 @@ class Passes:
 
         waiting = Pass(call, ticket, layout, tap, verify, enter, tops, backward)
         if self.returns_loss:
-            return replace_loss(output, waiting.loss(masked_mean(tops[0].detach(), layout.weights))), waiting
+            return replace_loss(output, waiting.loss(terms.mean(require_loss(output), tops[0]))), waiting
         return waiting.replace_outputs(output), waiting
 
     def _one_at_a_time(
@@ -313,8 +313,10 @@ class Passes:
         layout = self._layout(ticket)
         return self._tops(call, layout, Tap(layout), verify=True)[1]
 
-    def _tops(self, call: Call, layout: Layout, tap: Tap, *, verify: bool) -> tuple[Any, list[torch.Tensor]]:
-        """A forward pass by the route of uses, and what its backward pass starts from: units' losses ``[units]``, or outputs."""
+    def _tops(self, call: Call, layout: Layout, tap: Tap, *, verify: bool) -> tuple[Any, list[torch.Tensor], LossTerms]:
+        """A forward pass by the route of uses, what its backward pass starts from (units' losses ``[units]``, or outputs), and
+        the losses within it.
+        """
         if not self.trying or self.weights.cut:
             return self._tops_as_traced(call, layout, tap, verify=verify)
         # A few rows of a batch may go another way than all of it did: where none of them is padded, say.
@@ -325,7 +327,9 @@ class Passes:
         tap.restart()
         return self._tops_as_traced(call, layout, tap, verify=verify)
 
-    def _tops_as_traced(self, call: Call, layout: Layout, tap: Tap, *, verify: bool) -> tuple[Any, list[torch.Tensor]]:
+    def _tops_as_traced(
+        self, call: Call, layout: Layout, tap: Tap, *, verify: bool
+    ) -> tuple[Any, list[torch.Tensor], LossTerms]:
         terms = LossTerms(layout)
         self.reads.tap = tap if self.route == USES else None
         try:
@@ -335,22 +339,22 @@ class Passes:
             self.reads.tap = None
             self.reads.heads.close()
         if not self.returns_loss:
-            return output, outer(output)
+            return output, outer(output), terms
         total = require_loss(output)
         tap.shapes |= {("a loss function", (count,)) for count in terms.tokens}
         try:
-            return output, [combine(total, terms, self.divided, verify=verify)]
+            return output, [combine(total, terms, self.divided, verify=verify)], terms
         except UnsupportedUse:
             if self.route != ORDINARY:
                 raise
             # Nothing is clipped: the mean over the rows stands for each of them.
-            return output, [total.expand(layout.units)]
+            return output, [total.expand(layout.units)], terms
 
     def capture(self, call: Call, ticket: Ticket, unit: int, sink: Sink) -> None:
         """Hand a sink what a backward pass from one unit's loss (or outputs) alone captures."""
         layout = self._layout(ticket)
         tap = Tap(layout)
-        _, tops = self._tops(call, layout, tap, verify=True)
+        _, tops, _ = self._tops(call, layout, tap, verify=True)
         tap.sink = sink
         self.reads.tap = tap
         try:

@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 import torch
 
 import fastdp.ops as ops
-from fastdp.engine.constants import sent
 from fastdp.engine.factors import Factors, scale
 from fastdp.engine.layout import Layout
 from fastdp.engine.likeness import Compared, require_alike
 from fastdp.engine.policy import Policy
 from fastdp.engine.shards import Whole
+from fastdp.ops.placed import sent
 
 
 class Route(NamedTuple):

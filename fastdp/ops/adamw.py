@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -17,6 +18,12 @@ from fastdp.validate import at_least, positive
 
 #: What parameters may be, as `fastdp.ops.noise.check_tensor` has it.
 _KINDS = {(dtype, torch.strided) for dtype in DTYPES}
+_SHAPE, _DEVICE, _KIND, _LAID = (
+    operator.attrgetter("shape"),
+    operator.attrgetter("device"),
+    operator.attrgetter("dtype", "device"),
+    operator.attrgetter("dtype", "layout"),
+)
 
 
 class Numbers(NamedTuple):
@@ -224,25 +231,30 @@ def _check_steps(
     _check(params[0], grad_sums[0], grad_sums[0], grad_sums[0], drawn[0], *numbers)
     device = params[0].device
     of_moments = torch.bfloat16 if exp_avgs[0].dtype == torch.bfloat16 else torch.float32
-    kinds = {(param.dtype, param.layout) for param in params}
+    kinds = {*map(_LAID, params)}
     if not kinds <= _KINDS or max(map(torch.Tensor.numel, params)) > MAX_ELEMENTS:
         for param in params:
             check_tensor("param", param)
-    shapes = [param.shape for param in params]
+    shapes = [*map(_SHAPE, params)]
     # A property of all tensors of a list is looked at in one go: there are hundreds of them, in every step.
     lists = ((grad_sums, torch.float32), (exp_avgs, of_moments), (exp_avg_sqs, of_moments), (masters, torch.float32))
     for xs, dtype in lists:
-        good = [x.dtype is dtype and x.is_contiguous() and x.device == device for x in xs]
-        if xs and not (all(good) and [x.shape for x in xs] == shapes):
-            x, shape = next((x, shape) for x, shape, fine in zip(xs, shapes, good) if not fine or x.shape != shape)
-            raise ValueError(
-                f"sums and masters must be contiguous float32 {list(shape)} on {device}, moments all float32 or all "
-                f"bfloat16, got {x.dtype} {list(x.shape)} on {x.device}"
-            )
-    if not ({param.device for param in params} == {device} and all(map(torch.Tensor.is_contiguous, params))):
+        if not xs or ({*map(_KIND, xs)} == {(dtype, device)} and [*map(_SHAPE, xs)] == shapes and _contiguous(xs)):
+            continue
+        good = [x.dtype is dtype and x.device == device and x.is_contiguous() for x in xs]
+        x, shape = next((x, shape) for x, shape, fine in zip(xs, shapes, good) if not fine or x.shape != shape)
+        raise ValueError(
+            f"sums and masters must be contiguous float32 {list(shape)} on {device}, moments all float32 or all "
+            f"bfloat16, got {x.dtype} {list(x.shape)} on {x.device}"
+        )
+    if not ({*map(_DEVICE, params)} == {device} and _contiguous(params)):
         raise ValueError(f"params must be contiguous and on one device, {device}")
     for param, *axes in zip(params, rows, columns):
         _check_axes(param, *axes)
+
+
+def _contiguous(tensors: Sequence[torch.Tensor]) -> bool:
+    return all(map(torch.Tensor.is_contiguous, tensors))
 
 
 def _reference_steps(

@@ -1,4 +1,4 @@
-"""Numbers that the host makes for a device: sent without waiting or, for a step that is recorded, there for ever."""
+"""Numbers that the host makes for a device: sent without waiting or, where they are the same in every step, there for ever."""
 
 from __future__ import annotations
 
@@ -32,6 +32,19 @@ def held(there: torch.Tensor) -> torch.Tensor:
     if _kept is not None:
         _kept.append(there)
     return there
+
+
+def sent(numbers: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A vector of these numbers, the same tensor for the same numbers: never to be written.
+
+    The copy is queued. One that blocks, as ``torch.tensor(..., device=...)`` makes, waits for all that the device has to do.
+    """
+    return held(_sent(numbers, dtype, device))
+
+
+@functools.lru_cache(maxsize=512)
+def _sent(numbers: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return placed(torch.tensor(numbers, dtype=dtype), device)
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
@@ -16,16 +17,17 @@ from fastdp.ops.stream import NoiseStream
 
 
 class Summed(NamedTuple):
-    """A parameter with its clipped sum, the noise that the sum is due, and the tensor id of that noise.
+    """Parameters with their clipped sums, the noise that each sum is due, and the tensor id of that noise.
 
-    With ``axes``, sum and noise are of the gradient over them.
+    Where one has ``axes``, its sum and noise are of the gradient over them. A step has hundreds of parameters, so that they come
+    as columns.
     """
 
-    parameter: torch.nn.Parameter
-    total: torch.Tensor
-    std: float
-    tensor: int
-    axes: RankOne | None = None
+    parameters: Sequence[torch.nn.Parameter]
+    totals: Sequence[torch.Tensor]
+    stds: Sequence[float]
+    tensors: Sequence[int]
+    axes: Sequence[RankOne | None]
 
 
 class Update(Protocol):
@@ -33,13 +35,13 @@ class Update(Protocol):
 
     def __call__(
         self,
-        summed: Sequence[Summed],
+        summed: Summed,
         take: Callable[[Sequence[int]], torch.Tensor],
         *,
         divisor: float,
         secure_rounding: bool,
-    ) -> Sequence[Summed]:
-        """Update the parameters it can, all together; returns those that need their gradients, with nothing done to them.
+    ) -> Sequence[int]:
+        """Update the parameters it can, all together; returns the places of those that need their gradients, left as they were.
 
         ``take`` claims the noise of tensor ids: int32 [k, 11].
         """
@@ -98,6 +100,7 @@ class Release:
         self.expected_batch_size = expected_batch_size
         self.secure_rounding = secure_rounding
         self._tensors = {name: index for index, name in enumerate(parameters)}
+        self._cut = frozenset(name for name, parameter in parameters.items() if pieces.is_cut(parameter))
         self._count = 0
 
     def __call__(
@@ -136,29 +139,29 @@ class Release:
 
     def _left(self, sums: dict[str, torch.Tensor], policy: Policy, update: Update) -> list[str]:
         """Names of the parameters that an optimizer's own step leaves to us; the sums of others are gone."""
-        summed: list[Summed] = []
-        left: list[str] = []
-        stds = policy.stds or (0.0,)
-        tensors, axes = self._tensors, policy.axes
-        for name, parameter in self.parameters.items():
-            group = policy.group_of.get(name, 0)
-            if isinstance(group, tuple) or pieces.is_cut(parameter):
-                left.append(name)
-                continue
-            own, total = axes.get(name) if axes else None, sums.pop(name, None)
-            if total is None or not total.is_contiguous():
-                total = self._whole(parameter, total)
-            summed.append(Summed(parameter, total, stds[group], tensors[name], own))
-        names = list(self.parameters)
-        for part in update(
+        apart = self._cut | policy.masks.keys()
+        names = [name for name in self.parameters if name not in apart] if apart else [*self.parameters]
+        parameters = [self.parameters[name] for name in names]
+        totals = [
+            total if total is not None and total.is_contiguous() else self._whole(parameter, total)
+            for parameter, total in zip(parameters, map(sums.pop, names, itertools.repeat(None)))
+        ]
+        stds, groups = policy.stds or (0.0,), map(policy.group_of.get, names, itertools.repeat(0))
+        summed = Summed(
+            parameters,
+            totals,
+            [stds[group] for group in groups],  # type: ignore[index]
+            [self._tensors[name] for name in names],
+            [policy.axes.get(name) for name in names] if policy.axes else [None] * len(names),
+        )
+        left = update(
             summed,
             lambda tensors: self.stream.take_at(self._count, tensors),
             divisor=self.expected_batch_size,
             secure_rounding=self.secure_rounding,
-        ):
-            sums[names[part.tensor]] = part.total
-            left.append(names[part.tensor])
-        return left
+        )
+        sums.update({names[at]: totals[at] for at in left})
+        return [name for name in self.parameters if name in apart] + [names[at] for at in left]
 
     def _add_noise(self, name: str, total: torch.Tensor, policy: Policy, index: int) -> None:
         group = policy.group_of.get(name, 0)

@@ -11,6 +11,7 @@ import torch
 
 from fastdp.accounting.ledger import Ledger
 from fastdp.engine.batches import tensors
+from fastdp.engine.garbage import put_off
 from fastdp.engine.pieces import writes
 from fastdp.engine.policy import Policy
 from fastdp.engine.ranks import Ranks
@@ -116,7 +117,7 @@ class Steps:
         return self._handed
 
     def _release_if_complete(self, optimizer: torch.optim.Optimizer) -> None:
-        engine, release = self._stages.engine, self._stages.release
+        engine = self._stages.engine
         if engine.backwards == engine.followed:
             if self._depth > 0:
                 # The step of a subclass calls its parent's, and torch runs the hooks for each.
@@ -126,6 +127,12 @@ class Steps:
                 raise RuntimeError(_EVALUATES)
             raise RuntimeError("step() without backward(): call backward() on the loss of this batch first")
         self._depth = 1
+        with put_off():
+            self._release(optimizer)
+
+    def _release(self, optimizer: torch.optim.Optimizer) -> None:
+        """Release the logical batch, if it is whole, after what must be looked at before."""
+        engine, release = self._stages.engine, self._stages.release
         self._refuse_unclipped(optimizer)
         engine.guard.require_settled(engine.parameters)
         engine.followed = engine.backwards
@@ -231,9 +238,10 @@ class Steps:
             self._handed.stepping = False
         if not self.done:
             return
-        self._carried.keep()
         engine = self._stages.engine
-        engine.guard.advance()
+        with put_off():
+            self._carried.keep()
+            engine.guard.advance()
         for following in self._following:
             following.after_step(engine.parameters)
         self._prepare()

@@ -2,8 +2,7 @@
 
 import torch
 
-from fastdp.engine.constants import sent
-from fastdp.ops.placed import keeping
+from fastdp.ops.placed import keeping, sent
 
 
 def test_numbers_sent_before_are_held_by_what_is_recorded() -> None:
