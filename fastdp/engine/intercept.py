@@ -97,19 +97,32 @@ class Held(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        held: list[Held] = []
-
-        def plain(value: Any) -> Any:
-            if type(value) is cls:
-                held.append(value)
-                return value.__dict__["parameter"]
-            return type(value)(map(plain, value)) if type(value) in (list, tuple) else value
-
-        args, kwargs = [*map(plain, args)], {name: plain(value) for name, value in (kwargs or {}).items()}
-        reads = held[0].__dict__["reads"]
-        if reads.tap is None:
+        given = [*args, *kwargs.values()] if kwargs else args
+        reads = next((value.__dict__["reads"] for value in given if type(value) is cls), None) or _reads_within(given)
+        args, kwargs = [*map(_let_go, args)], {name: _let_go(value) for name, value in kwargs.items()} if kwargs else {}
+        tap = reads.tap
+        if tap is None or not (_asked(func)[0] and torch.is_grad_enabled()):
             return func(*args, **kwargs)
-        return UseMode(reads, reads.tap).__torch_function__(func, types, args, kwargs)
+        # What a mode has seen of the module is what its parameters go through again, as a rule.
+        result = affine(func, args, kwargs, reads.names, tap)
+        if result is NotImplemented and func in _HANDLERS:
+            result = _handled(reads, tap, func, args, kwargs)
+        return UseMode(reads, tap).__torch_function__(func, types, args, kwargs) if result is NotImplemented else result
+
+
+def _let_go(value: Any) -> Any:
+    """The same nesting with parameters in the place of those held."""
+    if type(value) is Held:
+        return value.__dict__["parameter"]
+    return type(value)(map(_let_go, value)) if type(value) in (list, tuple) else value
+
+
+def _reads_within(value: Any) -> Any:
+    """What the first `Held` in a nesting belongs to; None if there is none."""
+    if type(value) is Held:
+        return value.__dict__["reads"]
+    found = map(_reads_within, value) if isinstance(value, (list, tuple)) else ()
+    return next((reads for reads in found if reads is not None), None)
 
 
 def _may_hold(value: Any) -> bool:

@@ -19,7 +19,7 @@ from fastdp.engine.errors import Unseen, UnsupportedUse
 from fastdp.engine.named import functions
 from fastdp.engine.rows import Fold, Met
 from fastdp.engine.shared import Shared, SharedLanes, SharedProduct, pull_through
-from fastdp.engine.uses import ExpandUse, Tap, is_detach, is_metadata
+from fastdp.engine.uses import ExpandUse, Tap, expanded, is_detach, is_metadata
 
 
 class PerLane(torch.Tensor):
@@ -133,7 +133,7 @@ def affine(func: Any, args: Any, kwargs: Any, trained: Mapping[int, str], tap: T
     met = Meeting.of(operation(func), frozenset((id(vector),)), x, tap)
     if met is None or met.fold is None or not met.fold.natural:
         return NotImplemented
-    lanes = ExpandUse.apply(vector, tap, x.dim() - 2)
+    lanes = expanded(vector, x, tap, x.dim() - 2)
     return func(x, lanes) if own else func(lanes, x)
 
 

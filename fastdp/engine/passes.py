@@ -253,7 +253,7 @@ class Passes:
             output, tops, terms = self._tops(call, layout, tap, verify=verify)
         finally:
             # What a use keeps must not know the pass: their nodes know the tap, and nobody collects such a circle.
-            products, tap.products, tap.room = tap.products, [], -1
+            own, tap.own, tap.room = tap.own, [], -1
 
         def backward(upstream: Any, retain: bool) -> None:
             if self.returns_loss:
@@ -263,7 +263,7 @@ class Passes:
                 pairs = [(t, g * self.scale(ticket)) for t, g in zip(tops, upstream) if g is not None]
             with self.weights.gathered():
                 found, seeds = [t for t, _ in pairs], [g for _, g in pairs]
-                differentiate(found, seeds, products, tap, self._parameters, retain=retain)
+                differentiate(found, seeds, own, tap, self._parameters, retain=retain)
 
         waiting = Pass(call, ticket, layout, tap, verify, enter, tops, backward)
         if self.returns_loss:

@@ -79,7 +79,7 @@ class Tap:
         self.looked_up: dict[int, list[torch.Tensor]] = {}
         #: Bytes of gradients that uses of autograd's own may leave to the end of the backward pass; none of them below 0.
         self.room = -1
-        self.products: list[OwnProduct] = []
+        self.own: list[OwnProduct | OwnLanes] = []
         #: Layer norms whose gradients are there and wait for others, their bytes, and how many may wait.
         self.norms: list[Normed] = []
         self.waiting = self.most = 0
@@ -103,7 +103,7 @@ class Tap:
     def restart(self) -> None:
         """Forget a forward pass that failed."""
         self.close()
-        self.shapes, self.products, self.whole = set(), [], False
+        self.shapes, self.own, self.whole = set(), [], False
 
     def allow(self, room: int) -> None:
         """Let so many bytes wait; of layer norms, whose inputs nothing else keeps, a 64th."""
@@ -185,6 +185,11 @@ class OwnProduct(NamedTuple):
     bias: torch.nn.Parameter | None
     swap: bool
 
+    def watch(self, take: Callable[[torch.Tensor], None]) -> Any:
+        """Have the gradient taken within a backward pass; returns what ends that."""
+        number = self.edge.output_nr
+        return self.edge.node.register_prehook(lambda gradients: take(gradients[number]))
+
     def give(self, gradient: torch.Tensor, right: torch.Tensor, sink: Sink, layout: Layout) -> None:
         """Hand a sink what the gradient of the output comes to, x being ``right`` with its tokens on one axis."""
         if self.x._version != self.version:
@@ -193,6 +198,22 @@ class OwnProduct(NamedTuple):
         if self.bias is not None:
             sink.tokens(self.bias, flat, layout, False)
         sink.matrix(self.weight, Factors(flat, right, swap=self.swap), layout)
+
+
+class OwnLanes(NamedTuple):
+    """Copies of a parameter, one a lane, that are a leaf to autograd: no Python runs for it in a backward pass.
+
+    Args:
+        edge: the copies, ``[lanes, 1 ... 1, *shape]``.
+        parameter: what they are copies of.
+    """
+
+    edge: torch.Tensor
+    parameter: torch.nn.Parameter
+
+    def watch(self, take: Callable[[torch.Tensor], None]) -> Any:
+        """As `OwnProduct.watch`."""
+        return self.edge.register_hook(take)
 
 
 class Normed(NamedTuple):
@@ -228,8 +249,18 @@ def applied(x: Any, weight: Any, bias: Any, tap: Tap, use: Product, held: int) -
     # What is written into a view changes the way to it; the product before stays where it is.
     made = out if out._base is None else out._base
     edge = GradientEdge(made.grad_fn, made.output_nr)  # type: ignore[arg-type]
-    tap.products.append(OwnProduct(edge, x, x._version, weight, bias if use.trained[1] else None, use.swap))  # type: ignore[arg-type]
+    tap.own.append(OwnProduct(edge, x, x._version, weight, bias if use.trained[1] else None, use.swap))  # type: ignore[arg-type]
     return out
+
+
+def expanded(parameter: torch.nn.Parameter, x: torch.Tensor, tap: Tap, between: int) -> torch.Tensor:
+    """A parameter's copies, one a lane, to meet x entry by entry: `OwnLanes` of the pass, or else an `ExpandUse`."""
+    lanes = tap.layout.lanes
+    if not _differentiates_itself(x, tap, lanes * parameter.nbytes):
+        return ExpandUse.apply(parameter, tap, between)  # type: ignore[no-any-return]
+    copies = parameter.detach().expand(lanes, *[1] * between, *parameter.shape).requires_grad_()
+    tap.own.append(OwnLanes(copies, parameter))
+    return copies
 
 
 def normed(x: Any, weight: Any, bias: Any, eps: float, tap: Tap, trained: tuple[bool, bool]) -> Any:
@@ -286,7 +317,7 @@ def _differentiates_itself(x: torch.Tensor, tap: Tap, held: int) -> bool:
 def differentiate(
     tops: Sequence[torch.Tensor],
     seeds: Sequence[torch.Tensor],
-    products: Sequence[OwnProduct],
+    every: Sequence[OwnProduct | OwnLanes],
     tap: Tap,
     parameters: Iterable[torch.nn.Parameter],
     *,
@@ -296,40 +327,41 @@ def differentiate(
 
     All uses give their ``parameters`` no gradient; what any gets in another way is in its `.grad` afterwards.
     """
-    caught: list[torch.Tensor | None] = [None] * len(products)
-    if tap.whole or not products:
-        hooks = [
-            edge.node.register_prehook(functools.partial(_catch, caught, at, edge.output_nr))
-            for at, (edge, *_) in enumerate(products)
-        ]
+    caught: list[torch.Tensor | None] = [None] * len(every)
+    if tap.whole or not every:
+        hooks = [own.watch(functools.partial(_catch, caught, at)) for at, own in enumerate(every)]
         torch.autograd.backward(tops, seeds, retain_graph=retain)
         for hook in hooks:
             hook.remove()
     else:
         trained = [parameter for parameter in parameters if parameter.requires_grad]
-        ends: Any = [*[product.edge for product in products], *trained]
+        ends: Any = [*[own.edge for own in every], *trained]
         found: Sequence[torch.Tensor | None] = torch.autograd.grad(
             tops, ends, seeds, retain_graph=retain, allow_unused=True
         )
-        caught[:] = found[: len(products)]
-        for parameter, gradient in zip(trained, found[len(products) :]):
+        caught[:] = found[: len(every)]
+        for parameter, gradient in zip(trained, found[len(every) :]):
             if gradient is not None:
                 parameter.grad = gradient
     _give_norms(tap)
-    if not products:
+    if not every:
         return
     sink, layout = tap.open(), tap.layout
     right = x = None
-    for product, gradient in zip(reversed(products), reversed(caught)):
-        if gradient is not None:
-            if right is None or product.x is not x:
-                x = product.x
-                right = _flat(x)
-            product.give(gradient, right, sink, layout)
+    for own, gradient in zip(reversed(every), reversed(caught)):
+        if gradient is None:
+            continue
+        if isinstance(own, OwnLanes):
+            sink.vector(own.parameter, gradient.view(-1, *own.parameter.shape), layout)
+            continue
+        if right is None or own.x is not x:
+            x = own.x
+            right = _flat(x)
+        own.give(gradient, right, sink, layout)
 
 
-def _catch(caught: list[torch.Tensor | None], at: int, number: int, gradients: Sequence[torch.Tensor]) -> None:
-    caught[at] = gradients[number]
+def _catch(caught: list[torch.Tensor | None], at: int, gradient: torch.Tensor) -> None:
+    caught[at] = gradient
 
 
 class LinearUse(Use):

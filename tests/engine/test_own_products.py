@@ -63,9 +63,9 @@ def test_sums_of_models(name: str, tuning: str, taken: list[int], monkeypatch: p
 
 def net(middle) -> Net:
     # With a bias the output is a view, which torch lets nobody write to where the layer captures.
-    own = {"scale": Scale()} if middle is scaled_behind_a_leaf else {}
-    if middle is norms_in_place:
-        own = {"norm": torch.nn.LayerNorm(6), "shift": torch.nn.LayerNorm(6)}
+    own = {"scale": Scale()} if middle in (scaled_behind_a_leaf, scaled_twice, scaled_among_norms) else {}
+    if middle in (norms_in_place, scaled_among_norms):
+        own |= {"norm": torch.nn.LayerNorm(6), "shift": torch.nn.LayerNorm(6)}
         own["shift"].weight.requires_grad_(False)
     made = Net(middle, third=torch.nn.Linear(6, 6, bias=middle is not in_place), **own)
     made.first.requires_grad_(middle is not scaled_behind_a_leaf)
@@ -83,6 +83,15 @@ def in_place(net: Net, h: torch.Tensor) -> torch.Tensor:
 def norms_in_place(net: Net, h: torch.Tensor) -> torch.Tensor:
     h = net.norm(h).mul_(2)
     return net.norm(net.shift(h)).relu_()
+
+
+def scaled_twice(net: Net, h: torch.Tensor) -> torch.Tensor:
+    return net.scale(net.scale(net.third(h)).tanh()).mul_(2)
+
+
+def scaled_among_norms(net: Net, h: torch.Tensor) -> torch.Tensor:
+    """A layer norm has the whole graph run, and copies found where they gather their gradients."""
+    return net.shift(net.scale(net.norm(net.third(h))))
 
 
 def checkpointed(net: Net, h: torch.Tensor) -> torch.Tensor:
@@ -118,6 +127,8 @@ class Scale(torch.nn.Module):
         pytest.param(in_place, 2, id="written to"),
         pytest.param(lambda net, h: net.third(net.third(h)), 3, id="used twice"),
         pytest.param(norms_in_place, 1, id="layer norms"),
+        pytest.param(scaled_twice, 4, id="copies"),
+        pytest.param(scaled_among_norms, 3, id="copies among layer norms"),
         pytest.param(lambda net, h: h + 0 * net.third(h).detach(), 2, id="reached by no gradient"),
         pytest.param(checkpointed, 1, id="checkpointed"),
         pytest.param(reentrant, 1, id="reentrant"),
