@@ -10,7 +10,7 @@ unit's weighted loss is therefore divided by the number of its labelled tokens, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -37,12 +37,34 @@ LOSSES = frozenset(getattr(F, name) for name in (*_CLASS_LOSSES, *_ELEMENTWISE_L
 
 @dataclass(frozen=True)
 class Term:
-    """One loss function's call: the scalar that the model goes on computing with, and each unit's loss ``[units]``."""
+    """One loss function's call: the scalar that the model goes on computing with, and each unit's loss ``[units]``.
 
+    Args:
+        leaf, count: the losses' sum, which that scalar's graph begins with, and what it is divided by. A scalar that were a leaf
+            itself could not be added to in place, as some models do.
+        summed: the scalar is the sum over the units, not their mean.
+    """
+
+    leaf: torch.Tensor
+    count: torch.Tensor
     scalar: torch.Tensor
     per_unit: torch.Tensor
-    #: The scalar is the sum over the units, not their mean.
     summed: bool
+
+    def is_all_of(self, total: torch.Tensor) -> bool:
+        """Whether a model's loss is this scalar, to which nothing was added."""
+        return total is self.scalar and total._version == 0
+
+    @property
+    def value(self) -> torch.Tensor:
+        """The scalar as it was."""
+        return self.leaf.detach() / self.count
+
+
+def shares(total: torch.Tensor, terms: Sequence[Term]) -> list[torch.Tensor | None]:
+    """The coefficients that a model's loss gives to its terms; None for one that it does not follow."""
+    found = torch.autograd.grad(total, [term.leaf for term in terms], allow_unused=True, retain_graph=True)
+    return [None if share is None else share * term.count for share, term in zip(found, terms)]
 
 
 class LossTerms:
@@ -86,13 +108,14 @@ class LossTerms:
         if self.alone:
             return per_unit.sum()
         known, summed = per_unit.detach(), reduction == "sum"
-        scalar = (known.sum() if summed else masked_mean(known, self.layout.weights)).requires_grad_()
-        self.terms.append(Term(scalar, per_unit, summed))
-        return scalar
+        total, count = (known.sum(), known.new_ones(())) if summed else _kept(known, self.layout.weights)
+        leaf = total.requires_grad_()
+        self.terms.append(Term(leaf, count, leaf / count, per_unit, summed))
+        return self.terms[-1].scalar
 
     def mean(self, total: torch.Tensor, per_unit: torch.Tensor) -> torch.Tensor:
         """What the losses of units come to, for a loop to read, where ``total`` is the model's own loss."""
-        if len(self.terms) == 1 and total is self.terms[0].scalar and not self.terms[0].summed:
+        if len(self.terms) == 1 and self.terms[0].is_all_of(total) and not self.terms[0].summed:
             return total.detach()
         return masked_mean(per_unit.detach(), self.layout.weights)
 
@@ -129,8 +152,14 @@ class LossTerms:
 
 def masked_mean(per_unit: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """Mean over the units of weight 1 with a finite value; 0 if there are none."""
+    total, count = _kept(per_unit, weights)
+    return total / count
+
+
+def _kept(per_unit: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The sum over the units of weight 1 with a finite value, and how many they are, at least 1."""
     kept = (weights > 0) & torch.isfinite(per_unit)
-    return torch.where(kept, per_unit, 0.0).sum() / kept.sum().clamp(min=1)
+    return torch.where(kept, per_unit, 0.0).sum(), kept.sum().clamp(min=1)
 
 
 @contextmanager
@@ -210,23 +239,22 @@ def combine(total: torch.Tensor, found: LossTerms, divided: frozenset[int], *, v
     terms = found.terms
     if not terms:
         raise UnsupportedUse(found.unmapped or "the model computes its loss without torch's loss functions")
-    if len(terms) == 1 and not divided and total is terms[0].scalar:
+    if len(terms) == 1 and not divided and terms[0].is_all_of(total):
         return terms[0].per_unit
-    coefficients = torch.autograd.grad(total, [t.scalar for t in terms], allow_unused=True, retain_graph=True)
-    shares = [torch.zeros_like(t.scalar) if c is None else c for c, t in zip(coefficients, terms)]
+    own = [torch.zeros_like(t.leaf) if share is None else share for share, t in zip(shares(total, terms), terms)]
     # On a processor nothing waits: a loss that is cut off, or bent, beyond what the first batches held is found when it comes.
     if verify or total.device.type == "cpu":
-        _require_weighted_sum(total, shares, terms, first=verify)
+        _require_weighted_sum(total, own, terms, first=verify)
     rows = found.layout.rows
-    parts = [t.per_unit * (s * rows if i in divided else s) for i, (t, s) in enumerate(zip(terms, shares))]
+    parts = [t.per_unit * (s * rows if i in divided else s) for i, (t, s) in enumerate(zip(terms, own))]
     return torch.stack(parts).sum(0)
 
 
-def _require_weighted_sum(total: torch.Tensor, shares: list[torch.Tensor], terms: list[Term], *, first: bool) -> None:
-    if not any(float(share) for share in shares):
+def _require_weighted_sum(total: torch.Tensor, own: list[torch.Tensor], terms: list[Term], *, first: bool) -> None:
+    if not any(float(share) for share in own):
         kind = SelfCheckError if first else UnsupportedUse
         raise kind("the model's loss does not follow the per-example losses inside it; nothing can be clipped")
-    explained = sum(float(share) * float(term.scalar.detach()) for share, term in zip(shares, terms))
+    explained = sum(float(share) * float(term.value) for share, term in zip(own, terms))
     value = float(total.detach())
     rounding = 1e-4 if total.dtype in (torch.float32, torch.float64) else 1e-2
     if abs(value - explained) > rounding * max(abs(value), abs(explained)):

@@ -19,7 +19,7 @@ from fastdp.engine.collation import Collation, same
 from fastdp.engine.errors import SelfCheckError, UnsupportedUse
 from fastdp.engine.follow import Follow
 from fastdp.engine.layout import Layout, Ticket
-from fastdp.engine.losses import LossTerms, combine, intercepted
+from fastdp.engine.losses import LossTerms, combine, intercepted, shares
 from fastdp.engine.rows import Fold, Places
 from fastdp.engine.shards import Whole
 from fastdp.engine.still import Chance, forgetting, still, unchanged
@@ -223,13 +223,12 @@ class Replay:
         total = require_loss(output)
         if not (self.mapped and terms.terms):
             raise UnsupportedUse(terms.unmapped or "the model computes its loss without torch's loss functions")
-        found = torch.autograd.grad(total, [t.scalar for t in terms.terms], allow_unused=True, retain_graph=True)
-        shares = [0.0 if share is None else float(share) for share in found]
-        parts = [share * float(term.scalar.detach()) for share, term in zip(shares, terms.terms)]
+        own = [0.0 if share is None else float(share) for share in shares(total, terms.terms)]
+        parts = [share * float(term.value) for share, term in zip(own, terms.terms)]
         rest = float(total.detach()) - sum(parts)
         if not abs(rest) > 1e-4 * max(map(abs, (float(total.detach()), *parts))):
             rest = 0.0
-        return Witness([t.per_unit.detach() for t in terms.terms], shares, rest), terms, output
+        return Witness([t.per_unit.detach() for t in terms.terms], own, rest), terms, output
 
     def gradients(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -105,9 +106,17 @@ def penalised(o: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(o, y) + 0.7 * F.mse_loss(o, torch.ones_like(o))
 
 
+def penalised_in_place(o: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    loss = F.cross_entropy(o, y)
+    loss += 0.7 * F.mse_loss(o, torch.ones_like(o))
+    return loss.mul_(1.5)
+
+
 LOSSES: dict[str, tuple[Any, str]] = {
     "half": (lambda o, y: 0.5 * F.cross_entropy(o, y), "uses"),
     "two losses": (penalised, "uses"),
+    "a loss that is added to in place": (penalised_in_place, "uses"),
+    "a loss that is halved in place": (lambda o, y: F.cross_entropy(o, y).mul_(0.5), "uses"),
     "a sum over the rows' number": (lambda o, y: F.cross_entropy(o, y, reduction="sum") / len(o), "uses"),
     "a sum over some number": (
         lambda o, y: F.cross_entropy(o, y, reduction="sum") / (y > 0).sum().clamp(min=1),
@@ -124,11 +133,12 @@ def test_the_gradient_is_that_of_the_loss_as_written(name: str) -> None:
     assert exact(Net(mixed, loss=loss, mix=parameter(3)), collate(examples(6))).route == "one-example"
 
 
-def test_a_penalty_on_the_weights_is_part_of_every_example_s_loss() -> None:
+@pytest.mark.parametrize("add", [operator.add, operator.iadd])
+def test_a_penalty_on_the_weights_is_part_of_every_example_s_loss(add: Any) -> None:
     class Penalised(Net):
         def forward(self, x: torch.Tensor, labels: torch.Tensor) -> Any:
             output = super().forward(x, labels)
-            return {"loss": output["loss"] + 0.01 * self.first.weight.square().sum()}
+            return {"loss": add(output["loss"], 0.01 * self.first.weight.square().sum())}
 
     assert exact(Penalised(), collate(examples(6))).route == "one-example"
 
