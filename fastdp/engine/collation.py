@@ -183,6 +183,8 @@ class Collation:
         """Raise `SelfCheckError` if an example reads otherwise after others were read; what it draws is drawn alike."""
         index = self.indices[0]
         others = [i for i in spread(len(self.dataset), _STRANGERS) if i != index]
+        # What was read last may be one of the others: so that it is not, the example itself is.
+        self.dataset[index]
         with seeded(0):
             first = copy.deepcopy(self.dataset[index])
         for other in others:
