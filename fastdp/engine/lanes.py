@@ -95,6 +95,9 @@ class PerLane(torch.Tensor):
                 return func(*args, **kwargs)
         if is_detach(func):
             return func(args[0].single, *args[1:], **kwargs)
+        if not torch.is_grad_enabled() and not (_writes(func) and isinstance(args[0], PerLane)):
+            # No gradient follows, as in a power iteration: this is a constant.
+            return func(*_put(list(args), lambda p: p.single), **_put(kwargs, lambda p: p.single))
         return _apply(func, args, kwargs)
 
     @classmethod
