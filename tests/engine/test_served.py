@@ -87,7 +87,8 @@ SERVED: dict[str, Callable[[], nn.Module]] = {
         lambda net, h: net.inner(h[h.sum(1).argsort()])[h.sum(1).argsort().argsort()], inner=nn.Linear(6, 6)
     ),
     "a spectral norm": lambda: Net(
-        lambda net, h: net.inner(h), inner=nn.utils.parametrizations.spectral_norm(nn.Linear(6, 6), n_power_iterations=40)
+        lambda net, h: net.inner(h),
+        inner=nn.utils.parametrizations.spectral_norm(nn.Linear(6, 6), n_power_iterations=40),
     ),
     "a scripted module": lambda: Net(lambda net, h: net.inner(h), inner=torch.jit.script(nn.Linear(6, 6))),
     "its own loss": lambda: Net(loss=lambda o, y: -torch.log_softmax(o, -1)[torch.arange(len(o)), y].mean()),
