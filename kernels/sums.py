@@ -4,11 +4,11 @@ from collections.abc import Sequence
 
 import torch
 
+from fastdp.ops.routes import NARROW
+
 from . import affine, grouped, onehot, weighted
 from .launch import assert_ids, beside, serves
 
-#: The narrower side of matrices that one program makes alone, of a unit; wider ones are dealt to programs as sums are.
-_NARROW = 64
 #: Whether torch multiplies 16-bit matrices into float32 (from 2.8 on, on a GPU).
 _WIDENS = "dtype" in torch.ops.aten.mm.overloads()
 
@@ -16,7 +16,7 @@ _WIDENS = "dtype" in torch.ops.aten.mm.overloads()
 @serves(2)
 def per_unit(left: torch.Tensor, right: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     """The gradient of each unit, float32 [B, m, n]; that of a single unit is one product."""
-    if offsets.shape[0] > 2 or min(left.shape[1], right.shape[1]) <= _NARROW:
+    if offsets.shape[0] > 2 or min(left.shape[1], right.shape[1]) <= NARROW:
         return grouped.per_unit_group([left], [right], offsets)[0][0]
     if _WIDENS and left.dtype == right.dtype != torch.float32 and left.device.type != "cpu":
         return torch.mm(left.T, right, out_dtype=torch.float32).unsqueeze(0)

@@ -17,10 +17,9 @@ from fastdp.engine.grams import Batch, Constants, Found, Grams
 from fastdp.engine.head import REMEASURED
 from fastdp.engine.layout import Layout
 from fastdp.engine.sums import Captures, Route, Sums, as_matrix
-from fastdp.engine.uses import NARROW
 from fastdp.ops.matrices import Matrices
 from fastdp.ops.placed import sent
-from fastdp.ops.routes import plan
+from fastdp.ops.routes import NARROW, plan
 
 _T = TypeVar("_T")
 #: Sizes of uses whose constants are kept, at most.

@@ -45,10 +45,6 @@ class Held(Protocol):
         """Let go of it."""
 
 
-#: The narrower side of matrices whose gradients wait for others, at most: wider ones fill a GPU by themselves.
-NARROW = 64
-
-
 @functools.lru_cache(1 << 12)
 def kind(operation: str, shape: torch.Size, rows: int, fold: Fold | None) -> tuple[str, tuple[int, ...]]:
     """An operation and the shape of its input for one row, all of it without rows; `UnsupportedUse` if it cannot be cut."""

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 
 ROUTES = ("gram", "direct", "instantiate")
+#: The narrower side of matrices whose gradients a GPU makes of many in one launch, at most: wider ones fill it by themselves.
+NARROW = 64
 
 # Squaring and adding up an entry of a gradient takes the direct kernel as long as multiplying this many tokens into it.
 ENTRY_TOKENS = 3
@@ -34,7 +36,9 @@ class Constants:
     product_flops: float  # a second, in matrix products
     bandwidth: float  # bytes a second, read or written
     call_seconds: float  # of an op that does nothing
-    shared_gram: bool = False  # whether Gram norms of many matrices are one call, so that none costs one of its own
+    #: Whether Gram norms of many matrices are one call, and weighted sums, and all of narrow ones that are instantiated: then
+    #: none costs one of its own.
+    grouped: bool = False
 
 
 #: Defaults by device type and width of an element in bytes; float32 stands in for a width that is not listed.
@@ -54,7 +58,7 @@ DEFAULTS: dict[tuple[str, int], Constants] = {
         product_flops=4.0e13,
         bandwidth=3.8e12,
         call_seconds=1.0e-5,
-        shared_gram=True,
+        grouped=True,
     ),
     ("cuda", 2): Constants(
         "an H100, bfloat16, matrices of a GPT-2 and of a Llama of 1B at 1,024 tokens",
@@ -63,7 +67,7 @@ DEFAULTS: dict[tuple[str, int], Constants] = {
         product_flops=4.9e14,
         bandwidth=3.0e12,
         call_seconds=2.0e-5,
-        shared_gram=True,
+        grouped=True,
     ),
 }
 
@@ -138,13 +142,16 @@ def predicted_seconds(
     if route == "instantiate":
         passes = 3 if keeps_factors else 2  # written, read for the norms, read for the sum
         seconds = product + factors + passes * 4 * entries / constants.bandwidth
-        return seconds + constants.call_seconds * (2 + keeps_factors)
-    call = 0.0 if route == "gram" and constants.shared_gram else constants.call_seconds
-    seconds = _kernel_seconds(route, m, n, length, tokens, units, constants) + factors + call
+        calls = 0 if constants.grouped and min(m, n) <= NARROW else 2 + keeps_factors
+        return seconds + constants.call_seconds * calls
+    seconds = _kernel_seconds(route, m, n, length, tokens, units, constants) + factors
+    # Beside squared norms the direct route asks for another call, which says how far rounding may have moved them.
+    calls = 2 if route == "direct" else 1 - constants.grouped
     if keeps_factors:
         scaled = 3 * 4 * tokens * min(m, n) / constants.bandwidth  # the narrower factor: read, written scaled, read
-        seconds += product + scaled + constants.call_seconds
-    return seconds
+        seconds += product + scaled
+        calls += 1 - constants.grouped
+    return seconds + constants.call_seconds * calls
 
 
 def plan(

@@ -191,7 +191,9 @@ def seldom_mixed(draw: Callable[[], float]) -> torch.nn.Module:
     ids=["torch", "Python", "numpy", "the other end"],
 )
 def test_rows_that_meet_seldom_by_chance_are_run_alone(draw: Callable[[], float]) -> None:
-    assert trained(seldom_mixed(draw), collate(examples(6))).route == "one-example"
+    # A pass that mixes them by itself has the model refused.
+    with seeded(7):
+        assert trained(seldom_mixed(draw), collate(examples(6))).route == "one-example"
 
 
 @pytest.mark.parametrize(

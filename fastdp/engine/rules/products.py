@@ -13,7 +13,8 @@ from fastdp.engine.head import take
 from fastdp.engine.lanes import PerLane
 from fastdp.engine.logits import Logits
 from fastdp.engine.reads import Reads
-from fastdp.engine.uses import NARROW, LinearUse, Product, Tap, applied, kind
+from fastdp.engine.uses import LinearUse, Product, Tap, applied, kind
+from fastdp.ops.routes import NARROW
 
 
 def linear_of(module: torch.nn.Linear, reads: Reads, tap: Tap, x: torch.Tensor) -> Any:
