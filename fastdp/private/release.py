@@ -41,7 +41,7 @@ class Update(Protocol):
     ) -> Sequence[Summed]:
         """Update the parameters it can, all together; returns those that need their gradients, with nothing done to them.
 
-        ``take`` claims the noise of tensor ids: int32 [k, 11].
+        ``take`` claims the noise of tensor ids: int32 [k, 12].
         """
 
 
