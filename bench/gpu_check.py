@@ -198,8 +198,8 @@ def instances(device: str) -> Iterator[tuple[str, Result]]:
         yield f"instance_masked_sum {label}", (apart(got, torch.where(mask, sums[0], sums[1]), size), NORMS)
 
 
-def position(tensor: int = 1) -> Tensor:
-    return ops.NoiseStream.unsafe_reproducible(7).at(3, tensor).take()
+def position(tensor: int = 1, rounds: int = 20) -> Tensor:
+    return ops.NoiseStream.unsafe_reproducible(7, rounds).at(3, tensor).take()
 
 
 def noise(device: str) -> Iterator[tuple[str, Result]]:
@@ -213,6 +213,10 @@ def noise(device: str) -> Iterator[tuple[str, Result]]:
         found = x.to(device, copy=True)
         OPS["add_noise_"](found, 1.0, position(), True)
         yield f"add_noise_ rounded {n}", (float((found.cpu() != on_grid(x, 1.0, position())).sum()), 0.0)
+    x = 100 * torch.randn(2061, generator=torch.Generator().manual_seed(1))
+    found, at = x.to(device, copy=True), position(rounds=12)
+    OPS["add_noise_"](found, 1.0, at, True)
+    yield "add_noise_ rounded, 12 rounds", (float((found.cpu() != on_grid(x, 1.0, at)).sum()), 0.0)
     dtype, rounding = torch.bfloat16, ROUNDING[torch.bfloat16]
     x, grad = (
         (3 * torch.randn(5, 129, 17, device=device)).to(dtype),

@@ -58,6 +58,10 @@ GPUS = {
 #: Operations for each rounded normal, and for what an update makes of it, at the rate of integers: so many that they take as
 #: long as on an H100, where noise that is rounded took 5.6 ps a number, and an update with it 8.9 in steps (8.8 BERT's).
 PER_NORMAL, PER_UPDATE = 81, 35
+#: Of the former, for each double round of ChaCha below the ten of ChaCha20. Instructions are what a normal waits for: its 152
+#: where it is rounded and 117 where it is not would take 5.1 and 3.9 ps if 128 were issued a clock, and took 5.6 and 4.2, where
+#: those of the pipe for logic would take 3.7 and 3.5. A double round has 99 for 16 normals. No GPU has run noise of 12 rounds.
+PER_DOUBLE_ROUND = PER_NORMAL * 99 / 16 / 152
 #: And for each pair of moments that are rounded at random: a hash, and both roundings.
 PER_ROUNDING = 12
 #: How many tensors one launch of torch's multi-tensor kernels takes, by how many lists it reads.
@@ -385,13 +389,19 @@ def _cross(left1: Any, right1: torch.Tensor, left2: Any, right2: torch.Tensor, *
     return 2.0 * units * (right1.shape[0] / units) * (right2.shape[0] / units) * width, right1
 
 
-def _normals(x: torch.Tensor, *_: Any) -> tuple[float, None]:
-    return float(PER_NORMAL * x.numel()), None
+def _of_a_normal(args: Any) -> float:
+    """Operations for a rounded normal of as many rounds as the positions among the arguments say."""
+    positions = next(a for a in args if isinstance(a, torch.Tensor) and a.dtype is torch.int32)
+    return PER_NORMAL - PER_DOUBLE_ROUND * (10 - int(positions.numpy()[..., -1].max()))
 
 
-def _fused_updates(params: list[torch.Tensor], _: Any, moments: list[torch.Tensor], *__: Any) -> tuple[float, None]:
-    each = PER_NORMAL + PER_UPDATE + (PER_ROUNDING if moments[0].itemsize == 2 else 0)
-    return float(each * sum(p.numel() for p in params)), None
+def _normals(x: torch.Tensor, *args: Any) -> tuple[float, None]:
+    return _of_a_normal(args) * x.numel(), None
+
+
+def _fused_updates(params: list[torch.Tensor], *args: Any) -> tuple[float, None]:
+    each = _of_a_normal(args) + PER_UPDATE + (PER_ROUNDING if args[1][0].itemsize == 2 else 0)
+    return each * sum(p.numel() for p in params), None
 
 
 def _route(left: torch.Tensor, right: torch.Tensor, offsets: torch.Tensor, route: str) -> str:

@@ -19,7 +19,7 @@ from unittest import mock
 import torch
 
 from . import workloads
-from .meter import GPUS, META, PER_NORMAL, PER_UPDATE, Gpu, Tally, simulated
+from .meter import GPUS, META, PER_DOUBLE_ROUND, PER_NORMAL, PER_UPDATE, Gpu, Tally, simulated
 from .workloads import Case
 
 CASES = workloads.LARGE
@@ -32,19 +32,24 @@ def build(case: Case, device: torch.device = META) -> torch.nn.Module:
     return model
 
 
-def step_of(case: Case, device: torch.device, *, private: bool, self_check: bool = False) -> Callable[[], None]:
+def step_of(
+    case: Case, device: torch.device, *, private: bool, self_check: bool = False, noise_rounds: int = 20
+) -> Callable[[], None]:
     """A function that takes one training step, in the fused forms of AdamW: torch's, or ours with its noise."""
     model = build(case, device)
     if private:
-        return workloads.private_step(case, model, fused=True, self_check=self_check)
+        return workloads.private_step(case, model, fused=True, self_check=self_check, noise_rounds=noise_rounds)
     return workloads.plain_step(case, model, fused=True)
 
 
-def measure(name: str, gpu: str) -> list[dict[str, Any]]:
+def measure(name: str, gpu: str, noise_rounds: int = 20) -> list[dict[str, Any]]:
     """Rows of a case on one GPU, plain and private, each marked as simulated, with private over plain.
 
+    Args:
+        noise_rounds: of private steps' noise, as `fastdp.make_private` takes it.
+
     Raises:
-        ValueError: an unknown case or GPU.
+        ValueError: an unknown case or GPU, or rounds that noise cannot have.
         HostWaits: a step in which the host waits for the device.
     """
     if name not in CASES:
@@ -52,7 +57,10 @@ def measure(name: str, gpu: str) -> list[dict[str, Any]]:
     if gpu not in GPUS:
         raise ValueError(f"there is no price list for '{gpu}'; choose one of {', '.join(GPUS)}")
     firsts = {kind: first_peak(CASES[name], GPUS[gpu], private=kind == "private") for kind in ("plain", "private")}
-    tallies = {kind: tally(CASES[name], GPUS[gpu], private=kind == "private") for kind in ("plain", "private")}
+    tallies = {
+        kind: tally(CASES[name], GPUS[gpu], private=kind == "private", noise_rounds=noise_rounds)
+        for kind in ("plain", "private")
+    }
     rows = []
     for kind, found in tallies.items():
         base = tallies["plain"]
@@ -62,6 +70,7 @@ def measure(name: str, gpu: str) -> list[dict[str, Any]]:
                 "gpu": GPUS[gpu].name,
                 "simulated": True,
                 "step": kind,
+                **({"noise_rounds": noise_rounds} if kind == "private" else {}),
                 "seconds": found.seconds,
                 "captured_seconds": found.captured_seconds,
                 "launches": found.launches,
@@ -84,13 +93,14 @@ def prices() -> dict[str, Any]:
     return {kind: dataclasses.asdict(gpu) for kind, gpu in GPUS.items()} | {
         "words_a_normal": PER_NORMAL,
         "words_an_update": PER_UPDATE,
+        "words_a_double_round": PER_DOUBLE_ROUND,
     }
 
 
-def tally(case: Case, gpu: Gpu, *, private: bool, granularity: int = 512) -> Tally:
+def tally(case: Case, gpu: Gpu, *, private: bool, granularity: int = 512, noise_rounds: int = 20) -> Tally:
     """What the third step comes to: the first prepares, and by the third the optimizer's state is there."""
     with simulated(gpu, granularity) as meter:
-        step = step_of(case, META, private=private)
+        step = step_of(case, META, private=private, noise_rounds=noise_rounds)
         step()
         step()
         with meter.measuring() as found:

@@ -193,7 +193,13 @@ def captured_step(case: Case, model: torch.nn.Module) -> Callable[[], None]:
 
 
 def private_step(
-    case: Case, model: torch.nn.Module, *, fused: bool, capture: bool = False, self_check: bool = False
+    case: Case,
+    model: torch.nn.Module,
+    *,
+    fused: bool,
+    capture: bool = False,
+    self_check: bool = False,
+    noise_rounds: int = 20,
 ) -> Callable[[], None]:
     """A function that takes one private step, with torch's AdamW or that which fuses noise and update.
 
@@ -209,7 +215,9 @@ def private_step(
         optimizer: torch.optim.Optimizer = fastdp.optim.AdamW(trained, lr=LEARNING_RATE, moments=case.dtype)
     else:
         optimizer = torch.optim.AdamW(trained, lr=LEARNING_RATE)
-    private = fastdp.make_private(model, optimizer, loader_of(case), capture=capture, **privacy)
+    private = fastdp.make_private(
+        model, optimizer, loader_of(case), capture=capture, noise_rounds=noise_rounds, **privacy
+    )
     return _stepping(model, private.optimizer, batches(private.data_loader, trained[0].device))
 
 

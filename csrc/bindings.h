@@ -3,6 +3,8 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <stdexcept>
+#include <string>
 #include <type_traits>
 #include <vector>
 
@@ -60,7 +62,14 @@ struct Argument<T, std::enable_if_t<std::is_enum_v<T>>> {
 template <>
 struct Argument<const Position &> {
     using Given = Memory;
-    static const Position &take(Memory at) { return *reinterpret_cast<const Position *>(at.address); }
+    static const Position &take(Memory at) {
+        const Position &position = *reinterpret_cast<const Position *>(at.address);
+        // Whoever asked for noise must not get the words of fewer rounds, or of none.
+        if (position.double_rounds != 10 && position.double_rounds != 6)
+            throw std::invalid_argument("a position says 10 double rounds of ChaCha, or 6, not " +
+                                        std::to_string(position.double_rounds));
+        return position;
+    }
 };
 template <>
 struct Argument<const Factor &> {

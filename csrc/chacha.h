@@ -1,6 +1,7 @@
-// The package's one source of randomness: the ChaCha20 block function (RFC 8439, section 2.3) by position.
+// The package's one source of randomness: the ChaCha block function (RFC 8439, section 2.3) by position.
 //
-// A draw is addressed by a Position: 256 bits of key, a tensor id and a step. The sixteen input words of block b are
+// A draw is addressed by a Position: 256 bits of key, a tensor id and a step; and it says of how many double rounds its
+// blocks are made, 10 as in the RFC (ChaCha20) or 6 (ChaCha12). The sixteen input words of block b are
 //   0..3   the constants of the RFC          13  tensor id (31 bits); the top bit is the domain flag
 //   4..11  the key                           14  low 32 bits of the step
 //   12     b, the block counter              15  high 32 bits of the step
@@ -18,10 +19,11 @@ struct Position {
     uint32_t tensor;
     uint32_t step_low;
     uint32_t step_high;
+    uint32_t double_rounds;
 };
-static_assert(sizeof(Position) == 44, "a position crosses the Python boundary as eleven 32-bit words");
+static_assert(sizeof(Position) == 48, "a position crosses the Python boundary as twelve 32-bit words");
 
 // The sixteen words of one block.
-void chacha20_block(const Position &at, uint32_t block, uint32_t out[16]);
+void chacha_block(const Position &at, uint32_t block, uint32_t out[16]);
 
 }  // namespace fastdp

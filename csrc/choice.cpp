@@ -321,7 +321,7 @@ class Chooser {
         uint32_t words[kTokensAtOnce][16];
         Proposal proposals[kTokensAtOnce];
         for (int64_t k = first; k < last; ++k) {
-            chacha20_block(r_.at, static_cast<uint32_t>(kBlocksAToken * r_.order[k]), words[k - first]);
+            chacha_block(r_.at, static_cast<uint32_t>(kBlocksAToken * r_.order[k]), words[k - first]);
             proposals[k - first] = propose(w, words[k - first]);
             const float *row = r_.table + proposals[k - first].row * r_.d;
             for (int64_t i = 0; i < r_.d; i += 16) __builtin_prefetch(row + i);
@@ -332,13 +332,13 @@ class Chooser {
             Proposal proposal = proposals[k - first];
             bool taken = accepted(law, w, proposal, mine);
             for (int a = 1; a < kAttempts && !taken; ++a) {
-                if (a % 2 == 0) chacha20_block(r_.at, static_cast<uint32_t>(kBlocksAToken * token + a / 2), mine);
+                if (a % 2 == 0) chacha_block(r_.at, static_cast<uint32_t>(kBlocksAToken * token + a / 2), mine);
                 proposal = propose(w, mine + 8 * (a % 2));
                 taken = accepted(law, w, proposal, mine + 8 * (a % 2));
             }
             if (!taken) {
                 if (exact.empty()) exact = distribution(law);
-                chacha20_block(r_.at, static_cast<uint32_t>(kBlocksAToken * token + kBlocksAToken - 1), mine);
+                chacha_block(r_.at, static_cast<uint32_t>(kBlocksAToken * token + kBlocksAToken - 1), mine);
                 proposal.row = pick(exact, uniform(mine) * exact.back());
             }
             r_.out[token] = proposal.row;

@@ -27,7 +27,7 @@ double gamma(const Position &at, int64_t token, double shape) {
     double v = 1.0;
     for (int a = 0; a < kAttempts; ++a) {
         uint32_t w[16];
-        chacha20_block(at, static_cast<uint32_t>((uint64_t{1} << 32) - 1 - (kAttempts * token + a)), w);
+        chacha_block(at, static_cast<uint32_t>((uint64_t{1} << 32) - 1 - (kAttempts * token + a)), w);
         const double x = std::sqrt(-2.0 * std::log(uniform(w))) * std::cos(6.283185307179586476925 * uniform(w + 2));
         const double root = 1.0 + c * x;
         if (root <= 0.0) continue;

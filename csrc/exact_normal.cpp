@@ -21,7 +21,7 @@ Digits digits(const Position &at, uint64_t index, int count) {
         Position place = at;
         if (c == 1 || c == 2) place.tensor |= kDomainFlag;
         uint32_t words[16];
-        chacha20_block(place, c < 2 ? block : block | 0x80000000u, words);
+        chacha_block(place, c < 2 ? block : block | 0x80000000u, words);
         found.radius[c] = words[k];
         found.angle[c] = words[k + 8];
     }

@@ -32,7 +32,7 @@ float wide_radius(const Position &at, uint32_t block, int k, uint32_t word) {
     Position second = at;
     second.tensor |= kDomainFlag;
     uint32_t out[16];
-    chacha20_block(second, block, out);
+    chacha_block(second, block, out);
     const double u = (std::ldexp(static_cast<double>(word), 32) + out[k] + 0.5) * 0x1p-64;
     return static_cast<float>(std::sqrt(-2.0 * std::log(u)));
 }
@@ -128,7 +128,7 @@ std::pair<double, double> exact(const Position &at, uint64_t index) {
 
 void bind_noise(pybind11::module_ &m) {
     bind(m, "add_noise", &add_noise, "x", "dtype", "first", "n", "std", "position", "rounded", "threads");
-    bind(m, "chacha20_words", &words, "out", "first", "blocks", "position", "threads", "isa");
+    bind(m, "chacha_words", &words, "out", "first", "blocks", "position", "threads", "isa");
     bind(m, "noise_normals", &normals, "out", "first", "n", "position", "threads", "isa");
     bind(m, "exact_normal", &exact, "position", "index");
 }

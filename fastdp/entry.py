@@ -18,7 +18,7 @@ from fastdp.engine.engine import Engine
 from fastdp.engine.policy import Policy
 from fastdp.engine.ranks import Ranks, alone
 from fastdp.methods.dpsgd import DPSGD
-from fastdp.ops.stream import NoiseStream
+from fastdp.ops.stream import ROUNDS, NoiseStream
 from fastdp.private.checks import (
     bare,
     check_budget,
@@ -72,6 +72,7 @@ def make_private(
     output_dir: str | os.PathLike[str] | None = None,
     resume: bool = False,
     secure_rounding: bool = True,
+    noise_rounds: int = 20,
     two_pass: bool | None = None,
     self_check: bool = True,
     keep_logits: bool | None = None,
@@ -107,6 +108,8 @@ def make_private(
         resume: continue the ledger found in output_dir.
         secure_rounding: round what is noised to a grid, exactly (docs/noise.md); without it the low bits of exact weights
             may tell what rounding did to a sum.
+        noise_rounds: of ChaCha, which draws the noise of training steps: 20, or 12, which a GPU draws faster (docs/noise.md). The
+            sampling, and what a method releases besides, have 20 always.
         two_pass: run backward twice and keep no activations' factors; None: when gradient checkpointing is on.
         self_check: compare the first batch with one-at-a-time autograd before anything is released, and ask of it and of later
             ones whether an example reaches another. Without it the card says that this was assumed.
@@ -158,6 +161,10 @@ def make_private(
         if loss_reduction not in (None, "mean", "sum"):
             raise ValueError(
                 f"loss_reduction is '{loss_reduction}': use 'mean' or 'sum', or None if the model returns its loss"
+            )
+        if noise_rounds not in ROUNDS:
+            raise ValueError(
+                f"noise_rounds is {noise_rounds!r}: noise has 20 rounds of ChaCha, or 12 where that is asked for"
             )
         if criterion is not None:
             if loss_reduction is not None:
@@ -211,7 +218,7 @@ def make_private(
     if ranks.size > 1:
         arguments = [
             *(plan, method.describe(), physical, user_ids is None, unit_map, loss_reduction, resume, folder is None),
-            *(secure_rounding, two_pass, self_check, unsafe_seed, keep_logits, capture),
+            *(secure_rounding, noise_rounds, two_pass, self_check, unsafe_seed, keep_logits, capture),
         ]
         alike = described(model, data_loader.dataset, units, method)
         ranks.require_alike({**alike, "what make_private was given": repr(arguments)})
@@ -220,7 +227,7 @@ def make_private(
         try:
             return Ledger.open_or_create(
                 None if folder is None else folder / "ledger.jsonl",
-                plan.header(method.describe(), fingerprint(trained)),
+                plan.header(method.describe(), fingerprint(trained)) | {"noise_rounds": int(noise_rounds)},
                 event=plan.event(),
                 budget_steps=plan.steps,
                 side={side.kind: (side.event, side.count) for side in plan.side},
@@ -236,7 +243,7 @@ def make_private(
     stages: Stages | None = None
     try:
         open_stream = _streams(unsafe_seed, ranks)
-        noise, draws = open_stream(), open_stream()
+        noise, draws = open_stream(rounds=noise_rounds), open_stream()
         observers: list[Observer] = []
         shared: dict[str, Any] = {"unit_map": unit_map, "observers": observers, "ranks": ranks}
         loader = PrivateLoader(data_loader, plan, units, draws, physical, **shared)
@@ -334,10 +341,10 @@ def _central(method: Any) -> Method:
     return method
 
 
-def _streams(unsafe_seed: int | None, ranks: Ranks) -> Callable[[], NoiseStream]:
-    """Opens one stream after another, each with a key of its own, which all ranks have."""
+def _streams(unsafe_seed: int | None, ranks: Ranks) -> Callable[..., NoiseStream]:
+    """Opens one stream after another, of 20 rounds or as told, each with a key of its own, which all ranks have."""
     if unsafe_seed is None:
         return NoiseStream if ranks.size == 1 else partial(NoiseStream.shared, ranks.key)
     seed = int(unsafe_seed)
     seeds = itertools.chain((2 * seed, 2 * seed + 1), itertools.count((seed + 1) << 64))
-    return lambda: NoiseStream.unsafe_reproducible(next(seeds))
+    return lambda rounds=20: NoiseStream.unsafe_reproducible(next(seeds), rounds)

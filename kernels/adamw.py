@@ -11,7 +11,7 @@ import triton.language as tl
 from fastdp.ops.adamw import Numbers, told
 from fastdp.ops.halves import ELEMENT_FACTOR, MIX_FACTOR, STEP_FACTOR, TENSOR_FACTOR
 
-from .chacha import BLOCKS, normals
+from .chacha import BLOCKS, POSITION, normals
 from .grid import numbers_of_grid, on_grid, settled
 from .groups import first_programs, owner
 from .launch import TRITON, beside, cdiv, on_device_of
@@ -125,7 +125,7 @@ def _adamw_kernel(
     )
     first = (program - tl.load(p_table + line * 10 + 9)) * b_blocks
     block = first + tl.arange(0, b_blocks)
-    p_position = p_positions + line * 11
+    p_position = p_positions + line * POSITION
     z = normals(p_position, block.to(tl.uint32), ROUNDED)
     o_x = block[:, None] * 16 + tl.arange(0, 16)[None, :]
     inside = (first + b_blocks) * 16 <= n
@@ -150,7 +150,7 @@ def _settle_adamw_kernel(
 ):  # fmt: skip
     _, line, block, bits = own_entries(p_list, capacity, b)
     is_full = tl.load(p_list) > capacity
-    p_position = p_positions + line * 11
+    p_position = p_positions + line * POSITION
     p_param, p_grad, p_mean, p_square, p_master, p_rows, p_columns, width, n = _addresses(
         p_table, line, PARAMETER, MOMENTS, False
     )
@@ -194,7 +194,7 @@ def adamw_noise_step_(
     position: torch.Tensor,
     *rest: Any,
 ) -> None:
-    """One step of AdamW in place on ``g = (grad_sum + std z) / divisor``, z at ``position`` (int32 [11]).
+    """One step of AdamW in place on ``g = (grad_sum + std z) / divisor``, z at ``position`` (int32 [12]).
 
     With ``variance_floor`` the second moment is freed of the noise's variance (DP-AdamBC, arXiv 2312.14334, algorithm
     1). With ``rows`` and ``columns``, g and the deviation of its noise are multiplied by their outer product.

@@ -1,17 +1,23 @@
-"""Standard normals from ChaCha20 by position, on the device: the layout that every noise kernel shares.
+"""Standard normals from ChaCha by position, on the device: the layout that every noise kernel shares.
 
-A position is eleven 32-bit words: key (8), tensor id (31 bits, the top bit is the domain flag), step low, step high.
+A position is twelve 32-bit words: key (8), tensor id (31 bits, the top bit is the domain flag), step low, step high, and the
+number of double rounds.
 The state of block b is that of RFC 8439, section 2.3: constants, key, b, tensor id, step. Its sixteen words ``w``
 give the normals of elements ``16 b .. 16 b + 15``: word k (k < 8) the radius and word k + 8 the angle of the elements
 k and k + 8.
 
-Positions are read from memory, never passed as numbers: Triton would compile a kernel for some values of a number.
+Positions are read from memory, never passed as numbers: Triton would compile a kernel for some values of a number. So is how
+long the loop over rounds is. Positions of one launch have one number of rounds (`fastdp.ops.stream.check_rounds`).
 """
 
 import triton
 import triton.language as tl
 
+from fastdp.ops.stream import POSITION_WORDS
+
 DOMAIN_FLAG = tl.constexpr(1 << 31)
+#: Words of a position (`fastdp.ops.stream`).
+POSITION = tl.constexpr(POSITION_WORDS)
 #: Blocks a program of the noise kernels makes, on 4 warps: one a thread.
 BLOCKS = 128
 
@@ -45,8 +51,11 @@ def _interleave8(a, b, c, d, e, f, g, h):
 
 
 @triton.jit
-def chacha20_block(p_position, block, flag):
-    """The sixteen words of each of ``block`` (uint32, any shape), of that shape each; ``flag`` is 0 or DOMAIN_FLAG."""
+def chacha_block(p_position, double_rounds, block, flag):
+    """The sixteen words of each of ``block`` (uint32, any shape), of that shape each; ``flag`` is 0 or DOMAIN_FLAG.
+
+    ``double_rounds``: the last word of the position, or of all positions.
+    """
     nothing = block ^ block
     # A load of at least one element a thread is what Triton takes layouts from: with the key as vectors, the sixteen
     # words of a block stay in one thread through the joins. As scalars, each join went through shared memory (49
@@ -72,7 +81,7 @@ def chacha20_block(p_position, block, flag):
     x8, x9, x10, x11 = k4, k5, k6, k7
     x12, x13, x14, x15 = block, tensor, low, high
     one = tl.num_programs(2).to(tl.uint32)  # of a grid that has one dimension
-    for _ in range(10):
+    for _ in range(double_rounds):
         x0, x4, x8, x12 = _quarter(x0, x4, x8, x12, one)
         x1, x5, x9, x13 = _quarter(x1, x5, x9, x13, one)
         x2, x6, x10, x14 = _quarter(x2, x6, x10, x14, one)
@@ -88,12 +97,15 @@ def chacha20_block(p_position, block, flag):
 
 
 @triton.jit
-def chacha20_words(p_position, block, flag):
+def chacha_words(p_position, block, flag):
     """The words 0..7 and 8..15 of blocks ``block`` (uint32 [B]), two uint32 tiles [B, 8]; ``flag`` is 0 or DOMAIN_FLAG.
 
     B should be at least the number of threads.
     """
-    w = chacha20_block(p_position, block, flag)
+    double_rounds = tl.load(p_position + 11)
+    # Or the compiler keeps the state for a loop of no passes, and `adamw` has too few registers.
+    tl.assume(double_rounds > 0)
+    w = chacha_block(p_position, double_rounds, block, flag)
     first = _interleave8(w[0], w[1], w[2], w[3], w[4], w[5], w[6], w[7])
     return first, _interleave8(w[8], w[9], w[10], w[11], w[12], w[13], w[14], w[15])
 
@@ -101,7 +113,10 @@ def chacha20_words(p_position, block, flag):
 @triton.jit
 def own_words(p_position, block, element, flag):
     """Of element ``element`` (0 .. 15) of ``block``, any shape: the word of its radius and that of its angle."""
-    w = chacha20_block(p_position, block, flag)
+    double_rounds = tl.load(p_position + 11)
+    if p_position.type.is_block():
+        double_rounds = tl.max(double_rounds, 0)  # all are the same
+    w = chacha_block(p_position, double_rounds, block, flag)
     pair = element & 7
     radius, angle = w[0], w[8]
     for i in tl.static_range(1, 8):
@@ -175,12 +190,12 @@ def normals(p_position, block, MARKED: tl.constexpr):
 
     MARKED puts NaN where 64 bits of the uniform do not tell a normal to float32's accuracy, once in 2^32 radii.
     """
-    first, last = chacha20_words(p_position, block, tl.full((), 0, tl.uint32))
+    first, last = chacha_words(p_position, block, tl.full((), 0, tl.uint32))
     square = _radius_squared(first)
     # Tails beyond 6 sigma: a word below 2^16 is continued by 32 more bits. Few tiles hold one, so few make the second
     # block.
     if tl.min(tl.min(first, 1), 0) < 65536:
-        second, _ = chacha20_words(p_position, block, tl.full((), DOMAIN_FLAG, tl.uint32))
+        second, _ = chacha_words(p_position, block, tl.full((), DOMAIN_FLAG, tl.uint32))
         square = tl.where(first < 65536, _wide_radius_squared(first, second), square)
         if MARKED:
             square = tl.where(first == 0, float("nan"), square)

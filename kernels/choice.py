@@ -11,7 +11,7 @@ import triton.language as tl
 
 from fastdp.ops.snap import refuse_non_finite
 
-from .chacha import chacha20_words
+from .chacha import chacha_words
 from .launch import beside, cdiv, on_device_of
 
 #: Blocks of a position that belong to one token; its draw is the first two words of the first.
@@ -23,7 +23,7 @@ _ENTRIES = 1 << 23
 @triton.jit(do_not_specialize=["n"])
 def _uniform_kernel(p_position, p_out, n, b: tl.constexpr):
     token = tl.program_id(0).to(tl.int64) * b + tl.arange(0, b)
-    words, _ = chacha20_words(p_position, (token * _BLOCKS).to(tl.uint32), tl.full((), 0, tl.uint32))
+    words, _ = chacha_words(p_position, (token * _BLOCKS).to(tl.uint32), tl.full((), 0, tl.uint32))
     low, high = tl.split(tl.reshape(words, (b, 4, 2)))
     whole = (high.to(tl.uint64) << 32) | low.to(tl.uint64)
     u = (whole.to(tl.float64) + 0.5) * 5.421010862427522e-20  # 2^-64

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from fastdp.ops.dchi import refuse_overflow
 
-from .chacha import chacha20_words, normals
+from .chacha import chacha_words, normals
 from .launch import beside, cdiv, next_power_of_2, on_device_of
 from .snap import finite, named_bad_row, nearest, survey
 
@@ -28,7 +28,7 @@ def _gamma(p_position, token, shape):
     # Gamma(shape, 1) of a token, float64
     attempt = tl.arange(0, _ATTEMPTS)
     block = 4294967295 - (token * _ATTEMPTS + attempt)
-    words, _ = chacha20_words(p_position, block.to(tl.uint32), tl.full((), 0, tl.uint32))
+    words, _ = chacha_words(p_position, block.to(tl.uint32), tl.full((), 0, tl.uint32))
     low, high = tl.split(tl.reshape(words, (_ATTEMPTS, 4, 2)))
     whole = (high.to(tl.uint64) << 32) | low.to(tl.uint64)
     u = (whole.to(tl.float64) + 0.5) * 5.421010862427522e-20  # 2^-64

@@ -31,7 +31,7 @@ def _add_noise_kernel(
 
 
 def add_noise_(x: torch.Tensor, std: float, position: torch.Tensor, secure_rounding: bool, first: int = 0) -> None:
-    """Add ``std`` times normal ``first + i`` of ``position`` (int32 [11]) to element i of the flattened ``x``, in place.
+    """Add ``std`` times normal ``first + i`` of ``position`` (int32 [12]) to element i of the flattened ``x``, in place.
 
     ``x``: float32, bfloat16 or float16, any strides; a strided one is copied once, and one that begins within a block of 16.
     """

@@ -42,12 +42,13 @@ _UNPROTECTED = (
 )
 
 
-def noise_source(reproducible: bool, secure_rounding: bool | None = None) -> dict[str, Any]:
+def noise_source(reproducible: bool, secure_rounding: bool | None = None, rounds: int = 20) -> dict[str, Any]:
     """Where noise came from, for a card; a reproducible key voids its guarantee.
 
     Args:
         reproducible: whether its key can be known.
         secure_rounding: whether noised sums were rounded to a grid; None for draws that are no sums.
+        rounds: of ChaCha, as the stream that drew has them.
 
     Raises nothing.
 
@@ -57,7 +58,7 @@ def noise_source(reproducible: bool, secure_rounding: bool | None = None) -> dic
     """
     key = UNSAFE_KEY if reproducible else "operating system"
     stated = {} if secure_rounding is None else {"secure_rounding": secure_rounding}
-    return {"generator": "ChaCha20", "key": key, **stated}
+    return {"generator": f"ChaCha{rounds}", "key": key, **stated}
 
 
 def rounded_to_grid(distance: float) -> str:

@@ -261,6 +261,9 @@ def _check_ledger(card: Mapping[str, Any], path: Path) -> list[str]:
         if key in card and key in ledger.header and card[key] != ledger.header[key]:
             raise _Refused(f"the card states {key} {card[key]!r}, but the ledger was begun with {ledger.header[key]!r}")
     _check_described(card, ledger.header)
+    generator = f"ChaCha{ledger.header['noise_rounds']}" if "noise_rounds" in ledger.header else None
+    if generator and card["noise_source"].get("generator") != generator:
+        raise _Refused(f"the card does not say that its noise came from {generator}, as the ledger does")
     left = []
     event = next((c.event for c in map(read_claim, claims(card)) if isinstance(c, Gaussian)), None)
     if event is None or not _covers(flatten(event), flatten(ledger.event())):

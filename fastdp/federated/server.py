@@ -81,16 +81,18 @@ class Server:
     Args:
         grid: Flower's connection to the clients.
         config: the run's settings.
-        stream: sampling and noise of central DP; a new one by default.
+        stream: sampling and noise of central DP, by ChaCha20; a new one by default.
 
     Raises:
-        ValueError: for settings that do not fit what ``output`` holds.
+        ValueError: for settings that do not fit what ``output`` holds, and a stream of fewer rounds.
     """
 
     def __init__(self, grid: Grid, config: FederatedConfig, stream: NoiseStream | None = None) -> None:
         self.grid = grid
         self.config = config
         self.stream = NoiseStream() if stream is None else stream
+        if self.stream.rounds != 20:
+            raise ValueError(f"sampling and noise of a server have 20 rounds of ChaCha, not {self.stream.rounds}")
         self.output = Path(config.output)
         self.output.mkdir(parents=True, exist_ok=True)
         found = Checkpoint.load(self.output, config)

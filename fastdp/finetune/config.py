@@ -95,6 +95,9 @@ class FinetuneConfig:
     private_metrics: float | None = setting(
         "share of epsilon that releases held-out curves with noise, which may be shown (by default none is released)"
     )
+    noise_rounds: int = setting(
+        "rounds of ChaCha, which draws the noise of steps: 20, or 12, which a GPU draws faster", 20
+    )
     sampling: str = setting(
         "poisson (accounted with amplification) or shuffled (without)", "poisson", among=("poisson", "shuffled")
     )
@@ -136,6 +139,10 @@ class FinetuneConfig:
                 raise ConfigError(
                     f"private_metrics must lie between 0 and epsilon, which it is a share of, not be {self.private_metrics}"
                 )
+        if self.noise_rounds not in (20, 12):
+            raise ConfigError(f"noise_rounds is {self.noise_rounds}: it must be 20 or 12")
+        if self.noise_rounds != 20 and self.method in _PERTURBED:
+            raise ConfigError(f"noise_rounds is of the noise of steps, and {self.method} adds none there: leave it out")
         if self.lora_fixed and self.peft != "lora":
             raise ConfigError(f"lora_fixed belongs to peft: lora; this run has peft: {self.peft}")
         self._check_task()

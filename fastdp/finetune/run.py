@@ -289,6 +289,7 @@ class _Run:
             output_dir=str(self.output),
             resume=resume,
             capture=config.capture,
+            noise_rounds=config.noise_rounds,
         )
         if self.curves is not None:
             self.curves.declare(self.private.ledger)

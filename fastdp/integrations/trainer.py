@@ -47,8 +47,8 @@ class PrivacyArguments:
         max_physical_batch_size: examples in memory at once.
         user_id_column, max_examples_per_user: whose rows are one unit, and how many of them one step may take.
         criterion: a function of (output, batch) that returns one loss a row, ``[rows]``, for a loss outside the model.
-        sampling, adjacency, unit_map, secure_rounding, two_pass, keep_logits, capture, allow_large_delta: as in
-            `fastdp.make_private`.
+        sampling, adjacency, unit_map, secure_rounding, noise_rounds, two_pass, keep_logits, capture, allow_large_delta: as
+            in `fastdp.make_private`.
 
     Raises:
         ValueError: when training begins, for what `fastdp.make_private` refuses.
@@ -65,6 +65,7 @@ class PrivacyArguments:
     max_examples_per_user: int | None = None
     unit_map: str | None = None
     secure_rounding: bool = True
+    noise_rounds: int = 20
     criterion: Criterion | None = None
     two_pass: bool | None = None
     keep_logits: bool | None = None

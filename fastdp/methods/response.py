@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fastdp.ops.stream import NoiseStream, chacha20_words
+from fastdp.ops.stream import NoiseStream, chacha_words
 
 #: Above it a symbol changes less than once in 10^13, and a 64-bit draw no longer tells that from never to a billionth.
 LARGEST_EPSILON = 30.0
@@ -70,7 +70,7 @@ def randomised_response(symbols: Tensor, k: int, epsilon: float, stream: NoiseSt
         raise IndexError(f"a symbol lies outside 0 to {k - 1}")
     # Four symbols a block of sixteen words: a word of 64 bits whether to change, another to what.
     blocks = -(-flat.numel() // 4)
-    words = chacha20_words(stream.take(), 0, blocks).view("<u8").reshape(-1, 2)[: flat.numel()]
+    words = chacha_words(stream.take(), 0, blocks).view("<u8").reshape(-1, 2)[: flat.numel()]
     changed = words[:, 0] < np.uint64(min(below, (1 << 64) - 1))
     # The word times k - 1, of which the part above 64 bits counts.
     most, low = np.uint64(k - 1), np.uint64(0xFFFFFFFF)

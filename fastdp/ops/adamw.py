@@ -12,7 +12,7 @@ import torch
 from fastdp.ops.grid import check_grid, on_grid
 from fastdp.ops.halves import keep_moments
 from fastdp.ops.noise import DTYPES, check_in_place, check_position, check_tensor, standard_normals
-from fastdp.ops.stream import MAX_ELEMENTS, POSITION_WORDS, Draw, NoiseStream
+from fastdp.ops.stream import MAX_ELEMENTS, POSITION_WORDS, Draw, NoiseStream, check_rounds
 from fastdp.ops.table import Op
 from fastdp.validate import at_least, positive
 
@@ -228,6 +228,7 @@ def _check_steps(
         )
     if drawn.dtype != torch.int32 or drawn.shape != (count, POSITION_WORDS):
         raise ValueError(f"drawn is {drawn.dtype} {list(drawn.shape)}: positions are int32 [{count}, {POSITION_WORDS}]")
+    check_rounds(drawn)
     _check(params[0], grad_sums[0], grad_sums[0], grad_sums[0], drawn[0], *numbers)
     device = params[0].device
     of_moments = torch.bfloat16 if exp_avgs[0].dtype == torch.bfloat16 else torch.float32
@@ -327,7 +328,7 @@ def adamw_noise_steps_(
         grad_sums, exp_avgs, exp_avg_sqs: k contiguous float32 tensors each, of their shapes. Moments may all be bfloat16 instead:
             they are then rounded up or down at random, by bits that the position's tensor and step say.
         std, divisor, lr, betas, eps, weight_decay, step, variance_floor, secure_rounding: as there, for all of them.
-        drawn: int32 [k, 11], a position for each, of `NoiseStream.take_at`.
+        drawn: int32 [k, 12], a position for each, of `NoiseStream.take_at`.
         masters: k float32 copies that are updated in the parameters' place; these become the copies, rounded. Or none.
         rows, columns: k of each, as there; or none.
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from fastdp.ops.dchi import check_ids, check_per_token, per_token, uniforms
 from fastdp.ops.noise import check_position
 from fastdp.ops.snap import refuse_non_finite
-from fastdp.ops.stream import Draw, NoiseStream, chacha20_words
+from fastdp.ops.stream import Draw, NoiseStream, chacha_words
 from fastdp.ops.table import Op
 
 #: Blocks of a position that belong to one token.
@@ -76,7 +76,7 @@ def _choice_reference(
 ) -> Tensor:
     refuse_non_finite("table", table)
     wide = table.double()
-    words = chacha20_words(position, 0, _BLOCKS * ids.numel())[::_BLOCKS, :2]
+    words = chacha_words(position, 0, _BLOCKS * ids.numel())[::_BLOCKS, :2]
     draws = torch.from_numpy(uniforms(words)[:, 0]).to(table.device)
     result = torch.empty_like(ids).view(-1) if ids.is_contiguous() else ids.new_empty(ids.numel())
     flat, scales = ids.reshape(-1), scale.expand(ids.shape).reshape(-1)

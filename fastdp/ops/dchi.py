@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fastdp.ops.noise import check_position, standard_normals
 from fastdp.ops.snap import SNAP, check_table, refuse_non_finite
-from fastdp.ops.stream import Draw, NoiseStream, chacha20_words
+from fastdp.ops.stream import Draw, NoiseStream, chacha_words
 from fastdp.ops.table import Op
 
 _ATTEMPTS = 16
@@ -77,7 +77,7 @@ def gamma_variates(position: Tensor, n: int, shape: float) -> np.ndarray:
     """
     d = shape - 1 / 3
     c = 1 / math.sqrt(9 * d)
-    words = chacha20_words(position, _COUNTERS - _ATTEMPTS * n, _ATTEMPTS * n)[::-1].reshape(n, _ATTEMPTS, 16)
+    words = chacha_words(position, _COUNTERS - _ATTEMPTS * n, _ATTEMPTS * n)[::-1].reshape(n, _ATTEMPTS, 16)
     u = uniforms(words[..., :6])
     x = np.sqrt(-2 * np.log(u[..., 0])) * np.cos(2 * np.pi * u[..., 1])
     v = np.maximum(1 + c * x, 0.0) ** 3

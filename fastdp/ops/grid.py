@@ -21,7 +21,7 @@ from decimal import Decimal
 import numpy as np
 import torch
 
-from fastdp.ops.stream import MAX_ELEMENTS, chacha20_words
+from fastdp.ops.stream import MAX_ELEMENTS, chacha_words
 
 #: Statistical distance of an element from its real counterpart, at most.
 DISTANCE = 2.0**-85
@@ -89,7 +89,7 @@ def _normals(position: torch.Tensor, n: int, first: int) -> tuple[np.ndarray, np
     """Normals from 64 bits of each uniform, float64 [n], and where these are too few for float64's accuracy."""
     begin = first // 16
     blocks = -(-(first + n) // 16) - begin
-    words, second = chacha20_words(position, begin, blocks), chacha20_words(position, begin, blocks, second=True)
+    words, second = chacha_words(position, begin, blocks), chacha_words(position, begin, blocks, second=True)
     wide = (words.astype(np.uint64) << np.uint64(32)) | second
     radius = wide[:, :8]
     # Near 1 the logarithm is taken of the exact distance from 1.
@@ -110,7 +110,7 @@ def exact_normal(position: torch.Tensor, index: int) -> Decimal:
     """The normal of element ``index`` from 128 bits of each uniform, to 50 digits."""
     block, k = index // 16, index % 8
     blocks = [
-        chacha20_words(position, first, 1, second)[0]
+        chacha_words(position, first, 1, second)[0]
         for first, second in ((block, False), (block, True), (block + (1 << 31), True), (block + (1 << 31), False))
     ]
     with decimal.localcontext() as context:

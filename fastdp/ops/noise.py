@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from fastdp.ops.grid import check_grid, on_grid
-from fastdp.ops.stream import MAX_ELEMENTS, POSITION_WORDS, Draw, NoiseStream, chacha20_words
+from fastdp.ops.stream import MAX_ELEMENTS, POSITION_WORDS, Draw, NoiseStream, chacha_words, check_rounds
 from fastdp.ops.table import Op
 from fastdp.validate import at_least
 
@@ -20,7 +20,7 @@ def standard_normals(position: torch.Tensor, n: int, first: int = 0) -> torch.Te
     """The definition of the noise: the normals of elements ``first`` .. ``first + n - 1`` at ``position``, float64 [n]."""
     begin = first // 16
     blocks = -(-(first + n) // 16) - begin
-    words, second = chacha20_words(position, begin, blocks), chacha20_words(position, begin, blocks, second=True)
+    words, second = chacha_words(position, begin, blocks), chacha_words(position, begin, blocks, second=True)
     radius, angle = normal_parts(words[:, :8], second[:, :8], words[:, 8:])
     pairs = np.concatenate([radius * np.cos(angle), radius * np.sin(angle)], axis=1)
     return torch.from_numpy(pairs.reshape(-1)[first - 16 * begin :][:n])
@@ -58,7 +58,7 @@ def check_in_place(name: str, x: torch.Tensor) -> None:
 
 
 def check_position(position: torch.Tensor | NoiseStream | Draw) -> None:
-    """Refuse what is neither a stream nor a position: int32 [11] on the CPU, as ``NoiseStream.take`` returns."""
+    """Refuse what is neither a stream nor a position: int32 [12] on the CPU, as ``NoiseStream.take`` returns."""
     if isinstance(position, (NoiseStream, Draw)):
         return
     if not isinstance(position, torch.Tensor):
@@ -70,6 +70,7 @@ def check_position(position: torch.Tensor | NoiseStream | Draw) -> None:
             f"a position is int32 [{POSITION_WORDS}] from NoiseStream.take(), "
             f"got {position.dtype} {list(position.shape)}"
         )
+    check_rounds(position)
 
 
 def _check_add_noise(

@@ -1,9 +1,10 @@
-"""Where all of the package's randomness comes from: ChaCha20 keyed by the operating system, addressed by position.
+"""Where all of the package's randomness comes from: ChaCha keyed by the operating system, addressed by position.
 
-Layout, shared by every implementation (``csrc/chacha.h``, ``kernels/``). A *position* is eleven 32-bit words: the key
-(8, little endian), a tensor id (31 bits) and the low and high half of a 64-bit step. Block ``b`` at a position is the
-ChaCha20 block function of RFC 8439, section 2.3, on the state ``constants, key, b, tensor, step_low, step_high``; the
-top bit of the tensor word is a domain flag, set only for the second halves of 64-bit uniforms.
+Layout, shared by every implementation (``csrc/chacha.h``, ``kernels/``). A *position* is twelve 32-bit words: the key
+(8, little endian), a tensor id (31 bits), the low and high half of a 64-bit step, and a number of double rounds. Block
+``b`` at a position is the block function of RFC 8439, section 2.3, of so many double rounds (10 in the RFC: ChaCha20; 6
+for ChaCha12), on the state ``constants, key, b, tensor, step_low, step_high``; the top bit of the tensor word is a domain
+flag, set only for the second halves of 64-bit uniforms.
 
 The sixteen words ``w`` of block ``b`` give the standard normals of elements ``16 b .. 16 b + 15`` of a flattened
 tensor: for ``k`` in 0..7, with ``v`` the same block under the domain flag,
@@ -32,8 +33,10 @@ import torch
 
 import fastdp._native as _native
 
-#: Words of a position: key (8), tensor id, low and high half of the step.
-POSITION_WORDS = 11
+#: Words of a position: key (8), tensor id, low and high half of the step, double rounds.
+POSITION_WORDS = 12
+#: Rounds of ChaCha that a stream may have; the first unless another is asked for.
+ROUNDS = (20, 12)
 #: Block counters are 32 bits wide, and a block makes 16 words.
 MAX_ELEMENTS = 1 << 36
 #: Tensor ids that ``at`` accepts are below this; those above belong to the stream's own draws.
@@ -45,7 +48,7 @@ _CONSTANTS = np.array([0x61707865, 0x3320646E, 0x79622D32, 0x6B206574], np.uint3
 
 
 class NoiseStream:
-    """A source of noise that never repeats itself: ChaCha20 (RFC 8439) with 32 bytes of key from the operating system.
+    """A source of noise that never repeats itself: ChaCha (RFC 8439) with 32 bytes of key from the operating system.
 
     An op that draws takes a stream as its last argument and claims the next unused position of it. An engine that wants
     the noise of a tensor to be independent of the order of calls passes ``stream.at(step, tensor)`` instead.
@@ -54,9 +57,10 @@ class NoiseStream:
     ``os.fork`` gets a new key, so parent and child never share noise (unless built by ``unsafe_reproducible``).
 
     Args:
-        none: its key comes from the operating system.
+        rounds: of ChaCha, 20 or 12: what is assumed of 12, and what they save, stands in docs/noise.md.
 
     Raises:
+        ValueError: for another number of rounds.
         TypeError: when it is copied or pickled.
 
     >>> import torch
@@ -65,39 +69,44 @@ class NoiseStream:
     torch.Size([3])
     """
 
-    __slots__ = ("__weakref__", "_at_step", "_claimed", "_key", "_lock", "_serial", "reproducible")
+    __slots__ = ("__weakref__", "_at_step", "_claimed", "_key", "_lock", "_serial", "reproducible", "rounds")
 
-    def __init__(self) -> None:
-        self._start(os.urandom(32), reproducible=False)
+    def __init__(self, rounds: int = 20) -> None:
+        self._start(os.urandom(32), rounds, reproducible=False)
 
     @classmethod
-    def shared(cls, exchange: Callable[[], bytes]) -> NoiseStream:
+    def shared(cls, exchange: Callable[[], bytes], rounds: int = 20) -> NoiseStream:
         """A stream that several processes have, so that all of them add the same noise to the same sum.
 
         Args:
             exchange: gives each of them the same 32 bytes, which one of them had from its operating system just then.
+            rounds: of ChaCha, 20 or 12, in all of them.
         """
         key = exchange()
         if len(key) != 32:
             raise ValueError(f"a key has 32 bytes, not {len(key)}")
         stream = cls.__new__(cls)
-        stream._start(key, reproducible=False)
+        stream._start(key, rounds, reproducible=False)
         return stream
 
     @classmethod
-    def unsafe_reproducible(cls, seed: int) -> NoiseStream:
+    def unsafe_reproducible(cls, seed: int, rounds: int = 20) -> NoiseStream:
         """A stream anyone who knows ``seed`` can repeat, and so no protection at all: for tests only.
 
         Raises:
-            ValueError: if the seed is negative or has more than 256 bits.
+            ValueError: if the seed is negative or has more than 256 bits, or for rounds other than 20 and 12.
         """
         if not 0 <= int(seed) < 1 << 256:
             raise ValueError(f"the seed must be between 0 and 2^256 - 1, got {seed}")
         stream = cls.__new__(cls)
-        stream._start(int(seed).to_bytes(32, "little"), reproducible=True)
+        stream._start(int(seed).to_bytes(32, "little"), rounds, reproducible=True)
         return stream
 
-    def _start(self, key: bytes, reproducible: bool) -> None:
+    def _start(self, key: bytes, rounds: int, reproducible: bool) -> None:
+        if rounds not in ROUNDS:
+            raise ValueError(f"rounds is {rounds!r}: ChaCha has 20 here, or 12 where that is asked for")
+        #: Of ChaCha, at each of its positions.
+        self.rounds = int(rounds)
         #: True if the stream was built by ``unsafe_reproducible``: what it protects is not private.
         self.reproducible = reproducible
         self._key = np.frombuffer(key, dtype="<u4").astype(np.uint32)
@@ -123,7 +132,7 @@ class NoiseStream:
         return Draw(self, int(step), int(tensor))
 
     def take(self) -> torch.Tensor:
-        """Claim the next unused position: int32 [11], the words of the layout above, on the CPU."""
+        """Claim the next unused position: int32 [12], the words of the layout above, on the CPU."""
         with self._lock:
             serial = self._serial
             self._serial += 1
@@ -133,7 +142,7 @@ class NoiseStream:
         return self._claim(step, (tensor,))[0]
 
     def take_at(self, step: int, tensors: Sequence[int]) -> torch.Tensor:
-        """Claim the draws of several tensors at a step, as ``at(step, tensor).take()`` does each: int32 [k, 11].
+        """Claim the draws of several tensors at a step, as ``at(step, tensor).take()`` does each: int32 [k, 12].
 
         None is claimed where one was drawn before. Raises as `at` and its draws.
         """
@@ -165,7 +174,7 @@ class NoiseStream:
         words = np.empty((len(tensors), POSITION_WORDS), np.uint32)
         words[:, :8] = self._key
         words[:, 8] = tensors
-        words[:, 9:] = step & 0xFFFFFFFF, step >> 32
+        words[:, 9:] = step & 0xFFFFFFFF, step >> 32, self.rounds // 2
         return torch.from_numpy(words.view(np.int32))
 
     def uniform64(self, n: int) -> np.ndarray:
@@ -179,7 +188,7 @@ class NoiseStream:
         blocks = -(-n // 8)
         words = np.empty(blocks * 16, dtype=np.uint32)
         position = self.take()
-        _native.chacha20_words(words, 0, blocks, position, native_threads(), "")
+        _native.chacha_words(words, 0, blocks, position, native_threads(), "")
         return words.astype("<u4", copy=False).view("<u8")[:n]
 
     def bernoulli(self, n: int, probability: float) -> torch.Tensor:
@@ -208,7 +217,7 @@ class NoiseStream:
 
     def __repr__(self) -> str:
         origin = "unsafe: reproducible from a seed" if self.reproducible else "keyed by the operating system"
-        return f"NoiseStream({origin})"
+        return f"NoiseStream(ChaCha{self.rounds}, {origin})"
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise TypeError("a NoiseStream cannot be copied, pickled or saved: noise that can be repeated protects nothing")
@@ -240,7 +249,7 @@ class Draw:
         return self._stream.reproducible
 
     def take(self) -> torch.Tensor:
-        """Claim the position: int32 [11], as ``NoiseStream.take``. Raises RuntimeError if it was drawn before."""
+        """Claim the position: int32 [12], as ``NoiseStream.take``. Raises RuntimeError if it was drawn before."""
         return self._stream._take_at(self.step, self.tensor)
 
     def __repr__(self) -> str:
@@ -272,22 +281,32 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_rekey_in_child)
 
 
-def chacha20_words(position: torch.Tensor, first: int, blocks: int, second: bool = False) -> np.ndarray:
+def check_rounds(positions: torch.Tensor) -> None:
+    """Refuse positions, int32 [..., 12], whose rounds are none that a stream has, or not the same for all."""
+    double_rounds = sorted(set(positions[..., -1].reshape(-1).tolist()))
+    if len(double_rounds) > 1 or not {rounds // 2 for rounds in ROUNDS}.issuperset(double_rounds):
+        raise ValueError(
+            f"positions are NoiseStream's: their last words are 10 double rounds of ChaCha for all, or 6, not {double_rounds}"
+        )
+
+
+def chacha_words(position: torch.Tensor, first: int, blocks: int, second: bool = False) -> np.ndarray:
     """The definition of the layout's words: uint32 [blocks, 16], the blocks from ``first`` on at ``position``.
 
-    ``second`` sets the domain flag. RFC 8439, section 2.3, in numpy.
+    ``second`` sets the domain flag. RFC 8439, section 2.3, in numpy. Raises ValueError for a position of other rounds.
     """
+    check_rounds(position)
     at = position.cpu().numpy().view(np.uint32)
     state = np.empty((16, blocks), np.uint32)
     state[:4] = _CONSTANTS[:, None]
     state[4:12] = at[:8, None]
     state[12] = (first + np.arange(blocks, dtype=np.int64)).astype(np.uint32)
     state[13] = at[8] | _DOMAIN_FLAG if second else at[8]
-    state[14:] = at[9:, None]
+    state[14:] = at[9:11, None]
     x = state.copy()
     columns = ((0, 4, 8, 12), (1, 5, 9, 13), (2, 6, 10, 14), (3, 7, 11, 15))
     diagonals = ((0, 5, 10, 15), (1, 6, 11, 12), (2, 7, 8, 13), (3, 4, 9, 14))
-    for _ in range(10):
+    for _ in range(at[11]):
         for a, b, c, d in (*columns, *diagonals):
             for target, source, other, bits in ((a, b, d, 16), (c, d, b, 12), (a, b, d, 8), (c, d, b, 7)):
                 x[target] += x[source]

@@ -43,7 +43,7 @@ class Update(Protocol):
     ) -> Sequence[int]:
         """Update the parameters it can, all together; returns the places of those that need their gradients, left as they were.
 
-        ``take`` claims the noise of tensor ids: int32 [k, 11].
+        ``take`` claims the noise of tensor ids: int32 [k, 12].
         """
 
 

@@ -353,7 +353,7 @@ class Private(Published):
             run_id=self.ledger.run_id,
             ledger_head=self.ledger.head,
             weights=map(whole, self._engine.parameters.values()),
-            noise_source=accounting.noise_source(stream.reproducible, self._release.secure_rounding),
+            noise_source=accounting.noise_source(stream.reproducible, self._release.secure_rounding, stream.rounds),
             model={
                 "name": accounting.model_name(self.model),
                 "trained_parameters": trained,

@@ -224,7 +224,7 @@ def test_weights_that_the_card_does_not_speak_of_are_found(tmp_path):
 
 
 RUN = {"unit": "example", "adjacency": "add_remove", "sampling": "poisson", "sample_rate": 0.02, "dataset_size": 5000}
-HEADER = {**RUN, "noise_multiplier": 1.0, "mechanism": {"name": "DPSGD"}, "fingerprint": "f"}
+HEADER = {**RUN, "noise_multiplier": 1.0, "noise_rounds": 20, "mechanism": {"name": "DPSGD"}, "fingerprint": "f"}
 
 
 def run_card(ledger, **changed):
@@ -286,6 +286,7 @@ def test_a_smaller_share_of_right_accusations_than_the_event_allows_is_found(run
         ("mechanism", {"name": "Rap-FT"}, "another mechanism"),
         ("model", {"name": "gpt2", "fingerprint": "other"}, "another model"),
         ("run_id", "another", "another run"),
+        ("noise_source", accounting.noise_source(False, rounds=12), "came from ChaCha20, as the ledger does"),
         ("ledger_head", "0" * 64, "cut back or replaced"),
     ],
 )

@@ -19,6 +19,7 @@ from fastdp.accounting import Card, Ledger, dpsgd
 from fastdp.federated import FederatedConfig, client as client_app, server
 from fastdp.federated.refusal import ClientRefusal
 from fastdp.federated.server import Server
+from fastdp.ops import NoiseStream
 
 from .conftest import small
 from .grid import LocalGrid, failing, federation, replaying, reporting, tampering
@@ -369,6 +370,11 @@ def test_perplexity_by_the_clients(settings):
 
 class Stopped(Exception):
     pass
+
+
+def test_a_server_draws_by_chacha20(settings):
+    with pytest.raises(ValueError, match="have 20 rounds of ChaCha, not 12"):
+        Server(LocalGrid({}), FederatedConfig.read(settings), NoiseStream(12))
 
 
 def test_resume_continues_with_the_adapter_and_the_rounds(settings, trained):

@@ -31,8 +31,10 @@ def test_lora_run_writes_everything_and_loads_in_plain_peft(config, model_folder
 
     original = run.save_weights
     monkeypatch.setattr(run, "save_weights", remember)
+    config = replace(config, noise_rounds=12)
     result = finetune(config)
     output = tmp_path / "run"
+    assert json.loads((output / "card.json").read_text())["noise_source"]["generator"] == "ChaCha12"
     assert {path.name for path in output.iterdir()} >= {
         *("adapter", "card.json", "card.md", "config.yaml", "metrics.jsonl", "result.json", "loss.png", "epsilon.png"),
     }

@@ -139,7 +139,9 @@ def simulated_table() -> str:
         for row in json.loads(file.read_text())["figures"]["rows"]:
             if row["step"] == "private":
                 ratios = [f"{row[f'ratio_{name}']:.3f}" for name in ("seconds", "captured", "launches", "memory")]
-                rows.append(f"| {row['case']}, {row['gpu']} | " + " | ".join(ratios) + " |")
+                # Rows from before there was a choice say nothing of it.
+                rounds = "" if row.get("noise_rounds", 20) == 20 else f", noise of {row['noise_rounds']} rounds"
+                rows.append(f"| {row['case']}, {row['gpu']}{rounds} | " + " | ".join(ratios) + " |")
     return "\n".join(rows)
 
 

@@ -17,6 +17,7 @@ pytest.importorskip("triton")
 import fastdp.kernels
 import triton
 import triton.language as tl
+from fastdp.bench import meter
 from fastdp.kernels import (
     adamw,
     affine,
@@ -509,6 +510,14 @@ def test_a_round_of_noise_keeps_the_pipe_of_logic_for_logic(name):
     for loop in loops:
         assert loop.logic <= 66
         assert loop.instructions <= 102
+
+
+def test_a_double_round_is_priced_by_its_share_of_instructions():
+    found = built("noise-rounded", 90)
+    loop = next(loop for loop in found.loops if loop.counts.get("SHF", 0) >= 32)
+    # There are two: that which makes another block for the tails runs in one tile of a million.
+    everything = found.sass.count(";") + 8 * loop.instructions
+    assert pytest.approx(loop.instructions / everything, rel=0.03) == meter.PER_DOUBLE_ROUND / meter.PER_NORMAL
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if not case.slow])

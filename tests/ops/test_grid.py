@@ -14,12 +14,13 @@ from fastdp import _native
 from fastdp.ops import NoiseStream, adamw_noise_step_, add_noise_, clip_noise
 from fastdp.ops.grid import DISTANCE, exact_normal, grid, on_grid
 from fastdp.ops.noise import standard_normals
+from fastdp.ops.stream import ROUNDS
 from fastdp.ops.table import OPS
 from tests.ops.noise_paths import PATHS, open_sums, run_path
 
 
-def position(seed: int = 1) -> torch.Tensor:
-    return NoiseStream.unsafe_reproducible(seed).at(0, 0).take()
+def position(seed: int = 1, rounds: int = 20) -> torch.Tensor:
+    return NoiseStream.unsafe_reproducible(seed, rounds).at(0, 0).take()
 
 
 def steps(x: torch.Tensor, std: float) -> np.ndarray:
@@ -43,8 +44,9 @@ TAILS = [(904716998, 6), (481321075, 7), (600722903, 3), (324306011, 0), (715004
 
 
 def test_exact_normals_have_98_bits():
-    ordinary = [(position(), i) for i in range(96)]
-    far = [(position(0), 16 * block + k + half) for block, k in TAILS for half in (0, 8)]
+    ordinary = [(position(rounds=rounds), i) for i in range(96) for rounds in ROUNDS]
+    tails = [*((20, block, k) for block, k in TAILS), (12, 123700073, 0)]
+    far = [(position(0, rounds), 16 * block + k + half) for rounds, block, k in tails for half in (0, 8)]
     with decimal.localcontext() as context:
         context.prec = 60
         for at, index in ordinary + far:
@@ -75,13 +77,14 @@ def test_released_numbers_are_the_definitions(std, size):
     assert ((x.double() - x_before.double() - grid(std)[0] * grid(std)[1] * z).abs() <= bound).all()
 
 
-@pytest.mark.parametrize("std", [0.7, 1.9])
-def test_sums_beside_the_middle_of_the_grid_are_rounded_right(std):
+@pytest.mark.parametrize(("std", "rounds"), [(0.7, 20), (1.9, 20), (0.7, 12)])
+def test_sums_beside_the_middle_of_the_grid_are_rounded_right(std, rounds):
     """Chosen so that float32 normals decide none of them, and the middle is up to 2^-40 steps away."""
     n = 1 << 11
-    x = open_sums(position(), n, std)
-    truth = on_grid(x, std, position())
-    OPS["add_noise_"](x, std, position(), True)
+    at = position(rounds=rounds)
+    x = open_sums(at, n, std)
+    truth = on_grid(x, std, at)
+    OPS["add_noise_"](x, std, at, True)
     assert torch.equal(x, truth)
 
 

@@ -16,6 +16,7 @@ from fastdp import _native, ops
 from fastdp.ops import NoiseStream
 from fastdp.ops.grid import on_grid
 from fastdp.ops.noise import normal_parts, standard_normals
+from fastdp.ops.stream import ROUNDS
 from fastdp.ops.table import OPS
 from tests.ops.noise_paths import DTYPES, NORMAL_ERROR, ODD_SHAPES, PATHS, inputs, run_path
 
@@ -30,15 +31,17 @@ def native_normals(at: torch.Tensor, n: int, isa: str, first: int = 0, threads: 
     return out[:n]
 
 
-def position(seed: int = 1, step: int = 0, tensor: int = 0) -> torch.Tensor:
-    return NoiseStream.unsafe_reproducible(seed).at(step, tensor).take()
+def position(seed: int = 1, step: int = 0, tensor: int = 0, rounds: int = 20) -> torch.Tensor:
+    return NoiseStream.unsafe_reproducible(seed, rounds).at(step, tensor).take()
 
 
 @pytest.mark.parametrize("isa", PATHS)
+@pytest.mark.parametrize("rounds", ROUNDS)
 @pytest.mark.parametrize("n", [0, 1, 7, 129, 257 * 123, 1 << 18])
-def test_normals_are_those_of_the_definition(isa, n):
-    truth = standard_normals(position(), n).numpy()
-    z = native_normals(position(), n, isa)
+def test_normals_are_those_of_the_definition(isa, n, rounds):
+    at = position(rounds=rounds)
+    truth = standard_normals(at, n).numpy()
+    z = native_normals(at, n, isa)
     assert not np.isnan(z).any()
     assert (np.abs(z - truth) <= NORMAL_ERROR * np.abs(truth)).all()
 
@@ -52,22 +55,25 @@ def test_avx_paths_agree_to_the_bit():
     )
 
 
-# Positions found by search: (block, word k, w[k]) of unsafe_reproducible(0).at(0, 0), whose top 16 bits are zero.
-WIDE = [(904716998, 6, 0), (481321075, 7, 1), (600722903, 3, 1), (324306011, 0, 4), (71500421, 6, 7)]
+# Positions found by search: (block, word k, w[k], rounds) of unsafe_reproducible(0, rounds).at(0, 0), whose top 16 bits are zero.
+WIDE = [
+    *((904716998, 6, 0, 20), (481321075, 7, 1, 20), (600722903, 3, 1, 20), (324306011, 0, 4, 20), (71500421, 6, 7, 20)),
+    (123700073, 0, 1, 12),
+]
 
 
 @pytest.mark.parametrize("isa", PATHS)
-@pytest.mark.parametrize(("block", "k", "word"), WIDE)
-def test_radius_words_without_top_bits_are_widened(isa, block, k, word):
-    at = position(0)
+@pytest.mark.parametrize(("block", "k", "word", "rounds"), WIDE)
+def test_radius_words_without_top_bits_are_widened(isa, block, k, word, rounds):
+    at = position(0, rounds=rounds)
     w, v = np.empty((1, 16), np.uint32), np.empty((1, 16), np.uint32)
-    _native.chacha20_words(w.ctypes.data, block, 1, at.data_ptr(), 1, isa)
+    _native.chacha_words(w.ctypes.data, block, 1, at.data_ptr(), 1, isa)
     at[8] |= -(1 << 31)
-    _native.chacha20_words(v.ctypes.data, block, 1, at.data_ptr(), 1, isa)
+    _native.chacha_words(v.ctypes.data, block, 1, at.data_ptr(), 1, isa)
     assert w[0, k] == word
     u = (word * 2.0**32 + float(v[0, k]) + 0.5) / 2.0**64
     radius = math.sqrt(-2 * math.log(u))
-    z = native_normals(position(0), 16, isa, first=16 * block)
+    z = native_normals(position(0, rounds=rounds), 16, isa, first=16 * block)
     assert math.hypot(z[k], z[k + 8]) == pytest.approx(radius, rel=4 * NORMAL_ERROR)
     unwidened = math.sqrt(-2 * math.log((word + 0.5) / 2.0**32))
     assert radius != pytest.approx(unwidened, rel=1e-4)
@@ -236,18 +242,19 @@ def test_views_at_a_position_do_not_depend_on_order():
 @given(
     cuts=st.lists(st.integers(0, 3000), max_size=4),
     rounded=st.booleans(),
+    rounds=st.sampled_from(ROUNDS),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
 )
-def test_pieces_get_the_noise_of_the_whole(cuts, rounded, dtype):
+def test_pieces_get_the_noise_of_the_whole(cuts, rounded, rounds, dtype):
     """Wherever a tensor is cut, its pieces' noise is the whole's, to the last bit, and the definition says the same."""
     x = torch.randn(3000, generator=torch.Generator().manual_seed(2)).to(dtype)
-    whole = add_noise_(x.clone(), 0.7, NoiseStream.unsafe_reproducible(8), secure_rounding=rounded)
+    whole = add_noise_(x.clone(), 0.7, NoiseStream.unsafe_reproducible(8, rounds), secure_rounding=rounded)
     bounds = [0, *sorted(cuts), 3000]
     for first, end in zip(bounds, bounds[1:]):
-        at = NoiseStream.unsafe_reproducible(8)
+        at = NoiseStream.unsafe_reproducible(8, rounds)
         piece = add_noise_(x[first:end].clone(), 0.7, at, secure_rounding=rounded, first=first)
         assert torch.equal(piece, whole[first:end])
-        again, position = x[first:end].clone(), NoiseStream.unsafe_reproducible(8).take()
+        again, position = x[first:end].clone(), NoiseStream.unsafe_reproducible(8, rounds).take()
         torch.ops.fastdp.add_noise_(again, 0.7, position, rounded, first)
         assert torch.equal(again, piece)
         if end > first:
@@ -301,7 +308,36 @@ def test_no_stream_is_refused():
     with pytest.raises(TypeError, match="must be a NoiseStream"):
         add_noise_(torch.zeros(3), 1.0, torch.Generator())
     with pytest.raises(ValueError, match="a position is int32"):
-        OPS["add_noise_"](torch.zeros(3), 1.0, torch.zeros(11), False)
+        OPS["add_noise_"](torch.zeros(3), 1.0, torch.zeros(12), False)
+    with pytest.raises(ValueError, match="a position is int32"):
+        OPS["add_noise_"](torch.zeros(3), 1.0, position()[:11], False)
+
+
+@pytest.mark.parametrize("double_rounds", [0, 1, 4, 8, 12, 20, -6, 6 - (1 << 31)])
+def test_positions_of_other_rounds_are_refused(double_rounds):
+    at, one = position(), torch.ones(1)
+    at[11] = double_rounds
+    steps = {"divisor": 1.0, "lr": 0.1, "step": 1}
+    draws = [
+        lambda: OPS["add_noise_"](torch.zeros(3), 1.0, at, False),
+        lambda: torch.ops.fastdp.add_noise_(torch.zeros(3), 1.0, at, True),
+        lambda: ops.adamw_noise_steps_([one], [one], [one], [one], 1.0, at[None], **steps),
+        lambda: OPS["private_snap"](torch.zeros(1, dtype=torch.int64), torch.eye(3), one.double(), at),
+        lambda: native_normals(at, 16, ""),
+        lambda: standard_normals(at, 3),
+        lambda: on_grid(one, 1.0, at),
+    ]
+    for draw in draws:
+        with pytest.raises(ValueError, match="double rounds"):
+            draw()
+    assert one == 1
+
+
+def test_one_call_has_one_number_of_rounds():
+    pair = [torch.ones(1), torch.ones(1)]
+    drawn = torch.stack([position(), position(tensor=1, rounds=12)])
+    with pytest.raises(ValueError, match=r"for all, or 6, not \[6, 10\]"):
+        ops.adamw_noise_steps_(pair, pair, pair, pair, 1.0, drawn, divisor=1.0, lr=0.1, step=1)
 
 
 def test_a_parameter_may_be_noised_without_grad_mode():

@@ -1,4 +1,4 @@
-"""The stream: RFC 8439's vectors, claims that never repeat, and keys that never leave."""
+"""The stream: RFC 8439's vectors and those of 12 rounds, claims that never repeat, and keys that never leave."""
 
 import copy
 import io
@@ -14,21 +14,22 @@ from scipy import stats
 
 from fastdp import _native
 from fastdp.ops import NoiseStream, add_noise_
-from fastdp.ops.stream import MAX_TENSORS, chacha20_words
+from fastdp.ops.stream import MAX_TENSORS, ROUNDS, chacha_words
 
 
-def position(key: bytes, nonce: bytes) -> torch.Tensor:
-    return torch.from_numpy(np.frombuffer(key + nonce, "<u4").astype(np.uint32).view(np.int32))
+def position(key: bytes, nonce: bytes, rounds: int = 20) -> torch.Tensor:
+    words = np.frombuffer(key + nonce, "<u4").astype(np.uint32)
+    return torch.from_numpy(np.append(words, np.uint32(rounds // 2)).view(np.int32))
 
 
 def native_words(at: torch.Tensor, first: int, blocks: int, isa: str) -> np.ndarray:
     out = np.zeros((blocks, 16), np.uint32)
-    _native.chacha20_words(out.ctypes.data, first, blocks, at.data_ptr(), 1, isa)
+    _native.chacha_words(out.ctypes.data, first, blocks, at.data_ptr(), 1, isa)
     return out
 
 
 def reference_words(at: torch.Tensor, first: int, blocks: int, isa: str) -> np.ndarray:
-    return chacha20_words(at, first, blocks)
+    return chacha_words(at, first, blocks)
 
 
 COUNTING = bytes(range(32))
@@ -78,6 +79,30 @@ VECTORS = [
         "8a970e0e955c14f3a88e741b97c286f75f8fc299e8148362fa198a39531bed6d",
     ),
 ]
+# (key, nonce, counter, keystream) of draft-strombergson-chacha-test-vectors-01, 256-bit keys and 12 rounds: TC1 and TC8.
+VECTORS_12 = [
+    (
+        ZERO,
+        "000000000000000000000000",
+        0,
+        "9bf49a6a0755f953811fce125f2683d50429c3bb49e074147e0089a52eae155f"
+        "0564f879d27ae3c02ce82834acfa8c793a629f2ca0de6919610be82f411326be",
+    ),
+    (
+        ZERO,
+        "000000000000000000000000",
+        1,
+        "0bd58841203e74fe86fc71338ce0173dc628ebb719bdcbcc151585214cc089b4"
+        "42258dcda14cf111c602b8971b8cc843e91e46ca905151c02744a6b017e69316",
+    ),
+    (
+        bytes.fromhex("c46ec1b18ce8a878725a37e780dfb7351f68ed2e194c79fbc6aebee1a667975d"),
+        "000000001ada31d5cf688221",
+        0,
+        "1482072784bc6d06b4e73bdc118bc0103c7976786ca918e06986aa251f7e9cc1"
+        "b2749a0a16ee83b4242d2e99b08d7c20092b80bc466c87283b61b1b39d0ffbab",
+    ),
+]
 SUNSCREEN = (
     b"Ladies and Gentlemen of the class of '99: If I could offer you only one tip for the future, "
     b"sunscreen would be it."
@@ -105,15 +130,22 @@ def test_rfc8439_block_function(words, key, nonce, counter, keystream):
     assert block.astype("<u4").tobytes().hex() == keystream
 
 
+@pytest.mark.parametrize(("key", "nonce", "counter", "keystream"), VECTORS_12)
+def test_block_function_of_12_rounds(words, key, nonce, counter, keystream):
+    block = words(position(key, bytes.fromhex(nonce), 12), counter, 1)
+    assert block.astype("<u4").tobytes().hex() == keystream
+
+
 def test_rfc8439_encryption(words):
     stream = words(position(COUNTING, bytes.fromhex("000000000000004a00000000")), 1, 2).astype("<u4").tobytes()
     cipher = bytes(a ^ b for a, b in zip(SUNSCREEN, stream))
     assert cipher.hex() == SUNSCREEN_CIPHERTEXT
 
 
+@pytest.mark.parametrize("rounds", ROUNDS)
 @pytest.mark.parametrize("blocks", [1, 7, 16, 17, 129, 2049])
-def test_words_are_those_of_the_definition_at_any_count(words, blocks):
-    at = NoiseStream.unsafe_reproducible(1).take()
+def test_words_are_those_of_the_definition_at_any_count(words, blocks, rounds):
+    at = NoiseStream.unsafe_reproducible(1, rounds).take()
     first = (1 << 32) - blocks // 2 - 1  # the counter passes its last value and wraps
     np.testing.assert_array_equal(words(at, first, blocks), reference_words(at, first, blocks, ""))
 
@@ -122,15 +154,38 @@ def test_domain_flag_changes_the_block():
     at = NoiseStream.unsafe_reproducible(1).take()
     flagged = at.clone()
     flagged[8] |= -(1 << 31)
-    np.testing.assert_array_equal(chacha20_words(at, 0, 3, second=True), chacha20_words(flagged, 0, 3))
-    assert not (chacha20_words(at, 0, 3, second=True) == chacha20_words(at, 0, 3)).any()
+    np.testing.assert_array_equal(chacha_words(at, 0, 3, second=True), chacha_words(flagged, 0, 3))
+    assert not (chacha_words(at, 0, 3, second=True) == chacha_words(at, 0, 3)).any()
 
 
 def test_position_layout():
     seed = int.from_bytes(COUNTING, "little")
     at = NoiseStream.unsafe_reproducible(seed).at(step=(5 << 32) | 7, tensor=11).take()
     assert at.dtype == torch.int32
-    assert at.numpy().view(np.uint32).tolist() == [*np.frombuffer(COUNTING, "<u4").tolist(), 11, 7, 5]
+    assert at.numpy().view(np.uint32).tolist() == [*np.frombuffer(COUNTING, "<u4").tolist(), 11, 7, 5, 10]
+
+
+@pytest.mark.parametrize("rounds", ROUNDS)
+def test_every_position_of_a_stream_has_its_rounds(rounds):
+    streams = (
+        NoiseStream(rounds),
+        NoiseStream.shared(lambda: COUNTING, rounds),
+        NoiseStream.unsafe_reproducible(3, rounds),
+    )
+    for stream in streams:
+        taken = [stream.take(), stream.at(1, 2).take(), *stream.take_at(2, [0, 1])]
+        assert [int(at[11]) for at in taken] == [rounds // 2] * 4
+        assert f"(ChaCha{rounds}, " in repr(stream)
+    assert NoiseStream().rounds == 20
+
+
+@pytest.mark.parametrize("rounds", [0, 8, 10, 6, 16, 24, -12, 12.5, "12", None])
+def test_other_rounds_are_refused(rounds):
+    for make in (NoiseStream, lambda rounds: NoiseStream.shared(lambda: COUNTING, rounds)):
+        with pytest.raises(ValueError, match="20 here, or 12"):
+            make(rounds)
+    with pytest.raises(ValueError, match="20 here, or 12"):
+        NoiseStream.unsafe_reproducible(1, rounds)
 
 
 def test_every_stream_has_its_own_key():
@@ -278,7 +333,7 @@ def test_seed_out_of_range(seed):
 
 def test_uniform64_is_the_key_stream():
     draws = NoiseStream.unsafe_reproducible(4).uniform64(13)
-    words = chacha20_words(NoiseStream.unsafe_reproducible(4).take(), 0, 2).reshape(-1)
+    words = chacha_words(NoiseStream.unsafe_reproducible(4).take(), 0, 2).reshape(-1)
     expected = [int(words[2 * i]) | int(words[2 * i + 1]) << 32 for i in range(13)]
     assert draws.tolist() == expected
     assert NoiseStream().uniform64(0).shape == (0,)

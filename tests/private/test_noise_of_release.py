@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -102,6 +103,43 @@ def test_the_card_names_what_exact_rounding_leaves() -> None:
     plain = start(Wide(), noise_multiplier=1.0, secure_rounding=False)
     assert not [s for s in plain.card()["remaining"] if "distance" in s]
     assert any("precision" in s for s in plain.card()["assumptions"])
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("rounds", [20, 12])
+def test_only_the_noise_of_steps_has_fewer_rounds(rounds: int, fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each position that is drawn says so, sampling and a method's own releases have 20, and the card names the former."""
+    drawn: list[tuple[fastdp.NoiseStream, int]] = []
+    positions = fastdp.NoiseStream._positions
+
+    def seen(stream: Any, step: int, tensors: Any) -> torch.Tensor:
+        found = positions(stream, step, tensors)
+        drawn.extend((stream, int(words[11])) for words in found)
+        return found
+
+    monkeypatch.setattr(fastdp.NoiseStream, "_positions", seen)
+    model = Wide()
+    optimizer = fastdp.optim.AdamW(model.parameters()) if fused else torch.optim.SGD(model.parameters(), lr=0.1)
+    method = fastdp.DPFrost(unfreezing_ratio=0.9, selection_noise_multiplier=2.0)
+    options: dict[str, Any] = {"noise_multiplier": 1.0, "target_delta": 1e-3, "unsafe_seed": None}
+    private = start(
+        model, None, optimizer, method=method, **options, **({} if rounds == 20 else {"noise_rounds": rounds})
+    )
+    logical_step(private)
+    stream = private._release.stream
+    assert {found for owner, found in drawn if owner is stream} == {rounds // 2}
+    assert {found for owner, found in drawn if owner is not stream} == {10}
+    card = private.card()
+    assert card["noise_source"]["generator"] == f"ChaCha{rounds}"
+    assert f"generator: ChaCha{rounds}" in card.to_markdown()
+    assert fastdp.accounting.verify(card).holds
+
+
+@pytest.mark.parametrize("rounds", [0, 8, 10, 24, "12", None])
+def test_other_rounds_are_refused_before_anything_is_kept(rounds: Any, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=f"noise_rounds is {rounds!r}: noise has 20 rounds of ChaCha, or 12"):
+        start(noise_multiplier=1.0, noise_rounds=rounds, output_dir=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
 
 
 def test_noise_differs_between_steps_tensors_and_runs() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 import fastdp
-from fastdp.accounting import LedgerError
+from fastdp.accounting import Ledger, LedgerError
 from tests.engine.runs import Classifier, examples, loader, start
 
 PRIVATE: dict[str, Any] = {"noise_multiplier": 1.0, "target_delta": 1e-3}
@@ -27,6 +28,28 @@ def test_a_run_is_continued_by_its_own_mechanism_alone(tmp_path: Path) -> None:
         make(fastdp.DPSGD(max_grad_norm=2.0), output_dir=tmp_path, resume=True)
     # The refusal let the file go: the right arguments are taken in the same process.
     make(fastdp.DPSGD(max_grad_norm=1.0), output_dir=tmp_path, resume=True).detach()
+
+
+def test_a_run_is_continued_with_its_own_rounds_alone(tmp_path: Path) -> None:
+    """One card speaks for all of its noise: it names one generator."""
+    for rounds, other in ((12, 20), (20, 12)):
+        folder = tmp_path / str(rounds)
+        make(output_dir=folder, noise_rounds=rounds).detach()
+        with pytest.raises(ValueError, match="another noise_rounds; resume with the same arguments"):
+            make(output_dir=folder, noise_rounds=other, resume=True)
+        resumed = make(output_dir=folder, noise_rounds=rounds, resume=True)
+        assert resumed.card()["noise_source"]["generator"] == f"ChaCha{rounds}"
+        resumed.detach()
+
+
+def test_a_ledger_from_before_there_was_a_choice_has_20_rounds(tmp_path: Path) -> None:
+    header = {"run": "earlier"}
+    event = fastdp.accounting.dpsgd_model(1.0, 0.1, "poisson", 10)
+    Ledger.create(tmp_path / "ledger.jsonl", header, event=event, budget_steps=3).close()
+    opened = partial(Ledger.open_or_create, tmp_path / "ledger.jsonl", event=event, budget_steps=3, resume=True)
+    with pytest.raises(ValueError, match="another noise_rounds"):
+        opened(header | {"noise_rounds": 12})
+    opened(header | {"noise_rounds": 20}).close()
 
 
 def test_methods_whose_settings_are_tuples_are_recognised(tmp_path: Path) -> None:

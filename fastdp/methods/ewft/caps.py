@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fastdp.ops.dchi import uniforms
 from fastdp.ops.noise import standard_normals
-from fastdp.ops.stream import NoiseStream, chacha20_words
+from fastdp.ops.stream import NoiseStream, chacha_words
 
 #: Caps that are tried: shares of the sphere from one half down, by quarters of a nat.
 _CAPS = 160
@@ -102,7 +102,7 @@ def draw_direction(vectors: Tensor, epsilon: float, stream: NoiseStream) -> Tens
     norms = flat.norm(dim=1, keepdim=True)
     first = torch.nn.functional.one_hot(torch.zeros(len(flat), dtype=torch.int64), flat.shape[1]).double()
     unit = torch.where(norms > 0, flat / norms.clamp_min(1e-300), first)
-    u = uniforms(chacha20_words(stream.take(), 0, max(len(flat), 1))[: len(flat), :4])
+    u = uniforms(chacha_words(stream.take(), 0, max(len(flat), 1))[: len(flat), :4])
     half = (cap.dimension - 1) / 2
     inside = u[:, 0] <= cap.probability
     # The lower tail of the Beta law holds the cap, mirrored, so that a small share keeps its digits.

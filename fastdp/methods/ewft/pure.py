@@ -156,7 +156,7 @@ class PureEWFT(LayerReleases):
                 else f"public text, {'with' if self._with_labels else 'without'} labels",
                 "public_text": [text.describe() for text in settings.public_texts] or described(None),
             },
-            noise_source=accounting.noise_source(self.stream.reproducible),
+            noise_source=accounting.noise_source(self.stream.reproducible, rounds=self.stream.rounds),
             flaws=self.flaws(),
             assumptions=(*((_ROUNDING,) if float_draws else ()), *self.assumptions()),
             notes=(

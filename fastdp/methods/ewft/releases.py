@@ -296,7 +296,9 @@ class EWFT(LayerReleases):
             spent_steps=spent,
             run_id=self.ledger.run_id,
             ledger_head=self.ledger.head,
-            noise_source=accounting.noise_source(self.stream.reproducible, self.settings.secure_rounding),
+            noise_source=accounting.noise_source(
+                self.stream.reproducible, self.settings.secure_rounding, self.stream.rounds
+            ),
             model=self.described() | {"bottom": self.settings.bottom},
             flaws=self.flaws(),
             remaining=[accounting.rounded_to_grid(DISTANCE * self._width * self.settings.sequence_length * spent)]

@@ -81,7 +81,7 @@ class PrivateBottom:
         return Card.of(
             Metric("one text, among texts of its length", self.eta, releases=releases, distance=distance),
             mechanism={"name": "multivariate Laplace noise on hidden rows", "bottom_trained": self.trainable},
-            noise_source=noise_source(self.stream.reproducible),
+            noise_source=noise_source(self.stream.reproducible, rounds=self.stream.rounds),
             flaws=(_TRAINABLE,) if self.trainable else (),
             assumptions=(
                 "the bottom's weights are public",

@@ -519,7 +519,7 @@ class TextPrivatizer(Releases):
         return Card.of(
             self.claim(),
             mechanism={"name": self.mechanism, "cti": None if cti is None else cti.describe()},
-            noise_source=noise_source(self.stream.reproducible),
+            noise_source=noise_source(self.stream.reproducible, rounds=self.stream.rounds),
             also=() if counts is None else (counts,),
             flaws=self.flaws(),
             assumptions=(

@@ -47,7 +47,7 @@ class PerturbedTexts:
         private: which of them were replaced; keep it with the private data.
         epsilons: budget spent on each text, the sum over its private tokens (``metric``: per unit of distance).
         settings: what it was made with, as on the card.
-        reproducible: whether the draws came from a reproducible key.
+        reproducible, rounds: whether the draws came from a reproducible key, and of how many rounds of ChaCha.
         earlier: releases of the same texts before this one, in words.
         from_cache: whether they were read back rather than drawn, at no further cost.
     """
@@ -57,6 +57,7 @@ class PerturbedTexts:
     epsilons: list[float]
     settings: dict[str, Any]
     reproducible: bool
+    rounds: int
     earlier: tuple[str, ...] = ()
     from_cache: bool = False
 
@@ -76,7 +77,7 @@ class PerturbedTexts:
         card = Card.of(
             token_claim(form, self.settings["budget"], self.settings["epsilon"], most),
             mechanism={"name": self.settings["name"], "form": form},
-            noise_source=noise_source(self.reproducible),
+            noise_source=noise_source(self.reproducible, rounds=self.rounds),
             flaws=PAPER_FLAWS if form == "paper" else (),
             unprotected=_UNPROTECTED,
             notes=(

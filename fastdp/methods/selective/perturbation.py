@@ -272,7 +272,7 @@ class SelectiveReleases(Releases):
             warnings.warn("the detector found no private token: nothing is perturbed", stacklevel=4)
         ids, epsilons, strengths = self._draw(encoded["input_ids"], private, self._mechanism(), self.stream)
         made_with = self._described() | {"strengths": strengths}
-        found = PerturbedTexts(ids, private, epsilons, made_with, self.stream.reproducible)
+        found = PerturbedTexts(ids, private, epsilons, made_with, self.stream.reproducible, self.stream.rounds)
         if self.cache is not None:
             how = f"selective perturbation ({settings.mechanism}, {settings.epsilon:g})"
             found = replace(found, earlier=tuple(count_release(texts, how, self.cache, self.again)))
@@ -415,6 +415,7 @@ def _write(path: Path, found: PerturbedTexts, private_settings: Any, original: l
     metadata = {
         "settings": canonical(found.settings),
         "reproducible": json.dumps(found.reproducible),
+        "rounds": json.dumps(found.rounds),
         "earlier": json.dumps(found.earlier),
         "salt": salt,
         "digest": _keyed_digest(salt, original),
@@ -441,5 +442,6 @@ def _read(path: Path, settings: dict[str, Any], private_settings: Any, original:
     lengths = tensors["lengths"].tolist()
     ids = [part.tolist() for part in tensors["ids"].split(lengths)] if lengths else []
     private = [part.tolist() for part in tensors["private"].split(lengths)] if lengths else []
-    reproducible, earlier = json.loads(metadata["reproducible"]), tuple(json.loads(metadata.get("earlier", "[]")))
-    return PerturbedTexts(ids, private, tensors["epsilons"].tolist(), made_with, reproducible, earlier, from_cache=True)
+    drawn = json.loads(metadata["reproducible"]), json.loads(metadata.get("rounds", "20"))
+    earlier = tuple(json.loads(metadata.get("earlier", "[]")))
+    return PerturbedTexts(ids, private, tensors["epsilons"].tolist(), made_with, *drawn, earlier, from_cache=True)

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 from fastdp.kernels.adamw import adamw_noise_step_
-from fastdp.kernels.chacha import _radius_squared, _turn, _wide_radius_squared, chacha20_words
+from fastdp.kernels.chacha import _radius_squared, _turn, _wide_radius_squared, chacha_words
 from fastdp.kernels.choice import uniforms
 from fastdp.kernels.clip import clip_noise, clip_noise_backward
 from fastdp.kernels.grid import exact_normal as device_exact_normal
@@ -18,7 +18,7 @@ from fastdp.kernels.noise import add_noise_
 from fastdp import ops
 from fastdp.ops.grid import exact_normal, on_grid
 from fastdp.ops.noise import normal_parts, standard_normals
-from fastdp.ops.stream import chacha20_words as defined_words
+from fastdp.ops.stream import ROUNDS, chacha_words as defined_words
 from fastdp.ops.table import OPS
 from tests.ops.noise_paths import NORMAL_ERROR, open_sums
 
@@ -27,14 +27,14 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ROUNDING = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 
 
-def position():
-    return ops.NoiseStream.unsafe_reproducible(5).at(2**33 + 7, 77).take()
+def position(rounds=20):
+    return ops.NoiseStream.unsafe_reproducible(5, rounds).at(2**33 + 7, 77).take()
 
 
 @triton.jit
 def _words_kernel(p_position, p_first, p_last, first, flag, b: tl.constexpr):
     block = first.to(tl.uint32) + tl.arange(0, b).to(tl.uint32)
-    low, high = chacha20_words(p_position, block, flag.to(tl.uint32))
+    low, high = chacha_words(p_position, block, flag.to(tl.uint32))
     o = tl.arange(0, b)[:, None] * 8 + tl.arange(0, 8)[None, :]
     tl.store(p_first + o, low.to(tl.int32, bitcast=True))
     tl.store(p_last + o, high.to(tl.int32, bitcast=True))
@@ -52,19 +52,20 @@ def _parts_kernel(p_word, p_second, p_plain, p_wide, p_cos, p_sin, b: tl.constex
     tl.store(p_sin + o, sine)
 
 
+@pytest.mark.parametrize("rounds", ROUNDS)
 @pytest.mark.parametrize("first", [0, 2**32 - 16])
 @pytest.mark.parametrize("second", [False, True])
-def test_words_are_those_of_the_definition(first, second):
+def test_words_are_those_of_the_definition(first, second, rounds):
     low, high = torch.empty(16, 8, dtype=torch.int32), torch.empty(16, 8, dtype=torch.int32)
-    _words_kernel[(1,)](position(), low, high, first, (1 << 31) if second else 0, b=16)
+    _words_kernel[(1,)](position(rounds), low, high, first, (1 << 31) if second else 0, b=16)
     words = np.concatenate([low.numpy(), high.numpy()], axis=1).view(np.uint32)
-    assert np.array_equal(words, defined_words(position(), first, 16, second))
+    assert np.array_equal(words, defined_words(position(rounds), first, 16, second))
 
 
 def test_vector_of_rfc_8439():
     """Section 2.3.2: key 00..1f, nonce 00:00:00:09:00:00:00:4a:00:00:00:00, block 1."""
     key = np.arange(32, dtype=np.uint8).view("<u4")
-    at = torch.from_numpy(np.concatenate([key, [0x09000000, 0x4A000000, 0]]).astype(np.uint32).view(np.int32))
+    at = torch.from_numpy(np.concatenate([key, [0x09000000, 0x4A000000, 0, 10]]).astype(np.uint32).view(np.int32))
     low, high = torch.empty(16, 8, dtype=torch.int32), torch.empty(16, 8, dtype=torch.int32)
     _words_kernel[(1,)](at, low, high, 1, 0, b=16)
     assert low.numpy().view(np.uint32)[0, :4].tolist() == [0xE4E7F110, 0x15593BD1, 0x1FDD0F50, 0xC47120A3]
@@ -102,6 +103,17 @@ def test_radius_and_angle_at_the_edges():
     assert np.abs(sine.numpy() - np.sin(angle)).max() <= NORMAL_ERROR
 
 
+@pytest.mark.parametrize(("rounds", "block", "k"), [(20, 71500421, 6), (12, 123700073, 0)])
+def test_tails_are_widened(rounds, block, k):
+    """Blocks with a radius word whose top 16 bits are zero, found by search."""
+    at = ops.NoiseStream.unsafe_reproducible(0, rounds).at(0, 0).take()
+    z, truth = torch.zeros(16), standard_normals(at, 16, 16 * block).view(2, 8)
+    add_noise_(z, 1.0, at, False, 16 * block)
+    radius = truth.norm(dim=0)
+    assert radius[k] > 6.2
+    assert bool(((z.view(2, 8).double() - truth).abs() <= 2 * NORMAL_ERROR * radius).all())
+
+
 def radii(n):
     """The radius of the pair of each normal: its error is relative to that."""
     pairs = standard_normals(position(), 16 * -(-n // 16)).reshape(-1, 2, 8)
@@ -134,35 +146,37 @@ def test_exact_normals():
             assert abs(Decimal(float(high[i])) + Decimal(float(low[i])) - truth) <= Decimal(2) ** -98 * abs(truth)
 
 
-@pytest.mark.parametrize("std", [0.7, 3.0])
-def test_rounded_sums_are_those_of_the_definition(std):
+@pytest.mark.parametrize(("std", "rounds"), [(0.7, 20), (3.0, 20), (0.7, 12)])
+def test_rounded_sums_are_those_of_the_definition(std, rounds):
     """Sums beside a middle of the grid among them, where float32 decides nothing and float64 not always."""
-    x = torch.cat([torch.zeros(2048), 1e4 * torch.randn(2048), open_sums(position(), 2048 + 13, std)])
+    x = torch.cat([torch.zeros(2048), 1e4 * torch.randn(2048), open_sums(position(rounds), 2048 + 13, std)])
     got = x.clone()
-    add_noise_(got, std, position(), True)
-    assert torch.equal(got, on_grid(x, std, position()))
+    add_noise_(got, std, position(rounds), True)
+    assert torch.equal(got, on_grid(x, std, position(rounds)))
 
 
+@pytest.mark.parametrize("rounds", ROUNDS)
 @pytest.mark.parametrize("rounded", [False, True])
 @pytest.mark.parametrize("first", [0, 16, 2048, 4099])
-def test_a_piece_gets_the_noise_that_the_whole_would_give_it(first, rounded):
+def test_a_piece_gets_the_noise_that_the_whole_would_give_it(first, rounded, rounds):
     x = torch.randn(5000)
     whole, piece = x.clone(), x[first : first + 700].clone()
-    add_noise_(whole, 0.7, position(), rounded)
-    add_noise_(piece, 0.7, position(), rounded, first)
+    add_noise_(whole, 0.7, position(rounds), rounded)
+    add_noise_(piece, 0.7, position(rounds), rounded, first)
     assert torch.equal(piece, whole[first : first + 700])
 
 
-def test_other_kernels_round_as_the_definition():
+@pytest.mark.parametrize("rounds", ROUNDS)
+def test_other_kernels_round_as_the_definition(rounds):
     param, moments = torch.randn(257, 3), (torch.randn(257, 3), torch.randn(257, 3), torch.rand(257, 3))
     numbers = (0.7, 8.0, 1e-2, 0.9, 0.999, 1e-8, 0.1, 5, None, True)
     got, truth = ([param.clone(), *(m.clone() for m in moments)] for _ in range(2))
-    adamw_noise_step_(*got, position(), *numbers)
-    OPS["adamw_noise_step_"].reference(*truth, position(), *numbers)
+    adamw_noise_step_(*got, position(rounds), *numbers)
+    OPS["adamw_noise_step_"].reference(*truth, position(rounds), *numbers)
     for x, y in zip(got, truth):
         torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-6)
     x = 0.01 * torch.randn(5, 129)  # not clipped, so that both round the same numbers
-    assert torch.equal(clip_noise(x, 10.0, 0.5, position(), True)[0], on_grid(x, 0.5, position()))
+    assert torch.equal(clip_noise(x, 10.0, 0.5, position(rounds), True)[0], on_grid(x, 0.5, position(rounds)))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

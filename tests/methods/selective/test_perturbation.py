@@ -235,6 +235,17 @@ def test_cards_that_state_no_guarantee(model):
     assert "not measured" in repeatable.card().to_markdown()
 
 
+def test_a_card_names_the_generator_that_drew(model, tmp_path):
+    tokenizer, table = model
+    for rounds in (12, 20):
+        settings = {"cache": tmp_path / f"{rounds}.safetensors", "stream": NoiseStream(rounds)}
+        drawn = SelectivePerturbation(2.0)(TEXTS, tokenizer, table, **settings, again=True)
+        read = SelectivePerturbation(2.0)(TEXTS, tokenizer, table, **settings)
+        assert read.from_cache
+        for made in (drawn, read):
+            assert made.card()["noise_source"]["generator"] == f"ChaCha{rounds}"
+
+
 def test_public_names():
     assert fastdp.SelectivePerturbation is SelectivePerturbation
     assert read_labelled_spans is not None
