@@ -82,7 +82,7 @@ def test_positions_are_those_of_single_draws_and_claimed_with_them():
     assert torch.equal(one.take_at(5, [3, 9]), torch.stack([other.at(5, 3).take(), other.at(5, 9).take()]))
     with pytest.raises(RuntimeError, match="tensor 9 was already drawn"):
         one.take_at(5, [4, 9])
-    assert one.take_at(5, [4]).shape == (1, 11)
+    assert one.take_at(5, [4]).shape == (1, 12)
     with pytest.raises(RuntimeError, match="already drawn"):
         one.at(5, 3).take()
     with pytest.raises(RuntimeError, match="may not go back"):
