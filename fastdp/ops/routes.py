@@ -139,18 +139,20 @@ def predicted_seconds(
         return constants.call_seconds * (1 + keeps_factors) + passes * tokens * n * width / constants.bandwidth
     product = 2 * tokens * m * n / constants.product_flops
     factors = tokens * (m + n) * width / constants.bandwidth
+    # The first of two passes takes every use as it comes.
+    together = constants.grouped and keeps_factors
     if route == "instantiate":
         passes = 3 if keeps_factors else 2  # written, read for the norms, read for the sum
         seconds = product + factors + passes * 4 * entries / constants.bandwidth
-        calls = 0 if constants.grouped and min(m, n) <= NARROW else 2 + keeps_factors
+        calls = 0 if together and min(m, n) <= NARROW else 2 + keeps_factors
         return seconds + constants.call_seconds * calls
     seconds = _kernel_seconds(route, m, n, length, tokens, units, constants) + factors
     # Beside squared norms the direct route asks for another call, which says how far rounding may have moved them.
-    calls = 2 if route == "direct" else 1 - constants.grouped
+    calls = 2 if route == "direct" else 1 - together
     if keeps_factors:
         scaled = 3 * 4 * tokens * min(m, n) / constants.bandwidth  # the narrower factor: read, written scaled, read
         seconds += product + scaled
-        calls += 1 - constants.grouped
+        calls += 1 - together
     return seconds + constants.call_seconds * calls
 
 

@@ -61,6 +61,16 @@ def test_constants_decide():
     assert plan(512, 2048, 128, 8, constants=slow_gram) == "direct"
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("rank", [4, 16, 64])
+def test_adapters_go_out_together_on_a_gpu(rank: int, dtype: torch.dtype) -> None:
+    """Each by itself would be launches of its own for every matrix, which take longer than what they do."""
+    for tokens, units in ((512, 16), (2048, 4), (4096, 1)):
+        assert plan(4096, rank, tokens, units, dtype=dtype, device="cuda") == "instantiate"
+        assert plan(rank, 4096, tokens, units, dtype=dtype, device="cuda") == "instantiate"
+    assert plan(2048, 2048, 1024, 4, dtype=torch.bfloat16, device="cuda") == "gram"
+
+
 def test_every_default_says_what_it_was_measured_on():
     for (kind, _), constants in DEFAULTS.items():
         assert constants.device
