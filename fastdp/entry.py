@@ -108,8 +108,8 @@ def make_private(
         resume: continue the ledger found in output_dir.
         secure_rounding: round what is noised to a grid, exactly (docs/noise.md); without it the low bits of exact weights
             may tell what rounding did to a sum.
-        noise_rounds: of ChaCha, which draws the noise of training steps: 20, or 12, which a GPU draws faster (docs/noise.md). The
-            sampling, and what a method releases besides, have 20 always.
+        noise_rounds: of ChaCha, which draws the noise of training steps: 20, or 12, which a GPU draws faster (docs/noise.md), and
+            of counts that adaptive bounds follow. The sampling, and releases of a method's own, have 20 always.
         two_pass: run backward twice and keep no activations' factors; None: when gradient checkpointing is on.
         self_check: compare the first batch with one-at-a-time autograd before anything is released, and ask of it and of later
             ones whether an example reaches another. Without it the card says that this was assumed.
