@@ -42,6 +42,7 @@ from fastdp.private.run import Criterion, Private, refuse_driven
 from fastdp.private.sampler import Units, steps_per_epoch
 from fastdp.private.stages import Stages
 from fastdp.private.steps import refuse_warm
+from fastdp.verify import Checks
 
 #: Methods that are no argument of `make_private`, and how each is used.
 _LOCAL = {
@@ -75,6 +76,7 @@ def make_private(
     noise_rounds: int = 20,
     two_pass: bool | None = None,
     self_check: bool = True,
+    isolation: str | None = None,
     keep_logits: bool | None = None,
     capture: bool = False,
     unsafe_seed: int | None = None,
@@ -100,8 +102,8 @@ def make_private(
         user_ids: the user of each example, to protect users instead of examples.
         max_examples_per_user: examples of one user that are used, with user_ids.
         unit_map: for collators that pack rows, the batch entry naming the example of every token.
-        loss_reduction: "mean" or "sum", for a criterion outside the model; the model then need not return a loss. The loader
-            begins with small batches that only try it: examples in several companies and alone must get the same gradients.
+        loss_reduction: "mean" or "sum", for a criterion outside the model; the model then need not return a loss. After its
+            first batch the loader hands out three small ones of weight 0, which verify the criterion.
         criterion: (output, batch) -> one loss a row ``[rows]``, for a loss outside the model; the loop then takes
             ``private.loss(output, batch)``.
         output_dir: where the ledger is kept; None keeps it in memory, and a crash forgets it.
@@ -111,8 +113,10 @@ def make_private(
         noise_rounds: of ChaCha, which draws the noise of training steps: 20, or 12, which a GPU draws faster (docs/noise.md), and
             of counts that adaptive bounds follow. The sampling, and releases of a method's own, have 20 always.
         two_pass: run backward twice and keep no activations' factors; None: when gradient checkpointing is on.
-        self_check: compare the first batch with one-at-a-time autograd before anything is released, and ask of it and of later
-            ones whether an example reaches another. Without it the card says that this was assumed.
+        self_check: verify the first batch, longer ones, and later ones by a public schedule (docs/audit.md): that an example's
+            loss and gradient are what they are alone. Without it the card says that this was assumed.
+        isolation: "per_example" hands out and runs one example at a time, so that no example can reach another in the model
+            or collator. It takes 2 to 3 times as long; use it for code that nobody reviewed.
         keep_logits: True lets the loop read ``output.logits`` of a large vocabulary beside the loss. False never computes them as
             a whole, which saves three times their memory, and takes up to 2.5 times as long for a trained head whose rows are
             shorter than twice its width. None: they are left out where that takes no longer, on processors.
@@ -181,6 +185,12 @@ def make_private(
         refuse_repeats(data_loader.dataset, units)
         batch_size = batching(data_loader).batch_size
         physical = max_physical_batch_size or max(batch_size, units.largest)
+        if isolation is not None:
+            if isolation != "per_example":
+                raise ValueError(f"isolation is {isolation!r}: use 'per_example', or leave it out")
+            if unit_map is not None or capture:
+                raise ValueError("isolation='per_example' runs each example alone: leave unit_map and capture out")
+            physical = units.largest
         if physical < units.largest:
             raise ValueError(
                 f"a user has up to {units.largest} examples but max_physical_batch_size is {physical}: raise it, or lower "
@@ -218,7 +228,7 @@ def make_private(
     if ranks.size > 1:
         arguments = [
             *(plan, method.describe(), physical, user_ids is None, unit_map, loss_reduction, resume, folder is None),
-            *(secure_rounding, noise_rounds, two_pass, self_check, unsafe_seed, keep_logits, capture),
+            *(secure_rounding, noise_rounds, two_pass, self_check, isolation, unsafe_seed, keep_logits, capture),
         ]
         alike = described(model, data_loader.dataset, units, method)
         ranks.require_alike({**alike, "what make_private was given": repr(arguments)})
@@ -246,6 +256,7 @@ def make_private(
         noise, draws = open_stream(rounds=noise_rounds), open_stream()
         observers: list[Observer] = []
         shared: dict[str, Any] = {"unit_map": unit_map, "observers": observers, "ranks": ranks}
+        shared["one_unit"] = isolation is not None
         loader = PrivateLoader(data_loader, plan, units, draws, physical, **shared)
         books = Books(ledger, ranks)
         release = Release(trained, books, noise, batch_size, secure_rounding=secure_rounding)
@@ -257,11 +268,11 @@ def make_private(
                 loader.tickets,
                 loss_reduction=loss_reduction,
                 two_pass=two_pass,
-                check=self_check,
+                verify=partial(Checks, enabled=self_check),
                 ranks=ranks,
-                batches=plan.steps * math.ceil(batch_size / (physical * ranks.size)),
                 keep_logits=keep_logits,
                 secret=not loader.reproducible,
+                isolated=isolation is not None,
                 graphs=capture,
             )
 
@@ -303,6 +314,7 @@ def make_private(
                     loss_reduction=loss_reduction,
                     two_pass=two_pass,
                     self_check=self_check,
+                    isolation=isolation,
                     keep_logits=keep_logits,
                 )
 

@@ -77,11 +77,11 @@ def _describe(name: str, task: str, peft: str, length: int) -> None:
     import torch
 
     from fastdp.data import Collator
-    from fastdp.engine.describe import describe
     from fastdp.finetune import FinetuneConfig
     from fastdp.finetune.config import LABELLED
     from fastdp.finetune.models import load_tokenizer, load_trained
     from fastdp.finetune.tasks import invented_label
+    from fastdp.private.describe import describe
 
     config = FinetuneConfig(model=name, task=task, peft=peft, max_length=length)
     if task in LABELLED:

@@ -12,7 +12,6 @@ import fastdp.ops as ops
 from fastdp.engine.axes import Scaled
 from fastdp.engine.bounds import Norms, UpperNorms
 from fastdp.engine.layout import Layout
-from fastdp.engine.likeness import Likeness, Noting
 from fastdp.engine.norms import Batch, Entry, NormSink
 from fastdp.engine.policy import Policy
 from fastdp.engine.ranks import Ranks
@@ -22,6 +21,23 @@ from fastdp.engine.uses import Sink
 
 #: In how many launches sums are made at least where they are large: what one of them makes, it holds beside all its factors.
 _LAUNCHES = 8
+
+
+class _CaptureOrder:
+    """Record the parameters of captures, in order, on their way to a sink."""
+
+    def __init__(self, sink: Sink, names: Mapping[int, str]):
+        self._sink, self._names = sink, names
+        self.sequence: list[str] = []
+
+    def __getattr__(self, kind: str) -> Callable[..., None]:
+        take = getattr(self._sink, kind)
+
+        def record(parameter: torch.nn.Parameter, *captured: object) -> None:
+            self.sequence.append(self._names[id(parameter)])
+            take(parameter, *captured)
+
+        return record
 
 
 class Accumulator(Sums):
@@ -88,21 +104,18 @@ class Accumulator(Sums):
             instances: make each unit's gradient of every matrix at once and keep no factor, in one pass: see `fit`.
         """
         norms = NormSink(self, layout, expected, keep=not two_pass, instances=instances)
-        first, again = Likeness(self.names), Likeness(self.names)
-        open_sink(Noting(self._scaled(norms), first) if two_pass else self._scaled(norms))
+        sink = self._scaled(norms)
+        order = _CaptureOrder(sink, self.names) if two_pass and self.weights.cut else None
+        open_sink(order or sink)
         backward(two_pass)
         factors = self.factors(norms.finish(), layout.weights)
         if two_pass:
-            again.places = first.places
             # Ranks whose captures come in another order could not add them up as they come.
-            at_once = self.weights.cut and self.weights.alike(zlib.crc32(repr(first.sequence).encode()))
-            open_sink(Noting(self._scaled(SumSink(self, factors, at_once=at_once)), again))
+            at_once = order is not None and self.weights.alike(zlib.crc32(repr(order.sequence).encode()))
+            open_sink(self._scaled(SumSink(self, factors, at_once=at_once)))
             backward(False)
             for name in () if at_once else self.parameters:
                 self.keep(name)
-            self.compared.append(first.compared(again))
-            if layout.weights.device.type == "cpu":
-                self.require_alike()
             return
         most = self._together(norms)
         if self.weights.cut:

@@ -11,17 +11,16 @@ import torch
 
 from fastdp.engine.accumulator import Accumulator
 from fastdp.engine.batches import Call, as_long_as
-from fastdp.engine.checks import Checks
 from fastdp.engine.errors import SelfCheckError, Unseen
 from fastdp.engine.garbage import put_off
 from fastdp.engine.graphs import Graphs
-from fastdp.engine.guard import Guard
 from fastdp.engine.known import wrong_rows
 from fastdp.engine.layout import Ticket
-from fastdp.engine.passes import ORDINARY, USES, Pass, Passes
+from fastdp.engine.passes import ONE_EXAMPLE, ORDINARY, USES, Pass, Passes
 from fastdp.engine.pieces import is_cut
 from fastdp.engine.policy import Policy
 from fastdp.engine.ranks import ONE, Ranks
+from fastdp.engine.routing import Routing
 
 
 class Engine(Passes):
@@ -35,14 +34,14 @@ class Engine(Passes):
             its loss.
         two_pass: run the backward pass twice and keep no factors; None does so where checkpointing is on, unless the units'
             whole gradients are small beside the model, and are kept instead (LoRA's).
-        check: compare the first micro-batch with one-at-a-time autograd before anything is released.
+        verify: makes what verifies batches (`fastdp.verify.Checks`); by default nothing does.
         accumulator: takes the captures instead of an `Accumulator`, for other sums of per-example gradients than clipped ones.
         on_route: told of the route, and why, once it is known.
-        batches: micro-batches that the run is planned to have; checks of later ones may take a hundredth of its time.
         keep_logits: compute the logits of a vocabulary as a whole, so that they may be read beside the loss; False never does,
             None where that is faster.
         ranks: the processes that train together.
-        secret: let nobody know what a training pass draws by chance (`fastdp.engine.chance`).
+        secret: let nobody know what a training pass draws by chance (`fastdp.engine.randomness`).
+        isolated: run each micro-batch, which holds one unit, as it is.
         graphs: replays micro-batches of shapes that come again, where they may be (`fastdp.engine.graphs`).
     """
 
@@ -54,13 +53,13 @@ class Engine(Passes):
         *,
         loss_reduction: str | None = None,
         two_pass: bool | None = None,
-        check: bool = True,
+        verify: Callable[[Passes, Ranks, Callable[[str, str | None], None]], Routing] = Routing,
         accumulator: Accumulator | None = None,
         on_route: Callable[[str, str | None], None] = lambda route, reason: None,
-        batches: int = 0,
         keep_logits: bool | None = None,
         ranks: Ranks = ONE,
         secret: bool = False,
+        isolated: bool = False,
         graphs: bool = False,
     ):
         super().__init__(
@@ -73,12 +72,13 @@ class Engine(Passes):
             keep_logits=keep_logits,
             ranks=ranks,
             secret=secret,
+            isolated=isolated,
         )
         self.tickets = tickets
         self.ranks = ranks
-        self.guard = Guard(model, self.weights.settle)
-        self.checks = Checks(self, self.guard, ranks, enabled=check, batches=batches, on_route=on_route)
-        self.graphs = Graphs(self, self.guard.forward) if graphs else None
+        self._on_route = on_route
+        self.checks = verify(self, ranks, on_route)
+        self.graphs = Graphs(self, self.checks.watching) if graphs else None
         self.complete = False
         #: Whether the model has seen some of a logical batch that is not released yet.
         self.begun = False
@@ -88,16 +88,11 @@ class Engine(Passes):
         #: Backward passes so far, and how many of them a step of the optimizer has followed.
         self.backwards = self.followed = 0
 
-    def close(self) -> None:
-        """Give the model its own forwards back; what the guard has not said yet it still knows."""
-        super().close()
-        self.guard.close()
-
     def abandon(self) -> bool:
         """Forget a logical batch that was begun and not released: the loader starts anew. Whether there was one."""
         begun, self.begun = self.begun, False
         self.accumulator.reset()
-        self.checks.between.forget()
+        self.checks.abandon()
         self.complete = self.broken = self._ended = False
         return begun
 
@@ -117,17 +112,19 @@ class Engine(Passes):
                 "model.eval() with torch.no_grad() to evaluate"
             )
         ticket, call = self.tickets[0], (args, kwargs)
-        between = self.checks.between
-        between.arrive()
-        try:
-            if ticket.company is not None:
-                return between.run_forward(call, ticket, self._backward)
-            if not as_long_as(call, ticket.rows):
-                raise ValueError(wrong_rows(call, ticket.rows))
-            with self.chance(), put_off():
-                return self._checked_forward(call, ticket)
-        finally:
-            between.leave()
+        if ticket.probe is not None:
+            return self.checks.run_probe(call, ticket, self._backward)
+        if self.isolated:
+            self.begun = True
+            if self.route is None:
+                self.route = ONE_EXAMPLE
+                self._on_route(ONE_EXAMPLE, "isolation='per_example'")
+            with self.chance():
+                return self.run_forward(call, ticket, verify=True, enter=self._backward)[0]
+        if not as_long_as(call, ticket.rows):
+            raise ValueError(wrong_rows(call, ticket.rows))
+        with self.chance(), put_off():
+            return self._checked_forward(call, ticket)
 
     def _checked_forward(self, call: Call, ticket: Ticket) -> Any:
         """The pass itself, after what has to be looked at before it; what it draws, a look ahead has drawn too."""
@@ -139,7 +136,7 @@ class Engine(Passes):
             replayed = self.graphs.forward(call, ticket, self._backward)
             if replayed is not None:
                 return replayed[0]
-        with self.guard.forward() if self.route != ORDINARY else nullcontext():
+        with self.checks.watching() if self.route != ORDINARY else nullcontext():
             verify = first or self.backwards == 0
             try:
                 try:
@@ -172,7 +169,9 @@ class Engine(Passes):
             )
         waiting.used = True
         if not self.tickets or self.tickets[0] is not waiting.ticket:
-            raise RuntimeError("backward passes must come in the order in which the loader handed out the batches")
+            raise RuntimeError(
+                "Two forward passes ran before one backward. Run one forward per batch, then backward()."
+            )
         if self.complete:
             raise RuntimeError(
                 "a logical batch is complete and optimizer.step() has not been called; call it after every backward()"
@@ -185,7 +184,7 @@ class Engine(Passes):
         self.refuse_foreign_gradients("before the backward pass")
         self.broken = True
         with put_off():
-            if waiting.ticket.company is None:
+            if waiting.ticket.probe is None:
                 self.differentiate(waiting, upstream)
             else:
                 waiting.backward(upstream, False)
@@ -193,5 +192,5 @@ class Engine(Passes):
         self.backwards += 1
         self.tickets.popleft()
         self._ended |= waiting.ticket.is_last
-        self.complete = self._ended and not self.checks.between.waits
+        self.complete = self._ended and not self.checks.waiting_probes
         self._ended &= not self.complete

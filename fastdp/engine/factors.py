@@ -151,10 +151,6 @@ class Factors:
         for unit, total in enumerate(totals):
             self.unit_to(total, unit, bounds)
 
-    def unlike(self) -> list[torch.Tensor]:
-        """Which rows of what was made once for the norms and again for the sums were not the same; bool."""
-        return []
-
 
 def joined(uses: list[Factors], layout: Layout) -> list[Factors]:
     """Join uses of one kind and length along each unit's tokens, so that k uses need one Gram and not k^2 cross terms."""

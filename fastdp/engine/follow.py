@@ -7,7 +7,7 @@ is computed from trained parameters and no data.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from fastdp.engine.batches import tensors
-from fastdp.engine.bits import readable
 from fastdp.engine.marks import Marks
 from fastdp.engine.named import functions
 from fastdp.engine.orders import Orders
@@ -124,42 +123,3 @@ class Follow(TorchFunctionMode):
             masks = any(is_data(i) and i.dtype in (torch.bool, torch.uint8) for i in index)
             return masks or is_data(first)
         return False
-
-
-class FollowInto(Follow):
-    """Notes into which tensors something is written that descends from the data, if only with a weight of zero so far.
-
-    Args:
-        inputs: the tensors that carry rows.
-        watched: by name.
-    """
-
-    def __init__(self, inputs: Iterable[torch.Tensor], watched: Mapping[str, torch.Tensor]):
-        super().__init__(inputs)
-        self._watched = dict(watched)
-        self._places = {t.untyped_storage().data_ptr(): name for name, t in watched.items() if readable(t)}
-        self._written: dict[str, None] = {}
-
-    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run one operation, and see what memory it writes to."""
-        given = list(tensors((args, kwargs)))
-        own = [(t, name) for t in given if (name := self._place(t)) is not None]
-        if not own or not any(t in self.data and self._place(t) is None for t in given):
-            return func(*args, **kwargs)
-        before = [t._version for t, _ in own]
-        out = func(*args, **kwargs)
-        moved = getattr(func, "__name__", "") == "__set__"
-        self._written |= {name: None for (t, name), count in zip(own, before) if moved or t._version != count}
-        return out
-
-    def _place(self, t: torch.Tensor) -> str | None:
-        try:
-            return self._places.get(t.untyped_storage().data_ptr()) if readable(t) else None
-        except NotImplementedError:
-            # Within torch.func a tensor has no memory of its own, and torch refuses to write it into one from outside.
-            return None
-
-    def reached(self, now: Mapping[str, torch.Tensor]) -> list[str]:
-        """The names of the watched tensors that were written to so, or stand now for others that were made of data."""
-        replaced = (name for name, t in now.items() if t is not self._watched.get(name) and t in self.data)
-        return [*self._written, *replaced]

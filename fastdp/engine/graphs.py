@@ -136,7 +136,7 @@ class Graphs:
         others = tuple((path, value) for path, value in everything(call) if not isinstance(value, torch.Tensor))
         if (
             ticket.token_units is not None
-            or ticket.company is not None
+            or ticket.probe is not None
             # What lies on the host Python may read unseen, and a replay would go on with what it read once.
             or any(t.device != passes.device for _, t in leaves(call))
             or type(passes.accumulator) is not Accumulator
@@ -196,8 +196,8 @@ class Graphs:
         def backward() -> list[torch.Tensor]:
             accumulator.reset()
             passes.differentiate(made["waiting"], None)
-            if accumulator.compared:
-                raise RuntimeError("its head is made twice, tile by tile: give keep_logits=True")
+            if accumulator.tiles_heads:
+                raise RuntimeError("its head is computed tile by tile: give keep_logits=True")
             counts = (accumulator.nonfinite, accumulator.unclipped, accumulator.units)
             made["sums"], made["counts"] = dict(accumulator.sums), counts
             return [*accumulator.sums.values(), *(torch.as_tensor(count) for count in counts)]

@@ -5,12 +5,11 @@ token's loss counts in the unit's. A tile holds ``w_t P_t`` of the tokens of a f
 of their hidden states, and either squared norms and products (by `fastdp.ops.gram_norms`, as of any factor pair) or, where
 units are longer than twice the width, their whole gradients, which are then the smaller thing to keep. All of it happens in
 the forward pass, since a unit's loss enters what is differentiated with one coefficient, which the backward pass brings.
-Sums need tiles again, once the units' weights are known: made from the same numbers by the same calls, and compared.
+Sums need tiles again, once the units' weights are known: made from the same numbers by the same calls.
 """
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -21,7 +20,6 @@ import fastdp.ops as ops
 from fastdp.engine.errors import UnsupportedUse
 from fastdp.engine.factors import Factors
 from fastdp.engine.layout import Layout
-from fastdp.engine.likeness import apart
 from fastdp.engine.logits import TILE, Logits, Step, cuts, inputs, quiet, token_losses
 from fastdp.engine.uses import Tap
 
@@ -30,7 +28,6 @@ from fastdp.engine.uses import Tap
 REMEASURED = 1 / 32
 #: A product of a norm and a coefficient, and a weight of both, are rounded a few times to float32.
 _ROUNDED = 1 + 2.0**-20
-_BAND = 256
 #: Of ids (by where they lie, and how many) and of each unit, the columns of its tile: ``[tokens, ids]``.
 Columns = dict[tuple[int, int], dict[int, torch.Tensor]]
 
@@ -55,10 +52,6 @@ class Tiles:
     ignored: int
     counts: torch.Tensor
     bounds: list[int]
-    #: Of every tile, rows and columns drawn in secret and what stood there first.
-    _seen: dict[int, tuple[list[int], int, torch.Tensor]] = field(default_factory=dict)
-    #: Which of those stood otherwise when a tile was made again.
-    compared: list[torch.Tensor] = field(default_factory=list)
 
     def tile(self, start: int, end: int, losses: torch.Tensor | None = None) -> torch.Tensor:
         """``w_t P_t`` of some tokens, in the dtype of their products with the weight; fills in ``losses`` ``[N]``."""
@@ -95,23 +88,10 @@ class Tiles:
             start, stop = self.bounds[first], self.bounds[end]
             if stop > start and (only is None or first <= only < end):
                 tile = self.tile(start, stop, losses)
-                self._look(first, end, tile)
                 offsets = torch.tensor(self.bounds[first : end + 1]) - start
                 yield slice(first, end), slice(start, stop), offsets.to(tile.device, non_blocking=True), tile
                 # Two tiles would stand beside each other while the next one is made.
                 del tile
-
-    def _look(self, first: int, end: int, tile: torch.Tensor) -> None:
-        known = self._seen.get(first)
-        if known is None:
-            draw, start = random.SystemRandom(), self.bounds[first]
-            spans = [(self.bounds[u] - start, self.bounds[u + 1] - start) for u in range(first, end)]
-            rows = [draw.randrange(a, b) for a, b in spans if b > a]
-            column = draw.randrange(max(1, tile.shape[1] - _BAND + 1))
-            self._seen[first] = rows, column, tile[rows, column : column + _BAND].clone()
-            return
-        rows, column, before = known
-        self.compared.append(apart(before, tile[rows, column : column + _BAND]))
 
 
 @dataclass(slots=True)
@@ -195,11 +175,6 @@ class HeadFactors(Factors):
         for units, tokens, offsets, tile in self.tiles.of_units(only=only):
             ops.weighted_sum(tile, self.right[tokens], weights[units], total, offsets=offsets)
             del tile
-
-    def unlike(self) -> list[torch.Tensor]:
-        """Which rows of its tiles were not the same again."""
-        found, self.tiles.compared = self.tiles.compared, []
-        return found
 
 
 def take(

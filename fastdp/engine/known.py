@@ -7,7 +7,7 @@ from typing import Any
 
 from fastdp.engine.batches import Call, Path, as_long_as, leaves, tensors
 from fastdp.engine.errors import Unseen, UnsupportedUse
-from fastdp.engine.still import unchanged
+from fastdp.engine.randomness import unchanged
 from fastdp.engine.trace import Trace, Tracer
 from fastdp.engine.uses import Tap
 

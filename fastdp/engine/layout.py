@@ -26,7 +26,8 @@ class Ticket:
         token_units: for packed rows, the unit of every token, ``[rows, tokens]`` int64, -1 where there is none; each
             unit is one contiguous run of the flattened rows.
         source: how the micro-batch was collated, where a loader knows.
-        company: where the loop is only tried, and nothing is summed: the examples, and what they are to show.
+        probe: for a batch that only verifies the training loop and adds to no sum, what it is to show.
+        lengths: elements of each example before collation, where a loader knows them.
     """
 
     row_units: torch.Tensor
@@ -34,7 +35,8 @@ class Ticket:
     is_last: bool
     token_units: torch.Tensor | None = None
     source: Any = None
-    company: Any = None
+    probe: Any = None
+    lengths: tuple[int, ...] = ()
 
     @property
     def rows(self) -> int:

@@ -11,7 +11,7 @@ from fastdp.engine.batches import Call, Path, map_tensors, take_rows, tensors, u
 from fastdp.engine.boundary import differentiable, require_loss
 from fastdp.engine.layout import Ticket
 from fastdp.engine.losses import LossTerms, intercepted
-from fastdp.engine.still import forgetting
+from fastdp.engine.randomness import BufferSnapshot
 
 _ONE_ROW = Ticket(torch.zeros(1, dtype=torch.int64), torch.ones(1), is_last=True)
 
@@ -28,16 +28,15 @@ def run_alone(
 ) -> tuple[list[Any], list[list[torch.Tensor]]]:
     """Each row a batch of its own: what the model returns for it, and what a backward pass would start from.
 
-    What a row leaves in the model's attributes the next one does not find.
+    Buffers are restored after each row, so that none reaches the next one.
     """
-    outputs = []
-    with forgetting(model) as forget:
-        for row in range(rows):
-            single = take_rows(call, torch.tensor([row]), carriers)
-            args, kwargs = unpadded(single, carriers) if returns_loss else single
-            with intercepted(LossTerms(_ONE_ROW.layout(device), alone=True)):
-                outputs.append(forward(*args, **kwargs))
-            forget()
+    outputs, snapshot = [], BufferSnapshot(model)
+    for row in range(rows):
+        single = take_rows(call, torch.tensor([row]), carriers)
+        args, kwargs = unpadded(single, carriers) if returns_loss else single
+        with intercepted(LossTerms(_ONE_ROW.layout(device), alone=True)):
+            outputs.append(forward(*args, **kwargs))
+        snapshot.restore()
     return outputs, [[require_loss(output)] if returns_loss else differentiable(output) for output in outputs]
 
 

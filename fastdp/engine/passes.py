@@ -25,7 +25,6 @@ from fastdp.engine.boundary import (
     require_loss,
     require_positive,
 )
-from fastdp.engine.chance import secretly
 from fastdp.engine.errors import SelfCheckError, Unseen, UnsupportedUse
 from fastdp.engine.forwards import Forwards
 from fastdp.engine.layout import Layout, Ticket
@@ -33,13 +32,12 @@ from fastdp.engine.logits import VOCABULARY
 from fastdp.engine.losses import LossTerms, combine, intercepted, masked_mean
 from fastdp.engine.one_example import merged, run_alone, starts
 from fastdp.engine.policy import Policy, Unclipped
+from fastdp.engine.randomness import BufferSnapshot, rng_state, seed_from_os, unchanged
 from fastdp.engine.ranks import Ranks
 from fastdp.engine.reads import Reads
-from fastdp.engine.replay import Replay
 from fastdp.engine.shards import weights_of
-from fastdp.engine.still import randomness, unchanged
 from fastdp.engine.trace import Trace, devices
-from fastdp.engine.uses import Sink, Tap, differentiate
+from fastdp.engine.uses import Tap, differentiate
 
 #: How per-example gradients are obtained.
 USES, ONE_EXAMPLE, ORDINARY = "uses", "one-example", "ordinary"
@@ -99,13 +97,12 @@ class Passes:
         model: the user's model; only the `forward` attribute of some of its modules is patched, and only until `close`.
         policy: the method's decisions.
         train: what the model's own call does while it trains.
-        loss_reduction, two_pass, accumulator, keep_logits, ranks, secret: as `Engine`'s.
+        loss_reduction, two_pass, accumulator, keep_logits, ranks, secret, isolated: as `Engine`'s.
 
     Attributes:
         route, reason: how gradients are obtained, None before that is known; and why not by uses.
         trace: what is known of the model, by which uses are told apart.
         divided: the model's loss functions whose coefficient it divides by the number of rows.
-        asked: where the model was seen to ask the host about data.
         trying: whether a pass only looks at the model, so that none of its faults is the user's loop's.
         explain: has the trace learn where a call of so many rows goes; raises `UnsupportedUse` where it cannot.
     """
@@ -127,9 +124,10 @@ class Passes:
         keep_logits: bool | None,
         ranks: Ranks,
         secret: bool,
+        isolated: bool = False,
     ):
         self.model = model
-        self.chance = partial(secretly, devices(model)) if secret else nullcontext
+        self.chance = partial(seed_from_os, devices(model)) if secret else nullcontext
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.weights = weights_of(model, ranks)
         #: The same as modules read them in a pass.
@@ -150,8 +148,8 @@ class Passes:
         self.reason: str | None = None
         self.trace: Trace | None = None
         self.divided: frozenset[int] = frozenset()
-        self.asked: frozenset[str] = frozenset()
         self.trying = False
+        self.isolated = isolated and self.route is None
         self.reads = Reads(self.read)
         self.reads.heads.always = keep_logits is False
         self.forwards = Forwards(model, self.reads, train, self.weights)
@@ -175,11 +173,11 @@ class Passes:
         self.weights.release()
 
     @contextmanager
-    def trial(self, *, memory: bool = True) -> Iterator[None]:
-        """Passes that only look: model and accumulator are afterwards what they were; ``memory`` as of `unchanged`."""
+    def trial(self) -> Iterator[None]:
+        """Passes that release nothing: buffers, random states and the accumulator are restored afterwards."""
         kept, self.trying = self.accumulator, True
         try:
-            with unchanged(self.model, memory=memory):
+            with unchanged(self.model):
                 yield
         finally:
             self.accumulator, self.trying = kept, False
@@ -188,21 +186,6 @@ class Passes:
         """The model's own forward pass, with nothing intercepted but the logits of heads, left out."""
         with self.reads.heads.open():
             return self.forwards.root.plain(*args, **kwargs)
-
-    def replay(self, call: Call, ticket: Ticket) -> Replay:
-        """This call, to be run again in other company. Needs a trace."""
-        assert self.trace is not None
-        return Replay(
-            self.model,
-            self.plain_forward,
-            call,
-            self.trace.carriers,
-            ticket,
-            returns_loss=self.returns_loss,
-            divided=self.divided,
-            mapped=self.trace.mapped,
-            weights=self.weights,
-        )
 
     def take_uses(self) -> None:
         """Go on by the route of uses, as the trace knows them."""
@@ -244,6 +227,8 @@ class Passes:
         ``enter`` is what a backward pass does (default: `differentiate`); ``verify`` looks at more on the way.
         """
         layout, enter = layout or self._layout(ticket), enter or self.differentiate
+        if self.isolated:
+            return self._in_isolation(call, ticket, layout, enter)
         if self.route == ONE_EXAMPLE:
             return self._one_at_a_time(call, ticket, layout, enter)
         tap = Tap(layout)
@@ -283,6 +268,29 @@ class Passes:
         queue = deque(waiting.outputs([torch.cat([row[i] for row in targets]) for i in range(len(targets[0]))]))
         return map_tensors(output, lambda t: queue.popleft() if t.requires_grad and t.dim() > 0 else t), waiting
 
+    def _in_isolation(
+        self, call: Call, ticket: Ticket, layout: Layout, enter: Callable[[Pass, Any], None]
+    ) -> tuple[Any, Pass]:
+        """Run a batch that holds one unit as it is; its buffers are restored after the backward pass."""
+        snapshot = BufferSnapshot(self.model)
+        output = self.forwards.root.plain(*call[0], **call[1])
+        tops = [require_loss(output)] if self.returns_loss else outer(output)
+
+        def backward(upstream: Any, retain: bool) -> None:
+            pairs = [(tops[0], torch.ones_like(tops[0]))]
+            if not self.returns_loss:
+                pairs = [(t, g * self.scale(ticket)) for t, g in zip(tops, upstream) if g is not None]
+            gradients = plain_gradients([t for t, _ in pairs], [g for _, g in pairs], self.read.values())
+            snapshot.restore()
+            if float(layout.weights) > 0:
+                found = {n: g.float().unsqueeze(0) for n, g in zip(self.read, gradients) if g is not None}
+                self.accumulator.add_unit(found, layout.weights)
+
+        waiting = Pass(call, ticket, layout, Tap(layout), True, enter, [], backward)
+        if self.returns_loss:
+            return replace_loss(output, waiting.loss(tops[0].detach())), waiting
+        return waiting.replace_outputs(output), waiting
+
     def _alone(
         self, call: Call, ticket: Ticket, layout: Layout
     ) -> tuple[list[Any], list[list[torch.Tensor]], Callable[[Any, bool], None]]:
@@ -307,11 +315,6 @@ class Passes:
                 self.accumulator.add_unit(found, layout.weights[unit : unit + 1])
 
         return outputs, targets, backward
-
-    def tops(self, call: Call, ticket: Ticket) -> list[torch.Tensor]:
-        """What a backward pass on a call would start from, by the route of uses: units' losses ``[units]``, or outputs."""
-        layout = self._layout(ticket)
-        return self._tops(call, layout, Tap(layout), verify=True)[1]
 
     def _tops(self, call: Call, layout: Layout, tap: Tap, *, verify: bool) -> tuple[Any, list[torch.Tensor], LossTerms]:
         """A forward pass by the route of uses, what its backward pass starts from (units' losses ``[units]``, or outputs), and
@@ -349,21 +352,6 @@ class Passes:
                 raise
             # Nothing is clipped: the mean over the rows stands for each of them.
             return output, [total.expand(layout.units)], terms
-
-    def capture(self, call: Call, ticket: Ticket, unit: int, sink: Sink) -> None:
-        """Hand a sink what a backward pass from one unit's loss (or outputs) alone captures."""
-        layout = self._layout(ticket)
-        tap = Tap(layout)
-        _, tops, _ = self._tops(call, layout, tap, verify=True)
-        tap.sink = sink
-        self.reads.tap = tap
-        try:
-            seeds = [torch.zeros_like(t).index_fill_(0, torch.tensor(unit, device=t.device), 1) for t in tops]
-            with self.weights.gathered():
-                torch.autograd.backward(tops, seeds)
-        finally:
-            self.reads.tap = None
-        self.refuse_foreign_gradients("in the backward pass")
 
     def differentiate(self, waiting: Pass, upstream: Any) -> None:
         """Run the backward pass of one micro-batch into the accumulator."""
@@ -438,9 +426,9 @@ class Passes:
 @contextmanager
 def repeatable(model: torch.nn.Module) -> Iterator[None]:
     """Raise `SelfCheckError` if a backward pass meanwhile drew random numbers of its own: a second one would see others."""
-    before = randomness(model)
+    before = rng_state(model)
     yield
-    if randomness(model) != before:
+    if rng_state(model) != before:
         raise SelfCheckError(
             "the backward pass draws random numbers of its own, so that norms and sums would see two dropout masks: "
             "checkpoint with preserve_rng_state=True, and draw from torch's generator alone; nothing of this batch was released"

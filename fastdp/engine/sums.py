@@ -10,7 +10,6 @@ import torch
 import fastdp.ops as ops
 from fastdp.engine.factors import Factors, scale
 from fastdp.engine.layout import Layout
-from fastdp.engine.likeness import Compared, require_alike
 from fastdp.engine.policy import Policy
 from fastdp.engine.shards import Whole
 from fastdp.ops.placed import sent
@@ -62,8 +61,8 @@ class Sums:
         self._sums: dict[str, torch.Tensor] = {}
         self._unscaled: dict[str, _Unscaled] = {}
         self._uncut: dict[str, torch.Tensor] = {}
-        #: What was made twice, of each micro-batch: which of it the second time gave otherwise.
-        self.compared: list[Compared] = []
+        #: Whether the logits of a head were computed tile by tile.
+        self.tiles_heads = False
 
     @property
     def sums(self) -> dict[str, torch.Tensor]:
@@ -82,15 +81,6 @@ class Sums:
     def _whole(self) -> dict[str, torch.Tensor]:
         """Where sums are added up: of one parameter at a time, if only pieces of them are kept."""
         return self._uncut if self.weights.cut else self._sums
-
-    def require_alike(self) -> None:
-        """Raise `SelfCheckError`, naming a parameter, if something was added that was not what had been measured.
-
-        On a GPU this waits for the device, so it is for the release to ask.
-        """
-        for compared in self.compared:
-            require_alike(compared)
-        self.compared.clear()
 
     def in_order(self, captured: dict[str, Any]) -> list[str]:
         """Whose sums are to be made, the last captured first; of pieces every parameter's, in one order on all ranks.
@@ -177,6 +167,7 @@ class Sums:
                 self._scale(name)
                 held = None
             total = None if held is None else held.total
+        self.tiles_heads |= use.tiled
         if total is None and (use.one_hot or use.tiled):
             total = torch.zeros(shape, device=use.right.device)
         flat = None if total is None else total.view(shape[0], -1)
@@ -189,9 +180,6 @@ class Sums:
             self._whole[name] = flat.view(shape)
         else:
             self._unscaled[name] = _Unscaled(flat, scales)
-        self.compared += [[([(name, len(rows))], rows)] for rows in use.unlike()]
-        if use.tiled and flat.device.type == "cpu":
-            self.require_alike()
 
     def add_matrices(
         self,

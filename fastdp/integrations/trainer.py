@@ -313,8 +313,8 @@ class PrivateTraining(_Behind):
         model.train()
         losses = []
         assert self.private is not None
-        # Where this class makes something of a batch before it calls the model, that is tried, last of the logical batch.
-        for micro_batch in itertools.chain(inputs, self.private.data_loader.companies()):
+        # Probe batches that verify this step come last of the logical batch.
+        for micro_batch in itertools.chain(inputs, self.private.data_loader.probe_batches()):
             prepared = self._prepare_inputs(micro_batch)
             with self.compute_loss_context_manager():
                 loss = self.private_loss(model, prepared)

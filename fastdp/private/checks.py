@@ -13,12 +13,11 @@ from typing import Any
 import torch
 from torch.utils.data import ConcatDataset, Subset
 
-from fastdp.engine.bits import contents
-from fastdp.engine.collation import spread
 from fastdp.engine.modes import refuse_mixing
 from fastdp.engine.pieces import is_cut
 from fastdp.engine.ranks import pass_through
 from fastdp.engine.shards import check_pieces
+from fastdp.private.provenance import checksums
 from fastdp.private.sampler import Units
 
 #: Wrappers that gather, cut or reduce gradients before any of them could be clipped, and what is wrong with each.
@@ -26,8 +25,9 @@ _FOREIGN_WRAPPERS = {
     "FullyShardedDataParallel": "FullyShardedDataParallel flattens parameters, whose gradients nothing can then tell apart",
     "DeepSpeedEngine": "DeepSpeed takes gradients out of the backward pass before they are clipped",
 }
-#: Examples of the data that processes compare before they train together.
+#: Examples of the data that processes compare before they train together, spread over it.
 _COMPARED = 8
+_GOLDEN = 0.6180339887498949
 
 
 def bare(model: torch.nn.Module) -> torch.nn.Module:
@@ -54,9 +54,10 @@ def described(model: torch.nn.Module, dataset: Any, units: Units, method: Any) -
     """What processes that train together must have alike, by name: short digests of a model, and of a few of the examples."""
     shapes = [(name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in model.named_parameters()]
     held = (*model.named_parameters(), *model.named_buffers())
-    here = ((n, t) for n, t in held if type(t.data) is torch.Tensor and t.device.type != "meta")
-    values = {name: bits for name, (*_, bits) in contents(here).items()}
-    read = [(index, _digest(dataset[index]), _digest(dataset[index])) for index in spread(len(dataset), _COMPARED)]
+    here = {n: t for n, t in held if type(t.data) is torch.Tensor and t.device.type != "meta"}
+    values = dict(zip(here, checksums(here.values())))
+    some = dict.fromkeys(int(len(dataset) * (_GOLDEN * k % 1)) for k in range(_COMPARED))
+    read = [(index, _digest(dataset[index]), _digest(dataset[index])) for index in some]
     return {
         "the model": repr(shapes),
         "the size of the data set": len(dataset),

@@ -22,18 +22,16 @@ from torch.utils.data import (
 
 from fastdp.accounting.ledger import STEP
 from fastdp.engine.batches import map_tensors
-from fastdp.engine.between import Company
-from fastdp.engine.chance import forget_seeds, secretly, seeded
-from fastdp.engine.collation import Collation, spread
 from fastdp.engine.layout import Ticket
+from fastdp.engine.randomness import forget_seeds, seed_from_os, seeded
 from fastdp.engine.ranks import ONE, Ranks
 from fastdp.ops.stream import NoiseStream
 from fastdp.private.observer import Observer
 from fastdp.private.plan import Plan
 from fastdp.private.sampler import Sampler, Units
+from fastdp.verify.collation import Collation, example_length
+from fastdp.verify.loop import ProbeBatch
 
-#: Most examples in a batch that only tries the loop.
-_TRIED = 6
 _END = object()
 #: What the plan, and the checks of the first batch, go by.
 _SETTLED = frozenset({"dataset", "collate_fn", "batch_size", "kind", "units", "unit_map", "reproducible", "_sampler"})
@@ -59,6 +57,7 @@ class PrivateLoader:
         unit_map: name of the batch entry that holds the unit of every token, for collators that pack rows.
         ranks: the processes that train together. Each draws the same logical batch and delivers its share of it, in as many
             micro-batches as the others, padding rows for those it lacks.
+        one_unit: hand out one unit at a time.
     """
 
     def __init__(
@@ -74,6 +73,7 @@ class PrivateLoader:
         unit_map: str | None = None,
         observers: Sequence[Observer] = (),
         ranks: Ranks = ONE,
+        one_unit: bool = False,
     ):
         if len(units) != plan.units:
             raise ValueError(f"the data set has {len(units)} units, and the plan accounts for {plan.units}")
@@ -91,16 +91,15 @@ class PrivateLoader:
         self.observers = observers
         self.unit_map = unit_map
         self.ranks = ranks
+        self.one_unit = one_unit
         #: Where a loader that accelerate has prepared puts its batches; None leaves them where they are.
         self.device: torch.device | None = getattr(loader, "device", None)
         self.lengths = _lengths(self.dataset)
         self.tickets: deque[Ticket] = deque()
         self.on_restart: Callable[[], None] = lambda: None
-        #: Told that iteration begins; the companies in which the loop is to be tried now.
-        self.try_loop: Callable[[Collation], None] = lambda source: None
-        self.trials: Callable[[], Iterable[Company]] = tuple
-        #: Whether batches are kept as they were handed out, for a look at what the loop makes of them.
-        self.keeps_batches: Callable[[], bool] = lambda: False
+        #: Called before iteration by loops that take batches ahead; and the probe batches that come next.
+        self.plan_probes: Callable[[Collation, int], None] = lambda source, rows: None
+        self.probes: Callable[[], Iterable[ProbeBatch]] = tuple
         #: Whether the latest iteration went to its end.
         self._whole = False
         #: Set by a caller that takes each batch before the backward pass of the one before.
@@ -109,7 +108,7 @@ class PrivateLoader:
         self.look_ahead = False
         self._options: dict[str, Any] = {
             "num_workers": loader.num_workers,
-            "collate_fn": loader.collate_fn,
+            "collate_fn": _Measured(loader.collate_fn),
             "pin_memory": loader.pin_memory,
             "timeout": loader.timeout,
             "worker_init_fn": loader.worker_init_fn if self.reproducible else partial(_begin, loader.worker_init_fn),
@@ -139,30 +138,29 @@ class PrivateLoader:
             self.require_consumed()
         self.tickets.clear()
         self.on_restart()
-        if self.unit_map is None:  # packed rows have none of their own that could be compared
-            some = spread(len(self.dataset), _TRIED)[: self.max_physical_batch_size]  # type: ignore[arg-type]
-            self.try_loop(Collation(self.dataset, self.collate_fn, some, {}))
-            yield from self.companies()
+        if self.unit_map is None and self.takes_ahead:
+            self.plan_probes(Collation(self.dataset, self.collate_fn, (), {}), self.max_physical_batch_size)
+            yield from self.probe_batches()
         steps = min(self.steps_per_epoch, self.remaining())
         waiting: deque[tuple[list[int], Ticket]] = deque()
         read: Any = _Singly(self.dataset) if _may_mix(self.dataset) else self.dataset
         inner: DataLoader = DataLoader(read, batch_sampler=_Drawn(self, steps, waiting), **self._options)
-        for batch in self._collated(inner):
+        for lengths, batch in self._collated(inner):
             if not self.look_ahead:
                 self.require_consumed()
             indices, ticket = waiting.popleft()
-            made = self.dataset, self.collate_fn, indices, batch, self.unit_map
-            ticket = replace(ticket, source=Collation.of(*made, copied=self.keeps_batches()))
+            source = Collation.of(self.dataset, self.collate_fn, indices, batch, self.unit_map)
+            ticket = replace(ticket, source=source, lengths=tuple(lengths))
             if self.unit_map is not None:
                 batch, ticket = self._packed(batch, ticket)
             self.tickets.append(ticket)
             yield self._placed(batch)
-            yield from self.companies()
+            yield from self.probe_batches()
         self._whole = True
 
     def _collated(self, inner: Iterable[Any]) -> Iterator[Any]:
         """What data set and collator make, drawing by chance what nobody knows, unless the run's own draws are known."""
-        chance = nullcontext if self.reproducible else secretly
+        chance = nullcontext if self.reproducible else seed_from_os
         with chance():
             batches = iter(inner)
         while True:
@@ -172,15 +170,15 @@ class PrivateLoader:
                 return
             yield batch
 
-    def companies(self) -> Iterator[Any]:
-        """What the loop is to be tried with before it goes on, each batch in the random state that it is to be tried in."""
-        for company in self.trials():
-            batch, there = company.batch(), company.source
-            source = Collation.of(there.dataset, there.collate, there.indices, batch, copied=True)
+    def probe_batches(self) -> Iterator[Any]:
+        """Batches of weight 0 that verify the training loop before anything is released, each under the same seed."""
+        for probe in self.probes():
+            batch, made = probe.batch(), probe.source
+            source = Collation.of(made.dataset, made.collate, made.indices, batch)
             ticket = _ticket([1] * len(source.indices), 0.0, is_last=False)
-            self.tickets.append(replace(ticket, company=replace(company, source=source)))
+            self.tickets.append(replace(ticket, probe=replace(probe, source=source)))
             batch = self._placed(batch)
-            with seeded(company.seed):
+            with seeded(0):
                 yield batch
 
     def _placed(self, batch: Any) -> Any:
@@ -228,7 +226,7 @@ class PrivateLoader:
         filled = 0
         for unit in drawn:
             size = len(self.units.examples(unit))
-            if filled + size > self.max_physical_batch_size and pieces[-1]:
+            if pieces[-1] and (self.one_unit or filled + size > self.max_physical_batch_size):
                 pieces.append([])
                 filled = 0
             pieces[-1].append(unit)
@@ -280,6 +278,16 @@ def _begin(own: Callable[[int], Any] | None, worker: int) -> None:
     if own is not None:
         own(worker)
     forget_seeds()
+
+
+class _Measured:
+    """A collator that also returns the length of each example."""
+
+    def __init__(self, collate: Callable[[list[Any]], Any]):
+        self.collate = collate
+
+    def __call__(self, items: list[Any]) -> tuple[list[int], Any]:
+        return [example_length(item) for item in items], self.collate(items)
 
 
 class _Singly:

@@ -7,8 +7,10 @@ nothing else. So an outcome cannot hold what no noise was added to, unless a met
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,9 +18,7 @@ import torch
 import fastdp.ops as ops
 from fastdp.engine.accumulator import Accumulator
 from fastdp.engine.batches import as_long_as, map_tensors, take_rows
-from fastdp.engine.bits import DRAW
 from fastdp.engine.bounds import Norms
-from fastdp.engine.collation import Collation
 from fastdp.engine.engine import Engine
 from fastdp.engine.errors import SelfCheckError
 from fastdp.engine.ranks import ONE, Ranks
@@ -26,6 +26,8 @@ from fastdp.engine.shards import Whole
 from fastdp.ops.stream import NoiseStream
 from fastdp.private.loader import PrivateLoader
 from fastdp.private.plan import Plan, SideRelease
+from fastdp.verify import Checks
+from fastdp.verify.collation import Collation, example_length
 
 #: What came out of a method's preparation, by name: masks, a selection. It follows from what was released, so it may be saved.
 Outcome = Mapping[str, torch.Tensor]
@@ -33,6 +35,9 @@ Outcome = Mapping[str, torch.Tensor]
 Contributions = Callable[[Any], Iterator[Mapping[str, torch.Tensor]]]
 
 
+#: Examples of the batch and of the data set among which the longest and the shortest are compared.
+_SAMPLED = 4
+_GOLDEN = 0.6180339887498949
 #: How far what an example contributes may move beside a longer one, relative to its size: rounding of other shapes.
 _APART = 1e-2
 _PADDED = (
@@ -225,7 +230,7 @@ class Sample:
             accumulator.policy,
             loader.tickets,
             accumulator=accumulator,
-            check=check,
+            verify=partial(Checks, enabled=check),
             keep_logits=True,
             ranks=self._access.ranks,
             secret=not loader.reproducible,
@@ -235,7 +240,6 @@ class Sample:
                 batch = _placed(batch, self._preparation.parameters)
                 output = model(**batch) if isinstance(batch, Mapping) else model(*batch)
                 (output["loss"] if isinstance(output, Mapping) else output[0]).backward()
-            accumulator.require_alike()
             accumulator.merge(self._access.ranks)
         finally:
             engine.close()
@@ -304,10 +308,8 @@ def _parts(
             continue
         if not checked:
             _require_independence(ticket.source, parameters, contributions)
-            checked = True
         found, units, placed = 0, weights.shape[0], _placed(batch, parameters)
-        # Two, so that one of them is not the unit for whose sake all others are treated otherwise.
-        drawn = DRAW.sample(range(units), 2) if units > 1 else []
+        drawn = [] if checked or units < 2 else random.SystemRandom().sample(range(units), 2)
         for part in contributions(placed):
             counts = {tensor.shape[0] for tensor in part.values()}
             before, found = found, found + max(counts)
@@ -319,6 +321,7 @@ def _parts(
                     here = {name: tensor[own - before] for name, tensor in part.items()}
                     _require_same(here, _first(contributions(alone)), _COUPLED)
             yield part
+        checked = True
         if found != units:
             raise ValueError(
                 f"a batch of {units} units gave another number of contributions: this release needs one row a "
@@ -332,9 +335,10 @@ def _require_independence(
     """Raise `SelfCheckError` if an example contributes otherwise when it is collated beside a longer one."""
     if source is None:
         return
-    items = source.items()
-    sizes = [sum(t.numel() for t in source.together([item]).values()) for item in items]
-    longest, shortest = (items[pick(range(len(items)), key=sizes.__getitem__)] for pick in (max, min))
+    size = len(source.dataset)
+    spread = (int(size * (_GOLDEN * k % 1)) for k in range(_SAMPLED))
+    items = [source.dataset[index] for index in dict.fromkeys([*source.indices[:_SAMPLED], *spread])]
+    longest, shortest = max(items, key=example_length), min(items, key=example_length)
     beside, alone = (
         _first(contributions(_placed(source.collated(chosen), parameters)))
         for chosen in ([shortest, longest], [shortest])

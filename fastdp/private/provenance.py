@@ -8,15 +8,16 @@ which this process knows, and by sums of all bits of the weights, which copies a
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
 from fastdp.accounting.ledger import Ledger
-from fastdp.engine.bits import contents
-from fastdp.engine.guard import Guard
-from fastdp.engine.pieces import is_cut
+from fastdp.engine.pieces import is_cut, piece
+from fastdp.verify.state import StateCheck
 
+#: Columns of the table in which bits are added up.
+_WIDE = 512
 #: Under this name the ledger keeps which runs trained the model before.
 _BEFORE = "trained before"
 _TRAINED_BEFORE = (
@@ -34,6 +35,34 @@ _TRAINED: weakref.WeakKeyDictionary[torch.nn.Module, tuple[str, ...]] = weakref.
 _RELEASED: dict[int, str] = {}
 
 
+def checksums(tensors: Iterable[torch.Tensor]) -> tuple[int, ...]:
+    """A 64-bit checksum of each tensor's bits, in which no two positions count alike."""
+    found = [_checksum64(piece(tensor)) for tensor in tensors]
+    devices: dict[torch.device, list[torch.Tensor]] = {}
+    for own in found:
+        devices.setdefault(own.device, []).append(own)
+    # One host synchronization per device.
+    read = {device: iter(torch.stack(own).tolist()) for device, own in devices.items()}
+    return tuple(next(read[own.device]) for own in found)
+
+
+def _checksum64(tensor: torch.Tensor) -> torch.Tensor:
+    bits = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).contiguous().reshape(-1).view(torch.uint8)
+    head = bits.shape[0] // (8 * _WIDE) * 8 * _WIDE
+    rest = bits[head:].long()
+    total = (rest * _odd(rest)).sum()
+    if head:
+        table = bits[:head].view(torch.int64).view(-1, _WIDE)
+        for sums in (table.sum(0), table.sum(1)):
+            total += (sums * _odd(sums)).sum()
+    return total
+
+
+def _odd(like: torch.Tensor) -> torch.Tensor:
+    """A different odd number for each position."""
+    return (2 * torch.arange(like.shape[0], device=like.device) + 1) * 0x9E3779B97F4A7C1
+
+
 class Provenance:
     """Of the weights of one run.
 
@@ -41,7 +70,7 @@ class Provenance:
         model: the user's own.
         parameters: all that the run may train, by name.
         ledger: keeps what was found, so that the card says so of a run that is resumed as well.
-        guard: the present one of the model.
+        state: the present state check of the model.
     """
 
     def __init__(
@@ -49,9 +78,9 @@ class Provenance:
         model: torch.nn.Module,
         parameters: Mapping[str, torch.nn.Parameter],
         ledger: Ledger,
-        guard: Callable[[], Guard],
+        state: Callable[[], StateCheck],
     ):
-        self._model, self._parameters, self._ledger, self._guard = model, parameters, ledger, guard
+        self._model, self._parameters, self._ledger, self._state = model, parameters, ledger, state
         #: What tells each parameter as the run found it; and the states that follow from its releases, as far as they were kept.
         self._found: tuple[int, ...] | None = None
         self._known: set[tuple[int, ...]] = set()
@@ -94,7 +123,7 @@ class Provenance:
 
     def require(self) -> None:
         """See whether the weights are what releases left: where they are not, the card says so from here on."""
-        if self._ledger.untouched or (not self._ended and self._guard().holds()) or self._bits() in self._known:
+        if self._ledger.untouched or (not self._ended and self._state().holds()) or self._bits() in self._known:
             return
         self._note_changed()
 
@@ -124,7 +153,7 @@ class Provenance:
         ]
 
     def _bits(self) -> tuple[int, ...]:
-        return tuple(bits for *_, bits in contents(self._parameters.items()).values())
+        return checksums(self._parameters.values())
 
     def _note_changed(self) -> None:
         if not self._closed and self._ledger.noted(_CHANGED) is None:

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -21,7 +21,7 @@ from fastdp.engine.pieces import is_cut, whole
 from fastdp.engine.policy import Policy
 from fastdp.engine.ranks import ONE, Ranks
 from fastdp.ops.grid import DISTANCE
-from fastdp.private.criterion import Criterion, RowLosses
+from fastdp.private.criterion import Criterion, mean_of_rows
 from fastdp.private.loader import PrivateLoader
 from fastdp.private.observer import Observer
 from fastdp.private.parts import Average
@@ -31,6 +31,8 @@ from fastdp.private.provenance import Provenance
 from fastdp.private.publish import Published
 from fastdp.private.stages import Stages
 from fastdp.private.steps import UNCHECKED, Steps
+from fastdp.verify import Checks
+from fastdp.verify.state import StateCheck
 
 _STATE_VERSION = 2
 _UNCHECKED_ROWS = (
@@ -90,7 +92,6 @@ class Private(Published):
         self.ledger = ledger
         self.plan = plan
         self.criterion = criterion
-        self._row_losses = None if criterion is None else RowLosses(criterion)
         #: The processes that train together.
         self.ranks = ranks
         self._stages = stages
@@ -100,7 +101,7 @@ class Private(Published):
         self._observers = observers
         self._observed: set[str] = set()
         self._assumed: list[str] = []
-        self._provenance = Provenance(model, stages.parameters, ledger, lambda: stages.engine.guard)
+        self._provenance = Provenance(model, stages.parameters, ledger, lambda: self._state)
         self._following = [part.follow() for part in self.method.parts()]
         self._fingerprint = fingerprint(stages.parameters)
         self._epsilons: dict[tuple[tuple[int, ...], float], float] = {}
@@ -111,9 +112,8 @@ class Private(Published):
             _DRIVEN.add(owner)
         data_loader.remaining = lambda: self._require_budget()
         data_loader.on_restart = self._restart
-        data_loader.try_loop = lambda source: self._engine.checks.try_loop(source, ahead=data_loader.takes_ahead)
-        data_loader.trials = lambda: self._engine.checks.between.take()
-        data_loader.keeps_batches = lambda: not self._engine.checks.between.settled
+        data_loader.plan_probes = lambda source, rows: self._checks.plan_ahead(source, rows)
+        data_loader.probes = lambda: self._checks.probe_batches()
         self._follow_schedule()
 
     def __iter__(self) -> Iterator[Any]:
@@ -215,7 +215,6 @@ class Private(Published):
         # Whoever iterates over the private loader trains, and `from_pretrained` leaves a model in eval mode.
         if not self.model.training:
             self.model.train()
-        self._engine.guard.require_told()
         self._abandon()
         self._provenance.begin()
         self.ledger.begin_pass()
@@ -230,6 +229,14 @@ class Private(Published):
     @property
     def _engine(self) -> Engine:
         return self._stages.engine
+
+    @property
+    def _checks(self) -> Checks:
+        return cast(Checks, self._stages.engine.checks)
+
+    @property
+    def _state(self) -> StateCheck:
+        return self._checks.state
 
     @property
     def outcome(self) -> Outcome:
@@ -272,26 +279,25 @@ class Private(Published):
         """
         found = [following for following in self._following if isinstance(following, Average)]
         average = found[0] if found else Average(0.0)
-        self._engine.guard.require_settled()
-        self._engine.guard.require_told()
+        self._state.require_settled()
         try:
             with average.applied(self._stages.parameters):
                 self._provenance.keep()
-                self._engine.guard.settle()
+                self._state.settle()
                 yield self.model
         finally:
-            self._engine.guard.settle()
+            self._state.settle()
 
     def loss(self, output: Any, batch: Any) -> torch.Tensor:
         """The mean over a batch's rows of the losses that ``criterion`` gives them; call backward() on it.
 
-        Raises RuntimeError without a criterion, ValueError if it does not return one loss a row, and `SelfCheckError` if a row's
-        is another beside others.
+        Raises RuntimeError without a criterion, ValueError if it does not return one loss a row.
         """
-        if self._row_losses is None:
+        if self.criterion is None:
             raise RuntimeError("this run has no criterion: give make_private criterion=, a function of (output, batch)")
         tickets = self.data_loader.tickets
-        return self._row_losses.mean(output, batch, tickets[0] if self.model.training and tickets else None)
+        rows = tickets[0].rows if self.model.training and torch.is_grad_enabled() and tickets else None
+        return mean_of_rows(self.criterion(output, batch), rows)
 
     def epsilon(self, delta: float | None = None) -> float:
         """Privacy spent so far, an upper bound (PLD, pessimistic), at ``delta`` (default: the target).
@@ -330,7 +336,6 @@ class Private(Published):
 
         Of weights in pieces every rank must ask, as each has some of what the card keeps digests of.
         """
-        self._engine.guard.require_told()
         self._provenance.require()
         self._provenance.look_back()
         stream, plan = self._release.stream, self.plan
@@ -365,6 +370,7 @@ class Private(Published):
             assumptions=[
                 *([_UNCHECKED_ROWS] if self.ledger.noted(UNCHECKED) is not None else []),
                 *([_DISCARDED_BATCHES] if self.ledger.noted(_DISCARDED) is not None else []),
+                *self._checks.sentences(),
                 *self._provenance.sentences(),
                 *self._assumed,
             ],
@@ -377,7 +383,6 @@ class Private(Published):
 
     def state_dict(self) -> dict[str, Any]:
         """Step counts and spent budget, for a checkpoint; never a key, so a resumed run repeats no noise."""
-        self._engine.guard.require_told()
         self._provenance.require()
         return {
             "version": _STATE_VERSION,
@@ -411,9 +416,8 @@ class Private(Published):
                 f"this checkpoint was made at noise multiplier {state['noise_multiplier']:.6g}, the run has "
                 f"{self.noise_multiplier:.6g}; give the same privacy arguments"
             )
-        self._engine.guard.conclude()
         self.ledger.restore(state["spent"], state["ledger_head"])
-        self._engine.guard.settle()
+        self._state.settle()
         self._provenance.resume(state.get("weights"))
         if state["prepared_step"] >= 0:
             self._stages.adopt(state["outcome"], state["prepared_step"])
@@ -464,7 +468,6 @@ class Private(Published):
 
     def detach(self) -> None:
         """Give model and optimizer back as they were before `make_private`; the ledger is closed."""
-        guard = self._engine.guard
         self._provenance.close()
         self._abandon()
         self._steps.remove()
@@ -472,7 +475,6 @@ class Private(Published):
         self.ledger.close()
         for owner in (self.model, self.optimizer):
             _DRIVEN.discard(owner)
-        guard.conclude()
 
 
 def drives(owner: Any) -> bool:

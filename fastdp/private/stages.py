@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import copy
-import itertools
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors.torch import load_file
@@ -14,7 +13,6 @@ from safetensors.torch import load_file
 import fastdp.files as files
 from fastdp.accounting import Ledger, LedgerError
 from fastdp.accounting.weights import named_digest
-from fastdp.engine.bits import contents
 from fastdp.engine.engine import Engine
 from fastdp.engine.modes import kept_modes
 from fastdp.engine.policy import Policy
@@ -23,6 +21,8 @@ from fastdp.engine.shards import weights_of
 from fastdp.private.method import Method
 from fastdp.private.preparation import Outcome, Preparation
 from fastdp.private.release import Release
+from fastdp.verify import Checks
+from fastdp.verify.state import StateCheck
 
 #: What each preparation released, by the step it ran before.
 _OUTCOME_FILE = "preparation-{step:08d}.safetensors"
@@ -85,7 +85,6 @@ class Stages:
 
         A release that an earlier process made and kept is not made again. A method that fails leaves the stage as it was.
         """
-        self.engine.guard.require_told()
         if self._resume and self._adopt_stored(preparation.step):
             return
         self.engine.close()
@@ -105,24 +104,19 @@ class Stages:
             self.model.zero_grad(set_to_none=True)
             self.engine = self._open()
         # What comes between two stages comes between two releases.
-        self.engine.guard.settle()
+        cast(Checks, self.engine.checks).state.settle()
 
     def _release(self, preparation: Preparation) -> None:
         """Let a copy of the method make its releases: what it keeps, or writes into the model, has no noise."""
-        before = contents(itertools.chain(self.model.named_parameters(), self.model.named_buffers()))
+        state = StateCheck(self.model)
+        state.settle()
         returned: Any = copy.copy(self.method).prepare(preparation)  # type: ignore[func-returns-value]
         if returned is not None:
             raise TypeError(
                 f"{self.method.mechanism} returned something from prepare(), which no noise was added to: make releases "
                 "there, and let conclude() say what follows from them"
             )
-        after = contents(itertools.chain(self.model.named_parameters(), self.model.named_buffers()))
-        changed = sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
-        if changed:
-            raise RuntimeError(
-                f"{changed[0]} changed while {self.method.mechanism} looked at private data: nothing but its releases may "
-                "leave there"
-            )
+        state.require_settled()
 
     @property
     def chosen(self) -> str:
@@ -144,7 +138,7 @@ class Stages:
         self.engine.close()
         self.outcome, self.prepared_step = dict(outcome), step
         self.engine = self._open()
-        self.engine.guard.settle()
+        cast(Checks, self.engine.checks).state.settle()
 
     def close(self) -> None:
         """Give model and optimizer back as they were."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -20,6 +20,7 @@ from fastdp.private.parts import Part, noised_fraction
 from fastdp.private.plan import Plan
 from fastdp.private.schedules import count_release, follow_releases, forget_releases
 from fastdp.private.stages import Stages
+from fastdp.verify import Checks
 
 _TRAINS, _GRADIENT = map(operator.attrgetter, ("requires_grad", "grad"))
 #: Under this name the ledger keeps that steps were released without checks of the model.
@@ -134,7 +135,7 @@ class Steps:
         """Release the logical batch, if it is whole, after what must be looked at before."""
         engine, release = self._stages.engine, self._stages.release
         self._refuse_unclipped(optimizer)
-        engine.guard.require_settled(engine.parameters)
+        cast(Checks, engine.checks).state.require_settled(engine.parameters)
         engine.followed = engine.backwards
         self.done = engine.complete
         if not engine.complete:
@@ -142,8 +143,6 @@ class Steps:
         accumulator = engine.accumulator
         with self._ranks.together(self._stated(accumulator.policy)):
             self._carried.require_untouched()
-            engine.guard.require_untouched(last=self._ledger.spent_steps + 1 >= self._ledger.budget_steps)
-            accumulator.require_alike()
             self._require_noise(accumulator.policy)
             if not engine.checks.enabled and self._ledger.noted(UNCHECKED) is None:
                 # Kept with the spending, so that the card says so of a run that goes on with checks as well.
@@ -241,7 +240,7 @@ class Steps:
         engine = self._stages.engine
         with put_off():
             self._carried.keep()
-            engine.guard.advance()
+            cast(Checks, engine.checks).state.settle_parameters()
         for following in self._following:
             following.after_step(engine.parameters)
         self._prepare()

@@ -15,6 +15,7 @@ from fastdp.engine.modes import in_mode
 from fastdp.engine.passes import ONE_EXAMPLE
 from fastdp.engine.policy import Policy
 from fastdp.ops.routes import constants_for, predicted_seconds
+from fastdp.verify import Checks
 
 
 class Description(NamedTuple):
@@ -38,7 +39,7 @@ def describe(model: torch.nn.Module, batch: dict[str, Any]) -> list[Description]
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     rows = next(t.shape[0] for t in tensors(batch) if t.dim() > 0)
     tickets = deque([Ticket(torch.arange(rows), torch.ones(rows), is_last=True)])
-    engine = Engine(model, Policy((1.0,), (0.0,), dict.fromkeys(parameters, 0)), tickets)
+    engine = Engine(model, Policy((1.0,), (0.0,), dict.fromkeys(parameters, 0)), tickets, verify=Checks)
     try:
         with in_mode(model, training=True):
             loss = find_loss(model(**batch))

@@ -1,0 +1,156 @@
+"""Random states: seeded to repeat a pass, drawn from the operating system to train, and restored after a probe.
+
+A dropout mask belongs to the position of its row, and that position depends on which other rows were drawn. A known seed would
+make the masks a function of positions, so one more record would move every record behind it by an amount that no clip bounds.
+A private run therefore draws from the operating system.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import random
+import struct
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import numpy
+import torch
+
+from fastdp.engine.trace import devices
+
+_WORDS = 624
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Set every random state of the host to this seed, and restore all of them afterwards."""
+    with _restored(()):
+        seed_everything(seed)
+        yield
+
+
+def seed_everything(seed: int) -> None:
+    """Set every random state of the host to this seed."""
+    torch.default_generator.manual_seed(seed)
+    random.seed(seed)
+    numpy.random.seed(seed)  # noqa: NPY002
+
+
+@contextmanager
+def seed_from_os(devices: Sequence[int] = ()) -> Iterator[None]:
+    """Seed every random state of the host and of these GPUs from the operating system, and restore them afterwards."""
+    with _restored(devices):
+        forget_seeds()
+        for index in devices:
+            torch.cuda.default_generators[index].manual_seed(int.from_bytes(os.urandom(8), "little") >> 1)
+        yield
+
+
+def forget_seeds() -> None:
+    """Seed every random state of the host from the operating system, whatever the user's seed."""
+    torch.set_rng_state(_unknown_state())
+    random.seed(os.urandom(32))
+    numpy.random.seed(numpy.frombuffer(os.urandom(32), dtype=numpy.uint32))  # noqa: NPY002
+
+
+def _unknown_state() -> torch.Tensor:
+    """A state of torch's CPU generator with every word drawn; a seed would set 32 bits of it."""
+    known, start = _known_state()
+    state = known.clone()
+    words = state.numpy()[start : start + 8 * _WORDS].view(numpy.uint64)
+    words[:] = numpy.frombuffer(os.urandom(4 * _WORDS), numpy.uint32)
+    return state
+
+
+@functools.cache
+def _known_state() -> tuple[torch.Tensor, int]:
+    """The state that one seed makes, and the offset of its words."""
+    state = torch.Generator().manual_seed(5489).get_state()
+    # The first words of the state that this seed makes, as the generator's authors print them.
+    start = state.numpy().tobytes().find(struct.pack("<QQ", 5489, 1301868182))
+    if start < 0:
+        raise RuntimeError(
+            f"the random state of torch {torch.__version__} is not known, so that masks could be guessed"
+        )
+    return state, start
+
+
+@contextmanager
+def _restored(devices: Sequence[int]) -> Iterator[None]:
+    # Numpy's bit generator is swapped: copying its state takes longer than a small layer.
+    state, own = random.getstate(), numpy.random.get_bit_generator()  # type: ignore[attr-defined]
+    numpy.random.set_bit_generator(numpy.random.MT19937() if own is _spare() else _spare())  # type: ignore[attr-defined]
+    try:
+        with torch.random.fork_rng(devices=devices):
+            yield
+    finally:
+        random.setstate(state)
+        numpy.random.set_bit_generator(own)  # type: ignore[attr-defined]
+
+
+@functools.cache
+def _spare() -> numpy.random.BitGenerator:
+    return numpy.random.MT19937()
+
+
+def rng_state(model: torch.nn.Module) -> tuple[bytes, ...]:
+    """Fingerprint of every generator that a pass of this model may draw from: torch's, Python's and numpy's."""
+    states = [torch.get_rng_state(), *(torch.cuda.get_rng_state(index) for index in devices(model))]
+    python, numbers = hash(random.getstate()), numpy.random.get_state(legacy=True)  # noqa: NPY002
+    return *(state.numpy().tobytes() for state in states), repr((python, numbers[2])).encode(), bytes(numbers[1])  # type: ignore[index]
+
+
+@contextmanager
+def preserve_rng(model: torch.nn.Module) -> Iterator[None]:
+    """Restore every random state afterwards."""
+    python, numbers = random.getstate(), numpy.random.get_state()  # noqa: NPY002
+    try:
+        with torch.random.fork_rng(devices=devices(model)):
+            yield
+    finally:
+        random.setstate(python)
+        numpy.random.set_state(numbers)  # noqa: NPY002
+
+
+class BufferSnapshot:
+    """The buffers of a model as they are now; `restore` puts their tensors and values back.
+
+    Args:
+        model: its attributes, hooks and parameters are never touched.
+    """
+
+    def __init__(self, model: torch.nn.Module):
+        self._held = [(m, dict(m._buffers)) for m in model.modules() if m._buffers and not _is_scripted(m)]
+        self._copies = [(b, version(b), b.detach().clone()) for b in model.buffers()]
+
+    def restore(self) -> None:
+        """Put back what was replaced or written in place since."""
+        for module, held in self._held:
+            if any(module._buffers.get(name) is not buffer for name, buffer in held.items()):
+                module._buffers.update(held)
+        with torch.no_grad():
+            for at, (buffer, before, values) in enumerate(self._copies):
+                if version(buffer) != before:
+                    buffer.copy_(values)
+                    self._copies[at] = buffer, version(buffer), values
+
+
+@contextmanager
+def unchanged(model: torch.nn.Module) -> Iterator[None]:
+    """Restore a model's buffers and every random state afterwards."""
+    snapshot = BufferSnapshot(model)
+    try:
+        with preserve_rng(model):
+            yield
+    finally:
+        snapshot.restore()
+
+
+def version(tensor: torch.Tensor) -> int:
+    """How often torch counted an in-place write to a tensor; 0 for inference tensors, which have no count."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _is_scripted(module: torch.nn.Module) -> bool:
+    return isinstance(module, torch.jit.ScriptModule)

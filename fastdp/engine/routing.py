@@ -1,0 +1,191 @@
+"""Which route a model's gradients take: decided at the first batch by one trace, and kept true for later ones."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+
+from fastdp.engine.batches import Call
+from fastdp.engine.errors import SelfCheckError, UnsupportedUse
+from fastdp.engine.known import Known
+from fastdp.engine.layout import Ticket
+from fastdp.engine.modes import refuse_mixing
+from fastdp.engine.passes import ORDINARY, Pass, Passes
+from fastdp.engine.ranks import Ranks
+from fastdp.engine.trace import Tracer
+
+
+class Routing:
+    """Choose the route of the first batch, and explain later batches by its trace.
+
+    This class verifies nothing: `fastdp.verify.Checks` fills in the hooks ``verify_*``, which do nothing here.
+
+    Args:
+        passes: of the model.
+        ranks: the processes that train together.
+        on_route: called with the route, and why, once it is known.
+
+    Attributes:
+        enabled: whether batches are verified.
+        waiting_probes: batches for the training loop alone that have not gone through it yet; nothing is released before.
+    """
+
+    enabled = False
+    waiting_probes = 0
+
+    def __init__(self, passes: Passes, ranks: Ranks, on_route: Callable[[str, str | None], None]):
+        self.passes, self.ranks, self._on_route = passes, ranks, on_route
+        self._tracer = Tracer(passes.model, passes.read, passes.vocabulary)
+        self._known = Known(self._tracer, passes.forwards.root.plain)
+        passes.explain = lambda call, rows: self._known.explain(passes.trace, call, rows)
+
+    def before(self, call: Call, ticket: Ticket) -> bool:
+        """Prepare for a batch before its pass. True if any rank ran the model for that."""
+        passes = self.passes
+        if passes.route == ORDINARY or passes.isolated:
+            return False
+        first = passes.route is None
+        due = not first and self.due(call, ticket)
+        looked = passes.weights.anyone(first or due or self._known.new(passes.trace, call, ticket.rows))
+        if looked:
+            with passes.weights.apart():
+                if first:
+                    self._open(call, _weighted(ticket))
+                else:
+                    self._known.add(passes.trace, call, ticket.rows)
+                    if due:
+                        self.verify_later(call, _weighted(ticket))
+        self.verify_loop(call, ticket)
+        return looked
+
+    def after(self, waiting: Pass, *, explained: bool) -> None:
+        """Compare the uses of a batch's own pass with the trace. Raises `Unseen` if the batch must be explained first."""
+        self._known.require(self.passes.trace, waiting.call, waiting.ticket.rows, waiting.tap, looked_at=explained)
+        self.verify_pass(waiting)
+
+    def explain(self, call: Call, ticket: Ticket) -> None:
+        """Learn the path of a batch that reads parameters in another way than the first one did.
+
+        Raises `UnsupportedUse` where no trace explains it, or its rows must be run alone.
+        """
+        passes, ticket = self.passes, _weighted(ticket)
+        divided = passes.divided
+        if passes.trace is None or not self.enabled:
+            raise UnsupportedUse("a batch reads parameters in another way than the first one did")
+        # A loop that goes on after a refusal finds nothing learned.
+        with passes.trial(), passes.trace.trying():
+            try:
+                self._known.explain(passes.trace, call, ticket.rows)
+                self.verify_rows(call, ticket)
+                if passes.divided != divided:
+                    raise UnsupportedUse("a later batch divides its loss by its rows and the first one did not")
+                self.verify_engine(call, ticket)
+            except SelfCheckError as error:
+                # Rows that are run alone do not meet.
+                raise UnsupportedUse(str(error)) from error
+            finally:
+                passes.divided = divided
+
+    def watching(self) -> AbstractContextManager[None]:
+        """Watch the model's state during a training forward pass."""
+        return nullcontext()
+
+    def due(self, call: Call, ticket: Ticket) -> bool:
+        """Whether a batch after the first is to be verified."""
+        return False
+
+    def verify_rows(self, call: Call, ticket: Ticket) -> None:
+        """Verify that rows are independent. Raises `UnsupportedUse` if they must be run alone, `SelfCheckError` to refuse."""
+
+    def verify_engine(self, call: Call, ticket: Ticket) -> None:
+        """Verify the engine's norms and sums; here, run one forward pass by the route of uses."""
+        self.passes.run_forward(call, ticket, verify=True)
+
+    def verify_alone(self, call: Call, ticket: Ticket) -> None:
+        """Verify the one-example route."""
+
+    def verify_later(self, call: Call, ticket: Ticket) -> None:
+        """Verify a batch after the first."""
+
+    def verify_loop(self, call: Call, ticket: Ticket) -> None:
+        """Verify what the training loop makes of a batch."""
+
+    def verify_pass(self, waiting: Pass) -> None:
+        """Verify what a batch's own forward pass gave."""
+
+    def run_probe(self, call: Call, ticket: Ticket, enter: Callable[[Pass, Any], None]) -> Any:
+        """Run a batch that only verifies the training loop."""
+        raise NotImplementedError("only fastdp.verify.Checks hands out such batches")
+
+    def abandon(self) -> None:
+        """Forget probes of a logical batch that was discarded."""
+
+    @contextmanager
+    def tracing(self) -> Iterator[None]:
+        """Watch the model's state while it is traced."""
+        yield
+
+    def _open(self, call: Call, ticket: Ticket) -> None:
+        """Trace the model, verify its rows, and try the route of uses on a few of them."""
+        passes = self.passes
+        refuse_mixing(passes.model)
+        with passes.trial():
+            reason = self._decide(call, ticket)
+        if reason is not None:
+            passes.fall_back(reason, ticket)
+        self._on_route(str(passes.route), reason)
+
+    def _decide(self, call: Call, ticket: Ticket) -> str | None:
+        """Why the one-example route is taken, or None. Raises ValueError for a model that no route serves."""
+        passes = self.passes
+        with self.tracing():
+            passes.trace = self._tracer.trace(passes.forwards.root.original, call, ticket.rows)
+        passes.forwards.leave_out(passes.trace.heads)
+        reason = passes.trace.conflict
+        if reason is not None and not passes.trace.mapped:
+            reason += _advice(passes.model)
+        try:
+            self.verify_rows(call, ticket)
+        except UnsupportedUse as error:
+            reason = reason or str(error)
+        reason = reason or self._try_uses(call, ticket)
+        if reason is not None and ticket.token_units is None:
+            try:
+                self.verify_alone(call, ticket)
+            except SelfCheckError:
+                raise
+            except Exception as error:
+                raise ValueError(f"no route serves this model: {reason}; one row alone fails with: {error}") from error
+        return reason
+
+    def _try_uses(self, call: Call, ticket: Ticket) -> str | None:
+        passes = self.passes
+        try:
+            passes.take_uses()
+            self.verify_engine(call, ticket)
+            return None
+        except (SelfCheckError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            passes.model.zero_grad(set_to_none=True)
+            passes.forwards.unpatch()
+            return str(error) or type(error).__name__
+
+
+def _advice(model: torch.nn.Module) -> str:
+    """How stock classifiers of transformers avoid selecting the rows that have a label, or nothing."""
+    kinds = [module for module in model.modules() if type(module).__name__.endswith("ForSequenceClassification")]
+    if any(getattr(getattr(module, "config", None), "problem_type", "") is None for module in kinds):
+        return "; if every row has one label, set model.config.problem_type = 'single_label_classification'"
+    return ""
+
+
+def _weighted(ticket: Ticket) -> Ticket:
+    """The ticket with every unit's weight 1, so that the padding row of an empty sample is verified like any other."""
+    if bool(ticket.weights.any()):
+        return ticket
+    return dataclasses.replace(ticket, weights=torch.ones_like(ticket.weights))

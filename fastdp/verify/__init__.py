@@ -1,0 +1,5 @@
+"""What a run verifies of its batches before anything is released (docs/audit.md)."""
+
+from fastdp.verify.checks import Checks
+
+__all__ = ["Checks"]

@@ -1,0 +1,242 @@
+"""When batches are verified, and which checks run: the first one, longer ones, and a public schedule afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+
+from fastdp.engine.batches import Call, tensors
+from fastdp.engine.errors import UnsupportedUse
+from fastdp.engine.layout import Ticket
+from fastdp.engine.modes import refuse_mixing
+from fastdp.engine.passes import ONE_EXAMPLE, USES, Pass, Passes
+from fastdp.engine.ranks import Ranks
+from fastdp.engine.routing import Routing
+from fastdp.verify import definition
+from fastdp.verify.collation import Collation
+from fastdp.verify.definition import check_alone, check_companions, check_definition, check_packed, chosen_rows
+from fastdp.verify.engine_check import check_engine
+from fastdp.verify.loop import UNDECIDED, LoopCheck, ProbeBatch
+from fastdp.verify.probe import Probe, rounding
+from fastdp.verify.state import StateCheck
+
+ISOLATED = (
+    "examples are independent by construction, as each was collated and run alone (isolation='per_example'), apart from state "
+    "that the data set, the collator, the loop or attributes of the model keep"
+)
+#: Microbatches after which a row is compared with what it got in the batch's own pass, and after which everything is checked
+#: again; each interval is twice the one before. One comparison takes at most a forward pass, a third of a step, and all checks
+#: at most three steps.
+BRIEF_AFTER, ALL_AFTER = 34, 600
+
+
+class Checks(Routing):
+    """Verifies batches before anything of them is released.
+
+    Args:
+        passes, ranks, on_route: as for `Routing`.
+        enabled: whether rows and the engine are verified; state always is.
+
+    Attributes:
+        state: of the model.
+        loop: what verifies the training loop.
+        assumptions: what could not be decided, in sentences for the card.
+    """
+
+    def __init__(
+        self, passes: Passes, ranks: Ranks, on_route: Callable[[str, str | None], None], *, enabled: bool = True
+    ):
+        super().__init__(passes, ranks, on_route)
+        self.enabled = enabled
+        self.state = StateCheck(passes.model, passes.weights.settle)
+        self.loop = LoopCheck(passes)
+        self.assumptions: list[str] = []
+        self._full = False
+        if passes.isolated:
+            # Buffers are restored after each example.
+            self.state.harmless = frozenset(name for name, _ in passes.model.named_buffers())
+            self.assumptions.append(ISOLATED)
+        self._batches, self._brief, self._all = 0, BRIEF_AFTER, ALL_AFTER
+        #: The longest example so far, and the largest difference of two in a batch.
+        self._reach = (0, 0)
+        self._checked_loop = False
+        self._traced: tuple[Call, Ticket] | None = None
+
+    @property
+    def waiting_probes(self) -> int:  # type: ignore[override]
+        return self.loop.waiting
+
+    def before(self, call: Call, ticket: Ticket) -> bool:
+        """Verify a batch, if it is due, before its pass."""
+        if self.passes.route is None:
+            self.state.settle()
+            self._traced = call, ticket
+        self._batches += 1
+        looked = super().before(call, ticket)
+        if looked:
+            self.state.accept_buffers()
+        return looked
+
+    def watching(self) -> AbstractContextManager[None]:
+        """Raise `SelfCheckError` if a training forward writes a saved buffer meanwhile."""
+        return self.state.forward()
+
+    @contextmanager
+    def tracing(self) -> Iterator[None]:
+        """Learn which state the trace writes."""
+        assert self._traced is not None
+        (args, kwargs), self._traced = self._traced[0], None
+
+        def again() -> None:
+            with torch.no_grad():
+                self.passes.plain_forward(*args, **kwargs)
+
+        with self.state.tracing(again):
+            yield
+        self.state.settle()
+
+    def due(self, call: Call, ticket: Ticket) -> bool:
+        """Whether a later batch is verified: for a longer example, more padding, NaN, changed modules, or by the schedule."""
+        if not self.enabled:
+            return False
+        longer = self._grows(ticket)
+        changed = self.state.structure_changed() if ticket.is_last else False
+        scheduled = self._batches > self._all
+        self._full = changed or scheduled
+        if scheduled:
+            self._all *= 2
+        return longer or self._full or self._not_finite(call)
+
+    def _grows(self, ticket: Ticket) -> bool:
+        if not ticket.lengths:
+            return False
+        longest, spread = self._reach
+        now = max(ticket.lengths), max(ticket.lengths) - min(ticket.lengths)
+        self._reach = max(longest, now[0]), max(spread, now[1])
+        return self._reach != (longest, spread) and now[1] > 0
+
+    def _not_finite(self, call: Call) -> bool:
+        """Whether inputs hold NaN or infinity; a GPU is not asked, as the host would have to wait."""
+        if self.passes.device.type != "cpu":
+            return False
+        return not all(bool(torch.isfinite(t).all()) for t in tensors(call) if t.is_floating_point())
+
+    def verify_rows(self, call: Call, ticket: Ticket) -> None:
+        """The definition check and the companion check of the first batch, or of one that takes another path."""
+        if not self.enabled:
+            return
+        self._grows(ticket)
+        self.state.structure_changed()
+        if ticket.token_units is not None:
+            check_packed(self.passes, call, ticket)
+            return
+        rows = chosen_rows(ticket)
+        if self.passes.returns_loss:
+            self._assume(check_definition(self.passes, call, ticket, rows))
+        check_companions(self.passes, call, ticket, rows)
+
+    def verify_engine(self, call: Call, ticket: Ticket) -> None:
+        """The engine check, on two rows."""
+        if self.enabled:
+            check_engine(self.passes, call, ticket, chosen_rows(ticket))
+        else:
+            super().verify_engine(call, ticket)
+
+    def verify_alone(self, call: Call, ticket: Ticket) -> None:
+        """The one-example route's own check."""
+        check_alone(self.passes, call, ticket, chosen_rows(ticket))
+
+    def verify_later(self, call: Call, ticket: Ticket) -> None:
+        """The same checks of a later batch; of one that is only longer, or not finite, the losses alone."""
+        passes = self.passes
+        try:
+            with passes.trial():
+                if ticket.token_units is not None:
+                    check_packed(passes, call, ticket)
+                elif passes.route == ONE_EXAMPLE:
+                    check_alone(passes, call, ticket, chosen_rows(ticket))
+                elif self._full:
+                    refuse_mixing(passes.model)
+                    self.verify_rows(call, ticket)
+                    self.verify_engine(call, ticket)
+                elif passes.returns_loss:
+                    self._assume(check_definition(passes, call, ticket, chosen_rows(ticket), gradients=False))
+        except UnsupportedUse as error:
+            if passes.route == USES:
+                passes.fall_back(str(error), ticket)
+
+    def verify_pass(self, waiting: Pass) -> None:
+        """Compare one row with what it got in the batch's own pass, where that drew nothing; and losses that are not finite."""
+        passes, ticket = self.passes, waiting.ticket
+        plain = self.enabled and passes.returns_loss and ticket.token_units is None and ticket.rows > 1
+        if not plain or passes.weights.cut or len(waiting.tops) != 1 or waiting.tops[0].shape[0] != ticket.rows:
+            return
+        scheduled = self._batches > self._brief
+        broken = passes.device.type == "cpu" and not bool(torch.isfinite(waiting.tops[0]).all())
+        if not scheduled and not broken:
+            return
+        if scheduled:
+            self._brief *= 2
+        with passes.trial():
+            rows = chosen_rows(ticket)
+            if broken:
+                lost = (~torch.isfinite(waiting.tops[0])).nonzero()[:, 0].tolist()
+                check_definition(passes, waiting.call, ticket, [*lost[:1], *lost[-1:]], gradients=False)
+            else:
+                self._compare_own_pass(waiting, rows[-1])
+        self.state.accept_buffers()
+
+    def _compare_own_pass(self, waiting: Pass, row: int) -> None:
+        passes, probe = self.passes, Probe(self.passes, waiting.call, waiting.ticket)
+        alone = probe.run(probe.rows([row]), 1, dropout=True)
+        if alone.draws:
+            check_definition(passes, waiting.call, waiting.ticket, [row], gradients=False)
+            return
+        own = sum(v[0] * s for v, s in zip(alone.values, alone.shares))
+        found = float(waiting.tops[0][row].detach())
+        if alone.finite(0) and not abs(float(own) - found) <= rounding(passes.model) * max(abs(found), abs(float(own))):
+            check_definition(passes, waiting.call, waiting.ticket, [row], gradients=False)
+            raise definition.coupled(probe, waiting.call, row)
+
+    def verify_loop(self, call: Call, ticket: Ticket) -> None:
+        """Plan probe batches if the loop makes something of a batch, or computes the loss itself: on all ranks or on none."""
+        source, loop = ticket.source, self.loop
+        if not self.enabled or source is None or ticket.token_units is not None or loop.waiting:
+            return
+        first, self._checked_loop = not self._checked_loop, True
+        if not first and (self.ranks.size > 1 or self.passes.device.type != "cpu"):
+            return
+        needs = (not self.passes.returns_loss and not loop.begun) or loop.makes(call, source)
+        if self.ranks.size > 1:
+            needs = any(self.ranks.gather(needs))
+        if needs:
+            loop.begin(source, ticket.rows)
+
+    def plan_ahead(self, source: Collation, rows: int) -> None:
+        """Plan probe batches before the first batch, for a loop that takes batches ahead."""
+        if self.enabled and not self.loop.begun and self.passes.route != "ordinary":
+            self.loop.begin(source, rows, ahead=True)
+
+    def probe_batches(self) -> Iterator[ProbeBatch]:
+        """What the loop is to be given next."""
+        return self.loop.take()
+
+    def run_probe(self, call: Call, ticket: Ticket, enter: Callable[[Pass, Any], None]) -> Any:
+        """Run a batch that only verifies the loop."""
+        output = self.loop.run_forward(call, ticket, enter)
+        self.state.accept_buffers()
+        return output
+
+    def abandon(self) -> None:
+        """Forget probe batches of a logical batch that was discarded."""
+        self.loop.forget()
+
+    def sentences(self) -> list[str]:
+        """What was assumed, for the card."""
+        return [*self.assumptions, *([UNDECIDED] if self.loop.undecided else [])]
+
+    def _assume(self, sentences: list[str]) -> None:
+        self.assumptions += [sentence for sentence in sentences if sentence not in self.assumptions]

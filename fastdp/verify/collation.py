@@ -1,0 +1,132 @@
+"""How a microbatch was made of its examples, so that a check can make it again with other companions or alone."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fastdp.engine.batches import Call, Path, everything, leaves, map_leaves
+from fastdp.engine.randomness import seeded, version
+
+
+@dataclass(frozen=True)
+class Collation:
+    """The examples of a microbatch, and the tensors that the loader handed out for them.
+
+    Args:
+        dataset, collate: the user's own.
+        indices: the examples of the microbatch, in order.
+        batch: the tensors that were handed out, by path.
+        versions: how often each had been written to by then.
+        unit_map: for packed rows, the entry that names the example of each token; it is handed to nobody.
+    """
+
+    dataset: Any
+    collate: Callable[[list[Any]], Any]
+    indices: Sequence[int]
+    batch: dict[Path, torch.Tensor]
+    versions: tuple[int, ...] = ()
+    unit_map: str | None = None
+
+    @classmethod
+    def of(
+        cls,
+        dataset: Any,
+        collate: Callable[[list[Any]], Any],
+        indices: Sequence[int],
+        batch: Any,
+        unit_map: str | None = None,
+    ) -> Collation:
+        """The collation of a batch that is about to be handed out."""
+        held = dict(leaves(batch))
+        return cls(dataset, collate, indices, held, tuple(map(version, held.values())), unit_map)
+
+    def sources(self, call: Call) -> dict[Path, Path] | None:
+        """For each tensor of a call the path of the same tensor in the batch; None if the loop made one of them itself.
+
+        A tensor that was moved to another device counts as the same if name and values agree.
+        """
+        unwritten = {path: t for (path, t), seen in zip(self.batch.items(), self.versions) if version(t) == seen}
+        found: dict[Path, Path] = {}
+        for path, t in leaves(call):
+            same = [p for p, own in unwritten.items() if own is t]
+            if not same:
+                same = [p for p, own in unwritten.items() if p[-1:] == path[-1:] and _is_copy(t, own)]
+            if not same:
+                return None
+            found[path] = same[0]
+        return found
+
+    def items(self, rows: Sequence[int]) -> list[Any]:
+        """The examples of these rows, read again."""
+        return [self.dataset[self.indices[row]] for row in rows]
+
+    def collated(self, items: Sequence[Any], seed: int = 0) -> Any:
+        """What the user's collator makes of copies of some examples, under this seed."""
+        with seeded(seed):
+            made = self.collate([copy.deepcopy(item) for item in items])
+        if self.unit_map is not None and hasattr(made, "pop"):
+            made.pop(self.unit_map, None)
+        return made
+
+    def call(self, like: Call, sources: Mapping[Path, Path], batch: Any) -> Call:
+        """A call like this one, with tensors of another batch."""
+        tensors = dict(leaves(batch))
+
+        def other(path: Path, t: torch.Tensor) -> torch.Tensor:
+            return tensors[sources[path]].to(t.device, t.dtype)
+
+        made: Call = map_leaves(like, other)
+        return made
+
+    def draws(self, row: int) -> tuple[bool, bool]:
+        """Whether reading an example, and collating one, give something else under another seed."""
+        index, read = self.indices[row], []
+        for seed in (0, 1):
+            with seeded(seed):
+                read.append(self.dataset[index])
+        batches = [self.collated(read[:1], seed) for seed in (0, 1)]
+        return not _same(*read), not _same(*batches)
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two nestings hold the same tensors and plain values."""
+    pairs = list(zip(everything(one), everything(other), strict=False))
+    return all(_equal(a, b) for (_, a), (_, b) in pairs)
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
+        return isinstance(a, type(b)) and _values_equal(a, b)
+    if hasattr(a, "tobytes") and hasattr(b, "tobytes"):
+        return bool(a.tobytes() == b.tobytes())
+    return not isinstance(a, (bool, int, float, str)) or a == b or a != a
+
+
+def _values_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.shape == b.shape and torch.equal(a.nan_to_num(), b.nan_to_num())
+
+
+def _is_copy(t: torch.Tensor, own: torch.Tensor) -> bool:
+    """Whether a tensor is another device's, or another type's, copy of the loader's own."""
+    moved = t.device != own.device or t.dtype != own.dtype or own.data_ptr() == t.data_ptr()
+    return moved and t.shape == own.shape and _values_equal(own.to(t), t)
+
+
+def example_length(item: Any) -> int:
+    """Elements of an example's longest sequence, text or tensor; 0 if it has none."""
+    if isinstance(item, Mapping):
+        return max(map(example_length, item.values()), default=0)
+    if isinstance(item, torch.Tensor):
+        return item.numel()
+    if isinstance(item, (tuple, list)):
+        plain = not item or isinstance(item[0], (int, float))
+        return len(item) if plain else max(map(example_length, item))
+    if isinstance(item, str):
+        return len(item)
+    size = getattr(item, "size", 0)  # numpy's arrays
+    return size if isinstance(size, int) else 0

@@ -1,0 +1,235 @@
+"""Loop check: what a training loop makes of an example, or sends back for it, must not depend on other examples.
+
+If the tensors that reach the model are the loader's own and the model returns its loss, there is nothing to check. Otherwise
+the loop is given three small batches of real examples that add to no sum: some examples together, one of them beside other
+companions, and that one alone. All three pass through the loop, the model and the criterion like any other batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fastdp.engine.batches import Call, Path, as_long_as, everything, leaves, take_rows, unpadded
+from fastdp.engine.boundary import differentiable, plain_gradients, replace_loss, require_loss
+from fastdp.engine.errors import SelfCheckError
+from fastdp.engine.layout import Ticket
+from fastdp.engine.losses import LossTerms, intercepted
+from fastdp.engine.passes import ONE_EXAMPLE, Pass, Passes
+from fastdp.engine.randomness import BufferSnapshot, preserve_rng, rng_state, seed_everything, seeded
+from fastdp.engine.uses import Tap
+from fastdp.verify.collation import Collation, example_length
+from fastdp.verify.probe import DropoutDisabled, rounding
+
+#: Examples among which a short and a long one are chosen, of this batch and of the data set.
+_SAMPLED = 8
+_GOLDEN = 0.6180339887498949
+#: Seeds of the loop's random state, the model's and the criterion's.
+_LOOP, _MODEL, _CRITERION = 0, 1, 2
+#: How far gradients may move where losses may move by 1.
+_GRADIENTS = 10.0
+UNDECIDED = (
+    "the training loop, the model or the criterion draws random numbers that depend on the batch's shape, so rows were compared "
+    "beside other companions and not alone"
+)
+_COUPLES = (
+    "The criterion gives an example another gradient {how}. Give make_private criterion=, a function of (output, batch) that "
+    "returns one loss per row; nothing was released."
+)
+_MAKES = (
+    "The loop gives the model something else for an example {how}. Make each row from its own example and pad on the right; "
+    "nothing was released."
+)
+_HOW = {"beside": "beside other examples", "alone": "alone than in its batch"}
+
+
+@dataclass(frozen=True)
+class ProbeBatch:
+    """One small batch that verifies the loop.
+
+    Args:
+        source: the data set, the collator, and the examples of this batch; the first of them is compared.
+        items: the examples as they were read.
+        role: "together", "beside" or "alone".
+    """
+
+    source: Collation
+    items: Sequence[Any]
+    role: str
+
+    def batch(self) -> Any:
+        """What the user's collator makes of the examples."""
+        return self.source.collated(self.items, _LOOP)
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """What a probe batch gave its first row, the random state in which the model found it, and whether more was drawn."""
+
+    values: torch.Tensor
+    start: tuple[bytes, ...]
+    draws: bool
+
+
+class LoopCheck:
+    """Decides when the loop is verified, and compares what it did with the probe batches.
+
+    Args:
+        passes: of the model.
+
+    Attributes:
+        waiting: probe batches that have not gone through the loop yet.
+        begun: whether the loop was ever verified.
+        undecided: whether something could not be compared.
+    """
+
+    def __init__(self, passes: Passes) -> None:
+        self._passes = passes
+        self.waiting = 0
+        self.begun = self.undecided = False
+        self._due: list[ProbeBatch] = []
+        self._seen: dict[str, _Outcome] = {}
+        #: Numbers and texts of the first call, which a loop may make of a later batch.
+        self._constants: dict[Path, Any] | None = None
+        self._longest = 0
+
+    def makes(self, call: Call, source: Collation) -> bool:
+        """Whether the loop made tensors or numbers of a call itself, longer ones than it was verified with."""
+        constants = {path: value for path, value in everything(call) if isinstance(value, (int, float, str))}
+        known = constants if self._constants is None else self._constants
+        self._constants = known
+        if source.sources(call) is not None and known == constants:
+            return False
+        longest = max((t.numel() // max(t.shape[0], 1) for _, t in leaves(call) if t.dim()), default=0)
+        longer, self._longest = longest > self._longest, max(longest, self._longest)
+        return longer or not self.begun
+
+    def begin(self, source: Collation, rows: int, *, ahead: bool = False) -> None:
+        """Plan probe batches of at most ``rows`` examples: a short one beside a long one and another, and alone.
+
+        ``ahead`` is for loops that take a batch before they are done with the one before.
+        """
+        self.begun = True
+        size = len(source.dataset)
+        spread = (int(size * (_GOLDEN * k % 1)) for k in range(_SAMPLED))
+        indices = list(dict.fromkeys([*source.indices[:_SAMPLED], *spread]))
+        if rows < 2 or len(indices) < 2:
+            # Every batch holds one example, so none can reach another.
+            return
+        items = {index: source.dataset[index] for index in indices}
+        first, *middle, longest = sorted(items, key=lambda index: example_length(items[index]))
+        # The longest stays, so that shapes do.
+        others = [[longest, *own][: rows - 1] for own in (middle[:1], middle[-1:] if len(middle) > 1 else [first])]
+        if rows == 2:
+            others[1] = middle[-1:] or [first]
+        plan = [("together", [first, *others[0]]), ("beside", [first, *others[1]]), ("alone", [first])]
+        if ahead:
+            plan = [plan[2], *plan[:2], plan[1]]
+        for role, chosen in plan:
+            made = Collation(source.dataset, source.collate, chosen, {})
+            self._due.append(ProbeBatch(made, [items[index] for index in chosen], role))
+        self.waiting, self._seen = len(self._due), {}
+
+    def take(self) -> Iterator[ProbeBatch]:
+        """The probe batches that the loop is to be given next."""
+        while self._due:
+            yield self._due.pop(0)
+
+    def forget(self) -> None:
+        """Drop the probe batches of a logical batch that was discarded."""
+        self.begun = self.begun and not self.waiting
+        self.waiting, self._due = 0, []
+
+    def run_forward(self, call: Call, ticket: Ticket, enter: Callable[[Pass, Any], None]) -> Any:
+        """A probe batch's forward pass, without dropout and under one seed; nothing is summed."""
+        passes, probe = self._passes, ticket.probe
+        start, snapshot = rng_state(passes.model), BufferSnapshot(passes.model)
+        terms = LossTerms(ticket.layout(passes.device))
+        with passes.weights.apart(), DropoutDisabled():
+            with seeded(_MODEL):
+                before = rng_state(passes.model)
+                with intercepted(terms):
+                    output = passes.plain_forward(*call[0], **call[1])
+                draws = rng_state(passes.model) != before
+            if passes.returns_loss:
+                values = self._losses(call, ticket, terms)
+        if passes.returns_loss and probe.source.sources(call) is not None:
+            # Nothing reaches the model but the loader's own tensors: the rest of a probe made ahead is not needed.
+            self.waiting -= len(self._due)
+            self._due = []
+        snapshot.restore()
+        state = ExitStack()
+        state.enter_context(preserve_rng(passes.model))
+        seed_everything(_CRITERION)
+        left = rng_state(passes.model)
+
+        def backward(upstream: Any, _retain: bool) -> None:
+            drew = draws or rng_state(passes.model) != left
+            state.close()
+            found = values if passes.returns_loss else self._gradients(output, upstream, ticket)
+            self.waiting -= 1
+            self._compare(probe.role, _Outcome(found, start, drew))
+
+        layout = ticket.layout(passes.device)
+        waiting = Pass(call, ticket, layout, Tap(layout), True, enter, [], backward)
+        if passes.returns_loss:
+            return replace_loss(output, waiting.loss(require_loss(output).detach()))
+        return waiting.replace_outputs(output)
+
+    def _losses(self, call: Call, ticket: Ticket, terms: LossTerms) -> torch.Tensor:
+        """The losses ``[k]`` of the first row: of each loss function, or the model's own on that row alone."""
+        passes = self._passes
+        if terms.terms and not terms.unmapped and passes.route != ONE_EXAMPLE:
+            return torch.stack([term.per_unit.detach()[0] for term in terms.terms])
+        carriers = as_long_as(call, ticket.rows) if passes.trace is None else passes.trace.carriers
+        single = unpadded(take_rows(call, torch.tensor([0]), carriers), carriers)
+        layout = Ticket(torch.arange(1), torch.ones(1), is_last=True).layout(passes.device)
+        with seeded(_MODEL), intercepted(LossTerms(layout, alone=True)):
+            return require_loss(passes.plain_forward(*single[0], **single[1])).detach().reshape(1)
+
+    def _gradients(self, output: Any, upstream: Sequence[Any], ticket: Ticket) -> torch.Tensor:
+        """Two numbers of each parameter's gradient that the first row's outputs send back ``[k]``, float64."""
+        passes, pairs = self._passes, []
+        for top, gradient in zip(differentiable(output), upstream):
+            if gradient is not None:
+                own = torch.zeros_like(gradient)
+                own[:1] = gradient[:1] * passes.scale(ticket)
+                pairs.append((top, own))
+        found = plain_gradients([t for t, _ in pairs], [g for _, g in pairs], passes.read.values(), keep=_sketch)
+        return torch.cat([own if own is not None else torch.zeros(2, dtype=torch.float64) for own in found])
+
+    def _compare(self, role: str, outcome: _Outcome) -> None:
+        """Raise `SelfCheckError` if the first row got something else than together with the others."""
+        self._seen[role] = outcome
+        together = self._seen.get("together")
+        for other in ("alone", "beside") if role == "together" else (role,):
+            found = self._seen.get(other)
+            if found is None or together is None or found is together:
+                continue
+            if found.start != together.start or (other == "alone" and (found.draws or together.draws)):
+                self.undecided = True
+                continue
+            if _apart(found.values, together.values) > self._tolerance():
+                made = _MAKES if self._passes.returns_loss else _COUPLES
+                raise SelfCheckError(made.format(how=_HOW[other]))
+
+    def _tolerance(self) -> float:
+        return rounding(self._passes.model) * (1.0 if self._passes.returns_loss else _GRADIENTS)
+
+
+def _sketch(_index: int, gradient: torch.Tensor) -> torch.Tensor:
+    wide = gradient.detach().double()
+    return torch.stack([wide.norm(), wide.sum() / max(wide.numel(), 1) ** 0.5]).cpu()
+
+
+def _apart(one: torch.Tensor, two: torch.Tensor) -> float:
+    """How far two vectors are apart, relative to the larger; infinite where only one is finite."""
+    if one.shape != two.shape or not torch.equal(one.isfinite(), two.isfinite()):
+        return float("inf")
+    a, b = (t.double().nan_to_num(0.0, 0.0, 0.0) for t in (one, two))
+    size = max(float(a.norm()), float(b.norm()))
+    return float((a - b).norm()) / size if size > 1e-12 else 0.0

@@ -1,0 +1,351 @@
+"""One call of the model run again on chosen rows: what each row gets, and which gradients reach its inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+
+from fastdp.engine.batches import Call, Path, leaves, map_leaves, take_rows, take_tokens, tensors, unpadded
+from fastdp.engine.boundary import caught, differentiable, require_loss
+from fastdp.engine.errors import UnsupportedUse
+from fastdp.engine.follow import Follow
+from fastdp.engine.layout import Layout, Ticket
+from fastdp.engine.losses import LossTerms, combine, intercepted, shares
+from fastdp.engine.modes import in_mode
+from fastdp.engine.passes import Passes
+from fastdp.engine.randomness import preserve_rng, rng_state
+from fastdp.engine.rows import Fold, Places
+from fastdp.engine.rules.composite import opened
+
+#: How far a loss may move, relative to its size, when only the shapes around an example change.
+_ROUNDING = {torch.float64: 1e-9, torch.float32: 2e-4}
+_LOW_PRECISION = 5e-2
+
+
+def rounding(model: torch.nn.Module) -> float:
+    """The relative change of a loss that counts as rounding."""
+    if torch.is_autocast_enabled(next(model.parameters()).device.type):
+        return _LOW_PRECISION
+    kinds = {p.dtype for p in model.parameters() if p.is_floating_point()}
+    return max((_ROUNDING.get(kind, _LOW_PRECISION) for kind in kinds), default=_LOW_PRECISION)
+
+
+@dataclass
+class RowValues:
+    """What a forward pass gives each of its rows (or packed units), and how the model's loss is made of it.
+
+    Args:
+        values: for each loss function in the model its loss by row, ``[rows]``; without a loss, the outputs, rows first.
+        shares: the coefficient of each loss function in the model's loss.
+        rest: what the model's loss holds beyond them.
+        draws: whether the pass drew random numbers.
+        inputs: gradients of one backward pass at every embedding and floating-point input, rows first.
+    """
+
+    values: list[torch.Tensor]
+    shares: list[float] = field(default_factory=list)
+    rest: float = 0.0
+    draws: bool = False
+    inputs: list[torch.Tensor] = field(default_factory=list)
+
+    def finite(self, row: int) -> bool:
+        return all(bool(torch.isfinite(value[row]).all()) for value in self.values)
+
+    def gap(self, row: int, other: RowValues, at: int) -> float:
+        """The largest difference of a row's values from those of row ``at`` of another pass, relative to their size."""
+        if len(self.values) != len(other.values):
+            return float("inf")
+        return max((_gap(a[row], b[at], a) for a, b in zip(self.values, other.values)), default=0.0)
+
+    def input_gap(self, row: int, other: RowValues, at: int) -> float:
+        """The same of the gradients at a row's inputs, compared where both have tokens, relative to their norm."""
+        worst = 0.0
+        for a, b in zip(self.inputs, other.inputs):
+            if a.dim() != b.dim() or min(a.shape[0], b.shape[0]) <= max(row * (a.shape[0] > 1), at * (b.shape[0] > 1)):
+                continue
+            one, two = cropped(a[row].double(), b[at].double())
+            size = max(float(one.norm()), float(two.norm()))
+            gap = float((one - two).norm()) / size if size > 1e-30 else 0.0
+            worst = max(worst, gap)
+        return worst
+
+
+def _gap(one: torch.Tensor, two: torch.Tensor, every: torch.Tensor) -> float:
+    if one.shape != two.shape:
+        return float("inf")
+    if torch.equal(one, two):
+        return 0.0
+    finite = every[torch.isfinite(every)]
+    size = max(float(one.abs().max()), float(finite.abs().mean()) if finite.numel() else 0.0, 1e-30)
+    gap = float((one.double() - two.double()).abs().max()) / size
+    return gap if gap == gap else float("inf")
+
+
+def cropped(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both cut to the sizes that they share: at the end, or at the start where they agree better."""
+    sizes = [min(n, m) for n, m in zip(a.shape, b.shape)]
+    starts = [t[tuple(slice(0, n) for n in sizes)] for t in (a, b)]
+    if a.shape == b.shape:
+        return starts[0], starts[1]
+    ends = [t[tuple(slice(m - n, m) for n, m in zip(sizes, t.shape))] for t in (a, b)]
+    one, two = min(starts, ends, key=lambda pair: float((pair[0] - pair[1]).nan_to_num().abs().sum()))
+    return one, two
+
+
+class DropoutDisabled(TorchFunctionMode):
+    """Make torch's dropout functions return their input; modules and their attributes stay untouched."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _DROPOUT:
+            return args[0] if args else kwargs["input"]
+        if func is F.scaled_dot_product_attention:
+            args, kwargs = args[:4] + (0.0,) + args[5:] if len(args) > 4 else args, {**kwargs}
+            if len(args) <= 4:
+                kwargs["dropout_p"] = 0.0
+        inside = opened(func)
+        if inside is None:
+            return func(*args, **kwargs)
+        with self:
+            return inside(*args, **kwargs)
+
+
+_DROPOUT = frozenset(
+    getattr(F, name)
+    for name in ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
+) | {torch.dropout}
+
+
+class Probe:
+    """Runs one call of a model again on chosen rows, by plain forward passes.
+
+    Args:
+        passes: of the model, with a trace.
+        call: positional and named arguments.
+        ticket: says whose the rows, or the tokens of packed rows, are.
+    """
+
+    def __init__(self, passes: Passes, call: Call, ticket: Ticket):
+        assert passes.trace is not None
+        self.passes, self.call, self.ticket = passes, call, ticket
+        self.carriers = passes.trace.carriers
+        self.packed = ticket.token_units is not None
+
+    def rows(self, rows: Sequence[int], call: Call | None = None) -> Call:
+        """The call (by default the probe's own) on these rows, in this order; a row may come several times."""
+        made: Call = take_rows(self.call if call is None else call, torch.tensor(rows), self.carriers)
+        return made
+
+    def trimmed(self, call: Call) -> Call:
+        """A call on one row without the padding that its attention mask shows."""
+        made: Call = unpadded(call, self.carriers)
+        return made
+
+    def segments(self) -> Iterator[tuple[int, Call]]:
+        """Each unit of packed rows by itself, with its number among the layout's segments."""
+        assert self.ticket.token_units is not None
+        shape = (self.ticket.token_units.shape[0], self.ticket.token_units.shape[1])
+        layout = self.ticket.layout(torch.device("cpu"))
+        assert layout.token_segments is not None
+        for segment in range(layout.units):
+            if float(layout.weights[segment]) == 0:
+                continue
+            where = (layout.token_segments == segment).nonzero()
+            row, start, end = int(where[0, 0]), int(where[0, 1]), int(where[-1, 1]) + 1
+            if int(where[-1, 0]) != row:
+                raise ValueError("a packed unit runs over the end of its row; keep each in one row")
+            args, kwargs = self.call
+            yield segment, (take_tokens(args, row, start, end, shape), take_tokens(kwargs, row, start, end, shape))
+
+    def layout(self, rows: int, *, packed: bool = False) -> Layout:
+        """Each row a unit of its own, or the call's packed units."""
+        if packed:
+            return self.ticket.layout(self.passes.device)
+        return Ticket(torch.arange(rows), torch.ones(rows), is_last=True).layout(self.passes.device)
+
+    def run(
+        self,
+        call: Call,
+        rows: int,
+        *,
+        dropout: bool = False,
+        training: bool = True,
+        packed: bool = False,
+        upstream: torch.Tensor | None = None,
+        single: RowValues | None = None,
+    ) -> RowValues:
+        """One pass from the random state as it is, which is restored.
+
+        Args:
+            call: on so many ``rows``.
+            dropout: whether dropout is applied.
+            training: whether the model is in training mode, or in evaluation mode.
+            packed: whether the call's own units, not rows, are meant.
+            upstream: gradient of each unit's loss ``[rows]``, to be propagated back to the inputs.
+            single: of a row run alone, by which the passes learn which losses the model divides by the number of rows.
+
+        Raises `UnsupportedUse` if the losses cannot be told apart by row.
+        """
+        passes, layout = self.passes, self.layout(rows, packed=packed)
+        mode = nullcontext() if training else in_mode(passes.model, training=False)
+        flowing: list[tuple[torch.Tensor, Fold]] = []
+        with preserve_rng(passes.model), torch.enable_grad(), mode:
+            before = rng_state(passes.model)
+            with nullcontext() if dropout else DropoutDisabled():
+                found, terms, output = self._forward(call, layout, flowing if upstream is not None else None)
+            found.draws = rng_state(passes.model) != before
+            if single is not None and passes.returns_loss:
+                passes.divided = _divided(found.shares, single.shares, rows)
+            if upstream is not None and passes.returns_loss:
+                losses = combine(require_loss(output), terms, passes.divided, verify=False)
+                del output
+                with passes.weights.gathered():
+                    _backward([losses], [upstream.to(losses)], [t for t, _ in flowing], passes.read.values())
+                found.inputs = _by_row(flowing, rows)
+        return found
+
+    def unit_gradients(
+        self,
+        call: Call,
+        rows: int,
+        units: Sequence[int],
+        take: Callable[[int, int, torch.Tensor], None],
+    ) -> list[list[torch.Tensor]]:
+        """Gradients of single units' losses, with dropout, of one forward pass on the whole call.
+
+        Args:
+            call: on so many ``rows``, or the call itself with its packed units.
+            units: whose; for each one a backward pass is made.
+            take: called with a unit, a parameter's number and its gradient, as soon as that is there.
+
+        Returns for each unit the gradients at every embedding and floating-point input, rows first.
+        """
+        passes, layout = self.passes, self.layout(rows, packed=self.packed)
+        parameters = list(passes.read.values())
+        flowing: list[tuple[torch.Tensor, Fold]] = []
+        reached = []
+        with preserve_rng(passes.model), torch.enable_grad():
+            _, terms, output = self._forward(call, layout, flowing)
+            if passes.returns_loss:
+                tops = [combine(require_loss(output), terms, passes.divided, verify=False)]
+                seeds = [torch.ones_like(tops[0])]
+            else:
+                tops = differentiable(output)
+                seeds = seeds_for(tops)
+            del output
+            for number, unit in enumerate(units):
+                own = [torch.zeros_like(s).index_copy_(0, i, s[i]) for s in seeds for i in [_index(unit, s)]]
+                with passes.weights.gathered(), caught(parameters, partial(take, unit)):
+                    torch.autograd.backward(tops, own, retain_graph=number + 1 < len(units))
+                reached.append(_by_row(flowing, rows))
+                for t, _ in flowing:
+                    t.grad = None
+        return reached
+
+    def _forward(
+        self, call: Call, layout: Layout, flowing: list[tuple[torch.Tensor, Fold]] | None
+    ) -> tuple[RowValues, LossTerms, Any]:
+        """One plain forward pass; ``flowing`` receives the tensors whose gradients are wanted."""
+        passes, terms = self.passes, LossTerms(layout)
+        beginnings = nullcontext() if flowing is None else self._beginnings(call, flowing, layout.rows)
+        with intercepted(terms), beginnings as replaced:
+            args, kwargs = call if replaced is None else replaced
+            output = passes.plain_forward(*args, **kwargs)
+        if not passes.returns_loss:
+            outputs = (t for t in tensors(output) if t.is_floating_point() and t.dim() and t.shape[0] == layout.rows)
+            return RowValues([t.detach() for t in outputs]), terms, output
+        total = require_loss(output)
+        if not (passes.trace is not None and passes.trace.mapped and terms.terms):
+            raise UnsupportedUse(terms.unmapped or "the model computes its loss without torch's loss functions")
+        own = [0.0 if share is None else float(share) for share in shares(total, terms.terms)]
+        parts = [share * float(term.value) for share, term in zip(own, terms.terms)]
+        rest = float(total.detach()) - sum(parts)
+        if not abs(rest) > 1e-4 * max(map(abs, (float(total.detach()), *parts))):
+            rest = 0.0
+        return RowValues([t.per_unit.detach() for t in terms.terms], own, rest), terms, output
+
+    @contextmanager
+    def _beginnings(self, call: Call, flowing: list[tuple[torch.Tensor, Fold]], rows: int) -> Iterator[Call]:
+        def begin(path: Path, t: torch.Tensor) -> torch.Tensor:
+            if path not in self.carriers or not t.is_floating_point():
+                return t
+            flowing.append((t.detach().clone().requires_grad_(), Fold()))
+            return flowing[-1][0].clone()
+
+        replaced: Call = map_leaves(call, begin)
+        inputs = [t for path, t in leaves(replaced) if path in self.carriers]
+        with _Embeddings(inputs, flowing, rows):
+            yield replaced
+
+
+class _Embeddings(Follow):
+    """Retain the gradient of everything that an embedding looks up for the rows of a batch."""
+
+    def __init__(self, inputs: Sequence[torch.Tensor], flowing: list[tuple[torch.Tensor, Fold]], rows: int):
+        super().__init__(inputs)
+        self.flowing, self.rows, self.places = flowing, rows, Places(inputs, rows)
+
+    def follow(self, func: Any, args: Any, kwargs: Any, given: list[torch.Tensor], out: Any) -> None:
+        """Follow one operation, and where rows lie in what it makes of ids."""
+        super().follow(func, args, kwargs, given, out)
+        if not isinstance(out, torch.Tensor) or out not in self.data:
+            return
+        ids = kwargs.get("input", args[0] if args else None)
+        if func in (F.embedding, F.embedding_bag) and torch.is_grad_enabled():
+            place = self.places.of(ids)
+            fold = Fold() if place is None else place.fold(self.rows)
+            if fold is None or not fold.fits(tuple(out.shape), self.rows):
+                return
+            if out.requires_grad:
+                out.retain_grad()
+            else:
+                out.requires_grad_()
+            self.flowing.append((out, fold))
+        elif not out.is_floating_point():
+            self.places.follow(func, args, kwargs, given, [out])
+
+
+def _divided(shares: Sequence[float], single: Sequence[float], rows: int) -> frozenset[int]:
+    """The loss functions whose coefficient is ``rows`` times as large on a row alone, all others' being the same."""
+    found = set()
+    for index, (several, one) in enumerate(zip(shares, single)):
+        if abs(several - one) > 1e-5 * abs(several):
+            if abs(several * rows - one) > 1e-5 * abs(one):
+                raise UnsupportedUse("the coefficients of the model's loss depend on the batch")
+            found.add(index)
+    return frozenset(found)
+
+
+def _backward(tops: list[torch.Tensor], seeds: list[torch.Tensor], inputs: list[torch.Tensor], parameters: Any) -> None:
+    """Propagate to these inputs alone; under reentrant checkpointing, which torch cannot cut short, to everything."""
+    if not inputs:
+        return
+    try:
+        torch.autograd.backward(tops, seeds, inputs=inputs, retain_graph=True)
+    except RuntimeError as error:
+        if "heckpoint" not in str(error):
+            raise
+        with caught(parameters, lambda index, gradient: None):
+            torch.autograd.backward(tops, seeds)
+
+
+def _by_row(flowing: list[tuple[torch.Tensor, Fold]], rows: int) -> list[torch.Tensor]:
+    fronts = [fold.front(t.grad, rows).detach() for t, fold in flowing if t.grad is not None]
+    return [t if t.shape[0] == rows else t.reshape(rows, -1, *t.shape[1:]) for t in fronts]
+
+
+def _index(unit: int, like: torch.Tensor) -> torch.Tensor:
+    return torch.tensor([unit], device=like.device)
+
+
+def seeds_for(tops: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Upstream gradients that are the same whenever the outputs have these shapes."""
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(t.shape, generator=generator).to(t.device, t.dtype) for t in tops]

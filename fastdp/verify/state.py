@@ -1,0 +1,205 @@
+"""State check: parameters, buffers and modules that change outside of releases, by torch's own version counters."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from fastdp.engine.errors import SelfCheckError
+from fastdp.engine.pieces import is_cut, writes
+from fastdp.engine.randomness import version
+
+_TRAINED = operator.attrgetter("requires_grad")
+_VERSION = operator.attrgetter("_version")
+
+
+class StateCheck:
+    """Detect model state that changes between releases.
+
+    Parameters may change only where `settle` is called afterwards. Buffers that a state dict saves must not change in
+    training forward passes, unless they follow from parameters alone, as those of spectral normalization do.
+
+    Args:
+        model: whose state is checked.
+        hold: puts a model's own parameters back into its modules, where passes replaced them.
+    """
+
+    def __init__(self, model: torch.nn.Module, hold: Callable[[], None] = lambda: None):
+        self.model, self._hold = model, hold
+        #: Buffers that training forwards write from parameters alone.
+        self.harmless: frozenset[str] = frozenset()
+        #: Frozen parameters that every forward sets to their own values, by identity.
+        self.rewritten: frozenset[int] = frozenset()
+        self._modules: list[tuple[str, torch.nn.Module]] = []
+        self._structure: list[Any] | None = None
+        self._settled: tuple[list[Any], list[int]] | None = None
+        self._buffers: dict[str, tuple[torch.Tensor, int]] = {}
+
+    def settle(self) -> None:
+        """Take parameters and buffers as they are now for released, or for not yet trained."""
+        self._hold()
+        self._modules = list(self.model.named_modules())
+        self._settled = self._parameters()
+        self._buffers = self._saved_buffers()
+
+    def settle_parameters(self) -> None:
+        """Take parameters as they are now for released, after a step of the optimizer."""
+        if self._settled is None:
+            self.settle()
+        else:
+            self._settled = self._parameters()
+
+    def holds(self) -> bool:
+        """Whether parameters are those of the latest `settle`."""
+        if self._settled is None:
+            return True
+        self._hold()
+        return _same(self._settled, self._parameters())
+
+    def require_settled(self, trained: Mapping[str, torch.nn.Parameter] | None = None) -> None:
+        """Raise RuntimeError, naming it, if a parameter or saved buffer was written or replaced since `settle`.
+
+        Args:
+            trained: what is trained; another parameter that has come to be trained raises as well.
+        """
+        if self._settled is None:
+            self.settle()
+        assert self._settled is not None
+        self._hold()
+        now = self._parameters()
+        if not _same(self._settled, now):
+            known = {id(p): count for p, count in zip(*self._settled)}
+            for name, p in self.model.named_parameters():
+                if known.get(id(p), -1) != self._count(p):
+                    self._raise_unless_added(name, p, id(p) in known)
+        for name, seen in self._saved_buffers().items():
+            before = self._buffers.get(name)
+            if name not in self.harmless and _written(before, seen) and not _moved(before, seen):
+                raise _changed(name)
+        if trained is not None and sum(map(_TRAINED, now[0])) != len(trained):
+            own = set(map(id, trained.values()))
+            for name, p in self.model.named_parameters():
+                if p.requires_grad and id(p) not in own:
+                    self._raise_unless_added(name, p, False)
+
+    @staticmethod
+    def _raise_unless_added(name: str, parameter: torch.Tensor, known: bool) -> None:
+        if known or not parameter.requires_grad:
+            raise _changed(name)
+        raise RuntimeError(
+            f"{name} was unfrozen, added or replaced after make_private; call detach() and make the run private anew"
+        )
+
+    def accept_buffers(self) -> None:
+        """Take buffers as they are, after a check has written and restored them."""
+        self._buffers = self._saved_buffers()
+
+    def structure_changed(self) -> bool:
+        """Whether hooks, modules or their modes changed since this was last asked; False the first time."""
+        if not self._modules:
+            self._modules = list(self.model.named_modules())
+        now: list[Any] = []
+        for _, module in self._modules:
+            now += (module.training, *module._forward_hooks, *module._forward_pre_hooks, *module._backward_hooks)
+            now += map(id, module._modules.values())
+        before, self._structure = self._structure, now
+        if before is None or before == now:
+            return False
+        self._modules = list(self.model.named_modules())
+        return True
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """Raise `SelfCheckError`, naming it, if a saved buffer is written or replaced meanwhile."""
+        before = self._saved_buffers()
+        yield
+        after = self._saved_buffers()
+        for name, seen in after.items():
+            if name not in self.harmless and _written(before.get(name), seen):
+                raise SelfCheckError(
+                    f"{name} is a buffer that training forwards write, and no noise covers it. Set track_running_stats=False, "
+                    "or register it with persistent=False; nothing was released."
+                )
+        self._buffers = after
+
+    @contextmanager
+    def tracing(self, again: Callable[[], None]) -> Iterator[None]:
+        """Learn from a trace which buffers, and frozen parameters, forwards write whatever the data are.
+
+        Args:
+            again: runs other data through the model; called only if the trace wrote something.
+
+        Raises `SelfCheckError` for a parameter that a forward changes.
+        """
+        buffers, counts = self._saved_buffers(), {n: writes(p) for n, p in self.model.named_parameters()}
+        yield
+        written = {n for n, seen in self._saved_buffers().items() if _written(buffers.get(n), seen)}
+        parameters = {n: p for n, p in self.model.named_parameters() if counts.get(n) != writes(p)}
+        if not written and not parameters:
+            return
+        held = {n: t.detach().clone() for n, t in self._state(written | parameters.keys()).items()}
+        again()
+        now = self._state(written | parameters.keys())
+        for name, tensor in now.items():
+            same = torch.allclose(held[name].double(), tensor.double(), rtol=1e-4, atol=1e-6)
+            if name in parameters and (not same or parameters[name].requires_grad):
+                raise SelfCheckError(
+                    f"{name} is a parameter that a training forward writes, and no noise covers it. Keep such values in a buffer "
+                    "with persistent=False; nothing was released."
+                )
+        self.harmless |= {n for n in written if torch.allclose(held[n].double(), now[n].double(), rtol=1e-4, atol=1e-6)}
+        self.rewritten |= {id(p) for p in parameters.values()}
+
+    def _state(self, names: set[str]) -> dict[str, torch.Tensor]:
+        every = itertools.chain(self.model.named_parameters(), self.model.named_buffers())
+        return {name: tensor for name, tensor in every if name in names}
+
+    def _parameters(self) -> tuple[list[Any], list[int]]:
+        """Every parameter, in order, and how often each was written."""
+        held = [p for _, module in self._modules for p in module._parameters.values() if p is not None]
+        if self.rewritten or any(map(is_cut, held)):
+            return held, list(map(self._count, held))
+        return held, list(map(_VERSION, held))
+
+    def _count(self, parameter: torch.Tensor) -> int:
+        return 0 if id(parameter) in self.rewritten else writes(parameter)
+
+    def _saved_buffers(self) -> dict[str, tuple[torch.Tensor, int]]:
+        """The buffers that a state dict saves, and how often each was written."""
+        if not self._modules:
+            self._modules = list(self.model.named_modules())
+        return {
+            f"{prefix}.{name}" if prefix else name: (buffer, version(buffer))
+            for prefix, module in self._modules
+            if module._buffers
+            for name, buffer in module._buffers.items()
+            if buffer is not None and name not in getattr(module, "_non_persistent_buffers_set", ())
+        }
+
+
+def _same(one: tuple[list[Any], list[int]], other: tuple[list[Any], list[int]]) -> bool:
+    return one[1] == other[1] and len(one[0]) == len(other[0]) and all(map(operator.is_, one[0], other[0]))
+
+
+def _written(before: tuple[torch.Tensor, int] | None, after: tuple[torch.Tensor, int]) -> bool:
+    return before is None or before[0] is not after[0] or before[1] != after[1]
+
+
+def _moved(before: tuple[torch.Tensor, int] | None, after: tuple[torch.Tensor, int]) -> bool:
+    """Whether a buffer was replaced by one with its values, as where a model is moved to another device."""
+    if before is None or before[0] is after[0] or version(before[0]) != before[1]:
+        return False
+    old, new = before[0], after[0]
+    return old.shape == new.shape and old.dtype == new.dtype and torch.equal(old.to(new.device), new)
+
+
+def _changed(name: str) -> RuntimeError:
+    return RuntimeError(
+        f"{name} was changed outside of a release, so no noise covers it. After loading released weights call "
+        "private.load_state_dict, or detach() and make the run private anew."
+    )
