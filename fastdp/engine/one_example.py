@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,12 +16,17 @@ from fastdp.engine.randomness import BufferSnapshot
 _ONE_ROW = Ticket(torch.zeros(1, dtype=torch.int64), torch.ones(1), is_last=True)
 
 
+def single_rows(call: Call, carriers: frozenset[Path], rows: int, trim: bool) -> Iterator[Call]:
+    """The call on each of its rows; ``trim`` removes the padding that an attention mask shows."""
+    for row in range(rows):
+        single = take_rows(call, torch.tensor([row]), carriers)
+        yield unpadded(single, carriers) if trim else single
+
+
 def run_alone(
     model: torch.nn.Module,
     forward: Callable[..., Any],
-    call: Call,
-    carriers: frozenset[Path],
-    rows: int,
+    singles: Iterable[Call],
     device: torch.device,
     *,
     returns_loss: bool,
@@ -31,9 +36,7 @@ def run_alone(
     Buffers are restored after each row, so that none reaches the next one.
     """
     outputs, snapshot = [], BufferSnapshot(model)
-    for row in range(rows):
-        single = take_rows(call, torch.tensor([row]), carriers)
-        args, kwargs = unpadded(single, carriers) if returns_loss else single
+    for args, kwargs in singles:
         with intercepted(LossTerms(_ONE_ROW.layout(device), alone=True)):
             outputs.append(forward(*args, **kwargs))
         snapshot.restore()

@@ -30,7 +30,7 @@ from fastdp.engine.forwards import Forwards
 from fastdp.engine.layout import Layout, Ticket
 from fastdp.engine.logits import VOCABULARY
 from fastdp.engine.losses import LossTerms, combine, intercepted, masked_mean
-from fastdp.engine.one_example import merged, run_alone, starts
+from fastdp.engine.one_example import merged, run_alone, single_rows, starts
 from fastdp.engine.policy import Policy, Unclipped
 from fastdp.engine.randomness import BufferSnapshot, rng_state, seed_from_os, unchanged
 from fastdp.engine.ranks import Ranks
@@ -150,6 +150,8 @@ class Passes:
         self.divided: frozenset[int] = frozenset()
         self.trying = False
         self.isolated = isolated and self.route is None
+        #: Whether the one-example route collates each example by itself, as no mask tells its padding.
+        self.recollates = False
         self.reads = Reads(self.read)
         self.reads.heads.always = keep_logits is False
         self.forwards = Forwards(model, self.reads, train, self.weights)
@@ -296,14 +298,14 @@ class Passes:
     ) -> tuple[list[Any], list[list[torch.Tensor]], Callable[[Any, bool], None]]:
         """Each row a batch of its own: its output, what a backward pass starts from, and that backward pass."""
         assert self.trace is not None
+        carriers = self.trace.carriers
+        singles = (
+            ticket.source.alone(call)
+            if self.recollates
+            else single_rows(call, carriers, ticket.rows, self.returns_loss)
+        )
         outputs, targets = run_alone(
-            self.model,
-            self.plain_forward,
-            call,
-            self.trace.carriers,
-            ticket.rows,
-            self.device,
-            returns_loss=self.returns_loss,
+            self.model, self.plain_forward, singles, self.device, returns_loss=self.returns_loss
         )
 
         def backward(upstream: Any, retain: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -60,8 +61,9 @@ class Checks(Routing):
             self.state.harmless = frozenset(name for name, _ in passes.model.named_buffers())
             self.assumptions.append(ISOLATED)
         self._batches, self._brief, self._all = 0, BRIEF_AFTER, ALL_AFTER
-        #: The longest example so far, and the largest difference of two in a batch.
-        self._reach = (0, 0)
+        #: The longest example so far, the largest difference of two in a batch, the most rows, and the largest input.
+        self._reach: tuple[float, ...] = (0.0, 0.0, 0.0, 0.0)
+        self._grew = self._larger = False
         self._checked_loop = False
         self._traced: tuple[Call, Ticket] | None = None
 
@@ -75,6 +77,7 @@ class Checks(Routing):
             self.state.settle()
             self._traced = call, ticket
         self._batches += 1
+        self._grew = self.enabled and self._grows(call, ticket)
         looked = super().before(call, ticket)
         if looked:
             self.state.accept_buffers()
@@ -102,33 +105,32 @@ class Checks(Routing):
         """Whether a later batch is verified: for a longer example, more padding, NaN, changed modules, or by the schedule."""
         if not self.enabled:
             return False
-        longer = self._grows(ticket)
         changed = self.state.structure_changed() if ticket.is_last else False
         scheduled = self._batches > self._all
         self._full = changed or scheduled
         if scheduled:
             self._all *= 2
-        return longer or self._full or self._not_finite(call)
+        return self._grew or self._full
 
-    def _grows(self, ticket: Ticket) -> bool:
-        if not ticket.lengths:
-            return False
-        longest, spread = self._reach
-        now = max(ticket.lengths), max(ticket.lengths) - min(ticket.lengths)
-        self._reach = max(longest, now[0]), max(spread, now[1])
-        return self._reach != (longest, spread) and now[1] > 0
+    def _grows(self, call: Call, ticket: Ticket) -> bool:
+        """Whether a batch holds a longer example, other padding, more rows or an input twice as large as all before, or NaN.
 
-    def _not_finite(self, call: Call) -> bool:
-        """Whether inputs hold NaN or infinity; a GPU is not asked, as the host would have to wait."""
-        if self.passes.device.type != "cpu":
-            return False
-        return not all(bool(torch.isfinite(t).all()) for t in tensors(call) if t.is_floating_point())
+        A GPU is not asked for the size of inputs, as the host would have to wait.
+        """
+        lengths, largest = ticket.lengths or (0,), 0.0
+        if self.passes.device.type == "cpu":
+            held = tensors(call) if ticket.source is None else ticket.source.batch.values()
+            sizes = [float(t.detach().abs().max()) for t in held if t.is_floating_point() and t.numel()]
+            largest = max(sizes, default=0.0) if all(map(math.isfinite, sizes)) else math.nan
+        now = float(max(lengths)), float(max(lengths) - min(lengths)), float(ticket.rows), largest
+        before, self._reach = self._reach, tuple(b if n != n else max(b, n) for b, n in zip(self._reach, now))
+        self._larger = not now[3] <= 2 * before[3]
+        return ticket.rows > 1 and (self._larger or now[:3] != tuple(map(min, now[:3], before[:3])))
 
     def verify_rows(self, call: Call, ticket: Ticket) -> None:
         """The definition check and the companion check of the first batch, or of one that takes another path."""
         if not self.enabled:
             return
-        self._grows(ticket)
         self.state.structure_changed()
         if ticket.token_units is not None:
             check_packed(self.passes, call, ticket)
@@ -163,7 +165,7 @@ class Checks(Routing):
                     self.verify_rows(call, ticket)
                     self.verify_engine(call, ticket)
                 elif passes.returns_loss:
-                    self._assume(check_definition(passes, call, ticket, chosen_rows(ticket), gradients=False))
+                    self._assume(check_definition(passes, call, ticket, chosen_rows(ticket), gradients=self._larger))
         except UnsupportedUse as error:
             if passes.route == USES:
                 passes.fall_back(str(error), ticket)
@@ -209,7 +211,10 @@ class Checks(Routing):
         first, self._checked_loop = not self._checked_loop, True
         if not first and (self.ranks.size > 1 or self.passes.device.type != "cpu"):
             return
-        needs = (not self.passes.returns_loss and not loop.begun) or loop.makes(call, source)
+        if self.passes.returns_loss or not loop.begun or self._grew:
+            needs = not self.passes.returns_loss or loop.makes(call, source, grew=self._grew)
+        else:
+            needs = False
         if self.ranks.size > 1:
             needs = any(self.ranks.gather(needs))
         if needs:

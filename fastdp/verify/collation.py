@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from fastdp.engine.batches import Call, Path, everything, leaves, map_leaves
+from fastdp.engine.errors import SelfCheckError
 from fastdp.engine.randomness import seeded, version
+
+#: Examples that are read between two reads of one.
+_OTHERS = 3
 
 
 @dataclass(frozen=True)
@@ -83,14 +87,51 @@ class Collation:
         made: Call = map_leaves(like, other)
         return made
 
+    def alone(self, call: Call) -> Iterator[Call]:
+        """The call on each example, collated by itself. Raises ValueError if the loop makes tensors of its own."""
+        sources = self.sources(call)
+        if sources is None:
+            raise ValueError(
+                "Padding changes this model's loss, and the loop makes tensors of the batch. Make them in the collator, or pass "
+                "position_ids and an attention mask."
+            )
+        for row in range(len(self.indices)):
+            yield self.call(call, sources, self.collated(self.items([row])))
+
     def draws(self, row: int) -> tuple[bool, bool]:
-        """Whether reading an example, and collating one, give something else under another seed."""
+        """Whether reading an example, and collating one, give something else under another seed.
+
+        Raises `SelfCheckError` if reading it gives something else under the same seed, after others were read.
+        """
         index, read = self.indices[row], []
-        for seed in (0, 1):
+        for seed in (0, 1, 0):
+            for other in self.indices[:_OTHERS]:
+                self.dataset[other]
             with seeded(seed):
-                read.append(self.dataset[index])
+                read.append(copy.deepcopy(self.dataset[index]))
+        if not _same(read[0], read[2]):
+            raise SelfCheckError(
+                "The data set returns another value for an example after others were read. Compute each from its own record; "
+                "nothing was released."
+            )
         batches = [self.collated(read[:1], seed) for seed in (0, 1)]
-        return not _same(*read), not _same(*batches)
+        return not _same(*read[:2]), not _same(*batches)
+
+    def check_packed(self, row: int) -> None:
+        """Raise `SelfCheckError` if an example's tokens in packed rows are others than where it is packed alone."""
+        assert self.unit_map is not None
+        with seeded(0):
+            alone = dict(leaves(self.collate([copy.deepcopy(item) for item in self.items([row])])))
+        path = (self.unit_map,)
+        found = self.batch[path] == row
+        for own, t in alone.items():
+            if own == path or own not in self.batch or t.shape[:2] != alone[path].shape:
+                continue
+            if not _values_equal(t[alone[path] == 0], self.batch[own][found]):
+                raise SelfCheckError(
+                    f"The collator packs an example with other tokens in {own[-1]!r} beside others. Cut each example by itself; "
+                    "nothing was released."
+                )
 
 
 def _same(one: Any, other: Any) -> bool:

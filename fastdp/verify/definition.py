@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from torch.utils.checkpoint import CheckpointError
 
 from fastdp.engine.batches import Call, leaves, tensors
 from fastdp.engine.boundary import require_loss
@@ -18,7 +20,7 @@ from fastdp.engine.modes import in_mode
 from fastdp.engine.passes import Passes
 from fastdp.engine.randomness import preserve_rng, rng_state
 from fastdp.verify.collation import Collation
-from fastdp.verify.probe import DropoutDisabled, Probe, RowValues, rounding
+from fastdp.verify.probe import DropoutDisabled, Probe, RowValues, cropped, rounding
 
 #: Rows of a microbatch that are checked.
 _ROWS = 3
@@ -52,6 +54,7 @@ class _Calls(NamedTuple):
     whole: Call
     alone: dict[int, Call]
     draws: bool = False
+    collated: bool = False
 
 
 def check_definition(
@@ -73,16 +76,35 @@ def check_definition(
     """
     probe, source = Probe(passes, call, ticket), ticket.source
     calls = _calls(probe, source, rows)
+    try:
+        return _check(probe, calls, rows, gradients=gradients)
+    except CheckpointError:
+        # Checkpointed pieces are computed again with dropout: their losses alone are compared.
+        return _check(probe, calls, rows, gradients=False)
+
+
+def _check(probe: Probe, calls: _Calls, rows: Sequence[int], *, gradients: bool) -> list[str]:
+    passes, ticket = probe.passes, probe.ticket
     for training in (True, False):
         try:
-            single = probe.run(calls.alone[rows[0]], 1, training=training)
+            upstream = torch.ones(1) if gradients and ticket.rows > 1 else None
+            single = _alone(probe, calls, rows[0], training=training, upstream=upstream)
         except Exception:
             if training:
                 raise
             return [UNDECIDED]
-        if not single.draws:
-            _compare(probe, calls, rows, single, training, gradients=gradients)
-            return [UNDECIDED] if calls.draws else []
+        if single.draws:
+            continue
+        base = _compare(probe, calls, rows, single, training, gradients=gradients)
+        finite = [row for row in range(ticket.rows) if base is not None and base.finite(row)]
+        if finite:
+            # None of the chosen rows has a finite loss: others are compared.
+            return check_definition(passes, probe.call, ticket, finite[:_ROWS], gradients=gradients)
+        if base is not None and ticket.rows > 1:
+            raise SelfCheckError(
+                "No example of this batch has a finite loss. Check labels and inputs; nothing was released."
+            )
+        return [UNDECIDED] if calls.draws else []
     probe.run(calls.whole, ticket.rows)
     return [UNDECIDED]
 
@@ -108,7 +130,8 @@ def _calls(probe: Probe, source: Collation | None, rows: Sequence[int]) -> _Call
         batches = [source.collated([item]) for item in chosen]
     except Exception as error:
         raise ValueError(f"the collator fails on a single example, and sampling will draw one: {error}") from error
-    return _Calls(whole, {row: source.call(call, sources, batch) for row, batch in zip(rows, batches)})
+    alone = {row: source.call(call, sources, batch) for row, batch in zip(rows, batches)}
+    return _Calls(whole, alone, collated=not reads)
 
 
 def _check_random_collator(source: Collation, rows: Sequence[int]) -> None:
@@ -133,7 +156,8 @@ def _check_random_collator(source: Collation, rows: Sequence[int]) -> None:
 
 def _compare(
     probe: Probe, calls: _Calls, rows: Sequence[int], single: RowValues, training: bool, *, gradients: bool
-) -> None:
+) -> RowValues | None:
+    """Compare chosen rows; what the batch gave if none of them has a finite loss."""
     passes, ticket, count = probe.passes, probe.ticket, probe.ticket.rows
     tolerance = rounding(passes.model)
     whole, gradients = calls.whole, gradients and count > 1
@@ -144,9 +168,7 @@ def _compare(
     one = torch.ones(1) if gradients else None
     compared = 0
     for number, row in enumerate(rows):
-        alone = (
-            single if number == 0 and not gradients else probe.run(calls.alone[row], 1, training=training, upstream=one)
-        )
+        alone = single if number == 0 else _alone(probe, calls, row, training=training, upstream=one)
         if not alone.finite(0):
             continue
         compared += 1
@@ -160,16 +182,32 @@ def _compare(
             )
         elif gradients and at == row:
             gap = base.input_gap(row, alone, 0)
-            if gap != gap or gap == float("inf"):
-                raise UnsupportedUse(OVERFLOWS)
             if gap > _GRADIENTS * tolerance:
+                again = _alone(probe, calls, rows[0], training=training, upstream=one)
+                if single.input_gap(0, again, 0) > _GRADIENTS * tolerance:
+                    raise stateful()
+                if gap == math.inf:
+                    raise UnsupportedUse(OVERFLOWS)
                 raise UnsupportedUse("the gradient at a row's inputs is another beside other rows than alone")
     if base.rest or single.rest:
         raise UnsupportedUse("the model adds a term of its own to torch's loss functions")
-    if not compared and ticket.rows > 1:
-        raise SelfCheckError(
-            "None of the examples that were checked has a finite loss. Check labels and inputs; nothing was released."
-        )
+    return None if compared else base
+
+
+def _alone(probe: Probe, calls: _Calls, row: int, **options: Any) -> RowValues:
+    """A row collated and run alone. Raises ValueError, naming the example, if the model fails on it."""
+    try:
+        return probe.run(calls.alone[row], 1, **options)
+    except (UnsupportedUse, SelfCheckError, torch.OutOfMemoryError, CheckpointError):
+        raise
+    except Exception as error:
+        source = probe.ticket.source
+        example = f"example {source.indices[row]}" if source is not None else f"row {row}"
+        reason = str(error).split("\n", 1)[0]
+        raise ValueError(
+            f"The model fails on {example} alone ({reason}). Remove or repair it, as sampling may draw it alone; nothing was "
+            "released."
+        ) from error
 
 
 def _place(base: RowValues, alone: RowValues, row: int, tolerance: float) -> int | None:
@@ -200,7 +238,18 @@ def _explain(
         if not base.finite(row) or not _finite_inputs(calls.whole):
             raise UnsupportedUse(OVERFLOWS)
         raise coupled(probe, calls.whole, row)
+    passes = probe.passes
+    for (path, one), (_, other) in zip(leaves(cut), leaves(calls.alone[row])):
+        if one.dim() == other.dim() and not torch.equal(*(t.nan_to_num() for t in cropped(one, other))):
+            raise SelfCheckError(
+                f"The collator makes an example's {path[-1]!r} otherwise beside others than alone. Make each row from its own "
+                "example; nothing was released."
+            )
     if probe.run(probe.trimmed(cut), 1, training=training).gap(0, alone, 0) <= tolerance:
+        raise UnsupportedUse(PADDING)
+    if calls.collated:
+        # No mask shows the padding: the one-example route collates each example by itself.
+        passes.recollates = True
         raise UnsupportedUse(PADDING)
     raise SelfCheckError(f"In {type(model).__name__} {PADDING}; nothing was released.")
 
@@ -248,6 +297,10 @@ def check_packed(passes: Passes, call: Call, ticket: Ticket) -> None:
     together = probe.run(call, ticket.rows, packed=True)
     if together.draws:
         return
+    source = ticket.source
+    if source is not None and source.unit_map is not None and not any(source.draws(0)):
+        for row in range(min(_ROWS, len(source.indices))):
+            source.check_packed(row)
     segments = list(probe.segments())
     for unit, single in _DRAW.sample(segments, min(_ROWS, len(segments))):
         alone = probe.run(single, 1)
@@ -273,10 +326,10 @@ def check_alone(passes: Passes, call: Call, ticket: Ticket, rows: Sequence[int])
     for mode in (nullcontext(), in_mode(passes.model, training=False)):
         with mode, preserve_rng(passes.model):
             before = rng_state(passes.model)
-            own = {row: _loss(probe, probe.trimmed(probe.rows([row], calls.whole)), 1) for row in rows}
+            own = {row: _loss(probe, _as_routed(probe, calls, row), 1) for row in rows}
             alone = {row: _loss(probe, calls.alone[row], 1) for row in rows}
             one, two = (_loss(probe, probe.rows([rows[-1]] * n, calls.whole), n) for n in (1, 2))
-            again = _loss(probe, probe.trimmed(probe.rows([rows[-1]], calls.whole)), 1)
+            again = _loss(probe, _as_routed(probe, calls, rows[-1]), 1)
             drew = rng_state(passes.model) != before
         if drew:
             continue
@@ -284,6 +337,9 @@ def check_alone(passes: Passes, call: Call, ticket: Ticket, rows: Sequence[int])
         if abs(again - own[rows[-1]]) > tolerance * abs(again):
             raise stateful()
         if any(abs(own[row] - alone[row]) > tolerance * abs(alone[row]) for row in rows):
+            if calls.collated:
+                passes.recollates = True
+                return
             raise SelfCheckError(f"In {type(passes.model).__name__} {PADDING}; nothing was released.")
         if all(abs(two - n * one) > tolerance * max(abs(one), abs(two)) for n in (1, 2)):
             raise SelfCheckError(
@@ -291,6 +347,11 @@ def check_alone(passes: Passes, call: Call, ticket: Ticket, rows: Sequence[int])
                 "losses; nothing was released."
             )
         return
+
+
+def _as_routed(probe: Probe, calls: _Calls, row: int) -> Call:
+    """A row as the one-example route runs it."""
+    return calls.alone[row] if probe.passes.recollates else probe.trimmed(probe.rows([row], calls.whole))
 
 
 def _loss(probe: Probe, call: Call, rows: int) -> float:

@@ -7,14 +7,16 @@ companions, and that one alone. All three pass through the loop, the model and t
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from numbers import Number
 from typing import Any
 
 import torch
 
-from fastdp.engine.batches import Call, Path, as_long_as, everything, leaves, take_rows, unpadded
+from fastdp.engine.batches import Call, as_long_as, everything, leaves, take_rows, unpadded
 from fastdp.engine.boundary import differentiable, plain_gradients, replace_loss, require_loss
 from fastdp.engine.errors import SelfCheckError
 from fastdp.engine.layout import Ticket
@@ -93,40 +95,46 @@ class LoopCheck:
         self.begun = self.undecided = False
         self._due: list[ProbeBatch] = []
         self._seen: dict[str, _Outcome] = {}
-        #: Numbers and texts of the first call, which a loop may make of a later batch.
-        self._constants: dict[Path, Any] | None = None
+        #: The most elements a row of a call so far.
         self._longest = 0
 
-    def makes(self, call: Call, source: Collation) -> bool:
-        """Whether the loop made tensors or numbers of a call itself, longer ones than it was verified with."""
-        constants = {path: value for path, value in everything(call) if isinstance(value, (int, float, str))}
-        known = constants if self._constants is None else self._constants
-        self._constants = known
-        if source.sources(call) is not None and known == constants:
+    def makes(self, call: Call, source: Collation, *, grew: bool) -> bool:
+        """Whether the loop made tensors or numbers of a call itself, and was not verified with ones like these.
+
+        Args:
+            call: of the model.
+            source: of the loader's batch.
+            grew: whether that batch is longer or larger than those before.
+        """
+        values = (v for _, v in everything(call) if not isinstance(v, (torch.Tensor, bool)))
+        numbers = any(isinstance(v, Number) or hasattr(v, "dtype") for v in values)
+        if source.sources(call) is not None and not numbers:
             return False
         longest = max((t.numel() // max(t.shape[0], 1) for _, t in leaves(call) if t.dim()), default=0)
         longer, self._longest = longest > self._longest, max(longest, self._longest)
-        return longer or not self.begun
+        return longer or grew or not self.begun
 
     def begin(self, source: Collation, rows: int, *, ahead: bool = False) -> None:
-        """Plan probe batches of at most ``rows`` examples: a short one beside a long one and another, and alone.
+        """Plan probe batches of at most ``rows`` examples: a short one with all others, beside other ones, and alone.
 
         ``ahead`` is for loops that take a batch before they are done with the one before.
         """
         self.begun = True
         size = len(source.dataset)
-        spread = (int(size * (_GOLDEN * k % 1)) for k in range(_SAMPLED))
-        indices = list(dict.fromkeys([*source.indices[:_SAMPLED], *spread]))
-        if rows < 2 or len(indices) < 2:
+        spread = list(dict.fromkeys(int(size * (_GOLDEN * k % 1)) for k in range(_SAMPLED)))
+        own = list(source.indices)[:rows] or spread[:rows]
+        items = {index: source.dataset[index] for index in dict.fromkeys([*own, *spread])}
+        if rows < 2 or len(items) < 2:
             # Every batch holds one example, so none can reach another.
             return
-        items = {index: source.dataset[index] for index in indices}
-        first, *middle, longest = sorted(items, key=lambda index: example_length(items[index]))
-        # The longest stays, so that shapes do.
-        others = [[longest, *own][: rows - 1] for own in (middle[:1], middle[-1:] if len(middle) > 1 else [first])]
-        if rows == 2:
-            others[1] = middle[-1:] or [first]
-        plan = [("together", [first, *others[0]]), ("beside", [first, *others[1]]), ("alone", [first])]
+        first, *others = sorted(own, key=lambda index: example_length(items[index]))
+        strangers = [index for index in items if index not in own] or [first]
+        if not others:
+            others = [strangers[0]]
+        # The longest stays where others can change, so that shapes do.
+        kept = others[-1:] if len(others) > 1 else []
+        beside = [*itertools.islice(itertools.cycle(strangers), len(others) - len(kept)), *kept]
+        plan = [("together", [first, *others]), ("beside", [first, *beside]), ("alone", [first])]
         if ahead:
             plan = [plan[2], *plan[:2], plan[1]]
         for role, chosen in plan:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -71,9 +72,11 @@ class RowValues:
             if a.dim() != b.dim() or min(a.shape[0], b.shape[0]) <= max(row * (a.shape[0] > 1), at * (b.shape[0] > 1)):
                 continue
             one, two = cropped(a[row].double(), b[at].double())
-            size = max(float(one.norm()), float(two.norm()))
-            gap = float((one - two).norm()) / size if size > 1e-30 else 0.0
-            worst = max(worst, gap)
+            sizes = float(one.norm()), float(two.norm())
+            if not all(map(math.isfinite, sizes)):
+                return math.inf
+            if max(sizes) > 1e-30:
+                worst = max(worst, float((one - two).norm()) / max(sizes))
         return worst
 
 
@@ -200,15 +203,15 @@ class Probe:
             before = rng_state(passes.model)
             with nullcontext() if dropout else DropoutDisabled():
                 found, terms, output = self._forward(call, layout, flowing if upstream is not None else None)
-            found.draws = rng_state(passes.model) != before
-            if single is not None and passes.returns_loss:
-                passes.divided = _divided(found.shares, single.shares, rows)
-            if upstream is not None and passes.returns_loss:
-                losses = combine(require_loss(output), terms, passes.divided, verify=False)
-                del output
-                with passes.weights.gathered():
-                    _backward([losses], [upstream.to(losses)], [t for t, _ in flowing], passes.read.values())
-                found.inputs = _by_row(flowing, rows)
+                found.draws = rng_state(passes.model) != before
+                if single is not None and passes.returns_loss:
+                    passes.divided = _divided(found.shares, single.shares, rows)
+                if upstream is not None and passes.returns_loss:
+                    losses = combine(require_loss(output), terms, passes.divided, verify=False)
+                    del output
+                    with passes.weights.gathered():
+                        _backward([losses], [upstream.to(losses)], [t for t, _ in flowing], passes.read.values())
+                    found.inputs = _by_row(flowing, rows)
         return found
 
     def unit_gradients(
@@ -254,10 +257,15 @@ class Probe:
     ) -> tuple[RowValues, LossTerms, Any]:
         """One plain forward pass; ``flowing`` receives the tensors whose gradients are wanted."""
         passes, terms = self.passes, LossTerms(layout)
-        beginnings = nullcontext() if flowing is None else self._beginnings(call, flowing, layout.rows)
-        with intercepted(terms), beginnings as replaced:
-            args, kwargs = call if replaced is None else replaced
-            output = passes.plain_forward(*args, **kwargs)
+        try:
+            with intercepted(terms), self._beginnings(call, flowing, layout.rows) as (args, kwargs):
+                output = passes.plain_forward(*args, **kwargs)
+        except RuntimeError as error:
+            if flowing is None or "requires_grad flags of leaf" not in str(error):
+                raise
+            # The model sets requires_grad on what it makes of its inputs: their gradients are left out.
+            flowing.clear()
+            return self._forward(call, layout, None)
         if not passes.returns_loss:
             outputs = (t for t in tensors(output) if t.is_floating_point() and t.dim() and t.shape[0] == layout.rows)
             return RowValues([t.detach() for t in outputs]), terms, output
@@ -272,12 +280,18 @@ class Probe:
         return RowValues([t.per_unit.detach() for t in terms.terms], own, rest), terms, output
 
     @contextmanager
-    def _beginnings(self, call: Call, flowing: list[tuple[torch.Tensor, Fold]], rows: int) -> Iterator[Call]:
+    def _beginnings(self, call: Call, flowing: list[tuple[torch.Tensor, Fold]] | None, rows: int) -> Iterator[Call]:
+        """The call with inputs whose gradients ``flowing`` receives, as it does those of embeddings meanwhile."""
+        if flowing is None:
+            yield call
+            return
+
         def begin(path: Path, t: torch.Tensor) -> torch.Tensor:
             if path not in self.carriers or not t.is_floating_point():
                 return t
+            # A leaf, since some models set requires_grad of their inputs.
             flowing.append((t.detach().clone().requires_grad_(), Fold()))
-            return flowing[-1][0].clone()
+            return flowing[-1][0]
 
         replaced: Call = map_leaves(call, begin)
         inputs = [t for path, t in leaves(replaced) if path in self.carriers]

@@ -77,15 +77,18 @@ class StateCheck:
             for name, p in self.model.named_parameters():
                 if known.get(id(p), -1) != self._count(p):
                     self._raise_unless_added(name, p, id(p) in known)
-        for name, seen in self._saved_buffers().items():
-            before = self._buffers.get(name)
-            if name not in self.harmless and _written(before, seen) and not _moved(before, seen):
-                raise _changed(name)
+        self._require_buffers(self._saved_buffers())
         if trained is not None and sum(map(_TRAINED, now[0])) != len(trained):
             own = set(map(id, trained.values()))
             for name, p in self.model.named_parameters():
                 if p.requires_grad and id(p) not in own:
                     self._raise_unless_added(name, p, False)
+
+    def _require_buffers(self, now: dict[str, tuple[torch.Tensor, int]]) -> None:
+        for name, seen in now.items():
+            before = self._buffers.get(name)
+            if name not in self.harmless and _written(before, seen) and not _moved(before, seen):
+                raise _changed(name)
 
     @staticmethod
     def _raise_unless_added(name: str, parameter: torch.Tensor, known: bool) -> None:
@@ -117,6 +120,7 @@ class StateCheck:
     def forward(self) -> Iterator[None]:
         """Raise `SelfCheckError`, naming it, if a saved buffer is written or replaced meanwhile."""
         before = self._saved_buffers()
+        self._require_buffers(before)
         yield
         after = self._saved_buffers()
         for name, seen in after.items():
