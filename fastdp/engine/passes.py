@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from fastdp.engine.accumulator import Accumulator
-from fastdp.engine.batches import Call, map_tensors
+from fastdp.engine.batches import Call, as_long_as, map_tensors
 from fastdp.engine.boundary import (
     LossBoundary,
     OutputBoundary,
@@ -293,20 +293,20 @@ class Passes:
             return replace_loss(output, waiting.loss(tops[0].detach())), waiting
         return waiting.replace_outputs(output), waiting
 
+    def run_rows(self, call: Call, ticket: Ticket) -> tuple[list[Any], list[list[torch.Tensor]]]:
+        """Each row's output and what its backward pass starts from, by the one-example route."""
+        if self.recollates:
+            singles = ticket.source.alone(call)
+        else:
+            carriers = as_long_as(call, ticket.rows) if self.trace is None else self.trace.carriers
+            singles = single_rows(call, carriers, ticket.rows, self.returns_loss)
+        return run_alone(self.model, self.plain_forward, singles, self.device, returns_loss=self.returns_loss)
+
     def _alone(
         self, call: Call, ticket: Ticket, layout: Layout
     ) -> tuple[list[Any], list[list[torch.Tensor]], Callable[[Any, bool], None]]:
         """Each row a batch of its own: its output, what a backward pass starts from, and that backward pass."""
-        assert self.trace is not None
-        carriers = self.trace.carriers
-        singles = (
-            ticket.source.alone(call)
-            if self.recollates
-            else single_rows(call, carriers, ticket.rows, self.returns_loss)
-        )
-        outputs, targets = run_alone(
-            self.model, self.plain_forward, singles, self.device, returns_loss=self.returns_loss
-        )
+        outputs, targets = self.run_rows(call, ticket)
 
         def backward(upstream: Any, retain: bool) -> None:
             arrived = None if self.returns_loss else upstream

@@ -176,7 +176,7 @@ class PrivateLoader:
             batch, made = probe.batch(), probe.source
             source = Collation.of(made.dataset, made.collate, made.indices, batch)
             ticket = _ticket([1] * len(source.indices), 0.0, is_last=False)
-            self.tickets.append(replace(ticket, probe=replace(probe, source=source)))
+            self.tickets.append(replace(ticket, source=source, probe=replace(probe, source=source)))
             batch = self._placed(batch)
             with seeded(0):
                 yield batch

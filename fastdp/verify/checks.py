@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from fastdp.engine.batches import Call, tensors
+from fastdp.engine.batches import Call, as_long_as, take_rows, tensors
 from fastdp.engine.errors import UnsupportedUse
 from fastdp.engine.layout import Ticket
 from fastdp.engine.modes import refuse_mixing
@@ -91,9 +91,11 @@ class Checks(Routing):
     def tracing(self) -> Iterator[None]:
         """Learn which state the trace writes."""
         assert self._traced is not None
-        (args, kwargs), self._traced = self._traced[0], None
+        (call, ticket), self._traced = self._traced, None
 
-        def again() -> None:
+        def again(data: int) -> None:
+            rows = [[0, 1 % ticket.rows], [ticket.rows - 1, 0, 0]][data]
+            args, kwargs = take_rows(call, torch.tensor(rows), as_long_as(call, ticket.rows))
             with torch.no_grad():
                 self.passes.plain_forward(*args, **kwargs)
 
@@ -135,10 +137,10 @@ class Checks(Routing):
         if ticket.token_units is not None:
             check_packed(self.passes, call, ticket)
             return
-        rows = chosen_rows(ticket)
-        if self.passes.returns_loss:
-            self._assume(check_definition(self.passes, call, ticket, rows))
-        check_companions(self.passes, call, ticket, rows)
+        self._assume(
+            check_definition(self.passes, call, ticket, chosen_rows(ticket), gradients=self.passes.returns_loss)
+        )
+        check_companions(self.passes, call, ticket)
 
     def verify_engine(self, call: Call, ticket: Ticket) -> None:
         """The engine check, on two rows."""

@@ -19,7 +19,7 @@ from fastdp.engine.losses import LossTerms, intercepted
 from fastdp.engine.modes import in_mode
 from fastdp.engine.passes import Passes
 from fastdp.engine.randomness import preserve_rng, rng_state
-from fastdp.verify.collation import Collation
+from fastdp.verify.collation import Collation, example_length
 from fastdp.verify.probe import DropoutDisabled, Probe, RowValues, cropped, rounding
 
 #: Rows of a microbatch that are checked.
@@ -45,7 +45,8 @@ def chosen_rows(ticket: Ticket) -> list[int]:
     else:
         first = [0, ticket.rows - 1]
     rest = [row for row in rows if row not in first]
-    return list(dict.fromkeys([*first, *_DRAW.sample(rest, min(_ROWS - len(set(first)), len(rest)))]))
+    # In the batch's own order, which some models need.
+    return sorted({*first, *_DRAW.sample(rest, min(_ROWS - len(set(first)), len(rest)))})
 
 
 class _Calls(NamedTuple):
@@ -137,7 +138,8 @@ def _calls(probe: Probe, source: Collation | None, rows: Sequence[int]) -> _Call
 def _check_random_collator(source: Collation, rows: Sequence[int]) -> None:
     """Raise `SelfCheckError` if, under one seed, a row that a collator makes follows from the other rows."""
     every = range(len(source.indices))
-    longest = rows[1] if len(rows) > 1 else rows[0]
+    lengths = [example_length(item) for item in source.items(rows)]
+    longest = rows[max(range(len(rows)), key=lengths.__getitem__)]
     others = [row for row in every if row not in (rows[0], longest)]
     if not others:
         return
@@ -166,6 +168,8 @@ def _compare(
     upstream = torch.full((count,), torch.nan).index_fill_(0, torch.tensor(rows), 1.0) if gradients else None
     base = probe.run(whole, count, training=training, upstream=upstream, single=single)
     one = torch.ones(1) if gradients else None
+    if len(base.values) != len(single.values) or not base.values:
+        raise UnsupportedUse("what the model returns for a row is not the same in a batch and alone")
     compared = 0
     for number, row in enumerate(rows):
         alone = single if number == 0 else _alone(probe, calls, row, training=training, upstream=one)
@@ -198,7 +202,7 @@ def _alone(probe: Probe, calls: _Calls, row: int, **options: Any) -> RowValues:
     """A row collated and run alone. Raises ValueError, naming the example, if the model fails on it."""
     try:
         return probe.run(calls.alone[row], 1, **options)
-    except (UnsupportedUse, SelfCheckError, torch.OutOfMemoryError, CheckpointError):
+    except (UnsupportedUse, SelfCheckError, ValueError, torch.OutOfMemoryError, CheckpointError):
         raise
     except Exception as error:
         source = probe.ticket.source
@@ -227,7 +231,7 @@ def _explain(
     training: bool,
 ) -> None:
     """Raise for a row whose loss in the batch is another than alone, by what makes the difference."""
-    model, cut = probe.passes.model, probe.rows([min(row, probe.ticket.rows - 1)], calls.whole)
+    cut = probe.rows([min(row, probe.ticket.rows - 1)], calls.whole)
     padded = probe.run(cut, 1, training=training)
     if not base.gap(row, padded, 0) <= tolerance:
         again = probe.run(
@@ -238,40 +242,38 @@ def _explain(
         if not base.finite(row) or not _finite_inputs(calls.whole):
             raise UnsupportedUse(OVERFLOWS)
         raise coupled(probe, calls.whole, row)
-    passes = probe.passes
     for (path, one), (_, other) in zip(leaves(cut), leaves(calls.alone[row])):
         if one.dim() == other.dim() and not torch.equal(*(t.nan_to_num() for t in cropped(one, other))):
             raise SelfCheckError(
                 f"The collator makes an example's {path[-1]!r} otherwise beside others than alone. Make each row from its own "
                 "example; nothing was released."
             )
-    if probe.run(probe.trimmed(cut), 1, training=training).gap(0, alone, 0) <= tolerance:
+    passes = probe.passes
+    if passes.returns_loss and probe.run(probe.trimmed(cut), 1, training=training).gap(0, alone, 0) <= tolerance:
         raise UnsupportedUse(PADDING)
-    if calls.collated:
+    if calls.collated and all(a[0].shape == b[0].shape for a, b in zip(base.values, alone.values)):
         # No mask shows the padding: the one-example route collates each example by itself.
         passes.recollates = True
         raise UnsupportedUse(PADDING)
-    raise SelfCheckError(f"In {type(model).__name__} {PADDING}; nothing was released.")
+    raise SelfCheckError(f"In {type(passes.model).__name__} {PADDING}; nothing was released.")
 
 
 def _finite_inputs(call: Call) -> bool:
     return all(bool(torch.isfinite(t).all()) for t in tensors(call) if t.is_floating_point())
 
 
-def check_companions(passes: Passes, call: Call, ticket: Ticket, rows: Sequence[int]) -> None:
+def check_companions(passes: Passes, call: Call, ticket: Ticket) -> None:
     """Verify that a row's loss or output, dropout included, is the same beside other rows in the same shapes.
 
     Raises `UnsupportedUse` if it is not, or if losses cannot be told apart by row.
     """
     probe = Probe(passes, call, ticket)
-    first, others = rows[0], [row for row in range(ticket.rows) if row != rows[0]]
-    if not others:
+    if ticket.rows < 2:
         return
-    # The longest stays, so that padding does too; what it makes different stands out beside a copy of the first row.
-    beside = [others[0], others[-1]][: len(others)]
+    beside = sorted({1, ticket.rows - 1})
     one, two = (
-        probe.run(probe.rows([first, *companions]), 1 + len(companions), dropout=True)
-        for companions in (beside, [first] * len(beside))
+        probe.run(probe.rows([0, *companions]), 1 + len(companions), dropout=True)
+        for companions in (beside, [0] * len(beside))
     )
     assert passes.trace is not None
     limit = rounding(passes.model)

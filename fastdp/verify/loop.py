@@ -16,16 +16,17 @@ from typing import Any
 
 import torch
 
-from fastdp.engine.batches import Call, as_long_as, everything, leaves, take_rows, unpadded
-from fastdp.engine.boundary import differentiable, plain_gradients, replace_loss, require_loss
+from fastdp.engine.batches import Call, everything, leaves
+from fastdp.engine.boundary import differentiable, plain_gradients, replace_loss
 from fastdp.engine.errors import SelfCheckError
 from fastdp.engine.layout import Ticket
 from fastdp.engine.losses import LossTerms, intercepted
+from fastdp.engine.one_example import merged
 from fastdp.engine.passes import ONE_EXAMPLE, Pass, Passes
 from fastdp.engine.randomness import BufferSnapshot, preserve_rng, rng_state, seed_everything, seeded
 from fastdp.engine.uses import Tap
 from fastdp.verify.collation import Collation, example_length
-from fastdp.verify.probe import DropoutDisabled, rounding
+from fastdp.verify.probe import DropoutDisabled, cropped, rounding
 
 #: Examples among which a short and a long one are chosen, of this batch and of the data set.
 _SAMPLED = 8
@@ -95,6 +96,8 @@ class LoopCheck:
         self.begun = self.undecided = False
         self._due: list[ProbeBatch] = []
         self._seen: dict[str, _Outcome] = {}
+        #: What the model was called with for the example that is compared, alone.
+        self._subject: Call | None = None
         #: The most elements a row of a call so far.
         self._longest = 0
 
@@ -134,9 +137,10 @@ class LoopCheck:
         # The longest stays where others can change, so that shapes do.
         kept = others[-1:] if len(others) > 1 else []
         beside = [*itertools.islice(itertools.cycle(strangers), len(others) - len(kept)), *kept]
-        plan = [("together", [first, *others]), ("beside", [first, *beside]), ("alone", [first])]
+        plan = [("alone", [first]), ("together", [first, *others]), ("beside", [first, *beside])]
         if ahead:
-            plan = [plan[2], *plan[:2], plan[1]]
+            # The last one finds another random state.
+            plan.append(plan[-1])
         for role, chosen in plan:
             made = Collation(source.dataset, source.collate, chosen, {})
             self._due.append(ProbeBatch(made, [items[index] for index in chosen], role))
@@ -156,20 +160,31 @@ class LoopCheck:
         """A probe batch's forward pass, without dropout and under one seed; nothing is summed."""
         passes, probe = self._passes, ticket.probe
         start, snapshot = rng_state(passes.model), BufferSnapshot(passes.model)
-        terms = LossTerms(ticket.layout(passes.device))
-        with passes.weights.apart(), DropoutDisabled():
-            with seeded(_MODEL):
-                before = rng_state(passes.model)
+        if probe.role == "alone":
+            self._subject = call
+        row = _row_of(call, ticket.rows, self._subject)
+        layout = ticket.layout(passes.device)
+        terms = LossTerms(layout)
+        with passes.weights.apart(), DropoutDisabled(), seeded(_MODEL):
+            before = rng_state(passes.model)
+            if passes.route == ONE_EXAMPLE:
+                outputs, targets = passes.run_rows(call, ticket)
+                output, tops = merged(outputs), targets[row]
+            else:
                 with intercepted(terms):
                     output = passes.plain_forward(*call[0], **call[1])
-                draws = rng_state(passes.model) != before
-            if passes.returns_loss:
-                values = self._losses(call, ticket, terms)
-        if passes.returns_loss and probe.source.sources(call) is not None:
-            # Nothing reaches the model but the loader's own tensors: the rest of a probe made ahead is not needed.
-            self.waiting -= len(self._due)
-            self._due = []
+                tops = [] if passes.returns_loss else [t[row : row + 1] for t in differentiable(output)]
+                if passes.returns_loss and (terms.unmapped or not terms.terms):
+                    tops = passes.run_rows(call, ticket)[1][row]
+            draws = rng_state(passes.model) != before
         snapshot.restore()
+        if passes.returns_loss:
+            own = [term.per_unit[row] for term in terms.terms] if not tops else [top.reshape(()) for top in tops]
+            values = torch.stack([value.detach() for value in own])
+            if probe.source.sources(call) is not None:
+                # Nothing reaches the model but the loader's own tensors: the rest of a probe made ahead is not needed.
+                self.waiting -= len(self._due)
+                self._due = []
         state = ExitStack()
         state.enter_context(preserve_rng(passes.model))
         seed_everything(_CRITERION)
@@ -178,43 +193,27 @@ class LoopCheck:
         def backward(upstream: Any, _retain: bool) -> None:
             drew = draws or rng_state(passes.model) != left
             state.close()
-            found = values if passes.returns_loss else self._gradients(output, upstream, ticket)
+            found = values if passes.returns_loss else self._gradients(tops, upstream, row, passes.scale(ticket))
             self.waiting -= 1
             self._compare(probe.role, _Outcome(found, start, drew))
 
-        layout = ticket.layout(passes.device)
         waiting = Pass(call, ticket, layout, Tap(layout), True, enter, [], backward)
         if passes.returns_loss:
-            return replace_loss(output, waiting.loss(require_loss(output).detach()))
+            return replace_loss(output, waiting.loss(values.float().mean()))
         return waiting.replace_outputs(output)
 
-    def _losses(self, call: Call, ticket: Ticket, terms: LossTerms) -> torch.Tensor:
-        """The losses ``[k]`` of the first row: of each loss function, or the model's own on that row alone."""
-        passes = self._passes
-        if terms.terms and not terms.unmapped and passes.route != ONE_EXAMPLE:
-            return torch.stack([term.per_unit.detach()[0] for term in terms.terms])
-        carriers = as_long_as(call, ticket.rows) if passes.trace is None else passes.trace.carriers
-        single = unpadded(take_rows(call, torch.tensor([0]), carriers), carriers)
-        layout = Ticket(torch.arange(1), torch.ones(1), is_last=True).layout(passes.device)
-        with seeded(_MODEL), intercepted(LossTerms(layout, alone=True)):
-            return require_loss(passes.plain_forward(*single[0], **single[1])).detach().reshape(1)
-
-    def _gradients(self, output: Any, upstream: Sequence[Any], ticket: Ticket) -> torch.Tensor:
-        """Two numbers of each parameter's gradient that the first row's outputs send back ``[k]``, float64."""
-        passes, pairs = self._passes, []
-        for top, gradient in zip(differentiable(output), upstream):
-            if gradient is not None:
-                own = torch.zeros_like(gradient)
-                own[:1] = gradient[:1] * passes.scale(ticket)
-                pairs.append((top, own))
-        found = plain_gradients([t for t, _ in pairs], [g for _, g in pairs], passes.read.values(), keep=_sketch)
+    def _gradients(self, tops: Sequence[torch.Tensor], upstream: Sequence[Any], row: int, scale: float) -> torch.Tensor:
+        """Two numbers of each parameter's gradient that a row's outputs send back ``[k]``, float64."""
+        pairs = [(top, g[row : row + 1] * scale) for top, g in zip(tops, upstream) if g is not None]
+        parameters = self._passes.read.values()
+        found = plain_gradients([t for t, _ in pairs], [g for _, g in pairs], parameters, keep=_sketch)
         return torch.cat([own if own is not None else torch.zeros(2, dtype=torch.float64) for own in found])
 
     def _compare(self, role: str, outcome: _Outcome) -> None:
         """Raise `SelfCheckError` if the first row got something else than together with the others."""
         self._seen[role] = outcome
         together = self._seen.get("together")
-        for other in ("alone", "beside") if role == "together" else (role,):
+        for other in ("alone",) if role == "together" else (role,):
             found = self._seen.get(other)
             if found is None or together is None or found is together:
                 continue
@@ -227,6 +226,17 @@ class LoopCheck:
 
     def _tolerance(self) -> float:
         return rounding(self._passes.model) * (1.0 if self._passes.returns_loss else _GRADIENTS)
+
+
+def _row_of(call: Call, rows: int, single: Call | None) -> int:
+    """The row of a call that holds what another call holds alone, padding aside; the first if there is none."""
+    if single is None or rows == 1:
+        return 0
+    pairs = [(t, own) for (_, t), (_, own) in zip(leaves(call), leaves(single)) if t.dim() and t.shape[0] == rows]
+    for row in range(rows):
+        if all(t.dim() == own.dim() and torch.equal(*cropped(t[row], own[0])) for t, own in pairs if own.dim()):
+            return row
+    return 0
 
 
 def _sketch(_index: int, gradient: torch.Tensor) -> torch.Tensor:

@@ -81,8 +81,9 @@ class RowValues:
 
 
 def _gap(one: torch.Tensor, two: torch.Tensor, every: torch.Tensor) -> float:
-    if one.shape != two.shape:
+    if one.dim() != two.dim():
         return float("inf")
+    one, two = cropped(one, two)
     if torch.equal(one, two):
         return 0.0
     finite = every[torch.isfinite(every)]

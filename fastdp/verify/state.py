@@ -12,7 +12,7 @@ import torch
 
 from fastdp.engine.errors import SelfCheckError
 from fastdp.engine.pieces import is_cut, writes
-from fastdp.engine.randomness import version
+from fastdp.engine.randomness import BufferSnapshot, version
 
 _TRAINED = operator.attrgetter("requires_grad")
 _VERSION = operator.attrgetter("_version")
@@ -132,23 +132,27 @@ class StateCheck:
         self._buffers = after
 
     @contextmanager
-    def tracing(self, again: Callable[[], None]) -> Iterator[None]:
+    def tracing(self, again: Callable[[int], None]) -> Iterator[None]:
         """Learn from a trace which buffers, and frozen parameters, forwards write whatever the data are.
 
         Args:
-            again: runs other data through the model; called only if the trace wrote something.
+            again: runs some data through the model, or others; called only if the trace wrote something.
 
         Raises `SelfCheckError` for a parameter that a forward changes.
         """
+        snapshot = BufferSnapshot(self.model)
         buffers, counts = self._saved_buffers(), {n: writes(p) for n, p in self.model.named_parameters()}
         yield
         written = {n for n, seen in self._saved_buffers().items() if _written(buffers.get(n), seen)}
         parameters = {n: p for n, p in self.model.named_parameters() if counts.get(n) != writes(p)}
         if not written and not parameters:
             return
-        held = {n: t.detach().clone() for n, t in self._state(written | parameters.keys()).items()}
-        again()
-        now = self._state(written | parameters.keys())
+        states = []
+        for data in (0, 1):
+            snapshot.restore()
+            again(data)
+            states.append({n: t.detach().clone() for n, t in self._state(written | parameters.keys()).items()})
+        held, now = states
         for name, tensor in now.items():
             same = torch.allclose(held[name].double(), tensor.double(), rtol=1e-4, atol=1e-6)
             if name in parameters and (not same or parameters[name].requires_grad):
