@@ -35,6 +35,10 @@ from fastdp.verify import Checks
 from fastdp.verify.state import StateCheck
 
 _STATE_VERSION = 2
+_TRUST = (
+    "the data may be adversarial; the code that trained is honest, and was verified on the first batch, on unusual ones and by a "
+    "public schedule (SECURITY.md)"
+)
 _UNCHECKED_ROWS = (
     "no example reached another in the model or in the loop: nothing looked (self_check=False), and where one did the "
     "figure does not hold"
@@ -368,6 +372,7 @@ class Private(Published):
             flaws=self.method.flaws(),
             notes=self.method.notes(plan, self.ledger),
             assumptions=[
+                _TRUST,
                 *([_UNCHECKED_ROWS] if self.ledger.noted(UNCHECKED) is not None else []),
                 *([_DISCARDED_BATCHES] if self.ledger.noted(_DISCARDED) is not None else []),
                 *self._checks.sentences(),
