@@ -7,7 +7,7 @@ is computed from trained parameters and no data.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from fastdp.engine.batches import tensors
 from fastdp.engine.marks import Marks
 from fastdp.engine.named import functions
 from fastdp.engine.orders import Orders
+from fastdp.engine.rows import Fold, Places
 from fastdp.engine.uses import is_detach, is_metadata
 
 #: The data decide the size of what these return, or which row comes where.
@@ -123,3 +124,73 @@ class Follow(TorchFunctionMode):
             masks = any(is_data(i) and i.dtype in (torch.bool, torch.uint8) for i in index)
             return masks or is_data(first)
         return False
+
+
+class EmbeddingGradients(Follow):
+    """Retain the gradient of everything that an embedding looks up for the rows of a batch."""
+
+    def __init__(self, inputs: Sequence[torch.Tensor], flowing: list[tuple[torch.Tensor, Fold]], rows: int):
+        super().__init__(inputs)
+        self.flowing, self.rows, self.places = flowing, rows, Places(inputs, rows)
+
+    def follow(self, func: Any, args: Any, kwargs: Any, given: list[torch.Tensor], out: Any) -> None:
+        """Follow one operation, and where rows lie in what it makes of ids."""
+        super().follow(func, args, kwargs, given, out)
+        if not isinstance(out, torch.Tensor) or out not in self.data:
+            return
+        ids = kwargs.get("input", args[0] if args else None)
+        if func in (F.embedding, F.embedding_bag) and torch.is_grad_enabled():
+            place = self.places.of(ids)
+            fold = Fold() if place is None else place.fold(self.rows)
+            if fold is None or not fold.fits(tuple(out.shape), self.rows):
+                return
+            if out.requires_grad:
+                out.retain_grad()
+            else:
+                out.requires_grad_()
+            self.flowing.append((out, fold))
+        elif not out.is_floating_point():
+            self.places.follow(func, args, kwargs, given, [out])
+
+
+class FollowInto(Follow):
+    """Notes into which tensors something is written that descends from the data, if only with a weight of zero so far.
+
+    Args:
+        inputs: the tensors that carry rows.
+        watched: by name.
+    """
+
+    def __init__(self, inputs: Iterable[torch.Tensor], watched: Mapping[str, torch.Tensor]):
+        super().__init__(inputs)
+        self._watched = dict(watched)
+        self._places = {t.untyped_storage().data_ptr(): name for name, t in watched.items() if _in_memory(t)}
+        self._written: dict[str, None] = {}
+
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run one operation, and see what memory it writes to."""
+        given = list(tensors((args, kwargs)))
+        own = [(t, name) for t in given if (name := self._place(t)) is not None]
+        if not own or not any(t in self.data and self._place(t) is None for t in given):
+            return func(*args, **kwargs)
+        before = [t._version for t, _ in own]
+        out = func(*args, **kwargs)
+        moved = getattr(func, "__name__", "") == "__set__"
+        self._written |= {name: None for (t, name), count in zip(own, before) if moved or t._version != count}
+        return out
+
+    def _place(self, t: torch.Tensor) -> str | None:
+        try:
+            return self._places.get(t.untyped_storage().data_ptr()) if _in_memory(t) else None
+        except NotImplementedError:
+            # Within torch.func a tensor has no memory of its own, and torch refuses to write it into one from outside.
+            return None
+
+    def reached(self, now: Mapping[str, torch.Tensor]) -> list[str]:
+        """The names of the watched tensors that were written to so, or stand now for others that were made of data."""
+        replaced = (name for name, t in now.items() if t is not self._watched.get(name) and t in self.data)
+        return [*self._written, *replaced]
+
+
+def _in_memory(t: torch.Tensor) -> bool:
+    return type(t) in (torch.Tensor, torch.nn.Parameter) and t.layout is torch.strided and t.device.type != "meta"

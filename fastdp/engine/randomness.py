@@ -13,10 +13,14 @@ import random
 import struct
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import numpy
 import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
 
+from fastdp.engine.rules.composite import opened
 from fastdp.engine.trace import devices
 
 _WORDS = 624
@@ -154,3 +158,27 @@ def version(tensor: torch.Tensor) -> int:
 
 def _is_scripted(module: torch.nn.Module) -> bool:
     return isinstance(module, torch.jit.ScriptModule)
+
+
+class DropoutDisabled(TorchFunctionMode):
+    """Make torch's dropout functions return their input; modules and their attributes stay untouched."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _DROPOUT:
+            return args[0] if args else kwargs["input"]
+        if func is F.scaled_dot_product_attention:
+            args, kwargs = args[:4] + (0.0,) + args[5:] if len(args) > 4 else args, {**kwargs}
+            if len(args) <= 4:
+                kwargs["dropout_p"] = 0.0
+        inside = opened(func)
+        if inside is None:
+            return func(*args, **kwargs)
+        with self:
+            return inside(*args, **kwargs)
+
+
+_DROPOUT = frozenset(
+    getattr(F, name)
+    for name in ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
+) | {torch.dropout}

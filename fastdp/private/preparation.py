@@ -19,6 +19,7 @@ import fastdp.ops as ops
 from fastdp.engine.accumulator import Accumulator
 from fastdp.engine.batches import as_long_as, map_tensors, take_rows
 from fastdp.engine.bounds import Norms
+from fastdp.engine.collation import Collation, example_length
 from fastdp.engine.engine import Engine
 from fastdp.engine.errors import SelfCheckError
 from fastdp.engine.ranks import ONE, Ranks
@@ -27,7 +28,6 @@ from fastdp.ops.stream import NoiseStream
 from fastdp.private.loader import PrivateLoader
 from fastdp.private.plan import Plan, SideRelease
 from fastdp.verify import Checks
-from fastdp.verify.collation import Collation, example_length
 
 #: What came out of a method's preparation, by name: masks, a selection. It follows from what was released, so it may be saved.
 Outcome = Mapping[str, torch.Tensor]

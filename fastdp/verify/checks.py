@@ -9,15 +9,16 @@ from typing import Any
 
 import torch
 
-from fastdp.engine.batches import Call, as_long_as, take_rows, tensors
+from fastdp.engine.batches import Call, as_long_as, leaves, take_rows, tensors
+from fastdp.engine.collation import Collation
 from fastdp.engine.errors import UnsupportedUse
+from fastdp.engine.follow import FollowInto
 from fastdp.engine.layout import Ticket
 from fastdp.engine.modes import refuse_mixing
 from fastdp.engine.passes import ONE_EXAMPLE, USES, Pass, Passes
 from fastdp.engine.ranks import Ranks
 from fastdp.engine.routing import Routing
 from fastdp.verify import definition
-from fastdp.verify.collation import Collation
 from fastdp.verify.definition import check_alone, check_companions, check_definition, check_packed, chosen_rows
 from fastdp.verify.engine_check import check_engine
 from fastdp.verify.loop import UNDECIDED, LoopCheck, ProbeBatch
@@ -93,11 +94,14 @@ class Checks(Routing):
         assert self._traced is not None
         (call, ticket), self._traced = self._traced, None
 
-        def again(data: int) -> None:
+        def again(data: int, buffers: dict[str, torch.Tensor]) -> list[str]:
             rows = [[0, 1 % ticket.rows], [ticket.rows - 1, 0, 0]][data]
-            args, kwargs = take_rows(call, torch.tensor(rows), as_long_as(call, ticket.rows))
-            with torch.no_grad():
+            carriers = as_long_as(call, ticket.rows)
+            args, kwargs = made = take_rows(call, torch.tensor(rows), carriers)
+            into = FollowInto([t for path, t in leaves(made) if path in carriers], buffers)
+            with torch.no_grad(), into:
                 self.passes.plain_forward(*args, **kwargs)
+            return into.reached(dict(self.passes.model.named_buffers()))
 
         with self.state.tracing(again):
             yield

@@ -6,21 +6,21 @@ import math
 import random
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import Any, NamedTuple
+from dataclasses import dataclass
 
 import torch
 from torch.utils.checkpoint import CheckpointError
 
 from fastdp.engine.batches import Call, leaves, tensors
 from fastdp.engine.boundary import require_loss
+from fastdp.engine.collation import Collation, example_length
 from fastdp.engine.errors import SelfCheckError, UnsupportedUse
 from fastdp.engine.layout import Ticket
 from fastdp.engine.losses import LossTerms, intercepted
 from fastdp.engine.modes import in_mode
 from fastdp.engine.passes import Passes
-from fastdp.engine.randomness import preserve_rng, rng_state
-from fastdp.verify.collation import Collation, example_length
-from fastdp.verify.probe import DropoutDisabled, Probe, RowValues, cropped, rounding
+from fastdp.engine.randomness import DropoutDisabled, preserve_rng, rng_state
+from fastdp.verify.probe import Probe, RowValues, cropped, rounding
 
 #: Rows of a microbatch that are checked.
 _ROWS = 3
@@ -38,24 +38,62 @@ UNDECIDED = (
 
 
 def chosen_rows(ticket: Ticket) -> list[int]:
-    """Up to three rows of a microbatch: its shortest, its longest, and one drawn at random."""
+    """Up to three rows of a microbatch, in its order: its shortest, its longest, and one drawn at random."""
     lengths, rows = ticket.lengths, range(ticket.rows)
+    ends = {0, ticket.rows - 1}
     if len(lengths) == ticket.rows:
-        first = [min(rows, key=lengths.__getitem__), max(rows, key=lengths.__getitem__)]
-    else:
-        first = [0, ticket.rows - 1]
-    rest = [row for row in rows if row not in first]
-    # In the batch's own order, which some models need.
-    return sorted({*first, *_DRAW.sample(rest, min(_ROWS - len(set(first)), len(rest)))})
+        ends = {min(rows, key=lengths.__getitem__), max(rows, key=lengths.__getitem__)}
+    rest = [row for row in rows if row not in ends]
+    return sorted({*ends, *_DRAW.sample(rest, min(_ROWS - len(ends), len(rest)))})
 
 
-class _Calls(NamedTuple):
-    """What is compared: a call on the whole batch, and each chosen row collated and called alone."""
+@dataclass
+class _Calls:
+    """What is compared: a call on the whole batch, and chosen rows called alone.
+
+    Args:
+        draws: the collator draws random numbers, so rows are cut from the batch.
+        collated: rows are what the collator makes of the loader's examples.
+    """
 
     whole: Call
     alone: dict[int, Call]
     draws: bool = False
     collated: bool = False
+
+    @classmethod
+    def of(cls, probe: Probe, rows: Sequence[int]) -> _Calls:
+        """Collate rows anew where the tensors of the call are the loader's own; cut them from the batch otherwise."""
+        call, source = probe.call, probe.ticket.source
+        sources = None if source is None else source.sources(call)
+        if source is None or sources is None:
+            return cls(call, {row: probe.rows([row]) for row in rows})
+        reads, collates = source.draws(rows[0])
+        if collates:
+            _check_random_collator(source, rows)
+            return cls(call, {row: probe.trimmed(probe.rows([row])) for row in rows}, draws=True)
+        every = range(len(source.indices))
+        items = dict(zip(every, source.items(every))) if reads else dict(zip(rows, source.items(rows)))
+        whole = source.call(call, sources, source.collated(list(items.values()))) if reads else call
+        try:
+            alone = {row: source.call(call, sources, source.collated([items[row]])) for row in rows}
+        except Exception as error:
+            raise ValueError(f"The collator fails on one example, and sampling will draw one: {error}") from error
+        return cls(whole, alone, collated=not reads)
+
+
+def _check_random_collator(source: Collation, rows: Sequence[int]) -> None:
+    """Raise `SelfCheckError` if, under one seed, a row that a collator makes follows from the other rows."""
+    longest = max(rows, key=lambda row: example_length(source.items([row])[0]))
+    others = [row for row in range(len(source.indices)) if row not in (rows[0], longest)]
+    if not others:
+        return
+    first, kept, *changed = source.items([rows[0], longest, others[0], others[-1], rows[0]])
+    one, *more = (dict(leaves(source.collated([first, kept, other]))) for other in changed)
+    for path, t in one.items():
+        found = [batch[path] for batch in more if path in batch and batch[path].shape == t.shape and t.dim()]
+        if not all(torch.equal(t[0].nan_to_num(), other[0].nan_to_num()) for other in found):
+            raise _mixes(path[-1])
 
 
 def check_definition(
@@ -75,191 +113,124 @@ def check_definition(
         UnsupportedUse: if the rows must be run alone, or their losses cannot be told apart.
         SelfCheckError: if rows are coupled.
     """
-    probe, source = Probe(passes, call, ticket), ticket.source
-    calls = _calls(probe, source, rows)
-    try:
-        return _check(probe, calls, rows, gradients=gradients)
-    except CheckpointError:
-        # Checkpointed pieces are computed again with dropout: their losses alone are compared.
-        return _check(probe, calls, rows, gradients=False)
-
-
-def _check(probe: Probe, calls: _Calls, rows: Sequence[int], *, gradients: bool) -> list[str]:
-    passes, ticket = probe.passes, probe.ticket
+    probe = Probe(passes, call, ticket)
+    calls = _Calls.of(probe, rows)
     for training in (True, False):
+        comparison = _Comparison(probe, calls, rows, training, gradients and ticket.rows > 1)
         try:
-            upstream = torch.ones(1) if gradients and ticket.rows > 1 else None
-            single = _alone(probe, calls, rows[0], training=training, upstream=upstream)
+            compared = comparison.run()
+        except CheckpointError:
+            # Checkpointed pieces are computed again with dropout: their losses alone are compared.
+            return check_definition(passes, call, ticket, rows, gradients=False)
         except Exception:
             if training:
                 raise
             return [UNDECIDED]
-        if single.draws:
-            continue
-        base = _compare(probe, calls, rows, single, training, gradients=gradients)
-        finite = [row for row in range(ticket.rows) if base is not None and base.finite(row)]
-        if finite:
+        if compared:
+            return [UNDECIDED] if calls.draws else []
+        if comparison.base is not None and ticket.rows > 1:
             # None of the chosen rows has a finite loss: others are compared.
-            return check_definition(passes, probe.call, ticket, finite[:_ROWS], gradients=gradients)
-        if base is not None and ticket.rows > 1:
-            raise SelfCheckError(
-                "No example of this batch has a finite loss. Check labels and inputs; nothing was released."
-            )
-        return [UNDECIDED] if calls.draws else []
+            finite = [row for row in range(ticket.rows) if comparison.base.finite(row)]
+            if not finite:
+                raise SelfCheckError(
+                    "No example of this batch has a finite loss. Check labels and inputs; nothing was released."
+                )
+            return check_definition(passes, call, ticket, finite[:_ROWS], gradients=gradients)
     probe.run(calls.whole, ticket.rows)
     return [UNDECIDED]
 
 
-def _calls(probe: Probe, source: Collation | None, rows: Sequence[int]) -> _Calls:
-    """The whole batch and single rows; collated anew where the tensors of the call are the loader's own."""
-    call = probe.call
-    sources = None if source is None else source.sources(call)
-    if source is None or sources is None:
-        return _Calls(call, {row: probe.rows([row]) for row in rows})
-    reads, collates = source.draws(rows[0])
-    if collates:
-        _check_random_collator(source, rows)
-        return _Calls(call, {row: probe.trimmed(probe.rows([row])) for row in rows}, draws=True)
-    whole = call
-    if reads:
-        items = source.items(range(len(source.indices)))
-        whole = source.call(call, sources, source.collated(items))
-        chosen = [items[row] for row in rows]
-    else:
-        chosen = source.items(rows)
-    try:
-        batches = [source.collated([item]) for item in chosen]
-    except Exception as error:
-        raise ValueError(f"the collator fails on a single example, and sampling will draw one: {error}") from error
-    alone = {row: source.call(call, sources, batch) for row, batch in zip(rows, batches)}
-    return _Calls(whole, alone, collated=not reads)
+class _Comparison:
+    """Compares the rows of one pass on the whole batch with passes on single rows, in training or evaluation mode."""
 
+    def __init__(self, probe: Probe, calls: _Calls, rows: Sequence[int], training: bool, gradients: bool):
+        self.probe, self.calls, self.rows, self.gradients = probe, calls, rows, gradients
+        self.training = training
+        self.tolerance = rounding(probe.passes.model)
+        # A batch of one row is compared as two copies of it.
+        self.count = max(2, probe.ticket.rows)
+        self.whole = probe.rows([0, 0], calls.whole) if probe.ticket.rows == 1 else calls.whole
+        self.base: RowValues | None = None
 
-def _check_random_collator(source: Collation, rows: Sequence[int]) -> None:
-    """Raise `SelfCheckError` if, under one seed, a row that a collator makes follows from the other rows."""
-    every = range(len(source.indices))
-    lengths = [example_length(item) for item in source.items(rows)]
-    longest = rows[max(range(len(rows)), key=lengths.__getitem__)]
-    others = [row for row in every if row not in (rows[0], longest)]
-    if not others:
-        return
-    items = source.items([rows[0], longest, others[0], others[-1]])
-    batches = [dict(leaves(source.collated([*items[:2], other]))) for other in (items[2], items[3], items[0])]
-    for path, one in batches[0].items():
-        for other in (batch.get(path) for batch in batches[1:]):
-            if other is None or one.shape != other.shape or not one.dim():
-                continue
-            if not torch.equal(one[0].nan_to_num(), other[0].nan_to_num()):
-                raise SelfCheckError(
-                    f"The collator makes an example's {path[-1]!r} from other examples too. Make each row from its own "
-                    "example; nothing was released."
-                )
+    def run(self) -> bool:
+        """Whether a row was compared: not if the model draws random numbers, or no row has a finite loss."""
+        probe, rows = self.probe, self.rows
+        single = self._alone(rows[0])
+        if single.draws:
+            return False
+        upstream = None
+        if self.gradients:
+            # What flows to other rows must not reach these, not even as 0 times NaN.
+            upstream = torch.full((self.count,), torch.nan).index_fill_(0, torch.tensor(rows), 1.0)
+        base = self.base = probe.run(self.whole, self.count, upstream=upstream, single=single, training=self.training)
+        if len(base.values) != len(single.values) or not base.values:
+            raise UnsupportedUse("the model returns something else for a row in a batch than alone")
+        compared = False
+        for row in rows:
+            alone = single if row == rows[0] else self._alone(row)
+            if alone.finite(0):
+                compared = True
+                self._require_same(base, row, alone)
+        if base.rest or single.rest:
+            raise UnsupportedUse("the model adds a term of its own to torch's loss functions")
+        return compared
 
+    def _alone(self, row: int) -> RowValues:
+        """A row collated and run alone. Raises ValueError, naming the example, if the model fails on it."""
+        upstream = torch.ones(1) if self.gradients else None
+        try:
+            return self.probe.run(self.calls.alone[row], 1, upstream=upstream, training=self.training)
+        except (UnsupportedUse, SelfCheckError, ValueError, torch.OutOfMemoryError, CheckpointError):
+            raise
+        except Exception as error:
+            source = self.probe.ticket.source
+            example = f"row {row}" if source is None else f"example {source.indices[row]}"
+            raise ValueError(
+                f"The model fails on {example} alone. Remove or repair it, as sampling may draw it alone; nothing was released. "
+                f"({str(error).partition(chr(10))[0]})"
+            ) from error
 
-def _compare(
-    probe: Probe, calls: _Calls, rows: Sequence[int], single: RowValues, training: bool, *, gradients: bool
-) -> RowValues | None:
-    """Compare chosen rows; what the batch gave if none of them has a finite loss."""
-    passes, ticket, count = probe.passes, probe.ticket, probe.ticket.rows
-    tolerance = rounding(passes.model)
-    whole, gradients = calls.whole, gradients and count > 1
-    if count == 1:
-        whole, count = probe.rows([0, 0], calls.whole), 2
-    upstream = torch.full((count,), torch.nan).index_fill_(0, torch.tensor(rows), 1.0) if gradients else None
-    base = probe.run(whole, count, training=training, upstream=upstream, single=single)
-    one = torch.ones(1) if gradients else None
-    if len(base.values) != len(single.values) or not base.values:
-        raise UnsupportedUse("what the model returns for a row is not the same in a batch and alone")
-    compared = 0
-    for number, row in enumerate(rows):
-        alone = single if number == 0 else _alone(probe, calls, row, training=training, upstream=one)
-        if not alone.finite(0):
-            continue
-        compared += 1
-        at = _place(base, alone, row, tolerance)
+    def _require_same(self, base: RowValues, row: int, alone: RowValues) -> None:
+        ticket, limit = self.probe.ticket, _GRADIENTS * self.tolerance
+        # A collator may sort: then another row has these values.
+        every = [row, *(r for r in range(self.count) if r != row)]
+        at = next((r for r in every if base.gap(r, alone, 0) <= self.tolerance), None)
         if at is None:
-            _explain(probe, calls, base, alone, row, count, tolerance, training)
+            self._explain(base, row, alone)
         elif at != row and not torch.equal(ticket.row_units, torch.arange(ticket.rows)):
             raise SelfCheckError(
-                "The collator changes the order of rows, so they cannot be assigned to users. Keep their order; "
-                "nothing was released."
+                "The collator changes the order of rows, so they cannot be assigned to users. Keep their order; nothing was "
+                "released."
             )
-        elif gradients and at == row:
-            gap = base.input_gap(row, alone, 0)
-            if gap > _GRADIENTS * tolerance:
-                again = _alone(probe, calls, rows[0], training=training, upstream=one)
-                if single.input_gap(0, again, 0) > _GRADIENTS * tolerance:
-                    raise stateful()
-                if gap == math.inf:
-                    raise UnsupportedUse(OVERFLOWS)
-                raise UnsupportedUse("the gradient at a row's inputs is another beside other rows than alone")
-    if base.rest or single.rest:
-        raise UnsupportedUse("the model adds a term of its own to torch's loss functions")
-    return None if compared else base
+        elif self.gradients and at == row and base.input_gap(row, alone, 0) > limit:
+            if alone.input_gap(0, self._alone(row), 0) > limit:
+                raise stateful()
+            infinite = base.input_gap(row, alone, 0) == math.inf
+            raise UnsupportedUse(OVERFLOWS if infinite else "the gradient at a row's inputs changes beside other rows")
 
-
-def _alone(probe: Probe, calls: _Calls, row: int, **options: Any) -> RowValues:
-    """A row collated and run alone. Raises ValueError, naming the example, if the model fails on it."""
-    try:
-        return probe.run(calls.alone[row], 1, **options)
-    except (UnsupportedUse, SelfCheckError, ValueError, torch.OutOfMemoryError, CheckpointError):
-        raise
-    except Exception as error:
-        source = probe.ticket.source
-        example = f"example {source.indices[row]}" if source is not None else f"row {row}"
-        reason = str(error).split("\n", 1)[0]
-        raise ValueError(
-            f"The model fails on {example} alone ({reason}). Remove or repair it, as sampling may draw it alone; nothing was "
-            "released."
-        ) from error
-
-
-def _place(base: RowValues, alone: RowValues, row: int, tolerance: float) -> int | None:
-    """The row of a batch that has the values of one run alone: its own, or another where a collator sorts."""
-    every = [row, *(r for r in range(base.values[0].shape[0]) if r != row)]
-    return next((r for r in every if base.gap(r, alone, 0) <= tolerance), None)
-
-
-def _explain(
-    probe: Probe,
-    calls: _Calls,
-    base: RowValues,
-    alone: RowValues,
-    row: int,
-    count: int,
-    tolerance: float,
-    training: bool,
-) -> None:
-    """Raise for a row whose loss in the batch is another than alone, by what makes the difference."""
-    cut = probe.rows([min(row, probe.ticket.rows - 1)], calls.whole)
-    padded = probe.run(cut, 1, training=training)
-    if not base.gap(row, padded, 0) <= tolerance:
-        again = probe.run(
-            calls.whole if count == probe.ticket.rows else probe.rows([0, 0], calls.whole), count, training=training
-        )
-        if base.finite(row) and not base.gap(row, again, row) <= tolerance:
-            raise stateful()
-        if not base.finite(row) or not _finite_inputs(calls.whole):
-            raise UnsupportedUse(OVERFLOWS)
-        raise coupled(probe, calls.whole, row)
-    for (path, one), (_, other) in zip(leaves(cut), leaves(calls.alone[row])):
-        if one.dim() == other.dim() and not torch.equal(*(t.nan_to_num() for t in cropped(one, other))):
-            raise SelfCheckError(
-                f"The collator makes an example's {path[-1]!r} otherwise beside others than alone. Make each row from its own "
-                "example; nothing was released."
-            )
-    passes = probe.passes
-    if passes.returns_loss and probe.run(probe.trimmed(cut), 1, training=training).gap(0, alone, 0) <= tolerance:
-        raise UnsupportedUse(PADDING)
-    if calls.collated and all(a[0].shape == b[0].shape for a, b in zip(base.values, alone.values)):
-        # No mask shows the padding: the one-example route collates each example by itself.
-        passes.recollates = True
-        raise UnsupportedUse(PADDING)
-    raise SelfCheckError(f"In {type(passes.model).__name__} {PADDING}; nothing was released.")
-
-
-def _finite_inputs(call: Call) -> bool:
-    return all(bool(torch.isfinite(t).all()) for t in tensors(call) if t.is_floating_point())
+    def _explain(self, base: RowValues, row: int, alone: RowValues) -> None:
+        """Raise for a row whose loss in the batch is another than alone, by what makes the difference."""
+        probe, passes = self.probe, self.probe.passes
+        cut = probe.rows([min(row, probe.ticket.rows - 1)], self.calls.whole)
+        if not base.gap(row, probe.run(cut, 1, training=self.training), 0) <= self.tolerance:
+            again = probe.run(self.whole, self.count, training=self.training)
+            if base.finite(row) and not base.gap(row, again, row) <= self.tolerance:
+                raise stateful()
+            inputs = (t for t in tensors(self.calls.whole) if t.is_floating_point())
+            if not base.finite(row) or not all(bool(torch.isfinite(t).all()) for t in inputs):
+                raise UnsupportedUse(OVERFLOWS)
+            raise coupled(probe, self.calls.whole, row)
+        for (path, one), (_, other) in zip(leaves(cut), leaves(self.calls.alone[row])):
+            if one.dim() == other.dim() and not torch.equal(*(t.nan_to_num() for t in cropped(one, other))):
+                raise _mixes(path[-1])
+        trimmed = probe.trimmed(cut)
+        if passes.returns_loss and probe.run(trimmed, 1, training=self.training).gap(0, alone, 0) <= self.tolerance:
+            raise UnsupportedUse(PADDING)
+        if self.calls.collated and all(a[0].shape == b[0].shape for a, b in zip(base.values, alone.values)):
+            # No mask shows the padding: the one-example route collates each example by itself.
+            passes.recollates = True
+            raise UnsupportedUse(PADDING)
+        raise SelfCheckError(f"In {type(passes.model).__name__} {PADDING}; nothing was released.")
 
 
 def check_companions(passes: Passes, call: Call, ticket: Ticket) -> None:
@@ -267,46 +238,38 @@ def check_companions(passes: Passes, call: Call, ticket: Ticket) -> None:
 
     Raises `UnsupportedUse` if it is not, or if losses cannot be told apart by row.
     """
-    probe = Probe(passes, call, ticket)
+    assert passes.trace is not None
     if ticket.rows < 2:
         return
-    beside = sorted({1, ticket.rows - 1})
+    probe, beside = Probe(passes, call, ticket), sorted({1, ticket.rows - 1})
     one, two = (
         probe.run(probe.rows([0, *companions]), 1 + len(companions), dropout=True)
         for companions in (beside, [0] * len(beside))
     )
-    assert passes.trace is not None
-    limit = rounding(passes.model)
-    if not (passes.trace.selects or passes.device.type != "cpu"):
-        limit *= _SAME_SHAPES
+    exact = passes.device.type == "cpu" and not passes.trace.selects
+    limit = rounding(passes.model) * (_SAME_SHAPES if exact else 1.0)
     if one.finite(0) and not one.gap(0, two, 0) <= limit:
         raise UnsupportedUse("a row's loss changes with the rows beside it")
 
 
 def check_packed(passes: Passes, call: Call, ticket: Ticket) -> None:
     """Verify that packed examples have the loss that they have alone. Raises `SelfCheckError` if one has not."""
-    probe = Probe(passes, call, ticket)
-    layout, kind = ticket.layout(passes.device), passes.device.type
-    assert layout.token_segments is not None
-    shape = layout.token_segments.shape
+    probe, source, kind = Probe(passes, call, ticket), ticket.source, passes.device.type
+    assert ticket.token_units is not None
     half = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) is torch.float16
     half |= any(parameter.dtype is torch.float16 for parameter in passes.model.parameters())
-    if half or any(t.is_floating_point() and t.shape[:2] == shape for _, t in leaves(call)):
+    if half or any(t.is_floating_point() and t.shape[:2] == ticket.token_units.shape for _, t in leaves(call)):
         raise SelfCheckError(
             "Packed rows need token ids and no float16: attention separates examples by zeros, and 0 times infinity is NaN. "
             "Use bfloat16 or float32."
         )
     together = probe.run(call, ticket.rows, packed=True)
-    if together.draws:
-        return
-    source = ticket.source
     if source is not None and source.unit_map is not None and not any(source.draws(0)):
         for row in range(min(_ROWS, len(source.indices))):
             source.check_packed(row)
-    segments = list(probe.segments())
+    segments = [] if together.draws else list(probe.segments())
     for unit, single in _DRAW.sample(segments, min(_ROWS, len(segments))):
-        alone = probe.run(single, 1)
-        if together.finite(unit) and not together.gap(unit, alone, 0) <= rounding(passes.model):
+        if together.finite(unit) and not together.gap(unit, probe.run(single, 1), 0) <= rounding(passes.model):
             raise SelfCheckError(
                 "A packed example's loss changes beside the others of its row. Restart position_ids in each example and "
                 "separate their attention; nothing was released."
@@ -314,36 +277,35 @@ def check_packed(passes: Passes, call: Call, ticket: Ticket) -> None:
 
 
 def check_alone(passes: Passes, call: Call, ticket: Ticket, rows: Sequence[int]) -> None:
-    """Verify the one-example route: a row has the loss of ``collate([example])``, again after another row, and not of a pair.
+    """Verify the one-example route: a row has the loss of ``collate([example])``, again after others, and in a pair.
 
     Raises what the model raises on one row, `SelfCheckError` if padding matters, or the model keeps state or scores rows
     against each other.
     """
-    probe = Probe(passes, call, ticket)
+    probe, tolerance = Probe(passes, call, ticket), rounding(passes.model)
     if not passes.returns_loss:
         args, kwargs = probe.rows([rows[0]])
         passes.plain_forward(*args, **kwargs)
         return
-    calls = _calls(probe, ticket.source, rows)
+    calls = _Calls.of(probe, rows)
     for mode in (nullcontext(), in_mode(passes.model, training=False)):
         with mode, preserve_rng(passes.model):
             before = rng_state(passes.model)
-            own = {row: _loss(probe, _as_routed(probe, calls, row), 1) for row in rows}
-            alone = {row: _loss(probe, calls.alone[row], 1) for row in rows}
-            one, two = (_loss(probe, probe.rows([rows[-1]] * n, calls.whole), n) for n in (1, 2))
-            again = _loss(probe, _as_routed(probe, calls, rows[-1]), 1)
+            routed = {row: probe.trimmed(probe.rows([row], calls.whole)) for row in rows}
+            own = [_loss(probe, calls.alone[row] if passes.recollates else routed[row], 1) for row in rows]
+            alone = [_loss(probe, calls.alone[row], 1) for row in rows]
+            one, two = (_loss(probe, probe.rows([rows[0]] * n, calls.whole), n) for n in (1, 2))
+            again = _loss(probe, calls.alone[rows[0]], 1)
             drew = rng_state(passes.model) != before
         if drew:
             continue
-        tolerance = rounding(passes.model)
-        if abs(again - own[rows[-1]]) > tolerance * abs(again):
+        if _apart(again, alone[0]) > tolerance:
             raise stateful()
-        if any(abs(own[row] - alone[row]) > tolerance * abs(alone[row]) for row in rows):
-            if calls.collated:
-                passes.recollates = True
-                return
-            raise SelfCheckError(f"In {type(passes.model).__name__} {PADDING}; nothing was released.")
-        if all(abs(two - n * one) > tolerance * max(abs(one), abs(two)) for n in (1, 2)):
+        if any(_apart(a, b) > tolerance for a, b in zip(own, alone)):
+            if not calls.collated:
+                raise SelfCheckError(f"In {type(passes.model).__name__} {PADDING}; nothing was released.")
+            passes.recollates = True
+        if min(_apart(two, one), _apart(two, 2 * one)) > tolerance:
             raise SelfCheckError(
                 "Two copies of a row have another loss than one: the model scores rows against each other. Use per-row "
                 "losses; nothing was released."
@@ -351,16 +313,17 @@ def check_alone(passes: Passes, call: Call, ticket: Ticket, rows: Sequence[int])
         return
 
 
-def _as_routed(probe: Probe, calls: _Calls, row: int) -> Call:
-    """A row as the one-example route runs it."""
-    return calls.alone[row] if probe.passes.recollates else probe.trimmed(probe.rows([row], calls.whole))
-
-
 def _loss(probe: Probe, call: Call, rows: int) -> float:
     """The model's own loss on a call of so many rows, without dropout."""
     args, kwargs = call
     with torch.enable_grad(), DropoutDisabled(), intercepted(LossTerms(probe.layout(rows), alone=rows == 1)):
         return float(require_loss(probe.passes.plain_forward(*args, **kwargs)).detach())
+
+
+def _apart(one: float, other: float) -> float:
+    """The relative difference of two losses; 0 where one is NaN."""
+    size = max(abs(one), abs(other))
+    return abs(one - other) / size if size > 0 and math.isfinite(size) else 0.0
 
 
 def stateful() -> SelfCheckError:
@@ -371,16 +334,18 @@ def stateful() -> SelfCheckError:
     )
 
 
+def _mixes(entry: object) -> SelfCheckError:
+    return SelfCheckError(
+        f"The collator makes an example's {entry!r} from other examples too. Make each row from its own example; nothing was "
+        "released."
+    )
+
+
 def coupled(probe: Probe, call: Call, row: int) -> SelfCheckError:
     """The refusal of a model in which a row's loss depends on others, naming the module where that begins."""
-    count = probe.ticket.rows
-    first = None
-    if count > 1:
-        copies = probe.rows([row] * count, call)
-        seen = [_outputs(probe, made, row) for made in (call, copies)]
-        first = next(
-            (n for n, t in seen[0].items() if n in seen[1] and not torch.allclose(t, seen[1][n], 1e-4, 1e-6)), None
-        )
+    copies = probe.rows([row] * probe.ticket.rows, call)
+    one, two = (_outputs(probe, made, row) for made in (call, copies))
+    first = next((n for n, t in one.items() if n in two and not torch.allclose(t, two[n], 1e-4, 1e-6)), None)
     where = f", first in the output of {first}" if first else ""
     return SelfCheckError(
         f"The loss of row {row} changes when it is run alone{where}. Statistics, losses and capacities over the batch couple "
@@ -391,16 +356,14 @@ def coupled(probe: Probe, call: Call, row: int) -> SelfCheckError:
 def _outputs(probe: Probe, call: Call, row: int) -> dict[str, torch.Tensor]:
     """What each module returns for a row in one pass."""
     seen: dict[str, torch.Tensor] = {}
-    handles = []
-    for name, module in probe.passes.model.named_modules():
-        if name and not isinstance(module, torch.jit.ScriptModule):
 
-            def note(_module: object, _args: object, output: object, name: str = name) -> None:
-                found = next(tensors(output), None)
-                if found is not None and found.dim() > 0 and found.shape[0] > row and found.is_floating_point():
-                    seen.setdefault(name, found.detach()[row].clone())
+    def record(name: str, output: object) -> None:
+        found = next(tensors(output), None)
+        if found is not None and found.dim() > 0 and found.shape[0] > row and found.is_floating_point():
+            seen.setdefault(name, found.detach()[row].clone())
 
-            handles.append(module.register_forward_hook(note))
+    modules = [(n, m) for n, m in probe.passes.model.named_modules() if n and not isinstance(m, torch.jit.ScriptModule)]
+    handles = [m.register_forward_hook(lambda _m, _i, output, name=n: record(name, output)) for n, m in modules]
     try:
         with preserve_rng(probe.passes.model), DropoutDisabled(), torch.no_grad():
             probe.passes.plain_forward(*call[0], **call[1])

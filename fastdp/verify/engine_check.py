@@ -19,7 +19,7 @@ from fastdp.engine.layout import Ticket
 from fastdp.engine.passes import Passes, repeatable
 from fastdp.engine.policy import Policy
 from fastdp.engine.randomness import preserve_rng
-from fastdp.engine.shards import Measured, norm
+from fastdp.engine.shards import norm
 from fastdp.engine.uses import uncast
 from fastdp.verify.definition import coupled
 from fastdp.verify.probe import Probe, seeds_for
@@ -48,7 +48,7 @@ class _KnownScales(Policy):
 
 
 def check_engine(passes: Passes, call: Call, ticket: Ticket, rows: Sequence[int]) -> None:
-    """Verify the norms and the weighted sum that the engine finds for some rows, or for packed units.
+    """Verify the norms and the weighted sum that the engine finds for two rows, or for two packed units.
 
     Also verifies that a row's loss sends exact zeros to the inputs of all other rows.
 
@@ -60,43 +60,45 @@ def check_engine(passes: Passes, call: Call, ticket: Ticket, rows: Sequence[int]
     batch, small = call, ticket
     if not probe.packed:
         rows = list(rows[:_ROWS]) if len(rows) > 1 else [rows[0]] * 2
-        batch = probe.rows(rows)
-        small = Ticket(torch.arange(len(rows)), torch.ones(len(rows)), is_last=True)
+        batch, small = probe.rows(rows), Ticket(torch.arange(_ROWS), torch.ones(_ROWS), is_last=True)
     layout = small.layout(passes.device)
-    units = [unit for unit in range(layout.units) if float(layout.weights[unit]) > 0]
-    if probe.packed:
-        units = units[:_ROWS]
-    elif rows[0] == rows[1]:
+    units = [unit for unit in range(layout.units) if float(layout.weights[unit]) > 0][:_ROWS]
+    if not probe.packed and rows[0] == rows[1]:
         units = [0]
-    kept = passes.accumulator
-    policy, names = kept.policy, list(passes.read)
-    scales = _KnownScales(
-        policy.bounds, policy.stds, policy.group_of, policy.masks, known={u: 1 / (1 + u) for u in units}
-    )
+    weights = {unit: 1 / (1 + unit) for unit in units}
+    policy, kept, names = passes.accumulator.policy, passes.accumulator, list(passes.read)
+    scales = _KnownScales(policy.bounds, policy.stds, policy.group_of, policy.masks, known=weights)
     passes.accumulator = Accumulator(passes.read, scales, passes.weights)
     passes.accumulator.tables = kept.tables
-    dtypes = _LowPrecision()
+    dtypes, sizes = _LowPrecision(), {unit: dict[str, float]() for unit in units}
     try:
         with uncast(passes.device):
             with preserve_rng(passes.model):
                 _run_engine(passes, batch, small, dtypes)
-            found = _Comparison(passes.accumulator.sums, scales.known)
+            residual = passes.accumulator.sums
 
-            def take(unit: int, index: int, gradient: torch.Tensor) -> None:
-                found.take(unit, names[index], passes.weights.measured(names[index], gradient))
+            def subtract(unit: int, index: int, gradient: torch.Tensor) -> None:
+                """Take one parameter's gradient off the engine's sum as it arrives, so that one at a time is in memory."""
+                name, found = names[index], passes.weights.measured(names[index], gradient)
+                if name in sizes[unit]:
+                    raise UnsupportedUse("a gradient comes in several parts: checkpoint with use_reentrant=False")
+                sizes[unit][name] = found.norm
+                if math.isfinite(found.norm) and name in residual:
+                    residual[name].sub_(found.values, alpha=weights[unit])
+                elif math.isfinite(found.norm):
+                    residual[name] = found.values.float() * -weights[unit]
 
-            inputs = probe.unit_gradients(batch, small.rows, units, take)
+            inputs = probe.unit_gradients(batch, small.rows, units, subtract)
     finally:
         passes.accumulator = kept
     own = layout.token_segments if layout.token_segments is not None else layout.lane_units
     for unit, gradients in zip(units, inputs):
-        for gradient in gradients:
-            if gradient.shape[: own.dim()] == own.shape and bool((gradient[own != unit].nan_to_num() != 0).any()):
-                raise coupled(probe, batch if probe.packed else call, 0 if probe.packed else rows[unit])
-    kinds = {p.dtype for p in passes.model.parameters() if p.is_floating_point()}
-    low = dtypes.found or not kinds <= {torch.float32, torch.float64}
+        alike = [g for g in gradients if g.shape[: own.dim()] == own.shape]
+        if any(bool((g[own != unit].nan_to_num() != 0).any()) for g in alike):
+            raise coupled(probe, call, 0 if probe.packed else rows[unit])
+    low = dtypes.found or any(p.is_floating_point() and p.dtype.itemsize < 4 for p in passes.model.parameters())
     measured = {unit: float(scales.seen[0][:, unit].double().sum()) ** 0.5 for unit in units}
-    found.judge(measured, tolerance=_LOW_PRECISION if low else _TOLERANCE)
+    _judge(measured, sizes, weights, residual, _LOW_PRECISION if low else _TOLERANCE)
 
 
 def _run_engine(passes: Passes, call: Call, ticket: Ticket, dtypes: _LowPrecision) -> None:
@@ -122,63 +124,40 @@ class _LowPrecision(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if isinstance(out, torch.Tensor) and out.is_floating_point() and out.dtype.itemsize < 4:
-            self.found = True
+        self.found |= isinstance(out, torch.Tensor) and out.is_floating_point() and out.dtype.itemsize < 4
         return out
 
 
-class _Comparison:
-    """The engine's weighted sum less autograd's gradients, each taken as it arrives, so that one at a time is in memory.
+def _judge(
+    measured: Mapping[int, float],
+    sizes: Mapping[int, Mapping[str, float]],
+    weights: Mapping[int, float],
+    residual: Mapping[str, torch.Tensor],
+    tolerance: float,
+) -> None:
+    """Raise `UnsupportedUse` if a norm or the sum is off by more than ``tolerance`` of its size.
 
     Args:
-        sums: by parameter, float32; they are changed.
-        weights: of each unit in those sums.
+        measured: by unit, the norms that the engine found.
+        sizes: by unit and parameter, the norms that autograd found.
+        weights: of each unit in the sum.
+        residual: by parameter, the engine's weighted sum less autograd's.
     """
-
-    def __init__(self, sums: dict[str, torch.Tensor], weights: Mapping[int, float]):
-        self._residual, self._weights = sums, weights
-        self._sizes: dict[int, dict[str, float]] = {unit: {} for unit in weights}
-
-    def take(self, unit: int, name: str, gradient: Measured) -> None:
-        """One parameter's gradient by autograd. Raises `UnsupportedUse` if one comes in parts, whose norms do not add up."""
-        sizes, weight = self._sizes[unit], self._weights[unit]
-        if name in sizes:
-            raise UnsupportedUse("a gradient comes in several parts: checkpoint with use_reentrant=False")
-        sizes[name] = gradient.norm
-        if not math.isfinite(gradient.norm):
-            return
-        if name in self._residual:
-            self._residual[name].sub_(gradient.values, alpha=weight)
-        else:
-            self._residual[name] = gradient.values.float() * -weight
-
-    def judge(self, measured: Mapping[int, float], *, tolerance: float) -> None:
-        """Raise `UnsupportedUse` if a norm or the sum is off by more than ``tolerance`` of its size."""
-        truths = {unit: math.sqrt(sum(size**2 for size in sizes.values())) for unit, sizes in self._sizes.items()}
-        worst, error = self._worst()
-        finite = True
-        for unit, truth in truths.items():
+    scale = {name: sum(weights[u] * own.get(name, 0.0) for u, own in sizes.items()) for name in residual}
+    most = max(scale.values(), default=0.0)
+    # A gradient that vanishes next to the others is rounding noise: it is judged on their scale.
+    errors = {name: norm(gap) / max(scale[name], 1e-4 * most, 1e-30) for name, gap in residual.items()}
+    worst = max(errors, key=lambda name: (math.isnan(errors[name]), errors[name]), default="nothing")
+    finite = True
+    for unit, own in sizes.items():
+        truth = math.hypot(*own.values())
+        if not (math.isfinite(measured[unit]) or math.isfinite(truth)):
             # An example that both find not to be finite takes no part.
-            if not (math.isfinite(measured[unit]) or math.isfinite(truth)):
-                finite = False
-                continue
-            if not (math.isfinite(measured[unit]) and abs(measured[unit] - truth) <= tolerance * truth + 1e-12):
-                raise UnsupportedUse(
-                    f"no rule fits how {worst} is read: an example's gradient norm is {measured[unit]:.6g} by the rules and "
-                    f"{truth:.6g} by autograd"
-                )
-        if finite and not error <= tolerance:
-            raise UnsupportedUse(f"no rule fits how {worst} is read: its summed gradient is off by {error:.2g}")
-
-    def _worst(self) -> tuple[str, float]:
-        scale: dict[str, float] = {}
-        for unit, sizes in self._sizes.items():
-            for name, size in sizes.items():
-                scale[name] = scale.get(name, 0.0) + self._weights[unit] * size
-        most = max(scale.values(), default=0.0)
-        errors = {
-            # A gradient that vanishes next to the others is rounding noise: it is judged on their scale.
-            name: norm(gap) / max(scale.get(name, 0.0), 1e-4 * most, 1e-30)
-            for name, gap in self._residual.items()
-        }
-        return max(errors.items(), key=lambda pair: (math.isnan(pair[1]), pair[1]), default=("nothing", 0.0))
+            finite = False
+        elif not abs(measured[unit] - truth) <= tolerance * truth + 1e-12:
+            raise UnsupportedUse(
+                f"no rule fits how {worst} is read: an example's gradient norm is {measured[unit]:.6g} by the rules and "
+                f"{truth:.6g} by autograd"
+            )
+    if finite and not errors.get(worst, 0.0) <= tolerance:
+        raise UnsupportedUse(f"no rule fits how {worst} is read: its summed gradient is off by {errors[worst]:.2g}")

@@ -18,15 +18,15 @@ import torch
 
 from fastdp.engine.batches import Call, everything, leaves
 from fastdp.engine.boundary import differentiable, plain_gradients, replace_loss
+from fastdp.engine.collation import Collation, example_length
 from fastdp.engine.errors import SelfCheckError
 from fastdp.engine.layout import Ticket
 from fastdp.engine.losses import LossTerms, intercepted
 from fastdp.engine.one_example import merged
 from fastdp.engine.passes import ONE_EXAMPLE, Pass, Passes
-from fastdp.engine.randomness import BufferSnapshot, preserve_rng, rng_state, seed_everything, seeded
+from fastdp.engine.randomness import BufferSnapshot, DropoutDisabled, preserve_rng, rng_state, seed_everything, seeded
 from fastdp.engine.uses import Tap
-from fastdp.verify.collation import Collation, example_length
-from fastdp.verify.probe import DropoutDisabled, cropped, rounding
+from fastdp.verify.probe import cropped, rounding
 
 #: Examples among which a short and a long one are chosen, of this batch and of the data set.
 _SAMPLED = 8
@@ -109,9 +109,7 @@ class LoopCheck:
             source: of the loader's batch.
             grew: whether that batch is longer or larger than those before.
         """
-        values = (v for _, v in everything(call) if not isinstance(v, (torch.Tensor, bool)))
-        numbers = any(isinstance(v, Number) or hasattr(v, "dtype") for v in values)
-        if source.sources(call) is not None and not numbers:
+        if not _makes(call, source):
             return False
         longest = max((t.numel() // max(t.shape[0], 1) for _, t in leaves(call) if t.dim()), default=0)
         longer, self._longest = longest > self._longest, max(longest, self._longest)
@@ -181,7 +179,7 @@ class LoopCheck:
         if passes.returns_loss:
             own = [term.per_unit[row] for term in terms.terms] if not tops else [top.reshape(()) for top in tops]
             values = torch.stack([value.detach() for value in own])
-            if probe.source.sources(call) is not None:
+            if probe.role == "together" and not _makes(call, probe.source):
                 # Nothing reaches the model but the loader's own tensors: the rest of a probe made ahead is not needed.
                 self.waiting -= len(self._due)
                 self._due = []
@@ -226,6 +224,12 @@ class LoopCheck:
 
     def _tolerance(self) -> float:
         return rounding(self._passes.model) * (1.0 if self._passes.returns_loss else _GRADIENTS)
+
+
+def _makes(call: Call, source: Collation) -> bool:
+    """Whether a call holds tensors or numbers that are not the loader's own."""
+    values = (v for _, v in everything(call) if not isinstance(v, (torch.Tensor, bool)))
+    return source.sources(call) is None or any(isinstance(v, Number) or hasattr(v, "dtype") for v in values)
 
 
 def _row_of(call: Call, rows: int, single: Call | None) -> int:

@@ -10,20 +10,17 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch.overrides import TorchFunctionMode
 
 from fastdp.engine.batches import Call, Path, leaves, map_leaves, take_rows, take_tokens, tensors, unpadded
 from fastdp.engine.boundary import caught, differentiable, require_loss
 from fastdp.engine.errors import UnsupportedUse
-from fastdp.engine.follow import Follow
+from fastdp.engine.follow import EmbeddingGradients
 from fastdp.engine.layout import Layout, Ticket
 from fastdp.engine.losses import LossTerms, combine, intercepted, shares
 from fastdp.engine.modes import in_mode
 from fastdp.engine.passes import Passes
-from fastdp.engine.randomness import preserve_rng, rng_state
-from fastdp.engine.rows import Fold, Places
-from fastdp.engine.rules.composite import opened
+from fastdp.engine.randomness import DropoutDisabled, preserve_rng, rng_state
+from fastdp.engine.rows import Fold
 
 #: How far a loss may move, relative to its size, when only the shapes around an example change.
 _ROUNDING = {torch.float64: 1e-9, torch.float32: 2e-4}
@@ -101,30 +98,6 @@ def cropped(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
     ends = [t[tuple(slice(m - n, m) for n, m in zip(sizes, t.shape))] for t in (a, b)]
     one, two = min(starts, ends, key=lambda pair: float((pair[0] - pair[1]).nan_to_num().abs().sum()))
     return one, two
-
-
-class DropoutDisabled(TorchFunctionMode):
-    """Make torch's dropout functions return their input; modules and their attributes stay untouched."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func in _DROPOUT:
-            return args[0] if args else kwargs["input"]
-        if func is F.scaled_dot_product_attention:
-            args, kwargs = args[:4] + (0.0,) + args[5:] if len(args) > 4 else args, {**kwargs}
-            if len(args) <= 4:
-                kwargs["dropout_p"] = 0.0
-        inside = opened(func)
-        if inside is None:
-            return func(*args, **kwargs)
-        with self:
-            return inside(*args, **kwargs)
-
-
-_DROPOUT = frozenset(
-    getattr(F, name)
-    for name in ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
-) | {torch.dropout}
 
 
 class Probe:
@@ -296,35 +269,8 @@ class Probe:
 
         replaced: Call = map_leaves(call, begin)
         inputs = [t for path, t in leaves(replaced) if path in self.carriers]
-        with _Embeddings(inputs, flowing, rows):
+        with EmbeddingGradients(inputs, flowing, rows):
             yield replaced
-
-
-class _Embeddings(Follow):
-    """Retain the gradient of everything that an embedding looks up for the rows of a batch."""
-
-    def __init__(self, inputs: Sequence[torch.Tensor], flowing: list[tuple[torch.Tensor, Fold]], rows: int):
-        super().__init__(inputs)
-        self.flowing, self.rows, self.places = flowing, rows, Places(inputs, rows)
-
-    def follow(self, func: Any, args: Any, kwargs: Any, given: list[torch.Tensor], out: Any) -> None:
-        """Follow one operation, and where rows lie in what it makes of ids."""
-        super().follow(func, args, kwargs, given, out)
-        if not isinstance(out, torch.Tensor) or out not in self.data:
-            return
-        ids = kwargs.get("input", args[0] if args else None)
-        if func in (F.embedding, F.embedding_bag) and torch.is_grad_enabled():
-            place = self.places.of(ids)
-            fold = Fold() if place is None else place.fold(self.rows)
-            if fold is None or not fold.fits(tuple(out.shape), self.rows):
-                return
-            if out.requires_grad:
-                out.retain_grad()
-            else:
-                out.requires_grad_()
-            self.flowing.append((out, fold))
-        elif not out.is_floating_point():
-            self.places.follow(func, args, kwargs, given, [out])
 
 
 def _divided(shares: Sequence[float], single: Sequence[float], rows: int) -> frozenset[int]:

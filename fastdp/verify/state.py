@@ -125,18 +125,16 @@ class StateCheck:
         after = self._saved_buffers()
         for name, seen in after.items():
             if name not in self.harmless and _written(before.get(name), seen):
-                raise SelfCheckError(
-                    f"{name} is a buffer that training forwards write, and no noise covers it. Set track_running_stats=False, "
-                    "or register it with persistent=False; nothing was released."
-                )
+                raise _buffer_written(name)
         self._buffers = after
 
     @contextmanager
-    def tracing(self, again: Callable[[int], None]) -> Iterator[None]:
+    def tracing(self, again: Callable[[int, dict[str, torch.Tensor]], list[str]]) -> Iterator[None]:
         """Learn from a trace which buffers, and frozen parameters, forwards write whatever the data are.
 
         Args:
-            again: runs some data through the model, or others; called only if the trace wrote something.
+            again: runs some data through the model, or others, and names which of some buffers they flow into; called only
+                if the trace wrote something.
 
         Raises `SelfCheckError` for a parameter that a forward changes.
         """
@@ -150,7 +148,8 @@ class StateCheck:
         states = []
         for data in (0, 1):
             snapshot.restore()
-            again(data)
+            for name in again(data, self._state(written)):
+                raise _buffer_written(name)
             states.append({n: t.detach().clone() for n, t in self._state(written | parameters.keys()).items()})
         held, now = states
         for name, tensor in now.items():
@@ -204,6 +203,13 @@ def _moved(before: tuple[torch.Tensor, int] | None, after: tuple[torch.Tensor, i
         return False
     old, new = before[0], after[0]
     return old.shape == new.shape and old.dtype == new.dtype and torch.equal(old.to(new.device), new)
+
+
+def _buffer_written(name: str) -> SelfCheckError:
+    return SelfCheckError(
+        f"{name} is a buffer that training forwards write, and no noise covers it. Set track_running_stats=False, or register "
+        "it with persistent=False; nothing was released."
+    )
 
 
 def _changed(name: str) -> RuntimeError:
