@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Number
 from typing import Any
 
 import torch
@@ -64,6 +65,11 @@ class Collation:
                 return None
             found[path] = same[0]
         return found
+
+    def makes(self, call: Call) -> bool:
+        """Whether a call holds tensors or numbers that are not the loader's own."""
+        values = (v for _, v in everything(call) if not isinstance(v, (torch.Tensor, bool)))
+        return self.sources(call) is None or any(isinstance(v, Number) or hasattr(v, "dtype") for v in values)
 
     def items(self, rows: Sequence[int]) -> list[Any]:
         """The examples of these rows, read again."""

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from fastdp.engine.batches import Call, take_tokens
 from fastdp.engine.errors import UnsupportedUse
 from fastdp.engine.rows import Met
 from fastdp.ops.placed import held, placed
@@ -43,6 +44,19 @@ class Ticket:
         if self.token_units is not None:
             return self.token_units.shape[0]
         return self.row_units.shape[0]
+
+    def segments(self, call: Call) -> Iterator[tuple[int, Call]]:
+        """Of a call on packed rows each unit by itself, with its number among the layout's segments."""
+        assert self.token_units is not None
+        shape, layout = (self.token_units.shape[0], self.token_units.shape[1]), self.layout(torch.device("cpu"))
+        assert layout.token_segments is not None
+        for segment in layout.weights.nonzero()[:, 0].tolist():
+            where = (layout.token_segments == segment).nonzero()
+            row, start, end = int(where[0, 0]), int(where[0, 1]), int(where[-1, 1]) + 1
+            if int(where[-1, 0]) != row:
+                raise ValueError("a packed unit runs over the end of its row; keep each in one row")
+            args, kwargs = call
+            yield segment, (take_tokens(args, row, start, end, shape), take_tokens(kwargs, row, start, end, shape))
 
     def layout(self, device: torch.device) -> Layout:
         """The layout on ``device``; raises ValueError if a packed unit is not one contiguous run."""

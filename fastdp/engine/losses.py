@@ -227,6 +227,20 @@ def _elementwise_loss(original: Callable[..., torch.Tensor], terms: LossTerms) -
     return loss
 
 
+def divided_terms(shares: Sequence[float], single: Sequence[float], rows: int) -> frozenset[int]:
+    """The loss functions whose coefficient is ``rows`` times as large on a row alone, all others' being the same.
+
+    Raises `UnsupportedUse` if a coefficient depends on the batch in another way.
+    """
+    found = set()
+    for index, (several, one) in enumerate(zip(shares, single)):
+        if abs(several - one) > 1e-5 * abs(several):
+            if abs(several * rows - one) > 1e-5 * abs(one):
+                raise UnsupportedUse("the coefficients of the model's loss depend on the batch")
+            found.add(index)
+    return frozenset(found)
+
+
 def combine(total: torch.Tensor, found: LossTerms, divided: frozenset[int], *, verify: bool) -> torch.Tensor:
     """The per-unit losses ``[units]`` of a model's scalar loss: its terms with the coefficients it gives them.
 

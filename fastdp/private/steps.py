@@ -240,7 +240,7 @@ class Steps:
         engine = self._stages.engine
         with put_off():
             self._carried.keep()
-            cast(Checks, engine.checks).state.settle_parameters()
+            cast(Checks, engine.checks).state.settle()
         for following in self._following:
             following.after_step(engine.parameters)
         self._prepare()

@@ -267,7 +267,7 @@ def check_packed(passes: Passes, call: Call, ticket: Ticket) -> None:
     if source is not None and source.unit_map is not None and not any(source.draws(0)):
         for row in range(min(_ROWS, len(source.indices))):
             source.check_packed(row)
-    segments = [] if together.draws else list(probe.segments())
+    segments = [] if together.draws else list(ticket.segments(call))
     for unit, single in _DRAW.sample(segments, min(_ROWS, len(segments))):
         if together.finite(unit) and not together.gap(unit, probe.run(single, 1), 0) <= rounding(passes.model):
             raise SelfCheckError(

@@ -11,12 +11,11 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from numbers import Number
 from typing import Any
 
 import torch
 
-from fastdp.engine.batches import Call, everything, leaves
+from fastdp.engine.batches import Call, leaves
 from fastdp.engine.boundary import differentiable, plain_gradients, replace_loss
 from fastdp.engine.collation import Collation, example_length
 from fastdp.engine.errors import SelfCheckError
@@ -109,7 +108,7 @@ class LoopCheck:
             source: of the loader's batch.
             grew: whether that batch is longer or larger than those before.
         """
-        if not _makes(call, source):
+        if not source.makes(call):
             return False
         longest = max((t.numel() // max(t.shape[0], 1) for _, t in leaves(call) if t.dim()), default=0)
         longer, self._longest = longest > self._longest, max(longest, self._longest)
@@ -179,7 +178,7 @@ class LoopCheck:
         if passes.returns_loss:
             own = [term.per_unit[row] for term in terms.terms] if not tops else [top.reshape(()) for top in tops]
             values = torch.stack([value.detach() for value in own])
-            if probe.role == "together" and not _makes(call, probe.source):
+            if probe.role == "together" and not probe.source.makes(call):
                 # Nothing reaches the model but the loader's own tensors: the rest of a probe made ahead is not needed.
                 self.waiting -= len(self._due)
                 self._due = []
@@ -224,12 +223,6 @@ class LoopCheck:
 
     def _tolerance(self) -> float:
         return rounding(self._passes.model) * (1.0 if self._passes.returns_loss else _GRADIENTS)
-
-
-def _makes(call: Call, source: Collation) -> bool:
-    """Whether a call holds tensors or numbers that are not the loader's own."""
-    values = (v for _, v in everything(call) if not isinstance(v, (torch.Tensor, bool)))
-    return source.sources(call) is None or any(isinstance(v, Number) or hasattr(v, "dtype") for v in values)
 
 
 def _row_of(call: Call, rows: int, single: Call | None) -> int:

@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-from fastdp.engine.batches import Call, Path, leaves, map_leaves, take_rows, take_tokens, tensors, unpadded
+from fastdp.engine.batches import Call, Path, leaves, map_leaves, take_rows, tensors, unpadded
 from fastdp.engine.boundary import caught, differentiable, require_loss
 from fastdp.engine.errors import UnsupportedUse
 from fastdp.engine.follow import EmbeddingGradients
 from fastdp.engine.layout import Layout, Ticket
-from fastdp.engine.losses import LossTerms, combine, intercepted, shares
+from fastdp.engine.losses import LossTerms, combine, divided_terms, intercepted, shares
 from fastdp.engine.modes import in_mode
 from fastdp.engine.passes import Passes
 from fastdp.engine.randomness import DropoutDisabled, preserve_rng, rng_state
@@ -125,22 +125,6 @@ class Probe:
         made: Call = unpadded(call, self.carriers)
         return made
 
-    def segments(self) -> Iterator[tuple[int, Call]]:
-        """Each unit of packed rows by itself, with its number among the layout's segments."""
-        assert self.ticket.token_units is not None
-        shape = (self.ticket.token_units.shape[0], self.ticket.token_units.shape[1])
-        layout = self.ticket.layout(torch.device("cpu"))
-        assert layout.token_segments is not None
-        for segment in range(layout.units):
-            if float(layout.weights[segment]) == 0:
-                continue
-            where = (layout.token_segments == segment).nonzero()
-            row, start, end = int(where[0, 0]), int(where[0, 1]), int(where[-1, 1]) + 1
-            if int(where[-1, 0]) != row:
-                raise ValueError("a packed unit runs over the end of its row; keep each in one row")
-            args, kwargs = self.call
-            yield segment, (take_tokens(args, row, start, end, shape), take_tokens(kwargs, row, start, end, shape))
-
     def layout(self, rows: int, *, packed: bool = False) -> Layout:
         """Each row a unit of its own, or the call's packed units."""
         if packed:
@@ -179,7 +163,7 @@ class Probe:
                 found, terms, output = self._forward(call, layout, flowing if upstream is not None else None)
                 found.draws = rng_state(passes.model) != before
                 if single is not None and passes.returns_loss:
-                    passes.divided = _divided(found.shares, single.shares, rows)
+                    passes.divided = divided_terms(found.shares, single.shares, rows)
                 if upstream is not None and passes.returns_loss:
                     losses = combine(require_loss(output), terms, passes.divided, verify=False)
                     del output
@@ -271,17 +255,6 @@ class Probe:
         inputs = [t for path, t in leaves(replaced) if path in self.carriers]
         with EmbeddingGradients(inputs, flowing, rows):
             yield replaced
-
-
-def _divided(shares: Sequence[float], single: Sequence[float], rows: int) -> frozenset[int]:
-    """The loss functions whose coefficient is ``rows`` times as large on a row alone, all others' being the same."""
-    found = set()
-    for index, (several, one) in enumerate(zip(shares, single)):
-        if abs(several - one) > 1e-5 * abs(several):
-            if abs(several * rows - one) > 1e-5 * abs(one):
-                raise UnsupportedUse("the coefficients of the model's loss depend on the batch")
-            found.add(index)
-    return frozenset(found)
 
 
 def _backward(tops: list[torch.Tensor], seeds: list[torch.Tensor], inputs: list[torch.Tensor], parameters: Any) -> None:

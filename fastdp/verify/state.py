@@ -35,7 +35,7 @@ class StateCheck:
         self.harmless: frozenset[str] = frozenset()
         #: Frozen parameters that every forward sets to their own values, by identity.
         self.rewritten: frozenset[int] = frozenset()
-        self._modules: list[tuple[str, torch.nn.Module]] = []
+        self._modules = list(model.named_modules())
         self._structure: list[Any] | None = None
         self._settled: tuple[list[Any], list[int]] | None = None
         self._buffers: dict[str, tuple[torch.Tensor, int]] = {}
@@ -43,23 +43,12 @@ class StateCheck:
     def settle(self) -> None:
         """Take parameters and buffers as they are now for released, or for not yet trained."""
         self._hold()
-        self._modules = list(self.model.named_modules())
-        self._settled = self._parameters()
-        self._buffers = self._saved_buffers()
-
-    def settle_parameters(self) -> None:
-        """Take parameters as they are now for released, after a step of the optimizer."""
-        if self._settled is None:
-            self.settle()
-        else:
-            self._settled = self._parameters()
+        self._settled, self._buffers = self._parameters(), self._saved_buffers()
 
     def holds(self) -> bool:
         """Whether parameters are those of the latest `settle`."""
-        if self._settled is None:
-            return True
         self._hold()
-        return _same(self._settled, self._parameters())
+        return self._settled is None or _same(self._settled, self._parameters())
 
     def require_settled(self, trained: Mapping[str, torch.nn.Parameter] | None = None) -> None:
         """Raise RuntimeError, naming it, if a parameter or saved buffer was written or replaced since `settle`.
@@ -72,17 +61,18 @@ class StateCheck:
         assert self._settled is not None
         self._hold()
         now = self._parameters()
-        if not _same(self._settled, now):
+        more = trained is not None and sum(map(_TRAINED, now[0])) != len(trained)
+        if more or not _same(self._settled, now):
             known = {id(p): count for p, count in zip(*self._settled)}
+            own = None if trained is None else set(map(id, trained.values()))
             for name, p in self.model.named_parameters():
+                if p.requires_grad and (id(p) not in known or (own is not None and id(p) not in own)):
+                    raise RuntimeError(
+                        f"{name} was unfrozen, added or replaced after make_private; call detach() and make the run private anew"
+                    )
                 if known.get(id(p), -1) != self._count(p):
-                    self._raise_unless_added(name, p, id(p) in known)
+                    raise _changed(name)
         self._require_buffers(self._saved_buffers())
-        if trained is not None and sum(map(_TRAINED, now[0])) != len(trained):
-            own = set(map(id, trained.values()))
-            for name, p in self.model.named_parameters():
-                if p.requires_grad and id(p) not in own:
-                    self._raise_unless_added(name, p, False)
 
     def _require_buffers(self, now: dict[str, tuple[torch.Tensor, int]]) -> None:
         for name, seen in now.items():
@@ -90,22 +80,12 @@ class StateCheck:
             if name not in self.harmless and _written(before, seen) and not _moved(before, seen):
                 raise _changed(name)
 
-    @staticmethod
-    def _raise_unless_added(name: str, parameter: torch.Tensor, known: bool) -> None:
-        if known or not parameter.requires_grad:
-            raise _changed(name)
-        raise RuntimeError(
-            f"{name} was unfrozen, added or replaced after make_private; call detach() and make the run private anew"
-        )
-
     def accept_buffers(self) -> None:
         """Take buffers as they are, after a check has written and restored them."""
         self._buffers = self._saved_buffers()
 
     def structure_changed(self) -> bool:
         """Whether hooks, modules or their modes changed since this was last asked; False the first time."""
-        if not self._modules:
-            self._modules = list(self.model.named_modules())
         now: list[Any] = []
         for _, module in self._modules:
             now += (module.training, *module._forward_hooks, *module._forward_pre_hooks, *module._backward_hooks)
@@ -178,8 +158,6 @@ class StateCheck:
 
     def _saved_buffers(self) -> dict[str, tuple[torch.Tensor, int]]:
         """The buffers that a state dict saves, and how often each was written."""
-        if not self._modules:
-            self._modules = list(self.model.named_modules())
         return {
             f"{prefix}.{name}" if prefix else name: (buffer, version(buffer))
             for prefix, module in self._modules
