@@ -7,14 +7,14 @@ is computed from trained parameters and no data.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
-from fastdp.engine.batches import tensors
+from fastdp.engine.batches import Call, Path, leaves, map_leaves, tensors
 from fastdp.engine.marks import Marks
 from fastdp.engine.named import functions
 from fastdp.engine.orders import Orders
@@ -126,31 +126,64 @@ class Follow(TorchFunctionMode):
         return False
 
 
-class EmbeddingGradients(Follow):
-    """Retain the gradient of everything that an embedding looks up for the rows of a batch."""
+class InputGradients(Follow):
+    """Retains the gradients at a call's floating-point inputs, and at what embeddings look up for its rows.
 
-    def __init__(self, inputs: Sequence[torch.Tensor], flowing: list[tuple[torch.Tensor, Fold]], rows: int):
+    Args:
+        call: positional and named arguments, on so many ``rows``.
+        carriers: the places of the tensors that carry rows.
+
+    Attributes:
+        call: with leaves in the place of floating-point inputs, since some models set requires_grad of them.
+    """
+
+    def __init__(self, call: Call, carriers: Collection[Path], rows: int):
+        self._found: list[tuple[torch.Tensor, Fold]] = []
+
+        def begin(path: Path, t: torch.Tensor) -> torch.Tensor:
+            if path not in carriers or not t.is_floating_point():
+                return t
+            self._found.append((t.detach().clone().requires_grad_(), Fold()))
+            return self._found[-1][0]
+
+        self.call: Call = map_leaves(call, begin)
+        inputs = [t for path, t in leaves(self.call) if path in carriers]
         super().__init__(inputs)
-        self.flowing, self.rows, self.places = flowing, rows, Places(inputs, rows)
+        self._rows, self._places = rows, Places(inputs, rows)
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """Whose gradients are retained."""
+        return [t for t, _ in self._found]
+
+    def clear(self) -> None:
+        """Retain none."""
+        self._found.clear()
+
+    def taken(self) -> list[torch.Tensor]:
+        """The gradients of one backward pass, rows first ``[rows, ...]``, which are then forgotten."""
+        fronts = [fold.front(t.grad, self._rows).detach() for t, fold in self._found if t.grad is not None]
+        for t, _ in self._found:
+            t.grad = None
+        return [t if t.shape[0] == self._rows else t.reshape(self._rows, -1, *t.shape[1:]) for t in fronts]
 
     def follow(self, func: Any, args: Any, kwargs: Any, given: list[torch.Tensor], out: Any) -> None:
         """Follow one operation, and where rows lie in what it makes of ids."""
         super().follow(func, args, kwargs, given, out)
         if not isinstance(out, torch.Tensor) or out not in self.data:
             return
-        ids = kwargs.get("input", args[0] if args else None)
         if func in (F.embedding, F.embedding_bag) and torch.is_grad_enabled():
-            place = self.places.of(ids)
-            fold = Fold() if place is None else place.fold(self.rows)
-            if fold is None or not fold.fits(tuple(out.shape), self.rows):
+            place = self._places.of(kwargs.get("input", args[0] if args else None))
+            fold = Fold() if place is None else place.fold(self._rows)
+            if fold is None or not fold.fits(tuple(out.shape), self._rows):
                 return
             if out.requires_grad:
                 out.retain_grad()
             else:
                 out.requires_grad_()
-            self.flowing.append((out, fold))
+            self._found.append((out, fold))
         elif not out.is_floating_point():
-            self.places.follow(func, args, kwargs, given, [out])
+            self._places.follow(func, args, kwargs, given, [out])
 
 
 class FollowInto(Follow):

@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 
-from fastdp.engine.batches import Call, Path, leaves, map_leaves, take_rows, tensors, unpadded
+from fastdp.engine.batches import Call, take_rows, tensors, unpadded
 from fastdp.engine.boundary import caught, differentiable, require_loss
 from fastdp.engine.errors import UnsupportedUse
-from fastdp.engine.follow import EmbeddingGradients
+from fastdp.engine.follow import InputGradients
 from fastdp.engine.layout import Layout, Ticket
 from fastdp.engine.losses import LossTerms, combine, divided_terms, intercepted, shares
 from fastdp.engine.modes import in_mode
 from fastdp.engine.passes import Passes
 from fastdp.engine.randomness import DropoutDisabled, preserve_rng, rng_state
-from fastdp.engine.rows import Fold
 
 #: How far a loss may move, relative to its size, when only the shapes around an example change.
 _ROUNDING = {torch.float64: 1e-9, torch.float32: 2e-4}
@@ -156,11 +155,11 @@ class Probe:
         """
         passes, layout = self.passes, self.layout(rows, packed=packed)
         mode = nullcontext() if training else in_mode(passes.model, training=False)
-        flowing: list[tuple[torch.Tensor, Fold]] = []
+        inputs = InputGradients(call, self.carriers, rows)
         with preserve_rng(passes.model), torch.enable_grad(), mode:
             before = rng_state(passes.model)
             with nullcontext() if dropout else DropoutDisabled():
-                found, terms, output = self._forward(call, layout, flowing if upstream is not None else None)
+                found, terms, output = self._forward(call, layout, inputs if upstream is not None else None)
                 found.draws = rng_state(passes.model) != before
                 if single is not None and passes.returns_loss:
                     passes.divided = divided_terms(found.shares, single.shares, rows)
@@ -168,8 +167,8 @@ class Probe:
                     losses = combine(require_loss(output), terms, passes.divided, verify=False)
                     del output
                     with passes.weights.gathered():
-                        _backward([losses], [upstream.to(losses)], [t for t, _ in flowing], passes.read.values())
-                    found.inputs = _by_row(flowing, rows)
+                        _backward([losses], [upstream.to(losses)], inputs.tensors, passes.read.values())
+                    found.inputs = inputs.taken()
         return found
 
     def unit_gradients(
@@ -190,10 +189,10 @@ class Probe:
         """
         passes, layout = self.passes, self.layout(rows, packed=self.packed)
         parameters = list(passes.read.values())
-        flowing: list[tuple[torch.Tensor, Fold]] = []
+        inputs = InputGradients(call, self.carriers, rows)
         reached = []
         with preserve_rng(passes.model), torch.enable_grad():
-            _, terms, output = self._forward(call, layout, flowing)
+            _, terms, output = self._forward(call, layout, inputs)
             if passes.returns_loss:
                 tops = [combine(require_loss(output), terms, passes.divided, verify=False)]
                 seeds = [torch.ones_like(tops[0])]
@@ -205,24 +204,21 @@ class Probe:
                 own = [torch.zeros_like(s).index_copy_(0, i, s[i]) for s in seeds for i in [_index(unit, s)]]
                 with passes.weights.gathered(), caught(parameters, partial(take, unit)):
                     torch.autograd.backward(tops, own, retain_graph=number + 1 < len(units))
-                reached.append(_by_row(flowing, rows))
-                for t, _ in flowing:
-                    t.grad = None
+                reached.append(inputs.taken())
         return reached
 
-    def _forward(
-        self, call: Call, layout: Layout, flowing: list[tuple[torch.Tensor, Fold]] | None
-    ) -> tuple[RowValues, LossTerms, Any]:
-        """One plain forward pass; ``flowing`` receives the tensors whose gradients are wanted."""
+    def _forward(self, call: Call, layout: Layout, inputs: InputGradients | None) -> tuple[RowValues, LossTerms, Any]:
+        """One plain forward pass; ``inputs`` follows the tensors whose gradients are wanted."""
         passes, terms = self.passes, LossTerms(layout)
         try:
-            with intercepted(terms), self._beginnings(call, flowing, layout.rows) as (args, kwargs):
+            with intercepted(terms), inputs or nullcontext():
+                args, kwargs = call if inputs is None else inputs.call
                 output = passes.plain_forward(*args, **kwargs)
         except RuntimeError as error:
-            if flowing is None or "requires_grad flags of leaf" not in str(error):
+            if inputs is None or "requires_grad flags of leaf" not in str(error):
                 raise
             # The model sets requires_grad on what it makes of its inputs: their gradients are left out.
-            flowing.clear()
+            inputs.clear()
             return self._forward(call, layout, None)
         if not passes.returns_loss:
             outputs = (t for t in tensors(output) if t.is_floating_point() and t.dim() and t.shape[0] == layout.rows)
@@ -237,25 +233,6 @@ class Probe:
             rest = 0.0
         return RowValues([t.per_unit.detach() for t in terms.terms], own, rest), terms, output
 
-    @contextmanager
-    def _beginnings(self, call: Call, flowing: list[tuple[torch.Tensor, Fold]] | None, rows: int) -> Iterator[Call]:
-        """The call with inputs whose gradients ``flowing`` receives, as it does those of embeddings meanwhile."""
-        if flowing is None:
-            yield call
-            return
-
-        def begin(path: Path, t: torch.Tensor) -> torch.Tensor:
-            if path not in self.carriers or not t.is_floating_point():
-                return t
-            # A leaf, since some models set requires_grad of their inputs.
-            flowing.append((t.detach().clone().requires_grad_(), Fold()))
-            return flowing[-1][0]
-
-        replaced: Call = map_leaves(call, begin)
-        inputs = [t for path, t in leaves(replaced) if path in self.carriers]
-        with EmbeddingGradients(inputs, flowing, rows):
-            yield replaced
-
 
 def _backward(tops: list[torch.Tensor], seeds: list[torch.Tensor], inputs: list[torch.Tensor], parameters: Any) -> None:
     """Propagate to these inputs alone; under reentrant checkpointing, which torch cannot cut short, to everything."""
@@ -268,11 +245,6 @@ def _backward(tops: list[torch.Tensor], seeds: list[torch.Tensor], inputs: list[
             raise
         with caught(parameters, lambda index, gradient: None):
             torch.autograd.backward(tops, seeds)
-
-
-def _by_row(flowing: list[tuple[torch.Tensor, Fold]], rows: int) -> list[torch.Tensor]:
-    fronts = [fold.front(t.grad, rows).detach() for t, fold in flowing if t.grad is not None]
-    return [t if t.shape[0] == rows else t.reshape(rows, -1, *t.shape[1:]) for t in fronts]
 
 
 def _index(unit: int, like: torch.Tensor) -> torch.Tensor:
