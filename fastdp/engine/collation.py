@@ -123,6 +123,19 @@ class Collation:
         batches = [self.collated(read[:1], seed) for seed in (0, 1)]
         return not _same(*read[:2]), not _same(*batches)
 
+    def check_mixing(self, rows: Sequence[int]) -> None:
+        """Raise `SelfCheckError` if, under one seed, a row that a collator makes follows from the other rows."""
+        longest = max(rows, key=lambda row: example_length(self.items([row])[0]))
+        others = [row for row in range(len(self.indices)) if row not in (rows[0], longest)]
+        if not others:
+            return
+        first, kept, *changed = self.items([rows[0], longest, others[0], others[-1], rows[0]])
+        one, *more = (dict(leaves(self.collated([first, kept, other]))) for other in changed)
+        for path, t in one.items():
+            found = [batch[path] for batch in more if path in batch and batch[path].shape == t.shape and t.dim()]
+            if not all(_values_equal(t[0], other[0]) for other in found):
+                raise mixes(path[-1])
+
     def check_packed(self, row: int) -> None:
         """Raise `SelfCheckError` if an example's tokens in packed rows are others than where it is packed alone."""
         assert self.unit_map is not None
@@ -138,6 +151,14 @@ class Collation:
                     f"The collator packs an example with other tokens in {own[-1]!r} beside others. Cut each example by itself; "
                     "nothing was released."
                 )
+
+
+def mixes(entry: object) -> SelfCheckError:
+    """The refusal of a collator that makes an example's row from other examples too."""
+    return SelfCheckError(
+        f"The collator makes an example's {entry!r} from other examples too. Make each row from its own example; nothing was "
+        "released."
+    )
 
 
 def _same(one: Any, other: Any) -> bool:

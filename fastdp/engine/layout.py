@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import random
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -44,6 +45,15 @@ class Ticket:
         if self.token_units is not None:
             return self.token_units.shape[0]
         return self.row_units.shape[0]
+
+    def chosen_rows(self, most: int = 3) -> list[int]:
+        """Up to so many rows, in their order: the shortest, the longest, and others drawn at random."""
+        lengths, rows = self.lengths, range(self.rows)
+        ends = {0, self.rows - 1}
+        if len(lengths) == self.rows:
+            ends = {min(rows, key=lengths.__getitem__), max(rows, key=lengths.__getitem__)}
+        rest = [row for row in rows if row not in ends]
+        return sorted({*ends, *random.SystemRandom().sample(rest, min(most - len(ends), len(rest)))})
 
     def segments(self, call: Call) -> Iterator[tuple[int, Call]]:
         """Of a call on packed rows each unit by itself, with its number among the layout's segments."""

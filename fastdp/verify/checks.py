@@ -18,7 +18,7 @@ from fastdp.engine.modes import refuse_mixing
 from fastdp.engine.passes import ONE_EXAMPLE, USES, Pass, Passes
 from fastdp.engine.ranks import Ranks
 from fastdp.engine.routing import Routing
-from fastdp.verify.definition import check_alone, check_companions, check_definition, check_packed, chosen_rows
+from fastdp.verify.definition import check_alone, check_companions, check_definition, check_packed
 from fastdp.verify.engine_check import check_engine
 from fastdp.verify.loop import UNDECIDED, LoopCheck, ProbeBatch
 from fastdp.verify.state import StateCheck
@@ -138,20 +138,20 @@ class Checks(Routing):
             check_packed(self.passes, call, ticket)
             return
         self._assume(
-            check_definition(self.passes, call, ticket, chosen_rows(ticket), gradients=self.passes.returns_loss)
+            check_definition(self.passes, call, ticket, ticket.chosen_rows(), gradients=self.passes.returns_loss)
         )
         check_companions(self.passes, call, ticket)
 
     def verify_engine(self, call: Call, ticket: Ticket) -> None:
         """The engine check, on two rows."""
         if self.enabled:
-            check_engine(self.passes, call, ticket, chosen_rows(ticket))
+            check_engine(self.passes, call, ticket, ticket.chosen_rows())
         else:
             super().verify_engine(call, ticket)
 
     def verify_alone(self, call: Call, ticket: Ticket) -> None:
         """The one-example route's own check."""
-        check_alone(self.passes, call, ticket, chosen_rows(ticket))
+        check_alone(self.passes, call, ticket, ticket.chosen_rows())
 
     def verify_later(self, call: Call, ticket: Ticket) -> None:
         """The same checks of a later batch; of one that is only longer, or not finite, the losses alone."""
@@ -161,13 +161,13 @@ class Checks(Routing):
                 if ticket.token_units is not None:
                     check_packed(passes, call, ticket)
                 elif passes.route == ONE_EXAMPLE:
-                    check_alone(passes, call, ticket, chosen_rows(ticket))
+                    check_alone(passes, call, ticket, ticket.chosen_rows())
                 elif self._full:
                     refuse_mixing(passes.model)
                     self.verify_rows(call, ticket)
                     self.verify_engine(call, ticket)
                 elif passes.returns_loss:
-                    self._assume(check_definition(passes, call, ticket, chosen_rows(ticket), gradients=self._larger))
+                    self._assume(check_definition(passes, call, ticket, ticket.chosen_rows(), gradients=self._larger))
         except UnsupportedUse as error:
             if passes.route == USES:
                 passes.fall_back(str(error), ticket)

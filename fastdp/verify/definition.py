@@ -13,7 +13,7 @@ from torch.utils.checkpoint import CheckpointError
 
 from fastdp.engine.batches import Call, leaves, tensors
 from fastdp.engine.boundary import require_loss
-from fastdp.engine.collation import Collation, example_length
+from fastdp.engine.collation import mixes
 from fastdp.engine.errors import SelfCheckError, UnsupportedUse
 from fastdp.engine.layout import Ticket
 from fastdp.engine.losses import LossTerms, intercepted
@@ -37,24 +37,9 @@ UNDECIDED = (
 )
 
 
-def chosen_rows(ticket: Ticket) -> list[int]:
-    """Up to three rows of a microbatch, in its order: its shortest, its longest, and one drawn at random."""
-    lengths, rows = ticket.lengths, range(ticket.rows)
-    ends = {0, ticket.rows - 1}
-    if len(lengths) == ticket.rows:
-        ends = {min(rows, key=lengths.__getitem__), max(rows, key=lengths.__getitem__)}
-    rest = [row for row in rows if row not in ends]
-    return sorted({*ends, *_DRAW.sample(rest, min(_ROWS - len(ends), len(rest)))})
-
-
 @dataclass
 class _Calls:
-    """What is compared: a call on the whole batch, and chosen rows called alone.
-
-    Args:
-        draws: the collator draws random numbers, so rows are cut from the batch.
-        collated: rows are what the collator makes of the loader's examples.
-    """
+    """What is compared: a call on the whole batch, and chosen rows called alone, cut from it or collated by themselves."""
 
     whole: Call
     alone: dict[int, Call]
@@ -70,7 +55,7 @@ class _Calls:
             return cls(call, {row: probe.rows([row]) for row in rows})
         reads, collates = source.draws(rows[0])
         if collates:
-            _check_random_collator(source, rows)
+            source.check_mixing(rows)
             return cls(call, {row: probe.trimmed(probe.rows([row])) for row in rows}, draws=True)
         every = range(len(source.indices))
         items = dict(zip(every, source.items(every))) if reads else dict(zip(rows, source.items(rows)))
@@ -80,20 +65,6 @@ class _Calls:
         except Exception as error:
             raise ValueError(f"The collator fails on one example, and sampling will draw one: {error}") from error
         return cls(whole, alone, collated=not reads)
-
-
-def _check_random_collator(source: Collation, rows: Sequence[int]) -> None:
-    """Raise `SelfCheckError` if, under one seed, a row that a collator makes follows from the other rows."""
-    longest = max(rows, key=lambda row: example_length(source.items([row])[0]))
-    others = [row for row in range(len(source.indices)) if row not in (rows[0], longest)]
-    if not others:
-        return
-    first, kept, *changed = source.items([rows[0], longest, others[0], others[-1], rows[0]])
-    one, *more = (dict(leaves(source.collated([first, kept, other]))) for other in changed)
-    for path, t in one.items():
-        found = [batch[path] for batch in more if path in batch and batch[path].shape == t.shape and t.dim()]
-        if not all(torch.equal(t[0].nan_to_num(), other[0].nan_to_num()) for other in found):
-            raise _mixes(path[-1])
 
 
 def check_definition(
@@ -222,7 +193,7 @@ class _Comparison:
             raise coupled(probe, self.calls.whole, row)
         for (path, one), (_, other) in zip(leaves(cut), leaves(self.calls.alone[row])):
             if one.dim() == other.dim() and not torch.equal(*(t.nan_to_num() for t in cropped(one, other))):
-                raise _mixes(path[-1])
+                raise mixes(path[-1])
         trimmed = probe.trimmed(cut)
         if passes.returns_loss and probe.run(trimmed, 1, training=self.training).gap(0, alone, 0) <= self.tolerance:
             raise UnsupportedUse(PADDING)
@@ -331,13 +302,6 @@ def stateful() -> SelfCheckError:
     return SelfCheckError(
         "The model's loss depends on earlier batches (a queue, a running statistic, a hidden state). Remove that state; "
         "nothing was released."
-    )
-
-
-def _mixes(entry: object) -> SelfCheckError:
-    return SelfCheckError(
-        f"The collator makes an example's {entry!r} from other examples too. Make each row from its own example; nothing was "
-        "released."
     )
 
 

@@ -135,14 +135,7 @@ def _judge(
     residual: Mapping[str, torch.Tensor],
     tolerance: float,
 ) -> None:
-    """Raise `UnsupportedUse` if a norm or the sum is off by more than ``tolerance`` of its size.
-
-    Args:
-        measured: by unit, the norms that the engine found.
-        sizes: by unit and parameter, the norms that autograd found.
-        weights: of each unit in the sum.
-        residual: by parameter, the engine's weighted sum less autograd's.
-    """
+    """Raise `UnsupportedUse` if a norm or the sum is off by more than ``tolerance`` of its size."""
     scale = {name: sum(weights[u] * own.get(name, 0.0) for u, own in sizes.items()) for name in residual}
     most = max(scale.values(), default=0.0)
     # A gradient that vanishes next to the others is rounding noise: it is judged on their scale.

@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -68,8 +68,7 @@ class ProbeBatch:
         return self.source.collated(self.items, _LOOP)
 
 
-@dataclass(frozen=True)
-class _Outcome:
+class _Outcome(NamedTuple):
     """What a probe batch gave its first row, the random state in which the model found it, and whether more was drawn."""
 
     values: torch.Tensor
