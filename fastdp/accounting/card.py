@@ -18,9 +18,10 @@ from fastdp.accounting.event_types import DpEvent
 from fastdp.accounting.exports import export
 from fastdp.accounting.page import ENVELOPE, claims, markdown
 from fastdp.accounting.pld import Adjacency
-from fastdp.accounting.serialisation import canonical, parse
+from fastdp.accounting.serialisation import canonical
 from fastdp.accounting.weights import digests
 from fastdp.distribution import installed_version, version_of, wheel_digest
+from fastdp.untrusted import parse_json_object, read_bytes
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -206,7 +207,7 @@ class Card(dict[str, Any]):
     def load(cls, path: str | os.PathLike[str]) -> Card:
         """The card in a JSON file, unchecked (see `verify`). Raises ValueError if it is not a JSON object."""
         try:
-            return cls(parse(Path(path).read_bytes()))
+            return cls(parse_json_object(read_bytes(path)))
         except ValueError as error:
             raise ValueError(f"{path} is not a card: {error}") from None
 

@@ -13,7 +13,7 @@ import fastdp.files as files
 from fastdp.commands.contributing import Contributing, show_contributing, show_displacement, with_contributing
 from fastdp.commands.progress import bar
 from fastdp.commands.quiet import quiet_libraries
-from fastdp.commands.refusal import console, errors, refusing
+from fastdp.commands.refusal import console, errors, refusing, styled
 
 if TYPE_CHECKING:
     from fastdp import SplitCustomer, TextPrivatizer
@@ -102,7 +102,7 @@ def vendor_command(
         # A plain stop is as good as an interrupt: calls end and runs are kept.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         if insecure:
-            errors.print("[yellow]warning:[/] no TLS: anybody on this machine can be any customer")
+            errors.print(styled(("warning:", "yellow"), " no TLS: anybody on this machine can be any customer"))
         console.print(f"serving {model} at {service.address}, {classes} classes, {after} blocks in the bottom")
         service.wait()
 
@@ -308,11 +308,10 @@ def _predict(
     customer: SplitCustomer, privatizer: TextPrivatizer | PrivateBottom, texts: list[str], output: Path | None
 ) -> None:
     found = customer.predict(texts, privatizer).softmax(1)
-    lines = [
-        json.dumps({"class": int(row.argmax()), "probability": round(float(row.max()), 4)}) + "\n" for row in found
-    ]
+    lines = [json.dumps({"class": int(row.argmax()), "probability": round(float(row.max()), 4)}) for row in found]
     if output is None:
-        console.print("".join(lines), end="")
+        for line in lines:
+            console.print(line)
     else:
-        files.write(output, "".join(lines))
+        files.write(output, "".join(f"{line}\n" for line in lines))
         console.print(f"wrote {output}")
