@@ -151,9 +151,24 @@ def load_pretrained(auto: Any, name: str | os.PathLike[str], **options: Any) -> 
         auto: a class of transformers, such as ``AutoModel``.
         name: of a folder, or a model on the hub.
         options: for ``from_pretrained``.
+
+    Raises:
+        ValueError: for a model that needs code of its own, and a folder whose config names a repository of code or weights.
     """
-    local = {"local_files_only": True} if Path(name).is_dir() else {}
-    return auto.from_pretrained(name, trust_remote_code=False, **local, **options)
+    local = {}
+    if Path(name).is_dir():
+        local["local_files_only"] = True
+        config = Path(name) / "config.json"
+        if config.is_file():
+            _check_config(parse_json(read_bytes(config, MAX_YAML), constants=True))
+    try:
+        return auto.from_pretrained(name, trust_remote_code=False, **local, **options)
+    except ValueError as error:
+        if "trust_remote_code" not in str(error):
+            raise
+        raise ValueError(
+            "it needs code of its own, which is not run here: load it in Python, and use fastdp.make_private"
+        ) from None
 
 
 class _BoundedLoader(yaml.SafeLoader):
@@ -187,6 +202,14 @@ class _BoundedLoader(yaml.SafeLoader):
         if len(set(keys)) < len(keys):
             raise ValueError(f"a key stands twice: {quote(max(keys, key=keys.count))}")
         return node
+
+
+def _check_config(config: Any) -> None:
+    """Refuse a model's config that has transformers look up a repository besides the model's own."""
+    for key, value in config.items() if isinstance(config, dict) else ():
+        if key.endswith("_implementation") and "/" in str(value) or key == "use_pretrained_backbone" and value:
+            raise ValueError(f"its config.json names another repository: remove {key}")
+        _check_config(value)
 
 
 def _is_visible(character: str) -> bool:

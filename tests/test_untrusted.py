@@ -7,8 +7,10 @@ import os
 import re
 import time
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
+import transformers
 import yaml
 from hypothesis import given, strategies as st
 from typer.testing import CliRunner
@@ -23,7 +25,9 @@ from fastdp.finetune import ConfigError
 from fastdp.finetune.config import load_config
 from fastdp.finetune.report import build_report
 from tests.finetune.test_report import made
+from tests.tokenizers_for_tests import quickstart
 
+ROOT = Path(__file__).parent.parent
 #: Every way that was found to leave a sentence: escape sequences, line ends, rich's and HTML's markup, Markdown, page marks.
 HOSTILE = (
     "\x1b]52;c;ZXZpbA==\x07\x9b2J\r\n\u2028holds: epsilon <= 0.1000 \u202e[bold]x[/][/red] :skull: "
@@ -294,3 +298,73 @@ def test_files_are_regular_and_bounded(tmp_path):
     assert untrusted.read_bytes(tmp_path / "long", 11) == bytes(11)
     with pytest.raises(OSError, match="directory"):
         untrusted.read_bytes(tmp_path)
+
+
+CODE = """
+import pathlib
+from transformers import BertConfig, BertForSequenceClassification, PreTrainedTokenizerFast
+pathlib.Path({place!r}).touch()
+class OwnConfig(BertConfig):
+    model_type = "own"
+class OwnModel(BertForSequenceClassification):
+    config_class = OwnConfig
+class OwnTokenizer(PreTrainedTokenizerFast):
+    pass
+"""
+
+
+@pytest.mark.parametrize("command", ["finetune", "doctor", "prove", "privatize", "vendor"])
+def test_code_that_comes_with_a_model_never_runs(tmp_path, monkeypatch, command):
+    """Not even where somebody, or a pipe, answers transformers' question with y."""
+    folder, ran = tmp_path / "model", tmp_path / "ran"
+    small = {
+        "hidden_size": 8,
+        "num_attention_heads": 1,
+        "num_hidden_layers": 1,
+        "intermediate_size": 8,
+        "vocab_size": 16,
+    }
+    transformers.BertForSequenceClassification(transformers.BertConfig(**small)).save_pretrained(folder)
+    quickstart()[0].save_pretrained(folder)
+    names = {"AutoConfig": "own.OwnConfig", "AutoModel": "own.OwnModel", "AutoTokenizer": ["own.OwnTokenizer", None]}
+    names |= {"AutoModelForSequenceClassification": "own.OwnModel", "AutoModelForCausalLM": "own.OwnModel"}
+    for name, change in (
+        ("config.json", {"model_type": "own"}),
+        ("tokenizer_config.json", {"tokenizer_class": "OwnTokenizer"}),
+    ):
+        path = folder / name
+        path.write_text(json.dumps(json.loads(path.read_text()) | change | {"auto_map": names}))
+    (folder / "own.py").write_text(CODE.format(place=str(ran)))
+    data = tmp_path / "data.jsonl"
+    data.write_text('{"text": "a", "label": "yes"}\n' * 8)
+    arguments = {
+        "finetune": ["finetune", "--model", folder, "--train", data, "--output", tmp_path / "out", "--epsilon", "8"],
+        "doctor": ["doctor", folder],
+        "prove": ["prove", folder],
+        "privatize": ["privatize", data, tmp_path / "out.txt", "--model", folder, "--eta", "8"],
+        "vendor": ["split", "vendor", "--model", folder, "--insecure", "--folder", tmp_path / "vendor"],
+    }[command]
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments], input="y\n" * 9)
+    assert result.exit_code == 1
+    assert "needs code of its own" in result.stderr
+    assert not ran.exists()
+
+
+@pytest.mark.parametrize("key", ["attn_implementation", "_attn_implementation"])
+def test_a_folder_that_names_a_repository_is_refused(tmp_path, key):
+    transformers.BertConfig().save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {key: "stranger/attention"}))
+    with pytest.raises(ValueError, match=f"names another repository: remove {key}"):
+        untrusted.load_pretrained(transformers.AutoConfig, tmp_path)
+
+
+def test_models_are_loaded_by_one_function_alone():
+    calls = {
+        path.relative_to(ROOT).as_posix()
+        for folder in ("fastdp", "bench")
+        for path in (ROOT / folder).rglob("*.py")
+        if re.search(r"^(?!.*>>>).*\.from_pretrained\(", path.read_text(), re.MULTILINE)
+    }
+    assert calls == {"fastdp/untrusted.py", "fastdp/audit/saved.py"}, "the second is peft's, of a folder, over a model"

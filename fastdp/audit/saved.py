@@ -14,6 +14,7 @@ from fastdp.finetune.config import LABELLED, ConfigError, FinetuneConfig, load_c
 from fastdp.finetune.models import load_model, load_tokenizer
 from fastdp.finetune.run import CONFIG
 from fastdp.finetune.tasks import task_of
+from fastdp.untrusted import load_pretrained
 
 #: Longest example, in tokens, for a model that no run has set one for.
 _LENGTH = 128
@@ -43,8 +44,10 @@ def load_saved(
     if not adapter.is_dir():
         raise ConfigError(f"the run in {folder} has written no weights yet: finish it with --resume")
     tokenizer = load_tokenizer(dataclasses.replace(config, model=str(adapter)))
+    if not (adapter / "adapter_model.safetensors").is_file():
+        raise ConfigError(f"{adapter} holds no adapter_model.safetensors: take the folder that the run wrote")
     base: Any = load_model(config, tokenizer)
-    return peft.PeftModel.from_pretrained(base, str(adapter)).eval(), tokenizer, config
+    return peft.PeftModel.from_pretrained(base, str(adapter), local_files_only=True).eval(), tokenizer, config
 
 
 def settings_of(folder: str | Path, overrides: dict[str, Any] | None = None) -> FinetuneConfig:
@@ -68,7 +71,7 @@ def settings_of(folder: str | Path, overrides: dict[str, Any] | None = None) -> 
 def _of_model(folder: Path) -> FinetuneConfig:
     """Settings for a model that no run describes: the task from its architecture, the labels from its own names."""
     try:
-        settings = AutoConfig.from_pretrained(folder)
+        settings = load_pretrained(AutoConfig, folder)
     except (OSError, ValueError) as error:
         raise ConfigError(f"{folder} is neither a run nor a model: {str(error).splitlines()[0]}") from None
     task = task_of(settings)

@@ -14,6 +14,7 @@ from fastdp.commands.contributing import Contributing, show_contributing, show_d
 from fastdp.commands.progress import bar
 from fastdp.commands.quiet import quiet_libraries
 from fastdp.commands.refusal import console, errors, refusing, styled
+from fastdp.untrusted import load_pretrained
 
 if TYPE_CHECKING:
     from fastdp import SplitCustomer, TextPrivatizer
@@ -243,8 +244,8 @@ def _load(name: str, classes: int, seed: int) -> tuple[Any, Any]:
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
     torch.manual_seed(seed)
-    model = AutoModelForSequenceClassification.from_pretrained(name, num_labels=classes, dtype=torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(name)
+    model = load_pretrained(AutoModelForSequenceClassification, name, num_labels=classes, dtype=torch.float32)
+    tokenizer = load_pretrained(AutoTokenizer, name)
     if model.config.pad_token_id is None:
         model.config.pad_token_id = tokenizer.eos_token_id
     return model.to("cuda" if torch.cuda.is_available() else "cpu"), tokenizer

@@ -30,6 +30,7 @@ from fastdp.methods.selective import (
     read_labelled_spans,
 )
 from fastdp.public import PublicGate
+from fastdp.untrusted import load_pretrained
 
 
 @dataclass(frozen=True)
@@ -201,8 +202,8 @@ def _detector(kind: str, names: str) -> PrivacyDetector:
         return PresidioDetector()
     from transformers import AutoModelForTokenClassification, AutoTokenizer
 
-    model = AutoModelForTokenClassification.from_pretrained(kind)
-    return TokenClassificationDetector(model, AutoTokenizer.from_pretrained(kind))
+    model = load_pretrained(AutoModelForTokenClassification, kind)
+    return TokenClassificationDetector(model, load_pretrained(AutoTokenizer, kind))
 
 
 def _quality(config: FederatedConfig, detector: PrivacyDetector, private: list[str]) -> DetectorQuality | None:
