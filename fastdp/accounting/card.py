@@ -244,7 +244,11 @@ class Card(dict[str, Any]):
         return markdown(self)
 
     def save_beside(self, folder: str | os.PathLike[str]) -> Path:
-        """Write ``card.json``, ``card.md`` and, in the place of any other, a ``README.md`` to a model's folder; returns it."""
+        """Write ``card.json``, ``card.md`` and, in the place of any other, a ``README.md`` to a model's folder; returns it.
+
+        An adapter's config there keeps no path of its base model.
+        """
+        remove_base_path(folder)
         self.save(Path(folder) / "card")
         files.write(Path(folder) / "README.md", export(self, "huggingface"), public=True)
         return Path(folder)
@@ -280,9 +284,22 @@ def public_name(name: str) -> str:
     >>> public_name("openai-community/gpt2"), public_name("/home/anna/models/notes-v2")
     ('openai-community/gpt2', 'notes-v2')
     """
-    path = Path(name.replace("\\", "/"))
-    on_a_hub = re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", name)
-    return name if on_a_hub and not path.exists() else path.resolve().name or "model"
+    return hub_name(name) or Path(name.replace("\\", "/")).resolve().name or "model"
+
+
+def hub_name(name: str) -> str | None:
+    """A model's name on a hub; None for a folder's path, and for what is no name of a hub."""
+    named = re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", name)
+    return name if named and not Path(name).exists() else None
+
+
+def remove_base_path(folder: str | os.PathLike[str]) -> None:
+    """Let an adapter's config call its base model by its name on a hub, or not at all: a path tells of its owner's machine."""
+    config = Path(folder) / "adapter_config.json"
+    if config.exists():
+        settings = json.loads(config.read_text(encoding="utf-8"))
+        base = settings.get("base_model_name_or_path")
+        files.write_json(config, settings | {"base_model_name_or_path": hub_name(base) if base else None}, public=True)
 
 
 def model_name(model: Any) -> str:

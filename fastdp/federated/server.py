@@ -18,6 +18,7 @@ from torch import Tensor
 import fastdp.accounting as accounting
 import fastdp.files as files
 import fastdp.plots as plots
+from fastdp.accounting.card import public_name
 from fastdp.data import Examples
 from fastdp.federated import reports
 from fastdp.federated.adapter import AdaptedModel
@@ -301,7 +302,7 @@ class Server:
         plots.perplexity_over_rounds(self.rows, self.output / "perplexity.png")
         if self.ledger is not None:
             model = {
-                "name": self.config.model,
+                "name": public_name(self.config.model),
                 "trained_parameters": sum(t.numel() for t in self.adapted.adapter.values()),
             }
             card = reports.central_card(self.config, self.ledger, self.population, model, self.stream.reproducible)

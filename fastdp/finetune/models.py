@@ -16,6 +16,7 @@ from torch import nn
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 from transformers.pytorch_utils import Conv1D
 
+from fastdp.accounting.card import remove_base_path
 from fastdp.finetune.config import PAIRED, ConfigError, FinetuneConfig
 from fastdp.finetune.tasks import TASKS
 from fastdp.integrations.adapters import BottleneckConfig, fix_lora_projections, train_biases_only
@@ -201,6 +202,9 @@ def save_weights(model: nn.Module, tokenizer: PreTrainedTokenizerBase, output: P
         # "auto" would ask the model hub whether the vocabulary was resized; here it never is.
         model.save_pretrained(str(aside), **({"save_embedding_layers": False} if adapted else {}))  # type: ignore[operator]
         tokenizer.save_pretrained(aside)
+        remove_base_path(aside)
+        # What peft says there of the base model is its path; whoever writes a card writes a page too.
+        (aside / "README.md").unlink(missing_ok=True)
         aside.chmod(0o755)
         if folder.exists():
             shutil.rmtree(folder)

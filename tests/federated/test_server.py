@@ -53,6 +53,8 @@ def test_a_run_lowers_perplexity_and_leaves_what_it_says(settings):
     for name in ("adapter", "run_card.json", "run_card.md", "perplexity.png", "server.safetensors"):
         assert (output / name).exists(), name
     assert "clients train on their texts as they are" in (output / "run_card.md").read_text()
+    public = [*output.glob("run_card.*"), *(output / "adapter").iterdir()]
+    assert not [path for path in public if str(Path(settings["model"]).parent).encode() in path.read_bytes()]
 
 
 def test_the_mean_of_two_rounds_is_equation_7(settings):
