@@ -97,7 +97,7 @@ class Server:
         if self.stream.rounds != 20:
             raise ValueError(f"sampling and noise of a server have 20 rounds of ChaCha, not {self.stream.rounds}")
         self.output = Path(config.output)
-        self.output.mkdir(parents=True, exist_ok=True)
+        files.make_folder(self.output)
         found = Checkpoint.load(self.output, config)
         self.adapted = AdaptedModel.load(config)
         self.rounds_done = 0

@@ -12,6 +12,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import fastdp
+import fastdp.files as files
 from fastdp.data import Examples, read_rows
 from fastdp.federated.adapter import AdaptedModel
 from fastdp.federated.config import FederatedConfig
@@ -69,7 +70,7 @@ class Site:
         self.config = adapted.config
         self.name = name
         self.folder = state_folder(self.config) / name
-        self.folder.mkdir(parents=True, exist_ok=True)
+        files.make_folder(self.folder)
         self.examples = self._prepare(texts)
 
     @classmethod

@@ -265,7 +265,7 @@ class _Run:
         """Hand model, optimizer and loader to the engine, which opens the ledger in the output folder."""
         config = self.config
         self.made = not self.output.exists()
-        self.output.mkdir(parents=True, exist_ok=True)
+        files.make_folder(self.output)
         if not resume:
             config.save(self.output / CONFIG)
         self.names = kept_names(self.model)

@@ -56,7 +56,7 @@ def quickstart(output: Path, seed: int, console: Console, reporter: Callable[[st
         raise ConfigError(f"{train} records are fewer than a batch of {BATCH}: give more")
     for line in _BEGIN.format(train=train, epsilon=EPSILON).splitlines():
         console.print(line)
-    output.mkdir(parents=True, exist_ok=True)
+    files.make_folder(output)
     records = private_records(train + HELD_OUT, seed)
     for name, part in (("train", records[:train]), ("held_out", records[train:])):
         files.write_rows(output / f"{name}.jsonl", ({"text": record} for record in part))

@@ -123,7 +123,7 @@ def _keys(kind: Any) -> set[str]:
 def _tokenizer(texts: Mapping[str, Tensor], folder: Path) -> PreTrainedTokenizerBase | None:
     if not texts:
         return None
-    folder.mkdir(exist_ok=True)
+    files.make_folder(folder)
     for name, content in texts.items():
         files.write(folder / name, content.numpy().tobytes())
     return load_pretrained(AutoTokenizer, folder)

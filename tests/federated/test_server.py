@@ -53,6 +53,9 @@ def test_a_run_lowers_perplexity_and_leaves_what_it_says(settings):
     for name in ("adapter", "run_card.json", "run_card.md", "perplexity.png", "server.safetensors"):
         assert (output / name).exists(), name
     assert "clients train on their texts as they are" in (output / "run_card.md").read_text()
+    readable = {path.name for path in output.iterdir() if path.stat().st_mode & 0o077}
+    assert readable == {"adapter", "run_card.json", "run_card.md"}
+    assert not [path for path in (output, *output.glob("clients/*")) if path.stat().st_mode & 0o077]
     public = [*output.glob("run_card.*"), *(output / "adapter").iterdir()]
     assert not [path for path in public if str(Path(settings["model"]).parent).encode() in path.read_bytes()]
 
