@@ -19,6 +19,11 @@ from typing import Any
 
 import yaml
 
+#: For the head of a page: no script, picture or form works there, whatever text got in.
+PAGE_POLICY = (
+    '<meta http-equiv="Content-Security-Policy" '
+    "content=\"default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'\">"
+)
 #: Most bytes of a file, and of YAML, whose parser is slow.
 MAX_FILE, MAX_YAML = 1 << 28, 1 << 22
 #: Most values of a YAML document with every alias written out, and how deep they may be nested.

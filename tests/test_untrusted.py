@@ -238,6 +238,12 @@ def test_no_field_of_a_run_writes_markup_into_its_report(tmp_path):
     assert refused > 10
 
 
+def test_pages_allow_no_script(tmp_path):
+    for page in (build_report([made(tmp_path / "run")]), export(card_of(), "html")):
+        assert "Content-Security-Policy\" content=\"default-src 'none';" in page
+        assert page.index("Content-Security-Policy") < page.index("<title>")
+
+
 def bomb(levels=9, width=10):
     lines = [f"a0: &a0 [{', '.join('x' * width)}]"]
     lines += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * width)}]" for i in range(1, levels)]

@@ -19,6 +19,7 @@ from fastdp.accounting.claim import Gaussian, read_claim, rounded_up
 from fastdp.accounting.meaning import membership_bounds
 from fastdp.accounting.serialisation import canonical
 from fastdp.untrusted import (
+    PAGE_POLICY,
     escape_all,
     escape_controls,
     escape_html,
@@ -365,7 +366,7 @@ def _html(card: Mapping[str, Any]) -> str:
     return (
         '<!doctype html>\n<html lang="en">\n'
         f"<!-- {_mark('html')} -->\n"
-        f'<head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
+        f'<head><meta charset="utf-8">{PAGE_POLICY}<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{escape_html(_title(card))}</title>\n<style>{_STYLE}</style></head>\n<body><main>\n{body}\n</main>\n"
         f'<script type="application/json" id="fastdp-card">\n{_carried(card)}\n</script>\n'
         f"</body>\n<!-- {_END} -->\n</html>\n"

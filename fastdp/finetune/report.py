@@ -17,7 +17,7 @@ from typing import Any
 from fastdp.finetune.charts import SERIES, Line, chart, running_mean, style
 from fastdp.finetune.config import ConfigError
 from fastdp.finetune.reporter import duration, memory
-from fastdp.untrusted import escape_html as escape, parse_json, parse_yaml, quote, read_text
+from fastdp.untrusted import PAGE_POLICY, escape_html as escape, parse_json, parse_yaml, quote, read_text
 
 #: Settings that every comparison shows; others appear where the runs differ.
 _ALWAYS = ("task", "peft", "method", "epochs", "batch_size", "learning_rate", "max_length")
@@ -165,6 +165,7 @@ def _page(runs: Sequence[Record], public: bool) -> str:
     )
     return _PAGE.format(
         title=title,
+        policy=PAGE_POLICY,
         style=_STYLE,
         names=escape(", ".join(run.name for run in runs)),
         warning=warning,
@@ -440,7 +441,7 @@ summary h2{{display:inline}}details table{{margin-top:10px}}
 """
 
 _PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width,initial-scale=1">
+<html lang="en"><head><meta charset="utf-8">{policy}<meta name="viewport" content="width=device-width,initial-scale=1">
 <meta name="color-scheme" content="light dark"><title>{title}: {names}</title><style>{style}</style></head>
 <body><main><header><h1>{title}</h1><p>{names}</p><p class="warning">{warning}</p></header>{body}</main></body></html>
 """
