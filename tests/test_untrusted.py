@@ -19,6 +19,7 @@ from fastdp import untrusted
 from fastdp.accounting import Card, Gaussian, dpsgd, verify
 from fastdp.accounting.card import digest
 from fastdp.accounting.exports import FORMATS, export
+from fastdp.audit.saved import load_saved
 from fastdp.cli import app
 from fastdp.commands.refusal import PlainConsole, styled
 from fastdp.finetune import ConfigError
@@ -374,3 +375,40 @@ def test_models_are_loaded_by_one_function_alone():
         if re.search(r"^(?!.*>>>).*\.from_pretrained\(", path.read_text(), re.MULTILINE)
     }
     assert calls == {"fastdp/untrusted.py", "fastdp/audit/saved.py"}, "the second is peft's, of a folder, over a model"
+
+
+def test_an_adapter_imports_no_module_and_is_looked_for_nowhere_else(tmp_path):
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    (tmp_path / "config.yaml").write_text("model: /nowhere\n")
+    for config, words in (
+        (None, "no adapter_model.safetensors"),
+        ("{", "no adapter_config.json that can be read"),
+        (
+            json.dumps({"peft_type": "LORA", "megatron_config": {"a": 1}, "megatron_core": "antigravity"}),
+            "imports a module",
+        ),
+    ):
+        if config is not None:
+            (adapter / "adapter_model.safetensors").touch()
+            (adapter / "adapter_config.json").write_text(config)
+        with pytest.raises(ConfigError, match=words):
+            load_saved(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "place"),
+    [
+        (r"yaml\.(safe_)?load|SafeLoader", "fastdp/untrusted.py"),
+        (r"from html import|html\.escape", "fastdp/untrusted.py"),
+        (r"\bConsole\(|from_markup|markup=True", "fastdp/commands/refusal.py"),
+        (r"torch\.load\((?![^\n]*weights_only=True)|pickle\.loads?\(", None),
+    ],
+)
+def test_what_others_wrote_is_parsed_and_shown_in_one_place(pattern, place):
+    found = {
+        path.relative_to(ROOT).as_posix()
+        for path in (ROOT / "fastdp").rglob("*.py")
+        if re.search(pattern, path.read_text().replace("import html\n", ""))
+    }
+    assert found <= {place}
