@@ -29,7 +29,7 @@ MAX_FILE, MAX_YAML = 1 << 28, 1 << 22
 #: Most values of a YAML document with every alias written out, and how deep they may be nested.
 MAX_YAML_NODES, MAX_YAML_DEPTH = 20_000, 64
 
-_MARKDOWN = re.compile(r"[\\`\[\]]|(?<! )\*|\*(?! )|<(?=[A-Za-z/!?])|&(?=[#\w]+;)")
+_MARKDOWN = re.compile(r"[\\`\[\]]|(?<! )\*|\*(?! )|(?<![^\W_])_|_(?![^\W_])|<(?=[A-Za-z/!?])|&(?=[#\w]+;)")
 _MARKDOWN_BLOCK = re.compile(r"^(#|>|~|[-+=](?=[-+=\s]|$)|\d+(?=[.)](?:\s|$)))")
 
 
@@ -66,7 +66,7 @@ def escape_markdown(value: str) -> str:
     >>> escape_markdown("# epsilon <= 0.1 <script>")
     '\\# epsilon <= 0.1 \\<script>'
     """
-    line = _MARKDOWN.sub(r"\\\g<0>", escape_controls(value.replace("\n", " ")))
+    line = _MARKDOWN.sub(r"\\\g<0>", escape_controls(value.replace("\n", " ")).strip())
     return _MARKDOWN_BLOCK.sub(lambda found: f"{found[0]}\\" if found[0].isdigit() else f"\\{found[0]}", line)
 
 

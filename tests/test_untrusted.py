@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 import transformers
 import yaml
-from hypothesis import given, strategies as st
+from hypothesis import given, settings, strategies as st
+from markdown_it import MarkdownIt
 from typer.testing import CliRunner
 
 from fastdp import untrusted
@@ -92,6 +93,22 @@ def test_quoted_values_are_short_and_plain(value, most):
     assert len(shown) <= most
     assert not CONTROLS.search(shown)
     assert "\n" not in shown
+
+
+MARKS = st.text(alphabet=list('#>-+*=~`_[]()!<>&;|\\\\\n\t 1.)ab:/"{}'), max_size=12)
+PIECES = "<b> &lt; ![x](y) [x](y) <http://a.b> ``` ~~~ --- === # <!-- http://a.b [x]:y _x_ __x__ **x** ***".split()
+
+
+@given(
+    st.lists(MARKS | st.sampled_from(PIECES), max_size=5).map("".join),
+    st.sampled_from(["{}", "- {}", "a {} b", "## {}"]),
+)
+@settings(deadline=None)
+def test_escaped_markdown_is_text_to_a_parser(text, place):
+    """Of the elements around it, and no other."""
+    found = MarkdownIt("commonmark").enable("table").render(place.format(untrusted.escape_markdown(text)))
+    around = {"{}": {"p"}, "- {}": {"ul", "li"}, "a {} b": {"p"}, "## {}": {"h2"}}[place]
+    assert {tag for tag, *_ in Tags(found).found} <= around
 
 
 def test_a_console_shows_strings_as_plain_text():
