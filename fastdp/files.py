@@ -20,6 +20,14 @@ if TYPE_CHECKING:
 _PRIVATE, _PUBLIC = 0o600, 0o644
 
 
+def make_folder(path: str | os.PathLike[str], *, public: bool = False) -> None:
+    """Make a folder and those above it that are missing, for their owner alone unless they are public."""
+    path = Path(path)
+    if not path.parent.exists():
+        make_folder(path.parent, public=public)
+    path.mkdir(0o777 if public else 0o700, exist_ok=True)
+
+
 @contextmanager
 def whole(path: str | os.PathLike[str], *, public: bool = False) -> Iterator[Path]:
     """A path to write to, which becomes ``path`` when the block ends: a kill leaves what was there before, or all of it.
@@ -28,7 +36,7 @@ def whole(path: str | os.PathLike[str], *, public: bool = False) -> Iterator[Pat
     renamed, and the folder is synced; if the block raises, it is removed and ``path`` stays as it was.
     """
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent, public=public)
     descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     os.close(descriptor)
     aside = Path(name)

@@ -1,4 +1,7 @@
-"""Figures of a run as PNG files: the loss and the privacy spent over its steps, or the perplexity over its rounds."""
+"""Figures of a run as PNG files: the loss and the privacy spent over its steps, or the perplexity over its rounds.
+
+Losses and perplexities carry no noise, so their files are readable by their owner alone.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,8 @@ from typing import Any
 
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
+
+import fastdp.files as files
 
 _SIZE = (6.4, 3.6)
 _DPI = 150
@@ -44,7 +49,7 @@ def released_over_steps(rows: Sequence[dict[str, Any]], path: str | Path) -> Non
     points = [(row["step"], row["released"]) for row in rows if "released" in row]
     steps = [step for step, _ in points]
     dots: dict[str, Any] = {"marker": "o", "markersize": 3}
-    with _axes(path, "Held out, released with noise (may be shown)", "loss (nats)") as axes:
+    with _axes(path, "Held out, released with noise (may be shown)", "loss (nats)", public=True) as axes:
         axes.plot(steps, [found["held_out_loss"] for _, found in points], color=_INK, label="loss", **dots)
         if any("held_out_accuracy" in found for _, found in points):
             beside = axes.twinx()
@@ -65,7 +70,7 @@ def epsilon_over_steps(rows: Sequence[dict[str, Any]], path: str | Path, target:
         delta: named in the title, since an epsilon means nothing without it.
     """
     points = [(row["step"], row["epsilon"]) for row in rows if isinstance(row.get("epsilon"), (int, float))]
-    with _axes(path, f"Privacy spent at delta = {delta:g}", "epsilon (upper bound)") as axes:
+    with _axes(path, f"Privacy spent at delta = {delta:g}", "epsilon (upper bound)", public=True) as axes:
         if points:
             axes.plot(*zip(*points), color=_INK, marker="o", markersize=3, linewidth=1.8, label="spent")
             if target is not None and math.isfinite(target):
@@ -91,7 +96,7 @@ def perplexity_over_rounds(rows: Sequence[dict[str, Any]], path: str | Path) -> 
 
 
 @contextmanager
-def _axes(path: str | Path, title: str, ylabel: str, xlabel: str = "step") -> Iterator[Any]:
+def _axes(path: str | Path, title: str, ylabel: str, xlabel: str = "step", *, public: bool = False) -> Iterator[Any]:
     # A Figure of its own rather than pyplot: no display, no global state, safe beside a notebook's own figures.
     figure = Figure(figsize=_SIZE, layout="constrained")
     axes = figure.subplots()
@@ -101,4 +106,5 @@ def _axes(path: str | Path, title: str, ylabel: str, xlabel: str = "step") -> It
     axes.spines[["top", "right"]].set_visible(False)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
     yield axes
-    figure.savefig(path, dpi=_DPI)
+    with files.whole(path, public=public) as aside:
+        figure.savefig(aside, dpi=_DPI, format="png")

@@ -46,6 +46,7 @@ MODULES = (
     "fastdp.ops.stream",
     "fastdp.ops.sums",
     "fastdp.private.run",
+    "fastdp.untrusted",
 )
 
 

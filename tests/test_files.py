@@ -32,6 +32,20 @@ def test_what_is_written_is_there_with_its_permissions(tmp_path_factory, text, p
     assert list(path.parent.iterdir()) == [path]
 
 
+@pytest.mark.parametrize("public", [False, True])
+def test_a_folder_that_is_made_is_private_unless_it_is_public(tmp_path, public):
+    """One that was there keeps its mode: it is its owner's choice."""
+    path = tmp_path / "runs" / "first"
+    files.make_folder(path, public=public)
+    assert mode(path) == (0o755 if public else 0o700)
+    assert mode(path.parent) == mode(path)
+    files.write(tmp_path / "other" / "file", "text", public=public)
+    assert mode(tmp_path / "other") == (0o755 if public else 0o700)
+    path.chmod(0o750)
+    files.make_folder(path)
+    assert mode(path) == 0o750
+
+
 def test_a_failure_leaves_what_was_there_and_nothing_else(tmp_path):
     path = tmp_path / "file"
     path.write_text("earlier")
@@ -83,12 +97,27 @@ def test_appending_closes_an_open_file_to_others(tmp_path):
 
 
 #: What writes a file, and the few places that do so for another reason than to leave one.
-WRITERS = {"write_text", "write_bytes", "mkstemp", "NamedTemporaryFile", "replace", "rename", "save_file"}
+WRITERS = {
+    "write_text",
+    "write_bytes",
+    "mkstemp",
+    "NamedTemporaryFile",
+    "replace",
+    "rename",
+    "save_file",
+    "mkdir",
+    "savefig",
+}
 ELSEWHERE = {
     # A folder, renamed so that nobody finds it while it is removed.
     ("split/vendor.py", "replace"),
     # A model's folder, made by transformers or peft, renamed once it is whole.
     ("finetune/models.py", "rename"),
+    # The account's own folder, of mode 0700.
+    ("accounting/witness.py", "mkdir"),
+    # Pictures, within `files.whole`.
+    ("plots.py", "savefig"),
+    ("finetune/plan.py", "savefig"),
     # The kernel's switch that resets the peak of resident memory.
     ("finetune/memory.py", "write_text"),
 }

@@ -1,6 +1,7 @@
 """What is installed: the wheel carries its data and works away from the tree."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+import yaml
 
 from fastdp.accounting import Card
 from fastdp.distribution import wheel_digest
@@ -135,3 +137,31 @@ def test_wheel_works_outside_the_tree(tmp_path):
     # PYTHONPATH comes before site-packages, and so before an editable install of the tree.
     environment = {"PYTHONPATH": str(site), "PATH": "/usr/bin:/bin"}
     subprocess.run([sys.executable, "-c", script], cwd=tmp_path, env=environment, check=True)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / ".github" / "workflows").glob("*.yml")), ids=lambda path: path.stem)
+def test_actions_are_pinned_by_commit(path):
+    """A tag can be moved to other code by whoever holds, or takes, its repository."""
+    used = re.findall(r"uses:\s*(\S+)", path.read_text())
+    assert used
+    assert not [action for action in used if not re.fullmatch(r"[\w./-]+@[0-9a-f]{40}", action)]
+
+
+def test_a_release_states_where_it_comes_from():
+    job = yaml.safe_load((ROOT / ".github/workflows/wheels.yml").read_text())["jobs"]["release"]
+    assert job["permissions"] == {"contents": "read", "id-token": "write", "attestations": "write"}
+    used = {step["uses"].partition("@")[0] for step in job["steps"] if "uses" in step}
+    assert {"actions/attest-build-provenance", "actions/attest-sbom"} <= used
+
+
+def test_what_builds_a_wheel_is_pinned_by_hash():
+    """And `make wheel` installs nothing into its tools in another way."""
+    for name in ("build", "wheel"):
+        lines = (ROOT / f"requirements-{name}.txt").read_text().replace("\\\n", " ").splitlines()
+        entries = [line for line in lines if line and not line.startswith(("#", "-r "))]
+        assert entries
+        assert all(re.match(r"[\w.-]+==\S+ .*--hash=sha256:[0-9a-f]{64}", entry) for entry in entries)
+    rule = (ROOT / "Makefile").read_text().partition("\nwheel:")[2].partition("\n\n")[0]
+    installs = [line for line in rule.splitlines() if "$(TOOLS)" in line and "install" in line]
+    assert installs
+    assert all("--require-hashes" in line for line in installs)

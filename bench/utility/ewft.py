@@ -32,6 +32,7 @@ import fastdp
 from fastdp import accounting, audit
 from fastdp.methods import ewft
 from fastdp.methods.sap import split_model
+from fastdp.untrusted import load_pretrained
 
 from .. import record
 from ..plots import picture
@@ -129,7 +130,7 @@ class Bench:
 
     def _parts(self, length: int, seed: int) -> dict[str, Any]:
         """The model and, by name, the texts."""
-        tokenizer, model, size = AutoTokenizer.from_pretrained(self.model), tops.load(self.model, seed), self.size
+        tokenizer, model, size = load_pretrained(AutoTokenizer, self.model), tops.load(self.model, seed), self.size
         subjects = attributes.read_subjects(self.pii, tokenizer, length, size.subjects, seed)
         texts = {
             "train": tops.read_texts(self.sst2 / "train.tsv", tokenizer, length, size.train, seed),

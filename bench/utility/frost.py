@@ -29,6 +29,7 @@ from fastdp.methods.rapft.axes import gradient_moments
 from fastdp.methods.sap import split_model
 from fastdp.private.method import Method
 from fastdp.private.plan import Budget, Plan
+from fastdp.untrusted import load_pretrained
 
 from ..plots import picture
 from ..record import markdown
@@ -145,7 +146,7 @@ class Bench:
 
     def __init__(self, model: Path, train: Path, held_out: Path, size: Size):
         self.folder, self.size = model, size
-        tokenizer = hf.AutoTokenizer.from_pretrained(model)
+        tokenizer = load_pretrained(hf.AutoTokenizer, model)
         held = tops.read_texts(held_out, tokenizer, size.length, 2 * size.held_out, seed=0)
         if len(held.labels) < 2 * size.held_out:
             raise ValueError(f"{held_out} needs {2 * size.held_out} rows for this size of the benchmark")

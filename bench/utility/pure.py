@@ -31,6 +31,7 @@ from fastdp.methods.ewft.pooled import learn, pooled
 from fastdp.methods.sap import CTI, count_tokens
 from fastdp.ops.noise import standard_normals
 from fastdp.ops.stream import NoiseStream
+from fastdp.untrusted import load_pretrained
 
 from . import suite, tops
 
@@ -80,12 +81,12 @@ class Bench:
     @cached_property
     def tokenizer(self) -> Any:
         """The model's."""
-        return AutoTokenizer.from_pretrained(self.model)
+        return load_pretrained(AutoTokenizer, self.model)
 
     @cached_property
     def table(self) -> Tensor:
         """The model's token embeddings [V, d]."""
-        made = AutoModel.from_pretrained(self.model)
+        made = load_pretrained(AutoModel, self.model)
         return made.get_input_embeddings().weight.detach()[: len(self.tokenizer)]
 
     def _texts_of(self, name: str, count: int) -> tuple[list[Tensor], Tensor]:
@@ -108,7 +109,7 @@ class Bench:
 
     def _states(self, seed: int) -> list[tuple[Tensor, Tensor]]:
         """Pooled states of public, private and held-out texts, and their labels."""
-        size, model = self.size, AutoModel.from_pretrained(self.model).eval()
+        size, model = self.size, load_pretrained(AutoModel, self.model).eval()
         found = []
         for name, count in (("dev.tsv", size.encoded), ("train.tsv", size.private), ("test.tsv", size.held_out)):
             texts = tops.read_texts(self.sst2 / name, self.tokenizer, size.length, count, seed)

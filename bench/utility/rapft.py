@@ -31,6 +31,7 @@ from fastdp.integrations.adapters import train_biases_only
 from fastdp.methods import rapft
 from fastdp.private.method import Method
 from fastdp.private.plan import Plan
+from fastdp.untrusted import load_pretrained
 
 from ..plots import picture
 from ..record import markdown
@@ -97,7 +98,7 @@ class Bench:
 
     def __init__(self, model: Path, train: Path, held_out: Path, size: Size, column: str = "ref"):
         self.folder, self.size, self.column = model, size, column
-        tokenizer = hf.AutoTokenizer.from_pretrained(model)
+        tokenizer = load_pretrained(hf.AutoTokenizer, model)
         self.collator = Collator(
             tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
         )
@@ -124,7 +125,7 @@ class Bench:
     def model(self, tuning: str, seed: int) -> torch.nn.Module:
         """A fresh model with its trained parameters, in training mode without dropout."""
         torch.manual_seed(seed)
-        model: Any = hf.AutoModelForCausalLM.from_pretrained(self.folder)
+        model: Any = load_pretrained(hf.AutoModelForCausalLM, self.folder)
         if tuning == "bitfit":
             train_biases_only(model)
         elif tuning != "full":

@@ -26,6 +26,7 @@ from transformers import AutoTokenizer
 from fastdp import TextPrivatizer, audit
 from fastdp.methods.sap import CTI, PrivateBottom, count_tokens, split_model
 from fastdp.ops.stream import NoiseStream
+from fastdp.untrusted import load_pretrained
 
 from ..plots import picture
 from . import attributes, denoise, service, suite, tops
@@ -120,7 +121,7 @@ class Bench:
 
     def _texts(self, seed: int) -> tuple[Any, ...]:
         """Tokenizer, model, training and held-out texts, and counts for CTI of texts that count as public."""
-        size, tokenizer = self.size, AutoTokenizer.from_pretrained(self.model)
+        size, tokenizer = self.size, load_pretrained(AutoTokenizer, self.model)
         model = tops.load(self.model, seed)
         train = tops.read_texts(self.sst2 / "train.tsv", tokenizer, size.length, size.train, seed)
         held_out = tops.read_texts(self.sst2 / "test.tsv", tokenizer, size.length, size.held_out, seed)

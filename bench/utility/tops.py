@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from fastdp.data import read_rows
 from fastdp.methods.sap import Bottom
+from fastdp.untrusted import load_pretrained
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ def load(model: Path, seed: int) -> nn.Module:
     from transformers import AutoModelForSequenceClassification
 
     torch.manual_seed(seed)
-    return AutoModelForSequenceClassification.from_pretrained(model, num_labels=2)
+    return load_pretrained(AutoModelForSequenceClassification, model, num_labels=2)
 
 
 @torch.no_grad()

@@ -18,9 +18,10 @@ from fastdp.accounting.event_types import DpEvent
 from fastdp.accounting.exports import export
 from fastdp.accounting.page import ENVELOPE, claims, markdown
 from fastdp.accounting.pld import Adjacency
-from fastdp.accounting.serialisation import canonical, parse
+from fastdp.accounting.serialisation import canonical
 from fastdp.accounting.weights import digests
 from fastdp.distribution import installed_version, version_of, wheel_digest
+from fastdp.untrusted import parse_json_object, read_bytes
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -206,7 +207,7 @@ class Card(dict[str, Any]):
     def load(cls, path: str | os.PathLike[str]) -> Card:
         """The card in a JSON file, unchecked (see `verify`). Raises ValueError if it is not a JSON object."""
         try:
-            return cls(parse(Path(path).read_bytes()))
+            return cls(parse_json_object(read_bytes(path)))
         except ValueError as error:
             raise ValueError(f"{path} is not a card: {error}") from None
 
@@ -243,7 +244,11 @@ class Card(dict[str, Any]):
         return markdown(self)
 
     def save_beside(self, folder: str | os.PathLike[str]) -> Path:
-        """Write ``card.json``, ``card.md`` and, in the place of any other, a ``README.md`` to a model's folder; returns it."""
+        """Write ``card.json``, ``card.md`` and, in the place of any other, a ``README.md`` to a model's folder; returns it.
+
+        An adapter's config there keeps no path of its base model.
+        """
+        remove_base_path(folder)
         self.save(Path(folder) / "card")
         files.write(Path(folder) / "README.md", export(self, "huggingface"), public=True)
         return Path(folder)
@@ -279,9 +284,22 @@ def public_name(name: str) -> str:
     >>> public_name("openai-community/gpt2"), public_name("/home/anna/models/notes-v2")
     ('openai-community/gpt2', 'notes-v2')
     """
-    path = Path(name.replace("\\", "/"))
-    on_a_hub = re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", name)
-    return name if on_a_hub and not path.exists() else path.resolve().name or "model"
+    return hub_name(name) or Path(name.replace("\\", "/")).resolve().name or "model"
+
+
+def hub_name(name: str) -> str | None:
+    """A model's name on a hub; None for a folder's path, and for what is no name of a hub."""
+    named = re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", name)
+    return name if named and not Path(name).exists() else None
+
+
+def remove_base_path(folder: str | os.PathLike[str]) -> None:
+    """Let an adapter's config call its base model by its name on a hub, or not at all: a path tells of its owner's machine."""
+    config = Path(folder) / "adapter_config.json"
+    if config.exists():
+        settings = json.loads(config.read_text(encoding="utf-8"))
+        base = settings.get("base_model_name_or_path")
+        files.write_json(config, settings | {"base_model_name_or_path": hub_name(base) if base else None}, public=True)
 
 
 def model_name(model: Any) -> str:

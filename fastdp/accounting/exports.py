@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping
-from html import escape
 from typing import Any, Literal, get_args
 
 import yaml
@@ -18,12 +17,21 @@ import yaml
 from fastdp.accounting import page
 from fastdp.accounting.claim import Gaussian, read_claim, rounded_up
 from fastdp.accounting.meaning import membership_bounds
-from fastdp.accounting.serialisation import canonical, parse
+from fastdp.accounting.serialisation import canonical
+from fastdp.untrusted import (
+    PAGE_POLICY,
+    escape_all,
+    escape_controls,
+    escape_html,
+    escape_markdown,
+    parse_json_object,
+    parse_yaml,
+)
 
 Format = Literal["huggingface", "registry", "nist", "html"]
 FORMATS: tuple[Format, ...] = get_args(Format)
 #: Raised whenever the words of a form change: older pages are then not compared word by word, and `verify` says so.
-VERSION = 2
+VERSION = 3
 SUFFIXES: dict[Format, str] = {"huggingface": ".md", "registry": ".yaml", "nist": ".md", "html": ".html"}
 
 _BEGIN = re.compile(r"fastdp-card (\w+) (\d+) begin")
@@ -72,7 +80,9 @@ def read_export(text: str) -> tuple[dict[str, Any], list[str]] | None:
     form, version = found.group(1), int(found.group(2))
     if len(_BEGIN.findall(text)) > 1 or text.count(_END) != 1:
         raise ValueError("it holds more than one card, or part of one")
-    card = parse(_entry(text)["implementation"]["additional_information"] if form == "registry" else _line(text))
+    card = parse_json_object(
+        _entry(text)["implementation"]["additional_information"] if form == "registry" else _line(text)
+    )
     if form not in FORMATS or version != VERSION:
         return card, [
             f"whether the page says what its card says: its form is {form} {version}, which is not known here"
@@ -95,21 +105,8 @@ def _line(text: str) -> str:
     return carried
 
 
-class _Once(yaml.SafeLoader):
-    """Refuses a key that stands twice, of which readers take one or the other."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [key.value for key, _ in node.value]
-        if len(set(keys)) < len(keys):
-            raise ValueError(f"a key stands twice: {max(keys, key=keys.count)}")
-        return super().construct_mapping(node, deep)
-
-
 def _read_yaml(text: str) -> dict[str, Any]:
-    try:
-        read = yaml.load(text, _Once)
-    except yaml.YAMLError as error:
-        raise ValueError(f"it is no YAML ({getattr(error, 'problem', error)})") from None
+    read = parse_yaml(text)
     if not isinstance(read, dict):
         raise ValueError("it holds no settings")
     return read
@@ -135,6 +132,8 @@ def _compared(text: str, form: str) -> str:
 
 def _alike(one: str, other: str) -> bool:
     """Whether two texts are equal, but for a pixel in drawings: another machine rounds the last digit otherwise."""
+    if one.count("<svg") != other.count("<svg"):
+        return False
     pieces = [re.split(r"(<svg.*?</svg>)", text, flags=re.DOTALL) for text in (one, other)]
     if len(pieces[0]) != len(pieces[1]):
         return False
@@ -187,13 +186,15 @@ def _huggingface(card: Mapping[str, Any]) -> str:
         },
     }
     lines = ["---", f"# {_mark('huggingface')}", yaml.safe_dump(metadata, sort_keys=False).rstrip(), "---", ""]
-    lines += [f"# {name} fine-tuned on private data" if name else "# A model of private data", "", "## Privacy", ""]
-    lines += [f"**{line}**" if promised else line for line in page.headlines(card)]
-    lines += ["", page.mechanism_sentence(card), ""]
-    paragraph, rates = page.meaning(card)
+    title = f"# {escape_markdown(name)} fine-tuned on private data" if name else "# A model of private data"
+    shown = escape_all(dict(card), escape_markdown)
+    lines += [title, "", "## Privacy", ""]
+    lines += [f"**{line}**" if promised else line for line in page.headlines(shown)]
+    lines += ["", page.mechanism_sentence(shown), ""]
+    paragraph, rates = page.meaning(shown)
     if rates:
         lines += [paragraph, "", *page.table((page.ACCUSED, page.FOUND), rates)]
-    for heading, entries in page.remarks(card):
+    for heading, entries in page.remarks(shown):
         lines += [f"### {heading}", "", *(f"- {entry}" for entry in entries), ""]
     lines += [
         "`fastdp verify README.md` works these figures out again from the card below; `--weights .` looks at the weights too.",
@@ -258,7 +259,9 @@ def _registry(card: Mapping[str, Any]) -> str:
             "publication_date": _FILL_IN,
         }
     }
-    by_card = _indented(yaml.safe_dump(stated, sort_keys=False, width=10**9, allow_unicode=True))
+    by_card = _indented(
+        yaml.safe_dump(escape_all(stated, escape_controls), sort_keys=False, width=10**9, allow_unicode=True)
+    )
     by_people = _indented(yaml.safe_dump(people, sort_keys=False))
     return (
         f"url_slug: {_FILL_IN}\ndeployment:\n{by_people}"
@@ -325,9 +328,10 @@ def _outline(card: Mapping[str, Any]) -> list[tuple[str, list[str]]]:
 
 def _nist(card: Mapping[str, Any]) -> str:
     lines = [f"<!-- {_mark('nist')} -->", "# Evaluation of a differential privacy guarantee (NIST SP 800-226)", ""]
-    for heading, entries in _outline(card):
+    shown = escape_all(dict(card), escape_markdown)
+    for heading, entries in _outline(shown):
         lines += [f"## {heading}", "", *(entry for entry in entries if entry), ""]
-        paragraph, rates = page.meaning(card)
+        paragraph, rates = page.meaning(shown)
         if heading == "The guarantee" and rates:
             lines += [paragraph, "", *page.table((page.ACCUSED, page.FOUND), rates)]
     lines += ["## Card", "", "```json", _carried(card), "```", "", f"<!-- {_END} -->", ""]
@@ -335,24 +339,26 @@ def _nist(card: Mapping[str, Any]) -> str:
 
 
 def _html(card: Mapping[str, Any]) -> str:
-    parts = [f"<h1>{escape(_title(card))}</h1>"]
+    parts = [f"<h1>{escape_html(_title(card))}</h1>"]
     for line in page.headlines(card):
-        parts.append(f'<p class="bound">{escape(line)}</p>')
-    parts.append(f"<p>{escape(page.mechanism_sentence(card))}</p>")
+        parts.append(f'<p class="bound">{escape_html(line)}</p>')
+    parts.append(f"<p>{escape_html(page.mechanism_sentence(card))}</p>")
     paragraph, rates = page.meaning(card)
     if rates:
         said = paragraph.removeprefix("What that means: ")
-        parts.append(f"<h2>What that means</h2><p>{escape(said[0].upper() + said[1:])}</p>")
+        parts.append(f"<h2>What that means</h2><p>{escape_html(said[0].upper() + said[1:])}</p>")
         parts.append('<div class="beside">')
         parts.append(_rows([(page.ACCUSED, page.FOUND), *rates], head=True))
         parts.append(_curve(card))
         parts.append("</div>")
     for heading, entries in page.remarks(card):
-        parts.append(f"<h2>{heading}</h2><ul>{''.join(f'<li>{escape(str(entry))}</li>' for entry in entries)}</ul>")
+        parts.append(
+            f"<h2>{heading}</h2><ul>{''.join(f'<li>{escape_html(str(entry))}</li>' for entry in entries)}</ul>"
+        )
     rows, sections = page.facts(card)
     parts.append("<h2>What it states</h2>" + _rows(rows))
     for title, text in sections:
-        parts.append(f"<details><summary>{escape(title)}</summary><pre>{escape(text)}</pre></details>")
+        parts.append(f"<details><summary>{escape_html(title)}</summary><pre>{escape_html(text)}</pre></details>")
     parts.append(
         "<p><code>fastdp verify</code> works the figures out again from this page, which carries the card.</p>"
     )
@@ -360,8 +366,8 @@ def _html(card: Mapping[str, Any]) -> str:
     return (
         '<!doctype html>\n<html lang="en">\n'
         f"<!-- {_mark('html')} -->\n"
-        f'<head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{escape(_title(card))}</title>\n<style>{_STYLE}</style></head>\n<body><main>\n{body}\n</main>\n"
+        f'<head><meta charset="utf-8">{PAGE_POLICY}<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{escape_html(_title(card))}</title>\n<style>{_STYLE}</style></head>\n<body><main>\n{body}\n</main>\n"
         f'<script type="application/json" id="fastdp-card">\n{_carried(card)}\n</script>\n'
         f"</body>\n<!-- {_END} -->\n</html>\n"
     )
@@ -375,7 +381,7 @@ def _title(card: Mapping[str, Any]) -> str:
 def _rows(rows: list[tuple[str, str]], head: bool = False) -> str:
     first = "th" if head else "td"
     cells = [
-        f"<tr><{tag}>{escape(name)}</{tag}><{tag}>{escape(value)}</{tag}></tr>"
+        f"<tr><{tag}>{escape_html(name)}</{tag}><{tag}>{escape_html(value)}</{tag}></tr>"
         for tag, (name, value) in zip([first, *["td"] * len(rows)], rows)
     ]
     return f'<div class="wide"><table>{"".join(cells)}</table></div>'

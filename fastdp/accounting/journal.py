@@ -13,6 +13,7 @@ from typing import Any
 
 import fastdp.files as files
 from fastdp.accounting.serialisation import canonical
+from fastdp.untrusted import read_bytes
 
 _START = "0" * 64
 
@@ -52,32 +53,34 @@ def read(path: Path) -> History:
     that a later opening met, and the record after it says so. A line is torn if it is not JSON: the beginning of a
     record never is. Raises LedgerError, naming the line, for anything else that breaks the chain.
     """
-    data = path.read_bytes()
+    data = read_bytes(path)
     terminated = data.endswith(b"\n") or not data
     lines = data.split(b"\n")
     if terminated:
         lines.pop()
     bodies: list[dict[str, Any]] = []
     digests: list[str] = []
-    previous, torn = _START, b""
+    previous = _START
+    torn: list[bytes] = []
     for number, line in enumerate(lines, 1):
         try:
             record = json.loads(line)
         except (ValueError, RecursionError):
-            torn = torn + b"\n" + line if torn else line
+            if torn or line:
+                torn.append(line)
             continue
         if not (
             isinstance(record, dict)
             and record.keys() == {"body", "digest"}
             and isinstance(record["body"], dict)
             and record["digest"] == _digest(previous, record["body"])
-            and (not torn or record["body"].get("torn") == _sha256(torn))
+            and (not torn or record["body"].get("torn") == _sha256(b"\n".join(torn)))
         ):
             raise LedgerError(f"{path} was altered or damaged: line {number} does not continue the chain of digests")
-        previous, torn = record["digest"], b""
+        previous, torn = record["digest"], []
         bodies.append(record["body"])
         digests.append(previous)
-    return History(bodies, digests, torn, terminated)
+    return History(bodies, digests, b"\n".join(torn), terminated)
 
 
 class Journal:

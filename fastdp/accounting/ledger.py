@@ -11,6 +11,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+import fastdp.files as files
 from fastdp.accounting import journal as journals
 from fastdp.accounting.event_types import DpEvent
 from fastdp.accounting.events import EventModel, as_count, compose
@@ -197,7 +198,7 @@ class Ledger:
             )
         if path is None or not held:
             if path is not None:
-                path.parent.mkdir(parents=True, exist_ok=True)
+                files.make_folder(path.parent)
             ledger = cls.create(path, header, event=event, budget_steps=budget_steps, block=block)
             ledger._fresh = True
         else:

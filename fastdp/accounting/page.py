@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from fastdp.accounting.claim import Gaussian, Pure, read_claim, rounded_up
+from fastdp.untrusted import escape_all, escape_markdown
 
 #: What a card has besides its claim and its facts.
 ENVELOPE = (
@@ -141,6 +142,8 @@ def table(header: tuple[str, str], rows: list[tuple[str, str]]) -> list[str]:
 
 def markdown(card: Mapping[str, Any]) -> str:
     """The page that stands beside the JSON."""
+    _, sections = facts(card)
+    card = escape_all(dict(card), escape_markdown)
     lines = ["# Privacy card", ""]
     if card["guarantee"] == "none":
         lines += ["**Guarantee: none.**", "", *(f"- {reason}" for reason in card["why_no_guarantee"]), ""]
@@ -151,13 +154,13 @@ def markdown(card: Mapping[str, Any]) -> str:
     paragraph, rates = meaning(card)
     if rates:
         lines += [paragraph, "", *table((ACCUSED, FOUND), rates)]
-    rows, sections = facts(card)
+    rows, _ = facts(card)
     lines += table(("", ""), rows)
     for heading, entries in remarks(card):
         lines += [f"## {heading}", "", *(f"- {entry}" for entry in entries), ""]
     lines += ["`fastdp verify` works its figures out again from the JSON card beside this page.", ""]
     for title, text in sections:
-        lines += [f"## {title}", "", "```json", text, "```", ""]
+        lines += [f"## {escape_markdown(title)}", "", "```json", text, "```", ""]
     return "\n".join(lines)
 
 

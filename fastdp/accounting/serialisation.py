@@ -8,6 +8,7 @@ from typing import Any
 
 from fastdp.accounting.event_types import DpEvent, dp_event
 from fastdp.accounting.events import ChosenDpEvent, as_count, chosen
+from fastdp.untrusted import parse_json, quote
 
 FORMAT, VERSION = "fastdp.event", 1
 #: Deeper nesting than any run produces; a longer chain is a malformed or hostile file.
@@ -75,7 +76,7 @@ def deserialise(document: dict[str, Any] | str | bytes) -> DpEvent:
     """
     if isinstance(document, (str, bytes)):
         try:
-            document = json.loads(document)
+            document = parse_json(document)
         except ValueError as error:
             raise ValueError(f"the serialised event is not JSON: {error}") from None
     if not isinstance(document, dict) or document.get("format") != FORMAT:
@@ -103,7 +104,7 @@ def _from_json(node: Any, depth: int) -> DpEvent:
         raise ValueError(f"the serialised event is nested more than {_DEPTH} deep")
     if not isinstance(node, dict) or not isinstance(node.get("kind"), str) or node["kind"] not in _FIELDS:
         kind = node.get("kind") if isinstance(node, dict) else node
-        raise ValueError(f"{kind!r} is not a kind of event this package knows: {', '.join(_FIELDS)}")
+        raise ValueError(f"{quote(kind)} is not a kind of event this package knows: {', '.join(_FIELDS)}")
     kind = node["kind"]
     if node.keys() - {"kind"} != _FIELDS[kind]:
         raise ValueError(f"a {kind} event has exactly these fields: {', '.join(sorted(_FIELDS[kind])) or 'none'}")
@@ -139,27 +140,3 @@ def _number(value: Any, what: str) -> float:
     if not (math.isfinite(number) and number >= 0):
         raise ValueError(f"{what} is {number}: it must be finite and 0 or more")
     return number
-
-
-def parse(text: str | bytes) -> dict[str, Any]:
-    """A JSON object in which every key stands once. Raises ValueError, in one sentence, for anything else."""
-    try:
-        found = json.loads(text, object_pairs_hook=_once, parse_constant=_no_constant)
-    except RecursionError:
-        raise ValueError("it is nested too deep") from None
-    if not isinstance(found, dict):
-        raise ValueError("it holds no JSON object")
-    return found
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        seen = [key for key, _ in pairs]
-        twice = next(key for key in seen if seen.count(key) > 1)
-        raise ValueError(f"{twice!r} stands in it twice, and readers differ in which they take")
-    return found
-
-
-def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no JSON")

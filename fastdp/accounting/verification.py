@@ -17,8 +17,8 @@ from fastdp.accounting.exports import read_export
 from fastdp.accounting.journal import LedgerError, read as read_records
 from fastdp.accounting.ledger import Ledger
 from fastdp.accounting.page import claims
-from fastdp.accounting.serialisation import parse
 from fastdp.accounting.weights import digests_of
+from fastdp.untrusted import parse_json_object, quote, read_bytes
 
 _FIELDS: dict[str, type | tuple[type, ...]] = {
     "guarantee": str,
@@ -124,6 +124,8 @@ def verify(
         unchecked = (*caveats, *_unchecked(fields, weights is not None, ledger is not None))
     except DoesNotFollow as error:
         return VerificationResult(False, False, error.claimed, error.recomputed, str(error))
+    except (KeyError, AttributeError, IndexError) as error:
+        return VerificationResult(False, False, claimed, recomputed, f"the card is malformed: {quote(error)}")
     except (ValueError, TypeError, OverflowError, LedgerError) as error:
         return VerificationResult(False, False, claimed, recomputed, str(error))
     if fields["guarantee"] == "none":
@@ -139,11 +141,11 @@ def _parsed(card: Mapping[str, Any] | str | os.PathLike[str]) -> tuple[Mapping[s
     """The card's fields, and what the form that it came in leaves open."""
     if isinstance(card, Mapping):
         return card, []
-    text = card if isinstance(card, str) and card.lstrip().startswith(("{", "[")) else Path(card).read_bytes()
+    text = card if isinstance(card, str) and card.lstrip().startswith(("{", "[")) else read_bytes(card)
     try:
         if isinstance(text, bytes) and (found := read_export(text.decode(errors="replace"))) is not None:
             return found
-        return parse(text), []
+        return parse_json_object(text), []
     except ValueError as error:
         raise _Refused(f"this is not a card: {error}") from None
 

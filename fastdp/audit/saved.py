@@ -14,6 +14,7 @@ from fastdp.finetune.config import LABELLED, ConfigError, FinetuneConfig, load_c
 from fastdp.finetune.models import load_model, load_tokenizer
 from fastdp.finetune.run import CONFIG
 from fastdp.finetune.tasks import task_of
+from fastdp.untrusted import MAX_YAML, load_pretrained, parse_json_object, read_bytes
 
 #: Longest example, in tokens, for a model that no run has set one for.
 _LENGTH = 128
@@ -42,9 +43,22 @@ def load_saved(
         return load_model(dataclasses.replace(config, model=str(whole)), tokenizer).eval(), tokenizer, config
     if not adapter.is_dir():
         raise ConfigError(f"the run in {folder} has written no weights yet: finish it with --resume")
+    _check_adapter(adapter)
     tokenizer = load_tokenizer(dataclasses.replace(config, model=str(adapter)))
     base: Any = load_model(config, tokenizer)
-    return peft.PeftModel.from_pretrained(base, str(adapter)).eval(), tokenizer, config
+    return peft.PeftModel.from_pretrained(base, str(adapter), local_files_only=True).eval(), tokenizer, config
+
+
+def _check_adapter(folder: Path) -> None:
+    """Refuse an adapter that peft would look for elsewhere, or whose config has it import a module."""
+    if not (folder / "adapter_model.safetensors").is_file():
+        raise ConfigError(f"{folder} holds no adapter_model.safetensors: take the folder that the run wrote")
+    try:
+        settings = parse_json_object(read_bytes(folder / "adapter_config.json", MAX_YAML))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{folder} has no adapter_config.json that can be read: {error}") from None
+    if settings.get("megatron_config"):
+        raise ConfigError(f"the adapter in {folder} imports a module of its own choice: remove megatron_config")
 
 
 def settings_of(folder: str | Path, overrides: dict[str, Any] | None = None) -> FinetuneConfig:
@@ -68,7 +82,7 @@ def settings_of(folder: str | Path, overrides: dict[str, Any] | None = None) -> 
 def _of_model(folder: Path) -> FinetuneConfig:
     """Settings for a model that no run describes: the task from its architecture, the labels from its own names."""
     try:
-        settings = AutoConfig.from_pretrained(folder)
+        settings = load_pretrained(AutoConfig, folder)
     except (OSError, ValueError) as error:
         raise ConfigError(f"{folder} is neither a run nor a model: {str(error).splitlines()[0]}") from None
     task = task_of(settings)

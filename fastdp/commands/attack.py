@@ -11,7 +11,7 @@ import typer
 import fastdp.files as files
 from fastdp.commands.progress import bar
 from fastdp.commands.quiet import quiet_libraries
-from fastdp.commands.refusal import console, refusing
+from fastdp.commands.refusal import console, refusing, styled
 
 if TYPE_CHECKING:
     import torch
@@ -82,7 +82,7 @@ def attack_command(
     for title, row in figures.items():
         shown = {key: f"{value:.4f}" if isinstance(value, float) else value for key, value in row.items()}
         text = ", ".join(f"{key} {value}" for key, value in shown.items() if value is not None)
-        console.print(f"[bold]{title}[/]: {text}", soft_wrap=True)
+        console.print(styled((title, "bold"), f": {text}"), soft_wrap=True)
     if json is not None:
         files.write_json(json, {"model": str(model), "kind": kind, "seed": seed, "figures": figures})
 

@@ -9,7 +9,7 @@ import typer
 from rich.table import Table
 
 from fastdp.commands.quiet import quiet_libraries
-from fastdp.commands.refusal import console, refusing
+from fastdp.commands.refusal import console, refusing, styled
 from fastdp.commands.training import ProgressReporter, with_settings
 from fastdp.finetune.config import ConfigError, listed, load_config
 from fastdp.finetune.reporter import duration, memory
@@ -68,7 +68,7 @@ def plan_command(
             f"{option.step_ratio:.3g}",
             f"{option.run_ratio:.3g}",
             duration(option.seconds),
-            "[bold]suggested[/]" if option == found.best else "",
+            styled(("suggested", "bold")) if option == found.best else "",
         )
     console.print(table)
     machine = found.machine
@@ -120,8 +120,10 @@ def tune_command(
     with ProgressReporter() as reporter:
         found = tune(settings, _values(candidates), trials, shape, held_out, reporter=reporter, resume=resume)
     won = ", ".join(f"{name} {value}" for name, value in found.settings.items())
-    console.print(f"won: [bold]{won}[/], noised loss of the judges {found.score:.3f}")
-    console.print(f"privacy of the whole search: epsilon [bold]{found.epsilon:.3f}[/] at delta {found.delta:g}")
+    console.print(styled("won: ", (won, "bold"), f", noised loss of the judges {found.score:.3f}"))
+    console.print(
+        styled("privacy of the whole search: epsilon ", (f"{found.epsilon:.3f}", "bold"), f" at delta {found.delta:g}")
+    )
     console.print(f"written to {found.output}")
 
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 import typer
 from rich.table import Table
 
-from fastdp.commands.refusal import console, refusing
+from fastdp.commands.refusal import console, refusing, styled
 
 Examples = Annotated[int, typer.Option(min=1, help="examples in the training data, N")]
 BatchSize = Annotated[int, typer.Option(min=1, help="expected examples in a step, B")]
@@ -65,7 +65,7 @@ def calibrate_command(
     sigma = accounting.calibrate(event, epsilon, delta, adjacency=adjacency)
     spent = accounting.epsilon(event(sigma), delta, adjacency=adjacency)
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
-    table.add_row("noise multiplier", f"[bold]{sigma:.6f}[/]")
+    table.add_row("noise multiplier", styled((f"{sigma:.6f}", "bold")))
     table.add_row("epsilon", f"{spent:.5f} at delta {delta:g} (upper bound, PLD)")
     table.add_row("steps", f"{steps}, sample rate {batch_size / examples:.6g} ({sampling})")
     console.print(table)
@@ -118,14 +118,18 @@ def verify_command(
     ] = None,
     ledger: Annotated[Path | None, typer.Option(help="ledger.jsonl of the run")] = None,
 ) -> None:
-    """Work out again what a card claims, compare it with weights and ledger where given, and say what was not checked."""
+    """Work out again what a card claims, compare it with weights and ledger where given, and say what was not checked.
+
+    Ends with exit code 1 unless the card holds and certifies a guarantee.
+    """
     import fastdp.accounting as accounting
 
     result = accounting.verify(card, weights=weights, ledger=ledger)
     if not result:
         raise ValueError(f"{card} does not hold: {result.reason}")
-    found = "holds" if result.guarantee else "holds, and certifies no guarantee"
-    console.print(f"[bold]{found}[/]: {result.reason}")
+    if not result.guarantee:
+        raise ValueError(f"{card} certifies no guarantee: {result.reason}")
+    console.print(styled(("holds", "bold"), f": {result.reason}"))
     if result.unchecked:
         console.print("not checked:")
     for entry in result.unchecked:

@@ -16,6 +16,7 @@ from fastdp.commands.contributing import Contributing, show_contributing, show_d
 from fastdp.commands.progress import bar
 from fastdp.commands.quiet import quiet_libraries
 from fastdp.commands.refusal import console, refusing
+from fastdp.untrusted import load_pretrained
 
 if TYPE_CHECKING:
     from fastdp.data import Rows
@@ -105,8 +106,8 @@ def privatize_command(
         origin = chosen.admit(counted[0], {source: texts})
     if eta is not None:
         check_eta(eta)
-    table = AutoModel.from_pretrained(model).get_input_embeddings().weight
-    tokenizer = AutoTokenizer.from_pretrained(model)
+    table = load_pretrained(AutoModel, model).get_input_embeddings().weight
+    tokenizer = load_pretrained(AutoTokenizer, model)
     cti = None
     if chosen is not None and counted is not None:
         cti = chosen.count(tokenizer, table.shape[0], *counted, len(classes), origin)

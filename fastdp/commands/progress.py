@@ -17,7 +17,12 @@ def bar(title: str, state: str = "", *, transient: bool = False) -> Iterator[Cal
     Args:
         transient: whether it goes once all is done.
     """
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[state]}")
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[state]}", markup=False),
+    )
     with Progress(*columns, TimeRemainingColumn(), console=console, transient=transient) as progress:
         task = progress.add_task(title, total=None, state=state)
 

@@ -7,15 +7,36 @@ import functools
 import os
 import warnings
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import typer
 from rich.console import Console
+from rich.text import Text
+
+from fastdp.untrusted import escape_controls
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
-console, errors = Console(highlight=False), Console(stderr=True, soft_wrap=True, highlight=False)
+
+class PlainConsole(Console):
+    """A console on which a string is one line of plain text: no markup, no emoji codes, control characters escaped.
+
+    Use `styled` for colours.
+    """
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        """The string as text, wherever it stands: printed, in a table, or as its title."""
+        return super().render_str(escape_controls(text), **options | {"markup": False, "emoji": False})
+
+
+def styled(*parts: str | tuple[str, str]) -> Text:
+    """One line of strings and (string, style), each as plain as `PlainConsole` shows it."""
+    pairs = [(part, "") if isinstance(part, str) else part for part in parts]
+    return Text.assemble(*((escape_controls(text), style) for text, style in pairs))
+
+
+console, errors = PlainConsole(highlight=False), PlainConsole(stderr=True, soft_wrap=True, highlight=False)
 
 
 def refusing(command: Callable[P, R]) -> Callable[P, R]:
@@ -35,7 +56,7 @@ def refusing(command: Callable[P, R]) -> Callable[P, R]:
                 raise
             message = _system(error) if isinstance(error, OSError) else str(error)
             message = " ".join(message.split()) or type(error).__name__
-            errors.print(f"[bold red]error:[/] {_plain(message)}")
+            errors.print(styled(("error:", "bold red"), f" {message}"))
             raise typer.Exit(1) from None
         except KeyboardInterrupt:
             errors.print("stopped")
@@ -47,7 +68,7 @@ def refusing(command: Callable[P, R]) -> Callable[P, R]:
 def _show_warning(message: Warning | str, category: type[Warning], *_: object, **__: object) -> None:
     # Of the libraries' warnings only those meant for the user are worth a line between progress bars.
     if issubclass(category, UserWarning):
-        errors.print(f"[yellow]warning:[/] {_plain(str(message))}")
+        errors.print(styled(("warning:", "yellow"), f" {message}"))
 
 
 def _system(error: OSError) -> str:
@@ -71,7 +92,3 @@ _REMEDIES = {
     errno.ENOTDIR: "name a folder",
     errno.ENOENT: "check the name",
 }
-
-
-def _plain(text: str) -> str:
-    return text.replace("[", "\\[")

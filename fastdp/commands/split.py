@@ -13,7 +13,8 @@ import fastdp.files as files
 from fastdp.commands.contributing import Contributing, show_contributing, show_displacement, with_contributing
 from fastdp.commands.progress import bar
 from fastdp.commands.quiet import quiet_libraries
-from fastdp.commands.refusal import console, errors, refusing
+from fastdp.commands.refusal import console, errors, refusing, styled
+from fastdp.untrusted import load_pretrained
 
 if TYPE_CHECKING:
     from fastdp import SplitCustomer, TextPrivatizer
@@ -102,7 +103,7 @@ def vendor_command(
         # A plain stop is as good as an interrupt: calls end and runs are kept.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         if insecure:
-            errors.print("[yellow]warning:[/] no TLS: anybody on this machine can be any customer")
+            errors.print(styled(("warning:", "yellow"), " no TLS: anybody on this machine can be any customer"))
         console.print(f"serving {model} at {service.address}, {classes} classes, {after} blocks in the bottom")
         service.wait()
 
@@ -243,8 +244,8 @@ def _load(name: str, classes: int, seed: int) -> tuple[Any, Any]:
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
     torch.manual_seed(seed)
-    model = AutoModelForSequenceClassification.from_pretrained(name, num_labels=classes, dtype=torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(name)
+    model = load_pretrained(AutoModelForSequenceClassification, name, num_labels=classes, dtype=torch.float32)
+    tokenizer = load_pretrained(AutoTokenizer, name)
     if model.config.pad_token_id is None:
         model.config.pad_token_id = tokenizer.eos_token_id
     return model.to("cuda" if torch.cuda.is_available() else "cpu"), tokenizer
@@ -308,11 +309,10 @@ def _predict(
     customer: SplitCustomer, privatizer: TextPrivatizer | PrivateBottom, texts: list[str], output: Path | None
 ) -> None:
     found = customer.predict(texts, privatizer).softmax(1)
-    lines = [
-        json.dumps({"class": int(row.argmax()), "probability": round(float(row.max()), 4)}) + "\n" for row in found
-    ]
+    lines = [json.dumps({"class": int(row.argmax()), "probability": round(float(row.max()), 4)}) for row in found]
     if output is None:
-        console.print("".join(lines), end="")
+        for line in lines:
+            console.print(line)
     else:
-        files.write(output, "".join(lines))
+        files.write(output, "".join(f"{line}\n" for line in lines))
         console.print(f"wrote {output}")

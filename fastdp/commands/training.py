@@ -16,7 +16,7 @@ from rich.text import Text
 
 from fastdp.commands.flags import with_flags
 from fastdp.commands.quiet import quiet_libraries
-from fastdp.commands.refusal import console, errors, refusing
+from fastdp.commands.refusal import console, errors, refusing, styled
 from fastdp.finetune.config import TYPES, FinetuneConfig, load_config
 from fastdp.finetune.reporter import Forecast, Reporter, duration, memory
 
@@ -41,7 +41,9 @@ class ProgressReporter(Reporter):
         self.title = title
         self.epsilon = ""
         self.bar: TaskID | None = None
-        self.progress = _Bar(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), console=console)
+        self.progress = _Bar(
+            TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), console=console
+        )
 
     def __enter__(self) -> ProgressReporter:
         self.progress.start()
@@ -51,10 +53,10 @@ class ProgressReporter(Reporter):
         self.progress.stop()
 
     def phase(self, text: str) -> None:
-        self.progress.console.print(f"[dim]{self.title}{text}[/]")
+        self.progress.console.print(styled((f"{self.title}{text}", "dim")))
 
     def note(self, text: str) -> None:
-        self.progress.console.print(f"[yellow]note:[/] {text}")
+        self.progress.console.print(styled(("note:", "yellow"), f" {text}"))
 
     def forecast(self, expected: Forecast) -> None:
         self.progress.console.print(f"{self.title}to come: {expected.in_words()}")
@@ -121,16 +123,19 @@ def _stopped(settings: FinetuneConfig) -> str:
 
 def _print_result(result: Result) -> None:
     if result.before and result.after:
-        console.print(f"held out: {result.before.headline} before, [bold]{result.after.headline}[/] after")
+        console.print(styled(f"held out: {result.before.headline} before, ", (result.after.headline, "bold"), " after"))
     if result.privacy is not None:
         console.print(f"privacy: {result.privacy}")
     elif math.isfinite(result.epsilon):
         console.print(
-            f"privacy: epsilon [bold]{result.epsilon:.3f}[/] at delta {result.delta:g} "
-            f"(noise multiplier {result.noise_multiplier:.4f}, {result.steps} steps)"
+            styled(
+                "privacy: epsilon ",
+                (f"{result.epsilon:.3f}", "bold"),
+                f" at delta {result.delta:g} (noise multiplier {result.noise_multiplier:.4f}, {result.steps} steps)",
+            )
         )
     else:
-        console.print("privacy: [bold]none[/] (epsilon is infinite)")
+        console.print(styled("privacy: ", ("none", "bold"), " (epsilon is infinite)"))
     console.print(
         f"speed: {result.seconds_per_step:.2f} s a step, peak memory {memory(result.peak_bytes)}, "
         f"{result.trained_parameters:,} trained parameters"

@@ -12,6 +12,7 @@ from torch import Tensor
 import fastdp.ops as ops
 from fastdp.federated.wire import Layout
 from fastdp.ops.stream import NoiseStream
+from fastdp.untrusted import quote
 
 
 class RefusedUpdate(ValueError):
@@ -90,7 +91,7 @@ class Aggregator:
     def _checked(self, layout: str, data: bytes, examples: object) -> tuple[Tensor, float, int]:
         """The update's difference from the global adapter, the norm of that, and its number of examples."""
         if not isinstance(examples, int) or isinstance(examples, bool):
-            raise RefusedUpdate(f"its number of examples is {str(examples)[:40]!r}, which is no whole number")
+            raise RefusedUpdate(f"its number of examples is {quote(examples)}, which is no whole number")
         if not 1 <= examples <= self.bounds.max_examples:
             raise RefusedUpdate(f"its number of examples is {examples}, outside 1 to {self.bounds.max_examples}")
         problem = self.layout.difference(layout)

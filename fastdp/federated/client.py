@@ -67,7 +67,7 @@ def evaluate(message: Message, context: Context) -> Message:
     adapted = _adapted(config)
     _accept(adapted, Order.from_record(message.content))
     quality = adapted.quality(adapted.examples(adapted.encode(adapted.texts(config.eval))))
-    metrics = MetricRecord({"loss": quality.loss, "num-tokens": quality.count})
+    metrics = MetricRecord({"loss": quality.loss})
     return Message(RecordDict({"metrics": metrics}), reply_to=message)
 
 

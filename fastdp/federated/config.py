@@ -8,9 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from fastdp.settings import check, converted, nearest, setting, types_of
+from fastdp.untrusted import quote
 
 #: From the least to the most that is perturbed.
 PERTURBATIONS = ("none", "selective", "all")
+#: Most characters of a setting: a client logs what the server sends.
+_LONGEST_TEXT = 4096
 #: What a resumed run may change without becoming another run.
 MAY_CHANGE = ("rounds", "resume", "wait_seconds", "round_seconds", "threads", "device")
 
@@ -146,7 +149,10 @@ class FederatedConfig:
         settings = {key.replace("-", "_"): value for key, value in run.items()}
         for name in settings:
             if name not in _TYPES:
-                raise ValueError(f"unknown setting {name!r}{nearest(name, _TYPES)}")
+                raise ValueError(f"unknown setting {quote(name)}{nearest(name, _TYPES)}")
+        for name, value in settings.items():
+            if isinstance(value, str) and not (value.isprintable() and len(value) <= _LONGEST_TEXT):
+                raise ValueError(f"{name} is {quote(value)}: write one line of at most {_LONGEST_TEXT} characters")
         found = cls(**{name: converted(name, value, _TYPES) for name, value in settings.items()})
         if found.evaluation == "server" and not found.eval:
             raise ValueError("evaluation at the server needs eval, a file of held-out texts; or set evaluation to none")

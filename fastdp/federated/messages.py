@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fastdp.federated.site import Fitted
 from fastdp.federated.wire import Layout
+from fastdp.untrusted import quote
 
 try:
     from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
@@ -74,5 +75,5 @@ def _arrays(data: bytes) -> ArrayRecord:
 def _bytes(record: RecordDict) -> bytes:
     array = record.array_records["arrays"]["adapter"]
     if array.stype != _STORED_AS:
-        raise TypeError(f"its adapter is stored as {array.stype[:40]!r}, not {_STORED_AS!r}")
+        raise TypeError(f"its adapter is stored as {quote(array.stype)}, not {_STORED_AS!r}")
     return array.data

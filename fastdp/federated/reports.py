@@ -7,11 +7,13 @@ from typing import Any
 
 import fastdp.accounting as accounting
 from fastdp.accounting import Card
+from fastdp.accounting.card import public_name
 from fastdp.federated.config import FederatedConfig
 from fastdp.methods.selective.card import token_claim
 from fastdp.ops.grid import DISTANCE
 
 ROUNDS, CARD = "rounds.jsonl", "run_card"
+_PATHS = ("model", "train", "eval", "output", "state", "names", "labelled_spans")
 
 
 #: What a server of central DP holds and must not publish: the epsilon counts on nobody knowing who was sampled.
@@ -45,9 +47,14 @@ def run_card(config: FederatedConfig, rows: Sequence[Mapping[str, Any]], clients
             "updates": None if config.central else _updates(rows),
             "perplexity": figures,
             "trusted": _trusted(config),
-            "settings": config.as_dict(),
+            "settings": {name: _named(name, value) for name, value in config.as_dict().items()},
         },
     )
+
+
+def _named(setting: str, value: Any) -> Any:
+    """A setting as others may read it: of a path its last part, which says nothing of a machine."""
+    return public_name(value) if setting in _PATHS and value else value
 
 
 def _claims(config: FederatedConfig) -> tuple[list[accounting.Claim], list[str]]:

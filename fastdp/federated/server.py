@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import random
+import statistics
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from torch import Tensor
 import fastdp.accounting as accounting
 import fastdp.files as files
 import fastdp.plots as plots
+from fastdp.accounting.card import public_name
 from fastdp.data import Examples
 from fastdp.federated import reports
 from fastdp.federated.adapter import AdaptedModel
@@ -25,6 +27,7 @@ from fastdp.federated.checkpoint import Checkpoint
 from fastdp.federated.config import FederatedConfig
 from fastdp.federated.messages import Order, read_update
 from fastdp.ops.stream import NoiseStream
+from fastdp.untrusted import escape_controls, quote
 
 # After ours: `messages` says what to install where Flower is missing.
 from flwr.app import Context, Message, MessageType, RecordDict  # isort: skip
@@ -34,8 +37,8 @@ from flwr.serverapp import Grid, ServerApp  # isort: skip
 _AT_ONCE = 4
 _POLL_SECONDS = 0.1
 _LONGEST_REASON = 300
-#: A loss or a time in seconds beyond this is no measurement; a sum of such would be no number.
-_LARGEST_METRIC = 1e9
+#: A loss in nats beyond this is no measurement, and its exponential no number.
+_LARGEST_LOSS = 700.0
 
 log = logging.getLogger("flwr")
 app = ServerApp()
@@ -57,7 +60,7 @@ class Round:
     missing: int = 0
     refused: list[dict[str, str]] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
-    client_seconds: float = 0.0
+    seconds: list[float] = field(default_factory=list)
 
     def row(self, perplexity: float | None, seconds: float, void: bool) -> dict[str, Any]:
         """JSON values."""
@@ -70,8 +73,8 @@ class Round:
             "void": void,
             "perplexity": perplexity,
             "seconds": seconds,
-            "client_seconds": self.client_seconds,
-            "unprotected": {"loss": sum(self.losses) / len(self.losses) if self.losses else None},
+            "client_seconds": _median(self.seconds) * len(self.seconds),
+            "unprotected": {"loss": _median(self.losses) if self.losses else None},
         }
 
 
@@ -94,7 +97,7 @@ class Server:
         if self.stream.rounds != 20:
             raise ValueError(f"sampling and noise of a server have 20 rounds of ChaCha, not {self.stream.rounds}")
         self.output = Path(config.output)
-        self.output.mkdir(parents=True, exist_ok=True)
+        files.make_folder(self.output)
         found = Checkpoint.load(self.output, config)
         self.adapted = AdaptedModel.load(config)
         self.rounds_done = 0
@@ -194,25 +197,27 @@ class Server:
             try:
                 self._add(aggregator, played, reply)
             except RefusedUpdate as refusal:
-                reason = str(refusal)[:_LONGEST_REASON]
+                reason = escape_controls(str(refusal)[:_LONGEST_REASON])
                 played.refused.append({"client": str(node), "reason": reason})
                 log.warning("update of client %d refused: %s", node, reason)
         return aggregator
 
     def _add(self, aggregator: Aggregator, played: Round, reply: Message) -> None:
         if reply.has_error():
-            raise RefusedUpdate(f"it reports an error: {reply.error.reason}")
+            raise RefusedUpdate(f"it reports an error: {quote(reply.error.reason, _LONGEST_REASON)}")
         try:
             layout, data, examples, metrics = read_update(reply.content)
         except (KeyError, TypeError, ValueError) as error:
-            raise RefusedUpdate(f"it is no update: {error}") from None
+            raise RefusedUpdate(f"it is no update: {quote(str(error))}") from None
         except Exception as error:
             raise RefusedUpdate(f"it is no update: {type(error).__name__}") from error
         aggregator.add(layout, data, examples)
-        usable = {name: value for name, value in metrics.items() if 0 <= value <= _LARGEST_METRIC}
-        if "loss" in usable:
-            played.losses.append(usable["loss"])
-        played.client_seconds += usable.get("seconds", 0.0)
+        for name, found, most in (
+            ("loss", played.losses, _LARGEST_LOSS),
+            ("seconds", played.seconds, self.config.round_seconds),
+        ):
+            if 0 <= metrics.get(name, -1.0) <= most:
+                found.append(metrics[name])
 
     def _release(self, aggregator: Aggregator) -> dict[str, Tensor] | None:
         """The new global adapter, or None if the round changes nothing."""
@@ -256,22 +261,18 @@ class Server:
             return self.adapted.quality(self.held_out).perplexity
         if self.config.evaluation == "none":
             return None
-        loss, tokens = 0.0, 0.0
+        losses = []
         for node, reply in self._exchange(MessageType.EVALUATE, nodes, self.rounds_done + 1):
             if reply is None or reply.has_error():
                 log.warning("client %d did not evaluate", node)
                 continue
             metrics: dict[str, Any] = dict(reply.content.metric_records.get("metrics", {}))
-            own, count = metrics.get("loss"), metrics.get("num-tokens")
-            if (
-                not isinstance(own, float)
-                or not isinstance(count, int)
-                or not (0 <= own <= _LARGEST_METRIC and count > 0)
-            ):
+            loss = metrics.get("loss")
+            if isinstance(loss, float) and 0 <= loss <= _LARGEST_LOSS:
+                losses.append(loss)
+            else:
                 log.warning("client %d reports no perplexity that can be used", node)
-                continue
-            loss, tokens = loss + own * count, tokens + count
-        return math.exp(min(loss / tokens, 700.0)) if tokens else None
+        return math.exp(_median(losses)) if losses else None
 
     def _open_ledger(self, found: Checkpoint | None) -> accounting.Ledger:
         config = self.config
@@ -301,8 +302,13 @@ class Server:
         plots.perplexity_over_rounds(self.rows, self.output / "perplexity.png")
         if self.ledger is not None:
             model = {
-                "name": self.config.model,
+                "name": public_name(self.config.model),
                 "trained_parameters": sum(t.numel() for t in self.adapted.adapter.values()),
             }
             card = reports.central_card(self.config, self.ledger, self.population, model, self.stream.reproducible)
             card.save(self.output / "card")
+
+
+def _median(values: Sequence[float]) -> float:
+    """The median of figures that clients report, which fewer than half of them cannot set; 0 of none."""
+    return statistics.median(values) if values else 0.0

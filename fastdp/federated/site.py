@@ -12,6 +12,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import fastdp
+import fastdp.files as files
 from fastdp.data import Examples, read_rows
 from fastdp.federated.adapter import AdaptedModel
 from fastdp.federated.config import FederatedConfig
@@ -30,6 +31,7 @@ from fastdp.methods.selective import (
     read_labelled_spans,
 )
 from fastdp.public import PublicGate
+from fastdp.untrusted import load_pretrained
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,7 @@ class Site:
         self.config = adapted.config
         self.name = name
         self.folder = state_folder(self.config) / name
-        self.folder.mkdir(parents=True, exist_ok=True)
+        files.make_folder(self.folder)
         self.examples = self._prepare(texts)
 
     @classmethod
@@ -201,8 +203,8 @@ def _detector(kind: str, names: str) -> PrivacyDetector:
         return PresidioDetector()
     from transformers import AutoModelForTokenClassification, AutoTokenizer
 
-    model = AutoModelForTokenClassification.from_pretrained(kind)
-    return TokenClassificationDetector(model, AutoTokenizer.from_pretrained(kind))
+    model = load_pretrained(AutoModelForTokenClassification, kind)
+    return TokenClassificationDetector(model, load_pretrained(AutoTokenizer, kind))
 
 
 def _quality(config: FederatedConfig, detector: PrivacyDetector, private: list[str]) -> DetectorQuality | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fastdp.accounting.serialisation import canonical
+from fastdp.untrusted import parse_json, quote
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -48,19 +48,19 @@ class Layout:
         if text == self.to_json():
             return None
         try:
-            theirs = {str(name): (dtype, tuple(shape)) for name, dtype, shape in json.loads(text)}
-        except (ValueError, TypeError, RecursionError):
+            theirs = {str(name): (dtype, tuple(shape)) for name, dtype, shape in parse_json(text)}
+        except (ValueError, TypeError):
             return "its layout cannot be read"
         own = {name: (dtype, shape) for name, dtype, shape in self.entries}
         for name in theirs.keys() - own.keys():
-            return f"it has a tensor {name[:80]!r} that the adapter lacks"
+            return f"it has a tensor {quote(name)} that the adapter lacks"
         for name, (dtype, shape) in own.items():
             if name not in theirs:
                 return f"it lacks the tensor {name!r}"
             if theirs[name][1] != shape:
-                return f"{name!r} has shape {list(theirs[name][1])[:8]}, not {list(shape)}"
+                return f"{name!r} has shape {quote(list(theirs[name][1]))}, not {list(shape)}"
             if theirs[name][0] != dtype:
-                return f"{name!r} is {str(theirs[name][0])[:20]}, not {dtype}"
+                return f"{name!r} is {quote(theirs[name][0])}, not {dtype}"
         return "its tensors are in another order"
 
     def pack(self, state: Mapping[str, Tensor]) -> bytes:

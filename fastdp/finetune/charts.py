@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from html import escape
+
+from fastdp.untrusted import escape_html as escape
 
 #: Colours of lines that a page defines; further lines take them again with another stroke.
 SERIES = 6

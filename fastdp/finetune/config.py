@@ -12,6 +12,7 @@ import yaml
 
 import fastdp.files as files
 from fastdp.settings import KINDS, check, choices_of, nearest, setting, types_of
+from fastdp.untrusted import MAX_YAML, parse_yaml, quote, read_text
 
 
 class ConfigError(ValueError):
@@ -190,7 +191,7 @@ def _convert(name: str, value: Any) -> Any:
         if kind is list:
             return listed(value)
         if kind is dict:
-            loaded = yaml.safe_load(value) if isinstance(value, str) else value
+            loaded = parse_yaml(value) if isinstance(value, str) else value
             if not isinstance(loaded, dict):
                 raise ValueError
             return loaded
@@ -203,8 +204,8 @@ def _convert(name: str, value: Any) -> Any:
         if kind is int and int(value) != float(value):
             raise ValueError
         return kind(value)
-    except (TypeError, ValueError, OverflowError, yaml.YAMLError):
-        raise ConfigError(f"{name} must be {KINDS[kind]}, not {value!r}") from None
+    except (TypeError, ValueError, OverflowError):
+        raise ConfigError(f"{name} must be {KINDS[kind]}, not {quote(value)}") from None
 
 
 def listed(value: Any) -> list[str]:
@@ -216,10 +217,7 @@ def listed(value: Any) -> list[str]:
         return [str(item) for item in value]
     if not value.strip().startswith("["):
         return [item.strip() for item in value.split(",")]
-    try:
-        loaded = yaml.safe_load(value)
-    except yaml.YAMLError:
-        raise ValueError(value) from None
+    loaded = parse_yaml(value)
     if not isinstance(loaded, list) or any(isinstance(item, (list, dict)) for item in loaded):
         raise ValueError
     return [str(item) for item in loaded]
@@ -234,18 +232,16 @@ def load_config(path: str | Path | None, overrides: dict[str, Any] | None = None
     settings: dict[str, Any] = {}
     if path is not None:
         try:
-            loaded = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+            loaded = parse_yaml(read_text(path, MAX_YAML))
         except OSError as error:
             raise ConfigError(f"cannot read the config {path}: {error.strerror}") from None
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
-            mark = getattr(error, "problem_mark", None)
-            where = f", line {mark.line + 1}" if mark else ""
-            raise ConfigError(f"{path}{where}: not valid YAML ({getattr(error, 'problem', error)})") from None
+        except ValueError as error:
+            raise ConfigError(f"{path}, {error}") from None
         if not isinstance(loaded, dict):
             raise ConfigError(f"{path} must hold settings as `name: value` lines")
         settings = loaded
     for name in settings:
         if name not in TYPES:
-            raise ConfigError(f"{path}: unknown setting {name!r}{nearest(str(name), TYPES)}")
+            raise ConfigError(f"{path}: unknown setting {quote(name)}{nearest(str(name), TYPES)}")
     settings |= {name: value for name, value in (overrides or {}).items() if value is not None}
     return FinetuneConfig(**{name: _convert(name, value) for name, value in settings.items()})

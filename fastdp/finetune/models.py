@@ -16,9 +16,11 @@ from torch import nn
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 from transformers.pytorch_utils import Conv1D
 
+from fastdp.accounting.card import remove_base_path
 from fastdp.finetune.config import PAIRED, ConfigError, FinetuneConfig
 from fastdp.finetune.tasks import TASKS
 from fastdp.integrations.adapters import BottleneckConfig, fix_lora_projections, train_biases_only
+from fastdp.untrusted import load_pretrained
 
 HEADS = ("classifier", "score", "pre_classifier", "classification_head")
 #: Tasks in peft's words whose head is the model's own.
@@ -33,7 +35,7 @@ def load_tokenizer(config: FinetuneConfig) -> PreTrainedTokenizerBase:
     """
     _check_folder(config.model)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(config.model)
+        tokenizer = load_pretrained(AutoTokenizer, str(config.model))
     except (OSError, ValueError) as error:
         raise ConfigError(f"{config.model} has no tokenizer that can be loaded: {_first_line(error)}") from None
     if len(tokenizer) <= len(tokenizer.all_special_ids) + 1:
@@ -58,14 +60,14 @@ def check_model(config: FinetuneConfig) -> int | None:
     """
     _check_folder(config.model)
     try:
-        settings = AutoConfig.from_pretrained(config.model)
+        settings = load_pretrained(AutoConfig, str(config.model))
     except (OSError, ValueError) as error:
         if not Path(str(config.model)).exists():
             raise ConfigError(
                 f"there is no folder {config.model}, and no such model could be had by name: {_first_line(error)}"
             ) from None
         raise ConfigError(f"{config.model} is no model that can be loaded: {_first_line(error)}") from None
-    if type(settings) not in TASKS[config.task].heads and not hasattr(settings, "auto_map"):
+    if type(settings) not in TASKS[config.task].heads:
         fitting = ", ".join(task for task, entry in TASKS.items() if type(settings) in entry.heads)
         raise ConfigError(f"{config.model} ({settings.model_type}) is no model for {config.task}; it fits {fitting}")
     if config.peft == "prompt" and config.task != "seq2seq" and getattr(settings, "is_encoder_decoder", False):
@@ -120,8 +122,9 @@ def _load(config: FinetuneConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[n
     task = TASKS[config.task]
     torch.manual_seed(config.seed)
     try:
-        model, info = task.auto.from_pretrained(
-            config.model,
+        model, info = load_pretrained(
+            task.auto,
+            str(config.model),
             dtype=torch.float32,
             output_loading_info=True,
             ignore_mismatched_sizes=True,
@@ -199,6 +202,9 @@ def save_weights(model: nn.Module, tokenizer: PreTrainedTokenizerBase, output: P
         # "auto" would ask the model hub whether the vocabulary was resized; here it never is.
         model.save_pretrained(str(aside), **({"save_embedding_layers": False} if adapted else {}))  # type: ignore[operator]
         tokenizer.save_pretrained(aside)
+        remove_base_path(aside)
+        # What peft says there of the base model is its path; whoever writes a card writes a page too.
+        (aside / "README.md").unlink(missing_ok=True)
         aside.chmod(0o755)
         if folder.exists():
             shutil.rmtree(folder)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import fastdp.accounting as accounting
+import fastdp.files as files
 from fastdp.finetune.config import LABELLED, ConfigError, FinetuneConfig
 from fastdp.finetune.machine import Machine, measure, simulated
 from fastdp.finetune.models import load_tokenizer, load_trained
@@ -220,4 +221,5 @@ def draw(found: Plan, path: str | Path) -> None:
         if title == "steps":
             axes.axhline(LEAST_STEPS, color="#8a8f98", linestyle=":", linewidth=1.2)
     figure.supxlabel(f"batch size ({found.machine.where}; dashed: suggested)", fontsize=9)
-    figure.savefig(path, dpi=150)
+    with files.whole(path, public=True) as aside:
+        figure.savefig(aside, dpi=150, format="png")

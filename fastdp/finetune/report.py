@@ -7,21 +7,22 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from html import escape
 from pathlib import Path
 from typing import Any
-
-import yaml
 
 from fastdp.finetune.charts import SERIES, Line, chart, running_mean, style
 from fastdp.finetune.config import ConfigError
 from fastdp.finetune.reporter import duration, memory
+from fastdp.untrusted import PAGE_POLICY, escape_html as escape, parse_json, parse_yaml, quote, read_text
 
 #: Settings that every comparison shows; others appear where the runs differ.
 _ALWAYS = ("task", "peft", "method", "epochs", "batch_size", "learning_rate", "max_length")
+#: Most bytes of a file of a run: a row of metrics takes two hundred.
+_LARGEST = 1 << 26
 #: The figure of a task, in the order of `Quality.figure`.
 _FIGURES = {
     "perplexity": "lower is better",
@@ -58,11 +59,11 @@ class Record:
         return cls(
             name,
             folder,
-            _parsed(folder / "config.yaml", yaml.safe_load, {}),
-            _parsed(folder / "metrics.jsonl", lambda text: [json.loads(line) for line in text.splitlines()], []),
-            _parsed(folder / "result.json", json.loads, None),
-            None if card is None else _parsed(card, json.loads, None),
-            _parsed(folder / "samples.json", json.loads, {}),
+            _parsed(folder / "config.yaml", parse_yaml, {}),
+            _parsed(folder / "metrics.jsonl", lambda text: list(map(_json, text.splitlines())), []),
+            _parsed(folder / "result.json", _json, None),
+            None if card is None else _parsed(card, _json, None),
+            _parsed(folder / "samples.json", _json, {}),
         )
 
     @property
@@ -142,6 +143,15 @@ def build_report(folders: Sequence[Path], *, public: bool = False) -> str:
         ConfigError: for a folder without a run.
     """
     runs = [Record.read(folder, name) for folder, name in zip(folders, _names(folders))]
+    try:
+        return _page(runs, public)
+    except (KeyError, TypeError, AttributeError, IndexError, ValueError, ArithmeticError) as error:
+        raise ConfigError(
+            f"a file of {' or '.join(run.name for run in runs)} holds other values than fastdp finetune writes: {quote(error)}"
+        ) from None
+
+
+def _page(runs: Sequence[Record], public: bool) -> str:
     title = "Report of a run" if len(runs) == 1 else f"Report of {len(runs)} runs"
     sections = [_promises(runs, public), _charts(runs, public)]
     if len(runs) > 1:
@@ -155,6 +165,7 @@ def build_report(folders: Sequence[Path], *, public: bool = False) -> str:
     )
     return _PAGE.format(
         title=title,
+        policy=PAGE_POLICY,
         style=_STYLE,
         names=escape(", ".join(run.name for run in runs)),
         warning=warning,
@@ -175,11 +186,16 @@ def _names(folders: Sequence[Path]) -> list[str]:
 
 def _parsed(path: Path, parse: Callable[[str], Any], missing: Any) -> Any:
     try:
-        return parse(path.read_text(encoding="utf-8")) if path.exists() else missing
+        return parse(read_text(path, _LARGEST)) if path.exists() else missing
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
-    except (ValueError, yaml.YAMLError):
+    except ValueError:
         raise ConfigError(f"{path} is damaged: it does not hold what fastdp finetune writes there") from None
+
+
+def _json(text: str) -> Any:
+    # A run that made no step has no seconds a step: Python writes NaN.
+    return parse_json(text, constants=True)
 
 
 def _key(index: int) -> str:
@@ -208,7 +224,7 @@ def _promise(run: Record, index: int, count: int, public: bool) -> str:
         facts.append((f"held-out {after[0]}", f"{was}<b>{after[1]:.4g}</b> ({_FIGURES[after[0]]}; unprotected)"))
     if result.get("trained_parameters") is not None:
         facts.append(("trained", f"{result['trained_parameters']:,} parameters".replace(",", "\u202f")))
-    facts.append(("steps", str(result.get("steps", len(run.rows)))))
+    facts.append(("steps", f"{result.get('steps', len(run.rows)):d}"))
     if result.get("seconds_per_step") and not public:
         whole = duration(result["seconds_per_step"] * result["steps"])
         facts.append(
@@ -297,7 +313,7 @@ def _settings(runs: Sequence[Record]) -> str:
     for name in kept:
         cells = "".join(f"<td>{escape(_said(value(run, name)))}</td>" for run in runs)
         marked = ' class="differs"' if differs(name) else ""
-        rows.append(f"<tr{marked}><th>{name}</th>{cells}</tr>")
+        rows.append(f"<tr{marked}><th>{escape(name)}</th>{cells}</tr>")
     models: list[dict[str, Any]] = [(run.card or {}).get("model", {}) for run in runs]
     if any("trained_parameters" in model for model in models):
         cells = "".join(f"<td>{escape(_said(model.get('trained_parameters')))}</td>" for model in models)
@@ -357,12 +373,13 @@ def _samples(runs: Sequence[Record], public: bool) -> str:
 def _checking(runs: Sequence[Record]) -> str:
     commands = []
     for run in runs:
+        name = shlex.quote(run.name)
         if run.card is None:
-            commands.append("fastdp finetune ... --resume   # goes on with " + run.name)
+            commands.append("fastdp finetune ... --resume   # goes on with " + name)
             continue
         weights = next((name for name in ("adapter", "model") if (run.folder / name).is_dir()), None)
-        options = (f" --weights {run.name}/{weights}" if weights else "") + f" --ledger {run.name}/ledger.jsonl"
-        commands.append(f"fastdp verify {run.name}/card.json{options}")
+        options = (f" --weights {name}/{weights}" if weights else "") + f" --ledger {name}/ledger.jsonl"
+        commands.append(f"fastdp verify {name}/card.json{options}")
     about = "Works the figures out again, from the event on the card:"
     text = escape("\n".join(commands))
     return f"<section><h2>To check it</h2><p>{about}</p><pre>{text}</pre></section>"
@@ -424,7 +441,7 @@ summary h2{{display:inline}}details table{{margin-top:10px}}
 """
 
 _PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width,initial-scale=1">
+<html lang="en"><head><meta charset="utf-8">{policy}<meta name="viewport" content="width=device-width,initial-scale=1">
 <meta name="color-scheme" content="light dark"><title>{title}: {names}</title><style>{style}</style></head>
 <body><main><header><h1>{title}</h1><p>{names}</p><p class="warning">{warning}</p></header>{body}</main></body></html>
 """

@@ -45,6 +45,7 @@ from fastdp.finetune.samples import draw_samples
 from fastdp.finetune.tasks import encode_rows, record_texts
 from fastdp.methods.perturbation import Releases
 from fastdp.public import PublicGate
+from fastdp.untrusted import parse_yaml
 from fastdp.validate import usable_device
 
 CONFIG, METRICS, RESULT, CHECKPOINT = "config.yaml", "metrics.jsonl", "result.json", "checkpoint.pt"
@@ -165,7 +166,7 @@ def _check_output(output: Path, config: FinetuneConfig, resume: bool) -> None:
     if (output / RESULT).exists():
         raise ConfigError(f"the run in {output} is finished: there is nothing to resume")
     earlier = dataclasses.asdict(load_config(output / CONFIG))
-    now = yaml.safe_load(yaml.safe_dump(dataclasses.asdict(config)))
+    now = parse_yaml(yaml.safe_dump(dataclasses.asdict(config)))
     # A folder has many names; whether it is the run's own, its ledger knows.
     changed = [name for name, value in now.items() if name not in ("device", "output") and value != earlier[name]]
     if changed:
@@ -264,7 +265,7 @@ class _Run:
         """Hand model, optimizer and loader to the engine, which opens the ledger in the output folder."""
         config = self.config
         self.made = not self.output.exists()
-        self.output.mkdir(parents=True, exist_ok=True)
+        files.make_folder(self.output)
         if not resume:
             config.save(self.output / CONFIG)
         self.names = kept_names(self.model)

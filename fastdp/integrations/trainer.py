@@ -301,6 +301,8 @@ class PrivateTraining(_Behind):
         name = self.args.hub_model_id or Path(self.args.output_dir).resolve().name
         with tempfile.TemporaryDirectory() as folder:
             self.save_model(folder)
+            # It holds paths of this machine, and whatever else was set.
+            (Path(folder) / "training_args.bin").unlink(missing_ok=True)
             return upload(Path(folder), name, commit_message=commit_message, **options)
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> Any:

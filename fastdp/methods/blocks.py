@@ -28,6 +28,8 @@ _LAYOUTS = {
     "gpt2": _GPT2,
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), _LLAMA),
 }
+#: What transformers calls the models whose blocks are known.
+MODEL_TYPES = tuple(_LAYOUTS)
 
 
 @dataclass(frozen=True)

@@ -129,9 +129,17 @@ def check_model(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Non
                 "LoRA beside it"
             )
     # Torch's own optimizers calculate in the type of the weights.
-    for group in optimizer.param_groups if type(optimizer).__module__.startswith("torch.optim") else ():
-        for parameter in group["params"]:
-            eps = group.get("eps") or 1.0
+    stock = any(kind.__module__.startswith(("torch.optim.", "fastdp.optim")) for kind in type(optimizer).__mro__[:-2])
+    for group in optimizer.param_groups:
+        eps = group.get("eps")
+        # Adafactor has two, of other meanings.
+        if not isinstance(eps, (int, float)) or not stock:
+            continue
+        if eps == 0:
+            raise ValueError(
+                "eps is 0, and a coordinate whose noise rounds to 0 divides 0 by 0: set eps above 0, such as 1e-8"
+            )
+        for parameter in group["params"] if type(optimizer).__module__.startswith("torch.optim") else ():
             if parameter.is_floating_point() and not torch.tensor(eps, dtype=parameter.dtype):
                 raise ValueError(
                     f"{trained.get(id(parameter), 'a parameter')} is {parameter.dtype}, which rounds the optimizer's eps of "

@@ -251,9 +251,23 @@ _LEFT: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[list[Any], list[in
 
 
 def refuse_warm(optimizer: torch.optim.Optimizer) -> None:
-    """Raise ValueError for an optimizer whose state is not empty, unless a private run that has ended left it so."""
-    if _held(optimizer)[0] and not _as_left(optimizer):
+    """Raise ValueError for an optimizer with a state that neither its settings nor a private run that has ended left there."""
+    if _held(optimizer)[0] and not _as_left(optimizer) and not _is_initial(optimizer):
         raise ValueError(_WARM)
+
+
+def _is_initial(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether every state is zero or filled with a setting, as Adagrad's are from the start: no example is in it."""
+    numbers = {value for group in optimizer.param_groups for value in group.values() if type(value) in (int, float)}
+
+    def constant(value: Any) -> bool:
+        if not isinstance(value, torch.Tensor):
+            return value is None or (isinstance(value, (int, float)) and value in (0, *numbers))
+        # As the state's own type holds the setting.
+        settings = (torch.tensor(number, dtype=value.dtype).item() for number in (0.0, *numbers))
+        return any(bool((value == setting).all()) for setting in settings)
+
+    return all(map(constant, _held(optimizer)[0]))
 
 
 class _Carried(Part):

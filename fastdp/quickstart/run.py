@@ -10,6 +10,7 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 import fastdp.files as files
 from fastdp.finetune import ConfigError, FinetuneConfig, Reporter, Result, finetune
@@ -53,14 +54,14 @@ def quickstart(output: Path, seed: int, console: Console, reporter: Callable[[st
         raise ConfigError(f"{output} already holds a quickstart: remove it, or choose another with --output")
     if train < BATCH:
         raise ConfigError(f"{train} records are fewer than a batch of {BATCH}: give more")
-    console.print(_BEGIN.format(train=train, epsilon=EPSILON), highlight=False)
-    output.mkdir(parents=True, exist_ok=True)
+    for line in _BEGIN.format(train=train, epsilon=EPSILON).splitlines():
+        console.print(line)
+    files.make_folder(output)
     records = private_records(train + HELD_OUT, seed)
     for name, part in (("train", records[:train]), ("held_out", records[train:])):
         files.write_rows(output / f"{name}.jsonl", ({"text": record} for record in part))
-    console.print(
-        f"{train} records of people who do not exist, for example:\n  [italic]{records[0]}[/]", highlight=False
-    )
+    console.print(f"{train} records of people who do not exist, for example:")
+    console.print(f"  {records[0]}", style="italic")
     with resources.as_file(resources.files(__package__) / "model") as model:
         results = {}
         for name, epsilon in (("without privacy", math.inf), (f"epsilon {EPSILON:g}", EPSILON)):
@@ -83,7 +84,8 @@ def quickstart(output: Path, seed: int, console: Console, reporter: Callable[[st
     page = output / "report.html"
     files.write(page, build_report(runs))
     console.print(f"{time.perf_counter() - begin:.0f} s in all; written to {output}", soft_wrap=True)
-    console.print(_NEXT.format(page=page.resolve(), private=runs[-1]), highlight=False, soft_wrap=True)
+    for line in _NEXT.format(page=page.resolve(), private=runs[-1]).splitlines():
+        console.print(line, soft_wrap=True)
 
 
 def _table(results: dict[str, Result]) -> Table:
@@ -98,7 +100,7 @@ def _table(results: dict[str, Result]) -> Table:
         assert result.after is not None
         table.add_row(
             name,
-            f"[bold]{result.after.perplexity:.2f}[/]",
+            Text(f"{result.after.perplexity:.2f}", "bold"),
             f"{result.epsilon:.2f} (delta {result.delta:g})" if math.isfinite(result.epsilon) else "infinite",
             f"{result.seconds_per_step:.2f}",
             f"{result.peak_bytes / 2**20:.0f} MiB",

@@ -17,7 +17,9 @@ from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedTokeniz
 import fastdp.files as files
 from fastdp.accounting.serialisation import canonical
 from fastdp.accounting.weights import named_digest
+from fastdp.methods.blocks import MODEL_TYPES
 from fastdp.methods.sap import Bottom, split_model
+from fastdp.untrusted import load_pretrained, parse_json_object, quote
 
 FILE = "bottom.safetensors"
 _WEIGHTS, _TOKENIZER = "weights/", "tokenizer/"
@@ -30,7 +32,11 @@ _FILES = (
     "vocab.json",
     "merges.txt",
 )
-_UNSENT = ("architectures", "_name_or_path", "auto_map", "id2label", "label2id", "transformers_version")
+#: Of a config's own keys those that do not travel: names and labels say nothing of a bottom, and layers are counted apart.
+_UNSENT = {
+    *("_name_or_path", "architectures", "id2label", "label2id", "model_type", "transformers_version"),
+    *("n_layer", "num_hidden_layers"),
+}
 
 
 @dataclass(frozen=True)
@@ -60,7 +66,8 @@ def pack_bottom(bottom: Bottom, tokenizer: PreTrainedTokenizerBase | None, folde
     files.save_tensors(path, tensors)
     config: Any = bottom.model.config
     settings = json.loads(config.to_json_string(use_diff=True))
-    return PackedBottom(path, canonical({k: v for k, v in settings.items() if k not in _UNSENT}), named_digest(tensors))
+    kept = {key: settings[key] for key in _keys(config.model_type) & settings.keys()}
+    return PackedBottom(path, canonical({"model_type": config.model_type, **kept}), named_digest(tensors))
 
 
 def unpack_bottom(packed: PackedBottom, after: int) -> tuple[Bottom, PreTrainedTokenizerBase | None]:
@@ -95,19 +102,28 @@ def unpack_bottom(packed: PackedBottom, after: int) -> tuple[Bottom, PreTrainedT
 
 
 def _build(config: str, after: int) -> Bottom:
-    """A bottom of random weights. Raises ValueError for an architecture that is not known."""
-    settings = json.loads(config)
-    made = AutoConfig.for_model(settings.pop("model_type"), **settings)
-    made.num_hidden_layers = after
-    if getattr(made, "layer_types", None) is not None:
-        made.layer_types = made.layer_types[:after]
+    """A bottom of random weights. Raises ValueError for a model type or a setting that is not known."""
+    settings = parse_json_object(config)
+    kind = settings.pop("model_type", None)
+    if unknown := settings.keys() - _keys(kind):
+        raise ValueError(f"its config has the setting {quote(min(unknown))}, which no {kind} model has")
+    if isinstance(settings.get("layer_types"), list):
+        settings["layer_types"] = settings["layer_types"][:after]
+    made = AutoConfig.for_model(kind, num_hidden_layers=after, **settings)
     return split_model(AutoModel.from_config(made), after)[0]
+
+
+def _keys(kind: Any) -> set[str]:
+    """The settings of a model type that travel. Raises ValueError for one that cannot be split."""
+    if kind not in MODEL_TYPES:
+        raise ValueError(f"its model_type is {quote(kind)}: a bottom is of {', '.join(MODEL_TYPES)}")
+    return set(AutoConfig.for_model(kind).to_dict()) - _UNSENT
 
 
 def _tokenizer(texts: Mapping[str, Tensor], folder: Path) -> PreTrainedTokenizerBase | None:
     if not texts:
         return None
-    folder.mkdir(exist_ok=True)
+    files.make_folder(folder)
     for name, content in texts.items():
         files.write(folder / name, content.numpy().tobytes())
-    return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    return load_pretrained(AutoTokenizer, folder)

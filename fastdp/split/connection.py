@@ -12,11 +12,14 @@ from fastdp.split.channel import CUSTOMER, METHOD, OPTIONS, check_insecure, chec
 from fastdp.split.operations import Form, expecting
 from fastdp.split.wire import Message, Outgoing, Rejected, receive
 from fastdp.tls import Credentials
+from fastdp.untrusted import escape_controls
 
 #: Logits are small; the bottom goes to a file.
 _MOST_OF_AN_ANSWER, _MOST_OF_A_FILE = 1 << 28, 1 << 36
 _RECONNECT = [("grpc.initial_reconnect_backoff_ms", 100), ("grpc.max_reconnect_backoff_ms", 1000)]
 _PAUSE, _LONGEST_PAUSE = 0.05, 2.0
+#: Most characters of what a vendor says.
+_LONGEST_REASON = 1000
 #: How gRPC says that this end turned the other's certificate down.
 _UNTRUSTED = "TSI_PROTOCOL_FAILURE"
 
@@ -79,7 +82,7 @@ class Connection:
             try:
                 return self._once(message, forms, into)
             except grpc.RpcError as error:
-                code, details = error.code().name, error.details() or ""
+                code, details = error.code().name, escape_controls(error.details() or "")[:_LONGEST_REASON]
                 if _UNTRUSTED in details:
                     raise ConnectionError(
                         f"the certificate at {self.address} is not one of your authority's for this address ({details})"

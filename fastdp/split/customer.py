@@ -94,7 +94,7 @@ class SplitCustomer:
             raise ValueError(f"batch_size is {batch_size}: it must be at least 1")
         self.device = usable_device(device)
         self.folder = Path(folder)
-        self.folder.mkdir(parents=True, exist_ok=True)
+        files.make_folder(self.folder)
         self.batch_size, self.seed, self.dtype = batch_size, seed, dtype
         self._optimizer = {"learning_rate": learning_rate, "weight_decay": weight_decay}
         self._connection = Connection(

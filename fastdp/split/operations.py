@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fastdp.split.wire import FLOATS, Expect, Rejected, TensorSpec
+from fastdp.untrusted import quote
 
 #: A customer's name is its folder's too.
 DTYPES = ("float32", "bfloat16", "float16")
@@ -165,10 +166,10 @@ def expecting(forms: Mapping[str, Form]) -> Expect:
 
     def expect(op: str, fields: dict[str, Any]) -> Mapping[str, TensorSpec] | None:
         if op not in forms:
-            raise Rejected(f"there is no operation {ascii(op)[:40]} here: there are {', '.join(forms)}")
+            raise Rejected(f"there is no operation {quote(op)} here: there are {', '.join(forms)}")
         form = forms[op]
         if set(fields) != set(form.fields):
-            raise Rejected(f"{op} takes the fields {sorted(form.fields)}, not {ascii(sorted(fields))[:80]}")
+            raise Rejected(f"{op} takes the fields {sorted(form.fields)}, not {quote(sorted(fields))}")
         for name, kind in form.fields.items():
             kind.check(name, fields[name])
         return form.tensors

@@ -39,7 +39,7 @@ class ExampleStore:
 
     def __init__(self, folder: Path, width: int, dtype: torch.dtype):
         self.folder, self.width, self.dtype = folder, width, dtype
-        folder.mkdir(parents=True, exist_ok=True)
+        files.make_folder(folder)
         self._ends = array("q", [0])
         self._digests: dict[int, str] = {}
         self._records = open(folder / RECORDS, "a+b", opener=files.private)  # noqa: SIM115

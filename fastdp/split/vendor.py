@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+import fastdp.files as files
 from fastdp.methods.blocks import find_blocks
 from fastdp.methods.sap import split_model
 from fastdp.split.bottom import pack_bottom
@@ -317,12 +318,12 @@ class SplitVendor:
         with self._lock:
             folder = self._runs / name
             if not folder.exists():
-                self._runs.mkdir(parents=True, exist_ok=True)
+                files.make_folder(self._runs)
                 if sum(1 for _ in self._runs.iterdir()) >= self.limits.max_customers:
                     raise Rejected(
                         f"{self.limits.max_customers} customers are the most that are served", "RESOURCE_EXHAUSTED"
                     )
-                folder.mkdir()
+                files.make_folder(folder)
             if not Run.is_in(folder):
                 Run(self._template, settings).save(folder)
         customer = self._find(name)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import io
-import json
 import math
 import struct
 from collections.abc import Callable, Iterator, Mapping
@@ -21,6 +20,7 @@ import torch
 from torch import Tensor
 
 from fastdp.accounting.serialisation import canonical
+from fastdp.untrusted import parse_json_object, quote
 
 VERSION = 1
 CHUNK = 1 << 20
@@ -60,10 +60,10 @@ class TensorSpec:
     def check(self, name: str, dtype: Any, shape: Any) -> None:
         """Raises Rejected for another dtype or shape."""
         if dtype not in self.dtypes:
-            raise Rejected(f"{name} has dtype {_shown(dtype)}: it must be {' or '.join(self.dtypes)}")
+            raise Rejected(f"{name} has dtype {quote(dtype)}: it must be {' or '.join(self.dtypes)}")
         fits = isinstance(shape, list) and len(shape) == len(self.shape)
         if not fits or not all(_fits(size, wanted) for size, wanted in zip(shape, self.shape)):
-            raise Rejected(f"{name} has shape {_shown(shape)}: it must be [{', '.join(map(_wanted, self.shape))}]")
+            raise Rejected(f"{name} has shape {quote(shape)}: it must be [{', '.join(map(_wanted, self.shape))}]")
 
 
 #: From an operation's name and fields to the tensors it takes; None for any, where the payload goes to a file.
@@ -205,7 +205,7 @@ def _read_layout(
         raise Rejected("the payload is no safetensors: its header has an impossible length")
     entries = _json(first[8 : 8 + size], "the payload's header")
     if set(entries) != set(specs):
-        raise Rejected(f"the tensors are {_shown(sorted(entries))}: they must be {sorted(specs)}")
+        raise Rejected(f"the tensors are {quote(sorted(entries))}: they must be {sorted(specs)}")
     layout, spans = {}, []
     for name, spec in specs.items():
         entry = entries[name]
@@ -215,9 +215,9 @@ def _read_layout(
         dtype, offsets = _DTYPES[entry["dtype"]], entry["data_offsets"]
         nbytes = math.prod(entry["shape"]) * dtype.itemsize
         if not isinstance(offsets, list) or len(offsets) != 2 or not all(_whole(o) for o in offsets):
-            raise Rejected(f"{name} has data_offsets {_shown(offsets)}: they must be two whole numbers")
+            raise Rejected(f"{name} has data_offsets {quote(offsets)}: they must be two whole numbers")
         if offsets[1] - offsets[0] != nbytes or offsets[0] % dtype.itemsize:
-            raise Rejected(f"{name} has {_shown(offsets)} as its bytes, which do not fit its shape and dtype")
+            raise Rejected(f"{name} has {quote(offsets)} as its bytes, which do not fit its shape and dtype")
         spans.append(tuple(offsets))
         layout[name] = (dtype, entry["shape"], 8 + size + offsets[0])
     spans.sort()
@@ -227,16 +227,10 @@ def _read_layout(
 
 
 def _json(data: bytes, what: str) -> dict[str, Any]:
-    def refuse(text: str) -> None:
-        raise ValueError(text)
-
     try:
-        value = json.loads(data, parse_constant=refuse)
-    except (ValueError, RecursionError):
-        raise Rejected(f"{what} is no JSON that can be read") from None
-    if not isinstance(value, dict):
-        raise Rejected(f"{what} is no JSON object")
-    return value
+        return parse_json_object(data)
+    except ValueError:
+        raise Rejected(f"{what} is no JSON object that can be read") from None
 
 
 def _keep(part: bytes, at: int, held: memoryview, file: IO[bytes] | None) -> None:
@@ -264,8 +258,3 @@ def _fits(size: Any, wanted: int | tuple[int, int]) -> bool:
 
 def _wanted(size: int | tuple[int, int]) -> str:
     return f"{size[0]} to {size[1]}" if isinstance(size, tuple) else str(size)
-
-
-def _shown(value: Any) -> str:
-    """What a stranger sent, short enough for a sentence."""
-    return ascii(value)[:80]

@@ -67,7 +67,7 @@ REFUSALS = {
     "another name": (renamed(), 1, "'b.other'"),
     "a missing name": ({"a.down": torch.ones(3, 2)}, 1, "lacks the tensor 'b.up'"),
     "another shape": (changed(**{"b.up": torch.ones(2, 2)}), 1, "has shape"),
-    "another dtype": (changed(**{"b.up": torch.ones(4, dtype=torch.bfloat16)}), 1, "is bfloat16, not float32"),
+    "another dtype": (changed(**{"b.up": torch.ones(4, dtype=torch.bfloat16)}), 1, "is 'bfloat16', not float32"),
     "another order": (dict(reversed(update(3.0).items())), 1, "another order"),
     "a NaN": (changed(**{"b.up": torch.tensor([1.0, math.nan, 1.0, 1.0])}), 1, "NaN or an infinity"),
     "an infinity": (changed(**{"b.up": torch.tensor([1.0, math.inf, 1.0, 1.0])}), 1, "NaN or an infinity"),

@@ -22,6 +22,8 @@ def test_reads_flowers_run_config():
     [
         ({"epsilom": 1.0}, "unknown setting 'epsilom'; did you mean epsilon"),
         ({"rounds": "three"}, "rounds must be a whole number"),
+        ({"model": "m\x1b[2J\nINFO : round 1"}, r"model is 'm\\x1b\[2J\\nINFO : round 1': write one line"),
+        ({"model": "m" * 5000}, "at most 4096 characters"),
         ({"rounds": True}, "rounds must be a whole number"),
         ({"rounds": 0}, "rounds is 0"),
         ({"model": ""}, "model is missing"),

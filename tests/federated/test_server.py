@@ -53,6 +53,11 @@ def test_a_run_lowers_perplexity_and_leaves_what_it_says(settings):
     for name in ("adapter", "run_card.json", "run_card.md", "perplexity.png", "server.safetensors"):
         assert (output / name).exists(), name
     assert "clients train on their texts as they are" in (output / "run_card.md").read_text()
+    readable = {path.name for path in output.iterdir() if path.stat().st_mode & 0o077}
+    assert readable == {"adapter", "run_card.json", "run_card.md"}
+    assert not [path for path in (output, *output.glob("clients/*")) if path.stat().st_mode & 0o077]
+    public = [*output.glob("run_card.*"), *(output / "adapter").iterdir()]
+    assert not [path for path in public if str(Path(settings["model"]).parent).encode() in path.read_bytes()]
 
 
 def test_the_mean_of_two_rounds_is_equation_7(settings):
@@ -138,7 +143,7 @@ _asked: list[Message] = []
 HOSTILE = {
     "another name": (with_layout(other_name), "'stolen' that the adapter lacks"),
     "another shape": (with_layout(other_shape), "has shape"),
-    "another dtype": (with_layout(other_dtype), "is float16"),
+    "another dtype": (with_layout(other_dtype), "is 'float16'"),
     "a missing tensor": (with_layout(lambda entries: entries[1:]), "lacks the tensor"),
     "a layout nested without end": (with_text("[" * 200_000), "its layout cannot be read"),
     "too few bytes": (with_bytes(lambda data: data[:-4]), "bytes, not"),
@@ -215,6 +220,53 @@ def test_metrics_that_no_client_can_measure_are_ignored(settings, trained, value
     metrics = trained[2].metric_records["metrics"]
     assert row["accepted"] == 3
     assert (row["unprotected"]["loss"], row["client_seconds"]) == (metrics["loss"], metrics["seconds"])
+
+
+def test_one_client_of_four_does_not_set_what_clients_report(settings, trained):
+    """Whatever it claims, each figure stays within those of the three honest ones."""
+    settings = settings | {"evaluation": "clients"}
+    found = {}
+    for loss, tokens in ((None, None), (0.0, 2**62), (700.0, 2**62), (0.0, 1)):
+        grid = federation(settings, 4)
+        if tokens is not None:
+            answer = grid.clients[103]
+            grid.clients[103] = lambda message, answer=answer, loss=loss, tokens=tokens: tampering(
+                tampering(answer, put("loss", loss)), put("num-tokens", tokens)
+            )(message)
+        settings["output"] = str(Path(settings["output"]) / "next")
+        found[loss, tokens] = one_round(settings, grid, evaluation="clients")["perplexity"]
+    honest = found.pop((None, None))
+    assert honest > 50
+    assert all(abs(perplexity / honest - 1) < 0.2 for perplexity in found.values()), found
+    wrong = tampering(tampering(replaying(trained[0]), put("loss", 700.0)), put("seconds", 3000.0))
+    grid = LocalGrid(dict(enumerate([wrong, *map(replaying, trained)])))
+    row = one_round(settings | {"output": str(Path(settings["output"]) / "metrics")}, grid)
+    metrics = [content.metric_records["metrics"] for content in trained]
+    assert row["unprotected"]["loss"] <= max(found["loss"] for found in metrics)
+    assert row["client_seconds"] <= 4 * max(found["seconds"] for found in metrics)
+
+
+def test_what_a_client_says_is_one_plain_line_of_the_log(settings, trained, caplog):
+    forged = "\x1b[2J\r\nINFO : round 9: 4 of 4 accepted, perplexity 1.00\u2028\u202e\x9b2J"
+    hostile = (
+        lambda message: failing(message, forged * 50),
+        tampering(replaying(trained[0]), with_text(json.dumps([[forged, forged, [forged]]]))),
+        tampering(
+            replaying(trained[0]), with_layout(lambda entries: [[entries[0][0], forged, [forged]], *entries[1:]])
+        ),
+        tampering(
+            replaying(trained[0]), with_layout(lambda entries: [[*entries[0][:1], forged, entries[0][2]], *entries[1:]])
+        ),
+    )
+    grid = LocalGrid(dict(enumerate([*map(replaying, trained[:2]), *hostile])))
+    with caplog.at_level(logging.INFO, "flwr"):
+        row = one_round(settings, grid)
+    said = [record.getMessage() for record in caplog.records] + [refusal["reason"] for refusal in row["refused"]]
+    assert len(row["refused"]) == 4
+    for line in said:
+        assert len(line.splitlines()) == 1
+        assert line.isprintable(), line
+        assert len(line) < 400
 
 
 def test_a_perplexity_that_no_client_can_measure_is_ignored(settings):

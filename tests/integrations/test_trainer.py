@@ -73,7 +73,7 @@ def test_a_model_that_is_saved_or_pushed_has_its_card_with_it(tmp_path: Path, mo
     pushed = tmp_path / "hub" / "notes"
     assert fastdp.accounting.verify(pushed / "README.md", weights=pushed).guarantee
     # What no guarantee covers stays.
-    assert not {"ledger.jsonl", "trainer_state.json"} & {path.name for path in pushed.rglob("*")}
+    assert not {"ledger.jsonl", "trainer_state.json", "training_args.bin"} & {path.name for path in pushed.rglob("*")}
     assert not (tmp_path / "notes" / "checkpoint-3" / "README.md").exists()
 
 

@@ -33,6 +33,42 @@ def test_an_optimizer_that_took_plain_steps_is_refused(kind: str) -> None:
         start(model, None, optimizer)
 
 
+STOCK = {
+    "Adagrad": {}, "Adagrad with a start": {"initial_accumulator_value": 0.1}, "Adadelta": {}, "Adafactor": {}, "Adamax": {},
+    "ASGD": {}, "NAdam": {}, "RAdam": {}, "RMSprop": {"centered": True}, "Rprop": {},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", STOCK)
+def test_optimizers_of_torch_are_served(name: str) -> None:
+    """Adagrad has a state from the start, and Adafactor two values as its eps."""
+    model = Classifier()
+    optimizer = getattr(torch.optim, name.split()[0])(model.parameters(), **STOCK[name])
+    private = start(model, None, optimizer)
+    for _ in range(3):
+        logical_step(private)
+    private.detach()
+    assert all(bool(torch.isfinite(parameter).all()) for parameter in model.parameters())
+
+
+def test_a_state_from_the_start_that_holds_examples_is_refused() -> None:
+    model = Classifier()
+    optimizer = torch.optim.Adagrad(model.parameters())
+    _plain_step(model, optimizer)
+    with pytest.raises(ValueError, match="build a new optimizer"):
+        start(model, None, optimizer)
+
+
+@pytest.mark.parametrize(
+    "make", [torch.optim.Adam, torch.optim.RMSprop, fastdp.optim.AdamW], ids=lambda make: make.__name__
+)
+def test_an_eps_of_zero_is_refused_before_budget_is_spent(make: Any) -> None:
+    """Noise on a grid is exactly 0 in some coordinates, and 0 divided by 0 would be a weight."""
+    model = Classifier()
+    with pytest.raises(ValueError, match="set eps above 0"):
+        start(model, None, make(model.parameters(), lr=0.1, eps=0.0))
+
+
 @kinds
 def test_what_an_ended_run_left_is_taken_until_a_plain_step(kind: str) -> None:
     model = Classifier()

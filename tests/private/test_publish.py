@@ -1,8 +1,10 @@
 """What leaves a run for others: the card goes with the weights, to a folder and to a hub, and names no path of this machine."""
 
+import json
 import shutil
 from pathlib import Path
 
+import peft
 import pytest
 import torch
 import yaml
@@ -92,6 +94,27 @@ def test_no_page_names_a_path_of_this_machine(private, tmp_path):
     for name in ("card.json", "card.md", "README.md"):
         assert "notes-v2" in (folder / name).read_text()
         assert "anna" not in (folder / name).read_text()
+
+
+@pytest.mark.parametrize(
+    ("base", "named"),
+    [("/home/anna/secret-project/notes-v2", None), ("anna-co/notes", "anna-co/notes"), ("here", None)],
+)
+def test_an_adapter_names_its_base_by_a_hub_or_not_at_all(tmp_path, monkeypatch, base, named):
+    """No file of the folder holds the path; the adapter still loads over the model."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here").mkdir()
+    model = build("gpt2")
+    model.config._name_or_path = model.name_or_path = base
+    adapted = peft.get_peft_model(model.train(), peft.LoraConfig(target_modules=["c_attn"], fan_in_fan_out=True))
+    run = started(adapted, lambda i: {"input_ids": torch.arange(6) + i, "labels": torch.arange(6) + i})
+    logical_step(run)
+    folder = run.save_pretrained(tmp_path / "adapter")
+    assert json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"] == named
+    assert not [path for path in folder.iterdir() if b"secret-project" in path.read_bytes()]
+    again = peft.PeftModel.from_pretrained(build("gpt2"), str(folder))
+    wanted = {name: p for name, p in adapted.named_parameters() if "lora" in name}
+    assert all(torch.equal(p, wanted[name]) for name, p in again.named_parameters() if "lora" in name)
 
 
 def test_a_model_that_cannot_be_saved_so_is_refused_in_a_sentence(tmp_path):

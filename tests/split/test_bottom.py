@@ -1,5 +1,9 @@
 """The bottom that arrives computes what the vendor's does, and holds nothing above it."""
 
+import json
+import socket
+import time
+
 import pytest
 import torch
 from safetensors import safe_open
@@ -54,3 +58,48 @@ def test_refusals(tmp_path):
     ):
         with pytest.raises(ValueError, match=match):
             unpack_bottom(changed, after)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"attn_implementation": "stranger/attention"},
+        {"_attn_implementation": "stranger/attention"},
+        {
+            "model_type": "detr",
+            "backbone": "stranger/backbone",
+            "use_pretrained_backbone": True,
+            "use_timm_backbone": False,
+        },
+        {"model_type": ["bert"]},
+        {"auto_map": {"AutoModel": "code.Model"}},
+        {"quantization_config": {"quant_method": "fp8"}},
+        {"num_labels": 10**9},
+        {"num_hidden_layers": 10**9},
+        {"model_type": "qwen3", "num_hidden_layers": 10**9},
+        {"model_type": "gpt2", "n_layer": 10**9},
+        {"id2label": {"0": "x"}},
+        {"_name_or_path": "stranger/model"},
+    ],
+    ids=str,
+)
+def test_a_config_builds_nothing_but_a_bottom_and_looks_nothing_up(settings, tmp_path, monkeypatch):
+    """A key that no such model has, or another architecture, is refused before transformers sees it."""
+    packed = pack_bottom(split_model(build("bert"), 1)[0], None, tmp_path)
+    asked = []
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *place, **_: asked.append(place) or [])
+    hostile = PackedBottom(packed.path, json.dumps(json.loads(packed.config) | settings), packed.digest)
+    begin = time.perf_counter()
+    with pytest.raises(ValueError, match="its config has the setting|its model_type is"):
+        unpack_bottom(hostile, 1)
+    assert time.perf_counter() - begin < 5
+    assert not asked
+
+
+def test_a_vendor_sends_what_a_customer_takes(tmp_path):
+    """Settings of a checkpoint that its architecture does not know stay with the vendor."""
+    model = build("bert")
+    model.config.gradient_checkpointing, model.config.custom = False, "notes of the vendor"
+    packed = pack_bottom(split_model(model, 1)[0], None, tmp_path)
+    assert "notes" not in packed.config
+    unpack_bottom(packed, 1)

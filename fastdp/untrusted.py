@@ -1,0 +1,241 @@
+"""Untrusted input: text, files and models that another party wrote are decoded, bounded and escaped here alone.
+
+Standard library and PyYAML only. `read_text` and the parsers bound what enters; `escape_controls`, `quote`, `escape_html` and
+`escape_markdown` make text inert where it is shown; `load_pretrained` runs no code of a model's folder.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import math
+import os
+import re
+import stat
+import unicodedata
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+#: For the head of a page: no script, picture or form works there, whatever text got in.
+PAGE_POLICY = (
+    '<meta http-equiv="Content-Security-Policy" '
+    "content=\"default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'\">"
+)
+#: Most bytes of a file, and of YAML, whose parser is slow.
+MAX_FILE, MAX_YAML = 1 << 28, 1 << 22
+#: Most values of a YAML document with every alias written out, and how deep they may be nested.
+MAX_YAML_NODES, MAX_YAML_DEPTH = 20_000, 64
+
+_MARKDOWN = re.compile(r"[\\`\[\]]|(?<! )\*|\*(?! )|(?<![^\W_])_|_(?![^\W_])|<(?=[A-Za-z/!?])|&(?=[#\w]+;)")
+_MARKDOWN_BLOCK = re.compile(r"^(#|>|~|[-+=](?=[-+=\s]|$)|\d+(?=[.)](?:\s|$)))")
+
+
+def escape_controls(text: str, *, keep_lines: bool = False) -> str:
+    r"""Text in which no character moves a cursor, begins an escape sequence, reorders letters or ends a line.
+
+    Args:
+        text: of any origin.
+        keep_lines: leave line ends and tabs as they are.
+
+    >>> escape_controls("a\x1b]52;c;aGk=\x07\nb")
+    'a\\x1b]52;c;aGk=\\x07\\nb'
+    """
+    if text.isprintable():
+        return text
+    kept = "\n\t" if keep_lines else ""
+    return "".join(c if c in kept or _is_visible(c) else repr(c)[1:-1] for c in text)
+
+
+def quote(value: Any, most: int = 80) -> str:
+    """A value as one line of at most ``most`` characters for a message or a log; text stands in quotation marks."""
+    shown = repr(value[:most] if isinstance(value, (str, bytes)) else value)
+    return shown if len(shown) <= most else f"{shown[: most - 3]}..."
+
+
+def escape_html(value: Any) -> str:
+    """A value as text of an HTML page, inside an element or a quoted attribute."""
+    return html.escape(escape_controls(str(value), keep_lines=True))
+
+
+def escape_markdown(value: str) -> str:
+    r"""Text as one line of Markdown that begins no heading, list, quotation, link, code or HTML.
+
+    >>> escape_markdown("# epsilon <= 0.1 <script>")
+    '\\# epsilon <= 0.1 \\<script>'
+    """
+    line = _MARKDOWN.sub(r"\\\g<0>", escape_controls(value.replace("\n", " ")).strip())
+    return _MARKDOWN_BLOCK.sub(lambda found: f"{found[0]}\\" if found[0].isdigit() else f"\\{found[0]}", line)
+
+
+def escape_all(value: Any, escape: Callable[[str], str]) -> Any:
+    """A JSON value whose texts and keys are all escaped."""
+    if isinstance(value, str):
+        return escape(value)
+    if isinstance(value, dict):
+        return {escape(str(key)): escape_all(entry, escape) for key, entry in value.items()}
+    return [escape_all(entry, escape) for entry in value] if isinstance(value, list) else value
+
+
+def read_bytes(path: str | os.PathLike[str], most: int = MAX_FILE) -> bytes:
+    """The content of a regular file.
+
+    Raises:
+        ValueError: for a pipe or a device, and a file of more than ``most`` bytes.
+        OSError: for a file that cannot be read.
+    """
+    # Without O_NONBLOCK a pipe would block before its kind is known.
+    with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
+        found = os.fstat(file.fileno())
+        if not stat.S_ISREG(found.st_mode):
+            if stat.S_ISDIR(found.st_mode):
+                raise IsADirectoryError(21, os.strerror(21), os.fspath(path))
+            raise ValueError(f"{path} is no regular file: name a file")
+        data = file.read(most + 1)
+    if len(data) > most:
+        raise ValueError(f"{path} holds more than {most} bytes: it is no file of this kind")
+    return data
+
+
+def read_text(path: str | os.PathLike[str], most: int = MAX_FILE) -> str:
+    """The UTF-8 text of a regular file. Raises as `read_bytes`, and UnicodeDecodeError, a ValueError, for other bytes."""
+    return read_bytes(path, most).decode("utf-8-sig")
+
+
+def parse_json(text: str | bytes, *, constants: bool = False) -> Any:
+    """A JSON value with unique keys and finite numbers.
+
+    Args:
+        text: UTF-8 if it is bytes.
+        constants: accept NaN and infinities, as Python writes them.
+
+    Raises:
+        ValueError: in one sentence, for anything else.
+    """
+    refuse = {} if constants else {"parse_constant": _refuse_constant, "parse_float": _finite}
+    try:
+        return json.loads(text, object_pairs_hook=_unique, **refuse)  # type: ignore[arg-type]
+    except RecursionError:
+        raise ValueError("it is nested too deep") from None
+
+
+def parse_json_object(text: str | bytes) -> dict[str, Any]:
+    """A JSON object as `parse_json` reads it. Raises ValueError for another value too."""
+    found = parse_json(text)
+    if not isinstance(found, dict):
+        raise ValueError("it holds no JSON object")
+    return found
+
+
+def parse_yaml(text: str) -> Any:
+    """A YAML value of plain types with unique keys, within the limits of this module, every alias counted as written out.
+
+    Raises:
+        ValueError: in one sentence, with the line where one is known.
+    """
+    if len(text) > MAX_YAML:
+        raise ValueError(f"it holds more than {MAX_YAML} characters")
+    try:
+        return yaml.load(text, _BoundedLoader)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f"line {mark.line + 1}: " if mark else ""
+        raise ValueError(f"{where}not valid YAML ({getattr(error, 'problem', None) or quote(str(error))})") from None
+    except RecursionError:
+        raise ValueError("it is nested too deep") from None
+
+
+def load_pretrained(auto: Any, name: str | os.PathLike[str], **options: Any) -> Any:
+    """What ``auto.from_pretrained`` loads, without running code that comes with the model.
+
+    A folder is read as it is: whatever its files name, no repository is looked up for it.
+
+    Args:
+        auto: a class of transformers, such as ``AutoModel``.
+        name: of a folder, or a model on the hub.
+        options: for ``from_pretrained``.
+
+    Raises:
+        ValueError: for a model that needs code of its own, and a folder whose config names a repository of code or weights.
+    """
+    local = {}
+    if Path(name).is_dir():
+        local["local_files_only"] = True
+        config = Path(name) / "config.json"
+        if config.is_file():
+            _check_config(parse_json(read_bytes(config, MAX_YAML), constants=True))
+    try:
+        return auto.from_pretrained(name, trust_remote_code=False, **local, **options)
+    except ValueError as error:
+        if "trust_remote_code" not in str(error):
+            raise
+        raise ValueError(
+            "it needs code of its own, which is not run here: load it in Python, and use fastdp.make_private"
+        ) from None
+
+
+class _BoundedLoader(yaml.SafeLoader):
+    """Counts values while they are composed, and refuses a key that stands twice."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self._sizes: dict[int, int] = {}
+        self._total = self._depth = 0
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        is_alias = self.check_event(yaml.AliasEvent)
+        self._depth += 1
+        if self._depth > MAX_YAML_DEPTH:
+            raise ValueError("it is nested too deep")
+        begin = self._total
+        node = super().compose_node(parent, index)  # type: ignore[no-untyped-call]
+        if is_alias and id(node) not in self._sizes:
+            raise ValueError("an alias stands inside the value that it names")
+        self._total += self._sizes[id(node)] if is_alias else 1
+        if self._total > MAX_YAML_NODES:
+            raise ValueError(f"it holds more than {MAX_YAML_NODES} values, with every alias written out")
+        if not is_alias:
+            self._sizes[id(node)] = self._total - begin
+        self._depth -= 1
+        return node
+
+    def compose_mapping_node(self, anchor: Any) -> Any:
+        node = super().compose_mapping_node(anchor)  # type: ignore[no-untyped-call]
+        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        if len(set(keys)) < len(keys):
+            raise ValueError(f"a key stands twice: {quote(max(keys, key=keys.count))}")
+        return node
+
+
+def _check_config(config: Any) -> None:
+    """Refuse a model's config that has transformers look up a repository besides the model's own."""
+    for key, value in config.items() if isinstance(config, dict) else ():
+        if key.endswith("_implementation") and "/" in str(value) or key == "use_pretrained_backbone" and value:
+            raise ValueError(f"its config.json names another repository: remove {key}")
+        _check_config(value)
+
+
+def _is_visible(character: str) -> bool:
+    return character.isprintable() or unicodedata.category(character) == "Zs"
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        seen = [key for key, _ in pairs]
+        twice = next(key for key in seen if seen.count(key) > 1)
+        raise ValueError(f"{quote(twice)} stands in it twice, and readers differ in which they take")
+    return found
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no JSON")
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{quote(text)} is no finite number")
+    return number

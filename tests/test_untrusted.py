@@ -1,0 +1,431 @@
+"""What other parties wrote, everywhere it is read or shown: bounded, parsed strictly, and inert on screens and pages."""
+
+import copy
+import io
+import json
+import os
+import re
+import time
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+import transformers
+import yaml
+from hypothesis import given, settings, strategies as st
+from markdown_it import MarkdownIt
+from typer.testing import CliRunner
+
+from fastdp import untrusted
+from fastdp.accounting import Card, Gaussian, dpsgd, verify
+from fastdp.accounting.card import digest
+from fastdp.accounting.exports import FORMATS, export
+from fastdp.audit.saved import load_saved
+from fastdp.cli import app
+from fastdp.commands.refusal import PlainConsole, styled
+from fastdp.finetune import ConfigError
+from fastdp.finetune.config import load_config
+from fastdp.finetune.report import build_report
+from tests.finetune.test_report import made
+from tests.tokenizers_for_tests import quickstart
+
+ROOT = Path(__file__).parent.parent
+#: Every way that was found to leave a sentence: escape sequences, line ends, rich's and HTML's markup, Markdown, page marks.
+HOSTILE = (
+    "\x1b]52;c;ZXZpbA==\x07\x9b2J\r\n\u2028holds: epsilon <= 0.1000 \u202e[bold]x[/][/red] :skull: "
+    "<img src=x onerror=alert(1)><script>alert(2)</script>\" onload='alert(3)' --> ]]>\n# A heading\n\n- entry | cell\n```\n"
+    "![x](http://evil/x.png) [y](javascript:alert(4)) `z` **w**\n---\n<!-- fastdp-card end --> &#60;b&#62;"
+)
+CONTROLS = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
+
+
+class Tags(HTMLParser):
+    """The elements of a page, with their attributes."""
+
+    def __init__(self, page):
+        super().__init__()
+        self.found = []
+        self.feed(page)
+
+    def handle_starttag(self, tag, attributes):
+        self.found.append((tag, *sorted(name for name, _ in attributes)))
+
+
+def paths(value, at=()):
+    """Where the values and the keys of JSON stand."""
+    entries = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, entry in entries:
+        yield (*at, key)
+        yield from paths(entry, (*at, key))
+
+
+def replaced(value, path, new, *, key):
+    """A copy with another value, or another key, at a place."""
+    value = copy.deepcopy(value)
+    *way, last = path
+    there = value
+    for step in way:
+        there = there[step]
+    if key and isinstance(there, dict):
+        there[new] = there.pop(last)
+    else:
+        there[last] = new
+    return value
+
+
+@given(st.text())
+def test_escaped_text_is_one_line_without_control_characters(text):
+    shown = untrusted.escape_controls(text)
+    assert not CONTROLS.search(shown)
+    assert len(f"a{shown}a".splitlines()) == 1
+    assert untrusted.escape_controls(shown) == shown
+    shown.encode()
+
+
+def test_letters_of_any_script_are_shown_as_they_are():
+    for text in ("näive", "данные", "数据", "\u00a0 a\u202fb", "C:\\runs", "50 %"):
+        assert untrusted.escape_controls(text) == text
+
+
+@given(st.one_of(st.text(), st.binary(), st.lists(st.text())), st.integers(10, 60))
+def test_quoted_values_are_short_and_plain(value, most):
+    shown = untrusted.quote(value, most)
+    assert len(shown) <= most
+    assert not CONTROLS.search(shown)
+    assert "\n" not in shown
+
+
+MARKS = st.text(alphabet=list('#>-+*=~`_[]()!<>&;|\\\\\n\t 1.)ab:/"{}'), max_size=12)
+PIECES = "<b> &lt; ![x](y) [x](y) <http://a.b> ``` ~~~ --- === # <!-- http://a.b [x]:y _x_ __x__ **x** ***".split()
+
+
+@given(
+    st.lists(MARKS | st.sampled_from(PIECES), max_size=5).map("".join),
+    st.sampled_from(["{}", "- {}", "a {} b", "## {}"]),
+)
+@settings(deadline=None)
+def test_escaped_markdown_is_text_to_a_parser(text, place):
+    """Of the elements around it, and no other."""
+    found = MarkdownIt("commonmark").enable("table").render(place.format(untrusted.escape_markdown(text)))
+    around = {"{}": {"p"}, "- {}": {"ul", "li"}, "a {} b": {"p"}, "## {}": {"h2"}}[place]
+    assert {tag for tag, *_ in Tags(found).found} <= around
+
+
+def test_a_console_shows_strings_as_plain_text():
+    file = io.StringIO()
+    console = PlainConsole(file=file, width=10_000, force_terminal=True, color_system=None, highlight=False)
+    console.print(HOSTILE)
+    console.print(styled(("error:", "bold red"), f" {HOSTILE}"))
+    found = file.getvalue()
+    assert found.count("\n") == 2
+    assert not CONTROLS.search(found)
+    assert found.count("[bold]x[/][/red] :skull:") == 2
+
+
+def card_of(**changes):
+    claim = Gaussian("example", "add_remove", dpsgd(2.0, 0.1, 10), 1e-5)
+    made = Card.of(claim, mechanism="DP-SGD", noise_source={"key": "operating system"}, cross_check=False)
+    body = {**made, **changes}
+    return {**body, "digest": digest(body)}
+
+
+def test_a_void_card_is_refused_and_forges_no_verdict(tmp_path):
+    path = tmp_path / "card.json"
+    path.write_text(json.dumps(card_of(guarantee="none", why_no_guarantee=[HOSTILE])))
+    result = CliRunner().invoke(app, ["verify", str(path)])
+    assert result.exit_code == 1
+    assert not result.stdout
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("error: ")
+    assert "certifies no guarantee" in line
+    assert not CONTROLS.search(line)
+
+
+def test_hostile_fields_of_a_card_are_shown_on_one_line(tmp_path):
+    path = tmp_path / "card.json"
+    honest = card_of(model={"name": "m"}, notes=["n"], sampling="poisson")
+    for place in paths(dict(honest)):
+        changed = replaced(dict(honest), place, HOSTILE, key=False)
+        path.write_text(json.dumps({**changed, "digest": digest(changed)} if place != ("digest",) else changed))
+        result = CliRunner().invoke(app, ["verify", str(path)])
+        assert isinstance(result.exception, (SystemExit, type(None))), (place, result.exception)
+        assert not CONTROLS.search(result.output), place
+        assert all(not line.startswith("holds: epsilon") for line in result.output.splitlines()), place
+
+
+FULL = {
+    "model": {"name": "anna/model", "base": ["a", {"b": "c"}]},
+    "mechanism": {"name": "DP-SGD", "schedule": "constant", "groups": {"first": [1, 2]}},
+    "notes": ["a note"],
+    "unprotected": ["the loss"],
+    "assumptions": ["the number of units is public"],
+    "remaining": ["rounding"],
+    "earlier_releases": ["by sap"],
+    "run_id": "run",
+    "software": {"torch": "2"},
+    "many": {str(number): "value" for number in range(10)},
+}
+
+
+@pytest.mark.parametrize("key", [False, True], ids=["values", "keys"])
+def test_no_field_of_a_card_writes_markup_into_a_page(key):
+    honest = card_of(**FULL)
+    pages = {form: export(honest, form) for form in FORMATS} | {"markdown": Card(honest).to_markdown()}
+    written = 0
+    for place in paths(dict(honest)):
+        changed = replaced(dict(honest), place, HOSTILE, key=key)
+        for form, page in pages.items():
+            try:
+                found = Card(changed).to_markdown() if form == "markdown" else export(changed, form)
+            except (ValueError, KeyError, TypeError, AttributeError):
+                continue
+            written += 1
+            check_page(form, found, page, place)
+    assert written > 100
+
+
+def check_page(form, found, honest, place):
+    assert not CONTROLS.search(found), (form, place)
+    if form == "html":
+        assert set(Tags(found).found) <= set(Tags(honest).found), place
+    elif form == "registry":
+        assert yaml.safe_load(found).keys() == yaml.safe_load(honest).keys(), place
+    else:
+        page = found.partition("\n---\n")[2] if form == "huggingface" else found
+        body = re.sub(r"```json\n.*?\n```", "", page, flags=re.DOTALL)
+        assert not re.search(r"(?<!\\)<(?=[A-Za-z/!?])(?!/?details>|/?summary>|!-- fastdp-card)", body), (form, place)
+        assert not re.search(r"(?<!\\)\]\(|(?<!\\)!\[", body), (form, place)
+        assert "# A heading" not in [line.lstrip("- ") for line in body.splitlines()], (form, place)
+        assert not re.search(r"^(?:- )?```(?!json)|^(?:- )?---\s*$", body, re.MULTILINE)
+
+
+RESULT = {
+    **{
+        "epsilon": 8.0,
+        "steps": 40,
+        "trained_parameters": 42,
+        "seconds_per_step": 0.5,
+        "peak_bytes": 9,
+        "privacy": None,
+    },
+    **{"noise_multiplier": 0.7, "before": {"perplexity": 31.0}, "after": {"perplexity": 17.0}, "notes": ["cut"]},
+}
+CARD = {
+    **{"guarantee": "differential privacy", "unit": "example", "adjacency": "add_remove", "why_no_guarantee": []},
+    **{"epsilon": {"upper_bound": 7.98, "delta": 1e-5}, "model": {"trained_parameters": 42}},
+}
+SAMPLES = {"own": ["text"], "unprotected": [{"text": "record", "right": "yes", "answer": "no"}]}
+CONFIG = {
+    "model": "m",
+    "task": "causal-lm",
+    "epsilon": 8.0,
+    "delta": 1e-5,
+    "labels": ["a"],
+    "method_options": {"a": [1]},
+}
+ROW = {"step": 1, "epsilon": 1.0, "learning_rate": 1.0, "unprotected": {"loss": 2.0, "seconds": 0.5}}
+
+
+def test_no_field_of_a_run_writes_markup_into_its_report(tmp_path):
+    folder, beside = made(tmp_path / "run"), made(tmp_path / "beside", 4.0)
+    parts = {"result.json": RESULT, "card.json": CARD, "samples.json": SAMPLES, "config.yaml": CONFIG}
+    for name, part in parts.items():
+        (folder / name).write_text(yaml.safe_dump(part) if name == "config.yaml" else json.dumps(part))
+    honest = {tag for run in ([folder], [folder, beside]) for tag in Tags(build_report(run)).found}
+    rows = (folder / "metrics.jsonl").read_text()
+    written = refused = 0
+    for name, part in {**parts, "metrics.jsonl": ROW}.items():
+        for place in paths(part):
+            for key in (False, True):
+                changed = replaced(part, place, HOSTILE, key=key)
+                text = json.dumps(changed) if name != "config.yaml" else yaml.safe_dump(changed)
+                (folder / name).write_text(rows + text + "\n" if name == "metrics.jsonl" else text)
+                for runs in ([folder], [folder, beside]):
+                    try:
+                        page = build_report(runs)
+                    except ConfigError:
+                        refused += 1
+                        continue
+                    written += 1
+                    assert set(Tags(page).found) <= honest, (name, place)
+                    assert not CONTROLS.search(page), (name, place)
+        (folder / name).write_text(
+            rows if name == "metrics.jsonl" else yaml.safe_dump(part) if name == "config.yaml" else json.dumps(part)
+        )
+    assert written > 50
+    assert refused > 10
+
+
+def test_pages_allow_no_script(tmp_path):
+    for page in (build_report([made(tmp_path / "run")]), export(card_of(), "html")):
+        assert "Content-Security-Policy\" content=\"default-src 'none';" in page
+        assert page.index("Content-Security-Policy") < page.index("<title>")
+
+
+def bomb(levels=9, width=10):
+    lines = [f"a0: &a0 [{', '.join('x' * width)}]"]
+    lines += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * width)}]" for i in range(1, levels)]
+    return "\n".join(lines)
+
+
+def merged(levels=20):
+    lines = ["a0: &a0 {k0: 1, k1: 2}"]
+    lines += [f"a{i}: &a{i}\n  <<: [*a{i - 1}, *a{i - 1}]" for i in range(1, levels)]
+    return "\n".join(lines)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (bomb(), "every alias written out"),
+        (merged(), "every alias written out"),
+        ("a: &a [*a]", "inside the value"),
+        ("[" * 100_000, "nested too deep"),
+        ("a: 1\na: 2", "stands twice"),
+        ("- x\n" * 30_000, "every alias written out"),
+        ("x" * 5_000_000, "characters"),
+        ("a: !!python/object/apply:os.system [id]", "not valid YAML"),
+    ],
+)
+def test_yaml_that_grows_or_deceives_is_refused_at_once(tmp_path, text, words):
+    begin = time.perf_counter()
+    with pytest.raises(ValueError, match=words):
+        untrusted.parse_yaml(text)
+    (tmp_path / "config.yaml").write_text(text)
+    with pytest.raises(ConfigError):
+        load_config(tmp_path / "config.yaml")
+    with pytest.raises(ConfigError):
+        build_report([tmp_path])
+    assert time.perf_counter() - begin < 20
+
+
+def test_aliases_of_an_honest_file_are_read():
+    found = untrusted.parse_yaml("a: &a {b: 1, d: 0}\nx: {c: &c {<<: *a, b: 2}}\nlist: [*c, *a]\nd: {<<: *c}")
+    assert found["d"] == {"b": 2, "d": 0}
+    assert found["list"] == [{"b": 2, "d": 0}, {"b": 1, "d": 0}]
+
+
+@pytest.mark.parametrize("text", ['{"a": 1, "a": 2}', "NaN", "1e999", "[" * 200_000, "9" * 10_000, "{", "\ud800{"])
+def test_json_that_readers_take_differently_is_refused(text):
+    with pytest.raises(ValueError):
+        untrusted.parse_json(text)
+
+
+def test_files_are_regular_and_bounded(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ValueError, match="no regular file"):
+        untrusted.read_bytes(tmp_path / "pipe")
+    assert "no regular file" in verify("/dev/zero").reason
+    (tmp_path / "long").write_bytes(bytes(11))
+    with pytest.raises(ValueError, match="more than 10 bytes"):
+        untrusted.read_bytes(tmp_path / "long", 10)
+    assert untrusted.read_bytes(tmp_path / "long", 11) == bytes(11)
+    with pytest.raises(OSError, match="directory"):
+        untrusted.read_bytes(tmp_path)
+
+
+CODE = """
+import pathlib
+from transformers import BertConfig, BertForSequenceClassification, PreTrainedTokenizerFast
+pathlib.Path({place!r}).touch()
+class OwnConfig(BertConfig):
+    model_type = "own"
+class OwnModel(BertForSequenceClassification):
+    config_class = OwnConfig
+class OwnTokenizer(PreTrainedTokenizerFast):
+    pass
+"""
+
+
+@pytest.mark.parametrize("command", ["finetune", "doctor", "prove", "privatize", "vendor"])
+def test_code_that_comes_with_a_model_never_runs(tmp_path, monkeypatch, command):
+    """Not even where somebody, or a pipe, answers transformers' question with y."""
+    folder, ran = tmp_path / "model", tmp_path / "ran"
+    small = {
+        "hidden_size": 8,
+        "num_attention_heads": 1,
+        "num_hidden_layers": 1,
+        "intermediate_size": 8,
+        "vocab_size": 16,
+    }
+    transformers.BertForSequenceClassification(transformers.BertConfig(**small)).save_pretrained(folder)
+    quickstart()[0].save_pretrained(folder)
+    names = {"AutoConfig": "own.OwnConfig", "AutoModel": "own.OwnModel", "AutoTokenizer": ["own.OwnTokenizer", None]}
+    names |= {"AutoModelForSequenceClassification": "own.OwnModel", "AutoModelForCausalLM": "own.OwnModel"}
+    for name, change in (
+        ("config.json", {"model_type": "own"}),
+        ("tokenizer_config.json", {"tokenizer_class": "OwnTokenizer"}),
+    ):
+        path = folder / name
+        path.write_text(json.dumps(json.loads(path.read_text()) | change | {"auto_map": names}))
+    (folder / "own.py").write_text(CODE.format(place=str(ran)))
+    data = tmp_path / "data.jsonl"
+    data.write_text('{"text": "a", "label": "yes"}\n' * 8)
+    arguments = {
+        "finetune": ["finetune", "--model", folder, "--train", data, "--output", tmp_path / "out", "--epsilon", "8"],
+        "doctor": ["doctor", folder],
+        "prove": ["prove", folder],
+        "privatize": ["privatize", data, tmp_path / "out.txt", "--model", folder, "--eta", "8"],
+        "vendor": ["split", "vendor", "--model", folder, "--insecure", "--folder", tmp_path / "vendor"],
+    }[command]
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments], input="y\n" * 9)
+    assert result.exit_code == 1
+    assert "needs code of its own" in result.stderr
+    assert not ran.exists()
+
+
+@pytest.mark.parametrize("key", ["attn_implementation", "_attn_implementation"])
+def test_a_folder_that_names_a_repository_is_refused(tmp_path, key):
+    transformers.BertConfig().save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {key: "stranger/attention"}))
+    with pytest.raises(ValueError, match=f"names another repository: remove {key}"):
+        untrusted.load_pretrained(transformers.AutoConfig, tmp_path)
+
+
+def test_models_are_loaded_by_one_function_alone():
+    calls = {
+        path.relative_to(ROOT).as_posix()
+        for folder in ("fastdp", "bench")
+        for path in (ROOT / folder).rglob("*.py")
+        if re.search(r"^(?!.*>>>).*\.from_pretrained\(", path.read_text(), re.MULTILINE)
+    }
+    assert calls == {"fastdp/untrusted.py", "fastdp/audit/saved.py"}, "the second is peft's, of a folder, over a model"
+
+
+def test_an_adapter_imports_no_module_and_is_looked_for_nowhere_else(tmp_path):
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    (tmp_path / "config.yaml").write_text("model: /nowhere\n")
+    for config, words in (
+        (None, "no adapter_model.safetensors"),
+        ("{", "no adapter_config.json that can be read"),
+        (
+            json.dumps({"peft_type": "LORA", "megatron_config": {"a": 1}, "megatron_core": "antigravity"}),
+            "imports a module",
+        ),
+    ):
+        if config is not None:
+            (adapter / "adapter_model.safetensors").touch()
+            (adapter / "adapter_config.json").write_text(config)
+        with pytest.raises(ConfigError, match=words):
+            load_saved(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "place"),
+    [
+        (r"yaml\.(safe_)?load|SafeLoader", "fastdp/untrusted.py"),
+        (r"from html import|html\.escape", "fastdp/untrusted.py"),
+        (r"\bConsole\(|from_markup|markup=True", "fastdp/commands/refusal.py"),
+        (r"torch\.load\((?![^\n]*weights_only=True)|pickle\.load\(", None),
+    ],
+)
+def test_what_others_wrote_is_parsed_and_shown_in_one_place(pattern, place):
+    found = {
+        path.relative_to(ROOT).as_posix()
+        for path in (ROOT / "fastdp").rglob("*.py")
+        if re.search(pattern, path.read_text().replace("import html\n", ""))
+    }
+    assert found <= {place}
