@@ -10,27 +10,10 @@ import torch.nn.functional as F
 import transformers as hf
 from torch import nn
 from torch.nn.utils import parametrizations
-from torch.utils.data import TensorDataset
 
-from .custom import outside, text_case
-from .harness import ROWS, Case, program, register
-from .kit import (
-    CLASSES,
-    MEAN,
-    Wrapped,
-    bert,
-    causal,
-    classify,
-    convnet,
-    gpt2,
-    id_rows,
-    images,
-    labelled,
-    mlp,
-    numbers,
-    pictures,
-    unpack,
-)
+from . import kit
+from .custom import outside
+from .harness import ROWS, Case, program, register, register_all
 from .losses import embedder, encode
 from .stock import build
 
@@ -40,30 +23,21 @@ COUPLED = "refused: couples or refused: alone or refused: batch"
 
 def coupled(function: Any, expect: str = COUPLED, why: str = "", **parts: Any) -> Case:
     """A small model that returns the loss of a function of (model, x, y)."""
-    return Case(Wrapped(function, **{"net": mlp(), **parts}), numbers(), None, unpack)
+    return Case(kit.Wrapped(function, **{"net": kit.mlp(), **parts}), kit.numbers(), None, kit.unpack)
 
 
 NORMS = {
-    "2d": lambda: outside(convnet(nn.BatchNorm2d), images()),
-    "1d": lambda: outside(mlp(12, 3, nn.BatchNorm1d(16)), numbers()),
+    "2d": lambda: outside(kit.convnet(nn.BatchNorm2d), kit.images()),
+    "1d": lambda: outside(kit.mlp(12, 3, nn.BatchNorm1d(16)), kit.numbers()),
 }
-for _name, _case in NORMS.items():
-    register(f"batch_norm_{_name}", _case, "refused: BatchNorm", "statistics of the batch")
-
-
-@program("refused: BatchNorm", "statistics of the batch")
-def batch_norm_inside() -> Case:
-    """A network with BatchNorm that returns its loss."""
-    return Case(
-        Wrapped(lambda self, x, y: F.cross_entropy(self.net(x), y), net=convnet(nn.BatchNorm2d)), images(), None, unpack
-    )
+register_all(NORMS, lambda build: build(), "batch_norm_", "", "refused: BatchNorm", "statistics of the batch")
 
 
 @program("refused: BatchNorm", "statistics of the batch")
 def resnet_of_transformers() -> Case:
     """A stock ResNet."""
-    config = hf.ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], num_labels=CLASSES)
-    return Case(hf.ResNetForImageClassification(config), images(32), pictures)
+    config = hf.ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], num_labels=kit.CLASSES)
+    return Case(hf.ResNetForImageClassification(config), kit.images(32), kit.pictures)
 
 
 @program("refused: batch", "statistics of the batch, by function")
@@ -75,7 +49,7 @@ def functional_batch_norm() -> Case:
 @program("refused: statistics or refused: buffer", "running statistics of the data are kept")
 def instance_norm_running_statistics() -> Case:
     """InstanceNorm2d(track_running_stats=True)."""
-    return outside(convnet(lambda c: nn.InstanceNorm2d(c, affine=True, track_running_stats=True)), images())
+    return outside(kit.convnet(lambda c: nn.InstanceNorm2d(c, affine=True, track_running_stats=True)), kit.images())
 
 
 def _standardise(x: torch.Tensor) -> torch.Tensor:
@@ -117,7 +91,7 @@ def clip_model() -> Case:
     model = hf.CLIPModel(hf.CLIPConfig(text_config=text.to_dict(), vision_config=vision.to_dict(), projection_dim=8))
     rows = [
         {"input_ids": torch.tensor([*r["input_ids"][:5], 3]), "pixel_values": x}
-        for r, (x, _) in zip(id_rows(low=6), images())
+        for r, (x, _) in zip(kit.id_rows(low=6), kit.images())
     ]
     return Case(model, rows, None, lambda m, b: m(**b, return_loss=True).loss)
 
@@ -132,7 +106,7 @@ def in_batch_negatives() -> Case:
 def router_auxiliary_loss() -> Case:
     """Mixtral with output_router_logits=True."""
     experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True}
-    return Case(build("Mixtral", "ForCausalLM", **experts), id_rows(), causal, exact=False)
+    return Case(build("Mixtral", "ForCausalLM", **experts), kit.id_rows(), kit.causal, exact=False)
 
 
 def _queue(self: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -148,14 +122,16 @@ def _running_mean(self: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 
 STATE = "refused: buffer or refused: state or " + COUPLED
-for _name, _forward, _shape in (("memory_queue", _queue, (8, CLASSES)), ("running_mean", _running_mean, (12,))):
 
-    def _stateful(forward: Any = _forward, shape: tuple[int, ...] = _shape) -> Case:
-        case = coupled(forward)
-        case.model.register_buffer("kept", torch.zeros(shape))
-        return case
 
-    register(_name, _stateful, STATE, "a buffer carries rows of earlier batches")
+def _stateful(made: tuple[Any, tuple[int, ...]]) -> Case:
+    case = coupled(made[0])
+    case.model.register_buffer("kept", torch.zeros(made[1]))
+    return case
+
+
+STATEFUL = {"memory_queue": (_queue, (8, kit.CLASSES)), "running_mean": (_running_mean, (12,))}
+register_all(STATEFUL, _stateful, expect=STATE, why="a buffer carries rows of earlier batches")
 
 
 @program(STATE, "an attribute carries rows of earlier batches")
@@ -169,28 +145,11 @@ def running_mean_attribute() -> Case:
     return coupled(forward, kept=torch.zeros(12))
 
 
-@program(STATE, "codes follow a running mean of the rows")
-def codebook_by_averages() -> Case:
-    """VQ-VAE whose codebook is an exponential average."""
-
-    def forward(self: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        z = self.net(x)
-        chosen = torch.cdist(z, self.codes).argmin(1)
-        with torch.no_grad():
-            hits = F.one_hot(chosen, 4).to(z)
-            self.codes.lerp_(hits.T @ z / hits.sum(0).clamp(min=1)[:, None], 0.1)
-        return F.mse_loss(z, self.codes[chosen].detach())
-
-    case = coupled(forward)
-    case.model.register_buffer("codes", torch.randn(4, CLASSES))
-    return case
-
-
 @program("one-example or refused: buffer", "a buffer follows the weight, by power iteration in forward")
 def spectral_norm() -> Case:
     """spectral_norm on a layer."""
-    net = nn.Sequential(parametrizations.spectral_norm(nn.Linear(12, 16)), nn.ReLU(), nn.Linear(16, CLASSES))
-    return outside(net, numbers(), exact=False)
+    net = nn.Sequential(parametrizations.spectral_norm(nn.Linear(12, 16)), nn.ReLU(), nn.Linear(16, kit.CLASSES))
+    return outside(net, kit.numbers(), exact=False)
 
 
 PADDING = "one-example or refused: pad"
@@ -198,43 +157,33 @@ PADDING = "one-example or refused: pad"
 
 def left(rows: list[Any], **options: Any) -> Case:
     """GPT-2 padded on the left without position_ids."""
-    return Case(gpt2(**options), rows, partial(causal, left=True))
+    return Case(kit.gpt2(**options), rows, partial(kit.causal, left=True))
 
 
 @program(PADDING, "padding on the left moves absolute positions")
 def left_padding() -> Case:
     """Rows of varying length."""
-    return left(id_rows())
+    return left(kit.id_rows())
 
 
 @program(PADDING, "padding on the left moves absolute positions")
 def left_padding_one_long() -> Case:
     """One record is far longer than the others."""
-    return left([*id_rows(ROWS - 1, 6, 6), *id_rows(1, 40, 40)])
+    return left([*kit.id_rows(ROWS - 1, 6, 6), *kit.id_rows(1, 40, 40)])
 
 
 @program(PADDING, "a token of padding predicts the first token")
 def left_padding_relative() -> Case:
     """Llama padded on the left: positions are relative, but padding predicts each row's first token."""
-    return Case(build("Llama", "ForCausalLM"), id_rows(), partial(causal, left=True))
+    return Case(build("Llama", "ForCausalLM"), kit.id_rows(), partial(kit.causal, left=True))
 
 
 @program(PADDING, "attention sees padding")
 def encoder_without_mask() -> Case:
     """BERT without an attention mask on padded rows."""
-    return Case(bert(), labelled(), lambda rows: {k: v for k, v in classify(rows).items() if k != "attention_mask"})
-
-
-@program("one-example or refused: pad or refused: length", "positions are stretched by the longest row")
-def stretched_positions() -> Case:
-    """Positions as a share of the batch's length."""
-
-    def forward(self: Any, ids: torch.Tensor, mask: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        share = torch.linspace(0, 1, ids.shape[1]).to(self.scale)[:, None] * self.scale
-        hidden = self.layers(self.embed(ids) + share, src_key_padding_mask=mask == 0)
-        return F.cross_entropy(self.head(hidden[:, 0]), labels)
-
-    return text_case(forward, scale=nn.Parameter(torch.ones(16)))
+    return Case(
+        kit.bert(), kit.labelled(), lambda rows: {k: v for k, v in kit.classify(rows).items() if k != "attention_mask"}
+    )
 
 
 TOKENS = "refused: token or " + COUPLED
@@ -249,19 +198,7 @@ def token_mean(model: Any, batch: Any) -> torch.Tensor:
 @program(TOKENS, "a row's share of a mean over tokens depends on the other rows' lengths")
 def token_mean_in_loop() -> Case:
     """nanoGPT's loss in the loop over rows of varying length."""
-    return Case(gpt2(), id_rows(), causal, token_mean, options=MEAN)
-
-
-@program(TOKENS, "a row's share of a mean over tokens depends on the other rows' lengths")
-def token_mean_by_hand() -> Case:
-    """The same by a sum and a count."""
-
-    def loss(model: Any, batch: Any) -> torch.Tensor:
-        logits, labels = model(batch["input_ids"]).logits[:, :-1], batch["labels"][:, 1:]
-        losses = F.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
-        return losses.sum() / (labels != -100).sum()
-
-    return Case(gpt2(), id_rows(), causal, loss, options=MEAN)
+    return Case(kit.gpt2(), kit.id_rows(), kit.causal, token_mean, options=kit.MEAN)
 
 
 @program("refused: one loss or " + TOKENS, "a criterion must give one loss a row")
@@ -273,7 +210,7 @@ def token_mean_criterion() -> Case:
         losses = F.cross_entropy(output.logits[:, :-1].transpose(1, 2), labels, reduction="none")
         return losses.sum(1) / (labels != -100).sum() * len(labels)
 
-    return Case(gpt2(), id_rows(), causal, lambda m, b: m(b["input_ids"]), criterion)
+    return Case(kit.gpt2(), kit.id_rows(), kit.causal, lambda m, b: m(b["input_ids"]), criterion)
 
 
 @program("refused: loop or " + COUPLED, "rows are mixed")
@@ -285,13 +222,13 @@ def mixup_in_loop() -> Case:
         output = model(0.7 * batch[0] + 0.3 * batch[0][other])
         return 0.7 * F.cross_entropy(output, batch[1]) + 0.3 * F.cross_entropy(output, batch[1][other])
 
-    return outside(mlp(), numbers(), loss=loss)
+    return outside(kit.mlp(), kit.numbers(), loss=loss)
 
 
 @program("refused: loop or " + COUPLED, "every row sees the mean of the batch")
 def standardised_in_loop() -> Case:
     """The loop standardises features by the batch."""
-    return outside(mlp(), numbers(), loss=lambda m, b: F.cross_entropy(m(_standardise(b[0])), b[1]))
+    return outside(kit.mlp(), kit.numbers(), loss=lambda m, b: F.cross_entropy(m(_standardise(b[0])), b[1]))
 
 
 @program("refused: collator or " + COUPLED, "rows are mixed")
@@ -302,44 +239,14 @@ def mixup_in_collator() -> Case:
         x, y = (torch.stack(column) for column in zip(*rows))
         return [0.7 * x + 0.3 * x.roll(1, 0), y]
 
-    return outside(mlp(), numbers(), collate)
-
-
-@program("refused: collator or " + COUPLED, "every row sees the mean of the batch")
-def standardised_in_collator() -> Case:
-    """The collator standardises features by the batch."""
-
-    def collate(rows: list[Any]) -> list[torch.Tensor]:
-        x, y = (torch.stack(column) for column in zip(*rows))
-        return [_standardise(x), y]
-
-    return Case(Wrapped(lambda self, x, y: F.cross_entropy(self.net(x), y), net=mlp()), numbers(), collate, unpack)
+    return outside(kit.mlp(), kit.numbers(), collate)
 
 
 @program("refused: pack or refused: unit_map or refused: collator", "several examples share a row without a map")
 def packed_without_map() -> Case:
     """DataCollatorWithFlattening without unit_map."""
-    rows = [{"input_ids": row["input_ids"]} for row in id_rows()]
+    rows = [{"input_ids": row["input_ids"]} for row in kit.id_rows()]
     return Case(build("Llama", "ForCausalLM"), rows, hf.DataCollatorWithFlattening())
-
-
-@program("refused: carr or " + STATE, "hidden states of a batch are the next batch's input")
-def carried_hidden_state() -> Case:
-    """A language model whose LSTM states are carried from batch to batch."""
-    kept: list[Any] = [None]
-
-    def loss(model: Any, batch: Any) -> torch.Tensor:
-        state = kept[0] if kept[0] is not None and kept[0][0].shape[1] == len(batch[0]) else None
-        output, state = model(batch[0], state)
-        kept[0] = tuple(part.detach() for part in state)
-        return F.cross_entropy(output.flatten(0, 1), batch[1].flatten())
-
-    model = Wrapped(
-        lambda self, x, state: (lambda found: (self.head(found[0]), found[1]))(self.layer(self.embed(x), state))
-    )
-    model.embed, model.layer, model.head = nn.Embedding(20, 8), nn.LSTM(8, 16, batch_first=True), nn.Linear(16, 20)
-    ids = torch.randint(0, 20, (ROWS, 9))
-    return outside(model, TensorDataset(ids[:, :-1], ids[:, 1:]), loss=loss)
 
 
 @program("refused: expert or " + COUPLED, "an expert takes so many tokens of the whole batch")

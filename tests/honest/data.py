@@ -14,43 +14,20 @@ from torch.nn.utils import rnn
 from torch.utils.data import (
     BatchSampler,
     ConcatDataset,
-    Dataset,
     RandomSampler,
     Sampler,
-    Subset,
     SubsetRandomSampler,
     TensorDataset,
-    random_split,
 )
 
+from . import kit
 from .custom import PACKED, names, outside, recurrent, with_lengths
-from .harness import BATCH, ROWS, Case, program, register
-from .kit import (
-    CLASSES,
-    MEAN,
-    Wrapped,
-    bert,
-    causal,
-    classify,
-    crossentropy,
-    gpt2,
-    id_rows,
-    keywords,
-    labelled,
-    llama,
-    mlp,
-    numbers,
-    padded,
-    texts,
-    tokenizer,
-    unlabelled,
-    unpack,
-)
+from .harness import BATCH, ROWS, Case, program, register, register_all
 
 
-def classifier(rows: Any, collate: Any = classify, **options: Any) -> Case:
+def classifier(rows: Any, collate: Any = kit.classify, **options: Any) -> Case:
     """BERT on rows."""
-    return Case(bert(), rows, collate, **options)
+    return Case(kit.bert(), rows, collate, **options)
 
 
 #: MLM collators that mask at random: short texts, and few tokens.
@@ -59,30 +36,13 @@ MASKING = {"usual": (0.15, 12), "short_texts": (0.15, 4), "rate_of_02": (0.02, 1
 
 def masking(rate: float, length: int, **options: Any) -> Case:
     """Dynamic masking of BERT."""
-    rows = [{"input_ids": row["input_ids"]} for row in id_rows(low=max(3, length - 4), high=length)]
-    collator = hf.DataCollatorForLanguageModeling(tokenizer(), mlm=True, mlm_probability=rate, **options)
-    return Case(bert("MaskedLM"), rows, collator, exact=False)
+    rows = [{"input_ids": row["input_ids"]} for row in kit.id_rows(low=max(3, length - 4), high=length)]
+    collator = hf.DataCollatorForLanguageModeling(kit.tokenizer(), mlm=True, mlm_probability=rate, **options)
+    return Case(kit.bert("MaskedLM"), rows, collator, exact=False)
 
 
-for _name, (_rate, _length) in MASKING.items():
-    register(f"mlm_{_name}", lambda r=_rate, n=_length: masking(r, n))
+register_all(MASKING, lambda v: masking(*v), "mlm_")
 register("mlm_no_random_replacement", lambda: masking(0.2, 10, mask_replace_prob=1.0, random_replace_prob=0.0))
-
-
-@program()
-def permutation_of_words() -> Case:
-    """A collator that drops words at random (BART-like noise)."""
-
-    def collate(rows: list[Any]) -> dict[str, torch.Tensor]:
-        kept = [[t for t in row["input_ids"] if random.random() > 0.1] or row["input_ids"][:1] for row in rows]
-        return {
-            **unlabelled([{"input_ids": k, "attention_mask": [1] * len(k)} for k in kept]),
-            "labels": padded([r["input_ids"] for r in rows], -100),
-        }
-
-    from .kit import t5
-
-    return Case(t5(), id_rows(), collate, exact=False)
 
 
 @program()
@@ -90,22 +50,10 @@ def counts_for_the_log() -> Case:
     """fairseq: the collator also returns ntokens and nsentences, which the model never sees."""
 
     def collate(rows: list[Any]) -> dict[str, Any]:
-        batch = classify(rows)
+        batch = kit.classify(rows)
         return {"net_input": batch, "ntokens": int(batch["attention_mask"].sum()), "nsentences": len(rows)}
 
-    return classifier(labelled(), collate, loss=lambda m, b: m(**b["net_input"]).loss)
-
-
-@program()
-def counts_as_a_tensor() -> Case:
-    """The same count as a tensor without rows."""
-
-    def collate(rows: list[Any]) -> dict[str, Any]:
-        batch = classify(rows)
-        return {**batch, "num_tokens": batch["attention_mask"].sum()}
-
-    loss = lambda m, b: m(**{k: v for k, v in b.items() if k != "num_tokens"}).loss  # noqa: E731
-    return classifier(labelled(), collate, loss=loss)
+    return classifier(kit.labelled(), collate, loss=lambda m, b: m(**b["net_input"]).loss)
 
 
 @program()
@@ -113,11 +61,11 @@ def ids_and_texts_beside() -> Case:
     """Identifiers, texts and the longest length travel with the batch."""
 
     def collate(rows: list[Any]) -> dict[str, Any]:
-        batch = classify(rows)
+        batch = kit.classify(rows)
         longest = max(len(row["input_ids"]) for row in rows)
         return {"inputs": batch, "ids": [row["id"] for row in rows], "longest": longest}
 
-    rows = [{**row, "id": f"document {n}"} for n, row in enumerate(labelled())]
+    rows = [{**row, "id": f"document {n}"} for n, row in enumerate(kit.labelled())]
     return classifier(rows, collate, loss=lambda m, b: m(**b["inputs"]).loss)
 
 
@@ -132,13 +80,7 @@ def sorted_for_packing() -> Case:
     def collate(rows: list[Any]) -> Any:
         return with_lengths(sorted(rows, key=lambda row: len(row[0]), reverse=True))
 
-    return Case(recurrent(nn.LSTM, forward), names(), collate, unpack)
-
-
-@program()
-def sorted_rows() -> Case:
-    """A collator that sorts rows; any order of a batch is the same to the model."""
-    return classifier(labelled(), lambda rows: classify(sorted(rows, key=lambda row: -len(row["input_ids"]))))
+    return Case(recurrent(nn.LSTM, forward), names(), collate, kit.unpack)
 
 
 @program()
@@ -149,69 +91,14 @@ def sorted_rows_by_value() -> Case:
         rows = sorted(rows, key=lambda row: float(row[0].sum()))
         return [torch.stack(column) for column in zip(*rows)]
 
-    return outside(mlp(), numbers(), collate)
-
-
-@program()
-def shuffled_rows() -> Case:
-    """A collator that shuffles its rows."""
-    return classifier(labelled(), lambda rows: classify(random.sample(rows, len(rows))))
-
-
-@program()
-def padded_to_multiple() -> Case:
-    """Padding to a multiple of eight."""
-    collator = hf.DataCollatorWithPadding(tokenizer(), pad_to_multiple_of=8)
-    return classifier(labelled(), collator)
-
-
-@program()
-def padded_without_mask() -> Case:
-    """Right padding of a causal model without any mask: padding is behind every token."""
-    keep = ("input_ids", "labels")
-    return Case(gpt2(), id_rows(), lambda rows: {k: v for k, v in causal(rows).items() if k in keep})
-
-
-@program()
-def one_very_long_record() -> Case:
-    """One record is five times as long as the others."""
-    return Case(llama(), [*id_rows(ROWS - 1, high=8), *id_rows(1, 48, 48)], causal)
-
-
-@program()
-def one_token_records() -> Case:
-    """Some records have two tokens alone."""
-    return Case(gpt2(), [*id_rows(4, 2, 2), *id_rows(ROWS - 4)], causal)
-
-
-@program()
-def repeated_records() -> Case:
-    """Many records are the same."""
-    return classifier([labelled()[n % 3] for n in range(ROWS)])
-
-
-@program()
-def concatenated_and_split() -> Case:
-    """ConcatDataset, random_split and Subset."""
-    joined = ConcatDataset([labelled(16), labelled(16, seed=1)])
-    return classifier(Subset(random_split(joined, [28, 4])[0], range(ROWS)))
+    return outside(kit.mlp(), kit.numbers(), collate)
 
 
 @program("refused: same", "a record that is in the data twice would count as two units")
 def concatenated_with_itself() -> Case:
     """ConcatDataset([d, d]), to lengthen an epoch."""
-    rows = labelled(12)
+    rows = kit.labelled(12)
     return classifier(ConcatDataset([rows, rows]))
-
-
-@program()
-def hugging_face_dataset() -> Case:
-    """datasets: map, then with_format('torch')."""
-    from datasets import Dataset as Table
-
-    table = Table.from_dict({"text": texts(), "labels": [n % CLASSES for n in range(ROWS)]})
-    encode = lambda rows: tokenizer()(rows["text"], padding="max_length", max_length=16)  # noqa: E731
-    return classifier(table.map(encode, batched=True, remove_columns=["text"]).with_format("torch"), None)
 
 
 @program()
@@ -221,36 +108,11 @@ def hugging_face_transform() -> Case:
 
     def transform(rows: dict[str, list[Any]]) -> dict[str, Any]:
         kept = [" ".join(w for w in text.split() if random.random() > 0.2) or "w1" for text in rows["text"]]
-        return {**tokenizer()(kept), "labels": rows["labels"]}
+        return {**kit.tokenizer()(kept), "labels": rows["labels"]}
 
-    table = Table.from_dict({"text": texts(), "labels": [n % CLASSES for n in range(ROWS)]})
+    table = Table.from_dict({"text": kit.texts(), "labels": [n % kit.CLASSES for n in range(ROWS)]})
     table.set_transform(transform)
-    return classifier(table, hf.DataCollatorWithPadding(tokenizer()), exact=False)
-
-
-@program()
-def lazy_tokenization() -> Case:
-    """A data set that tokenizes on access."""
-
-    class Lazy(Dataset):
-        def __len__(self) -> int:
-            return ROWS
-
-        def __getitem__(self, index: int) -> dict[str, Any]:
-            return {**tokenizer()(texts()[index]), "labels": index % CLASSES}
-
-    return classifier(Lazy(), hf.DataCollatorWithPadding(tokenizer()))
-
-
-@program()
-def tokenized_in_collator() -> Case:
-    """The collator tokenizes texts."""
-
-    def collate(rows: list[Any]) -> dict[str, torch.Tensor]:
-        encoded = tokenizer()([text for text, _ in rows], padding=True, return_tensors="pt")
-        return {**encoded, "labels": torch.tensor([label for _, label in rows])}
-
-    return classifier([(text, n % CLASSES) for n, text in enumerate(texts())], collate)
+    return classifier(table, hf.DataCollatorWithPadding(kit.tokenizer()), exact=False)
 
 
 @program()
@@ -258,10 +120,10 @@ def tokenized_in_loop() -> Case:
     """The collator returns texts; the loop tokenizes them."""
 
     def loss(model: Any, batch: Any) -> torch.Tensor:
-        encoded = tokenizer()(list(batch[0]), padding=True, return_tensors="pt")
+        encoded = kit.tokenizer()(list(batch[0]), padding=True, return_tensors="pt")
         return model(**encoded, labels=batch[1]).loss
 
-    return classifier([(text, n % CLASSES) for n, text in enumerate(texts())], None, loss=loss)
+    return classifier([(text, n % kit.CLASSES) for n, text in enumerate(kit.texts())], None, loss=loss)
 
 
 @program()
@@ -272,32 +134,7 @@ def mask_in_loop() -> Case:
         ids = batch["input_ids"]
         return model(input_ids=ids, attention_mask=(ids != 0).long(), labels=batch["labels"]).loss
 
-    return classifier(labelled(), loss=loss)
-
-
-@program()
-def normalised_in_loop() -> Case:
-    """The loop scales pictures and moves channels."""
-    from .kit import convnet, images
-
-    rows = [(x.permute(1, 2, 0).mul(255).byte(), y) for x, y in images()]
-    loss = lambda m, b: F.cross_entropy(m(b[0].permute(0, 3, 1, 2) / 127.5 - 1), b[1])  # noqa: E731
-    return outside(convnet(), rows, loss=loss, exact=False)
-
-
-@program()
-def one_hot_in_loop() -> Case:
-    """The loop turns labels into one-hot targets."""
-    return outside(mlp(), numbers(), loss=lambda m, b: F.mse_loss(m(b[0]), F.one_hot(b[1], CLASSES).to(b[0])))
-
-
-@program()
-def reshaped_in_loop() -> Case:
-    """The loop flattens pictures, and copies tensors to a device."""
-    from .kit import images
-
-    rows = images(4)
-    return outside(mlp(48), rows, loss=lambda m, b: F.cross_entropy(m(b[0].to("cpu").flatten(1)), b[1].to("cpu")))
+    return classifier(kit.labelled(), loss=loss)
 
 
 @program()
@@ -310,7 +147,7 @@ def shifted_in_loop() -> Case:
         return F.cross_entropy(logits.transpose(1, 2), ids[:, 1:], reduction="none").mean(1).mean()
 
     rows = TensorDataset(torch.randint(5, 96, (ROWS, 10)))
-    return Case(gpt2(), rows, None, loss, options=MEAN)
+    return Case(kit.gpt2(), rows, None, loss, options=kit.MEAN)
 
 
 @program()
@@ -323,46 +160,16 @@ def padding_cut_in_loop() -> Case:
         return model(**cut, labels=batch["labels"]).loss
 
     def collate(rows: list[Any]) -> dict[str, torch.Tensor]:
-        fixed = {k: F.pad(v, (0, 20 - v.shape[1])) for k, v in classify(rows).items() if k != "labels"}
+        fixed = {k: F.pad(v, (0, 20 - v.shape[1])) for k, v in kit.classify(rows).items() if k != "labels"}
         return {**fixed, "labels": torch.tensor([row["labels"] for row in rows])}
 
-    return classifier(labelled(), collate, loss=loss)
-
-
-@program()
-def token_types_in_loop() -> Case:
-    """The loop adds token types of zeros and position ids."""
-
-    def loss(model: Any, batch: Any) -> torch.Tensor:
-        ids = batch["input_ids"]
-        positions = torch.arange(ids.shape[1]).expand(ids.shape[0], -1)
-        return model(**batch, token_type_ids=torch.zeros_like(ids), position_ids=positions).loss
-
-    return classifier(labelled(), loss=loss)
-
-
-@program()
-def drop_last() -> Case:
-    """drop_last=True is of no effect, since the sampler is replaced."""
-    return classifier(labelled(), loader={"drop_last": True})
-
-
-@program()
-def workers() -> Case:
-    """Two persistent workers."""
-    return classifier(labelled(), loader={"num_workers": 2, "persistent_workers": True})
-
-
-@program()
-def generator_and_pin() -> Case:
-    """A generator of one's own."""
-    return classifier(labelled(), loader={"generator": torch.Generator().manual_seed(1)})
+    return classifier(kit.labelled(), collate, loss=loss)
 
 
 @program()
 def batch_sampler() -> Case:
     """batch_sampler=BatchSampler(RandomSampler(...))."""
-    rows = labelled()
+    rows = kit.labelled()
     return classifier(rows, loader={"batch_sampler": BatchSampler(RandomSampler(rows), BATCH, False)})
 
 
@@ -383,14 +190,14 @@ class Buckets(Sampler):
 @program("uses or refused: batch_sampler", "batches by length are not the random batches that the guarantee needs")
 def bucket_batch_sampler() -> Case:
     """A batch_sampler that groups like lengths."""
-    rows = labelled()
+    rows = kit.labelled()
     return classifier(rows, loader={"batch_sampler": Buckets(rows)})
 
 
 @program("refused: Subset", "the sampler leaves rows out; replacing it would train on them")
 def subset_random_sampler() -> Case:
     """SubsetRandomSampler as a split."""
-    return classifier(labelled(), loader={"sampler": SubsetRandomSampler(range(16))})
+    return classifier(kit.labelled(), loader={"sampler": SubsetRandomSampler(range(16))})
 
 
 @program("refused: sampler", "rows drawn by weight are not drawn at one rate")
@@ -398,7 +205,7 @@ def weighted_sampler() -> Case:
     """WeightedRandomSampler for imbalanced classes."""
     from torch.utils.data import WeightedRandomSampler
 
-    return classifier(labelled(), loader={"sampler": WeightedRandomSampler([1.0] * 8 + [2.0] * 16, ROWS)})
+    return classifier(kit.labelled(), loader={"sampler": WeightedRandomSampler([1.0] * 8 + [2.0] * 16, ROWS)})
 
 
 @program("refused: iterable", "a stream has no length to sample from")
@@ -408,39 +215,31 @@ def iterable_dataset() -> Case:
 
     class Stream(IterableDataset):
         def __iter__(self) -> Iterator[Any]:
-            return iter(labelled())
+            return iter(kit.labelled())
 
     return classifier(Stream(), loader={"shuffle": False})
 
 
-@program()
-def nested_batches() -> Case:
-    """Batches of tuples in dictionaries."""
-
-    def collate(rows: list[Any]) -> dict[str, Any]:
-        x, lengths, y = with_lengths(rows)
-        return {"inputs": (x, {"lengths": lengths}), "target": y}
-
-    def forward(self: Any, inputs: Any, target: torch.Tensor) -> torch.Tensor:
-        words = (torch.arange(inputs[0].shape[1])[None] < inputs[1]["lengths"][:, None]).unsqueeze(-1)
-        return F.cross_entropy(self.head((self.embed(inputs[0]) * words).sum(1)), target)
-
-    model = Wrapped(forward, embed=nn.Embedding(96, 8), head=nn.Linear(8, CLASSES))
-    return Case(model, names(), collate, keywords)
-
-
-@program()
-def pairs_in_one_row() -> Case:
-    """A named tuple from the collator."""
-    from typing import NamedTuple
-
-    class Batch(NamedTuple):
-        x: torch.Tensor
-        y: torch.Tensor
-
-    def collate(rows: list[Any]) -> Batch:
-        return Batch(*(torch.stack(column) for column in zip(*rows)))
-
-    case = outside(mlp(), numbers(), collate, lambda m, b: crossentropy(m, (b.x, b.y)))
-    case.exact = False
-    return case
+#: Programs of one line.
+ONE_LINE: dict[str, Any] = {
+    "sorted_rows": lambda: classifier(
+        kit.labelled(), lambda rows: kit.classify(sorted(rows, key=lambda row: -len(row["input_ids"])))
+    ),
+    "shuffled_rows": lambda: classifier(kit.labelled(), lambda rows: kit.classify(random.sample(rows, len(rows)))),
+    "padded_without_mask": lambda: Case(
+        kit.gpt2(),
+        kit.id_rows(),
+        lambda rows: {k: v for k, v in kit.causal(rows).items() if k in ("input_ids", "labels")},
+    ),
+    "one_very_long_record": lambda: Case(
+        kit.llama(), [*kit.id_rows(ROWS - 1, high=8), *kit.id_rows(1, 48, 48)], kit.causal
+    ),
+    "one_token_records": lambda: Case(kit.gpt2(), [*kit.id_rows(4, 2, 2), *kit.id_rows(ROWS - 4)], kit.causal),
+    "repeated_records": lambda: classifier([kit.labelled()[n % 3] for n in range(ROWS)]),
+    "one_hot_in_loop": lambda: outside(
+        kit.mlp(), kit.numbers(), loss=lambda m, b: F.mse_loss(m(b[0]), F.one_hot(b[1], kit.CLASSES).to(b[0]))
+    ),
+    "drop_last": lambda: classifier(kit.labelled(), loader={"drop_last": True}),
+    "workers": lambda: classifier(kit.labelled(), loader={"num_workers": 2, "persistent_workers": True}),
+}
+register_all(ONE_LINE, lambda build: build())

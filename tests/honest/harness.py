@@ -8,12 +8,12 @@ whole loop where the loop is the point. The decorator states the outcome: the fa
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import io
 import logging
 import os
 import random
-import sys
 import time
 import traceback
 import warnings
@@ -98,7 +98,6 @@ class Program:
     build: Callable[[], Case]
     expect: str
     why: str
-    tags: tuple[str, ...]
 
     def accepts(self, outcome: str, message: str) -> bool:
         """Whether an outcome is among the stated ones; the fast route is always better than the one-example route."""
@@ -114,26 +113,37 @@ class Program:
 PROGRAMS: dict[str, Program] = {}
 
 
-def program(expect: str = "uses", why: str = "", tags: Sequence[str] = ()) -> Callable[[Callable[[], Case]], Any]:
+def program(expect: str = "uses", why: str = "") -> Callable[[Callable[[], Case]], Any]:
     """Register a program under its function's name; `why` says in one line what justifies another route than the fast one."""
     if expect != "uses" and not why:
         raise ValueError("say why the program is not on the fast route")
 
     def add(build: Callable[[], Case]) -> Callable[[], Case]:
-        register(build.__name__, build, expect, why, tags)
+        register(build.__name__, build, expect, why)
         return build
 
     return add
 
 
-def register(
-    name: str, build: Callable[[], Case], expect: str = "uses", why: str = "", tags: Sequence[str] = ()
-) -> None:
-    """Register one member of a class of programs that a table lists."""
+def register(name: str, build: Callable[[], Case], expect: str = "uses", why: str = "") -> None:
+    """Register a program under a name; its family is the module of `build`."""
     if name in PROGRAMS:
         raise ValueError(f"two programs are called {name}")
-    family = sys._getframe(2 if sys._getframe(1).f_code.co_name == "add" else 1).f_globals["__name__"].split(".")[-1]
-    PROGRAMS[name] = Program(name, family, build, expect, why, tuple(tags))
+    PROGRAMS[name] = Program(name, build.__module__.rpartition(".")[2], build, expect, why)
+
+
+def register_all(
+    table: dict[str, Any],
+    make: Callable[[Any], Case],
+    prefix: str = "",
+    suffix: str = "",
+    expect: str = "uses",
+    why: str = "",
+) -> None:
+    """Register the members of a class of programs: `make` builds each of them from its entry in the table."""
+    for name, value in table.items():
+        build = functools.update_wrapper(functools.partial(make, value), make)
+        register(f"{prefix}{name}{suffix}", build, expect, why)
 
 
 def load() -> dict[str, Program]:

@@ -10,24 +10,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from .custom import attention, id_collate, outside, text_case, text_model
-from .harness import ROWS, Case, program, register
-from .kit import (
-    CLASSES,
-    MEAN,
-    WIDTH,
-    Wrapped,
-    bert,
-    causal,
-    classify,
-    gpt2,
-    id_rows,
-    keywords,
-    labelled,
-    mlp,
-    numbers,
-    unpack,
-)
+from . import kit
+from .custom import attention, outside, text_case
+from .harness import ROWS, Case, program, register_all
 
 WEIGHTS = (1.0, 2.0, 5.0)
 
@@ -50,7 +35,7 @@ def divergence(logits: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 
 def one_hot(labels: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """Targets of 0 and 1."""
-    return F.one_hot(labels, CLASSES).to(like)
+    return F.one_hot(labels, kit.CLASSES).to(like)
 
 
 #: Losses of (logits, labels).
@@ -81,16 +66,15 @@ CLASSIFYING: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     ).mean(),
     "logsigmoid_reward": lambda z, y: -F.logsigmoid(z[:, 0] - z[:, 1]).mean(),
 }
-for _name, _loss in CLASSIFYING.items():
-    register(
-        f"{_name}_inside",
-        lambda f=_loss: text_case(lambda self, ids, mask, labels: f(attention(self, ids, mask), labels)),
-    )
-for _name in ("label_smoothing", "focal", "binary_of_sigmoid", "entropy_bonus", "kl_div_alone", "logsigmoid_reward"):
-    register(
-        f"{_name}_outside",
-        lambda f=CLASSIFYING[_name]: outside(mlp(), numbers(), loss=lambda m, b: f(m(b[0]), b[1])),
-    )
+register_all(
+    CLASSIFYING, lambda f: text_case(lambda m, ids, mask, labels: f(attention(m, ids, mask), labels)), suffix="_inside"
+)
+OUTSIDE = ("label_smoothing", "focal", "binary_of_sigmoid", "entropy_bonus", "kl_div_alone", "logsigmoid_reward")
+register_all(
+    {name: CLASSIFYING[name] for name in OUTSIDE},
+    lambda f: outside(kit.mlp(), kit.numbers(), loss=lambda m, b: f(m(b[0]), b[1])),
+    suffix="_outside",
+)
 
 
 @program()
@@ -101,26 +85,16 @@ def class_weights_criterion() -> Case:
         weights = torch.tensor(WEIGHTS).to(output.logits)
         return F.cross_entropy(output.logits, batch["labels"], weight=weights, reduction="none")
 
-    return Case(bert(), labelled(), classify, lambda m, b: m(b["input_ids"], b["attention_mask"]), criterion)
+    return Case(
+        kit.bert(), kit.labelled(), kit.classify, lambda m, b: m(b["input_ids"], b["attention_mask"]), criterion
+    )
 
 
 @program("refused: weight", "torch divides by the weights of the whole batch")
 def class_weights_mean_outside() -> Case:
     """CrossEntropyLoss(weight=...) in the loop."""
     loss = lambda m, b: F.cross_entropy(m(b[0]), b[1], weight=torch.tensor(WEIGHTS))  # noqa: E731
-    return outside(mlp(), numbers(), loss=loss)
-
-
-@program("one-example or refused: weight", "torch divides by the weights of the whole batch")
-def class_weights_mean_inside() -> Case:
-    """CrossEntropyLoss(weight=...) in the model."""
-
-    def forward(self: Any, ids: torch.Tensor, mask: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        return F.cross_entropy(attention(self, ids, mask), labels, weight=torch.tensor(WEIGHTS))
-
-    case = text_case(forward)
-    case.exact = False
-    return case
+    return outside(kit.mlp(), kit.numbers(), loss=loss)
 
 
 @program()
@@ -130,8 +104,10 @@ def row_weights_inside() -> Case:
     def forward(self: Any, x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return (weight * F.cross_entropy(self.net(x), y, reduction="none")).mean()
 
-    x, y = numbers().tensors
-    return Case(Wrapped(forward, net=mlp()), TensorDataset(x, torch.linspace(0.5, 2, ROWS), y), None, unpack)
+    x, y = kit.numbers().tensors
+    return Case(
+        kit.Wrapped(forward, net=kit.mlp()), TensorDataset(x, torch.linspace(0.5, 2, ROWS), y), None, kit.unpack
+    )
 
 
 @program()
@@ -144,7 +120,11 @@ def token_means_criterion() -> Case:
         return losses.sum(1) / (labels != -100).sum(1).clamp(min=1)
 
     return Case(
-        gpt2(), id_rows(), causal, lambda m, b: m(b["input_ids"], attention_mask=b["attention_mask"]), criterion
+        kit.gpt2(),
+        kit.id_rows(),
+        kit.causal,
+        lambda m, b: m(b["input_ids"], attention_mask=b["attention_mask"]),
+        criterion,
     )
 
 
@@ -157,18 +137,7 @@ def token_means_outside() -> Case:
         losses = F.cross_entropy(logits.transpose(1, 2), labels, reduction="none", ignore_index=-100)
         return (losses.sum(1) / (labels != -100).sum(1).clamp(min=1)).mean()
 
-    return Case(gpt2(), id_rows(), causal, loss, options=MEAN)
-
-
-@program()
-def token_mean_outside_one_length() -> Case:
-    """One mean over all tokens in the loop, rows of one length."""
-
-    def loss(model: Any, batch: Any) -> torch.Tensor:
-        logits = model(batch["input_ids"]).logits
-        return F.cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
-
-    return Case(gpt2(), id_rows(low=9, high=9), causal, loss, options=MEAN)
+    return Case(kit.gpt2(), kit.id_rows(), kit.causal, loss, options=kit.MEAN)
 
 
 @program()
@@ -180,20 +149,10 @@ def two_heads() -> Case:
         value = self.value(hidden).squeeze(-1)
         return 0.5 * F.cross_entropy(self.classes(hidden), y) + F.mse_loss(value, y.to(value))
 
-    model = Wrapped(forward, body=nn.Linear(12, WIDTH), value=nn.Linear(WIDTH, 1), classes=nn.Linear(WIDTH, CLASSES))
-    return Case(model, numbers(), None, unpack)
-
-
-@program()
-def two_heads_outside() -> Case:
-    """The same with both losses in the loop."""
-
-    def loss(model: Any, batch: Any) -> torch.Tensor:
-        classes, value = model(batch[0])
-        return F.cross_entropy(classes, batch[1]) + 0.3 * F.l1_loss(value.squeeze(-1), batch[1].to(value))
-
-    model = Wrapped(lambda self, x: (self.classes(x), self.value(x)), classes=mlp(), value=mlp(outputs=1))
-    return outside(model, numbers(), loss=loss)
+    model = kit.Wrapped(
+        forward, body=nn.Linear(12, kit.WIDTH), value=nn.Linear(kit.WIDTH, 1), classes=nn.Linear(kit.WIDTH, kit.CLASSES)
+    )
+    return Case(model, kit.numbers(), None, kit.unpack)
 
 
 @program("one-example", "parameters multiply means of losses")
@@ -205,24 +164,8 @@ def learned_loss_weights() -> Case:
         first, second = F.cross_entropy(self.classes(x), y), F.mse_loss(value, y.to(value))
         return torch.exp(-self.s[0]) * first + torch.exp(-self.s[1]) * second + self.s.sum()
 
-    model = Wrapped(forward, classes=mlp(), value=mlp(outputs=1), s=nn.Parameter(torch.zeros(2)))
-    return Case(model, numbers(), None, unpack)
-
-
-@program("uses or refused: parameter", "a penalty of parameters is no loss of an example; weight_decay is the same")
-def parameter_penalty() -> Case:
-    """The loop adds squared parameters to the loss."""
-
-    def loss(model: Any, batch: Any) -> torch.Tensor:
-        return model(**batch).loss + 1e-4 * sum(p.pow(2).sum() for p in model.parameters())
-
-    return Case(bert(), labelled(), classify, loss)
-
-
-@program()
-def scaled_loss() -> Case:
-    """The loop multiplies the returned loss, which has no effect."""
-    return Case(bert(), labelled(), classify, lambda m, b: 0.5 * m(**b).loss, exact=False)
+    model = kit.Wrapped(forward, classes=kit.mlp(), value=kit.mlp(outputs=1), s=nn.Parameter(torch.zeros(2)))
+    return Case(model, kit.numbers(), None, kit.unpack)
 
 
 @program()
@@ -234,8 +177,12 @@ def intermediate_losses() -> Case:
         second = torch.relu(self.second(first))
         return torch.stack([F.cross_entropy(self.head(hidden), y) for hidden in (first, second)]).mean()
 
-    parts = {"first": nn.Linear(12, WIDTH), "second": nn.Linear(WIDTH, WIDTH), "head": nn.Linear(WIDTH, CLASSES)}
-    return Case(Wrapped(forward, **parts), numbers(), None, unpack)
+    parts = {
+        "first": nn.Linear(12, kit.WIDTH),
+        "second": nn.Linear(kit.WIDTH, kit.WIDTH),
+        "head": nn.Linear(kit.WIDTH, kit.CLASSES),
+    }
+    return Case(kit.Wrapped(forward, **parts), kit.numbers(), None, kit.unpack)
 
 
 @program()
@@ -246,7 +193,7 @@ def rdrop_inside() -> Case:
         first, second = self.body(**batch), self.body(**batch)
         return 0.5 * (first.loss + second.loss) + 0.5 * divergence(first.logits, second.logits)
 
-    return Case(Wrapped(forward, body=bert()), labelled(), classify, keywords)
+    return Case(kit.Wrapped(forward, body=kit.bert()), kit.labelled(), kit.classify, kit.keywords)
 
 
 @program("uses or refused: two forward", "two forward passes of one batch")
@@ -257,18 +204,7 @@ def rdrop_in_loop() -> Case:
         first, second = model(**batch), model(**batch)
         return 0.5 * (first.loss + second.loss) + 0.5 * divergence(first.logits, second.logits)
 
-    return Case(bert(), labelled(), classify, loss)
-
-
-@program("one-example", "the model repeats the rows")
-def rdrop_repeated_rows() -> Case:
-    """R-Drop by repeating the rows inside the model."""
-
-    def forward(self: Any, labels: torch.Tensor, **batch: Any) -> torch.Tensor:
-        first, second = self.body(**{k: torch.cat([v, v]) for k, v in batch.items()}).logits.chunk(2)
-        return F.cross_entropy(first, labels) + F.cross_entropy(second, labels) + divergence(first, second)
-
-    return Case(Wrapped(forward, body=bert()), labelled(), classify, keywords)
+    return Case(kit.bert(), kit.labelled(), kit.classify, loss)
 
 
 def teach(student: torch.Tensor, teacher: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -286,35 +222,24 @@ def distillation_teacher_inside() -> Case:
         return teach(self.student(**batch).logits, wanted, labels)
 
     return Case(
-        Wrapped(forward, student=bert(), teacher=bert().requires_grad_(False).eval()), labelled(), classify, keywords
+        kit.Wrapped(forward, student=kit.bert(), teacher=kit.bert().requires_grad_(False).eval()),
+        kit.labelled(),
+        kit.classify,
+        kit.keywords,
     )
 
 
 @program()
 def distillation_teacher_in_loop() -> Case:
     """The loop asks a frozen teacher, and computes both terms."""
-    teacher = mlp().requires_grad_(False)
+    teacher = kit.mlp().requires_grad_(False)
 
     def loss(model: Any, batch: Any) -> torch.Tensor:
         with torch.no_grad():
             wanted = teacher.to(batch[0])(batch[0])
         return teach(model(batch[0]), wanted, batch[1])
 
-    return outside(mlp(), numbers(), loss=loss)
-
-
-@program("one-example or refused: criterion", "the loop adds a term to the model's own loss")
-def distillation_student_loss() -> Case:
-    """The student returns its loss; the loop adds a term of the logits."""
-    teacher = bert().requires_grad_(False).eval()
-
-    def loss(model: Any, batch: Any) -> torch.Tensor:
-        output = model(**batch)
-        with torch.no_grad():
-            wanted = teacher(**batch).logits
-        return 0.5 * output.loss + 0.5 * divergence(output.logits, wanted)
-
-    return Case(bert(), labelled(), classify, loss, exact=False)
+    return outside(kit.mlp(), kit.numbers(), loss=loss)
 
 
 def encode(self: Any, ids: torch.Tensor) -> torch.Tensor:
@@ -324,58 +249,9 @@ def encode(self: Any, ids: torch.Tensor) -> torch.Tensor:
 
 def embedder(forward: Any) -> Case:
     """Three texts of an example."""
-    model = Wrapped(forward, embed=nn.Embedding(96, 8), head=nn.Linear(8, 8))
+    model = kit.Wrapped(forward, embed=nn.Embedding(96, 8), head=nn.Linear(8, 8))
     ids = torch.randint(0, 96, (3, ROWS, 6), generator=torch.Generator().manual_seed(0))
-    return Case(model, TensorDataset(*ids), None, unpack)
-
-
-@program()
-def triplet() -> Case:
-    """Anchor, positive and negative of one example."""
-    return embedder(lambda self, a, p, n: F.triplet_margin_loss(*(encode(self, x) for x in (a, p, n))))
-
-
-@program()
-def triplet_by_hand() -> Case:
-    """The same with distances and relu."""
-
-    def forward(self: Any, *ids: torch.Tensor) -> torch.Tensor:
-        a, p, n = (encode(self, x) for x in ids)
-        return F.relu((a - p).norm(dim=1) - (a - n).norm(dim=1) + 1.0).mean()
-
-    return embedder(forward)
-
-
-@program()
-def cosine_similarity_of_pairs() -> Case:
-    """Similarity of two texts against a score."""
-
-    def forward(self: Any, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
-        similarity = F.cosine_similarity(encode(self, a), encode(self, b))
-        return F.mse_loss(similarity, c[:, 0].to(similarity) / 96)
-
-    return embedder(forward)
-
-
-@program()
-def margin_ranking() -> Case:
-    """Margin ranking of two texts of one example."""
-
-    def forward(self: Any, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
-        first, second = (encode(self, x).sum(1) for x in (a, b))
-        return F.margin_ranking_loss(first, second, torch.ones_like(first), margin=0.5)
-
-    return embedder(forward)
-
-
-@program()
-def reward_pairs_inside() -> Case:
-    """Reward modelling: two calls of the body inside the model."""
-
-    def forward(self: Any, chosen: torch.Tensor, rejected: torch.Tensor, prompt: torch.Tensor) -> torch.Tensor:
-        return -F.logsigmoid(encode(self, chosen).sum(1) - encode(self, rejected).sum(1)).mean()
-
-    return embedder(forward)
+    return Case(model, TensorDataset(*ids), None, kit.unpack)
 
 
 @program("uses or refused: two forward", "two forward passes before one backward pass")
@@ -383,21 +259,8 @@ def reward_pairs_in_loop() -> Case:
     """Reward modelling: the loop calls the model for chosen and rejected texts."""
     case = embedder(lambda self, ids: encode(self, ids).sum(1))
     case.loss = lambda model, batch: -F.logsigmoid(model(batch[0]) - model(batch[1])).mean()
-    case.options = MEAN
+    case.options = kit.MEAN
     return case
-
-
-@program()
-def ctc() -> Case:
-    """CTC over frames of one length, targets of one length."""
-
-    def forward(self: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        frames = self.net(x).log_softmax(-1).transpose(0, 1)
-        sizes = [torch.full((len(x),), n, dtype=torch.long) for n in (8, 3)]
-        return F.ctc_loss(frames, y, *sizes)
-
-    rows = TensorDataset(torch.randn(ROWS, 8, 12), torch.randint(1, 5, (ROWS, 3)))
-    return Case(Wrapped(forward, net=mlp(12, 5)), rows, None, unpack)
 
 
 @program()
@@ -412,32 +275,7 @@ def ctc_varying_lengths() -> Case:
 
     lengths = 6 + torch.arange(ROWS) % 3, 1 + torch.arange(ROWS) % 3
     rows = TensorDataset(torch.randn(ROWS, 8, 12), torch.randint(1, 5, (ROWS, 3)), *lengths)
-    return Case(Wrapped(forward, net=mlp(12, 5)), rows, None, unpack)
-
-
-@program()
-def autoencoder_bce_outside() -> Case:
-    """F.binary_cross_entropy(reconstruction, x) in the loop."""
-    net = nn.Sequential(mlp(12, 12), nn.Sigmoid())
-    return outside(net, numbers(), loss=lambda m, b: F.binary_cross_entropy(m(b[0]), b[0]))
-
-
-@program()
-def sparse_autoencoder() -> Case:
-    """Reconstruction with an L1 penalty on the code, in the loop."""
-
-    def loss(model: Any, batch: Any) -> torch.Tensor:
-        code = torch.relu(model.encoder(batch[0]))
-        return F.mse_loss(model.decoder(code), batch[0]) + 0.01 * code.abs().sum(1).mean()
-
-    model = Wrapped(lambda self, x: self.decoder(torch.relu(self.encoder(x))))
-    model.encoder, model.decoder = nn.Linear(12, WIDTH), nn.Linear(WIDTH, 12)
-
-    def inside(self: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return loss(self, (x, y))
-
-    model.function = inside
-    return Case(model, numbers(), None, unpack)
+    return Case(kit.Wrapped(forward, net=kit.mlp(12, 5)), rows, None, kit.unpack)
 
 
 def _vector_quantised(commitment_first: bool) -> Case:
@@ -448,43 +286,20 @@ def _vector_quantised(commitment_first: bool) -> Case:
         return F.mse_loss(self.decoder(z + (code - z).detach()), x) + F.mse_loss(code, z.detach()) + 0.25 * commitment
 
     parts = {"encoder": nn.Linear(12, 4), "decoder": nn.Linear(4, 12), "codes": nn.Embedding(8, 4)}
-    return Case(Wrapped(forward, **parts), numbers(), None, unpack)
+    return Case(kit.Wrapped(forward, **parts), kit.numbers(), None, kit.unpack)
 
 
-for _first in (False, True):
-    register(f"vector_quantised_{'input' if _first else 'code'}_first", lambda first=_first: _vector_quantised(first))
+register_all({"code_first": False, "input_first": True}, _vector_quantised, "vector_quantised_")
 
 
-@program()
-def annealed_weight_attribute() -> Case:
-    """The loop sets model.beta before each step."""
-
-    def forward(self: Any, ids: torch.Tensor, mask: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        logits = attention(self, ids, mask)
-        return F.cross_entropy(logits, labels) + self.beta * logits.pow(2).mean()
-
-    case, step = text_case(forward, beta=0.0), [0]
-
-    def loss(model: Any, batch: Any) -> torch.Tensor:
-        step[0] += 1
-        model.beta = step[0] / 30
-        return model(**batch)
-
-    case.loss, case.exact = loss, False
-    return case
-
-
-@program()
-def temperature_argument() -> Case:
-    """The loop passes a temperature that falls with the step."""
-
-    def forward(self: Any, temperature: float, **batch: Any) -> torch.Tensor:
-        return F.cross_entropy(attention(self, batch["ids"], batch["mask"]) / temperature, batch["labels"])
-
-    step = [0]
-
-    def loss(model: Any, batch: Any) -> torch.Tensor:
-        step[0] += 1
-        return model(temperature=max(0.5, 1 - step[0] / 30), **batch)
-
-    return Case(text_model(forward), labelled(), id_collate, loss, exact=False)
+#: Programs of one line.
+ONE_LINE: dict[str, Any] = {
+    "scaled_loss": lambda: Case(kit.bert(), kit.labelled(), kit.classify, lambda m, b: 0.5 * m(**b).loss, exact=False),
+    "triplet": lambda: embedder(lambda self, a, p, n: F.triplet_margin_loss(*(encode(self, x) for x in (a, p, n)))),
+    "autoencoder_bce_outside": lambda: outside(
+        nn.Sequential(kit.mlp(12, 12), nn.Sigmoid()),
+        kit.numbers(),
+        loss=lambda m, b: F.binary_cross_entropy(m(b[0]), b[0]),
+    ),
+}
+register_all(ONE_LINE, lambda build: build())
