@@ -14,6 +14,7 @@ import io
 import logging
 import os
 import random
+import re
 import time
 import traceback
 import warnings
@@ -355,7 +356,7 @@ def run_privately(chosen: Program, seed: int = 0, compare: bool = True) -> Resul
         result.ok, result.message = False, f"refused after {result.made} releases. {result.message}"
     if result.outcome in ("uses", "one-example"):
         if result.made != result.paid:
-            both = [text for text in said if str(result.made) in text and str(result.paid) in text]
+            both = [text for text in said if {str(result.made), str(result.paid)} <= set(re.findall(r"\d+", text))]
             result.ok &= bool(both)
             result.message = both[0] if both else "releases paid for were not made, without a warning"
         elif not result.ok:
@@ -392,12 +393,23 @@ def summary(results: Sequence[Result]) -> dict[str, Any]:
 
 
 def table(figures: Sequence[dict[str, Any]]) -> list[str]:
-    """The Markdown table of the committed figures, line by line, by family."""
-    rows = []
+    """Two Markdown tables of the committed figures: routes by family, and every program that is not on the fast route."""
+    kinds = ("uses", "one-example", "refused")
+    families = {row["family"]: [own for own in figures if own["family"] == row["family"]] for row in figures}
+    counts = [
+        [
+            family,
+            len(own),
+            *(sum(row["route"] == kind for row in own) for kind in kinds),
+            sum(row["held"] < row["seeds"] for row in own),
+        ]
+        for family, own in families.items()
+    ]
+    lines = markdown(["family", "programs", "fast", "one example", "refused", "not as expected"], counts)
+    others = []
     for row in figures:
-        made = f"{row['made']} of {row['paid']}" if row["paid"] else ""
-        held = row["route"] if row["held"] == row["seeds"] else f"**{row['route']}** ({row['held']} of {row['seeds']})"
-        rows.append(
-            [row["family"], row["name"].replace("_", " "), row["expected"], held, made, row["why"] or row["message"]]
-        )
-    return markdown(["family", "program", "expected", "route", "releases", "note"], rows)
+        held = row["held"] == row["seeds"]
+        if row["route"] != "uses" or not held:
+            route = row["route"] if held else f"**{row['route']}** ({row['held']} of {row['seeds']} seeds)"
+            others.append([row["name"].replace("_", " "), route, row["why"] if held else row["message"]])
+    return [*lines, "", *markdown(["program", "route", "reason"], others)]

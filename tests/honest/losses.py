@@ -229,19 +229,6 @@ def distillation_teacher_inside() -> Case:
     )
 
 
-@program()
-def distillation_teacher_in_loop() -> Case:
-    """The loop asks a frozen teacher, and computes both terms."""
-    teacher = kit.mlp().requires_grad_(False)
-
-    def loss(model: Any, batch: Any) -> torch.Tensor:
-        with torch.no_grad():
-            wanted = teacher.to(batch[0])(batch[0])
-        return teach(model(batch[0]), wanted, batch[1])
-
-    return outside(kit.mlp(), kit.numbers(), loss=loss)
-
-
 def encode(self: Any, ids: torch.Tensor) -> torch.Tensor:
     """Means of word vectors through a layer."""
     return self.head(self.embed(ids).mean(1))

@@ -109,14 +109,6 @@ register_all(
 )
 
 
-@program()
-def clm_lines_language_modeling_collator() -> Case:
-    """Lines of text through DataCollatorForLanguageModeling(mlm=False)."""
-    rows = [dict(kit.tokenizer(pair=False)(text)) for text in kit.texts()]
-    rows = [{key: row[key] for key in ("input_ids", "attention_mask")} for row in rows]
-    return Case(kit.llama(), rows, hf.DataCollatorForLanguageModeling(kit.tokenizer(pair=False), mlm=False))
-
-
 def left_padded(rows: list[Any]) -> dict[str, torch.Tensor]:
     """Left padding; no padding token predicts a row's first token."""
     batch = kit.causal(rows, left=True)

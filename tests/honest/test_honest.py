@@ -1,8 +1,11 @@
 """Ordinary programs end as their authors may expect: a sample here, all of them in the slow tier."""
 
+import sys
+
 import pytest
 
-from .harness import FAMILIES, load, run_plainly, run_privately, table
+from .harness import EXACT, FAMILIES, Case, Program, load, run_plainly, run_privately, sum_error, table
+from .kit import MEAN, mlp, numbers
 from .run import run
 
 PROGRAMS = load()
@@ -48,7 +51,24 @@ def test_an_outcome_is_judged_by_what_was_stated():
 
 
 def test_a_table_shows_what_did_not_hold():
-    row = {"family": "loops", "name": "plain", "expected": "uses", "route": "uses", "made": 3, "paid": 3, "why": ""}
-    lines = table([{**row, "held": 10, "seeds": 10, "message": ""}, {**row, "held": 7, "seeds": 10, "message": "late"}])
-    assert lines[2] == "| loops | plain | uses | uses | 3 of 3 | |"
-    assert lines[3] == "| loops | plain | uses | **uses** (7 of 10) | 3 of 3 | late |"
+    row = {"family": "loops", "expected": "uses", "made": 3, "paid": 3, "why": "", "seeds": 10, "message": "late"}
+    fast, failed = (
+        {**row, "name": "plain", "route": "uses", "held": 10},
+        {**row, "name": "a_b", "route": "uses", "held": 7},
+    )
+    slow = {**row, "name": "slow", "route": "one-example", "held": 10, "why": "the data choose"}
+    lines = table([fast, failed, slow])
+    assert lines[2] == "| loops | 3 | 2 | 1 | 0 | 1 |"
+    assert lines[6:] == ["| a b | **uses** (7 of 10 seeds) | late |", "| slow | one-example | the data choose |"]
+
+
+def test_a_sum_is_compared_with_autograd():
+    assert sum_error(PROGRAMS["two_heads"].build) < EXACT
+    # What is drawn in one run and not in the other makes another sum.
+    assert sum_error(PROGRAMS["forward_draws_normal"].build) > EXACT
+
+
+@pytest.mark.parametrize("loop", [lambda run: sys.exit(1), lambda run: run.start() and 1 / 0])
+def test_a_crash_is_not_a_refusal(loop):
+    ending = Program("ending", "loops", lambda: Case(mlp(), numbers(), options=MEAN, loop=loop), "refused: ", "it ends")
+    assert run_privately(ending).outcome == "crash"

@@ -17,7 +17,6 @@ import fastdp
 
 from . import kit
 from .adapters import lora
-from .draws import Flipped
 from .harness import BATCH, Case, Run, program, register, register_all
 
 QUIET = {"report_to": "none", "use_cpu": True, "disable_tqdm": True, "save_strategy": "no", "logging_steps": 100}
@@ -112,14 +111,6 @@ def trainer_stops_itself() -> Case:
     return trainer(callbacks=[Stop()])
 
 
-@program()
-def trainer_masked_language_model() -> Case:
-    """Masking drawn in the collator."""
-    rows = [{"input_ids": row["input_ids"]} for row in kit.id_rows()]
-    collator = hf.DataCollatorForLanguageModeling(kit.tokenizer(), mlm_probability=0.15)
-    return trainer(model=kit.bert("MaskedLM"), rows=rows, data_collator=collator)
-
-
 def weighted(output: Any, batch: Any) -> torch.Tensor:
     """Class weights by the row."""
     weights = torch.tensor([1.0, 2.0, 5.0])
@@ -160,15 +151,6 @@ def trainer_compute_loss() -> Case:
             delattr(fastdp, "_Own")
 
     return Case(kit.bert(), None, loop=loop)
-
-
-@program()
-def trainer_augmented_pictures() -> Case:
-    """A vision transformer on pictures that are flipped at random."""
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
-    model = hf.ViTForImageClassification(hf.ViTConfig(**sizes, image_size=16, patch_size=4, num_labels=kit.CLASSES))
-    draw = lambda: float(torch.rand(()))  # noqa: E731
-    return trainer({"remove_unused_columns": False}, model, Flipped(draw), data_collator=kit.pictures)
 
 
 @program()
