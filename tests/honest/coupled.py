@@ -30,10 +30,10 @@ NORMS = {
     "2d": lambda: outside(kit.convnet(nn.BatchNorm2d), kit.images()),
     "1d": lambda: outside(kit.mlp(12, 3, nn.BatchNorm1d(16)), kit.numbers()),
 }
-register_all(NORMS, lambda build: build(), "batch_norm_", "", "refused: BatchNorm", "statistics of the batch")
+register_all(NORMS, lambda build: build(), "batch_norm_", "", "refused: batch", "statistics of the batch")
 
 
-@program("refused: BatchNorm", "statistics of the batch")
+@program("refused: batch", "statistics of the batch")
 def resnet_of_transformers() -> Case:
     """A stock ResNet."""
     config = hf.ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], num_labels=kit.CLASSES)

@@ -69,7 +69,6 @@ def save(model: Any, optimizer: Any, epoch: int) -> None:
 #: What the loop does beside training.
 HABITS: dict[str, dict[str, Any]] = {
     "plain": {"exact": True},
-    "zero_grad_in_place": {"after_step": lambda m, o, step: o.zero_grad(set_to_none=False)},
     "train_forgotten_after_evaluation": {"after_epoch": lambda m, o, epoch: (evaluate(m), m.eval())},
     "evaluation_within_epoch": {"after_step": lambda m, o, step: step % 2 or evaluate(m)},
     "evaluation_without_eval": {"after_epoch": lambda m, o, epoch: evaluate(m, switch=False)},
@@ -102,17 +101,23 @@ def zero_first() -> Case:
     return looped(loop)
 
 
-@program("uses or refused: zero_grad", "gradients of earlier batches would be added up")
-def no_zero_grad() -> Case:
-    """zero_grad() is never called."""
+def _reset(in_place: bool) -> Case:
+    """zero_grad(set_to_none=False), which leaves zeros, or no zero_grad() at all."""
 
     def loop(run: Run) -> None:
         model, optimizer, loader = run.start()
         for batch in loader:
             model(**batch).loss.backward()
             optimizer.step()
+            if in_place:
+                optimizer.zero_grad(set_to_none=False)
 
-    return looped(loop, late=True)
+    return looped(loop, late=not in_place)
+
+
+_ADDED = "gradients of earlier batches would be added up"
+register("zero_grad_in_place", lambda: _reset(True))
+register("no_zero_grad", lambda: _reset(False), "uses or refused: zero_grad", _ADDED)
 
 
 def _counted(physical: int | None) -> Case:
