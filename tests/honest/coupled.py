@@ -23,7 +23,7 @@ COUPLED = "refused: couples or refused: alone or refused: batch"
 
 def coupled(function: Any, expect: str = COUPLED, why: str = "", **parts: Any) -> Case:
     """A small model that returns the loss of a function of (model, x, y)."""
-    return Case(kit.Wrapped(function, **{"net": kit.mlp(), **parts}), kit.numbers(), None, kit.unpack)
+    return Case(kit.Wrapped(function, **{"net": kit.mlp(), **parts}), kit.numbers(), None, kit.unpack, exact=False)
 
 
 NORMS = {
@@ -157,7 +157,7 @@ PADDING = "one-example or refused: pad"
 
 def left(rows: list[Any], **options: Any) -> Case:
     """GPT-2 padded on the left without position_ids."""
-    return Case(kit.gpt2(**options), rows, partial(kit.causal, left=True))
+    return Case(kit.gpt2(**options), rows, partial(kit.causal, left=True), late=True)
 
 
 @program(PADDING, "padding on the left moves absolute positions")
