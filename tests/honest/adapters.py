@@ -1,0 +1,170 @@
+"""Parameter-efficient tuning: every method of peft that ordinary scripts use."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import peft
+import torch
+from torch import nn
+
+from . import kit
+from .harness import Case, program, register_all
+
+_ATTENTION = ["q_proj", "v_proj"]
+
+
+def adapted(model: Any, config: Any) -> Any:
+    """A model with adapters that no longer begin at zero."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = peft.get_peft_model(model, config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.02 * torch.randn_like(parameter))
+    return model
+
+
+def lora(**options: Any) -> Any:
+    """LoRA of a causal model."""
+    settings = {"task_type": "CAUSAL_LM", "r": 4, "lora_alpha": 8, "target_modules": _ATTENTION, **options}
+    return peft.LoraConfig(**settings)
+
+
+def tuned(config: Any) -> Case:
+    """A Llama with adapters."""
+    return Case(adapted(kit.llama(num_key_value_heads=2), config), kit.id_rows(), kit.causal)
+
+
+#: Arguments of LoRA.
+LORA: dict[str, dict[str, Any]] = {
+    "lora": {},
+    "lora_dropout": {"lora_dropout": 0.1},
+    "lora_all_linear": {"target_modules": "all-linear"},
+    "lora_rslora": {"use_rslora": True},
+    "lora_pissa": {"init_lora_weights": "pissa"},
+    "lora_bias": {"bias": "lora_only", "lora_bias": True},
+    "lora_head_saved": {"modules_to_save": ["lm_head"]},
+    "lora_embeddings": {"target_modules": ["embed_tokens", "q_proj"]},
+    "lora_rank_pattern": {"rank_pattern": {"q_proj": 2}, "alpha_pattern": {"q_proj": 4}},
+    "lora_layers_to_transform": {"layers_to_transform": [1]},
+    "lora_trainable_tokens": {"trainable_token_indices": [5, 6]},
+    "dora": {"use_dora": True},
+}
+register_all(LORA, lambda options: tuned(lora(**options)))
+
+_TASK = {"task_type": "CAUSAL_LM"}
+_QV = {"r": 4, "target_modules": _ATTENTION}
+_SCALED = {"target_modules": ["k_proj", "v_proj", "down_proj"], "feedforward_modules": ["down_proj"]}
+#: Other methods: the class of their configuration and its arguments.
+METHODS: dict[str, tuple[str, dict[str, Any]]] = {
+    "ia3": ("IA3", {**_TASK, **_SCALED}),
+    "prompt_tuning": ("PromptTuning", {**_TASK, "num_virtual_tokens": 3}),
+    "p_tuning": ("PromptEncoder", {**_TASK, "num_virtual_tokens": 3, "encoder_hidden_size": 8}),
+    "prefix_tuning": ("PrefixTuning", {**_TASK, "num_virtual_tokens": 3}),
+    "lokr": ("LoKr", _QV),
+    "vera": ("Vera", {"r": 4, "target_modules": ["q_proj"]}),
+    "layer_norm_tuning": ("LNTuning", {**_TASK, "target_modules": ["norm"]}),
+    "hra": ("HRA", _QV),
+}
+#: Methods that multiply by a matrix made of parameters, whose factors no product of activations gives.
+MADE: dict[str, tuple[str, dict[str, Any]]] = {
+    "loha": ("LoHa", _QV),
+    "oft": ("OFT", {"r": 2, "oft_block_size": 0, "target_modules": _ATTENTION}),
+    "boft": ("BOFT", {"boft_block_size": 4, "target_modules": ["q_proj"]}),
+    "fourierft": ("FourierFT", {"n_frequency": 20, "target_modules": _ATTENTION}),
+    "c3a": ("C3A", {"block_size": 8, "target_modules": ["q_proj"]}),
+}
+
+
+def configured(method: tuple[str, dict[str, Any]]) -> Case:
+    """A Llama tuned by a method."""
+    return tuned(getattr(peft, f"{method[0]}Config")(**method[1]))
+
+
+register_all(METHODS, configured)
+register_all(MADE, configured, expect="one-example", why="the method makes a matrix of its parameters")
+
+
+@program()
+def lora_checkpointing() -> Case:
+    """LoRA with gradient checkpointing."""
+    model = kit.llama()
+    model.gradient_checkpointing_enable()
+    model.enable_input_require_grads()
+    return Case(adapted(model, lora()), kit.id_rows(), kit.causal)
+
+
+@program()
+def bitfit() -> Case:
+    """Biases and the head alone."""
+    model = kit.bert()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("bias" in name or "classifier" in name)
+    return Case(model, kit.labelled(), kit.classify)
+
+
+@program()
+def last_layer() -> Case:
+    """The last layer, pooler and head of BERT."""
+    model = kit.bert()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(any(part in name for part in ("layer.1", "pooler", "classifier")))
+    return Case(model, kit.labelled(), kit.classify)
+
+
+@program()
+def bottleneck_adapters() -> Case:
+    """Houlsby's adapters behind each layer, by forward hooks."""
+    model = kit.bert()
+    model.bert.requires_grad_(False)
+    for number, layer in enumerate(model.bert.encoder.layer):
+        adapter = nn.Sequential(nn.Linear(16, 4), nn.GELU(), nn.Linear(4, 16))
+        model.add_module(f"adapter{number}", adapter)
+        layer.output.register_forward_hook(lambda module, inputs, output, a=adapter: output + a(output))
+    return Case(model, kit.labelled(), kit.classify)
+
+
+@program("refused: AdaLoRA", "its ranks follow gradients, which would be released without noise")
+def adalora() -> Case:
+    """AdaLoRA, whose loop calls update_and_allocate."""
+    config = peft.AdaLoraConfig(
+        task_type="CAUSAL_LM",
+        init_r=4,
+        target_r=2,
+        tinit=0,
+        tfinal=1,
+        deltaT=1,
+        total_step=4,
+        target_modules=_ATTENTION,
+    )
+    model = adapted(kit.llama(), config)
+    return Case(
+        model, kit.id_rows(), kit.causal, after_step=lambda m, o, step: m.base_model.update_and_allocate(step + 1)
+    )
+
+
+#: Programs of one line.
+ONE_LINE: dict[str, Any] = {
+    "lora_classifier": lambda: Case(
+        adapted(
+            kit.bert(), peft.LoraConfig(task_type="SEQ_CLS", r=4, lora_dropout=0.1, target_modules=["query", "value"])
+        ),
+        kit.labelled(),
+        kit.classify,
+    ),
+    "lora_gpt2_conv1d": lambda: Case(
+        adapted(kit.gpt2(), lora(target_modules=["c_attn"], fan_in_fan_out=True)), kit.id_rows(), kit.causal
+    ),
+    "lora_t5": lambda: Case(
+        adapted(kit.t5(), peft.LoraConfig(task_type="SEQ_2_SEQ_LM", r=4, target_modules=["q", "v"])),
+        kit.pair_rows(),
+        kit.translate,
+    ),
+    "lora_bfloat16_base": lambda: Case(
+        adapted(kit.llama().to(torch.bfloat16), lora()), kit.id_rows(), kit.causal, exact=False
+    ),
+}
+register_all(ONE_LINE, lambda build: build())

@@ -1,0 +1,266 @@
+"""Models that people write themselves with torch's layers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.utils import parametrizations, rnn
+from torch.utils.data import TensorDataset
+
+from . import kit
+from .harness import ROWS, Case, program, register_all
+
+PACKED = "lengths choose the tokens that a packed sequence holds"
+
+
+def outside(model: nn.Module, rows: Any, collate: Any = None, loss: Any = kit.crossentropy, **options: Any) -> Case:
+    """A model that returns outputs; the loop computes the mean of a loss over rows."""
+    return Case(model, rows, collate, loss, options=kit.MEAN, **options)
+
+
+def names() -> list[tuple[torch.Tensor, int]]:
+    """Sequences of varying length with a class, as in torch's tutorial on names."""
+    return [(torch.tensor(row["input_ids"]), n % kit.CLASSES) for n, row in enumerate(kit.id_rows())]
+
+
+def with_lengths(rows: list[Any]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(ids, lengths, labels), padded on the right."""
+    lengths = torch.tensor([len(x) for x, _ in rows])
+    return kit.padded([x for x, _ in rows]), lengths, torch.tensor([y for _, y in rows])
+
+
+def recurrent(kind: Any, forward: Any, bidirectional: bool = False, **parts: nn.Module) -> kit.Wrapped:
+    """An embedding, a recurrent layer and a head."""
+    layer = kind(8, kit.WIDTH, batch_first=True, bidirectional=bidirectional)
+    head = nn.Linear(kit.WIDTH * (1 + bidirectional), kit.CLASSES)
+    return kit.Wrapped(forward, embed=nn.Embedding(kit.VOCABULARY, 8, padding_idx=0), layer=layer, head=head, **parts)
+
+
+@program()
+def frozen_batch_norm() -> Case:
+    """Transfer learning: batch normalisation frozen and in eval mode."""
+
+    class Frozen(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = kit.convnet(nn.BatchNorm2d)
+            for module in self.norms():
+                module.requires_grad_(False)
+
+        def norms(self) -> list[nn.Module]:
+            return [m for m in self.net.modules() if isinstance(m, nn.BatchNorm2d)]
+
+        def train(self, mode: bool = True) -> Any:
+            super().train(mode)
+            for module in self.norms():
+                module.eval()
+            return self
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.net(x)
+
+    return outside(Frozen().train(), kit.images())
+
+
+def _packed(kind: Any) -> Case:
+    def forward(self: Any, x: torch.Tensor, lengths: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        packed = rnn.pack_padded_sequence(self.embed(x), lengths, batch_first=True, enforce_sorted=False)
+        hidden = self.layer(packed)[1]
+        return F.cross_entropy(self.head((hidden[0] if isinstance(hidden, tuple) else hidden)[-1]), y)
+
+    return Case(recurrent(kind, forward), names(), with_lengths, kit.unpack)
+
+
+register_all({"lstm": nn.LSTM, "gru": nn.GRU, "rnn": nn.RNN}, _packed, "packed_", "", "one-example", PACKED)
+
+
+@program("one-example or refused: pad", "the last time step is padding")
+def last_step_of_padded() -> Case:
+    """A tutorial's LSTM that reads the last time step of a padded batch."""
+    model = recurrent(
+        nn.LSTM, lambda self, x, lengths, y: F.cross_entropy(self.head(self.layer(self.embed(x))[0][:, -1]), y)
+    )
+    return Case(model, names(), with_lengths, kit.unpack)
+
+
+@program("one-example or refused: pad", "the mean runs over padding")
+def mean_over_padding() -> Case:
+    """A bag of words whose mean counts padding."""
+    model = kit.Wrapped(lambda self, x, lengths, y: F.cross_entropy(self.head(self.embed(x).mean(1)), y))
+    model.embed, model.head = nn.Embedding(kit.VOCABULARY, 8), nn.Linear(8, kit.CLASSES)
+    return Case(model, names(), with_lengths, kit.unpack)
+
+
+def blocks(length: int = 12) -> TensorDataset:
+    """Blocks of text, and the same moved by one."""
+    ids = torch.randint(0, kit.VOCABULARY, (ROWS, length + 1), generator=torch.Generator().manual_seed(0))
+    return TensorDataset(ids[:, :-1], ids[:, 1:])
+
+
+def encoder(**options: Any) -> nn.TransformerEncoder:
+    """torch's own transformer."""
+    layer = nn.TransformerEncoderLayer(kit.WIDTH, 2, 24, batch_first=True, **options)
+    return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+
+def attention(self: Any, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Logits of the first token."""
+    hidden = self.embed(ids) + self.position[: ids.shape[1]]
+    return self.head(self.layers(hidden, src_key_padding_mask=mask == 0)[:, 0])
+
+
+def text_model(forward: Any, **parts: Any) -> kit.Wrapped:
+    """Embeddings with learned positions, torch's encoder, and a head."""
+    position = nn.Parameter(0.02 * torch.randn(32, kit.WIDTH))
+    head, embed = nn.Linear(kit.WIDTH, kit.CLASSES), nn.Embedding(kit.VOCABULARY, kit.WIDTH)
+    return kit.Wrapped(forward, embed=embed, position=position, layers=encoder(), head=head, **parts)
+
+
+def id_collate(rows: list[Any]) -> dict[str, torch.Tensor]:
+    """Ids, mask and labels."""
+    ids = kit.padded([row["input_ids"] for row in rows])
+    return {"ids": ids, "mask": (ids != 0).long(), "labels": torch.tensor([row["labels"] for row in rows])}
+
+
+def text_case(forward: Any, **parts: Any) -> Case:
+    """A text model that returns its loss."""
+    return Case(text_model(forward, **parts), kit.labelled(), id_collate, kit.keywords)
+
+
+@program()
+def fast_path_without_mask() -> Case:
+    """A shortcut for batches without padding: `None if mask.all() else mask`."""
+
+    def forward(self: Any, ids: torch.Tensor, mask: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        hidden = self.embed(ids) + self.position[: ids.shape[1]]
+        hidden = self.layers(hidden, src_key_padding_mask=None if mask.all() else mask == 0)
+        return F.cross_entropy(self.head(hidden[:, 0]), labels)
+
+    return text_case(forward)
+
+
+@program()
+def checks_in_forward() -> Case:
+    """Asserts on ids and on NaN in forward."""
+
+    def forward(self: Any, ids: torch.Tensor, mask: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        assert ids.max() < kit.VOCABULARY, "an id is out of range"
+        logits = attention(self, ids, mask)
+        if torch.isnan(logits).any():
+            raise FloatingPointError("NaN")
+        return F.cross_entropy(logits, labels)
+
+    return text_case(forward)
+
+
+@program()
+def statistics_for_the_log() -> Case:
+    """forward keeps means of activations for a log, by .item() and by hooks."""
+
+    def forward(self: Any, ids: torch.Tensor, mask: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        logits = attention(self, ids, mask)
+        self.seen = {"logits": logits.abs().mean().item()}
+        return F.cross_entropy(logits, labels)
+
+    case, log = text_case(forward), []
+    for module in case.model.modules():
+        if isinstance(module, nn.Linear):
+            module.register_forward_hook(lambda m, args, output: log.append(output.detach().std().item()))
+    return case
+
+
+@program()
+def attention_kept_for_plots() -> Case:
+    """forward keeps its attention weights in an attribute."""
+
+    def forward(self: Any, ids: torch.Tensor, mask: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        weights = (x @ x.transpose(1, 2)).masked_fill((mask == 0)[:, None], -1e9).softmax(-1)
+        self.last_attention = weights.detach()
+        return F.cross_entropy(self.head((weights @ x)[:, 0]), labels)
+
+    model = kit.Wrapped(forward, embed=nn.Embedding(kit.VOCABULARY, kit.WIDTH), head=nn.Linear(kit.WIDTH, kit.CLASSES))
+    return Case(model, kit.labelled(), id_collate, kit.keywords)
+
+
+@program()
+def counter_buffer() -> Case:
+    """A buffer counts forward passes, for annealing."""
+
+    def forward(self: Any, ids: torch.Tensor, mask: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        self.passes += 1
+        return F.cross_entropy(attention(self, ids, mask), labels)
+
+    case = text_case(forward)
+    case.model.register_buffer("passes", torch.zeros((), dtype=torch.long))
+    return case
+
+
+@program()
+def logits_and_loss() -> Case:
+    """nanoGPT's way: the model returns (logits, loss); weights are tied."""
+
+    def forward(self: Any, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = self.embed(x) + self.position(torch.arange(x.shape[1]))
+        q, k, v = self.qkv(self.norm(hidden)).unflatten(-1, (3, 2, kit.WIDTH // 2)).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        logits = self.head(hidden + self.out(mixed))
+        return logits, F.cross_entropy(logits.view(-1, kit.VOCABULARY), y.view(-1), ignore_index=-1)
+
+    parts = {
+        "qkv": nn.Linear(kit.WIDTH, 3 * kit.WIDTH),
+        "out": nn.Linear(kit.WIDTH, kit.WIDTH),
+        "norm": nn.LayerNorm(kit.WIDTH),
+    }
+    model = kit.Wrapped(
+        forward, **parts, position=nn.Embedding(32, kit.WIDTH), head=nn.Linear(kit.WIDTH, kit.VOCABULARY, bias=False)
+    )
+    model.embed = nn.Embedding(kit.VOCABULARY, kit.WIDTH)
+    model.embed.weight = model.head.weight
+    rows = TensorDataset(*(t.clone() for t in blocks().tensors))
+    return Case(model, rows, lambda rows: tuple(torch.stack(t) for t in zip(*rows)), lambda m, b: m(*b)[1])
+
+
+@program()
+def texts_as_input() -> Case:
+    """A model that takes texts and tokenizes them itself."""
+
+    def forward(self: Any, sentences: list[str], labels: torch.Tensor) -> torch.Tensor:
+        encoded = kit.tokenizer()(list(sentences), padding=True, return_tensors="pt")
+        return F.cross_entropy(attention(self, encoded["input_ids"], encoded["attention_mask"]), labels)
+
+    rows = [(text, n % kit.CLASSES) for n, text in enumerate(kit.texts())]
+    return Case(text_model(forward), rows, None, kit.unpack)
+
+
+def _normed(norm: Any) -> Case:
+    return outside(nn.Sequential(norm(nn.Linear(12, 16)), nn.ReLU(), nn.Linear(16, 3)), kit.numbers())
+
+
+_MADE = {"weight_norm": parametrizations.weight_norm, "orthogonal": parametrizations.orthogonal}
+register_all(_MADE, _normed, expect="one-example", why="the layer's weight is made of parameters")
+
+
+#: Programs of one line.
+ONE_LINE: dict[str, Any] = {
+    "convolutions": lambda: outside(kit.convnet(), kit.images()),
+    "instance_norm": lambda: outside(kit.convnet(lambda c: nn.InstanceNorm2d(c, affine=True)), kit.images()),
+    "transformer_encoder_outside": lambda: outside(
+        text_model(attention),
+        kit.labelled(),
+        id_collate,
+        lambda model, batch: F.cross_entropy(model(batch["ids"], batch["mask"]), batch["labels"]),
+    ),
+    "transformer_encoder_inside": lambda: text_case(
+        lambda self, ids, mask, labels: F.cross_entropy(attention(self, ids, mask), labels)
+    ),
+    "tabular_regression_dropout": lambda: outside(
+        kit.mlp(12, 1, nn.LayerNorm(kit.WIDTH), nn.GELU(), nn.Dropout(0.2)),
+        kit.regression(),
+        loss=lambda m, b: F.mse_loss(m(b[0]).squeeze(1), b[1]),
+    ),
+}
+register_all(ONE_LINE, lambda build: build())

@@ -1,0 +1,245 @@
+"""Data sets, collators and samplers."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import transformers as hf
+from torch import nn
+from torch.nn.utils import rnn
+from torch.utils.data import (
+    BatchSampler,
+    ConcatDataset,
+    RandomSampler,
+    Sampler,
+    SubsetRandomSampler,
+    TensorDataset,
+)
+
+from . import kit
+from .custom import PACKED, names, outside, recurrent, with_lengths
+from .harness import BATCH, ROWS, Case, program, register, register_all
+
+
+def classifier(rows: Any, collate: Any = kit.classify, **options: Any) -> Case:
+    """BERT on rows."""
+    return Case(kit.bert(), rows, collate, **options)
+
+
+#: MLM collators that mask at random: short texts, and few tokens.
+MASKING = {"usual": (0.15, 12), "short_texts": (0.15, 4), "rate_of_02": (0.02, 12), "rate_of_60": (0.6, 8)}
+
+
+def masking(rate: float, length: int, **options: Any) -> Case:
+    """Dynamic masking of BERT."""
+    rows = [{"input_ids": row["input_ids"]} for row in kit.id_rows(low=max(3, length - 4), high=length)]
+    collator = hf.DataCollatorForLanguageModeling(kit.tokenizer(), mlm=True, mlm_probability=rate, **options)
+    return Case(kit.bert("MaskedLM"), rows, collator, exact=False)
+
+
+register_all(MASKING, lambda v: masking(*v), "mlm_")
+register("mlm_no_random_replacement", lambda: masking(0.2, 10, mask_replace_prob=1.0, random_replace_prob=0.0))
+
+
+@program()
+def counts_for_the_log() -> Case:
+    """fairseq: the collator also returns ntokens and nsentences, which the model never sees."""
+
+    def collate(rows: list[Any]) -> dict[str, Any]:
+        batch = kit.classify(rows)
+        return {"net_input": batch, "ntokens": int(batch["attention_mask"].sum()), "nsentences": len(rows)}
+
+    return classifier(kit.labelled(), collate, loss=lambda m, b: m(**b["net_input"]).loss)
+
+
+@program()
+def ids_and_texts_beside() -> Case:
+    """Identifiers, texts and the longest length travel with the batch."""
+
+    def collate(rows: list[Any]) -> dict[str, Any]:
+        batch = kit.classify(rows)
+        longest = max(len(row["input_ids"]) for row in rows)
+        return {"inputs": batch, "ids": [row["id"] for row in rows], "longest": longest}
+
+    rows = [{**row, "id": f"document {n}"} for n, row in enumerate(kit.labelled())]
+    return classifier(rows, collate, loss=lambda m, b: m(**b["inputs"]).loss)
+
+
+@program("one-example", PACKED)
+def sorted_for_packing() -> Case:
+    """A collator that sorts by length for pack_padded_sequence."""
+
+    def forward(self: Any, x: torch.Tensor, lengths: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        packed = rnn.pack_padded_sequence(self.embed(x), lengths, batch_first=True)
+        return F.cross_entropy(self.head(self.layer(packed)[1][0][-1]), y)
+
+    def collate(rows: list[Any]) -> Any:
+        return with_lengths(sorted(rows, key=lambda row: len(row[0]), reverse=True))
+
+    return Case(recurrent(nn.LSTM, forward), names(), collate, kit.unpack)
+
+
+@program()
+def sorted_rows_by_value() -> Case:
+    """The same for rows of numbers, the loss in the loop."""
+
+    def collate(rows: list[Any]) -> list[torch.Tensor]:
+        rows = sorted(rows, key=lambda row: float(row[0].sum()))
+        return [torch.stack(column) for column in zip(*rows)]
+
+    return outside(kit.mlp(), kit.numbers(), collate)
+
+
+@program("refused: same", "a record that is in the data twice would count as two units")
+def concatenated_with_itself() -> Case:
+    """ConcatDataset([d, d]), to lengthen an epoch."""
+    rows = kit.labelled(12)
+    return classifier(ConcatDataset([rows, rows]))
+
+
+@program()
+def hugging_face_transform() -> Case:
+    """datasets: set_transform tokenizes on access and drops words at random."""
+    from datasets import Dataset as Table
+
+    def transform(rows: dict[str, list[Any]]) -> dict[str, Any]:
+        kept = [" ".join(w for w in text.split() if random.random() > 0.2) or "w1" for text in rows["text"]]
+        return {**kit.tokenizer()(kept), "labels": rows["labels"]}
+
+    table = Table.from_dict({"text": kit.texts(), "labels": [n % kit.CLASSES for n in range(ROWS)]})
+    table.set_transform(transform)
+    return classifier(table, hf.DataCollatorWithPadding(kit.tokenizer()), exact=False)
+
+
+@program()
+def tokenized_in_loop() -> Case:
+    """The collator returns texts; the loop tokenizes them."""
+
+    def loss(model: Any, batch: Any) -> torch.Tensor:
+        encoded = kit.tokenizer()(list(batch[0]), padding=True, return_tensors="pt")
+        return model(**encoded, labels=batch[1]).loss
+
+    return classifier([(text, n % kit.CLASSES) for n, text in enumerate(kit.texts())], None, loss=loss)
+
+
+@program()
+def mask_in_loop() -> Case:
+    """The loop makes the attention mask from the ids."""
+
+    def loss(model: Any, batch: Any) -> torch.Tensor:
+        ids = batch["input_ids"]
+        return model(input_ids=ids, attention_mask=(ids != 0).long(), labels=batch["labels"]).loss
+
+    return classifier(kit.labelled(), loss=loss)
+
+
+@program()
+def shifted_in_loop() -> Case:
+    """One tensor of tokens; the loop cuts inputs and targets out of it."""
+
+    def loss(model: Any, batch: Any) -> torch.Tensor:
+        ids = batch[0]
+        logits = model(ids[:, :-1]).logits
+        return F.cross_entropy(logits.transpose(1, 2), ids[:, 1:], reduction="none").mean(1).mean()
+
+    rows = TensorDataset(torch.randint(5, 96, (ROWS, 10)))
+    return Case(kit.gpt2(), rows, None, loss, options=kit.MEAN)
+
+
+@program()
+def padding_cut_in_loop() -> Case:
+    """Texts padded to a maximum; the loop cuts columns that are padding in every row."""
+
+    def loss(model: Any, batch: Any) -> torch.Tensor:
+        longest = int(batch["attention_mask"].sum(1).max())
+        cut = {k: batch[k][:, :longest] for k in ("input_ids", "attention_mask")}
+        return model(**cut, labels=batch["labels"]).loss
+
+    def collate(rows: list[Any]) -> dict[str, torch.Tensor]:
+        fixed = {k: F.pad(v, (0, 20 - v.shape[1])) for k, v in kit.classify(rows).items() if k != "labels"}
+        return {**fixed, "labels": torch.tensor([row["labels"] for row in rows])}
+
+    return classifier(kit.labelled(), collate, loss=loss)
+
+
+@program()
+def batch_sampler() -> Case:
+    """batch_sampler=BatchSampler(RandomSampler(...))."""
+    rows = kit.labelled()
+    return classifier(rows, loader={"batch_sampler": BatchSampler(RandomSampler(rows), BATCH, False)})
+
+
+class Buckets(Sampler):
+    """Batches of like length, in random order."""
+
+    def __init__(self, rows: list[Any]):
+        self.order = sorted(range(len(rows)), key=lambda n: len(rows[n]["input_ids"]))
+
+    def __iter__(self) -> Iterator[list[int]]:
+        batches = [self.order[n : n + BATCH] for n in range(0, len(self.order), BATCH)]
+        return iter(random.sample(batches, len(batches)))
+
+    def __len__(self) -> int:
+        return len(self.order) // BATCH
+
+
+@program("uses or refused: batch_sampler", "batches by length are not the random batches that the guarantee needs")
+def bucket_batch_sampler() -> Case:
+    """A batch_sampler that groups like lengths."""
+    rows = kit.labelled()
+    return classifier(rows, loader={"batch_sampler": Buckets(rows)})
+
+
+@program("refused: Subset", "the sampler leaves rows out; replacing it would train on them")
+def subset_random_sampler() -> Case:
+    """SubsetRandomSampler as a split."""
+    return classifier(kit.labelled(), loader={"sampler": SubsetRandomSampler(range(16))})
+
+
+@program("refused: sampler", "rows drawn by weight are not drawn at one rate")
+def weighted_sampler() -> Case:
+    """WeightedRandomSampler for imbalanced classes."""
+    from torch.utils.data import WeightedRandomSampler
+
+    return classifier(kit.labelled(), loader={"sampler": WeightedRandomSampler([1.0] * 8 + [2.0] * 16, ROWS)})
+
+
+@program("refused: iterable", "a stream has no length to sample from")
+def iterable_dataset() -> Case:
+    """IterableDataset."""
+    from torch.utils.data import IterableDataset
+
+    class Stream(IterableDataset):
+        def __iter__(self) -> Iterator[Any]:
+            return iter(kit.labelled())
+
+    return classifier(Stream(), loader={"shuffle": False})
+
+
+#: Programs of one line.
+ONE_LINE: dict[str, Any] = {
+    "sorted_rows": lambda: classifier(
+        kit.labelled(), lambda rows: kit.classify(sorted(rows, key=lambda row: -len(row["input_ids"])))
+    ),
+    "shuffled_rows": lambda: classifier(kit.labelled(), lambda rows: kit.classify(random.sample(rows, len(rows)))),
+    "padded_without_mask": lambda: Case(
+        kit.gpt2(),
+        kit.id_rows(),
+        lambda rows: {k: v for k, v in kit.causal(rows).items() if k in ("input_ids", "labels")},
+    ),
+    "one_very_long_record": lambda: Case(
+        kit.llama(), [*kit.id_rows(ROWS - 1, high=8), *kit.id_rows(1, 48, 48)], kit.causal
+    ),
+    "one_token_records": lambda: Case(kit.gpt2(), [*kit.id_rows(4, 2, 2), *kit.id_rows(ROWS - 4)], kit.causal),
+    "repeated_records": lambda: classifier([kit.labelled()[n % 3] for n in range(ROWS)]),
+    "one_hot_in_loop": lambda: outside(
+        kit.mlp(), kit.numbers(), loss=lambda m, b: F.mse_loss(m(b[0]), F.one_hot(b[1], kit.CLASSES).to(b[0]))
+    ),
+    "drop_last": lambda: classifier(kit.labelled(), loader={"drop_last": True}),
+    "workers": lambda: classifier(kit.labelled(), loader={"num_workers": 2, "persistent_workers": True}),
+}
+register_all(ONE_LINE, lambda build: build())

@@ -1,0 +1,273 @@
+"""Randomness in data sets, collators, loops and models, which is no mistake."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import Dataset
+
+from . import kit
+from .custom import outside, text_case
+from .harness import Case, program, register_all
+
+#: A number between 0 and 1 from each global generator.
+GENERATORS = {"torch": lambda: float(torch.rand(())), "python": random.random, "numpy": numpy.random.rand}
+
+
+class Flipped(Dataset):
+    """Pictures that are mirrored at random."""
+
+    def __init__(self, draw: Any):
+        self.rows, self.draw = kit.images(), draw
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        picture, label = self.rows[index]
+        return (picture.flip(-1) if self.draw() < 0.5 else picture), label
+
+
+def inside(self: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Cross-entropy inside the model."""
+    return F.cross_entropy(self.net(x), y)
+
+
+def by_rows(output: Any, batch: Any) -> torch.Tensor:
+    """The same as a criterion."""
+    return F.cross_entropy(output, batch[1], reduction="none")
+
+
+register_all(GENERATORS, lambda d: outside(kit.convnet(), Flipped(d), exact=False), "flip_", "_outside")
+register_all(
+    GENERATORS,
+    lambda d: Case(kit.Wrapped(inside, net=kit.convnet()), Flipped(d), None, kit.unpack, exact=False),
+    "flip_",
+    "_inside",
+)
+register_all(
+    GENERATORS,
+    lambda d: Case(kit.convnet(), Flipped(d), None, lambda m, b: m(b[0]), by_rows, exact=False),
+    "flip_",
+    "_criterion",
+)
+
+
+@program()
+def noise_in_collator() -> Case:
+    """The collator adds noise to each row."""
+
+    def collate(rows: list[Any]) -> list[torch.Tensor]:
+        x, y = (torch.stack(column) for column in zip(*rows))
+        return [x + 0.1 * torch.randn_like(x), y]
+
+    return outside(kit.mlp(), kit.numbers(), collate, exact=False)
+
+
+@program()
+def noise_in_criterion() -> Case:
+    """A criterion that draws."""
+
+    def criterion(output: Any, batch: Any) -> torch.Tensor:
+        return (output + 0.1 * torch.randn_like(output) - batch[0]).square().mean(1)
+
+    return Case(kit.mlp(12, 12), kit.numbers(), None, lambda m, b: m(b[0]), criterion, exact=False)
+
+
+@program()
+def masks_in_loop() -> Case:
+    """Masked language modelling whose masks the loop draws."""
+
+    def loss(model: Any, batch: Any) -> torch.Tensor:
+        ids = batch["input_ids"].clone()
+        hit = torch.bernoulli(torch.full(ids.shape, 0.15)).bool() & (ids > 4)
+        labels = ids.masked_fill(~hit, -100)
+        ids[hit] = 4
+        return model(input_ids=ids, attention_mask=batch["attention_mask"], labels=labels).loss
+
+    return Case(kit.bert("MaskedLM"), kit.id_rows(), kit.unlabelled, loss, exact=False)
+
+
+_SIGNAL = torch.linspace(0.99, 0.01, 20)
+
+
+def denoise(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(noisy rows, timesteps, noise)."""
+    noise, t = torch.randn_like(x), torch.randint(0, len(_SIGNAL), (len(x),))
+    kept = _SIGNAL[t].view(-1, *[1] * (x.dim() - 1))
+    return kept.sqrt() * x + (1 - kept).sqrt() * noise, t, noise
+
+
+def _unet(forward: Any = None) -> kit.Wrapped:
+    def predict(self: Any, x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+        return self.last(F.silu(self.first(x) + self.time(t)[:, :, None, None]))
+
+    parts = {"time": nn.Embedding(20, 8), "first": nn.Conv2d(3, 8, 3, 1, 1), "last": nn.Conv2d(8, 3, 3, 1, 1)}
+    model = kit.Wrapped(forward or predict, **parts)
+    model.predict = predict
+    return model
+
+
+@program()
+def diffusion_in_loop() -> Case:
+    """DDPM: noise and timesteps drawn in the loop, mean squared error in the loop."""
+
+    def loss(model: Any, batch: Any) -> torch.Tensor:
+        noisy, t, noise = denoise(batch[0])
+        return F.mse_loss(model(noisy, t), noise)
+
+    return outside(_unet(), kit.images(8), loss=loss, exact=False)
+
+
+@program()
+def diffusion_inside() -> Case:
+    """The same inside the model."""
+
+    def forward(self: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        noisy, t, noise = denoise(x)
+        return F.mse_loss(self.predict(self, noisy, t), noise)
+
+    return Case(_unet(forward), kit.images(8), None, kit.unpack, exact=False)
+
+
+@program()
+def diffusion_criterion() -> Case:
+    """The same with a criterion, the noise travelling with the output."""
+
+    def passed(model: Any, batch: Any) -> Any:
+        noisy, t, noise = denoise(batch[0])
+        return model(noisy, t), noise
+
+    criterion = lambda output, batch: (output[0] - output[1]).square().flatten(1).mean(1)  # noqa: E731
+    return Case(_unet(), kit.images(8), None, passed, criterion, exact=False)
+
+
+def _latent(self: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    hidden = torch.relu(self.encoder(x))
+    mean, spread = self.mean(hidden), self.spread(hidden)
+    z = mean + torch.randn_like(mean) * torch.exp(0.5 * spread)
+    return self.decoder(z).sigmoid(), mean, spread
+
+
+def _vae(forward: Any) -> kit.Wrapped:
+    parts = {"encoder": nn.Linear(12, kit.WIDTH), "mean": nn.Linear(kit.WIDTH, 4), "spread": nn.Linear(kit.WIDTH, 4)}
+    return kit.Wrapped(forward, decoder=nn.Linear(4, 12), **parts)
+
+
+def _elbo(x: torch.Tensor, found: Any, reduction: str) -> torch.Tensor:
+    reconstruction, mean, spread = found
+    own = -0.5 * (1 + spread - mean.pow(2) - spread.exp()).sum(1)
+    return (
+        F.binary_cross_entropy(reconstruction, x, reduction="sum") / (len(x) if reduction == "mean" else 1)
+        + getattr(own, reduction)()
+    )
+
+
+#: What a forward pass may draw for its rows: a factor for each number of [rows, features].
+FORWARD = {
+    "bernoulli": lambda x: torch.bernoulli(torch.full_like(x, 0.8)),
+    "rand_like": lambda x: (torch.rand_like(x) > 0.2).to(x),
+    "randint": lambda x: 1 + torch.randint(0, 2, (len(x), 1)).to(x),
+    "normal": lambda x: torch.normal(1.0, 0.1, x.shape).to(x),
+    "multinomial": lambda x: torch.zeros_like(x).scatter(1, torch.multinomial(torch.ones_like(x), 6), 1.0),
+    "uniform_in_place": lambda x: torch.empty_like(x).uniform_(0.5, 1.5),
+    "numpy_rows": lambda x: torch.as_tensor(numpy.stack([numpy.random.rand(12) > 0.2 for _ in x])).to(x),  # noqa: NPY002
+    "numpy_once": lambda x: torch.as_tensor(numpy.random.rand(*x.shape)).to(x),  # noqa: NPY002
+    "python_rows": lambda x: torch.tensor([[random.choice([0.8, 1.2])] for _ in x]).to(x),
+    "randperm_rows": lambda x: torch.stack([torch.randperm(12) for _ in x]).to(x) / 12,
+    "distribution": lambda x: torch.distributions.Beta(2.0, 2.0).sample((len(x), 1)).to(x),
+    "one_number": lambda x: torch.rand(()).to(x),
+}
+
+
+def drawing(factor: Any) -> Case:
+    """forward multiplies its inputs by what it draws."""
+    forward = lambda self, x, y: F.cross_entropy(self.net(x * factor(x)), y)  # noqa: E731
+    return Case(kit.Wrapped(forward, net=kit.mlp()), kit.numbers(), None, kit.unpack, exact=False)
+
+
+register_all(FORWARD, drawing, "forward_draws_")
+
+
+@program()
+def patch_dropout() -> Case:
+    """Each row keeps a random half of its patches."""
+
+    def forward(self: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        patches = self.patches(x).flatten(2).transpose(1, 2)
+        kept = torch.rand(patches.shape[:2]).argsort(1)[:, :8]
+        hidden = patches.gather(1, kept.unsqueeze(-1).expand(-1, -1, kit.WIDTH))
+        return F.cross_entropy(self.head(hidden.mean(1)), y)
+
+    model = kit.Wrapped(forward, patches=nn.Conv2d(3, kit.WIDTH, 4, 4), head=nn.Linear(kit.WIDTH, kit.CLASSES))
+    return Case(model, kit.images(), None, kit.unpack, exact=False)
+
+
+def _dropped_layers(skip: Any) -> Case:
+    def forward(self: Any, ids: torch.Tensor, mask: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        hidden = self.embed(ids) + self.position[: ids.shape[1]]
+        for layer in self.layers.layers:
+            if not (self.training and skip() < 0.2):
+                hidden = layer(hidden, src_key_padding_mask=mask == 0)
+        return F.cross_entropy(self.head(hidden[:, 0]), labels)
+
+    case = text_case(forward)
+    case.exact = False
+    return case
+
+
+register_all(GENERATORS, _dropped_layers, "layer_drop_")
+
+
+@program()
+def seeded_by_step() -> Case:
+    """The loop seeds torch before each step."""
+    step = [0]
+
+    def loss(model: Any, batch: Any) -> torch.Tensor:
+        step[0] += 1
+        torch.manual_seed(step[0])
+        return F.cross_entropy(model(F.dropout(batch[0], 0.1)), batch[1])
+
+    return Case(kit.mlp(), kit.numbers(), None, loss, options=kit.MEAN, exact=False)
+
+
+#: Programs of one line.
+ONE_LINE: dict[str, Any] = {
+    "noise_in_loop_outside": lambda: outside(
+        kit.mlp(12, 12),
+        kit.numbers(),
+        loss=lambda m, b: F.mse_loss(m(b[0] + 0.1 * torch.randn_like(b[0])), b[0]),
+        exact=False,
+    ),
+    "noise_in_loop_inside": lambda: Case(
+        kit.Wrapped(inside, net=kit.mlp()),
+        kit.numbers(),
+        None,
+        lambda m, b: m(b[0] + 0.1 * torch.randn_like(b[0]), b[1]),
+        exact=False,
+    ),
+    "noise_in_loop_criterion": lambda: Case(
+        kit.mlp(), kit.numbers(), None, lambda m, b: m(b[0] + 0.1 * torch.randn_like(b[0])), by_rows, exact=False
+    ),
+    "dropout_in_loop": lambda: outside(
+        kit.mlp(), kit.numbers(), loss=lambda m, b: F.cross_entropy(m(F.dropout(b[0], 0.2)), b[1]), exact=False
+    ),
+    "variational_inside": lambda: Case(
+        _vae(lambda self, x, y: _elbo(x, _latent(self, x), "mean")), kit.numbers(), None, kit.unpack, exact=False
+    ),
+    "variational_outside": lambda: Case(
+        _vae(_latent),
+        kit.numbers(),
+        None,
+        lambda m, b: _elbo(b[0], m(b[0]), "sum"),
+        options={"loss_reduction": "sum"},
+        exact=False,
+    ),
+}
+register_all(ONE_LINE, lambda build: build())

@@ -1,0 +1,448 @@
+"""Habits of loops: what happens between batches, around steps, and in which order."""
+
+from __future__ import annotations
+
+import copy
+import io
+import math
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import transformers as hf
+from torch import nn
+from torch.optim import lr_scheduler as schedules
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from .harness import BATCH, ROWS, Case, Run, plain_loss, program, register, register_all
+from .kit import MEAN, bert, causal, classify, crossentropy, gpt2, id_rows, labelled, mlp, numbers, regression
+
+EPOCHS = 2
+
+
+def steps(model: Any, optimizer: Any, batches: Iterable[Any], loss: Any = plain_loss) -> Iterator[int]:
+    """One backward pass and one step for each batch; yields after each."""
+    for step, batch in enumerate(batches):
+        loss(model, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        yield step
+
+
+def looped(loop: Any, **options: Any) -> Case:
+    """BERT and a loop of its own."""
+    return Case(bert(), labelled(), classify, loop=loop, **options)
+
+
+def habit(model: Any = None, **options: Any) -> Case:
+    """BERT, two epochs, and something that the loop does besides."""
+    return Case(model or bert(), labelled(), classify, **{"epochs": EPOCHS, "exact": False, **options})
+
+
+def evaluate(model: Any, switch: bool = True, grad: bool = False) -> float:
+    """Loss of eight rows."""
+    was = model.training
+    if switch:
+        model.eval()
+    with torch.set_grad_enabled(grad):
+        found = float(model(**classify(labelled(8, seed=3))).loss)
+    model.train(was)
+    return found
+
+
+def norms(model: Any) -> list[float]:
+    """Gradient norms for a log."""
+    return [float(p.grad.norm()) for p in model.parameters() if p.grad is not None]
+
+
+def save(model: Any, optimizer: Any, epoch: int) -> None:
+    """Everything that scripts save after an epoch."""
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+    for value in (optimizer.state_dict(), model.state_dict(), model, copy.deepcopy(model)):
+        torch.save(value, io.BytesIO())
+
+
+#: What the loop does beside training.
+HABITS: dict[str, dict[str, Any]] = {
+    "plain": {"exact": True},
+    "train_forgotten_after_evaluation": {"after_epoch": lambda m, o, epoch: (evaluate(m), m.eval())},
+    "evaluation_within_epoch": {"after_step": lambda m, o, step: step % 2 or evaluate(m)},
+    "evaluation_without_eval": {"after_epoch": lambda m, o, epoch: evaluate(m, switch=False)},
+    "evaluation_with_gradients": {"after_epoch": lambda m, o, epoch: evaluate(m, grad=True)},
+    "saved_each_epoch": {"after_epoch": save},
+    "clipped_by_hand": {"after_backward": lambda m, o, step: float(nn.utils.clip_grad_norm_(m.parameters(), 1.0))},
+    "gradient_norm_logged_before_step": {"after_backward": lambda m, o, step: norms(m)},
+    "gradient_norm_logged_after_step": {"after_step": lambda m, o, step: norms(m)},
+    "rate_set_by_hand": {"after_epoch": lambda m, o, epoch: [group.update(lr=1e-4) for group in o.param_groups]},
+    "hook_hung_later": {"after_step": lambda m, o, step: m.classifier.register_forward_hook(lambda *args: None)},
+}
+register_all(HABITS, lambda options: habit(**options))
+
+
+@program()
+def zero_first() -> Case:
+    """zero_grad() before the forward pass, tqdm around the loader, loss.item() kept."""
+    from tqdm import tqdm
+
+    def loop(run: Run) -> None:
+        model, optimizer, loader = run.start()
+        losses = []
+        for batch in tqdm(loader, disable=True):
+            optimizer.zero_grad()
+            loss = model(**batch).loss
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+
+    return looped(loop)
+
+
+def _reset(in_place: bool) -> Case:
+    """zero_grad(set_to_none=False), which leaves zeros, or no zero_grad() at all."""
+
+    def loop(run: Run) -> None:
+        model, optimizer, loader = run.start()
+        for batch in loader:
+            model(**batch).loss.backward()
+            optimizer.step()
+            if in_place:
+                optimizer.zero_grad(set_to_none=False)
+
+    return looped(loop, late=not in_place)
+
+
+_ADDED = "gradients of earlier batches would be added up"
+register("zero_grad_in_place", lambda: _reset(True))
+register("no_zero_grad", lambda: _reset(False), "uses or refused: zero_grad", _ADDED)
+
+
+def _counted(physical: int | None) -> Case:
+    """transformers' *_no_trainer scripts, which count batches."""
+
+    def loop(run: Run) -> None:
+        model, optimizer, loader = run.start(max_physical_batch_size=physical)
+        limit = EPOCHS * math.ceil(len(loader))
+        schedule, done = hf.get_scheduler("linear", optimizer, num_warmup_steps=1, num_training_steps=limit), 0
+        for _ in range(EPOCHS):
+            for _ in steps(model, optimizer, loader):
+                schedule.step()
+                done += 1
+                if done >= limit:
+                    break
+
+    return looped(loop, epochs=EPOCHS)
+
+
+register_all({"whole": None, "8": 8, "4": 4}, _counted, "counts_up_to_max_train_steps_")
+
+
+@program()
+def steps_over_an_endless_iterator() -> Case:
+    """`while step < max_steps` over an iterator that is begun again."""
+
+    def endless(loader: Any) -> Iterator[Any]:
+        while True:
+            yield from loader
+
+    def loop(run: Run) -> None:
+        model, optimizer, loader = run.start()
+        for step in steps(model, optimizer, endless(loader)):
+            if step + 1 == EPOCHS * ROWS // BATCH:
+                break
+
+    return looped(loop, epochs=EPOCHS)
+
+
+def _short(epochs: int, batches: int) -> Case:
+    def loop(run: Run) -> None:
+        parts = run.start()
+        for _ in range(epochs):
+            for step in steps(*parts):
+                if step + 1 == batches:
+                    break
+
+    return looped(loop, epochs=EPOCHS)
+
+
+register("epoch_cut_short", lambda: _short(EPOCHS, 2))
+register("early_stopping", lambda: _short(1, 100))
+
+
+@program("uses or refused: ahead", "a batch is taken before the backward pass of the one before it")
+def prefetching() -> Case:
+    """The next batch is taken before the step of this one."""
+
+    def ahead(loader: Any) -> Iterator[Any]:
+        iterator = iter(loader)
+        coming = next(iterator, None)
+        while coming is not None:
+            batch, coming = coming, next(iterator, None)
+            yield batch
+
+    def loop(run: Run) -> None:
+        model, optimizer, loader = run.start()
+        list(steps(model, optimizer, ahead(loader)))
+
+    return looped(loop)
+
+
+def leave(loss: torch.Tensor) -> bool:
+    """timm's and DETR's guard."""
+    if not math.isfinite(loss.item()):
+        print(f"Loss is {loss.item()}, stopping training")
+        sys.exit(1)
+    return False
+
+
+def _guarded(check: Any, outside: bool) -> Case:
+    """A guard against losses that are not finite, which never fires."""
+
+    def loop(run: Run) -> None:
+        model, optimizer, loader = run.start()
+        for batch in loader:
+            loss = F.mse_loss(model(batch[0]).squeeze(1), batch[1]) if outside else model(**batch).loss
+            if check(loss):
+                optimizer.zero_grad()
+                continue
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return Case(mlp(outputs=1), regression(), None, options=MEAN, loop=loop) if outside else looped(loop)
+
+
+GUARDS = {"exit": leave, "isfinite": lambda loss: not torch.isfinite(loss), "isnan": torch.isnan}
+register_all(GUARDS, lambda check: _guarded(check, False), "guard_", "_inside")
+register_all(GUARDS, lambda check: _guarded(check, True), "guard_", "_outside")
+
+
+@program()
+def eval_mode_is_kept() -> Case:
+    """model.eval() before training, for training without dropout."""
+
+    def loss(model: Any, batch: Any) -> torch.Tensor:
+        assert not model.training, "the model was put into training mode"
+        return model(**batch).loss
+
+    return habit(bert().eval(), loss=loss)
+
+
+@program()
+def partly_eval_is_kept() -> Case:
+    """The body in eval mode, the head in training mode."""
+    model = bert()
+    model.bert.eval()
+
+    def loss(model: Any, batch: Any) -> torch.Tensor:
+        assert model.training
+        assert not model.bert.training, "the body was put into training mode"
+        return model(**batch).loss
+
+    return habit(model, loss=loss)
+
+
+@program()
+def sampling_between_steps() -> Case:
+    """Text is generated after each step."""
+
+    def generate(model: Any, optimizer: Any, step: int) -> None:
+        model.eval()
+        model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=3, do_sample=True, pad_token_id=0)
+        model.train()
+
+    return Case(gpt2(), id_rows(), causal, after_step=generate)
+
+
+def _best(epochs: int) -> Case:
+    kept: dict[str, Any] = {}
+
+    def remember(model: Any, optimizer: Any, epoch: int) -> None:
+        if epoch == 0:
+            kept.update(copy.deepcopy(model.state_dict()))
+        elif epoch == 1:
+            model.load_state_dict(kept)
+
+    return habit(after_epoch=remember, epochs=epochs, late=True)
+
+
+_WRITTEN = "weights are written outside of the private optimizer"
+register("best_weights_at_the_end", lambda: _best(2))
+register("best_weights_in_the_middle", lambda: _best(3), "uses or refused: load_state_dict", _WRITTEN)
+
+
+@program()
+def averaged_model() -> Case:
+    """EMA by torch's AveragedModel, evaluated apart."""
+    model = bert()
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    update, look = lambda m, o, step: average.update_parameters(m), lambda m, o, epoch: evaluate(average.module)
+    return habit(model, after_step=update, after_epoch=look)
+
+
+@program("uses or refused: outside", _WRITTEN)
+def average_swapped_in() -> Case:
+    """Averaged weights are copied in for an evaluation, and the trained ones back."""
+    model = bert()
+    shadow = copy.deepcopy(model.state_dict())
+
+    def swap(model: Any, optimizer: Any, epoch: int) -> None:
+        trained = copy.deepcopy(model.state_dict())
+        model.load_state_dict(shadow)
+        evaluate(model)
+        model.load_state_dict(trained)
+
+    return habit(model, after_epoch=swap, late=True)
+
+
+@program()
+def gradient_hooks() -> Case:
+    """Hooks on parameters, as wandb.watch hangs them, after make_private."""
+
+    def loop(run: Run) -> None:
+        model, optimizer, loader = run.start()
+        for parameter in model.parameters():
+            parameter.register_hook(lambda gradient: print(float(gradient.norm())))
+        list(steps(model, optimizer, loader))
+
+    return looped(loop)
+
+
+def scheduled(make: Any, each: str) -> Case:
+    """A schedule that is stepped after each step or epoch."""
+    made: list[Any] = []
+
+    def optimizer(model: Any) -> torch.optim.Optimizer:
+        found = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        made.append(make(found))
+        return found
+
+    def advance(model: Any, optimizer: Any, step: int) -> None:
+        made[0].step(*([evaluate(model)] if isinstance(made[0], schedules.ReduceLROnPlateau) else []))
+
+    return habit(optimizer=optimizer, late=True, **{each: advance})
+
+
+SCHEDULES = {
+    "one_cycle": lambda o: schedules.OneCycleLR(o, 1e-3, total_steps=6),
+    "cosine": lambda o: schedules.CosineAnnealingLR(o, 6),
+    "warmup": lambda o: schedules.LambdaLR(o, lambda step: min(1.0, (step + 1) / 3)),
+    "sequential": lambda o: schedules.SequentialLR(o, [schedules.ConstantLR(o), schedules.ExponentialLR(o, 0.9)], [2]),
+}
+register_all(SCHEDULES, lambda make: scheduled(make, "after_step"), "schedule_")
+register("schedule_by_epoch", lambda: scheduled(lambda o: schedules.StepLR(o, 1, 0.5), "after_epoch"))
+_FIGURE = "a loss of private data would choose the rate without noise"
+register("plateau", lambda: scheduled(schedules.ReduceLROnPlateau, "after_epoch"), "refused: plateau", _FIGURE)
+
+OPTIMIZERS = {
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=1e-3),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2),
+    "groups": lambda p: torch.optim.AdamW([{"params": [q], "lr": 1e-3 / (q.dim() + 1)} for q in p]),
+    "adafactor": lambda p: hf.optimization.Adafactor(p, relative_step=True, warmup_init=True, lr=None),
+}
+register_all(OPTIMIZERS, lambda make: habit(optimizer=lambda m: make(m.parameters()), epochs=1), "optimizer_")
+
+
+def _frozen(begin: bool, end: bool) -> Case:
+    """Embeddings are trained or frozen at first, and in the second epoch."""
+    model = bert()
+    model.bert.embeddings.requires_grad_(begin)
+    change = lambda m, o, epoch: m.bert.embeddings.requires_grad_(end)  # noqa: E731
+    everything = lambda m: torch.optim.AdamW(m.parameters(), lr=1e-3)  # noqa: E731
+    return habit(model, optimizer=everything, after_epoch=change, late=True, exact=True)
+
+
+_CHOSEN = "the trained parameters are chosen at make_private"
+register("frozen_in_optimizer", lambda: _frozen(False, False))
+register("unfrozen_later", lambda: _frozen(False, True), "refused: frozen", _CHOSEN)
+register("frozen_later", lambda: _frozen(True, False), "uses or refused: frozen", _CHOSEN)
+
+
+@program("refused: optimizer", "parameters that no private optimizer steps would be trained without noise")
+def two_optimizers() -> Case:
+    """One optimizer for the body and one for the head."""
+    model = bert()
+    head = torch.optim.SGD(model.classifier.parameters(), lr=0.01)
+    body = lambda m: torch.optim.AdamW(m.bert.parameters(), lr=1e-3)  # noqa: E731
+    return habit(model, optimizer=body, after_step=lambda m, o, step: head.step())
+
+
+@program("uses or refused: accumul", "one backward pass and one step belong to each batch")
+def accumulated_by_hand() -> Case:
+    """Two backward passes a step."""
+
+    def loop(run: Run) -> None:
+        model, optimizer, loader = run.start()
+        for step, batch in enumerate(loader):
+            (model(**batch).loss / 2).backward()
+            if step % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+
+    return looped(loop)
+
+
+@program("uses or refused: forward", "the loop calls parts of the model instead of the model")
+def head_called_by_the_loop() -> Case:
+    """The loop calls body and head one after the other."""
+
+    def loss(model: Any, batch: Any) -> torch.Tensor:
+        hidden = model.bert(batch["input_ids"], batch["attention_mask"]).last_hidden_state[:, 0]
+        return F.cross_entropy(model.classifier(model.dropout(hidden)), batch["labels"])
+
+    return habit(loss=loss, options=MEAN)
+
+
+@program("uses or refused: state", "nobody can tell whether an optimizer's state was released")
+def second_run_after_detach() -> Case:
+    """A second private run after detach(), from states of the first."""
+
+    def loop(run: Run) -> None:
+        model, optimizer, loader = run.start()
+        list(steps(model, optimizer, loader))
+        states = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+        if run.is_private:
+            run.private.detach()
+        model = bert()
+        model.load_state_dict(states[0])
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        optimizer.load_state_dict(states[1])
+        list(steps(*run.start(model, optimizer)))
+
+    return looped(loop, late=True)
+
+
+def _compiled(in_place: bool) -> Case:
+    def loop(run: Run) -> None:
+        model = run.case.model
+        if in_place:
+            model.compile(backend="eager")
+        list(steps(*run.start(model if in_place else torch.compile(model, backend="eager")), crossentropy))
+
+    return Case(mlp(), numbers(), None, options=MEAN, loop=loop)
+
+
+register("compiled_in_place", lambda: _compiled(True))
+register("compiled_before", lambda: _compiled(False))
+
+
+@program("uses or refused: GradScaler", "a loss scale follows gradients that the release has not made yet")
+def gradient_scaler() -> Case:
+    """autocast and GradScaler, as on a GPU."""
+
+    def loop(run: Run) -> None:
+        model, optimizer, loader = run.start()
+        scaler = torch.amp.GradScaler("cpu")
+        for batch in loader:
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                loss = model(**batch).loss
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+
+    return looped(loop)

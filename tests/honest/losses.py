@@ -1,0 +1,292 @@
+"""Losses: several terms, weights, distances, and terms of one's own, inside the model or in the loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from . import kit
+from .custom import attention, outside, text_case
+from .harness import ROWS, Case, program, register_all
+
+WEIGHTS = (1.0, 2.0, 5.0)
+
+
+def entropy(logits: torch.Tensor) -> torch.Tensor:
+    """Mean entropy of rows."""
+    return -(logits.softmax(-1) * logits.log_softmax(-1)).sum(-1).mean()
+
+
+def focal(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Focal loss."""
+    losses = F.cross_entropy(logits, labels, reduction="none")
+    return ((1 - torch.exp(-losses)) ** 2 * losses).mean()
+
+
+def divergence(logits: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Kullback-Leibler divergence, averaged over rows."""
+    return F.kl_div(logits.log_softmax(-1), other.softmax(-1), reduction="batchmean")
+
+
+def one_hot(labels: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Targets of 0 and 1."""
+    return F.one_hot(labels, kit.CLASSES).to(like)
+
+
+#: Losses of (logits, labels).
+CLASSIFYING: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "label_smoothing": lambda z, y: F.cross_entropy(z, y, label_smoothing=0.1),
+    "negative_log_likelihood": lambda z, y: F.nll_loss(z.log_softmax(-1), y),
+    "focal": focal,
+    "multi_margin": lambda z, y: F.multi_margin_loss(z, y),
+    "binary_with_positive_weight": lambda z, y: F.binary_cross_entropy_with_logits(
+        z, one_hot(y, z), pos_weight=torch.tensor(WEIGHTS).to(z)
+    ),
+    "binary_of_sigmoid": lambda z, y: F.binary_cross_entropy(z.sigmoid(), one_hot(y, z)),
+    "kl_div_alone": lambda z, y: divergence(z, 3 * one_hot(y, z)),
+    "smooth_l1": lambda z, y: F.smooth_l1_loss(z, one_hot(y, z)),
+    "huber_plus_mse": lambda z, y: F.huber_loss(z, one_hot(y, z)) + 0.5 * F.mse_loss(z.sigmoid(), one_hot(y, z)),
+    "cosine_embedding": lambda z, y: F.cosine_embedding_loss(z, one_hot(y, z), torch.ones(len(z))),
+    "entropy_bonus": lambda z, y: F.cross_entropy(z, y) - 0.1 * entropy(z),
+    "kl_to_uniform": lambda z, y: F.cross_entropy(z, y) + 0.5 * divergence(z, torch.zeros_like(z)),
+    "activation_penalty": lambda z, y: F.cross_entropy(z, y) + 0.01 * z.pow(2).mean(),
+    "none_then_mean": lambda z, y: F.cross_entropy(z, y, reduction="none").mean(),
+    "none_then_sum_over_rows": lambda z, y: F.cross_entropy(z, y, reduction="none").sum() / len(z),
+    "mean_absolute_error_by_hand": lambda z, y: (z.sigmoid() - one_hot(y, z)).abs().mean(),
+    "squared_error_by_hand": lambda z, y: ((z - one_hot(y, z)) ** 2).mean(),
+    "log_cosh_by_hand": lambda z, y: torch.log(torch.cosh(z - one_hot(y, z))).mean(),
+    "generalised_cross_entropy": lambda z, y: ((1 - z.softmax(-1).gather(1, y[:, None]) ** 0.7) / 0.7).mean(),
+    "dice_by_row": lambda z, y: (
+        1 - 2 * (z.sigmoid() * one_hot(y, z)).sum(1) / (z.sigmoid() + one_hot(y, z)).sum(1)
+    ).mean(),
+    "logsigmoid_reward": lambda z, y: -F.logsigmoid(z[:, 0] - z[:, 1]).mean(),
+}
+register_all(
+    CLASSIFYING, lambda f: text_case(lambda m, ids, mask, labels: f(attention(m, ids, mask), labels)), suffix="_inside"
+)
+OUTSIDE = ("label_smoothing", "focal", "binary_of_sigmoid", "entropy_bonus", "kl_div_alone", "logsigmoid_reward")
+register_all(
+    {name: CLASSIFYING[name] for name in OUTSIDE},
+    lambda f: outside(kit.mlp(), kit.numbers(), loss=lambda m, b: f(m(b[0]), b[1])),
+    suffix="_outside",
+)
+
+
+@program()
+def class_weights_criterion() -> Case:
+    """Class weights by the documented way: a criterion of one loss a row."""
+
+    def criterion(output: Any, batch: Any) -> torch.Tensor:
+        weights = torch.tensor(WEIGHTS).to(output.logits)
+        return F.cross_entropy(output.logits, batch["labels"], weight=weights, reduction="none")
+
+    return Case(
+        kit.bert(), kit.labelled(), kit.classify, lambda m, b: m(b["input_ids"], b["attention_mask"]), criterion
+    )
+
+
+@program("refused: weight", "torch divides by the weights of the whole batch")
+def class_weights_mean_outside() -> Case:
+    """CrossEntropyLoss(weight=...) in the loop."""
+    loss = lambda m, b: F.cross_entropy(m(b[0]), b[1], weight=torch.tensor(WEIGHTS))  # noqa: E731
+    return outside(kit.mlp(), kit.numbers(), loss=loss)
+
+
+@program()
+def row_weights_inside() -> Case:
+    """Weights of rows from the batch times losses of rows."""
+
+    def forward(self: Any, x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return (weight * F.cross_entropy(self.net(x), y, reduction="none")).mean()
+
+    x, y = kit.numbers().tensors
+    return Case(
+        kit.Wrapped(forward, net=kit.mlp()), TensorDataset(x, torch.linspace(0.5, 2, ROWS), y), None, kit.unpack
+    )
+
+
+@program()
+def token_means_criterion() -> Case:
+    """Mean over each row's own tokens, as a criterion."""
+
+    def criterion(output: Any, batch: Any) -> torch.Tensor:
+        labels = batch["labels"][:, 1:]
+        losses = F.cross_entropy(output.logits[:, :-1].transpose(1, 2), labels, reduction="none")
+        return losses.sum(1) / (labels != -100).sum(1).clamp(min=1)
+
+    return Case(
+        kit.gpt2(),
+        kit.id_rows(),
+        kit.causal,
+        lambda m, b: m(b["input_ids"], attention_mask=b["attention_mask"]),
+        criterion,
+    )
+
+
+@program()
+def token_means_outside() -> Case:
+    """The same, its mean computed in the loop."""
+
+    def loss(model: Any, batch: Any) -> torch.Tensor:
+        logits, labels = model(batch["input_ids"]).logits[:, :-1], batch["labels"][:, 1:]
+        losses = F.cross_entropy(logits.transpose(1, 2), labels, reduction="none", ignore_index=-100)
+        return (losses.sum(1) / (labels != -100).sum(1).clamp(min=1)).mean()
+
+    return Case(kit.gpt2(), kit.id_rows(), kit.causal, loss, options=kit.MEAN)
+
+
+@program()
+def two_heads() -> Case:
+    """Classification and regression from one body."""
+
+    def forward(self: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        hidden = torch.relu(self.body(x))
+        value = self.value(hidden).squeeze(-1)
+        return 0.5 * F.cross_entropy(self.classes(hidden), y) + F.mse_loss(value, y.to(value))
+
+    model = kit.Wrapped(
+        forward, body=nn.Linear(12, kit.WIDTH), value=nn.Linear(kit.WIDTH, 1), classes=nn.Linear(kit.WIDTH, kit.CLASSES)
+    )
+    return Case(model, kit.numbers(), None, kit.unpack)
+
+
+@program("one-example", "parameters multiply means of losses")
+def learned_loss_weights() -> Case:
+    """Two losses weighed by learned uncertainties (Kendall)."""
+
+    def forward(self: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        value = self.value(x).squeeze(-1)
+        first, second = F.cross_entropy(self.classes(x), y), F.mse_loss(value, y.to(value))
+        return torch.exp(-self.s[0]) * first + torch.exp(-self.s[1]) * second + self.s.sum()
+
+    model = kit.Wrapped(forward, classes=kit.mlp(), value=kit.mlp(outputs=1), s=nn.Parameter(torch.zeros(2)))
+    return Case(model, kit.numbers(), None, kit.unpack)
+
+
+@program()
+def intermediate_losses() -> Case:
+    """Deep supervision: the mean of losses of two layers."""
+
+    def forward(self: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        first = torch.relu(self.first(x))
+        second = torch.relu(self.second(first))
+        return torch.stack([F.cross_entropy(self.head(hidden), y) for hidden in (first, second)]).mean()
+
+    parts = {
+        "first": nn.Linear(12, kit.WIDTH),
+        "second": nn.Linear(kit.WIDTH, kit.WIDTH),
+        "head": nn.Linear(kit.WIDTH, kit.CLASSES),
+    }
+    return Case(kit.Wrapped(forward, **parts), kit.numbers(), None, kit.unpack)
+
+
+@program()
+def rdrop_inside() -> Case:
+    """R-Drop: two passes of the body with two dropout masks, inside the model."""
+
+    def forward(self: Any, **batch: Any) -> torch.Tensor:
+        first, second = self.body(**batch), self.body(**batch)
+        return 0.5 * (first.loss + second.loss) + 0.5 * divergence(first.logits, second.logits)
+
+    return Case(kit.Wrapped(forward, body=kit.bert()), kit.labelled(), kit.classify, kit.keywords)
+
+
+@program("uses or refused: two forward", "two forward passes of one batch")
+def rdrop_in_loop() -> Case:
+    """R-Drop: the loop calls the model twice."""
+
+    def loss(model: Any, batch: Any) -> torch.Tensor:
+        first, second = model(**batch), model(**batch)
+        return 0.5 * (first.loss + second.loss) + 0.5 * divergence(first.logits, second.logits)
+
+    return Case(kit.bert(), kit.labelled(), kit.classify, loss)
+
+
+def teach(student: torch.Tensor, teacher: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Hinton's distillation at temperature 2."""
+    return 0.5 * F.cross_entropy(student, labels) + 2.0 * divergence(student / 2, teacher / 2)
+
+
+@program()
+def distillation_teacher_inside() -> Case:
+    """A frozen teacher is part of the module."""
+
+    def forward(self: Any, labels: torch.Tensor, **batch: Any) -> torch.Tensor:
+        with torch.no_grad():
+            wanted = self.teacher(**batch).logits
+        return teach(self.student(**batch).logits, wanted, labels)
+
+    return Case(
+        kit.Wrapped(forward, student=kit.bert(), teacher=kit.bert().requires_grad_(False).eval()),
+        kit.labelled(),
+        kit.classify,
+        kit.keywords,
+    )
+
+
+def encode(self: Any, ids: torch.Tensor) -> torch.Tensor:
+    """Means of word vectors through a layer."""
+    return self.head(self.embed(ids).mean(1))
+
+
+def embedder(forward: Any) -> Case:
+    """Three texts of an example."""
+    model = kit.Wrapped(forward, embed=nn.Embedding(96, 8), head=nn.Linear(8, 8))
+    ids = torch.randint(0, 96, (3, ROWS, 6), generator=torch.Generator().manual_seed(0))
+    return Case(model, TensorDataset(*ids), None, kit.unpack)
+
+
+@program("uses or refused: two forward", "two forward passes before one backward pass")
+def reward_pairs_in_loop() -> Case:
+    """Reward modelling: the loop calls the model for chosen and rejected texts."""
+    case = embedder(lambda self, ids: encode(self, ids).sum(1))
+    case.loss = lambda model, batch: -F.logsigmoid(model(batch[0]) - model(batch[1])).mean()
+    case.options = kit.MEAN
+    return case
+
+
+@program()
+def ctc_varying_lengths() -> Case:
+    """CTC with lengths of each row."""
+
+    def forward(
+        self: Any, x: torch.Tensor, y: torch.Tensor, frames: torch.Tensor, letters: torch.Tensor
+    ) -> torch.Tensor:
+        scores = self.net(x).log_softmax(-1).transpose(0, 1)
+        return F.ctc_loss(scores, y, frames, letters, zero_infinity=True)
+
+    lengths = 6 + torch.arange(ROWS) % 3, 1 + torch.arange(ROWS) % 3
+    rows = TensorDataset(torch.randn(ROWS, 8, 12), torch.randint(1, 5, (ROWS, 3)), *lengths)
+    return Case(kit.Wrapped(forward, net=kit.mlp(12, 5)), rows, None, kit.unpack)
+
+
+def _vector_quantised(commitment_first: bool) -> Case:
+    def forward(self: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        z = self.encoder(x)
+        code = self.codes(torch.cdist(z, self.codes.weight).argmin(-1))
+        commitment = F.mse_loss(z, code.detach()) if commitment_first else F.mse_loss(code.detach(), z)
+        return F.mse_loss(self.decoder(z + (code - z).detach()), x) + F.mse_loss(code, z.detach()) + 0.25 * commitment
+
+    parts = {"encoder": nn.Linear(12, 4), "decoder": nn.Linear(4, 12), "codes": nn.Embedding(8, 4)}
+    return Case(kit.Wrapped(forward, **parts), kit.numbers(), None, kit.unpack)
+
+
+register_all({"code_first": False, "input_first": True}, _vector_quantised, "vector_quantised_")
+
+
+#: Programs of one line.
+ONE_LINE: dict[str, Any] = {
+    "scaled_loss": lambda: Case(kit.bert(), kit.labelled(), kit.classify, lambda m, b: 0.5 * m(**b).loss, exact=False),
+    "triplet": lambda: embedder(lambda self, a, p, n: F.triplet_margin_loss(*(encode(self, x) for x in (a, p, n)))),
+    "autoencoder_bce_outside": lambda: outside(
+        nn.Sequential(kit.mlp(12, 12), nn.Sigmoid()),
+        kit.numbers(),
+        loss=lambda m, b: F.binary_cross_entropy(m(b[0]), b[0]),
+    ),
+}
+register_all(ONE_LINE, lambda build: build())
