@@ -211,7 +211,7 @@ def test_reference_agrees(shape):
 @pytest.mark.parametrize(
     ("x", "max_norm", "std", "error", "sentence"),
     [
-        (torch.zeros(2, 3), 0.0, 1.0, ValueError, "max_norm must be greater than 0"),
+        (torch.zeros(2, 3), 0.0, 1.0, ValueError, "max_norm must be a finite number of at least 7.88"),
         (torch.zeros(2, 3), -1.0, 1.0, ValueError, "max_norm must be a finite number"),
         (torch.zeros(2, 3), float("nan"), 1.0, ValueError, "max_norm must be a finite number"),
         (torch.zeros(2, 3), 1.0, -1.0, ValueError, "std must be a finite number"),

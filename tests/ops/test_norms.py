@@ -305,7 +305,7 @@ BAD = [
     (lambda: ops.sqnorm(LEFT[None], RIGHT, OFFSETS), ValueError, "left has 3 dimensions"),
     (lambda: ops.sqnorm(LEFT, RIGHT[0], OFFSETS), ValueError, "right has 1 dimensions"),
     (lambda: ops.sqnorm(LEFT, RIGHT.bool(), OFFSETS), TypeError, "right is torch.bool"),
-    (lambda: ops.sqnorm(LEFT, RIGHT.to("meta"), OFFSETS), ValueError, "left is on cpu and right on meta"),
+    (lambda: ops.sqnorm(LEFT, RIGHT.to("meta"), OFFSETS), ValueError, "right is on meta and left on cpu"),
     (lambda: ops.sqnorm(LEFT, RIGHT, OFFSETS.int()), TypeError, "offsets are torch.int32"),
     (lambda: ops.sqnorm(LEFT, RIGHT, OFFSETS[None]), ValueError, "offsets have shape"),
     (lambda: ops.sqnorm(LEFT, RIGHT, OFFSETS[:0]), ValueError, "offsets have shape"),

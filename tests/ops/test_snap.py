@@ -196,7 +196,7 @@ def test_refusals():
         (x[:, :7], table, ValueError, "must be \\[N, 8\\]"),
         (x.double(), table, TypeError, "x is torch.float64"),
         (x, table.long(), TypeError, "table is torch.int64"),
-        (x.to("meta"), table, ValueError, "x is on meta"),
+        (x.to("meta"), table, ValueError, "table is on cpu and x on meta"),
     ):
         with pytest.raises(error, match=message):
             snap(bad_x, bad_table)
