@@ -57,7 +57,7 @@ def _row_products_fake(left: Tensor, right: Tensor, offsets: Tensor, order: int)
 
 def _check_row_products(left: Tensor, right: Tensor, offsets: Tensor, order: int) -> None:
     check_pair(left, right)
-    check_offsets(offsets, right.shape[0], right.device)
+    check_offsets(offsets, right.shape[0])
     if order not in (1, 2):
         raise ValueError(f"order is {order}: rows have L1 and L2 norms")
 

@@ -53,12 +53,13 @@ def check_tensors(**given: Any) -> None:
 
 
 def check_devices(operands: Iterable[Operand], args: Sequence[Any]) -> None:
-    """Raise ValueError unless all operands are on the device of the first, except those that the host reads."""
+    """Raise ValueError unless all operands are on the device of the first; what the host reads may be on the CPU."""
     first = device = None
     for operand in operands:
-        if operand.name in _ON_HOST:
-            continue
+        on_host = operand.name in _ON_HOST
         for x in operand.tensors(args):
+            if on_host and (not isinstance(x, Tensor) or x.device.type == "cpu"):
+                continue
             if device is None:
                 first, device = operand.name, x.device
             elif x.device != device:

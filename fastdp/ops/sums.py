@@ -43,7 +43,7 @@ def _check_per_unit(left: Tensor, right: Tensor, offsets: Tensor) -> None:
     check_pair(left, right)
     if is_one_hot(left):
         raise ValueError("left is a vector of ids: the gradients of a table are not instantiated, use sqnorm")
-    check_offsets(offsets, right.shape[0], right.device)
+    check_offsets(offsets, right.shape[0])
 
 
 PER_UNIT = Op(
@@ -156,7 +156,7 @@ def _check_column_sums(left: Tensor, offsets: Tensor) -> None:
     check_left(left)
     if is_one_hot(left):
         raise ValueError("left is a vector of ids: column sums are of a matrix [tokens, m]")
-    check_offsets(offsets, left.shape[0], left.device)
+    check_offsets(offsets, left.shape[0])
 
 
 COLUMN_SUMS = Op(
@@ -225,7 +225,7 @@ def _check_affine_sums_group(
         for row in rows:
             if row.numel() != tokens or not row.is_floating_point():
                 raise ValueError(f"{name} is {row.dtype} {list(row.shape)}: one float a token")
-    check_offsets(offsets, tokens, x.device)
+    check_offsets(offsets, tokens)
 
 
 AFFINE_SUMS_GROUP = Op(
@@ -333,7 +333,7 @@ def _check_weighted_sum(
     check_pair(left, right)
     each, count = "token", right.shape[0]
     if offsets is not None:
-        check_offsets(offsets, right.shape[0], right.device)
+        check_offsets(offsets, right.shape[0])
         each, count = "unit", offsets.shape[0] - 1
     if mask is None or weights_unmasked is None:
         check_weights(weights, right, each, count=count)
