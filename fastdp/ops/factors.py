@@ -11,6 +11,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -71,6 +72,9 @@ def per_token(weights: Tensor, offsets: Tensor | None, tokens: int) -> Tensor:
     """Weights of units repeated for each of their tokens, without asking a device; as they are without ``offsets``."""
     if offsets is None:
         return weights
+    if weights.device.type == offsets.device.type == "cpu":
+        # Torch's own starts threads even for a few units, which a forked process waits for without end.
+        return torch.from_numpy(np.repeat(weights.detach().numpy(), np.diff(offsets.numpy())))
     length = common_length(offsets.tolist()) if offsets.device.type == "cpu" else None
     lengths = torch.diff(offsets.to(weights.device)) if length is None else length
     return weights.repeat_interleave(lengths, output_size=tokens)

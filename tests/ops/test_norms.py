@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
@@ -258,6 +259,7 @@ torch.set_num_threads(2)
 left, right, ids = torch.randn(2048, 300), torch.randn(2048, 130), torch.randint(300, (2048,))
 offsets, mask, weights = torch.tensor([0, 1000, 2048]), torch.rand(300, 130) < 0.5, torch.rand(2)
 out, x, rows = torch.zeros(300, 130), torch.randn(2, 300_000), torch.rand(2048)
+chosen = x[0] > 0
 calls = [
     lambda: ops.sqnorm(left, right, offsets, "direct"), lambda: ops.sqnorm(left, right, offsets, "gram"),
     lambda: ops.masked_sqnorm(left, right, offsets, mask), lambda: ops.abs_sum(ids, right, offsets),
@@ -265,7 +267,7 @@ calls = [
     lambda: ops.weighted_sum(ids, right, weights, out, offsets=offsets), lambda: ops.instance_abs_sum(x),
     lambda: ops.masked_weighted_sum(left, right, weights, weights, mask, out, offsets),
     lambda: ops.masked_weighted_sum(ids, right, weights, weights, mask, out, offsets),
-    lambda: ops.affine_sums(right, right, rows, rows, offsets), lambda: ops.instance_masked_sqnorm(x, x[0] > 0),
+    lambda: ops.affine_sums(right, right, rows, rows, offsets), lambda: ops.instance_masked_sqnorm(x, chosen),
 ]
 left.T @ left  # starts the threads
 for number, call in enumerate(calls):
