@@ -12,7 +12,7 @@ ARCH ?= $(shell uname -m)
 PIP = $(VENV)/bin/python -m pip --disable-pip-version-check -q
 SOURCES = $(wildcard csrc/*) setup.py pyproject.toml constraints.txt
 
-.PHONY: quickstart test test-full minimum bench gpu wheel notebooks docs clean
+.PHONY: quickstart test test-full sanitize minimum bench gpu wheel notebooks docs clean
 
 quickstart: $(VENV)/.fastdp
 	$(VENV)/bin/fastdp quickstart
@@ -25,6 +25,25 @@ test: $(VENV)/.fastdp-test
 
 test-full: $(VENV)/.fastdp-test
 	HF_HUB_OFFLINE=1 $(VENV)/bin/python -m pytest -q -m "slow or not slow" --hypothesis-profile=search
+	$(MAKE) sanitize
+
+# The extension under the address and undefined-behaviour sanitizers, in a copy of the sources: the tests of ops and CALLS
+# random calls against float64, shared by the instruction sets that this machine has. A report ends the process it is about.
+SANITIZED = build/sanitized
+CALLS ?= 5000
+SANITIZER = -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer -g1
+RUNTIMES = $(foreach library,libasan.so libstdc++.so,$(shell $(CXX) -print-file-name=$(library)))
+UNDER = ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 LD_PRELOAD="$(RUNTIMES)" OMP_NUM_THREADS=2 HF_HUB_OFFLINE=1
+sanitize: $(VENV)/.fastdp-test
+	rm -rf $(SANITIZED)
+	mkdir -p $(SANITIZED)
+	cp -r fastdp kernels bench csrc tests setup.py pyproject.toml README.md $(SANITIZED)
+	$(PIP) install setuptools pybind11
+	cd $(SANITIZED) && rm -f fastdp/_native*.so && CFLAGS="$(SANITIZER)" CXXFLAGS="$(SANITIZER)" $(abspath $(VENV))/bin/python setup.py -q build_ext --inplace
+	cd $(SANITIZED) && set -e; python=$(abspath $(VENV))/bin/python; first=0; for isa in portable avx2 avx512; do \
+	export FASTDP_ISA=$$isa; if $$python -c "import fastdp._native as n; n.isa()" 2>/dev/null; then \
+	env $(UNDER) $$python -m pytest -q -p no:cacheprovider tests/ops; \
+	env $(UNDER) $$python -m fastdp.bench.fuzz_ops $(CALLS) --seed $$first --json fuzz-$$isa.json; fi; done
 
 # Figures of the CPU, in $(OUT)/cpu, and the pictures drawn from them. Nothing else should run beside it.
 bench: $(VENV)/.fastdp-test

@@ -4,6 +4,7 @@
 #include <stdexcept>
 
 #include "cpu.h"
+#include "team.h"
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -87,12 +88,32 @@ FASTDP_AVX2 void add_weighted_avx2(const float *entries, uint64_t mask, float ma
     }
 }
 
-FASTDP_AVX2 void add_row_avx2(const float *entries, float weight, int64_t count, float *target) {
-    const __m256 factor = _mm256_set1_ps(weight);
-    int64_t j = 0;
-    for (; j + 8 <= count; j += 8)
-        _mm256_storeu_ps(target + j, _mm256_fmadd_ps(factor, _mm256_loadu_ps(entries + j), _mm256_loadu_ps(target + j)));
-    for (; j < count; ++j) target[j] += weight * entries[j];
+FASTDP_AVX2 float sum_squares_avx2(const float *entries, int64_t count) {
+    __m256 sum[8] = {};
+    float room[kBlockColumns] = {};
+    for (int64_t j = 0; j < count; j += kBlockColumns) {
+        const float *from = entries + j;
+        if (count - j < kBlockColumns) std::copy(from, entries + count, room), from = room;
+#pragma GCC unroll 8
+        for (int i = 0; i < 8; ++i) {
+            const __m256 x = _mm256_loadu_ps(from + 8 * i);
+            sum[i] = _mm256_fmadd_ps(x, x, sum[i]);
+        }
+    }
+    for (int i = 0; i < 4; ++i) sum[i] = _mm256_add_ps(sum[i], sum[4 + i]);
+    return sum_of(_mm256_add_ps(_mm256_add_ps(sum[0], sum[1]), _mm256_add_ps(sum[2], sum[3])));
+}
+
+FASTDP_AVX2 uint64_t mask_word_avx2(const uint8_t *bytes, int64_t count) {
+    uint8_t room[kBlockColumns] = {};
+    if (count < kBlockColumns) std::copy(bytes, bytes + count, room), bytes = room;
+    uint64_t zeros = 0;
+    for (int i = 0; i < 2; ++i) {
+        const __m256i x = _mm256_loadu_si256(reinterpret_cast<const __m256i *>(bytes) + i);
+        const int found = _mm256_movemask_epi8(_mm256_cmpeq_epi8(x, _mm256_setzero_si256()));
+        zeros |= static_cast<uint64_t>(static_cast<uint32_t>(found)) << (32 * i);
+    }
+    return ~zeros;
 }
 
 template <int kRows, int kVectors>
@@ -170,16 +191,21 @@ FASTDP_AVX512 void add_weighted_avx512(const float *entries, uint64_t mask, floa
     }
 }
 
-FASTDP_AVX512 void add_row_avx512(const float *entries, float weight, int64_t count, float *target) {
-    const __m512 factor = _mm512_set1_ps(weight);
-    for (int64_t j = 0; j < count; j += 16) {
-        const auto lanes = static_cast<__mmask16>(count - j >= 16 ? 0xffff : (1 << (count - j)) - 1);
-        const __m512 x = _mm512_maskz_loadu_ps(lanes, entries + j), sum = _mm512_maskz_loadu_ps(lanes, target + j);
-        _mm512_mask_storeu_ps(target + j, lanes, _mm512_fmadd_ps(factor, x, sum));
+FASTDP_AVX512 float sum_squares_avx512(const float *entries, int64_t count) {
+    __m512 sum[4] = {};
+    for (int64_t j = 0; j < count; j += kBlockColumns) {
+        const uint64_t valid = first_bits(count - j);
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; ++i) {
+            const __m512 x = _mm512_maskz_loadu_ps(static_cast<__mmask16>(valid >> (16 * i)), entries + j + 16 * i);
+            sum[i] = _mm512_fmadd_ps(x, x, sum[i]);
+        }
     }
+    return _mm512_reduce_add_ps(_mm512_add_ps(_mm512_add_ps(sum[0], sum[1]), _mm512_add_ps(sum[2], sum[3])));
 }
 #endif
 
+constexpr int64_t kWordsAnItem = 4096;  // of a mask, about 10 us
 constexpr int64_t kChunkTokens = 256;  // tokens at a time: the rows of L they touch stay within reach of address translation
 
 // Columns [start, start + count) of tokens [first, last), copied to rows of `pitch` floats, zero past `count`.
@@ -199,9 +225,9 @@ Rows packed(const Factor &factor, int64_t first, int64_t last, int64_t start, in
 const BlockKernels &block_kernels() {
 #if defined(__x86_64__)
     static const BlockKernels avx2{outer_avx2_any, sum_square_avx2, sum_absolute_avx2, add_weighted_avx2,
-                                   add_row_avx2};
+                                   sum_squares_avx2, mask_word_avx2};
     static const BlockKernels avx512{outer_avx512_any, sum_square_avx512, sum_absolute_avx512,
-                                     add_weighted_avx512, add_row_avx512};
+                                     add_weighted_avx512, sum_squares_avx512, mask_word_avx2};
     if (isa() == Isa::avx512) return avx512;
     if (isa() == Isa::avx2) return avx2;
 #endif
@@ -216,6 +242,17 @@ void sum_parts(const std::vector<double> &parts, Measure measure, int64_t units,
             out[which * units + unit] = static_cast<float>(total);
         }
     }
+}
+
+std::vector<uint64_t> MaskRows::words(const BlockKernels &kernels, int64_t rows, int threads) const {
+    if (bytes == nullptr) return {};
+    const int64_t a_row = (columns + kBlockColumns - 1) / kBlockColumns, n = rows * a_row;
+    std::vector<uint64_t> found(n);
+    team_for((n + kWordsAnItem - 1) / kWordsAnItem, threads, [&](int64_t item) {
+        for (int64_t i = item * kWordsAnItem; i < std::min(n, (item + 1) * kWordsAnItem); ++i)
+            found[i] = word(kernels, i / a_row, i % a_row * kBlockColumns);
+    });
+    return found;
 }
 
 Rows right_panel(const Factor &right, int64_t first, int64_t last, int64_t start, int64_t count, int64_t m, Panels &panels) {

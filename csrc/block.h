@@ -1,5 +1,6 @@
 // A block of L^T R in registers, and what its rows are reduced to, for each instruction set.
 #pragma once
+#include <algorithm>
 #include <cstdint>
 #include <vector>
 
@@ -27,8 +28,10 @@ struct BlockKernels {
     float (*sum_absolute)(const float *entries, uint64_t chosen);
     // target[j] += (bit j of mask ? masked : unmasked) * entries[j] for `columns` entries; a weight of 0 leaves target alone.
     void (*add_weighted)(const float *entries, uint64_t mask, float masked, float unmasked, int64_t columns, float *target);
-    // target[j] += weight * entries[j] for `count` entries.
-    void (*add_row)(const float *entries, float weight, int64_t count, float *target);
+    // The sum of the squares of `count` entries. Of 8,192 of them, a term goes through at most 136 roundings.
+    float (*sum_squares)(const float *entries, int64_t count);
+    // The bits of `count` <= 64 bytes, set for each byte but 0.
+    uint64_t (*mask_word)(const uint8_t *bytes, int64_t count);
 };
 
 const BlockKernels &block_kernels();
@@ -56,15 +59,18 @@ inline uint64_t first_bits(int64_t columns) { return columns >= 64 ? ~uint64_t(0
 // out[which * units + unit].
 void sum_parts(const std::vector<double> &parts, Measure measure, int64_t units, int64_t pieces, float *out);
 
-// A mask [rows, columns] as bits: each row padded to words of 64.
+// A mask [rows, columns], one byte an entry, of which kernels take 64 columns of a row as a word. Masks change between calls,
+// so no call keeps its words for the next.
 struct MaskRows {
-    const uint64_t *bits;
-    int64_t words_a_row;
+    const uint8_t *bytes;
+    int64_t columns;
 
-    MaskRows(const uint64_t *bits, int64_t columns)
-        : bits(bits), words_a_row((columns + kBlockColumns - 1) / kBlockColumns) {}
+    uint64_t word(const BlockKernels &kernels, int64_t row, int64_t column) const {
+        return kernels.mask_word(bytes + row * columns + column, std::min(kBlockColumns, columns - column));
+    }
 
-    uint64_t word(int64_t row, int64_t column) const { return bits[row * words_a_row + column / kBlockColumns]; }
+    // All words, row by row, for kernels that read each of them several times; none without a mask.
+    std::vector<uint64_t> words(const BlockKernels &kernels, int64_t rows, int threads) const;
 };
 
 // A thread's copies of panels that cannot be read where they lie.

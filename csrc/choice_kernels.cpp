@@ -1,6 +1,7 @@
 // Integer products by AMX or VNNI where there is one, by multiply-add of pairs with AVX2, in plain C++ elsewhere: all equal.
 #include "choice.h"
 
+#include <algorithm>
 #include <cmath>
 
 #if FASTDP_HAS_X86 && defined(__linux__) && (defined(__clang__) ? __clang_major__ >= 12 : __GNUC__ >= 11)
@@ -190,7 +191,7 @@ struct ByRows {
     static void enter() {}
     static void leave() {}
     static void place(const int8_t *code, int64_t k, int64_t quads, int8_t *left) {
-        std::memcpy(left + k * 4 * quads, code, 4 * quads);
+        std::copy(code, code + 4 * quads, left + k * 4 * quads);
     }
 };
 

@@ -34,17 +34,18 @@ void row_dots(const NoiseLanes &lanes, const char *x, const char *y, Dtype type,
     }
 }
 
-// The norm is summed in float64, exactly but for 2^-28 even of 2^24 lanes; the factor and its product with each element
-// are rounded to float32, each by at most 2^-24: less is taken than all three together, so that no row is ever left longer
-// than the bound.
-constexpr double kShorter = 1.0 - 0x1p-22;
+// The norm is summed in float64, exactly but for 2^-28 even of 2^24 lanes. The root of the factor, taken twice, and both
+// products are rounded to float32, each by at most 2^-24. Less is taken than all of these together, so that no row is ever
+// left longer than the bound.
+constexpr double kShorter = 1.0 - 0x1p-21;
 
 bool is_clipped(double norm, double bound) { return norm > bound * (1.0 - 0x1p-28); }
 
-// A row that is not finite has no direction: it is removed, like an example of norm 0.
-float clip_factor(double norm, double bound) {
+// The root of what a row is multiplied by: the factor itself may be below float32's range. A row that is not finite has no
+// direction: it is removed, like an example of norm 0.
+float root_factor(double norm, double bound) {
     if (!std::isfinite(norm)) return 0.f;
-    return is_clipped(norm, bound) ? static_cast<float>(bound / norm * kShorter) : 1.f;
+    return is_clipped(norm, bound) ? static_cast<float>(std::sqrt(bound / norm * kShorter)) : 1.f;
 }
 
 // How much of x is taken from the gradient g, given <g, x>: <g, x> / |x|^2 where x was clipped.
@@ -93,8 +94,8 @@ void clip_short_rows(const NoiseLanes &lanes, const Position &at, bool rounded, 
             for (int64_t r = first; r < last; ++r) {
                 float *row = work + (r - first) * length;
                 norms[r] = std::sqrt(short_dot(row, row, length));
-                const float factor = clip_factor(norms[r], bound);
-                for (int64_t j = 0; j < length; ++j) row[j] = factor == 0.f ? 0.f : factor * row[j];
+                const float root = root_factor(norms[r], bound);
+                for (int64_t j = 0; j < length; ++j) row[j] = root == 0.f ? 0.f : root * (root * row[j]);
             }
             if (std != 0 && rounded) {
                 round_to_grid(lanes, at, grid, i, work, Dtype::float32, 1.f, z, count);
@@ -120,9 +121,9 @@ void short_backward(const NoiseLanes &lanes, Dtype type, const char *grad, const
             for (int64_t r = first; r < last; ++r) {
                 float *a = g + (r - first) * length;
                 const float *b = x + (r - first) * length;
-                const float factor = clip_factor(norms[r], bound);
+                const float root = root_factor(norms[r], bound);
                 const float pull = pull_factor(short_dot(a, b, length), norms[r], bound);
-                for (int64_t j = 0; j < length; ++j) a[j] = factor == 0.f ? 0.f : factor * (a[j] - pull * b[j]);
+                for (int64_t j = 0; j < length; ++j) a[j] = root == 0.f ? 0.f : root * (root * (a[j] - pull * b[j]));
             }
             lanes.from_float(g, to + i * width(type), type, count);
         }
@@ -136,10 +137,10 @@ void clip_noise(const char *from, char *to, double *norms, Dtype type, int64_t r
     if (length > 0 && length < kShort)
         return clip_short_rows(lanes, at, rounded, type, from, to, norms, rows, length, bound, std, threads);
     row_dots(lanes, from, from, type, rows, length, norms, threads);
-    std::vector<float> factor(rows);
+    std::vector<float> root(rows);
     for (int64_t r = 0; r < rows; ++r) {
         norms[r] = std::sqrt(norms[r]);
-        factor[r] = clip_factor(norms[r], bound);
+        root[r] = root_factor(norms[r], bound);
     }
     const int64_t n = rows * length;
     const Grid grid(std);
@@ -153,10 +154,10 @@ void clip_noise(const char *from, char *to, double *norms, Dtype type, int64_t r
             by_row(i, count, length, [&](int64_t row, int64_t first, int64_t some, int64_t o_z) {
                 const int64_t offset = first * width(type);
                 if (std != 0 && rounded) {
-                    round_to_grid(lanes, at, grid, first, from + offset, type, factor[row], z + o_z, some);
+                    round_to_grid(lanes, at, grid, first, from + offset, type, root[row], z + o_z, some);
                     return lanes.from_float(z + o_z, to + offset, type, some);
                 }
-                lanes.scale_add(from + offset, to + offset, type, z + o_z, factor[row], static_cast<float>(std), some);
+                lanes.scale_add(from + offset, to + offset, type, z + o_z, root[row], static_cast<float>(std), some);
             });
         }
     });
@@ -170,9 +171,9 @@ void clip_backward(const char *g, const char *from, const double *norms, char *t
         return short_backward(lanes, type, g, from, to, norms, rows, length, bound, threads);
     std::vector<double> along(rows);
     row_dots(lanes, g, from, type, rows, length, along.data(), threads);
-    std::vector<float> factor(rows), pull(rows);
+    std::vector<float> root(rows), pull(rows);
     for (int64_t r = 0; r < rows; ++r) {
-        factor[r] = clip_factor(norms[r], bound);
+        root[r] = root_factor(norms[r], bound);
         pull[r] = pull_factor(along[r], norms[r], bound);
     }
     const int64_t n = rows * length;
@@ -180,7 +181,7 @@ void clip_backward(const char *g, const char *from, const double *norms, char *t
         const int64_t i = begin * kTile, stop = std::min(end * kTile, n);
         by_row(i, stop - i, length, [&](int64_t row, int64_t first, int64_t count, int64_t) {
             const int64_t offset = first * width(type);
-            lanes.pull_back(g + offset, from + offset, to + offset, type, factor[row], pull[row], count);
+            lanes.pull_back(g + offset, from + offset, to + offset, type, root[row], pull[row], count);
         });
     });
 }

@@ -1,4 +1,4 @@
-// Instantiated per-unit gradients, rows [units][size] of floats: their norms, and their weighted sums, in one reading.
+// Instantiated per-unit gradients, rows [units][size] of floats: their norms, and their sums under a mask, in one reading.
 #include <algorithm>
 #include <vector>
 
@@ -24,41 +24,46 @@ int threads_for(int64_t entries, int threads) {
 }
 
 // out[which][unit], float32, as direct_norms in norms_direct.cpp, of gradients that lie in memory: contiguous float32
-// [units][size]; `mask` holds the bits of one of them.
-void instance_norms(const float *rows, int64_t units, int64_t size, Measure measure, const uint64_t *mask, float *out,
+// [units][size]; `mask` holds a byte for each entry of one of them.
+void instance_norms(const float *rows, int64_t units, int64_t size, Measure measure, const uint8_t *mask, float *out,
                     int threads) {
     const int64_t chunks = std::max<int64_t>(1, (size + kChunk - 1) / kChunk);
     const BlockKernels &kernels = block_kernels();
+    const int team = threads_for(units * size, threads);
+    const std::vector<uint64_t> words = MaskRows{mask, size}.words(kernels, 1, team);
     std::vector<double> parts(units * chunks * 2);
-    team_for(units * chunks, threads_for(units * size, threads), [&](int64_t item) {
+    team_for(units * chunks, team, [&](int64_t item) {
         const int64_t unit = item / chunks, start = item % chunks * kChunk, end = std::min(size, start + kChunk);
         float sums[2] = {0, 0}, room[kBlockColumns];
-        for (int64_t i = start; i < end; i += kBlockColumns)
-            add_measure(kernels, measure, whole_block(rows + unit * size + i, end - i, room), ~uint64_t(0),
-                        measure == Measure::masked_square ? mask[i / kBlockColumns] : 0, sums);
+        if (measure == Measure::square) {
+            sums[0] = kernels.sum_squares(rows + unit * size + start, end - start);
+        } else {
+            for (int64_t i = start; i < end; i += kBlockColumns)
+                add_measure(kernels, measure, whole_block(rows + unit * size + i, end - i, room), ~uint64_t(0),
+                            measure == Measure::masked_square ? words[i / kBlockColumns] : 0, sums);
+        }
         parts[item * 2] = sums[0];
         parts[item * 2 + 1] = sums[1];
     });
     sum_parts(parts, measure, units, chunks, out);
 }
 
-// out[i] = sum over units of weight * row[i]: the unit's masked weight where the bit of `mask` is set, else its unmasked
-// one; without a mask the masked weight everywhere. A weight of 0 selects the row out.
-void instance_sum(const float *rows, int64_t units, int64_t size, const float *masked, const float *unmasked,
-                  const uint64_t *mask, float *out, int threads) {
+// out[i] = sum over units of weight * row[i]: the unit's masked weight where `mask` is set, else its unmasked one. A weight of
+// 0 selects the row out.
+void instance_masked_sum(const float *rows, int64_t units, int64_t size, const float *masked, const float *unmasked,
+                         const uint8_t *mask, float *out, int threads) {
     const BlockKernels &kernels = block_kernels();
-    team_for((size + kChunk - 1) / kChunk, threads_for(units * size, threads), [&](int64_t item) {
+    const int team = threads_for(units * size, threads);
+    const std::vector<uint64_t> words = MaskRows{mask, size}.words(kernels, 1, team);
+    team_for((size + kChunk - 1) / kChunk, team, [&](int64_t item) {
         const int64_t start = item * kChunk, end = std::min(size, start + kChunk);
         std::fill(out + start, out + end, 0.0f);
         for (int64_t unit = 0; unit < units; ++unit) {
+            if (masked[unit] == 0 && unmasked[unit] == 0) continue;
             const float *row = rows + unit * size;
-            if (mask == nullptr) {
-                if (masked[unit] != 0) kernels.add_row(row + start, masked[unit], end - start, out + start);
-            } else if (masked[unit] != 0 || unmasked[unit] != 0) {
-                for (int64_t i = start; i < end; i += kBlockColumns)
-                    kernels.add_weighted(row + i, mask[i / kBlockColumns], masked[unit], unmasked[unit],
-                                         std::min(kBlockColumns, end - i), out + i);
-            }
+            for (int64_t i = start; i < end; i += kBlockColumns)
+                kernels.add_weighted(row + i, words[i / kBlockColumns], masked[unit], unmasked[unit],
+                                     std::min(kBlockColumns, end - i), out + i);
         }
     });
 }
@@ -67,7 +72,8 @@ void instance_sum(const float *rows, int64_t units, int64_t size, const float *m
 
 void bind_instances(pybind11::module_ &m) {
     bind(m, "instance_norms", &instance_norms, "instances", "units", "size", "measure", "mask", "out", "threads");
-    bind(m, "instance_sum", &instance_sum, "instances", "units", "size", "masked", "unmasked", "mask", "out", "threads");
+    bind(m, "instance_masked_sum", &instance_masked_sum, "instances", "units", "size", "masked", "unmasked", "mask", "out",
+         "threads");
 }
 
 }  // namespace fastdp

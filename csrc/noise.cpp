@@ -54,14 +54,14 @@ float *noise_tile(const NoiseLanes &lanes, const Position &at, bool marked, uint
 }
 
 void round_to_grid(const NoiseLanes &lanes, const Position &at, const Grid &grid, uint64_t first, const void *x,
-                   Dtype dtype, float scale, float *z, int64_t n) {
+                   Dtype dtype, float root, float *z, int64_t n) {
     int32_t open[kTile];
-    const int64_t found = lanes.to_grid(x, dtype, scale, z, grid, n, open);
+    const int64_t found = lanes.to_grid(x, dtype, root, z, grid, n, open);
     for (int64_t j = 0; j < found; ++j) {
         const int64_t i = open[j];
         float s;
         lanes.to_float(static_cast<const char *>(x) + i * width(dtype), dtype, &s, 1);
-        s = scale == 0.f ? 0.f : scale * s;
+        s = root == 0.f ? 0.f : root * (root * s);
         const float steps = s * (1.f / grid.spacing);
         const float whole = std::nearbyint(steps);
         const bool divided = std::fabs(steps) < 0x1p23f;

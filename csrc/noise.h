@@ -51,11 +51,11 @@ struct NoiseLanes {
     // The same, while 64 bytes a block of four arrays are fetched into the cache.
     void (*normals_ahead)(const Position &at, uint32_t first, int64_t blocks, float *out, bool marked,
                           const char *const ahead[4]);
-    // z[i] = scale * x[i] + std * z[i] rounded to the grid, for marked normals z; n <= kTile. Writes to `open` the
+    // z[i] = root^2 * x[i] + std * z[i] rounded to the grid, for marked normals z; n <= kTile. Writes to `open` the
     // indices whose rounding float32 does not decide, of which z[i] is left wrong, and returns how many they are.
-    int64_t (*to_grid)(const void *x, Dtype dtype, float scale, float *z, const Grid &grid, int64_t n, int32_t *open);
-    // x[i] = scale * x[i] + std * z[i], n <= kTile, any dtype; out may be x.
-    void (*scale_add)(const void *x, void *out, Dtype dtype, const float *z, float scale, float std, int64_t n);
+    int64_t (*to_grid)(const void *x, Dtype dtype, float root, float *z, const Grid &grid, int64_t n, int32_t *open);
+    // x[i] = root^2 * x[i] + std * z[i], n <= kTile, any dtype; out may be x. A scale of up to 2^-252 has a root in float32.
+    void (*scale_add)(const void *x, void *out, Dtype dtype, const float *z, float root, float std, int64_t n);
     // With `axes`, the noised mean is multiplied by axes[i], and the noise's variance by its square.
     void (*adamw)(void *param, Dtype dtype, const float *grad, float *mean, float *square, const float *z,
                   const float *axes, const AdamWStep &step, int64_t n);
@@ -63,8 +63,8 @@ struct NoiseLanes {
     double (*dot)(const void *x, const void *y, Dtype dtype, int64_t n);
     void (*to_float)(const void *x, Dtype dtype, float *out, int64_t n);
     void (*from_float)(const float *x, void *out, Dtype dtype, int64_t n);
-    // out[i] = scale * (g[i] - pull * x[i]), all of one dtype.
-    void (*pull_back)(const void *g, const void *x, void *out, Dtype dtype, float scale, float pull, int64_t n);
+    // out[i] = root^2 * (g[i] - pull * x[i]), all of one dtype.
+    void (*pull_back)(const void *g, const void *x, void *out, Dtype dtype, float root, float pull, int64_t n);
 };
 
 namespace portable { extern const NoiseLanes noise_lanes; }
@@ -86,10 +86,10 @@ float wide_radius(const Position &at, uint32_t block, int k, uint32_t word);
 float *noise_tile(const NoiseLanes &lanes, const Position &at, bool marked, uint64_t first, int64_t n, float *z);
 constexpr int64_t kTileRoom = kTile + 2 * kGroup * kBlockWords;
 
-// z[i] = scale * x[i] + std * z[i] rounded to the grid, exactly, for the marked normals z of elements [first, first +
+// z[i] = root^2 * x[i] + std * z[i] rounded to the grid, exactly, for the marked normals z of elements [first, first +
 // n).
 void round_to_grid(const NoiseLanes &lanes, const Position &at, const Grid &grid, uint64_t first, const void *x,
-                   Dtype dtype, float scale, float *z, int64_t n);
+                   Dtype dtype, float root, float *z, int64_t n);
 
 // Calls body(begin, end) over [0, n) in items of `piece`, on at most `threads` threads, each of which has at least two
 // items to start for. Where the pieces are cut must not matter to the result.

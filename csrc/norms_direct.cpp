@@ -15,14 +15,14 @@ namespace fastdp {
 namespace {
 
 // out[which][unit], float32: the measure of the gradient of the unit that owns tokens [bounds[unit], bounds[unit + 1]), zero
-// where it owns none. Left [tokens, m] and right [tokens, n] as factor.h reads them; `mask` the address of bits [m, n]
-// (see MaskRows), read under masked_square alone, whose second row is what lies outside. Sums are float32 over a row of a
+// where it owns none. Left [tokens, m] and right [tokens, n] as factor.h reads them; `mask` bytes [m, n], read under masked_square alone, whose second row is what lies outside. Sums are float32 over a row of a
 // band and float64 beyond, in an order that threads do not change.
 void direct_norms(const Factor &left, const Factor &right, const std::vector<int64_t> &bounds, Measure measure,
-                  const uint64_t *mask, float *out, int threads) {
+                  const uint8_t *mask, float *out, int threads) {
     const int64_t units = static_cast<int64_t>(bounds.size()) - 1, m = left.width, n = right.width;
     const int64_t panels = (n + kBlockColumns - 1) / kBlockColumns;
     const BlockKernels &kernels = block_kernels();
+    const std::vector<uint64_t> words = MaskRows{mask, n}.words(kernels, m, threads);
     std::vector<double> partial(units * panels * 2);
     team_for(units * panels, threads, [&](int64_t item) {
         static thread_local Panels panels_of_thread;
@@ -39,7 +39,7 @@ void direct_norms(const Factor &left, const Factor &right, const std::vector<int
             float sums[2] = {0, 0};
             for (int64_t row = 0; row < rows; ++row)
                 add_measure(kernels, measure, band + row * kBlockColumns, valid,
-                            measure == Measure::masked_square ? mask[(start + row) * panels + panel] : 0, sums);
+                            measure == Measure::masked_square ? words[(start + row) * panels + panel] : 0, sums);
             partial[item * 2] += sums[0];
             partial[item * 2 + 1] += sums[1];
         }

@@ -17,8 +17,8 @@ constexpr int64_t kColumns = 512;  // columns summed at a time: two rows of them
 // out[which][unit], float32, as direct_norms in norms_direct.cpp, of an embedding: `ids` int64, `ids_stride` apart, all of
 // them rows of the mask if there is one; right [tokens, n]. Rows of equal ids are added in the order of their tokens.
 void onehot_norms(const int64_t *ids, int64_t ids_stride, const Factor &right, const std::vector<int64_t> &bounds,
-                  Measure measure, const uint64_t *bits, float *out, int threads) {
-    const MaskRows mask(bits, right.width);
+                  Measure measure, const uint8_t *bytes, float *out, int threads) {
+    const MaskRows mask{bytes, right.width};
     const int64_t units = static_cast<int64_t>(bounds.size()) - 1, panels = (right.width + kColumns - 1) / kColumns;
     const BlockKernels &kernels = block_kernels();
     std::vector<int64_t> order(bounds.back());
@@ -45,7 +45,7 @@ void onehot_norms(const int64_t *ids, int64_t ids_stride, const Factor &right, c
             float sums[2] = {0, 0};
             for (int64_t j = 0; j < count; j += kBlockColumns)
                 add_measure(kernels, measure, sum + j, first_bits(count - j),
-                            measure == Measure::masked_square ? mask.word(id, start + j) : 0, sums);
+                            measure == Measure::masked_square ? mask.word(kernels, id, start + j) : 0, sums);
             total[0] += sums[0];
             total[1] += sums[1];
         }

@@ -61,13 +61,14 @@ void affine_sums(const Factor &gradient, const Factor &x, const float *mean, con
 // The sum over tokens of w_t L_t R_t^T added to `out`, with one weight for masked and another for unmasked entries. Runs of
 // tokens with the same weights (a unit's) are multiplied once and scaled under the mask as they are added: run r is tokens
 // [bounds[r], bounds[r + 1]) with weights masked[r] and unmasked[r], and is skipped where both are 0. `out` float32 [m, n],
-// rows `out_row` apart, columns next to each other; `mask` bits [m, n].
+// rows `out_row` apart, columns next to each other; `mask` bytes [m, n].
 void masked_weighted_sum(const Factor &left, const Factor &right, const std::vector<int64_t> &bounds,
-                         const std::vector<float> &masked, const std::vector<float> &unmasked, const uint64_t *mask,
+                         const std::vector<float> &masked, const std::vector<float> &unmasked, const uint8_t *mask,
                          float *out, int64_t out_row, int threads) {
     const int64_t m = left.width, n = right.width;
     const int64_t panels = (n + kBlockColumns - 1) / kBlockColumns, chunks = (m + kChunkRows - 1) / kChunkRows;
     const BlockKernels &kernels = block_kernels();
+    const std::vector<uint64_t> words = MaskRows{mask, n}.words(kernels, m, threads);
     team_for(panels * chunks, threads, [&](int64_t item) {
         static thread_local Panels panels_of_thread;
         const int64_t panel = item % panels, start = item / panels * kChunkRows;
@@ -79,7 +80,7 @@ void masked_weighted_sum(const Factor &left, const Factor &right, const std::vec
             const Rows r = right_panel(right, first, last, panel * kBlockColumns, columns, rows, panels_of_thread);
             compute_band(kernels, left, r, first, last, start, rows, columns, panels_of_thread, band);
             for (int64_t row = 0; row < rows; ++row)
-                kernels.add_weighted(band + row * kBlockColumns, mask[(start + row) * panels + panel], masked[run],
+                kernels.add_weighted(band + row * kBlockColumns, words[(start + row) * panels + panel], masked[run],
                                      unmasked[run], columns, out + (start + row) * out_row + panel * kBlockColumns);
         }
     });
@@ -106,11 +107,12 @@ void onehot_add(const int64_t *ids, int64_t ids_stride, const Factor &right, int
 
 // The same with one weight for masked and another for unmasked entries of the table.
 void onehot_masked_add(const int64_t *ids, int64_t ids_stride, const Factor &right, int64_t tokens, const float *masked,
-                       const float *unmasked, const uint64_t *bits, float *out, int64_t out_stride, int threads) {
-    const MaskRows mask(bits, right.width);
-    const int64_t words = std::clamp<int64_t>(mask.words_a_row / std::max(1, threads), 1, kWords);
+                       const float *unmasked, const uint8_t *bytes, float *out, int64_t out_stride, int threads) {
+    const MaskRows mask{bytes, right.width};
+    const int64_t words_a_row = (right.width + kBlockColumns - 1) / kBlockColumns;
+    const int64_t words = std::clamp<int64_t>(words_a_row / std::max(1, threads), 1, kWords);
     const BlockKernels &kernels = block_kernels();
-    team_for((mask.words_a_row + words - 1) / words, threads, [&](int64_t panel) {
+    team_for((words_a_row + words - 1) / words, threads, [&](int64_t panel) {
         const int64_t start = panel * words * kBlockColumns;
         const int64_t count = std::min(words * kBlockColumns, right.width - start);
         float row[kColumns];
@@ -121,7 +123,7 @@ void onehot_masked_add(const int64_t *ids, int64_t ids_stride, const Factor &rig
             const int64_t id = ids[t * ids_stride];
             float *target = out + id * out_stride + start;
             for (int64_t j = 0; j < count; j += kBlockColumns)
-                kernels.add_weighted(from + j, mask.word(id, start + j), masked[t], unmasked[t],
+                kernels.add_weighted(from + j, mask.word(kernels, id, start + j), masked[t], unmasked[t],
                                      std::min(kBlockColumns, count - j), target + j);
         }
     });

@@ -120,7 +120,7 @@ def onehot_masked_add(
 def instance_norms(
     instances: _Memory, units: int, size: int, measure: int, mask: _Memory, out: _Memory, threads: int
 ) -> None: ...
-def instance_sum(
+def instance_masked_sum(
     instances: _Memory,
     units: int,
     size: int,

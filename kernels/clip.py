@@ -56,28 +56,28 @@ def _is_clipped(norm, max_norm):
 
 
 @triton.jit
-def _factor(norm, max_norm):
-    # min(1, max_norm / norm), and 0 for a norm that is not finite; below 1 it is smaller by 2^-22, more than the norm, the
-    # factor and its product with an element are rounded by, so that no row is ever left longer than the bound.
-    scale = tl.where(_is_clipped(norm, max_norm), max_norm / norm * (1.0 - 1.0 / 4194304.0), 1.0)
-    return tl.where(norm < float("inf"), scale, 0.0)
+def _root_factor(norm, max_norm):
+    # The root of min(1, max_norm / norm), which itself may be below float32's range; 0 for a norm that is not finite. Below 1
+    # the factor is smaller by 2^-21, more than all roundings, so that no row is ever left longer than the bound.
+    factor = tl.where(_is_clipped(norm, max_norm), max_norm / norm * (1.0 - 1.0 / 2097152.0), 1.0)
+    return tl.where(norm < float("inf"), tl.sqrt(factor), 0.0)
 
 
 @triton.jit(do_not_specialize=["chunks"])
-def _forward_factor_kernel(p_partial, p_norm, p_scale, chunks, max_norm, b_chunks: tl.constexpr):
+def _forward_factor_kernel(p_partial, p_norm, p_root, chunks, max_norm, b_chunks: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     norm = tl.sqrt(_in_order(p_partial, row, chunks, b_chunks))
     tl.store(p_norm + row, norm)
-    tl.store(p_scale + row, _factor(norm, max_norm).to(tl.float32))
+    tl.store(p_root + row, _root_factor(norm, max_norm).to(tl.float32))
 
 
 @triton.jit(do_not_specialize=["chunks"])
-def _backward_factor_kernel(p_partial, p_norm, p_scale, p_pull, chunks, max_norm, b_chunks: tl.constexpr):
+def _backward_factor_kernel(p_partial, p_norm, p_root, p_pull, chunks, max_norm, b_chunks: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     dot = _in_order(p_partial, row, chunks, b_chunks)
     norm = tl.load(p_norm + row)
     pull = tl.where(_is_clipped(norm, max_norm), dot / (norm * norm), 0.0)
-    tl.store(p_scale + row, _factor(norm, max_norm).to(tl.float32))
+    tl.store(p_root + row, _root_factor(norm, max_norm).to(tl.float32))
     tl.store(p_pull + row, pull.to(tl.float32))
 
 
@@ -95,7 +95,7 @@ def _rows_of(first, o_tile, width, b_tile: tl.constexpr):
 
 @triton.jit(do_not_specialize=["capacity", "n", "width"])
 def _apply_kernel(
-    p_x, p_out, p_scale, p_position, p_list, p_sums, capacity, n, width, std, spacing, inverse,
+    p_x, p_out, p_root, p_position, p_list, p_sums, capacity, n, width, std, spacing, inverse,
     b_blocks: tl.constexpr, NOISY: tl.constexpr, ROUNDED: tl.constexpr,
 ):  # fmt: skip
     first = tl.program_id(0).to(tl.int64) * b_blocks
@@ -104,7 +104,7 @@ def _apply_kernel(
     o_x = first * 16 + o_tile
     rows = _rows_of(first * 16, o_tile, width.to(tl.int64), b_blocks * 16)
     # [b_blocks, 16]
-    scale = tl.load(p_scale + rows, mask=o_x < n, other=0.0)
+    root = tl.load(p_root + rows, mask=o_x < n, other=0.0)
     if NOISY:
         z = normals(p_position, block.to(tl.uint32), ROUNDED)
     else:
@@ -112,8 +112,8 @@ def _apply_kernel(
     inside = (first + b_blocks) * 16 <= n
     # [b_blocks, 16]
     x = load_flat(p_x, o_x, n, inside).to(tl.float32)
-    # A scale of zero removes the example by selection: zero times NaN would be NaN.
-    kept = tl.where(scale != 0.0, x * scale, 0.0)
+    # A root of zero removes the example by selection: zero times NaN would be NaN.
+    kept = tl.where(root != 0.0, x * root * root, 0.0)
     if ROUNDED:
         store_rounded(kept, z, p_out, p_list, p_sums, capacity, block, o_x, n, inside, std, spacing, inverse)
     else:
@@ -122,7 +122,7 @@ def _apply_kernel(
 
 
 @triton.jit(do_not_specialize=["n", "width"])
-def _pull_back_kernel(p_grad, p_x, p_out, p_scale, p_pull, n, width, b_tile: tl.constexpr, ALIGNED: tl.constexpr):
+def _pull_back_kernel(p_grad, p_x, p_out, p_root, p_pull, n, width, b_tile: tl.constexpr, ALIGNED: tl.constexpr):
     if ALIGNED:
         n = n // 16 * 16
     first = tl.program_id(0).to(tl.int64) * b_tile
@@ -131,11 +131,11 @@ def _pull_back_kernel(p_grad, p_x, p_out, p_scale, p_pull, n, width, b_tile: tl.
     m_x = o_x < n
     rows = _rows_of(first, o_tile, width.to(tl.int64), b_tile)
     # [b_tile]
-    scale = tl.load(p_scale + rows, mask=m_x, other=0.0)
+    root = tl.load(p_root + rows, mask=m_x, other=0.0)
     pull = tl.load(p_pull + rows, mask=m_x, other=0.0)
     g = tl.load(p_grad + o_x, mask=m_x).to(tl.float32)
     x = tl.load(p_x + o_x, mask=m_x).to(tl.float32)
-    out = tl.where(scale != 0.0, scale * tl.fma(-pull, x, g), 0.0)
+    out = tl.where(root != 0.0, tl.fma(-pull, x, g) * root * root, 0.0)
     # [b_tile]
     tl.store(p_out + o_x, out.to(p_out.dtype.element_ty), mask=m_x)
 
@@ -175,16 +175,16 @@ def clip_noise(
     rounded = secure_rounding and std > 0.0
     with on_device_of(x):
         partial, chunks = _row_dots(flat, flat, rows, width)
-        scale = torch.empty(rows, dtype=torch.float32, device=x.device)
+        root = torch.empty(rows, dtype=torch.float32, device=x.device)
         _forward_factor_kernel[(rows,)](
-            partial, norm, scale, chunks, float(max_norm), b_chunks=128, enable_fp_fusion=True, num_warps=1
+            partial, norm, root, chunks, float(max_norm), b_chunks=128, enable_fp_fusion=True, num_warps=1
         )
         there = beside(position, x)
         opened = new_list(x.numel(), x.device, with_sums=True) if rounded else NO_LIST
         _apply_kernel[(cdiv(x.numel(), 16 * BLOCKS),)](
             flat,
             out,
-            scale,
+            root,
             there,
             *opened,
             x.numel(),
@@ -211,12 +211,12 @@ def clip_noise_backward(grad: torch.Tensor, x: torch.Tensor, norm: torch.Tensor,
     width = x.numel() // rows
     with on_device_of(x):
         partial, chunks = _row_dots(grad, flat, rows, width)
-        scale = torch.empty(rows, dtype=torch.float32, device=x.device)
-        pull = torch.empty_like(scale)
+        root = torch.empty(rows, dtype=torch.float32, device=x.device)
+        pull = torch.empty_like(root)
         _backward_factor_kernel[(rows,)](
             partial,
             norm.contiguous(),
-            scale,
+            root,
             pull,
             chunks,
             float(max_norm),
@@ -228,7 +228,7 @@ def clip_noise_backward(grad: torch.Tensor, x: torch.Tensor, norm: torch.Tensor,
             grad,
             flat,
             out,
-            scale,
+            root,
             pull,
             x.numel(),
             width,

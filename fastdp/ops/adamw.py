@@ -11,17 +11,16 @@ import torch
 
 from fastdp.ops.grid import check_grid, on_grid
 from fastdp.ops.halves import keep_moments
-from fastdp.ops.noise import DTYPES, check_in_place, check_position, check_tensor, standard_normals
+from fastdp.ops.noise import DTYPES, check_position, check_tensor, standard_normals
 from fastdp.ops.stream import MAX_ELEMENTS, POSITION_WORDS, Draw, NoiseStream, check_rounds
 from fastdp.ops.table import Op
 from fastdp.validate import at_least, positive
 
 #: What parameters may be, as `fastdp.ops.noise.check_tensor` has it.
 _KINDS = {(dtype, torch.strided) for dtype in DTYPES}
-_SHAPE, _DEVICE, _KIND, _LAID = (
+_SHAPE, _DTYPE, _LAID = (
     operator.attrgetter("shape"),
-    operator.attrgetter("device"),
-    operator.attrgetter("dtype", "device"),
+    operator.attrgetter("dtype"),
     operator.attrgetter("dtype", "layout"),
 )
 
@@ -61,16 +60,10 @@ def _check(
 ) -> None:
     numbers, rows, columns = told(rest)
     check_tensor("param", param)
-    check_in_place("param", param)
     for name, x in (("grad_sum", grad_sum), ("exp_avg", exp_avg), ("exp_avg_sq", exp_avg_sq)):
         check_tensor(name, x, (torch.float32,))
-        if name != "grad_sum":
-            check_in_place(name, x)
-        if x.shape != param.shape or x.device != param.device:
-            raise ValueError(
-                f"{name} must have the shape and device of param, {list(param.shape)} on {param.device}, "
-                f"got {list(x.shape)} on {x.device}"
-            )
+        if x.shape != param.shape:
+            raise ValueError(f"{name} must have the shape of param, {list(param.shape)}, got {list(x.shape)}")
     least = {"std": numbers.std, "lr": numbers.lr, "eps": numbers.eps, "weight_decay": numbers.weight_decay}
     at_least(0.0, **least, **{"betas[0]": numbers.beta1, "betas[1]": numbers.beta2})
     positive(divisor=numbers.divisor)
@@ -93,8 +86,8 @@ def _check_axes(param: torch.Tensor, rows: torch.Tensor | None, columns: torch.T
         raise ValueError("rows and columns go together: give both, or neither")
     for name, axis in (("rows", rows), ("columns", columns)):
         check_tensor(name, axis, (torch.float32,))
-        if axis.dim() != 1 or not axis.is_contiguous() or axis.device != param.device:
-            raise ValueError(f"{name} must be a contiguous vector on the device of param")
+        if axis.dim() != 1 or not axis.is_contiguous():
+            raise ValueError(f"{name} must be a contiguous vector")
     if rows.numel() * columns.numel() != param.numel():
         raise ValueError(
             f"{rows.numel()} rows and {columns.numel()} columns are no axes of a parameter of {param.numel()} elements"
@@ -230,7 +223,6 @@ def _check_steps(
         raise ValueError(f"drawn is {drawn.dtype} {list(drawn.shape)}: positions are int32 [{count}, {POSITION_WORDS}]")
     check_rounds(drawn)
     _check(params[0], grad_sums[0], grad_sums[0], grad_sums[0], drawn[0], *numbers)
-    device = params[0].device
     of_moments = torch.bfloat16 if exp_avgs[0].dtype == torch.bfloat16 else torch.float32
     kinds = {*map(_LAID, params)}
     if not kinds <= _KINDS or max(map(torch.Tensor.numel, params)) > MAX_ELEMENTS:
@@ -240,16 +232,16 @@ def _check_steps(
     # A property of all tensors of a list is looked at in one go: there are hundreds of them, in every step.
     lists = ((grad_sums, torch.float32), (exp_avgs, of_moments), (exp_avg_sqs, of_moments), (masters, torch.float32))
     for xs, dtype in lists:
-        if not xs or ({*map(_KIND, xs)} == {(dtype, device)} and [*map(_SHAPE, xs)] == shapes and _contiguous(xs)):
+        if not xs or ({*map(_DTYPE, xs)} == {dtype} and [*map(_SHAPE, xs)] == shapes and _contiguous(xs)):
             continue
-        good = [x.dtype is dtype and x.device == device and x.is_contiguous() for x in xs]
+        good = [x.dtype is dtype and x.is_contiguous() for x in xs]
         x, shape = next((x, shape) for x, shape, fine in zip(xs, shapes, good) if not fine or x.shape != shape)
         raise ValueError(
-            f"sums and masters must be contiguous float32 {list(shape)} on {device}, moments all float32 or all "
-            f"bfloat16, got {x.dtype} {list(x.shape)} on {x.device}"
+            f"sums and masters must be contiguous float32 {list(shape)}, moments all float32 or all bfloat16, "
+            f"got {x.dtype} {list(x.shape)}"
         )
-    if not ({*map(_DEVICE, params)} == {device} and _contiguous(params)):
-        raise ValueError(f"params must be contiguous and on one device, {device}")
+    if not _contiguous(params):
+        raise ValueError("params must be contiguous")
     for param, *axes in zip(params, rows, columns):
         _check_axes(param, *axes)
 

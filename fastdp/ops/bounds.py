@@ -57,7 +57,7 @@ def _row_products_fake(left: Tensor, right: Tensor, offsets: Tensor, order: int)
 
 def _check_row_products(left: Tensor, right: Tensor, offsets: Tensor, order: int) -> None:
     check_pair(left, right)
-    check_offsets(offsets, right.shape[0], right.device)
+    check_offsets(offsets, right.shape[0])
     if order not in (1, 2):
         raise ValueError(f"order is {order}: rows have L1 and L2 norms")
 
@@ -140,10 +140,8 @@ def _check_gram_norms(
     if min(counts) < 1:
         raise ValueError("lefts is empty: a group has at least one use")
     check_group(Matrices.of(lefts), Matrices.of(rights), offsets, counts)
-    if scales and [(s.shape, s.dtype, s.device) for s in scales] != [
-        ((f.shape[1],), torch.float32, f.device) for f in (*lefts, *rights)
-    ]:
-        raise ValueError("scales must be float32 vectors beside the factors, a number for each column of every one")
+    if scales and [(s.shape, s.dtype) for s in scales] != [((f.shape[1],), torch.float32) for f in (*lefts, *rights)]:
+        raise ValueError("scales must be float32 vectors, a number for each column of every factor")
 
 
 GRAM_NORMS = Op(
@@ -210,8 +208,8 @@ def _chosen_sqnorm_reference(
 def _check_chosen_sqnorm(lefts: Sequence[Tensor], rights: Sequence[Tensor], offsets: Tensor, chosen: Tensor) -> None:
     check_group(Matrices.of(lefts), Matrices.of(rights), offsets)
     shape = len(lefts), offsets.shape[0] - 1
-    if chosen.dtype != torch.bool or chosen.shape != shape or chosen.device != rights[0].device:
-        raise ValueError("chosen must be bool, one a matrix and unit, beside the factors")
+    if chosen.dtype != torch.bool or chosen.shape != shape:
+        raise ValueError("chosen must be bool, one a matrix and unit")
 
 
 CHOSEN_SQNORM = Op(

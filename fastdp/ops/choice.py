@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fastdp.ops.dchi import check_ids, check_per_token, per_token, uniforms
 from fastdp.ops.noise import check_position
+from fastdp.ops.operands import check_tensors
 from fastdp.ops.snap import refuse_non_finite
 from fastdp.ops.stream import Draw, NoiseStream, chacha_words
 from fastdp.ops.table import Op
@@ -22,9 +23,9 @@ _WIDEST = 1 << 16
 def _check_rows(name: str, value: Tensor | None, table: Tensor) -> None:
     if value is None:
         return
-    if value.shape != table.shape[:1] or value.dtype != torch.float64 or value.device != table.device:
+    if value.shape != table.shape[:1] or value.dtype != torch.float64:
         raise ValueError(
-            f"{name} is {value.dtype} {list(value.shape)} on {value.device}: "
+            f"{name} is {value.dtype} {list(value.shape)}: "
             f"it must have one number for each of the table's {table.shape[0]} rows"
         )
 
@@ -75,7 +76,7 @@ def _choice_reference(
     candidate_scale: Tensor | None,
 ) -> Tensor:
     refuse_non_finite("table", table)
-    wide = table.double()
+    wide = table.double().contiguous()
     words = chacha_words(position, 0, _BLOCKS * ids.numel())[::_BLOCKS, :2]
     draws = torch.from_numpy(uniforms(words)[:, 0]).to(table.device)
     result = torch.empty_like(ids).view(-1) if ids.is_contiguous() else ids.new_empty(ids.numel())
@@ -148,7 +149,7 @@ def choice_log_probabilities(
     tensor([0.7311, 0.2689], dtype=torch.float64)
     """
     prior, slopes = _rows_as_double(log_prior, table), _rows_as_double(candidate_scale, table)
-    return _log_weights(token, table.double(), scale, cap, prior, slopes).log_softmax(0)
+    return _log_weights(token, table.double().contiguous(), scale, cap, prior, slopes).log_softmax(0)
 
 
 def exponential_choice(
@@ -203,6 +204,7 @@ def exponential_choice(
     >>> sorted(set(drawn.tolist()))  # the third is e^50 times less likely
     [0, 1]
     """
+    check_tensors(ids=ids, table=table)
     prior, slopes = _rows_as_double(log_prior, table), _rows_as_double(candidate_scale, table)
     there, limit = ids.to(table.device), None if cap is None else float(cap)
     return EXPONENTIAL_CHOICE(there, table, per_token(scale, there), stream, limit, prior, slopes).to(ids.device)

@@ -10,10 +10,10 @@ from fastdp.ops.grid import check_grid, on_grid
 from fastdp.ops.noise import check_position, check_tensor, standard_normals
 from fastdp.ops.stream import Draw, NoiseStream
 from fastdp.ops.table import Op
-from fastdp.validate import at_least, positive
+from fastdp.validate import at_least
 
-#: Rows are scaled to this share of the bound: the factor and the product are each rounded to float32.
-_INSIDE = 1 - 2.0**-21
+#: The least bound. Entries of a clipped row may round to a multiple of 2^-149, which must not lengthen the row.
+_LEAST_NORM = 2.0**-100
 
 
 def _check_clip(
@@ -23,7 +23,7 @@ def _check_clip(
     if x.dim() < 1:
         raise ValueError("x must have a first dimension of examples, got a tensor of no dimensions")
     at_least(0.0, std=std)
-    positive(max_norm=max_norm)
+    at_least(_LEAST_NORM, max_norm=max_norm)
     if secure_rounding:
         check_grid("x", x, std)
     check_position(position)
@@ -36,10 +36,10 @@ def _is_clipped(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
 def _factors(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
     """``min(1, max_norm / norm)``, and 0 for a norm that is not finite: float64, same shape.
 
-    Where it is below 1 it is smaller by 2^-22, more than the norm, the factor and its product with an element are rounded
-    by in float32, so that no row is ever left longer than the bound.
+    Where it is below 1 it is smaller by 2^-21. Kernels multiply twice by its float32 root, since the factor itself may be below
+    float32's range: their roundings are fewer, so that no row is ever left longer than the bound.
     """
-    scale = torch.where(_is_clipped(norm, max_norm), max_norm / norm * (1.0 - 2.0**-22), 1.0)
+    scale = torch.where(_is_clipped(norm, max_norm), max_norm / norm * (1.0 - 2.0**-21), 1.0)
     return torch.where(torch.isfinite(norm), scale, 0.0)
 
 
@@ -124,7 +124,7 @@ def clip_noise(
 
     Args:
         x: [B, ...], at least one dimension; float32, bfloat16 or float16. Noise is placed by the flattened index.
-        max_norm: the bound C, in the units of ``x``, greater than 0.
+        max_norm: the bound C, in the units of ``x``, at least 2^-100.
         std: in the units of ``x``; 0 clips only.
         stream: a ``NoiseStream`` or one position of it.
         secure_rounding: as in ``add_noise_``.
@@ -144,4 +144,4 @@ def clip_noise(
     tensor([[0.6000, 0.8000],
             [0.3000, 0.4000]])
     """
-    return _CLIP_NOISE(x, max_norm * _INSIDE, std, stream, secure_rounding)[0]
+    return _CLIP_NOISE(x, max_norm, std, stream, secure_rounding)[0]

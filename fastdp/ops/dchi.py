@@ -17,12 +17,15 @@ import torch
 from torch import Tensor
 
 from fastdp.ops.noise import check_position, standard_normals
+from fastdp.ops.operands import check_tensors
 from fastdp.ops.snap import SNAP, check_table, refuse_non_finite
 from fastdp.ops.stream import Draw, NoiseStream, chacha_words
 from fastdp.ops.table import Op
 
 _ATTEMPTS = 16
 _COUNTERS = 1 << 32
+#: Of eta to the width, so that noise stays within float32.
+_LEAST_RATE = 2.0**-100
 
 
 def check_ids(ids: Tensor, table: Tensor) -> None:
@@ -30,8 +33,6 @@ def check_ids(ids: Tensor, table: Tensor) -> None:
     check_table(table)
     if ids.dtype != torch.int64:
         raise TypeError(f"ids are {ids.dtype}: they must be int64")
-    if ids.device != table.device:
-        raise ValueError(f"ids are on {ids.device} and the table on {table.device}")
     if ids.numel():
         low, high = (int(v) for v in torch.aminmax(ids))
         if low < 0 or high >= table.shape[0]:
@@ -127,6 +128,9 @@ def _check_vectors(eta: Tensor, width: int, position: Tensor | NoiseStream | Dra
     if width < 1:
         raise ValueError(f"width is {width}: it must be at least 1, or there is no direction to add noise in")
     check_per_token("eta", eta, eta, positive=True)
+    # The longest vector that 16 attempts can give is below 2^7 width / eta.
+    if eta.numel() and float(eta.min()) < width * _LEAST_RATE:
+        raise ValueError(f"eta is {float(eta.min()):g}: with width {width} it must be at least {width * _LEAST_RATE:g}")
     check_position(position)
     if eta.numel() * (-(-width // 16) + _ATTEMPTS) > _COUNTERS:
         raise ValueError(f"{eta.numel()} vectors of width {width} are more than one position has noise for")
@@ -147,7 +151,7 @@ def dchi_vectors(eta: Tensor, width: int, stream: NoiseStream | Draw) -> Tensor:
     What ``private_snap`` adds to the rows of its tokens, for rows that leave without being snapped.
 
     Args:
-        eta: float64 [N], above 0 and finite, in units of 1 / distance; the noise is made on its device.
+        eta: float64 [N], finite and at least 2^-100 ``width``, in units of 1 / distance; the noise is made on its device.
         width: entries of a vector, at least 1.
         stream: a ``NoiseStream`` or one position of it.
 
@@ -207,5 +211,6 @@ def private_snap(ids: Tensor, table: Tensor, eta: float | Tensor, stream: NoiseS
     >>> private_snap(torch.tensor([2, 0, 1]), table, 1e6, NoiseStream())  # hardly any noise
     tensor([2, 0, 1])
     """
+    check_tensors(ids=ids, table=table)
     there = ids.to(table.device)
     return PRIVATE_SNAP(there, table, per_token(eta, there), stream).to(ids.device)

@@ -11,6 +11,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -71,6 +72,9 @@ def per_token(weights: Tensor, offsets: Tensor | None, tokens: int) -> Tensor:
     """Weights of units repeated for each of their tokens, without asking a device; as they are without ``offsets``."""
     if offsets is None:
         return weights
+    if weights.device.type == offsets.device.type == "cpu":
+        # Torch's own starts threads even for a few units, which a forked process waits for without end.
+        return torch.from_numpy(np.repeat(weights.detach().numpy(), np.diff(offsets.numpy())))
     length = common_length(offsets.tolist()) if offsets.device.type == "cpu" else None
     lengths = torch.diff(offsets.to(weights.device)) if length is None else length
     return weights.repeat_interleave(lengths, output_size=tokens)
@@ -117,10 +121,10 @@ def check_left(left: Tensor, name: str = "left") -> None:
 
 
 def check_pair(left: Tensor, right: Tensor, names: tuple[str, str] = ("left", "right")) -> None:
-    """Raise TypeError or ValueError unless two factors describe the same tokens on the same device."""
+    """Raise TypeError or ValueError unless two factors describe the same tokens."""
     # A step asks this of hundreds of pairs, which are good: one look at each, and what is wrong is only then looked for.
     matrices = left.dim() == right.dim() == 2 and left.dtype in FLOATS and right.dtype in FLOATS
-    if matrices and left.shape[0] == right.shape[0] and left.device == right.device:
+    if matrices and left.shape[0] == right.shape[0]:
         return
     check_left(left, names[0])
     if right.dim() != 2:
@@ -129,8 +133,6 @@ def check_pair(left: Tensor, right: Tensor, names: tuple[str, str] = ("left", "r
         raise TypeError(f"{names[1]} is {right.dtype}: it must be float32, bfloat16, float16 or float64")
     if left.shape[0] != right.shape[0]:
         raise ValueError(f"{names[0]} has {left.shape[0]} tokens and {names[1]} has {right.shape[0]}")
-    if left.device != right.device:
-        raise ValueError(f"{names[0]} is on {left.device} and {names[1]} on {right.device}")
 
 
 def check_group(lefts: Matrices, rights: Matrices, offsets: Tensor, counts: Sequence[int] = ()) -> None:
@@ -141,8 +143,7 @@ def check_group(lefts: Matrices, rights: Matrices, offsets: Tensor, counts: Sequ
     if not lefts or (len(lefts) != len(rights) and not counts):
         raise ValueError(f"there are {len(lefts)} lefts and {len(rights)} rights: give as many of each, at least one")
     first, tokens = rights[0], rights.rows
-    good = tokens is not None and tokens == lefts.rows and first.device == lefts[0].device
-    if not (good and _floats(lefts.form) and _floats(rights.form)):
+    if not (tokens is not None and tokens == lefts.rows and _floats(lefts.form) and _floats(rights.form)):
         each = [right for right, count in zip(rights, counts) for _ in range(count)] if counts else rights
         for number, (left, right) in enumerate(zip(lefts, each)):
             check_pair(left, right, (f"lefts[{number}]", f"rights[{number}]"))
@@ -150,12 +151,12 @@ def check_group(lefts: Matrices, rights: Matrices, offsets: Tensor, counts: Sequ
                 raise ValueError(
                     f"lefts[{number}] is a vector of ids: one-hot factors are in no group, use sqnorm and weighted_sum"
                 )
-            if right.shape[0] != first.shape[0] or right.device != first.device:
+            if right.shape[0] != first.shape[0]:
                 raise ValueError(
-                    f"rights[{number}] has {right.shape[0]} tokens on {right.device} and rights[0] {first.shape[0]} on "
-                    f"{first.device}: all of a group belong to the same tokens"
+                    f"rights[{number}] has {right.shape[0]} tokens and rights[0] {first.shape[0]}: all of a group belong "
+                    "to the same tokens"
                 )
-    check_offsets(offsets, first.shape[0], first.device)
+    check_offsets(offsets, first.shape[0])
 
 
 @functools.lru_cache(maxsize=256)
@@ -163,7 +164,7 @@ def _floats(form: Form) -> bool:
     return {*form.dtypes} <= {*FLOATS}
 
 
-def check_offsets(offsets: Tensor, tokens: int, device: torch.device, name: str = "offsets") -> None:
+def check_offsets(offsets: Tensor, tokens: int, name: str = "offsets") -> None:
     """Raise TypeError or ValueError unless offsets cut ``tokens`` tokens into units.
 
     The values are read only where that costs no wait for a device: when the offsets live on the CPU.
@@ -173,8 +174,6 @@ def check_offsets(offsets: Tensor, tokens: int, device: torch.device, name: str 
     if offsets.dim() != 1 or offsets.shape[0] < 1:
         raise ValueError(f"{name} have shape {tuple(offsets.shape)}: they must be a vector of units + 1 numbers")
     if offsets.device.type != "cpu":
-        if offsets.device != device:
-            raise ValueError(f"{name} are on {offsets.device} and the factors on {device}")
         return
     bounds = offsets.tolist()
     if bounds[0] != 0 or bounds[-1] != tokens:
@@ -197,14 +196,12 @@ def check_ids(ids: Tensor, rows: int | None, name: str = "left") -> None:
 
 
 def check_mask(mask: Tensor, left: Tensor, right: Tensor) -> None:
-    """Raise TypeError or ValueError unless there is one bool an entry of the gradient, beside the factors."""
+    """Raise TypeError or ValueError unless there is one bool an entry of the gradient."""
     if mask.dtype != torch.bool:
         raise TypeError(f"mask is {mask.dtype}: it must be bool")
     rows = mask.shape[0] if is_one_hot(left) and mask.dim() == 2 else left.shape[-1]
     if mask.shape != (rows, right.shape[1]):
         raise ValueError(f"mask has shape {tuple(mask.shape)}: the gradient has {(rows, right.shape[1])}")
-    if mask.device != right.device:
-        raise ValueError(f"mask is on {mask.device} and the factors on {right.device}")
     if is_one_hot(left):
         check_ids(left, mask.shape[0])
 
@@ -218,7 +215,7 @@ def check_measure(measure: int, mask: Tensor | None) -> None:
 def check_weights(
     weights: Tensor, summed: Tensor, each: str, name: str = "weights", *, count: int | None = None
 ) -> None:
-    """Raise TypeError or ValueError unless there is one float32 or float64 weight a row of what is summed, beside it.
+    """Raise TypeError or ValueError unless there is one float32 or float64 weight a row of what is summed.
 
     Or ``count`` of them, where rows are not what they belong to.
     """
@@ -227,5 +224,3 @@ def check_weights(
         raise TypeError(f"{name} are {weights.dtype}: they must be float32 or float64")
     if weights.dim() != 1 or weights.shape[0] != count:
         raise ValueError(f"{name} have shape {tuple(weights.shape)}: one a {each} is ({count},)")
-    if weights.device != summed.device:
-        raise ValueError(f"{name} are on {weights.device} and the {each}s on {summed.device}")

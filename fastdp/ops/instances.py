@@ -27,8 +27,6 @@ def _check_instances(instances: Tensor, mask: Tensor | None) -> None:
         raise TypeError(f"mask is {mask.dtype}: it must be bool")
     if mask.shape != instances.shape[1:]:
         raise ValueError(f"mask has shape {tuple(mask.shape)}: a gradient has {tuple(instances.shape[1:])}")
-    if mask.device != instances.device:
-        raise ValueError(f"mask is on {mask.device} and the instances on {instances.device}")
 
 
 def _rows(instances: Tensor) -> Tensor:
@@ -218,10 +216,9 @@ def _check_group(instances: Sequence[Tensor]) -> None:
     for x in instances:
         if x.dim() < 1 or x.dtype not in FLOATS:
             _check_instances(x, None)
-        if x.shape[0] != first.shape[0] or x.device != first.device:
+        if x.shape[0] != first.shape[0]:
             raise ValueError(
-                f"instances are of {first.shape[0]} units on {first.device} and of {x.shape[0]} on {x.device}: they must "
-                "belong to the same units"
+                f"instances are of {first.shape[0]} and of {x.shape[0]} units: they must belong to the same units"
             )
 
 

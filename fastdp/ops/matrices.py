@@ -64,9 +64,8 @@ class Matrices(Tensors):
 
     @functools.cached_property
     def rows(self) -> int | None:
-        """Of each; None if they are not matrices of as many rows on one device."""
-        alike = {*map(len, self.shapes)} == {2} and len({matrix.device for matrix in self}) == 1
-        rows = {shape[0] for shape in self.shapes} if alike else set()
+        """Of each; None if they are not matrices of as many rows."""
+        rows = {shape[0] for shape in self.shapes} if {*map(len, self.shapes)} == {2} else set()
         return rows.pop() if len(rows) == 1 else None
 
     @functools.cached_property

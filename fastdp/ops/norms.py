@@ -77,7 +77,7 @@ def _norms_fake(left: Tensor, right: Tensor, offsets: Tensor, route: str, measur
 
 def _check_norms(left: Tensor, right: Tensor, offsets: Tensor, route: str, measure: int, mask: Tensor | None) -> None:
     check_pair(left, right)
-    check_offsets(offsets, right.shape[0], right.device)
+    check_offsets(offsets, right.shape[0])
     if route not in ROUTES:
         raise ValueError(f"route is '{route}': use one of {', '.join(ROUTES)}")
     check_measure(measure, mask)
@@ -218,10 +218,8 @@ def _check_cross(
         raise ValueError(f"right1 is {right1.shape[1]} wide and right2 {right2.shape[1]}: two uses of one matrix agree")
     if not is_one_hot(left1) and not is_one_hot(left2) and left1.shape[1] != left2.shape[1]:
         raise ValueError(f"left1 is {left1.shape[1]} wide and left2 {left2.shape[1]}: two uses of one matrix agree")
-    if right1.device != right2.device:
-        raise ValueError(f"right1 is on {right1.device} and right2 on {right2.device}")
-    check_offsets(offsets1, right1.shape[0], right1.device, "offsets1")
-    check_offsets(offsets2, right2.shape[0], right2.device, "offsets2")
+    check_offsets(offsets1, right1.shape[0], "offsets1")
+    check_offsets(offsets2, right2.shape[0], "offsets2")
     if offsets1.shape != offsets2.shape:
         raise ValueError(f"offsets1 cut {offsets1.shape[0] - 1} units and offsets2 {offsets2.shape[0] - 1}")
     for ids, other, name in ((left1, left2, "left1"), (left2, left1, "left2")):

@@ -23,6 +23,7 @@ from .factors import (
     unit_bounds,
 )
 from .matrices import Matrices
+from .operands import check_tensors
 from .table import Op
 
 
@@ -42,7 +43,7 @@ def _check_per_unit(left: Tensor, right: Tensor, offsets: Tensor) -> None:
     check_pair(left, right)
     if is_one_hot(left):
         raise ValueError("left is a vector of ids: the gradients of a table are not instantiated, use sqnorm")
-    check_offsets(offsets, right.shape[0], right.device)
+    check_offsets(offsets, right.shape[0])
 
 
 PER_UNIT = Op(
@@ -155,7 +156,7 @@ def _check_column_sums(left: Tensor, offsets: Tensor) -> None:
     check_left(left)
     if is_one_hot(left):
         raise ValueError("left is a vector of ids: column sums are of a matrix [tokens, m]")
-    check_offsets(offsets, left.shape[0], left.device)
+    check_offsets(offsets, left.shape[0])
 
 
 COLUMN_SUMS = Op(
@@ -215,18 +216,16 @@ def _check_affine_sums_group(
     x, tokens = xs[0], xs[0].shape[0]
     for gradient, own in zip(gradients, xs):
         check_pair(gradient, own, ("gradient", "x"))
-        if gradient.dim() != 2 or not gradient.shape == own.shape == x.shape or own.device != x.device:
+        if gradient.dim() != 2 or not gradient.shape == own.shape == x.shape:
             shapes = tuple(gradient.shape), tuple(own.shape)
             raise ValueError(
                 f"gradient has shape {shapes[0]} and x {shapes[1]}: both are [tokens, n], and all are alike"
             )
     for name, rows in (("mean", means), ("rstd", rstds)):
         for row in rows:
-            if row.numel() != tokens or not row.is_floating_point() or row.device != x.device:
-                raise ValueError(
-                    f"{name} is {row.dtype} {list(row.shape)} on {row.device}: one float a token, beside x"
-                )
-    check_offsets(offsets, tokens, x.device)
+            if row.numel() != tokens or not row.is_floating_point():
+                raise ValueError(f"{name} is {row.dtype} {list(row.shape)}: one float a token")
+    check_offsets(offsets, tokens)
 
 
 AFFINE_SUMS_GROUP = Op(
@@ -334,7 +333,7 @@ def _check_weighted_sum(
     check_pair(left, right)
     each, count = "token", right.shape[0]
     if offsets is not None:
-        check_offsets(offsets, right.shape[0], right.device)
+        check_offsets(offsets, right.shape[0])
         each, count = "unit", offsets.shape[0] - 1
     if mask is None or weights_unmasked is None:
         check_weights(weights, right, each, count=count)
@@ -353,8 +352,6 @@ def _check_out(out: Tensor, left: Tensor, right: Tensor) -> None:
     m = out.shape[0] if is_one_hot(left) and out.dim() == 2 else left.shape[-1]
     if out.shape != (m, right.shape[1]):
         raise ValueError(f"out has shape {tuple(out.shape)}: the sum has shape {(m, right.shape[1])}")
-    if out.device != right.device:
-        raise ValueError(f"out is on {out.device} and the factors on {right.device}")
 
 
 WEIGHTED_SUM = Op(
@@ -394,8 +391,7 @@ def _check_weighted_sum_group(
         raise ValueError(f"there are {len(lefts)} lefts and {len(weights)} rows of weights: give as many of each")
     check_weights(weights[0], rights[0], "unit", count=offsets.shape[0] - 1)
     columns = Matrices.of(lefts).form.columns, Matrices.of(rights).form.columns
-    good = {out.dtype for out in outs} <= {*SUMS} and {out.device for out in outs} == {rights[0].device}
-    if not good or Matrices.of(outs).shapes != [*zip(*columns)]:
+    if not {out.dtype for out in outs} <= {*SUMS} or Matrices.of(outs).shapes != [*zip(*columns)]:
         for out, left, right in zip(outs, lefts, rights):
             _check_out(out, left, right)
 
@@ -440,6 +436,8 @@ def weighted_sum_group(
     >>> [float(total[0, 0]) for total in sums]
     [2.0, 2.0]
     """
+    for left, right in zip(lefts, rights):
+        check_tensors(left=left, right=right)
     lefts, rights = Matrices.of(lefts), Matrices.of(rights)
     given = [None] * len(lefts) if outs is None else outs
     wide = torch.float64 in [factor.dtype for factor in (*lefts, *rights)]
@@ -501,6 +499,7 @@ def weighted_sum(
     tensor([[2., 2., 2., 2.],
             [2., 2., 2., 2.]])
     """
+    check_tensors(left=left, right=right)
     if out is None:
         out = _empty_sum(left, right, rows)
     WEIGHTED_SUM(out, left, right, weights, None, None, offsets)
@@ -544,6 +543,7 @@ def masked_weighted_sum(
     tensor([[3., 3., 3., 3.],
             [0., 0., 0., 0.]])
     """
+    check_tensors(left=left, right=right, mask=mask)
     if out is None:
         out = right.new_zeros(mask.shape, dtype=accumulator(left, right))
     WEIGHTED_SUM(out, left, right, weights_masked, weights_unmasked, mask, offsets)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from .factors import in_full_precision
+from .operands import Operand, check_devices, check_tensors, check_written
 
 _library = torch.library.Library("fastdp", "DEF")
 
@@ -59,8 +60,9 @@ class Op:
             torch.library.register_autograd(f"fastdp::{self.name}", backward, setup_context=setup_context, lib=_library)
         self._overload = getattr(torch.ops.fastdp, self.name).default
         arguments = self._overload._schema.arguments
-        #: Which arguments are tensors or lists of them; the first says the device.
-        self._tensors = [i for i, a in enumerate(arguments) if "Tensor" in str(a.type)]
+        #: Tensors and lists of them; the first says the device.
+        self._operands = Operand.all_of(arguments)
+        self._writes = any(operand.is_written for operand in self._operands)
         #: Which argument, if any, may be a stream: its next position is taken once the arguments are found good.
         self._position = next((i for i, a in enumerate(arguments) if a.name == "position"), None)
         OPS[self.name] = self
@@ -101,11 +103,17 @@ class Op:
         return self.reference(*args) if result is NotImplemented else result
 
     def _run(self, *args: Any) -> Any:
-        self.check(*args)
-        first = args[self._tensors[0]]
+        self._check(*args)
         if self._position is not None:
             args = self._drawn(args)
-        return self.on((first[0] if isinstance(first, list) else first).device.type, *args)
+        return self.on(self._operands[0].tensors(args)[0].device.type, *args)
+
+    def _check(self, *args: Any) -> None:
+        # A stream, which stands for a position, is no tensor: checks of the family know it.
+        check_devices(self._operands, args)
+        self.check(*args)
+        if self._writes:
+            check_written(self._operands, args)
 
     def _drawn(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """The arguments, with a position taken from the stream that was given in its place."""
@@ -117,20 +125,30 @@ class Op:
     def __call__(self, *args: Any) -> Any:
         if torch.compiler.is_compiling():
             return self._overload(*self._drawn(args))
-        recorded = self.differentiable and torch.is_grad_enabled()
-        for i in self._tensors:
-            a = args[i]
-            if a is None or (
-                not recorded and (_PLAIN.issuperset(map(type, a)) if isinstance(a, list) else type(a) in _PLAIN)
-            ):
-                continue
-            # Autograd, and tensors that hold no data of their own (fake, functional), exist only behind the dispatcher.
-            for x in a if isinstance(a, list) else (a,):
-                if isinstance(x, torch.Tensor) and ((recorded and x.requires_grad) or type(x) not in _PLAIN):
-                    if self._position is not None:
-                        self.check(*args)  # before a position is spent
-                    return self._overload(*self._drawn(args))
+        if self._is_dispatched(args):
+            if self._position is not None:
+                self._check(*args)  # before a position is spent
+            return self._overload(*self._drawn(args))
         return self._run(*args)
+
+    def _is_dispatched(self, args: tuple[Any, ...]) -> bool:
+        """Whether torch's dispatcher has something to do: autograd, tensors without data of their own, negative views."""
+        recorded = self.differentiable and torch.is_grad_enabled()
+        for operand in self._operands:
+            if operand.index == self._position:
+                continue
+            tensors = operand.tensors(args)
+            if not _PLAIN.issuperset(map(type, tensors)):
+                for x in tensors:
+                    check_tensors(**{operand.name: x})
+                return True
+            if any(map(torch.Tensor.is_neg, tensors)):
+                if operand.is_written:
+                    raise ValueError(f"{operand.name} is a lazily negated view: pass resolve_neg() of it")
+                return True
+            if recorded and any(x.requires_grad for x in tensors):
+                return True
+        return False
 
     def __repr__(self) -> str:
         return f"fastdp.ops.{self.schema}"

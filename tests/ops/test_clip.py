@@ -1,6 +1,7 @@
 """Per-example clip and noise: the definition, its gradient, and what it refuses."""
 
 import math
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import given, strategies as st
 from fastdp import ops
 from fastdp.ops.grid import grid
 from fastdp.ops.noise import standard_normals
-from fastdp.ops.table import OPS
+from fastdp.ops.table import OPS, definitions
 from tests.ops.noise_paths import DTYPES, NORMAL_ERROR
 from tests.ops.uses import stream
 
@@ -132,6 +133,21 @@ def test_a_huge_finite_example_is_clipped_not_removed(length):
     torch.testing.assert_close(y, torch.full_like(x, 1 / math.sqrt(length)))
 
 
+@pytest.mark.parametrize("defined", [False, True])
+@pytest.mark.parametrize("max_norm", [1e-30, 2.5e-26, 1e-3, 1.0, 1e30])
+@pytest.mark.parametrize("length", [9, 63, 64, 5000])
+def test_no_exponent_leaves_a_row_longer_than_the_bound(length, max_norm, defined):
+    """Up to 3e38, where the factor itself is below float32's range; nor does one take a row away."""
+    rows = torch.randn(78, length).double()
+    largest = 10.0 ** torch.arange(-39, 39, dtype=torch.float64)
+    x = (rows / rows.abs().amax(1, keepdim=True) * 3.0 * largest[:, None]).float()
+    with definitions() if defined else nullcontext():
+        y = clip_noise(x, max_norm, 0.0, stream()).double()
+    before, after = x.double().norm(dim=1), y.norm(dim=1)
+    assert float((after / max_norm).max()) <= 1
+    torch.testing.assert_close(after, before.clamp(max=max_norm), rtol=2.0**-19, atol=0)
+
+
 @pytest.mark.parametrize("std", [0.0, 1.0])
 def test_zero_examples_have_no_direction_and_get_a_plain_gradient(std):
     x = torch.zeros(3, 70, requires_grad=True)
@@ -211,7 +227,7 @@ def test_reference_agrees(shape):
 @pytest.mark.parametrize(
     ("x", "max_norm", "std", "error", "sentence"),
     [
-        (torch.zeros(2, 3), 0.0, 1.0, ValueError, "max_norm must be greater than 0"),
+        (torch.zeros(2, 3), 0.0, 1.0, ValueError, "max_norm must be a finite number of at least 7.88"),
         (torch.zeros(2, 3), -1.0, 1.0, ValueError, "max_norm must be a finite number"),
         (torch.zeros(2, 3), float("nan"), 1.0, ValueError, "max_norm must be a finite number"),
         (torch.zeros(2, 3), 1.0, -1.0, ValueError, "std must be a finite number"),

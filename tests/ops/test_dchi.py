@@ -233,7 +233,12 @@ def test_refusals():
     etas = torch.ones(2, dtype=torch.float64)
     with pytest.raises(ValueError, match="on meta"):
         PRIVATE_SNAP(ids.to("meta"), table, etas, stream())
-    for bad, width, message in ((etas.float(), 3, "float64"), (etas, 0, "at least 1"), (-etas, 3, "above 0")):
+    for bad, width, message in (
+        (etas.float(), 3, "float64"),
+        (etas, 0, "at least 1"),
+        (-etas, 3, "above 0"),
+        (1e-39 * etas, 3, "at least"),
+    ):
         with pytest.raises(ValueError, match=message):
             dchi_vectors(bad, width, stream())
 

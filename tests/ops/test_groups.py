@@ -63,7 +63,7 @@ def test_weighted_sums_and_norms_of_chosen_units(dtype, defined):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_steps(dtype, secure, masters):
     params = [torch.randn(shape).to(dtype) for shape in SHAPES]
-    wide = [p.float() for p in params]
+    wide = [p.to(torch.float32, copy=True) for p in params]
     sums, means, squares = ([torch.rand(shape) for shape in SHAPES] for _ in range(3))
     numbers = {"divisor": 8.0, "lr": 0.1, "step": 3, "secure_rounding": secure}
     alone = [[x.clone() for x in tensors] for tensors in (wide if masters else params, sums, means, squares)]

@@ -144,7 +144,7 @@ BAD = [
     (lambda: ops.instance_masked_sqnorm(ROWS, MASK.to("meta")), ValueError, "mask is on meta"),
     (lambda: ops.instance_sum(ROWS, WEIGHTS[1:]), ValueError, r"weights have shape \(3,\): one a unit is \(4,\)"),
     (lambda: ops.instance_sum(ROWS, WEIGHTS.half()), TypeError, "weights are torch.float16"),
-    (lambda: ops.instance_sum(ROWS, WEIGHTS.to("meta")), ValueError, "weights are on meta"),
+    (lambda: ops.instance_sum(ROWS, WEIGHTS.to("meta")), ValueError, "weights is on meta"),
     (lambda: ops.instance_masked_sum(ROWS, WEIGHTS, WEIGHTS[:1], MASK), ValueError, "weights_unmasked have shape"),
 ]
 

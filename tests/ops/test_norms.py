@@ -1,5 +1,9 @@
 """Squared norms, inner products and L1 norms of per-unit gradients against float64, one unit at a time."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
@@ -236,6 +240,47 @@ def test_a_changed_mask_is_packed_again():
     mask[2, 3] = True
     truth = gradients(left, right, offsets).square()[:, 2, 3]
     assert relative_error(ops.masked_sqnorm(left, right, offsets, mask)[0], truth) <= BOUND
+    mask.numpy()[:] = True  # which no version counts
+    assert float(ops.masked_sqnorm(left, right, offsets, mask)[1]) == 0
+    mask.data.zero_()
+    assert float(ops.masked_sqnorm(left, right, offsets, mask)[0]) == 0
+    with torch.inference_mode():
+        everything = torch.ones(5, 6, dtype=torch.bool)
+    assert float(ops.masked_sqnorm(left, right, offsets, everything)[1]) == 0
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
+def test_a_forked_child_needs_no_threads():
+    """OpenMP's threads are missing there: a kernel that waits for them never ends."""
+    script = """
+import os, signal, torch
+from fastdp import ops
+torch.set_num_threads(2)
+left, right, ids = torch.randn(2048, 300), torch.randn(2048, 130), torch.randint(300, (2048,))
+offsets, mask, weights = torch.tensor([0, 1000, 2048]), torch.rand(300, 130) < 0.5, torch.rand(2)
+out, x, rows = torch.zeros(300, 130), torch.randn(2, 300_000), torch.rand(2048)
+chosen = x[0] > 0
+calls = [
+    lambda: ops.sqnorm(left, right, offsets, "direct"), lambda: ops.sqnorm(left, right, offsets, "gram"),
+    lambda: ops.masked_sqnorm(left, right, offsets, mask), lambda: ops.abs_sum(ids, right, offsets),
+    lambda: ops.cross_inner(left, right, ids, right, offsets, offsets), lambda: ops.row_products(left, right, offsets),
+    lambda: ops.weighted_sum(ids, right, weights, out, offsets=offsets), lambda: ops.instance_abs_sum(x),
+    lambda: ops.masked_weighted_sum(left, right, weights, weights, mask, out, offsets),
+    lambda: ops.masked_weighted_sum(ids, right, weights, weights, mask, out, offsets),
+    lambda: ops.affine_sums(right, right, rows, rows, offsets), lambda: ops.instance_masked_sqnorm(x, chosen),
+]
+left.T @ left  # starts the threads
+for number, call in enumerate(calls):
+    call()
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)
+        call()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0, number
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_autocast_and_autograd_do_not_touch_the_result():
@@ -305,7 +350,7 @@ BAD = [
     (lambda: ops.sqnorm(LEFT[None], RIGHT, OFFSETS), ValueError, "left has 3 dimensions"),
     (lambda: ops.sqnorm(LEFT, RIGHT[0], OFFSETS), ValueError, "right has 1 dimensions"),
     (lambda: ops.sqnorm(LEFT, RIGHT.bool(), OFFSETS), TypeError, "right is torch.bool"),
-    (lambda: ops.sqnorm(LEFT, RIGHT.to("meta"), OFFSETS), ValueError, "left is on cpu and right on meta"),
+    (lambda: ops.sqnorm(LEFT, RIGHT.to("meta"), OFFSETS), ValueError, "right is on meta and left on cpu"),
     (lambda: ops.sqnorm(LEFT, RIGHT, OFFSETS.int()), TypeError, "offsets are torch.int32"),
     (lambda: ops.sqnorm(LEFT, RIGHT, OFFSETS[None]), ValueError, "offsets have shape"),
     (lambda: ops.sqnorm(LEFT, RIGHT, OFFSETS[:0]), ValueError, "offsets have shape"),

@@ -187,6 +187,14 @@ def test_non_finite_rows_are_named(bad, implementation):
         implementation(x, broken)
 
 
+@pytest.mark.parametrize("v", [5, 28, 40])
+def test_equal_rows_answer_with_the_lowest_index_in_any_layout(v):
+    for d in range(2, 40):
+        table = torch.randn(d).repeat(v, 1).T.contiguous().T
+        x = torch.randn(3, d)
+        assert SNAP.reference(x, table).tolist() == snap(x, table).tolist() == [0, 0, 0], d
+
+
 def test_refusals():
     x, table = torch.randn(4, 8), torch.randn(5, 8)
     for bad_x, bad_table, error, message in (
@@ -196,7 +204,7 @@ def test_refusals():
         (x[:, :7], table, ValueError, "must be \\[N, 8\\]"),
         (x.double(), table, TypeError, "x is torch.float64"),
         (x, table.long(), TypeError, "table is torch.int64"),
-        (x.to("meta"), table, ValueError, "x is on meta"),
+        (x.to("meta"), table, ValueError, "table is on cpu and x on meta"),
     ):
         with pytest.raises(error, match=message):
             snap(bad_x, bad_table)

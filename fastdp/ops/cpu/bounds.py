@@ -10,6 +10,7 @@ from torch import Tensor
 import fastdp._native as _native
 
 from ..factors import SQUARE, is_one_hot, native_factor, unit_bounds
+from ..stream import native_threads
 from .norms import NO_FACTOR, direct_norms, gram_norms_of, served
 
 
@@ -20,8 +21,7 @@ def row_products(left: Tensor, right: Tensor, offsets: Tensor, order: int) -> Te
     products = torch.empty(offsets.shape[0] - 1, dtype=torch.float64)
     one_hot = is_one_hot(left)
     own, bounds = NO_FACTOR if one_hot else native_factor(left), unit_bounds(offsets)
-    threads = torch.get_num_threads()
-    _native.row_products(own, native_factor(right), bounds, one_hot, order == 2, products, threads)
+    _native.row_products(own, native_factor(right), bounds, one_hot, order == 2, products, native_threads())
     return products
 
 

@@ -1,4 +1,4 @@
-"""Instantiated gradients on processors: csrc/instances.cpp, for contiguous float32."""
+"""Instantiated gradients on processors, for contiguous float32: csrc/instances.cpp, and torch's products for plain sums."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ import torch
 from torch import Tensor
 
 import fastdp._native as _native
-from fastdp.ops.factors import SQUARE
+from fastdp.ops.factors import SQUARE, in_full_precision
 from fastdp.ops.instances import INSTANCE_NORMS, INSTANCE_SUM
+from fastdp.ops.stream import native_threads
 
-from .norms import HAS_KERNELS, packed
+from .norms import HAS_KERNELS
+from .sums import kept_runs
 
 
 def _served(instances: Tensor) -> bool:
@@ -22,24 +24,43 @@ def instance_norms(instances: Tensor, measure: int, mask: Tensor | None) -> Tens
     """The norms of :mod:`fastdp.ops.instances` on a processor: [1, B], or [2, B] under a mask."""
     if not _served(instances):
         return NotImplemented
-    units, bits = instances.shape[0], None if mask is None else packed(mask, flat=True)
+    units, mask = instances.shape[0], None if mask is None else mask.contiguous()
     norms = torch.empty(1 if mask is None else 2, units)
     size = instances.numel() // max(1, units)
-    _native.instance_norms(instances, units, size, measure, bits, norms, torch.get_num_threads())
+    _native.instance_norms(instances, units, size, measure, mask, norms, native_threads())
     return norms
 
 
 def instance_sum(instances: Tensor, weights: Tensor, weights_unmasked: Tensor | None, mask: Tensor | None) -> Tensor:
     """The sums of :mod:`fastdp.ops.instances` on a processor."""
-    if weights_unmasked is None:
-        weights_unmasked = weights
-    if not (_served(instances) and weights.dtype == weights_unmasked.dtype == torch.float32):
+    if not (_served(instances) and weights.dtype == torch.float32):
+        return NotImplemented
+    if mask is None or weights_unmasked is None:
+        return _sums([instances], weights.unsqueeze(0))[0]
+    if weights_unmasked.dtype != torch.float32:
         return NotImplemented
     total = torch.empty(instances.shape[1:])
     both = weights.contiguous(), weights_unmasked.contiguous()
-    bits = None if mask is None else packed(mask, flat=True)
-    _native.instance_sum(instances, instances.shape[0], total.numel(), *both, bits, total, torch.get_num_threads())
+    given = instances, instances.shape[0], total.numel(), *both, mask.contiguous()
+    _native.instance_masked_sum(*given, total, native_threads())
     return total
+
+
+@in_full_precision
+def _sums(instances: Sequence[Tensor], weights: Tensor) -> list[Tensor]:
+    """Sums of instances that are served, by float32 weights [k, B]."""
+    sums, everywhere = [], int(torch.count_nonzero(weights)) == weights.numel()
+    for x, row in zip(instances, weights.unbind()):
+        shape = x.shape[1:]
+        columns = x.view(x.shape[0], shape.numel()).t()
+        if everywhere:
+            total = torch.mv(columns, row)
+        else:
+            total = torch.zeros(shape.numel())
+            for start, end in kept_runs(row):
+                total.addmv_(columns[:, start:end], row[start:end])
+        sums.append(total.view(shape))
+    return sums
 
 
 def instance_norms_group(instances: Sequence[Tensor]) -> Tensor:
@@ -49,4 +70,6 @@ def instance_norms_group(instances: Sequence[Tensor]) -> Tensor:
 
 def instance_sum_group(instances: Sequence[Tensor], weights: Tensor) -> list[Tensor]:
     """The sums of several parameters' gradients on a processor, one after another."""
+    if all(map(_served, instances)) and weights.dtype == torch.float32:
+        return _sums(instances, weights)
     return [INSTANCE_SUM.on("cpu", x, row, None, None) for x, row in zip(instances, weights)]

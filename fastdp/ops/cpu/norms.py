@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
 
 import fastdp._native as _native
 
 from ..factors import ELEMENT, is_one_hot, native_factor, unit_bounds
 from ..routes import for_norms
+from ..stream import native_threads
 
 NO_FACTOR = (0, 0, 0, 0, 0, 0)
 HAS_KERNELS = _native.isa() != "portable"
-
-_packed_masks: Any = WeakIdKeyDictionary()
 
 
 def served(*factors: Tensor) -> bool:
@@ -35,23 +31,6 @@ def _left(left: Tensor) -> tuple[tuple[int, int, int, int, int, int], int, int]:
     return native_factor(left), 0, 0
 
 
-def packed(mask: Tensor, *, flat: bool = False) -> np.ndarray:
-    """The bits of a mask [m, n], each row padded to words of 64; kept for as long as the mask lives unchanged.
-
-    ``flat`` takes a mask of any shape as one row.
-    """
-    known = _packed_masks.get(mask)
-    if known is None or known[0] != mask._version:
-        known = _packed_masks[mask] = (mask._version, {})
-    if flat not in known[1]:
-        rows = mask.reshape(1, -1) if flat else mask
-        m, n = rows.shape
-        words = np.zeros((m, (n + 63) // 64 * 8), dtype=np.uint8)
-        words[:, : (n + 7) // 8] = np.packbits(rows.numpy(), axis=1, bitorder="little")
-        known[1][flat] = words
-    return known[1][flat]
-
-
 def gram_norms_of(
     lefts: Sequence[Tensor],
     right: Tensor,
@@ -65,14 +44,15 @@ def gram_norms_of(
     """
     norms = torch.empty(len(lefts), len(bounds) - 1)
     *own, last = [native_factor(*pair) for pair in zip((*lefts, right), scales or [None] * (len(lefts) + 1))]
-    _native.gram_sqnorm(own, last, bounds, norms, products, torch.get_num_threads())
+    _native.gram_sqnorm(own, last, bounds, norms, products, native_threads())
     return norms
 
 
 def direct_norms(left: Tensor, right: Tensor, bounds: list[int], measure: int, mask: Tensor | None = None) -> Tensor:
     """A measure of every entry of the units' gradients: [1, B], or [2, B] under a mask; ``bounds`` of matrices begin anywhere."""
-    norms, bits = torch.empty(1 if mask is None else 2, len(bounds) - 1), None if mask is None else packed(mask)
-    rest = native_factor(right), bounds, measure, bits, norms, torch.get_num_threads()
+    norms = torch.empty(1 if mask is None else 2, len(bounds) - 1)
+    mask = None if mask is None else mask.contiguous()
+    rest = native_factor(right), bounds, measure, mask, norms, native_threads()
     if is_one_hot(left):
         _native.onehot_norms(left, left.stride(0), *rest)
     else:
@@ -99,5 +79,5 @@ def cross_inner(
     bounds1, bounds2 = unit_bounds(offsets1), unit_bounds(offsets2)
     products = torch.empty(len(bounds1) - 1)
     one, two = (_left(left1), native_factor(right1)), (_left(left2), native_factor(right2))
-    _native.cross_inner(*one, *two, bounds1, bounds2, products, torch.get_num_threads())
+    _native.cross_inner(*one, *two, bounds1, bounds2, products, native_threads())
     return products

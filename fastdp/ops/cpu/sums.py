@@ -20,7 +20,8 @@ from ..factors import (
     unit_bounds,
 )
 from ..instances import instance_sqnorm
-from .norms import packed, served
+from ..stream import native_threads
+from .norms import served
 
 # Tokens multiplied at a time: the scaled copy of the narrower factor is used again from the cache, and products this deep
 # lose nothing by reading and writing the sum once more.
@@ -85,7 +86,7 @@ def affine_sums_group(
     """:func:`fastdp.ops.affine_sums_group` on a processor: one after another."""
     if not served(*gradients, *xs) or {row.dtype for row in (*means, *rstds)} != {torch.float32}:
         return NotImplemented
-    bounds, threads = unit_bounds(offsets), torch.get_num_threads()
+    bounds, threads = unit_bounds(offsets), native_threads()
     sums = torch.empty(len(xs), 2, len(bounds) - 1, xs[0].shape[1])
     for out, gradient, x, mean, rstd in zip(sums, gradients, xs, means, rstds):
         rows = mean.contiguous(), rstd.contiguous()
@@ -93,8 +94,8 @@ def affine_sums_group(
     return sums
 
 
-def _kept_runs(weights: Tensor) -> list[tuple[int, int]]:
-    """Runs of tokens whose weight is not 0."""
+def kept_runs(weights: Tensor) -> list[tuple[int, int]]:
+    """Runs of tokens, or of units, whose weight is not 0."""
     if int(torch.count_nonzero(weights)) == weights.shape[0]:
         return [(0, weights.shape[0])]
     zero = (weights == 0).to(torch.int8)
@@ -146,7 +147,7 @@ def weighted_sum_(
     weights = per_token(weights, offsets, tokens)
     if one_hot:
         return _onehot(out, left, right, weights)
-    return _add_kept(out, left, right, weights, _kept_runs(weights), True)
+    return _add_kept(out, left, right, weights, kept_runs(weights), True)
 
 
 def _add_kept(
@@ -176,7 +177,7 @@ def weighted_sum_group_(
     """:func:`fastdp.ops.weighted_sum_group` on a processor: a matrix after another."""
     for out, left, right, own, held in zip(outs, lefts, rights, weights, begun):
         spread = per_token(own, offsets, right.shape[0])
-        _add_kept(out, left, right, spread, _kept_runs(spread), held)
+        _add_kept(out, left, right, spread, kept_runs(spread), held)
 
 
 def _native_rows(out: Tensor) -> bool:
@@ -184,14 +185,14 @@ def _native_rows(out: Tensor) -> bool:
 
 
 def _onehot(out: Tensor, ids: Tensor, right: Tensor, weights: Tensor) -> None:
-    factor, weights, threads = native_factor(right), weights.contiguous(), torch.get_num_threads()
+    factor, weights, threads = native_factor(right), weights.contiguous(), native_threads()
     _native.onehot_add(ids, ids.stride(0), factor, right.shape[0], weights, out, out.stride(0), threads)
 
 
 def _onehot_masked(out: Tensor, ids: Tensor, right: Tensor, masked: Tensor, unmasked: Tensor, mask: Tensor) -> None:
     given = ids, ids.stride(0), native_factor(right), right.shape[0]
     weights = masked.float().contiguous(), unmasked.float().contiguous()
-    _native.onehot_masked_add(*given, *weights, packed(mask), out, out.stride(0), torch.get_num_threads())
+    _native.onehot_masked_add(*given, *weights, mask.contiguous(), out, out.stride(0), native_threads())
 
 
 def _runs(*weights: Tensor) -> list[int]:
@@ -210,4 +211,4 @@ def _masked(out: Tensor, left: Tensor, right: Tensor, masked: Tensor, unmasked: 
         return NotImplemented
     first = torch.tensor(bounds[:-1], dtype=torch.int64)
     given = native_factor(left), native_factor(right), bounds, masked[first].tolist(), unmasked[first].tolist()
-    _native.masked_weighted_sum(*given, packed(mask), out, out.stride(0), torch.get_num_threads())
+    _native.masked_weighted_sum(*given, mask.contiguous(), out, out.stride(0), native_threads())

@@ -206,6 +206,14 @@ def test_adamw_step(dtype, floor):
     torch.testing.assert_close(got[0], truth[0], rtol=2 * ROUNDING[dtype] + 1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("max_norm", [1e-30, 1e-3, 1e30])
+def test_no_exponent_leaves_a_row_longer_than_the_bound(max_norm):
+    x = torch.randn(6, 100) * torch.tensor([1e-38, 1e-20, 1.0, 1e20, 1e30, 5e37])[:, None]
+    after = clip_noise(x, max_norm, 0.0, position(), False)[0].double().norm(dim=1)
+    assert float((after / max_norm).max()) <= 1
+    torch.testing.assert_close(after, x.double().norm(dim=1).clamp(max=max_norm), rtol=2.0**-19, atol=0)
+
+
 @pytest.mark.parametrize("shape", [(3, 7), (2, 129, 17), (1, 2500), (5, 1), (4, 0), (0, 3)])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_clip_noise_and_its_gradient(shape, dtype):
