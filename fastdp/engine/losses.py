@@ -255,6 +255,8 @@ def combine(total: torch.Tensor, found: LossTerms, divided: frozenset[int], *, v
         raise UnsupportedUse(found.unmapped or "the model computes its loss without torch's loss functions")
     if len(terms) == 1 and not divided and terms[0].is_all_of(total):
         return terms[0].per_unit
+    if _reaches_more(total, terms):
+        raise UnsupportedUse("the model adds a term of its own to torch's loss functions")
     own = [torch.zeros_like(t.leaf) if share is None else share for share, t in zip(shares(total, terms), terms)]
     # On a processor nothing waits: a loss that is cut off, or bent, beyond what the first batches held is found when it comes.
     if verify or total.device.type == "cpu":
@@ -262,6 +264,21 @@ def combine(total: torch.Tensor, found: LossTerms, divided: frozenset[int], *, v
     rows = found.layout.rows
     parts = [t.per_unit * (s * rows if i in divided else s) for i, (t, s) in enumerate(zip(terms, own))]
     return torch.stack(parts).sum(0)
+
+
+def _reaches_more(total: torch.Tensor, terms: Sequence[Term]) -> bool:
+    """Whether a model's loss has gradients beyond its terms, whose graphs begin with leaves of their own."""
+    leaves, seen, waiting = {id(term.leaf) for term in terms}, set(), [total.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)
+        if variable is not None and id(variable) not in leaves:
+            return True
+        waiting += [function for function, _ in node.next_functions]
+    return False
 
 
 def _require_weighted_sum(total: torch.Tensor, own: list[torch.Tensor], terms: list[Term], *, first: bool) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -94,6 +94,7 @@ class LoopCheck:
         self.begun = self.undecided = False
         self._due: list[ProbeBatch] = []
         self._seen: dict[str, _Outcome] = {}
+        self._collator_draws = False
         #: What the model was called with for the example that is compared, alone.
         self._subject: Call | None = None
         #: The most elements a row of a call so far.
@@ -141,6 +142,7 @@ class LoopCheck:
             made = Collation(source.dataset, source.collate, chosen, {})
             self._due.append(ProbeBatch(made, [items[index] for index in chosen], role))
         self.waiting, self._seen = len(self._due), {}
+        self._collator_draws = any(replace(source, indices=own).draws(0))
 
     def take(self) -> Iterator[ProbeBatch]:
         """The probe batches that the loop is to be given next."""
@@ -213,7 +215,8 @@ class LoopCheck:
             found = self._seen.get(other)
             if found is None or together is None or found is together:
                 continue
-            if found.start != together.start or (other == "alone" and (found.draws or together.draws)):
+            draws = self._collator_draws or found.draws or together.draws
+            if found.start != together.start or (other == "alone" and draws):
                 self.undecided = True
                 continue
             if _apart(found.values, together.values) > self._tolerance():
