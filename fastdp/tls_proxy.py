@@ -1,4 +1,4 @@
-"""A listener that lets in holders of a certificate, and passes their bytes to a program's socket on this machine.
+"""A TLS listener that lets in holders of a certificate, and a proxy that passes their bytes to a program's socket.
 
 A stranger can hold nothing but a place for a handshake, for a few seconds, and a newcomer takes the oldest one's.
 """
@@ -12,17 +12,16 @@ import itertools
 import logging
 import os
 import resource
-import shutil
 import socket
 import ssl
-import tempfile
 import threading
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from fastdp.tls import Revocations, certificate_name, check_certificate, server_context
 
-_CHUNK = 1 << 16
+CHUNK = 1 << 16
 _BACKLOG = 1024
 
 log = logging.getLogger(__name__)
@@ -30,7 +29,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ProxyLimits:
-    """What a `TlsProxy` takes from those who connect.
+    """What a `TlsListener` takes from those who connect.
 
     Attributes:
         handshake_seconds: longest a handshake may last.
@@ -47,15 +46,20 @@ class ProxyLimits:
     check_seconds: float = 5.0
 
 
-class TlsProxy:
-    """A TLS 1.3 listener with client certificates in front of a local socket; a context manager.
+#: Serves one open connection; gets the certificate (DER) of who is at its other end.
+Handler = Callable[[bytes, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+
+
+class TlsListener:
+    """A TLS 1.3 listener that lets in holders of a certificate of its authority; a context manager.
+
+    It runs in a thread of its own.
 
     Args:
         address: host and port to listen at; port 0 takes a free one.
         certificates: the server's own folder of `make_certificates`.
-        backend: socket of the program, in a folder that its owner alone may enter. It sees each connection come from a
-            socket of its own, by whose path `name` tells who it is.
-        protocol: that the program speaks, as TLS names it: ``h2`` or ``http/1.1``.
+        handler: serves a connection, until it returns.
+        protocol: that it speaks, as TLS names it: ``h2`` or ``http/1.1``.
         limits: see `ProxyLimits`.
 
     Attributes:
@@ -70,39 +74,31 @@ class TlsProxy:
         self,
         address: tuple[str, int],
         certificates: Path,
-        backend: Path,
-        *,
+        handler: Handler,
         protocol: str,
         limits: ProxyLimits | None = None,
     ):
         self._context = server_context(certificates)
         self._context.set_alpn_protocols([protocol])
         self._revoked = Revocations(certificates)
-        self._backend, self._limits = backend, limits or ProxyLimits()
+        self._handler, self._limits = handler, limits or ProxyLimits()
         descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         self._handshakes = min(self._limits.handshakes, descriptors // 8)
-        # Three descriptors a connection: the peer's, and both ends of the local one. A quarter is left for everything else.
-        self._most = max(1, descriptors // 4)
+        # A connection takes up to three descriptors: the peer's, and both ends of a local one. A quarter is left for others.
+        self._most = max(1, descriptors // 5)
         self._listener = _listen(address)
         self.port = int(self._listener.getsockname()[1])
-        self._folder = Path(tempfile.mkdtemp(prefix="fastdp-"))
-        self._numbers = itertools.count()
         self._waiting: dict[asyncio.Task[None], None] = {}
         self._open: dict[asyncio.Task[None], tuple[str, bytes]] = {}
-        self._by_path: dict[str, bytes] = {}
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="fastdp-tls", daemon=True)
         self._thread.start()
 
-    def name(self, path: str) -> str:
-        """Who is at the open connection whose local socket has this path.
-
-        Raises ValueError for a connection that did not come through here, or whose certificate no longer holds.
-        """
-        certificate = self._by_path.get(path)
-        if certificate is None:
-            raise ValueError("the connection has no certificate")
-        return self._check(certificate)
+    def check(self, certificate: bytes) -> str:
+        """The name of a certificate that holds now. Raises ValueError for another."""
+        check_certificate(certificate)
+        self._revoked.check(certificate)
+        return certificate_name(certificate)
 
     def close(self) -> None:
         """End every connection."""
@@ -110,7 +106,7 @@ class TlsProxy:
             self._loop.call_soon_threadsafe(self._main.cancel)
             self._thread.join()
 
-    def __enter__(self) -> TlsProxy:
+    def __enter__(self) -> TlsListener:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -126,7 +122,6 @@ class TlsProxy:
         if tasks:
             self._loop.run_until_complete(asyncio.wait(tasks))
         self._loop.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
 
     async def _serve(self) -> None:
         checks = self._loop.create_task(self._check_again())
@@ -167,11 +162,14 @@ class TlsProxy:
             self._waiting.pop(task, None)
         try:
             certificate = writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
-            name = self._check(certificate)
+            name = self.check(certificate)
             self._make_room(name)
             self._open[task] = name, certificate
-            await self._relay(reader, writer, certificate)
-        except (OSError, ValueError, asyncio.TimeoutError) as error:
+            await self._handler(certificate, reader, writer)
+            # The last bytes, such as the reason of a refusal.
+            writer.close()
+            await asyncio.wait_for(writer.wait_closed(), self._limits.handshake_seconds)
+        except (OSError, ValueError, asyncio.TimeoutError, asyncio.IncompleteReadError) as error:
             log.info("a connection was ended: %s", error)
         finally:
             self._open.pop(task, None)
@@ -180,71 +178,31 @@ class TlsProxy:
 
     async def _handshake(self, accepted: socket.socket) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        reader = asyncio.StreamReader(_CHUNK, self._loop)
+        reader = asyncio.StreamReader(CHUNK, self._loop)
         protocol = asyncio.StreamReaderProtocol(reader, loop=self._loop)
         transport, _ = await self._loop.connect_accepted_socket(
             lambda: protocol, accepted, ssl=self._context, ssl_handshake_timeout=self._limits.handshake_seconds
         )
         return reader, asyncio.StreamWriter(transport, protocol, reader, self._loop)
 
-    async def _relay(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, certificate: bytes) -> None:
-        path = str(self._folder / str(next(self._numbers)))
-        local = socket.socket(socket.AF_UNIX)
-        try:
-            local.setblocking(False)
-            local.bind(path)
-            await self._loop.sock_connect(local, str(self._backend))
-            os.unlink(path)
-            self._by_path[path] = certificate
-            inner_reader, inner = await asyncio.open_unix_connection(sock=local, limit=_CHUNK)
-            try:
-                ways = [self._copy(reader, inner), self._copy(inner_reader, writer)]
-                tasks = [self._loop.create_task(way) for way in ways]
-                try:
-                    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-                finally:
-                    for task in tasks:
-                        task.cancel()
-                    await asyncio.gather(*tasks, return_exceptions=True)
-                # The last bytes of the program's answer, such as the reason of a refusal.
-                writer.close()
-                await asyncio.wait_for(writer.wait_closed(), self._limits.handshake_seconds)
-            finally:
-                inner.transport.abort()
-        finally:
-            self._by_path.pop(path, None)
-            local.close()
-
-    async def _copy(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        while data := await reader.read(_CHUNK):
-            writer.write(data)
-            await asyncio.wait_for(writer.drain(), self._limits.stall_seconds)
-
-    def _check(self, certificate: bytes) -> str:
-        """The name of a certificate that holds. Raises ValueError for another."""
-        check_certificate(certificate)
-        self._revoked.check(certificate)
-        return certificate_name(certificate)
-
     async def _check_again(self) -> None:
         while True:
             await asyncio.sleep(self._limits.check_seconds)
             for task, (name, certificate) in list(self._open.items()):
                 try:
-                    self._check(certificate)
+                    self.check(certificate)
                 except (OSError, ValueError) as error:
                     log.info("the connection of %s ends: %s", name, error)
                     task.cancel()
 
     def _make_room(self, name: str) -> None:
         """End the oldest connection of a certificate that has too many, or of the one with the most."""
-        own = {task: None for task, (other, _) in self._open.items() if other == name}
-        if len(own) >= self._limits.connections:
-            self._end_oldest(own)
-        elif len(self._open) >= self._most:
-            names = [other for other, _ in self._open.values()]
-            largest = max(names, key=names.count)
-            self._end_oldest({task: None for task, (other, _) in self._open.items() if other == largest})
+        names = [other for other, _ in self._open.values()]
+        if names.count(name) < self._limits.connections:
+            if len(names) < self._most:
+                return
+            name = max(names, key=names.count)
+        self._end_oldest({task: None for task, (other, _) in self._open.items() if other == name})
 
     def _end_oldest(self, tasks: dict[asyncio.Task[None], None]) -> bool:
         """End the first of these, if there is one."""
@@ -255,6 +213,69 @@ class TlsProxy:
         tasks.pop(oldest)
         self._open.pop(oldest, None)
         return True
+
+
+class TlsProxy(TlsListener):
+    """A `TlsListener` in front of a program's socket, which sees plain bytes.
+
+    Args:
+        backend: the socket, in a folder that its owner alone may enter. Each connection comes to it from a socket of its
+            own, by whose path `name` tells who it is.
+        address, certificates, protocol, limits: see `TlsListener`.
+    """
+
+    def __init__(
+        self,
+        address: tuple[str, int],
+        certificates: Path,
+        backend: Path,
+        protocol: str,
+        limits: ProxyLimits | None = None,
+    ):
+        self._backend = backend
+        self._numbers = itertools.count()
+        self._by_path: dict[str, bytes] = {}
+        super().__init__(address, certificates, self._relay, protocol, limits)
+
+    def name(self, path: str) -> str:
+        """Who is at the open connection whose local socket has this path.
+
+        Raises ValueError for a connection that did not come through here, or whose certificate no longer holds.
+        """
+        certificate = self._by_path.get(path)
+        if certificate is None:
+            raise ValueError("the connection has no certificate")
+        return self.check(certificate)
+
+    async def _relay(self, certificate: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        path = f"{self._backend}.{next(self._numbers)}"
+        local = socket.socket(socket.AF_UNIX)
+        try:
+            local.setblocking(False)
+            local.bind(path)
+            await self._loop.sock_connect(local, str(self._backend))
+            os.unlink(path)
+            self._by_path[path] = certificate
+            inner_reader, inner = await asyncio.open_unix_connection(sock=local, limit=CHUNK)
+            try:
+                ways = [self._copy(reader, inner), self._copy(inner_reader, writer)]
+                tasks = [self._loop.create_task(way) for way in ways]
+                try:
+                    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+                finally:
+                    for task in tasks:
+                        task.cancel()
+                    await asyncio.gather(*tasks, return_exceptions=True)
+            finally:
+                inner.transport.abort()
+        finally:
+            self._by_path.pop(path, None)
+            local.close()
+
+    async def _copy(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await reader.read(CHUNK):
+            writer.write(data)
+            await asyncio.wait_for(writer.drain(), self._limits.stall_seconds)
 
 
 def _listen(address: tuple[str, int]) -> socket.socket:

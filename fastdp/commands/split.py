@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 import fastdp.files as files
+from fastdp.commands.certificates import add_certificate_commands
 from fastdp.commands.contributing import Contributing, show_contributing, show_displacement, with_contributing
 from fastdp.commands.progress import bar
 from fastdp.commands.quiet import quiet_libraries
@@ -24,6 +25,7 @@ split_app = typer.Typer(
     help="Fine-tune a vendor's model on a customer's texts: the texts stay, privatized rows travel.",
     no_args_is_help=True,
 )
+add_certificate_commands(split_app, "vendor")
 
 _ADDRESS = "localhost:7443"
 COUNTS = "counts.pt"
