@@ -119,6 +119,13 @@ def customer_command(
     address: Address = _ADDRESS,
     certificates: Annotated[Path | None, typer.Option(help="this customer's own folder of certificates")] = None,
     insecure: Insecure = False,
+    tokenizer: Annotated[
+        str | None, typer.Option(help="folder or name of the published model, for its tokenizer; the vendor sends none")
+    ] = None,
+    fixed_length: Annotated[
+        bool,
+        typer.Option("--fixed-length", help="fill texts up to --max-tokens with random words, which are privatized"),
+    ] = False,
     eta: Annotated[
         float | None, typer.Option(help="privacy parameter in units of 1 / distance; small is private")
     ] = None,
@@ -166,6 +173,8 @@ def customer_command(
         raise ValueError(
             "--eta is missing: choose how much a text's tokens are changed (fastdp privatize shows what it does)"
         )
+    if tokenizer is None and (train or eval or predict):
+        raise ValueError("--tokenizer is missing: name the published model, from a place that you trust")
     if chosen and noise == "rows":
         raise ValueError("--cti chooses among tokens: leave out --noise rows, or --cti")
     with SplitCustomer(
@@ -173,6 +182,8 @@ def customer_command(
         folder,
         certificates,
         insecure=insecure,
+        tokenizer=None if tokenizer is None else _tokenizer(tokenizer),
+        fixed_length=fixed_length,
         learning_rate=learning_rate,
         batch_size=batch_size,
         dtype=dtype,
@@ -242,14 +253,20 @@ def _vendor_certificates(folder: Path | None, address: str) -> Path:
 
 def _load(name: str, classes: int, seed: int) -> tuple[Any, Any]:
     import torch
-    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+    from transformers import AutoModelForSequenceClassification
 
     torch.manual_seed(seed)
     model = AutoModelForSequenceClassification.from_pretrained(name, num_labels=classes, dtype=torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(name)
+    tokenizer = _tokenizer(name)
     if model.config.pad_token_id is None:
         model.config.pad_token_id = tokenizer.eos_token_id
     return model.to("cuda" if torch.cuda.is_available() else "cpu"), tokenizer
+
+
+def _tokenizer(name: str) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
 
 
 def _counts(

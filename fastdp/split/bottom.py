@@ -1,18 +1,18 @@
-"""The bottom on its way to the customer: its weights and the tokenizer in one safetensors file, and its config as JSON."""
+"""The bottom on its way to the customer: its weights in one safetensors file, and its config as JSON.
+
+No tokenizer travels. Another party's could map chosen words to chosen lengths or tokens, before any noise is drawn.
+"""
 
 from __future__ import annotations
 
 import json
-import tempfile
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
-from torch import Tensor
-from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModel
 
 import fastdp.files as files
 from fastdp.accounting.serialisation import canonical
@@ -20,16 +20,6 @@ from fastdp.accounting.weights import named_digest
 from fastdp.methods.sap import Bottom, split_model
 
 FILE = "bottom.safetensors"
-_WEIGHTS, _TOKENIZER = "weights/", "tokenizer/"
-#: Files of a tokenizer that travel; no other name is ever written on the customer's disk.
-_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "vocab.txt",
-    "vocab.json",
-    "merges.txt",
-)
 _UNSENT = ("architectures", "_name_or_path", "auto_map", "id2label", "label2id", "transformers_version")
 
 
@@ -40,7 +30,7 @@ class PackedBottom:
     Attributes:
         path: of the file.
         config: the transformers config, as JSON.
-        digest: SHA-256 of the weights and of the tokenizer's files, in hex.
+        digest: SHA-256 of the weights, in hex.
     """
 
     path: Path
@@ -48,14 +38,9 @@ class PackedBottom:
     digest: str
 
 
-def pack_bottom(bottom: Bottom, tokenizer: PreTrainedTokenizerBase | None, folder: Path) -> PackedBottom:
-    """Write the bottom and the tokenizer to ``folder``, in one piece."""
-    tensors = {_WEIGHTS + name: value.detach().cpu().contiguous() for name, value in bottom.state_dict().items()}
-    if tokenizer is not None:
-        with tempfile.TemporaryDirectory() as place:
-            tokenizer.save_pretrained(place)
-            for file in filter(Path.exists, (Path(place) / name for name in _FILES)):
-                tensors[_TOKENIZER + file.name] = torch.frombuffer(bytearray(file.read_bytes()), dtype=torch.uint8)
+def pack_bottom(bottom: Bottom, folder: Path) -> PackedBottom:
+    """Write the bottom to ``folder``, in one piece."""
+    tensors = {name: value.detach().cpu().contiguous() for name, value in bottom.state_dict().items()}
     path = folder / FILE
     files.save_tensors(path, tensors)
     config: Any = bottom.model.config
@@ -63,35 +48,30 @@ def pack_bottom(bottom: Bottom, tokenizer: PreTrainedTokenizerBase | None, folde
     return PackedBottom(path, canonical({k: v for k, v in settings.items() if k not in _UNSENT}), named_digest(tensors))
 
 
-def unpack_bottom(packed: PackedBottom, after: int) -> tuple[Bottom, PreTrainedTokenizerBase | None]:
-    """The frozen bottom, and the tokenizer if there is one; its files are written beside the weights.
-
-    Shapes are compared with those of the config before anything of their size is made.
+def unpack_bottom(packed: PackedBottom, after: int) -> Bottom:
+    """The frozen bottom. Shapes are compared with those of the config before anything of their size is made.
 
     Raises:
         ValueError: for a file that is damaged, of another digest, or does not fit the config.
     """
     try:
         with safe_open(packed.path, "pt") as file:  # type: ignore[no-untyped-call]
-            names = [name.removeprefix(_WEIGHTS) for name in file.keys() if name.startswith(_WEIGHTS)]  # noqa: SIM118
-            shapes = {name: list(file.get_slice(_WEIGHTS + name).get_shape()) for name in names}
+            shapes = {name: list(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
             with torch.device("meta"):
                 expected = {
                     name: list(value.shape) for name, value in _build(packed.config, after).state_dict().items()
                 }
             if shapes != expected:
                 raise ValueError("its weights are not those of its config")
-            weights = {name: file.get_tensor(_WEIGHTS + name) for name in names}
-            texts = {name: file.get_tensor(_TOKENIZER + name) for name in _FILES if _TOKENIZER + name in file.keys()}  # noqa: SIM118
-            named = {_WEIGHTS + name: value for name, value in weights.items()}
-            if named_digest(named | {_TOKENIZER + name: value for name, value in texts.items()}) != packed.digest:
-                raise ValueError("its weights or its tokenizer are not those that the vendor announced")
+            weights = {name: file.get_tensor(name) for name in shapes}
+            if named_digest(weights) != packed.digest:
+                raise ValueError("its weights are not those that the vendor announced")
     except Exception as error:
         # Another's config may make transformers raise anything.
         raise ValueError(f"the bottom in {packed.path} cannot be used: {error}") from None
     bottom = _build(packed.config, after)
     bottom.load_state_dict(weights)
-    return bottom.eval(), _tokenizer(texts, packed.path.parent / "tokenizer")
+    return bottom.eval()
 
 
 def _build(config: str, after: int) -> Bottom:
@@ -102,12 +82,3 @@ def _build(config: str, after: int) -> Bottom:
     if getattr(made, "layer_types", None) is not None:
         made.layer_types = made.layer_types[:after]
     return split_model(AutoModel.from_config(made), after)[0]
-
-
-def _tokenizer(texts: Mapping[str, Tensor], folder: Path) -> PreTrainedTokenizerBase | None:
-    if not texts:
-        return None
-    folder.mkdir(exist_ok=True)
-    for name, content in texts.items():
-        files.write(folder / name, content.numpy().tobytes())
-    return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)

@@ -105,7 +105,18 @@ def test_two_processes_train_over_tls_and_survive_kills(world, processes, tmp_pa
 
     def customer():
         options = ("--folder", folder, "--address", address, "--certificates", tmp_path / "certificates" / "customer")
-        train = ("--train", world / "train.csv", "--epochs", EPOCHS, "--batch-size", BATCH, "--eta", 30)
+        train = (
+            "--tokenizer",
+            world / "model",
+            "--train",
+            world / "train.csv",
+            "--epochs",
+            EPOCHS,
+            "--batch-size",
+            BATCH,
+            "--eta",
+            30,
+        )
         return processes(customer_log, "split", "customer", *options, *train, "--eval", world / "train.csv")
 
     vendor_log.touch()
@@ -151,6 +162,7 @@ def test_two_processes_train_over_tls_and_survive_kills(world, processes, tmp_pa
 def test_contributing_tokens_of_private_texts_are_counted_once(world, service, tmp_path):
     folder = tmp_path / "c"
     start = ("split", "customer", "--insecure", "--address", service.address, "--folder", folder, "--eta", 9)
+    start += ("--tokenizer", world / "model")
     start = (*start, "--cti", "prior", "--batch-size", 8)
     data = ("--train", world / "train.csv", "--epochs", 1)
     assert "counts of the private texts reveal them" in refused(*start, *data)
@@ -184,6 +196,7 @@ def test_the_unchanged_share_is_shown_before_anything_leaves(world, service, tmp
 
     monkeypatch.setattr(SplitCustomer, "send", stop)
     start = ("split", "customer", "--insecure", "--address", service.address, "--folder", tmp_path / "c")
+    start += ("--tokenizer", world / "model")
     result = run(*start, "--eta", 1e6, "--batch-size", 8, "--train", world / "train.csv")
     assert "nothing was sent yet" in result.stderr
     assert "100.0% of the vocabulary's tokens stay what they were" in " ".join(result.output.split())
@@ -206,7 +219,9 @@ def test_refusals(world, tmp_path):
     customer = ("split", "customer", "--folder", tmp_path / "c")
     assert "--eta is missing" in refused(*customer, "--insecure", "--train", world / "train.csv")
     assert "name the texts" in refused(*customer, "--insecure", "--output", tmp_path / "out.jsonl")
-    assert "give a folder of certificates" in refused(*customer, "--eta", 1, "--train", world / "train.csv")
+    texts = ("--eta", 1, "--train", world / "train.csv")
+    assert "--tokenizer is missing" in refused(*customer, *texts)
+    assert "give a folder of certificates" in refused(*customer, *texts, "--tokenizer", world / "model")
     assert "has no certificates" in refused(*customer, "--eta", 1, "--certificates", tmp_path / "none")
     assert "did not answer within 0.2 seconds" in refused(
         *(*customer, "--insecure", "--eta", 1, "--address", f"127.0.0.1:{free_port()}", "--patience", 0.2),
