@@ -50,6 +50,7 @@ def main() -> None:
     with Federation(output / "flower") as federation:
         for index, (name, file) in enumerate(clients.items()):
             own = {"train": str(Path(file).resolve()), "state": str(output / name), "partition-id": index}
+            own["model"] = settings["model"]
             federation.add_client(name, own | policy)
         log = federation.run(app_folder(), settings)
     rounds = output / "server" / "rounds.jsonl"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import shlex
 import signal
 from pathlib import Path
 from typing import Annotated
@@ -56,10 +56,9 @@ def server_command(
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with serving(address, certificates, folder, port=port) as (taken, superlink):
         console.print(f"nodes reach the Fleet API at {taken}, with a certificate")
-        console.print("start a run on this machine with:", soft_wrap=True)
-        console.print(
-            f'  FLWR_HOME={folder.resolve()}{os.sep}flower flwr run "$(fastdp federated app)" server --stream'
-        )
+        console.print("start a run on this machine with:")
+        home = shlex.quote(str(folder.resolve() / "flower"))
+        console.print(f'  FLWR_HOME={home} flwr run "$(fastdp federated app)" server --stream', soft_wrap=True)
         raise typer.Exit(superlink.wait())
 
 

@@ -185,7 +185,8 @@ def test_a_node_runs_no_app_but_its_own(federation, tmp_path):
     (tmp_path / "app").mkdir()
     for name, content in FOREIGN.items():
         (tmp_path / "app" / name).write_text(content.replace("{sign!r}", repr(str(sign))))
-    node = {"train": str(texts), "state": str(tmp_path / "state"), "perturbation": "all", "epsilon": 8.0, "model": "m"}
+    node = {"train": str(texts), "state": str(tmp_path / "state"), "perturbation": "all", "epsilon": 8.0}
+    node["model"] = str(tmp_path)
     process = federation.add_client("hospital", node)
     log = federation.run(tmp_path / "app", {"model": "x", "output": "y"}, timeout=300)
     end = time.monotonic() + 30

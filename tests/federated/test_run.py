@@ -165,7 +165,7 @@ def test_deployed_with_tls_and_authentication_and_a_client_killed_in_mid_round(s
             own = tmp_path / f"own-{index}.jsonl"
             own.write_text("".join(texts[8 * index : 8 * index + 8]))
             state = str(tmp_path / f"state-{index}")
-            policy = {"perturbation": "selective", "epsilon": 8.0}
+            policy = {"perturbation": "selective", "epsilon": 8.0, "model": settings["model"]}
             node = {"train": str(own), "state": state, "partition-id": index} | policy
             federation.add_client(f"client-{index}", node)
         tls.make_certificates(tmp_path / "foreign", ["stranger"])

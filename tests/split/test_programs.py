@@ -19,6 +19,7 @@ from fastdp.commands.split import _load
 from fastdp.split.customer import SplitCustomer, batch_of
 from fastdp.split.run import NAME
 from fastdp.split.store import ExampleStore
+from fastdp.tls import Revocations
 from tests.split.world import make_model, make_texts, make_tokenizer, train_in_process
 from tests.test_cli import refused, run
 
@@ -209,6 +210,26 @@ def test_certificates_command(tmp_path):
     again = run("split", "certificates", tmp_path / "c", "--customer", "alice").output
     assert "has all of these already" in " ".join(again.split())
     assert "cannot name a customer" in refused("split", "certificates", tmp_path / "c", "--customer", "../x")
+
+
+@pytest.mark.parametrize(
+    ("program", "server", "client"), [("split", "vendor", "customer"), ("federated", "server", "node")]
+)
+def test_certificates_are_renewed_and_revoked(tmp_path, program, server, client):
+    folder = tmp_path / "c"
+    assert run(program, "certificates", folder, f"--{client}", "alice").exit_code == 0
+    first = (folder / "alice" / "certificate.pem").read_bytes()
+    assert run(program, "renew", folder, "--name", "alice", "--name", server).exit_code == 0
+    second = (folder / "alice" / "certificate.pem").read_bytes()
+    assert second != first
+    assert run(program, "revoke", folder, "--name", "alice").exit_code == 0
+    revoked = Revocations(folder / server)
+    for certificate in (first, second):
+        with pytest.raises(ValueError, match="revoked"):
+            revoked.check(certificate)
+    revoked.check((folder / server / "certificate.pem").read_bytes())
+    for command, name in (("renew", "carol"), ("revoke", "carol"), ("revoke", server)):
+        assert refused(program, command, folder, "--name", name)
 
 
 def test_refusals(world, tmp_path):
