@@ -53,6 +53,10 @@ _PUBLIC_KEY = "flwr-public-key"
 #: Flower cuts tensors into objects of at most 20 MiB.
 _MOST = 64 << 20
 _IDLE_SECONDS, _REQUEST_SECONDS = 120.0, 60.0
+#: Flower waits 30 seconds for a sign of a reply, which a large object on a slow line takes longer to make.
+_SIGN_SECONDS = 10.0
+#: Fewer than a certificate may have at once: what is more waits for its turn.
+_CONNECTIONS = ProxyLimits.connections - 2
 
 log = logging.getLogger("flwr")
 
@@ -86,11 +90,14 @@ class Upstream:
     Args:
         address: host and port.
         context: for TLS to it.
+        connections: most of them at once.
     """
 
-    def __init__(self, address: str, context: ssl.SSLContext):
+    def __init__(self, address: str, context: ssl.SSLContext, connections: int = 100):
         self._base = f"https://{address}"
-        self._client = httpx.AsyncClient(verify=context, timeout=_REQUEST_SECONDS, trust_env=False)
+        timeout = httpx.Timeout(_REQUEST_SECONDS, pool=None)
+        pool = httpx.Limits(max_connections=connections)
+        self._client = httpx.AsyncClient(verify=context, timeout=timeout, limits=pool, trust_env=False)
 
     async def ask(self, request: Request) -> Reply:
         """The reply, of at most 64 MiB; 503, which nodes take for "try again", if there is none."""
@@ -200,7 +207,7 @@ class NodeProxy:
     port: int = field(default=0, init=False)
 
     def __enter__(self) -> NodeProxy:
-        self._upstream = Upstream(self.server, client_context(self.certificates))
+        self._upstream = Upstream(self.server, client_context(self.certificates), _CONNECTIONS)
         context = server_context(self.local)
         # The requests are signed; other users of this machine have no key that the server knows.
         context.verify_mode = ssl.CERT_NONE
@@ -248,13 +255,20 @@ async def serve_requests(
     """
     connection = h11.Connection(h11.SERVER)
     while True:
-        request = await asyncio.wait_for(_read_request(connection, reader), _IDLE_SECONDS)
+        request = await _read_request(connection, reader)
         if request is None:
             return
         if isinstance(request, Reply):
             await _write_reply(connection, writer, request, [("connection", "close")])
             return
-        await _write_reply(connection, writer, await answer(request), [])
+        task = asyncio.ensure_future(answer(request))
+        try:
+            while not (await asyncio.wait([task], timeout=_SIGN_SECONDS))[0]:
+                writer.write(connection.send(h11.InformationalResponse(status_code=102, headers=[])) or b"")
+                await asyncio.wait_for(writer.drain(), ProxyLimits.stall_seconds)
+        finally:
+            task.cancel()
+        await _write_reply(connection, writer, task.result(), [])
         if (connection.our_state, connection.their_state) != (h11.DONE, h11.DONE):
             return
         connection.start_next_cycle()
@@ -270,7 +284,7 @@ async def _read_request(connection: h11.Connection, reader: asyncio.StreamReader
         except h11.RemoteProtocolError:
             return Reply.refusal(400, "this is no request of HTTP/1.1")
         if event is h11.NEED_DATA:
-            connection.receive_data(await reader.read(CHUNK))
+            connection.receive_data(await asyncio.wait_for(reader.read(CHUNK), _IDLE_SECONDS))
         elif isinstance(event, h11.Request):
             head = event
             if head.method != b"POST" or head.target.decode("latin-1") not in PATHS:

@@ -1,5 +1,6 @@
 """A running server as others meet it: Fleet with a client certificate, and nothing else of Flower's."""
 
+import asyncio
 import importlib
 import io
 import json
@@ -20,6 +21,7 @@ import httpx
 from flwr.cli.build import build_fab_from_disk
 
 from fastdp import tls
+from fastdp.federated import fleet
 from fastdp.federated.bundle import app_folder, bundle_digest, check_bundle, own_digest
 from fastdp.federated.fleet import PATHS
 from fastdp.federated.programs import flower_environment, program
@@ -59,7 +61,7 @@ def train(message, context):
 def federation(tmp_path_factory):
     """A server with a certificate for one node, hospital."""
     folder = tmp_path_factory.mktemp("federation")
-    with Federation(folder / "run", environment=OFFLINE, start_seconds=300) as running:
+    with Federation(folder / "run", environment=OFFLINE, start_seconds=300, host="0.0.0.0") as running:
         tls.make_certificates(running.certificates, ["hospital", "clinic"], server="server")
         yield running
 
@@ -171,13 +173,13 @@ def test_requests_are_made_anew(federation):
         assert set(statuses) <= {b"400", b"401", b"404", b"501"}, statuses
 
 
-def test_only_the_gateway_listens_beyond_this_machine(tmp_path):
-    with Federation(tmp_path, environment=OFFLINE, start_seconds=300, host="0.0.0.0") as running:
-        own = listeners(session_of(running.processes["server"].pid))
-    assert {port for address, port in own if address not in ("0100007F", "0" * 24 + "01000000")} == {running.port}
+def test_only_the_gateway_listens_beyond_this_machine(federation):
+    own = listeners(session_of(federation.processes["server"].pid))
+    assert {port for address, port in own if address not in ("0100007F", "0" * 24 + "01000000")} == {federation.port}
     assert len(own) >= 2
 
 
+@pytest.mark.slow
 def test_a_node_runs_no_app_but_its_own(federation, tmp_path):
     """Whoever reaches Control is the server; the texts still do not leave by an app of theirs."""
     sign, texts = tmp_path / "stolen", tmp_path / "texts.jsonl"
@@ -195,6 +197,27 @@ def test_a_node_runs_no_app_but_its_own(federation, tmp_path):
     assert "this node runs no app but fastdp's own" in federation._log("hospital"), log[-2000:]
     assert not sign.exists()
     assert process.poll() is None
+
+
+def test_a_slow_reply_gives_signs_and_a_slow_request_is_read(monkeypatch):
+    """Flower's client gives up after 30 seconds of silence: an object on a slow line takes longer."""
+    monkeypatch.setattr(fleet, "_SIGN_SECONDS", 0.1)
+
+    async def answer(request):
+        await asyncio.sleep(1.0)
+        return fleet.Reply(200, request.body[::-1])
+
+    async def serve(reader, writer):
+        await fleet.serve_requests(reader, writer, answer)
+        writer.close()
+
+    async def ask():
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1/fleet/push-object"
+        async with server, httpx.AsyncClient(timeout=0.5) as client:
+            return [(await client.post(url, content=body)).content for body in (b"abc", bytes(1 << 20))]
+
+    assert asyncio.run(ask()) == [b"cba", bytes(1 << 20)]
 
 
 def changed(bundle, edit):
