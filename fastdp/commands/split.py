@@ -122,6 +122,10 @@ def customer_command(
     tokenizer: Annotated[
         str | None, typer.Option(help="folder or name of the published model, for its tokenizer; the vendor sends none")
     ] = None,
+    published: Annotated[
+        Path | None,
+        typer.Option(help="folder of the published model: refuse a vendor whose bottom is not that model's"),
+    ] = None,
     fixed_length: Annotated[
         bool,
         typer.Option("--fixed-length", help="fill texts up to --max-tokens with random words, which are privatized"),
@@ -183,6 +187,7 @@ def customer_command(
         certificates,
         insecure=insecure,
         tokenizer=None if tokenizer is None else _tokenizer(tokenizer),
+        published=published,
         fixed_length=fixed_length,
         learning_rate=learning_rate,
         batch_size=batch_size,

@@ -74,6 +74,30 @@ def unpack_bottom(packed: PackedBottom, after: int) -> Bottom:
     return bottom.eval()
 
 
+def check_published(bottom: Bottom, folder: Path) -> None:
+    """Compare a bottom with the published model in ``folder``, whose weights may have longer names or another dtype.
+
+    A made-up embedding table decides what a distance means, and could set chosen words so far apart that no noise hides them.
+
+    Raises:
+        ValueError: for weights that are not the published ones, and a folder that holds none.
+    """
+    wanted = {name.removeprefix("model."): value.cpu() for name, value in bottom.state_dict().items()}
+    paths = sorted(folder.glob("*.safetensors"))
+    if not paths:
+        raise ValueError(f"{folder} holds no .safetensors file to compare the vendor's bottom with")
+    for path in paths:
+        with safe_open(path, "pt") as file:  # type: ignore[no-untyped-call]
+            for name in file.keys():  # noqa: SIM118
+                own = next((own for own in wanted if name == own or name.endswith(f".{own}")), None)
+                if own is not None and torch.equal(file.get_tensor(name).to(wanted[own].dtype), wanted[own]):
+                    del wanted[own]
+    if wanted:
+        raise ValueError(
+            f"the vendor's bottom is not the published model's in {folder} ({min(wanted)}): do not use it, or leave published out"
+        )
+
+
 def _build(config: str, after: int) -> Bottom:
     """A bottom of random weights. Raises ValueError for an architecture that is not known."""
     settings = json.loads(config)

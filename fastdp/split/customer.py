@@ -24,7 +24,7 @@ from fastdp.data import Collator
 from fastdp.locks import Lock
 from fastdp.methods.encoding import ADDED, encode_private, tokenizer_digest, vocabulary_digest
 from fastdp.methods.sap import PrivateBottom, TextPrivatizer
-from fastdp.split.bottom import FILE, PackedBottom, unpack_bottom
+from fastdp.split.bottom import FILE, PackedBottom, check_published, unpack_bottom
 from fastdp.split.connection import Connection
 from fastdp.split.operations import DTYPES, SERVED, Served, replies
 from fastdp.split.store import ExampleStore
@@ -55,6 +55,7 @@ class SplitCustomer:
         insecure, name: no TLS, on this machine alone, and who calls then.
         tokenizer: of the published model, from a place that you trust; the vendor sends none. A folder goes on with the same
             one alone.
+        published: folder of the published model, which the vendor's bottom must then be a part of; None compares nothing.
         fixed_length: fill every text up to ``max_tokens`` with random words, which are privatized like its own, so that lengths
             tell nothing by themselves.
         learning_rate, weight_decay: of the vendor's AdamW for this customer.
@@ -86,6 +87,7 @@ class SplitCustomer:
         insecure: bool = False,
         name: str = "customer",
         tokenizer: Any = None,
+        published: str | Path | None = None,
         fixed_length: bool = False,
         learning_rate: float = 1e-3,
         weight_decay: float = 0.01,
@@ -125,6 +127,8 @@ class SplitCustomer:
             self.record = self._read_record()
             self._check_vocabulary()
             self.bottom = self._receive_bottom()
+            if published is not None:
+                check_published(self.bottom, Path(published))
             self.bottom.to(self.device)
             self._store = ExampleStore(self.folder / "released", self.served.width, getattr(torch, dtype))
         except BaseException:

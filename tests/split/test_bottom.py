@@ -7,7 +7,7 @@ from safetensors.torch import load_file, save_file
 
 from fastdp.accounting.weights import named_digest
 from fastdp.methods.sap import Bottom, split_model
-from fastdp.split.bottom import PackedBottom, pack_bottom, unpack_bottom
+from fastdp.split.bottom import PackedBottom, check_published, pack_bottom, unpack_bottom
 from tests.engine.models import batch, build
 
 
@@ -35,6 +35,22 @@ def test_nothing_travels_beside_the_weights(tmp_path):
     save_file(tensors, packed.path)
     with pytest.raises(ValueError, match="not those of its config"):
         unpack_bottom(PackedBottom(packed.path, packed.config, named_digest(tensors)), 1)
+
+
+@pytest.mark.parametrize("name", ["bert", "roberta", "gpt2", "llama"])
+def test_a_bottom_is_compared_with_the_published_model(name, tmp_path):
+    """Also where that is kept in half precision; one row that the vendor moved far away is found."""
+    model = build(name).eval()
+    model.half().save_pretrained(tmp_path / "published")
+    bottom, _ = split_model(model.float(), 1)
+    check_published(bottom, tmp_path / "published")
+    table = bottom.model.get_input_embeddings().weight
+    with torch.no_grad():
+        table[3] *= 1000
+    with pytest.raises(ValueError, match="is not the published model's"):
+        check_published(bottom, tmp_path / "published")
+    with pytest.raises(ValueError, match="no .safetensors"):
+        check_published(bottom, tmp_path)
 
 
 def test_refusals(tmp_path):
