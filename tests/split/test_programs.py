@@ -106,18 +106,8 @@ def test_two_processes_train_over_tls_and_survive_kills(world, processes, tmp_pa
 
     def customer():
         options = ("--folder", folder, "--address", address, "--certificates", tmp_path / "certificates" / "customer")
-        train = (
-            "--tokenizer",
-            world / "model",
-            "--train",
-            world / "train.csv",
-            "--epochs",
-            EPOCHS,
-            "--batch-size",
-            BATCH,
-            "--eta",
-            30,
-        )
+        public = ("--tokenizer", world / "model", "--published", world / "model")
+        train = ("--train", world / "train.csv", "--epochs", EPOCHS, "--batch-size", BATCH, "--eta", 30, *public)
         return processes(customer_log, "split", "customer", *options, *train, "--eval", world / "train.csv")
 
     vendor_log.touch()
