@@ -23,6 +23,7 @@ from fastdp.tls import Revocations, certificate_name, check_certificate, server_
 
 CHUNK = 1 << 16
 _BACKLOG = 1024
+_MANY_DESCRIPTORS = 1 << 16
 
 log = logging.getLogger(__name__)
 
@@ -83,6 +84,8 @@ class TlsListener:
         self._revoked = Revocations(certificates)
         self._handler, self._limits = handler, limits or ProxyLimits()
         descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        if descriptors == resource.RLIM_INFINITY:
+            descriptors = _MANY_DESCRIPTORS
         self._handshakes = min(self._limits.handshakes, descriptors // 8)
         # A connection takes up to three descriptors: the peer's, and both ends of a local one. A quarter is left for others.
         self._most = max(1, descriptors // 5)
@@ -91,6 +94,7 @@ class TlsListener:
         self._waiting: dict[asyncio.Task[None], None] = {}
         self._open: dict[asyncio.Task[None], tuple[str, bytes]] = {}
         self._loop = asyncio.new_event_loop()
+        self._main = self._loop.create_task(self._serve())
         self._thread = threading.Thread(target=self._run, name="fastdp-tls", daemon=True)
         self._thread.start()
 
@@ -113,7 +117,6 @@ class TlsListener:
         self.close()
 
     def _run(self) -> None:
-        self._main = self._loop.create_task(self._serve())
         with contextlib.suppress(asyncio.CancelledError):
             self._loop.run_until_complete(self._main)
         self._listener.close()
