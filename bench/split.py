@@ -132,15 +132,14 @@ def _serving(
 def _customer(address: str, shape: Shape, folder: Path, name: str) -> Any:
     from fastdp.split import SplitCustomer
 
-    customer = SplitCustomer(
+    return SplitCustomer(
         address,
         folder / f"state-{name}",
         folder / "certificates" / name,
         batch_size=shape.rows,
         max_tokens=shape.tokens,
+        tokenizer=IdsOfText(),
     )
-    customer.tokenizer = IdsOfText()  # type: ignore[assignment]
-    return customer
 
 
 # What is measured

@@ -8,6 +8,7 @@ from fastdp.commands.attack import attack_command
 from fastdp.commands.bench import bench_app
 from fastdp.commands.card import card_app
 from fastdp.commands.doctor import doctor_command
+from fastdp.commands.federated import federated_app
 from fastdp.commands.planning import plan_command, tune_command
 from fastdp.commands.privacy import calibrate_command, epsilon_command, verify_command
 from fastdp.commands.privatize import privatize_command
@@ -36,4 +37,5 @@ app.command("attack")(attack_command)
 app.command("prove")(prove_command)
 app.add_typer(card_app, name="card")
 app.add_typer(split_app, name="split")
+app.add_typer(federated_app, name="federated")
 app.add_typer(bench_app, name="bench")

@@ -1,14 +1,17 @@
 """Certificates for both ends: an authority of one's own, a server's certificate, and one for each client.
 
-A client is who its certificate's common name says. Whoever holds the authority's key can make clients.
+A client is who its certificate's common name says. Whoever holds the authority's key can make clients. What is renewed or
+revoked is listed beside that key; a server reads the list of revoked certificates from its own folder.
 """
 
 from __future__ import annotations
 
 import datetime
 import ipaddress
+import json
 import re
 import secrets
+import ssl
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +30,8 @@ except ImportError:
 
 AUTHORITY = "authority"
 CA, CERTIFICATE, KEY = "ca.pem", "certificate.pem", "key.pem"
+#: A certificate revocation list that the authority signed, and its record of every certificate it issued.
+REVOKED, ISSUED = "revoked.pem", "issued.jsonl"
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 NAME_IN_WORDS = "1 to 64 letters, digits, '.', '_' or '-', and begin with a letter or digit"
 _AUTHORITY_DAYS = 3650
@@ -62,11 +67,8 @@ class Credentials:
 
 def check_certificate(certificate: bytes, authority: bytes | None = None) -> None:
     """Raises ValueError for a certificate that cannot be read, is not valid now, or is not signed by ``authority``."""
-    try:
-        found = x509.load_pem_x509_certificate(certificate)
-        issuer = None if authority is None else x509.load_pem_x509_certificate(authority)
-    except ValueError:
-        raise ValueError("the certificate cannot be read") from None
+    found = _read(certificate)
+    issuer = None if authority is None else _read(authority)
     now = datetime.datetime.now(datetime.timezone.utc)
     if now > found.not_valid_after_utc:
         raise ValueError(f"the certificate expired on {found.not_valid_after_utc:%Y-%m-%d %H:%M} UTC: make a new one")
@@ -81,6 +83,90 @@ def check_certificate(certificate: bytes, authority: bytes | None = None) -> Non
             raise ValueError(
                 "the certificate was not signed by the authority beside it: take both from one folder"
             ) from None
+
+
+def certificate_name(certificate: bytes) -> str:
+    """The one common name of a certificate in PEM or DER. Raises ValueError for none, several, or one that is no `NAME`.
+
+    The name is parsed here and compared whole: a C string would end at a NUL.
+    """
+    found = _read(certificate).subject.get_attributes_for_oid(NameOID.COMMON_NAME)
+    if len(found) != 1 or not isinstance(found[0].value, str) or NAME.fullmatch(found[0].value) is None:
+        raise ValueError(f"the certificate must have one common name, of {NAME_IN_WORDS}")
+    return found[0].value
+
+
+def server_context(folder: Path) -> ssl.SSLContext:
+    """TLS 1.3 for a server that lets in holders of a certificate of its authority alone. Raises as `Credentials.load`."""
+    Credentials.load(folder)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.verify_mode = ssl.CERT_REQUIRED
+    context.load_verify_locations(folder / CA)
+    context.load_cert_chain(folder / CERTIFICATE, folder / KEY)
+    # A resumed session shows no certificate, and would outlive a revocation.
+    context.num_tickets = 0
+    return context
+
+
+def client_context(folder: Path) -> ssl.SSLContext:
+    """TLS 1.3 for a client with a certificate, which believes servers of its authority alone. Raises as `Credentials.load`."""
+    Credentials.load(folder)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.load_verify_locations(folder / CA)
+    context.load_cert_chain(folder / CERTIFICATE, folder / KEY)
+    return context
+
+
+class Revocations:
+    """The certificates that an authority took back, as ``revoked.pem`` in a server's folder lists them.
+
+    The file is read again when it changes, so a running server follows it. A file that was there once must stay.
+    """
+
+    def __init__(self, folder: Path):
+        self._path, self._authority = folder / REVOKED, folder / CA
+        self._stamp: tuple[int, int] | None = None
+        self._serials: frozenset[int] = frozenset()
+
+    def check(self, certificate: bytes) -> None:
+        """Raises ValueError for a certificate (PEM or DER) that was revoked, and while the list cannot be believed."""
+        self._update()
+        if _read(certificate).serial_number in self._serials:
+            raise ValueError("the certificate was revoked: ask whoever holds the authority for a new one")
+
+    def _update(self) -> None:
+        try:
+            found = self._path.stat()
+        except FileNotFoundError:
+            if self._stamp is not None:
+                raise ValueError(f"{self._path.name} is gone: put the list of revoked certificates back") from None
+            return
+        stamp = (found.st_mtime_ns, found.st_ino)
+        if stamp != self._stamp:
+            self._serials = _revoked(self._path, _read(self._authority.read_bytes()))
+            self._stamp = stamp
+
+
+def _read(certificate: bytes) -> x509.Certificate:
+    try:
+        if certificate.lstrip().startswith(b"-----"):
+            return x509.load_pem_x509_certificate(certificate)
+        return x509.load_der_x509_certificate(certificate)
+    except ValueError:
+        raise ValueError("the certificate cannot be read") from None
+
+
+def _revoked(path: Path, authority: x509.Certificate) -> frozenset[int]:
+    """Serial numbers of a revocation list. Raises ValueError unless the authority signed it."""
+    try:
+        found = x509.load_pem_x509_crl(path.read_bytes())
+        if not found.is_signature_valid(authority.public_key()):  # type: ignore[arg-type]
+            raise ValueError
+    except (ValueError, TypeError):
+        raise ValueError(f"{path.name} is no list of revoked certificates that the authority signed") from None
+    return frozenset(entry.serial_number for entry in found)
 
 
 def make_certificates(
@@ -100,8 +186,7 @@ def make_certificates(
     """
     clients = list(clients)
     for name in clients:
-        if NAME.fullmatch(name) is None or name in (AUTHORITY, server):
-            raise ValueError(f"{name!r} cannot name a customer: use {NAME_IN_WORDS}")
+        _check_name(name, server)
     authority = folder / AUTHORITY
     made = []
     if not (authority / KEY).exists():
@@ -110,14 +195,98 @@ def make_certificates(
         certificate = _signed(f"fastdp authority {secrets.token_hex(4)}", key, None, None, _AUTHORITY_DAYS)
         _write(authority, key, certificate, certificate)
         made.append(authority)
-    ca_key: Any = serialization.load_pem_private_key((authority / KEY).read_bytes(), None)
-    ca = x509.load_pem_x509_certificate((authority / CA).read_bytes())
+    issue = _Issuer(authority)
     for name, served in ((server, list(hosts)), *((name, []) for name in clients)):
         if not (folder / name / KEY).exists():
-            key = ec.generate_private_key(ec.SECP256R1())
-            _write(folder / name, key, _signed(name, key, ca, ca_key, days, served), ca)
-            made.append(folder / name)
+            made.append(issue(folder / name, days, served))
     return made
+
+
+def renew_certificates(folder: Path, names: Iterable[str], days: float = 365) -> list[Path]:
+    """Give each end of these names a new key and certificate, for the hosts that it had. The old ones stay valid.
+
+    Returns the folders that were written. Raises ValueError for a name that has no certificate below ``folder``.
+    """
+    made, issue = [], _Issuer(folder / AUTHORITY)
+    ends = [folder / name for name in names]
+    hosts = [_hosts(_current(end)) for end in ends]
+    for end, served in zip(ends, hosts):
+        made.append(issue(end, days, served))
+    return made
+
+
+def revoke_certificates(folder: Path, names: Iterable[str], server: str = "vendor") -> Path:
+    """Take back every certificate that these clients were ever issued; returns the list that the server must have.
+
+    The list lies with the authority, and is copied to the server's folder if that is here.
+
+    Raises:
+        ValueError: for a name that has no certificate below ``folder``.
+    """
+    issue = _Issuer(folder / AUTHORITY)
+    path = folder / AUTHORITY / REVOKED
+    serials = set(_revoked(path, issue.ca) if path.exists() else ())
+    for name in names:
+        _check_name(name, server)
+        serials |= {_current(folder / name).serial_number, *issue.serials(name)}
+    now = datetime.datetime.now(datetime.timezone.utc)
+    builder = x509.CertificateRevocationListBuilder().issuer_name(issue.ca.subject)
+    builder = builder.last_update(now).next_update(now + datetime.timedelta(days=_AUTHORITY_DAYS))
+    for serial in sorted(serials):
+        entry = x509.RevokedCertificateBuilder().serial_number(serial).revocation_date(now).build()
+        builder = builder.add_revoked_certificate(entry)
+    content = builder.sign(issue.key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
+    for end in (path.parent, folder / server):
+        if end.is_dir():
+            files.write(end / REVOKED, content, public=True)
+    return path
+
+
+class _Issuer:
+    """An authority that is there. Raises ValueError if it is not, or cannot be read."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        try:
+            self.key: Any = serialization.load_pem_private_key((folder / KEY).read_bytes(), None)
+        except (OSError, ValueError, TypeError):
+            raise ValueError(f"{folder} has no authority's key: fastdp split certificates makes one") from None
+        self.ca = _read((folder / CA).read_bytes())
+
+    def __call__(self, end: Path, days: float, hosts: Iterable[str]) -> Path:
+        """Write a new key and certificate for an end, named like its folder; first comes the record of it."""
+        key = ec.generate_private_key(ec.SECP256R1())
+        certificate = _signed(end.name, key, self.ca, self.key, days, hosts)
+        with files.appending(self.folder / ISSUED) as log:
+            log.write(json.dumps({"name": end.name, "serial": certificate.serial_number}) + "\n")
+        _write(end, key, certificate, self.ca)
+        return end
+
+    def serials(self, name: str) -> list[int]:
+        """Of every certificate that was issued to a name."""
+        path = self.folder / ISSUED
+        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+        return [entry["serial"] for entry in map(json.loads, lines) if entry["name"] == name]
+
+
+def _check_name(name: str, server: str) -> None:
+    if NAME.fullmatch(name) is None or name in (AUTHORITY, server):
+        raise ValueError(f"{name!r} cannot name a customer: use {NAME_IN_WORDS}")
+
+
+def _current(folder: Path) -> x509.Certificate:
+    if not (folder / CERTIFICATE).is_file():
+        raise ValueError(f"{folder} has no certificate: fastdp split certificates makes one")
+    return _read((folder / CERTIFICATE).read_bytes())
+
+
+def _hosts(certificate: x509.Certificate) -> list[str]:
+    """The names and addresses that a certificate is for; none for a client's."""
+    try:
+        found = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    except x509.ExtensionNotFound:
+        return []
+    return [str(entry.value) for entry in found]
 
 
 def _signed(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import math
 from typing import TYPE_CHECKING
 
@@ -36,3 +37,20 @@ def usable_device(name: str) -> torch.device:
     except (RuntimeError, AssertionError) as error:
         raise ValueError(f"device {name} cannot be used: {str(error).splitlines()[0]}") from None
     return device
+
+
+def host_and_port(address: str) -> tuple[str, int]:
+    """The parts of ``host:port``; an IPv6 host stands in brackets. Raises ValueError for another form."""
+    host, _, port = address.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not host or not port.isdecimal() or int(port) > 65535:
+        raise ValueError(f"{address!r} is no address: write host:port")
+    return host, int(port)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host is this machine's own address, which no other machine reaches."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

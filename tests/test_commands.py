@@ -33,6 +33,7 @@ from transformers import AutoTokenizer, BertConfig, BertForMaskedLM, GPT2Config,
 from typer.main import get_command
 
 from fastdp.cli import app
+from fastdp.federated.bundle import app_folder
 from fastdp.finetune.config import load_config
 from fastdp.finetune.reporter import Forecast
 from fastdp.quickstart.corpus import private_records
@@ -90,10 +91,9 @@ ELSEWHERE = {
     "make docs": (CHECKS, "make docs", "needs a registry"),
     "make ": (CHECKS, "make ${{ matrix.target }}", "needs a registry, or hours"),
     "fastdp verify items-card.json": ("tests/test_tutorial.py", "items-card.json", "the page's Python makes the card"),
-    "flower-superlink": (*DEPLOYED, "needs several machines"),
-    "flwr supernode": (*DEPLOYED, "needs several machines"),
-    "flower-supernode": (*DEPLOYED, "needs several machines"),
-    "flwr run examples/federated server": (*DEPLOYED, "needs several machines"),
+    "fastdp federated server": (*DEPLOYED, "needs several machines"),
+    "fastdp federated node": (*DEPLOYED, "needs several machines"),
+    'federated app)" server': (*DEPLOYED, "needs several machines"),
 }
 SERVES = "fastdp split vendor"
 #: The modules that launchers run.
@@ -189,8 +189,7 @@ def read_flower(words: list[str]) -> None:
 READ = {
     **{"fastdp": read_fastdp, "make": read_make, "python": read_python, "pip": read_pip},
     **{"torchrun": read_launcher, "accelerate": read_launcher},
-    **{"flwr": read_flower, "flower-superlink": read_flower, "flower-supernode": read_flower},
-    **{"export": lambda words: None, "ssh-keygen": lambda words: None},
+    **{"flwr": read_flower, "export": lambda words: None},
 }
 
 
@@ -380,7 +379,8 @@ class Reader:
         flower = self.world / "flower"
         federation = launch.Federation(flower, simulation=True, environment=self.environment, start_seconds=300)
         with contextlib.chdir(self.world), federation:
-            said = federation.flwr(*words[1:], timeout=900)
+            own = {"$(fastdp federated app)": str(app_folder())}
+            said = federation.flwr(*(own.get(word, word) for word in words[1:]), timeout=900)
         assert (self.world / "run" / "run_card.json").exists(), said[-3000:]
 
 

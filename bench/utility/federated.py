@@ -27,6 +27,7 @@ from fastdp import NoiseStream
 from fastdp.data import Examples
 from fastdp.federated import Aggregator, Bounds, FederatedConfig
 from fastdp.federated.adapter import AdaptedModel
+from fastdp.federated.bundle import app_folder
 from fastdp.federated.site import Site
 from fastdp.files import write_rows
 from fastdp.methods.selective import (
@@ -243,8 +244,7 @@ def secure_aggregation(clients: int = 4, size: int = 132_352) -> list[dict[str, 
 
 def overhead(bench: Bench, clients: int = 4) -> dict[str, Any]:
     """One `flwr run` in simulation: rounds against the clients' own training, and the start-up apart."""
-    app = Path(__file__).resolve().parents[2] / "examples" / "federated"
-    sys.path.insert(0, str(app))
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples" / "federated"))
     from launch import Federation
 
     with tempfile.TemporaryDirectory() as folder:
@@ -253,7 +253,7 @@ def overhead(bench: Bench, clients: int = 4) -> dict[str, Any]:
         settings = {**config.as_dict(), "min_clients": clients, "evaluation": "none"}
         begin = time.perf_counter()
         with Federation(Path(folder) / "flower", simulation=True) as federation:
-            federation.run(app, settings, clients=clients)
+            federation.run(app_folder(), settings, clients=clients)
         total = time.perf_counter() - begin
         rounds = [json.loads(line) for line in (Path(folder) / "out" / "rounds.jsonl").read_text().splitlines()]
     # The first round also loads the model and perturbs the texts.

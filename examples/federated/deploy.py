@@ -1,10 +1,10 @@
-"""A federation on one machine as it would be on several: a SuperLink under TLS and SuperNodes with keys of their own.
+"""A federation on one machine as it would be on several: a server under TLS and nodes with certificates of their own.
 
     python examples/federated/deploy.py --model MODEL --eval held_out.jsonl --output runs/federated \
         --client hospital=hospital.jsonl --client clinic=clinic.jsonl --client practice=practice.jsonl
 
 Each client trains on its own file, whose private words are perturbed before anything else; the server sees adapters.
-On several machines, run the same commands of Flower's that `launch.py` beside this file runs; docs/federated.md lists them.
+On several machines, run the commands that `launch.py` beside this file runs; docs/federated.md lists them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 
 from launch import Federation
 
-APP = Path(__file__).resolve().parent
+from fastdp.federated.bundle import app_folder
 
 
 def main() -> None:
@@ -50,8 +50,9 @@ def main() -> None:
     with Federation(output / "flower") as federation:
         for index, (name, file) in enumerate(clients.items()):
             own = {"train": str(Path(file).resolve()), "state": str(output / name), "partition-id": index}
+            own["model"] = settings["model"]
             federation.add_client(name, own | policy)
-        log = federation.run(APP, settings)
+        log = federation.run(app_folder(), settings)
     rounds = output / "server" / "rounds.jsonl"
     if not rounds.exists():
         raise SystemExit(log[-4000:])

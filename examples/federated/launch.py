@@ -1,7 +1,6 @@
-"""Start Flower's own processes: a SuperLink for a simulation, or one with SuperNodes under TLS and node authentication.
+"""Start a simulation, or the deployed form on one machine: `fastdp federated server` and `node` with certificates.
 
-Flower's programs do all the work; this module writes their keys, chooses free ports, keeps telemetry,
-update checks and the installation of packages at start off, and ends what it started.
+Flower's programs do all the work; this module makes the certificates, chooses free ports and ends what it started.
 """
 
 from __future__ import annotations
@@ -11,30 +10,21 @@ import json
 import os
 import shutil
 import signal
-import socket
-import ssl
 import subprocess
 import sys
 import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from fastdp import files, tls
+from fastdp import tls
+from fastdp.federated.programs import CONNECTION, flower_environment, free_port, program
 
-CONNECTION = "fastdp"
-_OFF = {
-    "FLWR_TELEMETRY_ENABLED": "0",
-    "FLWR_DISABLE_UPDATE_CHECK": "1",
-    "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "PYTHONUNBUFFERED": "1",
-}
 #: Ray gives up on parts of itself that are slow to answer, as they are on a machine that is busy with something else.
 _PATIENT = {
     "RAY_agent_register_timeout_ms": "300000",
@@ -55,6 +45,7 @@ class Federation:
         folder: for Flower's home, certificates, keys and logs. Ray's files, whose paths must be short, are below the
             system's temporary folder, and are removed at the end.
         simulation: clients are simulated on this machine, one at a time, instead of connecting.
+        host: that the server of a deployed federation listens at.
         start_seconds: how long a process may take to answer.
         environment: further variables for every process.
     """
@@ -62,11 +53,12 @@ class Federation:
     folder: Path
     simulation: bool = False
     start_seconds: float = 120.0
+    host: str = "127.0.0.1"
     environment: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.folder = Path(self.folder).resolve()
-        self.port, *self._ray_ports = free_ports(4)
+        self.port, *self._ray_ports = (free_port() for _ in range(4))
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self._ray_folder: Path | None = None
 
@@ -85,37 +77,62 @@ class Federation:
 
     @property
     def address(self) -> str:
-        """Host and port of the SuperLink."""
+        """Host and port that nodes reach, or of the simulation's SuperLink."""
         return f"127.0.0.1:{self.port}"
 
     @property
-    def certificate(self) -> Path:
-        """Of the authority that signed the SuperLink's certificate."""
-        return self._own / tls.CA
-
-    @property
-    def _own(self) -> Path:
-        return self.folder / "tls" / "superlink"
+    def certificates(self) -> Path:
+        """Folder of the authority and of every end."""
+        return self.folder / "tls"
 
     def _start(self) -> None:
-        (self.folder / "home").mkdir(parents=True, exist_ok=True)
-        arguments = ["--host", "127.0.0.1", "--port", str(self.port), "--disable-runtime-dependency-installation"]
+        self._home.mkdir(parents=True, exist_ok=True)
         if self.simulation:
-            arguments += ["--insecure", "--simulation"]
-            secured = "insecure = true"
-        else:
-            tls.make_certificates(self._own.parent, server=self._own.name, days=30)
-            arguments += ["--ssl-ca-certfile", str(self.certificate), "--enable-supernode-auth"]
-            arguments += ["--ssl-certfile", str(self._own / tls.CERTIFICATE), "--ssl-keyfile", str(self._own / tls.KEY)]
-            secured = f"root-certificates = {json.dumps(str(self.certificate))}"
-        (self.folder / "home" / "config.toml").write_text(
-            f'[superlink]\ndefault = "{CONNECTION}"\n\n[superlink.{CONNECTION}]\naddress = "{self.address}"\n{secured}\n',
+            self._start_simulation()
+            self._start_ray()
+            return
+        tls.make_certificates(self.certificates, days=30, server="server")
+        arguments = [
+            "server",
+            "--address",
+            f"{self.host}:{self.port}",
+            "--certificates",
+            str(self.certificates / "server"),
+        ]
+        process = self._spawn("server", sys.executable, ["-m", "fastdp", "federated", *arguments, "--folder", "."])
+        self._wait_until("server", process, lambda: "Fleet API" in self._log("server"))
+
+    @property
+    def _home(self) -> Path:
+        return self.folder / "flower"
+
+    def _log(self, name: str) -> str:
+        return (self.folder / f"{name}.log").read_text(errors="replace")
+
+    def _start_simulation(self) -> None:
+        arguments = ["--host", "127.0.0.1", "--port", str(self.port), "--disable-runtime-dependency-installation"]
+        (self._home / "config.toml").write_text(
+            f'[superlink]\ndefault = "{CONNECTION}"\n\n[superlink.{CONNECTION}]\naddress = "{self.address}"\n'
+            "insecure = true\n",
             encoding="utf-8",
         )
-        self._spawn("superlink", "flower-superlink", arguments)
-        if self.simulation:
-            self._start_ray()
-        self._wait_until_healthy()
+        process = self._spawn("superlink", program("flower-superlink"), [*arguments, "--insecure", "--simulation"])
+        self._wait_until("superlink", process, self._healthy)
+
+    def _healthy(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"http://{self.address}/health", timeout=5):
+                return True
+        except (urllib.error.URLError, OSError):
+            return False
+
+    def _wait_until(self, name: str, process: subprocess.Popen[bytes], ready: Callable[[], bool]) -> None:
+        last = time.monotonic() + self.start_seconds
+        while time.monotonic() < last and process.poll() is None:
+            if ready():
+                return
+            time.sleep(0.2)
+        raise RuntimeError(f"the {name} did not start within {self.start_seconds:g} s:\n{self._log(name)[-2000:]}")
 
     def _start_ray(self) -> None:
         """Ray's head node for one client at a time."""
@@ -128,35 +145,33 @@ class Federation:
         }  # fmt: skip
         arguments = ["start", "--head", "--block", "--no-monitor"]
         arguments += [f"--{name}={value}" for name, value in options.items()]
-        end = time.monotonic() + self.start_seconds
-        process = self._spawn("ray", "ray", arguments)
+        last = time.monotonic() + self.start_seconds
+        process = self._spawn("ray", program("ray"), arguments)
         # Ray writes its address there once it is up.
         while not (self._ray_folder / "ray_current_cluster").exists():
-            if time.monotonic() >= end:
-                log = (self.folder / "ray.log").read_text(errors="replace")
-                raise RuntimeError(f"Ray did not start within {self.start_seconds:g} s:\n{log[-2000:]}")
+            if time.monotonic() >= last:
+                raise RuntimeError(f"Ray did not start within {self.start_seconds:g} s:\n{self._log('ray')[-2000:]}")
             if process.poll() is not None:
                 _end(process)
-                process = self._spawn("ray", "ray", arguments)
+                process = self._spawn("ray", program("ray"), arguments)
             time.sleep(0.1)
 
     def add_client(self, name: str, node_config: Mapping[str, Any]) -> subprocess.Popen[bytes]:
-        """Make a key pair, register its public half, and start a SuperNode that proves it holds the other.
+        """Make a certificate for a node and start it.
 
         Args:
-            name: of the client; names its key and log.
+            name: of the client; names its certificate and log.
             node_config: its settings, such as the file it trains on; they do not leave its machine.
         """
-        private, public = make_node_key(self.folder / "keys", name)
-        self.flwr("supernode", "register", str(public), CONNECTION)
-        return self.start_client(name, private, node_config)
+        tls.make_certificates(self.certificates, [name], days=30, server="server")
+        return self.start_client(name, self.certificates / name, node_config)
 
-    def start_client(self, name: str, private_key: Path, node_config: Mapping[str, Any]) -> subprocess.Popen[bytes]:
-        """Start a SuperNode whose key is registered, or one that must be turned away."""
-        values = " ".join(f"{key}={json.dumps(value)}" for key, value in node_config.items())
-        arguments = ["--superlink", self.address, "--root-certificates", str(self.certificate)]
-        arguments += ["--auth-supernode-private-key", str(private_key), "--node-config", values]
-        return self._spawn(name, "flower-supernode", [*arguments, "--port", str(free_ports(1)[0])])
+    def start_client(self, name: str, certificates: Path, node_config: Mapping[str, Any]) -> subprocess.Popen[bytes]:
+        """Start a node with a certificate of the federation's, or one that must be turned away."""
+        path = self.folder / f"{name}.toml"
+        path.write_text("".join(f"{key} = {json.dumps(value)}\n" for key, value in node_config.items()), "utf-8")
+        arguments = ["node", str(path), "--server", self.address, "--certificates", str(certificates)]
+        return self._spawn(name, sys.executable, ["-m", "fastdp", "federated", *arguments])
 
     def run(self, app: Path, settings: Mapping[str, Any], clients: int | None = None, timeout: float = 3600) -> str:
         """``flwr run`` with these settings, to its end; returns its log.
@@ -181,7 +196,7 @@ class Federation:
     def flwr(self, *arguments: str, timeout: float = 120) -> str:
         """One command of Flower's, with this federation's home; returns what it prints. Raises RuntimeError if it fails."""
         found = subprocess.run(
-            [_program("flwr"), *arguments],
+            [program("flwr"), *arguments],
             env=self._environment(),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -193,7 +208,7 @@ class Federation:
         return text
 
     def kill(self, name: str) -> None:
-        """End a client as a power cut would: its SuperNode and all it started, at once."""
+        """End a client as a power cut would: its node and all it started, at once."""
         process = self.processes[name]
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
@@ -205,13 +220,13 @@ class Federation:
         if self._ray_folder is not None:
             shutil.rmtree(self._ray_folder, ignore_errors=True)
 
-    def _spawn(self, name: str, program: str, arguments: Sequence[str]) -> subprocess.Popen[bytes]:
-        log = self.folder / f"{name}.log"
-        with open(log, "ab") as file:
+    def _spawn(self, name: str, command: str, arguments: Sequence[str]) -> subprocess.Popen[bytes]:
+        with open(self.folder / f"{name}.log", "ab") as file:
             # A session of its own, so that what the process starts can be ended with it.
             process = subprocess.Popen(
-                [_program(program), *arguments],
+                [command, *arguments],
                 env=self._environment(),
+                cwd=self.folder,
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,
@@ -221,58 +236,10 @@ class Federation:
         return process
 
     def _environment(self) -> dict[str, str]:
-        # Flower starts its helpers by name, so they must be found where this Python's programs are.
-        path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-        found = {**os.environ, **_OFF, **self.environment, "PATH": path, "FLWR_HOME": str(self.folder / "home")}
+        found = flower_environment({**self.environment, "FLWR_HOME": str(self._home)})
         if self.simulation:
             found |= {**_PATIENT, "RAY_ADDRESS": f"127.0.0.1:{self._ray_ports[0]}"}
         return found
-
-    def _wait_until_healthy(self) -> None:
-        context = None if self.simulation else ssl.create_default_context(cafile=str(self.certificate))
-        url = f"http{'' if self.simulation else 's'}://{self.address}/health"
-        end = time.monotonic() + self.start_seconds
-        while time.monotonic() < end:
-            if self.processes["superlink"].poll() is not None:
-                break
-            try:
-                with urllib.request.urlopen(url, timeout=5, context=context):
-                    return
-            except (urllib.error.URLError, OSError):
-                time.sleep(0.2)
-        log = (self.folder / "superlink.log").read_text(errors="replace")
-        raise RuntimeError(f"the SuperLink did not start within {self.start_seconds:g} s:\n{log[-2000:]}")
-
-
-def free_ports(count: int) -> list[int]:
-    """Different TCP ports of this machine that nobody listens on."""
-    with contextlib.ExitStack() as held:
-        probes = [held.enter_context(socket.socket()) for _ in range(count)]
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return [int(probe.getsockname()[1]) for probe in probes]
-
-
-def make_node_key(folder: Path, name: str) -> tuple[Path, Path]:
-    """A SuperNode's key pair (P-384, OpenSSH form): paths of the private and the public half."""
-    from cryptography.hazmat.primitives import serialization
-    from cryptography.hazmat.primitives.asymmetric import ec
-
-    key = ec.generate_private_key(ec.SECP384R1())
-    private, public = folder / name, folder / f"{name}.pub"
-    pem, ssh, plain = serialization.Encoding.PEM, serialization.Encoding.OpenSSH, serialization.NoEncryption()
-    files.write(private, key.private_bytes(pem, serialization.PrivateFormat.OpenSSH, plain))
-    files.write(public, key.public_key().public_bytes(ssh, serialization.PublicFormat.OpenSSH), public=True)
-    return private, public
-
-
-def _program(name: str) -> str:
-    """Path of one of Flower's programs. Raises ImportError if Flower is not installed."""
-    beside = Path(sys.executable).parent / name
-    found = str(beside) if beside.exists() else shutil.which(name)
-    if found is None:
-        raise ImportError("federated runs need Flower, on Python 3.11 or later: pip install 'fastdp-lm[federated]'")
-    return found
 
 
 def _end(process: subprocess.Popen[bytes], patience: float = 15.0) -> None:

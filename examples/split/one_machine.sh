@@ -19,4 +19,4 @@ until [ -e "$folder/certificates/customer/key.pem" ]; do
 done
 # The customer waits for the vendor to listen.
 fastdp split customer --folder "$folder/customer" --certificates "$folder/certificates/customer" \
-    --train "$train" --eval "$eval" --eta 16 "$@"
+    --tokenizer "$model" --train "$train" --eval "$eval" --eta 16 "$@"

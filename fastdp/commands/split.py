@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 import fastdp.files as files
+from fastdp.commands.certificates import add_certificate_commands
 from fastdp.commands.contributing import Contributing, show_contributing, show_displacement, with_contributing
 from fastdp.commands.progress import bar
 from fastdp.commands.quiet import quiet_libraries
@@ -25,6 +26,7 @@ split_app = typer.Typer(
     help="Fine-tune a vendor's model on a customer's texts: the texts stay, privatized rows travel.",
     no_args_is_help=True,
 )
+add_certificate_commands(split_app, "vendor")
 
 _ADDRESS = "localhost:7443"
 COUNTS = "counts.pt"
@@ -118,6 +120,17 @@ def customer_command(
     address: Address = _ADDRESS,
     certificates: Annotated[Path | None, typer.Option(help="this customer's own folder of certificates")] = None,
     insecure: Insecure = False,
+    tokenizer: Annotated[
+        str | None, typer.Option(help="folder or name of the published model, for its tokenizer; the vendor sends none")
+    ] = None,
+    published: Annotated[
+        Path | None,
+        typer.Option(help="folder of the published model: refuse a vendor whose bottom is not that model's"),
+    ] = None,
+    fixed_length: Annotated[
+        bool,
+        typer.Option("--fixed-length", help="fill texts up to --max-tokens with random words, which are privatized"),
+    ] = False,
     eta: Annotated[
         float | None, typer.Option(help="privacy parameter in units of 1 / distance; small is private")
     ] = None,
@@ -165,6 +178,8 @@ def customer_command(
         raise ValueError(
             "--eta is missing: choose how much a text's tokens are changed (fastdp privatize shows what it does)"
         )
+    if tokenizer is None and (train or eval or predict):
+        raise ValueError("--tokenizer is missing: name the published model, from a place that you trust")
     if chosen and noise == "rows":
         raise ValueError("--cti chooses among tokens: leave out --noise rows, or --cti")
     with SplitCustomer(
@@ -172,6 +187,9 @@ def customer_command(
         folder,
         certificates,
         insecure=insecure,
+        tokenizer=None if tokenizer is None else _tokenizer(tokenizer),
+        published=published,
+        fixed_length=fixed_length,
         learning_rate=learning_rate,
         batch_size=batch_size,
         dtype=dtype,
@@ -241,14 +259,20 @@ def _vendor_certificates(folder: Path | None, address: str) -> Path:
 
 def _load(name: str, classes: int, seed: int) -> tuple[Any, Any]:
     import torch
-    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+    from transformers import AutoModelForSequenceClassification
 
     torch.manual_seed(seed)
     model = load_pretrained(AutoModelForSequenceClassification, name, num_labels=classes, dtype=torch.float32)
-    tokenizer = load_pretrained(AutoTokenizer, name)
+    tokenizer = _tokenizer(name)
     if model.config.pad_token_id is None:
         model.config.pad_token_id = tokenizer.eos_token_id
     return model.to("cuda" if torch.cuda.is_available() else "cpu"), tokenizer
+
+
+def _tokenizer(name: str) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
 
 
 def _counts(

@@ -10,6 +10,7 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from fastdp.federated.config import PERTURBATIONS, FederatedConfig
@@ -26,6 +27,8 @@ LEAST = {
 }
 #: What marks a client of Flower's simulation, where the owner of the run is the owner of the texts.
 _SIMULATED = {"partition_id", "num_partitions"}
+#: Detectors that come with this install; another is a model, which its owner may have made to mark chosen texts.
+_OWN_DETECTORS = ("rules", "presidio")
 _OF_A_PERTURBATION = ("epsilon", "mechanism", "budget", "cells")
 _OF_A_DETECTOR = ("detector", "threshold", "names", "labelled_spans")
 
@@ -60,7 +63,7 @@ class NodePolicy:
     )
     eval: str = setting("own held-out texts: naming them allows their loss, unprotected, to leave if the run asks", "")
     text_column: str = setting("column with the text", "text")
-    model: str = setting("where this machine has the run's public model", "")
+    model: str = setting("folder with the run's public model, from a place that you trust", "")
     names: str = setting("file of the organisation's own names, one a line", "")
     labelled_spans: str = setting("labelled spans to measure the detector's misses on, for the card", "")
     threads: int = setting("torch threads; 0 leaves the run's choice", 0, least=0)
@@ -112,12 +115,15 @@ class NodePolicy:
         for name, what in (
             ("train", "the file with this node's own texts"),
             ("state", "a folder beside them, the same for all runs, for what must be drawn once alone"),
+            ("model", "the folder with the public model, whose tokenizer encodes this node's texts"),
             ("perturbation", f"the least that you allow, one of {', '.join(PERTURBATIONS)}"),
         ):
             if not getattr(self, name):
                 raise NodeSettingError(f"{name} is missing: name {what} in the node config")
         check(self, NodeSettingError, only={*given, "perturbation"})
         self._check_effects(given)
+        if not Path(self.model).is_dir():
+            raise NodeSettingError(f"model is {self.model!r}: name a folder of this machine, which nobody else changes")
         for name, wanted in (("epsilon", self.perturbation != "none"), ("cells", self.mechanism == "partition")):
             if wanted and name not in given:
                 raise NodeSettingError(f"{name} is missing: set the largest that you allow in the node config")
@@ -140,12 +146,17 @@ class NodePolicy:
         """The run's settings with this node's paths, and in all that protects its texts the stricter of both.
 
         Raises:
-            ClientRefusal: where neither of two mechanisms is the stricter.
+            ClientRefusal: where neither of two mechanisms is the stricter, or the run's detector is a model of its own.
         """
+        others = set(run.detector.split(" + ")) - {*_OWN_DETECTORS, *self.detector.split(" + ")}
+        if others and "selective" in (run.perturbation, self.perturbation):
+            raise ClientRefusal(
+                "this client asks the detectors rules and presidio, and models that it names itself: leave others out of the run"
+            )
         found: dict[str, Any] = {
             name: getattr(self, name) for name in ("train", "state", "eval", "text_column", "names", "labelled_spans")
         }
-        found |= {"model": self.model or run.model, "threads": self.threads or run.threads, "partition": "own"}
+        found |= {"model": self.model, "threads": self.threads or run.threads, "partition": "own"}
         found["device"] = self.device or run.device
         if self.perturbation != "none":
             found |= self._perturbation(run)

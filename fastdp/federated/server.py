@@ -26,6 +26,7 @@ from fastdp.federated.aggregation import Aggregator, Bounds, RefusedUpdate
 from fastdp.federated.checkpoint import Checkpoint
 from fastdp.federated.config import FederatedConfig
 from fastdp.federated.messages import Order, read_update
+from fastdp.locks import Lock
 from fastdp.ops.stream import NoiseStream
 from fastdp.untrusted import escape_controls, quote
 
@@ -97,7 +98,7 @@ class Server:
         if self.stream.rounds != 20:
             raise ValueError(f"sampling and noise of a server have 20 rounds of ChaCha, not {self.stream.rounds}")
         self.output = Path(config.output)
-        files.make_folder(self.output)
+        self._lock = Lock.of_folder(self.output)
         found = Checkpoint.load(self.output, config)
         self.adapted = AdaptedModel.load(config)
         self.rounds_done = 0
@@ -127,6 +128,7 @@ class Server:
         finally:
             if self.ledger is not None:
                 self.ledger.close()
+            self._lock.close()
 
     def _play(self, number: int) -> None:
         begin = time.perf_counter()

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Sequence
 from typing import Any
+
+from fastdp.accounting.serialisation import canonical
 
 #: The roles whose tokens an encoder puts around every text alike. A tokenizer may call any word special besides; where such
 #: a word stands in a text it is text.
@@ -45,3 +49,20 @@ def role_ids(tokenizer: Any) -> dict[str, int]:
     """The tokens of `ROLES` that a tokenizer has: role to id."""
     found = {role: getattr(tokenizer, f"{role}_id", None) for role in ROLES}
     return {role: int(token) for role, token in found.items() if token is not None}
+
+
+def vocabulary_digest(tokenizer: Any) -> str:
+    """SHA-256 of which token has which id, in hex: what two parties compare who use the same model."""
+    return hashlib.sha256(canonical(sorted(tokenizer.get_vocab().items())).encode()).hexdigest()
+
+
+def tokenizer_digest(tokenizer: Any) -> str:
+    """SHA-256 of all that decides how a tokenizer encodes, in hex; a slow one's code is not part of it."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        vocabulary = tokenizer.get_vocab() if hasattr(tokenizer, "get_vocab") else {}
+        parts: dict[str, Any] = {"class": type(tokenizer).__qualname__, "vocabulary": sorted(vocabulary.items())}
+    else:
+        # These two follow the arguments of the last call.
+        parts = {key: v for key, v in json.loads(backend.to_str()).items() if key not in ("truncation", "padding")}
+    return hashlib.sha256(canonical([parts, role_ids(tokenizer)]).encode()).hexdigest()

@@ -1,40 +1,30 @@
-"""The bottom on its way to the customer: its weights and the tokenizer in one safetensors file, and its config as JSON."""
+"""The bottom on its way to the customer: its weights in one safetensors file, and its config as JSON.
+
+No tokenizer travels. Another party's could map chosen words to chosen lengths or tokens, before any noise is drawn.
+"""
 
 from __future__ import annotations
 
 import json
-import tempfile
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
-from torch import Tensor
-from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModel
 
 import fastdp.files as files
 from fastdp.accounting.serialisation import canonical
 from fastdp.accounting.weights import named_digest
 from fastdp.methods.blocks import MODEL_TYPES
 from fastdp.methods.sap import Bottom, split_model
-from fastdp.untrusted import load_pretrained, parse_json_object, quote
+from fastdp.untrusted import parse_json_object, quote
 
 FILE = "bottom.safetensors"
-_WEIGHTS, _TOKENIZER = "weights/", "tokenizer/"
-#: Files of a tokenizer that travel; no other name is ever written on the customer's disk.
-_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "vocab.txt",
-    "vocab.json",
-    "merges.txt",
-)
 #: Of a config's own keys those that do not travel: names and labels say nothing of a bottom, and layers are counted apart.
 _UNSENT = {
-    *("_name_or_path", "architectures", "id2label", "label2id", "model_type", "transformers_version"),
+    *("_name_or_path", "architectures", "auto_map", "id2label", "label2id", "model_type", "transformers_version"),
     *("n_layer", "num_hidden_layers"),
 }
 
@@ -46,7 +36,7 @@ class PackedBottom:
     Attributes:
         path: of the file.
         config: the transformers config, as JSON.
-        digest: SHA-256 of the weights and of the tokenizer's files, in hex.
+        digest: SHA-256 of the weights, in hex.
     """
 
     path: Path
@@ -54,14 +44,9 @@ class PackedBottom:
     digest: str
 
 
-def pack_bottom(bottom: Bottom, tokenizer: PreTrainedTokenizerBase | None, folder: Path) -> PackedBottom:
-    """Write the bottom and the tokenizer to ``folder``, in one piece."""
-    tensors = {_WEIGHTS + name: value.detach().cpu().contiguous() for name, value in bottom.state_dict().items()}
-    if tokenizer is not None:
-        with tempfile.TemporaryDirectory() as place:
-            tokenizer.save_pretrained(place)
-            for file in filter(Path.exists, (Path(place) / name for name in _FILES)):
-                tensors[_TOKENIZER + file.name] = torch.frombuffer(bytearray(file.read_bytes()), dtype=torch.uint8)
+def pack_bottom(bottom: Bottom, folder: Path) -> PackedBottom:
+    """Write the bottom to ``folder``, in one piece."""
+    tensors = {name: value.detach().cpu().contiguous() for name, value in bottom.state_dict().items()}
     path = folder / FILE
     files.save_tensors(path, tensors)
     config: Any = bottom.model.config
@@ -70,35 +55,54 @@ def pack_bottom(bottom: Bottom, tokenizer: PreTrainedTokenizerBase | None, folde
     return PackedBottom(path, canonical({"model_type": config.model_type, **kept}), named_digest(tensors))
 
 
-def unpack_bottom(packed: PackedBottom, after: int) -> tuple[Bottom, PreTrainedTokenizerBase | None]:
-    """The frozen bottom, and the tokenizer if there is one; its files are written beside the weights.
-
-    Shapes are compared with those of the config before anything of their size is made.
+def unpack_bottom(packed: PackedBottom, after: int) -> Bottom:
+    """The frozen bottom. Shapes are compared with those of the config before anything of their size is made.
 
     Raises:
         ValueError: for a file that is damaged, of another digest, or does not fit the config.
     """
     try:
         with safe_open(packed.path, "pt") as file:  # type: ignore[no-untyped-call]
-            names = [name.removeprefix(_WEIGHTS) for name in file.keys() if name.startswith(_WEIGHTS)]  # noqa: SIM118
-            shapes = {name: list(file.get_slice(_WEIGHTS + name).get_shape()) for name in names}
+            shapes = {name: list(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
             with torch.device("meta"):
                 expected = {
                     name: list(value.shape) for name, value in _build(packed.config, after).state_dict().items()
                 }
             if shapes != expected:
                 raise ValueError("its weights are not those of its config")
-            weights = {name: file.get_tensor(_WEIGHTS + name) for name in names}
-            texts = {name: file.get_tensor(_TOKENIZER + name) for name in _FILES if _TOKENIZER + name in file.keys()}  # noqa: SIM118
-            named = {_WEIGHTS + name: value for name, value in weights.items()}
-            if named_digest(named | {_TOKENIZER + name: value for name, value in texts.items()}) != packed.digest:
-                raise ValueError("its weights or its tokenizer are not those that the vendor announced")
+            weights = {name: file.get_tensor(name) for name in shapes}
+            if named_digest(weights) != packed.digest:
+                raise ValueError("its weights are not those that the vendor announced")
     except Exception as error:
         # Another's config may make transformers raise anything.
         raise ValueError(f"the bottom in {packed.path} cannot be used: {error}") from None
     bottom = _build(packed.config, after)
     bottom.load_state_dict(weights)
-    return bottom.eval(), _tokenizer(texts, packed.path.parent / "tokenizer")
+    return bottom.eval()
+
+
+def check_published(bottom: Bottom, folder: Path) -> None:
+    """Compare a bottom with the published model in ``folder``, whose weights may have longer names or another dtype.
+
+    A made-up embedding table decides what a distance means, and could set chosen words so far apart that no noise hides them.
+
+    Raises:
+        ValueError: for weights that are not the published ones, and a folder that holds none.
+    """
+    wanted = {name.removeprefix("model."): value.cpu() for name, value in bottom.state_dict().items()}
+    paths = sorted(folder.glob("*.safetensors"))
+    if not paths:
+        raise ValueError(f"{folder} holds no .safetensors file to compare the vendor's bottom with")
+    for path in paths:
+        with safe_open(path, "pt") as file:  # type: ignore[no-untyped-call]
+            for name in file.keys():  # noqa: SIM118
+                own = next((own for own in wanted if name == own or name.endswith(f".{own}")), None)
+                if own is not None and torch.equal(file.get_tensor(name).to(wanted[own].dtype), wanted[own]):
+                    del wanted[own]
+    if wanted:
+        raise ValueError(
+            f"the vendor's bottom is not the published model's in {folder} ({min(wanted)}): do not use it, or leave published out"
+        )
 
 
 def _build(config: str, after: int) -> Bottom:
@@ -118,12 +122,3 @@ def _keys(kind: Any) -> set[str]:
     if kind not in MODEL_TYPES:
         raise ValueError(f"its model_type is {quote(kind)}: a bottom is of {', '.join(MODEL_TYPES)}")
     return set(AutoConfig.for_model(kind).to_dict()) - _UNSENT
-
-
-def _tokenizer(texts: Mapping[str, Tensor], folder: Path) -> PreTrainedTokenizerBase | None:
-    if not texts:
-        return None
-    files.make_folder(folder)
-    for name, content in texts.items():
-        files.write(folder / name, content.numpy().tobytes())
-    return load_pretrained(AutoTokenizer, folder)

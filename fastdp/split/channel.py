@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import ipaddress
 from pathlib import Path
 
 from fastdp.split.wire import CHUNK
+from fastdp.validate import host_and_port, is_loopback
 
 try:
     import grpc as grpc
@@ -22,23 +22,10 @@ OPTIONS = [
 ]
 
 
-def host_and_port(address: str) -> tuple[str, int]:
-    """The parts of ``host:port``; an IPv6 host stands in brackets. Raises ValueError for another form."""
-    host, _, port = address.rpartition(":")
-    host = host.removeprefix("[").removesuffix("]")
-    if not host or not port.isdecimal() or int(port) > 65535:
-        raise ValueError(f"{address!r} is no address: write host:port")
-    return host, int(port)
-
-
 def check_insecure(address: str) -> None:
     """Raises ValueError for an address that other machines can reach."""
     host, _ = host_and_port(address)
-    try:
-        loopback = ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        loopback = host == "localhost"
-    if not loopback:
+    if not is_loopback(host):
         raise ValueError(f"insecure is for this machine alone, and {host} is not: use certificates, or 127.0.0.1")
 
 

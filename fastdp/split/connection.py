@@ -8,11 +8,12 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from fastdp.split.channel import CUSTOMER, METHOD, OPTIONS, check_insecure, check_one, grpc, host_and_port
+from fastdp.split.channel import CUSTOMER, METHOD, OPTIONS, check_insecure, check_one, grpc
 from fastdp.split.operations import Form, expecting
 from fastdp.split.wire import Message, Outgoing, Rejected, receive
 from fastdp.tls import Credentials
 from fastdp.untrusted import escape_controls
+from fastdp.validate import host_and_port
 
 #: Logits are small; the bottom goes to a file.
 _MOST_OF_AN_ANSWER, _MOST_OF_A_FILE = 1 << 28, 1 << 36

@@ -5,8 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import secrets
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +21,10 @@ from fastdp.accounting import Card
 from fastdp.accounting.serialisation import canonical
 from fastdp.accounting.witness import count_release
 from fastdp.data import Collator
-from fastdp.methods.encoding import ADDED, encode_private
+from fastdp.locks import Lock
+from fastdp.methods.encoding import ADDED, encode_private, tokenizer_digest, vocabulary_digest
 from fastdp.methods.sap import PrivateBottom, TextPrivatizer
-from fastdp.split.bottom import FILE, PackedBottom, unpack_bottom
+from fastdp.split.bottom import FILE, PackedBottom, check_published, unpack_bottom
 from fastdp.split.connection import Connection
 from fastdp.split.operations import DTYPES, SERVED, Served, replies
 from fastdp.split.store import ExampleStore
@@ -50,6 +53,11 @@ class SplitCustomer:
             released again.
         certificates: the customer's own folder of `make_certificates`.
         insecure, name: no TLS, on this machine alone, and who calls then.
+        tokenizer: of the published model, from a place that you trust; the vendor sends none. A folder goes on with the same
+            one alone.
+        published: folder of the published model, which the vendor's bottom must then be a part of; None compares nothing.
+        fixed_length: fill every text up to ``max_tokens`` with random words, which are privatized like its own, so that lengths
+            tell nothing by themselves.
         learning_rate, weight_decay: of the vendor's AdamW for this customer.
         batch_size: examples in a step.
         dtype: of the rows: float32, bfloat16 or float16.
@@ -61,7 +69,7 @@ class SplitCustomer:
 
     Attributes:
         bottom: the vendor's bottom, frozen.
-        tokenizer: the vendor's tokenizer, or None if it sent none.
+        tokenizer: as given.
         served: what the vendor serves.
 
     Raises:
@@ -78,6 +86,9 @@ class SplitCustomer:
         *,
         insecure: bool = False,
         name: str = "customer",
+        tokenizer: Any = None,
+        published: str | Path | None = None,
+        fixed_length: bool = False,
         learning_rate: float = 1e-3,
         weight_decay: float = 0.01,
         batch_size: int = 32,
@@ -94,7 +105,8 @@ class SplitCustomer:
             raise ValueError(f"batch_size is {batch_size}: it must be at least 1")
         self.device = usable_device(device)
         self.folder = Path(folder)
-        files.make_folder(self.folder)
+        self._lock = Lock.of_folder(self.folder)
+        self.tokenizer, self.fixed_length = tokenizer, fixed_length
         self.batch_size, self.seed, self.dtype = batch_size, seed, dtype
         self._optimizer = {"learning_rate": learning_rate, "weight_decay": weight_decay}
         self._connection = Connection(
@@ -113,11 +125,15 @@ class SplitCustomer:
                 raise ValueError(f"batch_size is {batch_size}: this vendor takes {self.served.max_batch} at most")
             self.max_tokens = min(max_tokens or self.served.max_tokens, self.served.max_tokens)
             self.record = self._read_record()
-            self.bottom, self.tokenizer = self._receive_bottom()
+            self._check_vocabulary()
+            self.bottom = self._receive_bottom()
+            if published is not None:
+                check_published(self.bottom, Path(published))
             self.bottom.to(self.device)
             self._store = ExampleStore(self.folder / "released", self.served.width, getattr(torch, dtype))
         except BaseException:
             self._connection.close()
+            self._lock.close()
             raise
         self._labels: Tensor | None = None
 
@@ -151,7 +167,14 @@ class SplitCustomer:
             )
         self._check_privatizer(privatizer)
         examples = self._encode(texts, pairs)
-        self._keep_to({"examples": _digest([examples, list(map(int, labels))]), "privatizer": _describe(privatizer)})
+        self._keep_to(
+            {
+                "tokenizer": tokenizer_digest(self.tokenizer),
+                "fixed_length": self.fixed_length,
+                "examples": _digest([examples, list(map(int, labels))]),
+                "privatizer": _describe(privatizer),
+            }
+        )
         self._labels = torch.tensor([int(label) for label in labels])
         if self.record.get("earlier") is None:
             # Of what leaves, the bottom's own noise included; kept, since a run that goes on draws nothing anew.
@@ -246,13 +269,9 @@ class SplitCustomer:
                 examples_sent=len(lengths),
                 rows_sent=sum(lengths),
                 texts_sent_for_prediction=self.record["predicted"],
-                vendor_learns=[
-                    "the privatized rows, and the length of each text",
-                    "which examples share a batch",
-                    "the gradient of each output, which tells the label of each example",
-                    "how often and when texts are sent for prediction",
-                ],
-                customer_learns=["the bottom's weights and the tokenizer", "the outputs of its own adapter"],
+                tokenizer=None if self.tokenizer is None else tokenizer_digest(self.tokenizer),
+                vendor_learns=self._vendor_learns(),
+                customer_learns=["the bottom's weights", "the outputs of its own adapter"],
             )
             .after(self.record.get("earlier") or ())
         )
@@ -267,6 +286,7 @@ class SplitCustomer:
         """Let the connection and the files go; the run stays."""
         self._connection.close()
         self._store.close()
+        self._lock.close()
 
     def __enter__(self) -> SplitCustomer:
         return self
@@ -303,7 +323,7 @@ class SplitCustomer:
         self, examples: list[dict[str, list[int]]], privatizer: Privatizer, labels: Tensor | None
     ) -> tuple[Tensor, list[int]]:
         """Privatized rows [sum of lengths, width] and lengths: what may leave."""
-        batch = Collator(0)(examples)
+        batch = Collator(0)([self._filled(example) for example in examples] if self.fixed_length else examples)
         ids, mask, added = batch.pop("input_ids"), batch.pop("attention_mask"), batch.pop(ADDED)
         with torch.no_grad():
             there = {"attention_mask": mask, **batch}
@@ -319,7 +339,11 @@ class SplitCustomer:
     def _encode(self, texts: Sequence[str], pairs: Sequence[str] | None) -> list[dict[str, list[int]]]:
         """Tokens of each text, and which of them the tokenizer added: those alone may leave as they are."""
         if self.tokenizer is None:
-            raise ValueError("the vendor sent no tokenizer: set customer.tokenizer to the model's")
+            raise ValueError("text needs a tokenizer: give SplitCustomer the published model's, as tokenizer")
+        if self.fixed_length and pairs is not None:
+            raise ValueError(
+                "fixed_length is for single texts: the separator of a pair shows where its first text ends"
+            )
         config: Any = self.bottom.model.config
         keys = ("input_ids", "token_type_ids", ADDED) if hasattr(config, "type_vocab_size") else ("input_ids", ADDED)
         found = encode_private(self.tokenizer, texts, pairs, special=True, truncation=True, max_length=self.max_tokens)
@@ -328,6 +352,37 @@ class SplitCustomer:
             if not example["input_ids"]:
                 raise ValueError(f"text {at} has no tokens: leave it out")
         return examples
+
+    @cached_property
+    def _words(self) -> list[int]:
+        """Tokens that stand for text."""
+        return sorted(set(range(len(self.tokenizer))) - set(self.tokenizer.all_special_ids))
+
+    def _filled(self, example: dict[str, list[int]]) -> dict[str, list[int]]:
+        """An example of ``max_tokens`` tokens: random words come after its own, before what the tokenizer closes it with."""
+        added = example[ADDED]
+        own = next((at for at in reversed(range(len(added))) if not added[at]), len(added) - 1) + 1
+        missing = self.max_tokens - len(added)
+        filler = {"input_ids": secrets.SystemRandom().choices(self._words, k=missing), ADDED: [0] * missing}
+        return {
+            key: [*values[:own], *filler.get(key, [values[own - 1]] * missing), *values[own:]]
+            for key, values in example.items()
+        }
+
+    def _vendor_learns(self) -> list[str]:
+        length = (
+            f"rows of {self.max_tokens} tokens a text, in which its end is as private as a word"
+            if self.fixed_length
+            else "the length of each text, which may tell what is in it; of a pair, both lengths and the segments"
+        )
+        return [
+            "the privatized rows, and where the tokenizer opens, separates and closes texts",
+            length,
+            "the order of the texts, the seed that shuffles them, and which examples share a batch",
+            "the gradient of each output, which tells the label of each example",
+            "the output of every training step and of every prediction",
+            "how often and when texts are sent for prediction",
+        ]
 
     def _check_privatizer(self, privatizer: Privatizer) -> None:
         if isinstance(privatizer, PrivateBottom):
@@ -354,7 +409,15 @@ class SplitCustomer:
     def _call(self, message: Outgoing) -> Message:
         return self._connection.call(message, self._forms)
 
-    def _receive_bottom(self) -> tuple[Any, Any]:
+    def _check_vocabulary(self) -> None:
+        """Tokens of another vocabulary would mean other rows; the vendor's word is compared, and nothing more."""
+        announced = self.served.vocabulary
+        if self.tokenizer is not None and announced and vocabulary_digest(self.tokenizer) != announced:
+            raise ValueError(
+                "the tokenizer has another vocabulary than the vendor's model: take the one of the published model"
+            )
+
+    def _receive_bottom(self) -> Any:
         """From the folder, or from the vendor into it."""
         path = self.folder / FILE
         known = json.loads((self.folder / BOTTOM).read_text()) if (self.folder / BOTTOM).exists() else None
@@ -383,7 +446,7 @@ class SplitCustomer:
     def _keep_to(self, settings: Mapping[str, Any]) -> None:
         """Write settings down the first time; refuse others later."""
         for key, value in settings.items():
-            if self.record[key] not in (None, value):
+            if self.record.get(key) not in (None, value):
                 raise ValueError(
                     f"{self.folder} was begun with other {key.replace('_', ' ')}: use those, or another folder"
                 )

@@ -15,8 +15,8 @@ class Limits:
         max_examples: most examples that a customer may store.
         max_stored_bytes: most bytes of rows that a customer may store.
         max_message_bytes: most bytes of a message's payload.
-        max_customers: most customers with a run, and with a forward pass held in memory.
-        calls: most calls of one customer at once.
+        max_customers: most customers with a run, with a forward pass held in memory, and with a call at once.
+        calls: most calls, and most connections, of one customer at once.
         queue: most batches that wait to be computed.
         deadline: longest a call may last, in seconds.
     """

@@ -3,7 +3,7 @@
 The customer asks, the vendor answers under the same name:
 
 * ``describe``: what is served, and whether the customer has a run.
-* ``bottom``: the bottom's weights and the tokenizer, as a file.
+* ``bottom``: the bottom's weights, as a file.
 * ``open``: begin a run, or take it up; asked again it changes nothing.
 * ``put``: privatized rows of the next examples, to keep.
 * ``forward``: logits of a batch of kept examples, for a step.
@@ -84,7 +84,8 @@ class Served:
     """What a vendor serves, as ``describe`` tells it.
 
     Attributes:
-        bottom: SHA-256 of the bottom's weights and the tokenizer's files, in hex.
+        bottom: SHA-256 of the bottom's weights, in hex.
+        vocabulary: SHA-256 of the model's vocabulary, in hex (`vocabulary_digest`), or nothing.
         width: of the hidden state.
         classes: of the output.
         after: blocks in the bottom.
@@ -94,6 +95,7 @@ class Served:
     """
 
     bottom: str
+    vocabulary: str
     width: int
     classes: int
     after: int
@@ -105,6 +107,7 @@ class Served:
 HEX64 = Word("[0-9a-f]{64}")
 SERVED: dict[str, Kind] = {
     "bottom": HEX64,
+    "vocabulary": Word("([0-9a-f]{64})?"),
     "width": Whole(1, 1 << 20),
     "classes": Whole(2, 1 << 16),
     "after": Whole(0, 1 << 12),

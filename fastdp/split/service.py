@@ -6,19 +6,20 @@ A refusal ends one call. Nothing a customer sends reaches another's run, and an 
 from __future__ import annotations
 
 import logging
+import tempfile
 import threading
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
-from fastdp.split.channel import CUSTOMER, METHOD, OPTIONS, check_insecure, check_one, grpc, host_and_port
+from fastdp.split.channel import CUSTOMER, METHOD, OPTIONS, check_insecure, check_one, grpc
 from fastdp.split.limits import Limits
 from fastdp.split.operations import Form, expecting
 from fastdp.split.wire import Message, Outgoing, Rejected, receive
-from fastdp.tls import Credentials, check_certificate
+from fastdp.tls_proxy import ProxyLimits, TlsProxy
+from fastdp.validate import host_and_port
 
 log = logging.getLogger(__name__)
 
@@ -59,27 +60,36 @@ class Service:
         self._expect = expecting(vendor.forms)
         self._calls: Counter[str] = Counter()
         self._lock = threading.Lock()
-        threads = 2 * vendor.limits.max_customers
+        # A place for every call that is let in: `_take_place` turns away what is more.
+        threads = vendor.limits.calls * vendor.limits.max_customers
         self._server = grpc.server(
             ThreadPoolExecutor(threads, "fastdp-call"),
             handlers=[_Methods(self._exchange)],
-            options=[*OPTIONS, ("grpc.so_reuseport", 0)],
-            maximum_concurrent_rpcs=threads,
+            options=[*OPTIONS, ("grpc.so_reuseport", 0), ("grpc.max_concurrent_streams", 2 * vendor.limits.calls)],
+            maximum_concurrent_rpcs=2 * threads,
         )
-        target = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        shown = f"[{host}]" if ":" in host else host
+        self._proxy: TlsProxy | None = None
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
         try:
-            taken = self._listen(target, certificates)
-        except RuntimeError as error:
+            if certificates is None:
+                taken = self._server.add_insecure_port(f"{shown}:{port}")
+            else:
+                taken = self._listen((host, port), certificates)
+        except (RuntimeError, OSError) as error:
             raise OSError(f"cannot listen at {address}: {error}") from None
-        self.address = f"{target.rpartition(':')[0]}:{taken}"
+        self.address = f"{shown}:{taken}"
         self._server.start()
 
-    def _listen(self, target: str, certificates: Path | None) -> int:
-        if certificates is None:
-            return self._server.add_insecure_port(target)
-        own = Credentials.load(certificates)
-        secured = grpc.ssl_server_credentials([(own.key, own.certificate)], own.authority, require_client_auth=True)
-        return self._server.add_secure_port(target, secured)
+    def _listen(self, address: tuple[str, int], certificates: Path) -> int:
+        """Take calls from a TLS proxy alone, by a socket that nobody else on this machine can reach."""
+        self._folder = tempfile.TemporaryDirectory(prefix="fastdp-")
+        backend = Path(self._folder.name) / "calls"
+        self._proxy = TlsProxy(
+            address, certificates, backend, protocol="h2", limits=ProxyLimits(connections=self.vendor.limits.calls)
+        )
+        self._server.add_insecure_port(f"unix:{backend}")
+        return self._proxy.port
 
     def wait(self, seconds: float | None = None) -> bool:
         """Wait for the service to end; True if the time ran out first."""
@@ -88,6 +98,9 @@ class Service:
     def close(self, grace: float = 5.0) -> None:
         """Take no more calls, let those that run end within ``grace`` seconds, and keep every run."""
         self._server.stop(grace).wait()
+        if self._proxy is not None and self._folder is not None:
+            self._proxy.close()
+            self._folder.cleanup()
         self.vendor.close()
 
     def __enter__(self) -> Service:
@@ -115,9 +128,9 @@ class Service:
         if remaining is None or remaining > most:
             raise Rejected(f"a call must have a deadline, of at most {most:g} seconds")
         name = self._name(context)
-        with self._place(name):
-            message = receive(chunks, self._expect, self.vendor.limits.max_message_bytes)
-            return self.vendor.answer(name, message, context.time_remaining())
+        self._take_place(name, context)
+        message = receive(chunks, self._expect, self.vendor.limits.max_message_bytes)
+        return self.vendor.answer(name, message, context.time_remaining())
 
     def _name(self, context: grpc.ServicerContext) -> str:
         """Who calls. Raises Rejected for a customer that is not let in."""
@@ -125,33 +138,37 @@ class Service:
             given: dict[str, Any] = dict(context.invocation_metadata())
             name = str(given.get(CUSTOMER, "customer"))
         else:
-            found = context.auth_context()
+            assert self._proxy is not None
             # The handshake has checked it, but a connection may outlive its certificate.
             try:
-                check_certificate(found["x509_pem_cert"][0])
-                name = found["x509_common_name"][0].decode()
-            except (ValueError, KeyError) as error:
+                name = self._proxy.name(context.peer().removeprefix("unix:"))
+            except ValueError as error:
                 raise Rejected(str(error), "UNAUTHENTICATED") from None
         if self.allowed is not None and name not in self.allowed:
             raise Rejected(f"{ascii(name)[:70]} is not a customer here", "PERMISSION_DENIED")
         return name
 
-    @contextmanager
-    def _place(self, name: str) -> Iterator[None]:
-        """One of the calls that a customer may make at once, so that none takes all threads."""
+    def _take_place(self, name: str, context: grpc.ServicerContext) -> None:
+        """Take one of the calls that a customer may make at once, until its reply is sent or its deadline passes.
+
+        Raises Rejected if the customer has no place left, or as many customers as are served are calling.
+        """
+        limits = self.vendor.limits
         with self._lock:
-            if self._calls[name] >= self.vendor.limits.calls:
-                raise Rejected(
-                    f"{self.vendor.limits.calls} calls of yours are being answered: come back later", "UNAVAILABLE"
-                )
+            if self._calls[name] >= limits.calls:
+                raise Rejected(f"{limits.calls} calls of yours are being answered: come back later", "UNAVAILABLE")
+            if name not in self._calls and len(self._calls) >= limits.max_customers:
+                raise Rejected(f"{limits.max_customers} customers are calling: come back later", "UNAVAILABLE")
             self._calls[name] += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._calls[name] -= 1
-                if not self._calls[name]:
-                    del self._calls[name]
+        if not context.add_callback(lambda: self._leave_place(name)):
+            # The call ended meanwhile.
+            self._leave_place(name)
+
+    def _leave_place(self, name: str) -> None:
+        with self._lock:
+            self._calls[name] -= 1
+            if not self._calls[name]:
+                del self._calls[name]
 
 
 class _Methods(grpc.GenericRpcHandler):

@@ -18,6 +18,7 @@ from torch import Tensor
 
 import fastdp.files as files
 from fastdp.accounting.serialisation import canonical
+from fastdp.locks import Lock
 
 ROWS, RECORDS = "rows.bin", "rows.jsonl"
 
@@ -39,11 +40,12 @@ class ExampleStore:
 
     def __init__(self, folder: Path, width: int, dtype: torch.dtype):
         self.folder, self.width, self.dtype = folder, width, dtype
-        files.make_folder(folder)
+        self._lock = Lock.of_folder(folder)
         self._ends = array("q", [0])
         self._digests: dict[int, str] = {}
-        self._records = open(folder / RECORDS, "a+b", opener=files.private)  # noqa: SIM115
+        self._records = files.private(folder / RECORDS, os.O_RDWR | os.O_CREAT)
         self._rows = files.private(folder / ROWS, os.O_RDWR | os.O_CREAT)
+        self._recorded = 0
         try:
             self._read_records()
         except BaseException:
@@ -79,17 +81,18 @@ class ExampleStore:
         """
         assert rows.dtype == self.dtype
         assert tuple(rows.shape) == (sum(lengths), self.width)
-        data = rows.contiguous().view(torch.uint8).numpy().data.cast("B")
-        at = self.nbytes
-        while data:
-            written = os.pwrite(self._rows, data, at)
-            data, at = data[written:], at + written
-        os.fsync(self._rows)
-        record = {"first": self.count, "lengths": list(lengths), "digest": digest}
-        self._records.write(canonical(record).encode() + b"\n")
-        self._records.flush()
-        os.fsync(self._records.fileno())
-        self._count_in(record["first"], lengths, digest)  # type: ignore[arg-type]
+        first = self.count
+        record = canonical({"first": first, "lengths": list(lengths), "digest": digest}).encode() + b"\n"
+        try:
+            _write(self._rows, rows.contiguous().view(torch.uint8).numpy().data.cast("B"), self.nbytes)
+            _write(self._records, memoryview(record), self._recorded)
+        except BaseException:
+            # Back to what was there: a part of a record would stand in the way of the next.
+            os.ftruncate(self._records, self._recorded)
+            os.ftruncate(self._rows, self.nbytes)
+            raise
+        self._recorded += len(record)
+        self._count_in(first, lengths, digest)
 
     def digest_of(self, first: int) -> str | None:
         """The digest of the append that began with example ``first``, or None if none did."""
@@ -129,26 +132,35 @@ class ExampleStore:
 
     def _read_records(self) -> None:
         kind = canonical({"width": self.width, "dtype": str(self.dtype)}).encode() + b"\n"
-        self._records.seek(0)
-        if not self._records.readline().endswith(b"\n"):
-            self._records.truncate(0)
-            self._records.write(kind)
-            self._records.flush()
-        self._records.seek(0)
-        if self._records.readline() != kind:
-            raise ValueError(f"{self.folder} holds examples of another width or dtype: use another folder")
-        whole = self._records.tell()
-        for line in self._records:
-            if not line.endswith(b"\n"):
-                break
-            record = json.loads(line)
-            self._count_in(record["first"], record["lengths"], record["digest"])
-            whole += len(line)
-        self._records.truncate(whole)
-        self._records.seek(0, os.SEEK_END)
+        with open(self.folder / RECORDS, "rb") as file:
+            found = file.readline()
+            if found.endswith(b"\n") and found != kind:
+                raise ValueError(f"{self.folder} holds examples of another width or dtype: use another folder")
+            if not found.endswith(b"\n"):
+                os.ftruncate(self._records, 0)
+                _write(self._records, memoryview(kind), 0)
+            self._recorded, last = len(kind), b""
+            for line in file if found == kind else ():
+                if not line.endswith(b"\n"):
+                    break
+                # A write that failed on a full disk could leave a record twice, in stores of earlier versions.
+                if line != last:
+                    self._read_record(line)
+                self._recorded, last = self._recorded + len(line), line
+        os.ftruncate(self._records, self._recorded)
         if os.fstat(self._rows).st_size < self.nbytes:
             raise ValueError(f"{self.folder / ROWS} is shorter than its records say: it was damaged")
         os.ftruncate(self._rows, self.nbytes)
+
+    def _read_record(self, line: bytes) -> None:
+        try:
+            record = json.loads(line)
+            first, lengths, digest = record["first"], record["lengths"], record["digest"]
+        except (ValueError, KeyError, TypeError):
+            raise ValueError(f"{self.folder / RECORDS} has a line that is no record: it was damaged") from None
+        if first != self.count:
+            raise ValueError(f"{self.folder / RECORDS} has a record of example {first} at {self.count}: it was damaged")
+        self._count_in(first, lengths, digest)
 
     def _count_in(self, first: int, lengths: Sequence[int], digest: str) -> None:
         ends = self._ends[-1] + np.cumsum(lengths)
@@ -157,6 +169,16 @@ class ExampleStore:
 
     def close(self) -> None:
         """Let the files go, once."""
-        if not self._records.closed:
-            self._records.close()
+        if self._rows >= 0:
+            os.close(self._records)
             os.close(self._rows)
+            self._rows = -1
+            self._lock.close()
+
+
+def _write(descriptor: int, data: memoryview, at: int) -> None:
+    """Write all of it at a place, and to the disk."""
+    while data:
+        written = os.pwrite(descriptor, data, at)
+        data, at = data[written:], at + written
+    os.fsync(descriptor)

@@ -5,8 +5,10 @@ Nothing here knows of the network: `SplitVendor.answer` takes a checked message 
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
+import re
 import shutil
 import threading
 import uuid
@@ -20,11 +22,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import peft
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.func import functional_call
 
 import fastdp.files as files
+from fastdp.locks import Lock
 from fastdp.methods.blocks import find_blocks
+from fastdp.methods.encoding import vocabulary_digest
 from fastdp.methods.sap import split_model
 from fastdp.split.bottom import pack_bottom
 from fastdp.split.limits import Limits
@@ -43,6 +48,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _DISCARDED = ".discarded-"
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class _Customer:
@@ -63,7 +69,7 @@ class SplitVendor:
         model: a classifier of the BERT, RoBERTa, GPT-2 or Llama family; public weights stay as they are.
         folder: for the bottom's file and the customers' runs and examples; a new vendor on it takes them up.
         after: blocks in the customers' bottom.
-        tokenizer: sent along with the bottom, if given.
+        tokenizer: of the model, if given: a digest of its vocabulary lets customers compare theirs. It is not sent.
         lora: the adapter that each customer gets; by default rank 8 on the attention's queries and values.
         limits: see `Limits`.
         keep_every: steps between writes of a run to disk; above 1 a kill sets customers back, who then repeat the steps.
@@ -92,12 +98,14 @@ class SplitVendor:
         bottom, top = split_model(model, after)
         self.causal, self.device = blocks.causal, next(model.parameters()).device
         self.dtype = next(model.parameters()).dtype
-        self.bottom = pack_bottom(bottom, tokenizer, self.folder)
+        self._folder_lock = Lock.of_folder(self.folder)
+        self.bottom = pack_bottom(bottom, self.folder)
         top.requires_grad_(False)
         self.top: Any = peft.get_peft_model(top, lora or default_lora(model))  # type: ignore[arg-type]
         self._template = {name: p for name, p in self.top.named_parameters() if p.requires_grad}
         self.served = Served(
             bottom=self.bottom.digest,
+            vocabulary="" if tokenizer is None else vocabulary_digest(tokenizer),
             width=blocks.hidden_size,
             classes=int(config.num_labels),
             after=after,
@@ -177,9 +185,10 @@ class SplitVendor:
                     customer.run.save(self._runs / name)
                 customer.store.close()
             self._customers.clear()
+        self._folder_lock.close()
 
     def _describe(self, name: str, message: Message, seconds: float) -> Outgoing:
-        return Outgoing("describe", {**asdict(self.served), "open": int(self._find(name) is not None)})
+        return Outgoing("describe", {**asdict(self.served), "open": int(Run.is_in(self._runs / name))})
 
     def _bottom(self, name: str, message: Message, seconds: float) -> Outgoing:
         return Outgoing("bottom", {"config": self.bottom.config, "after": self.served.after}, self.bottom.path)
@@ -222,7 +231,8 @@ class SplitVendor:
                         f"{self.limits.max_stored_bytes} bytes are the most that is kept", "RESOURCE_EXHAUSTED"
                     )
                 self._submit(lambda: _check_finite("rows", rows), seconds)
-                store.append(rows, lengths, message.digest)
+                with _room_on_disk():
+                    store.append(rows, lengths, message.digest)
             return Outgoing("put", {"examples": store.count})
 
     def _forward(self, name: str, message: Message, seconds: float) -> Outgoing:
@@ -270,7 +280,7 @@ class SplitVendor:
                     self._held.pop(name, None)
                 run.take_step(logits, gradient, message.digest)
 
-            with self._dropped_if_it_fails(name):
+            with _room_on_disk(), self._dropped_if_it_fails(name):
                 self._submit(take, seconds)
                 if run.step % self.keep_every == 0:
                     run.save(self._runs / name)
@@ -289,15 +299,26 @@ class SplitVendor:
             return Outgoing.of("predict", {}, {"logits": self._submit(compute, seconds).float()})
 
     def _discard(self, name: str, message: Message, seconds: float) -> Outgoing:
-        if self._find(name) is not None:
-            with self._turn(name, seconds) as customer, self._lock:
-                del self._customers[name]
-                self._held.pop(name, None)
-                customer.store.close()
-                aside = self._runs / f"{_DISCARDED}{uuid.uuid4().hex}"
-                os.replace(self._runs / name, aside)
-            shutil.rmtree(aside)
+        with self._lock:
+            customer = self._customers.get(name)
+        # A run that cannot be loaded is discarded as it is.
+        if customer is not None:
+            with self._turn(name, seconds):
+                self._put_away(name)
+        elif (self._runs / name).exists():
+            self._put_away(name)
+        for left in self._runs.glob(f"{_DISCARDED}*"):
+            shutil.rmtree(left, ignore_errors=True)
         return Outgoing("discard")
+
+    def _put_away(self, name: str) -> None:
+        with self._lock:
+            customer = self._customers.pop(name, None)
+            self._held.pop(name, None)
+            if customer is not None:
+                customer.store.close()
+            if (self._runs / name).exists():
+                os.replace(self._runs / name, self._runs / f"{_DISCARDED}{uuid.uuid4().hex}")
 
     def _find(self, name: str) -> _Customer | None:
         with self._lock:
@@ -309,8 +330,12 @@ class SplitVendor:
                         return None
                     store = ExampleStore(folder, self.served.width, getattr(torch, run.settings["dtype"]))
                 except ValueError as error:
+                    # It names the vendor's own paths, which are for its log.
                     log.error("the run of %s cannot be taken up: %s", name, error)
-                    raise Rejected(f"your run cannot be taken up: {error}", "FAILED_PRECONDITION") from None
+                    raise Rejected(
+                        "your run here is damaged and cannot be taken up: discard it, and send the rows that you kept",
+                        "FAILED_PRECONDITION",
+                    ) from None
                 self._customers[name] = _Customer(run, store)
             return self._customers[name]
 
@@ -319,13 +344,15 @@ class SplitVendor:
             folder = self._runs / name
             if not folder.exists():
                 files.make_folder(self._runs)
-                if sum(1 for _ in self._runs.iterdir()) >= self.limits.max_customers:
+                served = [entry for entry in self._runs.iterdir() if not entry.name.startswith(_DISCARDED)]
+                if len(served) >= self.limits.max_customers:
                     raise Rejected(
                         f"{self.limits.max_customers} customers are the most that are served", "RESOURCE_EXHAUSTED"
                     )
                 files.make_folder(folder)
             if not Run.is_in(folder):
-                Run(self._template, settings).save(folder)
+                with _room_on_disk():
+                    Run(self._template, settings).save(folder)
         customer = self._find(name)
         assert customer is not None
         return customer
@@ -414,6 +441,20 @@ def default_lora(model: nn.Module, rank: int = 8) -> peft.LoraConfig:
         target_modules=targets,
         fan_in_fan_out=kind == "gpt2",
     )
+
+
+@contextmanager
+def _room_on_disk() -> Iterator[None]:
+    """Ask the customer to come back where the disk is full, since what was asked changed nothing."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        # safetensors has no number of its own: "I/O error: No space left on device (os error 28)".
+        number = re.search(r"\(os error (\d+)\)", str(error))
+        if (getattr(error, "errno", None) or (number and int(number[1]))) not in _FULL:
+            raise
+        log.error("the disk is full: %s", error)
+        raise Rejected("the vendor's disk is full: come back later", "UNAVAILABLE") from error
 
 
 def _check_finite(name: str, values: Tensor) -> None:

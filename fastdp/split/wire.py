@@ -22,7 +22,7 @@ from torch import Tensor
 from fastdp.accounting.serialisation import canonical
 from fastdp.untrusted import parse_json_object, quote
 
-VERSION = 1
+VERSION = 2
 CHUNK = 1 << 20
 #: Most bytes of a header, ours or that of safetensors: both fit in the first chunk.
 MAX_HEADER = 1 << 16

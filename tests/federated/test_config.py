@@ -1,11 +1,11 @@
 """Settings of a run: what is accepted and refused."""
 
 import dataclasses
-from pathlib import Path
 
 import pytest
 
 from fastdp.federated import FederatedConfig
+from fastdp.federated.bundle import app_folder
 from fastdp.federated.config import MAY_CHANGE
 
 NEEDED = {"model": "m", "output": "o", "eval": "e"}
@@ -49,9 +49,9 @@ def test_refused(settings, message):
         FederatedConfig.read(NEEDED | settings)
 
 
-def test_the_examples_app_lists_every_setting_with_its_default():
+def test_the_app_lists_every_setting_with_its_default():
     tomllib = pytest.importorskip("tomllib", reason="the standard library reads TOML from Python 3.11 on")
-    path = Path(__file__).parents[2] / "examples" / "federated" / "pyproject.toml"
+    path = app_folder() / "pyproject.toml"
     written = tomllib.loads(path.read_text())["tool"]["flwr"]["app"]["config"]
     expected = {field.name.replace("_", "-"): field.default for field in dataclasses.fields(FederatedConfig)}
     assert written == expected

@@ -3,16 +3,26 @@
 import dataclasses
 import itertools
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 from hypothesis import given, strategies as st
+from safetensors import safe_open
+from transformers import AutoTokenizer
 
 from fastdp.federated import FederatedConfig
 from fastdp.federated.policy import LEAST, NodePolicy, NodeSettingError, client_settings
+from fastdp.methods.encoding import encode_private
 
 NEEDED = {"model": "m", "output": "o", "eval": "e"}
-OWN = {"train": "own.csv", "state": "kept", "perturbation": "selective", "epsilon": 1.0}
+OWN = {
+    "train": "own.csv",
+    "state": "kept",
+    "model": str(Path(__file__).parent),
+    "perturbation": "selective",
+    "epsilon": 1.0,
+}
 
 
 def read(run=(), **node):
@@ -106,6 +116,16 @@ def test_detectors_of_both_find_what_either_does():
     assert read({"detector": "rules"}, detector="folder").detector == "folder + rules"
 
 
+def test_a_run_brings_neither_a_tokenizer_nor_a_detector():
+    """Both would read private texts before anything is perturbed, and tell of them what their maker wants to know."""
+    assert read({"model": "/of/the/server"}).model == OWN["model"]
+    for own in ({}, {"perturbation": "none", "epsilon": None}):
+        with pytest.raises(ValueError, match="leave others out of the run"):
+            read({"detector": "rules + /of/the/server"}, **own)
+    assert read({"detector": "folder"}, detector="folder").detector == "folder"
+    assert read({"perturbation": "all", "detector": "/of/the/server"}, perturbation="all").perturbation == "all"
+
+
 def test_private_paths_come_from_the_node_alone():
     with pytest.raises(NodeSettingError, match="train is missing"):
         read({"train": "/etc/passwd"}, train=None)
@@ -122,6 +142,8 @@ def test_private_paths_come_from_the_node_alone():
         ({"perturbaton": "all"}, "did you mean perturbation"),
         ({"learning_rate": 0.1}, "learning_rate is the run's to set"),
         ({"perturbation": None}, "perturbation is missing"),
+        ({"model": None}, "model is missing"),
+        ({"model": "somebody/model"}, "model is 'somebody/model': name a folder"),
         ({"epsilon": None}, "epsilon is missing"),
         ({"perturbation": "none"}, "epsilon has no effect"),
         ({"perturbation": "none", "epsilon": None, "mechanism": "local"}, "mechanism has no effect"),
@@ -204,6 +226,7 @@ def node(world, tmp_path):
     return {
         "train": str(world / "train.jsonl"),
         "state": str(tmp_path / "state"),
+        "model": str(world / "model"),
         "perturbation": "all",
         "epsilon": 1.0,
         "partition-id": 0,
@@ -228,6 +251,28 @@ def test_a_deployed_client_perturbs_though_the_server_says_none(settings, node, 
     assert card["settings"]["epsilon"] == 1.0
     assert card["tokens"]["private"] == card["tokens"]["all"]
     assert [row["accepted"] for row in rows] == [1, 1]
+
+
+def test_a_server_s_tokenizer_reads_no_private_text(settings, node, world, tmp_path):
+    """Its normalizer would tell of each text what its maker wants to know: by lengths here, by chosen tokens as well."""
+    hostile = tmp_path / "hostile"
+    shutil.copytree(world / "model", hostile)
+    state = json.loads((hostile / "tokenizer.json").read_text())
+    state["normalizer"] = {"type": "Replace", "pattern": {"Regex": "[a-z ]+"}, "content": "e"}
+    (hostile / "tokenizer.json").write_text(json.dumps(state))
+    config = json.loads((hostile / "tokenizer_config.json").read_text())
+    (hostile / "tokenizer_config.json").write_text(json.dumps(config | {"tokenizer_class": "PreTrainedTokenizerFast"}))
+    lines = [json.loads(line)["text"] for line in (world / "train.jsonl").read_text().splitlines()]
+    texts = [" ".join(line.split()[: 3 + at % 3]) for at, line in enumerate(lines)]
+    (tmp_path / "own.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    own, foreign = (AutoTokenizer.from_pretrained(folder) for folder in (node["model"], hostile))
+    room = settings["max_length"] - own.num_special_tokens_to_add() - 2
+    lengths, told = ([len(ids[:room]) for ids in encode_private(each, texts)["input_ids"]] for each in (own, foreign))
+    assert lengths != told
+    run = settings | {"model": str(hostile)}
+    server(run, [deployed(run, node | {"train": str(tmp_path / "own.jsonl")})])
+    with safe_open(tmp_path / "state" / "client-0" / "perturbed.safetensors", "pt") as file:
+        assert file.get_tensor("lengths").tolist() == lengths
 
 
 def test_a_refused_client_trains_nothing_and_says_no_more_than_it_may(settings, node, tmp_path, caplog):

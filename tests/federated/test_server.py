@@ -451,6 +451,14 @@ def test_resume_continues_with_the_adapter_and_the_rounds(settings, trained):
     assert [row["round"] for row in rows_of(settings)] == [1, 2, 3]
 
 
+def test_an_output_has_one_server(settings):
+    first = Server(LocalGrid({}), FederatedConfig.read(settings))
+    with pytest.raises(ValueError, match="in use by another program"):
+        Server(LocalGrid({}), FederatedConfig.read(settings))
+    del first
+    Server(LocalGrid({}), FederatedConfig.read(settings))
+
+
 def test_resume_with_another_config_is_refused(settings, trained):
     run(settings | {"rounds": 1}, LocalGrid(dict.fromkeys(range(2), replaying(trained[0]))))
     with pytest.raises(ValueError, match="made with learning_rate 0.005, not 0.1"):

@@ -6,7 +6,7 @@ pytest.importorskip("grpc", reason="grpcio is in the optional extra 'split'")
 pytest.importorskip("cryptography", reason="cryptography is in the optional extra 'split'")
 
 from fastdp.split import SplitCustomer
-from tests.split.world import make_texts, make_vendor
+from tests.split.world import make_texts, make_tokenizer, make_vendor
 
 
 @pytest.fixture
@@ -21,7 +21,15 @@ def customer_of(tmp_path):
     made = []
 
     def make(service, name="alice", **options):
-        settings = {"insecure": True, "name": name, "batch_size": 8, "patience": 5.0, "deadline": 20.0, **options}
+        settings = {
+            "insecure": True,
+            "name": name,
+            "tokenizer": make_tokenizer(),
+            "batch_size": 8,
+            "patience": 5.0,
+            "deadline": 20.0,
+            **options,
+        }
         made.append(SplitCustomer(service.address, tmp_path / name, **settings))
         return made[-1]
 

@@ -1,18 +1,28 @@
 """The customer's side: each text is released once, whatever happens; and its run is the one it would be without stops."""
 
 import json
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from tokenizers import normalizers
 
 import fastdp
 from fastdp.methods.sap import CTI, PrivateBottom, TextPrivatizer, split_model
-from fastdp.split import Rejected
+from fastdp.split import Rejected, SplitCustomer, SplitVendor
 from fastdp.split.customer import batch_of
 from fastdp.split.wire import Outgoing
 from tests.elsewhere import elsewhere
-from tests.split.world import make_model, make_tokenizer, make_vendor, merged_model, noisy_rows, train_in_process
+from tests.split.world import (
+    LIMITS,
+    make_model,
+    make_tokenizer,
+    make_vendor,
+    merged_model,
+    noisy_rows,
+    train_in_process,
+)
 
 
 def adapter(service, name="alice"):
@@ -109,6 +119,106 @@ def test_each_text_is_privatized_once(service, customer_of, corpus):
     statement = json.loads(again.save_statement(private).read_text())
     assert statement["examples_sent"] == 24
     assert statement["rows_sent"] == sum(again._store.lengths(0, 24))
+
+
+def test_two_starts_draw_once(service, customer_of, corpus, tmp_path):
+    """A second start waits for no chance: it is refused while the first runs, and goes on once that ended."""
+    texts, labels = corpus
+    first = customer_of(service)
+    with pytest.raises(ValueError, match="in use by another program"):
+        customer_of(service)
+    options = {"insecure": True, "name": "bob", "tokenizer": make_tokenizer(), "batch_size": 8}
+    begun = threading.Barrier(6)
+    drawn, refused = [], []
+
+    def start(_):
+        begun.wait()
+        try:
+            customer = SplitCustomer(service.address, tmp_path / "bob", **options)
+        except ValueError as error:
+            refused.append(str(error))
+            return
+        private = PrivateBottom(customer.bottom, eta=40.0)
+        customer.send(texts, labels, private)
+        drawn.append(private.rows_released)
+        customer.close()
+
+    with ThreadPoolExecutor(6) as pool:
+        list(pool.map(start, range(6)))
+    assert all("in use by another program" in reason for reason in refused)
+    assert len(drawn) + len(refused) == 6
+    assert sum(drawn) == sum(len(text.split()) + 2 for text in texts)
+    first.close()
+    customer_of(service).close()
+
+
+SECRETS = [f"w{word}" for word in range(10, 60)]
+
+
+def coded(words):
+    """A tokenizer with the same vocabulary that turns the first half of ``words`` into two, and the others into four."""
+    found = make_tokenizer()
+    rules = [
+        normalizers.Replace(f" {word} ", f" {' '.join([word] * (2 if at < len(words) // 2 else 4))} ")
+        for at, word in enumerate(words)
+    ]
+    found.backend_tokenizer.normalizer = normalizers.Sequence(rules)
+    return found
+
+
+def test_a_vendor_s_tokenizer_tells_it_nothing(tmp_path, customer_of):
+    """The vendor would read one word of each text off its length; the customer's own tokenizer keeps all lengths alike."""
+    hostile = coded(SECRETS)
+    texts = [f"w1 w2 {word} w3" for word in SECRETS]
+    assert {len(ids) for ids in hostile(texts)["input_ids"]} == {7, 9}
+    vendor = SplitVendor(make_model(), tmp_path / "vendor", tokenizer=hostile, limits=LIMITS)
+    with vendor.serve("127.0.0.1:0", insecure=True) as service:
+        customer = customer_of(service)
+        labels = [0, 1] * 25
+        customer.send(texts, labels, noisy_rows(customer))
+        assert vendor._find("alice").store.lengths(0, 60) == [6] * 50
+        # Nor does a folder begun with one's own go on with the vendor's.
+        customer.close()
+        second = customer_of(service, tokenizer=hostile)
+        with pytest.raises(ValueError, match="other tokenizer"):
+            second.send(texts, labels, noisy_rows(second))
+        other = customer_of(service, "bob", tokenizer=None)
+        with pytest.raises(ValueError, match="needs a tokenizer"):
+            other.send(texts, labels, noisy_rows(other))
+    with make_vendor(tmp_path / "second").serve("127.0.0.1:0", insecure=True) as service:
+        changed = make_tokenizer()
+        changed.add_tokens(["another"])
+        with pytest.raises(ValueError, match="another vocabulary"):
+            customer_of(service, "carol", tokenizer=changed)
+
+
+def test_texts_of_one_length(service, customer_of, corpus):
+    """Every text fills its room; what fills it is drawn, privatized, and stands before the closing token."""
+    texts, labels = corpus
+    customer = customer_of(service, fixed_length=True)
+    private = fastdp.TextPrivatizer(
+        customer.bottom.model, eta=1e6, tokenizer=customer.tokenizer, mechanism="exponential", unsafe_seed=1
+    )
+    seen = []
+    customer.bottom.register_forward_pre_hook(lambda module, args: seen.append(args[0].clone()))
+    customer.send(texts, labels, private)
+    assert set(service.vendor._find("alice").store.lengths(0, 24)) == {16}
+    ids = torch.cat(seen)
+    assert ids.shape == (24, 16)
+    assert set(ids[:, 0].tolist()) == {2}
+    assert set(ids[:, -1].tolist()) == {3}
+    assert int(ids[:, 1:-1].min()) >= 4
+    # At this eta the words stay, and the rest is not the same in any two texts.
+    own = make_tokenizer()(texts)["input_ids"]
+    assert all(row[: len(text) - 1].tolist() == text[:-1] for row, text in zip(ids, own))
+    assert len({tuple(row[10:15].tolist()) for row in ids}) == 24
+    assert private.tokens_released == 24 * 14
+    assert "as private as a word" in str(customer.statement(private)["vendor_learns"])
+    with pytest.raises(ValueError, match="single texts"):
+        customer.send(texts, labels, private, pairs=texts)
+    customer.close()
+    with pytest.raises(ValueError, match="other fixed length"):
+        customer_of(service).send(texts, labels, private)
 
 
 def test_texts_that_another_folder_sent_are_refused_or_said(service, customer_of, corpus, tmp_path, monkeypatch):
@@ -267,11 +377,13 @@ def test_refusals(service, customer_of, corpus, tmp_path):
     hasty = customer_of(service, learning_rate=0.5)
     with pytest.raises(Rejected, match="learning_rate"):
         hasty.send(texts, labels, noisy_rows(hasty))
+    hasty.close()
     # The folder is lost: the vendor's rows are not sent again with other noise.
     (tmp_path / "alice").rename(tmp_path / "lost")
     fresh = customer_of(service)
     with pytest.raises(Rejected, match="discard it"):
         fresh.send(texts, labels, noisy_rows(fresh))
+    fresh.close()
     with make_vendor(tmp_path / "other", after=1).serve("127.0.0.1:0", insecure=True) as other:
         (tmp_path / "alice").rename(tmp_path / "unused")
         (tmp_path / "lost").rename(tmp_path / "alice")

@@ -19,6 +19,7 @@ from fastdp.commands.split import _load
 from fastdp.split.customer import SplitCustomer, batch_of
 from fastdp.split.run import NAME
 from fastdp.split.store import ExampleStore
+from fastdp.tls import Revocations
 from tests.split.world import make_model, make_texts, make_tokenizer, train_in_process
 from tests.test_cli import refused, run
 
@@ -105,7 +106,8 @@ def test_two_processes_train_over_tls_and_survive_kills(world, processes, tmp_pa
 
     def customer():
         options = ("--folder", folder, "--address", address, "--certificates", tmp_path / "certificates" / "customer")
-        train = ("--train", world / "train.csv", "--epochs", EPOCHS, "--batch-size", BATCH, "--eta", 30)
+        public = ("--tokenizer", world / "model", "--published", world / "model")
+        train = ("--train", world / "train.csv", "--epochs", EPOCHS, "--batch-size", BATCH, "--eta", 30, *public)
         return processes(customer_log, "split", "customer", *options, *train, "--eval", world / "train.csv")
 
     vendor_log.touch()
@@ -151,6 +153,7 @@ def test_two_processes_train_over_tls_and_survive_kills(world, processes, tmp_pa
 def test_contributing_tokens_of_private_texts_are_counted_once(world, service, tmp_path):
     folder = tmp_path / "c"
     start = ("split", "customer", "--insecure", "--address", service.address, "--folder", folder, "--eta", 9)
+    start += ("--tokenizer", world / "model")
     start = (*start, "--cti", "prior", "--batch-size", 8)
     data = ("--train", world / "train.csv", "--epochs", 1)
     assert "counts of the private texts reveal them" in refused(*start, *data)
@@ -184,6 +187,7 @@ def test_the_unchanged_share_is_shown_before_anything_leaves(world, service, tmp
 
     monkeypatch.setattr(SplitCustomer, "send", stop)
     start = ("split", "customer", "--insecure", "--address", service.address, "--folder", tmp_path / "c")
+    start += ("--tokenizer", world / "model")
     result = run(*start, "--eta", 1e6, "--batch-size", 8, "--train", world / "train.csv")
     assert "nothing was sent yet" in result.stderr
     assert "100.0% of the vocabulary's tokens stay what they were" in " ".join(result.output.split())
@@ -198,6 +202,26 @@ def test_certificates_command(tmp_path):
     assert "cannot name a customer" in refused("split", "certificates", tmp_path / "c", "--customer", "../x")
 
 
+@pytest.mark.parametrize(
+    ("program", "server", "client"), [("split", "vendor", "customer"), ("federated", "server", "node")]
+)
+def test_certificates_are_renewed_and_revoked(tmp_path, program, server, client):
+    folder = tmp_path / "c"
+    assert run(program, "certificates", folder, f"--{client}", "alice").exit_code == 0
+    first = (folder / "alice" / "certificate.pem").read_bytes()
+    assert run(program, "renew", folder, "--name", "alice", "--name", server).exit_code == 0
+    second = (folder / "alice" / "certificate.pem").read_bytes()
+    assert second != first
+    assert run(program, "revoke", folder, "--name", "alice").exit_code == 0
+    revoked = Revocations(folder / server)
+    for certificate in (first, second):
+        with pytest.raises(ValueError, match="revoked"):
+            revoked.check(certificate)
+    revoked.check((folder / server / "certificate.pem").read_bytes())
+    for command, name in (("renew", "carol"), ("revoke", "carol"), ("revoke", server)):
+        assert refused(program, command, folder, "--name", name)
+
+
 def test_refusals(world, tmp_path):
     vendor = ("split", "vendor", "--model", world / "model", "--folder", tmp_path / "v")
     assert "--certificates" in refused(*vendor)
@@ -206,7 +230,9 @@ def test_refusals(world, tmp_path):
     customer = ("split", "customer", "--folder", tmp_path / "c")
     assert "--eta is missing" in refused(*customer, "--insecure", "--train", world / "train.csv")
     assert "name the texts" in refused(*customer, "--insecure", "--output", tmp_path / "out.jsonl")
-    assert "give a folder of certificates" in refused(*customer, "--eta", 1, "--train", world / "train.csv")
+    texts = ("--eta", 1, "--train", world / "train.csv")
+    assert "--tokenizer is missing" in refused(*customer, *texts)
+    assert "give a folder of certificates" in refused(*customer, *texts, "--tokenizer", world / "model")
     assert "has no certificates" in refused(*customer, "--eta", 1, "--certificates", tmp_path / "none")
     assert "did not answer within 0.2 seconds" in refused(
         *(*customer, "--insecure", "--eta", 1, "--address", f"127.0.0.1:{free_port()}", "--patience", 0.2),

@@ -1,7 +1,10 @@
 """The service on a network: who is let in, what is refused with a reason, and that it goes on for the others."""
 
 import os
+import resource
 import socket
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -13,11 +16,12 @@ from hypothesis import HealthCheck, given, settings
 
 from bench.record import write
 from fastdp.split import Limits, Rejected, make_certificates
+from fastdp.split.bottom import PackedBottom
 from fastdp.split.channel import CUSTOMER, METHOD
 from fastdp.split.connection import Connection
 from fastdp.split.operations import replies
 from fastdp.split.wire import Outgoing
-from fastdp.tls import Credentials
+from fastdp.tls import Credentials, renew_certificates, revoke_certificates
 from tests.split.malformed import malformed
 from tests.split.world import LIMITS, make_vendor, noisy_rows
 
@@ -233,12 +237,91 @@ class TestCertificates:
             send_raw(secured.address, Outgoing("describe"), timeout=2.0)
         assert self.describe(secured, folders / "own" / "alice", patience=20.0)["classes"] == 2
 
-    def test_a_connection_may_outlive_its_certificate(self, secured, folders):
+    def test_a_connection_may_outlive_its_certificate(self, secured, folders, monkeypatch):
         class Context:
-            def auth_context(self):
-                pem = (folders / "own" / "late" / "certificate.pem").read_bytes()
-                return {"x509_pem_cert": [pem], "x509_common_name": [b"late"]}
+            def peer(self):
+                return "unix:/late"
 
+        pem = (folders / "own" / "late" / "certificate.pem").read_bytes()
+        monkeypatch.setitem(secured._proxy._by_path, "/late", pem)
         with pytest.raises(Rejected, match="expired on") as refused:
             secured._name(Context())
         assert refused.value.code == "UNAUTHENTICATED"
+        monkeypatch.undo()
+        with pytest.raises(Rejected, match="has no certificate"):
+            secured._name(Context())
+
+    def test_a_revoked_certificate_is_turned_away(self, tmp_path, monkeypatch):
+        """Also where its connection was open before: no restart is needed."""
+        folder = tmp_path / "certificates"
+        make_certificates(folder, ["alice", "bob"])
+        earlier = Credentials.load(folder / "bob")
+        renew_certificates(folder, ["bob"])
+        assert Credentials.load(folder / "bob").key != earlier.key
+        with make_vendor(tmp_path / "vendor").serve("localhost:0", folder / "vendor") as service:
+            connection = Connection(service.address, folder / "bob", deadline=5.0, patience=1.0)
+            assert connection.call(Outgoing("describe"), replies(None)).fields["classes"] == 2
+            revoke_certificates(folder, ["bob"])
+            with pytest.raises((Rejected, ConnectionError)):
+                connection.call(Outgoing("describe"), replies(None))
+            connection.close()
+            with pytest.raises(ConnectionError):
+                self.describe(service, folder / "bob")
+            with monkeypatch.context() as patch, pytest.raises(ConnectionError):
+                self.describe(service, earlier, patch)
+            assert self.describe(service, folder / "alice", patience=20.0)["classes"] == 2
+
+    def test_unread_downloads_hold_the_places_of_their_certificate_alone(self, secured, folders, monkeypatch):
+        """128 calls whose answers nobody reads: another customer is answered within 2 s, and the places come back."""
+        large = folders / "large"
+        large.write_bytes(bytes(8 << 20))
+        monkeypatch.setattr(secured.vendor, "bottom", PackedBottom(large, "{}", "0" * 64))
+        monkeypatch.setattr(secured, "allowed", None)
+        bob = Credentials.load(folders / "own" / "bob")
+        credentials = grpc.ssl_channel_credentials(bob.authority, bob.key, bob.certificate)
+        with grpc.secure_channel(secured.address, credentials) as channel:
+            exchange = channel.stream_stream(METHOD)
+            unread = [exchange(iter(Outgoing("bottom")), timeout=60.0) for _ in range(128)]
+            end = time.monotonic() + 20
+            while secured._calls["bob"] < secured.vendor.limits.calls and time.monotonic() < end:
+                time.sleep(0.01)
+            time.sleep(0.5)
+            assert secured._calls["bob"] == secured.vendor.limits.calls
+            begin = time.monotonic()
+            assert self.describe(secured, folders / "own" / "alice", patience=10.0)["classes"] == 2
+            assert time.monotonic() - begin < 2.0
+            for call in unread:
+                call.cancel()
+        while secured._calls and time.monotonic() < end:
+            time.sleep(0.01)
+        assert not secured._calls
+
+    def test_silent_connections_do_not_keep_a_customer_out(self, tmp_path, folders):
+        """More connections than this process has descriptors for, all silent: a customer is served within 2 s."""
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        few = len(os.listdir("/proc/self/fd")) + 200
+        resource.setrlimit(resource.RLIMIT_NOFILE, (few, hard))
+        try:
+            with make_vendor(tmp_path).serve("localhost:0", folders / "own" / "vendor") as service:
+                port = service.address.rpartition(":")[2]
+                silent = subprocess.Popen(
+                    [sys.executable, "-c", SILENT, port, str(few + 200)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+                )
+                with silent:
+                    assert silent.stdout.readline() == b"all are open\n"
+                    begin = time.monotonic()
+                    assert self.describe(service, folders / "own" / "alice", patience=10.0)["classes"] == 2
+                    assert time.monotonic() - begin < 2.0
+                    silent.stdin.close()
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+SILENT = """
+import resource, socket, sys
+hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+held = [socket.create_connection(("localhost", int(sys.argv[1]))) for _ in range(int(sys.argv[2]))]
+print("all are open", flush=True)
+sys.stdin.read()
+"""

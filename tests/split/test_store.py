@@ -1,5 +1,7 @@
 """What was appended is there after a kill, byte for byte, and what was not finished is gone."""
 
+import resource
+
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
@@ -75,3 +77,39 @@ def test_refusals(tmp_path):
     (tmp_path / ROWS).write_bytes(b"short")
     with pytest.raises(ValueError, match="damaged"):
         ExampleStore(tmp_path, 3, torch.float32)
+
+
+def test_a_write_that_fails_leaves_what_was_there(tmp_path):
+    """Rows fit, their record does not: neither is left, and the same append works later."""
+    store = ExampleStore(tmp_path, 1, torch.float16)
+    store.append(torch.ones(2, 1, dtype=torch.float16), [2], "first")
+    before = {name: (tmp_path / name).read_bytes() for name in ("rows.bin", "rows.jsonl")}
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before["rows.jsonl"]) + 5, hard))
+    try:
+        for _ in range(2):
+            with pytest.raises(OSError, match="File too large"):
+                store.append(torch.zeros(1, 1, dtype=torch.float16), [1], "second")
+            assert before == {name: (tmp_path / name).read_bytes() for name in before}
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    store.append(torch.zeros(1, 1, dtype=torch.float16), [1], "second")
+    store.close()
+    again = ExampleStore(tmp_path, 1, torch.float16)
+    assert (again.count, again.digest_of(1)) == (2, "second")
+    again.close()
+
+
+def test_a_record_that_stands_twice_is_read_once(tmp_path):
+    store = ExampleStore(tmp_path, 1, torch.float16)
+    store.append(torch.ones(2, 1, dtype=torch.float16), [2], "first")
+    store.close()
+    lines = (tmp_path / "rows.jsonl").read_bytes().splitlines(keepends=True)
+    (tmp_path / "rows.jsonl").write_bytes(b"".join([*lines, lines[-1]]))
+    again = ExampleStore(tmp_path, 1, torch.float16)
+    assert again.count == 1
+    again.append(torch.zeros(1, 1, dtype=torch.float16), [1], "second")
+    again.close()
+    (tmp_path / "rows.jsonl").write_bytes(b"".join([*lines, b'{"first":7,"lengths":[1],"digest":""}\n']))
+    with pytest.raises(ValueError, match="it was damaged"):
+        ExampleStore(tmp_path, 1, torch.float16)

@@ -1,11 +1,13 @@
 """Training through the vendor is training; every step is taken once; what cannot be accepted changes nothing."""
 
+import resource
 import threading
 
 import pytest
 import torch
 from safetensors.torch import load
 
+from fastdp.locks import Lock
 from fastdp.split import Limits, Rejected
 from fastdp.split.customer import batch_of
 from fastdp.split.operations import expecting
@@ -87,6 +89,68 @@ def test_steps_are_those_of_plain_pytorch(vendor, tmp_path):
     assert all(torch.equal(found[key], trained[key]) for key in trained)
 
 
+def kill(vendor):
+    """What the end of its process leaves: nothing is written, and its files are let go."""
+    vendor._folder_lock.close()
+    for customer in vendor._customers.values():
+        customer.store.close()
+
+
+def test_a_folder_has_one_vendor(tmp_path, vendor):
+    first = make_vendor(tmp_path / "one")
+    with pytest.raises(ValueError, match="in use by another program"):
+        make_vendor(tmp_path / "one")
+    first.close()
+    make_vendor(tmp_path / "one").close()
+
+
+def test_a_full_disk_loses_nothing(tmp_path, vendor):
+    """Files stop growing: what is asked fails, changes nothing, and works when there is room again."""
+    begin(vendor)
+    folder = vendor._runs / "alice"
+    records = (folder / "rows.jsonl").read_bytes()
+    lengths = [4] * 6
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, ((folder / "rows.bin").stat().st_size + 100, hard))
+    try:
+        with pytest.raises(Rejected, match="disk is full") as refused:
+            ask(vendor, "put", {"first": 12}, rows_of(lengths, 3))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert refused.value.code == "UNAVAILABLE"
+    assert str(tmp_path) not in str(refused.value)
+    assert (folder / "rows.jsonl").read_bytes() == records
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
+    try:
+        with pytest.raises(Rejected, match="disk is full"):
+            take(vendor, 0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert ask(vendor, "describe")["open"] == 1
+    assert ask(vendor, "open", settings(vendor)) == {"step": 0, "examples": 12}
+    assert ask(vendor, "put", {"first": 12}, rows_of(lengths, 3)) == {"examples": 18}
+    take(vendor, 0)
+    kill(vendor)
+    vendor._customers.clear()
+    assert ask(vendor, "open", settings(vendor)) == {"step": 1, "examples": 18}
+
+
+@pytest.mark.parametrize("damage", ["rows.bin", "rows.jsonl", "run.safetensors"])
+def test_a_damaged_run_can_be_discarded(tmp_path, vendor, damage):
+    begin(vendor)
+    kill(vendor)
+    vendor._folder_lock, vendor._customers = None, {}
+    vendor._folder_lock = Lock.of_folder(vendor.folder)
+    (vendor._runs / "alice" / damage).write_bytes(b"damaged\nagain\n")
+    assert ask(vendor, "describe")["open"] == 1
+    with pytest.raises(Rejected, match="discard it") as refused:
+        ask(vendor, "open", settings(vendor))
+    assert str(vendor.folder) not in str(refused.value)
+    assert ask(vendor, "discard") == {}
+    assert not list(vendor._runs.iterdir())
+    assert ask(vendor, "open", settings(vendor)) == {"step": 0, "examples": 0}
+
+
 def test_a_vendor_that_was_killed_goes_on_bit_for_bit_with_dropout(tmp_path):
     whole, broken = (make_vendor(tmp_path / name, dropout=0.3) for name in ("whole", "broken"))
     for each in (whole, broken):
@@ -95,6 +159,7 @@ def test_a_vendor_that_was_killed_goes_on_bit_for_bit_with_dropout(tmp_path):
             take(each, step)
     # A forward pass in memory is lost with the vendor; the customer asks for it again.
     ask(broken, "forward", {"step": 3}, {"indices": batch_of(3, 12, 4, 5)})
+    kill(broken)
     revived = make_vendor(tmp_path / "broken", dropout=0.3)
     assert ask(revived, "open", settings(revived)) == {"step": 3, "examples": 12}
     with pytest.raises(Rejected, match="begin the step again") as refused:
@@ -104,7 +169,7 @@ def test_a_vendor_that_was_killed_goes_on_bit_for_bit_with_dropout(tmp_path):
         for step in range(3, 6):
             take(each, step)
     assert all(torch.equal(value, adapter(revived)[key]) for key, value in adapter(whole).items())
-    for each in (whole, broken, revived):
+    for each in (whole, revived):
         each.close()
 
 
@@ -115,6 +180,7 @@ def test_steps_between_writes_are_taken_again(tmp_path):
     for step in range(6):
         take(vendor, step)
     after_six = adapter(vendor)
+    kill(vendor)
     revived = make_vendor(tmp_path, keep_every=4)
     assert ask(revived, "open", settings(revived))["step"] == 4
     with pytest.raises(Rejected, match="at step 4, not 6") as refused:
@@ -125,7 +191,6 @@ def test_steps_between_writes_are_taken_again(tmp_path):
     assert all(torch.equal(value, after_six[key]) for key, value in adapter(revived).items())
     revived.close()
     assert Run.load(tmp_path / "customers" / "alice", after_six).step == 6
-    vendor.close()
 
 
 def test_a_replayed_step_is_answered_and_not_taken_twice(vendor):
@@ -149,6 +214,7 @@ def test_a_replay_is_recognised_after_a_kill(tmp_path):
     vendor = make_vendor(tmp_path)
     begin(vendor)
     _, gradient = take(vendor, 0)
+    kill(vendor)
     revived = make_vendor(tmp_path)
     assert ask(revived, "backward", {"step": 0}, {"gradient": gradient}) == {"step": 1, "replayed": 1}
     lengths = [3 + at % 4 for at in range(6)]
@@ -156,7 +222,6 @@ def test_a_replay_is_recognised_after_a_kill(tmp_path):
     with pytest.raises(Rejected, match="here already, with other contents") as refused:
         ask(revived, "put", {"first": 0}, rows_of(lengths, 1))
     assert refused.value.code == "ALREADY_EXISTS"
-    vendor.close()
     revived.close()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
 import json
@@ -22,6 +23,7 @@ from fastdp.accounting import Card, Claim
 from fastdp.accounting.claim import read_claim
 from fastdp.accounting.serialisation import canonical
 from fastdp.accounting.witness import count_release
+from fastdp.locks import Lock
 from fastdp.methods.encoding import ADDED, encode_private
 from fastdp.methods.perturbation import Releases
 from fastdp.methods.sap.vocabulary import table_of
@@ -43,6 +45,8 @@ MECHANISMS = (*FORMS, "typed")
 BUDGETS = ("token", "text")
 #: Those that know no distances.
 _WITHOUT_RADIUS = ("metric", "typed")
+#: Seconds to wait for another process that draws for the same texts.
+_LONGEST_WAIT = 600.0
 SCOPES = ("private", "all")
 REPLACEMENTS = ("model", "uniform")
 
@@ -200,7 +204,12 @@ class SelectiveReleases(Releases):
     def __call__(self, texts: Sequence[str]) -> PerturbedTexts:
         """Perturb texts, or read back what was drawn for them; see `SelectivePerturbation.__call__`."""
         encoded = _encode(self.tokenizer, texts, self.max_length)
-        self.released = self._read_back(encoded["input_ids"]) or self._drawn(texts, encoded)
+        with contextlib.ExitStack() as stack:
+            if self.cache is not None:
+                # Another process that draws for the same texts is waited for, and what it drew is read back.
+                path = self.cache.with_name(f".{self.cache.name}.lock")
+                stack.enter_context(Lock(path, str(self.cache), seconds=_LONGEST_WAIT))
+            self.released = self._read_back(encoded["input_ids"]) or self._drawn(texts, encoded)
         return self.released
 
     def examples(self, items: Sequence[Mapping[str, Any]], *, training: bool) -> list[dict[str, Any]]:

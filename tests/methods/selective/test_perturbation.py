@@ -1,5 +1,8 @@
 """`SelectivePerturbation`: what is replaced, what it costs, the cache, the card, and what is refused."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
@@ -93,7 +96,23 @@ def test_drawn_once_and_kept(model, tmp_path):
     assert second.from_cache
     assert not first.from_cache
     assert perturb(TEXTS, tokenizer, table).ids != first.ids
-    assert [path.name for path in (tmp_path / "client").iterdir()] == ["perturbed.safetensors"]
+    kept = {path.name for path in (tmp_path / "client").iterdir()}
+    assert kept == {"perturbed.safetensors", ".perturbed.safetensors.lock"}
+
+
+def test_two_at_once_draw_once(model, tmp_path):
+    """Each of six draws, or waits for the one that does and reads what it drew."""
+    tokenizer, table = model
+    begun = threading.Barrier(6)
+
+    def draw(_):
+        begun.wait()
+        return SelectivePerturbation(0.5)(TEXTS, tokenizer, table, cache=tmp_path / "perturbed.safetensors")
+
+    with ThreadPoolExecutor(6) as pool:
+        found = list(pool.map(draw, range(6)))
+    assert len({str(each.ids) for each in found}) == 1
+    assert [each.from_cache for each in found].count(False) == 1
 
 
 def test_a_cache_of_something_else_is_refused(model, tmp_path):
