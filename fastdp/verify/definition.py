@@ -193,6 +193,10 @@ def _compare(
                 if gap == math.inf:
                     raise UnsupportedUse(OVERFLOWS)
                 raise UnsupportedUse("the gradient at a row's inputs is another beside other rows than alone")
+    lost = [row for row in rows if base.finite(row)] if not compared and ticket.rows > 1 else []
+    if lost:
+        # Statistics of one row may not be finite where those of a batch are.
+        _explain(probe, calls, base, _alone(probe, calls, lost[0], training=training), lost[0], count, tolerance, training)
     if base.rest or single.rest:
         raise UnsupportedUse("the model adds a term of its own to torch's loss functions")
     return None if compared else base
@@ -271,15 +275,16 @@ def check_companions(passes: Passes, call: Call, ticket: Ticket) -> None:
     if ticket.rows < 2:
         return
     beside = sorted({1, ticket.rows - 1})
+    # First and last, as rows may depend on those before them, or on those behind.
     one, two = (
-        probe.run(probe.rows([0, *companions]), 1 + len(companions), dropout=True)
+        probe.run(probe.rows([0, *companions, 0]), 2 + len(companions), dropout=True)
         for companions in (beside, [0] * len(beside))
     )
     assert passes.trace is not None
     limit = rounding(passes.model)
     if not (passes.trace.selects or passes.device.type != "cpu"):
         limit *= _SAME_SHAPES
-    if one.finite(0) and not one.gap(0, two, 0) <= limit:
+    if any(one.finite(at) and not one.gap(at, two, at) <= limit for at in (0, 1 + len(beside))):
         raise UnsupportedUse("a row's loss changes with the rows beside it")
 
 
