@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Number
 from typing import Any
 
@@ -57,7 +57,7 @@ class ProbeBatch:
     Args:
         source: the data set, the collator, and the examples of this batch; the first of them is compared.
         items: the examples as they were read.
-        role: "together", "beside" or "alone".
+        role: "together", "beside", "alone", or "again" for the same as together.
     """
 
     source: Collation
@@ -95,6 +95,9 @@ class LoopCheck:
         self.waiting = 0
         self.begun = self.undecided = False
         self._due: list[ProbeBatch] = []
+        #: The batch that is handed out again where rows differ, and the role of the one that differed.
+        self._whole: ProbeBatch | None = None
+        self._doubted = ""
         self._seen: dict[str, _Outcome] = {}
         #: What the model was called with for the example that is compared, alone.
         self._subject: Call | None = None
@@ -109,9 +112,7 @@ class LoopCheck:
             source: of the loader's batch.
             grew: whether that batch is longer or larger than those before.
         """
-        values = (v for _, v in everything(call) if not isinstance(v, (torch.Tensor, bool)))
-        numbers = any(isinstance(v, Number) or hasattr(v, "dtype") for v in values)
-        if source.sources(call) is not None and not numbers:
+        if _untouched(call, source):
             return False
         longest = max((t.numel() // max(t.shape[0], 1) for _, t in leaves(call) if t.dim()), default=0)
         longer, self._longest = longest > self._longest, max(longest, self._longest)
@@ -130,7 +131,8 @@ class LoopCheck:
         if rows < 2 or len(items) < 2:
             # Every batch holds one example, so none can reach another.
             return
-        first, *others = sorted(own, key=lambda index: example_length(items[index]))
+        # Not the one with the largest entry, which a division by the largest would leave as it is alone.
+        first, *others = sorted(own, key=lambda index: (example_length(items[index]), _largest(items[index])))
         strangers = [index for index in items if index not in own] or [first]
         if not others:
             others = [strangers[0]]
@@ -140,10 +142,12 @@ class LoopCheck:
         plan = [("alone", [first]), ("together", [first, *others]), ("beside", [first, *beside])]
         if ahead:
             # The last one finds another random state.
-            plan.append(plan[-1])
+            plan += 2 * [("again", plan[1][1])]
         for role, chosen in plan:
             made = Collation(source.dataset, source.collate, chosen, {})
             self._due.append(ProbeBatch(made, [items[index] for index in chosen], role))
+        self._whole = None if ahead else replace(self._due[1], role="again")
+        self._doubted = ""
         self.waiting, self._seen = len(self._due), {}
 
     def take(self) -> Iterator[ProbeBatch]:
@@ -181,7 +185,7 @@ class LoopCheck:
         if passes.returns_loss:
             own = [term.per_unit[row] for term in terms.terms] if not tops else [top.reshape(()) for top in tops]
             values = torch.stack([value.detach() for value in own])
-            if probe.source.sources(call) is not None:
+            if probe.role == "together" and _untouched(call, probe.source):
                 # Nothing reaches the model but the loader's own tensors: the rest of a probe made ahead is not needed.
                 self.waiting -= len(self._due)
                 self._due = []
@@ -219,13 +223,40 @@ class LoopCheck:
                 continue
             if found.start != together.start or (other == "alone" and (found.draws or together.draws)):
                 self.undecided = True
-                continue
-            if _apart(found.values, together.values) > self._tolerance():
+            elif _apart(found.values, together.values) > self._tolerance():
+                self._doubt(other)
+            elif other == "again" and self._doubted:
+                # A loop that goes on after this is verified again.
+                self.begun = False
                 made = _MAKES if self._passes.returns_loss else _COUPLES
-                raise SelfCheckError(made.format(how=_HOW[other]))
+                raise SelfCheckError(made.format(how=_HOW[self._doubted]))
+
+    def _doubt(self, role: str) -> None:
+        """Plan the batch of all examples once more: a loop that changes by itself, as by annealing, changes that one too."""
+        if role == "again":
+            self.undecided = True
+            self.waiting, self._due = self.waiting - len(self._due), []
+        elif not self._doubted:
+            self._doubted = role
+            if self._whole is not None:
+                self._due.append(self._whole)
+                self.waiting += 1
 
     def _tolerance(self) -> float:
         return rounding(self._passes.model) * (1.0 if self._passes.returns_loss else _GRADIENTS)
+
+
+def _untouched(call: Call, source: Collation) -> bool:
+    """Whether a call holds the loader's own tensors, and no numbers besides."""
+    values = (v for _, v in everything(call) if not isinstance(v, (torch.Tensor, bool)))
+    numbers = any(isinstance(v, Number) or hasattr(v, "dtype") for v in values)
+    return not numbers and source.sources(call) is not None
+
+
+def _largest(item: Any) -> float:
+    """The largest absolute entry of an example's floating-point tensors, 0 without any."""
+    entries = [t for _, t in leaves(item) if t.is_floating_point() and t.numel()]
+    return max((float(t.detach().abs().max()) for t in entries), default=0.0)
 
 
 def _row_of(call: Call, rows: int, single: Call | None) -> int:
