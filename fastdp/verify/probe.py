@@ -262,9 +262,11 @@ class Probe:
             with intercepted(terms), self._beginnings(call, flowing, layout.rows) as (args, kwargs):
                 output = passes.plain_forward(*args, **kwargs)
         except RuntimeError as error:
-            if flowing is None or "requires_grad flags of leaf" not in str(error):
+            if flowing is None or not any(
+                said in str(error) for said in ("requires_grad flags of leaf", "requires grad")
+            ):
                 raise
-            # The model sets requires_grad on what it makes of its inputs: their gradients are left out.
+            # The model sets requires_grad on what it makes of its inputs, or reads them by numpy: their gradients are left out.
             flowing.clear()
             return self._forward(call, layout, None)
         if not passes.returns_loss:
