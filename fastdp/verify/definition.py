@@ -127,11 +127,7 @@ def _calls(probe: Probe, source: Collation | None, rows: Sequence[int]) -> _Call
         chosen = [items[row] for row in rows]
     else:
         chosen = source.items(rows)
-    try:
-        batches = [source.collated([item]) for item in chosen]
-    except Exception as error:
-        raise ValueError(f"the collator fails on a single example, and sampling will draw one: {error}") from error
-    alone = {row: source.call(call, sources, batch) for row, batch in zip(rows, batches)}
+    alone = {row: source.call(call, sources, source.single(item)) for row, item in zip(rows, chosen)}
     return _Calls(whole, alone, collated=not reads)
 
 
@@ -196,7 +192,9 @@ def _compare(
     lost = [row for row in rows if base.finite(row)] if not compared and ticket.rows > 1 else []
     if lost:
         # Statistics of one row may not be finite where those of a batch are.
-        _explain(probe, calls, base, _alone(probe, calls, lost[0], training=training), lost[0], count, tolerance, training)
+        _explain(
+            probe, calls, base, _alone(probe, calls, lost[0], training=training), lost[0], count, tolerance, training
+        )
     if base.rest or single.rest:
         raise UnsupportedUse("the model adds a term of its own to torch's loss functions")
     return None if compared else base
