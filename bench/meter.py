@@ -487,6 +487,7 @@ def simulated(gpu: Gpu, granularity: int = 512) -> Iterator[Meter]:
     from fastdp.ops import routes
     from fastdp.ops.table import OPS
     from fastdp.verify.engine_check import Comparison
+    from fastdp.verify.probe import RowValues
 
     for family in ("norms", "sums", "bounds", "instances", "noise", "adamw"):
         importlib.import_module(f"fastdp.kernels.{family}")
@@ -505,6 +506,8 @@ def simulated(gpu: Gpu, granularity: int = 512) -> Iterator[Meter]:
                 stack.enter_context(mock.patch.object(module, "processors", return_value=gpu.processors))
         # Batches are verified, but tensors without values cannot be judged.
         stack.enter_context(mock.patch.object(Comparison, "judge", _unjudged(Comparison.judge)))
+        stack.enter_context(mock.patch.object(RowValues, "gap", return_value=0.0))
+        stack.enter_context(mock.patch.object(RowValues, "input_gap", return_value=0.0))
         # Asked for at each launch, as others may stand in for it; called as the method that it replaces is.
         launched = lambda kernel, *args, **options: meter.launched(kernel, *args, **options)  # noqa: E731
         stack.enter_context(mock.patch.object(JITFunction, "run", launched))
