@@ -30,6 +30,7 @@ from fastdp.engine.engine import Engine
 from fastdp.engine.errors import SelfCheckError
 from fastdp.engine.layout import Ticket
 from fastdp.engine.policy import Policy
+from fastdp.verify import Checks
 
 from .record import write
 
@@ -382,7 +383,7 @@ def run(case: Case) -> Outcome:
             true = norms(truth)
             policy = _Noting((float(true.median()),), (0.0,), dict.fromkeys(names, 0))
             if engine is None:
-                engine = Engine(case.model, policy, tickets)
+                engine = Engine(case.model, policy, tickets, verify=Checks)
             engine.accumulator.policy = policy
             engine.accumulator.reset()
             tickets.append(Ticket(torch.arange(rows), torch.ones(rows), is_last=False))

@@ -18,6 +18,8 @@ from typing import Any
 import torch
 import transformers as hf
 
+from fastdp.verify import Checks
+
 from .fuzz import alone, apart, norms, summed
 from .record import markdown, write
 
@@ -206,7 +208,7 @@ def row(build: Callable[[], torch.nn.Module], inputs: dict[str, torch.Tensor], t
     sizes = norms(wanted)
     bound = float(sizes.median())
     tickets = deque([Ticket(torch.arange(_ROWS), torch.ones(_ROWS), is_last=True)])
-    engine = Engine(model, Policy((bound,), (0.0,), dict.fromkeys(trained, 0)), tickets)
+    engine = Engine(model, Policy((bound,), (0.0,), dict.fromkeys(trained, 0)), tickets, verify=Checks)
     try:
         model(**inputs).loss.backward()
         sums, routes = engine.accumulator.sums, engine.accumulator.routes

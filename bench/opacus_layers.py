@@ -22,6 +22,7 @@ from torch import nn
 from fastdp.engine.engine import Engine
 from fastdp.engine.layout import Ticket
 from fastdp.engine.policy import Policy
+from fastdp.verify import Checks
 
 from . import fuzz
 from .fuzz import CLASSES, Block, Case, Choice, Outcome
@@ -229,7 +230,7 @@ def flat_bags() -> Outcome:
     """What becomes of bags that the batch itself holds as flat ids and offsets, which no row can be cut out of."""
     model = Headed(Block(lambda own, x, offsets: own.inner(x, offsets), inner=nn.EmbeddingBag(9, 4)), 4).train()
     tickets = deque([Ticket(torch.arange(3), torch.ones(3), is_last=True)])
-    engine = Engine(model, Policy((1.0,), (0.0,), {n: 0 for n, _ in model.named_parameters()}), tickets)
+    engine = Engine(model, Policy((1.0,), (0.0,), {n: 0 for n, _ in model.named_parameters()}), tickets, verify=Checks)
     batch = {"x": torch.arange(8), "offsets": torch.tensor([0, 2, 5]), "labels": torch.arange(3)}
     try:
         model(**batch)["loss"].backward()

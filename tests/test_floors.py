@@ -8,6 +8,7 @@ ROOT = Path(__file__).parent.parent
 FLOORS = (
     {"_native", "distribution", "files", "kernels", "locks", "ops", "tls", "tls_proxy", "untrusted", "validate"},
     {"accounting", "engine"},
+    {"verify"},
     {"private"},
     {"methods"},
     {"entry", "integrations", "optim"},

@@ -83,6 +83,13 @@ class Collation:
             made.pop(self.unit_map, None)
         return made
 
+    def single(self, item: Any, seed: int = 0) -> Any:
+        """What the user's collator makes of one example. Raises ValueError if it fails on one."""
+        try:
+            return self.collated([item], seed)
+        except Exception as error:
+            raise ValueError(f"the collator fails on a single example, and sampling will draw one: {error}") from error
+
     def call(self, like: Call, sources: Mapping[Path, Path], batch: Any) -> Call:
         """A call like this one, with tensors of another batch."""
         tensors = dict(leaves(batch))
@@ -102,7 +109,7 @@ class Collation:
                 "position_ids and an attention mask."
             )
         for row in range(len(self.indices)):
-            yield self.call(call, sources, self.collated(self.items([row])))
+            yield self.call(call, sources, self.single(*self.items([row])))
 
     def draws(self, row: int) -> tuple[bool, bool]:
         """Whether reading an example, and collating one, give something else under another seed.
@@ -120,7 +127,7 @@ class Collation:
                 "The data set returns another value for an example after others were read. Compute each from its own record; "
                 "nothing was released."
             )
-        batches = [self.collated(read[:1], seed) for seed in (0, 1)]
+        batches = [self.single(read[0], seed) for seed in (0, 1)]
         return not _same(*read[:2]), not _same(*batches)
 
     def check_mixing(self, rows: Sequence[int]) -> None:

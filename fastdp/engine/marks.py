@@ -21,12 +21,20 @@ class Marks(Generic[T]):
 
     def __init__(self, marked: Iterable[tuple[torch.Tensor, T]] = ()):
         self._found: dict[int, tuple[weakref.ref[torch.Tensor], T]] = {}
+        self._own = weakref.ref(self)
         for tensor, value in marked:
             self[tensor] = value
 
     def __setitem__(self, tensor: torch.Tensor, value: T) -> None:
-        found, key = self._found, id(tensor)
-        found[key] = weakref.ref(tensor, lambda _: found.pop(key, None)), value
+        own, key = self._own, id(tensor)
+
+        def forget(_: object) -> None:
+            # By a weak reference, as values may hold tensors that a cycle would keep.
+            marks = own()
+            if marks is not None:
+                marks._found.pop(key, None)
+
+        self._found[key] = weakref.ref(tensor, forget), value
 
     def __contains__(self, tensor: object) -> bool:
         found = self._found.get(id(tensor))

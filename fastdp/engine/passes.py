@@ -195,7 +195,9 @@ class Passes:
         self.reads.learn(self.trace.carries_rows)
         self._expected, self.accumulator.tables = self.trace.uses, self.trace.tables
         self.route = USES
-        self.forwards.patch(self.trace.modules)
+        unread = self.parameters.keys() - {read.parameter for read in self.trace.reads}
+        # A later batch may read these, as where tasks have heads of their own.
+        self.forwards.patch(dict.fromkeys([*self.trace.modules, *(name.rpartition(".")[0] for name in unread)]))
 
     def fall_back(self, reason: str, ticket: Ticket) -> None:
         """Go on by the one-example route: exact for any model, and slow. Raises ValueError where it does not serve."""

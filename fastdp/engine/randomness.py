@@ -135,7 +135,8 @@ class BufferSnapshot:
                 module._buffers.update(held)
         with torch.no_grad():
             for at, (buffer, before, values) in enumerate(self._copies):
-                if version(buffer) != before:
+                # Torch counts no write of batch normalization to its running statistics.
+                if version(buffer) != before or (buffer.is_floating_point() and not torch.equal(buffer, values)):
                     buffer.copy_(values)
                     self._copies[at] = buffer, version(buffer), values
 

@@ -214,7 +214,7 @@ def check_companions(passes: Passes, call: Call, ticket: Ticket) -> None:
         return
     probe, beside = Probe(passes, call, ticket), sorted({1, ticket.rows - 1})
     one, two = (
-        probe.run(probe.rows([0, *companions]), 1 + len(companions), dropout=True)
+        probe.run(probe.rows([0, *companions, 0]), 2 + len(companions), dropout=True)
         for companions in (beside, [0] * len(beside))
     )
     exact = passes.device.type == "cpu" and not passes.trace.selects

@@ -56,7 +56,7 @@ class ProbeBatch:
     Args:
         source: the data set, the collator, and the examples of this batch; the first of them is compared.
         items: the examples as they were read.
-        role: "together", "beside" or "alone".
+        role: "together", "beside", "alone", or "again" for the same as together.
     """
 
     source: Collation
@@ -93,6 +93,9 @@ class LoopCheck:
         self.waiting = 0
         self.begun = self.undecided = False
         self._due: list[ProbeBatch] = []
+        #: The batch that is handed out again where rows differ, and the role of the one that differed.
+        self._whole: ProbeBatch | None = None
+        self._doubted = ""
         self._seen: dict[str, _Outcome] = {}
         self._collator_draws = False
         #: What the model was called with for the example that is compared, alone.
@@ -127,7 +130,8 @@ class LoopCheck:
         if rows < 2 or len(items) < 2:
             # Every batch holds one example, so none can reach another.
             return
-        first, *others = sorted(own, key=lambda index: example_length(items[index]))
+        # Not the one with the largest entry, which a division by the largest would leave as it is alone.
+        first, *others = sorted(own, key=lambda index: (example_length(items[index]), _largest(items[index])))
         strangers = [index for index in items if index not in own] or [first]
         if not others:
             others = [strangers[0]]
@@ -137,10 +141,12 @@ class LoopCheck:
         plan = [("alone", [first]), ("together", [first, *others]), ("beside", [first, *beside])]
         if ahead:
             # The last one finds another random state.
-            plan.append(plan[-1])
+            plan += 2 * [("again", plan[1][1])]
         for role, chosen in plan:
             made = Collation(source.dataset, source.collate, chosen, {})
             self._due.append(ProbeBatch(made, [items[index] for index in chosen], role))
+        self._whole = None if ahead else replace(self._due[1], role="again")
+        self._doubted = ""
         self.waiting, self._seen = len(self._due), {}
         self._collator_draws = any(replace(source, indices=own).draws(0))
 
@@ -218,13 +224,40 @@ class LoopCheck:
             draws = self._collator_draws or found.draws or together.draws
             if found.start != together.start or (other == "alone" and draws):
                 self.undecided = True
-                continue
-            if _apart(found.values, together.values) > self._tolerance():
+            elif _apart(found.values, together.values) > self._tolerance():
+                self._doubt(other)
+            elif other == "again" and self._doubted:
+                # A loop that goes on after this is verified again.
+                self.begun = False
                 made = _MAKES if self._passes.returns_loss else _COUPLES
-                raise SelfCheckError(made.format(how=_HOW[other]))
+                raise SelfCheckError(made.format(how=_HOW[self._doubted]))
+
+    def _doubt(self, role: str) -> None:
+        """Plan the batch of all examples once more: a loop that changes by itself, as by annealing, changes that one too."""
+        if role == "again":
+            self.undecided = True
+            self.waiting, self._due = self.waiting - len(self._due), []
+        elif not self._doubted:
+            self._doubted = role
+            if self._whole is not None:
+                self._due.append(self._whole)
+                self.waiting += 1
 
     def _tolerance(self) -> float:
         return rounding(self._passes.model) * (1.0 if self._passes.returns_loss else _GRADIENTS)
+
+
+def _untouched(call: Call, source: Collation) -> bool:
+    """Whether a call holds the loader's own tensors, and no numbers besides."""
+    values = (v for _, v in everything(call) if not isinstance(v, (torch.Tensor, bool)))
+    numbers = any(isinstance(v, Number) or hasattr(v, "dtype") for v in values)
+    return not numbers and source.sources(call) is not None
+
+
+def _largest(item: Any) -> float:
+    """The largest absolute entry of an example's floating-point tensors, 0 without any."""
+    entries = [t for _, t in leaves(item) if t.is_floating_point() and t.numel()]
+    return max((float(t.detach().abs().max()) for t in entries), default=0.0)
 
 
 def _row_of(call: Call, rows: int, single: Call | None) -> int:

@@ -116,7 +116,7 @@ class StateCheck:
             again: runs some data through the model, or others, and names which of some buffers they flow into; called only
                 if the trace wrote something.
 
-        Raises `SelfCheckError` for a parameter that a forward changes.
+        Raises `SelfCheckError`, naming it, for another buffer that a forward writes, or a parameter that it changes.
         """
         snapshot = BufferSnapshot(self.model)
         buffers, counts = self._saved_buffers(), {n: writes(p) for n, p in self.model.named_parameters()}
@@ -139,7 +139,9 @@ class StateCheck:
                     f"{name} is a parameter that a training forward writes, and no noise covers it. Keep such values in a buffer "
                     "with persistent=False; nothing was released."
                 )
-        self.harmless |= {n for n in written if torch.allclose(held[n].double(), now[n].double(), rtol=1e-4, atol=1e-6)}
+            if not (same or name in self.harmless):
+                raise _running(name)
+        self.harmless |= written
         self.rewritten |= {id(p) for p in parameters.values()}
 
     def _state(self, names: set[str]) -> dict[str, torch.Tensor]:
@@ -194,4 +196,11 @@ def _changed(name: str) -> RuntimeError:
     return RuntimeError(
         f"{name} was changed outside of a release, so no noise covers it. After loading released weights call "
         "private.load_state_dict, or detach() and make the run private anew."
+    )
+
+
+def _running(name: str) -> SelfCheckError:
+    return SelfCheckError(
+        f"{name} is a buffer that training forwards write, and no noise covers it. Set track_running_stats=False, or register it "
+        "with persistent=False; nothing was released."
     )

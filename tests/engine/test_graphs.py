@@ -5,6 +5,7 @@ import gc
 import warnings
 import weakref
 from collections import deque
+from functools import partial
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from fastdp.engine.errors import SelfCheckError
 from fastdp.engine.graphs import Graphs
 from fastdp.engine.layout import Ticket
 from fastdp.engine.policy import Policy
+from fastdp.verify import Checks
 
 CASE = Case("llama", 2, 32, 64, 2, 2, 64, 4, 8, dtype=torch.float32)
 
@@ -44,9 +46,10 @@ def again_on_a_processor(accumulator, runs):
 
 def engine_of(model, tickets, runs=None, recorder=again_on_a_processor, bound=0.5):
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    engine = Engine(model, Policy((bound,), (0.0,), dict.fromkeys(trained, 0)), tickets, check=False, keep_logits=True)
+    policy, watched = Policy((bound,), (0.0,), dict.fromkeys(trained, 0)), partial(Checks, enabled=False)
+    engine = Engine(model, policy, tickets, verify=watched, keep_logits=True)
     if runs is not None:
-        engine.graphs = Graphs(engine, engine.guard.forward, lambda: recorder(engine.accumulator, runs))
+        engine.graphs = Graphs(engine, engine.checks.watching, lambda: recorder(engine.accumulator, runs))
     return engine
 
 

@@ -18,6 +18,8 @@ from fastdp.engine.errors import SelfCheckError
 from fastdp.engine.layout import Ticket
 from fastdp.engine.logits import Logits
 from fastdp.engine.policy import Policy
+from fastdp.engine.routing import Routing
+from fastdp.verify import Checks
 from tests.engine.models import MODELS, batch, build
 from tests.engine.reference import Recording, engine_for, norms, one_at_a_time, relative, stepped, ticket
 
@@ -330,11 +332,11 @@ def test_what_logits_are_made_of_may_be_written_afterwards() -> None:
 
 
 def test_rows_that_see_each_other_through_the_logits_are_refused() -> None:
-    model, inputs = Reads(lambda z: z * (1 + z.detach().abs().mean())), data()
+    model, inputs = Reads(lambda z: z + 0.1 * z.detach().mean(0)), data()
     inputs["labels"] = inputs["ids"]
     _, tickets = engine_for(model, 0.7)
     tickets.append(ticket(5))
-    with pytest.raises(SelfCheckError, match="couples examples"):
+    with pytest.raises(SelfCheckError, match="couple examples"):
         model(**inputs)
 
 
@@ -344,22 +346,9 @@ def test_a_tied_head_makes_its_tiles_twice_and_no_more(monkeypatch: pytest.Monke
     monkeypatch.setattr(head.Tiles, "tile", lambda *a: made.append(a[1:3]) or tile(*a))
     inputs = data(rows=2, tokens=1 + WIDTH)
     inputs["labels"] = inputs["ids"]
-    step(Speaker(tied=True), inputs, check=False)
+    step(Speaker(tied=True), inputs, verify=Routing)
     # Both units fit in one tile, and the pass that tries the route makes it once more.
     assert made == [(0, 2 * (1 + WIDTH))] * 3
-
-
-def test_a_tile_that_changes_between_norms_and_sums_is_refused() -> None:
-    model, inputs = Speaker(), data(tokens=1 + WIDTH)
-    # One token of each unit is compared, and those without a label would be zeros again.
-    inputs["labels"] = inputs["ids"]
-    engine, tickets = engine_for(model, 0.7)
-    tickets.append(ticket(5))
-    output = model(**inputs)
-    with torch.no_grad():
-        model.head.weight *= 1.1
-    with pytest.raises(SelfCheckError, match=r"head\.weight: the second"):
-        output["loss"].backward()
 
 
 def test_units_that_are_not_finite_take_no_part() -> None:
@@ -368,10 +357,10 @@ def test_units_that_are_not_finite_take_no_part() -> None:
         with torch.no_grad():
             model.table.weight[VOCABULARY - 1] = float("nan")
         inputs["ids"][2, 1], inputs["labels"][2] = VOCABULARY - 1, 0
-        engine = step(model, inputs, check=False)
+        engine = step(model, inputs, verify=Routing)
         assert int(engine.accumulator.nonfinite) == 1
         others = {name: torch.cat([t[:2], t[3:]]) for name, t in inputs.items()}
-        again = step(copy.deepcopy(model), others, check=False)
+        again = step(copy.deepcopy(model), others, verify=Routing)
         for name, total in again.accumulator.sums.items():
             assert relative(engine.accumulator.sums[name], total) < TOLERANCE, name
 
@@ -384,7 +373,7 @@ def test_masks_and_several_groups_of_the_head() -> None:
     groups = dict.fromkeys(names, 0) | {"head.weight": (0, 1)}
     tickets: deque[Ticket] = deque([ticket(5)])
     policy = Policy((0.5, 0.3), (0.0, 0.0), groups, {"head.weight": mask})
-    engine = Engine(model, policy, tickets)
+    engine = Engine(model, policy, tickets, verify=Checks)
     model(**inputs)["loss"].backward()
     wanted = torch.zeros(VOCABULARY, WIDTH, dtype=torch.float64)
     for unit in units:

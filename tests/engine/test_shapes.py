@@ -9,8 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fastdp.engine import later
 from fastdp.engine.errors import SelfCheckError
+from fastdp.engine.routing import Routing
+from fastdp.verify import Checks
 from tests.engine.reference import engine_for, feed, ticket
 from tests.engine.runs import clipped_sum, error, one_by_one
 
@@ -51,12 +52,11 @@ def sentences(labelled: list[int], tokens: int) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("change", ["select", "sort", "index", "gelu"])
-def test_a_length_that_the_rows_divide_misleads_nobody(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No later batch is checked, and the counts of tokens are the rows' multiples throughout."""
-    monkeypatch.setattr(later.Schedule, "due", lambda self, *_: False)
-    monkeypatch.setattr(later.Schedule, "affordable", lambda self: False)
+@pytest.mark.parametrize("verify", [Checks, Routing], ids=["verified", "not verified"])
+def test_a_length_that_the_rows_divide_misleads_nobody(change: str, verify: type[Routing]) -> None:
+    """The counts of tokens are the rows' multiples throughout."""
     model = Branching(change)
-    engine, tickets = engine_for(model, 0.5)
+    engine, tickets = engine_for(model, 0.5, verify=verify)
     for labelled, tokens in (([4, 4, 4, 4], 4), ([2, 6, 7, 1], 8), ([8, 8, 8, 8], 8), ([5, 1, 1, 5], 6)):
         data = sentences(labelled, tokens)
         feed(engine, tickets, data)
@@ -66,11 +66,6 @@ def test_a_length_that_the_rows_divide_misleads_nobody(change: str, monkeypatch:
 
 
 def test_a_branch_on_the_number_of_rows_is_checked_before_it_counts() -> None:
-    """What mixes beyond four rows is refused at the first batch of more, which an exhausted schedule would not look at.
-
-    Half of the rows are drawn that other companions should not change; the first twelve of 24 notice none: 4e-7.
-    """
-
     class Crowded(Branching):
         def forward(self, x: torch.Tensor, labels: torch.Tensor) -> Any:
             return super().forward(x + x.cumsum(0) if len(x) > 4 else x, labels)
@@ -79,29 +74,6 @@ def test_a_branch_on_the_number_of_rows_is_checked_before_it_counts() -> None:
     engine, tickets = engine_for(model, 0.5)
     feed(engine, tickets, sentences([4] * 4, 4))
     engine.abandon()
-    engine.checks.schedule._next = 1 << 40
     tickets.append(ticket(24))
-    with pytest.raises(SelfCheckError, match="couples examples"):
+    with pytest.raises(SelfCheckError, match="couple examples"):
         model(**sentences([4] * 24, 4))
-
-
-def test_brief_checks_are_early_and_then_even() -> None:
-    """A clock that stands still costs nothing, so that the share of time is what the batches before took."""
-    now = [0.0]
-    schedule = later.Schedule(10_000, torch.device("cpu"))
-    schedule._clock = lambda: now[0]
-    with schedule.check():
-        pass
-    schedule.begin(8)
-    found = []
-    for batch in range(2, 10_001):
-        now[0] += 1.0
-        if schedule.due(8):
-            found.append(batch)
-            with schedule.check(brief=True):
-                now[0] += 0.5
-    gaps = [b - a for a, b in zip(found, found[1:])]
-    assert found[:6] == [2, 3, 4, 6, 9, 13]
-    assert 0.5 * len(found) <= 0.0075 * 10_000 + 0.5
-    assert max(gaps) <= 1.5 * (10_000 - found[20]) / (len(found) - 20)
-    assert found[-1] > 9_800

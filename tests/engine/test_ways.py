@@ -115,7 +115,7 @@ def test_a_classifier_that_picks_out_labelled_rows_unless_told(told: bool) -> No
     engine, tickets = engine_for(model, 0.5)
     feed(engine, tickets, batch("bert"))
     assert engine.route == ("uses" if told else "one-example")
-    assert told or "problem_type = 'single_label_classification' leaves that out" in str(engine.reason)
+    assert told or "set model.config.problem_type = 'single_label_classification'" in str(engine.reason)
 
 
 class Tasks(Net):
@@ -127,6 +127,29 @@ class Tasks(Net):
             return {"loss": torch.nn.functional.cross_entropy(self.second(h), labels)}
         loss = torch.nn.functional.cross_entropy(self.second(h.unsqueeze(1)).squeeze(1), labels, reduction="sum")
         return {"loss": loss / len(x)}
+
+
+class Heads(Net):
+    """A second task reads a layer of its own."""
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor, other: torch.Tensor | None = None) -> Any:
+        head = self.second if other is None else self.third
+        return {"loss": torch.nn.functional.cross_entropy(head(torch.tanh(self.first(x))), labels)}
+
+
+def test_a_layer_that_only_a_later_batch_reads_is_clipped() -> None:
+    def net() -> Heads:
+        torch.manual_seed(1)
+        return Heads(third=torch.nn.Linear(6, 3))
+
+    engine, tickets = engine_for(net(), 0.5)
+    for number in range(4):
+        data = collate(examples(6, seed=number))
+        data |= {"other": data["labels"]} if number % 2 else {}
+        feed(engine, tickets, data)
+        truth = clipped_sum(one_by_one(net(), data), 0.5)
+        got = {n: engine.accumulator.sums.get(n, torch.zeros_like(t)) for n, t in truth.items()}
+        assert error(got, truth) < EXACT
 
 
 def test_a_way_whose_loss_is_divided_otherwise_changes_no_other() -> None:

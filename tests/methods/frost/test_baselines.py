@@ -11,6 +11,7 @@ from fastdp.engine.accumulator import Accumulator
 from fastdp.engine.engine import Engine
 from fastdp.methods.frost import DPFrost
 from fastdp.methods.frost.masked import MaskedPolicy, largest
+from fastdp.verify import Checks
 from tests.engine import models, reference
 from tests.engine.reference import known
 from tests.engine.runs import collate, examples, logical_step, one_by_one
@@ -130,7 +131,7 @@ def test_masked_gradients_of_a_model_with_tables(name: str) -> None:
     inside = [{n: torch.where(masks[n], g, 0) for n, g in one.items()} for one in gradients]
     norms = reference.norms(inside)
     policy = MaskedPolicy.of(masks, float(norms.median()) * 1.001, 0.0)
-    engine = Engine(model, policy, deque([reference.ticket(4)]))
+    engine = Engine(model, policy, deque([reference.ticket(4)]), verify=Checks)
     model(**batch).loss.backward()
     engine.close()
     for n, total in engine.accumulator.sums.items():

@@ -1,0 +1,187 @@
+"""What data sets and collators make of an example may be drawn at random, sorted or counted, and not made of other examples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader
+
+import fastdp
+from fastdp.engine.errors import SelfCheckError
+from fastdp.private.run import Private
+from tests.engine.runs import CLIPPED, Batch, Classifier, clipped_sum, collate, error, examples, one_by_one, start
+
+BOUND = 0.5
+
+
+def begin(data: Any, make: Callable[[Any], Any] = collate, model: nn.Module | None = None, **options: Any) -> Private:
+    batches = DataLoader(data, batch_size=len(data), collate_fn=make)
+    return start(model, batches, epochs=6, method=fastdp.DPSGD(max_grad_norm=BOUND), **options)
+
+
+def train(private: Private, epochs: int = 1) -> list[Any]:
+    """Batches of so many epochs; gradients are those of the last logical batch."""
+    seen = []
+    for _ in range(epochs):
+        for batch in private.data_loader:
+            private.optimizer.zero_grad()
+            seen.append(batch)
+            private.model(**{k: batch[k] for k in ("x", "labels")})["loss"].backward()
+            private.optimizer.step()
+    return seen
+
+
+def mixup(items: Any) -> Batch:
+    batch = collate(items)
+    return batch | {"x": 0.7 * batch["x"] + 0.3 * batch["x"].roll(1, 0)}
+
+
+def drawn_mixup(items: Any) -> Batch:
+    batch = collate(items)
+    return batch | {"x": 0.7 * batch["x"] + 0.3 * batch["x"][torch.randperm(len(items))]}
+
+
+def centred(items: Any) -> Batch:
+    batch = collate(items)
+    return batch | {"x": batch["x"] - batch["x"].mean(0)}
+
+
+@pytest.mark.parametrize("make", [mixup, drawn_mixup, centred])
+def test_collators_that_mix_examples_are_refused(make: Callable[[Any], Batch]) -> None:
+    private = begin(examples(24), make)
+    with pytest.raises(SelfCheckError, match="nothing was released"):
+        train(private)
+    assert private.steps_done == 0
+
+
+def noisy(items: Any) -> Batch:
+    batch = collate(items)
+    return batch | {"x": batch["x"] + torch.randn_like(batch["x"])}
+
+
+def ordered(items: Any) -> Batch:
+    return collate(sorted(items, key=lambda item: float(item["x"].sum())))
+
+
+def counted(items: Any) -> Any:
+    return {**collate(items), "ntokens": sum(item["x"].numel() for item in items), "names": ["a"] * len(items)}
+
+
+class Augmented(list[Any]):
+    """Adds noise to an example whenever it is read."""
+
+    def __getitem__(self, index: Any) -> Any:
+        example = super().__getitem__(index)
+        return example | {"x": example["x"] + torch.randn(5)}
+
+
+@pytest.mark.parametrize("make", [collate, noisy, ordered, counted])
+@pytest.mark.parametrize("kind", [list, Augmented])
+def test_collators_that_draw_sort_or_count_are_accepted(make: Callable[[Any], Any], kind: type[list[Any]]) -> None:
+    private = begin(kind(examples(24)), make)
+    batches = train(private, epochs=2)
+    assert private.steps_done == 2
+    assert private.route == "uses"
+    rows = {k: batches[-1][k] for k in ("x", "labels")}
+    got = {n: 24 * p.grad for n, p in private.model.named_parameters()}
+    assert error(got, clipped_sum(one_by_one(Classifier(), rows), BOUND)) < CLIPPED
+
+
+class Averaging(list[Any]):
+    """Subtracts a running mean of all examples that were read."""
+
+    mean = torch.zeros(5)
+
+    def __getitem__(self, index: Any) -> Any:
+        example = super().__getitem__(index)
+        self.mean = 0.9 * self.mean + 0.1 * example["x"]
+        return example | {"x": example["x"] - self.mean}
+
+
+def test_a_data_set_that_remembers_is_refused() -> None:
+    private = begin(Averaging(examples(24)))
+    with pytest.raises(SelfCheckError, match="nothing was released"):
+        train(private)
+    assert private.steps_done == 0
+
+
+def test_a_collator_that_fails_on_one_example_is_told_before_a_release() -> None:
+    def several(items: Any) -> Batch:
+        if len(items) < 2:
+            raise IndexError("no second example")
+        return collate(items)
+
+    private = begin(examples(24), several)
+    with pytest.raises(ValueError, match="the collator fails on a single example"):
+        train(private)
+    assert private.steps_done == 0
+
+
+class Tokens(nn.Module):
+    """Words with places, whose attention is over the packed example alone or over the whole row."""
+
+    def __init__(self, apart: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words, self.places, self.head = nn.Embedding(61, 6), nn.Embedding(64, 6), nn.Linear(6, 61)
+        self.apart = apart
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor, position_ids: torch.Tensor) -> Any:
+        hidden = torch.tanh(self.words(input_ids) + self.places(position_ids))
+        example = (position_ids == 0).cumsum(1)
+        near = torch.ones_like(example[:, None] == example[:, :, None])
+        near = (example[:, None] == example[:, :, None]) if self.apart else near
+        hidden = hidden + (near / near.sum(-1, keepdim=True)).to(hidden) @ hidden
+        return {"loss": F.cross_entropy(self.head(hidden)[:, :-1].flatten(0, 1), labels[:, 1:].flatten())}
+
+
+def packed(cut: Callable[[list[Any]], int]) -> Callable[[Any], Batch]:
+    """All examples in one row, each cut to a length by all of them."""
+
+    def pack(items: list[torch.Tensor]) -> Batch:
+        items = [item[: cut(items)] for item in items]
+        whole = torch.cat(items)[None]
+        units = torch.cat([torch.full((len(item),), at) for at, item in enumerate(items)])[None]
+        places = torch.cat([torch.arange(len(item)) for item in items])[None]
+        return {"input_ids": whole, "labels": whole, "position_ids": places, "units": units}
+
+    return pack
+
+
+def words() -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(3, 61, (4 + at % 3,), generator=generator) for at in range(8)]
+
+
+@pytest.mark.parametrize("fault", [None, "attention", "cut"])
+def test_packed_examples_have_the_loss_that_they_have_alone(fault: str | None) -> None:
+    def cut(items: list[Any]) -> int:
+        return 12 // len(items) + 2 if fault == "cut" else 64
+
+    private = begin(words(), packed(cut), Tokens(fault != "attention"), unit_map="units")
+    message = {"attention": "packed example's loss changes", "cut": "packs an example with other tokens"}.get(
+        fault or ""
+    )
+
+    def run() -> None:
+        for batch in private.data_loader:
+            private.model(**batch)["loss"].backward()
+            private.optimizer.step()
+
+    if message is not None:
+        with pytest.raises(SelfCheckError, match=message):
+            run()
+        return
+    run()
+    truth = []
+    for text in words():
+        model = Tokens(apart=True).double()
+        model(text[None], text[None], torch.arange(len(text))[None])["loss"].backward()
+        truth.append({n: p.grad for n, p in model.named_parameters()})
+    got = {n: 8 * p.grad for n, p in private.model.named_parameters()}
+    assert error(got, clipped_sum(truth, BOUND)) < CLIPPED

@@ -1,0 +1,268 @@
+"""A row's loss in its batch is the loss of the example alone: what breaks that is refused, or run one example at a time."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers as hf
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader
+
+import fastdp
+from fastdp.engine.errors import SelfCheckError
+from fastdp.private.run import Private
+from tests.engine.nets import EXACT, Net, Step, steps, trained
+from tests.engine.reference import engine_for, feed
+from tests.engine.runs import CLIPPED, Batch, clipped_sum, collate, error, examples, one_by_one, start
+
+BOUND = 0.5
+
+
+def int8(net: Net, h: torch.Tensor) -> torch.Tensor:
+    """Activations rounded to 255 levels of the largest in the batch, with a straight-through gradient."""
+    scale = h.detach().abs().max() / 127
+    return h + ((h / scale).round() * scale - h).detach()
+
+
+def capacity(net: Any, h: torch.Tensor) -> torch.Tensor:
+    """Two experts that take at most three quarters of the rows each, first come, first served."""
+    chances = net.router(h).softmax(-1)
+    chosen = F.one_hot(chances.argmax(-1), 2)
+    place = (chosen.cumsum(0) * chosen).sum(1)
+    return h * (place <= max(1, int(0.75 * len(h)))).float().unsqueeze(1) * chances.max(-1, keepdim=True).values
+
+
+COUPLING: dict[str, Callable[[], nn.Module]] = {
+    "the batch's mean": lambda: Net(before=lambda net, x: x + 1e-2 * x.mean(0)),
+    "the batch's mean, detached": lambda: Net(lambda net, h: h + 1e-2 * h.mean(0).detach()),
+    "the batch's scale": lambda: Net(before=lambda net, x: x / x.std(0).mean()),
+    "int8 activations": lambda: Net(int8),
+    "expert capacity": lambda: Net(capacity, router=nn.Linear(6, 2)),
+    "contrast": lambda: Net(loss=lambda o, y: F.cross_entropy(o @ o.T, torch.arange(len(o)))),
+    "dropout and the mean": lambda: Net(lambda net, h: F.dropout(h + h.mean(0), 0.5)),
+}
+
+
+@pytest.mark.parametrize("name", COUPLING)
+def test_models_that_couple_rows_are_refused(name: str) -> None:
+    model = COUPLING[name]()
+    with pytest.raises(SelfCheckError, match="nothing was released"):
+        trained(model, collate(examples(6)))
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_batch_statistics_are_refused_by_the_name_of_their_layer() -> None:
+    model = Net(lambda net, h: net.norm(steps(h)), norm=nn.BatchNorm1d(4))
+    with pytest.raises((SelfCheckError, ValueError), match="norm"):
+        trained(model, collate(examples(6)))
+
+
+def test_a_refusal_names_the_module_where_rows_meet() -> None:
+    class Mixing(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + x.mean(0)
+
+    model = Net(lambda net, h: net.mixing(h), mixing=Mixing())
+    with pytest.raises(SelfCheckError, match="first in the output of mixing"):
+        trained(model, collate(examples(6)))
+
+
+def test_a_term_that_no_row_owns_is_computed_of_each_row_alone() -> None:
+    """As of a term that balances experts over the batch."""
+    model, data = Net(loss=lambda o, y: F.cross_entropy(o, y) + o.mean(0).square().sum()), collate(examples(6))
+    engine = trained(model, data, BOUND)
+    assert engine.route == "one-example"
+    assert error(engine.accumulator.sums, clipped_sum(one_by_one(model, data), BOUND)) < EXACT
+
+
+def test_rows_that_hardly_meet_are_run_alone() -> None:
+    """The difference is below rounding in other shapes, and above it in the same shapes beside other companions."""
+    model, data = Net(lambda net, h: h + 1e-5 * h.mean(0).detach()), collate(examples(6))
+    engine = trained(model, data, BOUND)
+    assert engine.route == "one-example"
+    assert error(engine.accumulator.sums, clipped_sum(one_by_one(model, data), BOUND)) < EXACT
+
+
+RANDOM: dict[str, Step] = {
+    "dropout at a literal rate": lambda net, h: F.dropout(h, 0.3, net.training),
+    "a dropout module": lambda net, h: net.dropout(h),
+    "noise": lambda net, h: h + torch.randn_like(h),
+    "layers dropped at random": lambda net, h: 2 * h if torch.rand([]) < 0.5 else h,
+    "Gumbel": lambda net, h: F.gumbel_softmax(h),
+    "a Bernoulli mask": lambda net, h: h * torch.empty_like(h).bernoulli_(0.5),
+    "rows dropped one by one": lambda net, h: h * (torch.rand(len(h), 1) > 0.2),
+    "a draw of numpy's a row": lambda net, h: h * torch.tensor(numpy.random.rand(len(h), 1)).to(h),  # noqa: NPY002
+    "a draw of Python's a row": lambda net, h: h * torch.tensor([[random.random()] for _ in h]),
+}
+
+
+@pytest.mark.parametrize("name", RANDOM)
+def test_random_draws_in_a_model_are_no_coupling(name: str) -> None:
+    engine = trained(Net(RANDOM[name], dropout=nn.Dropout(0.5)), collate(examples(6)))
+    assert engine.route == "uses", engine.reason
+
+
+@pytest.mark.parametrize("preserved", [True, False])
+def test_checkpoints_must_keep_their_dropout_masks(preserved: bool) -> None:
+    def middle(net: Net, h: torch.Tensor) -> torch.Tensor:
+        def part(v: torch.Tensor) -> torch.Tensor:
+            return F.dropout(torch.tanh(v), 0.5)
+
+        out: torch.Tensor = checkpoint(part, h, use_reentrant=False, preserve_rng_state=preserved)
+        return out
+
+    if preserved:
+        assert trained(Net(middle), collate(examples(6))).route == "uses"
+        return
+    with pytest.raises(SelfCheckError, match="preserve_rng_state=True"):
+        trained(Net(middle), collate(examples(6)))
+
+
+class Recurrent(Net):
+    """Begins each pass with the hidden state in which the one before ended."""
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> Any:
+        h = torch.tanh(self.first(x)) + getattr(self, "hidden", 0.0)
+        self.hidden = h.detach().mean(0)
+        return {"loss": F.cross_entropy(self.second(h), labels)}
+
+
+def test_memory_of_earlier_batches_is_refused() -> None:
+    with pytest.raises(SelfCheckError, match="nothing was released"):
+        trained(Recurrent(), collate(examples(6)))
+
+
+class Spreading(torch.autograd.Function):
+    """Returns its input, and adds 0 times the mean gradient to each row's."""
+
+    @staticmethod
+    def forward(ctx: Any, h: torch.Tensor) -> torch.Tensor:
+        return h.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient + 0 * gradient.mean(0)
+
+
+#: Each keeps finite rows apart to the last bit.
+SPREADING: dict[str, Callable[[], nn.Module]] = {
+    "0 times the mean": lambda: Net(before=lambda net, x: x + 0 * x.mean(0)),
+    "0 times the mean, detached": lambda: Net(lambda net, h: h + 0 * h.mean(0).detach()),
+    "backward alone": lambda: Net(lambda net, h: Spreading.apply(h)),
+}
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("first", [True, False], ids=["in the first batch", "in a later batch"])
+@pytest.mark.parametrize("name", SPREADING)
+def test_a_record_that_is_not_finite_takes_no_other_along(name: str, first: bool, value: float) -> None:
+    data = collate(examples(6))
+    truth = clipped_sum(one_by_one(SPREADING[name](), data), BOUND)
+    engine, tickets = engine_for(SPREADING[name](), BOUND)
+    if not first:
+        feed(engine, tickets, data)
+    feed(engine, tickets, collate([*examples(6), {"x": torch.full((5,), value), "labels": 0}]))
+    assert engine.route == "one-example"
+    assert error(engine.accumulator.sums, truth) < EXACT
+
+
+def test_a_record_that_is_not_finite_slows_no_model_that_keeps_it_apart() -> None:
+    more = collate([*examples(6), {"x": torch.full((5,), float("nan")), "labels": 0}])
+    engine = trained(Net(), more, BOUND)
+    assert engine.route == "uses", engine.reason
+    assert error(engine.accumulator.sums, clipped_sum(one_by_one(Net(), collate(examples(6))), BOUND)) < CLIPPED
+
+
+def texts(lengths: Sequence[int]) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(3, 61, (length,), generator=generator).tolist() for length in lengths]
+
+
+def padding(side: str, masked: bool) -> Callable[[list[list[int]]], Batch]:
+    """A collator as tokenizers pad, to the longest text of the batch."""
+
+    def pad(items: list[list[int]]) -> Batch:
+        width, rows = max(map(len, items)), []
+        for item in items:
+            fill = [0] * (width - len(item))
+            rows.append(fill + item if side == "left" else item + fill)
+        ids = torch.tensor(rows)
+        batch = {"input_ids": ids, "labels": ids.masked_fill(ids == 0, -100)}
+        return batch | ({"attention_mask": (ids > 0).long()} if masked else {})
+
+    return pad
+
+
+def released(private: Private) -> dict[str, torch.Tensor]:
+    """The sum of an epoch of one batch of eight."""
+    private.optimizer.zero_grad()
+    for batch in private.data_loader:
+        private.model(**batch)["loss"].backward()
+        private.optimizer.step()
+    return {n: 8 * p.grad for n, p in private.model.named_parameters()}
+
+
+def gpt2() -> nn.Module:
+    torch.manual_seed(0)
+    shape = {"vocab_size": 61, "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 64}
+    none = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    return hf.GPT2LMHeadModel(hf.GPT2Config(**shape, **none, bos_token_id=1, eos_token_id=2)).train()
+
+
+def own_gradients(data: list[list[int]]) -> list[dict[str, torch.Tensor]]:
+    """Of each text alone, without padding, in float64."""
+    model, found = gpt2().double(), []
+    for text in data:
+        model.zero_grad()
+        ids = torch.tensor([text])
+        model(input_ids=ids, labels=ids).loss.backward()
+        found.append({n: p.grad.clone() for n, p in model.named_parameters()})
+    return found
+
+
+@pytest.mark.parametrize("masked", [True, False], ids=["with a mask", "without"])
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("long", [0, 1, None], ids=["long in the first batch", "in a later one", "in none"])
+def test_padding_that_moves_positions_changes_no_clipped_sum(long: int | None, side: str, masked: bool) -> None:
+    """GPT-2 counts positions from the first token of the row, padding included."""
+    data = texts([6] * 8)
+    batches = DataLoader(data, batch_size=8, collate_fn=padding(side, masked))  # type: ignore[arg-type]
+    private = start(gpt2(), batches, epochs=3, method=fastdp.DPSGD(max_grad_norm=BOUND))
+    for number in range(2):
+        if number == long:
+            data[3] = texts([40])[0]
+        assert error(released(private), clipped_sum(own_gradients(data), BOUND)) < CLIPPED
+    assert private.route == ("one-example" if side == "left" and long is not None else "uses")
+
+
+class Stretching(nn.Module):
+    """Turns words round in a batch that is longer than ten."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.head = nn.Embedding(61, 6), nn.Linear(6, 61)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor, attention_mask: torch.Tensor | None = None) -> Any:
+        logits = self.head((-1 if input_ids.shape[1] > 10 else 1) * self.table(input_ids))
+        return {"loss": F.cross_entropy(logits.transpose(1, 2), labels)}
+
+
+@pytest.mark.parametrize("masked", [True, False], ids=["with a mask", "without"])
+def test_a_branch_on_the_length_of_a_batch_is_found_in_the_first_longer_one(masked: bool) -> None:
+    data = texts([4, 5, 6, 7] * 2)
+    batches = DataLoader(data, batch_size=8, collate_fn=padding("right", masked))  # type: ignore[arg-type]
+    private = start(Stretching(), batches, epochs=3, method=fastdp.DPSGD(max_grad_norm=BOUND))
+    for length in (7, 20):
+        data[3] = texts([length])[0]
+        got = released(private)
+        truth = [one_by_one(Stretching(), {k: torch.tensor([t]) for k in ("input_ids", "labels")})[0] for t in data]
+        assert error(got, clipped_sum(truth, BOUND)) < CLIPPED
+    assert private.route == "one-example"

@@ -1,0 +1,219 @@
+"""What a training loop makes of a batch, or computes outside the model: of each row alone anything, of all rows nothing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy
+import pytest
+import torch
+import torch.nn.functional as F
+
+import fastdp
+from fastdp.engine.errors import SelfCheckError
+from fastdp.private.run import Private
+from tests.engine.runs import (
+    CLIPPED,
+    FEATURES,
+    Batch,
+    Classifier,
+    clipped_sum,
+    error,
+    examples,
+    loader,
+    one_by_one,
+    start,
+)
+
+Make = Callable[[Batch], Any]
+
+
+class Scaled(Classifier):
+    """Takes a number besides its rows."""
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None, scale: Any = 1.0) -> Any:
+        return super().forward(x * scale, labels)
+
+
+class Logits(Scaled):
+    """Leaves the loss to a criterion outside."""
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None, scale: Any = 1.0) -> Any:
+        return super().forward(x, None, scale)["logits"]
+
+
+def row_losses(logits: torch.Tensor, batch: Batch) -> torch.Tensor:
+    return F.cross_entropy(logits, batch["labels"], reduction="none")
+
+
+#: Where the loss is computed: the model, what `make_private` is told, and the loop's line.
+LOSSES: dict[str, tuple[type[Classifier], dict[str, Any], Callable[[Private, Any, Batch], torch.Tensor]]] = {
+    "the model's own": (Scaled, {}, lambda private, output, batch: output["loss"]),
+    "a criterion": (Logits, {"criterion": row_losses}, lambda private, output, batch: private.loss(output, batch)),
+    "the loop's mean": (
+        Logits,
+        {"loss_reduction": "mean"},
+        lambda private, output, batch: row_losses(output, batch).mean(),
+    ),
+}
+
+
+def own_generator() -> Make:
+    generator = torch.Generator().manual_seed(3)
+    return lambda b: {**b, "x": b["x"] + torch.randn(b["x"].shape, generator=generator)}
+
+
+def annealed() -> Make:
+    numbers = iter(range(100))
+    return lambda b: {**b, "scale": 1 - 0.01 * next(numbers)}
+
+
+def written(change: Make) -> Make:
+    def make(batch: Batch) -> Batch:
+        change(batch)
+        return batch
+
+    return make
+
+
+BY_ROW: dict[str, Callable[[], Make]] = {
+    "untouched": lambda: lambda b: b,
+    "copied": lambda: lambda b: {"x": b["x"].double().float(), "labels": b["labels"].clone()},
+    "normalised": lambda: lambda b: {**b, "x": b["x"] / b["x"].norm(dim=1, keepdim=True)},
+    "noised": lambda: lambda b: {**b, "x": b["x"] + torch.randn_like(b["x"])},
+    "noised by a generator of its own": own_generator,
+    "a constant": lambda: lambda b: {**b, "scale": 0.5},
+    "an annealed number": annealed,
+    "labels masked": lambda: lambda b: {**b, "labels": b["labels"].masked_fill(b["x"][:, 0] > 2, -100)},
+    "written into": lambda: written(lambda b: b["x"].div_(b["x"].norm(dim=1, keepdim=True))),
+}
+TOGETHER: dict[str, Callable[[], Make]] = {
+    "centred": lambda: lambda b: {**b, "x": b["x"] - b["x"].mean(0)},
+    "the largest entry": lambda: lambda b: {**b, "x": b["x"] / b["x"].abs().max()},
+    "a count": lambda: lambda b: {**b, "x": b["x"] / len(b["x"])},
+    "mixed": lambda: lambda b: {**b, "x": 0.7 * b["x"] + 0.3 * b["x"].flip(0)},
+    "a number": lambda: lambda b: {**b, "scale": float(b["x"].mean())},
+    "an array": lambda: lambda b: {**b, "scale": numpy.asarray(b["x"].numpy().mean())},
+}
+
+
+def train(private: Private, make: Make, loss: str = "the model's own", releases: int = 1) -> list[Batch]:
+    """A loop until so many releases, as honest loops are written; the batches that were summed."""
+    summed: list[Batch] = []
+    for batch in private.data_loader:
+        probes = private.data_loader.tickets[0].probe is not None
+        made = make(batch)
+        summed += [] if probes else [made]
+        private.optimizer.zero_grad()
+        value = LOSSES[loss][2](private, private.model(**made), made)
+        if not math.isfinite(value.item()):
+            raise SystemExit("the loop was handed values that nobody has")
+        value.backward()
+        private.optimizer.step()
+        releases -= private.last_step_done
+        if releases == 0:
+            break
+    return summed
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("name", BY_ROW)
+def test_what_is_made_of_each_row_is_accepted_and_summed(name: str, loss: str) -> None:
+    model, options, _ = LOSSES[loss]
+    private = start(model(), **options, method=fastdp.DPSGD(max_grad_norm=0.5), max_physical_batch_size=3)
+    summed = train(private, BY_ROW[name](), loss)
+    # A number is one for all rows, and so each row's own.
+    rows = [
+        {k: v if isinstance(v, torch.Tensor) else torch.full((len(b["x"]), 1), v) for k, v in b.items()} for b in summed
+    ]
+    truth = [gradient for batch in rows for gradient in one_by_one(Scaled(), batch)]
+    truth = [{n: g.nan_to_num() for n, g in gradient.items()} for gradient in truth]
+    got = {n: 8 * p.grad for n, p in private.model.named_parameters() if p.grad is not None}
+    assert error(got, clipped_sum([g for g in truth if any(t.any() for t in g.values())], 0.5)) < CLIPPED
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("most", [8, 3])
+@pytest.mark.parametrize("name", TOGETHER)
+def test_what_is_made_of_all_rows_together_is_refused_before_a_release(name: str, most: int, loss: str) -> None:
+    model, options, _ = LOSSES[loss]
+    private = start(model(), max_physical_batch_size=most, **options)
+    with pytest.raises(SelfCheckError, match="nothing was released"):
+        train(private, TOGETHER[name](), loss)
+    assert private.steps_done == 0
+    # A loop that goes on after the refusal is refused again.
+    with pytest.raises(SelfCheckError, match="nothing was released"):
+        train(private, TOGETHER[name](), loss)
+
+
+OUTSIDE: dict[str, tuple[Callable[[torch.Tensor, torch.Tensor], torch.Tensor], bool]] = {
+    "a contrast": (lambda logits, y: F.cross_entropy(logits @ logits.T, torch.arange(len(y))), False),
+    "weighted by the batch": (lambda logits, y: (logits - logits.mean(0)).square().mean(), False),
+    "binary": (lambda logits, y: F.binary_cross_entropy(logits.sigmoid(), F.one_hot(y, 3).float()), True),
+    "distilled": (
+        lambda logits, y: F.kl_div(logits.log_softmax(1), logits.detach().softmax(1).flip(1), reduction="batchmean"),
+        True,
+    ),
+    "noised": (lambda logits, y: (logits - torch.randn_like(logits)).square().mean(), True),
+}
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_losses_in_the_loop(name: str) -> None:
+    compute, honest = OUTSIDE[name]
+    private = start(Logits(), loss_reduction="mean")
+
+    def run() -> None:
+        for batch in private.data_loader:
+            compute(private.model(batch["x"]), batch["labels"]).backward()
+            private.optimizer.step()
+            private.optimizer.zero_grad()
+
+    if honest:
+        run()
+        assert private.steps_done > 1
+        return
+    with pytest.raises(SelfCheckError, match="The criterion gives an example another gradient"):
+        run()
+    assert private.steps_done == 0
+
+
+def test_a_loop_that_makes_nothing_gets_no_probe_batch() -> None:
+    private, probes = start(noise_multiplier=1.0, target_delta=1e-3), []
+    for batch in private.data_loader:
+        probes.append(private.data_loader.tickets[0].probe)
+        private.model(**batch)["loss"].backward()
+        private.optimizer.step()
+        private.optimizer.zero_grad()
+    assert probes == [None] * len(probes)
+
+
+def test_probe_batches_leave_random_states_as_they_were() -> None:
+    states = []
+    for name in ("a constant", "normalised", "untouched"):
+        private = start(Scaled())
+        torch.manual_seed(7)
+        train(private, BY_ROW[name]())
+        states.append(torch.get_rng_state())
+    assert all(torch.equal(state, states[-1]) for state in states)
+
+
+RARELY: dict[str, Make] = {
+    "scaled": lambda b: {**b, "x": b["x"] / b["x"].abs().max()} if b["x"].abs().max() > 100 else b,
+    "scaled in place": written(lambda b: b["x"].div_(b["x"].abs().max()) if b["x"].abs().max() > 100 else b),
+    "always": lambda b: {**b, "x": 1.5 * b["x"] / (b["x"].abs().max() if b["x"].abs().max() > 100 else 1)},
+}
+
+
+@pytest.mark.parametrize("name", RARELY)
+def test_what_a_loop_makes_of_a_larger_batch_is_verified_in_that_batch(name: str) -> None:
+    data = examples(8)
+    private = start(Scaled(), loader(data), epochs=4)
+    for _ in range(2):
+        train(private, RARELY[name])
+    data[5] = {**data[5], "x": torch.full((FEATURES,), 1e3)}
+    with pytest.raises(SelfCheckError, match="nothing was released"):
+        train(private, RARELY[name])
+    assert private.steps_done == 2

@@ -1,0 +1,170 @@
+"""State that changes between releases, or within a training forward pass, is refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fastdp.engine.errors import SelfCheckError
+from fastdp.private.run import Private
+from fastdp.verify.state import StateCheck
+from tests.engine.nets import Net, steps, trained
+from tests.engine.runs import Batch, collate, examples, start
+
+
+def settled() -> tuple[nn.Sequential, StateCheck]:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
+    model.register_buffer("seen", torch.zeros(3))
+    model[1].weight.requires_grad_(False)
+    state = StateCheck(model)
+    state.settle()
+    return model, state
+
+
+@torch.no_grad()
+def _write(model: Any) -> None:
+    model[0].weight.add_(1)
+
+
+@torch.no_grad()
+def _write_frozen(model: Any) -> None:
+    model[1].weight[0, 0] += 1
+
+
+def _replace(model: Any) -> None:
+    model[0].weight = nn.Parameter(model[0].weight.detach().clone())
+
+
+def _write_buffer(model: Any) -> None:
+    model.seen.add_(1)
+
+
+def _replace_buffer(model: Any) -> None:
+    model.seen = model.seen + 1
+
+
+@pytest.mark.parametrize("change", [_write, _write_frozen, _replace, _write_buffer, _replace_buffer])
+def test_state_that_changes_outside_of_a_release_is_refused(change: Callable[[nn.Module], None]) -> None:
+    model, state = settled()
+    state.require_settled()
+    change(model)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="(0.weight|1.weight|seen) was"):
+            state.require_settled()
+    state.settle()
+    model.seen = model.seen.clone()  # As where a model is moved.
+    state.require_settled()
+
+
+def test_a_parameter_that_is_unfrozen_or_added_is_refused() -> None:
+    for change in (
+        lambda model: model[1].weight.requires_grad_(),
+        lambda model: model[0].add_module("late", nn.Linear(3, 3)),
+    ):
+        model, state = settled()
+        names = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        state.require_settled(names)
+        state.structure_changed()
+        change(model)
+        state.structure_changed()
+        with pytest.raises(RuntimeError, match="(1.weight|late.weight) was"):
+            state.require_settled(names)
+
+
+def test_hooks_modules_and_modes_count_as_structure() -> None:
+    model, state = settled()
+    assert not state.structure_changed()
+    for change in (
+        lambda: model[0].eval(),
+        lambda: model[1].register_forward_hook(lambda *_: None),
+        lambda: model.append(nn.Tanh()),
+    ):
+        assert not state.structure_changed()
+        change()
+        assert state.structure_changed()
+
+
+class Writing(Net):
+    """Writes a buffer in each forward pass."""
+
+    def __init__(self, write: Callable[[Any, torch.Tensor], Any], persistent: bool = True):
+        super().__init__()
+        self.write = write
+        self.register_buffer("average", torch.zeros(5), persistent=persistent)
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> Any:
+        with torch.no_grad():
+            self.write(self, x)
+        return super().forward(x, labels)
+
+
+RUNNING: dict[str, Callable[[], nn.Module]] = {
+    "in place": lambda: Writing(lambda net, x: net.average.lerp_(x.mean(0), 0.1)),
+    "an entry": lambda: Writing(lambda net, x: net.average[0].copy_(x.mean())),
+    "replaced": lambda: Writing(lambda net, x: setattr(net, "average", 0.9 * net.average + 0.1 * x.mean(0))),
+    "rows counted": lambda: Writing(lambda net, x: net.average.add_(len(x))),
+    "instance norm": lambda: Net(
+        lambda net, h: net.average(steps(h)), average=nn.InstanceNorm1d(4, track_running_stats=True)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RUNNING)
+def test_a_buffer_that_forwards_write_from_data_is_refused(name: str) -> None:
+    model = RUNNING[name]()
+    before = {n: t.clone() for n, t in model.state_dict().items()}
+    with pytest.raises(SelfCheckError, match="average.* is a buffer that training forwards write"):
+        trained(model, collate(examples(6)))
+    assert all(torch.equal(t, before[n]) for n, t in model.state_dict().items())
+
+
+def step(private: Private, batch: Batch) -> None:
+    private.model(**batch)["loss"].backward()
+    private.optimizer.step()
+    private.optimizer.zero_grad()
+
+
+def spectral() -> nn.Module:
+    model = Net()
+    nn.utils.parametrizations.spectral_norm(model.first)
+    return model
+
+
+HARMLESS: dict[str, Callable[[], nn.Module]] = {
+    "a step counter": lambda: Writing(lambda net, x: net.count.add_(1)),
+    "weights": lambda: Writing(lambda net, x: net.average.fill_(float(net.first.weight.detach().sum()))),
+    "not saved": lambda: Writing(lambda net, x: net.average.copy_(x.mean(0)), persistent=False),
+    "spectral norm": spectral,
+}
+
+
+@pytest.mark.parametrize("name", HARMLESS)
+def test_buffers_that_follow_from_no_data_are_accepted(name: str) -> None:
+    private = start(HARMLESS[name](), epochs=2)
+    for batch in private.data_loader:
+        step(private, batch)
+    assert private.steps_done > 1
+
+
+@pytest.mark.parametrize("frozen", [True, False], ids=["frozen", "trained"])
+def test_a_parameter_that_forwards_write_is_refused(frozen: bool) -> None:
+    model = Writing(lambda net, x: net.first.weight[0].add_(x.mean()))
+    model.first.weight.requires_grad_(not frozen)
+    with pytest.raises(SelfCheckError, match="first.weight is a parameter that a training forward writes"):
+        trained(model, collate(examples(6)))
+
+
+def test_a_buffer_that_a_later_forward_writes_is_refused() -> None:
+    private = start(Writing(lambda net, x: net.average.add_(x.mean(0)) if net.late else None), epochs=4)
+    private.model.late, batches = False, iter(private.data_loader)
+    while private.steps_done < 2:
+        step(private, next(batches))
+    private.model.late = True
+    with pytest.raises(SelfCheckError, match="average is a buffer that training forwards write"):
+        step(private, next(batches))
+    assert private.steps_done == 2
