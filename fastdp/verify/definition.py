@@ -60,10 +60,7 @@ class _Calls:
         every = range(len(source.indices))
         items = dict(zip(every, source.items(every))) if reads else dict(zip(rows, source.items(rows)))
         whole = source.call(call, sources, source.collated(list(items.values()))) if reads else call
-        try:
-            alone = {row: source.call(call, sources, source.collated([items[row]])) for row in rows}
-        except Exception as error:
-            raise ValueError(f"The collator fails on one example, and sampling will draw one: {error}") from error
+        alone = {row: source.call(call, sources, source.single(items[row])) for row in rows}
         return cls(whole, alone, collated=not reads)
 
 
@@ -142,6 +139,10 @@ class _Comparison:
             if alone.finite(0):
                 compared = True
                 self._require_same(base, row, alone)
+        lost = [] if compared or probe.ticket.rows == 1 else [row for row in rows if base.finite(row)]
+        if lost:
+            # Statistics of one row may not be finite where those of a batch are.
+            self._explain(base, lost[0], self._alone(lost[0]))
         if base.rest or single.rest:
             raise UnsupportedUse("the model adds a term of its own to torch's loss functions")
         return compared
@@ -213,13 +214,14 @@ def check_companions(passes: Passes, call: Call, ticket: Ticket) -> None:
     if ticket.rows < 2:
         return
     probe, beside = Probe(passes, call, ticket), sorted({1, ticket.rows - 1})
+    # First and last, as a row may depend on those before it, or on those behind.
     one, two = (
         probe.run(probe.rows([0, *companions, 0]), 2 + len(companions), dropout=True)
         for companions in (beside, [0] * len(beside))
     )
     exact = passes.device.type == "cpu" and not passes.trace.selects
     limit = rounding(passes.model) * (_SAME_SHAPES if exact else 1.0)
-    if one.finite(0) and not one.gap(0, two, 0) <= limit:
+    if any(one.finite(at) and not one.gap(at, two, at) <= limit for at in (0, 1 + len(beside))):
         raise UnsupportedUse("a row's loss changes with the rows beside it")
 
 

@@ -247,13 +247,6 @@ class LoopCheck:
         return rounding(self._passes.model) * (1.0 if self._passes.returns_loss else _GRADIENTS)
 
 
-def _untouched(call: Call, source: Collation) -> bool:
-    """Whether a call holds the loader's own tensors, and no numbers besides."""
-    values = (v for _, v in everything(call) if not isinstance(v, (torch.Tensor, bool)))
-    numbers = any(isinstance(v, Number) or hasattr(v, "dtype") for v in values)
-    return not numbers and source.sources(call) is not None
-
-
 def _largest(item: Any) -> float:
     """The largest absolute entry of an example's floating-point tensors, 0 without any."""
     entries = [t for _, t in leaves(item) if t.is_floating_point() and t.numel()]

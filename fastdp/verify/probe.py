@@ -215,9 +215,11 @@ class Probe:
                 args, kwargs = call if inputs is None else inputs.call
                 output = passes.plain_forward(*args, **kwargs)
         except RuntimeError as error:
-            if inputs is None or "requires_grad flags of leaf" not in str(error):
+            if inputs is None or not any(
+                said in str(error) for said in ("requires_grad flags of leaf", "requires grad")
+            ):
                 raise
-            # The model sets requires_grad on what it makes of its inputs: their gradients are left out.
+            # The model sets requires_grad on what it makes of its inputs, or reads them by numpy.
             inputs.clear()
             return self._forward(call, layout, None)
         if not passes.returns_loss:

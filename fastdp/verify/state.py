@@ -140,7 +140,7 @@ class StateCheck:
                     "with persistent=False; nothing was released."
                 )
             if not (same or name in self.harmless):
-                raise _running(name)
+                raise _buffer_written(name)
         self.harmless |= written
         self.rewritten |= {id(p) for p in parameters.values()}
 
@@ -196,11 +196,4 @@ def _changed(name: str) -> RuntimeError:
     return RuntimeError(
         f"{name} was changed outside of a release, so no noise covers it. After loading released weights call "
         "private.load_state_dict, or detach() and make the run private anew."
-    )
-
-
-def _running(name: str) -> SelfCheckError:
-    return SelfCheckError(
-        f"{name} is a buffer that training forwards write, and no noise covers it. Set track_running_stats=False, or register it "
-        "with persistent=False; nothing was released."
     )
