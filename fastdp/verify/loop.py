@@ -93,7 +93,7 @@ class LoopCheck:
     def __init__(self, passes: Passes) -> None:
         self._passes = passes
         self.waiting = 0
-        self.begun = self.undecided = False
+        self.begun = self.undecided = self._ahead = False
         self._due: list[ProbeBatch] = []
         self._seen: dict[str, _Outcome] = {}
         #: What the model was called with for the example that is compared, alone.
@@ -109,9 +109,7 @@ class LoopCheck:
             source: of the loader's batch.
             grew: whether that batch is longer or larger than those before.
         """
-        values = (v for _, v in everything(call) if not isinstance(v, (torch.Tensor, bool)))
-        numbers = any(isinstance(v, Number) or hasattr(v, "dtype") for v in values)
-        if source.sources(call) is not None and not numbers:
+        if _is_unchanged(call, source):
             return False
         longest = max((t.numel() // max(t.shape[0], 1) for _, t in leaves(call) if t.dim()), default=0)
         longer, self._longest = longest > self._longest, max(longest, self._longest)
@@ -122,7 +120,7 @@ class LoopCheck:
 
         ``ahead`` is for loops that take a batch before they are done with the one before.
         """
-        self.begun = True
+        self.begun, self._ahead = True, ahead
         size = len(source.dataset)
         spread = list(dict.fromkeys(int(size * (_GOLDEN * k % 1)) for k in range(_SAMPLED)))
         own = list(source.indices)[:rows] or spread[:rows]
@@ -181,8 +179,8 @@ class LoopCheck:
         if passes.returns_loss:
             own = [term.per_unit[row] for term in terms.terms] if not tops else [top.reshape(()) for top in tops]
             values = torch.stack([value.detach() for value in own])
-            if probe.source.sources(call) is not None:
-                # Nothing reaches the model but the loader's own tensors: the rest of a probe made ahead is not needed.
+            if self._ahead and _is_unchanged(call, probe.source):
+                # The loop makes nothing, so the rest of a probe made ahead is not needed.
                 self.waiting -= len(self._due)
                 self._due = []
         state = ExitStack()
@@ -226,6 +224,12 @@ class LoopCheck:
 
     def _tolerance(self) -> float:
         return rounding(self._passes.model) * (1.0 if self._passes.returns_loss else _GRADIENTS)
+
+
+def _is_unchanged(call: Call, source: Collation) -> bool:
+    """Whether a call holds no numbers, and no tensors but the loader's own."""
+    values = (v for _, v in everything(call) if not isinstance(v, (torch.Tensor, bool)))
+    return source.sources(call) is not None and not any(isinstance(v, Number) or hasattr(v, "dtype") for v in values)
 
 
 def _row_of(call: Call, rows: int, single: Call | None) -> int:
