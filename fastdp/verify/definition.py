@@ -41,7 +41,8 @@ def chosen_rows(ticket: Ticket) -> list[int]:
     """Up to three rows of a microbatch: its shortest, its longest, and one drawn at random."""
     lengths, rows = ticket.lengths, range(ticket.rows)
     if len(lengths) == ticket.rows:
-        first = [min(rows, key=lengths.__getitem__), max(rows, key=lengths.__getitem__)]
+        # Of examples of one length, the first and the last.
+        first = [min(rows, key=lengths.__getitem__), max(reversed(rows), key=lengths.__getitem__)]
     else:
         first = [0, ticket.rows - 1]
     rest = [row for row in rows if row not in first]
