@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from fastdp.engine.errors import SelfCheckError
+from fastdp.engine.follow import Follow
 from fastdp.engine.pieces import is_cut, writes
 from fastdp.engine.randomness import BufferSnapshot, version
 
@@ -132,11 +133,12 @@ class StateCheck:
         self._buffers = after
 
     @contextmanager
-    def tracing(self, again: Callable[[int], None]) -> Iterator[None]:
+    def tracing(self, again: Callable[[int], Follow]) -> Iterator[None]:
         """Learn from a trace which buffers, and frozen parameters, forwards write whatever the data are.
 
         Args:
-            again: runs some data through the model, or others; called only if the trace wrote something.
+            again: runs some data through the model, or others, and returns what follows from them; called only if the trace
+                wrote something.
 
         Raises `SelfCheckError` for a parameter that a forward changes.
         """
@@ -147,10 +149,11 @@ class StateCheck:
         parameters = {n: p for n, p in self.model.named_parameters() if counts.get(n) != writes(p)}
         if not written and not parameters:
             return
-        states = []
+        states, tainted = [], set()
         for data in (0, 1):
             snapshot.restore()
-            again(data)
+            followed = again(data)
+            tainted |= {n for n, t in self._state(written).items() if t in followed.data}
             states.append({n: t.detach().clone() for n, t in self._state(written | parameters.keys()).items()})
         held, now = states
         for name, tensor in now.items():
@@ -160,6 +163,8 @@ class StateCheck:
                     f"{name} is a parameter that a training forward writes, and no noise covers it. Keep such values in a buffer "
                     "with persistent=False; nothing was released."
                 )
+        # A buffer that is made of data will hold some, though its weight may still be zero.
+        written -= tainted
         self.harmless |= {n for n in written if torch.allclose(held[n].double(), now[n].double(), rtol=1e-4, atol=1e-6)}
         self.rewritten |= {id(p) for p in parameters.values()}
 
