@@ -6,7 +6,6 @@ import copy
 import functools
 import json
 import math
-import multiprocessing
 import os
 import shutil
 import tempfile
@@ -62,7 +61,7 @@ def cut_ledger(library: Library) -> float:
             (folder / "ledger.jsonl").write_text("".join(whole[:lines]))
             return 5 / max(library.go_on(folder, 0, resume=True), 1e-9)
 
-        return kit.weakest([functools.partial(resumed, lines) for lines in range(1, len(whole))])
+        return kit.weakest(lambda lines: resumed(lines), range(1, len(whole)))
 
 
 @attack(
@@ -140,16 +139,6 @@ def trained_before(library: Library) -> float:
     return max(moved)
 
 
-@attack("Two runs share a part and are made before either trains, and neither card tells of the other.", off=_UNTOLD)
-def shared_at_once(library: Library) -> float:
-    first = _run(library, Net(), steps=False)
-    second = _run(library, net(parts={"first": lambda: first.model.first})(), steps=False)
-    for private in (first, second):
-        list(library.steps(private, Task(Net)))
-    told = _told(second, first.ledger.run_id)
-    return 1.0 if told else (first.epsilon() + second.epsilon()) / second.epsilon()
-
-
 @attack(
     "A checkpoint joins the weights of a run that spent more and the privacy state of one that spent less.", off=_UNTOLD
 )
@@ -206,25 +195,6 @@ def quiet_method(library: Library) -> float:
 def seeded_noise(library: Library) -> float:
     first, second = (library.release(Task(Net), records(), noise_multiplier=1.0).sums for _ in range(2))
     return unless(not all(equal(first[name], second[name]) for name in first))
-
-
-@attack(
-    "A process that was forked from a run draws the run's noise again.",
-    off={"fastdp.ops.stream._streams": unittest.mock.MagicMock()},
-)
-def forked_noise(library: Library) -> float:
-    private = library.start(Task(Net), records(), noise_multiplier=1.0, epochs=2)
-    fork = multiprocessing.get_context("fork")
-    queue = fork.SimpleQueue()
-    # A child of a process with threads must not use them.
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    process = fork.Process(target=lambda: queue.put(next(library.steps(private, Task(Net)))["second.weight"].tolist()))
-    process.start()
-    process.join(60)
-    ours = next(library.steps(private, Task(Net)))["second.weight"]
-    torch.set_num_threads(threads)
-    return 0.0 if process.exitcode else unless(not equal(ours, torch.tensor(queue.get())))
 
 
 @attack(

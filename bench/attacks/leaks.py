@@ -56,8 +56,8 @@ def law_of_a_draw(library: Library) -> float:
         net(before=lambda own, x: torch.normal(x, x.detach().abs().max().expand(x.shape) / 100)),
         net(before=lambda own, x: x * torch.bernoulli((1 / (1 + x.detach().abs().max())).expand(x.shape))),
     )
-    return max(
-        library.moved(Task(model, options={"unsafe_seed": 1}), records(16), outlier(100.0), 0.2) for model in models
+    return kit.weakest(
+        lambda model: library.moved(Task(model, options={"unsafe_seed": 1}), records(16), outlier(100.0), 0.2), models
     )
 
 

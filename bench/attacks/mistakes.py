@@ -4,53 +4,28 @@ from __future__ import annotations
 
 import functools
 import math
-import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 from torch.utils.data import Subset
 
 from . import kit
 from .data import Pairs, pair
-from .kit import (
-    UNWATCHED,
-    Classes,
-    Model,
-    Net,
-    Record,
-    Recording,
-    Scores,
-    Tagger,
-    Task,
-    Words,
-    constant,
-    distance,
-    gpt2,
-    net,
-    nothing,
-    outlier,
-    padded,
-    records,
-    stack,
-    tokens,
-    unless,
-    weakest,
-)
+from .kit import UNWATCHED, Classes, Net, Record, Recording, Task, distance, net, outlier, padded, records, tokens
 from .systems import Library
 
 attack = kit.register("mistakes", unmode={"self_check": False})
 _STEPS = "fastdp.private.steps"
 _PREPARATION = "fastdp.private.preparation"
 _UNREFUSED = {
-    "fastdp.engine.passes.Passes.refuse_foreign_gradients": nothing,
-    f"{_STEPS}.Steps._refuse_unclipped": nothing,
+    "fastdp.engine.passes.Passes.refuse_foreign_gradients": kit.nothing,
+    f"{_STEPS}.Steps._refuse_unclipped": kit.nothing,
 }
 _UNREPEATED = {"fastdp.engine.passes.repeatable": kit.watch_nothing}
-_UNCOMPARED = {f"{_PREPARATION}._require_independence": nothing, f"{_PREPARATION}._require_same": nothing}
+_UNCOMPARED = {f"{_PREPARATION}._require_independence": kit.nothing, f"{_PREPARATION}._require_same": kit.nothing}
 
 
 def _backward(engine: Any, waiting: Any, upstream: Any) -> None:
@@ -70,7 +45,7 @@ _UNORDERED = {"fastdp.engine.engine.Engine._backward": _backward}
 @attack("A ten-thousandth of the batch's mean is added to features, with or without its gradient.")
 def batch_mean(library: Library) -> float:
     models = (net(before=lambda own, x: x + 1e-4 * x.mean(0)), net(before=lambda own, x: x + 1e-4 * x.mean(0).detach()))
-    return max(library.moved(Task(model), records(32), outlier(1e6), 0.2) for model in models)
+    return kit.weakest(lambda model: library.moved(Task(model), records(32), outlier(1e6), 0.2), models)
 
 
 @attack("Activations are quantised by one scale for the whole batch.")
@@ -81,7 +56,7 @@ def int8_activations(library: Library) -> float:
 
     parts = {"gain": lambda: nn.Parameter(torch.ones(16, dtype=torch.bfloat16))}
     task = Task(net(before=quantised, between=lambda own, hidden: hidden * own.gain.float(), parts=parts))
-    return max(library.moved(task, records(32), outlier(size), 0.2) for size in (30.0, 1e4))
+    return kit.weakest(lambda size: library.moved(task, records(32), outlier(size), 0.2), (30.0, 1e4))
 
 
 @attack("A function keeps its input for the backward pass in eight bits, with one scale for the batch.")
@@ -99,7 +74,7 @@ def kept_in_eight_bits(library: Library) -> float:
             return gradients[0] * (x.sigmoid() * (1 + x * (1 - x.sigmoid())))
 
     task = Task(net(between=lambda own, hidden: Compressed.apply(own.middle(hidden)), parts=MIDDLE))
-    return max(library.moved(task, records(24), outlier(size), 0.2) for size in (30.0, 300.0))
+    return kit.weakest(lambda size: library.moved(task, records(24), outlier(size), 0.2), (30.0, 300.0))
 
 
 MIDDLE = {"middle": lambda: nn.Linear(16, 16)}
@@ -114,13 +89,13 @@ def expert_capacity(library: Library) -> float:
 
     experts = {"experts": lambda: nn.ModuleList([nn.Linear(16, 16) for _ in range(2)])}
     task = Task(net(between=routed, parts={"gate": lambda: nn.Linear(16, 2), **experts}))
-    return max(library.moved(task, records(16), extra, 0.2, first=True) for extra in records(6, 1.0, 5))
+    return kit.weakest(lambda extra: library.moved(task, records(16), extra, 0.2, first=True), records(6, 1.0, 5))
 
 
 @attack("Activations are scaled by the number of rows.")
 def row_count(library: Library) -> float:
     data, counted = [records(1)[0]] * 12, net(between=lambda own, hidden: hidden * len(hidden) / 8)
-    return max(library.moved(Task(counted), data, data[0], bound) for bound in (0.5, 2.0, 5.0))
+    return kit.weakest(lambda bound: library.moved(Task(counted), data, data[0], bound), (0.5, 2.0, 5.0))
 
 
 @attack("The model takes a branch, in which records mix, when a batch holds a certain token.")
@@ -131,7 +106,7 @@ def batch_branching(library: Library) -> float:
         lambda own, ids, hidden: hidden * (1 - (ids == 49).any().float()),
     )
     models = (net(Classes, between=branch) for branch in branches)
-    return max(library.moved(Task(model), kit.classed(), kit.RARE, 0.2) for model in models)
+    return kit.weakest(lambda model: library.moved(Task(model), kit.classed(), kit.RARE, 0.2), models)
 
 
 @attack(
@@ -176,28 +151,6 @@ def late_memory_bank(library: Library) -> float:
     return library.moved_late(task, records(16), outlier(30.0), 0.2, 40, first=True)
 
 
-@attack("A backward pass quantises gradients by the largest one of the batch before.")
-def carried_gradients(library: Library) -> float:
-    class Quantised(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: torch.Tensor, kept: list[float]) -> torch.Tensor:
-            ctx.kept = kept
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-            scale, ctx.kept[0] = ctx.kept[0] / 127, float(gradients[0].abs().max())
-            return (gradients[0] / scale).round().clamp(-127, 127) * scale, None
-
-    def forward(own: Any, x: torch.Tensor, labels: torch.Tensor, weight: torch.Tensor) -> Any:
-        hidden = Quantised.apply(torch.tanh(own.first(x)), own.kept)
-        return {"loss": F.cross_entropy(own.second(hidden) * weight[:, None], labels)}
-
-    others = [{**record, "weight": 1.0} for record in records(16)]
-    task = Task(net(forward=forward, parts={"kept": lambda: [0.1]}))
-    return library.moved_late(task, others, others[0] | {"weight": 1e5}, 0.02, 3)
-
-
 @attack("A tensor hook divides the gradients of activations by the largest one in the batch.")
 def gradient_hook(library: Library) -> float:
     def hooked(own: Any, hidden: torch.Tensor) -> torch.Tensor:
@@ -206,7 +159,9 @@ def gradient_hook(library: Library) -> float:
         return hidden
 
     sizes = [(n, bound) for n in (2, 24) for bound in (0.5, 5.0)]
-    return max(library.moved(Task(net(between=hooked)), records(n), constant(40.0, 2), bound) for n, bound in sizes)
+    return kit.weakest(
+        lambda n, bound: library.moved(Task(net(between=hooked)), records(n), kit.constant(40.0, 2), bound), sizes
+    )
 
 
 @attack("Dropout draws from the model's own generator, and one more record moves the masks of all after it.")
@@ -240,15 +195,15 @@ def nan_spreads(library: Library) -> float:
         net(between=experts),
         net(between=lambda own, hidden: Backward.apply(hidden)),
     )
-    extras = [constant(value) for value in (math.nan, math.inf)]
-    return max(library.moved(Task(model), records(), extra, 0.2) for extra in extras for model in models)
+    cases = [(model, kit.constant(value)) for model in models for value in (math.nan, math.inf)]
+    return kit.weakest(lambda model, extra: library.moved(Task(model), records(), extra, 0.2), cases)
 
 
 # Padding and positions.
 
 
 def _left_padded(library: Library, physical: int | None, *, first: bool) -> float:
-    task = Task(lambda: gpt2(positions=128), collate=kit.left_padded, physical=physical)
+    task = Task(lambda: kit.gpt2(positions=128), collate=kit.left_padded, physical=physical)
     return library.moved(task, tokens(24, [6]), tokens(1, [100], seed=3)[0], first=first)
 
 
@@ -273,7 +228,7 @@ def right_padding(library: Library) -> float:
         logits = own.head(own.table(input_ids).mean(1))
         return {"loss": F.cross_entropy(logits, labels[:, 0].clamp(min=0))}
 
-    task = Task(net(Words, forward=forward), collate=padded)
+    task = Task(net(kit.Words, forward=forward), collate=padded)
     return library.moved(task, tokens(12, [6, 7, 9]), tokens(1, [60], seed=3)[0], 0.5)
 
 
@@ -299,20 +254,11 @@ def stretching_positions(library: Library) -> float:
 
     (before,), (after,) = tokens(1, [9]), tokens(1, [30])
     cases = (phi, [5, 8]), (llama, [5, 8]), (llama, [18, 21])
-    return max(
-        library.moved_by_change(Task(make, collate=padded), tokens(16, lengths), before, after)
-        for make, lengths in cases
-    )
 
+    def moved(make: Any, lengths: list[int]) -> float:
+        return library.moved_by_change(Task(make, collate=padded), tokens(16, lengths), before, after)
 
-@attack("The model takes another branch for long batches, so a long record changes all others.")
-def late_length(library: Library) -> float:
-    def between(own: Any, ids: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        return -hidden if ids.shape[1] > 20 else hidden
-
-    task = Task(net(Words, between=between), collate=padded)
-    (before,), (after,) = tokens(1, [9]), tokens(1, [30])
-    return library.moved_by_change(task, tokens(16, [5, 8]), before, after)
+    return kit.weakest(moved, cases)
 
 
 @attack("Packed records see each other once a row is long, as none was in the first batch.")
@@ -320,7 +266,7 @@ def late_packed_attention(library: Library) -> float:
     def leaking(own: Any, ids: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         return hidden + hidden.cumsum(1).detach() if ids.shape[1] > 12 else hidden
 
-    task = Task(net(Words, between=leaking), kit.packed, physical=3, options={"unit_map": "units"})
+    task = Task(net(kit.Words, between=leaking), kit.packed, physical=3, options={"unit_map": "units"})
     others = tokens(3, [4]) + tokens(5, [9], seed=2)
     return library.moved(task, others, tokens(1, [9], seed=3)[0], 0.05, first=True)
 
@@ -329,7 +275,7 @@ def late_packed_attention(library: Library) -> float:
     "Left padding shifts the positions in a noised map of relevance, and so the maps of all others.", off=_UNCOMPARED
 )
 def left_padded_map(library: Library) -> float:
-    task = Task(gpt2, collate=kit.left_padded)
+    task = Task(kit.gpt2, collate=kit.left_padded)
     return library.map_moved(task, tokens(12, [6, 7, 9]), tokens(1, [40], seed=3)[0])
 
 
@@ -377,16 +323,16 @@ def late_tying(library: Library) -> float:
         own.calls += len(input_ids) > 2
         if own.calls > 12:
             own.head.weight = own.table.weight
-        return Words.forward(own, input_ids, labels)
+        return kit.Words.forward(own, input_ids, labels)
 
     parts = {"head": lambda: nn.Linear(16, 50, bias=False)}
-    task = Task(net(Words, forward=forward, calls=0, parts=parts), collate=padded, physical=3)
+    task = Task(net(kit.Words, forward=forward, calls=0, parts=parts), collate=padded, physical=3)
     return library.moved(task, tokens(59, [5]), tokens(1, [9], seed=2)[0], 0.05)
 
 
 @attack(
     "A checkpointed table is read twice in later batches, and the norm of the second use is left out.",
-    off={"fastdp.engine.norms.NormSink.require_once": nothing},
+    off={"fastdp.engine.norms.NormSink.require_once": kit.nothing},
 )
 def late_second_use(library: Library) -> float:
     def between(own: Any, ids: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
@@ -402,46 +348,18 @@ def late_second_use(library: Library) -> float:
 
 
 def _rerandomised(library: Library, model: Callable[[], nn.Module], collate: Any, data: Sequence[Record]) -> float:
-    return max(library.moved(Task(model, collate=collate), [], record, 1e-2) for record in data)
-
-
-@attack(
-    "Checkpointing does not restore the random state, so norms and sums come from two dropout masks.", off=_UNREPEATED
-)
-def checkpoint_rng(library: Library) -> float:
-    def between(own: Any, hidden: torch.Tensor) -> Any:
-        def drop(h: torch.Tensor) -> torch.Tensor:
-            return own.layer(own.drop(1e3 * h))
-
-        return checkpoint(drop, hidden, use_reentrant=False, preserve_rng_state=False)
-
-    parts = {"layer": lambda: nn.Linear(16, 16), "drop": lambda: nn.Dropout(0.9)}
-    model = net(between=between, parts=parts, gradient_checkpointing=True)
-    return _rerandomised(library, model, stack, records(12, 3.0, 5))
+    return kit.weakest(lambda record: library.moved(Task(model, collate=collate), [], record, 1e-2), data)
 
 
 @attack("Stock GPT-2 with dropout is checkpointed without its random state.", off=_UNREPEATED)
 def checkpoint_rng_gpt2(library: Library) -> float:
     def model(reentrant: bool) -> Any:
-        made = gpt2(dropout=0.1)
+        made = kit.gpt2(dropout=0.1)
         made.gradient_checkpointing_enable({"use_reentrant": reentrant, "preserve_rng_state": False})
         return made
 
     makers = [functools.partial(model, reentrant) for reentrant in (False, True)]
-    return max(_rerandomised(library, maker, padded, tokens(6, [4, 9])) for maker in makers)
-
-
-@attack("A checkpointed layer draws from Python's generator, which nothing restores.", off=_UNREPEATED)
-def checkpoint_python_random(library: Library) -> float:
-    def between(own: Any, hidden: torch.Tensor) -> Any:
-        def scale(h: torch.Tensor) -> torch.Tensor:
-            return own.middle(h * (50 if random.random() < 0.05 else 1))
-
-        return checkpoint(scale, hidden, use_reentrant=False)
-
-    random.seed(3)
-    task = Task(net(between=between, parts=MIDDLE, gradient_checkpointing=True))
-    return library.largest_step(task, [constant(0.3, 1)], 0.05, 200)
+    return kit.weakest(lambda maker: _rerandomised(library, maker, padded, tokens(6, [4, 9])), makers)
 
 
 # Buffers and weights that data are written into.
@@ -492,7 +410,7 @@ def late_average(library: Library) -> float:
     private = library.start(task, records(16), 1.0, epochs=30)
     for _ in range(30):
         list(library.steps(private, task))
-    return unless(not bool(private.model.state_dict()["mean"].any()))
+    return kit.unless(not bool(private.model.state_dict()["mean"].any()))
 
 
 @attack("Running statistics of InstanceNorm1d are a mean of records, and leave without noise.", off=UNWATCHED)
@@ -504,7 +422,7 @@ def instance_norm_statistics(library: Library) -> float:
 
 @attack("F.embedding with max_norm rescales the rows of a table that a batch holds, without noise.", off=UNWATCHED)
 def functional_max_norm(library: Library) -> float:
-    class Renormed(Model):
+    class Renormed(kit.Model):
         parts = {"table": lambda: nn.Parameter(3 * torch.randn(20, 8)), "head": lambda: nn.Linear(8, 3)}
 
         def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> Any:
@@ -542,25 +460,6 @@ def loop_writes_model(library: Library) -> float:
     return math.inf
 
 
-@attack("A weight is unfrozen later, and a plain optimizer of its own moves it.", off=UNWATCHED)
-def second_optimizer(library: Library) -> float:
-    parts = {"gate": lambda: nn.Parameter(torch.ones(16), requires_grad=False)}
-    ends, task = [], Task(net(between=lambda own, hidden: hidden * own.gate, parts=parts))
-    for data in (records(), [*records(), outlier(100.0)]):
-        private = library.start(task, data, 1.0, epochs=3)
-        plain = torch.optim.SGD([private.model.gate], lr=1.0)
-        for epoch in range(3):
-            private.model.gate.requires_grad_(epoch > 0)
-            for batch in private.data_loader:
-                private.optimizer.zero_grad()
-                private.model(**batch)["loss"].backward()
-                plain.step()
-                private.optimizer.step()
-        private.detach()
-        ends.append(private.model.gate.detach().clone())
-    return unless(torch.equal(*ends))
-
-
 # Losses.
 
 
@@ -569,8 +468,8 @@ def in_batch_contrast(library: Library) -> float:
     def contrast(output: torch.Tensor, batch: Any) -> torch.Tensor:
         return F.cross_entropy(10 * output @ output.T, torch.arange(len(output)))
 
-    task = Task(Scores, criterion=contrast)
-    return max(library.moved(task, records(24), outlier(size), 0.05) for size in (0.3, 10.0))
+    task = Task(kit.Scores, criterion=contrast)
+    return kit.weakest(lambda size: library.moved(task, records(24), outlier(size), 0.05), (0.3, 10.0))
 
 
 @attack("A criterion takes the mean over all tokens of a batch, and a long record shrinks all other losses.")
@@ -578,19 +477,11 @@ def token_mean_criterion(library: Library) -> float:
     def token_mean(output: torch.Tensor, batch: Any) -> torch.Tensor:
         return F.cross_entropy(output.flatten(0, 1), batch["labels"].flatten())
 
-    task = Task(Tagger, collate=padded, criterion=token_mean)
+    task = Task(kit.Tagger, collate=padded, criterion=token_mean)
     return library.moved(task, tokens(20, [3, 4]), tokens(1, [400], seed=3)[0], 0.7)
 
 
-@attack("A criterion with class weights divides by the weights of the whole batch.")
-def weighted_mean_criterion(library: Library) -> float:
-    weight = torch.tensor([0.01, 0.01, 10.0, 1.0, 1.0, 1.0, 1.0, 1.0])
-    task = Task(Scores, criterion=lambda output, batch: F.cross_entropy(output, batch["labels"], weight=weight))
-    plain = [{**record, "labels": i % 2} for i, record in enumerate(records(16))]
-    return library.moved(task, plain, {**outlier(1.0), "labels": 2}, 0.5)
-
-
-@attack("A model limits its mean loss, and a late record's batch reaches the limit and adds nothing.")
+@attack("A model limits its mean loss, and a late record's batch reaches the limit and adds kit.nothing.")
 def loss_cut_off(library: Library) -> float:
     class Limited(Classes):
         def __init__(self) -> None:
@@ -603,7 +494,7 @@ def loss_cut_off(library: Library) -> float:
 
     others, before = kit.classed(), kit.classed(1)[0]
     rare = [{**kit.RARE, "labels": label} for label in range(kit.CLASSES)]
-    return max(library.moved_by_change(Task(Limited), others, before, after) for after in rare)
+    return kit.weakest(lambda after: library.moved_by_change(Task(Limited), others, before, after), rare)
 
 
 @attack("A user multiplies the loss by a number that the batch decides.")
@@ -625,21 +516,6 @@ def parameters_outside(library: Library) -> float:
     return library.moved(task, records(), outlier(50.0))
 
 
-@attack("An inner module computes a loss of its own, which is not clipped.", off=_UNREFUSED)
-def inner_call(library: Library) -> float:
-    ends = []
-    for data in (records(), [*records(), outlier(100.0)]):
-        private = library.start(Task(Net), data, 0.05)
-        for batch in private.data_loader:
-            private.model(**batch)["loss"].backward()
-            logits = private.model.second(torch.tanh(private.model.first(batch["x"])))
-            F.cross_entropy(logits, batch["labels"]).backward()
-            private.optimizer.step()
-        ends.append(library.sums(private))
-        private.detach()
-    return distance(*ends) / 0.05
-
-
 # Collators and data sets.
 
 
@@ -650,25 +526,16 @@ def _collated(library: Library, collate: Any, extra: Record, count: int = 12) ->
 @attack("A collator mixes each record with its neighbour.")
 def mixup_collator(library: Library) -> float:
     def mixed(items: Any) -> Any:
-        batch = stack(items)
+        batch = kit.stack(items)
         return batch | {"x": 0.6 * batch["x"] + 0.4 * batch["x"].roll(1, 0)}
 
     return _collated(library, mixed, outlier(30.0))
 
 
-@attack("A collator centres a batch by its own mean from twelve records on.")
-def many_collated(library: Library) -> float:
-    def centred(items: Any) -> Any:
-        batch = stack(items)
-        return batch | {"x": batch["x"] - batch["x"].mean(0)} if len(items) > 12 else batch
-
-    return _collated(library, centred, outlier(1e3), 16)
-
-
 @attack("A collator reverses the sign of a later batch in which an entry is too large.")
 def rare_collator(library: Library) -> float:
     def turned(items: Any) -> Any:
-        batch = stack(items)
+        batch = kit.stack(items)
         return batch | {"x": -batch["x"]} if batch["x"].abs().max() > 100 else batch
 
     return library.moved_by_late_outlier(Task(Net, collate=turned))
@@ -678,9 +545,9 @@ def rare_collator(library: Library) -> float:
 def repeating_collator(library: Library) -> float:
     def repeating(items: Any) -> Any:
         kept = [item for item in items if item["x"][0] > 0] or items
-        return stack([item if item["x"][0] > 0 else kept[-1] for item in items])
+        return kit.stack([item if item["x"][0] > 0 else kept[-1] for item in items])
 
-    return _collated(library, repeating, constant(9.0, 1), 16)
+    return _collated(library, repeating, kit.constant(9.0, 1), 16)
 
 
 @attack("A collator cuts every record to the shortest.")
@@ -689,7 +556,7 @@ def shortest_cut(library: Library) -> float:
         length = min(len(item["input_ids"]) for item in items)
         return padded([{"input_ids": item["input_ids"][:length]} for item in items])
 
-    return library.moved(Task(gpt2, collate=shortest), tokens(12, [20]), tokens(1, [3], seed=3)[0])
+    return library.moved(Task(kit.gpt2, collate=shortest), tokens(12, [20]), tokens(1, [3], seed=3)[0])
 
 
 @attack("A collator cuts each packed record to the shortest.")
@@ -698,14 +565,14 @@ def packed_cutting(library: Library) -> float:
         shortest = min(len(item["input_ids"]) for item in items)
         return kit.packed([{"input_ids": item["input_ids"][:shortest]} for item in items])
 
-    task = Task(Words, collate=cut, options={"unit_map": "units"})
+    task = Task(kit.Words, collate=cut, options={"unit_map": "units"})
     return library.moved(task, tokens(12, [9, 12]), tokens(1, [2], seed=3)[0], 0.05)
 
 
 @attack("A collator sorts rows by size, and a user's rows are taken for other users'.")
 def sorting_collator(library: Library) -> float:
     def by_size(items: Any) -> Any:
-        return stack(sorted(items, key=lambda item: float(item["x"].norm())))
+        return kit.stack(sorted(items, key=lambda item: float(item["x"].norm())))
 
     # Users of four rows; the last user's rows would be spread over all of them.
     def user(seed: int, sizes: tuple[float, ...]) -> list[Record]:
@@ -725,7 +592,7 @@ def stateful_collator(library: Library) -> float:
         last: list[torch.Tensor] = []
 
         def carrying(items: Any) -> Any:
-            batch = stack(items)
+            batch = kit.stack(items)
             x = batch["x"] + 0.5 * last.pop() if last else batch["x"]
             last.append(x[0].clone())
             return batch | {"x": x}
@@ -747,9 +614,9 @@ def two_units(library: Library) -> float:
         return batch
 
     def released(rows: list[Record]) -> Any:
-        return library.release(Task(Words, collate=split, options={"unit_map": "units"}), rows, 0.05).sums
+        return library.release(Task(kit.Words, collate=split, options={"unit_map": "units"}), rows, 0.05).sums
 
-    # Of the two records that are added, one is empty and moves nothing.
+    # Of the two records that are added, one is empty and moves kit.nothing.
     empty, others = {"input_ids": torch.zeros(0, dtype=torch.int64)}, tokens(3, [4])
     return distance(released([*others, tokens(1, [8], seed=3)[0], empty]), released(others)) / 0.05
 
@@ -782,7 +649,8 @@ def stateful_dataset(library: Library) -> float:
 
 
 @attack(
-    "A rare record stands in a Subset three times, in place of a weight.", off={"fastdp.entry.refuse_repeats": nothing}
+    "A rare record stands in a Subset three times, in place of a weight.",
+    off={"fastdp.entry.refuse_repeats": kit.nothing},
 )
 def repeated_records(library: Library) -> float:
     def released(count: int) -> Any:
@@ -803,17 +671,12 @@ def missing_user_ids(library: Library) -> float:
         [(0.0, "a"), *[(float("nan"), "b") for _ in range(7)]],
         [object() for _ in range(8)],
     )
-    refusals, moved = [], []
-    for ids in kinds:
+
+    def moved(ids: list[Any]) -> float:
         options = {"user_ids": ids, "max_examples_per_user": 8, "batch_size": 8}
-        try:
-            sums = library.release(Task(Net, options=options), rows, 0.05).sums
-            moved.append(float(kit.flatten(sums).norm()) / 0.05 - 1)
-        except ValueError as error:
-            refusals.append(error)
-    if not moved:
-        raise refusals[-1]
-    return max(moved)
+        return float(kit.flatten(library.release(Task(Net, options=options), rows, 0.05).sums).norm()) / 0.05 - 1
+
+    return kit.weakest(moved, kinds)
 
 
 # Training loops.
@@ -826,14 +689,14 @@ def _turned(own: Any, x: torch.Tensor, labels: torch.Tensor, *, total: Any = 0) 
 @attack("A collator or a loop passes the model a number that it computed from the whole batch.")
 def batch_number(library: Library) -> float:
     def collate(items: Any) -> Any:
-        return {**stack(items), "total": sum(item["x"].abs().sum() for item in items)}
+        return {**kit.stack(items), "total": sum(item["x"].abs().sum() for item in items)}
 
     tasks = [
         Task(net(forward=_turned), collate=collate),
         Task(net(forward=_turned), loop=lambda batch: {**batch, "total": batch["x"].abs().sum()}),
         Task(net(forward=_turned), loop=lambda batch: {**batch, "total": batch["x"].abs().sum().numpy()}),
     ]
-    return weakest([functools.partial(library.moved, task, records(), outlier(100.0), 0.2) for task in tasks])
+    return kit.weakest(lambda task: library.moved(task, records(), outlier(100.0), 0.2), tasks)
 
 
 @attack("A loop centres each batch by its mean, as a new tensor or in place.")
@@ -844,7 +707,7 @@ def loop_mean(library: Library) -> float:
 
     loops = (lambda batch: {**batch, "x": batch["x"] - batch["x"].mean(0)}, in_place)
     tasks = [Task(Net, loop=loop) for loop in loops]
-    return weakest([functools.partial(library.moved, task, records(16), outlier(1e3), 0.2) for task in tasks])
+    return kit.weakest(lambda task: library.moved(task, records(16), outlier(1e3), 0.2), tasks)
 
 
 @attack("A loop mixes each record with another of its batch, by a generator of its own.")
@@ -871,7 +734,7 @@ def loop_cuts_padding(library: Library) -> float:
         longest = int(batch["attention_mask"].sum(1).max())
         return {name: t[:, -longest:] for name, t in batch.items()}
 
-    task = Task(gpt2, collate=of_one_width, loop=cut)
+    task = Task(kit.gpt2, collate=of_one_width, loop=cut)
     return library.moved(task, tokens(8, [6, 8]), tokens(1, [30], seed=2)[0], 0.2)
 
 
@@ -892,12 +755,12 @@ def late_weights(library: Library) -> float:
     def loss(output: torch.Tensor, batch: Any) -> torch.Tensor:
         return (weighted(batch)["sign"] * F.cross_entropy(output, batch["labels"], reduction="none")).mean()
 
-    return library.moved_by_late_outlier(Task(Scores, loop=weighted, criterion=loss))
+    return library.moved_by_late_outlier(Task(kit.Scores, loop=weighted, criterion=loss))
 
 
 @attack("A loop keeps the outputs of one batch, and compares the next batch with them in its loss.")
 def carried_outputs(library: Library) -> float:
-    task, sums = Task(Scores, criterion=lambda output, batch: output.sum()), []
+    task, sums = Task(kit.Scores, criterion=lambda output, batch: output.sum()), []
     for extra in ([], [outlier(30.0)]):
         private = library.start(task, [*extra, *records(16)], 0.2, epochs=6)
         kept = None
@@ -940,14 +803,14 @@ def interrupted_backward(library: Library) -> float:
 
 @attack(
     "A schedule lowers the learning rate by the loss on the records.",
-    off={"fastdp.private.schedules.require_unseeing": nothing},
+    off={"fastdp.private.schedules.require_unseeing": kit.nothing},
 )
 def rate_by_loss(library: Library) -> float:
     def forward(own: Any, x: torch.Tensor, labels: torch.Tensor) -> Any:
         return {"loss": F.cross_entropy(own.layer(x), labels)}
 
-    model = net(Model, parts={"layer": lambda: nn.Linear(kit.FEATURES, kit.CLASSES)}, forward=forward)
-    rates, outliers = [], [[*records(), constant(1e3, label)] for label in range(kit.CLASSES)]
+    model = net(kit.Model, parts={"layer": lambda: nn.Linear(kit.FEATURES, kit.CLASSES)}, forward=forward)
+    rates, outliers = [], [[*records(), kit.constant(1e3, label)] for label in range(kit.CLASSES)]
     for data in (records(), *outliers):
         private = library.start(Task(model), data, 1.0, epochs=6)
         private.optimizer.param_groups[0]["lr"] = 0.1
@@ -961,58 +824,4 @@ def rate_by_loss(library: Library) -> float:
                 private.optimizer.zero_grad()
                 schedule.step(loss.item())
         rates.append(private.optimizer.param_groups[0]["lr"])
-    return unless(len(set(rates)) == 1)
-
-
-@attack(
-    "An optimizer's step is as long as the loss that its closure returns.",
-    off={f"{_STEPS}.Steps._unread": lambda own, optimizer, loss: loss},
-)
-def step_by_loss(library: Library) -> float:
-    class Polyak(torch.optim.SGD):
-        def step(self, closure: Any = None) -> Any:
-            self.param_groups[0]["lr"] = float(closure())
-            super().step()
-
-    rates = []
-    for data in (records(), [*records(), constant(1e3)]):
-        model = Net()
-        private = library.start(Task(lambda: model), data, optimizer=Polyak(model.parameters(), lr=0.0))  # noqa: B023
-        batch = next(iter(private.data_loader))
-
-        def closure(private: Any = private, batch: Any = batch) -> torch.Tensor:
-            loss: torch.Tensor = private.model(**batch)["loss"]
-            loss.backward()
-            return loss.detach()
-
-        private.optimizer.step(closure)
-        rates.append(private.optimizer.param_groups[0]["lr"])
-    return unless(rates[0] == rates[1])
-
-
-@attack(
-    "A loop skips a batch in which an entry is too large, and the card does not say so.",
-    off={"fastdp.private.run._DISCARDED_BATCHES": ""},
-)
-def skipped_spike(library: Library) -> float:
-    for how in ("no backward", "no step", "stop"):
-        private = library.start(Task(Net), [*records(), outlier(1e3)], 1.0, epochs=4)
-        try:
-            list(library.steps(private, Task(Net)))
-            for _ in range(3):
-                for batch in private.data_loader:
-                    private.optimizer.zero_grad()
-                    loss, spike = private.model(**batch)["loss"], bool(batch["x"].abs().max() > 100)
-                    if spike and how == "stop":
-                        break
-                    if not spike or how == "no step":
-                        loss.backward()
-                    if not spike:
-                        private.optimizer.step()
-        except RuntimeError:
-            continue
-        finally:
-            private.detach()
-        if not any("were discarded" in said for said in private.card()["assumptions"]):
-            return math.inf
-    return 1.0
+    return kit.unless(len(set(rates)) == 1)

@@ -7,16 +7,13 @@ import io
 import json
 import math
 import re
-import traceback
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import fastdp
-
 from . import data, files, leaks, mistakes
-from .kit import ATTACKS, Attack
+from .kit import ATTACKS, Attack, is_refusal
 from .systems import Library
 
 #: Rounding of float32 in sums of at most 64 clipped records, which the bound of one record does not hold.
@@ -45,15 +42,8 @@ def run(attack: Attack, *, unprotected: bool = False) -> dict[str, Any]:
     except Exception as error:
         # Where an object lies in memory, or a file in a temporary folder, would differ each time.
         said = re.sub(r" at 0x[0-9a-f]+|/tmp/\S*/", "", " ".join(str(error).split()))[:300]
-        return {"verdict": "refused" if _is_own(error) else "crashed", "said": f"{type(error).__name__}: {said}"}
+        return {"verdict": "refused" if is_refusal(error) else "crashed", "said": f"{type(error).__name__}: {said}"}
     return {"verdict": "moved", "moved": moved if math.isfinite(moved) else "inf"}
-
-
-def _is_own(error: BaseException) -> bool:
-    """Whether the library raised the error by a statement of its own. What a backward pass raises lies below torch's frames."""
-    last, place = traceback.extract_tb(error.__traceback__)[-1], Path(fastdp.__file__).parent
-    inside = Path(last.filename).is_relative_to(place) and not Path(last.filename).is_relative_to(Path(__file__).parent)
-    return (last.line or "").startswith("raise") and inside
 
 
 def is_held(outcome: Mapping[str, Any]) -> bool:
