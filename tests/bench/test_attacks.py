@@ -24,12 +24,14 @@ def test_attack_fails(name: str) -> None:
 @pytest.mark.parametrize("name", ATTACKS)
 def test_attack_succeeds_without_protection(name: str) -> None:
     outcome = run.run(ATTACKS[name], unprotected=True)
-    assert outcome["verdict"] == "moved" and not run.is_held(outcome), outcome
+    assert outcome["verdict"] == "moved", outcome
+    assert not run.is_held(outcome), outcome
 
 
 def test_each_attack_says_what_it_shows_in_one_sentence() -> None:
     for attack in ATTACKS.values():
-        assert attack.shows.endswith(".") and attack.shows.count(". ") == 0
+        assert attack.shows.endswith("."), attack.name
+        assert ". " not in attack.shows, attack.name
         assert 4 < len(attack.shows.split()) <= 25, attack.name
 
 
