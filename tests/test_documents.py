@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from fastdp.bench.attacks.run import ATTACKS
 
 import fastdp
-from fastdp.bench.attacks.run import ATTACKS
 from tests.engine.runs import clipped_sum, error, join, logical_step, one_by_one, start
 
 ROOT = Path(__file__).parent.parent

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-
 from fastdp.bench.attacks import run
 from fastdp.bench.attacks.kit import ATTACKS, Attack
 
