@@ -1,6 +1,6 @@
-"""Attacks on the promise that no record moves a release by more than its bound: one script an attack, by public names alone.
+"""Attacks on the promise that no record moves a release by more than its bound, by public names alone.
 
-Each script's first line says what it shows when it succeeds. `attack(system)` returns how far one record moved what the
-system released, in units of what it allows (1.00), or raises what the system refused it with. `run` finds the scripts, runs
-them against every installed system, and draws the table of `docs/attacks.md`.
+Each attack is a short function in `data`, `mistakes`, `files` or `leaks`, registered with one sentence that is true if it
+succeeds. It returns how far one record moved what was released, in units of what is allowed, or raises the refusal. `run` runs
+them and draws the table of `docs/attacks.md`.
 """

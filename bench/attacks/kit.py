@@ -1,34 +1,109 @@
-"""What the attacks share: small models and records, and how far one more record moves what a system releases."""
+"""What the attacks share: their register, small models, records and collators, and distances between releases."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import math
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+import traceback
+import unittest.mock
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fastdp.distribution import version_of
+import fastdp
+from fastdp.engine.policy import Policy
+from fastdp.verify.state import StateCheck
 
 FEATURES, CLASSES = 8, 3
 Record = dict[str, Any]
 
 
-class NotApplicable(Exception):
-    """The attack is about something that this system does not have."""
+@dataclasses.dataclass(frozen=True)
+class Attack:
+    """One way to move a release by more than its bound.
+
+    Args:
+        kind: "data", "mistakes", "files" or "leaks".
+        shows: one sentence, true where the attack succeeds.
+        run: returns how far a record moved what was released, in units of what is allowed; raises if it was refused.
+        off: the functions that hold it beyond the clip and the self-check, by dotted name, and what replaces them.
+        mode: how a run that holds it is started.
+        unmode: how a run without protection is started.
+    """
+
+    name: str
+    kind: str
+    shows: str
+    run: Callable[[Any], float]
+    off: Mapping[str, Any]
+    mode: Mapping[str, Any]
+    unmode: Mapping[str, Any]
+
+    @contextlib.contextmanager
+    def unprotected(self) -> Iterator[None]:
+        """Switch off what holds the attack: for records and mistakes the clip, for all the functions in ``off``."""
+        with contextlib.ExitStack() as stack:
+            if self.kind != "files":
+                stack.enter_context(unittest.mock.patch.object(Policy, "scales", _unclipped))
+            for target, replacement in self.off.items():
+                stack.enter_context(unittest.mock.patch(target, replacement))
+            yield
+
+
+ATTACKS: dict[str, Attack] = {}
+
+
+def register(kind: str, *, mode: Mapping[str, Any] | None = None, unmode: Mapping[str, Any] | None = None) -> Any:
+    """A decorator factory for the attacks of one kind: ``@attack("what it shows", off={...})``."""
+    every = unmode or {}
+
+    def attack(
+        shows: str, off: Mapping[str, Any] | None = None, unmode: Mapping[str, Any] | None = None
+    ) -> Callable[[Any], Any]:
+        def add(function: Callable[[Any], float]) -> Callable[[Any], float]:
+            name = function.__name__
+            assert name not in ATTACKS, name
+            ATTACKS[name] = Attack(name, kind, shows, function, off or {}, mode or {}, {**every, **(unmode or {})})
+            return function
+
+        return add
+
+    return attack
+
+
+def _unclipped(policy: Policy, upper: Any) -> torch.Tensor:
+    """Factors of 1 for every unit, whatever its norm."""
+    return torch.ones_like(upper.weights(policy.bounds))
+
+
+def nothing(*_: Any, **__: Any) -> None:
+    """Stands for a check that finds nothing."""
+
+
+@contextlib.contextmanager
+def watch_nothing(*_: Any, **__: Any) -> Iterator[None]:
+    """Stands for a context that watches nothing."""
+    yield
+
+
+#: Switches off the state check of parameters and buffers.
+UNWATCHED = {
+    f"{StateCheck.__module__}.StateCheck.{name}": replacement
+    for name, replacement in (("forward", watch_nothing), ("tracing", watch_nothing), ("require_settled", nothing))
+}
 
 
 @dataclasses.dataclass(frozen=True)
 class Release:
-    """What one logical batch of a system without noise gives away.
+    """What one logical batch gives away.
 
-    Attributes:
+    Args:
         sums: clipped and summed gradients by parameter.
-        rest: everything else that leaves with the model's state: buffers, and weights that moved though the rate was 0.
+        rest: everything else in the model's state: buffers, and weights that moved although the learning rate was 0.
     """
 
     sums: dict[str, torch.Tensor]
@@ -40,77 +115,51 @@ def stack(items: Sequence[Record]) -> dict[str, torch.Tensor]:
     return {key: torch.stack([torch.as_tensor(item[key]) for item in items]) for key in items[0]}
 
 
+def _as_it_is(batch: Any) -> Any:
+    return batch
+
+
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """What a user would write, for any system.
+    """What a user would write.
 
     Args:
-        model: makes the same model each time; its forward takes a batch by name and returns ``loss``, or outputs for
+        model: makes the same model each time. Its forward takes a batch by name and returns ``loss``, or outputs for
             ``criterion``.
         collate: records to a batch.
         loop: what the loop makes of a batch before it calls the model.
         criterion: loss of (output, batch), averaged over the batch, for a loss outside the model.
         physical: most records in one forward pass.
-        options: further arguments of `fastdp.make_private`, where an attack is about one of them.
+        options: further arguments of `fastdp.make_private`.
     """
 
     model: Callable[[], nn.Module]
     collate: Callable[[Sequence[Record]], dict[str, torch.Tensor]] = stack
-    loop: Callable[[Any], Any] = lambda batch: batch
+    loop: Callable[[Any], Any] = _as_it_is
     criterion: Callable[[Any, Any], torch.Tensor] | None = None
     physical: int | None = None
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
-class System(ABC):
-    """A library under attack."""
-
-    #: How it is called, the module that has to be there, and the distribution whose version counts.
-    name: str
-    module: str
-    package: str
-
-    @property
-    def version(self) -> str:
-        """Of the distribution; empty for one that was not installed as such."""
-        return version_of(self.package) or ""
-
-    @abstractmethod
-    def release(self, task: Task, records: Sequence[Record], bound: float, noise: float = 0.0) -> Release:
-        """The clipped sum of one logical batch that holds every record, with noise of this multiplier."""
-
-
-def moved(
-    system: System, task: Task, records: Sequence[Record], extra: Record, bound: float = 1.0, *, first: bool = False
-) -> float:
-    """How far one more record moves the release, in units of ``bound``; inf for what leaves without any noise.
-
-    Without other records it is the size of one record's own share.
-    """
-    more = system.release(task, [extra, *records] if first else [*records, extra], bound)
-    if records:
-        less = system.release(task, records, bound)
-    else:
-        less = Release({name: torch.zeros_like(t) for name, t in more.sums.items()}, more.rest)
-    if any(not same(more.rest[name], less.rest[name]) for name in more.rest):
-        return math.inf
-    gap = apart(more.sums, less.sums)
-    return gap / bound if not math.isnan(gap) else math.inf
-
-
-def flat(sums: Mapping[str, torch.Tensor]) -> torch.Tensor:
+def flatten(sums: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """All numbers of a release's sums, float64."""
     return torch.cat([total.double().flatten() for total in sums.values()])
 
 
-def apart(one: Mapping[str, torch.Tensor], two: Mapping[str, torch.Tensor]) -> float:
-    """How far the sums of two releases are from each other, as vectors."""
-    return float(flat({name: total.double() - two[name].double() for name, total in one.items()}).norm())
+def distance(one: Mapping[str, torch.Tensor], two: Mapping[str, torch.Tensor]) -> float:
+    """How far the sums of two releases lie apart, as vectors; infinite if only one is finite."""
+    gap = float(flatten({name: total.double() - two[name].double() for name, total in one.items()}).norm())
+    return gap if gap == gap else float("inf")
 
 
-def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+def equal(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two tensors are equal, NaN to NaN."""
     return a.shape == b.shape and torch.equal(a.nan_to_num(), b.nan_to_num())
+
+
+def unless(held: bool) -> float:
+    """1 if what must hold does; infinite otherwise."""
+    return 1.0 if held else float("inf")
 
 
 def records(count: int = 8, size: float = 1.0, seed: int = 0) -> list[Record]:
@@ -124,46 +173,32 @@ def outlier(size: float) -> Record:
     return records(1, size, 5)[0]
 
 
-def beside_a_late(
-    library: Any, task: Task, others: Sequence[Record], before: Record, after: Record, bound: float = 0.2
-) -> float:
-    """How far a record moves the release, in units of ``bound``, that becomes another when all was looked at already."""
-    released = []
-    for extra in ([], [before]):
-        data = [*others, *extra]
-
-        def change(_: Any, data: list[Record] = data) -> None:
-            data[len(others) :] = [after] * len(data[len(others) :])
-
-        released.append(library.train(task, data, bound, 5, change)[-1])
-    return apart(*released) / bound
-
-
-def beside_an_outlier(library: Any, task: Task) -> float:
-    """`beside_a_late` of a record that becomes an outlier."""
-    after = {"x": torch.full((FEATURES,), 1e3), "labels": 0}
-    return beside_a_late(library, task, records(16), records(1)[0], after)
+def constant(value: float, label: int = 0) -> Record:
+    """A record of one value."""
+    return {"x": torch.full((FEATURES,), value), "labels": label}
 
 
 class Model(nn.Module):
-    """A module that is made of the same numbers each time."""
+    """A module that is made of the same numbers each time, of the parts that a subclass names."""
+
+    parts: Mapping[str, Callable[[], Any]] = {}
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
+        for kind in reversed(type(self).__mro__):
+            for name, make in vars(kind).get("parts", {}).items():
+                setattr(self, name, make())
 
 
 class Net(Model):
     """Two linear layers and their own cross-entropy; subclasses change what lies before and between."""
 
-    #: What makes further modules and parameters, by name.
-    parts: Mapping[str, Callable[[], Any]] = {}
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(FEATURES, 16), nn.Linear(16, CLASSES)
-        for name, make in self.parts.items():
-            setattr(self, name, make())
+    parts = {"first": lambda: nn.Linear(FEATURES, 16), "second": lambda: nn.Linear(16, CLASSES)}
 
     def before(self, x: torch.Tensor) -> torch.Tensor:
         """What enters the first layer."""
@@ -184,10 +219,8 @@ def net(base: type[Model] = Net, /, **methods: Any) -> type[Model]:
     return type(base.__name__, (base,), methods)
 
 
-class Keeping(Net):
-    """Has a buffer and a frozen weight, in which subclasses keep what they see."""
-
-    mean: torch.Tensor
+class Recording(Net):
+    """Has a buffer and a frozen weight, in which subclasses record what they see."""
 
     parts = {"centre": lambda: nn.Parameter(torch.zeros(FEATURES), requires_grad=False)}
 
@@ -199,9 +232,7 @@ class Keeping(Net):
 class Scores(Model):
     """Two linear layers whose loss is the user's own."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(FEATURES, 16), nn.Linear(16, 8)
+    parts = {"first": lambda: nn.Linear(FEATURES, 16), "second": lambda: nn.Linear(16, 8)}
 
     def forward(self, x: torch.Tensor, **_: torch.Tensor) -> torch.Tensor:
         """Scores of each row."""
@@ -209,33 +240,11 @@ class Scores(Model):
 
 
 class Words(Model):
-    """A table of 50 tokens and a layer over what it says; what lies between, and the loss, is a subclass's own."""
+    """A table of 50 tokens and a layer over what it says, which predicts the next token."""
 
-    width, outputs = 16, 50
+    parts = {"table": lambda: nn.Embedding(50, 16), "head": lambda: nn.Linear(16, 50)}
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.table, self.head = nn.Embedding(50, self.width), nn.Linear(self.width, self.outputs)
-
-
-class Asking(Words):
-    """Words whose classes are told by their mean."""
-
-    width, outputs = 8, CLASSES
-
-    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> Any:
-        """The mean loss of a batch."""
-        return {"loss": F.cross_entropy(self.head(self.asked(input_ids, self.table(input_ids).mean(1))), labels)}
-
-    def asked(self, input_ids: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        """What the head reads, after a question about the batch."""
-        return hidden
-
-
-class Next(Words):
-    """Words that foretell the next one."""
-
-    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> Any:
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor, **_: torch.Tensor) -> Any:
         """The mean loss of a batch."""
         logits = self.head(self.between(input_ids, self.table(input_ids)))
         return {"loss": F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())}
@@ -245,20 +254,37 @@ class Next(Words):
         return hidden
 
 
-#: Five times a token that none of them holds.
-ASKED: Record = {"input_ids": torch.full((5,), 49), "labels": 0}
+class Classes(Words):
+    """Words whose mean is classified."""
+
+    parts = {"table": lambda: nn.Embedding(50, 8), "head": lambda: nn.Linear(8, CLASSES)}
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor, **_: torch.Tensor) -> Any:
+        """The mean loss of a batch."""
+        hidden = self.between(input_ids, self.table(input_ids).mean(1))
+        return {"loss": F.cross_entropy(self.head(hidden), labels)}
 
 
-def classed(count: int = 32) -> list[Record]:
-    """Records of five tokens, none of them 49, and a class each."""
-    return [{**record, "labels": i % CLASSES} for i, record in enumerate(tokens(count, [5], 49))]
+class Tagger(Words):
+    """Scores of each token, for the user's own loss."""
+
+    def forward(self, input_ids: torch.Tensor, labels: Any = None, **_: torch.Tensor) -> Any:
+        """Scores ``[rows, tokens, 50]``."""
+        return self.head(torch.tanh(self.table(input_ids)))
 
 
-def packed(items: Sequence[Record]) -> dict[str, torch.Tensor]:
-    """Records one behind the other in one row, and whose each token is."""
-    row = torch.cat([item["input_ids"] for item in items])[None]
-    units = torch.cat([torch.full((len(item["input_ids"]),), n) for n, item in enumerate(items)])[None]
-    return {"input_ids": row, "labels": row, "units": units}
+def gpt2(dropout: float = 0.0, positions: int = 64) -> Any:
+    """A small stock GPT-2."""
+    import transformers
+
+    torch.manual_seed(0)
+    rates = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), dropout)
+    sizes: dict[str, Any] = {"vocab_size": 50, "n_positions": positions, "n_embd": 32, "n_layer": 2, "n_head": 2}
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **rates, bos_token_id=1, eos_token_id=2))
+
+
+#: Five times a token that no other record holds.
+RARE: Record = {"input_ids": torch.full((5,), 49), "labels": 0}
 
 
 def tokens(count: int, lengths: Sequence[int], vocabulary: int = 50, seed: int = 0) -> list[Record]:
@@ -268,6 +294,11 @@ def tokens(count: int, lengths: Sequence[int], vocabulary: int = 50, seed: int =
         {"input_ids": torch.randint(3, vocabulary, (lengths[i % len(lengths)],), generator=generator)}
         for i in range(count)
     ]
+
+
+def classed(count: int = 32) -> list[Record]:
+    """Records of five tokens, none of them 49, and a class each."""
+    return [{**record, "labels": i % CLASSES} for i, record in enumerate(tokens(count, [5], 49))]
 
 
 def padded(items: Sequence[Record], *, left: bool = False) -> dict[str, torch.Tensor]:
@@ -283,3 +314,37 @@ def padded(items: Sequence[Record], *, left: bool = False) -> dict[str, torch.Te
         "attention_mask": torch.stack([pad(torch.ones_like(i["input_ids"]), 0) for i in items]),
         "labels": torch.stack([pad(i["labels" if "labels" in i else "input_ids"], -100) for i in items]),
     }
+
+
+def left_padded(items: Sequence[Record]) -> dict[str, torch.Tensor]:
+    """The same, padded on the left."""
+    return padded(items, left=True)
+
+
+def packed(items: Sequence[Record]) -> dict[str, torch.Tensor]:
+    """Records one behind the other in one row, and whose each token is."""
+    row = torch.cat([item["input_ids"] for item in items])[None]
+    units = torch.cat([torch.full((len(item["input_ids"]),), n) for n, item in enumerate(items)])[None]
+    return {"input_ids": row, "labels": row, "units": units}
+
+
+def is_refusal(error: BaseException) -> bool:
+    """Whether the library raised an error by a statement of its own. What a backward pass raises lies below torch's frames."""
+    last, place = traceback.extract_tb(error.__traceback__)[-1], Path(fastdp.__file__).parent
+    inside = Path(last.filename).is_relative_to(place) and not Path(last.filename).is_relative_to(Path(__file__).parent)
+    return (last.line or "").startswith("raise") and inside
+
+
+def weakest(run: Callable[..., float], cases: Iterable[Any]) -> float:
+    """The most that any of several forms of an attack moved; raises the last refusal if all were refused."""
+    moved, refused = [], None
+    for case in cases:
+        try:
+            moved.append(run(*case) if isinstance(case, tuple) else run(case))
+        except Exception as error:
+            if not is_refusal(error):
+                raise
+            refused = error
+    if not moved and refused is not None:
+        raise refused
+    return max(moved)

@@ -132,29 +132,24 @@ def utility_command(
 @refusing
 def attacks_command(
     only: Annotated[
-        str | None, typer.Option(help="only attacks whose name holds this; the file keeps its other rows")
+        str | None, typer.Option(help="only attacks whose name contains this; the file keeps its other rows")
     ] = None,
     json: Json = None,
-    document: Annotated[Path | None, typer.Option(help="page whose table is written anew, as docs/attacks.md")] = None,
+    document: Annotated[Path | None, typer.Option(help="page whose table is replaced, such as docs/attacks.md")] = None,
 ) -> None:
-    """Try to move a release by more than its bound, here and in other libraries where they are installed."""
+    """Try to move a release by more than its bound."""
     from fastdp.bench import plots
-    from fastdp.bench.attacks import run, systems
+    from fastdp.bench.attacks import run
 
-    libraries = systems.installed()
-    before = run.earlier(json, libraries) if only and json is not None else []
     rows: list[dict[str, Any]] = []
-    for row in _each("attacks ...", run.measure(libraries, only)):
+    for row in _each("attacks ...", run.measure(only)):
         rows.append(row)
-        told = {name: run.cell(outcome) for name, outcome in row["outcomes"].items()}
-        console.print(
-            f"{row['attack']}: {row['shows']}", *(f"  {name}: {text}" for name, text in told.items()), sep="\n"
-        )
-    figures = run.figures(libraries, run.merged(before, rows))
-    _write(json, figures)
+        console.print(f"{row['attack']}: {run.cell(row)}", f"  {row['shows']}", sep="\n")
+    every = run.merged(json if only else None, rows)
+    _write(json, {"attacks": every})
     if document is not None:
-        plots.insert(document, run.table(figures))
-    through = [row["attack"] for row in rows if not run.held(row["outcomes"]["fastdp"])]
+        plots.insert(document, run.table(every))
+    through = [row["attack"] for row in rows if not run.is_held(row)]
     if through:
         raise ValueError(f"{len(through)} of {len(rows)} attacks succeeded: {', '.join(through)}")
 

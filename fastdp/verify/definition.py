@@ -238,7 +238,7 @@ def check_packed(passes: Passes, call: Call, ticket: Ticket) -> None:
         )
     together = probe.run(call, ticket.rows, packed=True)
     if source is not None and source.unit_map is not None and not any(source.draws(0)):
-        for row in range(min(_ROWS, len(source.indices))):
+        for row in range(len(source.indices)):
             source.check_packed(row)
     segments = [] if together.draws else list(ticket.segments(call))
     for unit, single in _DRAW.sample(segments, min(_ROWS, len(segments))):
