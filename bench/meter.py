@@ -486,7 +486,7 @@ def simulated(gpu: Gpu, granularity: int = 512) -> Iterator[Meter]:
     from fastdp.engine import norms
     from fastdp.ops import routes
     from fastdp.ops.table import OPS
-    from fastdp.verify.engine_check import Comparison
+    from fastdp.verify import engine_check
     from fastdp.verify.probe import RowValues
 
     for family in ("norms", "sums", "bounds", "instances", "noise", "adamw"):
@@ -505,7 +505,7 @@ def simulated(gpu: Gpu, granularity: int = 512) -> Iterator[Meter]:
             if hasattr(module, "processors"):
                 stack.enter_context(mock.patch.object(module, "processors", return_value=gpu.processors))
         # Batches are verified, but tensors without values cannot be judged.
-        stack.enter_context(mock.patch.object(Comparison, "judge", _unjudged(Comparison.judge)))
+        stack.enter_context(mock.patch.object(engine_check, "judge"))
         stack.enter_context(mock.patch.object(RowValues, "gap", return_value=0.0))
         stack.enter_context(mock.patch.object(RowValues, "input_gap", return_value=0.0))
         # Asked for at each launch, as others may stand in for it; called as the method that it replaces is.
@@ -532,13 +532,3 @@ def simulated(gpu: Gpu, granularity: int = 512) -> Iterator[Meter]:
         stack.enter_context(mock.patch.object(config, "meta_nonzero_assume_all_nonzero", True))
         stack.enter_context(meter)
         yield meter
-
-
-def _unjudged(judge: Callable[..., None]) -> Callable[..., None]:
-    from fastdp.engine.errors import UnsupportedUse
-
-    def run(*args: Any, **options: Any) -> None:
-        with contextlib.suppress(UnsupportedUse):
-            judge(*args, **options)
-
-    return run

@@ -40,12 +40,13 @@ def measure(width: int, rows: int, tokens: int, layers: int, vocabulary: int, st
     own = statistics.median(times[1:])
     model, optimizer = _model(width, layers, vocabulary)
     passed = _count_rows(model)
-    loader = DataLoader(data, batch_size=rows)  # type: ignore[arg-type]
+    loader: DataLoader[Any] = DataLoader(data, batch_size=rows)  # type: ignore[arg-type]
     # Shuffled batches are full, so that every step is of one size.
     private = fastdp.make_private(
         model, optimizer, loader, noise_multiplier=1.0, target_delta=1e-4, epochs=1 + steps, sampling="shuffled"
     )
-    spent, shares, first, equivalents = _Spent(), [], 0.0, 0.0
+    spent, first, equivalents = _Spent(), 0.0, 0.0
+    shares: list[tuple[float, float]] = []
     with spent:
         while len(shares) < steps:
             for batch in private.data_loader:

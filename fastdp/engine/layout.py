@@ -51,7 +51,8 @@ class Ticket:
         lengths, rows = self.lengths, range(self.rows)
         ends = {0, self.rows - 1}
         if len(lengths) == self.rows:
-            ends = {min(rows, key=lengths.__getitem__), max(rows, key=lengths.__getitem__)}
+            # Of examples of one length, the first and the last.
+            ends = {min(rows, key=lengths.__getitem__), max(reversed(rows), key=lengths.__getitem__)}
         rest = [row for row in rows if row not in ends]
         return sorted({*ends, *random.SystemRandom().sample(rest, min(most - len(ends), len(rest)))})
 

@@ -150,6 +150,8 @@ class Passes:
         self.divided: frozenset[int] = frozenset()
         self.trying = False
         self.isolated = isolated and self.route is None
+        #: Saved buffers that forwards write from parameters alone: verification restores them after each pass.
+        self.derived_buffers: frozenset[str] = frozenset()
         #: Whether the one-example route collates each example by itself, as no mask tells its padding.
         self.recollates = False
         self.reads = Reads(self.read)

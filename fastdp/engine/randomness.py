@@ -11,7 +11,7 @@ import functools
 import os
 import random
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -122,11 +122,15 @@ class BufferSnapshot:
 
     Args:
         model: its attributes, hooks and parameters are never touched.
+        only: names of the buffers that are kept; by default all.
     """
 
-    def __init__(self, model: torch.nn.Module):
-        self._held = [(m, dict(m._buffers)) for m in model.modules() if m._buffers and not _is_scripted(m)]
-        self._copies = [(b, version(b), b.detach().clone()) for b in model.buffers()]
+    def __init__(self, model: torch.nn.Module, only: Collection[str] | None = None):
+        every = [] if only == frozenset() else list(model.named_buffers())
+        self._held = [
+            (m, dict(m._buffers)) for m in model.modules() if only is None and m._buffers and not _is_scripted(m)
+        ]
+        self._copies = [(b, version(b), b.detach().clone()) for n, b in every if only is None or n in only]
 
     def restore(self) -> None:
         """Put back what was replaced or written in place since."""

@@ -102,6 +102,7 @@ class Checks(Routing):
 
         with self.state.tracing(again):
             yield
+        self.passes.derived_buffers = self.state.harmless
         self.state.settle()
 
     def due(self, call: Call, ticket: Ticket) -> bool:

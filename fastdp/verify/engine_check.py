@@ -98,7 +98,7 @@ def check_engine(passes: Passes, call: Call, ticket: Ticket, rows: Sequence[int]
             raise coupled(probe, call, 0 if probe.packed else rows[unit])
     low = dtypes.found or any(p.is_floating_point() and p.dtype.itemsize < 4 for p in passes.model.parameters())
     measured = {unit: float(scales.seen[0][:, unit].double().sum()) ** 0.5 for unit in units}
-    _judge(measured, sizes, weights, residual, _LOW_PRECISION if low else _TOLERANCE)
+    judge(measured, sizes, weights, residual, _LOW_PRECISION if low else _TOLERANCE)
 
 
 def _run_engine(passes: Passes, call: Call, ticket: Ticket, dtypes: _LowPrecision) -> None:
@@ -128,7 +128,7 @@ class _LowPrecision(TorchFunctionMode):
         return out
 
 
-def _judge(
+def judge(
     measured: Mapping[int, float],
     sizes: Mapping[int, Mapping[str, float]],
     weights: Mapping[int, float],

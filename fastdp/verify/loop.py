@@ -91,7 +91,7 @@ class LoopCheck:
     def __init__(self, passes: Passes) -> None:
         self._passes = passes
         self.waiting = 0
-        self.begun = self.undecided = self._ahead = False
+        self.begun = self.undecided = False
         self._due: list[ProbeBatch] = []
         #: The batch that is handed out again where rows differ, and the role of the one that differed.
         self._whole: ProbeBatch | None = None
@@ -122,7 +122,7 @@ class LoopCheck:
 
         ``ahead`` is for loops that take a batch before they are done with the one before.
         """
-        self.begun, self._ahead = True, ahead
+        self.begun = True
         size = len(source.dataset)
         spread = list(dict.fromkeys(int(size * (_GOLDEN * k % 1)) for k in range(_SAMPLED)))
         own = list(source.indices)[:rows] or spread[:rows]

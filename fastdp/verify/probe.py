@@ -19,7 +19,7 @@ from fastdp.engine.layout import Layout, Ticket
 from fastdp.engine.losses import LossTerms, combine, divided_terms, intercepted, shares
 from fastdp.engine.modes import in_mode
 from fastdp.engine.passes import Passes
-from fastdp.engine.randomness import DropoutDisabled, preserve_rng, rng_state
+from fastdp.engine.randomness import BufferSnapshot, DropoutDisabled, preserve_rng, rng_state
 
 #: How far a loss may move, relative to its size, when only the shapes around an example change.
 _ROUNDING = {torch.float64: 1e-9, torch.float32: 2e-4}
@@ -210,6 +210,7 @@ class Probe:
     def _forward(self, call: Call, layout: Layout, inputs: InputGradients | None) -> tuple[RowValues, LossTerms, Any]:
         """One plain forward pass; ``inputs`` follows the tensors whose gradients are wanted."""
         passes, terms = self.passes, LossTerms(layout)
+        snapshot = BufferSnapshot(passes.model, passes.derived_buffers)
         try:
             with intercepted(terms), inputs or nullcontext():
                 args, kwargs = call if inputs is None else inputs.call
@@ -222,6 +223,7 @@ class Probe:
             # The model sets requires_grad on what it makes of its inputs, or reads them by numpy.
             inputs.clear()
             return self._forward(call, layout, None)
+        snapshot.restore()
         if not passes.returns_loss:
             outputs = (t for t in tensors(output) if t.is_floating_point() and t.dim() and t.shape[0] == layout.rows)
             return RowValues([t.detach() for t in outputs]), terms, output
@@ -241,7 +243,7 @@ def _backward(tops: list[torch.Tensor], seeds: list[torch.Tensor], inputs: list[
     if not inputs:
         return
     try:
-        torch.autograd.backward(tops, seeds, inputs=inputs, retain_graph=True)
+        torch.autograd.backward(tops, seeds, inputs=inputs)
     except RuntimeError as error:
         if "heckpoint" not in str(error):
             raise

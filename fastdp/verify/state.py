@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from fastdp.engine.errors import SelfCheckError
-from fastdp.engine.follow import Follow
 from fastdp.engine.pieces import is_cut, writes
 from fastdp.engine.randomness import BufferSnapshot, version
 
@@ -126,7 +125,7 @@ class StateCheck:
         parameters = {n: p for n, p in self.model.named_parameters() if counts.get(n) != writes(p)}
         if not written and not parameters:
             return
-        states, tainted = [], set()
+        states = []
         for data in (0, 1):
             snapshot.restore()
             for name in again(data, self._state(written)):

@@ -14,13 +14,13 @@ import peft
 import pytest
 import torch
 import torch.nn.functional as F
+from fastdp.engine.selfcheck import SelfCheckError
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 from transformers import DataCollatorWithFlattening
 
 import fastdp
 from fastdp.accounting import BudgetExceeded, LedgerError
-from fastdp.engine.selfcheck import SelfCheckError
 from tests.engine.models import build
 from tests.engine.runs import CLASSES, FEATURES, Classifier, examples, loader, logical_step, same, start, state
 

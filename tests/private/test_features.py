@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from fastdp.engine.selfcheck import SelfCheckError
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -18,7 +19,6 @@ import fastdp
 from fastdp.engine.engine import Engine
 from fastdp.engine.layout import Ticket
 from fastdp.engine.policy import Policy
-from fastdp.engine.selfcheck import SelfCheckError
 from fastdp.engine.sums import SumSink
 from tests.engine.models import batch as model_batch, build
 from tests.engine.reference import (

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import fastdp.engine.guard as engine_guard
 import pytest
 import torch
-
-import fastdp.engine.guard as engine_guard
 from fastdp.engine.sent import Sent
+
 from fastdp.private.run import Private
 from tests.engine.runs import logical_step, start
 

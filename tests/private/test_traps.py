@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from dp_accounting.dp_event import GaussianDpEvent, PoissonSampledDpEvent, SelfComposedDpEvent
+from fastdp.engine.selfcheck import SelfCheckError
 from torch import nn
 
 import fastdp
@@ -22,7 +23,6 @@ from fastdp.engine import norms
 from fastdp.engine.accumulator import Accumulator
 from fastdp.engine.losses import LossTerms
 from fastdp.engine.policy import Policy
-from fastdp.engine.selfcheck import SelfCheckError
 from fastdp.ops.noise import standard_normals
 from fastdp.private import release as releases
 from fastdp.private.loader import PrivateLoader
