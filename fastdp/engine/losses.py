@@ -11,14 +11,15 @@ unit's weighted loss is therefore divided by the number of its labelled tokens, 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
 
-from fastdp.engine.errors import SelfCheckError, UnsupportedUse
+from fastdp.engine.errors import OwnLoss, SelfCheckError, UnsupportedUse
 from fastdp.engine.layout import Layout
 from fastdp.engine.logits import Logits, takes
 
@@ -29,6 +30,18 @@ _ELEMENTWISE_LOSSES = (
     "huber_loss",
     "binary_cross_entropy",
     "binary_cross_entropy_with_logits",
+    "kl_div",
+    "poisson_nll_loss",
+    "gaussian_nll_loss",
+    "soft_margin_loss",
+    "cosine_embedding_loss",
+    "margin_ranking_loss",
+    "hinge_embedding_loss",
+    "multi_margin_loss",
+    "multilabel_margin_loss",
+    "multilabel_soft_margin_loss",
+    "triplet_margin_loss",
+    "triplet_margin_with_distance_loss",
 )
 _CLASS_LOSSES = ("cross_entropy", "nll_loss")
 #: Torch's own functions.
@@ -73,11 +86,13 @@ class LossTerms:
     Args:
         layout: cuts token losses into units.
         alone: the pass sees one row by itself, so the scalar stays joined to the model's graph.
+        reductions: means and sums of whole tensors that hold a row for each of the batch's are losses too.
     """
 
-    def __init__(self, layout: Layout, *, alone: bool = False):
+    def __init__(self, layout: Layout, *, alone: bool = False, reductions: bool = False):
         self.layout = layout
         self.alone = alone
+        self.reductions = reductions
         self.terms: list[Term] = []
         self.unmapped: str | None = None
         #: Tokens a row that each loss saw.
@@ -165,16 +180,40 @@ def _kept(per_unit: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, 
 @contextmanager
 def intercepted(terms: LossTerms) -> Iterator[None]:
     """While open, torch's loss functions with a reducing ``reduction`` report to ``terms``."""
-    originals = {name: getattr(F, name) for name in (*_CLASS_LOSSES, *_ELEMENTWISE_LOSSES)}
+    originals = {name: getattr(F, name) for name in (*_CLASS_LOSSES, *_ELEMENTWISE_LOSSES, "ctc_loss")}
     try:
         for name in _CLASS_LOSSES:
             setattr(F, name, _class_loss(originals[name], terms))
         for name in _ELEMENTWISE_LOSSES:
             setattr(F, name, _elementwise_loss(originals[name], terms))
-        yield
+        F.ctc_loss = _ctc_loss(originals["ctc_loss"], terms)
+        with _RowReductions(terms) if terms.reductions else nullcontext():
+            yield
     finally:
         for name, original in originals.items():
             setattr(F, name, original)
+
+
+class _RowReductions(TorchFunctionMode):
+    """Reports means and sums of whole tensors to ``terms``, for losses that a model computes by itself."""
+
+    def __init__(self, terms: LossTerms):
+        super().__init__()
+        self._terms = terms
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        reduction = _REDUCTIONS.get(func)
+        if reduction is not None and len(args) == 1 and not kwargs and torch.is_grad_enabled():
+            (losses,) = args
+            rows = type(losses) is torch.Tensor and losses.requires_grad and losses.dim() > 0
+            if rows and losses.shape[0] == self._terms.layout.rows and self._terms.layout.token_segments is None:
+                scalar = self._terms.add(losses, None, reduction)
+                if scalar is not None:
+                    return scalar
+        return func(*args, **(kwargs or {}))
+
+
+_REDUCTIONS = {torch.mean: "mean", torch.Tensor.mean: "mean", torch.sum: "sum", torch.Tensor.sum: "sum"}
 
 
 def _class_loss(original: Callable[..., torch.Tensor], terms: LossTerms) -> Callable[..., torch.Tensor]:
@@ -216,13 +255,15 @@ def _class_loss(original: Callable[..., torch.Tensor], terms: LossTerms) -> Call
 
 
 def _elementwise_loss(original: Callable[..., torch.Tensor], terms: LossTerms) -> Callable[..., torch.Tensor]:
-    def loss(input: torch.Tensor, target: torch.Tensor, *args: Any, reduction: str = "mean", **options: Any) -> Any:
-        if reduction == "none" or not torch.is_grad_enabled() or not input.requires_grad:
-            return original(input, target, *args, reduction=reduction, **options)
-        scalar = terms.add(original(input, target, *args, reduction="none", **options), None, reduction)
-        if scalar is None:
-            return original(input, target, *args, reduction=reduction, **options)
-        return scalar
+    def loss(*args: Any, reduction: str = "mean", **options: Any) -> Any:
+        given = (t for t in (*args, *options.values()) if isinstance(t, torch.Tensor))
+        if reduction == "none" or not torch.is_grad_enabled() or not any(t.requires_grad for t in given):
+            return original(*args, reduction=reduction, **options)
+        losses = original(*args, reduction="none", **options)
+        # "batchmean" is the mean over rows of each row's sum.
+        by_row = losses.flatten(1).sum(1) if reduction == "batchmean" else losses
+        scalar = terms.add(by_row, None, "sum" if reduction == "sum" else "mean")
+        return original(*args, reduction=reduction, **options) if scalar is None else scalar
 
     return loss
 
@@ -241,6 +282,29 @@ def divided_terms(shares: Sequence[float], single: Sequence[float], rows: int) -
     return frozenset(found)
 
 
+def _ctc_loss(original: Callable[..., torch.Tensor], terms: LossTerms) -> Callable[..., torch.Tensor]:
+    def loss(
+        log_probs: torch.Tensor,
+        targets: torch.Tensor,
+        input_lengths: Any,
+        target_lengths: Any,
+        blank: int = 0,
+        reduction: str = "mean",
+        zero_infinity: bool = False,
+    ) -> torch.Tensor:
+        given = (log_probs, targets, input_lengths, target_lengths, blank)
+        if reduction == "none" or not torch.is_grad_enabled() or not log_probs.requires_grad:
+            return original(*given, reduction, zero_infinity)
+        losses = original(*given, "none", zero_infinity)
+        if reduction == "mean":
+            # As torch does, each row's by the length of its own target.
+            losses = losses / torch.as_tensor(target_lengths, device=losses.device).clamp(min=1)
+        scalar = terms.add(losses, None, reduction)
+        return original(*given, reduction, zero_infinity) if scalar is None else scalar
+
+    return loss
+
+
 def combine(total: torch.Tensor, found: LossTerms, divided: frozenset[int], *, verify: bool) -> torch.Tensor:
     """The per-unit losses ``[units]`` of a model's scalar loss: its terms with the coefficients it gives them.
 
@@ -252,11 +316,11 @@ def combine(total: torch.Tensor, found: LossTerms, divided: frozenset[int], *, v
     """
     terms = found.terms
     if not terms:
-        raise UnsupportedUse(found.unmapped or "the model computes its loss without torch's loss functions")
+        raise OwnLoss(found.unmapped or "the model computes its loss without torch's loss functions")
     if len(terms) == 1 and not divided and terms[0].is_all_of(total):
         return terms[0].per_unit
     if _reaches_more(total, terms):
-        raise UnsupportedUse("the model adds a term of its own to torch's loss functions")
+        raise OwnLoss("the model adds a term of its own to torch's loss functions")
     own = [torch.zeros_like(t.leaf) if share is None else share for share, t in zip(shares(total, terms), terms)]
     # On a processor nothing waits: a loss that is cut off, or bent, beyond what the first batches held is found when it comes.
     if verify or total.device.type == "cpu":

@@ -150,6 +150,8 @@ class Passes:
         self.divided: frozenset[int] = frozenset()
         self.trying = False
         self.isolated = isolated and self.route is None
+        #: Whether the model's own means and sums over rows count as losses, as torch's loss functions do.
+        self.reductions = False
         #: Saved buffers that forwards write from parameters alone: verification restores them after each pass.
         self.derived_buffers: frozenset[str] = frozenset()
         #: Whether the one-example route collates each example by itself, as no mask tells its padding.
@@ -339,7 +341,7 @@ class Passes:
     def _tops_as_traced(
         self, call: Call, layout: Layout, tap: Tap, *, verify: bool
     ) -> tuple[Any, list[torch.Tensor], LossTerms]:
-        terms = LossTerms(layout)
+        terms = LossTerms(layout, reductions=self.reductions)
         self.reads.tap = tap if self.route == USES else None
         try:
             with intercepted(terms):

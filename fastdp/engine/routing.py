@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from fastdp.engine.batches import Call
-from fastdp.engine.errors import SelfCheckError, UnsupportedUse
+from fastdp.engine.errors import OwnLoss, SelfCheckError, UnsupportedUse
 from fastdp.engine.known import Known
 from fastdp.engine.layout import Ticket
 from fastdp.engine.modes import refuse_mixing
@@ -149,7 +149,7 @@ class Routing:
         if reason is not None and not passes.trace.mapped:
             reason += _advice(passes.model)
         try:
-            self.verify_rows(call, ticket)
+            self._verify_rows(call, ticket)
         except UnsupportedUse as error:
             reason = reason or str(error)
         reason = reason or self._try_uses(call, ticket)
@@ -161,6 +161,19 @@ class Routing:
             except Exception as error:
                 raise ValueError(f"no route serves this model: {reason}; one row alone fails with: {error}") from error
         return reason
+
+    def _verify_rows(self, call: Call, ticket: Ticket) -> None:
+        """`verify_rows`; of a loss of the model's own once more, with its means and sums over rows."""
+        passes = self.passes
+        try:
+            self.verify_rows(call, ticket)
+        except OwnLoss as error:
+            passes.reductions = True
+            try:
+                self.verify_rows(call, ticket)
+            except (UnsupportedUse, SelfCheckError):
+                passes.reductions = False
+                raise error from None
 
     def _try_uses(self, call: Call, ticket: Ticket) -> str | None:
         passes = self.passes

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import CheckpointError
 from fastdp.engine.batches import Call, leaves, tensors
 from fastdp.engine.boundary import require_loss
 from fastdp.engine.collation import mixes
-from fastdp.engine.errors import SelfCheckError, UnsupportedUse
+from fastdp.engine.errors import OwnLoss, SelfCheckError, UnsupportedUse
 from fastdp.engine.layout import Ticket
 from fastdp.engine.losses import LossTerms, intercepted
 from fastdp.engine.modes import in_mode
@@ -144,7 +144,7 @@ class _Comparison:
             # Statistics of one row may not be finite where those of a batch are.
             self._explain(base, lost[0], self._alone(lost[0]))
         if base.rest or single.rest:
-            raise UnsupportedUse("the model adds a term of its own to torch's loss functions")
+            raise OwnLoss("the model adds a term of its own to torch's loss functions")
         return compared
 
     def _alone(self, row: int) -> RowValues:

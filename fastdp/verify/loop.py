@@ -168,7 +168,7 @@ class LoopCheck:
             self._subject = call
         row = _row_of(call, ticket.rows, self._subject)
         layout = ticket.layout(passes.device)
-        terms = LossTerms(layout)
+        terms = LossTerms(layout, reductions=passes.reductions)
         with passes.weights.apart(), DropoutDisabled(), seeded(_MODEL):
             before = rng_state(passes.model)
             if passes.route == ONE_EXAMPLE:

@@ -13,7 +13,7 @@ import torch
 
 from fastdp.engine.batches import Call, take_rows, tensors, unpadded
 from fastdp.engine.boundary import caught, differentiable, require_loss
-from fastdp.engine.errors import UnsupportedUse
+from fastdp.engine.errors import OwnLoss
 from fastdp.engine.follow import InputGradients
 from fastdp.engine.layout import Layout, Ticket
 from fastdp.engine.losses import LossTerms, combine, divided_terms, intercepted, shares
@@ -209,7 +209,7 @@ class Probe:
 
     def _forward(self, call: Call, layout: Layout, inputs: InputGradients | None) -> tuple[RowValues, LossTerms, Any]:
         """One plain forward pass; ``inputs`` follows the tensors whose gradients are wanted."""
-        passes, terms = self.passes, LossTerms(layout)
+        passes, terms = self.passes, LossTerms(layout, reductions=self.passes.reductions)
         snapshot = BufferSnapshot(passes.model, passes.derived_buffers)
         try:
             with intercepted(terms), inputs or nullcontext():
@@ -229,7 +229,7 @@ class Probe:
             return RowValues([t.detach() for t in outputs]), terms, output
         total = require_loss(output)
         if not (passes.trace is not None and passes.trace.mapped and terms.terms):
-            raise UnsupportedUse(terms.unmapped or "the model computes its loss without torch's loss functions")
+            raise OwnLoss(terms.unmapped or "the model computes its loss without torch's loss functions")
         own = [0.0 if share is None else float(share) for share in shares(total, terms.terms)]
         parts = [share * float(term.value) for share, term in zip(own, terms.terms)]
         rest = float(total.detach()) - sum(parts)
