@@ -32,11 +32,11 @@ from fastdp.engine.logits import VOCABULARY
 from fastdp.engine.losses import LossTerms, combine, intercepted, masked_mean
 from fastdp.engine.one_example import merged, run_alone, single_rows, starts
 from fastdp.engine.policy import Policy, Unclipped
-from fastdp.engine.randomness import BufferSnapshot, rng_state, seed_from_os, unchanged
+from fastdp.engine.randomness import BufferSnapshot, devices, rng_state, seed_from_os, unchanged
 from fastdp.engine.ranks import Ranks
 from fastdp.engine.reads import Reads
 from fastdp.engine.shards import weights_of
-from fastdp.engine.trace import Trace, devices
+from fastdp.engine.trace import Trace
 from fastdp.engine.uses import Tap, differentiate
 
 #: How per-example gradients are obtained.

@@ -21,9 +21,15 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from fastdp.engine.rules.composite import opened
-from fastdp.engine.trace import devices
 
 _WORDS = 624
+
+
+def devices(model: torch.nn.Module) -> list[int]:
+    """The GPUs that hold a model, whose random state belongs to its own."""
+    # Each replay asks, and a walk over a large model takes as long as a small one's pass.
+    on_gpus = model.parameters() if torch.cuda.is_initialized() else ()
+    return sorted({p.device.index or 0 for p in on_gpus if p.device.type == "cuda"})
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from fastdp.engine.intercept import OPERATIONS, operand
 from fastdp.engine.lanes import operation as meeting_name
 from fastdp.engine.logits import Logits, Source
 from fastdp.engine.losses import LOSSES
+from fastdp.engine.randomness import preserve_rng
 from fastdp.engine.rows import Fold, Met, Place, Places, fold_between
 from fastdp.engine.rules.composite import opened
 
@@ -311,7 +312,7 @@ class Tracer:
         data = [t for path, t in leaves(call) if path in carriers]
         recorder = _Recorder(self.trained, data, stack, count, self.vocabulary)
         try:
-            with torch.random.fork_rng(devices=devices(self.model)), torch.no_grad(), recorder:
+            with preserve_rng(self.model), torch.no_grad(), recorder:
                 forward(*call[0], **call[1])
         finally:
             for handle in handles:
@@ -425,10 +426,3 @@ def _joined(a: Met, b: Met, operation: str) -> Met:
     same = len(a.out) == len(b.out)
     out = tuple(None if x is None or y is None else x.with_(y) for x, y in zip(a.out, b.out)) if same else ()
     return Met(fold, out, a.copies)
-
-
-def devices(model: torch.nn.Module) -> list[int]:
-    """The GPUs that hold a model, whose random state belongs to its own."""
-    # Each replay asks, and a walk over a large model takes as long as a small one's pass.
-    on_gpus = model.parameters() if torch.cuda.is_initialized() else ()
-    return sorted({p.device.index or 0 for p in on_gpus if p.device.type == "cuda"})
