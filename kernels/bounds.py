@@ -9,6 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
+from fastdp.ops.factors import MOST
+
 from . import direct, gram
 from .launch import beside, cdiv, on_device_of, serves
 
@@ -96,9 +98,10 @@ def gram_norms(
     counts: Sequence[int],
     offsets: torch.Tensor,
     scales: Sequence[torch.Tensor],
+    most: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Squared norms [k, B], float32, of uses of which each right has ``counts``, and row products, float64."""
-    if scales:
+    if scales or most < MOST:
         return NotImplemented
     return gram.gram_norms(lefts, rights, counts, offsets)
 
