@@ -139,7 +139,7 @@ TOKEN_COUNTS = Op(
     fake=_token_counts_fake,
     check=_check_token_counts,
 )
-TOKEN_COUNTS.implement("cpu", "fastdp.ops.cpu.bounds")
+TOKEN_COUNTS.in_family("bounds")
 
 
 def token_counts(lefts: Sequence[Tensor], right: Tensor, offsets: Tensor) -> Tensor:
