@@ -208,13 +208,13 @@ FASTDP_AVX512 float sum_squares_avx512(const float *entries, int64_t count) {
 constexpr int64_t kWordsAnItem = 4096;  // of a mask, about 10 us
 constexpr int64_t kChunkTokens = 256;  // tokens at a time: the rows of L they touch stay within reach of address translation
 
-// Columns [start, start + count) of tokens [first, last), copied to rows of `pitch` floats, zero past `count`.
-Rows packed(const Factor &factor, int64_t first, int64_t last, int64_t start, int64_t count, int64_t pitch,
-            std::vector<float> &out) {
+// Columns [start, start + count) of tokens [first, last) of a list, copied to rows of `pitch` floats, zero past `count`.
+Rows packed(const Factor &factor, const Tokens &tokens, int64_t first, int64_t last, int64_t start, int64_t count,
+            int64_t pitch, std::vector<float> &out) {
     out.resize(std::max<int64_t>(out.size(), (last - first) * pitch));
     for (int64_t t = first; t < last; ++t) {
         float *row = out.data() + (t - first) * pitch;
-        read_row(factor, t, start, count, row);
+        read_row(factor, tokens.at[t], start, count, row);
         std::fill(row + count, row + pitch, 0.0f);
     }
     return {out.data(), pitch};
@@ -255,19 +255,22 @@ std::vector<uint64_t> MaskRows::words(const BlockKernels &kernels, int64_t rows,
     return found;
 }
 
-Rows right_panel(const Factor &right, int64_t first, int64_t last, int64_t start, int64_t count, int64_t m, Panels &panels) {
-    if (right.plain() && count == kBlockColumns && m <= kChunkRows) return {right.row(first) + start, right.row_stride};
-    return packed(right, first, last, start, count, kBlockColumns, panels.right);
+Rows right_panel(const Factor &right, const Tokens &tokens, int64_t first, int64_t last, int64_t start, int64_t count,
+                 int64_t m, Panels &panels) {
+    if (right.plain() && count == kBlockColumns && m <= kChunkRows && tokens.adjacent(first, last))
+        return {right.row(tokens.at[first]) + start, right.row_stride};
+    return packed(right, tokens, first, last, start, count, kBlockColumns, panels.right);
 }
 
-void compute_band(const BlockKernels &kernels, const Factor &left, Rows right, int64_t first, int64_t last, int64_t start,
-                  int64_t rows, int64_t columns, Panels &panels, float *band) {
+void compute_band(const BlockKernels &kernels, const Factor &left, Rows right, const Tokens &tokens, int64_t first,
+                  int64_t last, int64_t start, int64_t rows, int64_t columns, Panels &panels, float *band) {
     // As few blocks as possible, as equal as possible.
     const int64_t blocks = (rows + kBlockRows - 1) / kBlockRows, step = (rows + blocks - 1) / blocks;
     for (int64_t token = first; token < last; token += kChunkTokens) {
         const int64_t end = std::min(last, token + kChunkTokens);
-        const Rows l = left.plain() ? Rows{left.row(token) + start, left.row_stride}
-                                    : packed(left, token, end, start, rows, kChunkRows, panels.left);
+        const Rows l = left.plain() && tokens.adjacent(token, end)
+                           ? Rows{left.row(tokens.at[token]) + start, left.row_stride}
+                           : packed(left, tokens, token, end, start, rows, kChunkRows, panels.left);
         const Rows r{right.data + (token - first) * right.pitch, right.pitch};
         for (int64_t row = 0; row < rows; row += step)
             kernels.outer({l.data + row, l.pitch}, r, end - token, std::min(step, rows - row), columns,

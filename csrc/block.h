@@ -78,13 +78,14 @@ struct Panels {
     std::vector<float> left, right;
 };
 
-// Columns [start, start + count) of R over tokens [first, last): where they lie if few rows of L, of m, will meet them,
-// else packed, which spares the address translation.
-Rows right_panel(const Factor &right, int64_t first, int64_t last, int64_t start, int64_t count, int64_t m, Panels &panels);
+// Columns [start, start + count) of R over tokens [first, last) of a list: where they lie if few rows of L, of m, will meet
+// them and they follow each other, else packed, which spares the address translation.
+Rows right_panel(const Factor &right, const Tokens &tokens, int64_t first, int64_t last, int64_t start, int64_t count,
+                 int64_t m, Panels &panels);
 
 // band[rows][64] = rows [start, start + rows) of L^T R, at most kChunkRows, against a panel of R of `columns`, over tokens
-// [first, last). Entries of L are read once a panel, so plain floats stay where they are.
-void compute_band(const BlockKernels &kernels, const Factor &left, Rows right, int64_t first, int64_t last, int64_t start,
-                  int64_t rows, int64_t columns, Panels &panels, float *band);
+// [first, last) of a list. Entries of L are read once a panel, so plain floats that follow each other stay where they are.
+void compute_band(const BlockKernels &kernels, const Factor &left, Rows right, const Tokens &tokens, int64_t first,
+                  int64_t last, int64_t start, int64_t rows, int64_t columns, Panels &panels, float *band);
 
 }  // namespace fastdp

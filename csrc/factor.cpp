@@ -1,5 +1,7 @@
 #include "factor.h"
 
+#include <cmath>
+
 #include "cpu.h"
 
 #if defined(__x86_64__)
@@ -38,7 +40,67 @@ FASTDP_AVX2 FASTDP_SCALE_ROW(scale_row_avx2)
 FASTDP_AVX512 FASTDP_SCALE_ROW(scale_row_avx512)
 #endif
 
+// Whether all entries of a row, before their scale, are zero (or else: finite).
+template <typename Predicate>
+bool all_of_row(const Factor &factor, int64_t t, Predicate holds) {
+    const Factor bare{factor.data, factor.element, factor.width, factor.row_stride, factor.column_stride, nullptr};
+    for (int64_t j = 0; j < factor.width; ++j)
+        if (!holds(bare.entry(t, j))) return false;
+    return true;
+}
+
+bool is_zero(const Factor &factor, int64_t t) {
+    if (factor.element == Element::f32 && factor.column_stride == 1) {
+        const float *row = factor.row(t);
+        if (factor.width > 0 && row[0] != 0) return false;
+        uint32_t some = 0;
+        for (int64_t j = 0; j < factor.width; ++j) {
+            uint32_t bits;
+            std::memcpy(&bits, row + j, 4);
+            some |= bits << 1;
+        }
+        return some == 0;
+    }
+    return all_of_row(factor, t, [](float x) { return x == 0; });
+}
+
+bool is_finite(const Factor &factor, int64_t t) {
+    if (factor.element == Element::f32 && factor.column_stride == 1) {
+        // In vectors: padding is looked at by the row.
+        const float *row = factor.row(t);
+        uint32_t bad = 0;
+        for (int64_t j = 0; j < factor.width; ++j) {
+            uint32_t bits;
+            std::memcpy(&bits, row + j, 4);
+            bad += (bits & 0x7f800000u) == 0x7f800000u;
+        }
+        return bad == 0;
+    }
+    return all_of_row(factor, t, [](float x) { return std::isfinite(x); });
+}
+
 }  // namespace
+
+Tokens nonzero_tokens(const std::vector<Factor> &lefts, const Factor &right, const std::vector<int64_t> &bounds) {
+    const auto every_left = [&](int64_t t, bool (*holds)(const Factor &, int64_t)) {
+        for (const Factor &left : lefts)
+            if (!holds(left, t)) return false;
+        return true;
+    };
+    Tokens found;
+    found.at.reserve(bounds.back() - bounds.front());
+    found.bounds.reserve(bounds.size());
+    found.bounds.push_back(0);
+    for (size_t unit = 0; unit + 1 < bounds.size(); ++unit) {
+        for (int64_t t = bounds[unit]; t < bounds[unit + 1]; ++t) {
+            const bool dead = (!lefts.empty() && every_left(t, is_zero) && is_finite(right, t)) ||
+                              (is_zero(right, t) && every_left(t, is_finite));
+            if (!dead) found.at.push_back(t);
+        }
+        found.bounds.push_back(static_cast<int64_t>(found.at.size()));
+    }
+    return found;
+}
 
 void read_row(const Factor &factor, int64_t t, int64_t start, int64_t count, float *out) {
     const int64_t stride = factor.column_stride, first = t * factor.row_stride + start * stride;

@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <cstring>
 #include <tuple>
+#include <vector>
 
 namespace fastdp {
 
@@ -74,5 +75,20 @@ inline float Factor::entry(int64_t t, int64_t column) const {
 
 // Columns [start, start + count) of token t as floats, times their scale.
 void read_row(const Factor &factor, int64_t t, int64_t start, int64_t count, float *out);
+
+// The tokens that add to a unit's gradient, in their order: unit u has at[bounds[u]] .. at[bounds[u + 1] - 1].
+struct Tokens {
+    std::vector<int64_t> at, bounds;
+
+    int64_t count() const { return bounds.back(); }
+    int64_t units() const { return static_cast<int64_t>(bounds.size()) - 1; }
+    // Whether tokens [first, last) of the list follow each other in memory.
+    bool adjacent(int64_t first, int64_t last) const { return last == first || at[last - 1] - at[first] == last - 1 - first; }
+};
+
+// Tokens [bounds[0], bounds[1]) and so on without those at which R or every one of the lefts is zero, as padding is: what a
+// unit's norm is computed from does not depend on how many of them stand around it. A token whose other factor is not finite
+// stays. Without lefts (ids) R alone decides.
+Tokens nonzero_tokens(const std::vector<Factor> &lefts, const Factor &right, const std::vector<int64_t> &bounds);
 
 }  // namespace fastdp

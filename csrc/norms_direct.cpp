@@ -15,11 +15,14 @@ namespace fastdp {
 namespace {
 
 // out[which][unit], float32: the measure of the gradient of the unit that owns tokens [bounds[unit], bounds[unit + 1]), zero
-// where it owns none. Left [tokens, m] and right [tokens, n] as factor.h reads them; `mask` bytes [m, n], read under masked_square alone, whose second row is what lies outside. Sums are float32 over a row of a
-// band and float64 beyond, in an order that threads do not change.
+// where it owns none. Left [tokens, m] and right [tokens, n] as factor.h reads them; `mask` bytes [m, n], read under
+// masked_square alone, whose second row is what lies outside. Sums are float32 over a row of a band and float64 beyond, in
+// an order that neither threads nor zero tokens change. Unless `gradients` is null, float32 [units][m][n], the gradients
+// that are measured are kept there.
 void direct_norms(const Factor &left, const Factor &right, const std::vector<int64_t> &bounds, Measure measure,
-                  const uint8_t *mask, float *out, int threads) {
-    const int64_t units = static_cast<int64_t>(bounds.size()) - 1, m = left.width, n = right.width;
+                  const uint8_t *mask, float *out, float *gradients, int threads) {
+    const Tokens tokens = nonzero_tokens({left}, right, bounds);
+    const int64_t units = tokens.units(), m = left.width, n = right.width;
     const int64_t panels = (n + kBlockColumns - 1) / kBlockColumns;
     const BlockKernels &kernels = block_kernels();
     const std::vector<uint64_t> words = MaskRows{mask, n}.words(kernels, m, threads);
@@ -27,15 +30,24 @@ void direct_norms(const Factor &left, const Factor &right, const std::vector<int
     team_for(units * panels, threads, [&](int64_t item) {
         static thread_local Panels panels_of_thread;
         const int64_t unit = item / panels, panel = item % panels;
-        const int64_t first = bounds[unit], last = bounds[unit + 1], tokens = last - first;
-        if (tokens == 0) return;
+        const int64_t first = tokens.bounds[unit], last = tokens.bounds[unit + 1];
+        if (first == last && gradients == nullptr) return;
         const int64_t columns = std::min(kBlockColumns, n - panel * kBlockColumns);
         const uint64_t valid = first_bits(columns);
-        const Rows r = right_panel(right, first, last, panel * kBlockColumns, columns, m, panels_of_thread);
+        if (first == last) {
+            for (int64_t row = 0; row < m; ++row)
+                std::fill_n(gradients + (unit * m + row) * n + panel * kBlockColumns, columns, 0.0f);
+            return;
+        }
+        const Rows r = right_panel(right, tokens, first, last, panel * kBlockColumns, columns, m, panels_of_thread);
         alignas(64) float band[kChunkRows * kBlockColumns];
         for (int64_t start = 0; start < m; start += kChunkRows) {
             const int64_t rows = std::min(kChunkRows, m - start);
-            compute_band(kernels, left, r, first, last, start, rows, columns, panels_of_thread, band);
+            compute_band(kernels, left, r, tokens, first, last, start, rows, columns, panels_of_thread, band);
+            if (gradients != nullptr)
+                for (int64_t row = 0; row < rows; ++row)
+                    std::copy_n(band + row * kBlockColumns, columns,
+                                gradients + (unit * m + start + row) * n + panel * kBlockColumns);
             float sums[2] = {0, 0};
             for (int64_t row = 0; row < rows; ++row)
                 add_measure(kernels, measure, band + row * kBlockColumns, valid,
@@ -50,7 +62,7 @@ void direct_norms(const Factor &left, const Factor &right, const std::vector<int
 }  // namespace
 
 void bind_norms_direct(pybind11::module_ &m) {
-    bind(m, "direct_norms", &direct_norms, "left", "right", "bounds", "measure", "mask", "out", "threads");
+    bind(m, "direct_norms", &direct_norms, "left", "right", "bounds", "measure", "mask", "out", "gradients", "threads");
 }
 
 }  // namespace fastdp

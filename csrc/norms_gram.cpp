@@ -123,7 +123,7 @@ DotBlock dot_block() {
     throw std::runtime_error("Gram kernels need AVX2; the torch route serves other processors");
 }
 
-// Tokens [row, row + rows) of one use against tokens [column, column + columns) of another, or of itself.
+// Tokens [row, row + rows) of one use's list against tokens [column, column + columns) of another's, or of its own.
 struct Tile {
     int64_t unit, row, rows, column, columns;
     bool lower;  // only entries on and below the diagonal are wanted: rows and columns are the same tokens
@@ -135,14 +135,14 @@ struct Scratch {
 };
 
 // Pointers to the rows of a panel of a factor: into the factor itself where it holds plain floats, else into a copy.
-void panel_rows(const Factor &factor, int64_t first, int64_t count, int64_t start, int64_t depth,
+void panel_rows(const Factor &factor, const int64_t *tokens, int64_t count, int64_t start, int64_t depth,
                 std::vector<float> &copy, const float **rows) {
     if (factor.plain()) {
-        for (int64_t i = 0; i < count; ++i) rows[i] = factor.row(first + i) + start;
+        for (int64_t i = 0; i < count; ++i) rows[i] = factor.row(tokens[i]) + start;
     } else {
         copy.resize(kTile * kDepth);
         for (int64_t i = 0; i < count; ++i) {
-            read_row(factor, first + i, start, depth, copy.data() + i * kDepth);
+            read_row(factor, tokens[i], start, depth, copy.data() + i * kDepth);
             rows[i] = copy.data() + i * kDepth;
         }
     }
@@ -150,14 +150,15 @@ void panel_rows(const Factor &factor, int64_t first, int64_t count, int64_t star
     for (int64_t i = count; i < (count + kBlock - 1) / kBlock * kBlock; ++i) rows[i] = rows[count - 1];
 }
 
-// gram[i][j] = x[row + i] . y[column + j] over a tile.
-void gram_tile(const Factor &x, const Factor &y, const Tile &tile, DotBlock dot, Scratch &scratch, float *gram) {
+// gram[i][j] = x[at_x[row + i]] . y[at_y[column + j]] over a tile.
+void gram_tile(const Factor &x, const int64_t *at_x, const Factor &y, const int64_t *at_y, const Tile &tile, DotBlock dot,
+               Scratch &scratch, float *gram) {
     if (x.width == 0) std::fill(gram, gram + kTile * kTile, 0.0f);
     const float *a[kTile], *b[kTile];
     for (int64_t start = 0; start < x.width; start += kDepth) {
         const int64_t depth = std::min(kDepth, x.width - start);
-        panel_rows(x, tile.row, tile.rows, start, depth, scratch.panel_a, a);
-        if (!tile.lower) panel_rows(y, tile.column, tile.columns, start, depth, scratch.panel_b, b);
+        panel_rows(x, at_x + tile.row, tile.rows, start, depth, scratch.panel_a, a);
+        if (!tile.lower) panel_rows(y, at_y + tile.column, tile.columns, start, depth, scratch.panel_b, b);
         for (int64_t i = 0; i < tile.rows; i += kBlock)
             for (int64_t j = 0; j < (tile.lower ? i + 1 : tile.columns); j += kBlock)
                 dot(a + i, (tile.lower ? a : b) + j, depth, gram + i * kTile + j, start > 0);
@@ -196,14 +197,18 @@ double diagonal_products(const float *left, const float *right, int64_t tokens, 
 
 // out[use][unit], float32: the squared norm of left^T right over tokens [bounds[unit], bounds[unit + 1]), not below 0, and
 // 0 where there are none; lefts [tokens, m_i] and right [tokens, n] as factor.h reads them. Inner products of rows are
-// float32, their products are added up in float64, in an order that threads do not change. Unless `sums` is null, float64
-// [use][unit] of what rounding is measured by goes there: see bounds.h.
-void gram_sqnorm(const std::vector<Factor> &lefts, const Factor &right, const std::vector<int64_t> &bounds, float *out,
-                 double *sums, int threads) {
-    const int64_t units = static_cast<int64_t>(bounds.size()) - 1, uses = static_cast<int64_t>(lefts.size());
+// float32, their products are added up in float64, in an order that neither threads nor zero tokens change. Units with more
+// tokens than `most` that add anything get 0. Unless `sums` is null, float64 [use][unit] of what rounding is measured by goes
+// there: see bounds.h.
+void gram_sqnorm(const std::vector<Factor> &lefts, const Factor &right, const std::vector<int64_t> &bounds, int64_t most,
+                 float *out, double *sums, int threads) {
+    const Tokens tokens = nonzero_tokens(lefts, right, bounds);
+    const int64_t *at = tokens.at.data();
+    const int64_t units = tokens.units(), uses = static_cast<int64_t>(lefts.size());
     std::vector<Tile> tiles;
     for (int64_t unit = 0; unit < units; ++unit) {
-        const int64_t first = bounds[unit], last = bounds[unit + 1];
+        const int64_t first = tokens.bounds[unit], last = tokens.bounds[unit + 1];
+        if (last - first > most) continue;
         for (int64_t row = first; row < last; row += kTile)
             for (int64_t column = first; column <= row; column += kTile)
                 tiles.push_back({unit, row, std::min(kTile, last - row), column, std::min(kTile, last - column), row == column});
@@ -213,9 +218,9 @@ void gram_sqnorm(const std::vector<Factor> &lefts, const Factor &right, const st
     team_for(static_cast<int64_t>(tiles.size()), threads, [&](int64_t item) {
         static thread_local Scratch scratch;
         const Tile &tile = tiles[item];
-        gram_tile(right, right, tile, dot, scratch, scratch.gram_right);
+        gram_tile(right, at, right, at, tile, dot, scratch, scratch.gram_right);
         for (int64_t use = 0; use < uses; ++use) {
-            gram_tile(lefts[use], lefts[use], tile, dot, scratch, scratch.gram_left);
+            gram_tile(lefts[use], at, lefts[use], at, tile, dot, scratch, scratch.gram_left);
             const double product = tile_product(scratch.gram_right, scratch.gram_left, tile);
             // A tile left of the diagonal stands for its mirror image too.
             parts[item * uses + use] = tile.lower ? product : 2 * product;
@@ -239,11 +244,12 @@ struct Left {
     int64_t id(int64_t t) const { return ids[t * stride]; }
 };
 
-void left_tile(const Left &x, const Left &y, const Tile &tile, DotBlock dot, Scratch &scratch, float *gram) {
-    if (x.ids == nullptr && y.ids == nullptr) return gram_tile(x.matrix, y.matrix, tile, dot, scratch, gram);
+void left_tile(const Left &x, const int64_t *at_x, const Left &y, const int64_t *at_y, const Tile &tile, DotBlock dot,
+               Scratch &scratch, float *gram) {
+    if (x.ids == nullptr && y.ids == nullptr) return gram_tile(x.matrix, at_x, y.matrix, at_y, tile, dot, scratch, gram);
     for (int64_t i = 0; i < tile.rows; ++i) {
         for (int64_t j = 0; j < tile.columns; ++j) {
-            const int64_t t = tile.row + i, s = tile.column + j;
+            const int64_t t = at_x[tile.row + i], s = at_y[tile.column + j];
             float *entry = gram + i * kTile + j;
             if (x.ids != nullptr && y.ids != nullptr) *entry = x.id(t) == y.id(s) ? 1.0f : 0.0f;
             else *entry = x.ids != nullptr ? y.matrix.entry(s, x.id(t)) : x.matrix.entry(t, y.id(s));
@@ -257,24 +263,29 @@ Left left_of(const LeftTuple &t) {
     return {factor_of(std::get<0>(t)), reinterpret_cast<const int64_t *>(std::get<1>(t)), std::get<2>(t)};
 }
 
+Tokens tokens_of(const Left &left, const Factor &right, const std::vector<int64_t> &bounds) {
+    return nonzero_tokens(left.ids != nullptr ? std::vector<Factor>{} : std::vector<Factor>{left.matrix}, right, bounds);
+}
+
 // out[unit], float32: the sum over tokens t of use 1 and s of use 2, both of the unit, of <left1[t], left2[s]> <right1[t],
 // right2[s]>; arithmetic as in gram_sqnorm. A left factor may be int64 ids; against a matrix they lie within its width.
 void cross_inner(const LeftTuple &left1_tuple, const Factor &right1, const LeftTuple &left2_tuple, const Factor &right2,
                  const std::vector<int64_t> &bounds1, const std::vector<int64_t> &bounds2, float *out, int threads) {
     const Left left1 = left_of(left1_tuple), left2 = left_of(left2_tuple);
-    const int64_t units = static_cast<int64_t>(bounds1.size()) - 1;
+    const Tokens one = tokens_of(left1, right1, bounds1), two = tokens_of(left2, right2, bounds2);
+    const int64_t units = one.units();
     std::vector<Tile> tiles;
     for (int64_t unit = 0; unit < units; ++unit)
-        for (int64_t row = bounds1[unit]; row < bounds1[unit + 1]; row += kTile)
-            for (int64_t column = bounds2[unit]; column < bounds2[unit + 1]; column += kTile)
-                tiles.push_back({unit, row, std::min(kTile, bounds1[unit + 1] - row), column,
-                                 std::min(kTile, bounds2[unit + 1] - column), false});
+        for (int64_t row = one.bounds[unit]; row < one.bounds[unit + 1]; row += kTile)
+            for (int64_t column = two.bounds[unit]; column < two.bounds[unit + 1]; column += kTile)
+                tiles.push_back({unit, row, std::min(kTile, one.bounds[unit + 1] - row), column,
+                                 std::min(kTile, two.bounds[unit + 1] - column), false});
     std::vector<double> parts(tiles.size());
     const DotBlock dot = dot_block();
     team_for(static_cast<int64_t>(tiles.size()), threads, [&](int64_t item) {
         static thread_local Scratch scratch;
-        gram_tile(right1, right2, tiles[item], dot, scratch, scratch.gram_right);
-        left_tile(left1, left2, tiles[item], dot, scratch, scratch.gram_left);
+        gram_tile(right1, one.at.data(), right2, two.at.data(), tiles[item], dot, scratch, scratch.gram_right);
+        left_tile(left1, one.at.data(), left2, two.at.data(), tiles[item], dot, scratch, scratch.gram_left);
         parts[item] = tile_product(scratch.gram_right, scratch.gram_left, tiles[item]);
     });
     sum_parts(tiles, parts, 1, units, out, false);
@@ -283,7 +294,7 @@ void cross_inner(const LeftTuple &left1_tuple, const Factor &right1, const LeftT
 }  // namespace
 
 void bind_norms_gram(pybind11::module_ &m) {
-    bind(m, "gram_sqnorm", &gram_sqnorm, "lefts", "right", "bounds", "out", "products", "threads");
+    bind(m, "gram_sqnorm", &gram_sqnorm, "lefts", "right", "bounds", "most", "out", "products", "threads");
     bind(m, "cross_inner", &cross_inner, "left1", "right1", "left2", "right2", "bounds1", "bounds2", "out", "threads");
 }
 

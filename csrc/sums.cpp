@@ -1,6 +1,7 @@
 // Sums of token gradients: weighted ones under a mask, from bands that are never written whole, rows of R into a table, and
 // a layer norm's by unit.
 #include <algorithm>
+#include <numeric>
 #include <vector>
 
 #include "bindings.h"
@@ -33,19 +34,22 @@ FASTDP_AVX2 FASTDP_AFFINE_ROW(affine_row_avx2)
 FASTDP_AVX512 FASTDP_AFFINE_ROW(affine_row_avx512)
 #endif
 
-// Sums over each unit's tokens of G (X - mean) rstd, then of G: out float32 [2, units, width].
+// Sums over each unit's tokens of G (X - mean) rstd, then of G: out float32 [2, units, width]. Rows of G that are zero are
+// left out.
 void affine_sums(const Factor &gradient, const Factor &x, const float *mean, const float *rstd,
                  const std::vector<int64_t> &bounds, float *out, int threads) {
-    const int64_t n = x.width, units = static_cast<int64_t>(bounds.size()) - 1, panels = (n + kColumns - 1) / kColumns;
+    const Tokens tokens = nonzero_tokens({}, gradient, bounds);
+    const int64_t n = x.width, units = tokens.units(), panels = (n + kColumns - 1) / kColumns;
     const AffineRow add = FASTDP_BEST(affine_row);
     team_for(units * panels, threads, [&](int64_t item) {
         const int64_t unit = item / panels, start = item % panels * kColumns, count = std::min(kColumns, n - start);
         float *totals[2] = {out + unit * n + start, out + (units + unit) * n + start};
         for (float *total : totals) std::fill(total, total + count, 0.0f);
         alignas(64) float sums[2][kColumns], rows[2][kColumns];
-        for (int64_t first = bounds[unit]; first < bounds[unit + 1]; first += kTokens) {
+        for (int64_t first = tokens.bounds[unit]; first < tokens.bounds[unit + 1]; first += kTokens) {
             for (float *sum : sums) std::fill(sum, sum + count, 0.0f);
-            for (int64_t t = first; t < std::min(bounds[unit + 1], first + kTokens); ++t) {
+            for (int64_t i = first; i < std::min(tokens.bounds[unit + 1], first + kTokens); ++i) {
+                const int64_t t = tokens.at[i];
                 const float *g = gradient.plain() ? gradient.row(t) + start : rows[0];
                 const float *from = x.plain() ? x.row(t) + start : rows[1];
                 if (g == rows[0]) read_row(gradient, t, start, count, rows[0]);
@@ -65,6 +69,9 @@ void affine_sums(const Factor &gradient, const Factor &x, const float *mean, con
 void masked_weighted_sum(const Factor &left, const Factor &right, const std::vector<int64_t> &bounds,
                          const std::vector<float> &masked, const std::vector<float> &unmasked, const uint8_t *mask,
                          float *out, int64_t out_row, int threads) {
+    Tokens tokens;
+    tokens.at.resize(bounds.back());
+    std::iota(tokens.at.begin(), tokens.at.end(), 0);
     const int64_t m = left.width, n = right.width;
     const int64_t panels = (n + kBlockColumns - 1) / kBlockColumns, chunks = (m + kChunkRows - 1) / kChunkRows;
     const BlockKernels &kernels = block_kernels();
@@ -77,8 +84,8 @@ void masked_weighted_sum(const Factor &left, const Factor &right, const std::vec
         for (size_t run = 0; run < masked.size(); ++run) {
             const int64_t first = bounds[run], last = bounds[run + 1];
             if (first == last || (masked[run] == 0 && unmasked[run] == 0)) continue;
-            const Rows r = right_panel(right, first, last, panel * kBlockColumns, columns, rows, panels_of_thread);
-            compute_band(kernels, left, r, first, last, start, rows, columns, panels_of_thread, band);
+            const Rows r = right_panel(right, tokens, first, last, panel * kBlockColumns, columns, rows, panels_of_thread);
+            compute_band(kernels, left, r, tokens, first, last, start, rows, columns, panels_of_thread, band);
             for (int64_t row = 0; row < rows; ++row)
                 kernels.add_weighted(band + row * kBlockColumns, words[(start + row) * panels + panel], masked[run],
                                      unmasked[run], columns, out + (start + row) * out_row + panel * kBlockColumns);

@@ -30,6 +30,7 @@ def direct_norms(
     measure: int,
     mask: _Memory,
     out: _Memory,
+    gradients: _Memory,
     threads: int,
 ) -> None: ...
 def onehot_norms(
@@ -46,6 +47,7 @@ def gram_sqnorm(
     lefts: Sequence[_Factor],
     right: _Factor,
     bounds: Sequence[int],
+    most: int,
     out: _Memory,
     products: _Memory,
     threads: int,
@@ -62,6 +64,7 @@ def cross_inner(
 ) -> None: ...
 
 # bounds.cpp
+def token_counts(lefts: Sequence[_Factor], right: _Factor, bounds: Sequence[int], counts: _Memory) -> None: ...
 def row_products(
     left: _Factor,
     right: _Factor,

@@ -9,6 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
+from fastdp.ops.factors import MOST
+
 from . import direct, gram
 from .launch import beside, cdiv, on_device_of, serves
 
@@ -89,6 +91,11 @@ def row_products(left: torch.Tensor, right: torch.Tensor, offsets: torch.Tensor,
     return sums
 
 
+def token_counts(lefts: Sequence[torch.Tensor], right: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """By the definition: on a GPU padding counts among a unit's tokens, and nothing asks."""
+    return NotImplemented
+
+
 @serves(2)
 def gram_norms(
     lefts: Sequence[torch.Tensor],
@@ -96,9 +103,10 @@ def gram_norms(
     counts: Sequence[int],
     offsets: torch.Tensor,
     scales: Sequence[torch.Tensor],
+    most: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Squared norms [k, B], float32, of uses of which each right has ``counts``, and row products, float64."""
-    if scales:
+    if scales or most < MOST:
         return NotImplemented
     return gram.gram_norms(lefts, rights, counts, offsets)
 

@@ -21,6 +21,8 @@ from fastdp.engine.uses import Sink
 
 #: In how many launches sums are made at least where they are large: what one of them makes, it holds beside all its factors.
 _LAUNCHES = 8
+#: Units that a micro-batch is taken to have at least, so that one unit more changes nothing.
+_UNITS = 64
 
 
 class _CaptureOrder:
@@ -56,7 +58,8 @@ class Accumulator(Sums):
         """Forget the sums: a new logical batch begins."""
         super().reset()
         self.nonfinite: torch.Tensor | int = 0
-        self.unclipped: torch.Tensor | int = 0
+        #: Each unit counts by how far its norm is below the bound: `Policy.whole`.
+        self.unclipped: torch.Tensor | float = 0.0
         self.units: torch.Tensor | int = 0
         #: The bounds that this batch is clipped by, once its first unit was.
         self.bounds: tuple[float, ...] | None = None
@@ -81,8 +84,9 @@ class Accumulator(Sums):
         sums = {name: self.sums[name] for name in whole if name in self.sums}
         ranks.add(sums, whole)
         self.sums.update(sums)
-        counts = [int(count) for count in (self.units, self.unclipped, self.nonfinite)]
-        self.units, self.unclipped, self.nonfinite = map(sum, zip(*ranks.gather(counts)))
+        counts = [float(count) for count in (self.units, self.unclipped, self.nonfinite)]
+        units, self.unclipped, nonfinite = map(sum, zip(*ranks.gather(counts)))
+        self.units, self.nonfinite = int(units), int(nonfinite)
 
     def run(
         self,
@@ -108,7 +112,9 @@ class Accumulator(Sums):
         order = _CaptureOrder(sink, self.names) if two_pass and self.weights.cut else None
         open_sink(order or sink)
         backward(two_pass)
-        factors = self.factors(norms.finish(), layout.weights)
+        upper = norms.finish()
+        factors = self.factors(upper, layout.weights)
+        self.take_apart(upper, factors)
         if two_pass:
             # Ranks whose captures come in another order could not add them up as they come.
             at_once = order is not None and self.weights.alike(zlib.crc32(repr(order.sequence).encode()))
@@ -128,8 +134,7 @@ class Accumulator(Sums):
             if entry.instance is not None:
                 whole[name], entry.instance = entry.instance, None
                 held += 4 * self.parameters[name].numel()
-            while entry.factors:
-                self.add_factors(name, entry.factors.pop(), factors, layout)
+            self.add_uses(name, entry.factors, factors, layout)
             if held > most or self.weights.cut:
                 self.add_instances(whole, factors)
                 whole, held = {}, 0
@@ -169,7 +174,9 @@ class Accumulator(Sums):
 
     def fit(self, units: int, available: int) -> bool:
         """Whether every unit's whole gradient of all parameters takes at most ``available`` bytes, and can be made at all."""
-        return not self.tables and 4 * units * sum(p.numel() for p in self.parameters.values()) <= available
+        return (
+            not self.tables and 4 * max(units, _UNITS) * sum(p.numel() for p in self.parameters.values()) <= available
+        )
 
     def add_unit(self, instances: Mapping[str, torch.Tensor], weight: torch.Tensor) -> None:
         """Clip and add one unit from its whole gradients ``[1, ...]``, weight ``[1]``: the one-example route."""
@@ -201,7 +208,8 @@ class Accumulator(Sums):
         real = weights > 0
         scales = self.policy.scales(upper)
         self.nonfinite = self.nonfinite + (real & (scales == 0).all(0)).sum()
-        self.unclipped = self.unclipped + (real & (scales >= 1).all(0)).sum()
+        whole = self.policy.whole(upper)
+        self.unclipped = self.unclipped + torch.where(real & (scales > 0).any(0), whole, 0.0).sum()
         self.units = self.units + real.sum()
         return torch.where(real, scales * weights, 0.0)
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from fastdp.ops.bounds import FLOOR, LARGEST_RATIO
+from fastdp.ops.bounds import EARLY, FLOOR, LARGEST_RATIO, Roundings
 from fastdp.ops.placed import held, placed, sent
 
 # float64 arithmetic on a few thousand numbers, each positive: far below this.
@@ -22,10 +22,12 @@ class UpperNorms:
     """Norms that nothing a unit adds can exceed, ``[groups, units]`` float64, made by `Norms.upper` alone.
 
     ``measured`` are the computed norms to the power of their order, for checks and counts: nothing is scaled by them.
+    ``cancelling`` says of which units, bool ``[units]``, the tokens cancel so far that the order of their sum matters.
     """
 
     norms: torch.Tensor
     measured: torch.Tensor
+    cancelling: torch.Tensor
 
     def weights(self, bounds: Sequence[float]) -> torch.Tensor:
         """``min(1, bound / norm)`` of each group and unit, rounded down to float32; see `down`."""
@@ -80,13 +82,42 @@ def among_units_in_words(units: int) -> str:
     )
 
 
+#: How far a longer record moved the clipped sum of 32 others, in bounds: the largest of a Llama and a GPT-2 with random
+#: weights, 64 wide, with 2 layers and with 8 (docs/clipping.md).
+_SHAPES = {torch.float32: (1.2e-6, 1.7e-6), torch.float16: (1.7e-3, 3.8e-3), torch.bfloat16: (8.4e-3, 2.7e-2)}
+
+
+def arithmetic_in_words(dtype: torch.dtype, layers: int) -> str:
+    """What a card states where shapes of micro-batches are not public: how far one record moves the others' own gradients.
+
+    Args:
+        dtype: of the model's matrix products.
+        layers: of the model.
+    """
+    few, many = _SHAPES.get(dtype, _SHAPES[torch.float32])
+    name = str(dtype).removeprefix("torch.")
+    return (
+        "one record changes the shape of its micro-batch, and with it the last bits of the others' gradients: measured "
+        f"{few:.1e} of the bound for 32 units, 2 layers and {name}, and {many:.1e} for 8 layers (this model has {layers}); it "
+        "grows with the root of the units, and more where weights are sharp. Public shapes make it exactly 0"
+    )
+
+
+#: A unit whose products are this many times its norm is added on its own: tokens of a unit that are orthogonal to each other
+#: have the square root of their number.
+CANCELLING = 2.0**7
+#: Of what is measured as it is added.
+NONE = Roundings(0)
+
+
 class Errors(NamedTuple):
     """How far rounding may have carried the powers of one part, and what it adds to a sum: as `Norms.add` has them."""
 
     entries: int
     relative: float
-    gram: float = 0.0
-    added: float = 0.0
+    gram: Roundings = NONE
+    added: Roundings = NONE
+    times: float = 0.0
 
 
 class _Rows(NamedTuple):
@@ -94,6 +125,20 @@ class _Rows(NamedTuple):
     powers: torch.Tensor
     errors: Sequence[Errors]
     products: torch.Tensor | None
+    tokens: torch.Tensor | None
+
+
+def gammas(roundings: Sequence[Roundings], tokens: torch.Tensor) -> torch.Tensor:
+    """`Roundings.gamma` of k parts by the tokens of each unit ``[k, units]``, float64."""
+    fixed, token, early = held(_slopes(tuple(roundings), tokens.device))
+    errors = fixed + token * tokens + early * tokens.clamp(max=EARLY)
+    return torch.where(errors < 0.25, errors / (1 - errors), torch.inf)
+
+
+@functools.lru_cache(maxsize=256)
+def _slopes(roundings: tuple[Roundings, ...], device: torch.device) -> torch.Tensor:
+    numbers = [[own.unit * part for part in own[:3]] for own in roundings]
+    return placed(torch.tensor(numbers, dtype=torch.float64).t().contiguous(), device).unsqueeze(2)
 
 
 class Norms:
@@ -122,8 +167,10 @@ class Norms:
         *,
         relative: float,
         products: torch.Tensor | None = None,
-        gram: float = 0.0,
-        added: float = 0.0,
+        tokens: torch.Tensor | None = None,
+        gram: Roundings = NONE,
+        added: Roundings = NONE,
+        times: float = 0.0,
     ) -> None:
         """Take a part of a group's gradient: of L2 norms their squares.
 
@@ -134,11 +181,14 @@ class Norms:
             relative: error of ``powers`` against themselves.
             products: ``[units]`` float64, of :func:`fastdp.ops.row_products`; None for an instance, which is added as it
                 was measured.
-            gram: error of ``powers`` against the products to the power of the order.
-            added: error of the norm, and of what is added to the sum, against the products.
+            tokens: ``[units]`` float64, of :func:`fastdp.ops.token_counts`: those that the unit's own roundings go by.
+            gram: roundings of ``powers`` against the products to the power of the order.
+            added: roundings of the norm, and of what is added to the sum, against the products.
+            times: error besides, as a multiple of the products.
         """
-        errors = Errors(entries, relative, gram, added)
-        self.add_rows([group], powers.unsqueeze(0), [errors], None if products is None else products.unsqueeze(0))
+        errors = Errors(entries, relative, gram, added, times)
+        rows = [None if each is None else each.unsqueeze(0) for each in (products, tokens)]
+        self.add_rows([group], powers.unsqueeze(0), [errors], *rows)
 
     def add_rows(
         self,
@@ -146,9 +196,10 @@ class Norms:
         powers: torch.Tensor,
         errors: Sequence[Errors],
         products: torch.Tensor | None = None,
+        tokens: torch.Tensor | None = None,
     ) -> None:
-        """`add` of k parts at once: ``powers`` and ``products`` are ``[k, units]``, a row each."""
-        self._rows.append(_Rows(groups, powers, errors, products))
+        """`add` of k parts at once: ``powers``, ``products`` and ``tokens`` are ``[k, units]``, a row each."""
+        self._rows.append(_Rows(groups, powers, errors, products, tokens))
 
     def measured(self) -> torch.Tensor:
         """The computed powers so far ``[groups, units]`` float64: never a bound of anything."""
@@ -164,24 +215,32 @@ class Norms:
         The parts of a group are one vector, the errors of what is added another: the norm of their sum is at most the sum of
         the two norms.
         """
+        cancelling = torch.zeros(self._shape[1], dtype=torch.bool, device=self._device)
         measured, added = self.measured(), torch.zeros(self._shape, dtype=torch.float64, device=self._device)
         highest = measured.clone()
         if self._rows:
             powers, groups = stacked([rows.powers for rows in self._rows]), self._groups(self._rows)
             none = sent((0.0,) * self._shape[1], torch.float64, self._device)
-            products = stacked(
-                [none.expand(len(r.groups), -1) if r.products is None else r.products for r in self._rows]
+            products, tokens = (
+                stacked(
+                    [none.expand(len(r.groups), -1) if each is None else each for r, each in zip(self._rows, column)]
+                )
+                for column in zip(*[(rows.products, rows.tokens) for rows in self._rows])
             )
             reach = products**self.order
             every = tuple(itertools.chain.from_iterable([rows.errors for rows in self._rows]))
-            relative, least, gram, apart = held(_constants(every, self.order, self._device))
+            relative, least, times = held(_constants(every, self.order, self._device))
             errors = powers.abs() * relative
             errors += least
-            errors += reach * gram
+            errors += reach * gammas([error.gram for error in every], tokens)
             highest.index_add_(0, groups, errors)
-            added.index_add_(0, groups, reach * apart)
+            apart = times + gammas([error.added for error in every], tokens)
+            added.index_add_(0, groups, reach * apart**self.order)
         norms = highest.clamp(min=0) ** (1 / self.order) + added ** (1 / self.order)
-        return UpperNorms(norms * _SLACK, measured)
+        norms = norms * _SLACK
+        if self._rows:
+            cancelling = (products > CANCELLING * norms[groups]).any(0)
+        return UpperNorms(norms, measured, cancelling)
 
     def _groups(self, every: Sequence[_Rows]) -> torch.Tensor:
         return sent(tuple(itertools.chain.from_iterable([rows.groups for rows in every])), torch.int64, self._device)
@@ -189,11 +248,11 @@ class Norms:
 
 @functools.lru_cache(maxsize=64)
 def _constants(every: tuple[Errors, ...], order: int, device: torch.device) -> torch.Tensor:
-    """Of each part what its powers are off by relative to themselves, at least, and against the products to the power of the
-    order; and what is added so, against these: ``[4, parts, 1]``.
+    """Of each part what its powers are off by relative to themselves, and at least, and what is added against its products,
+    besides what depends on tokens: ``[3, parts, 1]``.
     """
     floor = FLOOR**order
-    numbers = [(error.relative, error.entries * floor, error.gram, error.added**order) for error in every]
+    numbers = [(error.relative, error.entries * floor, error.times) for error in every]
     return placed(torch.tensor(numbers, dtype=torch.float64).t().contiguous(), device).unsqueeze(2)
 
 

@@ -92,9 +92,11 @@ class Factors:
         """Where units begin on the axis of tokens, int64 ``[units + 1]``."""
         return layout.offsets(self.right.shape[0], laned=self.laned)
 
-    def longest(self, layout: Layout) -> int:
-        """Tokens of the unit with the most of them."""
-        return layout.longest(self.right.shape[0], laned=self.laned)
+    def lengths(self, layout: Layout) -> torch.Tensor:
+        """Tokens of each unit, float64 ``[units]``: on a processor those that add anything, so that padding is none."""
+        if self.right.device.type == "cpu":
+            return ops.token_counts([self.left], self.right, self.offsets(layout))
+        return layout.lengths(self.right.shape[0], laned=self.laned)
 
     def rounding(self) -> ops.Rounding:
         """The arithmetic of its products."""
@@ -140,7 +142,10 @@ class Factors:
         tokens = slice(bounds[unit], bounds[unit + 1])
         own = replace(self.bare, left=self.left[tokens], right=self.right[tokens])
         left, right = (own if self.scales is None else own.times(*self.scales)).oriented
-        ops.weighted_sum(left, right, torch.ones(right.shape[0], device=right.device), total)
+        if self.one_hot:
+            ops.weighted_sum(left, right, torch.ones(right.shape[0], device=right.device), total)
+        else:
+            total += ops.per_unit(left, right, torch.tensor([0, right.shape[0]]))[0]
 
     def each_to(self, totals: torch.Tensor, layout: Layout) -> None:
         """Add every unit's gradient to its own of ``totals`` ``[units, m, n]``."""

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 import fastdp.ops as ops
-from fastdp.engine.bounds import Errors, Norms, stacked
+from fastdp.engine.bounds import Errors, Norms, gammas, stacked
 from fastdp.engine.factors import Factors
 from fastdp.engine.head import REMEASURED
 from fastdp.engine.layout import Layout
@@ -17,6 +17,7 @@ from fastdp.engine.policy import Policy
 from fastdp.engine.sums import Route
 from fastdp.ops.matrices import Matrices
 from fastdp.ops.placed import sent
+from fastdp.ops.routes import longest_by_gram
 
 
 class Constants(NamedTuple):
@@ -43,6 +44,8 @@ class Batch(NamedTuple):
     rights: Matrices
     swap: bool
     offsets: torch.Tensor
+    #: Of each unit, padding and all.
+    tokens: torch.Tensor
     errors: Sequence[Constants]
 
     def taken(self, order: tuple[int, ...]) -> Batch:
@@ -67,6 +70,12 @@ class _Known(NamedTuple):
     errors: Sequence[Constants]
     squares: torch.Tensor
     products: torch.Tensor
+    #: Of each unit, those that its roundings go by, ``[units]``.
+    tokens: torch.Tensor
+    #: Which units have too many tokens for Gram matrices, and squares of 0 so far: bool ``[units]``, or None for none.
+    long: torch.Tensor | None = None
+    #: Squares by the direct route, where they are known: the factors are then empty.
+    direct: torch.Tensor | None = None
     #: What columns of both factors of each are multiplied by, if they are.
     scales: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()
 
@@ -78,21 +87,31 @@ class Grams:
         self.norms, self.policy, self.layout = norms, policy, layout
         self._known: list[_Known] = []
 
-    def add(self, found: Sequence[Found]) -> None:
-        """Find the norms of uses that read the same input: its Gram matrix serves them all."""
-        lefts, right = [one.use.left for one in found], found[0].use.right
-        scales = [one.use.scales for one in found if one.use.scales]
-        offsets = found[0].use.offsets(self.layout)
-        norms = ops.gram_norms(lefts, [right], [len(lefts)], offsets, list(itertools.chain(*scales)))
-        self.add_known(found, *norms)
+    def add(self, found: Sequence[Found], direct: torch.Tensor | None = None) -> None:
+        """Find the norms of uses that read the same input: its Gram matrix serves them all.
 
-    def add_known(self, found: Sequence[Found], squares: torch.Tensor, products: torch.Tensor) -> None:
-        """Take norms ``[uses, units]`` of uses over the same tokens that are as good as those of Gram matrices."""
+        On a processor a unit's own tokens say whether it is long, and left to the direct route; ``direct`` are its squares
+        ``[uses, units]`` if they are known already.
+        """
         names, uses, _, errors = zip(*found)
-        lefts, rights = [use.left for use in uses], [use.right for use in uses]
-        scales = [use.scales for use in uses if use.scales]
+        lefts, right = [use.left for use in uses], uses[0].right
+        offsets, scales = uses[0].offsets(self.layout), [use.scales for use in uses if use.scales]
+        each, long = list(itertools.chain(*scales)), None
+        if right.device.type != "cpu":
+            tokens = uses[0].lengths(self.layout)
+            squares, products = ops.gram_norms(lefts, [right], [len(lefts)], offsets, each)
+        else:
+            most = longest_by_gram(sum([use.width for use in uses]), right.shape[1])
+            tokens = ops.token_counts(lefts, right, offsets)
+            squares, products = ops.gram_norms(lefts, [right], [len(lefts)], offsets, each, most)
+            if float(tokens.max()) > most:
+                long = tokens > most
+                products = torch.where(long, torch.stack([use.row_products(self.layout) for use in uses]), products)
+        if direct is not None:
+            lefts, right, scales = [], right[:0], []
+        rights = [right] * len(lefts)
         self._known.append(
-            _Known(names, lefts, rights, uses[0].offsets(self.layout), errors, squares, products, scales)
+            _Known(names, lefts, rights, offsets, errors, squares, products, tokens, long, direct, scales)
         )
 
     def add_batch(self, batch: Batch) -> None:
@@ -100,7 +119,9 @@ class Grams:
         counts = batch.rights.counts
         firsts = (0, *itertools.accumulate(counts[:-1]))
         norms = ops.gram_norms(batch.lefts, batch.rights.taken(firsts), counts, batch.offsets)
-        self._known.append(_Known(batch.names, batch.lefts, batch.rights, batch.offsets, batch.errors, *norms))
+        self._known.append(
+            _Known(batch.names, batch.lefts, batch.rights, batch.offsets, batch.errors, *norms, batch.tokens)
+        )
 
     def judge(self) -> None:
         """Take the norms found by Gram matrices, and find those of the units anew for which they are not good enough.
@@ -115,28 +136,39 @@ class Grams:
         squares = stacked([found.squares for found in self._known])
         products = stacked([found.products for found in self._known])
         errors = [error.gram for grams in self._known for error in grams.errors]
+        tokens = torch.cat([found.tokens.expand(len(found.names), -1) for found in self._known])
+        if any(found.long is not None for found in self._known):
+            none = torch.zeros_like(tokens[0], dtype=torch.bool)
+            rows = [(none if found.long is None else found.long).expand(len(found.names), -1) for found in self._known]
+            long = torch.cat(rows)
+            self._measure(long, products.masked_fill(~long, 0), tokens)
+            products = products.masked_fill(long, 0)
         hidden = products.square()
-        hidden *= sent(tuple([error.gram for error in errors]), torch.float64, hidden.device).unsqueeze(1)
+        hidden *= gammas([error.gram for error in errors], tokens)
         known = self.norms.measured().index_add_(0, groups, squares)
-        poor = (torch.zeros_like(known).index_add_(0, groups, hidden) > REMEASURED * known)[groups]
+        poor = (torch.zeros_like(known).index_add_(0, groups, hidden) > REMEASURED * known)[groups] & (products > 0)
         anew = poor.device.type != "cpu" or bool(poor.any())
         rests = products
         if anew:
             squares, products = squares.masked_fill(poor, 0), products.masked_fill(poor, 0)
             rests = rests.masked_fill(~poor, 0)
-            self._measure(poor, rests)
-        self.norms.add_rows(own, squares, errors, products)
+            self._measure(poor, rests, tokens)
+        self.norms.add_rows(own, squares, errors, products, tokens)
         self._known.clear()
 
-    def _measure(self, chosen: torch.Tensor, products: torch.Tensor) -> None:
+    def _measure(self, chosen: torch.Tensor, products: torch.Tensor, tokens: torch.Tensor) -> None:
         """Take norms by the direct route of chosen units, bool ``[uses, units]``, and 0 of the others."""
         every = [len(grams.names) for grams in self._known]
-        for grams, theirs, reach in zip(self._known, chosen.split(every), products.split(every)):
+        for grams, theirs, *rows in zip(self._known, *(each.split(every) for each in (chosen, products, tokens))):
+            errors = [error.direct for error in grams.errors]
+            if grams.direct is not None:
+                again = torch.where(theirs, grams.direct, 0)
+                self.norms.add_rows(self.policy.groups(grams.names), again, errors, *rows)
+                continue
             lefts, rights = grams.lefts, grams.rights
             # Scales are for processors, which look at the chosen alone.
             if grams.scales and bool(theirs.any()):
                 both = list(zip(*grams.scales))
                 lefts, rights = ([f * own for f, own in zip(*side)] for side in ((lefts, both[0]), (rights, both[1])))
             again = ops.chosen_sqnorm(lefts, rights, grams.offsets, theirs)
-            errors = [error.direct for error in grams.errors]
-            self.norms.add_rows(self.policy.groups(grams.names), again, errors, reach)
+            self.norms.add_rows(self.policy.groups(grams.names), again, errors, *rows)

@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 import torch
 
 import fastdp.ops as ops
+from fastdp.engine.bounds import gammas
 from fastdp.engine.errors import UnsupportedUse
 from fastdp.engine.factors import Factors
 from fastdp.engine.layout import Layout
@@ -138,6 +139,12 @@ class HeadFactors(Factors):
         """The arithmetic of tiles."""
         return ops.Rounding(self.right)
 
+    def lengths(self, layout: Layout) -> torch.Tensor:
+        """As `Factors.lengths`, by how each token's loss counts."""
+        if self.right.device.type != "cpu":
+            return layout.lengths(self.right.shape[0], laned=self.laned)
+        return ops.token_counts([self.tiles.counts.unsqueeze(1)], self.right, self.offsets(layout))
+
     def inner(self, other: Factors, layout: Layout) -> torch.Tensor:
         """Inner products with the units' gradients of any other use of the same matrix, ``[units]`` float64."""
         other, offsets = other.dense(), other.offsets(layout)
@@ -253,7 +260,7 @@ class HeadUse(torch.autograd.Function):
                 if found.bias is not None:
                     found.bias[own] = ops.column_sums(tile, offsets)
                 found.gather(own, tile, here.start, looked_up)
-                found.norms.measure(own, tile, made.hidden[here], offsets, max(lengths[own]))
+                found.norms.measure(own, tile, made.hidden[here], offsets)
                 del tile
         else:
             if trained[0] is not None:
@@ -303,13 +310,11 @@ class _Norms:
     def __post_init__(self) -> None:
         self.poor = torch.zeros_like(self.squares, dtype=torch.bool)
 
-    def measure(
-        self, units: slice, tile: torch.Tensor, hidden: torch.Tensor, offsets: torch.Tensor, longest: int
-    ) -> None:
+    def measure(self, units: slice, tile: torch.Tensor, hidden: torch.Tensor, offsets: torch.Tensor) -> None:
         """By Gram matrices, or directly where their rounding may hide too much."""
         squares, products = (found[0].double() for found in ops.gram_norms([tile], [hidden], [1], offsets))
-        constant = ops.Rounding(tile, hidden).gram(tile.shape[1], hidden.shape[1], longest)
-        poor = constant * products.square() > REMEASURED * squares
+        gram = ops.Rounding(tile, hidden).gram(tile.shape[1], hidden.shape[1])
+        poor = gammas([gram], offsets.diff().double())[0] * products.square() > REMEASURED * squares
         if poor.device.type != "cpu" or bool(poor.any()):
             squares = torch.where(poor, ops.chosen_sqnorm([tile], [hidden], offsets, poor[None])[0].double(), squares)
         self.squares[units], self.products[units], self.poor[units] = squares, products, poor

@@ -119,6 +119,7 @@ class Layout:
     #: How an operation (its name, the ids of the parameters on one side, the other's dimensions) meets a tensor, as traced.
     meetings: Mapping[tuple[str, frozenset[int], int], Met] = field(default_factory=dict)
     _offsets: dict[int, torch.Tensor] = field(default_factory=dict)
+    _lengths: dict[tuple[int, bool], torch.Tensor] = field(default_factory=dict)
 
     @property
     def units(self) -> int:
@@ -161,15 +162,12 @@ class Layout:
             self._offsets[key] = held(_offsets(tuple(counts), self.weights.device))
         return self._offsets[key]
 
-    def longest(self, tokens: int, *, laned: bool = False) -> int:
-        """Tokens of the longest unit on a flat axis of ``tokens``, as `offsets` cuts it."""
-        if self.token_segments is not None:
-            return tokens // self.lanes if laned else self._most
-        return self._most * (tokens // self.rows)
-
-    @functools.cached_property
-    def _most(self) -> int:
-        return int(self.counts.max()) if self.counts.numel() else 0
+    def lengths(self, tokens: int, *, laned: bool = False) -> torch.Tensor:
+        """Tokens of each unit on a flat axis of ``tokens``, padding and all, float64 ``[units]``."""
+        key = tokens, laned
+        if key not in self._lengths:
+            self._lengths[key] = self.offsets(tokens, laned=laned).diff().double()
+        return self._lengths[key]
 
     def per_token(self, per_unit: torch.Tensor, tokens: int, *, laned: bool = False) -> torch.Tensor:
         """``per_unit`` [units] repeated for every token of a flat axis: ``[tokens]``."""

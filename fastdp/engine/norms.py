@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 import fastdp.ops as ops
-from fastdp.engine.bounds import Errors, Norms, UpperNorms
+from fastdp.engine.bounds import NONE, Errors, Norms, UpperNorms, gammas
 from fastdp.engine.factors import Factors, PerUnit, joined
 from fastdp.engine.grams import Batch, Constants, Found, Grams
 from fastdp.engine.head import REMEASURED
@@ -38,10 +38,12 @@ class Entry:
     instance: torch.Tensor | None = None
     #: Squared norms of ``instance``, where they came with it.
     squared: torch.Tensor | None = None
+    #: Whether the norms of ``instance`` were taken as it came.
+    measured: bool = False
     #: Of uses that a second pass will add as factors though their norms come from ``instance``: the scale of the rounding
-    #: errors of both, and the constant of the largest.
+    #: errors of both, and how large they may be against it, ``[units]`` each.
     products: torch.Tensor | None = None
-    added: float = 0.0
+    added: torch.Tensor | None = None
 
     def add(self, instance: torch.Tensor, squared: torch.Tensor | None = None) -> None:
         self.squared = squared if self.instance is None else None
@@ -49,9 +51,9 @@ class Entry:
         self.instance = instance if self.instance is None else self.instance + instance.view_as(self.instance)
 
     def reach(self, norm: torch.Tensor) -> torch.Tensor | None:
-        """`products` of all parts that are added apart, from the norm of the whole; None where the instance is added."""
+        """How far what is added may be from the instance, whose norm is given; None where the instance is added."""
         # Each part is no longer than the whole and the others together.
-        return None if self.products is None else 3 * self.products + norm
+        return None if self.products is None or self.added is None else self.added * (3 * self.products + norm)
 
 
 class _Plan(NamedTuple):
@@ -161,8 +163,7 @@ class NormSink(Captures):
         for (tokens, laned, swap), members in axes.items():
             names = tuple([self.names[id(parameter)] for parameter, _ in members])
             lefts, rights = Matrices([use.left for _, use in members]), Matrices([use.right for _, use in members])
-            longest = self.layout.longest(tokens, laned=laned)
-            key = names, lefts.form, rights.form, tokens, longest, laned, self.layout.units, self.all_whole
+            key = names, lefts.form, rights.form, tokens, laned, self.layout.units, self.all_whole
             plan = self.plans.get(key)
             if plan is None:
                 if len(self.plans) >= _PLANS:
@@ -171,7 +172,8 @@ class NormSink(Captures):
             for at in plan.rest:
                 self._take_alone(*members[at])
             self.routes.update(plan.routes)
-            every = Batch(names, lefts, rights, swap, self.layout.offsets(tokens, laned=laned), plan.errors)
+            cut = self.layout.offsets(tokens, laned=laned), self.layout.lengths(tokens, laned=laned)
+            every = Batch(names, lefts, rights, swap, *cut, plan.errors)
             if plan.small:
                 self._take_small(every.taken(plan.small))
             for at in plan.direct:
@@ -209,17 +211,22 @@ class NormSink(Captures):
         found = self._found(name, factors)
         route = found.route.name
         # The gradient of a table has no small form, and its cross term with this use needs both as factors.
+        several = masked or self.expected.get(name, 1) > 1
         small = route == "instantiate" and name not in self.tables
+        if factors.right.device.type == "cpu" and not self.all_whole:
+            # How several uses are measured must not depend on their length; that of one does not.
+            small = small and not several
         self.routes[name] = Route("masked", *found.route[1:]) if masked and not small else found.route
         if small:
-            self._instantiate(name, factors)
+            self._instantiate(found, several)
             return
         entry.factors.append(factors)
-        if masked or self.expected.get(name, 1) > 1:
+        if several:
             return
         if entry.uses > 1:
             self.require_once(name, entry)
-        if route == "gram":
+        wide = min(found.route.rows, found.route.columns) > NARROW and not (factors.tiled or factors.one_hot)
+        if wide if factors.right.device.type == "cpu" else route == "gram":
             self._defer(found)
         else:
             add = self._add_tiled if factors.tiled else self._add_direct
@@ -274,18 +281,23 @@ class NormSink(Captures):
     def _add_tiled(self, found: Found) -> None:
         """A vocabulary's head, whose tiles gave its norms in the forward pass."""
         (squares, products), poor = found.use.powers(self.layout), found.use.poor
-        self._take(found, found.errors.direct, squares * poor, products * poor)
-        self._take(found, found.errors.gram, squares * ~poor, products * ~poor)
+        tokens = found.use.lengths(self.layout)
+        self._take(found, found.errors.direct, squares * poor, products * poor, tokens)
+        self._take(found, found.errors.gram, squares * ~poor, products * ~poor, tokens)
 
-    def _add_direct(self, found: Found) -> None:
+    def _add_direct(self, found: Found, squares: torch.Tensor | None = None) -> None:
         use, offsets = found.use.dense(), found.use.offsets(self.layout)
-        squares = ops.sqnorm(use.left, use.right, offsets, "direct")
-        self._take(found, found.errors.direct, squares, use.row_products(self.layout))
+        if squares is None:
+            squares = ops.sqnorm(use.left, use.right, offsets, "direct")
+        self._take(found, found.errors.direct, squares, use.row_products(self.layout), use.lengths(self.layout))
 
-    def _take(self, found: Found, errors: Errors, squares: torch.Tensor, products: torch.Tensor) -> None:
+    def _take(
+        self, found: Found, errors: Errors, squares: torch.Tensor, products: torch.Tensor, tokens: torch.Tensor
+    ) -> None:
         group = self.policy.group_of[found.name]
         assert isinstance(group, int)
-        self.norms.add_rows([group], squares.unsqueeze(0), [errors], products.unsqueeze(0))
+        rows = [each.unsqueeze(0) for each in (products, tokens)]
+        self.norms.add_rows([group], squares.unsqueeze(0), [errors], *rows)
 
     def add_powers(
         self,
@@ -294,26 +306,42 @@ class NormSink(Captures):
         rounding: ops.Rounding,
         *,
         products: torch.Tensor | None = None,
-        gram: float = 0.0,
-        added: float = 0.0,
+        **errors: Any,
     ) -> None:
-        """Take the powers of a parameter's gradient into its group, or of both its parts into two."""
+        """Take the powers of a parameter's gradient into its group, or of both its parts into two; the rest as of `Norms.add`."""
         group, entries = self.policy.group_of[name], self.parameters[name].numel()
         parts = [(group, powers)] if isinstance(group, int) else list(zip(group, powers))
         for own, power in parts:
             relative = rounding.squares(entries)
-            self.norms.add(own, power, entries, relative=relative, products=products, gram=gram, added=added)
+            self.norms.add(own, power, entries, relative=relative, products=products, **errors)
 
-    def _instantiate(self, name: str, factors: Factors) -> None:
+    def _instantiate(self, found: Found, several: bool) -> None:
         """Make the gradients of a small matrix at once."""
-        left, right = factors.dense().oriented
-        if not self.keep:
-            self.note_products(name, factors)
-        if min(left.shape[1], right.shape[1]) > NARROW:
-            self.entries[name].add(ops.per_unit(left, right, factors.offsets(self.layout)))
+        name, use, entry = found.name, found.use, self.entries[found.name]
+        offsets, wide = use.offsets(self.layout), min(found.route.rows, found.route.columns) > NARROW
+        if use.right.device.type != "cpu" or several:
+            left, right = use.dense().oriented
+            if not self.keep:
+                self.note_products(name, use)
+            if wide:
+                entry.add(ops.per_unit(left, right, offsets))
+                return
+            (gradient,), squared = ops.per_unit_group([left], [right], offsets)
+            entry.add(gradient, squared[0])
             return
-        (gradient,), squared = ops.per_unit_group([left], [right], factors.offsets(self.layout))
-        self.entries[name].add(gradient, squared[0])
+        # What a unit is measured by is the same whether or not its gradient is kept, which the lengths of others decide.
+        self.require_once(name, entry)
+        own = use.dense()
+        (gradient,), squared = ops.per_unit_group([own.left], [own.right], offsets)
+        if wide:
+            self._grams.add([found], squared)
+        else:
+            self._add_direct(found, squared[0])
+        if self.keep:
+            entry.add(gradient.mT.contiguous() if use.swap else gradient)
+            entry.measured = True
+        elif wide:
+            self._grams.judge()
 
     def _defer(self, found: Found) -> None:
         """Wait for other uses that read the same input (q, k and v; gate and up): its Gram matrix serves them all."""
@@ -343,16 +371,18 @@ class NormSink(Captures):
 
     def _constants(self, use: Factors, entries: int) -> Constants:
         """The errors of one use, computed once for all of its size and arithmetic."""
-        right, tokens, units, columns = use.right, use.longest(self.layout), self.layout.units, use.right.shape[1]
+        right, units, columns = use.right, self.layout.units, use.right.shape[1]
 
         def find() -> Constants:
             rounding = use.rounding()
-            relative, added = rounding.squares(entries), rounding.added(tokens, units)
-            gram = Errors(entries, relative, rounding.gram(use.width, columns, tokens), added)
-            return Constants(gram, Errors(entries, relative, added=added + rounding.entry(tokens)))
+            relative, direct = rounding.squares(entries), rounding.added(units).plus(rounding.entry())
+            # On a processor as much as for the direct route: which of both it is goes by lengths.
+            added = direct if rounding.arithmetic == "cpu" else rounding.added(units)
+            gram = Errors(entries, relative, rounding.gram(use.width, columns), added)
+            return Constants(gram, Errors(entries, relative, added=direct))
 
         left, scaled = None if use.tiled else use.left.dtype, use.scales is not None
-        return _once((left, right.dtype, right.device.type, use.width, columns, tokens, units, entries, scaled), find)
+        return _once((left, right.dtype, right.device.type, use.width, columns, units, entries, scaled), find)
 
     def drop(self, entry: Entry) -> None:
         """Let go of factors that are measured, unless the weighted sums will need them."""
@@ -361,11 +391,12 @@ class NormSink(Captures):
 
     def note_products(self, name: str, use: Factors, order: int = 2) -> None:
         """Of a use that is measured as an instance but added as factors: how far the two may be apart."""
-        products, rounding = use.row_products(self.layout, order), use.rounding()
+        products, added = use.row_products(self.layout, order), use.rounding().added(self.layout.units)
         entry = self.entries[name]
         entry.products = products if entry.products is None else entry.products + products
         # An instance may be made by a BLAS as well, in an order that is not known.
-        entry.added += 2 * rounding.added(use.longest(self.layout), self.layout.units)
+        twice = 2 * gammas([added], use.lengths(self.layout))[0]
+        entry.added = twice if entry.added is None else entry.added + twice
 
     def _add_instances(self, entries: dict[str, Entry]) -> None:
         """Take the norms of whole gradients, finding in one launch those that did not come with them."""
@@ -383,7 +414,7 @@ class NormSink(Captures):
             if entry.squared is not None and entry.instance is not None:
                 # An instance is added as it was measured.
                 products = None if entry.products is None else entry.reach(entry.squared.double().sqrt())
-                self.add_powers(name, entry.squared, ops.Rounding(entry.instance), products=products, added=entry.added)
+                self.add_powers(name, entry.squared, ops.Rounding(entry.instance), products=products, times=1.0)
             if not self.keep:
                 entry.instance = entry.squared = None
 
@@ -411,7 +442,7 @@ class NormSink(Captures):
                 continue
             if entry.factors and (self.expected.get(name, 1) > 1 or entry.instance is not None):
                 self._several(name, entry)
-            if entry.instance is not None:
+            if entry.instance is not None and not entry.measured:
                 whole[name] = entry
                 if not self.keep:
                     self._add_instances(whole)
@@ -428,11 +459,10 @@ class NormSink(Captures):
         uses = joined([use.straight for use in entry.factors], self.layout)
         if len(uses) > 1:
             self._crossed(name, uses)
-        elif uses[0].one_hot:
+        elif uses[0].one_hot or min(uses[0].width, uses[0].right.shape[1]) <= NARROW:
             self._add_direct(self._found(name, uses[0]))
         else:
-            squares, products = uses[0].powers(self.layout)
-            self._grams.add_known([self._found(name, uses[0])], squares.unsqueeze(0), products.unsqueeze(0))
+            self._grams.add([self._found(name, uses[0])])
         self.drop(entry)
 
     def _put_together(self, name: str, entry: Entry) -> None:
@@ -458,52 +488,55 @@ class NormSink(Captures):
         assert isinstance(group, int)
         square = torch.zeros(self.layout.units, dtype=torch.float64, device=self.layout.weights.device)
         products = torch.zeros_like(square)
-        gram, tokens = 0.0, 0
+        gram, tokens = NONE, torch.zeros_like(square)
         # What is tiled asks the others for an inner product.
         uses = sorted(uses, key=lambda use: use.tiled)
         for index, use in enumerate(uses):
-            rounding, longest = use.rounding(), use.longest(self.layout)
-            tokens += longest
+            rounding = use.rounding()
+            tokens += use.lengths(self.layout)
             squares, sizes = use.powers(self.layout)
             square += squares
             products += sizes
             # The square of a table's rows is found from their sums, whose error counts twice.
-            gram = max(gram, rounding.gram(use.width, use.right.shape[1], longest), 3 * rounding.entry(longest))
+            rows = rounding.entry()
+            gram = gram.larger(rounding.gram(use.width, use.right.shape[1])).larger(rows.plus(rows).plus(rows))
             for other in uses[:index]:
                 square += 2 * use.inner(other, self.layout)
         every, scaled = [f for use in uses for f in (use.left, use.right)], any(use.scales for use in uses)
         rounding = ops.Rounding(*every, scaled=scaled)
-        added = rounding.added(tokens, self.layout.units)
-        poor = gram * products.square() > REMEASURED * (self.norms.measured()[group] + square)
+        added = rounding.added(self.layout.units)
+        poor = gammas([gram], tokens)[0] * products.square() > REMEASURED * (self.norms.measured()[group] + square)
         if poor.device.type == "cpu" and bool(poor.any()):
             # Such a unit's gradient is put together, one at a time; elsewhere its weight is what the bound allows.
             whole = PerUnit(uses, None, self.layout, self.parameters[name].shape)
             again = torch.zeros_like(square)
             for unit in poor.nonzero()[:, 0].tolist():
                 again[unit] = ops.instance_sqnorm(whole[unit][None])[0]
-            self.add_powers(name, again, rounding, products=torch.where(poor, products, 0), added=2 * added)
+            self.add_powers(
+                name, again, rounding, products=torch.where(poor, products, 0), tokens=tokens, added=added.plus(added)
+            )
             square, products = torch.where(poor, 0, square), torch.where(poor, 0, products)
-        self.add_powers(name, square, rounding, products=products, gram=gram, added=added)
+        self.add_powers(name, square, rounding, products=products, tokens=tokens, gram=gram, added=added)
 
     def _masked(self, name: str, entry: Entry) -> None:
         mask = self.policy.masks[name]
         if len(entry.factors) == 1 and entry.instance is None:
             use = entry.factors[0]
             squared = ops.masked_sqnorm(*use.oriented, use.offsets(self.layout), as_matrix(mask))
-            rounding, tokens = use.rounding(), use.longest(self.layout)
-            added = rounding.entry(tokens) + rounding.added(tokens, self.layout.units)
-            products: torch.Tensor | None = use.row_products(self.layout)
+            rounding, products = use.rounding(), use.row_products(self.layout)
+            added = rounding.entry().plus(rounding.added(self.layout.units))
+            errors: dict[str, Any] = {"products": products, "tokens": use.lengths(self.layout), "added": added}
             self.drop(entry)
         else:
             if entry.factors:
                 self._put_together(name, entry)
             assert entry.instance is not None
             squared = ops.instance_masked_sqnorm(entry.instance.view(-1, *mask.shape), mask)
-            rounding, added = ops.Rounding(entry.instance), entry.added
-            products = entry.reach(squared.double().sum(0).sqrt())
+            rounding = ops.Rounding(entry.instance)
+            errors = {"products": entry.reach(squared.double().sum(0).sqrt()), "times": 1.0}
             if not self.keep:
                 entry.instance = None
-        self.add_powers(name, squared, rounding, products=products, added=added)
+        self.add_powers(name, squared, rounding, **errors)
 
 
 def may_hold(device: torch.device) -> int:

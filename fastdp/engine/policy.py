@@ -11,6 +11,9 @@ import torch
 from fastdp.engine.axes import RankOne
 from fastdp.engine.bounds import UpperNorms
 
+#: How far around the bound, against it, a norm counts in part as below it.
+_RAMP = 2.0**-4
+
 
 @dataclass(frozen=True)
 class Policy:
@@ -65,6 +68,22 @@ class Policy:
         if isinstance(group, tuple):
             return torch.where(self.masks[name].to(device), stds[group[0]], stds[group[1]])
         return stds[group]
+
+    def whole(self, upper: UpperNorms) -> torch.Tensor:
+        """How nearly each unit keeps its whole gradient, float64 ``[units]`` in [0, 1]: what an adaptive bound counts.
+
+        1 up to 15/16 of the bound, 0 from 17/16, and a line between, by the *computed* norm. One unit more or less moves the
+        sum by at most 1, and a change of the others' norms by a relative e moves it by at most 8 e a unit: a step at the
+        bound itself would let a last bit turn all of them.
+        """
+        return (0.5 + (1 - self.ratios(upper)) / (2 * _RAMP)).clamp(0, 1).nan_to_num(0)
+
+    def ratios(self, upper: UpperNorms) -> torch.Tensor:
+        """The computed norms over their bounds, float64 ``[units]``: the largest of all groups."""
+        if not self.bounds:
+            return torch.zeros(upper.measured.shape[1], dtype=torch.float64, device=upper.measured.device)
+        limits = torch.tensor(self.bounds, dtype=torch.float64, device=upper.measured.device).unsqueeze(1)
+        return (upper.measured.clamp(min=0).sqrt() / limits).amax(0)
 
     def scales(self, upper: UpperNorms) -> torch.Tensor:
         """Upper bounds of the units' norms -> float32 factors ``[groups, units]`` in [0, 1].

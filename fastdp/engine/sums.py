@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import torch
 
 import fastdp.ops as ops
-from fastdp.engine.factors import Factors, scale
+from fastdp.engine.bounds import UpperNorms
+from fastdp.engine.factors import Factors, PerUnit, scale
 from fastdp.engine.layout import Layout
 from fastdp.engine.policy import Policy
 from fastdp.engine.shards import Whole
@@ -61,6 +62,8 @@ class Sums:
         self._sums: dict[str, torch.Tensor] = {}
         self._unscaled: dict[str, _Unscaled] = {}
         self._uncut: dict[str, torch.Tensor] = {}
+        #: Units of the micro-batch at hand whose sums are made on their own: `take_apart`.
+        self.apart: list[int] = []
         #: Whether the logits of a head were computed tile by tile.
         self.tiles_heads = False
 
@@ -154,8 +157,30 @@ class Sums:
         else:
             self._whole[name] = total
 
-    def add_factors(self, name: str, use: Factors, factors: torch.Tensor, layout: Layout) -> None:
+    def take_apart(self, upper: UpperNorms, factors: torch.Tensor) -> None:
+        """Add units whose tokens cancel on their own from here on.
+
+        A product over all tokens rounds at the size of the tokens, and in an order that other units change. On processors
+        alone, which know the units without waiting.
+        """
+        chosen = upper.cancelling & (factors > 0).any(0) if factors.device.type == "cpu" else None
+        self.apart = [] if chosen is None else chosen.nonzero()[:, 0].tolist()
+
+    def add_uses(self, name: str, uses: list[Factors], factors: torch.Tensor, layout: Layout) -> None:
+        """Add the weighted sums of all uses of a parameter, and let go of them."""
+        if self.apart:
+            dense = [use for use in uses if not use.one_hot]
+            gradients = PerUnit(dense, None, layout, self.parameters[name].shape)
+            for unit in self.apart if dense else ():
+                self.add_instance(name, gradients[unit][None], factors[:, unit : unit + 1])
+            del gradients, dense
+        while uses:
+            self._add_factors(name, uses.pop(), factors, layout)
+
+    def _add_factors(self, name: str, use: Factors, factors: torch.Tensor, layout: Layout) -> None:
         """Add one use's weighted sum; of one along axes the plain gradients', which are scaled together when sums are read."""
+        if self.apart and not use.one_hot:
+            factors = factors.index_fill(1, torch.tensor(self.apart), 0)
         inside, outside = self._weights(name, factors)
         shape, scales = self.parameters[name].shape, use.straight.scales
         if scales is None:
@@ -220,17 +245,7 @@ class Captures:
     def tokens(self, parameter: torch.nn.Parameter, gradient: torch.Tensor, layout: Layout, laned: bool) -> None:
         """A bias's gradient by token, ``[N, m]``."""
         tokens = gradient.shape[0]
-        if not laned and layout.token_segments is not None:
-            if not layout.covers(tokens):
-                raise ValueError(f"a bias over {tokens} tokens does not follow the unit map")
-            out = gradient.new_zeros((layout.units, gradient.shape[1]), dtype=torch.float32)
-            summed = out.index_add_(0, layout.token_segments.reshape(-1), gradient.float())
-        else:
-            if tokens == layout.lanes:
-                each = gradient.float()
-            else:
-                each = gradient.view(layout.lanes, -1, gradient.shape[1]).sum(1, dtype=torch.float32)
-            summed = layout.sum_lanes(each)
+        summed = ops.column_sums(gradient, layout.offsets(tokens, laned=laned)).float()
         self.whole(parameter, summed, "token sums", tokens)
 
     def vector(self, parameter: torch.nn.Parameter, lanes: torch.Tensor, layout: Layout) -> None:
@@ -262,7 +277,7 @@ class SumSink(Captures):
 
     def matrix(self, parameter: torch.nn.Parameter, factors: Factors, layout: Layout) -> None:
         name = self.names[id(parameter)]
-        self.sums.add_factors(name, factors, self.factors, layout)
+        self.sums.add_uses(name, [factors], self.factors, layout)
         self._keep(name)
 
     def _keep(self, name: str) -> None:

@@ -10,6 +10,7 @@ from .bounds import (
     chosen_sqnorm as chosen_sqnorm,
     gram_norms as gram_norms,
     row_products as row_products,
+    token_counts as token_counts,
 )
 from .choice import choice_log_probabilities as choice_log_probabilities, exponential_choice as exponential_choice
 from .clip import clip_noise as clip_noise

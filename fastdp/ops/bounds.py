@@ -10,13 +10,14 @@ from __future__ import annotations
 import importlib.util
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 import fastdp._native as _native
 
-from .factors import ELEMENT, SQUARE, accumulator, check_group, check_offsets, check_pair, is_one_hot, unit_bounds
+from .factors import ELEMENT, MOST, SQUARE, accumulator, check_group, check_offsets, check_pair, is_one_hot, unit_bounds
 from .matrices import Matrices
 from .norms import NORMS
 from .table import Op
@@ -28,6 +29,14 @@ PADDING = 2.0**-42
 FLOOR = 2.0**-50
 #: Columns of a row that a Gram kernel adds up in one accumulator of the matrix units (kernels/tiles.py).
 CHAIN = 128
+#: Roundings of a chain of fused multiply-adds on a GPU above one a term, or of the steps of a tensor core that truncates: it
+#: adds 16 exact products to its accumulator, aligned to the largest with two bits to spare, which costs 17 2^-25 + 2^-23 of the
+#: sum of sizes each time, less than 11 units of rounding for 16 terms (docs/clipping.md).
+_CHAINED = 11
+#: Tokens that the direct route adds up before their sum is added to those before (csrc/block.cpp).
+EARLY = 256
+#: Units of a micro-batch that a GPU's sums are taken to have at least.
+_UNITS = 256
 #: A unit is left out where its norm is more than this many times its bound: its weight would not survive float32.
 LARGEST_RATIO = 2.0**40
 #: Products are sums of square roots of sums, all of positive terms: whatever their order, this covers their own rounding.
@@ -98,12 +107,73 @@ def row_products(left: Tensor, right: Tensor, offsets: Tensor, order: int = 2) -
     return ROW_PRODUCTS(left, right, offsets, order) * _OWN_ROUNDING
 
 
+def _adds(lefts: Sequence[Tensor], right: Tensor) -> Tensor:
+    """Which tokens add anything, bool [N]: where R and one of the lefts are not zero, or what is zero meets no finite row."""
+    rights, good = right.ne(0).any(1), right.isfinite().all(1)
+    if not lefts:
+        return rights
+    some = torch.stack([left.ne(0).any(1) for left in lefts]).any(0)
+    sound = torch.stack([left.isfinite().all(1) for left in lefts]).all(0)
+    return (some | ~good) & (rights | ~sound)
+
+
+def _token_counts_reference(lefts: Sequence[Tensor], right: Tensor, offsets: Tensor) -> Tensor:
+    adds = _adds([left for left in lefts if not is_one_hot(left)], right).double()
+    before = torch.cat([adds.new_zeros(1), adds.cumsum(0)])
+    return before[offsets.to(before.device)].diff()
+
+
+def _token_counts_fake(lefts: Sequence[Tensor], right: Tensor, offsets: Tensor) -> Tensor:
+    return right.new_empty(offsets.shape[0] - 1, dtype=torch.float64)
+
+
+def _check_token_counts(lefts: Sequence[Tensor], right: Tensor, offsets: Tensor) -> None:
+    for number, left in enumerate(lefts):
+        check_pair(left, right, (f"lefts[{number}]", "right"))
+    check_offsets(offsets, right.shape[0])
+
+
+TOKEN_COUNTS = Op(
+    "token_counts(Tensor[] lefts, Tensor right, Tensor offsets) -> Tensor",
+    reference=_token_counts_reference,
+    fake=_token_counts_fake,
+    check=_check_token_counts,
+)
+TOKEN_COUNTS.in_family("bounds")
+
+
+def token_counts(lefts: Sequence[Tensor], right: Tensor, offsets: Tensor) -> Tensor:
+    """How many tokens of each unit add to a gradient: those at which neither ``right`` nor every one of the lefts is zero.
+
+    Padding adds exact zeros, so a unit's own tokens alone decide how far rounding may carry its norm.
+
+    Args:
+        lefts: matrices [N, m_i], float, any strides, that read the same ``right``; or int64 ids [N], which are never zero.
+        right: [N, n], float, any strides.
+        offsets: int64 [B + 1], from 0 to N, not decreasing; on the CPU or with the factors.
+
+    Returns:
+        [B], float64.
+
+    Raises:
+        TypeError, ValueError: a dtype, shape, device or offset outside the above.
+
+    >>> import torch
+    >>> from fastdp.ops import token_counts
+    >>> left = torch.tensor([[1.0], [2.0], [0.0]])  # three tokens, the last of them padding
+    >>> token_counts([left], torch.ones(3, 4), torch.tensor([0, 1, 3]))
+    tensor([1., 1.], dtype=torch.float64)
+    """
+    return TOKEN_COUNTS(list(lefts), right, offsets)
+
+
 def _gram_norms_reference(
     lefts: Sequence[Tensor],
     rights: Sequence[Tensor],
     counts: Sequence[int],
     offsets: Tensor,
     scales: Sequence[Tensor],
+    most: int,
 ) -> tuple[Tensor, Tensor]:
     if scales:
         lefts = [left * scale for left, scale in zip(lefts, scales)]
@@ -111,7 +181,15 @@ def _gram_norms_reference(
     pairs = list(zip(lefts, [right for right, count in zip(rights, counts) for _ in range(count)]))
     squares = [NORMS.reference(left, right, offsets, "gram", SQUARE, None)[0] for left, right in pairs]
     products = [_row_products_reference(left, right, offsets, 2) for left, right in pairs]
-    return torch.stack(squares).to(accumulator(*rights, *lefts)), torch.stack(products)
+    found, sizes = torch.stack(squares).to(accumulator(*rights, *lefts)), torch.stack(products)
+    if most < MOST:
+        first = 0
+        for right, count in zip(rights, counts):
+            long = _token_counts_reference(lefts[first : first + count], right, offsets) > most
+            for part in (found, sizes):
+                part[first : first + count].masked_fill_(long, 0)
+            first += count
+    return found, sizes
 
 
 def _gram_norms_fake(
@@ -120,6 +198,7 @@ def _gram_norms_fake(
     counts: Sequence[int],
     offsets: Tensor,
     scales: Sequence[Tensor],
+    most: int,
 ) -> tuple[Tensor, Tensor]:
     shape = len(lefts), offsets.shape[0] - 1
     return (
@@ -134,6 +213,7 @@ def _check_gram_norms(
     counts: Sequence[int],
     offsets: Tensor,
     scales: Sequence[Tensor],
+    most: int,
 ) -> None:
     if len(rights) != len(counts) or not rights or sum(counts) != len(lefts):
         raise ValueError(f"{len(lefts)} lefts in groups of {list(counts)} do not belong to {len(rights)} rights")
@@ -145,7 +225,8 @@ def _check_gram_norms(
 
 
 GRAM_NORMS = Op(
-    "gram_norms(Tensor[] lefts, Tensor[] rights, int[] counts, Tensor offsets, Tensor[] scales) -> (Tensor, Tensor)",
+    "gram_norms(Tensor[] lefts, Tensor[] rights, int[] counts, Tensor offsets, Tensor[] scales, int most)"
+    " -> (Tensor, Tensor)",
     reference=_gram_norms_reference,
     fake=_gram_norms_fake,
     check=_check_gram_norms,
@@ -159,6 +240,7 @@ def gram_norms(
     counts: Sequence[int],
     offsets: Tensor,
     scales: Sequence[Tensor] = (),
+    most: int = MOST,
 ) -> tuple[Tensor, Tensor]:
     """Squared norms of uses by the Gram route of :func:`fastdp.ops.sqnorm`, and the :func:`row_products` of each.
 
@@ -172,6 +254,8 @@ def gram_norms(
         offsets: int64 [B + 1], as in :func:`fastdp.ops.sqnorm`.
         scales: of the lefts and then of the rights, vectors float32 that their columns are multiplied by as they are read, in
             float32; none for factors as they are. On a GPU the definition runs, which makes copies.
+        most: units of more tokens, as :func:`token_counts` has them, get squares and products of 0: for them the direct
+            route is the faster one.
 
     Returns:
         Squared norms [k, B], float32 (float64 if a factor is float64), and products [k, B], float64.
@@ -189,7 +273,7 @@ def gram_norms(
     tensor([[  8.,  32.],
             [ 32., 128.]])
     """
-    squares, products = GRAM_NORMS(Matrices.of(lefts), Matrices.of(rights), list(counts), offsets, list(scales))
+    squares, products = GRAM_NORMS(Matrices.of(lefts), Matrices.of(rights), list(counts), offsets, list(scales), most)
     return squares, products * _OWN_ROUNDING
 
 
@@ -247,8 +331,39 @@ def chosen_sqnorm(lefts: Sequence[Tensor], rights: Sequence[Tensor], offsets: Te
     return CHOSEN_SQNORM(Matrices.of(lefts), Matrices.of(rights), offsets, chosen)
 
 
+class Roundings(NamedTuple):
+    """How many roundings a term goes through, by the tokens of its own unit, and the size of one.
+
+    Args:
+        fixed: however many tokens there are.
+        token: for each of the unit's tokens.
+        early: for each of its first 256 besides.
+        unit: of rounding.
+    """
+
+    fixed: float
+    token: float = 0.0
+    early: float = 0.0
+    unit: float = 2.0**-24
+
+    def plus(self, other: Roundings) -> Roundings:
+        """Both, one after the other."""
+        fixed, token, early = (a + b for a, b in zip(self[:3], other[:3]))
+        return Roundings(fixed, token, early, max(self.unit, other.unit))
+
+    def larger(self, other: Roundings) -> Roundings:
+        """At least as many as either."""
+        fixed, token, early = (max(a, b) for a, b in zip(self[:3], other[:3]))
+        return Roundings(fixed, token, early, max(self.unit, other.unit))
+
+    def gamma(self, tokens: float) -> float:
+        """gamma_k of a unit with so many tokens; infinite where k u is so large that nothing is known."""
+        error = (self.fixed + self.token * tokens + self.early * min(tokens, EARLY)) * self.unit
+        return error / (1 - error) if error < 0.25 else math.inf
+
+
 class Rounding:
-    """The arithmetic of one use: constants gamma, each times the products (or their square) a bound of an error.
+    """The arithmetic of one use: constants gamma (`Roundings`), each times the products (or their square) a bound of an error.
 
     A sum of exact products in which a term goes through at most k additions, each rounded to u, differs from the exact one
     by at most gamma_k = k u / (1 - k u) times the sum of the terms' sizes, whatever the order (Higham 2002, section 3.1).
@@ -259,7 +374,7 @@ class Rounding:
 
     >>> import torch
     >>> from fastdp.ops import Rounding
-    >>> Rounding(torch.ones(3, 2), torch.ones(3, 4)).gamma(1000) < 1001 * 2**-24
+    >>> Rounding(torch.ones(3, 2), torch.ones(3, 4)).entry().gamma(100) < 103 * 2**-24
     True
     """
 
@@ -274,11 +389,6 @@ class Rounding:
         else:
             self.arithmetic = "torch"
 
-    def gamma(self, roundings: float) -> float:
-        """gamma_k; infinite where k u is so large that nothing is known."""
-        error = roundings * self.unit
-        return error / (1 - error) if error < 0.25 else math.inf
-
     def _dot(self, width: int) -> float:
         """Roundings of a term of an inner product of rows this wide, in a Gram matrix."""
         if self.arithmetic == "cpu":
@@ -286,25 +396,24 @@ class Rounding:
             passes = math.ceil(width / 1024)
             return math.ceil(min(width, 1024) / lanes) + 1 + math.log2(lanes) + passes
         if self.arithmetic == "triton":
-            return _chained(min(width, CHAIN)) + width // CHAIN + 1
+            return min(width, CHAIN) + _CHAINED + width // CHAIN + 1
         return width + 1
 
-    def gram(self, m: int, n: int, tokens: int) -> float:
+    def gram(self, m: int, n: int) -> Roundings:
         """Of a squared norm by Gram matrices, against the square of the products; m is 0 for ids."""
         # The products of two entries are added up in float64; on a GPU in float32 within a pair of tiles, and of two uses
         # along a row of them.
-        paired = 112 + tokens / 32 if self.arithmetic == "triton" else 4
-        return self.gamma(self._dot(m) + self._dot(n) + paired)
+        paired, token = (112, 1 / 32) if self.arithmetic == "triton" else (4, 0.0)
+        return Roundings(self._dot(m) + self._dot(n) + paired, token, 0.0, self.unit)
 
-    def entry(self, tokens: int) -> float:
-        """Of the gradient whose entries the direct route squares, against the products; ``tokens`` of the longest unit."""
+    def entry(self) -> Roundings:
+        """Of the gradient whose entries the direct route squares, against the products."""
         if self.arithmetic == "cpu":
-            return self.gamma(min(tokens, 256) + math.ceil(tokens / 256) + 1)
-        if self.arithmetic == "triton":
-            return self.gamma(_chained(tokens) + 1)
-        return self.gamma(tokens + 1)
+            # 256 tokens at a time, and one rounding for each time.
+            return Roundings(2, 1 / EARLY, 1, self.unit)
+        return Roundings(_CHAINED + 1 if self.arithmetic == "triton" else 1, 1, 0, self.unit)
 
-    def added(self, tokens: int, units: int) -> float:
+    def added(self, units: int) -> Roundings:
         """Of what a unit adds to a weighted sum of so many units, against its weight times the products."""
         # The order of a BLAS is not known: any order of the unit's terms has at most this many additions in a row.
         # Two more of the weight times a row and of its product. On a GPU what is held is multiplied by a quotient of two
@@ -312,17 +421,9 @@ class Rounding:
         # weighted and added: docs/clipping.md. Of what is scaled, two roundings of both factors for the norm, and of the sum
         # two, and one of adding it to those before.
         apart = 5 if self.scaled else 0
-        return self.gamma(tokens + apart + (24 + 2 * units if self.arithmetic == "triton" else 3))
+        # Up to so many units the number is the same for all batches.
+        return Roundings(apart + (24 + 2 * max(units, _UNITS) if self.arithmetic == "triton" else 3), 1, 0, self.unit)
 
     def squares(self, entries: int) -> float:
         """Of a sum of this many squares or sizes, against itself, and of adding an instance times its weight."""
-        return self.gamma(160 + entries / (2**11 if self.arithmetic == "triton" else 2**19))
-
-
-def _chained(terms: int) -> float:
-    """Roundings of a chain of fused multiply-adds on a GPU, or of the steps of a tensor core that truncates.
-
-    A tensor core adds 16 exact products to its accumulator, aligned to the largest with two bits to spare, and truncates:
-    17 2^-25 + 2^-23 of the sum of sizes each time, less than 11 units of rounding for 16 terms (docs/clipping.md).
-    """
-    return terms + 11
+        return Roundings(160 + entries / (2**11 if self.arithmetic == "triton" else 2**19), unit=self.unit).gamma(0)

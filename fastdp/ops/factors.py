@@ -22,6 +22,8 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 SUMS = (torch.float32, torch.float64)
 #: What the entries of a gradient are reduced to, numbered as in csrc/block.h and kernels/direct.py.
 MEASURES = SQUARE, ABSOLUTE, MASKED_SQUARE = (0, 1, 2)
+#: A number of tokens that no unit exceeds.
+MOST = 2**63 - 1
 ELEMENT = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as csrc/factor.h numbers them
 #: Where torch keeps how exact float32 matrix products are; versions before 2.9 ask nothing of processors.
 _MATMULS: list[Any] = [

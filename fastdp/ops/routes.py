@@ -8,6 +8,7 @@ smaller than the factors.
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import functools
 import math
@@ -179,6 +180,24 @@ def _cheapest(
     routes = (route for route in ROUTES if allowed(route, m, n, length, units, one_hot=one_hot, dtype=dtype))
     options: Any = {"one_hot": one_hot, "keeps_factors": keeps, "dtype": dtype, "constants": constants}
     return min(routes, key=lambda route: predicted_seconds(route, m, n, length, units, **options))
+
+
+@functools.lru_cache(maxsize=4096)
+def longest_by_gram(m: int, n: int) -> int:
+    """Tokens up to which a unit's norms are found by Gram matrices on a processor, and beyond which directly.
+
+    For uses that read the same input m is the sum of their rows. It depends on a unit's own tokens, so that no other unit
+    changes how its norm is rounded.
+    """
+    if min(m, n) <= NARROW:
+        return 0
+    constants, most = DEFAULTS["cpu", 4], 2 * (m + n)
+
+    def faster(length: int) -> bool:
+        gram = _kernel_seconds("gram", m, n, length, length, 1, constants)
+        return gram <= _kernel_seconds("direct", m, n, length, length, 1, constants)
+
+    return bisect.bisect_left(range(1, most), True, key=lambda length: not faster(length))
 
 
 def for_norms(left: Tensor, right: Tensor, offsets: Tensor | list[int]) -> str:

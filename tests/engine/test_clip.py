@@ -14,11 +14,11 @@ from torch import nn
 import fastdp
 from fastdp.engine import norms as norm_sinks
 from fastdp.engine.accumulator import Accumulator
-from fastdp.engine.bounds import Errors, Norms, among_units, down
+from fastdp.engine.bounds import Errors, Norms, among_units, arithmetic_in_words, down
 from fastdp.engine.factors import Factors
 from fastdp.engine.layout import Ticket
 from fastdp.engine.policy import Policy
-from fastdp.ops.bounds import LARGEST_RATIO
+from fastdp.ops.bounds import LARGEST_RATIO, Roundings
 from fastdp.ops.factors import in_full_precision
 from tests.engine.runs import start
 
@@ -136,7 +136,8 @@ def test_ordinary_records_are_clipped_to_their_bound(use: str) -> None:
 def test_a_norm_that_is_not_finite_gives_no_weight(bad: float) -> None:
     norms = Norms(2, 3, torch.device("cpu"))
     norms.add(0, torch.tensor([1.0, bad, 1.0]), 4, relative=1e-6)
-    norms.add(1, torch.tensor([1.0, 1.0, -1e-3]), 4, relative=1e-6, gram=1e-2, products=torch.ones(3).double())
+    gram, ones = Roundings(1e-2 * 2**24), torch.ones(3, dtype=torch.float64)
+    norms.add(1, torch.tensor([1.0, 1.0, -1e-3]), 4, relative=1e-6, gram=gram, products=ones, tokens=ones)
     weights = Policy((1e-6, 1e-6), (0.0, 0.0), {}).scales(norms.upper())
     assert bool((weights[:, 0] > 0).all())
     assert bool((weights[:, 1] == 0).all())
@@ -153,16 +154,29 @@ def test_blocks_of_rows_bound_what_their_rows_do(blocks: list[tuple[int, bool, b
         powers = torch.rand(count, 3, generator=generator, dtype=torch.float64 if wide else torch.float32)
         products = torch.rand(count, 3, generator=generator, dtype=torch.float64) if reached else None
         groups = torch.randint(0, 2, (count,), generator=generator).tolist()
-        errors = [
-            Errors(n + 1, *torch.rand(3, generator=generator, dtype=torch.float64).tolist()) for n in range(count)
-        ]
-        together.add_rows(groups, powers, errors, products)
+        tokens = torch.randint(0, 999, (count, 3), generator=generator).double() if reached else None
+        errors = [Errors(n + 1, *_random_errors(generator)) for n in range(count)]
+        together.add_rows(groups, powers, errors, products, tokens)
         for at, (group, own) in enumerate(zip(groups, errors)):
-            reach = None if products is None else products[at]
-            numbers = {"relative": own.relative, "gram": own.gram, "added": own.added}
-            apart.add(group, powers[at], own.entries, products=reach, **numbers)
+            rows = {} if products is None or tokens is None else {"products": products[at], "tokens": tokens[at]}
+            numbers = {"relative": own.relative, "gram": own.gram, "added": own.added, "times": own.times}
+            apart.add(group, powers[at], own.entries, **rows, **numbers)  # type: ignore[arg-type]
         torch.testing.assert_close(together.measured(), apart.measured(), rtol=1e-14, atol=0)
     torch.testing.assert_close(together.upper().norms, apart.upper().norms, rtol=1e-14, atol=0)
+
+
+def test_a_card_states_what_shapes_do_to_the_others() -> None:
+    sizes = [
+        [float(word) for word in arithmetic_in_words(dtype, 12).split() if "e-" in word]
+        for dtype in (torch.float32, torch.float16, torch.bfloat16)
+    ]
+    assert all(0 < few < many for few, many in sizes)
+    assert sizes == sorted(sizes)
+
+
+def _random_errors(generator: torch.Generator) -> tuple[float, Roundings, Roundings, float]:
+    relative, times, *counts = torch.rand(8, generator=generator, dtype=torch.float64).tolist()
+    return relative, Roundings(*counts[:3]), Roundings(*counts[3:]), times
 
 
 def test_a_bare_norm_is_no_bound() -> None:

@@ -45,7 +45,9 @@ def test_grouping_changes_no_sum(name: str, monkeypatch: pytest.MonkeyPatch) -> 
     for may_hold in (EVERYTHING, limit):
         again, grouped, groups = step(name, may_hold, monkeypatch)
         assert torch.equal(again, norms)
-        assert all(torch.equal(grouped[n], sums[n]) for n in sums)
+        # What waits is a GPU's, whose bound takes it as it is added; a processor's is the same whether or not it is kept.
+        for n, total in sums.items():
+            torch.testing.assert_close(grouped[n], total, rtol=1e-5, atol=1e-7)
         # The use that passes the limit is multiplied at once, together with those that waited.
         assert all(sum(group[:-1]) <= may_hold for group in groups)
         assert sum(map(len, groups)) == matrices

@@ -404,3 +404,40 @@ BAD = [
 def test_bad_input(call, error, message):
     with pytest.raises(error, match=message):
         call()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [(8, 70), (70, 8), (129, 65)])
+def test_padding_changes_no_bit_and_is_no_token(size, dtype):
+    """Zeros of one factor before, among and after a unit's tokens: what its norms are made of stays as it is."""
+    own, padded = torch.tensor([0, 300]), torch.tensor([0, 700])
+    left, right = factor(300, size[0], 0, dtype), factor(300, size[1], 1, dtype)
+    places = torch.randperm(700, generator=torch.Generator().manual_seed(2))[:300].sort().values
+    wide = left.new_zeros(700, size[0]).index_copy(0, places, left), factor(700, size[1], 3, dtype)
+    wide[1][places] = right
+    for one, two in ((wide, (left, right)), (wide[::-1], (right, left))):
+        for measure in (
+            lambda a, b, at: ops.sqnorm(a, b, at, "gram"),
+            lambda a, b, at: ops.sqnorm(a, b, at, "direct"),
+            lambda a, b, at: torch.stack(ops.gram_norms([a], [b], [1], at)),
+            lambda a, b, at: ops.per_unit_group([a], [b], at)[0][0],
+            lambda a, b, at: ops.per_unit_group([a], [b], at)[1],
+            ops.abs_sum,
+            ops.row_products,
+        ):
+            if HAS_KERNELS and dtype != torch.float64:
+                assert torch.equal(measure(*one, padded), measure(*two, own))
+        assert ops.token_counts([one[0]], one[1], padded).tolist() == [300]
+
+
+def test_a_zero_beside_what_is_not_finite_is_a_token():
+    left, right, offsets = torch.ones(3, 2), torch.ones(3, 4), torch.tensor([0, 3])
+    left[1], right[1, 2] = 0, float("inf")
+    assert ops.token_counts([left], right, offsets).tolist() == [3]
+    assert OPS["token_counts"].reference([left], right, offsets).tolist() == [3]
+    assert not torch.isfinite(ops.sqnorm(left, right, offsets, "direct")).any()
+    right[1, 2] = 1
+    assert ops.token_counts([left], right, offsets).tolist() == [2]
+    assert OPS["token_counts"].reference([left], right, offsets).tolist() == [2]
+    # Of uses that read the same input, one may have a gradient where another has none.
+    assert ops.token_counts([left, torch.ones(3, 2)], right, offsets).tolist() == [3]

@@ -40,13 +40,14 @@ class AbsoluteSink(NormSink):
         if self.expected.get(name, 1) > 1:
             return
         self.require_once(name, entry)
-        rounding, longest = factors.rounding(), factors.longest(layout)
+        rounding = factors.rounding()
         self.add_powers(
             name,
             ops.abs_sum(factors.left, factors.right, factors.offsets(layout)),
             rounding,
             products=factors.row_products(layout, 1),
-            added=rounding.entry(longest) + rounding.added(longest, layout.units),
+            tokens=factors.lengths(layout),
+            added=rounding.entry().plus(rounding.added(layout.units)),
         )
         self.drop(entry)
 
@@ -61,7 +62,7 @@ class AbsoluteSink(NormSink):
                     self.note_products(name, use, order=1)
                 sizes = torch.cat(each)
                 reach = entry.reach(sizes.double())
-                self.add_powers(name, sizes, ops.Rounding(sizes), products=reach, added=entry.added)
+                self.add_powers(name, sizes, ops.Rounding(sizes), products=reach, times=1.0)
             elif entry.instance is not None:
                 self.add_powers(name, ops.instance_abs_sum(entry.instance), ops.Rounding(entry.instance))
         return self.norms.upper()
@@ -125,9 +126,11 @@ class MagnitudeAccumulator(Accumulator):
             sink = NormSink(self, layout, expected, keep=self.vectors, instances=instances and not self.absolute)
         open_sink(sink)
         backward(False)
-        scales = self._scales(sink.finish(), layout.weights)
+        upper = sink.finish()
+        scales = self._scales(upper, layout.weights)
         sink.apart()
         factors = scales.expand(len(self.partitions), -1)
+        self.take_apart(upper, factors)
         for name in self.in_order(sink.entries) if self.vectors else ():
             entry = sink.entries.pop(name, None) or Entry()
             if self.absolute and (entry.factors or entry.instance is not None):
@@ -136,8 +139,7 @@ class MagnitudeAccumulator(Accumulator):
                 continue
             if entry.instance is not None:
                 self.add_instance(name, entry.instance, factors)
-            while entry.factors:
-                self.add_factors(name, entry.factors.pop(), factors, layout)
+            self.add_uses(name, entry.factors, factors, layout)
             self.keep(name)
 
     def may_hold(self, layout: Layout) -> int:

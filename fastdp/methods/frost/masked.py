@@ -29,6 +29,10 @@ class MaskedPolicy(Policy):
         """Noise standard deviation over the bound, of the entries that are released."""
         return self.stds[0] / self.bounds[0]
 
+    def ratios(self, upper: UpperNorms) -> torch.Tensor:
+        """As `Policy.ratios`, of the entries that are released."""
+        return upper.measured[0].clamp(min=0).sqrt() / self.bounds[0]
+
     def scales(self, upper: UpperNorms) -> torch.Tensor:
         """As `Policy.scales`, with 0 for the entries outside."""
         scales = super().scales(upper)

@@ -120,6 +120,11 @@ class EllipsoidPolicy(Policy):
         """min_k std_k / s_k."""
         return min(std / axis for std, axis in zip(self.stds, self.bounds))
 
+    def ratios(self, upper: UpperNorms) -> torch.Tensor:
+        """As `Policy.ratios`, of both blocks together."""
+        axes = torch.tensor(self.bounds, dtype=torch.float64, device=upper.norms.device).unsqueeze(1)
+        return (upper.measured.clamp(min=0) / axes.square()).sum(0).sqrt()
+
     def scales(self, upper: UpperNorms) -> torch.Tensor:
         """Upper bounds of the norms -> one factor a unit, repeated for every group; 0 for a non-finite unit."""
         axes = torch.tensor(self.bounds, dtype=torch.float64, device=upper.norms.device).unsqueeze(1)

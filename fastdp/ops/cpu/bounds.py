@@ -25,12 +25,23 @@ def row_products(left: Tensor, right: Tensor, offsets: Tensor, order: int) -> Te
     return products
 
 
+def token_counts(lefts: Sequence[Tensor], right: Tensor, offsets: Tensor) -> Tensor:
+    """:func:`fastdp.ops.token_counts` on a processor."""
+    if not served(right, *lefts):
+        return NotImplemented
+    counts = torch.empty(offsets.shape[0] - 1, dtype=torch.float64)
+    own = [native_factor(left) for left in lefts if not is_one_hot(left)]
+    _native.token_counts(own, native_factor(right), unit_bounds(offsets), counts)
+    return counts
+
+
 def gram_norms(
     lefts: Sequence[Tensor],
     rights: Sequence[Tensor],
     counts: Sequence[int],
     offsets: Tensor,
     scales: Sequence[Tensor],
+    most: int,
 ) -> tuple[Tensor, Tensor]:
     """:func:`fastdp.ops.gram_norms` on a processor: a group after another."""
     if not served(*rights, *lefts):
@@ -42,7 +53,7 @@ def gram_norms(
     for group, (right, count) in enumerate(zip(rights, counts)):
         own = slice(first, first + count)
         by = (*scales[own], scales[len(lefts) + group]) if scales else ()
-        squares.append(gram_norms_of(lefts[own], right, bounds, products[own], by))
+        squares.append(gram_norms_of(lefts[own], right, bounds, products[own], by, most))
         first += count
     return squares[0] if len(squares) == 1 else torch.cat(squares), products
 

@@ -9,11 +9,13 @@ from torch import Tensor
 
 import fastdp._native as _native
 
-from ..factors import ELEMENT, is_one_hot, native_factor, unit_bounds
+from ..factors import ELEMENT, MOST, SQUARE, is_one_hot, native_factor, unit_bounds
 from ..routes import for_norms
 from ..stream import native_threads
 
 NO_FACTOR = (0, 0, 0, 0, 0, 0)
+#: Products of at most this many columns are taken transposed, which is faster: a step has LoRA's by the hundred.
+_NARROW = 32
 HAS_KERNELS = _native.isa() != "portable"
 
 
@@ -37,27 +39,44 @@ def gram_norms_of(
     bounds: list[int],
     products: Tensor | None = None,
     scales: Sequence[Tensor | None] = (),
+    most: int = MOST,
 ) -> Tensor:
     """Squared norms [k, B] by Gram matrices; ``products`` is where the row products go as float64 [k, B], if anywhere.
 
-    ``scales`` are of the columns of each left, and of right.
+    ``scales`` are of the columns of each left, and of right. Units of more than ``most`` tokens that add anything get 0.
     """
     norms = torch.empty(len(lefts), len(bounds) - 1)
     *own, last = [native_factor(*pair) for pair in zip((*lefts, right), scales or [None] * (len(lefts) + 1))]
-    _native.gram_sqnorm(own, last, bounds, norms, products, native_threads())
+    _native.gram_sqnorm(own, last, bounds, most, norms, products, native_threads())
     return norms
 
 
 def direct_norms(left: Tensor, right: Tensor, bounds: list[int], measure: int, mask: Tensor | None = None) -> Tensor:
     """A measure of every entry of the units' gradients: [1, B], or [2, B] under a mask; ``bounds`` of matrices begin anywhere."""
-    norms = torch.empty(1 if mask is None else 2, len(bounds) - 1)
+    norms, threads = torch.empty(1 if mask is None else 2, len(bounds) - 1), native_threads()
     mask = None if mask is None else mask.contiguous()
-    rest = native_factor(right), bounds, measure, mask, norms, native_threads()
     if is_one_hot(left):
-        _native.onehot_norms(left, left.stride(0), *rest)
-    else:
-        _native.direct_norms(native_factor(left), *rest)
+        _native.onehot_norms(left, left.stride(0), native_factor(right), bounds, measure, mask, norms, threads)
+        return norms
+    if mask is None and _turned(left, right):
+        left, right = right, left
+    _native.direct_norms(native_factor(left), native_factor(right), bounds, measure, mask, norms, None, threads)
     return norms
+
+
+def _turned(left: Tensor, right: Tensor) -> bool:
+    return right.shape[1] <= _NARROW < left.shape[1]
+
+
+def kept_norms(left: Tensor, right: Tensor, bounds: list[int]) -> tuple[Tensor, Tensor]:
+    """The units' gradients [B, m, n] float32, and their squared norms [B], bit by bit those of `direct_norms`."""
+    turned, units = _turned(left, right), len(bounds) - 1
+    if turned:
+        left, right = right, left
+    norms, gradients = torch.empty(1, units), torch.empty(units, left.shape[1], right.shape[1])
+    rest = bounds, SQUARE, None, norms, gradients, native_threads()
+    _native.direct_norms(native_factor(left), native_factor(right), *rest)
+    return (gradients.mT.contiguous() if turned else gradients), norms[0]
 
 
 def norms(left: Tensor, right: Tensor, offsets: Tensor, route: str, measure: int, mask: Tensor | None) -> Tensor:

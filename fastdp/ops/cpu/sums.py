@@ -11,17 +11,14 @@ import fastdp._native as _native
 
 from ..factors import (
     ELEMENT,
-    accumulator,
-    common_length,
     in_full_precision,
     is_one_hot,
     native_factor,
     per_token,
     unit_bounds,
 )
-from ..instances import instance_sqnorm
 from ..stream import native_threads
-from .norms import served
+from .norms import kept_norms, served
 
 # Tokens multiplied at a time: the scaled copy of the narrower factor is used again from the cache, and products this deep
 # lose nothing by reading and writing the sum once more.
@@ -31,53 +28,25 @@ _NARROW = 32
 _SHORTEST_RUN = 64  # tokens: a product over fewer costs more in reading and writing `out` than copying them together
 
 
-@in_full_precision
 def per_unit(left: Tensor, right: Tensor, offsets: Tensor) -> Tensor:
-    """:func:`fastdp.ops.per_unit` on a processor: one batched product for equal lengths, else one a unit."""
-    return _per_unit(left, right, unit_bounds(offsets))
+    """:func:`fastdp.ops.per_unit` on a processor."""
+    return kept_norms(left, right, unit_bounds(offsets))[0] if served(left, right) else NotImplemented
 
 
-def _per_unit(left: Tensor, right: Tensor, bounds: list[int]) -> Tensor:
-    if left.dtype != torch.float32 or right.dtype != torch.float32:
-        dtype = accumulator(left, right)
-        left, right = left.to(dtype), right.to(dtype)
-    if right.shape[1] <= _NARROW < left.shape[1]:
-        return _products(right, left, bounds).mT.contiguous()
-    return _products(left, right, bounds)
-
-
-def _products(left: Tensor, right: Tensor, bounds: list[int]) -> Tensor:
-    length = common_length(bounds)
-    if length is not None:
-        units = len(bounds) - 1
-        return torch.bmm(left.view(units, length, left.shape[1]).mT, right.view(units, length, right.shape[1]))
-    gradients = right.new_empty(len(bounds) - 1, left.shape[1], right.shape[1])
-    for gradient, start, end in zip(gradients, bounds, bounds[1:]):
-        torch.mm(left[start:end].T, right[start:end], out=gradient)
-    return gradients
-
-
-@in_full_precision
 def per_unit_group(lefts: Sequence[Tensor], rights: Sequence[Tensor], offsets: Tensor) -> tuple[list[Tensor], Tensor]:
-    """:func:`fastdp.ops.per_unit_group` on a processor: one batched product a matrix, as many as there are."""
+    """:func:`fastdp.ops.per_unit_group` on a processor: one matrix after another."""
+    if not served(*lefts, *rights):
+        return NotImplemented
     bounds = unit_bounds(offsets)
-    gradients = [_per_unit(left, right, bounds) for left, right in zip(lefts, rights)]
-    dtype = accumulator(*gradients)
-    return gradients, torch.stack([instance_sqnorm(gradient).to(dtype) for gradient in gradients])
+    gradients, squares = zip(*[kept_norms(left, right, bounds) for left, right in zip(lefts, rights)])
+    return list(gradients), torch.stack(squares)
 
 
-@in_full_precision
 def column_sums(left: Tensor, offsets: Tensor) -> Tensor:
-    """:func:`fastdp.ops.column_sums` on a processor."""
-    bounds = unit_bounds(offsets)
-    dtype = accumulator(left)
-    length = common_length(bounds)
-    if length is not None:
-        return left.unflatten(0, (len(bounds) - 1, length)).sum(1, dtype=dtype)
-    sums = left.new_empty(len(bounds) - 1, left.shape[1], dtype=dtype)
-    for row, start, end in zip(sums, bounds, bounds[1:]):
-        torch.sum(left[start:end], 0, dtype=dtype, out=row)
-    return sums
+    """:func:`fastdp.ops.column_sums` on a processor: the gradients of a matrix whose inputs are ones."""
+    if not served(left):
+        return NotImplemented
+    return kept_norms(left.new_ones(1).expand(left.shape[0], 1), left, unit_bounds(offsets))[0][:, 0]
 
 
 def affine_sums_group(

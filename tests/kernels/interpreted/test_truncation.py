@@ -10,7 +10,7 @@ import torch
 from fastdp.kernels import direct, gram, weighted
 from triton.runtime import interpreter
 
-from fastdp.ops.bounds import Rounding
+from fastdp.ops.bounds import Rounding, Roundings
 from fastdp.ops.factors import SQUARE
 from tests.ops.uses import factor, gradients, offsets_of
 
@@ -57,7 +57,7 @@ def test_norms_by_gram_matrices(tensor_cores, rounding, width):
     scale = (left.double().norm(dim=1) * right.double().norm(dim=1)).sum()
     # An accumulator that went on to the end would lose up to 1e-3.
     assert 0 < lost.item() < 1e-6
-    assert (truth - squares[0].double()).item() <= rounding.gram(width, 40, 5) * scale.square().item()
+    assert (truth - squares[0].double()).item() <= rounding.gram(width, 40).gamma(5) * scale.square().item()
     assert products[0].item() * (1 + 2.0**-10) >= scale.item()
 
 
@@ -70,15 +70,19 @@ def test_gradients_and_sums_of_long_units(tensor_cores, rounding):
     scale = (left.double().norm(dim=1) * right.double().norm(dim=1)).sum().item()
     measured = direct.direct_norms(left, right, offsets, SQUARE)[0].double().sqrt().item()
     lost = truth.norm().item() - measured
-    assert 0 < lost <= rounding.entry(tokens) * scale
+    assert 0 < lost <= rounding.entry().gamma(tokens) * scale
     weight, mask = torch.tensor([0.3]), torch.ones(3, 5, dtype=torch.bool)
     errors = []
     for masked in ((), (weight, mask)):
         out = torch.zeros(3, 5)
         weighted.weighted_sum_(out, left, right, weight, *masked, offsets=offsets, dealt=(1, 1))
         errors.append((out.double() / weight.double() - truth).norm().item())
-    assert errors[0] <= rounding.added(tokens, 1) * scale
-    assert errors[1] <= rounding.gamma(512 + 11 + 2 + tokens / 64 + 4) * scale <= rounding.added(tokens, 1) * scale
+    assert errors[0] <= rounding.added(1).gamma(tokens) * scale
+    assert (
+        errors[1]
+        <= Roundings(512 + 11 + 2 + tokens / 64 + 4).gamma(0) * scale
+        <= rounding.added(1).gamma(tokens) * scale
+    )
     assert errors[1] < 0.25 * lost
 
 
@@ -98,5 +102,5 @@ def test_a_unit_beside_others(tensor_cores, rounding):
             weighted.weighted_sum_(sums[-1], left, right, own, offsets=offsets, dealt=(1, 1))
         gap = (sums[0].double() - sums[1].double() - weights[unit].double() * truth[unit]).norm()
         shares = weights.double() * scales
-        others = 2 * rounding.gamma(tokens + 24 + 10) * (shares.sum() - shares[unit])
-        assert gap <= rounding.added(max(lengths), len(lengths)) * shares[unit] + others
+        others = 2 * Roundings(tokens + 24 + 10).gamma(0) * (shares.sum() - shares[unit])
+        assert gap <= rounding.added(len(lengths)).gamma(max(lengths)) * shares[unit] + others

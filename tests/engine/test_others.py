@@ -1,0 +1,243 @@
+"""One record and the others: a record that adds nothing moves no other record's bound, whatever its length and neighbours.
+
+The others' tokens cancel, so that a bound which followed the longest row, the route or the number of units would move all of
+them at once. Records are searched for by size, length, place and number of rows.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+from torch import nn
+
+import fastdp
+from fastdp.engine.accumulator import Accumulator
+from fastdp.engine.bounds import UpperNorms
+from fastdp.engine.factors import Factors
+from fastdp.engine.layout import Ticket
+from fastdp.engine.norms import NormSink
+from fastdp.engine.policy import Policy
+from fastdp.methods.frost.accumulate import AbsoluteSink
+from fastdp.private.observer import Observer
+
+#: What one record may move, in units of the bound.
+MOVES = 1.0001
+BOUND = 0.1
+KINDS = ("matrix", "masked", "table", "tied", "joined", "bias", "absolute", "absolute twice")
+#: Sizes at which every way of measuring and adding is the fastest one for some length.
+SIZES = ((4, 90), (90, 4), (70, 80), (130, 66), (200, 200))
+
+
+def record(generator: torch.Generator, tokens: int, m: int, n: int, ratio: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Factors of a unit whose tokens cancel to about 1 of ``ratio``."""
+    left = torch.randn(1, m, generator=generator).expand(tokens, m).clone()
+    right = torch.randn(1, n, generator=generator).expand(tokens, n).clone()
+    right[1::2] *= -1
+    right[-1] *= tokens % 2 + 1e-12
+    spread = torch.randn(tokens, n, generator=generator)
+    return left / m**0.5, (ratio * right / n**0.5 + spread / n**0.5) / tokens
+
+
+def batch_of(
+    units: list[list[tuple[torch.Tensor, torch.Tensor]]], left_sided: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows padded to the longest; a unit may have several."""
+    rows = [row for unit in units for row in unit]
+    longest = max(len(left) for left, _ in rows)
+
+    def padded(x: torch.Tensor) -> torch.Tensor:
+        rest = x.new_zeros(longest - len(x), x.shape[1])
+        return torch.cat([rest, x] if left_sided else [x, rest])
+
+    lefts, rights = zip(*rows)
+    # Inputs at padding are what they are: it is the gradient that is zero there.
+    fill = [padded(right) + (padded(torch.ones(len(right), 1)) == 0) * 0.7 for right in rights]
+    return torch.cat([padded(left) for left in lefts]), torch.cat(fill)
+
+
+def clipped(
+    kind: str, units: list[Any], size: tuple[int, int], *, keep: bool, left_sided: bool
+) -> tuple[UpperNorms, torch.Tensor, torch.Tensor]:
+    """Bounds, weights and the clipped sum of a micro-batch."""
+    m, n = size
+    left, right = batch_of(units, left_sided)
+    masks = {"w": torch.rand(m, n, generator=torch.Generator().manual_seed(5)) < 0.4} if kind == "masked" else {}
+    parameter = nn.Parameter(torch.zeros(m) if kind == "bias" else torch.zeros(m, n))
+    group: Any = (0, 1) if masks else 0
+    policy = Policy((BOUND, BOUND) if masks else (BOUND,), (0.0,) * (2 if masks else 1), {"w": group}, masks)
+    accumulator = Accumulator({"w": parameter}, policy)
+    # Of each token its own, wherever it stands.
+    ids = (right[:, 0].abs() * 2**20).long() % 3
+    uses = {
+        "tied": [Factors(left, right), Factors(ids, right * left.ne(0).any(1, keepdim=True))],
+        "joined": [Factors(left, right), Factors(left, right * 0.5)],
+        "table": [Factors(ids, right * left.ne(0).any(1, keepdim=True))],
+        "absolute twice": [Factors(left, right), Factors(left, -0.999 * right)],
+    }.get(kind, [Factors(left, right)])
+    row_units = torch.tensor([at for at, unit in enumerate(units) for _ in unit])
+    layout = Ticket(row_units, torch.ones(len(units)), True).layout(torch.device("cpu"))
+    sinks: list[NormSink] = []
+    made = NormSink if not kind.startswith("absolute") else AbsoluteSink
+
+    def backward(retain: bool) -> None:
+        for use in uses:
+            if kind == "bias":
+                sinks[-1].tokens(parameter, left * right[:, :1], layout, False)
+            else:
+                sinks[-1].matrix(parameter, use, layout)
+
+    sinks.append(made(accumulator, layout, {"w": len(uses)}, keep=keep))
+    if kind in ("table", "tied"):
+        accumulator.tables = frozenset("w")
+        sinks[-1].tables = accumulator.tables
+    backward(False)
+    upper = sinks[-1].finish()
+    weights = policy.scales(upper)
+    if kind.startswith("absolute"):
+        return upper, weights, weights.double() @ upper.measured.T
+    again = Accumulator({"w": parameter}, policy)
+    again.tables = accumulator.tables
+    again.run(backward, sinks.append, layout, {"w": len(uses)}, two_pass=False)  # type: ignore[arg-type]
+    return upper, weights, again.sums["w"].double()
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    kind=st.sampled_from(KINDS),
+    size=st.sampled_from(SIZES),
+    seed=st.integers(0, 10**6),
+    count=st.sampled_from((3, 21, 40)),
+    tokens=st.lists(st.integers(1, 40), min_size=1, max_size=3),
+    rows=st.integers(1, 2),
+    ratio=st.sampled_from((1.0, 30.0, 1e3, 1e5)),
+    length=st.sampled_from((1, 5, 64, 170, 450)),
+    at=st.floats(0, 1),
+    keep=st.booleans(),
+    left_sided=st.booleans(),
+)
+def test_a_record_of_zeros_moves_no_other(
+    kind: str,
+    size: tuple[int, int],
+    seed: int,
+    count: int,
+    tokens: list[int],
+    rows: int,
+    ratio: float,
+    length: int,
+    at: float,
+    keep: bool,
+    left_sided: bool,
+) -> None:
+    generator, (m, n) = torch.Generator().manual_seed(seed), size
+    own = [[record(generator, t, m, n, ratio) for _ in range(rows)] for t in tokens]
+    # Alike, so that what moves one of them moves all in one direction.
+    others = [own[i % len(own)] for i in range(count)]
+    x = [(torch.zeros(length, m), torch.zeros(length, n))]
+    place = round(at * count)
+    run = functools.partial(clipped, kind, size=size, keep=keep, left_sided=left_sided)
+    upper, weights, total = run(others)
+    upper_x, weights_x, total_x = run([*others[:place], x, *others[place:]])
+    rest = [i for i in range(count + 1) if i != place]
+    torch.testing.assert_close(upper_x.norms[:, rest], upper.norms, rtol=1e-12, atol=0)
+    assert torch.equal(upper_x.measured[:, rest], upper.measured)
+    assert torch.equal(weights_x[:, rest], weights)
+    assert float((total_x - total).norm()) <= (MOVES - 1) * BOUND
+
+
+class Bag(nn.Module):
+    """A bag of tokens, whose gradient is the sum of its rows."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.layer = nn.Linear(width, width, bias=False)
+        nn.init.zeros_(self.layer.weight)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> Any:
+        scores = self.layer(x).sum((1, 2)) / x.shape[2] ** 0.5
+        return {"loss": nn.functional.binary_cross_entropy_with_logits(scores, y)}
+
+
+def collate(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    longest = max(len(row["x"]) for row in rows)
+    x = torch.stack([nn.functional.pad(row["x"], (0, 0, 0, longest - len(row["x"]))) for row in rows])
+    return {"x": x, "y": torch.stack([row["y"] for row in rows])}
+
+
+class Counted(Observer):
+    counts = (0.0, 0.0)
+
+    def before_release(self, accumulator: Any) -> None:
+        self.counts = float(accumulator.unclipped), float(accumulator.units)
+
+
+def counted(records: list[dict[str, torch.Tensor]], bound: float) -> tuple[float, float]:
+    model = Bag(records[0]["x"].shape[1])
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    loader = torch.utils.data.DataLoader(records, batch_size=len(records), collate_fn=collate)
+    method = fastdp.DPSGD(max_grad_norm=bound, adaptive=fastdp.AdaptiveClipping())
+    options: Any = {"noise_multiplier": 1.0, "target_delta": 1e-5, "max_physical_batch_size": len(records)}
+    private = fastdp.make_private(model, optimizer, loader, method=method, epochs=1, **options)
+    seen = Counted()
+    private.observe(seen)
+    for batch in private.data_loader:
+        private.model(**batch)["loss"].backward()
+        private.optimizer.step()
+        private.optimizer.zero_grad()
+    private.detach()
+    return seen.counts
+
+
+@pytest.mark.parametrize("above", [1.5e-6, 3e-6, 6e-6, 1.2e-5, 2.4e-5, 0.05])
+def test_a_record_moves_the_count_by_one(above: float) -> None:
+    """Others of one norm at the bound: a last bit must not turn all of them."""
+    rows = torch.randn(4, 64, generator=torch.Generator().manual_seed(1))
+    norm = 0.5 * float(rows.double().sum(0).norm())
+    others = [{"x": rows, "y": torch.tensor(1.0)} for _ in range(64)]
+    before = counted(others, norm * (1 + above))
+    for length in (5, 500):
+        x = {"x": torch.zeros(length, 64), "y": torch.tensor(1.0)}
+        after = counted([*others, x], norm * (1 + above))
+        centred = [whole - units / 2 for whole, units in (before, after)]
+        assert abs(centred[1] - centred[0]) <= 0.5 * MOVES
+
+
+def test_a_changed_last_bit_moves_the_count_by_little() -> None:
+    policy = Policy((1.0,), (1.0,), {})
+    norms = torch.tensor([0.9, 15 / 16, 1.0, 1.0, 17 / 16, 2.0, float("nan")], dtype=torch.float64)
+    nothing = torch.zeros(7, dtype=torch.bool)
+    whole, changed = (
+        policy.whole(UpperNorms(own[None], own[None].square(), nothing)) for own in (norms, norms * (1 + 1e-7))
+    )
+    torch.testing.assert_close(whole, torch.tensor([1, 1, 0.5, 0.5, 0, 0, 0], dtype=torch.float64))
+    assert float((whole - changed).abs().max()) <= 8.5e-7
+
+
+@pytest.mark.parametrize("count", [21, 64])
+@pytest.mark.parametrize("length", [2, 64, 512])
+def test_a_long_record_moves_the_release_by_nothing(count: int, length: int) -> None:
+    """The whole way, to the parameters: records whose tokens cancel to a 10,000th, and one of zeros."""
+    generator = torch.Generator().manual_seed(1)
+    base, kept = (nn.functional.normalize(torch.randn(64, generator=generator), dim=0) for _ in range(2))
+    rows = torch.stack([base * 3e4 + kept / 2, -base * 3e4 + kept / 2])
+    others = [{"x": rows, "y": torch.tensor(1.0)} for _ in range(count)]
+
+    def released(records: list[dict[str, torch.Tensor]]) -> torch.Tensor:
+        model = Bag(64)
+        optimizer = torch.optim.SGD(model.parameters(), 1.0)
+        loader = torch.utils.data.DataLoader(records, batch_size=len(records), collate_fn=collate)
+        options: Any = {"noise_multiplier": 0.0, "target_delta": 1e-5, "max_physical_batch_size": len(records)}
+        method = fastdp.DPSGD(max_grad_norm=BOUND)
+        private = fastdp.make_private(model, optimizer, loader, method=method, epochs=1, **options)
+        for batch in private.data_loader:
+            private.model(**batch)["loss"].backward()
+            private.optimizer.step()
+            private.optimizer.zero_grad()
+        private.detach()
+        return -model.layer.weight.detach().double() * len(records)
+
+    x = {"x": torch.zeros(length, 64), "y": torch.tensor(1.0)}
+    assert float((released([*others, x]) - released(others)).norm()) <= (MOVES - 1) * BOUND
