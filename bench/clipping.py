@@ -66,7 +66,7 @@ def measure(path: str, corpus: list[str], tuning: str, dtype: torch.dtype, *, tw
     names = [name for name, p in model.named_parameters() if p.requires_grad]
     tickets: deque[Ticket] = deque()
     _Watch.excess = []
-    engine = Engine(model, _Watch((1.0,), (0.0,), dict.fromkeys(names, 0)), tickets, check=False, two_pass=two_pass)
+    engine = Engine(model, _Watch((1.0,), (0.0,), dict.fromkeys(names, 0)), tickets, two_pass=two_pass)
     for start in range(0, len(corpus), BATCH):
         batch = tokenizer(
             corpus[start : start + BATCH], return_tensors="pt", padding=True, truncation=True, max_length=128

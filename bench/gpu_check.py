@@ -302,7 +302,7 @@ def engine(device: str) -> Iterator[tuple[str, Result]]:
         # Unclipped, and at the median: what bounds of norms are above them is at most 1 / 64.
         for bound, error in ((float(sizes.max()) * 4, 1e-5), (float(sizes.median()), 2.0**-6)):
             tickets = deque([Ticket(torch.arange(4), torch.ones(4), True)])
-            running = Engine(model, Policy((bound,), (0.0,), dict.fromkeys(trained, 0)), tickets, check=False)
+            running = Engine(model, Policy((bound,), (0.0,), dict.fromkeys(trained, 0)), tickets)
             model(**batch).loss.backward()
             running.close()
             scales = (bound / sizes).clamp(max=1.0)

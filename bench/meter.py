@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib
 import math
 import sys
@@ -283,21 +282,6 @@ class Meter(TorchDispatchMode):
         return operations, (self.gpu.wide_share if _has_wide_tiles(name, args) else self.gpu.own_share) * self.gpu.half
 
 
-class _Sent:
-    """What was asked of the device, as `fastdp.engine.sent.Sent`: to read it in the step that asked is to wait."""
-
-    def __init__(self, meter: Meter, values: torch.Tensor):
-        self._meter, self._values, self._step = meter, values, meter.tally
-        self.there = not values.is_meta
-        if values.is_meta:
-            meter.add("fastdp::sent", _size(values), 0.0, _size(values) / meter.gpu.bandwidth, 1, 0)
-
-    def read(self) -> torch.Tensor:
-        if self._values.is_meta and self._step is self._meter.tally:
-            self._meter.wait("what was asked of it is read in the same step")
-        return torch.zeros(self._values.shape, dtype=self._values.dtype) if self._values.is_meta else self._values
-
-
 @dataclass
 class _Own:
     kernels: int = 0
@@ -499,9 +483,10 @@ def simulated(gpu: Gpu, granularity: int = 512) -> Iterator[Meter]:
     from torch.fx.experimental import _config as config
     from triton.runtime.jit import JITFunction
 
-    from fastdp.engine import bits, guard, norms, selfcheck
+    from fastdp.engine import norms
     from fastdp.ops import routes
     from fastdp.ops.table import OPS
+    from fastdp.verify.engine_check import Comparison
 
     for family in ("norms", "sums", "bounds", "instances", "noise", "adamw"):
         importlib.import_module(f"fastdp.kernels.{family}")
@@ -518,11 +503,8 @@ def simulated(gpu: Gpu, granularity: int = 512) -> Iterator[Meter]:
         for module in [m for name, m in sys.modules.items() if name.startswith("fastdp.kernels.")]:
             if hasattr(module, "processors"):
                 stack.enter_context(mock.patch.object(module, "processors", return_value=gpu.processors))
-        # Self-checks are made, and what they find of values that nobody has is judged by nobody.
-        stack.enter_context(mock.patch.object(selfcheck.Comparison, "judge", _unjudged(selfcheck.Comparison.judge)))
-        # What the guard looks at is looked at here too, as on any device but this one.
-        stack.enter_context(mock.patch.object(bits, "NUMBERLESS", frozenset()))
-        stack.enter_context(mock.patch.object(guard, "Sent", functools.partial(_Sent, meter)))
+        # Batches are verified, but tensors without values cannot be judged.
+        stack.enter_context(mock.patch.object(Comparison, "judge", _unjudged(Comparison.judge)))
         # Asked for at each launch, as others may stand in for it; called as the method that it replaces is.
         launched = lambda kernel, *args, **options: meter.launched(kernel, *args, **options)  # noqa: E731
         stack.enter_context(mock.patch.object(JITFunction, "run", launched))

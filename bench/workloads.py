@@ -208,7 +208,7 @@ def private_step(
     import fastdp
 
     privacy: dict[str, Any] = {"noise_multiplier": 1.0, "target_delta": 1e-5, "epochs": 10_000, "sampling": "shuffled"}
-    # A few of a run's later batches are checked: at most 1.25% of its time (`fastdp.engine.later`), which falls on single steps.
+    # Some later batches are verified, at most 1% of a run (`fastdp.verify`), and single steps would bear that time.
     privacy["self_check"] = self_check
     trained = [p for p in model.parameters() if p.requires_grad]
     if fused:

@@ -8,6 +8,7 @@ ROOT = Path(__file__).parent.parent
 FLOORS = (
     {"_native", "distribution", "files", "kernels", "ops", "tls", "validate"},
     {"accounting", "engine"},
+    {"verify"},
     {"private"},
     {"methods"},
     {"entry", "integrations", "optim"},

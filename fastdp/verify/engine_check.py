@@ -80,7 +80,7 @@ def check_engine(passes: Passes, call: Call, ticket: Ticket, rows: Sequence[int]
         with uncast(passes.device):
             with preserve_rng(passes.model):
                 _run_engine(passes, batch, small, dtypes)
-            found = _Comparison(passes.accumulator.sums, scales.known)
+            found = Comparison(passes.accumulator.sums, scales.known)
 
             def take(unit: int, index: int, gradient: torch.Tensor) -> None:
                 found.take(unit, names[index], passes.weights.measured(names[index], gradient))
@@ -127,7 +127,7 @@ class _LowPrecision(TorchFunctionMode):
         return out
 
 
-class _Comparison:
+class Comparison:
     """The engine's weighted sum less autograd's gradients, each taken as it arrives, so that one at a time is in memory.
 
     Args:

@@ -11,7 +11,6 @@ from fastdp.bench import simulate
 from fastdp.bench.meter import GPUS, META, PER_DOUBLE_ROUND, HostWaits, simulated
 from fastdp.bench.simulate import CASES
 from fastdp.bench.workloads import Case
-
 from fastdp.engine.guard import Guard
 
 pytest.importorskip("triton")

@@ -14,6 +14,7 @@ from fastdp.engine.bounds import Norms, UpperNorms
 from fastdp.engine.engine import Engine
 from fastdp.engine.layout import Ticket
 from fastdp.engine.policy import Policy
+from fastdp.verify import Checks
 
 
 def per_example_loss(logits: torch.Tensor, batch: dict[str, torch.Tensor], *, shift: bool) -> torch.Tensor:
@@ -79,12 +80,12 @@ def known(powers: torch.Tensor, order: int = 2) -> UpperNorms:
 
 
 def engine_for(model: torch.nn.Module, bound: float, **options: object) -> tuple[Engine, deque[Ticket]]:
-    """An engine with flat clipping at ``bound`` and the queue that feeds it."""
+    """An engine with flat clipping at ``bound``, which verifies its batches by default, and the queue that feeds it."""
     names = [name for name, p in model.named_parameters() if p.requires_grad]
     Recording.seen, Recording.given = [], []
     tickets: deque[Ticket] = deque()
     policy = Recording((bound,), (0.0,), dict.fromkeys(names, 0))
-    return Engine(model, policy, tickets, **options), tickets  # type: ignore[arg-type]
+    return Engine(model, policy, tickets, **{"verify": Checks, **options}), tickets  # type: ignore[arg-type]
 
 
 def ticket(rows: int, *, last: bool = True) -> Ticket:

@@ -12,12 +12,12 @@ import numpy
 import pytest
 import torch
 import torch.nn.functional as F
+from fastdp.engine.chance import secretly, seeded
+from fastdp.engine.still import Chance, still, unchanged
 from torch.utils.data import DataLoader
 
 import fastdp
-from fastdp.engine.chance import secretly, seeded
 from fastdp.engine.errors import SelfCheckError
-from fastdp.engine.still import Chance, still, unchanged
 from tests.engine.nets import Net, trained
 from tests.engine.runs import Batch, Classifier, collate, examples
 

@@ -44,9 +44,9 @@ def again_on_a_processor(accumulator, runs):
 
 def engine_of(model, tickets, runs=None, recorder=again_on_a_processor, bound=0.5):
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    engine = Engine(model, Policy((bound,), (0.0,), dict.fromkeys(trained, 0)), tickets, check=False, keep_logits=True)
+    engine = Engine(model, Policy((bound,), (0.0,), dict.fromkeys(trained, 0)), tickets, keep_logits=True)
     if runs is not None:
-        engine.graphs = Graphs(engine, engine.guard.forward, lambda: recorder(engine.accumulator, runs))
+        engine.graphs = Graphs(engine, engine.checks.watching, lambda: recorder(engine.accumulator, runs))
     return engine
 
 

@@ -7,6 +7,7 @@ import torch
 
 from fastdp import ops
 from fastdp.engine import norms as norm_sinks
+from fastdp.engine.routing import Routing
 from tests.engine.models import batch, build
 from tests.engine.reference import Recording, engine_for, ticket
 
@@ -26,7 +27,7 @@ def step(name: str, may_hold: int, monkeypatch: pytest.MonkeyPatch) -> tuple[tor
     monkeypatch.setattr(norm_sinks, "may_hold", lambda device: may_hold)
     # So short are the tests' texts that other routes are cheaper.
     monkeypatch.setattr(norm_sinks, "plan", lambda *sizes, **use: "instantiate")
-    engine, tickets = engine_for(build(name, "lora"), 0.5, check=False)
+    engine, tickets = engine_for(build(name, "lora"), 0.5, verify=Routing)
     tickets.append(ticket(4))
     engine.model(**batch(name)).loss.backward()
     assert engine.route == "uses", engine.reason
@@ -63,7 +64,7 @@ def test_nothing_waits_on_a_processor_or_under_checkpointing(monkeypatch: pytest
 
     monkeypatch.setattr(norm_sinks.NormSink, "__init__", noted)
     for two_pass in (False, True):
-        engine, tickets = engine_for(build("gpt2", "lora"), 0.5, check=False, two_pass=two_pass)
+        engine, tickets = engine_for(build("gpt2", "lora"), 0.5, verify=Routing, two_pass=two_pass)
         tickets.append(ticket(4))
         engine.model(**batch("gpt2")).loss.backward()
     assert limits == [EVERYTHING, 0]

@@ -5,13 +5,12 @@ import pickle
 from collections.abc import Callable
 from typing import Any
 
+import fastdp.engine.guard as engine_guard
 import pytest
 import torch
-from torch import nn
-
-import fastdp.engine.guard as engine_guard
 from fastdp.engine.guard import Guard
 from fastdp.engine.sent import Sent
+from torch import nn
 
 
 def settled() -> tuple[nn.Sequential, Guard, dict[str, nn.Parameter]]:

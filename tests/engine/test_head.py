@@ -18,6 +18,7 @@ from fastdp.engine.errors import SelfCheckError
 from fastdp.engine.layout import Ticket
 from fastdp.engine.logits import Logits
 from fastdp.engine.policy import Policy
+from fastdp.engine.routing import Routing
 from tests.engine.models import MODELS, batch, build
 from tests.engine.reference import Recording, engine_for, norms, one_at_a_time, relative, stepped, ticket
 
@@ -344,7 +345,7 @@ def test_a_tied_head_makes_its_tiles_twice_and_no_more(monkeypatch: pytest.Monke
     monkeypatch.setattr(head.Tiles, "tile", lambda *a: made.append(a[1:3]) or tile(*a))
     inputs = data(rows=2, tokens=1 + WIDTH)
     inputs["labels"] = inputs["ids"]
-    step(Speaker(tied=True), inputs, check=False)
+    step(Speaker(tied=True), inputs, verify=Routing)
     # Both units fit in one tile, and the pass that tries the route makes it once more.
     assert made == [(0, 2 * (1 + WIDTH))] * 3
 
@@ -368,10 +369,10 @@ def test_units_that_are_not_finite_take_no_part() -> None:
         with torch.no_grad():
             model.table.weight[VOCABULARY - 1] = float("nan")
         inputs["ids"][2, 1], inputs["labels"][2] = VOCABULARY - 1, 0
-        engine = step(model, inputs, check=False)
+        engine = step(model, inputs, verify=Routing)
         assert int(engine.accumulator.nonfinite) == 1
         others = {name: torch.cat([t[:2], t[3:]]) for name, t in inputs.items()}
-        again = step(copy.deepcopy(model), others, check=False)
+        again = step(copy.deepcopy(model), others, verify=Routing)
         for name, total in again.accumulator.sums.items():
             assert relative(engine.accumulator.sums[name], total) < TOLERANCE, name
 

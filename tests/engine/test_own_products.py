@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fastdp.engine import norms, passes
 from fastdp.engine.engine import Engine
+from fastdp.engine.routing import Routing
 from tests.engine.models import batch, build
 from tests.engine.nets import EXACT, Net
 from tests.engine.reference import engine_for, feed, ticket
@@ -37,7 +38,7 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def twice(model: torch.nn.Module, data: dict, **options: object) -> Engine:
     """An engine after two micro-batches: the first is looked at, and takes no such products."""
-    engine, tickets = engine_for(model, 0.5, check=False, **options)
+    engine, tickets = engine_for(model, 0.5, verify=Routing, **options)
     feed(engine, tickets, data)
     feed(engine, tickets, data)
     assert engine.route == "uses", engine.reason
@@ -160,7 +161,7 @@ def test_an_input_that_is_written_to_afterwards_is_refused(layer: str, taken: li
     written = False
     model = net(middle)
     model.norm = torch.nn.LayerNorm(6)
-    engine, tickets = engine_for(model, 0.5, check=False)
+    engine, tickets = engine_for(model, 0.5, verify=Routing)
     feed(engine, tickets, DATA)
     written = True
     with pytest.raises(RuntimeError, match="in ?place"):
@@ -176,7 +177,7 @@ def test_a_gradient_that_comes_in_another_way_is_refused(taken: list[int]) -> No
         return out
 
     unseen = False
-    engine, tickets = engine_for(net(middle), 0.5, check=False)
+    engine, tickets = engine_for(net(middle), 0.5, verify=Routing)
     feed(engine, tickets, DATA)
     unseen = True
     with pytest.raises(RuntimeError, match="third.weight holds a gradient"):
@@ -184,7 +185,7 @@ def test_a_gradient_that_comes_in_another_way_is_refused(taken: list[int]) -> No
 
 
 def test_a_pass_without_a_backward_pass_is_let_go_of(taken: list[int]) -> None:
-    engine, tickets = engine_for(net(lambda net, h: net.third(h)), 0.5, check=False)
+    engine, tickets = engine_for(net(lambda net, h: net.third(h)), 0.5, verify=Routing)
     feed(engine, tickets, DATA)
     engine.abandon()
     kept: list[weakref.ref] = []

@@ -16,6 +16,7 @@ from fastdp.engine.accumulator import Accumulator
 from fastdp.engine.bounds import Norms, UpperNorms
 from fastdp.engine.losses import LossTerms, intercepted
 from fastdp.engine.policy import Policy
+from fastdp.engine.routing import Routing
 from tests.engine.nets import EXACT, Net, exact, mixed, mixture, parameter, steps, trained
 from tests.engine.reference import engine_for, feed, stepped, ticket
 from tests.engine.runs import CLIPPED, clipped_sum, collate, error, examples, join, logical_step, one_by_one, start
@@ -228,7 +229,7 @@ def test_a_padding_row_whose_gradient_is_nan_adds_nothing() -> None:
     data["x"][3] = float("nan")
     for model in (Net(), Net(mixed, mix=parameter(3))):
         engine = stepped(
-            model, data, 0.5, Ticket(torch.arange(4), torch.tensor([1.0, 1.0, 1.0, 0.0]), is_last=True), check=False
+            model, data, 0.5, Ticket(torch.arange(4), torch.tensor([1.0, 1.0, 1.0, 0.0]), is_last=True), verify=Routing
         )
         assert all(bool(s.isfinite().all()) for s in engine.accumulator.sums.values())
         if engine.route == "uses":

@@ -9,7 +9,6 @@ from fastdp.bench.workloads import Case, build, private_step
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from fastdp.engine.questions import Asking
 from fastdp.engine.trace import Tracer
 
 LAYERS, WIDTH = 8, 12
@@ -49,15 +48,6 @@ def test_a_trace_keeps_nothing_that_the_model_lets_go_of(checkpointed, vocabular
     assert len(trace.reads) == 2 * LAYERS
     # Of logits that might have been left out, the stand-in is in memory beside the numbers.
     assert model.most <= alone + 1
-
-
-def test_questions_are_looked_for_without_keeping_what_checkpoints_let_go_of():
-    model, x = Deep(checkpointed=True), torch.randn(4, 3, WIDTH)
-    model(x)
-    alone = model.most
-    with Asking([x]):
-        model(x)
-    assert model.most == alone
 
 
 @pytest.mark.parametrize("self_check", [False, True], ids=["traced", "checked"])

@@ -9,9 +9,9 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from fastdp.engine.checks import Checks
 from fastdp.engine.engine import Engine
 from fastdp.engine.layout import Ticket
+from fastdp.engine.routing import Routing
 from fastdp.methods.frost import Magnitude, Partition, split
 from fastdp.methods.frost.accumulate import MagnitudeAccumulator
 from tests.engine import models, reference
@@ -46,7 +46,7 @@ def accumulate(
 ) -> tuple[MagnitudeAccumulator, Engine]:
     parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
     accumulator = MagnitudeAccumulator(parameters, split(parameters), magnitude)
-    engine = Engine(model, accumulator.policy, deque([ticket]), accumulator=accumulator, check=False)
+    engine = Engine(model, accumulator.policy, deque([ticket]), accumulator=accumulator)
     model(**batch).loss.backward()
     engine.close()
     return accumulator, engine
@@ -98,7 +98,7 @@ def test_magnitudes_are_those_of_the_definition(name: str, kind: str, order: int
 def test_the_one_example_route_agrees(kind: str, order: int, monkeypatch: pytest.MonkeyPatch) -> None:
     magnitude = Magnitude(kind, order, 3.0)  # type: ignore[arg-type]
     first, _ = accumulate(models.build("bert"), models.batch("bert"), reference.ticket(4), magnitude)
-    monkeypatch.setattr(Checks, "_try_uses", lambda *_: "for this test")
+    monkeypatch.setattr(Routing, "_try_uses", lambda *_: "for this test")
     with pytest.warns(UserWarning, match="one-example"):
         second, engine = accumulate(models.build("bert"), models.batch("bert"), reference.ticket(4), magnitude)
     assert engine.route == "one-example"
