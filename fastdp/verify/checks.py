@@ -74,7 +74,8 @@ class Checks(Routing):
     def before(self, call: Call, ticket: Ticket) -> bool:
         """Verify a batch, if it is due, before its pass."""
         if self.passes.route is None:
-            self.state.settle()
+            # Between two stages of a method only releases may change the model.
+            self.state.begin()
             self._traced = call, ticket
         self._batches += 1
         self._grew = self.enabled and self._grows(call, ticket)

@@ -47,6 +47,12 @@ class StateCheck:
         self._settled = self._parameters()
         self._buffers = self._saved_buffers()
 
+    def begin(self) -> None:
+        """Settle before a first batch. Raises RuntimeError if parameters were settled before and changed since."""
+        if not self.holds():
+            self.require_settled()
+        self.settle()
+
     def settle_parameters(self) -> None:
         """Take parameters as they are now for released, after a step of the optimizer."""
         if self._settled is None:
