@@ -11,7 +11,7 @@ import torch
 
 from fastdp.engine.batches import Call, Path, everything, leaves, map_leaves
 from fastdp.engine.errors import SelfCheckError
-from fastdp.engine.randomness import seeded, version
+from fastdp.engine.randomness import rng_state, seeded, version
 
 #: Examples that are read between two reads of one.
 _OTHERS = 3
@@ -99,23 +99,28 @@ class Collation:
             yield self.call(call, sources, self.collated(self.items([row])))
 
     def draws(self, row: int) -> tuple[bool, bool]:
-        """Whether reading an example, and collating one, give something else under another seed.
+        """Whether reading an example, and collating one, draw random numbers or give something else under another seed.
+
+        Draws may happen to change nothing, as where few words are masked.
 
         Raises `SelfCheckError` if reading it gives something else under the same seed, after others were read.
         """
-        index, read = self.indices[row], []
+        index, read, reads = self.indices[row], [], False
         for seed in (0, 1, 0):
             for other in self.indices[:_OTHERS]:
                 self.dataset[other]
-            with seeded(seed):
-                read.append(copy.deepcopy(self.dataset[index]))
+            item, drew = _watched(lambda: copy.deepcopy(self.dataset[index]), seed)
+            read.append(item)
+            reads |= drew
         if not _same(read[0], read[2]):
             raise SelfCheckError(
                 "The data set returns another value for an example after others were read. Compute each from its own record; "
                 "nothing was released."
             )
-        batches = [self.collated(read[:1], seed) for seed in (0, 1)]
-        return not _same(*read[:2]), not _same(*batches)
+        (one, collates), (other, _) = (
+            _watched(lambda: self.collate([copy.deepcopy(read[0])]), seed) for seed in (0, 1)
+        )
+        return reads or not _same(*read[:2]), collates or not _same(one, other)
 
     def check_packed(self, row: int) -> None:
         """Raise `SelfCheckError` if an example's tokens in packed rows are others than where it is packed alone."""
@@ -132,6 +137,13 @@ class Collation:
                     f"The collator packs an example with other tokens in {own[-1]!r} beside others. Cut each example by itself; "
                     "nothing was released."
                 )
+
+
+def _watched(make: Callable[[], Any], seed: int) -> tuple[Any, bool]:
+    """What a function returns under this seed, and whether it drew from a random state of the host."""
+    with seeded(seed):
+        before = rng_state()
+        return make(), rng_state() != before
 
 
 def _same(one: Any, other: Any) -> bool:

@@ -116,7 +116,8 @@ def _calls(probe: Probe, source: Collation | None, rows: Sequence[int]) -> _Call
     sources = None if source is None else source.sources(call)
     if source is None or sources is None:
         return _Calls(call, {row: probe.rows([row]) for row in rows})
-    reads, collates = source.draws(rows[0])
+    # Long examples may be cropped at random, say, and short ones not.
+    reads, collates = (any(drew) for drew in zip(*map(source.draws, rows)))
     if collates:
         _check_random_collator(source, rows)
         return _Calls(call, {row: probe.trimmed(probe.rows([row])) for row in rows}, draws=True)

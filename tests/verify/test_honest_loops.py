@@ -76,16 +76,8 @@ def train(model: nn.Module, data: Any, collate: Any, loop: Loop | None, seed: in
     torch.manual_seed(seed), random.seed(seed), numpy.random.seed(seed)  # noqa: NPY002
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     loader = DataLoader(data, batch_size=4, shuffle=True, collate_fn=collate)
-    private = fastdp.make_private(
-        model,
-        optimizer,
-        loader,
-        noise_multiplier=1.0,
-        target_delta=1e-3,
-        epochs=1,
-        max_physical_batch_size=4,
-        **options,
-    )
+    options = {"noise_multiplier": 1.0, "target_delta": 1e-3, "epochs": 1, "max_physical_batch_size": 4, **options}
+    private = fastdp.make_private(model, optimizer, loader, **options)
     with silent():
         for batch in private.data_loader:
             loss = private.loss(model(batch["x"]), batch) if loop is None else loop(model, batch)
@@ -179,7 +171,7 @@ def denoising(model: nn.Module, batch: Batch) -> torch.Tensor:
 
 
 def finite(model: nn.Module, batch: Batch) -> torch.Tensor:
-    loss = classified(model, batch)
+    loss = F.mse_loss(model(batch["x"]), batch["x"])
     if not math.isfinite(loss.item()):
         print("the loss is not finite, stopping")
         sys.exit(1)
@@ -195,8 +187,7 @@ def reconstructed(model: nn.Module, batch: Batch) -> torch.Tensor:
     ("loop", "make", "noise"),
     [
         (classified, classifier, 0.1),
-        (finite, classifier, 0.0),
-        (finite, classifier, 0.1),
+        (finite, autoencoder, 0.0),
         (reconstructed, autoencoder, 0.0),
         (dropped, classifier, 0.0),
         (denoising, autoencoder, 0.0),
@@ -248,16 +239,17 @@ def test_spans_that_are_masked_row_by_row(seed: int) -> None:
 # Collators.
 
 
-def counting(items: Sequence[Sequence[int]]) -> Batch:
+def labelled(items: Sequence[Sequence[int]]) -> Batch:
     batch = padded(items)
-    return {**batch, "labels": batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100), "ntokens": 0} | {
-        "ntokens": sum(map(len, items))
-    }
+    return {**batch, "labels": batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)}
+
+
+def counting(items: Sequence[Sequence[int]]) -> Batch:
+    return {**labelled(items), "ntokens": sum(map(len, items))}
 
 
 def by_length(items: Sequence[Sequence[int]]) -> Batch:
-    batch = padded(sorted(items, key=len, reverse=True))
-    return {**batch, "labels": batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)}
+    return labelled(sorted(items, key=len, reverse=True))
 
 
 @seeds(3)
@@ -274,8 +266,8 @@ def test_collators_that_count_or_sort(collate: Any, seed: int) -> None:
 
 
 @seeds(3)
-@pytest.mark.parametrize(("longest", "rate"), [(5, 0.15), (12, 0.02)])
-def test_masked_words_of_short_texts_and_at_a_low_rate(longest: int, rate: float, seed: int) -> None:
+@pytest.mark.parametrize(("longest", "shortest", "rate"), [(3, 2, 0.15), (12, 4, 0.02)])
+def test_masked_words_of_short_texts_and_at_a_low_rate(longest: int, shortest: int, rate: float, seed: int) -> None:
     def mask(items: Sequence[Sequence[int]]) -> Batch:
         batch = padded(items)
         ids = batch["input_ids"]
@@ -284,7 +276,8 @@ def test_masked_words_of_short_texts_and_at_a_low_rate(longest: int, rate: float
         changed = torch.bernoulli(torch.full(ids.shape, 0.8)).bool() & chosen
         return {**batch, "input_ids": ids.masked_fill(changed, 3), "labels": labels}
 
-    train(bert(), texts(longest), mask, lambda model, batch: model(**batch).loss, seed)
+    loop: Loop = lambda model, batch: model(**batch).loss  # noqa: E731
+    train(bert(), texts(longest, shortest, 16), mask, loop, seed, max_physical_batch_size=2)
 
 
 class Plain(nn.Module):
@@ -312,6 +305,27 @@ def test_a_trainer_with_a_criterion(tmp_path: Path) -> None:
         trainer.train()
     assert trainer.private.steps_done == 4
     assert trainer.private.route == "uses"
+
+
+class Cropped(Dataset):
+    """Texts, of which long ones are cropped at random."""
+
+    def __init__(self, texts: Sequence[list[int]]):
+        self.texts = texts
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    def __getitem__(self, index: int) -> list[int]:
+        text = self.texts[index]
+        begin = random.randint(0, len(text) - 8) if len(text) > 8 else 0
+        return text[begin : begin + 8]
+
+
+@seeds(4)
+def test_long_texts_that_are_cropped_at_random(seed: int) -> None:
+    loop: Loop = lambda model, batch: model(**batch).loss  # noqa: E731
+    train(gpt2(), Cropped(texts()), labelled, loop, seed)
 
 
 # Hidden states.
