@@ -13,7 +13,7 @@ from fastdp.engine.batches import Call, as_long_as, take_rows, tensors
 from fastdp.engine.errors import UnsupportedUse
 from fastdp.engine.layout import Ticket
 from fastdp.engine.modes import refuse_mixing
-from fastdp.engine.passes import ONE_EXAMPLE, USES, Pass, Passes
+from fastdp.engine.passes import ONE_EXAMPLE, ORDINARY, USES, Pass, Passes
 from fastdp.engine.ranks import Ranks
 from fastdp.engine.routing import Routing
 from fastdp.verify import definition
@@ -225,7 +225,8 @@ class Checks(Routing):
 
     def plan_ahead(self, source: Collation, rows: int) -> None:
         """Plan probe batches before the first batch, for a loop that takes batches ahead."""
-        if self.enabled and not self.loop.begun and self.passes.route != "ordinary":
+        passes = self.passes
+        if self.enabled and not (self.loop.begun or passes.isolated or passes.route == ORDINARY):
             self.loop.begin(source, rows, ahead=True)
 
     def probe_batches(self) -> Iterator[ProbeBatch]:
