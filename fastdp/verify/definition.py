@@ -101,10 +101,13 @@ def _check(probe: Probe, calls: _Calls, rows: Sequence[int], *, gradients: bool)
         if finite:
             # None of the chosen rows has a finite loss: others are compared.
             return check_definition(passes, probe.call, ticket, finite[:_ROWS], gradients=gradients)
-        if base is not None and ticket.rows > 1:
+        if base is not None and ticket.rows > 1 and passes.route is None:
             raise SelfCheckError(
                 "No example of this batch has a finite loss. Check labels and inputs; nothing was released."
             )
+        if base is not None and len(rows) < ticket.rows:
+            # Training that diverged goes on, unless a row that is finite alone is not beside others.
+            return check_definition(passes, probe.call, ticket, range(ticket.rows), gradients=False)
         return [UNDECIDED] if calls.draws else []
     probe.run(calls.whole, ticket.rows)
     return [UNDECIDED]

@@ -71,10 +71,12 @@ def silent() -> Iterator[None]:
         yield
 
 
-def train(model: nn.Module, data: Any, collate: Any, loop: Loop | None, seed: int, **options: Any) -> Any:
+def train(
+    model: nn.Module, data: Any, collate: Any, loop: Loop | None, seed: int, rate: float = 0.01, **options: Any
+) -> Any:
     """Train for four releases; every program here must take the fast route."""
     torch.manual_seed(seed), random.seed(seed), numpy.random.seed(seed)  # noqa: NPY002
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
     loader = DataLoader(data, batch_size=4, shuffle=True, collate_fn=collate)
     options = {"noise_multiplier": 1.0, "target_delta": 1e-3, "epochs": 1, "max_physical_batch_size": 4, **options}
     private = fastdp.make_private(model, optimizer, loader, **options)
@@ -326,6 +328,18 @@ class Cropped(Dataset):
 def test_long_texts_that_are_cropped_at_random(seed: int) -> None:
     loop: Loop = lambda model, batch: model(**batch).loss  # noqa: E731
     train(gpt2(), Cropped(texts()), labelled, loop, seed)
+
+
+@seeds(2)
+@pytest.mark.parametrize("method", [fastdp.DPSGD(), fastdp.DPSGD(max_grad_norm=1e30)])
+def test_training_that_diverges_goes_on(method: Any, seed: int) -> None:
+    """Nothing more is learned, and every example is left out; a search over learning rates reads it from the loss."""
+
+    def loop(model: nn.Module, batch: Batch) -> torch.Tensor:
+        return model(**batch).loss
+
+    private = train(gpt2(), texts(), labelled, loop, seed, method=method, rate=1e38)
+    assert private.nonfinite_examples > 0
 
 
 # Hidden states.
