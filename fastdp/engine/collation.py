@@ -12,7 +12,7 @@ import torch
 
 from fastdp.engine.batches import Call, Path, everything, leaves, map_leaves
 from fastdp.engine.errors import SelfCheckError
-from fastdp.engine.randomness import seeded, version
+from fastdp.engine.randomness import rng_state, seeded, version
 
 #: Examples that are read between two reads of one.
 _OTHERS = 3
@@ -112,23 +112,27 @@ class Collation:
             yield self.call(call, sources, self.single(*self.items([row])))
 
     def draws(self, row: int) -> tuple[bool, bool]:
-        """Whether reading an example, and collating one, give something else under another seed.
+        """Whether reading an example, and collating one, draw random numbers or give something else under another seed.
+
+        Draws may happen to change nothing, as where few words are masked.
 
         Raises `SelfCheckError` if reading it gives something else under the same seed, after others were read.
         """
-        index, read = self.indices[row], []
+        index, read, reads = self.indices[row], [], False
         for seed in (0, 1, 0):
             for other in self.indices[:_OTHERS]:
                 self.dataset[other]
-            with seeded(seed):
-                read.append(copy.deepcopy(self.dataset[index]))
+            item, drew = _watched(lambda: copy.deepcopy(self.dataset[index]), seed)
+            read.append(item)
+            reads |= drew
         if not _same(read[0], read[2]):
             raise SelfCheckError(
                 "The data set returns another value for an example after others were read. Compute each from its own record; "
                 "nothing was released."
             )
-        batches = [self.single(read[0], seed) for seed in (0, 1)]
-        return not _same(*read[:2]), not _same(*batches)
+        one, other = (self.single(read[0], seed) for seed in (0, 1))
+        collates = _watched(lambda: self.collate([copy.deepcopy(read[0])]), 0)[1]
+        return reads or not _same(*read[:2]), collates or not _same(one, other)
 
     def check_mixing(self, rows: Sequence[int]) -> None:
         """Raise `SelfCheckError` if, under one seed, a row that a collator makes follows from the other rows."""
@@ -158,6 +162,13 @@ class Collation:
                     f"The collator packs an example with other tokens in {own[-1]!r} beside others. Cut each example by itself; "
                     "nothing was released."
                 )
+
+
+def _watched(make: Callable[[], Any], seed: int) -> tuple[Any, bool]:
+    """What a function returns under this seed, and whether it drew from a random state of the host."""
+    with seeded(seed):
+        before = rng_state()
+        return make(), rng_state() != before
 
 
 def mixes(entry: object) -> SelfCheckError:

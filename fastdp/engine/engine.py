@@ -19,7 +19,7 @@ from fastdp.engine.layout import Ticket
 from fastdp.engine.passes import ONE_EXAMPLE, ORDINARY, USES, Pass, Passes
 from fastdp.engine.pieces import is_cut
 from fastdp.engine.policy import Policy
-from fastdp.engine.ranks import ONE, Ranks
+from fastdp.engine.ranks import ONE, RankLost, Ranks
 from fastdp.engine.routing import Routing
 
 
@@ -147,7 +147,7 @@ class Engine(Passes):
                         raise
                 self.checks.explain(call, ticket)
                 return self._looked_forward(call, ticket, verify=verify, apart=looked, explained=True)
-            except (SelfCheckError, torch.OutOfMemoryError):
+            except (SelfCheckError, RankLost, torch.OutOfMemoryError):
                 raise
             except Exception as error:
                 if self.route != USES:

@@ -279,7 +279,12 @@ class Passes:
     def _in_isolation(
         self, call: Call, ticket: Ticket, layout: Layout, enter: Callable[[Pass, Any], None]
     ) -> tuple[Any, Pass]:
-        """Run a batch that holds one unit as it is; its buffers are restored after the backward pass."""
+        """Run a batch that holds one unit as it is; its buffers are restored after the backward pass.
+
+        The losses of a unit with several rows are added up, as on the other routes.
+        """
+        if ticket.rows > 1:
+            return self._one_at_a_time(call, ticket, layout, enter)
         snapshot = BufferSnapshot(self.model)
         output = self.forwards.root.plain(*call[0], **call[1])
         tops = [require_loss(output)] if self.returns_loss else outer(output)

@@ -104,9 +104,13 @@ def _spare() -> numpy.random.BitGenerator:
     return numpy.random.MT19937()
 
 
-def rng_state(model: torch.nn.Module) -> tuple[bytes, ...]:
-    """Fingerprint of every generator that a pass of this model may draw from: torch's, Python's and numpy's."""
-    states = [torch.get_rng_state(), *(torch.cuda.get_rng_state(index) for index in devices(model))]
+def rng_state(model: torch.nn.Module | None = None) -> tuple[bytes, ...]:
+    """Fingerprint of every generator that a pass of this model may draw from: torch's, Python's and numpy's.
+
+    Without a model, of the host's alone.
+    """
+    used = () if model is None else devices(model)
+    states = [torch.get_rng_state(), *(torch.cuda.get_rng_state(index) for index in used)]
     python, numbers = hash(random.getstate()), numpy.random.get_state(legacy=True)  # noqa: NPY002
     return *(state.numpy().tobytes() for state in states), repr((python, numbers[2])).encode(), bytes(numbers[1])  # type: ignore[index]
 

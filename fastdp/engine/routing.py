@@ -15,7 +15,7 @@ from fastdp.engine.known import Known
 from fastdp.engine.layout import Ticket
 from fastdp.engine.modes import refuse_mixing
 from fastdp.engine.passes import ORDINARY, Pass, Passes
-from fastdp.engine.ranks import Ranks
+from fastdp.engine.ranks import RankLost, Ranks
 from fastdp.engine.trace import Tracer
 
 
@@ -181,7 +181,7 @@ class Routing:
             passes.take_uses()
             self.verify_engine(call, ticket)
             return None
-        except (SelfCheckError, torch.OutOfMemoryError):
+        except (SelfCheckError, RankLost, torch.OutOfMemoryError):
             raise
         except Exception as error:
             passes.model.zero_grad(set_to_none=True)

@@ -15,7 +15,7 @@ from fastdp.engine.errors import UnsupportedUse
 from fastdp.engine.follow import FollowInto
 from fastdp.engine.layout import Ticket
 from fastdp.engine.modes import refuse_mixing
-from fastdp.engine.passes import ONE_EXAMPLE, USES, Pass, Passes
+from fastdp.engine.passes import ONE_EXAMPLE, ORDINARY, USES, Pass, Passes
 from fastdp.engine.ranks import Ranks
 from fastdp.engine.routing import Routing
 from fastdp.verify.definition import check_alone, check_companions, check_definition, check_packed
@@ -72,7 +72,8 @@ class Checks(Routing):
     def before(self, call: Call, ticket: Ticket) -> bool:
         """Verify a batch, if it is due, before its pass."""
         if self.passes.route is None:
-            self.state.settle()
+            # Between two stages of a method only releases may change the model.
+            self.state.begin()
             self._traced = call, ticket
         self._batches += 1
         self._grew = self.enabled and self._grows(call, ticket)
@@ -204,7 +205,8 @@ class Checks(Routing):
 
     def plan_ahead(self, source: Collation, rows: int) -> None:
         """Plan probe batches before the first batch, for a loop that takes batches ahead."""
-        if self.enabled and not self.loop.begun and self.passes.route != "ordinary":
+        passes = self.passes
+        if self.enabled and not (self.loop.begun or passes.isolated or passes.route == ORDINARY):
             self.loop.begin(source, rows, ahead=True)
 
     def probe_batches(self) -> Iterator[ProbeBatch]:

@@ -45,6 +45,12 @@ class StateCheck:
         self._hold()
         self._settled, self._buffers = self._parameters(), self._saved_buffers()
 
+    def begin(self) -> None:
+        """Settle before a first batch. Raises RuntimeError if parameters were settled before and changed since."""
+        if not self.holds():
+            self.require_settled()
+        self.settle()
+
     def holds(self) -> bool:
         """Whether parameters are those of the latest `settle`."""
         self._hold()

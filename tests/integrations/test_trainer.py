@@ -99,7 +99,7 @@ def test_what_compute_loss_makes_of_a_batch_is_tried(tmp_path: Path, together: b
             return super().compute_loss(model, {**inputs, "labels": labels}, *args, **kwargs)
 
     private = trainer(tmp_path, kind=Rolling, num_train_epochs=1)
-    with pytest.raises(SelfCheckError, match="another for an example") if together else nullcontext():
+    with pytest.raises(SelfCheckError, match="something else for an example") if together else nullcontext():
         private.train()
     assert private.private.steps_done == (0 if together else 4)
 

@@ -11,15 +11,17 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from fastdp.engine.selfcheck import SelfCheckError
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fastdp
 from fastdp.engine.engine import Engine
+from fastdp.engine.errors import SelfCheckError
 from fastdp.engine.layout import Ticket
 from fastdp.engine.policy import Policy
+from fastdp.engine.routing import Routing
 from fastdp.engine.sums import SumSink
+from fastdp.verify import Checks
 from tests.engine.models import batch as model_batch, build
 from tests.engine.reference import (
     Recording,
@@ -249,7 +251,7 @@ def test_a_criterion_outside_of_the_model(reduction: str, two_pass: bool) -> Non
     private = start(loss_reduction=reduction, max_physical_batch_size=3, two_pass=two_pass)
     truth: list[Mapping[str, torch.Tensor]] = []
     for batch in private.data_loader:
-        if not private.data_loader.tickets[0].company:
+        if not private.data_loader.tickets[0].probe:
             truth += one_by_one(private.model, batch)
         logits = private.model(x=batch["x"])["logits"]
         F.cross_entropy(logits, batch["labels"], reduction=reduction).backward()
@@ -299,7 +301,7 @@ def test_a_non_finite_example_is_taken_out_of_both_factors(route: str, value: fl
     rest = {k: torch.cat([v[:2], v[3:]]) for k, v in data.items()}
     expected = clipped_sum(one_by_one(model, rest), 0.6)
     data["x"][2, 1] = value
-    engine, tickets = engine_for(model, 0.6, two_pass=route == "two-pass", check=check)
+    engine, tickets = engine_for(model, 0.6, two_pass=route == "two-pass", verify=Checks if check else Routing)
     tickets.append(ticket(6))
     model(**data)["loss"].backward()
     if route == "one-example":
@@ -357,8 +359,8 @@ def test_gradient_checkpointing(
     tickets.append(ticket(4))
     model(**data).loss.backward()
     assert engine.route == "uses", engine.reason
-    expected_passes = 3 if not share or engine.accumulator.tables else 0
-    assert len(second) == expected_passes, "twice in the self-check, of a few examples and of all, once in the step"
+    expected_passes = 2 if not share or engine.accumulator.tables else 0
+    assert len(second) == expected_passes, "once in the engine check, once in the step"
     assert torch.allclose(Recording.seen[-1][0], norms, rtol=EXACT)
     assert error(engine.accumulator.sums, expected) < CLIPPED
 
@@ -401,7 +403,7 @@ def test_packed_rows_that_see_each_other_are_refused() -> None:
     data = loader(_lengths(), batch_size=6, collate_fn=_packed)
     private = start(build("llama"), data, unit_map="units", noise_multiplier=1.0)
     batch = next(iter(private.data_loader))
-    with pytest.raises(SelfCheckError, match="the model couples examples"):
+    with pytest.raises(SelfCheckError, match="A packed example's loss changes beside the others of its row"):
         private.model(**batch)
     assert private.steps_done == 0
 

@@ -222,7 +222,7 @@ def test_the_card_states_rounding_among_units_with_its_size() -> None:
 
 
 def test_the_card_of_other_data_differs_in_what_was_released_alone() -> None:
-    """One long record, or one that the model reads numbers of, must not show in what is published with the weights."""
+    """One long record, which takes another route, must not show in what is published with the weights."""
 
     class Words(nn.Module):
         def __init__(self) -> None:
@@ -232,8 +232,9 @@ def test_the_card_of_other_data_differs_in_what_was_released_alone() -> None:
 
         def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> Any:
             hidden = self.table(ids)
-            if ids.shape[1] > 20 and ids.sum().item() < 0:
-                hidden = hidden * 2
+            if ids.shape[1] > 20:
+                # No rule is known for a copy of the table.
+                hidden = torch.empty(self.table.weight.shape).copy_(self.table.weight)[ids]
             return {"loss": F.cross_entropy(self.head(hidden).transpose(1, 2), labels)}
 
     def card(longest: int) -> dict[str, Any]:

@@ -12,14 +12,17 @@ import torch.nn.functional as F
 _COMPOSITE = frozenset({F.multi_head_attention_forward})
 
 
-@functools.cache
 def opened(function: Any) -> Callable[..., Any] | None:
     """The code of a composite function, which asks no one else to run it; None for any other function.
 
     Its formula stays torch's own, whatever version: only its question whether somebody overrides it is answered with no.
     """
-    if function not in _COMPOSITE:
-        return None
+    # The set is asked first: a cache would keep other functions, and bound methods among them keep their tensors.
+    return _opened(function) if function in _COMPOSITE else None
+
+
+@functools.cache
+def _opened(function: Any) -> Callable[..., Any]:
     names = {**function.__globals__, "has_torch_function": lambda _: False}
     inner = types.FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
     inner.__kwdefaults__ = function.__kwdefaults__
