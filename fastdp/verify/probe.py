@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.utils.checkpoint import CheckpointError
 
 from fastdp.engine.batches import Call, take_rows, tensors, unpadded
 from fastdp.engine.boundary import caught, differentiable, require_loss
@@ -167,7 +168,7 @@ class Probe:
                     losses = combine(require_loss(output), terms, passes.divided, verify=False)
                     del output
                     with passes.weights.gathered():
-                        _backward([losses], [upstream.to(losses)], inputs.tensors, passes.read.values())
+                        _backward([losses], [upstream.to(losses)], inputs.tensors)
                     found.inputs = inputs.taken()
         return found
 
@@ -238,17 +239,16 @@ class Probe:
         return RowValues([t.per_unit.detach() for t in terms.terms], own, rest), terms, output
 
 
-def _backward(tops: list[torch.Tensor], seeds: list[torch.Tensor], inputs: list[torch.Tensor], parameters: Any) -> None:
-    """Propagate to these inputs alone; under reentrant checkpointing, which torch cannot cut short, to everything."""
+def _backward(tops: list[torch.Tensor], seeds: list[torch.Tensor], inputs: list[torch.Tensor]) -> None:
+    """Propagate to these inputs alone. Raises CheckpointError under reentrant checkpointing, which torch cannot cut short."""
     if not inputs:
         return
     try:
         torch.autograd.backward(tops, seeds, inputs=inputs)
     except RuntimeError as error:
-        if "heckpoint" not in str(error):
+        if "use_reentrant=True" not in str(error):
             raise
-        with caught(parameters, lambda index, gradient: None):
-            torch.autograd.backward(tops, seeds)
+        raise CheckpointError(str(error)) from error
 
 
 def _index(unit: int, like: torch.Tensor) -> torch.Tensor:

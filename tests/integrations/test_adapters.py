@@ -249,7 +249,7 @@ def test_with_a_fixed_first_matrix_the_scale_is_a_learning_rate():
         trained = [p for p in model.parameters() if p.requires_grad]
         private = fastdp.make_private(
             model,
-            torch.optim.Adam(trained, lr=0.25 / k, eps=0.0),
+            torch.optim.Adam(trained, lr=0.25 / k, eps=1e-30),
             loader(),
             method=fastdp.DPSGD(max_grad_norm=0.125 * k),
             noise_multiplier=1.0,

@@ -14,13 +14,13 @@ import peft
 import pytest
 import torch
 import torch.nn.functional as F
-from fastdp.engine.selfcheck import SelfCheckError
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 from transformers import DataCollatorWithFlattening
 
 import fastdp
 from fastdp.accounting import BudgetExceeded, LedgerError
+from fastdp.engine.errors import SelfCheckError
 from tests.engine.models import build
 from tests.engine.runs import (
     CLASSES,
@@ -333,7 +333,7 @@ def test_losses_that_cannot_be_told_apart_by_example(
 def test_a_term_of_the_whole_batch_is_each_row_s_own() -> None:
     """On the one-example route, where no row has companions."""
     private = start(Added(), max_physical_batch_size=3)
-    with pytest.warns(UserWarning, match="one-example route.*adds something to its per-example loss"):
+    with pytest.warns(UserWarning, match="one-example route.*adds a term of its own"):
         got, batches = logical_step(private)
     rows = one_by_one(Added(), join(batches))
     assert error(got, {n: t / 8 for n, t in clipped_sum(rows, 1.0).items()}) < CLIPPED

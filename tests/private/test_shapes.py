@@ -9,6 +9,7 @@ import torch
 import transformers
 from hypothesis import given, strategies as st
 
+from fastdp.engine.routing import Routing
 from fastdp.private.shapes import Piece, grid, padded, pieces, ticket_of
 from tests.engine.reference import engine_for
 
@@ -59,7 +60,7 @@ def summed(dtype: torch.dtype, texts: list[torch.Tensor], only: set[int]) -> dic
     sizes = {"hidden_size": 32, "intermediate_size": 80, "num_hidden_layers": 2, "num_attention_heads": 2}
     config = transformers.LlamaConfig(**sizes, vocab_size=50, max_position_embeddings=64)
     model = transformers.LlamaForCausalLM(config).to(dtype)
-    engine, tickets = engine_for(model, CLIP, check=False)
+    engine, tickets = engine_for(model, CLIP, verify=Routing)
     total: dict[str, torch.Tensor] = {}
     # In float64 and apart from each other: the sum of micro-batches rounds among units, which is no shape's doing.
     for piece in pieces(range(len(texts)), lambda unit: (1, len(texts[unit])), LENGTHS, ROWS):
